@@ -38,17 +38,12 @@ class Mark(NamedTuple):
     name: str
     limits: str = ""
 
-    @property
-    def node(self) -> str:
-        """The test as pytest names it, without parameters."""
-        return f"{self.path}::{self.test}"
-
 
 def marks(files: Iterable[Path], root: Path = ROOT) -> Iterator[Mark]:
     """Every mark in `files`, in their order.
 
     Raises: ValueError for a mark whose arguments are not literal strings, that names no known
-        group, or that does not decorate a test or a class of tests.
+        group, or that does not decorate a test.
     """
     for path in files:
         tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -66,28 +61,16 @@ def marks(files: Iterable[Path], root: Path = ROOT) -> Iterator[Mark]:
 
 
 def _marks_of(tree: ast.Module, path: str) -> Iterator[Mark]:
-    of_file = [
-        node
-        for line in tree.body
-        if isinstance(line, ast.Assign) and ast.unparse(line.targets[0]) == "pytestmark"
-        for node in ast.walk(line.value)
-    ]
-    for name, own, above in _tests(tree):
-        kinds = {_kind(node): node for node in (*of_file, *above, *own)}
+    named = [line for line in tree.body if isinstance(line, ast.Assign)]
+    of_file = [line.value for line in named if ast.unparse(line.targets[0]) == "pytestmark"]
+    above = [node for value in of_file for node in ast.walk(value)]
+    for test in (line for line in tree.body if isinstance(line, ast.FunctionDef)):
+        kinds = {_kind(node): node for node in (*above, *test.decorator_list)}
         fails = _arguments(kinds["xfail"])[1]["reason"] if "xfail" in kinds else ""
-        for node in own:
+        for node in test.decorator_list:
             if _kind(node) == "composes" and isinstance(node, ast.Call):
-                args, named = _arguments(node)
-                yield Mark(path, name, "gpu" in kinds, fails, *args, **named)
-
-
-def _tests(tree: Any, of: str = "", above: Any = ()) -> Iterator[tuple[str, Any, Any]]:
-    """Tests, classes of tests and tests in them: the name, its decorators and the class's."""
-    for node in tree.body:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            yield of + node.name, node.decorator_list, above
-            if isinstance(node, ast.ClassDef):
-                yield from _tests(node, f"{of}{node.name}::", node.decorator_list)
+                args, more = _arguments(node)
+                yield Mark(path, test.name, "gpu" in kinds, fails, *args, **more)
 
 
 def _kind(node: ast.AST) -> str:
@@ -111,7 +94,7 @@ def works(row: list[Mark], outcomes: Mapping[str, Any]) -> str:
     reasons = "; ".join(dict.fromkeys(m.fails for m in row if m.fails))
     if reasons:
         return f"yes, but not: {reasons}" if here else f"no: {reasons}"
-    results = {outcomes.get("tests", {}).get(m.node) for m in row if m.gpu}
+    results = {outcomes.get("tests", {}).get(f"{m.path}::{m.test}") for m in row if m.gpu}
     if not results:
         return "yes"
     found = "by its GPU test, not yet run on hardware"
@@ -124,20 +107,19 @@ def works(row: list[Mark], outcomes: Mapping[str, Any]) -> str:
 
 def table(found: Iterable[Mark] | None = None, outcomes: Mapping[str, Any] | None = None) -> str:
     """A heading and a table for each group that has a mark, in the order of `GROUPS`."""
-    if outcomes is None:
+    if found is None or outcomes is None:
+        found = marks(sorted((ROOT / "tests").rglob("test_*.py")))
         outcomes = load(OUTCOMES) if OUTCOMES.exists() else {}
     rows: dict[str, dict[str, list[Mark]]] = {group: {} for group in GROUPS}
-    for mark in marks(sorted((ROOT / "tests").rglob("test_*.py"))) if found is None else found:
+    for mark in found:
         rows[mark.group].setdefault(mark.name, []).append(mark)
     parts = []
     for group, names in rows.items():
-        cells = [[name, works(row, outcomes), *_where(row)] for name, row in names.items()]
+        cells = []
+        for name, row in names.items():
+            where = ", ".join(f"[{Path(m.path).name}::{m.test}]({m.path})" for m in row)
+            limits = "; ".join(dict.fromkeys(m.limits for m in row if m.limits))
+            cells.append([name, works(row, outcomes), where, limits])
         shown = markdown(("what", "works", "tested where", "limits"), cells)
         parts += [f"## {group}\n\n{shown}"] if cells else []
     return "\n\n".join(parts)
-
-
-def _where(row: list[Mark]) -> tuple[str, str]:
-    """The tests, linked from the root of the repository, and their limits."""
-    where = ", ".join(f"[{Path(m.path).name}::{m.test}]({m.path})" for m in row)
-    return where, "; ".join(dict.fromkeys(m.limits for m in row if m.limits))

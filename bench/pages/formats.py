@@ -1,4 +1,4 @@
-"""docs/tables/formats.md: what gradients lose in 8 bits, what is worth keeping, and on a GPU."""
+"""docs/tables/formats.md: what gradients lose in 8 bits, and which sets are worth keeping."""
 
 from __future__ import annotations
 
@@ -7,16 +7,12 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from bench.formats.errors import KINDS
-from bench.frontier import sets, title
 from bench.pages.presets import SHAPES, D, Kept, block
-from bench.tables import RESULTS, Cell, Row, load, machine_line, markdown
+from bench.tables import RESULTS, Row, load, machine_line, markdown
 from fused_remat.graph.graph import Graph
 from fused_remat.graph.quantized import in_formats
 from fused_remat.graph.schedule import kept_bytes
 from fused_remat.planner.options import packable, preset_of
-
-#: Targets of "fast8" beside "none" on a GPU: time, and kept bytes.
-MOST_TIME, MOST_BYTES = 1.03, 0.68
 
 
 def errors(root: Path = RESULTS) -> str:
@@ -85,20 +81,3 @@ def frontier() -> str:
         rows.append([*cells, kept.work])
     only = f"In 8 bits only what nobody but attention and the activation reads ({', '.join(few)})"
     return f"{only}, of {len(found):,} sets:\n\n{markdown(head, rows)}"
-
-
-def targets(root: Path = RESULTS) -> str:
-    """ "fast8" beside "none", at every shape of a layer that was measured with both on a GPU."""
-    head = ("on", "layer", f"time (≤ {MOST_TIME}×)", f"kept bytes (≤ {MOST_BYTES}×)", "met")
-    rows: list[list[Cell]] = []
-    for panel in itertools.chain.from_iterable(sets(root).values()):
-        case = [panel.machine.get("gpu"), title(panel.case)]
-        ways = {point.way: point for point in panel.points}
-        if case[0] and "fast8" in panel.wrong:
-            rows.append([*case, panel.wrong["fast8"], None, "no"])
-        elif case[0] and {"none", "fast8"} <= ways.keys():
-            time = ways["fast8"].p50 / ways["none"].p50
-            size = ways["fast8"].kept / ways["none"].kept
-            met = "yes" if time <= MOST_TIME and size <= MOST_BYTES else "no"
-            rows.append([*case, f"{time:.3f}×", f"{size:.3f}×", met])
-    return markdown(head, rows) if rows else ""

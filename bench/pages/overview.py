@@ -48,75 +48,57 @@ def means() -> dict[str, list[Row]]:
 
 def headline() -> str:
     """The demo's figures, those of a Llama with its loss, and those of plans, in three lines."""
-    return "\n".join((_demo(), _llama(), _plans()))
-
-
-def _demo() -> str:
-    found = tables.load(DEMO)
-    eager, checkpoint, full = (found["ways"][way] for way in ("eager", "checkpoint", "full"))
-    (most, _), (usual, slower), (least, time) = map(_measured, (eager, checkpoint, full))
-    ours = sorted(str(_measured(way)[1]) for n, way in found["ways"].items() if n in ALL_PRESETS)
+    found, every = tables.load(DEMO), tables.load(RESULTS / "plan-cpu.json")["results"]
+    way = {name: _measured(way) for name, way in found["ways"].items()}
+    (eager, _), (checkpoint, slower), (full, time) = way["eager"], way["checkpoint"], way["full"]
+    ours = sorted(str(way[name][1]) for name in way if name in ALL_PRESETS)
     without = [p["time"] for p in means()[WITHOUT_DROPOUT] if p["way"] in ALL_PRESETS]
-    return (
-        f"- **Checkpointing's memory, at about its time or less.** A step of the demo (byte-level "
-        f"language model, dropout {found['sizes']['dropout']}, on "
-        f"{tables.measured_on(found['machine'])}) peaks at {least} instead of {most}, and takes "
-        f"{time} eager's time; `torch.utils.checkpoint`: {usual}, {slower}. Presets take "
-        f"{ours[0]} to {ours[-1]}; without dropout, in the picture, {min(without):.2f}× to "
-        f"{max(without):.2f}×."
+    lora = next(
+        row for row in _models() if row["case"]["model"] == "smollm-135m" and row["case"]["lora"]
     )
+    tuned = [_measured(lora["ways"][name]) for name in ("eager", "checkpoint", "full_loss")]
+    off = [error for row in every for error in plans.errors(row)["peak"].values()]
+    worst = max(map(abs, off))
+    return f"""- **Checkpointing's memory, at about its time or less.** A step of the demo \
+(byte-level language model, dropout {found["sizes"]["dropout"]}, on \
+{tables.measured_on(found["machine"])}) peaks at {full} instead of {eager}, and takes {time} \
+eager's time; `torch.utils.checkpoint`: {checkpoint}, {slower}. Presets take {ours[0]} to \
+{ours[-1]}; without dropout, in the picture, {min(without):.2f}× to {max(without):.2f}×.
+- **The loss too.** LoRA on a Llama (SmolLM-135M's shape, {lora["case"]["seq_len"]} tokens, \
+`loss=True`) peaks at {tuned[2][0]} instead of {tuned[0][0]}, at {tuned[2][1]}; with transformers' \
+checkpointing at {tuned[1][0]}, {tuned[1][1]}.
+- **Plans to a budget.** `plan(model, x, budget=...)` finds the fastest policies that fit. \
+{len(off)} plans were run; the measured peak was \
+{"the predicted one, to the byte" if worst == 0 else f"{worst:.1%} off at most"}."""
 
 
 def demo() -> str:
     """What `make demo` wrote, a row per way."""
-    columns: tables.Columns = [
-        ("validation loss", lambda way: tables.number(way["validation_loss"], 3)),
-        (
-            "bytes kept per token per layer",
-            lambda way: tables.number(way["kept_bytes_per_token_per_layer"]),
-        ),
-        ("whole-step peak", lambda way: _measured(way)[0]),
-        ("step time", lambda way: _measured(way)[1]),
-    ]
-    return tables.ways_table(tables.load(DEMO)["ways"], columns)
+    head = ("", "validation loss", "bytes kept per token per layer", "whole-step peak", "step time")
+    rows = [
+        [name, tables.number(way["validation_loss"], 3),
+         tables.number(way["kept_bytes_per_token_per_layer"]), *_measured(way)]
+        for name, way in tables.load(DEMO)["ways"].items()
+    ]  # fmt: skip
+    return tables.markdown(head, rows)
 
 
-def _llama() -> str:
-    found = (row for path in tables.files("model-cpu.json") for row in tables.load(path)["results"])
-    row = next(r for r in found if r["case"]["model"] == "smollm-135m" and r["case"]["lora"])
-    (eager, _), (checkpoint, slower), (ours, time) = (
-        _measured(row["ways"][way]) for way in ("eager", "checkpoint", "full_loss")
-    )
-    return (
-        f"- **The loss too.** LoRA on a Llama (SmolLM-135M's shape, {row['case']['seq_len']} "
-        f"tokens, `loss=True`) peaks at {ours} instead of {eager}, at {time}; with transformers' "
-        f"checkpointing at {checkpoint}, {slower}."
-    )
-
-
-def _plans() -> str:
-    rows = tables.load(RESULTS / "plan-cpu.json")["results"]
-    off = [error for row in rows for error in plans.errors(row)["peak"].values()]
-    worst = max(map(abs, off))
-    return (
-        f"- **Plans to a budget.** `plan(model, x, budget=...)` finds the fastest policies "
-        f"that fit. {len(off)} plans were run; the measured peak was "
-        f"{'the predicted one, to the byte' if worst == 0 else f'{worst:.1%} off at most'}."
-    )
+def _models() -> list[Row]:
+    paths = tables.files("model-cpu.json")
+    return [row for path in paths for row in tables.load(path)["results"]]
 
 
 def models_table() -> str:
     """Of every model measured on a CPU: peaks and times of the main ways."""
     shown = ("eager", "checkpoint", "full", "lean", "fast", "none", "full_loss")
     rows = []
-    for path in tables.files("model-cpu.json"):
-        for row in tables.load(path)["results"]:
-            case = row["case"]
-            kind = f"LoRA {case['lora']}" if case["lora"] else "all trained"
-            name = f"{case['model']}, {case['layers']} layers, S = {case['seq_len']}, {kind}; "
-            found = (_measured(row["ways"].get(way, {})) for way in shown)
-            cells = ["<br>".join(filter(None, pair)).replace(" ", "&nbsp;") for pair in found]
-            rows.append([name + row["machine"]["cpu"], *cells])
+    for row in _models():
+        case = row["case"]
+        kind = f"LoRA {case['lora']}" if case["lora"] else "all trained"
+        name = f"{case['model']}, {case['layers']} layers, S = {case['seq_len']}, {kind}; "
+        found = (_measured(row["ways"].get(way, {})) for way in shown)
+        cells = ["<br>".join(filter(None, pair)).replace(" ", "&nbsp;") for pair in found]
+        rows.append([name + row["machine"]["cpu"], *cells])
     return tables.markdown(["model", *shown], rows)
 
 
@@ -134,10 +116,10 @@ def presets_table() -> str:
     """The presets of a pre-norm encoder layer in words, beside eager and checkpoint."""
     graph, ran = block(True), tables.load(DEMO)["ways"]
     # Bytes of a token that eager keeps at 16 bits, in widths D, as measured in float32.
-    points = [(p, panel) for panel in _panels()[WITHOUT_DROPOUT] for p in panel.points]
     eager = fmean(
         point.kept_bytes_per_token / panel.case["d_model"] / 2
-        for point, panel in points
+        for panel in _panels()[WITHOUT_DROPOUT]
+        for point in panel.points
         if point.way == "eager"
     )
     forward = products(graph, graph.nodes)

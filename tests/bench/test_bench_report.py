@@ -18,15 +18,7 @@ from bench.kernels.problem import DIRECTIONS
 from bench.kernels.table import OPS
 from bench.measure.contest import Rig
 from bench.measure.machine import environment
-from bench.pages import (
-    command,
-    formats,
-    frontier,
-    kernels,
-    overview,
-    pictures,
-    presets,
-)
+from bench.pages import command, formats, frontier, kernels, overview, pictures, presets
 from bench.subjects.layers import Case
 from bench.test_benchmarks import rows
 from fused_remat.policies import kept_names
@@ -44,14 +36,6 @@ def kernel(direction, floor, work, **us):
     ways = {name.replace("_", " "): {"us": {"p50": t}} for name, t in us.items()}
     ways["liger"] = {"absent": "needs a CUDA device"}
     return {"case": case, "floor_us": floor, "work": work, "ways": ways}
-
-
-@pytest.fixture
-def gpu_folder(tmp_path):
-    """Of a set that was measured on a GPU."""
-    folder = tmp_path / "results" / "2030-01-01-h200-0123456"
-    folder.mkdir(parents=True)
-    return folder
 
 
 def results(**config):
@@ -85,55 +69,38 @@ def test_a_dry_run_is_no_measurement():
 
 def test_parts_without_results_say_so(tmp_path):
     parts = (
-        "formats.errors formats.targets frontier.readme frontier.section kernels.cpu kernels.gpu "
+        "formats.errors frontier.readme frontier.section kernels.cpu kernels.gpu "
         "layers.cases layers.profile layers.targets losses.section models.section plans.readme "
         "plans.section scale.checked"
     )
     assert {command.part(name, root=tmp_path) for name in parts.split()} == {command.UNMEASURED}
 
 
-def test_a_folder_of_a_gpu_is_shown_with_its_machine(gpu_folder):
+def test_a_set_of_a_gpu_is_drawn_and_shown_with_its_machine(tmp_path):
+    pytest.importorskip("matplotlib")
     gpu = {"gpu": "NVIDIA H200", "driver": "1.2", "commit": "0123456789", "dirty": True}
-    files = {"gpu": results(machine=gpu), "other": results(),  # of a CPU
-             "dry": results(machine=gpu, dry_run=True)}  # fmt: skip
-    for name, data in files.items():
-        (gpu_folder / f"{name}.json").write_text(json.dumps(data))
-    assert [folder for folder, _ in tables.gpu_files(gpu_folder.parent)] == [gpu_folder]
-    text = kernels.gpu(gpu_folder.parent)
+    layer = {"dtype": "bfloat16", "norm": "pre", "dropout": 0.0, "batch": 8, "seq_len": 2048,
+             "nhead": 8, "d_model": 512}  # fmt: skip
+    eager = {"ratio": {"eager": dict.fromkeys(("p20", "p50", "p80"), 1.0)}, "kept_bytes": 9}
+    data = results(machine=gpu)
+    step = {"case": {"section": "layers"}, "layer": layer, "machine": data["machine"]}
+    data["results"].append(step | {"ways": {"eager": eager}})
+    root, folder = tmp_path / "results", tmp_path / "results" / "2030-01-01-h200-0123456"
+    folder.mkdir(parents=True)
+    others = {"other": results(), "dry": results(machine=gpu, dry_run=True)}  # of a CPU, of none
+    for name, found in ({"gpu": data} | others).items():
+        (folder / f"{name}.json").write_text(json.dumps(found))
+    assert [path for path, _ in tables.gpu_files(root)] == [folder]
+    text = kernels.gpu(root)
     assert text.startswith("### NVIDIA H200 (`bench/results/2030-01-01-h200-0123456`)")
     assert "Measured on NVIDIA H200, driver 1.2, " in text
     assert "commit 0123456 with uncommitted changes." in text
-
-
-def test_steps_of_a_gpu_are_drawn_and_held_against_targets(gpu_folder):
-    """The frontier, and "fast8" beside "none": met, missed, wrong, and measured without it."""
-    pytest.importorskip("matplotlib")
-    layer = {"dtype": "bfloat16", "norm": "pre", "dropout": 0.0, "batch": 8, "seq_len": 2048,
-             "nhead": 8}  # fmt: skip
-
-    def way(time, kept):
-        return {"ratio": {"eager": dict.fromkeys(("p20", "p50", "p80"), time)}, "kept_bytes": kept}
-
-    fast8 = {512: way(0.918, 66), 1024: way(0.99, 66), 2048: {"error": "off"}, 4096: None}
-    data = results(machine={"gpu": "NVIDIA H200"})
-    for width, found in fast8.items():
-        ways = {"eager": way(1.0, 160), "none": way(0.9, 100)} | ({"fast8": found} if found else {})
-        data["results"].append({"case": {"section": "layers"}, "layer": layer | {"d_model": width},
-                                "machine": data["machine"], "ways": ways})  # fmt: skip
-    root, path = gpu_folder.parent, gpu_folder / "gpu.json"
-    path.write_text(json.dumps(data))
-    assert [p.name for p in pictures.stale(root)] == ["frontier.png", "frontier.svg"]
+    assert frontier.section(root).startswith("### NVIDIA H200 (")
+    assert [path.name for path in pictures.stale(root)] == ["frontier.png", "frontier.svg"]
     pictures.rewrite(root)
     assert pictures.stale(root) == []
-    assert "### NVIDIA H200 (" in frontier.section(root)
-    at = "B = 8, H = 8, bfloat16, pre-norm, dropout 0"
-    assert formats.targets(root).splitlines()[2:] == [
-        f"| NVIDIA H200 | S = 2048, D = 512, {at} | 1.020× | 0.660× | yes |",
-        f"| NVIDIA H200 | S = 2048, D = 1024, {at} | 1.100× | 0.660× | no |",
-        f"| NVIDIA H200 | S = 2048, D = 2048, {at} | off | | no |",
-    ]
-    ways["none"]["kept_bytes"] = 101  # measured again
-    path.write_text(json.dumps(data))
+    eager["kept_bytes"] = 7  # measured again: all is relative to it
+    (folder / "gpu.json").write_text(json.dumps(data))
     assert len(pictures.stale(root)) == 2
 
 

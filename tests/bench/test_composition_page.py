@@ -14,9 +14,8 @@ import pytest
 @pytest.mark.parametrize("x", [1, 2])
 def test_one(x): ...
 
-class TestMany:
-    @pytest.mark.composes("DDP", "static graph", limits="no mask")
-    def test_two(self): ...
+@pytest.mark.composes("DDP", "static graph", limits="no mask")
+def test_two(): ...
 
 @pytest.mark.composes("DDP", "join")
 @pytest.mark.xfail(reason="it hangs")
@@ -38,7 +37,7 @@ def test_marks_make_rows(tmp_path):
     made = table(of(FILE, tmp_path), {})
     assert made.count("| what | works |") == 2  # groups without a mark are left out
     one = "[test_it.py::test_one](test_it.py)"
-    two = "[test_it.py::TestMany::test_two](test_it.py)"
+    two = "[test_it.py::test_two](test_it.py)"
     assert f"| static graph | yes | {one}, {two} | two processes; no mask |" in made
     assert "| join | no: it hangs |" in made
     assert "| training | by its GPU test, not yet run on hardware |" in made
@@ -71,8 +70,11 @@ def test_marks_that_make_no_row(source, message, tmp_path):
 def test_what_works():
     cpu = Mark("a.py", "test_a", False, "", "DDP", "x")
     gpu, broken = cpu._replace(gpu=True), cpu._replace(fails="no such op")
-    there = {"machine": {"gpu": "H100", "commit": "0123456789"}, "tests": {gpu.node: "passed"}}
-    failed = there | {"tests": {gpu.node: "failed"}}
+    there = {
+        "machine": {"gpu": "H100", "commit": "0123456789"},
+        "tests": {"a.py::test_a": "passed"},
+    }
+    failed = there | {"tests": {"a.py::test_a": "failed"}}
     assert works([cpu], {}) == "yes"
     assert works([cpu, broken], {}) == "yes, but not: no such op"
     assert works([gpu], there) == "yes, on H100 at 0123456"
