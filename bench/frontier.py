@@ -10,7 +10,6 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 from bench import tables
 from bench.tables import RESULTS, Row, gpu_files, load
@@ -72,18 +71,14 @@ class Point:
     def is_lossy(self) -> bool:
         return family(self.way) == LOSSY
 
+    @property
+    def is_ours(self) -> bool:
+        return is_ours(self.way)
+
     def ties(self, other: Point) -> bool:
         """Whether the medians are nearer than the wider of the two spreads, p20 to p80."""
         spread = max(point.time["p80"] - point.time["p20"] for point in (self, other))
         return abs(other.p50 - self.p50) <= spread
-
-
-class Win(NamedTuple):
-    """The fastest way within so much memory."""
-
-    point: Point
-    runner_up: Point | None
-    other: Point | None  # the fastest of the other side, FusedRemat's ways being one
 
 
 @dataclass
@@ -122,14 +117,10 @@ class Panel:
                 found.append(point)
         return found
 
-    def winner(self, at_most: float) -> Win | None:
-        """The fastest exact way within so much memory; None where none keeps so little."""
-        within = [p for p in self.points if p.kept <= at_most * (1 + SLACK) and not p.is_lossy]
-        if not within:
-            return None
-        first, *rest = sorted(within, key=lambda p: p.p50)
-        others = (point for point in rest if is_ours(point.way) != is_ours(first.way))
-        return Win(first, next(iter(rest), None), next(others, None))
+    def within(self, at_most: float) -> list[Point]:
+        """The exact ways that keep so little, the fastest first."""
+        found = (p for p in self.points if p.kept <= at_most * (1 + SLACK) and not p.is_lossy)
+        return sorted(found, key=lambda p: p.p50)
 
 
 def kind(case: Row) -> str:

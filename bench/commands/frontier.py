@@ -14,7 +14,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from bench.commands.layers import cases, measured, parser_of
+from bench.commands.layers import cases, heads, measured, parser_of
 from bench.figures.frontier import picture
 from bench.frontier import DATA, is_ours, panels, title
 from bench.measure.options import positive
@@ -32,15 +32,11 @@ def sweep(
 
     Raises: ValueError where the tokens are no whole sequences, or a width no whole heads.
     """
-    for seq_len in seq_lens:
-        if tokens % seq_len:
-            raise ValueError(f"{tokens} tokens are no whole sequences of {seq_len}")
-    for d_model in d_models:
-        if d_model % head_dim:
-            raise ValueError(f"a width of {d_model} is no whole heads of {head_dim}")
     middle_s, middle_d = seq_lens[len(seq_lens) // 2], d_models[len(d_models) // 2]
-    pairs = [*((s, middle_d) for s in seq_lens), *((middle_s, d) for d in d_models)]
-    return [(tokens // s, s, d, d // head_dim) for s, d in dict.fromkeys(pairs)]
+    pairs = dict.fromkeys([*((s, middle_d) for s in seq_lens), *((middle_s, d) for d in d_models)])
+    if broken := [s for s in seq_lens if tokens % s]:
+        raise ValueError(f"{tokens} tokens are no whole sequences of {broken[0]}")
+    return [(tokens // s, s, d, heads(d, head_dim)) for s, d in pairs]
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench import frontier, tables
-from bench.frontier import MEMORY_POINTS, Panel, Point, Win, is_ours, kind, sets, sweeps, title
+from bench.frontier import MEMORY_POINTS, Panel, Point, kind, sets, sweeps, title
 from bench.tables import RESULTS, Cell
 
 AXES = {"seq_len": "S", "d_model": "D"}
@@ -26,7 +26,7 @@ def panel_table(panel: Panel) -> str:
         "kept, of eager's", "fastest", "step", "kept bytes per token", "runner-up",
         "the other side's best",
     )  # fmt: skip
-    rows = [[_at_most(m), *_cells(panel.winner(m))] for m in MEMORY_POINTS]
+    rows = [[_at_most(m), *_cells(panel.within(m))] for m in MEMORY_POINTS]
     rounds = f", {panel.rounds} rounds" if panel.rounds else ""
     parts = [f"### {title(panel.case)}{rounds}", tables.markdown(head, rows)]
     lossy = [point for point in panel.points if point.is_lossy]
@@ -47,12 +47,18 @@ def _at_most(at_most: float) -> str:
     return f"at most {tables.fraction(at_most)}"
 
 
-def _cells(win: Win | None) -> list[Cell]:
-    if win is None:
+def _cells(within: Sequence[Point]) -> list[Cell]:
+    if not within:
         return ["nobody keeps so little"]
-    first, *others = win
-    bytes_, behind = tables.number(first.kept_bytes_per_token), [_behind(first, p) for p in others]
-    return [f"`{first.way}`", tables.number(first.p50, 2, "×"), bytes_, *behind]
+    first, *rest = within
+    behind = [_behind(first, point) for point in (next(iter(rest), None), _other(within))]
+    per_token = tables.number(first.kept_bytes_per_token)
+    return [f"`{first.way}`", tables.number(first.p50, 2, "×"), per_token, *behind]
+
+
+def _other(within: Sequence[Point]) -> Point | None:
+    """The fastest of the other side than the winner's."""
+    return next((point for point in within if point.is_ours != within[0].is_ours), None)
 
 
 def _behind(first: Point, other: Point | None) -> str:
@@ -71,8 +77,8 @@ def sweep_tables(found: Sequence[Panel]) -> str:
         fixed = next(f"{name} = {case[key]}" for key, name in AXES.items() if key != along)
         rows = []
         for at_most in MEMORY_POINTS:
-            wins = [panel.winner(at_most) for panel in alike]
-            rows.append([_at_most(at_most), *(f"`{w.point.way}`" if w else "-" for w in wins)])
+            within = [panel.within(at_most) for panel in alike]
+            rows.append([_at_most(at_most), *(f"`{w[0].way}`" if w else "-" for w in within)])
         values = [f"{axis} = {panel.case[along]}" for panel in alike]
         table = tables.markdown(["kept, of eager's", *values], rows)
         parts.append(f"**Along {axis}** ({fixed}, {kind(case)})\n\n{table}")
@@ -84,9 +90,9 @@ def brief(found: Sequence[Panel]) -> str:
     lines = []
     for name in dict.fromkeys(kind(panel.case) for panel in found):
         alike = [panel for panel in found if kind(panel.case) == name]
-        wins = [win for panel in alike for m in MEMORY_POINTS if (win := panel.winner(m))]
-        clear = [win for win in wins if win.other and not win.point.ties(win.other)]
-        ours, ahead = (sum(is_ours(win.point.way) for win in some) for some in (wins, clear))
+        wins = [w for panel in alike for m in MEMORY_POINTS if (w := panel.within(m))]
+        clear = [w for w in wins if (other := _other(w)) and not w[0].ties(other)]
+        ours, ahead = (sum(w[0].is_ours for w in some) for some in (wins, clear))
         lines.append(
             f"- {name}: at {len(alike)} shapes and {len(MEMORY_POINTS)} memory points each, "
             f"FusedRemat's ways are the fastest at {ours} of {len(wins)}, by more than the "
