@@ -49,7 +49,7 @@ def _times(axes: Any, row: Row) -> list[Label]:
         at = sorted(
             (w["peak_bytes"] / MIB, *(w["step_ratio"]["eager"][p] for p in ("p50", "p20", "p80")),
              name)
-            for name, w in right(row, family).items()
+            for name, w in right(row).items() if w["family"] == family
         )  # fmt: skip
         if at:
             width = 1.2 if family == "ours" else 0.8

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.figures.drawing import MARK, Picture, digest
+from bench.figures.drawing import Picture, marked
 from bench.measure.machine import ROOT
 from bench.pages.presets import Kept, block
 from fused_remat.policies import EXACT_PRESETS
@@ -73,4 +73,4 @@ def picture() -> Picture:
 
 
 def _write(svg: str, files: Sequence[Path]) -> None:
-    files[0].write_text(f"{svg}\n<!-- {MARK}{digest(svg)} -->\n</svg>\n")
+    files[0].write_text(f"{svg}\n<!-- {marked(svg)} -->\n</svg>\n")

@@ -110,9 +110,11 @@ def _picture(folder: Path) -> str:
 def readme(root: Path = RESULTS) -> str:
     """The first CPU's picture, and what every set of a CPU says in a line."""
     found = {folder: of for folder, of in sets(root).items() if not of[0].machine.get("gpu")}
+    if not found:
+        return ""
+    folder, first = next(iter(found.items()))
     lines = "\n".join(map(brief, found.values()))
-    shown = ((_picture(f), lines, tables.machine_line(of[0].machine)) for f, of in found.items())
-    return "\n\n".join(next(shown, ()))
+    return "\n\n".join([_picture(folder), lines, tables.machine_line(first[0].machine)])
 
 
 def section(root: Path = RESULTS) -> str:

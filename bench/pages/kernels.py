@@ -188,9 +188,9 @@ def _table(found: Sequence[Entry]) -> str:
         shown = {name: f"{name}, {us:,.0f} µs ({e.floor / us:.0%})"
                  for name, us in [*e.ours.items(), *filter(None, [e.peer])]}  # fmt: skip
         failed = f" (FAIL: {', '.join(e.wrong)})" if e.wrong else ""
-        both = e.ours and e.peer
+        flops, both = e.work["flops"], e.ours and e.peer
         rows.append([
-            e.name + failed, e.direction, tables.number(e.work["flops"] / 1e9 or None, 2) or "-",
+            e.name + failed, e.direction, f"{flops / 1e9:,.2f}" if flops else "-",
             tables.number(e.work["bytes"] / 1e6, 2), tables.number(e.floor, 0, " µs"), e.bound,
             "; ".join(shown[name] for name in e.ours) or "absent",
             shown[e.peer[0]] if e.peer else "absent",

@@ -28,13 +28,9 @@ def title(row: Row) -> str:
     ) + ", causal" * c["causal"]
 
 
-def right(row: Row, *families: str) -> dict[str, Row]:
-    """The ways whose results were right, of these families or of all."""
-    return {
-        name: way
-        for name, way in row["ways"].items()
-        if "step_ratio" in way and (not families or way["family"] in families)
-    }
+def right(row: Row) -> dict[str, Row]:
+    """The ways whose results were right."""
+    return {name: way for name, way in row["ways"].items() if "step_ratio" in way}
 
 
 def is_ours(way: Row) -> bool:
@@ -158,8 +154,6 @@ def summary(row: Row) -> str:
     """How our plans do within the peaks of their peers, and how well they were predicted."""
     ways, found = right(row), list(rivals(row))
     against = {r.peer: ways[r.way]["step_ratio"][r.peer]["p50"] for r in found if r.way in ways}
-    if not against:
-        return f"{title(row)}: no peer was measured."
     won = sum(ratio < 1 for ratio in against.values())
     best, worst = min(against, key=against.__getitem__), max(against, key=against.__getitem__)
     off, kept = (errors(row)[what].values() for what in ("peak", "kept"))
