@@ -267,7 +267,7 @@ def draw(path: Path) -> str:
     try:
         made = picture(path.parent, panels(load(path)))
         made.write()
-    except (ValueError, ImportError) as error:  # no layer was measured, no matplotlib
+    except (OSError, ValueError, ImportError) as error:  # no layer was measured, no matplotlib
         return f"no picture of the frontier: {error}"
     return f"the frontier: {made.files[0]}"
 

@@ -62,6 +62,11 @@ def test_a_kernel_beside_its_floor_and_its_best_peer():
     assert "Absent everywhere: liger (needs a CUDA device)." in text
 
 
+def test_what_counts_as_work_is_said_of_every_op():
+    rows = [row.split("|")[1:3] for row in kernels.work_table().splitlines()[2:]]
+    assert [op.strip() for op, said in rows if len(said) > 10] == list(OPS)
+
+
 def test_a_dry_run_is_no_measurement():
     with pytest.raises(ValueError, match="a dry run is no measurement"):
         kernels.section(results(dry_run=True))
