@@ -38,10 +38,8 @@ def _amounts(most: Mapping[str, float], digits: int = 3) -> str:
 def title(row: Row) -> str:
     """A case in a line, with the least time that it can take."""
     case, floor = row["case"], row.get("floor_us")
-    words = [*(f"{name} {size}" for name, size in case["sizes"].items()), case.get("dtype")]
-    text = f"{case['op']}: {case['name']} {case['direction']}, {case['model']}"
     at_least = "" if floor is None else f", floor {floor:,.0f} µs"
-    return f"{text} ({', '.join(filter(None, words))}){at_least}"
+    return f"{case['op']} {case['direction']}: {_name(case, case['name'])}{at_least}"
 
 
 def _rate(way: Row, unit: str) -> Cell:

@@ -23,18 +23,11 @@ SHAPES: Shapes = {
     "cross.weight": (3 * D, D), "cross_proj.weight": (D, D),
     "fc1.weight": (4 * D, D), "fc2.weight": (D, 4 * D),
 }  # fmt: skip
-#: Llama-3-8B's proportions: a quarter as many key heads, an MLP 3.5 times as wide.
-_KEYS, _HIDDEN = D // 4, 7 * D // 2
-TRANSFORMER_SHAPES: Shapes = {
-    "input": (D,), "q.weight": (D, D), "k.weight": (_KEYS, D), "v.weight": (_KEYS, D),
-    "proj.weight": (D, D), "gate.weight": (_HIDDEN, D), "fc1.weight": (_HIDDEN, D),
-    "fc2.weight": (D, _HIDDEN),
-}  # fmt: skip
 _TRANSFORMERS = {
-    "pre-norm, rotary (Llama)": ("pre", False),
-    "pre-norm, heads normed (Qwen3)": ("pre", True),
-    "post-norm, rotary": ("post", False),
-    "before and after, heads normed (Gemma-3)": ("sandwich", True),
+    "pre-norm, rotary (Llama)": {"placement": "pre"},
+    "pre-norm, heads normed (Qwen3)": {"placement": "pre", "qk_norm_eps": 1e-6},
+    "post-norm, rotary": {"placement": "post"},
+    "before and after, heads normed (Gemma-3)": {"placement": "sandwich", "qk_norm_eps": 1e-6},
 }
 
 
@@ -43,14 +36,18 @@ def block(norm_first: bool, *norms: float) -> Graph:
     return block_graph(nn_layer_spec(norm_first, H, D // H, "gelu", *([norms] if norms else [])))
 
 
-def transformer(placement: str, qk_norm: bool) -> Graph:
-    """A rotary, gated transformer block's graph without dropout."""
+def transformer(width: int = D, heads: int = H, **options: Any) -> tuple[Graph, dict[str, Any]]:
+    """A rotary, gated transformer block's graph without dropout, and the shapes of its products.
+
+    In Llama-3-8B's proportions: a quarter as many key heads, an MLP 3.5 times as wide.
+    """
     spec = transformer_spec(
-        "rms_norm", 1e-6, "silu", placement=placement, gated=True, num_heads=H,
-        num_kv_heads=H // 4, head_dim=D // H, scale=1.0, window=(-1, 0), projection="split",
-        rotary=True, qk_norm_eps=1e-6 if qk_norm else None,
+        "rms_norm", 1e-6, "silu", gated=True, num_heads=heads, num_kv_heads=heads // 4,
+        head_dim=width // heads, scale=1.0, window=(-1, 0), projection="split", rotary=True,
+        **options,
     )  # fmt: skip
-    return block_graph(spec)
+    linears = spec.linear_shapes(width, 7 * width // 2)
+    return block_graph(spec), {"input": (width,), **{f"{n}.weight": s for n, s in linears.items()}}
 
 
 class Kept:
@@ -145,9 +142,8 @@ def _table(*norms: float) -> str:
 
 def transformer_table() -> str:
     """The presets of the transformer block, kinds one below the other."""
-    rows = [
-        [name, f'`"{preset}"`', *Kept(transformer(*of), preset, TRANSFORMER_SHAPES).cells]
-        for name, of in _TRANSFORMERS.items()
-        for preset in ALL_PRESETS
-    ]
+    rows = []
+    for name, options in _TRANSFORMERS.items():
+        graph, shapes = transformer(**options)
+        rows += [[name, f'`"{p}"`', *Kept(graph, p, shapes).cells] for p in ALL_PRESETS]
     return markdown(("norms and heads", "preset", "keeps", "bytes", "rebuilds"), rows)
