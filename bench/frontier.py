@@ -142,11 +142,11 @@ def sweeps(panels: Sequence[Panel]) -> Iterator[tuple[str, list[Panel]]]:
         alike: dict[str, list[Panel]] = {}
         for panel in panels:
             case = panel.case
-            key = {k: v for k, v in case.items() if k not in moving}
-            key["tokens"] = case["batch"] * case["seq_len"]
-            key["machine"] = {**panel.machine, "date": None}
-            if along == "d_model":
-                key["head_dim"] = case["d_model"] // case["nhead"]
+            key = {k: v for k, v in case.items() if k not in moving} | {
+                "tokens": case["batch"] * case["seq_len"],
+                "head_dim": case["d_model"] // case["nhead"],
+                "machine": {**panel.machine, "date": None},
+            }
             alike.setdefault(json.dumps(key, sort_keys=True), []).append(panel)
         for group in alike.values():
             if len(group) > 1:

@@ -168,9 +168,8 @@ def summary(row: Row) -> str:
     )
 
 
-def _picture(path: Path) -> str:
-    shown = "Step time against the measured peak; predicted against measured peak"
-    return tables.picture(path, shown)
+#: What the picture shows.
+SHOWN = "Step time against the measured peak; predicted against measured peak"
 
 
 def readme(root: Path = RESULTS) -> str:
@@ -178,7 +177,8 @@ def readme(root: Path = RESULTS) -> str:
     path = root / "plan-cpu.json"
     rows = load(path)["results"]
     lines = "\n".join(f"- {summary(row)}" for row in rows)
-    return "\n\n".join([_picture(path), lines, tables.machine_line(rows[0]["machine"])])
+    machine = tables.machine_line(rows[0]["machine"])
+    return "\n\n".join([tables.picture(path, SHOWN), lines, machine])
 
 
 def section(root: Path = RESULTS) -> str:
@@ -186,7 +186,7 @@ def section(root: Path = RESULTS) -> str:
     parts = []
     for path in tables.files("plan-*.json", root):
         data = load(path)
-        parts += [tables.heading(data["machine"], path), _picture(path)]
+        parts += [tables.heading(data["machine"], path), tables.picture(path, SHOWN)]
         for row in data["results"]:
             parts += [
                 f"**{title(row)}**, {row['rounds']} rounds. {tables.machine_line(row['machine'])}",
