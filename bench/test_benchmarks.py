@@ -96,7 +96,6 @@ def test_op(op: str, problem: str, direction: str, provider: str, benchmark: Any
 
 @pytest.mark.parametrize("way", [BASELINE, "checkpoint", *EXACT_PRESETS])
 def test_layer(way: str, benchmark: Any) -> None:
-    """A training step of one layer, forward and backward."""
     subject = LAYER.subject(DEVICE)
     steps = Steps(rig())
     steps.admit_way(WAYS[way], Checks(subject))

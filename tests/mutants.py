@@ -1,11 +1,11 @@
 """Mutants: bugs of one line, planted one at a time in a copy of the library. A test catches each.
 
-    python tests/mutants.py [words of names] [--jobs 2] [--file] [--tree PATH] [--places]
+    python tests/mutants.py [words of names] [--jobs 2] [--places]
 
 `mutants.txt` lists them, five lines each: the part of the library and what breaks in it; the
 function, class or table that the line is in; what stands there; what the mutant has instead; the
 test that catches it. No file and no line number: a mutant goes where its function goes, and has to
-be found there once. The same list says of two trees whether their tests catch the same.
+be found there once.
 """
 
 import argparse
@@ -128,36 +128,32 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Plant bugs in a copy, and see tests catch them.")
     parser.add_argument("words", nargs="*", help="mutants whose names have one of these")
     parser.add_argument("--jobs", type=int, default=1, help="how many at a time, a copy each")
-    parser.add_argument("--file", action="store_true", help="run all tests in the file of the test")
-    parser.add_argument("--tree", type=Path, default=ROOT, help="plant them in another checkout")
     parser.add_argument("--places", action="store_true", help="only see that each has its place")
     given = parser.parse_args()
     mutants = [m for m in read() if any(w in m.name for w in given.words or [""])]
-    texts = planted(given.tree, mutants)
+    texts = planted(ROOT, mutants)
     print(f"{len(mutants)} mutants, each found once", flush=True)
     if given.places or not mutants:
         return 0
-    tests = {m: m.test.partition("::")[0] if given.file else m.test for m in mutants}
     folders = Counter(m.test.split("/")[1] for m in mutants)
     caught: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(given.jobs) as pool:
         copies: queue.Queue[Path] = queue.Queue()
         for i in range(given.jobs):
-            copies.put(copied(given.tree, Path(folder).resolve() / str(i)))
+            copies.put(copied(ROOT, Path(folder).resolve() / str(i)))
 
         def run(mutant: Mutant) -> tuple[str, float]:
             copy, begin, (path, text) = copies.get(), time.perf_counter(), texts[mutant]
             was, when = (copy / path).read_bytes(), (copy / path).stat().st_mtime_ns
             (copy / path).write_text(text)
-            how, _ = outcome(copy, [tests[mutant]], SECONDS)
+            how, _ = outcome(copy, [mutant.test], SECONDS)
             (copy / path).write_bytes(was)
             os.utime(copy / path, ns=(when, when))  # by which Python knows what it has compiled
             copies.put(copy)
             return how, time.perf_counter() - begin
 
-        # An older tree may not have all of them: those are errors of their mutants.
-        there = {t for t in tests.values() if (given.tree / t.partition("::")[0]).exists()}
-        both = [sorted(t for t in there if t.startswith(INTERPRETED) == kind) for kind in (0, 1)]
+        tests = sorted({m.test for m in mutants})
+        both = [[t for t in tests if t.startswith(INTERPRETED) == kind] for kind in (0, 1)]
         for how, out in pool.map(outcome, itertools.repeat(copies.queue[0]), filter(None, both)):
             if how != "passes":
                 print(f"{out[-4000:]}\nthe tests have to pass without a mutant: {how}")

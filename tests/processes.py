@@ -138,27 +138,31 @@ def _body(module: str, test: str, parameters: dict[str, Any]) -> None:
     getattr(importlib.import_module(module), test).__wrapped__(**parameters)
 
 
-# --- scripts in two processes of their own, as torchrun starts them
+# --- commands in processes of their own
+
+
+def printed(*arguments: str | Path, cwd: Path = ROOT, **environment: str) -> str:
+    """What Python prints; all that it said if it fails."""
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | environment
+    command = [sys.executable, *map(str, arguments)]
+    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    return done.stdout
 
 
 def environment() -> dict[str, str]:
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    """What a rank needs to know, as torchrun tells it."""
     with socket.socket() as one:  # torchrun's `--standalone` would need the host's name to resolve
         one.bind(("127.0.0.1", 0))
         port = str(one.getsockname()[1])
-    return os.environ | {
-        "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu",
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+    return {
+        "MKL_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": "",
+        "DS_ACCELERATOR": "cpu", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
     }  # fmt: skip
 
 
 def torchrun(*arguments: str) -> str:
-    """A script by torchrun: what it printed."""
+    """What a script prints in two processes."""
     env = environment()
-    command = [sys.executable, *TORCHRUN.split(), env["MASTER_PORT"], *arguments]
-    done = subprocess.run(
-        command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
-    assert done.returncode == 0, done.stdout[-6000:]
-    return done.stdout
+    return printed(*TORCHRUN.split(), env["MASTER_PORT"], *arguments, **env)

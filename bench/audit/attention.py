@@ -54,7 +54,6 @@ class Case(NamedTuple):
 
 
 def meta(dtype: torch.dtype, *shape: int) -> Tensor:
-    """A tensor without data."""
     return torch.empty(shape, dtype=dtype, device="meta")
 
 

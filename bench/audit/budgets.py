@@ -43,7 +43,6 @@ def summed(rows: Iterable[Mapping[str, Any]], triton: str) -> dict[Key, Budget]:
 
 
 def read() -> dict[Key, Budget]:
-    """The committed budgets."""
     with BUDGETS.open(newline="") as file:
         rows = list(csv.DictReader(file, delimiter="\t"))
     return {
@@ -64,7 +63,6 @@ def write(rows: Sequence[Mapping[str, Any]], triton: str) -> None:
 
 
 def over(row: Mapping[str, Any], budget: Budget | None) -> list[str]:
-    """What of a row exceeds its budget."""
     if budget is None or "registers" not in row:
         return []
     return [f"{n} {row[n]} over its budget {budget[n]}" for n in _MOST if row[n] > budget[n]]

@@ -7,6 +7,7 @@ audited is what runs. A case is "default" if ordinary tensors lead to it: aligne
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,26 +62,31 @@ def tile_name(tile: Tile) -> str:
     return f"{tile.block_m}x{tile.block_n}{parts}x{tile.block_k} w{tile.warps} s{tile.stages}"
 
 
-def _part(launch: Launch) -> str:
-    return str(launch.kernel.fn.__name__).removesuffix("_kernel")
+def _norm_launches(
+    spec: NormSpec, x: Tensor, low: Tensor, affine: Tensor, bias: Tensor | None, at: Target
+) -> Iterator[tuple[str, str, Launch]]:
+    """Kernel, what is fused with it, and its launch: of a stream `x` to results like `low`."""
+    width, stats = x.shape[1], tuple(meta(FP32, ROWS, 1) for _ in NORMS[spec.kind].stats)
+    plain = spec, x, None, None, affine, bias, None, low, stats
+    yield "norm_fwd", "", norms.norm_fwd(*plain, False)
+    yield "norm_rebuild", "", norms.norm_fwd(*plain, True)
+    if width <= norms.FWD_WIDTH:
+        fused = spec, low, x, _keep(width), affine, bias, x, low, stats, False
+        yield "norm_fwd", " dropout residual", norms.norm_fwd(*fused)
+    grads = meta(FP32, width), None if bias is None else meta(FP32, width)
+    for launch in norms.norm_bwd(spec, low, x, stats, affine, x, x, *grads, at):
+        yield launch.kernel.fn.__name__.removesuffix("_kernel"), "", launch
 
 
 def norm_cases(at: Target, dtype: torch.dtype) -> Named:
     """Forward, with and without its fused sum, rebuild, backward; narrow and wide rows."""
     for width in (512, 1024, 2048, 4096, 8192, 16384, 65536):
-        x, y, affine = meta(dtype, ROWS, width), meta(dtype, ROWS, width), meta(dtype, width)
-        grads = [meta(FP32, width) for _ in range(2)]
-        for kind, row in NORMS.items():
-            spec, stats = NormSpec(kind=kind), tuple(meta(FP32, ROWS, 1) for _ in row.stats)
-            plain = (spec, x, None, None, affine, affine, None, y, stats)
-            yield f"norm_fwd {kind} {width}", norms.norm_fwd(*plain, False)
-            yield f"norm_rebuild {kind} {width}", norms.norm_fwd(*plain, True)
-            if width <= norms.FWD_WIDTH:
-                fused = (spec, x, x, _keep(width), affine, affine, x, y, stats, False)
-                yield f"norm_fwd {kind} {width} dropout residual", norms.norm_fwd(*fused)
-            for launch in norms.norm_bwd(spec, y, x, stats, affine, x, y, *grads, at):
-                if _part(launch) != "column_sum" or kind == "rms_norm":
-                    yield f"{_part(launch)} {kind} {width}", launch
+        x, affine = meta(dtype, ROWS, width), meta(dtype, width)
+        for kind in NORMS:
+            found = _norm_launches(NormSpec(kind=kind), x, x, affine, affine, at)
+            for kernel, fused, launch in found:
+                if kernel != "column_sum" or kind == "rms_norm":
+                    yield f"{kernel} {kind} {width}{fused}", launch
 
 
 def pointwise_cases(at: Target, dtype: torch.dtype) -> Named:
@@ -119,19 +125,15 @@ def mixed_cases(at: Target, dtype: torch.dtype) -> Named:
 
     A norm of the stream alone, to float32 too, is among `norm_cases`.
     """
-    spec = NormSpec()
     for width in (1024, 8192, 16384, 65536):
-        x, y, low = meta(FP32, ROWS, width), meta(FP32, ROWS, width), meta(dtype, ROWS, width)
-        affine, stats = meta(FP32, width), tuple(meta(FP32, ROWS, 1) for _ in range(2))
-        launch = norms.norm_fwd(spec, x, None, None, affine, affine, None, low, stats, False)
-        yield f"norm_fwd mixed {width}", launch
-        for name, made in (("mixed", low), ("float32", y)) if width <= norms.FWD_WIDTH else ():
-            fused = (spec, low, x, _keep(width), affine, affine, y, made, stats, False)
-            yield f"norm_fwd {name} {width} mixed dropout residual", norms.norm_fwd(*fused)
-        grads = [meta(FP32, width) for _ in range(2)]
-        for launch in norms.norm_bwd(spec, low, x, stats, affine, y, y, *grads, at):
-            if _part(launch) != "column_sum":
-                yield f"{_part(launch)} mixed {width}", launch
+        x, low, affine = meta(FP32, ROWS, width), meta(dtype, ROWS, width), meta(FP32, width)
+        for kernel, fused, launch in _norm_launches(NormSpec(), x, low, affine, affine, at):
+            if kernel not in ("norm_rebuild", "column_sum"):
+                yield f"{kernel} mixed {width}{fused and f' mixed{fused}'}", launch
+        if width <= norms.FWD_WIDTH:
+            stats = meta(FP32, ROWS, 1), meta(FP32, ROWS, 1)
+            given = NormSpec(), low, x, _keep(width), affine, affine, x, x, stats, False
+            yield f"norm_fwd float32 {width} mixed dropout residual", norms.norm_fwd(*given)
     x, y, low = meta(FP32, ROWS, 4096), meta(FP32, ROWS, 4096), meta(dtype, ROWS, 4096)
     keep = _keep(4096)
     yield "dropout_add_fwd mixed", pointwise.dropout_add_fwd(low, x, None, y)
@@ -141,14 +143,10 @@ def mixed_cases(at: Target, dtype: torch.dtype) -> Named:
 
 def shifted_cases(at: Target, dtype: torch.dtype) -> Named:
     """Weights in float32 beside activations of `dtype`: norms with an offset, norms of heads."""
-    x, y, affine = meta(dtype, ROWS, 4096), meta(dtype, ROWS, 4096), meta(FP32, 4096)
-    spec, stats = NormSpec(kind="rms_norm"), (meta(FP32, ROWS, 1),)
-    name = "norm_fwd rms_norm 4096 shifted"
-    yield name, norms.norm_fwd(spec, x, None, None, affine, None, None, y, stats, False)
-    fused = norms.norm_fwd(spec, x, x, _keep(4096), affine, None, x, y, stats, False)
-    yield f"{name} dropout residual", fused
-    launch, *_ = norms.norm_bwd(spec, y, x, stats, affine, x, y, meta(FP32, 4096), None, at)
-    yield "norm_bwd rms_norm 4096 shifted", launch
+    x, spec = meta(dtype, ROWS, 4096), NormSpec(kind="rms_norm")
+    for kernel, fused, launch in _norm_launches(spec, x, x, meta(FP32, 4096), None, at):
+        if kernel in ("norm_fwd", "norm_bwd"):
+            yield f"{kernel} rms_norm 4096 shifted{fused}", launch
     for name, launch in _rotary_cases("norm half", at, dtype, FP32):
         if not name.endswith("in place"):
             yield f"{name} shifted", launch
@@ -223,50 +221,47 @@ class Products:
         return _codes(self.y, stored) if stored else None
 
     def _linear(self, tile: Tile) -> dict[str, Launch]:
-        """`linear_fwd` by what fuses with it: residual, dropout, activation, pre, norm, format."""
-        pre, keep, norm = self.pre, self.keep, (*self.stats, *self.affine)
-        ends = {
-            "act": (None, None, "gelu", None, None, None),
-            "dropout residual": (pre, keep, None, None, None, None),
-            "norm act": (None, None, "gelu", None, norm, None),
-            **{f"{name} pre": (None, *end, pre, None, None) for name, end in self.dropped.items()},
+        pre, keep = self.pre, self.keep
+
+        def one(*end: Any, norm: Any = None, stored: str | None = None) -> Launch:
+            """`end`: residual, dropout, activation, pre."""
+            given = self.x, self.up, self.bias, *end, self.y, self.at, norm, tile
+            return products.linear_fwd(*given, self._codes(stored))
+
+        found = {
+            "act": one(None, None, "gelu", None),
+            "dropout residual": one(pre, keep, None, None),
+            "norm act": one(None, None, "gelu", None, norm=(*self.stats, *self.affine)),
+            **{f"{name} pre": one(None, *end, pre) for name, end in self.dropped.items()},
         }
         if tile.block_n % BLOCK == 0:
-            ends |= {
-                "act int8": (None, None, "gelu", None, None, "int8"),
-                "gelu dropout int8 stochastic": (None, keep, "gelu", None, None, "int8_stochastic"),
-                "gelu dropout pre int8": (None, keep, "gelu", pre, None, "int8"),
-            }
-        return {
-            name: products.linear_fwd(
-                self.x, self.up, self.bias, *end, self.y, self.at, norm, tile, self._codes(stored)
-            )
-            for name, (*end, norm, stored) in ends.items()
-        }
+            stochastic = one(None, keep, "gelu", None, stored="int8_stochastic")
+            found["act int8"] = one(None, None, "gelu", None, stored="int8")
+            found["gelu dropout int8 stochastic"] = stochastic
+            found["gelu dropout pre int8"] = one(None, keep, "gelu", pre, stored="int8")
+        return found
 
     def _gated(self, tile: Tile) -> dict[str, Launch]:
-        """`gated_mlp_fwd` by dropout, activation, and what is kept of gate and up, as it is or not.
+        """By dropout, activation, and what is kept of gate and up, as it is or not.
 
         With dropout for every activation.
         """
-        keep, nothing, layer = self.keep, (None, None), (self.up, self.bias)
-        ends = {
-            "silu": (None, "silu", nothing, None),
-            **{name: (*end, nothing, None) for name, end in self.dropped.items()},
-            "silu dropout pre": (keep, "silu", (self.pre, self.other), None),
+        layer, nothing = (self.up, self.bias), (None, None)
+
+        def one(keep: Any, act: str, pres: Any = nothing, stored: str | None = None) -> Launch:
+            given = self.x, *layer, *layer, keep, act, self.y, self.at, tile, pres
+            return products.gated_mlp_fwd(*given, (self._codes(stored), self._codes(stored)))
+
+        found = {
+            "silu": one(None, "silu"),
+            **{name: one(*end) for name, end in self.dropped.items()},
+            "silu dropout pre": one(self.keep, "silu", (self.pre, self.other)),
         }
         if tile.block_n % BLOCK == 0:
-            ends |= {
-                "silu int8": (None, "silu", nothing, "int8"),
-                "silu dropout int8 stochastic": (keep, "silu", nothing, "int8_stochastic"),
-            }
-        return {
-            name: products.gated_mlp_fwd(
-                self.x, *layer, *layer, *end, self.y, self.at, tile, pres,
-                (self._codes(stored), self._codes(stored)),
-            )
-            for name, (*end, pres, stored) in ends.items()
-        }  # fmt: skip
+            stochastic = one(self.keep, "silu", stored="int8_stochastic")
+            found["silu int8"] = one(None, "silu", stored="int8")
+            found["silu dropout int8 stochastic"] = stochastic
+        return found
 
     def _backward(self, kernel: str, tile: Tile) -> dict[str, Launch]:
         """Of every activation with dropout, and of one without; act in the place of up."""

@@ -14,6 +14,7 @@ import contextlib
 import functools
 import hashlib
 import importlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -111,7 +112,6 @@ def occupancy(registers: int, shared: int, warps: int, arch: int) -> float:
 
 
 def examine(case: audit_cases.Case, arch: int) -> dict[str, Any]:
-    """The row of a case."""
     kernel = compile_ahead(case.launch, arch)
     row: dict[str, Any] = {"name": case.name, "default": case.default, "product": case.product}
     row |= {"digest": digest(case.launch, arch)}
@@ -139,7 +139,6 @@ def examine(case: audit_cases.Case, arch: int) -> dict[str, Any]:
 
 
 def complaints(row: Mapping[str, Any], arch: int, budget: budgets.Budget | None) -> list[str]:
-    """What is wrong with a row."""
     if not arch:
         return []
     found = []
@@ -195,31 +194,18 @@ def _rows(
     work: Sequence[tuple[int, str, int]], known: Mapping[str, dict[str, Any]], jobs: int
 ) -> Iterator[dict[str, Any]]:
     """In order; what is not known is compiled in processes of its own, none if there is nothing."""
-    cases = [_cases(arch, dtype)[index] for arch, dtype, index in work]
-    digests = [
-        digest(case.launch, one[0]) if known else "" for case, one in zip(cases, work, strict=True)
-    ]
-    new = [one for one, name in zip(work, digests, strict=True) if name not in known]
+    cases = {one: _cases(*one[:2])[one[2]] for one in work}
+    names = {one: digest(case.launch, one[0]) if known else "" for one, case in cases.items()}
+    new = [one for one in work if names[one] not in known]
     with contextlib.ExitStack() as stack:
         made: Iterator[dict[str, Any]] = iter(())
         if new:
             context = multiprocessing.get_context("spawn")
-            pool = stack.enter_context(context.Pool(min(jobs, len(new))))
-            made = pool.imap(_examine, new)
-        for (arch, dtype, _), case, name in zip(work, cases, digests, strict=True):
-            target = {"target": f"{'sm_' + str(arch) if arch else 'gfx942'} {dtype}"}
+            made = stack.enter_context(context.Pool(min(jobs, len(new)))).imap(_examine, new)
+        for one, case in cases.items():
+            target = {"target": f"{f'sm_{one[0]}' if one[0] else 'gfx942'} {one[1]}"}
             said = {"name": case.name, "default": case.default, "product": case.product}
-            yield target | (known[name] if name in known else next(made)) | said
-
-
-def _chosen(options: argparse.Namespace) -> list[tuple[int, str, int]]:
-    return [
-        (arch, dtype, index)
-        for arch in options.arch
-        for dtype in options.dtype
-        for index, case in enumerate(_cases(arch, dtype))
-        if options.only in case.name and (case.default or not options.defaults)
-    ]
+            yield target | (known.get(names[one]) or next(made)) | said
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -227,19 +213,23 @@ def main(arguments: Sequence[str]) -> int:
     options = _parse(arguments)
     if INTERPRETED:
         raise SystemExit("unset TRITON_INTERPRET: interpreted kernels cannot be compiled")
-    known = budgets.read()
+    known = {} if options.write_budgets else budgets.read()
     if all(key[0] != triton.__version__ for key in known):
         print(f"no budgets for Triton {triton.__version__}: spills, memory, tensor cores only")
     print(f"{'':<70}  reg  stack  shared  occ. tensor  TMA    code")
-    work, rows, wrong = _chosen(options), [], []
+    work = [
+        (arch, dtype, index)
+        for arch, dtype in itertools.product(options.arch, options.dtype)
+        for index, case in enumerate(_cases(arch, dtype))
+        if options.only in case.name and (case.default or not options.defaults)
+    ]
+    rows, wrong = [], []
     reused = json.loads(options.reuse.read_text())["rows"] if options.reuse is not None else []
     by_digest = {row.get("digest"): row for row in reused}
     for (arch, _, _), row in zip(work, _rows(work, by_digest, options.jobs), strict=True):
         rows.append(row)
         print(f"{row['target']:<12}{_line(row)}", flush=True)
-        budget = (
-            None if options.write_budgets else known.get(budgets.key_of(row, triton.__version__))
-        )
+        budget = known.get(budgets.key_of(row, triton.__version__))
         wrong += [f"{row['target']}: {row['name']}: {c}" for c in complaints(row, arch, budget)]
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)

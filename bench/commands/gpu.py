@@ -22,6 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -29,17 +30,18 @@ import torch
 from bench.audit import cases as audit_cases
 from bench.figures.frontier import picture
 from bench.frontier import panels
-from bench.gpu import kernels, layers, models, profile
-from bench.measure import ceilings, contest
+from bench.gpu import kernels, layers, profile
+from bench.measure import contest
 from bench.measure.case import DTYPES
 from bench.measure.contest import Contest, Entry, Rig
-from bench.measure.machine import ROOT, checkout, environment, source
+from bench.measure.machine import ROOT, environment
 from bench.measure.options import Parser
 from bench.measure.registry import described
 from bench.measure.results import ResultsFile, Row
 from bench.pages.gpu import failures, line, report
-from bench.tables import load
-from bench.tuning import attention_tiles, pointwise, products
+from bench.pages.kernels import ceilings as known_ceilings
+from bench.tables import current, load
+from bench.tuning import attention_tiles, products
 from fused_remat.triton.launch import INTERPRETED, target_of
 
 #: A worker's exit status after a case that hung or broke the device: another one takes over.
@@ -56,17 +58,8 @@ class Section:
 
 
 def _ceilings(rig: Rig) -> Iterator[Entry]:
-    for unit, what in ceilings.CEILINGS.items():
-        yield {"name": what.__name__}, functools.partial(ceilings.measure, unit=unit)
-
-
-def _pointwise(rig: Rig) -> Iterator[Entry]:
-    yield from kernels.dropout_entries(rig)
-    yield from pointwise.pointwise_entries(rig)
-
-
-def surroundings(rig: Rig) -> Row:
-    return {"found": environment(rig.device)}
+    for unit, (name, _) in contest.CEILINGS.items():
+        yield {"name": name}, functools.partial(contest.ceiling, unit=unit)
 
 
 def precompile(rig: Rig) -> Row:
@@ -84,18 +77,18 @@ def precompile(rig: Rig) -> Row:
     return {"found": {"kernels": len(launches), "compiled": min(done, len(launches)), "s": took}}
 
 
+_POINTWISE = (kernels.dropout_entries, products.pointwise_entries)
 #: In this order; shares are of what is left. `torch.compile` late: it takes long to start;
 #: the profiler last, since it may stay attached.
 SECTIONS: dict[str, Section] = {
-    "environment": Section(1.0, 5.0, lambda rig: [({"name": "environment"}, surroundings)]),
     "ceilings": Section(1.0, 5.0, _ceilings),
     "precompile": Section(10.0, 90.0, lambda rig: [({"name": "kernels compiled"}, precompile)]),
     "attention": Section(14.0, 8.0, kernels.attention_entries),
     "products": Section(9.0, 6.0, products.route_entries),
     "layers": Section(10.0, 20.0, layers.layer_entries),
     "long": Section(3.0, 40.0, layers.long_entries),
-    "model": Section(16.0, 60.0, models.model_entries),
-    "plans": Section(5.0, 60.0, models.plan_entries),
+    "model": Section(16.0, 60.0, layers.model_entries),
+    "plans": Section(5.0, 60.0, layers.plan_entries),
     "attention calls": Section(8.0, 8.0, kernels.special_entries),
     "norms": Section(5.0, 5.0, kernels.norm_entries),
     "models": Section(8.0, 6.0, kernels.model_entries),
@@ -103,7 +96,7 @@ SECTIONS: dict[str, Section] = {
     "tiles": Section(5.0, 10.0, products.tile_entries),
     "attention tiles": Section(5.0, 15.0, attention_tiles.tile_entries),
     "mlp": Section(3.0, 15.0, layers.mlp_entries),
-    "pointwise": Section(3.0, 5.0, _pointwise),
+    "pointwise": Section(3.0, 5.0, lambda rig: chain(*(f(rig) for f in _POINTWISE))),
     "rotary": Section(2.0, 5.0, kernels.rotary_entries),
     "replayed": Section(4.0, 20.0, layers.replay_entries),
     "flex": Section(3.0, 45.0, kernels.flex_entries),
@@ -116,10 +109,10 @@ SECTIONS: dict[str, Section] = {
 # --- running them
 
 
-def run_entry(entry: Entry, section: str, rig: Rig, results: ResultsFile, run: str) -> None:
+def run_entry(entry: Entry, section: str, rig: Rig, results: ResultsFile) -> None:
     """Measure and write a row; the process ends if the device does not answer any more."""
     case, measure = entry
-    row = {"case": {"section": section, **case}, "run": run}
+    row = {"case": {"section": section, **case}}
     results.put(row | {"error": UNFINISHED})  # stays if so
     watch = threading.Timer(30.0 + 3.0 * SECTIONS[section].needs, os._exit, (BROKEN,))
     watch.daemon = True
@@ -145,9 +138,9 @@ def run_entry(entry: Entry, section: str, rig: Rig, results: ResultsFile, run: s
     watch.cancel()
 
 
-def run_all(sections: Iterable[str], rig: Rig, results: ResultsFile, run: str) -> None:
+def run_all(sections: Iterable[str], rig: Rig, results: ResultsFile) -> None:
     """Each section's share of the time; what did not fit in it, if time is left in the end."""
-    done = {json.dumps(row["case"]) for row in rows_of(run, results) if "skipped" not in row}
+    done = {json.dumps(row["case"]) for row in results.own if "skipped" not in row}
     left, waiting = list(sections), []
     while left:
         share = SECTIONS[left[0]].share / sum(SECTIONS[name].share for name in left)
@@ -156,55 +149,25 @@ def run_all(sections: Iterable[str], rig: Rig, results: ResultsFile, run: str) -
             if json.dumps({"section": name, **case}) in done:
                 continue
             if rig.dry or (time.perf_counter() < ends and SECTIONS[name].needs < rig.left):
-                run_entry((case, measure), name, rig, results, run)
+                run_entry((case, measure), name, rig, results)
             else:
                 waiting.append(((case, measure), name))
     for entry, name in waiting:
         if SECTIONS[name].needs < rig.left:
-            run_entry(entry, name, rig, results, run)
+            run_entry(entry, name, rig, results)
         else:
             case = {"section": name, **entry[0]}
-            results.put({"case": case, "run": run, "skipped": "no time was left"})
+            results.put({"case": case, "skipped": "no time was left"})
 
 
-def rows_of(run: str, results: ResultsFile) -> list[Row]:
-    """What earlier workers of this run measured on this GPU."""
-    gpu = results.machine.get("gpu")
-    mine = [row for row in results.rows if row.get("run") == run]
-    return [row for row in mine if row["machine"].get("gpu") == gpu]
+def begin(results: ResultsFile, fresh: bool) -> None:
+    """What the first worker does: a case in which a process ended, or every one, is tried again."""
+    again = [row for row in results.own if fresh or row.get("error") == UNFINISHED]
+    results.rows = [row for row in results.rows if row not in again]
 
 
-def known_ceilings(results: ResultsFile, run: str) -> dict[str, float]:
-    """Unit -> what an earlier worker of this run found."""
-    rows = [r for r in rows_of(run, results) if r["case"]["section"] == "ceilings" and "ways" in r]
-    return {row["unit"]: row["ways"]["torch"][row["unit"]] for row in rows}
-
-
-def run_to_go_on(path: Path, config: Row) -> str | None:
-    """The last run that the file has of this very code, measured like this; None: there is none.
-
-    Rows of other code stand between its own, in whose place they come one by one.
-    """
-    if not path.exists():
-        return None
-    commit, dirty = checkout()
-    code = {"commit": commit, "dirty": dirty, "source": source(), "torch": torch.__version__}
-    rows = json.loads(path.read_text())["results"]
-    same = [row for row in rows if code.items() <= row["machine"].items()]
-    return max((row["run"] for row in same if row["config"] == config), default=None)
-
-
-def try_again(path: Path, run: str) -> None:
-    """Have cases measured again in which a process of the run ended: it may have been stopped."""
-    data = json.loads(path.read_text())
-    for row in data["results"]:
-        if row.get("run") == run and row.get("error") == UNFINISHED:
-            row["skipped"] = row.pop("error")
-    path.write_text(json.dumps(data, indent=1) + "\n")
-
-
-def work(args: argparse.Namespace, run: str) -> int:
-    """All that is left of a run, in this process."""
+def work(args: argparse.Namespace) -> int:
+    """All that is left to be measured by this code on this machine, in this process."""
     start = time.perf_counter()
     device = torch.device("cpu" if args.dry_run else f"cuda:{torch.cuda.current_device()}")
     # A tenth is kept: the process has started before, and the last case may take longer.
@@ -214,22 +177,25 @@ def work(args: argparse.Namespace, run: str) -> int:
         gc.collect()
         gc.freeze()  # measuring memory collects garbage, again and again
     results = ResultsFile(args.out / "gpu.json", environment(device), args.config)
-    rig.ceilings |= known_ceilings(results, run)
-    run_all(args.sections, rig, results, run)
+    if not args.worker:
+        begin(results, args.fresh)
+    rig.ceilings |= known_ceilings(results.own)
+    run_all(args.sections, rig, results)
     return 0
 
 
-def supervise(args: argparse.Namespace, run: str) -> int:
+def supervise(args: argparse.Namespace) -> int:
     """Workers, one after another as long as they break and time is left; the last one's status."""
     status = 1
     ends = time.perf_counter() + 60.0 * args.minutes
-    for _ in range(_WORKERS_AT_MOST):
+    for worker in range(_WORKERS_AT_MOST):
         minutes = (ends - time.perf_counter()) / 60.0
         if minutes < 0.5:
             break
         command = [
-            sys.executable, "-m", "bench", "gpu", "--out", str(args.out), "--run", run,
-            "--minutes", f"{minutes:.2f}", "--dtype", args.dtype, "--sections", *args.sections,
+            sys.executable, "-m", "bench", "gpu", "--out", str(args.out), "--worker", str(worker),
+            "--minutes", f"{minutes:.2f}", "--dtype", args.dtype, *["--fresh"] * args.fresh,
+            "--sections", *args.sections,
         ]  # fmt: skip
         try:
             status = subprocess.run(command, cwd=ROOT, check=False, timeout=60 * minutes).returncode
@@ -248,14 +214,14 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = Parser("gpu", __doc__, "dtype out fresh dry-run", folder="gpu")
     parser.add("--minutes", type=float, default=8.0, help="it ends well within these (default: 8)")
     parser.add("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
-    parser.add("--run", help=argparse.SUPPRESS)  # a worker's: the rows of this run are done already
+    parser.add("--worker", type=int, help=argparse.SUPPRESS)  # its number
     args = parser.parse(arguments)
     if args.dry_run != INTERPRETED:
         parser.error("--dry-run and TRITON_INTERPRET=1 go together")
     if not args.dry_run and not torch.cuda.is_available():
         parser.error("no CUDA device: --dry-run shows the path without one")
     args.dtype = args.dtype or ("float32" if args.dry_run else "bfloat16")
-    if args.minutes < 1 and not args.dry_run and args.run is None:
+    if args.minutes < 1 and not args.dry_run and args.worker is None:
         parser.error(f"--minutes must be at least 1, not {args.minutes:g}")
     args.out = args.out.absolute()
     args.config = {"dtype": args.dtype, "dry_run": args.dry_run, "rounds": contest.ROUNDS}
@@ -278,17 +244,14 @@ def main(arguments: Sequence[str]) -> int:
     Files: gpu.json, gpu.txt, frontier.png and .svg.
     """
     args = parse(arguments)
-    if args.run is not None:
-        return work(args, args.run)
+    if args.worker is not None:
+        return work(args)
     path = args.out / "gpu.json"
-    known = None if args.fresh else run_to_go_on(path, args.config)
-    if known is not None:
-        try_again(path, known)
-    run = known or time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     args.out.mkdir(parents=True, exist_ok=True)
-    status = (work if args.dry_run else supervise)(args, run)
-    text = report(path, run)
+    status = (work if args.dry_run else supervise)(args)
+    found = current(load(path)) if path.exists() else []
+    rows = [row for row in found if row["config"] == args.config]
+    text = report(rows)
     path.with_suffix(".txt").write_text(text + "\n")
     print(text, f"\n{draw(path)}\n{path}", sep="\n")
-    rows = json.loads(path.read_text())["results"] if path.exists() else []
-    return 1 if status or failures([row for row in rows if row.get("run") == run]) else 0
+    return int(bool(status or failures(rows)))

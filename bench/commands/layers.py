@@ -18,7 +18,7 @@ from bench.measure.contest import Rig
 from bench.measure.machine import version
 from bench.measure.options import Parser, positive
 from bench.measure.registry import Registry
-from bench.measure.results import Progress, ResultsFile, Row
+from bench.measure.results import ResultsFile, Row
 from bench.measure.steps import measure, run
 from bench.pages.layers import case_table, target_table, title
 from bench.subjects.layer_ways import BASELINE, DEFAULT, WAYS, select
@@ -49,7 +49,6 @@ def grid(args: argparse.Namespace) -> list[Sizes]:
 
 
 def cases(args: argparse.Namespace, sizes: Iterable[Sizes]) -> list[Case]:
-    """Every size in every dtype, norm and dropout that was asked for."""
     grid = itertools.product(sizes, args.dtype, args.norm, args.dropout)
     return [Case(*kind, *size, args.activation, args.causal) for size, *kind in grid]
 
@@ -85,7 +84,6 @@ def parser_of(
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The command line; the ways come in the order of the table, the baseline always with them."""
     parser = parser_of("layers", __doc__, NORMS, (0.0, 0.1), DEFAULT, rounds=36, seconds=60.0)
     for axis in ("batch", "nhead"):
         parser.several(axis, type=positive)
@@ -101,11 +99,10 @@ def measured(
 ) -> tuple[ResultsFile, list[Row | None]]:
     """As `run` has it; a row's title and table are `shown`."""
 
-    def one(case: Case, rig: Rig, progress: Progress) -> Row:
-        return measure(case.subject(rig.device), WAYS, args.ways, rig, progress=progress)
+    def one(case: Case, rig: Rig) -> Row:
+        return measure(case.subject(rig.device), WAYS, args.ways, rig)
 
-    remat = version("torch-remat")
-    return run(args, file, one, 2 * len(args.ways), *shown, torch_remat=remat)
+    return run(args, file, one, *shown, torch_remat=version("torch-remat"))
 
 
 def wrong_of_ours(row: Row | None, ways: Registry[Any], *groups: str) -> list[str]:

@@ -21,7 +21,7 @@ from bench.commands.layers import wrong_of_ours
 from bench.measure.contest import Rig
 from bench.measure.machine import version
 from bench.measure.options import Parser, positive
-from bench.measure.results import Progress, Row
+from bench.measure.results import Row
 from bench.measure.steps import run
 from bench.model.measure import Options, measure
 from bench.pages.models import case_table, file_section, losses_table, target_table, title
@@ -37,7 +37,6 @@ ARTICLE: dict[str, Any] = {
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The command line; the ways come in the order of the table, the baseline always with them."""
     parser = Parser("model", __doc__, "device dtype seconds threads out fresh", seconds=120.0)
     add = parser.add
     parser.several("model", choices=MODELS, help="(default: smollm-135m)")
@@ -47,16 +46,13 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--seq", type=positive, help="tokens of each, as the model takes them (512; on cuda 2048)")
     parser.several("lora", type=int, metavar="RANK", help="ranks; 0: all is trained (default)")
     add("--memory", metavar="SIZE", help="cap of the largest batch, or none (4GiB; cuda: 24GiB)")
-    add("--most-batch", type=positive, default=4096, help="the largest batch that is tried (4096)")
     add("--steps", type=positive, default=12, dest="rounds", help="timed of a way at most (12)")
-    add("--losses", type=int, help="training steps whose losses are compared (default: none)")
+    add("--losses", type=positive, help="training steps whose losses are compared (default: none)")
     parser.add_ways(WAYS, DEFAULT)
     parser.by_device(batch=(1, 8), seq=(512, 2048), memory=("4GiB", "24GiB"))
     args = parser.parse(arguments)
     if args.article and args.model:
         parser.error("--article has its own models: give --model or --article")
-    if args.losses is not None and args.losses < 0:
-        parser.error("--losses must be at least 0")
     short: dict[str, Any] = {"model": ["smollm-135m"], "lora": [0], "losses": 0}
     for name, value in (ARTICLE if args.article else short).items():
         if getattr(args, name) is None:
@@ -101,14 +97,14 @@ def main(arguments: Sequence[str]) -> int:
     Returns 1 if a result of ours was wrong: of others', FAIL in the table says it.
     """
     args = parse(arguments)
-    asked = {"memory": args.memory, "most_batch": args.most_batch, "losses": args.losses}
-    options = Options(args.ways, args.memory, args.most_batch, args.losses)
+    asked = {"memory": args.memory, "losses": args.losses}
+    options = Options(args.ways, **asked)
 
-    def one(case: Case, rig: Rig, progress: Progress) -> Row:
-        return measure(case, options, rig, progress)
+    def one(case: Case, rig: Rig) -> Row:
+        return measure(case, options, rig)
 
-    shown = f"model-{args.device}.json", one, options.units, title, tables
-    results, rows = run(args, *shown, **asked, peft=version("peft"))
+    file = f"model-{args.device}.json"
+    results, rows = run(args, file, one, title, tables, **asked, peft=version("peft"))
     page = results.path.with_suffix(".md")
     page.parent.mkdir(parents=True, exist_ok=True)
     page.write_text(f"# Whole models\n\n{file_section(results.data)}\n")

@@ -17,7 +17,9 @@ import argparse
 import dataclasses
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -27,16 +29,26 @@ from bench.measure.case import Forward, Subject
 from bench.measure.checks import Checks
 from bench.measure.contest import Rig
 from bench.measure.options import Parser, positive
-from bench.measure.results import Progress, Row
+from bench.measure.results import Row
 from bench.measure.steps import Step, Steps, kept_bytes, peaks, run
 from bench.pages import plans as page
 from bench.subjects.layers import NORMS
-from bench.subjects.plans import Planner, forward_of, loss
-from bench.subjects.stacks import BASELINE, PEERS, Case
+from bench.subjects.stacks import BASELINE, PEERS, Case, Stack, fused
+from fused_remat import Policy
+from fused_remat.planner import BudgetError, Plan, plan
+from fused_remat.planner import chain as chains
+from fused_remat.planner.chain import Chain, Choice
+
+T = TypeVar("T")
 
 #: By device: layers, batch, tokens of a sequence, width, heads.
 SIZES = {"cpu": (8, 4, 256, 256, 4), "cuda": (12, 4, 2048, 1024, 8)}
-_OURS = 14  # ways, about: their number is known once the peers have been measured
+#: Ours by other rules than the best there is.
+RULES = ("uniform", "sqrt", "greedy")
+#: Of each of them, how many choices are run; all are predicted.
+MOST_OF_A_RULE = 2
+#: Points of the frontier that are run, besides those at the peers' peaks.
+SWEEP = 3
 TABLES = {
     "All ways:": page.table,
     "Ours within each peer's peak:": page.rival_table,
@@ -45,8 +57,119 @@ TABLES = {
 }
 
 
+# --- our plans: which are asked for, and what each predicts
+
+
+def loss(subject: Subject, y: Tensor) -> Tensor:
+    """Of a stack's output; the gradient of the output is dy."""
+    return (y * subject.dy).sum()
+
+
+@dataclass
+class Entry:
+    """A choice to be run."""
+
+    plan: Plan
+    name: str | None = None  # its method, and which of it from the least peak on
+    asked: list[tuple[str, int]] = field(default_factory=list)  # whose budgets, and bytes
+
+
+class Planner:
+    """Plans of a subject from one measurement, and their costs as FLOPs and bytes have them."""
+
+    def __init__(self, subject: Subject) -> None:
+        self.subject = subject
+        subject.clear()
+        stack = fused(subject.module, "full", subject.backend)
+        given = {"loss": functools.partial(loss, subject)}
+        self.plan = plan(stack, subject.x, **given)
+        saves = {o.save: None for call in self.plan.chain.calls for o in call.options}
+        options = [Policy(save) for save in saves]
+        analytic = plan(stack, subject.x, costs="analytic", options=options, **given)
+        # The same step: what differs is what the choices cost in it.
+        seconds = self.plan.chain.seconds
+        self.analytic: Chain = dataclasses.replace(analytic.chain, seconds=seconds)
+        subject.zero()
+
+    def steps(self) -> list[tuple[str, str, float, float]]:
+        """(pass, step, measured, analytic) seconds of every step of a layer that has both."""
+        costs = self.plan.steps
+        return [(c.which, c.step, c.measured, c.analytic) for c in costs if c.measured is not None]
+
+    def predicted(self, found: Plan) -> dict[str, float]:
+        calls = zip(found.chain.calls, self.analytic.calls, found.choice.options, strict=True)
+        same = [  # the choice among the options of the other costs
+            next(i for i, o in enumerate(theirs.options) if o.save == mine.options[chosen].save)
+            for mine, theirs, chosen in calls
+        ]
+        choice = Choice(tuple(same), found.choice.segments)
+        return {
+            "peak_bytes": found.peak_bytes,
+            "kept_bytes": found.kept_bytes,
+            "seconds": found.seconds,
+            "analytic_seconds": chains.seconds(self.analytic, choice),
+        }
+
+    def said_of(self, entry: Entry) -> dict[str, Any]:
+        return {
+            "family": "ours" if entry.plan.method == "optimal" else "ours, by a rule",
+            "method": entry.plan.method,
+            "asked": entry.asked,
+            "segments": len(entry.plan.choice.segments),
+            "predicted": self.predicted(entry.plan),
+        }
+
+    def at(self, budgets: Mapping[str, int]) -> tuple[list[Entry], list[dict[str, Any]]]:
+        """The choices to be run, each once, and everything that was asked for.
+
+        The best within each budget and along the frontier; of the simpler rules, a few.
+        """
+        points = _spread(self.plan.frontier, SWEEP)
+        wanted = [(of, nbytes, "optimal") for of, nbytes in budgets.items()]
+        wanted += [("sweep", point.peak_bytes, "optimal") for point in points]
+        wanted += [(of, nbytes, rule) for rule in RULES for of, nbytes in budgets.items()]
+        entries: dict[tuple[str, Choice], Entry] = {}
+        asked: list[tuple[dict[str, Any], Entry | None]] = []
+        for of, nbytes, method in wanted:
+            row: dict[str, Any] = {"method": method, "of": of, "budget_bytes": nbytes}
+            try:
+                found = self.plan.within(nbytes, method)
+            except BudgetError as error:
+                asked.append((row | {"least_bytes": error.least}, None))
+                continue
+            entry = entries.setdefault((method, found.choice), Entry(found))
+            entry.asked.append((of, nbytes))
+            asked.append((row | {"predicted": self.predicted(found)}, entry))
+        chosen = list(_chosen(list(entries.values())))
+        return chosen, [row | ({"way": entry.name} if entry else {}) for row, entry in asked]
+
+
+def _spread(items: Sequence[T], count: int) -> Sequence[T]:
+    """So many of them at most, the first and the last included, evenly between."""
+    last = len(items) - 1
+    return items if last < count else [items[round(i * last / (count - 1))] for i in range(count)]
+
+
+def _chosen(entries: list[Entry]) -> Iterator[Entry]:
+    """All of the best, and of each rule some from its least peak to its largest; named."""
+    for method in ("optimal", *RULES):
+        mine = [e for e in entries if e.plan.method == method]
+        mine.sort(key=lambda e: e.plan.peak_bytes)
+        some = mine if method == "optimal" else _spread(mine, MOST_OF_A_RULE)
+        for index, entry in enumerate(some, start=1):
+            entry.name = f"{method}_{index}" if len(some) > 1 else method
+            yield entry
+
+
+def forward_of(subject: Subject, entry: Entry) -> Stack:
+    """The model as a plan has it, on the subject's parameters."""
+    return entry.plan.apply(fused(subject.module, "full", subject.backend))
+
+
+# --- what is measured
+
+
 def peers(compiled: bool) -> list[str]:
-    """In the order of the tables, with or without `torch.compile`."""
     return [name for name in PEERS if compiled or not PEERS[name].traits["compiled"]]
 
 
@@ -66,23 +189,14 @@ def memory(forward: Forward, subject: Subject, resting: int, kept_by: str) -> Ro
     return {"peak_bytes": resting + step, "kept_bytes": kept, "kept_by": kept_by}
 
 
-def measure(case: Case, names: Sequence[str], rig: Rig, progress: Progress | None = None) -> Row:
+def measure(case: Case, names: Sequence[str], rig: Rig) -> Row:
     """A row of the results file, but for the case: first these peers, then our plans within the
-    peak of each of them, then all in turns.
-
-    {"rounds", "resting": bytes by what they are, "frontier": predicted points, "plans": what was
-    asked of the planner, "steps": seconds of a layer's steps by both costs, "ways": {name: found}},
-    where found is {"unavailable": why} or {"failure": what is wrong}, or has "check", "peak_bytes",
-    "kept_bytes", percentiles of "step_seconds", "host_seconds" (what the host takes to launch a
-    step) and "step_ratio" to each peer, and if it is ours, "predicted". All have their "family".
-
-    Args:
-        progress: gets two units for each way, whose number is not known before.
+    peak of each of them, then all in turns. All have their "family", ours what was "predicted".
     """
     subject = case.subject(rig.device)
     planner = Planner(subject)
     chain = planner.plan.chain
-    with Steps(rig, progress) as steps:
+    with Steps(rig) as steps:
         asked = _admit_all(steps, planner, names)
         steps.time(Step, subject, [name for name in names if name in steps.forwards])
     return {
@@ -153,16 +267,15 @@ def main(arguments: Sequence[str]) -> int:
     """
     args = parse(arguments)
 
-    def one(case: Case, rig: Rig, progress: Progress) -> Row:
-        return measure(case, args.ways, rig, progress)
+    def one(case: Case, rig: Rig) -> Row:
+        return measure(case, args.ways, rig)
 
-    units = 2 * (len(args.ways) + _OURS)
-    results, (row,) = run(args, f"plan-{args.device}.json", one, units, page.title)
+    results, (row,) = run(args, f"plan-{args.device}.json", one, page.title)
     if row is None:
         return 1
-    for heading, make in TABLES.items():
-        print(f"\n{heading}\n\n{make(row)}")
     try:
+        for heading, make in TABLES.items():
+            print(f"\n{heading}\n\n{make(row)}")
         made = picture(results.path, results.rows)
         made.write()
     except (ValueError, ImportError) as error:
@@ -173,6 +286,5 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def wrong(row: Row) -> bool:
-    """Whether a result of ours, or of what all are compared with, was not right."""
     ways = row["ways"].items()
     return any("failure" in way for name, way in ways if name == BASELINE or page.is_ours(way))

@@ -72,7 +72,6 @@ def measure(case: Case, ways: Sequence[str], rounds: int) -> dict[str, dict[str,
 
 
 def table(result: dict[str, Any]) -> str:
-    """The result as a Markdown table: a row per kind, a column per way."""
     ways = result["ways"]
     rows = [
         [kind, *(f"{found.get(kind, 0.0):.0f}" for found in ways.values())]
@@ -82,7 +81,6 @@ def table(result: dict[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Profile, print the table and write `profile-cpu.json`."""
     parser = Parser("profile", __doc__, "rounds threads out", rounds=10)
     parser.add("--way", action="append", choices=list(WAYS), help="(default: checkpoint, presets)")
     options = parser.parse(arguments)

@@ -9,7 +9,8 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from bench.kernels import attention, dropout, norm, rope
+from bench.kernels import passes
+from bench.kernels.attention import ATTENTION
 from bench.kernels.attention_problem import FORMS, Attention
 from bench.kernels.problem import DIRECTIONS, Op, Problem, contests
 from bench.kernels.shapes import MODELS, at_tokens, tiny
@@ -50,17 +51,15 @@ def entries_of(
 def _attention(
     rig: Rig, form: str, seq_len: int, width: int, group: int = 1, names: Any = None
 ) -> Iterator[Entry]:
-    """A form at a size, both directions."""
     packed = FORMS[form].packed
     seq_len = rig.size(TOKENS if packed else seq_len, 48 if packed else 32)
     batch = rig.size(max(1, TOKENS // seq_len), 1)
     nhead = rig.size(D_MODEL // width, max(2, group))
     sizes = batch, nhead, nhead // group, seq_len, rig.size(width, 16)
-    yield from entries_of(attention.OP, functools.partial(Attention, rig, form, *sizes), names)
+    yield from entries_of(ATTENTION, functools.partial(Attention, rig, form, *sizes), names)
 
 
 def attention_entries(rig: Rig) -> Iterator[Entry]:
-    """With and without a causal mask, at the sizes of ordinary training."""
     sizes = ((64, 16),) if rig.dry else ((2048, 128), (8192, 128), (2048, 64), (8192, 64))
     for seq_len, width in sizes:
         for form in ("causal", "full"):
@@ -84,7 +83,6 @@ def special_entries(rig: Rig) -> Iterator[Entry]:
 
 
 def flex_entries(rig: Rig) -> Iterator[Entry]:
-    """Beside FlexAttention, which has to be compiled for each mask."""
     calls = [(form, 1) for form in ("causal", "window", "half the blocks", "packed")]
     for form, group in [("packed", 1)] if rig.dry else [*calls, ("causal", GROUP)]:
         names = ("aten", "flex", "fused_remat kernel")
@@ -109,7 +107,6 @@ def _of_models(
 
 
 def model_entries(rig: Rig) -> Iterator[Entry]:
-    """Every op of every model, beside the peers that start soon."""
     # Dry, what no other section has: the interpreter is slow.
     ops = ("linear", "mlp") if rig.dry else tuple(OPS)
     yield from _of_models(rig, MODELS_FIRST[:1] if rig.dry else MODELS_FIRST, dict.fromkeys(ops))
@@ -136,20 +133,18 @@ def norm_entries(rig: Rig) -> Iterator[Entry]:
     for width in (96,) if rig.dry else WIDTHS:
         tokens = rig.size(ELEMENTS // width, 64)
         for kind in ("layer_norm", "rms_norm"):
-            make = functools.partial(norm.Norm, rig, kind, tokens, width)
-            yield from entries_of(norm.OP, make, directions=("bwd", "fwd"))
+            make = functools.partial(passes.Norm, rig, kind, tokens, width)
+            yield from entries_of(passes.NORM, make, directions=("bwd", "fwd"))
 
 
 def dropout_entries(rig: Rig) -> Iterator[Entry]:
-    """At one width."""
     sizes = (64, 96) if rig.dry else (ELEMENTS // 8192, 8192)
-    yield from entries_of(dropout.OP, functools.partial(dropout.Dropout, rig, *sizes))
+    yield from entries_of(passes.DROPOUT, functools.partial(passes.Dropout, rig, *sizes))
 
 
 def rotary_entries(rig: Rig) -> Iterator[Entry]:
-    """Heads of 128 and 64, 32 of them, without and with their norms."""
     batch, heads, seq_len = (2, 4, 8) if rig.dry else (8, 32, 2048)
     for width in (16,) if rig.dry else (128, 64):
-        for name in ("rope", rope.NORMED):
+        for name in ("rope", passes.NORMED):
             sizes = batch, heads, heads // 4, seq_len, width
-            yield from entries_of(rope.OP, functools.partial(rope.Rope, rig, name, *sizes))
+            yield from entries_of(passes.ROPE, functools.partial(passes.Rope, rig, name, *sizes))

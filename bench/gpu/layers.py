@@ -1,21 +1,28 @@
-"""Training steps of whole layers and MLPs on a GPU: which of `bench layers`, in which order.
+"""Training steps of layers, MLPs, models and plans on a GPU: which, in which order.
 
-Rows are those of `bench layers`, and besides of each way what a contest's rows have: "us"
-and "ratio" of a step, "host_us", the time the host takes to launch one; "error" and "absent".
+Rows are those of `bench layers`, `model` and `plan`, and besides of each way what a contest's rows
+have: "us" and "ratio" of a step, "host_us", the time the host takes to launch one;
+"error" and "absent".
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from bench.commands import plan
 from bench.measure.case import Subject, dtype_name
-from bench.measure.contest import Entry, P, Rig
+from bench.measure.contest import Entry, P, Rig, Work
 from bench.measure.steps import ReplayedStep, Step
 from bench.measure.steps import measure as measure_ways
-from bench.subjects import layers
+from bench.model.measure import Options
+from bench.model.measure import measure as measure_model
+from bench.subjects import layers, models, stacks
+from bench.subjects.configs import MODELS
 from bench.subjects.layer_ways import BUDGETS
 from bench.subjects.layer_ways import WAYS as LAYER_WAYS
 from bench.subjects.layers import Case
@@ -35,7 +42,23 @@ _BUDGETS = tuple(f"compile_budget_{budget:g}" for budget in BUDGETS)
 BUDGETED = (*_STOCK, "compile", *_BUDGETS, "full", "lean", "fast")
 #: Of all of them in a dry run, but for its first layer: the interpreter is slow.
 DRY = ("eager", "checkpoint", "full", "none")
+#: Products of an MLP's step that keeps its input only: the rebuilt one, two forward, four backward.
+_MLP_PRODUCTS = 7
 _LONGER = 2.5  # than a kernel's contest, for steps take longer
+
+#: Model -> sequences of `MODEL_TOKENS` each: what the unconverted model keeps fits into 80 GB.
+BATCHES = {"smollm-135m": 8, "qwen2-1.5b": 4}
+MODEL_TOKENS = 2048
+RANK = 16
+#: Of a card that many have.
+CAP = 24 << 30
+_HF = ("eager", "checkpoint", "checkpoint_reentrant", "liger", "liger_checkpoint")
+MODEL_WAYS = (*_HF, "full", "lean", "fast", "full_loss", "fast_loss")
+SEARCHED = ("eager", "checkpoint", "liger_checkpoint", "full", "fast", "full_loss")
+#: Of all of them in a dry run: the interpreter is slow.
+MODELS_DRY = ("eager", "checkpoint", "liger", "full")
+#: Than a kernel's contest, for there are many ways.
+_PLANS_LONGER = 5.0
 
 
 def measure(
@@ -65,20 +88,18 @@ def as_contest(row: dict[str, Any]) -> dict[str, Any]:
     return row | {"ways": ways}
 
 
-def _entry(
-    layer: Case, case: dict[str, Any], ways: Sequence[str], *timer: Any, **rest: Any
-) -> Entry:
+def _entry(layer: Case, ways: Sequence[str], what: str = "", *timer: Any, **rest: Any) -> Entry:
     """A row of an encoder layer, and which: the frontier is drawn of such rows."""
 
     def run(rig: Rig) -> dict[str, Any]:
         row = measure(layer.subject(rig.device), ways, rig, *timer, **rest)
         return {"layer": dataclasses.asdict(layer), **row}
 
-    return case, run
+    told = {name: getattr(layer, name) for name in ("seq_len", "dropout")}
+    return {"name": f"{layer.norm}-norm{what}", "width": layer.d_model, **told}, run
 
 
 def tokens_of(width: int) -> int:
-    """Tokens of a step."""
     return 16384 if width <= 2048 else 8192
 
 
@@ -92,7 +113,6 @@ def encoder(rig: Rig, norm: str, width: int, dropout: float = 0.0) -> Case:
 
 
 def long_encoder(rig: Rig) -> Case:
-    """A pre-norm layer of one long sequence."""
     base = encoder(rig, "pre", rig.size(WIDTHS[0], 32))
     return dataclasses.replace(base, batch=1, seq_len=rig.size(LONG_LEN, 5))
 
@@ -100,33 +120,25 @@ def long_encoder(rig: Rig) -> Case:
 # --- what is measured, the most telling first
 
 
-def _case(rig: Rig, name: str, width: int, **rest: Any) -> dict[str, Any]:
-    tokens = {} if rig.dry else {"tokens": tokens_of(width)}
-    return {"name": name, "width": width, **tokens, **rest}
-
-
 def widths(rig: Rig) -> Sequence[int]:
     return (32,) if rig.dry else WIDTHS
 
 
-def _grid(rig: Rig) -> Iterator[tuple[str, int]]:
-    """Norm and width; in a dry run one of each."""
-    return itertools.product(("pre",) if rig.dry else ("pre", "post"), widths(rig))
+def _grid(rig: Rig) -> Iterator[Case]:
+    for norm, width in itertools.product(("pre",) if rig.dry else ("pre", "post"), widths(rig)):
+        yield encoder(rig, norm, width)
 
 
 def _fewer(rig: Rig, ways: Sequence[str]) -> Sequence[str]:
-    """All of them, or those of a dry run."""
     return [way for way in ways if way in DRY] if rig.dry else ways
 
 
 def layer_entries(rig: Rig) -> Iterator[Entry]:
-    """Without dropout, then with."""
     for dropout in (0.0, P):
         for norm in ("pre",) if rig.dry and dropout else ("pre", "post"):
             for width in widths(rig):
-                case = _case(rig, f"{norm}-norm", width, dropout=dropout)
                 ways = WAYS if (norm, dropout) == ("pre", 0.0) else _fewer(rig, WAYS)
-                yield _entry(encoder(rig, norm, width, dropout), case, ways)
+                yield _entry(encoder(rig, norm, width, dropout), ways)
 
 
 def frontier_entries(rig: Rig) -> Iterator[Entry]:
@@ -135,39 +147,89 @@ def frontier_entries(rig: Rig) -> Iterator[Entry]:
     for seq_len in (7,) if rig.dry else (16384, 512, 4096):
         batch = max(1, base.batch * base.seq_len // seq_len)
         layer = dataclasses.replace(base, batch=batch, seq_len=seq_len)
-        case = _case(rig, "pre-norm", base.d_model, seq_len=seq_len)
-        yield _entry(layer, case, _fewer(rig, WAYS))
+        yield _entry(layer, _fewer(rig, WAYS))
 
 
 def long_entries(rig: Rig) -> Iterator[Entry]:
     """One long sequence, of which attention takes most of the time: presets beside each other.
 
-    Checked like the others, against float64 at this very length: `exact_by_head`.
+    Checked like the others, against float64 at this very length: `exact_in_blocks`.
     """
-    layer = long_encoder(rig)
-    case = {"name": "pre-norm", "width": layer.d_model, "seq_len": layer.seq_len}
-    yield _entry(layer, case, ("eager", "none") if rig.dry else LONG, beside=("none",))
+    ways = ("eager", "none") if rig.dry else LONG
+    yield _entry(long_encoder(rig), ways, beside=("none",))
 
 
 def mlp_entries(rig: Rig) -> Iterator[Entry]:
     """The MLP alone: keeping its input only ("full"), the pre-activation too ("none", "fast8")."""
     for width in widths(rig):
         sizes = rig.size(tokens_of(width), 32), width, rig.size(4 * width, 64)
-        build = lambda rig, sizes=sizes: layers.mlp(sizes, rig.dtype, rig.device)  # noqa: E731
-        run = lambda rig, build=build: measure(build(rig), MLP_WAYS, rig)  # noqa: E731
-        yield _case(rig, "mlp", width), run
+
+        def run(rig: Rig, sizes: tuple[int, int, int] = sizes) -> dict[str, Any]:
+            row = measure(layers.mlp(sizes, rig.dtype, rig.device), MLP_WAYS, rig)
+            floor = Work(flops=2.0 * _MLP_PRODUCTS * math.prod(sizes)).floor(rig.ceilings)
+            return row | {"floor_us": floor and 1e6 * floor}
+
+        yield {"name": "mlp", "width": width}, run
 
 
 def replay_entries(rig: Rig) -> Iterator[Entry]:
-    """Layers as CUDA graphs."""
-    for norm, width in _grid(rig):
-        case = _case(rig, f"{norm}-norm, replayed", width)
-        yield _entry(encoder(rig, norm, width), case, _fewer(rig, REPLAYED), ReplayedStep)
+    for layer in _grid(rig):
+        yield _entry(layer, _fewer(rig, REPLAYED), ", replayed", ReplayedStep)
 
 
 def compile_entries(rig: Rig) -> Iterator[Entry]:
-    """Beside `torch.compile` of the stock layer; then beside its memory budgets."""
-    for norm, width in _grid(rig):
-        for name, ways in (("compiled", COMPILED), ("budgets", BUDGETED)):
-            case = _case(rig, f"{norm}-norm, {name}", width)
-            yield _entry(encoder(rig, norm, width), case, ways)
+    for layer in _grid(rig):
+        for what, ways in ((", compiled", COMPILED), (", budgets", BUDGETED)):
+            yield _entry(layer, ways, what)
+
+
+# --- whole models, and plans
+
+
+def model_entries(rig: Rig) -> Iterator[Entry]:
+    if importlib.util.find_spec("transformers") is None:
+        yield {"name": "models"}, lambda rig: {"found": {"absent": "transformers is not installed"}}
+        return
+    for lora in (0,) if rig.dry else (0, RANK):
+        for model in list(BATCHES)[: 1 if rig.dry else None]:
+            yield _model_entry(rig, model, lora, None, MODELS_DRY if rig.dry else MODEL_WAYS)
+    if not rig.dry:
+        for model in BATCHES:
+            yield _model_entry(rig, model, 0, CAP, SEARCHED)
+
+
+def _model_entry(rig: Rig, model: str, lora: int, cap: int | None, ways: Sequence[str]) -> Entry:
+    layers, batch = rig.size(MODELS[model].layers, 1), rig.size(BATCHES[model], 1)
+    seq_len, dtype = rig.size(MODEL_TOKENS, 5), dtype_name(rig.dtype)
+    case = models.Case(model, layers, batch, seq_len, dtype, lora, tiny=rig.dry)
+    kind = f"LoRA {lora}" if lora else "full fine-tuning"
+    named = {"name": f"{model}, {kind}{', the largest batch' if cap else ''}"}
+    options = Options(ways, memory=cap, backend="triton" if rig.dry else "auto")
+
+    def run(rig: Rig) -> dict[str, Any]:
+        row = measure_model(case, options, rig.longer(_LONGER))
+        return {"model": dataclasses.asdict(case)} | _row(row, {"held_bytes": "kept_bytes"})
+
+    return named, run
+
+
+def plan_entries(rig: Rig) -> Iterator[Entry]:
+    """A causal stack in this dtype, without `torch.compile`, which takes long."""
+    layers, batch, seq_len, width, heads = (3, 1, 8, 16, 2) if rig.dry else plan.SIZES["cuda"]
+    kind = layers, dtype_name(rig.dtype), "pre", 0.0
+    case = stacks.Case(*kind, batch, seq_len, width, heads, causal=True)
+
+    def run(rig: Rig) -> dict[str, Any]:
+        row = plan.measure(case, plan.peers(compiled=False), rig.longer(_PLANS_LONGER))
+        known = {"held_bytes": "kept_bytes", "step_peak_bytes": "peak_bytes"}
+        return {"stack": dataclasses.asdict(case)} | _row(row, known)
+
+    yield {"name": "plans", "layers": layers, "width": width}, run
+
+
+def _row(row: dict[str, Any], known: dict[str, str]) -> dict[str, Any]:
+    """As rows of layers are, whose names of bytes are `known` here by others."""
+    made = as_contest(row)
+    for name, found in row["ways"].items():
+        made["ways"][name] |= {name: found[key] for name, key in known.items() if key in found}
+    return made

@@ -8,7 +8,7 @@ from typing import Any
 
 from bench.gpu import evidence, kernels
 from bench.gpu.evidence import LONG_LEN, Found, Row
-from bench.gpu.models import BATCHES
+from bench.gpu.layers import BATCHES
 from bench.tables import Verdict, markdown
 
 UNMEASURED = "not measured"
@@ -18,37 +18,33 @@ _FEW = 3
 
 @dataclass(frozen=True)
 class Line:
-    """A line of the table: a target or a part of one.
-
-    Attributes:
-        number: of the target.
-        between: the least, and what is above it; "" where it is not missed.
-    """
+    """A line of the table: a target or a part of one."""
 
     number: int
     verdict: Verdict
-    between: str = ""
+    between: str = ""  # the least, and what is above it; "" where it is not missed
 
 
 @dataclass(frozen=True)
 class Target:
-    """A part of a target: its text, and what rows say of it.
-
-    Attributes:
-        find: (rows, *given) -> every case of it that was measured.
-        cases: how many there have to be.
-        at_least: the limit is the least that is wanted, not the most.
-    """
+    """A part of a target: its text, and what rows say of it."""
 
     number: int
     text: str
-    find: Callable[..., Iterator[Found]]
+    find: Callable[..., Iterator[Found]]  # (rows, *given) -> every case that was measured
     given: tuple[Any, ...]
-    cases: int
-    at_least: bool = False
+    cases: int  # how many there have to be
+    at_least: bool = False  # the limit is the least that is wanted, not the most
 
     def line(self, rows: Sequence[Row], unmeasured: str = UNMEASURED) -> Line:
         """Met if it is in every case; not said to be while one of them is not measured."""
+
+        def shortfall(one: Found) -> float:
+            """Above 1 where it is missed."""
+            assert one.value is not None
+            off = one.value / one.limit
+            return 1.0 / max(off, 1e-9) if self.at_least else off
+
         found = list(self.find(rows, *self.given))
         wrong = [one.where for one in found if one.value is None]
         if wrong:
@@ -56,31 +52,18 @@ class Target:
             return Line(self.number, Verdict(self.text, said, False))
         if not found:
             return Line(self.number, Verdict(self.text, unmeasured, None))
-        order = sorted(found, key=self._shortfall)
-        missed = [one for one in order if self._shortfall(one) > 1.0]
+        order = sorted(found, key=shortfall)
+        missed = [one for one in order if shortfall(one) > 1.0]
         missing = max(0, self.cases - len({one.where for one in found}))
-        said = self._said(order, len(found) - len(missed))
+        few = len(found) <= _FEW
+        each = [f"{one.value:.3f} ({one.where})" for one in order]
+        within = f"{each[0]} to {each[-1]}, {len(found) - len(missed)} of {len(found)} within"
+        said = ", ".join(each) if few else within
         said += f"; {missing} of {self.cases} {UNMEASURED}" if missing else ""
         met = False if missed else None if missing else True
-        shown = missed if len(found) <= _FEW else missed[-1:]
+        shown = missed if few else missed[-1:]
         stands = [f"{one.where}: {one.between}" for one in shown if one.between]
         return Line(self.number, Verdict(self.text, said, met), "; ".join(stands))
-
-    def _shortfall(self, found: Found) -> float:
-        """Above 1 where it is missed."""
-        assert found.value is not None
-        return found.limit / max(found.value, 1e-9) if self.at_least else found.value / found.limit
-
-    @staticmethod
-    def _said(order: Sequence[Found], within: int) -> str:
-        """All of a few cases, else the best and the worst."""
-        if len(order) <= _FEW:
-            return ", ".join(f"{one.value:.3f} ({one.where})" for one in order)
-        best, worst = order[0], order[-1]
-        return (
-            f"{best.value:.3f} ({best.where}) to {worst.value:.3f} ({worst.where}), "
-            f"{within} of {len(order)} within"
-        )
 
 
 _WIDTHS = (1024, 2048, 4096)
@@ -141,7 +124,6 @@ def lines(rows: Sequence[Row], unmeasured: str = UNMEASURED) -> list[Line]:
 
 
 def table(rows: Sequence[Row], unmeasured: str = UNMEASURED) -> str:
-    """The same as a Markdown table."""
     head = ("", "target", "measured", "met", "the least, and what is above it")
     cells = [[str(line.number), *line.verdict.cells, line.between]
              for line in lines(rows, unmeasured)]  # fmt: skip

@@ -8,6 +8,7 @@ import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -23,28 +24,31 @@ from bench.kernels.problem import (
     through_autograd,
 )
 from bench.kernels.shapes import Size
-from bench.measure.contest import Rig
+from bench.measure.contest import SETS, Results, Rig, Way
 from bench.measure.registry import Absent
 from fused_remat import ops
+from fused_remat.steps.attention_call import attention_key
+from fused_remat.triton import attention as triton
+from fused_remat.triton.launch import Launch
+from fused_remat.triton.tables import AttentionTile
 
 #: Bytes of scores that a provider may hold which holds all of them.
 _MOST_SCORES = 1 << 30
 
 
 def of_model(rig: Rig, size: Size) -> Iterator[Problem]:
-    """The model's own heads."""
     model = size.model
     heads = model.nhead, model.kv_heads, size.seq_len, model.head_dim
     yield Attention(rig, "causal" if model.causal else "full", size.batch, *heads)
 
 
-OP = Op("attention", of_model)
+ATTENTION = Op("attention", of_model, stock=False)
 
 
 # --- PyTorch's
 
 
-@OP.provider("aten", baseline=True)
+@ATTENTION.provider("aten", baseline=True)
 def aten(p: Attention) -> Function:
     """scaled_dot_product_attention with the kernel that PyTorch chooses."""
     return p.reference
@@ -67,16 +71,12 @@ def _sdpa(p: Attention, backend: SDPBackend) -> Function:
 
 #: FlashAttention-2 as PyTorch has it; cuDNN's, which may find no plan for what PyTorch believes it
 #: serves; the memory-efficient one of xFormers.
-for _name, _backend, _optional in (
-    ("flash", SDPBackend.FLASH_ATTENTION, False),
-    ("cudnn", SDPBackend.CUDNN_ATTENTION, True),
-    ("efficient", SDPBackend.EFFICIENT_ATTENTION, False),
-):
-    _one_kernel = functools.partial(_sdpa, backend=_backend)
-    OP.provider(_name, needs="cuda", optional=_optional)(_one_kernel)
+for _name in ("flash", "cudnn", "efficient"):
+    _kernel = functools.partial(_sdpa, backend=getattr(SDPBackend, f"{_name.upper()}_ATTENTION"))
+    ATTENTION.provider(_name, needs="cuda", optional=_name == "cudnn")(_kernel)
 
 
-@OP.provider("math")
+@ATTENTION.provider("math")
 def math(p: Attention) -> Function:
     """Explicit products and softmax, where the scores are not too many."""
     size = p.batch * p.nhead * p.seq_len**2 * p.rig.dtype.itemsize
@@ -85,7 +85,7 @@ def math(p: Attention) -> Function:
     return _sdpa(p, SDPBackend.MATH)
 
 
-@OP.provider("flex", optional=True)
+@ATTENTION.provider("flex", optional=True)
 def flex(p: Attention) -> Ways:
     """FlexAttention, compiled; on a CPU it has a forward only, without a gradient."""
     if p.form.p:
@@ -116,7 +116,7 @@ def _packed(p: Attention, attend: Callable[..., Tensor]) -> Function:
     return function
 
 
-@OP.provider("varlen", needs="cuda", optional=True)
+@ATTENTION.provider("varlen", needs="cuda", optional=True)
 def varlen(p: Attention) -> Function:
     """torch.nn.attention.varlen: FlashAttention over packed sequences."""
     if not p.form.packed:
@@ -156,13 +156,14 @@ def _flash_attn(p: Attention, module: str) -> Function:
 #: FlashAttention-2 from its own package, and FlashAttention-3, for Hopper.
 for _name, _module in (("flash-attn", "flash_attn"), ("flash-attn 3", "flash_attn_interface")):
     _own = functools.partial(_flash_attn, module=_module)
-    OP.provider(_name, module=_module, needs="cuda", optional=True)(_own)
+    ATTENTION.provider(_name, module=_module, needs="cuda", optional=True)(_own)
 
 
 # --- ours
 
 
-def _ours(p: Attention, backend: str) -> Ways:
+@ATTENTION.ours()
+def ours(p: Attention, backend: str) -> Ways:
     """The public function; a seed says which mask is dropped, so that results are known.
 
     In Triton kernels where no ATen kernel is faster: plain calls go to those.
@@ -181,18 +182,67 @@ def _ours(p: Attention, backend: str) -> Ways:
     return {name: dataclasses.replace(way, truth=None) for name, way in ways.items()}
 
 
-OP.add_ours(_ours)
+#: Of all launches, or of a kernel that is timed alone.
+_RESULTS = {"fwd": ("y",), "bwd": ("dq", "dk", "dv"), "dkdv": ("dk", "dv"), "dq": ("dq",)}
 
 
-@OP.provider("fused_remat kernel", needs="triton", ours=True)
+class Kernels:
+    """Our kernels of a direction, whatever the library would take; results are poisoned."""
+
+    def __init__(self, problem: Attention, direction: str) -> None:
+        rig, lse = problem.rig, (problem.batch, problem.nhead, problem.seq_len)
+        self.problem, self.direction = problem, direction
+        self.saved = [
+            (rig.poisoned(*problem.rows), rig.poisoned(*lse, dtype=torch.float32))
+            for _ in range(SETS)
+        ]
+        self.grads = problem.heads(rig.poisoned(*problem.packed_shape))
+
+    def forward(self, index: int, tile: AttentionTile | None = None) -> list[Launch]:
+        given = *self.problem.sets[index].values(), self.problem.call, *self.saved[index]
+        return list(triton.forward(*given, self.problem.rig.target, tile))
+
+    def launches(self, index: int, tile: AttentionTile | None = None) -> list[Launch]:
+        """All of the direction; of a backward, on what `forward` has to fill first."""
+        if self.direction == "fwd":
+            return self.forward(index, tile)
+        p, tiles = self.problem, None if tile is None else (tile, tile)
+        dout = p.dys[index].transpose(1, 2).reshape(p.rows)  # a view
+        given = dout, *p.sets[index].values(), *self.saved[index], p.call, self.grads
+        return list(triton.backward(*given, p.rig.target, tiles))
+
+    def way(
+        self, tile: AttentionTile | None = None, kernel: str = "", optional: bool = False
+    ) -> Way:
+        """All launches, or with a tile those of one kernel; `optional`: it may not compile."""
+
+        @functools.cache
+        def execution(index: int) -> tuple[list[Launch], Results]:
+            for launch in self.forward(index) if self.direction == "bwd" else ():
+                launch.run()
+            mine = []
+            for launch in self.launches(index, tile):
+                if launch.kernel.fn.__name__.startswith(f"attention_{kernel}"):
+                    mine.append(launch)
+                else:
+                    launch.run()
+            assert mine, f"no launch is of attention_{kernel}: nothing would be timed"
+            made = dict(zip(_RESULTS["bwd"], self.grads, strict=True))
+            made["y"] = self.problem.as_heads(self.saved[index][0])
+            return mine, {name: made[name] for name in _RESULTS[kernel or self.direction]}
+
+        def run(given: tuple[list[Launch], Results]) -> Results:
+            for launch in given[0]:
+                launch.run()
+            return given[1]
+
+        return Way(run, optional=optional, prepare=execution)
+
+
+@ATTENTION.provider("fused_remat kernel", needs="triton", ours=True)
 def kernel(p: Attention) -> Ways:
-    """Our Triton kernels by themselves, whatever the library would take."""
-    from bench.kernels.attention_launches import Kernels
-    from fused_remat.steps.attention_call import attention_key
-    from fused_remat.triton.attention import why_not
-
     q, _, v = p.sets[0].values()
-    reason = why_not(attention_key(q, v, p.call))
+    reason = triton.why_not(attention_key(q, v, p.call))
     if reason is not None:
         raise Absent(reason)
     return {direction: Kernels(p, direction).way() for direction in DIRECTIONS}

@@ -15,9 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.kernels.dropout_masks import as_much_dropped, same_mask
-from bench.kernels.problem import Problem
-from bench.measure.contest import P, Results, Work
+from bench.kernels.problem import SIGMAS, Problem
+from bench.measure.contest import TOLERANCE, P, Results, Work, WrongResultError
 from fused_remat import random
 from fused_remat.spec import AttentionSpec
 from fused_remat.steps.attention import attention_bwd, attention_fwd
@@ -26,24 +25,24 @@ from fused_remat.steps.attention_call import AttentionCall
 WINDOW, BLOCK = 1024, 128  # keys; at most half, and a quarter, of a sequence
 SEED = 7  # of dropout, where the mask is known
 _PER_MILLE = (100, 20, 250, 130, 60, 300, 40, 100)  # of all tokens: lengths of packed sequences
+#: By which factor the noise of one mask may be more or less than that of another: a few hundred
+#: rows, the largest of which count most, differ by two.
+_NOISE = 3.0
+#: Of the spread of dy·y over its sum: both sides are rounded to a hundredth of that at most; with
+#: two different masks at p = 0.1 they differ by about a half.
+_SAME = 0.1
 
 Heads = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
 class Form:
-    """What is seen, and whether some of it is dropped.
+    """What is seen, and whether some of it is dropped."""
 
-    Attributes:
-        causal: keys up to the query's own. window: of these, the last ones only.
-        checkered: every other block of keys is hidden, as on a chessboard.
-        packed: one batch of sequences side by side, of different lengths.
-    """
-
-    causal: bool = False
-    window: bool = False
-    checkered: bool = False
-    packed: bool = False
+    causal: bool = False  # keys up to the query's own
+    window: bool = False  # of these, the last ones only
+    checkered: bool = False  # every other block of keys is hidden, as on a chessboard
+    packed: bool = False  # sequences of different lengths, side by side in a batch of 1
     p: float = 0.0
 
 
@@ -73,9 +72,7 @@ class Attention(Problem):
 
     def __post_init__(self) -> None:
         self.form = FORMS[self.name]
-        if self.form.packed and self.batch != 1:
-            raise ValueError(f"packed sequences are one batch, got {self.batch}")
-        self._undropped: dict[str, tuple[Results, Results]] = {}
+        self._known: dict[str, tuple[Results, Results]] = {}  # without and with dropout
 
     # --- operands
 
@@ -112,18 +109,15 @@ class Attention(Problem):
 
     @property
     def block(self) -> int:
-        """Of the chessboard."""
         return min(BLOCK, max(1, self.seq_len // 4))
 
     @functools.cached_property
     def cu(self) -> Tensor:
-        """Bounds of eight packed sequences."""
         lengths = torch.tensor((0, *_PER_MILLE), device=self.rig.device)
         return (lengths.cumsum(0) * self.seq_len // 1000).to(torch.int32)
 
     @property
     def longest(self) -> int:
-        """Of the packed sequences, at most."""
         return self.seq_len * max(_PER_MILLE) // 1000 + 1
 
     def sees(self) -> Callable[[Any, Any, Any, Any], Any] | None:
@@ -139,30 +133,20 @@ class Attention(Problem):
             return lambda b, h, i, j: (i >= j) & (i - j < window)
         return (lambda b, h, i, j: i >= j) if form.causal else None
 
-    @property
-    def plain(self) -> bool:
-        """Whether nothing is hidden but what comes later."""
-        return not (self.form.checkered or self.form.packed or self.form.window)
-
     @functools.cached_property
     def mask(self) -> Tensor | None:
         """True is seen, (S, S); None where SDPA needs none."""
         sees, place = self.sees(), torch.arange(self.seq_len, device=self.rig.device)
-        return None if self.plain or sees is None else sees(0, 0, place[:, None], place)
+        if sees is None or not (self.form.checkered or self.form.packed or self.form.window):
+            return None
+        return sees(0, 0, place[:, None], place)
 
     @property
     def share(self) -> float:
-        """Of the scores, seen."""
-        if self.form.window:
-            before = torch.arange(1, self.seq_len + 1).clamp(max=self.window)
-            return before.sum().item() / self.seq_len**2
-        if self.form.checkered:
-            assert self.mask is not None
-            return self.mask.double().mean().item()
-        hidden = 0.5 if self.form.causal else 1.0
-        if self.form.packed:
-            return hidden * self.cu.double().diff().square().sum().item() / self.seq_len**2
-        return hidden
+        """Of the scores, seen; of a plain causal mask half, its diagonal as well."""
+        if self.mask is None:
+            return 0.5 if self.form.causal else 1.0
+        return self.mask.count_nonzero().item() / self.mask.numel()
 
     @functools.cached_property
     def call(self) -> AttentionCall:
@@ -200,12 +184,12 @@ class Attention(Problem):
             *inputs, self.mask, self.form.p, causal, enable_gqa=shared
         )
 
-    def truth(self, direction: str) -> Results:
+    def truth(self, direction: str, dropped: bool = True) -> Results:
         """In blocks, for no sequence is too long for float64; with dropout, of `SEED`'s mask."""
-        return self._exact_of(direction, self.call)
-
-    def _exact_of(self, direction: str, call: AttentionCall) -> Results:
         q, k, v = (t.double() for t in self.sets[0].values())
+        dropout = self.call.spec.dropout if dropped else 0.0
+        spec = dataclasses.replace(self.call.spec, dropout=dropout)
+        call = dataclasses.replace(self.call, spec=spec)
         out, lse = attention_fwd(q, k, v, call)
         if direction == "fwd":
             return {"y": self.as_heads(out)}
@@ -215,20 +199,15 @@ class Attention(Problem):
         gradients = dict(zip(("dq", "dk", "dv"), grads, strict=True))
         return gradients | {"y": self.as_heads(out)}
 
-    def _without_and_with_dropout(self, direction: str) -> tuple[Results, Results]:
-        if direction not in self._undropped:
-            spec = dataclasses.replace(self.call.spec, dropout=0.0)
-            plain = dataclasses.replace(self.call, spec=spec)
-            self._undropped[direction] = self._exact_of(direction, plain), self.truth(direction)
-        return self._undropped[direction]
-
     def truth_of(self, direction: str) -> Callable[[Results], Results] | None:
         """With a mask that nobody knows: itself, where it is right on average, or an error."""
         if not self.form.p:
             return None
 
         def truth(found: Mapping[str, Tensor]) -> Results:
-            undropped, dropped = self._without_and_with_dropout(direction)
+            if direction not in self._known:
+                self._known[direction] = self.truth(direction, False), self.truth(direction)
+            undropped, dropped = self._known[direction]
             for name, plain in undropped.items():
                 given = found[name], plain, dropped[name], self.form.p, self.factor
                 as_much_dropped(name, *given)
@@ -237,3 +216,49 @@ class Attention(Problem):
             return {name: found[name].double() for name in undropped}
 
         return truth
+
+
+# --- under a random mask that nobody knows
+
+
+def as_much_dropped(
+    name: str, found: Tensor, plain: Tensor, dropped: Tensor, p: float, factor: float
+) -> None:
+    """A result that is linear in its mask is right on average, and as noisy as another mask's.
+
+    plain: what is exact without dropout. dropped: the same under a mask of ours. On average means:
+    its projection on `plain` is 1, but for the mean of many decisions, which rows (the last
+    dimension) make apart, and for `factor` of what is allowed of the result itself. The spread of
+    that mean is what is seen between rows, and at least that of rows which are dropped as a whole:
+    a causal mask leaves one key to the first ones, and these are the largest.
+    Raises: WrongResultError.
+    """
+    allowed, found = factor * TOLERANCE[found.dtype], found.double()
+    mine, exact = (found * plain).sum(-1), plain.square().sum(-1)
+    total = exact.sum()
+    projection = mine.sum() / total
+    seen, whole = mine - projection * exact, (p / (1.0 - p)) ** 0.5 * exact
+    sigma = torch.maximum(seen.norm(), whole.norm()) / total
+    if not (projection - 1.0).abs() <= SIGMAS * sigma + allowed:  # NaN too
+        raise WrongResultError(
+            f"{name} is {projection.item():.4f} of what it should be on average, "
+            f"give or take {SIGMAS * sigma.item():.1g}"
+        )
+    noise = ((found - plain).norm() / (dropped - plain).norm()).item()
+    if not 1.0 / _NOISE <= noise <= _NOISE:
+        raise WrongResultError(f"dropout changes {name} {noise:.2g} times as much as it should")
+
+
+def same_mask(y: Tensor, dy: Tensor, dv: Tensor, v: Tensor) -> None:
+    """Attention's dv is that of the mask that made y: by feature and key head, dy·y = dv·v.
+
+    For y is linear in v, whatever the mask. Raises: WrongResultError.
+    """
+    groups = y.shape[1] // v.shape[1]
+    products = (dy.double() * y.double()).unflatten(1, (-1, groups))
+    theirs = (dv.double() * v.double()).sum(2)
+    difference = (products.sum((2, 3)) - theirs).norm()
+    spread = products.square().sum((2, 3)).sqrt().norm()
+    if not difference <= _SAME * spread:
+        off = (difference / spread).item()
+        raise WrongResultError(f"dv is of another mask than y: dy·y and dv·v are {off:.2g} apart")

@@ -14,20 +14,18 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
 
 import torch
 
 from bench.kernels.problem import DIRECTIONS, Problem, contests
 from bench.kernels.shapes import MODELS, Size, at_tokens, tiny
 from bench.kernels.table import OPS
-from bench.measure import ceilings
 from bench.measure.case import DTYPES, dtype_name
-from bench.measure.contest import ROUNDS, Rig, measure
+from bench.measure.contest import CEILINGS, ROUNDS, Rig, ceiling, measure
 from bench.measure.machine import environment
-from bench.measure.options import DEVICE, Parser, positive
+from bench.measure.options import Parser, positive
 from bench.measure.registry import described
-from bench.measure.results import Progress, ResultsFile
+from bench.measure.results import ResultsFile, Row
 from bench.pages import kernels as report
 from bench.tables import current
 from fused_remat.triton.launch import INTERPRETED, target_of
@@ -38,47 +36,35 @@ SWEEP = {"cpu": (128, 256, 512, 1024, 2048), "cuda": (512, 1024, 2048, 4096, 819
 SWEPT = {"cpu": "smollm-135m", "cuda": "qwen2-1.5b"}
 
 
-class Item(NamedTuple):
-    """An op's problem to be measured, in both directions."""
-
-    op: str
-    size: Size
-    problem: Problem
-
-    def case(self, direction: str) -> dict[str, Any]:
-        """What tells its row from others."""
-        of = {"op": self.op, "name": self.problem.name, "direction": direction}
-        where = {"batch": self.size.batch, "seq_len": self.size.seq_len}
-        how = {"dtype": dtype_name(self.problem.rig.dtype), "sizes": self.problem.sizes}
-        return of | {"model": self.size.model.name} | where | how
-
-
 def sizes_of(args: argparse.Namespace) -> list[Size]:
     """Every model at its tokens, then the sweep; each once."""
     models = [MODELS[name] for name in args.models]
-    swept = MODELS[args.sweep_model]
+    swept = MODELS[SWEPT[args.device]]
     if args.dry_run:
         models, swept = [tiny(model) for model in models], tiny(swept)
     found = [at_tokens(model, args.tokens) for model in models]
     return list(dict.fromkeys([*found, *(Size(swept, 1, seq_len) for seq_len in args.sweep)]))
 
 
-def items(rig: Rig, args: argparse.Namespace) -> Iterator[Item]:
-    """All problems, op by op; what two models have in common is measured once."""
-    for name in args.op:
-        found: dict[Any, Item] = {}
+def problems(rig: Rig, args: argparse.Namespace) -> Iterator[tuple[Row, Problem]]:
+    """All problems, op by op, and what tells their rows from others.
+
+    What two models have in common is measured once.
+    """
+    for op in args.op:
+        seen = set()
         for size in sizes_of(args):
-            for problem in OPS[name].of_model(rig, size):
+            where = {"model": size.model.name, "batch": size.batch, "seq_len": size.seq_len}
+            for problem in OPS[op].of_model(rig, size):
                 key = (problem.name, *problem.sizes.items())
-                found.setdefault(key, Item(name, size, problem))
-        yield from found.values()
+                if key not in seen:
+                    seen.add(key)
+                    how = {"dtype": dtype_name(rig.dtype), "sizes": problem.sizes}
+                    yield {"op": op, "name": problem.name} | where | how, problem
 
 
 def rig_of(args: argparse.Namespace) -> Rig:
-    """What is measured on."""
     device = torch.device(args.device)
-    if device.type == "cuda" and device.index is not None:
-        torch.cuda.set_device(device)  # whose events the clock takes
     target = target_of(device) if device.type == "cuda" or INTERPRETED else None
     much = {"seconds": args.seconds, "rounds": args.rounds}
     return Rig(device, DTYPES[args.dtype], args.dry_run, target, **much)
@@ -86,75 +72,65 @@ def rig_of(args: argparse.Namespace) -> Rig:
 
 def find_ceilings(rig: Rig, results: ResultsFile, fresh: bool) -> None:
     """Measure them, or take them from the file where the same run measured them before."""
-    for unit, what in ceilings.CEILINGS.items():
-        case = {"op": "ceilings", "name": what.__name__}
+    for unit, (name, _) in CEILINGS.items():
+        case = {"op": "ceilings", "name": name}
         row = None if fresh else results.find(case, ())
         if row is None:
-            row = {"case": case} | ceilings.measure(rig, unit)
+            row = {"case": case} | ceiling(rig, unit)
             results.put(row)
         rig.ceilings[unit] = row["ways"]["torch"][unit]
 
 
-def run_item(item: Item, args: argparse.Namespace, results: ResultsFile) -> Iterator[Any]:
+def rows_of(
+    case: Row, problem: Problem, args: argparse.Namespace, results: ResultsFile
+) -> Iterator[Row]:
     """The rows of a problem's directions, from the file if these providers are there.
 
     A direction that cannot be measured at all, for want of memory, is a row with its error.
     """
-    op, fresh = OPS[item.op], args.fresh
+    op = OPS[case["op"]]
     names = [n for n in op if args.providers is None or n in (*args.providers, *op.baselines)]
-    cases = {direction: item.case(direction) for direction in DIRECTIONS}
-    known = {d: None if fresh else results.find(case, names) for d, case in cases.items()}
-    if all(known.values()):
-        yield from known.values()
+    cases = {direction: case | {"direction": direction} for direction in DIRECTIONS}
+    known = [None if args.fresh else results.find(c, names) for c in cases.values()]
+    if all(known):
+        yield from filter(None, known)
         return
     torch.manual_seed(0)
-    for direction, contest in contests(op, item.problem, names):
+    for direction, contest in contests(op, problem, names):
         row = {"case": cases[direction]}
         try:
-            row |= measure(contest, item.problem.rig)
+            row |= measure(contest, problem.rig)
         except Exception as error:  # one size too large must not cost the others' results
             row["error"] = described(error)
         results.put(row)
         yield row
 
 
-def run(args: argparse.Namespace, rig: Rig, results: ResultsFile) -> list[dict[str, Any]]:
-    """Measure and print everything that was asked for; the rows."""
-    rows: list[dict[str, Any]] = []
-    todo = list(items(rig, args))
-    with Progress(len(todo), "problems") as progress:
-        find_ceilings(rig, results, args.fresh)
-        progress.line(report.ceilings_line(rig.ceilings))
-        while todo:
-            item = todo.pop(0)  # its tensors are freed with it
-            progress.at(f"{item.op} {item.problem.name}, {item.size.model.name}")
-            for row in run_item(item, args, results):
-                rows.append(row)
-                progress.line(report.block(row))
-            progress.done()
+def run(args: argparse.Namespace, rig: Rig, results: ResultsFile) -> list[Row]:
+    rows = []
+    find_ceilings(rig, results, args.fresh)
+    print(report.ceilings_line(rig.ceilings))
+    for case, problem in problems(rig, args):
+        for row in rows_of(case, problem, args, results):
+            rows.append(row)
+            print(report.block(row), flush=True)
     return rows
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The command line."""
-    shared = "dtype rounds seconds threads out fresh dry-run"
-    parser = Parser("kernels", __doc__, shared, device=DEVICE, rounds=ROUNDS, seconds=1.0)
-    add = parser.add
-    add("--device", metavar="{cpu,cuda,cuda:N}", help=f"(default here: {DEVICE})")
+    shared = "device dtype rounds seconds threads out fresh dry-run"
+    parser = Parser("kernels", __doc__, shared, rounds=ROUNDS, seconds=1.0)
     parser.several("op", default=list(OPS), choices=OPS)
-    add("--models", nargs="*", default=list(MODELS), choices=MODELS)
-    add("--tokens", type=positive, help="of a model's batch, about (GPU: 16384, CPU: 1024)")
+    parser.add("--models", nargs="*", default=list(MODELS), choices=MODELS)
+    parser.add("--tokens", type=positive, help="of a model's batch, about (1024; on cuda 16384)")
     sweep = "lengths of one sequence; none: no sweep"
-    add("--sweep", nargs="*", type=positive, metavar="S", help=sweep)
-    add("--sweep-model", choices=MODELS, help="whose shapes are swept")
+    parser.add("--sweep", nargs="*", type=positive, metavar="S", help=sweep)
     every = list(dict.fromkeys(name for op in OPS.values() for name in op))
     parser.several("providers", choices=every, metavar="NAME", help=f"of {every} (all)")
     args = parser.parse(arguments)
-    kind = args.device.split(":")[0]
-    args.tokens = args.tokens or (32 if args.dry_run else TOKENS[kind])
-    args.sweep_model = args.sweep_model or SWEPT[kind]
+    args.tokens = args.tokens or (32 if args.dry_run else TOKENS[args.device])
     if args.sweep is None:
-        args.sweep = () if args.dry_run else SWEEP[kind]
+        args.sweep = () if args.dry_run else SWEEP[args.device]
     args.op = [name for name in OPS if name in args.op]
     return args
 

@@ -21,6 +21,8 @@ from bench.measure.contest import SETS, Contest, Results, Rig, Way, Work
 from bench.measure.registry import Absent, Provider, Registry
 
 DIRECTIONS = ("fwd", "bwd")
+#: Standard deviations that a sum of random numbers may be off: once in two million.
+SIGMAS = 5.0
 #: Computes the op of the problem's inputs, given in their order.
 Function = Callable[..., Tensor]
 #: Ways of some of the directions, by name.
@@ -102,12 +104,6 @@ def _gradients(names: Iterable[str], grads: Iterable[Any]) -> dict[str, Tensor]:
     return {f"d{name}": grad for name, grad in zip(names, grads, strict=True)}
 
 
-def accumulated(y: Tensor, leaves: Sequence[Tensor], dy: Tensor) -> list[Tensor | None]:
-    """Gradients as a training step makes them: in `.grad`, which was None."""
-    y.backward(dy)
-    return [leaf.grad for leaf in leaves]
-
-
 def through_autograd(
     function: Function,
     problem: Problem,
@@ -116,7 +112,6 @@ def through_autograd(
     optional: bool = False,
     pack: Callable[..., Sequence[Tensor]] = lambda *inputs: inputs,
     unpack: Callable[..., Sequence[Tensor]] = lambda *gradients: gradients,
-    gradients_of: Callable[..., Sequence[Any]] = torch.autograd.grad,
 ) -> dict[str, Way]:
     """Both directions of a function.
 
@@ -140,8 +135,10 @@ def through_autograd(
         return function(*given), leaves, dy.clone() if in_place else dy
 
     def backward(given: tuple[Tensor, list[Tensor], Tensor]) -> Results:
-        found = unpack(*gradients_of(*given))
-        return {"y": given[0].detach(), **_gradients(problem.sets[0], found)}
+        y, leaves, dy = given
+        y.backward(dy)  # into `.grad`, which was None, as in a training step
+        found = unpack(*(leaf.grad for leaf in leaves))
+        return {"y": y.detach(), **_gradients(problem.sets[0], found)}
 
     return {
         "fwd": Way(forward, problem.truth_of("fwd"), optional, prepare=inputs),
@@ -165,25 +162,32 @@ def compiled(function: Function) -> Function:
 
 
 class Op(Registry[Build]):
-    """The providers of an op, with the baseline; `of_model`, the problems a model has at a size."""
+    """The providers of an op; `of_model` gives the problems that a model has at a size.
 
-    def __init__(self, name: str, of_model: Callable[[Rig, Size], Iterator[Problem]]) -> None:
+    `stock`: PyTorch's own operators, which everyone is compared with, and torch.compile of them.
+    """
+
+    def __init__(
+        self, name: str, of_model: Callable[[Rig, Size], Iterable[Problem]], stock: bool = True
+    ) -> None:
         super().__init__(name)
         self.of_model = of_model
+        if stock:
+            self.provider("aten", baseline=True)(lambda p: p.reference)
+            self.provider("compile")(lambda p: compiled(p.reference))
 
-    def add_stock(self) -> None:
-        """PyTorch's own operators, which everyone is compared with, and torch.compile of them."""
-        self.provider("aten", baseline=True)(lambda p: p.reference)
-        self.provider("compile")(lambda p: compiled(p.reference))
+    def ours(self, *forms: str) -> Callable[[Build], Build]:
+        """Ours, a function of the problem, a backend and a form: in ATen's operators and Triton."""
 
-    def add_ours(self, build: Callable[..., Function | Ways], forms: Sequence[str] = ()) -> None:
-        """Ours, `build(problem, backend, *form)`, in ATen's operators and in Triton kernels."""
-        for backend, needs in (("eager", None), ("triton", "triton")):
-            for form in [[form] for form in forms] or [[]]:
-                register = self.provider(
-                    " ".join(["fused_remat", backend, *form]), needs=needs, ours=True
-                )
-                register(lambda p, given=(backend, *form): build(p, *given))
+        def register(build: Build) -> Build:
+            for backend, needs in (("eager", None), ("triton", "triton")):
+                for form in [[form] for form in forms] or [[]]:
+                    name = " ".join(["fused_remat", backend, *form])
+                    one = lambda p, given=(backend, *form): build(p, *given)  # noqa: E731
+                    self.provider(name, needs=needs, ours=True)(one)
+            return build
+
+        return register
 
 
 def ways_of(provider: Provider[Build], problem: Problem) -> Ways:

@@ -12,11 +12,7 @@ __all__ = ["MODELS", "Model", "Size", "at_tokens", "tiny"]
 
 @dataclass(frozen=True)
 class Size:
-    """A model's shapes at a batch (B) and sequence length (S).
-
-    >>> Size(MODELS["gpt2"], 4, 1024).tokens
-    4096
-    """
+    """A model's shapes at a batch (B) and sequence length (S)."""
 
     model: Model
     batch: int
@@ -24,7 +20,6 @@ class Size:
 
     @property
     def tokens(self) -> int:
-        """B·S."""
         return self.batch * self.seq_len
 
 
@@ -40,11 +35,7 @@ def at_tokens(model: Model, tokens: int) -> Size:
 
 
 def tiny(model: Model) -> Model:
-    """The same kind of model in sizes that show nothing but whether it runs.
-
-    >>> tiny(MODELS["llama3-8b"]).nhead, tiny(MODELS["llama3-8b"]).kv_heads
-    (4, 2)
-    """
+    """The same kind of model in sizes that show nothing but whether it runs."""
     kv_heads = 2 if model.kv_heads < model.nhead else 4
     sizes = {"d_model": 32, "nhead": 4, "kv_heads": kv_heads, "head_dim": 8, "d_ff": 48}
     sizes["vocab"] = min(model.vocab, 100)

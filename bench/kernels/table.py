@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from bench.kernels import attention, dropout, linear, loss, mlp, norm, rope
+from bench.kernels import attention, passes, products
 from bench.kernels.problem import Op
 
 #: Name on the command line -> op, in the order in which they are measured.
 OPS: dict[str, Op] = {
-    "norm": norm.OP,
-    "linear": linear.OP,
-    "mlp": mlp.OP,
-    "attention": attention.OP,
-    "dropout": dropout.OP,
-    "rope": rope.OP,
-    "loss": loss.OP,
+    "norm": passes.NORM,
+    "linear": products.LINEAR,
+    "mlp": products.MLP,
+    "attention": attention.ATTENTION,
+    "dropout": passes.DROPOUT,
+    "rope": passes.ROPE,
+    "loss": products.LOSS,
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import zlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,13 +33,6 @@ class Case:
     def seed(self) -> None:
         """What is drawn from here on is the same in every run."""
         torch.manual_seed(zlib.crc32(repr(self).encode()))
-
-    def one_of(self, **known: Collection[str]) -> None:
-        """Raises: ValueError where a field is not among its known values."""
-        for name, values in known.items():
-            if getattr(self, name) not in values:
-                valid = ", ".join(values)
-                raise ValueError(f"unknown {name} {getattr(self, name)!r}; valid: {valid}")
 
     def sizes_fit(self, width: int, heads: int, dropout: float, *sizes: int) -> None:
         """Raises: ValueError for sizes below 1, a width that heads do not divide, or a dropout."""

@@ -10,12 +10,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from bench.measure.case import Forward, Subject
 from bench.measure.contest import errors, within
 from bench.measure.registry import WrongResultError
-from fused_remat import FusedRematWarning
+from fused_remat import FusedRematWarning, ops
 
 SEED = 1
 # The error may be 1.5 times that of PyTorch's layer in the same dtype, plus this: a sixth of what
@@ -62,49 +61,21 @@ def poisoned(active: bool = True) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def exact_by_head(most: int = _MOST_SCORES) -> Iterator[None]:
-    """PyTorch's attention in float64, a head at a time where all scores would take more bytes.
+def exact_in_blocks(most: int = _MOST_SCORES) -> Iterator[None]:
+    """Attention in float64 is ours, in blocks, where PyTorch's would write more bytes of scores.
 
     A GPU has no flash kernel for float64: all scores are written, several times, 34 GB each at 16
-    heads of 16384 tokens. Where a head's own take more, and nothing is masked but what comes later,
-    it is some rows of queries at a time. Backward replays each part.
+    heads of 16384 tokens.
     """
     whole = F.scaled_dot_product_attention
 
-    def by_head(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        **options: Any,
-    ) -> Tensor:
-        length, keys = q.shape[-2], k.shape[-2]
-        if q.dtype != torch.float64 or q.shape[:-1].numel() * keys * q.itemsize <= most:
-            return whole(q, k, v, attn_mask, dropout_p, is_causal, **options)
-        plain = attn_mask is None and not dropout_p
-        rows = max(1, most // (keys * q.itemsize)) if plain else length
+    def attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any) -> Tensor:
+        if q.dtype != torch.float64 or q.shape[:-1].numel() * k.shape[-2] * q.itemsize <= most:
+            return whole(q, k, v, *rest, **options)
+        options.pop("enable_gqa", None)
+        return ops.attention(q, k, v, *rest, **options, backend="eager")
 
-        def part(q: Tensor, k: Tensor, v: Tensor, first: int) -> Tensor:
-            if rows >= length:
-                return whole(q, k, v, attn_mask, dropout_p, is_causal, **options)
-            seen = min(first + rows, keys) if is_causal else keys
-            mask = torch.ones(q.shape[-2], seen, dtype=torch.bool, device=q.device).tril(first)
-            past = k[..., :seen, :], v[..., :seen, :]
-            return whole(q, *past, mask if is_causal else None, **options)
-
-        def one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            made = [
-                checkpoint(part, some, k, v, index * rows, use_reentrant=False)
-                for index, some in enumerate(q.split(rows, -2))
-            ]
-            return torch.cat(made, -2)
-
-        heads = zip(*(t.flatten(0, -3).split(1) for t in (q, k, v)), strict=True)
-        return torch.cat([one(*head) for head in heads]).view_as(q)
-
-    F.scaled_dot_product_attention = by_head
+    F.scaled_dot_product_attention = attend
     try:
         yield
     finally:
@@ -149,7 +120,7 @@ class Checks:
         build = subject.stock
         if subject.dropout:
             build = lambda module: subject.fused(module, "full", "eager")  # noqa: E731
-        with no_fallback(), poisoned(self._poison), exact_by_head():
+        with no_fallback(), poisoned(self._poison), exact_in_blocks():
             exact = subject.double()
             self._truth = results_of(build(exact.module), exact)
             theirs = self._errors(results_of(build(subject.module), subject))
@@ -160,7 +131,7 @@ class Checks:
         self._allowed_lossy: dict[str, float] = {}
         if subject.dropout:
             self._stock = results_of(subject.stock(subject.module), subject)
-            with exact_by_head():  # gradients wanted: the forward that is trained
+            with exact_in_blocks():  # gradients wanted: the forward that is trained
                 exact = subject.double()
                 self._plain = subject.stock(exact.module.eval())(exact.x).detach()
 

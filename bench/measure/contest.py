@@ -108,7 +108,6 @@ class Work:
         return {unit: amount for unit, amount in counted.items() if amount}
 
     def rates(self, seconds: float) -> dict[str, float]:
-        """What of it is counted, a second, by unit."""
         return {unit: amount / seconds for unit, amount in self.amounts.items()}
 
     def floor(self, ceilings: Mapping[str, float]) -> float | None:
@@ -235,6 +234,37 @@ def measure(contest: Contest, rig: Rig) -> dict[str, Any]:
         "floor_us": None if floor is None else 1e6 * floor,
         "ways": rows,
     }
+
+
+# --- what the machine can do at most: a large copy, a large product of random numbers
+
+
+def _copy(rig: Rig) -> tuple[Callable[[int], Any], Work]:
+    """Bytes read and written; far more than any cache holds."""
+    count = rig.size(1 << 30 if rig.device.type == "cuda" else 1 << 26, 1 << 10)
+    x, y = rig.normal(count), rig.poisoned(count)
+    return lambda index: y.copy_(x), Work(bytes=2.0 * x.nbytes)
+
+
+def _product(rig: Rig) -> tuple[Callable[[int], Any], Work]:
+    n = rig.size(8192 if rig.device.type == "cuda" else 2048, 64)
+    x, w = rig.normal(n, n), rig.normal(n, n)
+    return lambda index: torch.mm(x, w), Work(flops=2.0 * n**3)
+
+
+#: Unit -> what is run to find the most of it, by name.
+CEILINGS = {"GB/s": ("copy", _copy), "TFLOP/s": ("product", _product)}
+
+
+def ceiling(rig: Rig, unit: str) -> dict[str, Any]:
+    """A row; the rig knows the ceiling from then on, at the fastest fifth of the rounds."""
+    run, work = CEILINGS[unit][1](rig)
+    run(0)
+    sampler = rig.clock.sampler(run, lambda index: index, SETS)
+    us = quantiles([1e6 * seconds for seconds in rig.longer(3.0).in_turns({"": sampler})[""]])
+    rig.ceilings[unit] = work.rates(1e-6 * us["p20"])[unit]
+    way = {"us": us, "ratio": {}, unit: rig.ceilings[unit]}
+    return {"unit": unit, "work": dataclasses.asdict(work), "ways": {"torch": way}}
 
 
 def compile_together(launches: Iterable[Launch]) -> None:

@@ -57,7 +57,6 @@ def version(package: str) -> str | None:
 
 
 def machine(device: torch.device | str) -> dict[str, Any]:
-    """What the numbers are measured on, of which code, and when."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]

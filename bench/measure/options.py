@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from bench.measure.case import DTYPES
+from bench.measure.machine import ROOT
 from bench.measure.registry import Absent, Registry
-from bench.measure.results import folder_of
 from fused_remat.triton.launch import INTERPRETED
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -94,19 +94,17 @@ class Parser(argparse.ArgumentParser):
         """
         args = self.parse_args(arguments)
         device, dry = getattr(args, "device", "cpu"), getattr(args, "dry_run", False)
-        kind = device.split(":")[0]
-        if kind not in ("cpu", "cuda"):
-            self.error(f"--device must be cpu or cuda, not {device}")
-        if kind == "cuda" and not torch.cuda.is_available():
+        if device == "cuda" and not torch.cuda.is_available():
             self.error("no CUDA device")
         if INTERPRETED and hasattr(args, "dry_run") and not dry:
             self.error("times under Triton's interpreter mean nothing: --dry-run")
         for name, usual in self._by_device.items():
             if hasattr(args, "device") and getattr(args, name, "") is None:
-                setattr(args, name, usual[kind == "cuda"])
+                setattr(args, name, usual[device == "cuda"])
         if hasattr(args, "out"):
             args.out_is_usual = args.out is None
-            args.out = args.out or folder_of(dry) / self._folder.format(device=device)
+            usual = ROOT / ("build/dry-run" if dry else "bench/results")  # which pages are made of
+            args.out = args.out or usual / self._folder.format(device=device)
         if getattr(args, "threads", None) is not None:
             torch.set_num_threads(args.threads)
         return args

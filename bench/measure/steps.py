@@ -18,12 +18,11 @@ from bench.measure.clock import Clock, quantiles, ratios
 from bench.measure.contest import Rig
 from bench.measure.machine import environment
 from bench.measure.registry import Provider, Registry, described, refusal
-from bench.measure.results import Progress, ResultsFile, Row
+from bench.measure.results import ResultsFile, Row
 from fused_remat.report.allocations import AllocationTrace, SavedBytes, measure_allocations
 
 _TIMED_SECONDS = 1e-2  # of a sample on a GPU, about
 _MOST_STEPS = 10
-_QUEUED = 3  # steps back to back, at least
 #: Seconds by what was timed: "forward", "backward", "step", and "host", which is what the host
 #: takes to launch a step.
 Times = dict[str, float]
@@ -39,21 +38,19 @@ class Step:
     between steps is not timed.
     """
 
-    fewest = 1
+    cold = True
 
     def __init__(self, forward: Forward, subject: Subject, clock: Clock) -> None:
         self.forward, self.subject, self.clock = forward, subject, clock
-        self.count = self.fewest
+        self.count = 1
         if clock.device.type == "cuda":
             self()
-            enough = min(_MOST_STEPS, round(_TIMED_SECONDS / self()["step"]))
-            self.count = max(self.fewest, enough)
+            self.count = max(1, min(_MOST_STEPS, round(_TIMED_SECONDS / self()["step"])))
 
     def __call__(self) -> Times:
         if self.clock.device.type == "cuda":
             return self._between_events()
         self._ready()
-        self.clock.flush()
         start = time.perf_counter()
         y = self.forward(self.subject.x)
         between = time.perf_counter()
@@ -67,18 +64,14 @@ class Step:
             self.subject.clear()
 
     def _between_events(self) -> Times:
-        self._queue([])
-        queued: list[list[torch.cuda.Event]] = [[] for _ in range(self.count)]
-        host = 0.0
-        for events in queued:
-            self.clock.flush()
+        self._launch()
+        queued, host = [], 0.0
+        for _ in range(self.count):
+            if self.cold:
+                self.clock.flush()
             before = time.perf_counter()
-            self._queue(events)
+            queued.append(self._launch())
             host += time.perf_counter() - before
-        return self._times(queued, host)
-
-    def _times(self, queued: Sequence[Sequence[torch.cuda.Event]], host: float) -> Times:
-        """Of a step; forward and backward apart where there is an event between them."""
         torch.cuda.synchronize(self.clock.device)
         parts = [
             1e-3 * sum(events[i].elapsed_time(events[i + 1]) for events in queued) / self.count
@@ -87,35 +80,23 @@ class Step:
         apart = dict(zip(("forward", "backward"), parts, strict=True)) if len(parts) == 2 else {}
         return apart | {"step": sum(parts), "host": host / self.count}
 
-    def _queue(self, events: list[torch.cuda.Event]) -> None:
-        """Launch a step, and an event before, in the middle and after."""
+    def _launch(self) -> list[torch.cuda.Event]:
+        """A step; events before, in the middle and after."""
         self._ready()
-        _record(events)
+        before = _event()
         y = self.forward(self.subject.x)
-        _record(events)
+        between = _event()
         y.backward(self.subject.dy)
-        _record(events)
+        return [before, between, _event()]
 
 
 class QueuedStep(Step):
     """The same of steps back to back, as in training: caches are as the step before left them.
 
-    On a GPU there is no event within them, and one that is not timed still runs when they are
-    launched. Where launching takes longer than the steps themselves, that shows.
+    Where launching takes longer than the steps themselves, that shows.
     """
 
-    fewest = _QUEUED
-
-    def _between_events(self) -> Times:
-        ends: list[torch.cuda.Event] = []
-        self._queue([])
-        _record(ends)
-        before = time.perf_counter()
-        for _ in range(self.count):
-            self.forward(self.subject.x).backward(self.subject.dy)
-        host = time.perf_counter() - before
-        _record(ends)
-        return self._times([ends], host)
+    cold = False
 
 
 class ReplayedStep(Step):
@@ -134,16 +115,16 @@ class ReplayedStep(Step):
                 forward(subject.x).backward(subject.dy)
         super().__init__(forward, subject, clock)
 
-    def _queue(self, events: list[torch.cuda.Event]) -> None:
-        _record(events)
+    def _launch(self) -> list[torch.cuda.Event]:
+        before = _event()
         self._graph.replay()
-        _record(events)
+        return [before, _event()]
 
 
-def _record(events: list[torch.cuda.Event]) -> None:
+def _event() -> torch.cuda.Event:
     event = torch.cuda.Event(enable_timing=True)
     event.record()
-    events.append(event)
+    return event
 
 
 def kept_bytes(run: Callable[[], Any], subject: Subject, by: str = "autograd") -> int:
@@ -200,16 +181,12 @@ def memory(forward: Forward, subject: Subject, kept_by: str = "autograd") -> dic
 class Steps:
     """What is found of each way of a step, first one by one, then side by side.
 
-    A context manager: in the end what was compiled lets go of the subject's tensors.
-
-    Attributes:
-        rows: name -> what is found: {"unavailable": why it cannot run here}, {"failure": what is
-            wrong}, or what `admit` was asked to find and `time` adds.
-        forwards: those that are right.
+    A context manager: in the end what was compiled lets go of the subject's tensors. `forwards` are
+    those that are right; `rows` say what was found of all, as `measure` has it.
     """
 
-    def __init__(self, rig: Rig, progress: Progress | None = None) -> None:
-        self.rig, self.progress = rig, progress or Progress(0, "steps")
+    def __init__(self, rig: Rig) -> None:
+        self.rig = rig
         self.rows: dict[str, dict[str, Any]] = {}
         self.forwards: dict[str, Forward] = {}
         self._said: dict[str, dict[str, Any]] = {}
@@ -223,7 +200,6 @@ class Steps:
 
     def admit(self, name: str, build: Callable[[], Forward], *finds: Find, **said: Any) -> None:
         """Build a way, and add to what is `said` of it what each of `finds` finds: checks first."""
-        self.progress.at(name)
         said = self._said.setdefault(name, said)
         row = self.rows.get(name, said)
         try:
@@ -234,7 +210,6 @@ class Steps:
             self.rows[name] = row
         except Exception as error:  # one broken way must not cost the results of the others
             self._refuse(name, error)
-        self.progress.done()
 
     def admit_way(self, way: Provider[Any], checks: Checks, *finds: Find, **said: Any) -> None:
         """The same of a way of a registry, whose traits say how it is checked."""
@@ -261,7 +236,6 @@ class Steps:
                 steps[name] = timer(forward, subject, self.rig.clock)
             except Exception as error:  # as above: what cannot be captured as a graph, say
                 self._refuse(name, error)
-        self.progress.at("all in turns")
         times = self.rig.in_turns(steps)
         self.rounds = max(map(len, times.values()), default=0)
         beside = ratios(
@@ -271,7 +245,6 @@ class Steps:
             for part in mine[0]:
                 self.rows[name][f"{part}_seconds"] = quantiles([t[part] for t in mine])
             self.rows[name]["step_ratio"] = beside[name]
-        self.progress.done(len(self.rows))
 
 
 def measure(
@@ -280,26 +253,17 @@ def measure(
     names: Sequence[str],
     rig: Rig,
     timer: type[Step] = Step,
-    progress: Progress | None = None,
     beside: Sequence[str] = (),
 ) -> dict[str, Any]:
     """{"rounds": int, "ways": {name: found}} of a layer's step in these ways, timed by `timer`.
 
-    What is found of a way is one of
-
-    - {"unavailable": why it cannot run here};
-    - {"failure": what is wrong with its results}: nothing was measured;
-    - {"check", what `memory` says, and percentiles (by "p20", "p50", "p80"): "forward_seconds",
-      "backward_seconds", "step_seconds", "host_seconds", and "step_ratio" to each baseline that was
-      measured}.
-
-    Memory is not measured in a dry run, nor of steps that a graph replays.
-
-    Args:
-        progress: gets two units for each way.
-        beside: ways that all are compared with besides the baselines.
+    What is found of a way is {"unavailable": why it cannot run here}, or {"failure": what is wrong
+    with its results}, of which nothing was measured, or {"check", what `memory` says, percentiles
+    of "forward_seconds", "backward_seconds", "step_seconds" and "host_seconds", and "step_ratio" to
+    each baseline that was measured and to those `beside`}. Memory is not measured in a dry run, nor
+    of steps that a graph replays.
     """
-    with Steps(rig, progress) as steps:
+    with Steps(rig) as steps:
         checks = Checks(subject)
         for name in names:
             weigh = functools.partial(memory, subject=subject, kept_by=ways[name].traits["kept_by"])
@@ -313,42 +277,33 @@ def measure(
 def run(
     args: argparse.Namespace,
     file: str,
-    measure: Callable[[Case, Rig, Progress], Row],
-    units: int,
+    measure: Callable[[Case, Rig], Row],
     title: Callable[[Row], str],
     table: Callable[[Row], str] = lambda row: "",
     **config: Any,
 ) -> tuple[ResultsFile, list[Row | None]]:
     """The file in `args.out`, and each case's row, measured or known; None where that cannot be.
 
-    Args:
-        args: has `cases`, and `ways`, which a row of the file has to have, or it is measured again.
-        measure: gives the progress so many `units`.
-        title, table: of a row, as it is printed.
-        config: what else results depend on.
+    `args` has `cases`, and `ways`, which a row of the file has to have, or it is measured again;
+    `title` and `table` are of a row, as it is printed; `config` is what else results depend on.
     """
     config |= {name: getattr(args, name) for name in ("ways", "rounds", "seconds")}
     results = ResultsFile(args.out / file, environment(args.device), config)
     rows: list[Row | None] = []
-    with Progress(len(args.cases) * units, "steps") as progress:
-        for index, case in enumerate(args.cases, start=1):
-            start, named = time.perf_counter(), {"case": dataclasses.asdict(case)}
-            row = None if args.fresh else results.find(named["case"], args.ways)
-            how = "in the file already"
-            if row is not None:
-                progress.done(units)
-            else:
-                much = {"seconds": args.seconds, "rounds": args.rounds}
-                rig = Rig(torch.device(args.device), DTYPES[case.dtype], **much)
-                try:
-                    row = named | measure(case, rig, progress)
-                    results.put(row)
-                    how = f"{time.perf_counter() - start:.0f} s"
-                except Exception as error:  # a case too large must not cost the others' results
-                    how = f"FAIL: {described(error)}"
-            rows.append(row)
-            how += f", {row['rounds']} rounds" if row else ""
-            progress.line(f"\n[{index}/{len(args.cases)}] {title(row or named)} ({how})")
-            if row is not None and (text := table(row)):
-                progress.line(text)
+    for index, case in enumerate(args.cases, start=1):
+        start, named = time.perf_counter(), {"case": dataclasses.asdict(case)}
+        print(f"\n[{index}/{len(args.cases)}] {title(named)}", end=" ", flush=True)
+        row = None if args.fresh else results.find(named["case"], args.ways)
+        how = "in the file already"
+        if row is None:
+            much = {"seconds": args.seconds, "rounds": args.rounds}
+            rig = Rig(torch.device(args.device), DTYPES[case.dtype], **much)
+            try:
+                row = named | measure(case, rig)
+                results.put(row)
+                how = f"{time.perf_counter() - start:.0f} s"
+            except Exception as error:  # a case too large must not cost the others' results
+                how = f"FAIL: {described(error)}"
+        rows.append(row)
+        print(f"({how}, {row['rounds']} rounds)\n{table(row)}" if row else f"({how})", flush=True)
     return results, rows

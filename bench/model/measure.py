@@ -17,7 +17,6 @@ from bench.measure.checks import Checks, no_fallback
 from bench.measure.clock import quantiles, rotated
 from bench.measure.contest import TOLERANCE, Rig
 from bench.measure.registry import Absent, WrongResultError, described
-from bench.measure.results import Progress
 from bench.measure.steps import Step, Steps, kept_bytes, peaks
 from bench.subjects.configs import dropout_free
 from bench.subjects.model_ways import BASELINE, DEFAULT, WAYS
@@ -54,46 +53,27 @@ class Options:
     backend: str = "auto"
     compiler: str = "inductor"
 
-    @property
-    def names(self) -> list[str]:
-        """The ways by name. Raises: ValueError for an unknown one."""
-        return WAYS.select(self.ways)
 
-    @property
-    def units(self) -> int:
-        """Of progress of a case: every way is checked, weighed, timed, then enlarged."""
-        return (3 + (self.memory is not None)) * len(self.names)
-
-
-def measure(
-    case: Case, options: Options, rig: Rig, progress: Progress | None = None
-) -> dict[str, Any]:
+def measure(case: Case, options: Options, rig: Rig) -> dict[str, Any]:
     """A row of the results file, but for the case.
 
     {"fixed_bytes", "rounds", "ways": {name: found}} and, if asked for, "memory_cap" and "losses"
-    (`compare_losses`). What is found of a way is one of
-
-    - {"unavailable": why it cannot run here};
-    - {"failure": what is wrong with its results}: nothing was measured;
-    - {"check", what `memory` says, percentiles (by "p20", "p50", "p80") "forward_seconds",
-      "backward_seconds", "step_seconds", "host_seconds", "step_ratio" to each baseline, and of the
-      search "largest_batch", "peaks" by batch that was tried, "step_seconds_there" and
-      "tokens_per_second" of forward and backward}.
-
-    Memory is not measured in a dry run.
+    (`compare_losses`). What is found of a way is as `steps.measure` has it, memory as `memory`, and
+    of the search "largest_batch", "peaks" by batch that was tried, "step_seconds_there" and
+    "tokens_per_second" of forward and backward. Memory is not measured in a dry run.
 
     Raises: ValueError for an unknown way; Absent where no model can be made.
     """
-    names, routes = options.names, {"backend": options.backend, "compiler": options.compiler}
+    routes = {"backend": options.backend, "compiler": options.compiler}
     # What making such a model imports, out of the garbage collector's way: every memory
     # measurement collects garbage, and would walk all of transformers each time.
     one = dataclasses.replace(case, layers=1, seq_len=1, tiny=True)
     build(one.published, 1, DTYPES[case.dtype], "meta", case.lora)
     gc.collect()
     gc.freeze()
-    with Steps(rig, progress) as steps:
+    with Steps(rig) as steps:
         checks = checks_of(dataclasses.replace(checked_subject(case, rig.device), **routes))
-        for name in names:
+        for name in WAYS.select(options.ways):
             steps.admit_way(WAYS[name], checks)
         steps.forwards.clear()  # no forward of the small model is left
         del checks
@@ -103,9 +83,8 @@ def measure(
         row = {"fixed_bytes": fixed_bytes(subject.module), "rounds": steps.rounds}
         if options.memory is not None:
             row["memory_cap"] = options.memory
-            _enlarge(subject, options, steps)
+            _enlarge(subject, options.memory, options.most, steps)
         if options.losses:
-            steps.progress.at("losses")
             del subject
             steps.forwards.clear()
             try:
@@ -137,25 +116,11 @@ def checks_of(small: Subject) -> Checks:
     return Checks(small, _FACTOR * TOLERANCE[small.dtype])
 
 
-def same_loss(found: float, theirs: float, dtype: torch.dtype) -> float:
-    """How far a loss is from that of the unconverted model, of the whole size that is measured.
-
-    Raises: WrongResultError beyond the roundings of ten results of the dtype: of a sum over all
-        tokens that is generous, and what is wrong in a layer moves it by more.
-    """
-    error = abs(found - theirs) / abs(theirs)
-    if not error <= 10 * TOLERANCE[dtype]:
-        raise WrongResultError(
-            f"the loss at the measured size is {found:.6g}, the unconverted model's {theirs:.6g}"
-        )
-    return error
-
-
 # --- memory
 
 
 def memory(forward: Forward, subject: Subject, split: bool = True) -> dict[str, Any]:
-    """Bytes by the allocator's account, above what is there before a step.
+    """Bytes by the allocator's account, above what is there before a step; and the step's loss.
 
     "kept_bytes" is what is alive between forward and backward, "kept_below_head_bytes" what of it
     embeddings and layers keep (None unless `split`): the rest is the head's and the loss's. Peaks
@@ -182,12 +147,14 @@ def memory(forward: Forward, subject: Subject, split: bool = True) -> dict[str, 
 
 
 def _weigh(subject: Subject, steps: Steps) -> None:
-    """The right ways of the whole model, with their memory in the rows; the loss is compared again.
+    """The right ways of the whole model, with their memory in the rows.
 
-    With dropout it depends on whose draws they are.
+    Without dropout the loss is compared with the unconverted model's at this size: it may be off by
+    the roundings of ten results. Of a sum over all tokens that is generous, and what is wrong in a
+    layer moves it by more.
     """
     dropout = any(v for k, v in subject.published.values.items() if "dropout" in k)
-    rows = steps.rows
+    rows, allowed = steps.rows, 10 * TOLERANCE[subject.dtype]
 
     def weigh(forward: Forward, name: str) -> dict[str, Any]:
         try:
@@ -195,8 +162,14 @@ def _weigh(subject: Subject, steps: Steps) -> None:
         except torch.OutOfMemoryError as error:
             raise Absent("out of memory at this batch") from error
         if not dropout and BASELINE in steps.forwards and name != BASELINE:
-            loss = same_loss(found["loss"], rows[BASELINE]["loss"], subject.dtype)
-            found["check"] = rows[name]["check"] | {"loss": loss}
+            loss, theirs = found["loss"], rows[BASELINE]["loss"]
+            error = abs(loss - theirs) / abs(theirs)
+            if not error <= allowed:
+                raise WrongResultError(
+                    f"the loss at the measured size is {loss:.6g}, the unconverted model's "
+                    f"{theirs:.6g}"
+                )
+            found["check"] = rows[name]["check"] | {"loss": error}
         return found
 
     for name in [name for name, row in rows.items() if "check" in row]:
@@ -259,13 +232,12 @@ def _line_end(tried: dict[int, int | None], fits: int, cap: int) -> int | None:
     return last + (cap - high) * (last - first) // (high - low)
 
 
-def _enlarge(subject: Subject, options: Options, steps: Steps) -> None:
+def _enlarge(subject: Subject, cap: int, most: int, steps: Steps) -> None:
     """Every way's largest batch, and then all of them in turns, each at its own."""
     there: dict[str, Step] = {}
 
     def enlarge(forward: Forward, name: str) -> dict[str, Any]:
-        cap = options.memory or 0
-        batch, tried = largest_batch(peak_of(forward, subject), cap, options.most)
+        batch, tried = largest_batch(peak_of(forward, subject), cap, most)
         if batch:
             large = dataclasses.replace(subject, x=subject.inputs(batch))
             there[name] = Step(forward, large, steps.rig.clock)

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from bench.formats.errors import KINDS
+from bench.commands.formats import KINDS
 from bench.pages.presets import SHAPES, D, Kept, block
 from bench.tables import RESULTS, Row, load, machine_line, markdown
 from fused_remat.graph.graph import Graph

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from bench import tables
 from bench.gpu import targets
-from bench.gpu.kinds import KINDS
+from bench.gpu.profile import KINDS
 from bench.tables import MIB, RESULTS, Row
 
 
@@ -71,10 +71,8 @@ def _profiled(way: Row, label: str) -> str:
     return f"{amount:.0f}" + ("" if least is None else f" ({least:.0f})")
 
 
-def report(path: Path, run: str) -> str:
+def report(rows: Sequence[Row]) -> str:
     """What a run measured, and what failed; profiled steps by kind; the targets."""
-    every = tables.load(path)["results"] if path.exists() else []
-    rows = [row for row in every if row.get("run") == run]
     lines = [line(row) for row in rows if "ways" in row or "found" in row]
     wrong, skipped = failures(rows), sum("skipped" in row for row in rows)
     lines += [f"\n{len(wrong)} failures, {skipped} cases without time", *wrong]

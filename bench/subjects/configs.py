@@ -85,11 +85,7 @@ MODELS: dict[str, Published] = {
 
 
 def tiny(model: Published) -> Published:
-    """The same kind of model in sizes that show nothing but whether it runs.
-
-    >>> tiny(MODELS["vit-l"]).image_tokens, tiny(MODELS["smollm-135m"]).layers
-    (5, 2)
-    """
+    """The same kind of model in sizes that show nothing but whether it runs."""
     sizes = {
         "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 96, "bos_token_id": 0,
@@ -100,6 +96,5 @@ def tiny(model: Published) -> Published:
 
 
 def dropout_free(model: Published) -> Published:
-    """Without dropout, as results are compared."""
     zeros = {key: 0.0 for key in model.values if "dropout" in key}
     return dataclasses.replace(model, values=model.values | zeros)

@@ -228,7 +228,6 @@ for _budget in BUDGETS:
 
 
 def _preset(preset: str, backend: str | None = None) -> Build:
-    """On the subject's backend, or on another one that is named."""
 
     def build(subject: Subject) -> Forward:
         if backend is not None:

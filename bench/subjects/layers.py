@@ -32,7 +32,6 @@ class Case(case.Case):
     attention_dropout: float | None = None  # None: as everywhere else
 
     def __post_init__(self) -> None:
-        self.one_of(dtype=DTYPES, norm=NORMS, activation=ACTIVATIONS)
         self.sizes_fit(self.d_model, self.nhead, self.dropout, self.batch, self.seq_len)
 
     def subject(self, device: torch.device | str) -> Subject:
@@ -73,7 +72,6 @@ def encoder_layer(
 
 
 def fused(module: Any, policy: str, backend: str) -> FusedRematLayer:
-    """Ours, on the module's own submodules."""
     return FusedRematLayer.from_layer(module, policy, backend)
 
 

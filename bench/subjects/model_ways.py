@@ -41,7 +41,6 @@ LOSS_PRESETS = ("full", "lean", "fast")
 
 @WAYS.provider(BASELINE, baseline=True)
 def eager(subject: Subject) -> Forward:
-    """The model as transformers makes it, attention by PyTorch's own."""
     return Forward(subject.shared())
 
 
@@ -130,6 +129,5 @@ for _name in LOSS_PRESETS:
 
 @WAYS.provider("compile", group="compiled", compiled=True)
 def compiled(subject: Subject) -> Forward:
-    """`torch.compile` of the whole model, static shapes."""
     model = torch.compile(subject.shared(), backend=subject.compiler, dynamic=False)
     return Forward(model)  # type: ignore[arg-type]

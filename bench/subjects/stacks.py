@@ -41,7 +41,6 @@ class Case(case.Case):
     causal: bool = False
 
     def __post_init__(self) -> None:
-        self.one_of(dtype=DTYPES, norm=NORMS)
         sizes = self.layers, self.batch, self.seq_len
         self.sizes_fit(self.width, self.heads, self.dropout, *sizes)
 
@@ -68,16 +67,9 @@ class Case(case.Case):
 class Stack(nn.Module):
     """Predicts the next byte: tokens (B, S + 1) to losses (B, S)."""
 
-    def __init__(
-        self,
-        layers: Iterable[nn.Module],
-        mask: Tensor | None,
-        embedding: nn.Module,
-        norm: nn.Module,
-        head: nn.Module,
-    ) -> None:
+    def __init__(self, layers: Iterable[Any], mask: Tensor | None, *ends: nn.Module) -> None:
         super().__init__()
-        self.embedding, self.norm, self.head = embedding, norm, head
+        self.embedding, self.norm, self.head = ends
         self.layers = nn.ModuleList(layers)
         self.register_buffer("mask", mask, persistent=False)
 
@@ -100,7 +92,6 @@ class Stack(nn.Module):
 
 
 def fused(module: Any, policy: str = "full", backend: str = "auto") -> Stack:
-    """Ours, on the very parameters of a stack."""
     parts = [layers.fused(layer, policy, backend) for layer in module.layers]
     return Stack(parts, module.mask, module.embedding, module.norm, module.head)
 
@@ -167,7 +158,6 @@ for _way, _by in (("selective_matmuls", "allocator"), ("selective_attention", "a
 
 
 def _compiled(subject: Subject, budget: float) -> Forward:
-    """`torch.compile` of the whole model with an `activation_memory_budget`."""
     return layer_ways.Compiled(eager(subject), subject, budget)
 
 

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
-from bench.kernels.attention_launches import Kernels
+from bench.kernels.attention import Kernels
 from bench.kernels.attention_problem import Attention
 from bench.measure.contest import Contest, Entry, Rig, Work, compile_together
 from fused_remat.triton.tables import AttentionTile, attention_tile, family

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -60,7 +61,6 @@ class Form:
     name: str = "kernel"
 
     def draw(self, rig: Rig, sizes: Mapping[str, int]) -> list[Any]:
-        """Random operands, a set after the other."""
 
         def drawn(of_tokens: bool) -> dict[str, Tensor]:
             found = {}
@@ -107,24 +107,16 @@ def contest(form: Form, sets: Sequence[Any], rig: Rig, tiles: Iterable[Tile] = (
 
         return {**form.aten(SimpleNamespace(**vars(sets[index]), drop=drop)), **masks}
 
-    def launched(*tile: Tile) -> Way:
+    def writing(made_ready: Callable[[Any, Results], Callable[[], object]]) -> Way:
+        """What writes results, of each set of operands made ready before."""
         results = poisoned()
-        launches = [form.kernel(t, results, *tile) for t in sets]
+        runs = [made_ready(t, results) for t in sets]
 
         def run(index: int) -> Results:
-            launches[index].run()
+            runs[index]()
             return results
 
         return Way(run)
-
-    def at_once(run: Callable[[Any, Results], object]) -> Way:
-        results = poisoned()
-
-        def way(index: int) -> Results:
-            run(sets[index], results)
-            return results
-
-        return Way(way)
 
     ways: dict[str, Way] = {}
     if not tiles:
@@ -134,9 +126,12 @@ def contest(form: Form, sets: Sequence[Any], rig: Rig, tiles: Iterable[Tile] = (
         ways["bare"] = Way(lambda index: bare(sets[index]))
     baselines = tuple(ways)
     if tiles:
-        ways |= {tile_name(tile): launched(tile) for tile in tiles}
+        for tile in tiles:
+            ways[tile_name(tile)] = writing(lambda t, out, at=tile: form.kernel(t, out, at).run)
     else:
-        ways |= {form.name: launched(), **{n: at_once(run) for n, run in form.others.items()}}
+        ways[form.name] = writing(lambda t, out: form.kernel(t, out).run)
+        for name, other in form.others.items():
+            ways[name] = writing(lambda *given, run=other: functools.partial(run, *given))
     if form.products:
         work = Work(flops=2.0 * form.products * sizes["T"] * sizes["D"] * sizes["F"])
     else:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bench.measure.contest import Entry, Results, Rig
 from bench.tuning.forms import Form
-from bench.tuning.pointwise import AFFINE, NORM
+from fused_remat.spec import NormSpec
 from fused_remat.steps.norm import norm_fwd
 from fused_remat.triton import cross_entropy, pointwise, products, tables
 from fused_remat.triton import norm as norms
@@ -26,11 +26,13 @@ from fused_remat.triton.tables import Tile
 _aten = torch.ops.aten
 TOKENS = 8192
 WIDTHS = (2048, 1024, 4096)
+ELEMENTS = 1 << 26  # 128 MiB in bfloat16, twice an H200's cache
+NORM_WIDTHS = (1024, 2048, 4096, 8192, 16384)
+NORM, AFFINE = NormSpec(eps=1e-5), {"weight": "D", "shift": "D"}
 _UP, _GATE = {"up": "FD", "bias": "F"}, {"gate": "FD", "gate_bias": "F"}
 
 
 def pre(t: Any) -> Tensor:
-    """The pre-activation, by cuBLAS."""
     return torch.addmm(t.bias, t.x, t.up.t())
 
 
@@ -49,35 +51,27 @@ def _product(t: Any) -> Results:
 # --- forwards
 
 
-def _linear(t: Any, out: Results, tile: Tile | None = None) -> Launch:
-    given = t.x, t.up, t.bias, None, t.keep, "gelu", None
-    return products.linear_fwd(*given, out["y"], t.target, None, tile)
-
-
 LINEAR = Form(
     {"x": "TD", **_UP},
     lambda t: {"y": t.drop(F.gelu(pre(t)))},
-    _linear,
+    lambda t, out, *tile: products.linear_fwd(
+        t.x, t.up, t.bias, None, t.keep, "gelu", None, out["y"], t.target, None, *tile
+    ),
     _product,
     {"split": lambda t, out: pointwise.act_fwd(pre(t), "gelu", t.keep, out["y"]).run()},
 )
-
-
-def _linear_end(t: Any, out: Results) -> Launch:
-    given = t.h, t.down, t.down_bias, t.residual, t.keep, None, None
-    return products.linear_fwd(*given, out["y"], t.target)
-
-
-def _add(t: Any, out: Results) -> None:
-    pointwise.dropout_add_fwd(_down(t), t.residual, t.keep, out["y"]).run()
-
-
 LINEAR_END = Form(
     {"h": "TF", "residual": "TD", "down": "DF", "down_bias": "D"},
     lambda t: {"y": t.residual + t.drop(_down(t))},
-    _linear_end,
+    lambda t, out: products.linear_fwd(
+        t.h, t.down, t.down_bias, t.residual, t.keep, None, None, out["y"], t.target
+    ),
     lambda t: {"product": t.h @ t.down.t()},
-    {"split": _add},
+    {
+        "split": lambda t, out: pointwise.dropout_add_fwd(
+            _down(t), t.residual, t.keep, out["y"]
+        ).run()
+    },
     shape="TD",
     dropped=True,
 )
@@ -89,16 +83,6 @@ def _normed(t: Any) -> Results:
     return {"y": torch.addmm(t.bias, made, t.up.t())}
 
 
-def _statistics(t: Any) -> dict[str, Any]:
-    return {"stats": tuple(s.float() for s in norm_fwd(NORM, t.x.double(), None, None)[1:])}
-
-
-def _linear_normed(t: Any, out: Results) -> Launch:
-    norm = (*t.stats, t.weight, t.shift)
-    given = t.x, t.up, t.bias, None, None, None, None
-    return products.linear_fwd(*given, out["y"], t.target, norm)
-
-
 def _norm_first(t: Any, out: Results) -> None:
     made = torch.empty_like(t.x)
     norms.norm_fwd(NORM, t.x, None, None, t.weight, t.shift, None, made, t.stats, True).run()
@@ -106,20 +90,24 @@ def _norm_first(t: Any, out: Results) -> None:
 
 
 LINEAR_NORMED = Form(
-    {"x": "TD", **_UP, **AFFINE}, _normed, _linear_normed, None, {"split": _norm_first},
-    derive=_statistics,
+    {"x": "TD", **_UP, **AFFINE},
+    _normed,
+    lambda t, out: products.linear_fwd(
+        t.x, t.up, t.bias, None, None, None, None, out["y"], t.target,
+        (*t.stats, t.weight, t.shift),
+    ),
+    None,
+    {"split": _norm_first},
+    derive=lambda t: {
+        "stats": tuple(s.float() for s in norm_fwd(NORM, t.x.double(), None, None)[1:])
+    },
 )  # fmt: skip
-
-
-def _gated(t: Any, out: Results, tile: Tile | None = None) -> Launch:
-    given = t.x, t.gate, t.gate_bias, t.up, t.bias, None, "silu"
-    return products.gated_mlp_fwd(*given, out["y"], t.target, tile)
-
-
 GATED = Form(
     {"x": "TD", **_GATE, **_UP},
     lambda t: {"y": F.silu(_gate(t)) * pre(t)},
-    _gated,
+    lambda t, out, *tile: products.gated_mlp_fwd(
+        t.x, t.gate, t.gate_bias, t.up, t.bias, None, "silu", out["y"], t.target, *tile
+    ),
     lambda t: {"gate": t.x @ t.gate.t(), **_product(t)},
     {"split": lambda t, out: pointwise.gated_fwd(_gate(t), pre(t), "silu", None, out["y"]).run()},
     products=2,
@@ -129,28 +117,25 @@ GATED = Form(
 # --- backwards
 
 
-def _gelu_gradients(dact: Tensor, up: Tensor) -> Results:
-    return {"act": F.gelu(up), "dup": _aten.gelu_backward(dact, up)}
-
-
-def _silu_gradients(dact: Tensor, gate: Tensor, up: Tensor) -> Results:
-    act = F.silu(gate)
-    dgate = _aten.silu_backward(dact * up, gate)
-    return {"act": act * up, "dgate": dgate, "dup": dact * act}
-
-
 def _backwards(gated: bool) -> tuple[Form, Form]:
     """Of an MLP: one that rebuilds what goes into the activation, one that is given it."""
-    act, gradients = ("silu", _silu_gradients) if gated else ("gelu", _gelu_gradients)
-    outputs = ("act", "dgate", "dup") if gated else ("act", "dup")
+    act, outputs = ("silu", ("act", "dgate", "dup")) if gated else ("gelu", ("act", "dup"))
+
+    def gradients(dact: Tensor, *pres: Tensor) -> Results:
+        if not gated:
+            return {"act": F.gelu(*pres), "dup": _aten.gelu_backward(dact, *pres)}
+        gate, up = pres
+        made = F.silu(gate)
+        dgate = _aten.silu_backward(dact * up, gate)
+        return {"act": made * up, "dgate": dgate, "dup": dact * made}
 
     def pres(t: Any) -> tuple[Tensor, ...]:
         return (_gate(t), pre(t)) if gated else (pre(t),)
 
-    def kernel(t: Any, out: Results, tile: Tile | None = None) -> Launch:
+    def kernel(t: Any, out: Results, *tile: Tile) -> Launch:
         ups = ((t.gate, t.gate_bias), (t.up, t.bias)) if gated else ((t.up, t.bias),)
         y, *dups = out.values()
-        return products.mlp_bwd(t.x, ups, t.dy, t.down, None, act, y, tuple(dups), t.target, tile)
+        return products.mlp_bwd(t.x, ups, t.dy, t.down, None, act, y, tuple(dups), t.target, *tile)
 
     def act_bwd(t: Any, given: tuple[Tensor, ...], out: Results, *tile: Tile) -> Launch:
         results = out["act"], out.get("dgate"), out["dup"]
@@ -241,6 +226,57 @@ LOSS_BWD = Form(
 )
 
 
+# --- what memory binds, and is no op by itself
+
+
+def _sum_norm(t: Any) -> Results:
+    """Three ATen kernels, one of ours."""
+    total = t.residual + t.drop(t.x)
+    return {"total": total, "y": F.layer_norm(total, t.weight.shape, t.weight, t.shift, NORM.eps)}
+
+
+def _norm_fwd(t: Any, out: Results) -> Launch:
+    stats = tuple(t.x.new_empty(len(t.x), 1, dtype=torch.float32) for _ in range(2))
+    affine = t.weight, t.shift
+    return norms.norm_fwd(NORM, t.x, t.residual, t.keep, *affine, *out.values(), stats, False)
+
+
+SUM_NORM = Form(
+    {"x": "TD", "residual": "TD", **AFFINE}, _sum_norm, _norm_fwd,
+    products=0, outputs=("total", "y"), shape="TD", dropped=True,
+)  # fmt: skip
+ACT_FWD = Form(
+    {"x": "TF"},
+    lambda t: {"y": t.drop(F.gelu(t.x))},
+    lambda t, out: pointwise.act_fwd(t.x, "gelu", t.keep, out["y"]),
+    products=0,
+)
+PASSES = {
+    "act_fwd gelu": ACT_FWD,
+    "act_fwd gelu dropout": dataclasses.replace(ACT_FWD, dropped=True),
+    "act_bwd gelu, with act": Form(
+        {"x": "TF", "dy": "TF"},
+        lambda t: {"dx": _aten.gelu_backward(t.dy, t.x), "y": F.gelu(t.x)},
+        lambda t, out: pointwise.act_bwd(t.dy, t.x, "gelu", None, *out.values()),
+        products=0,
+        outputs=("dx", "y"),
+    ),
+    "gated_fwd silu": Form(
+        {"gate": "TF", "up": "TF"},
+        lambda t: {"y": F.silu(t.gate) * t.up},
+        lambda t, out: pointwise.gated_fwd(t.gate, t.up, "silu", None, out["y"]),
+        products=0,
+    ),
+    "gated_bwd silu": Form(
+        {"gate": "TF", "up": "TF", "dy": "TF"},
+        lambda t: {"dgate": _aten.silu_backward(t.dy * t.up, t.gate), "dup": t.dy * F.silu(t.gate)},
+        lambda t, out: pointwise.gated_bwd(t.dy, t.gate, t.up, "silu", None, *out.values()),
+        products=0,
+        outputs=("dgate", "dup"),
+    ),
+}
+
+
 # --- what is measured
 
 
@@ -275,7 +311,6 @@ def _sizes(rig: Rig, width: int) -> dict[str, int]:
 
 
 def route_entries(rig: Rig) -> Iterator[Entry]:
-    """Every form at every width."""
     for width in WIDTHS[:1] if rig.dry else WIDTHS:
         for name, form in ROUTES.items():
             yield form.entry(name, _sizes(rig, width), *_WORDS)
@@ -287,3 +322,13 @@ def tile_entries(rig: Rig) -> Iterator[Entry]:
         tiles = of_family[tables.family(rig.target)]
         sizes = _sizes(rig, WIDTHS[0])
         yield TILED[kernel].entry(f"tiles of {kernel}", sizes, *_WORDS, tiles=tiles)
+
+
+def pointwise_entries(rig: Rig) -> Iterator[Entry]:
+    """Sums with their norm, by width; the passes over a matrix, at one."""
+    for width in (64,) if rig.dry else NORM_WIDTHS:
+        sizes = {"T": rig.size(ELEMENTS // width, 64), "D": width}
+        yield SUM_NORM.entry("dropout + residual + layer_norm", sizes, "rows", "width")
+    sizes = {"T": 64, "F": 96} if rig.dry else {"T": 8192, "F": ELEMENTS // 8192}
+    for name, form in PASSES.items():
+        yield form.entry(name, sizes, "rows", "width")

@@ -58,16 +58,6 @@ def test_what_is_reused_is_what_would_be_compiled():
             assert {"target": "sm_90 bf16"} | audit.examine(case, 90) == known
 
 
-def test_what_is_known_needs_no_process(monkeypatch):
-    monkeypatch.setattr(audit.multiprocessing, "get_context", None)
-    work = [(90, "bf16", 0), (90, "bf16", 3)]
-    cases = [audit._cases(*one[:2])[one[2]] for one in work]
-    known = {audit.digest(case.launch, 90): {"registers": i} for i, case in enumerate(cases)}
-    rows = list(audit._rows(work, known, 1))
-    assert [row["registers"] for row in rows] == [0, 1]
-    assert [row["name"] for row in rows] == [case.name for case in cases]
-
-
 def test_what_changes_a_compiled_kernel_changes_its_digest():
     products = audit_cases.Products(audit_cases.target(90), audit.DTYPES["bf16"], True)
     tiles = [Tile(64, 64, 64, 4, 3), Tile(64, 64, 64, 8, 3), Tile(64, 64, 64, 4, 4)]
@@ -225,9 +215,3 @@ def test_occupancy():
     # 128 registers a thread, 8 warps: two blocks fill the registers of a multiprocessor.
     assert audit.occupancy(128, 0, 8, 90) == 16 / 64
     assert audit.occupancy(255, 200_000, 8, 90) == 8 / 64
-
-
-def test_an_unknown_architecture_is_a_usage_error(capsys):
-    with pytest.raises(SystemExit):
-        audit.main(["--arch", "75"])
-    assert "invalid choice: '75' (choose from" in capsys.readouterr().err

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from bench.commands import model as command
 from bench.measure.contest import Rig
@@ -133,17 +132,6 @@ def test_a_wrong_way_is_a_failure_and_nothing_of_it_is_measured(monkeypatch, cap
     assert "| fast | FAIL: relative error of" in page.case_table(found)
 
 
-def test_a_layer_that_falls_back_is_no_rung():
-    """It would be measured as ours, and is PyTorch's own."""
-    small = measure.checked_subject(TINY, "cpu")
-    forward = WAYS["full"].build(small)
-    for module in forward.model.modules():
-        if isinstance(module, nn.Linear):
-            module.register_forward_hook(lambda *args: None)
-    with pytest.raises(Warning, match=r"(?i)hook"):
-        measure.checks_of(small).check(forward)
-
-
 def test_ways_have_modules_of_their_own_on_the_same_parameters():
     subject = TINY.subject("cpu")
     one, two = (WAYS[name].build(subject).model for name in ("checkpoint", "eager"))
@@ -229,29 +217,3 @@ def test_what_is_not_installed_is_absent(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "peft", None)
     with pytest.raises(Absent, match="peft is not installed"):
         dataclasses.replace(TINY, lora=2).subject("cpu")
-
-
-def test_the_check_sees_a_missing_gradient():
-    small = measure.checked_subject(TINY, "cpu")
-    found = measure.checks_of(small)
-
-    def frozen(x):
-        small.module.model.norm.weight.requires_grad_(False)
-        return forward(x)
-
-    forward = WAYS["eager"].build(small)
-    with pytest.raises(measure.WrongResultError, match=r"norm\.weight is 1"):
-        found.check(frozen)  # type: ignore[arg-type]
-
-
-REFUSED = {
-    "smollm-135m has 30 layers, got 31": ("smollm-135m", 31, 1, 8, "float32"),
-    "bert-base takes 512 tokens at most, got 513": ("bert-base", 1, 1, 513, "float32"),
-    "unknown dtype 'int8'": ("bert-base", 1, 1, 8, "int8"),
-}
-
-
-@pytest.mark.parametrize("message", REFUSED)
-def test_sizes_of_a_case_are_checked(message):
-    with pytest.raises(ValueError, match=message):
-        Case(*REFUSED[message])

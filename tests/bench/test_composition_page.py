@@ -1,4 +1,4 @@
-"""The marks that make docs/tables/composition.md (that it is up to date: test_readme.py)."""
+"""The marks that make docs/tables/composition.md (that it is up to date: test_docs.py)."""
 
 import json
 

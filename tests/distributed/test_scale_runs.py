@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from bench.commands.scale import held, tiny
 from bench.pages import scale
 from bench.pages.scale import is_right
-from bench.scale.runs import held, tiny
 
 #: The model, its mesh (data by tensor) and options, and the policy.
 RUNS = [

@@ -1,11 +1,14 @@
 """The layers that tests on a GPU run, and a step of a model."""
 
+import pytest
 import torch
-from places import BF16, DEVICE, normal, sized
+from places import BF16, DEVICE, ON_GPU, normal, sized
 from torch import nn
 
 from fused_remat import FusedRematLayer
 
+NO_FALLBACK = pytest.mark.filterwarnings("error::fused_remat.FusedRematWarning")
+CUDA_ONLY = pytest.mark.skipif(not ON_GPU, reason="needs CUDA's allocator, streams or graphs")
 B, S, D, H = sized(4, 512, 1024, 8, tiny=(2, 9, 24, 3))
 #: How far two runs of a call may be apart in bfloat16: products and ATen's attention may take
 #: another kernel, or add in another order. Other dropout masks are some 0.5 apart.

@@ -9,18 +9,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from block_inputs import results
-from gpu_layers import APART, B, D, H, S, data, layer_of, stack_of
-from places import BF16, DEVICE, ON_GPU, error_of, normal
+from gpu_layers import APART, CUDA_ONLY, NO_FALLBACK, B, D, H, S, data, layer_of, stack_of
+from places import BF16, DEVICE, error_of, normal
 from reference import EXACT_PRESETS
 from torch import nn
 
 from fused_remat import ops
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not ON_GPU, reason="captures CUDA graphs"),
-    pytest.mark.filterwarnings("error::fused_remat.FusedRematWarning"),  # no fallback
-]
+pytestmark = [pytest.mark.gpu, CUDA_ONLY, NO_FALLBACK]
 BACKEND = pytest.mark.parametrize("backend", ["triton", "eager"])
 #: Results under other masks, at dropout 0.5, are much further apart than APART.
 OTHER_MASKS = 0.1

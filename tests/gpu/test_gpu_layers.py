@@ -4,19 +4,15 @@ import functools
 
 import pytest
 import torch
-from gpu_layers import APART, B, D, S, data, layer_of, stack_of, step
-from places import BF16, DEVICE, ON_GPU, assert_bits, deterministic, error_of, normal
+from gpu_layers import APART, CUDA_ONLY, NO_FALLBACK, B, D, S, data, layer_of, stack_of, step
+from places import BF16, DEVICE, assert_bits, deterministic, error_of, normal
 from reference import EXACT_PRESETS
 from torch.utils.checkpoint import checkpoint
 
 from fused_remat import Policy
 from fused_remat.report.allocations import SavedBytes
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.filterwarnings("error::fused_remat.FusedRematWarning"),  # no fallback
-]
-CUDA_ONLY = pytest.mark.skipif(not ON_GPU, reason="reads CUDA's generator, runs on its streams")
+pytestmark = [pytest.mark.gpu, NO_FALLBACK]
 OFFLOAD = Policy(save={"attn", "qkv"}, offload={"input", "qkv"})
 
 

@@ -4,21 +4,19 @@ Where there is no GPU, a mover for the CPU stands in, and what reads CUDA's allo
 On another stream: test_gpu_layers.py.
 """
 
+import contextlib
+
 import pytest
 import torch
-from gpu_layers import B, D, S, data, stack_of, step
+from gpu_layers import CUDA_ONLY, NO_FALLBACK, B, D, S, data, stack_of, step
 from offload_mover import moving
 from places import DEVICE, ON_GPU, assert_bits, deterministic
 
 from fused_remat import Policy, memory_report, plan
 from fused_remat.planner import calibrate
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.filterwarnings("error::fused_remat.FusedRematWarning"),  # no fallback
-]
+pytestmark = [pytest.mark.gpu, NO_FALLBACK]
 LAYERS = 6
-CUDA_ONLY = pytest.mark.skipif(not ON_GPU, reason="reads the allocator of CUDA")
 POLICIES = {
     "input": Policy(offload={"input"}),
     "input and qkv": Policy(save={"attn", "qkv"}, offload={"input", "qkv"}),
@@ -31,12 +29,8 @@ POLICY = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 def same_routines():
     """Of forward and backward; without a GPU, somebody copies."""
     torch._dynamo.reset()
-    with deterministic():
-        if ON_GPU:
-            yield
-        else:
-            with moving():
-                yield
+    with deterministic(), contextlib.nullcontext() if ON_GPU else moving():
+        yield
 
 
 def stack(policy, dropout=0.1):

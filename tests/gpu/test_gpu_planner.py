@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from gpu_layers import NO_FALLBACK
 from places import BF16, DEVICE, ON_GPU, assert_bits, deterministic, normal, sized
 from torch import nn
 
@@ -9,10 +10,7 @@ from fused_remat import convert, plan
 from fused_remat.layers import FusedLayer
 from fused_remat.report.step import run_step
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.filterwarnings("error::fused_remat.FusedRematWarning"),  # no fallback
-]
+pytestmark = [pytest.mark.gpu, NO_FALLBACK]
 LAYERS, B, S, D, H = sized(8, 4, 1024, 1024, 16, tiny=(4, 2, 17, 32, 4))
 WITHIN = 0.03
 

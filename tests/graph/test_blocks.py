@@ -8,7 +8,14 @@ from reference import EXACT_PRESETS
 from fused_remat.graph.build import block_graph
 from fused_remat.graph.schedule import schedule
 from fused_remat.policies import kept_names
-from fused_remat.spec import nn_layer_spec, transformer_spec
+from fused_remat.spec import (
+    BlockSpec,
+    BranchSpec,
+    MLPSpec,
+    NormSpec,
+    nn_layer_spec,
+    transformer_spec,
+)
 from fused_remat.steps.chunk import Chunks
 
 PRE = block_graph(nn_layer_spec(True, 2, 4, "gelu"))
@@ -18,8 +25,6 @@ FIELDS = {
     "scale": 0.4, "window": (-1, 0), "projection": "split", "rotary": True,
 }  # fmt: skip
 LLAMA = block_graph(transformer_spec("rms_norm", 1e-6, **FIELDS))
-ALL = frozenset({"input", *PRE.params})
-WEIGHTS_FROZEN = frozenset({"input"})
 
 
 def backward_steps(graph, policy, frozen=(), tiled=False):
@@ -83,32 +88,46 @@ def test_frozen_weights_ask_for_less():
     assert not any(step.kind == "compute" for step in plan.backward)
 
 
-@pytest.mark.parametrize("graph", [PRE, POST], ids=["pre", "post"])
+GATED = BranchSpec(
+    op=MLPSpec(activation="silu", gated=True, dropout=0.1), norm=NormSpec(kind="rms_norm"),
+    dropout=0.1,
+)  # fmt: skip
+GRAPHS = {PRE: "gelu", POST: "gelu", block_graph(BlockSpec(kind="m", branches=(GATED,))): "silu"}
+KEPT = ("kept", "kept_group", "kept_tile", "kept_inputs", "saved_params")
+
+
+@pytest.mark.parametrize(("graph", "act"), GRAPHS.items())
 @pytest.mark.parametrize("tiled", [True, False])
-def test_every_use_is_defined_and_everything_is_freed(graph, tiled):
-    """For every subset of names: steps read names that exist, and at the end none is left."""
-    subsets = itertools.chain.from_iterable(
-        itertools.combinations(graph.names, n) for n in range(len(graph.names) + 1)
-    )
-    for save in subsets:
-        for needs_grad in (ALL, WEIGHTS_FROZEN, ALL - {"input"}, frozenset({"fc1.weight"})):
-            plan = schedule(graph, frozenset(save), needs_grad, tiled)
-            group = {*plan.kept_group} | set(plan.kept_inputs)
-            assert walk(plan.backward, group, plan) == set()
+def test_every_use_is_defined_and_everything_is_freed(graph, act, tiled):
+    """For every subset of names: steps, fused or not, read names that exist, and at the end none
+    is left. No fusion changes what is kept.
+    """
+    fusions = frozenset({"linear_norm", f"linear_act {act}", f"mlp_bwd {act}"})
+    wanted = {"input", *graph.params} - {"seed"}
+    ends = wanted, {"input"}, wanted - {"input"}, {"fc1.weight"}, {"fc2.weight"}
+    sizes = range(len(graph.names) + 1)
+    saves = [save for n in sizes for save in itertools.combinations(graph.names, n)]
+    for save, needs_grad in itertools.product(map(frozenset, saves), map(frozenset, ends)):
+        plain, fused = (schedule(graph, save, needs_grad, tiled, f) for f in (frozenset(), fusions))
+        for plan in (plain, fused):
+            assert {*plan.kept} <= walk(plan.forward, {"input"}, plan.tile_forward, set())
+            kept = {*plan.kept_group, *plan.kept_inputs}
+            assert walk(plan.backward, kept, plan.tile_backward, {*plan.kept_tile}) == set()
+        assert all(getattr(plain, what) == getattr(fused, what) for what in KEPT)
 
 
-def walk(steps, have, plan):
+def walk(steps, have, of_tile, kept_in_tile):
+    """The names that are there after steps; one of these may be all the steps of a tile."""
+    have = set(have)
     for step in steps:
         if step.kind == "tiles":
-            tile = have | set(plan.kept_tile)
-            walk(plan.tile_backward, tile, plan)
-            assert tile <= have  # a tile leaves nothing of its own behind
+            have |= walk(of_tile, have | kept_in_tile, (), set())
         elif step.kind == "compute":
-            assert set(step.node.reads) <= have
-            have |= {step.node.name, *step.node.stats}
+            assert {*step.node.reads} <= have, f"{step} reads what is not there"
+            have |= {*step.node.makes}
         else:
-            assert set(step.node.backward_reads(step.needs_grad)) <= have
-        have -= set(step.free)
+            assert {*step.node.backward_reads(step.needs_grad)} <= have, step
+        have -= {*step.free}
     return have
 
 

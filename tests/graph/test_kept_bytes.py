@@ -1,45 +1,17 @@
-"""Memory: nothing for what is frozen; peaks of a whole step, of attention, between groups.
+"""Memory: peaks of a whole step, of attention, between groups.
 
-What a layer keeps by the published table, in layers/test_memory.py; what an operation keeps, in
-ops/test_every_op.py.
+What a layer keeps by the published table, and with what is frozen, in layers/test_memory.py; what
+an operation keeps, in ops/test_every_op.py.
 """
 
 import pytest
 import torch
-from block_inputs import calls
-from op_cases import CASES
-from reference import EXACT_PRESETS
 from tiers import pairwise
 from torch import nn
 
 from fused_remat import FusedRematLayer, ops, policies
-from fused_remat.graph.schedule import kept_bytes
 from fused_remat.report.allocations import SavedBytes, measure_allocations
 from fused_remat.steps import attention_rows
-
-FROZEN = {
-    "all weights": lambda name: name != "x",
-    "mlp": lambda name: name.startswith("fc"),
-    "all but fc2": lambda name: not name.startswith("fc2"),
-    "input": lambda name: name == "x",
-}
-
-
-@pytest.mark.parametrize("which", FROZEN)
-@pytest.mark.parametrize("policy", EXACT_PRESETS)
-def test_nothing_is_kept_for_what_is_frozen(which, policy):
-    case, tensors = CASES["encoder_prenorm"], CASES["encoder_prenorm"].tensors()
-    for name, t in tensors.items():
-        t.requires_grad_(not FROZEN[which](name))
-    with SavedBytes(exclude=case.own(tensors)) as saved:
-        ((call, shapes),) = calls(lambda: case.op(tensors, 0.0, policy=policy))
-    kept = kept_bytes(call.graph, call.save, call.needs_grad, shapes, 8)
-    assert saved.total == sum(kept.values())
-    if which == "all but fc2":
-        # fc2's gradients need dy and act: act's chain, but nothing of attention's backward
-        assert "attn.lse" not in kept and "norm1.mean" not in kept
-    if which == "all weights" and policy == "none":
-        assert "norm1" not in kept and "act" not in kept
 
 
 def test_without_grad_mode_no_policy_holds_more():

@@ -1,6 +1,7 @@
 """Blocks that keep quantized activations: bits of forward, errors of gradients, bytes, uses."""
 
 import copy
+from collections import Counter
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from bench.formats.errors import SHAPES, errors, names_of
+from bench.commands.formats import SHAPES, errors, names_of
 from fused_remat import (
     FusedRematCausalLayer,
     FusedRematDecoderLayer,
@@ -40,9 +41,9 @@ def built(cls, *sizes, **options):
     return randomize(cls(*sizes, **options))
 
 
-def encoder(policy="full", dropout=0.0, d_model=D, **options):
+def encoder(policy="full", dropout=0.0, **options):
     options = {"activation": "gelu", "norm_first": True, "batch_first": True, **options}
-    return built(FusedRematLayer, d_model, H, 4 * D, dropout, policy=policy, **options)
+    return built(FusedRematLayer, D, H, 4 * D, dropout, policy=policy, **options)
 
 
 def causal(policy="full", dropout=0.0, **options):
@@ -54,43 +55,39 @@ def decoder(policy="full"):
     return built(FusedRematDecoderLayer, D, H, 4 * D, 0.0, batch_first=True, policy=policy)
 
 
-def source(dtype=torch.float32, batch=B, seq_len=S):
-    return torch.randn(batch, seq_len, D, generator=torch.Generator().manual_seed(1)).to(dtype)
+def source(seq_len=S):
+    return torch.randn(B, seq_len, D, generator=torch.Generator().manual_seed(1))
 
 
 def step(layer, x=None, **given):
     """Output and gradients of a call whose dropout is the same every time."""
     x = source() if x is None else x
+    dy = torch.randn(x.shape, generator=torch.Generator().manual_seed(2))
     torch.manual_seed(5)
-    return run(layer, x, direction(x), **given)
-
-
-def direction(x):
-    return torch.randn(x.shape, generator=torch.Generator().manual_seed(2)).to(x)
+    return run(layer, x, dy, **given)
 
 
 ANGLES = torch.outer(torch.arange(S), 10000 ** -(torch.arange(D // H // 2) / (D // H // 2)))
-ROPE = (ANGLES.cos(), ANGLES.sin())
+ROPE = {"rope": (ANGLES.cos(), ANGLES.sin())}
 #: A layer at a policy, and the other arguments of its call.
 LAYERS = {
     "pre-norm": (encoder, {}),
     "pre-norm relu dropout": (lambda p: encoder(p, 0.2, activation="relu"), {}),
     "post-norm": (lambda p: encoder(p, norm_first=False), {}),
-    "post-norm relu dropout": (lambda p: encoder(p, 0.2, activation="relu", norm_first=False), {}),
+    "own activation": (lambda p: encoder(p, activation=torch.sin), {}),
     "decoder": (decoder, {"memory": source(seq_len=17)}),
-    "gated rotary": (causal, {"rope": ROPE}),
-    "gated qk-norm sandwich": (
-        lambda p: causal(p, 0.1, qk_norm=True, placement="sandwich"), {"rope": ROPE},
-    ),
-    "plain causal": (lambda p: causal(p, gated=False, activation="relu"), {"rope": ROPE}),
-}  # fmt: skip
+    "gated rotary": (causal, ROPE),
+    "gated qk-norm sandwich": (lambda p: causal(p, 0.1, qk_norm=True, placement="sandwich"), ROPE),
+    "plain causal": (lambda p: causal(p, gated=False, activation="relu"), ROPE),
+}
 
 
-def check_close(found, exact, relative, absolute=0.0):
-    """Outputs have the same bits, gradients are close."""
+def check_close(found, exact, relative, floor=0.0):
+    """Outputs have the same bits, gradients are close: those, too, that are small beside others."""
     assert torch.equal(found[0], exact[0])
+    biggest = max(truth.norm() for truth in exact[1:])
     for got, truth in zip(found[1:], exact[1:], strict=True):
-        assert (got - truth).norm() <= relative * truth.norm() + absolute
+        assert (got - truth).norm() <= relative * max(truth.norm(), floor * biggest)
 
 
 def every_name(layer, stored):
@@ -98,6 +95,9 @@ def every_name(layer, stored):
     return Policy(save=dict.fromkeys(graph_names, stored))
 
 
+@pytest.mark.composes(
+    "Replay check", "kept activations in 8 bits", limits="what is rebuilt from them is not compared"
+)
 @pytest.mark.parametrize("which", LAYERS)
 @pytest.mark.parametrize("tokens", [16, 512])
 def test_the_forward_is_that_of_every_policy(which, tokens, monkeypatch):
@@ -106,16 +106,15 @@ def test_the_forward_is_that_of_every_policy(which, tokens, monkeypatch):
     make, given = LAYERS[which]
     layer = make("none")
     exact = step(layer, **given)
-    biggest = max(e.norm() for e in exact[1:])
     # A step is 1/126 of a block; with fp8 in every name, sixteenths add up.
     limits = dict.fromkeys(LOSSY_PRESETS, 3e-2)
     limits |= {every_name(layer, n): 0.5 for n in ("int8", "int8_stochastic", "fp8_e4m3")}
     for layer.policy, limit in limits.items():
         made = step(layer, **given)
-        assert torch.equal(made[0], exact[0]), layer.policy
-        for got, truth in zip(made[1:], exact[1:], strict=True):
-            assert (got - truth).norm() <= limit * max(truth.norm(), 1e-2 * biggest), layer.policy
-        assert any(not torch.equal(g, t) for g, t in zip(made[1:], exact[1:], strict=True))
+        check_close(made, exact, limit, 1e-2)
+        assert not same_bits(made, exact)
+        with check_replay():
+            assert same_bits(step(layer, **given), made)
 
 
 # --- the error of gradients
@@ -141,35 +140,15 @@ def test_gradients_are_off_by_at_most_two_and_a_half_times_bf16s_own_error(shape
             assert ratio <= (3.0 if of_heads else 2.5), (policy, name, ratio)
 
 
-def test_stochastic_rounding_has_no_bias():
-    """The mean of 100 draws' gradients: within its own noise of the exact ones."""
-    formats = {"attn": "native", "mid": "native", "qkv": "int8_stochastic", "up": "int8_stochastic"}
-    layer, x = encoder("none").double(), source(torch.float64)
-    exact = step(layer, x)[1:]
-    layer.policy = Policy(save=formats)
-    draws = []
-    for seed in range(100):
-        torch.manual_seed(seed)
-        draws.append(run(layer, x, direction(x))[1:])
-    biggest = max(t.norm() for t in exact)
-    for i, truth in enumerate(exact):
-        drawn = torch.stack([draw[i] for draw in draws])
-        bias = (drawn.mean(0) - truth).norm()
-        noise = drawn.std(0).norm() / 10  # of the mean
-        # 1.1 to 1.5 of it is chance; what is left is the curvature of the activation and of
-        # softmax over a step, of second order in it.
-        assert bias <= 1.5 * noise + 2e-4 * max(truth.norm(), 1e-3 * biggest)
-
-
 def test_relus_derivative_is_exact_from_int8_and_from_signs():
     exact = step(encoder("none", 0.2, activation="relu"))
     signs = step(encoder(Policy(save={"act": "native", "up": "sign"}), 0.2, activation="relu"))
     assert same_bits(signs, exact)
     policy = Policy(save={"attn": "native", "mid": "native", "up": "int8"})
     made = step(encoder(policy, 0.2, activation="relu"))
-    same = [torch.equal(g, t) for g, t in zip(made, exact, strict=True)]
     names = ["output", "x", *dict(encoder().named_parameters())]
-    assert [n for n, is_same in zip(names, same, strict=True) if not is_same] == ["linear2.weight"]
+    differ = [n for n, a, b in zip(names, made, exact, strict=True) if not torch.equal(a, b)]
+    assert differ == ["linear2.weight"]
 
 
 def test_signs_alone_serve_where_the_values_are_not_asked_for():
@@ -204,32 +183,18 @@ def test_kept_bytes_are_predicted_scales_included(which, dtype, monkeypatch):
     monkeypatch.setattr("fused_remat.execution.choose._CPU_TOKENS", 16)
     make, given = LAYERS[which]
     given = {n: a.to(dtype) if isinstance(a, torch.Tensor) else a for n, a in given.items()}
-    layer, x, seen = make("full").to(dtype), source(dtype).requires_grad_(), []
+    layer, x, seen = make("full").to(dtype), source().to(dtype).requires_grad_(), []
     monkeypatch.setattr(function, "OBSERVERS", [seen.append])
     for policy in ("fast8", "balanced8", every_name(layer, "int8_stochastic")):
         layer.policy = policy
         layer(x, **given)
         call = seen.pop()
-        predicted = dict(_predicted(call))
-        for (name, _), piece in zip(call.execution.pieces(), call.kept, strict=True):
-            predicted[name] -= piece.nbytes
+        names, kept = [name for name, _ in call.execution.pieces()], Counter()
+        for name, piece in zip(names, call.kept, strict=True):
+            kept[name] += piece.nbytes
             assert piece.untyped_storage().nbytes() == piece.nbytes
-        kept = {name for name, _ in call.execution.pieces()}
-        assert not any(predicted[name] for name in kept)
+        assert kept == {name: _predicted(call)[name] for name in kept}
         assert any(name.endswith(".scale") for name in kept)
-
-
-def test_a_rungs_bytes():
-    """13·D at 16 bits pre-norm, 15·D post-norm, and a scale for each 64 of seven D."""
-    for norm_first, units in ((True, 13), (False, 15)):
-        layer = encoder("fast8", norm_first=norm_first, d_model=128).bfloat16()
-        x = torch.randn(B, S, 128, dtype=torch.bfloat16, requires_grad=True)
-        with SavedBytes(exclude=layer.parameters()) as saved:
-            layer(x)
-        width = 3 * 128 + 4 * D
-        native = 2 * (units - 7) // 2 * 128
-        scales = 4 * (3 * 128 // 64 + 4 * D // 64)
-        assert saved.total == B * S * (native + width + scales + 16 + 4 * H)
 
 
 def test_nothing_is_unpacked_whole_for_an_activation(monkeypatch):
@@ -265,22 +230,6 @@ def test_compiled_gradients_are_the_same_bits(stored, dropout):
     eager = encoder(policy, dropout, activation="relu")
     compiled = torch.compile(copy.deepcopy(eager), backend="aot_eager", fullgraph=True)
     assert same_bits(step(compiled), step(eager))
-
-
-@pytest.mark.composes(
-    "Replay check", "kept activations in 8 bits", limits="what is rebuilt from them is not compared"
-)
-@pytest.mark.parametrize("which", LAYERS)
-def test_the_replay_check_passes(which, monkeypatch):
-    monkeypatch.setattr("fused_remat.execution.choose._CPU_TOKENS", 32)
-    make, given = LAYERS[which]
-    layer = make("none")
-    for policy in ("fast8", every_name(layer, "int8_stochastic"), Policy(save={"qkv": "fp8_e4m3"})):
-        layer.policy = policy
-        plain = step(layer, **given)
-        with check_replay():
-            checked = step(layer, **given)
-        assert same_bits(checked, plain)
 
 
 def test_the_replay_check_sees_a_changed_code():
@@ -321,12 +270,6 @@ def test_an_outer_checkpoint_packs_the_same_again():
     assert same_bits(step(Outer(layer)), step(layer))
 
 
-def test_a_callers_own_activation_reads_it_unpacked():
-    made = step(encoder(Policy(save={"up": "int8"}), activation=torch.sin))
-    exact = step(encoder("full", activation=torch.sin))
-    check_close(made, exact, 2e-2, 1e-3)
-
-
 @pytest.mark.composes("Autocast", "kept activations in 8 bits")
 def test_autocast():
     layer = encoder("fast8", 0.1)
@@ -334,7 +277,7 @@ def test_autocast():
         made = step(layer)
         layer.policy = "none"
         exact = step(layer)
-    check_close(made, exact, 2e-2, 1e-3)
+    check_close(made, exact, 2e-2, 1e-2)
 
 
 def test_stochastic_rounding_draws_a_seed_and_dropout_stays_the_same():
@@ -363,9 +306,7 @@ def test_a_format_of_ones_own_is_a_row(monkeypatch):
     )  # fmt: skip
     monkeypatch.setitem(FORMATS, "half", half)
     layer = encoder(Policy(save={"up": "half"}))
-    exact = step(encoder("full"))
-    made = step(layer)
-    assert torch.equal(made[0], exact[0])
+    check_close(step(layer), step(encoder("full")), 1e-2)
     with SavedBytes(exclude=layer.parameters()) as saved:
         layer(source().requires_grad_())
     assert saved.total == B * S * (4 * D + 2 * 4 * D + 16)

@@ -1,14 +1,12 @@
 """Imports go one way between the rooms of the package, wherever in a file they stand."""
 
 import ast
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
+from processes import ROOT, printed
 
 # A room may import those after it, and itself; a room stands for everything in it. `tests/` and
 # `bench/` may import anything.
@@ -48,21 +46,16 @@ ARROWS: dict[str, tuple[str, ...]] = {
 
 def module_name(path: Path) -> str:
     """`graph.graph` for fused_remat/graph/graph.py, `graph` for its __init__.py."""
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    parts = parts[1:] if parts[0] == "fused_remat" else parts
-    return ".".join(parts).removesuffix(".__init__")
+    name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    return name.removeprefix("fused_remat.").removesuffix(".__init__")
 
 
 FILES = sorted([*(ROOT / "fused_remat").rglob("*.py"), *(ROOT / "kernels").glob("*.py")])
 MODULES = {module_name(path): path for path in FILES if "fused_remat/kernels" not in str(path)}
 
 
-def within(name: str, room: str) -> bool:
-    return name == room or name.startswith(room + ".")
-
-
-def row(name: str) -> str | None:
-    return max((room for room in ARROWS if within(name, room)), key=len, default=None)
+def within(name: str, *rooms: str) -> bool:
+    return any(name == room or name.startswith(room + ".") for room in rooms)
 
 
 def runtime_nodes(node: ast.AST) -> Iterator[ast.AST]:
@@ -94,24 +87,20 @@ def test_imports_are_found_in_functions_too_but_not_those_for_types():
 
 @pytest.mark.parametrize("name", MODULES)
 def test_arrows_go_one_way(name):
-    place = row(name)
-    assert place is not None, f"{name} has no row in ARROWS: place it"
+    row = max((room for room in ARROWS if within(name, room)), key=len, default=None)
+    assert row is not None, f"{name} has no row in ARROWS: place it"
     ours = {i.removeprefix("fused_remat.") for i in imports_of(name) if within(i, "fused_remat")}
-    ours = {i for i in ours if not within(i, name)}
-    wrong = {i for i in ours if not any(within(i, room) for room in ARROWS[place])}
-    assert not wrong, f"{name} may import {ARROWS[place]}, and imports {sorted(wrong)}"
+    wrong = {i for i in ours if not within(i, name, *ARROWS[row])}
+    assert not wrong, f"{name} may import {ARROWS[row]}, and imports {sorted(wrong)}"
 
 
-@pytest.mark.parametrize("name", [n for n in MODULES if within(n, "kernels")])
-def test_kernels_import_triton_and_each_other_only(name):
+def test_kernels_import_triton_and_each_other_only():
     allowed = ("triton", "fused_remat.kernels", "__future__", "typing")
-    assert {i for i in imports_of(name) if not any(within(i, a) for a in allowed)} == set()
-
-
-def test_kernels_are_flat_and_never_a_package_of_their_own():
+    for name in (name for name in MODULES if within(name, "kernels")):
+        assert all(within(i, *allowed) for i in imports_of(name)), name
     # Hugging Face has a package called `kernels`; ours is `fused_remat.kernels`.
-    names = {path.name for path in (ROOT / "kernels").iterdir()} - {"__pycache__"}
-    assert "__init__.py" not in names and all(name.endswith(".py") for name in names)
+    assert {path.suffix for path in (ROOT / "kernels").iterdir()} <= {".py", ""}
+    assert not (ROOT / "kernels" / "__init__.py").exists()
 
 
 IMPORT_ALONE = """
@@ -131,11 +120,8 @@ print(*sorted(set(sys.modules) - before))
 
 
 def test_the_package_imports_without_triton_and_loads_little():
-    command = [sys.executable, "-c", IMPORT_ALONE]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
-    loaded = done.stdout.split()
+    loaded = printed("-c", IMPORT_ALONE).split()
     roots = {name.partition(".")[0] for name in loaded} - set(sys.stdlib_module_names)
     assert roots <= {"fused_remat", "torch", "numpy"}, "a third package at import"
     slow = ("torch._dynamo", "torch._inductor", "numpy.testing", "fused_remat.kernels")
-    assert not [name for name in loaded if any(within(name, s) for s in slow)]
+    assert not [name for name in loaded if within(name, *slow)]

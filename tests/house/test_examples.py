@@ -3,40 +3,32 @@
 import dataclasses
 import json
 import math
-import os
 import shutil
-import subprocess
 import sys
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
+from processes import ROOT, printed
 
 from bench.pages import losses as page
 from bench.pages import pictures
 from fused_remat.policies import EXACT_PRESETS
 
-ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 FEWEST_BYTES_FIRST = ("full", "lean", "balanced", "fast", "none", "eager")
 
 
-def printed(folder, script, *options):
-    """What a script prints, run in a folder."""
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / script), *options], cwd=folder, capture_output=True,
-        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def found_by(folder, script, options):
+    """What a script writes in a folder, and what it prints."""
+    text = printed(EXAMPLES / script, *options.split(), cwd=folder)
+    (path,) = folder.glob("*.json")
+    return json.loads(path.read_text()), text
 
 
 def test_the_demo(tmp_path):
-    options = ("--quick", "--out", "demo.png", "--json", "demo.json")
-    text = printed(tmp_path, "train_byte_lm.py", *options)
-    results = json.loads((tmp_path / "demo.json").read_text())
+    options = "--quick --out demo.png --json demo.json"
+    results, text = found_by(tmp_path, "train_byte_lm.py", options)
     ways, steps = results["ways"], results["sizes"]["steps"]
     assert list(ways) == ["eager", "checkpoint", *EXACT_PRESETS]
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
@@ -46,8 +38,7 @@ def test_the_demo(tmp_path):
         assert all(map(math.isfinite, (*row["losses"], row["final_loss"], row["validation_loss"])))
     full, eager = ways["full"], ways["eager"]
     for preset in EXACT_PRESETS:
-        assert ways[preset]["losses"] == full["losses"]
-        assert ways[preset]["validation_loss"] == full["validation_loss"]
+        assert all(ways[preset][what] == full[what] for what in ("losses", "validation_loss"))
     assert results["presets_bit_identical"]
     # Other dropout bits, same weights and data: 0.02 nats is ten times what is seen.
     for loss in ("final_loss", "validation_loss"):
@@ -60,13 +51,12 @@ def test_the_demo(tmp_path):
 def test_every_way_of_fine_tuning_has_the_losses_of_the_unconverted_model(tmp_path):
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 60)
     sizes = "--layers 1 --seq-len 16 --batch 2 --steps 2 --vocabulary 300 --policies lean"
-    files = ("--json", "found.json", "--text", "text.txt")
-    text = printed(tmp_path, "finetune_hf.py", *sizes.split(), *files)
-    rows = json.loads((tmp_path / "found.json").read_text())["rows"]
+    options = f"{sizes} --json found.json --text text.txt"
+    found, text = found_by(tmp_path, "finetune_hf.py", options)
     loops = [(mode, loop) for mode in ("full", "lora") for loop in ("plain", "trainer")]
     expected = [(*loop, way) for loop in loops for way in ("eager", "checkpoint", "lean")]
-    assert [(row["mode"], row["loop"], row["way"]) for row in rows] == expected
-    for row in rows:
+    assert [(row["mode"], row["loop"], row["way"]) for row in found["rows"]] == expected
+    for row in found["rows"]:
         assert len(row["losses"]) == len(set(row["losses"])) == 2
         assert all(map(math.isfinite, row["losses"]))
         # float32's rounding of a loss near 6, and what two steps make of other roundings.
@@ -75,16 +65,15 @@ def test_every_way_of_fine_tuning_has_the_losses_of_the_unconverted_model(tmp_pa
 
 
 MODELS, WAYS = ("byte_lm", "smollm"), ("eager", "native", "fast8")
+QUICK = "--quick --seeds 0 1"
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """Of compare_losses.py the results' path, the results, and the printed text."""
-    path = tmp_path_factory.mktemp("losses") / "losses-cpu.json"
-    text = printed(
-        path.parent, "compare_losses.py", "--quick", "--seeds", "0", "1", "--out", path.name
-    )
-    return path, json.loads(path.read_text()), text
+    folder = tmp_path_factory.mktemp("losses")
+    options = f"{QUICK} --out losses-cpu.json"
+    return folder / "losses-cpu.json", *found_by(folder, "compare_losses.py", options)
 
 
 @pytest.fixture
@@ -96,33 +85,24 @@ def example(monkeypatch):
     return compare_losses
 
 
-def losses(results, model, seed):
-    case = {"model": model, "seed": seed}
-    (row,) = (row for row in results["results"] if case.items() <= row["case"].items())
-    return {way: found["losses"] for way, found in row["ways"].items()}
-
-
-def test_losses_are_of_every_run(run):
+def test_losses_are_of_every_run_and_a_seed_or_8_bits_change_them(run):
     path, results, text = run
-    assert len(results["results"]) == len(MODELS) * 2
-    for row in results["results"]:
+    rows = {tuple(row["case"][n] for n in ("model", "seed")): row for row in results["results"]}
+    assert rows.keys() == {(model, seed) for model in MODELS for seed in (0, 1)}
+    for row in rows.values():
         assert tuple(row["ways"]) == WAYS
         for found in row["ways"].values():
             assert len(found["losses"]) == row["case"]["steps"]
             assert all(map(math.isfinite, (*found["losses"], found["validation_loss"])))
+        native, fast8 = (row["ways"][way]["losses"] for way in ("native", "fast8"))
+        assert fast8[0] == native[0] and fast8[1:] != native[1:]
+    for model in MODELS:
+        first, second = (rows[model, seed]["ways"]["eager"]["losses"] for seed in (0, 1))
+        assert first != second
     assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     assert "<svg" in path.with_suffix(".svg").read_text()
     for title in ("Byte-level LM", "SmolLM-shaped"):
         assert all(f"| {title} | {way} | " in text for way in WAYS)
-
-
-@pytest.mark.parametrize("model", MODELS)
-def test_storing_in_8_bits_changes_gradients_and_a_seed_all(run, model):
-    first, second = (losses(run[1], model, seed) for seed in (0, 1))
-    for found in (first, second):
-        assert found["fast8"][0] == found["native"][0]
-        assert found["fast8"][1:] != found["native"][1:]
-    assert first["eager"] != second["eager"]
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -140,7 +120,7 @@ def test_native_trains_as_eager_does(example, model):
 def test_a_run_is_taken_up(run, example, monkeypatch):
     path, results, _ = run
     monkeypatch.setattr(example, "train", lambda *_: pytest.fail("it is in the file already"))
-    monkeypatch.setattr(sys, "argv", ["compare_losses.py", "--quick", "--seeds", "0", "1"])
+    monkeypatch.setattr(sys, "argv", ["compare_losses.py", *QUICK.split()])
     file = example.ResultsFile(path, results["machine"], results["config"])
     example.compare(file, example.parse())
 

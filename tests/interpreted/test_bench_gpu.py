@@ -1,36 +1,36 @@
 """`python -m bench gpu` in a dry run: all but the clock of what runs on a GPU."""
 
-import dataclasses
 import gc
+import importlib
 import json
 import os
 import re
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
 from places import target
 
-from bench.audit.cases import tile_name
+from bench.audit.cases import cases, tile_name
+from bench.audit.cases import target as target_of
 from bench.commands import gpu
 from bench.gpu import layers as gpu_layers
-from bench.gpu.kinds import KINDS
+from bench.gpu import profile
+from bench.gpu.profile import KINDS
 from bench.measure import options
 from bench.measure.contest import Rig
 from bench.measure.results import ResultsFile
-from bench.pages.gpu import failures
+from bench.pages.gpu import failures, profile_table
+from bench.subjects.layers import Case
 from bench.tuning import attention_tiles
 from fused_remat.policies import EXACT_PRESETS
 from fused_remat.triton import tables
 
 TARGET = target()
 
-#: What is not there, or serves nothing here: without a GPU.
-PEERS = {
-    *("flash", "cudnn", "efficient", "varlen", "flex", "flash-attn", "flash-attn 3", "bare"),
-    *("liger", "liger tiled", "liger fused", "quack", "quack recompute", "torch_remat"),
-}
+#: Why somebody is absent without a GPU, never one of ours.
 ABSENT = re.compile(
     "needs a CUDA device|is not installed|no backward on a CPU|it has no norm|the same as aten|"
     "No module named|nothing but the products|ATen's products"
@@ -63,9 +63,10 @@ def test_every_way_is_right_and_timed(rows):
     assert len(measured) > 30
     for row in measured:
         for name, way in row["ways"].items():
-            if "absent" in way:  # never ours, and always with a reason
-                known = name in PEERS or row["case"]["name"].startswith("linear_bwd")
-                assert known and ABSENT.search(way["absent"]), (row["case"], name, way)
+            if "absent" in way:
+                ours = name.startswith("fused_remat") and "linear_bwd" not in row["case"]["name"]
+                assert ABSENT.search(way["absent"]) and not ours, (row["case"], name, way)
+                assert name not in (*EXACT_PRESETS, "eager", "checkpoint"), (row["case"], name)
                 continue
             assert set(way["us"]) == {"p20", "p50", "p80"}, (row["case"], name)
             if row["case"]["section"] != "ceilings":
@@ -113,67 +114,45 @@ def test_a_failing_case_is_a_row(rig, tmp_path):
         raise ValueError("no\nsuch size")
 
     results = ResultsFile(tmp_path / "gpu.json", {}, {})
-    gpu.run_entry(({"name": "it"}, measure), "norms", rig, results, "now")
+    gpu.run_entry(({"name": "it"}, measure), "norms", rig, results)
     (row,) = rows_of(tmp_path)
     assert row["error"] == "ValueError: no such size"
     assert failures([row]) == ["norms it: ValueError: no such size"]
 
 
-def test_what_a_worker_has_done_is_not_done_again(rig, tmp_path, monkeypatch):
-    """Nor is the case in which it ended."""
-    measured = []
+def test_what_was_measured_is_not_measured_again(rig, tmp_path, monkeypatch):
+    """Nor is the case in which a worker ended, until the command is given again."""
+    measured, path = [], tmp_path / "gpu.json"
 
     def section(needs, *names):
         entries = [({"name": n}, lambda rig, n=n: measured.append(n) or {}) for n in names]
         return gpu.Section(1.0, needs, lambda rig: entries)
 
+    def run(seconds, **code):
+        results = ResultsFile(path, {"gpu": "this"} | code, {})
+        ends = gpu.time.perf_counter() + seconds
+        gpu.run_all(sections, Rig(rig.device, rig.dtype, False, TARGET, ends), results)
+        return {row["case"]["name"]: row for row in results.own}
+
     sections = {"it": section(1.0, "done", "crashed", "next"), "long": section(1e9, "too long")}
     monkeypatch.setattr(gpu, "SECTIONS", sections)
     monkeypatch.setattr(gpu, "line", lambda row: "")
-    results = ResultsFile(tmp_path / "gpu.json", {}, {})
-    for name, more in (("done", {"ways": {}}), ("crashed", {"error": gpu.UNFINISHED})):
-        results.put({"case": {"section": "it", "name": name}, "run": "now"} | more)
-    rig = Rig(rig.device, rig.dtype, False, TARGET, ends=gpu.time.perf_counter() + 60)
-    gpu.run_all(sections, rig, results, "now")
+    for name, more in (("done", {"error": "no"}), ("crashed", {"error": gpu.UNFINISHED})):
+        case = {"section": "it", "name": name}
+        ResultsFile(path, {"gpu": "this", "date": "then"}, {}).put({"case": case} | more)
+    found = run(60)
     assert measured == ["next"]
-    found = {row["case"]["name"]: row for row in rows_of(tmp_path)}
     assert found["crashed"]["error"] == gpu.UNFINISHED and "skipped" in found["too long"]
-    rig = dataclasses.replace(rig, ends=gpu.time.perf_counter() + 1e10)
-    gpu.run_all(sections, rig, results, "now")  # given again, with more time
+    run(1e10)  # more time
     assert measured == ["next", "too long"]
-    gpu.run_all(sections, rig, results, "another run")
-    assert measured[2:] == ["done", "crashed", "next", "too long"]
-
-
-def test_the_same_command_goes_on_with_the_same_codes_run(tmp_path, monkeypatch):
-    """And measures again what it had no time for, not what it has; other code starts anew."""
-    path, config = tmp_path / "gpu.json", {"dtype": "float32"}
-    assert gpu.run_to_go_on(path, config) is None
-    commit, dirty = gpu.checkout()
-    code = {"commit": commit, "dirty": dirty, "source": gpu.source(), "torch": torch.__version__}
-    one, two = ({"case": {"section": "it", "name": name}} for name in ("one", "two"))
-    for case in (one, two):
-        ResultsFile(path, code | {"source": "other"}, config).put(case | {"run": "before"})
-    assert gpu.run_to_go_on(path, config) is None
-    ResultsFile(path, code | {"date": "then"}, config).put(one | {"run": "first"})
-    assert gpu.run_to_go_on(path, config) == "first"  # though a row of other code is the last
-    assert gpu.run_to_go_on(path, {"dtype": "float16"}) is None
-    monkeypatch.setattr(gpu, "source", lambda: "changed")
-    assert gpu.run_to_go_on(path, config) is None
-
-
-def test_what_is_given_again_tries_again_where_a_process_ended(tmp_path):
-    path = tmp_path / "gpu.json"
-    results = ResultsFile(path, {"gpu": "this"}, {})
-    for name, error in (("stopped", gpu.UNFINISHED), ("wrong", "ValueError: no")):
-        results.put({"case": {"section": "it", "name": name}, "run": "now", "error": error})
-    gpu.try_again(path, "another run")
-    assert [row["error"] for row in rows_of(tmp_path)] == [gpu.UNFINISHED, "ValueError: no"]
-    gpu.try_again(path, "now")
-    stopped, wrong = rows_of(tmp_path)
-    assert "error" not in stopped and stopped["skipped"] and wrong["error"]
-    assert len(gpu.rows_of("now", ResultsFile(path, {"gpu": "this"}, {}))) == 2
-    assert gpu.rows_of("now", ResultsFile(path, {"gpu": "another"}, {})) == []
+    gpu.begin(again := ResultsFile(path, {"gpu": "this"}, {}), fresh=False)
+    again.write()
+    run(1e10)
+    assert measured[2:] == ["crashed"]
+    gpu.begin(again := ResultsFile(path, {"gpu": "this"}, {}), fresh=True)
+    assert again.rows == []
+    run(1e10, source="other code")
+    assert measured[3:] == ["done", "crashed", "next", "too long"]
 
 
 @pytest.mark.parametrize(("statuses", "status"), [((gpu.BROKEN, 1, 0), 0), ((1,) * 8, 1)])
@@ -191,7 +170,8 @@ def test_workers_follow_one_another_until_one_ends_well(statuses, status, monkey
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert gpu.main(["--out", str(tmp_path / "new")]) == status and not left
     assert all(command[:4] == [sys.executable, "-m", "bench", "gpu"] for command in commands)
-    assert all("--run" in command for command in commands)
+    numbers = [command[command.index("--worker") + 1] for command in commands]
+    assert numbers == [str(index) for index in range(len(commands))]
     with pytest.raises(SystemExit, match="2"):
         gpu.parse(["--minutes", "0.2"])
 
@@ -203,3 +183,150 @@ def test_dry_runs_are_interpreted(monkeypatch):
     with pytest.raises(SystemExit, match="2"):
         gpu.parse(["--dry-run", "--sections", "nonsense"])
     assert gpu.parse(["--dry-run"]).out.parts[-3:] == ("build", "dry-run", "gpu")
+
+
+# --- profiles: what kernels are for, what they add up to, and what is the least
+
+KERNELS = Path(__file__).resolve().parents[2] / "kernels"
+#: As CUDA 12 and 13, ATen and cuDNN 9 name them on Hopper.
+NAMES = {
+    "products": (
+        "nvjet_tst_192x192_64x4_1x2_h_bz_coopB_TNT",
+        "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_warpgroupsize1x1x1",
+        "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_bf16_128x256_32x3_nt_align8>",
+        "void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16, float>",
+        "void cublasLt::epilogue::impl::globalKernel<8, 32, __nv_bfloat16, float, true, true, 1>",
+        "mlp_bwd_kernel",
+    ),
+    "attention": (
+        "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128, 128, 64, 4, false>>",
+        "void pytorch_flash::flash_bwd_dot_do_o_kernel<true, Flash_bwd_kernel_traits<128, 64>>",
+        "void cutlass::device_kernel<flash::enable_sm90_or_later<flash::FlashAttnFwdSm90<...>>>",
+        "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128_4x1x1",
+        "void cudnn::fusion::compute_dot_do_o_specialized<true, __nv_bfloat16, int>",
+        "fmha_cutlassB_bf16_aligned_128x128_k128_sm80(PyTorchMemEffAttention::AttentionBackward)",
+        "attention_dkdv_bwd_kernel",
+        "fused_remat.kernels.attention.attention_fwd_kernel",
+    ),
+    "norms": (
+        "void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<float, float>",
+        "void at::native::(anonymous namespace)::GammaBetaBackwardCUDAKernelTemplate<float, 64>",
+        "column_sum_kernel",
+    ),
+    "pointwise": (
+        "void at::native::vectorized_elementwise_kernel<4, at::native::GeluCUDAKernelImpl(...)>",
+        "void at::native::(anonymous namespace)::fused_dropout_kernel_vec<c10::BFloat16, float>",
+        "dropout_add_fwd_kernel",
+        "act_bwd_kernel_0d1d2d",
+    ),
+    "reductions": (
+        "void at::native::reduce_kernel<128, 4, at::native::ReduceOp<c10::BFloat16, float>>",
+    ),
+    "copies and fills": (
+        "Memcpy DtoD (Device -> Device)",
+        "Memset (Device)",
+        "void at::native::elementwise_kernel<128, 4, direct_copy_kernel_cuda(TensorIteratorBase&)>",
+        "void at::native::multi_tensor_apply_kernel<TensorListMetadata<2>, CopyFunctor<BFloat16>>",
+        "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>>",
+    ),
+    "other": ("void cub::DeviceRadixSortHistogramKernel<int>", "a_norm_bwd_kernels"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "name"), [(k, n) for k, names in NAMES.items() for n in names])
+def test_what_a_kernel_is_for(kind, name):
+    assert profile.kind_of(name) == kind
+
+
+def test_forwards_of_attention_are_known():
+    found = [name for names in NAMES.values() for name in names if profile.FORWARD.search(name)]
+    assert len(found) == 3 and all("wd" in name or "fprop" in name for name in found)
+    assert profile.FORWARD.search("attention_fwd_kernel")
+    assert not profile.FORWARD.search("void pytorch_flash::flash_fwd_splitkv_combine_kernel<...>")
+
+
+def test_every_kernel_of_ours_has_a_kind():
+    """Those that a launch can name, and those that are in `kernels/`."""
+    at = target_of(90)
+    launched = {case.launch.kernel.fn.__name__ for case in cases(at, torch.bfloat16)}
+    assert launched <= set(profile.ours())
+    assert set(profile.OURS) <= {path.stem for path in KERNELS.glob("*.py")}
+    for path in KERNELS.glob("*.py"):
+        module = importlib.import_module(f"fused_remat.kernels.{path.stem}")
+        own = [n for n in vars(module) if n.endswith("_kernel")]
+        assert set(own) <= set(profile.ours()), path.stem
+    assert set(profile.ours().values()) <= set(profile.KINDS)
+
+
+def test_what_kernels_add_up_to():
+    """Side by side and one within another, time is busy once; of two steps, the mean."""
+    given = (
+        ("nvjet_tst", 0.0, 10.0), ("nvjet_tst", 20.0, 40.0), ("flash_fwd_kernel", 5.0, 9.0),
+        ("Memset (Device)", 38.0, 50.0), ("who knows", 60.0, 61.0),
+    )  # fmt: skip
+    events = [profile.Event(*event) for event in given]
+    assert profile.busy(events) == 10.0 + 30.0 + 1.0
+    found = profile.tally(events, 2)
+    assert found["busy_us"] == 20.5 and found["launches"] == 2.5
+    assert found["attention_forwards"] == 0.5
+    assert {kind: us for kind, us in found["kinds_us"].items() if us} == {
+        "products": 15.0, "attention": 2.0, "copies and fills": 6.0, "other": 0.5,
+    }  # fmt: skip
+    first = {"name": "nvjet_tst", "kind": "products", "us": 15.0, "count": 1.0}
+    assert found["kernels"][0] == first and len(found["kernels"]) == 4
+    row = {
+        "case": {"section": "profile", "name": "pre-norm", "width": 8},
+        "ways": {
+            "eager": found | {"us": {"p50": 30.0}, "gaps_us": 9.5, "host_us": 7.0,
+                              "least_us": {"products": 12.0}},
+            "lean": {"error": "wrong"},
+        },
+    }  # fmt: skip
+    lines = profile_table(row).splitlines()
+    assert lines[0] == "profile pre-norm width=8, microseconds a step (least)"
+    table = dict(re.split(r"\s{2,}", line.strip()) for line in lines[2:])
+    assert table["products"] == "15 (12)" and table["other"] == "0" and table["step"] == "30"
+
+
+def test_a_device_that_cannot_be_profiled_is_an_error(monkeypatch):
+    monkeypatch.setattr(profile, "_is_note", lambda event: True)
+    with pytest.raises(RuntimeError, match="saw nothing run"):
+        profile.recorded(lambda: torch.ones(3), torch.device("cpu"))
+
+
+def test_the_profiler_tells_operators_apart():
+    """On a CPU those that call no other; marked ranges are nobody's work."""
+
+    def work():
+        with torch.profiler.record_function("mine"):
+            torch.ones(4, 4).exp_()
+
+    events = profile.recorded(work, torch.device("cpu"))
+    names = {event.name for event in events}
+    assert "aten::exp_" in names and not {"mine", "aten::ones"} & names
+    assert all(event.end >= event.start for event in events)
+
+
+def flops(way, example, kind):
+    return sum(part.flops for part in profile.parts_of(way, example) if part.kind == kind)
+
+
+def test_the_least_is_what_the_graph_computes():
+    """Against the FLOPs of such a layer by hand, with D² and S·D a token; MLP 4D wide."""
+    case = Case("float32", "pre", 0.0, 2, 12, 32, 2, causal=True, attention_dropout=0.0)
+    example = profile.example_of(case.subject("cpu"))
+    square, core = 24 * 32**2, 24 * 12 * 32
+    again = {"eager": (0, 0), "checkpoint": (16, 2), "full": (16, 2), "lean": (16, 0),
+             "balanced": (14, 0), "fast": (8, 0), "none": (0, 0)}  # fmt: skip
+    assert set(again) == set(profile.WAYS)
+    for way, (products, attention) in again.items():
+        assert flops(way, example, "products") == (72 + products) * square, way
+        assert flops(way, example, "attention") == (7 + attention) * core, way
+    ceilings = {"TFLOP/s": 1e-3, "GB/s": 1e9}  # products alone take time
+    least = profile.least("eager", example, ceilings)
+    assert least["products"] == pytest.approx(1e6 * 72 * square / 1e9)
+    assert profile.least("eager", example, {}) == {}
+    of_memory = {
+        name: profile.least(name, example, ceilings)["norms"] for name in ("eager", "none")
+    }
+    assert of_memory["none"] > of_memory["eager"] > 0.0  # none rebuilds norms

@@ -9,9 +9,9 @@ import triton.language as tl
 from kernel_problems import PROBLEMS
 from places import target
 
-from bench.kernels import linear, mlp
 from bench.kernels.attention_problem import FORMS
 from bench.kernels.problem import contests, ways_of
+from bench.kernels.products import LINEAR, MLP, Absent, Mlp
 from bench.measure.contest import Rig, admit, check
 
 RIG = Rig(torch.device("cpu"), torch.float32, True, target(), ends=0.0)
@@ -26,7 +26,7 @@ def test_our_triton_providers_are_right_both_ways(name):
     assert ours and all(n.startswith("fused_remat ") for n in ours)
     for direction, contest in contests(op, made(RIG), ["aten", *ours]):
         rows = admit(contest)
-        if op is linear.OP and direction == "bwd":
+        if op is LINEAR and direction == "bwd":
             reason = rows["fused_remat triton"]["absent"]
             assert reason.startswith("our backwards take ATen's products")
         else:
@@ -39,8 +39,8 @@ def test_liger_is_right_both_ways(name, floats_are_tensors, monkeypatch):
     pytest.importorskip("liger_kernel", reason="Liger-Kernel is not installed")
     torch.manual_seed(0)
     if name.startswith("mlp "):  # the tiled one takes three pieces
-        provider = mlp.OP[name.removeprefix("mlp ")]
-        problem = mlp.Mlp(RIG, True, "silu", 2, 50, 24, 40)
+        provider = MLP[name.removeprefix("mlp ")]
+        problem = Mlp(RIG, True, "silu", 2, 50, 24, 40)
     else:
         problem, provider = PROBLEMS[name][1](RIG), PROBLEMS[name][0]["liger"]
     if name.endswith("norm"):  # which CUDA's library of functions computes, that nothing interprets
@@ -57,5 +57,5 @@ def test_liger_is_right_both_ways(name, floats_are_tensors, monkeypatch):
 def test_liger_says_what_it_has_not(gated, act):
     pytest.importorskip("liger_kernel", reason="Liger-Kernel is not installed")
     for name in ("liger", "liger tiled", "liger fused"):
-        with pytest.raises(mlp.Absent, match="it has gated MLPs only, of silu"):
-            mlp.OP[name].build(mlp.Mlp(RIG, gated, act, 2, 20, 24, 40))
+        with pytest.raises(Absent, match="it has gated MLPs only, of silu"):
+            MLP[name].build(Mlp(RIG, gated, act, 2, 20, 24, 40))

@@ -74,6 +74,21 @@ def llama():
     return build("llama", torch.float32, num_hidden_layers=4)
 
 
+def with_adapters():
+    peft = pytest.importorskip("peft")
+    return peft.get_peft_model(llama(), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+
+
+def detached():
+    """The loss depends on two of four layers."""
+
+    def forward(self, x):
+        x = self.layers[1](self.layers[0](x)).detach()
+        return self.layers[3](self.layers[2](x))
+
+    return Model(forward, layers=encoder(4).layers)
+
+
 def squared(output):
     return output.square().mean()
 
@@ -96,7 +111,9 @@ CASES = {
     "encoder-decoder": (lambda: transformer(2), BOTH, squared, False),
     "shared": (shared, (X,), squared, False),
     "checkpointed": (partly_checkpointed, (X,), squared, False),
+    "detached": (detached, (X,), squared, False),
     "llama": (llama, LABELLED, hf_loss, False),
+    "llama with adapters": (with_adapters, LABELLED, hf_loss, False),
     "pre-norm, lossy": (uneven, (X,), squared, True),
     "post-norm dropout, lossy": (lambda: uneven(0.1, False), (X,), squared, True),
     "encoder-decoder, lossy": (lambda: transformer(1), BOTH, squared, True),

@@ -8,7 +8,6 @@ from tiers import pairwise
 from torch import nn
 
 from fused_remat import FusedRematLayer, Policy, convert, memory_report
-from fused_remat.formats import BLOCK
 from fused_remat.ops import encoder_block
 from fused_remat.policies import LOSSY_PRESETS
 from fused_remat.report.allocations import AllocationTrace, measure_allocations
@@ -52,19 +51,6 @@ def test_activations_in_pieces():
     up = next(a for a in report.layers[0].activations if a.name == "up")
     assert up.shape is None and up.count > B and up.bytes == up.predicted == TOKENS * 4 * D * 4
     assert "up in pieces float32" in str(report)
-
-
-def test_a_format_is_a_line_and_its_scales_another():
-    """As other statistics are."""
-    policy = Policy({"attn": "native", "up": "int8", "qkv": "fp8_e4m3"})
-    report = memory_report(convert(encoder(1), policy), data())
-    found = {a.name: (a.dtype, a.bytes) for a in report.layers[0].activations}
-    expected = (("up:int8", "int8", 4 * D), ("qkv:fp8_e4m3", "float8_e4m3fn", 3 * D))
-    for name, stored, width in expected:
-        assert found[name] == (stored, TOKENS * width)
-        assert found[f"{name}.scale"] == ("float32", TOKENS * -(-width // BLOCK) * 4)
-    assert not {"up", "qkv"} & set(found)
-    assert "FusedRematLayer {attn, qkv:fp8_e4m3, up:int8}" in str(report)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
-"""Frames down to an operation and to a Triton launch, Python calls of a step, compiled kernels.
+"""What a layer's step calls, compiles and keeps, as JSON: `make baseline` records it.
 
-`TRITON_INTERPRET=1 python frames.py` prints them as JSON.
+Rows of names and numbers: the depth of frames and the Python calls of a step, how often kernels are
+compiled, bytes kept for backward by name.
 
 A depth is the number of frames from the library's outermost one (the layer's `forward`; in
 backward, what autograd calls) to a row of the operation table, or to the frame that launches, both
@@ -9,7 +10,7 @@ only up to 3.11.
 
 No kernel runs: a launch is noted where Triton takes it, `InterpretedFunction.run`, and its key is
 that by which Triton's `JITFunction` looks for a compiled kernel, for an sm_90. Tiles are those that
-the library takes when interpreted.
+the library takes when interpreted: TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations
@@ -18,15 +19,17 @@ import functools
 import gc
 import json
 import sys
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from types import FrameType
 from typing import Any
 
 import torch
-from drawn_layers import PRESETS
 from torch import Tensor, nn
 
-from fused_remat import FusedRematCausalLayer, convert
+from fused_remat import FusedRematCausalLayer, convert, memory_report
+from fused_remat.policies import ALL_PRESETS
 from fused_remat.steps.operations import OPERATIONS
 
 BATCH, WIDTH, HEADS = 2, 64, 4
@@ -37,15 +40,19 @@ SHORT, LONG = 16, 600
 SIZES = ((4, 64), (4, 17), (4, 16), (4, 1), (1, 1), (4, 300), (2, 600), (3, 64))
 _COMPREHENSIONS = ("<listcomp>", "<dictcomp>", "<setcomp>")
 
-#: A layer, and the arguments of a call by x (B, S, D).
+#: A layer, and the arguments of a call besides x (B, S, D).
 Case = tuple[nn.Module, Callable[[Tensor], dict[str, Any]]]
 
 
 def encoder(dropout: float) -> Case:
-    """PyTorch's layer, norms first."""
     options = {"batch_first": True, "norm_first": True}
     layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 4 * WIDTH, dropout, **options)
-    return layer, lambda x: {"src": x}
+    return layer, lambda x: {}
+
+
+def decoder() -> Case:
+    layer = nn.TransformerDecoderLayer(WIDTH, HEADS, 4 * WIDTH, batch_first=True)
+    return layer, lambda x: {"memory": torch.randn_like(x).requires_grad_()}
 
 
 def llama() -> Case:
@@ -59,8 +66,7 @@ def llama() -> Case:
     rotary = modeling_llama.LlamaRotaryEmbedding(config)
 
     def given(x: Tensor) -> dict[str, Any]:
-        tables = rotary(x, torch.arange(x.shape[1]).expand(x.shape[:2]))
-        return {"hidden_states": x, "position_embeddings": tables}
+        return {"position_embeddings": rotary(x, torch.arange(x.shape[1]).expand(x.shape[:2]))}
 
     return modeling_llama.LlamaDecoderLayer(config, 0), given
 
@@ -76,7 +82,7 @@ def causal() -> Case:
         batch, seq, _ = x.shape
         mask = torch.randn(batch, 1, seq, seq).to(x.dtype).requires_grad_()
         rope = torch.randn(2, seq, WIDTH // HEADS // 2).unbind()
-        return {"x": x, "rope": rope, "attn_mask": mask, "key_lengths": torch.full((batch,), seq)}
+        return {"rope": rope, "attn_mask": mask, "key_lengths": torch.full((batch,), seq)}
 
     return layer, given
 
@@ -84,19 +90,31 @@ def causal() -> Case:
 CASES: dict[str, Callable[[], Case]] = {
     "FusedRematLayer": functools.partial(encoder, 0.0), "Llama": llama,
     "FusedRematLayer, dropout": functools.partial(encoder, 0.1), "FusedRematCausalLayer": causal,
+    "FusedRematDecoderLayer": decoder,
 }  # fmt: skip
 
 
 def make(
     name: str, dtype: torch.dtype, policy: str, backend: str
-) -> tuple[Any, Callable[[int, int], dict[str, Any]]]:
-    """A fused layer, and its arguments by batch and sequence."""
+) -> tuple[Any, Callable[[int, int], tuple[Tensor, dict[str, Any]]]]:
+    """A fused layer; its input and other arguments by batch and sequence."""
     layer, given = CASES[name]()
     layer = layer if hasattr(layer, "policy") else convert(nn.Sequential(layer))[0]
     layer.policy, layer.backend = policy, backend
-    return layer.to(dtype), lambda batch, seq: given(
-        torch.randn(batch, seq, WIDTH).to(dtype).requires_grad_()
-    )
+
+    def arguments(batch: int, seq: int) -> tuple[Tensor, dict[str, Any]]:
+        x = torch.randn(batch, seq, WIDTH).to(dtype).requires_grad_()
+        return x, given(x)
+
+    return layer.to(dtype), arguments
+
+
+def kept(name: str, policy: str) -> dict[str, int]:
+    """Bytes kept for backward, by name."""
+    layer, arguments = make(name, torch.float32, policy, "eager")
+    x, given = arguments(BATCH, SHORT)
+    (row, *_) = memory_report(layer, x, **given).layers
+    return {a.name: a.bytes for a in row.activations}
 
 
 def depth(frame: FrameType | None) -> int:
@@ -119,32 +137,31 @@ def on_launch(note: Callable[[Any, tuple[Any, ...], dict[str, Any]], None]) -> N
     InterpretedFunction.run = lambda self, *args, grid, warmup, **kw: note(self, args, kw)
 
 
-def passes(name: str, seq: int) -> dict[str, dict[str, int]]:
+def calls(name: str, seq: int) -> dict[str, int]:
     """Of each pass of a training step the Python calls, and the largest depth of an operation and,
     in a step on the triton backend, of a launch.
     """
-    layer, inputs = make(name, torch.float32, "balanced", "eager")
-    given, dy = inputs(BATCH, seq), torch.randn(BATCH, seq, WIDTH)
-    forward, backward = (dict.fromkeys(("operation", "launch", "calls"), 0) for _ in range(2))
+    layer, arguments = make(name, torch.float32, "balanced", "eager")
+    (x, given), dy = arguments(BATCH, seq), torch.randn(BATCH, seq, WIDTH)
+    found, which = Counter(), "forward"
     operations = {run.__code__ for run in OPERATIONS}
-    now = forward
 
     def reached(what: str, frame: FrameType) -> None:
-        now[what] = max(now[what], depth(frame))
+        found[f"{which} {what}"] = max(found[f"{which} {what}"], depth(frame))
 
     def note(frame: FrameType, event: str, arg: Any) -> None:
         if event == "call" and frame.f_code in operations:
             reached("operation", frame)
-        now["calls"] += event == "call" and frame.f_code.co_name not in _COMPREHENSIONS
+        found[f"{which} calls"] += event == "call" and frame.f_code.co_name not in _COMPREHENSIONS
 
     def step(hook: Callable[[FrameType, str, Any], None] | None = None) -> None:
-        nonlocal now
+        nonlocal which
         sys.setprofile(hook)
-        y = layer(**given)
-        now = backward
+        y = layer(x, **given)
+        which = "backward"
         y.backward(dy)
         sys.setprofile(None)
-        now = forward
+        which = "forward"
 
     for _ in range(2):  # what is done once
         step()
@@ -154,7 +171,7 @@ def passes(name: str, seq: int) -> dict[str, dict[str, int]]:
     on_launch(lambda *_: reached("launch", sys._getframe(2)))
     layer.backend = "triton"
     step()
-    return {"forward": forward, "backward": backward}
+    return found
 
 
 @functools.cache
@@ -173,26 +190,43 @@ def compiles(name: str) -> dict[str, int]:
     Of every size two training steps whose gradients add up, and an evaluation without gradients.
     Then a step under every preset.
     """
-    keys: dict[str, set[str]] = {}
+    keys: dict[str, set[str]] = defaultdict(set)
 
     def note(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         _, specialization, rest = _binder(kernel)(*args, **options)
-        keys.setdefault(kernel.__name__, set()).add(f"{specialization} {rest}")
+        keys[kernel.__name__].add(f"{specialization} {rest}")
 
     on_launch(note)
-    layer, inputs = make(name, torch.float16, "full", "triton")  # no bfloat16 when interpreted
+    layer, arguments = make(name, torch.float16, "full", "triton")  # no bfloat16 when interpreted
     for size in SIZES:
-        given = inputs(*size)
+        x, given = arguments(*size)
         for _ in range(2):
-            layer.train()(**given).sum().backward()
+            layer.train()(x, **given).sum().backward()
         with torch.no_grad():
-            layer.eval()(**given)
+            layer.eval()(x, **given)
         layer.zero_grad()
-    for layer.policy in PRESETS:
-        layer.train()(**inputs(*SIZES[0])).sum().backward()
+    x, given = arguments(*SIZES[0])
+    for layer.policy in ALL_PRESETS:
+        layer.train()(x, **given).sum().backward()
     return {kernel: len(found) for kernel, found in sorted(keys.items())}
 
 
+def versions() -> dict[str, str]:
+    """What calls and compilations depend on besides the library."""
+    packages = {name: version(name) for name in ("torch", "transformers", "triton")}
+    return {"python": "{}.{}".format(*sys.version_info), **packages}
+
+
+def rows() -> Iterator[tuple[str, dict[str, Any]]]:
+    yield "versions", versions()
+    for name in CASES:
+        for policy in ALL_PRESETS:
+            yield f"kept: {name}, {policy}", kept(name, policy)
+        for seq in (SHORT, LONG):
+            yield f"calls: {name}, S = {seq}", calls(name, seq)
+        yield f"compiles: {name}", compiles(name)
+
+
 if __name__ == "__main__":
-    depths = {f"{name}, S = {seq}": passes(name, seq) for name in CASES for seq in (SHORT, LONG)}
-    print(json.dumps({"frames": depths, "compiles": {name: compiles(name) for name in CASES}}))
+    torch.set_num_threads(1)
+    print("{", ",\n".join(f"{json.dumps(name)}: {json.dumps(row)}" for name, row in rows()), "}")

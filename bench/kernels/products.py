@@ -1,0 +1,345 @@
+"""Ops that products bind: linear layers, MLPs, the loss of a head; their gradients."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bench.kernels.problem import (
+    Function,
+    Op,
+    Problem,
+    Ways,
+    failing,
+    through_autograd,
+)
+from bench.kernels.shapes import Size
+from bench.measure.contest import Results, Rig, Way, Work
+from bench.measure.registry import Absent
+from fused_remat import ops
+from fused_remat.steps.activation import ACTIVATIONS
+from fused_remat.triton import products as triton
+from fused_remat.triton.launch import Launch
+
+#: Our name of an activation -> QuACK's.
+QUACK = {"relu": "relu", "gelu_tanh": "gelu_tanh_approx", "silu": "silu", "tanh": "tanh"}
+#: Our name of an activation -> QuACK's of one whose result multiplies another matrix.
+QUACK_GATED = {"silu": "swiglu", "gelu_tanh": "geglu", "relu": "reglu"}
+#: Of a vocabulary, on a CPU: what is exact, in float64, is to fit its memory.
+_CPU_VOCAB = 1 << 15
+
+
+class Products(Problem):
+    """x (..., D) times weights as `nn.Linear` holds them; `act`: of an activation, or None."""
+
+    def __init__(
+        self, rig: Rig, name: str, sizes: Mapping[str, Any], act: str | None, **shapes: Any
+    ) -> None:
+        super().__init__(rig, name)
+        self.sizes, self.act, self.shapes = dict(sizes), act, shapes
+
+    def activate(self, x: Tensor) -> Tensor:
+        """`act` of x; x itself where there is none."""
+        return x if self.act is None else ACTIVATIONS[self.act].fwd(x)
+
+    def work(self, direction: str) -> Work:
+        """A product per weight, two backward; no activation is kept or read again.
+
+        Bytes forward: inputs and y. Backward: x, weights and dy, the gradients of all inputs.
+        """
+        sizes = {name: math.prod(shape) for name, shape in self.shapes.items()}
+        *_, (out, _) = (shape for name, shape in self.shapes.items() if "weight" in name)
+        weights, tokens = self.weights(sizes), math.prod(self.shapes["x"][:-1])
+        moved = sum(sizes.values()) + tokens * out
+        if direction == "bwd":
+            moved += sizes["x"] + sum(weights)
+        flops = {"fwd": 2.0, "bwd": 4.0}[direction] * tokens * sum(weights)
+        return Work(flops=flops, bytes=float(moved * self.rig.dtype.itemsize))
+
+    @staticmethod
+    def weights(inputs: Mapping[str, Any]) -> list[Any]:
+        """Of what is given of each input by name, that of the weights."""
+        return [given for name, given in inputs.items() if "weight" in name]
+
+
+def bare(p: Products) -> Ways:
+    """The products alone: what would be taken by who does the rest for nothing.
+
+    Of an MLP, the product into the hidden width stands for the activation, dy's with the last
+    weight for the gradient of each that goes into it.
+    """
+    if p.act is None and "bias" not in p.shapes:
+        raise Absent("there is nothing but the products")
+
+    def forward(x: Tensor, *weights: Tensor) -> Results:
+        *into, last = weights
+        hidden = {f"hidden{i}": torch.mm(x, weight.t()) for i, weight in enumerate(into)}
+        return hidden | {"y": torch.mm([x, *hidden.values()][-1], last.t())}
+
+    def backward(x: Tensor, hidden: Tensor, dy: Tensor, *weights: Tensor) -> Results:
+        *into, last = weights
+        found = {"dhidden": torch.mm(dy, last), "dlast": torch.mm(dy.t(), hidden)}
+        for i, weight in enumerate(into):
+            found[f"dx{i}"] = torch.mm(found["dhidden"], weight)
+            found[f"dweight{i}"] = torch.mm(found["dhidden"].t(), x)
+        return found
+
+    def operands(index: int) -> tuple[Tensor, ...]:
+        return p.sets[index]["x"].view(-1, p.shapes["x"][-1]), *p.weights(p.sets[index])
+
+    def and_gradients(index: int) -> tuple[Tensor, ...]:
+        x, *weights = operands(index)
+        hidden = [x, *(torch.mm(x, into.t()) for into in weights[:-1])][-1]
+        return x, hidden, p.dys[index].view(len(x), -1), *weights
+
+    def way(run: Callable[..., Results], prepare: Callable[[int], tuple[Tensor, ...]]) -> Way:
+        exact = lambda found: run(*(t.double() for t in prepare(0)))  # noqa: E731
+        return Way(lambda given: run(*given), exact, prepare=prepare)
+
+    return {"fwd": way(forward, operands), "bwd": way(backward, and_gradients)}
+
+
+class Linear(Products):
+    """act(x @ weightᵀ + bias), x (T, D), weight (F, D)."""
+
+    def __init__(
+        self, rig: Rig, tokens: int, width: int, out: int, act: str | None = None, bias: bool = True
+    ) -> None:
+        name = "linear" if act is None else f"linear + {act}"
+        shapes = {"x": (tokens, width), "weight": (out, width)} | ({"bias": (out,)} if bias else {})
+        sizes = {"tokens": tokens, "width": width, "out": out}
+        super().__init__(rig, name if bias else f"{name}, no bias", sizes, act, **shapes)
+
+    def reference(self, *inputs: Tensor) -> Tensor:
+        return self.activate(F.linear(*inputs))
+
+
+def _linears(rig: Rig, size: Size) -> Iterator[Problem]:
+    """The feed-forward's first layer: alone, and with its activation where nothing gates it."""
+    model = size.model
+    sizes = size.tokens, model.d_model, model.d_ff
+    yield Linear(rig, *sizes, bias=model.bias)
+    if not model.gated:
+        yield Linear(rig, *sizes, act=model.activation, bias=model.bias)
+
+
+LINEAR = Op("linear", _linears)
+LINEAR.provider("bare")(bare)
+
+
+@LINEAR.provider("quack", module="quack", needs="cuda", optional=True, autotunes=True)
+def quack_linear(p: Linear) -> Function | Ways:
+    """QuACK's product; with the activation in it, forward only, and as ours keeping no more."""
+    from quack.linear import linear_act_func, linear_func
+
+    if p.act is None:
+        return linear_func
+    if p.act not in QUACK:
+        raise Absent(f"it has no {p.act}")
+
+    def activated(x: Tensor, weight: Tensor, *bias: Tensor) -> Tensor:
+        return linear_act_func(x, weight, QUACK[p.act], *bias, store_preact=False)[1]
+
+    forward = dataclasses.replace(through_autograd(activated, p)["fwd"], optional=True)
+    return {"fwd": forward, "bwd": failing(Absent("its gradient is only in its MLP"))}
+
+
+@LINEAR.provider("fused_remat triton", needs="triton", ours=True)
+def triton_linear(p: Linear) -> Ways:
+    """Ours, bias and activation in the product's kernel; our blocks' backwards use ATen's."""
+
+    def prepare(index: int) -> tuple[Launch, Tensor]:
+        x, weight, *bias = p.sets[index].values()
+        y = p.rig.poisoned(len(x), len(weight))
+        given = x, weight, bias[0] if bias else None, None, None, p.act, None, y
+        return triton.linear_fwd(*given, p.rig.target), y
+
+    def run(given: tuple[Launch, Tensor]) -> Results:
+        given[0].run()
+        return {"y": given[1]}
+
+    absent = Absent("our backwards take ATen's products, or are a whole MLP's")
+    return {"fwd": Way(run, prepare=prepare), "bwd": failing(absent)}
+
+
+# --- MLPs
+
+
+class Mlp(Products):
+    """act(x @ fc1ᵀ + b1) @ fc2ᵀ + b2, or (act(x @ gateᵀ) * (x @ upᵀ)) @ downᵀ; x (B, S, D)."""
+
+    def __init__(
+        self, rig: Rig, gated: bool, act: str, batch: int, seq_len: int, width: int, hidden: int
+    ) -> None:
+        into, out_of = (hidden, width), (width, hidden)
+        if gated:
+            shapes = {"gate_weight": into, "up_weight": into, "down_weight": out_of}
+        else:
+            shapes = {"fc1_weight": into, "fc1_bias": (hidden,)}
+            shapes |= {"fc2_weight": out_of, "fc2_bias": (width,)}
+        name, x = f"gated {act}" if gated else act, (batch, seq_len, width)
+        sizes = {"tokens": batch * seq_len, "width": width, "hidden": hidden}
+        super().__init__(rig, name, sizes, act, x=x, **shapes)
+        self.gated = gated
+
+    def reference(self, *inputs: Tensor) -> Tensor:
+        if self.gated:
+            x, gate, up, down = inputs
+            return F.linear(self.activate(F.linear(x, gate)) * F.linear(x, up), down)
+        x, weight1, bias1, weight2, bias2 = inputs
+        return F.linear(self.activate(F.linear(x, weight1, bias1)), weight2, bias2)
+
+
+def _mlps(rig: Rig, size: Size) -> Iterator[Problem]:
+    """The model's own; plain ones have biases here, gated ones have none."""
+    model = size.model
+    sizes = size.batch, size.seq_len, model.d_model, model.d_ff
+    yield Mlp(rig, model.gated, model.activation, *sizes)
+
+
+MLP = Op("mlp", _mlps)
+MLP.provider("bare")(bare)
+
+
+def _liger_gated(p: Mlp) -> Function:
+    """Liger-Kernel's act(gate) * up between PyTorch's linears."""
+    from liger_kernel.ops import LigerGELUMulFunction, LigerSiLUMulFunction
+
+    known = {"silu": LigerSiLUMulFunction, "gelu_tanh": LigerGELUMulFunction}
+    if not p.gated or p.act not in known:
+        raise Absent(f"it has gated MLPs only, of {' and '.join(known)}")
+    apply = known[p.act].apply
+    return lambda x, gate, up, down: F.linear(apply(F.linear(x, gate), F.linear(x, up)), down)
+
+
+@MLP.provider("liger", module="liger_kernel", needs="cuda")
+def liger_mlp(p: Mlp) -> Function:
+    return _liger_gated(p)
+
+
+@MLP.provider("liger tiled", module="liger_kernel", needs="cuda")
+def liger_tiled(p: Mlp) -> Function:
+    """The same over pieces of the sequence, as many as it takes itself, rebuilt in backward."""
+    from liger_kernel.ops import apply_tiled_mlp
+
+    mlp = _liger_gated(p)
+
+    return lambda x, *weights: apply_tiled_mlp(lambda _, piece: mlp(piece, *weights), None, x)
+
+
+@MLP.provider("liger fused", module="liger_kernel", needs="cuda", optional=True, autotunes=True)
+def liger_fused(p: Mlp) -> Function:
+    """Liger-Kernel's Triton products with the gate in them; they take tensor descriptors."""
+    from liger_kernel.ops import LigerMLPFunction
+
+    if not p.gated or p.act != "silu":
+        raise Absent("it has gated MLPs only, of silu")
+    if p.rig.target is None or not p.rig.target.has_tma:
+        raise Absent("needs a GPU with tensor descriptors")
+    return LigerMLPFunction.apply
+
+
+def side_by_side(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> tuple[Tensor, ...]:
+    """A gated MLP's inputs with the gate's weight above the other."""
+    return x, torch.cat([gate, up]), down
+
+
+def apart(dx: Tensor, dgate_up: Tensor, ddown: Tensor) -> tuple[Tensor, ...]:
+    """Gradients of `side_by_side`'s results as those of what it was given."""
+    return dx, *dgate_up.chunk(2), ddown
+
+
+def _quack_mlp(p: Mlp, recompute: bool) -> Function | Ways:
+    """QuACK's MLP: activation and gate in the products, both ways; keeps the hidden half or x."""
+    from quack.mlp import mlp_func
+
+    act = (QUACK_GATED if p.gated else QUACK).get(p.act)
+    if act is None:
+        raise Absent(f"it has no {p.act}")
+    if recompute and not p.gated:
+        raise Absent("it takes no biases where it recomputes")
+    if not p.gated:
+        return lambda x, fc1, bias1, fc2, bias2: mlp_func(x, fc1, fc2, act, bias1, bias2)
+    options: dict[str, Any] = {"recompute": recompute, "concat_layout": True}
+    gated = lambda x, gate_up, down: mlp_func(x, gate_up, down, act, **options)  # noqa: E731
+    return through_autograd(gated, p, optional=True, pack=side_by_side, unpack=apart)
+
+
+for _name, _recompute in (("quack", False), ("quack recompute", True)):
+    _build = functools.partial(_quack_mlp, recompute=_recompute)
+    MLP.provider(_name, module="quack", needs="cuda", optional=True, autotunes=True)(_build)
+
+
+@MLP.ours("none", "full")
+def our_mlp(p: Mlp, backend: str, policy: str) -> Function:
+    """Keeping the hidden half ("none") or its input ("full")."""
+    mlp = ops.gated_mlp if p.gated else ops.mlp
+    return lambda *inputs: mlp(*inputs, activation=p.act, policy=policy, backend=backend)
+
+
+# --- the loss
+
+
+@dataclass(eq=False)
+class Loss(Problem):
+    """Of x (T, D), weight (V, D) and fixed targets; the result is rounded to x's dtype, as all."""
+
+    name: str = field(default="loss", init=False)
+    tokens: int
+    width: int
+    vocab: int
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {"x": (self.tokens, self.width), "weight": (self.vocab, self.width)}
+
+    @functools.cached_property
+    def target(self) -> Tensor:
+        """Every token counts."""
+        return torch.randint(self.vocab, (self.tokens,), device=self.rig.device)
+
+    def reference(self, *inputs: Tensor) -> Tensor:
+        x, weight = inputs
+        logits = F.linear(x, weight)
+        wide = logits.to(torch.promote_types(x.dtype, torch.float32))
+        return F.cross_entropy(wide, self.target).to(x.dtype)
+
+    def work(self, direction: str) -> Work:
+        """One product, two backward, of logits that are not kept; x and weight, their gradients."""
+        product = 2.0 * self.tokens * self.width * self.vocab
+        given = (self.tokens + self.vocab) * self.width * self.rig.dtype.itemsize
+        backward = direction == "bwd"
+        return Work(flops=product * (1 + backward), bytes=float(given * (1 + backward)))
+
+
+def _losses(rig: Rig, size: Size) -> Iterator[Problem]:
+    model = size.model
+    if model.vocab:
+        vocab = min(model.vocab, _CPU_VOCAB) if rig.device.type == "cpu" else model.vocab
+        yield Loss(rig, size.tokens, model.d_model, vocab)
+
+
+LOSS = Op("loss", _losses)
+
+
+@LOSS.provider("liger", module="liger_kernel", needs="cuda")
+def liger_loss(p: Loss) -> Function:
+    """Liger-Kernel's: gradients are computed in forward, and backward scales them."""
+    from liger_kernel.ops import LigerFusedLinearCrossEntropyFunction
+
+    apply = LigerFusedLinearCrossEntropyFunction.apply
+    return lambda x, weight: apply(x, weight, p.target)[0].to(x.dtype)
+
+
+@LOSS.ours()
+def our_loss(p: Loss, backend: str) -> Function:
+    loss = ops.linear_cross_entropy
+    return lambda x, weight: loss(x, weight, p.target, backend=backend).to(x.dtype)
