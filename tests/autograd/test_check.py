@@ -12,7 +12,8 @@ import torch
 from block_inputs import in_pieces, normal, results
 from op_cases import CASES
 from reference import EXACT_PRESETS, pair
-from same_bits import assert_same_bits
+from same_bits import assert_same_bits, step
+from small_layers import KINDS, layers_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -28,14 +29,14 @@ from fused_remat.steps.operations import OPERATIONS, Faster
 D, H, FF = 8, 2, 12
 
 
-def layer_of(policy="full", dropout=0.0, dtype=torch.float32, **kwargs):
-    kwargs = {"norm_first": True, "batch_first": True, "activation": "gelu", **kwargs}
-    return pair(D, H, FF, dropout, policy=policy, dtype=dtype, **kwargs)[1]
+def layer_of(policy="full", dropout=0.0):
+    options = {"norm_first": True, "batch_first": True, "activation": "gelu"}
+    return pair(D, H, FF, dropout, policy=policy, **options)[1]
 
 
-def inputs(batch=3, seq=5, dtype=torch.float32):
+def inputs(batch=3, seq=5):
     torch.manual_seed(0)
-    return torch.randn(batch, seq, D, dtype=dtype, requires_grad=True)
+    return torch.randn(batch, seq, D, requires_grad=True)
 
 
 def fails(y, message):
@@ -61,36 +62,16 @@ def test_sound_ops_pass_with_the_same_gradients(name):
                 assert_same_bits(got, expected)
 
 
-LAYERS = {
-    "float64": {"dtype": torch.float64},
-    "bfloat16, seq first": {"dtype": torch.bfloat16, "batch_first": False},
-    "float16, relu": {"dtype": torch.float16, "activation": "relu"},
-    "own activation": {"activation": lambda x: x * torch.sigmoid(x + x.mean(1, keepdim=True))},
-    "a module": {"activation": nn.PReLU()},
-}
-
-
 @pytest.mark.composes("Replay check", "layers of every dtype, with masks and activation functions")
-@pytest.mark.parametrize("which", LAYERS)
-@pytest.mark.parametrize("norm_first", [True, False])
-def test_sound_layers_pass_with_the_same_gradients(which, norm_first):
-    layer = layer_of("full", 0.2, norm_first=norm_first, **LAYERS[which])
-    x = inputs(dtype=layer.linear1.weight.dtype)
-    size = x.shape[1 if layer.self_attn.batch_first else 0]
-    mask = torch.zeros(size, size, dtype=x.dtype, requires_grad=True)
-
-    def gradients():
-        torch.manual_seed(1)
-        y = layer(x, mask)
-        assert (y.grad_fn.extras is not None) == replay_check.ON
-        return torch.autograd.grad(y.float().square().sum(), [x, mask, *layer.parameters()])
-
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
+def test_sound_layers_pass_with_the_same_gradients(dtype, kind):
+    (layer,), x, given, more = layers_of(kind, dtype=dtype)
     with in_pieces(4):
-        expected = gradients()
+        expected = step(layer, layer, x, more=more, **given)
         for layer.policy in EXACT_PRESETS:
             with check_replay():
-                got = gradients()
-            assert_same_bits(got, expected)
+                assert_same_bits(step(layer, layer, x, more=more, **given), expected)
 
 
 class Model(nn.Module):
@@ -130,32 +111,21 @@ def test_an_impure_activation_is_named(outer):
 
 def test_changes_behind_autograds_back_are_named():
     model, array = Model(), np.zeros((1, 2, D), dtype=np.float32)
-    x = torch.from_numpy(array)
-
-    def step(change):
+    weight, x = model.encoder.layers[0].linear1.weight, torch.from_numpy(array)
+    line, name = Model.forward.__code__.co_firstlineno + 1, "encoder.layers.0 (FusedRematLayer)"
+    for change, what, read in (
+        (lambda: weight.data[3, 2].fill_(7.0), f"{name}: 'fc1.weight' differs at (index 3, 2)",
+         "#, backward 7 (1 of 96 elements differs)"),
+        (lambda: array[0, 1].put(5, -0.0), f"{name}: 'input' differs at (index 0, 1, 5)",
+         "0, backward -0 (1 of 16 elements differs)"),
+        (lambda: model.weight.data[6].fill_(3.0),
+         f"norm, called at {__file__}:{line} in Model: 'norm.weight' differs at (index 6)",
+         "1, backward 3 (1 of 8 elements differs)"),
+    ):  # fmt: skip
         with check_replay():
             y = model(x)
         change()
-        return y
-
-    def other():
-        model.encoder.layers[0].linear1.weight.data[3, 2] = 7.0
-
-    name = "encoder.layers.0 (FusedRematLayer)"
-    read = "forward read #, backward 7 (1 of 96 elements differs)"
-    fails(step(other), f"{name}: 'fc1.weight' differs at (index 3, 2): {read}")
-
-    def numpys():
-        array[0, 1, 5] = -0.0 if array[0, 1, 5] == 0.0 else 1.0
-
-    read = "forward read 0, backward -0 (1 of 16 elements differs)"
-    fails(step(numpys), f"{name}: 'input' differs at (index 0, 1, 5): {read}")
-    line = Model.forward.__code__.co_firstlineno + 1
-    fails(
-        step(lambda: model.weight.data.__setitem__(6, 3.0)),
-        f"norm, called at {__file__}:{line} in Model: 'norm.weight' differs at (index 6): "
-        "forward read 1, backward 3 (1 of 8 elements differs)",
-    )
+        fails(y, f"{what}: forward read {read}")
 
 
 def test_a_wrong_seed_and_another_generator_are_named(monkeypatch):
@@ -261,21 +231,19 @@ def test_one_bit_of_a_backends_rebuild_is_named(name, at, monkeypatch):
 
 def test_off_there_is_nothing_and_contexts_nest():
     layer, x = layer_of(), inputs()
-    assert not replay_check.ON and layer(x).grad_fn.extras is None
-    with check_replay():
+    for _ in range(2):
+        assert not replay_check.ON and layer(x).grad_fn.extras is None
         with check_replay():
-            assert replay_check.ON
-        y = layer(x)
-        with torch.no_grad():
-            assert layer(x).grad_fn is None
-    assert not replay_check.ON
-    assert y.grad_fn.extras.record is not None and layer(x).grad_fn.extras is None
+            with check_replay():
+                pass
+            assert layer(x).grad_fn.extras.record is not None
+            with torch.no_grad():
+                assert layer(x).grad_fn is None
 
 
 def test_nan_and_no_values_are_no_difference():
     with check_replay():
-        y = layer_of()(inputs() * torch.nan)
-        y.sum().backward()
+        layer_of()(inputs() * torch.nan).sum().backward()
         layer = FusedRematLayer(D, H, FF, device="meta")
         layer(torch.zeros(5, 1, D, device="meta")).sum().backward()
     nan = torch.tensor([torch.nan])

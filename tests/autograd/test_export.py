@@ -20,7 +20,6 @@ pytestmark = [
     pytest.mark.usefixtures("served"),
     pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning"),  # export on itself
 ]
-SHAPES = {"static": None, "dynamic": {0: Dim.DYNAMIC, 1: Dim.DYNAMIC}}
 
 
 def x_of(batch=3, seq_len=7):
@@ -46,9 +45,21 @@ def assert_same(ours, theirs, *args):
     assert_same_bits(*(step(module, module, *args) for module in modules))
 
 
-def programs(models, args, shapes, strict):
-    dynamic = None if shapes is None else tuple({} if a is None else shapes for a in args)
-    return [export(model, args, dynamic_shapes=dynamic, strict=strict) for model in models]
+def programs(models, args, strict=False, dynamic=None):
+    dims = None if dynamic is None else tuple(dynamic for _ in args)
+    return [export(model, args, dynamic_shapes=dims, strict=strict) for model in models]
+
+
+def masked():
+    """A mask and padding."""
+    padding = torch.zeros(3, 7)
+    padding[1, 4:] = -torch.inf
+    return torch.full((7, 7), -torch.inf).triu(1), padding
+
+
+#: Options of the layer, and masks; the second has an activation without a row.
+PLAIN = {"norm_first": True}, ()
+MASKED = {"activation": nn.functional.softsign}, masked()
 
 
 @pytest.mark.composes(
@@ -57,15 +68,17 @@ def programs(models, args, shapes, strict):
     limits="the program is PyTorch's own forward: policies do not reach into it",
 )
 @pytest.mark.parametrize(
-    "training, strict, shapes",
-    [(True, True, "dynamic"), (False, False, "static"),
-     exhaustive(True, False, "static"), exhaustive(False, True, "dynamic")],
+    "training, strict, dynamic, given",
+    [(True, True, True, PLAIN), (False, False, False, PLAIN), (True, False, False, MASKED),
+     exhaustive(True, False, False, PLAIN), exhaustive(False, True, True, PLAIN)],
 )  # fmt: skip
-def test_the_program_is_pytorchs(training, strict, shapes):
-    models = [m.train(training) for m in pair(8, 2, 12, 0.2, batch_first=True, norm_first=True)]
-    theirs, ours = programs(models, (x_of(),), SHAPES[shapes], strict)
-    assert_same(ours, theirs, x_of())
-    if shapes == "dynamic":
+def test_the_program_is_pytorchs(training, strict, dynamic, given):
+    options, masks = given
+    models = [m.train(training) for m in pair(8, 2, 12, 0.2, batch_first=True, **options)]
+    shapes = {0: Dim.DYNAMIC, 1: Dim.DYNAMIC} if dynamic else None
+    theirs, ours = programs(models, (x_of(), *masks), strict, shapes)
+    assert_same(ours, theirs, x_of(), *masks)
+    if dynamic:
         assert_same(ours, theirs, x_of(5, 11))
 
 
@@ -77,17 +90,6 @@ def test_decompositions():
     # Attention is decomposed as well: float32 sums in another order.
     found, expected = (step(module, module, x_of()) for module in (program.module(), stock))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-
-
-def test_masks_and_activations():
-    """A mask, padding, and an activation without a row."""
-    how = {"batch_first": True, "activation": nn.functional.softsign}
-    models = [m.train() for m in pair(8, 2, 12, 0.2, **how)]
-    padding = torch.zeros(3, 7)
-    padding[1, 4:] = -torch.inf
-    args = (x_of(), torch.full((7, 7), -torch.inf).triu(1), padding)
-    theirs, ours = programs(models, args, None, False)
-    assert_same(ours, theirs, *args)
 
 
 @pytest.mark.composes("torch.export", "a converted model, saved and loaded")
@@ -114,7 +116,7 @@ def test_without_gradients():
     models = [m.eval() for m in pair(8, 2, 12, batch_first=True)]
     args = (x_of().detach(), torch.full((7, 7), 0.5).triu(1))
     with torch.no_grad():
-        theirs, ours = programs(models, args, None, False)
+        theirs, ours = programs(models, args)
         assert operators(ours) == operators(theirs)
         assert not any("transformer_encoder_layer" in name for name in operators(ours))
         assert torch.equal(ours.module()(*args), theirs.module()(*args))
@@ -132,9 +134,3 @@ def test_without_gradients_strict():
     with torch.no_grad():
         program = export(layer, args, strict=True)
         torch.testing.assert_close(program.module()(*args), layer(*args))
-
-
-def test_the_layer_is_as_before_afterwards():
-    layer = pair(8, 2, 12, batch_first=True)[1]
-    export(layer, (x_of(),))
-    assert layer.why_not_fused(x_of()) is None

@@ -1,4 +1,7 @@
-"""torch.func on the layer (item 29): what the stock layer does, in train and eval, unannounced."""
+"""torch.func on the layer (item 29): what the stock layer does, in train and eval, unannounced.
+
+`functional_call` without a transform is served: tests/layers/test_composition.py.
+"""
 
 import copy
 import functools
@@ -6,7 +9,6 @@ import functools
 import pytest
 import torch
 from reference import X, make
-from torch import nn
 from torch.func import functional_call, grad, grad_and_value, jacrev, stack_module_state, vjp, vmap
 from torch.testing import assert_close
 
@@ -17,12 +19,6 @@ pytestmark = [
     pytest.mark.usefixtures("served"),
     pytest.mark.filterwarnings("ignore:There is a performance drop"),  # PyTorch, under vmap
 ]
-
-
-def called(layer, params, **masks):
-    doubled = {name: (2 * p).requires_grad_() for name, p in params.items()}
-    y = functional_call(layer, doubled, (X,), masks)
-    return [y, *torch.autograd.grad(y.square().sum(), list(doubled.values()))]
 
 
 def differentiated(layer, params, **masks):
@@ -74,29 +70,14 @@ def without_gradients(layer, _):
         return vmap(lambda x: layer(x.unsqueeze(1)), in_dims=1)(X)
 
 
-def in_a_model(layer, _):
-    """The layer among others, in `nn.TransformerEncoder`, as a model is differentiated."""
-    torch.manual_seed(0)
-    head = nn.Linear(8, 1, dtype=torch.float64)
-    model = nn.Sequential(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), head)
-
-    def loss(params):
-        return functional_call(model, params, (X,)).square().mean()
-
-    return grad(loss)(parameters(model))
-
-
 TRANSFORMS = {
-    "functional_call": called,
-    "functional_call, mask": functools.partial(called, src_mask=CAUSAL),
-    "grad": differentiated,
+    "grad, mask": functools.partial(differentiated, src_mask=CAUSAL),
     "grad, hint": functools.partial(differentiated, src_mask=CAUSAL, is_causal=True),
     "tied parameters": with_tied_parameters,
     "vjp and jacrev": with_vjp_and_jacrev,
     "per-sample gradients": by_sample,
     "ensemble": in_an_ensemble,
     "vmap without gradients": without_gradients,
-    "a model": in_a_model,
 }
 
 
@@ -123,9 +104,13 @@ def test_vmap_over_a_layer_with_dropout_follows_the_randomness_flag():
     assert_close(*map(call, make(dropout=0.5)))
 
 
-def test_after_a_transform_the_fused_path_is_back():
+@pytest.mark.parametrize("how", ["grad", "export"])
+def test_afterwards_the_fused_path_is_back(how):
     _, fused = make()
-    grad(lambda x: fused(x).sum())(X)
+    if how == "grad":
+        grad(lambda x: fused(x).sum())(X)
+    else:
+        torch.export.export(fused, (X,))
     with SavedBytes(exclude=fused.parameters()) as saved:
         fused(X.clone().requires_grad_())
     assert saved.total < 2 * X.nbytes

@@ -6,16 +6,17 @@ Layers and ops take the same way there as on a GPU: the eager backend's, or the 
 whose launches are built and not run. What is left to a GPU is in tests/gpu/test_gpu_cuda_graphs.py.
 """
 
-import functools
-
 import pytest
 import torch
 import torch.nn.functional as F
 from attention_calls import attention_call
+from op_cases import CASES
+from reference import EXACT_PRESETS
+from small_layers import KINDS, B, D, H, S, layers_of
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fused_remat import FusedRematLayer, ops
 from fused_remat.execution import choose
@@ -24,7 +25,6 @@ from fused_remat.ops.checks import seed_tensor
 from fused_remat.steps import attention_library
 from fused_remat.steps.attention import attention_fwd
 
-B, S, D, H = 2, 40, 32, 4
 DEVICE = "meta"
 #: The triton backend with the tables of an A100 and of an H100.
 BACKENDS = ("eager", "triton sm_80", "triton sm_90")
@@ -79,19 +79,14 @@ def backend(request, monkeypatch):
         yield name
 
 
-def values(*shape, dtype=torch.bfloat16, grad=True):
-    return torch.empty(shape, dtype=dtype, device=DEVICE, requires_grad=grad)
+def on_device(value, dtype=torch.bfloat16):
+    """The tensors of `value` there."""
 
+    def moved(t):
+        there = t.detach().to(DEVICE, dtype if t.is_floating_point() else t.dtype)
+        return there.requires_grad_(t.requires_grad)
 
-def plain(*shape, dtype=torch.bfloat16):
-    return values(*shape, dtype=dtype, grad=False)
-
-
-def make(policy, backend, norm_first=True, dtype=torch.bfloat16, act="gelu"):
-    return FusedRematLayer(
-        D, H, 4 * D, 0.1, act, batch_first=True, norm_first=norm_first, device=DEVICE,
-        dtype=dtype, policy=policy, backend=backend,
-    )  # fmt: skip
+    return tree_map_only(torch.Tensor, moved, value)
 
 
 def watched(function, draws):
@@ -113,84 +108,64 @@ def watched(function, draws):
 def test_what_would_be_refused():
     x = torch.ones(3, device=DEVICE)
     for refused in (
-        lambda: x.sum().item(),
-        lambda: bool(x.any()),
-        lambda: x.tolist(),
-        lambda: x.nonzero(),
-        lambda: x.cpu(),
-        lambda: torch.equal(x, x),
-        lambda: x.copy_(torch.ones(3)),
-        lambda: torch.ones(3).to(DEVICE),
-    ):
+        lambda x: bool(x.any()), lambda x: x.sum().item(), torch.Tensor.tolist, torch.nonzero,
+        torch.Tensor.cpu, lambda x: torch.equal(x, x), lambda x: x.copy_(torch.ones(3)),
+        lambda x: torch.ones(3).to(DEVICE),
+    ):  # fmt: skip
         with Observer(), pytest.raises((AssertionError, RuntimeError, NotImplementedError)):
-            refused()
+            refused(x)
     # On meta this is not seen, on fake tensors it is.
     with FakeTensorMode(), Observer(), pytest.raises(AssertionError, match="between devices"):
         torch.tensor([1.0], device="cuda")
 
 
 MASKS = {
-    "none": dict,
-    "causal": lambda: {"src_mask": plain(S, S), "is_causal": True},
-    "bool": lambda: {
-        "src_mask": plain(S, S, dtype=torch.bool),
-        "src_key_padding_mask": plain(B, S, dtype=torch.bool),
+    "causal": {"src_mask": torch.ones(S, S), "is_causal": True},
+    "learned": {
+        "src_mask": torch.ones(B * H, S, S, requires_grad=True),
+        "src_key_padding_mask": torch.ones(B, S),
     },
-    "learned": lambda: {"src_mask": values(B * H, S, S), "src_key_padding_mask": plain(B, S)},
 }
 
 
 @pytest.mark.composes("CUDA graphs", "no wait for the device and no copy in any step of a layer")
 @pytest.mark.filterwarnings("error::fused_remat.FusedRematWarning")
-@pytest.mark.parametrize("masks", MASKS)
+@pytest.mark.parametrize("policy", EXACT_PRESETS)
 @pytest.mark.parametrize(
-    "policy, norm_first",
-    [("full", True), ("lean", False), ("balanced", True), ("fast", False), ("none", True)],
+    "kind, masks", [*((kind, None) for kind in KINDS), *(("pre-norm", name) for name in MASKS)]
 )
-def test_layers(policy, norm_first, masks, backend):
-    layer = make(policy, backend, norm_first)
-    x, given = values(B, S, D), MASKS[masks]()
-    watched(lambda: layer(x, **given), draws=1)
+def test_layers(policy, kind, masks, backend):
+    """Of an activation of one's own, too, which is tried on one token at every call."""
+    options = {"norm_first": False} if masks == "learned" else {}
+    (layer,), *given = layers_of(kind, policy=policy, **options)
+    layer.to(DEVICE, torch.bfloat16).backend = backend
+    x, kwargs, _ = on_device(given)
+    kwargs |= on_device(MASKS.get(masks, {}))
+    assert layer.why_not_fused(x, **kwargs) is None
+    watched(lambda: layer(x, **kwargs), draws=1)
 
 
 @pytest.mark.parametrize("policy", ["full", "none"])
-def test_layers_of_other_kinds(policy, backend):
-    x = values(B, S, D)
-    unknown = make(policy, backend, act=F.softsign)  # which is tried on one token at every call
-    assert unknown.why_not_fused(x) is None
-    watched(lambda: unknown(x), draws=1)
-    layer, x = make(policy, backend, False, torch.float32), values(B, S, D, dtype=torch.float32)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_layers_with_and_without_dropout(dtype, policy, backend):
+    """Without gradients, too; of sizes for tensor descriptors."""
+    how = {"policy": policy, "backend": backend, "device": DEVICE, "dtype": dtype}
+    layer = FusedRematLayer(32, 2, 64, 0.1, **how)
+    x = on_device(torch.zeros(S, B, 32, requires_grad=True), dtype)
     watched(lambda: layer(x), draws=1)
     with torch.no_grad(), Observer() as watch:
-        nn.Sequential(layer, layer)(plain(B, S, D, dtype=torch.float32))
+        nn.Sequential(layer, layer)(x)
     assert len(watch.drawn) == 2
     for module in (layer.self_attn, layer.dropout, layer.dropout1, layer.dropout2):
         module.eval()
     watched(lambda: layer(x), draws=0)
 
 
-def heads(count):
-    return values(B, count, S, D // H)
-
-
-ATTENTION = {
-    "causal": lambda: {"is_causal": True},
-    "window": lambda: {"window": (8, 0)},
-    "softcap": lambda: {"softcap": 20.0},
-    "bool": lambda: {"attn_mask": plain(B, 1, S, S, dtype=torch.bool)},
-    "learned": lambda: {"attn_mask": values(H, S, S)},
-    "padding": lambda: {"key_padding_mask": plain(B, S, dtype=torch.bool)},
-    "lengths": lambda: {"key_lengths": plain(B, dtype=torch.int32)},
-}
-
-
-@pytest.mark.parametrize("dropout_p, policy", [(0.0, "full"), (0.1, "lean")])
-def test_attention(dropout_p, policy, backend):
-    how = {"dropout_p": dropout_p, "policy": policy, "backend": backend}
-    for options in ATTENTION.values():
-        given = options()
-        q, k, v = heads(H), heads(1), heads(1)
-        watched(functools.partial(ops.attention, q, k, v, **given, **how), int(dropout_p > 0))
+#: Whose cases make tables and lengths on the CPU (layers have those); packed; without a kernel.
+ELSEWHERE = {
+    "attention_lengths", "qk_norm_attention_block", "causal_block", "causal_block_sandwich",
+    "attention_packed", "attention_block_packed", "mlp_custom",
+}  # fmt: skip
 
 
 @pytest.mark.composes(
@@ -198,30 +173,12 @@ def test_attention(dropout_p, policy, backend):
     "no wait for the device and no copy in any op",
     limits="packed sequences only on the triton backend",
 )
-@pytest.mark.parametrize("policy", ["full", "none"])
-def test_ops(policy, backend):
-    x, norm = values(B, S, D), values(D)
-    up, gate, down = values(4 * D, D), values(4 * D, D), values(D, 4 * D)
-    qkv, proj = values(3 * D, D), values(D, D)
-    tables = plain(S, D // H // 2), plain(S, D // H // 2)
-    weights = {"qkv": qkv, "proj": proj, "fc1": up, "fc2": down, "norm1": norm, "norm2": norm}
-    weights = {f"{name}.weight": w for name, w in weights.items()}
-    how = {"policy": policy, "backend": backend}
-    drop = {"dropout_p": 0.1, **how}
-    p = {"dropout_p": 0.1, "residual_dropout_p": 0.2, **how}
-    calls = (
-        (0, lambda: ops.layer_norm(x, norm, norm, backend=backend)),
-        (0, lambda: ops.rms_norm(x, norm, backend=backend)),
-        (1, lambda: ops.dropout_add(x, x, 0.1, backend=backend)),
-        (1, lambda: ops.mlp(x, up, None, down, None, **drop)),
-        (1, lambda: ops.gated_mlp(x, gate, up, down, **drop)),
-        (0, lambda: ops.rotary(values(B, S, 3 * D), *tables, H, **how)),
-        (1, lambda: ops.attention_block(x, norm, None, qkv, None, proj, None, H, rope=tables, **p)),
-        (1, lambda: ops.mlp_block(x, norm, norm, up, None, down, None, gate_weight=gate, **p)),
-        (1, lambda: ops.encoder_block(x, weights, H, norm_first=True, **drop)),
-    )
-    for draws, call in calls:
-        watched(call, draws)
+@pytest.mark.parametrize("name", [name for name in CASES if name not in ELSEWHERE])
+@pytest.mark.parametrize("policy, p", [("full", 0.0), ("none", 0.1)])
+def test_ops(policy, p, name, backend):
+    case, how = CASES[name], {"policy": policy, "backend": backend}
+    tensors = on_device(case.tensors())
+    watched(lambda: case.op(tensors, p, **how), draws=int(p > 0 and case.dropout))
 
 
 @pytest.mark.parametrize("seed", [7, -(2**63), 2**63 - 1])
@@ -243,18 +200,32 @@ def test_an_activation_is_tried_while_a_graph_is_captured(monkeypatch):
     assert activation.prepare(F.softsign, x).captured == {}
 
 
-# --- packed sequences: one launch, but on the eager backend a loop over values
+ATTENTION = {
+    "causal window": {"is_causal": True, "window": (2, 0)},
+    "lengths": {"key_lengths": torch.full((B,), S, dtype=torch.int32)},
+    "packed": {"cu_seqlens_q": torch.zeros(4, dtype=torch.int32)},
+}
 
 
 @pytest.mark.parametrize("policy", ["full", "none"])
-def test_packed_sequences(policy, backend):
-    q, k, v = (values(1, H, S, D // H) for _ in "qkv")
-    how = {"cu_seqlens_q": plain(4, dtype=torch.int32), "policy": policy, "backend": backend}
-    if backend == "eager":
+@pytest.mark.parametrize("name", ATTENTION)
+def test_attention(name, policy, backend):
+    """Of packed sequences one launch, but on the eager backend a loop over values."""
+    batch = 1 if name == "packed" else B
+    q, k, v = on_device([torch.zeros(batch, H, S, D // H, requires_grad=True) for _ in "qkv"])
+    how = {**on_device(ATTENTION[name]), "policy": policy, "backend": backend}
+    if (name, backend) == ("packed", "eager"):
         with pytest.raises((RuntimeError, NotImplementedError)), Observer():
             ops.attention(q, k, v, **how)
     else:
         watched(lambda: ops.attention(q, k, v, **how), 0)
+
+
+@pytest.mark.parametrize("policy", ["full", "none"])
+def test_rotary(policy, backend):
+    zeros = torch.zeros(B, S, 3 * D, requires_grad=True), *torch.zeros(2, S, D // H // 2)
+    x, *tables = on_device(zeros)
+    watched(lambda: ops.rotary(x, *tables, H, policy=policy, backend=backend), 0)
 
 
 # --- the eager backend on CUDA: ATen's kernels, on fake tensors of that device

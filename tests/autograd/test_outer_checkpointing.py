@@ -1,4 +1,4 @@
-"""Inside checkpoints of other makers: ops, fallbacks, what is kept, and Hugging Face's checkpoints.
+"""Inside checkpoints of other makers: ops, fallbacks and what is kept.
 
 That a stack has the same bits in every kind of checkpoint is in test_same_bits_as_without.py.
 """
@@ -7,17 +7,16 @@ import functools
 
 import pytest
 import torch
-from reference import EXACT_PRESETS, PARAM_NAMES
+from reference import EXACT_PRESETS
 from same_bits import assert_same_bits, step
 from segment_models import X, stack
-from test_same_bits_as_without import FORWARDS, each, plain, reentrant, remat
+from test_same_bits_as_without import FORWARDS, each, plain, reentrant
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fused_remat import FusedRematLayer, FusedRematWarning, ops
-from fused_remat.report.allocations import SavedBytes, measure_allocations
+from fused_remat import FusedRematLayer, ops
+from fused_remat.report.allocations import measure_allocations
 
-PRESET = pytest.mark.parametrize("policy", EXACT_PRESETS)
 REENTRANT = pytest.mark.parametrize("use_reentrant", [False, True], ids=["non-reentrant", "reent"])
 
 
@@ -51,36 +50,22 @@ def test_without_the_random_state(use_reentrant):
 
 
 @pytest.mark.composes("Outer checkpointing", "the functional ops")
-@PRESET
+@pytest.mark.parametrize("policy", EXACT_PRESETS)
 @REENTRANT
 def test_ops(use_reentrant, policy):
-    torch.manual_seed(0)
     how = {"policy": policy, "dropout_p": 0.2}
-    sizes = {"norm": (8,), "qkv": (24, 8), "proj": (8, 8), "gate": (12, 8), "up": (12, 8),
-             "down": (8, 12)}  # fmt: skip
-    w = nn.ParameterDict({name: torch.randn(size) for name, size in sizes.items()})
-
-    def half(x):
-        q, k, v = (x @ w["qkv"].T).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
-        heads = ops.attention(q, k, v, is_causal=True, **how)
-        mid = ops.dropout_add(heads.transpose(1, 2).flatten(2) @ w["proj"].T, x, 0.2)
-        return ops.gated_mlp(ops.rms_norm(mid, w["norm"]), w["gate"], w["up"], w["down"], **how)
-
-    assert_alike(functools.partial(checkpoint, half, use_reentrant=use_reentrant), half, w)
-
-
-def test_torch_remat_regions():
-    """One layer's activations stay, the others' are computed again."""
-    torch_remat = pytest.importorskip("torch_remat")
-    model = mixed()
+    sizes = (8,), (12, 8), (12, 8), (8, 12)
+    weights = nn.ParameterList(torch.randn(size) for size in sizes)
 
     def forward(x):
-        for i, layer in enumerate(model):
-            x = torch_remat.region(layer, f"layer {i}", recompute=i != 1)(x)
-            torch_remat.recompute_needs_tensor(x)
-        return x
+        norm, *linears = weights
+        q = x.unflatten(-1, (2, 4)).transpose(1, 2)
+        heads = ops.attention(q, q.sin(), q.cos(), is_causal=True, **how)
+        mid = ops.dropout_add(heads.transpose(1, 2).flatten(2), x, 0.2)
+        return ops.gated_mlp(ops.rms_norm(mid, norm), *linears, **how)
 
-    assert_alike(remat(forward), model, model)
+    way = functools.partial(checkpoint, forward, use_reentrant=use_reentrant)
+    assert_alike(way, forward, weights)
 
 
 @pytest.mark.composes("Outer checkpointing", "a layer on its fallback path, itself a checkpoint")
@@ -92,15 +77,6 @@ def test_the_fallback(way):
     for layer in model:
         layer.linear1.register_forward_hook(lambda module, args, y: y * 1.5)
     assert_alike(FORWARDS[way](model), model, model)
-
-
-def test_a_warning_of_the_fallback_inside_a_checkpoint_comes_once():
-    layer = mixed()[0]
-    layer.linear1.register_forward_hook(lambda module, args, y: None)
-    with pytest.warns(FusedRematWarning, match="linear1 has hooks") as seen:
-        for _ in range(2):
-            step(functools.partial(plain, layer), layer, X)
-    assert sum(w.category is FusedRematWarning for w in seen) == 1
 
 
 @pytest.mark.composes(
@@ -122,64 +98,3 @@ def test_kept_bytes(dropout, fallback, policy):
         states = (1 + fallback) * torch.get_rng_state().nbytes
         kept = measure_allocations(lambda way=way: way(layer, x)).net - x.nbytes
         assert 0 <= kept <= states + 64 < x.nbytes
-
-
-@PRESET
-def test_backward_of_a_checkpoint_keeps_as_the_policy_says(policy):
-    """Between the replay and the backward inside, which a reentrant one runs at once."""
-    (layer,), kept = stack((policy,)), []
-
-    def forward(x):
-        with SavedBytes(exclude=layer.parameters()) as saved:
-            y = layer(x)
-        kept.append(saved.total)
-        return y
-
-    x = X.clone().requires_grad_()
-    forward(x)
-    reentrant(forward, x).sum().backward()
-    assert kept == [kept[0], 0, kept[0]]  # alone; without gradients; the replay
-
-
-@pytest.mark.composes(
-    "Outer checkpointing",
-    "Hugging Face's gradient checkpointing, around layers that hold a FusedRematLayer",
-)
-@REENTRANT
-def test_gradient_checkpointing_of_hugging_face(use_reentrant):
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    class Layer(GradientCheckpointingLayer):
-        def __init__(self, block):
-            super().__init__()
-            self.block = block
-
-        def forward(self, hidden_states, attention_mask=None):
-            return self.block(hidden_states, src_key_padding_mask=attention_mask)
-
-    model, replays = nn.ModuleList(map(Layer, mixed())), []
-    padding = torch.zeros(X.shape[:2], dtype=torch.bool)
-    padding[1, 3:] = True
-
-    def forward(x):
-        return functools.reduce(lambda h, layer: layer(h, attention_mask=padding), model, x)
-
-    expected = step(forward, model, X)
-    for layer in model:  # as PreTrainedModel.gradient_checkpointing_enable does
-        layer.gradient_checkpointing = True
-        layer._gradient_checkpointing_func = functools.partial(
-            checkpoint, use_reentrant=use_reentrant
-        )
-    model[0].block.register_forward_pre_hook(lambda *_: replays.append(1))
-    assert_same_bits(step(forward, model, X), expected)
-    assert len(replays) == 2  # it did checkpoint
-
-
-@REENTRANT
-def test_frozen_weights(use_reentrant):
-    """Within the checkpoint nothing wants a gradient but the last norms and x."""
-    model = mixed()
-    for name, p in model.named_parameters():
-        p.requires_grad_(name.endswith(PARAM_NAMES[-2:]))
-    way = each(functools.partial(checkpoint, use_reentrant=use_reentrant))
-    assert_alike(way(model), model, model)

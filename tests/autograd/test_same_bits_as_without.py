@@ -13,7 +13,7 @@ import pytest
 import torch
 from offload_mover import LateMover, moving
 from same_bits import assert_same_bits, step
-from segment_models import X, full, grads_of, place, stack, unheeded
+from segment_models import X, full, grads_of, place, segments_of, stack, unheeded
 from test_concurrency import together
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential, set_checkpoint_early_stop
@@ -85,11 +85,40 @@ def each(way):
     return lambda model: lambda x: functools.reduce(lambda h, layer: way(layer, h), model, x)
 
 
-def remat(model):
-    """As torch_remat's documentation says for dropout: with a hook for torch's generator."""
+def remat(model, regions=False):
+    """As torch_remat's documentation says for dropout: with a hook for torch's generator.
+
+    With regions, one layer's activations stay, and the others' are computed again.
+    """
     torch_remat = pytest.importorskip("torch_remat")
     hooks = (RandomState(torch.device("cpu")),)
-    return torch_remat.checkpoint(region_name="stack", recompute_state_hooks=hooks)(model)
+
+    def by_region(x):
+        for i, layer in enumerate(model):
+            x = torch_remat.region(layer, f"layer {i}", recompute=i != 1)(x)
+            torch_remat.recompute_needs_tensor(x)
+        return x
+
+    whole = torch_remat.checkpoint(region_name="stack", recompute_state_hooks=hooks)
+    return whole(by_region if regions else model)
+
+
+def hugging_face(model):
+    """As PreTrainedModel.gradient_checkpointing_enable does with layers that hold these."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    class Layer(GradientCheckpointingLayer):
+        def __init__(self, block):
+            super().__init__()
+            self.block, self.gradient_checkpointing = block, True
+            self._gradient_checkpointing_func = plain
+
+        def forward(self, hidden_states, attention_mask=None):
+            return self.block(hidden_states, src_key_padding_mask=attention_mask)
+
+    return lambda x: functools.reduce(
+        lambda h, layer: layer(h, attention_mask=None), map(Layer, model), x
+    )
 
 
 def inside(context, way=lambda model: model):
@@ -117,6 +146,8 @@ FORWARDS = {
     "nested, reentrant": lambda model: functools.partial(reentrant, each(reentrant)(model)),
     "non-reentrant in reentrant": lambda model: functools.partial(reentrant, each(plain)(model)),
     "torch_remat": remat,
+    "torch_remat, regions": functools.partial(remat, regions=True),
+    "Hugging Face's": hugging_face,
     "save_on_cpu": inside(save_on_cpu),
     "hooks that copy": inside(functools.partial(saved_tensors_hooks, torch.clone, torch.clone)),
 }
@@ -131,6 +162,10 @@ FORWARDS = {
     "Outer checkpointing",
     "torch_remat, whole layers and regions",
     limits="dropout needs a RecomputeStateHook, as torch_remat says of any dropout",
+)
+@pytest.mark.composes(
+    "Outer checkpointing",
+    "Hugging Face's gradient checkpointing, around layers that hold a FusedRematLayer",
 )
 @pytest.mark.composes("Outer checkpointing", "offload, with hooks on saved tensors (save_on_cpu)")
 @pytest.mark.composes("Outer checkpointing", "segments, with hooks on saved tensors (save_on_cpu)")
@@ -165,6 +200,32 @@ def batched(model, x, leaves):
         one = torch.autograd.grad(y, leaves, dy, retain_graph=True)
         assert_same_bits([grad[i] for grad in found], one)
     return found
+
+
+def part(of, model, x, leaves):
+    """Of each layer's parameters, or of its input: no other layer's backward runs."""
+    hidden, found = [x], []
+    for layer in model:
+        hidden.append(layer(hidden[-1]))
+    loss = hidden[-1].sin().sum()
+    for layer, h in zip(model, hidden, strict=False):
+        asked = [h] if of == "input" else [*layer.parameters()]
+        found += torch.autograd.grad(loss, asked, retain_graph=True)
+        assert not any(segment.replayed for segment in segments_of(hidden[-1]))
+    return [*found, *torch.autograd.grad(loss, leaves)]
+
+
+def by_turns(model, x, leaves):
+    """The last layers' first, which frees them, and then that of the others."""
+    half = model[:2](x)
+    late = grads_of(model[2:](half), [half, *model[2:].parameters()])
+    return [*late, *torch.autograd.grad(half, [x, *model[:2].parameters()], late[0])]
+
+
+def side_by_side(model, x, leaves):
+    """Two layers that have the same one before them."""
+    h = model[1](model[0](x))
+    return grads_of(model[2](h) + model[3](h), leaves)
 
 
 def after_an_exception(model, x, leaves):
@@ -218,6 +279,10 @@ def deterministic(model, x, leaves):
 BACKWARDS = {
     "retain_graph": retained,
     "is_grads_batched": batched,
+    "of each layer's input": functools.partial(part, "input"),
+    "of each layer's parameters": functools.partial(part, "parameters"),
+    "by turns": by_turns,
+    "side by side": side_by_side,
     "after an exception": after_an_exception,
     "in threads": in_threads,
     "autocast": under_autocast,

@@ -6,21 +6,20 @@ Beside plain PyTorch in the same dtype; with dropout beside the eager backend, w
 import copy
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from accuracy import check_error, scales
+from block_inputs import LAYOUTS
+from layer_kinds import KINDS, Kind, check_errors, run
 from op_cases import CASES
 from places import BF16, DEVICE, ON_GPU, ROUTES, assert_bits, at, deterministic, error_of, normal
-from reference import EXACT_PRESETS, pair, randomize
+from reference import EXACT_PRESETS
 from tiers import pairwise
-from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fused_remat import (
-    FusedRematCausalLayer,
     FusedRematWarning,
     Policy,
     explain,
@@ -50,76 +49,47 @@ cuda_only = pytest.mark.skipif(not ON_GPU, reason="reads the allocator of CUDA")
 interpreted_only = pytest.mark.skipif(ON_GPU, reason="of the interpreter's routes and dtypes")
 
 
-class Plain(nn.Module):
-    """A language model's layer as plain PyTorch, of the same parameters."""
-
-    def __init__(self, layer):
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x, rope=(None, None), **masks):
-        return self.layer.stock.forward(self.layer, x, *rope, **masks)
-
-
 @dataclass(frozen=True)
 class Subject:
-    """A layer and the same in plain PyTorch, with random parameters: `make(dropout, policy)`.
+    """A kind of layer in the sizes of this place, called with masks of a form, and with more."""
 
-    Attributes:
-        lengths: of its inputs (batch, length, D).
-        options: all that a call has besides, given a dtype.
-    """
-
-    make: Callable[..., tuple[nn.Module, nn.Module]]
-    lengths: tuple[int, ...] = (S,)
-    options: Callable[[torch.dtype], dict] = field(default=lambda dtype: {})
+    kind: Kind
+    form: str = "tables"
+    more: Callable[[], dict] = dict
     batch: int = B
 
     def layers(self, dropout=0.0, policy="full", dtype=F32):
         """Plain and fused, on the device."""
-        plain, fused = self.make(dropout, policy)
+        plain, fused = self.kind.pair(policy, dropout=dropout)
         fused.backend = "triton"
         return plain.to(DEVICE, dtype), fused.to(DEVICE, dtype)
 
     def data(self, dtype):
         """Inputs, and the gradient of the output."""
-        return [normal(dtype, self.batch, length, D) for length in (*self.lengths, S)]
+        return [t.to(DEVICE) for t in self.kind.data(dtype, S, M, self.batch)]
+
+    def given(self, dtype):
+        """All that a call has besides."""
+
+        def there(t):
+            if not isinstance(t, torch.Tensor):
+                return tuple(map(there, t)) if isinstance(t, tuple) else t
+            return t.detach().to(DEVICE).requires_grad_(t.requires_grad)
+
+        made = self.kind.given(self.form, dtype, S, M, self.batch)
+        return {name: there(value) for name, value in made.items()} | self.more()
 
     def run(self, layer, tensors, low=None):
-        """Output, and gradients of inputs, parameters and masks; under autocast if `low` is given.
-
-        Inputs are taken as they lie in memory.
-        """
-        *inputs, dy = tensors
-        leaves = [x.detach().requires_grad_() for x in inputs]
+        """Output, and every gradient; under autocast if `low` is given."""
         torch.manual_seed(1)
-        given = self.options(inputs[0].dtype)
-        with torch.autocast(DEVICE.type, low or BF16, enabled=low is not None):
-            y = layer(*leaves, **given)
-        leaves += [t for t in (*layer.parameters(), *given.values())
-                   if isinstance(t, torch.Tensor) and t.requires_grad]  # fmt: skip
-        return [y.detach(), *torch.autograd.grad(y, leaves, dy.to(y.dtype))]
+        return run(layer, *tensors, low=low, **self.given(tensors[0].dtype))
 
     def check(self, fused, other, dtype, low=None, tensors=None):
-        """Every error of `fused` beside those of `other`.
-
-        Under autocast vectors of a language model's layer together: the dozen numbers of one are no
-        sample.
-        """
+        """Every error of `fused` beside those of `other`."""
         tensors = self.data(dtype) if tensors is None else tensors
-        found, theirs = self.run(fused, tensors, low), self.run(other, tensors, low)
-        exact = self.run(copy.deepcopy(other).double(), [t.double() for t in tensors])
-        if low is not None and isinstance(fused, FusedRematCausalLayer):
-            sizes = scales(exact)
-
-            def joined(made):
-                vectors = [t / size for t, size in zip(made, sizes, strict=True) if t.dim() == 1]
-                return [*(t for t in made if t.dim() > 1), torch.cat(vectors)]
-
-            found, theirs, exact = map(joined, (found, theirs, exact))
-        check_error(
-            found, theirs, exact, floor=FLOOR[dtype] if low is None else AUTOCAST_FLOOR[low]
-        )
+        floor = FLOOR[dtype] if low is None else AUTOCAST_FLOOR[low]
+        given = self.given(tensors[0].dtype)
+        check_errors(self.kind, other, fused, *tensors, low=low, floor=floor, **given)
 
 
 def eager_of(fused):
@@ -129,121 +99,50 @@ def eager_of(fused):
     return eager
 
 
-def padding():
-    """On the left and on the right."""
-    excluded = torch.zeros(B, S, dtype=torch.bool, device=DEVICE)
-    excluded[0, : S // 3] = excluded[1, S - S // 3 :] = True
-    return excluded
+SIZES = {"d_model": D, "nhead": H, "dim_feedforward": 4 * D}
 
 
-def bias(dtype, *shape):
-    """A float mask that excludes some keys, and wants a gradient."""
-    mask = normal(BF16, *shape)
-    return mask.masked_fill(mask > 1.2, -torch.inf).to(dtype).requires_grad_()
+def of_kind(name, form="tables", more=dict, batch=B, **options):
+    kind = KINDS[name]
+    if kind.is_causal:
+        options = {"kv_heads": HKV, "head_dim": D // H, **options}
+    made = replace(kind, sizes=SIZES, options={**kind.options, "nhead": H, **options})
+    return Subject(made, form, more, batch)
 
 
-def encoder(norm_first, options=lambda dtype: {}):
-    def make(dropout, policy):
-        how = {"batch_first": True, "norm_first": norm_first, "activation": "gelu"}
-        return pair(D, H, 4 * D, dropout, policy=policy, **how)
-
-    return Subject(make, options=options)
-
-
-def later(dtype):
-    mask = nn.Transformer.generate_square_subsequent_mask(S, DEVICE, dtype)
-    return {"src_mask": mask, "is_causal": True}
-
-
-def decoder(norm_first, hints=False):
-    """Causal, and the memory padded; or both attentions causal by hints, which stand for masks."""
-
-    def make(dropout, policy):
-        how = {"batch_first": True, "norm_first": norm_first, "activation": "gelu"}
-        return pair(D, H, 4 * D, dropout, policy=policy, decoder=True, **how)
-
-    def masks(dtype):
-        hint = torch.zeros(1, 1, device=DEVICE)
-        if hints:
-            given = {"tgt_mask": hint, "memory_mask": hint, "memory_is_causal": True}
-        else:
-            later = torch.ones(S, S, dtype=torch.bool, device=DEVICE).triu(1)
-            padded = torch.arange(M, device=DEVICE).expand(B, M) >= M - 5
-            given = {"tgt_mask": later, "memory_key_padding_mask": padded}
-        return {"tgt_is_causal": True, **given}
-
-    return Subject(make, (S, M), masks)
-
-
-def causal(masks=lambda dtype: {}, batch=B, **options):
-    """The layer of a language model."""
-
-    def make(dropout, policy):
-        torch.manual_seed(0)
-        how = {"kv_heads": HKV, "policy": policy, **options}
-        layer = FusedRematCausalLayer(D, H, 3 * D, dropout, **how)
-        randomize(layer)
-        return Plain(copy.deepcopy(layer)), layer
-
-    def given(dtype):
-        angles = torch.outer(torch.arange(S), 10.0 ** -torch.arange(D // H // 2)).to(DEVICE)
-        wide = torch.promote_types(dtype, F32)
-        return {"rope": (angles.cos().to(wide), angles.sin().to(wide)), **masks(dtype)}
-
-    return Subject(make, options=given, batch=batch)
-
-
-def packed(dtype):
-    """Sequences of very different lengths, one of them empty."""
+def sequences():
+    """Of very different lengths, one of them empty."""
     return {"cu_seqlens": torch.tensor([0, S // 3, S // 3, S - 2, S], device=DEVICE).int()}
 
 
-ENCODERS = {"encoder post": encoder(False, later), "encoder pre": encoder(True, later)}
+ENCODERS = {
+    f"encoder {norm}": of_kind(f"encoder, {norm}-norm", "a hint") for norm in ("post", "pre")
+}
 #: Of language models: what is before the heads, around the halves, and seen.
 SUBJECTS = {
     **ENCODERS,
-    "decoder post": decoder(False),
-    "decoder pre": decoder(True),
-    "decoder, hints": decoder(True, hints=True),
-    "llama": causal(),
-    "llama, padded": causal(lambda dtype: {"key_padding_mask": padding()}),
-    "qwen3": causal(qk_norm=True, qkv_bias=True, window=S // 2),
-    "gemma": causal(qk_norm=True, placement="sandwich", activation="gelu_tanh", window=S // 3,
-                    softcap=2.0),
-    "bert": causal(placement="post", norm="layer_norm", gated=False, bias=True, is_causal=False,
-                   activation="gelu"),
-}  # fmt: skip
+    "decoder post": of_kind("decoder, post-norm", "a mask, padding and a hint"),
+    "decoder pre": of_kind("decoder, pre-norm", "bool padding"),
+    "decoder, hints": of_kind("decoder, pre-norm", "a hint"),
+    "llama": of_kind("llama"),
+    "llama, padded": of_kind("llama", "bool padding"),
+    "qwen3": of_kind("qwen", window=S // 2),
+    "gemma": of_kind("gemma", window=S // 3),
+    "bert": of_kind("bert", window=None),
+}
 MASKED = {
-    "encoder, padded": encoder(False, lambda dtype: {"src_key_padding_mask": padding()}),
-    "encoder, masks": encoder(
-        True,
-        lambda dtype: {"src_mask": bias(dtype, S, S), "src_key_padding_mask": bias(dtype, B, S)},
-    ),
-    "a mask of heads": causal(lambda dtype: {"attn_mask": bias(dtype, 1, H, S, S)},
-                              rope_interleaved=True),
-    "packed": causal(packed, batch=1, qk_norm=True),
-}  # fmt: skip
+    "encoder, padded": of_kind("encoder, post-norm", "bool padding"),
+    "encoder, masks": of_kind("encoder, pre-norm", "float and padding, with gradients"),
+    "a mask of heads": of_kind("llama", "per head, with a gradient", rope_interleaved=True),
+    "packed": of_kind("llama", more=sequences, batch=1, qk_norm=True),
+}
 EVERY = SUBJECTS | MASKED
 DTYPES = [BF16, F32]
 
 # --- results
 
-#: On a GPU encoders in all dtypes and presets; else enough for every pair of values.
-ERRORS = at(
-    [
-        (name, dtype, policy, ROUTES[0])
-        for name in EVERY
-        for dtype in DTYPES
-        for policy in EXACT_PRESETS
-        if name in ENCODERS or (dtype == BF16 and (name in MASKED or policy in ("full", "fast")))
-    ]
-    + [("encoder, padded", F16, "full", ROUTES[0])],
-    pairwise(list(EVERY), DTYPES, list(EXACT_PRESETS), ROUTES),
-)
-DROPOUT = at(
-    [case for case in ERRORS if case[1] == BF16],
-    pairwise(list(EVERY), [F32], ["full", "fast"], ROUTES),
-)
+ERRORS = pairwise(list(EVERY), at([*DTYPES, F16], DTYPES), list(EXACT_PRESETS), ROUTES)
+DROPOUT = pairwise(list(EVERY), [at(BF16, F32)], ["full", "fast"], ROUTES)
 
 
 @pytest.mark.parametrize("name, dtype, policy, routes", ERRORS, ids=str, indirect=["routes"])
@@ -284,42 +183,19 @@ def test_frozen_parameters(name, policy, frozen, routes):
     SUBJECTS[name].check(fused, eager_of(fused), dtype)
 
 
-#: Inputs and the gradient of the output, of memory that is not a matrix of whole rows.
-LAYOUTS = {
-    "transposed": lambda x, dy: (x.transpose(0, 1).contiguous().transpose(0, 1), dy),
-    "every other channel": lambda x, dy: (x.repeat_interleave(2, -1)[..., ::2], dy),
-    "misaligned": lambda x, dy: (torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape), dy),
-    "expanded gradient": lambda x, dy: (x, dy[:1, :1, :1].expand_as(dy)),
-}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [*LAYOUTS, "misaligned"])
 @pytest.mark.parametrize("name", ENCODERS)
-def test_inputs_of_any_layout(name, layout):
-    plain, fused = SUBJECTS[name].layers(dtype=BF16)
-    SUBJECTS[name].check(fused, plain, BF16, tensors=LAYOUTS[layout](*SUBJECTS[name].data(BF16)))
+def test_memory_of_any_layout(name, layout):
+    """Of the input, of the gradient of the output, and of biases and norms."""
 
+    def misaligned(x):
+        return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
 
-def test_a_single_token():
-    x = normal(BF16, 1, 1, D).requires_grad_()
-    SUBJECTS["encoder pre"].layers(dtype=BF16)[1](x).sum().backward()
-    assert x.grad.isfinite().all()
-
-
-#: Vectors whose elements are not side by side.
-VECTORS = {
-    "strided": lambda t: t.repeat_interleave(2)[::2],
-    "expanded": lambda t: t[:1].expand_as(t),
-}
-
-
-@pytest.mark.parametrize("how", VECTORS)
-@pytest.mark.parametrize("name", ENCODERS)
-def test_biases_and_norms_of_any_layout(name, how):
-    plain, fused = SUBJECTS[name].layers()
+    (plain, fused), lay = SUBJECTS[name].layers(dtype=BF16), LAYOUTS.get(layout, misaligned)
     for p in (*plain.parameters(), *fused.parameters()):
-        p.data = VECTORS[how](p.data) if p.dim() == 1 else p.data
-    SUBJECTS[name].check(fused, plain, F32)
+        p.data = lay(p.data) if p.dim() == 1 else p.data
+    tensors = [lay(t) for t in SUBJECTS[name].data(BF16)]
+    SUBJECTS[name].check(fused, plain, BF16, tensors=tensors)
 
 
 @pytest.mark.parametrize("backend", at(["triton", "eager"], ["triton"]))
@@ -363,30 +239,12 @@ def test_presets_have_the_same_bits_under_deterministic_algorithms(name, low, dr
         assert_bits(other, first, policy)
 
 
-def test_fused_kernels_have_the_same_bits_in_twenty_runs():
-    """Without attention, in the ordinary mode: no kernel of ours adds in any order."""
-    x, dy = (normal(BF16, B * S, D) for _ in range(2))
-    weights = normal(BF16, 4 * D, D, scale=D**-0.5), normal(BF16, D, 4 * D, scale=0.5 * D**-0.5)
-    norm = normal(BF16, D, shift=1.0), normal(BF16, D)
-    leaves = [t.requires_grad_() for t in (x, *norm, *weights)]
-
-    def step():
-        y = ops.layer_norm(x, *norm, backend="triton")
-        y = ops.mlp(y, weights[0], None, weights[1], None, "gelu", 0.1, seed=3, backend="triton")
-        y = ops.dropout_add(y, x, 0.1, seed=4, backend="triton")
-        return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
-
-    first = step()
-    for _ in range(at(20, 1)):
-        assert_bits(step(), first)
-
-
 @pytest.mark.parametrize("name, low, routes", WAYS, ids=str, indirect=["routes"])
 @pytest.mark.parametrize("policy", at(EXACT_PRESETS, ("full", "fast")))
 def test_kept_bytes_are_the_predicted(name, low, policy, routes):
     subject, dtype = SUBJECTS[name], BF16 if low is None else F32
     inputs = [x.requires_grad_() for x in subject.data(dtype)[:-1]]
-    rope = subject.options(dtype).get("rope", ())
+    rope = subject.given(dtype).get("rope", ())
     _, fused = subject.layers(0.1, policy, dtype)
     with torch.autocast(DEVICE.type, BF16, enabled=low is not None):
         (row,) = memory_report(fused, *inputs, *([rope] if rope else [])).layers[:1]
@@ -457,17 +315,17 @@ def test_autocast_with_dropout(name, wide, routes, monkeypatch):
 # --- training
 
 
-def losses_of(layer, low, steps):
+def losses_of(layer, steps):
     """Under autocast the first gradients overflow: that step is skipped."""
     torch.manual_seed(2)
-    x, target = normal(F32, 2, B, S, D).to(next(layer.parameters()).dtype)
-    scaler = torch.amp.GradScaler(DEVICE.type, init_scale=2.0**40, enabled=low is not None)
+    x, target = normal(F32, 2, B, S, D)
+    scaler = torch.amp.GradScaler(DEVICE.type, init_scale=2.0**40)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
     found = []
     for i in range(steps):
         optimizer.zero_grad()
-        with torch.autocast(DEVICE.type, low, enabled=low is not None):
-            loss = F.mse_loss(layer(x).float(), target.float())
+        with torch.autocast(DEVICE.type, F16):
+            loss = F.mse_loss(layer(x).float(), target)
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update(None if i else 2.0**8)
@@ -478,20 +336,11 @@ def losses_of(layer, low, steps):
 @pytest.mark.composes("Autocast", "training with `torch.amp.GradScaler`, float16 on CUDA")
 def test_training_with_a_grad_scaler_follows_the_stock_layer():
     layers = SUBJECTS["encoder pre"].layers()
-    theirs, ours = (losses_of(layer, F16, at(21, 5)) for layer in layers)
+    theirs, ours = (losses_of(layer, at(21, 5)) for layer in layers)
     assert ours[0] == ours[1] and theirs[0] == theirs[1]
     # Roundings of two orders of summation, in 20 steps of the same path.
     torch.testing.assert_close(theirs, ours, rtol=4 * torch.finfo(F16).eps, atol=0.0)
     assert ours[-1] < ours[0]
-
-
-def test_training_with_dropout_follows_the_eager_backend():
-    _, fused = SUBJECTS["encoder post"].layers(0.1, dtype=at(BF16, F32))
-    ours, theirs = (losses_of(m, None, at(200, 4)) for m in (fused, eager_of(fused)))
-    # Same seeds, so the same dropout: apart by rounding, which training amplifies slowly.
-    torch.testing.assert_close(ours[:5], theirs[:5], rtol=at(2e-2, 1e-5), atol=0.0)
-    torch.testing.assert_close(ours[-20:].mean(), theirs[-20:].mean(), rtol=3e-2, atol=0.0)
-    assert ours[-20:].mean() < ours[0]
 
 
 # --- layers that keep 8 bits
@@ -522,7 +371,8 @@ def test_layers_that_keep_8_bits(name, policy, dtype, tile, monkeypatch):
     for mine, theirs, true in zip(grads, eager, exact, strict=True):
         assert error_of(mine, true) < 5e-2, tuple(mine.shape)
         off = (mine.double() - theirs.double()).norm() / true.double().norm()
-        assert off < close, tuple(mine.shape)
+        # Of attention's, whose scores are computed from codes again, not more than the codes' own.
+        assert off < max(close, error_of(theirs, true)), tuple(mine.shape)
     assert any(not torch.equal(a, b) for a, b in zip(grads, exact, strict=True))
 
 
@@ -538,13 +388,6 @@ def test_a_quantized_sum_is_made_by_the_same_kernel(name, dtype):
 
 
 # --- who serves
-
-
-@pytest.mark.parametrize("name", ENCODERS)
-def test_explain_names_the_kernels_of_both_directions(name):
-    text = str(explain(SUBJECTS[name].layers(0.1, dtype=BF16)[1], SUBJECTS[name].data(BF16)[0]))
-    assert "backend triton" in text and "not fused" not in text and "kernel norm_fwd" in text
-    assert "kernel attention_fwd; attention_dkdv_bwd and attention_dq_bwd: " in text
 
 
 #: A subject, its policy, autocast; what is said of some steps forward, and of one backward.

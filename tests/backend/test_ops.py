@@ -1,48 +1,15 @@
 """Every operation on kernels, and low-rank updates beside it, against plain PyTorch in float64."""
 
-import functools
-
 import pytest
 import torch
 from accuracy import assert_bits, check_error
-from block_inputs import Block, normal, results
-from op_cases import CASES, ROTARY, ROTARY_BLOCKS, Case
+from block_inputs import normal, results
+from op_cases import CASES, ROTARY, ROTARY_BLOCKS
 from places import PLACE
-from reference import causal_block
 from tiers import pairwise
 
-from fused_remat import ops
-
 pytestmark = pytest.mark.skipif(PLACE != "interpreter", reason="needs TRITON_INTERPRET=1")
-BLOCK = Block(d=24, head_dim=8, hidden=40)
-SHAPES = {name: tuple(weight.shape) for name, weight in BLOCK.weights().items()}
-
-
-def updated(*layers):
-    """A Llama's block with low-rank updates of `layers`."""
-
-    def call(fn, t, p, **how):
-        weights = {name: t[name] for name in SHAPES}
-        lora = [(n, t[f"{n}.A.weight"], t[f"{n}.B.weight"], 0.5) for n in layers]
-        how |= {"kv_heads": BLOCK.kv_heads, "rope": BLOCK.rope(t["x"].shape[1], t["x"].dtype)}
-        return fn(t["x"], weights, BLOCK.nhead, lora=lora, lora_dropout_p=p, **how)
-
-    shapes = {"x": ("B", "S", BLOCK.d), **SHAPES}
-    for layer in layers:
-        out, width = BLOCK.linears[layer]
-        shapes |= {f"{layer}.A.weight": (3, width), f"{layer}.B.weight": (out, 3)}
-    return Case(
-        functools.partial(call, ops.causal_block),
-        lambda t, p, seed: call(causal_block, t, p, seed=seed), shapes, (0, 0),
-    )  # fmt: skip
-
-
-UPDATED = {
-    "some updates": updated("q", "v", "gate", "fc2"),
-    "updates of attention": updated("q", "v"),
-    "all updates": updated(*BLOCK.linears),
-}
-EVERY = CASES | ROTARY | ROTARY_BLOCKS | UPDATED
+EVERY = CASES | ROTARY | ROTARY_BLOCKS
 
 
 @pytest.mark.parametrize(

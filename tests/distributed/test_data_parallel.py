@@ -6,21 +6,13 @@ Each wrapper is asked the same; what only `fully_shard` does (gathering, freeing
 import contextlib
 import copy
 import functools
+import itertools
 import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
-from distributed_steps import (
-    CLOSE,
-    batches,
-    compare,
-    encoder,
-    loss_of,
-    mine,
-    per_layer,
-    train,
-)
+from distributed_steps import CLOSE, batches, compare, encoder, loss_of, mine, per_layer, train
 from hf_models import VOCAB, S, build, reasons
 from offload_mover import moving
 from processes import in_two_processes
@@ -39,6 +31,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
 from fused_remat import FusedRematLayer, FusedRematWarning, Policy, convert
+from fused_remat.report.allocations import SavedBytes
 
 STOCK = nn.TransformerEncoderLayer
 
@@ -109,6 +102,15 @@ def in_segments():
     model = encoder(layers=3)
     for layer, where in zip(model, ("first", "inner", "inner"), strict=True):
         layer.policy = Policy(save={"attn"}, segment=where)
+    return model
+
+
+def accumulating(target="grad"):
+    model = encoder()
+    for layer in model:
+        layer.accumulate_into = target
+    for p in model.parameters():
+        p.main_grad = torch.zeros_like(p)
     return model
 
 
@@ -233,20 +235,24 @@ def test_dropout(two_processes, wrapper):
 
 @pytest.mark.composes("DDP", "gradient accumulation with no_sync()")
 @pytest.mark.composes("FSDP2", "gradient accumulation with set_requires_gradient_sync(False)")
-@BOTH
+@pytest.mark.parametrize("wrapper", ["DDP", "FSDP2", "main_grad reduced by hand"])
 @in_two_processes
 def test_gradient_accumulation(wrapper):
-    model, alone = encoder(), encoder()
-    wrapped = WRAPPERS[wrapper](model)
+    by_hand = wrapper not in WRAPPERS
+    model, alone = accumulating("main_grad") if by_hand else encoder(), encoder()
+    wrapped = model if by_hand else WRAPPERS[wrapper](model)
     for i, x in enumerate(batches()):
         last, alone_in_rank = i == len(batches()) - 1, contextlib.nullcontext()
         if wrapper == "FSDP2":
             wrapped.set_requires_gradient_sync(last)
-        elif not last:
+        elif wrapper == "DDP" and not last:
             alone_in_rank = wrapped.no_sync()
         with alone_in_rank:
             loss_of(wrapped(mine(x))).backward()
         loss_of(alone(x)).backward()
+    for p in model.parameters() if by_hand else ():
+        dist.all_reduce(p.main_grad)
+        p.grad = p.main_grad / dist.get_world_size()
     found, expected = ([whole(p.grad) for p in m.parameters()] for m in (model, alone))
     torch.testing.assert_close(found, expected, **CLOSE)
 
@@ -290,18 +296,6 @@ def test_offload(wrapper):
     assert all(map(torch.equal, *found))
 
 
-# --- weight gradients that blocks accumulate
-
-
-def accumulating(target="grad"):
-    model = encoder()
-    for layer in model:
-        layer.accumulate_into = target
-    for p in model.parameters():
-        p.main_grad = torch.zeros_like(p)
-    return model
-
-
 @pytest.mark.composes(
     "FSDP2", "accumulate_into", limits="refused with RuntimeError; so under FSDP1"
 )
@@ -329,18 +323,6 @@ def test_accumulation_is_refused(wrapper):
             loss.backward()
 
 
-@in_two_processes
-def test_main_grads_reduced_by_hand():
-    """Data parallelism as who keeps `main_grad` writes it: micro-batches, then one all-reduce."""
-    model, alone = accumulating("main_grad"), encoder()
-    for x in batches():
-        loss_of(model(mine(x))).backward()
-        loss_of(alone(x)).backward()
-    for p, q in zip(model.parameters(), alone.parameters(), strict=True):
-        dist.all_reduce(p.main_grad)
-        torch.testing.assert_close(p.main_grad / dist.get_world_size(), q.grad, **CLOSE)
-
-
 # --- what fully_shard gathers, and frees
 
 
@@ -350,9 +332,9 @@ def collectives(cls, wrapper, policy="full"):
     with warnings.catch_warnings(record=True) as caught, CommDebugMode() as mode:
         warnings.simplefilter("always", FusedRematWarning)
         loss = loss_of(model(mine(batches()[0])))
-        counts.append({str(k): n for k, n in mode.get_comm_counts().items()})
-        loss.backward()
-        counts.append({str(k): n for k, n in mode.get_comm_counts().items()})
+        for run in (lambda: None, loss.backward):
+            run()
+            counts.append({str(k): n for k, n in mode.get_comm_counts().items()})
     return counts, [str(w.message) for w in caught if w.category is FusedRematWarning]
 
 
@@ -367,16 +349,6 @@ def test_collectives_are_the_stock_layers(two_processes, wrapper, policy):
     assert found == expected
 
 
-def saved_in(forward, exclude=()):
-    """Bytes of the storages that autograd saves in `forward`, as they are after it; the loss."""
-    saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        loss = loss_of(forward(mine(batches()[0])))
-    sizes = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in saved}
-    excluded = {p.untyped_storage()._cdata for p in exclude}
-    return sum(size for data, size in sizes.items() if data not in excluded), loss
-
-
 @pytest.mark.composes("FSDP2", "what is kept between forward and backward holds no gathered weight")
 @pytest.mark.parametrize("policy", ["full", "fast"])
 @in_two_processes
@@ -388,14 +360,17 @@ def test_gathered_weights_are_freed(policy):
         gathered.extend(layer.parameters())
         assert all(p.untyped_storage().nbytes() > 0 for p in gathered)
 
-    for layer in model:
-        layer.register_forward_pre_hook(note)  # after FSDP2's own, which gathers
-    kept, loss = saved_in(model[0])
-    assert len(gathered) == 12
-    assert sum(p.untyped_storage().nbytes() for p in gathered) == 0
-    loss.backward()
-    layer = encoder(policy)[0]  # without a wrapper
-    assert kept == saved_in(layer, exclude=layer.parameters())[0]
+    model[0].register_forward_pre_hook(note)  # after FSDP2's own, which gathers
+    alone, kept = encoder(policy)[0], []
+    for layer in (model[0], alone):
+        x = mine(batches()[0])
+        with SavedBytes(exclude=alone.parameters()) as saved:
+            y = layer(x)
+        kept.append(saved.total)
+        assert len(gathered) == 12
+        assert sum(p.untyped_storage().nbytes() for p in gathered) == 0
+        loss_of(y).backward()
+    assert kept[0] == kept[1]
 
 
 @pytest.mark.composes("FSDP2", "MixedPrecisionPolicy(param_dtype=bfloat16, reduce_dtype=float32)")
@@ -426,16 +401,14 @@ def test_mixed_precision():
 @pytest.mark.parametrize("wrapper", ["FSDP2", "FSDP2, linears"])
 @in_two_processes
 def test_evaluation(wrapper):
-    model = encoder(norm_first=False)
-    expected = copy.deepcopy(model)
+    model, expected = (encoder(norm_first=False) for _ in range(2))
     WRAPPERS[wrapper](model)
     mask = torch.rand(5, 5, dtype=torch.float64) - 0.5
-    for mode in (True, False):
-        for masks in ((), (mask,)):
-            with torch.no_grad(), warnings.catch_warnings():
-                warnings.simplefilter("error", FusedRematWarning)
-                found, wanted = (m.train(mode)[0](batches()[0], *masks) for m in (model, expected))
-            torch.testing.assert_close(found, wanted, **CLOSE)
+    for mode, masks in itertools.product((True, False), ((), (mask,))):
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("error", FusedRematWarning)
+            found, wanted = (m.train(mode)[0](batches()[0], *masks) for m in (model, expected))
+        torch.testing.assert_close(found, wanted, **CLOSE)
 
 
 def fails_in_one():

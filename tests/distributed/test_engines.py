@@ -204,27 +204,18 @@ def output_of(model: nn.Module, kind: str, part: Callable = lambda x: x) -> torc
     return model(part(x.requires_grad_()))
 
 
-def sharded(kind: str) -> nn.Module:
+def sharded(kind: str, folder: Path, saves: bool) -> torch.Tensor:
+    """This rank's output of a converted, sharded model: with weights that a fresh one does not
+    have, which it saves in a folder; or with those that are there."""
     model = convert(stock_of(kind), policy="lean")
     for layer in model if kind == "encoder" else model.model.layers:
         fully_shard(layer)
-    return fully_shard(model)
-
-
-def save_sharded(kind: str, folder: Path) -> torch.Tensor:
-    """Weights that a fresh model does not have; this rank's output of them."""
-    model = sharded(kind)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.mul_(1.25)
-    dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=folder)
-    return output_of(model, kind, mine).detach()
-
-
-def load_sharded(kind: str, folder: Path) -> torch.Tensor:
-    model = sharded(kind)
+    fully_shard(model)
+    if saves:
+        with torch.no_grad():
+            torch._foreach_mul_(list(model.parameters()), 1.25)
     state = {"model": get_model_state_dict(model)}
-    dcp.load(state, checkpoint_id=folder)
+    (dcp.save if saves else dcp.load)(state, checkpoint_id=folder)
     set_model_state_dict(model, state["model"])
     return output_of(model, kind, mine).detach()
 
@@ -234,7 +225,7 @@ def load_sharded(kind: str, folder: Path) -> torch.Tensor:
 )
 @pytest.mark.parametrize("kind", ["encoder", "llama"])
 def test_checkpoints_of_fused_and_stock_models_are_the_same(processes, tmp_path, kind):
-    fused = processes.run(save_sharded, kind, tmp_path / "fused")
+    fused = processes.run(sharded, kind, tmp_path / "fused", True)
     stock = stock_of(kind)
     state = {"model": stock.state_dict()}
     dcp.load(state, checkpoint_id=tmp_path / "fused", no_dist=True)
@@ -242,7 +233,7 @@ def test_checkpoints_of_fused_and_stock_models_are_the_same(processes, tmp_path,
     close = {"rtol": 1e-5, "atol": 1e-6} if kind == "llama" else {"rtol": 1e-10, "atol": 1e-12}
     torch.testing.assert_close(output_of(stock, kind).detach(), torch.cat(fused), **close)
     dcp.save({"model": stock.state_dict()}, checkpoint_id=tmp_path / "stock", no_dist=True)
-    back = processes.run(load_sharded, kind, tmp_path / "stock")
+    back = processes.run(sharded, kind, tmp_path / "stock", False)
     assert all(map(torch.equal, back, fused))
 
 

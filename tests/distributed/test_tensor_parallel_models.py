@@ -1,6 +1,7 @@
 """Models divided among ranks: heads, Hugging Face's, a 2-D mesh with FSDP2, and what is refused."""
 
 import copy
+import functools
 import warnings
 
 import pytest
@@ -37,14 +38,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.testing import assert_close
 
-from fused_remat import (
-    FusedRematLayer,
-    FusedRematWarning,
-    convert,
-    explain,
-    ops,
-    plan,
-)
+from fused_remat import FusedRematLayer, FusedRematWarning, convert, explain, ops, plan
 from fused_remat.autograd.shards import is_dtensor
 from fused_remat.parallel import (
     LayerParallel,
@@ -153,8 +147,7 @@ def with_fsdp(path):
 
 def _saved_and_loaded(other, model, path):
     """Through a distributed checkpoint into the same, and as a whole into the stock names."""
-    state = get_model_state_dict(other)
-    dcp.save(state, checkpoint_id=path)
+    dcp.save(get_model_state_dict(other), checkpoint_id=path)
     before = {name: whole(p).clone() for name, p in other.named_parameters()}
     with torch.no_grad():
         for p in other.parameters():
@@ -227,77 +220,67 @@ def test_transformer_encoder():
 @pytest.mark.composes("Tensor parallel", "what is not divided, and DTensors elsewhere: an error")
 @in_two_processes
 def test_errors():
-    mesh = mesh_of()
+    mesh, x, one = mesh_of(), torch.randn(B, S, D), functools.partial(encoder, dropout=0.0)
+    whole = distribute_tensor(x, mesh, [Replicate()])
 
     def split(layer, **kwargs):
         return parallelize_module(layer, mesh, LayerParallel(**kwargs))
 
-    with pytest.raises(TypeError, match="takes a fused layer, got a Linear"):
-        split(nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="3 heads cannot be divided evenly among 2"):
-        split(FusedRematLayer(6, 3, 12))
-    with pytest.raises(ValueError, match=r"fc1.weight of the FusedRematLayer is \(13, 8\)"):
-        split(FusedRematLayer(D, H, 13))
-    with pytest.raises(ValueError, match="accumulate_into='grad'"):
-        split(FusedRematLayer(D, H, 12, accumulate_into="grad"))
-    layer = split(encoder(dropout=0.0))
-    with pytest.raises(ValueError, match="divided among ranks already"):
-        split(layer)
-    x = torch.randn(B, S, D)
-    mask = torch.zeros(S, S, requires_grad=True)
-    with pytest.raises(RuntimeError, match="mask requires a gradient"):
-        layer(x, src_mask=mask)
-    layer.norm1.register_forward_hook(lambda *_: None)
-    with pytest.raises(RuntimeError, match="norm1 has hooks"):
-        layer(x)
-    with pytest.raises(ValueError, match="5 tokens of a sequence cannot be divided evenly"):
-        split(encoder(dropout=0.0), sequence=True, split=True)(x[:, :5])
-    plain = split(encoder(dropout=0.0))
-    with pytest.raises(RuntimeError, match="takes this rank's local tensor, got a DTensor"):
-        plain(distribute_tensor(x, mesh, [Replicate()]))
-    whole = distribute_tensor(x, mesh, [Replicate()])
-    for layer in (encoder(dropout=0.0), causal()):
-        with pytest.raises(
-            RuntimeError, match=r"is a DTensor of shape .* is not divided over ranks"
-        ):
-            layer(whole)
-    with pytest.raises(AttributeError, match="head='nohead'"):
-        tensor_parallel_plan(nn.Sequential(encoder(dropout=0.0)), head="nohead")
-    unknown = encoder(dropout=0.0, activation=lambda t: t.relu() ** 2)
-    with pytest.raises(RuntimeError, match="may mix hidden units of different ranks"):
-        split(unknown)(x)
+    def vocabulary(size):
+        return parallelize_module(nn.Linear(D, size), mesh, VocabularyParallel())
+
+    def plan_of(*layers):
+        return tensor_parallel_plan(nn.Sequential(*layers), sequence=True)
+
+    plain, hooked, head, a = split(one()), split(one()), vocabulary(20), causal()
+    hooked.norm1.register_forward_hook(lambda *_: None)
+    unknown = split(one(activation=lambda t: t.relu() ** 2))
     alone = causal()
     for p in ("weight", "bias"):
         t = getattr(alone.up, p)
         setattr(alone.up, p, nn.Parameter(distribute_tensor(t.detach(), mesh, [Shard(0)])))
-    with pytest.raises(RuntimeError, match=r"fc1.weight is a DTensor.*LayerParallel"):
-        alone(x)
-    with pytest.raises(ValueError, match="DTensor already"):
-        split(alone)
-    head = parallelize_module(nn.Linear(D, 20), mesh, VocabularyParallel())
-    with pytest.raises(ValueError, match="weight and bias as DTensors"):
-        ops.linear_cross_entropy(x, head.weight, torch.zeros(B, S).long(), torch.zeros(20))
-    with pytest.raises(RuntimeError, match="DTensor"):
-        ops.mlp(x, head.weight, None, torch.randn(D, 20), None)
-    with pytest.raises(ValueError, match="vocabulary of 21"):
-        parallelize_module(nn.Linear(D, 21), mesh, VocabularyParallel())
-    with pytest.raises(ValueError, match="divided among ranks"):
-        plan(nn.Sequential(plain), x)
-    a, b = causal(), causal()
-    with pytest.raises(ValueError, match="the model has one layer twice"):
-        tensor_parallel_plan(nn.Sequential(a, b, a), sequence=True)
-    with pytest.raises(ValueError, match="is a GRU, which holds every weight twice"):
-        tensor_parallel_plan(nn.ModuleList([a, nn.GRU(D, D)]))
-    layers = nn.Sequential(causal(), causal(), causal())
-    parallelize_module(layers, mesh, tensor_parallel_plan(layers, sequence=True))
-    layers(x)
-    with pytest.raises(RuntimeError, match="got 6 tokens of a sequence, but the first layer of"):
-        layers[2](layers[1](x))
-    between = nn.Sequential(causal(), nn.LayerNorm(D), causal())
-    with pytest.raises(ValueError, match="1, a LayerNorm between fused layers"):
-        tensor_parallel_plan(between, sequence=True)
-    with pytest.raises(ValueError, match="no fused layer"):
-        tensor_parallel_plan(nn.Linear(2, 2))
+    three = nn.Sequential(causal(), causal(), causal())
+    parallelize_module(three, mesh, tensor_parallel_plan(three, sequence=True))
+    three(x)
+    labels, rows = torch.zeros(B, S).long(), torch.randn(D, 20)
+    for error, message, call in (
+        (TypeError, "takes a fused layer, got a Linear", lambda: split(nn.Linear(2, 2))),
+        (ValueError, "3 heads cannot be divided evenly among 2",
+         lambda: split(FusedRematLayer(6, 3, 12))),
+        (ValueError, r"fc1.weight of the FusedRematLayer is \(13, 8\)",
+         lambda: split(FusedRematLayer(D, H, 13))),
+        (ValueError, "accumulate_into='grad'",
+         lambda: split(FusedRematLayer(D, H, 12, accumulate_into="grad"))),
+        (ValueError, "divided among ranks already", lambda: split(plain)),
+        (RuntimeError, "mask requires a gradient",
+         lambda: plain(x, src_mask=torch.zeros(S, S, requires_grad=True))),
+        (RuntimeError, "norm1 has hooks", lambda: hooked(x)),
+        (ValueError, "5 tokens of a sequence cannot be divided evenly",
+         lambda: split(one(), sequence=True, split=True)(x[:, :5])),
+        (RuntimeError, "takes this rank's local tensor, got a DTensor", lambda: plain(whole)),
+        (RuntimeError, "is a DTensor of shape .* is not divided over ranks", lambda: one()(whole)),
+        (RuntimeError, "is a DTensor of shape .* is not divided over ranks", lambda: a(whole)),
+        (AttributeError, "head='nohead'",
+         lambda: tensor_parallel_plan(nn.Sequential(one()), head="nohead")),
+        (RuntimeError, "may mix hidden units of different ranks", lambda: unknown(x)),
+        (RuntimeError, "fc1.weight is a DTensor.*LayerParallel", lambda: alone(x)),
+        (ValueError, "DTensor already", lambda: split(alone)),
+        (ValueError, "weight and bias as DTensors",
+         lambda: ops.linear_cross_entropy(x, head.weight, labels, torch.zeros(20))),
+        (RuntimeError, "DTensor", lambda: ops.mlp(x, head.weight, None, rows, None)),
+        (ValueError, "vocabulary of 21", lambda: vocabulary(21)),
+        (ValueError, "divided among ranks", lambda: plan(nn.Sequential(plain), x)),
+        (ValueError, "the model has one layer twice", lambda: plan_of(a, causal(), a)),
+        (ValueError, "is a GRU, which holds every weight twice",
+         lambda: tensor_parallel_plan(nn.ModuleList([a, nn.GRU(D, D)]))),
+        (RuntimeError, "got 6 tokens of a sequence, but the first layer of",
+         lambda: three[2](three[1](x))),
+        (ValueError, "1, a LayerNorm between fused layers",
+         lambda: plan_of(causal(), nn.LayerNorm(D), causal())),
+        (ValueError, "no fused layer", lambda: tensor_parallel_plan(nn.Linear(2, 2))),
+    ):  # fmt: skip
+        with pytest.raises(error, match=message):
+            call()
 
 
 @pytest.mark.composes(

@@ -10,7 +10,6 @@ from hf_models import IDS, VOCAB, build, close, fused_layers, step
 from torch import nn
 
 from fused_remat import FusedRematWarning, convert
-from fused_remat.huggingface import layer
 
 
 @pytest.fixture
@@ -97,28 +96,31 @@ def test_layers_of_an_older_transformers_are_left(model, monkeypatch):
     assert not fused_layers(model)
 
 
-def test_a_layer_with_a_forward_of_its_own_is_left(model, blocks_run):
-    expected = step(model, IDS)
-    layer = model.model.layers[0]
-    layer.forward = layer.forward
-    with pytest.warns(FusedRematWarning, match="LlamaDecoderLayer.forward was replaced"):
-        convert(model)
-    assert fused_layers(model) == [model.model.layers[1]]
-    close(step(model, IDS), expected)
-    assert len(blocks_run) == 1  # the first layer has filled its part of the cache
+def own_forward(model, monkeypatch):
+    model.model.layers[0].forward = model.model.layers[0].forward
 
 
-@pytest.mark.parametrize("converted", [False, True])
-def test_a_class_whose_forward_was_patched(model, blocks_run, monkeypatch, converted):
+def patched_class(model, monkeypatch):
+    stock = transformers.models.llama.modeling_llama.LlamaDecoderLayer
+    inner = stock.forward
+    monkeypatch.setattr(stock, "forward", lambda *a, **k: inner(*a, **k))
+
+
+@pytest.mark.parametrize(
+    "change, converted, left",
+    [(own_forward, False, 1), (patched_class, False, 2), (patched_class, True, 0)],
+)
+def test_a_layer_whose_forward_was_replaced(
+    model, blocks_run, monkeypatch, change, converted, left
+):
     expected = step(model, IDS)
     if converted:
         convert(model)
-    stock, seen = transformers.models.llama.modeling_llama.LlamaDecoderLayer, []
-    inner = stock.forward
-    monkeypatch.setattr(stock, "forward", lambda *a, **k: seen.append(1) or inner(*a, **k))
+    change(model, monkeypatch)
     with pytest.warns(FusedRematWarning, match="LlamaDecoderLayer.forward was replaced"):
         got = step(model if converted else convert(model), IDS)
-    assert seen and not blocks_run
+    assert len(fused_layers(model)) == 2 - left
+    assert len(blocks_run) == (change is own_forward)  # the first has filled its part of the cache
     close(got, expected)
 
 
@@ -191,11 +193,3 @@ def test_attention_functions_that_were_replaced(model, monkeypatch):
         change(lambda *args, **kwargs: None)
         assert layer.why_not_fused(x, **call) == "the attention function 'sdpa' was replaced"
         monkeypatch.undo()
-
-
-def test_the_cache_of_an_encoder_and_decoder_is_looked_into():
-    filled = transformers.DynamicCache()
-    pair = transformers.EncoderDecoderCache(filled, transformers.DynamicCache())
-    assert layer._is_empty(pair, 0)
-    filled.update(torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 2, 4), 0)
-    assert not layer._is_empty(pair, 0) and layer._is_empty(pair, 1)

@@ -114,7 +114,7 @@ def check(s, inputs=None, **options):
     with DEVICE:
         theirs = run(plain, *cleaned, options, torch.Tensor.float)
         exact = run(plain, *cleaned, options, torch.Tensor.double)
-    rounded = [t.to(s.dtype) for t in theirs.values()]
+    rounded = [t.to(mine.dtype) for t, mine in zip(theirs.values(), found.values(), strict=True)]
     check_error([*found.values()], rounded, [*exact.values()], [*exact], floor=FLOOR[s.dtype])
     return found
 
@@ -139,6 +139,7 @@ CALLS = {
     "bias of keys": lambda s: {"attn_mask": s.bias(s.b, 1, 1, s.n)},
     "bias of queries": lambda s: {"attn_mask": s.bias(1, s.h, s.m, 1)},
     "bias and dropout": lambda s: {"attn_mask": s.bias(s.m, s.n), "dropout_p": 0.25, "seed": 3},
+    "far rows": lambda s: {"attn_mask": far_rows(s)},
     "one number": lambda s: {"attn_mask": s.bias(1, 1, 1, 1)},
     "bool": lambda s: {"attn_mask": ~s.hidden(s.b, s.h, s.m, s.n)},
     "hidden rows": lambda s: {"attn_mask": s.hidden(1, 1, s.m, 1).expand(-1, -1, -1, s.n)},
@@ -157,6 +158,16 @@ CALLS = {
 }  # fmt: skip
 
 
+def far_rows(s):
+    """A mask of rows that are far everywhere, in places, and beside blocks that it adds nothing to.
+
+    What a row is shifted by must be taken from all of its blocks, or from none.
+    """
+    mask = torch.zeros(s.m, s.n, device=DEVICE)
+    mask[4], mask[5, 20:], mask[6], mask[9:12, -5], mask[12:15, -5] = -1e9, -1e9, 3e4, 200.0, -1e9
+    return mask
+
+
 def checkered(s):
     """A bool mask of which whole blocks of 128 see nothing, and one sequence of queries neither."""
     block = sized(128, tiny=(16,))[0]
@@ -170,6 +181,19 @@ def checkered(s):
 def test_calls(call, dtype):
     s = Sizes(dtype)
     check(s, **CALLS[call](s))
+
+
+@pytest.mark.skipif(ON_GPU, reason="takes the tiles of the tables")
+@EITHER
+@pytest.mark.parametrize("tile", [(16, 16, 4, 1), (32, 16, 4, 1, True)], ids=["small", "high"])
+def test_other_tiles(tile, dtype, monkeypatch):
+    """Small ones, and high ones of which the products are split."""
+    monkeypatch.setattr(tables, "_INTERPRETED_ATTENTION", tables.AttentionTile(*tile))
+    s = Sizes(dtype)
+    for call in ("causal dropout", "half the blocks", "far rows"):
+        check(s, **CALLS[call](s))
+    check(Sizes(dtype, m=18, n=24, v=24))
+    check_packed(Sizes(dtype, b=1), "tail", "soft-cap alone")
 
 
 @pytest.mark.parametrize("lengths", [(33, 40), (40, 33), (1, 17), (48, 48)], ids=str)
@@ -249,19 +273,14 @@ def expanded(q, k, v, dy):
     return q, k[:1, :1].expand_as(k), v[:1, :1].expand_as(v), dy[:, :, :1].expand_as(dy)
 
 
-def turned(*heads):
-    """Elements of a column side by side, in which gradients are laid out too."""
-    return map(LAYOUTS["turned"], heads)
-
-
-def strided(*heads):
-    """Elements of a row two apart."""
-    return map(LAYOUTS["strided"], heads)
+def laid(name):
+    return lambda *heads: map(LAYOUTS[name], heads)
 
 
 @pytest.mark.parametrize("call", ["plain", "causal", "all"])
 @pytest.mark.parametrize(
-    "layout", [packed_projection, misaligned, turned, strided, far_apart, expanded]
+    "layout",
+    [packed_projection, misaligned, laid("turned"), laid("strided"), far_apart, expanded],
 )
 def test_layouts(layout, call):
     """Of a layout on which the kernels' results are those of a copy, bit for bit."""

@@ -205,30 +205,13 @@ def test_a_16_bit_mask_that_is_not_far_from_0_stays_exact():
 # --- who serves
 
 
-def why_not(q, **options):
-    """Why no CUDA kernel can serve."""
-    return attention_library._why_not_cuda(
-        call_of((q, q), **options), q.shape[3], q.dtype, q.device
-    )
-
-
-@pytest.mark.parametrize(
-    ("width", "dtype", "words"),
-    [
-        (8, torch.float64, "float64"),
-        (20, torch.bfloat16, "head dim 20"),
-        (264, F32, "head dim 264"),
-    ],
-)
-def test_reasons(width, dtype, words):
-    assert words in why_not(torch.empty(1, 1, 4, width, dtype=dtype))
-
-
 def test_a_mask_is_not_for_deterministic_mode():
-    q, mask = torch.empty(1, 1, 4, 64), torch.zeros(4, 4)
-    assert why_not(q, mask=mask) is None
+    q = torch.empty(1, 1, 4, 64)
+    call = call_of((q, q), mask=torch.zeros(4, 4))
+    given = call, q.shape[3], q.dtype, q.device
+    assert attention_library._why_not_cuda(*given) is None
     with deterministic():
-        assert "any order" in why_not(q, mask=mask)
+        assert "any order" in attention_library._why_not_cuda(*given)
 
 
 def route(monkeypatch, dtype=torch.bfloat16, heads=(4, 4), width=64, s=(64, 64), **options):
@@ -280,15 +263,6 @@ def test_who_serves_and_says_why(name, monkeypatch):
     expected, options = SERVED[name]
     said = route(monkeypatch, **options)
     assert said.startswith(expected) and ("not triton: " in said) == (expected == NEITHER)
-
-
-def test_the_library_is_asked_for_nothing_else(monkeypatch):
-    """ATen's choice is queried only where its kernels can serve, since a query makes tensors."""
-    seen = []
-    monkeypatch.setattr(attention_library, "why_not", lambda *_: seen.append(1))
-    for name in ("lengths", "mask"):
-        route(monkeypatch, **SERVED[name][1])
-    assert not seen
 
 
 MASKED = {

@@ -7,7 +7,6 @@ from places import (
     DEVICE,
     ON_GPU,
     PLACE,
-    TOLERANCE,
     at,
     check_all,
     check_error,
@@ -254,10 +253,3 @@ def test_every_tile_of_the_tables(kernel, layout):
     rows = admit(contest(form, sets, rig, tiles))
     assert len(rows) == 1 + len(tiles)
     assert {name: row["error"] for name, row in rows.items() if "error" in row} == {}
-
-
-@pytest.mark.gpu
-def test_tolerances_are_those_of_the_benchmark():
-    from bench.measure.contest import TOLERANCE as OF_BENCH
-
-    assert not ON_GPU or all(OF_BENCH[dtype] == TOLERANCE[dtype] for dtype in TOLERANCE)

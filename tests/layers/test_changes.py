@@ -7,14 +7,11 @@ import warnings
 import pytest
 import torch
 from accuracy import assert_bits, assert_close
-from changes import CHANGES, HOOKS, SUBCLASSES, Change
+from changes import CHANGES, HOOKS, SUBCLASSES, Change, error_of
 from layer_kinds import run
 from reference import X, make
 from tiers import pairwise
-from torch import distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
@@ -84,34 +81,28 @@ def test_in_evaluation(name, batch_first):
     assert torch.backends.mha.get_fastpath_enabled()
 
 
-@torch.no_grad()
-def error_of(layer, x, expected, **masks):
-    """The largest error; infinite where PyTorch's kernel misses a part of the layer, or has NaN."""
-    try:
-        found = layer(x, **masks)
-    except AttributeError:
-        return float("inf")
-    return (found - expected).abs().nan_to_num(nan=float("inf")).max().item()
-
-
 @pytest.mark.parametrize("name", CHANGES)
-def test_the_reason_is_told_once_at_the_users_line(name):
+@POLICIES
+def test_the_reason_is_told_once_at_the_users_line(name, policy):
+    """However deep in a model the layer is. And so are the buffers that forward updates again."""
     change = CHANGES[name]
-    _, fused = change.layers(dropout=0.2)
+    _, fused = change.layers(policy, dropout=0.2)
     if name != "a forward of its own":
         assert fused.why_not_fused(X) == (change.reason or None)
-    x, caught = X.clone().requires_grad_(), []
+    x, caught, model = X.clone().requires_grad_(), [], nn.Sequential(nn.Sequential(fused))
     for _ in range(2):
         with warnings.catch_warnings(record=True) as new:
             warnings.simplefilter("always")
-            fused(x)
+            model(x)
         caught.append([(w.category, str(w.message)) for w in new])
         assert {w.filename for w in new} <= {__file__}
-    under = "runs PyTorch's own forward under torch.utils.checkpoint: "
-    text = f"fused_remat: {type(fused).__name__} {under}{change.reason}"
-    told = [entry for entry in caught[0] if "updates buffers in forward" not in entry[1]]
+    under = "" if policy == "none" else " under torch.utils.checkpoint"
+    text = f"fused_remat: {type(fused).__name__} runs PyTorch's own forward{under}: {change.reason}"
+    updates = "updates buffers in forward (linear2.parametrizations.weight.0._u, "
+    told = [entry for entry in caught[0] if updates not in entry[1]]
     assert told == ([(FusedRematWarning, text)] if change.reason else [])
-    assert len(caught[0]) - len(told) == change.updates and caught[1] == []
+    is_updated = change.updates and policy == "full"
+    assert len(caught[0]) - len(told) == is_updated and caught[1] == []
 
 
 @pytest.mark.parametrize("name", CHANGES)
@@ -184,35 +175,3 @@ def test_swapped_parameters_of_the_same_shape_are_read_at_every_call():
         layer.self_attn.in_proj_weight.data = layer.self_attn.in_proj_weight.data * 2
         found.append(step(layer))
     assert_close(*found)
-
-
-@pytest.fixture
-def mesh():
-    """A group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
-
-
-@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
-@pytest.mark.parametrize("names", [("linear1",), ("self_attn", "norm1", "linear1", "linear2")])
-@POLICIES
-def test_fsdp_of_single_submodules(mesh, names, policy):
-    """Their parameters are gathered by hooks, in forward and again for the replay."""
-    results = []
-    for layer in make(policy, dropout=0.2):
-        fired = []
-        layer.dropout1.register_forward_hook(lambda m, args, y, fired=fired: fired.append(1))
-        for name in names:
-            fully_shard(layer.get_submodule(name), mesh=mesh)
-        for _ in range(2):
-            layer.zero_grad()
-            torch.manual_seed(0)
-            x = X.clone().requires_grad_()
-            y = layer(x)
-            y.square().sum().backward()
-        is_checkpointed = bool(results) and policy == "full"  # the second one is the fused layer
-        assert len(fired) == (4 if is_checkpointed else 2)
-        grads = [getattr(p.grad, "to_local", lambda g=p.grad: g)() for p in layer.parameters()]
-        results.append([y.detach(), x.grad, *grads])
-    assert_close(*results)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from accuracy import assert_bits, assert_close
 from block_inputs import in_pieces
-from layer_kinds import DECODERS, KINDS, TORCH_NN, B, F, M, S, run
+from layer_kinds import DECODERS, KINDS, TORCH_NN, B, M, S, run
 from tiers import pairwise
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -163,24 +163,6 @@ def test_the_replay_check_passes_and_sees_a_changed_input(name, dtype):
     changed = "memory" if kind.has_memory else "input"
     with pytest.raises(RuntimeError, match=rf"'{changed}' differs at \(index 1, 2, 3"):
         y.sum().backward()
-
-
-def test_a_function_as_activation_sees_whole_tensors(pieces):
-    """Cut nowhere: also where the memory is the longer sequence."""
-    kind, shapes, grads = KINDS["decoder, post-norm"], [], []
-    slope = nn.Parameter(torch.tensor(0.1, dtype=torch.float64))
-
-    def leaky(x):
-        shapes.append(tuple(x.shape))
-        return torch.where(x > 0, x, slope * x)
-
-    tgt, memory, dy = kind.data(memory=3 * S)
-    for layer in kind.pair(activation=leaky, dtype=torch.float64):
-        shapes.clear()
-        y = layer(tgt, memory)
-        grads.append(torch.autograd.grad(y, [slope, *layer.parameters()], dy))
-        assert {s for s in shapes if s[1] != 1} == {(B, S, F)}
-    assert_close(grads[1], grads[0])
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])

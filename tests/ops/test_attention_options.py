@@ -25,15 +25,12 @@ from fused_remat import ops
 
 
 KINDS = ("bool", "float", "float32", "wants a gradient", "-inf")
+LENGTHS = {"key_lengths": torch.tensor([7, 0, 3])}
 PADDED = [(5, 7), (7, 5), (1, 7), (20, 37), (37, 20)]
-LENGTHS = [(7, 7), (5, 7), (20, 33)]
 #: How many sequences, queries and keys there are, and options that say where sequences end.
 SEQUENCES = (
     *((3, q_len, kv_len, {}) for q_len, kv_len in PADDED),
-    *(
-        (3, *sizes, {"key_lengths": torch.tensor([7, 0, 3])})
-        for sizes in [(7, 7), (5, 7), (20, 33)]
-    ),
+    *((3, *sizes, LENGTHS) for sizes in [(7, 7), (5, 7), (20, 33)]),
     *((1, q_len, kv_len, packed(cu_q, cu_k)) for cu_q, cu_k, q_len, kv_len in PACKS.values()),
     *((*sizes, {}) for sizes in [(0, 5, 7), (3, 0, 7), (3, 5, 0), (3, 0, 0)]),
 )
@@ -137,20 +134,6 @@ def test_errors_are_no_larger_than_sdpas(name, dtype, tokens):
         lambda t: ops.attention(**options | t), lambda t: sdpa(**options | others | t), tensors,
         tokens=tokens,
     )  # fmt: skip
-
-
-@pytest.mark.parametrize(("q_len", "kv_len"), [(3, 7), (7, 3), (1, 7), (20, 37)])
-def test_causal_aligns_the_last_query_with_the_last_key(q_len, kv_len):
-    """As SDPA with an explicit mask; queries before the first key see nothing, and are 0."""
-    q, k, v = heads(q_len=q_len, kv_len=kv_len, kv_heads=4)
-    seen = torch.ones(q_len, kv_len, dtype=torch.bool).tril(kv_len - q_len)
-    compare(
-        lambda: ops.attention(q, k, v, is_causal=True),
-        lambda: F.scaled_dot_product_attention(q, k, v, seen).masked_fill(
-            ~seen.any(-1)[:, None], 0.0
-        ),
-        [q, k, v],
-    )
 
 
 # --- masks

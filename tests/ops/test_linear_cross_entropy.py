@@ -7,7 +7,6 @@ from block_inputs import check_beside, compare, normal, results
 from reference import linear_cross_entropy as plain
 from tiers import exhaustive, pairwise
 
-import fused_remat
 from fused_remat import ops
 from fused_remat.report.allocations import AllocationTrace, SavedBytes
 from fused_remat.steps import cross_entropy
@@ -21,17 +20,18 @@ OPTIONS = {
     "z-loss": {"z_loss": 0.01},
     "softcap": {"softcap": 3.0},
     "all": {"label_smoothing": 0.2, "z_loss": 0.1, "softcap": 2.0},
+    "a class is ignored": {"ignore_index": 0},
 }
 
 
-def operands(dtype=torch.float64, vocab=VOCAB, scale=1.0):
+def operands(dtype=torch.float64, scale=1.0):
     """hidden, weight, bias, and targets of which some are ignored."""
     hidden = normal(*TOKENS, WIDTH, dtype=dtype)
     weight, bias = (
-        normal(vocab, WIDTH, dtype=dtype, seed=1, scale=scale),
-        normal(vocab, dtype=dtype),
+        normal(VOCAB, WIDTH, dtype=dtype, seed=1, scale=scale),
+        normal(VOCAB, dtype=dtype),
     )
-    target = torch.randint(vocab, TOKENS, generator=torch.Generator().manual_seed(0))
+    target = torch.randint(VOCAB, TOKENS, generator=torch.Generator().manual_seed(0))
     target[0, 2:5] = target[2, 6] = -100
     return hidden, weight, bias, target
 
@@ -52,6 +52,7 @@ def compare_losses(leaves, target, chunk=None, **options):
 def test_is_cross_entropy_of_the_logits(reduction, options, chunk):
     *leaves, target = operands()
     given = OPTIONS[options] | {"reduction": reduction}
+    target = target.clamp(min=given.get("ignore_index", -100))
     compare_losses(leaves, target, chunk=chunk, **given)
 
 
@@ -96,9 +97,8 @@ def test_no_token_counts(options):
     assert mean.isnan()
     for grad in torch.autograd.grad(mean, leaves):
         assert not grad.any()
-    for reduction in ("sum", "none"):
-        loss = ops.linear_cross_entropy(hidden, weight, nothing, bias, reduction=reduction, **given)
-        assert not loss.any()
+    given = {**given, "reduction": "none"}
+    assert not ops.linear_cross_entropy(hidden, weight, nothing, bias, **given).any()
     empty = ops.linear_cross_entropy(hidden[:0], weight, target[:0], reduction="sum")
     assert empty == 0 and not any(g.any() for g in torch.autograd.grad(empty, leaves[:2]))
 
@@ -122,13 +122,6 @@ def test_ignored_tokens_whose_logits_are_large(monkeypatch):
     compare_losses(leaves, target)
 
 
-def test_another_ignore_index_may_be_a_class():
-    hidden, weight, _, target = operands()
-    target = target.clamp(min=0)
-    found = ops.linear_cross_entropy(hidden, weight, target, ignore_index=0)
-    torch.testing.assert_close(found, plain(hidden, weight, target, ignore_index=0))
-
-
 def test_classes_that_a_bias_excludes():
     """-inf of a whole block of columns, and of single ones, as for a padded vocabulary."""
     *leaves, target = operands()
@@ -150,11 +143,6 @@ def test_shift_is_that_of_a_language_model():
     total = ops.linear_cross_entropy(hidden, weight, labels, shift=True, reduction="sum")
     theirs = loss_utils.ForCausalLMLoss(logits, labels, VOCAB, num_items_in_batch=torch.tensor(31))
     torch.testing.assert_close(total / 31, theirs)
-
-
-def test_a_vocabulary_of_256k():
-    leaves = [normal(3, 8, dtype=torch.float32), normal(1 << 18, 8, dtype=torch.float32)]
-    compare_losses(leaves, torch.tensor([0, (1 << 18) - 1, 99_999]))
 
 
 # --- memory
@@ -245,13 +233,6 @@ def test_autocast_computes_as_a_linear_layer_would(compiled, native, monkeypatch
         assert (grad - truth).norm() <= tolerance * truth.norm()
 
 
-def test_the_replay_check_finds_nothing():
-    hidden, weight, bias, target = operands()
-    with fused_remat.check_replay():
-        ops.linear_cross_entropy(hidden, weight, target, bias, chunk=BLOCKS).backward()
-    assert hidden.grad is not None
-
-
 def test_counted_operations_are_four_products():
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -266,18 +247,6 @@ def test_counted_operations_are_four_products():
     with FlopCounterMode(display=False) as counter:
         ops.linear_cross_entropy(hidden, weight.detach(), target).backward()
     assert counter.get_total_flops() == 3 * product
-
-
-def test_blocks_are_about_square_and_within_the_limit(monkeypatch):
-    call = cross_entropy.CrossEntropyCall(torch.zeros(0), -100, 0.0, 0.0, 0.0, 0)
-    for kind, limit in (("cpu", 1 << 20), ("cuda", 1 << 26)):
-        for tokens in (0, 1, 100, 10_000, 1_000_000):
-            for vocab in (1, 1000, 262_144):
-                rows, columns = cross_entropy.block_of(tokens, vocab, call, torch.device(kind))
-                assert 1 <= rows <= max(tokens, 1) and 1 <= columns <= vocab
-                assert rows * columns <= limit
-                # Nearly all of the limit, where there is that much.
-                assert rows * columns >= min(0.9 * limit, max(tokens, 1) * vocab)
 
 
 def test_autocast_converts_no_float64_weights():

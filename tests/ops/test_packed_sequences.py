@@ -5,7 +5,6 @@ import torch
 from attention_calls import attention_call
 from block_inputs import heads, results
 from op_cases import PACKS, packed
-from reference import visible_packed
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -15,11 +14,6 @@ from fused_remat.steps.attention import attention_fwd
 OPTIONS = [{}, {"is_causal": True}, {"dropout_p": 0.3, "seed": 7, "window": (7, 2), "softcap": 1.5}]
 
 
-def one(q_len, kv_len, **sizes):
-    """query, key and value of a batch of one."""
-    return heads(1, q_len=q_len, kv_len=kv_len, **sizes)
-
-
 # --- packed sequences
 
 
@@ -27,7 +21,8 @@ def one(q_len, kv_len, **sizes):
 @pytest.mark.parametrize("policy", ["full", "lean"])
 @pytest.mark.parametrize("options", OPTIONS)
 def test_tokens_of_no_sequence_are_zero_and_never_read(options, policy):
-    qkv, insides = one(12, 13, dtype=torch.float32), (slice(2, 9), slice(1, 10), slice(1, 10))
+    qkv = heads(1, q_len=12, kv_len=13, dtype=torch.float32)
+    insides = slice(2, 9), slice(1, 10), slice(1, 10)
     with torch.no_grad():
         for t, inside in zip(qkv, insides, strict=True):
             kept = t[:, :, inside].clone()
@@ -95,34 +90,6 @@ def test_the_flash_kernel_runs_where_it_can_and_explain_says_why(batch, options,
     assert dict(block.forward)["output"] == said
 
 
-# --- what the operation is asked and gives
-
-
-def call_of(q, k, cu_q, cu_k, right=-1):
-    sizes = (1, 4, 2, q.shape[2], k.shape[2], q.shape[3])
-    cu = {"cu_q": torch.tensor(cu_q), "cu_k": torch.tensor(cu_k)}
-    return attention_call(sizes, scale=0.5, right=right, **cu)
-
-
-@pytest.mark.parametrize("right", [-1, 0])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_logsumexp_is_of_the_whole_in_order(dtype, right):
-    """(H, S_q), with +inf for rows that see no key: of no sequence too."""
-    q, k, v = (t.detach() for t in one(12, 13, dtype=dtype))
-    call = call_of(q, k, [1, 3, 9, 9, 11], [0, 2, 5, 8, 12], right)
-    attn, lse = attention_fwd(q, k, v, call)
-    seen = visible_packed(call.cu_q, call.cu_k, (12, 13), (-1, -1), right == 0)
-    scores = 0.5 * q.double() @ k.double().repeat_interleave(2, 1).mT
-    expected = scores.masked_fill(~seen, -torch.inf).logsumexp(-1)
-    expected = expected.masked_fill(~seen.any(-1), torch.inf)
-    assert attn.shape == (12, 16) and lse.dtype == torch.promote_types(dtype, torch.float32)
-    # In float32 from exact bfloat16 inputs.
-    tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.bfloat16 else {}
-    torch.testing.assert_close(lse.double(), expected[0], **tolerance)
-    out = torch.empty_like(attn)
-    assert attention_fwd(q, k, v, call, out)[0] is out and torch.equal(out, attn)
-
-
 @pytest.mark.parametrize(
     ("cu_q", "cu_k", "message"),
     [
@@ -133,6 +100,7 @@ def test_logsumexp_is_of_the_whole_in_order(dtype, right):
 )
 def test_bounds_that_do_not_fit_raise_where_they_are_read(cu_q, cu_k, message):
     """On a GPU the op does not check them."""
-    q, k, v = (t.detach() for t in one(12, 13))
+    q, k, v = (t.detach() for t in heads(1, q_len=12, kv_len=13))
+    cu = {"cu_q": torch.tensor(cu_q), "cu_k": torch.tensor(cu_k)}
     with pytest.raises(ValueError, match=message):
-        attention_fwd(q, k, v, call_of(q, k, cu_q, cu_k))
+        attention_fwd(q, k, v, attention_call((1, 4, 2, 12, 13, 4), **cu))

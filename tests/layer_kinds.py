@@ -29,8 +29,8 @@ CAUSAL = ("attn_mask", "key_padding_mask", "")
 class PlainCausal(CausalLayer):
     """The causal layer in ordinary operations, called as the fused one is."""
 
-    def forward(self, x, rope=None, attn_mask=None, key_padding_mask=None):
-        return super().forward(x, *(rope or (None, None)), attn_mask, key_padding_mask)
+    def forward(self, x, rope=None, **masks):
+        return super().forward(x, *(rope or (None, None)), **masks)
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,8 @@ class Kind:
     def is_causal(self) -> bool:
         return self.fused is FusedRematCausalLayer
 
-    @property
-    def heads(self) -> int:
-        return {**self.sizes, **self.options}["nhead"]
+    def size(self, name: str) -> int:
+        return {**self.sizes, **self.options}[name]
 
     def pair(self, policy="full", seed=0, **options):
         """A stock layer with random parameters, and a fused one with the same values."""
@@ -74,37 +73,40 @@ class Kind:
         """The input (B, S, D), the decoder's memory (B, M, D), and the output's gradient."""
         generator = torch.Generator().manual_seed(seq)
         lengths = (seq, memory, seq) if self.has_memory else (seq, seq)
-        return [torch.randn(batch, n, D, generator=generator).to(dtype) for n in lengths]
+        width = self.size("d_model")
+        return [torch.randn(batch, n, width, generator=generator).to(dtype) for n in lengths]
 
-    def given(self, form: str, dtype=torch.float64, seq=S, memory=M) -> dict[str, Any]:
+    def given(self, form: str, dtype=torch.float64, seq=S, memory=M, batch=B) -> dict[str, Any]:
         """Keyword arguments of forward: masks of a form, and tables where heads are rotated."""
         if form == "nothing":
             return {}
         made: dict[str, Any] = {}
         if self.rope:
             wide = torch.promote_types(dtype, torch.float32)
-            made["rope"] = tables(seq, 3 if self.rope == "whole" else 2, dtype=wide)
+            half = self.size("head_dim") // 2
+            made["rope"] = tables(seq, half if self.rope == "whole" else half - 1, dtype=wide)
         generator = torch.Generator().manual_seed(1)
         groups = list(zip(self.masks, (seq, memory), strict=False))
         # That one is of the memory's keys alone where there is a memory.
         for names, keys in groups[-1:] if form == "a sequence without keys" else groups:
             mask, padding, hint = FORMS[form]
             if mask:
-                made[names[0]] = self._mask(mask, (seq, keys), dtype, generator)
+                made[names[0]] = self._mask(mask, (batch, seq, keys), dtype, generator)
             if padding:
-                made[names[1]] = _values(padding, (B, keys), dtype, generator)
+                made[names[1]] = _values(padding, (batch, keys), dtype, generator)
             if hint and names[2]:
                 made[names[2]] = True
         return made
 
-    def _mask(self, how: str, size: tuple[int, int], dtype, generator) -> Tensor:
+    def _mask(self, how: str, size: tuple[int, int, int], dtype, generator) -> Tensor:
+        (batch, *size), nhead = size, self.size("nhead")
         if how == "unread":  # a hint stands for the mask, which is not looked at then
             how = "later" if self.is_causal else how
         if how.endswith(" per head"):
-            size = (B * self.heads, *size)
+            size = (batch * nhead, *size)
         mask = _values(how.removesuffix(" per head"), size, dtype, generator)
         if self.is_causal and mask.dim() == 3:
-            mask = mask.detach().unflatten(0, (B, self.heads)).requires_grad_(mask.requires_grad)
+            mask = mask.detach().unflatten(0, (batch, nhead)).requires_grad_(mask.requires_grad)
         # Of a bool mask True is excluded in torch.nn, and takes part in a causal layer.
         return ~mask if self.is_causal and mask.dtype == torch.bool else mask
 
@@ -196,10 +198,8 @@ def run(
     The last of `tensors` is the output's gradient. low: the dtype of autocast around forward.
     """
     *inputs, dy = tensors
-    inputs = [
-        t.detach().clone(memory_format=torch.preserve_format).requires_grad_() for t in inputs
-    ]
-    with torch.autocast("cpu", low or torch.bfloat16, enabled=low is not None):
+    inputs = [t.detach().requires_grad_() for t in inputs]  # as they lie in memory
+    with torch.autocast(dy.device.type, low or torch.bfloat16, enabled=low is not None):
         y = layer(*inputs, **given)
     leaves = [*inputs, *(p for p in layer.parameters() if p.requires_grad)]
     leaves += [m for m in given.values() if isinstance(m, Tensor) and m.requires_grad]
@@ -216,24 +216,31 @@ def in_double(given: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def check_errors(kind: Kind, stock, fused, *tensors: Tensor, low=None, **given) -> list[Tensor]:
+def check_errors(
+    kind: Kind, stock, fused, *tensors: Tensor, low=None, floor=None, **given
+) -> list[Tensor]:
     """`check_error` of the fused layer beside the stock one and that in float64; its results.
 
     A causal layer's vectors are taken together: its norms' dozen numbers are no sample.
     """
-    found = [run(layer, *tensors, low=low, **given) for layer in (fused, stock)]
+
+    def seeded(layer, tensors, given, low=None):
+        torch.manual_seed(1)
+        return run(layer, *tensors, low=low, **given)
+
+    found = [seeded(layer, tensors, given, low) for layer in (fused, stock)]
     stock = copy.deepcopy(stock).double()
-    exact = run(stock, *(t.double() for t in tensors), **in_double(given))
+    exact = seeded(stock, [t.double() for t in tensors], in_double(given))
     vectors, norms = [i for i, t in enumerate(exact) if t.dim() == 1], scales(exact)
 
     def joined(results):
-        if not kind.is_causal:
+        if not kind.is_causal or not vectors:
             return results
         ends = [results[i].double() / norms[i] for i in vectors]
         others = [t for i, t in enumerate(results) if i not in vectors]
         return [*others, torch.cat(ends).to(results[-1].dtype)]
 
-    check_error(*map(joined, (*found, exact)), computed=low)
+    check_error(*map(joined, (*found, exact)), computed=low, floor=floor)
     return found[0]
 
 
