@@ -12,6 +12,7 @@ import argparse
 import importlib
 import os
 import re
+import sys
 from pathlib import Path
 
 from bench.measure.machine import ROOT
@@ -67,7 +68,11 @@ def main(arguments: list[str]) -> int:
     check = parser.parse_args(arguments).check
     stale, pages = pictures.stale(), stale_pages()
     if not check:
-        pictures.rewrite()
+        try:
+            pictures.rewrite()
+        except ImportError as error:  # no matplotlib
+            print(f"python -m bench report: {error}", file=sys.stderr)
+            return 2
         for page, text in pages.items():
             page.write_text(text)
     if stale or pages:

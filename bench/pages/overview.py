@@ -46,6 +46,17 @@ def means() -> dict[str, list[Row]]:
     return found
 
 
+def caption() -> str:
+    """Of what the picture is."""
+    with_dropout, without = _panels().values()
+    machine = tables.measured_on({**with_dropout[0].machine, "commit": None})
+    return (
+        f"Every way to train an `nn.TransformerEncoderLayer` (float32, {machine}): means over "
+        f"{len(with_dropout)} shapes with dropout and {len(without)} without. The band is the "
+        "Pareto front."
+    )
+
+
 def headline() -> str:
     """The demo's figures, those of a Llama with its loss, and those of plans, in three lines."""
     found, every = tables.load(DEMO), tables.load(RESULTS / "plan-cpu.json")["results"]

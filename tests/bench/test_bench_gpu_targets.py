@@ -30,6 +30,8 @@ def layer(width, fast=0.9, dropout=0.0, **more):
         "lean": way(99.0, 100.0, eager=0.99, checkpoint=0.8),
         "balanced": way(98.0, 190.0, eager=0.98, checkpoint=0.8),
         "fast": way(100.0 * fast, 380.0, eager=fast, checkpoint=0.75),
+        "none": way(90.0, 600.0, eager=0.9),
+        "fast8": way(92.0, 396.0, none=1.02),
     }
     return row("layers", "pre-norm", ways | more, width=width, dropout=dropout)
 
@@ -155,6 +157,8 @@ CASES = [
      f"{KEEPS}: not profiled"),
     ([compiled("pre-norm, compiled")], 8, "", None, "not measured", ""),
     ([compiled(fast=WRONG)], 8, "", False, "wrong, or failed", ""),
+    (LAYERS, 9, "time", True, "1.020", ""),
+    (LAYERS, 9, "keeps", True, "0.660", ""),
 ]  # fmt: skip
 
 
@@ -168,7 +172,7 @@ def test_what_a_target_says(rows, number, text, met, measured, between):
 
 def test_every_target_has_a_line_and_none_is_measured_at_first():
     lines = targets.lines([])
-    assert {line.number for line in lines} == set(range(1, 9))
+    assert {line.number for line in lines} == set(range(1, 10))
     assert {(line.verdict.measured, line.verdict.met) for line in lines} == {("not measured", None)}
 
 
