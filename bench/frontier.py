@@ -20,6 +20,8 @@ OURS = "ours"
 LOSSY = "ours, lossy"
 #: The file of a folder.
 DATA = "frontier.json"
+#: The folder of the set that is shown first.
+THIS_CPU = "frontier-cpu"
 #: What the case of a layer's step says.
 NEEDED = {"dtype", "norm", "dropout", "batch", "seq_len", "d_model", "nhead"}
 #: Kept bytes at most, relative to eager's.
@@ -177,8 +179,12 @@ def panels(*files: Row) -> list[Panel]:
 
 
 def sets(root: Path = RESULTS) -> dict[Path, list[Panel]]:
-    """Folder -> its frontier's panels, and those of layers' steps that a GPU's files hold."""
-    files = {path.parent: [load(path)] for path in sorted(root.glob(f"*/{DATA}"))}
+    """Folder -> its frontier's panels, and those of layers' steps that a GPU's files hold.
+
+    `THIS_CPU` comes first.
+    """
+    paths = sorted(root.glob(f"*/{DATA}"), key=lambda path: (path.parent.name != THIS_CPU, path))
+    files = {path.parent: [load(path)] for path in paths}
     for folder, data in gpu_files(root):
         files.setdefault(folder, []).append(data)
     found = {folder: panels(*held) for folder, held in files.items()}

@@ -72,13 +72,14 @@ def _profiled(way: Row, label: str) -> str:
 
 
 def report(rows: Sequence[Row]) -> str:
-    """What a run measured, and what failed; profiled steps by kind; the targets."""
+    """Where a run measured, what, and what failed; profiled steps by kind; the targets."""
+    where = [tables.machine_line(row["machine"]) for row in rows[:1]]
     lines = [line(row) for row in rows if "ways" in row or "found" in row]
     wrong, skipped = failures(rows), sum("skipped" in row for row in rows)
     lines += [f"\n{len(wrong)} failures, {skipped} cases without time", *wrong]
     legend = "\nmicroseconds, ratio to the first, share of the ceiling or MiB held/peak"
     steps = ["\n" + profile_table(row) for row in rows if "profiled" in row]
-    return "\n".join([legend, *lines, *steps, "\n" + targets.table(rows)])
+    return "\n".join([*where, legend, *lines, *steps, "\n" + targets.table(rows)])
 
 
 def section(root: Path = RESULTS) -> str:

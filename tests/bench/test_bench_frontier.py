@@ -1,6 +1,7 @@
 """`python -m bench frontier`: who is on the frontier and who wins, the picture, and the files."""
 
 import dataclasses
+import json
 import sys
 from itertools import combinations
 
@@ -11,9 +12,9 @@ from bench.commands import frontier as command
 from bench.figures import labels
 from bench.figures.drawing import STYLES
 from bench.figures.frontier import picture
-from bench.frontier import DATA, Panel, Point, family, panels, sweeps
+from bench.frontier import DATA, Panel, Point, family, panels, sets, sweeps
 from bench.pages import pictures
-from bench.pages.frontier import brief, panel_table, sweep_tables
+from bench.pages.frontier import brief, panel_table, readme, sweep_tables
 from bench.subjects.layer_ways import WAYS
 from bench.tables import load, measured_on
 from fused_remat.policies import ALL_PRESETS
@@ -122,6 +123,17 @@ def test_rows_of_another_commit_are_left_out():
     here = {"cpu": "a CPU", "commit": "now", "date": "today"}
     old = row() | {"machine": {"cpu": "a CPU", "commit": "before"}}
     assert panels({"machine": here, "results": [old]}) == []
+
+
+def test_this_cpus_set_is_shown_first(tmp_path):
+    for name in ("2030-01-01-xeon-0123456", "frontier-cpu", "frontier-dropout-cpu"):
+        (tmp_path / name).mkdir()
+        machine = {"machine": {"cpu": name}}
+        data = machine | {"results": [row(full=RIGHT) | machine]}
+        (tmp_path / name / DATA).write_text(json.dumps(data))
+    first, *others = (folder.name for folder in sets(tmp_path))
+    assert first == "frontier-cpu" and len(others) == 2
+    assert readme(tmp_path).count("Measured on frontier-cpu") == 1
 
 
 def test_rows_of_bench_gpu_say_which_layer_and_are_put_together():

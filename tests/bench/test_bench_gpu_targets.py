@@ -91,6 +91,7 @@ def compiled(name="pre-norm, budgets", **more):
     return row("compile", name, ways | more, width=2048)
 
 
+MACHINE = environment("cpu") | {"gpu": "NVIDIA H200"}
 WRONG, SHARES = {"error": "WrongResultError: off"}, "of its speed: "
 LAYERS = [layer(width) for width in WIDTHS]
 BROKEN = LAYERS[1] | {"ways": LAYERS[1]["ways"] | {"fast": WRONG}}
@@ -177,21 +178,21 @@ def test_every_target_has_a_line_and_none_is_measured_at_first():
 
 
 def test_the_table_is_at_the_end_of_a_runs_text():
-    rows = [layer(2048, 1.1), profile(2048)]
+    rows = [one | {"machine": MACHINE} for one in (layer(2048, 1.1), profile(2048))]
     text = hardware.report(rows)
+    assert text.startswith("Measured on NVIDIA H200, ")
     assert text.endswith(targets.table(rows))
     assert "profile pre-norm width=2048 seq_len=2048, microseconds a step (least)" in text
 
 
 def test_the_page_has_every_set_of_a_gpu(tmp_path):
     assert hardware.section() == targets.table((), "not yet run on hardware")
-    machine = environment("cpu") | {"gpu": "NVIDIA H200"}
-    rows = [one | {"machine": machine} for one in (layer(2048, 1.1), profile(2048))]
+    rows = [one | {"machine": MACHINE} for one in (layer(2048, 1.1), profile(2048))]
     folder = tmp_path / "results" / "2030-01-01-h200-0123456"
     folder.mkdir(parents=True)
-    data = {"machine": machine, "config": {}, "results": rows}
+    data = {"machine": MACHINE, "config": {}, "results": rows}
     (folder / "gpu.json").write_text(json.dumps(data))
-    others = data | {"results": [{"case": {"op": "norm"}, "machine": machine, "ways": {}}]}
+    others = data | {"results": [{"case": {"op": "norm"}, "machine": MACHINE, "ways": {}}]}
     (folder / "kernels-cuda.json").write_text(json.dumps(others))
     text = hardware.section(folder.parent)
     assert text.startswith("### NVIDIA H200 (`bench/results/2030-01-01-h200-0123456`)")

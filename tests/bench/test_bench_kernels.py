@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from kernel_problems import PROBLEMS
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from bench.kernels import command
@@ -215,18 +216,54 @@ def packed_mlp(x, gate_up, down):
     return F.silu(gate) * up @ down.t()
 
 
-@pytest.mark.parametrize("kind", ["in place", "packed"])
+class Again(torch.autograd.Function):
+    """A function of x, run again in backward, which adds the weights' gradients to `.grad`."""
+
+    @staticmethod
+    def forward(ctx, x, function):
+        ctx.x, ctx.function = x, function
+        return function(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x = ctx.x.detach().requires_grad_()
+        with torch.enable_grad():
+            ctx.function(x).backward(dy)
+        return x.grad, None
+
+
+@pytest.mark.parametrize("kind", ["in place", "packed", "adds to .grad"])
 def test_what_a_provider_may_do_with_inputs_and_gradients(kind):
-    """Overwrite them; take weights packed, as QuACK does."""
+    """Overwrite them; take weights packed, as QuACK does; add to `.grad`, as Liger-Kernel does."""
     p = doubled() if kind == "in place" else problem("gated silu")
-    if kind == "in place":
-        ways = through_autograd(InPlace.apply, p, in_place=True)
-    else:
-        ways = through_autograd(packed_mlp, p, pack=side_by_side, unpack=apart)
+    ways = {
+        "in place": lambda: through_autograd(InPlace.apply, p, in_place=True),
+        "packed": lambda: through_autograd(packed_mlp, p, pack=side_by_side, unpack=apart),
+        "adds to .grad": lambda: through_autograd(
+            lambda x, *weights: Again.apply(x, lambda piece: p.reference(piece, *weights)), p
+        ),
+    }[kind]()
     for direction, way in [*ways.items()] * 3:  # inputs are whole every time
         found = way.run(way.prepare(0))
         assert set(found) == set(p.truth(direction)) and check(found, p.truth(direction))
     assert all(t.grad is None for t in p.sets[0].values())
+
+
+def test_no_gradient_is_copied_while_a_backward_is_timed():
+    """Attention's are strided otherwise than q, k and v, which are views of a packed projection."""
+    found = []
+
+    class Recorded(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            found.append(str(function))
+            return function(*args, **kwargs or {})
+
+    p = Attention(rig_of(), "causal", 2, 4, 4, 40, 16)
+    way = ways_of(OPS["attention"]["aten"], p)["bwd"]
+    given = way.prepare(0)
+    with Recorded():
+        way.run(given)
+    assert found and not [name for name in found if "clone" in name or "copy" in name], found
 
 
 def test_a_provider_that_cannot_be_built_costs_nobody_else_their_results():
