@@ -20,7 +20,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -160,9 +160,10 @@ def run_all(sections: Iterable[str], rig: Rig, results: ResultsFile) -> None:
             results.put({"case": case, "skipped": "no time was left"})
 
 
-def begin(results: ResultsFile, fresh: bool) -> None:
+def begin(results: ResultsFile, sections: Collection[str], fresh: bool) -> None:
     """What the first worker does: a case in which a process ended, or every one, is tried again."""
-    again = [row for row in results.own if fresh or row.get("error") == UNFINISHED]
+    asked = [row for row in results.own if row["case"]["section"] in sections]
+    again = [row for row in asked if fresh or row.get("error") == UNFINISHED]
     results.rows = [row for row in results.rows if row not in again]
 
 
@@ -178,7 +179,7 @@ def work(args: argparse.Namespace) -> int:
         gc.freeze()  # measuring memory collects garbage, again and again
     results = ResultsFile(args.out / "gpu.json", environment(device), args.config)
     if not args.worker:
-        begin(results, args.fresh)
+        begin(results, args.sections, args.fresh)
     rig.ceilings |= known_ceilings(results.own)
     run_all(args.sections, rig, results)
     return 0

@@ -154,6 +154,8 @@ def summary(row: Row) -> str:
     """How our plans do within the peaks of their peers, and how well they were predicted."""
     ways, found = right(row), list(rivals(row))
     against = {r.peer: ways[r.way]["step_ratio"][r.peer]["p50"] for r in found if r.way in ways}
+    if not against:
+        return f"{title(row)}: no peer was measured."
     won = sum(ratio < 1 for ratio in against.values())
     best, worst = min(against, key=against.__getitem__), max(against, key=against.__getitem__)
     off, kept = (errors(row)[what].values() for what in ("peak", "kept"))

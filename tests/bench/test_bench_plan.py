@@ -86,6 +86,7 @@ def test_the_tables(row):
     # nothing to say, and nothing wrong
     nothing = row | {"plans": [], "ways": {"eager": row["ways"]["eager"]}}
     assert report.errors(nothing) == {} and list(report.rivals(nothing)) == []
+    assert report.summary(nothing).endswith("no peer was measured.")
     # a plan within a peer's peak may not be there
     tight = {"method": "optimal", "of": "checkpoint", "budget_bytes": 7, "least_bytes": 2**20}
     assert list(report.rivals(row | {"plans": [tight]})) == [("checkpoint", None, 2**20)]
