@@ -56,7 +56,10 @@ def marks(files: Iterable[Path], root: Path = ROOT) -> Iterator[Mark]:
             if sum(_kind(node) == "composes" for node in written) != len(found):
                 raise ValueError("the mark composes must be called, and decorate a test")
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path}: {error!r}") from error
+            raise ValueError(
+                f'{path}: {error!r}; expected composes("group", "name", limits="...") and '
+                f'xfail(reason="..."), in literal strings; groups: {", ".join(GROUPS)}'
+            ) from error
         yield from found
 
 
