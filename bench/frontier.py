@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 from bench import tables
-from bench.tables import RESULTS, Row, gpu_sets, load
+from bench.tables import RESULTS, Row, gpu_files, load
 from fused_remat.policies import EXACT_PRESETS, LOSSY_PRESETS
 
 BASELINE = "eager"
@@ -21,8 +20,8 @@ OURS = "ours"
 LOSSY = "ours, lossy"
 #: The file of a folder.
 DATA = "frontier.json"
-#: Key of a results file -> the files that it was made of.
-COLLECTED = "from"
+#: The folder of the set that is shown first.
+THIS_CPU = "frontier-cpu"
 #: What the case of a layer's step says.
 NEEDED = {"dtype", "norm", "dropout", "batch", "seq_len", "d_model", "nhead"}
 #: Kept bytes at most, relative to eager's.
@@ -58,7 +57,8 @@ def is_ours(way: str) -> bool:
 
 @dataclass(frozen=True)
 class Point:
-    """A way whose results are right."""
+    """A way whose results are right; a lossy one, whose gradients are of rounded values, is shown
+    and wins nothing."""
 
     way: str
     kept: float  # bytes kept for backward, relative to eager's
@@ -71,8 +71,11 @@ class Point:
 
     @property
     def is_lossy(self) -> bool:
-        """Whether its gradients are those of rounded values: it is shown, and wins nothing."""
         return family(self.way) == LOSSY
+
+    @property
+    def is_ours(self) -> bool:
+        return is_ours(self.way)
 
     def ties(self, other: Point) -> bool:
         """Whether the medians are nearer than the wider of the two spreads, p20 to p80."""
@@ -80,24 +83,33 @@ class Point:
         return abs(other.p50 - self.p50) <= spread
 
 
-class Win(NamedTuple):
-    """The fastest way within so much memory."""
-
-    point: Point
-    runner_up: Point | None
-    other: Point | None  # the fastest of the other side, FusedRemat's ways being one
-
-
-@dataclass(frozen=True)
+@dataclass
 class Panel:
     """All ways at one shape."""
 
     case: Row  # `NEEDED`, and what else sets it apart
     machine: Row
-    points: tuple[Point, ...]  # in the order of the table
+    points: list[Point] = field(default_factory=list)  # in the order of the table
     absent: dict[str, str] = field(default_factory=dict)  # way -> why there is no point
     wrong: dict[str, str] = field(default_factory=dict)
     rounds: int | None = None  # in which all ways took turns
+
+    def add(self, row: Row) -> None:
+        """A row's ways, but for those that an earlier row of the same shape had."""
+        eager, known = row["ways"][BASELINE], {p.way for p in self.points} | set(self.wrong)
+        for way, found in row["ways"].items():
+            kept, time = _kept(found), _ratio(found)
+            reason = found.get("failure") or found.get("error")
+            missing = found.get("unavailable") or found.get("absent")
+            if reason:
+                self.wrong.setdefault(way, reason)
+            elif missing or not (kept and time):
+                self.absent.setdefault(way, missing or "what it keeps was not measured")
+            elif way not in known:
+                per_token = kept / (self.case["batch"] * self.case["seq_len"])
+                self.points.append(Point(way, kept / _kept(eager), per_token, time))
+        for point in self.points:
+            self.absent.pop(point.way, None)
 
     def frontier(self) -> list[Point]:
         """Exact ways of which none other is as fast within the same bytes, fewest bytes first."""
@@ -107,22 +119,10 @@ class Panel:
                 found.append(point)
         return found
 
-    def winner(self, at_most: float) -> Win | None:
-        """The fastest exact way within so much memory; None where none keeps so little."""
-        within = [p for p in self.points if p.kept <= at_most * (1 + SLACK) and not p.is_lossy]
-        if not within:
-            return None
-        first, *rest = sorted(within, key=lambda p: p.p50)
-        others = (point for point in rest if is_ours(point.way) != is_ours(first.way))
-        return Win(first, next(iter(rest), None), next(others, None))
-
-    def with_more(self, other: Panel) -> Panel:
-        """With the ways of the same shape that another row has, and this one has not."""
-        known = {point.way for point in self.points} | set(self.wrong)
-        points = (*self.points, *(point for point in other.points if point.way not in known))
-        known = {point.way for point in points}
-        absent = {w: why for w, why in (other.absent | self.absent).items() if w not in known}
-        return replace(self, points=points, absent=absent, wrong=other.wrong | self.wrong)
+    def within(self, at_most: float) -> list[Point]:
+        """The exact ways that keep so little, the fastest first."""
+        found = (p for p in self.points if p.kept <= at_most * (1 + SLACK) and not p.is_lossy)
+        return sorted(found, key=lambda p: p.p50)
 
 
 def kind(case: Row) -> str:
@@ -144,46 +144,15 @@ def sweeps(panels: Sequence[Panel]) -> Iterator[tuple[str, list[Panel]]]:
         alike: dict[str, list[Panel]] = {}
         for panel in panels:
             case = panel.case
-            key = {k: v for k, v in case.items() if k not in moving}
-            key["tokens"] = case["batch"] * case["seq_len"]
-            key["machine"] = {**panel.machine, "date": None}
-            if along == "d_model":
-                key["head_dim"] = case["d_model"] // case["nhead"]
+            key = {k: v for k, v in case.items() if k not in moving} | {
+                "tokens": case["batch"] * case["seq_len"],
+                "head_dim": case["d_model"] // case["nhead"],
+                "machine": {**panel.machine, "date": None},
+            }
             alike.setdefault(json.dumps(key, sort_keys=True), []).append(panel)
         for group in alike.values():
             if len(group) > 1:
                 yield along, sorted(group, key=lambda p: int(p.case[along]))
-
-
-# --- from results files
-
-
-def case_of(row: Row) -> Row:
-    """The layer that a row is of: of `bench gpu`'s, "layer" says it; {} where it is of none."""
-    case: Row = row.get("layer") or row["case"]
-    return case if set(case) >= NEEDED else {}
-
-
-def panel_of(row: Row) -> Panel | None:
-    """The panel of a measured row; None where eager has none, so that nothing is relative to it."""
-    ways = row.get("ways", {})
-    eager = ways.get(BASELINE, {})
-    if not (_kept(eager) and _ratio(eager)):
-        return None
-    case = case_of(row)
-    points, absent, wrong = [], {}, {}
-    for way, found in ways.items():
-        kept, time = _kept(found), _ratio(found)
-        reason = found.get("failure") or found.get("error")
-        missing = found.get("unavailable") or found.get("absent")
-        if reason or missing:
-            (wrong if reason else absent)[way] = str(reason or missing)
-        elif kept and time:
-            per_token = kept / (case["batch"] * case["seq_len"])
-            points.append(Point(way, kept / _kept(eager), per_token, time))
-        else:
-            absent[way] = "what it keeps was not measured"
-    return Panel(case, row.get("machine", {}), tuple(points), absent, wrong, row.get("rounds"))
 
 
 def _kept(found: Row) -> float:
@@ -191,47 +160,32 @@ def _kept(found: Row) -> float:
     return float(found.get("kept_bytes") or found.get("held_bytes") or 0.0)
 
 
-def _ratio(found: Row) -> dict[str, float] | None:
+def _ratio(found: Row) -> dict[str, float]:
     ratios: dict[str, dict[str, float]] = found.get("step_ratio") or found.get("ratio") or {}
-    return ratios.get(BASELINE)
+    return ratios.get(BASELINE, {})
 
 
-def _current(data: Row) -> list[Row]:
-    """A file's steps of whole layers, on its machine and code: not what is left of others.
-
-    All of them in a file that was made of several (`collected`).
-    """
-    rows = data["results"] if COLLECTED in data else tables.current(data)
-    return [row for row in rows if case_of(row)]
-
-
-def collected(files: Mapping[str, Row]) -> Row:
-    """One results file of several, by name: each row with the machine it was measured on."""
-    rows = [
-        {**row, "machine": row.get("machine", data["machine"])}
-        for data in files.values()
-        for row in _current(data)
-    ]
-    first = next(iter(files.values()))
-    return {"machine": first["machine"], COLLECTED: list(files), "results": rows}
-
-
-def panels(data: Row) -> list[Panel]:
-    """A results file's panels. Raises: ValueError where no step was measured beside eager's."""
+def panels(*files: Row) -> list[Panel]:
+    """Of the rows of layers' steps; eager's has to be there, since all is relative to it."""
     found: dict[str, Panel] = {}
-    for panel in filter(None, map(panel_of, _current(data))):
-        key = json.dumps([panel.case, {**panel.machine, "date": None}], sort_keys=True)
-        found[key] = found[key].with_more(panel) if key in found else panel
-    if not found:
-        raise ValueError("no step of a layer was measured beside eager's")
+    for row in (row for data in files for row in tables.current(data)):
+        case = row.get("layer") or row["case"]  # of a row of `bench gpu`, "layer" says it
+        eager = row.get("ways", {}).get(BASELINE, {})
+        if set(case) >= NEEDED and _kept(eager) and _ratio(eager):
+            machine = row.get("machine", {})
+            key = json.dumps([case, {**machine, "date": None}], sort_keys=True)
+            found.setdefault(key, Panel(case, machine, rounds=row.get("rounds"))).add(row)
     return list(found.values())
 
 
-def sets(root: Path = RESULTS) -> dict[Path, Row]:
-    """Folder -> its frontier's data, or the layers' steps that were measured there on a GPU."""
-    found: dict[Path, Row] = {path.parent: load(path) for path in sorted(root.glob(f"*/{DATA}"))}
-    for folder, files in gpu_sets(root).items():
-        data = collected({str(index): data for index, data in enumerate(files)})
-        if folder not in found and any(map(panel_of, data["results"])):
-            found[folder] = data
-    return found
+def sets(root: Path = RESULTS) -> dict[Path, list[Panel]]:
+    """Folder -> its frontier's panels, and those of layers' steps that a GPU's files hold.
+
+    `THIS_CPU` comes first.
+    """
+    paths = sorted(root.glob(f"*/{DATA}"), key=lambda path: (path.parent.name != THIS_CPU, path))
+    files = {path.parent: [load(path)] for path in paths}
+    for folder, data in gpu_files(root):
+        files.setdefault(folder, []).append(data)
+    found = {folder: panels(*held) for folder, held in files.items()}
+    return {folder: drawn for folder, drawn in found.items() if drawn}

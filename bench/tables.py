@@ -6,10 +6,9 @@ A cell is text; None is one of which nothing is known.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from bench.measure.machine import ROOT
 
@@ -18,45 +17,33 @@ MIB = 2**20
 
 Cell = str | None
 Row = dict[str, Any]
-
-# --- result files
+#: Name -> cell of a way; two columns may have one name.
+Columns = Sequence[tuple[str, Callable[[Row], Cell]]]
 
 
 def load(path: Path) -> Any:
-    """A JSON file's content; None where it is not there yet."""
-    return json.loads(path.read_text()) if path.exists() else None
+    """A JSON file's content."""
+    return json.loads(path.read_text())
 
 
-def read(path: Path, keys: Collection[str] = (), command: str = "bench") -> Row:
-    """A results file. Raises: ValueError where it is none of `command`, whose rows have `keys`."""
-    try:
-        data: Row = json.loads(path.read_text())
-        if not isinstance(data["machine"], dict) or not isinstance(data["results"], list):
-            raise TypeError("machine or results of another kind")
-        if missing := {key for row in data["results"] for key in keys if key not in row}:
-            raise KeyError(*missing)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is not a results file of {command}: {error!r}") from error
-    return data
+def files(pattern: str, root: Path = RESULTS) -> list[Path]:
+    """Of such a name: those in the folder, then those in folders of it, the newest first."""
+    return [*sorted(root.glob(pattern)), *sorted(root.glob(f"*/{pattern}"), reverse=True)]
 
 
 def current(data: Row) -> list[Row]:
     """The rows that were measured on the file's machine and commit, not those left of others."""
     here = {**data["machine"], "date": None}
-    rows: list[Row] = data["results"]
-    return [row for row in rows if {**row.get("machine", here), "date": None} == here]
+    return [row for row in data["results"] if {**row.get("machine", here), "date": None} == here]
 
 
-def gpu_sets(root: Path = RESULTS) -> dict[Path, list[Row]]:
-    """Folder -> the results files in it that were measured on a GPU, the newest set first."""
-    found: dict[Path, list[Row]] = {}
+def gpu_files(root: Path = RESULTS) -> Iterator[tuple[Path, Row]]:
+    """The results that were measured on a GPU, each with its folder, the newest set first."""
     for path in sorted(root.glob("*/*.json"), reverse=True):
         data = load(path)
-        if isinstance(data, dict) and isinstance(data.get("results"), list):
-            machine = data.get("machine", {})
-            if machine.get("gpu") and not data.get("config", {}).get("dry_run"):
-                found.setdefault(path.parent, []).append(data)
-    return found
+        dry = data.get("config", {}).get("dry_run")
+        if data.get("machine", {}).get("gpu") and "results" in data and not dry:
+            yield path.parent, data
 
 
 def measured_on(machine: Row, full: bool = False) -> str:
@@ -86,16 +73,13 @@ def machine_line(machine: Row) -> str:
     return f"Measured on {measured_on(machine, full=True)}{unknown}{changed}."
 
 
-# --- numbers
-
-
-def number(value: float | None, digits: int = 0, unit: str = "", group: str = ",") -> Cell:
+def number(value: float | None, digits: int = 0, unit: str = "") -> Cell:
     """With so many digits after the point, thousands apart; None of None.
 
     >>> number(1234.5, 1, " ms"), number(None)
     ('1,234.5 ms', None)
     """
-    return None if value is None else f"{value:{group}.{digits}f}{unit}"
+    return None if value is None else f"{value:,.{digits}f}{unit}"
 
 
 def significant(value: float, digits: int = 3) -> str:
@@ -108,18 +92,15 @@ def significant(value: float, digits: int = 3) -> str:
     return f"{value:,.0f}" if whole else f"{value:.{digits}g}"
 
 
-def ms(seconds: float | None, digits: int = 0, group: str = ",") -> Cell:
-    """Milliseconds."""
-    return None if seconds is None else number(1e3 * seconds, digits, " ms", group)
+def ms(seconds: float | None, digits: int = 0) -> Cell:
+    return number(seconds and 1e3 * seconds, digits, " ms")
 
 
 def mib(nbytes: float | None, digits: int = 0) -> Cell:
-    """Mebibytes."""
-    return None if nbytes is None else number(nbytes / MIB, digits, " MiB")
+    return number(nbytes and nbytes / MIB, digits, " MiB")
 
 
 def kib(nbytes: float) -> str:
-    """Kibibytes."""
     return f"{nbytes / 1024:,.1f} KiB"
 
 
@@ -135,14 +116,13 @@ def times(quantiles: Mapping[str, float] | None, digits: int = 2, spread: bool =
     return f"{quantiles['p50']:.{digits}f}×{around}"
 
 
-def span(values: Collection[float], form: str = ".2f", unit: str = "") -> str:
-    """The least and the largest, once if they are shown alike; "12 to 40%" has its sign once.
+def span(values: Collection[float], form: str = ".2f") -> str:
+    """The least and the largest, once if they are shown alike.
 
-    >>> span([1.0, 2.0], unit="×"), span([0.12, 0.4], ".0%"), span([1.0, 1.001])
-    ('1.00 to 2.00×', '12 to 40%', '1.00')
+    >>> span([1.0, 2.0]), span([1.0, 1.001])
+    ('1.00 to 2.00', '1.00')
     """
-    low, high = format(min(values), form), format(max(values), form)
-    return (low if low == high else f"{low.rstrip('%')} to {high}") + unit
+    return " to ".join(dict.fromkeys(format(end(values), form) for end in (min, max)))
 
 
 def fraction(x: float) -> str:
@@ -154,9 +134,6 @@ def fraction(x: float) -> str:
     return f"{x:.0f}" if x >= 1 else f"1/{1 / x:.0f}"
 
 
-# --- tables
-
-
 def markdown(head: Sequence[str], rows: Iterable[Sequence[Cell]]) -> str:
     """A table for a page; a row of fewer cells than the head lacks the last ones."""
     full = [head, *([*row, *[None] * (len(head) - len(row))] for row in rows)]
@@ -164,7 +141,7 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[Cell]]) -> str:
     return "\n".join([lines[0], "|" + "---|" * len(head), *lines[1:]])
 
 
-def terminal(head: Sequence[str], rows: Iterable[Sequence[Cell]], indent: str = "") -> str:
+def terminal(head: Sequence[str], rows: Iterable[Sequence[Cell]]) -> str:
     """A table for a terminal: the first column to the left, numbers to the right.
 
     A row of two cells in a wider table is a name and a sentence, which no column is widened for.
@@ -177,22 +154,15 @@ def terminal(head: Sequence[str], rows: Iterable[Sequence[Cell]], indent: str = 
     for first, *others in shown:
         if len(others) + 1 == len(head):
             others = list(map(str.rjust, others, widths[1:]))
-        lines.append(indent + "  ".join([first.ljust(widths[0]), *others]))
+        lines.append("  ".join([first.ljust(widths[0]), *others]))
     return "\n".join(lines)
 
 
-#: Name -> cell of a way; two columns may have one name.
-Columns = Sequence[tuple[str, Callable[[Row], Cell]]]
-
-
 def ways_table(
-    ways: Mapping[str, Row],
-    columns: Columns,
-    first: str = "",
-    write: Callable[[Sequence[str], Iterable[Sequence[Cell]]], str] = markdown,
+    ways: Mapping[str, Row], columns: Columns, first: str = "", write: Any = markdown
 ) -> str:
     """A line for each way: its name and cells, or its name and why it has no numbers."""
-    rows: list[list[Cell]] = []
+    rows = []
     for name, way in ways.items():
         absent = way.get("unavailable") or way.get("absent")
         reason = absent or way.get("failure") or way.get("error")
@@ -202,15 +172,13 @@ def ways_table(
     return write([first, *(heading for heading, _ in columns)], rows)
 
 
-def errors_of(
-    rows: Iterable[Row], title: Callable[[Row], str], most: int | None = None
-) -> list[str]:
-    """Every error of the rows and of their ways, in a line; `most`: letters of an error."""
+def errors_of(rows: Iterable[Row], title: Callable[[Row], str]) -> list[str]:
+    """Every error of the rows and of their ways, in a line."""
     found = []
     for row in rows:
         ways = row.get("ways", {}).items()
         named = [("", row), *((f"{name}: ", way) for name, way in ways)]
-        found += [f"{title(row)}: {name}{o['error'][:most]}" for name, o in named if "error" in o]
+        found += [f"{title(row)}: {name}{o['error']}" for name, o in named if "error" in o]
     return found
 
 
@@ -224,15 +192,9 @@ def place(path: Path) -> str:
     return f"bench/results/{folder}{path.name}"
 
 
-def where(machine: Row, path: Path) -> str:
+def heading(machine: Row, path: Path) -> str:
     """What a file or a folder was measured on, and where it is."""
-    return f"{machine.get('gpu') or machine['cpu']} (`{place(path)}`)"
-
-
-def part(path: Path, make: Callable[[Any], str], unmeasured: str) -> str:
-    """A part of a page, made of a results file, or why there is none."""
-    data = load(path)
-    return make(data) if data else unmeasured
+    return f"### {machine.get('gpu') or machine['cpu']} (`{place(path)}`)"
 
 
 def picture(path: Path, text: str) -> str:
@@ -245,11 +207,7 @@ def folded(summary: str, *parts: str) -> str:
     return "\n\n".join([f"<details>\n<summary>{summary}</summary>", *parts, "</details>"])
 
 
-# --- targets
-
-
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """What was measured for a target; `met` is None where nothing was."""
 
     target: str
@@ -258,8 +216,7 @@ class Verdict:
 
     @property
     def cells(self) -> tuple[str, str, str]:
-        said = "-" if self.met is None else "yes" if self.met else "no"
-        return self.target, self.measured, said
+        return self.target, self.measured, {None: "-", True: "yes", False: "no"}[self.met]
 
 
 def verdict_table(verdicts: Iterable[Verdict], of: str = "target") -> str:

@@ -214,7 +214,7 @@ def main(arguments: Sequence[str]) -> int:
     if INTERPRETED:
         raise SystemExit("unset TRITON_INTERPRET: interpreted kernels cannot be compiled")
     known = {} if options.write_budgets else budgets.read()
-    if all(key[0] != triton.__version__ for key in known):
+    if not (options.write_budgets or any(key[0] == triton.__version__ for key in known)):
         print(f"no budgets for Triton {triton.__version__}: spills, memory, tensor cores only")
     print(f"{'':<70}  reg  stack  shared  occ. tensor  TMA    code")
     work = [

@@ -2,32 +2,24 @@
 
     python -m bench frontier --device cpu
     python -m bench frontier --norm post --dropout 0.1 --seq-len 512 2048 --d-model 512
-    python -m bench frontier --from bench/results/layers-cpu.json --out DIR
 
 Measured as `bench layers` does, at a fixed number of tokens: over S at the middle width, and over D
-at the middle length. Written to the folder: frontier.json, .png and .svg. A run is taken up
-where it ended; shapes that are not asked for leave the folder. `--from` draws what result files
-hold, and measures nothing.
+at the middle length. Written to the folder: frontier.json, .png and .svg, of all shapes that were
+measured there on this machine and commit. A run is taken up where it ended.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import json
-import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-from bench.commands.layers import cases, measured, parser_of
+from bench.commands.layers import cases, heads, measured, parser_of
 from bench.figures.frontier import picture
-from bench.frontier import DATA, collected, is_ours, panels, title
+from bench.frontier import DATA, is_ours, panels, title
 from bench.measure.options import positive
-from bench.measure.results import Row
 from bench.pages.frontier import RULES, brief, panel_table, sweep_tables
 from bench.subjects.layer_ways import BASELINE, WAYS, select
-from bench.tables import read
 
 
 def sweep(
@@ -40,15 +32,11 @@ def sweep(
 
     Raises: ValueError where the tokens are no whole sequences, or a width no whole heads.
     """
-    for seq_len in seq_lens:
-        if tokens % seq_len:
-            raise ValueError(f"{tokens} tokens are no whole sequences of {seq_len}")
-    for d_model in d_models:
-        if d_model % head_dim:
-            raise ValueError(f"a width of {d_model} is no whole heads of {head_dim}")
     middle_s, middle_d = seq_lens[len(seq_lens) // 2], d_models[len(d_models) // 2]
-    pairs = [*((s, middle_d) for s in seq_lens), *((middle_s, d) for d in d_models)]
-    return [(tokens // s, s, d, d // head_dim) for s, d in dict.fromkeys(pairs)]
+    pairs = dict.fromkeys([*((s, middle_d) for s in seq_lens), *((middle_s, d) for d in d_models)])
+    if broken := [s for s in seq_lens if tokens % s]:
+        raise ValueError(f"{tokens} tokens are no whole sequences of {broken[0]}")
+    return [(tokens // s, s, d, heads(d, head_dim)) for s, d in pairs]
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -56,7 +44,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "frontier", __doc__, ["pre"], [0.0], WAYS.groups, folder="frontier-{device}",
         rounds=24, seconds=120.0,
     )  # fmt: skip
-    parser.add("--from", dest="given", nargs="+", type=Path, metavar="FILE", help="draw these")
     parser.add("--tokens", type=positive, help="of a step (default: 2048; on cuda 16384)")
     parser.add("--head-dim", type=positive, help="(default: 64; on cuda 128)")
     parser.by_device(
@@ -64,8 +51,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         d_model=([256, 512, 1024], [1024, 2048, 4096]), head_dim=(64, 128),
     )  # fmt: skip
     args = parser.parse(arguments)
-    if args.given and args.out_is_usual:
-        parser.error("--from needs --out, the folder to write to")
     axes = args.tokens, args.seq_len, args.d_model, args.head_dim
     with parser.usage_errors():
         args.ways = select(args.ways, args.device)
@@ -73,38 +58,22 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def run(args: argparse.Namespace) -> tuple[Row, bool]:
-    """The data of a run, and whether every shape has its row, eager's results being right.
-
-    Every shape that the file does not have is measured; what is there of other shapes leaves it.
-    """
-    results, rows = measured(args, DATA, lambda row: title(row["case"]))
-    wanted = [dataclasses.asdict(case) for case in args.cases]
-    results.rows = [row for row in results.rows if row["case"] in wanted]
-    return results.data, all(row and "failure" not in row["ways"][BASELINE] for row in rows)
-
-
 def main(arguments: Sequence[str]) -> int:
-    """Measure or read, write the three files and print the tables.
+    """Measure every shape that the file has not, write the three files and print the tables.
 
     Returns 1 if a result of ours was wrong, or a shape could not be measured: of the others, the
     tables say it.
     """
     args = parse(arguments)
+    results, rows = measured(args, DATA, lambda row: title(row["case"]))
+    drawn = panels(results.data)
+    print("", *map(panel_table, drawn), RULES, sweep_tables(drawn), brief(drawn), sep="\n\n")
     try:
-        complete = True
-        if args.given:
-            found = collected({os.path.relpath(p, args.out): read(p) for p in args.given})
-            args.out.mkdir(parents=True, exist_ok=True)
-            (args.out / DATA).write_text(json.dumps(found, indent=1) + "\n")
-        else:
-            found, complete = run(args)
-        drawn = panels(found)
-        print("", *map(panel_table, drawn), RULES, sweep_tables(drawn), brief(drawn), sep="\n\n")
         made = picture(args.out, drawn)
         made.write()
     except (ValueError, ImportError) as error:
         print(f"python -m bench frontier: {error}", file=sys.stderr)
         return 2
     print("", args.out / DATA, *made.files, sep="\n")
+    complete = all(row and "failure" not in row["ways"][BASELINE] for row in rows)
     return int(not complete or any(is_ours(way) for panel in drawn for way in panel.wrong))

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -40,7 +40,7 @@ from bench.measure.registry import described
 from bench.measure.results import ResultsFile, Row
 from bench.pages.gpu import failures, line, report
 from bench.pages.kernels import ceilings as known_ceilings
-from bench.tables import current, read
+from bench.tables import current, load
 from bench.tuning import attention_tiles, products
 from fused_remat.triton.launch import INTERPRETED, target_of
 
@@ -160,9 +160,10 @@ def run_all(sections: Iterable[str], rig: Rig, results: ResultsFile) -> None:
             results.put({"case": case, "skipped": "no time was left"})
 
 
-def begin(results: ResultsFile, fresh: bool) -> None:
+def begin(results: ResultsFile, sections: Collection[str], fresh: bool) -> None:
     """What the first worker does: a case in which a process ended, or every one, is tried again."""
-    again = [row for row in results.own if fresh or row.get("error") == UNFINISHED]
+    asked = [row for row in results.own if row["case"]["section"] in sections]
+    again = [row for row in asked if fresh or row.get("error") == UNFINISHED]
     results.rows = [row for row in results.rows if row not in again]
 
 
@@ -178,7 +179,7 @@ def work(args: argparse.Namespace) -> int:
         gc.freeze()  # measuring memory collects garbage, again and again
     results = ResultsFile(args.out / "gpu.json", environment(device), args.config)
     if not args.worker:
-        begin(results, args.fresh)
+        begin(results, args.sections, args.fresh)
     rig.ceilings |= known_ceilings(results.own)
     run_all(args.sections, rig, results)
     return 0
@@ -231,9 +232,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 def draw(path: Path) -> str:
     """Write the frontier of the layers' steps beside the results; what came of it, in a line."""
     try:
-        made = picture(path.parent, panels(read(path)))
+        made = picture(path.parent, panels(load(path)))
         made.write()
-    except (ValueError, ImportError) as error:  # no layer was measured, no matplotlib
+    except (OSError, ValueError, ImportError) as error:  # no layer was measured, no matplotlib
         return f"no picture of the frontier: {error}"
     return f"the frontier: {made.files[0]}"
 
@@ -249,7 +250,7 @@ def main(arguments: Sequence[str]) -> int:
     path = args.out / "gpu.json"
     args.out.mkdir(parents=True, exist_ok=True)
     status = (work if args.dry_run else supervise)(args)
-    found = current(read(path)) if path.exists() else []
+    found = current(load(path)) if path.exists() else []
     rows = [row for row in found if row["config"] == args.config]
     text = report(rows)
     path.with_suffix(".txt").write_text(text + "\n")

@@ -24,7 +24,7 @@ from bench.measure.options import Parser, positive
 from bench.measure.results import Row
 from bench.measure.steps import run
 from bench.model.measure import Options, measure
-from bench.pages.models import article, case_table, has_losses, losses_table, target_table, title
+from bench.pages.models import case_table, file_section, losses_table, target_table, title
 from bench.subjects.configs import MODELS
 from bench.subjects.model_ways import DEFAULT, WAYS
 from bench.subjects.models import Case, affordable_layers, memory_of, usual_tokens
@@ -80,7 +80,7 @@ def cases(args: argparse.Namespace) -> list[Case]:
 
 
 def tables(row: Row) -> str:
-    return "\n\n".join(["", case_table(row), *([losses_table(row)] if has_losses(row) else [])])
+    return "\n\n".join(["", *filter(None, (case_table(row), losses_table(row)))])
 
 
 def answered_for(row: Row | None) -> list[str]:
@@ -107,6 +107,6 @@ def main(arguments: Sequence[str]) -> int:
     results, rows = run(args, file, one, title, tables, **asked, peft=version("peft"))
     page = results.path.with_suffix(".md")
     page.parent.mkdir(parents=True, exist_ok=True)
-    page.write_text(article(results.data))
+    page.write_text(f"# Whole models\n\n{file_section(results.data)}\n")
     print(f"\n{target_table(results.data)}\n\n{results.path}\n{page}")
     return int(any(map(answered_for, rows)))

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,8 +29,6 @@ STYLES: dict[str, Style] = {
     "ours, triton": ("#009E73", "^", True),
     "ours, compiled": ("#E69F00", "P", True),
 }
-#: Before the digest in a file.
-MARK = "frontier data sha256:"
 
 
 @dataclass(frozen=True)
@@ -44,8 +41,8 @@ class Picture:
 
     def stale(self) -> list[Path]:
         """Files that are not of these rows, or not there yet."""
-        drawn = digest(self.rows)
-        return [path for path in self.files if drawn_of(path) != drawn]
+        mark = marked(self.rows).encode()
+        return [path for path in self.files if not path.exists() or mark not in path.read_bytes()]
 
     def write(self) -> None:
         """Raises: ImportError without matplotlib."""
@@ -76,11 +73,9 @@ def drawing(
         FigureCanvasAgg(figure)
         yield figure
         for path in files:
+            silent = ("Software",) if path.suffix == ".png" else ("Date", "Creator")
+            metadata = {**dict.fromkeys(silent), "Description": marked(rows)}
             path.parent.mkdir(parents=True, exist_ok=True)
-            silent = (
-                {"Software": None} if path.suffix == ".png" else {"Date": None, "Creator": None}
-            )
-            metadata = {**silent, "Description": MARK + digest(rows)}
             figure.savefig(path, dpi=150, metadata=metadata)
 
 
@@ -126,13 +121,7 @@ def label(figure: Any, labels: Iterable[tuple[Any, Sequence[Label]]], veil: str 
         place(axes, mine, figure.canvas.get_renderer(), veil)
 
 
-def digest(rows: Any) -> str:
-    """SHA-256 of what is drawn."""
-    return hashlib.sha256(json.dumps({"rows": rows}, sort_keys=True).encode()).hexdigest()
-
-
-def drawn_of(path: Path) -> str | None:
-    """The digest of the data that a picture was drawn of; None where it does not say."""
-    content = path.read_bytes() if path.exists() else b""
-    found = re.search(rb"%s([0-9a-f]{64})" % MARK.encode(), content)
-    return found[1].decode() if found else None
+def marked(rows: Any) -> str:
+    """What a file says that was drawn of these rows: their SHA-256."""
+    text = json.dumps({"rows": rows}, sort_keys=True)
+    return f"frontier data sha256:{hashlib.sha256(text.encode()).hexdigest()}"

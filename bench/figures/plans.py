@@ -6,17 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.figures.drawing import (
-    STYLES,
-    Picture,
-    Style,
-    beside,
-    drawing,
-    finish,
-    label,
-    points,
-    surround,
-)
+from bench.figures import drawing
+from bench.figures.drawing import STYLES, Picture, Style
 from bench.figures.labels import Label
 from bench.pages.plans import is_ours, right, title
 from bench.tables import MIB, Row
@@ -33,7 +24,7 @@ _SHOWN = {"stock": "stock (eager)", "ours": "ours, optimal"}
 
 def picture(path: Path, rows: list[Row]) -> Picture:
     """Beside a results file: two panels for each of its cases."""
-    return Picture(beside(path), rows, _draw)
+    return Picture(drawing.beside(path), rows, _draw)
 
 
 def _draw(rows: list[Row], files: Sequence[Path]) -> None:
@@ -41,14 +32,14 @@ def _draw(rows: list[Row], files: Sequence[Path]) -> None:
     cases = [row for row in rows if "eager" in right(row)]
     if not cases:
         raise ValueError("no case was measured beside eager's")
-    with drawing("plan", rows, files, 11.5, 0.7 + 4.5 * len(cases)) as figure:
+    with drawing.drawing("plan", rows, files, 11.5, 0.7 + 4.5 * len(cases)) as figure:
         grid = figure.subplots(len(cases), 2, width_ratios=(8, 5), squeeze=False)
         labels = []
         for (left, axes), row in zip(grid, cases, strict=True):
             labels.append((left, _times(left, row)))
             _peaks(axes, row)
-        surround(figure, [row["machine"] for row in cases], columns=6)
-        label(figure, labels)
+        drawing.surround(figure, [row["machine"] for row in cases], columns=6)
+        drawing.label(figure, labels)
 
 
 def _times(axes: Any, row: Row) -> list[Label]:
@@ -58,11 +49,11 @@ def _times(axes: Any, row: Row) -> list[Label]:
         at = sorted(
             (w["peak_bytes"] / MIB, *(w["step_ratio"]["eager"][p] for p in ("p50", "p20", "p80")),
              name)
-            for name, w in right(row, family).items()
+            for name, w in right(row).items() if w["family"] == family
         )  # fmt: skip
         if at:
             width = 1.2 if family == "ours" else 0.8
-            points(axes, at, style, width, _SHOWN.get(family, family))
+            drawing.points(axes, at, style, width, _SHOWN.get(family, family))
         if family != "ours":
             labels += [Label(x, y, short(name), style[0]) for x, y, *_, name in at]
     eager = row["ways"]["eager"]["step_seconds"]["p50"]
@@ -70,8 +61,8 @@ def _times(axes: Any, row: Row) -> list[Label]:
     axes.plot(*zip(*predicted, strict=True), color=FAMILIES["ours"][0], linewidth=0.9,
               linestyle=":", zorder=1.5, drawstyle="steps-post",
               label="ours, predicted")  # fmt: skip
-    finish(axes, title(row), "measured peak of the step, parameters and gradients included, MiB",
-           "step time relative to eager", 1.0)  # fmt: skip
+    peak = "measured peak of the step, parameters and gradients included, MiB"
+    drawing.finish(axes, title(row), peak, "step time relative to eager", 1.0)
     axes.margins(0.08)
     return labels
 
@@ -83,14 +74,14 @@ def _peaks(axes: Any, row: Row) -> None:
     if not found:
         return
     for family in ("ours", _RULE):
-        colour, marker, _ = FAMILIES[family]
         mine = [(x, y, y, y) for x, y, of in found if of == family]
         if mine:
-            points(axes, mine, (colour, marker, False), 0.0)
-    ends = [end(value for x, y, _ in found for value in (x, y)) for end in (min, max)]
+            drawing.points(axes, mine, (*FAMILIES[family][:2], False), 0.0)
+    both = [value for x, y, _ in found for value in (x, y)]
+    ends = [min(both), max(both)]
     axes.plot(ends, ends, color="0.6", linewidth=0.8, linestyle="--", zorder=1)
     worst = max(abs(y / x - 1) for x, y, _ in found)
-    finish(axes, f"largest error {worst:.2%}", "measured peak, MiB", "predicted peak, MiB")
+    drawing.finish(axes, f"largest error {worst:.2%}", "measured peak, MiB", "predicted peak, MiB")
 
 
 def short(way: str) -> str:

@@ -77,9 +77,9 @@ def steps(
         yield from _judged(f"D = {width}", *given)
 
 
-def kept(rows: Sequence[Row], way: str, limits: Limits) -> Iterator[Found]:
+def kept(rows: Sequence[Row], way: str, baseline: str, limits: Limits) -> Iterator[Found]:
     for width, row in _widths(rows, "layers", "pre-norm", limits):
-        found, whole = row["ways"].get(way, {}), _kept(row["ways"].get("eager", {}))
+        found, whole = row["ways"].get(way, {}), _kept(row["ways"].get(baseline, {}))
         share = (whole and _kept(found) / whole) or None
         yield from _judged(f"D = {width}", found, share, limits[width])
 

@@ -138,7 +138,7 @@ def layer_entries(rig: Rig) -> Iterator[Entry]:
         for norm in ("pre",) if rig.dry and dropout else ("pre", "post"):
             for width in widths(rig):
                 ways = WAYS if (norm, dropout) == ("pre", 0.0) else _fewer(rig, WAYS)
-                yield _entry(encoder(rig, norm, width, dropout), ways)
+                yield _entry(encoder(rig, norm, width, dropout), ways, beside=("none",))
 
 
 def frontier_entries(rig: Rig) -> Iterator[Entry]:

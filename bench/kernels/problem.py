@@ -136,8 +136,11 @@ def through_autograd(
 
     def backward(given: tuple[Tensor, list[Tensor], Tensor]) -> Results:
         y, leaves, dy = given
-        y.backward(dy)  # into `.grad`, which was None, as in a training step
-        found = unpack(*(leaf.grad for leaf in leaves))
+        # `y.backward` would copy into `.grad` what is strided otherwise than its leaf. What a
+        # function adds to `.grad` by itself, as Liger-Kernel's tiled MLP does, is taken from there.
+        grads = torch.autograd.grad(y, leaves, dy, allow_unused=True)
+        pairs = zip(leaves, grads, strict=True)
+        found = unpack(*(leaf.grad if grad is None else grad for leaf, grad in pairs))
         return {"y": y.detach(), **_gradients(problem.sets[0], found)}
 
     return {

@@ -11,18 +11,17 @@ def table() -> str:
     """What the compiler made of every product in its largest tile, and of the norms."""
     found = load(AUDIT)
     rows = found["rows"]
-    largest: dict[str, Row] = {}  # kernel -> of its largest tile, which comes first
-    tiles: dict[str, str] = {}
-    for row in rows:
-        if row["product"]:
-            name, *_, block, warps, stages = row["name"].split(" ")
-            tile = f"{block} {warps} {stages}"
-            if tiles.setdefault(name, tile) == tile:
-                largest[name] = max(largest.get(name, row), row, key=lambda r: r["registers"])
+    largest: dict[str, tuple[str, Row]] = {}  # kernel -> its largest tile, which comes first
+    for row in (row for row in rows if row["product"]):
+        name, *_, block, warps, stages = row["name"].split(" ")
+        tile = f"{block} {warps} {stages}"
+        first, most = largest.get(name, (tile, row))
+        if tile == first:
+            largest[name] = tile, max(most, row, key=lambda r: r["registers"])
     cells: list[list[Cell]] = [
-        [f"`{name}`", tiles[name], str(row["registers"]), f"{row['shared'] / 1024:.0f} KiB",
+        [f"`{name}`", tile, str(row["registers"]), f"{row['shared'] / 1024:.0f} KiB",
          str(row["tensor_core"]), str(row["tma"]), f"{row['code'] / 1024:.0f} KiB"]
-        for name, row in largest.items()
+        for name, (tile, row) in largest.items()
     ]  # fmt: skip
     head = ("kernel", "tile", "registers", "shared", "HGMMA", "TMA loads", "code")
     return (

@@ -18,14 +18,18 @@ from pathlib import Path
 from bench.measure.machine import ROOT
 from bench.pages import pictures
 
+UNMEASURED = "Not measured yet."
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 
 
-def part(name: str) -> str:
+def part(name: str, **given: Path) -> str:
     """What a function of a module beside this one says, by "module.function"."""
     module, function = name.split(".")
-    text: str = getattr(importlib.import_module(f"bench.pages.{module}"), function)()
-    return text
+    try:
+        text = getattr(importlib.import_module(f"bench.pages.{module}"), function)(**given)
+    except FileNotFoundError:
+        text = ""
+    return text or UNMEASURED
 
 
 def render(text: str, page: Path) -> str:

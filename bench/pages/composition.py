@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.measure.machine import ROOT
-from bench.tables import RESULTS, Cell, load, markdown
+from bench.tables import RESULTS, load, markdown
 
 #: What the tests on a GPU gave there; written by `make gpu` (`bench.gpu.outcomes`).
 OUTCOMES = RESULTS / "gpu" / "tests.json"
@@ -30,95 +30,62 @@ GROUPS = (
 class Mark(NamedTuple):
     """One `composes` mark, and what else is known of the test that carries it."""
 
-    group: str
-    name: str
-    limits: str
     path: str  # of the file, relative to the repository
     test: str  # its name in the file
-    gpu: bool = False  # it needs a GPU
-    fails: str = ""  # why it is expected to fail (xfail)
-
-    @property
-    def node(self) -> str:
-        """The test as pytest names it, without parameters."""
-        return f"{self.path}::{self.test}"
+    gpu: bool  # it needs a GPU
+    fails: str  # why it is expected to fail (xfail)
+    group: str
+    name: str
+    limits: str = ""
 
 
-def marks(files: Iterable[Path], root: Path = ROOT) -> list[Mark]:
+def marks(files: Iterable[Path], root: Path = ROOT) -> Iterator[Mark]:
     """Every mark in `files`, in their order.
 
     Raises: ValueError for a mark whose arguments are not literal strings, that names no known
-        group, or that does not decorate a test or a class of tests.
+        group, or that does not decorate a test.
     """
-    return [mark for path in files for mark in _marks_of(path, path.relative_to(root).as_posix())]
+    for path in files:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        try:
+            found = list(_marks_of(tree, path.relative_to(root).as_posix()))
+            for mark in found:
+                if mark.group not in GROUPS or not mark.name or set("".join(mark[4:])) & set("|\n"):
+                    raise ValueError(f"no known group, no name, or no cells of a table: {mark}")
+            written = (n for n in ast.walk(tree) if isinstance(n, ast.Attribute))
+            if sum(_kind(node) == "composes" for node in written) != len(found):
+                raise ValueError("the mark composes must be called, and decorate a test")
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f'{path}: {error!r}; expected composes("group", "name", limits="...") and '
+                f'xfail(reason="..."), in literal strings; groups: {", ".join(GROUPS)}'
+            ) from error
+        yield from found
 
 
-def _marks_of(path: Path, shown: str) -> Iterator[Mark]:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    of_file = [
-        mark
-        for node in tree.body
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark"
-        for mark in ast.walk(node.value)
-    ]
-    seen: set[ast.AST] = set()
-    for name, own, above in _tests(tree):
-        others = [*above, *own]
-        gpu = any(_kind(mark) == "gpu" for mark in (*of_file, *others))
-        fails = "; ".join(_reason(d, f"{shown}:{d.lineno}") for d in others if _kind(d) == "xfail")
-        for decorator in own:
-            if _kind(decorator) == "composes":
-                seen.update(ast.walk(decorator))
-                said = _arguments(decorator, f"{shown}:{decorator.lineno}")
-                yield Mark(*said, shown, name, gpu, fails)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.expr) and _kind(node) == "composes" and node not in seen:
-            raise ValueError(f"{shown}:{node.lineno}: the mark composes must decorate a test")
-
-
-def _tests(tree: Any, of: str = "", above: Any = ()) -> Iterator[tuple[str, Any, Any]]:
-    """Tests, classes of tests and tests in them: the name, its decorators and the class's."""
-    for node in tree.body:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            yield of + node.name, node.decorator_list, above
-            if isinstance(node, ast.ClassDef):
-                yield from _tests(node, f"{of}{node.name}::", node.decorator_list)
+def _marks_of(tree: ast.Module, path: str) -> Iterator[Mark]:
+    named = [line for line in tree.body if isinstance(line, ast.Assign)]
+    of_file = [line.value for line in named if ast.unparse(line.targets[0]) == "pytestmark"]
+    above = [node for value in of_file for node in ast.walk(value)]
+    for test in (line for line in tree.body if isinstance(line, ast.FunctionDef)):
+        kinds = {_kind(node): node for node in (*above, *test.decorator_list)}
+        fails = _arguments(kinds["xfail"])[1]["reason"] if "xfail" in kinds else ""
+        for node in test.decorator_list:
+            if _kind(node) == "composes" and isinstance(node, ast.Call):
+                args, more = _arguments(node)
+                yield Mark(path, test.name, "gpu" in kinds, fails, *args, **more)
 
 
 def _kind(node: ast.AST) -> str:
-    """ "gpu" for `pytest.mark.gpu`, called or not; "" for anything else."""
-    node = node.func if isinstance(node, ast.Call) else node
-    is_mark = isinstance(node, ast.Attribute) and ast.unparse(node.value) == "pytest.mark"
-    return node.attr if is_mark and isinstance(node, ast.Attribute) else ""
+    """ "gpu" for `pytest.mark.gpu`, called or not; something else for anything else."""
+    text = ast.unparse(node.func if isinstance(node, ast.Call) else node)
+    return text.removeprefix("pytest.mark.")
 
 
-def _arguments(mark: ast.expr, where: str) -> tuple[str, str, str]:
-    """Group, name and limits of the mark."""
-
-    def composes(group: str, name: str, limits: str = "") -> tuple[str, str, str]:
-        assert name and all(isinstance(v, str) for v in (group, name, limits))
-        return group, name, limits
-
-    try:
-        assert isinstance(mark, ast.Call)
-        named = {str(k.arg): ast.literal_eval(k.value) for k in mark.keywords}
-        group, name, limits = composes(*map(ast.literal_eval, mark.args), **named)
-    except (AssertionError, TypeError, ValueError) as error:
-        raise ValueError(
-            f'{where}: expected composes("group", "name", limits="..."), in literal strings'
-        ) from error
-    if group not in GROUPS:
-        raise ValueError(f"{where}: unknown group {group!r}; known: {', '.join(GROUPS)}")
-    if any(c in text for text in (name, limits) for c in "|\n"):
-        raise ValueError(f"{where}: a cell of a table holds neither | nor line breaks")
-    return group, name, limits
-
-
-def _reason(mark: ast.expr, where: str) -> str:
-    for keyword in mark.keywords if isinstance(mark, ast.Call) else ():
-        if keyword.arg == "reason" and isinstance(keyword.value, ast.Constant):
-            return str(keyword.value.value)
-    raise ValueError(f"{where}: xfail needs a literal reason")
+def _arguments(mark: Any) -> tuple[list[str], dict[str, str]]:
+    """Of a call, whose arguments are literals."""
+    named = {word.arg: ast.literal_eval(word.value) for word in mark.keywords}
+    return [ast.literal_eval(value) for value in mark.args], named
 
 
 def works(row: list[Mark], outcomes: Mapping[str, Any]) -> str:
@@ -130,7 +97,7 @@ def works(row: list[Mark], outcomes: Mapping[str, Any]) -> str:
     reasons = "; ".join(dict.fromkeys(m.fails for m in row if m.fails))
     if reasons:
         return f"yes, but not: {reasons}" if here else f"no: {reasons}"
-    results = {outcomes.get("tests", {}).get(m.node) for m in row if m.gpu}
+    results = {outcomes.get("tests", {}).get(f"{m.path}::{m.test}") for m in row if m.gpu}
     if not results:
         return "yes"
     found = "by its GPU test, not yet run on hardware"
@@ -143,20 +110,19 @@ def works(row: list[Mark], outcomes: Mapping[str, Any]) -> str:
 
 def table(found: Iterable[Mark] | None = None, outcomes: Mapping[str, Any] | None = None) -> str:
     """A heading and a table for each group that has a mark, in the order of `GROUPS`."""
-    outcomes = load(OUTCOMES) or {} if outcomes is None else outcomes
+    if found is None or outcomes is None:
+        found = marks(sorted((ROOT / "tests").rglob("test_*.py")))
+        outcomes = load(OUTCOMES) if OUTCOMES.exists() else {}
     rows: dict[str, dict[str, list[Mark]]] = {group: {} for group in GROUPS}
-    for mark in marks(sorted((ROOT / "tests").rglob("test_*.py"))) if found is None else found:
+    for mark in found:
         rows[mark.group].setdefault(mark.name, []).append(mark)
     parts = []
     for group, names in rows.items():
-        cells = [_cells(name, row, outcomes) for name, row in names.items()]
+        cells = []
+        for name, row in names.items():
+            where = ", ".join(f"[{Path(m.path).name}::{m.test}]({m.path})" for m in row)
+            limits = "; ".join(dict.fromkeys(m.limits for m in row if m.limits))
+            cells.append([name, works(row, outcomes), where, limits])
         shown = markdown(("what", "works", "tested where", "limits"), cells)
         parts += [f"## {group}\n\n{shown}"] if cells else []
     return "\n\n".join(parts)
-
-
-def _cells(name: str, row: list[Mark], outcomes: Mapping[str, Any]) -> list[Cell]:
-    """Tests are linked from the root of the repository."""
-    where = [f"[{Path(m.path).name}::{m.test}]({m.path})" for m in row]
-    limits = "; ".join(dict.fromkeys(m.limits for m in row if m.limits))
-    return [name, works(row, outcomes), ", ".join(where), limits]

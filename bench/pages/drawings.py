@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.figures.drawing import MARK, Picture, digest
+from bench.figures.drawing import Picture, marked
 from bench.measure.machine import ROOT
-from bench.pages import presets
-from fused_remat.policies import EXACT_PRESETS, kept_names
+from bench.pages.presets import Kept, block
+from fused_remat.policies import EXACT_PRESETS
 
 IMAGES = ROOT / "docs" / "images"
 _STYLE = """<title>What presets keep and rebuild of a pre-norm encoder block</title>
@@ -40,21 +40,20 @@ def _circle(kind: str, x: float, y: float, radius: float) -> str:
     return f'<circle class="{kind}" cx="{x}" cy="{y}" r="{radius}"/>'
 
 
-def kept() -> str:
+def drawing() -> str:
     """What each exact preset keeps of the block, and what backward rebuilds."""
-    graph = presets.block(True)
+    graph = block(True)
     columns = {n: _LEFT + i * _STEP for i, n in enumerate(["input", *graph.names, "output"])}
     size, rebuilds = (_LEFT + len(columns) * _STEP + more for more in (-15, 105))
     parts = [_text(x, 26, name, "name", "middle") for name, x in columns.items()]
     parts += [_text(size, 26, "bytes a token", "name"), _text(rebuilds, 26, "rebuilds", "name")]
     for row, preset in enumerate(EXACT_PRESETS):
         y = _TOP + row * _ROW
-        names, size_text, work = presets.cells(graph, preset)
+        kept = Kept(graph, preset)
         parts.append(_text(10, y + 5, f"&quot;{preset}&quot;", "name"))
-        again = presets.rebuilt_nodes(graph, kept_names(preset, graph))
-        parts += [_circle("kept", columns[name], y, 9) for name in names.split(", ")]
-        parts += [_circle("rebuilt", columns[node.name], y, 8) for node in again]
-        parts += [_text(size, y + 5, size_text), _text(rebuilds, y + 5, work)]
+        parts += [_circle("kept", columns[name], y, 9) for name in kept.names]
+        parts += [_circle("rebuilt", columns[node.name], y, 8) for node in kept.nodes]
+        parts += [_text(size, y + 5, kept.size), _text(rebuilds, y + 5, kept.work)]
     y = _TOP + len(EXACT_PRESETS) * _ROW + 8
     parts += [
         _circle("kept", _LEFT, y, 6),
@@ -70,8 +69,8 @@ def kept() -> str:
 
 def picture() -> Picture:
     """The drawing, which says by a digest what it is of."""
-    return Picture((IMAGES / "presets.svg",), kept(), _write)
+    return Picture((IMAGES / "presets.svg",), drawing(), _write)
 
 
 def _write(svg: str, files: Sequence[Path]) -> None:
-    files[0].write_text(f"{svg}\n<!-- {MARK}{digest(svg)} -->\n</svg>\n")
+    files[0].write_text(f"{svg}\n<!-- {marked(svg)} -->\n</svg>\n")

@@ -1,43 +1,23 @@
-"""docs/tables/formats.md: what gradients lose in 8 bits, what is worth keeping, and on a GPU."""
+"""docs/tables/formats.md: what gradients lose in 8 bits, and which sets are worth keeping."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 from bench.commands.formats import KINDS
-from bench.frontier import panels, sets, title
-from bench.pages.presets import (
-    SHAPES,
-    D,
-    block,
-    in_order,
-    in_widths,
-    products,
-    rebuilt_nodes,
-    row_bytes,
-    trained,
-)
-from bench.tables import RESULTS, Cell, Row, machine_line, markdown, part
+from bench.pages.presets import SHAPES, D, Kept, block
+from bench.tables import RESULTS, Row, load, machine_line, markdown
 from fused_remat.graph.graph import Graph
 from fused_remat.graph.quantized import in_formats
 from fused_remat.graph.schedule import kept_bytes
-from fused_remat.planner.options import packable
-from fused_remat.policies import ALL_PRESETS, kept_names
-
-UNMEASURED = "Not measured yet: `python -m bench formats`."
-#: Targets of "fast8" beside "none" on a GPU: time, and kept bytes.
-MOST_TIME, MOST_BYTES = 1.03, 0.68
+from fused_remat.planner.options import packable, preset_of
 
 
-def errors() -> str:
+def errors(root: Path = RESULTS) -> str:
     """A row for each shape and size of outliers: the largest ratio to the error of "none"."""
-    return part(RESULTS / "formats-cpu.json", _table, UNMEASURED)
-
-
-def _table(data: Row) -> str:
+    data = load(root / "formats-cpu.json")
     ways = [way for way in data["results"][0]["ways"] if way != "none"]
     head = ("layer", "outliers", "bf16's own error", *(f"`{way}`" for way in ways))
     lines = []
@@ -56,45 +36,30 @@ def _largest(row: Row, way: str) -> str:
     return f"{ratio:.2f} ({name})"
 
 
-class Kept(NamedTuple):
-    """A set of names, each as it is or in 8 bits, and what backward then costs."""
-
-    save: frozenset[str]
-    bytes: int  # of a token, input, scales and statistics included
-    products: int  # FLOPs of a token that backward rebuilds in products
-    attentions: int  # how many attentions it runs again
-
-    @property
-    def cost(self) -> tuple[int, int, int]:
-        return self.bytes, self.products, self.attentions
-
-
-def choices(graph: Graph, packed: Collection[str]) -> list[Kept]:
-    """All sets of names of a graph, those in `packed` as they are or in int8, at 16 bits.
+def choices(graph: Graph, packed: Collection[str]) -> dict[Kept, tuple[int, int, int]]:
+    """All sets of names of a graph, those in `packed` as they are or in int8, at 16 bits, each with
+    its cost: bytes of a token with statistics, FLOPs of products and attentions that are rebuilt.
 
     Names that backward would not ask for are not in them, so that no set is there twice.
     """
-    needs_grad = trained(graph)
     of: dict[str, tuple[int, ...]] = {p: (D,) for p in graph.params}  # norms and biases
     of |= {n: ((1, 1, *shape) if n in graph.inputs else shape) for n, shape in SHAPES.items()}
     forms = [("", n, f"{n}:int8") if n in packed else ("", n) for n in graph.names]
-    found: dict[frozenset[str], Kept] = {}
+    wanted, found = Kept(graph, "full").needs_grad, {}
     for names in itertools.product(*forms):
         save = frozenset(filter(None, names))
-        kept = kept_bytes(in_formats(graph, save), save, needs_grad, of, 2)
-        save = save.intersection(kept)
-        if save not in found:
-            nodes = rebuilt_nodes(graph, save)
-            attentions = sum(n.per_sequence for n in nodes)
-            found[save] = Kept(save, sum(kept.values()), products(graph, nodes, of), attentions)
-    return list(found.values())
+        kept = kept_bytes(in_formats(graph, save), save, wanted, of, 2)
+        if save <= kept.keys():
+            one = Kept(graph, save)
+            found[one] = (sum(kept.values()), one.products, one.attentions)
+    return found
 
 
-def undominated(found: Iterable[Kept]) -> list[Kept]:
+def undominated(found: Mapping[Kept, tuple[int, int, int]]) -> list[Kept]:
     """Those that no other beats: it keeps no more and rebuilds no more, products or attention."""
     best: list[Kept] = []
-    for kept in sorted(found, key=lambda k: (k.cost, len(k.save), sorted(k.save))):
-        if not any(all(map(int.__le__, other.cost, kept.cost)) for other in best):
+    for kept in sorted(found, key=lambda k: (found[k], len(k.save), sorted(k.save))):
+        if not any(all(map(int.__le__, found[other], found[kept])) for other in best):
             best.append(kept)
     return best
 
@@ -103,36 +68,16 @@ def frontier() -> str:
     """The pre-norm encoder's sets with what the planner may pack in 8 bits, fewest bytes first."""
     graph = block(norm_first=True)
     few = sorted(packable(graph))
-    presets = {kept_names(preset, graph): f'`"{preset}"`' for preset in ALL_PRESETS}
-    widths, found = graph.widths(SHAPES), choices(graph, few)
+    found = choices(graph, few)
     head = (
         "keeps, besides the input", "preset", "bytes",
         f"bytes of a token at D = {D}, with statistics", "rebuilds",
     )  # fmt: skip
     rows = []
     for kept in undominated(found):
-        names = in_order(graph, kept.save)
-        size = in_widths(sum(row_bytes(name, widths) for name in ["input", *names]))
-        again = [f"{kept.products // D**2}D²"] * bool(kept.products)
-        again += ["attention"] * bool(kept.attentions)
-        cells = [", ".join(names) or "nothing", presets.get(kept.save), f"{size}D"]
-        rows.append([*cells, f"{kept.bytes:,}", " + ".join(again) or "pointwise only"])
+        preset = preset_of(graph, kept.save)
+        names = ", ".join(kept.names[1:]) or "nothing"
+        cells = [names, f'`"{preset}"`' if preset else None, kept.size, f"{found[kept][0]:,}"]
+        rows.append([*cells, kept.work])
     only = f"In 8 bits only what nobody but attention and the activation reads ({', '.join(few)})"
     return f"{only}, of {len(found):,} sets:\n\n{markdown(head, rows)}"
-
-
-def targets(root: Path = RESULTS) -> str:
-    """ "fast8" beside "none", at every shape of a layer that was measured with both on a GPU."""
-    head = ("on", "layer", f"time (≤ {MOST_TIME}×)", f"kept bytes (≤ {MOST_BYTES}×)", "met")
-    rows: list[list[Cell]] = []
-    of_gpu = [data for data in sets(root).values() if data["machine"].get("gpu")]
-    for panel in itertools.chain.from_iterable(map(panels, of_gpu)):
-        case, ways = [panel.machine["gpu"], title(panel.case)], {p.way: p for p in panel.points}
-        if "fast8" in panel.wrong:
-            rows.append([*case, panel.wrong["fast8"], None, "no"])
-        elif {"none", "fast8"} <= ways.keys():
-            time = ways["fast8"].p50 / ways["none"].p50
-            size = ways["fast8"].kept / ways["none"].kept
-            met = "yes" if time <= MOST_TIME and size <= MOST_BYTES else "no"
-            rows.append([*case, f"{time:.3f}×", f"{size:.3f}×", met])
-    return markdown(head, rows) if rows else "Not yet measured on a GPU."

@@ -6,31 +6,17 @@ import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench import tables
-from bench.frontier import (
-    DATA,
-    MEMORY_POINTS,
-    SLACK,
-    Panel,
-    Point,
-    Win,
-    is_ours,
-    kind,
-    panels,
-    sets,
-    sweeps,
-    title,
-)
-from bench.tables import RESULTS, Cell, Row
+from bench import frontier, tables
+from bench.frontier import MEMORY_POINTS, Panel, Point, kind, sets, sweeps, title
+from bench.tables import RESULTS, Cell
 
-CPU = RESULTS / "frontier-cpu"
-UNMEASURED = "Not measured yet: `python -m bench frontier --device cpu`."
 AXES = {"seq_len": "S", "d_model": "D"}
 RULES = (
-    "Time is a training step's (median ratio to eager, all ways in turns), memory what is kept "
-    f"for backward; a memory point allows {SLACK:.0%} more, for statistics. A tie: the medians are "
-    "nearer than the wider of the two spreads, 20th to 80th percentile. FusedRemat's ways are one "
-    "side, all others the other. The frontier: nobody else is as fast within the same bytes."
+    "Time is a training step's (median ratio to eager, all ways in turns), memory what is kept for "
+    f"backward; a memory point allows {frontier.SLACK:.0%} more, for statistics. A tie: the "
+    "medians are nearer than the wider of the two spreads, 20th to 80th percentile. FusedRemat's "
+    "ways are one side, all others the other. The frontier: nobody else is as fast within the same "
+    "bytes."
 )
 
 
@@ -40,15 +26,16 @@ def panel_table(panel: Panel) -> str:
         "kept, of eager's", "fastest", "step", "kept bytes per token", "runner-up",
         "the other side's best",
     )  # fmt: skip
-    rows = [[_at_most(m), *_cells(panel.winner(m))] for m in MEMORY_POINTS]
+    rows = [[_at_most(m), *_cells(panel.within(m))] for m in MEMORY_POINTS]
     rounds = f", {panel.rounds} rounds" if panel.rounds else ""
+    parts = [f"### {title(panel.case)}{rounds}", tables.markdown(head, rows)]
     lossy = [point for point in panel.points if point.is_lossy]
-    parts = [
-        f"### {title(panel.case)}{rounds}", tables.markdown(head, rows),
-        f"Frontier: {_places(panel.frontier())}.",
-    ]  # fmt: skip
-    if lossy:
-        parts.append(f"With 8 bits, which no exact way is held against: {_places(lossy)}.")
+    for what, points in (
+        ("Frontier", panel.frontier()),
+        ("With 8 bits, which no exact way is held against", lossy),
+    ):
+        said = [f"`{p.way}` {p.kept:.3f} at {p.p50:.2f}×" for p in points]
+        parts += [f"{what}: {', '.join(said)}."] * bool(said)
     for what, ways in (("Wrong results", panel.wrong), ("Absent", panel.absent)):
         alike = itertools.groupby(sorted(ways, key=ways.__getitem__), key=ways.__getitem__)
         said = [f"{', '.join(f'`{way}`' for way in found)} ({why})" for why, found in alike]
@@ -60,16 +47,18 @@ def _at_most(at_most: float) -> str:
     return f"at most {tables.fraction(at_most)}"
 
 
-def _places(points: Sequence[Point]) -> str:
-    return ", ".join(f"`{p.way}` {p.kept:.3f} at {p.p50:.2f}×" for p in points)
-
-
-def _cells(win: Win | None) -> list[Cell]:
-    if win is None:
+def _cells(within: Sequence[Point]) -> list[Cell]:
+    if not within:
         return ["nobody keeps so little"]
-    first, *others = win
-    bytes_, behind = tables.number(first.kept_bytes_per_token), [_behind(first, p) for p in others]
-    return [f"`{first.way}`", tables.number(first.p50, 2, "×"), bytes_, *behind]
+    first, *rest = within
+    behind = [_behind(first, point) for point in (next(iter(rest), None), _other(within))]
+    per_token = tables.number(first.kept_bytes_per_token)
+    return [f"`{first.way}`", tables.number(first.p50, 2, "×"), per_token, *behind]
+
+
+def _other(within: Sequence[Point]) -> Point | None:
+    """The fastest of the other side than the winner's."""
+    return next((point for point in within if point.is_ours != within[0].is_ours), None)
 
 
 def _behind(first: Point, other: Point | None) -> str:
@@ -88,8 +77,8 @@ def sweep_tables(found: Sequence[Panel]) -> str:
         fixed = next(f"{name} = {case[key]}" for key, name in AXES.items() if key != along)
         rows = []
         for at_most in MEMORY_POINTS:
-            wins = [panel.winner(at_most) for panel in alike]
-            rows.append([_at_most(at_most), *(f"`{w.point.way}`" if w else "-" for w in wins)])
+            within = [panel.within(at_most) for panel in alike]
+            rows.append([_at_most(at_most), *(f"`{w[0].way}`" if w else "-" for w in within)])
         values = [f"{axis} = {panel.case[along]}" for panel in alike]
         table = tables.markdown(["kept, of eager's", *values], rows)
         parts.append(f"**Along {axis}** ({fixed}, {kind(case)})\n\n{table}")
@@ -101,9 +90,9 @@ def brief(found: Sequence[Panel]) -> str:
     lines = []
     for name in dict.fromkeys(kind(panel.case) for panel in found):
         alike = [panel for panel in found if kind(panel.case) == name]
-        wins = [win for panel in alike for m in MEMORY_POINTS if (win := panel.winner(m))]
-        clear = [win for win in wins if win.other and not win.point.ties(win.other)]
-        ours, ahead = (sum(is_ours(win.point.way) for win in some) for some in (wins, clear))
+        wins = [w for panel in alike for m in MEMORY_POINTS if (w := panel.within(m))]
+        clear = [w for w in wins if (other := _other(w)) and not w[0].ties(other)]
+        ours, ahead = (sum(w[0].is_ours for w in some) for some in (wins, clear))
         lines.append(
             f"- {name}: at {len(alike)} shapes and {len(MEMORY_POINTS)} memory points each, "
             f"FusedRemat's ways are the fastest at {ours} of {len(wins)}, by more than the "
@@ -113,37 +102,29 @@ def brief(found: Sequence[Panel]) -> str:
     return "\n".join(lines)
 
 
-# --- parts of pages
-
-
-def _sets(root: Path) -> dict[Path, Row]:
-    """This CPU's first."""
-    return dict(sorted(sets(root).items(), key=lambda item: item[0].name != CPU.name))
-
-
 def _picture(folder: Path) -> str:
-    return tables.picture(
-        folder / DATA, "Step time against bytes kept for backward, a panel per shape"
-    )
+    shown = "Step time against bytes kept for backward, a panel per shape"
+    return tables.picture(folder / frontier.DATA, shown)
 
 
 def readme(root: Path = RESULTS) -> str:
-    """This CPU's tables.picture, and what every set of a CPU says in a line."""
-    found = {folder: data for folder, data in _sets(root).items() if not data["machine"].get("gpu")}
+    """The first CPU's picture, and what every set of a CPU says in a line."""
+    found = {folder: of for folder, of in sets(root).items() if not of[0].machine.get("gpu")}
     if not found:
-        return UNMEASURED
-    folder, data = next(iter(found.items()))
-    lines = "\n".join(brief(panels(data)) for data in found.values())
-    return "\n\n".join([_picture(folder), lines, tables.machine_line(data["machine"])])
+        return ""
+    folder, first = next(iter(found.items()))
+    lines = "\n".join(map(brief, found.values()))
+    return "\n\n".join([_picture(folder), lines, tables.machine_line(first[0].machine)])
 
 
 def section(root: Path = RESULTS) -> str:
-    """Of every set: the tables.picture, where the winner changes, and all tables, folded."""
+    """Of every set: the picture, where the winner changes, and all tables, folded."""
     parts = []
-    for folder, data in _sets(root).items():
-        found = panels(data)
-        machine, every = data["machine"], map(panel_table, found)
-        parts += [f"### {tables.where(machine, folder)}", _picture(folder)]
-        parts += [tables.machine_line(machine), "Where the winner changes:", sweep_tables(found)]
-        parts += [RULES, tables.folded("Every shape", *every)]
-    return "\n\n".join(parts) or UNMEASURED
+    for folder, found in sets(root).items():
+        machine = found[0].machine
+        parts += [
+            tables.heading(machine, folder), _picture(folder), tables.machine_line(machine),
+            "Where the winner changes:", sweep_tables(found), RULES,
+            tables.folded("Every shape", *map(panel_table, found)),
+        ]  # fmt: skip
+    return "\n\n".join(parts)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from pathlib import Path
 
 from bench import tables
 from bench.gpu import targets
 from bench.gpu.profile import KINDS
-from bench.tables import MIB, Row
-
-UNMEASURED = "not yet run on hardware"
+from bench.tables import MIB, RESULTS, Row
 
 
 def _way(name: str, way: Row) -> str:
@@ -50,7 +49,7 @@ def line(row: Row) -> str:
 
 def failures(rows: Sequence[Row]) -> list[str]:
     """Every error of the rows and of their ways, in a line."""
-    return tables.errors_of(rows, _title, most=160)
+    return tables.errors_of(rows, _title)
 
 
 def profile_table(row: Row) -> str:
@@ -60,46 +59,40 @@ def profile_table(row: Row) -> str:
     are kernels, copies and fills; "host" is the time to launch a step.
     """
     ways = {name: way for name, way in row["ways"].items() if "kinds_us" in way}
-    amounts = [
-        {
-            **way["kinds_us"], **{label: way[f"{label}_us"] for label in ("busy", "gaps", "host")},
-            "step": way["us"]["p50"], "launches": way["launches"],
-        }
-        for way in ways.values()
-    ]  # fmt: skip
-    rows = []
-    for label in (*KINDS, "busy", "gaps", "host", "step", "launches"):
-        least = [way["least_us"].get(label) for way in ways.values()]
-        cells = [f"{amount[label]:.0f}" for amount in amounts]
-        brackets = ["" if us is None else f" ({us:.0f})" for us in least]
-        rows.append([label, *map(str.__add__, cells, brackets)])
+    labels = (*KINDS, "busy", "gaps", "host", "step", "launches")
+    rows = [[label, *(_profiled(way, label) for way in ways.values())] for label in labels]
     return f"{_title(row)}, microseconds a step (least)\n{tables.terminal(['', *ways], rows)}"
 
 
+def _profiled(way: Row, label: str) -> str:
+    found = {**way["kinds_us"], "step": way["us"]["p50"], "launches": way["launches"]}
+    amount = found[label] if label in found else way[f"{label}_us"]
+    least = way["least_us"].get(label)
+    return f"{amount:.0f}" + ("" if least is None else f" ({least:.0f})")
+
+
 def report(rows: Sequence[Row]) -> str:
-    """What a run measured, and what failed; profiled steps by kind; the targets."""
+    """Where a run measured, what, and what failed; profiled steps by kind; the targets."""
+    where = [tables.machine_line(row["machine"]) for row in rows[:1]]
     lines = [line(row) for row in rows if "ways" in row or "found" in row]
     wrong, skipped = failures(rows), sum("skipped" in row for row in rows)
     lines += [f"\n{len(wrong)} failures, {skipped} cases without time", *wrong]
     legend = "\nmicroseconds, ratio to the first, share of the ceiling or MiB held/peak"
     steps = ["\n" + profile_table(row) for row in rows if "profiled" in row]
-    return "\n".join([legend, *lines, *steps, "\n" + targets.table(rows)])
+    return "\n".join([*where, legend, *lines, *steps, "\n" + targets.table(rows)])
 
 
-def section() -> str:
+def section(root: Path = RESULTS) -> str:
     """Of every set of `bench gpu`; without one, the targets."""
-    return "\n\n".join(_sets()) or targets.table((), UNMEASURED)
-
-
-def _sets() -> Iterator[str]:
-    for folder, files in tables.gpu_sets().items():
-        for data in files:
-            rows = [row for row in tables.current(data) if "section" in row["case"]]
-            if rows:
-                yield f"#### {tables.where(data['machine'], folder)}"
-                yield tables.machine_line(data["machine"])
-                yield targets.table(rows)
-            found = [profile_table(row) for row in rows if "profiled" in row and "ways" in row]
-            if found:
-                steps = "\n\n".join(found)
-                yield tables.folded("Where a step spends its time", f"```\n{steps}\n```")
+    parts = []
+    for folder, data in tables.gpu_files(root):
+        rows = [row for row in tables.current(data) if "section" in row["case"]]
+        if rows:
+            machine = data["machine"]
+            parts += [tables.heading(machine, folder), tables.machine_line(machine)]
+            parts.append(targets.table(rows))
+        found = [profile_table(row) for row in rows if "profiled" in row and "ways" in row]
+        if found:
+            steps = "```\n" + "\n\n".join(found) + "\n```"
+            parts.append(tables.folded("Where a step spends its time", steps))
+    return "\n\n".join(parts) or targets.table((), "not yet run on hardware")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from statistics import geometric_mean
 from typing import NamedTuple
 
@@ -14,11 +16,8 @@ from bench import tables
 from bench.kernels.shapes import MODELS, Size
 from bench.kernels.table import OPS
 from bench.measure.contest import UNITS, Rig
-from bench.tables import RESULTS, Cell, Row
+from bench.tables import RESULTS, Cell, Columns, Row
 
-KERNELS = RESULTS / "kernels-cpu.json"
-UNMEASURED = "Not measured yet: `python -m bench kernels --device cpu`."
-NO_GPU = "Not yet run on hardware: `bench/results` has no set of a GPU's."
 #: How the names of our providers begin.
 OURS = "fused_remat"
 #: Who does less than the op, the products alone: no peer.
@@ -27,56 +26,47 @@ BARE = "bare"
 BOUNDS = {"TFLOP/s": ("flops", "products"), "GB/s": ("bytes", "memory")}
 
 
-# --- for a terminal
-
-
 def ceilings_line(most: Mapping[str, float]) -> str:
     """What this machine does at most."""
-    found = ", ".join(f"{tables.significant(amount)} {unit}" for unit, amount in most.items())
-    return f"ceilings of this machine: {found}"
+    return f"ceilings of this machine: {_amounts(most)}"
+
+
+def _amounts(most: Mapping[str, float], digits: int = 3) -> str:
+    return ", ".join(f"{tables.significant(n, digits)} {unit}" for unit, n in most.items())
 
 
 def title(row: Row) -> str:
     """A case in a line, with the least time that it can take."""
-    case = row["case"]
-    sizes = ", ".join(f"{name} {size}" for name, size in case["sizes"].items())
-    words = ", ".join(filter(None, [sizes, case.get("dtype")]))
-    text = f"{case['op']}: {case['name']} {case['direction']}, {case['model']} ({words})"
-    floor = row.get("floor_us")
-    return text if floor is None else f"{text}, floor {floor:,.0f} µs"
+    case, floor = row["case"], row.get("floor_us")
+    at_least = "" if floor is None else f", floor {floor:,.0f} µs"
+    return f"{case['op']} {case['direction']}: {_name(case, case['name'])}{at_least}"
 
 
-def _way_cells(name: str, way: Row) -> list[Cell]:
-    us, share = way["us"], way.get("of_ceiling")
-    rates = [tables.significant(way[unit]) if unit in way else None for unit in UNITS]
-    return [
-        name, *(tables.number(us[level]) for level in ("p50", "p20", "p80")),
-        tables.times(next(iter(way["ratio"].values()), None)), *rates,
-        None if share is None else f"{share:.0%}",
-    ]  # fmt: skip
+def _rate(way: Row, unit: str) -> Cell:
+    return tables.significant(way[unit]) if unit in way else None
+
+
+#: What is said of a provider.
+COLUMNS: Columns = [
+    ("p50 µs", lambda way: tables.number(way["us"]["p50"])),
+    ("p20", lambda way: tables.number(way["us"]["p20"])),
+    ("p80", lambda way: tables.number(way["us"]["p80"])),
+    ("ratio", lambda way: tables.times(next(iter(way["ratio"].values()), None))),
+    *((unit, functools.partial(_rate, unit=unit)) for unit in UNITS),
+    ("of ceiling", lambda way: f"{way['of_ceiling']:.0%}" if "of_ceiling" in way else None),
+]
 
 
 def block(row: Row) -> str:
     """A row: a line for each provider, FAIL instead of a time where its results are wrong."""
     if "error" in row:
-        return f"\n{title(row)}\n  FAIL: {row['error']}"
-    ways = row["ways"].items()
-    head = ("", "p50 µs", "p20", "p80", "ratio", *UNITS, "of ceiling")
-    text = [f"\n{title(row)}"]
-    text += [
-        tables.terminal(head, [_way_cells(n, way) for n, way in ways if "us" in way], indent="  ")
-    ]
-    text += [f"  {name}  FAIL: {way['error']}" for name, way in ways if "error" in way]
-    absent = [f"{name} ({way['absent']})" for name, way in ways if "absent" in way]
-    return "\n".join(text + [f"  absent: {', '.join(absent)}"] * bool(absent))
+        return f"\n{title(row)}\nFAIL: {row['error']}"
+    return f"\n{title(row)}\n{tables.ways_table(row['ways'], COLUMNS, write=tables.terminal)}"
 
 
 def failures(rows: Sequence[Row]) -> list[str]:
     """Everything that is wrong, in a line each."""
     return tables.errors_of(rows, title)
-
-
-# --- for a page
 
 
 class Entry(NamedTuple):
@@ -95,13 +85,7 @@ class Entry(NamedTuple):
 
 def ceilings(rows: Sequence[Row]) -> dict[str, float]:
     """Unit -> the most of it that was measured in the same run."""
-    return {
-        row["unit"]: way[row["unit"]]
-        for row in rows
-        if "ceilings" in (row["case"].get("op"), row["case"].get("section")) and "unit" in row
-        for way in row["ways"].values()
-        if row["unit"] in way
-    }
+    return {row["unit"]: row["ways"]["torch"][row["unit"]] for row in rows if "unit" in row}
 
 
 def of_op(row: Row) -> tuple[str, str, str] | None:
@@ -122,26 +106,25 @@ def of_op(row: Row) -> tuple[str, str, str] | None:
 
 def entries(rows: Sequence[Row]) -> list[Entry]:
     """The rows of a run that have a floor."""
-    most = ceilings(rows)
-    found = ((row, of_op(row)) for row in rows if row.get("floor_us"))
-    return [_entry(row, most, *op) for row, op in found if op]
-
-
-def _entry(row: Row, most: Mapping[str, float], op: str, direction: str, form: str) -> Entry:
-    work, ways = row["work"], row["ways"]
-    seconds = {
-        bound: work[amount] / (UNITS[unit] * most[unit])
-        for unit, (amount, bound) in BOUNDS.items()
-        if work[amount]
-    }
-    timed = ((way["us"]["p50"], name) for name, way in ways.items() if "us" in way)
-    order = [(name, us) for us, name in sorted(timed) if name != BARE]
-    ours = {n.removeprefix(OURS).strip() or n: us for n, us in order if n.startswith(OURS)}
-    peers = (item for item in order if not item[0].startswith(OURS))
-    wrong = [name for name, way in ways.items() if "error" in way]
-    bound = max(seconds, key=seconds.__getitem__)
-    return Entry(op, direction, _name(row["case"], form), work, row["floor_us"], bound, ours,
-                 next(peers, None), wrong)  # fmt: skip
+    most, found = ceilings(rows), []
+    for row in rows:
+        op = of_op(row)
+        if not (op and row.get("floor_us")):
+            continue
+        work, ways = row["work"], row["ways"]
+        seconds = {
+            bound: work[amount] / (UNITS[unit] * most[unit])
+            for unit, (amount, bound) in BOUNDS.items()
+            if work[amount]
+        }
+        us = {name: way["us"]["p50"] for name, way in ways.items() if "us" in way and name != BARE}
+        order = sorted(us.items(), key=lambda item: item[1])
+        ours = {n.removeprefix(OURS).strip() or n: t for n, t in order if n.startswith(OURS)}
+        peer = next((item for item in order if not item[0].startswith(OURS)), None)
+        wrong = [name for name, way in ways.items() if "error" in way]
+        name, bound = _name(row["case"], op[2]), max(seconds, key=seconds.__getitem__)
+        found.append(Entry(*op[:2], name, work, row["floor_us"], bound, ours, peer, wrong))
+    return found
 
 
 def _name(case: Row, form: str) -> str:
@@ -193,28 +176,25 @@ def _mean(ratios: Collection[float], form: str, unit: str = "") -> str:
     return f"{geometric_mean(ratios):{form}}{unit} ({min(ratios):{form}} to {max(ratios):{form}})"
 
 
-def _table(op: str, found: Sequence[Entry]) -> str:
+def _table(found: Sequence[Entry]) -> str:
     head = (
         "case", "", "GFLOP", "MB at least", "floor", "bound by", "ours (of the floor's speed)",
         "the best peer", "our best time over it",
     )  # fmt: skip
-    return tables.folded(f"{op}: {len(found)} cases", tables.markdown(head, map(_cells, found)))
-
-
-def _cells(e: Entry) -> list[Cell]:
-    def timed(name: str, us: float) -> str:
-        return f"{name}, {us:,.0f} µs ({e.floor / us:.0%})"
-
-    best = next(iter(e.ours.values()), None)
-    failed = f" (FAIL: {', '.join(e.wrong)})" if e.wrong else ""
-    flops, nbytes = e.work["flops"], e.work["bytes"]
-    return [
-        e.name + failed, e.direction, tables.number(flops / 1e9, 2) if flops else "-",
-        tables.number(nbytes / 1e6, 2), tables.number(e.floor, 0, " µs"), e.bound,
-        "; ".join(timed(*item) for item in e.ours.items()) or "absent",
-        timed(*e.peer) if e.peer else "absent",
-        f"{best / e.peer[1]:.2f}×" if best and e.peer else None,
-    ]  # fmt: skip
+    rows = []
+    for e in found:
+        shown = {name: f"{name}, {us:,.0f} µs ({e.floor / us:.0%})"
+                 for name, us in [*e.ours.items(), *filter(None, [e.peer])]}  # fmt: skip
+        failed = f" (FAIL: {', '.join(e.wrong)})" if e.wrong else ""
+        flops, both = e.work["flops"], e.ours and e.peer
+        rows.append([
+            e.name + failed, e.direction, f"{flops / 1e9:,.2f}" if flops else "-",
+            tables.number(e.work["bytes"] / 1e6, 2), tables.number(e.floor, 0, " µs"), e.bound,
+            "; ".join(shown[name] for name in e.ours) or "absent",
+            shown[e.peer[0]] if e.peer else "absent",
+            f"{min(e.ours.values()) / e.peer[1]:.2f}×" if both else None,
+        ])  # fmt: skip
+    return tables.folded(f"{found[0].op}: {len(found)} cases", tables.markdown(head, rows))
 
 
 def absences(rows: Sequence[Row]) -> str:
@@ -239,28 +219,22 @@ def section(data: Row) -> str:
     if data["config"].get("dry_run"):
         raise ValueError("a dry run is no measurement: not for a page")
     rows = tables.current(data)
-    most = ", ".join(f"{tables.significant(n, 4)} {unit}" for unit, n in ceilings(rows).items())
     found = entries(rows)
+    machine = f"{tables.machine_line(data['machine'])} Ceilings: {_amounts(ceilings(rows), 4)}."
     missing = absences([row for row in rows if of_op(row)])
-    parts = [f"{tables.machine_line(data['machine'])} Ceilings: {most}.", summary(found), missing]
-    ops = dict.fromkeys(entry.op for entry in found)
-    parts += [_table(op, [e for e in found if e.op == op]) for op in ops]
-    return "\n\n".join(filter(None, parts))
+    every = (_table([e for e in found if e.op == op]) for op in dict.fromkeys(e.op for e in found))
+    return "\n\n".join(filter(None, [machine, summary(found), missing, *every]))
 
 
-def cpu() -> str:
+def cpu(root: Path = RESULTS) -> str:
     """This CPU's kernels."""
-    return tables.part(KERNELS, section, UNMEASURED)
+    return section(tables.load(root / "kernels-cpu.json"))
 
 
-def gpu() -> str:
+def gpu(root: Path = RESULTS) -> str:
     """Every set that was measured on a GPU."""
-    return "\n\n".join(_sets()) or NO_GPU
-
-
-def _sets() -> Iterator[str]:
-    for folder, files in tables.gpu_sets().items():
-        yield f"### {tables.where(files[0]['machine'], folder)}"
-        for data in files:
-            if entries(tables.current(data)):
-                yield section(data)
+    return "\n\n".join(
+        f"{tables.heading(data['machine'], folder)}\n\n{section(data)}"
+        for folder, data in tables.gpu_files(root)
+        if entries(tables.current(data))
+    )

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from bench import tables
 from bench.commands import profile as profile_step
-from bench.tables import RESULTS, Columns, Row, Verdict
+from bench.tables import RESULTS, Columns, Row, Verdict, load
 from fused_remat.policies import EXACT_PRESETS
 
-LAYERS = RESULTS / "layers-cpu.json"
-PROFILE = RESULTS / "profile-cpu.json"
-UNMEASURED = "Not measured yet: `python -m bench layers --device cpu`."
-UNPROFILED = "Not measured yet: `python -m bench profile`."
+FILE = "layers-cpu.json"
 WIDTHS = (512, 1024)  # the targets are for d_model between these
 
 
@@ -28,9 +25,9 @@ def title(row: Row) -> str:
 def _columns(more: int = 0) -> Columns:
     """What is said of a way; `more`: digits than on the page."""
     return [
-        ("forward", lambda way: tables.ms(way["forward_seconds"]["p50"], more, "")),
-        ("backward", lambda way: tables.ms(way["backward_seconds"]["p50"], more, "")),
-        ("step", lambda way: tables.ms(way["step_seconds"]["p50"], more, "")),
+        ("forward", lambda way: tables.ms(way["forward_seconds"]["p50"], more)),
+        ("backward", lambda way: tables.ms(way["backward_seconds"]["p50"], more)),
+        ("step", lambda way: tables.ms(way["step_seconds"]["p50"], more)),
         ("vs eager", lambda way: tables.times(way["step_ratio"].get("eager"), 2 + more)),
         ("vs checkpoint", lambda way: tables.times(way["step_ratio"].get("checkpoint"), 2 + more)),
         ("kept bytes per token", lambda way: tables.number(way["kept_bytes_per_token"])),
@@ -42,9 +39,6 @@ def _columns(more: int = 0) -> Columns:
 def case_table(row: Row) -> str:
     """A case's ways, for a terminal."""
     return tables.ways_table(row["ways"], _columns(more=1), write=tables.terminal)
-
-
-# --- the targets
 
 
 class Target(NamedTuple):
@@ -95,61 +89,48 @@ SLOW_BFLOAT16 = (
 
 def verdict(target: Target, results: Row) -> Verdict:
     """A target's verdict: met if it is in every case that was measured."""
-    wrong, ratios = [], []
+    wrong, ratios = [], {}
     for row in (row for row in tables.current(results) if target.covers(row["case"])):
         c = row["case"]
         sizes = "x".join(str(c[name]) for name in ("batch", "seq_len", "d_model", "nhead"))
         for way in target.ways:
             found = row["ways"].get(way, {})
             where = f"{way} {c['norm']}-norm {sizes}"
-            if "failure" in found:
-                wrong.append(where)
-            elif target.baseline in found.get("step_ratio", {}):
-                ratios.append((found["step_ratio"][target.baseline]["p50"], where))
+            wrong += [where] * ("failure" in found)
+            if target.baseline in found.get("step_ratio", {}):
+                ratios[where] = found["step_ratio"][target.baseline]["p50"]
     if wrong:
         return Verdict(target.text, f"wrong results: {', '.join(wrong)}", False)
     if not ratios:
         return Verdict(target.text, "not measured", None)
-    worst, where = max(ratios)
-    within = sum(ratio <= target.limit for ratio, _ in ratios)
+    within = sum(ratio <= target.limit for ratio in ratios.values())
+    several = f", {within} of {len(ratios)} within" if len(ratios) > 1 else ""
+    worst = max(ratios, key=ratios.__getitem__)
+    said = f"{tables.span(ratios.values(), '.3f')}{several} (worst: {worst})"
     slow = target.dtype == "bfloat16" and not results["machine"].get("native_bfloat16", True)
-    several = f"{min(ratios)[0]:.3f} to {worst:.3f}, {within} of {len(ratios)} within"
-    measured = several if len(ratios) > 1 else f"{worst:.3f}"
-    said = f"{measured} (worst: {where})" + f"; {SLOW_BFLOAT16}" * slow
-    return Verdict(target.text, said, worst <= target.limit)
+    return Verdict(target.text, said + f"; {SLOW_BFLOAT16}" * slow, within == len(ratios))
 
 
-def target_table(results: Row, targets: Sequence[Target] = TARGETS) -> str:
+def target_table(results: Row) -> str:
     """Every target, met or not."""
-    return tables.verdict_table(verdict(target, results) for target in targets)
+    return tables.verdict_table(verdict(target, results) for target in TARGETS)
 
 
-# --- parts of pages
-
-
-def machine() -> str:
-    """Where and with what the layers were measured."""
-    return tables.part(LAYERS, lambda found: tables.machine_line(found["machine"]), UNMEASURED)
-
-
-def targets() -> str:
+def targets(root: Path = RESULTS) -> str:
     """The targets of CPUs, met or not."""
-    return tables.part(LAYERS, target_table, UNMEASURED)
+    return target_table(load(root / FILE))
 
 
-def profile() -> str:
+def profile(root: Path = RESULTS) -> str:
     """Where a step spends its time."""
-    return tables.part(PROFILE, profile_step.table, UNPROFILED)
+    return profile_step.table(load(root / "profile-cpu.json"))
 
 
-def cases() -> str:
+def cases(root: Path = RESULTS) -> str:
     """Every measured case: times beside eager's and checkpoint's, kept bytes, peaks."""
-    return tables.part(
-        LAYERS, lambda found: "\n\n".join(map(_case, tables.current(found))), UNMEASURED
-    )
-
-
-def _case(row: Row) -> str:
-    return tables.folded(
-        f"{title(row)}, {row['rounds']} rounds", tables.ways_table(row["ways"], _columns())
-    )
+    data = load(root / FILE)
+    parts = [tables.machine_line(data["machine"])]
+    for row in tables.current(data):
+        name = f"{title(row)}, {row['rounds']} rounds"
+        parts.append(tables.folded(name, tables.ways_table(row["ways"], _columns())))
+    return "\n\n".join(parts)

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import math
 
-from bench.pages.presets import products, rebuilt_nodes
+from bench.pages.presets import Kept, products, transformer
 from bench.tables import markdown
-from fused_remat.graph.build import block_graph
 from fused_remat.graph.quantized import in_formats
 from fused_remat.graph.schedule import kept_bytes
-from fused_remat.policies import ALL_PRESETS, kept_names
-from fused_remat.spec import LoraSpec, lora_params, transformer_spec
+from fused_remat.policies import ALL_PRESETS
+from fused_remat.spec import LoraSpec, lora_params
 from fused_remat.steps.linear import Linear
 
-# Llama-3-8B's block: width, heads and their width, the MLP's; a rank as they are used.
-D, H, KV, E, F = 4096, 32, 8, 128, 14336
-RANK = 16
+# Llama-3-8B's block: width and heads; a rank as they are used.
+D, H, RANK = 4096, 32, 16
 CASES = {
     "All weights trained": (),
     "LoRA on q and v": ("q", "v"),
@@ -25,31 +23,26 @@ CASES = {
 
 def _case(title: str, layers: tuple[str, ...]) -> str:
     """A table of the presets with updates of `layers`, or with all weights trained."""
-    spec = transformer_spec(
-        "rms_norm", 1e-5, "silu", gated=True, num_heads=H, num_kv_heads=KV, head_dim=E,
-        scale=E**-0.5, window=(-1, 0), projection="split", rotary=True,
-        loras=tuple([LoraSpec(layer=layer, scale=1.0) for layer in layers]),
-    )  # fmt: skip
-    graph, linears = block_graph(spec), spec.linear_shapes(D, F)
-    shapes: dict[str, tuple[int, ...]] = {"input": (1, 1, D), "norm1.weight": (D,)}
-    shapes |= {"norm2.weight": (D,), **{f"{name}.weight": of for name, of in linears.items()}}
+    loras = tuple([LoraSpec(layer=layer, scale=1.0) for layer in layers])
+    graph, shapes = transformer(D, H, loras=loras)
+    shapes |= {"input": (1, 1, D), "norm1.weight": (D,), "norm2.weight": (D,)}
     wanted = frozenset({"input", *lora_params(len(layers))} if layers else shapes)
     for i, layer in enumerate(layers):
-        out, width = linears[layer]
+        out, width = shapes[f"{layer}.weight"]
         shapes |= {f"lora.{i}.A": (RANK, width), f"lora.{i}.B": (out, RANK)}
     elements = sum(math.prod(shapes[name]) for name in wanted - {"input"})
     gradients = elements * (4 if layers else 2) / 2**20  # adapters' in float32
     low = [f"{len(layers)} products with A"] if layers else []  # of all updates, for their B
     rows = []
     for preset in ALL_PRESETS:
-        save = kept_names(preset, graph)
-        again = {node.name: node for node in rebuilt_nodes(graph, save, wanted)}
-        nodes = [again[node.name] for node in graph.nodes if node.name in again]
-        kept = kept_bytes(in_formats(graph, save), save, wanted, shapes, 2)
+        found = Kept(graph, preset, shapes, wanted)
+        again = {node.name: node for node in found.nodes}
+        kept = kept_bytes(in_formats(graph, found.save), found.save, wanted, shapes, 2)
         apart = [n for n in graph.nodes if isinstance(n, Linear) and n.name not in again]
-        flops = products(graph, nodes, shapes)
+        flops = found.products
         flops += sum(2 * math.prod(shapes[update.a]) for n in apart for update in n.updates)
-        shown = [n.label if n.reads_quantized else n.name for n in nodes]
+        nodes = (again[node.name] for node in graph.nodes if node.name in again)
+        shown = [node.label if node.reads_quantized else node.name for node in nodes]
         rows.append([
             f'`"{preset}"`', ", ".join(name for name in kept if "." not in name),
             f"{sum(kept.values()) / 1024:.1f}", ", ".join([*shown, *low]) or "nothing",

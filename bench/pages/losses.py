@@ -10,9 +10,9 @@ from math import isnan, nan
 from pathlib import Path
 from statistics import fmean, stdev
 
-from bench.tables import RESULTS, Row, machine_line, markdown, picture, read
+from bench import tables
+from bench.tables import RESULTS, Row
 
-UNMEASURED = "Not measured yet: `make losses`."
 #: How many of the last steps' losses make a run's training loss.
 LAST = 50
 TITLES = {"byte_lm": "Byte-level LM", "smollm": "SmolLM-shaped"}
@@ -32,13 +32,12 @@ def models(rows: Rows) -> dict[str, Rows]:
 def title(rows: Rows) -> str:
     """A model and its sizes in a line."""
     case = rows[0]["case"]
-    rise = f"{case.get('warmup_steps', 5)} steps of warm-up"
     return (
         f"{TITLES[case['model']]}, {rows[0]['parameters'] / 1e6:.2f} M parameters: "
         f"{case['layers']} layers, D = {case['d_model']}, H = {case['nhead']}, "
         f"F = {case['dim_feedforward']}, S = {case['seq_len']}, B = {case['batch']}, "
-        f"dropout {case['dropout']:g}, {case['dtype']}; {rise}, then "
-        + ("a cosine to 0" if case.get("decays") else "constant")
+        f"dropout {case['dropout']:g}, {case['dtype']}; {case.get('warmup_steps', 5)} steps of "
+        f"warm-up, then {'a cosine to 0' if case.get('decays') else 'constant'}"
     )
 
 
@@ -61,9 +60,6 @@ def apart(rows: Rows, way: str, other: str, measure: str) -> list[float]:
     return [mine - theirs for mine, theirs in pairs]
 
 
-# --- the page
-
-
 def table(data: Row) -> str:
     """Every model's ways: mean and spread over seeds, and each seed beside eager's."""
     against = {"eager": (), "native": ("eager",), "fast8": ("eager", "native")}
@@ -74,12 +70,10 @@ def table(data: Row) -> str:
         for way, others in against.items():
             ends = [finals(rows, way, measure) for measure in MEASURES]
             means = [f"{fmean(values):.4f} ± {spread(values):.4f}" for values in ends]
-            signed = [
-                ", ".join(f"{value:+.5f}" for value in apart(rows, way, other, "validation"))
-                for other in others
-            ]
-            lines.append([TITLES[name], way, *means, *signed])
-    return markdown(head, lines)
+            signed = (apart(rows, way, other, "validation") for other in others)
+            shown = [", ".join(f"{value:+.5f}" for value in values) for values in signed]
+            lines.append([TITLES[name], way, *means, *shown])
+    return tables.markdown(head, lines)
 
 
 def verdicts(data: Row) -> str:
@@ -100,28 +94,19 @@ def verdicts(data: Row) -> str:
     return "\n".join(lines)
 
 
-def files(root: Path = RESULTS) -> list[Path]:
-    """Every results file of losses."""
-    return sorted(root.glob("losses-*.json"))
-
-
 def section(root: Path = RESULTS) -> str:
     """Of every file: the picture, the sizes, the table, and whether "fast8" is within the noise."""
-    return "\n\n".join(map(_set, files(root))) or UNMEASURED
-
-
-def _set(path: Path) -> str:
-    data = read(path)
-    seeds, steps = ({row["case"][key] for row in data["results"]} for key in ("seed", "steps"))
-    parts = [
-        picture(path, "Training and validation losses, a row of panels per model"),
-        "\n".join(f"- {title(rows)}" for rows in models(data["results"]).values()),
-        f"{len(seeds)} seeds, {max(steps)} steps each. A seed is that of the weights, of the "
-        f"order of the batches and of dropout. Training loss: mean of the last {LAST} steps. "
-        'Mean ± standard deviation over seeds, in nats per byte; "above": of the validation '
-        "loss, each seed beside the same seed's run.",
-        table(data),
-        verdicts(data),
-        machine_line(data["machine"]),
-    ]
+    parts = []
+    for path in tables.files("losses-*.json", root):
+        data = tables.load(path)
+        seeds, steps = ({row["case"][key] for row in data["results"]} for key in ("seed", "steps"))
+        parts += [
+            tables.picture(path, "Training and validation losses, a row of panels per model"),
+            "\n".join(f"- {title(rows)}" for rows in models(data["results"]).values()),
+            f"{len(seeds)} seeds, {max(steps)} steps each. A seed is that of the weights, of the "
+            f"order of the batches and of dropout. Training loss: mean of the last {LAST} steps. "
+            'Mean ± standard deviation over seeds, in nats per byte; "above": of the validation '
+            "loss, each seed beside the same seed's run.",
+            table(data), verdicts(data), tables.machine_line(data["machine"]),
+        ]  # fmt: skip
     return "\n\n".join(parts)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable
+from pathlib import Path
 
 from bench import tables
 from bench.subjects.configs import MODELS
 from bench.tables import MIB, RESULTS, Cell, Columns, Row, Verdict
 
-FILE = RESULTS / "model-cpu.json"
-UNMEASURED = "Not measured yet: `python -m bench model --article --device cpu`."
+FILE = "model-cpu.json"
 
 
 def rows_of(results: Row) -> list[Row]:
@@ -32,18 +32,21 @@ def title(row: Row) -> str:
 def case_table(row: Row) -> str:
     """A case's results, a line per way; below it what they share."""
 
-    def share(what: str) -> Columns:
-        return [("of eager's", lambda way: tables.number(kept_share(way, row, what), 3))]
+    def size(what: str) -> Callable[[Row], Cell]:
+        return lambda way: _size(way[what])
+
+    def share(what: str) -> Callable[[Row], Cell]:
+        return lambda way: tables.number(kept_share(way, row, what), 3)
 
     columns: Columns = [
         ("step", lambda way: tables.ms(way["step_seconds"]["p50"])),
         ("vs eager", lambda way: tables.times(way["step_ratio"].get("eager"))),
         ("vs checkpoint", lambda way: tables.times(way["step_ratio"].get("checkpoint"))),
-        ("kept", lambda way: _size(way["kept_bytes"])),
-        *share("kept_bytes"),
-        ("below the head", lambda way: _size(way["kept_below_head_bytes"])),
-        *share("kept_below_head_bytes"),
-        ("peak", lambda way: _size(way["step_peak_bytes"])),
+        ("kept", size("kept_bytes")),
+        ("of eager's", share("kept_bytes")),
+        ("below the head", size("kept_below_head_bytes")),
+        ("of eager's", share("kept_below_head_bytes")),
+        ("peak", size("step_peak_bytes")),
         ("largest batch", lambda way: tables.number(way.get("largest_batch"))),
         ("tokens/s there", lambda way: tables.number(way.get("tokens_per_second"))),
     ]
@@ -64,15 +67,12 @@ def kept_share(found: Row, row: Row, what: str) -> float | None:
     return found[what] / theirs if theirs and found.get(what) is not None else None
 
 
-def has_losses(row: Row) -> bool:
-    """Whether losses were asked for."""
-    return "losses" in row or "losses_failure" in row
-
-
 def losses_table(row: Row) -> str:
-    """Losses of every step side by side, and the largest relative differences."""
+    """Losses of every step side by side, and the largest relative differences; "" if not asked."""
     if "losses_failure" in row:
         return f"Losses: FAIL: {row['losses_failure']}"
+    if "losses" not in row:
+        return ""
     found = row["losses"]
     steps = enumerate(zip(*found["curves"].values(), strict=True), 1)
     rows = [[str(step), *(f"{loss:.6f}" for loss in losses)] for step, losses in steps]
@@ -83,9 +83,6 @@ def losses_table(row: Row) -> str:
         f"allowed {found['allowed']:.1e}."
     )
     return f"{tables.markdown(['step', *found['curves']], rows)}\n\n{noise}"
-
-
-# --- the targets
 
 
 #: What is limited -> how: bytes against eager's, a step against HF's gradient checkpointing.
@@ -115,23 +112,21 @@ def verdicts(results: Row) -> list[Verdict]:
     return [*(_verdict(*target, mine) for target in TARGETS), _same_losses(rows)]
 
 
-def _verdict(name: str, what: str, limit: float, rows: Sequence[Row]) -> Verdict:
-    text = f"{name}: {LIMITS[what].format(limit)}"
-    values = []
+def _verdict(name: str, what: str, limit: float, rows: list[Row]) -> Verdict:
+    text, known = f"{name}: {LIMITS[what].format(limit)}", []
     for row in rows:
         way = row["ways"].get(name, {})
         if "failure" in way:
             return Verdict(text, f"wrong results: {name}", False)
-        ratios = way.get("step_ratio", {})
-        shared = kept_share(way, row, what) if ratios and what != "step" else None
-        values.append(ratios.get("checkpoint", {}).get("p50") if what == "step" else shared)
-    known = [value for value in values if value is not None]
+        time = way.get("step_ratio", {}).get("checkpoint", {}).get("p50")
+        value = time if what == "step" else kept_share(way, row, what)
+        known += [] if value is None else [value]
     if not known:
         return Verdict(text, "not measured", None)
     return Verdict(text, tables.span(known, ".3f"), max(known) <= limit)
 
 
-def _same_losses(rows: Sequence[Row]) -> Verdict:
+def _same_losses(rows: list[Row]) -> Verdict:
     found = [row["losses"] for row in rows if "losses" in row]
     steps = max((losses["steps"] for losses in found), default=30)
     text = f"losses of {steps} steps are the unconverted model's within rounding"
@@ -148,33 +143,20 @@ def target_table(results: Row) -> str:
     return tables.verdict_table(verdicts(results), f"target ({MODEL})")
 
 
-# --- pages
-
-
-def article(results: Row) -> str:
-    """All cases of a results file as a page: fine-tuning with and without checkpointing."""
-    parts = ["# Fine-tuning in every way"]
-    for row in rows_of(results):
-        parts += [f"## {title(row)}", case_table(row)]
-        parts += ["### Losses", losses_table(row)] if has_losses(row) else []
-    return "\n\n".join([*parts, "## Targets", target_table(results)]) + "\n"
-
-
-def section() -> str:
+def section(root: Path = RESULTS) -> str:
     """Every CPU's, then every set of a GPU's."""
-    paths = [FILE, *sorted(RESULTS.glob(f"*/{FILE.name}"), reverse=True)]
-    parts = [text for path in paths if path.exists() for text in _set(tables.load(path))]
-    parts = parts or [UNMEASURED]
-    for folder, files in tables.gpu_sets().items():
-        for data in filter(rows_of, files):
-            parts += [f"### Models on {tables.where(data['machine'], folder)}", *_set(data)]
+    parts = [file_section(tables.load(path)) for path in tables.files(FILE, root)]
+    for folder, data in tables.gpu_files(root):
+        if rows_of(data):
+            parts += [tables.heading(data["machine"], folder), file_section(data)]
     return "\n\n".join(parts)
 
 
-def _set(data: Row) -> Iterator[str]:
-    yield tables.machine_line(data["machine"])
-    if not data["machine"].get("gpu"):
-        yield target_table(data)
+def file_section(data: Row) -> str:
+    """A results file: where it was measured, a CPU's targets, and every case."""
+    parts = [tables.machine_line(data["machine"])]
+    parts += [] if data["machine"].get("gpu") else [target_table(data)]
     for row in rows_of(data):
-        losses = [losses_table(row)] if has_losses(row) else []
-        yield tables.folded(title(row), case_table(row), *losses)
+        shown = filter(None, (case_table(row), losses_table(row)))
+        parts.append(tables.folded(title(row), *shown))
+    return "\n\n".join(parts)

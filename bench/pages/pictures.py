@@ -7,23 +7,21 @@ from pathlib import Path
 
 from bench.figures import frontier, losses, overview, plans
 from bench.figures.drawing import Picture
-from bench.frontier import panels, sets
+from bench.frontier import sets
 from bench.pages import drawings
-from bench.pages import losses as losses_page
-from bench.pages import overview as overview_page
-from bench.pages import plans as plans_page
-from bench.tables import RESULTS, read
+from bench.pages.overview import means
+from bench.tables import RESULTS, files, load
 
 
 def every(root: Path = RESULTS) -> Iterator[Picture]:
     """The pictures beside results in a folder; with all results, the README's and drawings too."""
-    for folder, data in sets(root).items():
-        yield frontier.picture(folder, panels(data))
-    for page, figure in ((plans_page, plans), (losses_page, losses)):
-        for path in page.files(root):
-            yield figure.picture(path, read(path)["results"])
+    for folder, panels in sets(root).items():
+        yield frontier.picture(folder, panels)
+    for pattern, figure in (("plan-*.json", plans), ("losses-*.json", losses)):
+        for path in files(pattern, root):
+            yield figure.picture(path, load(path)["results"])
     if root == RESULTS:
-        yield from overview.pictures(overview_page.means())
+        yield from overview.pictures(means())
         yield drawings.picture()
 
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median_high
 from typing import NamedTuple
 
 from bench import tables
-from bench.tables import RESULTS, Cell, Columns, Row
-from bench.tables import read as read_results
+from bench.tables import RESULTS, Cell, Columns, Row, load
 
-UNMEASURED = "Not measured yet: `python -m bench plan --device cpu`."
 #: What a prediction is held against: its name, its key, and that of what was measured.
 PREDICTIONS = (
     ("peak", "peak_bytes", "peak_bytes"),
@@ -19,11 +17,6 @@ PREDICTIONS = (
     ("time, costs measured", "seconds", "step_seconds"),
     ("time, costs analytic", "analytic_seconds", "step_seconds"),
 )
-
-
-def read(path: Path) -> Row:
-    """A results file of `bench plan`. Raises: ValueError where it is none."""
-    return read_results(path, ("resting", "ways"), "bench plan")
 
 
 def title(row: Row) -> str:
@@ -35,13 +28,9 @@ def title(row: Row) -> str:
     ) + ", causal" * c["causal"]
 
 
-def right(row: Row, *families: str) -> dict[str, Row]:
-    """The ways whose results were right, of these families or of all."""
-    return {
-        name: way
-        for name, way in row["ways"].items()
-        if "step_ratio" in way and (not families or way["family"] in families)
-    }
+def right(row: Row) -> dict[str, Row]:
+    """The ways whose results were right."""
+    return {name: way for name, way in row["ways"].items() if "step_ratio" in way}
 
 
 def is_ours(way: Row) -> bool:
@@ -66,31 +55,35 @@ def rivals(row: Row) -> Iterator[Rival]:
                 yield Rival(asked["of"], way, asked.get("least_bytes"))
 
 
-# --- tables of a case
-
-
 def _ms(seconds: float | None) -> Cell:
     return None if seconds is None else f"{tables.significant(1e3 * seconds)} ms"
 
 
-def _predicted(way: Row, key: str) -> float | None:
-    found: float | None = way.get("predicted", {}).get(key)
-    return found
+def _predicted(key: str, form: Callable[[float | None], Cell]) -> Callable[[Row], Cell]:
+    return lambda way: form(way.get("predicted", {}).get(key))
 
 
-#: What is said of a way.
+def _mib(nbytes: float | None) -> Cell:
+    return tables.mib(nbytes, 1)
+
+
+#: What is said of a way: measured, the spread of its time, and predicted.
+MEASURED: Columns = [
+    ("peak", lambda way: _mib(way["peak_bytes"])),
+    ("kept", lambda way: _mib(way["kept_bytes"])),
+    ("vs eager", lambda way: tables.times(way["step_ratio"].get("eager"))),
+]
 COLUMNS: Columns = [
-    ("peak", lambda way: tables.mib(way["peak_bytes"], 1)),
-    ("kept", lambda way: tables.mib(way["kept_bytes"], 1)),
+    *MEASURED[:2],
     ("step", lambda way: _ms(way["step_seconds"]["p50"])),
     (
         "vs eager (p20 to p80)",
         lambda way: tables.times(way["step_ratio"].get("eager"), spread=True),
     ),
-    ("predicted: peak", lambda way: tables.mib(_predicted(way, "peak_bytes"), 1)),
-    ("kept", lambda way: tables.mib(_predicted(way, "kept_bytes"), 1)),
-    ("step, costs measured", lambda way: _ms(_predicted(way, "seconds"))),
-    ("analytic", lambda way: _ms(_predicted(way, "analytic_seconds"))),
+    ("predicted: peak", _predicted("peak_bytes", _mib)),
+    ("kept", _predicted("kept_bytes", _mib)),
+    ("step, costs measured", _predicted("seconds", _ms)),
+    ("analytic", _predicted("analytic_seconds", _ms)),
 ]
 
 
@@ -101,55 +94,42 @@ def table(row: Row) -> str:
 
 def rival_table(row: Row) -> str:
     """Each peer, beside the best plan within its measured peak."""
-    ways = row["ways"]
-    head = (
-        "peer", "peak", "kept", "vs eager", "ours within its peak", "peak", "kept", "vs eager",
-        "vs the peer (p20 to p80)",
-    )  # fmt: skip
+    ways, names = row["ways"], [name for name, _ in MEASURED]
+    head = ("peer", *names, "ours within its peak", *names, "vs the peer (p20 to p80)")
     rows = []
     for peer, way, least in rivals(row):
-        if way is None:
-            found: list[Cell] = [f"none: the least possible is {tables.mib(least, 1)}"]
-        else:
+        found: list[Cell] = [f"none: the least possible is {_mib(least)}"]
+        if way is not None:
             over = ways[way]["peak_bytes"] / ways[peer]["peak_bytes"] - 1
-            ratio = f"**{tables.times(ways[way]['step_ratio'][peer], spread=True)}".replace(
-                "×", "×**"
-            )
-            found = [way + f" (over by {over:.1%})" * (over > 0), *_cells(ways[way]), ratio]
+            ratio = str(tables.times(ways[way]["step_ratio"][peer], spread=True))
+            found = [way + f" (over by {over:.1%})" * (over > 0), *_cells(ways[way])]
+            found.append(f"**{ratio.replace('×', '×**')}")
         rows.append([peer, *_cells(ways[peer]), *found])
     return tables.markdown(head, rows)
 
 
 def _cells(way: Row) -> list[Cell]:
-    ratio = way["step_ratio"].get("eager")
-    return [tables.mib(way["peak_bytes"], 1), tables.mib(way["kept_bytes"], 1), tables.times(ratio)]
+    return [cell(way) for _, cell in MEASURED]
 
 
 def errors(row: Row) -> dict[str, dict[str, float]]:
     """By what is predicted, then by our way: predicted over measured, less 1."""
-
-    def error(way: Row, key: str, measured: str) -> float:
-        actual = way[measured]
-        actual = actual["p50"] if isinstance(actual, dict) else actual
-        return float(way["predicted"][key] / actual - 1)
-
     mine = {name: way for name, way in right(row).items() if "predicted" in way}
-    return {
-        what: {name: error(way, key, measured) for name, way in mine.items()}
-        for what, key, measured in PREDICTIONS
-        if mine
-    }
+    found: dict[str, dict[str, float]] = {}
+    for name, way in mine.items():
+        measured = way | {"step_seconds": way["step_seconds"]["p50"]}
+        for what, key, of in PREDICTIONS:
+            found.setdefault(what, {})[name] = way["predicted"][key] / measured[of] - 1
+    return found
 
 
 def error_table(row: Row) -> str:
     """How far predictions are off what was measured of all our plans that were run."""
     rows = []
     for what, found in errors(row).items():
-        worst, middle = (
-            max(found, key=lambda way: abs(found[way])),
-            median_high(map(abs, found.values())),
-        )
-        rows.append([what, str(len(found)), percent(found[worst], "+"), worst, percent(middle)])
+        worst = max(found, key=lambda way: abs(found[way]))
+        middle = percent(median_high(map(abs, found.values())))
+        rows.append([what, str(len(found)), percent(found[worst], "+"), worst, middle])
     return tables.markdown(("predicted", "plans", "largest error", "at", "median error"), rows)
 
 
@@ -190,43 +170,33 @@ def summary(row: Row) -> str:
     )
 
 
-# --- parts of pages
-
-
-def files(root: Path = RESULTS) -> list[Path]:
-    """Every results file of plans: this CPU's first, then those of folders, the newest first."""
-    return [*sorted(root.glob("plan-*.json")), *sorted(root.glob("*/plan-*.json"), reverse=True)]
-
-
-def _picture(path: Path) -> str:
-    return tables.picture(
-        path, "Step time against the measured peak; predicted against measured peak"
-    )
+#: What the picture shows.
+SHOWN = "Step time against the measured peak; predicted against measured peak"
 
 
 def readme(root: Path = RESULTS) -> str:
-    """Of the first file: the tables.picture, and how its cases come out in a line each."""
-    for path in files(root)[:1]:
-        rows = read(path)["results"]
-        lines = "\n".join(f"- {summary(row)}" for row in rows)
-        return "\n\n".join([_picture(path), lines, tables.machine_line(rows[0]["machine"])])
-    return UNMEASURED
+    """This CPU's picture, and how its cases come out in a line each."""
+    path = root / "plan-cpu.json"
+    rows = load(path)["results"]
+    lines = "\n".join(f"- {summary(row)}" for row in rows)
+    machine = tables.machine_line(rows[0]["machine"])
+    return "\n\n".join([tables.picture(path, SHOWN), lines, machine])
 
 
 def section(root: Path = RESULTS) -> str:
-    """Of every file: the tables.picture, and the tables of every case."""
-    return "\n\n".join(text for path in files(root) for text in _set(path)) or UNMEASURED
-
-
-def _set(path: Path) -> Iterator[str]:
-    data = read(path)
-    yield f"### {tables.where(data['machine'], path)}"
-    yield _picture(path)
-    for row in data["results"]:
-        yield f"**{title(row)}**, {row['rounds']} rounds. {tables.machine_line(row['machine'])}"
-        yield "Each peer, and our optimal plan whose budget is the peer's measured peak:"
-        yield rival_table(row)
-        yield "Predictions against what was measured, of all our plans that were run:"
-        yield error_table(row)
-        yield tables.folded("Every way", table(row))
-        yield tables.folded("A layer's steps: measured, and analytic", step_table(row))
+    """Of every file: the picture, and the tables of every case."""
+    parts = []
+    for path in tables.files("plan-*.json", root):
+        data = load(path)
+        parts += [tables.heading(data["machine"], path), tables.picture(path, SHOWN)]
+        for row in data["results"]:
+            parts += [
+                f"**{title(row)}**, {row['rounds']} rounds. {tables.machine_line(row['machine'])}",
+                "Each peer, and our optimal plan whose budget is the peer's measured peak:",
+                rival_table(row),
+                "Predictions against what was measured, of all our plans that were run:",
+                error_table(row),
+                tables.folded("Every way", table(row)),
+                tables.folded("A layer's steps: measured, and analytic", step_table(row)),
+            ]
+    return "\n\n".join(parts)

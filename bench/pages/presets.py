@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 from bench.tables import Cell, markdown
 from fused_remat.formats import FORMATS, NATIVE, split_name
@@ -22,118 +23,96 @@ SHAPES: Shapes = {
     "cross.weight": (3 * D, D), "cross_proj.weight": (D, D),
     "fc1.weight": (4 * D, D), "fc2.weight": (D, 4 * D),
 }  # fmt: skip
-#: Llama-3-8B's proportions: a quarter as many key heads, an MLP 3.5 times as wide.
-_KEYS, _HIDDEN = D // 4, 7 * D // 2
-TRANSFORMER_SHAPES: Shapes = {
-    "input": (D,), "q.weight": (D, D), "k.weight": (_KEYS, D), "v.weight": (_KEYS, D),
-    "proj.weight": (D, D), "gate.weight": (_HIDDEN, D), "fc1.weight": (_HIDDEN, D),
-    "fc2.weight": (D, _HIDDEN),
-}  # fmt: skip
 _TRANSFORMERS = {
-    "pre-norm, rotary (Llama)": ("pre", False),
-    "pre-norm, heads normed (Qwen3)": ("pre", True),
-    "post-norm, rotary": ("post", False),
-    "before and after, heads normed (Gemma-3)": ("sandwich", True),
+    "pre-norm, rotary (Llama)": {"placement": "pre"},
+    "pre-norm, heads normed (Qwen3)": {"placement": "pre", "qk_norm_eps": 1e-6},
+    "post-norm, rotary": {"placement": "post"},
+    "before and after, heads normed (Gemma-3)": {"placement": "sandwich", "qk_norm_eps": 1e-6},
 }
 
 
-def block(norm_first: bool) -> Graph:
-    """The encoder block's graph without dropout."""
-    return block_graph(nn_layer_spec(norm_first, H, D // H, "gelu"))
+def block(norm_first: bool, *norms: float) -> Graph:
+    """The encoder block's graph without dropout; with three norms' eps, the decoder block's."""
+    return block_graph(nn_layer_spec(norm_first, H, D // H, "gelu", *([norms] if norms else [])))
 
 
-def decoder(norm_first: bool) -> Graph:
-    """The decoder block's graph without dropout."""
-    return block_graph(nn_layer_spec(norm_first, H, D // H, "gelu", (1e-5,) * 3))
+def transformer(width: int = D, heads: int = H, **options: Any) -> tuple[Graph, dict[str, Any]]:
+    """A rotary, gated transformer block's graph without dropout, and the shapes of its products.
 
-
-def transformer(placement: str, qk_norm: bool) -> Graph:
-    """A rotary, gated transformer block's graph without dropout."""
+    In Llama-3-8B's proportions: a quarter as many key heads, an MLP 3.5 times as wide.
+    """
     spec = transformer_spec(
-        "rms_norm", 1e-6, "silu", placement=placement, gated=True, num_heads=H,
-        num_kv_heads=H // 4, head_dim=D // H, scale=1.0, window=(-1, 0), projection="split",
-        rotary=True, qk_norm_eps=1e-6 if qk_norm else None,
+        "rms_norm", 1e-6, "silu", gated=True, num_heads=heads, num_kv_heads=heads // 4,
+        head_dim=width // heads, scale=1.0, window=(-1, 0), projection="split", rotary=True,
+        **options,
     )  # fmt: skip
-    return block_graph(spec)
+    linears = spec.linear_shapes(width, 7 * width // 2)
+    return block_graph(spec), {"input": (width,), **{f"{n}.weight": s for n, s in linears.items()}}
 
 
-def trained(graph: Graph) -> frozenset[str]:
-    """All that a gradient is wanted of: inputs and weights."""
-    weights = {n for n in graph.params if n.endswith((".weight", ".bias"))}
-    return frozenset({*graph.inputs, *weights})
+class Kept:
+    """What is kept of a block's call, and what backward then rebuilds.
 
+    Attributes:
+        names: the input and what is kept, in the graph's order.
+        needs_grad: what a gradient is wanted of: inputs and weights, unless it is given.
+        nodes: what backward computes again, in its order; what is unpacked is none of it.
+        work: "16D² + attention"; D²·M/S is a product of the memory's tokens.
+        size: bytes of a token at 16 bits, in formats with the scales, as "6D + 4D·M/S".
+    """
 
-def rebuilt_nodes(
-    graph: Graph, save: frozenset[str], needs_grad: frozenset[str] | None = None
-) -> list[Node]:
-    """What backward rebuilds where `save` is kept, unpacked or computed again."""
-    wanted = trained(graph) if needs_grad is None else needs_grad
-    plan = schedule(in_formats(graph, save), save, wanted, tiled=False)
-    return [s.node for s in plan.backward if s.kind == "compute" and s.node is not None]
+    def __init__(
+        self, graph: Graph, save: str | frozenset[str], shapes: Shapes = SHAPES, wanted: Any = None
+    ) -> None:
+        save = kept_names(save, graph) if isinstance(save, str) else save
+        self.graph, self.save, self.shapes = graph, save, shapes
+        order = sorted(save, key=lambda name: graph.names.index(split_name(name)[0]))
+        self.names = ["input", *order]
+        weights = {n for n in graph.params if n.endswith((".weight", ".bias"))}
+        self.needs_grad = frozenset({*graph.inputs, *weights} if wanted is None else wanted)
+        plan = schedule(in_formats(graph, save), save, self.needs_grad, tiled=False)
+        self.nodes = [s.node for s in plan.backward if s.kind == "compute" and s.node is not None]
+        self.products = products(graph, self.nodes, shapes)
+        self.attentions = sum(node.per_sequence for node in self.nodes)
+
+    @property
+    def work(self) -> str:
+        amounts = ((n.name, products(self.graph, [n], self.shapes) / D) for n in self.nodes)
+        parts = self._by_source(amounts, "D²")
+        return " + ".join(parts + ["attention"] * bool(self.attentions)) or "pointwise only"
+
+    @property
+    def sizes(self) -> Iterator[tuple[str, int]]:
+        """Names without formats, and bytes of a token's."""
+        widths = self.graph.widths(self.shapes)
+        for base, stored in map(split_name, self.names):
+            width = widths[base]
+            yield base, 2 * width if stored == NATIVE else FORMATS[stored].nbytes(1, width)
+
+    @property
+    def size(self) -> str:
+        return " + ".join(self._by_source(self.sizes, "D"))
+
+    def _by_source(self, amounts: Iterable[tuple[str, float]], unit: str) -> list[str]:
+        """The sum over names, in D, for each input's tokens; "·M/S": of the memory's."""
+        total = dict.fromkeys(self.graph.inputs, 0.0)
+        for name, amount in amounts:
+            total[self.graph.source[name]] += amount / D
+        sums = zip(total.values(), ("", "·M/S"), strict=False)
+        return [
+            f"{amount:.3f}".rstrip("0").rstrip(".") + unit + of for amount, of in sums if amount
+        ]
+
+    @property
+    def cells(self) -> list[Cell]:
+        """What is kept, the bytes of that, and what backward rebuilds."""
+        return [", ".join(self.names), self.size, self.work]
 
 
 def products(graph: Graph, nodes: Iterable[Node], shapes: Shapes = SHAPES) -> int:
     """FLOPs of a token in the nodes' products, attention apart."""
     widths = graph.widths(shapes)
     return sum(n.flops(widths, shapes, S) for n in nodes if not n.per_sequence)
-
-
-def row_bytes(name: str, widths: Mapping[str, int]) -> int:
-    """Bytes of a token's kept name at 16 bits, or in its format with the scales."""
-    base, stored = split_name(name)
-    width = widths[base]
-    return 2 * width if stored == NATIVE else FORMATS[stored].nbytes(1, width)
-
-
-def in_widths(nbytes: float) -> str:
-    """Bytes of a token in D."""
-    return f"{nbytes / D:.3f}".rstrip("0").rstrip(".")
-
-
-def in_order(graph: Graph, save: Iterable[str]) -> list[str]:
-    """Names in the graph's order."""
-    return sorted(save, key=lambda name: graph.names.index(split_name(name)[0]))
-
-
-def kept_of(graph: Graph, preset: str) -> list[str]:
-    """The input and the names that a preset keeps."""
-    return ["input", *in_order(graph, kept_names(preset, graph))]
-
-
-def _by_source(graph: Graph, unit: str, amount: Callable[[str], float]) -> list[str]:
-    """What there is of each input's tokens; "·M/S": of the memory's."""
-    found = [(amount(source), of) for source, of in zip(graph.inputs, ("", "·M/S"), strict=False)]
-    return [f"{in_widths(count * D)}{unit}{of}" for count, of in found if count]
-
-
-def rebuilt(graph: Graph, preset: str, shapes: Shapes = SHAPES) -> str:
-    """What backward rebuilds, as "16D² + attention"; D²·M/S is a product of the memory's tokens."""
-    nodes = rebuilt_nodes(graph, kept_names(preset, graph))
-
-    def amount(source: str) -> float:
-        mine = [node for node in nodes if graph.source[node.name] == source]
-        return products(graph, mine, shapes) // D**2
-
-    parts = _by_source(graph, "D²", amount)
-    parts += ["attention"] * any(node.per_sequence for node in nodes)
-    return " + ".join(parts) or "pointwise only"
-
-
-def kept_bytes(graph: Graph, preset: str, shapes: Shapes = SHAPES) -> str:
-    """Bytes of a token at 16 bits, as "6D + 4D·M/S"."""
-    widths, kept = graph.widths(shapes), kept_of(graph, preset)
-
-    def amount(source: str) -> float:
-        mine = [name for name in kept if graph.source[split_name(name)[0]] == source]
-        return sum(row_bytes(name, widths) for name in mine) / D
-
-    return " + ".join(_by_source(graph, "D", amount))
-
-
-def cells(graph: Graph, preset: str, shapes: Shapes = SHAPES) -> list[Cell]:
-    """What a preset keeps of a block, the bytes of that, and what backward rebuilds."""
-    kept = ", ".join(kept_of(graph, preset))
-    return [kept, kept_bytes(graph, preset, shapes), rebuilt(graph, preset, shapes)]
 
 
 def quoted(preset: str) -> str:
@@ -143,19 +122,19 @@ def quoted(preset: str) -> str:
 
 def encoder_table() -> str:
     """The presets of the encoder block: what each keeps and rebuilds."""
-    return _table(block)
+    return _table()
 
 
 def decoder_table() -> str:
     """The presets of the decoder block, besides the memory."""
-    return _table(decoder)
+    return _table(1e-5, 1e-5, 1e-5)
 
 
-def _table(make: Callable[[bool], Graph]) -> str:
-    graphs = {"pre-norm": make(True), "post-norm": make(False)}
+def _table(*norms: float) -> str:
+    graphs = {name: block(name == "pre-norm", *norms) for name in ("pre-norm", "post-norm")}
     head = ["preset", *(h for name in graphs for h in (f"{name} keeps", "bytes", "rebuilds"))]
     rows = [
-        [quoted(preset), *(cell for graph in graphs.values() for cell in cells(graph, preset))]
+        [quoted(preset), *(cell for graph in graphs.values() for cell in Kept(graph, preset).cells)]
         for preset in ALL_PRESETS
     ]
     return markdown(head, rows)
@@ -163,9 +142,8 @@ def _table(make: Callable[[bool], Graph]) -> str:
 
 def transformer_table() -> str:
     """The presets of the transformer block, kinds one below the other."""
-    rows = [
-        [name, f'`"{preset}"`', *cells(transformer(*of), preset, TRANSFORMER_SHAPES)]
-        for name, of in _TRANSFORMERS.items()
-        for preset in ALL_PRESETS
-    ]
+    rows = []
+    for name, options in _TRANSFORMERS.items():
+        graph, shapes = transformer(**options)
+        rows += [[name, f'`"{p}"`', *Kept(graph, p, shapes).cells] for p in ALL_PRESETS]
     return markdown(("norms and heads", "preset", "keeps", "bytes", "rebuilds"), rows)

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from bench.tables import RESULTS, Cell, Row, kib, machine_line, markdown, ms, part
+from bench.tables import RESULTS, Row, kib, load, machine_line, markdown, ms
 from fused_remat.cli import scale
 
-UNMEASURED = "Not measured yet: `python -m bench scale`."
 #: The command whose output is shown.
 EXAMPLE = "--model llama3-70b --mesh 8x8 --seq 8192 --batch 2"
 
 
 def is_exact(row: Row) -> bool:
     """Whether all parts of all ranks are as predicted."""
-    held = [part for rank in row["ranks"] for part in rank.values()]
+    held = (part for rank in row["ranks"] for part in rank.values())
     return all(part["measured"] == part["on_paper"] for part in held)
 
 
@@ -44,18 +43,17 @@ def table(data: Row) -> str:
         "processes", "policy", "weights, gradients, states of rank 0", "kept by its layers",
         "of all ranks, on paper", "a step takes at most", "on paper", "step", "predicted",
     )  # fmt: skip
-    return markdown(head, map(_cells, data["results"]))
-
-
-def _cells(row: Row) -> list[Cell]:
-    first = {name: part["measured"] for name, part in row["ranks"][0].items()}
-    resting = [kib(first[name]) for name in ("weights", "gradients", "optimizer states")]
-    return [
-        title(row["case"]), f'`"{row["case"]["policy"]}"`', ", ".join(resting),
-        kib(first["kept by layers"]), "the same bytes" if is_exact(row) else "**other bytes**",
-        kib(row["taken"]), f"{kib(row['bound'])} ({row['bound'] / row['taken']:.2f}×)",
-        *(ms(row[key], group="") or "not timed" for key in ("seconds", "predicted_seconds")),
-    ]  # fmt: skip
+    rows = []
+    for row in data["results"]:
+        first = {name: part["measured"] for name, part in row["ranks"][0].items()}
+        resting = [kib(first[name]) for name in ("weights", "gradients", "optimizer states")]
+        rows.append([
+            title(row["case"]), f'`"{row["case"]["policy"]}"`', ", ".join(resting),
+            kib(first["kept by layers"]), "the same bytes" if is_exact(row) else "**other bytes**",
+            kib(row["taken"]), f"{kib(row['bound'])} ({row['bound'] / row['taken']:.2f}×)",
+            *(ms(row[key]) or "not timed" for key in ("seconds", "predicted_seconds")),
+        ])  # fmt: skip
+    return markdown(head, rows)
 
 
 def example() -> str:
@@ -66,10 +64,7 @@ def example() -> str:
 
 def checked(root: Path = RESULTS) -> str:
     """The rows of a run on a CPU."""
-    return part(root / "scale-cpu.json", _checked, UNMEASURED)
-
-
-def _checked(data: Row) -> str:
+    data = load(root / "scale-cpu.json")
     case = data["results"][0]["case"]
     sizes = f"{case['layers']} layers of width {case['width']}, two sequences of {case['seq']}"
     where = machine_line(data["machine"])

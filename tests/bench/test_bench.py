@@ -50,7 +50,7 @@ def test_anything_but_a_sub_command_is_a_usage_error(arguments):
 BAD = {
     layers: ("--nhead=3", "--ways=fastest", "--d-model=511", "--dropout=1", "--rounds=0",
              *(["--device=cuda"] * (not torch.cuda.is_available()))),
-    frontier: ("--from a.json", "--seq-len=100", "--d-model=100", "--ways=fastest"),
+    frontier: ("--seq-len=100", "--d-model=100", "--ways=fastest"),
     model: ("--model=gpt5", "--ways=fastest", "--memory=much", "--layers=31", "--seq=0",
             "--lora=-1 --layers=1", "--article --model=vit-l", "--losses=-1 --layers=1"),
     plan: ("--d-model=100", "--nhead=5", "--dropout=1", "--seq=-1", "--dtype=int8"),
@@ -192,13 +192,6 @@ def test_no_speed_of_what_is_wrong_and_ours_fails_the_command(
         assert list(row["ways"][way]) == ["failure"]
     pages = "".join(path.read_text() for path in tmp_path.glob("*.md"))
     assert status == 2 or "relative error of " in "".join(capsys.readouterr()) + pages
-
-
-@pytest.mark.parametrize("content", ["not json", "[]", '{"machine": {}, "results": []}'])
-def test_what_holds_nothing_to_draw_is_an_error(content, tmp_path, capsys):
-    (tmp_path / "a.json").write_text(content)
-    assert frontier.main(options(f"--from {tmp_path}/a.json --out {tmp_path}")) == 2
-    assert capsys.readouterr().err.startswith("python -m bench frontier: ")
 
 
 def row(way, ratio, commit="now", **case):

@@ -10,13 +10,13 @@ import pytest
 
 from bench.commands import frontier as command
 from bench.figures import labels
-from bench.figures.drawing import STYLES, beside, drawn_of
+from bench.figures.drawing import STYLES
 from bench.figures.frontier import picture
-from bench.frontier import DATA, Panel, Point, family, panels, sweeps
+from bench.frontier import DATA, Panel, Point, family, panels, sets, sweeps
 from bench.pages import pictures
-from bench.pages.frontier import brief, panel_table, sweep_tables
+from bench.pages.frontier import brief, panel_table, readme, sweep_tables
 from bench.subjects.layer_ways import WAYS
-from bench.tables import measured_on, read
+from bench.tables import load, measured_on
 from fused_remat.policies import ALL_PRESETS
 
 CASE = {
@@ -24,8 +24,7 @@ CASE = {
     "nhead": 8, "activation": "gelu",
 }  # fmt: skip
 TINY = ["--device", "cpu", "--tokens", "16", "--seq-len", "8", "16", "--d-model", "16",
-        "--head-dim", "8"]  # fmt: skip
-QUICK = [*TINY, "--rounds", "2", "--seconds", "1", "--ways", "checkpoint", "full", "lean", "fast8"]
+        "--head-dim", "8", "--rounds", "2", "--seconds", "1"]  # fmt: skip
 
 
 def panel(spread=0.0, /, *, shape=None, **ways):
@@ -56,9 +55,8 @@ def test_winners_are_within_the_bytes_and_ties_within_the_spread(spread, gap):
     assert f"| at most 1/16 | `full` | 1.10× | 64 | {behind} | {behind} |" in lines
     others = "`full`, 2.2 times its time | `full`, 2.2 times its time"
     assert f"| at most 1/2 | `compile` | 0.50× | 500 | {others} |" in lines
-    assert "| at most 1/16 | nobody keeps so little | | | | |" in panel_table(
-        panel(full=(0.065, 1))
-    )
+    text = panel_table(panel(full=(0.065, 1)))
+    assert "| at most 1/16 | nobody keeps so little | | | | |" in text
     assert "| at most 1 | `eager` | 1.00× | 1,000 | nobody | nobody |" in panel_table(panel())
 
 
@@ -124,8 +122,18 @@ def test_what_is_wrong_or_absent_is_listed_and_no_point():
 def test_rows_of_another_commit_are_left_out():
     here = {"cpu": "a CPU", "commit": "now", "date": "today"}
     old = row() | {"machine": {"cpu": "a CPU", "commit": "before"}}
-    with pytest.raises(ValueError, match="no step of a layer was measured beside eager's"):
-        panels({"machine": here, "results": [old]})
+    assert panels({"machine": here, "results": [old]}) == []
+
+
+def test_this_cpus_set_is_shown_first(tmp_path):
+    for name in ("2030-01-01-xeon-0123456", "frontier-cpu", "frontier-dropout-cpu"):
+        (tmp_path / name).mkdir()
+        machine = {"machine": {"cpu": name}}
+        data = machine | {"results": [row(full=RIGHT) | machine]}
+        (tmp_path / name / DATA).write_text(json.dumps(data))
+    first, *others = (folder.name for folder in sets(tmp_path))
+    assert first == "frontier-cpu" and len(others) == 2
+    assert readme(tmp_path).count("Measured on frontier-cpu") == 1
 
 
 def test_rows_of_bench_gpu_say_which_layer_and_are_put_together():
@@ -141,57 +149,33 @@ def test_rows_of_bench_gpu_say_which_layer_and_are_put_together():
     assert found.case == CASE and found.wrong == {"compile": "late"}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    pytest.importorskip("matplotlib")
-    found = tmp_path_factory.mktemp("sets") / "frontier"
-    assert command.main(["--out", str(found), *QUICK]) == 0
-    yield found
-
-
-def test_the_files_of_a_run(folder):
-    data = read(folder / DATA)
+def test_the_files_of_a_run(tmp_path):
+    """And of one that is taken up with another shape; the settings stay the caller's."""
+    matplotlib = pytest.importorskip("matplotlib")
+    folder, settings = tmp_path / "frontier", dict(matplotlib.rcParams)
+    run = ["--out", str(folder), *TINY, "--ways", "checkpoint", "full", "lean", "fast8"]
+    assert command.main(run) == 0 and pictures.stale(tmp_path) == []
+    data = load(folder / DATA)
     found = panels(data)
     assert [len(p.points) for p in found] == [5, 5] and found[0].rounds == 2
     assert [p.case["seq_len"] for _, alike in sweeps(found) for p in alike] == [8, 16]
     svg = (folder / "frontier.svg").read_text()
     for text in ("checkpoint", "full", "lean", "eager", "frontier", measured_on(data["machine"])):
         assert f"<!-- {text} -->" in svg
-    assert pictures.stale(folder.parent) == []
-
-
-def test_a_run_is_taken_up_and_the_picture_is_the_same(folder, tmp_path, monkeypatch):
-    (tmp_path / DATA).write_text((folder / DATA).read_text())
-    known = lambda *_: pytest.fail("it is in the file already")  # noqa: E731
-    monkeypatch.setattr("bench.commands.layers.measure", known)
-    assert command.main(["--out", str(tmp_path), *QUICK]) == 0
-    assert (tmp_path / "frontier.svg").read_bytes() == (folder / "frontier.svg").read_bytes()
-
-
-def test_drawing_what_files_hold(folder, tmp_path):
-    here = read(folder / DATA)
-    there = {**here["machine"], "cpu": "another CPU"}
-    rows = [found | {"machine": there} for found in here["results"]]
-    elsewhere = tmp_path / "there.json"
-    elsewhere.write_text(json.dumps({"machine": there, "config": {}, "results": rows}))
-    both, given = tmp_path / "both", [str(folder / DATA), str(elsewhere)]
-    assert command.main(["--from", *given, "--out", str(both)]) == 0
-    found = panels(read(both / DATA))
-    assert [p.machine["cpu"] for p in found].count("another CPU") == 2 and len(found) == 4
-    assert pictures.stale(tmp_path) == []
+    assert command.main([*run, "--seq-len", "4", "8"]) == 0 and pictures.stale(tmp_path) == []
+    assert [p.case["seq_len"] for p in panels(load(folder / DATA))] == [8, 16, 4]
+    assert dict(matplotlib.rcParams) == settings
 
 
 def test_a_shape_without_eagers_step_fails_the_command_and_costs_no_other(tmp_path, monkeypatch):
     def build(subject):
-        if subject.x.shape[1] == 9:
+        if subject.x.shape[1] == 8:
             return lambda x: 2 * subject.module(x)
         return subject.module
 
     monkeypatch.setitem(WAYS, "eager", dataclasses.replace(WAYS["eager"], build=build))
-    options = ["--device", "cpu", "--tokens", "72", "--seq-len", "9", "8", "--d-model", "16"]
-    options += ["--head-dim", "8", "--rounds", "1"]
-    assert command.main(["--out", str(tmp_path), *options, "--ways", "checkpoint"]) == 1
-    assert [p.case["seq_len"] for p in panels(read(tmp_path / DATA))] == [8]
+    assert command.main(["--out", str(tmp_path), *TINY, "--ways", "checkpoint"]) == 1
+    assert [p.case["seq_len"] for p in panels(load(tmp_path / DATA))] == [16]
 
 
 def test_labels_do_not_cover_points_or_each_other():
@@ -219,9 +203,9 @@ def test_pictures_need_matplotlib(tmp_path, monkeypatch):
         picture(tmp_path, [panel()]).write()
 
 
-def test_drawing_changes_no_setting_of_matplotlib(tmp_path):
-    matplotlib = pytest.importorskip("matplotlib")
-    before = dict(matplotlib.rcParams)
-    picture(tmp_path, [panel(full=(0.06, 6.0))]).write()  # a logarithmic axis
-    assert dict(matplotlib.rcParams) == before
-    assert all(map(drawn_of, beside(tmp_path / DATA)))
+def test_a_picture_of_times_far_apart(tmp_path):
+    pytest.importorskip("matplotlib")
+    made = picture(tmp_path, [panel(full=(0.06, 6.0))])  # a logarithmic axis
+    assert made.stale() == list(made.files)
+    made.write()
+    assert made.stale() == []

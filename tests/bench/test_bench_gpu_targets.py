@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from bench import tables
 from bench.gpu import kernels as gpu_kernels
 from bench.gpu import targets
 from bench.gpu.profile import KINDS
@@ -31,6 +30,8 @@ def layer(width, fast=0.9, dropout=0.0, **more):
         "lean": way(99.0, 100.0, eager=0.99, checkpoint=0.8),
         "balanced": way(98.0, 190.0, eager=0.98, checkpoint=0.8),
         "fast": way(100.0 * fast, 380.0, eager=fast, checkpoint=0.75),
+        "none": way(90.0, 600.0, eager=0.9),
+        "fast8": way(92.0, 396.0, none=1.02),
     }
     return row("layers", "pre-norm", ways | more, width=width, dropout=dropout)
 
@@ -90,6 +91,7 @@ def compiled(name="pre-norm, budgets", **more):
     return row("compile", name, ways | more, width=2048)
 
 
+MACHINE = environment("cpu") | {"gpu": "NVIDIA H200"}
 WRONG, SHARES = {"error": "WrongResultError: off"}, "of its speed: "
 LAYERS = [layer(width) for width in WIDTHS]
 BROKEN = LAYERS[1] | {"ways": LAYERS[1]["ways"] | {"fast": WRONG}}
@@ -156,6 +158,8 @@ CASES = [
      f"{KEEPS}: not profiled"),
     ([compiled("pre-norm, compiled")], 8, "", None, "not measured", ""),
     ([compiled(fast=WRONG)], 8, "", False, "wrong, or failed", ""),
+    (LAYERS, 9, "time", True, "1.020", ""),
+    (LAYERS, 9, "keeps", True, "0.660", ""),
 ]  # fmt: skip
 
 
@@ -169,30 +173,28 @@ def test_what_a_target_says(rows, number, text, met, measured, between):
 
 def test_every_target_has_a_line_and_none_is_measured_at_first():
     lines = targets.lines([])
-    assert {line.number for line in lines} == set(range(1, 9))
+    assert {line.number for line in lines} == set(range(1, 10))
     assert {(line.verdict.measured, line.verdict.met) for line in lines} == {("not measured", None)}
 
 
 def test_the_table_is_at_the_end_of_a_runs_text():
-    rows = [layer(2048, 1.1), profile(2048)]
+    rows = [one | {"machine": MACHINE} for one in (layer(2048, 1.1), profile(2048))]
     text = hardware.report(rows)
+    assert text.startswith("Measured on NVIDIA H200, ")
     assert text.endswith(targets.table(rows))
     assert "profile pre-norm width=2048 seq_len=2048, microseconds a step (least)" in text
 
 
-def test_the_page_has_every_set_of_a_gpu(tmp_path, monkeypatch):
+def test_the_page_has_every_set_of_a_gpu(tmp_path):
     assert hardware.section() == targets.table((), "not yet run on hardware")
-    machine = environment("cpu") | {"gpu": "NVIDIA H200"}
-    rows = [one | {"machine": machine} for one in (layer(2048, 1.1), profile(2048))]
+    rows = [one | {"machine": MACHINE} for one in (layer(2048, 1.1), profile(2048))]
     folder = tmp_path / "results" / "2030-01-01-h200-0123456"
     folder.mkdir(parents=True)
-    data = {"machine": machine, "config": {}, "results": rows}
+    data = {"machine": MACHINE, "config": {}, "results": rows}
     (folder / "gpu.json").write_text(json.dumps(data))
-    others = data | {"results": [{"case": {"op": "norm"}, "machine": machine, "ways": {}}]}
+    others = data | {"results": [{"case": {"op": "norm"}, "machine": MACHINE, "ways": {}}]}
     (folder / "kernels-cuda.json").write_text(json.dumps(others))
-    found = tables.gpu_sets(folder.parent)
-    monkeypatch.setattr(tables, "gpu_sets", lambda: found)
-    text = hardware.section()
-    assert text.startswith("#### NVIDIA H200 (`bench/results/2030-01-01-h200-0123456`)")
+    text = hardware.section(folder.parent)
+    assert text.startswith("### NVIDIA H200 (`bench/results/2030-01-01-h200-0123456`)")
     assert text.count("| target |") == 1 and "1.100 (D = 2048)" in text
     assert "<summary>Where a step spends its time</summary>" in text and "70 (60)" in text

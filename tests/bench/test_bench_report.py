@@ -18,17 +18,7 @@ from bench.kernels.problem import DIRECTIONS
 from bench.kernels.table import OPS
 from bench.measure.contest import Rig
 from bench.measure.machine import environment
-from bench.pages import (
-    command,
-    formats,
-    frontier,
-    kernels,
-    layers,
-    overview,
-    pictures,
-    plans,
-    presets,
-)
+from bench.pages import command, formats, frontier, kernels, overview, pictures, presets
 from bench.subjects.layers import Case
 from bench.test_benchmarks import rows
 from fused_remat.policies import kept_names
@@ -73,9 +63,8 @@ def test_a_kernel_beside_its_floor_and_its_best_peer():
 
 
 def test_what_counts_as_work_is_said_of_every_op():
-    rows = kernels.work_table().splitlines()[2:]
-    assert [row.split(" | ")[0].removeprefix("| ") for row in rows] == list(OPS)
-    assert all(len(row.split(" | ")[1]) > 10 for row in rows)
+    rows = [row.split("|")[1:3] for row in kernels.work_table().splitlines()[2:]]
+    assert [op.strip() for op, said in rows if len(said) > 10] == list(OPS)
 
 
 def test_a_dry_run_is_no_measurement():
@@ -83,68 +72,40 @@ def test_a_dry_run_is_no_measurement():
         kernels.section(results(dry_run=True))
 
 
-def test_pages_without_results_say_so(tmp_path, monkeypatch):
-    for module, name in ((kernels, "KERNELS"), (layers, "LAYERS"), (layers, "PROFILE")):
-        monkeypatch.setattr(module, name, tmp_path / "none.json")
-    for make in (kernels.cpu, kernels.gpu, layers.machine, layers.cases, layers.targets,
-                 layers.profile):  # fmt: skip
-        assert make().startswith("Not ") and " yet" in make(), make
-    for make in (frontier.section, frontier.readme, plans.section, plans.readme):
-        assert make(tmp_path).startswith("Not measured yet"), make
+def test_parts_without_results_say_so(tmp_path):
+    parts = (
+        "formats.errors frontier.readme frontier.section kernels.cpu kernels.gpu "
+        "layers.cases layers.profile layers.targets losses.section models.section plans.readme "
+        "plans.section scale.checked"
+    )
+    assert {command.part(name, root=tmp_path) for name in parts.split()} == {command.UNMEASURED}
 
 
-@pytest.fixture
-def gpu_folder(tmp_path):
-    """Of a set that was measured on a GPU."""
-    folder = tmp_path / "results" / "2030-01-01-h200-0123456"
-    folder.mkdir(parents=True)
-    return folder
-
-
-def test_a_folder_of_a_gpu_is_shown_with_its_machine(gpu_folder, monkeypatch):
+def test_a_set_of_a_gpu_is_drawn_and_shown_with_its_machine(tmp_path):
+    pytest.importorskip("matplotlib")
     gpu = {"gpu": "NVIDIA H200", "driver": "1.2", "commit": "0123456789", "dirty": True}
-    files = {"gpu": results(machine=gpu), "other": results(),  # of a CPU
-             "dry": results(machine=gpu, dry_run=True)}  # fmt: skip
-    for name, data in files.items():
-        (gpu_folder / f"{name}.json").write_text(json.dumps(data))
-    found = tables.gpu_sets(gpu_folder.parent)
-    assert {path: len(files) for path, files in found.items()} == {gpu_folder: 1}
-    monkeypatch.setattr(tables, "gpu_sets", lambda: found)
-    text = kernels.gpu()
+    layer = {"dtype": "bfloat16", "norm": "pre", "dropout": 0.0, "batch": 8, "seq_len": 2048,
+             "nhead": 8, "d_model": 512}  # fmt: skip
+    eager = {"ratio": {"eager": dict.fromkeys(("p20", "p50", "p80"), 1.0)}, "kept_bytes": 9}
+    data = results(machine=gpu)
+    step = {"case": {"section": "layers"}, "layer": layer, "machine": data["machine"]}
+    data["results"].append(step | {"ways": {"eager": eager}})
+    root, folder = tmp_path / "results", tmp_path / "results" / "2030-01-01-h200-0123456"
+    folder.mkdir(parents=True)
+    others = {"other": results(), "dry": results(machine=gpu, dry_run=True)}  # of a CPU, of none
+    for name, found in ({"gpu": data} | others).items():
+        (folder / f"{name}.json").write_text(json.dumps(found))
+    assert [path for path, _ in tables.gpu_files(root)] == [folder]
+    text = kernels.gpu(root)
     assert text.startswith("### NVIDIA H200 (`bench/results/2030-01-01-h200-0123456`)")
     assert "Measured on NVIDIA H200, driver 1.2, " in text
     assert "commit 0123456 with uncommitted changes." in text
-
-
-def test_steps_of_a_gpu_are_drawn_and_held_against_targets(gpu_folder):
-    """The frontier, and "fast8" beside "none": met, missed, wrong, and measured without it."""
-    pytest.importorskip("matplotlib")
-    layer = {"dtype": "bfloat16", "norm": "pre", "dropout": 0.0, "batch": 8, "seq_len": 2048,
-             "nhead": 8}  # fmt: skip
-
-    def way(time, kept):
-        return {"ratio": {"eager": dict.fromkeys(("p20", "p50", "p80"), time)}, "kept_bytes": kept}
-
-    fast8 = {512: way(0.918, 66), 1024: way(0.99, 66), 2048: {"error": "off"}, 4096: None}
-    data = results(machine={"gpu": "NVIDIA H200"})
-    for width, found in fast8.items():
-        ways = {"eager": way(1.0, 160), "none": way(0.9, 100)} | ({"fast8": found} if found else {})
-        data["results"].append({"case": {"section": "layers"}, "layer": layer | {"d_model": width},
-                                "machine": data["machine"], "ways": ways})  # fmt: skip
-    root, path = gpu_folder.parent, gpu_folder / "gpu.json"
-    path.write_text(json.dumps(data))
-    assert [p.name for p in pictures.stale(root)] == ["frontier.png", "frontier.svg"]
+    assert frontier.section(root).startswith("### NVIDIA H200 (")
+    assert [path.name for path in pictures.stale(root)] == ["frontier.png", "frontier.svg"]
     pictures.rewrite(root)
     assert pictures.stale(root) == []
-    assert "### NVIDIA H200 (" in frontier.section(root)
-    at = "B = 8, H = 8, bfloat16, pre-norm, dropout 0"
-    assert formats.targets(root).splitlines()[2:] == [
-        f"| NVIDIA H200 | S = 2048, D = 512, {at} | 1.020× | 0.660× | yes |",
-        f"| NVIDIA H200 | S = 2048, D = 1024, {at} | 1.100× | 0.660× | no |",
-        f"| NVIDIA H200 | S = 2048, D = 2048, {at} | off | | no |",
-    ]
-    ways["none"]["kept_bytes"] = 101  # measured again
-    path.write_text(json.dumps(data))
+    eager["kept_bytes"] = 7  # measured again: all is relative to it
+    (folder / "gpu.json").write_text(json.dumps(data))
     assert len(pictures.stale(root)) == 2
 
 
@@ -176,8 +137,8 @@ def test_the_sets_of_the_encoder_that_no_other_beats():
         kept = best[kept_names(preset, graph)]
         assert (kept.products // presets.D**2, kept.attentions) == (products, 0)
     for kept in best.values():
-        beaten = (all(a <= b for a, b in zip(o.cost, kept.cost, strict=True)) for o in found
-                  if o.cost != kept.cost)  # fmt: skip
+        beaten = (all(a <= b for a, b in zip(cost, found[kept], strict=True))
+                  for cost in found.values() if cost != found[kept])  # fmt: skip
         assert not any(beaten), kept
 
 
@@ -185,6 +146,13 @@ def test_the_drawn_block_is_the_graph():
     """docs/images/block.svg is drawn by hand."""
     names = re.findall(r'class="name">(\w+)<', (ROOT / "docs/images/block.svg").read_text())
     assert tuple(names) == ("input", *presets.block(True).names, "output")
+
+
+def test_a_quick_run_of_few_layers_is_not_the_headline(monkeypatch):
+    before, rows = overview.headline(), overview._models()
+    short = [row | {"case": row["case"] | {"layers": 2, "seq_len": 7, "lora": 16}} for row in rows]
+    monkeypatch.setattr(overview, "_models", lambda: short + rows)
+    assert overview.headline() == before
 
 
 def test_every_op_is_benchmarked_in_both_directions():

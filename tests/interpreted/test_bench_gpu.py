@@ -145,11 +145,13 @@ def test_what_was_measured_is_not_measured_again(rig, tmp_path, monkeypatch):
     assert found["crashed"]["error"] == gpu.UNFINISHED and "skipped" in found["too long"]
     run(1e10)  # more time
     assert measured == ["next", "too long"]
-    gpu.begin(again := ResultsFile(path, {"gpu": "this"}, {}), fresh=False)
+    gpu.begin(again := ResultsFile(path, {"gpu": "this"}, {}), sections, fresh=False)
     again.write()
     run(1e10)
     assert measured[2:] == ["crashed"]
-    gpu.begin(again := ResultsFile(path, {"gpu": "this"}, {}), fresh=True)
+    gpu.begin(again := ResultsFile(path, {"gpu": "this"}, {}), ["long"], fresh=True)
+    assert {row["case"]["section"] for row in again.rows} == {"it"}
+    gpu.begin(again, sections, fresh=True)
     assert again.rows == []
     run(1e10, source="other code")
     assert measured[3:] == ["done", "crashed", "next", "too long"]

@@ -7,7 +7,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
-from bench.pages.presets import block, rebuilt
+from bench.pages.presets import Kept, block
 from fused_remat import FusedRematLayer
 
 D, H, B, S = 64, 4, 3, 32
@@ -37,7 +37,7 @@ def test_products_are_counted_forward_and_backward(norm_first, policy, limit, mo
     layer = FusedRematLayer(
         D, H, 4 * D, 0.0, "gelu", norm_first=norm_first, batch_first=True, policy=policy
     )
-    extra = rebuilt(block(norm_first), policy).partition("D²")[0]
+    extra = Kept(block(norm_first), policy).work.partition("D²")[0]
     assert flops(layer) == (24, 48 + (int(extra) if extra.isdigit() else 0))
 
 
