@@ -9,7 +9,7 @@ import torch
 from tiers import pairwise
 from torch import nn
 
-from fused_remat import FusedRematLayer, ops, policies
+from fused_remat import FusedRematLayer, Policy, ops, policies
 from fused_remat.report.allocations import SavedBytes, measure_allocations
 from fused_remat.steps import attention_rows
 
@@ -85,6 +85,16 @@ def test_a_group_is_freed_before_the_next_one_is_allocated():
     layer(x)
     above = measure_allocations(lambda: layer(x)).peak - x.nbytes
     assert above <= 7 * x[:, :1].nbytes  # 8 with what is left of the one before
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_up_is_kept_for_the_gradient_of_its_gate_alone(trained):
+    x, down = torch.randn(64, 16), torch.randn(16, 24)
+    gate = torch.randn(24, 16, requires_grad=trained)
+    up = torch.randn(24, 16, requires_grad=True)
+    with SavedBytes(exclude=[gate, up, down]) as saved:
+        ops.gated_mlp(x, gate, up, down, policy=Policy(save={"gate", "up"}))
+    assert saved.total == x.nbytes + (1 + trained) * 64 * 24 * 4
 
 
 def test_a_changed_preset_is_the_next_calls(monkeypatch):

@@ -62,6 +62,12 @@ def test_a_cache_with_tokens_takes_part(model, blocks_run, training):
     assert all(torch.equal(value, expected[n]) for n, value in got.items())
 
 
+def test_a_cache_of_unknown_length_is_not_taken_for_empty(model):
+    layer = convert(model).model.layers[0]
+    why = layer.why_not_fused(torch.zeros(1, 2, 32), past_key_values=object())
+    assert why == "the cache holds tokens"
+
+
 def test_an_unsupported_architecture():
     config = transformers.OPTConfig(
         hidden_size=16, ffn_dim=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=VOCAB,
