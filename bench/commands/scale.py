@@ -1,7 +1,7 @@
 """What `python -m fused_remat scale` says, beside runs of one, two and four processes on a CPU.
 
     python -m bench scale                # with nothing beside it
-    python -m bench scale --no-times     # memory alone, which nothing beside it changes
+    python -m bench scale --no-times     # memory alone
 
 A small language model is sharded (FSDP2), divided (tensor and sequence parallel), and both. Of
 every rank: the bytes of its shards, gradients, optimizer states and kept activations, which are to

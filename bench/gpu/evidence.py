@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from bench.gpu.layers import LONG_LEN, SEQ_LEN
 from bench.gpu.profile import KINDS
+from fused_remat.policies import EXACT_PRESETS
 
 Row = Mapping[str, Any]
 #: Width of a layer -> limit.
 Limits = Mapping[int, float]
-LONG_LEN, SEQ_LEN = 32768, 2048
-_OURS = ("full", "lean", "balanced", "fast", "none")
 #: Who computes attention or a norm beside us: not by explicit scores.
 _LIBRARY = (
     "aten", "flash", "cudnn", "efficient", "varlen", "flex", "flash-attn", "flash-attn 3",
@@ -195,7 +195,7 @@ def largest_batch(rows: Sequence[Row], baseline: str, loss: str) -> Iterator[Fou
     """
     for row in _rows(rows, "model"):
         model, _, rest = row["case"]["name"].partition(",")
-        ours = {name + loss: row["ways"].get(name + loss, {}) for name in _OURS}
+        ours = {name + loss: row["ways"].get(name + loss, {}) for name in EXACT_PRESETS}
         theirs = row["ways"].get(baseline, {})
         if not rest.endswith("the largest batch"):
             continue
@@ -220,11 +220,11 @@ def compiled(rows: Sequence[Row]) -> Iterator[Found]:
             continue
         ways, width = row["ways"], row["case"]["width"]
         where, beside, less = f"{norm}, D = {width}", [], []
-        if any("error" in ways.get(name, {}) for name in _OURS):
+        if any("error" in ways.get(name, {}) for name in EXACT_PRESETS):
             yield Found(where, None, 0.95)
             continue
         for name, time in _us(ways, [n for n in ways if n.startswith("compile")]).items():
-            fits = [n for n in _OURS if 0 < _kept(ways.get(n, {})) <= _kept(ways[name])]
+            fits = [n for n in EXACT_PRESETS if 0 < _kept(ways.get(n, {})) <= _kept(ways[name])]
             if ours := _us(ways, fits):
                 best = next(iter(ours))
                 beside.append((ours[best] / time, best, name))

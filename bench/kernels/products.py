@@ -13,14 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.kernels.problem import (
-    Function,
-    Op,
-    Problem,
-    Ways,
-    failing,
-    through_autograd,
-)
+from bench.kernels.problem import Function, Op, Problem, Ways, failing, through_autograd
 from bench.kernels.shapes import Size
 from bench.measure.contest import Results, Rig, Way, Work
 from bench.measure.registry import Absent

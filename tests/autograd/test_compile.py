@@ -88,7 +88,7 @@ def assert_as_eager(call, module, x):
     ],
     ids=str,
 )
-def test_every_rung_bit_for_bit_in_one_dynamic_graph(policy, norm_first):
+def test_every_preset_bit_for_bit_in_one_dynamic_graph(policy, norm_first):
     layer = make(policy, norm_first=norm_first)
     counter = CompileCounterWithBackend("aot_eager")
     call = torch.compile(layer, fullgraph=True, backend=counter, dynamic=True)

@@ -35,7 +35,7 @@ CAUSAL = [name for name in MODELS if name not in ("bert", "roberta", "vit")]
 
 @pytest.mark.composes("Hugging Face", "logits and all gradients of eleven architectures, padding")
 @pytest.mark.parametrize("name", MODELS)
-def test_float64_in_every_rung(name):
+def test_float64_in_every_preset(name):
     model = build(name)
     given = inputs_of(name)
     expected = step(in_float64(copy.deepcopy(model)), given)

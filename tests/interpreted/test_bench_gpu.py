@@ -73,7 +73,7 @@ def test_every_way_is_right_and_timed(rows):
                 assert way["check"] and way["ratio"], (row["case"], name)
 
 
-def test_every_tile_and_rung_is_there(rows):
+def test_every_tile_and_preset_is_there(rows):
     ways = {(row["case"]["section"], row["case"]["name"]): row.get("ways", {}) for row in rows}
     for kernel, families in tables.TILES.items():
         names = {tile_name(tile) for tile in families["interpreter"]}
