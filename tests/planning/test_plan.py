@@ -337,7 +337,7 @@ def test_formats_that_lose_something_are_asked_for_and_pay(case):
     assert lossy.frontier[0].peak_bytes <= exact.frontier[0].peak_bytes
 
 
-def test_only_what_the_lossy_rungs_pack_is_packed():
+def test_only_what_the_lossy_presets_pack_is_packed():
     """A weight gradient, a norm and the residual stream read the other names."""
     graphs = [block_graph(nn_layer_spec(norm_first, 4, 8, "gelu")) for norm_first in (True, False)]
     for placement in ("pre", "post", "sandwich"):
