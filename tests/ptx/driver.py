@@ -1,0 +1,150 @@
+"""Triton's driver interface over the executor: kernels compiled for a GPU run on CPU tensors.
+
+    with installed(90) as driver:
+        kernel[grid](x, y, n, BLOCK=128)  # CPU tensors
+    driver.launches  # what ran, and what each launch did
+
+The path is the real one: Triton specialises arguments, compiles and caches; what it would hand to
+ptxas is executed. A binary is the PTX itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver as triton_driver
+
+from .execute import How, Outcome, Program, TensorMap, execute
+
+#: Architecture -> multiprocessors and bytes of shared memory that a block may have.
+GPUS = {80: (108, 166912), 86: (84, 101376), 89: (128, 101376), 90: (132, 232448)}
+#: Where Triton keeps what it compiled; by source, version and options.
+CACHE = Path(__file__).parents[2] / "build" / "ptx"
+
+
+@dataclass
+class Launched:
+    """A launch that was executed."""
+
+    kernel: str
+    hash: str  # of the compiled kernel: source, specialisation, options, target
+    grid: tuple[int, int, int]
+    program: Program
+    outcome: Outcome
+    arguments: Sequence[Any] = ()
+
+
+@dataclass
+class Driver:
+    """A GPU of an architecture that is not there; what Triton asks of a driver.
+
+    Attributes:
+        arch: ten times the compute capability.
+        how: how kernels are executed, and what is reported.
+        launches: those executed, in order.
+        edit: changes PTX before it is decoded, e.g. to plant a bug.
+    """
+
+    arch: int
+    how: How = field(default_factory=How)
+    launches: list[Launched] = field(default_factory=list)
+    edit: Callable[[str], str] = staticmethod(lambda ptx: ptx)
+
+    @property
+    def utils(self) -> Driver:
+        return self
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.arch, 32)
+
+    def get_current_device(self) -> int:
+        """Kernels are cached by device: each architecture is one."""
+        return self.arch
+
+    def set_current_device(self, device: int) -> None:
+        assert device == self.arch
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def get_device_properties(self, device: int) -> dict[str, Any]:
+        sms, shared = GPUS[self.arch]
+        return {"max_shared_mem": shared, "multiprocessor_count": sms, "warpSize": 32}
+
+    def load_binary(
+        self, name: str, ptx: bytes, shared: int, device: int
+    ) -> tuple[None, Program, int, int, int]:
+        """Module, function, registers, spills and the most threads of a block."""
+        return None, Program(self.edit(ptx.decode()), shared), 0, 0, 1024
+
+    def launcher_cls(self, src: Any, metadata: Any) -> Callable[..., None]:
+        signature = tuple(src.signature.values())
+        maps = getattr(metadata, "tensordesc_meta", None) or ()
+        name, hash_ = metadata.name, metadata.hash
+
+        def launch(gx, gy, gz, stream, function, packed, launch_metadata, enter, leave, *args):
+            left = iter(maps)
+            given = list(_flat(signature, args, left))
+            outcome = execute(function, (gx, gy, gz), given, self.how)
+            self.launches.append(Launched(name, hash_, (gx, gy, gz), function, outcome, given))
+            outcome.check()
+
+        return launch
+
+
+def _flat(signature: Sequence[Any], args: Sequence[Any], maps: Iterator[Any]) -> Iterator[Any]:
+    """The parameters of the compiled kernel: groups in order, tensor descriptors in their parts."""
+    for kind, value in zip(signature, args, strict=True):
+        if isinstance(kind, tuple):
+            yield from _flat(kind, value, maps)
+        elif kind == "constexpr":
+            continue
+        elif kind.startswith("tensordesc"):
+            meta = next(maps, None)
+            if meta is None:
+                nan = value.padding == "nan"
+                yield from (value.base, *value.shape, *value.strides, nan, value.round_f32_to_tf32)
+            else:
+                yield TensorMap(
+                    value.base, tuple(value.shape), tuple(value.strides),
+                    tuple(meta["block_size"]), meta["swizzle"], meta["elem_size"],
+                )  # fmt: skip
+            yield from (*value.shape, *value.strides)
+        else:
+            yield value
+
+
+def _stages(backend=None, stages=None, options=None, language=None, capability=None):
+    """Triton's hook: ptxas is left out. Without arguments: what the cache tells this apart by."""
+    if stages is None:
+        return "executed on a CPU", "executed on a CPU"
+    stages["cubin"] = lambda ptx, metadata: ptx.encode()
+    return None
+
+
+@contextlib.contextmanager
+def installed(arch: int, **how: Any) -> Iterator[Driver]:
+    """Kernels are compiled for `arch`, and executed here, until the end."""
+    if triton.knobs.runtime.interpret:
+        raise RuntimeError("unset TRITON_INTERPRET: interpreted kernels cannot be compiled")
+    made, was = Driver(arch, How(**how)), triton_driver._active
+    with triton.knobs.runtime.scope(), triton.knobs.cache.scope():
+        triton.knobs.runtime.add_stages_inspection_hook = _stages
+        triton.knobs.cache.dir = str(CACHE)
+        triton_driver.set_active(made)
+        try:
+            yield made
+        finally:
+            triton_driver._active = was
