@@ -112,7 +112,9 @@ def decode(text: str) -> Code:
         _PARAMETER.search(re.sub(r"//.*", "", p).strip()) for p in entry[2].split(",") if p.strip()
     ]
     code = Code(entry[1], [m[1] + (m[2] or "") for m in found if m], int(threads[1]))
-    code.symbols = set(re.findall(r"\.(?:shared|global)\s.*?([\w$]+)\[\d*\]", text[: entry.start()]))
+    code.symbols = set(
+        re.findall(r"\.(?:shared|global)\s.*?([\w$]+)\[\d*\]", text[: entry.start()])
+    )
     blocks: list[list[Instruction]] = [[]]
     for label, instruction in _statements(text, entry.end(), code):
         if label:
@@ -198,9 +200,7 @@ def _operand(text: str) -> Operand:
         return tuple(re.split(r"\s*,\s*", text[1:-1].strip()))
     if not text.startswith("["):
         return text
-    found = re.fullmatch(
-        r"\[\s*([^\s,+]+)\s*(?:\+\s*(-?\w+)\s*)?(?:,\s*\{([^}]*)\}\s*)?\]", text
-    )
+    found = re.fullmatch(r"\[\s*([^\s,+]+)\s*(?:\+\s*(-?\w+)\s*)?(?:,\s*\{([^}]*)\}\s*)?\]", text)
     if found is None:
         raise PTXError(f"cannot read the address {text}")
     coordinates = tuple(re.split(r"\s*,\s*", found[3].strip())) if found[3] else ()

@@ -85,9 +85,9 @@ class Driver:
 
     def load_binary(
         self, name: str, ptx: bytes, shared: int, device: int
-    ) -> tuple[None, Program, int, int, int]:
+    ) -> tuple[str, Program, int, int, int]:
         """Module, function, registers, spills and the most threads of a block."""
-        return None, Program(self.edit(ptx.decode()), shared), 0, 0, 1024
+        return name, Program(self.edit(ptx.decode()), shared), 0, 0, 1024
 
     def launcher_cls(self, src: Any, metadata: Any) -> Callable[..., None]:
         signature = tuple(src.signature.values())

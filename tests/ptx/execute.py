@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from .decode import PTXError
@@ -63,7 +65,7 @@ def execute(
     if how.order < 0:
         blocks = blocks[::-1]
     together = max(1, how.lanes // program.code.threads)
-    with np.errstate(all="ignore"):
+    with np.errstate(all="ignore"), _one_thread():
         for first in range(0, len(blocks), together):
             some = blocks[first : first + together]
             Machine(program, some, grid, parameters, memory, how, reports, outcome.counts).run()
@@ -74,6 +76,17 @@ def execute(
             outcome.counts[f"touched {what} sectors"] = np.unique(np.concatenate(sectors)).size
     outcome.reports = reports.lines()
     return outcome
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Matrices are small: threads would only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _parameter(memory: Global, number: int, kind: str, value: Any) -> Array:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.lib.stride_tricks import as_strided
 from torch import Tensor
 
 from .decode import Instruction, PTXError
@@ -108,9 +109,8 @@ class Region:
         self.grain = min(self.grain, size)
         first = self.start + x.storage_offset() * size
         if x.numel():
-            strides = [s * size for s in x.stride()]
-            places = torch.from_numpy(self.allowed)
-            places.as_strided((*x.shape, size), (*strides, 1), first).fill_(True)
+            strides = (*(s * size for s in x.stride()), 1)
+            as_strided(self.allowed[first:], (*x.shape, size), strides)[...] = True
         return first
 
     @cached_property
@@ -219,9 +219,9 @@ class Shared:
         count = self.data.size // grain
         self.tags = Tags(count, warpgroups)
         self.pending, self.reading = np.zeros(count, bool), np.zeros(count, np.int16)
-        self.copies, self.readers = False, 0  # whether copies are in flight; how many reads are
+        self.copies = self.readers = False  # whether there are any
         self.unfenced = np.zeros(count, i8) if warpgroups else None
-        self.dirty: list[Array] = []  # grains written since, which may be unfenced
+        self.written_since = False  # since the last fence
 
     def locate(self, at: Array, base: Array, size: int, i: Instruction) -> Array:
         """Offsets in the memory of all blocks, after all checks."""
@@ -280,10 +280,10 @@ class Shared:
         """The asynchronous proxy does not see a write before a fence."""
         if self.unfenced is not None:
             self.unfenced[places] = np.broadcast_to(tag, places.shape)
-            self.dirty.append(places.reshape(-1))
+            self.written_since = True
 
-    def start_read(self, places: Array, tag: Any, i: Instruction, what: str) -> None:
-        """An asynchronous operation reads grains (n,), each once, at some time until its wait."""
+    def start_read(self, places: Array, tag: Array, i: Instruction, what: str) -> None:
+        """An asynchronous operation reads grains, each once, at some time until its wait."""
         if self.copies and self.pending[places].any():
             self.reports.add("read before a copy has been waited for", i)
         self.check_fences(places, i, what)
@@ -292,12 +292,12 @@ class Shared:
             self.reports.add("race: shared read after write", i, bad.sum(), what)
         self.tags.read_by[places] = tag
         self.reading[places] += 1
-        self.readers += 1
+        self.readers = True
 
-    def end_read(self, places: Array, tag: Any) -> None:
+    def end_read(self, places: Array, tag: Array) -> None:
         """It has been waited for: whoever waited may write there."""
         self.reading[places] -= 1
-        self.readers -= 1
+        self.readers = bool(self.reading.any())
         self.tags.read_by[places] = tag
 
     def check_fences(self, places: Array, i: Instruction, what: str) -> None:
@@ -309,17 +309,15 @@ class Shared:
 
         It orders their own writes, and those that they know of by a barrier.
         """
-        if self.unfenced is None or not self.dirty:
+        if self.unfenced is None or not self.written_since:
             return
         epochs = np.zeros(self.data.size // self.pitch, i8)
         epochs[blocks] = tag >> 8
         by = np.zeros((epochs.size, 256), bool)
         by[blocks, tag & 255] = True
-        places = np.unique(np.concatenate(self.dirty))
-        written = self.unfenced[places]
-        home = places * self.grain // self.pitch
-        known = ((written >> 8) < epochs[home]) | (
-            ((written >> 8) == epochs[home]) & by[home, written & 255]
-        )
+        places = np.flatnonzero(self.unfenced)
+        written, home = self.unfenced[places], places * self.grain // self.pitch
+        known = ((written >> 8) == epochs[home]) & by[home, written & 255]
+        known |= (written >> 8) < epochs[home]
         self.unfenced[places[known]] = 0
-        self.dirty = [places[~known]] if not known.all() else []
+        self.written_since = not known.all()

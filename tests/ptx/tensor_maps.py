@@ -154,6 +154,12 @@ def _checked(m: Machine, i: Instruction, map_: TensorMap, first: int) -> Array:
     return map_.spread(first)
 
 
+def _grains(m: Machine, map_: TensorMap, at: Array) -> Array:
+    """Of a box in shared memory, whose rows are whole 16 bytes."""
+    starts = at.reshape(-1, 16 // map_.element)[:, :1]
+    return ((starts + np.arange(0, 16, m.shared.grain)) // m.shared.grain).reshape(-1)
+
+
 def _region(m: Machine, i: Instruction, map_: TensorMap, at: Array) -> Region:
     region = m.memory.regions[(map_.address >> REGION) - 1]
     if at.size and (at.min() < region.start or at.max() + map_.element > region.end):
@@ -167,7 +173,7 @@ def _load(
 ) -> None:  # fmt: skip
     at, there = map_.tile(corner)
     region = _region(m, i, map_, at[there])
-    places = np.unique(into // m.shared.grain)
+    places = _grains(m, map_, into)
     m.shared.check_fences(places, i, "a bulk copy over writes")
     m.shared.note_write(
         places * m.shared.grain, m.shared.grain, m.own[lane].reshape(1, 1), i
@@ -195,8 +201,8 @@ def _store(
     at, there = map_.tile(corner)
     _region(m, i, map_, at[there])
     _check_granules(m, i, map_, at, there)
-    places = np.unique(source // m.shared.grain)
-    m.shared.start_read(places, m.own[lane], i, "a bulk store")
+    places = _grains(m, map_, source)
+    m.shared.start_read(places, m.own[lane : lane + 1], i, "a bulk store")
     if m.how.count:
         sectors = np.unique(at[there] >> 5) | map_.address >> REGION << REGION
         m.counts["store sectors"] += sectors.size
@@ -237,5 +243,5 @@ def _wait(m: Machine, left: int, mask: Mask) -> None:
         tag = m.tag[store.lane].reshape(1, 1)
         same = np.zeros(int(there.sum()), bool)
         m.memory.note_write(region, at[there], size, tag, store.i, same)
-        m.shared.end_read(store.places, m.own[store.lane])
+        m.shared.end_read(store.places, m.own[store.lane : store.lane + 1])
     stores.flying = kept

@@ -8,6 +8,7 @@ them by mov are found again; whatever else reads one is reported.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ import numpy as np
 from .decode import Code, Instruction, PTXError
 from .lanes import Array, Mask, Registers, Step, instruction
 from .matrix import WIDEN, product
-from .spaces import WARPGROUP, grains
+from .spaces import WARPGROUP
 from .tensor_maps import swizzled
 
 if TYPE_CHECKING:
@@ -37,24 +38,30 @@ class _Chain:
 
 
 @dataclass
+class _Operand:
+    """A matrix in shared memory, of each warpgroup: addresses (warpgroups, rows, 16), grains."""
+
+    at: Array
+    places: Array  # (warpgroups, n)
+
+
+@dataclass
 class _Product:
     """One wgmma, of the warpgroups that have yet to wait for it.
 
     Attributes:
-        a: addresses (warpgroups, 64, 16) in shared memory, or the registers' numbers.
-        b: addresses (warpgroups, n, 16).
+        a: in shared memory, or the registers' numbers.
         adds: of each warpgroup, whether it adds to the accumulators.
         group: of each warpgroup, counted from its first.
     """
 
     chain: _Chain
-    a: Array | list[int]
-    b: Array
+    a: _Operand | list[int]
+    b: _Operand
     kind: str
     adds: Array
     flying: Array
     group: Array
-    reads: list[Array]  # grains
 
 
 @dataclass
@@ -152,15 +159,12 @@ def _product(i: Instruction, k: Registers) -> Step:
         these, groups = _of(m), m.whole(mask, 128, i)
         on = np.ones(m.lanes // 128, bool) if groups is None else groups
         chain = _chain_of(m, these, registers, mask)
-        reads: list[Array] = []
-        rows = first if in_registers else _operand(m, i, first(m.R), 64, transpose_a, on, reads)
-        right = _operand(m, i, second(m.R), columns, transpose_b, on, reads)
+        left = first if in_registers else _operand(m, i, first(m.R), 64, transpose_a, on)
+        right = _operand(m, i, second(m.R), columns, transpose_b, on)
+        adds = m.full(adding(m.R))[::128]
         these.flying.append(
-            _Product(
-                chain, rows, right, kind, m.full(adding(m.R))[::128].copy(), on.copy(),
-                these.committed.copy(), reads,
-            )
-        )  # fmt: skip
+            _Product(chain, left, right, kind, adds, on.copy(), these.committed.copy())
+        )
         m.counts["multiply-adds"] += 64 * columns * 16 * int(on.sum())
 
     return step
@@ -201,17 +205,17 @@ def _pending(x: Array) -> Array:
 
 
 def _operand(
-    m: Machine, i: Instruction, descriptor: Array, rows: int, transposed: bool, on: Array,
-    reads: list[Array],
-) -> Array:  # fmt: skip
-    """Addresses (warpgroups, rows, 16) in the memory of all blocks, by 9.7.15.5.1.
+    m: Machine, i: Instruction, descriptor: Array, rows: int, transposed: bool, on: Array
+) -> _Operand:
+    """What a descriptor names, by 9.7.15.5.1.
 
     Rows of a core matrix are 16 bytes; `transposed`: along the rows, not along k.
     """
     d = m.full(descriptor)[::128]
     d = np.where(on, d, d[np.flatnonzero(on)[0]])  # others have none
     start, lead, stride = (
-        (((d >> u8(shift)) & u8(0x3FFF)) << u8(4)).astype(i8)[:, None, None] for shift in (0, 16, 32)
+        (((d >> u8(shift)) & u8(0x3FFF)) << u8(4)).astype(i8)[:, None, None]
+        for shift in (0, 16, 32)
     )
     mode = int(d[0] >> u8(62))
     if ((d >> u8(62)) != u8(mode)).any() or ((d >> u8(49)) & u8(7)).any():
@@ -232,60 +236,71 @@ def _operand(
     if (at[on] + 2 > m.shared.size).any() or (at[on] < 0).any():
         raise PTXError(f"{i}: outside of shared memory")
     at = np.where(on[:, None, None], at, 0) + m.base[::128][:, None, None]
-    group = m.warp_of[::128] // 4
-    for g in np.flatnonzero(on):
-        places = np.unique(at[g] // m.shared.grain)
-        tag = m.own[g * 128] >> 8 << 8 | (WARPGROUP + group[g])
-        m.shared.start_read(places, tag, i, "wgmma")
-        reads.append(places)
-    return at
+    starts = (at[:, ::8] if transposed else at[:, :, ::8]).reshape(len(at), -1, 1)
+    places = (starts + np.arange(0, 16, m.shared.grain)) // m.shared.grain
+    operand = _Operand(at, places.reshape(len(at), -1))
+    m.shared.start_read(operand.places[on], _tags(m)[on], i, "wgmma")
+    return operand
+
+
+def _tags(m: Machine) -> Array:
+    """Of the asynchronous accesses of each warpgroup (warpgroups, 1)."""
+    return (m.own[::128] >> 8 << 8 | (WARPGROUP + m.warp_of[::128] // 4))[:, None]
 
 
 def _wait(m: Machine, left: int, mask: Mask, registers: list[int], i: Instruction) -> None:
     """All but the last `left` groups of each warpgroup are computed."""
     these, groups = _of(m), m.whole(mask, 128, i)
-    kept = []
+    ready = []
     for p in these.flying:
         done = p.flying & (p.group < these.committed - left)
-        if groups is not None:
-            done &= groups
-        if done.any():
-            _compute(m, p, done)
-            p.flying &= ~done
-        if p.flying.any():
-            kept.append(p)
-    these.flying = kept
-    busy = np.zeros((len(these.chains), 0))
-    del busy
+        ready.append((p, done if groups is None else done & groups))
+    for run in _runs([(p, done) for p, done in ready if done.any()]):
+        _compute(m, [p for p, _ in run], np.flatnonzero(run[0][1]))
+    for p, done in ready:
+        p.flying = p.flying & ~done
+    these.flying = [p for p in these.flying if p.flying.any()]
     _deliver(m, these, registers)
 
 
-def _compute(m: Machine, p: _Product, done: Array) -> None:
-    which = np.flatnonzero(done)
+def _runs(ready: list[tuple[_Product, Array]]) -> Iterator[list[tuple[_Product, Array]]]:
+    """Products that follow each other along k, of the same accumulators: computed as one."""
+    run: list[tuple[_Product, Array]] = []
+    for p, done in ready:
+        if run and not (p.chain is run[0][0].chain and p.adds.all() and (done == run[0][1]).all()):
+            yield run
+            run = []
+        run.append((p, done))
+    if run:
+        yield run
+
+
+def _compute(m: Machine, run: list[_Product], which: Array) -> None:
+    """Of the warpgroups `which`; the operands are read now."""
     lanes = (which[:, None] * 128 + np.arange(128)).reshape(-1)
-    halves = m.shared.views[2]
-    if isinstance(p.a, list):
-        a = np.stack([m.full(m.R[n])[lanes] for n in p.a]).view(u2)
-        a = a.reshape(2, 2, -1, 4, 8, 4, 2).transpose(2, 3, 1, 4, 0, 5, 6)
-        a = np.ascontiguousarray(a).reshape(-1, 64, 16)
-    else:
-        a = halves[p.a[which] >> 1]
-    b = halves[p.b[which] >> 1].swapaxes(1, 2)
+    halves, (first, tags) = m.shared.views[2], (run[0], _tags(m)[which])
+    a = np.concatenate([_left(m, p, which, lanes, halves) for p in run], 2)
+    b = np.concatenate([halves[p.b.at[which] >> 1] for p in run], 2).swapaxes(1, 2)
     columns = b.shape[2]
-    c = p.chain.values[:, lanes].view(f4).reshape(columns // 8, 2, 2, -1, 4, 8, 4)
+    c = first.chain.values[:, lanes].view(f4).reshape(columns // 8, 2, 2, -1, 4, 8, 4)
     c = np.ascontiguousarray(c.transpose(3, 4, 1, 5, 0, 6, 2)).reshape(-1, 64, columns)
-    c = np.where(p.adds[which][:, None, None], c, f4(0))
-    made = product(*(WIDEN[p.kind](np.ascontiguousarray(x)) for x in (a, b)), c)
+    c = np.where(first.adds[which][:, None, None], c, f4(0))
+    made = product(*(WIDEN[first.kind](np.ascontiguousarray(x)) for x in (a, b)), c)
     made = made.reshape(-1, 4, 2, 8, columns // 8, 4, 2).transpose(4, 2, 6, 0, 1, 3, 5)
-    p.chain.values[:, lanes] = np.ascontiguousarray(made).reshape(columns // 2, -1).view(u4)
-    for n, g in enumerate(np.flatnonzero(p.flying)):
-        if done[g]:
-            tag = m.own[g * 128] >> 8 << 8 | (WARPGROUP + m.warp_of[g * 128] // 4)
-            for places in p.reads[n :: int(p.flying.sum())]:
-                m.shared.end_read(places, tag)
-    held = p.flying & ~done
-    count = int(p.flying.sum())
-    p.reads = [r for n, r in enumerate(p.reads) if held[np.flatnonzero(p.flying)[n % count]]]
+    first.chain.values[:, lanes] = np.ascontiguousarray(made).reshape(columns // 2, -1).view(u4)
+    for p in run:
+        for operand in (p.a, p.b):
+            if isinstance(operand, _Operand):
+                m.shared.end_read(operand.places[which], tags)
+
+
+def _left(m: Machine, p: _Product, which: Array, lanes: Array, halves: Array) -> Array:
+    """a (warpgroups, 64, 16), from shared memory or from registers."""
+    if isinstance(p.a, _Operand):
+        return halves[p.a.at[which] >> 1]
+    a = np.stack([m.full(m.R[n])[lanes] for n in p.a]).view(u2)
+    a = a.reshape(2, 2, -1, 4, 8, 4, 2).transpose(2, 3, 1, 4, 0, 5, 6)
+    return np.ascontiguousarray(a).reshape(-1, 64, 16)
 
 
 def _deliver(m: Machine, these: Products, registers: list[int]) -> None:
