@@ -111,7 +111,7 @@ class Registers:
         if text == "_":
             return lambda m, x, mask: None
         n, width, size = self.index[text], self.widths[text], np.dtype(dtype).itemsize
-        if (dtype is np.bool_) != (width == 0) or width and width < size:
+        if (dtype is np.bool_) != (width == 0) or (width and width < size):
             raise PTXError(f"a result of {np.dtype(dtype)} does not fit {text}")
         bits = np.bool_ if not width else UNSIGNED[width]
         grown = (SIGNED if np.dtype(dtype).kind == "i" else UNSIGNED).get(width, np.bool_)

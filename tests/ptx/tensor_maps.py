@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import Tensor
 
 from .decode import Instruction, PTXError
-from .lanes import UNSIGNED, Array, Mask, Registers, Step, instruction
+from .lanes import UNSIGNED, Array, Mask, Registers, Step
 from .mbarriers import barrier_at, few
 from .spaces import REGION, Region
 

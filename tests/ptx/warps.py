@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .decode import Instruction
-from .lanes import Array, Mask, Registers, Step, dtype_of, instruction
+from .lanes import Mask, Registers, Step, dtype_of, instruction
 
 if TYPE_CHECKING:
     from .machine import Machine
