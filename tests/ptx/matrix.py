@@ -32,7 +32,7 @@ def product(a: Array, b: Array, c: Array) -> Array:
 
 
 def products(run: list[Instruction], k: Registers) -> Iterator[Step]:
-    """mma.sync instructions that follow each other: those that do not depend on another, at once."""
+    """mma.sync instructions that follow each other; at once, unless one needs another."""
     wave: list[Instruction] = []
     written: set[str] = set()
     for i in run:
@@ -84,7 +84,7 @@ def _stack(m: Machine, read: Any) -> Array:
 
 
 def _operands(a: Array, b: Array, c: Array, warps: int, kind: str) -> tuple[Array, Array, Array]:
-    """Fragments (n, registers, lanes) as matrices: a, b (n, warps, rows, columns), c (n·warps, ...).
+    """Fragments (n, registers, lanes) as matrices (n, warps, rows, columns); c as (n·warps, ...).
 
     A lane holds rows g and g + 8, g its number / 4, and columns 2t, 2t + 1, t its number % 4.
     """
