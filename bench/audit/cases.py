@@ -68,16 +68,15 @@ def _norm_launches(
 ) -> Iterator[tuple[str, str, Launch]]:
     """Kernel, what is fused with it, and its launch: of a stream `x` to results like `low`."""
     width, stats = x.shape[1], tuple(meta(FP32, ROWS, 1) for _ in NORMS[spec.kind].stats)
-    plain = spec, x, None, None, affine, bias, None, low, stats
+    total, y = meta(x.dtype, *x.shape), meta(low.dtype, *x.shape)
+    plain = spec, x, None, None, affine, bias, None, y, stats
     yield "norm_fwd", "", norms.norm_fwd(*plain, False)
     yield "norm_rebuild", "", norms.norm_fwd(*plain, True)
     if width <= norms.FWD_WIDTH:
-        fused = spec, low, x, _keep(width), affine, bias, x, low, stats, False
+        fused = spec, low, x, _keep(width), affine, bias, total, y, stats, False
         yield "norm_fwd", " dropout residual", norms.norm_fwd(*fused)
     grads = meta(FP32, width), None if bias is None else meta(FP32, width)
-    for launch in norms.norm_bwd(
-        spec, low, x, stats, affine, x, meta(x.dtype, *x.shape), *grads, at
-    ):
+    for launch in norms.norm_bwd(spec, low, x, stats, affine, x, total, *grads, at):
         yield launch.kernel.fn.__name__.removesuffix("_kernel"), "", launch
 
 
@@ -129,13 +128,14 @@ def mixed_cases(at: Target, dtype: torch.dtype) -> Named:
     A norm of the stream alone, to float32 too, is among `norm_cases`.
     """
     for width in (1024, 8192, 16384, 65536):
-        x, low, affine = meta(FP32, ROWS, width), meta(dtype, ROWS, width), meta(FP32, width)
+        x, y, z = (meta(FP32, ROWS, width) for _ in range(3))
+        low, affine = meta(dtype, ROWS, width), meta(FP32, width)
         for kernel, fused, launch in _norm_launches(NormSpec(), x, low, affine, affine, at):
             if kernel not in ("norm_rebuild", "column_sum"):
                 yield f"{kernel} mixed {width}{fused and f' mixed{fused}'}", launch
         if width <= norms.FWD_WIDTH:
             stats = meta(FP32, ROWS, 1), meta(FP32, ROWS, 1)
-            given = NormSpec(), low, x, _keep(width), affine, affine, x, x, stats, False
+            given = NormSpec(), low, x, _keep(width), affine, affine, y, z, stats, False
             yield f"norm_fwd float32 {width} mixed dropout residual", norms.norm_fwd(*given)
     x, y, low = (meta(of, ROWS, WIDTH) for of in (FP32, FP32, dtype))
     keep = _keep(WIDTH)

@@ -14,19 +14,21 @@ from typing import Any
 
 import pytest
 import torch
-from places import BF16, EXECUTED, check_error
+from places import BF16, EXECUTED, check_error, target
 from tiers import exhaustive
 from torch import Tensor
 
+from bench.audit import attention as audit_attention
 from bench.audit import cases as audit
-from bench.audit.command import digest
+from bench.audit.command import digest, source
 from fused_remat import formats, random
 from fused_remat.formats import Quantized
 from fused_remat.random import DropoutMask, Uniform
-from fused_remat.steps import norm, rotary
+from fused_remat.steps import attention, norm, rotary
 from fused_remat.steps.activation import activation_bwd, activation_fwd
 from fused_remat.steps.linear import linear_dx, linear_fwd
 from fused_remat.steps.residual import dropout, residual_add
+from fused_remat.triton import attention as attentions
 from fused_remat.triton import cross_entropy, pointwise, products, storage
 from fused_remat.triton import norm as norms
 from fused_remat.triton import rotary as rotaries
@@ -43,6 +45,11 @@ SIZES = {
     "ragged": {"ROWS": 80, "WIDTH": 2032, "PRODUCT": (192, 1008), "TABLE": 32},
     "whole": {"ROWS": 256, "WIDTH": 1024, "PRODUCT": (128, 1024), "TABLE": 256},
 }
+#: Batch, heads and tokens of attention, and tokens whose masks are not aligned.
+ATTENTION = {
+    "ragged": {"_B": 1, "_H": 16, "_S": 144, "_UNEVEN": 137},
+    "whole": {"_B": 2, "_H": 16, "_S": 256, "_UNEVEN": 259},
+}
 #: Rows, if not those, and multiprocessors, tried in turn: of them depends into how many parts sums
 #: are divided, and whether Triton knows that number to be a multiple of 16.
 SPREADS = [(None, 3), (64, 1), (256, 4), (64, 8), (144, 12), (80, 132)]
@@ -54,10 +61,10 @@ LAUNCHERS = {
     products: ("linear_fwd", "gated_mlp_fwd", "linear_act_bwd", "mlp_bwd"),
     cross_entropy: ("cross_entropy_fwd", "cross_entropy_bwd"),
 }
-RESULTS = frozenset(
-    ("y", "total", "pre", "pres", "dx", "dweight", "dbias", "dgate", "dup", "dups", "dz", "highs")
-    + ("sums", "totals", "picked", "dq_weight", "dk_weight")
-)
+RESULTS = {
+    "y", "total", "pre", "pres", "dx", "dweight", "dbias", "dgate", "dup", "dups", "dz", "highs",
+    "sums", "totals", "picked", "dq_weight", "dk_weight",
+}  # fmt: skip
 
 
 # --- the audit's launches, by the calls that made them
@@ -95,7 +102,8 @@ def recording(function, calls):
 def calls_of(dtype: torch.dtype, sizes: str) -> list[Call]:
     """Those whose launches are compiled as cases of the audit, but for attention's: every case."""
     found: list[Call] = []
-    missing = {name for name in audited(dtype) if not name.startswith("attention")}
+    known = audited(dtype)
+    missing = {name for name in known if not name.startswith("attention")}
     for rows, sms in SPREADS:
         for call in recorded(dtype, SIZES[sizes], rows, sms) if missing else ():
             call.cases = {
@@ -157,10 +165,14 @@ class Maker:
             return DropoutMask(self(v.site_key), v.row0, v.rows, v.width, v.p, v.dtype)
         if isinstance(value, Uniform):
             return Uniform(self(value.site_key), value.row0, value.rows, value.width)
+        if isinstance(value, Quantized):
+            codes, step = map(self, value.parts)
+            step.clamp_(1e-3, 0.02)
+            return dataclasses.replace(value, parts=(codes, step))
         if isinstance(value, Tensor):
             if id(value) not in self.made:
-                self.made[id(value)] = self.new(value)
-            return self.made[id(value)]
+                self.made[id(value)] = self.new(value), value  # whose id nothing else may get
+            return self.made[id(value)][0]
         if dataclasses.is_dataclass(value):
             fields = {f.name: self(getattr(value, f.name)) for f in dataclasses.fields(value)}
             return dataclasses.replace(value, **fields)
@@ -173,7 +185,11 @@ class Maker:
             return torch.zeros(like.shape, dtype=like.dtype)
         if like.dtype == torch.int8:
             return torch.randint(-127, 128, like.shape, dtype=like.dtype)
-        x = torch.randn(like.shape)
+        if like.dtype == torch.bool:
+            return torch.rand(like.shape) < 0.2
+        if like.dtype == torch.int32:  # bounds of sequences, or lengths
+            return torch.randint(1, self.rows, like.shape, dtype=like.dtype).sort().values
+        x = torch.empty_strided(like.shape, like.stride()).normal_()
         if like.dim() == 2 and like.shape[0] != self.rows:  # a weight
             x *= like.shape[1] ** -0.5
         return x.to(like.dtype)
@@ -414,3 +430,70 @@ def test_launches(dtype, sizes, number):
             check_error(found, exact, what=name)
         else:
             assert torch.equal(found, exact)
+
+
+# --- attention: every launch of a forward and a backward
+
+
+def kind_of(launch: Launch) -> str:
+    """What is compiled, but for what Triton knows of numbers' divisibility.
+
+    How many blocks there are is a number, too: a multiple of 16 would take hundreds of tokens.
+    """
+    made = source(launch)
+    return repr((made.name, made.signature, made.constants, launch.num_warps, launch.num_stages))
+
+
+@cache
+def attention_kinds(dtype: torch.dtype) -> dict[tuple[int, str], list[str]]:
+    """Of the audit's launches, by width and variant."""
+    at, given = audit.target(EXECUTED), audit_attention.variants(dtype)
+    return {
+        (width, name): [
+            kind_of(launch)
+            for _, launch in audit_attention.launches_of(width, given[name], at, dtype)
+        ]
+        for width, names in audit_attention.CALLS.items()
+        for name in names
+    }
+
+
+@pytest.mark.parametrize("sizes", [n if n == "ragged" else exhaustive(n) for n in ATTENTION])
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+@pytest.mark.parametrize(
+    "width, variant", [(w, name) for w, names in audit_attention.CALLS.items() for name in names]
+)
+def test_attention(width, variant, dtype, sizes, monkeypatch):
+    for name, size in ATTENTION[sizes].items():
+        monkeypatch.setattr(audit_attention, name, size)
+    options = audit_attention.variants(dtype)[variant]
+    stored = options.pop("stored", None)
+    call = audit_attention.call_of(width, options)
+    made = Maker(call.q_len)
+    heads, grads = (made(audit_attention._heads(call, dtype, how)) for how in (stored, None))
+    call, rows, nhead = made(call), call.batch * call.q_len, call.spec.num_heads
+    plain = [x if isinstance(x, Tensor) else x.of(x.whole.tensor()) for x in heads]
+    dattn, out = torch.randn(2, rows, nhead * width).to(dtype)
+    lse = torch.empty(call.batch, nhead, call.q_len)
+    exact = dataclasses.replace(call)
+    for t in (out, lse, *grads):
+        t.fill_(torch.nan)
+    if call.dmask is not None:
+        call.dmask.zero_()
+        exact.dmask = call.dmask.double()
+    given = [x.double() for x in plain]
+    exact_out, exact_lse = attention.attention_fwd(*given, exact)
+    exact_grads = [torch.empty_like(x) for x in given]
+    attention.attention_bwd(dattn.double(), *given, exact_out, exact_lse, exact, exact_grads)
+    kinds = []
+    for launch in attentions.forward(*plain, call, out, lse, target()):
+        kinds += [] if stored else [kind_of(launch)]
+        launch.run()
+    for launch in attentions.backward(dattn, *heads, out, lse, call, grads, target()):
+        kinds.append(kind_of(launch))
+        launch.run()
+    assert kinds == attention_kinds(dtype)[width, variant]
+    for found, true in zip((out, *grads), (exact_out, *exact_grads), strict=True):
+        check_error(found, true, 2.5)  # as of other launches of attention
+    if call.dmask is not None:
+        check_error(call.dmask, exact.dmask, 2.5, dtype=dtype)
