@@ -12,6 +12,7 @@ from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
+import executed
 import pytest
 import torch
 from places import BF16, EXECUTED, check_error, target
@@ -421,8 +422,10 @@ def test_launches(dtype, sizes, number):
     launches = made if isinstance(made, list) else [made]
     for place, name in call.cases.items():
         assert digest(launches[place], EXECUTED) == audited(dtype)[name], name
-    for launch in launches:
+    for place, launch in enumerate(launches):
         launch.run()
+        if place in call.cases:
+            executed.took(call.cases[place], str(dtype)[6:], sizes)
     for found, exact in EXACT[call.function](before, given):
         if exact is None:
             assert found is None
@@ -445,17 +448,26 @@ def kind_of(launch: Launch) -> str:
 
 
 @cache
-def attention_kinds(dtype: torch.dtype) -> dict[tuple[int, str], list[str]]:
-    """Of the audit's launches, by width and variant."""
+def attention_kinds(dtype: torch.dtype) -> dict[tuple[int, str], list[tuple[str, str]]]:
+    """Names and kinds of the audit's launches, by width and variant."""
     at, given = audit.target(EXECUTED), audit_attention.variants(dtype)
     return {
         (width, name): [
-            kind_of(launch)
-            for _, launch in audit_attention.launches_of(width, given[name], at, dtype)
+            (audit_attention.case_name(kernel, width, name, launch), kind_of(launch))
+            for kernel, launch in audit_attention.launches_of(width, given[name], at, dtype)
         ]
         for width, names in audit_attention.CALLS.items()
         for name in names
     }
+
+
+def run_all(launches, known, dtype, sizes):
+    """Each of which is what the audit's next is."""
+    for launch in launches:
+        launch.run()
+        case, kind = next(known)
+        assert kind_of(launch) == kind, case
+        executed.took(case, str(dtype)[6:], sizes)
 
 
 @pytest.mark.parametrize("sizes", [n if n == "ragged" else exhaustive(n) for n in ATTENTION])
@@ -485,14 +497,15 @@ def test_attention(width, variant, dtype, sizes, monkeypatch):
     exact_out, exact_lse = attention.attention_fwd(*given, exact)
     exact_grads = [torch.empty_like(x) for x in given]
     attention.attention_bwd(dattn.double(), *given, exact_out, exact_lse, exact, exact_grads)
-    kinds = []
-    for launch in attentions.forward(*plain, call, out, lse, target()):
-        kinds += [] if stored else [kind_of(launch)]
-        launch.run()
-    for launch in attentions.backward(dattn, *heads, out, lse, call, grads, target()):
-        kinds.append(kind_of(launch))
-        launch.run()
-    assert kinds == attention_kinds(dtype)[width, variant]
+    known = iter(attention_kinds(dtype)[width, variant])
+    if stored:
+        out.copy_(exact_out)
+        lse.copy_(exact_lse)
+    else:
+        run_all(attentions.forward(*plain, call, out, lse, target()), known, dtype, sizes)
+    launches = attentions.backward(dattn, *heads, out, lse, call, grads, target())
+    run_all(launches, known, dtype, sizes)
+    assert next(known, None) is None
     for found, true in zip((out, *grads), (exact_out, *exact_grads), strict=True):
         check_error(found, true, 2.5)  # as of other launches of attention
     if call.dmask is not None:
