@@ -6,17 +6,18 @@ are compared with those of the operations' bodies in float64.
 
 import dataclasses
 import inspect
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
-import executed
 import pytest
 import torch
+from executed import took
 from places import BF16, EXECUTED, check_error, target
-from tiers import exhaustive
+from tiers import executed, exhaustive
 from torch import Tensor
 
 from bench.audit import attention as audit_attention
@@ -400,21 +401,21 @@ def given_of(call: Call) -> SimpleNamespace:
     return given
 
 
-def params():
-    """A case for each call: its dtype, sizes and number."""
-    for sizes in SIZES:
-        for dtype in (BF16, F16, F32):
-            for number, call in enumerate(calls_of(dtype, sizes)):
-                name = next(iter(call.cases.values()))
-                first = sizes == "ragged" and call.default
-                made = (pytest.param if first else exhaustive)(dtype, sizes, number)
-                yield pytest.param(
-                    *made.values, marks=made.marks, id=f"{str(dtype)[6:]}-{name}-{sizes}"
-                )
+def cases():
+    """Sizes, dtype and number of each call. `make test` has the first of every kernel."""
+    seen: set[str] = set()
+    for sizes, dtype in itertools.product(SIZES, (BF16, F16, F32)):
+        for number, call in enumerate(calls_of(dtype, sizes)):
+            kernels = {launch.kernel.fn.__name__ for launch in call.launches}
+            marks = [] if sizes == "ragged" and call.default else [pytest.mark.exhaustive]
+            marks += [pytest.mark.executed] if kernels - seen else []
+            seen |= kernels
+            name = f"{sizes}-{str(dtype)[6:]}-{next(iter(call.cases.values()))}"
+            yield pytest.param(sizes, dtype, number, marks=marks, id=name)
 
 
-@pytest.mark.parametrize("dtype, sizes, number", list(params()) if EXECUTED else ())
-def test_launches(dtype, sizes, number):
+@pytest.mark.parametrize("sizes, dtype, number", list(cases()) if EXECUTED else ())
+def test_launches(sizes, dtype, number):
     call = calls_of(dtype, sizes)[number]
     given = given_of(call)
     before = SimpleNamespace(**{name: wide(value) for name, value in vars(given).items()})
@@ -425,7 +426,7 @@ def test_launches(dtype, sizes, number):
     for place, launch in enumerate(launches):
         launch.run()
         if place in call.cases:
-            executed.took(call.cases[place], str(dtype)[6:], sizes)
+            took(call.cases[place], str(dtype)[6:], sizes)
     for found, exact in EXACT[call.function](before, given):
         if exact is None:
             assert found is None
@@ -469,15 +470,24 @@ def run_all(launches, known, dtype, sizes):
             continue
         case, kind = next(known)
         assert kind_of(launch) == kind, case
-        executed.took(case, str(dtype)[6:], sizes)
+        took(case, str(dtype)[6:], sizes)
 
 
-@pytest.mark.parametrize("sizes", [n if n == "ragged" else exhaustive(n) for n in ATTENTION])
-@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+CALLS = [(width, name) for width, names in audit_attention.CALLS.items() for name in names]
+
+
 @pytest.mark.parametrize(
-    "width, variant", [(w, name) for w, names in audit_attention.CALLS.items() for name in names]
+    "sizes, dtype, width, variant",
+    executed(
+        [
+            (pytest.param if sizes == "ragged" else exhaustive)(sizes, dtype, *call)
+            for sizes, dtype, call in itertools.product(ATTENTION, (BF16, F16), CALLS)
+        ],
+        ("ragged", BF16, 64, "mask padding dropout"),
+    ),
+    ids=str,
 )
-def test_attention(width, variant, dtype, sizes, monkeypatch):
+def test_attention(sizes, dtype, width, variant, monkeypatch):
     for name, size in ATTENTION[sizes].items():
         monkeypatch.setattr(audit_attention, name, size)
     options = audit_attention.variants(dtype)[variant]
