@@ -31,6 +31,10 @@ def f32_to_bf16(x: Array) -> Array:
     return np.where((bits & u4(0x7FFFFFFF)) > u4(0x7F800000), u2(0x7FFF), rounded)
 
 
+def f32_to_f16(x: Array) -> Array:
+    return np.where(np.isnan(x), u2(0x7FFF), x.astype(np.float16).view(u2))
+
+
 def flushed(x: Array) -> Array:
     """.ftz: subnormal numbers are zeros."""
     bits = x.view(u4)
@@ -40,7 +44,7 @@ def flushed(x: Array) -> Array:
 #: 16-bit types: how bits are widened, and results rounded back.
 HALF: dict[str, tuple[Callable[[Array], Array], Callable[[Array], Array]]] = {
     "bf16": (bf16_to_f32, f32_to_bf16),
-    "f16": (lambda bits: bits.view(np.float16).astype(f4), lambda x: x.astype(np.float16).view(u2)),
+    "f16": (lambda bits: bits.view(np.float16).astype(f4), f32_to_f16),
 }
 
 
