@@ -23,7 +23,7 @@ TIES = [sign | x for sign in (0, 1 << 31) for x in (
 )]  # fmt: skip
 
 
-@pytest.mark.parametrize(("into", "given"), itertools.permutations(INTEGERS, 2))
+@pytest.mark.parametrize(("into", "given"), [*itertools.permutations(INTEGERS, 2)])
 def test_integers(into, given):
     """The lowest bits, or extended by the operand's sign."""
     check(f"cvt.{into}.{given}", f"{into} {given}", lambda x: x)
@@ -34,7 +34,9 @@ def test_integers_to_floats(given):
     edge = {24, width(given)}
     ties = [(1 << n) + x for n in edge for x in (-1, 1, 3) if n + 1 < width(given)]
     rows = [[x & ((1 << width(given)) - 1)] for x in (*samples(given), *ties, *(-x for x in ties))]
-    check(f"cvt.rn.f32.{given}", f"f32 {given}", lambda x: nearest(x, "f32") if x else 0.0, rows=rows)
+    check(
+        f"cvt.rn.f32.{given}", f"f32 {given}", lambda x: nearest(x, "f32") if x else 0.0, rows=rows
+    )
 
 
 @pytest.mark.parametrize("how", ROUNDED)
