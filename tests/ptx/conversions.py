@@ -22,9 +22,9 @@ def _convert(i: Instruction, k: Registers) -> Step:
         packed = lambda high, low: narrow(low) | (narrow(high).astype(u4) << u4(16))  # noqa: E731
         return pure(i, k, packed, u4, f4, f4)
     whole = next((_WHOLE[name] for name in how if name in _WHOLE), None)
-    if into in HALF and given == "f32":
+    if into in HALF and given == "f32" and whole is None:
         return pure(i, k, HALF[into][1], u2, f4)
-    if given in HALF and into == "f32":
+    if given in HALF and into == "f32" and whole is None:
         return pure(i, k, HALF[given][0], f4, u2)
     target, source = dtype_of(into), dtype_of(given)
     floats = np.dtype(target).kind == "f", np.dtype(source).kind == "f"

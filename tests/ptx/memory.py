@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .decode import Address, Instruction
-from .lanes import SIGNED, UNSIGNED, Array, Mask, Registers, Step, instruction
+from .decode import Instruction
+from .lanes import PARAMETER, SIGNED, UNSIGNED, Array, Mask, Registers, Step, instruction
 
 if TYPE_CHECKING:
     from .machine import Machine
@@ -41,7 +41,7 @@ def _load(i: Instruction, k: Registers) -> Step:
     dtype = (SIGNED if access.signed else UNSIGNED)[access.size]
     writes = [k.write(text, dtype) for text in access.registers]
     if access.space == "param":
-        return _parameter(i, access, writes[0], dtype)
+        return _parameter(i, k, access, writes[0], dtype)
     load = {"global": load_global, "shared": load_shared}.get(access.space)
     if load is None:
         raise i.unknown()
@@ -54,14 +54,18 @@ def _load(i: Instruction, k: Registers) -> Step:
     return step
 
 
-def _parameter(i: Instruction, access: Access, write: Any, dtype: Any) -> Step:
-    address = i.operands[1]
-    assert isinstance(address, Address)
-    number, offset = int(re.search(r"_param_(\d+)$", address.base)[1]), address.offset
+def _parameter(i: Instruction, k: Registers, access: Access, write: Any, dtype: Any) -> Step:
+    """By name, or by an address that mov took."""
+    address, first = k.address(i.operands[1], np.uint64), PARAMETER(0)
 
     def step(m: Machine, mask: Mask) -> None:
-        raw = m.parameters[number].view(np.uint8)[offset : offset + access.size]
-        write(m, raw.view(dtype), mask)
+        at = address(m.R) - first
+        found = np.zeros(at.size, dtype)
+        for place in np.unique(at if mask is None or at.size == 1 else at[mask]):
+            offset = int(place) & ((1 << 40) - 1)
+            raw = m.parameters[int(place) >> 40].view(np.uint8)[offset : offset + access.size]
+            found[at == place] = raw.view(dtype)
+        write(m, found, mask)
 
     return step
 
