@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .decode import Instruction
-from .lanes import PARAMETER, SIGNED, UNSIGNED, Array, Mask, Registers, Step, instruction
+from .lanes import PARAMETERS, SIGNED, UNSIGNED, Array, Mask, Registers, Step, instruction
+from .spaces import REGION
 
 if TYPE_CHECKING:
     from .machine import Machine
@@ -55,16 +56,15 @@ def _load(i: Instruction, k: Registers) -> Step:
 
 
 def _parameter(i: Instruction, k: Registers, access: Access, write: Any, dtype: Any) -> Step:
-    """By name, or by an address that mov took."""
-    address, first = k.address(i.operands[1], np.uint64), PARAMETER(0)
+    address = k.address(i.operands[1], np.uint64)
 
     def step(m: Machine, mask: Mask) -> None:
-        at = address(m.R) - first
+        at = address(m.R)
         found = np.zeros(at.size, dtype)
         for place in np.unique(at if mask is None or at.size == 1 else at[mask]):
-            offset = int(place) & ((1 << 40) - 1)
-            raw = m.parameters[int(place) >> 40].view(np.uint8)[offset : offset + access.size]
-            found[at == place] = raw.view(dtype)
+            number, offset = (int(place) >> REGION) - PARAMETERS, int(place) & 0xFFFF
+            raw = m.parameters[number].view(np.uint8)[offset : offset + access.size]
+            found[at == place] = raw.view(dtype)[0]
         write(m, found, mask)
 
     return step
