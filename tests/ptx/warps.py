@@ -41,17 +41,18 @@ def _fence(i: Instruction, k: Registers) -> Step:
     return _nothing
 
 
-def _members(i: Instruction, k: Registers, text: str) -> None:
-    """Triton has all lanes of a warp take part."""
-    if k.constant(text, np.dtype(u4))[0] != ALL if text not in k.index else False:
+def _all_members(i: Instruction, k: Registers) -> None:
+    """The last operand says which lanes take part: Triton has all of them."""
+    text = i.operands[-1]
+    if text in k.index or k.constant(text, np.dtype(u4))[0] != ALL:
         raise i.unknown(f"among the lanes {text}")
 
 
 @instruction("shfl")
 def _shuffle(i: Instruction, k: Registers) -> Step:
     """Each lane reads another's; where that is beyond the clamp, its own."""
-    into, given, distance, clamp, members = i.operands
-    _members(i, k, members)
+    into, given, distance, clamp, _ = i.operands
+    _all_members(i, k)
     how, edge = i.parts[2], int(clamp, 0)
     if i.type != "b32" or "|" in into or edge >> 8:
         raise i.unknown()
@@ -80,7 +81,10 @@ _REDUCTIONS = {"add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bi
 
 @instruction("redux")
 def _reduce(i: Instruction, k: Registers) -> Step:
+    _all_members(i, k)
     dtype, function = dtype_of(i.type), _REDUCTIONS[i.parts[2]]
+    if i.type[0] == "f":
+        raise i.unknown()
     read, write = k.read(i.operands[1], dtype), k.write(i.operands[0], dtype)
 
     def step(m: Machine, mask: Mask) -> None:
@@ -93,6 +97,7 @@ def _reduce(i: Instruction, k: Registers) -> Step:
 
 @instruction("vote")
 def _vote(i: Instruction, k: Registers) -> Step:
+    _all_members(i, k)
     if i.parts[2] != "ballot":
         raise i.unknown()
     read, write = k.read(i.operands[1], np.bool_), k.write(i.operands[0], u4)
@@ -108,6 +113,7 @@ def _vote(i: Instruction, k: Registers) -> Step:
 @instruction("elect")
 def _elect(i: Instruction, k: Registers) -> Step:
     """The first lane of each warp."""
+    _all_members(i, k)
     leader, chosen = i.operands[0].split("|")
     writes = k.write(leader.strip(), u4), k.write(chosen.strip(), np.bool_)
 
