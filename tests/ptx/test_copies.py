@@ -135,7 +135,7 @@ def test_bounds_and_alignment():
 @pytest.mark.parametrize(
     "text", [copy(size=4, taken=", 2"), copy(size=16, how="cg.L2::cache_hint"),
              "cp.async.mbarrier.arrive.noinc.shared.b64 [%r3];",
-             "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r3], [%rd0], 16, [%r3];"],
+             "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.u32 [%rd0], [%r3], 16;"],
 )  # fmt: skip
 def test_unknown(text):
     x = torch.arange(64, dtype=torch.int32)

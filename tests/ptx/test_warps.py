@@ -85,9 +85,8 @@ def test_vote():
 
 
 def test_elect():
-    found = of_lanes(
-        "elect.sync %r4|%p1, -1; selp.b32 %r9, 100, 0, %p1; add.s32 %r9, %r9, %r4;", draw()
-    )
+    body = "elect.sync %r4|%p1, -1; selp.b32 %r9, 100, 0, %p1; add.s32 %r9, %r9, %r4;"
+    found = of_lanes(body, draw())
     assert found == [100 if n % 32 == 0 else 0 for n in range(128)]
     assert of_lanes("elect.sync _|%p1, -1; selp.b32 %r9, 1, 0, %p1;", draw())[::32] == [1] * 4
 
@@ -109,6 +108,9 @@ TOGETHER = [
 def test_all_lanes_take_part(text):
     with pytest.raises(PTXError, match="among the lanes 0xffff"):
         run(text.format("0xffff"))
+    right("mov.b32 %r4, -1;" + text.format("%r4"))
+    with pytest.raises(PTXError, match="among the lanes %r4"):
+        run("mov.b32 %r4, -1; shr.u32 %r4, %r4, %r0;" + text.format("%r4"))
     guarded = "setp.lt.s32 %p1, %r0, {}; @%p1 " + text.format("-1")
     assert "by a part of its lanes" in reported(guarded.format(40), threads=64)
     assert not reported(guarded.format(32), threads=64)
@@ -118,7 +120,8 @@ def test_all_lanes_take_part(text):
     "text", ["vote.sync.any.pred %p1, %p2, -1;", "fence.proxy.tensormap::generic.release.gpu;",
              "shfl.sync.bfly.b32 %r9, %r0, 1, 0x1c1f, -1;", "redux.sync.min.f32 %r9, %r0, -1;",
              "shfl.sync.bfly.b32 %r9|%p1, %r0, 1, 31, -1;", "bar.sync 1, 64;", "bar.arrive 0, 64;",
-             "bar.red.popc.u32 %r9, 0, %p1;", "activemask.b32 %r9;", "match.any.sync.b32 %r9, %r0, -1;"],
+             "bar.red.popc.u32 %r9, 0, %p1;", "activemask.b32 %r9;",
+             "match.any.sync.b32 %r9, %r0, -1;"],
 )  # fmt: skip
 def test_unknown(text):
     with pytest.raises(PTXError, match=text.split(" ")[0].rstrip(";")):
