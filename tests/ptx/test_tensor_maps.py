@@ -18,7 +18,10 @@ PIECES = {
     0: ["01234567"],
     1: ["01234567", "10325476"],
     2: ["01234567", "10325476", "23016745", "32107654"],
-    3: ["01234567", "10325476", "23016745", "32107654", "45670123", "54761032", "67452301", "76543210"],
+    3: [
+        "01234567", "10325476", "23016745", "32107654",
+        "45670123", "54761032", "67452301", "76543210",
+    ],
 }  # fmt: skip
 BITS = {1: "b8", 2: "b16", 4: "b32"}
 DTYPE = {1: torch.int8, 2: torch.int16, 4: torch.int32}
@@ -51,15 +54,17 @@ def coordinates(corner):
 
 def load(corner, at=1024):
     names, moves = coordinates(corner)
+    kind = f"tensor.{len(corner)}d.shared::cta.global.mbarrier::complete_tx::bytes"
     return f"""{moves} mov.b32 %r3, {at};
-    @%p1 cp.async.bulk.tensor.{len(corner)}d.shared::cta.global.mbarrier::complete_tx::bytes [%r3], [%rd0, {{{names}}}], [%r2];
+    @%p1 cp.async.bulk.{kind} [%r3], [%rd0, {{{names}}}], [%r2];
     """
 
 
 def store(corner, at=1024):
     names, moves = coordinates(corner)
+    kind = f"tensor.{len(corner)}d.global.shared::cta.bulk_group"
     return f"""{moves} mov.b32 %r3, {at};
-    @%p1 cp.async.bulk.tensor.{len(corner)}d.global.shared::cta.bulk_group [%rd0, {{{names}}}], [%r3];
+    @%p1 cp.async.bulk.{kind} [%rd0, {{{names}}}], [%r3];
     """
 
 
@@ -88,11 +93,13 @@ def copied(count, size, to_shared, tensor=1):
 
 FENCE = "fence.proxy.async.shared::cta;"
 COMMIT, DONE = "cp.async.bulk.commit_group;", "cp.async.bulk.wait_group.read 0;"
-CASES = [
-    ((100,), (32,), (64,), 0, 4), ((10, 64), (8, 64), (0, 0), 3, 2), ((10, 64), (8, 64), (4, 16), 3, 2),
-    ((10, 32), (8, 32), (-3, 8), 2, 2), ((20, 16), (16, 16), (6, -8), 1, 2), ((9, 32), (8, 32), (2, 0), 3, 4),
-    ((40, 32), (16, 32), (30, 0), 1, 1), ((3, 5, 2, 16), (1, 4, 1, 16), (2, 3, 1, 8), 1, 2),
-    ((2, 6, 64), (2, 4, 64), (1, 4, 0), 3, 2), ((2, 2, 2, 2, 32), (1, 2, 1, 2, 16), (1, 1, 0, -1, 24), 0, 1),
+CASES = [  # shape of the tensor and of the box, corner, swizzle, bytes of an element
+    ((100,), (32,), (64,), 0, 4),
+    ((10, 64), (8, 64), (0, 0), 3, 2), ((10, 64), (8, 64), (4, 16), 3, 2),
+    ((10, 32), (8, 32), (-3, 8), 2, 2), ((20, 16), (16, 16), (6, -8), 1, 2),
+    ((9, 32), (8, 32), (2, 0), 3, 4), ((40, 32), (16, 32), (30, 0), 1, 1),
+    ((2, 6, 64), (2, 4, 64), (1, 4, 0), 3, 2), ((3, 5, 2, 16), (1, 4, 1, 16), (2, 3, 1, 8), 1, 2),
+    ((2, 2, 2, 2, 32), (1, 2, 1, 2, 16), (1, 1, 0, -1, 24), 0, 1),
 ]  # fmt: skip
 
 
@@ -137,6 +144,10 @@ READ = OWN + "ld.shared.v4.b32 {%r8, %r9, %r10, %r11}, [%r7];"
 WRITE = OWN + "mov.b32 %r8, 0; st.shared.v4.b32 [%r7], {%r8, %r8, %r8, %r8};"
 
 
+def between(text, steps):
+    return text.replace("HERE", steps)
+
+
 def said(text):
     return reported(text, of(X, BOX, 3), threads=64, shared=4096)
 
@@ -156,29 +167,26 @@ def test_loads_arrive_when_they_are_waited_for():
 def test_loads_over_what_others_read():
     """A barrier is needed before the memory is used again; reads need no proxy fence."""
     twice = READY + EXPECT + load((0, 0)) + WAIT.format(0) + READ + "HERE" + EXPECT + load((8, 0))
-    assert not said(twice.replace("HERE", "bar.sync 0;") + WAIT.format(1) + READ)
-    found = said(twice.replace("HERE", "") + WAIT.format(1) + READ)
+    assert not said(between(twice, "bar.sync 0;") + WAIT.format(1) + READ)
+    found = said(between(twice, "") + WAIT.format(1) + READ)
     assert "race: shared write after read" in found
 
 
 def test_loads_over_what_others_wrote():
     text = READY + WRITE + "HERE" + EXPECT + load((0, 0)) + WAIT.format(0) + READ
-    assert not said(text.replace("HERE", FENCE + "bar.sync 0;"))
-    assert not said(text.replace("HERE", "bar.sync 0;" + FENCE))
-    assert "a bulk copy over writes without fence.proxy.async" in said(
-        text.replace("HERE", "bar.sync 0;")
-    )
-    assert "race: shared write after write" in said(text.replace("HERE", FENCE))
+    assert not said(between(text, FENCE + "bar.sync 0;"))
+    assert not said(between(text, "bar.sync 0;" + FENCE))
+    assert "a bulk copy over writes without fence.proxy.async" in said(between(text, "bar.sync 0;"))
+    assert "race: shared write after write" in said(between(text, FENCE))
 
 
 def test_stores_of_what_others_wrote():
     text = READY + WRITE + "HERE" + store((0, 0)) + COMMIT + DONE
-    assert not said(text.replace("HERE", FENCE + "bar.sync 0;"))
-    assert "a bulk store without fence.proxy.async" in said(text.replace("HERE", "bar.sync 0;"))
-    assert "race: shared read after write" in said(text.replace("HERE", FENCE))
-    assert "without fence" in said(
-        text.replace("HERE", "@%p1 " + FENCE + "bar.sync 0;")
-    )  # one warp's alone
+    assert not said(between(text, FENCE + "bar.sync 0;"))
+    assert "a bulk store without fence.proxy.async" in said(between(text, "bar.sync 0;"))
+    assert "race: shared read after write" in said(between(text, FENCE))
+    of_one_warp = "@%p1 " + FENCE + "bar.sync 0;"
+    assert "a bulk store without fence.proxy.async" in said(between(text, of_one_warp))
 
 
 def test_stores_read_until_they_are_waited_for():
@@ -229,13 +237,14 @@ def test_races_with_other_blocks():
 
 
 @pytest.mark.parametrize(
-    "text", ["cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%rd0, {%r4, %r4}], [%r3];",
-             "cp.async.bulk.tensor.6d.global.shared::cta.bulk_group [%rd0, {%r4, %r4}], [%r3];",
-             "cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.bulk_group [%rd0, {%r4, %r4}], [%r3];"],
+    "kind", ["async.bulk.tensor.2d.global.shared::cta.tile.bulk_group",
+             "async.bulk.tensor.6d.global.shared::cta.bulk_group",
+             "async.bulk.prefetch.tensor.2d.L2.global.tile",
+             "reduce.async.bulk.tensor.2d.global.shared::cta.add.bulk_group"],
 )  # fmt: skip
-def test_unknown(text):
-    with pytest.raises(PTXError, match=text.split(" ")[0]):
-        run(text, of(X, BOX), shared=1024)
+def test_unknown(kind):
+    with pytest.raises(PTXError, match=f"cp.{kind}"):
+        run(f"cp.{kind} [%rd0, {{%r4, %r4}}], [%r3];", of(X, BOX), shared=1024)
 
 
 def test_all_opcodes():
