@@ -75,8 +75,8 @@ def reported(*arguments: Any, **options: Any) -> str:
 
 def not_executed(family: str) -> set[str]:
     """The opcodes of our kernels, of a family, that no test of this process has executed."""
-    rows = [row.split() for row in (Path(__file__).parent / "opcodes.txt").read_text().splitlines()]
-    return {row[1] for row in rows if row[0] == family} - EXECUTED
+    rows = map(str.split, (Path(__file__).parent / "opcodes.txt").read_text().splitlines())
+    return {opcode for name, *_, opcode in rows if name == family} - EXECUTED
 
 
 def lanes(tensor: int, size: int, register: str = "%rd31", lane: str = "%r0") -> str:
