@@ -278,6 +278,8 @@ def end_of(i: Instruction | None, k: Registers, number: int, labels: dict[str, i
         if i.operands != ("0",) or guard or i.opcode not in ("bar.sync", "barrier.sync"):
             raise i.unknown(" ".join(map(str, i.operands)))
         return lambda m, mask: m.barrier(on, mask)
+    if head == "bra" and i.operands[0] not in labels:
+        raise i.unknown(f"to {i.operands[0]}")
     there = labels[i.operands[0]] if head == "bra" else EXIT
     if guard is None:
         return lambda m, mask: there
