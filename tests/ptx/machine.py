@@ -2,7 +2,7 @@
 
 All lanes of several blocks execute an instruction at once. Lanes that have gone different ways run
 under masks, those at the earliest basic block first. `How.order` has warps take turns instead.
-PTX ISA 9.7.12 (control flow), 9.7.13.1 (barriers), 10 (special registers).
+PTX ISA 9.7.12 (control flow), 9.7.13.1 (bar.sync), 10 (special registers).
 """
 
 from __future__ import annotations

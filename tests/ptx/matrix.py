@@ -1,4 +1,5 @@
-"""Matrix instructions of a warp: PTX ISA 9.7.14 (mma.sync 9.7.14.5, ldmatrix and stmatrix).
+"""Matrix instructions of a warp: PTX ISA 9.7.14.5 (fragments .7 and .8, mma .14, ldmatrix .15,
+stmatrix .16).
 
 Sums are of float32 in the order of a library's product; tensor cores have an order of their own.
 """

@@ -1,8 +1,8 @@
 """Integer and floating-point arithmetic, comparison, selection, logic and moves.
 
-PTX ISA 9.7.1 (integer), 9.7.3 (floating point), 9.7.4 (half precision), 9.7.6 (comparison and
-selection), 9.7.8 (logic and shift), 9.7.9.1-4 (moves, shuffles of bytes). Approximate functions
-are computed exactly and rounded once: their ulps are not modelled.
+PTX ISA 9.7.1 (integer), 9.7.3 (floating point), 9.7.4 (half precision), 9.7.6 and 9.7.7 (comparison
+and selection), 9.7.8 (logic and shift), 9.7.9.3-4 (mov), 9.7.9.7 (prmt), 9.7.9.20 (cvta).
+Approximate functions are as good as numpy's: their errors are not modelled.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ _OPPOSITE = {"equ": "ne", "ltu": "ge", "leu": "gt", "gtu": "le", "geu": "lt"}
 
 
 def comparison(how: str) -> Callable[[Array, Array], Array]:
-    """PTX 9.3.1, 9.3.2: ordered ones are false where an operand is NaN, those with u are true."""
+    """PTX ISA 9.3.1.2: ordered ones are false where an operand is NaN, those with u are true."""
     if how in _ORDERED:
         return _ORDERED[how]
     if how == "ne":

@@ -1,4 +1,4 @@
-"""Global and shared memory: PTX ISA 5.1.4 and 5.1.8, with what hardware does not check.
+"""Global and shared memory: PTX ISA 5.1.4 and 5.1.7, with what hardware does not check.
 
 Every access is held to the bounds of its tensors and to its alignment, and to who wrote and read
 the same bytes since which barrier (8, the memory consistency model, as far as barriers of a block

@@ -46,8 +46,8 @@ $L__BB0_1:
 	@%p1 bra 	$L__BB0_1;
 	cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%rd1, {%r1, 7}], [global_smem+1024];
 	wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16
-	  {%r1,%r2,
-	   %r3,%r4}, %rd1, %rd1, %p1, 1, 1, 0, 0;
+	{%r1,%r2,
+	%r3,%r4}, %rd1, %rd1, %p1, 1, 1, 0, 0;
 $L__tmp0:
 	ret;
 $L__func_end0:
