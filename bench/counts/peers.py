@@ -1,0 +1,101 @@
+"""Peers run on CPU tensors as they are: what asks for a CUDA device is told of the driver's."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import inspect
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+from triton.runtime.autotuner import Autotuner, Config
+
+import tests.ptx.driver
+from bench.counts.inductor import compiles_for, properties
+from fused_remat.steps import linear
+from tests.ptx.driver import Driver, Launched
+
+#: What asks whether a tensor is on a CUDA device: to count its multiprocessors, or to refuse others.
+_ASKING = (
+    ("liger_kernel.ops.rms_norm", "rms_norm_backward"),
+    ("liger_kernel.ops.layer_norm", "layer_norm_backward"),
+    ("liger_kernel.ops.mlp", "LigerMLPFunction"),
+    ("flash_swiglu_mlp.ops", "_FlashSwiGLUFunction"),
+)
+
+
+def requested(launches: list[Launched]) -> tuple[int, int]:
+    """What configurations are chosen by: the sectors requested, then the instructions."""
+    counts = [launch.outcome.counts for launch in launches]
+    sectors = sum(c.get("load sectors", 0) + c.get("store sectors", 0) for c in counts)
+    return sectors, sum(c["lane instructions"] for c in counts)
+
+
+def _largest(tuner: Any, driver: Driver) -> Any:
+    """The largest tile, with the most stages, that fits the shared memory."""
+    most = driver.get_device_properties(driver.arch)["max_shared_mem"]
+
+    def size(config: Config) -> tuple[int, ...]:
+        tile = config.kwargs
+        area = tile.get("BLOCK_M", 1) * tile.get("BLOCK_N", 1)
+        return area, config.num_warps, config.num_stages, tile.get("BLOCK_K", 1)
+
+    def prune(self: Any, kwargs: dict[str, Any]) -> list[Config]:
+        for config in sorted(tuner(self, kwargs), key=size, reverse=True):
+            given = {**self.nargs, **kwargs, **config.all_kwargs(), "grid": (1,)}
+            given.pop("warmup", None)
+            if config.pre_hook is not None:
+                config.pre_hook(given)
+            if self.fn.warmup(**given).metadata.shared <= most:
+                return [config]
+        raise ValueError("no configuration fits the shared memory")
+
+    return prune
+
+
+def _as_on_cuda(module: Any, name: str) -> Any:
+    """A function or a class, to which a tensor on the CPU is on a CUDA device."""
+    source = textwrap.dedent(inspect.getsource(getattr(module, name)))
+    changed = source.replace('.device.type == "cuda"', ".is_cpu").replace(".is_cuda", ".is_cpu")
+    assert changed != source, f"{module.__name__}.{name} asks for no device"
+    made: dict[str, Any] = {}
+    exec(compile(changed, module.__file__, "exec"), vars(module), made)
+    return made[name]
+
+
+def _unseen(*args: Any, execute: Any = tests.ptx.driver.execute) -> Any:
+    """`execute`, whose own operations are nobody's."""
+    with _disable_current_modes():
+        return execute(*args)
+
+
+@contextlib.contextmanager
+def peers(driver: Driver) -> Iterator[None]:
+    """Within, Triton kernels of other packages, and Inductor's, are compiled for the driver."""
+    capability = divmod(driver.arch, 10)
+    with contextlib.ExitStack() as stack:
+        for owner, name, value in (
+            (torch.cuda, "current_device", lambda: 0),
+            (torch.cuda, "get_device_properties", lambda device=None: properties(driver)),
+            (torch.cuda, "get_device_capability", lambda device=None: capability),
+            (Autotuner, "prune_configs", _largest(Autotuner.prune_configs, driver)),
+            (tests.ptx.driver, "execute", _unseen),
+            (linear, "_cpu_has_native", lambda dtype: True),
+            (Autotuner, "_bench", lambda self, *args, **kwargs: [0.0]),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, value))
+        for where, name in _ASKING:
+            if importlib.util.find_spec(where.split(".")[0]) is None:
+                continue
+            module = importlib.import_module(where)
+            made = _as_on_cuda(module, name)
+            package = importlib.import_module(where.rpartition(".")[0])
+            for owner in (module, package):
+                if hasattr(owner, name):
+                    stack.enter_context(mock.patch.object(owner, name, made))
+        stack.enter_context(compiles_for(driver, requested))
+        yield
