@@ -52,7 +52,7 @@ class Gated(Problem):
 GATED = Op("swiglu", lambda rig, size: [Gated(rig, size.tokens, size.model.d_ff)])
 
 
-@GATED.provider("liger", module="liger_kernel")
+@GATED.provider("liger", module="liger_kernel", in_place=True)
 def liger_gated(p: Gated) -> Function:
     from liger_kernel.ops import LigerSiLUMulFunction
 
@@ -142,5 +142,5 @@ TINY = (
     _case(ROPE, Rope, "rope", 1, 4, 2, 16, 16, ways=_PASS),
     _case(LOSS, Loss, 64, 32, 80, ways=(f"{OURS} as on a GPU", "liger", "compile")),
     _case(MLP, Mlp, True, "silu", 1, 64, 32, 48, ways=_MLP),
-    _case(ATTENTION, Attention, "causal", 1, 2, 2, 64, 16, ways=_ATTENTION),
+    _case(ATTENTION, Attention, "causal", 1, 2, 2, 128, 16, ways=_ATTENTION),
 )
