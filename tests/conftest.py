@@ -1,5 +1,6 @@
 """What every test shares: threads, random seed, Hypothesis profile, little garbage."""
 
+import contextlib
 import gc
 import importlib.util
 import os
@@ -13,7 +14,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 import hypothesis
 import pytest
 import torch
-from places import INTERPRETED, ON_GPU, PLACE, ROUTES
+from places import EXECUTED, INTERPRETED, ON_GPU, PLACE, ROUTES
 from tiers import MORE
 
 from fused_remat.execution import choose
@@ -39,7 +40,15 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("ci")
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    if EXECUTED:
+        from ptx import driver
+
+        # As many multiprocessors as the interpreter's, so that persistent kernels loop.
+        driver.GPUS[EXECUTED] = (3, driver.GPUS[EXECUTED][1])
+        stack = contextlib.ExitStack()
+        stack.enter_context(driver.installed(EXECUTED))
+        config.add_cleanup(stack.close)
     if INTERPRETED and has_triton:
         from quick_interpreter import quicken
 
@@ -113,6 +122,13 @@ def routes(request, monkeypatch):
         monkeypatch.setattr(tables, "MLP_BWD_IN_ONE", frozenset())
         monkeypatch.setattr(tables, "LINEAR_END_IN_KERNEL", frozenset())
         monkeypatch.setattr(tables, "ATTENTION_BY_ATEN", frozenset({"interpreter"}))
+    elif request.param == "kernels alone":
+        from fused_remat.triton import tables
+
+        families = frozenset(tables.FAMILIES.values())
+        monkeypatch.setattr(tables, "MLP_BWD_IN_ONE", families)
+        monkeypatch.setattr(tables, "LINEAR_END_IN_KERNEL", families)
+        monkeypatch.setattr(tables, "ATTENTION_BY_ATEN", frozenset())
 
 
 @pytest.fixture

@@ -1,8 +1,10 @@
 """Where kernels run in this process, and what the tests of kernels share.
 
 The place is "gpu" where there is one; "interpreter" with TRITON_INTERPRET=1, on CPU tensors, in
-float32 and float16, on small sizes; else "aten": an operation's own body, without kernels. The same
-cases run at every place: a kernel and the operation that it implements have one contract.
+float32 and float16, on small sizes; "compiled" with FUSED_REMAT_COMPILED=80, 86, 89 or 90: what is
+compiled for that architecture, executed on CPU tensors (`ptx`); else "aten": an operation's own
+body, without kernels. The same cases run at every place: a kernel and the operation that it
+implements have one contract.
 """
 
 from __future__ import annotations
@@ -24,8 +26,11 @@ from fused_remat.steps.operations import OPERATIONS
 
 T = TypeVar("T")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-ON_GPU = torch.cuda.is_available() and not INTERPRETED
-PLACE = "gpu" if ON_GPU else "interpreter" if INTERPRETED else "aten"
+#: The architecture whose compiled kernels are executed; 0: none.
+EXECUTED = int(os.environ.get("FUSED_REMAT_COMPILED", 0))
+ON_GPU = torch.cuda.is_available() and not INTERPRETED and not EXECUTED
+COMPILED = ON_GPU or EXECUTED > 0
+PLACE = "gpu" if ON_GPU else "compiled" if EXECUTED else "interpreter" if INTERPRETED else "aten"
 DEVICE = torch.device("cuda", 0) if ON_GPU else torch.device("cpu")
 #: Of 16 bits; Triton's interpreter takes no bfloat16.
 BF16 = torch.float16 if INTERPRETED else torch.bfloat16
@@ -38,9 +43,11 @@ TOLERANCE = {
     "gpu": {torch.bfloat16: 4e-3, torch.float16: 5e-4, torch.float32: 1e-5},
     "interpreter": {torch.float16: 1.5e-3, torch.float32: 2e-6},
     "aten": {torch.bfloat16: 8e-3, torch.float16: 1.5e-3, torch.float32: 2e-6},
-}[PLACE]
-#: What the fixture `routes` takes: interpreted, two settings of the tables; else these themselves.
-ROUTES = ["one kernel", "as on Hopper"] if INTERPRETED else ["tables"]
+}["gpu" if COMPILED else PLACE]
+#: What the fixture `routes` takes: settings of the tables, or these themselves.
+ROUTES = {
+    "interpreter": ["one kernel", "as on Hopper"], "compiled": ["tables", "kernels alone"],
+}.get(PLACE, ["tables"])  # fmt: skip
 #: For `parametrize`: short names of dtypes and shapes.
 ids: dict[str, Any] = {"ids": lambda value: str(value).removeprefix("torch.").replace(" ", "")}
 
@@ -52,14 +59,21 @@ def target() -> Any:
     return target_of(DEVICE)
 
 
-def at(gpu: T, small: T) -> T:
-    """`gpu` on a GPU, else `small`."""
-    return gpu if ON_GPU else small
+def at(gpu: T, small: T, executed: T | None = None) -> T:
+    """`gpu` on a GPU, else `small`; `executed`, if given, where compiled kernels are executed."""
+    return gpu if ON_GPU else executed if EXECUTED and executed is not None else small
 
 
-def sized(*gpu: int, tiny: tuple[int, ...] = (40, 24, 32)) -> tuple[int, ...]:
-    """The sizes, but small where kernels are interpreted."""
-    return at(gpu, tiny[: len(gpu)])
+def compiled(gpu: T, other: T) -> T:
+    """`gpu` where kernels are compiled, on a GPU or not, else `other`: of dtypes and tolerances."""
+    return gpu if COMPILED else other
+
+
+def sized(
+    *gpu: int, tiny: tuple[int, ...] = (40, 24, 32), executed: tuple[int, ...] = (136, 200, 72)
+) -> tuple[int, ...]:
+    """The sizes, but small where there is no GPU."""
+    return at(gpu, tiny, executed)[: len(gpu)]
 
 
 # --- operations

@@ -46,6 +46,19 @@ def _device_target(index: int) -> Target:
     return Target("cuda", 10 * found.major + found.minor, found.multi_processor_count)
 
 
+def _driven(device: torch.device) -> Target | None:
+    """What Triton's active driver compiles for, if it launches on tensors of a device like this."""
+    try:
+        driver = triton.runtime.driver.active
+    except RuntimeError:  # there is no GPU
+        return None
+    gpu = driver.get_current_target()
+    if gpu.backend != "cuda" or driver.get_active_torch_device().type != device.type:
+        return None
+    found = driver.utils.get_device_properties(driver.get_current_device())
+    return Target("cuda", int(gpu.arch), found["multiprocessor_count"])
+
+
 def target_of(device: torch.device) -> Target:
     """The target of tensors on `device`. The interpreter's has three multiprocessors.
 
@@ -55,6 +68,8 @@ def target_of(device: torch.device) -> Target:
         return _device_target(torch.cuda.current_device() if device.index is None else device.index)
     if INTERPRETED:
         return Target("interpreter", 90, 3)
+    if (driven := _driven(device)) is not None:
+        return driven
     raise RuntimeError(
         f"Triton kernels run on CUDA devices, or anywhere with TRITON_INTERPRET=1; got {device}"
     )
@@ -160,7 +175,7 @@ def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
         if dtype == torch.bfloat16:
             return "Triton's interpreter computes bfloat16 products wrongly"
         return None
-    if device.type != "cuda":
+    if device.type != "cuda" and _driven(device) is None:
         return f"kernels run on CUDA devices, and the tensors are on {device}"
     target = target_of(device)
     if target.kind == "cuda" and target.arch < 80:

@@ -14,7 +14,19 @@ import torch.nn.functional as F
 from block_inputs import LAYOUTS
 from layer_kinds import KINDS, Kind, check_errors, run
 from op_cases import CASES
-from places import BF16, DEVICE, ON_GPU, ROUTES, assert_bits, at, deterministic, error_of, normal
+from places import (
+    BF16,
+    COMPILED,
+    DEVICE,
+    ON_GPU,
+    ROUTES,
+    assert_bits,
+    at,
+    compiled,
+    deterministic,
+    error_of,
+    normal,
+)
 from reference import EXACT_PRESETS
 from tiers import pairwise
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -37,16 +49,16 @@ pytestmark = [
     pytest.mark.filterwarnings("error::fused_remat.FusedRematWarning"),  # no fallback
 ]
 F16, F32 = torch.float16, torch.float32
-B, S, M, D, H, HKV = at((4, 512, 768, 1024, 16, 4), (2, 9, 13, 32, 4, 2))
+B, S, M, D, H, HKV = at((4, 512, 768, 1024, 16, 4), (2, 9, 13, 32, 4, 2), (2, 40, 24, 128, 4, 2))
 # The error may be 1.5 times plain PyTorch's in the same dtype, plus this: a sixth of a rounding to
 # bfloat16 or float16, a whole one where a gradient is a dozen numbers; float32: another order.
 FLOOR = {torch.bfloat16: 1e-3, F16: at(1e-4, 1e-3), F32: 1e-5}
 # Under autocast PyTorch's own error of those happens to be next to nothing, and is no yardstick.
 AUTOCAST_FLOOR = {torch.bfloat16: 1e-3, F16: at(1e-4, 4 * torch.finfo(F16).eps)}
 #: How far two routes of the same call may be apart in 16 bits: each is off by up to 7e-3.
-APART = at(2e-2, 2**-9)
+APART = compiled(2e-2, 2**-9)
 cuda_only = pytest.mark.skipif(not ON_GPU, reason="reads the allocator of CUDA")
-interpreted_only = pytest.mark.skipif(ON_GPU, reason="of the interpreter's routes and dtypes")
+interpreted_only = pytest.mark.skipif(COMPILED, reason="of the interpreter's routes and dtypes")
 
 
 @dataclass(frozen=True)
@@ -141,8 +153,8 @@ DTYPES = [BF16, F32]
 
 # --- results
 
-ERRORS = pairwise(list(EVERY), at([*DTYPES, F16], DTYPES), list(EXACT_PRESETS), ROUTES)
-DROPOUT = pairwise(list(EVERY), [at(BF16, F32)], ["full", "fast"], ROUTES)
+ERRORS = pairwise(list(EVERY), compiled([*DTYPES, F16], DTYPES), list(EXACT_PRESETS), ROUTES)
+DROPOUT = pairwise(list(EVERY), [compiled(BF16, F32)], ["full", "fast"], ROUTES)
 
 
 @pytest.mark.parametrize("name, dtype, policy, routes", ERRORS, ids=str, indirect=["routes"])
@@ -160,8 +172,8 @@ def test_dropout_is_the_eager_backends(name, dtype, policy, routes):
 @pytest.mark.parametrize("policy", EXACT_PRESETS)
 def test_sequences_one_at_a_time(policy, pieces, monkeypatch):
     monkeypatch.setattr(choose, "_DEVICE_TOKENS", 4)
-    _, fused = SUBJECTS["qwen3"].layers(0.2, policy, DTYPES[0 if ON_GPU else 1])
-    SUBJECTS["qwen3"].check(fused, eager_of(fused), DTYPES[0 if ON_GPU else 1])
+    _, fused = SUBJECTS["qwen3"].layers(0.2, policy, DTYPES[0 if COMPILED else 1])
+    SUBJECTS["qwen3"].check(fused, eager_of(fused), DTYPES[0 if COMPILED else 1])
 
 
 FROZEN = {
@@ -177,7 +189,7 @@ FROZEN = {
     ids=str,
 )
 def test_frozen_parameters(name, policy, frozen, routes):
-    _, fused = SUBJECTS[name].layers(0.2, policy, dtype := at(BF16, F32))
+    _, fused = SUBJECTS[name].layers(0.2, policy, dtype := compiled(BF16, F32))
     for parameter, p in fused.named_parameters():
         p.requires_grad_(not FROZEN[frozen](parameter))
     SUBJECTS[name].check(fused, eager_of(fused), dtype)
@@ -219,7 +231,7 @@ def test_accumulates_into_main_grad(name, backend, routes):
 
 #: The dtype of autocast or None, and the routes. In both, encoders.
 WAYS = [(name, None, ROUTES[0]) for name in SUBJECTS]
-WAYS += [(name, low, ROUTES[-1]) for name in ENCODERS for low in at([BF16], [None, BF16])]
+WAYS += [(name, low, ROUTES[-1]) for name in ENCODERS for low in compiled([BF16], [None, BF16])]
 
 
 @pytest.mark.parametrize("name, low, routes", WAYS, ids=str, indirect=["routes"])
@@ -283,7 +295,7 @@ def test_nothing_stays_after_a_step_and_its_peak_is_lower(name):
 @pytest.mark.parametrize(
     "name, low, src, policy, routes",
     pairwise(
-        list(SUBJECTS), list(dict.fromkeys([BF16, F16])), at([F32, BF16, F16], [F32, F16]),
+        list(SUBJECTS), list(dict.fromkeys([BF16, F16])), compiled([F32, BF16, F16], [F32, F16]),
         at(["full"], ["full", "fast"]), ROUTES,
     ),
     ids=str, indirect=["routes"],
@@ -350,7 +362,7 @@ TILES = {
     "parts": Tile(16, 64, 32, 4, 1, parts=2, group=2),
     "narrow": Tile(16, 32, 16, 4, 1, parts=2),
 }
-KEEP_8_BITS = at([(BF16, "of the tables")], [(F32, "parts"), (F16, "narrow")])
+KEEP_8_BITS = compiled([(BF16, "of the tables")], [(F32, "parts"), (F16, "narrow")])
 
 
 @pytest.mark.parametrize("dtype, tile", KEEP_8_BITS, ids=str)
@@ -376,7 +388,7 @@ def test_layers_that_keep_8_bits(name, policy, dtype, tile, monkeypatch):
     assert any(not torch.equal(a, b) for a, b in zip(grads, exact, strict=True))
 
 
-@pytest.mark.parametrize("dtype", at([BF16], [F32, F16]), ids=str)
+@pytest.mark.parametrize("dtype", compiled([BF16], [F32, F16]), ids=str)
 @pytest.mark.parametrize("name", ENCODERS)
 def test_a_quantized_sum_is_made_by_the_same_kernel(name, dtype):
     """Whatever is quantized, forward has the bits of a policy that keeps nothing."""

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from places import DEVICE, ON_GPU, PLACE, assert_bits, at, deterministic, normal
+from places import BF16, DEVICE, PLACE, assert_bits, at, deterministic, normal
 from reference import EXACT_PRESETS
 from torch.utils.checkpoint import checkpoint
 
@@ -51,11 +51,11 @@ def test_backward_outside_of_it_and_of_a_checkpoint(norm_first):
 
 @pytest.mark.gpu
 @pytest.mark.composes("Replay check", "the triton backend on a GPU")
-@pytest.mark.parametrize("dtype", [torch.bfloat16 if ON_GPU else torch.float16, torch.float32])
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
 @pytest.mark.parametrize("norm_first", [True, False])
 def test_a_sound_layer_passes(dtype, norm_first):
     how = {"batch_first": True, "norm_first": norm_first, "device": DEVICE, "dtype": dtype}
-    d, heads, tokens = at((256, 4, 256), (24, 3, 9))
+    d, heads, tokens = at((256, 4, 256), (24, 3, 9), (128, 4, 40))
     layer = FusedRematLayer(d, heads, 4 * d, 0.1, activation="gelu", backend="triton", **how)
     x = normal(dtype, at(4, 2), tokens, d).requires_grad_()
     for layer.policy in EXACT_PRESETS:

@@ -11,7 +11,18 @@ import reference
 import torch
 from accuracy import check_error
 from block_inputs import LAYOUTS, results
-from places import BF16, DEVICE, ON_GPU, PLACE, assert_bits, at, deterministic, normal, sized
+from places import (
+    BF16,
+    COMPILED,
+    DEVICE,
+    ON_GPU,
+    assert_bits,
+    at,
+    compiled,
+    deterministic,
+    normal,
+    sized,
+)
 from tiers import pairwise
 
 from fused_remat import ops
@@ -19,11 +30,13 @@ from fused_remat.triton import attention, tables
 
 pytestmark = pytest.mark.gpu
 # On a GPU the kernels serve no float32.
-DTYPES = [BF16, torch.float16] if PLACE == "gpu" else [torch.float16, torch.float32]
+DTYPES = [BF16, torch.float16] if COMPILED else [torch.float16, torch.float32]
 # The error may be 1.5 times that of PyTorch's operators in float32, rounded, plus this: some two
 # roundings more, of what products take (probabilities, gradients of scores); float32: sums in
 # another order, and exponentials to 2 ulp of an argument of about 5.
-FLOOR = {torch.bfloat16: 4e-3, torch.float16: at(5e-4, 4e-4), torch.float32: at(1e-5, 4e-6)}
+FLOOR = {
+    torch.bfloat16: 4e-3, torch.float16: compiled(5e-4, 4e-4), torch.float32: compiled(1e-5, 4e-6),
+}  # fmt: skip
 INF = float("inf")
 EITHER = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
@@ -48,9 +61,9 @@ class Sizes:
     b: int = 2
     h: int = at(4, 2)
     kv: int = 0  # as many as h
-    m: int = at(1032, 40)
-    n: int = at(1032, 40)
-    e: int = at(64, 16)
+    m: int = at(1032, 40, 168)
+    n: int = at(1032, 40, 168)
+    e: int = at(64, 16, 64)
     v: int = 0  # values are as wide as keys
 
     def __post_init__(self):
@@ -170,7 +183,7 @@ def far_rows(s):
 
 def checkered(s):
     """A bool mask of which whole blocks of 128 see nothing, and one sequence of queries neither."""
-    block = sized(128, tiny=(16,))[0]
+    block = sized(128, tiny=(16,), executed=(128,))[0]
     rows, cols = (torch.arange(count, device=DEVICE) // block for count in (s.m, s.n))
     seen = (rows[:, None] + cols) % 2 == 0
     return seen & (rows > 0)[:, None]
@@ -183,7 +196,7 @@ def test_calls(call, dtype):
     check(s, **CALLS[call](s))
 
 
-@pytest.mark.skipif(ON_GPU, reason="takes the tiles of the tables")
+@pytest.mark.skipif(COMPILED, reason="takes the tiles of the tables")
 @EITHER
 @pytest.mark.parametrize("tile", [(16, 16, 4, 1), (32, 16, 4, 1, True)], ids=["small", "high"])
 def test_other_tiles(tile, dtype, monkeypatch):
@@ -212,12 +225,12 @@ def test_windows_wider_than_32_bits_hold_sums_of(far, right):
 
 #: The last query is at the last key; of one query and two heads, an error is no mean.
 LENGTHS = [
-    {"h": 4, "kv": 4, "m": at(513, 17), "n": at(1032, 40)},
-    {"h": 4, "kv": 4, "m": at(1029, 37), "n": at(619, 24)},
-    {"h": 4, "kv": 4, "m": 1, "n": at(1032, 40)},
+    {"h": 4, "kv": 4, "m": at(513, 17, 129), "n": at(1032, 40, 168)},
+    {"h": 4, "kv": 4, "m": at(1029, 37, 165), "n": at(619, 24, 107)},
+    {"h": 4, "kv": 4, "m": 1, "n": at(1032, 40, 168)},
 ]
 SHARED = [{"h": h, "kv": kv} for h, kv in at([(8, 2), (4, 1), (6, 3)], [(4, 1), (6, 2)])]
-WIDTHS = [{"e": e} for e in at([16, 40, 64, 80, 96, 128, 192, 256], [1, 8, 20, 40, 72, 256])]
+WIDTHS = [{"e": e} for e in compiled([16, 40, 64, 80, 96, 128, 192, 256], [1, 8, 20, 40, 72, 256])]
 WIDTHS += [{"e": e, "v": v} for e, v in ((64, 128), (192, 128), (33, 20))]
 
 
@@ -227,7 +240,7 @@ WIDTHS += [{"e": e, "v": v} for e, v in ((64, 128), (192, 128), (33, 20))]
     [
         *itertools.product(SHARED, ["plain", "causal", "bias of heads", "causal dropout"]),
         *itertools.product(LENGTHS, ["plain", "causal", "bias of heads", "all"]),
-        *itertools.product(WIDTHS, at(["plain", "causal dropout", "all"], ["causal dropout"])),
+        *itertools.product(WIDTHS, ["causal dropout", *compiled(["plain", "all"], [])]),
     ],
     ids=str,
 )
@@ -294,7 +307,7 @@ def test_layouts(layout, call):
 
 
 def test_more_heads_than_a_grid_has_columns():
-    b, e = sized(70_000, 16, tiny=(40, 16))
+    b, e = sized(70_000, 16, tiny=(40, 16), executed=(40, 16))
     check(Sizes(b=b, h=1, kv=1, m=17, n=17, e=e), is_causal=True)
 
 

@@ -7,11 +7,12 @@ import torch
 from attention_calls import attention_call as call_of
 from places import (
     BF16,
+    COMPILED,
     DEVICE,
-    PLACE,
     at,
     check_error,
     check_written,
+    compiled,
     double,
     error_of,
     nan,
@@ -33,14 +34,14 @@ from fused_remat.triton.tables import AttentionTile
 pytestmark = pytest.mark.gpu
 F32, SMALL = torch.float32, AttentionTile(16, 16, 4, 1)
 # On a GPU the kernels serve no float32.
-DTYPES = [BF16, torch.float16] if PLACE == "gpu" else [F32, torch.float16]
+DTYPES = [BF16, torch.float16] if COMPILED else [F32, torch.float16]
 NAMES = ("out", "dq", "dk", "dv")
 # Exponentials to 2 ulp of an argument of about 5; of 16 bits, the probabilities and their gradients
 # are rounded too.
-FACTOR = at(2.5, 2)
+FACTOR = compiled(2.5, 2)
 # (B, H, Hkv, S_q, S_k, E).
-SQUARE = at((2, 4, 4, 1032, 1032, 64), (2, 2, 2, 20, 20, 16))
-interpreted_only = pytest.mark.skipif(PLACE == "gpu", reason="of the interpreter's small tiles")
+SQUARE = at((2, 4, 4, 1032, 1032, 64), (2, 2, 2, 20, 20, 16), (2, 2, 2, 168, 168, 64))
+interpreted_only = pytest.mark.skipif(COMPILED, reason="of the interpreter's small tiles")
 
 
 def attention_call(sizes, **options):
@@ -161,7 +162,7 @@ def test_descriptors_where_they_can_serve():
         return launch.constants["TMA"]
 
     by_descriptors = attention.family(target()) in attention.ATTENTION_BY_DESCRIPTORS
-    aligned = (1, 2, 1, 5, 9, at(24, 20))
+    aligned = (1, 2, 1, 5, 9, compiled(24, 20))
     assert uses_descriptors(SQUARE) == uses_descriptors(aligned) == by_descriptors
     assert not uses_descriptors((1, 2, 1, 5, 9, 5))
     assert not uses_descriptors(SQUARE, lengths=torch.tensor([3, 4], device=DEVICE))
@@ -215,7 +216,7 @@ def test_lists_of_blocks(by_keys):
 @pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
 @pytest.mark.parametrize("width", [64, 128])
 def test_long_sequences_beside_atens_flash(width, causal):
-    length, width = sized(32768, width, tiny=(48, 16))
+    length, width = sized(32768, width, tiny=(48, 16), executed=(300, 64))
     sizes = (1, 4, 4, length, length, width)
     call, given = attention_call(sizes, right=0 if causal else -1), inputs_of(sizes, BF16)
     found = launched(call, *given)

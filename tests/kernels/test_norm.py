@@ -13,6 +13,7 @@ from places import (
     at,
     check_all,
     check_error,
+    compiled,
     double,
     mask_of,
     misaligned,
@@ -39,6 +40,10 @@ CASES = at(
         (F16, 4099, 1000), (F16, 1, 63),
     ],
     [(dtype, *shape) for dtype in (F32, BF16) for shape in ((1, 1), (5, 63), (70, 64), (7, 300))],
+    [
+        (BF16, 70, 1000), (BF16, 33, 2048), (BF16, 9, 8192), (BF16, 5, 16384), (BF16, 5, 20000),
+        (F32, 33, 1000), (F32, 5, 20000), (F16, 33, 1000), (F16, 1, 63),
+    ],
 )  # fmt: skip
 NARROW = [case for case in CASES if 1 < case[2] <= 16384]
 WALKS = ["in a tile", "in blocks"] if PLACE == "interpreter" else ["as tables say"]
@@ -67,7 +72,7 @@ def test_forward_and_rebuild(kind, case, walk):
     exact, *true_stats = norm_fwd(spec, *double(x, weight, bias))
     # The variance of one element is nothing but rounding, and rstd 316 times that.
     check_error(y, exact)
-    check_all(stats, true_stats, at(1, 4 if case[2] > 1 else 200))
+    check_all(stats, true_stats, compiled(1, 4 if case[2] > 1 else 200))
     again, *same = run(norm_fwd, spec, x, weight, bias, stats=tuple(stats))
     assert torch.equal(y, again), "a rebuild from statistics has the forward's bits"
     assert_bits(same, stats)
@@ -92,12 +97,12 @@ def test_a_norm_after_a_product(case, kind, p):
     product = x.double() @ given[0].double().t() + given[1].double()
     # The product, as large as both, is rounded before it is multiplied and added.
     check_error(total, residual_add(product, residual.double(), wide(mask)), 2)
-    check_all(normed, norm_fwd(spec, *double(total, weight, bias)), float32=at(1, 4))
+    check_all(normed, norm_fwd(spec, *double(total, weight, bias)), float32=compiled(1, 4))
 
 
 MARKS = ["x w b", "x", "w", "b w"]
 # Not of one row, nor of width 1, whose gradient cancels to nothing.
-BACKWARD = at(
+BACKWARD = compiled(
     [(kind, c, m, WALKS[0]) for kind in NORMS for m in MARKS for c in CASES if c[1] > 1],
     pairwise(list(NORMS), [c if c[2] > 1 else (c[0], 1, 4) for c in CASES], MARKS, WALKS),
 )
@@ -116,7 +121,7 @@ def test_backward(kind, case, needs_grad, walk):
     assert_bits(run(norm_bwd, spec, dy, x, stats, weight, marks, add), found, "the run matters")
     exact = norm_bwd(spec, *double(dy, x), double(*stats), weight.double(), marks, *double(add))
     # x - mean loses digits to x's own rounding where a row is short; up to 8192 terms cancel.
-    check_all(found, exact, at(1, 20), float32=at(5, 20))
+    check_all(found, exact, compiled(1, 20), float32=compiled(5, 20))
 
 
 @pytest.mark.gpu

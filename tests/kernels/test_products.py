@@ -4,6 +4,7 @@ import pytest
 import torch
 from places import (
     BF16,
+    COMPILED,
     DEVICE,
     ON_GPU,
     PLACE,
@@ -11,6 +12,7 @@ from places import (
     check_all,
     check_error,
     check_written,
+    compiled,
     double,
     far_apart,
     ids,
@@ -37,9 +39,10 @@ F16, F32 = torch.float16, torch.float32
 SHAPES = at(
     [(4096, 2048, 1024), (1030, 520, 328), (515, 1001, 331)],
     [(1, 1, 1), (33, 65, 63), (48, 64, 96), (130, 72, 40)],
+    [(256, 256, 128), (200, 136, 72), (67, 129, 63)],
 )
-ODD = SHAPES[-1] if ON_GPU else SHAPES[1]
-#: Shapes and dtypes of a GPU.
+ODD = compiled(SHAPES[-1], SHAPES[1])
+#: Shapes and dtypes of what is compiled.
 GPU = [(SHAPES[0], BF16), (SHAPES[1], BF16), (SHAPES[-1], BF16), (SHAPES[0], F16)]
 # Interpreted, tiles of the table in turn; else the table's own choice.
 TILES = tables.TILES["linear"]["interpreter"] if PLACE == "interpreter" else (None,)
@@ -48,10 +51,13 @@ ENDS = ["nothing", "act", "pre", "dropout", "dropout pre", "residual", "all"]
 
 def cases(*axes):
     """(shape, dtype, tile, ...): all on a GPU, else enough for every pair of values."""
-    if not ON_GPU:
+    if not COMPILED:
         return pairwise(SHAPES, [F32, BF16], TILES, *axes)
-    every = pairwise(range(len(GPU)), *axes)
-    return [pytest.param(*GPU[case.values[0]], None, *case.values[1:]) for case in every]
+    return [
+        pytest.param(*GPU[shape], None, *others, marks=() if ON_GPU else case.marks)
+        for case in pairwise(range(len(GPU)), *axes)
+        for shape, *others in [case.values]
+    ]
 
 
 def layer(dtype, n, k):
@@ -88,14 +94,14 @@ def test_linear(shape, dtype, tile, end):
     exact = linear_fwd(*double(x, weight, bias))
     if pre is not None:
         check_written(pre)
-        check_error(pre, exact, at(1, 2))
+        check_error(pre, exact, compiled(1, 2))
     if act is not None:
         exact = activation_fwd(act, None, rounded(exact, dtype), None)
     if mask is not None:
         exact *= wide(mask).tensor()
     if residual is not None:
         exact += residual
-    check_error(y, exact, at(1, 4))
+    check_error(y, exact, compiled(1, 4))
 
 
 @pytest.mark.gpu
@@ -106,13 +112,13 @@ def test_float32_is_not_tf32():
     given = x, weight, bias, None, None, None, None, y, target()
     products.linear_fwd(*given, tile=tile).run()
     check_written(y)
-    check_error(y, linear_fwd(*double(x, weight, bias)), at(1, 4))
+    check_error(y, linear_fwd(*double(x, weight, bias)), compiled(1, 4))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", at([BF16], [F32, BF16]), **ids)
+@pytest.mark.parametrize("dtype", compiled([BF16], [F32, BF16]), **ids)
 @pytest.mark.parametrize("kind", NORMS)
-@pytest.mark.parametrize("shape", at(SHAPES, SHAPES[1:]), **ids)
+@pytest.mark.parametrize("shape", compiled(SHAPES, SHAPES[1:]), **ids)
 def test_linear_of_a_norm(shape, kind, dtype):
     m, n, k = shape
     x, (weight, bias) = normal(dtype, m, k, shift=1.0), layer(dtype, n, k)
@@ -122,7 +128,7 @@ def test_linear_of_a_norm(shape, kind, dtype):
     y = output(m, n, dtype)
     products.linear_fwd(x, weight, bias, None, None, None, None, y, target(), norm).run()
     check_written(y)
-    check_error(y, linear_fwd(rounded(normed, dtype), *double(weight, bias)), at(1, 4))
+    check_error(y, linear_fwd(rounded(normed, dtype), *double(weight, bias)), compiled(1, 4))
 
 
 @pytest.mark.gpu
@@ -130,11 +136,11 @@ def test_linear_of_a_norm(shape, kind, dtype):
 def test_gated_forward(shape, dtype, tile, p):
     m, f, k = shape
     x, gate, up = normal(dtype, m, k), layer(dtype, f, k), layer(dtype, f, k)
-    up, mask, y = at(up, (up[0], None)), mask_of(m, f, p), output(m, f, dtype)
+    up, mask, y = compiled(up, (up[0], None)), mask_of(m, f, p), output(m, f, dtype)
     products.gated_mlp_fwd(x, *gate, *up, mask, "silu", y, target(), tile=tile).run()
     check_written(y)
     pres = [rounded(linear_fwd(*double(x, *w)), dtype) for w in (gate, up)]
-    check_error(y, activation_fwd("silu", *pres, wide(mask)), at(1, 4))
+    check_error(y, activation_fwd("silu", *pres, wide(mask)), compiled(1, 4))
 
 
 @pytest.mark.gpu
@@ -165,9 +171,9 @@ def test_mlp_backward(shape, dtype, tile, p, gated, in_one):
     for result in filter(lambda t: t is not None, (y, dgate, dup)):
         check_written(result)
     pres, dact = double(gate_pre, pre), linear_dx(*double(dy, down))
-    check_error(y, activation_fwd(act, *pres, wide(mask)), at(1, 4))
+    check_error(y, activation_fwd(act, *pres, wide(mask)), compiled(1, 4))
     exact = activation_bwd(act, dact, *pres, wide(mask), False, (True, True))
-    check_all((dgate, dup), exact, at(1, 4))
+    check_all((dgate, dup), exact, compiled(1, 4))
 
 
 # --- the operations, by whatever serves them
@@ -206,8 +212,8 @@ def test_a_products_end_and_gradients_by_operations(dtype, routes):
 @pytest.mark.gpu
 @pytest.mark.parametrize("how", ["expanded", "transposed", "misaligned"])
 def test_operands_of_any_layout(how):
-    m, f, k = at((1030, 520, 328), (48, 64, 96))
-    dtype = at(BF16, F32)
+    m, f, k = at((1030, 520, 328), (48, 64, 96), (136, 200, 72))
+    dtype = compiled(BF16, F32)
     x, up = normal(dtype, m, k), layer(dtype, f, k)
     dy, down = normal(dtype, m, k), layer(dtype, k, f)[0]
     if how == "expanded":
@@ -223,7 +229,7 @@ def test_operands_of_any_layout(how):
     launch.run()
     check_written(dup)
     pre, dact = rounded(linear_fwd(*double(x, *up)), dtype), linear_dx(*double(dy, down))
-    check_error(dup, activation_bwd("relu", dact, None, pre, None, False)[1], at(1, 4))
+    check_error(dup, activation_bwd("relu", dact, None, pre, None, False)[1], compiled(1, 4))
 
 
 @pytest.mark.gpu
@@ -234,7 +240,7 @@ def test_rows_more_than_2_31_elements_apart(offset):
     assert launch.constants["TMA"] == (target().has_tma and offset == 0)
     launch.run()
     check_written(y)
-    check_error(y, linear_fwd(*double(x, weight, bias)), at(1, 4))
+    check_error(y, linear_fwd(*double(x, weight, bias)), compiled(1, 4))
 
 
 @pytest.mark.gpu

@@ -12,6 +12,7 @@ from places import (
     at,
     check_all,
     check_error,
+    compiled,
     double,
     far_apart,
     ids,
@@ -33,9 +34,10 @@ DTYPES = [BF16, F32]
 HEADS = at(
     [(32, 8, 128, 128), (16, 16, 64, 32), (12, 4, 96, 96), (8, 1, 256, 64), (3, 1, 33, 10)],
     [(1, 1, 2, 2), (3, 1, 7, 2), (4, 2, 6, 6), (12, 4, 24, 8), (16, 2, 33, 0)],
+    [(8, 2, 128, 128), (4, 4, 64, 32), (3, 1, 96, 96), (2, 1, 256, 64), (3, 1, 33, 10)],
 )
 SOME = HEADS[2]
-ROWS, SEQ = at((2051, 300), (23, 5))
+ROWS, SEQ = at((2051, 300), (23, 5), (37, 11))
 TOKEN0 = 7  # from the middle of a sequence to that of another
 NORM = pytest.mark.parametrize("norm", [False, True], ids=["plain", "norm"])
 INTERLEAVED = pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
@@ -116,7 +118,7 @@ def test_backward(heads, dtype, needs_grad, interleaved, batched):
     marks = tuple(name in needs_grad.split() for name in "xqk") if norm else (True, False, False)
     found, exact = backward(dy, x, call, marks), exact_backward(dy, x, call, marks)
     # Sums cancel, and so does dx in a head of two: what is left has lost some digits.
-    check_all(found, exact, *((at(1, 8), at(5, 8)) if norm else ()))
+    check_all(found, exact, *((compiled(1, 8), compiled(5, 8)) if norm else ()))
     owned = dy.contiguous()
     same = backward(owned, x, call, marks, owned=True)
     assert_bits(same, found, "in place, and in another run")
@@ -138,7 +140,9 @@ def test_layouts_that_are_read_as_they_are_or_copied(norm, interleaved):
         check_error(run(rotary_fwd, given, odd), rotary_fwd(given.double(), wide(odd)))
     if norm:
         exact = exact_backward(flat, apart, odd, (True,) * 3)
-        check_all(backward(flat, apart, odd, (True,) * 3), exact, at(1, 8), float32=at(5, 8))
+        check_all(
+            backward(flat, apart, odd, (True,) * 3), exact, compiled(1, 8), float32=compiled(5, 8)
+        )
 
 
 @pytest.mark.gpu
@@ -197,4 +201,4 @@ def test_heads_too_wide_for_a_program_are_atens(monkeypatch):
         grads = back.run(dy, x, call, (True,) * 3, False)
         made.append((forward.reason(), forward.run(x, call), *grads))
     assert made[0][0] == "kernel rotary_fwd" and "not triton: heads" in made[1][0]
-    check_all(made[0][1:], made[1][1:], at(1, 2))
+    check_all(made[0][1:], made[1][1:], compiled(1, 2))

@@ -10,6 +10,7 @@ from places import (
     PLACE,
     assert_bits,
     at,
+    compiled,
     deterministic,
     ids,
     mask_of,
@@ -31,11 +32,12 @@ from fused_remat.triton import pointwise, storage, tables
 from fused_remat.triton.tables import Tile
 
 F16, F32 = torch.float16, torch.float32
-DTYPES = at([BF16, F16, F32], [F32, BF16])
+DTYPES = compiled([BF16, F16, F32], [F32, BF16])
 # Rows and width: one element; less than a block, more; odd; whole blocks.
 SHAPES = at(
     [(4096, 8192), (1030, 1000), (515, 63), (1, 1)],
     [(1, 1), (5, 63), (3, 130), (7, 1000), (40, 256)],
+    [(70, 1024), (33, 1000), (67, 63), (1, 1)],
 )
 STORED = pytest.mark.parametrize("stored", sorted(storage.KERNELS))
 
@@ -117,11 +119,11 @@ LOADED = [F32, BF16] if PLACE == "interpreter" else [BF16]
 
 @pytest.mark.parametrize("act", pointwise.PAIRS)
 @pytest.mark.parametrize("dtype", LOADED, **ids)
-@pytest.mark.parametrize("shape", at(SHAPES[:2], SHAPES[1:3]), **ids)
+@pytest.mark.parametrize("shape", compiled(SHAPES[:2], SHAPES[1:3]), **ids)
 def test_activations_of_quantized_inputs(shape, dtype, act):
     """The same bits as if they were dequantized before."""
     x, mask = quantized(normal(dtype, *shape)), mask_of(*shape, 0.3)
-    dy, plain = at(normal(dtype, *shape), normal(dtype, shape[1]).expand(shape)), x.tensor()
+    dy, plain = compiled(normal(dtype, *shape), normal(dtype, shape[1]).expand(shape)), x.tensor()
     for drop in (mask, None):
         y = run(activation_fwd, act, None, plain, drop)
         dx = run(activation_bwd, act, dy, None, plain, drop, False)
@@ -134,7 +136,7 @@ def test_activations_of_quantized_inputs(shape, dtype, act):
 @pytest.mark.parametrize("which", ["gate", "up", "both"])
 @pytest.mark.parametrize("needs_grad", at(["both"], ["both", "gate", "up"]))
 @pytest.mark.parametrize("dtype", LOADED, **ids)
-@pytest.mark.parametrize("shape", at(SHAPES[:2], [(33, 130)]), **ids)
+@pytest.mark.parametrize("shape", compiled(SHAPES[:2], [(33, 130)]), **ids)
 def test_gated_activations_of_quantized_inputs(shape, dtype, needs_grad, which, act):
     gate, up, dy = (normal(dtype, *shape) for _ in range(3))
     mask, marks = mask_of(*shape, 0.3), (needs_grad != "up", needs_grad != "gate")
@@ -188,6 +190,7 @@ PRODUCTS = at(
         ((64, 520, 64), BF16), ((515, 1001, 331), BF16),
     ],
     [((1, 1, 1), F32), ((17, 130, 31), BF16), ((20, 136, 16), F32), ((20, 136, 16), BF16)],
+    [((256, 512, 64), BF16), ((64, 520, 64), BF16), ((131, 193, 63), BF16), ((67, 264, 72), F16)],
 )  # fmt: skip
 
 

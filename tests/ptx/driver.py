@@ -11,8 +11,6 @@ ptxas is executed. A binary is the PTX itself.
 from __future__ import annotations
 
 import contextlib
-import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -57,7 +55,7 @@ class Driver:
     arch: int
     how: How = field(default_factory=How)
     launches: list[Launched] = field(default_factory=list)
-    edit: Callable[[str], str] = staticmethod(lambda ptx: ptx)
+    edit: Callable[[str], str] = str
 
     @property
     def utils(self) -> Driver:
@@ -85,9 +83,9 @@ class Driver:
 
     def load_binary(
         self, name: str, ptx: bytes, shared: int, device: int
-    ) -> tuple[None, Program, int, int, int]:
+    ) -> tuple[str, Program, int, int, int]:
         """Module, function, registers, spills and the most threads of a block."""
-        return None, Program(self.edit(ptx.decode()), shared), 0, 0, 1024
+        return name, Program(self.edit(ptx.decode()), shared), 0, 0, 1024
 
     def launcher_cls(self, src: Any, metadata: Any) -> Callable[..., None]:
         signature = tuple(src.signature.values())

@@ -1,91 +1,103 @@
-"""STAND-IN over the first trial (../shared/ptx), to be replaced by the decoder and machine of this folder.
+"""A launch: a program over a grid, with arguments as a GPU's driver would get them."""
 
-The interface stays: Program, TensorMap, How, Outcome, execute.
-"""
 from __future__ import annotations
-import sys
-from dataclasses import dataclass, field
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
-sys.path.insert(0, "/work/shared/ptx")
+
+import numpy as np
 import torch
 from torch import Tensor
-import ptx_exec, ptx_machine
-from ptx_machine import Machine, Region, Report
 
+from .decode import PTXError
+from .lanes import Array
+from .machine import How, Machine
+from .program import Program
+from .reports import Reports
+from .spaces import Global
+from .tensor_maps import TensorMap
 
-class Program(ptx_exec.Program):
-    def __init__(self, ptx: str, shared: int):
-        super().__init__(ptx)
-        self.shared = shared
-        self.ptx = ptx
-
-
-@dataclass(frozen=True)
-class TensorMap:
-    base: Tensor
-    shape: tuple
-    strides: tuple
-    box: tuple
-    swizzle: int
-    element: int
-
-
-@dataclass(frozen=True)
-class How:
-    races: bool = True
-    count: bool = False
-    order: int = 0
-    strict: bool = True
+__all__ = ["How", "Outcome", "Program", "TensorMap", "execute"]
 
 
 @dataclass
 class Outcome:
-    reports: list = field(default_factory=list)
-    counts: dict = field(default_factory=dict)
-    strict: bool = True
+    """What a launch did.
 
-    def check(self):
-        if self.reports and self.strict:
-            raise AssertionError("; ".join(self.reports))
+    Attributes:
+        reports: what was wrong: races, accesses outside of tensors, reads before a wait.
+        counts: warp instructions by opcode, "multiply-adds" of matrix instructions; by `How.count`
+            also 32-byte "load sectors" and "store sectors" of all warps, "touched load sectors" and
+            "touched store sectors" of the launch, "shared passes" and "shared passes least".
+    """
+
+    reports: list[str] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def check(self) -> None:
+        """Raises an AssertionError if anything was wrong."""
+        if self.reports:
+            raise AssertionError("\n".join(self.reports))
+
+    @property
+    def warp_instructions(self) -> int:
+        """Of all opcodes, which are in small letters with a dot or alone."""
+        return sum(n for name, n in self.counts.items() if " " not in name and "-" not in name)
 
 
-class _View:
-    def __init__(self, m):
-        self.shape, self.strides = m.shape, m.strides
+def execute(
+    program: Program, grid: Sequence[int], arguments: Sequence[Any], how: How | None = None
+) -> Outcome:
+    """Runs a launch on tensors, numbers, tensor maps and None, which are changed in place."""
+    how, reports, outcome = how or How(), Reports(), Outcome()
+    memory = Global(reports)
+    parameters = [
+        _parameter(memory, n, kind, value)
+        for n, (kind, value) in enumerate(
+            zip(program.code.parameters, [*arguments, None, None], strict=True)
+        )
+    ]
+    grid = (*grid, 1, 1)[:3]
+    blocks = np.arange(int(np.prod(grid)))
+    if how.order < 0:
+        blocks = blocks[::-1]
+    together = max(1, how.lanes // program.code.threads)
+    with np.errstate(all="ignore"), _one_thread():
+        for first in range(0, len(blocks), together):
+            some = blocks[first : first + together]
+            Machine(program, some, grid, parameters, memory, how, reports, outcome.counts).run()
+    for region in memory.regions:
+        region.back()
+    for what, sectors in memory.touched.items():
+        if sectors:
+            outcome.counts[f"touched {what} sectors"] = np.unique(np.concatenate(sectors)).size
+    outcome.reports = reports.lines()
+    return outcome
 
 
-def execute(program: Program, grid, arguments, how: How) -> Outcome:
-    if 0 in grid:
-        return Outcome()
-    regions, known = [], {}
-    def place(x):
-        key = x.untyped_storage()._cdata
-        if key not in known:
-            known[key] = len(regions)
-            regions.append(Region(x.untyped_storage(), how.races))
-        k = known[key]
-        regions[k].allow(x)
-        return ((k + 1) << 40) + regions[k].shift + x.storage_offset() * x.element_size()
-    params, descs = [], {}
-    for v in arguments:
-        if isinstance(v, Tensor):
-            params.append(("i", place(v)))
-        elif isinstance(v, TensorMap):
-            descs[len(params)] = (_View(v), place(v.base), {"block_size": v.box, "swizzle": v.swizzle, "elem_size": v.element})
-            params.append(("desc", 0))
-        elif isinstance(v, float):
-            params.append(("f", v))
-        elif v is None:
-            params.append(("i", 0))
-        else:
-            params.append(("i", v))
-    params += [("i", 0)] * 2
-    assert len(params) == len(program.params), (len(params), len(program.params))
-    for r in regions:
-        r.whole = bool(r.valid[r.shift:r.size].all())
-    report = Report()
-    m = Machine(program, params, regions, grid, program.shared, report, how.races, 8192, descs)
-    m.run()
-    for r in regions:
-        r.back()
-    return Outcome([str(report)] if report else [], {"lane instructions": sum(program.sizes[b] * n for b, n in m.executed.items())}, how.strict)
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Matrices are small: threads would only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _parameter(memory: Global, number: int, kind: str, value: Any) -> Array:
+    """The bits of a parameter, one for all lanes; scratch memory that is not asked for is 0."""
+    if isinstance(value, TensorMap):
+        memory.maps[number] = replace(value, address=memory.place(value.base))
+        return np.zeros(8, np.uint8)
+    if (kind[0] == "f") != isinstance(value, float):
+        raise PTXError(f"parameter {number} is {kind}, and {value!r} was given")
+    if kind == "f32":
+        return np.array([value], np.float32)
+    if isinstance(value, Tensor):
+        value = memory.place(value)
+    return np.array([int(value or 0) & (2**64 - 1)], np.uint64)

@@ -1,0 +1,47 @@
+"""Conversions between types: PTX ISA 9.7.9.21 (cvt)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .decode import Instruction
+from .lanes import Array, Registers, Step, dtype_of, instruction, pure
+from .numbers import HALF, f4, f8, flushed, u2, u4
+
+_WHOLE = {"rzi": np.trunc, "rni": np.rint, "rmi": np.floor, "rpi": np.ceil}
+_KNOWN = {"rn", "ftz", "sat", *_WHOLE}
+
+
+@instruction("cvt")
+def _convert(i: Instruction, k: Registers) -> Step:
+    *how, into, given = i.parts[1:]
+    if not set(how) <= _KNOWN or "sat" in how:
+        raise i.unknown()
+    if into.endswith("x2"):  # the first operand is the upper half
+        narrow = HALF[into.removesuffix("x2")][1]
+        packed = lambda high, low: narrow(low) | (narrow(high).astype(u4) << u4(16))  # noqa: E731
+        return pure(i, k, packed, u4, f4, f4)
+    whole = next((_WHOLE[name] for name in how if name in _WHOLE), None)
+    if "bf16" in (into, given):
+        widen, narrow = HALF["bf16"]
+        if whole or (into, given) not in (("bf16", "f32"), ("f32", "bf16")):
+            raise i.unknown()
+        return pure(i, k, narrow, u2, f4) if into == "bf16" else pure(i, k, widen, f4, u2)
+    target, source = dtype_of(into), dtype_of(given)
+    floats = np.dtype(target).kind == "f", np.dtype(source).kind == "f"
+
+    def converted(x: Array) -> Array:
+        if "ftz" in how and source is f4:
+            x = flushed(x)
+        if whole is not None:
+            x = whole(x)
+        if floats == (False, True):  # clamped to the type's range; NaN gives 0
+            limits = np.iinfo(target)
+            wide = np.nan_to_num(x.astype(f8), nan=0.0, posinf=np.inf, neginf=-np.inf)
+            inside = wide.clip(float(limits.min), float(limits.max))
+            return np.where(wide >= limits.max, limits.max, inside.astype(np.int64)).astype(target)
+        return x.astype(target)
+
+    if floats == (False, True) and whole is None:
+        raise i.unknown("without a rounding to integers")
+    return pure(i, k, converted, target, source)

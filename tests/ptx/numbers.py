@@ -1,0 +1,350 @@
+"""Integer and floating-point arithmetic, comparison, selection, logic and moves.
+
+PTX ISA 9.7.1 (integer), 9.7.3 (floating point), 9.7.4 (half precision), 9.7.6 (comparison and
+selection), 9.7.8 (logic and shift), 9.7.9.1-4 (moves, shuffles of bytes). Approximate functions
+are computed exactly and rounded once: their ulps are not modelled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from .decode import Instruction
+from .lanes import SIGNED, UNSIGNED, Array, Registers, Step, dtype_of, instruction, only, pure
+
+f4, f8, u1, u2, u4, u8, i4, i8 = (
+    np.float32, np.float64, np.uint8, np.uint16, np.uint32, np.uint64, np.int32, np.int64,
+)  # fmt: skip
+
+
+def bf16_to_f32(bits: Array) -> Array:
+    return (bits.astype(u4) << u4(16)).view(f4)
+
+
+def f32_to_bf16(x: Array) -> Array:
+    """To the nearest, ties to even; NaN to PTX's canonical one."""
+    bits = x.astype(f4, copy=False).view(u4)
+    rounded = ((bits + (u4(0x7FFF) + ((bits >> u4(16)) & u4(1)))) >> u4(16)).astype(u2)
+    return np.where((bits & u4(0x7FFFFFFF)) > u4(0x7F800000), u2(0x7FFF), rounded)
+
+
+def flushed(x: Array) -> Array:
+    """.ftz: subnormal numbers are zeros."""
+    bits = x.view(u4)
+    return np.where((bits & u4(0x7F800000)) == 0, bits & u4(0x80000000), bits).view(f4)
+
+
+#: 16-bit types: how bits are widened, and results rounded back.
+HALF: dict[str, tuple[Callable[[Array], Array], Callable[[Array], Array]]] = {
+    "bf16": (bf16_to_f32, f32_to_bf16),
+    "f16": (lambda bits: bits.view(np.float16).astype(f4), lambda x: x.astype(np.float16).view(u2)),
+}
+
+
+def halves(function: Callable[..., Array]) -> Callable[..., Array]:
+    """A function of 16-bit numbers, of two of them in 32 bits."""
+
+    def both(*xs: Array) -> Array:
+        low = function(*[(x & u4(0xFFFF)).astype(u2) for x in xs])
+        high = function(*[(x >> u4(16)).astype(u2) for x in xs])
+        return low.astype(u4) | (high.astype(u4) << u4(16))
+
+    return both
+
+
+def arithmetic(i: Instruction, k: Registers, function: Callable[..., Array]) -> Step:
+    """`function` in the type of the opcode; of 16 bits computed in float32 and rounded."""
+    count, kind = len(i.operands) - 1, i.type.removesuffix("x2")
+    if kind in HALF:
+        widen, narrow = HALF[kind]
+        rounded = lambda *xs: narrow(function(*map(widen, xs)))  # noqa: E731
+        if i.type.endswith("x2"):
+            return pure(i, k, halves(rounded), u4, *[u4] * count)
+        return pure(i, k, rounded, u2, *[u2] * count)
+    dtype = dtype_of(i.type)
+    if "ftz" in i.parts:
+        plain = function
+        function = lambda *xs: flushed(plain(*map(flushed, xs)))  # noqa: E731
+    return pure(i, k, function, dtype, *[dtype] * count)
+
+
+def _fma(a: Array, b: Array, c: Array) -> Array:
+    """Through float64: the product is exact, the sum rounded to 53 bits and then to 24."""
+    return (a.astype(f8) * b + c).astype(f4)
+
+
+def _quotient(a: Array, b: Array) -> Array:
+    """Towards zero; nothing is said of a divisor of zero, and lanes that are masked have some."""
+    b = np.where(b == 0, b.dtype.type(1), b)
+    if a.dtype.kind == "u":
+        return a // b
+    quotient = np.abs(a.astype(i8)) // np.abs(b.astype(i8))
+    return np.where((a < 0) != (b < 0), -quotient, quotient).astype(a.dtype)
+
+
+def _exact(function: Callable[[Array], Array]) -> Callable[[Array], Array]:
+    return lambda x: function(x.astype(f8)).astype(x.dtype)
+
+
+_ROUNDING = ("rn", "ftz", "approx", "full", "lo")
+_ARITHMETIC: dict[str, Callable[..., Array]] = {
+    "add": np.add, "sub": np.subtract, "mul": np.multiply, "mad": lambda a, b, c: a * b + c,
+    "neg": np.negative, "abs": np.abs, "ex2": np.exp2, "lg2": np.log2, "sqrt": np.sqrt,
+    "rcp": lambda x: x.dtype.type(1) / x, "rsqrt": _exact(lambda x: 1 / np.sqrt(x)),
+    "tanh": np.tanh, "sin": np.sin, "cos": np.cos,
+}  # fmt: skip
+
+
+@instruction(*_ARITHMETIC)
+def _arithmetic(i: Instruction, k: Registers) -> Step:
+    name = i.parts[0]
+    if {"wide", "hi"} & set(i.parts):
+        return _wide(i, k)
+    only(i, *_ROUNDING)
+    return arithmetic(i, k, _ARITHMETIC[name])
+
+
+def _wide(i: Instruction, k: Registers) -> Step:
+    """mul.wide, mad.wide: a result of twice the bits; mul.hi: its upper half."""
+    only(i, "wide", "hi")
+    given = dtype_of(i.type)
+    size = np.dtype(given).itemsize
+    table = SIGNED if np.dtype(given).kind == "i" else UNSIGNED
+    into = table[2 * size]
+    if "hi" in i.parts:
+        upper = lambda a, b: ((a.astype(into) * b.astype(into)) >> into(8 * size)).astype(given)  # noqa: E731
+        return pure(i, k, upper, given, given, given)
+    if i.parts[0] == "mul":
+        return pure(i, k, lambda a, b: a.astype(into) * b.astype(into), into, given, given)
+    made = lambda a, b, c: a.astype(into) * b.astype(into) + c  # noqa: E731
+    return pure(i, k, made, into, given, given, into)
+
+
+@instruction("fma")
+def _fused(i: Instruction, k: Registers) -> Step:
+    only(i, "rn", "ftz")
+    return arithmetic(i, k, (lambda a, b, c: a * b + c) if i.type == "f64" else _fma)
+
+
+@instruction("div", "rem")
+def _division(i: Instruction, k: Registers) -> Step:
+    only(i, *_ROUNDING)
+    if i.type[0] == "f":
+        return arithmetic(i, k, np.divide)
+    rest = lambda a, b: a - _quotient(a, b) * b  # noqa: E731
+    return arithmetic(i, k, _quotient if i.parts[0] == "div" else rest)
+
+
+@instruction("min", "max")
+def _extremes(i: Instruction, k: Registers) -> Step:
+    """Of a number and NaN the number, unless .NaN."""
+    only(i, "ftz", "NaN", "relu")
+    name = i.parts[0]
+    if "relu" in i.parts:
+        least = np.minimum if name == "min" else np.maximum
+        return arithmetic(i, k, lambda a, b: np.maximum(least(a, b), a.dtype.type(0)))
+    number = {"min": (np.fmin, np.minimum), "max": (np.fmax, np.maximum)}[name]
+    return arithmetic(i, k, number["NaN" in i.parts or i.type[0] in "su"])
+
+
+@instruction("copysign")
+def _copysign(i: Instruction, k: Registers) -> Step:
+    return arithmetic(i, k, lambda sign, x: np.copysign(x, sign))
+
+
+# --- comparison and selection
+
+_ORDERED = {
+    "eq": np.equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
+    "lo": np.less, "ls": np.less_equal, "hi": np.greater, "hs": np.greater_equal,
+}  # fmt: skip
+_OPPOSITE = {"equ": "ne", "ltu": "ge", "leu": "gt", "gtu": "le", "geu": "lt"}
+
+
+def comparison(how: str) -> Callable[[Array, Array], Array]:
+    """PTX 9.3.1, 9.3.2: ordered ones are false where an operand is NaN, those with u are true."""
+    if how in _ORDERED:
+        return _ORDERED[how]
+    if how == "ne":
+        return lambda a, b: (a < b) | (a > b)
+    if how == "neu":
+        return np.not_equal
+    if how in ("nan", "num"):
+        return lambda a, b: (np.isnan(a) | np.isnan(b)) == (how == "nan")
+    opposite = comparison(_OPPOSITE[how])
+    return lambda a, b: ~opposite(a, b)
+
+
+@instruction("setp")
+def _setp(i: Instruction, k: Registers) -> Step:
+    _, how, *between, kind = i.parts
+    test, joined = comparison(how), [x for x in between if x != "ftz"]
+    join = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}
+    into = [text.strip() for text in i.operands[0].split("|")]
+    half = kind.removesuffix("x2")
+    if half in HALF:
+        widen, size = HALF[half][0], u4 if kind.endswith("x2") else u2
+        given = [k.read(text, size) for text in i.operands[1:3]]
+        writes = [k.write(text, np.bool_) for text in into]
+
+        def step(m, mask):
+            a, b = (read(m.R) for read in given)
+            for write, shift in zip(writes, (0, 16), strict=False):
+                parts = [widen((x >> size(shift)).astype(u2)) for x in (a, b)]
+                write(m, test(*parts), mask)
+
+        if joined or len(writes) != (2 if kind.endswith("x2") else 1):
+            raise i.unknown()
+        return step
+    dtype = dtype_of(kind)
+    if len(into) > 1:
+        raise i.unknown("with two results")
+    if joined:
+        both = lambda a, b, c: join[joined[0]](test(a, b), c)  # noqa: E731
+        return pure(i, k, both, np.bool_, dtype, dtype, np.bool_)
+    return pure(i, k, test, np.bool_, dtype, dtype)
+
+
+@instruction("selp")
+def _selp(i: Instruction, k: Registers) -> Step:
+    bits = UNSIGNED[int(i.type[1:]) // 8]
+    return pure(i, k, lambda a, b, p: np.where(p, a, b), bits, bits, bits, np.bool_)
+
+
+# --- logic and shifts
+
+_LOGIC = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.invert}
+
+
+@instruction(*_LOGIC)
+def _logic(i: Instruction, k: Registers) -> Step:
+    return arithmetic(i, k, _LOGIC[i.parts[0]])
+
+
+@instruction("lop3")
+def _lop3(i: Instruction, k: Registers) -> Step:
+    table = int(i.operands[4], 0)
+
+    def choose(a, b, c):
+        found = u4(0)
+        for case in range(8):
+            if table >> case & 1:
+                bits = (a if case & 4 else ~a) & (b if case & 2 else ~b) & (c if case & 1 else ~c)
+                found = found | bits
+        return found
+
+    short = Instruction(i.opcode, i.operands[:4], i.guard, i.line, i.source)
+    return pure(short, k, choose, u4, u4, u4, u4)
+
+
+@instruction("shl", "shr")
+def _shift(i: Instruction, k: Registers) -> Step:
+    """Distances beyond the width give 0, or the sign."""
+    dtype = dtype_of(i.type)
+    bits = np.dtype(dtype).itemsize * 8
+    move = np.left_shift if i.parts[0] == "shl" else np.right_shift
+
+    def shifted(a, n):
+        found = move(a, np.minimum(n, u4(bits - 1)).astype(dtype))
+        if a.dtype.kind == "i":
+            return found
+        return np.where(n >= bits, dtype(0), found)
+
+    return pure(i, k, shifted, dtype, dtype, u4)
+
+
+@instruction("shf")
+def _funnel(i: Instruction, k: Registers) -> Step:
+    _, side, mode, _ = i.parts
+    limit = (lambda n: n & u4(31)) if mode == "wrap" else (lambda n: np.minimum(n, u4(32)))
+
+    def shifted(a, b, n):
+        both, n = (b.astype(u8) << u8(32)) | a, limit(n).astype(u8)
+        return (both << n >> u8(32) if side == "l" else both >> n).astype(u4)
+
+    return pure(i, k, shifted, u4, u4, u4, u4)
+
+
+@instruction("bfe")
+def _field(i: Instruction, k: Registers) -> Step:
+    """Bits p to p + n; signed ones extend the highest."""
+    dtype = dtype_of(i.type)
+
+    def field(a, p, n):
+        p, n = np.minimum(p & u4(255), u4(63)), np.minimum(n & u4(255), u4(32))
+        wide = a.astype(i8) >> p.astype(i8)
+        top = (i8(64) - n.astype(i8)).clip(0, 63)
+        shifted = wide << top
+        found = shifted >> top if dtype is i4 else (shifted.view(u8) >> top.view(u8)).view(i8)
+        return np.where(n == 0, 0, found).astype(dtype)
+
+    return pure(i, k, field, dtype, dtype, u4, u4)
+
+
+@instruction("popc", "clz", "brev")
+def _counts(i: Instruction, k: Registers) -> Step:
+    bits = UNSIGNED[int(i.type[1:]) // 8]
+    if i.parts[0] != "popc":
+        raise i.unknown()
+    return pure(i, k, lambda a: np.bitwise_count(a).astype(u4), u4, bits)
+
+
+@instruction("prmt")
+def _permute(i: Instruction, k: Registers) -> Step:
+    """Four of the eight bytes of two registers; the selector's top bits copy a byte's sign."""
+    if i.parts[1:] != ["b32"]:
+        raise i.unknown()
+
+    def permuted(a, b, selector):
+        both, made = (b.astype(u8) << u8(32)) | a, u4(0)
+        for n in range(4):
+            choice = (selector >> u4(4 * n)) & u4(15)
+            byte = ((both >> ((choice & u4(7)).astype(u8) * u8(8))) & u8(255)).astype(u4)
+            sign = np.where(byte & u4(128), u4(255), u4(0))
+            made = made | (np.where(choice & u4(8), sign, byte) << u4(8 * n))
+        return made
+
+    return pure(i, k, permuted, u4, u4, u4, u4)
+
+
+# --- moves
+
+
+@instruction("mov")
+def _mov(i: Instruction, k: Registers) -> Step:
+    into, given = i.operands
+    if i.type == "pred":
+        return pure(i, k, lambda a: a, np.bool_, np.bool_)
+    size = int(i.type[1:]) // 8
+    bits = UNSIGNED[size]
+    if isinstance(into, tuple):  # unpack
+        part = size // len(into)
+        read, writes = k.read(given, bits), [k.write(text, UNSIGNED[part]) for text in into]
+
+        def unpack(m, mask):
+            whole = read(m.R)
+            for n, write in enumerate(writes):
+                write(m, (whole >> bits(8 * part * n)).astype(UNSIGNED[part]), mask)
+
+        return unpack
+    if isinstance(given, tuple):
+        part = size // len(given)
+        reads, write = k.all(given, UNSIGNED[part]), k.write(into, bits)
+
+        def pack(m, mask):
+            whole: Any = bits(0)
+            for n, x in enumerate(reads(m.R)):
+                whole = whole | (x.astype(bits) << bits(8 * part * n))
+            write(m, whole, mask)
+
+        return pack
+    return pure(i, k, lambda a: a, bits, bits)
+
+
+@instruction("cvta")
+def _address(i: Instruction, k: Registers) -> Step:
+    """Generic addresses are those of their space."""
+    return pure(i, k, lambda a: a, u8, u8)
