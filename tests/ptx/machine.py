@@ -232,7 +232,7 @@ class Machine:
         if address.size == 1:
             each *= self.warps
         self.counts[f"{what} sectors"] += int(each)
-        self.program.touched[what].append(np.unique(first))
+        self.memory.touched[what].append(np.unique(first))
 
     def count_banks(self, lanes: Any, at: Array, size: int, rows: int = 0) -> None:
         """Passes over shared memory, and those without conflicts: 128 bytes of a warp each.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .decode import Address, Instruction
-from .lanes import SIGNED, UNSIGNED, Array, Mask, Registers, Step, instruction
+from .lanes import PARAMETER, SIGNED, UNSIGNED, Array, Mask, Registers, Step, instruction
 
 if TYPE_CHECKING:
     from .machine import Machine
@@ -35,13 +35,20 @@ class Access:
             self.address = k.address(address, wide)
 
 
+@instruction("createpolicy")
+def _policy(i: Instruction, k: Registers) -> Step:
+    """What lines a cache keeps: 9.7.9.18. Nothing is cached here."""
+    write = k.write(i.operands[0], np.uint64)
+    return lambda m, mask: write(m, np.zeros(1, np.uint64), mask)
+
+
 @instruction("ld")
 def _load(i: Instruction, k: Registers) -> Step:
-    access = Access(i, k, *i.operands)
+    access = Access(i, k, *i.operands[:2])  # a third one is a cache's policy
     dtype = (SIGNED if access.signed else UNSIGNED)[access.size]
     writes = [k.write(text, dtype) for text in access.registers]
     if access.space == "param":
-        return _parameter(i, access, writes[0], dtype)
+        return _parameter(i, k, access, writes[0], dtype)
     load = {"global": load_global, "shared": load_shared}.get(access.space)
     if load is None:
         raise i.unknown()
@@ -54,14 +61,18 @@ def _load(i: Instruction, k: Registers) -> Step:
     return step
 
 
-def _parameter(i: Instruction, access: Access, write: Any, dtype: Any) -> Step:
+def _parameter(i: Instruction, k: Registers, access: Access, write: Any, dtype: Any) -> Step:
     address = i.operands[1]
     assert isinstance(address, Address)
-    number, offset = int(re.search(r"_param_(\d+)$", address.base)[1]), address.offset
+    places = k.address(address, np.uint64)
 
     def step(m: Machine, mask: Mask) -> None:
-        raw = m.parameters[number].view(np.uint8)[offset : offset + access.size]
-        write(m, raw.view(dtype), mask)
+        at, found = places(m.R), np.zeros(1, dtype)
+        for place in np.unique(at if mask is None else m.full(at)[mask]):
+            number, offset = (place >> 40) - (PARAMETER(0) >> 40), place & ((1 << 40) - 1)
+            raw = m.parameters[number].view(np.uint8)[offset : offset + access.size]
+            found = np.where(at == place, raw.view(dtype), found)
+        write(m, found, mask)
 
     return step
 

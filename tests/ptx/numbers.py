@@ -76,6 +76,13 @@ def _fma(a: Array, b: Array, c: Array) -> Array:
     return (a.astype(f8) * b + c).astype(f4)
 
 
+def _fma_down(a: Array, b: Array, c: Array) -> Array:
+    """The largest number that is no larger than the sum."""
+    exact = a.astype(f8) * b + c
+    near = exact.astype(f4)
+    return np.where(near > exact, np.nextafter(near, f4(-np.inf)), near)
+
+
 def _quotient(a: Array, b: Array) -> Array:
     """Towards zero; nothing is said of a divisor of zero, and lanes that are masked have some."""
     b = np.where(b == 0, b.dtype.type(1), b)
@@ -125,7 +132,9 @@ def _wide(i: Instruction, k: Registers) -> Step:
 
 @instruction("fma")
 def _fused(i: Instruction, k: Registers) -> Step:
-    only(i, "rn", "ftz")
+    only(i, "rn", "rm", "ftz")
+    if "rm" in i.parts:
+        return arithmetic(i, k, _fma_down)
     return arithmetic(i, k, (lambda a, b, c: a * b + c) if i.type == "f64" else _fma)
 
 
