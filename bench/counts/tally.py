@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from bench.measure.contest import Results, Way
-from tests.ptx.driver import Driver
+from tests.ptx.driver import Driver, Launched
 
 #: Operations that launch nothing, besides views.
 _FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach",
@@ -49,9 +49,7 @@ class Aten(TorchDispatchMode):
     def ignore_compile_internals(cls) -> bool:
         return True
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         made = func(*args, **kwargs)
         name = func.overloadpacket.__name__
@@ -70,6 +68,14 @@ class Aten(TorchDispatchMode):
         return made
 
 
+def counts_of(launch: Launched) -> Counter[str]:
+    """A launch's counts; of its instructions, the sum."""
+    counts = launch.outcome.counts
+    found = Counter({name: n for name, n in counts.items() if " " in name or "-" in name})
+    found["warp instructions"] = launch.outcome.warp_instructions
+    return found
+
+
 @dataclasses.dataclass
 class Tally:
     """Ways of a contest whose calls are counted, by name."""
@@ -84,7 +90,10 @@ class Tally:
             self.driver.launches.clear()
             with Aten() as aten:
                 found = way.run(given)
-            self.rows[name] = {"aten": {**aten.found, "operations": dict(aten.names)}, **self._launched()}
+            self.rows[name] = {
+                "aten": {**aten.found, "operations": dict(aten.names)},
+                **self._launched(),
+            }
             return found
 
         return dataclasses.replace(way, run=run)
@@ -94,7 +103,7 @@ class Tally:
         total: Counter[str] = Counter()
         launches = []
         for launch in self.driver.launches:
-            counts = launch.outcome.counts
+            counts = counts_of(launch)
             total.update(counts)
             launches.append({"kernel": launch.kernel, "grid": launch.grid, "counts": counts})
         return {"counts": dict(total), "launches": launches}
