@@ -127,7 +127,8 @@ def compiles_for(driver: Driver, cost: Cost) -> Iterator[None]:
             return permute(*given)
 
     settings = {
-        "compile_threads": 1, "assert_indirect_indexing": False, "fx_graph_cache": False, "force_disable_caches": True,
+        "compile_threads": 1, "assert_indirect_indexing": False, "fx_graph_cache": False,
+        "force_disable_caches": True,
         # As for a batch of which only some rows are executed: rows are never too few.
         "triton.mix_order_reduction_non_strict_mode": True,
     }  # fmt: skip

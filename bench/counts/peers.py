@@ -19,10 +19,11 @@ from triton.runtime.autotuner import Autotuner, Config
 import tests.ptx.driver
 from bench.counts.inductor import compiles_for, properties
 from bench.counts.tally import counts_of
-from fused_remat.steps import linear
-from tests.ptx.driver import Driver, Launched
+from fused_remat.execution import choose
+from fused_remat.steps import cross_entropy, linear
+from tests.ptx.driver import GPUS, Driver, Launched
 
-#: What asks whether a tensor is on a CUDA device: to count its multiprocessors, or to refuse others.
+#: What asks whether a tensor is on a CUDA device: to count multiprocessors, or to refuse others.
 _ASKING = (
     ("liger_kernel.ops.rms_norm", "rms_norm_backward"),
     ("liger_kernel.ops.layer_norm", "layer_norm_backward"),
@@ -80,9 +81,14 @@ def _unseen(*given: Any, execute: Any = tests.ptx.driver.execute) -> Any:
 
 
 @contextlib.contextmanager
-def peers(driver: Driver) -> Iterator[None]:
-    """Within, Triton kernels of other packages, and Inductor's, are compiled for the driver."""
+def peers(driver: Driver, share: int = 1) -> Iterator[None]:
+    """Within, Triton kernels of other packages, and Inductor's, are compiled for the driver.
+
+    It has one in `share` of the architecture's multiprocessors. What ours and PyTorch's do
+    otherwise on a CPU is as on a GPU: sizes of pieces, products of 16 bits.
+    """
     capability = divmod(driver.arch, 10)
+    sms, shared = GPUS[driver.arch]
     with contextlib.ExitStack() as stack:
         for owner, name, value in (
             (torch.cuda, "current_device", lambda: 0),
@@ -91,9 +97,12 @@ def peers(driver: Driver) -> Iterator[None]:
             (Autotuner, "prune_configs", _largest(Autotuner.prune_configs, driver)),
             (tests.ptx.driver, "execute", _unseen),
             (linear, "_cpu_has_native", lambda dtype: True),
+            (choose, "_CPU_TOKENS", choose._DEVICE_TOKENS),
+            (cross_entropy, "_CPU_LOGITS", cross_entropy._DEVICE_LOGITS),
             (Autotuner, "_bench", lambda self, *args, **kwargs: [0.0]),
         ):
             stack.enter_context(mock.patch.object(owner, name, value))
+        stack.enter_context(mock.patch.dict(GPUS, {driver.arch: (sms // share, shared)}))
         for where, name in _ASKING:
             if importlib.util.find_spec(where.split(".")[0]) is None:
                 continue

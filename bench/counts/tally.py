@@ -14,8 +14,10 @@ from bench.measure.contest import Results, Way
 from tests.ptx.driver import Driver, Launched
 
 #: Operations that launch nothing, besides views.
-_FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach",
-         "alias", "_local_scalar_dense", "_unsafe_view", "lift_fresh", "resize_", "set_"}  # fmt: skip
+_FREE = {
+    "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias",
+    "_local_scalar_dense", "_unsafe_view", "lift_fresh", "resize_", "set_",
+}  # fmt: skip
 #: Operations that overwrite their first argument unread.
 _OVERWRITE = {"copy_", "fill_", "zero_"}
 _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
@@ -91,7 +93,8 @@ class Tally:
             with Aten() as aten:
                 found = way.run(given)
             self.rows[name] = {
-                "aten": {**aten.found, "operations": dict(aten.names)},
+                "aten": dict(aten.found),
+                "operations": dict(aten.names),
                 **self._launched(),
             }
             return found
