@@ -214,6 +214,9 @@ def linear_fwd(
     `norm`: (mean or None, rstd, weight, bias), by which x is normalised as it is loaded.
     """
     tile, in_block = _parts(tile or tile_for("linear", target, *y.shape), quantized)
+    if norm is not None and family(target) == "hopper":
+        # Triton overwrites registers that a pipelined wgmma has yet to read (triton#9433).
+        tile = replace(tile, stages=1)
     n, k = weight.shape
     (x_in, w_in, residual_in, pre_in, out), strides, tma = described(
         target,

@@ -35,8 +35,8 @@ FLOAT = {2: np.float16, 4: np.float32, 8: np.float64}
 SPECIAL = {name: 4 for name in ("%tid.x", "%laneid", "%warpid", "%ntid.x", "%clock")} | {
     f"%{what}.{axis}": 4 for what in ("ctaid", "nctaid") for axis in "xyz"
 } | {"%tid.y": 4, "%tid.z": 4}  # fmt: skip
-#: Where the tensor maps among the parameters are: address of parameter n.
-PARAMETER = lambda n: (0x7000 + n) << 40  # noqa: E731
+#: Parameter n is at address (PARAMETERS + n) << 40.
+PARAMETERS = 0x7000
 
 
 def instruction(*names: str) -> Callable[[Handler], Handler]:
@@ -95,7 +95,7 @@ class Registers:
         if dtype == np.bool_:
             return np.array([bool(int(text, 0))])
         if parameter:
-            value = PARAMETER(int(parameter[1]))
+            value = (PARAMETERS + int(parameter[1])) << 40
         elif text in self.code.symbols:
             value = 0 if text == "global_smem" else 0xDEAD << 40
         elif re.fullmatch(r"0[fFdD][0-9a-fA-F]+", text):

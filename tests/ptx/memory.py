@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .decode import Address, Instruction
-from .lanes import PARAMETER, SIGNED, UNSIGNED, Array, Mask, Registers, Step, instruction
+from .decode import Instruction
+from .lanes import PARAMETERS, SIGNED, UNSIGNED, Array, Mask, Registers, Step, instruction
+from .spaces import REGION
 
 if TYPE_CHECKING:
     from .machine import Machine
@@ -62,16 +63,15 @@ def _load(i: Instruction, k: Registers) -> Step:
 
 
 def _parameter(i: Instruction, k: Registers, access: Access, write: Any, dtype: Any) -> Step:
-    address = i.operands[1]
-    assert isinstance(address, Address)
-    places = k.address(address, np.uint64)
+    address = k.address(i.operands[1], np.uint64)
 
     def step(m: Machine, mask: Mask) -> None:
-        at, found = places(m.R), np.zeros(1, dtype)
-        for place in np.unique(at if mask is None else m.full(at)[mask]):
-            number, offset = (place >> 40) - (PARAMETER(0) >> 40), place & ((1 << 40) - 1)
+        at = address(m.R)
+        found = np.empty(at.size, dtype)
+        for place in np.unique(at):
+            number, offset = (int(place) >> REGION) - PARAMETERS, int(place) & 0xFFFF
             raw = m.parameters[number].view(np.uint8)[offset : offset + access.size]
-            found = np.where(at == place, raw.view(dtype), found)
+            found[at == place] = raw.view(dtype)[0]
         write(m, found, mask)
 
     return step

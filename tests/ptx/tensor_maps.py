@@ -15,7 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from .decode import Instruction, PTXError
-from .lanes import UNSIGNED, Array, Mask, Registers, Step
+from .lanes import PARAMETERS, UNSIGNED, Array, Mask, Registers, Step
 from .mbarriers import barrier_at, few
 from .spaces import REGION, Region
 
@@ -131,7 +131,7 @@ def bulk(i: Instruction, k: Registers) -> Step:
         maps, corners = m.full(name(m.R)), [m.full(x) for x in corner(m.R)]
         counted = m.full(barrier(m.R))
         for lane, block, first in few(m, at(m.R), mask):
-            map_ = m.memory.maps[(int(maps[lane]) >> 40) - 0x7000]
+            map_ = m.memory.maps[(int(maps[lane]) >> REGION) - PARAMETERS]
             where = [int(x[lane]) for x in reversed(corners)]
             offsets = _checked(m, i, map_, first) + block * m.shared.pitch
             if load:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -50,13 +50,14 @@ class _Product:
     """One wgmma, of the warpgroups that have yet to wait for it.
 
     Attributes:
-        a: in shared memory, or the registers' numbers.
+        a: in shared memory, or the registers' numbers and what they held.
         adds: of each warpgroup, whether it adds to the accumulators.
         group: of each warpgroup, counted from its first.
     """
 
+    i: Instruction
     chain: _Chain
-    a: _Operand | list[int]
+    a: _Operand | list[tuple[int, Array]]
     b: _Operand
     kind: str
     adds: Array
@@ -159,11 +160,15 @@ def _product(i: Instruction, k: Registers) -> Step:
         these, groups = _of(m), m.whole(mask, 128, i)
         on = np.ones(m.lanes // 128, bool) if groups is None else groups
         chain = _chain_of(m, these, registers, mask)
-        left = first if in_registers else _operand(m, i, first(m.R), 64, transpose_a, on)
+        left: Any = (
+            [(n, m.full(m.R[n])) for n in first]
+            if in_registers
+            else _operand(m, i, first(m.R), 64, transpose_a, on)
+        )
         right = _operand(m, i, second(m.R), columns, transpose_b, on)
         adds = m.full(adding(m.R))[::128]
         these.flying.append(
-            _Product(chain, left, right, kind, adds, on.copy(), these.committed.copy())
+            _Product(i, chain, left, right, kind, adds, on.copy(), these.committed.copy())
         )
         m.counts["multiply-adds"] += 64 * columns * 16 * int(on.sum())
 
@@ -298,7 +303,12 @@ def _left(m: Machine, p: _Product, which: Array, lanes: Array, halves: Array) ->
     """a (warpgroups, 64, 16), from shared memory or from registers."""
     if isinstance(p.a, _Operand):
         return halves[p.a.at[which] >> 1]
-    a = np.stack([m.full(m.R[n])[lanes] for n in p.a]).view(u2)
+    found, given = (np.stack([x[lanes] for x in some]) for some in (
+        [m.full(m.R[n]) for n, _ in p.a], [x for _, x in p.a]
+    ))  # fmt: skip
+    if (found != given).any():
+        m.reports.add("a register of a wgmma is overwritten before its wait", p.i)
+    a = found.view(u2)
     a = a.reshape(2, 2, -1, 4, 8, 4, 2).transpose(2, 3, 1, 4, 0, 5, 6)
     return np.ascontiguousarray(a).reshape(-1, 64, 16)
 
