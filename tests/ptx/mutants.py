@@ -217,7 +217,7 @@ def examine(work: tuple[int, str, str, int]) -> list[tuple[str, str, float]]:
     assert not reports, reports
     rows = []
     for kind, number, code in mutants(launch.program.code, most, kernel):
-        if kinds in kind:
+        if re.search(kinds, kind):
             begin = time.perf_counter()
             how = outcome(launch, code, expected)
             key = key_of(arch, launch, kind, number)
@@ -245,7 +245,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("arch", type=int, nargs="*", default=[80, 90])
     parser.add_argument("--kernel", default="")
-    parser.add_argument("--kind", default="")
+    parser.add_argument("--kind", default="", help="a regular expression")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--most", type=int, default=12, help="of each kind in a kernel")
     given = parser.parse_args()
@@ -262,7 +262,6 @@ def main() -> int:
     with multiprocessing.get_context("fork").Pool(given.jobs) as pool:
         for (arch, kernel, *_), rows in zip(work, pool.imap(examine, work), strict=True):
             for key, how, _seconds in rows:
-                kind = f"sm_{arch}", key.removeprefix(f"sm_{arch} {kernel} ").split(" ")[0]
                 kind = f"sm_{arch}", next(k for k in _KINDS if f" {k} " in key)
                 total[kind] += 1
                 caught[kind] += bool(how)
