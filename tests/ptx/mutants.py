@@ -32,7 +32,7 @@ from fused_remat.triton import tables
 
 from .decode import Code, Instruction, PTXError
 from .driver import GPUS, installed
-from .execute import How, Program, TensorMap, execute
+from .execute import How, Outcome, Program, TensorMap, execute
 
 KNOWN = Path(__file__).with_name("equivalent.txt")
 Change = Callable[[Instruction], Instruction | None]  # None: it is left out
@@ -47,8 +47,8 @@ class Launch:
     grid: tuple[int, ...]
     arguments: list[Any]
 
-    def run(self, program: Program) -> tuple[list[str], list[Tensor]]:
-        """Reports, and the storages of all tensors afterwards."""
+    def run(self, program: Program) -> tuple[Outcome, list[Tensor]]:
+        """What happened, and the storages of all tensors afterwards."""
         storages: dict[int, Tensor] = {}
 
         def fresh(x: Any) -> Any:
@@ -64,25 +64,29 @@ class Launch:
             return flat.as_strided(x.shape, x.stride(), x.storage_offset())
 
         outcome = execute(program, self.grid, [fresh(x) for x in self.arguments], How(lanes=4096))
-        return outcome.reports, list(storages.values())
+        return outcome, list(storages.values())
 
 
 def launches(arch: int) -> list[Launch]:
-    """One launch of each kernel, of layers that launch them all: several tiles, ragged sizes."""
-    found: dict[str, Launch] = {}
-
-    def keep(program: Program, grid: Sequence[int], arguments: Sequence[Any]) -> None:
-        name = program.code.name.removesuffix("_kernel")
-        wanted = [x for x in arguments if isinstance(x, Tensor | TensorMap)]
-        if name not in found and wanted:
-            found[name] = Launch(name, program, tuple(grid), copy.deepcopy(list(arguments)))
-
+    """Of each kernel the launch that reaches most of its instructions, of some training steps."""
     shared = GPUS[arch][1]
     GPUS[arch] = 3, shared  # so that persistent kernels loop
+    best: dict[str, tuple[float, Launch]] = {}
     with installed(arch) as driver:
+
+        def keep(program: Program, grid: Sequence[int], arguments: Sequence[Any]) -> None:
+            name = program.code.name.removesuffix("_kernel")
+            driver.before = None
+            launch = Launch(name, program, tuple(grid), copy.deepcopy(list(arguments)))
+            reached = execute(program, grid, copy.deepcopy(launch.arguments)).reached
+            driver.before = keep
+            worth = sum(len(program.code.blocks[n]) for n in reached)
+            if worth > best.get(name, (0, None))[0]:
+                best[name] = worth, launch
+
         driver.before = keep
         _steps()
-    return list(found.values())
+    return [launch for _, launch in best.values()]
 
 
 def _steps() -> None:
@@ -100,19 +104,22 @@ def _steps() -> None:
         x = torch.randn(1, 152, 320, dtype=torch.bfloat16, requires_grad=True)
         encoder(x, src_key_padding_mask=padding).float().square().sum().backward()
         llama = FusedRematCausalLayer(320, 5, 456, kv_heads=1, qk_norm=True, policy=policy, **bf16)
-        angle = torch.randn(152, 32)
-        llama(x, rope=(angle.cos(), angle.sin())).float().square().sum().backward()
+        x, angle = torch.randn(1, 344, 320, dtype=torch.bfloat16), torch.randn(344, 32)
+        llama(x.requires_grad_(), rope=(angle.cos(), angle.sin())).float().square().sum().backward()
     weight = torch.randn(456, 320, dtype=torch.bfloat16).mul_(0.05).requires_grad_()
-    labels = torch.randint(0, 456, (152,))
+    labels = torch.randint(0, 456, (344,))
     ops.linear_cross_entropy(x[0], weight, labels, softcap=3.0, backend="triton").backward()
 
 
-def mutants(code: Code, most: int, seed: str) -> Iterator[tuple[str, int, Code]]:
-    """Kind, number of the instruction, and the kernel with it broken; of each kind `most`."""
+def mutants(code: Code, reached: set[int], most: int, seed: str) -> Iterator[tuple[str, int, Code]]:
+    """Kind, number of the instruction, and the kernel with it broken where it is reached."""
     places: dict[str, list[tuple[int, Change]]] = defaultdict(list)
-    for number, i in enumerate(code.instructions):
-        for kind, change in changes(i):
-            places[kind].append((number, change))
+    numbers = itertools.count()
+    for block, instructions in enumerate(code.blocks):
+        for i in instructions:
+            number = next(numbers)
+            for kind, change in changes(i) if block in reached else ():
+                places[kind].append((number, change))
     chosen = random.Random(seed)
     for kind, some in places.items():
         if len(some) > most and kind in _SAMPLED:
@@ -180,11 +187,11 @@ def changes(i: Instruction) -> Iterator[tuple[str, Change]]:
 def outcome(launch: Launch, code: Code, expected: list[Tensor]) -> str:
     """How a mutant is caught, or ""."""
     try:
-        reports, found = launch.run(Program(code, launch.program.shared))
+        done, found = launch.run(Program(code, launch.program.shared))
     except (PTXError, IndexError, AssertionError) as error:
         return f"stops: {error}"
-    if reports:
-        return reports[0]
+    if done.reports:
+        return done.reports[0]
     return "results differ" if any(map(_differ, found, expected)) else ""
 
 
@@ -213,10 +220,10 @@ def examine(work: tuple[int, str, str, int]) -> list[tuple[str, str, float]]:
     """Of one kernel: each mutant's key, how it was caught, and the seconds taken."""
     arch, kernel, kinds, most = work
     launch = next(x for x in _launches(arch) if x.kernel == kernel)
-    reports, expected = launch.run(launch.program)
-    assert not reports, reports
+    done, expected = launch.run(launch.program)
+    done.check()
     rows = []
-    for kind, number, code in mutants(launch.program.code, most, kernel):
+    for kind, number, code in mutants(launch.program.code, set(done.reached), most, kernel):
         if re.search(kinds, kind):
             begin = time.perf_counter()
             how = outcome(launch, code, expected)
