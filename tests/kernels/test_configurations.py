@@ -29,10 +29,7 @@ from fused_remat.triton import attention as attentions
 from fused_remat.triton import cross_entropy
 from fused_remat.triton.launch import Launch, Target
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not EXECUTED, reason="needs FUSED_REMAT_COMPILED, an architecture"),
-]
+pytestmark = pytest.mark.gpu
 F16, F32 = torch.float16, torch.float32
 #: Sizes as those of the audit as to what Triton compiles: multiples of 16, and so are the blocks of
 #: a row of codes. Tiles end early, and programs have several; or they are whole.
@@ -165,7 +162,7 @@ def cases():
             yield pytest.param(sizes, dtype, number, marks=marks, id=name)
 
 
-@pytest.mark.parametrize("sizes, dtype, number", list(cases()) if EXECUTED else ())
+@pytest.mark.parametrize("sizes, dtype, number", list(cases()))
 def test_launches(sizes, dtype, number):
     call = calls_of(dtype, sizes)[number]
     given = given_of(call)
