@@ -1,5 +1,5 @@
-"""What the lanes of a warp do together, and fences: PTX ISA 9.7.9.6 (shfl), 9.7.13.4 (fence), 9.7.13.9
-(vote), 9.7.13.12 (redux), 9.7.13.13 (griddepcontrol), 9.7.13.14 (elect)."""
+"""What the lanes of a warp do together, and fences: PTX ISA 9.7.9.6 (shfl), 9.7.13.4 (fence),
+9.7.13.9 (vote), 9.7.13.12 (redux), 9.7.13.13 (griddepcontrol), 9.7.13.14 (elect)."""
 
 from __future__ import annotations
 
