@@ -123,7 +123,7 @@ def test_sizes(n, kind):
     """D = A·B + D, and D = A·B where the predicate is false."""
     left, right_ = Layout("k", 8, 64), Layout("k", 8, n)
     a, b, c, memory = case(n, kind, left, right_)
-    for adds in ("%p2", "%p3", "1", "0"):
+    for adds in ("%p2", "%p3", "1", "0") if n == 16 else ("1",):
         given, out = held(c), torch.zeros(128, n // 2)
         outcome = right(
             elements(1, 100, n // 2) + started(memory, right_, left) + OPEN
