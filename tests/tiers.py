@@ -23,7 +23,7 @@ def exhaustive(*values: Any) -> Any:
 def executed(cases: Sequence[Any], *chosen: tuple[Any, ...]) -> list[Any]:
     """The cases; those of the chosen values `make test` also runs on compiled kernels (`ptx`).
 
-    >>> [len(case.marks) for case in executed(pairwise([1, 2]), (2,))]
+    >>> [len(case.marks) for case in executed(pairwise([1, 2], "a"), (2, "a"))]
     [0, 1]
     """
     mark = pytest.mark.executed

@@ -92,13 +92,19 @@ def flex(p: Attention) -> Ways:
         raise Absent("it has no dropout")
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    attend = flex_attention if p.rig.dry else compiled(flex_attention)
     sees, length, device = p.sees(), p.seq_len, p.rig.device
     seen = None if sees is None else create_block_mask(sees, None, None, length, length, device)
+    options = {"block_mask": seen, "enable_gqa": p.nhead != p.kv_heads}
+    if device.type == "cpu" and p.rig.target is not None and p.rig.target.kind == "cuda":
+        # Compiled for a GPU, and executed here. The statistics are those of a call with a gradient.
+        attend = compiled(flex_attention)
+        with_lse = lambda *heads: attend(*heads, **options, return_lse=True)[0]  # noqa: E731
+        return through_autograd(with_lse, p, optional=True)
+    attend = flex_attention if p.rig.dry else compiled(flex_attention)
 
     def function(*heads: Tensor) -> Tensor:
         heads = [t.detach() for t in heads] if device.type == "cpu" else heads
-        return attend(*heads, block_mask=seen, enable_gqa=p.nhead != p.kv_heads)
+        return attend(*heads, **options)
 
     ways = through_autograd(function, p, optional=True)
     if device.type == "cpu":

@@ -240,6 +240,16 @@ def liger_fused(p: Mlp) -> Function:
     return LigerMLPFunction.apply
 
 
+@MLP.provider("flash-swiglu", module="flash_swiglu_mlp", needs="cuda", autotunes=True)
+def flash_swiglu(p: Mlp) -> Function:
+    """flash-swiglu-mlp's Triton products: gate, up and SiLU in one, both ways."""
+    if not p.gated or p.act != "silu":
+        raise Absent("it has gated MLPs only, of silu")
+    from flash_swiglu_mlp.ops import flash_swiglu
+
+    return flash_swiglu
+
+
 def side_by_side(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> tuple[Tensor, ...]:
     """A gated MLP's inputs with the gate's weight above the other."""
     return x, torch.cat([gate, up]), down

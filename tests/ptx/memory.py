@@ -36,9 +36,16 @@ class Access:
             self.address = k.address(address, wide)
 
 
+@instruction("createpolicy")
+def _policy(i: Instruction, k: Registers) -> Step:
+    """What lines a cache keeps: 9.7.9.18. Nothing is cached here."""
+    write = k.write(i.operands[0], np.uint64)
+    return lambda m, mask: write(m, np.zeros(1, np.uint64), mask)
+
+
 @instruction("ld")
 def _load(i: Instruction, k: Registers) -> Step:
-    access = Access(i, k, *i.operands)
+    access = Access(i, k, *i.operands[:2])  # a third one is a cache's policy
     dtype = (SIGNED if access.signed else UNSIGNED)[access.size]
     writes = [k.write(text, dtype) for text in access.registers]
     if access.space == "param":

@@ -103,6 +103,13 @@ def _half_fma(a: Array, b: Array, c: Array) -> Array:
     return (bits | (x != exact)).astype(u4).view(f4)
 
 
+def _fma_down(a: Array, b: Array, c: Array) -> Array:
+    """The largest number that is no larger than the sum."""
+    exact = a.astype(f8) * b + c
+    near = exact.astype(f4)
+    return np.where(near > exact, np.nextafter(near, f4(-np.inf)), near)
+
+
 def _quotient(a: Array, b: Array) -> Array:
     """Towards zero; nothing is said of a divisor of zero, and lanes that are masked have some."""
     b = np.where(b == 0, b.dtype.type(1), b)
@@ -152,9 +159,11 @@ def _wide(i: Instruction, k: Registers) -> Step:
 
 @instruction("fma")
 def _fused(i: Instruction, k: Registers) -> Step:
-    only(i, "rn", "ftz")
-    if i.type == "f64":
+    only(i, "rn", "rm", "ftz")
+    if i.type == "f64" or ("rm" in i.parts and i.type != "f32"):
         raise i.unknown()
+    if "rm" in i.parts:
+        return arithmetic(i, k, _fma_down)
     return arithmetic(i, k, _fma if i.type == "f32" else _half_fma)
 
 

@@ -132,7 +132,7 @@ def test_names_of_blocks():
         ("setp.lt.s32 %p1|%p2, %r4, %r5;", "unknown opcode setp.lt.s32"),
         ("prmt.b32.f4e %r3, %r4, %r5, %r6;", "unknown opcode prmt.b32.f4e"),
         ("clz.b32 %r3, %r4;", "unknown opcode clz.b32"),
-        ("cvt.sat.f32.f32 %r3, %r4;", "unknown opcode cvt.sat.f32.f32"),
+        ("cvt.rnx.f32.f32 %r3, %r4;", "unknown opcode cvt.rnx.f32.f32"),
         ("cvt.s32.f32 %r3, %r4;", "unknown opcode cvt.s32.f32 without a rounding"),
         ("cvt.rn.relu.bf16.f32 %rs3, %r4;", "unknown opcode cvt.rn.relu.bf16.f32"),
         ("cvt.rn.satfinite.e4m3x2.f32 %rs3, %r4, %r5;", "unknown opcode cvt.rn.satfinite"),
