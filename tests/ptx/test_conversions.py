@@ -69,6 +69,16 @@ def test_floats_to_whole_floats(how):
     check(f"cvt.{how}.ftz.f32.f32", "f32 f32", whole, rows=rows)
 
 
+def test_saturation():
+    """Between 0 and 1; NaN gives 0."""
+    rows = [
+        [bits_of("f32", x)] for x in (0.3, 1.0, 1.5, -0.5, -1e-45, math.inf, -math.inf, math.nan)
+    ]
+    check(
+        "cvt.sat.f32.f32", "f32 f32", lambda x: min(max(x, 0.0), 1.0) if x == x else 0.0, rows=rows
+    )
+
+
 @pytest.mark.parametrize("kind", ["bf16", "f16"])
 def test_halves(kind):
     check(f"cvt.f32.{kind}", f"f32 {kind}", lambda x: x, rows=[[x] for x in range(0, 1 << 16, 97)])
