@@ -233,4 +233,7 @@ def attention_mask_bwd_kernel(
     ptrs = base + offs_m.to(tl.int64)[:, None] * sums.strides[2]
     ptrs += offs_n.to(tl.int64)[None, :] * sums.strides[3]
     mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
-    tl.store(ptrs, tl.load(ptrs, mask=mask, other=0.0) + acc, mask=mask)
+    acc += tl.load(ptrs, mask=mask, other=0.0)
+    if OVER_ROWS or OVER_COLS:  # several warps hold the sums and load: before one of them stores
+        tl.debug_barrier()
+    tl.store(ptrs, acc, mask=mask)
