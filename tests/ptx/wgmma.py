@@ -104,8 +104,55 @@ def accumulators(code: Code) -> set[str]:
     return found
 
 
-def checked(step: Step, i: Instruction, k: Registers, pending: set[str]) -> Step:
+def unfenced(code: Code) -> set[int]:
+    """Lines of wgmma whose registers others may have used since wgmma.fence: 9.7.15.7.1.
+
+    On some path through the blocks; at the kernel's start all of them are in use.
+    """
+    used: set[str] = set()
+    for i in code.instructions:
+        if i.parts[1:2] == ["mma_async"]:
+            used |= _registers(i)
+    entering, found, left = {0: set(used)}, set(), [0] if used else []
+    while left:
+        number = left.pop()
+        block, open_ = code.blocks[number], set(entering[number])
+        for i in block:
+            if i.parts[1:2] == ["mma_async"]:
+                found |= {i.line} if open_ & _registers(i) else set()
+            elif i.opcode == "wgmma.fence.sync.aligned":
+                open_ = set()
+            else:
+                open_ |= used.intersection(name for _, name in i.names)
+        last, then = block[-1], [number + 1]
+        if last.parts[0] in ("bra", "ret", "exit") and not last.guard:
+            then = []
+        if last.parts[0] == "bra":
+            then.append(code.labels[last.operands[0]])
+        for after in then:
+            known = entering.get(after)
+            if after < len(code.blocks) and (known is None or not open_ <= known):
+                entering[after] = open_ | (known or set())
+                left.append(after)
+    return found
+
+
+def _registers(i: Instruction) -> set[str]:
+    """Of a wgmma: the accumulators, and A if it is there."""
+    return {name for group in i.operands[:2] if isinstance(group, tuple) for name in group}
+
+
+def checked(
+    step: Step, i: Instruction, k: Registers, pending: set[str], unfenced: set[int]
+) -> Step:
     """The step; where it reads registers that may be pending, it reports those that are."""
+    if i.line in unfenced:
+
+        def early(m: Machine, mask: Mask) -> None:
+            m.reports.add("registers of a wgmma are used before it without wgmma.fence", i)
+            step(m, mask)
+
+        return early
     read = [k.index[name] for n, name in i.names if n != 0 and name in pending]
     if not read or i.parts[0] == "mov" or i.opcode.startswith("wgmma"):
         return step
