@@ -179,7 +179,10 @@ def _local(code: Code) -> set[str]:
                     early.add(name)
             targets = {name for n, name in names if n == 0}
             written |= targets
-            guarded |= targets if i.guard or i.parts[0] == "wgmma" else set()
+            if i.parts[0] == "wgmma":  # which reads its registers when it is waited for
+                guarded |= {name for _, name in names}
+            elif i.guard:
+                guarded |= targets
     return {name for name, at in homes.items() if len(at) == 1} - early - guarded
 
 
