@@ -194,7 +194,7 @@ class Machine:
 
     def full(self, x: Array) -> Array:
         """An element for each lane."""
-        return x if x.size == self.lanes else np.broadcast_to(x, (self.lanes,))
+        return x if x.size == self.lanes else x.repeat(self.lanes)
 
     def taking(self, mask: Mask) -> Any:
         """What indexes the lanes that take part."""
