@@ -92,7 +92,7 @@ CASES = (
     Case(NORM, Norm, ("layer_norm", 2048, 1024), ("layer_norm", 5, 48)),
     Case(GATED, Gated, (128, 14336), (5, 48)),
     Case(ROPE, Rope, ("rope", 1, 32, 8, 512, 128), ("rope", 1, 4, 2, 16, 16)),
-    Case(LOSS, Loss, (256, 512, 8192), (64, 32, 80)),
+    Case(LOSS, Loss, (256, 1024, 8192), (64, 32, 80)),
     Case(MLP, Mlp, (True, "silu", 1, 256, 512, 1536), (True, "silu", 1, 64, 32, 48)),
     Case(ATTENTION, Attention, ("causal", 1, 2, 2, 512, 128), ("causal", 1, 2, 2, 128, 16)),
 )

@@ -27,6 +27,8 @@ from tests.ptx.driver import GPUS, Driver, Launched
 _ASKING = (
     ("liger_kernel.ops.rms_norm", "rms_norm_backward"),
     ("liger_kernel.ops.layer_norm", "layer_norm_backward"),
+    ("liger_kernel.ops.fused_linear_cross_entropy", "_can_use_mm_out"),
+    ("liger_kernel.ops.fused_linear_cross_entropy", "fused_linear_cross_entropy_forward"),
     ("liger_kernel.ops.mlp", "LigerMLPFunction"),
     ("flash_swiglu_mlp.ops", "_FlashSwiGLUFunction"),
 )
@@ -63,7 +65,12 @@ def _largest(tuner: Any, driver: Driver) -> Any:
 def _as_on_cuda(module: Any, name: str) -> Any:
     """A function or a class, to which a tensor on the CPU is on a CUDA device."""
     source = textwrap.dedent(inspect.getsource(getattr(module, name)))
-    changed = source.replace('.device.type == "cuda"', ".is_cpu").replace(".is_cuda", ".is_cpu")
+    changed = source
+    for asks, told in (
+        (".is_cuda", ".is_cpu"), ('.device.type == "cuda"', ".is_cpu"),
+        ('.device.type != "cuda"', ".is_cuda"),
+    ):  # fmt: skip
+        changed = changed.replace(asks, told)
     assert changed != source, f"{module.__name__}.{name} asks for no device"
     made: dict[str, Any] = {}
     exec(compile(changed, module.__file__, "exec"), vars(module), made)
