@@ -61,17 +61,20 @@ def liger_gated(p: Gated) -> Function:
 def our_gated(p: Gated) -> Ways:
     """As a block calls them; the backward's dy is its own."""
 
-    def forward(index: int) -> Results:
-        return {"y": activation_fwd_triton("silu", *p.sets[index].values(), None)}
+    def forward(given: Sequence[Tensor]) -> Results:
+        return {"y": activation_fwd_triton("silu", *given, None)}
 
     def backward(given: Sequence[Tensor]) -> Results:
         dgate, dup = activation_bwd_triton("silu", *given, None, True)
         return {"dgate": dgate, "dup": dup}
 
-    def prepare(index: int) -> list[Tensor]:
-        return [p.dys[index].clone(), *p.sets[index].values()]
+    def inputs(index: int) -> list[Tensor]:
+        return list(p.sets[index].values())
 
-    return {"fwd": Way(forward), "bwd": Way(backward, prepare=prepare)}
+    def with_dy(index: int) -> list[Tensor]:
+        return [p.dys[index].clone(), *inputs(index)]
+
+    return {"fwd": Way(forward, prepare=inputs), "bwd": Way(backward, prepare=with_dy)}
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from triton.runtime.autotuner import Autotuner, Config
 
@@ -77,6 +78,11 @@ def _as_on_cuda(module: Any, name: str) -> Any:
     return made[name]
 
 
+def _wide_mm(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """A product that is not rounded, which ATen has on a GPU only."""
+    return torch.mm(a.to(dtype), b.to(dtype))
+
+
 def _unseen(*given: Any, execute: Any = tests.ptx.driver.execute) -> Any:
     """`execute`, whose own operations are nobody's, and which raises nothing.
 
@@ -104,11 +110,14 @@ def peers(driver: Driver, share: int = 1) -> Iterator[None]:
             (Autotuner, "prune_configs", _largest(Autotuner.prune_configs, driver)),
             (tests.ptx.driver, "execute", _unseen),
             (linear, "_cpu_has_native", lambda dtype: True),
+            (cross_entropy, "product", _as_on_cuda(cross_entropy, "product")),
             (choose, "_CPU_TOKENS", choose._DEVICE_TOKENS),
             (cross_entropy, "_CPU_LOGITS", cross_entropy._DEVICE_LOGITS),
             (Autotuner, "_bench", lambda self, *args, **kwargs: [0.0]),
         ):
             stack.enter_context(mock.patch.object(owner, name, value))
+        library = stack.enter_context(torch.library._scoped_library("aten", "IMPL"))
+        library.impl("mm.dtype", _wide_mm, "CPU")
         stack.enter_context(mock.patch.dict(GPUS, {driver.arch: (sms // share, shared)}))
         for where, name in _ASKING:
             if importlib.util.find_spec(where.split(".")[0]) is None:
