@@ -1,6 +1,5 @@
 """What every test shares: threads, random seed, Hypothesis profile, little garbage."""
 
-import contextlib
 import gc
 import importlib.util
 import os
@@ -11,6 +10,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that wait leave t
 # Before CUDA starts: cuBLAS is deterministic only with workspaces of a fixed size.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
+import executed
 import hypothesis
 import pytest
 import torch
@@ -42,13 +42,7 @@ hypothesis.settings.load_profile("ci")
 
 def pytest_configure(config: pytest.Config) -> None:
     if EXECUTED:
-        from ptx import driver
-
-        # As many multiprocessors as the interpreter's, so that persistent kernels loop.
-        driver.GPUS[EXECUTED] = (3, driver.GPUS[EXECUTED][1])
-        stack = contextlib.ExitStack()
-        stack.enter_context(driver.installed(EXECUTED))
-        config.add_cleanup(stack.close)
+        config.add_cleanup(executed.install().close)
     if INTERPRETED and has_triton:
         from quick_interpreter import quicken
 
@@ -91,6 +85,14 @@ def _fresh_test():
         choose.forget()
     if ON_GPU:
         torch.cuda.empty_cache()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):
+    report = yield
+    if EXECUTED and report.when == "call":
+        executed.write(report.passed)
+    return report
 
 
 @pytest.fixture

@@ -20,6 +20,21 @@ def exhaustive(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.exhaustive)
 
 
+def executed(cases: Sequence[Any], *chosen: tuple[Any, ...]) -> list[Any]:
+    """The cases; those of the chosen values `make test` also runs on compiled kernels (`ptx`).
+
+    >>> [len(case.marks) for case in executed(pairwise([1, 2], "a"), (2, "a"))]
+    [0, 1]
+    """
+    mark = pytest.mark.executed
+    return [
+        pytest.param(
+            *case.values, marks=[*case.marks, mark] if case.values in chosen else case.marks
+        )
+        for case in cases
+    ]
+
+
 def pairwise(*axes: Sequence[Any]) -> list[Any]:
     """All combinations as cases of `parametrize`; `make test` has every pair of two axes' values.
 

@@ -24,7 +24,8 @@ from fused_remat.triton import norm as norms
 from fused_remat.triton.launch import Launch, Target, cdiv
 from fused_remat.triton.tables import Tile
 
-ROWS = 8192
+#: Tokens; the width of a matrix that is passed over once; those of an MLP; rows of rotary tables.
+ROWS, WIDTH, PRODUCT, TABLE = 8192, 4096, (2048, 8192), 2048
 FP32 = torch.float32
 _ACTS = tuple(pointwise.PAIRS)
 #: Names and launches of cases that ordinary tensors lead to, without matrix products.
@@ -67,14 +68,15 @@ def _norm_launches(
 ) -> Iterator[tuple[str, str, Launch]]:
     """Kernel, what is fused with it, and its launch: of a stream `x` to results like `low`."""
     width, stats = x.shape[1], tuple(meta(FP32, ROWS, 1) for _ in NORMS[spec.kind].stats)
-    plain = spec, x, None, None, affine, bias, None, low, stats
+    total, y = meta(x.dtype, *x.shape), meta(low.dtype, *x.shape)
+    plain = spec, x, None, None, affine, bias, None, y, stats
     yield "norm_fwd", "", norms.norm_fwd(*plain, False)
     yield "norm_rebuild", "", norms.norm_fwd(*plain, True)
     if width <= norms.FWD_WIDTH:
-        fused = spec, low, x, _keep(width), affine, bias, x, low, stats, False
+        fused = spec, low, x, _keep(width), affine, bias, total, y, stats, False
         yield "norm_fwd", " dropout residual", norms.norm_fwd(*fused)
     grads = meta(FP32, width), None if bias is None else meta(FP32, width)
-    for launch in norms.norm_bwd(spec, low, x, stats, affine, x, x, *grads, at):
+    for launch in norms.norm_bwd(spec, low, x, stats, affine, x, total, *grads, at):
         yield launch.kernel.fn.__name__.removesuffix("_kernel"), "", launch
 
 
@@ -91,8 +93,8 @@ def norm_cases(at: Target, dtype: torch.dtype) -> Named:
 
 def pointwise_cases(at: Target, dtype: torch.dtype) -> Named:
     """One pass over a matrix each, with dropout; every activation."""
-    x, y, z = (meta(dtype, ROWS, 4096) for _ in range(3))
-    keep = _keep(4096)
+    x, y, z = (meta(dtype, ROWS, WIDTH) for _ in range(3))
+    keep = _keep(WIDTH)
     yield "dropout_add_fwd", pointwise.dropout_add_fwd(x, y, None, z)
     yield "dropout_add_fwd dropout", pointwise.dropout_add_fwd(x, y, keep, z)
     yield "dropout_bwd", pointwise.dropout_add_fwd(x, None, keep, z)
@@ -105,11 +107,11 @@ def pointwise_cases(at: Target, dtype: torch.dtype) -> Named:
 
 def packing_cases(at: Target, dtype: torch.dtype) -> Named:
     """Packing and unpacking in a pass of their own, and one pass over what is packed."""
-    x, y, z = (meta(dtype, ROWS, 4096) for _ in range(3))
+    x, y, z = (meta(dtype, ROWS, WIDTH) for _ in range(3))
     for stored in sorted(storage.KERNELS):
         packing, parts = _codes(x, stored)
         yield f"pack_{stored}_fwd", storage.quantize_int8(x, packing, parts)
-    packed, keep = Quantized("int8", parts, 4096, dtype), _keep(4096)
+    packed, keep = Quantized("int8", parts, WIDTH, dtype), _keep(WIDTH)
     yield "unpack_int8_fwd", storage.dequantize_int8(packed, y)
     yield "act_fwd gelu dropout int8", pointwise.act_fwd(packed, "gelu", keep, z)
     yield "act_bwd gelu dropout int8", pointwise.act_bwd(x, packed, "gelu", keep, z)
@@ -126,16 +128,17 @@ def mixed_cases(at: Target, dtype: torch.dtype) -> Named:
     A norm of the stream alone, to float32 too, is among `norm_cases`.
     """
     for width in (1024, 8192, 16384, 65536):
-        x, low, affine = meta(FP32, ROWS, width), meta(dtype, ROWS, width), meta(FP32, width)
+        x, y, z = (meta(FP32, ROWS, width) for _ in range(3))
+        low, affine = meta(dtype, ROWS, width), meta(FP32, width)
         for kernel, fused, launch in _norm_launches(NormSpec(), x, low, affine, affine, at):
             if kernel not in ("norm_rebuild", "column_sum"):
                 yield f"{kernel} mixed {width}{fused and f' mixed{fused}'}", launch
         if width <= norms.FWD_WIDTH:
             stats = meta(FP32, ROWS, 1), meta(FP32, ROWS, 1)
-            given = NormSpec(), low, x, _keep(width), affine, affine, x, x, stats, False
+            given = NormSpec(), low, x, _keep(width), affine, affine, y, z, stats, False
             yield f"norm_fwd float32 {width} mixed dropout residual", norms.norm_fwd(*given)
-    x, y, low = meta(FP32, ROWS, 4096), meta(FP32, ROWS, 4096), meta(dtype, ROWS, 4096)
-    keep = _keep(4096)
+    x, y, low = (meta(of, ROWS, WIDTH) for of in (FP32, FP32, dtype))
+    keep = _keep(WIDTH)
     yield "dropout_add_fwd mixed", pointwise.dropout_add_fwd(low, x, None, y)
     yield "dropout_add_fwd mixed dropout", pointwise.dropout_add_fwd(low, x, keep, y)
     yield "dropout_bwd mixed", pointwise.dropout_add_fwd(x, None, keep, low)
@@ -179,9 +182,9 @@ def _rotary_cases(name: str, at: Target, dtype: torch.dtype, norm_dtype: torch.d
         head_norm=NormSpec(kind="rms_norm", eps=1e-6) if norm else None,
     )  # fmt: skip
     x, y, z = (meta(dtype, ROWS, (nhead + 2 * kv_heads) * width) for _ in range(3))
-    cos, sin = (meta(FP32, 2048, rotated // 2) if rotated else None for _ in "cs")
+    cos, sin = (meta(FP32, TABLE, rotated // 2) if rotated else None for _ in "cs")
     weights = [meta(norm_dtype, width) if norm else None for _ in "qk"]
-    call = RotaryCall(spec, cos, sin, *weights, 0, 2048)
+    call = RotaryCall(spec, cos, sin, *weights, 0, TABLE)
     yield f"rotary_fwd {name}", rotary.rotary_fwd(x, call, y, at)
     yield f"rotary_fwd {name} in place", rotary.rotary_fwd(x, call, x, at)
     if not norm:
@@ -200,14 +203,14 @@ class Products:
     """
 
     def __init__(self, at: Target, dtype: torch.dtype, even: bool) -> None:
-        d, f = (2048, 8192) if even else (UNEVEN, 4 * UNEVEN + 1)
+        d, f = PRODUCT if even else (UNEVEN, 4 * UNEVEN + 1)
         self.at, self.keep = at, _keep(f)
         self.x, self.dy = (meta(dtype, ROWS, d) for _ in range(2))
         self.y, self.pre, self.other = (meta(dtype, ROWS, f) for _ in range(3))
         self.up, self.down = meta(dtype, f, d), meta(dtype, d, f)
         self.bias, self.affine = meta(dtype, f), (meta(dtype, d), meta(dtype, d))
         self.stats = tuple(meta(FP32, ROWS, 1) for _ in range(2))
-        self.labels, self.column = meta(torch.int64, ROWS), meta(FP32, ROWS)
+        self.labels = meta(torch.int64, ROWS)
         self.dropped = {f"{act} dropout": (self.keep, act) for act in _ACTS}
 
     def launches(self, kernel: str, tile: Tile) -> dict[str, Launch]:
@@ -280,7 +283,8 @@ class Products:
 
     def _loss(self, kernel: str, tile: Tile) -> dict[str, Launch]:
         """The loss of a head as wide as the MLP: plain, and with all options."""
-        rows, one = meta(FP32, cdiv(len(self.up), tile.block_n), ROWS), self.column
+        columns = [meta(FP32, ROWS) for _ in range(5)]
+        rows = [meta(FP32, cdiv(len(self.up), tile.block_n), ROWS) for _ in range(3)]
         found = {}
         for name, bias, softcap in (
             ("plain", None, 0.0),
@@ -288,10 +292,12 @@ class Products:
         ):
             given = self.x, self.up, bias, self.labels, softcap
             if kernel == "cross_entropy_fwd":
-                made = 0, rows, rows, rows if softcap else None, one, self.at, tile
+                made = 0, *rows[:2], rows[2] if softcap else None, columns[0], self.at, tile
                 found[name] = cross_entropy.cross_entropy_fwd(*given, *made)
             else:
-                made = 8192, (one, one), (one, one if softcap else None, one), self.y, self.at, tile
+                *stats, mass, spread, at_target = columns
+                slopes = mass, spread if softcap else None, at_target
+                made = 8192, tuple(stats), slopes, self.y, self.at, tile
                 found[name] = cross_entropy.cross_entropy_bwd(*given, *made)
         return found
 

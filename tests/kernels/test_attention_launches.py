@@ -174,6 +174,7 @@ def test_descriptors_where_they_can_serve():
 BY_KEYS = pytest.mark.parametrize("by_keys", [False, True], ids=["by queries", "by keys"])
 
 
+@pytest.mark.executed
 @BY_KEYS
 def test_bounds_beyond_the_tokens_reach_no_others(by_keys):
     """On a GPU nobody checks them: nothing beyond the tensors may be read for it."""

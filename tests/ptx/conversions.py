@@ -22,13 +22,14 @@ def _convert(i: Instruction, k: Registers) -> Step:
         packed = lambda high, low: narrow(low) | (narrow(high).astype(u4) << u4(16))  # noqa: E731
         return pure(i, k, packed, u4, f4, f4)
     whole = next((_WHOLE[name] for name in how if name in _WHOLE), None)
-    if "bf16" in (into, given):
-        widen, narrow = HALF["bf16"]
-        if whole or (into, given) not in (("bf16", "f32"), ("f32", "bf16")):
-            raise i.unknown()
-        return pure(i, k, narrow, u2, f4) if into == "bf16" else pure(i, k, widen, f4, u2)
+    if into in HALF and given == "f32" and whole is None:
+        return pure(i, k, HALF[into][1], u2, f4)
+    if given in HALF and into == "f32" and whole is None:
+        return pure(i, k, HALF[given][0], f4, u2)
     target, source = dtype_of(into), dtype_of(given)
     floats = np.dtype(target).kind == "f", np.dtype(source).kind == "f"
+    if source is f8:
+        raise i.unknown()
 
     def converted(x: Array) -> Array:
         if "ftz" in how and source is f4:
@@ -37,11 +38,12 @@ def _convert(i: Instruction, k: Registers) -> Step:
             x = whole(x)
         if "sat" in how:  # NaN gives 0
             x = np.fmin(np.fmax(x, f4(0)), f4(1))
-        if floats == (False, True):  # clamped to the type's range; NaN gives 0
+        if floats == (False, True):  # clamped to the type's range
             limits = np.iinfo(target)
-            wide = np.nan_to_num(x.astype(f8), nan=0.0, posinf=np.inf, neginf=-np.inf)
-            inside = wide.clip(float(limits.min), float(limits.max))
-            return np.where(wide >= limits.max, limits.max, inside.astype(np.int64)).astype(target)
+            nan = target(1) << target(63) if limits.bits == 64 else target(0)
+            wide = x.astype(f8)
+            inside = np.where(wide < limits.max, wide.clip(float(limits.min)), 0).astype(target)
+            return np.where(np.isnan(wide), nan, np.where(wide < limits.max, inside, limits.max))
         return x.astype(target)
 
     if floats == (False, True) and whole is None:

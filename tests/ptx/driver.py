@@ -38,7 +38,6 @@ class Launched:
     grid: tuple[int, int, int]
     program: Program
     outcome: Outcome
-    arguments: Sequence[Any] = ()
 
 
 @dataclass
@@ -49,13 +48,13 @@ class Driver:
         arch: ten times the compute capability.
         how: how kernels are executed, and what is reported.
         launches: those executed, in order.
-        edit: changes PTX before it is decoded, e.g. to plant a bug.
+        before: is called before each launch: with the program, the grid, the arguments.
     """
 
     arch: int
     how: How = field(default_factory=How)
     launches: list[Launched] = field(default_factory=list)
-    edit: Callable[[str], str] = str
+    before: Callable[[Program, Sequence[int], Sequence[Any]], None] | None = None
 
     @property
     def utils(self) -> Driver:
@@ -85,7 +84,7 @@ class Driver:
         self, name: str, ptx: bytes, shared: int, device: int
     ) -> tuple[str, Program, int, int, int]:
         """Module, function, registers, spills and the most threads of a block."""
-        return name, Program(self.edit(ptx.decode()), shared), 0, 0, 1024
+        return name, Program(ptx.decode(), shared), 0, 0, 1024
 
     def launcher_cls(self, src: Any, metadata: Any) -> Callable[..., None]:
         signature = tuple(src.signature.values())
@@ -95,8 +94,10 @@ class Driver:
         def launch(gx, gy, gz, stream, function, packed, launch_metadata, enter, leave, *args):
             left = iter(maps)
             given = list(_flat(signature, args, left))
+            if self.before is not None:
+                self.before(function, (gx, gy, gz), given)
             outcome = execute(function, (gx, gy, gz), given, self.how)
-            self.launches.append(Launched(name, hash_, (gx, gy, gz), function, outcome, given))
+            self.launches.append(Launched(name, hash_, (gx, gy, gz), function, outcome))
             outcome.check()
 
         return launch

@@ -130,7 +130,8 @@ class Registers:
 
     def address(self, operand: Any, dtype: Any) -> Read:
         """base + offset, as int64; shared addresses are of 32 bits."""
-        assert isinstance(operand, Address)
+        if not isinstance(operand, Address):
+            raise PTXError(f"{operand} is no address")
         base, offset = self.read(operand.base, dtype), np.int64(operand.offset)
         return lambda R: base(R).astype(np.int64) + offset
 

@@ -2,7 +2,7 @@
 
 All lanes of several blocks execute an instruction at once. Lanes that have gone different ways run
 under masks, those at the earliest basic block first. `How.order` has warps take turns instead.
-PTX ISA 9.7.12 (control flow), 9.7.13.1 (barriers), 10 (special registers).
+PTX ISA 9.7.12 (control flow), 9.7.13.1 (bar.sync), 10 (special registers).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .decode import Instruction, PTXError
-from .lanes import Array, Mask, Registers, Step
+from .lanes import Array, Mask, Registers
 from .reports import Reports
 from .spaces import BLOCKS, SEVERAL, Global, Shared, tag_of
 
@@ -26,7 +26,6 @@ i8, u4 = np.int64, np.uint32
 EXIT = 1 << 30
 LANES = 8192  # that run together
 _FOREVER = 1_000_000  # basic blocks
-_POLLS = 1000  # of barriers, without anything else to do
 
 
 @dataclass(frozen=True)
@@ -139,9 +138,7 @@ class Machine:
         """The basic block that runs next, and its lanes; EXIT if all have left."""
         ready = ~self.waiting & (self.pc < EXIT)
         if not ready.any():
-            if self.waiting.any():
-                raise PTXError(f"{self.program.code.name}: warps wait for ever at a barrier")
-            return EXIT, None
+            return self._ready() if self._release() else (EXIT, None)
         free = ready & ~self.stalled
         if not free.any():
             self.stalled[:] = False
@@ -165,20 +162,25 @@ class Machine:
         return -1
 
     def barrier(self, on: int, mask: Mask) -> int:
-        """bar.sync 0: lanes go on when all of their block that have not left are there."""
+        """bar.sync 0."""
         if mask is None:
             self.epoch += 1
             self._tag()
             return on
         self.waiting |= mask
         self.pc[mask] = on
+        self._release()
+        return -1
+
+    def _release(self) -> bool:
+        """Lets blocks go on whose lanes are all at the barrier, or have left."""
         here = (self.waiting | (self.pc >= EXIT)).reshape(self.blocks, -1).all(1)
         here &= _any(self.waiting, self.threads)
         if here.any():
             self.epoch[here] += 1
             self._tag()
             self.waiting &= ~here[self.block_of]
-        return -1
+        return bool(here.any())
 
     # --- lanes
 
@@ -244,11 +246,9 @@ class Machine:
         each = number // per
         words = (at[:, None] >> 2) + np.arange(max(1, size // 4))
         key = np.unique((each[:, None].astype(i8) << 32) | words)
-        banks = Counter[int]()
         found, times = np.unique((key >> 32) * 32 + (key & 31), return_counts=True)
         most = np.zeros(int(each.max()) + 1, i8)
         np.maximum.at(most, found // 32, times)
-        del banks
         self.counts["shared passes"] += int(most.sum())
         self.counts["shared passes least"] += int(np.count_nonzero(most))
 
@@ -278,12 +278,9 @@ def end_of(i: Instruction | None, k: Registers, number: int, labels: dict[str, i
         if i.operands != ("0",) or guard or i.opcode not in ("bar.sync", "barrier.sync"):
             raise i.unknown(" ".join(map(str, i.operands)))
         return lambda m, mask: m.barrier(on, mask)
+    if head == "bra" and i.operands[0] not in labels:
+        raise i.unknown(f"to {i.operands[0]}")
     there = labels[i.operands[0]] if head == "bra" else EXIT
     if guard is None:
         return lambda m, mask: there
     return lambda m, mask: m.go(guard(m.R), there, on, mask)
-
-
-def nothing(i: Instruction, k: Registers) -> Step:
-    """Instructions that only order or hint what this machine does in order anyway."""
-    return lambda m, mask: None

@@ -1,4 +1,5 @@
-"""Matrix instructions of a warp: PTX ISA 9.7.14 (mma.sync 9.7.14.5, ldmatrix and stmatrix).
+"""Matrix instructions of a warp: PTX ISA 9.7.14.5 (fragments .7 and .8, mma .14, ldmatrix .15,
+stmatrix .16).
 
 Sums are of float32 in the order of a library's product; tensor cores have an order of their own.
 """
@@ -14,6 +15,7 @@ import torch
 
 from .decode import Instruction
 from .lanes import Array, Mask, Registers, Step, instruction
+from .memory import check_one_value
 from .numbers import bf16_to_f32
 
 if TYPE_CHECKING:
@@ -163,6 +165,8 @@ def _store(i: Instruction, k: Registers) -> Step:
         if transposed:
             rows = rows.swapaxes(2, 3)
         m.shared.note_write(at, 16, _row_tags(m, count, which), i)
-        m.shared.data.reshape(-1, 16).view(u2)[at // 16] = rows.reshape(-1, 8)
+        rows = rows.reshape(-1, 8)
+        m.shared.data.reshape(-1, 16).view(u2)[at // 16] = rows
+        check_one_value(m, i, m.shared.views[8], at // 8, list(rows.view(np.uint64).T))
 
     return step

@@ -56,12 +56,12 @@ def few(m: Machine, address: Array, mask: Mask) -> Iterator[tuple[int, int, int]
         yield int(lane), int(m.block_of[lane]), int(address[lane])
 
 
-def barrier_at(m: Machine, i: Instruction, lane: int, block: int, address: int) -> Barrier:
+def barrier_at(m: Machine, i: Instruction, lanes: int | Array, block: int, address: int) -> Barrier:
     """The barrier there; whoever uses another warp's is behind a barrier of the block."""
     found = barriers(m).get((block, address))
     if found is None:
         raise PTXError(f"{i}: there is no mbarrier at {address}")
-    if found.tag >> 8 == m.own[lane] >> 8 and found.tag != m.own[lane]:
+    if np.any((m.own[lanes] >> 8 == found.tag >> 8) & (m.own[lanes] != found.tag)):
         m.reports.add("race: mbarrier used before its initialisation is known", i)
     return found
 
@@ -119,7 +119,7 @@ def _try_wait(i: Instruction, k: Registers) -> Step:
         keys = (m.block_of[lanes] << 32) | address[lanes]
         for key in np.unique(keys):
             here = lanes[keys == key]
-            barrier = barrier_at(m, i, int(here[0]), int(key) >> 32, int(key) & 0xFFFFFFFF)
+            barrier = barrier_at(m, i, here, int(key) >> 32, int(key) & 0xFFFFFFFF)
             for parity_ in np.unique(wanted[here]):
                 some = here[wanted[here] == parity_]
                 if barrier.phase == parity_:

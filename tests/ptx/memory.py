@@ -67,8 +67,8 @@ def _parameter(i: Instruction, k: Registers, access: Access, write: Any, dtype: 
 
     def step(m: Machine, mask: Mask) -> None:
         at = address(m.R)
-        found = np.empty(at.size, dtype)
-        for place in np.unique(at):
+        found = np.zeros(at.size, dtype)
+        for place in np.unique(at if mask is None or at.size == 1 else at[mask]):
             number, offset = (int(place) >> REGION) - PARAMETERS, int(place) & 0xFFFF
             raw = m.parameters[number].view(np.uint8)[offset : offset + access.size]
             found[at == place] = raw.view(dtype)[0]
@@ -137,7 +137,7 @@ def _store_global(
         given = [x[some] for x in values]
         same = _put(region.views[size], at // size, given)
         m.memory.note_write(region, at, total, m.tag[lanes][some][:, None], i, same)
-        _check_one_value(m, i, region.views[size], at // size, given)
+        check_one_value(m, i, region.views[size], at // size, given)
 
 
 def _store_shared(
@@ -149,7 +149,7 @@ def _store_shared(
         m.count_banks(lanes, at, total)
     same = _put(m.shared.views[size], at // size, values)
     m.shared.note_write(at, total, m.own[lanes][:, None], i, same)
-    _check_one_value(m, i, m.shared.views[size], at // size, values)
+    check_one_value(m, i, m.shared.views[size], at // size, values)
 
 
 def _put(view: Array, first: Array, values: list[Array]) -> Array:
@@ -162,9 +162,10 @@ def _put(view: Array, first: Array, values: list[Array]) -> Array:
     return same
 
 
-def _check_one_value(
+def check_one_value(
     m: Machine, i: Instruction, view: Array, first: Array, values: list[Array]
 ) -> None:
+    """What has been written is there, and no other lane's value."""
     for n, x in enumerate(values):
         lost = view[first + n] != x
         if lost.any():

@@ -1,8 +1,8 @@
 """Integer and floating-point arithmetic, comparison, selection, logic and moves.
 
-PTX ISA 9.7.1 (integer), 9.7.3 (floating point), 9.7.4 (half precision), 9.7.6 (comparison and
-selection), 9.7.8 (logic and shift), 9.7.9.1-4 (moves, shuffles of bytes). Approximate functions
-are computed exactly and rounded once: their ulps are not modelled.
+PTX ISA 9.7.1 (integer), 9.7.3 (floating point), 9.7.4 (half precision), 9.7.6 and 9.7.7 (comparison
+and selection), 9.7.8 (logic and shift), 9.7.9.3-4 (mov), 9.7.9.7 (prmt), 9.7.9.20 (cvta).
+Approximate functions are as good as numpy's: their errors are not modelled.
 """
 
 from __future__ import annotations
@@ -31,6 +31,10 @@ def f32_to_bf16(x: Array) -> Array:
     return np.where((bits & u4(0x7FFFFFFF)) > u4(0x7F800000), u2(0x7FFF), rounded)
 
 
+def f32_to_f16(x: Array) -> Array:
+    return np.where(np.isnan(x), u2(0x7FFF), x.astype(np.float16).view(u2))
+
+
 def flushed(x: Array) -> Array:
     """.ftz: subnormal numbers are zeros."""
     bits = x.view(u4)
@@ -40,7 +44,7 @@ def flushed(x: Array) -> Array:
 #: 16-bit types: how bits are widened, and results rounded back.
 HALF: dict[str, tuple[Callable[[Array], Array], Callable[[Array], Array]]] = {
     "bf16": (bf16_to_f32, f32_to_bf16),
-    "f16": (lambda bits: bits.view(np.float16).astype(f4), lambda x: x.astype(np.float16).view(u2)),
+    "f16": (lambda bits: bits.view(np.float16).astype(f4), f32_to_f16),
 }
 
 
@@ -58,6 +62,11 @@ def halves(function: Callable[..., Array]) -> Callable[..., Array]:
 def arithmetic(i: Instruction, k: Registers, function: Callable[..., Array]) -> Step:
     """`function` in the type of the opcode; of 16 bits computed in float32 and rounded."""
     count, kind = len(i.operands) - 1, i.type.removesuffix("x2")
+    if "ftz" in i.parts:
+        if kind not in ("f32", "bf16"):
+            raise i.unknown()
+        plain = function
+        function = lambda *xs: flushed(plain(*map(flushed, xs)))  # noqa: E731
     if kind in HALF:
         widen, narrow = HALF[kind]
         rounded = lambda *xs: narrow(function(*map(widen, xs)))  # noqa: E731
@@ -65,15 +74,33 @@ def arithmetic(i: Instruction, k: Registers, function: Callable[..., Array]) -> 
             return pure(i, k, halves(rounded), u4, *[u4] * count)
         return pure(i, k, rounded, u2, *[u2] * count)
     dtype = dtype_of(i.type)
-    if "ftz" in i.parts:
-        plain = function
-        function = lambda *xs: flushed(plain(*map(flushed, xs)))  # noqa: E731
     return pure(i, k, function, dtype, *[dtype] * count)
 
 
 def _fma(a: Array, b: Array, c: Array) -> Array:
-    """Through float64: the product is exact, the sum rounded to 53 bits and then to 24."""
-    return (a.astype(f8) * b + c).astype(f4)
+    """Rounded once: the product is exact in float64, and so are sums, or they are no ties."""
+    product = a.astype(f8) * b
+    total = product + c
+    tie = (total.view(u8) & u8(0x1FFFFFFF)) == u8(0x10000000)
+    return (_odd_sum(product, c) if tie.any() else total).astype(f4)
+
+
+def _odd_sum(a: Array, b: Array) -> Array:
+    """a + b in float64; of the two numbers around it the odd one, which is no tie of fewer bits."""
+    total = a + b
+    part = total - a
+    lost = (a - (total - part)) + (b - part)
+    even = (total.view(u8) & u8(1)) == 0
+    beside = np.nextafter(total, np.copysign(np.inf, lost))
+    return np.where(even & (np.abs(lost) > 0), beside, total)
+
+
+def _half_fma(a: Array, b: Array, c: Array) -> Array:
+    """Of 16-bit numbers: a float32 that rounds to them as the exact result does."""
+    exact = _odd_sum(a.astype(f8) * b, c)
+    x = exact.astype(f4)
+    bits = x.view(u4) - (np.abs(x) > np.abs(exact))
+    return (bits | (x != exact)).astype(u4).view(f4)
 
 
 def _fma_down(a: Array, b: Array, c: Array) -> Array:
@@ -86,10 +113,8 @@ def _fma_down(a: Array, b: Array, c: Array) -> Array:
 def _quotient(a: Array, b: Array) -> Array:
     """Towards zero; nothing is said of a divisor of zero, and lanes that are masked have some."""
     b = np.where(b == 0, b.dtype.type(1), b)
-    if a.dtype.kind == "u":
-        return a // b
-    quotient = np.abs(a.astype(i8)) // np.abs(b.astype(i8))
-    return np.where((a < 0) != (b < 0), -quotient, quotient).astype(a.dtype)
+    floor = a // b
+    return floor + (((a < 0) != (b < 0)) & (floor * b != a)).astype(a.dtype)
 
 
 def _exact(function: Callable[[Array], Array]) -> Callable[[Array], Array]:
@@ -111,6 +136,8 @@ def _arithmetic(i: Instruction, k: Registers) -> Step:
     if {"wide", "hi"} & set(i.parts):
         return _wide(i, k)
     only(i, *_ROUNDING)
+    if name == "mad" and i.type[0] == "f":
+        raise i.unknown()
     return arithmetic(i, k, _ARITHMETIC[name])
 
 
@@ -133,9 +160,11 @@ def _wide(i: Instruction, k: Registers) -> Step:
 @instruction("fma")
 def _fused(i: Instruction, k: Registers) -> Step:
     only(i, "rn", "rm", "ftz")
+    if i.type == "f64" or ("rm" in i.parts and i.type != "f32"):
+        raise i.unknown()
     if "rm" in i.parts:
         return arithmetic(i, k, _fma_down)
-    return arithmetic(i, k, (lambda a, b, c: a * b + c) if i.type == "f64" else _fma)
+    return arithmetic(i, k, _fma if i.type == "f32" else _half_fma)
 
 
 @instruction("div", "rem")
@@ -149,14 +178,22 @@ def _division(i: Instruction, k: Registers) -> Step:
 
 @instruction("min", "max")
 def _extremes(i: Instruction, k: Registers) -> Step:
-    """Of a number and NaN the number, unless .NaN."""
+    """Of a number and NaN the number, unless .NaN; -0 is less than 0."""
     only(i, "ftz", "NaN", "relu")
     name = i.parts[0]
     if "relu" in i.parts:
         least = np.minimum if name == "min" else np.maximum
         return arithmetic(i, k, lambda a, b: np.maximum(least(a, b), a.dtype.type(0)))
-    number = {"min": (np.fmin, np.minimum), "max": (np.fmax, np.maximum)}[name]
-    return arithmetic(i, k, number["NaN" in i.parts or i.type[0] in "su"])
+    if i.type[0] in "su":
+        return arithmetic(i, k, np.minimum if name == "min" else np.maximum)
+    number = {"min": (np.fmin, np.minimum), "max": (np.fmax, np.maximum)}[name]["NaN" in i.parts]
+    sign = np.bitwise_or if name == "min" else np.bitwise_and
+
+    def extreme(a: Array, b: Array) -> Array:
+        bits = UNSIGNED[a.itemsize]
+        return np.where(a == b, sign(a.view(bits), b.view(bits)).view(a.dtype), number(a, b))
+
+    return arithmetic(i, k, extreme)
 
 
 @instruction("copysign")
@@ -174,7 +211,7 @@ _OPPOSITE = {"equ": "ne", "ltu": "ge", "leu": "gt", "gtu": "le", "geu": "lt"}
 
 
 def comparison(how: str) -> Callable[[Array, Array], Array]:
-    """PTX 9.3.1, 9.3.2: ordered ones are false where an operand is NaN, those with u are true."""
+    """PTX ISA 9.3.1.2: ordered ones are false where an operand is NaN, those with u are true."""
     if how in _ORDERED:
         return _ORDERED[how]
     if how == "ne":
@@ -191,9 +228,14 @@ def comparison(how: str) -> Callable[[Array, Array], Array]:
 def _setp(i: Instruction, k: Registers) -> Step:
     _, how, *between, kind = i.parts
     test, joined = comparison(how), [x for x in between if x != "ftz"]
+    if "ftz" in between:
+        plain = test
+        test = lambda a, b: plain(flushed(a), flushed(b))  # noqa: E731
     join = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}
     into = [text.strip() for text in i.operands[0].split("|")]
     half = kind.removesuffix("x2")
+    if "ftz" in between and kind != "f32":
+        raise i.unknown()
     if half in HALF:
         widen, size = HALF[half][0], u4 if kind.endswith("x2") else u2
         given = [k.read(text, size) for text in i.operands[1:3]]

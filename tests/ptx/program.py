@@ -7,7 +7,7 @@ import re
 from collections import Counter
 
 from . import conversions, copies, matrix, mbarriers, memory, numbers, tensor_maps, warps, wgmma
-from .decode import ENDS, Instruction, decode
+from .decode import ENDS, Code, Instruction, decode
 from .lanes import Registers, Step
 from .machine import End, end_of
 
@@ -27,9 +27,9 @@ class Program:
         grain: bytes of shared memory that are told apart: the smallest element written there.
     """
 
-    def __init__(self, ptx: str, shared: int) -> None:
-        self.ptx, self.shared, self.code = ptx, shared, decode(ptx)
-        code = self.code
+    def __init__(self, ptx: str | Code, shared: int) -> None:
+        self.code = code = decode(ptx) if isinstance(ptx, str) else ptx
+        self.shared = shared
         self.registers = Registers(code)
         opcodes = {i.opcode for i in code.instructions}
         self.warpgroups = any(o.startswith(("wgmma", "cp.async.bulk", "mbarrier")) for o in opcodes)

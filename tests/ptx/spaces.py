@@ -1,4 +1,4 @@
-"""Global and shared memory: PTX ISA 5.1.4 and 5.1.8, with what hardware does not check.
+"""Global and shared memory: PTX ISA 5.1.4 and 5.1.7, with what hardware does not check.
 
 Every access is held to the bounds of its tensors and to its alignment, and to who wrote and read
 the same bytes since which barrier (8, the memory consistency model, as far as barriers of a block
@@ -92,12 +92,12 @@ def grains(offsets: Array, size: int, grain: int) -> Array:
 
 
 class Region:
-    """The storage of a tensor, at the alignment that it has in memory."""
+    """The storage of a tensor, at the alignment that it has in memory, behind some room."""
 
     def __init__(self, x: Tensor) -> None:
         storage = x.untyped_storage()
         self.bytes = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
-        self.start, self.grain = storage.data_ptr() % 256, 4
+        self.start, self.grain = 256 + storage.data_ptr() % 256, 4
         self.end = self.start + storage.nbytes()
         self.data = np.full(-(-self.end // 16) * 16, 0xFF, u1)
         self.data[self.start : self.end] = self.bytes

@@ -1,5 +1,5 @@
-"""Bulk copies between global memory and shared memory by a tensor map: PTX ISA 5.5 (tensors),
-9.7.9.27 (cp.async.bulk.tensor), 9.7.9.25.5 (bulk groups).
+"""Bulk copies between global memory and shared memory by a tensor map: PTX ISA 5.5 (tensors; 5.5.7
+their swizzles), 9.7.9.25.5.2 (cp.async.bulk.tensor), 9.7.9.25.6 (bulk groups).
 
 A load arrives when its mbarrier is polled; a store reads shared memory when its group is waited
 for. Hardware stores in granules of 16 bytes, also past the end of a row (triton#11583).

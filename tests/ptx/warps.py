@@ -1,5 +1,5 @@
-"""What the lanes of a warp do together, and fences: PTX ISA 9.7.9.6 (shfl), 9.7.13 (parallel
-synchronization: vote, redux, elect, fences), 9.7.12.7 (griddepcontrol)."""
+"""What the lanes of a warp do together, and fences: PTX ISA 9.7.9.6 (shfl), 9.7.13.4 (fence),
+9.7.13.9 (vote), 9.7.13.12 (redux), 9.7.13.13 (griddepcontrol), 9.7.13.14 (elect)."""
 
 from __future__ import annotations
 
@@ -41,17 +41,24 @@ def _fence(i: Instruction, k: Registers) -> Step:
     return _nothing
 
 
-def _members(i: Instruction, k: Registers, text: str) -> None:
-    """Triton has all lanes of a warp take part."""
-    if k.constant(text, np.dtype(u4))[0] != ALL if text not in k.index else False:
-        raise i.unknown(f"among the lanes {text}")
+def _together(i: Instruction, k: Registers) -> Step:
+    """Holds an instruction to what Triton writes: all lanes of a warp take part."""
+    members = k.read(i.operands[-1], u4)
+
+    def check(m: Machine, mask: Mask) -> None:
+        found = members(m.R)
+        if (found if found.size == 1 else found[m.taking(mask)]).min() != ALL:
+            raise i.unknown(f"among the lanes {i.operands[-1]}")
+        m.whole(mask, 32, i)
+
+    return check
 
 
 @instruction("shfl")
 def _shuffle(i: Instruction, k: Registers) -> Step:
     """Each lane reads another's; where that is beyond the clamp, its own."""
-    into, given, distance, clamp, members = i.operands
-    _members(i, k, members)
+    into, given, distance, clamp, _ = i.operands
+    together = _together(i, k)
     how, edge = i.parts[2], int(clamp, 0)
     if i.type != "b32" or "|" in into or edge >> 8:
         raise i.unknown()
@@ -63,7 +70,7 @@ def _shuffle(i: Instruction, k: Registers) -> Step:
 
     def step(m: Machine, mask: Mask) -> None:
         x, n = read(m.R), far(m.R).astype(i8) & 31
-        m.whole(mask, 32, i)
+        together(m, mask)
         if x.size > 1:
             source = moves[how](n.reshape(-1, 32) if n.size > 1 else n)
             inside = source >= edge if how == "up" else source <= edge
@@ -80,11 +87,14 @@ _REDUCTIONS = {"add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bi
 
 @instruction("redux")
 def _reduce(i: Instruction, k: Registers) -> Step:
+    together = _together(i, k)
     dtype, function = dtype_of(i.type), _REDUCTIONS[i.parts[2]]
+    if i.type[0] == "f":
+        raise i.unknown()
     read, write = k.read(i.operands[1], dtype), k.write(i.operands[0], dtype)
 
     def step(m: Machine, mask: Mask) -> None:
-        m.whole(mask, 32, i)
+        together(m, mask)
         x = m.full(read(m.R)).reshape(-1, 32)
         write(m, np.repeat(function.reduce(x, axis=1, dtype=dtype), 32), mask)
 
@@ -93,12 +103,13 @@ def _reduce(i: Instruction, k: Registers) -> Step:
 
 @instruction("vote")
 def _vote(i: Instruction, k: Registers) -> Step:
+    together = _together(i, k)
     if i.parts[2] != "ballot":
         raise i.unknown()
     read, write = k.read(i.operands[1], np.bool_), k.write(i.operands[0], u4)
 
     def step(m: Machine, mask: Mask) -> None:
-        m.whole(mask, 32, i)
+        together(m, mask)
         bits = m.full(read(m.R)).reshape(-1, 32).astype(u4) << _LANE.astype(u4)
         write(m, np.repeat(np.bitwise_or.reduce(bits, 1), 32), mask)
 
@@ -108,11 +119,12 @@ def _vote(i: Instruction, k: Registers) -> Step:
 @instruction("elect")
 def _elect(i: Instruction, k: Registers) -> Step:
     """The first lane of each warp."""
+    together = _together(i, k)
     leader, chosen = i.operands[0].split("|")
     writes = k.write(leader.strip(), u4), k.write(chosen.strip(), np.bool_)
 
     def step(m: Machine, mask: Mask) -> None:
-        m.whole(mask, 32, i)
+        together(m, mask)
         writes[0](m, np.zeros(1, u4), mask)
         writes[1](m, m.R[m.program.registers.index["%laneid"]] == 0, mask)
 

@@ -212,7 +212,7 @@ def _pending(x: Array) -> Array:
 def _operand(
     m: Machine, i: Instruction, descriptor: Array, rows: int, transposed: bool, on: Array
 ) -> _Operand:
-    """What a descriptor names, by 9.7.15.5.1.
+    """What a descriptor names, by 9.7.15.5.1.2.
 
     Rows of a core matrix are 16 bytes; `transposed`: along the rows, not along k.
     """

@@ -1,0 +1,264 @@
+"""Launches of `fused_remat.triton` with data, and what they should give, in float64.
+
+By the operations' own bodies, or by their definitions where the launch gives parts of a result.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_remat import formats, random
+from fused_remat.formats import Quantized
+from fused_remat.random import DropoutMask, Uniform
+from fused_remat.steps import norm, rotary
+from fused_remat.steps.activation import activation_bwd, activation_fwd
+from fused_remat.steps.linear import linear_dx, linear_fwd
+from fused_remat.steps.residual import dropout, residual_add
+from fused_remat.triton import cross_entropy, pointwise, products, storage
+from fused_remat.triton import norm as norms
+from fused_remat.triton import rotary as rotaries
+
+#: Names of what launches write.
+RESULTS = {
+    "y", "total", "pre", "pres", "dx", "dweight", "dbias", "dgate", "dup", "dups", "dz", "highs",
+    "sums", "totals", "picked", "dq_weight", "dk_weight",
+}  # fmt: skip
+
+
+# --- tensors with data
+
+
+class Maker:
+    """Random tensors for those without data; the same for the same.
+
+    `rows`: of matrices that are not weights.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self.rows, self.made = rows, {}
+
+    def __call__(self, value: Any) -> Any:
+        if isinstance(value, tuple):
+            made = [self(v) for v in value]
+            return type(value)(*made) if hasattr(value, "_fields") else tuple(made)
+        if isinstance(value, DropoutMask):
+            v = value
+            return DropoutMask(self(v.site_key), v.row0, v.rows, v.width, v.p, v.dtype)
+        if isinstance(value, Uniform):
+            return Uniform(self(value.site_key), value.row0, value.rows, value.width)
+        if isinstance(value, Quantized):
+            codes, step = map(self, value.parts)
+            step.clamp_(1e-3, 0.02)
+            return dataclasses.replace(value, parts=(codes, step))
+        if isinstance(value, Tensor):
+            if id(value) not in self.made:
+                self.made[id(value)] = self.new(value), value  # whose id nothing else may get
+            return self.made[id(value)][0]
+        if dataclasses.is_dataclass(value):
+            fields = {f.name: self(getattr(value, f.name)) for f in dataclasses.fields(value)}
+            return dataclasses.replace(value, **fields)
+        return value
+
+    def new(self, like: Tensor) -> Tensor:
+        if like.dtype == torch.int64:
+            if like.dim() == 0:
+                return random.site_keys(torch.tensor(-7))[random.MLP]
+            return torch.zeros(like.shape, dtype=like.dtype)
+        if like.dtype == torch.int8:
+            return torch.randint(-127, 128, like.shape, dtype=like.dtype)
+        if like.dtype == torch.bool:
+            return torch.rand(like.shape) < 0.2
+        if like.dtype == torch.int32:  # bounds of sequences, or lengths
+            return torch.randint(1, self.rows, like.shape, dtype=like.dtype).sort().values
+        x = torch.empty_strided(like.shape, like.stride()).normal_()
+        if like.dim() == 2 and like.shape[0] != self.rows:  # a weight
+            x *= like.shape[1] ** -0.5
+        return x.to(like.dtype)
+
+
+def wide(value: Any) -> Any:
+    """A copy in float64."""
+    if isinstance(value, tuple):
+        made = [wide(v) for v in value]
+        return type(value)(*made) if hasattr(value, "_fields") else tuple(made)
+    if isinstance(value, DropoutMask):
+        v = value
+        return DropoutMask(v.site_key, v.row0, v.rows, v.width, v.p, torch.float64)
+    if isinstance(value, Quantized):
+        return value.tensor().double()
+    if isinstance(value, rotary.RotaryCall):
+        names = ("cos", "sin", "q_weight", "k_weight")
+        return dataclasses.replace(value, **{name: wide(getattr(value, name)) for name in names})
+    if isinstance(value, Tensor):
+        return value.double() if value.is_floating_point() else value.clone()
+    return value
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple):
+        for v in value:
+            yield from tensors_in(v)
+
+
+# --- what each should give: pairs of a result and what it is in float64. `i` is what was given, in
+# float64; `o` is the same after the launch
+
+
+def norm_fwd(i, o):
+    total = i.x
+    if i.residual is not None:
+        yield o.total, residual_add(i.x, i.residual, i.mask)
+        total = o.total.double()  # what is rounded is no error of the norm
+    y, *stats = norm.norm_fwd(i.spec, total, i.weight, i.bias)
+    yield o.y, y
+    if not i.has_stats:
+        yield from zip(o.stats, stats, strict=True)
+
+
+def norm_bwd(i, o):
+    marks = (True, i.dweight is not None, i.dbias is not None)
+    exact = norm.norm_bwd(i.spec, i.dy, i.x, i.stats, i.weight, marks, i.add)
+    yield from zip((o.dx, o.dweight, o.dbias), exact, strict=True)
+
+
+def dropout_add_fwd(i, o):
+    yield o.y, dropout(i.x, i.mask) if i.residual is None else residual_add(i.x, i.residual, i.mask)
+
+
+def act_fwd(i, o):
+    yield o.y, activation_fwd(i.act, None, i.x, i.mask)
+
+
+def act_bwd(i, o):
+    yield o.dx, activation_bwd(i.act, i.dy, None, i.x, i.mask, False)[1]
+
+
+def gated_fwd(i, o):
+    yield o.y, activation_fwd(i.act, i.gate, i.up, i.mask)
+
+
+def gated_bwd(i, o):
+    exact = activation_bwd(i.act, i.dy, i.gate, i.up, i.mask, False)
+    yield from zip((o.dgate, o.dup), exact, strict=True)
+
+
+def quantize_int8(i, o):
+    exact = formats.quantize(o.x, o.storage.stored, o.storage.uniform)
+    yield from zip(o.parts, exact, strict=True)
+
+
+def dequantize_int8(i, o):
+    yield o.y, i.x
+
+
+def rotary_fwd(i, o):
+    if i.back:
+        yield o.y, rotary.rotary_bwd(i.x, None, i.call, (True, False, False), False)[0]
+    else:
+        yield o.y, rotary.rotary_fwd(i.x, i.call)
+
+
+def rotary_norm_bwd(i, o):
+    exact = rotary.rotary_bwd(i.dy, i.x, i.call, (True,) * 3, False)
+    yield from zip((o.dx, o.dq_weight, o.dk_weight), exact, strict=True)
+
+
+def rounded(o, x):
+    """As a kernel reads it: an element's rounding is no error of the function after it."""
+    return x.to(o.y.dtype).double()
+
+
+def codes(o, quantized, pre):
+    """The bits of what the same product keeps as it is."""
+    call, parts = quantized
+    yield from zip(parts, formats.quantize(pre, call.stored, call.uniform), strict=True)
+
+
+def linear(i, o):
+    x = i.x
+    if i.norm is not None:
+        mean, rstd, weight, bias = i.norm
+        x = rounded(o, (x - mean) * rstd * weight + bias)
+    pre = linear_fwd(x, i.weight, i.bias)
+    if i.pre is not None:
+        yield o.pre, pre
+    y = pre if i.act is None else activation_fwd(i.act, None, rounded(o, pre), None)
+    yield o.y, residual_add(y, torch.zeros_like(y) if i.residual is None else i.residual, i.mask)
+    if o.quantized is not None:
+        kept = o.pre
+        if kept is None:
+            kept = torch.empty_like(o.y)
+            given = vars(o) | {"quantized": None, "pre": kept, "y": torch.empty_like(o.y)}
+            products.linear_fwd(**given).run()
+        yield from codes(o, o.quantized, kept)
+
+
+def gated_mlp_fwd(i, o):
+    layers = (i.gate_weight, i.gate_bias), (i.weight, i.bias)
+    pres = [linear_fwd(i.x, *layer) for layer in layers]
+    yield o.y, activation_fwd(i.act, *(rounded(o, pre) for pre in pres), i.mask)
+    for kept, pre in zip(o.pres, pres, strict=True):
+        if kept is not None:
+            yield kept, pre
+    if any(o.quantized):
+        kept = tuple(torch.empty_like(o.y) for _ in "gu")
+        given = {"quantized": (None, None), "pres": kept, "y": torch.empty_like(o.y)}
+        products.gated_mlp_fwd(**vars(o) | given).run()
+        for quantized, pre in zip(o.quantized, kept, strict=True):
+            yield from codes(o, quantized, pre)
+
+
+def linear_act_bwd(i, o):
+    yield o.y, activation_fwd(i.act, i.gate, i.up, i.mask)
+    exact = activation_bwd(i.act, linear_dx(i.dy, i.out_weight), i.gate, i.up, i.mask, False)
+    yield from zip((o.dgate, o.dup), exact, strict=True)
+
+
+def mlp_bwd(i, o):
+    gate, up = ([None] + [rounded(o, linear_fwd(i.x, *layer)) for layer in i.ups])[-2:]
+    yield o.y, activation_fwd(i.act, gate, up, i.mask)
+    exact = activation_bwd(i.act, linear_dx(i.dy, i.out_weight), gate, up, i.mask, False)
+    yield from zip(o.dups, exact[-len(o.dups) :], strict=True)
+
+
+def logits(i):
+    z = linear_fwd(i.x, i.weight, i.bias)
+    return i.softcap * torch.tanh(z / i.softcap) if i.softcap else z
+
+
+def cross_entropy_fwd(i, o):
+    z = logits(i)
+    tiles = z.split(i.tile.block_n, 1)
+    yield o.highs, torch.stack([tile.amax(1) for tile in tiles])
+    sums = [(t - high[:, None]).exp().sum(1) for t, high in zip(tiles, o.highs, strict=True)]
+    yield o.sums, torch.stack(sums)
+    if o.totals is not None:
+        yield o.totals, torch.stack([tile.sum(1) for tile in tiles])
+    yield o.picked, z.gather(1, i.target[:, None] - i.first)[:, 0]
+
+
+def cross_entropy_bwd(i, o):
+    z, (high, log_sum), (mass, spread, at_target) = logits(i), i.stats, i.slopes
+    exact = (z - (high + log_sum)[:, None]).exp() * mass[:, None]
+    if spread is not None:
+        exact += spread[:, None]
+    exact.scatter_add_(1, i.target[:, None] - i.first, at_target[:, None])
+    yield o.dz, exact * (1 - (z / i.softcap) ** 2) if i.softcap else exact
+
+
+EXACT = {
+    norms.norm_fwd: norm_fwd, norms.norm_bwd: norm_bwd, pointwise.act_fwd: act_fwd,
+    pointwise.dropout_add_fwd: dropout_add_fwd, pointwise.act_bwd: act_bwd,
+    pointwise.gated_fwd: gated_fwd, pointwise.gated_bwd: gated_bwd,
+    storage.quantize_int8: quantize_int8, storage.dequantize_int8: dequantize_int8,
+    rotaries.rotary_fwd: rotary_fwd, rotaries.rotary_norm_bwd: rotary_norm_bwd,
+    products.linear_fwd: linear, products.gated_mlp_fwd: gated_mlp_fwd,
+    products.linear_act_bwd: linear_act_bwd, products.mlp_bwd: mlp_bwd,
+    cross_entropy.cross_entropy_fwd: cross_entropy_fwd,
+    cross_entropy.cross_entropy_bwd: cross_entropy_bwd,
+}  # fmt: skip

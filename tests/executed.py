@@ -1,0 +1,65 @@
+"""The driver at the place "compiled", and a record of the audit's cases that were executed.
+
+FUSED_REMAT_EXECUTED names the record's file: a line of tab-separated `COLUMNS` for each launch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import Any
+
+from places import EXECUTED
+
+RECORD = os.environ.get("FUSED_REMAT_EXECUTED", "")
+#: Of `Outcome.counts`.
+COUNTS = (
+    "multiply-adds", "load sectors", "touched load sectors", "store sectors",
+    "touched store sectors", "shared passes", "shared passes least",
+)  # fmt: skip
+COLUMNS = (
+    "target", "case", "kernel", "sizes", "right", "opcodes", "warp instructions",
+    "matrix instructions", *COUNTS,
+)  # fmt: skip
+_MATRIX = ("mma.sync", "wgmma.mma_async")
+#: What was launched since the test began: a case's line, for each launch of one.
+_LINES: list[list[Any]] = []
+driver: Any = None
+
+
+def install() -> contextlib.ExitStack:
+    """Until the stack is closed Triton's active driver is one that executes what is compiled."""
+    global driver
+    from ptx import driver as drivers
+
+    # As few multiprocessors as the interpreter's, so that persistent kernels loop.
+    drivers.GPUS[EXECUTED] = (3, drivers.GPUS[EXECUTED][1])
+    stack = contextlib.ExitStack()
+    driver = stack.enter_context(drivers.installed(EXECUTED, count=bool(RECORD)))
+    return stack
+
+
+def took(case: str, dtype: str, sizes: str) -> None:
+    """The last launch was of a case of the audit."""
+    done = driver.launches[-1]
+    counts = done.outcome.counts
+    opcodes = [name for name in counts if " " not in name and "-" not in name]
+    matrix = sum(counts[name] for name in opcodes if name.startswith(_MATRIX))
+    _LINES.append(
+        [f"sm_{EXECUTED} {dtype}", case, done.kernel, sizes, 0, len(opcodes),
+         sum(counts[name] for name in opcodes), matrix, *(counts[name] for name in COUNTS)]
+    )  # fmt: skip
+
+
+def write(right: bool) -> None:
+    """A test is over: its launches are recorded, and forgotten."""
+    driver.launches.clear()
+    if RECORD and _LINES:
+        path = Path(RECORD)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        head = [] if path.exists() else [COLUMNS]
+        rows = [[*row[:4], int(right), *row[5:]] for row in _LINES]
+        with path.open("a") as file:  # a line of a process is written whole
+            file.write("".join("\t".join(map(str, row)) + "\n" for row in (*head, *rows)))
+    _LINES.clear()

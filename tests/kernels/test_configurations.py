@@ -1,0 +1,270 @@
+"""Every kernel in every configuration that `python -m bench audit` lists, executed.
+
+The launches are the audit's own, over smaller sizes that lead to the same compiled kernels; results
+are compared with those of the operations' bodies in float64.
+"""
+
+import dataclasses
+import inspect
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from exact_launches import EXACT, RESULTS, Maker, tensors_in, wide
+from executed import took
+from places import BF16, EXECUTED, check_error, target
+from tiers import executed, exhaustive
+from torch import Tensor
+
+from bench.audit import attention as audit_attention
+from bench.audit import cases as audit
+from bench.audit.command import digest, source
+from fused_remat.steps import attention, norm
+from fused_remat.triton import attention as attentions
+from fused_remat.triton import cross_entropy
+from fused_remat.triton.launch import Launch, Target
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not EXECUTED, reason="needs FUSED_REMAT_COMPILED, an architecture"),
+]
+F16, F32 = torch.float16, torch.float32
+#: Sizes as those of the audit as to what Triton compiles: multiples of 16, and so are the blocks of
+#: a row of codes. Tiles end early, and programs have several; or they are whole.
+SIZES = {
+    "ragged": {"ROWS": 80, "WIDTH": 2032, "PRODUCT": (192, 1008), "TABLE": 32},
+    "whole": {"ROWS": 256, "WIDTH": 1024, "PRODUCT": (128, 1024), "TABLE": 256},
+}
+#: Batch, heads and tokens of attention, and tokens whose masks are not aligned.
+ATTENTION = {
+    "ragged": {"_B": 1, "_H": 16, "_S": 144, "_UNEVEN": 137},
+    "whole": {"_B": 2, "_H": 16, "_S": 256, "_UNEVEN": 259},
+}
+#: Rows, if not those, and multiprocessors, tried in turn: of them depends into how many parts sums
+#: are divided, and whether Triton knows that number to be a multiple of 16.
+SPREADS = [(None, 3), (64, 1), (256, 4), (64, 8), (144, 12), (80, 132)]
+
+
+# --- the audit's launches, by the calls that made them
+
+
+@dataclass
+class Call:
+    """A call that made launches, over tensors without data.
+
+    Attributes:
+        cases: names of the audit's cases by the number of the launch.
+    """
+
+    function: Callable[..., Any]
+    given: dict[str, Any]
+    launches: list[Launch]
+    cases: dict[int, str] = field(default_factory=dict)
+    default: bool = False
+    rows: int = 0
+
+
+def recording(function, calls):
+    def record(*args, **options):
+        made = function(*args, **options)
+        bound = inspect.signature(function).bind(*args, **options)
+        bound.apply_defaults()
+        launches = made if isinstance(made, list) else [made]
+        calls.append(Call(function, bound.arguments, launches))
+        return made
+
+    return record
+
+
+@cache
+def calls_of(dtype: torch.dtype, sizes: str) -> list[Call]:
+    """Those whose launches are compiled as cases of the audit, but for attention's: every case."""
+    found: list[Call] = []
+    known = audited(dtype)
+    missing = {name for name in known if not name.startswith("attention")}
+    for rows, sms in SPREADS:
+        for call in recorded(dtype, SIZES[sizes], rows, sms) if missing else ():
+            call.cases = {
+                place: name
+                for place, name in call.cases.items()
+                if name in missing
+                and audited(dtype)[name] == digest(call.launches[place], EXECUTED)
+            }
+            missing.difference_update(call.cases.values())
+            found += [call] if call.cases else []
+    assert not missing, f"no call is compiled as the audit's {missing}"
+    return found
+
+
+def recorded(dtype: torch.dtype, sizes: dict[str, Any], rows: int | None, sms: int) -> list[Call]:
+    calls: list[Call] = []
+    at = Target("cuda", EXECUTED, sms)
+    sizes = sizes | ({"ROWS": rows} if rows else {})
+    with pytest.MonkeyPatch.context() as patch:
+        for function in EXACT:
+            module = inspect.getmodule(function)
+            patch.setattr(module, function.__name__, recording(function, calls))
+        for name, size in sizes.items():
+            patch.setattr(audit, name, size)
+        patch.setattr(audit, "attention_cases", lambda *_: ())
+        for case in audit.cases(at, dtype):
+            call = next(c for c in reversed(calls) if any(x is case.launch for x in c.launches))
+            place = next(i for i, x in enumerate(call.launches) if x is case.launch)
+            call.cases[place] = case.name
+            call.default |= case.default
+            call.rows = sizes["ROWS"]
+    return [call for call in calls if call.cases]
+
+
+@cache
+def audited(dtype: torch.dtype) -> dict[str, str]:
+    """Digests of the audit's cases by name."""
+    return {
+        case.name: digest(case.launch, EXECUTED)
+        for case in audit.cases(audit.target(EXECUTED), dtype)
+    }
+
+
+# --- calls that make no attention
+
+
+def given_of(call: Call) -> SimpleNamespace:
+    """Arguments with data; what is written, and not read before, is NaN."""
+    made, given = Maker(call.rows), SimpleNamespace(**call.given)
+    for name, value in call.given.items():
+        setattr(given, name, made(value))
+    if call.function in (cross_entropy.cross_entropy_fwd, cross_entropy.cross_entropy_bwd):
+        given.target.random_(given.weight.shape[0]).add_(given.first)
+    if hasattr(given, "stats") and hasattr(given, "spec"):
+        stats = norm.norm_fwd(given.spec, given.x.double(), None, None)[1:]
+        for mine, true in zip(given.stats, stats, strict=True):
+            mine.copy_(true if getattr(given, "has_stats", True) else torch.nan)
+    read = [id(t) for n, v in vars(given).items() if n not in RESULTS for t in tensors_in(v)]
+    for name in RESULTS & vars(given).keys():
+        for t in tensors_in(getattr(given, name)):
+            if id(t) not in read:
+                t.fill_(torch.nan)
+    return given
+
+
+def cases():
+    """Sizes, dtype and number of each call. `make test` has the first of every kernel."""
+    seen: set[str] = set()
+    for sizes, dtype in itertools.product(SIZES, (BF16, F16, F32)):
+        for number, call in enumerate(calls_of(dtype, sizes)):
+            kernels = {launch.kernel.fn.__name__ for launch in call.launches}
+            marks = [] if sizes == "ragged" and call.default else [pytest.mark.exhaustive]
+            marks += [pytest.mark.executed] if kernels - seen else []
+            seen |= kernels
+            name = f"{sizes}-{str(dtype)[6:]}-{next(iter(call.cases.values()))}"
+            yield pytest.param(sizes, dtype, number, marks=marks, id=name)
+
+
+@pytest.mark.parametrize("sizes, dtype, number", list(cases()) if EXECUTED else ())
+def test_launches(sizes, dtype, number):
+    call = calls_of(dtype, sizes)[number]
+    given = given_of(call)
+    before = SimpleNamespace(**{name: wide(value) for name, value in vars(given).items()})
+    made = call.function(**vars(given))
+    launches = made if isinstance(made, list) else [made]
+    for place, name in call.cases.items():
+        assert digest(launches[place], EXECUTED) == audited(dtype)[name], name
+    for place, launch in enumerate(launches):
+        launch.run()
+        if place in call.cases:
+            took(call.cases[place], str(dtype)[6:], sizes)
+    for found, exact in EXACT[call.function](before, given):
+        if exact is None:
+            assert found is None
+        elif found.is_floating_point():
+            check_error(found, exact, what=name)
+        else:
+            assert torch.equal(found, exact)
+
+
+# --- attention: every launch of a forward and a backward
+
+
+def kind_of(launch: Launch) -> str:
+    """What is compiled, but for what Triton knows of numbers' divisibility.
+
+    How many blocks there are is a number, too: a multiple of 16 would take hundreds of tokens.
+    """
+    made = source(launch)
+    return repr((made.name, made.signature, made.constants, launch.num_warps, launch.num_stages))
+
+
+@cache
+def attention_kinds(dtype: torch.dtype) -> dict[tuple[int, str], list[tuple[str, str]]]:
+    """Names and kinds of the audit's launches, by width and variant."""
+    at, given = audit.target(EXECUTED), audit_attention.variants(dtype)
+    return {
+        (width, name): [
+            (audit_attention.case_name(kernel, width, name, launch), kind_of(launch))
+            for kernel, launch in audit_attention.launches_of(width, given[name], at, dtype)
+        ]
+        for width, names in audit_attention.CALLS.items()
+        for name in names
+    }
+
+
+def run_all(launches, known, dtype, sizes):
+    """Each of which is what the next of the audit is, if any are given."""
+    for launch in launches:
+        launch.run()
+        if known == ():
+            continue
+        case, kind = next(known)
+        assert kind_of(launch) == kind, case
+        took(case, str(dtype)[6:], sizes)
+
+
+CALLS = [(width, name) for width, names in audit_attention.CALLS.items() for name in names]
+
+
+@pytest.mark.parametrize(
+    "sizes, dtype, width, variant",
+    executed(
+        [
+            (pytest.param if sizes == "ragged" else exhaustive)(sizes, dtype, *call)
+            for sizes, dtype, call in itertools.product(ATTENTION, (BF16, F16), CALLS)
+        ],
+        ("ragged", BF16, 64, "mask padding dropout"),
+    ),
+    ids=str,
+)
+def test_attention(sizes, dtype, width, variant, monkeypatch):
+    for name, size in ATTENTION[sizes].items():
+        monkeypatch.setattr(audit_attention, name, size)
+    options = audit_attention.variants(dtype)[variant]
+    stored = options.pop("stored", None)
+    call = audit_attention.call_of(width, options)
+    made, how = Maker(call.q_len), (dtype, sizes)
+    heads, grads = (made(audit_attention._heads(call, dtype, form)) for form in (stored, None))
+    call, rows, nhead = made(call), call.batch * call.q_len, call.spec.num_heads
+    plain = [x if isinstance(x, Tensor) else x.of(x.whole.tensor()) for x in heads]
+    dattn, out = torch.randn(2, rows, nhead * width).to(dtype)
+    lse = torch.empty(call.batch, nhead, call.q_len)
+    exact = dataclasses.replace(call)
+    for t in (out, lse, *grads):
+        t.fill_(torch.nan)
+    if call.dmask is not None:
+        call.dmask.zero_()
+        exact.dmask = call.dmask.double()
+    given = [x.double() for x in plain]
+    exact_out, exact_lse = attention.attention_fwd(*given, exact)
+    exact_grads = [torch.empty_like(x) for x in given]
+    attention.attention_bwd(dattn.double(), *given, exact_out, exact_lse, exact, exact_grads)
+    known = iter(attention_kinds(dtype)[width, variant])
+    run_all(attentions.forward(*plain, call, out, lse, target()), () if stored else known, *how)
+    run_all(attentions.backward(dattn, *heads, out, lse, call, grads, target()), known, *how)
+    assert next(known, None) is None
+    for found, true in zip((out, *grads), (exact_out, *exact_grads), strict=True):
+        check_error(found, true, 2.5)  # as of other launches of attention
+    if call.dmask is not None:
+        check_error(call.dmask, exact.dmask, 2.5, dtype=dtype)
