@@ -101,7 +101,7 @@ def norm_wide_fwd_kernel(
             if KIND == "layer_norm":
                 block_mean = tl.sum(tile, 1) / count
             else:
-                block_mean = mean
+                block_mean = tl.zeros([1], tl.float32)
             from_mean = tl.where(mask, tile - block_mean[:, None], 0.0)
             delta = block_mean - mean
             square += tl.sum(from_mean * from_mean, 1)

@@ -31,8 +31,10 @@ if SEED:
 has_triton = importlib.util.find_spec("triton") is not None
 # Kernels are interpreted or compiled, as Triton decides when it is imported: a run of their own.
 collect_ignore = [] if INTERPRETED and has_triton else ["interpreted"]
+if not EXECUTED:
+    collect_ignore += ["kernels/test_configurations.py"]
 if not has_triton:
-    collect_ignore += ["kernels", "backend", "gpu"]
+    collect_ignore += ["kernels", "backend", "gpu", "exact_launches.py", "ptx"]
 
 hypothesis.settings.register_profile(
     "ci", derandomize=not SEED, database=None, deadline=None, max_examples=50 * MORE

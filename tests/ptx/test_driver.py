@@ -1,0 +1,36 @@
+"""The driver as the library meets it: who serves tensors on a CPU."""
+
+import pytest
+import torch
+from places import EXECUTED, INTERPRETED, ON_GPU
+
+from fused_remat.execution import choose
+from fused_remat.triton.launch import Target, target_of
+
+from .driver import GPUS, installed
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def anew():
+    choose.forget()
+    yield
+    choose.forget()
+
+
+@pytest.mark.skipif(INTERPRETED or EXECUTED > 0, reason="there is a driver, or none is asked")
+@pytest.mark.usefixtures("anew")
+def test_kernels_serve_the_tensors_of_the_active_driver():
+    x = torch.ones(2, 3)
+    said = "kernels run on CUDA devices, and the tensors are on cpu"
+    assert choose.why_not("triton", CPU, x.dtype) == said
+    if not ON_GPU:
+        with pytest.raises(RuntimeError, match=r"Triton kernels run on .* got cpu"):
+            target_of(CPU)
+    with installed(90) as driver:
+        assert target_of(CPU) == Target("cuda", 90, GPUS[90][0])
+        assert choose.ops_for("triton", x).name == "triton"
+        assert choose.ops_for("auto", x).name == "eager"
+        assert not driver.launches
+    assert choose.why_not("triton", CPU, x.dtype) == said
