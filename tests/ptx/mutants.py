@@ -180,6 +180,8 @@ def changes(i: Instruction) -> Iterator[tuple[str, Change]]:
         yield "mbarrier wait", lambda i: Instruction("mov.pred", (i.operands[0], "-1"))
     elif opcode.startswith("fence.proxy"):
         yield "proxy fence", _out
+    elif opcode == "wgmma.fence.sync.aligned":
+        yield "wgmma fence", _out
     elif ".trans" in opcode:
         yield "transposition", _opcode(".trans", "")
     elif head in ("ldmatrix", "stmatrix"):
