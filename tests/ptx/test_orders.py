@@ -10,7 +10,7 @@ from .driver import installed
 
 
 def step(order, arch):
-    """A training step of a small block: products, norms, rotary, attention, forward and backward."""
+    """A training step of a small block: products, norms, rotary, attention."""
     torch.manual_seed(0)
     layer = FusedRematCausalLayer(
         64, 2, 96, kv_heads=1, softcap=5.0, policy="full", backend="triton", dtype=torch.bfloat16
