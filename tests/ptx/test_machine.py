@@ -119,6 +119,16 @@ def test_barriers_wait_for_all():
     assert result(body, threads=64, shared=4, order=-1) == [4] * 64
 
 
+@pytest.mark.parametrize(("order", "late"), [(0, []), (1, [0]), (-1, [1])])
+def test_orders_of_warps(order, late):
+    """Without a barrier, a warp that runs before the other finds nothing of it."""
+    out = torch.zeros(64, dtype=torch.int32)
+    body = f"""shl.b32 %r3, %r0, 2; st.shared.b32 [%r3], %r0;
+    xor.b32 %r4, %r3, 128; ld.shared.b32 %r9, [%r4]; {STORE}"""
+    run(body, out, threads=64, shared=256, order=order)
+    assert out.tolist() == [-1 if n // 32 in late else n ^ 32 for n in range(64)]
+
+
 def test_loops_without_an_end(monkeypatch):
     monkeypatch.setattr(machine, "_FOREVER", 100)
     with pytest.raises(PTXError, match="runs for ever"):
