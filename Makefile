@@ -14,7 +14,7 @@ PY := $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 # never is, and pip would take minutes to compile it.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all test-settings mutants baseline check docs site bench losses audit gpu clean
+.PHONY: demo test test-all test-settings mutants mutants-ptx baseline check docs site bench losses audit gpu clean
 
 demo: $(DEMO)  ## train a small language model with and without FusedRemat
 	$(BIN)/python examples/train_byte_lm.py
@@ -28,13 +28,20 @@ HUGE := PYTHONMALLOC=malloc GLIBC_TUNABLES=glibc.malloc.hugetlb=1
 PYTEST = $(HUGE) $(BIN)/python -m pytest -q -n logical --maxprocesses 4 --timeout 1800 \
 	--dist loadfile --no-loadscope-reorder $(MARKS)
 
+# Kernels compiled for these architectures are executed on the CPU (tests/ptx); all tests, if EXECUTED is empty.
+ARCHES := 80 90
+EXECUTED := -m executed
+
 test: $(READY)  ## all tests, and the examples in the docstrings
 	@status=0; \
 	TRITON_INTERPRET=1 $(PYTEST) tests/kernels tests/backend tests/interpreted || status=1; \
+	for arch in $(ARCHES); do \
+	FUSED_REMAT_COMPILED=$$arch $(PYTEST) $(EXECUTED) tests/kernels tests/backend || status=1; done; \
 	$(PYTEST) || status=1; exit $$status
 
 test-all:  ## and what stands for more of the same: whole sweeps, ten times the examples, every audit: hours
-	@status=0; FUSED_REMAT_MORE_EXAMPLES=10 $(MAKE) test MARKS='-m ""' || status=1; \
+	@status=0; FUSED_REMAT_MORE_EXAMPLES=10 $(MAKE) test MARKS='-m ""' \
+	EXECUTED= ARCHES="80 86 89 90" || status=1; \
 	$(MAKE) audit || status=1; exit $$status
 
 # What decides the last bits of a result, and the order of threads.
@@ -48,6 +55,9 @@ test-settings: $(READY)  ## make test as on other CPUs, with other threads and a
 
 mutants: $(READY)  ## plant bugs in a copy, each of which a test has to catch
 	$(HUGE) $(BIN)/python tests/mutants.py --jobs 2
+
+mutants-ptx: $(READY)  ## break compiled kernels in one place at a time, which their execution has to show: an hour
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.ptx.mutants --jobs 2
 
 baseline: $(READY)  ## record what layers keep, call and compile, which a test compares with
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python tests/house/baseline.py > tests/house/baseline.json

@@ -61,17 +61,20 @@ def liger_gated(p: Gated) -> Function:
 def our_gated(p: Gated) -> Ways:
     """As a block calls them; the backward's dy is its own."""
 
-    def forward(index: int) -> Results:
-        return {"y": activation_fwd_triton("silu", *p.sets[index].values(), None)}
+    def forward(given: Sequence[Tensor]) -> Results:
+        return {"y": activation_fwd_triton("silu", *given, None)}
 
     def backward(given: Sequence[Tensor]) -> Results:
         dgate, dup = activation_bwd_triton("silu", *given, None, True)
         return {"dgate": dgate, "dup": dup}
 
-    def prepare(index: int) -> list[Tensor]:
-        return [p.dys[index].clone(), *p.sets[index].values()]
+    def inputs(index: int) -> list[Tensor]:
+        return list(p.sets[index].values())
 
-    return {"fwd": Way(forward), "bwd": Way(backward, prepare=prepare)}
+    def with_dy(index: int) -> list[Tensor]:
+        return [p.dys[index].clone(), *inputs(index)]
+
+    return {"fwd": Way(forward, prepare=inputs), "bwd": Way(backward, prepare=with_dy)}
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,7 @@ CASES = (
     Case(NORM, Norm, ("layer_norm", 2048, 1024), ("layer_norm", 5, 48)),
     Case(GATED, Gated, (128, 14336), (5, 48)),
     Case(ROPE, Rope, ("rope", 1, 32, 8, 512, 128), ("rope", 1, 4, 2, 16, 16)),
-    Case(LOSS, Loss, (256, 512, 8192), (64, 32, 80)),
+    Case(LOSS, Loss, (256, 1024, 8192), (64, 32, 80)),
     Case(MLP, Mlp, (True, "silu", 1, 256, 512, 1536), (True, "silu", 1, 64, 32, 48)),
     Case(ATTENTION, Attention, ("causal", 1, 2, 2, 512, 128), ("causal", 1, 2, 2, 128, 16)),
 )

@@ -13,6 +13,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from triton.runtime.autotuner import Autotuner, Config
 
@@ -27,6 +28,8 @@ from tests.ptx.driver import GPUS, Driver, Launched
 _ASKING = (
     ("liger_kernel.ops.rms_norm", "rms_norm_backward"),
     ("liger_kernel.ops.layer_norm", "layer_norm_backward"),
+    ("liger_kernel.ops.fused_linear_cross_entropy", "_can_use_mm_out"),
+    ("liger_kernel.ops.fused_linear_cross_entropy", "fused_linear_cross_entropy_forward"),
     ("liger_kernel.ops.mlp", "LigerMLPFunction"),
     ("flash_swiglu_mlp.ops", "_FlashSwiGLUFunction"),
 )
@@ -63,11 +66,21 @@ def _largest(tuner: Any, driver: Driver) -> Any:
 def _as_on_cuda(module: Any, name: str) -> Any:
     """A function or a class, to which a tensor on the CPU is on a CUDA device."""
     source = textwrap.dedent(inspect.getsource(getattr(module, name)))
-    changed = source.replace('.device.type == "cuda"', ".is_cpu").replace(".is_cuda", ".is_cpu")
+    changed = source
+    for asks, told in (
+        (".is_cuda", ".is_cpu"), ('.device.type == "cuda"', ".is_cpu"),
+        ('.device.type != "cuda"', ".is_cuda"),
+    ):  # fmt: skip
+        changed = changed.replace(asks, told)
     assert changed != source, f"{module.__name__}.{name} asks for no device"
     made: dict[str, Any] = {}
     exec(compile(changed, module.__file__, "exec"), vars(module), made)
     return made[name]
+
+
+def _wide_mm(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """A product that is not rounded, which ATen has on a GPU only."""
+    return torch.mm(a.to(dtype), b.to(dtype))
 
 
 def _unseen(*given: Any, execute: Any = tests.ptx.driver.execute) -> Any:
@@ -97,11 +110,14 @@ def peers(driver: Driver, share: int = 1) -> Iterator[None]:
             (Autotuner, "prune_configs", _largest(Autotuner.prune_configs, driver)),
             (tests.ptx.driver, "execute", _unseen),
             (linear, "_cpu_has_native", lambda dtype: True),
+            (cross_entropy, "product", _as_on_cuda(cross_entropy, "product")),
             (choose, "_CPU_TOKENS", choose._DEVICE_TOKENS),
             (cross_entropy, "_CPU_LOGITS", cross_entropy._DEVICE_LOGITS),
             (Autotuner, "_bench", lambda self, *args, **kwargs: [0.0]),
         ):
             stack.enter_context(mock.patch.object(owner, name, value))
+        library = stack.enter_context(torch.library._scoped_library("aten", "IMPL"))
+        library.impl("mm.dtype", _wide_mm, "CPU")
         stack.enter_context(mock.patch.dict(GPUS, {driver.arch: (sms // share, shared)}))
         for where, name in _ASKING:
             if importlib.util.find_spec(where.split(".")[0]) is None:

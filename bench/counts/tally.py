@@ -58,9 +58,9 @@ class Aten(TorchDispatchMode):
         results = [t for t in tree_leaves(made) if isinstance(t, Tensor)]
         if name in _FREE or func.is_view or not results:
             return made
-        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        out = [t for key, t in kwargs.items() if key == "out" or key == "grad_input"]
-        read = [t for t in given[name in _OVERWRITE :] if not any(t is o for o in out)]
+        named = {key: t for key, t in kwargs.items() if key not in ("out", "grad_input")}
+        given = [t for t in tree_leaves((args, named)) if isinstance(t, Tensor)]
+        read = given[name in _OVERWRITE :]
         self.found["calls"] += 1
         self.names[name] += 1
         self.found["bytes"] += _bytes(read) + _bytes(results)

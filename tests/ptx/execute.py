@@ -32,10 +32,12 @@ class Outcome:
         counts: warp instructions by opcode, "multiply-adds" of matrix instructions; by `How.count`
             also 32-byte "load sectors" and "store sectors" of all warps, "touched load sectors" and
             "touched store sectors" of the launch, "shared passes" and "shared passes least".
+        reached: how many warps ran each basic block.
     """
 
     reports: list[str] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
+    reached: Counter[int] = field(default_factory=Counter)
 
     def check(self) -> None:
         """Raises an AssertionError if anything was wrong."""
@@ -68,7 +70,10 @@ def execute(
     with np.errstate(all="ignore"), _one_thread():
         for first in range(0, len(blocks), together):
             some = blocks[first : first + together]
-            Machine(program, some, grid, parameters, memory, how, reports, outcome.counts).run()
+            Machine(
+                program, some, grid, parameters, memory, how, reports, outcome.counts,
+                outcome.reached,
+            ).run()  # fmt: skip
     for region in memory.regions:
         region.back()
     for what, sectors in memory.touched.items():

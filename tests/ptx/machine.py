@@ -60,11 +60,11 @@ class Machine:
 
     def __init__(
         self, program: Program, blocks: Array, grid: Sequence[int], parameters: Sequence[Array],
-        memory: Global, how: How, reports: Reports, counts: Counter[str],
+        memory: Global, how: How, reports: Reports, counts: Counter[str], reached: Counter[int],
     ) -> None:  # fmt: skip
         code = program.code
         self.program, self.parameters, self.memory = program, parameters, memory
-        self.how, self.reports, self.counts = how, reports, counts
+        self.how, self.reports, self.counts, self.reached = how, reports, counts, reached
         self.threads, self.blocks = code.threads, len(blocks)
         self.lanes = self.threads * self.blocks
         self.warps = self.lanes // 32
@@ -130,6 +130,7 @@ class Machine:
             raise PTXError(f"{self.program.code.name} runs for ever")
         for finish in self.asynchronous.values():
             finish.finish(self)
+        self.reached.update(warps)
         for number, count in warps.items():
             for opcode, times in self.program.opcodes[number].items():
                 self.counts[opcode] += int(times * count)
@@ -193,7 +194,7 @@ class Machine:
 
     def full(self, x: Array) -> Array:
         """An element for each lane."""
-        return x if x.size == self.lanes else np.broadcast_to(x, (self.lanes,))
+        return x if x.size == self.lanes else x.repeat(self.lanes)
 
     def taking(self, mask: Mask) -> Any:
         """What indexes the lanes that take part."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from .decode import Instruction, PTXError
 from .lanes import Array, Mask, Registers, Step, instruction
+from .spaces import grains
 
 if TYPE_CHECKING:
     from .machine import Machine
@@ -24,7 +25,6 @@ class Barrier:
     """Phases end when all have arrived and all expected bytes are there."""
 
     count: int
-    tag: int  # of who made it
     left: int
     bytes: int = 0
     phase: int = 0
@@ -56,14 +56,27 @@ def few(m: Machine, address: Array, mask: Mask) -> Iterator[tuple[int, int, int]
         yield int(lane), int(m.block_of[lane]), int(address[lane])
 
 
-def barrier_at(m: Machine, i: Instruction, lanes: int | Array, block: int, address: int) -> Barrier:
-    """The barrier there; whoever uses another warp's is behind a barrier of the block."""
+def barrier_at(
+    m: Machine, i: Instruction, lanes: Any, block: int, address: int, changes: bool = False
+) -> Barrier:
+    """The barrier there, used by lanes; to others it `changes` where it begins or ceases to be."""
     found = barriers(m).get((block, address))
     if found is None:
         raise PTXError(f"{i}: there is no mbarrier at {address}")
-    if np.any((m.own[lanes] >> 8 == found.tag >> 8) & (m.own[lanes] != found.tag)):
-        m.reports.add("race: mbarrier used before its initialisation is known", i)
+    _touch(m, i, lanes, block, address, changes)
     return found
+
+
+def _touch(m: Machine, i: Instruction, lanes: Any, block: int, address: int, changes: bool) -> None:
+    """Its eight bytes are memory like any other: a barrier orders uses by several warps."""
+    tag = np.atleast_1d(m.own[lanes])[:, None]
+    places = grains(np.full(len(tag), address + block * m.shared.pitch), 8, m.shared.grain)
+    if not changes:
+        bad = m.shared.tags.read(places, tag)
+    else:
+        bad = np.logical_or(*m.shared.tags.write(places, tag))
+    if bad.any():
+        m.reports.add("race: mbarrier", i)
 
 
 @instruction("mbarrier")
@@ -91,7 +104,8 @@ def _mbarrier(i: Instruction, k: Registers) -> Step:
         def init(m: Machine, mask: Mask) -> None:
             counts = m.full(count(m.R))
             for lane, block, address in few(m, at(m.R), mask):
-                made = Barrier(int(counts[lane]), int(m.own[lane]), int(counts[lane]))
+                made = Barrier(int(counts[lane]), int(counts[lane]))
+                _touch(m, i, lane, block, address, True)
                 if barriers(m).setdefault((block, address), made) is not made:
                     m.reports.add("an mbarrier is there already", i)
 
@@ -101,7 +115,7 @@ def _mbarrier(i: Instruction, k: Registers) -> Step:
 
     def invalidate(m: Machine, mask: Mask) -> None:
         for lane, block, address in few(m, at(m.R), mask):
-            if barrier_at(m, i, lane, block, address).copies:
+            if barrier_at(m, i, lane, block, address, True).copies:
                 m.reports.add("mbarrier invalidated while copies are in flight", i)
             del barriers(m)[block, address]
 

@@ -49,6 +49,8 @@ def _load(i: Instruction, k: Registers) -> Step:
     dtype = (SIGNED if access.signed else UNSIGNED)[access.size]
     writes = [k.write(text, dtype) for text in access.registers]
     if access.space == "param":
+        if len(writes) > 1:
+            raise i.unknown()
         return _parameter(i, k, access, writes[0], dtype)
     load = {"global": load_global, "shared": load_shared}.get(access.space)
     if load is None:

@@ -1,10 +1,10 @@
 """Mutants of compiled kernels: one instruction broken at a time, and the launch executed again.
 
-    python -m tests.ptx.mutants [80 90] [--kernel WORDS] [--kind WORDS] [--jobs 2] [--most 12]
+    python -m tests.ptx.mutants [80 90] [--kernel REGEX] [--kind REGEX] [--jobs 2]
 
 A mutant is caught if the executor reports something, or stops, or results differ by more than
-rounding. What survives is named in `equivalent.txt`, with the reason why it changes nothing that a
-GPU could show; anything else that survives is an error.
+rounding. `equivalent.tsv` says which others change nothing, and why; any that survives besides is
+an error.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import multiprocessing
 import random
 import re
 import sys
-import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -32,9 +31,9 @@ from fused_remat.triton import tables
 
 from .decode import Code, Instruction, PTXError
 from .driver import GPUS, installed
-from .execute import How, Program, TensorMap, execute
+from .execute import How, Outcome, Program, TensorMap, execute
 
-KNOWN = Path(__file__).with_name("equivalent.txt")
+KNOWN = Path(__file__).with_name("equivalent.tsv")
 Change = Callable[[Instruction], Instruction | None]  # None: it is left out
 
 
@@ -43,12 +42,13 @@ class Launch:
     """A launch to repeat: tensors as they were before."""
 
     kernel: str
-    program: Program
+    code: Code
+    shared: int
     grid: tuple[int, ...]
     arguments: list[Any]
 
-    def run(self, program: Program) -> tuple[list[str], list[Tensor]]:
-        """Reports, and the storages of all tensors afterwards."""
+    def run(self, code: Code, order: int = 0) -> tuple[Outcome, list[Tensor]]:
+        """What happened, and the storages of all tensors afterwards."""
         storages: dict[int, Tensor] = {}
 
         def fresh(x: Any) -> Any:
@@ -63,26 +63,35 @@ class Launch:
             flat = storages[whole._cdata].view(x.dtype)
             return flat.as_strided(x.shape, x.stride(), x.storage_offset())
 
-        outcome = execute(program, self.grid, [fresh(x) for x in self.arguments], How(lanes=4096))
-        return outcome.reports, list(storages.values())
+        how = How(order=order, lanes=4096)
+        outcome = execute(
+            Program(code, self.shared), self.grid, [fresh(x) for x in self.arguments], how
+        )
+        return outcome, list(storages.values())
 
 
 def launches(arch: int) -> list[Launch]:
-    """One launch of each kernel, of layers that launch them all: several tiles, ragged sizes."""
-    found: dict[str, Launch] = {}
-
-    def keep(program: Program, grid: Sequence[int], arguments: Sequence[Any]) -> None:
-        name = program.code.name.removesuffix("_kernel")
-        wanted = [x for x in arguments if isinstance(x, Tensor | TensorMap)]
-        if name not in found and wanted:
-            found[name] = Launch(name, program, tuple(grid), copy.deepcopy(list(arguments)))
-
+    """Of each kernel the launch that reaches most of its instructions, of some training steps."""
     shared = GPUS[arch][1]
     GPUS[arch] = 3, shared  # so that persistent kernels loop
+    best: dict[str, tuple[float, Launch]] = {}
     with installed(arch) as driver:
+
+        def keep(program: Program, grid: Sequence[int], arguments: Sequence[Any]) -> None:
+            name = program.code.name.removesuffix("_kernel")
+            driver.before = None
+            launch = Launch(
+                name, program.code, program.shared, tuple(grid), copy.deepcopy(list(arguments))
+            )
+            reached = execute(program, grid, copy.deepcopy(launch.arguments)).reached
+            driver.before = keep
+            worth = sum(len(program.code.blocks[n]) for n in reached)
+            if worth > best.get(name, (0, None))[0]:
+                best[name] = worth, launch
+
         driver.before = keep
         _steps()
-    return list(found.values())
+    return [launch for _, launch in best.values()]
 
 
 def _steps() -> None:
@@ -100,19 +109,22 @@ def _steps() -> None:
         x = torch.randn(1, 152, 320, dtype=torch.bfloat16, requires_grad=True)
         encoder(x, src_key_padding_mask=padding).float().square().sum().backward()
         llama = FusedRematCausalLayer(320, 5, 456, kv_heads=1, qk_norm=True, policy=policy, **bf16)
-        angle = torch.randn(152, 32)
-        llama(x, rope=(angle.cos(), angle.sin())).float().square().sum().backward()
+        x, angle = torch.randn(1, 344, 320, dtype=torch.bfloat16), torch.randn(344, 32)
+        llama(x.requires_grad_(), rope=(angle.cos(), angle.sin())).float().square().sum().backward()
     weight = torch.randn(456, 320, dtype=torch.bfloat16).mul_(0.05).requires_grad_()
-    labels = torch.randint(0, 456, (152,))
+    labels = torch.randint(0, 456, (344,))
     ops.linear_cross_entropy(x[0], weight, labels, softcap=3.0, backend="triton").backward()
 
 
-def mutants(code: Code, most: int, seed: str) -> Iterator[tuple[str, int, Code]]:
-    """Kind, number of the instruction, and the kernel with it broken; of each kind `most`."""
+def mutants(code: Code, reached: set[int], most: int, seed: str) -> Iterator[tuple[str, int, Code]]:
+    """Kind, number of the instruction, and the kernel with it broken where it is reached."""
     places: dict[str, list[tuple[int, Change]]] = defaultdict(list)
-    for number, i in enumerate(code.instructions):
-        for kind, change in changes(i):
-            places[kind].append((number, change))
+    numbers = itertools.count()
+    for block, instructions in enumerate(code.blocks):
+        for i in instructions:
+            number = next(numbers)
+            for kind, change in changes(i) if block in reached else ():
+                places[kind].append((number, change))
     chosen = random.Random(seed)
     for kind, some in places.items():
         if len(some) > most and kind in _SAMPLED:
@@ -178,14 +190,17 @@ def changes(i: Instruction) -> Iterator[tuple[str, Change]]:
 
 
 def outcome(launch: Launch, code: Code, expected: list[Tensor]) -> str:
-    """How a mutant is caught, or ""."""
-    try:
-        reports, found = launch.run(Program(code, launch.program.shared))
-    except (PTXError, IndexError, AssertionError) as error:
-        return f"stops: {error}"
-    if reports:
-        return reports[0]
-    return "results differ" if any(map(_differ, found, expected)) else ""
+    """How a mutant is caught, or "": warps together, and one after the other in both orders."""
+    for order in (0, 1, -1):
+        try:
+            done, found = launch.run(code, order)
+        except (PTXError, IndexError) as error:
+            return f"stops: {error}"
+        if done.reports:
+            return done.reports[0]
+        if any(map(_differ, found, expected)):
+            return "results differ"
+    return ""
 
 
 def _differ(a: Tensor, b: Tensor) -> bool:
@@ -198,93 +213,61 @@ def _differ(a: Tensor, b: Tensor) -> bool:
     return bool((far > 2**-6 * b.nan_to_num(0.0, 0.0, 0.0).abs().max()).any())
 
 
-def key_of(arch: int, launch: Launch, kind: str, number: int) -> str:
-    """What names a mutant while its kernel stays: opcode and source, and which one there."""
-    all_ = list(launch.program.code.instructions)
-    i = all_[number]
-    where = re.sub(r":\d+(?= |$)", "", i.source.split(" @")[0])
-    same = [
-        n for n, other in enumerate(all_) if (other.opcode, other.source) == (i.opcode, i.source)
-    ]
-    return f"sm_{arch} {launch.kernel} {kind} {where} #{same.index(number) + 1}"
+@dataclass
+class Result:
+    """A mutant and its end: `how` it was caught, or ""."""
+
+    kind: str
+    name: str  # "sm_90 linear_fwd: barrier: bar.sync, linear.py:261:30: PTX line 802"
+    how: str
 
 
-def examine(work: tuple[int, str, str, int]) -> list[tuple[str, str, float]]:
-    """Of one kernel: each mutant's key, how it was caught, and the seconds taken."""
-    arch, kernel, kinds, most = work
-    launch = next(x for x in _launches(arch) if x.kernel == kernel)
-    reports, expected = launch.run(launch.program)
-    assert not reports, reports
-    rows = []
-    for kind, number, code in mutants(launch.program.code, most, kernel):
+def examine(work: tuple[int, Launch, str, int]) -> list[Result]:
+    """The mutants of one kernel, of some kinds."""
+    arch, launch, kinds, most = work
+    done, expected = launch.run(launch.code)
+    done.check()
+    rows, every = [], list(launch.code.instructions)
+    for kind, number, code in mutants(launch.code, set(done.reached), most, launch.kernel):
         if re.search(kinds, kind):
-            begin = time.perf_counter()
-            how = outcome(launch, code, expected)
-            key = key_of(arch, launch, kind, number)
-            rows.append((key, how, time.perf_counter() - begin))
+            i = every[number]
+            where = f"{i.opcode}, {i.source.split(' @')[0]}: PTX line {i.line}"
+            name = f"sm_{arch} {launch.kernel}: {kind}: {where}"
+            rows.append(Result(f"sm_{arch} {kind}", name, outcome(launch, code, expected)))
     return rows
 
 
-_MADE: dict[int, list[Launch]] = {}
-
-
-def _launches(arch: int) -> list[Launch]:
-    if arch not in _MADE:
-        _MADE[arch] = launches(arch)
-    return _MADE[arch]
-
-
-def known() -> dict[str, str]:
-    """Survivors by key, and the reason of each."""
-    lines = KNOWN.read_text().splitlines() if KNOWN.exists() else []
-    rows = [line.split(": ", 1) for line in lines if line and line[0] != "#"]
-    return {key: reason for key, reason in rows}
+def equivalent() -> list[tuple[str, str]]:
+    """Regular expressions of mutants' names, and why those change nothing."""
+    lines = [line.split("\t") for line in KNOWN.read_text().splitlines() if line[:1] != "#"]
+    return [(pattern, reason) for pattern, reason in lines]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("arch", type=int, nargs="*", default=[80, 90])
-    parser.add_argument("--kernel", default="")
+    parser.add_argument("--kernel", default="", help="a regular expression")
     parser.add_argument("--kind", default="", help="a regular expression")
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--most", type=int, default=12, help="of each kind in a kernel")
+    parser.add_argument("--most", type=int, default=12, help="of a sampled kind in a kernel")
     given = parser.parse_args()
-    work = [
-        (arch, launch.kernel, given.kind, given.most)
-        for arch in given.arch
-        for launch in _launches(arch)
-        if given.kernel in launch.kernel
-    ]
-    reasons, wrong = known(), []
-    caught: Counter[tuple[str, str]] = Counter()
-    total: Counter[tuple[str, str]] = Counter()
-    equivalent: Counter[tuple[str, str]] = Counter()
-    with multiprocessing.get_context("fork").Pool(given.jobs) as pool:
-        for (arch, kernel, *_), rows in zip(work, pool.imap(examine, work), strict=True):
-            for key, how, _seconds in rows:
-                kind = f"sm_{arch}", next(k for k in _KINDS if f" {k} " in key)
-                total[kind] += 1
-                caught[kind] += bool(how)
-                if not how:
-                    equivalent[kind] += key in reasons
-                    wrong += [] if key in reasons else [key]
-            seconds = sum(row[2] for row in rows)
-            left = sum(not how for _, how, _ in rows)
-            print(
-                f"sm_{arch} {kernel}: {len(rows)} mutants, {left} survive, {seconds:.0f} s",
-                flush=True,
-            )
-    for kind, count in sorted(total.items()):
-        print(f"{' '.join(kind):<28} {caught[kind]:>4} of {count - equivalent[kind]} caught, "
-              f"{equivalent[kind]} equivalent")  # fmt: skip
-    print(*(f"SURVIVED {key}" for key in wrong), sep="\n")
-    return int(bool(wrong))
+    reasons, total = equivalent(), defaultdict(Counter)
+    with multiprocessing.get_context("spawn").Pool(given.jobs) as pool:
+        for arch in given.arch:
+            chosen = [one for one in launches(arch) if re.search(given.kernel, one.kernel)]
+            work = [(arch, one, given.kind, given.most) for one in chosen]
+            for rows in pool.imap(examine, work):
+                for row in rows:
+                    why = next((w for p, w in reasons if re.search(p, row.name)), "")
+                    end = "caught" if row.how else "equivalent" if why else "survives"
+                    total[row.kind][end] += 1
+                    print(f"{end:<11}{row.name}: {row.how or why}", flush=True)
+    print()
+    for kind, ends in sorted(total.items()):
+        print(f"{kind:<24} {ends['caught']:>4} of {ends['caught'] + ends['survives']} caught; "
+              f"{ends['equivalent']} equivalent")  # fmt: skip
+    return int(any(ends["survives"] for ends in total.values()))
 
-
-_KINDS = (
-    "barrier", "cp.async wait", "wgmma wait", "bulk wait", "mbarrier wait", "proxy fence",
-    "transposition", "guard of a load", "guard of a store", "comparison",
-)  # fmt: skip
 
 if __name__ == "__main__":
     sys.exit(main())

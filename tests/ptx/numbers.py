@@ -105,7 +105,7 @@ def _half_fma(a: Array, b: Array, c: Array) -> Array:
 
 def _fma_down(a: Array, b: Array, c: Array) -> Array:
     """The largest number that is no larger than the sum."""
-    exact = a.astype(f8) * b + c
+    exact = _odd_sum(a.astype(f8) * b, c)
     near = exact.astype(f4)
     return np.where(near > exact, np.nextafter(near, f4(-np.inf)), near)
 

@@ -35,7 +35,7 @@ class Program:
         self.warpgroups = any(o.startswith(("wgmma", "cp.async.bulk", "mbarrier")) for o in opcodes)
         sizes = [re.search(r"\.[busf](8|16|32|64)$", o) for o in opcodes if ".shared" in o]
         self.grain = min([int(s[1]) // 8 for s in sizes if s and "matrix" not in s.string] + [4])
-        self.pending = wgmma.accumulators(code)
+        self.pending, self.unfenced = wgmma.accumulators(code), wgmma.unfenced(code)
         self.blocks: list[tuple[list[Step], End]] = []
         self.opcodes = [Counter(i.opcode for i in block) for block in code.blocks]
         for number, block in enumerate(code.blocks):
@@ -51,4 +51,4 @@ class Program:
             else:
                 for i in run:
                     step = self.registers.step(i)
-                    yield wgmma.checked(step, i, self.registers, self.pending)
+                    yield wgmma.checked(step, i, self.registers, self.pending, self.unfenced)

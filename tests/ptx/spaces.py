@@ -41,11 +41,19 @@ class Tags:
 
     def clash(self, old: Array, new: Array) -> Array:
         """Whether nothing orders an access by `new` after one by `old`."""
-        apart = (old >> REGION) != (new >> REGION)
-        found = (old != 0) & (apart | (((old >> 8) == (new >> 8)) & (old != new)))
+        found, apart = self._relation(old, new)
         if self.warpgroups and found.any():
-            found &= apart | ~self._one_warpgroup(old & 255, new & 255)
-        return found
+            found &= ~self._one_warpgroup(old & 255, new & 255)
+        return found | apart if apart.any() else found
+
+    @staticmethod
+    def _relation(old: Array, new: Array) -> tuple[Array, Array]:
+        """Which are of another actor since the same barrier, and which of another block."""
+        different = old ^ new
+        apart = (different >> REGION) != 0
+        if apart.any():
+            apart &= old != 0
+        return (different.view(u8) - u8(1)) < u8(255), apart
 
     @staticmethod
     def _one_warpgroup(old: Array, new: Array) -> Array:
@@ -74,10 +82,9 @@ class Tags:
     @staticmethod
     def _merged(old: Array, new: Array) -> Array:
         """What stands for both reads: the later barrier's, of several warps or blocks."""
-        same_block = (old == 0) | ((old >> REGION) == (new >> REGION))
-        same_epoch = (old >> 8) == (new >> 8)
-        together = np.where(same_epoch & (old != new), new | SEVERAL, new)
-        return np.where(same_block, together, BLOCKS)
+        several, apart = Tags._relation(old, new)
+        merged = np.where(several, new | SEVERAL, new)
+        return np.where(apart, BLOCKS, merged) if apart.any() else merged
 
     def write(self, at: Array, tag: Array) -> tuple[Array, Array]:
         """Writes grains: which clash with a read, and which with a write."""

@@ -50,16 +50,14 @@ class TensorMap:
 
     def tile(self, corner: list[int]) -> tuple[Array, Array]:
         """Byte offsets in the tensor's region of a box's elements, and which of them exist."""
-        at = np.full(self.box, self.address & ((1 << REGION) - 1), i8)
-        there = np.ones(self.box, bool)
-        for axis, (first, stride, size) in enumerate(
-            zip(corner, self.strides, self.shape, strict=True)
+        at, there = np.full(1, self.address & ((1 << REGION) - 1), i8), np.ones(1, bool)
+        for first, count, stride, size in zip(
+            corner, self.box, self.strides, self.shape, strict=True
         ):
-            shape = [-1 if n == axis else 1 for n in range(len(self.box))]
-            index = (np.arange(self.box[axis]) + first).reshape(shape)
-            there = there & (index >= 0) & (index < size)
-            at = at + index * stride * self.element
-        return at.reshape(-1), there.reshape(-1)
+            index = np.arange(first, first + count)
+            at = np.add.outer(at, index * (stride * self.element)).reshape(-1)
+            there = np.logical_and.outer(there, (index >= 0) & (index < size)).reshape(-1)
+        return at, there
 
     def spread(self, first: int) -> Array:
         """Where a box's elements are in shared memory, from address `first` on."""

@@ -69,6 +69,13 @@ def test_floats_to_whole_floats(how):
     check(f"cvt.{how}.ftz.f32.f32", "f32 f32", whole, rows=rows)
 
 
+def test_saturation():
+    """Between 0 and 1; NaN gives 0. Of -0 nothing is said."""
+    rows = [[x] for x in (*samples("f32"), *(bits_of("f32", x) for x in PLACES))]
+    within = lambda x: 0.0 if x != x else min(max(x, 0.0), 1.0) if x else None  # noqa: E731
+    check("cvt.sat.f32.f32", "f32 f32", within, rows=rows)
+
+
 @pytest.mark.parametrize("kind", ["bf16", "f16"])
 def test_halves(kind):
     check(f"cvt.f32.{kind}", f"f32 {kind}", lambda x: x, rows=[[x] for x in range(0, 1 << 16, 97)])

@@ -138,6 +138,7 @@ def test_names_of_blocks():
         ("cvt.rn.satfinite.e4m3x2.f32 %rs3, %r4, %r5;", "unknown opcode cvt.rn.satfinite"),
         ("cvt.rzi.s32.f64 %r3, %rd4;", "unknown opcode cvt.rzi.s32.f64"),
         ("ld.local.b32 %r3, [%rd1];", "unknown opcode ld.local.b32"),
+        ("ld.param.v2.b32 {%r3, %r4}, [kernel_param_0];", "unknown opcode ld.param.v2.b32"),
         ("ld.global.v2.b32 %r3, [%rd1];", "unknown opcode ld.global.v2.b32"),
         ("ld.acquire.gpu.global.b32 %r3, [%rd1];", "unknown opcode ld.acquire.gpu.global.b32"),
         ("st.async.shared::cluster.b32 [%r1], %r3;", "unknown opcode st.async"),

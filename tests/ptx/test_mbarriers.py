@@ -78,7 +78,7 @@ def test_one_warp_waits_for_another():
 def test_initialisation_is_known():
     assert not reported(READY + ALONE + WAIT.format(0), threads=64, shared=8)
     found = reported(FIRST + INIT.format(1) + ALONE + WAIT.format(0), threads=64, shared=8)
-    assert "mbarrier used before its initialisation is known" in found
+    assert "race: mbarrier" in found
     with pytest.raises(PTXError, match="there is no mbarrier at 0"):
         run(FIRST + ALONE, shared=8)
     twice = reported(READY + INIT.format(1), shared=8)

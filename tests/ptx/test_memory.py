@@ -50,6 +50,16 @@ def test_hints_change_nothing(hint):
     assert torch.equal(out, x)
 
 
+def test_policies_change_nothing():
+    x, out = torch.arange(32, dtype=torch.int32), torch.zeros(32, dtype=torch.int32)
+    right(
+        f"""createpolicy.fractional.L2::evict_last.b64 %rd8, 1.0;
+        {lanes(0, 4)} ld.global.L1::evict_last.L2::cache_hint.b32 %r3, [%rd31], %rd8;
+        {lanes(1, 4)} st.global.L2::cache_hint.b32 [%rd31], %r3, %rd8;""", x, out,
+    )  # fmt: skip
+    assert torch.equal(out, x)
+
+
 def test_signs_of_loads():
     """PTX ISA 9.4.1: a register that is wider is filled as the type says."""
     x, out = torch.tensor([-2], dtype=torch.int8), torch.zeros(2, dtype=torch.int64)

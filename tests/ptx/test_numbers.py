@@ -10,7 +10,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from .kernels import bits_of, check, exactly, lanes, not_executed, number, right, samples
+from .kernels import bits_of, check, exactly, lanes, nearest, not_executed, number, right, samples
 
 NAN = math.nan
 
@@ -156,6 +156,19 @@ def test_exact(opcode, kinds, function):
 @pytest.mark.parametrize(("opcode", "kinds", "function", "ulps"), APPROXIMATE, ids=str)
 def test_approximate(opcode, kinds, function, ulps):
     check(opcode, kinds, function, ulps=ulps)
+
+
+def test_fma_downwards():
+    """fma.rm: the largest number that is no larger; of zeros nothing is tested here."""
+
+    def down(a, b, c):
+        exact = exactly(multiply_add)(a, b, c)
+        if exact == 0 or not isinstance(exact, Fraction):
+            return None if exact == 0 else exact
+        near, bits = nearest(exact, "f32"), bits_of("f32", exact)
+        return near if near <= exact else number("f32", bits - 1 if exact > 0 else bits + 1)
+
+    check("fma.rm.f32", "f32 f32 f32 f32", down)
 
 
 def test_fma_is_rounded_once():

@@ -8,7 +8,7 @@ import torch
 from .decode import PTXError
 from .kernels import lanes, not_executed, reported, right, run
 from .test_matrix import registers
-from .test_tensor_maps import FENCE, swizzled
+from .test_tensor_maps import FENCE, between, swizzled
 
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
 #: Pieces of 16 bytes that a swizzle spans -> mode of a descriptor, swizzle of a tensor map.
@@ -123,7 +123,7 @@ def test_sizes(n, kind):
     """D = A·B + D, and D = A·B where the predicate is false."""
     left, right_ = Layout("k", 8, 64), Layout("k", 8, n)
     a, b, c, memory = case(n, kind, left, right_)
-    for adds in ("%p2", "%p3", "1", "0"):
+    for adds in ("%p2", "%p3", "1", "0") if n == 16 else ("1",):
         given, out = held(c), torch.zeros(128, n // 2)
         outcome = right(
             elements(1, 100, n // 2) + started(memory, right_, left) + OPEN
@@ -287,6 +287,32 @@ def test_operands_are_known():
     other = FULL.replace(fenced, FENCE)  # the warpgroup executes wgmma together, after its fences
     two = reported(other + DONE, MEMORY, threads=256, shared=2 * len(MEMORY))
     assert "race: shared read after write" in two
+
+
+def test_registers_are_known():
+    """9.7.15.7.1: wgmma.fence after the last use of accumulators, and of A; not between sums."""
+    missing = "registers of a wgmma are used before it without wgmma.fence"
+    assert missing in said(FULL.replace(OPEN, "") + DONE)
+    assert missing in said(FULL.replace(OPEN, "").replace(ZEROS, OPEN + ZEROS) + DONE)
+    again = FULL + DONE + "HERE" + ONE + COMMIT + DONE
+    assert not said(between(again, ""))
+    assert missing in said(between(again, USE.format(100, 101)))
+    assert not said(between(again, USE.format(110, 111)))
+    assert not said(between(again, USE.format(100, 101) + OPEN))
+    loop = """mov.b32 %r60, 0;
+    $LOOP:
+    HERE
+    add.s32 %r60, %r60, 1; setp.lt.s32 %p5, %r60, 3;
+    @%p5 bra $LOOP;
+    """
+    inside, use = ONE + COMMIT + DONE, USE.format(100, 101)
+    assert not said(between(ZEROS + START + OPEN + loop, inside))
+    assert missing in said(between(ZEROS + START + OPEN + loop, inside + use))
+    assert not said(between(ZEROS + START + loop, OPEN + inside + use))
+    given = "".join(f"mov.b32 %r{n}, 0;" for n in range(50, 54))
+    left = multiply(8, "bf16", "%r50", "%rd21") + COMMIT + DONE
+    assert missing in said(ZEROS + START + OPEN + given + left)
+    assert not said(ZEROS + START + given + OPEN + left)
 
 
 def test_warpgroups_are_whole():

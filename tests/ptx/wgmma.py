@@ -7,6 +7,7 @@ them by mov are found again; whatever else reads one is reported.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -103,8 +104,55 @@ def accumulators(code: Code) -> set[str]:
     return found
 
 
-def checked(step: Step, i: Instruction, k: Registers, pending: set[str]) -> Step:
+def unfenced(code: Code) -> set[int]:
+    """Lines of wgmma whose registers others may have used since wgmma.fence: 9.7.15.7.1.
+
+    On some path through the blocks; at the kernel's start all of them are in use.
+    """
+    used: set[str] = set()
+    for i in code.instructions:
+        if i.parts[1:2] == ["mma_async"]:
+            used |= _registers(i)
+    entering, found, left = {0: set(used)}, set(), [0] if used else []
+    while left:
+        number = left.pop()
+        block, open_ = code.blocks[number], set(entering[number])
+        for i in block:
+            if i.parts[1:2] == ["mma_async"]:
+                found |= {i.line} if open_ & _registers(i) else set()
+            elif i.opcode == "wgmma.fence.sync.aligned":
+                open_ = set()
+            else:
+                open_ |= used.intersection(name for _, name in i.names)
+        last, then = block[-1], [number + 1]
+        if last.parts[0] in ("bra", "ret", "exit") and not last.guard:
+            then = []
+        if last.parts[0] == "bra":
+            then.append(code.labels[last.operands[0]])
+        for after in then:
+            known = entering.get(after)
+            if after < len(code.blocks) and (known is None or not open_ <= known):
+                entering[after] = open_ | (known or set())
+                left.append(after)
+    return found
+
+
+def _registers(i: Instruction) -> set[str]:
+    """Of a wgmma: the accumulators, and A if it is there."""
+    return {name for group in i.operands[:2] if isinstance(group, tuple) for name in group}
+
+
+def checked(
+    step: Step, i: Instruction, k: Registers, pending: set[str], unfenced: set[int]
+) -> Step:
     """The step; where it reads registers that may be pending, it reports those that are."""
+    if i.line in unfenced:
+
+        def early(m: Machine, mask: Mask) -> None:
+            m.reports.add("registers of a wgmma are used before it without wgmma.fence", i)
+            step(m, mask)
+
+        return early
     read = [k.index[name] for n, name in i.names if n != 0 and name in pending]
     if not read or i.parts[0] == "mov" or i.opcode.startswith("wgmma"):
         return step
@@ -212,22 +260,31 @@ def _pending(x: Array) -> Array:
 def _operand(
     m: Machine, i: Instruction, descriptor: Array, rows: int, transposed: bool, on: Array
 ) -> _Operand:
-    """What a descriptor names, by 9.7.15.5.1.2.
+    d = m.full(descriptor)[::128]
+    d = np.where(on, d, d[np.flatnonzero(on)[0]])  # others have none
+    if ((d >> u8(49)) & u8(7)).any():
+        raise i.unknown("with a base offset")
+    at = np.stack([_addresses(int(x), rows, transposed) for x in d])
+    if (at[on] + 2 > m.shared.size).any() or (at[on] < 0).any():
+        raise PTXError(f"{i}: outside of shared memory")
+    at = np.where(on[:, None, None], at, 0) + m.base[::128][:, None, None]
+    starts = (at[:, ::8] if transposed else at[:, :, ::8]).reshape(len(at), -1, 1)
+    places = (starts + np.arange(0, 16, m.shared.grain)) // m.shared.grain
+    operand = _Operand(at, places.reshape(len(at), -1))
+    m.shared.start_read(operand.places[on], _tags(m)[on], i, "wgmma")
+    return operand
+
+
+@functools.lru_cache(256)
+def _addresses(descriptor: int, rows: int, transposed: bool) -> Array:
+    """The elements (rows, 16) that a descriptor names, by 9.7.15.5.1.2.
 
     Rows of a core matrix are 16 bytes; `transposed`: along the rows, not along k.
     """
-    d = m.full(descriptor)[::128]
-    d = np.where(on, d, d[np.flatnonzero(on)[0]])  # others have none
-    start, lead, stride = (
-        (((d >> u8(shift)) & u8(0x3FFF)) << u8(4)).astype(i8)[:, None, None]
-        for shift in (0, 16, 32)
-    )
-    mode = int(d[0] >> u8(62))
-    if ((d >> u8(62)) != u8(mode)).any() or ((d >> u8(49)) & u8(7)).any():
-        raise i.unknown("with such descriptors")
-    kind = _SWIZZLE[mode]
+    start, lead, stride = ((descriptor >> shift & 0x3FFF) << 4 for shift in (0, 16, 32))
+    kind = _SWIZZLE[descriptor >> 62]
     pitch = {0: 16, 1: 32, 2: 64, 3: 128}[kind]
-    row, k = np.arange(rows)[None, :, None], np.arange(16)[None, None, :]
+    row, k = np.arange(rows)[:, None], np.arange(16)
     if kind == 0 and not transposed:
         at = start + row // 8 * stride + row % 8 * 16 + k // 8 * lead + k % 8 * 2
     elif kind == 0:
@@ -237,15 +294,7 @@ def _operand(
     else:
         per = pitch // 2
         at = start + row // per * lead + row % per * 2 + k % 8 * pitch + k // 8 * stride
-    at = swizzled(at, kind)
-    if (at[on] + 2 > m.shared.size).any() or (at[on] < 0).any():
-        raise PTXError(f"{i}: outside of shared memory")
-    at = np.where(on[:, None, None], at, 0) + m.base[::128][:, None, None]
-    starts = (at[:, ::8] if transposed else at[:, :, ::8]).reshape(len(at), -1, 1)
-    places = (starts + np.arange(0, 16, m.shared.grain)) // m.shared.grain
-    operand = _Operand(at, places.reshape(len(at), -1))
-    m.shared.start_read(operand.places[on], _tags(m)[on], i, "wgmma")
-    return operand
+    return swizzled(at, kind)
 
 
 def _tags(m: Machine) -> Array:
