@@ -58,11 +58,14 @@ def write(right: bool) -> None:
     """A test is over: its launches are recorded, and forgotten."""
     driver.launches.clear()
     if RECORD and _LINES:
+        import fcntl
+
         path = Path(RECORD)
         path.parent.mkdir(parents=True, exist_ok=True)
-        head = [] if path.exists() else [COLUMNS]
         for row in _LINES:
             row[COLUMNS.index("right")] = int(right)
-        with path.open("a") as file:  # a line of a process is written whole
+        with path.open("a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            head = [] if os.fstat(file.fileno()).st_size else [COLUMNS]
             file.write("".join("\t".join(map(str, row)) + "\n" for row in (*head, *_LINES)))
     _LINES.clear()
