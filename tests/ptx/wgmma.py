@@ -71,7 +71,6 @@ class Products:
     """Those in flight, in order; of each warpgroup how many groups it has committed."""
 
     committed: Array
-    fenced: Array  # of each warpgroup, when: m.clock of its last wgmma.fence
     flying: list[_Product] = field(default_factory=list)
     chains: dict[int, _Chain] = field(default_factory=dict)  # by the number of any of its NaNs
     numbers: int = 0
@@ -83,8 +82,7 @@ class Products:
 
 def _of(m: Machine) -> Products:
     if "wgmma" not in m.asynchronous:
-        groups = m.lanes // 128
-        m.asynchronous["wgmma"] = Products(np.zeros(groups, i8), np.zeros(groups, i8))
+        m.asynchronous["wgmma"] = Products(np.zeros(m.lanes // 128, i8))
     return m.asynchronous["wgmma"]
 
 
