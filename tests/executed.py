@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,8 @@ COUNTS = (
     "touched store sectors", "shared passes", "shared passes least",
 )  # fmt: skip
 COLUMNS = (
-    "target", "case", "kernel", "sizes", "right", "opcodes", "warp instructions",
-    "matrix instructions", *COUNTS,
+    "target", "defaults", "case", "default", "kernel", "sizes", "right", "opcodes",
+    "warp instructions", "matrix instructions", *COUNTS,
 )  # fmt: skip
 _MATRIX = ("mma.sync", "wgmma.mma_async")
 #: What was launched since the test began: a case's line, for each launch of one.
@@ -40,15 +41,16 @@ def install() -> contextlib.ExitStack:
     return stack
 
 
-def took(case: str, dtype: str, sizes: str) -> None:
-    """The last launch was of a case of the audit."""
+def took(case: str, dtype: str, sizes: str, defaults: Collection[str]) -> None:
+    """The last launch was of a case of the audit, which has so many by default."""
     done = driver.launches[-1]
     counts = done.outcome.counts
     opcodes = [name for name in counts if " " not in name and "-" not in name]
     matrix = sum(counts[name] for name in opcodes if name.startswith(_MATRIX))
     _LINES.append(
-        [f"sm_{EXECUTED} {dtype}", case, done.kernel, sizes, 0, len(opcodes),
-         sum(counts[name] for name in opcodes), matrix, *(counts[name] for name in COUNTS)]
+        [f"sm_{EXECUTED} {dtype}", len(defaults), case, int(case in defaults), done.kernel, sizes,
+         0, len(opcodes), sum(counts[name] for name in opcodes), matrix,
+         *(counts[name] for name in COUNTS)]
     )  # fmt: skip
 
 
@@ -56,10 +58,14 @@ def write(right: bool) -> None:
     """A test is over: its launches are recorded, and forgotten."""
     driver.launches.clear()
     if RECORD and _LINES:
+        import fcntl
+
         path = Path(RECORD)
         path.parent.mkdir(parents=True, exist_ok=True)
-        head = [] if path.exists() else [COLUMNS]
-        rows = [[*row[:4], int(right), *row[5:]] for row in _LINES]
-        with path.open("a") as file:  # a line of a process is written whole
-            file.write("".join("\t".join(map(str, row)) + "\n" for row in (*head, *rows)))
+        for row in _LINES:
+            row[COLUMNS.index("right")] = int(right)
+        with path.open("a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            head = [] if os.fstat(file.fileno()).st_size else [COLUMNS]
+            file.write("".join("\t".join(map(str, row)) + "\n" for row in (*head, *_LINES)))
     _LINES.clear()

@@ -69,6 +69,14 @@ class Call:
     rows: int = 0
 
 
+@cache
+def defaults(dtype: torch.dtype) -> frozenset[str]:
+    """Names of the audit's cases that ordinary tensors lead to."""
+    return frozenset(
+        case.name for case in audit.cases(audit.target(EXECUTED), dtype) if case.default
+    )
+
+
 def recording(function, calls):
     def record(*args, **options):
         made = function(*args, **options)
@@ -177,7 +185,7 @@ def test_launches(sizes, dtype, number):
     for place, launch in enumerate(launches):
         launch.run()
         if place in call.cases:
-            took(call.cases[place], str(dtype)[6:], sizes)
+            took(call.cases[place], str(dtype)[6:], sizes, defaults(dtype))
     for found, exact in EXACT[call.function](before, given):
         if exact is None:
             assert found is None
@@ -221,7 +229,7 @@ def run_all(launches, known, dtype, sizes):
             continue
         case, kind = next(known)
         assert kind_of(launch) == kind, case
-        took(case, str(dtype)[6:], sizes)
+        took(case, str(dtype)[6:], sizes, defaults(dtype))
 
 
 CALLS = [(width, name) for width, names in audit_attention.CALLS.items() for name in names]
