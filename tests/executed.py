@@ -34,10 +34,8 @@ def install() -> contextlib.ExitStack:
     global driver
     from ptx import driver as drivers
 
-    # As few multiprocessors as the interpreter's, so that persistent kernels loop.
-    drivers.GPUS[EXECUTED] = (3, drivers.GPUS[EXECUTED][1])
     stack = contextlib.ExitStack()
-    driver = stack.enter_context(drivers.installed(EXECUTED, count=bool(RECORD)))
+    driver = stack.enter_context(drivers.installed(EXECUTED, sms=3, count=bool(RECORD)))
     return stack
 
 

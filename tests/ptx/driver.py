@@ -46,12 +46,14 @@ class Driver:
 
     Attributes:
         arch: ten times the compute capability.
+        sms: its multiprocessors.
         how: how kernels are executed, and what is reported.
         launches: those executed, in order.
         before: is called before each launch: with the program, the grid, the arguments.
     """
 
     arch: int
+    sms: int
     how: How = field(default_factory=How)
     launches: list[Launched] = field(default_factory=list)
     before: Callable[[Program, Sequence[int], Sequence[Any]], None] | None = None
@@ -77,8 +79,8 @@ class Driver:
         return torch.device("cpu")
 
     def get_device_properties(self, device: int) -> dict[str, Any]:
-        sms, shared = GPUS[self.arch]
-        return {"max_shared_mem": shared, "multiprocessor_count": sms, "warpSize": 32}
+        shared = GPUS[self.arch][1]
+        return {"max_shared_mem": shared, "multiprocessor_count": self.sms, "warpSize": 32}
 
     def load_binary(
         self, name: str, ptx: bytes, shared: int, device: int
@@ -134,11 +136,14 @@ def _stages(backend=None, stages=None, options=None, language=None, capability=N
 
 
 @contextlib.contextmanager
-def installed(arch: int, **how: Any) -> Iterator[Driver]:
-    """Kernels are compiled for `arch`, and executed here, until the end."""
+def installed(arch: int, sms: int = 0, **how: Any) -> Iterator[Driver]:
+    """Kernels are compiled for `arch`, and executed here, until the end.
+
+    `sms`: multiprocessors; few have persistent kernels loop. 0: as many as a typical GPU has.
+    """
     if triton.knobs.runtime.interpret:
         raise RuntimeError("unset TRITON_INTERPRET: interpreted kernels cannot be compiled")
-    made, was = Driver(arch, How(**how)), triton_driver._active
+    made, was = Driver(arch, sms or GPUS[arch][0], How(**how)), triton_driver._active
     with triton.knobs.runtime.scope(), triton.knobs.cache.scope():
         triton.knobs.runtime.add_stages_inspection_hook = _stages
         triton.knobs.cache.dir = str(CACHE)

@@ -30,7 +30,7 @@ from fused_remat import FusedRematCausalLayer, FusedRematLayer, ops
 from fused_remat.triton import tables
 
 from .decode import Code, Instruction, PTXError
-from .driver import GPUS, installed
+from .driver import installed
 from .execute import How, Outcome, Program, TensorMap, execute
 
 KNOWN = Path(__file__).with_name("equivalent.tsv")
@@ -75,10 +75,8 @@ class Kernel:
 
 def kernels(arch: int) -> list[Kernel]:
     """All of them, each as compiled for the launch that reaches most instructions; two sizes."""
-    shared = GPUS[arch][1]
-    GPUS[arch] = 3, shared  # so that persistent kernels loop
     found: dict[Program, Kernel] = {}
-    with installed(arch) as driver:
+    with installed(arch, sms=3) as driver:
 
         def keep(program: Program, grid: Sequence[int], arguments: Sequence[Any]) -> None:
             name = program.code.name.removesuffix("_kernel")
