@@ -22,7 +22,7 @@ from bench.counts.inductor import compiles_for, properties
 from bench.counts.tally import counts_of
 from fused_remat.execution import choose
 from fused_remat.steps import cross_entropy, linear
-from tests.ptx.driver import GPUS, Driver, Launched
+from tests.ptx.driver import Driver, Launched
 
 #: What asks whether a tensor is on a CUDA device: to count multiprocessors, or to refuse others.
 _ASKING = (
@@ -101,7 +101,6 @@ def peers(driver: Driver, share: int = 1) -> Iterator[None]:
     otherwise on a CPU is as on a GPU: sizes of pieces, products of 16 bits.
     """
     capability = divmod(driver.arch, 10)
-    sms, shared = GPUS[driver.arch]
     with contextlib.ExitStack() as stack:
         for owner, name, value in (
             (torch.cuda, "current_device", lambda: 0),
@@ -118,7 +117,7 @@ def peers(driver: Driver, share: int = 1) -> Iterator[None]:
             stack.enter_context(mock.patch.object(owner, name, value))
         library = stack.enter_context(torch.library._scoped_library("aten", "IMPL"))
         library.impl("mm.dtype", _wide_mm, "CPU")
-        stack.enter_context(mock.patch.dict(GPUS, {driver.arch: (sms // share, shared)}))
+        stack.enter_context(mock.patch.object(driver, "sms", driver.sms // share))
         for where, name in _ASKING:
             if importlib.util.find_spec(where.split(".")[0]) is None:
                 continue
