@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from bench import tables
@@ -120,13 +120,13 @@ def _pairs(rows: Sequence[Row]) -> Iterator[list[Cell]]:
                 ]  # fmt: skip
 
 
-def summary(rows: Sequence[Row]) -> str:
+def summary(rows: Sequence[Row], directions: Collection[str] = ("fwd", "bwd", "both")) -> str:
     """Ours over each peer's, of all cases."""
     head = (
         "", "step", "", "ours", "peer", "bytes", "requested", "instructions", "conflicts",
         "multiply-adds",
     )  # fmt: skip
-    return tables.markdown(head, _pairs(rows))
+    return tables.markdown(head, (pair for pair in _pairs(rows) if pair[2] in directions))
 
 
 def section(data: Row) -> str:
@@ -139,7 +139,8 @@ def section(data: Row) -> str:
     rows = tables.current(data)
     said = tables.machine_line(data["machine"]).replace("Measured", "Executed")
     each = (f"{title(row)}\n\n{tables.ways_table(row['ways'], COLUMNS)}" for row in rows)
-    return "\n\n".join([said, summary(rows), tables.folded("Counts", *each)])
+    apart = tables.folded("Forward and backward", summary(rows, ("fwd", "bwd")))
+    return "\n\n".join([said, summary(rows, ("both",)), apart, tables.folded("Counts", *each)])
 
 
 def table(root: Path = RESULTS) -> str:
