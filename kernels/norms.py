@@ -70,7 +70,9 @@ def norm_fwd_kernel(
             tl.store(mean_ptr + offs_m, mean, mask=mask_m)
         else:
             mean = tl.zeros([BLOCK_M], tl.float32)
-        from_mean = tl.where(mask_n[None, :], tile - mean[:, None], 0.0)
+        from_mean = tile
+        if KIND == "layer_norm":
+            from_mean = tl.where(mask_n[None, :], tile - mean[:, None], 0.0)
         rstd = 1.0 / tl.sqrt(tl.sum(from_mean * from_mean, 1) / N + eps)
         tl.store(rstd_ptr + offs_m, rstd, mask=mask_m)
     normed = _normed(tile, mean, rstd, weight_ptr, bias_ptr, offs_n, mask_n)
@@ -121,14 +123,23 @@ def norm_wide_fwd_kernel(
 
 
 @triton.jit
-def _load_bwd(dy, x, weight_ptr, mean, rstd, offs_m, offs_n, mask_n, mask):
+def _load_weight(weight_ptr, offs_n, mask_n):
+    """The weight of columns in float32; None where there is none."""
+    weight = weight_ptr
+    if weight_ptr is not None:
+        weight = tl.load(weight_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)
+    return weight
+
+
+@triton.jit
+def _load_bwd(dy, x, weight, mean, rstd, offs_m, offs_n, mask):
     """dy, g = dy * weight, and the normed x of a tile."""
     grad = load_wide(dy, offs_m, offs_n, mask)
     tile = load_wide(x, offs_m, offs_n, mask)
     normed = (tile - mean[:, None]) * rstd[:, None]
     g = grad
-    if weight_ptr is not None:
-        g = grad * tl.load(weight_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)[None, :]
+    if weight is not None:
+        g = grad * weight[None, :]
     return grad, g, normed
 
 
@@ -157,13 +168,14 @@ def norm_bwd_kernel(
     mask_n = offs_n < N
     dweight = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     dbias = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    weight = _load_weight(weight_ptr, offs_n, mask_n)
     first = tl.program_id(0).to(tl.int64) * rows
     for start in range(0, rows, BLOCK_M):
         offs_m = first + start + tl.arange(0, BLOCK_M)
         mask_m = offs_m < M
         mask = mask_m[:, None] & mask_n[None, :]
         mean, rstd = _load_stats(mean_ptr, rstd_ptr, offs_m, mask_m)
-        grad, g, normed = _load_bwd(dy, x, weight_ptr, mean, rstd, offs_m, offs_n, mask_n, mask)
+        grad, g, normed = _load_bwd(dy, x, weight, mean, rstd, offs_m, offs_n, mask)
         if dx is not None:
             mean_g = tl.zeros_like(rstd)
             if KIND == "layer_norm":
@@ -196,18 +208,16 @@ def norm_wide_bwd_kernel(
     for start in range(0, N, BLOCK_N):
         offs_n = start + tl.arange(0, BLOCK_N)
         mask_n = offs_n < N
-        _, g, normed = _load_bwd(
-            dy, x, weight_ptr, mean, rstd, offs_m, offs_n, mask_n, mask_n[None, :]
-        )
+        weight = _load_weight(weight_ptr, offs_n, mask_n)
+        _, g, normed = _load_bwd(dy, x, weight, mean, rstd, offs_m, offs_n, mask_n[None, :])
         if KIND == "layer_norm":
             mean_g += tl.sum(g, 1) / N
         mean_gn += tl.sum(g * normed, 1) / N
     for start in range(0, N, BLOCK_N):
         offs_n = start + tl.arange(0, BLOCK_N)
         mask_n = offs_n < N
-        _, g, normed = _load_bwd(
-            dy, x, weight_ptr, mean, rstd, offs_m, offs_n, mask_n, mask_n[None, :]
-        )
+        weight = _load_weight(weight_ptr, offs_n, mask_n)
+        _, g, normed = _load_bwd(dy, x, weight, mean, rstd, offs_m, offs_n, mask_n[None, :])
         _store_dx(g, normed, mean_g, mean_gn, rstd, add, dx, offs_m, offs_n, mask_n[None, :])
 
 
@@ -231,7 +241,7 @@ def norm_params_bwd_kernel(
         mask_m = offs_m < M
         mask = mask_m[:, None] & mask_n[None, :]
         mean, rstd = _load_stats(mean_ptr, rstd_ptr, offs_m, mask_m)
-        grad, _, normed = _load_bwd(dy, x, None, mean, rstd, offs_m, offs_n, mask_n, mask)
+        grad, _, normed = _load_bwd(dy, x, None, mean, rstd, offs_m, offs_n, mask)
         dweight += grad * normed
         dbias += grad
     at = tl.program_id(1).to(tl.int64) * N + offs_n

@@ -183,7 +183,7 @@ def column_sum(parts: Tensor, total: Tensor, *others: tuple[Tensor, Tensor]) -> 
     grid = (cdiv(width, 64), 1 + len(others))
     ((more, sums),) = others or ((None, None),)
     args = (parts, total, more, sums, programs, width)
-    return Launch(column_sum_kernel, grid, args, blocks, device=total.device)
+    return Launch(column_sum_kernel, grid, args, blocks, num_warps=2, device=total.device)
 
 
 def _sums(*pairs: tuple[Tensor | None, Tensor | None]) -> list[Launch]:

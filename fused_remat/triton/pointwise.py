@@ -139,7 +139,7 @@ def _over(
     """A launch over tiles of `y`. Where a matrix is packed, a tile is as wide as a block."""
     rows, width = y.shape
     packed = any(isinstance(x, PackedMatrix) for x in matrices)
-    block_n = BLOCK if packed else min(power_of_2(width), 1024)
+    block_n = BLOCK if packed else min(power_of_2(width), 2048)
     block_m = _TILE // block_n
     grid = (cdiv(rows, block_m) * cdiv(width, block_n),)
     constants |= {"BLOCK_M": block_m, "BLOCK_N": block_n}
