@@ -3,8 +3,8 @@
     python -m tests.ptx.mutants [80 90] [--kernel REGEX] [--kind REGEX] [--jobs 2]
 
 A mutant is caught if the executor reports something, or stops, or results differ by more than
-rounding. `equivalent.tsv` says which others change nothing, and why; any that survives besides is
-an error.
+rounding. Of the others some comparisons and guards decide the same in every lane of the launches;
+`equivalent.tsv` says which change nothing, and why; any that survives besides is an error.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from fused_remat.triton import tables
 from .decode import Code, Instruction, PTXError
 from .driver import installed
 from .execute import How, Outcome, Program, TensorMap, execute
+from .lanes import Registers, Step, dtype_of, instruction
 
 KNOWN = Path(__file__).with_name("equivalent.tsv")
 Change = Callable[[Instruction], Instruction | None]  # None: it is left out
@@ -120,8 +121,8 @@ def _steps(tokens: int) -> None:
     ops.linear_cross_entropy(x[0], weight, labels, softcap=3.0, backend="triton").backward()
 
 
-def mutants(kernel: Kernel, most: int) -> Iterator[tuple[str, int, Code]]:
-    """Kind, number of the instruction, and the kernel with it broken where it is reached."""
+def mutants(kernel: Kernel, most: int) -> Iterator[tuple[str, int, Change]]:
+    """Kind, number of an instruction that is reached, and how it is broken."""
     places: dict[str, list[tuple[int, Change]]] = defaultdict(list)
     numbers = itertools.count()
     for block, instructions in enumerate(kernel.code.blocks):
@@ -134,7 +135,7 @@ def mutants(kernel: Kernel, most: int) -> Iterator[tuple[str, int, Code]]:
         if len(some) > most and kind in _SAMPLED:
             some = sorted(chosen.sample(some, most), key=lambda one: one[0])
         for number, change in some:
-            yield kind, number, _changed(kernel.code, number, change)
+            yield kind, number, change
 
 
 def _changed(code: Code, number: int, change: Change) -> Code:
@@ -145,6 +146,48 @@ def _changed(code: Code, number: int, change: Change) -> Code:
     ]
     nothing = Instruction("mov.pred", ("%p0", "%p0"))
     return dataclasses.replace(code, blocks=[block or [nothing] for block in blocks])
+
+
+_DIFFERED: list[bool] = []
+
+
+@instruction("differ")
+def _differ_step(i: Instruction, k: Registers) -> Step:
+    """Notes that two operands differ in a lane."""
+    dtype = dtype_of(i.type)
+    reads = [k.read(text, dtype) for text in i.operands]
+
+    def step(m: Any, mask: Any) -> None:
+        a, b = (m.full(read(m.R))[m.taking(mask)] for read in reads)
+        if (a != b).any():
+            _DIFFERED.append(True)
+
+    return step
+
+
+def idle(kernel: Kernel, number: int, change: Change) -> bool:
+    """Whether what a changed comparison or guard decides is the same in every lane, every time."""
+    code = dataclasses.replace(kernel.code, widths=kernel.code.widths | {"%mutant": 0})
+
+    def watched(i: Instruction) -> list[Instruction]:
+        changed = change(i)
+        assert changed is not None
+        if i.parts[0] == "setp":
+            mutant = dataclasses.replace(changed, operands=("%mutant", *changed.operands[1:]))
+            return [mutant, i, Instruction("differ.pred", ("%mutant", i.operands[0]), i.guard)]
+        if i.guard:
+            return [Instruction("differ.pred", (i.guard, "-1")), i]
+        return [Instruction("differ.u32", (i.operands[3], i.operands[2])), i]
+
+    numbers = itertools.count()
+    blocks = [
+        [made for i in block for made in (watched(i) if next(numbers) == number else [i])]
+        for block in code.blocks
+    ]
+    _DIFFERED.clear()
+    for n in range(len(kernel.launches)):
+        kernel.run(n, dataclasses.replace(code, blocks=blocks))
+    return not _DIFFERED
 
 
 def _opcode(before: str, after: str) -> Change:
@@ -222,11 +265,12 @@ def _differ(a: Tensor, b: Tensor) -> bool:
 
 @dataclass
 class Result:
-    """A mutant and its end: `how` it was caught, or ""."""
+    """A mutant and its end: `how` it was caught, or ""; whether it never decided otherwise."""
 
     kind: str
     name: str  # "sm_90 linear_fwd: barrier: bar.sync, linear.py:261:30: PTX line 802"
     how: str
+    idle: bool
 
 
 def examine(work: tuple[int, Kernel, str, int]) -> list[Result]:
@@ -236,12 +280,15 @@ def examine(work: tuple[int, Kernel, str, int]) -> list[Result]:
     for outcome_, _ in done:
         outcome_.check()
     rows, every, expected = [], list(kernel.code.instructions), [made for _, made in done]
-    for kind, number, code in mutants(kernel, most):
+    for kind, number, change in mutants(kernel, most):
         if re.search(kinds, kind):
             i = every[number]
             where = f"{i.opcode}, {i.source.split(' @')[0]}: PTX line {i.line}"
             name = f"sm_{arch} {kernel.name}: {kind}: {where}"
-            rows.append(Result(f"sm_{arch} {kind}", name, outcome(kernel, code, expected)))
+            how = outcome(kernel, _changed(kernel.code, number, change), expected)
+            decides = kind.startswith(("comparison", "guard"))
+            same = not how and decides and idle(kernel, number, change)
+            rows.append(Result(f"sm_{arch} {kind}", name, how, same))
     return rows
 
 
@@ -267,13 +314,14 @@ def main() -> int:
             for rows in pool.imap(examine, work):
                 for row in rows:
                     why = next((w for p, w in reasons if re.search(p, row.name)), "")
-                    end = "caught" if row.how else "equivalent" if why else "survives"
+                    end = "equivalent" if why else "survives"
+                    end = "caught" if row.how else "idle" if row.idle else end
                     total[row.kind][end] += 1
                     print(f"{end:<11}{row.name}: {row.how or why}", flush=True)
     print()
     for kind, ends in sorted(total.items()):
         print(f"{kind:<24} {ends['caught']:>4} of {ends['caught'] + ends['survives']} caught; "
-              f"{ends['equivalent']} equivalent")  # fmt: skip
+              f"{ends['idle']} decide the same in these launches; {ends['equivalent']} equivalent")  # fmt: skip
     return int(any(ends["survives"] for ends in total.values()))
 
 
