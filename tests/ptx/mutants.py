@@ -320,8 +320,9 @@ def main() -> int:
                     print(f"{end:<11}{row.name}: {row.how or why}", flush=True)
     print()
     for kind, ends in sorted(total.items()):
-        print(f"{kind:<24} {ends['caught']:>4} of {ends['caught'] + ends['survives']} caught; "
-              f"{ends['idle']} decide the same in these launches; {ends['equivalent']} equivalent")  # fmt: skip
+        named = ends["caught"] + ends["survives"]
+        rest = f"{ends['idle']} decide the same in these launches; {ends['equivalent']} equivalent"
+        print(f"{kind:<24} {ends['caught']:>4} of {named} caught; {rest}")
     return int(any(ends["survives"] for ends in total.values()))
 
 
