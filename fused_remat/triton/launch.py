@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from triton.backends.driver import GPUDriver
 
 from fused_remat.kernels.pointwise import Matrix
 from fused_remat.random import DropoutMask, scale, threshold
@@ -47,10 +48,12 @@ def _device_target(index: int) -> Target:
 
 
 def _driven(device: torch.device) -> Target | None:
-    """What Triton's active driver compiles for, if it launches on tensors of a device like this."""
-    try:
-        driver = triton.runtime.driver.active
-    except RuntimeError:  # there is no GPU
+    """What Triton's active driver compiles for, if it launches on tensors of a device like this.
+
+    None is made active here: that would start CUDA for tensors on a CPU.
+    """
+    driver = getattr(triton.runtime.driver, "_active", None)
+    if driver is None or isinstance(driver, GPUDriver):  # of torch.cuda's devices
         return None
     gpu = driver.get_current_target()
     if gpu.backend != "cuda" or driver.get_active_torch_device().type != device.type:

@@ -57,14 +57,13 @@ class Tags:
 
     @staticmethod
     def _one_warpgroup(old: Array, new: Array) -> Array:
-        """wgmma is ordered with the warps of its own warpgroup, which all execute it."""
+        """Who waits for a wgmma knows that it has read for all warps of the warpgroup.
+
+        Before it, what another of its warps has written needs a barrier like any other.
+        """
         asynchronous = [(a >= WARPGROUP) & (a < SEVERAL) for a in (old, new)]
-        groups = [
-            np.where(at, a - WARPGROUP, (a - 1) // 4)
-            for a, at in zip((old, new), asynchronous, strict=True)
-        ]
-        several = (old == SEVERAL) | (new == SEVERAL)
-        return (asynchronous[0] | asynchronous[1]) & (groups[0] == groups[1]) & ~several
+        group = np.where(asynchronous[1], new - WARPGROUP, (new - 1) // 4)
+        return asynchronous[0] & (old - WARPGROUP == group) & (new != SEVERAL)
 
     def read(self, at: Array, tag: Array) -> Array:
         """Reads grains `at` (N, k) by `tag` (N, 1): which clash with a write."""
