@@ -21,7 +21,7 @@ COUNTS = (
 )  # fmt: skip
 COLUMNS = (
     "target", "defaults", "case", "default", "kernel", "sizes", "right", "opcodes",
-    "warp instructions", "matrix instructions", *COUNTS,
+    "warp instructions", "matrix instructions", "least multiply-adds", *COUNTS,
 )  # fmt: skip
 _MATRIX = ("mma.sync", "wgmma.mma_async")
 #: What was launched since the test began: a case's line, for each launch of one.
@@ -39,15 +39,18 @@ def install() -> contextlib.ExitStack:
     return stack
 
 
-def took(case: str, dtype: str, sizes: str, defaults: Collection[str]) -> None:
-    """The last launch was of a case of the audit, which has so many by default."""
+def took(case: str, dtype: str, sizes: str, defaults: Collection[str], least: int) -> None:
+    """The last launch was of a case of the audit, which has so many by default.
+
+    `least`: multiply-adds that its products need; 0 where they are not counted.
+    """
     done = driver.launches[-1]
     counts = done.outcome.counts
     opcodes = [name for name in counts if " " not in name and "-" not in name]
     matrix = sum(counts[name] for name in opcodes if name.startswith(_MATRIX))
     _LINES.append(
         [f"sm_{EXECUTED} {dtype}", len(defaults), case, int(case in defaults), done.kernel, sizes,
-         0, len(opcodes), sum(counts[name] for name in opcodes), matrix,
+         0, len(opcodes), sum(counts[name] for name in opcodes), matrix, least,
          *(counts[name] for name in COUNTS)]
     )  # fmt: skip
 

@@ -53,11 +53,20 @@ def kernels() -> str:
             of_sizes = [row for row in rows if row["sizes"] == "ragged"]
             cells = [_counts(name, of) for name, of in sorted(_by(of_sizes, "kernel").items())]
             head = (
-                target, "launches", "opcodes", "warp instructions", "matrix instructions",
+                target, "launches", "opcodes", "warp instructions", "multiply-adds", "least",
                 "KiB loaded", "least", "KiB stored", "least", "shared passes", "least",
             )  # fmt: skip
             parts.append(markdown(head, cells))
     return "\n\n".join(parts)
+
+
+def _products(rows: list[Row]) -> list[Cell]:
+    """Multiply-adds of matrix instructions, and those needed, of launches where they are known."""
+    known = [row for row in rows if row["least multiply-adds"] != "0"]
+    if not known:
+        return ["–", "–"]
+    columns = "multiply-adds", "least multiply-adds"
+    return [number(sum(int(row[column]) for row in known)) for column in columns]
 
 
 def _counts(name: str, rows: list[Row]) -> list[Cell]:
@@ -70,7 +79,7 @@ def _counts(name: str, rows: list[Row]) -> list[Cell]:
     return [
         f"`{name.removesuffix('_kernel')}`", str(len(rows)),
         number(max(int(row["opcodes"]) for row in rows)),
-        total("warp instructions"), total("matrix instructions"),
+        total("warp instructions"), *_products(rows),
         *beside("load sectors", "touched load sectors", 1 / 32),
         *beside("store sectors", "touched store sectors", 1 / 32),
         *beside("shared passes", "shared passes least"),

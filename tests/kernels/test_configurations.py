@@ -7,6 +7,7 @@ are compared with those of the operations' bodies in float64.
 import dataclasses
 import inspect
 import itertools
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
@@ -35,7 +36,7 @@ F16, F32 = torch.float16, torch.float32
 #: a row of codes. Tiles end early, and programs have several; or they are whole.
 SIZES = {
     "ragged": {"ROWS": 80, "WIDTH": 2032, "PRODUCT": (192, 1008), "TABLE": 32},
-    "whole": {"ROWS": 256, "WIDTH": 1024, "PRODUCT": (128, 1024), "TABLE": 256},
+    "whole": {"ROWS": 256, "WIDTH": 2048, "PRODUCT": (128, 1024), "TABLE": 256},
 }
 #: Batch, heads and tokens of attention, and tokens whose masks are not aligned.
 ATTENTION = {
@@ -173,6 +174,15 @@ def cases():
             yield pytest.param(sizes, dtype, number, marks=marks, id=name)
 
 
+def weights_of(call: Call, dtype: torch.dtype) -> int:
+    """Multiply-adds of products: a row of activations with every weight once."""
+    if not call.function.__module__.endswith((".products", ".cross_entropy")):
+        return 0
+    tensors = tensors_in(tuple(v for name, v in call.given.items() if name not in RESULTS))
+    weights = [t for t in tensors if t.dim() == 2 and t.dtype == dtype and len(t) != call.rows]
+    return call.rows * sum(t.numel() for t in weights)
+
+
 @pytest.mark.parametrize("sizes, dtype, number", list(cases()))
 def test_launches(sizes, dtype, number):
     call = calls_of(dtype, sizes)[number]
@@ -185,7 +195,7 @@ def test_launches(sizes, dtype, number):
     for place, launch in enumerate(launches):
         launch.run()
         if place in call.cases:
-            took(call.cases[place], str(dtype)[6:], sizes, defaults(dtype))
+            took(call.cases[place], str(dtype)[6:], sizes, defaults(dtype), weights_of(call, dtype))
     for found, exact in EXACT[call.function](before, given):
         if exact is None:
             assert found is None
@@ -221,7 +231,25 @@ def attention_kinds(dtype: torch.dtype) -> dict[tuple[int, str], list[tuple[str,
     }
 
 
-def run_all(launches, known, dtype, sizes):
+#: Products of as many rows and columns of a head as there are pairs that see each other.
+PRODUCTS = {
+    "attention_fwd": 2, "attention_dq_bwd": 3, "attention_dkdv_bwd": 4, "attention_dkdv_bwd dk": 3,
+    "attention_dkdv_bwd dv": 2, "attention_mask_bwd": 2,
+}  # fmt: skip
+
+
+def pairs_of(call) -> int:
+    """Elements of all heads of as many queries and keys as see each other; 0: lengths say."""
+    if call.lengths is not None or call.cu_q is not None:
+        return 0
+    left, right = call.spec.window
+    behind = torch.arange(call.q_len)[:, None] - torch.arange(call.kv_len)
+    seen = (behind >= -right) | (right < 0)
+    seen &= (behind <= left) | (left < 0)
+    return int(seen.sum()) * call.batch * call.spec.num_heads * call.spec.head_dim
+
+
+def run_all(launches, known, dtype, sizes, pairs):
     """Each of which is what the next of the audit is, if any are given."""
     for launch in launches:
         launch.run()
@@ -229,7 +257,8 @@ def run_all(launches, known, dtype, sizes):
             continue
         case, kind = next(known)
         assert kind_of(launch) == kind, case
-        took(case, str(dtype)[6:], sizes, defaults(dtype))
+        kernel = re.match(r"\w+( d[kv]\b)?", case)[0]
+        took(case, str(dtype)[6:], sizes, defaults(dtype), PRODUCTS.get(kernel, 0) * pairs)
 
 
 CALLS = [(width, name) for width, names in audit_attention.CALLS.items() for name in names]
@@ -252,7 +281,7 @@ def test_attention(sizes, dtype, width, variant, monkeypatch):
     options = audit_attention.variants(dtype)[variant]
     stored = options.pop("stored", None)
     call = audit_attention.call_of(width, options)
-    made, how = Maker(call.q_len), (dtype, sizes)
+    made, how = Maker(call.q_len), (dtype, sizes, pairs_of(call))
     heads, grads = (made(audit_attention._heads(call, dtype, form)) for form in (stored, None))
     call, rows, nhead = made(call), call.batch * call.q_len, call.spec.num_heads
     plain = [x if isinstance(x, Tensor) else x.of(x.whole.tensor()) for x in heads]
