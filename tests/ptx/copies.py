@@ -89,6 +89,10 @@ def _start(
     if m.how.count:
         m.count_banks(lanes, at, size)
     m.shared.note_write(at, size, m.own[lanes][:, None], i)
+    words, first = m.shared.views[4], at[:, None] // 4 + np.arange(size // 4)
+    words[first] = data
+    if (words[first] != data).any():
+        m.reports.add("race: one instruction writes different values", i)
     m.shared.start_copy(grains(at, size, m.shared.grain))
     numbers = np.arange(m.lanes)[lanes]
     flying = _of(m)

@@ -99,7 +99,7 @@ def _parameter(memory: Global, number: int, kind: str, value: Any) -> Array:
     if isinstance(value, TensorMap):
         memory.maps[number] = replace(value, address=memory.place(value.base))
         return np.zeros(8, np.uint8)
-    if (kind[0] == "f") != isinstance(value, float):
+    if kind in ("f16", "f64") or (kind == "f32") != isinstance(value, float):
         raise PTXError(f"parameter {number} is {kind}, and {value!r} was given")
     if kind == "f32":
         return np.array([value], np.float32)

@@ -162,8 +162,10 @@ class Machine:
         )  # fmt: skip
         return -1
 
-    def barrier(self, on: int, mask: Mask) -> int:
-        """bar.sync 0."""
+    def barrier(self, on: int, mask: Mask, i: Instruction) -> int:
+        """bar.sync 0: a warp's lanes that have not left execute it together."""
+        if mask is not None and (_any(mask, 32) & _any(~mask & (self.pc < EXIT), 32)).any():
+            self.reports.add("by a part of its lanes", i)
         if mask is None:
             self.epoch += 1
             self._tag()
@@ -278,7 +280,7 @@ def end_of(i: Instruction | None, k: Registers, number: int, labels: dict[str, i
             return lambda m, mask: on
         if i.operands != ("0",) or guard or i.opcode not in ("bar.sync", "barrier.sync"):
             raise i.unknown(" ".join(map(str, i.operands)))
-        return lambda m, mask: m.barrier(on, mask)
+        return lambda m, mask: m.barrier(on, mask, i)
     if head == "bra" and i.operands[0] not in labels:
         raise i.unknown(f"to {i.operands[0]}")
     there = labels[i.operands[0]] if head == "bra" else EXIT

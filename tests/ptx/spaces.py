@@ -87,8 +87,12 @@ class Tags:
 
     def write(self, at: Array, tag: Array) -> tuple[Array, Array]:
         """Writes grains: which clash with a read, and which with a write."""
-        bad = self.clash(self.read_by[at], tag), self.clash(self.written[at], tag)
-        self.written[at] = np.broadcast_to(tag, at.shape)
+        old, tags = self.written[at], np.broadcast_to(tag, at.shape)
+        bad = self.clash(self.read_by[at], tag), self.clash(old, tag)
+        self.written[at] = tags
+        lost = self.written[at] != tags  # several warps write the same
+        if lost.any():
+            self.written[at[lost]] = self._merged(self.written[at[lost]], tags[lost])
         return bad
 
 

@@ -162,6 +162,8 @@ def _region(m: Machine, i: Instruction, map_: TensorMap, at: Array) -> Region:
     region = m.memory.regions[(map_.address >> REGION) - 1]
     if at.size and (at.min() < region.start or at.max() + map_.element > region.end):
         raise PTXError(f"{i}: the tensor map reaches beyond its storage")
+    if not region.whole and not region.allowed[at].all():
+        m.reports.add("outside of its tensor", i, (~region.allowed[at]).sum())
     return region
 
 
@@ -171,6 +173,7 @@ def _load(
 ) -> None:  # fmt: skip
     at, there = map_.tile(corner)
     region = _region(m, i, map_, at[there])
+    m.memory.note_read(region, at[there], map_.element, m.tag[lane].reshape(1, 1), i)
     places = _grains(m, map_, into)
     m.shared.check_fences(places, i, "a bulk copy over writes")
     m.shared.note_write(

@@ -124,6 +124,15 @@ def test_memory_of_a_copy_in_flight_is_not_written():
     assert "race: shared write after" in found
 
 
+def test_copies_to_one_place():
+    """Of equal values, or of different ones."""
+    x = torch.zeros(64, dtype=torch.int32)
+    text = body("and.b32 %r3, %r3, 127;" + copy(size=4) + DONE, 4)
+    assert not reported(text, x, threads=64, shared=256)
+    x[40] = 1
+    assert "writes different values" in reported(text, x, threads=64, shared=256)
+
+
 def test_bounds_and_alignment():
     x = torch.arange(64, dtype=torch.int32)
     assert "outside of its storage" in reported(body(copy(of=256, size=4), 4), x, shared=256)

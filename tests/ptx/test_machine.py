@@ -163,11 +163,26 @@ def test_arguments_are_of_their_types():
     execute(program, (1,), [1.0])
     with pytest.raises(PTXError, match="parameter 0 is f32, and 1 was given"):
         execute(program, (1,), [1])
+    with pytest.raises(PTXError, match="parameter 0 is f64"):
+        execute(Program(module("ret;", [1.0]).replace(".f32", ".f64"), 0), (1,), [1.0])
 
 
 def test_parts_of_a_warp():
     """What all lanes of a warp execute together is reported where some are missing."""
     body = "setp.lt.s32 %p1, %r0, {}; @%p1 shfl.sync.bfly.b32 %r3, %r0, 1, 31, -1;"
+    assert "by a part of its lanes" in reported(body.format(16), threads=64)
+    assert not reported(body.format(32), threads=64)
+
+
+def test_barriers_of_parts_of_a_warp():
+    """9.7.13.1: all lanes of a warp execute the same bar.sync; those that have left need not."""
+    body = """setp.lt.s32 %p1, %r0, {};
+    @%p1 bra $OTHER;
+    bar.sync 0;
+    bra.uni $OUT;
+    $OTHER:
+    bar.sync 0;
+    $OUT:"""
     assert "by a part of its lanes" in reported(body.format(16), threads=64)
     assert not reported(body.format(32), threads=64)
 

@@ -201,6 +201,9 @@ def test_warps_that_write_the_same():
     assert not reported(at + later.format(store, store), threads=64, shared=128)
     found = reported(at + later.format(store, other), threads=64, shared=128)
     assert "race: shared write after write" in found
+    both = at + store + "{} setp.ge.s32 %p1, %r0, 32; @%p1 " + other  # warp 0 may be late
+    assert "race: shared write after write" in reported(both.format(""), threads=64, shared=128)
+    assert not reported(both.format("bar.sync 0;"), threads=64, shared=128)
 
 
 def test_one_instruction_writes_different_values():
