@@ -43,7 +43,7 @@ hypothesis.settings.load_profile("ci")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if EXECUTED:
+    if EXECUTED and has_triton:
         config.add_cleanup(executed.install().close)
     if INTERPRETED and has_triton:
         from quick_interpreter import quicken
@@ -92,7 +92,7 @@ def _fresh_test():
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):
     report = yield
-    if EXECUTED and report.when == "call":
+    if executed.driver is not None and report.when == "call":
         executed.write(report.passed)
     return report
 
