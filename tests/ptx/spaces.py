@@ -293,22 +293,21 @@ class Shared:
             self.written_since = True
 
     def start_read(self, places: Array, tag: Array, i: Instruction, what: str) -> None:
-        """An asynchronous operation reads grains, each once, at some time until its wait."""
+        """An asynchronous operation reads grains at some time until its wait."""
         if self.copies and self.pending[places].any():
             self.reports.add("read before a copy has been waited for", i)
         self.check_fences(places, i, what)
-        bad = self.tags.clash(self.tags.written[places], tag)
+        bad = self.tags.read(places, tag)
         if bad.any():
             self.reports.add("race: shared read after write", i, bad.sum(), what)
-        self.tags.read_by[places] = tag
-        self.reading[places] += 1
+        np.add.at(self.reading, places, 1)
         self.readers = True
 
     def end_read(self, places: Array, tag: Array) -> None:
         """It has been waited for: whoever waited may write there."""
-        self.reading[places] -= 1
+        np.subtract.at(self.reading, places, 1)
         self.readers = bool(self.reading.any())
-        self.tags.read_by[places] = tag
+        self.tags.read(places, tag)
 
     def check_fences(self, places: Array, i: Instruction, what: str) -> None:
         if self.unfenced is not None and self.unfenced[places].any():

@@ -278,6 +278,20 @@ def test_operands_stay_until_the_wait():
     assert "a register of a wgmma is overwritten before its wait" in found
 
 
+def test_warpgroups_share_an_operand():
+    """They start together; one waits before the other. Writing needs a barrier after both."""
+    body = FULL + """setp.ge.s32 %p4, %r0, 128;
+    @%p4 bra $SECOND;
+    """ + DONE + "bra.uni $ON;\n$SECOND:\n" + DONE + "HERE\n$ON:\nAFTER"  # fmt: skip
+    write = "shl.b32 %r2, %r0, 2; st.shared.b32 [%r2+9216], %r0;"
+
+    def found(text):
+        return reported(text, MEMORY, threads=256, shared=2 * len(MEMORY))
+
+    assert not found(between(body, "").replace("AFTER", "bar.sync 0;" + write))
+    assert "race: shared write after read" in found(between(body, write).replace("AFTER", ""))
+
+
 def test_operands_are_known():
     """Written before a barrier, and a proxy fence."""
     fenced, met = FENCE + "bar.sync 0;", "bar.sync 0;"
