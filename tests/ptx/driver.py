@@ -118,6 +118,8 @@ def _flat(signature: Sequence[Any], args: Sequence[Any], maps: Iterator[Any]) ->
                 nan = value.padding == "nan"
                 yield from (value.base, *value.shape, *value.strides, nan, value.round_f32_to_tf32)
             else:
+                if value.padding != "zero":
+                    raise NotImplementedError(f"a tensor map whose padding is {value.padding}")
                 yield TensorMap(
                     value.base, tuple(value.shape), tuple(value.strides),
                     tuple(meta["block_size"]), meta["swizzle"], meta["elem_size"],

@@ -57,7 +57,8 @@ class Tags:
 
     @staticmethod
     def _one_warpgroup(old: Array, new: Array) -> Array:
-        """Who waits for a wgmma knows that it has read for all warps of the warpgroup.
+        """Who waits for a wgmma knows that it has read for all warps of the warpgroup (CUTLASS's
+        pipelines rely on that).
 
         Before it, what another of its warps has written needs a barrier like any other.
         """
