@@ -148,12 +148,17 @@ APPROXIMATE = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("opcode", "kinds", "function"), INTEGERS + LOGIC + EXACT, ids=str)
+def named(value):
+    """Of a function no address, which differs between processes."""
+    return "exact" if callable(value) else str(value)
+
+
+@pytest.mark.parametrize(("opcode", "kinds", "function"), INTEGERS + LOGIC + EXACT, ids=named)
 def test_exact(opcode, kinds, function):
     check(opcode, kinds, function)
 
 
-@pytest.mark.parametrize(("opcode", "kinds", "function", "ulps"), APPROXIMATE, ids=str)
+@pytest.mark.parametrize(("opcode", "kinds", "function", "ulps"), APPROXIMATE, ids=named)
 def test_approximate(opcode, kinds, function, ulps):
     check(opcode, kinds, function, ulps=ulps)
 
