@@ -16,6 +16,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.utils._triton
 from torch._subclasses import FakeTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
@@ -93,6 +94,14 @@ def _tuned(driver: Driver, cost: Cost) -> Callable[..., None]:
     return tune
 
 
+def _forget() -> None:
+    """What was compiled, and what torch remembers of Triton."""
+    torch._dynamo.reset()
+    for function in vars(torch.utils._triton).values():
+        if hasattr(function, "cache_clear"):
+            function.cache_clear()
+
+
 @contextlib.contextmanager
 def compiles_for(driver: Driver, cost: Cost) -> Iterator[None]:
     """Within, `torch.compile` compiles for the driver's architecture."""
@@ -133,7 +142,7 @@ def compiles_for(driver: Driver, cost: Cost) -> Iterator[None]:
         "triton.mix_order_reduction_non_strict_mode": True,
     }  # fmt: skip
     interfaces = {"cuda": interface, "cuda:0": interface}
-    torch._dynamo.reset()
+    _forget()
     with (
         mock.patch.dict(device_interface.device_interfaces, interfaces),
         mock.patch.dict(common.device_op_overrides_dict, {"cuda": CpuDeviceOpOverrides()}),
@@ -148,4 +157,4 @@ def compiles_for(driver: Driver, cost: Cost) -> Iterator[None]:
         try:
             yield
         finally:
-            torch._dynamo.reset()
+            _forget()
