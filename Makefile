@@ -28,7 +28,7 @@ HUGE := PYTHONMALLOC=malloc GLIBC_TUNABLES=glibc.malloc.hugetlb=1
 PYTEST = $(HUGE) $(BIN)/python -m pytest -q -n logical --maxprocesses 4 --timeout 1800 \
 	--dist loadfile --no-loadscope-reorder $(MARKS)
 
-# Kernels compiled for these architectures are executed on the CPU (tests/ptx); all tests, if EXECUTED is empty.
+# Kernels compiled for these architectures are executed on the CPU (tests/ptx); those of one mark.
 ARCHES := 80 90
 EXECUTED := -m executed
 
@@ -41,7 +41,7 @@ test: $(READY)  ## all tests, and the examples in the docstrings
 
 test-all:  ## and what stands for more of the same: whole sweeps, ten times the examples, every audit: hours
 	@status=0; FUSED_REMAT_MORE_EXAMPLES=10 $(MAKE) test MARKS='-m ""' \
-	EXECUTED= ARCHES="80 86 89 90" || status=1; \
+	EXECUTED='--dist worksteal' ARCHES="80 86 89 90" || status=1; \
 	$(MAKE) audit || status=1; exit $$status
 
 # What decides the last bits of a result, and the order of threads.

@@ -45,12 +45,11 @@ def took(case: str, dtype: str, sizes: str, defaults: Collection[str], least: in
     `least`: multiply-adds that its products need; 0 where they are not counted.
     """
     done = driver.launches[-1]
-    counts = done.outcome.counts
-    opcodes = [name for name in counts if " " not in name and "-" not in name]
-    matrix = sum(counts[name] for name in opcodes if name.startswith(_MATRIX))
+    counts, opcodes = done.outcome.counts, done.outcome.opcodes
+    matrix = sum(n for name, n in opcodes.items() if name.startswith(_MATRIX))
     _LINES.append(
         [f"sm_{EXECUTED} {dtype}", len(defaults), case, int(case in defaults), done.kernel, sizes,
-         0, len(opcodes), sum(counts[name] for name in opcodes), matrix, least,
+         0, len(opcodes), opcodes.total(), matrix, least,
          *(counts[name] for name in COUNTS)]
     )  # fmt: skip
 

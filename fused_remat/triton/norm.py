@@ -179,7 +179,7 @@ def _params_bwd(
 def column_sum(parts: Tensor, total: Tensor, *others: tuple[Tensor, Tensor]) -> Launch:
     """total (N,) = the sum of parts (P, N) over rows, float32; the same for one more pair."""
     programs, width = parts.shape
-    blocks = {"BLOCK_M": 32, "BLOCK_N": 64}
+    blocks = {"BLOCK_M": 32, "BLOCK_N": 64}  # more warps would exchange more in shared memory
     grid = (cdiv(width, 64), 1 + len(others))
     ((more, sums),) = others or ((None, None),)
     args = (parts, total, more, sums, programs, width)

@@ -29,13 +29,15 @@ class Outcome:
 
     Attributes:
         reports: what was wrong: races, accesses outside of tensors, reads before a wait.
-        counts: warp instructions by opcode, "multiply-adds" of matrix instructions; by `How.count`
-            also 32-byte "load sectors" and "store sectors" of all warps, "touched load sectors" and
-            "touched store sectors" of the launch, "shared passes" and "shared passes least".
+        opcodes: instructions of warps.
+        counts: "multiply-adds" of matrix instructions; by `How.count` also 32-byte "load sectors"
+            and "store sectors" of all warps, "touched load sectors" and "touched store sectors" of
+            the launch, "shared passes" and "shared passes least".
         reached: how many warps ran each basic block.
     """
 
     reports: list[str] = field(default_factory=list)
+    opcodes: Counter[str] = field(default_factory=Counter)
     counts: Counter[str] = field(default_factory=Counter)
     reached: Counter[int] = field(default_factory=Counter)
 
@@ -43,11 +45,6 @@ class Outcome:
         """Raises an AssertionError if anything was wrong."""
         if self.reports:
             raise AssertionError("\n".join(self.reports))
-
-    @property
-    def warp_instructions(self) -> int:
-        """Of all opcodes, which are in small letters with a dot or alone."""
-        return sum(n for name, n in self.counts.items() if " " not in name and "-" not in name)
 
 
 def execute(
@@ -70,10 +67,12 @@ def execute(
     with np.errstate(all="ignore"), _one_thread():
         for first in range(0, len(blocks), together):
             some = blocks[first : first + together]
-            Machine(
-                program, some, grid, parameters, memory, how, reports, outcome.counts,
-                outcome.reached,
-            ).run()  # fmt: skip
+            m = Machine(program, some, grid, parameters, memory, how, reports, outcome.counts)
+            m.run()
+            outcome.reached.update(m.reached)
+    for number, warps in outcome.reached.items():
+        for opcode, times in program.opcodes[number].items():
+            outcome.opcodes[opcode] += times * warps
     for region in memory.regions:
         region.back()
     for what, sectors in memory.touched.items():

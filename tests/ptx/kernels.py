@@ -58,7 +58,7 @@ def run(
     """Executes a kernel."""
     program = Program(module(body, arguments, threads), shared)
     outcome = execute(program, grid, arguments, How(**how))
-    EXECUTED.update(outcome.counts)
+    EXECUTED.update(outcome.opcodes)
     return outcome
 
 

@@ -56,15 +56,16 @@ class Machine:
         block_of, warp_of: of each lane: the block's place among these, the warp within the block.
         tag: of each lane: who accesses memory (`spaces.tag_of`).
         asynchronous: what instruction families keep of operations in flight, by family.
+        reached: how many warps have run each basic block.
     """
 
     def __init__(
         self, program: Program, blocks: Array, grid: Sequence[int], parameters: Sequence[Array],
-        memory: Global, how: How, reports: Reports, counts: Counter[str], reached: Counter[int],
+        memory: Global, how: How, reports: Reports, counts: Counter[str],
     ) -> None:  # fmt: skip
         code = program.code
         self.program, self.parameters, self.memory = program, parameters, memory
-        self.how, self.reports, self.counts, self.reached = how, reports, counts, reached
+        self.how, self.reports, self.counts = how, reports, counts
         self.threads, self.blocks = code.threads, len(blocks)
         self.lanes = self.threads * self.blocks
         self.warps = self.lanes // 32
@@ -82,6 +83,7 @@ class Machine:
         unit = self.warp_of // (4 if program.warpgroups else 1)
         self.rank = unit * how.order
         self.asynchronous: dict[str, Any] = {}
+        self.reached: Counter[int] = Counter()
         self._tag()
 
     def _registers(self, blocks: Array, grid: Sequence[int], thread: Array) -> list[Array]:
@@ -110,11 +112,11 @@ class Machine:
 
     def run(self) -> None:
         """Until all lanes have left."""
-        blocks, warps = self.program.blocks, Counter[int]()
+        blocks = self.program.blocks
         at, mask = 0, None if self.how.order == 0 else self._ready()[1]
         for _ in range(_FOREVER):
             steps, end = blocks[at]
-            warps[at] += self.warps if mask is None else _any(mask, 32).sum()
+            self.reached[at] += self.warps if mask is None else int(_any(mask, 32).sum())
             for step in steps:
                 step(self, mask)
             then = end(self, mask)
@@ -130,10 +132,6 @@ class Machine:
             raise PTXError(f"{self.program.code.name} runs for ever")
         for finish in self.asynchronous.values():
             finish.finish(self)
-        self.reached.update(warps)
-        for number, count in warps.items():
-            for opcode, times in self.program.opcodes[number].items():
-                self.counts[opcode] += int(times * count)
 
     def _ready(self) -> tuple[int, Mask]:
         """The basic block that runs next, and its lanes; EXIT if all have left."""

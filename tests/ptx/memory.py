@@ -26,7 +26,6 @@ class Access:
         self.space = i.parts[1].split("::")[0]
         self.registers = registers if isinstance(registers, tuple) else (registers,)
         self.size, self.signed = int(re.findall(r"\d+", i.type)[-1]) // 8, i.type[0] == "s"
-        self.bytes = self.size * len(self.registers)
         said = [p for p in i.parts[2:-1] if p not in _VECTOR and not p.startswith(("L1", "L2"))]
         number = next((_VECTOR[p] for p in i.parts if p in _VECTOR), 1)
         if number != len(self.registers) or not {s.split("::")[0] for s in said} <= _HINTS | {""}:

@@ -85,17 +85,14 @@ def kernels(arch: int) -> list[Kernel]:
             if program not in found:
                 reached = set(execute(program, grid, copy.deepcopy(given[1])).reached)
                 found[program] = Kernel(name, program.code, program.shared, reached, [given])
-            elif [given[0]] != [grid for grid, _ in found[program].launches][-1:]:
-                found[program].launches = [found[program].launches[0], given]
+            elif given[0] != found[program].launches[0][0]:
+                found[program].launches[1:] = [given]
 
         driver.before = keep
         for tokens in (344, 152):
             _steps(tokens)
-    best: dict[str, Kernel] = {}
-    for kernel in found.values():
-        worth = lambda k: sum(len(k.code.blocks[n]) for n in k.reached)  # noqa: E731
-        if kernel.name not in best or worth(kernel) > worth(best[kernel.name]):
-            best[kernel.name] = kernel
+    worth = lambda kernel: sum(len(kernel.code.blocks[n]) for n in kernel.reached)  # noqa: E731
+    best = {kernel.name: kernel for kernel in sorted(found.values(), key=worth)}
     return list(best.values())
 
 

@@ -19,9 +19,6 @@ class Reports:
         self.found[key] += int(count)
         self.example.setdefault(key, example)
 
-    def __bool__(self) -> bool:
-        return bool(self.found)
-
     def lines(self) -> list[str]:
         return [
             f"{kind}: {where}: {count} times" + (f", e.g. {example}" if example else "")

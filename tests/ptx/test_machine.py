@@ -149,8 +149,9 @@ def test_counts():
     {lanes(0, 4)} ld.global.b32 %r4, [%rd31];
     {lanes(0, 32)} setp.lt.s32 %p1, %r0, 8; @%p1 st.global.b32 [%rd31], %r4;
     mul.lo.s32 %r5, %r0, {{}}; st.shared.b32 [%r5], %r4;"""
-    counts = run(body.format(4), x, threads=64, shared=8192, count=True).counts
-    assert counts["mul.lo.s32"] == 1 + 2  # warp 1 alone, then both
+    outcome = run(body.format(4), x, threads=64, shared=8192, count=True)
+    assert outcome.opcodes["mul.lo.s32"] == 1 + 2  # warp 1 alone, then both
+    counts = outcome.counts
     assert counts["load sectors"] == counts["touched load sectors"] == 64 * 4 / 32
     assert counts["store sectors"] == 8
     assert counts["shared passes"] == counts["shared passes least"] == 2
