@@ -120,21 +120,22 @@ def cross_entropy_bwd_triton(dy, x, weight, bias, stats, call, needs_grad, exact
     dx = dy.new_empty((tokens, depth)) if needs_grad[0] else None
     dweight = new_dweight(weight, exact) if needs_grad[1] else None
     dbias = dy.new_zeros(vocab) if needs_grad[2] else None
-    # A tensor descriptor needs rows that lie multiples of 16 bytes apart, whatever the vocabulary.
+    # A tensor descriptor needs rows of multiples of 16 bytes, whatever the vocabulary.
     held = x.new_empty((min(rows, tokens), 8 * cdiv(columns, 8)))
     for span in spans(vocab, columns):
         w, b = _part(weight, bias, span, x)
         mine = None if dweight is None else dweight[slice(*span)]
         dw = None if mine is None else sum_in(mine, x.dtype, cdiv(tokens, rows))
         for lo, hi in spans(tokens, rows):
-            dz = held[: hi - lo, : w.shape[0]]
+            padded = held[: hi - lo, : 8 * cdiv(len(w), 8)]
+            dz = padded[:, : len(w)]
             mass, spread, at_target = (
                 t[lo:hi, 0] for t in (slopes.mass, slopes.spread, slopes.target)
             )
             cross_entropy_bwd(
                 x[lo:hi], w, b, call.target[lo:hi], call.softcap, span[0],
                 (stats[0][lo:hi, 0], stats[1][lo:hi, 0]),
-                (mass, spread if call.label_smoothing else None, at_target), dz, target,
+                (mass, spread if call.label_smoothing else None, at_target), padded, target,
             ).run()  # fmt: skip
             if dbias is not None:
                 dbias[slice(*span)] += dz.sum(0, dtype=torch.float32)
@@ -193,10 +194,11 @@ def cross_entropy_bwd(
 ) -> Launch:
     """dz = softmax(x @ weightᵀ + bias) * mass + spread, + at_target at the targets; soft-capped.
 
+    dz (M, V) may be wider than the vocabulary: what it has more may be written.
     `stats`: each row's maximum and log of the sum; `slopes`: (mass, spread, at_target).
     """
-    tile = tile or tile_for("cross_entropy_bwd", at, *dz.shape)
-    k = weight.shape[1]
+    shape, k = (len(x), len(weight)), weight.shape[1]
+    tile = tile or tile_for("cross_entropy_bwd", at, *shape)
     (x_in, w_in, out), strides, tma = described(
         at,
         (x, tile.block_m, tile.block_k),
@@ -205,6 +207,8 @@ def cross_entropy_bwd(
     )
     args = (
         x_in, w_in, in_place(bias), in_place(target), *stats, *slopes, out, strides, first,
-        *dz.shape, k, softcap or None,
+        *shape, k, softcap or None,
     )  # fmt: skip
-    return launch_over(linear_cross_entropy_bwd_kernel, at, tile, dz, args, tma, (k,))
+    return launch_over(
+        linear_cross_entropy_bwd_kernel, at, tile, dz, args, tma, (k,), shape=shape
+    )  # fmt: skip

@@ -408,7 +408,10 @@ def end_of(tile: Tile, *matrices: Tensor | None) -> list[_Tiled]:
 
 
 def can_describe(x: Tensor) -> bool:
-    """Whether x allows a tensor descriptor: address and row stride are multiples of 16 bytes."""
-    step = x.stride(0) * x.element_size()
-    aligned = x.data_ptr() % 16 == 0 and step % 16 == 0
+    """Whether x allows a tensor descriptor: address, row stride and rows are multiples of 16 bytes.
+
+    Hardware stores whole granules of 16 bytes, past the end of a row too (triton#11583).
+    """
+    places = x.data_ptr(), x.stride(0) * x.element_size(), x.shape[1] * x.element_size()
+    aligned = not any(place % 16 for place in places)
     return aligned and x.stride(1) == 1 and x.stride(0) >= x.shape[1] > 0

@@ -246,6 +246,19 @@ def test_rows_more_than_2_31_elements_apart(offset):
 
 
 @pytest.mark.gpu
+@pytest.mark.executed
+def test_rows_that_end_within_16_bytes():
+    """Bulk stores would write on to the end of these (triton#11583)."""
+    x, (weight, bias), y = normal(BF16, 40, 64), layer(BF16, 33, 64), poisoned(40, 33, BF16)
+    assert y.data_ptr() % 16 == y.stride(0) * y.element_size() % 16 == 0
+    launch = products.linear_fwd(x, weight, bias, None, None, None, None, y, target())
+    assert not launch.constants["TMA"]
+    launch.run()
+    check_written(y)
+    check_error(y, linear_fwd(*double(x, weight, bias)), compiled(1, 4))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("kernel", tables.TILES)
 @pytest.mark.parametrize("layout", ["aligned", "misaligned"])
 def test_every_tile_of_the_tables(kernel, layout):
