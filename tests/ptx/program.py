@@ -7,6 +7,7 @@ import re
 from collections import Counter
 
 from . import conversions, copies, matrix, mbarriers, memory, numbers, tensor_maps, warps, wgmma
+from .accumulators import accumulators, unfenced
 from .decode import ENDS, Code, Instruction, decode
 from .lanes import Registers, Step
 from .machine import End, end_of
@@ -35,7 +36,7 @@ class Program:
         self.warpgroups = any(o.startswith(("wgmma", "cp.async.bulk", "mbarrier")) for o in opcodes)
         sizes = [re.search(r"\.[busf](8|16|32|64)$", o) for o in opcodes if ".shared" in o]
         self.grain = min([int(s[1]) // 8 for s in sizes if s and "matrix" not in s.string] + [4])
-        self.pending, self.unfenced = wgmma.accumulators(code), wgmma.unfenced(code)
+        self.pending, self.unfenced = accumulators(code), unfenced(code)
         self.blocks: list[tuple[list[Step], End]] = []
         self.opcodes = [Counter(i.opcode for i in block) for block in code.blocks]
         for number, block in enumerate(code.blocks):
