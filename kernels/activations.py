@@ -85,14 +85,14 @@ def gelu_tanh_bwd(dy, x):
 @triton.jit
 def silu_fwd(x):
     """x σ(x)."""
-    return x * tl.sigmoid(x)
+    return x / (1.0 + tl.exp2(x * -1.4426950408889634))  # log2(e)
 
 
 @triton.jit
 def silu_bwd(dy, x):
     """dy σ(x) (1 + x (1 - σ(x))); and x σ(x)."""
-    s = tl.sigmoid(x)
-    return dy * s * (1.0 + x * (1.0 - s)), x * s
+    s = 1.0 / (1.0 + tl.exp2(x * -1.4426950408889634))
+    return dy * (s + x * s * (1.0 - s)), x * s
 
 
 @triton.jit

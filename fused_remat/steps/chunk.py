@@ -240,6 +240,14 @@ class Chunk(dict[str, Tensor]):
         grad, owned = self.grads.pop(name)
         return grad, owned and self.owner.deferred is None  # else it may be a factor of a product
 
+    def sum_of_grads(self, name: str, dtype: torch.dtype) -> Tensor | None:
+        """Remove an activation's gradient, if there is one in `dtype`, to add to it in place."""
+        have = self.grads.get(name)
+        if have is None or have[0].dtype != dtype:
+            return None
+        grad, owned = self.grads.pop(name)
+        return grad if owned else grad.clone()
+
     def add_param_grad(self, name: str, grad: Tensor, part: Part | None = None) -> None:
         have = self.owner.param_grads.get(name)
         if part is not None:

@@ -288,7 +288,7 @@ class Linear(Node):
                     chunk.add_param_grad(bias, chunk.ops[bias_grad](part), self.part)
             del x
             if self.x in needs_grad:
-                dx: Tensor | None = None
+                dx = chunk.sum_of_grads(self.x, dz.dtype)
                 for weight, _, part in layers:
                     w = chunk.param(weight)
                     w = w if self.part is None else rows_of(w, self.part)
