@@ -92,7 +92,7 @@ def silu_fwd(x):
 def silu_bwd(dy, x):
     """dy σ(x) (1 + x (1 - σ(x))); and x σ(x)."""
     s = 1.0 / (1.0 + tl.exp2(x * -1.4426950408889634))
-    return dy * (s + x * s * (1.0 - s)), x * s
+    return dy * (s + x * (s - s * s)), x * s
 
 
 @triton.jit
