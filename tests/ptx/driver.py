@@ -11,6 +11,7 @@ ptxas is executed. A binary is the PTX itself.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -84,9 +85,9 @@ class Driver:
 
     def load_binary(
         self, name: str, ptx: bytes, shared: int, device: int
-    ) -> tuple[str, Program, int, int, int]:
+    ) -> tuple[str, tuple[str, int], int, int, int]:
         """Module, function, registers, spills and the most threads of a block."""
-        return name, Program(ptx.decode(), shared), 0, 0, 1024
+        return name, (ptx.decode(), shared), 0, 0, 1024
 
     def launcher_cls(self, src: Any, metadata: Any) -> Callable[..., None]:
         signature = tuple(src.signature.values())
@@ -94,14 +95,21 @@ class Driver:
 
         def launch(gx, gy, gz, stream, function, packed, launch_metadata, enter, leave, *args):
             grid, given = (gx, gy, gz), list(_flat(signature, args, iter(maps)))
+            program = _program(*function)
             if self.before is not None:
-                self.before(function, grid, given)
-            outcome = execute(function, grid, given, self.how)
+                self.before(program, grid, given)
+            outcome = execute(program, grid, given, self.how)
             self.launches.append(Launched(metadata.name, grid, outcome))
             if self.strict:
                 outcome.check()
 
         return launch
+
+
+@functools.lru_cache(128)
+def _program(ptx: str, shared: int) -> Program:
+    """Thousands of objects each: those of the last kernels stay."""
+    return Program(ptx, shared)
 
 
 def _flat(signature: Sequence[Any], args: Sequence[Any], maps: Iterator[Any]) -> Iterator[Any]:
