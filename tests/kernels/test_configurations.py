@@ -24,7 +24,7 @@ from torch import Tensor
 
 from bench.audit import attention as audit_attention
 from bench.audit import cases as audit
-from bench.audit.command import digest, source
+from bench.audit.command import compile_ahead, digest, source
 from fused_remat.steps import attention, norm
 from fused_remat.triton import attention as attentions
 from fused_remat.triton import cross_entropy
@@ -305,3 +305,19 @@ def test_attention(sizes, dtype, width, variant, monkeypatch):
         check_error(found, true, 2.5)  # as of other launches of attention
     if call.dmask is not None:
         check_error(call.dmask, exact.dmask, 2.5, dtype=dtype)
+
+
+# --- sm_86
+
+
+@pytest.mark.skipif(EXECUTED != 89, reason="what runs of sm_89 stands for sm_86")
+@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
+def test_sm_86_has_the_instructions_of_sm_89(dtype):
+    """Of every case the two PTX differ in the target's name alone."""
+    both = [audit.cases(audit.target(arch), dtype) for arch in (89, 86)]
+    for ours, other in zip(*both, strict=True):
+        here, there = (
+            re.sub(r"(?m)^\.target .*$", "", compile_ahead(case.launch, arch).asm["ptx"])
+            for case, arch in ((ours, 89), (other, 86))
+        )
+        assert ours.name == other.name and here == there, ours.name
