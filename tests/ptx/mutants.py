@@ -107,10 +107,12 @@ def _steps(tokens: int) -> None:
         encoder = FusedRematLayer(
             320, 5, 456, 0.1, "gelu", batch_first=True, norm_first=True, policy=policy, **bf16
         )
+        llama = FusedRematCausalLayer(320, 5, 456, kv_heads=1, qk_norm=True, policy=policy, **bf16)
+        for parameter in (*encoder.parameters(), *llama.parameters()):
+            parameter.data[:16] = 0  # a vector of results of 0, whose codes have no sign
         padding = torch.rand(1, tokens) > 0.8
         x = torch.randn(1, tokens, 320, dtype=torch.bfloat16, requires_grad=True)
         encoder(x, src_key_padding_mask=padding).float().square().sum().backward()
-        llama = FusedRematCausalLayer(320, 5, 456, kv_heads=1, qk_norm=True, policy=policy, **bf16)
         angle = torch.randn(tokens, 32)
         llama(x, rope=(angle.cos(), angle.sin())).float().square().sum().backward()
     weight = torch.randn(456, 320, dtype=torch.bfloat16).mul_(0.05).requires_grad_()
