@@ -111,8 +111,8 @@ def _steps(tokens: int, heads: int) -> None:
         llama = FusedRematCausalLayer(
             width, heads, 456, kv_heads=1, qk_norm=True, policy=policy, **bf16
         )
-        for parameter in (*encoder.parameters(), *llama.parameters()):
-            zeros = torch.arange(len(parameter)) // 8 % 5 == 0  # in any place of a vector
+        for n, parameter in enumerate((*encoder.parameters(), *llama.parameters())):
+            zeros = (torch.arange(len(parameter)) // 8 + n) % 5 == 0  # in any place of a vector
             parameter.data[zeros] = 0  # of which the codes have no sign
         padding = torch.rand(1, tokens) > 0.8
         x = torch.randn(1, tokens, width, dtype=torch.bfloat16, requires_grad=True)
