@@ -99,7 +99,10 @@ class LowRank:
     ) -> None:
         """Add the gradients of A and of x, given `dlow`, the gradient of (mask * x) @ A.T."""
         mask, weight = chunk.mask(self.mask), chunk.param(self.a)
-        dx = _sum_of_grads(chunk, linear.x, dlow.shape[0]) if linear.x in needs_grad else None
+        dx: Tensor | None = None
+        if linear.x in needs_grad:  # then the layer itself has given one
+            dx = chunk.sum_of_grads(linear.x, chunk.dtype_of(linear.x))
+            assert dx is not None
         x = chunk[linear.x] if self.a in needs_grad else None
         for rows, mine in _pieces(dlow, chunk.dtype_of(linear.x) != dlow.dtype, mask):
             if x is not None:
@@ -114,17 +117,8 @@ class LowRank:
             else:
                 part = chunk.ops[linear_dx](dlow[rows], weight)
                 dx[rows].add_(part if mine is None else chunk.ops[dropout](part, mine))
-
-
-def _sum_of_grads(chunk: Chunk, name: str, rows: int) -> Tensor:
-    """The gradient of an activation so far, as a tensor that may be added to in place."""
-    grad, owned = chunk.grads.get(name, (None, False))
-    if grad is None or not owned:
-        shape, dtype = (rows, chunk.owner.widths[name]), chunk.dtype_of(name)
-        zeros = torch.zeros(shape, dtype=dtype, device=chunk.owner.device)
-        chunk.add_grad(name, zeros, owned=True)
-        grad, _ = chunk.grads[name]
-    return grad
+        if dx is not None:
+            chunk.add_grad(linear.x, dx, owned=True)
 
 
 #: How many tokens are converted at a time where an update has another dtype than the block.
