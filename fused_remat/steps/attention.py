@@ -41,7 +41,7 @@ def attention_fwd(
     (float64 for float64).
     """
     shape = call.batch * call.q_len, call.spec.num_heads * v.shape[-1]
-    if call.cu_q is None and why_not_call(q, v, call) is None:
+    if why_not_call(q, v, call) is None:
         wide = linear.widens(q)
         rows, lse = attention_library.forward(q, k, v, call, wide)
         if out is None:
@@ -81,13 +81,13 @@ def attention_bwd(
     """
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         q, k, v = dequantized_heads(q, k, v)
-    if call.cu_q is not None:
-        _varlen_backward(dattn, q, k, v, attn, lse, call, grads)
-        return
     do, o = as_heads(dattn, call), as_heads(attn, call)
     if why_not_call(q, v, call) is None:
         if grads is not None:
             attention_library.backward(do, q, k, v, o, lse, call, grads, linear.widens(q))
+        return
+    if call.cu_q is not None:
+        _varlen_backward(dattn, q, k, v, attn, lse, call, grads)
         return
     for part, one in attention_rows.sequences(call):
         mine = None if grads is None else (grads[0][part], grads[1][part], grads[2][part])
@@ -148,7 +148,8 @@ def says(
     key: AttentionKey, q: Tensor | None = None, v: Tensor | None = None, call: Any = None
 ) -> str:
     """What serves in ATen, and why nothing faster does: of a key, or of a call's arguments."""
-    if key.varlen:
+    why = why_not(key) if q is None or v is None else why_not_call(q, v, call)
+    if key.varlen and why:
         said = "variable-length sequences, one at a time"
         if q is None or v is None:
             return said
@@ -157,10 +158,6 @@ def says(
             q_one, v_one = q[:, :, rows], v[:, :, keys]
             found[says(attention_key(q_one, v_one, one), q_one, v_one, one)] = None
         return f"{said}: {'; '.join(found) or 'none'}"
-    if q is None or v is None:
-        why = why_not(key, key.widths, key.dtype, key.device)
-    else:
-        why = why_not_call(q, v, call)
     said = f"blocks of query rows: {why}" if why else attention_library.says(key)
     return f"{said}; heads dequantized first" if key.quantized else said
 

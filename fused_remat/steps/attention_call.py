@@ -5,6 +5,7 @@ Implementations receive an `AttentionCall`; the choice among them depends on an 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -163,6 +164,7 @@ class AttentionKey(NamedTuple):
         mask_grad: as in `AttentionCall`.
         quantized: for q, k and v: the format, the width of a head and the first column if the heads
             are quantized, else None; () if none of them is.
+        bias: on CUDA devices, elements of both masks as one tensor.
         switches: PyTorch's switches for attention on CUDA devices; () on others.
     """
 
@@ -179,7 +181,8 @@ class AttentionKey(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     quantized: tuple[tuple[str, int, int] | None, ...] = ()
-    switches: tuple[bool, ...] = ()
+    bias: int = 0
+    switches: tuple[int, ...] = ()
 
     @property
     def limited(self) -> bool:
@@ -211,11 +214,19 @@ def attention_key(
         q.dtype,
         device,
         quantized,
-        _switches() if device.type == "cuda" else (),
+        *((_elements(call), _switches()) if device.type == "cuda" else ()),
     )
 
 
-def _switches() -> tuple[bool, ...]:
+def _elements(call: AttentionCall) -> int:
+    """Elements of both masks as one tensor."""
+    shapes: list[tuple[int, ...]] = [] if call.mask is None else [call.mask.shape]
+    if call.padding is not None:
+        shapes.append((call.batch, 1, 1, call.kv_len))
+    return math.prod(torch.broadcast_shapes(*shapes)) if shapes else 0
+
+
+def _switches() -> tuple[int, ...]:
     """The global switches that decide which of PyTorch's attention kernels serves on CUDA."""
     cuda = torch.backends.cuda
     return (
@@ -224,4 +235,5 @@ def _switches() -> tuple[bool, ...]:
         cuda.mem_efficient_sdp_enabled(),
         cuda.math_sdp_enabled(),
         cuda.cudnn_sdp_enabled(),
+        *torch._C._get_sdp_priority_order(),
     )

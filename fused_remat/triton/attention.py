@@ -91,8 +91,7 @@ def why_not(key: AttentionKey) -> str | None:
 
 def _why(key: AttentionKey) -> str | None:
     """Why these kernels are chosen over ATen's; None if ATen's are chosen."""
-    why = why_own_attention(target_of(key.device), key)
-    return why or attention_library.why_not(key, key.widths, key.dtype, key.device)
+    return attention_library.why_not(key) or why_own_attention(target_of(key.device), key)
 
 
 def _why_not_fwd(key: AttentionKey) -> str | None:

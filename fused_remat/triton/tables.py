@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fused_remat.steps import attention_library
 from fused_remat.steps.attention_call import AttentionCall, AttentionKey
 from fused_remat.triton.launch import Target, cdiv
 
@@ -189,22 +190,24 @@ class AttentionTile:
 #: Families whose attention kernels read through tensor descriptors. sm_120 has these too, but there
 #: operands then pass through registers, which spill.
 ATTENTION_BY_DESCRIPTORS = frozenset({"hopper", "blackwell", "interpreter"})
-#: Families where ATen's fused attention kernels run if they can serve, except for masks and shared
-#: key heads: a mask would have to be merged and written for them, and g query heads that share a
-#: key head need g calls.
+#: Families where PyTorch's fused attention kernels run if they can serve, except as
+#: `why_own_attention` says.
 ATTENTION_BY_ATEN = frozenset({"ampere", "small", "hopper", "blackwell", "hip"})
 
 
 def why_own_attention(target: Target, key: AttentionKey) -> str | None:
-    """Why our kernels run although ATen's could serve the call; None if ATen's run."""
+    """Why our kernels run although PyTorch's could serve the call; None if PyTorch's run."""
     if family(target) not in ATTENTION_BY_ATEN:
         return "ATen's fused kernels are not used on this target"
-    if key.mask is not None or key.padding is not None:
-        return "a mask is read as it is, and excluded blocks are skipped"
     if key.lengths:
         return "keys beyond the key lengths are not read"
-    if key.spec.num_heads != key.spec.num_kv_heads:
+    name = attention_library.kernel_of(key)
+    if not name:
         return "query heads that share a key head need one launch"
+    if key.limited and name != "cudnn":
+        return "a mask is read as it is, and excluded blocks are skipped"
+    if key.bias > key.batch * key.spec.num_heads * key.q_len * key.widths[0]:
+        return "a mask is read as it is, and a copy would be larger than q"
     return None
 
 

@@ -240,14 +240,17 @@ def test_atens_kernels_on_cuda(name, monkeypatch):
         def empty(*shape, dtype=torch.bfloat16):
             return torch.empty(shape, dtype=dtype, device="cuda")
 
-        heads = [empty(B, H, S, 64) for _ in range(3)]
-        masks = [{"right": 0}]
+        batch, masks = B, [{"right": 0}]
         if name == "efficient":
             masks = [{"mask": empty(S, S), "true_means": "exclude"}, {"mask": empty(B, 1, S, S)}]
+        if name == "flash":
+            batch, cu = 1, empty(3, dtype=torch.int64)
+            masks = [{"left": 3, "right": 0}, {"cu_q": cu, "cu_k": cu}]
+        heads = [empty(batch, H, S, 64) for _ in range(3)]
         for given in masks:
-            call = attention_call((B, H, H, S, S, 64), **given)
+            call = attention_call((batch, H, H, S, S, 64), **given)
             assert attention_library.why_not_call(heads[0], heads[2], call) is None
             attention_fwd(*heads, call)
-            mask = call.mask
-            attn, lse = attention_library.cuda_forward(*heads, call, mask)
-            attention_library.cuda_backward(attn, *heads, attn, lse, call, mask)
+            at = attention_library.choose(*heads, call.mask, call)
+            attn, lse = attention_library.run(*heads, call, at)
+            attention_library.run_grads(attn, *heads, attn, lse, call, at)

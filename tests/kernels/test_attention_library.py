@@ -4,6 +4,8 @@ On a GPU its three kernels; here the CPU's, and CUDA's as far as tensors without
 """
 
 import contextlib
+import itertools
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +20,7 @@ from fused_remat import ops
 from fused_remat.execution.choose import choose
 from fused_remat.report.allocations import measure_allocations
 from fused_remat.steps import attention_library
+from fused_remat.steps import attention_operators as operators
 from fused_remat.steps.attention import attention_bwd, attention_fwd
 from fused_remat.steps.attention_call import attention_key
 from fused_remat.triton import attention, tables
@@ -84,7 +87,7 @@ def padding_of(*seen):
     return torch.arange(S, device=DEVICE) >= torch.tensor(seen, device=DEVICE)[:, None]
 
 
-#: Heads, and options of the call given a dtype. Query heads of a group are a call each, on slices.
+#: Heads, and options of the call given a dtype.
 RESULTS = {
     "plain": ({}, lambda dtype: {}),
     "causal": ({}, lambda dtype: {"right": 0}),
@@ -112,7 +115,7 @@ def test_results(case, name, dtype):
     q, k, v = heads_of(dtype, **heads)
     call, dattn = call_of((q, k, v), **options(dtype)), normal(dtype, B * q.shape[2], H * E)
     with sdpa_kernel([KERNELS[name]]) if name else contextlib.nullcontext():
-        if name and attention_library.kernel(q, call.kv_len, call.spec, call.masked) != name:
+        if name and attention_library.kernel(q, k, v, None, call) != name:
             pytest.skip(f"no {name} kernel here")
         attn, lse, *grads = by_library(call, q, k, v, dattn)
     assert lse.dtype == F32 and lse.numel() == B * H * call.q_len
@@ -138,45 +141,171 @@ def test_same_bits_under_deterministic_algorithms():
         assert_bits(other, first)
 
 
-# --- how CUDA's kernels are called
+@pytest.mark.parametrize(
+    "case", ["plain", "causal", "shared key heads", "padding of a whole sequence"]
+)
+def test_the_public_function_where_operators_are_not_known(case, monkeypatch):
+    """Its backward runs forward again: the same results, on every device."""
+    heads, options = RESULTS[case]
+    q, k, v = heads_of(F32, **heads)
+    call, dattn = call_of((q, k, v), **options(F32)), normal(F32, B * q.shape[2], H * E)
+    expected = by_library(call, q, k, v, dattn)
+    monkeypatch.setattr(operators, "has", lambda kernel: False)
+    monkeypatch.setattr(operators, "has_operator", lambda name: False)
+    attn, lse, *grads = by_library(call, q, k, v, dattn)
+    assert lse.isnan().all(), "what reads it must not take it for a logsumexp"
+    for mine, other in zip((attn, *grads), (expected[0], *expected[2:]), strict=True):
+        assert error_of(mine, other) <= TOLERANCE[F32]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, F32], ids=str)
-@pytest.mark.parametrize("name", ["flash", "cudnn", "efficient", "efficient masked"])
-def test_kernels_are_called_as_their_schemas_say(name, dtype, monkeypatch):
-    if name in ("flash", "cudnn") and dtype == F32:
-        dtype = F16
-    monkeypatch.setattr(attention_library, "kernel", lambda *_: name.split()[0])
+# --- how the operators are called
+
+SCHEMAS = [
+    line.split("\t") for line in Path(__file__).with_name("schemas.tsv").read_text().splitlines()
+]
+
+
+@pytest.mark.parametrize("version, schema", SCHEMAS, ids=lambda text: text.partition("(")[0])
+def test_every_supported_version_has_the_operators_as_they_are_called(version, schema):
+    """The committed schemas are those of each version's wheel; of this one, those it has."""
+    name = schema.partition("(")[0]
+    parsed = torch._C.parse_schema(f"aten::{schema}")
+    assert operators.fits(name, parsed)
+    if torch.__version__.startswith(version):
+        assert str(parsed) == str(getattr(torch.ops.aten, name).default._schema)
+
+
+def test_a_schema_that_differs_is_noticed():
+    schema = SCHEMAS[0][1]
+    name = schema.partition("(")[0]
+    assert {row[1].partition("(")[0] for row in SCHEMAS} == set(operators.SIGNATURES)
+    for old, new in (
+        ("Tensor query", "Tensor q"), ("float? scale=None", "float scale"), ("Tensor key, ", ""),
+        (", *,", ", int more, *,"), ("dropout_p", "dropout"),
+    ):  # fmt: skip
+        changed = torch._C.parse_schema("aten::" + schema.replace(old, new))
+        assert operators.fits(name, changed) == (new == "float scale"), new
+
+
+CALLS = {
+    "flash": {},
+    "flash causal": {"right": 0},
+    "flash window": {"right": 0, "left": 8},
+    "flash varlen": {"cu": True},
+    "cudnn": {},
+    "cudnn masked": {"mask": True},
+    "efficient": {},
+    "efficient masked": {"mask": True},
+}
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("case", CALLS)
+def test_operators_are_called_as_their_schemas_say(case, kv_heads):
+    """On tensors without memory: shapes and dtypes."""
+    options, name = dict(CALLS[case]), case.split()[0]
+    if name == "efficient" and kv_heads < 4:
+        pytest.skip("is called for each member of a group")
     with FakeTensorMode():
-        q = torch.empty(2, 4, 33, 64, dtype=dtype, device="cuda")
-        k, v = (torch.empty(2, 4, 50, 64, dtype=dtype, device="cuda") for _ in range(2))
-        mask = torch.empty(33, 50, device="cuda") if "masked" in name else None
-        call = call_of((q, k), mask=mask)
-        attn, lse = attention_library.cuda_forward(q, k, v, call, mask)
-        grads = attention_library.cuda_backward(attn, q, k, v, attn, lse, call, mask)
-    assert attn.shape == q.shape and attn.dtype == dtype
+        b, m, n = (1, 50, 50) if "cu" in options or "right" in options else (2, 33, 50)
+        q = torch.empty(b, 4, m, 64, dtype=BF16, device="cuda")
+        k, v = (torch.empty(b, kv_heads, n, 64, dtype=BF16, device="cuda") for _ in range(2))
+        if options.pop("cu", None):
+            options |= dict.fromkeys(
+                ("cu_q", "cu_k"), torch.empty(4, dtype=torch.int32, device="cuda")
+            )
+        bias = (
+            torch.empty(b, 1, m, n, dtype=BF16, device="cuda")
+            if options.pop("mask", None)
+            else None
+        )
+        call = call_of((q, k), **options)
+        attn, lse = operators.forward(name, q, k, v, call, bias)
+        grads = operators.backward(name, attn, q, k, v, attn, lse, call, bias)
+    assert attn.shape == q.shape and attn.dtype == BF16
     assert lse.shape == q.shape[:3] and lse.dtype == F32
     assert [g.shape for g in grads] == [q.shape, k.shape, v.shape]
+
+
+def recorded(monkeypatch, name, forward):
+    """Calls of an operator, which `forward` stands for."""
+    calls = []
+
+    def stand_in(*args, **named):
+        calls.append((args, named))
+        return forward(*args, **named)
+
+    monkeypatch.setattr(operators, "_aten", SimpleNamespace(**{name: stand_in}))
+    return calls
 
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_backward_gives_kernels_dense_lse_and_output(name, monkeypatch):
     """They ignore the strides of both; heads that share a key head are slices."""
-    seen = []
 
     def backward(do, q, k, v, *rest, **_):
-        o, lse = (rest[1], rest[2]) if name == "efficient" else (rest[0], rest[1])
-        seen.append(o.transpose(1, 2).is_contiguous() and lse.is_contiguous())
         return (q, k, v, None)[: 4 if name == "efficient" else 3]
 
-    op = {f"_scaled_dot_product_{name}_attention_backward": backward}
-    monkeypatch.setattr(attention_library, "_aten", SimpleNamespace(**op))
-    monkeypatch.setattr(attention_library, "kernel", lambda *_: name)
+    operator = "_flash_attention" if name == "flash" else f"_scaled_dot_product_{name}_attention"
+    calls = recorded(monkeypatch, f"{operator}_backward", backward)
     half = slice(None, None, 2)
     q, lse = torch.randn(2, 8, 33, 16)[:, half], torch.randn(2, 8, 33)[:, half]
     o = torch.randn(2, 33, 8, 16).transpose(1, 2)[:, half]
-    attention_library.cuda_backward(o, q, q, q, o, lse, call_of((q, q)), None)
-    assert seen == [True]
+    operators.backward(name, o, q, q, q, o, lse, call_of((q, q)), None)
+    ((args, _),) = calls
+    o, lse = args[5:7] if name == "efficient" else args[4:6]
+    assert lse.is_contiguous() and (o if name == "flash" else o.transpose(1, 2)).is_contiguous()
+
+
+def flash_in_float64(q, k, v, cu_q, cu_k, max_q, max_k, p, causal, debug, **named):
+    """What FlashAttention computes, from its documentation; rows outside sequences are NaN."""
+    if cu_q is None:
+        of_one = [
+            flash_in_float64(*heads, *(torch.tensor([0, len(x)]) for x in heads[:2]), max_q, max_k,
+                             p, causal, debug, **named)
+            for heads in zip(q, k, v, strict=True)
+        ]  # fmt: skip
+        return tuple(map(torch.stack, zip(*of_one, strict=True)))
+    left, right = named["window_size_left"], 0 if causal else named["window_size_right"]
+    out, lse = torch.full_like(q, torch.nan), q.new_full((q.shape[1], q.shape[0]), torch.nan)
+    of_q, of_k = (itertools.pairwise(cu.tolist()) for cu in (cu_q, cu_k))
+    for (lo, hi), (first, end) in zip(of_q, of_k, strict=True):
+        group, n = q.shape[1] // k.shape[1], end - first
+        keys, values = (x[first:end].repeat_interleave(group, 1) for x in (k, v))
+        scores = torch.einsum("ihe,jhe->hij", q[lo:hi], keys) * named["scale"]
+        ahead = torch.arange(n) - (torch.arange(hi - lo) + n - (hi - lo))[:, None]
+        hidden = (ahead > right) & (right >= 0) | (ahead < -left) & (left >= 0)
+        scores = scores.masked_fill(hidden, -torch.inf)
+        lse[:, lo:hi] = scores.logsumexp(-1)
+        out[lo:hi] = torch.einsum("hij,jhe->ihe", scores.softmax(-1).nan_to_num(), values)
+    return out, lse
+
+
+FLASH = {
+    "window": {"left": 3, "right": 0},
+    "window on both sides": {"left": 3, "right": 2},
+    "causal, fewer queries": {"right": 0, "q_len": 5},
+    "varlen causal": {"right": 0, "cu": [2, 5, 5, 9]},
+    "varlen window": {"left": 2, "right": 0, "cu": [0, 4, 10]},
+}
+
+
+@pytest.mark.parametrize("case", FLASH)
+def test_flash_is_asked_for_what_our_rows_compute(case, monkeypatch):
+    """Windows, alignment and sequences mean the same to FlashAttention as to the ATen body."""
+    options = dict(FLASH[case])
+    length, bounds = options.pop("q_len", 10), options.pop("cu", None)
+    q, k, v = (
+        torch.randn(1, h, n, 8, dtype=torch.float64) for h, n in ((4, length), (2, 10), (2, 10))
+    )
+    if bounds is not None:
+        options |= dict.fromkeys(("cu_q", "cu_k"), torch.tensor(bounds))
+    call = call_of((q, k), **options)
+    attn, lse = attention_fwd(q, k, v, call)
+    recorded(monkeypatch, "_flash_attention_forward", flash_in_float64)
+    found, found_lse = operators.forward("flash", q, k, v, call, None)
+    torch.testing.assert_close(found.transpose(1, 2).reshape(attn.shape), attn)
+    torch.testing.assert_close(found_lse.reshape(-1), lse.reshape(-1))
 
 
 @pytest.mark.parametrize("shape", [(7, 5), (2, 1, 1, 5), (2, 4, 7, 5), (7, 1)], ids=str)
@@ -187,7 +316,9 @@ def test_a_shifted_mask_changes_no_probability(shape, far):
     mask.view(-1)[0] = -torch.inf
     bias, nothing = attention_library._bias(mask, q, k)
     assert torch.equal(nothing, (mask == -torch.inf).all(-1, keepdim=True))
-    assert bias.shape == (2, 4, 7, 5) and bias.dtype == q.dtype
+    assert (
+        bias.shape == (2, mask.shape[1] if mask.dim() == 4 else 1, 7, 5) and bias.dtype == q.dtype
+    )
     assert bias.stride(-1) == 1 and bias.stride(-2) % 16 == 0
     scores = torch.randn(2, 4, 7, 5, dtype=torch.float64)
     expected = (scores + mask).softmax(-1)
@@ -205,42 +336,74 @@ def test_a_16_bit_mask_that_is_not_far_from_0_stays_exact():
 # --- who serves
 
 
-@pytest.mark.parametrize(
-    ("width", "dtype", "reason"),
-    [(8, torch.float64, "float64"), (20, torch.bfloat16, "head dim 20"), (264, F32, "head dim 264"),
-     (64, F32, "any order")],
-)  # fmt: skip
-def test_what_no_kernel_of_cudas_serves(width, dtype, reason):
-    """A mask in deterministic mode; in any mode some dtypes and widths."""
-    q = torch.empty(1, 1, 4, width, dtype=dtype)
-    given = call_of((q, q), mask=torch.zeros(4, 4)), width, dtype, q.device
-    found = attention_library._why_not_cuda(*given)
-    assert found is None if reason == "any order" else reason in found
-    with deterministic():
-        assert reason in attention_library._why_not_cuda(*given)
+def pytorch_chooses(monkeypatch, prefer="cudnn"):
+    """As PyTorch does on an H200, as far as this file asks: a GPU would be needed to ask it."""
+    code = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+
+    def choice(q, k, v, mask, p, causal, *, scale, enable_gqa):
+        if q.dtype == F32 or (mask is not None and prefer == "flash"):
+            of = SDPBackend.MATH if enable_gqa else SDPBackend.EFFICIENT_ATTENTION
+            return of.value
+        return code[prefer].value
+
+    monkeypatch.setattr(torch, "_fused_sdp_choice", choice)
+    monkeypatch.setattr(attention_library, "SDPAParams", lambda *given: given)
+    can_flash = lambda given: given[0].dtype != F32  # noqa: E731
+    monkeypatch.setattr(attention_library, "can_use_flash_attention", can_flash)
 
 
-def route(monkeypatch, dtype=torch.bfloat16, heads=(4, 4), width=64, s=(64, 64), **options):
-    """What the triton backend would run on an H200, for tensors without memory."""
-    from fused_remat.triton.launch import Target
-
-    monkeypatch.setattr(attention, "target_of", lambda device: Target("cuda", 90, 132))
-    # What PyTorch would choose needs a GPU to ask.
-    monkeypatch.setattr(attention_library, "kernel", lambda *_: "cudnn")
+def key_of(dtype=BF16, heads=(4, 4), width=64, s=(64, 64), **options):
+    """The key of a call on CUDA tensors without memory."""
     with FakeTensorMode():
         q = torch.empty(2, heads[0], s[0], width, dtype=dtype, device="cuda")
         k = v = torch.empty(2, heads[1], s[1], width, dtype=dtype, device="cuda")
         made = {name: make() if callable(make) else make for name, make in options.items()}
         call = attention_call((2, *heads, *s, width), **{"scale": 0.125, **made})
-        key = attention_key(q, v, call)
-        return choose(attention_fwd, "triton", key).reason(q, k, v, call)
+        return attention_key(q, v, call), (q, k, v, call)
+
+
+@pytest.mark.parametrize(
+    ("width", "dtype", "reason"),
+    [(8, torch.float64, "float64"), (20, torch.bfloat16, "head dims (20, 20)"),
+     (264, F32, "head dims (264, 264)"), (64, F32, "any order")],
+)  # fmt: skip
+def test_what_no_kernel_of_cudas_serves(width, dtype, reason, monkeypatch):
+    """A mask in deterministic mode; in any mode some dtypes and widths."""
+    pytorch_chooses(monkeypatch)
+    with FakeTensorMode():
+        key, _ = key_of(dtype, width=width, mask=fake(64, 64))
+        found = attention_library.why_not(key)
+        assert found is None if reason == "any order" else reason in found
+        with deterministic():
+            assert reason in attention_library.why_not(key)
+
+
+def test_the_users_choice_of_kernels_is_asked_for_again(monkeypatch):
+    """`sdpa_kernel` changes the key, so that what was chosen without it is not taken."""
+    efficient, flash = SDPBackend.EFFICIENT_ATTENTION, SDPBackend.FLASH_ATTENTION
+    keys = [key_of()[0]]
+    for backends in ([flash], [efficient, flash], [flash, efficient]):
+        with sdpa_kernel(backends, set_priority=True):
+            keys.append(key_of()[0])
+    assert len(set(keys)) == 4
+
+
+def route(monkeypatch, prefer="cudnn", **options):
+    """What the triton backend would run on an H200, for tensors without memory."""
+    from fused_remat.triton.launch import Target
+
+    monkeypatch.setattr(attention, "target_of", lambda device: Target("cuda", 90, 132))
+    pytorch_chooses(monkeypatch, prefer)
+    key, given = key_of(**options)
+    with FakeTensorMode():
+        return choose(attention_fwd, "triton", key).reason(*given)
 
 
 def fake(*shape, dtype=torch.bool):
     return lambda: torch.empty(shape, dtype=dtype, device="cuda")
 
 
-LIBRARY = "ATen's cudnn kernel"
+LIBRARY, FLASH_SERVES = "ATen's cudnn kernel", "ATen's flash kernel"
 OWN = "kernel attention_fwd; attention_dkdv_bwd and attention_dq_bwd: "
 NEITHER = "blocks of query rows: "
 SERVED = {
@@ -248,15 +411,21 @@ SERVED = {
     "causal": (LIBRARY, {"right": 0}),
     "cross": (LIBRARY, {"s": (64, 80)}),
     "dropout": (OWN, {"p": 0.1}),
-    "window": (OWN, {"left": 8, "right": 0}),
+    "window": (FLASH_SERVES, {"left": 8, "right": 0}),
     "soft-cap": (OWN, {"softcap": 30.0}),
-    "shared heads": (OWN, {"heads": (4, 2)}),
-    "causal cross": (OWN, {"s": (64, 80), "right": 0}),
-    "mask": (OWN, {"mask": fake(64, 64)}),
+    "shared heads": (LIBRARY, {"heads": (4, 2)}),
+    "shared heads, flash": (FLASH_SERVES, {"heads": (4, 2), "prefer": "flash"}),
+    "causal cross": (FLASH_SERVES, {"s": (64, 80), "right": 0}),
+    "causal cross from the start": (OWN, {"s": (64, 80), "right": 0, "align": "start"}),
+    "mask": (LIBRARY, {"mask": fake(64, 64)}),
+    "mask that cudnn does not take": (OWN, {"mask": fake(64, 64), "prefer": "flash"}),
+    "mask larger than q": (OWN, {"mask": fake(2, 4, 128, 128), "s": (128, 128)}),
+    "shared heads and a mask": (LIBRARY, {"mask": fake(64, 64), "heads": (4, 2)}),
     "mask with gradient": (OWN, {"mask": fake(64, 64, dtype=F32), "mask_grad": True}),
-    "padding": (OWN, {"padding": fake(2, 64)}),
+    "mask and causal": (OWN, {"mask": fake(64, 64), "right": 0}),
+    "padding": (LIBRARY, {"padding": fake(2, 64)}),
     "lengths": (OWN, {"lengths": fake(2, dtype=torch.int32)}),
-    "packed": (OWN, dict.fromkeys(("cu_q", "cu_k"), fake(3, dtype=torch.int32))),
+    "varlen": (FLASH_SERVES, dict.fromkeys(("cu_q", "cu_k"), fake(3, dtype=torch.int32))),
     "odd width": (OWN, {"width": 20}),
     "wide": (NEITHER, {"width": 320}),
     "negative scale": (NEITHER, {"scale": -1.0, "left": 3}),

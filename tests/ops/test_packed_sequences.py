@@ -62,7 +62,7 @@ class Attend(nn.Module):
 
 
 FLASH, PACKED = "ATen's flash kernel for CPUs", "variable-length sequences, one at a time: "
-BLOCKS = "blocks of query rows: causal beside a mask or key lengths, or with S_q other than S_k"
+BLOCKS = "blocks of query rows: causal with S_q other than S_k"
 EMPTY = "blocks of query rows: there are no queries or no keys"
 BOUNDS = packed([0, 9, 18, 24, 24, 30], [0, 9, 18, 28, 28, 34])
 LENGTHS = {"key_lengths": torch.tensor([34, 0, 5])}
