@@ -4,9 +4,6 @@ On a GPU its three kernels; here the CPU's, and CUDA's as far as tensors without
 """
 
 import contextlib
-import itertools
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import reference
@@ -46,12 +43,16 @@ def call_of(heads, **options):
     return attention_call((b, h, kv, m, n, e), **{"true_means": "exclude", **options})
 
 
-def heads_of(dtype, kv_heads=H, q_len=S, strided=False):
+def bounds_of(*bounds):
+    return torch.tensor(bounds, device=DEVICE)
+
+
+def heads_of(dtype, kv_heads=H, q_len=S, strided=False, batch=B):
     """q, k and v; as views of a packed projection if `strided`."""
     lengths, counts = (q_len, S, S), (H, kv_heads, kv_heads)
     if strided:
         return [normal(dtype, B, S, 3, H, E)[:, :, 1].transpose(1, 2) for _ in "qkv"]
-    return [normal(dtype, B, *size, E) for size in zip(counts, lengths, strict=True)]
+    return [normal(dtype, batch, *size, E) for size in zip(counts, lengths, strict=True)]
 
 
 def by_library(call, q, k, v, dattn):
@@ -104,6 +105,16 @@ RESULTS = {
     "a bool mask that keeps": ({}, lambda dtype: {"mask": ~bool_mask(), "true_means": "attend"}),
     "padding of a whole sequence": ({}, lambda dtype: {"padding": padding_of(0, S // 2)}),
 }  # fmt: skip
+#: Of a GPU's flash kernel alone, in 16 bits.
+FOR_FLASH = {
+    "a window": ({"kv_heads": H // 4}, lambda dtype: {"left": S // 4, "right": 0}),
+    "causal, fewer queries": ({"q_len": S // 2 + 3}, lambda dtype: {"right": 0}),
+    "packed sequences": (
+        {"kv_heads": H // 4, "batch": 1},
+        lambda dtype: {"right": 0, **dict.fromkeys(("cu_q", "cu_k"), bounds_of(7, S // 3, S - 5))},
+    ),
+}
+RESULTS |= at(FOR_FLASH, {})
 #: On a GPU each kernel that serves a call without a mask, alone.
 ALONE = [(case, name) for case in RESULTS if "mask" not in case for name in at(list(KERNELS), [])]
 
@@ -112,18 +123,20 @@ ALONE = [(case, name) for case in RESULTS if "mask" not in case for name in at(l
 @pytest.mark.parametrize("case, name", [*((case, None) for case in RESULTS), *ALONE], ids=str)
 def test_results(case, name, dtype):
     heads, options = RESULTS[case]
+    if case in FOR_FLASH and (dtype == F32 or name not in (None, "flash")):
+        pytest.skip("flash's, in 16 bits")
     q, k, v = heads_of(dtype, **heads)
-    call, dattn = call_of((q, k, v), **options(dtype)), normal(dtype, B * q.shape[2], H * E)
+    call, dattn = call_of((q, k, v), **options(dtype)), normal(dtype, len(q) * q.shape[2], H * E)
     with sdpa_kernel([KERNELS[name]]) if name else contextlib.nullcontext():
         if name and attention_library.kernel(q, k, v, None, call) != name:
             pytest.skip(f"no {name} kernel here")
         attn, lse, *grads = by_library(call, q, k, v, dattn)
-    assert lse.dtype == F32 and lse.numel() == B * H * call.q_len
+    assert lse.dtype == F32 and lse.numel() == len(q) * H * call.q_len
     leaves = [t.double().requires_grad_() for t in (q, k, v)]
     with DEVICE:
         exact = reference.attention(
-            *leaves, call.mask, key_padding_mask=call.padding, is_causal=call.spec.window[1] == 0,
-            true_means=call.spec.true_means,
+            *leaves, call.mask, key_padding_mask=call.padding, window=call.spec.window,
+            cu_seqlens_q=call.cu_q, cu_seqlens_k=call.cu_k, true_means=call.spec.true_means,
         )  # fmt: skip
     exact = exact.transpose(1, 2).reshape(attn.shape)
     truth = exact.detach(), *torch.autograd.grad(exact, leaves, dattn.double())
@@ -158,154 +171,7 @@ def test_the_public_function_where_operators_are_not_known(case, monkeypatch):
         assert error_of(mine, other) <= TOLERANCE[F32]
 
 
-# --- how the operators are called
-
-SCHEMAS = [
-    line.split("\t") for line in Path(__file__).with_name("schemas.tsv").read_text().splitlines()
-]
-
-
-@pytest.mark.parametrize("version, schema", SCHEMAS, ids=lambda text: text.partition("(")[0])
-def test_every_supported_version_has_the_operators_as_they_are_called(version, schema):
-    """The committed schemas are those of each version's wheel; of this one, those it has."""
-    name = schema.partition("(")[0]
-    parsed = torch._C.parse_schema(f"aten::{schema}")
-    assert operators.fits(name, parsed)
-    if torch.__version__.startswith(version):
-        assert str(parsed) == str(getattr(torch.ops.aten, name).default._schema)
-
-
-def test_a_schema_that_differs_is_noticed():
-    schema = SCHEMAS[0][1]
-    name = schema.partition("(")[0]
-    assert {row[1].partition("(")[0] for row in SCHEMAS} == set(operators.SIGNATURES)
-    for old, new in (
-        ("Tensor query", "Tensor q"), ("float? scale=None", "float scale"), ("Tensor key, ", ""),
-        (", *,", ", int more, *,"), ("dropout_p", "dropout"),
-    ):  # fmt: skip
-        changed = torch._C.parse_schema("aten::" + schema.replace(old, new))
-        assert operators.fits(name, changed) == (new == "float scale"), new
-
-
-CALLS = {
-    "flash": {},
-    "flash causal": {"right": 0},
-    "flash window": {"right": 0, "left": 8},
-    "flash varlen": {"cu": True},
-    "cudnn": {},
-    "cudnn masked": {"mask": True},
-    "efficient": {},
-    "efficient masked": {"mask": True},
-}
-
-
-@pytest.mark.parametrize("kv_heads", [4, 2])
-@pytest.mark.parametrize("case", CALLS)
-def test_operators_are_called_as_their_schemas_say(case, kv_heads):
-    """On tensors without memory: shapes and dtypes."""
-    options, name = dict(CALLS[case]), case.split()[0]
-    if name == "efficient" and kv_heads < 4:
-        pytest.skip("is called for each member of a group")
-    with FakeTensorMode():
-        b, m, n = (1, 50, 50) if "cu" in options or "right" in options else (2, 33, 50)
-        q = torch.empty(b, 4, m, 64, dtype=BF16, device="cuda")
-        k, v = (torch.empty(b, kv_heads, n, 64, dtype=BF16, device="cuda") for _ in range(2))
-        if options.pop("cu", None):
-            options |= dict.fromkeys(
-                ("cu_q", "cu_k"), torch.empty(4, dtype=torch.int32, device="cuda")
-            )
-        bias = (
-            torch.empty(b, 1, m, n, dtype=BF16, device="cuda")
-            if options.pop("mask", None)
-            else None
-        )
-        call = call_of((q, k), **options)
-        attn, lse = operators.forward(name, q, k, v, call, bias)
-        grads = operators.backward(name, attn, q, k, v, attn, lse, call, bias)
-    assert attn.shape == q.shape and attn.dtype == BF16
-    assert lse.shape == q.shape[:3] and lse.dtype == F32
-    assert [g.shape for g in grads] == [q.shape, k.shape, v.shape]
-
-
-def recorded(monkeypatch, name, forward):
-    """Calls of an operator, which `forward` stands for."""
-    calls = []
-
-    def stand_in(*args, **named):
-        calls.append((args, named))
-        return forward(*args, **named)
-
-    monkeypatch.setattr(operators, "_aten", SimpleNamespace(**{name: stand_in}))
-    return calls
-
-
-@pytest.mark.parametrize("name", KERNELS)
-def test_backward_gives_kernels_dense_lse_and_output(name, monkeypatch):
-    """They ignore the strides of both; heads that share a key head are slices."""
-
-    def backward(do, q, k, v, *rest, **_):
-        return (q, k, v, None)[: 4 if name == "efficient" else 3]
-
-    operator = "_flash_attention" if name == "flash" else f"_scaled_dot_product_{name}_attention"
-    calls = recorded(monkeypatch, f"{operator}_backward", backward)
-    half = slice(None, None, 2)
-    q, lse = torch.randn(2, 8, 33, 16)[:, half], torch.randn(2, 8, 33)[:, half]
-    o = torch.randn(2, 33, 8, 16).transpose(1, 2)[:, half]
-    operators.backward(name, o, q, q, q, o, lse, call_of((q, q)), None)
-    ((args, _),) = calls
-    o, lse = args[5:7] if name == "efficient" else args[4:6]
-    assert lse.is_contiguous() and (o if name == "flash" else o.transpose(1, 2)).is_contiguous()
-
-
-def flash_in_float64(q, k, v, cu_q, cu_k, max_q, max_k, p, causal, debug, **named):
-    """What FlashAttention computes, from its documentation; rows outside sequences are NaN."""
-    if cu_q is None:
-        of_one = [
-            flash_in_float64(*heads, *(torch.tensor([0, len(x)]) for x in heads[:2]), max_q, max_k,
-                             p, causal, debug, **named)
-            for heads in zip(q, k, v, strict=True)
-        ]  # fmt: skip
-        return tuple(map(torch.stack, zip(*of_one, strict=True)))
-    left, right = named["window_size_left"], 0 if causal else named["window_size_right"]
-    out, lse = torch.full_like(q, torch.nan), q.new_full((q.shape[1], q.shape[0]), torch.nan)
-    of_q, of_k = (itertools.pairwise(cu.tolist()) for cu in (cu_q, cu_k))
-    for (lo, hi), (first, end) in zip(of_q, of_k, strict=True):
-        group, n = q.shape[1] // k.shape[1], end - first
-        keys, values = (x[first:end].repeat_interleave(group, 1) for x in (k, v))
-        scores = torch.einsum("ihe,jhe->hij", q[lo:hi], keys) * named["scale"]
-        ahead = torch.arange(n) - (torch.arange(hi - lo) + n - (hi - lo))[:, None]
-        hidden = (ahead > right) & (right >= 0) | (ahead < -left) & (left >= 0)
-        scores = scores.masked_fill(hidden, -torch.inf)
-        lse[:, lo:hi] = scores.logsumexp(-1)
-        out[lo:hi] = torch.einsum("hij,jhe->ihe", scores.softmax(-1).nan_to_num(), values)
-    return out, lse
-
-
-FLASH = {
-    "window": {"left": 3, "right": 0},
-    "window on both sides": {"left": 3, "right": 2},
-    "causal, fewer queries": {"right": 0, "q_len": 5},
-    "varlen causal": {"right": 0, "cu": [2, 5, 5, 9]},
-    "varlen window": {"left": 2, "right": 0, "cu": [0, 4, 10]},
-}
-
-
-@pytest.mark.parametrize("case", FLASH)
-def test_flash_is_asked_for_what_our_rows_compute(case, monkeypatch):
-    """Windows, alignment and sequences mean the same to FlashAttention as to the ATen body."""
-    options = dict(FLASH[case])
-    length, bounds = options.pop("q_len", 10), options.pop("cu", None)
-    q, k, v = (
-        torch.randn(1, h, n, 8, dtype=torch.float64) for h, n in ((4, length), (2, 10), (2, 10))
-    )
-    if bounds is not None:
-        options |= dict.fromkeys(("cu_q", "cu_k"), torch.tensor(bounds))
-    call = call_of((q, k), **options)
-    attn, lse = attention_fwd(q, k, v, call)
-    recorded(monkeypatch, "_flash_attention_forward", flash_in_float64)
-    found, found_lse = operators.forward("flash", q, k, v, call, None)
-    torch.testing.assert_close(found.transpose(1, 2).reshape(attn.shape), attn)
-    torch.testing.assert_close(found_lse.reshape(-1), lse.reshape(-1))
+# --- masks
 
 
 @pytest.mark.parametrize("shape", [(7, 5), (2, 1, 1, 5), (2, 4, 7, 5), (7, 1)], ids=str)
