@@ -49,7 +49,7 @@ def family(target: Target) -> str:
 _INTERPRETED = (Tile(32, 32, 32, 4, 1), Tile(16, 32, 16, 4, 1, parts=2, group=2))
 # The other families' tiles of most kernels; and those for ends that hold several tiles at once.
 _OTHERS = {
-    "ampere": (Tile(128, 128, 32, 8, 4, parts=2), Tile(64, 128, 32, 4, 4), Tile(64, 64, 32, 4, 4)),
+    "ampere": (Tile(128, 128, 32, 8, 4, parts=4), Tile(64, 128, 32, 4, 4), Tile(64, 64, 32, 4, 4)),
     "small": (Tile(128, 128, 32, 8, 3, parts=2), Tile(64, 64, 32, 4, 3)),
     "hip": (Tile(128, 128, 32, 8, 2), Tile(64, 64, 32, 4, 2)),
     "interpreter": _INTERPRETED,
