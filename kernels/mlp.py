@@ -100,7 +100,8 @@ def _finish_bwd(
 ):  # fmt: skip
     """Ends a part of the backward: stores act, dgate where there is a gate (not None), and dup."""
     keep = keep_part(site, keys, col, up.shape[1])
-    dact, up = _alike(dact * keep, up)
+    dact *= keep
+    dact, up = _alike(dact, up)
     if gate is not None:
         dact, gate = _alike(dact, gate)
         d_tile, y_tile = ACT(dact * up, gate)
