@@ -103,14 +103,22 @@ def rounded(tile, y, TMA: tl.constexpr):
 
 
 @triton.jit
-def keep_part(site, row, col, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Dropout's multiplier of the tile whose first element is (row, col); 1 for no site."""
-    keep = 1.0
+def row_keys(site, row, ROWS: tl.constexpr):
+    """The random keys of rows from `row` on; None for no site."""
+    keys = None
     if site.key_ptr is not None:
         offs_m = (row + tl.arange(0, ROWS)).to(tl.int64)
-        row_key = split_key(tl.load(site.key_ptr), site.row0 + offs_m)
+        keys = split_key(tl.load(site.key_ptr), site.row0 + offs_m)
+    return keys
+
+
+@triton.jit
+def keep_part(site, keys, col, COLS: tl.constexpr):
+    """Dropout's multiplier in columns from `col` on, of rows with these keys; 1 for no site."""
+    keep = 1.0
+    if keys is not None:
         offs_n = col + tl.arange(0, COLS)
-        keep = keep_at(row_key[:, None], offs_n[None, :], site.threshold, site.scale)
+        keep = keep_at(keys[:, None], offs_n[None, :], site.threshold, site.scale)
     return keep
 
 
@@ -262,7 +270,7 @@ def linear_fwd_kernel(
             acc = _normed_product(x, w, norm, row, col, M, N, K, tile)
         else:
             acc = product(x, w, row, col, M, N, K, False, tile)
-        inverse = None
+        inverse, keys = None, row_keys(site, row, tile.BLOCK_M)
         for index in tl.static_range(PARTS):
             at = col + index * WIDTH
             if codes.data is not None and index % tile.IN_BLOCK == 0:
@@ -274,7 +282,7 @@ def linear_fwd_kernel(
                 )
             else:
                 end = add_bias(end, bias_ptr, at, N)
-            end *= keep_part(site, row, at, tile.BLOCK_M, WIDTH)
+            end *= keep_part(site, keys, at, WIDTH)
             if residual.data is not None:
                 more = load_tile(residual, row, at, M, N, tile.BLOCK_M, WIDTH, False, tile.TMA)
                 end += more.to(tl.float32)

@@ -20,6 +20,7 @@ from fused_remat.kernels.linear import (
     part,
     product,
     rounded,
+    row_keys,
     store_tile,
     tile_at,
 )
@@ -68,7 +69,7 @@ def gated_mlp_fwd_kernel(
     for number in range(tl.program_id(0), tiles, tl.num_programs(0)):
         row, col = tile_at(number, M, F, tile)
         gate, up = _two_products(x, wg, w1, row, col, M, F, K, tile)
-        for_gate, for_up = None, None
+        for_gate, for_up, keys = None, None, row_keys(site, row, tile.BLOCK_M)
         for index in tl.static_range(PARTS):
             at = col + index * WIDTH
             if gate_codes.data is not None and index % tile.IN_BLOCK == 0:
@@ -82,20 +83,28 @@ def gated_mlp_fwd_kernel(
             u_tile = finish_pre(
                 part(up, index, PARTS), for_up, b1_ptr, up_pre, up_codes, y, row, at, M, F, tile.TMA
             )
-            keep = keep_part(site, row, at, tile.BLOCK_M, WIDTH)
+            keep = keep_part(site, keys, at, WIDTH)
             store_tile(y, row, at, M, F, ACT(g_tile) * u_tile * keep, tile.TMA)
 
 
 @triton.jit
+def _alike(acc, x):
+    """acc, and x in float32, in one layout: what follows is computed once, and not converted."""
+    return tl.split(tl.join(acc, x.to(tl.float32)))
+
+
+@triton.jit
 def _finish_bwd(
-    dact, gate, up, site, act, dgate, dup, row, col, M, F, ACT: tl.constexpr, TMA: tl.constexpr
-):
+    dact, gate, up, site, keys, act, dgate, dup, row, col, M, F,
+    ACT: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
     """Ends a part of the backward: stores act, dgate where there is a gate (not None), and dup."""
-    keep = keep_part(site, row, col, up.shape[0], up.shape[1])
+    keep = keep_part(site, keys, col, up.shape[1])
     dact *= keep
-    up = up.to(tl.float32)
+    dact, up = _alike(dact, up)
     if gate is not None:
-        d_tile, y_tile = ACT(dact * up, gate.to(tl.float32))
+        dact, gate = _alike(dact, gate)
+        d_tile, y_tile = ACT(dact * up, gate)
         if act.data is not None:
             store_tile(act, row, col, M, F, y_tile * up * keep, TMA)
         store_tile(dgate, row, col, M, F, d_tile, TMA)
@@ -130,6 +139,7 @@ def linear_act_bwd_kernel(
     for number in range(tl.program_id(0), tiles, tl.num_programs(0)):
         row, col = tile_at(number, M, F, tile)
         dact = product(dy, w2, row, col, M, F, D, True, tile)
+        keys = row_keys(site, row, tile.BLOCK_M)
         for index in tl.static_range(PARTS):
             at = col + index * WIDTH
             up_tile = load_tile(up, row, at, M, F, tile.BLOCK_M, WIDTH, False, tile.TMA)
@@ -137,8 +147,8 @@ def linear_act_bwd_kernel(
             if gate.data is not None:
                 gate_tile = load_tile(gate, row, at, M, F, tile.BLOCK_M, WIDTH, False, tile.TMA)
             _finish_bwd(
-                part(dact, index, PARTS), gate_tile, up_tile, site, act, dgate, dup, row, at, M, F,
-                ACT, tile.TMA,
+                part(dact, index, PARTS), gate_tile, up_tile, site, keys, act, dgate, dup, row,
+                at, M, F, ACT, tile.TMA,
             )  # fmt: skip
 
 
@@ -161,11 +171,12 @@ def mlp_bwd_kernel(
     up = product(x, w1, row, col, M, F, K, False, tile)
     up = rounded(add_bias(up, b1_ptr, col, F), dup, tile.TMA)
     dact = product(dy, w2, row, col, M, F, D, True, tile)
+    keys = row_keys(site, row, tile.BLOCK_M)
     for index in tl.static_range(PARTS):
         at = col + index * (tile.BLOCK_N // tile.PARTS)
         _finish_bwd(
-            part(dact, index, PARTS), None, part(up, index, PARTS), site, act, None, dup, row, at,
-            M, F, ACT, tile.TMA,
+            part(dact, index, PARTS), None, part(up, index, PARTS), site, keys, act, None, dup,
+            row, at, M, F, ACT, tile.TMA,
         )  # fmt: skip
 
 
@@ -190,9 +201,10 @@ def gated_mlp_bwd_kernel(
     gate = rounded(add_bias(gate, bg_ptr, col, F), dup, tile.TMA)
     up = rounded(add_bias(up, b1_ptr, col, F), dup, tile.TMA)
     dact = product(dy, w2, row, col, M, F, D, True, tile)
+    keys = row_keys(site, row, tile.BLOCK_M)
     for index in tl.static_range(PARTS):
         at = col + index * (tile.BLOCK_N // tile.PARTS)
         _finish_bwd(
-            part(dact, index, PARTS), part(gate, index, PARTS), part(up, index, PARTS), site, act,
-            dgate, dup, row, at, M, F, ACT, tile.TMA,
+            part(dact, index, PARTS), part(gate, index, PARTS), part(up, index, PARTS), site, keys,
+            act, dgate, dup, row, at, M, F, ACT, tile.TMA,
         )  # fmt: skip

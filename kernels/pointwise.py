@@ -114,7 +114,7 @@ def act_bwd_kernel(
 ):  # fmt: skip
     """dx = keep * dy * act'(x), and y = keep * act(x) where y is not None.
 
-    Shapes: dy, x, dx, y (M, N); x may be packed; dx may be dy.
+    Shapes: dy, x, dx, y (M, N); x may be packed; dx may be dy, and y may be x.
     Units: bytes moved = 3·M·N elements, 4 with y.
     """
     offs_m, offs_n, mask = tile_offsets(M, N, BLOCK_M, BLOCK_N)
@@ -146,13 +146,15 @@ def gated_fwd_kernel(
 
 @seeded
 def gated_bwd_kernel(
-    dy, gate, up, dgate, dup, site_key_ptr, row0, threshold, scale, M, N,
+    dy, gate, up, dgate, dup, y, site_key_ptr, row0, threshold, scale, M, N,
     ACT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """dgate = keep * dy * up * act'(gate) and dup = keep * dy * act(gate).
+    """dgate = keep * dy * up * act'(gate) and dup = keep * dy * act(gate), and y of
+    `gated_fwd_kernel` where y is not None.
 
-    Shapes: all (M, N); gate and up may be packed; up and dgate, or dup, may be None; dgate may be
-        dy. Units: bytes moved = 5·M·N elements.
+    Shapes: all (M, N); gate and up may be packed; up, dgate and y, or dup, may be None. dgate may
+        be dy or gate, dup may be dy, and y may be up.
+    Units: bytes moved = 5·M·N elements, 6 with y.
     """
     if dup is not None:
         like = dup
@@ -160,12 +162,15 @@ def gated_bwd_kernel(
         like = dgate
     offs_m, offs_n, mask = tile_offsets(M, N, BLOCK_M, BLOCK_N)
     dact = load_wide(dy, offs_m, offs_n, mask)
-    dact *= keep_tile(Site(site_key_ptr, row0, threshold, scale), offs_m, offs_n)
+    keep = keep_tile(Site(site_key_ptr, row0, threshold, scale), offs_m, offs_n)
+    dact *= keep
     gates = load_operand(gate, like, M, N, offs_m, offs_n, mask)
     if up is not None:
         ups = load_operand(up, like, M, N, offs_m, offs_n, mask)
         grad, act = ACT(dact * ups, gates)
         store_narrow(dgate, offs_m, offs_n, mask, grad)
+        if y is not None:
+            store_narrow(y, offs_m, offs_n, mask, act * ups * keep)
     else:
         _, act = ACT(dact, gates)
     if dup is not None:

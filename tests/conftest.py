@@ -124,6 +124,7 @@ def routes(request, monkeypatch):
         from fused_remat.triton import tables
 
         monkeypatch.setattr(tables, "MLP_BWD_IN_ONE", frozenset())
+        monkeypatch.setattr(tables, "KEPT_MLP_UP_IN_KERNEL", frozenset())
         monkeypatch.setattr(tables, "LINEAR_END_IN_KERNEL", frozenset())
         monkeypatch.setattr(tables, "ATTENTION_BY_ATEN", frozenset({"interpreter"}))
     elif request.param == "kernels alone":
@@ -131,6 +132,7 @@ def routes(request, monkeypatch):
 
         families = frozenset(tables.FAMILIES.values())
         monkeypatch.setattr(tables, "MLP_BWD_IN_ONE", families)
+        monkeypatch.setattr(tables, "KEPT_MLP_UP_IN_KERNEL", families)
         monkeypatch.setattr(tables, "LINEAR_END_IN_KERNEL", families)
         monkeypatch.setattr(tables, "ATTENTION_BY_ATEN", frozenset())
 

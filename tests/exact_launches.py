@@ -136,6 +136,8 @@ def act_fwd(i, o):
 
 def act_bwd(i, o):
     yield o.dx, activation_bwd(i.act, i.dy, None, i.x, i.mask, False)[1]
+    if o.y is not None:
+        yield o.y, activation_fwd(i.act, None, i.x, i.mask)
 
 
 def gated_fwd(i, o):
@@ -145,6 +147,8 @@ def gated_fwd(i, o):
 def gated_bwd(i, o):
     exact = activation_bwd(i.act, i.dy, i.gate, i.up, i.mask, False)
     yield from zip((o.dgate, o.dup), exact, strict=True)
+    if o.y is not None:
+        yield o.y, activation_fwd(i.act, i.gate, i.up, i.mask)
 
 
 def quantize_int8(i, o):

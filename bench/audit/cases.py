@@ -101,8 +101,10 @@ def pointwise_cases(at: Target, dtype: torch.dtype) -> Named:
     for act in _ACTS:
         yield f"act_fwd {act} dropout", pointwise.act_fwd(x, act, keep, z)
         yield f"act_bwd {act} dropout", pointwise.act_bwd(x, y, act, keep, z)
+        yield f"act_bwd {act} dropout y", pointwise.act_bwd(x, y, act, keep, x, y)
         yield f"gated_fwd {act} dropout", pointwise.gated_fwd(x, y, act, keep, z)
         yield f"gated_bwd {act} dropout", pointwise.gated_bwd(x, y, z, act, keep, x, z)
+        yield f"gated_bwd {act} dropout y", pointwise.gated_bwd(x, y, z, act, keep, y, x, z)
 
 
 def packing_cases(at: Target, dtype: torch.dtype) -> Named:

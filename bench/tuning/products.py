@@ -146,8 +146,7 @@ def _backwards(gated: bool) -> tuple[Form, Form]:
         given, dact = pres(t), t.dy @ t.down
         y, *dups = out.values()
         if gated:
-            pointwise.gated_fwd(*given, act, None, y).run()
-            pointwise.gated_bwd(dact, *given, act, None, *dups).run()
+            pointwise.gated_bwd(dact, *given, act, None, *dups, y).run()
         else:
             pointwise.act_bwd(dact, *given, act, None, *dups, y).run()
 

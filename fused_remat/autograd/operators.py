@@ -345,7 +345,10 @@ def _backward(saved: list[Tensor], sizes: list[int], dy: Tensor, call: str) -> l
         if grad is None:  # of an empty input, or without influence
             result.append(dy.new_zeros(shapes[name], dtype=dtype))
         else:
-            result.append(grad.to(dtype).contiguous())
+            grad = grad.to(dtype).contiguous()
+            # Results of an operator share no memory; rows of a joint weight gradient do.
+            shared = grad.untyped_storage().nbytes() > grad.nbytes
+            result.append(grad.clone() if shared else grad)
     return result
 
 

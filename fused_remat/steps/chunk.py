@@ -131,6 +131,7 @@ class Pass:
         self.partial = self.chunks.partial
         self.exact = sink is not None
         self.param_grads: dict[str, Tensor] = {} if sink is None else dict(sink)
+        self.joint_grads: dict[tuple[str, ...], Tensor] = {}
         self.watch, self.deferred = watch, deferred
         self._site_keys: dict[int, tuple[Tensor, ...]] = {}
 
@@ -287,3 +288,20 @@ class Chunk(dict[str, Tensor]):
             self.ops[linear_dw](dy, x, into, partial, owner.exact)
             return
         grads[name] = self.ops[linear_dw](dy, x, grads.get(name), partial, owner.exact)
+
+    def add_weight_grads(
+        self, names: tuple[str, ...], sizes: tuple[int, ...], dy: Tensor, x: Tensor
+    ) -> None:
+        """`add_weight_grad` of layers whose columns of dy are side by side: one product.
+
+        The gradients are rows of one tensor, unless some were there before or are left for later.
+        """
+        owner, grads = self.owner, self.owner.param_grads
+        whole = owner.joint_grads.get(names)
+        if owner.deferred is not None or (whole is None and not grads.keys().isdisjoint(names)):
+            for name, columns in zip(names, dy.split(sizes, 1), strict=True):
+                self.add_weight_grad(name, columns, x)
+            return
+        whole = self.ops[linear_dw](dy, x, whole, owner.partial, owner.exact)
+        owner.joint_grads[names] = whole
+        grads.update(zip(names, whole.split(sizes), strict=True))

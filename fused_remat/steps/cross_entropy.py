@@ -425,19 +425,22 @@ class _Columns:
         return at.clamp_(0, len(self.weight) - 1), inside
 
 
-def product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b in at least float32; rounded to 16 bits before only where ATen has no other product."""
-    if a.dtype.itemsize > 2:
-        return torch.mm(a, b)
-    if a.device.type == "cuda" and torch.version.hip is None:
-        return torch.mm(a, b, out_dtype=torch.float32)
-    return torch.mm(a, b).float()
+def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+    """a @ b in at least float32, in `out` if given.
+
+    It is rounded to 16 bits before only where ATen has no other product.
+    """
+    if a.dtype.itemsize == 2 and a.device.type == "cuda" and torch.version.hip is None:
+        return torch.mm(a, b, out_dtype=torch.float32, out=out)
+    y = torch.mm(a, b)
+    y = y.float() if y.dtype.itemsize == 2 else y
+    return y if out is None else out.copy_(y)
 
 
 def add_product(into: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
     """into += a @ b, or into = a @ b if it is the first."""
     if a.dtype != into.dtype:
-        into.copy_(product(a, b)) if first else into.add_(product(a, b))
+        product(a, b, into) if first else into.add_(product(a, b))
     elif first:
         torch.mm(a, b, out=into)
     else:

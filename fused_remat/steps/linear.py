@@ -277,16 +277,20 @@ class Linear(Node):
             elif self.compute is not None:
                 dz = dy.to(self.compute)
             layers = self._layers(dz) if self.sizes else ((self.weight, self.bias, dz),)
-            x: Tensor | None = None
-            for weight, bias, part in layers:
-                if weight in needs_grad:
-                    if x is None:
-                        x = chunk[self.x] if self.updates else chunk.last(self.x)
-                        x = x if self.compute is None else x.to(self.compute)
-                    chunk.add_weight_grad(weight, part, x, self.part)
+            wanted = self._weights.intersection(needs_grad)
+            if wanted:
+                x = chunk[self.x] if self.updates else chunk.last(self.x)
+                x = x if self.compute is None else x.to(self.compute)
+                if self.sizes and wanted == self._weights:
+                    chunk.add_weight_grads(self.weights, self.sizes, dz, x)
+                else:
+                    for weight, _, part in layers:
+                        if weight in wanted:
+                            chunk.add_weight_grad(weight, part, x, self.part)
+                del x
+            for _, bias, part in layers:
                 if bias in needs_grad:
                     chunk.add_param_grad(bias, chunk.ops[bias_grad](part), self.part)
-            del x
             if self.x in needs_grad:
                 dx = chunk.sum_of_grads(self.x, dz.dtype)
                 for weight, _, part in layers:

@@ -123,9 +123,10 @@ def gated_bwd(
     mask: DropoutMask | None,
     dgate: Tensor | None,
     dup: Tensor | None,
+    y: Tensor | None = None,
 ) -> Launch:
-    """The gradients dgate and dup of `gated_fwd`, those that are given; dgate needs `up`."""
-    matrices = operand(dy), loaded(gate), loaded(up), matrix(dgate), matrix(dup)
+    """The gradients dgate and dup of `gated_fwd` and its y, those given; dgate and y need `up`."""
+    matrices = operand(dy), loaded(gate), loaded(up), matrix(dgate), matrix(dup), matrix(y)
     return _over(dy, gated_bwd_kernel, mask, *matrices, ACT=PAIRS[act][1])
 
 

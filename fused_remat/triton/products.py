@@ -40,7 +40,14 @@ from fused_remat.triton.launch import (
     rows_in_place,
     target_of,
 )
-from fused_remat.triton.pointwise import PAIRS, dropout_add_fwd
+from fused_remat.triton.pointwise import (
+    PAIRS,
+    act_bwd,
+    act_fwd,
+    dropout_add_fwd,
+    gated_bwd,
+    gated_fwd,
+)
 from fused_remat.triton.storage import Codes, codes_of, new_parts
 from fused_remat.triton.tables import Tile, family, tile_for
 
@@ -98,12 +105,19 @@ def _why_not_mlp(key: tuple[Any, ...]) -> str | None:
 def _says_mlp_up(key: tuple[Any, ...], *_: Any) -> str:
     late = storage.why_not(*key[3])
     said = "one kernel: product and activation"
+    if family(target_of(key[2])) not in tables.KEPT_MLP_UP_IN_KERNEL:
+        said += "; where a product is kept, ATen's addmm and a pointwise kernel"
     return said if late is None else f"{said}; then quantized by ATen: {late}"
 
 
 @faster(fused.mlp_up_fwd, "triton", why_not=_why_not_mlp, says=_says_mlp_up)
 def mlp_up_fwd_triton(act, x, gate, up, mask, kept, storages):
     y, target = x.new_empty((x.shape[0], up[0].shape[0])), target_of(x.device)
+    if any(kept) and not any(storages) and family(target) not in tables.KEPT_MLP_UP_IN_KERNEL:
+        pres = tuple([F.linear(x, *affine) for affine in (gate, up) if affine is not None])
+        (act_fwd if gate is None else gated_fwd)(*pres, act, mask, y).run()
+        kept_pres = [pre if k else None for pre, k in zip(pres, kept, strict=True)]
+        return y, tuple(kept_pres), tuple([() for _ in kept])
     kernel = "linear" if gate is None else "gated_mlp_fwd"
     made = [_made(kernel, y, *how) for how in zip(kept, storages, strict=True)]
     pres, quantized = zip(*made, strict=True)
@@ -146,26 +160,35 @@ def _parts_of(made: tuple[Tensor | None, Codes | None], call: QuantizeCall | Non
 
 
 def _says_mlp_bwd(key: tuple[Any, ...], *_: Any) -> str:
-    if family(target_of(key[2])) in tables.MLP_BWD_IN_ONE:
+    of = family(target_of(key[2]))
+    if of in tables.MLP_BWD_IN_ONE:
         return "one kernel: both products of a tile; what is rebuilt is not written"
-    return "ATen's addmm rebuilds; then one kernel: a product and the activation's backward"
+    widest = tables.ACT_BWD_IN_END.get(of, 0)
+    end = f"; without a gate, up to {widest} columns, one kernel" if widest else ""
+    return f"ATen's products and a pointwise kernel{end} for the second product and the pass"
 
 
 @faster(fused.mlp_bwd, "triton", why_not=_why_not_mlp, says=_says_mlp_bwd)
 def mlp_bwd_triton(act, dy, x, gate, up, down, mask, needs_act):
     target = target_of(x.device)
-    dup = x.new_empty((x.shape[0], up[0].shape[0]))
-    if family(target) not in tables.MLP_BWD_IN_ONE:
-        dgate, pre = None if gate is None else F.linear(x, *gate), F.linear(x, *up)
-        y = pre if needs_act else None  # in place, like dgate
-        linear_act_bwd(dy, down, dgate, pre, mask, act, y, dgate, dup, target).run()
-        return y, dgate, dup
-    y = torch.empty_like(dup) if needs_act else None
-    if gate is None:
-        mlp_bwd(x, (up,), dy, down, mask, act, y, (dup,), target).run()
+    if family(target) in tables.MLP_BWD_IN_ONE:
+        made = [x.new_empty((x.shape[0], up[0].shape[0])) for _ in range(2 + (gate is not None))]
+        y, *dups = made if needs_act else (None, *made[1:])
+        ups = (up,) if gate is None else (gate, up)
+        mlp_bwd(x, ups, dy, down, mask, act, y, tuple(dups), target).run()
+        return y, None if gate is None else dups[0], dups[-1]
+    # Results take the place of what they are computed from.
+    pre, dgate = F.linear(x, *up), None if gate is None else F.linear(x, *gate)
+    y = pre if needs_act else None
+    if gate is None and dy.shape[1] <= tables.ACT_BWD_IN_END.get(family(target), 0):
+        dup = torch.empty_like(pre) if needs_act else pre
+        linear_act_bwd(dy, down, None, pre, mask, act, y, None, dup, target).run()
         return y, None, dup
-    dgate = torch.empty_like(dup)
-    mlp_bwd(x, (gate, up), dy, down, mask, act, y, (dgate, dup), target).run()
+    dup = torch.mm(dy, down)
+    if gate is None:
+        act_bwd(dup, pre, act, mask, dup, y).run()
+    else:
+        gated_bwd(dup, dgate, pre, act, mask, dgate, dup, y).run()
     return y, dgate, dup
 
 

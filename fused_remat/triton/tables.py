@@ -50,7 +50,7 @@ def family(target: Target) -> str:
 _INTERPRETED = (Tile(32, 32, 32, 4, 1), Tile(16, 32, 16, 4, 1, parts=2, group=2))
 # The other families' tiles of most kernels; and those for ends that hold several tiles at once.
 _OTHERS = {
-    "ampere": (Tile(128, 128, 32, 8, 4, parts=2), Tile(64, 128, 32, 4, 4), Tile(64, 64, 32, 4, 4)),
+    "ampere": (Tile(128, 128, 32, 8, 4, parts=4), Tile(64, 128, 32, 4, 4), Tile(64, 64, 32, 4, 4)),
     "small": (Tile(128, 128, 32, 8, 3, parts=2), Tile(64, 64, 32, 4, 3)),
     "hip": (Tile(128, 128, 32, 8, 2), Tile(64, 64, 32, 4, 2)),
     "interpreter": _INTERPRETED,
@@ -89,7 +89,6 @@ TILES: dict[str, dict[str, tuple[Tile, ...]]] = {
     },
     "linear_act_bwd": {
         "hopper": (
-            Tile(128, 256, 64, 8, 3, parts=8),
             Tile(128, 128, 64, 4, 3, parts=8),  # two on a multiprocessor: one ends, one computes
             Tile(64, 64, 64, 4, 4, parts=2),
         ),
@@ -143,19 +142,30 @@ TILES: dict[str, dict[str, tuple[Tile, ...]]] = {
 }
 
 
-def tile_for(kernel: str, target: Target, rows: int, columns: int) -> Tile:
-    """The largest tile that gives every multiprocessor one, else the smallest.
+#: What a row or column of operands costs, in elements of the tile. Operands of a
+#: tile of 128 x 128 then count twice its elements, and a tile of 64 x 64 has 0.6 of its speed: on
+#: Hopper the second-level cache alone would make it 0.5, on Ampere it stays at 0.7.
+_OPERAND = 128
 
-    >>> tile_for("linear", Target("cuda", 90, 132), 8192, 4096).block_n
-    256
-    >>> tile_for("linear", Target("cuda", 90, 132), 128, 512).block_m
-    64
+
+def tile_for(kernel: str, target: Target, rows: int, columns: int) -> Tile:
+    """The tile whose tiles cost the multiprocessor that computes most of them the least.
+
+    >>> hopper = Target("cuda", 90, 132)
+    >>> tile_for("linear", hopper, 8192, 4096).block_n, tile_for("linear", hopper, 128, 512).block_n
+    (256, 64)
+
+    133 tiles of 128 x 256 would take the time of 264:
+
+    >>> tile_for("linear", hopper, 128 * 19, 256 * 7).block_n
+    128
     """
-    tiles = TILES[kernel][family(target)]
-    for tile in tiles[:-1]:
-        if cdiv(rows, tile.block_m) * cdiv(columns, tile.block_n) >= target.sms:
-            return tile
-    return tiles[-1]
+
+    def cost(tile: Tile) -> int:
+        m, n = tile.block_m, tile.block_n
+        return cdiv(cdiv(rows, m) * cdiv(columns, n), target.sms) * (m * n + _OPERAND * (m + n))
+
+    return min(TILES[kernel][family(target)], key=cost)
 
 
 #: Families where a kernel computes a linear layer that ends in dropout or a residual. Elsewhere
@@ -163,9 +173,20 @@ def tile_for(kernel: str, target: Target, rows: int, columns: int) -> Tile:
 #: 4·M·N bytes more than a fused end, which costs about as much as ATen's faster product saves.
 LINEAR_END_IN_KERNEL = frozenset({"interpreter"})
 #: Families where an MLP's backward computes both products of a tile in one kernel. Elsewhere ATen
-#: computes the pre-activation first, and `linear_act_bwd` reads it at the end of the second
-#: product: tiles that leave room for two products are too small for the speed of the tensor cores.
+#: computes the pre-activation first: tiles that leave room for two products are too small for the
+#: speed of the tensor cores.
 MLP_BWD_IN_ONE = frozenset({"ampere", "small", "hip", "interpreter"})
+#: Family -> the widest dy whose product with the last weight ends in the activation's backward
+#: (`linear_act_bwd`), where no kernel computes both products and there is no gate. Two blocks then
+#: share a multiprocessor, one's end beside the other's product. But the second-level cache bounds
+#: tiles of 128 x 128: 16 clocks a column of dy, where ATen's product takes about 11 and its pass
+#: over memory 7000 more. Figures of that cache are from 26 to 39 bytes a clock: equal at 1000 to
+#: 2000 columns. With a gate there are no registers for two blocks.
+ACT_BWD_IN_END = {"hopper": 1024, "interpreter": 1 << 30}
+#: Families where a kernel computes an MLP's first product and the activation though the product is
+#: kept. Elsewhere ATen computes the product, and a pass the activation: nothing runs beside a
+#: kernel's end, and that of such a kernel writes as many bytes as the pass moves.
+KEPT_MLP_UP_IN_KERNEL = frozenset({"ampere", "small", "hip", "interpreter"})
 
 
 @dataclass(frozen=True)

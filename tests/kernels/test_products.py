@@ -28,10 +28,12 @@ from places import (
 from tiers import pairwise
 
 from fused_remat.spec import NormSpec
+from fused_remat.steps import fused
 from fused_remat.steps.activation import activation_bwd, activation_fwd
 from fused_remat.steps.linear import linear_dw, linear_dx, linear_fwd
 from fused_remat.steps.norm import NORMS, norm_fwd
 from fused_remat.triton import products, tables
+from fused_remat.triton.launch import Target
 
 F16, F32 = torch.float16, torch.float32
 # M, N, K. Interpreted: single, odd, even sizes (tensor descriptors), more tiles than programs. On a
@@ -206,6 +208,45 @@ def test_a_products_end_and_gradients_by_operations(dtype, routes):
         found = served(linear_dw, dy, x, into, True, exactly)
         assert found is into and found.dtype == F32
         check_error(found, given + dw, 4, dtype=F32 if exactly else dtype)
+
+
+@pytest.mark.parametrize("needs_act", [True, False])
+@pytest.mark.parametrize("gated, widest", [(False, 0), (False, 328), (False, 327), (True, 328)])
+def test_an_mlp_in_passes_by_operations(gated, widest, needs_act, monkeypatch):
+    """Where no kernel computes all: the product of dy ends in the activation, or a pass follows."""
+    if COMPILED and not needs_act and widest:
+        pytest.skip("as with the activation, and without its store")
+    monkeypatch.setattr(tables, "MLP_BWD_IN_ONE", frozenset())
+    monkeypatch.setattr(tables, "KEPT_MLP_UP_IN_KERNEL", frozenset())
+    monkeypatch.setattr(tables, "ACT_BWD_IN_END", dict.fromkeys(tables.ACT_BWD_IN_END, widest))
+    dtype, (m, f, k) = compiled(BF16, F32), at((1030, 520, 328), (48, 64, 328), (136, 200, 328))
+    x, gate, up = normal(dtype, m, k), layer(dtype, f, k), layer(dtype, f, k)
+    dy, down, mask = normal(dtype, m, k), layer(dtype, k, f)[0], mask_of(m, f, 0.3)
+    act, gate = ("silu", gate) if gated else ("gelu", None)
+    kept = (True, False)[1 - gated :]
+    y, pres, parts = served(fused.mlp_up_fwd, act, x, gate, up, mask, kept, (None,) * len(kept))
+    exact = [rounded(linear_fwd(*double(x, *w)), dtype) for w in (gate, up) if w is not None]
+    exact_y = activation_fwd(act, exact[0] if gated else None, exact[-1], wide(mask))
+    check_error(y, exact_y, 4)
+    assert parts == ((),) * len(kept) and [p is not None for p in pres] == [*kept]
+    if gated:
+        check_error(pres[0], exact[0], 2)
+    given = act, dy, x, gate, up, down, mask, needs_act
+    y, *grads = served(fused.mlp_bwd, *given)
+    assert (y is not None) == needs_act
+    if needs_act:
+        check_error(y, exact_y, 4)
+    pair = exact if gated else (None, *exact)
+    dact = linear_dx(*double(dy, down))
+    check_all(grads, activation_bwd(act, dact, *pair, wide(mask), False, (True, True)), 4)
+
+
+def test_a_tile_is_chosen_by_waves():
+    """133 tiles are two waves of 132 multiprocessors; 192 run at 73%."""
+    hopper = Target("cuda", 90, 132)
+    for tiles, columns in ((132, 256), (133, 128), (192, 128), (264, 256), (1024, 256)):
+        assert tables.tile_for("linear", hopper, 128 * tiles, 256).block_n == columns, tiles
+    assert tables.tile_for("linear", hopper, 128, 512).block_m == 64
 
 
 # --- layouts, tiles

@@ -156,3 +156,18 @@ def test_every_pair_of_variations_is_plain_pytorchs(part):
             for a, b, e in zip(got, first, expected, strict=True):
                 assert torch.equal(a, b), v
                 torch.testing.assert_close(a, e, msg=lambda m: f"{v}: {m}")  # noqa: B023
+
+
+def test_weight_gradients_of_split_projections_are_one_product():
+    """Rows of one tensor, in one group or several; each of its own where one is frozen."""
+    block = Block()
+    x, weights = normal(BATCH, SEQ, block.d, seed=1), block.weights()
+    of = [weights[f"{name}.weight"] for name in "qkv"]
+    for leaves, tokens, tensors in ((of, 512, 1), (of, SEQ, 1), (of[:2], 512, 2)):
+        of[2].requires_grad_(len(leaves) == 3)
+        with in_pieces(tokens):
+            y = ops.causal_block(x, weights, 4, kv_heads=2, policy="full")
+            grads = torch.autograd.grad(y.sum(), leaves)
+        assert len({grad.untyped_storage().data_ptr() for grad in grads}) == tensors
+        expected = torch.autograd.grad(causal_block(x, weights, 4, kv_heads=2).sum(), leaves)
+        torch.testing.assert_close(grads, expected)
