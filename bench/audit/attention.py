@@ -39,6 +39,7 @@ CALLS: dict[int, tuple[str, ...]] = {
 _DEPENDS_ON: dict[str, tuple[str, ...]] = {
     "attention_bounds_fwd": (),
     "attention_delta_bwd": ("width",),
+    "attention_sum_bwd": ("width",),
     "attention_shift_fwd": ("call",),
     "attention_blocks_fwd": ("call", "tile", "side"),
 }
@@ -79,6 +80,8 @@ def variants(dtype: torch.dtype) -> dict[str, dict[str, Any]]:
         "lengths": causal | lengths,
         "packed": causal | {"cu_q": cu, "cu_k": cu, "batch": 1},
         "shared heads": causal | {"kv_heads": _H // 4},
+        "shared softcap window": causal | {"softcap": 30.0, "left": 512, "kv_heads": _H // 4},
+        "few programs": causal | {"batch": 1, "heads": 4, "kv_heads": 1},
         "int8 causal": causal | {"stored": "int8"},
         "int8 shared heads": causal | {"stored": "int8", "kv_heads": _H // 4},
         "int8 mask dropout": {"mask": mask, **dropout, "stored": "int8"},
@@ -90,11 +93,11 @@ def variants(dtype: torch.dtype) -> dict[str, dict[str, Any]]:
 def call_of(width: int, given: dict[str, Any]) -> AttentionCall:
     """A call that sees everything, but for what is given."""
     rest = {"batch": _B, "q_len": _S, "kv_len": _S} | given
-    window = rest.pop("left", -1), rest.pop("right", -1)
+    window, heads = (rest.pop("left", -1), rest.pop("right", -1)), rest.pop("heads", _H)
     spec = AttentionSpec(
-        num_heads=_H, num_kv_heads=rest.pop("kv_heads", _H), head_dim=width, scale=width**-0.5,
-        window=window, softcap=rest.pop("softcap", 0.0), dropout=rest.pop("p", 0.0),
-        true_means="exclude",
+        num_heads=heads, num_kv_heads=rest.pop("kv_heads", heads), head_dim=width,
+        scale=width**-0.5, window=window, softcap=rest.pop("softcap", 0.0),
+        dropout=rest.pop("p", 0.0), true_means="exclude",
     )  # fmt: skip
     return AttentionCall(spec, **rest)
 

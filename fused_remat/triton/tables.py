@@ -7,7 +7,7 @@ from counted bytes and operations (`docs/kernels.md`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fused_remat.steps.attention_call import AttentionCall, AttentionKey
 from fused_remat.triton.launch import Target, cdiv
@@ -316,12 +316,15 @@ ATTENTION_TILES: dict[str, dict[str, dict[int, tuple[AttentionTile, ...]]]] = {
 _INTERPRETED_ATTENTION = _A(16, 32, 4, 1)
 
 
-def burdens(call: AttentionCall) -> int:
-    """How much besides the products takes registers: 0, 1, or 2 for masks or two options."""
+def burdens(call: AttentionCall, quantized: bool = False) -> int:
+    """How much besides the products takes registers.
+
+    0, 1, or 2 for more options; masks count 3, or 4 beside two options; quantized heads 3 more.
+    """
     early = call.lengths is not None or call.cu_q is not None
     shared = call.spec.num_heads != call.spec.num_kv_heads
-    things = (call.spec.dropout > 0.0, call.spec.softcap != 0.0, early, shared)
-    return 2 if call.masked else min(2, sum(things))
+    things = sum((call.spec.dropout > 0.0, call.spec.softcap != 0.0, early, shared))
+    return (3 + (things > 1) if call.masked else min(2, things)) + 3 * quantized
 
 
 def attention_tile(
@@ -329,11 +332,38 @@ def attention_tile(
 ) -> AttentionTile:
     """The tile of the kernel "fwd", "dkdv", "dq" or "mask", for heads up to `width` wide.
 
-    Quantized heads add one burden, or two where they are a tile's columns.
+    Half of the tile, for half the warps, if there are too few for every multiprocessor: a thread
+    has as much to hold.
     """
     if target.kind == "interpreter":
         return _INTERPRETED_ATTENTION
     tiles = ATTENTION_TILES[kernel][family(target)]
     fitting = tiles[next(w for w in tiles if width <= w)]
-    more = (2 if kernel == "dq" else 1) * quantized
-    return fitting[min(burdens(call) + more, len(fitting) - 1)]
+    tile = fitting[min(burdens(call, quantized), len(fitting) - 1)]
+    if tile.warps < 8 or kernel == "mask" or _programs(kernel, call, tile) >= _wanted(target, call):
+        return tile
+    if kernel == "dkdv":
+        return replace(tile, block_n=tile.block_n // 2, warps=tile.warps // 2)
+    return replace(tile, block_m=tile.block_m // 2, warps=tile.warps // 2)
+
+
+def group_parts(target: Target, call: AttentionCall, tile: AttentionTile) -> int:
+    """Among how many programs the query heads of a key head are divided, for dk and dv.
+
+    As few as give every multiprocessor enough: each part has float32 sums of its own in memory.
+    """
+    group = call.spec.num_heads // call.spec.num_kv_heads
+    parts = min(group, cdiv(_wanted(target, call), max(1, _programs("dkdv", call, tile))))
+    return cdiv(group, cdiv(group, parts))
+
+
+def _programs(kernel: str, call: AttentionCall, tile: AttentionTile) -> int:
+    """How many a kernel launches with a tile, if it does not divide groups."""
+    if kernel == "dkdv":
+        return cdiv(call.kv_len, tile.block_n) * call.batch * call.spec.num_kv_heads
+    return cdiv(call.q_len, tile.block_m) * call.batch * call.spec.num_heads
+
+
+def _wanted(target: Target, call: AttentionCall) -> int:
+    """Programs that keep a GPU busy: two a multiprocessor where long and short even out."""
+    return target.sms * (1 if call.spec.window == (-1, -1) else 2)
