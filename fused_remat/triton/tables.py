@@ -34,7 +34,10 @@ class Tile:
 
 
 #: GPUs by what limits a tile: shared memory of a multiprocessor, and matrix instructions.
-FAMILIES = {80: "ampere", 86: "small", 89: "small", 90: "hopper", 100: "blackwell", 120: "small"}
+FAMILIES = {
+    80: "ampere", 86: "small", 87: "ampere", 89: "small", 90: "hopper", 100: "blackwell",
+    103: "blackwell", 120: "small", 121: "small",
+}  # fmt: skip
 
 
 def family(target: Target) -> str:
@@ -209,122 +212,132 @@ def why_own_attention(target: Target, key: AttentionKey) -> str | None:
 
 
 _A = AttentionTile
-#: Kernel -> family -> widest head -> tiles by the call's `burdens`, where the last tile also serves
-#: higher numbers. For operands of 16 bits.
-ATTENTION_TILES: dict[str, dict[str, dict[int, tuple[AttentionTile, ...]]]] = {
+#: Kernel -> family -> widest head -> from how many `burdens` of a call on -> tile. For operands of
+#: 16 bits.
+ATTENTION_TILES: dict[str, dict[str, dict[int, dict[int, AttentionTile]]]] = {
     "fwd": {
         "hopper": {
-            64: (_A(128, 128, 8, 3), _A(128, 128, 8, 3), _A(128, 64, 8, 2)),
-            128: (_A(128, 128, 8, 2), _A(128, 128, 8, 2), _A(128, 32, 8, 2)),
-            256: (_A(128, 64, 8, 2), _A(64, 64, 8, 2), _A(64, 32, 8, 2)),
+            64: {0: _A(128, 128, 8, 3), 3: _A(128, 64, 8, 2)},
+            128: {0: _A(128, 128, 8, 2), 2: _A(128, 64, 8, 2), 3: _A(128, 32, 8, 2)},
+            256: {0: _A(128, 64, 8, 2), 1: _A(128, 32, 8, 2), 3: _A(128, 16, 8, 2)},
         },
         "blackwell": {
-            64: (_A(128, 64, 8, 2), _A(128, 64, 8, 2), _A(64, 32, 8, 1)),
-            128: (_A(128, 64, 4, 2), _A(128, 32, 4, 2), _A(64, 32, 8, 1)),
-            256: (_A(128, 32, 8, 2), _A(128, 32, 8, 2), _A(64, 32, 8, 2)),
+            64: {0: _A(128, 64, 8, 2), 2: _A(64, 32, 8, 1)},
+            128: {0: _A(128, 64, 4, 2), 1: _A(128, 32, 4, 2), 2: _A(64, 32, 8, 1)},
+            256: {0: _A(128, 32, 8, 2), 2: _A(64, 32, 8, 2)},
         },
         "ampere": {
-            64: (_A(128, 64, 8, 2), _A(128, 64, 8, 2), _A(64, 64, 8, 2)),
-            128: (_A(128, 64, 8, 2), _A(128, 64, 8, 2), _A(64, 32, 8, 2)),
-            256: (_A(64, 64, 8, 1), _A(64, 64, 8, 1), _A(32, 32, 8, 1)),
+            64: {0: _A(128, 64, 8, 2)},
+            128: {0: _A(128, 64, 8, 2), 4: _A(32, 64, 8, 2)},
+            256: {0: _A(64, 64, 8, 1), 4: _A(32, 64, 8, 1)},
         },
         "small": {
-            64: (_A(128, 64, 8, 2), _A(128, 64, 8, 2), _A(64, 64, 8, 2)),
-            128: (_A(128, 64, 8, 2), _A(128, 32, 8, 2), _A(64, 32, 8, 2)),
-            256: (_A(64, 64, 8, 1), _A(64, 64, 8, 1), _A(16, 32, 4, 1)),
+            64: {0: _A(128, 64, 8, 2)},
+            128: {0: _A(128, 64, 8, 2), 4: _A(32, 64, 8, 2)},
+            256: {0: _A(64, 64, 8, 1), 4: _A(32, 64, 8, 1)},
         },
         "hip": {
-            64: (_A(64, 64, 4, 1), _A(64, 64, 4, 1), _A(64, 32, 4, 1)),
-            128: (_A(64, 64, 4, 1), _A(64, 64, 4, 1), _A(64, 32, 4, 1)),
-            256: (_A(64, 32, 4, 1), _A(64, 32, 4, 1), _A(32, 32, 4, 1)),
+            64: {0: _A(64, 64, 4, 1), 2: _A(64, 32, 4, 1)},
+            128: {0: _A(64, 64, 4, 1), 2: _A(64, 32, 4, 1)},
+            256: {0: _A(64, 32, 4, 1), 2: _A(32, 32, 4, 1)},
         },
     },
     "dkdv": {
         "hopper": {
-            64: (_A(64, 128, 8, 3), _A(64, 128, 8, 2), _A(32, 64, 8, 2)),
-            128: (_A(64, 128, 8, 2), _A(64, 64, 8, 2), _A(32, 64, 8, 2, split=True)),
-            256: (
-                _A(64, 64, 8, 2, split=True),
-                _A(32, 64, 8, 2, split=True),
-                _A(16, 64, 8, 2, split=True),
-            ),
+            64: {0: _A(64, 128, 8, 3), 1: _A(64, 128, 8, 2), 4: _A(32, 128, 8, 2)},
+            128: {0: _A(64, 128, 8, 2), 1: _A(32, 128, 8, 2), 4: _A(32, 128, 8, 2, split=True)},
+            256: {0: _A(16, 128, 8, 2, split=True)},
         },
         "blackwell": {
-            64: (_A(64, 64, 8, 2),),
-            128: (_A(64, 64, 8, 2), _A(64, 64, 8, 2), _A(32, 64, 4, 2, split=True)),
-            256: (_A(32, 64, 8, 2, split=True),),
+            64: {0: _A(64, 64, 8, 2)},
+            128: {0: _A(64, 64, 8, 2), 2: _A(32, 64, 4, 2, split=True)},
+            256: {0: _A(32, 64, 8, 2, split=True)},
         },
         "ampere": {
-            64: (_A(32, 64, 4, 2), _A(32, 64, 4, 2), _A(32, 64, 8, 2)),
-            128: (_A(64, 64, 8, 2), _A(64, 64, 8, 2), _A(32, 64, 8, 2, split=True)),
-            256: (
-                _A(32, 64, 8, 2, split=True),
-                _A(32, 64, 8, 2, split=True),
-                _A(16, 64, 8, 2, split=True),
-            ),
+            64: {0: _A(32, 128, 8, 2), 4: _A(16, 128, 8, 2)},
+            128: {0: _A(16, 128, 8, 2), 4: _A(64, 32, 8, 2)},
+            256: {0: _A(64, 32, 8, 2)},
         },
         "small": {
-            64: (_A(32, 64, 4, 2), _A(32, 64, 4, 2), _A(32, 64, 8, 1)),
-            128: (_A(64, 64, 8, 2), _A(32, 64, 8, 2), _A(32, 64, 8, 2, split=True)),
-            256: (
-                _A(32, 64, 8, 1, split=True),
-                _A(32, 64, 8, 1, split=True),
-                _A(32, 32, 4, 1, split=True),
-            ),
+            64: {0: _A(32, 128, 8, 2), 4: _A(16, 128, 8, 2)},
+            128: {0: _A(16, 128, 8, 2), 4: _A(64, 32, 8, 2)},
+            256: {0: _A(64, 32, 8, 1, split=True)},
         },
         "hip": {
-            64: (_A(32, 64, 4, 1),),
-            128: (_A(32, 64, 4, 1, split=True),),
-            256: (_A(32, 32, 4, 1, split=True),),
+            64: {0: _A(32, 64, 4, 1)},
+            128: {0: _A(32, 64, 4, 1, split=True)},
+            256: {0: _A(32, 32, 4, 1, split=True)},
         },
     },
     "dq": {
         "hopper": {
-            64: (_A(128, 128, 8, 3), _A(128, 128, 8, 3), _A(128, 64, 8, 2)),
-            128: (_A(128, 128, 8, 2), _A(128, 64, 8, 2), _A(128, 32, 8, 2)),
-            256: (_A(64, 64, 8, 2), _A(64, 32, 8, 2), _A(64, 16, 8, 2)),
+            64: {0: _A(128, 128, 8, 3), 3: _A(128, 64, 8, 2)},
+            128: {0: _A(128, 128, 8, 2), 1: _A(128, 64, 8, 2), 3: _A(128, 32, 8, 2)},
+            256: {0: _A(128, 32, 8, 2), 1: _A(128, 16, 8, 2)},
         },
         "blackwell": {
-            64: (_A(128, 64, 8, 2), _A(128, 64, 8, 2), _A(128, 32, 8, 2)),
-            128: (_A(128, 64, 8, 2), _A(128, 32, 8, 2)),
-            256: (_A(64, 32, 8, 2),),
+            64: {0: _A(128, 64, 8, 2), 2: _A(128, 32, 8, 2)},
+            128: {0: _A(128, 64, 8, 2), 1: _A(128, 32, 8, 2)},
+            256: {0: _A(64, 32, 8, 2)},
         },
         "ampere": {
-            64: (_A(128, 64, 8, 2), _A(128, 64, 8, 2), _A(64, 32, 8, 2)),
-            128: (_A(128, 64, 8, 2), _A(128, 32, 8, 2), _A(64, 32, 8, 2)),
-            256: (_A(64, 32, 8, 2), _A(64, 32, 8, 2), _A(64, 16, 8, 2)),
+            64: {0: _A(128, 64, 8, 2), 4: _A(128, 32, 8, 2)},
+            128: {0: _A(128, 64, 8, 2), 1: _A(128, 32, 8, 2), 4: _A(64, 64, 8, 2)},
+            256: {0: _A(32, 64, 8, 2)},
         },
         "small": {
-            64: (_A(128, 64, 8, 2), _A(128, 64, 8, 2), _A(64, 32, 8, 2)),
-            128: (_A(128, 64, 8, 2), _A(128, 32, 8, 2), _A(64, 32, 8, 2)),
-            256: (_A(64, 32, 8, 1), _A(64, 32, 8, 1), _A(64, 16, 8, 1)),
+            64: {0: _A(128, 64, 8, 2), 4: _A(128, 32, 8, 2)},
+            128: {0: _A(128, 32, 8, 2), 4: _A(64, 64, 8, 2)},
+            256: {0: _A(32, 64, 8, 1)},
         },
         "hip": {
-            64: (_A(64, 64, 4, 1), _A(64, 64, 4, 1), _A(64, 32, 4, 1)),
-            128: (_A(64, 32, 4, 1),),
-            256: (_A(32, 32, 4, 1),),
+            64: {0: _A(64, 64, 4, 1), 2: _A(64, 32, 4, 1)},
+            128: {0: _A(64, 32, 4, 1)},
+            256: {0: _A(32, 32, 4, 1)},
         },
     },
     "mask": {
-        "hopper": {64: (_A(64, 32, 4, 2),), 128: (_A(64, 64, 8, 2),), 256: (_A(64, 32, 8, 2),)},
-        "blackwell": {64: (_A(64, 32, 4, 2),), 128: (_A(64, 64, 8, 2),), 256: (_A(64, 32, 8, 2),)},
-        "ampere": {64: (_A(32, 32, 4, 2),), 128: (_A(16, 32, 4, 2),), 256: (_A(16, 32, 4, 2),)},
-        "small": {64: (_A(16, 32, 4, 2),), 128: (_A(16, 32, 4, 2),), 256: (_A(16, 16, 4, 1),)},
-        "hip": {64: (_A(32, 32, 4, 1),), 128: (_A(32, 32, 4, 1),), 256: (_A(16, 32, 4, 1),)},
+        "hopper": {
+            64: {0: _A(64, 32, 4, 2)},
+            128: {0: _A(64, 64, 8, 2)},
+            256: {0: _A(64, 32, 8, 2)},
+        },
+        "blackwell": {
+            64: {0: _A(64, 32, 4, 2)},
+            128: {0: _A(64, 64, 8, 2)},
+            256: {0: _A(64, 32, 8, 2)},
+        },
+        "ampere": {
+            64: {0: _A(64, 32, 4, 2)},
+            128: {0: _A(16, 32, 4, 2)},
+            256: {0: _A(16, 32, 4, 2)},
+        },
+        "small": {
+            64: {0: _A(16, 32, 4, 2)},
+            128: {0: _A(16, 32, 4, 2)},
+            256: {0: _A(16, 16, 4, 1)},
+        },
+        "hip": {
+            64: {0: _A(32, 32, 4, 1)},
+            128: {0: _A(32, 32, 4, 1)},
+            256: {0: _A(16, 32, 4, 1)},
+        },
     },
 }
 _INTERPRETED_ATTENTION = _A(16, 32, 4, 1)
 
 
 def burdens(call: AttentionCall, quantized: bool = False) -> int:
-    """How much besides the products takes registers.
+    """How much besides the products takes registers: options, up to 2; 3 for masks.
 
-    0, 1, or 2 for more options; masks count 3, or 4 beside two options; quantized heads 3 more.
+    4 for masks beside two options, and for quantized heads.
     """
     early = call.lengths is not None or call.cu_q is not None
     shared = call.spec.num_heads != call.spec.num_kv_heads
     things = sum((call.spec.dropout > 0.0, call.spec.softcap != 0.0, early, shared))
-    return (3 + (things > 1) if call.masked else min(2, things)) + 3 * quantized
+    if quantized or (call.masked and things > 1):
+        return 4
+    return 3 if call.masked else min(2, things)
 
 
 def attention_tile(
@@ -332,19 +345,20 @@ def attention_tile(
 ) -> AttentionTile:
     """The tile of the kernel "fwd", "dkdv", "dq" or "mask", for heads up to `width` wide.
 
-    Half of the tile, for half the warps, if there are too few for every multiprocessor: a thread
-    has as much to hold.
+    Half of one of 128 rows and 8 warps, if these are too few for every multiprocessor: a thread has
+    as much to hold.
     """
     if target.kind == "interpreter":
         return _INTERPRETED_ATTENTION
     tiles = ATTENTION_TILES[kernel][family(target)]
     fitting = tiles[next(w for w in tiles if width <= w)]
-    tile = fitting[min(burdens(call, quantized), len(fitting) - 1)]
-    if tile.warps < 8 or kernel == "mask" or _programs(kernel, call, tile) >= _wanted(target, call):
-        return tile
-    if kernel == "dkdv":
-        return replace(tile, block_n=tile.block_n // 2, warps=tile.warps // 2)
-    return replace(tile, block_m=tile.block_m // 2, warps=tile.warps // 2)
+    tile = fitting[max(n for n in fitting if n <= burdens(call, quantized))]
+    by_keys = kernel == "dkdv"
+    large = (tile.block_n if by_keys else tile.block_m, tile.warps) == (128, 8)
+    if large and _programs(kernel, call, tile) < _wanted(target, call):
+        half = replace(tile, warps=4)
+        return replace(half, block_n=64) if by_keys else replace(half, block_m=64)
+    return tile
 
 
 def group_parts(target: Target, call: AttentionCall, tile: AttentionTile) -> int:
