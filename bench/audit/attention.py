@@ -23,15 +23,15 @@ POINTERS = frozenset({"lengths", "packed", "everything"})
 #: Calls that need the most registers each; the tiles of all widths should hold them.
 DEFAULTS = (
     "causal", "causal dropout", "mask padding dropout", "softcap window", "lengths",
-    "uneven mask", "everything",
+    "uneven mask", "everything", "few programs",
 )  # fmt: skip
 #: Those whose heads are codes, of one block and of two.
 PACKED = ("int8 causal", "int8 shared heads", "int8 mask dropout")
 #: Width of a head -> calls; 80 is padded to 128.
 CALLS: dict[int, tuple[str, ...]] = {
     64: (*DEFAULTS, *PACKED),
-    128: (*DEFAULTS, *PACKED, "full", "packed", "shared heads"),
-    256: DEFAULTS,
+    128: (*DEFAULTS, *PACKED, "full", "packed", "shared heads", "shared softcap window"),
+    256: (*DEFAULTS, "shared softcap window"),
     80: ("causal", "mask padding dropout"),
 }
 
@@ -81,7 +81,7 @@ def variants(dtype: torch.dtype) -> dict[str, dict[str, Any]]:
         "packed": causal | {"cu_q": cu, "cu_k": cu, "batch": 1},
         "shared heads": causal | {"kv_heads": _H // 4},
         "shared softcap window": causal | {"softcap": 30.0, "left": 512, "kv_heads": _H // 4},
-        "few programs": causal | {"batch": 1, "heads": 4, "kv_heads": 1},
+        "few programs": causal | {"batch": 1, "heads": 2, "kv_heads": 1},
         "int8 causal": causal | {"stored": "int8"},
         "int8 shared heads": causal | {"stored": "int8", "kv_heads": _H // 4},
         "int8 mask dropout": {"mask": mask, **dropout, "stored": "int8"},

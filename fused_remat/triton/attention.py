@@ -339,7 +339,7 @@ def _operands(
     """
     heads = [*by_query, *by_key]
     strides = [_strides(x, like) for x in heads]
-    by_descriptors = family(problem.target) in ATTENTION_BY_DESCRIPTORS
+    by_descriptors = tile.tma and family(problem.target) in ATTENTION_BY_DESCRIPTORS
     in_memory = [x for x in heads if isinstance(x, Tensor)]
     if not by_descriptors or problem.in_rows or not all(map(_can_describe, in_memory)):
         return list(map(_elements, heads)), strides, False

@@ -179,6 +179,7 @@ class AttentionTile:
         warps, stages: warps and pipeline stages.
         split: whether dk and dv have a launch each.
         warp_specialize: whether the loop over unmasked blocks of keys is divided among warps.
+        tma: whether heads are read through tensor descriptors, which take more registers.
     """
 
     block_m: int
@@ -187,6 +188,7 @@ class AttentionTile:
     stages: int
     split: bool = False
     warp_specialize: bool = False
+    tma: bool = True
 
 
 #: Families whose attention kernels read through tensor descriptors. sm_120 has these too, but there
@@ -244,9 +246,13 @@ ATTENTION_TILES: dict[str, dict[str, dict[int, dict[int, AttentionTile]]]] = {
     },
     "dkdv": {
         "hopper": {
-            64: {0: _A(64, 128, 8, 3), 1: _A(64, 128, 8, 2), 4: _A(32, 128, 8, 2)},
+            64: {0: _A(64, 128, 8, 3), 4: _A(32, 128, 8, 2)},
             128: {0: _A(64, 128, 8, 2), 1: _A(32, 128, 8, 2), 4: _A(32, 128, 8, 2, split=True)},
-            256: {0: _A(16, 128, 8, 2, split=True)},
+            256: {
+                0: _A(32, 128, 8, 2, split=True, tma=False),
+                1: _A(16, 128, 8, 2, split=True),
+                3: _A(16, 128, 8, 2, split=True, tma=False),
+            },
         },
         "blackwell": {
             64: {0: _A(64, 64, 8, 2)},
@@ -256,7 +262,7 @@ ATTENTION_TILES: dict[str, dict[str, dict[int, dict[int, AttentionTile]]]] = {
         "ampere": {
             64: {0: _A(32, 128, 8, 2), 4: _A(16, 128, 8, 2)},
             128: {0: _A(16, 128, 8, 2), 4: _A(64, 32, 8, 2)},
-            256: {0: _A(64, 32, 8, 2)},
+            256: {0: _A(64, 32, 8, 2), 1: _A(64, 32, 8, 1), 3: _A(64, 32, 8, 2)},
         },
         "small": {
             64: {0: _A(32, 128, 8, 2), 4: _A(16, 128, 8, 2)},
@@ -273,12 +279,12 @@ ATTENTION_TILES: dict[str, dict[str, dict[int, dict[int, AttentionTile]]]] = {
         "hopper": {
             64: {0: _A(128, 128, 8, 3), 3: _A(128, 64, 8, 2)},
             128: {0: _A(128, 128, 8, 2), 1: _A(128, 64, 8, 2), 3: _A(128, 32, 8, 2)},
-            256: {0: _A(128, 32, 8, 2), 1: _A(128, 16, 8, 2)},
+            256: {0: _A(128, 32, 8, 2), 1: _A(128, 16, 8, 2), 3: _A(128, 16, 8, 2, tma=False)},
         },
         "blackwell": {
             64: {0: _A(128, 64, 8, 2), 2: _A(128, 32, 8, 2)},
             128: {0: _A(128, 64, 8, 2), 1: _A(128, 32, 8, 2)},
-            256: {0: _A(64, 32, 8, 2)},
+            256: {0: _A(64, 32, 8, 2), 1: _A(64, 32, 8, 1), 3: _A(64, 32, 8, 2)},
         },
         "ampere": {
             64: {0: _A(128, 64, 8, 2), 4: _A(128, 32, 8, 2)},
@@ -300,12 +306,12 @@ ATTENTION_TILES: dict[str, dict[str, dict[int, dict[int, AttentionTile]]]] = {
         "hopper": {
             64: {0: _A(64, 32, 4, 2)},
             128: {0: _A(64, 64, 8, 2)},
-            256: {0: _A(64, 32, 8, 2)},
+            256: {0: _A(64, 32, 8, 2), 1: _A(64, 32, 8, 1), 3: _A(64, 32, 8, 2)},
         },
         "blackwell": {
             64: {0: _A(64, 32, 4, 2)},
             128: {0: _A(64, 64, 8, 2)},
-            256: {0: _A(64, 32, 8, 2)},
+            256: {0: _A(64, 32, 8, 2), 1: _A(64, 32, 8, 1), 3: _A(64, 32, 8, 2)},
         },
         "ampere": {
             64: {0: _A(64, 32, 4, 2)},
