@@ -14,8 +14,8 @@ from fused_remat.steps.attention_call import AttentionCall
 from fused_remat.triton import attention
 from fused_remat.triton.launch import Launch, Target
 
-_B, _H, _S = 2, 16, 2048
-_UNEVEN = 1001  # rows of a mask are then not aligned
+_B, _H, _S = 8, 16, 4096  # every multiprocessor has programs, but of "few programs"
+_UNEVEN = 2001  # rows of a mask are then not aligned
 #: Kernels that compute products, which should be the tensor cores'.
 PRODUCTS = frozenset(f"attention_{n}" for n in ("fwd", "dkdv_bwd", "dq_bwd", "mask_bwd"))
 #: Calls that read through pointers, not tensor descriptors.
