@@ -338,12 +338,16 @@ def burdens(call: AttentionCall, quantized: bool = False) -> int:
 
     4 for masks beside two options, and for quantized heads.
     """
-    early = call.lengths is not None or call.cu_q is not None
     shared = call.spec.num_heads != call.spec.num_kv_heads
-    things = sum((call.spec.dropout > 0.0, call.spec.softcap != 0.0, early, shared))
+    things = sum((call.spec.dropout > 0.0, call.spec.softcap != 0.0, _early(call), shared))
     if quantized or (call.masked and things > 1):
         return 4
     return 3 if call.masked else min(2, things)
+
+
+def _early(call: AttentionCall) -> bool:
+    """Whether keys end before the tensor does: they are loaded through pointers."""
+    return call.lengths is not None or call.cu_q is not None
 
 
 def attention_tile(
@@ -352,7 +356,8 @@ def attention_tile(
     """The tile of the kernel "fwd", "dkdv", "dq" or "mask", for heads up to `width` wide.
 
     On Hopper half of one of 128 rows and 8 warps, if these are too few for every multiprocessor: a
-    thread has as much to hold. Elsewhere Triton divides fewer rows among warps in another way.
+    thread has as much to hold, unless it loads keys through pointers. Elsewhere Triton divides
+    fewer rows among warps in another way.
     """
     if target.kind == "interpreter":
         return _INTERPRETED_ATTENTION
@@ -361,7 +366,7 @@ def attention_tile(
     tile = fitting[max(n for n in fitting if n <= burdens(call, quantized))]
     by_keys, few = kernel == "dkdv", _programs(kernel, call, tile) < _wanted(target, call)
     large = (tile.block_n if by_keys else tile.block_m, tile.warps) == (128, 8)
-    if few and large and family(target) == "hopper":
+    if few and large and family(target) == "hopper" and not _early(call):
         half = replace(tile, warps=4)
         return replace(half, block_n=64) if by_keys else replace(half, block_m=64)
     return tile
