@@ -366,7 +366,7 @@ def attention_tile(
     tile = fitting[max(n for n in fitting if n <= burdens(call, quantized))]
     by_keys, few = kernel == "dkdv", _programs(kernel, call, tile) < _wanted(target, call)
     large = (tile.block_n if by_keys else tile.block_m, tile.warps) == (128, 8)
-    if few and large and family(target) == "hopper" and not _early(call):
+    if few and large and family(target) == "hopper" and tile.tma and not _early(call):
         half = replace(tile, warps=4)
         return replace(half, block_n=64) if by_keys else replace(half, block_m=64)
     return tile
