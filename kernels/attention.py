@@ -87,7 +87,7 @@ class Strides(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """H query heads, GROUP of them for each key head; M queries and N keys; widths E and V."""
+    """H query heads, GROUP a key head, in PARTS for dk and dv; M queries, N keys; widths E and V."""
 
     H: Any
     GROUP: Any
@@ -95,6 +95,7 @@ class Sizes(NamedTuple):
     N: Any
     E: Any
     V: Any
+    PARTS: Any
 
 
 class Tile(NamedTuple):
@@ -124,8 +125,7 @@ class Heads(NamedTuple):
 
 
 class Lists(NamedTuple):
-    """Lists of blocks, rows of `attention_blocks_fwd_kernel`: a pointer, and from one batch and
-    head to the next, 0 where all have the same."""
+    """Lists of blocks, by `attention_blocks_fwd_kernel`; strides of batch and head, 0 if shared."""
 
     data: Any
     batch: Any

@@ -108,10 +108,11 @@ def attention_dkdv_bwd_kernel(
 ):  # fmt: skip
     """dk = scale · dsᵀ q and dv = (keep · p)ᵀ dout, summed over the query heads of a group; or one.
 
-    The one that is not wanted is None: both at once are too much for wide heads.
+    The one that is not wanted is None: both at once are too much for wide heads. With PARTS above
+    1, dk and dv hold that many heads of sums for each key head.
 
     Shapes: as `attention_fwd_kernel`; lse and delta (B, H, M) float32; bounds (N, 2); lists: for
-        each block of keys. Grid: (cdiv(N, BLOCK_N) · B · H / GROUP,).
+        each block of keys. Grid: (cdiv(N, BLOCK_N) · B · H / GROUP · PARTS,).
     Units: FLOPs = 4·M·N·(E + V) a query head.
     """
     WANTS_K: tl.constexpr = dk is not None
@@ -124,8 +125,10 @@ def attention_dkdv_bwd_kernel(
     BLOCK_N: tl.constexpr = tile.BLOCK_N
     BLOCK_E: tl.constexpr = tile.BLOCK_E
     BLOCK_V: tl.constexpr = tile.BLOCK_V
-    M, N, GROUP = sizes.M, sizes.N, sizes.GROUP
-    number, b, kv_h = tile_of_head(tl.cdiv(N, BLOCK_N), sizes.H // GROUP, False)
+    M, N, GROUP, PARTS = sizes.M, sizes.N, sizes.GROUP, sizes.PARTS
+    number, b, part = tile_of_head(tl.cdiv(N, BLOCK_N), sizes.H // GROUP * PARTS, False)
+    kv_h, members = part // PARTS, tl.cdiv(GROUP, PARTS)
+    before = part % PARTS * members
     col = number * BLOCK_N
     offs_n = col + tl.arange(0, BLOCK_N)
     low, high = seeing_queries(offs_n, b, bounds_ptr, lengths_ptr, M, N, offset, left, right)
@@ -144,8 +147,8 @@ def attention_dkdv_bwd_kernel(
     dk_acc = tl.zeros([BLOCK_N, BLOCK_E], tl.float32)
     dv_acc = tl.zeros([BLOCK_N, BLOCK_V], tl.float32)
     some, whole = visits(low, high, tile.BLOCK_M)
-    for member in range(0, GROUP):
-        h = kv_h * GROUP + member
+    for member in range(0, tl.minimum(members, GROUP - before)):
+        h = kv_h * GROUP + before + member
         partial, full, partial_ptr, full_ptr = some, whole, None, None
         if lists is not None:
             partial_ptr, full_ptr, partial, full = listed(
@@ -166,9 +169,9 @@ def attention_dkdv_bwd_kernel(
     seen = ((low < high) & (offs_n < N))[:, None]
     if WANTS_K:
         dk_acc = tl.where(seen, dk_acc * score.scale, 0.0)
-        store_rows(dk, b, kv_h, col, N, sizes.E, dk_acc)
+        store_rows(dk, b, part, col, N, sizes.E, dk_acc)
     if WANTS_V:
-        store_rows(dv, b, kv_h, col, N, sizes.V, tl.where(seen, dv_acc, 0.0))
+        store_rows(dv, b, part, col, N, sizes.V, tl.where(seen, dv_acc, 0.0))
 
 
 @triton.jit
@@ -272,3 +275,21 @@ def attention_dq_bwd_kernel(
         low, high = seen_keys(offs_m, b, bounds_ptr, lengths_ptr, M, N, offset, left, right)
         acc = tl.where((low < high)[:, None], acc, 0.0)
     store_rows(dq, b, h, row, M, sizes.E, acc)
+
+
+@triton.jit
+def attention_sum_bwd_kernel(
+    sums, grad, strides, H, PARTS, N, E, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr
+):
+    """grad = the sum of the PARTS heads of `sums` that each of its heads has.
+
+    Shapes: grad (B, H, N, E), sums (B, H · PARTS, N, E) float32, both of any strides.
+        Grid: (cdiv(N, BLOCK_M) · B · H,).
+    Units: bytes moved = B·H·N·E·(4·PARTS + those of an element of grad).
+    """
+    number, b, h = tile_of_head(tl.cdiv(N, BLOCK_M), H, False)
+    row, parts = number * BLOCK_M, Heads(sums, strides[0])
+    acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
+    for part in range(0, PARTS):
+        acc += load_rows(parts, b, h * PARTS + part, row, 0, N, E, BLOCK_M, BLOCK_E, False, False)
+    store_rows(Heads(grad, strides[1]), b, h, row, N, E, acc)

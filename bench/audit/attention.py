@@ -14,8 +14,8 @@ from fused_remat.steps.attention_call import AttentionCall
 from fused_remat.triton import attention
 from fused_remat.triton.launch import Launch, Target
 
-_B, _H, _S = 2, 16, 2048
-_UNEVEN = 1001  # rows of a mask are then not aligned
+_B, _H, _S = 8, 16, 4096  # every multiprocessor has programs, but of "few programs"
+_UNEVEN = 2001  # rows of a mask are then not aligned
 #: Kernels that compute products, which should be the tensor cores'.
 PRODUCTS = frozenset(f"attention_{n}" for n in ("fwd", "dkdv_bwd", "dq_bwd", "mask_bwd"))
 #: Calls that read through pointers, not tensor descriptors.
@@ -23,15 +23,15 @@ POINTERS = frozenset({"lengths", "packed", "everything"})
 #: Calls that need the most registers each; the tiles of all widths should hold them.
 DEFAULTS = (
     "causal", "causal dropout", "mask padding dropout", "softcap window", "lengths",
-    "uneven mask", "everything",
+    "uneven mask", "everything", "few programs",
 )  # fmt: skip
 #: Those whose heads are codes, of one block and of two.
 PACKED = ("int8 causal", "int8 shared heads", "int8 mask dropout")
 #: Width of a head -> calls; 80 is padded to 128.
 CALLS: dict[int, tuple[str, ...]] = {
     64: (*DEFAULTS, *PACKED),
-    128: (*DEFAULTS, *PACKED, "full", "packed", "shared heads"),
-    256: DEFAULTS,
+    128: (*DEFAULTS, *PACKED, "full", "packed", "shared heads", "shared softcap window"),
+    256: (*DEFAULTS, "shared softcap window"),
     80: ("causal", "mask padding dropout"),
 }
 
@@ -39,6 +39,7 @@ CALLS: dict[int, tuple[str, ...]] = {
 _DEPENDS_ON: dict[str, tuple[str, ...]] = {
     "attention_bounds_fwd": (),
     "attention_delta_bwd": ("width",),
+    "attention_sum_bwd": ("width",),
     "attention_shift_fwd": ("call",),
     "attention_blocks_fwd": ("call", "tile", "side"),
 }
@@ -79,6 +80,8 @@ def variants(dtype: torch.dtype) -> dict[str, dict[str, Any]]:
         "lengths": causal | lengths,
         "packed": causal | {"cu_q": cu, "cu_k": cu, "batch": 1},
         "shared heads": causal | {"kv_heads": _H // 4},
+        "shared softcap window": causal | {"softcap": 30.0, "left": 512, "kv_heads": _H // 4},
+        "few programs": causal | {"batch": 1, "heads": 2, "kv_heads": 1},
         "int8 causal": causal | {"stored": "int8"},
         "int8 shared heads": causal | {"stored": "int8", "kv_heads": _H // 4},
         "int8 mask dropout": {"mask": mask, **dropout, "stored": "int8"},
@@ -90,11 +93,11 @@ def variants(dtype: torch.dtype) -> dict[str, dict[str, Any]]:
 def call_of(width: int, given: dict[str, Any]) -> AttentionCall:
     """A call that sees everything, but for what is given."""
     rest = {"batch": _B, "q_len": _S, "kv_len": _S} | given
-    window = rest.pop("left", -1), rest.pop("right", -1)
+    window, heads = (rest.pop("left", -1), rest.pop("right", -1)), rest.pop("heads", _H)
     spec = AttentionSpec(
-        num_heads=_H, num_kv_heads=rest.pop("kv_heads", _H), head_dim=width, scale=width**-0.5,
-        window=window, softcap=rest.pop("softcap", 0.0), dropout=rest.pop("p", 0.0),
-        true_means="exclude",
+        num_heads=heads, num_kv_heads=rest.pop("kv_heads", heads), head_dim=width,
+        scale=width**-0.5, window=window, softcap=rest.pop("softcap", 0.0),
+        dropout=rest.pop("p", 0.0), true_means="exclude",
     )  # fmt: skip
     return AttentionCall(spec, **rest)
 

@@ -28,6 +28,7 @@ from fused_remat.kernels.attention_bwd import (
     attention_delta_bwd_kernel,
     attention_dkdv_bwd_kernel,
     attention_dq_bwd_kernel,
+    attention_sum_bwd_kernel,
 )
 from fused_remat.kernels.attention_masks import (
     Sums,
@@ -51,6 +52,7 @@ from fused_remat.triton.tables import (
     AttentionTile,
     attention_tile,
     family,
+    group_parts,
     why_own_attention,
 )
 
@@ -58,8 +60,8 @@ from fused_remat.triton.tables import (
 _KNOWN = frozenset({"window", "align", "dropout", "true_means", *Scores._fields})
 #: The widest head that fits into a tile.
 MAX_WIDTH = 256
-# Rows of a tile that sums delta = rowsum(dout * out).
-_DELTA_ROWS = 64
+# Rows of a tile that sums delta = rowsum(dout * out), or the parts of dk or dv.
+_SUM_ROWS = 64
 # Rows whose intervals of variable-length sequences a program finds.
 _BOUNDS_ROWS = 128
 #: q, k, v, dout, lse, delta.
@@ -209,12 +211,12 @@ def backward(
     widths = (q.shape[-1], v.shape[-1])
     out = _heads_in_place(as_heads(attn, call))
     delta = torch.empty_like(lse)
-    programs = cdiv(call.q_len, _DELTA_ROWS) * call.batch * call.spec.num_heads
+    programs = cdiv(call.q_len, _SUM_ROWS) * call.batch * call.spec.num_heads
     args: tuple[Any, ...] = (dout, out, delta, (_strides(dout), _strides(out)))
     problem, launches = prepare(q, call, target, True)
     yield problem.launch(
         attention_delta_bwd_kernel, programs, (*args, call.spec.num_heads, call.q_len, widths[1]),
-        BLOCK_M=_DELTA_ROWS, BLOCK_V=_padded(widths[1]),
+        BLOCK_M=_SUM_ROWS, BLOCK_V=_padded(widths[1]),
     )  # fmt: skip
     yield from launches
     heads = (q, k, v, dout, lse, delta)
@@ -250,21 +252,33 @@ def _gradients(
     (q_in, do_in, k_in, v_in), strides, tma = _operands(problem, tile, (q, dout), (k, v), like=dout)
     kernel = attention_dkdv_bwd_kernel if by_keys else attention_dq_bwd_kernel
     pieces = cdiv(call.q_len, tile.block_m), cdiv(call.kv_len, tile.block_n)
+    parts, made = 1, grads
     if by_keys:
-        bounds, programs = problem.bounds_k, pieces[1] * call.batch * call.spec.num_kv_heads
+        parts = group_parts(problem.target, call, tile)
+        bounds, programs = problem.bounds_k, pieces[1] * call.batch * call.spec.num_kv_heads * parts
         partial = problem.is_partial(call.q_len, tile.block_m)
     else:
         bounds, programs = problem.bounds_q, pieces[0] * call.batch * call.spec.num_heads
         partial = problem.is_partial(call.kv_len, tile.block_n)
+    if parts > 1:
+        sizes = [(b, h * parts, n, e) for b, h, n, e in (x.shape for x in grads)]
+        made = tuple(torch.empty(n, dtype=torch.float32, device=q.device) for n in sizes)
     constants = _constants(tile, widths, partial, tma)
     of_q, of_dout, of_k, of_v = strides
-    apart = of_q, of_k, of_v, of_dout, *map(_strides, grads)
-    for wanted in ((grads[0], None), (None, grads[1])) if tile.split and by_keys else (grads,):
+    apart = of_q, of_k, of_v, of_dout, *map(_strides, made)
+    for wanted in ((made[0], None), (None, made[1])) if tile.split and by_keys else (made,):
         args = (
             q_in, k_in, v_in, do_in, lse, delta, problem.masks, bounds, call.lengths, listed,
-            problem.site_key(), *wanted, apart, _sizes(problem, widths), *problem.scalars(),
+            problem.site_key(), *wanted, apart, _sizes(problem, widths, parts), *problem.scalars(),
         )  # fmt: skip
         yield Launch(kernel, (programs,), args, constants, tile.warps, tile.stages, q.device)
+    for sums, grad in zip(made, grads, strict=True) if parts > 1 else ():
+        batch, count, rows, width = grad.shape
+        yield problem.launch(
+            attention_sum_bwd_kernel, cdiv(rows, _SUM_ROWS) * batch * count,
+            (sums, grad, (_strides(sums), _strides(grad)), count, parts, rows, width),
+            BLOCK_M=_SUM_ROWS, BLOCK_E=_padded(width),
+        )  # fmt: skip
 
 
 def _mask_grad(problem: Problem, heads: Given, dmask: Tensor, tile: AttentionTile) -> Launch:
@@ -293,9 +307,9 @@ def _mask_grad(problem: Problem, heads: Given, dmask: Tensor, tile: AttentionTil
     )
 
 
-def _sizes(problem: Problem, widths: tuple[int, int]) -> Sizes:
+def _sizes(problem: Problem, widths: tuple[int, int], parts: int = 1) -> Sizes:
     call, heads = problem.call, problem.call.spec.num_heads
-    return Sizes(heads, heads // call.spec.num_kv_heads, call.q_len, call.kv_len, *widths)
+    return Sizes(heads, heads // call.spec.num_kv_heads, call.q_len, call.kv_len, *widths, parts)
 
 
 def _constants(
@@ -324,7 +338,7 @@ def _operands(
     """
     heads = [*by_query, *by_key]
     strides = [_strides(x, like) for x in heads]
-    by_descriptors = family(problem.target) in ATTENTION_BY_DESCRIPTORS
+    by_descriptors = tile.tma and family(problem.target) in ATTENTION_BY_DESCRIPTORS
     in_memory = [x for x in heads if isinstance(x, Tensor)]
     if not by_descriptors or problem.in_rows or not all(map(_can_describe, in_memory)):
         return list(map(_elements, heads)), strides, False

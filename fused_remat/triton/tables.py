@@ -7,7 +7,7 @@ from counted bytes and operations (`docs/kernels.md`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fused_remat.steps import attention_library
 from fused_remat.steps.attention_call import AttentionCall, AttentionKey
@@ -35,7 +35,10 @@ class Tile:
 
 
 #: GPUs by what limits a tile: shared memory of a multiprocessor, and matrix instructions.
-FAMILIES = {80: "ampere", 86: "small", 89: "small", 90: "hopper", 100: "blackwell", 120: "small"}
+FAMILIES = {
+    80: "ampere", 86: "small", 87: "ampere", 89: "small", 90: "hopper", 100: "blackwell",
+    103: "blackwell", 120: "small", 121: "small",
+}  # fmt: skip
 
 
 def family(target: Target) -> str:
@@ -198,6 +201,7 @@ class AttentionTile:
         warps, stages: warps and pipeline stages.
         split: whether dk and dv have a launch each.
         warp_specialize: whether the loop over unmasked blocks of keys is divided among warps.
+        tma: whether heads are read through tensor descriptors, which take more registers.
     """
 
     block_m: int
@@ -206,6 +210,7 @@ class AttentionTile:
     stages: int
     split: bool = False
     warp_specialize: bool = False
+    tma: bool = True
 
 
 #: Families whose attention kernels read through tensor descriptors. sm_120 has these too, but there
@@ -233,119 +238,140 @@ def why_own_attention(target: Target, key: AttentionKey) -> str | None:
 
 
 _A = AttentionTile
-#: Kernel -> family -> widest head -> tiles by the call's `burdens`, where the last tile also serves
-#: higher numbers. For operands of 16 bits.
-ATTENTION_TILES: dict[str, dict[str, dict[int, tuple[AttentionTile, ...]]]] = {
+#: Kernel -> family -> widest head -> from how many `burdens` of a call on -> tile. For operands of
+#: 16 bits.
+ATTENTION_TILES: dict[str, dict[str, dict[int, dict[int, AttentionTile]]]] = {
     "fwd": {
         "hopper": {
-            64: (_A(128, 128, 8, 3), _A(128, 128, 8, 3), _A(128, 64, 8, 2)),
-            128: (_A(128, 128, 8, 2), _A(128, 128, 8, 2), _A(128, 32, 8, 2)),
-            256: (_A(128, 64, 8, 2), _A(64, 64, 8, 2), _A(64, 32, 8, 2)),
+            64: {0: _A(128, 128, 8, 3), 3: _A(128, 64, 8, 2)},
+            128: {0: _A(128, 128, 8, 2), 2: _A(128, 64, 8, 2), 3: _A(128, 32, 8, 2)},
+            256: {0: _A(128, 64, 8, 2), 1: _A(128, 32, 8, 2), 3: _A(128, 16, 8, 2)},
         },
         "blackwell": {
-            64: (_A(128, 64, 8, 2), _A(128, 64, 8, 2), _A(64, 32, 8, 1)),
-            128: (_A(128, 64, 4, 2), _A(128, 32, 4, 2), _A(64, 32, 8, 1)),
-            256: (_A(128, 32, 8, 2), _A(128, 32, 8, 2), _A(64, 32, 8, 2)),
+            64: {0: _A(128, 64, 8, 2), 2: _A(64, 32, 8, 1)},
+            128: {0: _A(128, 64, 4, 2), 1: _A(128, 32, 4, 2), 2: _A(64, 32, 8, 1)},
+            256: {0: _A(128, 32, 8, 2), 2: _A(64, 32, 8, 2)},
         },
         "ampere": {
-            64: (_A(128, 64, 8, 2), _A(128, 64, 8, 2), _A(64, 64, 8, 2)),
-            128: (_A(128, 64, 8, 2), _A(128, 64, 8, 2), _A(64, 32, 8, 2)),
-            256: (_A(64, 64, 8, 1), _A(64, 64, 8, 1), _A(32, 32, 8, 1)),
+            64: {0: _A(128, 64, 8, 2)},
+            128: {0: _A(128, 64, 8, 2), 4: _A(32, 64, 8, 2)},
+            256: {0: _A(64, 64, 8, 1), 4: _A(32, 64, 8, 1)},
         },
         "small": {
-            64: (_A(128, 64, 8, 2), _A(128, 64, 8, 2), _A(64, 64, 8, 2)),
-            128: (_A(128, 64, 8, 2), _A(128, 32, 8, 2), _A(64, 32, 8, 2)),
-            256: (_A(64, 64, 8, 1), _A(64, 64, 8, 1), _A(16, 32, 4, 1)),
+            64: {0: _A(128, 64, 8, 2)},
+            128: {0: _A(128, 64, 8, 2), 4: _A(32, 64, 8, 2)},
+            256: {0: _A(64, 64, 8, 1), 4: _A(32, 64, 8, 1)},
         },
         "hip": {
-            64: (_A(64, 64, 4, 1), _A(64, 64, 4, 1), _A(64, 32, 4, 1)),
-            128: (_A(64, 64, 4, 1), _A(64, 64, 4, 1), _A(64, 32, 4, 1)),
-            256: (_A(64, 32, 4, 1), _A(64, 32, 4, 1), _A(32, 32, 4, 1)),
+            64: {0: _A(64, 64, 4, 1), 2: _A(64, 32, 4, 1)},
+            128: {0: _A(64, 64, 4, 1), 2: _A(64, 32, 4, 1)},
+            256: {0: _A(64, 32, 4, 1), 2: _A(32, 32, 4, 1)},
         },
     },
     "dkdv": {
         "hopper": {
-            64: (_A(64, 128, 8, 3), _A(64, 128, 8, 2), _A(32, 64, 8, 2)),
-            128: (_A(64, 128, 8, 2), _A(64, 64, 8, 2), _A(32, 64, 8, 2, split=True)),
-            256: (
-                _A(64, 64, 8, 2, split=True),
-                _A(32, 64, 8, 2, split=True),
-                _A(16, 64, 8, 2, split=True),
-            ),
+            64: {0: _A(64, 128, 8, 3), 4: _A(32, 128, 8, 2)},
+            128: {0: _A(64, 128, 8, 2), 1: _A(32, 128, 8, 2), 4: _A(32, 128, 8, 2, split=True)},
+            256: {
+                0: _A(32, 128, 8, 2, split=True, tma=False),
+                1: _A(16, 128, 8, 2, split=True),
+                3: _A(16, 128, 8, 2, split=True, tma=False),
+            },
         },
         "blackwell": {
-            64: (_A(64, 64, 8, 2),),
-            128: (_A(64, 64, 8, 2), _A(64, 64, 8, 2), _A(32, 64, 4, 2, split=True)),
-            256: (_A(32, 64, 8, 2, split=True),),
+            64: {0: _A(64, 64, 8, 2)},
+            128: {0: _A(64, 64, 8, 2), 2: _A(32, 64, 4, 2, split=True)},
+            256: {0: _A(32, 64, 8, 2, split=True)},
         },
         "ampere": {
-            64: (_A(32, 64, 4, 2), _A(32, 64, 4, 2), _A(32, 64, 8, 2)),
-            128: (_A(64, 64, 8, 2), _A(64, 64, 8, 2), _A(32, 64, 8, 2, split=True)),
-            256: (
-                _A(32, 64, 8, 2, split=True),
-                _A(32, 64, 8, 2, split=True),
-                _A(16, 64, 8, 2, split=True),
-            ),
+            64: {0: _A(32, 128, 8, 2), 4: _A(16, 128, 8, 2)},
+            128: {0: _A(16, 128, 8, 2), 4: _A(64, 32, 8, 2)},
+            256: {0: _A(64, 32, 8, 2), 1: _A(64, 32, 8, 1), 3: _A(64, 32, 8, 2)},
         },
         "small": {
-            64: (_A(32, 64, 4, 2), _A(32, 64, 4, 2), _A(32, 64, 8, 1)),
-            128: (_A(64, 64, 8, 2), _A(32, 64, 8, 2), _A(32, 64, 8, 2, split=True)),
-            256: (
-                _A(32, 64, 8, 1, split=True),
-                _A(32, 64, 8, 1, split=True),
-                _A(32, 32, 4, 1, split=True),
-            ),
+            64: {0: _A(32, 128, 8, 2), 4: _A(16, 128, 8, 2)},
+            128: {0: _A(16, 128, 8, 2), 4: _A(64, 32, 8, 2)},
+            256: {0: _A(64, 32, 8, 1, split=True)},
         },
         "hip": {
-            64: (_A(32, 64, 4, 1),),
-            128: (_A(32, 64, 4, 1, split=True),),
-            256: (_A(32, 32, 4, 1, split=True),),
+            64: {0: _A(32, 64, 4, 1)},
+            128: {0: _A(32, 64, 4, 1, split=True)},
+            256: {0: _A(32, 32, 4, 1, split=True)},
         },
     },
     "dq": {
         "hopper": {
-            64: (_A(128, 128, 8, 3), _A(128, 128, 8, 3), _A(128, 64, 8, 2)),
-            128: (_A(128, 128, 8, 2), _A(128, 64, 8, 2), _A(128, 32, 8, 2)),
-            256: (_A(64, 64, 8, 2), _A(64, 32, 8, 2), _A(64, 16, 8, 2)),
+            64: {0: _A(128, 128, 8, 3), 3: _A(128, 64, 8, 2)},
+            128: {0: _A(128, 128, 8, 2), 1: _A(128, 64, 8, 2), 3: _A(128, 32, 8, 2)},
+            256: {0: _A(128, 32, 8, 2), 1: _A(128, 16, 8, 2), 3: _A(128, 16, 8, 2, tma=False)},
         },
         "blackwell": {
-            64: (_A(128, 64, 8, 2), _A(128, 64, 8, 2), _A(128, 32, 8, 2)),
-            128: (_A(128, 64, 8, 2), _A(128, 32, 8, 2)),
-            256: (_A(64, 32, 8, 2),),
+            64: {0: _A(128, 64, 8, 2), 2: _A(128, 32, 8, 2)},
+            128: {0: _A(128, 64, 8, 2), 1: _A(128, 32, 8, 2)},
+            256: {0: _A(64, 32, 8, 2), 1: _A(64, 32, 8, 1), 3: _A(64, 32, 8, 2)},
         },
         "ampere": {
-            64: (_A(128, 64, 8, 2), _A(128, 64, 8, 2), _A(64, 32, 8, 2)),
-            128: (_A(128, 64, 8, 2), _A(128, 32, 8, 2), _A(64, 32, 8, 2)),
-            256: (_A(64, 32, 8, 2), _A(64, 32, 8, 2), _A(64, 16, 8, 2)),
+            64: {0: _A(128, 64, 8, 2), 4: _A(128, 32, 8, 2)},
+            128: {0: _A(128, 64, 8, 2), 1: _A(128, 32, 8, 2), 4: _A(64, 64, 8, 2)},
+            256: {0: _A(32, 64, 8, 2)},
         },
         "small": {
-            64: (_A(128, 64, 8, 2), _A(128, 64, 8, 2), _A(64, 32, 8, 2)),
-            128: (_A(128, 64, 8, 2), _A(128, 32, 8, 2), _A(64, 32, 8, 2)),
-            256: (_A(64, 32, 8, 1), _A(64, 32, 8, 1), _A(64, 16, 8, 1)),
+            64: {0: _A(128, 64, 8, 2), 4: _A(128, 32, 8, 2)},
+            128: {0: _A(128, 32, 8, 2), 4: _A(64, 64, 8, 2)},
+            256: {0: _A(32, 64, 8, 1)},
         },
         "hip": {
-            64: (_A(64, 64, 4, 1), _A(64, 64, 4, 1), _A(64, 32, 4, 1)),
-            128: (_A(64, 32, 4, 1),),
-            256: (_A(32, 32, 4, 1),),
+            64: {0: _A(64, 64, 4, 1), 2: _A(64, 32, 4, 1)},
+            128: {0: _A(64, 32, 4, 1)},
+            256: {0: _A(32, 32, 4, 1)},
         },
     },
     "mask": {
-        "hopper": {64: (_A(64, 32, 4, 2),), 128: (_A(64, 64, 8, 2),), 256: (_A(64, 32, 8, 2),)},
-        "blackwell": {64: (_A(64, 32, 4, 2),), 128: (_A(64, 64, 8, 2),), 256: (_A(64, 32, 8, 2),)},
-        "ampere": {64: (_A(32, 32, 4, 2),), 128: (_A(16, 32, 4, 2),), 256: (_A(16, 32, 4, 2),)},
-        "small": {64: (_A(16, 32, 4, 2),), 128: (_A(16, 32, 4, 2),), 256: (_A(16, 16, 4, 1),)},
-        "hip": {64: (_A(32, 32, 4, 1),), 128: (_A(32, 32, 4, 1),), 256: (_A(16, 32, 4, 1),)},
+        "hopper": {
+            64: {0: _A(64, 32, 4, 2)},
+            128: {0: _A(64, 64, 8, 2)},
+            256: {0: _A(64, 32, 8, 2), 1: _A(64, 32, 8, 1), 3: _A(64, 32, 8, 2)},
+        },
+        "blackwell": {
+            64: {0: _A(64, 32, 4, 2)},
+            128: {0: _A(64, 64, 8, 2)},
+            256: {0: _A(64, 32, 8, 2), 1: _A(64, 32, 8, 1), 3: _A(64, 32, 8, 2)},
+        },
+        "ampere": {
+            64: {0: _A(64, 32, 4, 2)},
+            128: {0: _A(16, 32, 4, 2)},
+            256: {0: _A(16, 32, 4, 2)},
+        },
+        "small": {
+            64: {0: _A(16, 32, 4, 2)},
+            128: {0: _A(16, 32, 4, 2)},
+            256: {0: _A(16, 16, 4, 1)},
+        },
+        "hip": {
+            64: {0: _A(32, 32, 4, 1)},
+            128: {0: _A(32, 32, 4, 1)},
+            256: {0: _A(16, 32, 4, 1)},
+        },
     },
 }
 _INTERPRETED_ATTENTION = _A(16, 32, 4, 1)
 
 
-def burdens(call: AttentionCall) -> int:
-    """How much besides the products takes registers: 0, 1, or 2 for masks or two options."""
-    early = call.lengths is not None or call.cu_q is not None
+def burdens(call: AttentionCall, quantized: bool = False) -> int:
+    """How much besides the products takes registers: options, up to 2; 3 for masks.
+
+    4 for masks beside two options, and for quantized heads.
+    """
     shared = call.spec.num_heads != call.spec.num_kv_heads
-    things = (call.spec.dropout > 0.0, call.spec.softcap != 0.0, early, shared)
-    return 2 if call.masked else min(2, sum(things))
+    things = sum((call.spec.dropout > 0.0, call.spec.softcap != 0.0, _early(call), shared))
+    if quantized or (call.masked and things > 1):
+        return 4
+    return 3 if call.masked else min(2, things)
+
+
+def _early(call: AttentionCall) -> bool:
+    """Whether keys end before the tensor does: they are loaded through pointers."""
+    return call.lengths is not None or call.cu_q is not None
 
 
 def attention_tile(
@@ -353,11 +379,40 @@ def attention_tile(
 ) -> AttentionTile:
     """The tile of the kernel "fwd", "dkdv", "dq" or "mask", for heads up to `width` wide.
 
-    Quantized heads add one burden, or two where they are a tile's columns.
+    On Hopper half of one of 128 rows and 8 warps, if these are too few for every multiprocessor: a
+    thread has as much to hold, unless it loads keys through pointers. Elsewhere Triton divides
+    fewer rows among warps in another way.
     """
     if target.kind == "interpreter":
         return _INTERPRETED_ATTENTION
     tiles = ATTENTION_TILES[kernel][family(target)]
     fitting = tiles[next(w for w in tiles if width <= w)]
-    more = (2 if kernel == "dq" else 1) * quantized
-    return fitting[min(burdens(call) + more, len(fitting) - 1)]
+    tile = fitting[max(n for n in fitting if n <= burdens(call, quantized))]
+    by_keys, few = kernel == "dkdv", _programs(kernel, call, tile) < _wanted(target, call)
+    large = (tile.block_n if by_keys else tile.block_m, tile.warps) == (128, 8)
+    if few and large and family(target) == "hopper" and tile.tma and not _early(call):
+        half = replace(tile, warps=4)
+        return replace(half, block_n=64) if by_keys else replace(half, block_m=64)
+    return tile
+
+
+def group_parts(target: Target, call: AttentionCall, tile: AttentionTile) -> int:
+    """Among how many programs the query heads of a key head are divided, for dk and dv.
+
+    As few as give every multiprocessor enough: each part has float32 sums of its own in memory.
+    """
+    group = call.spec.num_heads // call.spec.num_kv_heads
+    parts = min(group, cdiv(_wanted(target, call), max(1, _programs("dkdv", call, tile))))
+    return cdiv(group, cdiv(group, parts))
+
+
+def _programs(kernel: str, call: AttentionCall, tile: AttentionTile) -> int:
+    """How many a kernel launches with a tile, if it does not divide groups."""
+    if kernel == "dkdv":
+        return cdiv(call.kv_len, tile.block_n) * call.batch * call.spec.num_kv_heads
+    return cdiv(call.q_len, tile.block_m) * call.batch * call.spec.num_heads
+
+
+def _wanted(target: Target, call: AttentionCall) -> int:
+    """Programs that keep a GPU busy: two a multiprocessor where long and short even out."""
+    return target.sms * (1 if call.spec.window == (-1, -1) else 2)

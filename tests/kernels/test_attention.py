@@ -250,6 +250,23 @@ def test_sizes(sizes, call, dtype):
     check(s, **CALLS[call](s))
 
 
+@pytest.mark.executed
+@pytest.mark.parametrize("parts", at([1, 2, 4, 5], [1, 2, 4], [2, 4]))
+@pytest.mark.parametrize("call", ["causal dropout", "bias of heads", "packed", "lengths"])
+def test_groups_divided_among_programs(call, parts, monkeypatch):
+    """Five query heads of a key head: parts are of as many, or the last has fewer, or none."""
+    monkeypatch.setattr(attention, "group_parts", lambda *_: parts)
+    s = Sizes(b=1, h=5, kv=1)
+    if call == "packed":
+        check_packed(s, "head and tail", "causal")
+    elif call == "lengths":
+        check(s, key_lengths=torch.tensor([s.n // 3], device=DEVICE))
+    else:
+        given, options = make(s), CALLS[call](s)
+        found = check(s, lambda *_: given, **options)
+        assert_bits(found.values(), run(ours, *given, options).values())
+
+
 # --- layouts
 
 

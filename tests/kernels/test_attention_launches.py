@@ -29,7 +29,8 @@ from fused_remat.formats import Quantized, QuantizedHeads, quantize
 from fused_remat.random import Uniform, site_keys
 from fused_remat.steps.attention import attention_bwd, attention_fwd
 from fused_remat.triton import attention
-from fused_remat.triton.tables import AttentionTile
+from fused_remat.triton.launch import Target
+from fused_remat.triton.tables import AttentionTile, attention_tile, group_parts
 
 pytestmark = pytest.mark.gpu
 F32, SMALL = torch.float32, AttentionTile(16, 16, 4, 1)
@@ -168,6 +169,29 @@ def test_descriptors_where_they_can_serve():
     assert not uses_descriptors(SQUARE, lengths=torch.tensor([3, 4], device=DEVICE))
 
 
+# --- tiles and parts that know how many programs there are
+
+
+@pytest.mark.parametrize(
+    "sizes, right, tiles, parts",
+    [  # (B, H, Hkv, S_q, S_k, E); the rows of dk's and dq's tiles; programs of a group
+        ((2, 16, 16, 2048, 2048, 128), 0, (128, 128), 1),
+        ((1, 8, 2, 2048, 2048, 128), 0, (64, 64), 4),
+        ((1, 14, 2, 4096, 4096, 128), 0, (64, 128), 3),
+        ((1, 8, 8, 2048, 2048, 128), -1, (64, 64), 1),
+        ((1, 9, 3, 2048, 2048, 128), -1, (64, 128), 2),
+        ((1, 71, 1, 128, 128, 64), -1, (64, 64), 36),
+    ],
+    ids=str,
+)
+def test_every_multiprocessor_has_programs(sizes, right, tiles, parts):
+    """Of 132: one each, or two where a window makes them unequal."""
+    call, hopper = call_of(sizes, right=right), Target("cuda", 90, 132)
+    by_keys, by_queries = (attention_tile(n, hopper, sizes[5], call) for n in ("dkdv", "dq"))
+    assert (by_keys.block_n, by_queries.block_m) == tiles
+    assert group_parts(hopper, call, by_keys) == parts
+
+
 # --- which keys a query sees
 
 
@@ -231,7 +255,7 @@ def test_long_sequences_beside_atens_flash(width, causal):
 
 CASES = {
     "causal": dict(right=0),
-    "shared key heads": dict(right=0, kv_heads=2),
+    "shared key heads": dict(right=0, kv_heads=1),
     "window and soft-cap": dict(left=7, right=2, softcap=2.0),
     "lengths": dict(lengths=torch.tensor([20, 11], device=DEVICE)),
     "packed sequences": dict.fromkeys(("cu_q", "cu_k"), torch.tensor([0, 13, 40], device=DEVICE)),
