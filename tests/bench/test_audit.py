@@ -21,7 +21,7 @@ from fused_remat.triton.tables import TILES, Tile
 
 ROOT = Path(__file__).resolve().parents[2]
 GOOD = {"default": True, "product": True, "spills": 0, "stack": 0, "shared": 1000,
-        "tensor_core": 4, "registers": 100}  # fmt: skip
+        "tensor_core": 4, "registers": 100, "repetition": 1.0, "loops": []}  # fmt: skip
 
 
 def reads_through_pointers(name):
@@ -79,8 +79,17 @@ def test_complaints():
     assert "over the limit" in audit.complaints(GOOD | {"shared": 240_000}, 90, None)[0]
     assert "no HGMMA" in audit.complaints(GOOD | {"tensor_core": 0}, 90, None)[0]
     assert "no HMMA" in audit.complaints(GOOD | {"tensor_core": 0}, 80, None)[0]
-    over = audit.complaints(GOOD, 90, {"registers": 99, "shared": 1000, "stack": 0})
-    assert over == ["registers 100 over its budget 99"]
+    assert "2 times" in audit.complaints(GOOD | {"repetition": 2.0}, 90, None)[0]
+    assert audit.complaints(GOOD | {"repetition": 2.0, "default": False}, 90, None) == []
+    loops = [{"tensor": 4, "share": 0.5, "spills": 3}, {"tensor": 0, "share": 0.0, "spills": 0}]
+    assert audit.complaints(GOOD | {"loops": loops}, 90, None) == ["3 spills in a hot loop"]
+    most = {"registers": 100, "shared": 1000, "stack": 0, "tensor_share": 51}
+    assert audit.complaints(GOOD, 90, most | {"registers": 99}) == [
+        "registers 100 over its budget 99"
+    ]
+    loops[0]["spills"] = 0
+    (said,) = audit.complaints(GOOD | {"loops": loops}, 90, most)
+    assert "50% of a loop" in said
 
 
 def test_budgets_see_the_worst_configuration_and_one_that_grows_below_it():
@@ -100,6 +109,9 @@ def test_budgets_see_the_worst_configuration_and_one_that_grows_below_it():
     assert "linear, default" in said and "350 registers" in said
     assert budgets.grown((large, uneven), "3", known) == [], "not all were compiled"
     assert budgets.over(large, known[default]) == []
+    loop = {"tensor": 1, "share": 0.8}
+    shares = (large | {"loops": [loop, loop | {"share": 0.6}]}, small | {"loops": [loop]}, large)
+    assert budgets.summed(shares, "3")[default]["tensor_share"] == 60
     said = budgets.over(row("linear new", 201), known[default])
     assert said == ["registers 201 over its budget 200"]
 
@@ -209,6 +221,14 @@ def test_what_a_launch_compiles_is_what_is_audited():
 def test_float32_products_use_no_tensor_cores_and_are_no_cases():
     names = {case.name for case in audit_cases.cases(audit_cases.target(90), audit.DTYPES["fp32"])}
     assert names and not any(name.split()[0] in TILES for name in names)
+
+
+def test_waves():
+    products = audit_cases.Products(audit_cases.target(90), audit.DTYPES["bf16"], True)
+    (launch,) = (products.launches("linear", Tile(128, 256, 64, 8, 3, parts=4))[n] for n in ["act"])
+    case = audit_cases.Case("linear act", launch, True, True)
+    assert audit.waves(case, 132) == 64 * 32 / 132, "132 programs visit all tiles"
+    assert audit.waves(audit_cases.Case("norm", launch, True, False), 2 * 132) == 0.5
 
 
 def test_occupancy():
