@@ -56,7 +56,7 @@ def read() -> dict[Key, Budget]:
     with BUDGETS.open(newline="") as file:
         rows = list(csv.DictReader(file, delimiter="\t"))
     return {
-        tuple(row[k] for k in _KEY): {k: int(row[k] or 0) for k in FIELDS[len(_KEY) :]}
+        tuple(row[k] for k in _KEY): {k: int(row.get(k) or 0) for k in FIELDS[len(_KEY) :]}
         for row in rows
     }
 

@@ -54,8 +54,8 @@ LOOP = listing(
     "SYNCS.PHASECHK.TRANS64.TRYWAIT P1, [UR6], R2",
     "@!P1 BRA 0xb0",
     "LDS.128 R4, [R5]",
-    "HGMMA.64x128x16.F32.BF16 R24, gdesc[UR12], R24",
-    "HGMMA.64x128x16.F32.BF16 R24, R8, gdesc[UR12], R24, gsb0",
+    "HGMMA.64x32x16.F32.BF16 R24, gdesc[UR12], R24",
+    "HGMMA.64x32x16.F32.BF16 R24, R8, gdesc[UR12], R24, gsb0",
     "WARPGROUP.DEPBAR.LE gsb0, 0x0",
     "MUFU.EX2 R3, R3",
     "STL [R1], R3",
@@ -74,13 +74,13 @@ def test_a_loop_its_clocks_and_what_bounds_it():
     assert [one.kind for one in body][1:6] == ["BRA", "LDS", "HGMMA", "HGMMA", "WARPGROUP"]
     row = machine_code.examine("", LOOP, 90, 8)
     (loop,) = row["loops"]
-    a_b, b = 2 * 16 * (64 + 128), 2 * 16 * 128  # the second takes its rows from registers
-    assert loop["tensor"] == 2 * 2 * 64 * 128 * 16 / 2048
+    a_b, b = 2 * 16 * (64 + 32), 2 * 16 * 32  # the second takes its rows from registers
+    assert loop["tensor"] == 2 * 2 * 64 * 32 * 16 / 2048
     assert loop["shared"] == (2 * (a_b + b) + 8 * 512) / 128
     assert (loop["special"], loop["issue"]) == (8 * 2, 2 * 11), "and the way back"
-    assert (loop["bound"], loop["share"]) == ("shared", 0.883)
+    assert (loop["bound"], loop["share"]) == ("shared", 0.667)
     assert (loop["waits"], loop["spills"], row["tail"]) == (1, 1, 2 * (14 - 11))
-    assert machine_code.tensor_share(row["loops"]) == 0.883
+    assert machine_code.tensor_share(row["loops"]) == 0.667
 
 
 def test_work_between_a_start_and_its_wait_overlaps():
