@@ -185,7 +185,8 @@ def _products(body: Sequence[Instruction], warps: int) -> Iterator[tuple[float, 
 def _shared(one: Instruction) -> int:
     """Bytes of shared memory that a warp reads or writes."""
     if one.kind in ("LDSM", "STSM"):
-        return 128 * int(one.name.rpartition(".")[2])
+        several = re.search(r"88\.(\d)", one.name)
+        return 128 * int(several[1]) if several else 128
     if one.kind in ("LDS", "STS", "LDGSTS"):
         width = re.search(r"\.(64|128)\b", one.name)
         return 4 * int(width[1]) if width else 128

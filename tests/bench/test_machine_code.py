@@ -94,6 +94,15 @@ def test_work_between_a_start_and_its_wait_overlaps():
             assert machine_code.waits(machine_code.instructions(lines)) == found, (started, left)
 
 
+def test_bytes_of_shared_memory():
+    for name, n in {
+        "LDS R1": 128, "LDS.64 R2": 256, "STS.128 [R1]": 512, "LDSM.16.M88 R1": 128,
+        "LDSM.16.MT88.4 R4": 512, "STSM.16.M88.2 [R1]": 256, "LDGSTS.E.BYPASS.128 [R1]": 512,
+    }.items():  # fmt: skip
+        (one,) = machine_code.instructions(listing(name))
+        assert machine_code.clocks([one], 90, 4)["shared"] == 4 * n / 128, name
+
+
 def test_instructions_of_other_tensor_cores():
     """A warp's (mma.sync), and a thread's, which a register describes (tcgen05)."""
     warps = machine_code.instructions(listing("HMMA.16816.F32.BF16 R4, R8, R2, R4"))
