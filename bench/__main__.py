@@ -20,6 +20,7 @@ COMMANDS = {
     "kernels": "bench.kernels.command",
     "layers": "bench.commands.layers",
     "model": "bench.commands.model",
+    "paper": "bench.commands.paper",
     "plan": "bench.commands.plan",
     "profile": "bench.commands.profile",
     "report": "bench.pages.command",

@@ -99,7 +99,7 @@ def digest(launch: Launch, arch: int) -> str:
     return hashlib.sha256(repr(given).encode()).hexdigest()[:32]
 
 
-def _dump(cubin: bytes, flag: str) -> str:
+def dump(cubin: bytes, flag: str) -> str:
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -143,8 +143,8 @@ def examine(case: audit_cases.Case, arch: int) -> dict[str, Any]:
     if not arch:
         return row | {"code": len(kernel.asm["hsaco"])}
     cubin = kernel.asm["cubin"]
-    usage = dict(re.findall(r"(\w+):(\d+)", _dump(cubin, "-res-usage").splitlines()[-1]))
-    sass = _dump(cubin, "-sass")
+    usage = dict(re.findall(r"(\w+):(\d+)", dump(cubin, "-res-usage").splitlines()[-1]))
+    sass = dump(cubin, "-sass")
     found = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z][A-Z0-9_]*)", sass, re.M)
     counts = {name: found.count(name) for name in _COUNTED}
     dots = re.findall(r"= (\w+\.\w*dot\w*) ", kernel.asm["ttgir"])
