@@ -301,7 +301,7 @@ def step_of(layer: str, width: int, tokens: int, way: str) -> list[Op]:
     how: dict[str, Any] = {"device": "meta", "dtype": torch.bfloat16}
     stock = way not in EXACT_PRESETS
     head = 64 if width < 1024 else 128
-    heads, rope = width // head, ()
+    heads, rope = width // head, tuple[Any, ...]()
     module: Any
     if layer == "encoder":
         module = nn.TransformerEncoderLayer(

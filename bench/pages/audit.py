@@ -59,12 +59,14 @@ def targets() -> str:
 
 
 def _bound(row: Row) -> str:
-    """Of a row's loop with the least share of tensor cores; and what is worth a word besides."""
-    loop = min(row["loops"], key=lambda loop: loop["share"])
-    said = [f"{loop['share']:.0%}", loop["bound"]]
-    said += [f"waits {loop['waits']}"] if loop["waits"] else []
-    said += [f"**×{row['repetition']:g}**"] if row["repetition"] > 1 else []
-    return " ".join(said)
+    """Of a row's best and worst loop with matrix work; and what is worth a word besides."""
+    loops = sorted((loop for loop in row["loops"] if loop["tensor"]), key=lambda x: -x["share"])
+    said = [f"{loop['share']:.0%} {loop['bound']}" for loop in (loops[0], loops[-1])]
+    worse = [] if said[0] == said[1] else [f"to {said[1]}"]
+    waits = sum(loop["waits"] for loop in loops)
+    more = [f"waits {waits}"] if waits else []
+    more += [f"**×{row['repetition']:g}**"] if row["repetition"] > 1 else []
+    return ", ".join([" ".join([said[0], *worse]), *more, f"{row['waves']:.1f}"])
 
 
 def bounds() -> str:
@@ -82,12 +84,9 @@ def bounds() -> str:
             by_target[row["target"]] = first, worst
         targets += [row["target"]] if row["target"] not in targets else []
     cells: list[list[Cell]] = [
-        [f"`{name}`", *(
-            f"{_bound(by[target][1])}, {by[target][1]['waves']:.1f}" if target in by else ""
-            for target in sorted(targets)
-        )]
+        [f"`{name}`", *(_bound(by[of][1]) if of in by else "" for of in sorted(targets))]
         for name, by in most.items()
-    ]  # fmt: skip
+    ]
     return markdown(("kernel", *sorted(targets)), cells)
 
 
