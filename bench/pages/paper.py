@@ -68,12 +68,12 @@ def targets(file: Path = FILE) -> str:
             value = ways[way]["us"] / ways[other]["us"]
             wanted = row["seq"] <= longest
             said.append(f"{value:.2f}" if value <= most or not wanted else f"**{value:.2f}**")
-        for what in ("flash_us", "floor_us"):
-            found = (ways["full"][what] / ways[other]["us"] for other in ("checkpoint", "eager"))
+        for what, pairs in (("flash_us", TARGETS), ("floor_us", TARGETS[1:])):
+            found = (ways[way][what] / ways[other]["us"] for way, other, *_ in pairs)
             said.append(", ".join(f"{value:.2f}" for value in found))
         name, above = next(iter(ways["full"]["above_us"].items()))
         said.append(f"`{name}` {above / 1e3:.2f} ms of {ways['full']['us'] / 1e3:.2f}")
         cells.append(said)
     goals = [f"{way}/{other}, at most {most:.2f}" for way, other, most, _ in TARGETS]
-    less = "full/checkpoint, full/eager with flash's attention", "of full's products alone"
+    less = "all three with flash's attention", "the last two of products alone"
     return markdown(("layer", "D", "S", *goals, *less, "most beyond products in full"), cells)
