@@ -6,11 +6,12 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from bench.audit import calibration, machine_code
 from bench.audit import cases as audit_cases
 from bench.audit import command as audit
-from bench.audit import machine_code
 from bench.audit.attention import launches_of, variants
 from bench.pages import audit as page
+from bench.tables import load
 from fused_remat.triton import attention
 from fused_remat.triton.tables import AttentionTile
 
@@ -155,3 +156,21 @@ def test_the_page_says_what_bounds_the_best_loop_and_the_worst(monkeypatch):
     assert page.bounds().splitlines()[2:] == [
         "| `attention_fwd` | 90% shared to 50% issue, waits 2, **×2**, 1.5 |"
     ]
+
+
+def test_few_warps_do_a_softmax_after_its_product():
+    units = {"tensor": 100, "shared": 120, "issue": 30, "integer": 20, "multiply": 0}
+    softmax, product = units | {"special": 50}, units | {"special": 0}
+    assert calibration.loop_clocks(softmax, 8) == 120 + 50
+    assert calibration.loop_clocks(softmax, 16) == calibration.loop_clocks(product, 8) == 120
+
+
+@pytest.mark.parametrize("index", [0, -1])
+def test_the_calibration_is_that_of_the_kernels_as_they_are(index):
+    """Renew it with `python -m bench calibrate` if a kernel's loop has changed."""
+    known = load(page.CALIBRATION)["rows"][index]
+    found = calibration.measured(calibration.PUBLISHED[index])
+    assert found["estimate"] == pytest.approx(known["estimate"], rel=0.05)
+    assert found | {"estimate": 0, "over": 0} == known | {
+        "estimate": 0, "over": 0, "sizes": tuple(known["sizes"]),
+    }  # fmt: skip
