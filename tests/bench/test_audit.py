@@ -71,7 +71,7 @@ def test_what_changes_a_compiled_kernel_changes_its_digest():
     assert audit.digest(products.launches("mlp_bwd", tiles[0])["gelu"], 80) in digests
 
 
-def test_complaints():
+def test_complaints(tmp_path, monkeypatch):
     assert audit.complaints(GOOD, 90, None) == []
     assert "spills" in audit.complaints(GOOD | {"spills": 2}, 90, None)[0]
     assert "spills" in audit.complaints(GOOD | {"stack": 8}, 90, None)[0]
@@ -79,7 +79,12 @@ def test_complaints():
     assert "over the limit" in audit.complaints(GOOD | {"shared": 240_000}, 90, None)[0]
     assert "no HGMMA" in audit.complaints(GOOD | {"tensor_core": 0}, 90, None)[0]
     assert "no HMMA" in audit.complaints(GOOD | {"tensor_core": 0}, 80, None)[0]
-    assert "2 times" in audit.complaints(GOOD | {"repetition": 2.0}, 90, None)[0]
+    repeats = GOOD | {"repetition": 2.0, "target": "sm_90 bf16", "name": "attention_fwd 64 causal"}
+    assert "2 times" in audit.complaints(repeats, 90, None)[0]
+    (tmp_path / "repeated.tsv").write_text("case\treason\nsm_* attention_fwd 64 *\tno tile fits\n")
+    monkeypatch.setattr(audit, "REPEATED", tmp_path / "repeated.tsv")
+    assert audit.complaints(repeats, 90, None) == []
+    assert audit.complaints(repeats | {"name": "attention_fwd 128"}, 90, None)
     assert audit.complaints(GOOD | {"repetition": 2.0, "default": False}, 90, None) == []
     loops = [{"tensor": 4, "share": 0.5, "spills": 3}, {"tensor": 0, "share": 0.0, "spills": 0}]
     assert audit.complaints(GOOD | {"loops": loops}, 90, None) == ["3 spills in a hot loop"]
