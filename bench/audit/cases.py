@@ -33,7 +33,9 @@ Named = Iterator[tuple[str, Launch]]
 UNEVEN = 1000  # not a multiple of any step along K, and rows not apart by multiples of 16 bytes
 
 #: Multiprocessors of a typical GPU of each architecture; 0 stands for gfx942.
-SMS = {80: 108, 86: 84, 89: 128, 90: 132, 100: 148, 103: 160, 120: 188, 0: 304}
+SMS = {
+    80: 108, 86: 84, 87: 16, 89: 128, 90: 132, 100: 148, 103: 148, 120: 188, 121: 48, 0: 304,
+}  # fmt: skip
 
 
 def target(arch: int) -> Target:

@@ -48,13 +48,14 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 # Architecture -> bytes of shared memory a block may have, a multiprocessor has, and its warps.
 LIMITS = {
-    80: (166912, 167936, 64), 86: (101376, 102400, 48), 89: (101376, 102400, 48),
-    90: (232448, 233472, 64), 100: (232448, 233472, 64), 103: (232448, 233472, 64),
-    120: (101376, 102400, 48),
+    80: (166912, 167936, 64), 86: (101376, 102400, 48), 87: (166912, 167936, 48),
+    89: (101376, 102400, 48), 90: (232448, 233472, 64), 100: (232448, 233472, 64),
+    103: (232448, 233472, 64), 120: (101376, 102400, 48), 121: (101376, 102400, 48),
 }  # fmt: skip
 # Architecture -> the instruction of its tensor cores that a 16-bit product should be made of.
 TENSOR_CORES = {
-    80: "HMMA", 86: "HMMA", 89: "HMMA", 90: "HGMMA", 100: "UTCHMMA", 103: "UTCHMMA", 120: "HMMA",
+    80: "HMMA", 86: "HMMA", 87: "HMMA", 89: "HMMA", 90: "HGMMA", 100: "UTCHMMA", 103: "UTCHMMA",
+    120: "HMMA", 121: "HMMA",
 }  # fmt: skip
 _COUNTED = ("HMMA", "HGMMA", "UTCHMMA", "UTMALDG", "LDL", "STL")
 

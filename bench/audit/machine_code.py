@@ -16,7 +16,9 @@ from typing import Any, NamedTuple
 
 #: Architecture -> fused multiply-adds of 16-bit tensor cores with float32 sums, in a clock of a
 #: multiprocessor; for 86, 89 and 120 those of professional GPUs, which GeForce halves.
-TENSOR_RATES = {80: 1024, 86: 512, 89: 512, 90: 2048, 100: 4096, 103: 4096, 120: 512}
+TENSOR_RATES = {
+    80: 1024, 86: 512, 87: 1024, 89: 512, 90: 2048, 100: 4096, 103: 4096, 120: 512, 121: 512,
+}  # fmt: skip
 #: Lanes a clock of the other units: special functions and conversions (on sm_103 twice as many);
 #: integers, comparisons and selections; products of integers, and on sm_80 all of floating point.
 LANES = {"special": 16, "integer": 64, "multiply": 64}
