@@ -87,8 +87,8 @@ losses: $(READY)  ## exact and 8-bit kept activations: 500 steps, 3 seeds, 2 mod
 	$(BIN)/python examples/compare_losses.py --out bench/results/losses-cpu.json
 	$(BIN)/python -m bench report
 
-audit: $(READY)  ## what the compiler makes of every kernel, for every GPU, without one: half an hour
-	$(BIN)/python -m bench audit --arch 80 89 90 100 120 gfx942 --dtype bf16 fp16 --check --out build/audit
+audit: $(READY)  ## what the compiler makes of every kernel, for every GPU, without one: most of an hour
+	$(BIN)/python -m bench audit --arch 80 86 89 90 100 103 120 gfx942 --dtype bf16 fp16 --check --out build/audit
 
 gpu:  ## on a machine with a GPU: its tests, then the GPU benchmark
 	status=0; $(PY) -m pytest -m gpu -p bench.gpu.outcomes || status=1; \

@@ -12,6 +12,7 @@ os.environ["KINETO_LOG_LEVEL"] = os.environ.get("KINETO_LOG_LEVEL", "99")
 #: Sub-command -> module with `main(arguments) -> exit status`; loaded only when it is asked for.
 COMMANDS = {
     "audit": "bench.audit.command",
+    "calibrate": "bench.audit.calibration",
     "counts": "bench.counts.command",
     "formats": "bench.commands.formats",
     "frontier": "bench.commands.frontier",
@@ -19,6 +20,7 @@ COMMANDS = {
     "kernels": "bench.kernels.command",
     "layers": "bench.commands.layers",
     "model": "bench.commands.model",
+    "paper": "bench.commands.paper",
     "plan": "bench.commands.plan",
     "profile": "bench.commands.profile",
     "report": "bench.pages.command",

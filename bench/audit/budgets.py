@@ -4,7 +4,9 @@
 norms fused into products), which take more and would hide what the first take. A row holds the most
 registers, shared memory and stack of its configurations: none may exceed the worst one. It also
 holds the registers of all of them added up: so one that grows below the worst is seen, where as
-many were compiled. `--write-budgets` replaces the rows of the targets and cases that it compiles.
+many were compiled. And the least share of the tensor cores in their hot loops, in percent, below
+which none may fall; 0 without such loops. `--write-budgets` replaces the rows of the targets and
+cases that it compiles.
 """
 
 from __future__ import annotations
@@ -14,11 +16,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.audit.machine_code import tensor_share
+
 BUDGETS = Path(__file__).with_name("budgets.tsv")
 _KEY = ("triton", "target", "kernel", "cases")
 _MOST = ("registers", "shared", "stack")
-#: Numbers of a row: its configurations, the most of each, and the registers of all.
-FIELDS = (*_KEY, "configurations", *_MOST, "all_registers")
+#: Numbers of a row: its configurations, the most of each, the registers of all, the least share.
+FIELDS = (*_KEY, "configurations", *_MOST, "all_registers", "tensor_share")
 Key = tuple[str, ...]
 Budget = dict[str, int]
 
@@ -39,14 +43,21 @@ def summed(rows: Iterable[Mapping[str, Any]], triton: str) -> dict[Key, Budget]:
             one |= {name: max(one[name], row[name]) for name in _MOST}
             one["configurations"] += 1
             one["all_registers"] += row["registers"]
+            if share := _percent(row):
+                one["tensor_share"] = min(one["tensor_share"] or share, share)
     return found
+
+
+def _percent(row: Mapping[str, Any]) -> int:
+    return int(100 * (tensor_share(row["loops"]) or 0))
 
 
 def read() -> dict[Key, Budget]:
     with BUDGETS.open(newline="") as file:
         rows = list(csv.DictReader(file, delimiter="\t"))
     return {
-        tuple(row[k] for k in _KEY): {k: int(row[k]) for k in FIELDS[len(_KEY) :]} for row in rows
+        tuple(row[k] for k in _KEY): {k: int(row.get(k) or 0) for k in FIELDS[len(_KEY) :]}
+        for row in rows
     }
 
 
@@ -65,7 +76,10 @@ def write(rows: Sequence[Mapping[str, Any]], triton: str) -> None:
 def over(row: Mapping[str, Any], budget: Budget | None) -> list[str]:
     if budget is None or "registers" not in row:
         return []
-    return [f"{n} {row[n]} over its budget {budget[n]}" for n in _MOST if row[n] > budget[n]]
+    found = [f"{n} {row[n]} over its budget {budget[n]}" for n in _MOST if row[n] > budget[n]]
+    if _percent(row) < budget["tensor_share"] and tensor_share(row["loops"]) is not None:
+        found.append(f"tensor cores {_percent(row)}% of a loop, at least {budget['tensor_share']}%")
+    return found
 
 
 def grown(

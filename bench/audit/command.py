@@ -1,21 +1,25 @@
 """What the compiler makes of every kernel, without a GPU: `python -m bench audit --arch 90`.
 
 Registers, spills, shared memory, occupancy, tensor-core instructions, TMA and code size of each
-kernel in each configuration it can launch with, as a table and as JSON. `--check` fails on a spill
-in a default configuration, on shared memory over the limit, on a 16-bit product without tensor
-cores, and on what exceeds its budget in `bench/audit/budgets.tsv`. `--reuse FILE` takes from an
-earlier run's JSON what would be compiled from the same source with the same compiler.
+kernel in each configuration it can launch with, as a table and as JSON; and what
+`bench.audit.machine_code` reads of its products and loops. `--check` fails, in a default
+configuration, on a spill, and on products that warps repeat without a row in `repeated.tsv`; on
+shared memory over the limit, on a 16-bit product without tensor cores, and on what exceeds its
+budget in `bench/audit/budgets.tsv` or leaves the tensor cores idle for longer. `--reuse FILE` takes
+from an earlier run's JSON what would be compiled from the same source with the same compiler.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import fnmatch
 import functools
 import hashlib
 import importlib
 import itertools
 import json
+import math
 import multiprocessing
 import os
 import pkgutil
@@ -34,9 +38,10 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
 import fused_remat.kernels
-from bench.audit import budgets
+from bench.audit import budgets, machine_code
 from bench.audit import cases as audit_cases
 from fused_remat.triton.launch import INTERPRETED, Launch
+from fused_remat.triton.tables import TILES
 
 ARCHES = {str(arch or "gfx942"): arch for arch in audit_cases.SMS}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -96,7 +101,7 @@ def digest(launch: Launch, arch: int) -> str:
     return hashlib.sha256(repr(given).encode()).hexdigest()[:32]
 
 
-def _dump(cubin: bytes, flag: str) -> str:
+def dump(cubin: bytes, flag: str) -> str:
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -107,12 +112,29 @@ def _dump(cubin: bytes, flag: str) -> str:
     return done.stdout
 
 
-def occupancy(registers: int, shared: int, warps: int, arch: int) -> float:
-    """Warps that a multiprocessor holds of those it could."""
+def blocks(registers: int, shared: int, warps: int, arch: int) -> int:
+    """How many blocks a multiprocessor holds."""
     _, per_sm, most = LIMITS[arch]
     granted = -(-max(registers, 1) // 8) * 8 * 32  # a warp's, in steps of 8 a thread
-    blocks = min(65536 // (granted * warps), per_sm // (shared + 1024), most // warps, 32)
-    return blocks * warps / most
+    return min(65536 // (granted * warps), per_sm // (shared + 1024), most // warps, 32)
+
+
+def occupancy(registers: int, shared: int, warps: int, arch: int) -> float:
+    """Warps that a multiprocessor holds of those it could."""
+    return blocks(registers, shared, warps, arch) * warps / LIMITS[arch][2]
+
+
+def waves(case: audit_cases.Case, resident: int) -> float:
+    """How often the programs of the case fill a GPU that holds so many at once.
+
+    A persistent kernel's programs do more than one tile each: then its tiles count.
+    """
+    programs, named = math.prod(case.launch.grid), case.launch.constants
+    if case.name.split(" ")[0] not in TILES:
+        return programs / resident
+    rows, columns = audit_cases.ROWS, audit_cases.PRODUCT[1]
+    tiles = -(-rows // named["BLOCK_M"]) * -(-columns // named["BLOCK_N"])
+    return tiles / (programs if tiles > programs else resident)
 
 
 def examine(case: audit_cases.Case, arch: int) -> dict[str, Any]:
@@ -123,12 +145,13 @@ def examine(case: audit_cases.Case, arch: int) -> dict[str, Any]:
     if not arch:
         return row | {"code": len(kernel.asm["hsaco"])}
     cubin = kernel.asm["cubin"]
-    usage = dict(re.findall(r"(\w+):(\d+)", _dump(cubin, "-res-usage").splitlines()[-1]))
-    sass = _dump(cubin, "-sass")
+    usage = dict(re.findall(r"(\w+):(\d+)", dump(cubin, "-res-usage").splitlines()[-1]))
+    sass = dump(cubin, "-sass")
     found = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z][A-Z0-9_]*)", sass, re.M)
     counts = {name: found.count(name) for name in _COUNTED}
     dots = re.findall(r"= (\w+\.\w*dot\w*) ", kernel.asm["ttgir"])
     registers, warps = int(usage["REG"]), kernel.metadata.num_warps
+    fitting = blocks(registers, row["shared"], warps, arch)
     return row | {
         "registers": registers,
         "stack": int(usage["STACK"]),
@@ -139,7 +162,18 @@ def examine(case: audit_cases.Case, arch: int) -> dict[str, Any]:
         "tma": counts["UTMALDG"],
         "dots": dict(Counter(dot for dot in dots if not dot.endswith("_wait"))),
         "code": 16 * len(found),
+        "waves": round(waves(case, max(1, fitting) * audit_cases.SMS[arch]), 2),
+        **machine_code.examine(kernel.asm["ttgir"], sass, arch, warps),
     }
+
+
+#: Products that warps repeat all the same: target and case, with * for any letters; and why.
+REPEATED = Path(__file__).with_name("repeated.tsv")
+
+
+def _excused(row: Mapping[str, Any]) -> bool:
+    cases = (line.split("\t")[0] for line in REPEATED.read_text().splitlines()[1:])
+    return any(fnmatch.fnmatchcase(f"{row['target']} {row['name']}", case) for case in cases)
 
 
 def complaints(row: Mapping[str, Any], arch: int, budget: budgets.Budget | None) -> list[str]:
@@ -152,6 +186,10 @@ def complaints(row: Mapping[str, Any], arch: int, budget: budgets.Budget | None)
         found.append(f"shared memory {row['shared']} over the limit {LIMITS[arch][0]}")
     if row["product"] and not row["tensor_core"]:
         found.append(f"no {TENSOR_CORES[arch]} in a product")
+    if row["default"] and row["repetition"] > 1 and not _excused(row):
+        found.append(f"warps compute a product {row['repetition']:g} times")
+    if row["default"] and (spilled := sum(loop["spills"] for loop in row["loops"] or ())):
+        found.append(f"{spilled} spills in a hot loop")
     return found + budgets.over(row, budget)
 
 
@@ -160,8 +198,24 @@ def _line(row: Mapping[str, Any]) -> str:
         return f"{row['name']:<58} shared {row['shared']:>6}  code {row['code']}"
     return (
         f"{row['name']:<58} {row['registers']:>4} {row['stack']:>6} {row['shared']:>7} "
-        f"{row['occupancy']:>5.0%} {row['tensor_core']:>6} {row['tma']:>4} {row['code']:>7}"
+        f"{row['occupancy']:>5.0%} {row['tensor_core']:>6} {row['tma']:>4} {row['code']:>7} "
+        f"{_bounds(row)}"
     )
+
+
+def _bounds(row: Mapping[str, Any]) -> str:
+    """Repetition, waves, waits in hot loops, and what bounds each of these: the tensor cores' share
+    of its clocks."""
+    loops = row["loops"] or ()
+    found = " ".join(f"{loop['share']:.0%} {loop['bound']}" for loop in loops)
+    waits = sum(loop["waits"] for loop in loops)
+    return f"{row['repetition']:>4g} {row['waves']:>6} {waits:>3}  {found}"
+
+
+def _as_json(rows: Sequence[Mapping[str, Any]]) -> str:
+    """With a line for each row."""
+    made = json.dumps({"triton": triton.__version__, "torch": torch.__version__, "rows": []})
+    return made.removesuffix("]}") + "\n" + ",\n".join(map(json.dumps, rows)) + "\n]}\n"
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -220,7 +274,7 @@ def main(arguments: Sequence[str]) -> int:
     known = {} if options.write_budgets else budgets.read()
     if not (options.write_budgets or any(key[0] == triton.__version__ for key in known)):
         print(f"no budgets for Triton {triton.__version__}: spills, memory, tensor cores only")
-    print(f"{'':<70}  reg  stack  shared  occ. tensor  TMA    code")
+    print(f"{'':<70}  reg  stack  shared  occ. tensor  TMA    code rep.  waves wait  loops")
     work = [
         (arch, dtype, index)
         for arch, dtype in itertools.product(options.arch, options.dtype)
@@ -229,7 +283,8 @@ def main(arguments: Sequence[str]) -> int:
     ]
     rows, wrong = [], []
     reused = json.loads(options.reuse.read_text())["rows"] if options.reuse is not None else []
-    by_digest = {row.get("digest"): row for row in reused}
+    # Of rows written before their loops were read, nothing holds.
+    by_digest = {r.get("digest"): r for r in reused if "loops" in r or "registers" not in r}
     for (arch, _, _), row in zip(work, _rows(work, by_digest, options.jobs), strict=True):
         rows.append(row)
         print(f"{row['target']:<12}{_line(row)}", flush=True)
@@ -237,8 +292,7 @@ def main(arguments: Sequence[str]) -> int:
         wrong += [f"{row['target']}: {row['name']}: {c}" for c in complaints(row, arch, budget)]
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
-        made = {"triton": triton.__version__, "torch": torch.__version__, "rows": rows}
-        (options.out / "audit.json").write_text(json.dumps(made, indent=1) + "\n")
+        (options.out / "audit.json").write_text(_as_json(rows))
     if options.write_budgets:
         budgets.write(rows, triton.__version__)
     else:

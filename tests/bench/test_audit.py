@@ -22,7 +22,7 @@ from fused_remat.triton.tables import TILES, Tile
 
 ROOT = Path(__file__).resolve().parents[2]
 GOOD = {"default": True, "product": True, "spills": 0, "stack": 0, "shared": 1000,
-        "tensor_core": 4, "registers": 100}  # fmt: skip
+        "tensor_core": 4, "registers": 100, "repetition": 1.0, "loops": []}  # fmt: skip
 
 
 def reads_through_pointers(name):
@@ -73,7 +73,7 @@ def test_what_changes_a_compiled_kernel_changes_its_digest():
     assert audit.digest(products.launches("mlp_bwd", tiles[0])["gelu"], 80) in digests
 
 
-def test_complaints():
+def test_complaints(tmp_path, monkeypatch):
     assert audit.complaints(GOOD, 90, None) == []
     assert "spills" in audit.complaints(GOOD | {"spills": 2}, 90, None)[0]
     assert "spills" in audit.complaints(GOOD | {"stack": 8}, 90, None)[0]
@@ -81,8 +81,22 @@ def test_complaints():
     assert "over the limit" in audit.complaints(GOOD | {"shared": 240_000}, 90, None)[0]
     assert "no HGMMA" in audit.complaints(GOOD | {"tensor_core": 0}, 90, None)[0]
     assert "no HMMA" in audit.complaints(GOOD | {"tensor_core": 0}, 80, None)[0]
-    over = audit.complaints(GOOD, 90, {"registers": 99, "shared": 1000, "stack": 0})
-    assert over == ["registers 100 over its budget 99"]
+    repeats = GOOD | {"repetition": 2.0, "target": "sm_90 bf16", "name": "attention_fwd 64 causal"}
+    assert "2 times" in audit.complaints(repeats, 90, None)[0]
+    (tmp_path / "repeated.tsv").write_text("case\treason\nsm_* attention_fwd 64 *\tno tile fits\n")
+    monkeypatch.setattr(audit, "REPEATED", tmp_path / "repeated.tsv")
+    assert audit.complaints(repeats, 90, None) == []
+    assert audit.complaints(repeats | {"name": "attention_fwd 128"}, 90, None)
+    assert audit.complaints(GOOD | {"repetition": 2.0, "default": False}, 90, None) == []
+    loops = [{"tensor": 4, "share": 0.5, "spills": 3}, {"tensor": 0, "share": 0.0, "spills": 0}]
+    assert audit.complaints(GOOD | {"loops": loops}, 90, None) == ["3 spills in a hot loop"]
+    most = {"registers": 100, "shared": 1000, "stack": 0, "tensor_share": 51}
+    assert audit.complaints(GOOD, 90, most | {"registers": 99}) == [
+        "registers 100 over its budget 99"
+    ]
+    loops[0]["spills"] = 0
+    (said,) = audit.complaints(GOOD | {"loops": loops}, 90, most)
+    assert "50% of a loop" in said
 
 
 def test_budgets_see_the_worst_configuration_and_one_that_grows_below_it():
@@ -102,6 +116,9 @@ def test_budgets_see_the_worst_configuration_and_one_that_grows_below_it():
     assert "linear, default" in said and "350 registers" in said
     assert budgets.grown((large, uneven), "3", known) == [], "not all were compiled"
     assert budgets.over(large, known[default]) == []
+    loop = {"tensor": 1, "share": 0.8}
+    shares = (large | {"loops": [loop, loop | {"share": 0.6}]}, small | {"loops": [loop]}, large)
+    assert budgets.summed(shares, "3")[default]["tensor_share"] == 60
     said = budgets.over(row("linear new", 201), known[default])
     assert said == ["registers 201 over its budget 200"]
 
@@ -111,7 +128,7 @@ def test_every_kernel_has_a_budget_on_every_target(rows):
     triton = json.loads(AUDIT.read_text())["triton"]
     assert {budgets.key_of(row, triton) for row in rows} <= known.keys()
     targets = {target for version, target, *_ in known if version == triton}
-    assert targets == {f"sm_{arch} bf16" for arch in (80, 89, 90, 100, 120)}
+    assert targets == {f"sm_{arch} bf16" for arch in (80, 86, 89, 90, 100, 103, 120)}
 
 
 def groups_of(values):
@@ -211,6 +228,14 @@ def test_what_a_launch_compiles_is_what_is_audited():
 def test_float32_products_use_no_tensor_cores_and_are_no_cases():
     names = {case.name for case in audit_cases.cases(audit_cases.target(90), audit.DTYPES["fp32"])}
     assert names and not any(name.split()[0] in TILES for name in names)
+
+
+def test_waves():
+    products = audit_cases.Products(audit_cases.target(90), audit.DTYPES["bf16"], True)
+    (launch,) = (products.launches("linear", Tile(128, 256, 64, 8, 3, parts=4))[n] for n in ["act"])
+    case = audit_cases.Case("linear act", launch, True, True)
+    assert audit.waves(case, 132) == 64 * 32 / 132, "132 programs visit all tiles"
+    assert audit.waves(audit_cases.Case("norm", launch, True, False), 2 * 132) == 0.5
 
 
 def test_occupancy():

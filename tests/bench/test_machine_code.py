@@ -1,0 +1,176 @@
+"""What is read of TTGIR and SASS: on small texts, and on two real kernels."""
+
+import re
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from bench.audit import calibration, machine_code
+from bench.audit import cases as audit_cases
+from bench.audit import command as audit
+from bench.audit.attention import launches_of, variants
+from bench.pages import audit as page
+from bench.tables import load
+from fused_remat.triton import attention
+from fused_remat.triton.tables import AttentionTile
+
+LAYOUTS = """
+#mma = #ttg.nvidia_mma<{{versionMajor = {}, versionMinor = 0, warpsPerCTA = {}, instrShape = {}}}>
+%a = {} %x, %y, %z : tensor<64x64xbf16, #b> * tensor<64x64xbf16, #b> -> tensor<64x64xf32, #mma> loc
+"""
+WARPGROUP, WARPS = "ttng.warp_group_dot", "tt.dot"
+
+
+@pytest.mark.parametrize(
+    ("version", "warps", "shape", "dot", "times"),
+    [
+        (3, [4, 1], [16, 64, 16], WARPGROUP, 1),
+        (3, [8, 1], [16, 64, 16], WARPGROUP, 2),
+        (3, [4, 2], [16, 32, 16], WARPGROUP, 1),
+        (3, [8, 2], [16, 64, 16], WARPGROUP, 4),
+        (2, [4, 2], [16, 8], WARPS, 1),
+        (2, [1, 4, 2], [1, 16, 8], WARPS, 1),
+        (2, [8, 1], [16, 8], WARPS, 2),
+        (2, [1, 16], [16, 8], WARPS, 2),
+    ],
+)
+def test_warps_that_cover_a_tile_more_than_once_repeat_it(version, warps, shape, dot, times):
+    assert machine_code.repetition(LAYOUTS.format(version, warps, shape, dot)) == times
+
+
+def test_a_product_of_one_thread_repeats_nothing():
+    memory = "!ttg.memdesc<64x64xf32, #tmem>"
+    assert machine_code.repetition(f"ttng.tc_gen5_mma %a, %b, %d : {memory}") == 1
+
+
+def listing(*lines):
+    """SASS of instructions 16 bytes apart."""
+    code = (f"        /*{16 * i:04x}*/    {line} ;  /* 0x0 */" for i, line in enumerate(lines))
+    return "\n".join(["		Function : kernel", *code])
+
+
+#: A loop from 0x10 to 0x90 whose wait tries again at 0xb0; and a loop of loads around it.
+LOOP = listing(
+    "LDG.E R1, [R2.64]",
+    "SYNCS.PHASECHK.TRANS64.TRYWAIT P1, [UR6], R2",
+    "@!P1 BRA 0xb0",
+    "LDS.128 R4, [R5]",
+    "HGMMA.64x32x16.F32.BF16 R24, gdesc[UR12], R24",
+    "HGMMA.64x32x16.F32.BF16 R24, R8, gdesc[UR12], R24, gsb0",
+    "WARPGROUP.DEPBAR.LE gsb0, 0x0",
+    "MUFU.EX2 R3, R3",
+    "STL [R1], R3",
+    "@P0 BRA 0x10",
+    "@P2 BRA 0x0",
+    "SYNCS.PHASECHK.TRANS64.TRYWAIT P1, [UR6], R2",
+    "@!P1 BRA 0xb0",
+    "BRA 0x30",
+)
+
+
+def test_a_loop_its_clocks_and_what_bounds_it():
+    """Of the innermost one; the block out of line that tries again ends no loop."""
+    code = machine_code.instructions(LOOP)
+    (body,) = machine_code.loops(code)
+    assert [one.kind for one in body][1:6] == ["BRA", "LDS", "HGMMA", "HGMMA", "WARPGROUP"]
+    row = machine_code.examine("", LOOP, 90, 8)
+    (loop,) = row["loops"]
+    a_b, b = 2 * 16 * (64 + 32), 2 * 16 * 32  # the second takes its rows from registers
+    assert loop["tensor"] == 2 * 2 * 64 * 32 * 16 / 2048
+    assert loop["shared"] == (2 * (a_b + b) + 8 * 512) / 128
+    assert (loop["special"], loop["issue"]) == (8 * 2, 2 * 11), "and the way back"
+    assert (loop["bound"], loop["share"]) == ("shared", 0.667)
+    assert (loop["waits"], loop["spills"], row["tail"]) == (1, 1, 2 * (14 - 11))
+    assert machine_code.tensor_share(row["loops"]) == 0.667
+
+
+def test_work_between_a_start_and_its_wait_overlaps():
+    beside = ["FFMA R1, R2, R3, R4"] * 20
+    for started, waited in (
+        ("HGMMA.64x128x16.F32.BF16 R24, R8, gdesc[UR12], R24", "WARPGROUP.DEPBAR.LE gsb0, {}"),
+        ("LDGSTS.E.128 [R1], [R2.64]", "DEPBAR.LE SB0, {}"),
+    ):
+        for between, left, found in (([], "0x0", 1), ([], "0x1", 0), (beside, "0x0", 0)):
+            lines = listing(started, *between, waited.format(left))
+            assert machine_code.waits(machine_code.instructions(lines)) == found, (started, left)
+
+
+def test_bytes_of_shared_memory():
+    for name, n in {
+        "LDS R1": 128, "LDS.64 R2": 256, "STS.128 [R1]": 512, "LDSM.16.M88 R1": 128,
+        "LDSM.16.MT88.4 R4": 512, "STSM.16.M88.2 [R1]": 256, "LDGSTS.E.BYPASS.128 [R1]": 512,
+    }.items():  # fmt: skip
+        (one,) = machine_code.instructions(listing(name))
+        assert machine_code.clocks([one], 90, 4)["shared"] == 4 * n / 128, name
+
+
+def test_instructions_of_other_tensor_cores():
+    """A warp's (mma.sync), and a thread's, which a register describes (tcgen05)."""
+    warps = machine_code.instructions(listing("HMMA.16816.F32.BF16 R4, R8, R2, R4"))
+    assert machine_code.clocks(warps, 80, 4)["tensor"] == 4 * 16 * 8 * 16 / 1024
+    described = ["UMOV UR39, 0x8400490", "UTCHMMA gdesc[UR2], gdesc[UR4], tmem[UR6], idesc[UR39]"]
+    found = machine_code.clocks(machine_code.instructions(listing(*described)), 100, 4)
+    assert found["tensor"] == 128 * 256 * 16 / 4096
+    assert found["shared"] == 2 * 16 * (128 + 256) / 128
+
+
+def test_specialized_warps_are_not_read():
+    row = machine_code.examine("ttg.warp_specialize(%a)", LOOP, 90, 8)
+    assert row == {"repetition": 1, "loops": None, "tail": None}
+    assert machine_code.tensor_share(None) is None
+
+
+@pytest.mark.parametrize(("block_n", "times"), [(64, 2), (128, 1)])
+def test_a_real_kernel_that_repeats_and_one_that_does_not(block_n, times, monkeypatch):
+    """dk and dv: two warpgroups on 64 keys both compute the scores of all of them."""
+    tile = AttentionTile(64, block_n, 8, 2)
+    monkeypatch.setattr(attention, "attention_tile", lambda *_, **__: tile)
+    dtype, at = audit.DTYPES["bf16"], audit_cases.target(90)
+    launches = dict(launches_of(64, variants(dtype)["causal"], at, dtype))
+    case = audit_cases.Case("dkdv", launches["attention_dkdv_bwd"], True, True)
+    row = audit.examine(case, 90) | {"target": "sm_90 bf16"}
+    assert row["repetition"] == times
+    assert any("2 times" in said for said in audit.complaints(row, 90, None)) == (times == 2)
+    assert all(re.search("tensor|shared|issue", loop["bound"]) for loop in row["loops"])
+    assert all(0.3 < loop["share"] <= 1 and not loop["spills"] for loop in row["loops"])
+
+
+def test_the_page_says_what_bounds_the_best_loop_and_the_worst(monkeypatch):
+    units = {"tensor": 9, "waits": 1}
+    loops = [
+        units | {"share": share, "bound": bound}
+        for share, bound in ((0.9, "shared"), (0.5, "issue"))
+    ]
+    row = {
+        "target": "sm_90 bf16",
+        "default": True,
+        "product": True,
+        "repetition": 2.0,
+        "waves": 1.5,
+    }
+    rows = [row | {"name": "attention_fwd 64 causal 128x128 w8 s3", "loops": loops},
+            row | {"name": "attention_fwd 64 causal 64x64 w8 s3", "loops": loops[1:]},
+            row | {"name": "act_fwd gelu", "product": False, "loops": []}]  # fmt: skip
+    monkeypatch.setattr(page, "load", lambda file: {"rows": rows if file == page.AUDIT else []})
+    assert page.bounds().splitlines()[2:] == [
+        "| `attention_fwd` | 90% shared to 50% issue, waits 2, **×2**, 1.5 |"
+    ]
+
+
+def test_few_warps_do_a_softmax_after_its_product():
+    units = {"tensor": 100, "shared": 120, "issue": 30, "integer": 20, "multiply": 0}
+    softmax, product = units | {"special": 50}, units | {"special": 0}
+    assert calibration.loop_clocks(softmax, 8) == 120 + 50
+    assert calibration.loop_clocks(softmax, 16) == calibration.loop_clocks(product, 8) == 120
+
+
+@pytest.mark.parametrize("index", [0, -1])
+def test_the_calibration_is_that_of_the_kernels_as_they_are(index):
+    """Renew it with `python -m bench calibrate` if a kernel's loop has changed."""
+    known = load(page.CALIBRATION)["rows"][index]
+    found = calibration.measured(calibration.PUBLISHED[index])
+    assert found["estimate"] == pytest.approx(known["estimate"], rel=0.05)
+    assert found | {"estimate": 0, "over": 0} == known | {
+        "estimate": 0, "over": 0, "sizes": tuple(known["sizes"]),
+    }  # fmt: skip
