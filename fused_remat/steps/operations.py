@@ -38,6 +38,10 @@ class FusedRematWarning(UserWarning):
     """Warns that a slower implementation was used than requested, and why."""
 
 
+class Fault(RuntimeError):
+    """A kernel cannot be compiled or loaded, and nothing was written yet."""
+
+
 def warn(message: str) -> None:
     """Warn at the user's line."""
     warnings.warn(f"fused_remat: {message}", FusedRematWarning, stacklevel=user_stacklevel())

@@ -26,10 +26,12 @@ from fused_remat.kernels.mlp import (
 from fused_remat.random import DropoutMask
 from fused_remat.steps import fused, linear
 from fused_remat.steps.linear import Affine
+from fused_remat.steps.norm import shifted
 from fused_remat.steps.operations import faster
 from fused_remat.steps.storage import QuantizeCall, quantize
 from fused_remat.triton import norm as norms
 from fused_remat.triton import storage, tables
+from fused_remat.triton.frozen import run
 from fused_remat.triton.launch import (
     INTERPRETED,
     Launch,
@@ -68,11 +70,11 @@ def linear_fwd_triton(x, weight, bias, residual=None, mask=None, out=None):
     target = target_of(x.device)
     if family(target) in tables.LINEAR_END_IN_KERNEL:
         y = x.new_empty((x.shape[0], weight.shape[0])) if out is None else out
-        linear_fwd(x, weight, bias, residual, mask, None, None, y, target).run()
+        run(linear_fwd, x, weight, bias, residual, mask, None, None, y, target)
         return y
     z = F.linear(x, weight, bias)
     y = z if out is None else out
-    dropout_add_fwd(z, residual, mask, y).run()
+    run(dropout_add_fwd, z, residual, mask, y)
     return y
 
 
@@ -109,11 +111,9 @@ def mlp_up_fwd_triton(act, x, gate, up, mask, kept, storages):
     pres, quantized = zip(*made, strict=True)
     if gate is None:
         given = x, up[0], up[1], None, mask, act, pres[0], y, target
-        launch = linear_fwd(*given, quantized=quantized[0])
+        run(linear_fwd, *given, None, None, quantized[0])
     else:
-        weights = gate[0], gate[1], up[0], up[1]
-        launch = gated_mlp_fwd(x, *weights, mask, act, y, target, pres=pres, quantized=quantized)
-    launch.run()
+        run(gated_mlp_fwd, x, *gate, *up, mask, act, y, target, None, pres, quantized)
     parts = [_parts_of(*pair) for pair in zip(made, storages, strict=True)]
     return y, tuple([p if k else None for p, k in zip(pres, kept, strict=True)]), tuple(parts)
 
@@ -158,14 +158,14 @@ def mlp_bwd_triton(act, dy, x, gate, up, down, mask, needs_act):
     if family(target) not in tables.MLP_BWD_IN_ONE:
         dgate, pre = None if gate is None else F.linear(x, *gate), F.linear(x, *up)
         y = pre if needs_act else None  # in place, like dgate
-        linear_act_bwd(dy, down, dgate, pre, mask, act, y, dgate, dup, target).run()
+        run(linear_act_bwd, dy, down, dgate, pre, mask, act, y, dgate, dup, target)
         return y, dgate, dup
     y = torch.empty_like(dup) if needs_act else None
     if gate is None:
-        mlp_bwd(x, (up,), dy, down, mask, act, y, (dup,), target).run()
+        run(mlp_bwd, x, (up,), dy, down, mask, act, y, (dup,), target)
         return y, None, dup
     dgate = torch.empty_like(dup)
-    mlp_bwd(x, (gate, up), dy, down, mask, act, y, (dgate, dup), target).run()
+    run(mlp_bwd, x, (gate, up), dy, down, mask, act, y, (dgate, dup), target)
     return y, dgate, dup
 
 
@@ -188,9 +188,8 @@ def linear_norm_fwd_triton(x, weight, bias, residual, mask, spec, norm_weight, n
         total = torch.empty(product.shape, dtype=residual.dtype, device=product.device)
     y = torch.empty_like(total) if out is None else out
     stats = norms.new_stats(spec.kind, total)
-    norms.norm_fwd(
-        spec, product, residual, mask, norm_weight, norm_bias, total, y, stats, False
-    ).run()
+    affine = shifted(norm_weight, spec.offset), norm_bias
+    run(norms.norm_fwd, spec, product, residual, mask, *affine, total, y, stats, False)
     return (total, y, *stats)
 
 
@@ -383,7 +382,8 @@ def launch_over(
         "tf32" if fast else "ieee",
     )  # fmt: skip
     programs = min(tiles, target.sms * (8 // tile.warps)) if persistent else tiles
-    return Launch(kernel, (programs,), args, constants, tile.warps, tile.stages, y.device)
+    how = tile.warps, tile.stages, y.device
+    return Launch(kernel, (programs,), args, constants, *how, fixed=y.dtype != torch.float32)
 
 
 def described(target: Target, *matrices: _Tiled) -> tuple[tuple[Any, ...], tuple[int, ...], bool]:
