@@ -130,7 +130,7 @@ class _Calls(TorchDispatchMode):
 
 
 def _step(layer: str, way: str) -> Callable[[], None]:
-    """Forward and backward; gradients are not accumulated."""
+    """Forward and backward, and gradients dropped."""
     from fused_remat import FusedRematCausalLayer, FusedRematLayer
     from fused_remat.layers.plain_causal import CausalLayer
 
@@ -156,8 +156,9 @@ def _step(layer: str, way: str) -> Callable[[], None]:
     wanted = [x, *module.parameters()]
 
     def step() -> None:
-        y: Tensor = module(x, *rope)
-        torch.autograd.grad(y, wanted, dy)
+        module(x, *rope).backward(dy)
+        for tensor in wanted:
+            tensor.grad = None
 
     return step
 

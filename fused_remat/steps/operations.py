@@ -62,6 +62,11 @@ def user_stacklevel() -> int:
     return level
 
 
+def always(key: Any) -> str | None:
+    """The `why_not` of what always can."""
+    return None
+
+
 @dataclass(frozen=True, eq=False)
 class Faster:
     """An implementation of an operation for one backend.
@@ -117,7 +122,7 @@ def faster(
     backend: str,
     *,
     says: Says,
-    why_not: Callable[[Any], str | None] = lambda key: None,
+    why_not: Callable[[Any], str | None] = always,
 ) -> Callable[[Function], F]:
     """Register an implementation of the operation `function` for a backend (see `Faster`).
 

@@ -45,7 +45,7 @@ from fused_remat.steps.attention_call import AttentionCall, AttentionKey, Heads,
 from fused_remat.steps.operations import faster
 from fused_remat.steps.storage import dequantized_heads
 from fused_remat.triton import storage
-from fused_remat.triton.frozen import run
+from fused_remat.triton.frozen import TARGET, run
 from fused_remat.triton.launch import (
     INTERPRETED,
     Launch,
@@ -132,7 +132,7 @@ def attention_fwd_triton(q, k, v, call, out=None):
         out = torch.empty(shape, dtype=q.dtype, device=q.device)
     rows = (call.batch, call.spec.num_heads, call.q_len)
     lse = torch.empty(rows, dtype=torch.float32, device=q.device)
-    run(forward, q, k, v, call, out, lse, target_of(q.device))
+    run(forward, q, k, v, call, out, lse, TARGET)
     return out, lse
 
 
@@ -147,7 +147,7 @@ def attention_bwd_triton(dattn, q, k, v, attn, lse, call, grads):
     if by_aten:
         attention.attention_bwd(dattn, q, k, v, attn, lse, call, grads)
         return
-    run(backward, dattn, q, k, v, attn, lse, call, grads, target_of(q.device))
+    run(backward, dattn, q, k, v, attn, lse, call, grads, TARGET)
 
 
 def _reads(quantized: tuple[str, int, int] | None) -> bool:
@@ -216,7 +216,7 @@ def backward(
     dout = _heads_in_place(as_heads(dattn, call))
     widths = (q.shape[-1], v.shape[-1])
     out = _heads_in_place(as_heads(attn, call))
-    delta = scratch(lse.shape, lse.dtype, lse.device)
+    delta = scratch(lse, lse.shape)
     programs = cdiv(call.q_len, _DELTA_ROWS) * call.batch * call.spec.num_heads
     args: tuple[Any, ...] = (dout, out, delta, (_strides(dout), _strides(out)))
     problem, launches = prepare(q, call, target, True)
@@ -459,7 +459,9 @@ def prepare(
             launches.append(launch)
     if any(m is not None and m.is_floating_point() for m in (call.mask, call.padding)):
         batches, heads = problem.listed
-        shift = scratch((batches, heads, call.q_len), torch.float32, q.device)
+        like = call.padding if call.mask is None else call.mask
+        assert like is not None
+        shift = scratch(like, (batches, heads, call.q_len))
         args = (problem.masks, bounds_q, call.lengths, shift, heads, call.q_len, call.kv_len)
         launches.append(
             problem.launch(
@@ -475,7 +477,7 @@ def _bounds(call: AttentionCall, left: int, right: int, by_keys: bool) -> tuple[
     """The intervals of variable-length sequences, and the launch that fills them."""
     assert call.cu_q is not None and call.cu_k is not None
     rows, others = (call.kv_len, call.q_len) if by_keys else (call.q_len, call.kv_len)
-    bounds = scratch((rows, 2), torch.int32, call.cu_q.device)
+    bounds = scratch(call.cu_q, (rows, 2), torch.int32)
     cu = (call.cu_k, call.cu_q) if by_keys else (call.cu_q, call.cu_k)
     window = (right, left) if by_keys else (left, right)
     args = (cu[0].contiguous(), cu[1].contiguous(), bounds, rows, others, cu[0].numel() - 1)
@@ -515,7 +517,9 @@ def lists(
     if by_keys:
         rows, cols = cols, rows
     batches, heads = problem.listed
-    blocks = scratch((batches, heads, rows, cols + 2), torch.int32, problem.device)
+    like = call.padding if call.mask is None else call.mask
+    assert like is not None
+    blocks = scratch(like, (batches, heads, rows, cols + 2), torch.int32)
     bounds = problem.bounds_k if by_keys else problem.bounds_q
     args = (problem.masks, bounds, call.lengths, blocks, heads, call.q_len, call.kv_len)
     launch = problem.launch(

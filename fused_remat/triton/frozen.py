@@ -22,21 +22,21 @@ from triton.compiler import CompiledKernel
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fused_remat.spec import AttentionSpec, NormSpec
-from fused_remat.triton.launch import INTERPRETED, Launch
+from fused_remat.triton.launch import INTERPRETED, Launch, target_of
 
 #: Versions of Triton whose launchers are called here: as `CompiledKernel.run(*grid, stream,
 #: function, packed_metadata, launch_metadata, enter_hook, exit_hook, *args)`.
 VERSIONS = ((3, 6), (3, 7))
 _KNOWN = tuple(map(int, triton.__version__.split(".")[:2])) in VERSIONS
-#: By builder, place and arguments: what launches, or None if that cannot be frozen; and the specs
-#: that the key names by identity.
-PLANS: dict[tuple[Any, ...], tuple[_Plan | None, Any]] = {}
+#: Among the arguments of a builder: the target of its tensors.
+TARGET: Any = object()
+#: By builder, place and arguments.
+PLANS: dict[tuple[Any, ...], _Plan] = {}
 _MOST_PLANS = 1 << 14
 _RUNTIME, _DRIVER = triton.knobs.runtime, triton.runtime.driver
-_PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device})
+_PLAIN = frozenset({int, float, bool, str, type(None), type(TARGET), torch.dtype, torch.device})
 _SPECS = frozenset({NormSpec, AttentionSpec})
 _TENSORS = frozenset({Tensor, nn.Parameter})
-_SAME = object()  # before the number of a tensor that stood earlier
 
 
 def run(describe: Callable[..., Launch | Iterable[Launch]], *args: Any) -> None:
@@ -45,10 +45,11 @@ def run(describe: Callable[..., Launch | Iterable[Launch]], *args: Any) -> None:
     Raises: Fault if one of the kernels cannot be compiled or loaded; then none is launched.
     """
     key: list[Any] = [describe, _RUNTIME.add_stages_inspection_hook]
+    seen: dict[int, int] = {}
     tensors: list[Tensor] = []
     held: list[Any] = []
-    frozen = known = None
-    if not INTERPRETED and _read(args, key, tensors, held):
+    plan = known = None
+    if _read(args, key, seen, tensors, held) and not INTERPRETED:
         driver, device = _DRIVER.active, tensors[0].device
         index = driver.get_current_device()
         if device.type == "cuda" and device.index != index:
@@ -57,50 +58,58 @@ def run(describe: Callable[..., Launch | Iterable[Launch]], *args: Any) -> None:
             return
         key += (device, index)
         known = tuple(key)
-        frozen = PLANS.get(known)
-        if frozen is not None and frozen[0] is not None and not _hooked(frozen[0]):
-            frozen[0].go(tensors, driver.get_current_stream(index))
+        plan = PLANS.get(known)
+        if plan is not None and plan.go is not None and not _hooked(plan):
+            plan.go(tensors, driver.get_current_stream(index))
             return
-    described = describe(*args)
+    described = describe(*[target_of(tensors[0].device) if x is TARGET else x for x in args])
     launches = [described] if isinstance(described, Launch) else list(described)
     launches = [launch for launch in launches if 0 not in launch.grid]
-    if not INTERPRETED and frozen is None:
+    if not INTERPRETED and plan is None:
         kernels = [launch.compiled() for launch in launches]
         if known is not None:
             if len(PLANS) >= _MOST_PLANS:
                 PLANS.clear()
-            PLANS[known] = _freeze(launches, kernels, tensors), held
-            run(describe, *args)
-            return
+            PLANS[known] = plan = _freeze(launches, kernels, tensors, held)
+            if plan.go is not None and not _hooked(plan):
+                plan.go(tensors, driver.get_current_stream(index))
+                return
     for launch in launches:
         launch.run()
 
 
-def _read(values: Iterable[Any], key: list[Any], tensors: list[Tensor], held: list[Any]) -> bool:
+def _read(
+    values: Iterable[Any],
+    key: list[Any],
+    seen: dict[int, int],
+    tensors: list[Tensor],
+    held: list[Any],
+) -> bool:
     """Add to the key all that launches depend on; False if there is something unknown."""
     for value in values:
         kind = type(value)
         if kind in _PLAIN:
             key.append(value)
         elif kind in _TENSORS:
-            for n, other in enumerate(tensors):
-                if other is value:
-                    key += (_SAME, n)
-                    break
-            else:
+            count = len(tensors)
+            number = seen.setdefault(id(value), count)
+            if number == count:
                 tensors.append(value)
-                key += (value.dtype, value.shape, value.stride(), value.data_ptr() & 15)
+                key.append((value.dtype, value.shape, value.stride(), value.data_ptr() & 15))
+            else:
+                key.append((number,))
         elif kind in _SPECS:
             held.append(value)
             key.append(id(value))
-        elif isinstance(value, tuple):
-            key.append(len(value))
-            if not _read(value, key, tensors, held):
-                return False
         else:
-            parts = _parts_of(kind)
-            key.append(kind)
-            if parts is None or not _read(parts(value), key, tensors, held):
+            if isinstance(value, tuple):
+                parts: Any = value
+            elif (parts_of := _parts_of(kind)) is None:
+                return False
+            else:
+                parts = parts_of(value)
+            key.append(len(parts))
+            if not _read(parts, key, seen, tensors, held):
                 return False
     return True
 
@@ -120,30 +129,34 @@ class _Plan:
     """Frozen launches.
 
     Attributes:
-        go: launches on the tensors of a call, in the order of its arguments, on a stream.
+        go: launches on the tensors of a call, in the order of its arguments, on a stream; None if
+            the launches cannot be frozen.
         hooks: of the kernels, which Triton calls before each run; usually empty.
+        held: the specs that the key names by identity.
     """
 
-    go: Callable[[list[Tensor], int], None]
+    go: Callable[[list[Tensor], int], None] | None
     hooks: tuple[Any, ...]
+    held: list[Any]
 
 
 def _hooked(plan: _Plan) -> bool:
     """Whether a profiler, say, is to be told of launches, as `JITFunction.run` does."""
-    return (
-        any(plan.hooks)
-        or getattr(_RUNTIME.launch_enter_hook, "calls", True)
-        or getattr(_RUNTIME.launch_exit_hook, "calls", True)
-    )  # type: ignore[return-value]
+    try:
+        told = _RUNTIME.launch_enter_hook.calls or _RUNTIME.launch_exit_hook.calls
+    except AttributeError:  # set to something else
+        return True
+    return bool(told) or any(plan.hooks)
 
 
 def _freeze(
-    launches: Sequence[Launch], kernels: Sequence[Any], tensors: Sequence[Tensor]
-) -> _Plan | None:
-    """The launches as a function of the tensors, or None if they cannot be frozen."""
+    launches: Sequence[Launch], kernels: Sequence[Any], tensors: Sequence[Tensor], held: list[Any]
+) -> _Plan:
+    """The launches as a function of the tensors."""
+    hooks = tuple([launch.kernel.pre_run_hooks for launch in launches])
     plain = all(type(kernel) is CompiledKernel for kernel in kernels)
     if not (_KNOWN and plain and all(launch.fixed for launch in launches)):
-        return None
+        return _Plan(None, hooks, held)
     places = _Places(tensors)
     calls = []
     for launch, kernel in zip(launches, kernels, strict=True):
@@ -156,14 +169,14 @@ def _freeze(
         try:
             args = "".join([f", {places.source(value)}" for value in (*given, *rest)])
         except LookupError:
-            return None
+            return _Plan(None, hooks, held)
         calls.append(
             f" {start}({first[0]}, {first[1]}, {first[2]}, stream, {function}, {packed}, "
             f"None, None, None{args})"
         )
     lines = ["def go(t, stream):", *places.scratch, *calls, " return"]
     exec("\n".join(lines), places.names)
-    return _Plan(places.names["go"], tuple([launch.kernel.pre_run_hooks for launch in launches]))
+    return _Plan(places.names["go"], hooks, held)
 
 
 class _Places:
@@ -176,7 +189,7 @@ class _Places:
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.tensors = list(tensors)
-        self.names: dict[str, Any] = {"described": _described, "empty": torch.empty}
+        self.names: dict[str, Any] = {"__name__": __name__, "described": _described}
         self.scratch: list[str] = []
 
     def constant(self, value: Any) -> str:
@@ -202,8 +215,8 @@ class _Places:
         if same:
             return f"t[{same[0]}]"
         if hasattr(x, "is_scratch"):
-            how = map(self.constant, (x.shape, x.dtype, x.device))
-            self.scratch.append(" t.append(empty({}, dtype={}, device={}))".format(*how))
+            how = map(self.constant, (x.shape, x.dtype))
+            self.scratch.append(" t.append(t[0].new_empty({}, dtype={}))".format(*how))
             self.tensors.append(x)
             return f"t[{len(self.tensors) - 1}]"
         storage = x.untyped_storage()._cdata

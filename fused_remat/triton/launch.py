@@ -166,9 +166,9 @@ def _ungrouped(named: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def scratch(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def scratch(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
     """An uninitialised tensor that only the launches of one description use."""
-    made: Any = torch.empty(shape, dtype=dtype, device=device)
+    made: Any = like.new_empty(shape, dtype=dtype)
     made.is_scratch = True
     return made  # type: ignore[no-any-return]
 

@@ -22,7 +22,7 @@ from fused_remat.spec import NormSpec
 from fused_remat.steps import norm
 from fused_remat.steps.norm import NORMS, shifted
 from fused_remat.steps.operations import faster
-from fused_remat.triton.frozen import run
+from fused_remat.triton.frozen import TARGET, run
 from fused_remat.triton.launch import (
     Launch,
     Target,
@@ -33,7 +33,6 @@ from fused_remat.triton.launch import (
     operand,
     power_of_2,
     scratch,
-    target_of,
 )
 
 #: The widest row, in elements.
@@ -73,8 +72,8 @@ def norm_bwd_triton(spec, dy, x, stats, weight, needs_grad, add=None):
         torch.empty(x.shape[1], dtype=torch.float32, device=x.device) if wanted else None
         for wanted in needs_grad[1:]
     )
-    weight, target = shifted(weight, spec.offset), target_of(x.device)
-    run(norm_bwd, spec, dy, x, stats, weight, add, dx, dweight, dbias, target)
+    weight = shifted(weight, spec.offset)
+    run(norm_bwd, spec, dy, x, stats, weight, add, dx, dweight, dbias, TARGET)
     return dx, dweight, dbias
 
 
@@ -197,9 +196,7 @@ def _sums(*pairs: tuple[Tensor | None, Tensor | None]) -> list[Launch]:
 
 
 def _parts(total: Tensor | None, programs: int) -> Tensor | None:
-    if total is None:
-        return None
-    return scratch((programs, total.shape[0]), total.dtype, total.device)
+    return None if total is None else scratch(total, (programs, total.shape[0]))
 
 
 def new_stats(kind: str, x: Tensor) -> tuple[Tensor, ...]:
