@@ -118,12 +118,13 @@ def _serve(name: str, function: Function) -> Function:
     if name not in operation.faster:
         return function
     key_of, other = operation.key, operation.faster[name]
+    run, unconditional = other.run, other.why_not is always
     chosen = functools.lru_cache(maxsize=4096)(lambda key: choose(function, name, key).run)
 
     def serve(*args: Any, **kwargs: Any) -> Any:
         try:
-            if other.why_not is always and not FAULTS:
-                return other.run(*args, **kwargs)
+            if unconditional and not FAULTS:
+                return run(*args, **kwargs)
             return chosen(key_of(*args, **kwargs))(*args, **kwargs)
         except Fault as fault:
             reason = str(fault)

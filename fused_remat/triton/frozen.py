@@ -34,9 +34,8 @@ TARGET: Any = object()
 PLANS: dict[tuple[Any, ...], _Plan] = {}
 _MOST_PLANS = 1 << 14
 _RUNTIME, _DRIVER = triton.knobs.runtime, triton.runtime.driver
-_PLAIN = frozenset({int, float, bool, str, type(None), type(TARGET), torch.dtype, torch.device})
+_PLAIN = frozenset({int, float, bool, str, type(TARGET), torch.dtype, torch.device})
 _SPECS = frozenset({NormSpec, AttentionSpec})
-_TENSORS = frozenset({Tensor, nn.Parameter})
 
 
 def run(describe: Callable[..., Launch | Iterable[Launch]], *args: Any) -> None:
@@ -56,7 +55,7 @@ def run(describe: Callable[..., Launch | Iterable[Launch]], *args: Any) -> None:
             with torch.cuda.device(device):
                 run(describe, *args)
             return
-        key += (device, index)
+        key += (device, driver, index)
         known = tuple(key)
         plan = PLANS.get(known)
         if plan is not None and plan.go is not None and not _hooked(plan):
@@ -86,29 +85,28 @@ def _read(
     held: list[Any],
 ) -> bool:
     """Add to the key all that launches depend on; False if there is something unknown."""
+    add = key.append
     for value in values:
         kind = type(value)
-        if kind in _PLAIN:
-            key.append(value)
-        elif kind in _TENSORS:
-            count = len(tensors)
-            number = seen.setdefault(id(value), count)
-            if number == count:
-                tensors.append(value)
-                key.append((value.dtype, value.shape, value.stride(), value.data_ptr() & 15))
+        if kind is Tensor or kind is nn.Parameter:
+            mark = id(value)
+            if mark in seen:
+                add((seen[mark],))
             else:
-                key.append((number,))
+                seen[mark] = len(tensors)
+                tensors.append(value)
+                add((value.dtype, value.shape, value.stride(), value.data_ptr() & 15))
+        elif value is None or kind in _PLAIN:
+            add(value)
         elif kind in _SPECS:
             held.append(value)
-            key.append(id(value))
+            add(id(value))
         else:
-            if isinstance(value, tuple):
-                parts: Any = value
-            elif (parts_of := _parts_of(kind)) is None:
+            parts_of = _parts_of(kind)
+            if parts_of is None:
                 return False
-            else:
-                parts = parts_of(value)
-            key.append(len(parts))
+            parts = parts_of(value)
+            add(len(parts))
             if not _read(parts, key, seen, tensors, held):
                 return False
     return True
@@ -116,7 +114,9 @@ def _read(
 
 @functools.cache
 def _parts_of(kind: type) -> Callable[[Any], tuple[Any, ...]] | None:
-    """The parts of a call or a mask; None if it is not one of those."""
+    """The parts of a tuple, a call or a mask; None if it is none of those."""
+    if issubclass(kind, tuple):
+        return tuple
     names = [f.name for f in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else []
     names = names or [name for name in getattr(kind, "__slots__", ()) if name[0] != "_"]
     if issubclass(kind, Tensor) or not names:

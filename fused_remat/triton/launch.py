@@ -55,10 +55,15 @@ def _driven(device: torch.device) -> Target | None:
     driver = getattr(triton.runtime.driver, "_active", None)
     if driver is None or isinstance(driver, GPUDriver):  # of torch.cuda's devices
         return None
+    return _driver_target(driver, driver.get_current_device(), device.type)
+
+
+@functools.lru_cache(maxsize=16)
+def _driver_target(driver: Any, index: int, kind: str) -> Target | None:
     gpu = driver.get_current_target()
-    if gpu.backend != "cuda" or driver.get_active_torch_device().type != device.type:
+    if gpu.backend != "cuda" or driver.get_active_torch_device().type != kind:
         return None
-    found = driver.utils.get_device_properties(driver.get_current_device())
+    found = driver.utils.get_device_properties(index)
     return Target("cuda", int(gpu.arch), found["multiprocessor_count"])
 
 
