@@ -12,15 +12,18 @@ from ptx.driver import installed
 
 from fused_remat import random
 from fused_remat.random import DropoutMask
-from fused_remat.spec import NormSpec
+from fused_remat.spec import AttentionSpec, NormSpec, RotarySpec
 from fused_remat.steps.norm import norm_bwd, norm_fwd
 from fused_remat.steps.residual import residual_add
+from fused_remat.steps.rotary import RotaryCall, rotary_fwd
 from fused_remat.triton import frozen, norm, pointwise
+from fused_remat.triton import rotary as rotary_triton
 from fused_remat.triton.launch import Launch
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="interpreted kernels are not compiled")
 KEY = random.site_keys(torch.tensor(7, device=DEVICE))[0]
 SPEC, OTHER = NormSpec(), NormSpec(eps=1.0)
+HEADS = AttentionSpec(num_heads=2, num_kv_heads=1, head_dim=16, scale=1.0, rotary=RotarySpec())
 
 
 @pytest.fixture(autouse=True)
@@ -60,12 +63,21 @@ def backward(dy, x, weight, marks, plus=None):
     return norm.norm_bwd_triton, norm_bwd, (SPEC, dy, x, stats, weight, marks, plus)
 
 
+def rotary(cos, sin):
+    call = RotaryCall(
+        HEADS, cos, sin, None, None, 3, 3
+    )  # the second sequence: a part of the tables
+    return rotary_triton.rotary_fwd_triton, rotary_fwd, (normal(torch.float32, 3, 64), call)
+
+
 def calls():
     """Calls of which each differs from an earlier one in something that a kernel depends on."""
     x, y, vector = normal(torch.float32, 3, 48), normal(torch.float32, 3, 48), torch.randn(48)
     vector = vector.to(DEVICE)
     every = (True, True, True)
+    tables = normal(torch.float32, 2, 2, 3, 8)
     return {
+        "x twice": add(x, x, None),
         "plain": add(x, y, None),
         "dropout": add(x, y, mask()),
         "another row": add(x, y, mask(row0=1)),
@@ -76,12 +88,12 @@ def calls():
         "an odd width": add(x[:, :47].contiguous(), y[:, :47].contiguous(), None),
         "a misaligned x": add(misaligned(x), y, None),
         "a misaligned residual": add(x, misaligned(y), None),
+        "an x off by an element": add(normal(torch.float32, 145)[1:].view(3, 48), y, None),
         "rows apart": add(wide(3, 48), y, None),
         "other rows apart": add(x, wide(3, 48), None),
         "expanded": add(x[:1].expand(3, 48), y, None),
         "another dtype": add(x.half(), y, None),
         "other dtypes": add(x.half(), y.half(), None),
-        "x is the residual": add(x, x, None),
         "transposed, so copied": add(x.t().contiguous().t(), y, None),
         "norm": forward(SPEC, x, vector, vector.clone()),
         "norm, one vector": forward(SPEC, x, vector, vector),
@@ -95,6 +107,8 @@ def calls():
         "dx": backward(y, x, vector, (True, False, False)),
         "dweight": backward(y, x, vector, (False, True, False)),
         "dbias and dx": backward(y, x, vector, (True, False, True)),
+        "tables of one storage": rotary(*tables),
+        "tables of two": rotary(tables[0], tables[1].clone()),
     }
 
 
@@ -117,7 +131,7 @@ def test_each_change_of_the_arguments_is_told_apart():
             except AssertionError as error:
                 raise AssertionError(f"{name}: {error}") from error
     copied = [plan for plan in frozen.PLANS.values() if plan.go is None]
-    assert len(copied) == 2, "the transposed matrix and the strided weight"
+    assert len(copied) == 3, "a transposed matrix, a strided weight, tables of one storage"
 
 
 def test_a_frozen_launch_is_neither_described_nor_bound(described):
