@@ -87,7 +87,7 @@ def _read(
     """Add to the key all that launches depend on; False if there is something unknown."""
     add = key.append
     for value in values:
-        kind = type(value)
+        kind: Any = type(value)
         if kind is Tensor or kind is nn.Parameter:
             mark = id(value)
             if mark in seen:
