@@ -17,6 +17,7 @@ COMMANDS = {
     "formats": "bench.commands.formats",
     "frontier": "bench.commands.frontier",
     "gpu": "bench.commands.gpu",
+    "host": "bench.commands.host",
     "kernels": "bench.kernels.command",
     "layers": "bench.commands.layers",
     "model": "bench.commands.model",

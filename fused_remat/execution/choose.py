@@ -15,7 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fused_remat.steps.operations import OPERATIONS, Function, Operations, Says, warn
+from fused_remat.steps.operations import (
+    OPERATIONS,
+    Fault,
+    Function,
+    Operations,
+    Says,
+    always,
+    warn,
+)
 
 # Larger pieces read the weights fewer times, and have larger transients.
 _CPU_TOKENS = 512
@@ -34,10 +42,12 @@ class Backend:
     Attributes:
         why_not: why it cannot compute in a dtype on a device, or None if it can.
         chunk_tokens: about how many tokens it works on at a time on a device.
+        forget: called when choices are to be made anew.
     """
 
     why_not: Callable[[torch.device, torch.dtype], str | None] = lambda device, dtype: None
     chunk_tokens: Callable[[torch.device], int] = chunk_tokens
+    forget: Callable[[], None] = lambda: None
 
 
 @functools.cache
@@ -45,10 +55,10 @@ def _triton() -> Backend | str:
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
     try:
-        from fused_remat.triton import why_not
+        from fused_remat.triton import frozen, why_not
     except (ImportError, AttributeError) as error:
         return f"the installed Triton is too old or broken: {error}"
-    return Backend(why_not)
+    return Backend(why_not, forget=frozen.PLANS.clear)
 
 
 #: Rows: name -> the backend, whose implementations it registers, or why there is none. A new
@@ -57,6 +67,10 @@ BACKENDS: dict[str, Callable[[], Backend | str]] = {"eager": Backend, "triton": 
 
 #: Device type -> name that "auto" tries first; every other device, and what it refuses, is eager's.
 DEFAULTS: dict[str, str] = {"cuda": "triton"}
+
+#: Why an implementation is not chosen again: by operation, backend and key, what it raised when it
+#: could not be compiled or loaded. The operation itself serves in its place, on the same contract.
+FAULTS: dict[tuple[Function, str, Any], str] = {}
 
 #: The tables that have been asked for, by backend.
 TABLES: dict[str, Operations] = {}
@@ -92,7 +106,7 @@ def choose(function: Function, backend: str, key: Any) -> Chosen:
     """
     operation = OPERATIONS[function]
     other = operation.faster.get(backend)
-    why = "" if other is None else other.why_not(key)
+    why = "" if other is None else FAULTS.get((function, backend, key)) or other.why_not(key)
     if other is not None and why is None:
         return Chosen(other.run, key, other.says, "")
     return Chosen(function, key, operation.says, f"; not {backend}: {why}" if why else "")
@@ -103,11 +117,23 @@ def _serve(name: str, function: Function) -> Function:
     operation = OPERATIONS[function]
     if name not in operation.faster:
         return function
-    key_of = operation.key
+    key_of, other = operation.key, operation.faster[name]
+    run, unconditional = other.run, other.why_not is always
     chosen = functools.lru_cache(maxsize=4096)(lambda key: choose(function, name, key).run)
 
     def serve(*args: Any, **kwargs: Any) -> Any:
-        return chosen(key_of(*args, **kwargs))(*args, **kwargs)
+        try:
+            if unconditional and not FAULTS:
+                return run(*args, **kwargs)
+            return chosen(key_of(*args, **kwargs))(*args, **kwargs)
+        except Fault as fault:
+            reason = str(fault)
+        key = key_of(*args, **kwargs)
+        FAULTS[function, name, key] = reason
+        chosen.cache_clear()
+        said = choose(function, name, key).reason()
+        warn(f"{function.__name__} runs {said}")
+        return chosen(key)(*args, **kwargs)
 
     return serve
 
@@ -122,8 +148,12 @@ def _table(name: str) -> Operations:
 
 def forget() -> None:
     """Choose anew from now on; for who replaces a backend, or what it chooses by."""
-    for table in TABLES.values():
+    FAULTS.clear()
+    for name, table in TABLES.items():
         table.clear()
+        row = BACKENDS[name]()
+        assert isinstance(row, Backend)
+        row.forget()
     _ops_for.cache_clear()
 
 

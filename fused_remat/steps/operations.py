@@ -38,6 +38,10 @@ class FusedRematWarning(UserWarning):
     """Warns that a slower implementation was used than requested, and why."""
 
 
+class Fault(RuntimeError):
+    """A kernel cannot be compiled or loaded, and nothing was written yet."""
+
+
 def warn(message: str) -> None:
     """Warn at the user's line."""
     warnings.warn(f"fused_remat: {message}", FusedRematWarning, stacklevel=user_stacklevel())
@@ -56,6 +60,11 @@ def user_stacklevel() -> int:
             return level
         frame, level = frame.f_back, level + 1
     return level
+
+
+def always(key: Any) -> str | None:
+    """The `why_not` of what always can."""
+    return None
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,7 +122,7 @@ def faster(
     backend: str,
     *,
     says: Says,
-    why_not: Callable[[Any], str | None] = lambda key: None,
+    why_not: Callable[[Any], str | None] = always,
 ) -> Callable[[Function], F]:
     """Register an implementation of the operation `function` for a backend (see `Faster`).
 

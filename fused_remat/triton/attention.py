@@ -46,7 +46,16 @@ from fused_remat.steps.attention_call import AttentionCall, AttentionKey, Heads,
 from fused_remat.steps.operations import faster
 from fused_remat.steps.storage import dequantized_heads
 from fused_remat.triton import storage
-from fused_remat.triton.launch import INTERPRETED, Launch, Target, cdiv, power_of_2, target_of
+from fused_remat.triton.frozen import TARGET, run
+from fused_remat.triton.launch import (
+    INTERPRETED,
+    Launch,
+    Target,
+    cdiv,
+    power_of_2,
+    scratch,
+    target_of,
+)
 from fused_remat.triton.tables import (
     ATTENTION_BY_DESCRIPTORS,
     AttentionTile,
@@ -124,8 +133,7 @@ def attention_fwd_triton(q, k, v, call, out=None):
         out = torch.empty(shape, dtype=q.dtype, device=q.device)
     rows = (call.batch, call.spec.num_heads, call.q_len)
     lse = torch.empty(rows, dtype=torch.float32, device=q.device)
-    for launch in forward(q, k, v, call, out, lse, target_of(q.device)):
-        launch.run()
+    run(forward, q, k, v, call, out, lse, TARGET)
     return out, lse
 
 
@@ -140,8 +148,7 @@ def attention_bwd_triton(dattn, q, k, v, attn, lse, call, grads):
     if by_aten:
         attention.attention_bwd(dattn, q, k, v, attn, lse, call, grads)
         return
-    for launch in backward(dattn, q, k, v, attn, lse, call, grads, target_of(q.device)):
-        launch.run()
+    run(backward, dattn, q, k, v, attn, lse, call, grads, TARGET)
 
 
 def _reads(quantized: tuple[str, int, int] | None) -> bool:
@@ -210,7 +217,7 @@ def backward(
     dout = _heads_in_place(as_heads(dattn, call))
     widths = (q.shape[-1], v.shape[-1])
     out = _heads_in_place(as_heads(attn, call))
-    delta = torch.empty_like(lse)
+    delta = scratch(lse, lse.shape)
     programs = cdiv(call.q_len, _SUM_ROWS) * call.batch * call.spec.num_heads
     args: tuple[Any, ...] = (dout, out, delta, (_strides(dout), _strides(out)))
     problem, launches = prepare(q, call, target, True)
@@ -262,7 +269,7 @@ def _gradients(
         partial = problem.is_partial(call.kv_len, tile.block_n)
     if parts > 1:
         sizes = [(b, h * parts, n, e) for b, h, n, e in (x.shape for x in grads)]
-        made = tuple(torch.empty(n, dtype=torch.float32, device=q.device) for n in sizes)
+        made = tuple(scratch(lse, n) for n in sizes)
     constants = _constants(tile, widths, partial, tma)
     of_q, of_dout, of_k, of_v = strides
     apart = of_q, of_k, of_v, of_dout, *map(_strides, made)
@@ -465,7 +472,9 @@ def prepare(
             launches.append(launch)
     if any(m is not None and m.is_floating_point() for m in (call.mask, call.padding)):
         batches, heads = problem.listed
-        shift = torch.empty((batches, heads, call.q_len), dtype=torch.float32, device=q.device)
+        like = call.padding if call.mask is None else call.mask
+        assert like is not None
+        shift = scratch(like, (batches, heads, call.q_len))
         args = (problem.masks, bounds_q, call.lengths, shift, heads, call.q_len, call.kv_len)
         launches.append(
             problem.launch(
@@ -481,7 +490,7 @@ def _bounds(call: AttentionCall, left: int, right: int, by_keys: bool) -> tuple[
     """The intervals of variable-length sequences, and the launch that fills them."""
     assert call.cu_q is not None and call.cu_k is not None
     rows, others = (call.kv_len, call.q_len) if by_keys else (call.q_len, call.kv_len)
-    bounds = torch.empty((rows, 2), dtype=torch.int32, device=call.cu_q.device)
+    bounds = scratch(call.cu_q, (rows, 2), torch.int32)
     cu = (call.cu_k, call.cu_q) if by_keys else (call.cu_q, call.cu_k)
     window = (right, left) if by_keys else (left, right)
     args = (cu[0].contiguous(), cu[1].contiguous(), bounds, rows, others, cu[0].numel() - 1)
@@ -521,7 +530,9 @@ def lists(
     if by_keys:
         rows, cols = cols, rows
     batches, heads = problem.listed
-    blocks = torch.empty((batches, heads, rows, cols + 2), dtype=torch.int32, device=problem.device)
+    like = call.padding if call.mask is None else call.mask
+    assert like is not None
+    blocks = scratch(like, (batches, heads, rows, cols + 2), torch.int32)
     bounds = problem.bounds_k if by_keys else problem.bounds_q
     args = (problem.masks, bounds, call.lengths, blocks, heads, call.q_len, call.kv_len)
     launch = problem.launch(

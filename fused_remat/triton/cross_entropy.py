@@ -29,6 +29,7 @@ from fused_remat.steps.cross_entropy import (
     sum_in,
 )
 from fused_remat.steps.operations import faster
+from fused_remat.triton.frozen import TARGET, run
 from fused_remat.triton.launch import INTERPRETED, Launch, Target, cdiv, in_place, target_of
 from fused_remat.triton.products import described, end_of, launch_over
 from fused_remat.triton.tables import Tile, tile_for
@@ -94,9 +95,8 @@ def _of_rows(
         shape = (cdiv(w.shape[0], tile.block_n), tokens)
         parts = [picked.new_empty(shape) for _ in range(3 if call.label_smoothing else 2)]
         totals = parts[2] if call.label_smoothing else None
-        cross_entropy_fwd(
-            x, w, b, labels, call.softcap, span[0], parts[0], parts[1], totals, picked, target, tile
-        ).run()
+        given = x, w, b, labels, call.softcap, span[0], parts[0], parts[1], totals, picked
+        run(cross_entropy_fwd, *given, TARGET, tile)
         for have, part in zip(found, parts, strict=False):
             have.append(part)
     highs, sums = (torch.cat(parts).t() for parts in found[:2])
@@ -111,7 +111,6 @@ def _of_rows(
     says="a kernel per block of logits, and ATen's products",
 )
 def cross_entropy_bwd_triton(dy, x, weight, bias, stats, call, needs_grad, exact=False):
-    target = target_of(x.device)
     (tokens, depth), vocab = x.shape, weight.shape[0]
     # dy is infinite for a mean over no token.
     dy = torch.where((call.target != call.ignore_index)[:, None], dy.float(), 0)
@@ -132,11 +131,11 @@ def cross_entropy_bwd_triton(dy, x, weight, bias, stats, call, needs_grad, exact
             mass, spread, at_target = (
                 t[lo:hi, 0] for t in (slopes.mass, slopes.spread, slopes.target)
             )
-            cross_entropy_bwd(
-                x[lo:hi], w, b, call.target[lo:hi], call.softcap, span[0],
+            run(
+                cross_entropy_bwd, x[lo:hi], w, b, call.target[lo:hi], call.softcap, span[0],
                 (stats[0][lo:hi, 0], stats[1][lo:hi, 0]),
-                (mass, spread if call.label_smoothing else None, at_target), padded, target,
-            ).run()  # fmt: skip
+                (mass, spread if call.label_smoothing else None, at_target), padded, TARGET,
+            )  # fmt: skip
             if dbias is not None:
                 dbias[slice(*span)] += dz.sum(0, dtype=torch.float32)
             if dw is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -14,13 +14,13 @@ from triton.backends.driver import GPUDriver
 
 from fused_remat.kernels.pointwise import Matrix
 from fused_remat.random import DropoutMask, scale, threshold
+from fused_remat.steps.operations import Fault
 
 #: Whether Triton interprets kernels, on CPU tensors. It reads TRITON_INTERPRET=1 at import.
 INTERPRETED: bool = triton.knobs.runtime.interpret
 
 
-@dataclass(frozen=True)
-class Target:
+class Target(NamedTuple):
     """The hardware that kernels are launched on.
 
     Attributes:
@@ -55,10 +55,15 @@ def _driven(device: torch.device) -> Target | None:
     driver = getattr(triton.runtime.driver, "_active", None)
     if driver is None or isinstance(driver, GPUDriver):  # of torch.cuda's devices
         return None
+    return _driver_target(driver, driver.get_current_device(), device.type)
+
+
+@functools.lru_cache(maxsize=16)
+def _driver_target(driver: Any, index: int, kind: str) -> Target | None:
     gpu = driver.get_current_target()
-    if gpu.backend != "cuda" or driver.get_active_torch_device().type != device.type:
+    if gpu.backend != "cuda" or driver.get_active_torch_device().type != kind:
         return None
-    found = driver.utils.get_device_properties(driver.get_current_device())
+    found = driver.utils.get_device_properties(index)
     return Target("cuda", int(gpu.arch), found["multiprocessor_count"])
 
 
@@ -90,6 +95,7 @@ class Launch:
         keywords: the constexpr arguments by name, some in a group.
         num_warps, num_stages: compiler options.
         device: that of the tensors.
+        fixed: whether it follows from the arguments that it was described with, and nothing else.
     """
 
     kernel: Any
@@ -99,6 +105,7 @@ class Launch:
     num_warps: int = 4
     num_stages: int = 3
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    fixed: bool = True
 
     @property
     def constants(self) -> dict[str, Any]:
@@ -113,9 +120,48 @@ class Launch:
             with torch.cuda.device(self.device):
                 self.run()
             return
-        self.kernel[self.grid](
-            *self.args, **self.keywords, num_warps=self.num_warps, num_stages=self.num_stages
-        )
+        self._run(warmup=False)
+
+    def _run(self, warmup: bool) -> Any:
+        return self.kernel.run(
+            *self.args, grid=self.grid, warmup=warmup, **self.keywords, num_warps=self.num_warps,
+            num_stages=self.num_stages,
+        )  # fmt: skip
+
+    def compiled(self) -> Any:
+        """Triton's compiled kernel, loaded on the current device; nothing is launched.
+
+        Raises: Fault if it cannot be compiled or loaded.
+        """
+        try:
+            made = self._run(warmup=True)
+            made = made.result() if hasattr(made, "result") else made  # compiled in a thread
+            launcher = made.run  # loads it
+            if isinstance(launcher, functools.partial):  # an earlier attempt failed
+                launcher()
+            return made
+        except Exception as error:
+            if not _survivable(error):
+                raise
+            name, said = self.kernel.__name__, " ".join(str(error).split()) or type(error).__name__
+            raise Fault(f"kernel {name} on {_named(self.device)}: {said[-300:]}") from error
+
+
+#: What a driver says of a kernel that it does not load. Any other of its errors may be that of an
+#: earlier launch, after which the device cannot be used.
+_NOT_LOADED = ("kernel image", "PTX", "ptx", "unsupported toolchain", "not found", "invalid source")
+
+
+def _survivable(error: Exception) -> bool:
+    """Whether an error says that this kernel cannot be compiled or loaded, and nothing else."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError | torch.AcceleratorError):
+        return False
+    said = str(error)
+    return "Triton Error" not in said or any(words in said for words in _NOT_LOADED)
+
+
+def _named(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
 
 
 def _ungrouped(named: Mapping[str, Any]) -> dict[str, Any]:
@@ -123,6 +169,13 @@ def _ungrouped(named: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in named.items():
         found |= _ungrouped(value._asdict()) if hasattr(value, "_asdict") else {name: value}
     return found
+
+
+def scratch(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+    """An uninitialised tensor that only the launches of one description use."""
+    made: Any = like.new_empty(shape, dtype=dtype)
+    made.is_scratch = True
+    return made  # type: ignore[no-any-return]
 
 
 def rows_in_place(x: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from fused_remat.spec import NormSpec
 from fused_remat.steps import norm
 from fused_remat.steps.norm import NORMS, shifted
 from fused_remat.steps.operations import faster
+from fused_remat.triton.frozen import TARGET, run
 from fused_remat.triton.launch import (
     Launch,
     Target,
@@ -31,7 +32,7 @@ from fused_remat.triton.launch import (
     matrix,
     operand,
     power_of_2,
-    target_of,
+    scratch,
 )
 
 #: The widest row, in elements.
@@ -59,7 +60,8 @@ def _says(key: tuple[Any, ...], *_: Any, **__: Any) -> str:
 def norm_fwd_triton(spec, x, weight, bias, out=None, stats=None):
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     made = new_stats(spec.kind, x) if stats is None else stats
-    norm_fwd(spec, x, None, None, weight, bias, None, y, made, stats is not None).run()
+    weight = shifted(weight, spec.offset)
+    run(norm_fwd, spec, x, None, None, weight, bias, None, y, made, stats is not None)
     return (y, *made)
 
 
@@ -70,9 +72,8 @@ def norm_bwd_triton(spec, dy, x, stats, weight, needs_grad, add=None):
         torch.empty(x.shape[1], dtype=torch.float32, device=x.device) if wanted else None
         for wanted in needs_grad[1:]
     )
-    target = target_of(x.device)
-    for launch in norm_bwd(spec, dy, x, stats, weight, add, dx, dweight, dbias, target):
-        launch.run()
+    weight = shifted(weight, spec.offset)
+    run(norm_bwd, spec, dy, x, stats, weight, add, dx, dweight, dbias, TARGET)
     return dx, dweight, dbias
 
 
@@ -90,11 +91,10 @@ def norm_fwd(
 ) -> Launch:
     """y = norm(x); or total = residual + mask * x and y = norm(total), up to a width of FWD_WIDTH.
 
-    `stats` is filled, or read if `has_stats`.
+    The weight has its offset. `stats` is filled, or read if `has_stats`.
     """
     rows, width = y.shape
     mean, rstd = _mean_rstd(spec.kind, stats)
-    weight = shifted(weight, spec.offset)
     vectors = (in_place(weight), in_place(bias), mean, rstd)
     constants: dict[str, Any] = {"KIND": spec.kind, "HAS_STATS": has_stats}
     if width > FWD_WIDTH:
@@ -125,11 +125,14 @@ def norm_bwd(
     dbias: Tensor | None,
     target: Target,
 ) -> list[Launch]:
-    """The launches that fill dx (with + add), dweight and dbias (float32): those that are given."""
+    """The launches that fill dx (with + add), dweight and dbias (float32): those that are given.
+
+    The weight has its offset.
+    """
     rows, width = x.shape
     matrices = (operand(dy), operand(x), operand(add), matrix(dx))
     mean, rstd = _mean_rstd(spec.kind, stats)
-    vectors, device = (in_place(shifted(weight, spec.offset)), mean, rstd), x.device
+    vectors, device = (in_place(weight), mean, rstd), x.device
     kind = {"KIND": spec.kind}
     if width > BWD_WIDTH:
         launches = []
@@ -193,7 +196,7 @@ def _sums(*pairs: tuple[Tensor | None, Tensor | None]) -> list[Launch]:
 
 
 def _parts(total: Tensor | None, programs: int) -> Tensor | None:
-    return None if total is None else total.new_empty((programs, total.shape[0]))
+    return None if total is None else scratch(total, (programs, total.shape[0]))
 
 
 def new_stats(kind: str, x: Tensor) -> tuple[Tensor, ...]:

@@ -23,6 +23,7 @@ from fused_remat.steps.activation import activation_bwd, activation_fwd
 from fused_remat.steps.operations import faster
 from fused_remat.steps.residual import dropout, residual_add
 from fused_remat.triton import storage
+from fused_remat.triton.frozen import run
 from fused_remat.triton.launch import Launch, cdiv, dropout_of, matrix, operand, power_of_2
 from fused_remat.triton.storage import loaded
 
@@ -53,8 +54,10 @@ def _says(key: tuple[Any, ...], *_: Any) -> str:
 @faster(activation_fwd, "triton", why_not=why_not, says=_says)
 def activation_fwd_triton(act, gate, up, mask):
     y = torch.empty(up.shape, dtype=up.dtype, device=up.device)
-    launch = act_fwd(up, act, mask, y) if gate is None else gated_fwd(gate, up, act, mask, y)
-    launch.run()
+    if gate is None:
+        run(act_fwd, up, act, mask, y)
+    else:
+        run(gated_fwd, gate, up, act, mask, y)
     return y
 
 
@@ -63,7 +66,7 @@ def activation_bwd_triton(act, dy, gate, up, mask, owned, needs_grad=(True, True
     first = dy if owned and dy.is_contiguous() else None
     if gate is None:
         dx = torch.empty(up.shape, dtype=up.dtype, device=up.device) if first is None else first
-        act_bwd(dy, up, act, mask, dx).run()
+        run(act_bwd, dy, up, act, mask, dx)
         return None, dx
     shape, dtype, device = gate.shape, gate.dtype, gate.device
     dup = torch.empty(shape, dtype=dtype, device=device) if needs_grad[1] else None
@@ -71,21 +74,21 @@ def activation_bwd_triton(act, dy, gate, up, mask, owned, needs_grad=(True, True
     if needs_grad[0]:
         dgate = torch.empty(shape, dtype=dtype, device=device) if first is None else first
     if dgate is not None or dup is not None:
-        gated_bwd(dy, gate, up, act, mask, dgate, dup).run()
+        run(gated_bwd, dy, gate, up, act, mask, dgate, dup)
     return dgate, dup
 
 
 @faster(residual_add, "triton", says="pointwise kernel")
 def residual_add_triton(x, residual, mask, out=None):
     y = torch.empty(x.shape, dtype=residual.dtype, device=x.device) if out is None else out
-    dropout_add_fwd(x, residual, mask, y).run()
+    run(dropout_add_fwd, x, residual, mask, y)
     return y
 
 
 @faster(dropout, "triton", says="pointwise kernel")
 def dropout_triton(x, mask, dtype=None):
     y = torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
-    dropout_add_fwd(x, None, mask, y).run()
+    run(dropout_add_fwd, x, None, mask, y)
     return y
 
 

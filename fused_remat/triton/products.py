@@ -26,10 +26,12 @@ from fused_remat.kernels.mlp import (
 from fused_remat.random import DropoutMask
 from fused_remat.steps import fused, linear
 from fused_remat.steps.linear import Affine
+from fused_remat.steps.norm import shifted
 from fused_remat.steps.operations import faster
 from fused_remat.steps.storage import QuantizeCall, quantize
 from fused_remat.triton import norm as norms
 from fused_remat.triton import storage, tables
+from fused_remat.triton.frozen import run
 from fused_remat.triton.launch import (
     INTERPRETED,
     Launch,
@@ -75,11 +77,11 @@ def linear_fwd_triton(x, weight, bias, residual=None, mask=None, out=None):
     target = target_of(x.device)
     if family(target) in tables.LINEAR_END_IN_KERNEL:
         y = x.new_empty((x.shape[0], weight.shape[0])) if out is None else out
-        linear_fwd(x, weight, bias, residual, mask, None, None, y, target).run()
+        run(linear_fwd, x, weight, bias, residual, mask, None, None, y, target)
         return y
     z = F.linear(x, weight, bias)
     y = z if out is None else out
-    dropout_add_fwd(z, residual, mask, y).run()
+    run(dropout_add_fwd, z, residual, mask, y)
     return y
 
 
@@ -115,7 +117,7 @@ def mlp_up_fwd_triton(act, x, gate, up, mask, kept, storages):
     y, target = x.new_empty((x.shape[0], up[0].shape[0])), target_of(x.device)
     if any(kept) and not any(storages) and family(target) not in tables.KEPT_MLP_UP_IN_KERNEL:
         pres = tuple([F.linear(x, *affine) for affine in (gate, up) if affine is not None])
-        (act_fwd if gate is None else gated_fwd)(*pres, act, mask, y).run()
+        run(act_fwd if gate is None else gated_fwd, *pres, act, mask, y)
         kept_pres = [pre if k else None for pre, k in zip(pres, kept, strict=True)]
         return y, tuple(kept_pres), tuple([() for _ in kept])
     kernel = "linear" if gate is None else "gated_mlp_fwd"
@@ -123,11 +125,9 @@ def mlp_up_fwd_triton(act, x, gate, up, mask, kept, storages):
     pres, quantized = zip(*made, strict=True)
     if gate is None:
         given = x, up[0], up[1], None, mask, act, pres[0], y, target
-        launch = linear_fwd(*given, quantized=quantized[0])
+        run(linear_fwd, *given, None, None, quantized[0])
     else:
-        weights = gate[0], gate[1], up[0], up[1]
-        launch = gated_mlp_fwd(x, *weights, mask, act, y, target, pres=pres, quantized=quantized)
-    launch.run()
+        run(gated_mlp_fwd, x, *gate, *up, mask, act, y, target, None, pres, quantized)
     parts = [_parts_of(*pair) for pair in zip(made, storages, strict=True)]
     return y, tuple([p if k else None for p, k in zip(pres, kept, strict=True)]), tuple(parts)
 
@@ -172,23 +172,23 @@ def _says_mlp_bwd(key: tuple[Any, ...], *_: Any) -> str:
 def mlp_bwd_triton(act, dy, x, gate, up, down, mask, needs_act):
     target = target_of(x.device)
     if family(target) in tables.MLP_BWD_IN_ONE:
-        made = [x.new_empty((x.shape[0], up[0].shape[0])) for _ in range(2 + (gate is not None))]
-        y, *dups = made if needs_act else (None, *made[1:])
         ups = (up,) if gate is None else (gate, up)
-        mlp_bwd(x, ups, dy, down, mask, act, y, tuple(dups), target).run()
+        dups = tuple([x.new_empty((x.shape[0], affine[0].shape[0])) for affine in ups])
+        y = torch.empty_like(dups[0]) if needs_act else None
+        run(mlp_bwd, x, ups, dy, down, mask, act, y, dups, target)
         return y, None if gate is None else dups[0], dups[-1]
     # Results take the place of what they are computed from.
     pre, dgate = F.linear(x, *up), None if gate is None else F.linear(x, *gate)
     y = pre if needs_act else None
     if gate is None and dy.shape[1] <= tables.ACT_BWD_IN_END.get(family(target), 0):
         dup = torch.empty_like(pre) if needs_act else pre
-        linear_act_bwd(dy, down, None, pre, mask, act, y, None, dup, target).run()
+        run(linear_act_bwd, dy, down, None, pre, mask, act, y, None, dup, target)
         return y, None, dup
     dup = torch.mm(dy, down)
     if gate is None:
-        act_bwd(dup, pre, act, mask, dup, y).run()
+        run(act_bwd, dup, pre, act, mask, dup, y)
     else:
-        gated_bwd(dup, dgate, pre, act, mask, dgate, dup, y).run()
+        run(gated_bwd, dup, dgate, pre, act, mask, dgate, dup, y)
     return y, dgate, dup
 
 
@@ -211,9 +211,8 @@ def linear_norm_fwd_triton(x, weight, bias, residual, mask, spec, norm_weight, n
         total = torch.empty(product.shape, dtype=residual.dtype, device=product.device)
     y = torch.empty_like(total) if out is None else out
     stats = norms.new_stats(spec.kind, total)
-    norms.norm_fwd(
-        spec, product, residual, mask, norm_weight, norm_bias, total, y, stats, False
-    ).run()
+    affine = shifted(norm_weight, spec.offset), norm_bias
+    run(norms.norm_fwd, spec, product, residual, mask, *affine, total, y, stats, False)
     return (total, y, *stats)
 
 
@@ -406,7 +405,8 @@ def launch_over(
         "tf32" if fast else "ieee",
     )  # fmt: skip
     programs = min(tiles, target.sms * (8 // tile.warps)) if persistent else tiles
-    return Launch(kernel, (programs,), args, constants, tile.warps, tile.stages, y.device)
+    how = tile.warps, tile.stages, y.device
+    return Launch(kernel, (programs,), args, constants, *how, fixed=y.dtype != torch.float32)
 
 
 def described(target: Target, *matrices: _Tiled) -> tuple[tuple[Any, ...], tuple[int, ...], bool]:

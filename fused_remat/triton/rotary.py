@@ -11,6 +11,7 @@ from fused_remat.kernels.rotary import Angles, Pairs, rotary_fwd_kernel, rotary_
 from fused_remat.steps import rotary
 from fused_remat.steps.operations import faster
 from fused_remat.steps.rotary import RotaryCall
+from fused_remat.triton.frozen import TARGET, run
 from fused_remat.triton.launch import (
     Launch,
     Target,
@@ -19,7 +20,7 @@ from fused_remat.triton.launch import (
     matrix,
     operand,
     power_of_2,
-    target_of,
+    scratch,
 )
 from fused_remat.triton.norm import column_sum
 from fused_remat.triton.tables import family
@@ -42,27 +43,26 @@ def _why_not(key: tuple[Any, ...]) -> str | None:
 @faster(rotary.rotary_fwd, "triton", why_not=_why_not, says="kernel rotary_fwd")
 def rotary_fwd_triton(x, call, out=None):
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
-    rotary_fwd(x, call, y, target_of(x.device)).run()
+    run(rotary_fwd, x, call, y, TARGET)
     return y
 
 
 @faster(rotary.rotary_bwd, "triton", why_not=_why_not, says="kernel rotary_norm_bwd")
 def rotary_bwd_triton(dy, x, call, needs_grad, owned):
-    dx, target = None, target_of(dy.device)
+    dx = None
     if needs_grad[0]:
         in_place = owned and dy.is_contiguous()
         dx = dy if in_place else torch.empty(dy.shape, dtype=dy.dtype, device=dy.device)
     if x is None:
         assert dx is not None
-        rotary_fwd(dy, call, dx, target, back=True).run()
+        run(rotary_fwd, dy, call, dx, TARGET, True)
         return dx, None, None
     dq_weight, dk_weight = (
         torch.empty(weight.shape, dtype=torch.float32, device=dy.device) if wanted else None
         for weight, wanted in zip((call.q_weight, call.k_weight), needs_grad[1:], strict=True)
         if weight is not None
     )
-    for launch in rotary_norm_bwd(dy, x, call, dx, dq_weight, dk_weight, target):
-        launch.run()
+    run(rotary_norm_bwd, dy, x, call, dx, dq_weight, dk_weight, TARGET)
     return dx, dq_weight, dk_weight
 
 
@@ -107,7 +107,7 @@ def rotary_norm_bwd(
     strip = block_m * max(1, cdiv(tokens, block_m * cdiv(4 * target.sms, summed)))
     programs = cdiv(tokens, strip)
     like = dq_weight if dq_weight is not None else dk_weight
-    parts = None if like is None else like.new_empty((summed * programs, width))
+    parts = None if like is None else scratch(like, (summed * programs, width))
     args = (
         operand(dy), operand(x), _angles(call), *map(in_place, call.norm_weights()), matrix(dx),
         parts, _place(call), call.seq_len, strip, tokens, call.spec.num_heads,

@@ -10,6 +10,7 @@ from fused_remat.kernels.packing import pack_int8_fwd_kernel, unpack_int8_fwd_ke
 from fused_remat.kernels.pointwise import Matrix, PackedMatrix
 from fused_remat.steps.operations import faster
 from fused_remat.steps.storage import QuantizeCall, dequantize, quantize
+from fused_remat.triton.frozen import run
 from fused_remat.triton.launch import Launch, cdiv, matrix, operand, rows_in_place
 
 #: Formats that kernels quantize and dequantize; they differ only in rounding.
@@ -28,7 +29,7 @@ def why_not(*formats: str) -> str | None:
 @faster(quantize, "triton", why_not=why_not, says=lambda key, *_: f"kernel pack_int8_fwd, {key}")
 def quantize_triton(x, storage):
     parts = new_parts(x, storage)
-    quantize_int8(x, storage, parts).run()
+    run(quantize_int8, x, storage, parts)
     return parts
 
 
@@ -37,7 +38,7 @@ def quantize_triton(x, storage):
 )
 def dequantize_triton(x):
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    dequantize_int8(x, y).run()
+    run(dequantize_int8, x, y)
     return y
 
 

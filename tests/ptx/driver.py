@@ -39,7 +39,7 @@ class Launched:
     outcome: Outcome
 
 
-@dataclass
+@dataclass(eq=False)
 class Driver:
     """A GPU of an architecture that is not there; what Triton asks of a driver.
 
