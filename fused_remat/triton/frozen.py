@@ -206,7 +206,7 @@ class _Places:
         if isinstance(value, TensorDescriptor):
             rest = {name: part for name, part in vars(value).items() if name != "base"}
             return f"described({self.constant(rest)}, {self.source(value.base)})"
-        if isinstance(value, tuple):
+        if isinstance(value, tuple) and _has_tensors(value):
             return f"({''.join([f'{self.source(part)}, ' for part in value])})"
         return self.constant(value)
 
@@ -232,6 +232,13 @@ class _Places:
         where = f"t[{near[0]}].storage_offset() + {apart // x.itemsize}"
         shape, stride = map(self.constant, (x.shape, x.stride()))
         return f"t[{near[0]}].as_strided({shape}, {stride}, {where})"
+
+
+def _has_tensors(values: tuple[Any, ...]) -> bool:
+    return any(
+        _has_tensors(x) if isinstance(x, tuple) else isinstance(x, Tensor | TensorDescriptor)
+        for x in values
+    )
 
 
 def _described(fields: dict[str, Any], base: Tensor) -> TensorDescriptor:
