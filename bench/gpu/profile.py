@@ -39,7 +39,7 @@ from fused_remat.planner.calibration import Example, Sizer, steps_of
 from fused_remat.policies import EXACT_PRESETS, kept_names
 from fused_remat.steps.norm import Norm
 
-WAYS = ("eager", "checkpoint", *EXACT_PRESETS)
+WAYS = ("eager", "compile", "checkpoint", *EXACT_PRESETS)
 #: Steps that are profiled, after one that is not.
 STEPS = 5
 #: Kernels that a row names, of those that take longest, and letters of their names.
@@ -237,16 +237,16 @@ def parts(example: Example, save: Iterable[str]) -> Iterator[Part]:
 
 
 def parts_of(way: str, example: Example) -> list[Part]:
-    """The steps of a way: a preset, "eager", or "checkpoint" (non-reentrant).
+    """The steps of a way: a preset, "eager", "compile", or "checkpoint" (non-reentrant).
 
-    The stock layer rebuilds nothing. Checkpointing replays forward up to its last product, whose
+    The stock layer rebuilds nothing, compiled or not. Checkpointing replays forward up to its last product, whose
     input is the last thing that backward asks for in a pre-norm layer.
     """
     graph = example.call.graph
     if way in EXACT_PRESETS:
         return list(parts(example, kept_names(way, graph)))
     own = [part for part in parts(example, kept_names("none", graph)) if not part.rebuilt]
-    if way == "eager":
+    if way in ("eager", "compile"):
         return own
     forward = [part for part in own if not part.backward]
     last = max(i for i, part in enumerate(forward) if part.kind == "products")
@@ -274,6 +274,8 @@ def measure(case: Case, rig: Rig) -> dict[str, Any]:
     the eager backend.
     """
     subject = case.subject(rig.device)
+    if rig.dry:
+        subject.compiler = "aot_eager_decomp_partition"
     given = subject, LAYER_WAYS, WAYS, rig, QueuedStep
     row = as_contest(measure_ways(*given, beside=("none",)))
     ways = row["ways"]
