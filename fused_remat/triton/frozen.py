@@ -27,7 +27,10 @@ from fused_remat.triton.launch import INTERPRETED, Launch, target_of
 #: Versions of Triton whose launchers are called here: as `CompiledKernel.run(*grid, stream,
 #: function, packed_metadata, launch_metadata, enter_hook, exit_hook, *args)`.
 VERSIONS = ((3, 6), (3, 7))
-_KNOWN = tuple(map(int, triton.__version__.split(".")[:2])) in VERSIONS
+# On ROCm, kernels are also specialised by the size of a tensor's storage, which no key has.
+_KNOWN = (
+    tuple(map(int, triton.__version__.split(".")[:2])) in VERSIONS and torch.version.hip is None
+)
 #: Among the arguments of a builder: the target of its tensors.
 TARGET: Any = object()
 #: By builder, place and arguments.
@@ -61,7 +64,8 @@ def run(describe: Callable[..., Launch | Iterable[Launch]], *args: Any) -> None:
         if plan is not None and plan.go is not None and not _hooked(plan):
             plan.go(tensors, driver.get_current_stream(index))
             return
-    described = describe(*[target_of(tensors[0].device) if x is TARGET else x for x in args])
+    on = next(x.device for x in args if isinstance(x, Tensor))
+    described = describe(*[target_of(on) if x is TARGET else x for x in args])
     launches = [described] if isinstance(described, Launch) else list(described)
     launches = [launch for launch in launches if 0 not in launch.grid]
     if not INTERPRETED and plan is None:
@@ -244,5 +248,5 @@ def _has_tensors(values: tuple[Any, ...]) -> bool:
 def _described(fields: dict[str, Any], base: Tensor) -> TensorDescriptor:
     """A descriptor like one that was checked when it was made."""
     made = TensorDescriptor.__new__(TensorDescriptor)
-    vars(made).update(fields, base=base)
+    made.__dict__ = {**fields, "base": base}
     return made

@@ -157,7 +157,8 @@ def _survivable(error: Exception) -> bool:
     if isinstance(error, torch.OutOfMemoryError | MemoryError | torch.AcceleratorError):
         return False
     said = str(error)
-    return "Triton Error" not in said or any(words in said for words in _NOT_LOADED)
+    from_driver = "Triton Error" in said or "CUDA error" in said
+    return not from_driver or any(words in said for words in _NOT_LOADED)
 
 
 def _named(device: torch.device) -> str:

@@ -53,6 +53,15 @@ class Observer(TorchDispatchMode):
         return made
 
 
+class Driver:
+    """Triton's, and its active one, as far as launches that are not frozen ask it."""
+
+    get_current_device = staticmethod(lambda: 0)
+
+
+Driver.active = Driver
+
+
 @pytest.fixture(params=BACKENDS)
 def backend(request, monkeypatch):
     """By name; the triton backend as on a GPU, all but the launches themselves."""
@@ -60,14 +69,16 @@ def backend(request, monkeypatch):
     if arch:
         pytest.importorskip("triton", reason="Triton is not installed")
         from fused_remat import triton
-        from fused_remat.triton import launch
+        from fused_remat.triton import frozen, launch
 
         if launch.INTERPRETED:
             pytest.skip("Triton interprets kernels in this process")
         target = launch.Target("cuda", int(arch[0]), 132)
-        for name_of in triton.__all__:
-            if hasattr(module := getattr(triton, name_of), "target_of"):
+        for module in (frozen, *(getattr(triton, name_of) for name_of in triton.__all__)):
+            if hasattr(module, "target_of"):
                 monkeypatch.setattr(module, "target_of", lambda device: target)
+        monkeypatch.setattr(frozen, "_DRIVER", Driver)
+        monkeypatch.setattr(launch.Launch, "compiled", lambda self: None)
         monkeypatch.setitem(choose.BACKENDS, "triton", choose.Backend)
         launched = []
         monkeypatch.setattr(launch.Launch, "run", lambda self: launched.append(self))

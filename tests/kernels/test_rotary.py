@@ -19,6 +19,7 @@ from places import (
     misaligned,
     normal,
     run,
+    target,
 )  # fmt: skip
 from tiers import pairwise
 
@@ -156,7 +157,7 @@ def test_what_is_not_rotated_meets_no_angle(value, interleaved):
     heads = normal(F32, ROWS, 6, 7)
     heads[:, 4:, 2] = heads[:, :4, 5] = value
     made = torch.zeros(ROWS, 42, device=DEVICE)
-    rotary.rotary_fwd(heads.flatten(1), call, made, rotary.target_of(DEVICE)).run()
+    rotary.rotary_fwd(heads.flatten(1), call, made, target()).run()
     assert torch.equal(made.isfinite(), rotary_fwd(heads.flatten(1), call).isfinite())
     assert int(made.isfinite().logical_not().sum()) == ROWS * 6
 
