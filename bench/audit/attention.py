@@ -23,17 +23,20 @@ POINTERS = frozenset({"lengths", "packed", "everything"})
 #: Calls that need the most registers each; the tiles of all widths should hold them.
 DEFAULTS = (
     "causal", "causal dropout", "mask padding dropout", "softcap window", "lengths",
-    "uneven mask", "everything", "few programs",
+    "uneven mask", "everything",
 )  # fmt: skip
 #: Those whose heads are codes, of one block and of two.
 PACKED = ("int8 causal", "int8 shared heads", "int8 mask dropout")
 #: Width of a head -> calls; 80 is padded to 128.
 CALLS: dict[int, tuple[str, ...]] = {
-    64: (*DEFAULTS, *PACKED),
-    128: (*DEFAULTS, *PACKED, "full", "packed", "shared heads", "shared softcap window"),
+    64: (*DEFAULTS, *PACKED, "few programs"),
+    128: (
+        *DEFAULTS, *PACKED, "full", "packed", "shared heads", "shared softcap window",
+        "few programs",
+    ),
     256: (*DEFAULTS, "shared softcap window"),
     80: ("causal", "mask padding dropout"),
-}
+}  # fmt: skip
 
 # Kernel -> what it depends on, where that is not everything.
 _DEPENDS_ON: dict[str, tuple[str, ...]] = {
@@ -157,7 +160,7 @@ def attention_cases(at: Target, dtype: torch.dtype) -> Iterator[Case]:
     found: dict[str, Case] = {}
     for width, names in CALLS.items():
         for variant in names:
-            default = variant in (*DEFAULTS, *PACKED) and width != 80
+            default = variant in (*DEFAULTS, *PACKED, "few programs") and width != 80
             for kernel, launch in launches_of(width, variants(dtype)[variant], at, dtype):
                 name = case_name(kernel, width, variant, launch)
                 found.setdefault(name, Case(name, launch, default, kernel.split()[0] in PRODUCTS))

@@ -220,7 +220,7 @@ def kind_of(launch: Launch) -> str:
 @cache
 def attention_kinds(dtype: torch.dtype) -> dict[tuple[int, str], list[tuple[str, str]]]:
     """Names and kinds of the audit's launches, by width and variant."""
-    at, given = audit.target(EXECUTED), audit_attention.variants(dtype)
+    at, given = target(), audit_attention.variants(dtype)
     return {
         (width, name): [
             (audit_attention.case_name(kernel, width, name, launch), kind_of(launch))
