@@ -164,18 +164,18 @@ def _says_mlp_bwd(key: tuple[Any, ...], *_: Any) -> str:
     if of in tables.MLP_BWD_IN_ONE:
         return "one kernel: both products of a tile; what is rebuilt is not written"
     widest = tables.ACT_BWD_IN_END.get(of, 0)
-    end = f"; without a gate, up to {widest} columns, one kernel" if widest else ""
-    return f"ATen's products and a pointwise kernel{end} for the second product and the pass"
+    end = f"; up to {widest} columns and without a gate, one kernel for the last two"
+    return "ATen's addmm rebuilds; then ATen's mm and a pointwise kernel" + end * (widest > 0)
 
 
 @faster(fused.mlp_bwd, "triton", why_not=_why_not_mlp, says=_says_mlp_bwd)
 def mlp_bwd_triton(act, dy, x, gate, up, down, mask, needs_act):
     target = target_of(x.device)
     if family(target) in tables.MLP_BWD_IN_ONE:
-        made = [x.new_empty((x.shape[0], up[0].shape[0])) for _ in range(2 + (gate is not None))]
-        y, *dups = made if needs_act else (None, *made[1:])
         ups = (up,) if gate is None else (gate, up)
-        mlp_bwd(x, ups, dy, down, mask, act, y, tuple(dups), target).run()
+        dups = tuple([x.new_empty((x.shape[0], up[0].shape[0])) for _ in ups])
+        y = torch.empty_like(dups[0]) if needs_act else None
+        mlp_bwd(x, ups, dy, down, mask, act, y, dups, target).run()
         return y, None if gate is None else dups[0], dups[-1]
     # Results take the place of what they are computed from.
     pre, dgate = F.linear(x, *up), None if gate is None else F.linear(x, *gate)
