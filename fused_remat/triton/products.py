@@ -164,8 +164,8 @@ def _says_mlp_bwd(key: tuple[Any, ...], *_: Any) -> str:
     if of in tables.MLP_BWD_IN_ONE:
         return "one kernel: both products of a tile; what is rebuilt is not written"
     widest = tables.ACT_BWD_IN_END.get(of, 0)
-    end = f"; without a gate, up to {widest} columns, one kernel" if widest else ""
-    return f"ATen's products and a pointwise kernel{end} for the second product and the pass"
+    end = f"; up to {widest} columns and without a gate, one kernel for the last two"
+    return "ATen's addmm rebuilds; then ATen's mm and a pointwise kernel" + end * (widest > 0)
 
 
 @faster(fused.mlp_bwd, "triton", why_not=_why_not_mlp, says=_says_mlp_bwd)
@@ -173,7 +173,7 @@ def mlp_bwd_triton(act, dy, x, gate, up, down, mask, needs_act):
     target = target_of(x.device)
     if family(target) in tables.MLP_BWD_IN_ONE:
         ups = (up,) if gate is None else (gate, up)
-        dups = tuple([x.new_empty((x.shape[0], affine[0].shape[0])) for affine in ups])
+        dups = tuple([x.new_empty((x.shape[0], up[0].shape[0])) for _ in ups])
         y = torch.empty_like(dups[0]) if needs_act else None
         run(mlp_bwd, x, ups, dy, down, mask, act, y, dups, target)
         return y, None if gate is None else dups[0], dups[-1]
