@@ -239,8 +239,8 @@ def parts(example: Example, save: Iterable[str]) -> Iterator[Part]:
 def parts_of(way: str, example: Example) -> list[Part]:
     """The steps of a way: a preset, "eager", "compile", or "checkpoint" (non-reentrant).
 
-    The stock layer rebuilds nothing, compiled or not. Checkpointing replays forward up to its last product, whose
-    input is the last thing that backward asks for in a pre-norm layer.
+    The stock layer rebuilds nothing, compiled or not. Checkpointing replays forward up to its last
+    product, whose input is the last thing that backward asks for in a pre-norm layer.
     """
     graph = example.call.graph
     if way in EXACT_PRESETS:
