@@ -111,9 +111,9 @@ def _finish_bwd(
         store_tile(dup, row, col, M, F, dact * y_tile, TMA)
     else:
         d_tile, y_tile = ACT(dact, up)
+        store_tile(dup, row, col, M, F, d_tile, TMA)
         if act.data is not None:
             store_tile(act, row, col, M, F, y_tile * keep, TMA)
-        store_tile(dup, row, col, M, F, d_tile, TMA)
 
 
 @seeded
