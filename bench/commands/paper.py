@@ -369,6 +369,7 @@ def main(arguments: Sequence[str]) -> int:
         rows.append({"layer": layer, "width": width, "seq": tokens, "ways": ways})
         print(report.line(rows[-1], errors), flush=True)
     args.out.mkdir(parents=True, exist_ok=True)
-    found = {"tokens": TOKENS, "errors": errors, "results": rows}
-    (args.out / "paper.json").write_text(json.dumps(found, indent=1) + "\n")
+    head = json.dumps({"tokens": TOKENS, "errors": errors, "results": []}).removesuffix("]}")
+    text = ",\n".join(map(json.dumps, rows))
+    (args.out / "paper.json").write_text(f"{head}\n{text}\n]}}\n")
     return 0
