@@ -109,3 +109,15 @@ def keep_scale_fwd_kernel(
     out = keep_tile(Site(site_key_ptr, row0, threshold, scale), offs_m, offs_n)
     out_ptrs = out_ptr + offs_m[:, None] * stride_om + offs_n[None, :] * stride_on
     tl.store(out_ptrs, out, mask=mask)
+
+
+@triton.jit(do_not_specialize=["first"], do_not_specialize_on_alignment=["seed_ptr"])
+def site_keys_fwd_kernel(seed_ptr, keys_ptr, first, COUNT: tl.constexpr):
+    """The keys of the sites `first`, `first` + 1 and so on.
+
+    Shapes: seed () int64, keys (COUNT,) int64. Grid: (1,).
+    Source: `fused_remat.random`.
+    """
+    sites = tl.arange(0, COUNT)
+    keys = split_key(tl.load(seed_ptr), first.to(tl.int64) + sites)
+    tl.store(keys_ptr + sites, keys.to(tl.int64, bitcast=True))

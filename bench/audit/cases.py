@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bench.audit.attention import Case, attention_cases, meta
 from fused_remat.formats import BLOCK, Quantized
-from fused_remat.random import DropoutMask, Uniform
+from fused_remat.random import NUM_SITES, DropoutMask, Uniform
 from fused_remat.spec import AttentionSpec, NormSpec, RotarySpec
 from fused_remat.steps.norm import NORMS
 from fused_remat.steps.rotary import RotaryCall
@@ -97,6 +97,8 @@ def pointwise_cases(at: Target, dtype: torch.dtype) -> Named:
     """One pass over a matrix each, with dropout; every activation."""
     x, y, z = (meta(dtype, ROWS, WIDTH) for _ in range(3))
     keep = _keep(WIDTH)
+    seed, keys = meta(torch.int64), meta(torch.int64, NUM_SITES)
+    yield "site_keys_fwd", pointwise.site_keys(seed, 0, keys)
     yield "dropout_add_fwd", pointwise.dropout_add_fwd(x, y, None, z)
     yield "dropout_add_fwd dropout", pointwise.dropout_add_fwd(x, y, keep, z)
     yield "dropout_bwd", pointwise.dropout_add_fwd(x, None, keep, z)

@@ -17,6 +17,7 @@ from torch import Tensor
 from fused_remat import random
 from fused_remat.steps.linear import Part, linear_dw
 from fused_remat.steps.operations import Operations
+from fused_remat.steps.residual import site_keys
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,7 @@ class Pass:
         if keys is None:
             seed = self.tensors["seed"]
             assert seed is not None
-            keys = self._site_keys[site - index] = random.site_keys(seed, site - index)
+            keys = self._site_keys[site - index] = self.ops[site_keys](seed, site - index)
         return keys[index]
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
+from fused_remat import random
 from fused_remat.random import DropoutMask
 from fused_remat.steps.node import Input, Mask, Node, Shapes
 from fused_remat.steps.operations import operation
@@ -32,6 +33,12 @@ def residual_add(
 def dropout(x: Tensor, mask: DropoutMask, dtype: torch.dtype | None = None) -> Tensor:
     """mask * x as a new tensor, in `dtype` or in that of x."""
     return torch.mul(x, mask.tensor()).to(dtype or x.dtype)
+
+
+@operation(key=lambda seed, first: seed.device, says="pointwise, eager")
+def site_keys(seed: Tensor, first: int) -> tuple[Tensor, ...]:
+    """The keys of `random.NUM_SITES` sites from `first` on; they and `seed` are int64 tensors ()."""
+    return random.site_keys(seed, first)
 
 
 @dataclass(frozen=True, kw_only=True)

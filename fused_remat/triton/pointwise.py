@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fused_remat.formats import BLOCK, Loaded
 from fused_remat.kernels import activations
+from fused_remat.kernels.dropout import site_keys_fwd_kernel
 from fused_remat.kernels.pointwise import (
     Matrix,
     PackedMatrix,
@@ -18,10 +19,11 @@ from fused_remat.kernels.pointwise import (
     gated_bwd_kernel,
     gated_fwd_kernel,
 )
-from fused_remat.random import DropoutMask
+from fused_remat.random import NUM_SITES, DropoutMask
 from fused_remat.steps.activation import activation_bwd, activation_fwd
 from fused_remat.steps.operations import faster
 from fused_remat.steps.residual import dropout, residual_add
+from fused_remat.steps.residual import site_keys as site_keys_of_seed
 from fused_remat.triton import storage
 from fused_remat.triton.frozen import run
 from fused_remat.triton.launch import Launch, cdiv, dropout_of, matrix, operand, power_of_2
@@ -90,6 +92,19 @@ def dropout_triton(x, mask, dtype=None):
     y = torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
     run(dropout_add_fwd, x, None, mask, y)
     return y
+
+
+@faster(site_keys_of_seed, "triton", says="pointwise kernel")
+def site_keys_triton(seed, first):
+    keys = torch.empty(NUM_SITES, dtype=torch.int64, device=seed.device)
+    run(site_keys, seed, first, keys)
+    return keys.unbind()
+
+
+def site_keys(seed: Tensor, first: int, keys: Tensor) -> Launch:
+    """The keys of as many sites as `keys` holds."""
+    args, count = (seed, keys, first), {"COUNT": keys.numel()}
+    return Launch(site_keys_fwd_kernel, (1,), args, count, num_warps=1, device=seed.device)
 
 
 def dropout_add_fwd(

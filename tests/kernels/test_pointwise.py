@@ -32,7 +32,7 @@ from fused_remat.spec import NormSpec
 from fused_remat.steps.activation import ACTIVATIONS, activation_bwd, activation_fwd
 from fused_remat.steps.linear import linear_fwd
 from fused_remat.steps.norm import norm_fwd
-from fused_remat.steps.residual import dropout, residual_add
+from fused_remat.steps.residual import dropout, residual_add, site_keys
 from fused_remat.steps.storage import QuantizeCall, quantize
 from fused_remat.triton import norm, pointwise, products
 
@@ -42,6 +42,13 @@ SMALL = [(1, 1), (5, 63), (3, 1000), (70, 33)]
 
 def test_every_activation_of_aten_has_a_pair():
     assert set(pointwise.PAIRS) == set(ACTIVATIONS)
+
+
+@pytest.mark.parametrize("seed, first", [(0, 0), (-(2**63), 8), (2**62 + 3, 5 << 20)])
+def test_keys_of_sites(seed, first):
+    expected = random.site_keys(torch.tensor(seed), first)
+    keys = run(site_keys, torch.tensor(seed, device=DEVICE), first)
+    assert [key.item() for key in keys] == [key.item() for key in expected]
 
 
 @pytest.mark.parametrize("p", [0.0, 0.3, 1.0])
