@@ -37,7 +37,7 @@ def dropout(x: Tensor, mask: DropoutMask, dtype: torch.dtype | None = None) -> T
 
 @operation(key=lambda seed, first: seed.device, says="pointwise, eager")
 def site_keys(seed: Tensor, first: int) -> tuple[Tensor, ...]:
-    """The keys of `random.NUM_SITES` sites from `first` on; they and `seed` are int64 tensors ()."""
+    """The keys of `random.NUM_SITES` sites from `first` on; keys and `seed` are int64 ()."""
     return random.site_keys(seed, first)
 
 
