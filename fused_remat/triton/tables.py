@@ -104,7 +104,7 @@ TILES: dict[str, dict[str, tuple[Tile, ...]]] = {
         **_OTHERS_PARTS,
     },
     "mlp_bwd": {
-        "hopper": (Tile(128, 128, 64, 8, 3, parts=4), Tile(64, 64, 64, 4, 4, parts=2)),
+        "hopper": (Tile(128, 128, 64, 8, 3, parts=8), Tile(64, 64, 64, 4, 4, parts=2)),
         "blackwell": (Tile(128, 128, 64, 8, 3, parts=8), Tile(64, 64, 64, 4, 4, parts=2)),
         **_OTHERS_PARTS,
     },
