@@ -87,7 +87,7 @@ class Strides(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """H query heads, GROUP a key head, in PARTS for dk and dv; M queries, N keys; widths E and V."""
+    """H query heads, GROUP a key head, in PARTS for dk, dv; M queries, N keys; widths E and V."""
 
     H: Any
     GROUP: Any

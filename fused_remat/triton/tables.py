@@ -321,7 +321,7 @@ ATTENTION_TILES: dict[str, dict[str, dict[int, dict[int, AttentionTile]]]] = {
         "small": {
             64: {0: _A(16, 32, 4, 2)},
             128: {0: _A(16, 32, 4, 2)},
-            256: {0: _A(16, 16, 4, 1)},
+            256: {0: _A(16, 32, 4, 2)},
         },
         "hip": {
             64: {0: _A(32, 32, 4, 1)},
