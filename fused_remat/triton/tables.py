@@ -270,7 +270,7 @@ ATTENTION_TILES: dict[str, dict[str, dict[int, dict[int, AttentionTile]]]] = {
     },
     "dkdv": {
         "hopper": {
-            64: {0: _A(64, 128, 8, 3), 4: _A(32, 128, 8, 2)},
+            64: {0: _A(64, 128, 8, 3), 3: _A(32, 128, 8, 2)},
             128: {0: _A(64, 128, 8, 2), 1: _A(32, 128, 8, 2), 4: _A(32, 128, 8, 2, split=True)},
             256: {
                 0: _A(32, 128, 8, 2, split=True, tma=False),
@@ -280,7 +280,7 @@ ATTENTION_TILES: dict[str, dict[str, dict[int, dict[int, AttentionTile]]]] = {
         },
         "blackwell": {
             64: {0: _A(64, 64, 8, 2)},
-            128: {0: _A(64, 64, 8, 2), 2: _A(32, 64, 4, 2, split=True)},
+            128: {0: _A(64, 64, 8, 2), 1: _A(32, 64, 4, 2), 2: _A(32, 64, 4, 2, split=True)},
             256: {0: _A(32, 64, 8, 2, split=True)},
         },
         "ampere": {
@@ -345,7 +345,7 @@ ATTENTION_TILES: dict[str, dict[str, dict[int, dict[int, AttentionTile]]]] = {
         "small": {
             64: {0: _A(16, 32, 4, 2)},
             128: {0: _A(16, 32, 4, 2)},
-            256: {0: _A(16, 16, 4, 1)},
+            256: {0: _A(16, 32, 4, 2)},
         },
         "hip": {
             64: {0: _A(32, 32, 4, 1)},
