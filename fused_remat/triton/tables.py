@@ -76,7 +76,7 @@ TILES: dict[str, dict[str, tuple[Tile, ...]]] = {
             Tile(64, 64, 64, 4, 4),
         ),
         "blackwell": (
-            Tile(128, 256, 64, 8, 3, parts=4),
+            Tile(128, 256, 64, 8, 3, parts=8),
             Tile(128, 128, 64, 8, 4),
             Tile(64, 64, 64, 4, 4, parts=2),
         ),
