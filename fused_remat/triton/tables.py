@@ -270,7 +270,7 @@ ATTENTION_TILES: dict[str, dict[str, dict[int, dict[int, AttentionTile]]]] = {
     },
     "dkdv": {
         "hopper": {
-            64: {0: _A(64, 128, 8, 3), 3: _A(32, 128, 8, 2)},
+            64: {0: _A(64, 128, 8, 3), 4: _A(32, 128, 8, 2)},
             128: {0: _A(64, 128, 8, 2), 1: _A(32, 128, 8, 2), 4: _A(32, 128, 8, 2, split=True)},
             256: {
                 0: _A(32, 128, 8, 2, split=True, tma=False),
