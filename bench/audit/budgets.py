@@ -5,7 +5,8 @@ norms fused into products), which take more and would hide what the first take. 
 registers, shared memory and stack of its configurations: none may exceed the worst one. It also
 holds the registers of all of them added up: so one that grows below the worst is seen, where as
 many were compiled. And the least share of the tensor cores in their hot loops, in percent, below
-which none may fall; 0 without such loops. `--write-budgets` replaces the rows of the targets and
+which none may fall (nor may it be unread), and the shares of all added up, which may not fall where
+as many were compiled; 0 without such loops. `--write-budgets` replaces the rows of the targets and
 cases that it compiles.
 """
 
@@ -21,8 +22,9 @@ from bench.audit.machine_code import tensor_share
 BUDGETS = Path(__file__).with_name("budgets.tsv")
 _KEY = ("triton", "target", "kernel", "cases")
 _MOST = ("registers", "shared", "stack")
-#: Numbers of a row: its configurations, the most of each, the registers of all, the least share.
-FIELDS = (*_KEY, "configurations", *_MOST, "all_registers", "tensor_share")
+#: Numbers of a row: its configurations, the most of each, the registers of all, the least share and
+#: all shares.
+FIELDS = (*_KEY, "configurations", *_MOST, "all_registers", "tensor_share", "all_shares")
 Key = tuple[str, ...]
 Budget = dict[str, int]
 
@@ -45,6 +47,7 @@ def summed(rows: Iterable[Mapping[str, Any]], triton: str) -> dict[Key, Budget]:
             one["all_registers"] += row["registers"]
             if share := _percent(row):
                 one["tensor_share"] = min(one["tensor_share"] or share, share)
+                one["all_shares"] += share
     return found
 
 
@@ -77,7 +80,7 @@ def over(row: Mapping[str, Any], budget: Budget | None) -> list[str]:
     if budget is None or "registers" not in row:
         return []
     found = [f"{n} {row[n]} over its budget {budget[n]}" for n in _MOST if row[n] > budget[n]]
-    if _percent(row) < budget["tensor_share"] and tensor_share(row["loops"]) is not None:
+    if _percent(row) < budget["tensor_share"]:
         found.append(f"tensor cores {_percent(row)}% of a loop, at least {budget['tensor_share']}%")
     return found
 
@@ -85,12 +88,17 @@ def over(row: Mapping[str, Any], budget: Budget | None) -> list[str]:
 def grown(
     rows: Iterable[Mapping[str, Any]], triton: str, budgets: Mapping[Key, Budget]
 ) -> list[str]:
-    """Kernels of which as many configurations as budgeted take more registers in all."""
+    """Kernels of which as many configurations as budgeted are worse in all."""
     found = []
     for key, one in summed(rows, triton).items():
         budget = budgets.get(key, one)
-        same = one["configurations"] == budget["configurations"]
-        if same and one["all_registers"] > budget["all_registers"]:
+        if one["configurations"] != budget["configurations"]:
+            continue
+        together = f"{key[1]}: {key[2]}, {key[3]}: all configurations together"
+        if one["all_registers"] > budget["all_registers"]:
             used = f"{one['all_registers']} registers over the budget {budget['all_registers']}"
-            found.append(f"{key[1]}: {key[2]}, {key[3]}: all configurations together take {used}")
+            found.append(f"{together} take {used}")
+        if one["all_shares"] < budget["all_shares"]:
+            shares = f"{one['all_shares']}, under the budget {budget['all_shares']}"
+            found.append(f"{together} have shares of the tensor cores of {shares}")
     return found

@@ -217,7 +217,9 @@ class Recorder(TorchDispatchMode):
                 return
         else:
             worked = self.over * kernel.clocks(grid, named) / CLOCKS[ARCH]
-            seconds = _pass(sum(touched.values()))
+            # What is read and written is an argument twice, or in place of another one.
+            moved = sum(min(x.nbytes, x.untyped_storage().nbytes()) for x in tensors)
+            seconds = _pass(moved)
             kind = "kernels" if worked > seconds else "memory"
             seconds = max(worked, seconds)
         self.ops.append(Op(kernel.name, kind, seconds, floor, touched, {}))
@@ -283,7 +285,8 @@ def _as_on_cuda() -> Iterator[None]:
         return torch.native_dropout(x, p, True)[0] if training and p else x
 
     def rms_norm(x: Tensor, shape: Any, weight: Any = None, eps: Any = None) -> Tensor:
-        return torch.ops.aten._fused_rms_norm(x, list(shape), weight, eps)[0]
+        # On meta tensors the operator of RMSNorm is not one: a pass each way, as LayerNorm's.
+        return torch.native_layer_norm(x, list(shape), weight, None, eps or 1e-6)[0]
 
     given = {"scaled_dot_product_attention": attention, "dropout": dropout, "rms_norm": rms_norm}
     with mock.patch.multiple(F, **given):

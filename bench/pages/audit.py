@@ -76,7 +76,10 @@ def bounds() -> str:
     for row in _all_rows():
         if not row["default"] or not row["product"] or tensor_share(row.get("loops")) is None:
             continue
-        name, tile = row["name"].split(" ")[0], " ".join(row["name"].split(" ")[-3:])
+        name, *words = row["name"].split(" ")
+        tile = " ".join(words[-3:])
+        if name.startswith("attention"):  # of each width of heads
+            name = " ".join([name, *[word for word in words if word.isdigit()][:1]])
         by_target = most.setdefault(name, {})
         first, worst = by_target.setdefault(row["target"], (tile, row))
         if tile == first:

@@ -91,12 +91,12 @@ def test_complaints(tmp_path, monkeypatch):
     loops = [{"tensor": 4, "share": 0.5, "spills": 3}, {"tensor": 0, "share": 0.0, "spills": 0}]
     assert audit.complaints(GOOD | {"loops": loops}, 90, None) == ["3 spills in a hot loop"]
     most = {"registers": 100, "shared": 1000, "stack": 0, "tensor_share": 51}
-    assert audit.complaints(GOOD, 90, most | {"registers": 99}) == [
-        "registers 100 over its budget 99"
-    ]
+    over = audit.complaints(GOOD, 90, most | {"registers": 99, "tensor_share": 0})
+    assert over == ["registers 100 over its budget 99"]
     loops[0]["spills"] = 0
-    (said,) = audit.complaints(GOOD | {"loops": loops}, 90, most)
-    assert "50% of a loop" in said
+    for read, share in ((loops, 50), (None, 0), (loops[1:], 0)):
+        (said,) = audit.complaints(GOOD | {"loops": read}, 90, most)
+        assert f"{share}% of a loop" in said
 
 
 def test_budgets_see_the_worst_configuration_and_one_that_grows_below_it():
@@ -118,8 +118,12 @@ def test_budgets_see_the_worst_configuration_and_one_that_grows_below_it():
     assert budgets.over(large, known[default]) == []
     loop = {"tensor": 1, "share": 0.8}
     shares = (large | {"loops": [loop, loop | {"share": 0.6}]}, small | {"loops": [loop]}, large)
-    assert budgets.summed(shares, "3")[default]["tensor_share"] == 60
-    said = budgets.over(row("linear new", 201), known[default])
+    known = budgets.summed(shares, "3")
+    assert (known[default]["tensor_share"], known[default]["all_shares"]) == (60, 140)
+    fallen = shares[0], small | {"loops": [loop | {"share": 0.7}]}, large
+    (said,) = budgets.grown(fallen, "3", known)
+    assert "shares of the tensor cores of 130, under the budget 140" in said
+    said = budgets.over(row("linear new", 201), known[default] | {"tensor_share": 0})
     assert said == ["registers 201 over its budget 200"]
 
 
