@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fused_remat.steps.operations import (
+    FAULTS,
     OPERATIONS,
     Fault,
     Function,
@@ -58,7 +59,7 @@ def _triton() -> Backend | str:
         from fused_remat.triton import frozen, why_not
     except (ImportError, AttributeError) as error:
         return f"the installed Triton is too old or broken: {error}"
-    return Backend(why_not, forget=frozen.PLANS.clear)
+    return Backend(why_not, forget=frozen.forget)
 
 
 #: Rows: name -> the backend, whose implementations it registers, or why there is none. A new
@@ -67,10 +68,6 @@ BACKENDS: dict[str, Callable[[], Backend | str]] = {"eager": Backend, "triton": 
 
 #: Device type -> name that "auto" tries first; every other device, and what it refuses, is eager's.
 DEFAULTS: dict[str, str] = {"cuda": "triton"}
-
-#: Why an implementation is not chosen again: by operation, backend and key, what it raised when it
-#: could not be compiled or loaded. The operation itself serves in its place, on the same contract.
-FAULTS: dict[tuple[Function, str, Any], str] = {}
 
 #: The tables that have been asked for, by backend.
 TABLES: dict[str, Operations] = {}

@@ -230,7 +230,7 @@ def _switches() -> tuple[int, ...]:
     """The global switches that decide which of PyTorch's attention kernels serves on CUDA."""
     cuda = torch.backends.cuda
     return (
-        torch.are_deterministic_algorithms_enabled(),
+        torch.get_deterministic_debug_mode(),
         cuda.flash_sdp_enabled(),
         cuda.mem_efficient_sdp_enabled(),
         cuda.math_sdp_enabled(),

@@ -9,6 +9,7 @@ group.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -75,7 +76,8 @@ def says(key: AttentionKey) -> str:
     if key.device.type == "cpu":
         return "ATen's flash kernel for CPUs"
     if name := kernel_of(key):
-        return f"ATen's {name} kernel"
+        public = "PyTorch's scaled_dot_product_attention"
+        return public if name == "public" else f"ATen's {name} kernel"
     return f"ATen's {kernel_of(key, members=True)} kernel, once for each query head of a group"
 
 
@@ -88,6 +90,8 @@ def kernel(
     backward cannot undo. If PyTorch has other operators than those known, it is "public".
     """
     shared, causal = q.shape[1] != k.shape[1], call.spec.window[1] == 0
+    if q.is_inference():  # which cannot be made to require a gradient
+        q = torch.empty_strided(q.shape, q.stride(), dtype=q.dtype, device=q.device)
     with torch.enable_grad():
         q = q.detach().requires_grad_()
         if _only_for_flash(call):
@@ -108,6 +112,7 @@ def kernel(
     return name if operators.has(name) else "public"
 
 
+@functools.lru_cache(maxsize=4096)
 def kernel_of(key: AttentionKey, members: bool = False) -> str:
     """`kernel` for the sizes of a call; for one query head of each group if `members`."""
 
@@ -138,6 +143,8 @@ def choose(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: Attention
         return Kernel("" if shared else "cpu", mask)
     bias, nothing = _bias(mask, q, k)
     name = kernel(q, k, v, bias, call) if q.is_cuda else "public"
+    if not name and (flash := _only_for_flash(call)):
+        raise RuntimeError(f"{flash}: flash attention does not take heads of strides {q.stride()}")
     return Kernel(name or ("" if shared else "public"), bias, nothing)
 
 

@@ -305,4 +305,5 @@ class Chunk(dict[str, Tensor]):
             return
         whole = self.ops[linear_dw](dy, x, whole, owner.partial, owner.exact)
         owner.joint_grads[names] = whole
-        grads.update(zip(names, whole.split(sizes), strict=True))
+        # Of one tensor's memory, but each with a version counter of its own.
+        grads.update(zip(names, [rows.data for rows in whole.split(sizes)], strict=True))

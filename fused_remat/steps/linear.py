@@ -281,7 +281,7 @@ class Linear(Node):
             if wanted:
                 x = chunk[self.x] if self.updates else chunk.last(self.x)
                 x = x if self.compute is None else x.to(self.compute)
-                if self.sizes and wanted == self._weights:
+                if self.sizes and len(wanted) == len(self.sizes):  # all of them, each once
                     chunk.add_weight_grads(self.weights, self.sizes, dz, x)
                 else:
                     for weight, _, part in layers:

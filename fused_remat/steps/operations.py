@@ -42,6 +42,11 @@ class Fault(RuntimeError):
     """A kernel cannot be compiled or loaded, and nothing was written yet."""
 
 
+#: Why an implementation is not chosen again: by operation, backend and key, what it raised when it
+#: could not be compiled or loaded. The operation itself serves in its place, on the same contract.
+FAULTS: dict[tuple[Callable[..., Any], str, Any], str] = {}
+
+
 def warn(message: str) -> None:
     """Warn at the user's line."""
     warnings.warn(f"fused_remat: {message}", FusedRematWarning, stacklevel=user_stacklevel())

@@ -43,7 +43,7 @@ from fused_remat.spec import AttentionSpec
 from fused_remat.steps import attention, attention_library
 from fused_remat.steps.attention import as_heads
 from fused_remat.steps.attention_call import AttentionCall, AttentionKey, Heads, attention_key
-from fused_remat.steps.operations import faster
+from fused_remat.steps.operations import FAULTS, faster
 from fused_remat.steps.storage import dequantized_heads
 from fused_remat.triton import storage
 from fused_remat.triton.frozen import TARGET, run
@@ -110,7 +110,14 @@ def _why_not_fwd(key: AttentionKey) -> str | None:
 
 
 def _why_not_bwd(key: AttentionKey) -> str | None:
-    """As in forward, unless a kernel can dequantize the heads that ATen's attention reads."""
+    """As in forward, unless a kernel can dequantize the heads that ATen's attention reads.
+
+    So also after a fault in forward: the kernels' lse is of scores shifted by far masks, the
+    operation's is not.
+    """
+    fault = FAULTS.get((attention.attention_fwd, "triton", key._replace(quantized=())))
+    if fault is not None:
+        return fault
     formats = [stored for stored, *_ in filter(None, key.quantized)]
     dequantizes = formats and storage.why_not(*formats) is None
     return None if dequantizes else _why_not_fwd(key)

@@ -22,7 +22,7 @@ from triton.compiler import CompiledKernel
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fused_remat.spec import AttentionSpec, NormSpec
-from fused_remat.triton.launch import INTERPRETED, Launch, target_of
+from fused_remat.triton.launch import FAILED, INTERPRETED, Launch, target_of
 
 #: Versions of Triton whose launchers are called here: as `CompiledKernel.run(*grid, stream,
 #: function, packed_metadata, launch_metadata, enter_hook, exit_hook, *args)`.
@@ -41,12 +41,18 @@ _PLAIN = frozenset({int, float, bool, str, type(TARGET), torch.dtype, torch.devi
 _SPECS = frozenset({NormSpec, AttentionSpec})
 
 
+def forget() -> None:
+    """Describe and compile anew from now on."""
+    PLANS.clear()
+    FAILED.clear()
+
+
 def run(describe: Callable[..., Launch | Iterable[Launch]], *args: Any) -> None:
     """Launch all that `describe(*args)` describes, on the current stream.
 
     Raises: Fault if one of the kernels cannot be compiled or loaded; then none is launched.
     """
-    key: list[Any] = [describe, _RUNTIME.add_stages_inspection_hook]
+    key: list[Any] = [describe, _RUNTIME.add_stages_inspection_hook, _RUNTIME.debug]
     seen: dict[int, int] = {}
     tensors: list[Tensor] = []
     held: list[Any] = []

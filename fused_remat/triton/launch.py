@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from triton.backends.driver import GPUDriver
 
 from fused_remat.kernels.pointwise import Matrix
@@ -133,6 +134,12 @@ class Launch:
 
         Raises: Fault if it cannot be compiled or loaded.
         """
+        given = [getattr(x, "base", x) for x in tree_leaves(self.args)]
+        dtypes = tuple([x.dtype for x in given if isinstance(x, Tensor)])
+        how = repr(self.constants), self.num_warps, self.num_stages
+        key = self.kernel, dtypes, *how, self.device
+        if key in FAILED:
+            raise Fault(FAILED[key])
         try:
             made = self._run(warmup=True)
             made = made.result() if hasattr(made, "result") else made  # compiled in a thread
@@ -144,9 +151,12 @@ class Launch:
             if not _survivable(error):
                 raise
             name, said = self.kernel.__name__, " ".join(str(error).split()) or type(error).__name__
-            raise Fault(f"kernel {name} on {_named(self.device)}: {said[-300:]}") from error
+            FAILED[key] = f"kernel {name} on {_named(self.device)}: {said[-300:]}"
+            raise Fault(FAILED[key]) from error
 
 
+#: What could not be compiled or loaded, and why: it is not tried again for other sizes.
+FAILED: dict[tuple[Any, ...], str] = {}
 #: What a driver says of a kernel that it does not load. Any other of its errors may be that of an
 #: earlier launch, after which the device cannot be used.
 _NOT_LOADED = ("kernel image", "PTX", "ptx", "unsupported toolchain", "not found", "invalid source")

@@ -246,6 +246,7 @@ def test_rotary(policy, backend):
 def test_atens_kernels_on_cuda(name, monkeypatch):
     """Which kernel is chosen on the host; a GPU would say which."""
     monkeypatch.setattr(attention_library, "kernel", lambda *_: name)
+    attention_library.kernel_of.cache_clear()
     with FakeTensorMode(), Observer():
 
         def empty(*shape, dtype=torch.bfloat16):

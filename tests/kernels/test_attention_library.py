@@ -216,6 +216,7 @@ def pytorch_chooses(monkeypatch, prefer="cudnn"):
     monkeypatch.setattr(attention_library, "SDPAParams", lambda *given: given)
     can_flash = lambda given: given[0].dtype != F32  # noqa: E731
     monkeypatch.setattr(attention_library, "can_use_flash_attention", can_flash)
+    attention_library.kernel_of.cache_clear()
 
 
 def key_of(dtype=BF16, heads=(4, 4), width=64, s=(64, 64), **options):

@@ -130,10 +130,17 @@ def ops_mlp(backend):
     return y, *torch.autograd.grad(y, given, torch.ones_like(y))
 
 
-def ops_attention(backend):
+def ops_attention(backend, **options):
     q, k, v = (normal(BF16, 1, heads, 40, 16).requires_grad_() for heads in (2, 1, 1))
-    y = ops.attention(q, k, v, softcap=5.0, backend=backend)
+    y = ops.attention(q, k, v, softcap=5.0, backend=backend, **options)
     return y, *torch.autograd.grad(y, (q, k, v), torch.ones_like(y))
+
+
+def ops_far_mask(backend):
+    """Kernels shift the scores of a row whose mask is far from 0, and their lse with them."""
+    mask = torch.zeros(40, 40, device=DEVICE)
+    mask[3], mask[5] = -1e4, -300.0
+    return ops_attention(backend, attn_mask=mask)
 
 
 def check_block(block):
@@ -154,6 +161,8 @@ def check_block(block):
         (ops_mlp, "linear_act_bwd_kernel"),
         (ops_attention, "attention_fwd_kernel"),
         (ops_attention, "attention_dkdv_bwd_kernel"),
+        (ops_far_mask, "attention_fwd_kernel"),
+        (ops_far_mask, "attention_dkdv_bwd_kernel"),
     ],
 )
 def test_forward_and_backward_agree_whichever_faults(fails, monkeypatch, block, name):
