@@ -2,9 +2,10 @@
 
 A builder describes launches (`launch.Launch`) from tensors, numbers and specs, and from nothing
 else: from the tensors' shapes, strides, dtypes, the alignment of their addresses, and which of them
-are the same. `run` remembers by these what is launched. From then on it only puts the tensors into
-their places: neither the builder nor `JITFunction.run` runs again. The key has all that Triton
-specialises a kernel by, and more, so the frozen kernel is the one that Triton would take.
+are the same. What is launched for these a second time, `run` remembers: from then on it only puts
+the tensors into their places, and neither the builder nor `JITFunction.run` runs again. (Freezing
+takes as long as some launches, and sizes that vary from step to step may never return.) The key has
+all that Triton specialises a kernel by, so the frozen kernel is the one that Triton would take.
 """
 
 from __future__ import annotations
@@ -35,7 +36,10 @@ _KNOWN = (
 TARGET: Any = object()
 #: By builder, place and arguments.
 PLANS: dict[tuple[Any, ...], _Plan] = {}
-_MOST_PLANS = 1 << 14
+#: What was launched once; and whether launches are frozen at once, as tests of them are.
+SEEN: set[tuple[Any, ...]] = set()
+AT_ONCE = False
+_MOST = 1 << 14  # of each
 _RUNTIME, _DRIVER = triton.knobs.runtime, triton.runtime.driver
 _PLAIN = frozenset({int, float, bool, str, type(TARGET), torch.dtype, torch.device})
 _SPECS = frozenset({NormSpec, AttentionSpec})
@@ -44,6 +48,7 @@ _SPECS = frozenset({NormSpec, AttentionSpec})
 def forget() -> None:
     """Describe and compile anew from now on."""
     PLANS.clear()
+    SEEN.clear()
     FAILED.clear()
 
 
@@ -76,8 +81,13 @@ def run(describe: Callable[..., Launch | Iterable[Launch]], *args: Any) -> None:
     launches = [launch for launch in launches if 0 not in launch.grid]
     if not INTERPRETED and plan is None:
         kernels = [launch.compiled() for launch in launches]
-        if known is not None:
-            if len(PLANS) >= _MOST_PLANS:
+        if known is not None and known not in SEEN and not AT_ONCE:
+            if len(SEEN) >= _MOST:
+                SEEN.clear()
+            SEEN.add(known)
+        elif known is not None:
+            SEEN.discard(known)
+            if len(PLANS) >= _MOST:
                 PLANS.clear()
             PLANS[known] = plan = _freeze(launches, kernels, tensors, held)
             if plan.go is not None and not _hooked(plan):

@@ -27,11 +27,12 @@ HEADS = AttentionSpec(num_heads=2, num_kv_heads=1, head_dim=16, scale=1.0, rotar
 
 
 @pytest.fixture(autouse=True)
-def driver():
-    frozen.PLANS.clear()
+def driver(monkeypatch):
+    frozen.forget()
+    monkeypatch.setattr(frozen, "AT_ONCE", True)
     with contextlib.nullcontext() if ON_GPU or EXECUTED else installed(90) as found:
         yield found
-    frozen.PLANS.clear()
+    frozen.forget()
 
 
 @pytest.fixture
@@ -192,7 +193,17 @@ def test_another_device_has_its_own_plans(driver):
 
 
 def test_plans_are_bounded(monkeypatch):
-    monkeypatch.setattr(frozen, "_MOST_PLANS", 2)
+    monkeypatch.setattr(frozen, "_MOST", 2)
     for name in ("plain", "dropout", "another row"):
         check(calls()[name])
     assert len(frozen.PLANS) <= 2
+
+
+def test_what_returns_is_frozen(described, monkeypatch):
+    monkeypatch.setattr(frozen, "AT_ONCE", False)
+    x = normal(torch.float32, 3, 48)
+    results = [pointwise.residual_add_triton(x, x, None) for _ in range(4)]
+    assert described == ["dropout_add_fwd_kernel"], "the first time; later it is frozen"
+    assert all(torch.equal(y, x + x) for y in results) and not frozen.SEEN
+    pointwise.residual_add_triton(x[:2], x[:2], None)
+    assert len(frozen.PLANS) == 1 and len(frozen.SEEN) == 1
