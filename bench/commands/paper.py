@@ -5,9 +5,9 @@
 A step runs on tensors without data, and what it would launch is written down: ATen's operators of
 the stock layer, eager and under non-reentrant checkpointing, and the operators and kernels of ours
 with each preset. Each takes its FLOPs over a published rate, or its bytes over that of a large
-copy, whichever is longer. Of our kernels with products, and of those that draw random numbers in a
-program without a loop, machine code says more (`bench.audit.machine_code`), by as much as real
-kernels are behind it (`bench.audit.calibration`). `torch.compile` is taken to fuse all between two
+copy, whichever is longer. Our kernels take what their machine code says
+(`bench.audit.machine_code`), times how far real kernels are behind theirs
+(`bench.audit.calibration`), where that is longer. `torch.compile` is taken to fuse all between two
 products, or products and attention, into one pass. The host is taken to be ahead of the device.
 Written to the folder: paper.json.
 """

@@ -25,7 +25,7 @@ def ratio(way: Row, other: Row, errors: Mapping[str, float]) -> tuple[float, flo
 
 def _said(way: Row, other: Row, errors: Mapping[str, float]) -> str:
     value, error = ratio(way, other, errors)
-    return f"{value:.2f} ± {error:.2f}"
+    return f"{value:.2f} ± {error:.2f}" if error >= 0.005 else f"{value:.2f}"
 
 
 def line(row: Row, errors: Mapping[str, float]) -> str:
