@@ -280,7 +280,7 @@ ATTENTION_TILES: dict[str, dict[str, dict[int, dict[int, AttentionTile]]]] = {
         },
         "blackwell": {
             64: {0: _A(64, 64, 8, 2)},
-            128: {0: _A(64, 64, 8, 2), 1: _A(32, 64, 4, 2), 2: _A(32, 64, 4, 2, split=True)},
+            128: {0: _A(64, 64, 8, 2), 2: _A(32, 64, 4, 2, split=True)},
             256: {0: _A(32, 64, 8, 2, split=True)},
         },
         "ampere": {
