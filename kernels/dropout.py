@@ -48,13 +48,12 @@ def split_key(key, index):
 
 
 @triton.jit
-def _hash_at(row_key, cols, FACTOR: tl.constexpr):
-    """The element's 32 bits times FACTOR / MUL32; row_key uint64 and cols in any shapes, broadcast
-    to each other."""
+def _hash_at(row_key, cols):
+    """The element's 32 bits; row_key uint64 and cols in any shapes, broadcast to each other."""
     k0 = row_key.to(tl.uint32)
     k1 = (row_key >> 32).to(tl.uint32)
     x = ((cols.to(tl.uint32) * GOLDEN32) ^ k0) * (k1 | 1)
-    return (x ^ (x >> 16)) * FACTOR
+    return (x ^ (x >> 16)) * MUL32
 
 
 @triton.jit
@@ -63,9 +62,8 @@ def keep_at(row_key, cols, threshold, scale):
 
     They broadcast against each other, so that a tile may be either way round.
     """
-    # Twice the hash has the top bit's place for the lower 31 bits, which are compared.
-    x = _hash_at(row_key, cols, (2 * MUL32) & 0xFFFFFFFF)
-    return tl.where(x < threshold.to(tl.uint32) * 2, scale, 0.0)
+    x = _hash_at(row_key, cols)
+    return tl.where((x & 0x7FFFFFFF).to(tl.int32) < threshold, scale, 0.0)
 
 
 @triton.jit
@@ -74,7 +72,7 @@ def uniform_at(row_key, cols):
 
     Source: `fused_remat.random.Uniform`, the same bits.
     """
-    x = (_hash_at(row_key, cols, MUL32) >> 7) & 0xFFFFFF
+    x = (_hash_at(row_key, cols) >> 7) & 0xFFFFFF
     return x.to(tl.int32).to(tl.float32) * 5.9604644775390625e-08
 
 

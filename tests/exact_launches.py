@@ -130,6 +130,10 @@ def dropout_add_fwd(i, o):
     yield o.y, dropout(i.x, i.mask) if i.residual is None else residual_add(i.x, i.residual, i.mask)
 
 
+def site_keys(i, o):
+    yield o.keys, torch.stack(random.site_keys(o.seed, o.first))
+
+
 def act_fwd(i, o):
     yield o.y, activation_fwd(i.act, None, i.x, i.mask)
 
@@ -258,6 +262,7 @@ def cross_entropy_bwd(i, o):
 EXACT = {
     norms.norm_fwd: norm_fwd, norms.norm_bwd: norm_bwd, pointwise.act_fwd: act_fwd,
     pointwise.dropout_add_fwd: dropout_add_fwd, pointwise.act_bwd: act_bwd,
+    pointwise.site_keys: site_keys,
     pointwise.gated_fwd: gated_fwd, pointwise.gated_bwd: gated_bwd,
     storage.quantize_int8: quantize_int8, storage.dequantize_int8: dequantize_int8,
     rotaries.rotary_fwd: rotary_fwd, rotaries.rotary_norm_bwd: rotary_norm_bwd,

@@ -384,20 +384,19 @@ def attention_tile(
 ) -> AttentionTile:
     """The tile of the kernel "fwd", "dkdv", "dq" or "mask", for heads up to `width` wide.
 
-    On Hopper half of one of 128 rows and 8 warps, if these are too few for every multiprocessor: a
-    thread has as much to hold, unless it loads keys through pointers. Elsewhere Triton divides
-    fewer rows among warps in another way.
+    On Hopper half of one of 128 queries and 8 warps, if these are too few for every multiprocessor:
+    a thread has as much to hold, unless it loads keys through pointers. Elsewhere Triton divides
+    fewer rows among warps in another way. Of dk and dv, groups of query heads are divided instead.
     """
     if target.kind == "interpreter":
         return _INTERPRETED_ATTENTION
     tiles = ATTENTION_TILES[kernel][family(target)]
     fitting = tiles[next(w for w in tiles if width <= w)]
     tile = fitting[max(n for n in fitting if n <= burdens(call, quantized))]
-    by_keys, few = kernel == "dkdv", _programs(kernel, call, tile) < _wanted(target, call)
-    large = (tile.block_n if by_keys else tile.block_m, tile.warps) == (128, 8)
-    if few and large and family(target) == "hopper" and tile.tma and not _early(call):
-        half = replace(tile, warps=4)
-        return replace(half, block_n=64) if by_keys else replace(half, block_m=64)
+    large = kernel in ("fwd", "dq") and (tile.block_m, tile.warps) == (128, 8)
+    few = large and _programs(kernel, call, tile) < _wanted(target, call)
+    if few and family(target) == "hopper" and tile.tma and not _early(call):
+        return replace(tile, block_m=64, warps=4)
     return tile
 
 
