@@ -154,7 +154,7 @@ def test_the_page_says_what_bounds_the_best_loop_and_the_worst(monkeypatch):
             row | {"name": "act_fwd gelu", "product": False, "loops": []}]  # fmt: skip
     monkeypatch.setattr(page, "load", lambda file: {"rows": rows if file == page.AUDIT else []})
     assert page.bounds().splitlines()[2:] == [
-        "| `attention_fwd` | 90% shared to 50% issue, waits 2, **×2**, 1.5 |"
+        "| `attention_fwd 64` | 90% shared to 50% issue, waits 2, **×2**, 1.5 |"
     ]
 
 
