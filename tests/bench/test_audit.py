@@ -57,7 +57,8 @@ def test_what_is_reused_is_what_would_be_compiled():
         known = committed.get((case.name, audit.digest(case.launch, 90)))
         if known is not None and not case.product and kernel not in seen:
             seen.add(kernel)
-            assert {"target": "sm_90 bf16"} | audit.examine(case, 90) == known
+            found = {"target": "sm_90 bf16"} | audit.examine(case, 90)
+            assert found == {name: known[name] for name in known if name != "waves"}
 
 
 def test_what_changes_a_compiled_kernel_changes_its_digest():
