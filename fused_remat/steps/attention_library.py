@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +25,7 @@ from fused_remat.steps.attention_call import (
     Heads,
     attention_key,
 )
+from fused_remat.steps.attention_operators import Kernel
 
 _KERNELS = {
     SDPBackend.FLASH_ATTENTION.value: "flash",
@@ -127,15 +127,6 @@ def kernel_of(key: AttentionKey, members: bool = False) -> str:
     return kernel(q, k, v, bias if key.limited else None, key)
 
 
-class Kernel(NamedTuple):
-    """The kernel of a call: its name in `attention_operators`, or "" if each query head of a group
-    needs a call; the mask as it takes it; the rows that see no key."""
-
-    name: str
-    bias: Tensor | None = None
-    nothing: Tensor | None = None
-
-
 def choose(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: AttentionCall) -> Kernel:
     """The kernel for these heads and their merged mask."""
     shared = q.shape[1] != k.shape[1]
@@ -146,28 +137,6 @@ def choose(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: Attention
     if not name and (flash := _only_for_flash(call)):
         raise RuntimeError(f"{flash}: flash attention does not take heads of strides {q.stride()}")
     return Kernel(name or ("" if shared else "public"), bias, nothing)
-
-
-def run(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, at: Kernel) -> tuple[Tensor, Tensor]:
-    """attn (B, H, S_q, V) and lse (B, H, S_q); rows of attn without a key are 0."""
-    attn, lse = operators.forward(at.name, q, k, v, call, at.bias)
-    return attn if at.nothing is None else attn.masked_fill(at.nothing, 0.0), lse
-
-
-def run_grads(
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    call: AttentionCall,
-    at: Kernel,
-) -> Heads:
-    """dq, dk, dv, from the results of `run`."""
-    if at.nothing is not None:
-        do = do.masked_fill(at.nothing, 0.0)
-    return operators.backward(at.name, do, q, k, v, o, lse, call, at.bias)
 
 
 def forward(
@@ -184,17 +153,17 @@ def forward(
     mask = _merged_mask(call, q.dtype)
     at = choose(q, k, v, mask, call)
     if at.name:
-        heads, lse = run(q, k, v, call, at)
+        heads, lse = operators.forward(at, q, k, v, call)
         return heads.transpose(1, 2), lse
     if call.batch == 1 and mask is None and q.is_cpu:
         # One call in which the key heads are the batch, and its query heads share a key head.
         groups = q[0].unflatten(0, (call.spec.num_kv_heads, -1))
         shape = (*groups.shape[:2], *k.shape[2:])
         k_shared, v_shared = k[0][:, None].expand(shape), v[0][:, None].expand(shape)
-        heads, lse = run(groups, k_shared, v_shared, call, Kernel("cpu"))
+        heads, lse = operators.forward(Kernel("cpu"), groups, k_shared, v_shared, call)
         return heads.permute(2, 0, 1, 3)[None], lse.reshape(1, call.spec.num_heads, -1)
     made = [
-        run(q_one, k, v, call, choose(q_one, k, v, one, call))
+        operators.forward(choose(q_one, k, v, one, call), q_one, k, v, call)
         for q_one, one in zip(_shared(q, call), _masks(mask, call), strict=True)
     ]
     outs, lses = zip(*made, strict=True)
@@ -222,7 +191,7 @@ def backward(
     mask = _merged_mask(call, q.dtype)
     at = choose(q, k, v, mask, call)
     if at.name:
-        for grad, one in zip(grads, run_grads(do, q, k, v, o, lse, call, at), strict=True):
+        for grad, one in zip(grads, operators.backward(at, do, q, k, v, o, lse, call), strict=True):
             grad.copy_(one)
         return
     sums: list[Tensor] = []
@@ -230,7 +199,7 @@ def backward(
     masks = _masks(mask, call)
     for do_one, q_one, o_one, lse_one, dq_one, one in zip(*per_head, masks, strict=True):
         at = choose(q_one, k, v, one, call)
-        dq_made, *rest = run_grads(do_one, q_one, k, v, o_one, lse_one, call, at)
+        dq_made, *rest = operators.backward(at, do_one, q_one, k, v, o_one, lse_one, call)
         dq_one.copy_(dq_made)
         sums = rest if not sums else [a.add_(b) for a, b in zip(sums, rest, strict=True)]
     grads[1].copy_(sums[0])

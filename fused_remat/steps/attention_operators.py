@@ -1,14 +1,14 @@
 """Calls of PyTorch's attention kernels, most of which only private operators reach.
 
-A kernel is "cpu", "flash", "cudnn", "efficient" or "public": `scaled_dot_product_attention` as it
-is, whose backward runs its forward again. It stands in for a kernel whose operators have other
-arguments than those called here, as `SIGNATURES` lists them.
+A kernel is named "cpu", "flash", "cudnn", "efficient" or "public": `scaled_dot_product_attention`
+as it is, whose backward runs its forward again. It stands in for a kernel whose operators have
+other arguments than those called here, as `SIGNATURES` lists them.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -62,6 +62,20 @@ _OPERATORS = {
 _LSE_ROWS = 32
 
 
+class Kernel(NamedTuple):
+    """How a call is served.
+
+    Attributes:
+        name: the kernel's; "" if each query head of a group needs a call.
+        bias: the mask as the kernel takes it: added to the scores, expands to (B, H, S_q, S_k).
+        nothing: the rows that see no key, if the kernel would see all of them there.
+    """
+
+    name: str
+    bias: Tensor | None = None
+    nothing: Tensor | None = None
+
+
 def fits(name: str, schema: Any) -> bool:
     """Whether an operator of this schema can be called as `SIGNATURES` says."""
     in_order, named, results = SIGNATURES[name]
@@ -89,12 +103,16 @@ def has_operator(name: str) -> bool:
 
 
 def forward(
+    at: Kernel, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall
+) -> tuple[Tensor, Tensor]:
+    """attn (B, H, S_q, V), 0 in rows without a key, and lse (B, H, S_q), NaN of "public"."""
+    attn, lse = _forward(at.name, q, k, v, call, at.bias)
+    return attn if at.nothing is None else attn.masked_fill(at.nothing, 0.0), lse
+
+
+def _forward(
     kernel: str, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, bias: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """attn (B, H, S_q, V) and lse (B, H, S_q), which is NaN where "public" does not return it.
-
-    `bias` is added to the scores, and expands to (B, H, S_q, S_k).
-    """
     causal, scale = call.spec.window[1] == 0, call.spec.scale
     if kernel == "cpu":
         made = _aten._scaled_dot_product_flash_attention_for_cpu(
@@ -118,17 +136,13 @@ def forward(
 
 
 def backward(
-    kernel: str,
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
+    at: Kernel, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
     call: AttentionCall,
-    bias: Tensor | None,
-) -> Heads:
+) -> Heads:  # fmt: skip
     """dq, dk, dv, from the results of `forward`."""
+    kernel, bias, nothing = at
+    if nothing is not None:
+        do = do.masked_fill(nothing, 0.0)
     causal, scale = call.spec.window[1] == 0, call.spec.scale
     if kernel == "public":
         with torch.enable_grad():

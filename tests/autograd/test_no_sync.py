@@ -22,7 +22,7 @@ from fused_remat import FusedRematLayer, ops
 from fused_remat.execution import choose
 from fused_remat.ops import activation
 from fused_remat.ops.checks import seed_tensor
-from fused_remat.steps import attention_library
+from fused_remat.steps import attention_library, attention_operators
 from fused_remat.steps.attention import attention_fwd
 
 DEVICE = "meta"
@@ -264,5 +264,5 @@ def test_atens_kernels_on_cuda(name, monkeypatch):
             assert attention_library.why_not_call(heads[0], heads[2], call) is None
             attention_fwd(*heads, call)
             at = attention_library.choose(*heads, call.mask, call)
-            attn, lse = attention_library.run(*heads, call, at)
-            attention_library.run_grads(attn, *heads, attn, lse, call, at)
+            attn, lse = attention_operators.forward(at, *heads, call)
+            attention_operators.backward(at, attn, *heads, attn, lse, call)

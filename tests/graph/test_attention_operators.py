@@ -84,8 +84,9 @@ def test_operators_are_called_as_their_schemas_say(case, kv_heads):
             else None
         )
         call = call_of((q, k), **options)
-        attn, lse = operators.forward(name, q, k, v, call, bias)
-        grads = operators.backward(name, attn, q, k, v, attn, lse, call, bias)
+        at = operators.Kernel(name, bias)
+        attn, lse = operators.forward(at, q, k, v, call)
+        grads = operators.backward(at, attn, q, k, v, attn, lse, call)
     assert attn.shape == q.shape and attn.dtype == BF16
     assert lse.shape == q.shape[:3] and lse.dtype == F32
     assert [g.shape for g in grads] == [q.shape, k.shape, v.shape]
@@ -115,7 +116,7 @@ def test_backward_gives_kernels_dense_lse_and_output(name, monkeypatch):
     half = slice(None, None, 2)
     q, lse = torch.randn(2, 8, 33, 16)[:, half], torch.randn(2, 8, 33)[:, half]
     o = torch.randn(2, 33, 8, 16).transpose(1, 2)[:, half]
-    operators.backward(name, o, q, q, q, o, lse, call_of((q, q)), None)
+    operators.backward(operators.Kernel(name), o, q, q, q, o, lse, call_of((q, q)))
     ((args, _),) = calls
     o, lse = args[5:7] if name == "efficient" else args[4:6]
     assert lse.is_contiguous() and (o if name == "flash" else o.transpose(1, 2)).is_contiguous()
@@ -168,6 +169,6 @@ def test_flash_is_asked_for_what_our_rows_compute(case, monkeypatch):
     call = call_of((q, k), **options)
     attn, lse = attention_fwd(q, k, v, call)
     recorded(monkeypatch, "_flash_attention_forward", flash_in_float64)
-    found, found_lse = operators.forward("flash", q, k, v, call, None)
+    found, found_lse = operators.forward(operators.Kernel("flash"), q, k, v, call)
     torch.testing.assert_close(found.transpose(1, 2).reshape(attn.shape), attn)
     torch.testing.assert_close(found_lse.reshape(-1), lse.reshape(-1))
