@@ -37,7 +37,7 @@ from triton.runtime.driver import driver
 from bench.audit import machine_code
 from bench.audit.calibration import CLOCKS, loop_clocks
 from bench.audit.cases import SMS
-from bench.audit.command import blocks, dump
+from bench.audit.command import LIMITS, blocks, dump
 from bench.measure.options import Parser
 from bench.pages import paper as report
 from bench.pages.audit import CALIBRATION
@@ -181,7 +181,11 @@ class Recorder(TorchDispatchMode):
         return 0
 
     def get_device_properties(self, device: int) -> dict[str, int]:
-        return {"max_shared_mem": 232448, "multiprocessor_count": SMS[ARCH], "warpSize": 32}
+        return {
+            "max_shared_mem": LIMITS[ARCH][0],
+            "multiprocessor_count": SMS[ARCH],
+            "warpSize": 32,
+        }
 
     def load_binary(
         self, name: str, cubin: bytes, shared: int, device: int

@@ -1,6 +1,5 @@
 """Frozen launches: the same results as described ones, whatever about the arguments changes."""
 
-import contextlib
 import gc
 import weakref
 
@@ -18,29 +17,14 @@ from fused_remat.steps.residual import residual_add
 from fused_remat.steps.rotary import RotaryCall, rotary_fwd
 from fused_remat.triton import frozen, norm, pointwise
 from fused_remat.triton import rotary as rotary_triton
-from fused_remat.triton.launch import Launch
 
-pytestmark = pytest.mark.skipif(INTERPRETED, reason="interpreted kernels are not compiled")
+pytestmark = [
+    pytest.mark.skipif(INTERPRETED, reason="interpreted kernels are not compiled"),
+    pytest.mark.usefixtures("launches"),
+]
 KEY = random.site_keys(torch.tensor(7, device=DEVICE))[0]
 SPEC, OTHER = NormSpec(), NormSpec(eps=1.0)
 HEADS = AttentionSpec(num_heads=2, num_kv_heads=1, head_dim=16, scale=1.0, rotary=RotarySpec())
-
-
-@pytest.fixture(autouse=True)
-def driver(monkeypatch):
-    frozen.forget()
-    monkeypatch.setattr(frozen, "AT_ONCE", True)
-    with contextlib.nullcontext() if ON_GPU or EXECUTED else installed(90) as found:
-        yield found
-    frozen.forget()
-
-
-@pytest.fixture
-def described(monkeypatch):
-    """The kernels that are launched in the ordinary way, through `JITFunction.run`."""
-    ran, real = [], Launch.run
-    monkeypatch.setattr(Launch, "run", lambda self: (ran.append(self.kernel.__name__), real(self)))
-    return ran
 
 
 def mask(row0=0, p=0.5):
@@ -183,7 +167,7 @@ def test_plans_hold_no_tensor_and_keep_their_specs():
 
 
 @pytest.mark.skipif(ON_GPU or EXECUTED > 0, reason="installs drivers")
-def test_another_device_has_its_own_plans(driver):
+def test_another_device_has_its_own_plans(launches):
     call = calls()["plain"]
     check(call)
     with installed(80):

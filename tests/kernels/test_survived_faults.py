@@ -1,13 +1,11 @@
 """A kernel that cannot be compiled or loaded is replaced by its operation, with one warning."""
 
-import contextlib
 import dataclasses
 import warnings
 
 import pytest
 import torch
-from places import DEVICE, EXECUTED, INTERPRETED, ON_GPU, normal
-from ptx.driver import installed
+from places import DEVICE, INTERPRETED, normal
 from triton.runtime.errors import OutOfResources, PTXASError
 
 from fused_remat import ops
@@ -16,31 +14,22 @@ from fused_remat.spec import AttentionSpec, NormSpec, RotarySpec
 from fused_remat.steps.norm import norm_bwd, norm_fwd
 from fused_remat.steps.operations import Fault, FusedRematWarning
 from fused_remat.steps.rotary import RotaryCall, rotary_bwd
-from fused_remat.triton import tables
+from fused_remat.triton import frozen, tables
 from fused_remat.triton.launch import Launch
 
-pytestmark = pytest.mark.skipif(INTERPRETED, reason="interpreted kernels are not compiled")
+pytestmark = [
+    pytest.mark.skipif(INTERPRETED, reason="interpreted kernels are not compiled"),
+    pytest.mark.usefixtures("launches"),
+]
 F32, BF16 = torch.float32, torch.bfloat16
 NO_ROOM = OutOfResources(300_000, 232_448, "shared memory")
 
 
-@pytest.fixture(autouse=True)
-def driver():
-    choose.forget()
-    with contextlib.nullcontext() if ON_GPU or EXECUTED else installed(90) as found:
-        yield found
-    choose.forget()
-
-
 @pytest.fixture
-def launched(monkeypatch):
+def launched(described, monkeypatch):
     """Names of the kernels that ran: they are not frozen."""
-    from fused_remat.triton import frozen
-
-    ran, real = [], Launch.run
     monkeypatch.setattr(frozen, "_KNOWN", False)
-    monkeypatch.setattr(Launch, "run", lambda self: (ran.append(self.kernel.__name__), real(self)))
-    return ran
+    return described
 
 
 @pytest.fixture
