@@ -118,21 +118,20 @@ def _finish_bwd(
 
 @seeded
 def linear_act_bwd_kernel(
-    dy, w2, gate, up, act, dgate, dup, strides, site_key_ptr, row0, threshold, scale, M, F, D,
+    dy, w2, up, act, dup, strides, site_key_ptr, row0, threshold, scale, M, F, D,
     ACT: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
     """A product that ends in the activation's backward, where up was computed before.
 
-    act = keep * f(up) and dup = keep * (dy @ w2) * f'(up); or with a gate, act = keep * f(gate) *
-    up, dgate = keep * (dy @ w2) * up * f'(gate), dup = keep * (dy @ w2) * f(gate).
+    act = keep * f(up) and dup = keep * (dy @ w2) * f'(up).
 
-    Shapes: dy (M, D), w2 (D, F), all others (M, F); gate and dgate, or act, may be None. act may
-        be up, and dgate gate, or dup either: a tile is read before it is written.
-    Units: FLOPs = 2·M·F·D; bytes moved = 3·M·F elements, 5 with a gate.
+    Shapes: dy (M, D), w2 (D, F), all others (M, F); act may be None. act or dup may be up: a tile
+        is read before it is written.
+    Units: FLOPs = 2·M·F·D; bytes moved = 3·M·F elements.
     """
-    dy, w2, gate = Matrix(dy, strides[0]), Matrix(w2, strides[1]), Matrix(gate, strides[2])
-    up, act, dgate = Matrix(up, strides[3]), Matrix(act, strides[4]), Matrix(dgate, strides[5])
-    dup, site = Matrix(dup, strides[6]), Site(site_key_ptr, row0, threshold, scale)
+    dy, w2, up = Matrix(dy, strides[0]), Matrix(w2, strides[1]), Matrix(up, strides[2])
+    act, dup = Matrix(act, strides[3]), Matrix(dup, strides[4])
+    site = Site(site_key_ptr, row0, threshold, scale)
     PARTS: tl.constexpr = tile.PARTS
     WIDTH: tl.constexpr = tile.BLOCK_N // tile.PARTS
     tiles = tl.cdiv(M, tile.BLOCK_M) * tl.cdiv(F, tile.BLOCK_N)
@@ -143,12 +142,9 @@ def linear_act_bwd_kernel(
         for index in tl.static_range(PARTS):
             at = col + index * WIDTH
             up_tile = load_tile(up, row, at, M, F, tile.BLOCK_M, WIDTH, False, tile.TMA)
-            gate_tile = None
-            if gate.data is not None:
-                gate_tile = load_tile(gate, row, at, M, F, tile.BLOCK_M, WIDTH, False, tile.TMA)
             _finish_bwd(
-                part(dact, index, PARTS), gate_tile, up_tile, site, keys, act, dgate, dup, row,
-                at, M, F, ACT, tile.TMA,
+                part(dact, index, PARTS), None, up_tile, site, keys, act, None, dup, row, at, M, F,
+                ACT, tile.TMA,
             )  # fmt: skip
 
 

@@ -275,15 +275,15 @@ class Products:
     def _backward(self, kernel: str, tile: Tile) -> dict[str, Launch]:
         """Of every activation with dropout, and of one without; act in the place of up."""
         gated = kernel.startswith("gated")
-        act, gate = ("silu", self.other) if gated else ("gelu", None)
+        act = "silu" if gated else "gelu"
         if kernel.endswith("mlp_bwd"):
             make = products.mlp_bwd
             given = self.x, ((self.up, self.bias),) * (1 + gated), self.dy, self.down
-            made = self.y, (self.pre, gate) if gated else (self.pre,), self.at, tile
+            made = self.y, (self.pre, self.other) if gated else (self.pre,), self.at, tile
         else:
             make = products.linear_act_bwd
-            given = self.dy, self.down, gate, self.y
-            made = self.y, gate, self.pre, self.at, tile
+            given = self.dy, self.down, self.y
+            made = self.y, self.pre, self.at, tile
         ends = {act: (None, act), **self.dropped}
         return {name: make(*given, *end, *made) for name, end in ends.items()}
 

@@ -232,35 +232,26 @@ def measure(checkouts: dict[str, Path], cases: Sequence[str], rounds: int) -> di
     return found
 
 
-def table(results: dict[str, Any]) -> str:
-    from bench.tables import markdown
-
-    columns = ("step", "aten", "above", "launches", "calls")
-    rows = []
-    for case, found in results.items():
-        for name, row in found.items():
-            ratio = f"{row['above'] / found['beside']['above']:.2f}" if "beside" in found else ""
-            rows.append([case, name, *(f"{row[key]:.0f}" for key in columns), ratio])
-    heads = ["layer and way", "checkout", "µs a step", "ATen calls alone", "above", "launches"]
-    return markdown([*heads, "ATen calls", "above, to beside"], rows)
-
-
 def main(arguments: Sequence[str]) -> int:
-    from bench.measure.machine import ROOT, machine
+    from bench.measure.machine import ROOT, commit_of, machine
     from bench.measure.options import Parser
+    from bench.pages import host
 
     parser = Parser("host", __doc__, "rounds out", rounds=25)
     parser.add("--beside", type=Path, help="another checkout, such as a worktree of a commit")
     parser.add("--layers", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     options = parser.parse(arguments)
-    checkouts = {"this": ROOT}
+    checkouts, beside = {"this": ROOT}, None
     if options.beside is not None:
-        checkouts["beside"] = options.beside.resolve()
+        checkouts["beside"], beside = (
+            options.beside.resolve(),
+            commit_of(options.beside) or "another",
+        )
     cases = [f"{layer} {way}" for layer in options.layers for way in options.ways]
     found = measure(checkouts, cases, options.rounds)
-    result = {"machine": machine("cpu"), "results": found}
+    result = {"machine": machine("cpu"), "beside": beside, "results": found}
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "host.json").write_text(json.dumps(result, indent=1) + "\n")
-    print(table(found))
+    print(host.table(options.out / "host.json"))
     return 0

@@ -30,6 +30,11 @@ def _output(*command: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
+def commit_of(folder: Path) -> str | None:
+    """The commit that is checked out there; None outside a checkout."""
+    return _output("git", "-C", str(folder), "rev-parse", "--short=12", "HEAD")
+
+
 def checkout() -> tuple[str | None, bool]:
     """The commit, None outside a checkout, and whether anything but results differs from it.
 
@@ -38,7 +43,7 @@ def checkout() -> tuple[str | None, bool]:
     status = ("git", "status", "--porcelain")
     changed = _output(*status, "--untracked-files=no", "--", ".", ":!bench/results")
     new = _output(*status, "--", *_CODE, ":!bench/results")
-    return _output("git", "rev-parse", "--short=12", "HEAD"), bool(changed or new)
+    return commit_of(ROOT), bool(changed or new)
 
 
 def source() -> str:

@@ -117,13 +117,22 @@ GATED = Form(
 # --- backwards
 
 
-def _backwards(gated: bool) -> tuple[Form, Form]:
-    """Of an MLP: one that rebuilds what goes into the activation, one that is given it."""
+def _act_bwd(t: Any, up: Tensor, out: Results, *tile: Tile) -> Launch:
+    given = t.dy, t.down, up, None, "gelu", out["act"], out["dup"]
+    return products.linear_act_bwd(*given, t.target, *tile)
+
+
+def _gelu_gradients(dact: Tensor, up: Tensor) -> Results:
+    return {"act": F.gelu(up), "dup": _aten.gelu_backward(dact, up)}
+
+
+def _backward(gated: bool) -> Form:
+    """Of an MLP, which rebuilds what goes into the activation."""
     act, outputs = ("silu", ("act", "dgate", "dup")) if gated else ("gelu", ("act", "dup"))
 
     def gradients(dact: Tensor, *pres: Tensor) -> Results:
         if not gated:
-            return {"act": F.gelu(*pres), "dup": _aten.gelu_backward(dact, *pres)}
+            return _gelu_gradients(dact, *pres)
         gate, up = pres
         made = F.silu(gate)
         dgate = _aten.silu_backward(dact * up, gate)
@@ -137,11 +146,6 @@ def _backwards(gated: bool) -> tuple[Form, Form]:
         y, *dups = out.values()
         return products.mlp_bwd(t.x, ups, t.dy, t.down, None, act, y, tuple(dups), t.target, *tile)
 
-    def act_bwd(t: Any, given: tuple[Tensor, ...], out: Results, *tile: Tile) -> Launch:
-        results = out["act"], out.get("dgate"), out["dup"]
-        pair = given if gated else (None, *given)
-        return products.linear_act_bwd(t.dy, t.down, *pair, None, act, *results, t.target, *tile)
-
     def split(t: Any, out: Results) -> None:
         given, dact = pres(t), t.dy @ t.down
         y, *dups = out.values()
@@ -154,27 +158,27 @@ def _backwards(gated: bool) -> tuple[Form, Form]:
         gate = {"gate": t.x @ t.gate.t()} if gated else {}
         return {**gate, **_product(t), "dact": t.dy @ t.down}
 
-    names = ("gate", "up") if gated else ("up",)
+    rest = {} if gated else {"linear_act_bwd": lambda t, out: _act_bwd(t, pre(t), out).run()}
     return Form(
         {"x": "TD", "dy": "TD", **(_GATE if gated else {}), **_UP, "down": "DF"},
         lambda t: gradients(t.dy @ t.down, *pres(t)),
         kernel,
         bare,
-        {"linear_act_bwd": lambda t, out: act_bwd(t, pres(t), out).run(), "split": split},
-        products=1 + len(names),
+        {**rest, "split": split},
+        products=2 + gated,
         outputs=outputs,
         name="gated_mlp_bwd" if gated else "mlp_bwd",
-    ), Form(
-        {"dy": "TD", "down": "DF", **dict.fromkeys(names, "TF")},
-        lambda t: gradients(t.dy @ t.down, *(getattr(t, name) for name in names)),
-        lambda t, out, *tile: act_bwd(t, tuple(getattr(t, n) for n in names), out, *tile),
-        lambda t: {"dact": t.dy @ t.down},
-        outputs=outputs,
     )
 
 
-MLP_BWD, ACT_BWD = _backwards(False)
-GATED_MLP_BWD, GATED_ACT_BWD = _backwards(True)
+MLP_BWD, GATED_MLP_BWD = _backward(False), _backward(True)
+ACT_BWD = Form(
+    {"dy": "TD", "down": "DF", "up": "TF"},
+    lambda t: _gelu_gradients(t.dy @ t.down, t.up),
+    lambda t, out, *tile: _act_bwd(t, t.up, out, *tile),
+    lambda t: {"dact": t.dy @ t.down},
+    outputs=("act", "dup"),
+)
 
 
 # --- the loss of a head of F logits
@@ -294,7 +298,6 @@ TILED = {
     "linear": LINEAR,
     "gated_mlp_fwd": GATED,
     "linear_act_bwd": ACT_BWD,
-    "gated_act_bwd": GATED_ACT_BWD,
     "mlp_bwd": MLP_BWD,
     "gated_mlp_bwd": GATED_MLP_BWD,
     "cross_entropy_fwd": LOSS,

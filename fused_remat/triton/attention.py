@@ -79,6 +79,8 @@ Given = tuple[LoadedHeads, LoadedHeads, LoadedHeads, Tensor, Tensor, Tensor]
 _FAR = 128.0
 # Tiles of the kernels that read masks alone.
 _TILE = 64
+# Up to so many elements of a mask, four warps list a block in fewer instructions than eight.
+_FEW = 4096
 _CONSTANT = {known: tl.constexpr(known) for known in (False, True)}
 MaskStrides = tuple[int, ...]
 
@@ -546,6 +548,8 @@ def lists(
         attention_blocks_fwd_kernel, batches * heads * rows, args + problem.interval,
         BY_KEYS=by_keys, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
     )  # fmt: skip
+    if tile.block_m * tile.block_n <= _FEW:
+        launch = replace(launch, num_warps=4)
     return blocks, broadcast_strides(blocks)[:2], [launch]
 
 

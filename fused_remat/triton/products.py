@@ -182,7 +182,7 @@ def mlp_bwd_triton(act, dy, x, gate, up, down, mask, needs_act):
     y = pre if needs_act else None
     if gate is None and dy.shape[1] <= tables.ACT_BWD_IN_END.get(family(target), 0):
         dup = torch.empty_like(pre) if needs_act else pre
-        run(linear_act_bwd, dy, down, None, pre, mask, act, y, None, dup, target)
+        run(linear_act_bwd, dy, down, pre, mask, act, y, dup, target)
         return y, None, dup
     dup = torch.mm(dy, down)
     if gate is None:
@@ -300,25 +300,22 @@ def gated_mlp_fwd(
 def linear_act_bwd(
     dy: Tensor,
     out_weight: Tensor,
-    gate: Tensor | None,
     up: Tensor,
     mask: DropoutMask | None,
     act: str,
     y: Tensor | None,
-    dgate: Tensor | None,
     dup: Tensor,
     target: Target,
     tile: Tile | None = None,
 ) -> Launch:
-    """The results of `mlp_bwd`, given gate (or None) and up. y may be up, and dgate may be gate."""
-    name = "linear_act_bwd" if gate is None else "gated_act_bwd"
-    tile = tile or tile_for(name, target, *dup.shape)
+    """The results of `mlp_bwd`, given up; y or dup may be up."""
+    tile = tile or tile_for("linear_act_bwd", target, *dup.shape)
     d, f = out_weight.shape
     given, strides, tma = described(
         target,
         (dy, tile.block_m, tile.block_k),
         (out_weight, tile.block_k, tile.block_n),
-        *end_of(tile, gate, up, y, dgate, dup),
+        *end_of(tile, up, y, dup),
     )
     args = (*given, strides, *dropout_of(mask), dup.shape[0], f, d)
     bwd = PAIRS[act][1]

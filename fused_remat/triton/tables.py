@@ -65,8 +65,7 @@ _OTHERS_PARTS = {
     "interpreter": _INTERPRETED,
 }
 
-#: Kernel -> family -> tiles, the largest first, for operands of 16 bits. "gated_act_bwd" is
-#: `linear_act_bwd` with a gate.
+#: Kernel -> family -> tiles, the largest first, for operands of 16 bits.
 TILES: dict[str, dict[str, tuple[Tile, ...]]] = {
     "linear": {
         "hopper": (
@@ -95,11 +94,6 @@ TILES: dict[str, dict[str, tuple[Tile, ...]]] = {
             Tile(128, 128, 64, 4, 3, parts=8),  # two on a multiprocessor: one ends, one computes
             Tile(64, 64, 64, 4, 4, parts=2),
         ),
-        "blackwell": (Tile(128, 128, 64, 8, 3, parts=4), Tile(64, 64, 64, 4, 4, parts=2)),
-        **_OTHERS_PARTS,
-    },
-    "gated_act_bwd": {
-        "hopper": (Tile(128, 128, 64, 8, 3, parts=4), Tile(64, 64, 64, 4, 4, parts=2)),
         "blackwell": (Tile(128, 128, 64, 8, 3, parts=4), Tile(64, 64, 64, 4, 4, parts=2)),
         **_OTHERS_PARTS,
     },

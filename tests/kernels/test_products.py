@@ -147,12 +147,13 @@ def test_gated_forward(shape, dtype, tile, p):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "shape, dtype, tile, p, gated, in_one",
-    cases(at([0.3], [0.0, 0.3]), [False, True], [False, True]),
+    "shape, dtype, tile, p, kernel",
+    cases(at([0.3], [0.0, 0.3]), ["mlp_bwd", "gated_mlp_bwd", "linear_act_bwd"]),
     **ids,
 )
-def test_mlp_backward(shape, dtype, tile, p, gated, in_one):
+def test_mlp_backward(shape, dtype, tile, p, kernel):
     m, f, k = shape
+    gated = kernel == "gated_mlp_bwd"
     d = k + 8  # the block's output need not be as wide as its input
     x, gate, up = normal(dtype, m, k), layer(dtype, f, k), layer(dtype, f, k)
     dy, (down, _) = normal(dtype, m, d), layer(dtype, d, f)
@@ -161,15 +162,12 @@ def test_mlp_backward(shape, dtype, tile, p, gated, in_one):
     gate_pre, pre = (linear_fwd(*double(x, *w)).to(dtype) for w in (gate, up))
     if not gated:
         gate_pre = dgate = None
-    if in_one:
+    if kernel != "linear_act_bwd":
         ups, dups = ((gate, up), (dgate, dup)) if gated else ((up,), (dup,))
         products.mlp_bwd(x, ups, dy, down, mask, act, y, dups, target(), tile).run()
-    else:  # each result in the place of what it is made of
+    else:  # a result in the place of what it is made of
         y.copy_(pre)
-        if gated:
-            dgate.copy_(gate_pre)
-        given = dgate, y, mask, act, y, dgate, dup, target(), tile
-        products.linear_act_bwd(dy, down, *given).run()
+        products.linear_act_bwd(dy, down, y, mask, act, y, dup, target(), tile).run()
     for result in filter(lambda t: t is not None, (y, dgate, dup)):
         check_written(result)
     pres, dact = double(gate_pre, pre), linear_dx(*double(dy, down))
