@@ -12,17 +12,16 @@ from an earlier run's JSON what would be compiled from the same source with the 
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import fnmatch
 import functools
 import hashlib
-import importlib
 import itertools
 import json
 import math
 import multiprocessing
 import os
-import pkgutil
 import re
 import subprocess
 import tempfile
@@ -33,11 +32,11 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
-import fused_remat.kernels
 from bench.audit import budgets, machine_code
 from bench.audit import cases as audit_cases
 from fused_remat.triton.launch import INTERPRETED, Launch
@@ -87,19 +86,37 @@ def compile_ahead(launch: Launch, arch: int) -> Any:
 
 
 @functools.cache
-def _hash_kernels() -> None:
-    """Of every kernel, in one order: Triton's hash depends on which callee was hashed before."""
-    for found in pkgutil.iter_modules(fused_remat.kernels.__path__):
-        module = importlib.import_module(f"{fused_remat.kernels.__name__}.{found.name}")
-        for value in vars(module).values():
-            if isinstance(value, triton.JITFunction):
-                value.cache_key  # noqa: B018
+def _text(kernel: triton.JITFunction[Any]) -> str:
+    """What a kernel computes: its syntax and that of all it calls, and the constants that it names.
+
+    Not Triton's hash, which has the numbers of lines, and of the constants that a callee names only
+    those of callees that were hashed before.
+    """
+    (function,) = kernel.parse().body
+    if ast.get_docstring(function) is not None:
+        del function.body[0]
+    names = {node.id for node in ast.walk(function) if isinstance(node, ast.Name)}
+    found = [ast.unparse(function)]
+    for name in sorted(names & kernel.fn.__globals__.keys()):
+        value = kernel.fn.__globals__[name]
+        if isinstance(value, triton.JITFunction):
+            found.append(_text(value))
+        elif isinstance(value, tl.constexpr):
+            found.append(f"{name}={value.value!r}")
+    return "\n".join(found)
 
 
 def digest(launch: Launch, arch: int) -> str:
     """Of all that `compile_ahead` depends on: what has the same is the same compiled kernel."""
-    _hash_kernels()
-    given = (source(launch).hash(), launch.num_warps, launch.num_stages, arch, triton.__version__)
+    made = source(launch)
+    constants = [
+        (place, _text(value) if isinstance(value, triton.JITFunction) else value)
+        for place, value in sorted(made.constants.items())
+    ]
+    given = (
+        _text(launch.kernel), sorted(made.attrs.items()), sorted(made.signature.items()), constants,
+        launch.num_warps, launch.num_stages, arch, triton.__version__,
+    )  # fmt: skip
     return hashlib.sha256(repr(given).encode()).hexdigest()[:32]
 
 

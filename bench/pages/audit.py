@@ -58,6 +58,22 @@ def targets() -> str:
     return markdown(("target", "compiled", "spilling", "products without tensor cores"), cells)
 
 
+def spills() -> str:
+    """Every default configuration that spills, and the targets where it does."""
+    found: dict[str, list[Row]] = {}
+    for row in _all_rows():
+        if row.get("spills") or row.get("stack"):
+            found.setdefault(row["name"], []).append(row)
+    cells: list[list[Cell]] = [
+        [f"`{name}`", ", ".join(row["target"].split(" ")[0] for row in rows),
+         str(max(row["stack"] for row in rows)),
+         str(max(sum(loop["spills"] for loop in row["loops"]) for row in rows))]
+        for name, rows in sorted(found.items())
+    ]  # fmt: skip
+    head = ("configuration", "targets", "bytes of stack a thread", "instructions in loops")
+    return markdown(head, cells)
+
+
 def _bound(row: Row) -> str:
     """Of a row's best and worst loop with matrix work; and what is worth a word besides."""
     loops = sorted((loop for loop in row["loops"] if loop["tensor"]), key=lambda x: -x["share"])
