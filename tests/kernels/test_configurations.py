@@ -281,6 +281,7 @@ CALLS = [(width, name) for width, names in audit_attention.CALLS.items() for nam
     ids=str,
 )
 def test_attention(sizes, dtype, width, variant, monkeypatch):
+    defaults(dtype)  # of the audit's own sizes: computed before they are others
     # Without masks and with lengths that end within tiles, every block would be a partial one.
     for name, size in ATTENTION["whole" if variant == "full" else sizes].items():
         monkeypatch.setattr(audit_attention, name, size)
