@@ -242,12 +242,11 @@ def main(arguments: Sequence[str]) -> int:
     parser.add("--layers", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     options = parser.parse(arguments)
-    checkouts, beside = {"this": ROOT}, None
+    checkouts = {"this": ROOT}
+    beside = None
     if options.beside is not None:
-        checkouts["beside"], beside = (
-            options.beside.resolve(),
-            commit_of(options.beside) or "another",
-        )
+        checkouts["beside"] = options.beside.resolve()
+        beside = commit_of(options.beside) or "another"
     cases = [f"{layer} {way}" for layer in options.layers for way in options.ways]
     found = measure(checkouts, cases, options.rounds)
     result = {"machine": machine("cpu"), "beside": beside, "results": found}

@@ -87,9 +87,9 @@ def _as_on_cuda(module: Any, name: str) -> Any:
     return made[name]
 
 
-def _wide_mm(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+def _wide_mm(a: Tensor, b: Tensor, dtype: torch.dtype, *, out: Tensor | None = None) -> Tensor:
     """A product that is not rounded, which ATen has on a GPU only."""
-    return torch.mm(a.to(dtype), b.to(dtype))
+    return torch.mm(a.to(dtype), b.to(dtype), out=out)
 
 
 def _unseen(*given: Any, execute: Any = tests.ptx.driver.execute) -> Any:
@@ -124,7 +124,8 @@ def peers(driver: Driver, share: int = 1) -> Iterator[None]:
         ):
             stack.enter_context(mock.patch.object(owner, name, value))
         library = stack.enter_context(torch.library._scoped_library("aten", "IMPL"))
-        library.impl("mm.dtype", _wide_mm, "CPU")
+        for name in ("mm.dtype", "mm.dtype_out"):
+            library.impl(name, _wide_mm, "CPU")
         for where, name in _ASKING:
             if importlib.util.find_spec(where.split(".")[0]) is None:
                 continue

@@ -67,10 +67,10 @@ def spills() -> str:
     cells: list[list[Cell]] = [
         [f"`{name}`", ", ".join(row["target"].split(" ")[0] for row in rows),
          str(max(row["stack"] for row in rows)),
-         str(max(sum(loop["spills"] for loop in row["loops"]) for row in rows))]
+         str(max(row["spills"] for row in rows))]
         for name, rows in sorted(found.items())
     ]  # fmt: skip
-    head = ("configuration", "targets", "bytes of stack a thread", "instructions in loops")
+    head = ("configuration", "targets", "bytes of stack a thread", "instructions")
     return markdown(head, cells)
 
 

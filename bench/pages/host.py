@@ -17,8 +17,10 @@ def table(file: Path = FILE) -> str:
         here, there = found["this"], found.get("beside")
         layer, way = case.split()
         numbers = [f"{here[key]:.0f}" for key in ("step", "aten", "above", "launches")]
-        ratio = "" if there is None or way == "stock" else f"{here['above'] / there['above']:.2f}"
-        cells.append([layer, f"`{way}`", *numbers, ratio])
-    head = ("layer", "way", "µs a step", "its ATen calls alone", "above", "kernels of ours")
-    beside = f"above, to {data['beside'][:7]}'s" if data["beside"] else ""
-    return f"{machine_line(data['machine'])}\n\n{markdown((*head, beside), cells)}"
+        if there is not None:
+            numbers.append("" if way == "stock" else f"{here['above'] / there['above']:.2f}")
+        cells.append([layer, f"`{way}`", *numbers])
+    head = ["layer", "way", "µs a step", "its ATen calls alone", "above", "kernels of ours"]
+    if data["beside"]:
+        head.append(f"above, to {data['beside'][:7]}'s")
+    return f"{machine_line(data['machine'])}\n\n{markdown(head, cells)}"

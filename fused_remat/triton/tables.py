@@ -178,7 +178,7 @@ MLP_BWD_IN_ONE = frozenset({"ampere", "small", "hip", "interpreter"})
 #: share a multiprocessor, one's end beside the other's product. For 128 x 128 elements and K
 #: columns of dy this takes 16 K clocks, which the second-level cache bounds; ATen's product takes
 #: about 11 K, and its pass over memory 7000: an estimate, by which they are equal at about 1400
-#: columns; no cache was measured. With a gate two blocks find no registers.
+#: columns; no cache was measured. There is none with a gate: two blocks would find no registers.
 ACT_BWD_IN_END = {"hopper": 1024, "interpreter": 1 << 30}
 #: Families where a kernel computes an MLP's first product and the activation though the product is
 #: kept. Elsewhere ATen computes the product, and a pass the activation: nothing runs beside a
