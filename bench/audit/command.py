@@ -6,8 +6,8 @@ kernel in each configuration it can launch with, as a table and as JSON; and wha
 configuration, on a spill in a hot loop (of sm_90 on any), and on products that warps repeat without
 a row in `repeated.tsv`; on shared memory over the limit, on a 16-bit product without tensor cores,
 and on what exceeds its budget in `bench/audit/budgets.tsv` or leaves the tensor cores idle for
-longer. `--reuse FILE` takes
-from an earlier run's JSON what would be compiled from the same source with the same compiler.
+longer. `--reuse FILE` takes from an earlier run's JSON what would be compiled from the same source
+with the same compiler.
 """
 
 from __future__ import annotations

@@ -1,12 +1,14 @@
 """`python -m bench counts`: peers compiled for a GPU and executed on a CPU, and its tables."""
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
 import torch.nn.functional as F
 from places import INTERPRETED
 
+from bench import tables
 from bench.measure.contest import Rig, Way
 from bench.measure.machine import environment
 from bench.pages import counts as page
@@ -16,7 +18,7 @@ if INTERPRETED:
     pytest.skip("kernels are interpreted in this process", allow_module_level=True)
 
 from bench.counts.cases import CASES, GATED, Gated
-from bench.counts.command import main
+from bench.counts.command import ARCHES, main
 from bench.counts.peers import peers
 from bench.counts.tally import Aten, Tally
 from bench.kernels.problem import ways_of
@@ -78,6 +80,16 @@ def way(sectors, instructions, **aten):
     counts = {"touched load sectors": sectors, "load sectors": 2 * sectors}
     counts |= {"warp instructions": instructions, "shared passes": 7, "shared passes least": 7}
     return {"counts": counts, "aten": aten, "launches": [{}]}
+
+
+def test_the_page_shows_every_case():
+    """One of another commit would be left out: `--fresh` without `--op` measures all."""
+    data = tables.load(tables.RESULTS / "counts.json")
+    shown = {(row["case"]["arch"], row["case"]["name"]) for row in tables.current(data)}
+    names = {row["case"]["name"] for row in data["results"]}
+    assert shown == set(itertools.product(ARCHES, names)) and len(names) == len(CASES)
+    for row in tables.current(data):
+        assert any(page.OURS in name and "counts" in way for name, way in row["ways"].items())
 
 
 def test_ratios_are_of_all_bytes_and_a_mark_says_who_leaves_work_to_aten():
