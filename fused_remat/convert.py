@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import warnings
-from collections import Counter
 from collections.abc import Iterator
 from typing import TypeVar
 
@@ -24,10 +22,11 @@ from fused_remat.layers import (
     FusedLayer,
     FusedRematDecoderLayer,
     FusedRematLayer,
-    FusedRematWarning,
 )
 from fused_remat.layers.eligibility import Unsupported
 from fused_remat.policies import Policy
+from fused_remat.recognition.find import repeated_layers
+from fused_remat.recognition.layer import read_class
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -90,15 +89,17 @@ def convert(
         raise ValueError(f"every must be a positive int, got {every!r}")
     check_name(backend)
     found = [module for module in model.modules() if _is_known(type(module))]
+    known = {part for module in found for part in module.modules()}
+    found += [layer for layer in repeated_layers(model) if layer not in known]
     heads = _heads(model) if loss else []
     if not (found or heads):
         raise ValueError(_nothing_found(model))
-    chosen = _convertible(model, found[::every])
+    order = {module: i for i, module in enumerate(model.modules())}
+    chosen = sorted(found, key=order.__getitem__)[::every]
     done: list[FusedLayer] = []
     try:
         for module in chosen:
-            stock = type(module)
-            module.__class__ = LAYERS.get(stock) or fused_class(stock)  # type: ignore[assignment]
+            module.__class__ = _class_for(module)  # type: ignore[assignment]
             assert isinstance(module, FusedLayer)
             done.append(module)
             module.policy = policy
@@ -135,28 +136,22 @@ def _nothing_found(model: nn.Module) -> str:
     )
 
 
-def _convertible(model: nn.Module, layers: list[nn.Module]) -> list[nn.Module]:
-    """Those of `layers` that a block can compute; warns of the others."""
-    chosen, left = [], Counter[str]()
-    for layer in layers:
-        row = rows.architecture_of(type(layer))
+def _class_for(layer: nn.Module) -> type[nn.Module]:
+    """The class of the fused layer: by its row where a block can serve it, else to be read."""
+    stock = type(layer)
+    row = rows.architecture_of(stock)
+    if row is not None:
         try:
-            if row is not None:
-                check_convertible(layer, row)
-            chosen.append(layer)
-        except Unsupported as reason:
-            left[f"of class {type(layer).__name__} unchanged: {reason}"] += 1
-    for what, count in left.items():
-        noun = "layer" if count == 1 else "layers"
-        text = f"fused_remat: convert left {count} {noun} {what}"
-        warnings.warn(text, FusedRematWarning, stacklevel=3)
-    return chosen
+            check_convertible(layer, row)
+        except Unsupported:
+            return read_class(stock)
+    return LAYERS.get(stock) or fused_class(stock) or read_class(stock)
 
 
 def _stock_of(layer: nn.Module) -> type[nn.Module] | None:
     """The class that `convert` replaced; None for a layer that `convert` did not make."""
     if isinstance(layer, HuggingFaceLayer):
-        return layer.stock if FUSED.get(layer.stock) is type(layer) else None
+        return layer.stock if "stock" in type(layer).__dict__ else None
     if isinstance(layer, HuggingFaceHead):
         return layer.stock if FUSED_HEADS.get(layer.stock) is type(layer) else None
     return _STOCK.get(type(layer))  # type: ignore[arg-type]
@@ -164,7 +159,7 @@ def _stock_of(layer: nn.Module) -> type[nn.Module] | None:
 
 def _revert_one(layer: nn.Module) -> None:
     layer.__class__ = _stock_of(layer)  # type: ignore[assignment]
-    for name in ("_policy", "_backend", "_accumulate_into", "loss_backend"):
+    for name in ("_policy", "_backend", "_accumulate_into", "_last", "loss_backend"):
         layer.__dict__.pop(name, None)
 
 

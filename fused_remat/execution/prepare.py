@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fused_remat.execution.choose import has_faster, ops_for
+from fused_remat.execution.choose import has_faster, ops_for, tokens_of_pieces
 from fused_remat.graph.graph import Graph, sizes
 from fused_remat.graph.schedule import Schedule, schedule
 from fused_remat.spec import USER_FUNCTION
@@ -130,7 +130,7 @@ def prepare(
     ops = ops_for(call.backend, like, call.graph.compute or dtype)
     # Under deterministic algorithms every policy takes the same operation for a step.
     fuses = fused and not torch.are_deterministic_algorithms_enabled()
-    tokens = ops.chunk_tokens(like.device)
+    tokens = tokens_of_pieces(ops, like.device)
     return _prepare(call, ops, tokens, like.device, fuses, dtype, tuple(shapes))
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import nn
 
-from fused_remat.graph.build import block_graph
 from fused_remat.huggingface.call import example_spec
 from fused_remat.huggingface.rows import architecture_of
 from fused_remat.layers.eligibility import Reason
@@ -21,6 +20,7 @@ from fused_remat.spec import BlockSpec
 
 _IDLE = Reason("no gradients are wanted", quiet=True)
 #: Names that layers have had for a cache.
+Converted = TypeVar("Converted", bound="HuggingFaceLayer")
 _CACHES = ("past_key_values", "past_key_value", "layer_past")
 
 
@@ -49,10 +49,17 @@ class HuggingFaceLayer(FusedLayer):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced = super().__reduce_ex__(protocol)
-        if FUSED.get(type(self).__dict__.get("stock")) is not type(self):  # type: ignore[arg-type]
+        if "stock" not in type(self).__dict__:  # a user's subclass
             return reduced
         # By its stock class: this one's name is that of the stock one.
-        return (_new, (self.stock,), *reduced[2:])
+        return (self._new, (self.stock,), *reduced[2:])
+
+    @staticmethod
+    def _new(stock: type[nn.Module]) -> nn.Module:
+        """An empty layer of the class that stands in for `stock`; for unpickling."""
+        cls = fused_class(stock)
+        assert cls is not None
+        return cls.__new__(cls)
 
     def why_not_fused(self, *args: Any, **kwargs: Any) -> str | None:
         """Why this call of `forward` would not take the fused path, or None if it would.
@@ -100,10 +107,10 @@ class HuggingFaceLayer(FusedLayer):
             if not trains and (not self.training or torch.is_inference_mode_enabled()):
                 return _IDLE
         reason = self._why_cached(given)
-        call = super()._read(**given) if reason is None else reason
+        call = self._block(**given) if reason is None else reason
         if trains or self._tensor_parallel is not None:
             return call
-        draws = isinstance(call, LayerCall) and block_graph(call.spec).uses_seed
+        draws = isinstance(call, LayerCall) and call.block.uses_seed
         return call if draws else _IDLE
 
     def _why_cached(self, given: Mapping[str, Any]) -> Reason | None:
@@ -128,14 +135,18 @@ class HuggingFaceLayer(FusedLayer):
         if not caches or not self.training or not trains or is_traced():
             return given
         # The layer's own part of the cache: others, not converted, may have filled theirs.
-        attention = self._map.modules(self)[self._map.attention]
-        index = getattr(attention, "layer_idx", None) or 0
+        index = self._layer_index()
         if not all(_is_empty(cache, index) for cache in caches.values()):
             return given
         if not torch.compiler.is_compiling():
             _warn_of_dropped(type(self).__name__, tuple(caches))
         kept = {name: value for name, value in given.items() if name not in _CACHES}
         return {**kept, "use_cache": False} if "use_cache" in given else kept
+
+    def _layer_index(self) -> int:
+        """The layer's place in a cache."""
+        attention = self._map.modules(self)[self._map.attention]
+        return getattr(attention, "layer_idx", None) or 0
 
     def _stock_forward(self, **given: Any) -> Any:
         return self.stock.forward(self, **given)
@@ -174,7 +185,20 @@ def fused_class(stock: type[nn.Module]) -> type[HuggingFaceLayer] | None:
     row = architecture_of(stock)
     if row is None:
         return None
-    if stock not in FUSED:
+    return class_of(stock, HuggingFaceLayer, FUSED, _map=row)
+
+
+def class_of(
+    stock: type[nn.Module],
+    base: type[Converted],
+    made: dict[type[nn.Module], type[Converted]],
+    **more: Any,
+) -> type[Converted]:
+    """The subclass of `base` and `stock` that stands in for `stock`, with attributes `more`.
+
+    `made`: those that there are already.
+    """
+    if stock not in made:
         forward = inspect.signature(stock.forward)
         kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         names = [name for name, p in forward.parameters.items() if p.kind in kinds]
@@ -183,13 +207,13 @@ def fused_class(stock: type[nn.Module]) -> type[HuggingFaceLayer] | None:
             "__qualname__": stock.__qualname__,
             "__doc__": stock.__doc__,
             "stock": stock,
-            "_map": row,
             "arguments": tuple(names[1:]),
             "forward": _forward(stock),
+            **more,
         }
-        made = type(stock.__name__, (HuggingFaceLayer, stock), namespace)
-        return FUSED.setdefault(stock, made)  # of two threads, the first one's
-    return FUSED[stock]
+        new = type(stock.__name__, (base, stock), namespace)
+        return made.setdefault(stock, new)  # of two threads, the first one's
+    return made[stock]
 
 
 def _forward(stock: type[nn.Module]) -> Callable[..., Any]:
@@ -201,13 +225,6 @@ def _forward(stock: type[nn.Module]) -> Callable[..., Any]:
         return self._call(**self._without_idle_cache(named))
 
     return forward
-
-
-def _new(stock: type[nn.Module]) -> nn.Module:
-    """An empty layer of the class that stands in for `stock`; for unpickling."""
-    cls = fused_class(stock)
-    assert cls is not None
-    return cls.__new__(cls)
 
 
 def _is_empty(cache: Any, index: int) -> bool:

@@ -157,7 +157,7 @@ class FusedLayer(nn.Module):
             call = read_on_rank(self, parallel, given)
         if isinstance(call, Reason):
             return self._fall_back(call, compiling, given)
-        graph, tensors, policy = block_graph(call.spec), call.tensors, self._policy
+        graph, tensors, policy = call.block, call.tensors, self._policy
         if call.precision is not None:
             x: Any = tensors["input"]
             tensors = {**tensors, "input": x.to(call.precision.stream)}
@@ -176,11 +176,13 @@ class FusedLayer(nn.Module):
             tensors,
             backend=self._backend,
             seq_first=call.seq_first,
-            preserve_strides=call.spec.branches[-1].placement != "post",
+            preserve_strides=call.spec is None or call.spec.branches[-1].placement != "post",
             functions=call.functions,
             accumulation=accumulation,
             warn_of_input=self._warn_of_kept_input,
         )
+        if call.result is not None:
+            return call.result(out)
         if call.unbatched:
             out = out.squeeze(0)
         if parallel is not None and parallel.joins:
@@ -189,14 +191,19 @@ class FusedLayer(nn.Module):
 
     def _read(self, **given: Any) -> LayerCall | Reason:
         """The block of a call, or why the fused path cannot serve it."""
+        return self._block(**given)
+
+    def _block(self, **given: Any) -> LayerCall | Reason:
+        """The block of a call that a layer's own rules leave to the fused path."""
         return read_block(self, self._map, given)
 
     def _why_not(self, **given: Any) -> str | None:
         """Why a call would not take the fused path, or None if it would."""
-        parallel, name = self._tensor_parallel, self._map.input
-        if parallel is not None and not parallel.splits and isinstance(given.get(name), Tensor):
-            x = given[name]
-            given = {**given, name: parallel.whole(x, self._tokens_dim(x))}
+        parallel = self._tensor_parallel
+        if parallel is not None and not parallel.splits:
+            x = given.get(self._map.input)
+            if isinstance(x, Tensor):
+                given = {**given, self._map.input: parallel.whole(x, self._tokens_dim(x))}
         call = TRACED if is_traced() else self._read(**given)
         return call.text if isinstance(call, Reason) else None
 

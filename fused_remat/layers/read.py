@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fused_remat.graph.build import block_graph
+from fused_remat.graph.graph import Graph
 from fused_remat.layers.eligibility import (
     Reason,
     Unsupported,
@@ -171,21 +173,33 @@ class LayerCall:
     """A call of a layer as a block.
 
     Attributes:
-        spec: what the block computes.
+        spec: what the block computes; None where `graph` is given.
         tensors: by the block's names, inputs and all.
-        functions: the user's own activation function, if any.
+        functions: the user's own functions, if any.
         seq_first, unbatched: the inputs are (S, B, D), or (S, D) given as (1, S, D).
         precision: the dtypes under autocast, None if it is off.
         warnings: what PyTorch's own forward would warn of.
+        graph: the block, if it is not that of `spec`.
+        result: makes the layer's result of the block's, if that is another.
     """
 
-    spec: BlockSpec
+    spec: BlockSpec | None
     tensors: Mapping[str, Tensor | None]
     functions: Mapping[str, Function] = field(default_factory=dict)
     seq_first: bool = False
     unbatched: bool = False
     precision: Precision | None = None
     warnings: tuple[str, ...] = ()
+    graph: Graph | None = None
+    result: Callable[[Tensor], Any] | None = None
+
+    @property
+    def block(self) -> Graph:
+        """The graph of the block."""
+        if self.graph is not None:
+            return self.graph
+        assert self.spec is not None
+        return block_graph(self.spec)
 
 
 def read_block(layer: nn.Module, row: LayerMap, given: Mapping[str, Any]) -> LayerCall | Reason:

@@ -77,18 +77,23 @@ class DrawMask(Node):
 
 @dataclass(frozen=True, kw_only=True)
 class Add(Node):
-    """name = residual + mask * x; `mask` is "" for no dropout."""
+    """name = residual + mask * x; `mask` is "" for no dropout, `residual` for dropout alone."""
 
     x: Input
-    residual: Input
+    residual: Input = ""
     mask: Mask = ""
 
     def needs(self, needs_grad: Collection[str]) -> tuple[str, ...]:
         return self.masks if self.x in needs_grad else ()
 
     def forward(self, chunk: Chunk, out: Tensor | None = None) -> None:
-        x, residual, mask = chunk[self.x], chunk[self.residual], chunk.mask(self.mask)
-        chunk.put(self.name, chunk.ops[residual_add](x, residual, mask, out))
+        x, mask = chunk[self.x], chunk.mask(self.mask)
+        if not self.residual:
+            assert mask is not None
+            y = chunk.ops[dropout](x, mask)
+            chunk.put(self.name, y if out is None else out.copy_(y))
+            return
+        chunk.put(self.name, chunk.ops[residual_add](x, chunk[self.residual], mask, out))
 
     def backward(self, chunk: Chunk, dy: Tensor, owned: bool, needs_grad: Collection[str]) -> None:
         dx: Tensor | None = None

@@ -1,0 +1,475 @@
+"""A call of a layer as the block that was read from it, and the reading of its first call."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fused_remat.autograd import run_block
+from fused_remat.execution.choose import pieces_of
+from fused_remat.graph.graph import Graph
+from fused_remat.recognition.prove import difference
+from fused_remat.recognition.read import Opaque, Program, Reading, read, run_op
+from fused_remat.recognition.record import (
+    STREAM,
+    Pair,
+    Ref,
+    Sample,
+    Size,
+    Unreadable,
+    leaves,
+    map_tree,
+    without_dropout,
+)
+from fused_remat.spec import NormSpec
+from fused_remat.steps.activation import ACTIVATIONS
+from fused_remat.steps.replay import At
+
+#: Sizes of the two recordings and of the two proofs: primes, so that products are told apart.
+_SIZES = ({"B": 3, "S": 7, "M": 5}, {"B": 2, "S": 11, "M": 13})
+_PROOFS = ({"B": 3, "S": 10, "M": 6}, {"B": 2, "S": 17, "M": 9})
+#: The dtypes of the second recording and of the proofs: the second row for layers that run an
+#: operation which ATen does not have in float64 (experts as one grouped product).
+_DTYPES = ((torch.float64, torch.float64), (torch.bfloat16, torch.float32))
+#: Tokens of a piece in the proofs, so that groups and tiles are proved too.
+_PIECE = 12
+_MEMORY = ("encoder_hidden_states", "memory", "context", "encoder_output", "key_value_states", "xa")
+_MOST_PIECES = 24
+
+
+class Call:
+    """The arguments of a call by name, and what their dimensions are.
+
+    Attributes:
+        given: the arguments.
+        dims: for each tensor among their leaves, the names of its dimensions' sizes, or numbers.
+        active: for each leaf, whether it is an activation.
+        sizes: of the call, by name.
+        places: among the leaves, of the residual stream's input, and of the memory if any.
+    """
+
+    def __init__(self, given: Mapping[str, Any], vary: Sequence[str]) -> None:
+        self.given, found = given, leaves(given)
+        names: list[str] = []
+        for name, value in given.items():
+            names += [name] * len(leaves(value))
+        tensors = [
+            i for i, t in enumerate(found) if isinstance(t, Tensor) and t.is_floating_point()
+        ]
+        if not tensors:
+            raise Unreadable("it has no floating-point argument")
+        x = found[tensors[0]]
+        if x.dim() not in (2, 3, 4):
+            raise Unreadable(f"its input has shape {tuple(x.shape)}")
+        memory = [
+            i for i in tensors[1:] if names[i] in _MEMORY and found[i].dim() == 3 and x.dim() == 3
+        ]
+        sizes = {"S": x.shape[0]} if x.dim() == 2 else {"B": x.shape[0], "S": x.shape[1]}
+        self.tokens = x.shape[:-1].numel() if x.dim() == 2 else x.shape[1:-1].numel()
+        if memory:
+            sizes["M"] = found[memory[0]].shape[1]
+        if x.dim() == 4:
+            del sizes["S"]
+        self.sizes = {name: n for name, n in sizes.items() if name in vary}
+        self.places = (tensors[0], memory[0] if memory else None)
+        self.active = [i in self.places for i in range(len(found))]
+        #: Among the leaves, the bounds of sequences of variable length.
+        self.bounds = next(
+            (
+                i for i, t in enumerate(found)
+                if isinstance(t, Tensor) and "cu_seq" in names[i] and t.dim() == 1 and x.dim() == 2
+            ),
+            None,
+        )  # fmt: skip
+        self.dims = [
+            self._dims(t, names[i], i == self.places[1]) if isinstance(t, Tensor) else None
+            for i, t in enumerate(found)
+        ]
+
+    def _dims(self, t: Tensor, name: str, is_memory: bool) -> tuple[str | int, ...]:
+        sizes = self.sizes
+        dims: list[str | int] = list(t.shape)
+        first = ["B"] if "B" in sizes else []
+        lengths = [
+            n for n in (("M", "S") if "encoder" in name or is_memory else ("S", "M")) if n in sizes
+        ]
+        is_mask = t.dim() == 4 or any(word in name for word in ("mask", "bias", "alibi"))
+        features = t.is_floating_point() and t.dim() > 1 and not is_mask
+        for i, n in enumerate(t.shape[:-1] if features else t.shape):
+            if i == 0 and first and n == sizes["B"] and (n > 1 or t.dim() != 4):
+                dims[i] = "B"
+            elif i == 0 and first and t.dim() == 3 and n % sizes["B"] == 0 and sizes["B"] > 1:
+                dims[i] = f"{n // sizes['B']}B"  # heads inside of the batch
+            elif i > 0 or not first or t.dim() in (1, 2):
+                dims[i] = next((s for s in lengths if sizes[s] == n), n)
+        return tuple(dims)
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What the reading depends on."""
+        found: list[Any] = []
+        for leaf, dims in zip(leaves(self.given), self.dims, strict=True):
+            if isinstance(leaf, Tensor):
+                kind = "float" if leaf.is_floating_point() else leaf.dtype
+                found.append((dims, kind, leaf.device.type))
+            elif leaf is None or isinstance(leaf, (bool, int, float, str, torch.dtype)):
+                found.append(leaf)
+            else:
+                raise Unreadable(f"it is called with a {type(leaf).__name__}")
+        shape = map_tree(self.given, lambda leaf: None)
+        return (*found, repr(shape), tuple(self.sizes))
+
+    def sample(
+        self,
+        layer: nn.Module,
+        sizes: Mapping[str, int],
+        dtype: torch.dtype,
+        seed: int,
+        whole: bool = True,
+    ) -> Sample:
+        """A call of other sizes, with random activations and parameters, in `dtype`.
+
+        `whole`: packed tokens are one sequence, else two.
+        """
+        generator = torch.Generator().manual_seed(seed)
+
+        def random(shape: Sequence[int], device: torch.device) -> Tensor:
+            made = torch.randn(tuple(shape), generator=generator, dtype=dtype)
+            return made.to(device).requires_grad_()
+
+        sizes = {name: sizes[name] for name in self.sizes}
+        bounds = None if self.bounds is None else leaves(self.given)[self.bounds]
+        places = iter(zip(self.dims, self.active, strict=True))
+
+        def given(leaf: Any) -> Any:
+            dims, is_active = next(places)
+            if not isinstance(leaf, Tensor) or dims is None:
+                return leaf
+            if leaf is bounds:
+                n = sizes["S"]
+                ends = [0, n] if whole else [0, n // 3, n]
+                return torch.tensor(ends, dtype=leaf.dtype, device=leaf.device)
+            shape = [n if isinstance(n, int) else sizes[n[-1]] * int(n[:-1] or 1) for n in dims]
+            if is_active or (leaf.is_floating_point() and leaf.requires_grad):
+                return random(shape, leaf.device)
+            made = leaf.detach()
+            for i, n in enumerate(shape):
+                if n != made.shape[i]:
+                    order = torch.arange(n, device=made.device) % max(made.shape[i], 1)
+                    made = made.index_select(i, order)
+            return made.to(dtype) if made.is_floating_point() else made.clone()
+
+        named: dict[str, Tensor] = {}
+        for name, p in layer.named_parameters():
+            t = random(p.shape, p.device).detach()
+            if p.dim() == 1 and "bias" not in name:
+                t = t.abs_().add_(0.5)
+            elif p.dim() > 1:
+                t.mul_(0.6 * p.shape[-1] ** -0.5)
+            else:
+                t.mul_(0.2)
+            named[name] = t.requires_grad_(p.is_floating_point())
+        for name, b in layer.named_buffers():
+            named[name] = b.detach().to(dtype) if b.is_floating_point() else b.detach().clone()
+        return Sample(sizes, dtype, named, map_tree(dict(self.given), given), self.active)
+
+
+def leaf_of(module: nn.Module) -> NormSpec | str | None:
+    """What a submodule computes as a whole: a norm, or an activation by its name; found by trying.
+
+    >>> leaf_of(nn.LayerNorm(8)), leaf_of(nn.GELU(approximate="tanh")), leaf_of(nn.Linear(2, 2))
+    (NormSpec(kind='layer_norm', eps=1e-05, offset=0.0), 'gelu_tanh', None)
+    """
+    params = dict(module.named_parameters(recurse=False))
+    if any(True for _ in module.children()) or len(params) > 2:
+        return None
+    if type(module) in (nn.Dropout, nn.Identity, nn.Linear):
+        return None
+    if any(p.dim() != 1 for p in params.values()) or any(True for _ in module.buffers()):
+        return None
+    if not params and not hasattr(module, "normalized_shape"):
+        x = torch.linspace(-9.0, 9.0, 1001, dtype=torch.float64)
+        y = _tried(module, {}, x.clone())
+        if y is None:
+            return None
+        rows = ACTIVATIONS.items()
+        name = next((n for n, a in rows if torch.allclose(a.fwd(x), y, 1e-9, 1e-9)), None)
+        return name or _norm_kind(module, params)
+    return _norm_kind(module, params)
+
+
+def _norm_kind(module: nn.Module, params: Mapping[str, Tensor]) -> NormSpec | None:
+    shapes = {p.shape[0] for p in params.values()}
+    width = shapes.pop() if shapes else getattr(module, "normalized_shape", (16,))[-1]
+    if shapes:
+        return None
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(3, 4, width, generator=generator, dtype=torch.float64)
+    named = {n: torch.rand(width, generator=generator, dtype=torch.float64) + 0.5 for n in params}
+    y, small = _tried(module, named, x), _tried(module, named, 1e-3 * x)
+    if y is None or small is None:
+        return None
+    weight, bias = (*named.values(), None, None)[:2]
+    numbers = {v for v in vars(module).values() if isinstance(v, float) and 0.0 < v < 1e-2}
+    for eps in sorted({*numbers, 1e-5, 1e-6, 1e-8, 1e-12, torch.finfo(torch.float32).eps}):
+        for kind in ("layer_norm", "rms_norm"):
+            for offset in (0.0, 1.0) if params else (0.0,):
+                spec = NormSpec(kind=kind, eps=eps, offset=offset)
+                pairs = ((x, y), (1e-3 * x, small))
+                if all(
+                    torch.allclose(_plain_norm(spec, a, weight, bias), b, 1e-5, 1e-7)
+                    for a, b in pairs
+                ):
+                    return spec
+    return None
+
+
+def _plain_norm(spec: NormSpec, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    if spec.kind == "layer_norm":
+        y = F.layer_norm(x, x.shape[-1:], None, None, spec.eps)
+    else:
+        y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + spec.eps)
+    y = y if weight is None else y * (weight + spec.offset)
+    return y if bias is None else y + bias
+
+
+def _tried(module: nn.Module, named: Mapping[str, Tensor], x: Tensor) -> Tensor | None:
+    """The module on x, with parameters `named`; None if it raises or returns something else."""
+    try:
+        with torch.no_grad():
+            y = torch.func.functional_call(module, dict(named), (x,))
+    except Exception:  # whatever it is, it is no norm and no activation
+        return None
+    return y if isinstance(y, Tensor) and y.shape == x.shape else None
+
+
+class Known:
+    """A reading, and how a call runs it."""
+
+    def __init__(
+        self,
+        reading: Reading,
+        places: tuple[int, int | None],
+        names: Sequence[str],
+        proved: Known | None = None,
+    ) -> None:
+        self.reading, self.places, self.names = reading, places, names
+        #: The same without dropout.
+        self.proved = proved or self
+
+    @property
+    def graph(self) -> Graph:
+        """The block."""
+        return self.reading.graph
+
+    def bind(
+        self,
+        layer: nn.Module,
+        named: Mapping[str, Tensor] | None,
+        given: Mapping[str, Any],
+        random: bool = True,
+    ) -> tuple[dict[str, Tensor | None], dict[str, Callable[..., Tensor]], Callable[[Tensor], Any]]:
+        """The block's tensors and functions, and what makes the layer's result of the block's.
+
+        `named`: the layer's parameters and buffers, None for its own. Not `random`: dropout of any
+        probability does nothing.
+        """
+        reading, found = self.reading, leaves(given)
+        values: dict[int, Any] = {}
+        for number, name in reading.sources.items():
+            own = None if named is None else named.get(name)
+            values[number] = _attribute(layer, name) if own is None else own
+        for number, leaf in zip(reading.given, found, strict=True):
+            if number is not None:
+                values[number] = leaf
+        sizes = self.sizes(found)
+        x = found[self.places[0]]
+        for number, (shape, dtype) in reading.stand_ins.items():
+            size = [n.of(sizes) if isinstance(n, Size) else n for n in shape]
+            like = x.dtype if dtype is STREAM else dtype
+            values[number] = torch.zeros((), dtype=like, device=x.device).expand(size)
+        for op in reading.before:
+            run_op(op, values, layer, sizes, x.dtype)
+        tensors: dict[str, Tensor | None] = {}
+        for name, (number, layout) in reading.inputs.items():
+            value = values[number]
+            if value.dim() != 3 or layout.tokens != (0, 1):
+                batch = sizes.get("B", 1)
+                value = layout.matrix(value, sizes).view(batch, -1, layout.width)
+            tensors[name] = value
+        for name, number in reading.values.items():
+            value = values[number]
+            tensors[name] = value.t() if name in reading.transposed else value
+        functions = {
+            name: _Run(program, layer, sizes, x, random).run
+            for name, program in reading.programs.items()
+        }
+
+        def result(out: Tensor) -> Any:
+            number, layout = reading.out
+            y = layout.value(out.reshape(-1, layout.width), sizes)
+            made = {**values, number: y}
+            return map_tree(
+                reading.result, lambda leaf: made[leaf.index] if isinstance(leaf, Ref) else leaf
+            )
+
+        return tensors, functions, result
+
+    def sizes(self, found: Sequence[Any]) -> dict[str, int]:
+        """The sizes of a call with these leaves of arguments."""
+        x = found[self.places[0]]
+        sizes = dict(zip(("B", "S") if x.dim() > 2 else ("S",), x.shape, strict=False))
+        if self.places[1] is not None:
+            sizes["M"] = found[self.places[1]].shape[1]
+        return {name: n for name, n in sizes.items() if name in self.names}
+
+
+def _attribute(layer: nn.Module, path: str) -> Any:
+    module, _, name = path.rpartition(".")
+    return getattr(layer.get_submodule(module), name)
+
+
+class _Run:
+    """A program of one call, with the random numbers of forward in backward too."""
+
+    def __init__(
+        self, program: Program, layer: nn.Module, sizes: Mapping[str, int], x: Tensor, random: bool
+    ) -> None:
+        self.program, self.layer, self.sizes, self.dtype = program, layer, sizes, x.dtype
+        self.draws = random and program.draws
+        self.off = not random
+        self.device = x.device
+        self.autocast = _autocast_of(x.device.type)
+        self.states: dict[int, tuple[Tensor, Tensor | None]] = {}
+
+    def run(self, at: At, xs: Sequence[Tensor], tensors: Sequence[Tensor | None]) -> Tensor:
+        with self._random(at.first), self._precision():
+            return self.program.run(self.layer, self.sizes, self.dtype, at, xs, tensors)
+
+    @contextlib.contextmanager
+    def _random(self, first: int) -> Iterator[None]:
+        if self.off:
+            with without_dropout():
+                yield
+            return
+        if not self.draws:
+            yield
+            return
+        cuda = self.device.type == "cuda"
+        if first not in self.states:
+            self.states[first] = (
+                torch.random.get_rng_state(),
+                torch.cuda.get_rng_state(self.device) if cuda else None,
+            )
+            yield
+            return
+        with torch.random.fork_rng([self.device.index or 0] if cuda else []):
+            cpu, gpu = self.states[first]
+            torch.random.set_rng_state(cpu)
+            if gpu is not None:
+                torch.cuda.set_rng_state(gpu, self.device)
+            yield
+
+    def _precision(self) -> Any:
+        if self.autocast is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=self.autocast)
+
+
+def _autocast_of(device: str) -> torch.dtype | None:
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return None
+
+
+def read_call(layer: nn.Module, forward: Callable[..., Any], call: Call) -> Known:
+    """The block of a call of `forward`, a method of a layer, proved.
+
+    Raises: Unreadable with the reason, if there is none.
+    """
+    reasons = []
+    for dtypes in _DTYPES if call.sizes else ():
+        try:
+            return _read_call(layer, forward, call, *dtypes)
+        except Unreadable as reason:
+            reasons.append(str(reason))
+            if "Double" not in str(reason):
+                break
+    raise Unreadable("; ".join(dict.fromkeys(reasons)) or "it has no tokens")
+
+
+def _read_call(
+    layer: nn.Module,
+    forward: Callable[..., Any],
+    call: Call,
+    other: torch.dtype,
+    proof: torch.dtype,
+) -> Known:
+    """The block of a call, recorded in float32 and in `other`, proved in the dtype `proof`."""
+    first, second, *proofs = (
+        call.sample(layer, sizes, dtype, seed, seed < 2)
+        for seed, (sizes, dtype) in enumerate(
+            (
+                (_SIZES[0], torch.float32),
+                (_SIZES[1], other),
+                (_PROOFS[0], proof),
+                (_PROOFS[1], proof),
+            )
+        )
+    )
+    try:
+        pair = Pair(layer, forward, first, second, leaf_of)
+    except Unreadable:
+        raise
+    except Exception as error:
+        raise Unreadable(
+            f"it cannot run on {first.sizes}: {type(error).__name__}: {error}"
+        ) from error
+    opaque: set[str] = set()
+    kind = f"read_{type(layer).__name__}"
+    why: list[str] = []
+    tokens = first.sizes.get("S", call.tokens)
+
+    def reading_of(drops: bool) -> Reading:
+        recording = pair.join(opaque)
+        places = (*call.places, call.bounds)
+        x, memory, bounds = (None if i is None else recording.inputs[i] for i in places)
+        assert x is not None
+        return read(recording, layer, x, memory, bounds, kind, tokens, drops)
+
+    while True:
+        try:
+            reading = reading_of(True)
+            break
+        except Opaque as reason:
+            why.append(str(reason))
+            if reason.path in opaque:
+                parent = reason.path.rpartition(".")[0]
+            else:
+                parent = reason.path
+            while parent in opaque:
+                parent = parent.rpartition(".")[0]
+            if not parent or len(opaque) >= _MOST_PIECES:
+                raise Unreadable("; ".join(dict.fromkeys(why))) from None
+            opaque.add(parent)
+    proved = None
+    if reading.graph.uses_seed or any(program.draws for program in reading.programs.values()):
+        proved = Known(reading_of(False), call.places, tuple(call.sizes))
+    known = Known(reading, call.places, tuple(call.sizes), proved)
+    proved = known.proved
+
+    def fused(named: Mapping[str, Tensor], given: Mapping[str, Any]) -> Any:
+        tensors, functions, result = proved.bind(layer, named, given, random=False)
+        with pieces_of(_PIECE):
+            return result(run_block(proved.reading.graph, "full", tensors, functions=functions))
+
+    for sample in proofs:
+        found = difference(layer, forward, fused, sample)
+        if found is not None:
+            raise Unreadable(f"what was read is not what it computes: {found}")
+    return known

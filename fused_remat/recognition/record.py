@@ -1,0 +1,775 @@
+"""Records one forward of a layer as operations on numbered values.
+
+Two recordings, at two sizes and in two dtypes, are joined to one `Recording`: a number, a dtype or
+a limit of a dtype that differs between them becomes a function of the call. Where the two do not
+agree inside of a submodule, that submodule is one opaque operation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from fused_remat.spec import NormSpec
+from fused_remat.steps.activation import ACTIVATIONS
+
+Sizes = Mapping[str, int]
+
+
+class Unreadable(Exception):
+    """The operations of a layer cannot be read as a block. The text is the reason."""
+
+
+class Mismatch(Unreadable):
+    """The two recordings differ in what no size and no dtype explains."""
+
+
+@dataclass(frozen=True)
+class Ref:
+    """A recorded value, by its number."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Size:
+    """A number that follows from the sizes of a call: factor * product of `names` + offset."""
+
+    factor: int
+    names: tuple[str, ...]
+    offset: int = 0
+
+    def of(self, sizes: Sizes) -> int:
+        n = self.factor
+        for name in self.names:
+            n *= sizes[name]
+        return n + self.offset
+
+
+class _StreamDtype:
+    """The dtype of the residual stream."""
+
+    def __repr__(self) -> str:
+        return "the stream's dtype"
+
+
+STREAM = _StreamDtype()
+
+
+class Limit(NamedTuple):
+    """An attribute of `torch.finfo` of the residual stream's dtype."""
+
+    name: str
+    sign: float
+
+
+def map_tree(tree: Any, leaf: Callable[[Any], Any]) -> Any:
+    """`tree` with every leaf of its tuples, lists, dicts and slices replaced by `leaf` of it."""
+    if isinstance(tree, tuple) and not isinstance(tree, Limit):
+        parts = [map_tree(part, leaf) for part in tree]
+        return type(tree)(*parts) if hasattr(tree, "_fields") else tuple(parts)
+    if isinstance(tree, list):
+        return [map_tree(part, leaf) for part in tree]
+    if isinstance(tree, dict):
+        made = {key: map_tree(value, leaf) for key, value in tree.items()}
+        return made
+    if isinstance(tree, slice):
+        return slice(*[map_tree(n, leaf) for n in (tree.start, tree.stop, tree.step)])
+    return leaf(tree)
+
+
+def leaves(tree: Any) -> list[Any]:
+    """The leaves of a tree, in order."""
+    found: list[Any] = []
+    map_tree(tree, found.append)
+    return found
+
+
+def refs(tree: Any) -> list[int]:
+    """The numbers of the values in a tree."""
+    return [leaf.index for leaf in leaves(tree) if isinstance(leaf, Ref)]
+
+
+@dataclass(eq=False)
+class Op:
+    """One operation.
+
+    Attributes:
+        name: of the function.
+        run: called with the arguments, it returns a result with the outputs as its leaves. It
+            changes no argument. That of an opaque submodule takes the submodule first.
+        args, kwargs: with `Ref`s in the places of tensors.
+        outs: the numbers of the tensors among the result's leaves; None for other leaves.
+        p: of dropout: the probability, if it is active.
+        random: whether it draws random numbers.
+        path: of an opaque submodule, its path.
+        inside: the path of the submodule that runs it.
+        info: of a norm, its `NormSpec`; of an activation, its name; of an opaque submodule, why it
+            was not read.
+    """
+
+    name: str
+    run: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outs: list[int | None]
+    inside: str
+    p: float | None = None
+    random: bool = False
+    path: str | None = None
+    info: Any = None
+
+
+@dataclass(eq=False)
+class Span:
+    """A submodule's call: what ran inside of it, its arguments and its result."""
+
+    path: str
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    outs: list[int | None] = field(default_factory=list)
+    inner: list[Op | Span] = field(default_factory=list)
+    trouble: str = ""
+
+    def ops(self) -> Iterator[Op]:
+        for part in self.inner:
+            if isinstance(part, Span):
+                yield from part.ops()
+            else:
+                yield part
+
+
+_READS = (
+    "__bool__", "item", "tolist", "__int__", "__float__", "__index__", "nonzero", "__contains__",
+    "numpy", "unique", "masked_select", "argwhere", "bincount", "equal", "allclose", "is_nonzero",
+)  # fmt: skip
+#: They read the shape of their first argument, not its values.
+_SHAPES = (
+    "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "new_zeros",
+    "new_ones", "new_empty", "new_full", "new_tensor", "randint_like",
+)  # fmt: skip
+_RANDOM = (
+    "bernoulli", "bernoulli_", "rand", "randn", "rand_like", "randn_like", "randint", "randperm",
+    "uniform_", "normal_", "normal", "multinomial", "exponential_", "random_", "poisson",
+    "randint_like", "feature_dropout", "feature_alpha_dropout", "alpha_dropout", "rrelu",
+)  # fmt: skip
+_IN_PLACE = (
+    "__setitem__",
+    "__iadd__",
+    "__imul__",
+    "__isub__",
+    "__itruediv__",
+    "__iand__",
+    "__ior__",
+)
+_SETTERS = ("__set__", "requires_grad_", "retain_grad", "register_hook", "backward", "__delete__")
+
+
+def _in_place(name: str) -> bool:
+    return name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+
+
+def multi_head_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    embed_dim: int,
+    num_heads: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    bias_k: Tensor | None,
+    bias_v: Tensor | None,
+    add_zero_attn: bool,
+    dropout_p: float,
+    out_weight: Tensor,
+    out_bias: Tensor | None,
+    training: bool = True,
+    key_padding_mask: Tensor | None = None,
+    need_weights: bool = True,
+    attn_mask: Tensor | None = None,
+    use_separate_proj_weight: bool = False,
+    q_proj_weight: Tensor | None = None,
+    k_proj_weight: Tensor | None = None,
+    v_proj_weight: Tensor | None = None,
+    static_k: Tensor | None = None,
+    static_v: Tensor | None = None,
+    average_attn_weights: bool = True,
+    is_causal: bool = False,
+) -> tuple[Tensor, None]:
+    """`F.multi_head_attention_forward` in linear layers and one attention, without weights."""
+    if not (bias_k is bias_v is static_k is static_v is None) or add_zero_attn:
+        raise Unreadable("nn.MultiheadAttention with bias_k, add_zero_attn or static keys")
+    if use_separate_proj_weight or weight is None:
+        weights = (q_proj_weight, k_proj_weight, v_proj_weight)
+    else:
+        weights = weight.chunk(3)
+    biases = (None, None, None) if bias is None else bias.chunk(3)
+    batch, width = query.shape[1], embed_dim // num_heads
+    heads = [
+        F.linear(x, w, b).view(x.shape[0], batch, num_heads, width).permute(1, 2, 0, 3)
+        for x, w, b in zip((query, key, value), weights, biases, strict=True)  # type: ignore[arg-type]
+    ]
+    if attn_mask is not None and attn_mask.dim() == 3:
+        attn_mask = attn_mask.view(batch, num_heads, *attn_mask.shape[1:])
+    if key_padding_mask is not None:
+        padding = key_padding_mask.view(batch, 1, 1, -1)
+        if padding.dtype == torch.bool:
+            padding = torch.zeros_like(padding, dtype=query.dtype).masked_fill(padding, -torch.inf)
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(
+                attn_mask, -torch.inf
+            )
+        attn_mask = padding if attn_mask is None else padding + attn_mask
+    elif attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = attn_mask.logical_not()
+    p = dropout_p if training else 0.0
+    out = F.scaled_dot_product_attention(*heads, attn_mask=attn_mask, dropout_p=p)
+    out = out.permute(2, 0, 1, 3).reshape(query.shape[0], batch, embed_dim)
+    return F.linear(out, out_weight, out_bias), None
+
+
+class _Recorder(TorchFunctionMode):
+    """Records while it is active; `named` are the layer's parameters and buffers."""
+
+    def __init__(self, layer: nn.Module, named: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self.layer = layer
+        self.values: list[Tensor] = []
+        self.numbers: dict[int, int] = {}  # by the tensor's id: its present value
+        self.sources: dict[int, str] = {}  # parameters, buffers and attributes, by number
+        self.live: set[int] = set()
+        #: By a view's id: its base, and the steps from there.
+        self.views: dict[int, tuple[Tensor, list[Any]]] = {}
+        self.root = Span("")
+        self.stack = [self.root]
+        self.paths = {module: name for name, module in layer.named_modules()}
+        for name, tensor in named.items():
+            self.sources[self.new(tensor)] = name
+        for path, module in layer.named_modules():
+            for name, value in vars(module).items():
+                if isinstance(value, Tensor) and id(value) not in self.numbers:
+                    self.sources[self.new(value)] = f"{path}.{name}" if path else name
+
+    def new(self, tensor: Tensor) -> int:
+        self.numbers[id(tensor)] = len(self.values)
+        self.values.append(tensor)  # which keeps the id
+        return len(self.values) - 1
+
+    def number(self, tensor: Tensor) -> int:
+        """The number of a tensor that is read."""
+        found = self.numbers.get(id(tensor))
+        if found is None:
+            self.trouble(
+                "it computes with a tensor that was made outside of PyTorch's functions"
+                if tensor.requires_grad
+                else "it reads a tensor that is no parameter, buffer, attribute or argument"
+            )
+            found = self.new(tensor)
+            if tensor.requires_grad:
+                self.live.add(found)
+        elif found < 0:
+            self.trouble("it changes a tensor in place through one of several views")
+            found = self.new(tensor)
+            self.live.add(found)
+        return found
+
+    def trouble(self, reason: str) -> None:
+        """Note on the innermost submodule that it cannot be read."""
+        self.stack[-1].trouble = self.stack[-1].trouble or reason
+
+    def encoded(self, tree: Any) -> Any:
+        return map_tree(tree, lambda a: Ref(self.number(a)) if isinstance(a, Tensor) else a)
+
+    def add(
+        self, name: str, run: Callable[..., Any], args: Any, kwargs: Any, result: Any, **more: Any
+    ) -> None:
+        """Add an operation on encoded arguments."""
+        op = Op(name, run, args, kwargs, [], self.stack[-1].path, **more)
+        is_live = name not in _SHAPES and not self.live.isdisjoint(refs((args, kwargs)))
+        for leaf in leaves(result):
+            number = self.new(leaf) if isinstance(leaf, Tensor) else None
+            op.outs.append(number)
+            if number is not None and is_live:
+                self.live.add(number)
+        self.stack[-1].inner.append(op)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", str(func))
+        if name in _SETTERS:
+            return func(*args, **kwargs)
+        if func in (F.dropout, torch.dropout, torch.dropout_) or name.startswith("dropout"):
+            return self._dropout(*args, **kwargs)
+        if func is F.multi_head_attention_forward:
+            with self:
+                return multi_head_attention(*args, **kwargs)
+        if func is torch._native_multi_head_attention:
+            self.trouble("it runs a fused kernel for inference")
+        reads = name in _READS and args and isinstance(args[0], Tensor)
+        if reads and self.number(args[0]) in self.live:
+            self.trouble(f"it reads values of an activation ({name.strip('_')})")
+        if kwargs.get("inplace"):
+            kwargs = {**kwargs, "inplace": False}
+        if kwargs.get("out") is not None:
+            self.trouble("it writes to a tensor that is passed as `out`")
+        encoded = self.encoded(args), self.encoded(kwargs)
+        if func is F.scaled_dot_product_attention:
+            result = _without_dropout(*args, **kwargs)
+        else:
+            result = func(*args, **kwargs)
+        more = {"random": name in _RANDOM}
+        if _in_place(name) and args and isinstance(args[0], Tensor):
+            self._change(name, func, args[0], *encoded, more)
+            return result
+        given = {id(a) for a in leaves((args, kwargs)) if isinstance(a, Tensor)}
+        if isinstance(result, Tensor) and id(result) in given:
+            result = result.view_as(result)
+        if any(isinstance(t, Tensor) for t in leaves(result)):
+            self._note_views(func, args, *encoded, result)
+            self.add(name, func, *encoded, result, **more)
+        return result
+
+    def _dropout(
+        self, input: Tensor, p: float = 0.5, training: bool = True, *_: Any, **__: Any
+    ) -> Tensor:
+        args = self.encoded((input,))
+        out = input.view_as(input)
+        self._note_views(torch.Tensor.view_as, (input,), (*args, *args), {}, out)
+        self.add("dropout", lambda x: x, args, {}, out, p=float(p) if training else 0.0)
+        return out
+
+    def _note_views(self, func: Any, args: Any, encoded: Any, kwargs: Any, result: Any) -> None:
+        """Remember which results are views of the first argument."""
+        first = args[0] if args and isinstance(args[0], Tensor) else None
+        if first is None or not first.numel():
+            return
+        pointer = first.untyped_storage().data_ptr()
+        base, steps = self.views.get(id(first), (first, []))
+        for i, leaf in enumerate(leaves(result)):
+            if isinstance(leaf, Tensor) and leaf.untyped_storage().data_ptr() == pointer:
+                self.views[id(leaf)] = base, [*steps, (func, i, encoded[1:], kwargs)]
+
+    def _change(
+        self, name: str, func: Any, changed: Tensor, args: Any, kwargs: Any, more: Any
+    ) -> None:
+        """An in-place operation: new values of the tensor, of its base, and of all other views."""
+        base, steps = self.views.get(id(changed), (changed, []))
+
+        def changes(target: Tensor, how: Any, rest: Any, named: Any) -> Tensor:
+            mine = target.clone()
+            func(_view(steps, mine, how), *rest, **named)
+            return mine
+
+        before = Ref(self.number(base))
+        self.add(name, changes, (before, _given(steps), args[1:], kwargs), {}, base, **more)
+        pointer = base.untyped_storage().data_ptr()
+        for t in list({id(t): t for t in self.values}.values()):
+            of, views = self.views.get(id(t), (None, []))
+            if of is base:
+                run = functools.partial(_view, views)
+                now = Ref(self.numbers[id(base)])
+                self.add("view", run, (now, _given(views)), {}, t)
+            elif t is not base and t.numel() and t.untyped_storage().data_ptr() == pointer:
+                self.numbers[id(t)] = -1  # a view of which it is not known how it was made
+
+    # --- submodules
+
+    def module(self, module: nn.Module, call: Any, args: Any, kwargs: Any) -> Any:
+        span = Span(self.paths[module], self.encoded(args), self.encoded(kwargs))
+        versions = [(t, t._version) for t in leaves((args, kwargs)) if isinstance(t, Tensor)]
+        self.stack[-1].inner.append(span)
+        self.stack.append(span)
+        try:
+            result = call(module, *args, **kwargs)
+        finally:
+            self.stack.pop()
+        if any(t._version != version for t, version in versions):
+            self.trouble(f"{span.path} changes its arguments in place")
+        span.outs = [
+            self.numbers.get(id(leaf)) if isinstance(leaf, Tensor) else None
+            for leaf in leaves(result)
+        ]
+        span.outs = [n if n is None or n >= 0 else None for n in span.outs]
+        return result
+
+
+def _given(steps: list[Any]) -> list[Any]:
+    """The arguments of the steps to a view, which may depend on the sizes of a call."""
+    return [(args, kwargs) for _, _, args, kwargs in steps]
+
+
+def _view(steps: list[Any], base: Tensor, how: list[Any]) -> Tensor:
+    """A view of `base`: the same steps, with the arguments `how`."""
+    for (func, place, *_), (args, kwargs) in zip(steps, how, strict=True):
+        base = leaves(func(base, *args, **kwargs))[place]
+    return base
+
+
+def _without_dropout(*args: Any, **kwargs: Any) -> Tensor:
+    if len(args) > 4:
+        args = (*args[:4], 0.0, *args[5:])
+    if "dropout_p" in kwargs:
+        kwargs = {**kwargs, "dropout_p": 0.0}
+    return F.scaled_dot_product_attention(*args, **kwargs)
+
+
+_ACTIVE = threading.local()
+_CALL = nn.Module.__call__
+_patch = threading.Lock()
+
+
+def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    recorder = getattr(_ACTIVE, "recorder", None)
+    if recorder is None or module not in recorder.paths or module is recorder.layer:
+        return _CALL(module, *args, **kwargs)
+    return recorder.module(module, _CALL, args, kwargs)
+
+
+@contextlib.contextmanager
+def _recording(recorder: _Recorder) -> Iterator[None]:
+    with _patch:
+        _ACTIVE.recorder, nn.Module.__call__ = recorder, _call  # type: ignore[method-assign]
+        try:
+            with recorder:
+                yield
+        finally:
+            _ACTIVE.recorder, nn.Module.__call__ = None, _CALL  # type: ignore[method-assign]
+
+
+class _WithoutDropout(TorchFunctionMode):
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        if func in (F.dropout, torch.dropout, torch.dropout_) or name.startswith("dropout"):
+            return args[0] if args else kwargs["input"]
+        if func is F.scaled_dot_product_attention:
+            return _without_dropout(*args, **kwargs)
+        if func is F.multi_head_attention_forward:
+            with self:
+                return multi_head_attention(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+#: A context in which dropout of any probability does nothing, as while recording.
+without_dropout = _WithoutDropout
+
+
+@dataclass(eq=False)
+class Recording:
+    """Two recordings of a layer, joined.
+
+    Attributes:
+        values: of the first recording, by number.
+        shapes: of every value, with `Size`s; None where the two recordings do not agree.
+        dtypes: of every value; `STREAM` for the residual stream's.
+        ops: all operations, in order; an opaque submodule is one.
+        producers: by number of a value, the operation that makes it.
+        sources: parameters, buffers and attributes of the layer by number.
+        inputs: the numbers of the tensors among the leaves of the arguments; None for others.
+        live: the values that depend on the activations among the arguments.
+        result: the layer's result, with `Ref`s.
+        sizes: of the first recording.
+        exact: the dtype in which its operations are tried.
+    """
+
+    values: list[Tensor]
+    shapes: list[tuple[Any, ...] | None]
+    dtypes: list[Any]
+    ops: list[Op]
+    producers: dict[int, Op]
+    sources: dict[int, str]
+    inputs: list[int | None]
+    live: set[int]
+    result: Any
+    sizes: Sizes
+    exact: torch.dtype
+
+
+def _record(
+    layer: nn.Module,
+    forward: Callable[..., Any],
+    named: Mapping[str, Tensor],
+    given: Mapping[str, Any],
+    active: list[bool],
+) -> tuple[_Recorder, list[int | None], Any]:
+    """One recording: the recorder, the numbers of the arguments, and the result."""
+    recorder = _Recorder(layer, named)
+    numbers: list[int | None] = []
+    for leaf, is_active in zip(leaves(given), active, strict=True):
+        if isinstance(leaf, Tensor):
+            number = recorder.new(leaf)
+            numbers.append(number)
+            if is_active:
+                recorder.live.add(number)
+        else:
+            numbers.append(None)
+    buffers = {n: b._version for n, b in named.items() if not b.requires_grad}
+    with _recording(recorder), torch.enable_grad():
+        result = torch.func.functional_call(_Caller(layer, forward), _prefixed(named), (), given)
+    changed = [n for n, version in buffers.items() if named[n]._version != version]
+    if changed:
+        raise Unreadable(f"it updates buffers in forward ({', '.join(changed)})")
+    return recorder, numbers, recorder.encoded(result)
+
+
+class _Caller(nn.Module):
+    """Gives `functional_call` a module whose forward is `forward`, over the layer's tensors."""
+
+    def __init__(self, layer: nn.Module, forward: Callable[..., Any]) -> None:
+        super().__init__()
+        self.layer, self._forward = layer, forward
+
+    def forward(self, *args: Any, **given: Any) -> Any:
+        return self._forward(*args, **given)
+
+
+def _prefixed(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {f"layer.{name}": tensor for name, tensor in named.items()}
+
+
+def run_with(
+    layer: nn.Module,
+    forward: Callable[..., Any],
+    named: Mapping[str, Tensor],
+    given: Mapping[str, Any],
+) -> Any:
+    """`forward(**given)`, a method of `layer`, with the tensors `named` as its own."""
+    return torch.func.functional_call(_Caller(layer, forward), _prefixed(named), (), dict(given))
+
+
+class Sample(NamedTuple):
+    """What a layer is recorded with: sizes, the layer's tensors, and the arguments of a call.
+
+    Attributes:
+        dtype: the residual stream's.
+        active: for each leaf of the arguments, whether it is an activation.
+    """
+
+    sizes: Sizes
+    dtype: torch.dtype
+    named: Mapping[str, Tensor]
+    given: Mapping[str, Any]
+    active: list[bool]
+
+
+class Pair:
+    """Two recordings of `forward`, a method of `layer`, with two samples.
+
+    The samples differ in every size, and in the dtype of what is in the residual stream's.
+
+    Args:
+        leaf: `leaf(module)` says what a submodule is as a whole: a `NormSpec`, the name of an
+            activation, or None.
+    """
+
+    def __init__(
+        self,
+        layer: nn.Module,
+        forward: Callable[..., Any],
+        first: Sample,
+        second: Sample,
+        leaf: Callable[[nn.Module], Any],
+    ) -> None:
+        self.layer, self.sizes, self.other = layer, first.sizes, second.sizes
+        self.dtypes = first.dtype, second.dtype
+        self.one, self.numbers, self.out = _record(layer, forward, *first[2:])
+        self.two, _, self.other_out = _record(layer, forward, *second[2:])
+        self.leaves = {path: leaf(module) for path, module in layer.named_modules() if path}
+
+    def join(self, opaque: Collection[str] = ()) -> Recording:
+        """The two as one; submodules at the paths `opaque` are one operation each.
+
+        Raises: Unreadable if the operations of the layer itself do not agree.
+        """
+        return _Join(self, opaque).joined()
+
+
+class _Join:
+    """Joins two recordings."""
+
+    def __init__(self, pair: Pair, opaque: Collection[str]) -> None:
+        self.one, self.two, self.sizes, self.other = pair.one, pair.two, pair.sizes, pair.other
+        self.from_pair, self.opaque = pair, opaque
+        groups = range(1, len(self.sizes) + 1)
+        self.products = [c for n in groups for c in itertools.combinations(self.sizes, n)]
+        self.ops: list[Op] = []
+        self.pair: dict[int, int] = {}  # the number in the second recording
+
+    def joined(self) -> Recording:
+        one, two, numbers = self.one, self.two, self.from_pair.numbers
+        self.pair = {i: i for i in (*one.sources, *(n for n in numbers if n is not None))}
+        self._span(one.root, two.root)
+        producers = {n: op for op in self.ops for n in op.outs if n is not None}
+        shapes: list[Any] = [None] * len(one.values)
+        dtypes: list[Any] = [t.dtype for t in one.values]
+        for i, j in self.pair.items():
+            t, u = one.values[i], two.values[j]
+            with contextlib.suppress(Mismatch):
+                dtypes[i] = self.leaf(t.dtype, u.dtype)
+                if t.dim() == u.dim():
+                    sizes = zip(t.shape, u.shape, strict=True)
+                    shapes[i] = tuple([self.size(a, b) for a, b in sizes])
+        result = self.tree(self.from_pair.out, self.from_pair.other_out)
+        live = {n for n in one.live if n in producers or n in numbers}
+        return Recording(
+            one.values, shapes, dtypes, self.ops, producers, one.sources, numbers, live, result,
+            self.sizes, max(self.from_pair.dtypes, key=lambda d: d.itemsize),
+        )  # fmt: skip
+
+    def _span(self, one: Span, two: Span) -> None:
+        """Join the insides of two calls of a submodule."""
+        trouble = one.trouble or two.trouble
+        if trouble:
+            raise Mismatch(trouble)
+        if [_kind(part) for part in one.inner] != [_kind(part) for part in two.inner]:
+            raise Mismatch("its operations depend on the size or on the dtype")
+        for a, b in zip(one.inner, two.inner, strict=True):
+            if isinstance(a, Span) and isinstance(b, Span):
+                self._module(a, b)
+            elif isinstance(a, Op) and isinstance(b, Op):
+                self._op(a, b)
+
+    def _module(self, a: Span, b: Span) -> None:
+        """Join two calls of a submodule: as a norm or an activation, as what it runs, or as one."""
+        leaf = self.from_pair.leaves[a.path]
+        if leaf is not None and len(a.args) == 1 and not a.kwargs and a.outs[:1] != [None]:
+            self._leaf(a, b, leaf)
+            return
+        before, known = len(self.ops), dict(self.pair)
+        try:
+            if a.path in self.opaque:
+                raise Mismatch("not read as a step of a block")
+            self._span(a, b)
+        except Mismatch as reason:
+            del self.ops[before:]
+            self.pair = known
+            self._opaque(a, b, str(reason))
+
+    def _leaf(self, a: Span, b: Span, leaf: Any) -> None:
+        args = self.tree(a.args, b.args)
+        module = self.from_pair.layer.get_submodule(a.path)
+        own = {n: i for i, n in self.one.sources.items() if n.rpartition(".")[0] == a.path}
+        params = [Ref(own[f"{a.path}.{n}"]) for n, _ in module.named_parameters(recurse=False)]
+        name = "act" if isinstance(leaf, str) else "norm"
+        run = _activation(leaf) if isinstance(leaf, str) else _norm(leaf)
+        self._outs(a.outs, b.outs)
+        self.ops.append(Op(name, run, (*args, *params), {}, list(a.outs), a.path, info=leaf))
+
+    def _op(self, a: Op, b: Op) -> None:
+        if (a.p, len(a.outs)) != (b.p, len(b.outs)):
+            raise Mismatch(f"the results of {a.name} differ")
+        args, kwargs = self.tree(a.args, b.args), self.tree(a.kwargs, b.kwargs)
+        self._outs(a.outs, b.outs)
+        self.ops.append(replace(a, args=args, kwargs=kwargs))
+
+    def _opaque(self, a: Span, b: Span, reason: str) -> None:
+        """One operation that calls a submodule."""
+        try:
+            args, kwargs = self.tree(a.args, b.args), self.tree(a.kwargs, b.kwargs)
+        except Mismatch:
+            raise Mismatch(f"{a.path}: {reason}") from None
+        prefix, module = f"{a.path}.", self.from_pair.layer.get_submodule(a.path)
+        held = {n for n, _ in (*module.named_parameters(), *module.named_buffers())}
+        tensors = {
+            name.removeprefix(prefix): Ref(i)
+            for i, name in self.one.sources.items()
+            if name.startswith(prefix) and name.removeprefix(prefix) in held
+        }
+        given = refs((args, kwargs))
+        outs = [n if n not in given else None for n in a.outs]
+        op = Op(
+            a.path.rpartition(".")[2], torch.func.functional_call, (tensors, args, kwargs), {}, outs,
+            a.path,
+            path=a.path, info=reason, random=any(inner.random or inner.p for inner in a.ops()),
+        )  # fmt: skip
+        self._outs(a.outs, b.outs)
+        self.ops.append(op)
+
+    def _outs(self, mine: list[int | None], other: list[int | None]) -> None:
+        if [n is None for n in mine] != [n is None for n in other]:
+            raise Mismatch("the results differ")
+        for i, j in zip(mine, other, strict=True):
+            if i is not None and j is not None:
+                self.pair.setdefault(i, j)
+
+    def tree(self, one: Any, two: Any) -> Any:
+        """Two trees of arguments as one."""
+        a, b = leaves(one), leaves(two)
+        if len(a) != len(b):
+            raise Mismatch("the arguments of an operation differ")
+        joined = iter([self.leaf(x, y) for x, y in zip(a, b, strict=True)])
+        return map_tree(one, lambda _: next(joined))
+
+    def leaf(self, a: Any, b: Any) -> Any:
+        """A leaf of the first recording and the same one of the second, as one."""
+        if isinstance(a, Ref) and isinstance(b, Ref):
+            if self.pair.get(a.index) != b.index:
+                raise Mismatch("operations read different values")
+            return a
+        if type(a) is type(b) is int:
+            return self.size(a, b)
+        if isinstance(a, torch.dtype) and a != b:
+            return STREAM
+        if isinstance(a, float) and isinstance(b, float) and a != b:
+            for name in ("min", "max", "eps", "tiny"):
+                low, high = (getattr(torch.finfo(d), name) for d in self.from_pair.dtypes)
+                if (abs(a), abs(b)) == (abs(low), abs(high)):
+                    return Limit(name, a / low)
+            if not (a != a and b != b):
+                raise Mismatch(f"a number is {a} and then {b}")
+            return a
+        if type(a) is not type(b) or (isinstance(a, (int, str, bool)) and a != b):
+            raise Mismatch(f"an argument is {a!r} and then {b!r}")
+        return a
+
+    def size(self, a: int, b: int) -> int | Size:
+        if a == b:
+            return a
+        for names in self.products:
+            p, q = 1, 1
+            for name in names:
+                p, q = p * self.sizes[name], q * self.other[name]
+            if a % p == 0 and b % q == 0 and a // p == b // q:
+                return Size(a // p, names)
+        for name in self.sizes:
+            for sign in (1, -1):
+                if a - sign * self.sizes[name] == b - sign * self.other[name]:
+                    return Size(sign, (name,), a - sign * self.sizes[name])
+        raise Mismatch(f"a number is {a} and then {b}, which no size of the call explains")
+
+
+def _kind(part: Op | Span) -> tuple[str, str]:
+    return ("module", part.path) if isinstance(part, Span) else ("op", part.name)
+
+
+def _activation(name: str) -> Callable[..., Tensor]:
+    return lambda x: ACTIVATIONS[name].fwd(x)
+
+
+def _norm(spec: NormSpec) -> Callable[..., Tensor]:
+    """The norm of a submodule, of its input and its parameters."""
+
+    def run(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        if spec.kind == "layer_norm":
+            y = F.layer_norm(wide, x.shape[-1:], None, None, spec.eps)
+        else:
+            y = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + spec.eps)
+        if weight is not None:
+            y = y * (weight.to(wide.dtype) + spec.offset)
+        y = y if bias is None else y + bias
+        return y.to(x.dtype)
+
+    return run

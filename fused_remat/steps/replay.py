@@ -1,0 +1,166 @@
+"""`Replay`: a step that is a function of the caller's, run again in backward under autograd.
+
+It stands for what no other step computes: a mixer, experts, a convolution, a chain of pointwise
+operations. It keeps nothing: backward rebuilds the inputs that it reads, as for any step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fused_remat.steps.node import Input, Node, Params, Shapes
+from fused_remat.steps.user_function import hooks_off
+
+if TYPE_CHECKING:
+    from fused_remat.steps.chunk import Chunk
+
+
+class At(NamedTuple):
+    """For which part of a call a function runs: `batch` sequences of `tokens` tokens each.
+
+    Attributes:
+        first: the number of the part's first token; the same in forward and in backward.
+    """
+
+    batch: int
+    tokens: int
+    first: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replay(Node):
+    """name = function(inputs, tensors), a matrix (tokens, columns).
+
+    Attributes:
+        xs: the activations that the function reads.
+        tensors: the tensors of the block that it reads.
+        function: the name of the function in `Pass.functions`, called with the part (`At`), a list
+            of the inputs as matrices, and a list of the tensors. It must neither change them nor
+            read other tensors that need gradients.
+        what: what the function is, for messages and to tell graphs apart.
+        columns: the width of the result.
+        needed_for: for each input, those of the inputs and tensors whose gradients depend on its value.
+            Where none of them is asked for, backward calls the function with zeros in its place.
+        batched: those of the tensors whose first dimension is the batch.
+        tokenwise: whether each token's result depends on that token alone.
+    """
+
+    xs: tuple[Input, ...] = ()
+    tensors: Params = ()
+    function: str
+    what: str
+    columns: int
+    needed_for: tuple[tuple[str, ...], ...] = ()
+    batched: tuple[str, ...] = ()
+    tokenwise: bool = False
+
+    @property
+    def inputs(self) -> tuple[str, ...]:  # type: ignore[override]
+        return self.xs
+
+    @property
+    def per_sequence(self) -> bool:  # type: ignore[override]
+        return not self.tokenwise
+
+    @property
+    def casts(self) -> Mapping[str, torch.dtype]:
+        return {}  # the function runs under autocast, as it would outside a block
+
+    @property
+    def says(self) -> tuple[str, str]:
+        return f"{self.what}; backward runs it again, under autograd", ""
+
+    def needs(self, needs_grad: Collection[str]) -> tuple[str, ...]:
+        pairs = zip(self.xs, self.needed_for, strict=True)
+        return tuple([x for x, readers in pairs if not set(readers).isdisjoint(needs_grad)])
+
+    def rereads(self, needs_grad: Collection[str]) -> tuple[str, ...]:
+        return self.tensors
+
+    def width(self, widths: Mapping[str, int], shapes: Shapes) -> int:
+        return self.columns
+
+    def _at(self, chunk: Chunk) -> At:
+        first = chunk.first_row(self.name)
+        if chunk.parent is not None:
+            return At(1, chunk.rows_of(self.name), first)
+        return At(chunk.seqs[1] - chunk.seqs[0], chunk.owner.execution.lengths[self.name], first)
+
+    def _given(self, chunk: Chunk) -> list[Tensor | None]:
+        """The tensors; of those with a batch, the chunk's sequences."""
+        first, last = chunk.seqs
+        return [
+            t[first:last] if t is not None and name in self.batched else t
+            for name, t in zip(self.tensors, map(chunk.param, self.tensors), strict=True)
+        ]
+
+    def forward(self, chunk: Chunk, out: Tensor | None = None) -> None:
+        run, xs = chunk.owner.functions[self.function], [chunk[name] for name in self.xs]
+        with torch.no_grad():
+            y = run(self._at(chunk), xs, self._given(chunk)).to(chunk.dtype_of(self.name))
+        if out is not None:
+            y = out.copy_(y)
+        elif not y.is_contiguous() or any(_share(y, x) for x in xs):
+            y = y.clone(memory_format=torch.contiguous_format)
+        chunk.put(self.name, y)
+
+    def backward(self, chunk: Chunk, dy: Tensor, owned: bool, needs_grad: Collection[str]) -> None:
+        read, xs = self.needs(needs_grad), []
+        for name in self.xs:
+            if name in read:
+                x = chunk[name].detach()
+            else:  # its value does not matter, and is not there
+                shape = chunk.rows_of(name), chunk.owner.widths[name]
+                x = torch.zeros((), dtype=chunk.dtype_of(name), device=dy.device).expand(shape)
+            xs.append(x.requires_grad_(name in needs_grad))
+        given = [
+            None if t is None else t.detach().requires_grad_(name in needs_grad)
+            for name, t in zip(self.tensors, self._given(chunk), strict=True)
+        ]
+        wanted = {
+            name: t
+            for name, t in zip((*self.xs, *self.tensors), (*xs, *given), strict=True)
+            if t is not None and t.requires_grad
+        }
+        with torch.enable_grad():
+            y = chunk.owner.functions[self.function](self._at(chunk), xs, given)
+        grads: tuple[Tensor | None, ...] = (None,) * len(wanted)
+        if y.requires_grad:
+            with hooks_off(wanted.values()):
+                grads = torch.autograd.grad(
+                    y, list(wanted.values()), dy.to(y.dtype), allow_unused=True
+                )
+        for (name, t), grad in zip(wanted.items(), grads, strict=True):
+            if name in self.tensors:
+                self._add_param_grad(chunk, name, grad)
+            elif grad is None:
+                chunk.add_grad(
+                    name, torch.zeros_like(t, memory_format=torch.contiguous_format), True
+                )
+            else:
+                mine = grad is not dy and grad._base is None and 0 not in grad.stride()
+                chunk.add_grad(name, grad.contiguous(), mine and grad.is_contiguous())
+
+    def _add_param_grad(self, chunk: Chunk, name: str, grad: Tensor | None) -> None:
+        """Add to a tensor's gradient; of one with a batch, to that of the chunk's sequences."""
+        if grad is None:
+            return
+        owner = chunk.owner
+        dtype = torch.promote_types(grad.dtype, torch.float32) if owner.partial else grad.dtype
+        if name not in self.batched:
+            chunk.add_param_grad(name, grad.to(dtype, copy=True))
+            return
+        whole = owner.tensors[name]
+        assert whole is not None
+        if name not in owner.param_grads:
+            owner.param_grads[name] = torch.zeros(whole.shape, dtype=dtype, device=grad.device)
+        owner.param_grads[name][chunk.seqs[0] : chunk.seqs[1]].add_(grad)
+
+
+def _share(y: Tensor, x: Tensor) -> bool:
+    return y.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
