@@ -14,7 +14,8 @@ from fused_remat.autograd import run_block
 from fused_remat.execution.choose import pieces_of
 from fused_remat.graph.graph import Graph
 from fused_remat.recognition.prove import difference
-from fused_remat.recognition.read import Opaque, Program, Reading, read, run_op
+from fused_remat.recognition.program import Opaque, Program, run_op
+from fused_remat.recognition.read import Reader, Reading
 from fused_remat.recognition.record import (
     STREAM,
     Pair,
@@ -30,9 +31,9 @@ from fused_remat.spec import NormSpec
 from fused_remat.steps.activation import ACTIVATIONS
 from fused_remat.steps.replay import At
 
-#: Sizes of the two recordings and of the two proofs: primes, so that products are told apart.
-_SIZES = ({"B": 3, "S": 7, "M": 5}, {"B": 2, "S": 11, "M": 13})
-_PROOFS = ({"B": 3, "S": 10, "M": 6}, {"B": 2, "S": 17, "M": 9})
+#: Sizes of the two recordings and of the two proofs, of different remainders by small numbers.
+_SIZES = ({"B": 3, "S": 7, "M": 5}, {"B": 2, "S": 10, "M": 12})
+_PROOFS = ({"B": 3, "S": 13, "M": 6}, {"B": 2, "S": 17, "M": 9})
 #: The dtypes of the second recording and of the proofs: the second row for layers that run an
 #: operation which ATen does not have in float64 (experts as one grouped product).
 _DTYPES = ((torch.float64, torch.float64), (torch.bfloat16, torch.float32))
@@ -119,8 +120,8 @@ class Call:
                 found.append((dims, kind, leaf.device.type))
             elif leaf is None or isinstance(leaf, (bool, int, float, str, torch.dtype)):
                 found.append(leaf)
-            else:
-                raise Unreadable(f"it is called with a {type(leaf).__name__}")
+            else:  # recording it says whether the layer uses it
+                found.append(type(leaf))
         shape = map_tree(self.given, lambda leaf: None)
         return (*found, repr(shape), tuple(self.sizes))
 
@@ -162,7 +163,7 @@ class Call:
                 if n != made.shape[i]:
                     order = torch.arange(n, device=made.device) % max(made.shape[i], 1)
                     made = made.index_select(i, order)
-            return made.to(dtype) if made.is_floating_point() else made.clone()
+            return _cast(made, dtype) if made.is_floating_point() else made.clone()
 
         named: dict[str, Tensor] = {}
         for name, p in layer.named_parameters():
@@ -177,6 +178,12 @@ class Call:
         for name, b in layer.named_buffers():
             named[name] = b.detach().to(dtype) if b.is_floating_point() else b.detach().clone()
         return Sample(sizes, dtype, named, map_tree(dict(self.given), given), self.active)
+
+
+def _cast(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask or table in another dtype; the lowest number of its dtype does not become infinite."""
+    limit = min(torch.finfo(dtype).max, torch.finfo(t.dtype).max)
+    return torch.where(t.isinf(), t, t.clamp(-limit, limit)).to(dtype)
 
 
 def leaf_of(module: nn.Module) -> NormSpec | str | None:
@@ -426,7 +433,7 @@ def _read_call(
         pair = Pair(layer, forward, first, second, leaf_of)
     except Unreadable:
         raise
-    except Exception as error:
+    except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError) as error:
         raise Unreadable(
             f"it cannot run on {first.sizes}: {type(error).__name__}: {error}"
         ) from error
@@ -440,36 +447,30 @@ def _read_call(
         places = (*call.places, call.bounds)
         x, memory, bounds = (None if i is None else recording.inputs[i] for i in places)
         assert x is not None
-        return read(recording, layer, x, memory, bounds, kind, tokens, drops)
-
-    while True:
-        try:
-            reading = reading_of(True)
-            break
-        except Opaque as reason:
-            why.append(str(reason))
-            if reason.path in opaque:
-                parent = reason.path.rpartition(".")[0]
-            else:
-                parent = reason.path
-            while parent in opaque:
-                parent = parent.rpartition(".")[0]
-            if not parent or len(opaque) >= _MOST_PIECES:
-                raise Unreadable("; ".join(dict.fromkeys(why))) from None
-            opaque.add(parent)
-    proved = None
-    if reading.graph.uses_seed or any(program.draws for program in reading.programs.values()):
-        proved = Known(reading_of(False), call.places, tuple(call.sizes))
-    known = Known(reading, call.places, tuple(call.sizes), proved)
-    proved = known.proved
+        return Reader(recording, layer, x, memory, bounds, tokens, drops).reading(kind)
 
     def fused(named: Mapping[str, Tensor], given: Mapping[str, Any]) -> Any:
         tensors, functions, result = proved.bind(layer, named, given, random=False)
         with pieces_of(_PIECE):
-            return result(run_block(proved.reading.graph, "full", tensors, functions=functions))
+            return result(run_block(proved.graph, "full", tensors, functions=functions))
 
-    for sample in proofs:
-        found = difference(layer, forward, fused, sample)
-        if found is not None:
-            raise Unreadable(f"what was read is not what it computes: {found}")
-    return known
+    while True:
+        try:
+            reading, proved = reading_of(True), None
+            if reading.draws:
+                proved = Known(reading_of(False), call.places, tuple(call.sizes))
+            known = Known(reading, call.places, tuple(call.sizes), proved)
+            proved = known.proved
+            for sample in proofs:
+                found = difference(layer, forward, fused, sample)
+                if found is not None:
+                    raise Unreadable(f"what was read is not what it computes: {found}")
+            return known
+        except Opaque as reason:
+            why.append(str(reason))
+            path = reason.path.rpartition(".")[0] if reason.path in opaque else reason.path
+            while path in opaque:
+                path = path.rpartition(".")[0]
+            if not path or len(opaque) >= _MOST_PIECES:
+                raise Unreadable("; ".join(dict.fromkeys(why))) from None
+            opaque.add(path)

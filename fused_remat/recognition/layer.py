@@ -43,7 +43,7 @@ _PLAIN = (
 _FIRST = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 
 #: What was read, by the state of a layer and the arguments of a call; a reason where nothing was.
-KNOWN: dict[Any, Known | Reason | None] = {}
+KNOWN: dict[Any, Known | Reason] = {}
 _reading = threading.RLock()
 #: Stands for the block of a layer that was not called yet: there is nothing to keep by name.
 _UNREAD = Graph("unread", (Add(name="output", x="input"),), ())
@@ -118,8 +118,8 @@ class ReadLayer(HuggingFaceLayer):
 
     def _known(self, given: Mapping[str, Any]) -> Known | Reason:
         """What the layer is read as for a call; it is read if this is the first of its kind."""
-        state = state_of(self)
-        for vary in (("B", "S", "M"), ("B",)):
+        state, reasons = state_of(self), []
+        for vary in (("B", "S", "M"), ("B",)):  # at any length, or at this one alone
             call = Call(given, vary)
             key = state, call.key
             if key not in KNOWN:
@@ -127,18 +127,18 @@ class ReadLayer(HuggingFaceLayer):
                     if key not in KNOWN:
                         KNOWN[key] = self._read_first(call, given)
             known = KNOWN[key]
-            if known is not None:
+            if isinstance(known, Known):
                 return known
-        raise AssertionError("the last of the two always has an answer")
+            reasons.append(known.text)
+        return Reason("; ".join(dict.fromkeys(reasons)))
 
-    def _read_first(self, call: Call, given: Mapping[str, Any]) -> Known | Reason | None:
-        """The block of the first call of a kind; None if it may have one at this length alone."""
-        forward = types.MethodType(self.stock.forward, self)
+    def _read_first(self, call: Call, given: Mapping[str, Any]) -> Known | Reason:
+        """The block of the first call of a kind, or why there is none."""
         try:
-            known = read_call(self, forward, call)
+            known = read_call(self, types.MethodType(self.stock.forward, self), call)
             self._check_first(known, given)
         except Unreadable as reason:
-            return None if "S" in call.sizes and "B" in call.sizes else Reason(str(reason))
+            return Reason(str(reason))
         return known
 
     def _check_first(self, known: Known, given: Mapping[str, Any]) -> None:

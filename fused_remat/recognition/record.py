@@ -515,9 +515,13 @@ def _record(
                 recorder.live.add(number)
         else:
             numbers.append(None)
+    others = [a for a in leaves(given) if hasattr(a, "__len__") and not isinstance(a, Tensor)]
+    lengths = [len(a) for a in others]
     buffers = {n: b._version for n, b in named.items() if not b.requires_grad}
     with _recording(recorder), torch.enable_grad():
         result = torch.func.functional_call(_Caller(layer, forward), _prefixed(named), (), given)
+    if [len(a) for a in others] != lengths:
+        raise Unreadable("it adds to an object that it is called with")
     changed = [n for n, version in buffers.items() if named[n]._version != version]
     if changed:
         raise Unreadable(f"it updates buffers in forward ({', '.join(changed)})")

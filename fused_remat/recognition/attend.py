@@ -1,0 +1,459 @@
+"""Reads attention: from a call of PyTorch's, or from softmax between two products."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fused_remat.recognition.program import run_op
+from fused_remat.recognition.record import Op, Ref, Size, map_tree, refs
+from fused_remat.recognition.simplify import readers
+from fused_remat.spec import AttentionSpec, NormSpec, RotarySpec
+from fused_remat.steps.attention import Attention
+from fused_remat.steps.linear import Linear
+from fused_remat.steps.replay import Replay
+from fused_remat.steps.rotary import Rotary, RotaryCall, rotary_fwd
+
+if TYPE_CHECKING:
+    from fused_remat.recognition.read import Reader
+
+_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+_DEFAULTS = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None}
+MATMUL = ("matmul", "__matmul__", "bmm", "mm")
+SCALES = ("mul", "__mul__", "__rmul__", "mul_", "div", "__truediv__", "div_", "true_divide")
+_SAME = ("to", "float", "type_as", "type", "contiguous", "double", "view", "reshape", "nan_to_num")
+#: Scores to which this or less is added are those of keys that a query does not see.
+_UNSEEN = -1e4
+
+Build = Callable[[], str]
+
+
+class Scores(NamedTuple):
+    """What is done to the product of queries and keys before softmax.
+
+    Attributes:
+        mask: the value that is added, or None.
+    """
+
+    scale: float | None = None
+    softcap: float = 0.0
+    causal: bool = False
+    mask: Ref | None = None
+    dropout: float = 0.0
+
+
+def from_call(r: Reader, number: int, op: Op) -> Build | None:
+    """`F.scaled_dot_product_attention`."""
+    given = {**_DEFAULTS, **dict(zip(_ARGUMENTS, op.args, strict=False)), **op.kwargs}
+    q, k, v, mask = (given[name] for name in _ARGUMENTS[:4])
+    if r.live(mask) or not all(map(r.live, (q, k, v))):
+        return None
+    scores = Scores(given["scale"], 0.0, bool(given["is_causal"]), mask, float(given["dropout_p"]))
+    return _attention(r, number, op, (q.index, k.index, v.index), scores)
+
+
+def from_softmax(r: Reader, number: int, op: Op) -> Build | None:
+    """matmul(softmax(matmul(q, k) and what is done to the scores), v)."""
+    if len(op.args) != 2 or not all(map(r.live, op.args)):
+        return None
+    p, n, after = 0.0, op.args[0].index, True
+    chain: list[Op] = []
+    while True:  # from the product with the values back to that of queries and keys
+        made = r.producer(n)
+        if made is None or made.path is not None:
+            return None
+        read = [i for i in refs((made.args, made.kwargs)) if i in r.recording.live]
+        if not after and len(read) == 2 and made.name in (*MATMUL, "baddbmm"):
+            break
+        if len(read) != 1:
+            return None
+        if made.name == "softmax" and after:
+            if made.kwargs.get("dim", (*made.args, None)[1]) not in (-1, 3):
+                return None
+            after = False
+        elif made.name == "dropout" and after:
+            p = made.p or 0.0
+        elif not after:
+            chain.append(made)
+        elif made.name not in _SAME:
+            return None
+        n = read[0]
+    chain += [made] if made.name == "baddbmm" else []
+    scores = _scores(r, made, chain[::-1])
+    if scores is None:
+        return None
+    return _attention(r, number, op, (*read, op.args[1].index), scores._replace(dropout=p))
+
+
+# --- the step
+
+
+def _attention(
+    r: Reader, number: int, op: Op, heads: tuple[int, ...], scores: Scores
+) -> Build | None:
+    """Attention of three values (B, H, S, E), or of keys (B, H, E, S)."""
+    layouts = [layout for n in (*heads, number) if (layout := r.layout(n)) is not None]
+    features = [[n for n in layout.features if n > 1] for layout in layouts]
+    if len(layouts) < 4 or len({len(f) for f in features}) > 1 or len(features[0]) > 2:
+        return None
+    if len(features[0]) == 1 and len(r.recording.shapes[number] or ()) > 3:
+        return None
+    (q_heads, width), (kv_heads, k_width), (v_heads, _), _ = [(1, 1, *f)[-2:] for f in features]
+    if kv_heads != v_heads or width != k_width or q_heads % kv_heads:
+        return None
+    mask = scores.mask
+    if mask is not None and r.recording.values[mask.index].dim() not in (2, 4):
+        return None
+
+    def build() -> str:
+        q, k, v = (r.build(n) for n in heads)
+        k, v, shared = _unrepeated(r, k, v, kv_heads)
+        spec = AttentionSpec(
+            num_heads=q_heads,
+            num_kv_heads=kv_heads // shared,
+            head_dim=width,
+            scale=width**-0.5 if scores.scale is None else float(scores.scale),
+            softcap=scores.softcap,
+            dropout=scores.dropout if r.drops else 0.0,
+            window=(-1, 0 if scores.causal else -1),
+            align="start" if layouts[1].names != layouts[0].names else "end",
+            masks=("mask",) * (mask is not None) + ("cu_seqlens",) * (r.bounds is not None),
+        )
+        q, k, v, spec = _packed(r, op.inside, (q, k, v), spec)
+        bounds = "" if r.bounds is None else r.param(r.bounds)
+        return r.add(
+            Attention(
+                name=r.unique(op.inside or "attention"), q=q, k=k, v=v, spec=spec, site=r.site(),
+                mask="" if mask is None else r.param(mask.index), cu_q=bounds, cu_k=bounds,
+                role="attention",
+            )
+        )  # fmt: skip
+
+    return build
+
+
+# --- heads
+
+
+def _unrepeated(r: Reader, k: str, v: str, heads: int) -> tuple[str, str, int]:
+    """Keys and values of which each head is there once, and how often each was repeated."""
+    shared = math.gcd(*[_repeats(r, name, heads) for name in (k, v)])
+    if shared == 1:
+        return k, v, 1
+    return _once(r, k, heads, shared), _once(r, v, heads, shared), shared
+
+
+def _repeats(r: Reader, name: str, heads: int) -> int:
+    """How often a replay repeats each head, one after the other."""
+    program = r.programs.get(name)
+    if program is None:
+        return 1
+    y = r.sample(program)[0].view(-1, heads, program.layout.width // heads)
+    for count in range(heads, 1, -1):
+        groups = y.unflatten(1, (-1, count)) if heads % count == 0 else None
+        if groups is not None and bool((groups == groups[:, :, :1]).all()):
+            return count
+    return 1
+
+
+def _once(r: Reader, name: str, heads: int, shared: int) -> str:
+    """A replay without the repetitions of its heads; or what it repeats."""
+    node, width = r.nodes[name], r.programs[name].layout.width // heads
+    assert isinstance(node, Replay)
+    pick = tuple([h * width + e for h in range(0, heads, shared) for e in range(width)])
+    program = replace(r.programs[name], pick=pick)
+    y, xs, _ = r.sample(program)
+    if len(xs) == 1 and xs[0].shape == y.shape and torch.equal(xs[0], y):
+        r.remove(name)
+        return node.xs[0]
+    r.programs[name], r.nodes[name] = program, replace(node, columns=len(pick))
+    r.note_pick(name, y, xs)
+    return name
+
+
+def _packed(
+    r: Reader, inside: str, names: tuple[str, str, str], spec: AttentionSpec
+) -> tuple[str, str, str, AttentionSpec]:
+    """q, k and v as one activation, rotated by the step of a block, where they are that."""
+    picks = [r.picks.get(name) for name in names]
+    if all(picks) and [p[1:] for p in picks if p] == [*spec.columns.values()]:
+        whole = picks[0][0]  # type: ignore[index]
+        if {p[0] for p in picks if p} == {whole} and r.width(whole) == picks[2][2]:  # type: ignore[index]
+            r.remove(*names)
+            return whole, whole, whole, spec
+    source = _source(r, names, spec)
+    if source is None:
+        return *names, spec
+    rotation = _rotation(r, names, source, spec)
+    if rotation is None and any(isinstance(r.nodes[name], Replay) for name in names[:2]):
+        return *names, spec
+    r.remove(*[name for name in names if isinstance(r.nodes[name], Replay)])
+    whole = source[0]
+    if len(set(source)) > 1:
+        layers = [r.nodes[name] for name in source]
+        whole = r.unique(f"{inside}.qkv".lstrip("."))
+        r.remove(*source)
+        r.add(
+            Linear(
+                name=whole, x=layers[0].x, weights=tuple([n.weight for n in layers]),  # type: ignore[attr-defined]
+                biases=tuple([n.bias for n in layers]),  # type: ignore[attr-defined]
+                sizes=tuple([last - first for first, last in spec.columns.values()]),
+            )
+        )  # fmt: skip
+    if rotation is None:
+        return whole, whole, whole, spec
+    spec, cos, sin, weights = rotation
+    tables = (r.param(cos), r.param(sin)) if spec.rotary else ("", "")
+    rotated = r.add(
+        Rotary(
+            name=r.unique(f"{inside}.rotated".lstrip(".")), x=whole, spec=spec, cos=tables[0],
+            sin=tables[1], q_weight=r.param(weights[0]) if weights else "",
+            k_weight=r.param(weights[1]) if weights else "",
+        )
+    )  # fmt: skip
+    return rotated, rotated, rotated, spec
+
+
+def _source(
+    r: Reader, names: tuple[str, str, str], spec: AttentionSpec
+) -> tuple[str, str, str] | None:
+    """Of what q, k and v are made: one activation, or three linear layers of one."""
+    found = []
+    for name in names:
+        node = r.nodes.get(name)
+        if name in r.picks:
+            found.append(r.picks[name][0])
+        elif isinstance(node, Replay) and len(node.xs) == 1:
+            found.append(node.xs[0])
+        elif isinstance(node, Linear):
+            found.append(name)
+        else:
+            return None
+    if isinstance(r.nodes[names[2]], Replay) and names[2] not in r.picks:
+        return None  # the step rotates queries and keys, and leaves values as they are
+    sizes = [last - first for first, last in spec.columns.values()]
+    count = readers(r.nodes)
+    if len(set(found)) == 1 and r.width(found[0]) == sum(sizes) and names[2] in r.picks:
+        return found[0], found[0], found[0]
+    layers = [r.nodes.get(name) for name in found]
+    plain = all(isinstance(n, Linear) and n.plain and n.part is None for n in layers)
+    if len(set(found)) < 3 or not plain or len({n.x for n in layers}) > 1:  # type: ignore[union-attr]
+        return None
+    read = [count[name] for name in found]
+    if [r.width(name) for name in found] != sizes or read != [
+        int(n != f) for n, f in zip(names, found, strict=True)
+    ]:
+        return None
+    return found[0], found[1], found[2]
+
+
+Rotation = tuple[AttentionSpec, int, int, tuple[int, int] | None]
+
+
+def _rotation(
+    r: Reader, names: tuple[str, str, str], source: tuple[str, str, str], spec: AttentionSpec
+) -> Rotation | None:
+    """How queries and keys are rotated and normed, if as `steps.rotary` does."""
+    programs = [r.programs.get(name) for name in names[:2]]
+    q, k = programs
+    if q is None or k is None:
+        return None
+    ends = [*spec.columns.values()]
+    (y_q, (x_q,), _), (y_k, (x_k,), _) = r.sample(q), r.sample(k, seed=1)
+    with torch.no_grad():
+        if len(set(source)) == 1:
+            y_k = r.run(k, [x_q], r.sample(k)[2])
+            packed = x_q.detach()
+        else:
+            packed = torch.cat([x_q, x_k, x_k.new_zeros(len(x_k), ends[2][1] - ends[2][0])], 1)
+        weights = _head_norms(q.ops), _head_norms(k.ops)
+        if (weights[0] is None) != (weights[1] is None):
+            return None
+        norm, numbers = None, None
+        if weights[0] is not None and weights[1] is not None:
+            (norm, q_weight), (other, k_weight) = weights
+            if norm != other:
+                return None
+            numbers = q_weight, k_weight
+        values = [
+            None if numbers is None else r.recording.values[n].to(packed.dtype)
+            for n in numbers or (0, 0)
+        ]
+        tables = [n for n in q.params if _table_shape(r, n) is not None]
+        for cos, sin in ((a, b) for a in tables for b in tables if a != b):
+            for stop, step, interleaved in _ways(r.recording.values[cos]):
+                one = replace(spec, rotary=RotarySpec(interleaved=interleaved), head_norm=norm)
+                pair = [
+                    _table(
+                        r.recording.values[n].detach().to(packed.dtype),
+                        _plain_shape(r, n),
+                        stop,
+                        step,
+                    )
+                    for n in (cos, sin)
+                ]
+                if 2 * pair[0].shape[-1] > spec.head_dim or pair[0].shape != pair[1].shape:
+                    continue
+                if pair[0].dim() == 3 and pair[0].shape[0] == 1:
+                    pair = [t[0] for t in pair]
+                call = RotaryCall(one, *pair, *values, 0, pair[0].shape[-2])
+                made = rotary_fwd(packed, call)
+                slack = 1e-9 if packed.dtype == torch.float64 else 1e-4
+                if all(
+                    torch.allclose(made[:, first:last], y, slack, slack)
+                    for (first, last), y in zip(ends, (y_q, y_k), strict=False)
+                ):
+                    found = [_add_table(r, n, stop, step) for n in (cos, sin)]
+                    return one, found[0], found[1], numbers
+    return None
+
+
+def _head_norms(ops: tuple[Op, ...]) -> tuple[NormSpec, int] | None:
+    """The RMSNorm of heads among operations, and the number of its weight."""
+    norms = [op for op in ops if op.name == "norm" and op.info.kind == "rms_norm"]
+    if len(norms) != 1 or len(norms[0].args) != 2:
+        return None
+    return norms[0].info, norms[0].args[1].index
+
+
+def _table_shape(r: Reader, number: int) -> list[Any] | None:
+    """The shape of a table (B, S, R) or (S, R), without dimensions of size 1; None if it is none."""
+    value, shape = r.recording.values[number], r.recording.shapes[number]
+    if shape is None or not value.is_floating_point():
+        return None
+    kept = [n for n in shape if n != 1]
+    tokens = Size(1, ("S",)) if "S" in r.recording.sizes else r.tokens
+    if len(kept) not in (2, 3) or kept[-2] != tokens or not isinstance(kept[-1], int):
+        return None
+    return kept if len(kept) == 2 or kept[0] == Size(1, ("B",)) else None
+
+
+def _plain_shape(r: Reader, number: int) -> list[int]:
+    sizes = r.recording.sizes
+    return [n.of(sizes) if isinstance(n, Size) else n for n in _table_shape(r, number) or ()]
+
+
+def _ways(table: Tensor) -> list[tuple[int, int, bool]]:
+    """The columns that a table with each angle once or twice may have: stop, step; interleaved."""
+    width, found = table.shape[-1], []
+    half = width // 2
+    if width % 2 == 0 and torch.equal(table[..., :half], table[..., half:]):
+        found += [(half, 1, False), (half, 1, True)]
+    if width % 2 == 0 and torch.equal(table[..., ::2], table[..., 1::2]):
+        found += [(width, 2, True), (width, 2, False)]
+    return [*found, (width, 1, False), (width, 1, True)]
+
+
+def _table(t: Tensor, shape: Any, stop: int, step: int) -> Tensor:
+    return t.reshape(tuple(shape))[..., :stop:step]
+
+
+def _add_table(r: Reader, number: int, stop: int, step: int) -> int:
+    """A table with each angle once, as a value of its own."""
+    shape = _table_shape(r, number)
+    assert shape is not None
+    made = _table(r.recording.values[number].detach(), _plain_shape(r, number), stop, step)
+    return r.new_value("table", _table, (Ref(number), shape, stop, step), made)
+
+
+# --- scores
+
+
+def _scores(r: Reader, product: Op, chain: list[Op]) -> Scores | None:
+    """What a chain of operations does to scores; its first may be the product itself (baddbmm)."""
+    first = product.outs[0]
+    assert first is not None
+    base = torch.zeros_like(r.recording.values[first])
+    capped = [i for i, op in enumerate(chain) if op.name == "tanh"]
+
+    def after(value: Tensor, ops: list[Op], start: int) -> Tensor:
+        values: dict[int, Any] = _Values(r.recording.values)
+        values[start] = value
+        for op in ops:
+            if op is product:
+                values[start] = _plus(value, values[op.args[0].index], **_weights(op))
+            else:
+                run_op(op, values, r.layer, r.recording.sizes, torch.float32)
+        out = ops[-1].outs[0] if ops else start
+        return values[out]  # type: ignore[index, no-any-return]
+
+    def slope(ops: list[Op], start: int) -> float:
+        small = after(base + 1e-2, ops, start) - after(base, ops, start)
+        return float(small.double().nan_to_num(0.0, 0.0, 0.0).max()) / 1e-2
+
+    try:
+        if len(capped) == 1:
+            end = chain[capped[0]].outs[0]
+            assert end is not None
+            softcap = slope([op for op in chain[capped[0] + 1 :] if op.name in SCALES][:1], end)
+            scale = slope(chain[: capped[0]], first) * softcap
+        elif not capped:
+            ones = after(base + 1.0, chain, first) - after(base, chain, first)
+            softcap, scale = 0.0, float(ones.double().nan_to_num(0.0, 0.0, 0.0).max())
+        else:
+            return None
+        constant = after(base, chain, first)
+    except RuntimeError:
+        return None
+    if not chain or not bool((constant != 0).any()):
+        return Scores(scale, softcap)
+    mask = _mask(r, product, chain, first)
+    rows, keys = constant.shape[-2:]
+    given = {n for n in r.recording.inputs if n is not None}
+    if rows == keys and given.isdisjoint(r.roots(mask.index)):
+        later = torch.ones(rows, keys, dtype=torch.bool, device=constant.device).triu(1)
+        unseen = constant <= _UNSEEN
+        others = constant.masked_fill(unseen, 0.0)
+        if torch.equal(unseen, later.expand_as(unseen)) and not bool(others.any()):
+            return Scores(scale, softcap, causal=True)
+    return Scores(scale, softcap, mask=mask)
+
+
+class _Values(dict[int, Any]):
+    """Recorded values, with others in the places of some."""
+
+    def __init__(self, recorded: list[Tensor]) -> None:
+        super().__init__()
+        self.recorded = recorded
+
+    def __missing__(self, number: int) -> Tensor:
+        return self.recorded[number]
+
+
+def _plus(scores: Tensor, bias: Tensor, beta: float = 1.0, alpha: float = 1.0) -> Tensor:
+    return alpha * scores + beta * bias
+
+
+def _weights(op: Op) -> dict[str, Any]:
+    return {name: op.kwargs.get(name, 1) for name in ("beta", "alpha")}
+
+
+def _mask(r: Reader, product: Op, chain: list[Op], first: int) -> Ref:
+    """What is added to the scores, as a value of its own: the chain, of scores of zero."""
+    recording, numbers = r.recording, dict[int, int]()
+    device = recording.values[first].device
+
+    def zeros(*sizes: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(sizes, dtype=dtype, device=device)
+
+    shape, dtype = recording.shapes[first] or (), recording.dtypes[first]
+    numbers[first] = r.new_value("zeros", zeros, shape, of=first, dtype=dtype)
+    last = first
+    for op in chain:
+        if op is product:
+            args: Any = (Ref(numbers[first]), op.args[0])
+            numbers[first] = r.new_value("plus", _plus, args, of=first, **_weights(op))
+            continue
+        args, kwargs = map_tree((op.args, op.kwargs), lambda a: _renamed(a, numbers))
+        last = op.outs[0]  # type: ignore[assignment]
+        numbers[last] = r.new_value(op.name, op.run, args, of=last, **kwargs)
+    return Ref(numbers[last])
+
+
+def _renamed(leaf: Any, numbers: Mapping[int, int]) -> Any:
+    return Ref(numbers[leaf.index]) if isinstance(leaf, Ref) and leaf.index in numbers else leaf

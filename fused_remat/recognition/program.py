@@ -1,0 +1,183 @@
+"""Recorded operations as a function on matrices (tokens, width), of a call of any size."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fused_remat.recognition.record import STREAM, Limit, Op, Ref, Size, leaves, map_tree
+from fused_remat.steps.replay import At
+
+
+class Opaque(RuntimeError):
+    """An operation cannot be read; the submodule at `path` is to be replayed as a whole."""
+
+    def __init__(self, path: str, reason: str) -> None:
+        super().__init__(f"{path}: {reason}" if path else reason)
+        self.path, self.reason = path, reason
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the elements of a recorded value are those of a matrix (tokens, width).
+
+    Attributes:
+        factors: for each dimension, the sizes whose product it is, from the slowest to the fastest:
+            numbers, or names of sizes of a call.
+        tokens: the places, among all factors, of those that count tokens: the batch first.
+        names: of the sizes of a call that count tokens.
+    """
+
+    factors: tuple[tuple[int | str, ...], ...]
+    tokens: tuple[int, ...]
+    names: tuple[str, ...]
+
+    @property
+    def flat(self) -> tuple[int | str, ...]:
+        return tuple(itertools.chain(*self.factors))
+
+    @property
+    def features(self) -> tuple[int, ...]:
+        """The sizes that make the width, in order."""
+        return tuple([n for i, n in enumerate(self.flat) if i not in self.tokens])  # type: ignore[misc]
+
+    @property
+    def width(self) -> int:
+        return math.prod(self.features)
+
+    @property
+    def _order(self) -> list[int]:
+        return [*self.tokens, *[i for i in range(len(self.flat)) if i not in self.tokens]]
+
+    def matrix(self, value: Tensor, sizes: Mapping[str, int]) -> Tensor:
+        """A value as a matrix (tokens, width)."""
+        flat = [sizes[n] if isinstance(n, str) else n for n in self.flat]
+        count = math.prod([flat[i] for i in self.tokens])
+        return value.reshape(flat).permute(self._order).reshape(count, self.width)
+
+    def value(self, matrix: Tensor, sizes: Mapping[str, int]) -> Tensor:
+        """The value that a matrix (tokens, width) is."""
+        flat = [sizes[n] if isinstance(n, str) else n for n in self.flat]
+        order = self._order
+        inverse = [order.index(i) for i in range(len(order))]
+        shape, start = [], 0
+        for dim in self.factors:
+            shape.append(math.prod(flat[start : start + len(dim)]))
+            start += len(dim)
+        return matrix.reshape([flat[i] for i in order]).permute(inverse).reshape(shape)
+
+
+def layout_of(shape: Sequence[Any] | None, names: Sequence[str], tokens: int) -> Layout | None:
+    """The layout of a value of a recorded shape; None if it does not have the call's tokens.
+
+    `names`: those of the sizes of a call that count tokens: "B", and "S" or "M". `tokens`: of a
+    sequence, where their number is the same in all calls and thus not among the names.
+    """
+    if shape is None:
+        return None
+    dims: list[tuple[int | str, ...]] = []
+    for n in shape:
+        if isinstance(n, Size):
+            one_factor = n.factor == 1 or n.names == ("B",)
+            if n.offset or not one_factor:
+                return None
+            dims.append((*n.names, *((n.factor,) if n.factor > 1 else ())))
+        else:
+            dims.append((n,))
+    flat = [*itertools.chain(*dims)]
+    if sorted(n for n in flat if isinstance(n, str)) != sorted(names):
+        return None
+    places = [flat.index(name) for name in names]
+    if "S" not in names and "M" not in names:
+        left = tokens
+        for i, n in enumerate(flat):
+            if left > 1 and isinstance(n, int) and n > 1:
+                if left % n:
+                    return None
+                places.append(i)
+                left //= n
+        if left > 1:
+            return None
+    return Layout(tuple(dims), tuple(places), tuple(names))
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """Recorded operations as a function of some values.
+
+    Attributes:
+        ops: in order.
+        sources: numbers and layouts of the activations that it reads.
+        params: numbers of the other values that it reads.
+        target, layout: the value that it computes, and its layout.
+        pick: columns of the result that are kept, None for all.
+    """
+
+    ops: tuple[Op, ...]
+    sources: tuple[tuple[int, Layout], ...]
+    params: tuple[int, ...]
+    target: int
+    layout: Layout
+    pick: tuple[int, ...] | None = None
+
+    @property
+    def draws(self) -> bool:
+        """Whether it draws random numbers."""
+        return any(op.random or op.p for op in self.ops)
+
+    def run(
+        self,
+        layer: nn.Module,
+        sizes: Mapping[str, int],
+        dtype: torch.dtype,
+        at: At,
+        xs: Sequence[Tensor],
+        tensors: Sequence[Tensor | None],
+    ) -> Tensor:
+        """The result as a matrix, for the tokens `at`, of the activations as matrices."""
+        sizes = {**sizes, "B": at.batch}
+        if len(self.layout.names) > 1 or self.layout.names == ("S",):
+            sizes[self.layout.names[-1]] = at.tokens
+        values: dict[int, Any] = dict(zip(self.params, tensors, strict=True))
+        for (number, layout), x in zip(self.sources, xs, strict=True):
+            values[number] = layout.value(x, sizes)
+        for op in self.ops:
+            try:
+                run_op(op, values, layer, sizes, dtype)
+            except RuntimeError as error:
+                raise Opaque(op.inside, f"{op.name} cannot be run by itself: {error}") from error
+        y = self.layout.matrix(values[self.target], sizes)
+        return y if self.pick is None else y[:, list(self.pick)]
+
+
+def run_op(
+    op: Op, values: dict[int, Any], layer: nn.Module, sizes: Mapping[str, int], dtype: torch.dtype
+) -> None:
+    """Run an operation on `values`, and add what it makes."""
+
+    def given(leaf: Any) -> Any:
+        if isinstance(leaf, Ref):
+            return values[leaf.index]
+        if isinstance(leaf, Size):
+            return leaf.of(sizes)
+        if isinstance(leaf, Limit):
+            return leaf.sign * getattr(torch.finfo(dtype), leaf.name)
+        return dtype if leaf is STREAM else leaf
+
+    args, kwargs = map_tree(op.args, given), map_tree(op.kwargs, given)
+    if op.path is not None:
+        made = op.run(layer.get_submodule(op.path), *args, **kwargs)
+    elif op.p:
+        made = F.dropout(args[0], op.p)
+    else:
+        made = op.run(*args, **kwargs)
+    for number, leaf in zip(op.outs, leaves(made), strict=True):
+        if number is not None:
+            values[number] = leaf
