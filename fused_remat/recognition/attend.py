@@ -98,7 +98,7 @@ def _attention(
 ) -> Build | None:
     """Attention of three values (B, H, S, E), or of keys (B, H, E, S)."""
     layouts = [layout for n in (*heads, number) if (layout := r.layout(n)) is not None]
-    features = [[n for n in layout.features if n > 1] for layout in layouts]
+    features = [layout.features for layout in layouts]
     if len(layouts) < 4 or len({len(f) for f in features}) > 1 or len(features[0]) > 2:
         return None
     if len(features[0]) == 1 and len(r.recording.shapes[number] or ()) > 3:
@@ -196,6 +196,11 @@ def _packed(
     whole = source[0]
     if len(set(source)) > 1:
         layers = [r.nodes[name] for name in source]
+        updates = [
+            replace(update, columns=columns)
+            for n, columns in zip(layers, spec.columns.values(), strict=True)
+            for update in n.updates  # type: ignore[attr-defined]
+        ]
         whole = r.unique(f"{inside}.qkv".lstrip("."))
         r.remove(*source)
         r.add(
@@ -203,6 +208,7 @@ def _packed(
                 name=whole, x=layers[0].x, weights=tuple([n.weight for n in layers]),  # type: ignore[attr-defined]
                 biases=tuple([n.bias for n in layers]),  # type: ignore[attr-defined]
                 sizes=tuple([last - first for first, last in spec.columns.values()]),
+                updates=tuple(updates),
             )
         )  # fmt: skip
     if rotation is None:
@@ -241,7 +247,9 @@ def _source(
     if len(set(found)) == 1 and r.width(found[0]) == sum(sizes) and names[2] in r.picks:
         return found[0], found[0], found[0]
     layers = [r.nodes.get(name) for name in found]
-    plain = all(isinstance(n, Linear) and n.plain and n.part is None for n in layers)
+    plain = all(
+        isinstance(n, Linear) and not (n.sizes or n.residual or n.mask or n.part) for n in layers
+    )
     if len(set(found)) < 3 or not plain or len({n.x for n in layers}) > 1:  # type: ignore[union-attr]
         return None
     read = [count[name] for name in found]

@@ -457,7 +457,7 @@ def _read_call(
     while True:
         try:
             reading, proved = reading_of(True), None
-            if reading.draws:
+            if reading.draws or reading.mixes:
                 proved = Known(reading_of(False), call.places, tuple(call.sizes))
             known = Known(reading, call.places, tuple(call.sizes), proved)
             proved = known.proved

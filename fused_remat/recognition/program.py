@@ -46,7 +46,8 @@ class Layout:
     @property
     def features(self) -> tuple[int, ...]:
         """The sizes that make the width, in order."""
-        return tuple([n for i, n in enumerate(self.flat) if i not in self.tokens])  # type: ignore[misc]
+        flat = enumerate(self.flat)
+        return tuple([n for i, n in flat if i not in self.tokens and n != 1])  # type: ignore[misc]
 
     @property
     def width(self) -> int:

@@ -25,6 +25,7 @@ from fused_remat.recognition.simplify import simplified
 from fused_remat.spec import NormSpec
 from fused_remat.steps.activation import ACTIVATIONS, MLPActivation
 from fused_remat.steps.linear import Linear
+from fused_remat.steps.low_rank import LowRank
 from fused_remat.steps.node import Node
 from fused_remat.steps.norm import Norm
 from fused_remat.steps.replay import At, Replay
@@ -94,6 +95,12 @@ class Reading:
         """Whether the block draws random numbers."""
         return self.graph.uses_seed or any(p.draws for p in self.programs.values())
 
+    @property
+    def mixes(self) -> bool:
+        """Whether adapters compute in a dtype of their own."""
+        layers = [node for node in self.graph.nodes if isinstance(node, Linear)]
+        return any(update.dtype is not None for node in layers for update in node.updates)
+
 
 @dataclass(eq=False)
 class Reader:
@@ -105,7 +112,7 @@ class Reader:
         bounds: the number of the bounds of sequences of variable length, of which the recording has
             one sequence.
         tokens: of a sequence in the recording.
-        drops: whether dropout acts; else it does nothing, whatever its probability.
+        drops: whether dropout acts, and adapters compute in dtypes of their own; not in a proof.
         nodes, programs, picks: the steps so far, and the functions of replays, by name; replays
             that are columns of another activation.
     """
@@ -385,14 +392,82 @@ class Reader:
         return build
 
     def _sum(self, number: int, op: Op) -> Callable[[], str] | None:
-        """A sum of activations as wide as the stream."""
+        """A sum of activations as wide as the stream, or a low-rank update of a linear layer."""
+        update = self._update(op)
+        if update is not None:
+            return lambda: self._updated(*update)
         terms = self._terms(number)
         return None if terms is None else lambda: self._sum_of(number, terms)
+
+    def _update(self, op: Op) -> Any:
+        """The arguments of `_updated` for base(x) + scale * B(A(dropout(x))); None for others."""
+        given = [*op.args, *op.kwargs.values()]
+        if len(given) != 2 or not all(map(self.live, given)):
+            return None
+        for base, other in (given, given[::-1]):
+            scale, n = 1.0, self._plain(other.index)
+            made = self.producer(n)
+            if made is not None and made.name in _MUL and isinstance(made.args[1], (int, float)):
+                scale, n = float(made.args[1]), self._plain(made.args[0].index)
+            up, down = self._layer(n), None
+            if up is not None:
+                down = self._layer(self._plain(up[0]))
+            if up is None or down is None or up[2] is not None or down[2] is not None:
+                continue
+            p, x = 0.0, self._plain(down[0])
+            drops = self.producer(x)
+            if drops is not None and drops.name == "dropout" and drops.p:
+                p, x = drops.p, self._plain(drops.args[0].index)
+            layer = self._base(self._plain(base.index))
+            if layer is not None and self._plain(layer) == x:
+                return base.index, down[1], up[1], scale, p, op
+        return None
+
+    def _layer(self, number: int) -> tuple[int, int, int | None] | None:
+        """The numbers of x, weight and bias of a value that `F.linear` makes."""
+        op = self.producer(number)
+        if op is None or op.name != "linear" or self._linear(number, op) is None:
+            return None
+        x, weight, bias = [*op.args, *op.kwargs.values(), None][:3]
+        return x.index, weight.index, bias.index if isinstance(bias, Ref) else None
+
+    def _base(self, number: int) -> int | None:
+        """What a linear layer, with or without updates, reads."""
+        layer, op = self._layer(number), self.producer(number)
+        if layer is not None:
+            return layer[0]
+        update = self._update(op) if op is not None and op.name in _ADD else None
+        return None if update is None else self._base(self._plain(update[0]))
+
+    def _updated(self, base: int, a: int, b: int, scale: float, p: float, op: Op) -> str:
+        """A linear layer with one more low-rank update."""
+        name = self.build(base)
+        node = self.nodes[name]
+        assert isinstance(node, Linear)
+        low, mask = f"{name}.low{len(node.updates)}", ""
+        if p and self.drops:
+            mask = self.add(
+                DrawMask(
+                    name=self.unique(f"{low}.mask"), site=self.site(), p=p, like=node.x, of=node.x
+                )
+            )
+        own, beside = (self._dtype(n) for n in (a, self.values[node.weight]))
+        dtype = own if self.drops and own != beside else None
+        update = LowRank(
+            a=self.param(a), b=self.param(b), low=low, scale=scale, mask=mask, dtype=dtype
+        )
+        self.nodes[name] = replace(node, updates=(*node.updates, update))
+        return name
+
+    def _dtype(self, number: int) -> torch.dtype | None:
+        """The dtype of a parameter of the layer."""
+        name = self.recording.sources.get(number, "")
+        return next((p.dtype for n, p in self.layer.named_parameters() if n == name), None)
 
     def _terms(self, number: int) -> list[int] | None:
         """The terms of a sum, and of those that nothing else reads; None if it is no sum."""
         op = self.producer(number)
-        if op is None or op.name not in _ADD or op.path is not None:
+        if op is None or op.name not in _ADD or op.path is not None or self._update(op):
             return None
         given, mine = [*op.args, *op.kwargs.values()], self.layout(number)
         if len(given) != 2 or not all(map(self.live, given)) or not _is_last(mine):
