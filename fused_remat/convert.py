@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
 from torch import nn
@@ -75,9 +76,9 @@ def convert(
             `ops.linear_cross_entropy`, without whole logits, where a call trains and has labels;
             the `logits` of the output are then None.
 
-    Raises: ValueError if there is no eligible layer (the message lists the supported ones), or with
-        `loss` no such model; for an unknown policy, backend or accumulate_into, or if `every` is
-        not a positive int.
+    Raises: ValueError if there is no eligible layer (the message lists the layers that `model` has,
+        and the supported ones), or with `loss` no such model; for an unknown policy, backend or
+        accumulate_into, or if `every` is not a positive int.
 
     >>> import torch
     >>> layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
@@ -131,9 +132,28 @@ def _nothing_found(model: nn.Module) -> str:
     count = sum(1 for _ in _fused_layers(model))
     already = f"; {count} are fused already: change them with set_policy" if count else ""
     return (
-        f"{type(model).__name__} has no layer to convert; supported: {supported}, and in "
-        f"transformers the layers of {rows.supported()}{already}"
+        f"{type(model).__name__} has no layer to convert{already or _layers_of(model)}; supported: "
+        f"{supported}, and in transformers the layers of {rows.supported()}"
     )
+
+
+def _layers_of(model: nn.Module) -> str:
+    """The classes of repeated layers in `model`, for messages; else of its innermost modules."""
+    found = Counter[str]()
+    for stack in model.modules():
+        if isinstance(stack, nn.ModuleList | nn.Sequential):
+            found.update({name: n for name, n in _classes(stack).items() if n > 1})
+    if not found:
+        parents = [m for m in model.modules() if any(m.children())]
+        found = _classes(m for m in parents if not any(any(c.children()) for c in m.children()))
+    listed = ", ".join(f"{n} x {name}" for name, n in found.most_common())
+    return listed and f"; it has {listed}"
+
+
+def _classes(modules: Iterable[nn.Module]) -> Counter[str]:
+    """How many of `modules` are of each class, without PyTorch's own."""
+    kinds = [type(module) for module in modules]
+    return Counter(k.__name__ for k in kinds if not k.__module__.startswith("torch.nn."))
 
 
 def _class_for(layer: nn.Module) -> type[nn.Module]:

@@ -22,6 +22,8 @@ _IDLE = Reason("no gradients are wanted", quiet=True)
 #: Names that layers have had for a cache.
 Converted = TypeVar("Converted", bound="HuggingFaceLayer")
 _CACHES = ("past_key_values", "past_key_value", "layer_past")
+#: The attribute of a cache that a call has left empty: the index of the first layer that did.
+_UNFILLED = "_fused_remat_unfilled"
 
 
 class HuggingFaceLayer(FusedLayer):
@@ -148,6 +150,23 @@ class HuggingFaceLayer(FusedLayer):
         attention = self._map.modules(self)[self._map.attention]
         return getattr(attention, "layer_idx", None) or 0
 
+    def _check_unfilled(self, cache: Any, dropped: bool) -> None:
+        """Warn if an earlier call left the cache empty; note it where this one does.
+
+        The layers of one call share a cache, so it is the first of them that notes and warns.
+        """
+        index = self._layer_index()
+        first = getattr(cache, _UNFILLED, None)
+        if first is None and dropped:
+            setattr(cache, _UNFILLED, index)
+        elif first is not None and first == index and _runs_forward() and _is_empty(cache, index):
+            warn(
+                self,
+                "is given a cache that an earlier call in training left empty, so it does not "
+                "attend to the tokens of that call; fill a cache after model.eval(), and train "
+                "with use_cache=False",
+            )
+
     def _stock_forward(self, **given: Any) -> Any:
         return self.stock.forward(self, **given)
 
@@ -222,7 +241,11 @@ def _forward(stock: type[nn.Module]) -> Callable[..., Any]:
         named = self._named(args, kwargs)
         if named is None:
             return self.stock.forward(self, *args, **kwargs)  # which raises TypeError
-        return self._call(**self._without_idle_cache(named))
+        given = self._without_idle_cache(named)
+        cache = named.get("past_key_values")
+        if cache is not None:
+            self._check_unfilled(cache, "past_key_values" not in given)
+        return self._call(**given)
 
     return forward
 
@@ -234,10 +257,16 @@ def _is_empty(cache: Any, index: int) -> bool:
     return isinstance(length, int) and length == 0
 
 
+def _runs_forward() -> bool:
+    """False while a layer is compiled, or called again in backward by a checkpoint around it."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() == -1
+
+
 def _warn_of_dropped(layer: str, names: tuple[str, ...]) -> None:
     from transformers.utils import logging
 
     dropped = ", ".join(f"`{name}=None`" for name in names)
     logging.get_logger("transformers.fused_remat").warning_once(
-        f"Caching is incompatible with rebuilding activations in {layer}. Setting {dropped}."
+        f"Caching is incompatible with rebuilding activations in {layer}. Setting {dropped}. "
+        "The model returns an empty cache; pass `use_cache=False`."
     )

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -32,6 +33,8 @@ from fused_remat.steps.operations import user_stacklevel
 Layer = TypeVar("Layer", bound="FusedLayer")
 
 TRACED = Reason("the call is exported, transformed or traced", quiet=True)
+#: How often calls of layers whose class has its own forward have reached `FusedLayer._call`.
+_reached: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 
 
 class FusedLayer(nn.Module):
@@ -53,6 +56,16 @@ class FusedLayer(nn.Module):
     _accumulate_into: str | None = None
     #: How the layer is divided among ranks (`fused_remat.parallel`); None if it is not.
     _tensor_parallel: TensorParallel | None = None
+    #: Whether a class derived from a layer of this package has its own forward.
+    _has_own_forward: ClassVar[bool] = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        known = [base.forward for base in cls.__mro__[1:] if issubclass(base, FusedLayer)]
+        own = _base(cls) not in (None, cls) and cls.forward not in known
+        super().__init_subclass__(**kwargs)
+        if own:
+            cls._has_own_forward = True
+            cls.forward = _checked(cls.forward)
 
     @property
     def policy(self) -> str | Policy:
@@ -144,6 +157,8 @@ class FusedLayer(nn.Module):
     def _call(self, **given: Any) -> Any:
         """`forward(**given)`: the block, or the stock forward where the fused path cannot serve."""
         compiling = torch.compiler.is_compiling()
+        if self._has_own_forward and not compiling:
+            _reached[self] = _reached.get(self, 0) + 1
         parallel = self._tensor_parallel
         if parallel is not None and compiling:
             from fused_remat.autograd import graph_break
@@ -243,6 +258,21 @@ class FusedLayer(nn.Module):
             warn(self, f"{own} under torch.utils.checkpoint: {reason.text}")
         return out
 
+    def _tell_of_own_forward(self, out: Any, values: tuple[Any, ...]) -> None:
+        """Warn that a forward of the layer's class was all that ran, where gradients are wanted."""
+        if any(out is value for value in values):  # the layer was skipped
+            return
+        if wants_grad(*values, *self.parameters()):
+            reason = f"its own forward does not call {_base(type(self)).__name__}.forward"
+            self._refuse_to_accumulate(reason)
+            for observe in DECISIONS:
+                observe(self, reason)
+            warn(
+                self,
+                f"saves no memory: {reason}, so its policy has no effect; call "
+                "super().forward(...) there",
+            )
+
     def _refuse_dtensors(self, given: Mapping[str, Any]) -> None:
         """Raise RuntimeError if a DTensor meets plain parameters: PyTorch would, less clearly."""
         for name, value in given.items():
@@ -285,6 +315,27 @@ class FusedLayer(nn.Module):
 
     def _warn_of_kept_input(self, reason: str) -> None:
         warn(self, f"runs outside its segment, and keeps its input: {reason}")
+
+
+def _base(cls: type[FusedLayer]) -> Any:
+    """The class of this package from which `cls` derives; None for one that is abstract."""
+    return next((base for base in cls.__mro__ if "stock" in vars(base)), None)
+
+
+def _checked(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """`forward` of a subclass, which warns where it trains without reaching `_call`."""
+
+    @functools.wraps(forward)
+    def checked(self: FusedLayer, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or is_traced():
+            return forward(self, *args, **kwargs)
+        before = _reached.get(self, 0)
+        out = forward(self, *args, **kwargs)
+        if _reached.get(self, 0) == before:
+            self._tell_of_own_forward(out, (*args, *kwargs.values()))
+        return out
+
+    return checked
 
 
 def is_traced() -> bool:

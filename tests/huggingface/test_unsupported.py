@@ -1,13 +1,16 @@
 """Caches of converted models, and where a block cannot stand in for a layer of transformers."""
 
+import copy
 import functools
 import logging
+import warnings
 
 import pytest
 import torch
 import transformers
 from hf_models import IDS, VOCAB, build, close, fused_layers, step
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from fused_remat import FusedRematWarning, convert
 
@@ -38,6 +41,83 @@ def test_the_empty_cache_of_training_is_dropped(model, blocks_run):
     assert model(**IDS).past_key_values.get_seq_length() == 0  # frozen layers, too
     said = [message for message in messages if "past_key_values=None" in message]
     assert len(said) == 1 and "LlamaDecoderLayer" in said[0]
+
+
+UNFILLED = "is given a cache that an earlier call in training left empty"
+
+
+@pytest.mark.composes(
+    "Hugging Face", "`use_cache=True` in training: the cache stays empty; its next use warns"
+)
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
+@pytest.mark.parametrize("copies", [False, True])
+@pytest.mark.parametrize("training", [True, False])
+def test_the_next_use_of_a_cache_that_training_left_empty_warns(name, copies, training):
+    """Where transformers fills the cache, the next call's logits are others."""
+    stock, model = build(name), convert(build(name))
+    ids, found = IDS["input_ids"], []
+    for one in (stock, model):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            out = one(input_ids=ids[:, :6], use_cache=True)
+            out.logits.sum().backward()
+        found.append(copy.deepcopy(out.past_key_values) if copies and one is model else
+                     out.past_key_values)  # fmt: skip
+        one.train(training)
+    filled, empty = found
+    assert filled.get_seq_length() == 6 and empty.get_seq_length() == 0
+    rest = {"input_ids": ids[:, 6:]}
+    with torch.set_grad_enabled(training):
+        expected = stock(**rest, past_key_values=filled).logits
+        alone = model(**rest, use_cache=False).logits
+        with pytest.warns(FusedRematWarning, match=UNFILLED) as told:
+            got = model(**rest, past_key_values=empty).logits
+        assert len([w for w in told if UNFILLED in str(w.message)]) == 1  # of the first layer
+    torch.testing.assert_close(got, alone)
+    assert not torch.allclose(got, expected)
+
+
+def test_what_is_no_next_use_of_a_cache_does_not_warn(model):
+    """A checkpoint that calls a layer again, a question, a new cache, one filled in evaluation."""
+    layers = convert(model).model.layers
+    for layer in layers:
+        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            model(**IDS, use_cache=True).logits.sum().backward()
+        cache = transformers.DynamicCache(config=model.config)
+        layers[0].why_not_fused(torch.zeros(1, 2, 32), past_key_values=cache)
+        with torch.no_grad():
+            for _ in range(2):
+                model.eval()(**IDS, past_key_values=cache)
+    assert cache.get_seq_length() == 24
+
+
+def test_a_compiled_step_leaves_the_cache_empty_too(model):
+    compiled = torch.compile(convert(model), backend="aot_eager", fullgraph=True)
+    cache = compiled(**IDS, use_cache=True).past_key_values
+    assert cache.get_seq_length() == 0
+    with pytest.warns(FusedRematWarning, match=UNFILLED):
+        model(**IDS, past_key_values=cache)
+
+
+def test_a_subclass_with_its_own_forward(model, blocks_run):
+    layers = convert(model).model.layers
+
+    class Mine(type(layers[0])):
+        def forward(self, hidden_states, **kwargs):
+            return hidden_states + self.mlp(hidden_states)
+
+    class Scaled(type(layers[0])):
+        def forward(self, *args, **kwargs):
+            return 2 * super().forward(*args, **kwargs)
+
+    layers[0].__class__, layers[1].__class__ = Mine, Scaled
+    said = "Mine saves no memory: its own forward does not call LlamaDecoderLayer.forward"
+    with pytest.warns(FusedRematWarning, match=said) as told:
+        model(**IDS, use_cache=False)
+    assert len(told) == len(blocks_run) == 1
 
 
 def prefix(model, count=3):
@@ -73,7 +153,11 @@ def test_an_unsupported_architecture():
         hidden_size=16, ffn_dim=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=VOCAB,
         word_embed_proj_dim=16, max_position_embeddings=16,
     )  # fmt: skip
-    with pytest.raises(ValueError, match=r"OPTForCausalLM has no layer.*Llama, Mistral, .*ViT"):
+    has = r"OPTForCausalLM has no layer to convert; it has 1 x OPTAttention; supported: .*ViT"
+    with pytest.raises(ValueError, match=has):
+        convert(transformers.OPTForCausalLM(config))
+    config.num_hidden_layers = 3
+    with pytest.raises(ValueError, match="it has 3 x OPTDecoderLayer; supported"):
         convert(transformers.OPTForCausalLM(config))
 
 

@@ -33,6 +33,8 @@ class Change:
     updates: bool = False
     #: In evaluation without gradients PyTorch's own kernel is wrong, or raises (torch 2.13).
     breaks_eval: bool = False
+    #: What is told instead of the reason.
+    told: str = ""
 
     def layers(self, policy="full", **options) -> list[nn.Module]:
         """The stock layer and the fused one with this change, with the same parameters."""
@@ -311,7 +313,12 @@ SUBCLASSES = {
     "a subclass with DropPath": Change(
         "DropPathBlocks._sa_block is overridden", subclass=drop_path_blocks
     ),
-    "a forward of its own": Change("", subclass=own_forward),  # which calls the submodules itself
+    "a forward of its own": Change(  # which calls the submodules itself
+        "",
+        told="OwnForward saves no memory: its own forward does not call FusedRematLayer.forward, "
+        "so its policy has no effect; call super().forward(...) there",
+        subclass=own_forward,
+    ),
     "other defaults": Change("", subclass=own_defaults),
 }
 CHANGES = SURGERY | HOOKS | SUBCLASSES

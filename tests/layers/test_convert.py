@@ -105,6 +105,25 @@ def test_what_cannot_be_converted_raises():
             convert(model)
 
 
+class Block(nn.Sequential):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)), "convert; supported"),
+        (Block(nn.Linear(2, 2)), "it has 1 x Block; supported"),
+        (nn.ModuleList([Block(Block(nn.Linear(2, 2)))]), "it has 1 x Block; supported"),
+        (nn.ModuleList([nn.Sequential(Block(), Block(), nn.ReLU()), Block()]), "2 x Block; supp"),
+        (nn.Sequential(*[type("Mine", (STOCK,), {})(8, 2)] * 3), "it has 3 x Mine; supported"),
+    ],
+)
+def test_a_model_without_layers_to_convert_says_what_it_has(model, said):
+    with pytest.raises(ValueError, match=said):
+        convert(model)
+
+
 @pytest.mark.parametrize("kwargs", [{"policy": "ful"}, {"backend": "cuda"},
                                     {"policy": Policy(save={"sum2"})}])  # fmt: skip
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor")
