@@ -8,6 +8,7 @@ product, and gradients of the stream are summed in the stream's dtype.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import torch
@@ -18,6 +19,7 @@ from fused_remat.steps.collective import CollectiveStep
 from fused_remat.steps.linear import Linear
 from fused_remat.steps.node import Node
 from fused_remat.steps.norm import Norm
+from fused_remat.steps.replay import Replay
 from fused_remat.steps.residual import Add, DrawMask
 
 
@@ -36,8 +38,18 @@ def mixed_precision(graph: Graph, compute: torch.dtype) -> Graph:
     >>> sorted(graph.stream), graph.dtypes(torch.float32)["qkv"]
     (['input', 'mid', 'output'], torch.bfloat16)
     """
+    return _mixed(graph, compute)
+
+
+@functools.lru_cache(maxsize=256)
+def _mixed(graph: Graph, compute: torch.dtype) -> Graph:
     nodes = tuple([_in_precision(graph, node, compute) for node in graph.nodes])
     return replace(graph, nodes=nodes, compute=compute)
+
+
+def in_precision(graph: Graph, compute: torch.dtype) -> Graph:
+    """`mixed_precision(graph, compute)`, of any graph; only that of one with a text has a text."""
+    return mixed_precision(graph, compute) if graph.text else _mixed(graph, compute)
 
 
 def _in_precision(graph: Graph, node: Node, compute: torch.dtype) -> Node:
@@ -49,8 +61,10 @@ def _in_precision(graph: Graph, node: Node, compute: torch.dtype) -> Node:
         return replace(node, compute=compute, updates=updates)
     if isinstance(node, Add) and node.x not in graph.stream:
         return replace(node, compute=compute)
-    if isinstance(node, CollectiveStep) and not inside:
+    if isinstance(node, (CollectiveStep, Replay)) and not inside:
         return replace(node, compute=compute)
+    if isinstance(node, (Add, Replay)):
+        return node
     if isinstance(node, DrawMask) or not graph.stream.intersection((node.name, *node.inputs)):
         return node
     raise NotImplementedError(

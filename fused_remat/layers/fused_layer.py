@@ -20,7 +20,7 @@ from fused_remat.execution.choose import check_name
 from fused_remat.execution.observe import DECISIONS
 from fused_remat.graph.build import block_graph
 from fused_remat.graph.graph import Graph
-from fused_remat.graph.precision import mixed_precision
+from fused_remat.graph.precision import in_precision
 from fused_remat.layers import fallback
 from fused_remat.layers.eligibility import Reason
 from fused_remat.layers.read import LayerCall, LayerMap, read_block
@@ -177,7 +177,7 @@ class FusedLayer(nn.Module):
             x: Any = tensors["input"]
             tensors = {**tensors, "input": x.to(call.precision.stream)}
             if call.precision.compute is not None:
-                graph = mixed_precision(graph, call.precision.compute)
+                graph = in_precision(graph, call.precision.compute)
         if not isinstance(policy, str) and policy.segment is not None:
             policy = self._policy_of_segment(policy, compiling)
         accumulation = None

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from fused_remat.autograd import run_block
 from fused_remat.execution.choose import pieces_of
 from fused_remat.graph.graph import Graph
-from fused_remat.recognition.prove import difference
 from fused_remat.recognition.program import Opaque, Program, run_op
+from fused_remat.recognition.prove import difference
 from fused_remat.recognition.read import Reader, Reading
 from fused_remat.recognition.record import (
     STREAM,
@@ -41,6 +41,10 @@ _DTYPES = ((torch.float64, torch.float64), (torch.bfloat16, torch.float32))
 _PIECE = 12
 _MEMORY = ("encoder_hidden_states", "memory", "context", "encoder_output", "key_value_states", "xa")
 _MOST_PIECES = 24
+
+
+#: Attributes that number a layer of a model.
+INDICES = ("layer_idx", "layer_id", "layer_number", "layer_index", "block_idx")
 
 
 class Call:
@@ -110,14 +114,15 @@ class Call:
                 dims[i] = next((s for s in lengths if sizes[s] == n), n)
         return tuple(dims)
 
-    @property
-    def key(self) -> tuple[Any, ...]:
-        """What the reading depends on."""
+    def key(self, free: bool) -> tuple[Any, ...]:
+        """What the reading depends on; `free`: not on whole numbers."""
         found: list[Any] = []
         for leaf, dims in zip(leaves(self.given), self.dims, strict=True):
             if isinstance(leaf, Tensor):
                 kind = "float" if leaf.is_floating_point() else leaf.dtype
                 found.append((dims, kind, leaf.device.type))
+            elif type(leaf) is int and free:
+                found.append(int)
             elif leaf is None or isinstance(leaf, (bool, int, float, str, torch.dtype)):
                 found.append(leaf)
             else:  # recording it says whether the layer uses it
@@ -132,10 +137,11 @@ class Call:
         dtype: torch.dtype,
         seed: int,
         whole: bool = True,
+        shift: int = 0,
     ) -> Sample:
         """A call of other sizes, with random activations and parameters, in `dtype`.
 
-        `whole`: packed tokens are one sequence, else two.
+        `whole`: packed tokens are one sequence, else two. `shift`: added to whole numbers.
         """
         generator = torch.Generator().manual_seed(seed)
 
@@ -150,7 +156,7 @@ class Call:
         def given(leaf: Any) -> Any:
             dims, is_active = next(places)
             if not isinstance(leaf, Tensor) or dims is None:
-                return leaf
+                return leaf + shift if type(leaf) is int else leaf
             if leaf is bounds:
                 n = sizes["S"]
                 ends = [0, n] if whole else [0, n // 3, n]
@@ -394,15 +400,20 @@ def _autocast_of(device: str) -> torch.dtype | None:
     return None
 
 
-def read_call(layer: nn.Module, forward: Callable[..., Any], call: Call) -> Known:
+def read_call(
+    layer: nn.Module, forward: Callable[..., Any], call: Call, free: bool = False
+) -> Known:
     """The block of a call of `forward`, a method of a layer, proved.
+
+    `free`: it must not depend on whole numbers among the arguments, nor on the layer's place in the
+    model.
 
     Raises: Unreadable with the reason, if there is none.
     """
     reasons = []
     for dtypes in _DTYPES if call.sizes else ():
         try:
-            return _read_call(layer, forward, call, *dtypes)
+            return _read_call(layer, forward, call, *dtypes, free)
         except Unreadable as reason:
             reasons.append(str(reason))
             if "Double" not in str(reason):
@@ -416,10 +427,11 @@ def _read_call(
     call: Call,
     other: torch.dtype,
     proof: torch.dtype,
+    free: bool,
 ) -> Known:
     """The block of a call, recorded in float32 and in `other`, proved in the dtype `proof`."""
     first, second, *proofs = (
-        call.sample(layer, sizes, dtype, seed, seed < 2)
+        call.sample(layer, sizes, dtype, seed, seed < 2, int(free and seed == 1))
         for seed, (sizes, dtype) in enumerate(
             (
                 (_SIZES[0], torch.float32),
@@ -430,7 +442,7 @@ def _read_call(
         )
     )
     try:
-        pair = Pair(layer, forward, first, second, leaf_of)
+        pair = Pair(layer, forward, first, second, leaf_of, INDICES if free else ())
     except Unreadable:
         raise
     except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError) as error:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import threading
 import types
-import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,20 +11,19 @@ import torch
 from torch import Tensor, nn
 
 from fused_remat.autograd import run_block
+from fused_remat.execution.executor import autocast_off
 from fused_remat.execution.observe import DECISIONS
 from fused_remat.graph.graph import Graph
 from fused_remat.huggingface.layer import HuggingFaceLayer, class_of
 from fused_remat.layers.eligibility import Reason, Unsupported, check_global_hooks
 from fused_remat.layers.precision import Precision, low_dtype, precision_of
 from fused_remat.layers.read import LayerCall
-from fused_remat.policies import ALL_PRESETS, Policy, kept_names
-from fused_remat.recognition.call import Call, Known, read_call
+from fused_remat.policies import Policy, kept_names
+from fused_remat.recognition.call import INDICES, Call, Known, read_call
 from fused_remat.recognition.record import Unreadable, leaves, without_dropout
 from fused_remat.steps.norm import Norm
 from fused_remat.steps.residual import Add
 
-#: Attributes that number a layer of a model, and on which what it computes does not depend.
-INDICES = ("layer_idx", "layer_id", "layer_number", "layer_index", "block_idx", "index")
 #: What forward hooks of these modules do, a block need not.
 _RECORDERS = "transformers.utils.output_capturing"
 _PLAIN = (
@@ -117,29 +114,39 @@ class ReadLayer(HuggingFaceLayer):
         return precision_of(x, weights, low, not norm_last)
 
     def _known(self, given: Mapping[str, Any]) -> Known | Reason:
-        """What the layer is read as for a call; it is read if this is the first of its kind."""
-        state, reasons = state_of(self), []
-        for vary in (("B", "S", "M"), ("B",)):  # at any length, or at this one alone
+        """What the layer is read as for a call; it is read if this is the first of its kind.
+
+        It is read for any length and whatever its whole arguments and its place in the model, if it
+        computes the same for all; else for those of this call.
+        """
+        reasons = []
+        for vary in (("B", "S", "M"), ("B",)):
             call = Call(given, vary)
-            key = state, call.key
-            if key not in KNOWN:
-                with _reading:
-                    if key not in KNOWN:
-                        KNOWN[key] = self._read_first(call, given)
-            known = KNOWN[key]
-            if isinstance(known, Known):
-                return known
-            reasons.append(known.text)
+            for free in (True, False):
+                key = state_of(self, free), call.key(free)
+                if key not in KNOWN:
+                    with _reading:
+                        if key not in KNOWN:
+                            KNOWN[key] = self._read_first(call, given, free)
+                known = KNOWN[key]
+                if isinstance(known, Known):
+                    return known
+                reasons.append(known.text)
         return Reason("; ".join(dict.fromkeys(reasons)))
 
-    def _read_first(self, call: Call, given: Mapping[str, Any]) -> Known | Reason:
+    def _read_first(self, call: Call, given: Mapping[str, Any], free: bool) -> Known | Reason:
         """The block of the first call of a kind, or why there is none."""
+        x = leaves(given)[call.places[0]]
         try:
-            known = read_call(self, types.MethodType(self.stock.forward, self), call)
+            with autocast_off(x):
+                known = read_call(self, types.MethodType(self.stock.forward, self), call, free)
             self._check_first(known, given)
         except Unreadable as reason:
             return Reason(str(reason))
         return known
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_last"}
 
     def _check_first(self, known: Known, given: Mapping[str, Any]) -> None:
         """Raise Unreadable if the block and the layer differ on the real arguments."""
@@ -201,8 +208,10 @@ def _tell(layer: ReadLayer, text: str) -> None:
         warn(f"left {layer.stock.__name__} as it is: {text}")
 
 
-def state_of(layer: nn.Module) -> tuple[Any, ...]:
+def state_of(layer: nn.Module, free: bool) -> tuple[Any, ...]:
     """All that a reading depends on besides the arguments: classes, flags, numbers, shapes.
+
+    `free`: without the layer's place in the model.
 
     Raises: Unsupported for a submodule with hooks, which a block would not call.
     """
@@ -220,12 +229,14 @@ def state_of(layer: nn.Module) -> tuple[Any, ...]:
         found += [
             (name, value)
             for name, value in own.items()
-            if type(value) in _PLAIN and name not in INDICES and name[0] != "_"
+            if type(value) in _PLAIN and name[0] != "_" and not (free and name in INDICES)
         ]
         found += [
-            (name, value)
+            (name, repr(value))
             for name, value in own.items()
-            if type(value) is tuple and all(type(v) in _PLAIN for v in value)
+            if type(value) in (tuple, dict)
+            and name[0] != "_"
+            and all(type(v) in _PLAIN for v in (value.values() if type(value) is dict else value))
         ]
         found += [(name, None if p is None else p.shape) for name, p in own["_parameters"].items()]
         config = own.get("config")

@@ -12,7 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fused_remat.recognition.record import STREAM, Limit, Op, Ref, Size, leaves, map_tree
+from fused_remat.recognition.record import (
+    STREAM,
+    Limit,
+    Op,
+    Ref,
+    Size,
+    leaves,
+    map_tree,
+    refs,
+)
 from fused_remat.steps.replay import At
 
 
@@ -168,8 +177,9 @@ def run_op(
             return values[leaf.index]
         if isinstance(leaf, Size):
             return leaf.of(sizes)
-        if isinstance(leaf, Limit):
-            return leaf.sign * getattr(torch.finfo(dtype), leaf.name)
+        if isinstance(leaf, Limit):  # of the dtype that autocast gave to what is compared with it
+            of = [values[n].dtype for n in refs(op.args[:1]) if values[n].is_floating_point()]
+            return leaf.sign * getattr(torch.finfo(of[0] if of else dtype), leaf.name)
         return dtype if leaf is STREAM else leaf
 
     args, kwargs = map_tree(op.args, given), map_tree(op.kwargs, given)

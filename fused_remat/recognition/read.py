@@ -20,7 +20,17 @@ from torch import Tensor, nn
 from fused_remat.graph.graph import Graph
 from fused_remat.recognition import attend
 from fused_remat.recognition.program import Layout, Opaque, Program, layout_of
-from fused_remat.recognition.record import Op, Recording, Ref, Size, Unreadable, map_tree, refs
+from fused_remat.recognition.record import (
+    SHAPES,
+    STREAM,
+    Op,
+    Recording,
+    Ref,
+    Size,
+    Unreadable,
+    map_tree,
+    refs,
+)
 from fused_remat.recognition.simplify import simplified
 from fused_remat.spec import NormSpec
 from fused_remat.steps.activation import ACTIVATIONS, MLPActivation
@@ -340,12 +350,16 @@ class Reader:
     def step(self, number: int) -> Callable[[], str] | None:
         """What makes the step of a value; None if it is no step but a replay."""
         op = self.producer(number)
-        if op is None or self.layout(number) is None:
+        if op is None or self.layout(number) is None or not self._is_of_stream(number):
             return None
         if op.path is not None:
             return lambda: self._replay(number)
         reader = _STEPS.get(op.name)
         return None if reader is None else reader(self, number, op)
+
+    def _is_of_stream(self, number: int) -> bool:
+        """Whether a value has the stream's dtype: the only one that steps compute in."""
+        return self.recording.dtypes[number] is STREAM
 
     def _linear(self, number: int, op: Op) -> Callable[[], str] | None:
         """F.linear, addmm, or a product with a matrix that is no activation."""
@@ -637,7 +651,12 @@ class Reader:
             seen.add(n)
             op = self.producer(n)
             if n not in live:
-                params.append(n)
+                shaped = op is not None and op.name in SHAPES and not live.isdisjoint(refs(op.args))
+                if op is None or not shaped:
+                    params.append(n)
+                    continue
+                ops.add(op)  # like an activation, whose dtype autocast decides
+                todo += refs((op.args, op.kwargs))
             elif n in self.inputs.values() or (n != target and self.step(n) is not None):
                 sources.append(n)
                 if not self.recording.values[n].is_floating_point():

@@ -154,7 +154,7 @@ _READS = (
     "numpy", "unique", "masked_select", "argwhere", "bincount", "equal", "allclose", "is_nonzero",
 )  # fmt: skip
 #: They read the shape of their first argument, not its values.
-_SHAPES = (
+SHAPES = (
     "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "new_zeros",
     "new_ones", "new_empty", "new_full", "new_tensor", "randint_like",
 )  # fmt: skip
@@ -295,7 +295,7 @@ class _Recorder(TorchFunctionMode):
     ) -> None:
         """Add an operation on encoded arguments."""
         op = Op(name, run, args, kwargs, [], self.stack[-1].path, **more)
-        is_live = name not in _SHAPES and not self.live.isdisjoint(refs((args, kwargs)))
+        is_live = name not in SHAPES and not self.live.isdisjoint(refs((args, kwargs)))
         for leaf in leaves(result):
             number = self.new(leaf) if isinstance(leaf, Tensor) else None
             op.outs.append(number)
@@ -576,6 +576,8 @@ class Pair:
     Args:
         leaf: `leaf(module)` says what a submodule is as a whole: a `NormSpec`, the name of an
             activation, or None.
+        numbers: attributes of modules that are another number in the second recording, so that what
+            depends on them is found.
     """
 
     def __init__(
@@ -585,11 +587,13 @@ class Pair:
         first: Sample,
         second: Sample,
         leaf: Callable[[nn.Module], Any],
+        numbers: Collection[str] = (),
     ) -> None:
         self.layer, self.sizes, self.other = layer, first.sizes, second.sizes
         self.dtypes = first.dtype, second.dtype
         self.one, self.numbers, self.out = _record(layer, forward, *first[2:])
-        self.two, _, self.other_out = _record(layer, forward, *second[2:])
+        with _renumbered(layer, numbers):
+            self.two, _, self.other_out = _record(layer, forward, *second[2:])
         self.leaves = {path: leaf(module) for path, module in layer.named_modules() if path}
 
     def join(self, opaque: Collection[str] = ()) -> Recording:
@@ -598,6 +602,24 @@ class Pair:
         Raises: Unreadable if the operations of the layer itself do not agree.
         """
         return _Join(self, opaque).joined()
+
+
+@contextlib.contextmanager
+def _renumbered(layer: nn.Module, names: Collection[str]) -> Iterator[None]:
+    """Attributes of these names that are whole numbers are one more inside."""
+    found = [
+        (module.__dict__, name, module.__dict__[name])
+        for module in layer.modules()
+        for name in names
+        if type(module.__dict__.get(name)) is int
+    ]
+    try:
+        for own, name, number in found:
+            own[name] = number + 1
+        yield
+    finally:
+        for own, name, number in found:
+            own[name] = number
 
 
 class _Join:

@@ -6,6 +6,7 @@ parameters and its batch alone.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import math
@@ -143,15 +144,30 @@ class Row(NamedTuple):
     needs: str = ""  #: The module that it comes from.
 
 
+def _torchvision() -> None:
+    """Imports it, also where its operators cannot be loaded: a CUDA build beside a CPU torch.
+
+    Their schemas are all that its modules need; transformers and timm import them, too.
+    """
+    try:
+        importlib.import_module("torchvision")
+    except RuntimeError:
+        for name in ("nms", "qnms"):
+            schema = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+            torch.library.define(f"torchvision::{name}", schema)
+        importlib.import_module("torchvision")
+
+
 def _hf(prefix, options, layers="{}DecoderLayer", model="{}ForCausalLM", config="{}Config",
-        batch=_ids, attention=None):  # fmt: skip
+        batch=_ids):  # fmt: skip
     """A row of transformers: {} in the names of classes is the architecture's prefix."""
 
     def make() -> nn.Module:
+        with contextlib.suppress(ImportError):
+            _torchvision()
         transformers = importlib.import_module("transformers")
         made = getattr(transformers, config.format(prefix))(**options)
-        how = {"attn_implementation": attention} if attention else {}
-        return getattr(transformers, model.format(prefix))._from_config(made, **how)
+        return getattr(transformers, model.format(prefix))._from_config(made)
 
     return Row(tuple(layers.format(prefix).split()), make, batch, "transformers")
 
@@ -166,17 +182,6 @@ def _seq2seq(prefix, options, layers="{0}EncoderLayer {0}DecoderLayer", batch=_p
 
 def _vision(prefix, options, layers="{}Layer", model="{}ForImageClassification"):
     return _hf(prefix, options, layers, model, batch=_images)
-
-
-def _torchvision() -> None:
-    """Imports it; of operators that are not loaded, as of a CUDA build on a CPU, schemas do."""
-    try:
-        importlib.import_module("torchvision")
-    except RuntimeError:
-        for name in ("nms", "qnms"):
-            schema = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-            torch.library.define(f"torchvision::{name}", schema)
-        importlib.import_module("torchvision")
 
 
 def _torchvision_vit() -> nn.Module:
@@ -396,11 +401,8 @@ MODELS = {
     "qwen2": _hf("Qwen2", _DECODER),
     "qwen3": _hf("Qwen3", {**_DECODER, "head_dim": 16}),
     "gemma": _hf("Gemma", _GEMMA),
-    # Its soft-cap needs eager attention.
     "gemma2": _hf(
-        "Gemma2",
-        {**_GEMMA, **_LOCAL, "query_pre_attn_scalar": 9, "attn_logit_softcapping": 2.0},
-        attention="eager",
+        "Gemma2", {**_GEMMA, **_LOCAL, "query_pre_attn_scalar": 9, "attn_logit_softcapping": 2.0}
     ),
     "gemma3": _hf(
         "Gemma3", {**_GEMMA, **_LOCAL, "query_pre_attn_scalar": 9}, config="{}TextConfig"
