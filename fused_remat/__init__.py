@@ -4,6 +4,7 @@ import sys as _sys
 
 from fused_remat.autograd.partial import defer_weight_gradients
 from fused_remat.autograd.replay_check import ReplayError, check_replay
+from fused_remat.conversion import Conversion, conversion
 from fused_remat.convert import convert, revert, set_policy
 from fused_remat.layers import (
     FusedRematCausalLayer,
@@ -19,6 +20,7 @@ from fused_remat.version import __version__ as __version__
 
 __all__ = [
     "BudgetError",
+    "Conversion",
     "FusedRematCausalLayer",
     "FusedRematDecoderLayer",
     "FusedRematLayer",
@@ -29,6 +31,7 @@ __all__ = [
     "ReplayError",
     "calibrate",
     "check_replay",
+    "conversion",
     "convert",
     "defer_weight_gradients",
     "explain",

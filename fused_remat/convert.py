@@ -18,12 +18,13 @@ from fused_remat.huggingface.head import (
     head_class,
     supported_heads,
 )
-from fused_remat.huggingface.layer import FUSED, HuggingFaceLayer, fused_class
+from fused_remat.huggingface.layer import FUSED, fused_class
 from fused_remat.layers import (
     FusedLayer,
     FusedRematDecoderLayer,
     FusedRematLayer,
 )
+from fused_remat.layers.converted import ConvertedLayer
 from fused_remat.layers.eligibility import Unsupported
 from fused_remat.policies import Policy
 from fused_remat.recognition.find import repeated_layers
@@ -100,7 +101,7 @@ def convert(
     done: list[FusedLayer] = []
     try:
         for module in chosen:
-            module.__class__ = _class_for(module)  # type: ignore[assignment]
+            module.__class__ = _class_for(module)
             assert isinstance(module, FusedLayer)
             done.append(module)
             module.policy = policy
@@ -170,7 +171,7 @@ def _class_for(layer: nn.Module) -> type[nn.Module]:
 
 def _stock_of(layer: nn.Module) -> type[nn.Module] | None:
     """The class that `convert` replaced; None for a layer that `convert` did not make."""
-    if isinstance(layer, HuggingFaceLayer):
+    if isinstance(layer, ConvertedLayer):
         return layer.stock if "stock" in type(layer).__dict__ else None
     if isinstance(layer, HuggingFaceHead):
         return layer.stock if FUSED_HEADS.get(layer.stock) is type(layer) else None

@@ -11,7 +11,8 @@ from fused_remat.execution.prepare import BlockCall, Execution
 from fused_remat.graph.schedule import Step
 from fused_remat.steps.chunk import Chunk
 
-Functions = Mapping[str, Callable[[Tensor], Tensor]]
+#: The caller's own functions: of an activation, or of replays (`steps.replay`).
+Functions = Mapping[str, Callable[..., Tensor]]
 
 
 class BlockRun(NamedTuple):

@@ -172,7 +172,7 @@ class FusedLayer(nn.Module):
             call = read_on_rank(self, parallel, given)
         if isinstance(call, Reason):
             return self._fall_back(call, compiling, given)
-        graph, tensors, policy = call.block, call.tensors, self._policy
+        graph, tensors, policy = call.graph, call.tensors, self._policy
         if call.precision is not None:
             x: Any = tensors["input"]
             tensors = {**tensors, "input": x.to(call.precision.stream)}
@@ -191,15 +191,12 @@ class FusedLayer(nn.Module):
             tensors,
             backend=self._backend,
             seq_first=call.seq_first,
-            preserve_strides=call.spec is None or call.spec.branches[-1].placement != "post",
+            preserve_strides=call.preserves_strides,
             functions=call.functions,
             accumulation=accumulation,
             warn_of_input=self._warn_of_kept_input,
         )
-        if call.result is not None:
-            return call.result(out)
-        if call.unbatched:
-            out = out.squeeze(0)
+        out = call.result(out)
         if parallel is not None and parallel.joins:
             out = parallel.joined(out, self._tokens_dim(out))
         return out

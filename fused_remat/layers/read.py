@@ -173,33 +173,35 @@ class LayerCall:
     """A call of a layer as a block.
 
     Attributes:
-        spec: what the block computes; None where `graph` is given.
+        spec: what the block computes.
         tensors: by the block's names, inputs and all.
-        functions: the user's own functions, if any.
+        functions: the user's own activation function, if any.
         seq_first, unbatched: the inputs are (S, B, D), or (S, D) given as (1, S, D).
         precision: the dtypes under autocast, None if it is off.
         warnings: what PyTorch's own forward would warn of.
-        graph: the block, if it is not that of `spec`.
-        result: makes the layer's result of the block's, if that is another.
     """
 
-    spec: BlockSpec | None
+    spec: BlockSpec
     tensors: Mapping[str, Tensor | None]
     functions: Mapping[str, Function] = field(default_factory=dict)
     seq_first: bool = False
     unbatched: bool = False
     precision: Precision | None = None
     warnings: tuple[str, ...] = ()
-    graph: Graph | None = None
-    result: Callable[[Tensor], Any] | None = None
 
     @property
-    def block(self) -> Graph:
-        """The graph of the block."""
-        if self.graph is not None:
-            return self.graph
-        assert self.spec is not None
+    def graph(self) -> Graph:
+        """The block."""
         return block_graph(self.spec)
+
+    @property
+    def preserves_strides(self) -> bool:
+        """Whether the result has the strides of the input; else it is contiguous."""
+        return self.spec.branches[-1].placement != "post"
+
+    def result(self, out: Tensor) -> Any:
+        """The layer's result, of the block's."""
+        return out.squeeze(0) if self.unbatched else out
 
 
 def read_block(layer: nn.Module, row: LayerMap, given: Mapping[str, Any]) -> LayerCall | Reason:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -267,61 +268,35 @@ def _rotation(
     r: Reader, names: tuple[str, str, str], source: tuple[str, str, str], spec: AttentionSpec
 ) -> Rotation | None:
     """How queries and keys are rotated and normed, if as `steps.rotary` does."""
-    programs = [r.programs.get(name) for name in names[:2]]
-    q, k = programs
-    if q is None or k is None:
+    q, k = (r.programs.get(name) for name in names[:2])
+    norms = [None if p is None else _head_norm(p.ops) for p in (q, k)]
+    if q is None or k is None or (norms[0] and norms[0][0]) != (norms[1] and norms[1][0]):
         return None
-    ends = [*spec.columns.values()]
-    (y_q, (x_q,), _), (y_k, (x_k,), _) = r.sample(q), r.sample(k, seed=1)
-    with torch.no_grad():
-        if len(set(source)) == 1:
-            y_k = r.run(k, [x_q], r.sample(k)[2])
-            packed = x_q.detach()
-        else:
-            packed = torch.cat([x_q, x_k, x_k.new_zeros(len(x_k), ends[2][1] - ends[2][0])], 1)
-        weights = _head_norms(q.ops), _head_norms(k.ops)
-        if (weights[0] is None) != (weights[1] is None):
-            return None
-        norm, numbers = None, None
-        if weights[0] is not None and weights[1] is not None:
-            (norm, q_weight), (other, k_weight) = weights
-            if norm != other:
-                return None
-            numbers = q_weight, k_weight
-        values = [
-            None if numbers is None else r.recording.values[n].to(packed.dtype)
-            for n in numbers or (0, 0)
-        ]
-        tables = [n for n in q.params if _table_shape(r, n) is not None]
-        for cos, sin in ((a, b) for a in tables for b in tables if a != b):
-            for stop, step, interleaved in _ways(r.recording.values[cos]):
-                one = replace(spec, rotary=RotarySpec(interleaved=interleaved), head_norm=norm)
-                pair = [
-                    _table(
-                        r.recording.values[n].detach().to(packed.dtype),
-                        _plain_shape(r, n),
-                        stop,
-                        step,
-                    )
-                    for n in (cos, sin)
-                ]
-                if 2 * pair[0].shape[-1] > spec.head_dim or pair[0].shape != pair[1].shape:
-                    continue
-                if pair[0].dim() == 3 and pair[0].shape[0] == 1:
-                    pair = [t[0] for t in pair]
-                call = RotaryCall(one, *pair, *values, 0, pair[0].shape[-2])
-                made = rotary_fwd(packed, call)
-                slack = 1e-9 if packed.dtype == torch.float64 else 1e-4
-                if all(
-                    torch.allclose(made[:, first:last], y, slack, slack)
-                    for (first, last), y in zip(ends, (y_q, y_k), strict=False)
-                ):
-                    found = [_add_table(r, n, stop, step) for n in (cos, sin)]
-                    return one, found[0], found[1], numbers
+    columns = [*spec.columns.values()]
+    (y_q, (x_q,), _), (y_k, (x_k,), given) = r.sample(q), r.sample(k, seed=1)
+    if len(set(source)) == 1:  # queries and keys are columns of one activation
+        y_k, packed = r.run(k, [x_q], given), x_q.detach()
+    else:
+        values = x_k.new_zeros(len(x_k), columns[2][1] - columns[2][0])
+        packed = torch.cat([x_q, x_k, values], 1).detach()
+    norm = norms[0][0] if norms[0] else None
+    weights = None if norms[0] is None or norms[1] is None else (norms[0][1], norms[1][1])
+    w_q, w_k = (r.recording.values[n].to(packed) if n >= 0 else None for n in weights or (-1, -1))
+    slack = 1e-9 if packed.dtype == torch.float64 else 1e-4
+    for cos, sin, table, interleaved in _tables(r, q.params):
+        c, s = (table.of(r, n).to(packed) for n in (cos, sin))
+        if 2 * c.shape[-1] > spec.head_dim or c.shape != s.shape:
+            continue
+        one = replace(spec, rotary=RotarySpec(interleaved=interleaved), head_norm=norm)
+        with torch.no_grad():
+            made = rotary_fwd(packed, RotaryCall(one, c, s, w_q, w_k, 0, c.shape[-2]))
+        pairs = zip(columns, (y_q, y_k), strict=False)
+        if all(torch.allclose(made[:, a:b], y, slack, slack) for (a, b), y in pairs):
+            return one, table.add(r, cos), table.add(r, sin), weights
     return None
 
 
-def _head_norms(ops: tuple[Op, ...]) -> tuple[NormSpec, int] | None:
+def _head_norm(ops: tuple[Op, ...]) -> tuple[NormSpec, int] | None:
     """The RMSNorm of heads among operations, and the number of its weight."""
     norms = [op for op in ops if op.name == "norm" and op.info.kind == "rms_norm"]
     if len(norms) != 1 or len(norms[0].args) != 2:
@@ -329,44 +304,52 @@ def _head_norms(ops: tuple[Op, ...]) -> tuple[NormSpec, int] | None:
     return norms[0].info, norms[0].args[1].index
 
 
-def _table_shape(r: Reader, number: int) -> list[Any] | None:
-    """The shape of a table (B, S, R) or (S, R), without dimensions of size 1; None if it is none."""
+class _Table(NamedTuple):
+    """The columns of a table of angles that are each angle once."""
+
+    stop: int
+    step: int
+
+    def of(self, r: Reader, number: int) -> Tensor:
+        """The table (S, R/2) or (B, S, R/2) of a value, in the recording."""
+        sizes, shape = r.recording.sizes, _table_shape(r, number) or ()
+        shape = tuple([n.of(sizes) if isinstance(n, Size) else n for n in shape])
+        return _columns(r.recording.values[number].detach(), shape, *self)
+
+    def add(self, r: Reader, number: int) -> int:
+        """The table as a value of its own."""
+        args = Ref(number), _table_shape(r, number), *self
+        return r.new_value("table", _columns, args, self.of(r, number))
+
+
+def _columns(t: Tensor, shape: tuple[int, ...], stop: int, step: int) -> Tensor:
+    return t.reshape(shape)[..., :stop:step]
+
+
+def _tables(r: Reader, params: tuple[int, ...]) -> Iterator[tuple[int, int, _Table, bool]]:
+    """Pairs of values that may be cosines and sines, their columns, and whether interleaved."""
+    found = [n for n in params if _table_shape(r, n) is not None]
+    for cos, sin in itertools.permutations(found, 2):
+        value = r.recording.values[cos]
+        width, half = value.shape[-1], value.shape[-1] // 2
+        ways = [(_Table(width, 1), False), (_Table(width, 1), True)]
+        if width % 2 == 0 and torch.equal(value[..., ::2], value[..., 1::2]):
+            ways = [(_Table(width, 2), True), (_Table(width, 2), False), *ways]
+        if width % 2 == 0 and torch.equal(value[..., :half], value[..., half:]):
+            ways = [(_Table(half, 1), False), (_Table(half, 1), True), *ways]
+        yield from [(cos, sin, table, interleaved) for table, interleaved in ways]
+
+
+def _table_shape(r: Reader, number: int) -> tuple[Any, ...] | None:
+    """The shape of a table (B, S, R) or (S, R), without dimensions of size 1; None for others."""
     value, shape = r.recording.values[number], r.recording.shapes[number]
     if shape is None or not value.is_floating_point():
         return None
-    kept = [n for n in shape if n != 1]
+    kept = tuple([n for n in shape if n != 1])
     tokens = Size(1, ("S",)) if "S" in r.recording.sizes else r.tokens
     if len(kept) not in (2, 3) or kept[-2] != tokens or not isinstance(kept[-1], int):
         return None
     return kept if len(kept) == 2 or kept[0] == Size(1, ("B",)) else None
-
-
-def _plain_shape(r: Reader, number: int) -> list[int]:
-    sizes = r.recording.sizes
-    return [n.of(sizes) if isinstance(n, Size) else n for n in _table_shape(r, number) or ()]
-
-
-def _ways(table: Tensor) -> list[tuple[int, int, bool]]:
-    """The columns that a table with each angle once or twice may have: stop, step; interleaved."""
-    width, found = table.shape[-1], []
-    half = width // 2
-    if width % 2 == 0 and torch.equal(table[..., :half], table[..., half:]):
-        found += [(half, 1, False), (half, 1, True)]
-    if width % 2 == 0 and torch.equal(table[..., ::2], table[..., 1::2]):
-        found += [(width, 2, True), (width, 2, False)]
-    return [*found, (width, 1, False), (width, 1, True)]
-
-
-def _table(t: Tensor, shape: Any, stop: int, step: int) -> Tensor:
-    return t.reshape(tuple(shape))[..., :stop:step]
-
-
-def _add_table(r: Reader, number: int, stop: int, step: int) -> int:
-    """A table with each angle once, as a value of its own."""
-    shape = _table_shape(r, number)
-    assert shape is not None
-    made = _table(r.recording.values[number].detach(), _plain_shape(r, number), stop, step)
-    return r.new_value("table", _table, (Ref(number), shape, stop, step), made)
 
 
 # --- scores

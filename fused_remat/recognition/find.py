@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from torch import nn
 
@@ -11,37 +11,26 @@ from fused_remat.layers.fused_layer import FusedLayer
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
-def repeated_layers(model: nn.Module) -> Iterator[nn.Module]:
+def repeated_layers(model: nn.Module) -> list[nn.Module]:
     """The transformer layers of a model, in order; the model itself if it is one.
 
     A layer is an element of a list of modules, or the model itself, that has a norm and two
     matrices. Where such an element has a list of like layers itself (a stage of a hierarchical
-    model), those are the layers.
+    model), those are the layers. Where there is none, parts without a norm are layers.
     """
-    found = list(_layers(model))
+    found = list(_layers(model, _is_layer))
     if not found and _is_layer(model) and not _lists(model):
         found = [model]
-    seen: set[nn.Module] = set()
-    for layer in found:
-        if layer not in seen:
-            seen.add(layer)
-            yield layer
+    return list(dict.fromkeys(found or _layers(model, _is_part)))
 
 
-def _layers(module: nn.Module) -> Iterator[nn.Module]:
+def _layers(module: nn.Module, chosen: Callable[[nn.Module], bool]) -> Iterator[nn.Module]:
     for child in module.children():
-        if isinstance(child, FusedLayer):
-            continue
-        if not isinstance(child, _LISTS):
-            yield from _layers(child)
-            continue
-        for element in child.children():
-            if isinstance(element, FusedLayer):
-                continue
-            if _is_layer(element) and not any(map(_is_stage, _lists(element))):
-                yield element
-            else:
-                yield from _layers(element)
+        in_list = isinstance(module, _LISTS) and not isinstance(child, (FusedLayer, *_LISTS))
+        if in_list and chosen(child) and not any(map(_is_stage, _lists(child))):
+            yield child
+        elif not isinstance(child, FusedLayer):
+            yield from _layers(child, chosen)
 
 
 def _lists(module: nn.Module) -> list[nn.Module]:
@@ -60,18 +49,15 @@ def _is_stage(children: nn.Module) -> bool:
 
 def _is_layer(module: nn.Module) -> bool:
     """Whether a module has a norm over the width and two matrices or more."""
+    norms = any("norm" in type(part).__name__.lower() for part in module.modules())
+    return norms and _is_part(module)
+
+
+def _is_part(module: nn.Module) -> bool:
+    """Whether a module, not one of PyTorch's, has two matrices or more, and no batch norm."""
     if type(module).__module__.startswith("torch.nn.") or isinstance(module, FusedLayer):
         return False
     parts = [part for part in module.modules() if part is not module]
-    norms = any("norm" in type(part).__name__.lower() for part in parts)
-    matrices = sum(
-        1
-        for part in parts
-        for p in part.parameters(recurse=False)
-        if p.dim() == 2 and min(p.shape) > 1
-    )
-    return (
-        norms
-        and matrices >= 2
-        and not any(isinstance(p, nn.modules.batchnorm._BatchNorm) for p in parts)
-    )
+    matrices = [p for part in parts for p in part.parameters(recurse=False) if p.dim() == 2]
+    batch_norm = any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in parts)
+    return sum(min(p.shape) > 1 for p in matrices) >= 2 and not batch_norm

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,13 +15,14 @@ from fused_remat.autograd import run_block
 from fused_remat.execution.executor import autocast_off
 from fused_remat.execution.observe import DECISIONS
 from fused_remat.graph.graph import Graph
-from fused_remat.huggingface.layer import HuggingFaceLayer, class_of
+from fused_remat.layers.converted import CACHES, ConvertedLayer, class_of
 from fused_remat.layers.eligibility import Reason, Unsupported, check_global_hooks
 from fused_remat.layers.precision import Precision, low_dtype, precision_of
 from fused_remat.layers.read import LayerCall
 from fused_remat.policies import Policy, kept_names
-from fused_remat.recognition.call import INDICES, Call, Known, read_call
+from fused_remat.recognition.call import Known, read_call
 from fused_remat.recognition.record import Unreadable, leaves, without_dropout
+from fused_remat.recognition.samples import INDICES, Call
 from fused_remat.steps.norm import Norm
 from fused_remat.steps.residual import Add
 
@@ -46,7 +48,36 @@ _reading = threading.RLock()
 _UNREAD = Graph("unread", (Add(name="output", x="input"),), ())
 
 
-class ReadLayer(HuggingFaceLayer):
+#: The sizes of a call for any of which a layer is read; at last for this length alone.
+SIZES = (("B", "S", "M"), ("B",))
+
+
+class _ReadCall(LayerCall):
+    """A call as a block that has no spec."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        tensors: Mapping[str, Tensor | None],
+        functions: Mapping[str, Any],
+        precision: Precision | None,
+        result: Callable[[Tensor], Any],
+    ) -> None:
+        self._graph, self._result = graph, result
+        self.tensors, self.functions, self.precision = tensors, functions, precision
+        self.seq_first, self.unbatched, self.warnings = False, False, ()
+
+    @property
+    def graph(self) -> Graph:
+        return self._graph
+
+    preserves_strides = True
+
+    def result(self, out: Tensor) -> Any:
+        return self._result(out)
+
+
+class ReadLayer(ConvertedLayer):
     """Mixed in before a layer class by `read_class`."""
 
     _owner = "its own"
@@ -64,6 +95,11 @@ class ReadLayer(HuggingFaceLayer):
             kept_names(policy, self._example())
         self._policy = policy
 
+    @property
+    def last(self) -> Known | Reason | None:
+        """What the layer was read as at its last call, or why it is left; None before a call."""
+        return self._last
+
     def _example(self) -> Graph:
         return self._last.graph if isinstance(self._last, Known) else _UNREAD
 
@@ -73,13 +109,6 @@ class ReadLayer(HuggingFaceLayer):
     def _layer_index(self) -> int:
         found = [getattr(m, "layer_idx", None) for m in self.modules()]
         return next((n for n in found if isinstance(n, int)), 0)
-
-    def _named(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
-        if len(args) > len(self.arguments) or not set(self.arguments[: len(args)]).isdisjoint(
-            kwargs
-        ):
-            return None
-        return {**dict(zip(self.arguments, args, strict=False)), **kwargs}
 
     def _call(self, **given: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -98,10 +127,7 @@ class ReadLayer(HuggingFaceLayer):
         if isinstance(known, Reason):
             return known
         tensors, functions, result = known.bind(self, None, given)
-        precision = self._precision(known, tensors)
-        return LayerCall(
-            None, tensors, functions, precision=precision, graph=known.graph, result=result
-        )
+        return _ReadCall(known.graph, tensors, functions, self._precision(known, tensors), result)
 
     def _precision(self, known: Known, tensors: Mapping[str, Tensor | None]) -> Precision | None:
         x = tensors["input"]
@@ -120,7 +146,7 @@ class ReadLayer(HuggingFaceLayer):
         computes the same for all; else for those of this call.
         """
         reasons = []
-        for vary in (("B", "S", "M"), ("B",)):
+        for vary in SIZES:
             call = Call(given, vary)
             for free in (True, False):
                 key = state_of(self, free), call.key(free)
@@ -194,6 +220,26 @@ READ: dict[type[nn.Module], type[ReadLayer]] = {}
 def read_class(stock: type[nn.Module]) -> type[ReadLayer]:
     """The class that stands in for a layer class without a row, one object each."""
     return class_of(stock, ReadLayer, READ)
+
+
+def would_read(layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    """What `convert` would make of a stock layer, for a call of it."""
+    names = list(inspect.signature(type(layer).forward).parameters)[1:]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    given = {name: value for name, value in given.items() if name not in CACHES}
+    reasons = []
+    for vary in SIZES:
+        try:
+            known = read_call(
+                layer, types.MethodType(type(layer).forward, layer), Call(given, vary)
+            )
+        except Unreadable as reason:
+            reasons.append(str(reason))
+            continue
+        pieces = [f"{name}, which is replayed ({why})" for name, why in known.reading.pieces]
+        steps = ", ".join([node.name for node in known.graph.nodes])
+        return f"convert makes it a block: {'; '.join([steps, *pieces])}"
+    return f"convert leaves it as it is: {'; '.join(dict.fromkeys(reasons))}"
 
 
 _told: set[tuple[type, str]] = set()

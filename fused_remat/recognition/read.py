@@ -141,7 +141,7 @@ class Reader:
     widths: dict[str, int] = field(default_factory=dict)
     values: dict[str, int] = field(default_factory=dict)
     transposed: set[str] = field(default_factory=set)
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: dict[str, Piece] = field(default_factory=dict)
     sites: int = SITE
 
     def __post_init__(self) -> None:
@@ -182,7 +182,8 @@ class Reader:
         before, stand_ins = self._before([*values.values(), *others])
         return Reading(
             graph, before, values, self.transposed, self.programs, layouts, (target, layout),
-            recording.result, recording.inputs, recording.sources, stand_ins, tuple(self.pieces),
+            recording.result, recording.inputs, recording.sources, stand_ins,
+            tuple(self.pieces.values()),
         )  # fmt: skip
 
     def _target(self) -> tuple[int, Layout]:
@@ -246,9 +247,10 @@ class Reader:
         if "S" in sizes:
             found = layout_of(shape, [*batch, "S"], self.tokens)
             return found or ("M" in sizes and layout_of(shape, [*batch, "M"], self.tokens)) or None
-        if number in self.heads and shape is not None and len(shape) == 4:
-            if (shape[0], shape[2]) == (Size(1, ("B",)), self.tokens):
-                return Layout((("B",), *[(n,) for n in shape[1:]]), (0, 2), ("B",))
+        four = shape if number in self.heads and shape is not None and len(shape) == 4 else (0,) * 4
+        if (four[0], four[2]) == (Size(1, ("B",)), self.tokens):
+            shape = four
+            return Layout((("B",), *[(n,) for n in shape[1:]]), (0, 2), ("B",))
         return layout_of(shape, batch, self.tokens)
 
     def live(self, value: Any) -> bool:
@@ -557,7 +559,7 @@ class Reader:
         for one, up in (given, given[::-1]):
             made = self.producer(self._plain(one.index))
             act = None if made is None else _activation_of(made)
-            gate = made.args[0] if made is not None and act is not None else None
+            gate: Any = made.args[0] if made is not None and act is not None else None
             if self.live(gate) and mine == self.layout(gate.index) == self.layout(up.index):
 
                 def build(gate: int = gate.index, up: int = up.index, act: Any = act) -> str:
@@ -611,9 +613,13 @@ class Reader:
                 whole = whole or shape[0] != Size(1, ("B",))
         where = str(op.path) if opaque else _common([o.inside for o in ops])
         is_piece = opaque or len(ops) > _FEW or any(o.name in _HEAVY for o in ops)
-        name = self.unique(where if is_piece else f"{where}.{op.name.strip('_')}".lstrip("."))
+        name = self.unique(
+            where or "forward" if is_piece else f"{where}.{op.name.strip('_')}".lstrip(".")
+        )
         if is_piece:
-            self.pieces.append(Piece(name, str(op.info) if opaque else "no step of a block"))
+            self.pieces[where] = Piece(
+                where or "forward", str(op.info) if opaque else "no step of a block"
+            )
         tensors = tuple([self.param(n) for n in params])
         node = Replay(
             name=name, xs=tuple(names), tensors=tensors, function=name,
@@ -751,9 +757,11 @@ def _is_same(g: Tensor | None, h: Tensor | None) -> bool:
 
 def _is_last(layout: Layout | None) -> bool:
     """Whether the width is the last dimension, and that alone."""
-    if layout is None or len(layout.features) != 1:
+    if layout is None or len(layout.factors[-1]) != 1:
         return False
-    return len(layout.factors[-1]) == 1 and len(layout.flat) - 1 not in layout.tokens
+    last = len(layout.flat) - 1
+    others = [n for i, n in enumerate(layout.flat) if i not in (*layout.tokens, last)]
+    return last not in layout.tokens and all(n == 1 for n in others)
 
 
 def _norm_of(op: Op) -> tuple[NormSpec | None, Any, Any, Any]:
@@ -784,7 +792,7 @@ def _matmul(r: Reader, number: int, op: Op) -> Callable[[], str] | None:
     return r._linear(number, op) or attend.from_softmax(r, number, op)
 
 
-#: By the name of an operation: what returns the function that makes its step, or None if it is none.
+#: By the name of an operation: what returns the function that makes its step, None for no step.
 _STEPS: Mapping[str, Callable[[Reader, int, Op], Callable[[], str] | None]] = {
     "linear": Reader._linear,
     "addmm": Reader._linear,

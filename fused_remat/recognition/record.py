@@ -209,15 +209,14 @@ def multi_head_attention(
     """`F.multi_head_attention_forward` in linear layers and one attention, without weights."""
     if not (bias_k is bias_v is static_k is static_v is None) or add_zero_attn:
         raise Unreadable("nn.MultiheadAttention with bias_k, add_zero_attn or static keys")
-    if use_separate_proj_weight or weight is None:
-        weights = (q_proj_weight, k_proj_weight, v_proj_weight)
-    else:
+    weights: Any = (q_proj_weight, k_proj_weight, v_proj_weight)
+    if not use_separate_proj_weight and weight is not None:
         weights = weight.chunk(3)
-    biases = (None, None, None) if bias is None else bias.chunk(3)
+    biases: Any = (None, None, None) if bias is None else bias.chunk(3)
     batch, width = query.shape[1], embed_dim // num_heads
     heads = [
         F.linear(x, w, b).view(x.shape[0], batch, num_heads, width).permute(1, 2, 0, 3)
-        for x, w, b in zip((query, key, value), weights, biases, strict=True)  # type: ignore[arg-type]
+        for x, w, b in zip((query, key, value), weights, biases, strict=True)
     ]
     if attn_mask is not None and attn_mask.dim() == 3:
         attn_mask = attn_mask.view(batch, num_heads, *attn_mask.shape[1:])
@@ -233,7 +232,8 @@ def multi_head_attention(
     elif attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = attn_mask.logical_not()
     p = dropout_p if training else 0.0
-    out = F.scaled_dot_product_attention(*heads, attn_mask=attn_mask, dropout_p=p)
+    q, k, v = heads
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask, dropout_p=p)
     out = out.permute(2, 0, 1, 3).reshape(query.shape[0], batch, embed_dim)
     return F.linear(out, out_weight, out_bias), None
 
@@ -519,7 +519,7 @@ def _record(
     lengths = [len(a) for a in others]
     buffers = {n: b._version for n, b in named.items() if not b.requires_grad}
     with _recording(recorder), torch.enable_grad():
-        result = torch.func.functional_call(_Caller(layer, forward), _prefixed(named), (), given)
+        result = run_with(layer, forward, named, given)
     if [len(a) for a in others] != lengths:
         raise Unreadable("it adds to an object that it is called with")
     changed = [n for n, version in buffers.items() if named[n]._version != version]
@@ -716,8 +716,8 @@ class _Join:
         given = refs((args, kwargs))
         outs = [n if n not in given else None for n in a.outs]
         op = Op(
-            a.path.rpartition(".")[2], torch.func.functional_call, (tensors, args, kwargs), {}, outs,
-            a.path,
+            a.path.rpartition(".")[2], torch.func.functional_call, (tensors, args, kwargs), {},
+            outs, a.path,
             path=a.path, info=reason, random=any(inner.random or inner.p for inner in a.ops()),
         )  # fmt: skip
         self._outs(a.outs, b.outs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
@@ -51,7 +52,7 @@ def _split(nodes: dict[str, Node], picks: Picks) -> None:
 def _tiling(replays: list[Node], picks: Picks, width: int) -> list[tuple[int, int]]:
     """Columns side by side, from 0 to `width`, with the ends that the replays have."""
     ends = sorted({end for r in replays for end in picks[r.name][1:]} | {0, width})
-    return list(zip(ends, ends[1:], strict=False))
+    return list(itertools.pairwise(ends))
 
 
 def _drop_and_add(nodes: dict[str, Node]) -> None:

@@ -16,6 +16,8 @@ from fused_remat.execution.observe import DECISIONS, OBSERVERS, TRACERS, BlockRu
 from fused_remat.execution.prepare import Execution
 from fused_remat.graph.schedule import Step
 from fused_remat.layers.fused_layer import FusedLayer
+from fused_remat.recognition.find import repeated_layers
+from fused_remat.recognition.layer import would_read
 from fused_remat.report.step import restored
 from fused_remat.steps.chunk import Chunk, Pass
 from fused_remat.steps.node import Node
@@ -77,8 +79,8 @@ def explain(model: nn.Module, *inputs: Any, **kwargs: Any) -> Explanation:
 
     For every call: what is kept for backward, which implementation runs each step of the forward
     pass and why no faster one does, and what backward rebuilds. For a fused layer that does not
-    take the fused path: the reason. Print the result. Torch's random state, buffers and `.grad`
-    are restored afterwards.
+    take the fused path: the reason. For a stock layer: the block that `convert` would make of it.
+    Print the result. Torch's random state, buffers and `.grad` are restored afterwards.
 
     Raises: whatever the model raises.
 
@@ -126,11 +128,14 @@ class _Recorder:
 
     def __init__(self, model: nn.Module) -> None:
         layers = [(n, m) for n, m in model.named_modules() if isinstance(m, FusedLayer)]
+        stock = {*repeated_layers(model)}
+        self._stock = {m: n or type(m).__name__ for n, m in model.named_modules() if m in stock}
         self._names: dict[nn.Module, str] = {m: n or type(m).__name__ for n, m in layers}
         self._found = Explanation()
         self._inside: list[str] = []  # names of the layers that are running
         self._blocks: dict[Pass, tuple[BlockExplanation, Chunk]] = {}  # with its first chunk
         self._steps: list[tuple[BlockExplanation, Node, list[str]]] = []
+        self._unread: list[tuple[BlockExplanation, nn.Module, Any, Any]] = []  # stock layers' calls
         self._thread = threading.get_ident()
         self._exit = contextlib.ExitStack()
 
@@ -146,6 +151,9 @@ class _Recorder:
             leave = layer.register_forward_hook(self._leave, always_call=True)
             self._exit.callback(enter.remove)
             self._exit.callback(leave.remove)
+        for layer in self._stock:
+            enter = layer.register_forward_pre_hook(self._note, with_kwargs=True)
+            self._exit.callback(enter.remove)
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -153,11 +161,20 @@ class _Recorder:
 
     def explanation(self) -> Explanation:
         """The explanations, with the implementations that the steps reported while running."""
+        for block, layer, args, kwargs in self._unread:
+            block.reason = would_read(layer, args, kwargs)
         for block, node, reasons in self._steps:
             said = filter(None, ("; ".join(dict.fromkeys(reasons)), node.says[0]))
-            names = [name for name in node.makes if "." not in name]
+            names = [n for n in node.makes if n not in (*node.stats, *node.transients)]
             block.forward += zip(names, [", ".join(said)] * len(names), strict=True)
         return self._found
+
+    def _note(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note a call of a stock layer."""
+        title = f"{type(layer).__name__}, not converted"
+        block = BlockExplanation(self._stock[layer], title)
+        self._found.append(block)
+        self._unread.append((block, layer, args, kwargs))
 
     def _enter(self, layer: nn.Module, *_: Any) -> None:
         self._inside.append(self._names[layer])

@@ -119,7 +119,7 @@ class Pass:
         self,
         execution: Layout,
         tensors: Mapping[str, Tensor | None],
-        functions: Mapping[str, Callable[[Tensor], Tensor]],
+        functions: Mapping[str, Callable[..., Tensor]],
         like: Tensor,
         watch: Callable[[Any, Chunk], None] | None = None,
         sink: Mapping[str, Tensor] | None = None,

@@ -6,6 +6,7 @@ operations. It keeps nothing: backward rebuilds the inputs that it reads, as for
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -44,8 +45,8 @@ class Replay(Node):
             read other tensors that need gradients.
         what: what the function is, for messages and to tell graphs apart.
         columns: the width of the result.
-        needed_for: for each input, those of the inputs and tensors whose gradients depend on its value.
-            Where none of them is asked for, backward calls the function with zeros in its place.
+        needed_for: for each input, those of the inputs and tensors whose gradients depend on its
+            value. Where none is asked for, backward calls the function with zeros in its place.
         batched: those of the tensors whose first dimension is the batch.
         tokenwise: whether each token's result depends on that token alone.
     """
@@ -59,12 +60,12 @@ class Replay(Node):
     batched: tuple[str, ...] = ()
     tokenwise: bool = False
 
-    @property
-    def inputs(self) -> tuple[str, ...]:  # type: ignore[override]
+    @functools.cached_property
+    def inputs(self) -> tuple[str, ...]:
         return self.xs
 
     @property
-    def per_sequence(self) -> bool:  # type: ignore[override]
+    def per_sequence(self) -> bool:
         return not self.tokenwise
 
     @property

@@ -1,0 +1,238 @@
+"""Small calls of a layer on random tensors of other sizes; and what submodules are, by trying."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fused_remat.recognition.record import Sample, Unreadable, leaves, map_tree
+from fused_remat.spec import NormSpec
+from fused_remat.steps.activation import ACTIVATIONS
+
+_MEMORY = ("encoder_hidden_states", "memory", "context", "encoder_output", "key_value_states", "xa")
+
+
+#: Attributes that number a layer of a model.
+INDICES = ("layer_idx", "layer_id", "layer_number", "layer_index", "block_idx")
+
+
+class Call:
+    """The arguments of a call by name, and what their dimensions are.
+
+    Attributes:
+        given: the arguments.
+        dims: for each tensor among their leaves, the names of its dimensions' sizes, or numbers.
+        active: for each leaf, whether it is an activation.
+        sizes: of the call, by name.
+        places: among the leaves, of the residual stream's input, and of the memory if any.
+    """
+
+    def __init__(self, given: Mapping[str, Any], vary: Sequence[str]) -> None:
+        self.given, found = given, leaves(given)
+        names: list[str] = []
+        for name, value in given.items():
+            names += [name] * len(leaves(value))
+        tensors = [
+            i for i, t in enumerate(found) if isinstance(t, Tensor) and t.is_floating_point()
+        ]
+        if not tensors:
+            raise Unreadable("it has no floating-point argument")
+        x = found[tensors[0]]
+        if x.dim() not in (2, 3, 4):
+            raise Unreadable(f"its input has shape {tuple(x.shape)}")
+        memory = [
+            i for i in tensors[1:] if names[i] in _MEMORY and found[i].dim() == 3 and x.dim() == 3
+        ]
+        sizes = {"S": x.shape[0]} if x.dim() == 2 else {"B": x.shape[0], "S": x.shape[1]}
+        self.tokens = x.shape[:-1].numel() if x.dim() == 2 else x.shape[1:-1].numel()
+        if memory:
+            sizes["M"] = found[memory[0]].shape[1]
+        if x.dim() == 4:
+            del sizes["S"]
+        self.sizes = {name: n for name, n in sizes.items() if name in vary}
+        self.places = (tensors[0], memory[0] if memory else None)
+        self.active = [i in self.places for i in range(len(found))]
+        #: Among the leaves, the bounds of sequences of variable length.
+        self.bounds = next(
+            (
+                i for i, t in enumerate(found)
+                if isinstance(t, Tensor) and "cu_seq" in names[i] and t.dim() == 1 and x.dim() == 2
+            ),
+            None,
+        )  # fmt: skip
+        self.dims = [
+            self._dims(t, names[i], i == self.places[1]) if isinstance(t, Tensor) else None
+            for i, t in enumerate(found)
+        ]
+
+    def _dims(self, t: Tensor, name: str, is_memory: bool) -> tuple[str | int, ...]:
+        sizes = self.sizes
+        dims: list[str | int] = list(t.shape)
+        first = ["B"] if "B" in sizes else []
+        lengths = [
+            n for n in (("M", "S") if "encoder" in name or is_memory else ("S", "M")) if n in sizes
+        ]
+        is_mask = t.dim() == 4 or any(word in name for word in ("mask", "bias", "alibi"))
+        features = t.is_floating_point() and t.dim() > 1 and not is_mask
+        for i, n in enumerate(t.shape[:-1] if features else t.shape):
+            if i == 0 and first and n == sizes["B"] and (n > 1 or t.dim() != 4):
+                dims[i] = "B"
+            elif i == 0 and first and t.dim() == 3 and n % sizes["B"] == 0 and sizes["B"] > 1:
+                dims[i] = f"{n // sizes['B']}B"  # heads inside of the batch
+            elif i > 0 or not first or t.dim() in (1, 2):
+                dims[i] = next((s for s in lengths if sizes[s] == n), n)
+        return tuple(dims)
+
+    def key(self, free: bool) -> tuple[Any, ...]:
+        """What the reading depends on; `free`: not on whole numbers."""
+        found: list[Any] = []
+        for leaf, dims in zip(leaves(self.given), self.dims, strict=True):
+            if isinstance(leaf, Tensor):
+                kind = "float" if leaf.is_floating_point() else leaf.dtype
+                found.append((dims, kind, leaf.device.type))
+            elif type(leaf) is int and free:
+                found.append(int)
+            elif leaf is None or isinstance(leaf, (bool, int, float, str, torch.dtype)):
+                found.append(leaf)
+            else:  # recording it says whether the layer uses it
+                found.append(type(leaf))
+        shape = map_tree(self.given, lambda leaf: None)
+        return (*found, repr(shape), tuple(self.sizes))
+
+    def sample(
+        self,
+        layer: nn.Module,
+        sizes: Mapping[str, int],
+        dtype: torch.dtype,
+        seed: int,
+        whole: bool = True,
+        shift: int = 0,
+        params: torch.dtype | None = None,
+    ) -> Sample:
+        """A call of other sizes, with random activations and parameters, in `dtype`.
+
+        `whole`: packed tokens are one sequence, else two. `shift`: added to whole numbers.
+        `params`: the dtype of parameters, if it is another.
+        """
+        generator = torch.Generator().manual_seed(seed)
+
+        def random(shape: Sequence[int], device: torch.device) -> Tensor:
+            made = torch.randn(tuple(shape), generator=generator, dtype=dtype)
+            return made.to(device).requires_grad_()
+
+        sizes = {name: sizes[name] for name in self.sizes}
+        bounds = None if self.bounds is None else leaves(self.given)[self.bounds]
+        places = iter(zip(self.dims, self.active, strict=True))
+
+        def given(leaf: Any) -> Any:
+            dims, is_active = next(places)
+            if not isinstance(leaf, Tensor) or dims is None:
+                return leaf + shift if type(leaf) is int else leaf
+            if bounds is not None and leaf is bounds:
+                n = sizes["S"]
+                ends = [0, n] if whole else [0, n // 3, n]
+                return torch.tensor(ends, dtype=leaf.dtype, device=leaf.device)
+            shape = [n if isinstance(n, int) else sizes[n[-1]] * int(n[:-1] or 1) for n in dims]
+            if is_active or (leaf.is_floating_point() and leaf.requires_grad):
+                return random(shape, leaf.device)
+            made = leaf.detach()
+            for i, n in enumerate(shape):
+                if n != made.shape[i]:
+                    order = torch.arange(n, device=made.device) % max(made.shape[i], 1)
+                    made = made.index_select(i, order)
+            return _cast(made, dtype) if made.is_floating_point() else made.clone()
+
+        named: dict[str, Tensor] = {}
+        for name, p in layer.named_parameters():
+            t = random(p.shape, p.device).detach()
+            if p.dim() == 1 and "bias" not in name:
+                t = t.abs_().add_(0.5)
+            elif p.dim() > 1:
+                t.mul_(0.6 * p.shape[-1] ** -0.5)
+            else:
+                t.mul_(0.2)
+            named[name] = t.to(params or dtype).requires_grad_(p.is_floating_point())
+        for name, b in layer.named_buffers():
+            named[name] = (
+                b.detach().to(params or dtype) if b.is_floating_point() else b.detach().clone()
+            )
+        return Sample(sizes, dtype, named, map_tree(dict(self.given), given), self.active)
+
+
+def _cast(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask or table in another dtype; the lowest number of its dtype does not become infinite."""
+    limit = min(torch.finfo(dtype).max, torch.finfo(t.dtype).max)
+    return torch.where(t.isinf(), t, t.clamp(-limit, limit)).to(dtype)
+
+
+def leaf_of(module: nn.Module) -> NormSpec | str | None:
+    """What a submodule computes as a whole: a norm, or an activation by its name; found by trying.
+
+    >>> leaf_of(nn.LayerNorm(8)), leaf_of(nn.GELU(approximate="tanh")), leaf_of(nn.Linear(2, 2))
+    (NormSpec(kind='layer_norm', eps=1e-05, offset=0.0), 'gelu_tanh', None)
+    """
+    params = dict(module.named_parameters(recurse=False))
+    if any(True for _ in module.children()) or len(params) > 2:
+        return None
+    if type(module) in (nn.Dropout, nn.Identity, nn.Linear):
+        return None
+    if any(p.dim() != 1 for p in params.values()) or any(True for _ in module.buffers()):
+        return None
+    if not params and not hasattr(module, "normalized_shape"):
+        x = torch.linspace(-9.0, 9.0, 1001, dtype=torch.float64)
+        y = _tried(module, {}, x.clone())
+        if y is None:
+            return None
+        rows = ACTIVATIONS.items()
+        name = next((n for n, a in rows if torch.allclose(a.fwd(x), y, 1e-9, 1e-9)), None)
+        return name or _norm_kind(module, params)
+    return _norm_kind(module, params)
+
+
+def _norm_kind(module: nn.Module, params: Mapping[str, Tensor]) -> NormSpec | None:
+    shapes = {p.shape[0] for p in params.values()}
+    width = shapes.pop() if shapes else getattr(module, "normalized_shape", (16,))[-1]
+    if shapes:
+        return None
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(3, 4, width, generator=generator, dtype=torch.float64)
+    named = {n: torch.rand(width, generator=generator, dtype=torch.float64) + 0.5 for n in params}
+    y, small = _tried(module, named, x), _tried(module, named, 1e-3 * x)
+    if y is None or small is None:
+        return None
+    weight, bias = (*named.values(), None, None)[:2]
+    numbers = {v for v in vars(module).values() if isinstance(v, float) and 0.0 < v < 1e-2}
+    for eps in sorted({*numbers, 1e-5, 1e-6, 1e-8, 1e-12, torch.finfo(torch.float32).eps}):
+        for kind in ("layer_norm", "rms_norm"):
+            for offset in (0.0, 1.0) if params else (0.0,):
+                spec = NormSpec(kind=kind, eps=eps, offset=offset)
+                pairs = ((x, y), (1e-3 * x, small))
+                if all(
+                    torch.allclose(_plain_norm(spec, a, weight, bias), b, 1e-5, 1e-7)
+                    for a, b in pairs
+                ):
+                    return spec
+    return None
+
+
+def _plain_norm(spec: NormSpec, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    if spec.kind == "layer_norm":
+        y = F.layer_norm(x, x.shape[-1:], None, None, spec.eps)
+    else:
+        y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + spec.eps)
+    y = y if weight is None else y * (weight + spec.offset)
+    return y if bias is None else y + bias
+
+
+def _tried(module: nn.Module, named: Mapping[str, Tensor], x: Tensor) -> Tensor | None:
+    """The module on x, with parameters `named`; None if it raises or returns something else."""
+    try:
+        with torch.no_grad():
+            y = torch.func.functional_call(module, dict(named), (x,))
+    except Exception:  # whatever it is, it is no norm and no activation
+        return None
+    return y if isinstance(y, Tensor) and y.shape == x.shape else None

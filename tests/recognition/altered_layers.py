@@ -1,0 +1,660 @@
+"""Small layers, each with one thing that a reader of layers may get wrong."""
+
+from __future__ import annotations
+
+import math
+import random
+import types
+from types import SimpleNamespace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+WIDTH, HEADS, LONGEST = 16, 4, 160
+
+
+def heads(x: Tensor) -> Tensor:
+    return x.view(*x.shape[:2], HEADS, -1).transpose(1, 2)
+
+
+class Attention(nn.Module):
+    """Causal attention; subclasses have another `attend`."""
+
+    def __init__(self, index: int = 0):
+        super().__init__()
+        self.q, self.k = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.v, self.o = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, *args: Tensor) -> Tensor:
+        q, k, v = (heads(layer(x)) for layer in (self.q, self.k, self.v))
+        return self.o(self.attend(q, k, v, *args).transpose(1, 2).reshape(x.shape))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+class MLP(nn.Module):
+    def __init__(self, index: int = 0):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 24), nn.Linear(24, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
+class Block(nn.Module):
+    """Nothing is altered: x + attention, then + MLP."""
+
+    attention: type[nn.Module] = Attention
+    feed: type[nn.Module] = MLP
+
+    def __init__(self, index: int = 0):
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.attn, self.mlp = self.attention(index), self.feed(index)
+        self.set_up(index)
+
+    def set_up(self, index: int) -> None:
+        """For the attributes of subclasses."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.norm1(x))
+        return x + self.branch(self.norm2(x))
+
+    def branch(self, x: Tensor) -> Tensor:
+        return self.mlp(x)
+
+
+# Random numbers.
+
+
+class Noise(Block):
+    def branch(self, x: Tensor) -> Tensor:
+        return self.mlp(x + 0.1 * torch.randn_like(x))
+
+
+class NoiseOfShape(Block):
+    def branch(self, x: Tensor) -> Tensor:
+        return self.mlp(x + 0.1 * torch.randn(x.shape, dtype=x.dtype))
+
+
+class NoisyMLP(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = F.gelu(self.up(x))
+        return self.down(hidden * (1.0 + 0.1 * torch.randn_like(hidden)))
+
+
+class NoisePiece(Block):
+    feed = NoisyMLP
+
+
+class DrawnDepth(Block):
+    """LayerDrop inside of the layer: a number that is drawn decides whether the MLP runs."""
+
+    def branch(self, x: Tensor) -> Tensor:
+        return 0.0 * x if self.training and torch.rand(()).item() < 0.2 else self.mlp(x)
+
+
+class DrawnDepthByPython(Block):
+    def branch(self, x: Tensor) -> Tensor:
+        return 0.0 * x if self.training and random.random() < 0.2 else self.mlp(x)
+
+
+class DropPath(nn.Module):
+    def __init__(self, p: float):
+        super().__init__()
+        self.p = p
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return x
+        kept = x.new_empty((x.shape[0], 1, 1)).bernoulli_(1.0 - self.p)
+        return x * kept / (1.0 - self.p)
+
+
+class Paths(Block):
+    def set_up(self, index: int) -> None:
+        self.drop_path = DropPath(0.4)
+
+    def branch(self, x: Tensor) -> Tensor:
+        return self.drop_path(self.mlp(x))
+
+
+class DroppingAttention(Attention):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        p = 0.2 if self.training else 0.0
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True)
+
+
+class Dropping(Block):
+    attention = DroppingAttention
+
+    def set_up(self, index: int) -> None:
+        self.drop = nn.Dropout(0.3)
+
+    def branch(self, x: Tensor) -> Tensor:
+        return self.drop(self.mlp.down(self.drop(F.gelu(self.mlp.up(x)))))
+
+
+# State.
+
+
+class RunningMean(Block):
+    def set_up(self, index: int) -> None:
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def branch(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(x.mean((0, 1)), alpha=0.1)
+        return self.mlp(x - self.mean.clone())
+
+
+class ReplacedMean(RunningMean):
+    """The buffer is another tensor after each call."""
+
+    def branch(self, x: Tensor) -> Tensor:
+        y = self.mlp(x - self.mean)
+        self.mean = (0.9 * self.mean + 0.1 * x.mean((0, 1))).detach()
+        return y
+
+
+class Counter(Block):
+    """A whole number that counts calls, and what is computed with it."""
+
+    def set_up(self, index: int) -> None:
+        self.calls = 0
+
+    def branch(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.mlp(x) / self.calls
+
+
+class IdleCounter(Counter):
+    def branch(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.mlp(x)
+
+
+class AuxiliaryLoss(Block):
+    """The model adds what the layer leaves behind to its loss."""
+
+    def branch(self, x: Tensor) -> Tensor:
+        y = self.mlp(x)
+        self.auxiliary = y.square().mean()
+        return y
+
+
+class Collected(Block):
+    """What the layer leaves behind is in a list."""
+
+    def set_up(self, index: int) -> None:
+        self.found: list[Tensor] = []
+
+    def branch(self, x: Tensor) -> Tensor:
+        y = self.mlp(x)
+        self.found.append(y.square().mean())
+        return y
+
+
+# Branches.
+
+
+class BranchOnSum(Block):
+    def branch(self, x: Tensor) -> Tensor:
+        return self.mlp(x) if x.sum() > 0 else -self.mlp(x)
+
+
+class ItemScale(Block):
+    def branch(self, x: Tensor) -> Tensor:
+        return self.mlp(x) / x.abs().max().item()
+
+
+class BranchingMLP(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return 0.5 * y if x.sum().item() > 0 else y
+
+
+class BranchPiece(Block):
+    feed = BranchingMLP
+
+
+class BranchOnMask(Block):
+    """A mask that hides nothing is left out, with another way to compute."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        y = x + self.attn(self.norm1(x))
+        if mask.all():
+            return y + self.mlp(self.norm2(y))
+        return y + self.mlp(self.norm2(y)) * mask[..., None].to(x.dtype)
+
+
+class BranchOnBuffer(Block):
+    def set_up(self, index: int) -> None:
+        self.register_buffer("enabled", torch.tensor(index == 0))
+
+    def branch(self, x: Tensor) -> Tensor:
+        return self.mlp(x) if self.enabled else 0.5 * self.mlp(x)
+
+
+class TrainFactor(Block):
+    def branch(self, x: Tensor) -> Tensor:
+        return self.mlp(x) * (1.5 if self.training else 1.0)
+
+
+class LengthBranch(Block):
+    def branch(self, x: Tensor) -> Tensor:
+        return self.mlp(x) * 0.25 if x.shape[1] > 100 else self.mlp(x)
+
+
+class IndexScale(Block):
+    def set_up(self, index: int) -> None:
+        self.layer_idx = index
+
+    def branch(self, x: Tensor) -> Tensor:
+        return self.mlp(x) / (self.layer_idx + 1)
+
+
+class IndexBranch(IndexScale):
+    def branch(self, x: Tensor) -> Tensor:
+        return self.mlp(x) if self.layer_idx % 2 == 0 else x * 0.5
+
+
+class PowerArgument(Block):
+    def forward(self, x: Tensor, power: int = 0) -> Tensor:
+        x = x + self.attn(self.norm1(x))
+        return x + self.mlp(self.norm2(x)) * 0.5**power
+
+
+class ShiftArgument(Block):
+    """A whole number that is used as the recorder expects sizes to be."""
+
+    def forward(self, x: Tensor, shift: int = 0) -> Tensor:
+        x = x + self.attn(self.norm1(x))
+        return x + self.mlp(torch.roll(self.norm2(x), shift, 1))
+
+
+class ObjectArgument(Block):
+    def forward(self, x: Tensor, context: SimpleNamespace) -> Tensor:
+        x = x + self.attn(self.norm1(x))
+        return x + context.scale * self.mlp(self.norm2(x))
+
+
+# What two layers of one class may differ in.
+
+
+class ListAttribute(Block):
+    def set_up(self, index: int) -> None:
+        self.scales = [1.0 + index]
+
+    def branch(self, x: Tensor) -> Tensor:
+        return self.scales[0] * self.mlp(x)
+
+
+class PrivateAttribute(Block):
+    def set_up(self, index: int) -> None:
+        self._scale = 1.0 + index
+
+    def branch(self, x: Tensor) -> Tensor:
+        return self._scale * self.mlp(x)
+
+
+class Config(Block):
+    """As Olmo's `config.clip_qkv`: read in forward."""
+
+    def set_up(self, index: int) -> None:
+        self.config = SimpleNamespace(clip=None if index else 0.3)
+
+    def branch(self, x: Tensor) -> Tensor:
+        y = self.mlp(x)
+        return y if self.config.clip is None else y.clamp(-self.config.clip, self.config.clip)
+
+
+class BufferMaskAttention(Attention):
+    """The first layer is causal, the others have a window: their buffers differ."""
+
+    def __init__(self, index: int = 0):
+        super().__init__(index)
+        ones = torch.ones(LONGEST, LONGEST)
+        seen = ones.tril() if index == 0 else ones.tril() - ones.tril(-3)
+        self.register_buffer("seen", seen.bool())
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        n = q.shape[2]
+        scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
+        return scores.masked_fill(~self.seen[:n, :n], -torch.inf).softmax(-1) @ v
+
+
+class BufferMask(Block):
+    attention = BufferMaskAttention
+
+
+class Constant(Block):
+    """A scalar buffer, read as a number."""
+
+    def set_up(self, index: int) -> None:
+        self.register_buffer("scale", torch.tensor(1.0 + index))
+
+    def branch(self, x: Tensor) -> Tensor:
+        return self.scale.item() * self.mlp(x)
+
+
+class PlainTensor(Block):
+    """A tensor that is neither a parameter nor a buffer."""
+
+    def set_up(self, index: int) -> None:
+        self.scale = torch.linspace(0.5, 1.5, WIDTH, dtype=torch.float64) + index
+
+    def branch(self, x: Tensor) -> Tensor:
+        return self.mlp(x) * self.scale
+
+
+# Residuals, gates, gradients.
+
+
+class ConstantCoefficients(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        x = 0.9 * x + 0.3 * self.attn(self.norm1(x))
+        return x.mul(1.1) - self.mlp(self.norm2(x)) / 3
+
+
+class LearnedCoefficients(Block):
+    def set_up(self, index: int) -> None:
+        self.vector = nn.Parameter(torch.rand(WIDTH))
+        self.scalar = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.vector * self.attn(self.norm1(x))
+        return self.scalar * x + self.mlp(self.norm2(x))
+
+
+class LearnedGate(Block):
+    def set_up(self, index: int) -> None:
+        self.gate = nn.Linear(WIDTH, WIDTH)
+
+    def branch(self, x: Tensor) -> Tensor:
+        return torch.sigmoid(self.gate(x)) * self.mlp(x)
+
+
+class StraightThrough(Block):
+    def branch(self, x: Tensor) -> Tensor:
+        return self.mlp((x.round() - x).detach() + x)
+
+
+class WithoutGradient(Block):
+    def branch(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = x.abs().mean(-1, keepdim=True)
+        return self.mlp(x) * scale
+
+
+class Detached(Block):
+    def branch(self, x: Tensor) -> Tensor:
+        return self.mlp(x) * x.detach().abs().mean(-1, keepdim=True)
+
+
+class _Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, dy: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 3.0 * dy * x  # not the derivative, so that a replay without it is found
+
+
+class OwnFunction(Block):
+    def branch(self, x: Tensor) -> Tensor:
+        return self.mlp(_Square.apply(x))
+
+
+class OwnFunctionMLP(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(_Square.apply(self.up(x)))
+
+
+class OwnFunctionPiece(Block):
+    feed = OwnFunctionMLP
+
+
+class TiedWeights(Block):
+    def set_up(self, index: int) -> None:
+        self.attn.k.weight = self.attn.q.weight
+
+    def branch(self, x: Tensor) -> Tensor:
+        return self.mlp(self.attn.o(x))
+
+
+# In place.
+
+
+class InPlace(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.attn(self.norm1(x))
+        y += x
+        z = self.mlp(self.norm2(y))
+        z.mul_(0.5)
+        return y + z
+
+
+class InPlaceColumns(Block):
+    def branch(self, x: Tensor) -> Tensor:
+        y = torch.zeros_like(x)
+        y[..., :5] = self.mlp(x)[..., :5]
+        y[..., 5:] = x[..., 5:] * 2
+        return y
+
+
+class InPlaceView(Block):
+    def branch(self, x: Tensor) -> Tensor:
+        y = self.mlp(x) * 1.0
+        first, second = y.narrow(-1, 0, 8), y.narrow(-1, 4, WIDTH - 4)
+        second.mul_(2.0)  # which changes y, and half of `first`
+        first.transpose(1, 2)[:, 1:].add_(1.0)
+        return y + torch.cat([second, first[..., :4]], -1)
+
+
+class InPlaceArgument(Block):
+    """The caller's tensor is changed, and the caller reads it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x += self.attn(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+# Parts.
+
+
+class WeightNormed(Block):
+    def set_up(self, index: int) -> None:
+        nn.utils.parametrizations.weight_norm(self.mlp.up)
+
+
+class Convolution(Block):
+    def set_up(self, index: int) -> None:
+        self.conv = nn.Conv1d(24, 24, 3, padding=1, groups=2)
+
+    def branch(self, x: Tensor) -> Tensor:
+        hidden = self.conv(self.mlp.up(x).transpose(1, 2)).transpose(1, 2)
+        return self.mlp.down(F.silu(hidden))
+
+
+class EinsumAttention(Attention):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = torch.einsum("bhie,bhje->bhij", q, k) * 0.4
+        return torch.einsum("bhij,bhje->bhie", scores.softmax(-1), v)
+
+
+class Einsum(Block):
+    attention = EinsumAttention
+
+
+class FilledAttention(Attention):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        n = q.shape[2]
+        later = torch.ones(n, n, dtype=torch.bool).triu(1)
+        scores = torch.matmul(q, k.transpose(-2, -1)) / math.sqrt(q.shape[-1])
+        return torch.matmul(scores.masked_fill(later, -torch.inf).softmax(-1), v)
+
+
+class Filled(Block):
+    attention = FilledAttention
+
+
+class AddedMaskAttention(Attention):
+    def __init__(self, index: int = 0):
+        super().__init__(index)
+        ones = torch.ones(LONGEST, LONGEST)
+        far = (ones.tril() - ones.tril(-4)).logical_not()
+        self.register_buffer("mask", torch.zeros(LONGEST, LONGEST).masked_fill(far, -torch.inf))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        n = q.shape[2]
+        return ((q * 0.3) @ k.transpose(-2, -1) + self.mask[:n, :n]).softmax(-1) @ v
+
+
+class AddedMask(Block):
+    attention = AddedMaskAttention
+
+
+class AlibiAttention(Attention):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        n = q.shape[2]
+        slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625], dtype=q.dtype).view(HEADS, 1, 1)
+        places = torch.arange(n)
+        bias = slopes * (places[None] - places[:, None])
+        scores = q @ k.transpose(-2, -1) * 0.5 + bias
+        return scores.masked_fill(places[None] > places[:, None], -torch.inf).softmax(-1) @ v
+
+
+class Alibi(Block):
+    attention = AlibiAttention
+
+
+class LearnedBiasAttention(Attention):
+    def __init__(self, index: int = 0):
+        super().__init__(index)
+        self.bias = nn.Parameter(torch.randn(HEADS, LONGEST, LONGEST))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        n = q.shape[2]
+        return (q @ k.transpose(-2, -1) * 0.5 + self.bias[:, :n, :n]).softmax(-1) @ v
+
+
+class LearnedBias(Block):
+    attention = LearnedBiasAttention
+
+
+class SoftmaxOverQueries(Attention):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (q @ k.transpose(-2, -1) * 0.5).softmax(-2) @ v
+
+
+class WrongSoftmax(Block):
+    attention = SoftmaxOverQueries
+
+
+class MaskAfterSoftmaxAttention(Attention):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        n = q.shape[2]
+        return ((q @ k.transpose(-2, -1) * 0.5).softmax(-1) * torch.ones(n, n).tril()) @ v
+
+
+class MaskAfterSoftmax(Block):
+    attention = MaskAfterSoftmaxAttention
+
+
+class Multihead(nn.Module):
+    def __init__(self, index: int = 0):
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.attn = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+        self.mlp = MLP()
+
+    def forward(
+        self, x: Tensor, mask: Tensor | None = None, padding: Tensor | None = None
+    ) -> Tensor:
+        y = self.norm1(x)
+        y = self.attn(y, y, y, key_padding_mask=padding, attn_mask=mask, need_weights=False)[0]
+        x = x + y
+        return x + self.mlp(self.norm2(x))
+
+
+class MaskArgument(Block):
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        y = self.norm1(x)
+        q, k, v = (heads(layer(y)) for layer in (self.attn.q, self.attn.k, self.attn.v))
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        x = x + self.attn.o(y.transpose(1, 2).reshape(x.shape))
+        return x + self.mlp(self.norm2(x))
+
+
+class Cross(nn.Module):
+    def __init__(self, index: int = 0):
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.q, self.k = nn.Linear(WIDTH, WIDTH), nn.Linear(12, WIDTH)
+        self.v, self.o = nn.Linear(12, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.mlp = MLP()
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        q, k, v = heads(self.q(self.norm1(x))), heads(self.k(memory)), heads(self.v(memory))
+        y = F.scaled_dot_product_attention(q, k, v)
+        x = x + self.o(y.transpose(1, 2).reshape(x.shape))
+        return x + self.mlp(self.norm2(x))
+
+
+class Condition(Block):
+    """Another activation, with gradients, that has no name of an encoder's."""
+
+    def set_up(self, index: int) -> None:
+        self.shift = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, other: Tensor) -> Tensor:
+        x = x + self.attn(self.norm1(x)) * self.shift(other)
+        return x + self.mlp(self.norm2(x))
+
+
+class Tuple(Block):
+    def forward(self, x: Tensor) -> tuple[Tensor, None, float]:
+        return super().forward(x), None, 2.0
+
+
+class TwoResults(Block):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x + self.attn(self.norm1(x))
+        return y + self.mlp(self.norm2(y)), y
+
+
+class Packed(nn.Module):
+    """Sequences of variable length: (S, D) and the bounds."""
+
+    def __init__(self, index: int = 0):
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.o = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.mlp = MLP()
+
+    def forward(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
+        qkv = self.qkv(self.norm1(x)).view(x.shape[0], 3, HEADS, -1).permute(1, 2, 0, 3)
+        q, k, v = qkv.unsqueeze(1).unbind(0)
+        lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).tolist()
+        parts = zip(*(t.split(lengths, dim=2) for t in (q, k, v)), strict=True)
+        y = torch.cat([F.scaled_dot_product_attention(*part) for part in parts], dim=2)
+        x = x + self.o(y.transpose(1, 2).reshape(x.shape))
+        return x + self.mlp(self.norm2(x))
+
+
+class Patched(Block):
+    """As monkey patches are made: a bound method in an object."""
+
+    def set_up(self, index: int) -> None:
+        if index:
+            self.mlp.forward = types.MethodType(patched_forward, self.mlp)
+
+
+def patched_forward(self: MLP, x: Tensor) -> Tensor:
+    return 2.0 * self.down(F.gelu(self.up(x)))

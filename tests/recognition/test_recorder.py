@@ -1,0 +1,516 @@
+"""Layers with one thing that a reader may get wrong: what it reads is right, or it reads nothing.
+
+Every test trains one step of a converted model, and of a copy that is not converted, in float64.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import random
+from types import SimpleNamespace
+
+import altered_layers as altered
+import pytest
+import torch
+from altered_layers import HEADS, WIDTH
+from torch import Tensor, nn
+
+from fused_remat import convert, revert
+from fused_remat.execution.observe import DECISIONS
+from fused_remat.graph.graph import Graph
+from fused_remat.recognition.call import Known
+from fused_remat.steps.attention import Attention
+from fused_remat.steps.replay import Replay
+
+pytestmark = pytest.mark.filterwarnings("ignore::fused_remat.FusedRematWarning")
+B, S = 2, 6
+#: Of float64, where the layer and the block add in another order.
+TOLERANCE = 1e-9
+
+
+class Model(nn.Module):
+    """Two layers of a class, and a head."""
+
+    def __init__(self, layer: type[nn.Module]):
+        super().__init__()
+        self.layers = nn.ModuleList(layer(index) for index in range(2))
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor, *args, **kwargs) -> Tensor:
+        for layer in self.layers:
+            made = layer(x, *args, **kwargs)
+            x = made[0] if isinstance(made, tuple) else made
+        return self.head(x)
+
+
+def pair(layer: type[nn.Module]) -> tuple[nn.Module, nn.Module]:
+    """A model, and a converted copy; every parameter random."""
+    torch.manual_seed(0)
+    stock = Model(layer).double()
+    with torch.no_grad():
+        for p in stock.parameters():
+            p.add_(0.2 * torch.randn(p.shape))
+    return stock, convert(copy.deepcopy(stock))
+
+
+def normal(*shape: int, seed: int = 1) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def step(model: nn.Module, x: Tensor, *args, seed: int = 3, **kwargs) -> dict[str, Tensor | None]:
+    """The result and all gradients of a training step."""
+    x = x.clone().requires_grad_()
+    tensors = {"x": x}
+    for i, a in enumerate(args):
+        if isinstance(a, Tensor) and a.requires_grad:
+            tensors[f"argument {i}"] = a
+    for t in (*tensors.values(), *model.parameters()):
+        t.grad = None
+    torch.manual_seed(seed)
+    random.seed(seed)
+    y = model(x, *args, **kwargs)
+    (y * normal(*y.shape, seed=2)).sum().backward()
+    grads = {name: t.grad for name, t in (*tensors.items(), *model.named_parameters())}
+    found = {"the result": y.detach(), **{f"d {name}": g for name, g in grads.items()}}
+    return {name: None if t is None else t.clone() for name, t in found.items()}
+
+
+def assert_close(mine: dict, theirs: dict, tolerance: float = TOLERANCE) -> None:
+    assert mine.keys() == theirs.keys()
+    for name, expected in theirs.items():
+        found = mine[name]
+        if expected is None or found is None:
+            known = expected if found is None else found
+            assert known is None or not bool(known.any()), f"{name}: {found} for {expected}"
+            continue
+        distance = float((found - expected).norm()) / (float(expected.norm()) or 1.0)
+        assert distance <= tolerance, f"{name} differs by {distance:.1e}"
+
+
+def same_step(stock: nn.Module, model: nn.Module, *args, tolerance: float = TOLERANCE, **kw):
+    """Assert that a step of both gives the same; returns what it gives."""
+    expected = step(stock, *args, **kw)
+    assert_close(step(model, *args, **kw), expected, tolerance)
+    return expected
+
+
+class Told(list):
+    """The layers that were left as they are, and why."""
+
+    def reasons(self) -> set[str]:
+        return {reason for _, reason in self}
+
+
+@pytest.fixture
+def told(monkeypatch):
+    found = Told()
+    monkeypatch.setattr(
+        "fused_remat.execution.observe.DECISIONS", DECISIONS, raising=True
+    )
+    DECISIONS.append(observe := lambda layer, reason: found.append((layer, reason)))
+    yield found
+    DECISIONS.remove(observe)
+
+
+def graphs(model: nn.Module) -> list[Graph]:
+    """The blocks of the layers' last calls."""
+    last = [layer._last for layer in model.layers]
+    return [known.graph for known in last if isinstance(known, Known)]
+
+
+def steps(model: nn.Module, kind: type) -> list[str]:
+    """The names of the steps of a kind in the first layer's block."""
+    return [node.name for node in graphs(model)[0].nodes if isinstance(node, kind)]
+
+
+# Layers whose block is read: what they are, and whether attention is a step of it.
+READ = {
+    "Block": True,
+    "TrainFactor": True,
+    "StraightThrough": True,
+    "ConstantCoefficients": True,
+    "LearnedCoefficients": True,
+    "LearnedGate": True,
+    "Detached": True,
+    "TiedWeights": True,
+    "InPlace": True,
+    "InPlaceColumns": True,
+    "InPlaceView": True,
+    "WeightNormed": True,
+    "Convolution": True,
+    "Einsum": False,
+    "Filled": True,
+    "AddedMask": True,
+    "Alibi": True,
+    "LearnedBias": True,
+    "WrongSoftmax": False,
+    "MaskAfterSoftmax": False,
+    "PlainTensor": True,
+    "IndexScale": True,
+    "Tuple": True,
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_read(name, told):
+    stock, model = pair(getattr(altered, name))
+    for x in (normal(B, S, WIDTH), normal(3, 9, WIDTH), normal(1, 4, WIDTH)):
+        same_step(stock, model, x)
+    assert not told.reasons()
+    assert len(graphs(model)) == 2
+    assert bool(steps(model, Attention)) == READ[name]
+    stock.eval(), model.eval()
+    same_step(stock, model, normal(B, S, WIDTH))
+    with torch.no_grad():
+        x = normal(B, S, WIDTH)
+        assert torch.equal(stock(x), model(x))
+
+
+# Layers that are left as they are, and a part of the reason.
+LEFT = {
+    "Noise": "random numbers",
+    "NoiseOfShape": "random numbers",
+    "RunningMean": "buffers",
+    "BranchOnSum": "(bool)",
+    "ItemScale": "(item)",
+    "WithoutGradient": "differs",
+    "OwnFunction": "outside of PyTorch's functions",
+    "TwoResults": "results",
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_left(name, told):
+    stock, model = pair(getattr(altered, name))
+    for seed in range(3):
+        same_step(stock, model, normal(B, S, WIDTH, seed=seed), seed=seed)
+    assert dict(model.named_buffers()).keys() == dict(stock.named_buffers()).keys()
+    for mine, theirs in zip(model.buffers(), stock.buffers(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=0.0)
+    assert {layer for layer, _ in told} == {*model.layers}
+    assert all(LEFT[name] in reason for reason in told.reasons()), told.reasons()
+
+
+@pytest.mark.parametrize("name", ["BranchPiece", "OwnFunctionPiece", "NoisePiece"])
+def test_submodule_is_a_piece(name, told):
+    stock, model = pair(getattr(altered, name))
+    for seed in range(4):
+        same_step(stock, model, normal(B, S, WIDTH, seed=seed), seed=seed)
+    if graphs(model):
+        assert "mlp" in steps(model, Replay)
+        assert steps(model, Attention)
+    else:
+        assert told.reasons()
+
+
+# State that is no buffer of the layer's, or not changed in place.
+
+
+def test_replaced_buffer():
+    stock, model = pair(altered.ReplacedMean)
+    for seed in range(3):
+        same_step(stock, model, normal(B, S, WIDTH, seed=seed))
+        for mine, theirs in zip(model.layers, stock.layers, strict=True):
+            torch.testing.assert_close(mine.mean, theirs.mean, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["Counter", "IdleCounter"])
+def test_counter(name):
+    stock, model = pair(getattr(altered, name))
+    for seed in range(3):
+        same_step(stock, model, normal(B, S, WIDTH, seed=seed))
+        assert [layer.calls for layer in model.layers] == [seed + 1, seed + 1]
+
+
+def with_auxiliary(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    """A step whose loss has what the layers left behind."""
+    for p in model.parameters():
+        p.grad = None
+    loss = model(x).square().mean()
+    for layer in model.layers:
+        loss = loss + (layer.auxiliary if hasattr(layer, "auxiliary") else layer.found.pop())
+    loss.backward()
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    return {"the loss": loss.detach(), **{n: None if g is None else g.clone() for n, g in grads.items()}}
+
+
+@pytest.mark.parametrize("name", ["AuxiliaryLoss", "Collected"])
+def test_what_a_layer_leaves_behind(name):
+    stock, model = pair(getattr(altered, name))
+    for seed in range(2):
+        x = normal(B, S, WIDTH, seed=seed)
+        assert_close(with_auxiliary(model, x), with_auxiliary(stock, x))
+    if name == "Collected":
+        assert [len(layer.found) for layer in model.layers] == [0, 0]
+
+
+# Branches on what is no activation.
+
+
+def test_long_batch_first(told):
+    stock, model = pair(altered.LengthBranch)
+    same_step(stock, model, normal(1, 110, WIDTH))
+    same_step(stock, model, normal(B, S, WIDTH))
+
+
+def test_short_batch_first(told):
+    stock, model = pair(altered.LengthBranch)
+    same_step(stock, model, normal(B, S, WIDTH))
+    same_step(stock, model, normal(1, 110, WIDTH))
+
+
+@pytest.mark.parametrize("name", ["DrawnDepth", "DrawnDepthByPython"])
+def test_a_drawn_number_decides(name):
+    stock, model = pair(getattr(altered, name))
+    for seed in range(8):
+        same_step(stock, model, normal(B, S, WIDTH), seed=seed)
+
+
+def test_the_values_of_a_mask_decide():
+    stock, model = pair(altered.BranchOnMask)
+    mask = torch.ones(B, S, dtype=torch.bool)
+    same_step(stock, model, normal(B, S, WIDTH), mask)
+    padded = mask.clone()
+    padded[0, 3:] = False
+    same_step(stock, model, normal(B, S, WIDTH), padded)
+
+
+def test_a_buffer_decides():
+    stock, model = pair(altered.BranchOnBuffer)
+    same_step(stock, model, normal(B, S, WIDTH))
+    for each in (stock, model):
+        each.layers[0].enabled.fill_(False)
+    same_step(stock, model, normal(B, S, WIDTH))
+
+
+def test_whole_number_argument():
+    for name, argument in (("PowerArgument", "power"), ("ShiftArgument", "shift")):
+        stock, model = pair(getattr(altered, name))
+        for value in (0, 1, 2, 5, B, S):
+            same_step(stock, model, normal(B, S, WIDTH), **{argument: value})
+            same_step(stock, model, normal(B, 9, WIDTH), **{argument: value})
+
+
+def test_object_argument():
+    stock, model = pair(altered.ObjectArgument)
+    for scale in (1.0, 2.0):
+        same_step(stock, model, normal(B, S, WIDTH), SimpleNamespace(scale=scale))
+
+
+# Two layers of one class are not the same, and a layer is not what it was.
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["IndexScale", "IndexBranch", "ListAttribute", "PrivateAttribute", "Config", "BufferMask",
+     "Constant", "PlainTensor", "Patched"],
+)  # fmt: skip
+def test_layers_of_one_class_differ(name):
+    stock, model = pair(getattr(altered, name))
+    same_step(stock, model, normal(B, S, WIDTH))
+    same_step(stock, model, normal(3, 8, WIDTH))
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("IndexScale", lambda layer: setattr(layer, "layer_idx", 4)),
+        ("ListAttribute", lambda layer: layer.scales.__setitem__(0, 5.0)),
+        ("PrivateAttribute", lambda layer: setattr(layer, "_scale", 5.0)),
+        ("Config", lambda layer: setattr(layer.config, "clip", 0.1)),
+        ("BufferMask", lambda layer: layer.attn.seen.copy_(layer.attn.seen.roll(3, 1) | layer.attn.seen)),
+        ("PlainTensor", lambda layer: setattr(layer, "scale", 2 * layer.scale)),
+        ("Block", lambda layer: setattr(layer.mlp, "forward", layer.mlp.up.forward.__self__ and
+                                        altered.patched_forward.__get__(layer.mlp))),
+        ("Block", lambda layer: setattr(layer.norm1, "eps", 0.1)),
+        ("Block", lambda layer: setattr(layer, "mlp", nn.Sequential(layer.mlp.up, nn.ReLU(), layer.mlp.down))),
+        ("LearnedGate", lambda layer: layer.gate.requires_grad_(False)),
+    ],
+)  # fmt: skip
+def test_a_layer_changes(name, change):
+    stock, model = pair(getattr(altered, name))
+    same_step(stock, model, normal(B, S, WIDTH))
+    for each in (stock, model):
+        for layer in each.layers:
+            change(layer)
+    same_step(stock, model, normal(B, S, WIDTH))
+
+
+def test_hook_on_a_submodule(told):
+    stock, model = pair(altered.Block)
+    same_step(stock, model, normal(B, S, WIDTH))
+    assert not told
+    for each in (stock, model):
+        each.layers[0].mlp.up.register_forward_hook(lambda module, args, out: 2.0 * out)
+    same_step(stock, model, normal(B, S, WIDTH))
+    assert {layer for layer, _ in told} == {model.layers[0]}
+    assert told.reasons() == {"mlp.up has hooks"}
+
+
+def test_argument_changed_in_place():
+    """The model reads the tensor that it has called its first layer with."""
+    made = []
+    for model in pair(altered.InPlaceArgument):
+        x = normal(B, S, WIDTH).requires_grad_()
+        y = x * 1.0
+        out = model.layers[0](y)
+        (out + 3.0 * y).square().sum().backward()
+        made.append({"the result": y.detach(), "d x": x.grad})
+    assert_close(made[1], made[0])
+
+
+# Arguments.
+
+
+def test_multihead_attention():
+    stock, model = pair(altered.Multihead)
+    later = torch.ones(S, S, dtype=torch.bool).triu(1)
+    padding = torch.zeros(B, S, dtype=torch.bool)
+    padding[0, 4:] = True
+    added = normal(S, S, seed=5)
+    each = normal(B * HEADS, S, S, seed=6)
+    for given in (
+        {}, {"mask": later}, {"padding": padding}, {"mask": later, "padding": padding},
+        {"mask": added}, {"mask": each}, {"mask": each, "padding": padding},
+    ):  # fmt: skip
+        same_step(stock, model, normal(B, S, WIDTH), **given)
+
+
+def test_masks():
+    """Of other values, shapes and dtypes, with gradients or without, in turn."""
+    stock, model = pair(altered.MaskArgument)
+    x = normal(B, S, WIDTH)
+    causal = torch.ones(S, S, dtype=torch.bool).tril()
+    local = causal & torch.ones(S, S, dtype=torch.bool).triu(-2)
+    masks = [None, causal, local, causal[None, None], local.expand(B, HEADS, S, S)]
+    masks += [torch.zeros(S, S).double().masked_fill(~m, -torch.inf) for m in (causal, local)]
+    masks += [normal(B, 1, S, S, seed=8), normal(1, HEADS, S, S, seed=9), normal(B, HEADS, 1, S)]
+    for mask in (*masks, *masks[::-1]):
+        same_step(stock, model, x, mask)
+
+
+def test_mask_with_gradient():
+    stock, model = pair(altered.MaskArgument)
+    for shape in ((S, S), (1, HEADS, S, S), (B, HEADS, S, S)):
+        bias = normal(*shape, seed=8).requires_grad_()
+        same_step(stock, model, normal(B, S, WIDTH), bias)
+
+
+def test_sizes_that_are_equal():
+    """Batch, heads, length and width are told apart by nothing but their places."""
+    stock, model = pair(altered.MaskArgument)
+    for b, s in ((HEADS, HEADS), (WIDTH, WIDTH), (1, 1), (3, 7), (2, 10)):
+        for mask in (normal(b, HEADS, s, s), normal(s, s), torch.ones(b, 1, 1, s).bool()):
+            same_step(stock, model, normal(b, s, WIDTH), mask)
+
+
+def test_cross_attention():
+    stock, model = pair(altered.Cross)
+    for b, s, m in ((B, S, 5), (B, S, S), (3, 4, 9), (1, 2, 3)):
+        memory = normal(b, m, 12, seed=4)
+        same_step(stock, model, normal(b, s, WIDTH), memory)
+        same_step(stock, model, normal(b, s, WIDTH), memory.requires_grad_())
+    assert {node.x for node in graphs(model)[0].nodes if getattr(node, "name", "") in "kv"} == {"memory"}
+
+
+def test_condition():
+    stock, model = pair(altered.Condition)
+    for b in (B, 3, 1):
+        other = normal(b, S, WIDTH, seed=4)
+        same_step(stock, model, normal(b, S, WIDTH), other)
+        same_step(stock, model, normal(b, S, WIDTH), other.requires_grad_())
+        same_step(stock, model, normal(b, S, WIDTH), normal(b, 1, WIDTH).requires_grad_())
+
+
+def test_packed_tokens():
+    stock, model = pair(altered.Packed)
+    for ends in ([0, 4, 9], [0, 9], [0, 1, 3, 9], [0, 12]):
+        bounds = torch.tensor(ends, dtype=torch.int32)
+        same_step(stock, model, normal(ends[-1], WIDTH), bounds)
+
+
+# Dropout.
+
+
+def test_drop_path():
+    stock, model = pair(altered.Paths)
+    for seed in range(4):
+        same_step(stock, model, normal(5, S, WIDTH), seed=seed)
+    model.eval(), stock.eval()
+    same_step(stock, model, normal(5, S, WIDTH))
+
+
+def test_dropout(told):
+    stock, full = pair(altered.Dropping)
+    others = [convert(copy.deepcopy(stock), policy=policy) for policy in ("fast", "none")]
+    x = normal(B, S, WIDTH)
+    expected = step(full, x, seed=7)
+    for model in others:
+        found = step(model, x, seed=7)
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+    again = step(full, x, seed=8)
+    assert not torch.equal(again["the result"], expected["the result"])
+    assert not told
+    for model in (stock, full, *others):
+        model.eval()
+    for model in (full, *others):
+        same_step(stock, model, x)
+
+
+def test_dropout_is_not_biased():
+    """The mean over many sequences of what is dropped is near what is not: one in 1/(1-p)."""
+    stock, model = pair(altered.Dropping)
+    x = normal(1, S, WIDTH).expand(4000, S, WIDTH)
+    with torch.no_grad():
+        theirs = stock.layers[0](x).mean(0)
+    mine = model.layers[0](x.clone().requires_grad_()).detach().mean(0)
+    assert float((mine - theirs).norm()) < 0.1 * float(theirs.norm())
+
+
+# The life of a converted model.
+
+
+def test_copied_and_pickled():
+    stock, model = pair(altered.LearnedGate)
+    x = normal(B, S, WIDTH)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        same_step(stock, other, x)
+    same_step(stock, model, x)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert type(other.layers[0]) is type(model.layers[0])
+        same_step(stock, other, x)
+        with torch.no_grad():
+            for p in other.parameters():
+                p.mul_(0.5)  # of its own
+    same_step(stock, model, x)
+
+
+def test_reverted():
+    stock, model = pair(altered.IndexScale)
+    x = normal(B, S, WIDTH)
+    same_step(stock, model, x)
+    revert(model)
+    assert all(type(layer) is altered.IndexScale for layer in model.layers)
+    assert all(vars(a).keys() == vars(b).keys() for a, b in zip(model.layers, stock.layers, strict=True))
+    expected, found = step(stock, x), step(model, x)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    same_step(stock, convert(model), x)
+
+
+def test_frozen_parameters():
+    stock, model = pair(altered.LearnedCoefficients)
+    for frozen in ("attn", "mlp", "norm1", "vector"):
+        for each in (stock, model):
+            for name, p in each.named_parameters():
+                p.requires_grad_(frozen not in name)
+        same_step(stock, model, normal(B, S, WIDTH))
+
+
+def test_gradients_are_accumulated():
+    """A layer that is called twice in a step."""
+    stock, model = pair(altered.LearnedCoefficients)
+    for each in (stock, model):
+        each.layers.extend([each.layers[0], each.layers[1]])
+    same_step(stock, model, normal(B, S, WIDTH))
