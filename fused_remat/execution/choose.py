@@ -6,11 +6,9 @@ the operation itself, else a function that chooses once for each key.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.util
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,28 +34,6 @@ _DEVICE_TOKENS = 16384
 def chunk_tokens(device: torch.device) -> int:
     """About how many tokens to work on at a time (bounds the transients)."""
     return _CPU_TOKENS if device.type == "cpu" else _DEVICE_TOKENS
-
-
-_PIECES = threading.local()
-
-
-@contextlib.contextmanager
-def pieces_of(tokens: int) -> Iterator[None]:
-    """Blocks of this thread are computed about `tokens` tokens at a time, on any device.
-
-    >>> with pieces_of(8):
-    ...     pass
-    """
-    before, _PIECES.tokens = getattr(_PIECES, "tokens", None), tokens
-    try:
-        yield
-    finally:
-        _PIECES.tokens = before
-
-
-def tokens_of_pieces(ops: Operations, device: torch.device) -> int:
-    """About how many tokens a block is computed at a time."""
-    return getattr(_PIECES, "tokens", None) or ops.chunk_tokens(device)
 
 
 @dataclass(frozen=True)

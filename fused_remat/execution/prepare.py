@@ -7,6 +7,7 @@ no value of any tensor.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fused_remat.execution.choose import has_faster, ops_for, tokens_of_pieces
+from fused_remat.execution.choose import has_faster, ops_for
 from fused_remat.graph.graph import Graph, sizes
 from fused_remat.graph.schedule import Schedule, schedule
 from fused_remat.spec import USER_FUNCTION
@@ -117,6 +118,23 @@ class Execution(Layout):
                     yield from ((name, self.tile_rows(name, hi - lo)) for name in plan.kept_tile)
 
 
+_PIECES: list[int] = []
+
+
+@contextlib.contextmanager
+def pieces_of(tokens: int) -> Iterator[None]:
+    """Blocks are computed about `tokens` tokens at a time, on any device.
+
+    >>> with pieces_of(8):
+    ...     pass
+    """
+    _PIECES.append(tokens)
+    try:
+        yield
+    finally:
+        _PIECES.pop()
+
+
 def prepare(
     call: BlockCall,
     like: Tensor,
@@ -130,7 +148,7 @@ def prepare(
     ops = ops_for(call.backend, like, call.graph.compute or dtype)
     # Under deterministic algorithms every policy takes the same operation for a step.
     fuses = fused and not torch.are_deterministic_algorithms_enabled()
-    tokens = tokens_of_pieces(ops, like.device)
+    tokens = _PIECES[-1] if _PIECES else ops.chunk_tokens(like.device)
     return _prepare(call, ops, tokens, like.device, fuses, dtype, tuple(shapes))
 
 

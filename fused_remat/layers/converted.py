@@ -12,7 +12,7 @@ from torch import nn
 
 from fused_remat.layers.eligibility import Reason
 from fused_remat.layers.fused_layer import FusedLayer, is_traced, wants_grad
-from fused_remat.layers.read import LayerCall
+from fused_remat.layers.read import GraphCall, LayerCall, read_block
 from fused_remat.layers.warn import warn
 
 _IDLE = Reason("no gradients are wanted", quiet=True)
@@ -80,7 +80,7 @@ class ConvertedLayer(FusedLayer):
         fits = len(args) <= len(self.arguments) and len(named) == len(given) + len(kwargs)
         return named if fits and self.arguments[0] in named else None
 
-    def _read(self, **given: Any) -> LayerCall | Reason:
+    def _read(self, **given: Any) -> LayerCall | GraphCall | Reason:
         """The block of a call that trains; others are the stock layer's, bit for bit.
 
         Without gradients a block serves only if it draws dropout: the call may be the first run of
@@ -96,8 +96,12 @@ class ConvertedLayer(FusedLayer):
         call = self._block(**given) if reason is None else reason
         if trains or self._tensor_parallel is not None:
             return call
-        draws = isinstance(call, LayerCall) and call.graph.uses_seed
+        draws = not isinstance(call, Reason) and call.graph.uses_seed
         return call if draws else _IDLE
+
+    def _block(self, **given: Any) -> LayerCall | GraphCall | Reason:
+        """The block of a call that trains, or why there is none."""
+        return read_block(self, self._map, given)
 
     def _why_cached(self, given: Mapping[str, Any]) -> Reason | None:
         """Why a call has a cache, which a block neither reads nor fills; None if it has none."""

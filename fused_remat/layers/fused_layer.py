@@ -23,7 +23,7 @@ from fused_remat.graph.graph import Graph
 from fused_remat.graph.precision import in_precision
 from fused_remat.layers import fallback
 from fused_remat.layers.eligibility import Reason
-from fused_remat.layers.read import LayerCall, LayerMap, read_block
+from fused_remat.layers.read import GraphCall, LayerCall, LayerMap, read_block
 from fused_remat.layers.tensor_parallel import TensorParallel, read_on_rank
 from fused_remat.layers.warn import warn, warn_compiled, warn_compiled_segment
 from fused_remat.policies import Policy, kept_names
@@ -165,7 +165,7 @@ class FusedLayer(nn.Module):
 
             return graph_break.eagerly(self._call, **given)
         if is_traced():
-            call: LayerCall | Reason = TRACED
+            call: LayerCall | GraphCall | Reason = TRACED
         elif parallel is None:
             call = self._read(**given)
         else:
@@ -191,22 +191,21 @@ class FusedLayer(nn.Module):
             tensors,
             backend=self._backend,
             seq_first=call.seq_first,
-            preserve_strides=call.preserves_strides,
+            preserve_strides=not call.contiguous,
             functions=call.functions,
             accumulation=accumulation,
             warn_of_input=self._warn_of_kept_input,
         )
-        out = call.result(out)
+        if call.unbatched:
+            out = out.squeeze(0)
+        if call.finish is not None:
+            return call.finish(out)
         if parallel is not None and parallel.joins:
             out = parallel.joined(out, self._tokens_dim(out))
         return out
 
-    def _read(self, **given: Any) -> LayerCall | Reason:
+    def _read(self, **given: Any) -> LayerCall | GraphCall | Reason:
         """The block of a call, or why the fused path cannot serve it."""
-        return self._block(**given)
-
-    def _block(self, **given: Any) -> LayerCall | Reason:
-        """The block of a call that a layer's own rules leave to the fused path."""
         return read_block(self, self._map, given)
 
     def _why_not(self, **given: Any) -> str | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -179,6 +179,9 @@ class LayerCall:
         seq_first, unbatched: the inputs are (S, B, D), or (S, D) given as (1, S, D).
         precision: the dtypes under autocast, None if it is off.
         warnings: what PyTorch's own forward would warn of.
+        graph: the block.
+        contiguous: whether the result is; else it has the strides of the input.
+        finish: makes the layer's result of the block's, if that is another.
     """
 
     spec: BlockSpec
@@ -188,20 +191,23 @@ class LayerCall:
     unbatched: bool = False
     precision: Precision | None = None
     warnings: tuple[str, ...] = ()
+    graph: Graph = field(default=None)  # type: ignore[assignment]  # `read_block` sets it
+    contiguous: bool = False
+    finish: Callable[[Tensor], Any] | None = None
 
-    @property
-    def graph(self) -> Graph:
-        """The block."""
-        return block_graph(self.spec)
 
-    @property
-    def preserves_strides(self) -> bool:
-        """Whether the result has the strides of the input; else it is contiguous."""
-        return self.spec.branches[-1].placement != "post"
+class GraphCall(NamedTuple):
+    """A call of a layer as a block that has no spec; as `LayerCall`."""
 
-    def result(self, out: Tensor) -> Any:
-        """The layer's result, of the block's."""
-        return out.squeeze(0) if self.unbatched else out
+    graph: Graph
+    tensors: Mapping[str, Tensor | None]
+    functions: Mapping[str, Any]
+    precision: Precision | None
+    finish: Callable[[Tensor], Any]
+    seq_first: bool = False
+    unbatched: bool = False
+    contiguous: bool = False
+    warnings: tuple[str, ...] = ()
 
 
 def read_block(layer: nn.Module, row: LayerMap, given: Mapping[str, Any]) -> LayerCall | Reason:
@@ -245,6 +251,8 @@ def _read(layer: Any, row: LayerMap, given: Mapping[str, Any]) -> LayerCall:
         weights |= matrices
     parts = Parts(layer, row, modules, x, low, weights, loras, kind, eps, head_eps, dropout)
     call = row.describe(parts, given)
+    call.graph = block_graph(call.spec)
+    call.contiguous = call.spec.branches[-1].placement == "post"
     check_weights(x, row.input, weights, call.spec, low, row.path_of)
     if low is not None and call.precision is None:
         call.precision = parts.precision(call.spec.norm_first)

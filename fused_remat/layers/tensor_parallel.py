@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from fused_remat import random
 from fused_remat.autograd.shards import is_dtensor, local_shards
+from fused_remat.graph.build import block_graph
 from fused_remat.layers.eligibility import Reason
 from fused_remat.layers.linears import split_biases
-from fused_remat.layers.read import LayerCall
+from fused_remat.layers.read import GraphCall, LayerCall
 from fused_remat.policies import draws
 from fused_remat.spec import ParallelSpec
 from fused_remat.steps import collective
@@ -141,6 +142,8 @@ def read_on_rank(
     call = layer._read(**{**given, name: parallel.whole(x, dim)})
     if isinstance(call, Reason):
         return call
+    if isinstance(call, GraphCall):
+        return Reason("a layer that was read from its operations cannot be divided among ranks")
     if layer._accumulate_into is not None:
         return Reason("accumulate_into is set, and autograd alone adds gradients that are DTensors")
     local = x.unsqueeze(0) if call.unbatched else x
@@ -165,7 +168,7 @@ def _local_call(call: LayerCall, x: Tensor, place: ParallelSpec, seeded: bool) -
     spec = call.spec.on_rank(place)
     if not place.sequence and (seeded or spec.drops):  # ranks draw alike for what they share
         tensors["seed"] = collective.first_ranks(random.draw_seed(x.device), place.group)
-    return replace(call, spec=spec, tensors=tensors)
+    return replace(call, spec=spec, graph=block_graph(spec), tensors=tensors)
 
 
 def _why_not(call: LayerCall) -> str | None:

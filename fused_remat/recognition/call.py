@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fused_remat.autograd import run_block
-from fused_remat.execution.choose import pieces_of
+from fused_remat.execution.prepare import pieces_of
 from fused_remat.graph.graph import Graph
 from fused_remat.recognition.program import Opaque, Program, run_op
 from fused_remat.recognition.prove import difference

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import threading
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from fused_remat.graph.graph import Graph
 from fused_remat.layers.converted import CACHES, ConvertedLayer, class_of
 from fused_remat.layers.eligibility import Reason, Unsupported, check_global_hooks
 from fused_remat.layers.precision import Precision, low_dtype, precision_of
-from fused_remat.layers.read import LayerCall
+from fused_remat.layers.read import GraphCall
 from fused_remat.policies import Policy, kept_names
 from fused_remat.recognition.call import Known, read_call
 from fused_remat.recognition.record import Unreadable, leaves, without_dropout
@@ -50,31 +50,6 @@ _UNREAD = Graph("unread", (Add(name="output", x="input"),), ())
 
 #: The sizes of a call for any of which a layer is read; at last for this length alone.
 SIZES = (("B", "S", "M"), ("B",))
-
-
-class _ReadCall(LayerCall):
-    """A call as a block that has no spec."""
-
-    def __init__(
-        self,
-        graph: Graph,
-        tensors: Mapping[str, Tensor | None],
-        functions: Mapping[str, Any],
-        precision: Precision | None,
-        result: Callable[[Tensor], Any],
-    ) -> None:
-        self._graph, self._result = graph, result
-        self.tensors, self.functions, self.precision = tensors, functions, precision
-        self.seq_first, self.unbatched, self.warnings = False, False, ()
-
-    @property
-    def graph(self) -> Graph:
-        return self._graph
-
-    preserves_strides = True
-
-    def result(self, out: Tensor) -> Any:
-        return self._result(out)
 
 
 class ReadLayer(ConvertedLayer):
@@ -117,7 +92,7 @@ class ReadLayer(ConvertedLayer):
             return graph_break.eagerly(self._call, **given)
         return super()._call(**given)
 
-    def _block(self, **given: Any) -> LayerCall | Reason:
+    def _block(self, **given: Any) -> GraphCall | Reason:
         try:
             check_global_hooks()
             known = self._known(given)
@@ -127,7 +102,7 @@ class ReadLayer(ConvertedLayer):
         if isinstance(known, Reason):
             return known
         tensors, functions, result = known.bind(self, None, given)
-        return _ReadCall(known.graph, tensors, functions, self._precision(known, tensors), result)
+        return GraphCall(known.graph, tensors, functions, self._precision(known, tensors), result)
 
     def _precision(self, known: Known, tensors: Mapping[str, Tensor | None]) -> Precision | None:
         x = tensors["input"]

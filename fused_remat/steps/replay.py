@@ -65,7 +65,7 @@ class Replay(Node):
         return self.xs
 
     @property
-    def per_sequence(self) -> bool:
+    def per_sequence(self) -> bool:  # type: ignore[override]
         return not self.tokenwise
 
     @property

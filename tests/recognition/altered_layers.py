@@ -79,6 +79,14 @@ class NoiseOfShape(Block):
         return self.mlp(x + 0.1 * torch.randn(x.shape, dtype=x.dtype))
 
 
+class NoiseAtTheEnd(Block):
+    """Noise that no gradient depends on."""
+
+    def branch(self, x: Tensor) -> Tensor:
+        y = self.mlp(x)
+        return y + 0.1 * torch.randn_like(y)
+
+
 class NoisyMLP(MLP):
     def forward(self, x: Tensor) -> Tensor:
         hidden = F.gelu(self.up(x))
@@ -93,12 +101,12 @@ class DrawnDepth(Block):
     """LayerDrop inside of the layer: a number that is drawn decides whether the MLP runs."""
 
     def branch(self, x: Tensor) -> Tensor:
-        return 0.0 * x if self.training and torch.rand(()).item() < 0.2 else self.mlp(x)
+        return 0.0 * x if self.training and torch.rand(()).item() < 0.05 else self.mlp(x)
 
 
 class DrawnDepthByPython(Block):
     def branch(self, x: Tensor) -> Tensor:
-        return 0.0 * x if self.training and random.random() < 0.2 else self.mlp(x)
+        return 0.0 * x if self.training and random.random() < 0.05 else self.mlp(x)
 
 
 class DropPath(nn.Module):
@@ -406,6 +414,30 @@ class _Square(torch.autograd.Function):
         return 3.0 * dy * x  # not the derivative, so that a replay without it is found
 
 
+class _Clipped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx, dy: Tensor) -> Tensor:
+        return dy.clamp(-50.0, 50.0)
+
+
+class ClippedGradient(Block):
+    """Backward is that of what forward computes, unless a gradient is large."""
+
+    def branch(self, x: Tensor) -> Tensor:
+        return self.mlp(_Clipped.apply(x))
+
+
+class ClippedByHook(Block):
+    def branch(self, x: Tensor) -> Tensor:
+        if x.requires_grad:
+            x.register_hook(lambda dy: dy.clamp(-50.0, 50.0))
+        return self.mlp(x)
+
+
 class OwnFunction(Block):
     def branch(self, x: Tensor) -> Tensor:
         return self.mlp(_Square.apply(x))
@@ -461,8 +493,8 @@ class InPlaceArgument(Block):
     """The caller's tensor is changed, and the caller reads it."""
 
     def forward(self, x: Tensor) -> Tensor:
-        x += self.attn(self.norm1(x))
-        return x + self.mlp(self.norm2(x))
+        x.mul_(1.5)
+        return super().forward(x)
 
 
 # Parts.
@@ -496,7 +528,7 @@ class FilledAttention(Attention):
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         n = q.shape[2]
         later = torch.ones(n, n, dtype=torch.bool).triu(1)
-        scores = torch.matmul(q, k.transpose(-2, -1)) / math.sqrt(q.shape[-1])
+        scores = torch.matmul(q, k.transpose(-2, -1)) / 3.0
         return torch.matmul(scores.masked_fill(later, -torch.inf).softmax(-1), v)
 
 

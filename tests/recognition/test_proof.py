@@ -1,0 +1,706 @@
+"""The proof rejects wrong descriptions: blocks that were read, with one thing changed in each.
+
+`CHANGES` are the kinds of change, applied wherever they apply to the layers of `LAYERS`.
+`ACCEPTED` is the list of those that the proof cannot see, each with its reason.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import inspect
+import itertools
+import types
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from models import MODELS, build
+from torch import Tensor, nn
+
+from fused_remat.autograd import run_block
+from fused_remat.execution.choose import pieces_of
+from fused_remat.graph.graph import Graph
+from fused_remat.recognition.call import _PIECE, _PROOFS, Call, Known, read_call
+from fused_remat.recognition.prove import difference
+from fused_remat.recognition.record import Sample, Unreadable
+from fused_remat.steps.activation import MLPActivation
+from fused_remat.steps.attention import Attention
+from fused_remat.steps.linear import Linear
+from fused_remat.steps.node import Node
+from fused_remat.steps.norm import Norm
+from fused_remat.steps.replay import Replay
+from fused_remat.steps.rotary import Rotary
+
+LAYERS = (
+    "llama", "gemma2", "gpt2", "bert", "cohere2", "olmo2", "dinov2", "t5", "t5_gated", "phi3",
+    "gpt_neox", "dit", "whisper", "mixtral", "qwen3", "bloom", "modernbert", "granite", "swin",
+)  # fmt: skip
+
+#: Kind of change, where (a pattern of "model: step"), and why the proof accepts it.
+ACCEPTED = [
+    ("bias dropped", "bert: attention.self.key.bias", "softmax is blind to a key bias"),
+    ("bias dropped", "dinov2: attention.k_proj.bias", "softmax is blind to a key bias"),
+    ("bias dropped", "swin: attention.k_proj.bias", "softmax is blind to a key bias"),
+    ("norm eps x 10", "bert: *", "1e-12 is under the tolerance"),
+    ("norm eps x 10", "gemma2: *", "1e-6 is under the tolerance after another norm"),
+    ("norm eps x 10", "t5_gated: *", "1e-6 is under the tolerance in a wide stream"),
+    ("causal dropped or added", "t5*: layer.0.SelfAttention", "the decoder's mask is causal"),
+    ("window", "t5*: layer.0.SelfAttention", "the decoder's mask is causal"),
+    ("window", "swin: attention", "a window of the image has four tokens"),
+    ("a mask dropped", "t5*: layer.1.EncDecAttention", "the mask of the call hides nothing"),
+    ("a mask of another query", "t5*: layer.1.EncDecAttention", "the mask is the same for all"),
+    ("branch x (1 + 1e-5)", "mixtral: *", "it is proved in float32, with a tolerance of 2e-5"),
+    ("needed for nothing", "*: self_attn.*", "tables do not ask for gradients"),
+    ("needed for nothing", "*: attention.cat*", "tables do not ask for gradients"),
+    ("needed for nothing", "modernbert: attn.to*", "tables do not ask for gradients"),
+    ("wrongly tokenwise", "*: self_attn.*", "what attention reads is not cut into tiles"),
+    ("wrongly tokenwise", "*: attention.cat*", "what attention reads is not cut into tiles"),
+    ("wrongly tokenwise", "modernbert: attn.to*", "what attention reads is not cut into tiles"),
+    ("wrongly tokenwise", "swin: *", "what is before a step that mixes tokens is not cut"),
+    ("wrongly tokenwise", "dit: *", "a tile is of one sequence, whose condition it gets"),
+]
+
+Run = Callable[..., Tensor]
+
+
+class Layer(NamedTuple):
+    """A layer that was read, and what it is proved with."""
+
+    name: str
+    layer: nn.Module
+    known: Known
+    proofs: list[Sample]
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        return self.known.graph.nodes
+
+    def of(self, kind: type[Node]) -> Iterator[Any]:
+        return (node for node in self.nodes if isinstance(node, kind))
+
+    def shape(self, param: str) -> tuple[int, ...]:
+        """The shape of a tensor of the block; () if it is made at every call."""
+        reading = self.known.reading
+        source = reading.sources.get(reading.values.get(param, -1), "")
+        tensor = dict(self.layer.named_parameters()).get(source)
+        if tensor is None:
+            return ()
+        return tuple(tensor.t().shape if param in reading.transposed else tensor.shape)
+
+    def width(self, name: str) -> int:
+        """The width of an activation."""
+        reading = self.known.reading
+        if name in reading.inputs:
+            return reading.inputs[name][1].width
+        node = self.known.graph.producer[name]
+        if isinstance(node, Replay):
+            return node.columns
+        if isinstance(node, Linear):
+            if node.sizes:
+                return sum(node.sizes)
+            first, last, _ = node.part or (0, self.shape(node.weight)[0], 0)
+            return last - first
+        if isinstance(node, Attention):
+            return node.spec.num_heads * node.spec.head_dim
+        return self.width(node.up if isinstance(node, MLPActivation) else node.x)
+
+
+@dataclass
+class Wrong:
+    """A wrong description.
+
+    Attributes:
+        where: the step that is changed.
+        nodes: the steps.
+        wraps: what is around the functions of replays, by name; that of a new one gets None.
+        tensors: what is done to tensors of the block, by name.
+    """
+
+    where: str
+    nodes: list[Node]
+    wraps: Mapping[str, Callable[[Any], Run]] = field(default_factory=dict)
+    tensors: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
+
+
+Change = Callable[[Layer], Iterator[Wrong]]
+CHANGES: dict[str, Change] = {}
+
+
+def change(kind: str) -> Callable[[Change], Change]:
+    def add(function: Change) -> Change:
+        CHANGES[kind] = function
+        return function
+
+    return add
+
+
+def changed(layer: Layer, node: Any, where: str = "", **fields: Any) -> Wrong:
+    """The description with other fields in one step."""
+    nodes = [replace(n, **fields) if n is node else n for n in layer.nodes]
+    return Wrong(where or node.name, nodes)
+
+
+def attention_with(layer: Layer, node: Attention, **fields: Any) -> Wrong:
+    return changed(layer, node, spec=replace(node.spec, **fields))
+
+
+def around(layer: Layer, node: Any, read: str, function: Callable[[Tensor], Tensor]) -> Wrong:
+    """The description where `node` reads `function` of the activation that its field names."""
+    name, x = f"{node.name}.changed", getattr(node, read)
+    step = through(name, layer.width(x), (x,))
+    every = (f for f in ("q", "k", "v") if isinstance(node, Attention) and getattr(node, f) == x)
+    fields = dict.fromkeys(every, name) or {read: name}
+    nodes = list(
+        itertools.chain(*([step, replace(n, **fields)] if n is node else [n] for n in layer.nodes))
+    )
+    return Wrong(f"{node.name}.{read}", nodes, {name: lambda _: lambda at, xs, ts: function(xs[0])})
+
+
+def through(name: str, columns: int, xs: tuple[str, ...]) -> Replay:
+    """A replay whose function is given by `Wrong.wraps`."""
+    return Replay(
+        name=name, xs=xs, function=name, what=name, columns=columns, needed_for=(xs,) * len(xs),
+        per_batch=True,
+    )  # fmt: skip
+
+
+# Attention.
+
+
+@change("attention scale x 1.001")
+def _scale(layer):
+    for node in layer.of(Attention):
+        yield attention_with(layer, node, scale=node.spec.scale * 1.001)
+
+
+@change("causal dropped or added")
+def _causal(layer):
+    for node in layer.of(Attention):
+        right = 0 if node.spec.window[1] == -1 else -1
+        yield attention_with(layer, node, window=(node.spec.window[0], right))
+
+
+@change("window")
+def _window(layer):
+    for node in layer.of(Attention):
+        if node.spec.align == "end":
+            yield attention_with(layer, node, window=(3, node.spec.window[1]))
+            yield attention_with(layer, node, window=(node.spec.window[0], 1))
+
+
+@change("query and key weights swapped")
+def _queries(layer):
+    yield from _swapped_projections(layer, 0, 1)
+
+
+@change("key and value weights swapped")
+def _keys(layer):
+    yield from _swapped_projections(layer, 1, 2)
+
+
+def _swapped_projections(layer, i, j):
+    for node in layer.of(Linear):
+        if node.sizes and node.sizes[i] == node.sizes[j]:
+            order = [0, 1, 2]
+            order[i], order[j] = j, i
+            weights, biases = (tuple(t[n] for n in order) for t in (node.weights, node.biases))
+            yield changed(layer, node, weights=weights, biases=biases)
+    for node in layer.of(Attention):
+        fields = ("q", "k", "v")[i], ("q", "k", "v")[j]
+        a, b = (getattr(node, name) for name in fields)
+        source = layer.known.graph.source
+        if a != b and layer.width(a) == layer.width(b) and source[a] == source[b]:
+            yield changed(layer, node, **dict(zip(fields, (b, a), strict=True)))
+
+
+@change("columns of the packed projection swapped")
+def _columns(layer):
+    for node in layer.of(Attention):
+        if node.q == node.k == node.v:
+            width, count = node.spec.head_dim, node.spec.num_kv_heads
+            first = (node.spec.num_heads - 1) * width  # the last query head, the first key head
+
+            def swapped(x, first=first, width=width):
+                parts = x[:, :first], x[:, first : first + width], x[:, first + width :]
+                return torch.cat([parts[0], parts[2][:, :width], parts[1], parts[2][:, width:]], 1)
+
+            yield around(layer, node, "q", swapped)
+            yield around(layer, node, "q", lambda x, n=count * width: x.roll(n, 1))
+
+
+@change("heads regrouped")
+def _groups(layer):
+    for node in layer.of(Attention):
+        spec = node.spec
+        if spec.num_kv_heads % 2 == 0 and "mask" not in spec.masks:
+            half = {"num_heads": spec.num_heads // 2, "num_kv_heads": spec.num_kv_heads // 2}
+            yield attention_with(layer, node, **half, head_dim=2 * spec.head_dim)
+
+
+@change("order of heads")
+def _order(layer):
+    for node in layer.of(Attention):
+        if node.spec.num_kv_heads < node.spec.num_heads and node.q != node.v:
+            flip = lambda x, e=node.spec.head_dim: x.unflatten(1, (-1, e)).flip(1).flatten(1)  # noqa: E731
+            yield around(layer, node, "v", flip)
+        if node.q == node.v:
+            values = node.spec.num_kv_heads * node.spec.head_dim
+
+            def flipped(x, n=values, e=node.spec.head_dim):
+                return torch.cat([x[:, :-n], x[:, -n:].unflatten(1, (-1, e)).flip(1).flatten(1)], 1)
+
+            yield around(layer, node, "v", flipped)
+
+
+@change("softcap")
+def _softcap(layer):
+    for node in layer.of(Attention):
+        yield attention_with(layer, node, softcap=1.001 * node.spec.softcap or 30.0)
+        if node.spec.softcap:
+            yield attention_with(layer, node, softcap=0.0)
+
+
+@change("a mask dropped")
+def _mask(layer):
+    for node in layer.of(Attention):
+        if node.mask:
+            yield changed(layer, node, mask="", spec=replace(node.spec, masks=()))
+
+
+@change("a mask of another query")
+def _other_mask(layer):
+    for node in layer.of(Attention):
+        if node.mask:
+            yield Wrong(node.name, [*layer.nodes], tensors={node.mask: lambda t: t.flip(-2)})
+
+
+@change("keys of the other input")
+def _memory(layer):
+    """Of both keys and values: of one alone, their numbers would differ."""
+    if "memory" in layer.known.graph.inputs and layer.width("memory") == layer.width("input"):
+        read = [node for node in layer.of(Linear) if node.x == "memory"]
+        nodes = [replace(n, x="input") if n in read else n for n in layer.nodes]
+        yield Wrong(" and ".join(n.name for n in read), nodes)
+
+
+@change("rotation interleaved, or not")
+def _interleaved(layer):
+    for node in layer.of(Rotary):
+        if node.spec.rotary:
+            other = replace(node.spec.rotary, interleaved=not node.spec.rotary.interleaved)
+            yield changed(layer, node, spec=replace(node.spec, rotary=other))
+
+
+@change("cos and sin swapped")
+def _tables(layer):
+    for node in layer.of(Rotary):
+        if node.cos:
+            yield changed(layer, node, cos=node.sin, sin=node.cos)
+
+
+@change("no rotation, or backwards")
+def _no_rotation(layer):
+    for node in layer.of(Rotary):
+        if node.cos:
+            yield changed(layer, node, cos="", sin="", spec=replace(node.spec, rotary=None))
+            yield Wrong(node.name, [*layer.nodes], tensors={node.sin: torch.neg})
+
+
+@change("head norm dropped")
+def _head_norm(layer):
+    for node in layer.of(Rotary):
+        if node.spec.head_norm:
+            spec = replace(node.spec, head_norm=None)
+            yield changed(layer, node, spec=spec, q_weight="", k_weight="")
+
+
+@change("head norm: eps x 10, offset, weights swapped")
+def _head_norms(layer):
+    for node in layer.of(Rotary):
+        norm = node.spec.head_norm
+        if norm:
+            for other in (replace(norm, eps=10 * norm.eps), replace(norm, offset=1 - norm.offset)):
+                where = f"{node.name} {'eps' if other.eps != norm.eps else 'offset'}"
+                yield changed(layer, node, where, spec=replace(node.spec, head_norm=other))
+            yield changed(layer, node, q_weight=node.k_weight, k_weight=node.q_weight)
+
+
+# Norms.
+
+
+@change("norm kind")
+def _kind(layer):
+    for node in layer.of(Norm):
+        other = "rms_norm" if node.spec.kind == "layer_norm" else "layer_norm"
+        bias = node.bias if other == "layer_norm" else ""
+        yield changed(layer, node, spec=replace(node.spec, kind=other), bias=bias)
+
+
+@change("norm eps x 10")
+def _eps(layer):
+    for node in layer.of(Norm):
+        yield changed(layer, node, spec=replace(node.spec, eps=10 * node.spec.eps))
+
+
+@change("norm offset")
+def _offset(layer):
+    for node in layer.of(Norm):
+        if node.weight:
+            yield changed(layer, node, spec=replace(node.spec, offset=1.0 - node.spec.offset))
+
+
+@change("norm weight dropped")
+def _norm_weight(layer):
+    for node in layer.of(Norm):
+        if node.weight:
+            yield changed(layer, node, weight="")
+
+
+@change("norm weights swapped")
+def _norm_weights(layer):
+    norms = [node for node in layer.of(Norm) if node.weight]
+    for a, b in itertools.pairwise(norms):
+        if layer.width(a.name) == layer.width(b.name):
+            names = {a.name: b.weight, b.name: a.weight}
+            nodes = [
+                replace(n, weight=names[n.name]) if n.name in names else n for n in layer.nodes
+            ]
+            yield Wrong(f"{a.name} and {b.name}", nodes)
+
+
+@change("norm left out")
+def _norm_left_out(layer):
+    for node in layer.of(Norm):
+        yield identity(layer, node, node.x)
+
+
+def identity(layer: Layer, node: Node, x: str, factor: float = 1.0) -> Wrong:
+    """The description where a step returns one of the activations that it reads."""
+    step = replace(through(node.name, layer.width(x), (x,)), function="identity")
+    nodes = [step if n is node else n for n in layer.nodes]
+    return Wrong(node.name, nodes, {"identity": lambda _: lambda at, xs, ts: xs[0] * factor})
+
+
+# Linear layers.
+
+
+@change("bias dropped")
+def _bias(layer):
+    for node in layer.of((Linear, Norm)):
+        biases = node.biases if isinstance(node, Linear) else (node.bias,)
+        for i, bias in enumerate(biases):
+            if bias:
+                fields = {"bias": ""}
+                if isinstance(node, Linear):
+                    fields = {"biases": (*biases[:i], "", *biases[i + 1 :])}
+                yield changed(layer, node, bias, **fields)
+
+
+@change("weights of two linear layers swapped")
+def _weights(layer):
+    plain = [node for node in layer.of(Linear) if not node.sizes and layer.shape(node.weight)]
+    for a, b in itertools.combinations(plain, 2):
+        if layer.shape(a.weight) == layer.shape(b.weight) and a.weight != b.weight:
+            other = {a.name: b.weights, b.name: a.weights}
+            nodes = [
+                replace(n, weights=other[n.name]) if n.name in other else n for n in layer.nodes
+            ]
+            yield Wrong(f"{a.name} and {b.name}", nodes)
+
+
+@change("weight transposed")
+def _transposed(layer):
+    for node in layer.of(Linear):
+        for weight in node.weights:
+            if len(set(layer.shape(weight))) == 1:
+                yield Wrong(weight, [*layer.nodes], tensors={weight: lambda t: t.t()})
+
+
+@change("parts of a packed weight swapped")
+def _parts(layer):
+    parts = [node for node in layer.of(Linear) if node.part]
+    for a, b in itertools.combinations(parts, 2):
+        if a.weight == b.weight:
+            other = {a.name: b.part, b.name: a.part}
+            nodes = [replace(n, part=other[n.name]) if n.name in other else n for n in layer.nodes]
+            yield Wrong(f"{a.name} and {b.name}", nodes)
+
+
+@change("another activation is read")
+def _reads(layer):
+    for node in layer.of((Linear, Norm, MLPActivation)):
+        read = "up" if isinstance(node, MLPActivation) else "x"
+        for x in others(layer, node, getattr(node, read)):
+            yield changed(layer, node, f"{node.name} of {x}", **{read: x})
+
+
+def others(layer: Layer, node: Node, x: str, most: int = 2) -> list[str]:
+    """Activations of the same tokens and width that come before a step, the nearest first."""
+    names = [*layer.known.graph.inputs]
+    for n in layer.nodes:
+        if n is node:
+            break
+        names.append(n.name)
+    source = {**layer.known.graph.source, **{name: name for name in layer.known.graph.inputs}}
+    fit = [n for n in names if n != x and source[n] == source[x]]
+    return [n for n in fit[::-1] if layer.width(n) == layer.width(x)][:most]
+
+
+# MLPs.
+
+
+@change("activation")
+def _activation(layer):
+    other = {"gelu": "gelu_tanh", "gelu_tanh": "gelu", "relu": "silu", "silu": "gelu"}
+    for node in layer.of(MLPActivation):
+        yield changed(layer, node, act=other[node.act])
+
+
+@change("gate and up swapped")
+def _gate(layer):
+    for node in layer.of(MLPActivation):
+        if node.gate:
+            yield changed(layer, node, gate=node.up, up=node.gate)
+            yield changed(layer, node, gate="")
+
+
+# Residuals.
+
+
+def sums(layer: Layer) -> Iterator[Any]:
+    return (node for node in layer.nodes if getattr(node, "residual", ""))
+
+
+@change("residual of another activation")
+def _residual(layer):
+    for node in sums(layer):
+        for x in others(layer, node, node.residual):
+            if x != node.x:
+                yield changed(layer, node, f"{node.name} and {x}", residual=x)
+
+
+@change("residual dropped")
+def _no_residual(layer):
+    for node in sums(layer):
+        if isinstance(node, Linear):
+            yield changed(layer, node, residual="")
+        else:
+            yield identity(layer, node, node.x)
+
+
+@change("branch dropped")
+def _no_branch(layer):
+    for node in sums(layer):
+        yield identity(layer, node, node.residual)
+
+
+@change("residual x 0.999")
+def _coefficient(layer):
+    for node in sums(layer):
+        yield around(layer, node, "residual", lambda x: 0.999 * x)
+
+
+@change("branch x (1 + 1e-5)")
+def _branch(layer):
+    for node in sums(layer):
+        yield around(layer, node, "x", lambda x: (1.0 + 1e-5) * x)
+
+
+# Replays.
+
+
+def wrapped(layer: Layer, node: Replay, around: Callable[[Run], Run], where: str = "") -> Wrong:
+    return Wrong(where or node.name, [*layer.nodes], {node.function: around})
+
+
+@change("a replay x (1 + 1e-4)")
+def _replay(layer):
+    for node in layer.of(Replay):
+        yield wrapped(layer, node, lambda run: lambda *given: run(*given) * (1.0 + 1e-4))
+
+
+@change("a replay returns what it reads")
+def _idle(layer):
+    for node in layer.of(Replay):
+        if layer.width(node.xs[0]) == node.columns:
+            yield identity(layer, node, node.xs[0])
+
+
+@change("tensors of another sequence")
+def _sequence(layer):
+    for node in layer.of(Replay):
+        for name in node.batched:
+            yield Wrong(
+                f"{node.name} {name}", [*layer.nodes], tensors={name: lambda t: t.roll(1, 0)}
+            )
+        if node.batched:
+            yield changed(layer, node, batched=())
+
+
+@change("tensors of a replay swapped")
+def _tensors(layer):
+    for node in layer.of(Replay):
+        if len(node.tensors) == 2:
+            yield changed(layer, node, tensors=node.tensors[::-1])
+
+
+@change("wrongly tokenwise")
+def _tokenwise(layer):
+    for node in layer.of(Replay):
+        if not node.tokenwise:
+            yield changed(layer, node, tokenwise=True, per_batch=False, needed_for=node.needed_for)
+
+
+@change("tokens in another order")
+def _rolled(layer):
+    for node in layer.of(Replay):
+        yield wrapped(layer, node, lambda run: lambda *given: run(*given).roll(1, 0))
+
+
+@change("needed for nothing")
+def _needed(layer):
+    for node in layer.of(Replay):
+        for i, names in enumerate(node.needed_for):
+            if names:
+                rest = (*node.needed_for[:i], (), *node.needed_for[i + 1 :])
+                yield changed(layer, node, f"{node.name} {node.xs[i]}", needed_for=rest)
+
+
+@change("a gradient of a replay is lost")
+def _detached(layer):
+    for node in layer.of(Replay):
+        for i in range(len(node.xs)):
+
+            def lost(run, i=i):
+                return lambda at, xs, ts: run(at, [*xs[:i], xs[i].detach(), *xs[i + 1 :]], ts)
+
+            yield wrapped(layer, node, lost, f"{node.name} {node.xs[i]}")
+
+
+# The test.
+
+
+def calls(name: str) -> Iterator[tuple[nn.Module, dict[str, Any]]]:
+    """Each layer of a model, with the arguments of its call."""
+    model, batch = build(name)
+    found = []
+
+    def note(module, args, kwargs):
+        names = list(inspect.signature(module.forward).parameters)
+        found.append((module, {**dict(zip(names, args, strict=False)), **kwargs}))
+
+    for module in model.modules():
+        if type(module).__name__ in MODELS[name].layers:
+            module.register_forward_pre_hook(note, with_kwargs=True)
+    model(**batch)
+    yield from found
+
+
+def read_layers(name: str) -> Iterator[Layer]:
+    """The layers of a model whose blocks are not the same."""
+    seen = set()
+    for layer, given in calls(name):
+        layer._forward_pre_hooks.clear()
+        forward = types.MethodType(type(layer).forward, layer)
+        for vary in (("B", "S", "M"), ("B",)):
+            call = Call(given, vary)
+            try:
+                known = read_call(layer, forward, call).proved
+            except Unreadable:
+                continue
+            what = (
+                type(layer),
+                known.graph.kind,
+                [str(n).split("mask=")[0] for n in known.graph.nodes],
+            )
+            if str(what) not in seen:
+                seen.add(str(what))
+                made = [
+                    Layer(name, layer, known, proofs_of(call, layer, dtype))
+                    for dtype in (torch.float64, torch.float32)
+                ]  # ATen does not have all of a mixture's operations in float64
+                right = [one for one in made if is_rejected(one, None) is None]
+                assert right, f"{name}: what was read of {type(layer).__name__} is rejected"
+                yield right[0]
+            break
+        else:
+            raise AssertionError(f"{name}: {type(layer).__name__} cannot be read")
+
+
+def proofs_of(call: Call, layer: nn.Module, dtype: torch.dtype) -> list[Sample]:
+    return [call.sample(layer, s, dtype, i, whole=False) for i, s in enumerate(_PROOFS, 2)]
+
+
+def used(nodes: list[Node]) -> list[Node]:
+    """The steps that the output is made of."""
+    wanted, kept = {"output"}, []
+    for node in nodes[::-1]:
+        if node.name in wanted:
+            kept.append(node)
+            wanted.update(node.inputs)
+    return kept[::-1]
+
+
+def is_rejected(
+    layer: Layer, wrong: Wrong | None, policy: str = "full", piece: int = _PIECE
+) -> str | None:
+    """Why the proof rejects a description, None if it does not; with None, the right one."""
+    known, graph = layer.known, layer.known.graph
+    if wrong is not None:
+        nodes = used(wrong.nodes)
+        params = dict.fromkeys(p for node in nodes for p in node.params)
+        graph = Graph(graph.kind, tuple(nodes), tuple(params), graph.inputs)
+
+    def fused(named: Mapping[str, Tensor], given: Mapping[str, Any]) -> Any:
+        tensors, functions, result = known.bind(layer.layer, named, given, random=False)
+        if wrong is not None:
+            tensors |= {n: made(tensors[n]) for n, made in wrong.tensors.items()}
+            functions |= {n: made(functions.get(n)) for n, made in wrong.wraps.items()}
+        with pieces_of(piece):
+            return result(run_block(graph, policy, tensors, functions=functions))
+
+    forward = types.MethodType(type(layer.layer).forward, layer.layer)
+    for sample in layer.proofs:
+        try:
+            found = difference(layer.layer, forward, fused, sample)
+        except (RuntimeError, ValueError, IndexError, KeyError, AssertionError) as error:
+            return f"{type(error).__name__}: {error}"
+        if found is not None:
+            return found
+    return None
+
+
+@pytest.mark.parametrize("policy", ["full", "lean", "balanced", "fast", "none"])
+def test_right_descriptions_are_accepted(policy):
+    """In pieces of a few tokens, of a sequence, of some sequences, and as a whole."""
+    pytest.importorskip("transformers")
+    for name in LAYERS:
+        for layer in read_layers(name):
+            for piece in (4, 15, 30, 1000):
+                assert is_rejected(layer, None, policy, piece) is None, (name, piece)
+
+
+def test_wrong_descriptions_are_rejected():
+    """Of more than 1800 descriptions, the proof accepts those of `ACCEPTED` alone."""
+    pytest.importorskip("transformers")
+    tried, accepted = Counter[str](), []
+    for name in LAYERS:
+        for layer in read_layers(name):
+            for kind, wrongs in CHANGES.items():
+                for wrong in wrongs(layer):
+                    tried[kind] += 1
+                    if is_rejected(layer, wrong) is None:
+                        accepted.append((kind, f"{name}: {wrong.where}"))
+    assert set(tried) == set(CHANGES) and len(CHANGES) >= 25
+    matched = {row: [a for a in accepted if matches(row, a)] for row in ACCEPTED}
+    unexpected = [a for a in accepted if not any(matches(row, a) for row in ACCEPTED)]
+    assert not unexpected, "\n".join(map(str, unexpected))
+    assert all(matched.values()), [row for row, found in matched.items() if not found]
+    assert sum(tried.values()) >= 1800, sum(tried.values())
+
+
+def matches(row: tuple[str, str, str], accepted: tuple[str, str]) -> bool:
+    return row[0] == accepted[0] and fnmatch.fnmatchcase(accepted[1], row[1])

@@ -1,0 +1,137 @@
+"""Tiny models of the architectures that people train: what they compute and keep, converted."""
+
+import warnings
+
+import models
+import pytest
+import torch
+from torch import Tensor
+
+from fused_remat import FusedRematWarning, conversion, convert
+from fused_remat.execution.observe import OBSERVERS
+from fused_remat.graph.schedule import kept_bytes
+from fused_remat.steps.replay import Replay
+
+#: What is replayed in the layers of an architecture; all others are blocks without a piece.
+PIECES = {
+    "llama4": {"feed_forward", "forward"},
+    "gemma4_moe": {"forward"},
+    "mixtral": {"mlp"},
+    "qwen3_moe": {"mlp"},
+    "gpt_oss": {"self_attn", "mlp"},
+    "deepseek_v3": {"mlp"},
+    "qwen3_next": {"linear_attn", "mlp"},
+    "jamba": {"mamba", "feed_forward"},
+    "mamba2": {"mixer"},
+    "deberta_v2": {"attention.self"},
+    "x_transformers_rotary": {"forward"},
+}
+#: What is left as it is, and a part of the reason.
+LEFT = {
+    "gemma3n": ("Gemma3nTextDecoderLayer", "it cannot run on"),
+    "qwen3_vl": ("Qwen3VLVisionPatchMerger", "it cannot run on"),  # it is no layer
+}
+#: Layers that ATen does not run in float64, by the issue's tolerance for their reason: grouped
+#: products of experts, and norms that convert their input to float32 beside float64 weights.
+FLOAT32 = {
+    "gemma4_moe", "mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_next", "jamba",
+    "openai_whisper",
+}  # fmt: skip
+#: Architectures whose own code computes in float32 inside of a float64 model: norms, tables, state.
+WIDE = 5e-6
+
+
+def step(model, batch) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of a training step, and its gradients."""
+    model.zero_grad(set_to_none=True)
+    loss = models.loss_of(model(**batch))
+    loss.backward()
+    return loss.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def built(name):
+    row = models.MODELS[name]
+    if row.needs:
+        pytest.importorskip(row.needs)
+    try:
+        model, batch = models.build(name)
+    except ImportError as missing:
+        pytest.skip(str(missing))
+    dtype = torch.float32 if name in FLOAT32 else torch.float64
+    batch = {
+        key: value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+        for key, value in batch.items()
+    }
+    return model.to(dtype), batch
+
+
+@pytest.fixture
+def runs():
+    found = []
+    OBSERVERS.append(found.append)
+    yield found
+    OBSERVERS.remove(found.append)
+
+
+@pytest.mark.parametrize("policy", ["full", "none"])
+@pytest.mark.parametrize("name", models.MODELS)
+def test_a_converted_model_gives_the_same_and_keeps_what_is_predicted(name, policy, runs):
+    model, batch = built(name)
+    loss, grads = step(model, batch)
+    convert(model, policy=policy)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore" if name in LEFT else "error", FusedRematWarning)
+        step(model, batch)
+        runs.clear()  # of the first call, which reads
+        found, mine = step(model, batch)
+    slack = 3e-5 if name in FLOAT32 else WIDE
+    torch.testing.assert_close(found, loss, rtol=20 * slack, atol=slack * loss.abs().item())
+    assert mine.keys() == grads.keys()
+    largest = max(g.norm() for g in grads.values())
+    for key, grad in grads.items():
+        distance = (mine[key] - grad).norm() / (grad.norm() + 1e-6 * largest)
+        assert distance <= slack, key
+
+    said = conversion(model)
+    kinds = set(models.MODELS[name].layers)
+    assert {kind.name for kind in said if kind.state == "converted"} == kinds - {
+        LEFT[name][0] if name in LEFT else ""
+    }
+    assert {piece.name for kind in said for piece in kind.pieces} == PIECES.get(name, set())
+    left = [(kind.name, kind.reason) for kind in said if kind.state == "left"]
+    assert [n for n, _ in left] == ([LEFT[name][0]] if name in LEFT else [])
+    assert all(LEFT[name][1] in reason for _, reason in left)
+
+    assert runs or name == "gemma3n"
+    for run in runs:
+        call, execution = run.call, run.execution
+        itemsize = run.tensors[0].element_size()
+        shapes = call.named_shapes(execution.given)
+        predicted = kept_bytes(call.graph, call.save, call.needs_grad, shapes, itemsize)
+        inputs = sum(predicted.get(input, 0) for input in call.graph.inputs)
+        output = run.output.nbytes if execution.plan.keeps_output else 0
+        seed = predicted.get("seed", 0)
+        assert sum(t.nbytes for t in run.kept) + output == sum(predicted.values()) - inputs - seed
+        if policy == "full":
+            kept = set(predicted) - set(call.graph.inputs)
+            assert all(name.endswith((".mean", ".rstd")) for name in kept), "statistics alone"
+
+
+def test_most_architectures_convert_and_nearly_all_with_one_piece_or_none():
+    """Of all rows: the issue asks for 50 of 57, and 45 without a piece or with one."""
+    whole = [name for name in models.MODELS if name not in PIECES and name != "gemma3n"]
+    one = [name for name, pieces in PIECES.items() if len(pieces) == 1]
+    assert len(models.MODELS) - 1 >= 65 and len(whole) + len(one) >= 60
+
+
+def test_a_replay_keeps_nothing(runs):
+    """The mixer of qwen3_next's delta net is 55 units of (B, S, D) in the stock layer."""
+    model, batch = built("qwen3_next")
+    convert(model)
+    step(model, batch)
+    runs.clear()
+    step(model, batch)
+    for run in runs:
+        assert any(isinstance(node, Replay) for node in run.call.graph.nodes)
+        x = run.tensors[0]
+        assert sum(t.nbytes for t in run.kept) <= x.nbytes / 8
