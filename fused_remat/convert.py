@@ -29,6 +29,7 @@ from fused_remat.layers.eligibility import Unsupported
 from fused_remat.policies import Policy
 from fused_remat.recognition.find import repeated_layers
 from fused_remat.recognition.layer import read_class
+from fused_remat.steps.operations import warn
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -63,11 +64,13 @@ def convert(
     """Make every eligible layer of `model` a fused one, in place; returns `model`.
 
     The layer objects stay the same (only their class changes), and with them parameters,
-    optimizer state, train/eval mode, hooks and references held elsewhere. Eligible are layers
-    whose type is exactly `nn.TransformerEncoderLayer` or `nn.TransformerDecoderLayer`, as in
-    `nn.Transformer`, or one of the classes of transformers in docs/huggingface.md; these keep the
-    name of their class. A layer with a feature that a block does not have stays unchanged, with a
-    `FusedRematWarning`.
+    optimizer state, train/eval mode, hooks and references held elsewhere. Eligible are
+    `nn.TransformerEncoderLayer` and `nn.TransformerDecoderLayer`, as in `nn.Transformer`, the
+    classes of transformers in docs/huggingface.md, and any other layer in a list of modules (or
+    `model` itself) that has a norm and two matrices. Those others are read at their first call that
+    trains: their operations are recorded on small tensors, read as a block, and the block is
+    compared with the layer in float64 before it takes its place. A layer of which that fails stays
+    as it is, with a `FusedRematWarning`; `conversion(model)` says what became of each layer.
 
     Args:
         model: changed in place.
@@ -97,7 +100,7 @@ def convert(
     if not (found or heads):
         raise ValueError(_nothing_found(model))
     order = {module: i for i, module in enumerate(model.modules())}
-    chosen = sorted(found, key=order.__getitem__)[::every]
+    chosen = [m for m in sorted(found, key=order.__getitem__)[::every] if _is_own(m)]
     done: list[FusedLayer] = []
     try:
         for module in chosen:
@@ -129,12 +132,12 @@ def _heads(model: nn.Module) -> list[nn.Module]:
 
 
 def _nothing_found(model: nn.Module) -> str:
-    supported = ", ".join(f"torch.nn.{kind.__name__}" for kind in LAYERS)
     count = sum(1 for _ in _fused_layers(model))
     already = f"; {count} are fused already: change them with set_policy" if count else ""
     return (
-        f"{type(model).__name__} has no layer to convert{already or _layers_of(model)}; supported: "
-        f"{supported}, and in transformers the layers of {rows.supported()}"
+        f"{type(model).__name__} has no layer to convert{already or _layers_of(model)}; a layer is "
+        "torch.nn's or transformers', or an element of a ModuleList or Sequential that has a norm "
+        "and two matrices"
     )
 
 
@@ -155,6 +158,14 @@ def _classes(modules: Iterable[nn.Module]) -> Counter[str]:
     """How many of `modules` are of each class, without PyTorch's own."""
     kinds = [type(module) for module in modules]
     return Counter(k.__name__ for k in kinds if not k.__module__.startswith("torch.nn."))
+
+
+def _is_own(layer: nn.Module) -> bool:
+    """Whether a layer runs the forward of its class; warns if it does not."""
+    name = type(layer).__name__
+    if "forward" in layer.__dict__:
+        warn(f"convert left a layer of class {name} unchanged: {name}.forward was replaced")
+    return "forward" not in layer.__dict__
 
 
 def _class_for(layer: nn.Module) -> type[nn.Module]:

@@ -49,14 +49,9 @@ _CANNOT_RUN = "it cannot run on"
 class Known:
     """A reading, and how a call runs it."""
 
-    def __init__(
-        self,
-        reading: Reading,
-        places: tuple[int, int | None],
-        names: Sequence[str],
-        proved: Known | None = None,
-    ) -> None:
-        self.reading, self.places, self.names = reading, places, names
+    def __init__(self, reading: Reading, call: Call, proved: Known | None = None) -> None:
+        self.reading, self.places = reading, call.places
+        self.names, self.axes = tuple(call.sizes), call.axes
         #: The same without dropout.
         self.proved = proved or self
 
@@ -127,10 +122,9 @@ class Known:
 
     def sizes(self, found: Sequence[Any]) -> dict[str, int]:
         """The sizes of a call with these leaves of arguments."""
-        x = found[self.places[0]]
-        sizes = dict(zip(("B", "S") if x.dim() > 2 else ("S",), x.shape, strict=False))
+        sizes = dict(zip(self.axes, found[self.places[0]].shape, strict=False))
         if self.places[1] is not None:
-            sizes["M"] = found[self.places[1]].shape[1]
+            sizes["M"] = found[self.places[1]].shape[self.axes.index("S")]
         return {name: n for name, n in sizes.items() if name in self.names}
 
 
@@ -267,5 +261,5 @@ def _known(layer: nn.Module, pair: Pair, call: Call, opaque: Collection[str]) ->
 
     reading, proved = reading_of(True), None
     if reading.draws or reading.mixes:
-        proved = Known(reading_of(False), call.places, tuple(call.sizes))
-    return Known(reading, call.places, tuple(call.sizes), proved)
+        proved = Known(reading_of(False), call)
+    return Known(reading, call, proved)

