@@ -191,7 +191,7 @@ def _stock_of(layer: nn.Module) -> type[nn.Module] | None:
 
 def _revert_one(layer: nn.Module) -> None:
     layer.__class__ = _stock_of(layer)  # type: ignore[assignment]
-    for name in ("_policy", "_backend", "_accumulate_into", "_last", "loss_backend"):
+    for name in ("_policy", "_backend", "_accumulate_into", "_last", "_values", "loss_backend"):
         layer.__dict__.pop(name, None)
 
 

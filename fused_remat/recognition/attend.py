@@ -107,6 +107,8 @@ def _attention(
     (q_heads, width), (kv_heads, k_width), (v_heads, _), _ = [(1, 1, *f)[-2:] for f in features]
     if kv_heads != v_heads or width != k_width or q_heads % kv_heads:
         return None
+    if layouts[1].names != layouts[2].names or layouts[0].names != layouts[3].names:
+        return None
     mask = scores.mask
     if mask is not None and r.recording.values[mask.index].dim() not in (2, 4):
         return None
@@ -359,17 +361,17 @@ def _scores(r: Reader, product: Op, chain: list[Op]) -> Scores | None:
     """What a chain of operations does to scores; its first may be the product itself (baddbmm)."""
     first = product.outs[0]
     assert first is not None
-    base = torch.zeros_like(r.recording.values[first])
+    base = torch.zeros_like(r.recording.values[first], dtype=r.recording.exact)
     capped = [i for i, op in enumerate(chain) if op.name == "tanh"]
 
     def after(value: Tensor, ops: list[Op], start: int) -> Tensor:
-        values: dict[int, Any] = _Values(r.recording.values)
+        values: dict[int, Any] = _Values(r.recording.values, r.recording.exact)
         values[start] = value
         for op in ops:
             if op is product:
                 values[start] = _plus(value, values[op.args[0].index], **_weights(op))
             else:
-                run_op(op, values, r.layer, r.recording.sizes, torch.float32)
+                run_op(op, values, r.layer, r.recording.sizes, r.recording.exact)
         out = ops[-1].outs[0] if ops else start
         return values[out]  # type: ignore[index, no-any-return]
 
@@ -385,7 +387,7 @@ def _scores(r: Reader, product: Op, chain: list[Op]) -> Scores | None:
             scale = slope(chain[: capped[0]], first) * softcap
         elif not capped:
             ones = after(base + 1.0, chain, first) - after(base, chain, first)
-            softcap, scale = 0.0, float(ones.double().nan_to_num(0.0, 0.0, 0.0).max())
+            softcap, scale = 0.0, float(ones.detach().double().nan_to_num(0.0, 0.0, 0.0).max())
         else:
             return None
         constant = after(base, chain, first)
@@ -401,19 +403,23 @@ def _scores(r: Reader, product: Op, chain: list[Op]) -> Scores | None:
         unseen = constant <= _UNSEEN
         others = constant.masked_fill(unseen, 0.0)
         if torch.equal(unseen, later.expand_as(unseen)) and not bool(others.any()):
+            r.recording.fixed |= {
+                r.recording.sources[n] for n in r.roots(mask.index) if n in r.recording.sources
+            }
             return Scores(scale, softcap, causal=True)
     return Scores(scale, softcap, mask=mask)
 
 
 class _Values(dict[int, Any]):
-    """Recorded values, with others in the places of some."""
+    """Recorded values in another dtype, with others in the places of some."""
 
-    def __init__(self, recorded: list[Tensor]) -> None:
+    def __init__(self, recorded: list[Tensor], dtype: torch.dtype) -> None:
         super().__init__()
-        self.recorded = recorded
+        self.recorded, self.dtype = recorded, dtype
 
     def __missing__(self, number: int) -> Tensor:
-        return self.recorded[number]
+        t = self.recorded[number]
+        return t.to(self.dtype) if t.is_floating_point() else t
 
 
 def _plus(scores: Tensor, bias: Tensor, beta: float = 1.0, alpha: float = 1.0) -> Tensor:

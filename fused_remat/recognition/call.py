@@ -17,6 +17,7 @@ from fused_remat.recognition.program import Opaque, Program, run_op
 from fused_remat.recognition.prove import difference
 from fused_remat.recognition.read import Reader, Reading
 from fused_remat.recognition.record import (
+    SHIFT,
     STREAM,
     Pair,
     Ref,
@@ -54,6 +55,8 @@ class Known:
         self.names, self.axes = tuple(call.sizes), call.axes
         #: The same without dropout.
         self.proved = proved or self
+        #: The most tokens of a sequence with which it was compared with the layer.
+        self.checked = 0
 
     @property
     def graph(self) -> Graph:
@@ -77,7 +80,7 @@ class Known:
         number: int | None
         for number, name in reading.sources.items():
             own = None if named is None else named.get(name)
-            values[number] = _attribute(layer, name) if own is None else own
+            values[number] = attribute(layer, name) if own is None else own
         for number, leaf in zip(reading.given, found, strict=True):
             if number is not None:
                 values[number] = leaf
@@ -128,7 +131,7 @@ class Known:
         return {name: n for name, n in sizes.items() if name in self.names}
 
 
-def _attribute(layer: nn.Module, path: str) -> Any:
+def attribute(layer: nn.Module, path: str) -> Any:
     module, _, name = path.rpartition(".")
     return getattr(layer.get_submodule(module), name)
 
@@ -218,8 +221,11 @@ def _read_call(
 ) -> Known:
     """The block of a call, recorded in float32 and in `other`, proved in the dtype `proof`."""
     first = call.sample(layer, _SIZES[0], torch.float32, 0)
-    second = call.sample(layer, _SIZES[1], other, 1, shift=int(free), params=params)
-    proofs = [call.sample(layer, s, proof, i, whole=False) for i, s in enumerate(_PROOFS, 2)]
+    second = call.sample(layer, _SIZES[1], other, 1, shift=SHIFT * free, params=params)
+    proofs = [
+        call.sample(layer, s, proof, i, whole=False, shift=(i - 2) * SHIFT * free, noisy=True)
+        for i, s in enumerate(_PROOFS, 2)
+    ]
     try:
         pair = Pair(layer, forward, first, second, leaf_of, INDICES if free else ())
     except Unreadable:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import threading
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,29 +20,23 @@ from fused_remat.layers.eligibility import Reason, Unsupported, check_global_hoo
 from fused_remat.layers.precision import Precision, low_dtype, precision_of
 from fused_remat.layers.read import GraphCall
 from fused_remat.policies import Policy, kept_names
-from fused_remat.recognition.call import Known, read_call
+from fused_remat.recognition.call import Known, attribute, read_call
 from fused_remat.recognition.record import Unreadable, leaves, without_dropout
-from fused_remat.recognition.samples import INDICES, Call
+from fused_remat.recognition.samples import INDICES, Call, add_plain
 from fused_remat.steps.norm import Norm
 from fused_remat.steps.residual import Add
 
 #: What forward hooks of these modules do, a block need not.
 _RECORDERS = "transformers.utils.output_capturing"
-_PLAIN = (
-    int,
-    float,
-    bool,
-    str,
-    type(None),
-    torch.dtype,
-    types.FunctionType,
-    types.BuiltinFunctionType,
-)
 #: By how much a block may differ from the layer on the first batch, relative, by dtype.
 _FIRST = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 
 #: What was read, by the state of a layer and the arguments of a call; a reason where nothing was.
-KNOWN: dict[Any, Known | Reason] = {}
+#: With the names of tensors whose values decide, and by those values.
+KNOWN: dict[Any, tuple[tuple[str, ...], dict[tuple[Any, ...], Known | Reason]]] = {}
+#: Attributes of a layer that are this library's; those that every module has.
+_OWN = ("_last", "_values", "_policy", "_backend", "_accumulate_into", "_is_hf_initialized")
+_MODULE = frozenset((*nn.Module().__dict__, *_OWN))
 _reading = threading.RLock()
 #: Stands for the block of a layer that was not called yet: there is nothing to keep by name.
 _UNREAD = Graph("unread", (Add(name="output", x="input"),), ())
@@ -125,54 +119,83 @@ class ReadLayer(ConvertedLayer):
         for vary in SIZES:
             call = Call(given, vary)
             for free in (True, False):
-                key = state_of(self, free), call.key(free)
-                if key not in KNOWN:
-                    with _reading:
-                        if key not in KNOWN:
-                            KNOWN[key] = self._read_first(call, given, free)
-                known = KNOWN[key]
+                known = self._known_for(call, given, free)
                 if isinstance(known, Known):
                     return known
                 reasons.append(known.text)
         return Reason("; ".join(dict.fromkeys(reasons)))
 
-    def _read_first(self, call: Call, given: Mapping[str, Any], free: bool) -> Known | Reason:
-        """The block of the first call of a kind, or why there is none."""
-        x = leaves(given)[call.places[0]]
-        try:
-            with autocast_off(x):
-                known = read_call(self, types.MethodType(self.stock.forward, self), call, free)
-            self._check_first(known, given)
-        except Unreadable as reason:
-            return Reason(str(reason))
+    def _known_for(self, call: Call, given: Mapping[str, Any], free: bool) -> Known | Reason:
+        key = state_of(self, free), call.key(free)
+        names, found = KNOWN.get(key, ((), {}))
+        known = found.get(self._values_of(names))
+        if known is None:
+            with _reading:
+                known = self._read_first(call, free)
+                names = known.reading.fixed if isinstance(known, Known) else ()
+                KNOWN.setdefault(key, (names, {}))[1][self._values_of(names)] = known
+        # Longer calls may take another branch of the layer's code.
+        if isinstance(known, Known) and call.tokens > 2 * known.checked:
+            reason = self._why_different(known, given)
+            known.checked = call.tokens
+            if reason is not None:
+                known = KNOWN[key][1][self._values_of(names)] = Reason(reason)
         return known
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_last"}
+    def _values_of(self, names: Sequence[str]) -> tuple[Any, ...]:
+        """The values of the layer's tensors of these names, to tell apart."""
+        found = []
+        for name in names:
+            t = attribute(self, name)
+            kept = self._fixed.get(name)
+            if kept is None or kept[0] is not t or kept[1] != t._version:
+                values = hash(t.detach().cpu().contiguous().numpy().tobytes())
+                kept = self._fixed[name] = t, t._version, (name, tuple(t.shape), values)
+            found.append(kept[2])
+        return tuple(found)
 
-    def _check_first(self, known: Known, given: Mapping[str, Any]) -> None:
-        """Raise Unreadable if the block and the layer differ on the real arguments."""
-        x = leaves(given)[known.places[0]]
-        devices = [x.device] if x.device.type == "cuda" else []
-        with torch.no_grad(), torch.random.fork_rng(devices):
+    @property
+    def _fixed(self) -> dict[str, Any]:
+        """Tensors whose values were looked at, their versions and values."""
+        found: dict[str, Any] = self.__dict__.setdefault("_values", {})
+        return found
+
+    def _read_first(self, call: Call, free: bool) -> Known | Reason:
+        """The block of the first call of a kind, or why there is none."""
+        x = leaves(call.given)[call.places[0]]
+        try:
+            with autocast_off(x), torch.random.fork_rng([x.device] if x.is_cuda else []):
+                return read_call(self, types.MethodType(self.stock.forward, self), call, free)
+        except Unreadable as reason:
+            return Reason(str(reason))
+
+    def _why_different(self, known: Known, given: Mapping[str, Any]) -> str | None:
+        """By how much the block and the layer differ on real arguments, without dropout."""
+        x, forward = leaves(given)[known.places[0]], types.MethodType(self.stock.forward, self)
+        if low_dtype(x) is not None:  # products and their sums round differently
+            return None
+        with torch.no_grad(), torch.random.fork_rng([x.device] if x.is_cuda else []):
+            state = torch.random.get_rng_state()
             with without_dropout():
-                state = torch.random.get_rng_state()
-                expected = self.stock.forward(self, **given)
-                torch.random.set_rng_state(state)
-            tensors, functions, _ = known.proved.bind(self, None, given, random=False)
-            precision = self._precision(known, tensors)
-            if precision is not None:  # the sums of products round differently
-                return
-            out = run_block(known.proved.graph, "full", tensors, functions=functions)
-            mine = known.proved.bind(self, None, given, random=False)[2](out)
-        pairs = zip(leaves(mine), leaves(expected), strict=True)
-        for a, b in pairs:
+                expected = leaves(forward(**given))
+            torch.random.set_rng_state(state)
+            tensors, functions, result = known.proved.bind(self, None, given, random=False)
+            mine = leaves(
+                result(run_block(known.proved.graph, "full", tensors, functions=functions))
+            )
+        for a, b in zip(mine, expected, strict=True):
             if isinstance(a, Tensor) and a.is_floating_point() and a.shape == x.shape:
                 distance = float((a - b).norm()) / (float(b.norm()) or 1.0)
                 if not distance <= _FIRST.get(x.dtype, 4e-2):
-                    raise Unreadable(
-                        f"the block differs by {distance:.1e} from the layer on the first batch"
+                    tokens = known.checked or "the first"
+                    return (
+                        f"the block differs by {distance:.1e} from the layer on a batch of "
+                        f"{x.shape} (checked up to {tokens} tokens before)"
                     )
+        return None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in _OWN}
 
     def _fall_back(self, reason: Reason, compiling: bool, given: Mapping[str, Any]) -> Any:
         """The stock forward as it is: what cannot be read is left alone."""
@@ -238,30 +261,23 @@ def state_of(layer: nn.Module, free: bool) -> tuple[Any, ...]:
     Raises: Unsupported for a submodule with hooks, which a block would not call.
     """
     found: list[Any] = []
+    objects: dict[int, Any] = {}
     for path, module in layer.named_modules():
         own = module.__dict__
-        if path and (
-            own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]
-        ):
+        hooked = own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]
+        if path and hooked:
             raise Unsupported(f"{path} has hooks")
         for hook in own["_forward_hooks"].values() if path else ():
             if getattr(hook, "__module__", None) != _RECORDERS:
                 raise Unsupported(f"{path} has hooks")
         kind = module.stock if isinstance(module, ConvertedLayer) else type(module)
-        found.append((path, kind, own.get("forward", kind.forward), own["training"]))
-        found += [
-            (name, value)
-            for name, value in own.items()
-            if type(value) in _PLAIN and name[0] != "_" and not (free and name in INDICES)
-        ]
-        found += [
-            (name, repr(value))
-            for name, value in own.items()
-            if type(value) in (tuple, dict)
-            and name[0] != "_"
-            and all(type(v) in _PLAIN for v in (value.values() if type(value) is dict else value))
-        ]
-        found += [(name, None if p is None else p.shape) for name, p in own["_parameters"].items()]
-        config = own.get("config")
-        found.append(getattr(config, "_attn_implementation", None))
+        found += [path, kind, own.get("forward", kind.forward), own["training"]]
+        for name, value in own.items():
+            if name not in _MODULE and not (free and name in INDICES):
+                add_plain(found, objects, name, value)
+        for tensors in (own["_parameters"], own["_buffers"]):
+            found += [(n, None if t is None else (t.shape, t.dtype)) for n, t in tensors.items()]
+    for value in [*objects.values()]:  # a config, once
+        for name, inner in vars(value).items():
+            add_plain(found, {}, name, inner)
     return tuple(found)

@@ -85,6 +85,7 @@ class Reading:
         sources: parameters, buffers and attributes of the layer by number.
         stand_ins: activations of which `before` reads the shape alone.
         pieces: submodules that are replayed as a whole.
+        fixed: names of the layer's tensors whose values decide what the block is.
     """
 
     graph: Graph
@@ -99,6 +100,7 @@ class Reading:
     sources: dict[int, str]
     stand_ins: Shapes
     pieces: tuple[Piece, ...]
+    fixed: tuple[str, ...]
 
     @property
     def draws(self) -> bool:
@@ -183,7 +185,7 @@ class Reader:
         return Reading(
             graph, before, values, self.transposed, self.programs, layouts, (target, layout),
             recording.result, recording.inputs, recording.sources, stand_ins,
-            tuple(self.pieces.values()),
+            tuple(self.pieces.values()), tuple(sorted(recording.fixed)),
         )  # fmt: skip
 
     def _target(self) -> tuple[int, Layout]:

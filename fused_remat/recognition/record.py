@@ -10,11 +10,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import random
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -24,6 +26,8 @@ from fused_remat.spec import NormSpec
 from fused_remat.steps.activation import ACTIVATIONS
 
 Sizes = Mapping[str, int]
+#: What is added to whole numbers on which a layer should not depend: no size of a call explains it.
+SHIFT = 1009
 
 
 class Unreadable(Exception):
@@ -172,7 +176,15 @@ _IN_PLACE = (
     "__iand__",
     "__ior__",
 )
-_SETTERS = ("__set__", "requires_grad_", "retain_grad", "register_hook", "backward", "__delete__")
+_SETTERS = ("__set__", "requires_grad_", "retain_grad", "backward", "__delete__")
+
+
+_OWN_BACKWARD = "it runs an autograd.Function, whose backward is its own"
+
+
+def _is_own(tensor: Tensor) -> bool:
+    with torch._C.DisableTorchFunction():  # which would record the look
+        return isinstance(tensor.grad_fn, torch.autograd.function.BackwardCFunction)
 
 
 def _in_place(name: str) -> bool:
@@ -248,26 +260,37 @@ class _Recorder(TorchFunctionMode):
         self.numbers: dict[int, int] = {}  # by the tensor's id: its present value
         self.sources: dict[int, str] = {}  # parameters, buffers and attributes, by number
         self.live: set[int] = set()
+        #: What a value is made of: names of the layer's tensors, "argument" and "random".
+        self.roots: dict[int, frozenset[str]] = {}
+        self.owned: set[int] = set()  # results of submodules that run an autograd.Function
+        self.fixed: set[str] = set()  # the layer's tensors whose values decide what it runs
         #: By a view's id: its base, and the steps from there.
         self.views: dict[int, tuple[Tensor, list[Any]]] = {}
         self.root = Span("")
         self.stack = [self.root]
         self.paths = {module: name for name, module in layer.named_modules()}
         for name, tensor in named.items():
-            self.sources[self.new(tensor)] = name
+            self.source(tensor, name)
         for path, module in layer.named_modules():
             for name, value in vars(module).items():
                 if isinstance(value, Tensor) and id(value) not in self.numbers:
-                    self.sources[self.new(value)] = f"{path}.{name}" if path else name
+                    self.source(value, f"{path}.{name}" if path else name)
 
     def new(self, tensor: Tensor) -> int:
         self.numbers[id(tensor)] = len(self.values)
         self.values.append(tensor)  # which keeps the id
         return len(self.values) - 1
 
+    def source(self, tensor: Tensor, name: str) -> None:
+        """Take a tensor of the layer as a value."""
+        number = self.new(tensor)
+        self.sources[number], self.roots[number] = name, frozenset((name,))
+
     def number(self, tensor: Tensor) -> int:
         """The number of a tensor that is read."""
         found = self.numbers.get(id(tensor))
+        if _is_own(tensor) and id(tensor) not in self.owned:
+            self.trouble(_OWN_BACKWARD)
         if found is None:
             self.trouble(
                 "it computes with a tensor that was made outside of PyTorch's functions"
@@ -295,10 +318,15 @@ class _Recorder(TorchFunctionMode):
     ) -> None:
         """Add an operation on encoded arguments."""
         op = Op(name, run, args, kwargs, [], self.stack[-1].path, **more)
-        is_live = name not in SHAPES and not self.live.isdisjoint(refs((args, kwargs)))
+        read = refs((args, kwargs))
+        is_live = name not in SHAPES and not self.live.isdisjoint(read)
+        roots = frozenset[str]().union(*[self.roots.get(n, frozenset()) for n in read])
+        roots |= {"random"} if op.random else set()
         for leaf in leaves(result):
             number = self.new(leaf) if isinstance(leaf, Tensor) else None
             op.outs.append(number)
+            if number is not None:
+                self.roots[number] = roots
             if number is not None and is_live:
                 self.live.add(number)
         self.stack[-1].inner.append(op)
@@ -316,9 +344,10 @@ class _Recorder(TorchFunctionMode):
                 return multi_head_attention(*args, **kwargs)
         if func is torch._native_multi_head_attention:
             self.trouble("it runs a fused kernel for inference")
-        reads = name in _READS and args and isinstance(args[0], Tensor)
-        if reads and self.number(args[0]) in self.live:
-            self.trouble(f"it reads values of an activation ({name.strip('_')})")
+        if name in _READS and args and isinstance(args[0], Tensor):
+            self._read(name.strip("_"), self.number(args[0]))
+        if name == "register_hook":
+            self.trouble("it registers a hook on a tensor")
         if kwargs.get("inplace"):
             kwargs = {**kwargs, "inplace": False}
         if kwargs.get("out") is not None:
@@ -339,6 +368,17 @@ class _Recorder(TorchFunctionMode):
             self._note_views(func, args, *encoded, result)
             self.add(name, func, *encoded, result, **more)
         return result
+
+    def _read(self, name: str, number: int) -> None:
+        """Values decide what the layer runs: of an activation or an argument, another time anew."""
+        roots = self.roots.get(number, frozenset())
+        if number in self.live:
+            self.trouble(f"it reads values of an activation ({name})")
+        elif "random" in roots:
+            self.trouble(f"what it runs depends on a random number ({name})")
+        elif "argument" in roots:
+            self.trouble(f"it reads values of an argument ({name})")
+        self.fixed |= roots - {"argument", "random"}
 
     def _dropout(
         self, input: Tensor, p: float = 0.5, training: bool = True, *_: Any, **__: Any
@@ -396,6 +436,10 @@ class _Recorder(TorchFunctionMode):
             self.stack.pop()
         if any(t._version != version for t, version in versions):
             self.trouble(f"{span.path} changes its arguments in place")
+        own = [t for t in leaves(result) if isinstance(t, Tensor) and _is_own(t)]
+        if own:
+            span.trouble = span.trouble or _OWN_BACKWARD
+            self.owned.update(map(id, own))  # the submodule's trouble, not that of who reads them
         span.outs = [
             self.numbers.get(id(leaf)) if isinstance(leaf, Tensor) else None
             for leaf in leaves(result)
@@ -482,6 +526,7 @@ class Recording:
         result: the layer's result, with `Ref`s.
         sizes: of the first recording.
         exact: the dtype in which its operations are tried.
+        fixed: names of the layer's tensors whose values decide what it runs.
     """
 
     values: list[Tensor]
@@ -495,6 +540,7 @@ class Recording:
     result: Any
     sizes: Sizes
     exact: torch.dtype
+    fixed: set[str]
 
 
 def _record(
@@ -503,29 +549,62 @@ def _record(
     named: Mapping[str, Tensor],
     given: Mapping[str, Any],
     active: list[bool],
+    bounds: int | None,
 ) -> tuple[_Recorder, list[int | None], Any]:
     """One recording: the recorder, the numbers of the arguments, and the result."""
     recorder = _Recorder(layer, named)
     numbers: list[int | None] = []
-    for leaf, is_active in zip(leaves(given), active, strict=True):
-        if isinstance(leaf, Tensor):
-            number = recorder.new(leaf)
-            numbers.append(number)
-            if is_active:
-                recorder.live.add(number)
-        else:
-            numbers.append(None)
-    others = [a for a in leaves(given) if hasattr(a, "__len__") and not isinstance(a, Tensor)]
-    lengths = [len(a) for a in others]
-    buffers = {n: b._version for n, b in named.items() if not b.requires_grad}
+    for i, (leaf, is_active) in enumerate(zip(leaves(given), active, strict=True)):
+        numbers.append(recorder.new(leaf) if isinstance(leaf, Tensor) else None)
+        number = numbers[-1]
+        if number is not None and i != bounds:
+            recorder.roots[number] = frozenset(("argument",))
+        if number is not None and is_active:
+            recorder.live.add(number)
+    others = [a for a in leaves(given) if not isinstance(a, Tensor)]
+
+    def watched(**given: Any) -> Any:
+        with _unchanged(layer, others):
+            return forward(**given)
+
     with _recording(recorder), torch.enable_grad():
-        result = run_with(layer, forward, named, given)
-    if [len(a) for a in others] != lengths:
-        raise Unreadable("it adds to an object that it is called with")
-    changed = [n for n, version in buffers.items() if named[n]._version != version]
-    if changed:
-        raise Unreadable(f"it updates buffers in forward ({', '.join(changed)})")
+        result = run_with(layer, watched, named, given)
     return recorder, numbers, recorder.encoded(result)
+
+
+@contextlib.contextmanager
+def _unchanged(layer: nn.Module, others: list[Any]) -> Iterator[None]:
+    """Raise Unreadable if a layer changes its modules, its buffers or objects; put modules back."""
+    modules = [(m, dict(m.__dict__), dict(m._buffers)) for m in layer.modules()]
+    lengths = [(v, len(v)) for _, own, _ in modules for v in own.values() if type(v) in _SIZED]
+    lengths += [(v, len(v)) for v in others if hasattr(v, "__len__")]
+    versions = [(n, b, b._version) for n, b in layer.named_buffers()]
+    state = random.getstate(), numpy.random.get_state(legacy=False)
+    changed = list[str]()
+    try:
+        yield
+    finally:
+        for module, own, buffers in modules:
+            now = module.__dict__
+            changed += [n for n in {*own, *now} if own.get(n, modules) is not now.get(n, modules)]
+            changed += [n for n, b in buffers.items() if module._buffers.get(n) is not b]
+            now.clear()
+            now.update(own)
+            module._buffers.clear()
+            module._buffers.update(buffers)
+        for value, length in lengths:
+            if len(value) != length:
+                changed.append(f"a {type(value).__name__}")
+                if isinstance(value, list):
+                    del value[length:]
+    changed += [n for n, b, version in versions if b._version != version]
+    if changed:
+        raise Unreadable(f"it changes {', '.join(dict.fromkeys(changed))} in forward")
+    if repr((random.getstate(), numpy.random.get_state(legacy=False))) != repr(state):
+        raise Unreadable("it draws random numbers outside of PyTorch")
+
+
+_SIZED = (list, dict, set)
 
 
 class _Caller(nn.Module):
@@ -559,6 +638,7 @@ class Sample(NamedTuple):
     Attributes:
         dtype: the residual stream's.
         active: for each leaf of the arguments, whether it is an activation.
+        bounds: the place among these leaves of the bounds of packed sequences, if there are any.
     """
 
     sizes: Sizes
@@ -566,6 +646,7 @@ class Sample(NamedTuple):
     named: Mapping[str, Tensor]
     given: Mapping[str, Any]
     active: list[bool]
+    bounds: int | None = None
 
 
 class Pair:
@@ -592,8 +673,9 @@ class Pair:
         self.layer, self.sizes, self.other = layer, first.sizes, second.sizes
         self.dtypes = first.dtype, second.dtype
         self.one, self.numbers, self.out = _record(layer, forward, *first[2:])
-        with _renumbered(layer, numbers):
+        with renumbered(layer, numbers):
             self.two, _, self.other_out = _record(layer, forward, *second[2:])
+        self.fixed = self.one.fixed | self.two.fixed
         self.leaves = {path: leaf(module) for path, module in layer.named_modules() if path}
 
     def join(self, opaque: Collection[str] = ()) -> Recording:
@@ -605,8 +687,8 @@ class Pair:
 
 
 @contextlib.contextmanager
-def _renumbered(layer: nn.Module, names: Collection[str]) -> Iterator[None]:
-    """Attributes of these names that are whole numbers are one more inside."""
+def renumbered(layer: nn.Module, names: Collection[str]) -> Iterator[None]:
+    """Attributes of these names that are whole numbers are larger inside, by `SHIFT`."""
     found = [
         (module.__dict__, name, module.__dict__[name])
         for module in layer.modules()
@@ -615,7 +697,7 @@ def _renumbered(layer: nn.Module, names: Collection[str]) -> Iterator[None]:
     ]
     try:
         for own, name, number in found:
-            own[name] = number + 1
+            own[name] = number + SHIFT
         yield
     finally:
         for own, name, number in found:
@@ -652,6 +734,7 @@ class _Join:
         return Recording(
             one.values, shapes, dtypes, self.ops, producers, one.sources, numbers, live, result,
             self.sizes, max(self.from_pair.dtypes, key=lambda d: d.itemsize),
+            {*self.from_pair.fixed},
         )  # fmt: skip
 
     def _span(self, one: Span, two: Span) -> None:
@@ -770,9 +853,8 @@ class _Join:
             if a % p == 0 and b % q == 0 and a // p == b // q:
                 return Size(a // p, names)
         for name in self.sizes:
-            for sign in (1, -1):
-                if a - sign * self.sizes[name] == b - sign * self.other[name]:
-                    return Size(sign, (name,), a - sign * self.sizes[name])
+            if a - self.sizes[name] == b - self.other[name]:
+                return Size(1, (name,), a - self.sizes[name])
         raise Mismatch(f"a number is {a} and then {b}, which no size of the call explains")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,33 @@ _MEMORY = ("encoder_hidden_states", "memory", "context", "encoder_output", "key_
 
 #: Attributes that number a layer of a model.
 INDICES = ("layer_idx", "layer_id", "layer_number", "layer_index", "block_idx")
+
+
+_PLAIN = (
+    int, float, bool, str, type, type(None), torch.dtype, torch.device, types.FunctionType,
+    types.BuiltinFunctionType,
+)  # fmt: skip
+
+
+def add_plain(found: list[Any], objects: dict[int, Any], name: str, value: Any) -> None:
+    """Add an attribute to `found`, of collections their plain values; other objects to `objects`.
+
+    >>> found, objects = [], {}
+    >>> add_plain(found, objects, "eps", 1e-5), add_plain(found, objects, "shift", [1, 2])
+    (None, None)
+    >>> found
+    ['eps', 1e-05, 'shift', '[1, 2]']
+    """
+    kind = type(value)
+    if kind in _PLAIN:
+        found += [name, value]
+    elif kind in (tuple, list, dict, set):
+        parts = value.values() if kind is dict else value
+        plain = len(value) < 100 and all(type(part) in _PLAIN for part in parts)
+        found += [name, repr(value) if plain else len(value)]
+    elif kind is not Tensor and hasattr(value, "__dict__"):
+        objects[id(value)] = value
+        found += [name, kind]
 
 
 class Call:
@@ -104,8 +132,10 @@ class Call:
                 found.append(int)
             elif leaf is None or isinstance(leaf, (bool, int, float, str, torch.dtype)):
                 found.append(leaf)
-            else:  # recording it says whether the layer uses it
+            else:
                 found.append(type(leaf))
+                for name, value in getattr(leaf, "__dict__", {}).items():
+                    add_plain(found, {}, name, value)
         shape = map_tree(self.given, lambda leaf: None)
         return (*found, repr(shape), tuple(self.sizes), self.axes)
 
@@ -118,11 +148,13 @@ class Call:
         whole: bool = True,
         shift: int = 0,
         params: torch.dtype | None = None,
+        noisy: bool = False,
     ) -> Sample:
         """A call of other sizes, with random activations and parameters, in `dtype`.
 
         `whole`: packed tokens are one sequence, else two. `shift`: added to whole numbers.
-        `params`: the dtype of parameters, if it is another.
+        `params`: the dtype of parameters, if it is another. `noisy`: masks that are added to
+        scores have random values where they exclude nothing.
         """
         generator = torch.Generator().manual_seed(seed)
 
@@ -150,7 +182,14 @@ class Call:
                 if n != made.shape[i]:
                     order = torch.arange(n, device=made.device) % max(made.shape[i], 1)
                     made = made.index_select(i, order)
-            return _cast(made, dtype) if made.is_floating_point() else made.clone()
+            if not made.is_floating_point():
+                return made.clone()
+            made = _cast(made, dtype)
+            is_mask = sum(n in ("S", "M") for n in dims) == 2
+            if not (is_mask and noisy):
+                return made
+            noise = torch.randn(made.shape, generator=generator, dtype=dtype).to(made.device)
+            return torch.where(made < -1.0, made, made + 0.3 * noise)
 
         named: dict[str, Tensor] = {}
         for name, p in layer.named_parameters():
@@ -166,7 +205,9 @@ class Call:
             named[name] = (
                 b.detach().to(params or dtype) if b.is_floating_point() else b.detach().clone()
             )
-        return Sample(sizes, dtype, named, map_tree(dict(self.given), given), self.active)
+        return Sample(
+            sizes, dtype, named, map_tree(dict(self.given), given), self.active, self.bounds
+        )
 
 
 def _cast(t: Tensor, dtype: torch.dtype) -> Tensor:
@@ -194,7 +235,17 @@ def leaf_of(module: nn.Module) -> NormSpec | str | None:
         if y is None:
             return None
         rows = ACTIVATIONS.items()
-        name = next((n for n, a in rows if torch.allclose(a.fwd(x), y, 1e-9, 1e-9)), None)
+        slope = _slope(module, x)
+        name = next(
+            (
+                n
+                for n, a in rows
+                if torch.allclose(a.fwd(x), y, 1e-9, 1e-9)
+                and slope is not None
+                and torch.allclose(a.bwd(torch.ones_like(x), x, None), slope, 1e-7, 1e-7)
+            ),
+            None,
+        )
         return name or _norm_kind(module, params)
     return _norm_kind(module, params)
 
@@ -232,6 +283,14 @@ def _plain_norm(spec: NormSpec, x: Tensor, weight: Tensor | None, bias: Tensor |
         y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + spec.eps)
     y = y if weight is None else y * (weight + spec.offset)
     return y if bias is None else y + bias
+
+
+def _slope(module: nn.Module, x: Tensor) -> Tensor | None:
+    """The derivative of a module at x, which may be one with a backward of its own."""
+    x = x.clone().requires_grad_()
+    with torch.enable_grad():
+        y = module(x)
+    return torch.autograd.grad(y.sum(), x)[0] if y.requires_grad else None
 
 
 def _tried(module: nn.Module, named: Mapping[str, Tensor], x: Tensor) -> Tensor | None:

@@ -182,7 +182,7 @@ LEFT = {
     "Noise": "random numbers",
     "NoiseOfShape": "random numbers",
     "NoiseAtTheEnd": "random numbers",
-    "RunningMean": "buffers",
+    "RunningMean": "it changes mean in forward",
     "BranchOnSum": "(bool)",
     "ItemScale": "(item)",
     "WithoutGradient": "differs",
