@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -56,26 +57,50 @@ def _row(name: str, model: str = "", **differences: Any) -> Head:
     return Head(package, model, **differences)
 
 
-#: By the module and the name of the model's class.
-HEADS: dict[tuple[str, str], Head] = {
-    (row.package, row.model): row
-    for row in (
-        _row("llama", "LlamaForCausalLM"),
-        _row("mistral", "MistralForCausalLM"),
-        _row("qwen2", "Qwen2ForCausalLM"),
-        _row("qwen3", "Qwen3ForCausalLM"),
-        _row("smollm3", "SmolLM3ForCausalLM"),
-        _row("gemma2", "Gemma2ForCausalLM", softcap="final_logit_softcapping"),
-        _row("gemma3", "Gemma3ForCausalLM", softcap="final_logit_softcapping"),
-        _row(
-            "gpt2",
-            "GPT2LMHeadModel",
-            body="transformer",
-            output="CausalLMOutputWithCrossAttentions",
-            fields=("hidden_states", "attentions", "cross_attentions"),
-        ),
-    )
-}
+#: Each stands for all model classes of transformers whose forward has the same code (`head_row`).
+HEADS = (
+    _row("llama", "LlamaForCausalLM"),
+    _row("gemma2", "Gemma2ForCausalLM", softcap="final_logit_softcapping"),
+    _row(
+        "gpt2",
+        "GPT2LMHeadModel",
+        body="transformer",
+        output="CausalLMOutputWithCrossAttentions",
+        fields=("hidden_states", "attentions", "cross_attentions"),
+    ),
+)
+
+
+@functools.cache
+def head_row(stock: Any) -> Head | None:
+    """The row of a model class; None without one.
+
+    transformers writes the forward of most language models by copying that of another: they are
+    known by its code, without texts.
+    """
+    if not stock.__module__.startswith("transformers.models."):
+        return None
+    for row in HEADS:
+        known = getattr(sys.modules.get(row.package), row.model, None)
+        if stock is known or (row.package, row.model) == (stock.__module__, stock.__qualname__):
+            return row
+    if not stock.__name__.endswith("ForCausalLM"):
+        return None
+    from transformers.models.gemma2.modeling_gemma2 import Gemma2ForCausalLM
+    from transformers.models.llama.modeling_llama import LlamaForCausalLM
+
+    for row, reference in zip(HEADS, (LlamaForCausalLM, Gemma2ForCausalLM), strict=False):
+        if _code(stock) == _code(reference):
+            return row
+    return None
+
+
+def _code(model: Any) -> tuple[Any, ...]:
+    """The code of a model's forward, without its texts."""
+    code = inspect.unwrap(model.forward).__code__
+    numbers = tuple([value for value in code.co_consts if not isinstance(value, str)])
+    return code.co_code, code.co_names, code.co_varnames, numbers
+
 
 _IDLE = Reason("the model does not train", quiet=True)
 _UNFIT = Reason("its arguments do not fit", quiet=True)  # of which the stock forward complains
@@ -205,8 +230,8 @@ def head_class(stock: type[nn.Module]) -> type[HuggingFaceHead] | None:
     >>> head_class(nn.Linear) is None
     True
     """
-    row = HEADS.get((stock.__module__, stock.__qualname__))
-    if row is None or issubclass(stock, HuggingFaceHead):
+    row = None if issubclass(stock, HuggingFaceHead) else head_row(stock)  # type: ignore[arg-type]
+    if row is None:
         return None
     if stock not in FUSED_HEADS:
         namespace = {
@@ -224,12 +249,12 @@ def head_class(stock: type[nn.Module]) -> type[HuggingFaceHead] | None:
 
 
 def supported_heads() -> str:
-    """The names of the supported model classes, for messages.
+    """The supported model classes, for messages.
 
     >>> "LlamaForCausalLM" in supported_heads()
     True
     """
-    return ", ".join(row.model for row in HEADS.values())
+    return f"{', '.join(row.model for row in HEADS)}, and classes whose forward has their code"
 
 
 def _forward(stock: type[nn.Module]) -> Callable[..., Any]:

@@ -135,3 +135,26 @@ def test_a_replay_keeps_nothing(runs):
         assert any(isinstance(node, Replay) for node in run.call.graph.nodes)
         x = run.tensors[0]
         assert sum(t.nbytes for t in run.kept) <= x.nbytes / 8
+
+
+@pytest.mark.parametrize(
+    "name", ["ministral", "gemma", "phi", "phi3", "olmo2", "starcoder2", "glm4", "gemma3"]
+)
+def test_the_loss_without_logits(name):
+    """Model classes are known by the code of their forward: Llama's or Gemma-2's."""
+    model, batch = built(name)
+    labels = batch["input_ids"].clone()
+    labels[:, :3] = -100
+
+    def step():
+        model.zero_grad(set_to_none=True)
+        out = model(**batch, labels=labels)
+        out.loss.backward()
+        return out, {n: p.grad.clone() for n, p in model.named_parameters()}
+
+    stock, expected = step()
+    convert(model, loss=True)
+    out, grads = step()
+    assert out.logits is None and torch.allclose(out.loss.double(), stock.loss.double(), rtol=WIDE)
+    for key, grad in expected.items():
+        assert (grads[key] - grad).norm() <= WIDE * (grad.norm() + 1e-6)
