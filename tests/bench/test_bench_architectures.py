@@ -6,6 +6,7 @@ import pytest
 import torch
 from tiers import exhaustive
 
+from bench import tables
 from bench.commands import architectures
 from bench.pages import architectures as page
 from tests.recognition import models
@@ -80,3 +81,11 @@ def test_what_is_passed_by_name_is_held_beside():
     _, found = architectures.run("llama", "checkpoint", torch.float32, 12)
     positions = 12 * 8  # int64
     assert found["held"] - found["kept"] == 2 * 12 * 8 * 4 + positions
+
+
+def test_the_page_has_every_architecture_of_the_table():
+    data = tables.load(page.FILE)
+    assert [row["case"]["name"] for row in tables.current(data)] == list(models.MODELS)
+    assert all(page.is_right(row, architectures.ALLOWED) for row in data["results"])
+    assert all(tuple(row["layers"]) == models.MODELS[row["case"]["name"]].layers
+               for row in data["results"] if "ways" in row)  # fmt: skip
