@@ -11,6 +11,7 @@ os.environ["KINETO_LOG_LEVEL"] = os.environ.get("KINETO_LOG_LEVEL", "99")
 
 #: Sub-command -> module with `main(arguments) -> exit status`; loaded only when it is asked for.
 COMMANDS = {
+    "architectures": "bench.commands.architectures",
     "audit": "bench.audit.command",
     "calibrate": "bench.audit.calibration",
     "counts": "bench.counts.command",

@@ -43,7 +43,7 @@ def test_anything_but_a_sub_command_is_a_usage_error(arguments):
     command = [sys.executable, "-m", "bench", *arguments]
     done = subprocess.run(command, cwd=machine.ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert done.stderr.startswith("usage: python -m bench {audit") and not done.stdout
+    assert done.stderr.startswith("usage: python -m bench {architectures,") and not done.stdout
 
 
 #: Command -> what it refuses, each to be split at spaces.

@@ -78,52 +78,53 @@ def _random() -> torch.Generator:
     return torch.Generator().manual_seed(1)
 
 
-def _tokens() -> Tensor:
-    return torch.randint(VISION_END + 1, VOCAB, (B, S), generator=_random())
+def _tokens(tokens: int) -> Tensor:
+    return torch.randint(VISION_END + 1, VOCAB, (B, tokens), generator=_random())
 
 
 def _normal(*shape: int) -> Tensor:
     return torch.randn(shape, generator=_random())
 
 
-def _ids() -> dict[str, Tensor]:
-    return {"input_ids": _tokens()}
+def _ids(tokens: int) -> dict[str, Tensor]:
+    return {"input_ids": _tokens(tokens)}
 
 
-def _pairs() -> dict[str, Tensor]:
-    return {"input_ids": _tokens(), "decoder_input_ids": _tokens().flip(1)}
+def _pairs(tokens: int) -> dict[str, Tensor]:
+    return {"input_ids": _tokens(tokens), "decoder_input_ids": _tokens(tokens).flip(1)}
 
 
-def _images() -> dict[str, Tensor]:
+def _images(tokens: int) -> dict[str, Tensor]:
     return {"pixel_values": _normal(B, 3, 16, 16)}
 
 
-def _pixels() -> dict[str, Tensor]:
+def _pixels(tokens: int) -> dict[str, Tensor]:
     return {"x": _normal(B, 3, 16, 16)}
 
 
-def _images_and_ids() -> dict[str, Tensor]:
-    return {**_images(), **_ids()}
+def _images_and_ids(tokens: int) -> dict[str, Tensor]:
+    return {**_images(tokens), **_ids(tokens)}
 
 
-def _sound() -> dict[str, Tensor]:
-    return {"input_values": _normal(B, 160)}
+def _sound(tokens: int) -> dict[str, Tensor]:
+    """Ten samples are one token of Wav2Vec2's, and three more come from the rest."""
+    return {"input_values": _normal(B, 10 * tokens + 40)}
 
 
-def _spectrum_and_ids() -> dict[str, Tensor]:
-    return {"input_features": _normal(B, 8, 2 * S), "decoder_input_ids": _tokens()}
+def _spectrum_and_ids(tokens: int) -> dict[str, Tensor]:
+    return {"input_features": _normal(B, 8, 2 * S), "decoder_input_ids": _tokens(tokens)}
 
 
-def _images_in_text() -> dict[str, Tensor]:
-    """Sixteen patches are sixteen tokens of LLaVA's."""
-    images = torch.full((B, 16), IMAGE)
-    ids = torch.cat([_tokens()[:, :2], images, _tokens()[:, 2:6]], 1)
-    return {**_images(), "input_ids": ids, "use_cache": False}
+def _images_in_text(tokens: int) -> dict[str, Tensor]:
+    """Sixteen patches are sixteen tokens of LLaVA's, two of the text before them."""
+    images, text = torch.full((B, 16), IMAGE), _tokens(max(6, tokens - 16))
+    ids = torch.cat([text[:, :2], images, text[:, 2:]], 1)
+    return {**_images(tokens), "input_ids": ids, "use_cache": False}
 
 
-def _patches_in_text() -> dict[str, Tensor]:
+def _patches_in_text(tokens: int) -> dict[str, Tensor]:
     """Four by four patches of 3 · 2 · 4 · 4 numbers are four tokens of Qwen's."""
-    ids = _tokens()
+    ids = _tokens(tokens)
     ids[:, 2], ids[:, 3:7], ids[:, 7] = VISION_START, IMAGE, VISION_END
     return {
         "input_ids": ids,
@@ -140,7 +141,7 @@ def _patches_in_text() -> dict[str, Tensor]:
 class Row(NamedTuple):
     layers: tuple[str, ...]  #: The classes of its repeated layers.
     make: Callable[[], nn.Module]
-    batch: Callable[[], dict[str, Tensor]]
+    batch: Callable[[int], dict[str, Tensor]]  #: Of so many tokens of text or sound.
     needs: str = ""  #: The module that it comes from.
 
 
@@ -592,13 +593,13 @@ MODELS = {
     "openai_whisper": Row(
         ("ResidualAttentionBlock",),
         _openai_whisper,
-        lambda: {"mel": _normal(B, 8, 2 * S), "tokens": _tokens()},
+        lambda tokens: {"mel": _normal(B, 8, 2 * S), "tokens": _tokens(tokens)},
         "whisper",
     ),
     "diffusers": Row(
         ("BasicTransformerBlock",),
         _diffusers,
-        lambda: {
+        lambda tokens: {
             "hidden_states": _normal(B, 32, 4, 4), "encoder_hidden_states": _normal(B, 5, 24),
         },
         "diffusers",
@@ -607,25 +608,35 @@ MODELS = {
     "x_transformers_flash": Row(
         ("Attention", "FeedForward"),
         lambda: _x_transformers("Decoder", attn_flash=True, ff_glu=True),
-        lambda: {"x": _tokens()},
+        lambda tokens: {"x": _tokens(tokens)},
         "x_transformers",
     ),
     "x_transformers_rotary": Row(
         ("Attention", "FeedForward"),
         lambda: _x_transformers("Encoder", rotary_pos_emb=True, rotary_emb_dim=8),
-        lambda: {"x": _tokens()},
+        lambda tokens: {"x": _tokens(tokens)},
         "x_transformers",
     ),
     # As users write them.
-    "nanogpt": Row(("NanoBlock",), lambda: LanguageModel(NanoBlock), lambda: {"idx": _tokens()}),
-    "mingpt": Row(("MiniBlock",), lambda: LanguageModel(MiniBlock), lambda: {"idx": _tokens()}),
-    "dit": Row(("DiTBlock",), DiT, lambda: {"x": _normal(B, 16, 32), "c": _normal(B, 32)}),
+    "nanogpt": Row(
+        ("NanoBlock",),
+        lambda: LanguageModel(NanoBlock),
+        lambda tokens: {"idx": _tokens(tokens)},
+    ),
+    "mingpt": Row(
+        ("MiniBlock",),
+        lambda: LanguageModel(MiniBlock),
+        lambda tokens: {"idx": _tokens(tokens)},
+    ),
+    "dit": Row(("DiTBlock",), DiT, lambda tokens: {"x": _normal(B, 16, 32), "c": _normal(B, 32)}),
 }
 # fmt: on
 
 
-def build(name: str) -> tuple[nn.Module, dict]:
+def build(name: str, tokens: int = S) -> tuple[nn.Module, dict]:
     """A model in training mode, every parameter random, and the arguments to call it with.
+
+    tokens: of each sequence, 64 at most.
 
     ImportError without the package that it comes from.
     """
@@ -635,7 +646,7 @@ def build(name: str) -> tuple[nn.Module, dict]:
     with torch.no_grad():
         for p in model.parameters():
             p.add_(0.1 * torch.randn(p.shape))
-    batch = row.batch()
+    batch = row.batch(tokens)
     if "use_cache" in inspect.signature(model.forward).parameters:
         batch["use_cache"] = False
     return model, batch
