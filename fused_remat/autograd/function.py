@@ -66,6 +66,11 @@ class FusedRematBlock(torch.autograd.Function):
         ctx.rounds = partial.rounds(tensors) if x.dtype.itemsize == 2 else None
         ctx.set_materialize_grads(False)
         saves = execution.rereads if extras is None else extras.saves(execution.rereads, out)
+        if functions:  # what they make again is not kept
+            names = execution.call.graph.tensors
+            saves = [
+                save and name not in functions for name, save in zip(names, saves, strict=True)
+            ]
         saved = [t if save else None for t, save in zip(tensors, saves, strict=True)]
         ctx.dtypes = [None if t is None else t.dtype for t in (tensors if extras else saved)]
         saved += [out if execution.plan.keeps_output else None, *kept]

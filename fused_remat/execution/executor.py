@@ -102,7 +102,11 @@ def backward(
     if autocast_on(dy):  # backward may be called inside autocast
         with autocast_off(dy):
             return backward(execution, tensors, kept, out, dy, functions, watch, sink, deferred)
-    this = Pass(execution, execution.named(tensors), functions, dy, watch, sink, deferred)
+    named = execution.named(tensors)
+    if functions:
+        params = execution.call.graph.params
+        named = {**named, **{name: functions[name]() for name in params if name in functions}}
+    this = Pass(execution, named, functions, dy, watch, sink, deferred)
     grads: dict[str, Tensor] = {}
     observed = _is_observed(this)
     for chunk, steps in _backward_pieces(this, execution, kept, out, dy, grads):

@@ -11,7 +11,8 @@ from fused_remat.execution.prepare import BlockCall, Execution
 from fused_remat.graph.schedule import Step
 from fused_remat.steps.chunk import Chunk
 
-#: The caller's own functions: of an activation, or of replays (`steps.replay`).
+#: The caller's own functions: of an activation, or of replays (`steps.replay`). One that has the
+#: name of a tensor of the block makes that tensor again in backward, and the tensor is not kept.
 Functions = Mapping[str, Callable[..., Tensor]]
 
 

@@ -19,12 +19,14 @@ from fused_remat.recognition.read import Reader, Reading
 from fused_remat.recognition.record import (
     SHIFT,
     STREAM,
+    Op,
     Pair,
     Ref,
     Size,
     Unreadable,
     leaves,
     map_tree,
+    refs,
     without_dropout,
 )
 from fused_remat.recognition.samples import INDICES, Call, leaf_of
@@ -44,6 +46,8 @@ _DTYPES = (
 #: Tokens of a piece in the proofs, so that groups and tiles are proved too.
 _PIECE = 12
 _MOST_PIECES = 24
+#: Values that are no activations and have as many elements are made again in backward.
+_LARGE = 1 << 12
 _CANNOT_RUN = "it cannot run on"
 
 
@@ -102,10 +106,17 @@ class Known:
         for name, number in reading.values.items():
             value = values[number]
             tensors[name] = value.t() if name in reading.transposed else value
-        functions = {
+        functions: dict[str, Callable[..., Tensor]] = {
             name: _Run(program, layer, sizes, x, random).run
             for name, program in reading.programs.items()
         }
+        roots = {n: values[n] for n in (*reading.sources, *reading.given) if n is not None}
+        for name, number in reading.values.items():
+            value, ops = values[number], reading.chain(number)
+            if ops and value.numel() >= _LARGE and not value.requires_grad:
+                again = _Again(ops, number, roots, layer, sizes, x.dtype)
+                if not again.shares(value):
+                    functions[name] = again.run
 
         def result(out: Tensor) -> Any:
             number, layout = reading.out
@@ -134,6 +145,42 @@ class Known:
 def attribute(layer: nn.Module, path: str) -> Any:
     module, _, name = path.rpartition(".")
     return getattr(layer.get_submodule(module), name)
+
+
+class _Again:
+    """Makes a value that is no activation again in backward: a mask, or indices, of this call."""
+
+    def __init__(
+        self,
+        ops: Sequence[Op],
+        number: int,
+        roots: Mapping[int, Any],
+        layer: nn.Module,
+        sizes: Mapping[str, int],
+        dtype: torch.dtype,
+    ) -> None:
+        self.ops, self.number, self.layer, self.sizes, self.dtype = ops, number, layer, sizes, dtype
+        read = {n for op in ops for n in refs((op.args, op.kwargs))}
+        self.roots = {n: t for n, t in roots.items() if n in read}
+        self.versions = [t._version for t in self.roots.values()]
+
+    def shares(self, value: Tensor) -> bool:
+        """Whether the value is a view of what it is made of, so that nothing is saved."""
+        pointer = value.untyped_storage().data_ptr()
+        return any(t.untyped_storage().data_ptr() == pointer for t in self.roots.values())
+
+    def run(self) -> Tensor:
+        if [t._version for t in self.roots.values()] != self.versions:
+            raise RuntimeError(
+                "fused_remat: an argument or a buffer of which a layer makes its mask was modified "
+                "by an inplace operation between forward and backward"
+            )
+        values = {**self.roots}
+        with torch.no_grad():
+            for op in self.ops:
+                run_op(op, values, self.layer, self.sizes, self.dtype)
+        made: Tensor = values[self.number]
+        return made
 
 
 class _Run:

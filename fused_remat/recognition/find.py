@@ -55,9 +55,11 @@ def _is_layer(module: nn.Module) -> bool:
 
 def _is_part(module: nn.Module) -> bool:
     """Whether a module, not one of PyTorch's, has two matrices or more, and no batch norm."""
-    if type(module).__module__.startswith("torch.nn.") or isinstance(module, FusedLayer):
+    if type(module).__module__.startswith("torch.nn."):
         return False
     parts = [part for part in module.modules() if part is not module]
+    if any(isinstance(part, FusedLayer) for part in (module, *parts)):
+        return False
     matrices = [p for part in parts for p in part.parameters(recurse=False) if p.dim() == 2]
     batch_norm = any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in parts)
     return sum(min(p.shape) > 1 for p in matrices) >= 2 and not batch_norm

@@ -8,9 +8,10 @@ layer's activations (masks, tables, a modulation) is computed at every call, bef
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -101,6 +102,28 @@ class Reading:
     stand_ins: Shapes
     pieces: tuple[Piece, ...]
     fixed: tuple[str, ...]
+
+    def chain(self, number: int) -> Sequence[Op]:
+        """The operations before the block that make a value; none if one draws random numbers, or
+        reads the shape of an activation."""
+        if number not in self._chains:
+            todo, wanted = [number], set[Op]()
+            makers = {n: op for op in self.before for n in op.outs if n is not None}
+            while todo:
+                op = makers.get(n := todo.pop())
+                if op is not None and op not in wanted:
+                    wanted.add(op)
+                    todo += refs((op.args, op.kwargs))
+                elif n in self.stand_ins:
+                    wanted.clear()
+                    break
+            ops = [op for op in self.before if op in wanted]
+            self._chains[number] = [] if any(op.random for op in ops) else ops
+        return self._chains[number]
+
+    @functools.cached_property
+    def _chains(self) -> dict[int, Sequence[Op]]:
+        return {}
 
     @property
     def draws(self) -> bool:

@@ -759,7 +759,7 @@ class _Join:
         before, known = len(self.ops), dict(self.pair)
         try:
             if a.path in self.opaque:
-                raise Mismatch("not read as a step of a block")
+                raise Mismatch("it is no step of a block")
             self._span(a, b)
         except Mismatch as reason:
             del self.ops[before:]

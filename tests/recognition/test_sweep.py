@@ -10,6 +10,8 @@ from torch import Tensor
 from fused_remat import FusedRematWarning, conversion, convert
 from fused_remat.execution.observe import OBSERVERS
 from fused_remat.graph.schedule import kept_bytes
+from fused_remat.recognition import call
+from fused_remat.report.allocations import SavedBytes
 from fused_remat.steps.replay import Replay
 
 #: What is replayed in the layers of an architecture; all others are blocks without a piece.
@@ -104,16 +106,16 @@ def test_a_converted_model_gives_the_same_and_keeps_what_is_predicted(name, poli
 
     assert runs or name == "gemma3n"
     for run in runs:
-        call, execution = run.call, run.execution
+        block, execution = run.call, run.execution
         itemsize = run.tensors[0].element_size()
-        shapes = call.named_shapes(execution.given)
-        predicted = kept_bytes(call.graph, call.save, call.needs_grad, shapes, itemsize)
-        inputs = sum(predicted.get(input, 0) for input in call.graph.inputs)
+        shapes = block.named_shapes(execution.given)
+        predicted = kept_bytes(block.graph, block.save, block.needs_grad, shapes, itemsize)
+        inputs = sum(predicted.get(input, 0) for input in block.graph.inputs)
         output = run.output.nbytes if execution.plan.keeps_output else 0
         seed = predicted.get("seed", 0)
         assert sum(t.nbytes for t in run.kept) + output == sum(predicted.values()) - inputs - seed
         if policy == "full":
-            kept = set(predicted) - set(call.graph.inputs)
+            kept = set(predicted) - set(block.graph.inputs)
             assert all(name.endswith((".mean", ".rstd")) for name in kept), "statistics alone"
 
 
@@ -135,6 +137,27 @@ def test_a_replay_keeps_nothing(runs):
         assert any(isinstance(node, Replay) for node in run.call.graph.nodes)
         x = run.tensors[0]
         assert sum(t.nbytes for t in run.kept) <= x.nbytes / 8
+
+
+@pytest.mark.parametrize("name", ["bloom", "deberta_v2", "t5", "gpt_oss", "swin", "opt"])
+def test_masks_and_indices_that_a_layer_makes_are_made_again(name, monkeypatch):
+    model, batch = built(name)
+    loss, grads = step(model, batch)
+    saved = []
+    for large in (1 << 30, 1):
+        monkeypatch.setattr(call, "_LARGE", large)
+        step(convert(model) if large > 1 else model, batch)
+        model.zero_grad(set_to_none=True)
+        with SavedBytes(exclude=model.parameters()) as kept:
+            found = models.loss_of(model(**batch))
+        found.backward()
+        saved.append(kept.total)
+        torch.testing.assert_close(found, loss, rtol=1e-6, atol=1e-6)
+        for key, p in model.named_parameters():
+            if key in grads:
+                torch.testing.assert_close(p.grad, grads[key], rtol=1e-4, atol=1e-5)
+    made = {"bloom", "deberta_v2", "gpt_oss"}  # those of t5 and swin have gradients
+    assert (saved[1] < saved[0]) == (name in made), saved
 
 
 @pytest.mark.parametrize(
