@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 _ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 _DEFAULTS = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None}
 MATMUL = ("matmul", "__matmul__", "bmm", "mm")
+_ADDS = ("add", "__add__", "__radd__", "add_", "__iadd__")
 SCALES = ("mul", "__mul__", "__rmul__", "mul_", "div", "__truediv__", "div_", "true_divide")
 _SAME = ("to", "float", "type_as", "type", "contiguous", "double", "view", "reshape", "nan_to_num")
 #: Scores to which this or less is added are those of keys that a query does not see.
@@ -364,16 +366,7 @@ def _scores(r: Reader, product: Op, chain: list[Op]) -> Scores | None:
     base = torch.zeros_like(r.recording.values[first], dtype=r.recording.exact)
     capped = [i for i, op in enumerate(chain) if op.name == "tanh"]
 
-    def after(value: Tensor, ops: list[Op], start: int) -> Tensor:
-        values: dict[int, Any] = _Values(r.recording.values, r.recording.exact)
-        values[start] = value
-        for op in ops:
-            if op is product:
-                values[start] = _plus(value, values[op.args[0].index], **_weights(op))
-            else:
-                run_op(op, values, r.layer, r.recording.sizes, r.recording.exact)
-        out = ops[-1].outs[0] if ops else start
-        return values[out]  # type: ignore[index, no-any-return]
+    after = functools.partial(_after, r, product)
 
     def slope(ops: list[Op], start: int) -> float:
         small = after(base + 1e-2, ops, start) - after(base, ops, start)
@@ -395,7 +388,7 @@ def _scores(r: Reader, product: Op, chain: list[Op]) -> Scores | None:
         return None
     if not chain or not bool((constant != 0).any()):
         return Scores(scale, softcap)
-    mask = _mask(r, product, chain, first)
+    mask = _added(r, chain, constant) or _mask(r, product, chain, first, constant)
     rows, keys = constant.shape[-2:]
     given = {n for n in r.recording.inputs if n is not None}
     if rows == keys and given.isdisjoint(r.roots(mask.index)):
@@ -408,6 +401,29 @@ def _scores(r: Reader, product: Op, chain: list[Op]) -> Scores | None:
             }
             return Scores(scale, softcap, causal=True)
     return Scores(scale, softcap, mask=mask)
+
+
+def _after(r: Reader, product: Op, value: Tensor, ops: list[Op], start: int) -> Tensor:
+    """What a chain of operations makes of scores `value`."""
+    values: dict[int, Any] = _Values(r.recording.values, r.recording.exact)
+    values[start] = value
+    for op in ops:
+        if op is product:
+            values[start] = _plus(value, values[op.args[0].index], **_weights(op))
+        else:
+            run_op(op, values, r.layer, r.recording.sizes, r.recording.exact)
+    out = ops[-1].outs[0] if ops else start
+    return values[out]  # type: ignore[index, no-any-return]
+
+
+def _is_shared(r: Reader, product: Op, chain: list[Op], first: int, constant: Tensor) -> bool:
+    """Whether scores of one sequence and head give the mask, which broadcasts to all."""
+    base = constant.new_zeros((1, 1, *constant.shape[-2:]))
+    try:
+        made = _after(r, product, base, chain, first)
+        return torch.equal(made.expand_as(constant), constant)
+    except RuntimeError:
+        return False
 
 
 class _Values(dict[int, Any]):
@@ -430,7 +446,18 @@ def _weights(op: Op) -> dict[str, Any]:
     return {name: op.kwargs.get(name, 1) for name in ("beta", "alpha")}
 
 
-def _mask(r: Reader, product: Op, chain: list[Op], first: int) -> Ref:
+def _added(r: Reader, chain: list[Op], constant: Tensor) -> Ref | None:
+    """The value that is added to the scores, if the chain adds one as it is."""
+    for op in chain:
+        for n in refs((op.args, op.kwargs)) if op.name in _ADDS else ():
+            t = r.recording.values[n]
+            fits = n not in r.recording.live and t.dim() in (2, 4) and t.dim() <= constant.dim()
+            if fits and torch.equal(t.to(constant).expand_as(constant), constant):
+                return Ref(n)
+    return None
+
+
+def _mask(r: Reader, product: Op, chain: list[Op], first: int, constant: Tensor) -> Ref:
     """What is added to the scores, as a value of its own: the chain, of scores of zero."""
     recording, numbers = r.recording, dict[int, int]()
     device = recording.values[first].device
@@ -439,6 +466,8 @@ def _mask(r: Reader, product: Op, chain: list[Op], first: int) -> Ref:
         return torch.zeros(sizes, dtype=dtype, device=device)
 
     shape, dtype = recording.shapes[first] or (), recording.dtypes[first]
+    if len(shape) == 4 and _is_shared(r, product, chain, first, constant):
+        shape = (1, 1, *shape[2:])
     numbers[first] = r.new_value("zeros", zeros, shape, of=first, dtype=dtype)
     last = first
     for op in chain:

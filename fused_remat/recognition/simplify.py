@@ -113,7 +113,8 @@ def _with_roles(nodes: list[Node]) -> list[Node]:
             follows = getattr(made, "residual", "") and made.name != "output"
             if ends or follows:
                 roles[made.name] = "normed"
-        if getattr(node, "residual", "") and node.name != "output":
+        ends_in_norm = isinstance(node, Add) and isinstance(by_name.get(node.x), Norm)
+        if getattr(node, "residual", "") and node.name != "output" and not ends_in_norm:
             roles.setdefault(node.name, "stream")
     return [
         replace(node, role=roles[node.name]) if node.name in roles and not node.role else node
