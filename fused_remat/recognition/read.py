@@ -642,9 +642,10 @@ class Reader:
             where or "forward" if is_piece else f"{where}.{op.name.strip('_')}".lstrip(".")
         )
         if is_piece:
-            self.pieces[where] = Piece(
-                where or "forward", str(op.info) if opaque else "no step of a block"
-            )
+            heavy = dict.fromkeys(o.name.strip("_") for o in ops if o.name in _HEAVY)
+            runs = ", ".join(heavy) or f"{len(ops)} operations"
+            why = str(op.info) if opaque else f"it runs {runs}"
+            self.pieces[where] = Piece(where or "forward", why)
         tensors = tuple([self.param(n) for n in params])
         node = Replay(
             name=name, xs=tuple(names), tensors=tensors, function=name,
