@@ -266,7 +266,7 @@ class FusedLayer(nn.Module):
             warn(
                 self,
                 f"saves no memory: {reason}, so its policy has no effect; call "
-                "super().forward(...) there",
+                "super().forward(...) there, or convert the layer: convert reads it",
             )
 
     def _refuse_dtensors(self, given: Mapping[str, Any]) -> None:
@@ -323,7 +323,8 @@ def _checked(forward: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(forward)
     def checked(self: FusedLayer, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or is_traced():
+        converted = not self._has_own_forward  # `convert` has read it
+        if converted or torch.compiler.is_compiling() or is_traced():
             return forward(self, *args, **kwargs)
         before = _reached.get(self, 0)
         out = forward(self, *args, **kwargs)

@@ -26,11 +26,16 @@ def repeated_layers(model: nn.Module) -> list[nn.Module]:
 
 def _layers(module: nn.Module, chosen: Callable[[nn.Module], bool]) -> Iterator[nn.Module]:
     for child in module.children():
-        in_list = isinstance(module, _LISTS) and not isinstance(child, (FusedLayer, *_LISTS))
+        in_list = isinstance(module, _LISTS) and not isinstance(child, _LISTS)
         if in_list and chosen(child) and not any(map(_is_stage, _lists(child))):
             yield child
-        elif not isinstance(child, FusedLayer):
+        elif not is_fused(child):
             yield from _layers(child, chosen)
+
+
+def is_fused(module: nn.Module) -> bool:
+    """Whether a module is a fused layer; not a subclass whose own forward rebuilds nothing."""
+    return isinstance(module, FusedLayer) and not module._has_own_forward
 
 
 def _lists(module: nn.Module) -> list[nn.Module]:
@@ -58,7 +63,7 @@ def _is_part(module: nn.Module) -> bool:
     if type(module).__module__.startswith("torch.nn."):
         return False
     parts = [part for part in module.modules() if part is not module]
-    if any(isinstance(part, FusedLayer) for part in (module, *parts)):
+    if is_fused(module) or any(map(is_fused, parts)):
         return False
     matrices = [p for part in parts for p in part.parameters(recurse=False) if p.dim() == 2]
     batch_norm = any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in parts)

@@ -1,6 +1,7 @@
 """convert, revert and set_policy on existing models."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 from fused_remat import (
     FusedRematDecoderLayer,
     FusedRematLayer,
+    FusedRematWarning,
     Policy,
     conversion,
     convert,
@@ -126,6 +128,25 @@ class Block(nn.Sequential):
 def test_a_model_without_layers_to_convert_says_what_it_has(model, said):
     with pytest.raises(ValueError, match=said):
         convert(model)
+
+
+def test_a_subclass_of_a_fused_layer_whose_own_forward_rebuilds_nothing_is_read():
+    class Mine(FusedRematLayer):
+        def forward(self, src, src_mask=None, src_key_padding_mask=None, is_causal=False):
+            h = self.norm1(src)
+            src = src + self.self_attn(h, h, h, need_weights=False)[0]
+            return src + self.linear2(torch.relu(self.linear1(self.norm2(src))))
+
+    options = {"dropout": 0.0, "batch_first": True, "dtype": FP64}
+    stock = randomize(nn.Sequential(*[Mine(16, 2, 32, **options) for _ in range(2)]))
+    fused, x = convert(copy.deepcopy(stock)), torch.randn(5, 3, 16, dtype=FP64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FusedRematWarning)
+        found = run(fused, x)
+    with pytest.warns(FusedRematWarning, match="Mine saves no memory: .* convert reads it"):
+        assert_close(found, run(stock, x))
+    assert [(kind.name, kind.state) for kind in conversion(fused)] == [("Mine", "converted")]
+    assert type(revert(fused)[0]) is Mine
 
 
 @pytest.mark.parametrize("batch_first", [True, False])
