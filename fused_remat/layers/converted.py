@@ -195,7 +195,7 @@ def class_of(
             "forward": _forward(stock),
             **more,
         }
-        new = type(stock.__name__, (base, stock), namespace)
+        new: Any = type(stock.__name__, (base, stock), namespace)
         new._has_own_forward = False
         return made.setdefault(stock, new)  # of two threads, the first one's
     return made[stock]

@@ -316,8 +316,8 @@ SUBCLASSES = {
     "a forward of its own": Change(  # which calls the submodules itself
         "",
         told="OwnForward saves no memory: its own forward does not call FusedRematLayer.forward, "
-        "so its policy has no effect; call super().forward(...) there, or convert the layer: convert "
-        "reads it",
+        "so its policy has no effect; call super().forward(...) there, or convert the layer: "
+        "convert reads it",
         subclass=own_forward,
     ),
     "other defaults": Change("", subclass=own_defaults),
