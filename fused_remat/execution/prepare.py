@@ -170,6 +170,7 @@ def _prepare(
         chunk_tokens = batch * longest
     chunks = Chunks.of(batch, seq_len, chunk_tokens, longest)
     widths = graph.widths(named)
+    fuses = fuses and not any(node.chooses for node in graph.nodes)
     fusions = _fusions(ops, graph, widths, graph.compute or dtype, device) if fuses else frozenset()
     plan = schedule(graph, call.save, call.needs_grad, chunks.tiled, fusions)
     rereads = {*plan.kept_inputs, *plan.saved_params}

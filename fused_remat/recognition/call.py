@@ -27,6 +27,7 @@ from fused_remat.recognition.record import (
     leaves,
     map_tree,
     refs,
+    renumbered,
     without_dropout,
 )
 from fused_remat.recognition.samples import INDICES, Call, leaf_of
@@ -269,10 +270,6 @@ def _read_call(
     """The block of a call, recorded in float32 and in `other`, proved in the dtype `proof`."""
     first = call.sample(layer, _SIZES[0], torch.float32, 0)
     second = call.sample(layer, _SIZES[1], other, 1, shift=SHIFT * free, params=params)
-    proofs = [
-        call.sample(layer, s, proof, i, whole=False, shift=(i - 2) * SHIFT * free, noisy=True)
-        for i, s in enumerate(_PROOFS, 2)
-    ]
     try:
         pair = Pair(layer, forward, first, second, leaf_of, INDICES if free else ())
     except Unreadable:
@@ -283,10 +280,13 @@ def _read_call(
     while True:
         try:
             known = _known(layer, pair, call, opaque)
-            for sample in proofs:
-                found = difference(
-                    layer, forward, functools.partial(known.proved.run, layer), sample
+            fused = functools.partial(known.proved.run, layer)
+            for i, sizes in enumerate(_PROOFS):  # one at a time: each holds the layer's parameters
+                sample = call.sample(
+                    layer, sizes, proof, i + 2, whole=False, shift=i * SHIFT * free, noisy=True
                 )
+                with renumbered(layer, INDICES if free and i else ()):
+                    found = difference(layer, forward, fused, sample)
                 if found is not None:
                     raise Unreadable(f"what was read is not what it computes: {found}")
             return known

@@ -24,6 +24,7 @@ from fused_remat.recognition.call import Known, attribute, read_call
 from fused_remat.recognition.record import Unreadable, leaves, without_dropout
 from fused_remat.recognition.samples import INDICES, Call, add_plain
 from fused_remat.steps.norm import Norm
+from fused_remat.steps.operations import warn
 from fused_remat.steps.residual import Add
 
 #: What forward hooks of these modules do, a block need not.
@@ -37,11 +38,9 @@ KNOWN: dict[Any, tuple[tuple[str, ...], dict[tuple[Any, ...], Known | Reason]]] 
 #: Attributes of a layer that are this library's; those that every module has.
 _OWN = ("_last", "_values", "_policy", "_backend", "_accumulate_into", "_is_hf_initialized")
 _MODULE = frozenset((*nn.Module().__dict__, *_OWN))
-_reading = threading.RLock()
 #: Stands for the block of a layer that was not called yet: there is nothing to keep by name.
 _UNREAD = Graph("unread", (Add(name="output", x="input"),), ())
-
-
+_reading = threading.RLock()
 #: The sizes of a call for any of which a layer is read, the first dimension's first; at last for
 #: this length alone.
 SIZES = (("B", "S", "M"), ("S", "B", "M"), ("B",))
@@ -132,14 +131,17 @@ class ReadLayer(ConvertedLayer):
         if known is None:
             with _reading:
                 known = self._read_first(call, free)
-                names = known.reading.fixed if isinstance(known, Known) else ()
-                KNOWN.setdefault(key, (names, {}))[1][self._values_of(names)] = known
+                more = known.reading.fixed if isinstance(known, Known) else ()
+                if not set(names).issuperset(more):
+                    names, found = tuple(sorted({*names, *more})), {}
+                found[self._values_of(names)] = known
+                KNOWN[key] = names, found
         # Longer calls may take another branch of the layer's code.
         if isinstance(known, Known) and call.tokens > 2 * known.checked:
             reason = self._why_different(known, given)
             known.checked = call.tokens
             if reason is not None:
-                known = KNOWN[key][1][self._values_of(names)] = Reason(reason)
+                known = found[self._values_of(names)] = Reason(reason)
         return known
 
     def _values_of(self, names: Sequence[str]) -> tuple[Any, ...]:
@@ -149,7 +151,7 @@ class ReadLayer(ConvertedLayer):
             t = attribute(self, name)
             kept = self._fixed.get(name)
             if kept is None or kept[0] is not t or kept[1] != t._version:
-                values = hash(t.detach().cpu().contiguous().numpy().tobytes())
+                values = hash(t.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
                 kept = self._fixed[name] = t, t._version, (name, tuple(t.shape), values)
             found.append(kept[2])
         return tuple(found)
@@ -195,7 +197,7 @@ class ReadLayer(ConvertedLayer):
         return None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in _OWN}
+        return {n: value for n, value in self.__dict__.items() if n not in ("_last", "_values")}
 
     def _fall_back(self, reason: Reason, compiling: bool, given: Mapping[str, Any]) -> Any:
         """The stock forward as it is: what cannot be read is left alone."""
@@ -246,8 +248,6 @@ _told: set[tuple[type, str]] = set()
 
 def _tell(layer: ReadLayer, text: str) -> None:
     """Warn once of each kind of layers that is left as it is."""
-    from fused_remat.steps.operations import warn
-
     if (layer.stock, text) not in _told:
         _told.add((layer.stock, text))
         warn(f"left {layer.stock.__name__} as it is: {text}")

@@ -58,6 +58,10 @@ _HEAVY = (
 )  # fmt: skip
 
 
+#: Operations by which a piece chooses: another bit in what they read may change the choice.
+_CHOICES = ("topk", "sort", "argsort", "argmax", "argmin", "one_hot", "gt", "ge", "lt", "le", "eq")
+
+
 class Piece(NamedTuple):
     """A submodule, or a long chain of operations, that is replayed; and why it was not read."""
 
@@ -647,12 +651,14 @@ class Reader:
             why = str(op.info) if opaque else f"it runs {runs}"
             self.pieces[where] = Piece(where or "forward", why)
         tensors = tuple([self.param(n) for n in params])
+        chooses = opaque or any(o.name.strip("_") in _CHOICES for o in ops)
         node = Replay(
             name=name, xs=tuple(names), tensors=tensors, function=name,
             what=name if is_piece else " → ".join(dict.fromkeys(o.name.strip("_") for o in ops)),
             columns=layout.width, per_batch=whole,
             batched=() if whole else tuple([self.param(n) for n in batched]),
             needed_for=self._needed_for(program, (*names, *tensors), opaque or program.draws),
+            chooses=chooses,
             tokenwise=not (opaque or whole) and self._is_tokenwise(program, shapes),
         )  # fmt: skip
         self.programs[name] = program

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import types
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -46,6 +47,10 @@ def add_plain(found: list[Any], objects: dict[int, Any], name: str, value: Any) 
     elif kind is not Tensor and hasattr(value, "__dict__"):
         objects[id(value)] = value
         found += [name, kind]
+
+
+#: How many random numbers are drawn for a tensor: a prime, larger than most widths.
+_DRAWN = 65537
 
 
 class Call:
@@ -159,8 +164,11 @@ class Call:
         generator = torch.Generator().manual_seed(seed)
 
         def random(shape: Sequence[int], device: torch.device) -> Tensor:
-            made = torch.randn(tuple(shape), generator=generator, dtype=dtype)
-            return made.to(device).requires_grad_()
+            count = math.prod(shape)
+            made = torch.randn(min(count, _DRAWN), generator=generator, dtype=dtype).to(device)
+            if count > _DRAWN:  # the same numbers again, never in the same place of a row
+                made = made.repeat(-(-count // _DRAWN))[:count]
+            return made.view(tuple(shape)).requires_grad_()
 
         sizes = {name: sizes[name] for name in self.sizes}
         bounds = None if self.bounds is None else leaves(self.given)[self.bounds]

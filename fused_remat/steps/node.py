@@ -59,6 +59,8 @@ class Node:
         widens: whether it is float32 (float64 in a float64 block) whatever the input's dtype.
         per_sequence: True if it mixes the tokens of a sequence, so that it cannot run on a tile.
         per_batch: True if it may mix all tokens, so that the block must not be cut at all.
+        chooses: True if it chooses by values (experts): what backward rebuilds for it has to be
+            forward's, bit for bit.
         stats_follow: True if the statistics are kept exactly when `name` is kept; False if they
             are kept whenever backward needs them.
         undoes: of a node in `Graph.quantized_nodes`: whether it has a backward.
@@ -73,6 +75,7 @@ class Node:
     widens: ClassVar[bool] = False
     per_sequence: ClassVar[bool] = False
     per_batch: bool = False
+    chooses: ClassVar[bool] = False
     stats_follow: ClassVar[bool] = False
     undoes: ClassVar[bool] = True
 

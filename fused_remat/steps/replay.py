@@ -49,6 +49,7 @@ class Replay(Node):
             value. Where none is asked for, backward calls the function with zeros in its place.
         batched: those of the tensors whose first dimension is the batch.
         tokenwise: whether each token's result depends on that token alone.
+        chooses: as in `Node`.
     """
 
     xs: tuple[Input, ...] = ()
@@ -59,6 +60,7 @@ class Replay(Node):
     needed_for: tuple[tuple[str, ...], ...] = ()
     batched: tuple[str, ...] = ()
     tokenwise: bool = False
+    chooses: bool = False  # type: ignore[misc]
 
     @functools.cached_property
     def inputs(self) -> tuple[str, ...]:

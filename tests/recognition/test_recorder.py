@@ -16,9 +16,10 @@ import torch
 from altered_layers import HEADS, WIDTH
 from torch import Tensor, nn
 
-from fused_remat import convert, revert
+from fused_remat import convert, revert, set_policy
 from fused_remat.execution import observe
 from fused_remat.graph.graph import Graph
+from fused_remat.recognition import layer as layer_module
 from fused_remat.recognition.call import Known
 from fused_remat.recognition.layer import KNOWN
 from fused_remat.steps.attention import Attention
@@ -556,3 +557,33 @@ def test_gradients_are_accumulated():
     for each in (stock, model):
         each.layers.extend([each.layers[0], each.layers[1]])
     same_step(stock, model, normal(B, S, WIDTH))
+
+
+def test_a_copy_keeps_its_options():
+    stock, model = pair(altered.LearnedGate)
+    set_policy(model, "layers.*", "lean")
+    for layer in model.layers:
+        layer.backend = "eager"
+    same_step(stock, model, normal(B, S, WIDTH))
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert {layer.policy for layer in copied.layers} == {"lean"}
+        assert {layer.backend for layer in copied.layers} == {"eager"}
+        same_step(stock, copied, normal(B, S, WIDTH))
+
+
+def test_masks_in_buffers_by_turns():
+    """The layers of a kind share what was read; each change of a mask is another reading, once."""
+    stock, model = pair(altered.BufferMask)
+    read = []
+    original = layer_module.read_call
+    layer_module.read_call = lambda *a, **k: read.append(1) or original(*a, **k)
+    try:
+        for shift in (0, 1, 0, 1, 0, 1):
+            for each in (stock, model):
+                for one in each.layers:
+                    seen = one.attn.seen
+                    seen.copy_(torch.ones_like(seen).tril(shift))
+            same_step(stock, model, normal(B, S, WIDTH))
+    finally:
+        layer_module.read_call = original
+    assert len(read) <= 8

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fused_remat import FusedRematWarning, conversion, convert
+from fused_remat.execution import prepare
 from fused_remat.execution.observe import OBSERVERS
 from fused_remat.graph.schedule import kept_bytes
 from fused_remat.recognition import call
@@ -137,6 +138,20 @@ def test_a_replay_keeps_nothing(runs):
         assert any(isinstance(node, Replay) for node in run.call.graph.nodes)
         x = run.tensors[0]
         assert sum(t.nbytes for t in run.kept) <= x.nbytes / 8
+
+
+@pytest.mark.parametrize("name", ["mixtral", "jamba", "bert"])
+def test_where_a_piece_chooses_experts_no_step_is_fused(name, runs, monkeypatch):
+    """A fused step may round otherwise than the single ones that rebuild its activations."""
+    everything = frozenset({"linear_norm", "linear_act gelu", "mlp_bwd gelu"})
+    monkeypatch.setattr(prepare, "_fusions", lambda *_: everything)
+    prepare._prepare.cache_clear()
+    model, batch = built(name)
+    step(convert(model), batch)
+    chooses = [any(node.chooses for node in run.call.graph.nodes) for run in runs]
+    assert all(bool(run.execution.fusions) != c for run, c in zip(runs, chooses, strict=True))
+    assert any(chooses) == (name != "bert")
+    prepare._prepare.cache_clear()
 
 
 @pytest.mark.parametrize("name", ["bloom", "deberta_v2", "t5", "gpt_oss", "swin", "opt"])
