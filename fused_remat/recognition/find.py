@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 
 from torch import nn
@@ -34,8 +35,11 @@ def _layers(module: nn.Module, chosen: Callable[[nn.Module], bool]) -> Iterator[
 
 
 def is_fused(module: nn.Module) -> bool:
-    """Whether a module is a fused layer; not a subclass whose own forward rebuilds nothing."""
-    return isinstance(module, FusedLayer) and not module._has_own_forward
+    """Whether a module is a fused layer; not a subclass whose own forward calls no other's."""
+    if not isinstance(module, FusedLayer):
+        return False
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return not module._has_own_forward or code is None or "forward" in code.co_names
 
 
 def _lists(module: nn.Module) -> list[nn.Module]:
