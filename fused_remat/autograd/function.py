@@ -29,7 +29,7 @@ from fused_remat.autograd.replay_check import check_unchanged
 from fused_remat.autograd.segments import begin
 from fused_remat.autograd.shards import is_dtensor
 from fused_remat.execution import executor
-from fused_remat.execution.observe import OBSERVERS, BlockRun, Functions
+from fused_remat.execution.observe import OBSERVERS, BlockRun, Functions, is_observed
 from fused_remat.execution.prepare import BlockCall, Execution
 from fused_remat.graph.graph import Graph
 from fused_remat.graph.quantized import in_formats
@@ -77,7 +77,7 @@ class FusedRematBlock(torch.autograd.Function):
         moved: Sequence[tuple[str, Tensor]] = ()
         if extras is not None:
             saved, moved = extras.moved(ctx, saved)
-        for observe in OBSERVERS:
+        for observe in OBSERVERS if is_observed() else ():
             observe(BlockRun(execution, functions, tensors, out, kept, saves, moved))
         ctx.save_for_backward(*saved)
         return out

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
-from fused_remat.execution.observe import TRACERS, Functions
+from fused_remat.execution.observe import TRACERS, Functions, is_observed
 from fused_remat.execution.prepare import BlockCall, Execution
 from fused_remat.graph.graph import sizes
 from fused_remat.graph.schedule import Step
@@ -249,12 +249,13 @@ def empty_output(call: BlockCall, width: int, dtype: torch.dtype, x: Tensor) -> 
 
 
 def _is_observed(this: Pass) -> bool:
-    return bool(TRACERS) or this.watch is not None or torch._C._autograd._profiler_enabled()
+    traced = bool(TRACERS) and is_observed()
+    return traced or this.watch is not None or torch._C._autograd._profiler_enabled()
 
 
 def _observed_forward(this: Pass, step: Step, chunk: Chunk, rows: Tensor | None) -> None:
     assert step.node is not None
-    for trace in TRACERS:
+    for trace in TRACERS if is_observed() else ():
         trace(step, chunk)
     with torch.profiler.record_function(f"fused_remat::{step}"):
         step.node.forward(chunk, rows if step.node.name == "output" else None)
@@ -267,7 +268,7 @@ def _observed_backward(this: Pass, step: Step, chunk: Chunk) -> None:
         _observed_forward(this, step, chunk, None)
         return
     assert step.node is not None
-    for trace in TRACERS:
+    for trace in TRACERS if is_observed() else ():
         trace(step, chunk)
     with torch.profiler.record_function(f"fused_remat::{step}"):
         grad, owned = chunk.take_grad(step.node.name)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -48,3 +50,19 @@ TRACERS: list[Callable[[Step, Chunk], None]] = []
 
 #: Called with each layer that does not take the fused path, and why.
 DECISIONS: list[Callable[[nn.Module, str], None]] = []
+
+_thread = threading.local()
+
+
+@contextlib.contextmanager
+def unobserved() -> Iterator[None]:
+    """Nobody is told of the blocks and steps that run inside, in this thread."""
+    before, _thread.off = not is_observed(), True
+    try:
+        yield
+    finally:
+        _thread.off = before
+
+
+def is_observed() -> bool:
+    return not getattr(_thread, "off", False)

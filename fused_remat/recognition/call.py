@@ -55,11 +55,11 @@ _CANNOT_RUN = "it cannot run on"
 class Known:
     """A reading, and how a call runs it."""
 
-    def __init__(self, reading: Reading, call: Call, proved: Known | None = None) -> None:
+    def __init__(self, reading: Reading, call: Call) -> None:
         self.reading, self.places = reading, call.places
         self.names, self.axes = tuple(call.sizes), call.axes
-        #: The same without dropout.
-        self.proved = proved or self
+        #: The same without dropout; and without dtypes of adapters' own, too.
+        self.plain = self.proved = self
         #: The most tokens of a sequence with which it was compared with the layer.
         self.checked = 0
 
@@ -121,7 +121,8 @@ class Known:
 
         def result(out: Tensor) -> Any:
             number, layout = reading.out
-            y = layout.value(out.reshape(-1, layout.width), sizes)
+            plain = layout.factors == (("B",), ("S",), (out.shape[-1],))  # a segment knows it then
+            y = out if plain else layout.value(out.reshape(-1, layout.width), sizes)
             made = {**values, number: y}
             return map_tree(
                 reading.result, lambda leaf: made[leaf.index] if isinstance(leaf, Ref) else leaf
@@ -285,8 +286,13 @@ def _read_call(
                 sample = call.sample(
                     layer, sizes, proof, i + 2, whole=False, shift=i * SHIFT * free, noisy=True
                 )
-                with renumbered(layer, INDICES if free and i else ()):
-                    found = difference(layer, forward, fused, sample)
+                try:
+                    with renumbered(layer, INDICES if free and i else ()):
+                        found = difference(layer, forward, fused, sample)
+                except (Opaque, torch.OutOfMemoryError):
+                    raise
+                except RuntimeError as error:
+                    raise Unreadable(f"what was read cannot run: {error}") from error
                 if found is not None:
                     raise Unreadable(f"what was read is not what it computes: {found}")
             return known
@@ -303,16 +309,18 @@ def _read_call(
 def _known(layer: nn.Module, pair: Pair, call: Call, opaque: Collection[str]) -> Known:
     """The block of two recordings, and the same without dropout; not proved yet."""
 
-    def reading_of(drops: bool) -> Reading:
+    def reading_of(drops: bool, mixes: bool) -> Reading:
         recording = pair.join(opaque)
         places = (*call.places, call.bounds)
         x, memory, bounds = (None if i is None else recording.inputs[i] for i in places)
         assert x is not None
         tokens = pair.sizes.get("S", call.tokens)
-        reader = Reader(recording, layer, x, memory, bounds, tokens, drops)
+        reader = Reader(recording, layer, x, memory, bounds, tokens, drops, mixes)
         return reader.reading(f"read_{type(layer).__name__}")
 
-    reading, proved = reading_of(True), None
-    if reading.draws or reading.mixes:
-        proved = Known(reading_of(False), call)
-    return Known(reading, call, proved)
+    known = Known(reading_of(True, True), call)
+    if known.reading.draws:
+        known.plain = known.proved = Known(reading_of(False, True), call)
+    if known.reading.mixes:
+        known.proved = Known(reading_of(False, False), call)
+    return known

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import threading
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,15 +14,16 @@ from torch import Tensor, nn
 
 from fused_remat.autograd import run_block
 from fused_remat.execution.executor import autocast_off
-from fused_remat.execution.observe import DECISIONS
+from fused_remat.execution.observe import DECISIONS, unobserved
 from fused_remat.graph.graph import Graph
 from fused_remat.layers.converted import CACHES, ConvertedLayer, class_of
 from fused_remat.layers.eligibility import Reason, Unsupported, check_global_hooks
+from fused_remat.layers.fused_layer import is_traced
 from fused_remat.layers.precision import Precision, low_dtype, precision_of
 from fused_remat.layers.read import GraphCall
 from fused_remat.policies import Policy, kept_names
 from fused_remat.recognition.call import Known, attribute, read_call
-from fused_remat.recognition.record import Unreadable, leaves, without_dropout
+from fused_remat.recognition.record import Unreadable, leaves, replica, without_dropout
 from fused_remat.recognition.samples import INDICES, Call, add_plain
 from fused_remat.steps.norm import Norm
 from fused_remat.steps.operations import warn
@@ -80,7 +82,7 @@ class ReadLayer(ConvertedLayer):
         return next((n for n in found if isinstance(n, int)), 0)
 
     def _call(self, **given: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and not is_traced():
             from fused_remat.autograd import graph_break
 
             return graph_break.eagerly(self._call, **given)
@@ -166,8 +168,9 @@ class ReadLayer(ConvertedLayer):
         """The block of the first call of a kind, or why there is none."""
         x = leaves(call.given)[call.places[0]]
         try:
-            with autocast_off(x), torch.random.fork_rng([x.device] if x.is_cuda else []):
-                return read_call(self, types.MethodType(self.stock.forward, self), call, free)
+            with _apart(x), torch.enable_grad():  # also in a checkpoint's first run
+                layer = replica(self)
+                return read_call(layer, types.MethodType(self.stock.forward, layer), call, free)
         except Unreadable as reason:
             return Reason(str(reason))
 
@@ -176,15 +179,19 @@ class ReadLayer(ConvertedLayer):
         x, forward = leaves(given)[known.places[0]], types.MethodType(self.stock.forward, self)
         if low_dtype(x) is not None:  # products and their sums round differently
             return None
-        with torch.no_grad(), torch.random.fork_rng([x.device] if x.is_cuda else []):
+        with torch.no_grad(), _apart(x):
             state = torch.random.get_rng_state()
             with without_dropout():
                 expected = leaves(forward(**given))
             torch.random.set_rng_state(state)
-            tensors, functions, result = known.proved.bind(self, None, given, random=False)
-            mine = leaves(
-                result(run_block(known.proved.graph, "full", tensors, functions=functions))
-            )
+            tensors, functions, result = known.plain.bind(self, None, given, random=False)
+            try:
+                out = run_block(known.plain.graph, "full", tensors, functions=functions)
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:  # parameters of several dtypes
+                return f"the block cannot run where the layer can: {error}"
+            mine = leaves(result(out))
         for a, b in zip(mine, expected, strict=True):
             if isinstance(a, Tensor) and a.is_floating_point() and a.shape == x.shape:
                 distance = float((a - b).norm()) / (float(b.norm()) or 1.0)
@@ -241,6 +248,20 @@ def would_read(layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
         steps = ", ".join([node.name for node in known.graph.nodes])
         return f"convert makes it a block: {'; '.join([steps, *pieces])}"
     return f"convert leaves it as it is: {'; '.join(dict.fromkeys(reasons))}"
+
+
+@contextlib.contextmanager
+def _apart(x: Tensor) -> Iterator[None]:
+    """What runs inside is no part of the caller's step: its random state, autocast, observers, and
+    its hooks on saved tensors, with which a checkpoint counts them."""
+    same = torch.autograd.graph.saved_tensors_hooks(_itself, _itself)
+    devices = [x.device] if x.is_cuda else []
+    with unobserved(), same, autocast_off(x), torch.random.fork_rng(devices):
+        yield
+
+
+def _itself(t: Tensor) -> Tensor:
+    return t
 
 
 _told: set[tuple[type, str]] = set()

@@ -151,7 +151,8 @@ class Reader:
         bounds: the number of the bounds of sequences of variable length, of which the recording has
             one sequence.
         tokens: of a sequence in the recording.
-        drops: whether dropout acts, and adapters compute in dtypes of their own; not in a proof.
+        drops: whether dropout acts.
+        mixes: whether adapters compute in dtypes of their own; not in a proof.
         nodes, programs, picks: the steps so far, and the functions of replays, by name; replays
             that are columns of another activation.
     """
@@ -163,6 +164,7 @@ class Reader:
     bounds: int | None
     tokens: int
     drops: bool = True
+    mixes: bool = True
     nodes: dict[str, Node] = field(default_factory=dict)
     programs: dict[str, Program] = field(default_factory=dict)
     picks: dict[str, tuple[str, int, int]] = field(default_factory=dict)
@@ -497,7 +499,7 @@ class Reader:
                 )
             )
         own, beside = (self._dtype(n) for n in (a, self.values[node.weight]))
-        dtype = own if self.drops and own != beside else None
+        dtype = own if self.mixes and own != beside else None
         update = LowRank(
             a=self.param(a), b=self.param(b), low=low, scale=scale, mask=mask, dtype=dtype
         )

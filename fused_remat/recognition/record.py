@@ -622,6 +622,23 @@ def _prefixed(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {f"layer.{name}": tensor for name, tensor in named.items()}
 
 
+def replica(module: nn.Module) -> Any:
+    """A module with the same tensors and attributes, whose tensors may be replaced: threads that
+    call the module do not see it."""
+    made = {old: old._replicate_for_data_parallel() for old in module.modules()}
+    for old, new in made.items():
+        new._parameters = dict(old._parameters)
+        new._modules = {n: None if m is None else made[m] for n, m in old._modules.items()}
+    return made[module]
+
+
+def call_with(
+    module: nn.Module, tensors: dict[str, Tensor], args: Any, kwargs: dict[str, Any]
+) -> Any:
+    """The module on arguments, with these tensors as its own."""
+    return torch.func.functional_call(replica(module), tensors, args, kwargs)
+
+
 def run_with(
     layer: nn.Module,
     forward: Callable[..., Any],
@@ -799,7 +816,7 @@ class _Join:
         given = refs((args, kwargs))
         outs = [n if n not in given else None for n in a.outs]
         op = Op(
-            a.path.rpartition(".")[2], torch.func.functional_call, (tensors, args, kwargs), {},
+            a.path.rpartition(".")[2], call_with, (tensors, args, kwargs), {},
             outs, a.path,
             path=a.path, info=reason, random=any(inner.random or inner.p for inner in a.ops()),
         )  # fmt: skip
