@@ -1,4 +1,4 @@
-"""Layers that are read under DistributedDataParallel and FSDP2: as one process on the whole batch."""
+"""Layers that are read, under DDP and FSDP2: as one process on the whole batch."""
 
 import copy
 
