@@ -606,7 +606,7 @@ def test_converted_on_the_meta_device(name, served):
 
 
 @every
-@pytest.mark.composes("Threads and faults", "layers that are read, by two threads at a time")
+@pytest.mark.composes("Concurrency and faults", "layers that are read, by two threads at a time")
 def test_threads(name, served):
     """Threads that train one model, which both read."""
     stock, fused, batch = pair(name)
