@@ -187,9 +187,10 @@ def _as_operator(
     functions: Functions,
     accumulation: Accumulation | None,
 ) -> Tensor:
-    """`run_block` for what looks at operators. No text describes functions and buffers: blocks with
-    those run in eager mode."""
-    if not functions and accumulation is None:
+    """`run_block` for what looks at operators. No text describes functions, buffers and graphs that
+    were read: blocks with those run in eager mode."""
+    has_text = bool(graph.text) or torch.compiler.is_compiling()  # which raises without one
+    if has_text and not functions and accumulation is None:
         return operators.run(graph, policy, tensors, backend, seq_first, preserve_strides)
     call = functools.partial(
         run_block, graph, policy, tensors, backend=backend, seq_first=seq_first,

@@ -11,19 +11,28 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fused_remat.autograd import run_block
+from fused_remat.autograd.accumulate import Accumulation
 from fused_remat.execution.executor import autocast_off
 from fused_remat.execution.observe import DECISIONS, unobserved
 from fused_remat.graph.graph import Graph
 from fused_remat.layers.converted import CACHES, ConvertedLayer, class_of
-from fused_remat.layers.eligibility import Reason, Unsupported, check_global_hooks
+from fused_remat.layers.eligibility import (
+    Reason,
+    Unsupported,
+    check_global_hooks,
+    check_input,
+    is_readable,
+    qualified,
+)
 from fused_remat.layers.fused_layer import is_traced
 from fused_remat.layers.precision import Precision, low_dtype, precision_of
 from fused_remat.layers.read import GraphCall
 from fused_remat.policies import Policy, kept_names
 from fused_remat.recognition.call import Known, attribute, read_call
-from fused_remat.recognition.record import Unreadable, leaves, replica, without_dropout
+from fused_remat.recognition.record import Unreadable, leaves, refs, replica, without_dropout
 from fused_remat.recognition.samples import INDICES, Call, add_plain
 from fused_remat.steps.norm import Norm
 from fused_remat.steps.operations import warn
@@ -91,6 +100,9 @@ class ReadLayer(ConvertedLayer):
     def _block(self, **given: Any) -> GraphCall | Reason:
         try:
             check_global_hooks()
+            for leaf in leaves(given):
+                if isinstance(leaf, Tensor) and leaf.is_floating_point():
+                    check_input(leaf, "an argument", (*range(leaf.dim() + 1),))
             known = self._known(given)
         except (Unreadable, Unsupported) as reason:
             known = Reason(str(reason))
@@ -98,7 +110,20 @@ class ReadLayer(ConvertedLayer):
         if isinstance(known, Reason):
             return known
         tensors, functions, result = known.bind(self, None, given)
+        for name, t in tensors.items():
+            if t is not None and not is_readable(t):
+                return Reason(f"{name} is {qualified(type(t))}")
         return GraphCall(known.graph, tensors, functions, self._precision(known, tensors), result)
+
+    def _accumulation(self, graph: Graph, compiling: bool) -> Accumulation:
+        known = self._last
+        if isinstance(known, Known) and self._accumulate_into == "main_grad":
+            ops, sources = known.reading.before, known.reading.sources
+            read = {sources.get(n) for op in ops for n in refs((op.args, op.kwargs))}
+            for name, p in self.named_parameters():
+                if name in read and p.requires_grad:
+                    self._refuse_to_accumulate(f"{name} is read before the block, under autograd")
+        return super()._accumulation(graph, compiling)
 
     def _precision(self, known: Known, tensors: Mapping[str, Tensor | None]) -> Precision | None:
         x = tensors["input"]
@@ -252,11 +277,12 @@ def would_read(layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
 
 @contextlib.contextmanager
 def _apart(x: Tensor) -> Iterator[None]:
-    """What runs inside is no part of the caller's step: its random state, autocast, observers, and
-    its hooks on saved tensors, with which a checkpoint counts them."""
+    """What runs inside is no part of the caller's step: its random state, autocast, observers,
+    and its hooks on saved tensors, with which a checkpoint counts them."""
     same = torch.autograd.graph.saved_tensors_hooks(_itself, _itself)
+    modes = _disable_current_modes()  # of a selective checkpoint
     devices = [x.device] if x.is_cuda else []
-    with unobserved(), same, autocast_off(x), torch.random.fork_rng(devices):
+    with unobserved(), modes, same, autocast_off(x), torch.random.fork_rng(devices):
         yield
 
 

@@ -625,10 +625,13 @@ def _prefixed(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def replica(module: nn.Module) -> Any:
     """A module with the same tensors and attributes, whose tensors may be replaced: threads that
     call the module do not see it."""
-    made = {old: old._replicate_for_data_parallel() for old in module.modules()}
+    # Not by the class: FSDP's makes another one.
+    made: dict[nn.Module, Any] = {old: object.__new__(type(old)) for old in module.modules()}
     for old, new in made.items():
-        new._parameters = dict(old._parameters)
-        new._modules = {n: None if m is None else made[m] for n, m in old._modules.items()}
+        new.__dict__.update(old.__dict__)
+        modules = {n: None if m is None else made[m] for n, m in old._modules.items()}
+        own = {"_parameters": {**old._parameters}, "_buffers": {**old._buffers}}
+        new.__dict__.update(own, _modules=modules)
     return made[module]
 
 

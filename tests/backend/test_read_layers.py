@@ -1,0 +1,99 @@
+"""Layers that were read, on kernels: a rotation, and a step that is replayed."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from places import COMPILED, DEVICE, at
+from torch import nn
+
+from fused_remat import convert
+from fused_remat.execution.observe import OBSERVERS
+from fused_remat.steps.replay import Replay
+from fused_remat.steps.rotary import Rotary
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("error::fused_remat.FusedRematWarning"),  # no fallback
+]
+B, S, D, H = at((4, 512, 512, 8), (2, 9, 32, 2), (2, 40, 128, 2))
+
+
+def heads(x):
+    return x.unflatten(-1, (H, -1)).transpose(1, 2)
+
+
+class Rotated(nn.Module):
+    """Heads of queries and keys are rotated."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm1, self.norm2 = nn.RMSNorm(D), nn.RMSNorm(D)
+        self.qkv, self.out = nn.Linear(D, 3 * D, bias=False), nn.Linear(D, D, bias=False)
+        self.up, self.down = nn.Linear(D, 2 * D), nn.Linear(2 * D, D)
+
+    def mixed(self, h, cos, sin):
+        q, k, v = map(heads, self.qkv(h).chunk(3, -1))
+
+        def rotated(x):
+            a, b = x.chunk(2, -1)
+            return x * cos + torch.cat([-b, a], -1) * sin
+
+        y = F.scaled_dot_product_attention(rotated(q), rotated(k), v, is_causal=True)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+    def forward(self, x, cos, sin):
+        x = x + self.mixed(self.norm1(x), cos, sin)
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class Gated(Rotated):
+    """The branch of attention has a gate, which is a step of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(D, D)
+
+    def mixed(self, h, cos, sin):
+        return super().mixed(h, cos, sin) * torch.sigmoid(self.gate(h)) ** 2
+
+
+class Model(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layers = nn.ModuleList(layer() for _ in range(2))
+
+    def forward(self, x):
+        angles = torch.arange(x.shape[1], device=x.device)[:, None] / torch.logspace(
+            0, 2, D // H // 2, device=x.device
+        )
+        angles = torch.cat([angles, angles], -1)
+        for layer in self.layers:
+            x = layer(x, angles.cos(), angles.sin())
+        return x
+
+
+@pytest.mark.skipif(COMPILED, reason="in float32 products and attention are ATen's there")
+@pytest.mark.parametrize("policy", ["full", "fast"])
+@pytest.mark.parametrize("layer, kind", [(Rotated, Rotary), (Gated, Replay)])
+def test_as_eager(layer, kind, policy):
+    torch.manual_seed(0)
+    stock, ran = Model(layer).to(DEVICE), []
+    x = torch.randn(B, S, D, device=DEVICE, requires_grad=True)
+    found = []
+    OBSERVERS.append(ran.append)
+    for backend in (None, "eager", "triton"):
+        model = copy.deepcopy(stock)
+        if backend is not None:
+            convert(model, policy=policy, backend=backend)
+        ran.clear()
+        y = model(x)
+        found.append([y, *torch.autograd.grad(y.square().sum(), [x, *model.parameters()])])
+    OBSERVERS.remove(ran.append)
+    assert len(ran) == 2 and all(run.execution.ops.name == "triton" for run in ran)
+    assert all(any(isinstance(node, kind) for node in run.call.graph.nodes) for run in ran)
+    for mine in found[1:]:
+        for a, b in zip(mine, found[0], strict=True):
+            # Three float32 computations of one thing.
+            assert (a - b).norm() <= 3e-5 * b.norm()
