@@ -77,7 +77,7 @@ class FusedRematBlock(torch.autograd.Function):
         moved: Sequence[tuple[str, Tensor]] = ()
         if extras is not None:
             saved, moved = extras.moved(ctx, saved)
-        for observe in OBSERVERS if is_observed() else ():
+        for observe in OBSERVERS if OBSERVERS and is_observed() else ():
             observe(BlockRun(execution, functions, tensors, out, kept, saves, moved))
         ctx.save_for_backward(*saved)
         return out
