@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -118,7 +119,7 @@ class Execution(Layout):
                     yield from ((name, self.tile_rows(name, hi - lo)) for name in plan.kept_tile)
 
 
-_PIECES: list[int] = []
+_PIECES = threading.local()
 
 
 @contextlib.contextmanager
@@ -128,11 +129,11 @@ def pieces_of(tokens: int) -> Iterator[None]:
     >>> with pieces_of(8):
     ...     pass
     """
-    _PIECES.append(tokens)
+    before, _PIECES.tokens = getattr(_PIECES, "tokens", None), tokens
     try:
         yield
     finally:
-        _PIECES.pop()
+        _PIECES.tokens = before
 
 
 def prepare(
@@ -148,7 +149,7 @@ def prepare(
     ops = ops_for(call.backend, like, call.graph.compute or dtype)
     # Under deterministic algorithms every policy takes the same operation for a step.
     fuses = fused and not torch.are_deterministic_algorithms_enabled()
-    tokens = _PIECES[-1] if _PIECES else ops.chunk_tokens(like.device)
+    tokens = getattr(_PIECES, "tokens", None) or ops.chunk_tokens(like.device)
     return _prepare(call, ops, tokens, like.device, fuses, dtype, tuple(shapes))
 
 

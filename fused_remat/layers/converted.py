@@ -29,7 +29,8 @@ class ConvertedLayer(FusedLayer):
 
     Attributes:
         stock: the class that it stands in for.
-        arguments: names of the positional arguments of its forward.
+        arguments: names of the positional arguments of its forward; none if it has some that cannot
+            be passed by name.
     """
 
     arguments: ClassVar[tuple[str, ...]]
@@ -184,14 +185,15 @@ def class_of(
     """
     if stock not in made:
         forward = inspect.signature(stock.forward)
-        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        names = [name for name, p in forward.parameters.items() if p.kind in kinds]
+        params = [*forward.parameters.values()][1:]
+        names = [p.name for p in params if p.kind is p.POSITIONAL_OR_KEYWORD]
+        by_name = all(p.kind is not p.POSITIONAL_ONLY for p in params)
         namespace = {
             "__module__": stock.__module__,
             "__qualname__": stock.__qualname__,
             "__doc__": stock.__doc__,
             "stock": stock,
-            "arguments": tuple(names[1:]),
+            "arguments": tuple(names) if by_name else (),
             "forward": _forward(stock),
             **more,
         }

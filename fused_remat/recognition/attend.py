@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fused_remat.recognition.program import run_op
+from fused_remat.recognition.program import ALGEBRA, run_op
 from fused_remat.recognition.record import Op, Ref, Size, map_tree, refs
 from fused_remat.recognition.simplify import readers
 from fused_remat.spec import AttentionSpec, NormSpec, RotarySpec
@@ -30,6 +30,8 @@ MATMUL = ("matmul", "__matmul__", "bmm", "mm")
 _ADDS = ("add", "__add__", "__radd__", "add_", "__iadd__")
 SCALES = ("mul", "__mul__", "__rmul__", "mul_", "div", "__truediv__", "div_", "true_divide")
 _SAME = ("to", "float", "type_as", "type", "contiguous", "double", "view", "reshape", "nan_to_num")
+#: What may be done to scores: of other operations, what they do to large scores is not known.
+_ON_SCORES = {*ALGEBRA, "tanh", "nan_to_num"}
 #: Scores to which this or less is added are those of keys that a query does not see.
 _UNSEEN = -1e4
 
@@ -173,11 +175,13 @@ def _once(r: Reader, name: str, heads: int, shared: int) -> str:
     pick = tuple([h * width + e for h in range(0, heads, shared) for e in range(width)])
     program = replace(r.programs[name], pick=pick)
     y, xs, _ = r.sample(program)
-    if len(xs) == 1 and xs[0].shape == y.shape and torch.equal(xs[0], y):
-        r.remove(name)
-        return node.xs[0]
+    r.widths[name] = len(pick)
     r.programs[name], r.nodes[name] = program, replace(node, columns=len(pick))
-    r.note_pick(name, y, xs)
+    if len(xs) == 1 and program.only_moves:
+        if xs[0].shape == y.shape and torch.equal(xs[0], y):
+            r.remove(name)
+            return node.xs[0]
+        r.note_pick(name, y, xs)
     return name
 
 
@@ -276,6 +280,8 @@ def _rotation(
     norms = [None if p is None else _head_norm(p.ops) for p in (q, k)]
     if q is None or k is None or (norms[0] and norms[0][0]) != (norms[1] and norms[1][0]):
         return None
+    if not (q.is_algebra and k.is_algebra):
+        return None
     columns = [*spec.columns.values()]
     (y_q, (x_q,), _), (y_k, (x_k,), given) = r.sample(q), r.sample(k, seed=1)
     if len(set(source)) == 1:  # queries and keys are columns of one activation
@@ -296,6 +302,7 @@ def _rotation(
             made = rotary_fwd(packed, RotaryCall(one, c, s, w_q, w_k, 0, c.shape[-2]))
         pairs = zip(columns, (y_q, y_k), strict=False)
         if all(torch.allclose(made[:, a:b], y, slack, slack) for (a, b), y in pairs):
+            r.fix(cos, sin)
             return one, table.add(r, cos), table.add(r, sin), weights
     return None
 
@@ -337,9 +344,13 @@ def _tables(r: Reader, params: tuple[int, ...]) -> Iterator[tuple[int, int, _Tab
         value = r.recording.values[cos]
         width, half = value.shape[-1], value.shape[-1] // 2
         ways = [(_Table(width, 1), False), (_Table(width, 1), True)]
-        if width % 2 == 0 and torch.equal(value[..., ::2], value[..., 1::2]):
+        pairs = width % 2 == 0 and torch.equal(value[..., ::2], value[..., 1::2])
+        halves = width % 2 == 0 and torch.equal(value[..., :half], value[..., half:])
+        if pairs and halves:  # all angles are the same, by chance
+            continue
+        if pairs:
             ways = [(_Table(width, 2), True), (_Table(width, 2), False), *ways]
-        if width % 2 == 0 and torch.equal(value[..., :half], value[..., half:]):
+        if halves:
             ways = [(_Table(half, 1), False), (_Table(half, 1), True), *ways]
         yield from [(cos, sin, table, interleaved) for table, interleaved in ways]
 
@@ -363,6 +374,14 @@ def _scores(r: Reader, product: Op, chain: list[Op]) -> Scores | None:
     """What a chain of operations does to scores; its first may be the product itself (baddbmm)."""
     first = product.outs[0]
     assert first is not None
+    if not all(op.name.strip("_") in _ON_SCORES and op.path is None for op in chain):
+        return None
+    added = [n for op in chain for n in refs((op.args, op.kwargs)) if n not in r.recording.live]
+    factors = [n for op in chain if op.name in SCALES for n in refs((op.args, op.kwargs))]
+    given = {n for n in r.recording.inputs if n is not None}
+    if any(not given.isdisjoint(r.roots(n)) for n in factors if n in added):
+        return None
+    r.fix(*added)
     base = torch.zeros_like(r.recording.values[first], dtype=r.recording.exact)
     capped = [i for i, op in enumerate(chain) if op.name == "tanh"]
 
@@ -390,15 +409,11 @@ def _scores(r: Reader, product: Op, chain: list[Op]) -> Scores | None:
         return Scores(scale, softcap)
     mask = _added(r, chain, constant) or _mask(r, product, chain, first, constant)
     rows, keys = constant.shape[-2:]
-    given = {n for n in r.recording.inputs if n is not None}
     if rows == keys and given.isdisjoint(r.roots(mask.index)):
         later = torch.ones(rows, keys, dtype=torch.bool, device=constant.device).triu(1)
         unseen = constant <= _UNSEEN
         others = constant.masked_fill(unseen, 0.0)
         if torch.equal(unseen, later.expand_as(unseen)) and not bool(others.any()):
-            r.recording.fixed |= {
-                r.recording.sources[n] for n in r.roots(mask.index) if n in r.recording.sources
-            }
             return Scores(scale, softcap, causal=True)
     return Scores(scale, softcap, mask=mask)
 
@@ -411,7 +426,7 @@ def _after(r: Reader, product: Op, value: Tensor, ops: list[Op], start: int) -> 
         if op is product:
             values[start] = _plus(value, values[op.args[0].index], **_weights(op))
         else:
-            run_op(op, values, r.layer, r.recording.sizes, r.recording.exact)
+            run_op(op, values, r.layer.get_submodule, r.recording.sizes, r.recording.exact)
     out = ops[-1].outs[0] if ops else start
     return values[out]  # type: ignore[index, no-any-return]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from fused_remat.autograd import run_block
 from fused_remat.execution.prepare import pieces_of
 from fused_remat.graph.graph import Graph
-from fused_remat.recognition.program import Opaque, Program, run_op
+from fused_remat.recognition.program import Modules, Opaque, Program, run_op
 from fused_remat.recognition.prove import difference
 from fused_remat.recognition.read import Reader, Reading
 from fused_remat.recognition.record import (
@@ -24,10 +25,12 @@ from fused_remat.recognition.record import (
     Ref,
     Size,
     Unreadable,
+    generator_states,
     leaves,
     map_tree,
     refs,
     renumbered,
+    replica,
     without_dropout,
 )
 from fused_remat.recognition.samples import INDICES, Call, leaf_of
@@ -60,8 +63,6 @@ class Known:
         self.names, self.axes = tuple(call.sizes), call.axes
         #: The same without dropout; and without dtypes of adapters' own, too.
         self.plain = self.proved = self
-        #: The most tokens of a sequence with which it was compared with the layer.
-        self.checked = 0
 
     @property
     def graph(self) -> Graph:
@@ -96,7 +97,7 @@ class Known:
             like = x.dtype if dtype is STREAM else dtype
             values[number] = torch.zeros((), dtype=like, device=x.device).expand(size)
         for op in reading.before:
-            run_op(op, values, layer, sizes, x.dtype)
+            run_op(op, values, layer.get_submodule, sizes, x.dtype)
         tensors: dict[str, Tensor | None] = {}
         for name, (number, layout) in reading.inputs.items():
             value = values[number]
@@ -115,7 +116,7 @@ class Known:
         for name, number in reading.values.items():
             value, ops = values[number], reading.chain(number)
             if ops and value.numel() >= _LARGE and not value.requires_grad:
-                again = _Again(ops, number, roots, layer, sizes, x.dtype)
+                again = _Again(ops, number, roots, layer, sizes, x)
                 if not again.shares(value):
                     functions[name] = again.run
 
@@ -150,7 +151,7 @@ def attribute(layer: nn.Module, path: str) -> Any:
 
 
 class _Again:
-    """Makes a value that is no activation again in backward: a mask, or indices, of this call."""
+    """Makes a large value that is no activation again in backward: a mask, or indices."""
 
     def __init__(
         self,
@@ -159,9 +160,10 @@ class _Again:
         roots: Mapping[int, Any],
         layer: nn.Module,
         sizes: Mapping[str, int],
-        dtype: torch.dtype,
+        x: Tensor,
     ) -> None:
-        self.ops, self.number, self.layer, self.sizes, self.dtype = ops, number, layer, sizes, dtype
+        self.ops, self.number, self.sizes, self.dtype = ops, number, sizes, x.dtype
+        self.modules, self.precision = _modules(ops, layer), _precision_of(x.device.type)
         read = {n for op in ops for n in refs((op.args, op.kwargs))}
         self.roots = {n: t for n, t in roots.items() if n in read}
         self.versions = [t._version for t in self.roots.values()]
@@ -178,9 +180,9 @@ class _Again:
                 "by an inplace operation between forward and backward"
             )
         values = {**self.roots}
-        with torch.no_grad():
+        with torch.no_grad(), self.precision():
             for op in self.ops:
-                run_op(op, values, self.layer, self.sizes, self.dtype)
+                run_op(op, values, self.modules, self.sizes, self.dtype)
         made: Tensor = values[self.number]
         return made
 
@@ -191,59 +193,51 @@ class _Run:
     def __init__(
         self, program: Program, layer: nn.Module, sizes: Mapping[str, int], x: Tensor, random: bool
     ) -> None:
-        self.program, self.layer, self.sizes, self.dtype = program, layer, sizes, x.dtype
-        self.draws = random and program.draws
-        self.off = not random
-        self.device = x.device
-        self.autocast = _autocast_of(x.device.type)
-        self.states: dict[int, tuple[Tensor, Tensor | None]] = {}
+        self.program, self.sizes, self.dtype = program, sizes, x.dtype
+        self.modules, self.precision = _modules(program.ops, layer), _precision_of(x.device.type)
+        self.drops, self.device = random, x.device
+        self.states: dict[int, list[Tensor]] = {}
 
     def run(self, at: At, xs: Sequence[Tensor], tensors: Sequence[Tensor | None]) -> Tensor:
-        with self._random(at.first), self._precision():
-            return self.program.run(self.layer, self.sizes, self.dtype, at, xs, tensors)
+        drops = contextlib.nullcontext() if self.drops else without_dropout()
+        with drops, self._random(at.first), self.precision():
+            return self.program.run(self.modules, self.sizes, self.dtype, at, xs, tensors)
 
     @contextlib.contextmanager
     def _random(self, first: int) -> Iterator[None]:
-        if self.off:
-            with without_dropout():
+        if not self.program.draws:
+            yield
+        elif first not in self.states:
+            self.states[first] = generator_states(self.device)
+            yield
+        else:
+            with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+                cpu, *cuda = self.states[first]
+                torch.random.set_rng_state(cpu)
+                for state in cuda:
+                    torch.cuda.set_rng_state(state, self.device)
                 yield
-            return
-        if not self.draws:
-            yield
-            return
-        cuda = self.device.type == "cuda"
-        if first not in self.states:
-            self.states[first] = (
-                torch.random.get_rng_state(),
-                torch.cuda.get_rng_state(self.device) if cuda else None,
-            )
-            yield
-            return
-        with torch.random.fork_rng([self.device.index or 0] if cuda else []):
-            cpu, gpu = self.states[first]
-            torch.random.set_rng_state(cpu)
-            if gpu is not None:
-                torch.cuda.set_rng_state(gpu, self.device)
-            yield
-
-    def _precision(self) -> Any:
-        if self.autocast is None:
-            return contextlib.nullcontext()
-        return torch.autocast(self.device.type, dtype=self.autocast)
 
 
-def _autocast_of(device: str) -> torch.dtype | None:
+def _modules(ops: Sequence[Op], layer: nn.Module) -> Modules:
+    """The submodules that operations call, with their attributes of now."""
+    paths = [op.path for op in ops if op.path is not None]
+    return {path: replica(layer.get_submodule(path)) for path in paths}.__getitem__
+
+
+def _precision_of(device: str) -> Callable[[], Any]:
+    """What makes a context with the autocast of now."""
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-        return torch.get_autocast_dtype(device)
-    return None
+        return functools.partial(torch.autocast, device, dtype=torch.get_autocast_dtype(device))
+    return contextlib.nullcontext
 
 
 def read_call(
     layer: nn.Module, forward: Callable[..., Any], call: Call, free: bool = False
 ) -> Known:
-    """The block of a call of `forward`, a method of a layer, proved.
+    """The block of a call of `forward`, the function of a layer's class, proved.
 
-    `free`: it must not depend on whole numbers among the arguments, nor on the layer's place in the
+    The layer stays as it is: a replica of it is run. `free`: it must not depend on whole numbers among the arguments, nor on the layer's place in the
     model.
 
     Raises: Unreadable with the reason, if there is none.
@@ -251,11 +245,17 @@ def read_call(
     reasons = []
     for dtypes in _DTYPES if call.sizes else ():
         try:
-            return _read_call(layer, forward, call, *dtypes, free)
+            mine = replica(layer, deep=True)
+            return _read_call(mine, types.MethodType(forward, mine), call, *dtypes, free)
+        except torch.OutOfMemoryError:
+            raise
         except Unreadable as reason:
             reasons.append(str(reason))
             if _CANNOT_RUN not in str(reason):
                 break
+        except Exception as error:  # of the layer's own code, at another size
+            reasons.append(f"what was read cannot run: {type(error).__name__}: {error}")
+            break
     raise Unreadable("; ".join(dict.fromkeys(reasons)) or "it has no tokens")
 
 
@@ -269,13 +269,14 @@ def _read_call(
     free: bool,
 ) -> Known:
     """The block of a call, recorded in float32 and in `other`, proved in the dtype `proof`."""
-    first = call.sample(layer, _SIZES[0], torch.float32, 0)
-    second = call.sample(layer, _SIZES[1], other, 1, shift=SHIFT * free, params=params)
+    first = call.sample(layer, _SIZES[0], torch.float32, 0, tables=False)
+    shift = SHIFT * free
+    second = call.sample(layer, _SIZES[1], other, 1, shift=shift, params=params, tables=False)
     try:
         pair = Pair(layer, forward, first, second, leaf_of, INDICES if free else ())
-    except Unreadable:
+    except (Unreadable, torch.OutOfMemoryError):
         raise
-    except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError) as error:
+    except Exception as error:  # whatever the layer raises at these sizes
         raise Unreadable(f"{_CANNOT_RUN} {first.sizes}: {type(error).__name__}: {error}") from error
     opaque, why = set[str](), list[str]()
     while True:
@@ -283,16 +284,9 @@ def _read_call(
             known = _known(layer, pair, call, opaque)
             fused = functools.partial(known.proved.run, layer)
             for i, sizes in enumerate(_PROOFS):  # one at a time: each holds the layer's parameters
-                sample = call.sample(
-                    layer, sizes, proof, i + 2, whole=False, shift=i * SHIFT * free, noisy=True
-                )
-                try:
-                    with renumbered(layer, INDICES if free and i else ()):
-                        found = difference(layer, forward, fused, sample)
-                except (Opaque, torch.OutOfMemoryError):
-                    raise
-                except RuntimeError as error:
-                    raise Unreadable(f"what was read cannot run: {error}") from error
+                sample = call.sample(layer, sizes, proof, i + 2, whole=False, shift=i * shift)
+                with renumbered(layer, INDICES if free and i else ()):
+                    found = difference(layer, forward, fused, sample)
                 if found is not None:
                     raise Unreadable(f"what was read is not what it computes: {found}")
             return known

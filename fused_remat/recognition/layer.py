@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 import threading
-import types
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,8 +33,8 @@ from fused_remat.layers.precision import Precision, low_dtype, precision_of
 from fused_remat.layers.read import GraphCall
 from fused_remat.policies import Policy, kept_names
 from fused_remat.recognition.call import Known, attribute, read_call
-from fused_remat.recognition.record import Unreadable, leaves, refs, replica, without_dropout
-from fused_remat.recognition.samples import INDICES, Call, add_plain
+from fused_remat.recognition.record import Unreadable, leaves, map_tree, refs, without_dropout
+from fused_remat.recognition.samples import INDICES, Call, exact
 from fused_remat.steps.norm import Norm
 from fused_remat.steps.operations import warn
 from fused_remat.steps.residual import Add
@@ -46,8 +47,10 @@ _FIRST = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, torch.b
 #: What was read, by the state of a layer and the arguments of a call; a reason where nothing was.
 #: With the names of tensors whose values decide, and by those values.
 KNOWN: dict[Any, tuple[tuple[str, ...], dict[tuple[Any, ...], Known | Reason]]] = {}
+#: How many entries `KNOWN` has at most; how often one layer is read, and then left as it is.
+_MOST, _MOST_READINGS = 4096, 48
 #: Attributes of a layer that are this library's; those that every module has.
-_OWN = ("_last", "_values", "_policy", "_backend", "_accumulate_into", "_is_hf_initialized")
+_OWN = ("_last", "_notes", "_policy", "_backend", "_accumulate_into", "_is_hf_initialized")
 _MODULE = frozenset((*nn.Module().__dict__, *_OWN))
 #: Stands for the block of a layer that was not called yet: there is nothing to keep by name.
 _UNREAD = Graph("unread", (Add(name="output", x="input"),), ())
@@ -89,6 +92,13 @@ class ReadLayer(ConvertedLayer):
     def _layer_index(self) -> int:
         found = [getattr(m, "layer_idx", None) for m in self.modules()]
         return next((n for n in found if isinstance(n, int)), 0)
+
+    def _named(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
+        if not self.arguments:
+            self._last = Reason("its forward does not take its arguments by name")
+            _tell(self, self._last.text)
+            return None
+        return super()._named(args, kwargs)
 
     def _call(self, **given: Any) -> Any:
         if torch.compiler.is_compiling() and not is_traced():
@@ -141,18 +151,22 @@ class ReadLayer(ConvertedLayer):
         It is read for any length and whatever its whole arguments and its place in the model, if it
         computes the same for all; else for those of this call.
         """
-        reasons = []
+        reasons, states = [], dict[bool, Any]()
         for vary in SIZES:
             call = Call(given, vary)
             for free in (True, False):
-                known = self._known_for(call, given, free)
+                if free not in states:
+                    states[free] = state_of(self, free)
+                known = self._known_for(call, states[free], free)
+                if isinstance(known, Known):
+                    known = self._compared(known, call)
                 if isinstance(known, Known):
                     return known
                 reasons.append(known.text)
         return Reason("; ".join(dict.fromkeys(reasons)))
 
-    def _known_for(self, call: Call, given: Mapping[str, Any], free: bool) -> Known | Reason:
-        key = state_of(self, free), call.key(free)
+    def _known_for(self, call: Call, state: Any, free: bool) -> Known | Reason:
+        key = state, call.key(free)
         names, found = KNOWN.get(key, ((), {}))
         known = found.get(self._values_of(names))
         if known is None:
@@ -163,73 +177,91 @@ class ReadLayer(ConvertedLayer):
                     names, found = tuple(sorted({*names, *more})), {}
                 found[self._values_of(names)] = known
                 KNOWN[key] = names, found
-        # Longer calls may take another branch of the layer's code.
-        if isinstance(known, Known) and call.tokens > 2 * known.checked:
-            reason = self._why_different(known, given)
-            known.checked = call.tokens
-            if reason is not None:
-                known = found[self._values_of(names)] = Reason(reason)
+                if len(KNOWN) > _MOST:
+                    del KNOWN[next(iter(KNOWN))]
         return known
+
+    def _compared(self, known: Known, call: Call) -> Known | Reason:
+        """A block that was compared with this layer on a batch as large as this one, or larger.
+
+        Larger batches may take another branch of the layer's code.
+        """
+        checked = self._notes_of().checked
+        batch, tokens, reason = checked.get(known, (0, 0, None))
+        if reason is None and (call.batch > batch or call.tokens > tokens):
+            text = self._why_different(known, call, tokens)
+            reason = None if text is None else Reason(text)
+            checked[known] = max(call.batch, batch), max(call.tokens, tokens), reason
+        return reason or known
 
     def _values_of(self, names: Sequence[str]) -> tuple[Any, ...]:
         """The values of the layer's tensors of these names, to tell apart."""
         found = []
         for name in names:
             t = attribute(self, name)
-            kept = self._fixed.get(name)
+            kept = self._notes_of().values.get(name)
             if kept is None or kept[0] is not t or kept[1] != t._version:
                 values = hash(t.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
-                kept = self._fixed[name] = t, t._version, (name, tuple(t.shape), values)
+                kept = t, t._version, (name, tuple(t.shape), values)
+                self._notes_of().values[name] = kept
             found.append(kept[2])
         return tuple(found)
 
-    @property
-    def _fixed(self) -> dict[str, Any]:
-        """Tensors whose values were looked at, their versions and values."""
-        found: dict[str, Any] = self.__dict__.setdefault("_values", {})
+    def _notes_of(self) -> _Notes:
+        found: _Notes = self.__dict__.setdefault("_notes", _Notes({}, {}))
         return found
 
     def _read_first(self, call: Call, free: bool) -> Known | Reason:
         """The block of the first call of a kind, or why there is none."""
+        self._notes_of().readings += 1
+        if self._notes_of().readings > _MOST_READINGS:
+            return Reason("its code, its arguments or the tensors that it reads change too often")
         x = leaves(call.given)[call.places[0]]
         try:
             with _apart(x), torch.enable_grad():  # also in a checkpoint's first run
-                layer = replica(self)
-                return read_call(layer, types.MethodType(self.stock.forward, layer), call, free)
+                return read_call(self, self.stock.forward, call, free)
         except Unreadable as reason:
             return Reason(str(reason))
 
-    def _why_different(self, known: Known, given: Mapping[str, Any]) -> str | None:
-        """By how much the block and the layer differ on real arguments, without dropout."""
-        x, forward = leaves(given)[known.places[0]], types.MethodType(self.stock.forward, self)
-        if low_dtype(x) is not None:  # products and their sums round differently
-            return None
-        with torch.no_grad(), _apart(x):
-            state = torch.random.get_rng_state()
-            with without_dropout():
-                expected = leaves(forward(**given))
-            torch.random.set_rng_state(state)
-            tensors, functions, result = known.plain.bind(self, None, given, random=False)
-            try:
+    def _why_different(self, known: Known, call: Call, checked: int) -> str | None:
+        """By how much the block and the layer differ on real arguments, without dropout.
+
+        Under autocast both compute in float32: in 16 bits they would round differently.
+        """
+        stock, x = self.stock.forward, leaves(call.given)[known.places[0]]
+        autocast = low_dtype(x) is not None
+        given = map_tree(dict(call.given), _widened) if autocast else call.given
+        try:
+            with torch.no_grad(), _apart(x):
+                state = torch.random.get_rng_state()
+                with without_dropout():
+                    expected = leaves(stock(self, **given))
+                torch.random.set_rng_state(state)
+                tensors, functions, result = known.plain.bind(self, None, given, random=False)
                 out = run_block(known.plain.graph, "full", tensors, functions=functions)
-            except torch.OutOfMemoryError:
-                raise
-            except RuntimeError as error:  # parameters of several dtypes
-                return f"the block cannot run where the layer can: {error}"
-            mine = leaves(result(out))
+                mine = leaves(result(out))
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # of the layer's own code too, which then raises it
+            if autocast:  # parameters of 16 bits
+                return None
+            return f"its block cannot be compared with it: {type(error).__name__}: {error}"
+        if len(mine) != len(expected):
+            return f"the layer has {len(expected)} results, its block {len(mine)}"
         for a, b in zip(mine, expected, strict=True):
-            if isinstance(a, Tensor) and a.is_floating_point() and a.shape == x.shape:
-                distance = float((a - b).norm()) / (float(b.norm()) or 1.0)
+            if isinstance(a, Tensor) and isinstance(b, Tensor) and a.is_floating_point():
+                distance = math.inf
+                if a.shape == b.shape:
+                    distance = float((a - b).norm()) / (float(b.norm()) or 1.0)
                 if not distance <= _FIRST.get(x.dtype, 4e-2):
-                    tokens = known.checked or "the first"
                     return (
                         f"the block differs by {distance:.1e} from the layer on a batch of "
-                        f"{x.shape} (checked up to {tokens} tokens before)"
+                        f"{x.shape} (checked up to {checked or 'the first'} tokens before)"
                     )
         return None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {n: value for n, value in self.__dict__.items() if n not in ("_last", "_values")}
+        return {n: value for n, value in self.__dict__.items() if n not in ("_last", "_notes")}
 
     def _fall_back(self, reason: Reason, compiling: bool, given: Mapping[str, Any]) -> Any:
         """The stock forward as it is: what cannot be read is left alone."""
@@ -263,9 +295,7 @@ def would_read(layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
     reasons = []
     for vary in SIZES:
         try:
-            known = read_call(
-                layer, types.MethodType(type(layer).forward, layer), Call(given, vary)
-            )
+            known = read_call(layer, type(layer).forward, Call(given, vary))
         except Unreadable as reason:
             reasons.append(str(reason))
             continue
@@ -290,6 +320,27 @@ def _itself(t: Tensor) -> Tensor:
     return t
 
 
+def _widened(leaf: Any) -> Any:
+    is_low = isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.itemsize < 4
+    return leaf.float() if is_low else leaf
+
+
+@dataclass
+class _Notes:
+    """What is noted of one layer.
+
+    Attributes:
+        values: by name, a tensor of which the values were looked at, its version and the values.
+        checked: by block, the largest batch and length at which it was compared with the layer,
+            and why it is not used.
+        readings: how often the layer was read.
+    """
+
+    values: dict[str, Any]
+    checked: dict[Known, tuple[int, int, Reason | None]]
+    readings: int = 0
+
+
 _told: set[tuple[type, str]] = set()
 
 
@@ -308,7 +359,7 @@ def state_of(layer: nn.Module, free: bool) -> tuple[Any, ...]:
     Raises: Unsupported for a submodule with hooks, which a block would not call.
     """
     found: list[Any] = []
-    objects: dict[int, Any] = {}
+    seen: dict[int, Any] = {id(module): path for path, module in layer.named_modules()}
     for path, module in layer.named_modules():
         own = module.__dict__
         hooked = own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]
@@ -318,13 +369,10 @@ def state_of(layer: nn.Module, free: bool) -> tuple[Any, ...]:
             if getattr(hook, "__module__", None) != _RECORDERS:
                 raise Unsupported(f"{path} has hooks")
         kind = module.stock if isinstance(module, ConvertedLayer) else type(module)
-        found += [path, kind, own.get("forward", kind.forward), own["training"]]
+        found += [path, kind, exact(own.get("forward", kind.forward), seen), own["training"]]
         for name, value in own.items():
             if name not in _MODULE and not (free and name in INDICES):
-                add_plain(found, objects, name, value)
+                found += [name, exact(value, seen)]
         for tensors in (own["_parameters"], own["_buffers"]):
             found += [(n, None if t is None else (t.shape, t.dtype)) for n, t in tensors.items()]
-    for value in [*objects.values()]:  # a config, once
-        for name, inner in vars(value).items():
-            add_plain(found, {}, name, inner)
     return tuple(found)

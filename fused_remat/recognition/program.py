@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fused_remat.recognition.record import (
+    SHAPES,
     STREAM,
     Limit,
     Op,
@@ -24,6 +25,25 @@ from fused_remat.recognition.record import (
 )
 from fused_remat.steps.replay import At
 
+#: Operations that move elements or cast them, by their names without underscores.
+_MOVES = {
+    "view", "reshape", "view_as", "reshape_as", "transpose", "permute", "t", "contiguous", "to",
+    "float", "double", "half", "bfloat16", "type", "type_as", "expand", "expand_as", "squeeze",
+    "unsqueeze", "flatten", "unflatten", "getitem", "get", "chunk", "split", "tensor_split",
+    "unbind", "select", "narrow", "cat", "concat", "concatenate", "stack", "movedim", "moveaxis",
+    "swapaxes", "swapdims", "repeat", "repeat_interleave", "clone", "copy", "setitem", "roll",
+    "flip", "index_select", "view_as_complex", "view_as_real", "dropout", "table",
+}  # fmt: skip
+#: With those of which the result is a polynomial of what they read, or a quotient of two: what
+#: holds for random values holds for all.
+ALGEBRA = _MOVES | {
+    "add", "radd", "iadd", "sub", "subtract", "rsub", "isub", "mul", "rmul", "imul", "multiply",
+    "div", "truediv", "rtruediv", "itruediv", "true_divide", "neg", "matmul", "rmatmul", "bmm",
+    "mm", "linear", "addmm", "baddbmm", "einsum", "sum", "mean", "cumsum", "square", "addcmul",
+    "lerp", "masked_fill", "where", "outer", "complex", "real", "imag", "tril", "triu", "norm",
+    *SHAPES,
+}  # fmt: skip
+
 
 class Opaque(RuntimeError):
     """An operation cannot be read; the submodule at `path` is to be replayed as a whole."""
@@ -31,6 +51,10 @@ class Opaque(RuntimeError):
     def __init__(self, path: str, reason: str) -> None:
         super().__init__(f"{path}: {reason}" if path else reason)
         self.path, self.reason = path, reason
+
+
+#: The submodules of a layer by their paths.
+Modules = Callable[[str], nn.Module]
 
 
 @dataclass(frozen=True)
@@ -142,9 +166,24 @@ class Program:
         """Whether it draws random numbers."""
         return any(op.random or op.p for op in self.ops)
 
+    @property
+    def only_moves(self) -> bool:
+        """Whether each number of the result is one that it reads, and always the same one."""
+        return not self.params and all(op.name.strip("_") in _MOVES for op in self._plain_ops)
+
+    @property
+    def is_algebra(self) -> bool:
+        """Whether what holds for random values that it reads holds for all."""
+        return all(op.name.strip("_") in ALGEBRA for op in self._plain_ops)
+
+    @property
+    def _plain_ops(self) -> tuple[Op, ...]:
+        """The operations; a submodule has a name of its own choice."""
+        return tuple([replace(op, name="") if op.path is not None else op for op in self.ops])
+
     def run(
         self,
-        layer: nn.Module,
+        modules: Modules,
         sizes: Mapping[str, int],
         dtype: torch.dtype,
         at: At,
@@ -160,7 +199,9 @@ class Program:
             values[number] = layout.value(x, sizes)
         for op in self.ops:
             try:
-                run_op(op, values, layer, sizes, dtype)
+                run_op(op, values, modules, sizes, dtype)
+            except torch.OutOfMemoryError:
+                raise
             except RuntimeError as error:
                 raise Opaque(op.inside, f"{op.name} cannot be run by itself: {error}") from error
         y = self.layout.matrix(values[self.target], sizes)
@@ -168,7 +209,7 @@ class Program:
 
 
 def run_op(
-    op: Op, values: dict[int, Any], layer: nn.Module, sizes: Mapping[str, int], dtype: torch.dtype
+    op: Op, values: dict[int, Any], modules: Modules, sizes: Mapping[str, int], dtype: torch.dtype
 ) -> None:
     """Run an operation on `values`, and add what it makes."""
 
@@ -184,7 +225,7 @@ def run_op(
 
     args, kwargs = map_tree(op.args, given), map_tree(op.kwargs, given)
     if op.path is not None:
-        made = op.run(layer.get_submodule(op.path), *args, **kwargs)
+        made = op.run(modules(op.path), *args, **kwargs)
     elif op.p:
         made = F.dropout(args[0], op.p)
     else:

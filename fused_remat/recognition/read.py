@@ -304,6 +304,12 @@ class Reader:
             seen.add(n)
         return found
 
+    def fix(self, *numbers: int) -> None:
+        """The values of buffers and attributes, of which these are made, decide what is read."""
+        sources, params = self.recording.sources, {n for n, _ in self.layer.named_parameters()}
+        names = {sources[n] for number in numbers for n in self.roots(number) if n in sources}
+        self.recording.fixed |= names - params
+
     def new_value(
         self,
         name: str,
@@ -627,7 +633,7 @@ class Reader:
         program = Program(tuple(ops), pairs, tuple(params), number, layout)
         opaque = op.path is not None
         made = None
-        if len(names) == 1 and not opaque:
+        if len(names) == 1 and program.only_moves:
             made = self.sample(program)
             if made[0].shape == made[1][0].shape and torch.equal(made[0], made[1][0]):
                 return names[0]
@@ -659,7 +665,7 @@ class Reader:
             what=name if is_piece else " → ".join(dict.fromkeys(o.name.strip("_") for o in ops)),
             columns=layout.width, per_batch=whole,
             batched=() if whole else tuple([self.param(n) for n in batched]),
-            needed_for=self._needed_for(program, (*names, *tensors), opaque or program.draws),
+            needed_for=self._needed_for(program, (*names, *tensors)),
             chooses=chooses,
             tokenwise=not (opaque or whole) and self._is_tokenwise(program, shapes),
         )  # fmt: skip
@@ -734,7 +740,8 @@ class Reader:
         last = names[-1] if names else ""
         tokens = sizes[last] if last in ("S", "M") else self.tokens
         at = at or At(sizes.get("B", 1), tokens, 0)
-        return program.run(self.layer, sizes, self.recording.exact, at, xs, tensors)
+        modules, dtype = self.layer.get_submodule, self.recording.exact
+        return program.run(modules, sizes, dtype, at, xs, tensors)
 
     def _is_tokenwise(self, program: Program, shapes: list[tuple[Any, ...]]) -> bool:
         """Whether each token's result is that of the token alone: found by mixing the tokens."""
@@ -752,13 +759,18 @@ class Reader:
         slack = 64 * torch.finfo(y.dtype).eps
         return torch.allclose(mixed, y[order], rtol=slack, atol=slack)
 
-    def _needed_for(
-        self, program: Program, names: tuple[str, ...], everything: bool
-    ) -> tuple[tuple[str, ...], ...]:
+    def _needed_for(self, program: Program, names: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
         """For each activation, the names whose gradients depend on its value: found by trying."""
-        if everything:
+        if program.draws or not program.is_algebra:
             return (names,) * len(program.sources)
-        y, xs, tensors = self.sample(program)
+        _, xs, tensors = self.sample(program)
+        with torch.no_grad():
+            for t in tensors:  # a coefficient that is 0 now may become another
+                if t.is_floating_point():
+                    t += 0.1 * torch.sin(1.0 + torch.arange(t.numel(), device=t.device)).view(
+                        t.shape
+                    )
+        y = self.run(program, xs, tensors)
         if not y.requires_grad:
             return ((),) * len(xs)
         generator = torch.Generator(y.device).manual_seed(1)

@@ -12,6 +12,7 @@ import functools
 import itertools
 import random
 import threading
+import types
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -85,8 +86,7 @@ def map_tree(tree: Any, leaf: Callable[[Any], Any]) -> Any:
     if isinstance(tree, list):
         return [map_tree(part, leaf) for part in tree]
     if isinstance(tree, dict):
-        made = {key: map_tree(value, leaf) for key, value in tree.items()}
-        return made
+        return {key: map_tree(value, leaf) for key, value in tree.items()}  # type: ignore[return-value]
     if isinstance(tree, slice):
         return slice(*[map_tree(n, leaf) for n in (tree.start, tree.stop, tree.step)])
     return leaf(tree)
@@ -162,20 +162,9 @@ SHAPES = (
     "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "new_zeros",
     "new_ones", "new_empty", "new_full", "new_tensor", "randint_like",
 )  # fmt: skip
-_RANDOM = (
-    "bernoulli", "bernoulli_", "rand", "randn", "rand_like", "randn_like", "randint", "randperm",
-    "uniform_", "normal_", "normal", "multinomial", "exponential_", "random_", "poisson",
-    "randint_like", "feature_dropout", "feature_alpha_dropout", "alpha_dropout", "rrelu",
-)  # fmt: skip
 _IN_PLACE = (
-    "__setitem__",
-    "__iadd__",
-    "__imul__",
-    "__isub__",
-    "__itruediv__",
-    "__iand__",
-    "__ior__",
-)
+    "__setitem__", "__iadd__", "__imul__", "__isub__", "__itruediv__", "__iand__", "__ior__",
+)  # fmt: skip
 _SETTERS = ("__set__", "requires_grad_", "retain_grad", "backward", "__delete__")
 
 
@@ -189,6 +178,18 @@ def _is_own(tensor: Tensor) -> bool:
 
 def _in_place(name: str) -> bool:
     return name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+
+
+def _is_dropout(func: Any) -> bool:
+    """Whether a function drops single elements; others, such as `F.dropout2d`, just draw."""
+    name = getattr(func, "__name__", "")
+    return func in (F.dropout, torch.dropout, torch.dropout_) or name in ("dropout", "dropout_")
+
+
+def generator_states(device: torch.device) -> list[Tensor]:
+    """The states of the generators from which operations on a device draw."""
+    own = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
+    return [torch.random.get_rng_state(), *own]
 
 
 def multi_head_attention(
@@ -253,9 +254,10 @@ def multi_head_attention(
 class _Recorder(TorchFunctionMode):
     """Records while it is active; `named` are the layer's parameters and buffers."""
 
-    def __init__(self, layer: nn.Module, named: Mapping[str, Tensor]) -> None:
+    def __init__(self, layer: nn.Module, named: Mapping[str, Tensor], device: torch.device) -> None:
         super().__init__()
-        self.layer = layer
+        self.layer, self.device = layer, device
+        self.autocast = False
         self.values: list[Tensor] = []
         self.numbers: dict[int, int] = {}  # by the tensor's id: its present value
         self.sources: dict[int, str] = {}  # parameters, buffers and attributes, by number
@@ -263,7 +265,8 @@ class _Recorder(TorchFunctionMode):
         #: What a value is made of: names of the layer's tensors, "argument" and "random".
         self.roots: dict[int, frozenset[str]] = {}
         self.owned: set[int] = set()  # results of submodules that run an autograd.Function
-        self.fixed: set[str] = set()  # the layer's tensors whose values decide what it runs
+        self.fixed: set[str] = set()  # buffers and attributes whose values decide what it runs
+        self.params = {name for name, _ in layer.named_parameters()}
         #: By a view's id: its base, and the steps from there.
         self.views: dict[int, tuple[Tensor, list[Any]]] = {}
         self.root = Span("")
@@ -337,7 +340,7 @@ class _Recorder(TorchFunctionMode):
         kwargs, name = kwargs or {}, getattr(func, "__name__", str(func))
         if name in _SETTERS:
             return func(*args, **kwargs)
-        if func in (F.dropout, torch.dropout, torch.dropout_) or name.startswith("dropout"):
+        if _is_dropout(func):
             return self._dropout(*args, **kwargs)
         if func is F.multi_head_attention_forward:
             with self:
@@ -352,12 +355,14 @@ class _Recorder(TorchFunctionMode):
             kwargs = {**kwargs, "inplace": False}
         if kwargs.get("out") is not None:
             self.trouble("it writes to a tensor that is passed as `out`")
-        encoded = self.encoded(args), self.encoded(kwargs)
+        encoded, before = (self.encoded(args), self.encoded(kwargs)), generator_states(self.device)
         if func is F.scaled_dot_product_attention:
-            result = _without_dropout(*args, **kwargs)
+            result, draws = _without_dropout(*args, **kwargs), _drops(*args, **kwargs)
         else:
             result = func(*args, **kwargs)
-        more = {"random": name in _RANDOM}
+            pairs = zip(before, generator_states(self.device), strict=True)
+            draws = not all(torch.equal(a, b) for a, b in pairs)
+        more = {"random": draws}
         if _in_place(name) and args and isinstance(args[0], Tensor):
             self._change(name, func, args[0], *encoded, more)
             return result
@@ -370,15 +375,19 @@ class _Recorder(TorchFunctionMode):
         return result
 
     def _read(self, name: str, number: int) -> None:
-        """Values decide what the layer runs: of an activation or an argument, another time anew."""
+        """Values decide what the layer runs; those of buffers and attributes are part of it."""
         roots = self.roots.get(number, frozenset())
-        if number in self.live:
-            self.trouble(f"it reads values of an activation ({name})")
-        elif "random" in roots:
-            self.trouble(f"what it runs depends on a random number ({name})")
-        elif "argument" in roots:
-            self.trouble(f"it reads values of an argument ({name})")
-        self.fixed |= roots - {"argument", "random"}
+        what = (
+            "an activation" if number in self.live
+            else "a random number" if "random" in roots
+            else "an argument" if "argument" in roots
+            else "a parameter" if not roots.isdisjoint(self.params)
+            else ""
+        )  # fmt: skip
+        if what:
+            self.trouble(f"it reads values of {what} ({name})")
+        else:
+            self.fixed |= roots
 
     def _dropout(
         self, input: Tensor, p: float = 0.5, training: bool = True, *_: Any, **__: Any
@@ -468,8 +477,16 @@ def _without_dropout(*args: Any, **kwargs: Any) -> Tensor:
     return F.scaled_dot_product_attention(*args, **kwargs)
 
 
+def _drops(*args: Any, **kwargs: Any) -> bool:
+    """Whether attention has dropout."""
+    return bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0))
+
+
 _ACTIVE = threading.local()
 _CALL = nn.Module.__call__
+_ENTER, _EXIT, _ENABLED = (
+    torch.autocast.__enter__, torch.autocast.__exit__, torch.is_autocast_enabled
+)  # fmt: skip
 _patch = threading.Lock()
 
 
@@ -480,23 +497,50 @@ def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return recorder.module(module, _CALL, args, kwargs)
 
 
+def _enter(self: torch.autocast) -> Any:
+    recorder = getattr(_ACTIVE, "recorder", None)
+    if recorder is None:
+        return _ENTER(self)
+    if self.device == recorder.device.type:
+        recorder.trouble("it switches autocast")
+    return self
+
+
+def _exit(self: torch.autocast, *raised: Any) -> Any:
+    return _EXIT(self, *raised) if getattr(_ACTIVE, "recorder", None) is None else False
+
+
+def _is_enabled(*device: str) -> bool:
+    """In the second recording autocast seems to be on, so that what asks for it is found."""
+    recorder = getattr(_ACTIVE, "recorder", None)
+    return _ENABLED(*device) if recorder is None else recorder.autocast
+
+
 @contextlib.contextmanager
 def _recording(recorder: _Recorder) -> Iterator[None]:
+    pairs = (
+        (nn.Module, "__call__", _CALL, _call), (torch, "is_autocast_enabled", _ENABLED, _is_enabled),
+        (torch.autocast, "__enter__", _ENTER, _enter), (torch.autocast, "__exit__", _EXIT, _exit),
+    )  # fmt: skip
     with _patch:
-        _ACTIVE.recorder, nn.Module.__call__ = recorder, _call  # type: ignore[method-assign]
+        _ACTIVE.recorder = recorder
+        for owner, name, _, new in pairs:
+            setattr(owner, name, new)
         try:
             with recorder:
                 yield
         finally:
-            _ACTIVE.recorder, nn.Module.__call__ = None, _CALL  # type: ignore[method-assign]
+            _ACTIVE.recorder = None
+            for owner, name, old, _ in pairs:
+                setattr(owner, name, old)
 
 
 class _WithoutDropout(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        if func in (F.dropout, torch.dropout, torch.dropout_) or name.startswith("dropout"):
+        kwargs = kwargs or {}
+        if _is_dropout(func):
             return args[0] if args else kwargs["input"]
         if func is F.scaled_dot_product_attention:
             return _without_dropout(*args, **kwargs)
@@ -550,9 +594,12 @@ def _record(
     given: Mapping[str, Any],
     active: list[bool],
     bounds: int | None,
+    autocast: bool,
 ) -> tuple[_Recorder, list[int | None], Any]:
     """One recording: the recorder, the numbers of the arguments, and the result."""
-    recorder = _Recorder(layer, named)
+    device = next(leaf.device for leaf in leaves(given) if isinstance(leaf, Tensor))
+    recorder = _Recorder(layer, named, device)
+    recorder.autocast = autocast
     numbers: list[int | None] = []
     for i, (leaf, is_active) in enumerate(zip(leaves(given), active, strict=True)):
         numbers.append(recorder.new(leaf) if isinstance(leaf, Tensor) else None)
@@ -561,10 +608,9 @@ def _record(
             recorder.roots[number] = frozenset(("argument",))
         if number is not None and is_active:
             recorder.live.add(number)
-    others = [a for a in leaves(given) if not isinstance(a, Tensor)]
 
     def watched(**given: Any) -> Any:
-        with _unchanged(layer, others):
+        with _unchanged([*map(vars, layer.modules()), given], recorder):
             return forward(**given)
 
     with _recording(recorder), torch.enable_grad():
@@ -573,38 +619,66 @@ def _record(
 
 
 @contextlib.contextmanager
-def _unchanged(layer: nn.Module, others: list[Any]) -> Iterator[None]:
-    """Raise Unreadable if a layer changes its modules, its buffers or objects; put modules back."""
-    modules = [(m, dict(m.__dict__), dict(m._buffers)) for m in layer.modules()]
-    lengths = [(v, len(v)) for _, own, _ in modules for v in own.values() if type(v) in _SIZED]
-    lengths += [(v, len(v)) for v in others if hasattr(v, "__len__")]
-    versions = [(n, b, b._version) for n, b in layer.named_buffers()]
+def _unchanged(roots: list[Any], recorder: _Recorder) -> Iterator[None]:
+    """Raise Unreadable if a layer changes what it or its arguments hold; put that back."""
+    tensors = [(name, recorder.values[i]) for i, name in recorder.sources.items()]
+    versions = [t._version for _, t in tensors]
+    holders = _holders(roots)
     state = random.getstate(), numpy.random.get_state(legacy=False)
     changed = list[str]()
     try:
         yield
     finally:
-        for module, own, buffers in modules:
-            now = module.__dict__
-            changed += [n for n in {*own, *now} if own.get(n, modules) is not now.get(n, modules)]
-            changed += [n for n, b in buffers.items() if module._buffers.get(n) is not b]
-            now.clear()
-            now.update(own)
-            module._buffers.clear()
-            module._buffers.update(buffers)
-        for value, length in lengths:
-            if len(value) != length:
-                changed.append(f"a {type(value).__name__}")
-                if isinstance(value, list):
-                    del value[length:]
-    changed += [n for n, b, version in versions if b._version != version]
+        for holder, before in holders:
+            changed += _put_back(holder, before)
+    pairs = zip(tensors, versions, strict=True)
+    changed += [name for (name, t), version in pairs if t._version != version]
     if changed:
         raise Unreadable(f"it changes {', '.join(dict.fromkeys(changed))} in forward")
     if repr((random.getstate(), numpy.random.get_state(legacy=False))) != repr(state):
         raise Unreadable("it draws random numbers outside of PyTorch")
 
 
-_SIZED = (list, dict, set)
+def _holders(roots: list[Any]) -> list[tuple[Any, list[Any]]]:
+    """All lists, dicts and sets that can be reached, also by attributes, and what they hold."""
+    found, seen, todo = list[tuple[Any, list[Any]]](), set[int](), [*roots]
+    while todo:
+        value = todo.pop()
+        if id(value) in seen or isinstance(value, (Tensor, type, types.ModuleType)):
+            continue
+        seen.add(id(value))
+        if isinstance(value, (list, dict, set)):
+            found.append((value, _items(value)))
+            todo += found[-1][1]
+        elif isinstance(value, tuple):
+            todo += value
+        elif hasattr(value, "__dict__"):
+            todo.append(vars(value))
+    return found
+
+
+def _items(holder: Any) -> list[Any]:
+    items = holder.items() if isinstance(holder, dict) else holder
+    return [*itertools.chain(*items)] if isinstance(holder, dict) else [*items]
+
+
+def _put_back(holder: Any, before: list[Any]) -> list[str]:
+    """What of a list, dict or set is not as it was: the keys, or its class."""
+    now = _items(holder)
+    if len(now) == len(before) and all(a is b for a, b in zip(now, before, strict=True)):
+        return []
+    names = [type(holder).__name__]
+    if isinstance(holder, dict):
+        old, new = (dict(zip(i[::2], i[1::2], strict=True)) for i in (before, now))
+        names = [str(k) for k in {**old, **new} if old.get(k, holder) is not new.get(k, holder)]
+        holder.clear()
+        holder.update(old)
+    elif isinstance(holder, list):
+        holder[:] = before
+    else:
+        holder.clear()
+        holder.update(before)
+    return names
 
 
 class _Caller(nn.Module):
@@ -622,17 +696,30 @@ def _prefixed(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {f"layer.{name}": tensor for name, tensor in named.items()}
 
 
-def replica(module: nn.Module) -> Any:
+def replica(module: nn.Module, deep: bool = False) -> Any:
     """A module with the same tensors and attributes, whose tensors may be replaced: threads that
-    call the module do not see it."""
+    call the module do not see it. `deep`: its lists, dicts, sets and tensor attributes may be too.
+    """
     # Not by the class: FSDP's makes another one.
     made: dict[nn.Module, Any] = {old: object.__new__(type(old)) for old in module.modules()}
     for old, new in made.items():
-        new.__dict__.update(old.__dict__)
+        own = {n: _copied(v) if deep else v for n, v in old.__dict__.items()}
+        new.__dict__.update(own)
         modules = {n: None if m is None else made[m] for n, m in old._modules.items()}
-        own = {"_parameters": {**old._parameters}, "_buffers": {**old._buffers}}
-        new.__dict__.update(own, _modules=modules)
+        tensors = {"_parameters": {**old._parameters}, "_buffers": {**old._buffers}}
+        new.__dict__.update(tensors, _modules=modules)
     return made[module]
+
+
+def _copied(value: Any) -> Any:
+    """An attribute that may be changed; parameters and other objects are the same."""
+    if type(value) in (list, dict):
+        parts = value.items() if type(value) is dict else enumerate(value)
+        made = {key: _copied(part) for key, part in parts}
+        return made if type(value) is dict else [*made.values()]
+    if type(value) is set:
+        return {*value}
+    return value.detach().clone() if type(value) is Tensor else value
 
 
 def call_with(
@@ -692,9 +779,9 @@ class Pair:
     ) -> None:
         self.layer, self.sizes, self.other = layer, first.sizes, second.sizes
         self.dtypes = first.dtype, second.dtype
-        self.one, self.numbers, self.out = _record(layer, forward, *first[2:])
+        self.one, self.numbers, self.out = _record(layer, forward, *first[2:], autocast=False)
         with renumbered(layer, numbers):
-            self.two, _, self.other_out = _record(layer, forward, *second[2:])
+            self.two, _, self.other_out = _record(layer, forward, *second[2:], autocast=True)
         self.fixed = self.one.fixed | self.two.fixed
         self.leaves = {path: leaf(module) for path, module in layer.named_modules() if path}
 
@@ -792,7 +879,7 @@ class _Join:
         own = {n: i for i, n in self.one.sources.items() if n.rpartition(".")[0] == a.path}
         params = [Ref(own[f"{a.path}.{n}"]) for n, _ in module.named_parameters(recurse=False)]
         name = "act" if isinstance(leaf, str) else "norm"
-        run = _activation(leaf) if isinstance(leaf, str) else _norm(leaf)
+        run = _activation(leaf) if isinstance(leaf, str) else norm_of(leaf)
         self._outs(a.outs, b.outs)
         self.ops.append(Op(name, run, (*args, *params), {}, list(a.outs), a.path, info=leaf))
 
@@ -886,7 +973,7 @@ def _activation(name: str) -> Callable[..., Tensor]:
     return lambda x: ACTIVATIONS[name].fwd(x)
 
 
-def _norm(spec: NormSpec) -> Callable[..., Tensor]:
+def norm_of(spec: NormSpec) -> Callable[..., Tensor]:
     """The norm of a submodule, of its input and its parameters."""
 
     def run(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import enum
+import functools
+import itertools
 import math
 import types
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fused_remat.recognition.record import Sample, Unreadable, leaves, map_tree
+from fused_remat.recognition.record import Sample, Unreadable, leaves, map_tree, norm_of
 from fused_remat.spec import NormSpec
 from fused_remat.steps.activation import ACTIVATIONS
 
@@ -23,30 +27,66 @@ INDICES = ("layer_idx", "layer_id", "layer_number", "layer_index", "block_idx")
 
 
 _PLAIN = (
-    int, float, bool, str, type, type(None), torch.dtype, torch.device, types.FunctionType,
-    types.BuiltinFunctionType,
+    int, float, bool, str, bytes, complex, type, type(None), torch.dtype, torch.device,
+    types.BuiltinFunctionType, enum.Enum,
 )  # fmt: skip
 
 
-def add_plain(found: list[Any], objects: dict[int, Any], name: str, value: Any) -> None:
-    """Add an attribute to `found`, of collections their plain values; other objects to `objects`.
+def exact(value: Any, seen: dict[int, Any]) -> Any:
+    """A value to tell apart by: equal to that of another one only where code cannot tell the two.
 
-    >>> found, objects = [], {}
-    >>> add_plain(found, objects, "eps", 1e-5), add_plain(found, objects, "shift", [1, 2])
-    (None, None)
-    >>> found
-    ['eps', 1e-05, 'shift', '[1, 2]']
+    `seen`: by id, what stands for objects that were met before.
+
+    >>> exact([1, {"eps": 1e-5}], {}) == exact([1, {"eps": 1e-6}], {})
+    False
+    >>> exact(lambda x: x, {}) == exact(lambda x: x + 1, {})
+    False
     """
-    kind = type(value)
-    if kind in _PLAIN:
-        found += [name, value]
-    elif kind in (tuple, list, dict, set):
-        parts = value.values() if kind is dict else value
-        plain = len(value) < 100 and all(type(part) in _PLAIN for part in parts)
-        found += [name, repr(value) if plain else len(value)]
-    elif kind is not Tensor and hasattr(value, "__dict__"):
-        objects[id(value)] = value
-        found += [name, kind]
+    if isinstance(value, _PLAIN):
+        return value if value == value else str(value)
+    if id(value) in seen:
+        return seen[id(value)]
+    seen[id(value)], kind = len(seen), type(value)
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype
+    if isinstance(value, numpy.generic):
+        return kind, value.item()
+    parts: Any = None
+    if isinstance(value, (tuple, list, set, frozenset)):
+        parts = sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value
+    elif isinstance(value, dict):
+        parts = itertools.chain(*value.items())
+    elif isinstance(value, types.MethodType):
+        parts = value.__func__, value.__self__
+    elif isinstance(value, functools.partial):
+        parts = value.func, value.args, value.keywords
+    elif isinstance(value, types.FunctionType):
+        if not (value.__closure__ or value.__defaults__ or value.__kwdefaults__):
+            return value
+        cells = [cell.cell_contents for cell in value.__closure__ or ()]
+        parts = value.__module__, value.__defaults__, value.__kwdefaults__, *cells
+        return value.__code__, *[exact(part, seen) for part in parts]
+    elif hasattr(value, "__dict__") and not isinstance(value, nn.Module):
+        parts = itertools.chain(*vars(value).items())
+    if parts is not None:
+        return kind, *[exact(part, seen) for part in parts]
+    try:
+        return weakref.ref(value)
+    except TypeError:
+        return _Itself(value)
+
+
+class _Itself:
+    """Equal for the same object only."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Itself) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
 
 
 #: How many random numbers are drawn for a tensor: a prime, larger than most widths.
@@ -66,9 +106,9 @@ class Call:
 
     def __init__(self, given: Mapping[str, Any], vary: Sequence[str]) -> None:
         self.given, found = given, leaves(given)
-        names: list[str] = []
-        for name, value in given.items():
-            names += [name] * len(leaves(value))
+        names = [name for name, value in given.items() for _ in leaves(value)]
+        #: Of the arguments, by their leaves.
+        self.names = names
         tensors = [
             i for i, t in enumerate(found) if isinstance(t, Tensor) and t.is_floating_point()
         ]
@@ -83,7 +123,10 @@ class Call:
         #: The names of the first dimensions of the stream's input.
         self.axes = ("S",) if x.dim() == 2 else ("S", "B") if vary[0] == "S" else ("B", "S")
         sizes = dict(zip(self.axes, x.shape, strict=False))
-        self.tokens = x.shape[:-1].numel() // sizes.get("B", 1)
+        self.batch = sizes.get("B", 1)
+        self.tokens = x.shape[:-1].numel() // max(self.batch, 1)
+        if self.tokens == 1 and vary[0] == "B":
+            raise Unreadable("a sequence of one token does not show how tokens are mixed")
         if memory:
             sizes["M"] = found[memory[0]].shape[self.axes.index("S")]
         if x.dim() == 4:
@@ -133,14 +176,8 @@ class Call:
             if isinstance(leaf, Tensor):
                 kind = "float" if leaf.is_floating_point() else leaf.dtype
                 found.append((dims, kind, leaf.device.type))
-            elif type(leaf) is int and free:
-                found.append(int)
-            elif leaf is None or isinstance(leaf, (bool, int, float, str, torch.dtype)):
-                found.append(leaf)
             else:
-                found.append(type(leaf))
-                for name, value in getattr(leaf, "__dict__", {}).items():
-                    add_plain(found, {}, name, value)
+                found.append(int if type(leaf) is int and free else exact(leaf, {}))
         shape = map_tree(self.given, lambda leaf: None)
         return (*found, repr(shape), tuple(self.sizes), self.axes)
 
@@ -153,13 +190,14 @@ class Call:
         whole: bool = True,
         shift: int = 0,
         params: torch.dtype | None = None,
-        noisy: bool = False,
+        tables: bool = True,
     ) -> Sample:
         """A call of other sizes, with random activations and parameters, in `dtype`.
 
-        `whole`: packed tokens are one sequence, else two. `shift`: added to whole numbers.
-        `params`: the dtype of parameters, if it is another. `noisy`: masks that are added to
-        scores have random values where they exclude nothing.
+        Masks have random values, so that no mask seems to do nothing. `whole`: packed tokens are
+        one sequence, else two. `shift`: added to whole numbers. `params`: the dtype of parameters,
+        if it is another. `tables`: other arguments keep their values; else equal ones become
+        others, which are equal.
         """
         generator = torch.Generator().manual_seed(seed)
 
@@ -172,10 +210,10 @@ class Call:
 
         sizes = {name: sizes[name] for name in self.sizes}
         bounds = None if self.bounds is None else leaves(self.given)[self.bounds]
-        places = iter(zip(self.dims, self.active, strict=True))
+        places = iter(zip(self.dims, self.active, self.names, strict=True))
 
         def given(leaf: Any) -> Any:
-            dims, is_active = next(places)
+            dims, is_active, name = next(places)
             if not isinstance(leaf, Tensor) or dims is None:
                 return leaf + shift if type(leaf) is int else leaf
             if bounds is not None and leaf is bounds:
@@ -190,14 +228,16 @@ class Call:
                 if n != made.shape[i]:
                     order = torch.arange(n, device=made.device) % max(made.shape[i], 1)
                     made = made.index_select(i, order)
+            is_mask = any(word in name for word in ("mask", "bias", "alibi"))
+            if made.dtype == torch.bool or (is_mask and not made.is_floating_point()):
+                return _choices(made, generator)
             if not made.is_floating_point():
                 return made.clone()
             made = _cast(made, dtype)
-            is_mask = sum(n in ("S", "M") for n in dims) == 2
-            if not (is_mask and noisy):
-                return made
-            noise = torch.randn(made.shape, generator=generator, dtype=dtype).to(made.device)
-            return torch.where(made < -1.0, made, made + 0.3 * noise)
+            if is_mask or sum(n in ("S", "M") for n in dims) == 2:
+                noise = torch.randn(made.shape, generator=generator, dtype=dtype).to(made.device)
+                return torch.where(made < -1.0, made, made + 0.3 * noise)
+            return made if tables else made + 0.25 * torch.sin(3.0 * made + 1.0)
 
         named: dict[str, Tensor] = {}
         for name, p in layer.named_parameters():
@@ -216,6 +256,14 @@ class Call:
         return Sample(
             sizes, dtype, named, map_tree(dict(self.given), given), self.active, self.bounds
         )
+
+
+def _choices(t: Tensor, generator: torch.Generator) -> Tensor:
+    """Random zeros and ones; of each row the first is one and the second zero."""
+    made = torch.rand(t.shape, generator=generator) < 0.7
+    if t.dim():
+        made[..., :1], made[..., 1:2] = True, False
+    return made.to(t)
 
 
 def _cast(t: Tensor, dtype: torch.dtype) -> Tensor:
@@ -238,7 +286,8 @@ def leaf_of(module: nn.Module) -> NormSpec | str | None:
     if any(p.dim() != 1 for p in params.values()) or any(True for _ in module.buffers()):
         return None
     if not params and not hasattr(module, "normalized_shape"):
-        x = torch.linspace(-9.0, 9.0, 1001, dtype=torch.float64)
+        small, large = torch.linspace(-9.0, 9.0, 1001), torch.logspace(1.0, 5.0, 9)
+        x = torch.cat([small, large, -large]).double()
         y = _tried(module, {}, x.clone())
         if y is None:
             return None
@@ -277,27 +326,17 @@ def _norm_kind(module: nn.Module, params: Mapping[str, Tensor]) -> NormSpec | No
                 spec = NormSpec(kind=kind, eps=eps, offset=offset)
                 pairs = ((x, y), (1e-3 * x, small))
                 if all(
-                    torch.allclose(_plain_norm(spec, a, weight, bias), b, 1e-5, 1e-7)
-                    for a, b in pairs
+                    torch.allclose(norm_of(spec)(a, weight, bias), b, 1e-5, 1e-7) for a, b in pairs
                 ):
                     return spec
     return None
-
-
-def _plain_norm(spec: NormSpec, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    if spec.kind == "layer_norm":
-        y = F.layer_norm(x, x.shape[-1:], None, None, spec.eps)
-    else:
-        y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + spec.eps)
-    y = y if weight is None else y * (weight + spec.offset)
-    return y if bias is None else y + bias
 
 
 def _slope(module: nn.Module, x: Tensor) -> Tensor | None:
     """The derivative of a module at x, which may be one with a backward of its own."""
     x = x.clone().requires_grad_()
     with torch.enable_grad():
-        y = module(x)
+        y = module(x.clone())  # which it may change
     return torch.autograd.grad(y.sum(), x)[0] if y.requires_grad else None
 
 
