@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from enum import Enum
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from altered_layers import LONGEST, MLP, WIDTH, heads
@@ -104,77 +104,45 @@ class Hardtanh(Layer):
         self.act = nn.Hardtanh(0, 20)
 
 
-# One attribute in which two layers differ; `factor` reads it.
+# What two layers of a class may differ in.
 
 
 class Scaled(Layer):
+    """The MLP times what `read` finds in an attribute."""
+
+    def __init__(self, value: Any, read: Callable[[Any], float]):
+        super().__init__()
+        self.value, self.read = value, read
+
     def branch(self, x: Tensor) -> Tensor:
-        return self.factor() * self.mlp(x)
-
-
-class NumpyNumber(Scaled):
-    def set_up(self, index: int) -> None:
-        self.scale = np.float64(1.0 + index)
-
-    def factor(self) -> float:
-        return float(self.scale)
+        return self.read(self.value) * self.mlp(x)
 
 
 class Options(NamedTuple):
     scale: float
 
 
-class NamedTupleConfig(Scaled):
+class Half(Enum):
+    NO = 0
+    YES = 1
+
+
+class NamedLast(Layer):
+    """A name that layers of this library have."""
+
     def set_up(self, index: int) -> None:
-        self.config = Options(1.0 + index)
+        self.last = 1.0 + index
 
-    def factor(self) -> float:
-        return self.config.scale
-
-
-class ListOfTuples(Scaled):
-    def set_up(self, index: int) -> None:
-        self.scales = [(1.0 + index, 2.0)]
-
-    def factor(self) -> float:
-        return self.scales[0][0]
+    def branch(self, x: Tensor) -> Tensor:
+        return self.last * self.mlp(x)
 
 
-class NestedConfig(Scaled):
-    def set_up(self, index: int) -> None:
-        self.config = SimpleNamespace(text=SimpleNamespace(scale=1.0 + index))
-
-    def factor(self) -> float:
-        return self.config.text.scale
-
-
-class Size(Scaled):
-    def set_up(self, index: int) -> None:
-        self.size = torch.Size([1 + 4 * index, 2])
-
-    def factor(self) -> float:
-        return self.size[0]
-
-
-class Mode(Enum):
-    WHOLE = 0
-    HALF = 1
-
-
-class EnumAttribute(Scaled):
-    def set_up(self, index: int) -> None:
-        self.mode = Mode(index)
-
-    def factor(self) -> float:
-        return 1.0 if self.mode is Mode.WHOLE else 0.5
-
-
-class Flag(Scaled):
+class Flag(Layer):
     def set_up(self, index: int) -> None:
         self.doubled = bool(index)
 
-    def factor(self) -> float:
-        return 2.0 if self.doubled else 1.0
+    def branch(self, x: Tensor) -> Tensor:
+        return 2 * self.mlp(x) if self.doubled else self.mlp(x)
 
 
 class Partial(Layer):
@@ -245,11 +213,11 @@ class Written(Layer):
     """A tensor that is no buffer, written in place."""
 
     def set_up(self, index: int) -> None:
-        self.last = torch.zeros(LONGEST, WIDTH, dtype=torch.float64)
+        self.seen = torch.zeros(LONGEST, WIDTH, dtype=torch.float64)
 
     def branch(self, x: Tensor) -> Tensor:
-        y = self.mlp(x + self.last[: x.shape[1]].clone())
-        self.last[: x.shape[1]] = x.detach().mean(0)
+        y = self.mlp(x + self.seen[: x.shape[1]].clone())
+        self.seen[: x.shape[1]] = x.detach().mean(0)
         return y
 
 
@@ -373,7 +341,7 @@ class MadeMask(Layer):
 
     def set_up(self, index: int) -> None:
         self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
-        self.register_buffer("places", torch.randn(LONGEST, 8))
+        self.register_buffer("places", 0.3 * torch.randn(LONGEST, 8))
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (heads(t) for t in self.qkv(self.norm(x)).chunk(3, -1))
