@@ -187,7 +187,7 @@ LEFT = {
     "BranchOnSum": "(bool)",
     "ItemScale": "(item)",
     "WithoutGradient": "differs",
-    "OwnFunction": "",
+    "OwnFunction": "it runs an autograd.Function, whose backward is its own",
     "TwoResults": "results",
 }
 

@@ -34,6 +34,8 @@ LEFT = {
     "gemma3n": ("Gemma3nTextDecoderLayer", "it cannot run on"),
     "qwen3_vl": ("Qwen3VLVisionPatchMerger", "it cannot run on"),  # it is no layer
 }
+#: Without a block in any layer.
+NO_BLOCK = {"gemma3n"}
 #: Layers that ATen does not run in float64, by the issue's tolerance for their reason: grouped
 #: products of experts, and norms that convert their input to float32 beside float64 weights.
 FLOAT32 = {
@@ -105,7 +107,7 @@ def test_a_converted_model_gives_the_same_and_keeps_what_is_predicted(name, poli
     assert {n for n, _ in left} == ({LEFT[name][0]} if name in LEFT else set())
     assert all(LEFT[name][1] in reason for _, reason in left)
 
-    assert runs or name == "gemma3n"
+    assert bool(runs) == (name not in NO_BLOCK)
     for run in runs:
         block, execution = run.call, run.execution
         itemsize = run.tensors[0].element_size()
@@ -120,13 +122,6 @@ def test_a_converted_model_gives_the_same_and_keeps_what_is_predicted(name, poli
             assert all(name.endswith((".mean", ".rstd")) for name in kept), "statistics alone"
 
 
-def test_most_architectures_convert_and_nearly_all_with_one_piece_or_none():
-    """Of all rows: the issue asks for 50 of 57, and 45 without a piece or with one."""
-    whole = [name for name in models.MODELS if name not in PIECES and name != "gemma3n"]
-    one = [name for name, pieces in PIECES.items() if len(pieces) == 1]
-    assert len(models.MODELS) - 1 >= 65 and len(whole) + len(one) >= 60
-
-
 def test_a_replay_keeps_nothing(runs):
     """The mixer of qwen3_next's delta net is 55 units of (B, S, D) in the stock layer."""
     model, batch = built("qwen3_next")
@@ -134,6 +129,7 @@ def test_a_replay_keeps_nothing(runs):
     step(model, batch)
     runs.clear()
     step(model, batch)
+    assert len(runs) == 2
     for run in runs:
         assert any(isinstance(node, Replay) for node in run.call.graph.nodes)
         x = run.tensors[0]
@@ -148,6 +144,7 @@ def test_where_a_piece_chooses_experts_no_step_is_fused(name, runs, monkeypatch)
     prepare._prepare.cache_clear()
     model, batch = built(name)
     step(convert(model), batch)
+    assert len(runs) == 2
     chooses = [any(node.chooses for node in run.call.graph.nodes) for run in runs]
     assert all(bool(run.execution.fusions) != c for run, c in zip(runs, chooses, strict=True))
     assert any(chooses) == (name != "bert")

@@ -1,0 +1,519 @@
+"""Small layers whose first call does not show what a later call computes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from enum import Enum
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from altered_layers import LONGEST, MLP, WIDTH, heads
+from torch import Tensor, nn
+
+
+class Layer(nn.Module):
+    """x + an MLP of its norm; subclasses have another `branch`."""
+
+    def __init__(self, index: int = 0):
+        super().__init__()
+        self.norm, self.mlp, self.act = nn.LayerNorm(WIDTH), MLP(), F.gelu
+        self.set_up(index)
+
+    def set_up(self, index: int) -> None:
+        """For the attributes of subclasses."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.branch(self.norm(x))
+
+    def branch(self, x: Tensor) -> Tensor:
+        return self.mlp.down(self.act(self.mlp.up(x)))
+
+
+# Masks that do nothing in the first batch.
+
+
+class Multiplied(Layer):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return x + self.mlp(self.norm(x)) * mask[..., None].to(x.dtype)
+
+
+class Kept(Layer):
+    """The argument has no name of a mask's."""
+
+    def forward(self, x: Tensor, keep: Tensor) -> Tensor:
+        return x + self.mlp(self.norm(x)) * keep[..., None]
+
+
+class Filled(Layer):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return x + self.mlp(self.norm(x).masked_fill(~mask[..., None], 0.0))
+
+
+class Scores(Layer):
+    """Attention as Hugging Face's eager BERT computes it."""
+
+    causal = False
+
+    def set_up(self, index: int) -> None:
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.register_buffer("later", torch.full((LONGEST, LONGEST), -1e9).triu(1))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        q, k, v = (heads(t) for t in self.qkv(self.norm(x)).chunk(3, -1))
+        scores, n = q @ k.transpose(-1, -2) * 0.5, x.shape[1]
+        if self.causal:
+            scores = scores + self.later[:n, :n]
+        y = self.masked(scores, mask).softmax(-1) @ v
+        return x + self.mlp(y.transpose(1, 2).reshape(x.shape))
+
+    def masked(self, scores: Tensor, mask: Tensor) -> Tensor:
+        return scores + mask
+
+
+class FilledScores(Scores):
+    def masked(self, scores: Tensor, mask: Tensor) -> Tensor:
+        return scores.masked_fill(mask[:, None, None, :] == 0, -1e9)
+
+
+class CausalScores(Scores):
+    causal = True
+
+
+class CausalFilledScores(FilledScores):
+    causal = True
+
+
+# Clamps that are reached later.
+
+
+class Clamped(Layer):
+    def branch(self, x: Tensor) -> Tensor:
+        return self.mlp.down(self.mlp.up(x).clamp(-8, 8))
+
+
+class ClampedHalf(Layer):
+    def branch(self, x: Tensor) -> Tensor:
+        return self.mlp.down((self.mlp.up(x) * 0.5).clamp(-8, 8))
+
+
+class Hardtanh(Layer):
+    def set_up(self, index: int) -> None:
+        self.act = nn.Hardtanh(0, 20)
+
+
+# What two layers of a class may differ in.
+
+
+class Scaled(Layer):
+    """The MLP times what `read` finds in an attribute."""
+
+    def __init__(self, value: Any, read: Callable[[Any], float]):
+        super().__init__()
+        self.value, self.read = value, read
+
+    def branch(self, x: Tensor) -> Tensor:
+        return self.read(self.value) * self.mlp(x)
+
+
+class Options(NamedTuple):
+    scale: float
+
+
+class Half(Enum):
+    NO = 0
+    YES = 1
+
+
+class NamedLast(Layer):
+    """A name that layers of this library have."""
+
+    def set_up(self, index: int) -> None:
+        self.last = 1.0 + index
+
+    def branch(self, x: Tensor) -> Tensor:
+        return self.last * self.mlp(x)
+
+
+class Flag(Layer):
+    def set_up(self, index: int) -> None:
+        self.doubled = bool(index)
+
+    def branch(self, x: Tensor) -> Tensor:
+        return 2 * self.mlp(x) if self.doubled else self.mlp(x)
+
+
+class Partial(Layer):
+    def set_up(self, index: int) -> None:
+        self.act = functools.partial(F.leaky_relu, negative_slope=0.1 + 0.8 * index)
+
+
+class BoundMethod(Layer):
+    def set_up(self, index: int) -> None:
+        self.act = self.second if index else self.first
+
+    def first(self, x: Tensor) -> Tensor:
+        return F.relu(x)
+
+    def second(self, x: Tensor) -> Tensor:
+        return F.silu(x)
+
+
+class Closure(Layer):
+    def set_up(self, index: int) -> None:
+        scale = 1.0 + index
+        self.act = lambda x: scale * F.relu(x)
+
+
+class Gate(Layer):
+    """A coefficient that is one at first."""
+
+    def set_up(self, index: int) -> None:
+        self.register_buffer("gate", torch.ones(WIDTH))
+
+    def branch(self, x: Tensor) -> Tensor:
+        return self.gate * self.mlp(x)
+
+
+class Function(Layer):
+    def forward(self, x: Tensor, function) -> Tensor:
+        return x + self.mlp.down(function(self.mlp.up(self.norm(x))))
+
+
+class Divisor(Layer):
+    def forward(self, x: Tensor, divisor) -> Tensor:
+        return x + self.mlp(self.norm(x)) * (1.0 / int(divisor))
+
+
+class Factor(Layer):
+    def forward(self, x: Tensor, factor: float) -> Tensor:
+        return x + self.mlp(self.norm(x)) * factor
+
+
+# What a layer leaves behind.
+
+
+class Cached(Layer):
+    """A table of each length, of the parameters of its first call."""
+
+    def set_up(self, index: int) -> None:
+        self.cache, self.table = {}, nn.Linear(WIDTH, WIDTH)
+
+    def branch(self, x: Tensor) -> Tensor:
+        n = x.shape[1]
+        if n not in self.cache:
+            with torch.no_grad():
+                self.cache[n] = self.table(torch.linspace(-1, 1, n * WIDTH).view(n, -1).to(x))
+        return self.mlp(x + self.cache[n])
+
+
+class Written(Layer):
+    """A tensor that is no buffer, written in place."""
+
+    def set_up(self, index: int) -> None:
+        self.seen = torch.zeros(LONGEST, WIDTH, dtype=torch.float64)
+
+    def branch(self, x: Tensor) -> Tensor:
+        y = self.mlp(x + self.seen[: x.shape[1]].clone())
+        self.seen[: x.shape[1]] = x.detach().mean(0)
+        return y
+
+
+class AuxiliaryInDict(Layer):
+    def set_up(self, index: int) -> None:
+        self.aux = {}
+
+    def branch(self, x: Tensor) -> Tensor:
+        y = self.mlp(x)
+        self.aux["loss"] = y.square().mean()
+        return y
+
+
+class AuxiliaryInObject(Layer):
+    def set_up(self, index: int) -> None:
+        self.aux = SimpleNamespace()
+
+    def branch(self, x: Tensor) -> Tensor:
+        y = self.mlp(x)
+        self.aux.loss = y.square().mean()
+        return y
+
+
+class AuxiliaryInArgument(Layer):
+    """A list or a dict of the caller's, if any."""
+
+    def forward(self, x: Tensor, aux: list | dict | None = None) -> Tensor:
+        y = self.mlp(self.norm(x))
+        if isinstance(aux, list):
+            aux.append(y.square().mean())
+        elif aux is not None:
+            aux["loss"] = y.square().mean()
+        return x + y
+
+
+# Dropout.
+
+
+class DroppedScores(Scores):
+    """The mask is made of activations."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (heads(t) for t in self.qkv(self.norm(x)).chunk(3, -1))
+        mask = (q[..., :1] @ k[..., :1].transpose(-1, -2)).tanh()
+        p = 0.3 if self.training else 0.0
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=p)
+        return x + self.mlp(y.transpose(1, 2).reshape(x.shape))
+
+
+class DroppedRows(Layer):
+    def set_up(self, index: int) -> None:
+        self.drop = nn.Dropout1d(0.5)
+
+    def branch(self, x: Tensor) -> Tensor:
+        return self.drop(self.mlp(x))
+
+
+class DroppedPlanes(Layer):
+    """Each token's row is a plane."""
+
+    def set_up(self, index: int) -> None:
+        self.drop = nn.Dropout2d(0.5)
+
+    def branch(self, x: Tensor) -> Tensor:
+        return self.drop(self.mlp(x).unflatten(-1, (4, -1))).flatten(-2)
+
+
+class Meeting(nn.Module):
+    """Runs a function when a layer comes here; does nothing to what it is given."""
+
+    run = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if Meeting.run is not None:
+            Meeting.run()
+        return x
+
+
+class Met(Layer):
+    def set_up(self, index: int) -> None:
+        self.meeting, self.drop = Meeting(), nn.Dropout(0.5)
+
+    def branch(self, x: Tensor) -> Tensor:
+        return self.drop(self.mlp(self.meeting(x)))
+
+
+# Branches.
+
+
+class FirstTokens(Layer):
+    def branch(self, x: Tensor) -> Tensor:
+        y = self.mlp(x)
+        return y + 3 * y[:, : min(18, x.shape[1])].mean(1, keepdim=True)
+
+
+class LongBranch(Layer):
+    def branch(self, x: Tensor) -> Tensor:
+        y = self.mlp(x)
+        return y if x.shape[1] <= 300 else y - 3 * y.flip(1)
+
+
+class BatchBranch(Layer):
+    def branch(self, x: Tensor) -> Tensor:
+        return -2 * self.mlp(x) if x.shape[0] > 4 else self.mlp(x)
+
+
+class SignBranch(Layer):
+    def set_up(self, index: int) -> None:
+        self.alpha = nn.Parameter(torch.tensor([-1.0]))
+
+    def branch(self, x: Tensor) -> Tensor:
+        y = self.mlp(x) * self.alpha
+        return y if self.alpha > 0 else -20 * y
+
+
+# Autocast.
+
+
+class MadeMask(Layer):
+    """A mask that is a product."""
+
+    def set_up(self, index: int) -> None:
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.register_buffer("places", 0.3 * torch.randn(LONGEST, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (heads(t) for t in self.qkv(self.norm(x)).chunk(3, -1))
+        places = self.places[: x.shape[1]]
+        mask = (places @ places.t()).to(q.dtype)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return x + self.mlp(y.transpose(1, 2).reshape(x.shape))
+
+
+class Float32(Layer):
+    """The MLP, and its norm, in float32 whatever autocast says."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return x + self.mlp(self.norm(x.float()))
+
+
+class GuardedFloat32(Layer):
+    """As the `maybe_autocast` of transformers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.is_autocast_enabled("cpu"):
+            with torch.autocast("cpu", enabled=False):
+                return x + self.mlp(self.norm(x.float()))
+        return x + self.mlp(self.norm(x))
+
+
+class Inside(Layer):
+    """The layer is a submodule of another."""
+
+    part = Float32
+
+    def set_up(self, index: int) -> None:
+        self.inner = self.part()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+class GuardedInside(Inside):
+    part = GuardedFloat32
+
+
+# Submodules that are replayed as a whole.
+
+
+class Router(nn.Module):
+    """Two experts, each of the tokens that are sent to it."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.temperature = nn.Linear(WIDTH, 2), 1.0
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        p = (self.gate(x) * self.temperature).softmax(-1)
+        y = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            sent = (p.argmax(-1) == i).nonzero(as_tuple=True)
+            y[sent] = expert(x[sent]) * p[sent][:, i : i + 1]
+        return y
+
+
+class Routed(Layer):
+    def set_up(self, index: int) -> None:
+        self.router = Router()
+
+    def branch(self, x: Tensor) -> Tensor:
+        return self.mlp(x) + self.router(x)
+
+
+class Either(Router):
+    """A flag chooses the expert of all tokens."""
+
+    first = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.zeros_like(x)
+        sent = (self.gate(x).argmax(-1) == 0).nonzero(as_tuple=True)
+        y[sent] = self.experts[0 if self.first else 1](x[sent])
+        return y
+
+
+class RoutedEither(Routed):
+    def set_up(self, index: int) -> None:
+        self.router = Either()
+
+
+class Cumulated(Layer):
+    def branch(self, x: Tensor) -> Tensor:
+        return self.mlp(x).cumsum(1)
+
+
+# Errors of a layer's own, and arguments.
+
+
+class MultipleOf4(Layer):
+    above = 0
+
+    def branch(self, x: Tensor) -> Tensor:
+        assert x.shape[1] <= self.above or x.shape[1] % 4 == 0, "not a multiple of 4"
+        return self.mlp(x)
+
+
+class LongMultipleOf4(MultipleOf4):
+    above = 12
+
+
+class Division(Layer):
+    def branch(self, x: Tensor) -> Tensor:
+        return self.mlp(x) * (1 / (x.shape[1] // 16))
+
+
+class TableOf16(Layer):
+    def set_up(self, index: int) -> None:
+        self.table = nn.Parameter(torch.randn(16, WIDTH))
+
+    def branch(self, x: Tensor) -> Tensor:
+        return self.mlp(x + self.table[: x.shape[1]])
+
+
+class PositionalOnly(Layer):
+    def forward(self, x: Tensor, /, mask: Tensor | None = None) -> Tensor:
+        return super().forward(x)
+
+
+class AnyArguments(Layer):
+    def forward(self, *args: Tensor) -> Tensor:
+        return super().forward(args[0])
+
+
+class InplaceReLU(Layer):
+    def set_up(self, index: int) -> None:
+        self.act = nn.ReLU(inplace=True)
+
+
+# What may be read again at each call, or kept.
+
+
+class Counting(Layer):
+    def set_up(self, index: int) -> None:
+        self.calls = 0
+
+    def branch(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.mlp(x)
+
+
+class ItemOfParameter(Layer):
+    def set_up(self, index: int) -> None:
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def branch(self, x: Tensor) -> Tensor:
+        return self.mlp(x) * (self.scale if self.scale.item() != 0 else 0.0)
+
+
+class ItemOfBuffer(Layer):
+    def set_up(self, index: int) -> None:
+        self.register_buffer("scale", torch.ones(()))
+
+    def branch(self, x: Tensor) -> Tensor:
+        return self.mlp(x) * self.scale.item()
+
+
+class HeldByLambda(Layer):
+    def set_up(self, index: int) -> None:
+        self.act = lambda x: F.gelu(x) * len(self.mlp._modules)
+
+
+class HeldByForward(Layer):
+    """As accelerate replaces the forward of a submodule."""
+
+    def set_up(self, index: int) -> None:
+        forward = self.mlp.up.forward
+        self.mlp.up.forward = lambda x: forward(x)

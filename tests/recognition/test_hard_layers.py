@@ -1,0 +1,486 @@
+"""Layers that compute in a later call what they did not in the first, or that cannot be read.
+
+Whether they are converted or left: each call gives what the stock layer gives, and all its
+gradients; one that is left is told once.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+import warnings
+import weakref
+from types import SimpleNamespace
+
+import hard_layers as hard
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from altered_layers import WIDTH
+from test_recorder import Model, normal, pair, step
+from test_sweep import built
+from test_sweep import step as step_of_model
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fused_remat import FusedRematWarning, conversion, convert
+from fused_remat.recognition import call as call_module
+from fused_remat.recognition import layer as layer_module
+from fused_remat.recognition.layer import KNOWN
+
+B, S = 2, 20
+FLOAT64, FLOAT32, AUTOCAST = 1e-5, 1e-4, 3e-2  # tolerances; the last of bfloat16
+
+
+@pytest.fixture(autouse=True)
+def _nothing_known():
+    """Every test reads its layers itself."""
+    KNOWN.clear()
+
+
+def compare(stock: nn.Module, model: nn.Module, *calls, step=step, tolerance=FLOAT64) -> None:
+    """Each call, a tuple of arguments, gives the same in both; a function changes the layers."""
+    layer_module._told.clear()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", FusedRematWarning)
+        for i, call in enumerate(calls):
+            if callable(call):
+                for layer in (*stock.layers, *model.layers):
+                    with torch.no_grad():
+                        call(layer)
+            else:
+                expected, found = step(stock, *call), step(model, *call)
+                assert_same(found, expected, tolerance, f"call {i}: ")
+    left = [kind for kind in conversion(model) if kind.state == "left"]
+    told = [str(w.message) for w in told if issubclass(w.category, FusedRematWarning)]
+    assert len(told) <= 1 and (told or not left), told
+
+
+def assert_same(found: dict, expected: dict, tolerance: float, call: str = "") -> None:
+    """What is tiny is compared to the largest; a gradient that is None is None in both."""
+    largest = max(float(t.norm()) for n, t in expected.items() if t is not None)
+    for name, theirs in expected.items():
+        mine = found[name]
+        assert (mine is None) == (theirs is None), f"{call}{name} is {mine} for {theirs}"
+        if theirs is not None:
+            distance, norm = float((mine - theirs).norm()), float(theirs.norm())
+            wrong = f"{call}{name}, of norm {norm:.1e}, differs by {distance:.1e}"
+            assert distance <= tolerance * (norm + 0.01 * largest), wrong
+
+
+def x_of(b: int = B, s: int = S, seed: int = 1) -> tuple[Tensor]:
+    return (normal(b, s, WIDTH, seed=seed),)
+
+
+def as_float32(x: Tensor) -> Tensor:
+    return x.float() if isinstance(x, Tensor) and x.is_floating_point() else x
+
+
+def float32_step(model: nn.Module, *args) -> dict[str, Tensor | None]:
+    return step(model, *map(as_float32, args))
+
+
+class UnderAutocast(nn.Module):
+    def __init__(self, model: nn.Module, is_enabled: bool):
+        super().__init__()
+        self.model, self.is_enabled = model, is_enabled
+
+    def forward(self, *args) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.is_enabled):
+            return self.model(*args)
+
+
+def autocast_step(model: nn.Module, *args, is_enabled: bool = True) -> dict[str, Tensor | None]:
+    return float32_step(UnderAutocast(model, is_enabled), *args)
+
+
+def whole_autocast_step(model: nn.Module, *args) -> dict[str, Tensor | None]:
+    """Backward too, whose products are then in bfloat16."""
+    with torch.autocast("cpu", torch.bfloat16):
+        return float32_step(model, *args)
+
+
+def single_pair(name: str) -> tuple[nn.Module, nn.Module]:
+    """Models in float32 that end with their last layer."""
+    stock, model = (each.float() for each in pair(getattr(hard, name)))
+    stock.head, model.head = nn.Identity(), nn.Identity()
+    return stock, model
+
+
+# Masks.
+
+
+def added(seen: Tensor) -> Tensor:
+    return (1.0 - seen[:, None, None, :].double()) * -1e9
+
+
+MASKS = [
+    ("Multiplied", Tensor.long), ("Multiplied", Tensor.bool), ("Multiplied", Tensor.double),
+    ("Kept", Tensor.double), ("Kept", Tensor.long), ("Filled", Tensor.bool), ("Scores", added),
+    ("FilledScores", Tensor.long), ("CausalScores", added), ("CausalFilledScores", Tensor.long),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("is_padded_first", [False, True])
+@pytest.mark.parametrize(("name", "mask"), MASKS)
+def test_padding_comes_later_or_first(name, mask, is_padded_first):
+    seen = [torch.ones(B, S), torch.ones(B, S)]
+    seen[1][:, 12:], seen[1][0, 5:] = 0, 0
+    calls = [(*x_of(seed=i), mask(seen[(i + is_padded_first) % 2])) for i in range(3)]
+    compare(*pair(getattr(hard, name)), *calls)
+
+
+# Clamps.
+
+
+@pytest.mark.parametrize("name", ["Clamped", "ClampedHalf", "Hardtanh"])
+def test_weights_grow_until_a_clamp_is_reached(name):
+    stock, model = pair(getattr(hard, name))
+    compare(stock, model, x_of(), lambda layer: layer.mlp.up.weight.mul_(60), x_of())
+
+
+def test_olmo_clips_its_projections():
+    stock, batch = built("olmo")
+    stock.config.clip_qkv = 8.0
+    stock.layers, model = stock.model.layers, convert(copy.deepcopy(stock))
+    model.layers = model.model.layers
+
+    def enlarge(layer: nn.Module) -> None:
+        attn = layer.self_attn
+        for linear in (attn.q_proj, attn.k_proj, attn.v_proj):
+            linear.weight.mul_(30)
+
+    def step(model: nn.Module) -> dict[str, Tensor]:
+        loss, grads = step_of_model(model, batch)
+        return {"the loss": loss, **grads}
+
+    compare(stock, model, (), enlarge, (), step=step, tolerance=FLOAT32)
+
+
+# Attributes and arguments.
+
+#: An attribute by a layer's index, and the number in it.
+ATTRIBUTES = {
+    "numpy": (lambda i: np.float64(1 + i), float),
+    "named tuple": (lambda i: hard.Options(1 + i), lambda v: v.scale),
+    "tuples in a list": (lambda i: [(1 + i, 2)], lambda v: v[0][0]),
+    "config in a config": (
+        lambda i: SimpleNamespace(text=SimpleNamespace(scale=1 + i)),
+        lambda v: v.text.scale,
+    ),
+    "size": (lambda i: torch.Size([1 + 4 * i, 2]), lambda v: v[0]),
+    "enum": (hard.Half, lambda v: 0.5 if v is hard.Half.YES else 1.0),
+}
+
+
+@pytest.mark.parametrize("name", ATTRIBUTES)
+def test_two_layers_differ_in_an_attribute(name):
+    make, read = ATTRIBUTES[name]
+    compare(*pair(lambda i: hard.Scaled(make(i), read)), x_of(), x_of(3, 8))
+
+
+@pytest.mark.parametrize("name", ["NamedLast", "Flag", "Partial", "BoundMethod", "Closure"])
+def test_two_layers_of_a_class_differ(name):
+    compare(*pair(getattr(hard, name)), x_of(), x_of(3, 8))
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("Function", (F.relu, F.silu)),
+        ("Divisor", (np.int64(2), np.int64(5))),
+        ("Factor", (np.float64(0.5), np.float64(3.0))),
+    ],
+)
+def test_an_argument_is_another(name, values):
+    compare(*pair(getattr(hard, name)), *[(*x_of(), value) for value in values])
+
+
+def test_a_flag_changes_between_steps():
+    def change(layer: nn.Module) -> None:
+        layer.doubled = not layer.doubled
+
+    compare(*pair(hard.Flag), x_of(), change, x_of(), change, x_of())
+
+
+def test_a_coefficient_changes_in_place_between_steps():
+    def change(layer: nn.Module) -> None:
+        layer.gate.mul_(torch.linspace(0.5, 2.0, WIDTH))
+
+    compare(*pair(hard.Gate), x_of(), change, x_of(), change, x_of())
+
+
+# What a layer leaves behind.
+
+
+@pytest.mark.parametrize("name", ["Cached", "Written"])
+def test_a_layer_holds_what_the_stock_layer_holds(name):
+    stock, model = pair(getattr(hard, name))
+    compare(stock, model, *[x_of(s=s) for s in (20, 13, 7, 10, 13, 20)])
+    for mine, theirs in zip(model.layers, stock.layers, strict=True):
+        if name == "Cached":
+            torch.testing.assert_close(mine.cache, theirs.cache)
+        else:
+            torch.testing.assert_close(mine.seen, theirs.seen)
+
+
+@pytest.mark.parametrize(
+    ("name", "aux"),
+    [
+        ("AuxiliaryInDict", ()), ("AuxiliaryInObject", ()), ("AuxiliaryInArgument", ()),
+        ("AuxiliaryInArgument", ({},)), ("AuxiliaryInArgument", ({"loss": None},)),
+        ("AuxiliaryInArgument", ({"loss": 0.0},)), ("AuxiliaryInArgument", ([],)),
+    ],
+)  # fmt: skip
+def test_a_loss_that_a_layer_leaves_behind(name, aux):
+    def step_with_losses(model: nn.Module, x: Tensor) -> dict[str, Tensor | None]:
+        given, x = copy.deepcopy(aux), x.clone().requires_grad_()
+        model.zero_grad()
+        y = model(x, *given)
+        held = [layer.aux for layer in model.layers if hasattr(layer, "aux")]
+        held = [vars(h) if hasattr(h, "__dict__") else h for h in (*held, *given)]
+        losses = [t for h in held for t in (h.values() if isinstance(h, dict) else h)]
+        assert all(isinstance(t, Tensor) and t.grad_fn is not None for t in losses), losses
+        (y.square().mean() + sum(losses)).backward()
+        grads = {n: p.grad.clone() for n, p in model.named_parameters()}
+        left = {f"loss {i}": t.detach() for i, t in enumerate(losses)}
+        return {"y": y.detach(), "losses": torch.tensor(len(losses)).double(), **left, **grads}
+
+    compare(*pair(getattr(hard, name)), x_of(), x_of(seed=2), step=step_with_losses)
+
+
+# Dropout.
+
+
+def assert_gradient_is_that_of_the_drawn(model: nn.Module) -> None:
+    """The gradient in one direction, by differences under the same seed."""
+    (x,), (direction,), e = x_of(), x_of(seed=5), 1e-6
+
+    def of(x: Tensor) -> Tensor:
+        torch.manual_seed(5)
+        y = model(x.requires_grad_())
+        return (y * normal(*y.shape, seed=2)).sum()
+
+    of(x.clone())  # it is read
+    x.requires_grad_()
+    (grad,) = torch.autograd.grad(of(x), x)
+    x = x.detach()
+    numeric = (of(x + e * direction) - of(x - e * direction)).item() / (2 * e)
+    assert float((grad * direction).sum()) == pytest.approx(numeric, rel=1e-5, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["DroppedScores", "DroppedRows", "DroppedPlanes"])
+def test_backward_drops_what_forward_has_dropped(name):
+    assert_gradient_is_that_of_the_drawn(pair(getattr(hard, name))[1])
+
+
+@pytest.mark.parametrize("name", ["DroppedRows", "DroppedPlanes"])
+def test_rows_are_dropped_whole(name):
+    layer = pair(getattr(hard, name))[1].layers[0]
+    (x,) = x_of(8)
+    for _ in range(2):
+        y = (layer(x.clone().requires_grad_()) - x).detach()
+        scale = y / layer.mlp(layer.norm(x)).detach()
+        assert torch.allclose(scale, scale[..., :1].expand_as(scale), atol=1e-9)
+        assert {round(v, 6) for v in scale[..., 0].flatten().tolist()} == {0.0, 2.0}
+
+
+# Sizes and autocast.
+
+
+@pytest.mark.parametrize("is_autocast", [False, True])
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("FirstTokens", [(B, 64)]),
+        ("FirstTokens", [(B, 12), (B, 24)]),
+        ("LongBranch", [(1, 400)]),
+        ("LongBranch", [(1, 200), (1, 400), (1, 900)]),
+        ("BatchBranch", [(2, 6), (6, 6)]),
+        ("SignBranch", [(B, S)]),
+    ],
+)
+def test_branches_on_sizes_and_parameters(name, sizes, is_autocast):
+    stock, model = pair(getattr(hard, name))
+    calls = [x_of(*size) for size in sizes]
+    if name == "SignBranch":
+        calls += [lambda layer: layer.alpha.fill_(0.5), x_of()]
+    if is_autocast:
+        stock, model = stock.float(), model.float()
+        compare(stock, model, *calls, step=autocast_step, tolerance=AUTOCAST)
+    else:
+        compare(stock, model, *calls)
+
+
+@pytest.mark.parametrize("step", [autocast_step, whole_autocast_step])
+def test_a_mask_that_is_made_again_under_autocast(step, monkeypatch):
+    """Its 80 × 80 elements are more than what is kept."""
+    stock, _ = single_pair("MadeMask")
+    found = []
+    for policy, large in (("none", 1 << 30), ("none", call_module._LARGE), ("full", None)):
+        if large is not None:
+            monkeypatch.setattr(call_module, "_LARGE", large)
+        model = convert(copy.deepcopy(stock), policy=policy)
+        compare(stock, model, x_of(s=80), step=step, tolerance=AUTOCAST)
+        found.append(step(model, *x_of(s=80)))
+    for each in found[1:]:
+        assert_same(each, found[0], 1e-5)
+
+
+@pytest.mark.parametrize("name", ["Float32", "GuardedFloat32", "Inside", "GuardedInside"])
+def test_autocast_is_off_inside(name):
+    """One rounding to bfloat16 is 100 times the tolerance; there is none in the stock layers."""
+    stock, model = single_pair(name)
+    expected = autocast_step(stock, *x_of(), is_enabled=False)
+    assert_same(autocast_step(stock, *x_of()), expected, 3e-5)
+    compare(stock, model, x_of(), x_of(seed=2), step=autocast_step, tolerance=3e-5)
+    compare(*single_pair(name), x_of(), step=float32_step, tolerance=FLOAT32)
+
+
+# Submodules that are replayed.
+
+
+@pytest.mark.parametrize("make", [float, torch.tensor])
+def test_an_attribute_of_a_piece_changes_before_backward(make):
+    def step_of_two(model: nn.Module, x: Tensor) -> dict[str, Tensor | None]:
+        x, loss = x.clone().requires_grad_(), 0.0
+        model.zero_grad()
+        for temperature in (1.0, 5.0):
+            for layer in model.layers:
+                layer.router.temperature = make(temperature)
+            loss = loss + model(x).square().sum()
+        loss.backward()
+        grads = {n: p.grad.clone() for n, p in model.named_parameters()}
+        return {"the loss": loss.detach(), "d x": x.grad, **grads}
+
+    compare(*pair(hard.Routed), x_of(), x_of(seed=2), step=step_of_two)
+
+
+def test_parameters_that_a_piece_does_not_use_have_no_gradient():
+    def other(layer: nn.Module) -> None:
+        layer.router.first = not layer.router.first
+
+    compare(*pair(hard.RoutedEither), x_of(), other, x_of(), other, x_of())
+
+
+class NoMemory(TorchDispatchMode):
+    """As a device does that has no memory for a cumulative sum."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.cumsum.default:
+            raise torch.OutOfMemoryError("out of memory")
+        return func(*args, **(kwargs or {}))
+
+
+def test_out_of_memory_in_a_piece_keeps_its_type():
+    _, model = pair(hard.Cumulated)
+    step(model, *x_of())  # it is read
+    with NoMemory(), pytest.raises(torch.OutOfMemoryError, match="out of memory"):
+        model(x_of()[0].requires_grad_())
+
+
+# Errors of a layer's own, and arguments.
+
+
+@pytest.mark.parametrize(
+    ("name", "lengths"),
+    [
+        ("MultipleOf4", (20, 8)), ("LongMultipleOf4", (20, 7, 8)), ("Division", (20, 40)),
+        ("TableOf16", (16, 7)), ("PositionalOnly", (20, 7)), ("AnyArguments", (20, 7)),
+        ("InplaceReLU", (20, 7)),
+    ],
+)  # fmt: skip
+def test_what_runs_in_the_stock_layer_runs(name, lengths):
+    stock, model = pair(getattr(hard, name))
+    compare(stock, model, *[x_of(s=s) for s in lengths])
+    if name == "InplaceReLU":
+        assert [kind.state for kind in conversion(model)] == ["converted"]
+
+
+@pytest.mark.parametrize(
+    ("name", "s", "error"),
+    [
+        ("MultipleOf4", 10, AssertionError), ("LongMultipleOf4", 14, AssertionError),
+        ("Division", 15, ZeroDivisionError),
+    ],
+)  # fmt: skip
+def test_what_raises_in_the_stock_layer_raises(name, s, error):
+    stock, model = pair(getattr(hard, name))
+    for before in (False, True):
+        if before:
+            compare(stock, model, x_of(s=20))
+        for each in (stock, model):
+            with pytest.raises(error):
+                step(each, *x_of(s=s))
+
+
+# Readings: how often, and what they hold.
+
+
+@pytest.mark.parametrize("name", ["Factor", "Counting", "ItemOfParameter", "ItemOfBuffer"])
+def test_readings_are_bounded(name, monkeypatch):
+    """Of 30 steps, between which a number is another."""
+    readings, read = [], layer_module.read_call
+
+    def counted(*args, **kwargs):
+        readings.append(1)
+        return read(*args, **kwargs)
+
+    monkeypatch.setattr(layer_module, "read_call", counted)
+    calls: list = []
+    for i in range(30):
+        calls.append((*x_of(), 0.1 * i + 0.01) if name == "Factor" else x_of())
+        if name.startswith("Item"):
+            calls.append(lambda layer: layer.scale.add_(0.1))
+    compare(*pair(getattr(hard, name)), *calls)
+    assert len(readings) <= 60
+    assert len(KNOWN) <= 60
+
+
+@pytest.mark.parametrize("name", ["Layer", "HeldByLambda", "HeldByForward"])
+def test_a_layer_is_not_kept_alive(name):
+    model = convert(Model(getattr(hard, name)).double())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FusedRematWarning)
+        step(model, *x_of())
+    alive = [weakref.ref(layer) for layer in model.layers]
+    alive += [weakref.ref(layer.mlp.up) for layer in model.layers]
+    del model
+    gc.collect()
+    assert [ref() for ref in alive] == [None] * 4
+
+
+# Threads.
+
+
+def test_another_thread_computes_while_a_layer_is_read(monkeypatch):
+    """It comes whenever the layer's own code runs in the thread that trains for the first time."""
+    stock, model = pair(hard.Met)
+    others = {"eval": copy.deepcopy(model).eval(), "train": copy.deepcopy(stock)}
+    (x,), mine, threads, found = x_of(), threading.current_thread(), [], []
+    with torch.no_grad():
+        expected = copy.deepcopy(stock).eval()(x)
+
+    def other() -> None:
+        try:
+            with torch.no_grad():
+                assert torch.equal(others["eval"](x), expected)
+            layer = others["train"].layers[0]
+            y = layer.drop(torch.ones(1000))
+            found.append(None if 300 < int((y == 0).sum()) < 700 else "dropout does not drop")
+        except Exception as error:
+            found.append(error)
+
+    def meet() -> None:
+        if threading.current_thread() is mine and not (threads and threads[-1].is_alive()):
+            threads.append(threading.Thread(target=other))
+            threads[-1].start()
+            threads[-1].join(0.5)  # it may wait until the layer is read
+
+    monkeypatch.setattr(hard.Meeting, "run", meet)
+    step(model, x)
+    for thread in threads:
+        thread.join()
+    assert found and found == [None] * len(found)
