@@ -88,7 +88,7 @@ def _kind(layer: FusedLayer) -> LayerKind:
     stock = layer.stock if isinstance(layer, ConvertedLayer) else type(layer)
     if not isinstance(layer, ReadLayer):
         return LayerKind(stock.__name__, 0, "converted")
-    last = layer.last
+    last = layer.read_as
     if last is None:
         return LayerKind(stock.__name__, 0, "not called")
     if isinstance(last, Reason):

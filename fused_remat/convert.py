@@ -163,9 +163,13 @@ def _classes(modules: Iterable[nn.Module]) -> Counter[str]:
 def _is_own(layer: nn.Module) -> bool:
     """Whether a layer runs the forward of its class; warns if it does not."""
     name = type(layer).__name__
-    if "forward" in layer.__dict__:
+    own = {**layer.__dict__, **layer._modules, **layer._parameters, **layer._buffers}
+    taken = [n for n in ("policy", "backend", "accumulate_into", "read_as") if n in own]
+    if "forward" in own:
         warn(f"convert left a layer of class {name} unchanged: {name}.forward was replaced")
-    return "forward" not in layer.__dict__
+    elif taken:
+        warn(f"convert left a layer of class {name} unchanged: it has an attribute {taken[0]}")
+    return not taken and "forward" not in own
 
 
 def _class_for(layer: nn.Module) -> type[nn.Module]:
@@ -191,7 +195,7 @@ def _stock_of(layer: nn.Module) -> type[nn.Module] | None:
 
 def _revert_one(layer: nn.Module) -> None:
     layer.__class__ = _stock_of(layer)  # type: ignore[assignment]
-    for name in ("_policy", "_backend", "_accumulate_into", "_last", "_values", "loss_backend"):
+    for name in ("_policy", "_backend", "_accumulate_into", "_last", "_notes", "loss_backend"):
         layer.__dict__.pop(name, None)
 
 

@@ -246,12 +246,14 @@ def finish(
     sink: Collection[str] = (),
 ) -> list[Tensor | None]:
     """`grads`, vectors rounded, with zeros for those of `needs_grad` of empty inputs and of what
-    has no influence."""
+    has no influence; None stays for what the call has not read."""
     if ctx.rounds is not None:
         low, of = ctx.rounds
         round_vectors(grads, low, [t.grad_dtype if isinstance(t, Tensor) else t for t in of])
-    for i, name in enumerate(ctx.execution.call.graph.tensors):
-        if grads[i] is None and name in needs_grad and name not in sink:
+    graph = ctx.execution.call.graph
+    unread = {*sink, *(graph.unsure if dy.numel() else ())}
+    for i, name in enumerate(graph.tensors):
+        if grads[i] is None and name in needs_grad and name not in unread:
             grads[i] = dy.new_zeros(ctx.execution.given[i])
     return grads
 

@@ -43,6 +43,11 @@ class Graph:
         return hashlib.sha256(repr(what).encode()).hexdigest()[:16]
 
     @functools.cached_property
+    def unsure(self) -> frozenset[str]:
+        """Names of the tensors that a call may leave unread: what chooses by values has them."""
+        return frozenset(name for node in self.nodes if node.chooses for name in node.params)
+
+    @functools.cached_property
     def tensors(self) -> tuple[str, ...]:
         """Names of all tensors that a call passes, in order."""
         return self.inputs + self.params

@@ -237,8 +237,8 @@ def read_call(
 ) -> Known:
     """The block of a call of `forward`, the function of a layer's class, proved.
 
-    The layer stays as it is: a replica of it is run. `free`: it must not depend on whole numbers among the arguments, nor on the layer's place in the
-    model.
+    The layer stays as it is: a replica of it is run. `free`: it must not depend on whole numbers
+    among the arguments, nor on the layer's place in the model.
 
     Raises: Unreadable with the reason, if there is none.
     """

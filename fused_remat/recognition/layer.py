@@ -48,7 +48,7 @@ _FIRST = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, torch.b
 #: With the names of tensors whose values decide, and by those values.
 KNOWN: dict[Any, tuple[tuple[str, ...], dict[tuple[Any, ...], Known | Reason]]] = {}
 #: How many entries `KNOWN` has at most; how often one layer is read, and then left as it is.
-_MOST, _MOST_READINGS = 4096, 48
+_MOST, _MOST_READINGS = 4096, 24
 #: Attributes of a layer that are this library's; those that every module has.
 _OWN = ("_last", "_notes", "_policy", "_backend", "_accumulate_into", "_is_hf_initialized")
 _MODULE = frozenset((*nn.Module().__dict__, *_OWN))
@@ -79,7 +79,7 @@ class ReadLayer(ConvertedLayer):
         self._policy = policy
 
     @property
-    def last(self) -> Known | Reason | None:
+    def read_as(self) -> Known | Reason | None:
         """What the layer was read as at its last call, or why it is left; None before a call."""
         return self._last
 
@@ -170,6 +170,9 @@ class ReadLayer(ConvertedLayer):
         names, found = KNOWN.get(key, ((), {}))
         known = found.get(self._values_of(names))
         if known is None:
+            if self._notes_of().readings == _MOST_READINGS:
+                return Reason("its code, its arguments or tensors that it reads change too often")
+            self._notes_of().readings += 1
             with _reading:
                 known = self._read_first(call, free)
                 more = known.reading.fixed if isinstance(known, Known) else ()
@@ -213,9 +216,6 @@ class ReadLayer(ConvertedLayer):
 
     def _read_first(self, call: Call, free: bool) -> Known | Reason:
         """The block of the first call of a kind, or why there is none."""
-        self._notes_of().readings += 1
-        if self._notes_of().readings > _MOST_READINGS:
-            return Reason("its code, its arguments or the tensors that it reads change too often")
         x = leaves(call.given)[call.places[0]]
         try:
             with _apart(x), torch.enable_grad():  # also in a checkpoint's first run
@@ -334,19 +334,23 @@ class _Notes:
         checked: by block, the largest batch and length at which it was compared with the layer,
             and why it is not used.
         readings: how often the layer was read.
+        told: whether the user was told that it is left as it is.
     """
 
     values: dict[str, Any]
     checked: dict[Known, tuple[int, int, Reason | None]]
     readings: int = 0
+    told: bool = False
 
 
 _told: set[tuple[type, str]] = set()
 
 
 def _tell(layer: ReadLayer, text: str) -> None:
-    """Warn once of each kind of layers that is left as it is."""
-    if (layer.stock, text) not in _told:
+    """Warn once of each kind of layers that is left as it is, and of each layer."""
+    notes = layer._notes_of()
+    told, notes.told = notes.told, True
+    if not told and (layer.stock, text) not in _told:
         _told.add((layer.stock, text))
         warn(f"left {layer.stock.__name__} as it is: {text}")
 

@@ -32,7 +32,7 @@ _MOVES = {
     "unsqueeze", "flatten", "unflatten", "getitem", "get", "chunk", "split", "tensor_split",
     "unbind", "select", "narrow", "cat", "concat", "concatenate", "stack", "movedim", "moveaxis",
     "swapaxes", "swapdims", "repeat", "repeat_interleave", "clone", "copy", "setitem", "roll",
-    "flip", "index_select", "view_as_complex", "view_as_real", "dropout", "table",
+    "flip", "pad", "index_select", "view_as_complex", "view_as_real", "dropout", "table",
 }  # fmt: skip
 #: With those of which the result is a polynomial of what they read, or a quotient of two: what
 #: holds for random values holds for all.

@@ -764,12 +764,7 @@ class Reader:
         if program.draws or not program.is_algebra:
             return (names,) * len(program.sources)
         _, xs, tensors = self.sample(program)
-        with torch.no_grad():
-            for t in tensors:  # a coefficient that is 0 now may become another
-                if t.is_floating_point():
-                    t += 0.1 * torch.sin(1.0 + torch.arange(t.numel(), device=t.device)).view(
-                        t.shape
-                    )
+        tensors = [_moved(t) for t in tensors]  # a coefficient that is 0 may become another
         y = self.run(program, xs, tensors)
         if not y.requires_grad:
             return ((),) * len(xs)
@@ -795,6 +790,14 @@ def _common(paths: list[str]) -> str:
     parts = [path.split(".") for path in paths]
     same = itertools.takewhile(lambda names: len(set(names)) == 1, zip(*parts, strict=False))
     return ".".join([names[0] for names in same])
+
+
+def _moved(t: Tensor) -> Tensor:
+    """Other numbers near those of `t`."""
+    if not t.requires_grad:
+        return t
+    step = torch.sin(1.0 + torch.arange(t.numel()).to(t)).view(t.shape)
+    return (t.detach() + 0.1 * step).requires_grad_()
 
 
 def _is_same(g: Tensor | None, h: Tensor | None) -> bool:

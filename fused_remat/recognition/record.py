@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import math
 import random
 import threading
 import types
@@ -86,7 +87,7 @@ def map_tree(tree: Any, leaf: Callable[[Any], Any]) -> Any:
     if isinstance(tree, list):
         return [map_tree(part, leaf) for part in tree]
     if isinstance(tree, dict):
-        return {key: map_tree(value, leaf) for key, value in tree.items()}  # type: ignore[return-value]
+        return {key: map_tree(value, leaf) for key, value in tree.items()}
     if isinstance(tree, slice):
         return slice(*[map_tree(n, leaf) for n in (tree.start, tree.stop, tree.step)])
     return leaf(tree)
@@ -519,7 +520,8 @@ def _is_enabled(*device: str) -> bool:
 @contextlib.contextmanager
 def _recording(recorder: _Recorder) -> Iterator[None]:
     pairs = (
-        (nn.Module, "__call__", _CALL, _call), (torch, "is_autocast_enabled", _ENABLED, _is_enabled),
+        (nn.Module, "__call__", _CALL, _call),
+        (torch, "is_autocast_enabled", _ENABLED, _is_enabled),
         (torch.autocast, "__enter__", _ENTER, _enter), (torch.autocast, "__exit__", _EXIT, _exit),
     )  # fmt: skip
     with _patch:
@@ -698,28 +700,35 @@ def _prefixed(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def replica(module: nn.Module, deep: bool = False) -> Any:
     """A module with the same tensors and attributes, whose tensors may be replaced: threads that
-    call the module do not see it. `deep`: its lists, dicts, sets and tensor attributes may be too.
+    call the module do not see it. `deep`: tensor attributes may be changed in place, too.
     """
     # Not by the class: FSDP's makes another one.
     made: dict[nn.Module, Any] = {old: object.__new__(type(old)) for old in module.modules()}
     for old, new in made.items():
-        own = {n: _copied(v) if deep else v for n, v in old.__dict__.items()}
-        new.__dict__.update(own)
+        new.__dict__.update({n: _copied(v, made, deep) for n, v in old.__dict__.items()})
         modules = {n: None if m is None else made[m] for n, m in old._modules.items()}
         tensors = {"_parameters": {**old._parameters}, "_buffers": {**old._buffers}}
         new.__dict__.update(tensors, _modules=modules)
     return made[module]
 
 
-def _copied(value: Any) -> Any:
-    """An attribute that may be changed; parameters and other objects are the same."""
-    if type(value) in (list, dict):
-        parts = value.items() if type(value) is dict else enumerate(value)
-        made = {key: _copied(part) for key, part in parts}
-        return made if type(value) is dict else [*made.values()]
-    if type(value) is set:
+def _copied(value: Any, made: Mapping[nn.Module, Any], deep: bool) -> Any:
+    """An attribute for a replica, of whose modules it speaks then; other objects are the same."""
+    kind = type(value)
+    if isinstance(value, nn.Module):
+        return made.get(value, value)
+    if kind is types.MethodType:
+        return types.MethodType(value.__func__, _copied(value.__self__, made, deep))
+    if kind is functools.partial:
+        args, named = (_copied(part, made, deep) for part in (value.args, value.keywords))
+        return functools.partial(_copied(value.func, made, deep), *args, **named)
+    if kind is dict:
+        return {key: _copied(part, made, deep) for key, part in value.items()}
+    if kind in (list, tuple):
+        return kind([_copied(part, made, deep) for part in value])
+    if kind is set:
         return {*value}
-    return value.detach().clone() if type(value) is Tensor else value
+    return value.detach().clone() if deep and kind is Tensor else value
 
 
 def call_with(
@@ -943,6 +952,9 @@ class _Join:
                 low, high = (getattr(torch.finfo(d), name) for d in self.from_pair.dtypes)
                 if (abs(a), abs(b)) == (abs(low), abs(high)):
                     return Limit(name, a / low)
+            if math.isclose(a, b, rel_tol=1e-6):  # read from a buffer: the one with more digits
+                one, two = self.from_pair.dtypes
+                return a if one.itemsize > two.itemsize else b
             if not (a != a and b != b):
                 raise Mismatch(f"a number is {a} and then {b}")
             return a

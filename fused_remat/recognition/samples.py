@@ -250,9 +250,8 @@ class Call:
                 t.mul_(0.2)
             named[name] = t.to(params or dtype).requires_grad_(p.is_floating_point())
         for name, b in layer.named_buffers():
-            named[name] = (
-                b.detach().to(params or dtype) if b.is_floating_point() else b.detach().clone()
-            )
+            to = params or dtype if b.is_floating_point() else b.dtype
+            named[name] = b.detach().to(to, copy=True)
         return Sample(
             sizes, dtype, named, map_tree(dict(self.given), given), self.active, self.bounds
         )

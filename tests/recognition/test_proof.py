@@ -605,11 +605,10 @@ def read_layers(name: str) -> Iterator[Layer]:
     seen = set()
     for layer, given in calls(name):
         layer._forward_pre_hooks.clear()
-        forward = types.MethodType(type(layer).forward, layer)
         for vary in (("B", "S", "M"), ("B",)):
             call = Call(given, vary)
             try:
-                known = read_call(layer, forward, call).proved
+                known = read_call(layer, type(layer).forward, call).proved
             except Unreadable:
                 continue
             what = (

@@ -408,7 +408,7 @@ def test_policies(name, served):
             tolerance = 0.3 if policy == "balanced8" else 0.0
             assert_same(name, step(model, batch), expected, tolerance)
     for layer in layers_of(fused):
-        names = [n for n in layer.last.graph.names if n != "output"]
+        names = [n for n in layer.read_as.graph.names if n != "output"]
         layer.policy = Policy(save=names, offload={names[0], "input"})
     assert_same(name, step(fused, batch), expected)
     for model in (fused, convert(copy.deepcopy(stock), policy=Policy(save={"nonsense"}))):
