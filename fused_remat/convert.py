@@ -29,6 +29,7 @@ from fused_remat.layers.eligibility import Unsupported
 from fused_remat.policies import Policy
 from fused_remat.recognition.find import repeated_layers
 from fused_remat.recognition.layer import read_class
+from fused_remat.recognition.samples import NOTES
 from fused_remat.steps.operations import warn
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -195,7 +196,7 @@ def _stock_of(layer: nn.Module) -> type[nn.Module] | None:
 
 def _revert_one(layer: nn.Module) -> None:
     layer.__class__ = _stock_of(layer)  # type: ignore[assignment]
-    for name in ("_policy", "_backend", "_accumulate_into", "_last", "_notes", "loss_backend"):
+    for name in ("_policy", "_backend", "_accumulate_into", *NOTES, "loss_backend"):
         layer.__dict__.pop(name, None)
 
 

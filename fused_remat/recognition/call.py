@@ -33,7 +33,7 @@ from fused_remat.recognition.record import (
     replica,
     without_dropout,
 )
-from fused_remat.recognition.samples import INDICES, Call, leaf_of
+from fused_remat.recognition.samples import INDICES, NOTES, Call, leaf_of
 from fused_remat.steps.replay import At
 
 #: Sizes of the two recordings and of the two proofs, of different remainders by small numbers.
@@ -246,6 +246,8 @@ def read_call(
     for dtypes in _DTYPES if call.sizes else ():
         try:
             mine = replica(layer, deep=True)
+            for name in NOTES:
+                mine.__dict__.pop(name, None)
             return _read_call(mine, types.MethodType(forward, mine), call, *dtypes, free)
         except torch.OutOfMemoryError:
             raise

@@ -22,6 +22,8 @@ from fused_remat.steps.activation import ACTIVATIONS
 _MEMORY = ("encoder_hidden_states", "memory", "context", "encoder_output", "key_value_states", "xa")
 
 
+#: Attributes of a layer that is read: what it was read as, and what is noted of it.
+NOTES = ("_last", "_notes")
 #: Attributes that number a layer of a model.
 INDICES = ("layer_idx", "layer_id", "layer_number", "layer_index", "block_idx")
 
@@ -66,6 +68,8 @@ def exact(value: Any, seen: dict[int, Any]) -> Any:
         cells = [cell.cell_contents for cell in value.__closure__ or ()]
         parts = value.__module__, value.__defaults__, value.__kwdefaults__, *cells
         return value.__code__, *[exact(part, seen) for part in parts]
+    elif kind.__module__.startswith("torch.") and not isinstance(value, nn.Module):
+        return kind  # a device mesh, a state of FSDP: they do not decide what is computed
     elif hasattr(value, "__dict__") and not isinstance(value, nn.Module):
         parts = itertools.chain(*vars(value).items())
     if parts is not None:
