@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from fused_remat.recognition.program import ALGEBRA, run_op
-from fused_remat.recognition.record import Op, Ref, Size, map_tree, refs
 from fused_remat.recognition.simplify import readers
+from fused_remat.recognition.values import Op, Ref, Size, map_tree, refs
 from fused_remat.spec import AttentionSpec, NormSpec, RotarySpec
 from fused_remat.steps.attention import Attention
 from fused_remat.steps.linear import Linear

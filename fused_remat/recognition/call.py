@@ -14,26 +14,24 @@ from torch import Tensor, nn
 from fused_remat.autograd import run_block
 from fused_remat.execution.prepare import pieces_of
 from fused_remat.graph.graph import Graph
+from fused_remat.recognition.apart import generator_states, renumbered, replica
+from fused_remat.recognition.join import Pair
 from fused_remat.recognition.program import Modules, Opaque, Program, run_op
 from fused_remat.recognition.prove import difference
 from fused_remat.recognition.read import Reader, Reading
-from fused_remat.recognition.record import (
+from fused_remat.recognition.record import without_dropout
+from fused_remat.recognition.samples import INDICES, NOTES, Call, leaf_of
+from fused_remat.recognition.values import (
     SHIFT,
     STREAM,
     Op,
-    Pair,
     Ref,
     Size,
     Unreadable,
-    generator_states,
     leaves,
     map_tree,
     refs,
-    renumbered,
-    replica,
-    without_dropout,
 )
-from fused_remat.recognition.samples import INDICES, NOTES, Call, leaf_of
 from fused_remat.steps.replay import At
 
 #: Sizes of the two recordings and of the two proofs, of different remainders by small numbers.

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fused_remat.recognition.record import (
+from fused_remat.recognition.values import (
     SHAPES,
     STREAM,
     Limit,

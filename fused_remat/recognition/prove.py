@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fused_remat.recognition.record import Sample, leaves, run_with, without_dropout
+from fused_remat.recognition.apart import run_with
+from fused_remat.recognition.record import without_dropout
+from fused_remat.recognition.values import Sample, leaves
 
 #: Relative differences that are allowed: of the result, and of gradients.
 OUTPUT, GRADIENT = 1e-6, 5e-6

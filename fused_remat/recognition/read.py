@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from fused_remat.graph.graph import Graph
 from fused_remat.recognition import attend
 from fused_remat.recognition.program import Layout, Opaque, Program, layout_of
-from fused_remat.recognition.record import (
+from fused_remat.recognition.simplify import simplified
+from fused_remat.recognition.values import (
     SHAPES,
     STREAM,
     Op,
@@ -32,7 +33,6 @@ from fused_remat.recognition.record import (
     map_tree,
     refs,
 )
-from fused_remat.recognition.simplify import simplified
 from fused_remat.spec import NormSpec
 from fused_remat.steps.activation import ACTIVATIONS, MLPActivation
 from fused_remat.steps.linear import Linear

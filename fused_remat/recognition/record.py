@@ -1,167 +1,33 @@
-"""Records one forward of a layer as operations on numbered values.
-
-Two recordings, at two sizes and in two dtypes, are joined to one `Recording`: a number, a dtype or
-a limit of a dtype that differs between them becomes a function of the call. Where the two do not
-agree inside of a submodule, that submodule is one opaque operation.
-"""
+"""Records one forward of a layer as operations on numbered values."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
-import math
-import random
 import threading
-import types
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
-import numpy
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from fused_remat.spec import NormSpec
-from fused_remat.steps.activation import ACTIVATIONS
-
-Sizes = Mapping[str, int]
-#: What is added to whole numbers on which a layer should not depend: no size of a call explains it.
-SHIFT = 1009
-
-
-class Unreadable(Exception):
-    """The operations of a layer cannot be read as a block. The text is the reason."""
-
-
-class Mismatch(Unreadable):
-    """The two recordings differ in what no size and no dtype explains."""
-
-
-@dataclass(frozen=True)
-class Ref:
-    """A recorded value, by its number."""
-
-    index: int
-
-
-@dataclass(frozen=True)
-class Size:
-    """A number that follows from the sizes of a call: factor * product of `names` + offset."""
-
-    factor: int
-    names: tuple[str, ...]
-    offset: int = 0
-
-    def of(self, sizes: Sizes) -> int:
-        n = self.factor
-        for name in self.names:
-            n *= sizes[name]
-        return n + self.offset
-
-
-class _StreamDtype:
-    """The dtype of the residual stream."""
-
-    def __repr__(self) -> str:
-        return "the stream's dtype"
-
-
-STREAM = _StreamDtype()
-
-
-class Limit(NamedTuple):
-    """An attribute of `torch.finfo` of the residual stream's dtype."""
-
-    name: str
-    sign: float
-
-
-def map_tree(tree: Any, leaf: Callable[[Any], Any]) -> Any:
-    """`tree` with every leaf of its tuples, lists, dicts and slices replaced by `leaf` of it."""
-    if isinstance(tree, tuple) and not isinstance(tree, Limit):
-        parts = [map_tree(part, leaf) for part in tree]
-        return type(tree)(*parts) if hasattr(tree, "_fields") else tuple(parts)
-    if isinstance(tree, list):
-        return [map_tree(part, leaf) for part in tree]
-    if isinstance(tree, dict):
-        return {key: map_tree(value, leaf) for key, value in tree.items()}
-    if isinstance(tree, slice):
-        return slice(*[map_tree(n, leaf) for n in (tree.start, tree.stop, tree.step)])
-    return leaf(tree)
-
-
-def leaves(tree: Any) -> list[Any]:
-    """The leaves of a tree, in order."""
-    found: list[Any] = []
-    map_tree(tree, found.append)
-    return found
-
-
-def refs(tree: Any) -> list[int]:
-    """The numbers of the values in a tree."""
-    return [leaf.index for leaf in leaves(tree) if isinstance(leaf, Ref)]
-
-
-@dataclass(eq=False)
-class Op:
-    """One operation.
-
-    Attributes:
-        name: of the function.
-        run: called with the arguments, it returns a result with the outputs as its leaves. It
-            changes no argument. That of an opaque submodule takes the submodule first.
-        args, kwargs: with `Ref`s in the places of tensors.
-        outs: the numbers of the tensors among the result's leaves; None for other leaves.
-        p: of dropout: the probability, if it is active.
-        random: whether it draws random numbers.
-        path: of an opaque submodule, its path.
-        inside: the path of the submodule that runs it.
-        info: of a norm, its `NormSpec`; of an activation, its name; of an opaque submodule, why it
-            was not read.
-    """
-
-    name: str
-    run: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    outs: list[int | None]
-    inside: str
-    p: float | None = None
-    random: bool = False
-    path: str | None = None
-    info: Any = None
-
-
-@dataclass(eq=False)
-class Span:
-    """A submodule's call: what ran inside of it, its arguments and its result."""
-
-    path: str
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    outs: list[int | None] = field(default_factory=list)
-    inner: list[Op | Span] = field(default_factory=list)
-    trouble: str = ""
-
-    def ops(self) -> Iterator[Op]:
-        for part in self.inner:
-            if isinstance(part, Span):
-                yield from part.ops()
-            else:
-                yield part
-
+from fused_remat.recognition.apart import generator_states, run_with, unchanged
+from fused_remat.recognition.values import (
+    SHAPES,
+    Op,
+    Ref,
+    Span,
+    Unreadable,
+    leaves,
+    map_tree,
+    refs,
+)
 
 _READS = (
     "__bool__", "item", "tolist", "__int__", "__float__", "__index__", "nonzero", "__contains__",
     "numpy", "unique", "masked_select", "argwhere", "bincount", "equal", "allclose", "is_nonzero",
-)  # fmt: skip
-#: They read the shape of their first argument, not its values.
-SHAPES = (
-    "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "new_zeros",
-    "new_ones", "new_empty", "new_full", "new_tensor", "randint_like",
 )  # fmt: skip
 _IN_PLACE = (
     "__setitem__", "__iadd__", "__imul__", "__isub__", "__itruediv__", "__iand__", "__ior__",
@@ -185,12 +51,6 @@ def _is_dropout(func: Any) -> bool:
     """Whether a function drops single elements; others, such as `F.dropout2d`, just draw."""
     name = getattr(func, "__name__", "")
     return func in (F.dropout, torch.dropout, torch.dropout_) or name in ("dropout", "dropout_")
-
-
-def generator_states(device: torch.device) -> list[Tensor]:
-    """The states of the generators from which operations on a device draw."""
-    own = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
-    return [torch.random.get_rng_state(), *own]
 
 
 def multi_head_attention(
@@ -252,7 +112,7 @@ def multi_head_attention(
     return F.linear(out, out_weight, out_bias), None
 
 
-class _Recorder(TorchFunctionMode):
+class Recorder(TorchFunctionMode):
     """Records while it is active; `named` are the layer's parameters and buffers."""
 
     def __init__(self, layer: nn.Module, named: Mapping[str, Tensor], device: torch.device) -> None:
@@ -518,7 +378,7 @@ def _is_enabled(*device: str) -> bool:
 
 
 @contextlib.contextmanager
-def _recording(recorder: _Recorder) -> Iterator[None]:
+def _recording(recorder: Recorder) -> Iterator[None]:
     pairs = (
         (nn.Module, "__call__", _CALL, _call),
         (torch, "is_autocast_enabled", _ENABLED, _is_enabled),
@@ -556,40 +416,7 @@ class _WithoutDropout(TorchFunctionMode):
 without_dropout = _WithoutDropout
 
 
-@dataclass(eq=False)
-class Recording:
-    """Two recordings of a layer, joined.
-
-    Attributes:
-        values: of the first recording, by number.
-        shapes: of every value, with `Size`s; None where the two recordings do not agree.
-        dtypes: of every value; `STREAM` for the residual stream's.
-        ops: all operations, in order; an opaque submodule is one.
-        producers: by number of a value, the operation that makes it.
-        sources: parameters, buffers and attributes of the layer by number.
-        inputs: the numbers of the tensors among the leaves of the arguments; None for others.
-        live: the values that depend on the activations among the arguments.
-        result: the layer's result, with `Ref`s.
-        sizes: of the first recording.
-        exact: the dtype in which its operations are tried.
-        fixed: names of the layer's tensors whose values decide what it runs.
-    """
-
-    values: list[Tensor]
-    shapes: list[tuple[Any, ...] | None]
-    dtypes: list[Any]
-    ops: list[Op]
-    producers: dict[int, Op]
-    sources: dict[int, str]
-    inputs: list[int | None]
-    live: set[int]
-    result: Any
-    sizes: Sizes
-    exact: torch.dtype
-    fixed: set[str]
-
-
-def _record(
+def record(
     layer: nn.Module,
     forward: Callable[..., Any],
     named: Mapping[str, Tensor],
@@ -597,10 +424,10 @@ def _record(
     active: list[bool],
     bounds: int | None,
     autocast: bool,
-) -> tuple[_Recorder, list[int | None], Any]:
+) -> tuple[Recorder, list[int | None], Any]:
     """One recording: the recorder, the numbers of the arguments, and the result."""
     device = next(leaf.device for leaf in leaves(given) if isinstance(leaf, Tensor))
-    recorder = _Recorder(layer, named, device)
+    recorder = Recorder(layer, named, device)
     recorder.autocast = autocast
     numbers: list[int | None] = []
     for i, (leaf, is_active) in enumerate(zip(leaves(given), active, strict=True)):
@@ -612,391 +439,10 @@ def _record(
             recorder.live.add(number)
 
     def watched(**given: Any) -> Any:
-        with _unchanged([*map(vars, layer.modules()), given], recorder):
+        tensors = {name: recorder.values[i] for i, name in recorder.sources.items()}
+        with unchanged([*map(vars, layer.modules()), given], tensors):
             return forward(**given)
 
     with _recording(recorder), torch.enable_grad():
         result = run_with(layer, watched, named, given)
     return recorder, numbers, recorder.encoded(result)
-
-
-@contextlib.contextmanager
-def _unchanged(roots: list[Any], recorder: _Recorder) -> Iterator[None]:
-    """Raise Unreadable if a layer changes what it or its arguments hold; put that back."""
-    tensors = [(name, recorder.values[i]) for i, name in recorder.sources.items()]
-    versions = [t._version for _, t in tensors]
-    holders = _holders(roots)
-    state = random.getstate(), numpy.random.get_state(legacy=False)
-    changed = list[str]()
-    try:
-        yield
-    finally:
-        for holder, before in holders:
-            changed += _put_back(holder, before)
-    pairs = zip(tensors, versions, strict=True)
-    changed += [name for (name, t), version in pairs if t._version != version]
-    if changed:
-        raise Unreadable(f"it changes {', '.join(dict.fromkeys(changed))} in forward")
-    if repr((random.getstate(), numpy.random.get_state(legacy=False))) != repr(state):
-        raise Unreadable("it draws random numbers outside of PyTorch")
-
-
-def _holders(roots: list[Any]) -> list[tuple[Any, list[Any]]]:
-    """All lists, dicts and sets that can be reached, also by attributes, and what they hold."""
-    found, seen, todo = list[tuple[Any, list[Any]]](), set[int](), [*roots]
-    while todo:
-        value = todo.pop()
-        if id(value) in seen or isinstance(value, (Tensor, type, types.ModuleType)):
-            continue
-        seen.add(id(value))
-        if isinstance(value, (list, dict, set)):
-            found.append((value, _items(value)))
-            todo += found[-1][1]
-        elif isinstance(value, tuple):
-            todo += value
-        elif hasattr(value, "__dict__"):
-            todo.append(vars(value))
-    return found
-
-
-def _items(holder: Any) -> list[Any]:
-    items = holder.items() if isinstance(holder, dict) else holder
-    return [*itertools.chain(*items)] if isinstance(holder, dict) else [*items]
-
-
-def _put_back(holder: Any, before: list[Any]) -> list[str]:
-    """What of a list, dict or set is not as it was: the keys, or its class."""
-    now = _items(holder)
-    if len(now) == len(before) and all(a is b for a, b in zip(now, before, strict=True)):
-        return []
-    names = [type(holder).__name__]
-    if isinstance(holder, dict):
-        old, new = (dict(zip(i[::2], i[1::2], strict=True)) for i in (before, now))
-        names = [str(k) for k in {**old, **new} if old.get(k, holder) is not new.get(k, holder)]
-        holder.clear()
-        holder.update(old)
-    elif isinstance(holder, list):
-        holder[:] = before
-    else:
-        holder.clear()
-        holder.update(before)
-    return names
-
-
-class _Caller(nn.Module):
-    """Gives `functional_call` a module whose forward is `forward`, over the layer's tensors."""
-
-    def __init__(self, layer: nn.Module, forward: Callable[..., Any]) -> None:
-        super().__init__()
-        self.layer, self._forward = layer, forward
-
-    def forward(self, *args: Any, **given: Any) -> Any:
-        return self._forward(*args, **given)
-
-
-def _prefixed(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {f"layer.{name}": tensor for name, tensor in named.items()}
-
-
-def replica(module: nn.Module, deep: bool = False) -> Any:
-    """A module with the same tensors and attributes, whose tensors may be replaced: threads that
-    call the module do not see it. `deep`: tensor attributes may be changed in place, too.
-    """
-    # Not by the class: FSDP's makes another one.
-    made: dict[nn.Module, Any] = {old: object.__new__(type(old)) for old in module.modules()}
-    for old, new in made.items():
-        new.__dict__.update({n: _copied(v, made, deep) for n, v in old.__dict__.items()})
-        modules = {n: None if m is None else made[m] for n, m in old._modules.items()}
-        tensors = {"_parameters": {**old._parameters}, "_buffers": {**old._buffers}}
-        new.__dict__.update(tensors, _modules=modules)
-    return made[module]
-
-
-def _copied(value: Any, made: Mapping[nn.Module, Any], deep: bool) -> Any:
-    """An attribute for a replica, of whose modules it speaks then; other objects are the same."""
-    kind = type(value)
-    if isinstance(value, nn.Module):
-        return made.get(value, value)
-    if kind is types.MethodType:
-        return types.MethodType(value.__func__, _copied(value.__self__, made, deep))
-    if kind is functools.partial:
-        args, named = (_copied(part, made, deep) for part in (value.args, value.keywords))
-        return functools.partial(_copied(value.func, made, deep), *args, **named)
-    if kind is dict:
-        return {key: _copied(part, made, deep) for key, part in value.items()}
-    if kind in (list, tuple):
-        return kind([_copied(part, made, deep) for part in value])
-    if kind is set:
-        return {*value}
-    return value.detach().clone() if deep and kind is Tensor else value
-
-
-def call_with(
-    module: nn.Module, tensors: dict[str, Tensor], args: Any, kwargs: dict[str, Any]
-) -> Any:
-    """The module on arguments, with these tensors as its own."""
-    return torch.func.functional_call(replica(module), tensors, args, kwargs)
-
-
-def run_with(
-    layer: nn.Module,
-    forward: Callable[..., Any],
-    named: Mapping[str, Tensor],
-    given: Mapping[str, Any],
-) -> Any:
-    """`forward(**given)`, a method of `layer`, with the tensors `named` as its own."""
-    return torch.func.functional_call(_Caller(layer, forward), _prefixed(named), (), dict(given))
-
-
-class Sample(NamedTuple):
-    """What a layer is recorded with: sizes, the layer's tensors, and the arguments of a call.
-
-    Attributes:
-        dtype: the residual stream's.
-        active: for each leaf of the arguments, whether it is an activation.
-        bounds: the place among these leaves of the bounds of packed sequences, if there are any.
-    """
-
-    sizes: Sizes
-    dtype: torch.dtype
-    named: Mapping[str, Tensor]
-    given: Mapping[str, Any]
-    active: list[bool]
-    bounds: int | None = None
-
-
-class Pair:
-    """Two recordings of `forward`, a method of `layer`, with two samples.
-
-    The samples differ in every size, and in the dtype of what is in the residual stream's.
-
-    Args:
-        leaf: `leaf(module)` says what a submodule is as a whole: a `NormSpec`, the name of an
-            activation, or None.
-        numbers: attributes of modules that are another number in the second recording, so that what
-            depends on them is found.
-    """
-
-    def __init__(
-        self,
-        layer: nn.Module,
-        forward: Callable[..., Any],
-        first: Sample,
-        second: Sample,
-        leaf: Callable[[nn.Module], Any],
-        numbers: Collection[str] = (),
-    ) -> None:
-        self.layer, self.sizes, self.other = layer, first.sizes, second.sizes
-        self.dtypes = first.dtype, second.dtype
-        self.one, self.numbers, self.out = _record(layer, forward, *first[2:], autocast=False)
-        with renumbered(layer, numbers):
-            self.two, _, self.other_out = _record(layer, forward, *second[2:], autocast=True)
-        self.fixed = self.one.fixed | self.two.fixed
-        self.leaves = {path: leaf(module) for path, module in layer.named_modules() if path}
-
-    def join(self, opaque: Collection[str] = ()) -> Recording:
-        """The two as one; submodules at the paths `opaque` are one operation each.
-
-        Raises: Unreadable if the operations of the layer itself do not agree.
-        """
-        return _Join(self, opaque).joined()
-
-
-@contextlib.contextmanager
-def renumbered(layer: nn.Module, names: Collection[str]) -> Iterator[None]:
-    """Attributes of these names that are whole numbers are larger inside, by `SHIFT`."""
-    found = [
-        (module.__dict__, name, module.__dict__[name])
-        for module in layer.modules()
-        for name in names
-        if type(module.__dict__.get(name)) is int
-    ]
-    try:
-        for own, name, number in found:
-            own[name] = number + SHIFT
-        yield
-    finally:
-        for own, name, number in found:
-            own[name] = number
-
-
-class _Join:
-    """Joins two recordings."""
-
-    def __init__(self, pair: Pair, opaque: Collection[str]) -> None:
-        self.one, self.two, self.sizes, self.other = pair.one, pair.two, pair.sizes, pair.other
-        self.from_pair, self.opaque = pair, opaque
-        groups = range(1, len(self.sizes) + 1)
-        self.products = [c for n in groups for c in itertools.combinations(self.sizes, n)]
-        self.ops: list[Op] = []
-        self.pair: dict[int, int] = {}  # the number in the second recording
-
-    def joined(self) -> Recording:
-        one, two, numbers = self.one, self.two, self.from_pair.numbers
-        self.pair = {i: i for i in (*one.sources, *(n for n in numbers if n is not None))}
-        self._span(one.root, two.root)
-        producers = {n: op for op in self.ops for n in op.outs if n is not None}
-        shapes: list[Any] = [None] * len(one.values)
-        dtypes: list[Any] = [t.dtype for t in one.values]
-        for i, j in self.pair.items():
-            t, u = one.values[i], two.values[j]
-            with contextlib.suppress(Mismatch):
-                dtypes[i] = self.leaf(t.dtype, u.dtype)
-                if t.dim() == u.dim():
-                    sizes = zip(t.shape, u.shape, strict=True)
-                    shapes[i] = tuple([self.size(a, b) for a, b in sizes])
-        result = self.tree(self.from_pair.out, self.from_pair.other_out)
-        live = {n for n in one.live if n in producers or n in numbers}
-        return Recording(
-            one.values, shapes, dtypes, self.ops, producers, one.sources, numbers, live, result,
-            self.sizes, max(self.from_pair.dtypes, key=lambda d: d.itemsize),
-            {*self.from_pair.fixed},
-        )  # fmt: skip
-
-    def _span(self, one: Span, two: Span) -> None:
-        """Join the insides of two calls of a submodule."""
-        trouble = one.trouble or two.trouble
-        if trouble:
-            raise Mismatch(trouble)
-        if [_kind(part) for part in one.inner] != [_kind(part) for part in two.inner]:
-            raise Mismatch("its operations depend on the size or on the dtype")
-        for a, b in zip(one.inner, two.inner, strict=True):
-            if isinstance(a, Span) and isinstance(b, Span):
-                self._module(a, b)
-            elif isinstance(a, Op) and isinstance(b, Op):
-                self._op(a, b)
-
-    def _module(self, a: Span, b: Span) -> None:
-        """Join two calls of a submodule: as a norm or an activation, as what it runs, or as one."""
-        leaf = self.from_pair.leaves[a.path]
-        if leaf is not None and len(a.args) == 1 and not a.kwargs and a.outs[:1] != [None]:
-            self._leaf(a, b, leaf)
-            return
-        before, known = len(self.ops), dict(self.pair)
-        try:
-            if a.path in self.opaque:
-                raise Mismatch("it is no step of a block")
-            self._span(a, b)
-        except Mismatch as reason:
-            del self.ops[before:]
-            self.pair = known
-            self._opaque(a, b, str(reason))
-
-    def _leaf(self, a: Span, b: Span, leaf: Any) -> None:
-        args = self.tree(a.args, b.args)
-        module = self.from_pair.layer.get_submodule(a.path)
-        own = {n: i for i, n in self.one.sources.items() if n.rpartition(".")[0] == a.path}
-        params = [Ref(own[f"{a.path}.{n}"]) for n, _ in module.named_parameters(recurse=False)]
-        name = "act" if isinstance(leaf, str) else "norm"
-        run = _activation(leaf) if isinstance(leaf, str) else norm_of(leaf)
-        self._outs(a.outs, b.outs)
-        self.ops.append(Op(name, run, (*args, *params), {}, list(a.outs), a.path, info=leaf))
-
-    def _op(self, a: Op, b: Op) -> None:
-        if (a.p, len(a.outs)) != (b.p, len(b.outs)):
-            raise Mismatch(f"the results of {a.name} differ")
-        args, kwargs = self.tree(a.args, b.args), self.tree(a.kwargs, b.kwargs)
-        self._outs(a.outs, b.outs)
-        self.ops.append(replace(a, args=args, kwargs=kwargs))
-
-    def _opaque(self, a: Span, b: Span, reason: str) -> None:
-        """One operation that calls a submodule."""
-        try:
-            args, kwargs = self.tree(a.args, b.args), self.tree(a.kwargs, b.kwargs)
-        except Mismatch:
-            raise Mismatch(f"{a.path}: {reason}") from None
-        prefix, module = f"{a.path}.", self.from_pair.layer.get_submodule(a.path)
-        held = {n for n, _ in (*module.named_parameters(), *module.named_buffers())}
-        tensors = {
-            name.removeprefix(prefix): Ref(i)
-            for i, name in self.one.sources.items()
-            if name.startswith(prefix) and name.removeprefix(prefix) in held
-        }
-        given = refs((args, kwargs))
-        outs = [n if n not in given else None for n in a.outs]
-        op = Op(
-            a.path.rpartition(".")[2], call_with, (tensors, args, kwargs), {},
-            outs, a.path,
-            path=a.path, info=reason, random=any(inner.random or inner.p for inner in a.ops()),
-        )  # fmt: skip
-        self._outs(a.outs, b.outs)
-        self.ops.append(op)
-
-    def _outs(self, mine: list[int | None], other: list[int | None]) -> None:
-        if [n is None for n in mine] != [n is None for n in other]:
-            raise Mismatch("the results differ")
-        for i, j in zip(mine, other, strict=True):
-            if i is not None and j is not None:
-                self.pair.setdefault(i, j)
-
-    def tree(self, one: Any, two: Any) -> Any:
-        """Two trees of arguments as one."""
-        a, b = leaves(one), leaves(two)
-        if len(a) != len(b):
-            raise Mismatch("the arguments of an operation differ")
-        joined = iter([self.leaf(x, y) for x, y in zip(a, b, strict=True)])
-        return map_tree(one, lambda _: next(joined))
-
-    def leaf(self, a: Any, b: Any) -> Any:
-        """A leaf of the first recording and the same one of the second, as one."""
-        if isinstance(a, Ref) and isinstance(b, Ref):
-            if self.pair.get(a.index) != b.index:
-                raise Mismatch("operations read different values")
-            return a
-        if type(a) is type(b) is int:
-            return self.size(a, b)
-        if isinstance(a, torch.dtype) and a != b:
-            return STREAM
-        if isinstance(a, float) and isinstance(b, float) and a != b:
-            for name in ("min", "max", "eps", "tiny"):
-                low, high = (getattr(torch.finfo(d), name) for d in self.from_pair.dtypes)
-                if (abs(a), abs(b)) == (abs(low), abs(high)):
-                    return Limit(name, a / low)
-            if math.isclose(a, b, rel_tol=1e-6):  # read from a buffer: the one with more digits
-                one, two = self.from_pair.dtypes
-                return a if one.itemsize > two.itemsize else b
-            if not (a != a and b != b):
-                raise Mismatch(f"a number is {a} and then {b}")
-            return a
-        if type(a) is not type(b) or (isinstance(a, (int, str, bool)) and a != b):
-            raise Mismatch(f"an argument is {a!r} and then {b!r}")
-        return a
-
-    def size(self, a: int, b: int) -> int | Size:
-        if a == b:
-            return a
-        for names in self.products:
-            p, q = 1, 1
-            for name in names:
-                p, q = p * self.sizes[name], q * self.other[name]
-            if a % p == 0 and b % q == 0 and a // p == b // q:
-                return Size(a // p, names)
-        for name in self.sizes:
-            if a - self.sizes[name] == b - self.other[name]:
-                return Size(1, (name,), a - self.sizes[name])
-        raise Mismatch(f"a number is {a} and then {b}, which no size of the call explains")
-
-
-def _kind(part: Op | Span) -> tuple[str, str]:
-    return ("module", part.path) if isinstance(part, Span) else ("op", part.name)
-
-
-def _activation(name: str) -> Callable[..., Tensor]:
-    return lambda x: ACTIVATIONS[name].fwd(x)
-
-
-def norm_of(spec: NormSpec) -> Callable[..., Tensor]:
-    """The norm of a submodule, of its input and its parameters."""
-
-    def run(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        if spec.kind == "layer_norm":
-            y = F.layer_norm(wide, x.shape[-1:], None, None, spec.eps)
-        else:
-            y = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + spec.eps)
-        if weight is not None:
-            y = y * (weight.to(wide.dtype) + spec.offset)
-        y = y if bias is None else y + bias
-        return y.to(x.dtype)
-
-    return run

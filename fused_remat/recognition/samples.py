@@ -15,7 +15,8 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from fused_remat.recognition.record import Sample, Unreadable, leaves, map_tree, norm_of
+from fused_remat.recognition.join import norm_of
+from fused_remat.recognition.values import Sample, Unreadable, leaves, map_tree
 from fused_remat.spec import NormSpec
 from fused_remat.steps.activation import ACTIVATIONS
 

@@ -25,8 +25,8 @@ from fused_remat.execution.prepare import pieces_of
 from fused_remat.graph.graph import Graph
 from fused_remat.recognition.call import _PIECE, _PROOFS, Known, read_call
 from fused_remat.recognition.prove import difference
-from fused_remat.recognition.record import Sample, Unreadable
 from fused_remat.recognition.samples import Call
+from fused_remat.recognition.values import Sample, Unreadable
 from fused_remat.steps.activation import MLPActivation
 from fused_remat.steps.attention import Attention
 from fused_remat.steps.linear import Linear

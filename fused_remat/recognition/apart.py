@@ -1,0 +1,172 @@
+"""Runs a layer with other tensors, so that the layer and its arguments stay as they are."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import random
+import types
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+
+from fused_remat.recognition.values import (
+    SHIFT,
+    Unreadable,
+)
+
+
+def generator_states(device: torch.device) -> list[Tensor]:
+    """The states of the generators from which operations on a device draw."""
+    own = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
+    return [torch.random.get_rng_state(), *own]
+
+
+class _Caller(nn.Module):
+    """Gives `functional_call` a module whose forward is `forward`, over the layer's tensors."""
+
+    def __init__(self, layer: nn.Module, forward: Callable[..., Any]) -> None:
+        super().__init__()
+        self.layer, self._forward = layer, forward
+
+    def forward(self, *args: Any, **given: Any) -> Any:
+        return self._forward(*args, **given)
+
+
+def _prefixed(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {f"layer.{name}": tensor for name, tensor in named.items()}
+
+
+def replica(module: nn.Module, deep: bool = False) -> Any:
+    """A module with the same tensors and attributes, whose tensors may be replaced: threads that
+    call the module do not see it. `deep`: tensor attributes may be changed in place, too.
+    """
+    # Not by the class: FSDP's makes another one.
+    made: dict[nn.Module, Any] = {old: object.__new__(type(old)) for old in module.modules()}
+    for old, new in made.items():
+        new.__dict__.update({n: _copied(v, made, deep) for n, v in old.__dict__.items()})
+        modules = {n: None if m is None else made[m] for n, m in old._modules.items()}
+        tensors = {"_parameters": {**old._parameters}, "_buffers": {**old._buffers}}
+        new.__dict__.update(tensors, _modules=modules)
+    return made[module]
+
+
+def _copied(value: Any, made: Mapping[nn.Module, Any], deep: bool) -> Any:
+    """An attribute for a replica, of whose modules it speaks then; other objects are the same."""
+    kind = type(value)
+    if isinstance(value, nn.Module):
+        return made.get(value, value)
+    if kind is types.MethodType:
+        return types.MethodType(value.__func__, _copied(value.__self__, made, deep))
+    if kind is functools.partial:
+        args, named = (_copied(part, made, deep) for part in (value.args, value.keywords))
+        return functools.partial(_copied(value.func, made, deep), *args, **named)
+    if kind is dict:
+        return {key: _copied(part, made, deep) for key, part in value.items()}
+    if kind in (list, tuple):
+        return kind([_copied(part, made, deep) for part in value])
+    if kind is set:
+        return {*value}
+    return value.detach().clone() if deep and kind is Tensor else value
+
+
+def call_with(
+    module: nn.Module, tensors: dict[str, Tensor], args: Any, kwargs: dict[str, Any]
+) -> Any:
+    """The module on arguments, with these tensors as its own."""
+    return torch.func.functional_call(replica(module), tensors, args, kwargs)
+
+
+def run_with(
+    layer: nn.Module,
+    forward: Callable[..., Any],
+    named: Mapping[str, Tensor],
+    given: Mapping[str, Any],
+) -> Any:
+    """`forward(**given)`, a method of `layer`, with the tensors `named` as its own."""
+    return torch.func.functional_call(_Caller(layer, forward), _prefixed(named), (), dict(given))
+
+
+@contextlib.contextmanager
+def renumbered(layer: nn.Module, names: Collection[str]) -> Iterator[None]:
+    """Attributes of these names that are whole numbers are larger inside, by `SHIFT`."""
+    found = [
+        (module.__dict__, name, module.__dict__[name])
+        for module in layer.modules()
+        for name in names
+        if type(module.__dict__.get(name)) is int
+    ]
+    try:
+        for own, name, number in found:
+            own[name] = number + SHIFT
+        yield
+    finally:
+        for own, name, number in found:
+            own[name] = number
+
+
+@contextlib.contextmanager
+def unchanged(roots: list[Any], named: Mapping[str, Tensor]) -> Iterator[None]:
+    """Raise Unreadable if code changes what can be reached from `roots`, or tensors in place; put
+    back what lists, dicts, sets and objects held."""
+    versions = [t._version for t in named.values()]
+    holders = _holders(roots)
+    state = random.getstate(), numpy.random.get_state(legacy=False)
+    changed = list[str]()
+    try:
+        yield
+    finally:
+        for holder, before in holders:
+            changed += _put_back(holder, before)
+    pairs = zip(named.items(), versions, strict=True)
+    changed += [name for (name, t), version in pairs if t._version != version]
+    if changed:
+        raise Unreadable(f"it changes {', '.join(dict.fromkeys(changed))} in forward")
+    if repr((random.getstate(), numpy.random.get_state(legacy=False))) != repr(state):
+        raise Unreadable("it draws random numbers outside of PyTorch")
+
+
+def _holders(roots: list[Any]) -> list[tuple[Any, list[Any]]]:
+    """All lists, dicts and sets that can be reached, also by attributes, and what they hold."""
+    found, seen, todo = list[tuple[Any, list[Any]]](), set[int](), [*roots]
+    while todo:
+        value = todo.pop()
+        if id(value) in seen or isinstance(value, (Tensor, type, types.ModuleType)):
+            continue
+        seen.add(id(value))
+        if isinstance(value, (list, dict, set)):
+            found.append((value, _items(value)))
+            todo += found[-1][1]
+        elif isinstance(value, tuple):
+            todo += value
+        elif hasattr(value, "__dict__"):
+            todo.append(vars(value))
+    return found
+
+
+def _items(holder: Any) -> list[Any]:
+    items = holder.items() if isinstance(holder, dict) else holder
+    return [*itertools.chain(*items)] if isinstance(holder, dict) else [*items]
+
+
+def _put_back(holder: Any, before: list[Any]) -> list[str]:
+    """What of a list, dict or set is not as it was: the keys, or its class."""
+    now = _items(holder)
+    if len(now) == len(before) and all(a is b for a, b in zip(now, before, strict=True)):
+        return []
+    names = [type(holder).__name__]
+    if isinstance(holder, dict):
+        old, new = (dict(zip(i[::2], i[1::2], strict=True)) for i in (before, now))
+        names = [str(k) for k in {**old, **new} if old.get(k, holder) is not new.get(k, holder)]
+        holder.clear()
+        holder.update(old)
+    elif isinstance(holder, list):
+        holder[:] = before
+    else:
+        holder.clear()
+        holder.update(before)
+    return names
