@@ -162,15 +162,13 @@ def _classes(modules: Iterable[nn.Module]) -> Counter[str]:
 
 
 def _is_own(layer: nn.Module) -> bool:
-    """Whether a layer runs the forward of its class; warns if it does not."""
-    name = type(layer).__name__
-    own = {**layer.__dict__, **layer._modules, **layer._parameters, **layer._buffers}
-    taken = [n for n in ("policy", "backend", "accumulate_into", "read_as") if n in own]
-    if "forward" in own:
-        warn(f"convert left a layer of class {name} unchanged: {name}.forward was replaced")
-    elif taken:
-        warn(f"convert left a layer of class {name} unchanged: it has an attribute {taken[0]}")
-    return not taken and "forward" not in own
+    """Whether a layer has nothing that a fused layer would hide; warns if it has."""
+    own, name = {**vars(layer), **layer._modules, **layer._parameters}, type(layer).__name__
+    hidden = ("forward", "policy", "backend", "accumulate_into", "read_as")
+    taken = [n for n in hidden if n in own]
+    if taken:
+        warn(f"convert left a layer of class {name} unchanged: {name}.{taken[0]} was replaced")
+    return not taken
 
 
 def _class_for(layer: nn.Module) -> type[nn.Module]:
