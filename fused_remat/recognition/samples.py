@@ -29,10 +29,10 @@ NOTES = ("_last", "_notes")
 INDICES = ("layer_idx", "layer_id", "layer_number", "layer_index", "block_idx")
 
 
-_PLAIN = (
-    int, float, bool, str, bytes, complex, type, type(None), torch.dtype, torch.device,
-    types.BuiltinFunctionType, enum.Enum,
-)  # fmt: skip
+_PLAIN = {
+    int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device,
+    types.BuiltinFunctionType,
+}  # fmt: skip
 
 
 def exact(value: Any, seen: dict[int, Any]) -> Any:
@@ -45,15 +45,16 @@ def exact(value: Any, seen: dict[int, Any]) -> Any:
     >>> exact(lambda x: x, {}) == exact(lambda x: x + 1, {})
     False
     """
-    if isinstance(value, _PLAIN):
+    kind = type(value)
+    if kind in _PLAIN or isinstance(value, (type, enum.Enum)):
         return value if value == value else str(value)
     if id(value) in seen:
         return seen[id(value)]
-    seen[id(value)], kind = len(seen), type(value)
+    seen[id(value)] = len(seen)
     if isinstance(value, Tensor):
         return value.shape, value.dtype
-    if isinstance(value, numpy.generic):
-        return kind, value.item()
+    if isinstance(value, (numpy.generic, int, float, str)):  # of a class of its own
+        return kind, repr(value)
     parts: Any = None
     if isinstance(value, (tuple, list, set, frozenset)):
         parts = sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value

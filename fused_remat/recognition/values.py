@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 Sizes = Mapping[str, int]
 #: What is added to whole numbers on which a layer should not depend: no size of a call explains it.
@@ -61,8 +61,13 @@ class Limit(NamedTuple):
     sign: float
 
 
+_LEAVES = {Ref, Size, Tensor, nn.Parameter, int, float, bool, str, type(None)}
+
+
 def map_tree(tree: Any, leaf: Callable[[Any], Any]) -> Any:
     """`tree` with every leaf of its tuples, lists, dicts and slices replaced by `leaf` of it."""
+    if type(tree) in _LEAVES:
+        return leaf(tree)
     if isinstance(tree, tuple) and not isinstance(tree, Limit):
         parts = [map_tree(part, leaf) for part in tree]
         return type(tree)(*parts) if hasattr(tree, "_fields") else tuple(parts)
