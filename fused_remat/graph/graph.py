@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 
 from fused_remat.steps.node import Node, Shapes
+from fused_remat.steps.norm import Norm
+from fused_remat.steps.replay import Replay
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,9 +81,13 @@ class Graph:
 
     @functools.cached_property
     def stream(self) -> frozenset[str]:
-        """The residual stream: inputs, output, sums of a residual, and what is used as one."""
+        """The residual stream: inputs, output, sums of a residual, and what is used as one; also a
+        norm of it that a function of the caller's reads, which autocast leaves as exact."""
         sums = {n.name: residual for n in self.nodes if (residual := getattr(n, "residual", ""))}
-        return frozenset({*self.inputs, "output", *sums, *sums.values()})
+        stream = {*self.inputs, "output", *sums, *sums.values()}
+        read = {x for n in self.nodes if isinstance(n, Replay) for x in n.xs}
+        norms = {n.name for n in self.nodes if isinstance(n, Norm) and n.x in stream}
+        return frozenset(stream | (read & norms))
 
     @functools.cached_property
     def source(self) -> Mapping[str, str]:

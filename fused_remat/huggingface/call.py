@@ -9,7 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from fused_remat.huggingface.masks import read_masks
-from fused_remat.layers.eligibility import Unsupported, check_dropout, qualified
+from fused_remat.layers.eligibility import (
+    RECORDERS,
+    Unsupported,
+    check_dropout,
+    qualified,
+    recorded,
+)
 from fused_remat.layers.read import LayerCall, LayerMap, Parts
 from fused_remat.ops.activation import activation_name, has_hooks
 from fused_remat.spec import BlockSpec, transformer_spec
@@ -119,12 +125,8 @@ def _check_arguments(given: Mapping[str, Any], attention: nn.Module) -> None:
 
 def _records_attentions(attention: nn.Module) -> bool:
     """Whether transformers' own recorder on the attention is asked for its weights now."""
-    if not attention._forward_hooks:
-        return False
-    from transformers.utils import output_capturing
-
-    asked = output_capturing._active_collector.get()
-    return asked is not None and any(key.endswith("attentions") for key in asked)
+    hooks = attention._forward_hooks.values()
+    return any(recorded(hook) for hook in hooks if hook.__module__ == RECORDERS)
 
 
 def _rotates(attention: Any, row: LayerMap) -> bool:

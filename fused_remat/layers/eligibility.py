@@ -7,6 +7,7 @@ overrides. Bad input is a reason too: the stock forward then raises its own erro
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -43,7 +44,7 @@ _OBSERVERS = (
     "torch.distributed.tensor.debug._comm_mode",
 )
 #: transformers leaves its recorders on modules. They act only while a model is asked for outputs.
-_RECORDERS = "transformers.utils.output_capturing"
+RECORDERS = "transformers.utils.output_capturing"
 
 
 class Unsupported(Exception):
@@ -117,8 +118,17 @@ def check_foreign_module(
     if state["_forward_pre_hooks"] or state["_backward_hooks"] or state["_backward_pre_hooks"]:
         raise Unsupported(f"{path} has hooks")
     for hook in state["_forward_hooks"].values():
-        if getattr(hook, "__module__", None) != _RECORDERS:
+        if getattr(hook, "__module__", None) != RECORDERS:
             raise Unsupported(f"{path} has hooks")
+
+
+def recorded(hook: Any) -> str:
+    """What a recorder of transformers is asked for now: the key of the model's output, or ""."""
+    from transformers.utils import output_capturing
+
+    asked = output_capturing._active_collector.get() or ()
+    key = inspect.getclosurevars(hook).nonlocals["key"]
+    return key if key in asked else ""
 
 
 def _wrong_class(module: Any, path: str, supported: str) -> Unsupported:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import pickle
 import random
 import types
+import weakref
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import numpy
 import torch
+from numpy.random import Generator, RandomState
 from torch import Tensor, nn
 
 from fused_remat.recognition.values import (
@@ -114,38 +118,102 @@ def unchanged(roots: list[Any], named: Mapping[str, Tensor]) -> Iterator[None]:
     """Raise Unreadable if code changes what can be reached from `roots`, or tensors in place; put
     back what lists, dicts, sets and objects held."""
     versions = [t._version for t in named.values()]
-    holders = _holders(roots)
-    state = random.getstate(), numpy.random.get_state(legacy=False)
+    holders, generators = _holders(roots)
+    states = [(g, _state(g)) for g in generators]
     changed = list[str]()
     try:
         yield
     finally:
         for holder, before in holders:
             changed += _put_back(holder, before)
+        drew = _drew(states)
     pairs = zip(named.items(), versions, strict=True)
     changed += [name for (name, t), version in pairs if t._version != version]
     if changed:
         raise Unreadable(f"it changes {', '.join(dict.fromkeys(changed))} in forward")
-    if repr((random.getstate(), numpy.random.get_state(legacy=False))) != repr(state):
-        raise Unreadable("it draws random numbers outside of PyTorch")
+    if drew:
+        raise Unreadable("it draws random numbers outside of PyTorch's default generator")
 
 
-def _holders(roots: list[Any]) -> list[tuple[Any, list[Any]]]:
-    """All lists, dicts and sets that can be reached, also by attributes, and what they hold."""
+#: By class: what its functions read that no layer holds, as namespaces and names.
+_OUTSIDE: weakref.WeakKeyDictionary[type, list[tuple[Mapping[str, Any], str]]]
+_OUTSIDE = weakref.WeakKeyDictionary()
+_NUMBERS = (int, float, bool, str, type(None))
+
+
+def _outside(kind: type) -> list[tuple[Mapping[str, Any], str]]:
+    """Attributes of a class, and the globals of its module that functions of the module name."""
+    if kind not in _OUTSIDE:
+        found, seen = list[tuple[Mapping[str, Any], str]](), set[types.FunctionType]()
+        own = [k for k in kind.__mro__ if not k.__module__.startswith(("torch.", "builtins"))]
+        todo: list[tuple[Mapping[str, Any], str, str]]
+        todo = [(vars(k), n, k.__module__) for k in own for n in vars(k)]
+        while todo:
+            names, name, package = todo.pop()
+            value = names.get(name)
+            if isinstance(value, types.FunctionType):
+                if value.__module__ == package and value not in seen:
+                    seen.add(value)
+                    todo += [(value.__globals__, n, package) for n in value.__code__.co_names]
+            elif name in names and not name.startswith("__"):
+                found.append((names, name))
+        _OUTSIDE[kind] = found
+    return _OUTSIDE[kind]
+
+
+def numbers_of(kind: type) -> list[Any]:
+    """Numbers that a class's functions read from it and from their module."""
+    return [v for n, name in _outside(kind) if type(v := n.get(name)) in _NUMBERS]
+
+
+def shared_by(layer: nn.Module) -> list[Any]:
+    """Lists, dicts and sets that a layer's classes have, or read from their modules."""
+    kinds = {type(module) for module in layer.modules()}
+    values = [names.get(name) for kind in kinds for names, name in _outside(kind)]
+    return [value for value in values if type(value) in (list, dict, set)]
+
+
+#: Random generators: their class, what gets the state of one, and what sets it.
+_GENERATORS: tuple[tuple[type, Callable[[Any], Any], Callable[[Any, Any], Any]], ...] = (
+    (random.Random, random.Random.getstate, random.Random.setstate),
+    (torch.Generator, torch.Generator.get_state, torch.Generator.set_state),
+    (RandomState, RandomState.get_state, RandomState.set_state),
+    (Generator, lambda g: g.bit_generator.state, lambda g, s: setattr(g.bit_generator, "state", s)),
+)
+
+
+def _drew(before: list[tuple[Any, Any]]) -> bool:
+    """Whether random generators have another state than before, which is set again."""
+    changed = [g for g, state in before if pickle.dumps(_state(g)) != pickle.dumps(state)]
+    for generator, state in before if changed else ():
+        next(put for kind, _, put in _GENERATORS if isinstance(generator, kind))(generator, state)
+    return bool(changed)
+
+
+def _state(generator: Any) -> Any:
+    return next(get for kind, get, _ in _GENERATORS if isinstance(generator, kind))(generator)
+
+
+def _holders(roots: list[Any]) -> tuple[list[tuple[Any, list[Any]]], list[Any]]:
+    """All lists, dicts and sets that can be reached, also by attributes, and what they hold; and
+    all random generators besides PyTorch's default ones."""
+    generators: list[Any] = [random._inst, numpy.random.mtrand._rand]
     found, seen, todo = list[tuple[Any, list[Any]]](), set[int](), [*roots]
     while todo:
         value = todo.pop()
         if id(value) in seen or isinstance(value, (Tensor, type, types.ModuleType)):
             continue
         seen.add(id(value))
-        if isinstance(value, (list, dict, set)):
+        if isinstance(value, tuple(kind for kind, *_ in _GENERATORS)):
+            generators.append(value)
+        elif isinstance(value, (list, dict, set, deque)):
             found.append((value, _items(value)))
             todo += found[-1][1]
         elif isinstance(value, tuple):
             todo += value
         elif hasattr(value, "__dict__"):
             todo.append(vars(value))
-    return found
+    return found, generators
 
 
 def _items(holder: Any) -> list[Any]:
@@ -164,9 +232,7 @@ def _put_back(holder: Any, before: list[Any]) -> list[str]:
         names = [str(k) for k in {**old, **new} if old.get(k, holder) is not new.get(k, holder)]
         holder.clear()
         holder.update(old)
-    elif isinstance(holder, list):
-        holder[:] = before
     else:
         holder.clear()
-        holder.update(before)
+        (holder.update if isinstance(holder, set) else holder.extend)(before)
     return names

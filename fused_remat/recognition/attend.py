@@ -387,9 +387,11 @@ def _scores(r: Reader, product: Op, chain: list[Op]) -> Scores | None:
 
     after = functools.partial(_after, r, product)
 
-    def slope(ops: list[Op], start: int) -> float:
-        small = after(base + 1e-2, ops, start) - after(base, ops, start)
-        return float(small.double().nan_to_num(0.0, 0.0, 0.0).max()) / 1e-2
+    def slope(ops: list[Op], start: int, step: float = 1e-2) -> float:
+        zero = after(base, ops, start).detach().double()
+        steps = after(base + step, ops, start).detach().double() - zero
+        exact = zero.abs().nan_to_num(math.inf).argmin()  # a mask of -1e9 leaves few digits
+        return float(steps.flatten()[exact]) / step
 
     try:
         if len(capped) == 1:
@@ -398,8 +400,7 @@ def _scores(r: Reader, product: Op, chain: list[Op]) -> Scores | None:
             softcap = slope([op for op in chain[capped[0] + 1 :] if op.name in SCALES][:1], end)
             scale = slope(chain[: capped[0]], first) * softcap
         elif not capped:
-            ones = after(base + 1.0, chain, first) - after(base, chain, first)
-            softcap, scale = 0.0, float(ones.detach().double().nan_to_num(0.0, 0.0, 0.0).max())
+            softcap, scale = 0.0, slope(chain, first, 1.0)
         else:
             return None
         constant = after(base, chain, first)

@@ -16,16 +16,15 @@ from fused_remat.execution.prepare import pieces_of
 from fused_remat.graph.graph import Graph
 from fused_remat.recognition.apart import generator_states, renumbered, replica
 from fused_remat.recognition.join import Pair
-from fused_remat.recognition.program import Modules, Opaque, Program, run_op
+from fused_remat.recognition.program import Modules, Opaque, Program, given_to, run_op
 from fused_remat.recognition.prove import difference
 from fused_remat.recognition.read import Reader, Reading
 from fused_remat.recognition.record import without_dropout
-from fused_remat.recognition.samples import INDICES, NOTES, Call, leaf_of
+from fused_remat.recognition.samples import INDICES, NOTES, Call, constants, leaf_of
 from fused_remat.recognition.values import (
     SHIFT,
     STREAM,
     Op,
-    Ref,
     Size,
     Unreadable,
     leaves,
@@ -58,6 +57,9 @@ class Known:
 
     def __init__(self, reading: Reading, call: Call) -> None:
         self.reading, self.places = reading, call.places
+        #: Names of the layer's tensors, and leaves of the arguments, of other values than whose the
+        #: layer is another block.
+        self.fixed: set[str | int] = {*reading.fixed}
         self.names, self.axes = tuple(call.sizes), call.axes
         #: The same without dropout; and without dtypes of adapters' own, too.
         self.plain = self.proved = self
@@ -123,9 +125,7 @@ class Known:
             plain = layout.factors == (("B",), ("S",), (out.shape[-1],))  # a segment knows it then
             y = out if plain else layout.value(out.reshape(-1, layout.width), sizes)
             made = {**values, number: y}
-            return map_tree(
-                reading.result, lambda leaf: made[leaf.index] if isinstance(leaf, Ref) else leaf
-            )
+            return map_tree(reading.result, lambda leaf: given_to(leaf, made, sizes, x.dtype))
 
         return tensors, functions, result
 
@@ -240,22 +240,29 @@ def read_call(
 
     Raises: Unreadable with the reason, if there is none.
     """
-    reasons = []
-    for dtypes in _DTYPES if call.sizes else ():
-        try:
-            mine = replica(layer, deep=True)
-            for name in NOTES:
-                mine.__dict__.pop(name, None)
-            return _read_call(mine, types.MethodType(forward, mine), call, *dtypes, free)
-        except torch.OutOfMemoryError:
-            raise
-        except Unreadable as reason:
-            reasons.append(str(reason))
-            if _CANNOT_RUN not in str(reason):
+    reasons, fixed = [], set[str | int]((*constants(layer), *call.whole))
+    for varies in (True, False) if fixed else (True,):
+        for dtypes in _DTYPES if call.sizes else ():
+            try:
+                mine = replica(layer, deep=True)
+                for name in NOTES:
+                    mine.__dict__.pop(name, None)
+                method = types.MethodType(forward, mine)
+                known = _read_call(mine, method, call, *dtypes, free, varies)
+                if varies and not fixed.isdisjoint(known.fixed):  # the block is that of others
+                    break
+                if not varies:
+                    known.fixed |= fixed
+                return known
+            except torch.OutOfMemoryError:
+                raise
+            except Unreadable as reason:
+                reasons.append(str(reason))
+                if _CANNOT_RUN not in str(reason):
+                    break
+            except Exception as error:  # of the layer's own code, at another size
+                reasons.append(f"what was read cannot run: {type(error).__name__}: {error}")
                 break
-        except Exception as error:  # of the layer's own code, at another size
-            reasons.append(f"what was read cannot run: {type(error).__name__}: {error}")
-            break
     raise Unreadable("; ".join(dict.fromkeys(reasons)) or "it has no tokens")
 
 
@@ -267,26 +274,36 @@ def _read_call(
     params: torch.dtype,
     proof: torch.dtype,
     free: bool,
+    varies: bool,
 ) -> Known:
     """The block of a call, recorded in float32 and in `other`, proved in the dtype `proof`."""
-    first = call.sample(layer, _SIZES[0], torch.float32, 0, tables=False)
     shift = SHIFT * free
-    second = call.sample(layer, _SIZES[1], other, 1, shift=shift, params=params, tables=False)
+    sample = functools.partial(call.sample, layer, varies=varies)
+    first = sample(_SIZES[0], torch.float32, 0, tables=False)
+    second = sample(_SIZES[1], other, 1, shift=shift, params=params, tables=False)
+    own = leaves(call.given)[call.places[0]].dtype
     try:
         pair = Pair(layer, forward, first, second, leaf_of, INDICES if free else ())
     except (Unreadable, torch.OutOfMemoryError):
         raise
     except Exception as error:  # whatever the layer raises at these sizes
         raise Unreadable(f"{_CANNOT_RUN} {first.sizes}: {type(error).__name__}: {error}") from error
+    pairs = [pair]
+    if own.itemsize < 4 and own != other:  # for which the layer may have operations of their own
+        low = sample(_SIZES[1], own, 1, shift=shift, tables=False)
+        with contextlib.suppress(RuntimeError):  # parameters of several dtypes
+            pairs.append(Pair(layer, forward, first, low, leaf_of, INDICES if free else ()))
     opaque, why = set[str](), list[str]()
     while True:
         try:
             known = _known(layer, pair, call, opaque)
+            for other_pair in pairs[1:]:
+                other_pair.join(opaque)
             fused = functools.partial(known.proved.run, layer)
             for i, sizes in enumerate(_PROOFS):  # one at a time: each holds the layer's parameters
-                sample = call.sample(layer, sizes, proof, i + 2, whole=False, shift=i * shift)
+                given = sample(sizes, proof, i + 2, whole=False, shift=i * shift)
                 with renumbered(layer, INDICES if free and i else ()):
-                    found = difference(layer, forward, fused, sample)
+                    found = difference(layer, forward, fused, given)
                 if found is not None:
                     raise Unreadable(f"what was read is not what it computes: {found}")
             return known

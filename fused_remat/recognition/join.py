@@ -206,8 +206,9 @@ class _Join:
                 low, high = (getattr(torch.finfo(d), name) for d in self.from_pair.dtypes)
                 if (abs(a), abs(b)) == (abs(low), abs(high)):
                     return Limit(name, a / low)
-            if math.isclose(a, b, rel_tol=1e-6):  # read from a buffer: the one with more digits
-                one, two = self.from_pair.dtypes
+            one, two = self.from_pair.dtypes
+            digits = max(1e-6, *(torch.finfo(d).eps for d in (one, two)))
+            if math.isclose(a, b, rel_tol=digits):  # read from a buffer: the one with more digits
                 return a if one.itemsize > two.itemsize else b
             if not (a != a and b != b):
                 raise Mismatch(f"a number is {a} and then {b}")

@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import math
 import threading
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,17 +22,20 @@ from fused_remat.execution.observe import DECISIONS, unobserved
 from fused_remat.graph.graph import Graph
 from fused_remat.layers.converted import CACHES, ConvertedLayer, class_of
 from fused_remat.layers.eligibility import (
+    RECORDERS,
     Reason,
     Unsupported,
     check_global_hooks,
     check_input,
     is_readable,
     qualified,
+    recorded,
 )
 from fused_remat.layers.fused_layer import is_traced
 from fused_remat.layers.precision import Precision, low_dtype, precision_of
 from fused_remat.layers.read import GraphCall
 from fused_remat.policies import Policy, kept_names
+from fused_remat.recognition.apart import numbers_of
 from fused_remat.recognition.call import Known, attribute, read_call
 from fused_remat.recognition.record import without_dropout
 from fused_remat.recognition.samples import INDICES, NOTES, Call, exact
@@ -40,14 +44,12 @@ from fused_remat.steps.norm import Norm
 from fused_remat.steps.operations import warn
 from fused_remat.steps.residual import Add
 
-#: What forward hooks of these modules do, a block need not.
-_RECORDERS = "transformers.utils.output_capturing"
 #: By how much a block may differ from the layer on the first batch, relative, by dtype.
 _FIRST = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 
 #: What was read, by the state of a layer and the arguments of a call; a reason where nothing was.
 #: With the names of tensors whose values decide, and by those values.
-KNOWN: dict[Any, tuple[tuple[str, ...], dict[tuple[Any, ...], Known | Reason]]] = {}
+KNOWN: dict[Any, tuple[tuple[str | int, ...], dict[tuple[Any, ...], Known | Reason]]] = {}
 #: How many entries `KNOWN` has at most; how often one layer is read, and then left as it is.
 _MOST, _MOST_READINGS = 4096, 24
 #: Attributes of a layer that are this library's; those that every module has.
@@ -109,14 +111,22 @@ class ReadLayer(ConvertedLayer):
         return super()._call(**given)
 
     def _block(self, **given: Any) -> GraphCall | Reason:
+        if given.get("output_attentions"):
+            return Reason("the call asks for attention weights, which a block does not make")
         try:
             check_global_hooks()
             for leaf in leaves(given):
                 if isinstance(leaf, Tensor) and leaf.is_floating_point():
+                    if not leaf.numel():
+                        return Reason("an argument is empty", quiet=True)
                     check_input(leaf, "an argument", (*range(leaf.dim() + 1),))
             known = self._known(given)
         except (Unreadable, Unsupported) as reason:
             known = Reason(str(reason))
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # of an attribute's own code, say: training goes on as before
+            known = Reason(f"reading it raised {type(error).__name__}: {error}")
         self._last = known
         if isinstance(known, Reason):
             return known
@@ -169,44 +179,48 @@ class ReadLayer(ConvertedLayer):
     def _known_for(self, call: Call, state: Any, free: bool) -> Known | Reason:
         key = state, call.key(free)
         names, found = KNOWN.get(key, ((), {}))
-        known = found.get(self._values_of(names))
+        known = found.get(self._values_of(names, call))
         if known is None:
             if self._notes_of().readings == _MOST_READINGS:
                 return Reason("its code, its arguments or tensors that it reads change too often")
             self._notes_of().readings += 1
             with _reading:
                 known = self._read_first(call, free)
-                more = known.reading.fixed if isinstance(known, Known) else ()
+                more = known.fixed if isinstance(known, Known) else ()
                 if not set(names).issuperset(more):
-                    names, found = tuple(sorted({*names, *more})), {}
-                found[self._values_of(names)] = known
+                    names, found = tuple({*names, *more}), {}
+                found[self._values_of(names, call)] = known
                 KNOWN[key] = names, found
                 if len(KNOWN) > _MOST:
                     del KNOWN[next(iter(KNOWN))]
         return known
 
     def _compared(self, known: Known, call: Call) -> Known | Reason:
-        """A block that was compared with this layer on a batch as large as this one, or larger.
+        """A block that was compared with this layer on batches as large and as small as this one.
 
-        Larger batches may take another branch of the layer's code.
+        Others may take another branch of the layer's code.
         """
-        checked = self._notes_of().checked
-        batch, tokens, reason = checked.get(known, (0, 0, None))
-        if reason is None and (call.batch > batch or call.tokens > tokens):
-            text = self._why_different(known, call, tokens)
+        checked, sizes = self._notes_of().checked, (call.batch, call.tokens)
+        numbers = [n.bit_length() for n in leaves(call.given) if type(n) is int]
+        mine = (*sizes, math.prod(sizes), *(-n for n in sizes), max(numbers, default=0))
+        most, reason = checked.get(known, ((-math.inf,) * len(mine), None))
+        if reason is None and any(a > b for a, b in zip(mine, most, strict=True)):
+            text = self._why_different(known, call)
             reason = None if text is None else Reason(text)
-            checked[known] = max(call.batch, batch), max(call.tokens, tokens), reason
+            checked[known] = tuple(map(max, mine, most)), reason
         return reason or known
 
-    def _values_of(self, names: Sequence[str]) -> tuple[Any, ...]:
-        """The values of the layer's tensors of these names, to tell apart."""
-        found = []
+    def _values_of(self, names: Sequence[str | int], call: Call) -> tuple[Any, ...]:
+        """The values of the layer's tensors of these names, and of arguments, to tell apart."""
+        found: list[Any] = []
         for name in names:
+            if isinstance(name, int):
+                found.append((name, _values(leaves(call.given)[name])))
+                continue
             t = attribute(self, name)
             kept = self._notes_of().values.get(name)
             if kept is None or kept[0] is not t or kept[1] != t._version:
-                values = hash(t.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
-                kept = t, t._version, (name, tuple(t.shape), values)
+                kept = t, t._version, (name, _values(t))
                 self._notes_of().values[name] = kept
             found.append(kept[2])
         return tuple(found)
@@ -224,7 +238,7 @@ class ReadLayer(ConvertedLayer):
         except Unreadable as reason:
             return Reason(str(reason))
 
-    def _why_different(self, known: Known, call: Call, checked: int) -> str | None:
+    def _why_different(self, known: Known, call: Call) -> str | None:
         """By how much the block and the layer differ on real arguments, without dropout.
 
         Under autocast both compute in float32: in 16 bits they would round differently.
@@ -255,6 +269,8 @@ class ReadLayer(ConvertedLayer):
             return f"the layer has {len(expected)} results, its block {len(mine)}"
         for a, b in zip(mine, expected, strict=True):
             if isinstance(a, Tensor) and isinstance(b, Tensor) and a.is_floating_point():
+                if a.dtype != b.dtype:
+                    return f"the block's result is {a.dtype}, the layer's {b.dtype}"
                 distance = math.inf
                 if a.shape == b.shape:
                     distance = float((a.detach() - b.detach()).norm()) / (
@@ -263,7 +279,7 @@ class ReadLayer(ConvertedLayer):
                 if not distance <= limit:
                     return (
                         f"the block differs by {distance:.1e} from the layer on a batch of "
-                        f"{x.shape} (checked up to {checked or 'the first'} tokens before)"
+                        f"shape {tuple(x.shape)}"
                     )
         return None
 
@@ -339,15 +355,20 @@ class _Notes:
     Attributes:
         values: by name, a tensor of which the values were looked at, its version and the values.
         checked: by block, the largest batch and length at which it was compared with the layer,
+            their product, the smallest ones, negative, and the bits of the largest whole number;
             and why it is not used.
         readings: how often the layer was read.
         told: whether the user was told that it is left as it is.
     """
 
     values: dict[str, Any]
-    checked: dict[Known, tuple[int, int, Reason | None]]
+    checked: dict[Known, tuple[tuple[float, ...], Reason | None]]
     readings: int = 0
     told: bool = False
+
+
+def _values(t: Tensor) -> Any:
+    return tuple(t.shape), hash(t.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
 
 
 _told: set[tuple[type, str]] = set()
@@ -376,11 +397,19 @@ def state_of(layer: nn.Module, free: bool) -> tuple[Any, ...]:
         hooked = own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]
         if path and hooked:
             raise Unsupported(f"{path} has hooks")
-        for hook in own["_forward_hooks"].values() if path else ():
-            if getattr(hook, "__module__", None) != _RECORDERS:
+        for hook in own["_forward_hooks"].values():
+            if getattr(hook, "__module__", None) == RECORDERS:
+                asked = recorded(hook)
+                if asked and (path or asked != "hidden_states"):
+                    raise Unsupported(f"the call asks for {asked}, which a block does not make")
+            elif path:
                 raise Unsupported(f"{path} has hooks")
         kind = module.stock if isinstance(module, ConvertedLayer) else type(module)
-        found += [path, kind, exact(own.get("forward", kind.forward), seen), own["training"]]
+        if "training" not in own:
+            raise Unsupported(f"{path or 'it'} is {qualified(kind)}, which has compiled code")
+        forward = own.get("forward", kind.forward)
+        found += [path, weakref.ref(kind), exact(forward, seen), own["training"]]
+        found += numbers_of(kind)
         for name, value in own.items():
             if name not in _MODULE and not (free and name in INDICES):
                 found += [name, exact(value, seen)]

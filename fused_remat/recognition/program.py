@@ -208,20 +208,29 @@ class Program:
         return y if self.pick is None else y[:, list(self.pick)]
 
 
+def given_to(
+    leaf: Any, values: Mapping[int, Any], sizes: Mapping[str, int], dtype: torch.dtype
+) -> Any:
+    """What a leaf of a recording is in a call with these values, sizes and stream's dtype."""
+    if isinstance(leaf, Ref):
+        return values[leaf.index]
+    if isinstance(leaf, Size):
+        return leaf.of(sizes)
+    if isinstance(leaf, Limit):
+        return leaf.sign * getattr(torch.finfo(dtype), leaf.name)
+    return dtype if leaf is STREAM else leaf
+
+
 def run_op(
     op: Op, values: dict[int, Any], modules: Modules, sizes: Mapping[str, int], dtype: torch.dtype
 ) -> None:
     """Run an operation on `values`, and add what it makes."""
 
     def given(leaf: Any) -> Any:
-        if isinstance(leaf, Ref):
-            return values[leaf.index]
-        if isinstance(leaf, Size):
-            return leaf.of(sizes)
         if isinstance(leaf, Limit):  # of the dtype that autocast gave to what is compared with it
             of = [values[n].dtype for n in refs(op.args[:1]) if values[n].is_floating_point()]
-            return leaf.sign * getattr(torch.finfo(of[0] if of else dtype), leaf.name)
-        return dtype if leaf is STREAM else leaf
+            return given_to(leaf, values, sizes, of[0] if of else dtype)
+        return given_to(leaf, values, sizes, dtype)
 
     args, kwargs = map_tree(op.args, given), map_tree(op.kwargs, given)
     if op.path is not None:

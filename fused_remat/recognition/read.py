@@ -222,6 +222,8 @@ class Reader:
         recording = self.recording
         live = dict.fromkeys(n for n in refs(recording.result) if n in recording.live)
         scores = [n for n in live if self._is_scores(n)]
+        if scores and not type(self.layer).__module__.startswith("transformers."):  # drops them
+            raise Unreadable("it returns the scores of attention")
         recording.result = map_tree(
             recording.result, lambda a: None if isinstance(a, Ref) and a.index in scores else a
         )
@@ -639,7 +641,7 @@ class Reader:
                 return names[0]
         if len(set(names)) < len(names):
             raise Opaque(op.inside, "it reads one activation in two layouts")
-        whole, batched, shapes = program.draws, list[int](), []
+        whole, batched, shapes = program.draws or self._mixes_batch(program), list[int](), []
         for n in params:
             shape = self.recording.shapes[n]
             if shape is None:
@@ -750,6 +752,8 @@ class Reader:
             return False
         if any(isinstance(n, Size) for shape in shapes for n in shape):
             return False
+        if not self._keeps(program, names):
+            return False
         y, xs, tensors = self.sample(program)
         order = torch.randperm(len(y), generator=torch.Generator().manual_seed(0)).to(y.device)
         try:
@@ -758,6 +762,21 @@ class Reader:
             return False
         slack = 64 * torch.finfo(y.dtype).eps
         return torch.allclose(mixed, y[order], rtol=slack, atol=slack)
+
+    def _mixes_batch(self, program: Program) -> bool:
+        return not self._keeps(program, program.layout.names[:-1])
+
+    def _keeps(self, program: Program, names: Sequence[str]) -> bool:
+        """Whether all that a program computes of its activations has a dimension for each of the
+        sizes `names`; what lacks one mixes them, though a limit may hide it (`clamp`)."""
+        if program.is_algebra:
+            return True
+        made = [n for op in program.ops for n in op.outs if n in self.recording.live]
+        shapes = [self.recording.shapes[n] for n in made if n is not None]
+        found = [
+            [n for s in shape or () if isinstance(s, Size) for n in s.names] for shape in shapes
+        ]
+        return all(set(names).issubset(mine) for mine in found)
 
     def _needed_for(self, program: Program, names: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
         """For each activation, the names whose gradients depend on its value: found by trying."""

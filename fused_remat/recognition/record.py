@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from fused_remat.recognition.apart import generator_states, run_with, unchanged
+from fused_remat.recognition.apart import generator_states, run_with, shared_by, unchanged
 from fused_remat.recognition.values import (
     SHAPES,
     Op,
@@ -27,7 +27,8 @@ from fused_remat.recognition.values import (
 
 _READS = (
     "__bool__", "item", "tolist", "__int__", "__float__", "__index__", "nonzero", "__contains__",
-    "numpy", "unique", "masked_select", "argwhere", "bincount", "equal", "allclose", "is_nonzero",
+    "numpy", "__array__", "unique", "masked_select", "argwhere", "bincount", "equal", "allclose",
+    "is_nonzero",
 )  # fmt: skip
 _IN_PLACE = (
     "__setitem__", "__iadd__", "__imul__", "__isub__", "__itruediv__", "__iand__", "__ior__",
@@ -79,8 +80,8 @@ def multi_head_attention(
     static_v: Tensor | None = None,
     average_attn_weights: bool = True,
     is_causal: bool = False,
-) -> tuple[Tensor, None]:
-    """`F.multi_head_attention_forward` in linear layers and one attention, without weights."""
+) -> tuple[Tensor, Tensor | None]:
+    """`F.multi_head_attention_forward` in linear layers, one attention, and weights beside it."""
     if not (bias_k is bias_v is static_k is static_v is None) or add_zero_attn:
         raise Unreadable("nn.MultiheadAttention with bias_k, add_zero_attn or static keys")
     weights: Any = (q_proj_weight, k_proj_weight, v_proj_weight)
@@ -109,7 +110,14 @@ def multi_head_attention(
     q, k, v = heads
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask, dropout_p=p)
     out = out.permute(2, 0, 1, 3).reshape(query.shape[0], batch, embed_dim)
-    return F.linear(out, out_weight, out_bias), None
+    y = F.linear(out, out_weight, out_bias)
+    if not need_weights:
+        return y, None
+    scores = q @ k.transpose(-1, -2) * width**-0.5
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=q.dtype).masked_fill(~attn_mask, -torch.inf)
+    weights = (scores if attn_mask is None else scores + attn_mask).softmax(-1)
+    return y, weights.mean(1) if average_attn_weights else weights
 
 
 class Recorder(TorchFunctionMode):
@@ -202,7 +210,7 @@ class Recorder(TorchFunctionMode):
         if name in _SETTERS:
             return func(*args, **kwargs)
         if _is_dropout(func):
-            return self._dropout(*args, **kwargs)
+            return self._dropout(func, *args, **kwargs)
         if func is F.multi_head_attention_forward:
             with self:
                 return multi_head_attention(*args, **kwargs)
@@ -251,12 +259,24 @@ class Recorder(TorchFunctionMode):
             self.fixed |= roots
 
     def _dropout(
-        self, input: Tensor, p: float = 0.5, training: bool = True, *_: Any, **__: Any
+        self,
+        func: Any,
+        input: Tensor,
+        p: float = 0.5,
+        training: bool = True,
+        inplace: bool = False,
+        **_: Any,
     ) -> Tensor:
         args = self.encoded((input,))
         out = input.view_as(input)
         self._note_views(torch.Tensor.view_as, (input,), (*args, *args), {}, out)
         self.add("dropout", lambda x: x, args, {}, out, p=float(p) if training else 0.0)
+        if inplace or func is torch.dropout_:
+            pointer = out.untyped_storage().data_ptr()
+            for t in self.values:
+                if t is not out and t.untyped_storage().data_ptr() == pointer:
+                    self.numbers[id(t)] = -1  # another view of the elements that are dropped
+            self.numbers[id(input)] = self.numbers[id(out)]
         return out
 
     def _note_views(self, func: Any, args: Any, encoded: Any, kwargs: Any, result: Any) -> None:
@@ -431,8 +451,10 @@ def record(
     recorder.autocast = autocast
     numbers: list[int | None] = []
     for i, (leaf, is_active) in enumerate(zip(leaves(given), active, strict=True)):
-        numbers.append(recorder.new(leaf) if isinstance(leaf, Tensor) else None)
-        number = numbers[-1]
+        number = recorder.numbers.get(id(leaf)) if isinstance(leaf, Tensor) else None
+        if number is None and isinstance(leaf, Tensor):
+            number = recorder.new(leaf)
+        numbers.append(number)
         if number is not None and i != bounds:
             recorder.roots[number] = frozenset(("argument",))
         if number is not None and is_active:
@@ -440,9 +462,11 @@ def record(
 
     def watched(**given: Any) -> Any:
         tensors = {name: recorder.values[i] for i, name in recorder.sources.items()}
-        with unchanged([*map(vars, layer.modules()), given], tensors):
+        with unchanged([*map(vars, layer.modules()), given, *shared_by(layer)], tensors):
             return forward(**given)
 
     with _recording(recorder), torch.enable_grad():
         result = run_with(layer, watched, named, given)
+    if type(map_tree(result, lambda leaf: leaf)) is not type(result):
+        raise Unreadable(f"it returns {type(result).__name__}")
     return recorder, numbers, recorder.encoded(result)

@@ -8,6 +8,7 @@ import itertools
 import math
 import types
 import weakref
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fused_remat.recognition.join import norm_of
-from fused_remat.recognition.values import Sample, Unreadable, leaves, map_tree
+from fused_remat.recognition.values import Sample, Unreadable, attributes, leaves, map_tree
 from fused_remat.spec import NormSpec
 from fused_remat.steps.activation import ACTIVATIONS
 
@@ -46,17 +47,25 @@ def exact(value: Any, seen: dict[int, Any]) -> Any:
     False
     """
     kind = type(value)
-    if kind in _PLAIN or isinstance(value, (type, enum.Enum)):
+    if kind in _PLAIN or isinstance(value, enum.Enum):
         return value if value == value else str(value)
+    if isinstance(value, type):
+        return weakref.ref(value)
     if id(value) in seen:
         return seen[id(value)]
     seen[id(value)] = len(seen)
     if isinstance(value, Tensor):
         return value.shape, value.dtype
     if isinstance(value, (numpy.generic, int, float, str)):  # of a class of its own
-        return kind, repr(value)
+        return weakref.ref(kind), repr(value)
+    if isinstance(value, numpy.ndarray):
+        return (
+            value.shape,
+            str(value.dtype),
+            value.tobytes() if value.dtype != object else repr(value),
+        )
     parts: Any = None
-    if isinstance(value, (tuple, list, set, frozenset)):
+    if isinstance(value, (tuple, list, set, frozenset, deque)):
         parts = sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value
     elif isinstance(value, dict):
         parts = itertools.chain(*value.items())
@@ -72,31 +81,37 @@ def exact(value: Any, seen: dict[int, Any]) -> Any:
         return value.__code__, *[exact(part, seen) for part in parts]
     elif kind.__module__.startswith("torch.") and not isinstance(value, nn.Module):
         return kind  # a device mesh, a state of FSDP: they do not decide what is computed
-    elif hasattr(value, "__dict__") and not isinstance(value, nn.Module):
-        parts = itertools.chain(*vars(value).items())
+    elif isinstance(value, nn.Module):  # outside of the layer
+        numbers = {n: v for n, v in vars(value).items() if type(v) in _PLAIN}
+        return _Itself(value), *numbers.items()
+    elif own := attributes(value):
+        parts = itertools.chain(*own.items())
     if parts is not None:
-        return kind, *[exact(part, seen) for part in parts]
-    try:
-        return weakref.ref(value)
-    except TypeError:
-        return _Itself(value)
+        return weakref.ref(kind), *[exact(part, seen) for part in parts]
+    return _Itself(value)
 
 
 class _Itself:
-    """Equal for the same object only."""
+    """Equal for the same object only, which it does not hold if it need not."""
 
     def __init__(self, value: Any) -> None:
-        self.value = value
+        self.id = id(value)
+        try:
+            self.value: Any = weakref.ref(value)
+        except TypeError:
+            self.value = lambda: value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Itself) and other.value is self.value
+        return isinstance(other, _Itself) and self.value() is other.value() is not None
 
     def __hash__(self) -> int:
-        return id(self.value)
+        return self.id
 
 
 #: How many random numbers are drawn for a tensor: a prime, larger than most widths.
 _DRAWN = 65537
+#: No sample has fewer tokens in a sequence.
+_SMALLEST = 5
 
 
 class Call:
@@ -124,8 +139,11 @@ class Call:
         if x.dim() not in (2, 3, 4):
             raise Unreadable(f"its input has shape {tuple(x.shape)}")
         memory = [
-            i for i in tensors[1:] if names[i] in _MEMORY and found[i].dim() == 3 and x.dim() == 3
-        ]
+            i for i in tensors[1:]
+            if names[i] in _MEMORY and found[i].dim() == 3 == x.dim() and found[i] is not x
+        ]  # fmt: skip
+        #: Among the leaves, the stream's input, wherever it is given.
+        self.same = [i for i, t in enumerate(found) if t is x]
         #: The names of the first dimensions of the stream's input.
         self.axes = ("S",) if x.dim() == 2 else ("S", "B") if vary[0] == "S" else ("B", "S")
         sizes = dict(zip(self.axes, x.shape, strict=False))
@@ -140,6 +158,11 @@ class Call:
         self.sizes = {name: n for name, n in sizes.items() if name in vary}
         self.places = (tensors[0], memory[0] if memory else None)
         self.active = [i in self.places for i in range(len(found))]
+        #: Among the leaves, tensors of whole numbers.
+        self.whole = [
+            i for i, t in enumerate(found)
+            if isinstance(t, Tensor) and not t.is_floating_point() and t.dtype != torch.bool
+        ]  # fmt: skip
         #: Among the leaves, the bounds of sequences of variable length.
         self.bounds = next(
             (
@@ -185,7 +208,7 @@ class Call:
             else:
                 found.append(int if type(leaf) is int and free else exact(leaf, {}))
         shape = map_tree(self.given, lambda leaf: None)
-        return (*found, repr(shape), tuple(self.sizes), self.axes)
+        return (*found, repr(shape), tuple(self.sizes), self.axes, *self.same)
 
     def sample(
         self,
@@ -197,13 +220,15 @@ class Call:
         shift: int = 0,
         params: torch.dtype | None = None,
         tables: bool = True,
+        varies: bool = True,
     ) -> Sample:
         """A call of other sizes, with random activations and parameters, in `dtype`.
 
         Masks have random values, so that no mask seems to do nothing. `whole`: packed tokens are
         one sequence, else two. `shift`: added to whole numbers. `params`: the dtype of parameters,
         if it is another. `tables`: other arguments keep their values; else equal ones become
-        others, which are equal.
+        others, which are equal. `varies`: tensors of whole numbers are random, and buffers of one
+        number have others.
         """
         generator = torch.Generator().manual_seed(seed)
 
@@ -217,9 +242,12 @@ class Call:
         sizes = {name: sizes[name] for name in self.sizes}
         bounds = None if self.bounds is None else leaves(self.given)[self.bounds]
         places = iter(zip(self.dims, self.active, self.names, strict=True))
+        x, stream = leaves(self.given)[self.places[0]], list[Tensor]()
 
         def given(leaf: Any) -> Any:
             dims, is_active, name = next(places)
+            if leaf is x and stream:
+                return stream[0]
             if not isinstance(leaf, Tensor) or dims is None:
                 return leaf + shift if type(leaf) is int else leaf
             if bounds is not None and leaf is bounds:
@@ -228,7 +256,9 @@ class Call:
                 return torch.tensor(ends, dtype=leaf.dtype, device=leaf.device)
             shape = [n if isinstance(n, int) else sizes[n[-1]] * int(n[:-1] or 1) for n in dims]
             if is_active or (leaf.is_floating_point() and leaf.requires_grad):
-                return random(shape, leaf.device)
+                made = random(shape, leaf.device)
+                stream.append(made)
+                return made
             made = leaf.detach()
             for i, n in enumerate(shape):
                 if n != made.shape[i]:
@@ -238,7 +268,9 @@ class Call:
             if made.dtype == torch.bool or (is_mask and not made.is_floating_point()):
                 return _choices(made, generator)
             if not made.is_floating_point():
-                return made.clone()
+                return (
+                    _numbers(made, generator) if varies and "cu_seq" not in name else made.clone()
+                )
             made = _cast(made, dtype)
             if is_mask or sum(n in ("S", "M") for n in dims) == 2:
                 noise = torch.randn(made.shape, generator=generator, dtype=dtype).to(made.device)
@@ -255,12 +287,28 @@ class Call:
             else:
                 t.mul_(0.2)
             named[name] = t.to(params or dtype).requires_grad_(p.is_floating_point())
+        constant = constants(layer) if varies else {}
         for name, b in layer.named_buffers():
             to = params or dtype if b.is_floating_point() else b.dtype
-            named[name] = b.detach().to(to, copy=True)
+            made = b.detach().to(to, copy=True)
+            if name in constant and made.is_floating_point():
+                made += 0.25 * torch.sin(1.0 + torch.arange(made.numel()).to(made)).view(b.shape)
+            elif name in constant:
+                made = _choices(made, generator)
+            named[name] = made
         return Sample(
             sizes, dtype, named, map_tree(dict(self.given), given), self.active, self.bounds
         )
+
+
+def constants(layer: nn.Module) -> dict[str, Tensor]:
+    """Buffers whose values are all one number, which may hide what a layer does with them."""
+    tensors = {name: b for name, b in layer.named_buffers() if b.numel()}
+    for path, module in layer.named_modules():
+        own = {n: v for n, v in vars(module).items() if type(v) is Tensor and v.numel()}
+        tensors.update({f"{path}.{n}" if path else n: v for n, v in own.items()})
+    kinds = {n: t for n, t in tensors.items() if t.is_floating_point() or t.dtype == torch.bool}
+    return {n: t for n, t in kinds.items() if bool((t == t.reshape(-1)[0]).all())}
 
 
 def _choices(t: Tensor, generator: torch.Generator) -> Tensor:
@@ -269,6 +317,14 @@ def _choices(t: Tensor, generator: torch.Generator) -> Tensor:
     if t.dim():
         made[..., :1], made[..., 1:2] = True, False
     return made.to(t)
+
+
+def _numbers(t: Tensor, generator: torch.Generator) -> Tensor:
+    """Random whole numbers, no larger than those of `t` and than any size of a sample."""
+    most = int(t.max()) if t.numel() else 0
+    if most < 2 or int(t.min()) < 0:
+        return _choices(t, generator) if most in (0, 1) else t.clone()
+    return torch.randint(1, min(most, _SMALLEST) + 1, t.shape, generator=generator).to(t)
 
 
 def _cast(t: Tensor, dtype: torch.dtype) -> Tensor:
@@ -320,8 +376,9 @@ def _norm_kind(module: nn.Module, params: Mapping[str, Tensor]) -> NormSpec | No
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(3, 4, width, generator=generator, dtype=torch.float64)
     named = {n: torch.rand(width, generator=generator, dtype=torch.float64) + 0.5 for n in params}
-    y, small = _tried(module, named, x), _tried(module, named, 1e-3 * x)
-    if y is None or small is None:
+    tried = [(s * x, _tried(module, named, s * x)) for s in (1.0, 1e-3, 1e5)]
+    pairs = [(a, b) for a, b in tried if b is not None]
+    if len(pairs) < len(tried):
         return None
     weight, bias = (*named.values(), None, None)[:2]
     numbers = {v for v in vars(module).values() if isinstance(v, float) and 0.0 < v < 1e-2}
@@ -329,10 +386,8 @@ def _norm_kind(module: nn.Module, params: Mapping[str, Tensor]) -> NormSpec | No
         for kind in ("layer_norm", "rms_norm"):
             for offset in (0.0, 1.0) if params else (0.0,):
                 spec = NormSpec(kind=kind, eps=eps, offset=offset)
-                pairs = ((x, y), (1e-3 * x, small))
-                if all(
-                    torch.allclose(norm_of(spec)(a, weight, bias), b, 1e-5, 1e-7) for a, b in pairs
-                ):
+                run = norm_of(spec)
+                if all(torch.allclose(run(a, weight, bias), b, 1e-5, 1e-7) for a, b in pairs):
                     return spec
     return None
 

@@ -87,6 +87,17 @@ def leaves(tree: Any) -> list[Any]:
     return found
 
 
+def attributes(value: Any) -> dict[str, Any]:
+    """The attributes of an object, also those of slots."""
+    found = dict(getattr(value, "__dict__", {}))
+    for kind in type(value).__mro__[:-1]:
+        names = vars(kind).get("__slots__", ())
+        for name in (names,) if isinstance(names, str) else names:
+            if not name.startswith("__") and hasattr(value, name):
+                found[name] = getattr(value, name)
+    return found
+
+
 def refs(tree: Any) -> list[int]:
     """The numbers of the values in a tree."""
     return [leaf.index for leaf in leaves(tree) if isinstance(leaf, Ref)]
