@@ -114,11 +114,12 @@ def renumbered(layer: nn.Module, names: Collection[str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def unchanged(roots: list[Any], named: Mapping[str, Tensor]) -> Iterator[None]:
-    """Raise Unreadable if code changes what can be reached from `roots`, or tensors in place; put
-    back what lists, dicts, sets and objects held."""
+def unchanged(roots: list[Any], shared: list[Any], named: Mapping[str, Tensor]) -> Iterator[None]:
+    """Raise Unreadable if code changes what can be reached from `roots`, the lists, dicts and sets
+    `shared`, or tensors in place; put back what they and objects held."""
     versions = [t._version for t in named.values()]
     holders, generators = _holders(roots)
+    holders += [(holder, _items(holder)) for holder in shared]
     states = [(g, _state(g)) for g in generators]
     changed = list[str]()
     try:
@@ -180,6 +181,7 @@ _GENERATORS: tuple[tuple[type, Callable[[Any], Any], Callable[[Any, Any], Any]],
     (RandomState, RandomState.get_state, RandomState.set_state),
     (Generator, lambda g: g.bit_generator.state, lambda g, s: setattr(g.bit_generator, "state", s)),
 )
+_GENERATOR_KINDS = tuple([kind for kind, *_ in _GENERATORS])
 
 
 def _drew(before: list[tuple[Any, Any]]) -> bool:
@@ -204,7 +206,7 @@ def _holders(roots: list[Any]) -> tuple[list[tuple[Any, list[Any]]], list[Any]]:
         if id(value) in seen or isinstance(value, (Tensor, type, types.ModuleType)):
             continue
         seen.add(id(value))
-        if isinstance(value, tuple(kind for kind, *_ in _GENERATORS)):
+        if isinstance(value, _GENERATOR_KINDS):
             generators.append(value)
         elif isinstance(value, (list, dict, set, deque)):
             found.append((value, _items(value)))

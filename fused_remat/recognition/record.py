@@ -462,7 +462,7 @@ def record(
 
     def watched(**given: Any) -> Any:
         tensors = {name: recorder.values[i] for i, name in recorder.sources.items()}
-        with unchanged([*map(vars, layer.modules()), given, *shared_by(layer)], tensors):
+        with unchanged([*map(vars, layer.modules()), given], shared_by(layer), tensors):
             return forward(**given)
 
     with _recording(recorder), torch.enable_grad():
