@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
+import re
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -378,8 +379,9 @@ def _tell(layer: ReadLayer, text: str) -> None:
     """Warn once of each kind of layers that is left as it is, and of each layer."""
     notes = layer._notes_of()
     told, notes.told = notes.told, True
-    if not told and (layer.stock, text) not in _told:
-        _told.add((layer.stock, text))
+    kind = layer.stock, re.sub(r"\d\S*", "", text)  # of each layer the block differs otherwise
+    if not told and kind not in _told:
+        _told.add(kind)
         warn(f"left {layer.stock.__name__} as it is: {text}")
 
 

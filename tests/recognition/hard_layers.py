@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from enum import Enum
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -517,3 +517,203 @@ class HeldByForward(Layer):
     def set_up(self, index: int) -> None:
         forward = self.mlp.up.forward
         self.mlp.up.forward = lambda x: forward(x)
+
+
+# Numbers that are all one in the first batch.
+
+
+class Segments(Scores):
+    """Tokens attend to those of their segment; the argument has no name of a mask's."""
+
+    def masked(self, scores: Tensor, mask: Tensor) -> Tensor:
+        return scores.masked_fill(mask[:, None, :, None] != mask[:, None, None, :], -1e9)
+
+
+class Lengths(Scores):
+    def masked(self, scores: Tensor, mask: Tensor) -> Tensor:
+        seen = torch.arange(scores.shape[-1]) < mask[:, None]
+        return scores.masked_fill(~seen[:, None, None], -1e9)
+
+
+class Chosen(Layer):
+    """Tokens of kind 1 have a gate, of which the first batch has none."""
+
+    def set_up(self, index: int) -> None:
+        self.gate = nn.Parameter(torch.linspace(0.5, 2.0, WIDTH))
+
+    def forward(self, x: Tensor, kinds: Tensor) -> Tensor:
+        y = self.mlp(self.norm(x))
+        return x + torch.where((kinds == 1)[..., None], y * self.gate, y)
+
+
+class Switched(Chosen):
+    """The same by a buffer, which is off at first."""
+
+    def set_up(self, index: int) -> None:
+        super().set_up(index)
+        self.register_buffer("on", torch.zeros(WIDTH, dtype=torch.bool))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.mlp(self.norm(x))
+        return x + torch.where(self.on, y * self.gate, y)
+
+
+class Mixed(Layer):
+    """A buffer that is zero at first mixes tokens later."""
+
+    def set_up(self, index: int) -> None:
+        self.register_buffer("on", torch.zeros(1))
+
+    def branch(self, x: Tensor) -> Tensor:
+        y = self.mlp(x)
+        return y + self.on * torch.sin(y.flip(1))
+
+
+class LimitedByOthers(Layer):
+    """A limit that is not reached at first hides that it follows from all tokens."""
+
+    def branch(self, x: Tensor) -> Tensor:
+        y = self.mlp(x)
+        return y / y.abs().max().clamp(min=8.0)
+
+
+class ClampedNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.clamp(-30.0, 30.0), (WIDTH,), self.weight, 1e-6)
+
+
+class NormOfClamped(Layer):
+    def set_up(self, index: int) -> None:
+        self.norm = ClampedNorm()
+
+
+class OneSequence(Layer):
+    def branch(self, x: Tensor) -> Tensor:
+        return self.mlp(x) if x.shape[0] > 1 else -2 * self.mlp(x)
+
+
+class ManyTokens(Layer):
+    def branch(self, x: Tensor) -> Tensor:
+        return self.mlp(x) if x.shape[:2].numel() < 100 else -2 * self.mlp(x)
+
+
+class HalfBranch(Layer):
+    """Operations of their own for 16 bits."""
+
+    def branch(self, x: Tensor) -> Tensor:
+        y = self.mlp(x)
+        return y.clamp(-2.0, 2.0) if y.dtype == torch.bfloat16 else y
+
+
+class WideScale(Layer):
+    """A float32 coefficient beside 16 bits makes the result float32."""
+
+    def set_up(self, index: int) -> None:
+        self.scale = nn.Parameter(torch.linspace(0.5, 2.0, WIDTH))
+
+    def branch(self, x: Tensor) -> Tensor:
+        return self.scale * self.mlp(x)
+
+
+# Numbers of the layer's module and class, of arrays, slots and other objects.
+
+SCALE = 1.0
+LOSSES: list[Tensor] = []
+
+
+class GlobalScale(Layer):
+    def branch(self, x: Tensor) -> Tensor:
+        return SCALE * self.mlp(x)
+
+
+class ClassScale(Layer):
+    scale = 1.0
+
+    def branch(self, x: Tensor) -> Tensor:
+        return self.scale * self.mlp(x)
+
+
+class Slots:
+    __slots__ = ("scale",)
+
+    def __init__(self, scale: float):
+        self.scale = scale
+
+
+class GlobalLosses(Layer):
+    def branch(self, x: Tensor) -> Tensor:
+        y = self.mlp(x)
+        note(y.square().mean())
+        return y
+
+
+def note(loss: Tensor) -> None:
+    LOSSES.append(loss)
+
+
+class ClassLosses(Layer):
+    losses: ClassVar[list[Tensor]] = []
+
+    def branch(self, x: Tensor) -> Tensor:
+        y = self.mlp(x)
+        self.losses.append(y.square().mean())
+        return y
+
+
+class Skipped(Layer):
+    """A generator of the layer's own chooses whether it does something."""
+
+    def __init__(self, generator: Any, draw: Callable[[Any], float]):
+        super().__init__()
+        self.generator, self.draw = generator, draw
+
+    def branch(self, x: Tensor) -> Tensor:
+        return self.mlp(x) * float(self.draw(self.generator) < 0.5)
+
+
+class DroppedInPlace(Layer):
+    """The result of dropout is not used: it is in place."""
+
+    def branch(self, x: Tensor) -> Tensor:
+        y = self.mlp(x) * 1.0
+        F.dropout(y, 0.5, self.training, inplace=True)
+        return y
+
+
+# Results.
+
+
+class Result(dict):
+    __getattr__ = dict.__getitem__
+
+
+class Results(Layer):
+    """The result is what `make` makes of it."""
+
+    def __init__(self, make: Callable[[Tensor, Tensor], Any]):
+        super().__init__()
+        self.make = make
+
+    def forward(self, x: Tensor) -> Any:
+        return self.make(x, x + self.mlp(self.norm(x)))
+
+
+class Weights(Layer):
+    """It returns the weights of attention."""
+
+    def set_up(self, index: int) -> None:
+        self.attention = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.norm(x)
+        y, weights = self.attention(h, h, h)
+        return x + self.mlp(y), weights
+
+
+class SameArgument(Layer):
+    def forward(self, x: Tensor, other: Tensor) -> Tensor:
+        return x + self.mlp(self.norm(x)) + (0.0 if other is x else other.mean(1, keepdim=True))

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import copy
 import gc
+import random
 import threading
 import warnings
 import weakref
+from collections import deque
 from types import SimpleNamespace
 
 import hard_layers as hard
@@ -26,6 +28,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fused_remat import FusedRematWarning, conversion, convert
+from fused_remat.execution.prepare import pieces_of
 from fused_remat.recognition import call as call_module
 from fused_remat.recognition import layer as layer_module
 from fused_remat.recognition.layer import KNOWN
@@ -484,3 +487,197 @@ def test_another_thread_computes_while_a_layer_is_read(monkeypatch):
     for thread in threads:
         thread.join()
     assert found and found == [None] * len(found)
+
+
+# Numbers that are all one in the first batch.
+
+ONES = torch.ones(B, S, dtype=torch.long)
+SEGMENTS = torch.arange(S).div(7, rounding_mode="floor").expand(B, S)
+WHOLE = {
+    "Segments": (ONES, SEGMENTS), "Chosen": (0 * ONES, SEGMENTS),
+    "Lengths": (torch.full((B,), S), torch.tensor([S, 9])),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("is_plain_first", [True, False])
+@pytest.mark.parametrize("name", WHOLE)
+def test_whole_numbers_differ_later_or_at_first(name, is_plain_first):
+    calls = [(*x_of(seed=i), WHOLE[name][(i + is_plain_first + 1) % 2]) for i in range(3)]
+    compare(*pair(getattr(hard, name)), *calls)
+
+
+@pytest.mark.parametrize("name", ["Switched", "Mixed"])
+def test_a_buffer_of_zeros_is_filled_later(name):
+    compare(*pair(getattr(hard, name)), x_of(), lambda layer: layer.on.fill_(1), x_of())
+
+
+def test_a_limit_that_hides_other_tokens_is_reached_later():
+    stock, model = pair(hard.LimitedByOthers)
+    with pieces_of(16):
+        compare(stock, model, x_of(8), lambda layer: layer.mlp.down.weight.mul_(100), x_of(8))
+
+
+def test_a_norm_that_clamps():
+    (x,) = x_of()
+    compare(*pair(hard.NormOfClamped), (x,), (40 * x,))
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [("OneSequence", [(2, S), (1, S)]), ("ManyTokens", [(8, 8), (1, 40), (8, 40)])],
+)
+def test_branches_on_other_sizes(name, sizes):
+    compare(*pair(getattr(hard, name)), *[x_of(*size) for size in sizes])
+
+
+@pytest.mark.parametrize("name", ["HalfBranch", "WideScale"])
+def test_layers_in_16_bits(name):
+    """What is left gives the stock layer's bits."""
+    torch.manual_seed(0)
+    stock = Model(getattr(hard, name)).bfloat16()
+    if name == "WideScale":
+        stock.layers = stock.layers[:1]
+        stock.layers[0].scale = nn.Parameter(stock.layers[0].scale.detach().float())
+    stock.head = nn.Identity()
+    model = convert(copy.deepcopy(stock))
+    compare(
+        stock, model, *[(scale * x_of()[0].bfloat16(),) for scale in (0.1, 30.0)],
+        step=lambda model, x: {"y": model(x.requires_grad_()).detach()}, tolerance=0.0,
+    )  # fmt: skip
+
+
+# Numbers of the layer's module and class, of arrays, slots and other objects.
+
+HOLDERS = {
+    "array": (np.ones(1), lambda v: float(v[0]), lambda v: v.__setitem__(0, 3.0)),
+    "deque": (deque([1.0]), lambda v: v[0], lambda v: v.appendleft(3.0)),
+    "slots": (hard.Slots(1.0), lambda v: v.scale, lambda v: setattr(v, "scale", 3.0)),
+    "another module": (
+        nn.Dropout(1.0), lambda v: v.p, lambda v: setattr(v, "p", 3.0),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOLDERS)
+def test_an_object_that_a_layer_reads_changes(name):
+    value, read, change = HOLDERS[name]
+    held = [copy.deepcopy(value)]  # not as a submodule
+    stock, model = pair(lambda i: hard.Scaled(held, lambda v: read(v[0])))
+    for layer in (*stock.layers, *model.layers):
+        layer.value = held
+    compare(stock, model, x_of(), lambda layer: change(held[0]), x_of())
+
+
+@pytest.mark.parametrize(
+    ("owner", "attribute", "name"),
+    [(hard, "SCALE", "GlobalScale"), (hard.ClassScale, "scale", "ClassScale")],
+)
+def test_a_number_outside_of_a_layer_changes(owner, attribute, name, monkeypatch):
+    stock, model = pair(getattr(hard, name))
+    compare(stock, model, x_of())
+    monkeypatch.setattr(owner, attribute, 3.0)
+    compare(stock, model, x_of())
+
+
+@pytest.mark.parametrize(
+    ("name", "losses"),
+    [("GlobalLosses", hard.LOSSES), ("ClassLosses", hard.ClassLosses.losses)],
+)
+def test_losses_in_a_shared_list(name, losses):
+    found = []
+    for model in pair(getattr(hard, name)):
+        losses.clear()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FusedRematWarning)
+            step(model, *x_of())
+        found.append(torch.stack([t.detach() for t in losses]))
+    losses.clear()
+    torch.testing.assert_close(*found)
+
+
+GENERATORS = {
+    "random": (random.Random, random.Random.random),
+    "numpy": (np.random.default_rng, np.random.Generator.random),
+    "numpy's old one": (np.random.RandomState, np.random.RandomState.rand),
+    "torch": (
+        lambda seed: torch.Generator().manual_seed(seed),
+        lambda g: torch.rand((), generator=g),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+def test_a_layer_draws_from_a_generator_of_its_own(name):
+    make, draw = GENERATORS[name]
+    stock, model = pair(lambda i: hard.Skipped(None, draw))
+    for each in (stock, model):
+        for layer in each.layers:
+            layer.generator = make(1)
+    compare(stock, model, *[x_of(seed=i) for i in range(6)])
+
+
+def test_dropout_in_place_drops():
+    model = pair(hard.DroppedInPlace)[1]
+    (x,) = x_of(8)
+    y = model.layers[0](x.requires_grad_()) - x
+    assert 0.4 < float((y.abs() < 1e-12).double().mean()) < 0.6
+    assert_gradient_is_that_of_the_drawn(model)
+
+
+# Results.
+
+RESULTS = {
+    "size": lambda x, y: (y, x.shape[1]),
+    "dtype": lambda x, y: (y, x.dtype),
+    "none": lambda x, y: [y, None],
+    "dict": lambda x, y: {"y": y},
+    "dict of its own": lambda x, y: hard.Result(y=y),
+}
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_a_layer_returns_what_the_stock_layer_returns(name):
+    stock = nn.ModuleList([hard.Results(RESULTS[name])]).double()
+    layer = convert(copy.deepcopy(stock))[0]
+    for s in (S, 8):
+        (x,) = x_of(s=s)
+        found, expected = layer(x.requires_grad_()), stock[0](x)
+        assert type(found) is type(expected)
+        torch.testing.assert_close(dict(enumerate_result(found)), dict(enumerate_result(expected)))
+
+
+def enumerate_result(result):
+    for name, part in result.items() if isinstance(result, dict) else enumerate(result):
+        yield name, part if isinstance(part, Tensor) else torch.tensor(hash(str(part)))
+
+
+@pytest.mark.filterwarnings("ignore::fused_remat.FusedRematWarning")
+def test_weights_of_attention_are_returned():
+    stock = nn.ModuleList([hard.Weights()]).double()
+    layer = convert(copy.deepcopy(stock))[0]
+    (x,) = x_of()
+    torch.testing.assert_close(layer(x.requires_grad_()), stock[0](x))
+
+
+def test_an_argument_is_the_input_itself():
+    stock = nn.ModuleList([hard.SameArgument()]).double()
+    layer = convert(copy.deepcopy(stock))[0]
+    (x,), (other,) = x_of(), x_of(seed=2)
+    x.requires_grad_()
+    for second in (other, x, other):
+        torch.testing.assert_close(layer(x, second), stock[0](x, second))
+
+
+@pytest.mark.filterwarnings("ignore::fused_remat.FusedRematWarning")
+@pytest.mark.parametrize("compiled", [torch.compile, torch.jit.script])
+def test_a_submodule_is_compiled(compiled):
+    stock = nn.ModuleList([hard.Layer()]).double()
+    stock[0].norm = compiled(stock[0].norm)
+    layer = convert(nn.ModuleList([copy.copy(stock[0])]))[0]
+    (x,) = x_of()
+    torch.testing.assert_close(layer(x.requires_grad_()), stock[0](x))
+
+
+@pytest.mark.parametrize("size", [(0, S), (B, 0)])
+def test_an_empty_batch(size):
+    compare(*pair(hard.Layer), x_of(*size), x_of(), x_of(*size))
