@@ -681,3 +681,26 @@ def test_a_submodule_is_compiled(compiled):
 @pytest.mark.parametrize("size", [(0, S), (B, 0)])
 def test_an_empty_batch(size):
     compare(*pair(hard.Layer), x_of(*size), x_of(), x_of(*size))
+
+
+# What a model of transformers is asked for.
+
+
+@pytest.mark.filterwarnings("ignore::fused_remat.FusedRematWarning")
+@pytest.mark.parametrize(
+    ("name", "asked"),
+    [("mixtral", "output_router_logits"), ("olmo2", "output_attentions")],
+)
+def test_a_model_is_asked_for_what_its_layers_make(name, asked):
+    """The auxiliary loss of routers reaches their parameters; no small call of a reading is seen."""
+    stock, batch = built(name)
+    stock.config._attn_implementation = "eager"
+    model, found = convert(copy.deepcopy(stock)), []
+    for each in (stock, model):
+        for _ in range(2):
+            each.zero_grad()
+            out = each(**batch, **{asked: True}, labels=batch["input_ids"])
+            out.loss.backward()
+            more = out.router_logits if asked == "output_router_logits" else out.attentions
+        found.append([out.loss, *more, *(p.grad for p in each.parameters())])
+    torch.testing.assert_close(*found)
