@@ -125,8 +125,8 @@ def _check_arguments(given: Mapping[str, Any], attention: nn.Module) -> None:
 
 def _records_attentions(attention: nn.Module) -> bool:
     """Whether transformers' own recorder on the attention is asked for its weights now."""
-    hooks = attention._forward_hooks.values()
-    return any(recorded(hook) for hook in hooks if hook.__module__ == RECORDERS)
+    hooks = [hook for hook in attention._forward_hooks.values() if hook.__module__ == RECORDERS]
+    return bool(hooks) and any(map(recorded, hooks))
 
 
 def _rotates(attention: Any, row: LayerMap) -> bool:

@@ -8,14 +8,12 @@ import itertools
 import pickle
 import random
 import types
-import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import numpy
 import torch
-from numpy.random import Generator, RandomState
 from torch import Tensor, nn
 
 from fused_remat.recognition.values import (
@@ -120,7 +118,7 @@ def unchanged(roots: list[Any], shared: list[Any], named: Mapping[str, Tensor]) 
     versions = [t._version for t in named.values()]
     holders, generators = _holders(roots)
     holders += [(holder, _items(holder)) for holder in shared]
-    states = [(g, _state(g)) for g in generators]
+    states = [(g, _generators()[type(g)][0](g)) for g in generators]
     changed = list[str]()
     try:
         yield
@@ -136,64 +134,24 @@ def unchanged(roots: list[Any], shared: list[Any], named: Mapping[str, Tensor]) 
         raise Unreadable("it draws random numbers outside of PyTorch's default generator")
 
 
-#: By class: what its functions read that no layer holds, as namespaces and names.
-_OUTSIDE: weakref.WeakKeyDictionary[type, list[tuple[Mapping[str, Any], str]]]
-_OUTSIDE = weakref.WeakKeyDictionary()
-_NUMBERS = (int, float, bool, str, type(None))
-
-
-def _outside(kind: type) -> list[tuple[Mapping[str, Any], str]]:
-    """Attributes of a class, and the globals of its module that functions of the module name."""
-    if kind not in _OUTSIDE:
-        found, seen = list[tuple[Mapping[str, Any], str]](), set[types.FunctionType]()
-        own = [k for k in kind.__mro__ if not k.__module__.startswith(("torch.", "builtins"))]
-        todo: list[tuple[Mapping[str, Any], str, str]]
-        todo = [(vars(k), n, k.__module__) for k in own for n in vars(k)]
-        while todo:
-            names, name, package = todo.pop()
-            value = names.get(name)
-            if isinstance(value, types.FunctionType):
-                if value.__module__ == package and value not in seen:
-                    seen.add(value)
-                    todo += [(value.__globals__, n, package) for n in value.__code__.co_names]
-            elif name in names and not name.startswith("__"):
-                found.append((names, name))
-        _OUTSIDE[kind] = found
-    return _OUTSIDE[kind]
-
-
-def numbers_of(kind: type) -> list[Any]:
-    """Numbers that a class's functions read from it and from their module."""
-    return [v for n, name in _outside(kind) if type(v := n.get(name)) in _NUMBERS]
-
-
-def shared_by(layer: nn.Module) -> list[Any]:
-    """Lists, dicts and sets that a layer's classes have, or read from their modules."""
-    kinds = {type(module) for module in layer.modules()}
-    values = [names.get(name) for kind in kinds for names, name in _outside(kind)]
-    return [value for value in values if type(value) in (list, dict, set)]
-
-
-#: Random generators: their class, what gets the state of one, and what sets it.
-_GENERATORS: tuple[tuple[type, Callable[[Any], Any], Callable[[Any, Any], Any]], ...] = (
-    (random.Random, random.Random.getstate, random.Random.setstate),
-    (torch.Generator, torch.Generator.get_state, torch.Generator.set_state),
-    (RandomState, RandomState.get_state, RandomState.set_state),
-    (Generator, lambda g: g.bit_generator.state, lambda g, s: setattr(g.bit_generator, "state", s)),
-)
-_GENERATOR_KINDS = tuple([kind for kind, *_ in _GENERATORS])
+@functools.cache
+def _generators() -> dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]]:
+    """By the class of a random generator, what gets the state of one, and what sets it."""
+    old, new = numpy.random.RandomState, numpy.random.Generator  # which numpy loads when asked
+    return {
+        random.Random: (random.Random.getstate, random.Random.setstate),
+        torch.Generator: (torch.Generator.get_state, torch.Generator.set_state),
+        old: (old.get_state, old.set_state),
+        new: (lambda g: g.bit_generator.state, lambda g, s: setattr(g.bit_generator, "state", s)),
+    }
 
 
 def _drew(before: list[tuple[Any, Any]]) -> bool:
     """Whether random generators have another state than before, which is set again."""
-    changed = [g for g, state in before if pickle.dumps(_state(g)) != pickle.dumps(state)]
-    for generator, state in before if changed else ():
-        next(put for kind, _, put in _GENERATORS if isinstance(generator, kind))(generator, state)
-    return bool(changed)
-
-
-def _state(generator: Any) -> Any:
-    return next(get for kind, get, _ in _GENERATORS if isinstance(generator, kind))(generator)
+    changed = [pickle.dumps(_generators()[type(g)][0](g)) != pickle.dumps(s) for g, s in before]
+    for generator, state in before if any(changed) else ():
+        _generators()[type(generator)][1](generator, state)
+    return any(changed)
 
 
 def _holders(roots: list[Any]) -> tuple[list[tuple[Any, list[Any]]], list[Any]]:
@@ -206,7 +164,7 @@ def _holders(roots: list[Any]) -> tuple[list[tuple[Any, list[Any]]], list[Any]]:
         if id(value) in seen or isinstance(value, (Tensor, type, types.ModuleType)):
             continue
         seen.add(id(value))
-        if isinstance(value, _GENERATOR_KINDS):
+        if type(value) in _generators():
             generators.append(value)
         elif isinstance(value, (list, dict, set, deque)):
             found.append((value, _items(value)))

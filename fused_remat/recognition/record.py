@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from fused_remat.recognition.apart import generator_states, run_with, shared_by, unchanged
+from fused_remat.recognition.apart import generator_states, run_with, unchanged
+from fused_remat.recognition.state import shared_by
 from fused_remat.recognition.values import (
     SHAPES,
     Op,

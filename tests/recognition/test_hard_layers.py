@@ -692,7 +692,7 @@ def test_an_empty_batch(size):
     [("mixtral", "output_router_logits"), ("olmo2", "output_attentions")],
 )
 def test_a_model_is_asked_for_what_its_layers_make(name, asked):
-    """The auxiliary loss of routers reaches their parameters; no small call of a reading is seen."""
+    """The loss of routers reaches their parameters; no small call of a reading is seen."""
     stock, batch = built(name)
     stock.config._attn_implementation = "eager"
     model, found = convert(copy.deepcopy(stock)), []

@@ -1,0 +1,133 @@
+"""What a layer's code depends on besides tensors: objects to tell apart, classes and modules."""
+
+from __future__ import annotations
+
+import enum
+import functools
+import itertools
+import types
+import weakref
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+
+from fused_remat.recognition.values import attributes
+
+_PLAIN = {
+    int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device,
+    types.BuiltinFunctionType,
+}  # fmt: skip
+
+
+def exact(value: Any, seen: dict[int, Any]) -> Any:
+    """A value to tell apart by: equal to that of another one only where code cannot tell the two.
+
+    `seen`: by id, what stands for objects that were met before.
+
+    >>> exact([1, {"eps": 1e-5}], {}) == exact([1, {"eps": 1e-6}], {})
+    False
+    >>> exact(lambda x: x, {}) == exact(lambda x: x + 1, {})
+    False
+    """
+    kind = type(value)
+    if kind in _PLAIN or isinstance(value, enum.Enum):
+        return value if value == value else str(value)
+    if isinstance(value, type):
+        return weakref.ref(value)
+    if id(value) in seen:
+        return seen[id(value)]
+    seen[id(value)] = len(seen)
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype
+    if isinstance(value, (numpy.generic, int, float, str)):  # of a class of its own
+        return weakref.ref(kind), repr(value)
+    if isinstance(value, numpy.ndarray):
+        return (
+            value.shape,
+            str(value.dtype),
+            value.tobytes() if value.dtype != object else repr(value),
+        )
+    parts: Any = None
+    if isinstance(value, (tuple, list, set, frozenset, deque)):
+        parts = sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value
+    elif isinstance(value, dict):
+        parts = itertools.chain(*value.items())
+    elif isinstance(value, types.MethodType):
+        parts = value.__func__, value.__self__
+    elif isinstance(value, functools.partial):
+        parts = value.func, value.args, value.keywords
+    elif isinstance(value, types.FunctionType):
+        if not (value.__closure__ or value.__defaults__ or value.__kwdefaults__):
+            return value
+        cells = [cell.cell_contents for cell in value.__closure__ or ()]
+        parts = value.__module__, value.__defaults__, value.__kwdefaults__, *cells
+        return value.__code__, *[exact(part, seen) for part in parts]
+    elif kind.__module__.startswith("torch.") and not isinstance(value, nn.Module):
+        return kind  # a device mesh, a state of FSDP: they do not decide what is computed
+    elif isinstance(value, nn.Module):  # outside of the layer
+        numbers = {n: v for n, v in vars(value).items() if type(v) in _PLAIN}
+        return _Itself(value), *numbers.items()
+    elif own := attributes(value):
+        parts = itertools.chain(*own.items())
+    if parts is not None:
+        return weakref.ref(kind), *[exact(part, seen) for part in parts]
+    return _Itself(value)
+
+
+class _Itself:
+    """Equal for the same object only, which it does not hold if it need not."""
+
+    def __init__(self, value: Any) -> None:
+        self.id = id(value)
+        try:
+            self.value: Any = weakref.ref(value)
+        except TypeError:
+            self.value = lambda: value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Itself) and self.value() is other.value() is not None
+
+    def __hash__(self) -> int:
+        return self.id
+
+
+#: By class: what its functions read that no layer holds, as namespaces and names.
+_OUTSIDE: weakref.WeakKeyDictionary[type, list[tuple[Mapping[str, Any], str]]]
+_OUTSIDE = weakref.WeakKeyDictionary()
+_NUMBERS = (int, float, bool, str, type(None))
+
+
+def _outside(kind: type) -> list[tuple[Mapping[str, Any], str]]:
+    """Attributes of a class, and the globals of its module that functions of the module name."""
+    if kind not in _OUTSIDE:
+        found, seen = list[tuple[Mapping[str, Any], str]](), set[types.FunctionType]()
+        own = [k for k in kind.__mro__ if not k.__module__.startswith(("torch.", "builtins"))]
+        todo: list[tuple[Mapping[str, Any], str, str]]
+        todo = [(vars(k), n, k.__module__) for k in own for n in vars(k)]
+        while todo:
+            names, name, package = todo.pop()
+            value = names.get(name)
+            if isinstance(value, types.FunctionType):
+                if value.__module__ == package and value not in seen:
+                    seen.add(value)
+                    todo += [(value.__globals__, n, package) for n in value.__code__.co_names]
+            elif name in names and not name.startswith("__"):
+                found.append((names, name))
+        _OUTSIDE[kind] = found
+    return _OUTSIDE[kind]
+
+
+def numbers_of(kind: type) -> list[Any]:
+    """Numbers that a class's functions read from it and from their module."""
+    return [v for n, name in _outside(kind) if type(v := n.get(name)) in _NUMBERS]
+
+
+def shared_by(layer: nn.Module) -> list[Any]:
+    """Lists, dicts and sets that a layer's classes have, or read from their modules."""
+    kinds = {type(module) for module in layer.modules()}
+    values = [names.get(name) for kind in kinds for names, name in _outside(kind)]
+    return [value for value in values if type(value) in (list, dict, set)]
