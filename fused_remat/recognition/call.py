@@ -282,8 +282,9 @@ def _read_call(
     first = sample(_SIZES[0], torch.float32, 0, tables=False)
     second = sample(_SIZES[1], other, 1, shift=shift, params=params, tables=False)
     own = leaves(call.given)[call.places[0]].dtype
+    leaf = functools.partial(leaf_of, dtype=own)
     try:
-        pair = Pair(layer, forward, first, second, leaf_of, INDICES if free else ())
+        pair = Pair(layer, forward, first, second, leaf, INDICES if free else ())
     except (Unreadable, torch.OutOfMemoryError):
         raise
     except Exception as error:  # whatever the layer raises at these sizes
@@ -292,7 +293,7 @@ def _read_call(
     if own.itemsize < 4 and own != other:  # for which the layer may have operations of their own
         low = sample(_SIZES[1], own, 1, shift=shift, tables=False)
         with contextlib.suppress(RuntimeError):  # parameters of several dtypes
-            pairs.append(Pair(layer, forward, first, low, leaf_of, INDICES if free else ()))
+            pairs.append(Pair(layer, forward, first, low, leaf, INDICES if free else ()))
     opaque, why = set[str](), list[str]()
     while True:
         try:
@@ -326,7 +327,8 @@ def _known(layer: nn.Module, pair: Pair, call: Call, opaque: Collection[str]) ->
         x, memory, bounds = (None if i is None else recording.inputs[i] for i in places)
         assert x is not None
         tokens = pair.sizes.get("S", call.tokens)
-        reader = Reader(recording, layer, x, memory, bounds, tokens, drops, mixes)
+        dtype = leaves(call.given)[call.places[0]].dtype
+        reader = Reader(recording, layer, x, memory, bounds, tokens, dtype, drops, mixes)
         return reader.reading(f"read_{type(layer).__name__}")
 
     known = Known(reading_of(True, True), call)

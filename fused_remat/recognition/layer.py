@@ -220,8 +220,9 @@ class ReadLayer(ConvertedLayer):
                 continue
             t = attribute(self, name)
             kept = self._notes_of().values.get(name)
-            if kept is None or kept[0] is not t or kept[1] != t._version:
-                kept = t, t._version, (name, _values(t))
+            version = t._version, t.data_ptr()
+            if kept is None or kept[0] is not t or kept[1] != version:
+                kept = t, version, (name, _values(t))
                 self._notes_of().values[name] = kept
             found.append(kept[2])
         return tuple(found)

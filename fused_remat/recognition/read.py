@@ -151,6 +151,7 @@ class Reader:
         bounds: the number of the bounds of sequences of variable length, of which the recording has
             one sequence.
         tokens: of a sequence in the recording.
+        dtype: of the stream in the call.
         drops: whether dropout acts.
         mixes: whether adapters compute in dtypes of their own; not in a proof.
         nodes, programs, picks: the steps so far, and the functions of replays, by name; replays
@@ -163,6 +164,7 @@ class Reader:
     memory: int | None
     bounds: int | None
     tokens: int
+    dtype: torch.dtype
     drops: bool = True
     mixes: bool = True
     nodes: dict[str, Node] = field(default_factory=dict)
@@ -431,7 +433,7 @@ class Reader:
         return a.dim() == b.dim() == 2 and a.shape == b.t().shape and torch.equal(a, b.t())
 
     def _norm(self, number: int, op: Op) -> Callable[[], str] | None:
-        spec, x, weight, bias = _norm_of(op)
+        spec, x, weight, bias = _norm_of(op, self.dtype)
         mine = self.layout(number)
         if spec is None or not self.live(x) or self.live(weight) or self.live(bias):
             return None
@@ -832,7 +834,7 @@ def _is_last(layout: Layout | None) -> bool:
     return last not in layout.tokens and all(n == 1 for n in others)
 
 
-def _norm_of(op: Op) -> tuple[NormSpec | None, Any, Any, Any]:
+def _norm_of(op: Op, dtype: torch.dtype) -> tuple[NormSpec | None, Any, Any, Any]:
     """The spec, input, weight and bias of a norm; None for the spec if it is not over the width."""
     if op.name == "norm":
         x, weight, bias = (*op.args, None, None)[:3]
@@ -841,7 +843,8 @@ def _norm_of(op: Op) -> tuple[NormSpec | None, Any, Any, Any]:
     names = ("input", "normalized_shape", *affine, "eps")
     given = {**dict(zip(names, op.args, strict=False)), **op.kwargs}
     eps = given.get("eps", 1e-5 if op.name == "layer_norm" else None)
-    spec = NormSpec(kind=op.name, eps=torch.finfo(torch.float32).eps if eps is None else float(eps))
+    least = torch.finfo(torch.promote_types(dtype, torch.float32)).eps  # that of ATen
+    spec = NormSpec(kind=op.name, eps=least if eps is None else float(eps))
     over_width = len(given["normalized_shape"]) == 1
     return spec if over_width else None, given["input"], given.get("weight"), given.get("bias")
 

@@ -128,6 +128,7 @@ class Recorder(TorchFunctionMode):
         super().__init__()
         self.layer, self.device = layer, device
         self.autocast = False
+        self.foreign = ""  # why not even a piece may hold a tensor that it reads
         self.values: list[Tensor] = []
         self.numbers: dict[int, int] = {}  # by the tensor's id: its present value
         self.sources: dict[int, str] = {}  # parameters, buffers and attributes, by number
@@ -165,11 +166,10 @@ class Recorder(TorchFunctionMode):
         if _is_own(tensor) and id(tensor) not in self.owned:
             self.trouble(_OWN_BACKWARD)
         if found is None:
-            self.trouble(
-                "it computes with a tensor that was made outside of PyTorch's functions"
-                if tensor.requires_grad
-                else "it reads a tensor that is no parameter, buffer, attribute or argument"
-            )
+            made = "it computes with a tensor that was made outside of PyTorch's functions"
+            held = "it reads a tensor that is no parameter, buffer, attribute or argument"
+            self.trouble(made if tensor.requires_grad else held)
+            self.foreign = self.foreign or ("" if tensor.requires_grad else held)
             found = self.new(tensor)
             if tensor.requires_grad:
                 self.live.add(found)
@@ -468,6 +468,8 @@ def record(
 
     with _recording(recorder), torch.enable_grad():
         result = run_with(layer, watched, named, given)
+    if recorder.foreign:
+        raise Unreadable(recorder.foreign)
     if type(map_tree(result, lambda leaf: leaf)) is not type(result):
         raise Unreadable(f"it returns {type(result).__name__}")
     return recorder, numbers, recorder.encoded(result)

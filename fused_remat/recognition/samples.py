@@ -118,7 +118,8 @@ class Call:
         found: list[Any] = []
         for leaf, dims in zip(leaves(self.given), self.dims, strict=True):
             if isinstance(leaf, Tensor):
-                kind = "float" if leaf.is_floating_point() else leaf.dtype
+                low = leaf.is_floating_point() and leaf.dtype != torch.float64
+                kind = "float" if low else leaf.dtype
                 found.append((dims, kind, leaf.device.type))
             else:
                 found.append(int if type(leaf) is int and free else exact(leaf, {}))
@@ -248,8 +249,10 @@ def _cast(t: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(t.isinf(), t, t.clamp(-limit, limit)).to(dtype)
 
 
-def leaf_of(module: nn.Module) -> NormSpec | str | None:
+def leaf_of(module: nn.Module, dtype: torch.dtype = torch.float32) -> NormSpec | str | None:
     """What a submodule computes as a whole: a norm, or an activation by its name; found by trying.
+
+    `dtype`: of its input, by which some norms choose their eps.
 
     >>> leaf_of(nn.LayerNorm(8)), leaf_of(nn.GELU(approximate="tanh")), leaf_of(nn.Linear(2, 2))
     (NormSpec(kind='layer_norm', eps=1e-05, offset=0.0), 'gelu_tanh', None)
@@ -279,32 +282,63 @@ def leaf_of(module: nn.Module) -> NormSpec | str | None:
             ),
             None,
         )
-        return name or _norm_kind(module, params)
-    return _norm_kind(module, params)
+        return name or _norm_kind(module, params, dtype)
+    return _norm_kind(module, params, dtype)
 
 
-def _norm_kind(module: nn.Module, params: Mapping[str, Tensor]) -> NormSpec | None:
+def _norm_kind(
+    module: nn.Module, params: Mapping[str, Tensor], dtype: torch.dtype
+) -> NormSpec | None:
     shapes = {p.shape[0] for p in params.values()}
     width = shapes.pop() if shapes else getattr(module, "normalized_shape", (16,))[-1]
     if shapes:
         return None
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(3, 4, width, generator=generator, dtype=torch.float64)
-    named = {n: torch.rand(width, generator=generator, dtype=torch.float64) + 0.5 for n in params}
-    tried = [(s * x, _tried(module, named, s * x)) for s in (1.0, 1e-3, 1e5)]
-    pairs = [(a, b) for a, b in tried if b is not None]
-    if len(pairs) < len(tried):
-        return None
-    weight, bias = (*named.values(), None, None)[:2]
+    dtype = torch.promote_types(dtype, torch.float32)
+    x = torch.randn(3, 4, width, generator=generator, dtype=dtype)
+    x[0, :, 0] = 1e4  # its result is as large as any can be
+    signs = torch.randn(2, width, generator=generator, dtype=dtype)
+    weights = (signs + 0.5 * signs.sign())[: len(params)]
     numbers = {v for v in vars(module).values() if isinstance(v, float) and 0.0 < v < 1e-2}
-    for eps in sorted({*numbers, 1e-5, 1e-6, 1e-8, 1e-12, torch.finfo(torch.float32).eps}):
-        for kind in ("layer_norm", "rms_norm"):
-            for offset in (0.0, 1.0) if params else (0.0,):
-                spec = NormSpec(kind=kind, eps=eps, offset=offset)
-                run = norm_of(spec)
-                if all(torch.allclose(run(a, weight, bias), b, 1e-5, 1e-7) for a, b in pairs):
-                    return spec
+    for kind in ("layer_norm", "rms_norm"):
+        for offset in (0.0, 1.0) if params else (0.0,):
+            found = _eps(module, params, kind, offset, x, weights)
+            if found is None or not 0.0 < found < 1.0:
+                continue
+            known = (*numbers, 1e-5, 1e-6, 1e-8, 1e-12, torch.finfo(dtype).eps)
+            eps = next((n for n in known if math.isclose(n, found, rel_tol=1e-4)), found)
+            run = norm_of(NormSpec(kind=kind, eps=eps, offset=offset))
+            scales = ((1.0, 1.0), (1.0, 1e3), (1e-3, 1.0), (eps**0.5, 1.0), (1e5, 1.0))
+            tried = [
+                (run(a * x, *(b * weights)), _tried(module, _named(params, b * weights), a * x))
+                for a, b in scales
+            ]
+            if all(y is not None and torch.allclose(z, y, 1e-5, 1e-7) for z, y in tried):
+                return NormSpec(kind=kind, eps=eps, offset=offset)
     return None
+
+
+def _named(params: Mapping[str, Tensor], values: Tensor) -> dict[str, Tensor]:
+    return dict(zip(params, values, strict=True))
+
+
+def _eps(
+    module: nn.Module,
+    params: Mapping[str, Tensor],
+    kind: str,
+    offset: float,
+    x: Tensor,
+    weights: Tensor,
+) -> float | None:
+    """What a norm adds to the variance: of tiny numbers it is all that there is."""
+    x = x * 1e-16
+    weights = weights * torch.tensor([[1.0], [0.0]])[: len(weights)].to(x)  # no bias
+    y = _tried(module, _named(params, weights), x)
+    if y is None:
+        return None
+    scale = weights[0] + offset if len(weights) else 1.0
+    centred = x - x.mean(-1, keepdim=True) if kind == "layer_norm" else x
+    return float((centred * scale / y).square().median())
 
 
 def _slope(module: nn.Module, x: Tensor) -> Tensor | None:

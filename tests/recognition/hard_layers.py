@@ -591,6 +591,32 @@ class NormOfClamped(Layer):
         self.norm = ClampedNorm()
 
 
+class NormBy(nn.Module):
+    """Some norm of x, with a weight."""
+
+    def __init__(self, run: Callable[[Tensor, Tensor], Tensor]):
+        super().__init__()
+        self.run, self.weight = run, nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(x, self.weight)
+
+
+class ObjectGate(nn.Module):
+    def forward(self, x: Tensor, given: Any) -> Tensor:
+        return torch.sin(x) * given.scale
+
+
+class SubmoduleWithObject(Layer):
+    """It reads a tensor of an object."""
+
+    def set_up(self, index: int) -> None:
+        self.gate = ObjectGate()
+
+    def forward(self, x: Tensor, given: Any) -> Tensor:
+        return x + self.mlp(self.gate(self.norm(x), given))
+
+
 class OneSequence(Layer):
     def branch(self, x: Tensor) -> Tensor:
         return self.mlp(x) if x.shape[0] > 1 else -2 * self.mlp(x)

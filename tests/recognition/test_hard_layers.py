@@ -522,6 +522,48 @@ def test_a_norm_that_clamps():
     compare(*pair(hard.NormOfClamped), (x,), (40 * x,))
 
 
+#: With what it may be taken for a norm, some scales of x and values of the weight.
+NORMS = {
+    "eps of the dtype": (lambda x, w: F.rms_norm(x, (WIDTH,), w), (1.0, 1e-4, 1e-7), (1.0,)),
+    "eps outside": (
+        lambda x, w: x / (x.square().mean(-1, keepdim=True).sqrt() + 1e-4) * w,
+        (1.0, 1e-4), (1.0,),
+    ),
+    "least variance": (
+        lambda x, w: x * x.square().mean(-1, keepdim=True).clamp(min=1e-8).rsqrt() * w,
+        (1.0, 1e-3, 1e-5), (1.0,),
+    ),
+    "normalize": (lambda x, w: F.normalize(x, dim=-1) * 4.0 * w, (1.0, 1e-5), (1.0,)),
+    "abs": (lambda x, w: F.layer_norm(x, (WIDTH,)) * w.abs(), (1.0,), (1.0, -1.0)),
+    "least weight": (lambda x, w: F.layer_norm(x, (WIDTH,)) * w.clamp(max=2), (1.0,), (1.0, 3.0)),
+    "clamped": (
+        lambda x, w: F.layer_norm(x, (WIDTH,)).clamp(-3, 3) * w,
+        (1.0, torch.cat([torch.tensor([1e4]), torch.ones(WIDTH - 1)])), (1.0,),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", NORMS)
+def test_what_is_nearly_a_norm(name, dtype):
+    run, scales, weights = NORMS[name]
+    stock, model = pair(hard.Layer)
+    for each in (stock, model):
+        for layer in each.layers:
+            layer.norm = hard.NormBy(run)
+        each.to(dtype)
+    calls = []
+    for weight in weights:
+        calls.append(lambda layer, weight=weight: layer.norm.weight.fill_(weight))
+        calls += [((scale * x_of()[0]).to(dtype),) for scale in scales]
+    compare(stock, model, *calls, tolerance=FLOAT64 if dtype == torch.float64 else FLOAT32)
+
+
+def test_tensors_of_an_object():
+    given = [SimpleNamespace(scale=normal(WIDTH, seed=i)) for i in range(3)]
+    compare(*pair(hard.SubmoduleWithObject), *[(*x_of(), each) for each in given])
+
+
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [("OneSequence", [(2, S), (1, S)]), ("ManyTokens", [(8, 8), (1, 40), (8, 40)])],
