@@ -7,6 +7,7 @@ import functools
 import itertools
 import pickle
 import random
+import sys
 import types
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -16,10 +17,8 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from fused_remat.recognition.values import (
-    SHIFT,
-    Unreadable,
-)
+from fused_remat.recognition.state import get
+from fused_remat.recognition.values import SHIFT, Unreadable, attributes
 
 
 def generator_states(device: torch.device) -> list[Tensor]:
@@ -112,12 +111,17 @@ def renumbered(layer: nn.Module, names: Collection[str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def unchanged(roots: list[Any], shared: list[Any], named: Mapping[str, Tensor]) -> Iterator[None]:
-    """Raise Unreadable if code changes what can be reached from `roots`, the lists, dicts and sets
-    `shared`, or tensors in place; put back what they and objects held."""
+def unchanged(
+    roots: list[Any], shared: list[tuple[Any, str]], named: Mapping[str, Tensor]
+) -> Iterator[None]:
+    """Raise Unreadable if code changes what can be reached from `roots`, what classes and modules
+    have by the names `shared` and what these hold, or tensors in place; put back what was held."""
     versions = [t._version for t in named.values()]
     holders, generators = _holders(roots)
-    holders += [(holder, _items(holder)) for holder in shared]
+    bound = [(owner, name, get(owner, name)) for owner, name in shared]
+    held = [value for *_, value in bound]
+    held += [v for value in held if _is_object(value) for v in attributes(value).values()]
+    holders += [(h, _items(h)) for h in held if isinstance(h, _HOLDERS) or _is_object(h)]
     states = [(g, _generators()[type(g)][0](g)) for g in generators]
     changed = list[str]()
     try:
@@ -125,6 +129,13 @@ def unchanged(roots: list[Any], shared: list[Any], named: Mapping[str, Tensor]) 
     finally:
         for holder, before in holders:
             changed += _put_back(holder, before)
+        for owner, name, value in bound:
+            if get(owner, name) is not value:
+                changed.append(name)
+                if isinstance(owner, dict):
+                    owner[name] = value
+                else:
+                    setattr(owner, name, value)
         drew = _drew(states)
     pairs = zip(named.items(), versions, strict=True)
     changed += [name for (name, t), version in pairs if t._version != version]
@@ -166,19 +177,36 @@ def _holders(roots: list[Any]) -> tuple[list[tuple[Any, list[Any]]], list[Any]]:
         seen.add(id(value))
         if type(value) in _generators():
             generators.append(value)
-        elif isinstance(value, (list, dict, set, deque)):
+        elif isinstance(value, _HOLDERS):
             found.append((value, _items(value)))
             todo += found[-1][1]
         elif isinstance(value, tuple):
             todo += value
         elif hasattr(value, "__dict__"):
             todo.append(vars(value))
+        elif _is_object(value):
+            found.append((value, _items(value)))
+            todo += found[-1][1]
     return found, generators
 
 
+_HOLDERS = (list, dict, set, deque)
+
+
+def _is_object(value: Any) -> bool:
+    """Whether a value has attributes, and is neither code nor machinery of a library."""
+    package = type(value).__module__.partition(".")[0]
+    return package not in _LIBRARIES and bool(attributes(value))
+
+
+_LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy"} - {"__main__"}
+
+
 def _items(holder: Any) -> list[Any]:
-    items = holder.items() if isinstance(holder, dict) else holder
-    return [*itertools.chain(*items)] if isinstance(holder, dict) else [*items]
+    if isinstance(holder, _HOLDERS) and not isinstance(holder, dict):
+        return [*holder]
+    pairs = holder if isinstance(holder, dict) else attributes(holder)
+    return [*itertools.chain(*pairs.items())]
 
 
 def _put_back(holder: Any, before: list[Any]) -> list[str]:
@@ -187,7 +215,13 @@ def _put_back(holder: Any, before: list[Any]) -> list[str]:
     if len(now) == len(before) and all(a is b for a, b in zip(now, before, strict=True)):
         return []
     names = [type(holder).__name__]
-    if isinstance(holder, dict):
+    if not isinstance(holder, _HOLDERS):
+        names = []
+        for name, value in zip(before[::2], before[1::2], strict=True):
+            if getattr(holder, name, holder) is not value:
+                names.append(name)
+                setattr(holder, name, value)
+    elif isinstance(holder, dict):
         old, new = (dict(zip(i[::2], i[1::2], strict=True)) for i in (before, now))
         names = [str(k) for k in {**old, **new} if old.get(k, holder) is not new.get(k, holder)]
         holder.clear()

@@ -309,7 +309,7 @@ def _rotation(
 
 def _head_norm(ops: tuple[Op, ...]) -> tuple[NormSpec, int] | None:
     """The RMSNorm of heads among operations, and the number of its weight."""
-    norms = [op for op in ops if op.name == "norm" and op.info.kind == "rms_norm"]
+    norms = [op for op in ops if isinstance(op.info, NormSpec) and op.info.kind == "rms_norm"]
     if len(norms) != 1 or len(norms[0].args) != 2:
         return None
     return norms[0].info, norms[0].args[1].index

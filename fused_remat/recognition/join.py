@@ -7,12 +7,15 @@ Where the two do not agree inside of a submodule, that submodule is one opaque o
 from __future__ import annotations
 
 import contextlib
+import enum
 import itertools
 import math
+import types
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
+import numpy
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -166,10 +169,14 @@ class _Join:
             for i, name in self.one.sources.items()
             if name.startswith(prefix) and name.removeprefix(prefix) in held
         }
+        values = self.one.values
+        others = [n for i, n in self.one.sources.items() if values[i].requires_grad]
+        if any(n.startswith(prefix) and n.removeprefix(prefix) not in held for n in others):
+            raise Mismatch(f"{a.path} has a tensor with a gradient that is no parameter")
         given = refs((args, kwargs))
         outs = [n if n not in given else None for n in a.outs]
         op = Op(
-            a.path.rpartition(".")[2], call_with, (tensors, args, kwargs), {},
+            f"module {a.path}", call_with, (tensors, args, kwargs), {},
             outs, a.path,
             path=a.path, info=reason, random=any(inner.random or inner.p for inner in a.ops()),
         )  # fmt: skip
@@ -215,6 +222,8 @@ class _Join:
             return a
         if type(a) is not type(b) or (isinstance(a, (int, str, bool)) and a != b):
             raise Mismatch(f"an argument is {a!r} and then {b!r}")
+        if not isinstance(a, _VALUES):
+            raise Mismatch(f"it passes on an object ({type(a).__name__})")
         return a
 
     def size(self, a: int, b: int) -> int | Size:
@@ -230,6 +239,14 @@ class _Join:
             if a - self.sizes[name] == b - self.other[name]:
                 return Size(1, (name,), a - self.sizes[name])
         raise Mismatch(f"a number is {a} and then {b}, which no size of the call explains")
+
+
+#: What is the same in all calls; an object may be another one, or hold other tensors.
+_VALUES = (
+    int, float, complex, str, bytes, type(None), type(...), type, enum.Enum, torch.dtype,
+    torch.device, torch.layout, torch.memory_format, numpy.generic, types.BuiltinFunctionType,
+    types.FunctionType, type(STREAM), Limit,
+)  # fmt: skip
 
 
 def _kind(part: Op | Span) -> tuple[str, str]:

@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import math
 import re
+import sys
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -53,6 +54,8 @@ _FIRST = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, torch.b
 KNOWN: dict[Any, tuple[tuple[str | int, ...], dict[tuple[Any, ...], Known | Reason]]] = {}
 #: How many entries `KNOWN` has at most; how often one layer is read, and then left as it is.
 _MOST, _MOST_READINGS = 4096, 24
+#: Tensors of as many elements are looked at in every call, where their values decide.
+_SMALL = 4096
 #: Attributes of a layer that are this library's; those that every module has.
 _OWN = (*NOTES, "_policy", "_backend", "_accumulate_into", "_is_hf_initialized")
 _MODULE = frozenset((*nn.Module().__dict__, *_OWN))
@@ -221,7 +224,8 @@ class ReadLayer(ConvertedLayer):
             t = attribute(self, name)
             kept = self._notes_of().values.get(name)
             version = t._version, t.data_ptr()
-            if kept is None or kept[0] is not t or kept[1] != version:
+            small = t.device.type == "cpu" and t.numel() <= _SMALL  # `.data` has no version
+            if kept is None or small or kept[0] is not t or kept[1] != version:
                 kept = t, version, (name, _values(t))
                 self._notes_of().values[name] = kept
             found.append(kept[2])
@@ -336,8 +340,10 @@ def _apart(x: Tensor) -> Iterator[None]:
     and its hooks on saved tensors, with which a checkpoint counts them."""
     same = torch.autograd.graph.saved_tensors_hooks(_itself, _itself)
     modes = _disable_current_modes()  # of a selective checkpoint
+    compiles = "torch._dynamo" in sys.modules  # functions of the layer's own
+    eager = torch.compiler.set_stance("force_eager") if compiles else contextlib.nullcontext()
     devices = [x.device] if x.is_cuda else []
-    with unobserved(), modes, same, autocast_off(x), torch.random.fork_rng(devices):
+    with eager, unobserved(), modes, same, autocast_off(x), torch.random.fork_rng(devices):
         yield
 
 

@@ -49,6 +49,8 @@ def difference(
     largest = max((float(g.norm()) for g in expected.values() if g is not None), default=0.0)
     for name, theirs in expected.items():
         mine = found[name]
+        if mine is not None and theirs is None:
+            return f"the gradient of {name} is zero, not None"
         sizes = [0.0 if g is None else float(g.norm()) for g in (mine, theirs)]
         if sum(sizes) <= SMALL * largest * slack:
             continue

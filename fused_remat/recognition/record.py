@@ -128,6 +128,8 @@ class Recorder(TorchFunctionMode):
         super().__init__()
         self.layer, self.device = layer, device
         self.autocast = False
+        made = torch.zeros((), requires_grad=True).clone().grad_fn
+        self.start = made._sequence_nr() if made is not None else 0
         self.foreign = ""  # why not even a piece may hold a tensor that it reads
         self.values: list[Tensor] = []
         self.numbers: dict[int, int] = {}  # by the tensor's id: its present value
@@ -169,7 +171,7 @@ class Recorder(TorchFunctionMode):
             made = "it computes with a tensor that was made outside of PyTorch's functions"
             held = "it reads a tensor that is no parameter, buffer, attribute or argument"
             self.trouble(made if tensor.requires_grad else held)
-            self.foreign = self.foreign or ("" if tensor.requires_grad else held)
+            self.foreign = self.foreign or (held if self._is_older(tensor) else "")
             found = self.new(tensor)
             if tensor.requires_grad:
                 self.live.add(found)
@@ -178,6 +180,12 @@ class Recorder(TorchFunctionMode):
             found = self.new(tensor)
             self.live.add(found)
         return found
+
+    def _is_older(self, tensor: Tensor) -> bool:
+        """Whether a tensor was made before the recording, not by a function in it."""
+        with torch._C.DisableTorchFunction():
+            made = tensor.grad_fn
+        return made is None or made._sequence_nr() < self.start
 
     def trouble(self, reason: str) -> None:
         """Note on the innermost submodule that it cannot be read."""

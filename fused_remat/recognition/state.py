@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import dis
 import enum
 import functools
 import itertools
 import types
 import weakref
 from collections import deque
-from collections.abc import Mapping
 from typing import Any
 
 import numpy
@@ -21,6 +21,10 @@ _PLAIN = {
     int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device,
     types.BuiltinFunctionType,
 }  # fmt: skip
+
+
+#: Of a device mesh, or of a state of FSDP.
+_MACHINERY = ("torch.distributed.", "torch._", "torch.utils.")
 
 
 def exact(value: Any, seen: dict[int, Any]) -> Any:
@@ -42,7 +46,7 @@ def exact(value: Any, seen: dict[int, Any]) -> Any:
         return seen[id(value)]
     seen[id(value)] = len(seen)
     if isinstance(value, Tensor):
-        return value.shape, value.dtype
+        return value.shape, value.dtype, value.requires_grad
     if isinstance(value, (numpy.generic, int, float, str)):  # of a class of its own
         return weakref.ref(kind), repr(value)
     if isinstance(value, numpy.ndarray):
@@ -66,8 +70,8 @@ def exact(value: Any, seen: dict[int, Any]) -> Any:
         cells = [cell.cell_contents for cell in value.__closure__ or ()]
         parts = value.__module__, value.__defaults__, value.__kwdefaults__, *cells
         return value.__code__, *[exact(part, seen) for part in parts]
-    elif kind.__module__.startswith("torch.") and not isinstance(value, nn.Module):
-        return kind  # a device mesh, a state of FSDP: they do not decide what is computed
+    elif kind.__module__.startswith(_MACHINERY):
+        return kind  # it does not decide what is computed
     elif isinstance(value, nn.Module):  # outside of the layer
         numbers = {n: v for n, v in vars(value).items() if type(v) in _PLAIN}
         return _Itself(value), *numbers.items()
@@ -95,39 +99,44 @@ class _Itself:
         return self.id
 
 
-#: By class: what its functions read that no layer holds, as namespaces and names.
-_OUTSIDE: weakref.WeakKeyDictionary[type, list[tuple[Mapping[str, Any], str]]]
-_OUTSIDE = weakref.WeakKeyDictionary()
+#: By class: what its functions read that no layer holds, as an owner (a class, or the globals of a
+#: module) and a name.
+_OUTSIDE: weakref.WeakKeyDictionary[type, list[tuple[Any, str]]] = weakref.WeakKeyDictionary()
 _NUMBERS = (int, float, bool, str, type(None))
 
 
-def _outside(kind: type) -> list[tuple[Mapping[str, Any], str]]:
-    """Attributes of a class, and the globals of its module that functions of the module name."""
+def outside(kind: type) -> list[tuple[Any, str]]:
+    """Attributes of a class, and the globals of its module that functions of the module read."""
     if kind not in _OUTSIDE:
-        found, seen = list[tuple[Mapping[str, Any], str]](), set[types.FunctionType]()
+        found, seen = list[tuple[Any, str]](), set[types.FunctionType]()
         own = [k for k in kind.__mro__ if not k.__module__.startswith(("torch.", "builtins"))]
-        todo: list[tuple[Mapping[str, Any], str, str]]
-        todo = [(vars(k), n, k.__module__) for k in own for n in vars(k)]
+        todo: list[tuple[Any, str, str]]
+        todo = [(k, name, k.__module__) for k in own for name in vars(k)]
         while todo:
-            names, name, package = todo.pop()
-            value = names.get(name)
+            owner, name, package = todo.pop()
+            value = get(owner, name)
             if isinstance(value, types.FunctionType):
                 if value.__module__ == package and value not in seen:
                     seen.add(value)
-                    todo += [(value.__globals__, n, package) for n in value.__code__.co_names]
-            elif name in names and not name.startswith("__"):
-                found.append((names, name))
+                    steps = dis.get_instructions(value)
+                    read = {step.argval for step in steps if step.opname == "LOAD_GLOBAL"}
+                    todo += [(value.__globals__, n, package) for n in read]
+            elif not name.startswith("__"):
+                found.append((owner, name))
         _OUTSIDE[kind] = found
     return _OUTSIDE[kind]
 
 
+def get(owner: Any, name: str) -> Any:
+    """The value that a class, or a dict, has by a name."""
+    return (owner if isinstance(owner, dict) else vars(owner)).get(name)
+
+
 def numbers_of(kind: type) -> list[Any]:
     """Numbers that a class's functions read from it and from their module."""
-    return [v for n, name in _outside(kind) if type(v := n.get(name)) in _NUMBERS]
+    return [v for owner, name in outside(kind) if type(v := get(owner, name)) in _NUMBERS]
 
 
-def shared_by(layer: nn.Module) -> list[Any]:
-    """Lists, dicts and sets that a layer's classes have, or read from their modules."""
-    kinds = {type(module) for module in layer.modules()}
-    values = [names.get(name) for kind in kinds for names, name in _outside(kind)]
-    return [value for value in values if type(value) in (list, dict, set)]
+def shared_by(layer: nn.Module) -> list[tuple[Any, str]]:
+    """What the classes of a layer's modules read that no layer holds (`outside`)."""
+    return [pair for kind in {type(module) for module in layer.modules()} for pair in outside(kind)]
