@@ -72,7 +72,9 @@ def _copied(value: Any, made: Mapping[nn.Module, Any], deep: bool) -> Any:
         return kind([_copied(part, made, deep) for part in value])
     if kind is set:
         return {*value}
-    return value.detach().clone() if deep and kind is Tensor else value
+    if deep and kind is Tensor:
+        return value.detach().clone().requires_grad_(value.requires_grad)
+    return value
 
 
 def call_with(
@@ -199,7 +201,7 @@ def _is_object(value: Any) -> bool:
     return package not in _LIBRARIES and bool(attributes(value))
 
 
-_LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy"} - {"__main__"}
+_LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy"} - {"__main__", "types"}
 
 
 def _items(holder: Any) -> list[Any]:

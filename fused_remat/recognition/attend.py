@@ -409,6 +409,9 @@ def _scores(r: Reader, product: Op, chain: list[Op]) -> Scores | None:
     if not chain or not bool((constant != 0).any()):
         return Scores(scale, softcap)
     mask = _added(r, chain, constant) or _mask(r, product, chain, first, constant)
+    fills = any(op.name.strip("_") in ("masked_fill", "where") for op in chain)
+    if fills and bool(constant.isfinite().all()) and not given.isdisjoint(r.roots(mask.index)):
+        r.fills[mask.index] = float(constant.min())
     rows, keys = constant.shape[-2:]
     if rows == keys and given.isdisjoint(r.roots(mask.index)):
         later = torch.ones(rows, keys, dtype=torch.bool, device=constant.device).triu(1)

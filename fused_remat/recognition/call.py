@@ -80,6 +80,8 @@ class Known:
 
         `named`: the layer's parameters and buffers, None for its own. Not `random`: dropout of any
         probability does nothing.
+
+        Raises: Unreadable if the block would be wrong for these arguments.
         """
         reading, found = self.reading, leaves(given)
         values: dict[int, Any] = {}
@@ -98,6 +100,9 @@ class Known:
             values[number] = torch.zeros((), dtype=like, device=x.device).expand(size)
         for op in reading.before:
             run_op(op, values, layer.get_submodule, sizes, x.dtype)
+        for number, fill in reading.fills.items():
+            if bool((values[number] <= 0.99 * fill).all(-1).any()):
+                raise Unreadable("its mask hides all keys from a query")
         tensors: dict[str, Tensor | None] = {}
         for name, (number, layout) in reading.inputs.items():
             value = values[number]

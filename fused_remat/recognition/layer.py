@@ -134,7 +134,11 @@ class ReadLayer(ConvertedLayer):
         self._last = known
         if isinstance(known, Reason):
             return known
-        tensors, functions, result = known.bind(self, None, given)
+        try:
+            tensors, functions, result = known.bind(self, None, given)
+        except Unreadable as reason:
+            self._last = Reason(str(reason))
+            return self._last
         for name, t in tensors.items():
             if t is not None and not is_readable(t):
                 return Reason(f"{name} is {qualified(type(t))}")

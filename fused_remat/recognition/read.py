@@ -91,6 +91,8 @@ class Reading:
         stand_ins: activations of which `before` reads the shape alone.
         pieces: submodules that are replayed as a whole.
         fixed: names of the layer's tensors whose values decide what the block is.
+        fills: by the number of a mask, what scores of keys that it hides are replaced by, so that a
+            query that sees none has no gradient; it would have one where the mask is added.
     """
 
     graph: Graph
@@ -106,6 +108,7 @@ class Reading:
     stand_ins: Shapes
     pieces: tuple[Piece, ...]
     fixed: tuple[str, ...]
+    fills: dict[int, float]
 
     def chain(self, number: int) -> Sequence[Op]:
         """The operations before the block that make a value; none if one draws random numbers, or
@@ -175,6 +178,7 @@ class Reader:
     values: dict[str, int] = field(default_factory=dict)
     transposed: set[str] = field(default_factory=set)
     pieces: dict[str, Piece] = field(default_factory=dict)
+    fills: dict[int, float] = field(default_factory=dict)
     sites: int = SITE
 
     def __post_init__(self) -> None:
@@ -216,7 +220,7 @@ class Reader:
         return Reading(
             graph, before, values, self.transposed, self.programs, layouts, (target, layout),
             recording.result, recording.inputs, recording.sources, stand_ins,
-            tuple(self.pieces.values()), tuple(sorted(recording.fixed)),
+            tuple(self.pieces.values()), tuple(sorted(recording.fixed)), self.fills,
         )  # fmt: skip
 
     def _target(self) -> tuple[int, Layout]:

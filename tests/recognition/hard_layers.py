@@ -73,6 +73,13 @@ class Scores(Layer):
         return scores + mask
 
 
+class Annotated(Scores):
+    """As the annotated transformer: a query that sees no key sees all, without gradient."""
+
+    def masked(self, scores: Tensor, mask: Tensor) -> Tensor:
+        return scores.masked_fill(mask[:, None, None, :] == 0, -1e9)
+
+
 class FilledScores(Scores):
     def masked(self, scores: Tensor, mask: Tensor) -> Tensor:
         return scores.masked_fill(mask[:, None, None, :] == 0, -1e9)
@@ -607,6 +614,35 @@ class ObjectGate(nn.Module):
         return torch.sin(x) * given.scale
 
 
+class SwitchingGate(nn.Module):
+    """A piece with a tensor that a model makes of its parameters and sets."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return x * self.given
+
+
+class GivenGate(Layer):
+    def set_up(self, index: int) -> None:
+        self.gate = SwitchingGate()
+
+    def branch(self, x: Tensor) -> Tensor:
+        return self.mlp(self.gate(x))
+
+
+class MadeGates(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.make = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList([GivenGate(), GivenGate()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            layer.gate.given = self.make(x[:, :1])
+            x = layer(x)
+        return x
+
+
 class SubmoduleWithObject(Layer):
     """It reads a tensor of an object."""
 
@@ -688,6 +724,68 @@ class ClassLosses(Layer):
         y = self.mlp(x)
         self.losses.append(y.square().mean())
         return y
+
+
+COLLECTOR = SimpleNamespace(losses=[])
+TOTAL = torch.zeros(())
+
+
+class ObjectLosses(Layer):
+    def branch(self, x: Tensor) -> Tensor:
+        y = self.mlp(x)
+        COLLECTOR.losses.append(y.square().mean())
+        return y
+
+
+class BoundLosses(Layer):
+    """A name of the module, and one of the class, are other tensors after each call."""
+
+    total = torch.zeros(())
+
+    def branch(self, x: Tensor) -> Tensor:
+        global TOTAL
+        y = self.mlp(x)
+        TOTAL = TOTAL + y.square().mean()
+        BoundLosses.total = TOTAL
+        return y
+
+
+class SlotsLosses(Layer):
+    def forward(self, x: Tensor, given: Slots) -> Tensor:
+        y = self.mlp(self.norm(x))
+        given.scale = given.scale + y.square().mean()
+        return x + y
+
+
+class Detached(Layer):
+    """Parameters without a gradient."""
+
+    def set_up(self, index: int) -> None:
+        self.gate = nn.Parameter(torch.ones(WIDTH))
+
+    def branch(self, x: Tensor) -> Tensor:
+        return self.mlp(x).detach() * self.gate
+
+
+class NormedHeads(Scores):
+    """Heads of length 1, by `Tensor.norm`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (heads(t) for t in self.qkv(self.norm(x)).chunk(3, -1))
+        q, k = (t / t.norm(dim=-1, keepdim=True) for t in (q, k))
+        y = F.scaled_dot_product_attention(q, k, v, scale=4.0)
+        return x + self.mlp(y.transpose(1, 2).reshape(x.shape))
+
+
+class NamedDropout(Layer):
+    """A piece that has the name of an operation."""
+
+    def set_up(self, index: int) -> None:
+        self.dropout, self.gate = SwitchingGate(), nn.Linear(WIDTH, WIDTH)
+        self.dropout.given = torch.ones(WIDTH)
+
+    def branch(self, x: Tensor) -> Tensor:
+        return self.mlp(self.dropout(x)) * F.silu(self.dropout(self.gate(x)))
 
 
 class Skipped(Layer):

@@ -559,6 +559,17 @@ def test_what_is_nearly_a_norm(name, dtype):
     compare(stock, model, *calls, tolerance=FLOAT64 if dtype == torch.float64 else FLOAT32)
 
 
+def test_a_query_sees_no_key():
+    seen = [ONES.clone(), ONES.clone(), ONES.clone()]
+    seen[0][1, 12:], seen[1][1] = 0, 0
+    compare(*pair(hard.Annotated), *[(*x_of(seed=i), mask) for i, mask in enumerate(seen)])
+
+
+def test_a_piece_has_a_tensor_with_a_gradient():
+    stock = hard.MadeGates().double()
+    compare(stock, convert(copy.deepcopy(stock)), x_of(), x_of(seed=2))
+
+
 def test_tensors_of_an_object():
     given = [SimpleNamespace(scale=normal(WIDTH, seed=i)) for i in range(3)]
     compare(*pair(hard.SubmoduleWithObject), *[(*x_of(), each) for each in given])
@@ -637,6 +648,28 @@ def test_losses_in_a_shared_list(name, losses):
     torch.testing.assert_close(*found)
 
 
+@pytest.mark.filterwarnings("ignore::fused_remat.FusedRematWarning")
+@pytest.mark.parametrize("name", ["ObjectLosses", "BoundLosses", "SlotsLosses"])
+def test_losses_outside_of_a_layer(name):
+    found = []
+    for model in pair(getattr(hard, name)):
+        for _ in range(2):
+            hard.COLLECTOR.losses.clear()
+            hard.TOTAL = hard.BoundLosses.total = torch.zeros(())
+            given = hard.Slots(0.0)
+            model.zero_grad()
+            y = model(*x_of(), *[given] * (name == "SlotsLosses"))
+            loss = sum(hard.COLLECTOR.losses) + hard.TOTAL + hard.BoundLosses.total + given.scale
+            (y.square().mean() + loss).backward()
+        found.append([loss.detach(), *[p.grad for p in model.parameters()]])
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("name", ["Detached", "NormedHeads", "NamedDropout"])
+def test_layers_give_the_same(name):
+    compare(*pair(getattr(hard, name)), x_of(), x_of(3, 8))
+
+
 GENERATORS = {
     "random": (random.Random, random.Random.random),
     "numpy": (np.random.default_rng, np.random.Generator.random),
@@ -674,6 +707,7 @@ RESULTS = {
     "none": lambda x, y: [y, None],
     "dict": lambda x, y: {"y": y},
     "dict of its own": lambda x, y: hard.Result(y=y),
+    "object": lambda x, y: (y, SimpleNamespace(length=x.shape[1])),
 }
 
 
