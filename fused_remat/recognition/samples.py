@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fused_remat.recognition.join import norm_of
-from fused_remat.recognition.state import exact
+from fused_remat.recognition.state import exact, held_by, is_mutable
 from fused_remat.recognition.values import Sample, Unreadable, leaves, map_tree
 from fused_remat.spec import NormSpec
 from fused_remat.steps.activation import ACTIVATIONS
@@ -50,6 +50,9 @@ class Call:
         ]
         if not tensors:
             raise Unreadable("it has no floating-point argument")
+        for name, value in zip(names, found, strict=True):
+            if hasattr(value, "__next__") or any(map(is_mutable, held_by(value))):
+                raise Unreadable(f"{name} is an iterator, or a function that may change something")
         x = found[tensors[0]]
         if x.dim() not in (2, 3, 4):
             raise Unreadable(f"its input has shape {tuple(x.shape)}")

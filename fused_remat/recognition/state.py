@@ -9,6 +9,7 @@ import itertools
 import types
 import weakref
 from collections import deque
+from collections.abc import Mapping
 from typing import Any
 
 import numpy
@@ -99,6 +100,20 @@ class _Itself:
         return self.id
 
 
+def held_by(function: Any) -> list[Any]:
+    """What a function holds, as closures, defaults and the methods of lists do."""
+    cells, given = (getattr(function, n, None) or () for n in ("__closure__", "__defaults__"))
+    own = getattr(function, "__self__", None)
+    holder = [own] if isinstance(own, (list, dict, set, deque)) else []
+    return [*[cell.cell_contents for cell in cells], *given, *holder]
+
+
+def is_mutable(value: Any) -> bool:
+    """Whether a value is neither a number, nor a class, a function or a tensor."""
+    plain = (type, Tensor, types.FunctionType, types.BuiltinFunctionType, *_NUMBERS)
+    return not isinstance(value, plain)
+
+
 #: By class: what its functions read that no layer holds, as an owner (a class, or the globals of a
 #: module) and a name.
 _OUTSIDE: weakref.WeakKeyDictionary[type, list[tuple[Any, str]]] = weakref.WeakKeyDictionary()
@@ -132,9 +147,19 @@ def get(owner: Any, name: str) -> Any:
     return (owner if isinstance(owner, dict) else vars(owner)).get(name)
 
 
+#: By class, those of `outside` that were numbers, as a namespace and a name.
+_NUMBERED: weakref.WeakKeyDictionary[type, list[tuple[Mapping[str, Any], str]]]
+_NUMBERED = weakref.WeakKeyDictionary()
+
+
 def numbers_of(kind: type) -> list[Any]:
     """Numbers that a class's functions read from it and from their module."""
-    return [v for owner, name in outside(kind) if type(v := get(owner, name)) in _NUMBERS]
+    found = _NUMBERED.get(kind)
+    if found is None:
+        pairs = [(o, n) for o, n in outside(kind) if type(get(o, n)) in _NUMBERS]
+        found = [(o if isinstance(o, dict) else vars(o), n) for o, n in pairs]
+        _NUMBERED[kind] = found
+    return [values.get(name) for values, name in found]
 
 
 def shared_by(layer: nn.Module) -> list[tuple[Any, str]]:

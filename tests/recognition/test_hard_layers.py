@@ -665,6 +665,19 @@ def test_losses_outside_of_a_layer(name):
     torch.testing.assert_close(*found)
 
 
+@pytest.mark.filterwarnings("ignore::fused_remat.FusedRematWarning")
+def test_a_callback_and_an_iterator():
+    found = []
+    for model in pair(hard.Called):
+        losses: list = []
+        for _ in range(2):
+            y = model(*x_of(), losses.append)
+            z = model(*x_of(), lambda loss, to=losses: to.append(loss))
+            w = model(*x_of(), iter(range(2)))
+        found.append([t.detach() for t in (y, z, w, *losses)])
+    torch.testing.assert_close(*found)
+
+
 @pytest.mark.parametrize("name", ["Detached", "NormedHeads", "NamedDropout"])
 def test_layers_give_the_same(name):
     compare(*pair(getattr(hard, name)), x_of(), x_of(3, 8))
