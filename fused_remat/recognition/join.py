@@ -32,6 +32,7 @@ from fused_remat.recognition.values import (
     Sample,
     Size,
     Span,
+    Unkept,
     leaves,
     map_tree,
     refs,
@@ -222,6 +223,8 @@ class _Join:
             return a
         if type(a) is not type(b) or (isinstance(a, (int, str, bool)) and a != b):
             raise Mismatch(f"an argument is {a!r} and then {b!r}")
+        if isinstance(a, Unkept) and a != b:
+            raise Mismatch(f"it returns a {a.kind.__name__} with other numbers")
         if not isinstance(a, _VALUES):
             raise Mismatch(f"it passes on an object ({type(a).__name__})")
         return a
@@ -245,7 +248,7 @@ class _Join:
 _VALUES = (
     int, float, complex, str, bytes, type(None), type(...), type, enum.Enum, torch.dtype,
     torch.device, torch.layout, torch.memory_format, numpy.generic, types.BuiltinFunctionType,
-    types.FunctionType, type(STREAM), Limit,
+    types.FunctionType, type(STREAM), Limit, Unkept,
 )  # fmt: skip
 
 

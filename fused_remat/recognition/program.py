@@ -19,6 +19,7 @@ from fused_remat.recognition.values import (
     Op,
     Ref,
     Size,
+    Unkept,
     leaves,
     map_tree,
     refs,
@@ -218,6 +219,8 @@ def given_to(
         return leaf.of(sizes)
     if isinstance(leaf, Limit):
         return leaf.sign * getattr(torch.finfo(dtype), leaf.name)
+    if isinstance(leaf, Unkept):
+        return leaf.make()
     return dtype if leaf is STREAM else leaf
 
 

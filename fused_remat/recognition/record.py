@@ -20,7 +20,9 @@ from fused_remat.recognition.values import (
     Op,
     Ref,
     Span,
+    Unkept,
     Unreadable,
+    attributes,
     leaves,
     map_tree,
     refs,
@@ -480,4 +482,15 @@ def record(
         raise Unreadable(recorder.foreign)
     if type(map_tree(result, lambda leaf: leaf)) is not type(result):
         raise Unreadable(f"it returns {type(result).__name__}")
+    known = {id(leaf) for leaf in leaves(given)}
+    result = map_tree(result, lambda leaf: leaf if id(leaf) in known else _as_result(leaf))
     return recorder, numbers, recorder.encoded(result)
+
+
+def _as_result(leaf: Any) -> Any:
+    """A leaf of a result; of an object, what a block can make of it."""
+    own = {} if isinstance(leaf, (Tensor, nn.Module, type)) or callable(leaf) else attributes(leaf)
+    if not own:
+        return leaf
+    numbers = {n: v for n, v in own.items() if isinstance(v, (int, float, str, type(None)))}
+    return Unkept(type(leaf), tuple(numbers.items()), tuple([n for n in own if n not in numbers]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -62,6 +63,33 @@ class Limit(NamedTuple):
 
 
 _LEAVES = {Ref, Size, Tensor, nn.Parameter, int, float, bool, str, type(None)}
+
+
+@dataclass(frozen=True)
+class Unkept:
+    """An object among a layer's results: its class, its numbers, and the names of what it holds
+    besides, which a block does not make."""
+
+    kind: type
+    numbers: tuple[tuple[str, Any], ...]
+    names: tuple[str, ...]
+
+    def make(self) -> Any:
+        """An object of the class that raises RuntimeError where it is asked for the others."""
+        made: Any = self.kind.__new__(_unkept(self.kind, self.names))
+        made.__dict__.update(self.numbers)
+        return made
+
+
+@functools.lru_cache
+def _unkept(kind: type, names: tuple[str, ...]) -> type:
+    def refused(name: str) -> property:
+        def get(_: Any) -> Any:
+            raise RuntimeError(f"fused_remat: a block does not make {kind.__name__}.{name}")
+
+        return property(get)
+
+    return type(kind.__name__, (kind,), {name: refused(name) for name in names})
 
 
 def map_tree(tree: Any, leaf: Callable[[Any], Any]) -> Any:

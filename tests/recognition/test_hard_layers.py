@@ -740,6 +740,17 @@ def enumerate_result(result):
         yield name, part if isinstance(part, Tensor) else torch.tensor(hash(str(part)))
 
 
+def test_an_object_of_which_a_block_makes_the_numbers():
+    made = lambda x, y: (y, SimpleNamespace(kind="a", scores=2 * y))  # noqa: E731
+    layer = convert(nn.ModuleList([hard.Results(made)]).double())[0]
+    y, more = layer(x_of()[0].requires_grad_())
+    y.sum().backward()
+    assert conversion(layer)[0].state == "converted", str(conversion(layer))
+    assert isinstance(more, SimpleNamespace) and more.kind == "a"
+    with pytest.raises(RuntimeError, match=r"a block does not make SimpleNamespace\.scores"):
+        more.scores.sum()
+
+
 @pytest.mark.filterwarnings("ignore::fused_remat.FusedRematWarning")
 def test_weights_of_attention_are_returned():
     stock = nn.ModuleList([hard.Weights()]).double()
