@@ -76,7 +76,8 @@ class Unkept:
 
     def make(self) -> Any:
         """An object of the class that raises RuntimeError where it is asked for the others."""
-        made: Any = self.kind.__new__(_unkept(self.kind, self.names))
+        kind: Any = _unkept(self.kind, self.names) if self.names else self.kind
+        made = kind.__new__(kind)
         made.__dict__.update(self.numbers)
         return made
 

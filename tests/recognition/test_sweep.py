@@ -27,11 +27,11 @@ PIECES = {
     "jamba": {"mamba", "feed_forward"},
     "mamba2": {"mixer"},
     "deberta_v2": {"attention.self"},
-    "x_transformers_rotary": {"forward"},
 }
 #: What is left as it is, and a part of the reason.
 LEFT = {
     "gemma3n": ("Gemma3nTextDecoderLayer", "it cannot run on"),
+    "x_transformers_rotary": ("Attention", "it switches autocast"),
     "qwen3_vl": ("Qwen3VLVisionPatchMerger", "it cannot run on"),  # it is no layer
 }
 #: Without a block in any layer.
