@@ -65,4 +65,5 @@ def unobserved() -> Iterator[None]:
 
 
 def is_observed() -> bool:
+    """Whether this thread's runs are told to observers."""
     return not getattr(_thread, "off", False)

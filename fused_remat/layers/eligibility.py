@@ -126,8 +126,10 @@ def recorded(hook: Any) -> str:
     """What a recorder of transformers is asked for now: the key of the model's output, or ""."""
     from transformers.utils import output_capturing
 
-    asked = output_capturing._active_collector.get() or ()
-    key = inspect.getclosurevars(hook).nonlocals["key"]
+    asked = output_capturing._active_collector.get()
+    if not asked:
+        return ""
+    key: str = inspect.getclosurevars(hook).nonlocals["key"]
     return key if key in asked else ""
 
 

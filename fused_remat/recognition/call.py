@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ from fused_remat.recognition.program import Modules, Opaque, Program, given_to, 
 from fused_remat.recognition.prove import difference
 from fused_remat.recognition.read import Reader, Reading
 from fused_remat.recognition.record import without_dropout
-from fused_remat.recognition.samples import INDICES, NOTES, Call, constants, leaf_of
+from fused_remat.recognition.samples import INDICES, NOTES, Call, constants, leaf_of, vary
 from fused_remat.recognition.values import (
     SHIFT,
     STREAM,
@@ -61,6 +62,7 @@ class Known:
         #: layer is another block.
         self.fixed: set[str | int] = {*reading.fixed}
         self.names, self.axes = tuple(call.sizes), call.axes
+        self._seen: list[tuple[weakref.ref[Tensor], int]] = []
         #: The same without dropout; and without dtypes of adapters' own, too.
         self.plain = self.proved = self
 
@@ -100,9 +102,7 @@ class Known:
             values[number] = torch.zeros((), dtype=like, device=x.device).expand(size)
         for op in reading.before:
             run_op(op, values, layer.get_submodule, sizes, x.dtype)
-        for number, fill in reading.fills.items():
-            if bool((values[number] <= 0.99 * fill).all(-1).any()):
-                raise Unreadable("its mask hides all keys from a query")
+        self._check_masks(values, found)
         tensors: dict[str, Tensor | None] = {}
         for name, (number, layout) in reading.inputs.items():
             value = values[number]
@@ -134,6 +134,21 @@ class Known:
 
         return tensors, functions, result
 
+    def _check_masks(self, values: Mapping[int, Any], found: Sequence[Any]) -> None:
+        """Raise Unreadable if a mask hides all keys from a query where the block would be wrong
+        then. Layers of one kind have the same masks: the device is asked for those of the first."""
+        if not self.reading.fills:
+            return
+        given = [t for i, t in enumerate(found) if isinstance(t, Tensor) and i not in self.places]
+        pairs = zip(self._seen, given, strict=False)
+        same = all(ref() is t and version == t._version for (ref, version), t in pairs)
+        if same and len(self._seen) == len(given):
+            return
+        for number, fill in self.reading.fills.items():
+            if bool((values[number] <= 0.99 * fill).all(-1).any()):
+                raise Unreadable("its mask hides all keys from a query")
+        self._seen = [(weakref.ref(t), t._version) for t in given]
+
     def run(self, layer: nn.Module, named: Mapping[str, Tensor], given: Mapping[str, Any]) -> Any:
         """The layer's result, by the block, in small pieces and without dropout; for the proof."""
         tensors, functions, result = self.bind(layer, named, given, random=False)
@@ -149,6 +164,7 @@ class Known:
 
 
 def attribute(layer: nn.Module, path: str) -> Any:
+    """An attribute of a layer's submodule, by its path."""
     module, _, name = path.rpartition(".")
     return getattr(layer.get_submodule(module), name)
 
@@ -252,6 +268,8 @@ def read_call(
                 mine = replica(layer, deep=True)
                 for name in NOTES:
                     mine.__dict__.pop(name, None)
+                if varies:
+                    vary(mine)
                 method = types.MethodType(forward, mine)
                 known = _read_call(mine, method, call, *dtypes, free, varies)
                 if varies and not fixed.isdisjoint(known.fixed):  # the block is that of others
@@ -298,7 +316,7 @@ def _read_call(
     if own.itemsize < 4 and own != other:  # for which the layer may have operations of their own
         low = sample(_SIZES[1], own, 1, shift=shift, tables=False)
         with contextlib.suppress(RuntimeError):  # parameters of several dtypes
-            pairs.append(Pair(layer, forward, first, low, leaf, INDICES if free else ()))
+            pairs.append(pair.with_second(low))
     opaque, why = set[str](), list[str]()
     while True:
         try:

@@ -7,6 +7,7 @@ Where the two do not agree inside of a submodule, that submodule is one opaque o
 from __future__ import annotations
 
 import contextlib
+import copy
 import enum
 import itertools
 import math
@@ -62,13 +63,25 @@ class Pair:
         leaf: Callable[[nn.Module], Any],
         numbers: Collection[str] = (),
     ) -> None:
-        self.layer, self.sizes, self.other = layer, first.sizes, second.sizes
-        self.dtypes = first.dtype, second.dtype
+        self.layer, self.forward, self.first, self.indices = layer, forward, first, numbers
         self.one, self.numbers, self.out = record(layer, forward, *first[2:], autocast=False)
-        with renumbered(layer, numbers):
-            self.two, _, self.other_out = record(layer, forward, *second[2:], autocast=True)
-        self.fixed = self.one.fixed | self.two.fixed
         self.leaves = {path: leaf(module) for path, module in layer.named_modules() if path}
+        self._record(second)
+
+    def with_second(self, second: Sample) -> Pair:
+        """The first recording, beside one of another second sample."""
+        other = copy.copy(self)
+        other._record(second)
+        return other
+
+    def _record(self, second: Sample) -> None:
+        self.sizes, self.other = self.first.sizes, second.sizes
+        self.dtypes = self.first.dtype, second.dtype
+        with renumbered(self.layer, self.indices):
+            self.two, _, self.other_out = record(
+                self.layer, self.forward, *second[2:], autocast=True
+            )
+        self.fixed = self.one.fixed | self.two.fixed
 
     def join(self, opaque: Collection[str] = ()) -> Recording:
         """The two as one; submodules at the paths `opaque` are one operation each.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -146,18 +147,10 @@ class Call:
         Masks have random values, so that no mask seems to do nothing. `whole`: packed tokens are
         one sequence, else two. `shift`: added to whole numbers. `params`: the dtype of parameters,
         if it is another. `tables`: other arguments keep their values; else equal ones become
-        others, which are equal. `varies`: tensors of whole numbers are random, and buffers of one
-        number have others.
+        others, which are equal. `varies`: tensors of whole numbers are random.
         """
         generator = torch.Generator().manual_seed(seed)
-
-        def random(shape: Sequence[int], device: torch.device) -> Tensor:
-            count = math.prod(shape)
-            made = torch.randn(min(count, _DRAWN), generator=generator, dtype=dtype).to(device)
-            if count > _DRAWN:  # the same numbers again, never in the same place of a row
-                made = made.repeat(-(-count // _DRAWN))[:count]
-            return made.view(tuple(shape)).requires_grad_()
-
+        random = functools.partial(_random, generator, dtype)
         sizes = {name: sizes[name] for name in self.sizes}
         bounds = None if self.bounds is None else leaves(self.given)[self.bounds]
         places = iter(zip(self.dims, self.active, self.names, strict=True))
@@ -187,41 +180,67 @@ class Call:
             if made.dtype == torch.bool or (is_mask and not made.is_floating_point()):
                 return _choices(made, generator)
             if not made.is_floating_point():
-                return (
-                    _numbers(made, generator) if varies and "cu_seq" not in name else made.clone()
-                )
+                varied = varies and "cu_seq" not in name
+                return _numbers(made, generator) if varied else made.clone()
             made = _cast(made, dtype)
             if is_mask or sum(n in ("S", "M") for n in dims) == 2:
                 noise = torch.randn(made.shape, generator=generator, dtype=dtype).to(made.device)
                 return torch.where(made < -1.0, made, made + 0.3 * noise)
             return made if tables else made + 0.25 * torch.sin(3.0 * made + 1.0)
 
-        named: dict[str, Tensor] = {}
-        for name, p in layer.named_parameters():
-            t = random(p.shape, p.device).detach()
-            if p.dim() == 1 and "bias" not in name:
-                t = t.abs_().add_(0.5)
-            elif p.dim() > 1:
-                t.mul_(0.6 * p.shape[-1] ** -0.5)
-            else:
-                t.mul_(0.2)
-            named[name] = t.to(params or dtype).requires_grad_(p.is_floating_point())
-        constant = constants(layer) if varies else {}
-        for name, b in layer.named_buffers():
-            to = params or dtype if b.is_floating_point() else b.dtype
-            made = b.detach().to(to, copy=True)
-            if name in constant and made.is_floating_point():
-                made += 0.25 * torch.sin(1.0 + torch.arange(made.numel()).to(made)).view(b.shape)
-            elif name in constant:
-                made = _choices(made, generator)
-            named[name] = made
+        named = _tensors(layer, random, params or dtype)
         return Sample(
             sizes, dtype, named, map_tree(dict(self.given), given), self.active, self.bounds
         )
 
 
+def _random(
+    generator: torch.Generator, dtype: torch.dtype, shape: Sequence[int], device: torch.device
+) -> Tensor:
+    """Normal random numbers, with a gradient."""
+    count = math.prod(shape)
+    made = torch.randn(min(count, _DRAWN), generator=generator, dtype=dtype).to(device)
+    if count > _DRAWN:  # the same numbers again, never in the same place of a row
+        made = made.repeat(-(-count // _DRAWN))[:count]
+    return made.view(tuple(shape)).requires_grad_()
+
+
+def _tensors(
+    layer: nn.Module, random: Callable[..., Tensor], dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Random parameters of a layer, and its buffers, in `dtype`."""
+    named: dict[str, Tensor] = {}
+    for name, p in layer.named_parameters():
+        t = random(p.shape, p.device).detach()
+        if p.dim() == 1 and "bias" not in name:
+            t = t.abs_().add_(0.5)
+        elif p.dim() > 1:
+            t.mul_(0.6 * p.shape[-1] ** -0.5)
+        else:
+            t.mul_(0.2)
+        named[name] = t.to(dtype).requires_grad_(p.is_floating_point())
+    for name, b in layer.named_buffers():
+        named[name] = b.detach().to(dtype if b.is_floating_point() else b.dtype, copy=True)
+    return named
+
+
+def vary(layer: nn.Module) -> None:
+    """Give a replica's buffers and attributes of one number (`constants`) other numbers."""
+    generator = torch.Generator().manual_seed(0)
+    for path, t in constants(layer).items():
+        path, _, name = path.rpartition(".")
+        module, made = layer.get_submodule(path), t.detach()
+        if made.is_floating_point():
+            steps = torch.sin(1.0 + torch.arange(made.numel(), device=made.device))
+            made = (made + 0.25 * steps.view(made.shape)).to(made.dtype)
+        else:
+            made = _choices(made, generator)
+        owner = module._buffers if name in module._buffers else module.__dict__
+        owner[name] = made.requires_grad_(t.requires_grad)
+
+
 def constants(layer: nn.Module) -> dict[str, Tensor]:
-    """Buffers whose values are all one number, which may hide what a layer does with them."""
+    """Buffers and attributes whose values are all one number, which may hide what a layer does."""
     tensors = {name: b for name, b in layer.named_buffers() if b.numel()}
     for path, module in layer.named_modules():
         own = {n: v for n, v in vars(module).items() if type(v) is Tensor and v.numel()}

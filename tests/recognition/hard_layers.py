@@ -576,6 +576,13 @@ class Mixed(Layer):
         return y + self.on * torch.sin(y.flip(1))
 
 
+class MixedByAttribute(Mixed):
+    """The same by a tensor that is no buffer."""
+
+    def set_up(self, index: int) -> None:
+        self.on = torch.zeros(1)
+
+
 class LimitedByOthers(Layer):
     """A limit that is not reached at first hides that it follows from all tokens."""
 

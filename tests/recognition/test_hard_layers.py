@@ -506,7 +506,7 @@ def test_whole_numbers_differ_later_or_at_first(name, is_plain_first):
     compare(*pair(getattr(hard, name)), *calls)
 
 
-@pytest.mark.parametrize("name", ["Switched", "Mixed"])
+@pytest.mark.parametrize("name", ["Switched", "Mixed", "MixedByAttribute"])
 def test_a_buffer_of_zeros_is_filled_later(name):
     compare(*pair(getattr(hard, name)), x_of(), lambda layer: layer.on.fill_(1), x_of())
 
