@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -170,17 +170,12 @@ class Program:
     @property
     def only_moves(self) -> bool:
         """Whether each number of the result is one that it reads, and always the same one."""
-        return not self.params and all(op.name.strip("_") in _MOVES for op in self._plain_ops)
+        return not self.params and all(op.name.strip("_") in _MOVES for op in self.ops)
 
     @property
     def is_algebra(self) -> bool:
         """Whether what holds for random values that it reads holds for all."""
-        return all(op.name.strip("_") in ALGEBRA for op in self._plain_ops)
-
-    @property
-    def _plain_ops(self) -> tuple[Op, ...]:
-        """The operations; a submodule has a name of its own choice."""
-        return tuple([replace(op, name="") if op.path is not None else op for op in self.ops])
+        return all(op.name.strip("_") in ALGEBRA for op in self.ops)
 
     def run(
         self,

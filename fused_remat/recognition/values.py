@@ -137,7 +137,7 @@ class Op:
     """One operation.
 
     Attributes:
-        name: of the function.
+        name: of the function; of an opaque submodule, one that no function has.
         run: called with the arguments, it returns a result with the outputs as its leaves. It
             changes no argument. That of an opaque submodule takes the submodule first.
         args, kwargs: with `Ref`s in the places of tensors.
