@@ -51,8 +51,8 @@ def exact(value: Any, seen: dict[int, Any]) -> Any:
     if isinstance(value, (numpy.generic, int, float, str)):  # of a class of its own
         return weakref.ref(kind), repr(value)
     if isinstance(value, numpy.ndarray):
-        numbers = repr(value) if value.dtype == object else value.tobytes()
-        return value.shape, str(value.dtype), numbers
+        held = repr(value) if value.dtype == object else value.tobytes()
+        return value.shape, str(value.dtype), held
     parts: Any = None
     if isinstance(value, (tuple, list, set, frozenset, deque)):
         parts = sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value
