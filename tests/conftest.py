@@ -7,6 +7,9 @@ import sys
 import warnings
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that wait leave the core to others
+# ATen's products and attention: which implementation is faster is no part of a test's result.
+os.environ.setdefault("FUSED_REMAT_CPU_PRODUCTS", "aten")
+os.environ.setdefault("FUSED_REMAT_CPU_ATTENTION", "aten")
 # Before CUDA starts: cuBLAS is deterministic only with workspaces of a fixed size.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 

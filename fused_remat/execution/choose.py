@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fused_remat.steps import onednn, timing  # noqa: F401 (registers its products)
 from fused_remat.steps.operations import (
     FAULTS,
     OPERATIONS,
@@ -106,13 +107,14 @@ def choose(function: Function, backend: str, key: Any) -> Chosen:
     why = "" if other is None else FAULTS.get((function, backend, key)) or other.why_not(key)
     if other is not None and why is None:
         return Chosen(other.run, key, other.says, "")
-    return Chosen(function, key, operation.says, f"; not {backend}: {why}" if why else "")
+    refused = f"; not {other.name or backend}: {why}" if other is not None and why else ""
+    return Chosen(function, key, operation.says, refused)
 
 
-def _serve(name: str, function: Function) -> Function:
+def _serve(name: str, timed: bool, function: Function) -> Function:
     """What a backend's table holds for an operation."""
     operation = OPERATIONS[function]
-    if name not in operation.faster:
+    if name not in operation.faster or (operation.faster[name].timed and not timed):
         return function
     key_of, other = operation.key, operation.faster[name]
     run, unconditional = other.run, other.why_not is always
@@ -139,15 +141,22 @@ def _table(name: str) -> Operations:
     if name not in TABLES:
         row = BACKENDS[name]()
         assert isinstance(row, Backend)
-        TABLES[name] = Operations(name, row.chunk_tokens, functools.partial(_serve, name))
+        timed, untimed = (
+            Operations(name, row.chunk_tokens, functools.partial(_serve, name, is_timed))
+            for is_timed in (True, False)
+        )
+        timed.untimed = untimed.untimed = untimed
+        TABLES[name] = timed
     return TABLES[name]
 
 
 def forget() -> None:
     """Choose anew from now on; for who replaces a backend, or what it chooses by."""
     FAULTS.clear()
+    timing.FOUND.clear()
     for name, table in TABLES.items():
         table.clear()
+        table.untimed.clear()
         row = BACKENDS[name]() if name in BACKENDS else ""
         if isinstance(row, Backend):
             row.forget()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from fused_remat.execution.choose import has_faster, ops_for
 from fused_remat.graph.graph import Graph, sizes
 from fused_remat.graph.schedule import Schedule, schedule
 from fused_remat.spec import USER_FUNCTION
+from fused_remat.steps import timing
 from fused_remat.steps.activation import MLPActivation
 from fused_remat.steps.chunk import Chunks, Layout
 from fused_remat.steps.fused import linear_norm_fwd, mlp_bwd, mlp_up_fwd
@@ -170,6 +172,9 @@ def _prepare(
     if any(node.per_batch for node in graph.nodes):
         chunk_tokens = batch * longest
     chunks = Chunks.of(batch, seq_len, chunk_tokens, longest)
+    largest = max([math.prod(shape) for shape in shapes if shape is not None])
+    if not fuses or chunks.group * longest * largest < timing.LEAST_PRODUCT:
+        ops = ops.untimed
     widths = graph.widths(named)
     fuses = fuses and not any(node.chooses for node in graph.nodes)
     fusions = _fusions(ops, graph, widths, graph.compute or dtype, device) if fuses else frozenset()

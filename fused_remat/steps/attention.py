@@ -89,9 +89,11 @@ def attention_bwd(
     if call.cu_q is not None:
         _varlen_backward(dattn, q, k, v, attn, lse, call, grads)
         return
+    lse = lse.view(call.batch, call.spec.num_heads, call.q_len)
     for part, one in attention_rows.sequences(call):
         mine = None if grads is None else (grads[0][part], grads[1][part], grads[2][part])
-        attention_rows.backward(do[part], q[part], k[part], v[part], o[part], one, mine)
+        heads = do[part], q[part], k[part], v[part], o[part]
+        attention_rows.backward(*heads, lse[part], one, mine)
 
 
 def _varlen_forward(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, out: Tensor) -> Tensor:

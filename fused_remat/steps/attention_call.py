@@ -71,6 +71,13 @@ class AttentionCall:
         return self.lengths is not None or self.mask is not None or self.padding is not None
 
     @property
+    def may_exclude_rows(self) -> bool:
+        """Whether there may be queries that see no key; in a call of one sequence each."""
+        (left, right), offset = self.spec.window, self.offset
+        before, after = offset + right < 0, self.q_len - 1 + offset - left >= self.kv_len
+        return self.limited or (right >= 0 and before) or (left >= 0 and after)
+
+    @property
     def varlen(self) -> bool:
         return self.cu_q is not None
 

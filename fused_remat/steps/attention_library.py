@@ -9,6 +9,7 @@ group.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 
@@ -19,6 +20,7 @@ from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn.attention import SDPBackend
 
 from fused_remat.steps import attention_operators as operators
+from fused_remat.steps import attention_rows, timing
 from fused_remat.steps.attention_call import (
     AttentionCall,
     AttentionKey,
@@ -26,6 +28,7 @@ from fused_remat.steps.attention_call import (
     attention_key,
 )
 from fused_remat.steps.attention_operators import Kernel
+from fused_remat.steps.linear import widens
 
 _KERNELS = {
     SDPBackend.FLASH_ATTENTION.value: "flash",
@@ -34,6 +37,8 @@ _KERNELS = {
 }
 # Rows of masks are apart by a multiple of this, which the efficient kernel needs.
 _MASK_ROWS = 16
+# Scores, of one sequence, of the calls that are timed on CPUs.
+_TIMED_SCORES = 1 << 20
 # Scores lose digits when a mask value of this magnitude is added.
 _FAR = 128.0
 # The CPU's flash kernel is wrong for a row whose largest mask value is finite and below this: its
@@ -60,7 +65,47 @@ def why_not(key: AttentionKey) -> str | None:
         return f"{flash or 'causal'} beside a mask or key lengths"
     if key.device.type == "cuda":
         return _why_not_cuda(key)
-    return flash or (None if key.widths[0] == key.widths[1] else f"head dims differ: {key.widths}")
+    if flash or key.widths[0] != key.widths[1]:
+        return flash or f"head dims differ: {key.widths}"
+    return "faster on this machine" if _blocks_are_faster(key) else None
+
+
+def _blocks_are_faster(key: AttentionKey) -> bool:
+    """Whether blocks of query rows are faster on this CPU, which skip keys that nobody sees, and
+    take the query heads of a key head as rows of one product."""
+    spec, group = key.spec, key.spec.num_heads // key.spec.num_kv_heads
+    causal = spec.window[1] == 0
+    if key.limited or not (causal or group > 1):
+        return False
+    # About the call's lengths; heads as many as there are, up to about as many scores.
+    q_len, kv_len = (min(1 << (n - 1).bit_length(), 1024) for n in (key.q_len, key.kv_len))
+    heads = max(1, min(spec.num_kv_heads, _TIMED_SCORES // (q_len * kv_len * group)))
+    sizes = (heads, group, q_len, kv_len, key.widths[0])
+
+    def pair() -> tuple[timing.Run, timing.Run]:
+        few = dataclasses.replace(spec, num_heads=heads * group, num_kv_heads=heads)
+        call = AttentionCall(few, 1, q_len, kv_len)
+        made = torch.ones((q_len + 2 * kv_len) * heads * group, key.widths[0], dtype=key.dtype)
+
+        def tokens(length: int, count: int) -> Tensor:
+            return made[: length * count].view(1, length, count, -1).transpose(1, 2)
+
+        q, k, v = tokens(q_len, heads * group), tokens(kv_len, heads), tokens(kv_len, heads)
+        o, dq, dk, dv = (torch.empty_like(x) for x in (q, q, k, v))
+        grads, wide = (dq, dk, dv), widens(q)
+
+        def library() -> None:
+            rows, lse = forward(q, k, v, call, wide)
+            o.transpose(1, 2).copy_(rows.reshape(1, q_len, heads * group, -1))
+            backward(o, q, k, v, o, lse, call, grads, wide)
+
+        def blocks() -> None:
+            lse = attention_rows.forward(q, k, v, call, o)
+            attention_rows.backward(o, q, k, v, o, lse, call, grads)
+
+        return library, blocks
+
+    return timing.prefers("FUSED_REMAT_CPU_ATTENTION", "blocks", (key.dtype, causal, sizes), pair)
 
 
 def why_not_call(q: Tensor, v: Tensor, call: AttentionCall) -> str | None:

@@ -55,8 +55,9 @@ def _key(
     mask: DropoutMask | None = None,
     out: Tensor | None = None,
 ) -> tuple[Any, ...]:
-    """Dtype, device, and whether dropout or a residual follows the product."""
-    return x.dtype, x.device, residual is not None or mask is not None
+    """Dtype, device, whether dropout or a residual follows the product, and its multiply-adds."""
+    size = 0 if weight is None else x.shape[0] * weight.numel()
+    return x.dtype, x.device, residual is not None or mask is not None, size
 
 
 @operation(key=_key, says=lambda key, *_, **__: says_product(key[0], key[1]))
@@ -92,8 +93,8 @@ def linear_fwd(
 
 
 @operation(
-    key=lambda dy, weight, into=None: (dy.dtype, dy.device),
-    says=lambda key, *_, **__: says_product(*key),
+    key=lambda dy, weight, into=None: (dy.dtype, dy.device, dy.shape[0] * weight.numel()),
+    says=lambda key, *_, **__: says_product(key[0], key[1]),
 )
 def linear_dx(dy: Tensor, weight: Tensor | None, into: Tensor | None = None) -> Tensor:
     """dy @ weight, added to `into` in place if that is given. dy may be columns of a matrix."""

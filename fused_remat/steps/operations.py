@@ -81,11 +81,15 @@ class Faster:
         why_not: given a key, the reason why it cannot run: None if it can, "" for a reason that
             `explain` does not print.
         says: what it runs, for `explain`.
+        name: of the implementation, for `explain`; by default the backend's.
+        timed: whether a timing may be what decides (`steps.timing`), in `why_not`.
     """
 
     run: Function
     why_not: Callable[[Any], str | None]
     says: Says
+    name: str = ""
+    timed: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,6 +132,8 @@ def faster(
     *,
     says: Says,
     why_not: Callable[[Any], str | None] = always,
+    name: str = "",
+    timed: bool = False,
 ) -> Callable[[Function], F]:
     """Register an implementation of the operation `function` for a backend (see `Faster`).
 
@@ -145,7 +151,7 @@ def faster(
                 f"parameters must be ({expected})"
             )
         run.__doc__ = run.__doc__ or function.__doc__
-        OPERATIONS[function].faster[backend] = Faster(run, why_not, says)
+        OPERATIONS[function].faster[backend] = Faster(run, why_not, says, name, timed)
         return cast(F, run)
 
     return register
@@ -164,7 +170,10 @@ class Operations(dict[Function, Function]):
         name: the backend's name.
         chunk_tokens: given a device, about how many tokens the backend processes at a time.
         serve: returns the implementation of an operation on its first use.
+        untimed: the table without the implementations of which a timing decides.
     """
+
+    untimed: Operations
 
     def __init__(
         self,

@@ -1,0 +1,57 @@
+"""Which of two implementations is faster on this machine: timed once in a process, then known.
+
+The choice depends on sizes alone, so that forward and the rebuild in backward agree. An environment
+variable can make it instead; under deterministic algorithms it is always the standard one.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+Run = Callable[[], Any]
+
+#: What was found faster: by setting and sizes, whether the other implementation is.
+FOUND: dict[Hashable, bool] = {}
+#: Multiply-adds of the smallest product for which there is a choice.
+LEAST_PRODUCT = 256 * 256 * 512
+_ROUNDS = 6
+# How much faster another implementation has to be than the standard one.
+_MARGIN = 0.97
+
+
+def prefers(setting: str, other: str, key: Hashable, make: Callable[[], tuple[Run, Run]]) -> bool:
+    """Whether the implementation `other` serves rather than ATen's.
+
+    The environment variable `setting` is "aten", `other`, or "measure", the default. Then the two
+    functions that `make` returns, of ATen's implementation and of the other, are timed in turns;
+    what is found holds for `key` from then on.
+
+    Raises: ValueError if the variable is none of these.
+    """
+    if torch.are_deterministic_algorithms_enabled():
+        return False
+    found = FOUND.get((setting, key))
+    if found is None:
+        said = os.environ.get(setting, "measure")
+        if said not in ("aten", other, "measure"):
+            raise ValueError(f"{setting} is {said!r}; valid: 'measure', 'aten', {other!r}")
+        found = FOUND[setting, key] = _is_faster(make) if said == "measure" else said == other
+    return found
+
+
+def _is_faster(make: Callable[[], tuple[Run, Run]]) -> bool:
+    best = [float("inf"), float("inf")]
+    with torch.no_grad(), _disable_current_modes(), torch.autocast("cpu", enabled=False):
+        runs = make()
+        for _ in range(_ROUNDS):
+            for index, run in enumerate(runs):
+                start = time.perf_counter()
+                run()
+                best[index] = min(best[index], time.perf_counter() - start)
+    return best[1] < _MARGIN * best[0]
