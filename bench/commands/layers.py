@@ -28,7 +28,7 @@ Sizes = tuple[int, int, int, int]
 
 #: By device: (B, S, D, H), and dtypes. A CPU without bfloat16 products takes minutes a step of it.
 SIZES: dict[str, tuple[Sizes, ...]] = {
-    "cpu": ((4, 512, 512, 8), (2, 512, 1024, 16)),
+    "cpu": ((4, 512, 512, 8), (4, 512, 1024, 16), (8, 512, 512, 8)),
     "cuda": ((8, 2048, 1024, 8), (8, 2048, 2048, 16), (4, 2048, 4096, 32)),
 }
 
