@@ -42,7 +42,7 @@ MIX64_MUL1 = 0xBF58476D1CE4E5B9
 MIX64_MUL2 = 0x94D049BB133111EB
 
 # Elements that are hashed at a time on a CPU: temporaries stay in cache.
-_CACHED = 1 << 18
+_CACHED = 1 << 19
 # Up to this many elements on a CPU, numpy is faster, since its calls cost less.
 _SMALL = 1 << 14
 
@@ -174,12 +174,18 @@ class DropoutMask:
         """The mask of `rows` rows, from row `first` of this mask on."""
         return DropoutMask(self.site_key, self.row0 + first, rows, self.width, self.p, self.dtype)
 
-    def tensor(self) -> Tensor:
-        """The mask (rows, width): 0, or `scale(p)`. Computed once, and kept by this object."""
-        if self._tensor is None:
+    def tensor(self, keep: bool = True) -> Tensor:
+        """The mask (rows, width): 0, or `scale(p)`.
+
+        It is computed once and kept by this object, unless `keep` is False: then the caller may
+        write over it.
+        """
+        mask = self._tensor
+        if mask is None:
             key, dtype = self.site_key, self.dtype
-            self._tensor = keep_scale(key, self.row0, self.rows, self.width, self.p, dtype)
-        return self._tensor
+            mask = keep_scale(key, self.row0, self.rows, self.width, self.p, dtype)
+        self._tensor = mask if keep else None
+        return mask
 
 
 class Uniform:
@@ -232,9 +238,8 @@ def _survivors(row_keys: Tensor, columns: Tensor, p: float, one: int, hashed: Te
         rows = slice(start, start + step)
         x = torch.bitwise_xor(columns, k0[rows], out=hashed[rows]).mul_(k1[rows])
         y = torch.bitwise_right_shift(x, 16, out=shifted[: x.shape[0]]).bitwise_and_(0xFFFF)
-        # (hash - threshold) >> 31 is all ones for survivors, and 0 for others: no bool tensor.
-        x.bitwise_xor_(y).mul_(MUL32).bitwise_and_(0x7FFFFFFF).sub_(threshold(p))
-        x.bitwise_right_shift_(31).bitwise_and_(one)
+        x.bitwise_xor_(y).mul_(MUL32).bitwise_and_(0x7FFFFFFF)
+        x.lt_(threshold(p)).mul_(one)  # in place: 1 or 0, no bool tensor
 
 
 def _mix64_numpy(z: np.ndarray) -> np.ndarray:

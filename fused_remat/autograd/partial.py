@@ -126,10 +126,12 @@ def _backward(ctx: Any, dy: Tensor) -> list[Tensor | None]:
 def _asks_all(ctx: Any) -> bool:
     if not issubclass(type(ctx), BackwardCFunction):  # compiled autograd
         return True
-    try:
-        return all(map(_executes, [node for node, _ in ctx.next_functions if node is not None]))
-    except (RuntimeError, TypeError):  # see `_takes`
-        return False
+    nodes = iter([node for node, _ in ctx.next_functions if node is not None])
+    while True:
+        try:
+            return all(map(_executes, nodes))
+        except (RuntimeError, TypeError):
+            continue  # this node's gradient is taken (see `_takes`); on to the others
 
 
 def asked(ctx: Any) -> frozenset[str]:

@@ -27,8 +27,14 @@ from fused_remat.steps.chunk import Chunks, Layout
 from fused_remat.steps.fused import linear_norm_fwd, mlp_bwd, mlp_up_fwd
 from fused_remat.steps.norm import Norm
 from fused_remat.steps.operations import Operations
+from fused_remat.steps.residual import Add, DrawMask
+from fused_remat.steps.rotary import Rotary
 
 Shapes = Sequence[torch.Size | None]
+
+# Blocks of cheap steps alone are computed at least so many elements at a time: to put smaller
+# pieces together takes as long as to compute them.
+_ELEMENTS = 1 << 21
 
 
 @dataclass(frozen=True)
@@ -151,8 +157,9 @@ def prepare(
     ops = ops_for(call.backend, like, call.graph.compute or dtype)
     # Under deterministic algorithms every policy takes the same operation for a step.
     fuses = fused and not torch.are_deterministic_algorithms_enabled()
-    tokens = getattr(_PIECES, "tokens", None) or ops.chunk_tokens(like.device)
-    return _prepare(call, ops, tokens, like.device, fuses, dtype, tuple(shapes))
+    asked = getattr(_PIECES, "tokens", None)
+    tokens, elements = (asked, 0) if asked else (ops.chunk_tokens(like.device), _ELEMENTS)
+    return _prepare(call, ops, tokens, elements, like.device, fuses, dtype, tuple(shapes))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -160,6 +167,7 @@ def _prepare(
     call: BlockCall,
     ops: Operations,
     chunk_tokens: int,
+    elements: int,
     device: torch.device,
     fuses: bool,
     dtype: torch.dtype,
@@ -171,11 +179,13 @@ def _prepare(
     longest = max(lengths[node.name] for node in graph.nodes)
     if any(node.per_batch for node in graph.nodes):
         chunk_tokens = batch * longest
+    widths = graph.widths(named)
+    if all(isinstance(node, Add | DrawMask | Norm | Rotary) for node in graph.nodes):
+        chunk_tokens = max(chunk_tokens, elements // max(widths.values(), default=1))
     chunks = Chunks.of(batch, seq_len, chunk_tokens, longest)
     largest = max([math.prod(shape) for shape in shapes if shape is not None])
     if not fuses or chunks.group * longest * largest < timing.LEAST_PRODUCT:
         ops = ops.untimed
-    widths = graph.widths(named)
     fuses = fuses and not any(node.chooses for node in graph.nodes)
     fusions = _fusions(ops, graph, widths, graph.compute or dtype, device) if fuses else frozenset()
     plan = schedule(graph, call.save, call.needs_grad, chunks.tiled, fusions)

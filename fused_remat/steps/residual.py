@@ -25,14 +25,17 @@ def residual_add(
     """residual + mask * x, rounded once to the dtype of the residual."""
     if mask is None:
         return torch.add(x, residual, out=out)
-    y = torch.addcmul(residual.to(mask.dtype), x, mask.tensor())
-    return y.to(residual.dtype) if out is None else out.copy_(y)
+    into = out if out is not None and out.dtype is mask.dtype else None
+    y = torch.addcmul(residual.to(mask.dtype), x, mask.tensor(), out=into)
+    if out is None:
+        return y.to(residual.dtype)
+    return y if y is out else out.copy_(y)
 
 
 @operation(key=lambda x, *_: (x.dtype, x.device), says="pointwise, eager")
 def dropout(x: Tensor, mask: DropoutMask, dtype: torch.dtype | None = None) -> Tensor:
     """mask * x as a new tensor, in `dtype` or in that of x."""
-    return torch.mul(x, mask.tensor()).to(dtype or x.dtype)
+    return mask.tensor(keep=False).mul_(x).to(dtype or x.dtype)
 
 
 @operation(key=lambda seed, first: seed.device, says="pointwise, eager")

@@ -153,17 +153,17 @@ def _normed(heads: Tensor, call: RotaryCall) -> tuple[Tensor, Tensor]:
     return wide * rstd, rstd
 
 
-def _pairs(heads: Tensor, call: RotaryCall) -> tuple[Tensor, Tensor]:
-    """Views of the first and the second elements of all pairs, (T, heads, R/2)."""
-    if call.spec.rotary is not None and call.spec.rotary.interleaved:
-        return heads[..., 0 : call.rotated : 2], heads[..., 1 : call.rotated : 2]
-    half = call.rotated // 2
-    return heads.narrow(-1, 0, half), heads.narrow(-1, half, half)
+def _pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """Views of the first and the second elements of all pairs of x (..., R)."""
+    if interleaved:
+        return x[..., 0::2], x[..., 1::2]
+    return x.tensor_split(2, -1)  # type: ignore[return-value]
 
 
 def _rotate(heads: Tensor, call: RotaryCall, back: bool, out: Tensor) -> None:
     """Write the rotated pairs of `heads` to `out`, which may be `heads`."""
-    if not call.rotated:
+    rotated = call.rotated
+    if not rotated:
         return
     dtype = torch.promote_types(heads.dtype, torch.float32)
     cos, sin = call.cos, call.sin
@@ -176,16 +176,18 @@ def _rotate(heads: Tensor, call: RotaryCall, back: bool, out: Tensor) -> None:
         cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     else:
         cos, sin = _of_tokens(cos, call, rows), _of_tokens(sin, call, rows)
-    (x1, x2), (y1, y2) = _pairs(heads, call), _pairs(out, call)
-    x1, x2, cos, sin = (t if t.dtype is dtype else t.to(dtype) for t in (x1, x2, cos, sin))
+    cos, sin = cos.to(dtype), sin.to(dtype)
+    interleaved = call.spec.rotary is not None and call.spec.rotary.interleaved
+    x, y = heads[..., :rotated], out[..., :rotated]
+    x = x.to(dtype, copy=x.data_ptr() == y.data_ptr())
+    both = torch.repeat_interleave(cos, 2, -1) if interleaved else torch.cat([cos, cos], -1)
+    turned = torch.mul(x, both, out=y if y.dtype is dtype else None)
+    (x1, x2), (y1, y2) = _pairs(x, interleaved), _pairs(turned, interleaved)
     sign = 1.0 if back else -1.0  # of the term added to y1; that of y2 has the opposite sign
-    if out.dtype is not dtype:
-        y1.copy_((x1 * cos).add_(x2 * sin, alpha=sign))
-        y2.copy_((x2 * cos).sub_(x1 * sin, alpha=sign))
-        return
-    cross = x1 * sin  # before y1 is written, which may be x1
-    torch.mul(x1, cos, out=y1).addcmul_(x2, sin, value=sign)
-    torch.mul(x2, cos, out=y2).sub_(cross, alpha=sign)
+    y1.addcmul_(x2, sin, value=sign)
+    y2.addcmul_(x1, sin, value=-sign)
+    if turned is not y:
+        y.copy_(turned)
 
 
 def _of_tokens(table: Tensor, call: RotaryCall, rows: int) -> Tensor:

@@ -3,9 +3,11 @@
 import itertools
 
 import pytest
+import torch
 from reference import EXACT_PRESETS
 
-from fused_remat.graph.build import block_graph
+from fused_remat.execution.prepare import BlockCall, pieces_of
+from fused_remat.graph.build import block_graph, norm_graph
 from fused_remat.graph.schedule import schedule
 from fused_remat.policies import kept_names
 from fused_remat.spec import (
@@ -151,3 +153,13 @@ def test_groups_are_of_the_longest_activation():
     """Of a decoder's memory, say: four sequences of 8 tokens and of 32, 64 at a time."""
     assert Chunks.of(4, 8, 64).group == 4
     assert Chunks.of(4, 8, 64, 32).group == 2
+
+
+def test_cheap_steps_alone_run_in_larger_pieces_unless_told_otherwise():
+    x, call = (
+        torch.empty(2048, 1, 64),
+        BlockCall(norm_graph(NormSpec()), *[frozenset()] * 2, "eager"),
+    )
+    assert call.prepare([x, None, None]).chunks.group == 2048
+    with pieces_of(16):
+        assert call.prepare([x, None, None]).chunks.group == 16

@@ -125,3 +125,5 @@ def test_a_described_multiplier_is_the_same_tensor_whole_and_in_parts():
     assert torch.equal(whole.tensor(), random.keep_scale(key, 5, 7, 9, 0.4, torch.float32))
     assert torch.equal(whole.of_rows(2, 4).tensor(), whole.tensor()[2:6])
     assert whole.tensor() is whole.tensor()
+    taken = whole.tensor(keep=False).zero_()
+    assert whole.tensor() is not taken and whole.tensor().any()
