@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn.attention import SDPBackend
 
+from fused_remat.spec import AttentionSpec
 from fused_remat.steps import attention_operators as operators
 from fused_remat.steps import attention_rows, timing
 from fused_remat.steps.attention_call import (
@@ -50,7 +51,15 @@ _REFUSED = {"dropout": "dropout draws this library's own bits"}
 
 
 def why_not(key: AttentionKey) -> str | None:
-    """Why the kernels cannot serve a call; None if they can. `why_not_call` also checks values."""
+    """Why the kernels do not serve a call; None if they do. `why_not_call` also checks values."""
+    why = _why_never(key)
+    if why is None and key.device.type == "cpu" and not key.limited:
+        return _why_blocks(key.spec, key.q_len, key.kv_len, key.widths[0], key.dtype)
+    return why
+
+
+def _why_never(key: AttentionKey) -> str | None:
+    """Why the kernels cannot serve a call; None if they can."""
     if key.device.type not in ("cpu", "cuda"):
         return f"PyTorch's kernels are used on CPU and CUDA; q is on {key.device}"
     for option in key.spec.options:
@@ -65,27 +74,29 @@ def why_not(key: AttentionKey) -> str | None:
         return f"{flash or 'causal'} beside a mask or key lengths"
     if key.device.type == "cuda":
         return _why_not_cuda(key)
-    if flash or key.widths[0] != key.widths[1]:
-        return flash or f"head dims differ: {key.widths}"
-    return "faster on this machine" if _blocks_are_faster(key) else None
+    return flash or (None if key.widths[0] == key.widths[1] else f"head dims differ: {key.widths}")
 
 
-def _blocks_are_faster(key: AttentionKey) -> bool:
-    """Whether blocks of query rows are faster on this CPU, which skip keys that nobody sees, and
-    take the query heads of a key head as rows of one product."""
-    spec, group = key.spec, key.spec.num_heads // key.spec.num_kv_heads
+def _why_blocks(
+    spec: AttentionSpec, q_len: int, kv_len: int, width: int, dtype: torch.dtype
+) -> str | None:
+    """Why blocks of query rows serve on a CPU: where they are faster. They skip keys that nobody
+    sees, and take the query heads of a key head as rows of one product."""
     causal = spec.window[1] == 0
-    if key.limited or not (causal or group > 1):
-        return False
+    if not causal and spec.num_heads == spec.num_kv_heads:
+        return None
     # About the call's lengths; heads as many as there are, up to about as many scores.
-    q_len, kv_len = (min(1 << (n - 1).bit_length(), 1024) for n in (key.q_len, key.kv_len))
+    group = spec.num_heads // spec.num_kv_heads
+    q_len, kv_len = (
+        min(1 << (q_len - 1).bit_length(), 1024),
+        min(1 << (kv_len - 1).bit_length(), 1024),
+    )
     heads = max(1, min(spec.num_kv_heads, _TIMED_SCORES // (q_len * kv_len * group)))
-    sizes = (heads, group, q_len, kv_len, key.widths[0])
 
     def pair() -> tuple[timing.Run, timing.Run]:
         few = dataclasses.replace(spec, num_heads=heads * group, num_kv_heads=heads)
         call = AttentionCall(few, 1, q_len, kv_len)
-        made = torch.ones((q_len + 2 * kv_len) * heads * group, key.widths[0], dtype=key.dtype)
+        made = torch.ones((q_len + 2 * kv_len) * heads * group, width, dtype=dtype)
 
         def tokens(length: int, count: int) -> Tensor:
             return made[: length * count].view(1, length, count, -1).transpose(1, 2)
@@ -105,11 +116,19 @@ def _blocks_are_faster(key: AttentionKey) -> bool:
 
         return library, blocks
 
-    return timing.prefers("FUSED_REMAT_CPU_ATTENTION", "blocks", (key.dtype, causal, sizes), pair)
+    key = dtype, causal, heads, group, q_len, kv_len, width
+    blocks_serve = timing.prefers("FUSED_REMAT_CPU_ATTENTION", "blocks", key, pair)
+    return "faster on this machine" if blocks_serve else None
 
 
 def why_not_call(q: Tensor, v: Tensor, call: AttentionCall) -> str | None:
     """As `why_not`; on a CPU, the values of float masks may be another reason."""
+    if q.is_cpu and not call.limited:
+        width = q.shape[3]
+        at = q.dtype, width, v.shape[3]
+        if at not in call.refusals:
+            call.refusals[at] = _why_never(attention_key(q, v, call))
+        return call.refusals[at] or _why_blocks(call.spec, call.q_len, call.kv_len, width, q.dtype)
     why = why_not(attention_key(q, v, call))
     if why is None and call.masked and q.is_cpu and _has_far_row(call, q.dtype):
         return f"a mask has a row that is finite and below {_FAR_ROW:g} everywhere"
@@ -191,11 +210,10 @@ def forward(
 
     `widen`: compute in float32 on float32 copies.
     """
-    call = call.with_lengths_as_padding()
     if widen:
         q, k, v = q.float(), k.float(), v.float()
     q, k, v = _rows_in_place(q, k, v)
-    mask = _merged_mask(call, q.dtype)
+    call, mask = _with_one_mask(call, q.dtype)
     at = choose(q, k, v, mask, call)
     if at.name:
         heads, lse = operators.forward(at, q, k, v, call)
@@ -228,12 +246,11 @@ def backward(
     widen: bool,
 ) -> None:
     """Fill `grads`: dq, dk, dv."""
-    call = call.with_lengths_as_padding()
     if widen:
         do, q, k, v, o = do.float(), q.float(), k.float(), v.float(), o.float()
     do, q, k, v, o = _rows_in_place(do, q, k, v, o)
     lse = lse.view(call.batch, call.spec.num_heads, call.q_len)
-    mask = _merged_mask(call, q.dtype)
+    call, mask = _with_one_mask(call, q.dtype)
     at = choose(q, k, v, mask, call)
     if at.name:
         for grad, one in zip(grads, operators.backward(at, do, q, k, v, o, lse, call), strict=True):
@@ -298,6 +315,14 @@ def _additive(mask: Tensor, dtype: torch.dtype, true_attends: bool) -> Tensor:
         excluded = mask.logical_not() if true_attends else mask
         return torch.zeros_like(mask, dtype=dtype).masked_fill_(excluded, -torch.inf)
     return mask.to(dtype)
+
+
+def _with_one_mask(call: AttentionCall, dtype: torch.dtype) -> tuple[AttentionCall, Tensor | None]:
+    """The call with its key lengths as padding, and its merged mask."""
+    if not call.limited:
+        return call, None
+    call = call.with_lengths_as_padding()
+    return call, _merged_mask(call, dtype)
 
 
 def _merged_mask(call: AttentionCall, dtype: torch.dtype) -> Tensor | None:
