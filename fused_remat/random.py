@@ -25,6 +25,7 @@ import functools
 import numpy as np
 import torch
 from torch import Tensor
+from torch.overrides import wrap_torch_function
 
 #: Dropout sites of a transformer block. The numbers must not change; add a new site at the end.
 ATTENTION, RESIDUAL1, MLP, RESIDUAL2, CROSS_ATTENTION, CROSS_RESIDUAL = range(6)
@@ -97,8 +98,7 @@ def site_keys(seed: Tensor, first: int = 0) -> tuple[Tensor, ...]:
     -2152535657050944081
     """
     if _is_small(seed, 1):
-        keys = _mix64_numpy(seed.numpy().view(np.uint64) + _site_steps(first))
-        return torch.from_numpy(keys.view(np.int64)).unbind()
+        return _site_keys_numpy(seed, first)
     sites = torch.arange(first + 1, first + NUM_SITES + 1, device=seed.device)
     return _mix64(sites.mul_(_GOLDEN64_S).add_(seed)).unbind()
 
@@ -242,6 +242,14 @@ def _survivors(row_keys: Tensor, columns: Tensor, p: float, one: int, hashed: Te
         x.lt_(threshold(p)).mul_(one)  # in place: 1 or 0, no bool tensor
 
 
+# Modes that look at calls of PyTorch see a call of these two as one.
+@wrap_torch_function(lambda seed, first: (seed,))
+def _site_keys_numpy(seed: Tensor, first: int) -> tuple[Tensor, ...]:
+    """`site_keys`, to the bit."""
+    keys = _mix64_numpy(seed.numpy().view(np.uint64) + _site_steps(first))
+    return torch.from_numpy(keys.view(np.int64)).unbind()
+
+
 def _mix64_numpy(z: np.ndarray) -> np.ndarray:
     z = (z ^ (z >> _SHIFTS[0])) * _MUL1_U
     z = (z ^ (z >> _SHIFTS[1])) * _MUL2_U
@@ -249,6 +257,7 @@ def _mix64_numpy(z: np.ndarray) -> np.ndarray:
     return mixed
 
 
+@wrap_torch_function(lambda site_key, *_: (site_key,))
 def _keep_scale_numpy(
     site_key: Tensor,
     rows: tuple[int, int, int, int],

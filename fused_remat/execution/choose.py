@@ -154,12 +154,11 @@ def forget() -> None:
     """Choose anew from now on; for who replaces a backend, or what it chooses by."""
     FAULTS.clear()
     timing.FOUND.clear()
-    for name, table in TABLES.items():
-        table.clear()
-        table.untimed.clear()
+    for name in TABLES:
         row = BACKENDS[name]() if name in BACKENDS else ""
         if isinstance(row, Backend):
             row.forget()
+    TABLES.clear()
     _ops_for.cache_clear()
 
 

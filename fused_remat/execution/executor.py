@@ -9,6 +9,7 @@ every policy: a rebuilt activation equals the forward's bit for bit.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 
@@ -35,22 +36,29 @@ def forward(
     tensors: Sequence[Tensor | None],
     functions: Functions = _NO_FUNCTIONS,
     watch: Watch | None = None,
+    repeats: bool = True,
 ) -> tuple[Tensor, list[Tensor]]:
     """The block's output, and what the schedule keeps, in the order of computation.
 
     The output is shaped like the first of `tensors` (of heads: side by side, (B, S, H*E)) except
     for its width. Neither it nor what is kept shares memory with the inputs. `functions` are the
-    caller's own; `watch` is called after every step, with the step and its chunk.
+    caller's own; `watch` is called after every step, with the step and its chunk. `repeats`: a pass
+    that was recorded may be repeated from its record.
     """
     x = tensors[0]
     assert x is not None
     if autocast_on(x):  # the graph says what is computed in which dtype
         with autocast_off(x):
             return forward(execution, tensors, functions, watch)
+    observed, record = watch is not None or _is_observed(), execution.recordings
+    if repeats and record is not None and not (record.off or functions or observed):
+        run = functools.partial(forward, execution, tensors, repeats=False)
+        recorded = record.find("forward", tensors, run)
+        if recorded is not None:
+            return recorded(tensors)  # type: ignore[no-any-return]
     this = Pass(execution, execution.named(tensors), functions, x, watch)
     out = empty_output(execution.call, execution.widths["output"], execution.dtypes["output"], x)
     kept: list[Tensor] = []
-    observed = _is_observed(this)
     for chunk, steps, rows, keeps in _forward_pieces(this, execution, out):
         for step in steps:
             node = step.node
@@ -93,22 +101,31 @@ def backward(
     watch: Watch | None = None,
     sink: Mapping[str, Tensor] | None = None,
     deferred: list[WeightGrad] | None = None,
+    repeats: bool = True,
 ) -> list[Tensor | None]:
     """Gradients of the call's tensors in its order; None where not asked for, and of `sink`.
 
     `tensors` may be None where backward does not read them; `kept` is what `forward` returned;
-    `out` the output, if the schedule keeps it. `watch`, `sink` and `deferred`: see `Pass`.
+    `out` the output, if the schedule keeps it. `watch`, `sink` and `deferred`: see `Pass`;
+    `repeats`: see `forward`.
     """
     if autocast_on(dy):  # backward may be called inside autocast
         with autocast_off(dy):
             return backward(execution, tensors, kept, out, dy, functions, watch, sink, deferred)
+    observed, record = watch is not None or _is_observed(), execution.recordings
+    special = functions or observed or sink is not None or deferred is not None
+    if repeats and record is not None and not (record.off or special):
+        run = functools.partial(backward, execution, tensors, kept, out, dy, repeats=False)
+        given = (*tensors, *kept, out, dy)
+        recorded = record.find("backward", given, run)
+        if recorded is not None:
+            return recorded(given)  # type: ignore[no-any-return]
     named = execution.named(tensors)
     if functions:
         params = execution.call.graph.params
         named = {**named, **{name: functions[name]() for name in params if name in functions}}
     this = Pass(execution, named, functions, dy, watch, sink, deferred)
     grads: dict[str, Tensor] = {}
-    observed = _is_observed(this)
     for chunk, steps in _backward_pieces(this, execution, kept, out, dy, grads):
         for step in steps:
             node = step.node
@@ -248,9 +265,9 @@ def empty_output(call: BlockCall, width: int, dtype: torch.dtype, x: Tensor) -> 
 # --- what an observed pass does besides
 
 
-def _is_observed(this: Pass) -> bool:
-    traced = bool(TRACERS) and is_observed()
-    return traced or this.watch is not None or torch._C._autograd._profiler_enabled()
+def _is_observed() -> bool:
+    """Whether tracers or a profiler are told of each step."""
+    return (bool(TRACERS) and is_observed()) or torch._C._autograd._profiler_enabled()
 
 
 def _observed_forward(this: Pass, step: Step, chunk: Chunk, rows: Tensor | None) -> None:

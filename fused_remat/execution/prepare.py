@@ -12,25 +12,34 @@ import functools
 import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fused_remat.execution.choose import has_faster, ops_for
+from fused_remat.execution.recording import Recordings
 from fused_remat.graph.graph import Graph, sizes
 from fused_remat.graph.schedule import Schedule, schedule
 from fused_remat.spec import USER_FUNCTION
 from fused_remat.steps import timing
-from fused_remat.steps.activation import MLPActivation
+from fused_remat.steps.activation import ACTIVATIONS, MLPActivation
+from fused_remat.steps.attention import Attention
 from fused_remat.steps.chunk import Chunks, Layout
 from fused_remat.steps.fused import linear_norm_fwd, mlp_bwd, mlp_up_fwd
-from fused_remat.steps.norm import Norm
-from fused_remat.steps.operations import Operations
+from fused_remat.steps.linear import Linear
+from fused_remat.steps.node import Node
+from fused_remat.steps.norm import NORMS, Norm
+from fused_remat.steps.operations import OPERATIONS, Operations
 from fused_remat.steps.residual import Add, DrawMask
 from fused_remat.steps.rotary import Rotary
 
 Shapes = Sequence[torch.Size | None]
+#: Steps that do nothing but call PyTorch on tensors of the block, and the rows that they read: a
+#: row of another's may depend on more.
+_REPEATABLE = frozenset((Norm, Linear, Attention, MLPActivation, Add, DrawMask, Rotary))
+_ROWS = (*NORMS.values(), *ACTIVATIONS.values())
 
 # Blocks of cheap steps alone are computed at least so many elements at a time: to put smaller
 # pieces together takes as long as to compute them.
@@ -88,21 +97,33 @@ class Execution(Layout):
 
     Attributes:
         call: what is computed.
+        device: where.
         plan: the schedule of forward and backward.
         casts: the dtypes that params are converted to before a pass; usually empty.
         shapes: of the inputs, batch first.
         given: shapes of all tensors of the call, in its order, as they were given.
         rereads: for each tensor of the call, whether backward reads its values again.
         fusions: rows of `graph.fusions.FUSIONS` that the schedule uses.
+        recordings: of its passes; None on other backends, and where a step may do more than call
+            PyTorch.
     """
 
     call: BlockCall
+    device: torch.device
     plan: Schedule
     casts: Mapping[str, torch.dtype]
     shapes: Mapping[str, tuple[int, ...]]
     given: tuple[torch.Size | None, ...]
     rereads: tuple[bool, ...]
     fusions: frozenset[str]
+    recordings: Recordings | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        on_cpu = self.ops.name == "eager" and self.device.type == "cpu"
+        rows = [row for operation in OPERATIONS.values() for row in operation.faster.items()]
+        own = all(row.timed for name, row in rows if name == "eager")
+        repeats = on_cpu and own and all(map(_is_repeatable, self.call.graph.nodes))
+        object.__setattr__(self, "recordings", Recordings() if repeats else None)
 
     def named(self, tensors: Sequence[Tensor | None]) -> Mapping[str, Tensor | None]:
         """Tensors by name, the inputs batch first and params in the dtypes that steps read."""
@@ -199,6 +220,7 @@ def _prepare(
         dtypes=graph.dtypes(dtype),
         compute=graph.compute,
         call=call,
+        device=device,
         plan=plan,
         casts=graph.casts,
         shapes={name: named[name] for name in graph.inputs},
@@ -206,6 +228,16 @@ def _prepare(
         rereads=tuple([name in rereads for name in graph.tensors]),
         fusions=fusions,
     )
+
+
+def _is_repeatable(node: Node) -> bool:
+    """Whether a step makes the same calls for tensors of the same dtypes, shapes and strides."""
+    row: Any = None
+    if isinstance(node, Norm):
+        row = NORMS[node.spec.kind]
+    elif isinstance(node, MLPActivation):
+        row = ACTIVATIONS.get(node.act)
+    return type(node) in _REPEATABLE and (row is None or row in _ROWS)
 
 
 def _fusions(

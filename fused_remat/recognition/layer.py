@@ -403,9 +403,9 @@ def state_of(layer: nn.Module, free: bool) -> tuple[Any, ...]:
 
     Raises: Unsupported for a submodule with hooks, which a block would not call.
     """
-    found: list[Any] = []
-    seen: dict[int, Any] = {id(module): path for path, module in layer.named_modules()}
-    for path, module in layer.named_modules():
+    found, modules = list[Any](), [*layer.named_modules()]
+    seen: dict[int, Any] = {id(module): path for path, module in modules}
+    for path, module in modules:
         own = module.__dict__
         hooked = own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]
         if path and hooked:

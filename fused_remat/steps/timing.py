@@ -47,7 +47,8 @@ def prefers(setting: str, other: str, key: Hashable, make: Callable[[], tuple[Ru
 
 def _is_faster(make: Callable[[], tuple[Run, Run]]) -> bool:
     best = [float("inf"), float("inf")]
-    with torch.no_grad(), _disable_current_modes(), torch.autocast("cpu", enabled=False):
+    quiet = torch._C.DisableTorchFunction()
+    with torch.no_grad(), quiet, _disable_current_modes(), torch.autocast("cpu", enabled=False):
         runs = make()
         for _ in range(_ROUNDS):
             for index, run in enumerate(runs):

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from fused_remat import FusedRematCausalLayer, convert, memory_report
+from fused_remat.execution.recording import FEW
 from fused_remat.policies import ALL_PRESETS
 from fused_remat.steps.operations import OPERATIONS
 
@@ -163,7 +164,7 @@ def calls(name: str, seq: int) -> dict[str, int]:
         sys.setprofile(None)
         which = "forward"
 
-    for _ in range(2):  # what is done once
+    for _ in range(FEW + 2):  # what is done once, and what a record is made of
         step()
     gc.disable()
     step(note)

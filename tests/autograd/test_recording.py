@@ -1,0 +1,234 @@
+"""Passes that are repeated from a record (`execution.recording`) give what their steps give."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from fused_remat import FusedRematCausalLayer, FusedRematDecoderLayer, FusedRematLayer, ops
+from fused_remat.execution import recording
+from fused_remat.execution.prepare import pieces_of
+from fused_remat.policies import ALL_PRESETS
+
+BATCH, SEQ, WIDTH = 2, 16, 32
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch):
+    monkeypatch.setattr(recording, "FEW", 0)
+
+
+def encoder(**options):
+    return FusedRematLayer(WIDTH, 4, 64, 0.0, batch_first=True, **options)
+
+
+def causal(**options):
+    return FusedRematCausalLayer(
+        WIDTH, 4, 64, 0.0, "silu", kv_heads=2, qk_norm=True, softcap=30.0, placement="sandwich",
+        **options,
+    )  # fmt: skip
+
+
+def batch(seed, dtype=torch.float32):
+    torch.manual_seed(seed)
+    return torch.randn(BATCH, SEQ, WIDTH, dtype=dtype)
+
+
+def step(layer, x, *given, dy=None):
+    """The output and all gradients of a step."""
+    inputs = [t.detach().requires_grad_() for t in (x, *given)]
+    params = [p for p in layer.parameters() if p.requires_grad]
+    y = layer(*inputs)
+    dy = torch.ones_like(y).mul_(y.detach()) if dy is None else dy
+    return [y.detach(), *torch.autograd.grad(y, [*inputs, *params], dy)]
+
+
+def recordings(layer, x, *given):
+    execution = layer(x.detach().requires_grad_(), *given).grad_fn.execution
+    found = execution.recordings
+    return {} if found.off else {kind[0]: run for kind, run in found.passes.items()}
+
+
+def check(layer, *calls, **options):
+    """Each call is repeated twice from its record, and gives what the first one gives."""
+    expected = [step(layer, *call, **options) for call in calls]
+    for _ in range(2):
+        for call, first in zip(calls, expected, strict=True):
+            for a, b in zip(step(layer, *call, **options), first, strict=True):
+                assert a.equal(b)
+                assert a.stride() == b.stride()
+
+
+@pytest.mark.parametrize("policy", ALL_PRESETS)
+@pytest.mark.parametrize("make", [encoder, causal], ids=["encoder", "causal"])
+def test_every_policy(make, policy):
+    layer = make(policy=policy)
+    check(layer, (batch(1),), (batch(2),))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_dtypes(dtype):
+    check(encoder(norm_first=True).to(dtype), (batch(1, dtype),))
+
+
+def test_both_passes_are_recorded_and_run_no_step(monkeypatch):
+    layer, x = encoder(), batch(1)
+    step(layer, x)
+    found = recordings(layer, x)
+    assert all(callable(found[name]) for name in ("forward", "backward"))
+    monkeypatch.setattr("fused_remat.steps.linear.Linear.forward", None)
+    step(layer, x)
+
+
+def test_groups_and_tiles():
+    layer = encoder(policy="lean", norm_first=True)
+    with pieces_of(7):
+        check(layer, (batch(1),))
+
+
+def test_two_inputs_that_were_one_when_recorded():
+    layer = FusedRematDecoderLayer(WIDTH, 4, 64, 0.0, batch_first=True)
+    x, memory = batch(1), batch(2)
+    expected = step(layer, x, memory)
+    layer(x, x).sum().backward()
+    for _ in range(3):
+        assert all(a.equal(b) for a, b in zip(step(layer, x, memory), expected, strict=True))
+
+
+def test_strides_of_another_kind():
+    layer = FusedRematLayer(WIDTH, 4, 64, 0.0, batch_first=True, norm_first=True)
+    x = batch(1)
+    other = x.transpose(0, 1).contiguous().transpose(0, 1)
+    check(layer, (x,), (other,))
+    check(layer, (x,), dy=torch.ones(()).expand(BATCH, SEQ, WIDTH))
+    check(layer, (x,), dy=torch.ones(WIDTH, SEQ, BATCH).permute(2, 1, 0))
+
+
+def test_masks_and_their_values():
+    """Values decide what serves a float mask, so such a call is not recorded."""
+    layer, x = encoder(), batch(1)
+    excluded, added = torch.zeros(SEQ, SEQ, dtype=torch.bool), torch.zeros(SEQ, SEQ)
+    excluded[:, 3] = True
+    far = added.clone()
+    far[2] = -1e4
+    for masks in ([excluded, ~excluded.roll(1)], [added, far]):
+        expected = [copy.deepcopy(layer)(x, mask) for mask in masks]
+        for _ in range(3):
+            for mask, first in zip(masks, expected, strict=True):
+                assert layer(x, mask).equal(first)
+    assert recordings(layer, x, excluded)
+    assert not recordings(layer, x, added)
+
+
+def test_dropout_draws_anew():
+    layer = FusedRematLayer(WIDTH, 4, 64, 0.5, batch_first=True)
+    x = batch(1)
+    torch.manual_seed(3)
+    expected = [step(layer, x) for _ in range(3)]
+    torch.manual_seed(3)
+    for first in expected:
+        assert all(a.equal(b) for a, b in zip(step(layer, x), first, strict=True))
+    assert not expected[0][0].equal(expected[1][0])
+    assert len(recordings(layer, x)) == 2
+
+
+def test_users_function_runs():
+    seen = []
+
+    def act(x):
+        seen.append(x.shape)
+        return x.sin()
+
+    layer = FusedRematLayer(WIDTH, 4, 64, 0.0, act, batch_first=True)
+    for _ in range(3):
+        seen.clear()
+        step(layer, batch(1))
+        assert seen
+
+
+def test_parameters_of_other_dtype_memory_and_requirement():
+    layer, x = encoder(policy="none"), batch(1)
+    check(layer, (x,))
+    for change in (
+        lambda: layer.linear1.weight.data.copy_(torch.ones(64, WIDTH)),
+        lambda: setattr(layer.linear1.weight, "data", torch.ones(WIDTH, 64).t() * 0.1),
+        lambda: setattr(layer, "linear2", nn.Linear(64, WIDTH)),
+        lambda: layer.linear1.weight.requires_grad_(False),
+        lambda: layer.double(),
+    ):
+        change()
+        x = x.to(layer.linear1.weight.dtype)
+        check(layer, (x,))
+        stock = copy.deepcopy(layer)
+        stock.__class__ = nn.TransformerEncoderLayer
+        torch.testing.assert_close(layer(x), stock(x))
+
+
+def test_observers_see_every_step():
+    layer, x = encoder(), batch(1)
+    for _ in range(3):
+        step(layer, x)
+    with torch.profiler.profile() as profile:
+        step(layer, x)
+    assert "fused_remat::compute attn" in {event.name for event in profile.events()}
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients(mode):
+    layer, x = encoder(), batch(1)
+    mask = torch.zeros(SEQ, SEQ, dtype=torch.bool)
+    with mode():
+        expected = layer(x, mask)
+        assert all(layer(x, mask).equal(expected) for _ in range(3))
+
+
+def through_numpy(x):
+    return torch.from_numpy(x.numpy() + 1.0)
+
+
+def by_value(x):
+    return x * 2.0 if bool(x.sum() > 0) else x
+
+
+def of_another(x):
+    return x + CONSTANT
+
+
+def in_another_mode(x):
+    with torch.enable_grad():
+        return torch.autograd.grad(x.requires_grad_().square().sum(), x)[0]
+
+
+CONSTANT = torch.ones(())
+
+
+@pytest.mark.parametrize("function", [through_numpy, by_value, of_another, in_another_mode])
+def test_what_calls_do_not_show_is_not_recorded(function):
+    passes = recording.Recordings()
+    for sign in (1.0, -1.0, 1.0):
+        x = torch.full((3,), sign)
+        with torch.no_grad():
+            found = passes.find("f", (x,), lambda x=x: function(x))
+            assert found((x,)).equal(function(x))
+    assert passes.off and not passes.passes
+
+
+def test_rows_of_others_are_not_recorded(monkeypatch):
+    """They may read what changes: here a number."""
+    from fused_remat.steps import activation
+
+    scale = 1.0
+    row = activation.Activation(lambda x: x * scale, lambda dy, x, out: dy * scale)
+    monkeypatch.setitem(activation.ACTIVATIONS, "scaled", row)
+    x, eye = torch.ones(1, 2, 8), torch.eye(8)
+    for _ in range(3):
+        scale += 1.0
+        assert ops.mlp(x, eye, None, eye, None, "scaled").equal(x * scale)
+
+
+def test_a_record_holds_no_tensor():
+    layer, x = encoder(), batch(1)
+    step(layer, x)
+    for found in recordings(layer, x).values():
+        assert not any(isinstance(value, torch.Tensor) for value in found.__globals__.values())
