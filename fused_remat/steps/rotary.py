@@ -81,15 +81,16 @@ def rotary_fwd(x: Tensor, call: RotaryCall, out: Tensor | None = None) -> Tensor
 def _forward(x: Tensor, call: RotaryCall, out: Tensor | None, back: bool = False) -> Tensor:
     """`rotary_fwd`; with `back`, by the opposite angles: the inverse if there are no norms."""
     y = x.new_empty(x.shape) if out is None else out
+    in_place = y is x and call.q_weight is None
     (source, values), (target, copied) = _split(x, call), _split(y, call)
     if y is not x:
         copied.copy_(values)
     if call.q_weight is not None:
         source, _ = _normed(source, call)
         _scale(source, call)
-    if call.rotated < target.shape[-1] and target.data_ptr() != source.data_ptr():
+    if call.rotated < target.shape[-1] and not in_place:
         target[..., call.rotated :].copy_(source[..., call.rotated :])
-    _rotate(source, call, back, target)
+    _rotate(source, call, back, target, in_place)
     return y
 
 
@@ -160,8 +161,10 @@ def _pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
     return x.tensor_split(2, -1)  # type: ignore[return-value]
 
 
-def _rotate(heads: Tensor, call: RotaryCall, back: bool, out: Tensor) -> None:
-    """Write the rotated pairs of `heads` to `out`, which may be `heads`."""
+def _rotate(
+    heads: Tensor, call: RotaryCall, back: bool, out: Tensor, in_place: bool = False
+) -> None:
+    """Write the rotated pairs of `heads` to `out`, which is `heads` if `in_place`."""
     rotated = call.rotated
     if not rotated:
         return
@@ -179,7 +182,7 @@ def _rotate(heads: Tensor, call: RotaryCall, back: bool, out: Tensor) -> None:
     cos, sin = cos.to(dtype), sin.to(dtype)
     interleaved = call.spec.rotary is not None and call.spec.rotary.interleaved
     x, y = heads[..., :rotated], out[..., :rotated]
-    x = x.to(dtype, copy=x.data_ptr() == y.data_ptr())
+    x = x.to(dtype, copy=in_place)
     both = torch.repeat_interleave(cos, 2, -1) if interleaved else torch.cat([cos, cos], -1)
     turned = torch.mul(x, both, out=y if y.dtype is dtype else None)
     (x1, x2), (y1, y2) = _pairs(x, interleaved), _pairs(turned, interleaved)
