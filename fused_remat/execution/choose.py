@@ -95,8 +95,8 @@ class Chosen:
         return says + self.refused
 
 
-def choose(function: Function, backend: str, key: Any) -> Chosen:
-    """The implementation that serves an operation on a backend.
+def choose(function: Function, backend: str, key: Any, timed: bool = True) -> Chosen:
+    """The implementation that serves an operation on a backend; `timed`: it may be a timed one.
 
     >>> from fused_remat.steps.linear import bias_grad
     >>> choose(bias_grad, "eager", None).run is bias_grad
@@ -104,6 +104,8 @@ def choose(function: Function, backend: str, key: Any) -> Chosen:
     """
     operation = OPERATIONS[function]
     other = operation.faster.get(backend)
+    if other is not None and other.timed and not timed:
+        other = None
     why = "" if other is None else FAULTS.get((function, backend, key)) or other.why_not(key)
     if other is not None and why is None:
         return Chosen(other.run, key, other.says, "")

@@ -178,6 +178,8 @@ def prepare(
     ops = ops_for(call.backend, like, call.graph.compute or dtype)
     # Under deterministic algorithms every policy takes the same operation for a step.
     fuses = fused and not torch.are_deterministic_algorithms_enabled()
+    if not (fuses and torch._C._get_mkldnn_enabled()):
+        ops = ops.untimed
     asked = getattr(_PIECES, "tokens", None)
     tokens, elements = (asked, 0) if asked else (ops.chunk_tokens(like.device), _ELEMENTS)
     return _prepare(call, ops, tokens, elements, like.device, fuses, dtype, tuple(shapes))
@@ -202,10 +204,10 @@ def _prepare(
         chunk_tokens = batch * longest
     widths = graph.widths(named)
     if all(isinstance(node, Add | DrawMask | Norm | Rotary) for node in graph.nodes):
-        chunk_tokens = max(chunk_tokens, elements // max(widths.values(), default=1))
+        chunk_tokens = max(chunk_tokens, elements // max(1, *widths.values()))
     chunks = Chunks.of(batch, seq_len, chunk_tokens, longest)
     largest = max([math.prod(shape) for shape in shapes if shape is not None])
-    if not fuses or chunks.group * longest * largest < timing.LEAST_PRODUCT:
+    if chunks.group * longest * largest < timing.LEAST_PRODUCT:
         ops = ops.untimed
     fuses = fuses and not any(node.chooses for node in graph.nodes)
     fusions = _fusions(ops, graph, widths, graph.compute or dtype, device) if fuses else frozenset()

@@ -6,8 +6,8 @@ Python, so after a few passes of a kind one is recorded, and later ones repeat i
 own tensors: the same calls in the same order, so the same bits. A tensor is freed after its last
 use.
 
-A pass is not recorded if it makes a tensor or a number in a way that cannot be repeated: by value,
-with NumPy, or in another grad mode.
+A pass is not recorded if it does what cannot be repeated: it reads a tensor's values in Python
+(`item`, `bool`, `tolist`), makes a tensor with NumPy, or changes the grad mode.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
+import os
 import re
 import weakref
 from collections.abc import Callable, Sequence
@@ -28,7 +29,12 @@ Given = Sequence[Tensor | None]
 #: How often a pass runs before it is recorded, which takes the time that about ten passes save.
 FEW = 8
 #: How many calls a recorded pass has at most, and how many kinds are recorded of an execution.
-_MOST_CALLS, _MOST_KINDS = 4000, 16
+_MOST_CALLS, _MOST_KINDS = 1500, 16
+#: How many executions have records at a time, at about 100 KB each.
+_MOST_RECORDED = 256
+_recorded: weakref.WeakSet[Recordings] = weakref.WeakSet()
+#: Whether anything is recorded. Without it, a debugger sees every pass go through the steps.
+ON = os.environ.get("FUSED_REMAT_RECORD", "1").lower() not in ("", "0", "false", "no", "off")
 #: What may be asked of a tensor besides its attributes: nothing that depends on values.
 _METADATA = frozenset((
     "__get__", "__len__", "dim", "element_size", "get_device", "is_contiguous", "is_floating_point",
@@ -72,7 +78,9 @@ class Recordings:
             if found or len(self.passes) < _MOST_KINDS:
                 self.passes[kind] = found + 1
             return None
-        if len({*map(id, there)}) < len(there) or _is_watched():  # which cannot be told apart
+        if not ON or _is_watched() or len(_recorded) >= _MOST_RECORDED:
+            return None
+        if len({*map(id, there)}) < len(there):  # one tensor given twice; later there may be two
             return None
         return functools.partial(self._record, kind, steps)
 
@@ -85,6 +93,7 @@ class Recordings:
             self.off = True
         else:
             self.passes[kind] = found
+            _recorded.add(self)
         return made
 
 
@@ -124,11 +133,11 @@ class _Recorder(TorchFunctionMode):
             self.failed = True
         if self.failed:
             return None
-        last = {name: i for i, line in enumerate(self.lines) for name in _names_in("".join(line))}
+        last = {name: i for i, line in enumerate(self.lines) for name in _names_in(" ".join(line))}
         keep, body = {*_names_in(result), *self.given}, []
         for i, (target, call) in enumerate(self.lines):
             body.append(f"{target} = {call}" if target else call)
-            dead = {n for n in _names_in(target + call) if last[n] == i and n not in keep}
+            dead = {n for n in _names_in(f"{target} {call}") if last[n] == i and n not in keep}
             body += [f"del {', '.join(sorted(dead))}"] if dead else []
         lines = [f"def run(given):\n {', '.join(self.given)}, = given", *body, f"return {result}"]
         exec(compile("\n ".join(lines), "<recorded pass>", "exec"), self.globals)

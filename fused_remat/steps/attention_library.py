@@ -85,6 +85,8 @@ def _why_blocks(
     causal = spec.window[1] == 0
     if not causal and spec.num_heads == spec.num_kv_heads:
         return None
+    if torch.are_deterministic_algorithms_enabled():
+        return None
     # About the call's lengths; heads as many as there are, up to about as many scores.
     group = spec.num_heads // spec.num_kv_heads
     q_len, kv_len = (

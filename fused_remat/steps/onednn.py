@@ -47,8 +47,6 @@ def _why_not_onednn(backward: bool, key: tuple[Any, ...]) -> str | None:
     dtype, device, *_, size = key
     if dtype != torch.float32 or device.type != "cpu" or _ONEDNN is None:
         return ""
-    if not torch._C._get_mkldnn_enabled():
-        return "torch.backends.mkldnn.enabled is False"
     sizes = next((sizes for sizes in _TIMED if math.prod(sizes) <= size), None)
     if sizes is None:
         return "slower at this size"

@@ -82,7 +82,7 @@ class Faster:
             `explain` does not print.
         says: what it runs, for `explain`.
         name: of the implementation, for `explain`; by default the backend's.
-        timed: whether a timing may be what decides (`steps.timing`), in `why_not`.
+        timed: whether a timing decides (`steps.timing`), in `why_not`.
     """
 
     run: Function

@@ -1,12 +1,13 @@
 """Which of two implementations is faster on this machine: timed once in a process, then known.
 
 The choice depends on sizes alone, so that forward and the rebuild in backward agree. An environment
-variable can make it instead; under deterministic algorithms it is always the standard one.
+variable can make it instead. Under deterministic algorithms callers do not ask.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -21,6 +22,7 @@ FOUND: dict[Hashable, bool] = {}
 #: Multiply-adds of the smallest product for which there is a choice.
 LEAST_PRODUCT = 256 * 256 * 512
 _ROUNDS = 6
+_lock = threading.Lock()
 # How much faster another implementation has to be than the standard one.
 _MARGIN = 0.97
 
@@ -34,15 +36,20 @@ def prefers(setting: str, other: str, key: Hashable, make: Callable[[], tuple[Ru
 
     Raises: ValueError if the variable is none of these.
     """
-    if torch.are_deterministic_algorithms_enabled():
-        return False
     found = FOUND.get((setting, key))
     if found is None:
+        with _lock:
+            found = _decide(setting, other, key, make)
+    return found
+
+
+def _decide(setting: str, other: str, key: Hashable, make: Callable[[], tuple[Run, Run]]) -> bool:
+    if (setting, key) not in FOUND:  # another thread may just have decided
         said = os.environ.get(setting, "measure")
         if said not in ("aten", other, "measure"):
             raise ValueError(f"{setting} is {said!r}; valid: 'measure', 'aten', {other!r}")
-        found = FOUND[setting, key] = _is_faster(make) if said == "measure" else said == other
-    return found
+        FOUND[setting, key] = _is_faster(make) if said == "measure" else said == other
+    return FOUND[setting, key]
 
 
 def _is_faster(make: Callable[[], tuple[Run, Run]]) -> bool:
