@@ -70,7 +70,10 @@ class Recordings:
     ) -> Callable[[Given], Any] | None:
         """What repeats the pass `steps` on the tensors `given`, which it reads; None if nothing."""
         there = [t for t in given if t is not None]
-        kind = (name, *map(type, given), *map(_dtype, there), *map(Tensor.stride, there))
+        try:
+            kind = (name, *map(type, given), *map(_dtype, there), *map(Tensor.stride, there))
+        except RuntimeError:  # of a layout that has no strides
+            return None
         found = self.passes.get(kind, 0)
         if not isinstance(found, int):
             return found
@@ -184,7 +187,8 @@ class _Recorder(TorchFunctionMode):
             return f"({''.join([self._text(one) + ', ' for one in value])})"
         if type(value) is list:
             return f"[{', '.join([self._text(one) for one in value])}]"
-        if type(value) not in _CONSTANTS:
+        bounds = (value.start, value.stop, value.step) if type(value) is slice else ()
+        if type(value) not in _CONSTANTS or _has_tensor(bounds):
             raise Unrepeatable
         return repr(value) if type(value) in (bool, int, type(None)) else self._constant(value)
 

@@ -1,6 +1,7 @@
 """Passes that are repeated from a record (`execution.recording`) give what their steps give."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -124,6 +125,17 @@ def test_strides_of_another_kind():
     check(layer, (x,), dy=torch.ones(WIDTH, SEQ, BATCH).permute(2, 1, 0))
 
 
+def test_a_layout_without_strides():
+    layer, x = encoder(policy="none"), batch(1)
+    expected = layer(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # PyTorch's, of a beta state
+        sparse = layer.linear1.weight.detach().to_sparse_csr()
+    layer.linear1.weight = nn.Parameter(sparse, requires_grad=False)
+    for _ in range(3):
+        torch.testing.assert_close(step(layer, x)[0], expected)
+
+
 def test_masks_and_their_values():
     """Values decide what serves a float mask, so such a call is not recorded."""
     layer, x = encoder(), batch(1)
@@ -222,7 +234,14 @@ def in_another_mode(x):
 CONSTANT = torch.ones(())
 
 
-@pytest.mark.parametrize("function", [through_numpy, by_value, of_another, in_another_mode])
+def up_to_a_value(x):
+    return x[: (x > 0).sum()] + 0.0
+
+
+FUNCTIONS = [through_numpy, by_value, of_another, up_to_a_value, in_another_mode]
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
 def test_what_calls_do_not_show_is_not_recorded(function):
     passes = recording.Recordings()
     for sign in (1.0, -1.0, 1.0):
