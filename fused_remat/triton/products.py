@@ -58,7 +58,7 @@ _Tiled = tuple[Tensor | None, int, int]
 
 
 def _says_linear(key: tuple[Any, ...], *_: Any, **__: Any) -> str:
-    _, device, ends = key
+    _, device, ends, _ = key
     if not ends:
         return "ATen's addmm: nothing follows that could be fused"
     if family(target_of(device)) in tables.LINEAR_END_IN_KERNEL:
