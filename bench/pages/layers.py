@@ -149,7 +149,8 @@ def target_table(*files: Row) -> str:
 
 def targets(root: Path = RESULTS) -> str:
     """The targets of CPUs, met or not."""
-    return target_table(*(load(root / file) for file in (FILE, SMALL) if (root / file).exists()))
+    small = [load(root / SMALL)] if (root / SMALL).exists() else []
+    return target_table(load(root / FILE), *small)
 
 
 def profile(root: Path = RESULTS) -> str:
