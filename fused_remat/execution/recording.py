@@ -29,7 +29,7 @@ Given = Sequence[Tensor | None]
 #: How often a pass runs before it is recorded, which takes the time that about ten passes save.
 FEW = 8
 #: How many calls a recorded pass has at most, and how many kinds are recorded of an execution.
-_MOST_CALLS, _MOST_KINDS = 1500, 16
+_MOST_CALLS, _MOST_KINDS = 4000, 16
 #: How many executions have records at a time, at about 100 KB each.
 _MOST_RECORDED = 256
 _recorded: weakref.WeakSet[Recordings] = weakref.WeakSet()
