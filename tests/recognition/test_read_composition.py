@@ -88,6 +88,13 @@ def step(model: nn.Module, batch: dict, passes: int = 1) -> dict[str, Tensor]:
     return result(model, loss)
 
 
+def step_with_output(model: nn.Module, batch: dict) -> dict[str, Tensor]:
+    """As `step`, with the output in place of the loss, a sum of it that cancels: in 16 bits the
+    error of that is a matter of luck."""
+    found = step(model, batch)
+    return {**found, "loss": models.main_output(model(**batch)).detach()}
+
+
 def errors(found: dict, expected: dict) -> dict[str, float]:
     """Relative distances; of what is tiny, beside the largest."""
     zeros = found.keys() - expected.keys()  # of what a piece has and does not use
@@ -110,7 +117,7 @@ def assert_same(name: str, found: dict, expected: dict, tolerance: float = 0.0) 
 
 def assert_within(mine: dict, theirs: dict) -> None:
     """Errors of 16 bits at most twice the stock model's own, and a few roundings."""
-    assert {n: (e, theirs[n]) for n, e in mine.items() if not e <= 2 * theirs[n] + 0.03} == {}
+    assert {n: (e, theirs[n]) for n, e in mine.items() if not e <= 2 * theirs[n] + 0.02} == {}
 
 
 @pytest.fixture
@@ -207,8 +214,9 @@ def test_float32_adapters_beside_bfloat16(name, unread, served):
     fused = convert(adapted(copy.deepcopy(stock), name))
     stock = adapted(stock, name)
     assert {p.dtype for p in stock.parameters()} == {BF16, FP32}
-    expected = step(exact, within_dtype(batch, FP32))
-    assert_within(errors(step(fused, batch), expected), errors(step(stock, batch), expected))
+    expected = step_with_output(exact, within_dtype(batch, FP32))
+    mine, theirs = (step_with_output(model, batch) for model in (fused, stock))
+    assert_within(errors(mine, expected), errors(theirs, expected))
 
 
 def test_one_matrix_is_float32():
