@@ -58,8 +58,8 @@ class Maker:
                 self.made[id(value)] = self.new(value), value  # whose id nothing else may get
             return self.made[id(value)][0]
         if dataclasses.is_dataclass(value):
-            given = [f.name for f in dataclasses.fields(value) if f.init]
-            return dataclasses.replace(value, **{n: self(getattr(value, n)) for n in given})
+            fields = {f.name: self(getattr(value, f.name)) for f in dataclasses.fields(value)}
+            return dataclasses.replace(value, **fields)
         return value
 
     def new(self, like: Tensor) -> Tensor:

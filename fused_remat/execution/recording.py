@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 Given = Sequence[Tensor | None]
-#: How often a pass runs before it is recorded, which takes the time that about ten passes save.
+#: How often a pass runs before it is recorded, which takes longer than a pass.
 FEW = 8
 #: How many calls a recorded pass has at most, and how many kinds are recorded of an execution.
 _MOST_CALLS, _MOST_KINDS = 4000, 16

@@ -314,10 +314,7 @@ class Attention(Node):
         """
         owner, (batch, _, q_len, _), kv_len = chunk.owner, q.shape, k.shape[2]
         if not self.params:
-            memo, at = owner.execution.memo, (self.name, batch)
-            if at not in memo:
-                memo[at] = AttentionCall(self.spec, batch, q_len, kv_len)
-            return memo[at]  # type: ignore[no-any-return]
+            return AttentionCall(self.spec, batch, q_len, kv_len)
         mask = padding = dmask = dpadding = None
         if self.mask:
             mask = self._part_of_mask(chunk, owner.tensors[self.mask])

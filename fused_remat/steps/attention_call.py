@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -60,8 +60,6 @@ class AttentionCall:
     cu_k: Tensor | None = None
     head_rows: int = 0
     col0: int = 0
-    #: Without masks, why ATen's kernel for CPUs cannot serve, by dtype and widths.
-    refusals: dict[Any, str | None] = field(default_factory=dict, init=False)
 
     @property
     def masked(self) -> bool:

@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn.attention import SDPBackend
 
-from fused_remat.spec import AttentionSpec
 from fused_remat.steps import attention_operators as operators
 from fused_remat.steps import attention_rows, timing
 from fused_remat.steps.attention_call import (
@@ -53,9 +52,7 @@ _REFUSED = {"dropout": "dropout draws this library's own bits"}
 def why_not(key: AttentionKey) -> str | None:
     """Why the kernels do not serve a call; None if they do. `why_not_call` also checks values."""
     why = _why_never(key)
-    if why is None and key.device.type == "cpu" and not key.limited:
-        return _why_blocks(key.spec, key.q_len, key.kv_len, key.widths[0], key.dtype)
-    return why
+    return _why_blocks(key) if why is None and key.device.type == "cpu" else why
 
 
 def _why_never(key: AttentionKey) -> str | None:
@@ -77,22 +74,18 @@ def _why_never(key: AttentionKey) -> str | None:
     return flash or (None if key.widths[0] == key.widths[1] else f"head dims differ: {key.widths}")
 
 
-def _why_blocks(
-    spec: AttentionSpec, q_len: int, kv_len: int, width: int, dtype: torch.dtype
-) -> str | None:
+def _why_blocks(key: AttentionKey) -> str | None:
     """Why blocks of query rows serve on a CPU: where they are faster. They skip keys that nobody
     sees, and take the query heads of a key head as rows of one product."""
+    spec, width, dtype = key.spec, key.widths[0], key.dtype
     causal = spec.window[1] == 0
-    if not causal and spec.num_heads == spec.num_kv_heads:
+    if key.limited or not (causal or spec.num_heads > spec.num_kv_heads):
         return None
     if torch.are_deterministic_algorithms_enabled():
         return None
     # About the call's lengths; heads as many as there are, up to about as many scores.
     group = spec.num_heads // spec.num_kv_heads
-    q_len, kv_len = (
-        min(1 << (q_len - 1).bit_length(), 1024),
-        min(1 << (kv_len - 1).bit_length(), 1024),
-    )
+    q_len, kv_len = (min(1 << (n - 1).bit_length(), 1024) for n in (key.q_len, key.kv_len))
     heads = max(1, min(spec.num_kv_heads, _TIMED_SCORES // (q_len * kv_len * group)))
 
     def pair() -> tuple[timing.Run, timing.Run]:
@@ -118,19 +111,13 @@ def _why_blocks(
 
         return library, blocks
 
-    key = dtype, causal, heads, group, q_len, kv_len, width
-    blocks_serve = timing.prefers("FUSED_REMAT_CPU_ATTENTION", "blocks", key, pair)
+    sizes = dtype, causal, heads, group, q_len, kv_len, width
+    blocks_serve = timing.prefers("FUSED_REMAT_CPU_ATTENTION", "blocks", sizes, pair)
     return "faster on this machine" if blocks_serve else None
 
 
 def why_not_call(q: Tensor, v: Tensor, call: AttentionCall) -> str | None:
     """As `why_not`; on a CPU, the values of float masks may be another reason."""
-    if q.is_cpu and not call.limited:
-        width = q.shape[3]
-        at = q.dtype, width, v.shape[3]
-        if at not in call.refusals:
-            call.refusals[at] = _why_never(attention_key(q, v, call))
-        return call.refusals[at] or _why_blocks(call.spec, call.q_len, call.kv_len, width, q.dtype)
     why = why_not(attention_key(q, v, call))
     if why is None and call.masked and q.is_cpu and _has_far_row(call, q.dtype):
         return f"a mask has a row that is finite and below {_FAR_ROW:g} everywhere"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -75,7 +75,6 @@ class Layout:
         lengths: tokens of a sequence of every input, activation and statistic.
         dtypes: of every input, activation and statistic.
         compute: under autocast, the dtype outside the residual stream; None for the input's.
-        memo: what steps work out once for these shapes.
     """
 
     ops: Operations
@@ -85,7 +84,6 @@ class Layout:
     lengths: Mapping[str, int]
     dtypes: Mapping[str, torch.dtype]
     compute: torch.dtype | None
-    memo: dict[Any, Any] = field(default_factory=dict, init=False)
 
     def tile_rows(self, name: str, rows: int) -> int:
         """The tokens that an activation of tiles has, of a tile of `rows` tokens of the input."""

@@ -101,6 +101,15 @@ def test_both_passes_are_recorded_and_run_no_step(monkeypatch):
     step(layer, x)
 
 
+@pytest.mark.parametrize(("name", "value"), [("ON", False), ("_MOST_RECORDED", 0)])
+def test_nothing_is_recorded_where_that_is_off_or_enough_is(name, value, monkeypatch):
+    monkeypatch.setattr(recording, name, value)
+    layer, x = FusedRematLayer(24, 2, 40, 0.0, batch_first=True), torch.randn(3, 5, 24)
+    for _ in range(3):
+        step(layer, x)
+    assert not any(map(callable, recordings(layer, x).values()))
+
+
 def test_groups_and_tiles():
     layer = encoder(policy="lean", norm_first=True)
     with pieces_of(7):
