@@ -3,7 +3,7 @@
 Serves every call. The largest temporary is a block of scores, never (S_q, S_k). The G query heads
 that share a key head are rows of one product, and N = B * Hkv products run at a time. A row whose
 keys are all excluded is 0, and so are its gradients.
-Scores are scaled so that probabilities are powers of 2: exp2 is several times as fast as exp.
+Scores are scaled so that probabilities are powers of 2: exp2 is faster than exp.
 Source: the backward of Dao et al. 2022 (arXiv 2205.14135), with dS = P * (dP - rowsum(dO * O)).
 """
 
