@@ -270,7 +270,8 @@ def linear_fwd_kernel(
             acc = _normed_product(x, w, norm, row, col, M, N, K, tile)
         else:
             acc = product(x, w, row, col, M, N, K, False, tile)
-        inverse, keys = None, row_keys(site, row, tile.BLOCK_M)
+        inverse = None
+        keys = row_keys(site, row, tile.BLOCK_M)
         for index in tl.static_range(PARTS):
             at = col + index * WIDTH
             if codes.data is not None and index % tile.IN_BLOCK == 0:

@@ -69,7 +69,9 @@ def gated_mlp_fwd_kernel(
     for number in range(tl.program_id(0), tiles, tl.num_programs(0)):
         row, col = tile_at(number, M, F, tile)
         gate, up = _two_products(x, wg, w1, row, col, M, F, K, tile)
-        for_gate, for_up, keys = None, None, row_keys(site, row, tile.BLOCK_M)
+        for_gate = None
+        for_up = None
+        keys = row_keys(site, row, tile.BLOCK_M)
         for index in tl.static_range(PARTS):
             at = col + index * WIDTH
             if gate_codes.data is not None and index % tile.IN_BLOCK == 0:

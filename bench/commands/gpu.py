@@ -102,7 +102,7 @@ SECTIONS: dict[str, Section] = {
     "flex": Section(3.0, 45.0, kernels.flex_entries),
     "compile": Section(6.0, 150.0, layers.compile_entries),
     "slow starters": Section(4.0, 60.0, kernels.slow_entries),
-    "profile": Section(10.0, 90.0, profile.profile_entries),
+    "profile": Section(10.0, 30.0, profile.profile_entries),
 }
 
 

@@ -233,6 +233,12 @@ def _elements(call: AttentionCall) -> int:
     return math.prod(torch.broadcast_shapes(*shapes)) if shapes else 0
 
 
+def flash_is_replaced() -> bool:
+    """Whether another implementation is activated in place of PyTorch's own flash kernel."""
+    current = getattr(torch.nn.attention, "current_flash_attention_impl", None)
+    return current is not None and current() is not None
+
+
 def _switches() -> tuple[int, ...]:
     """The global switches that decide which of PyTorch's attention kernels serves on CUDA."""
     cuda = torch.backends.cuda
@@ -243,4 +249,5 @@ def _switches() -> tuple[int, ...]:
         cuda.math_sdp_enabled(),
         cuda.cudnn_sdp_enabled(),
         *torch._C._get_sdp_priority_order(),
+        flash_is_replaced(),
     )

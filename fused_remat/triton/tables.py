@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from fused_remat.steps import attention_library
-from fused_remat.steps.attention_call import AttentionCall, AttentionKey
+from fused_remat.steps.attention_call import AttentionCall, AttentionKey, flash_is_replaced
 from fused_remat.triton.launch import Target, cdiv
 
 
@@ -224,6 +224,9 @@ def why_own_attention(target: Target, key: AttentionKey) -> str | None:
     name = attention_library.kernel_of(key)
     if not name:
         return "query heads that share a key head need one launch"
+    measured = family(target) == "hopper" and max(key.widths) <= 128
+    if name == "flash" and measured and not flash_is_replaced():
+        return "faster than PyTorch's flash kernel here"
     if key.limited and name != "cudnn":
         return "a mask is read as it is, and excluded blocks are skipped"
     if key.bias > key.batch * key.spec.num_heads * key.q_len * key.widths[0]:
