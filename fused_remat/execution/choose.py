@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fused_remat.steps import onednn, timing  # noqa: F401 (registers its products)
+from fused_remat.steps.linear import cpu_has_native
 from fused_remat.steps.operations import (
     FAULTS,
     OPERATIONS,
@@ -28,13 +29,15 @@ from fused_remat.steps.operations import (
 )
 
 # Larger pieces read the weights fewer times, and have larger transients.
-_CPU_TOKENS = 512
+_CPU_TOKENS = 512  # of 4 bytes an element
 _DEVICE_TOKENS = 16384
 
 
-def chunk_tokens(device: torch.device) -> int:
-    """About how many tokens to work on at a time (bounds the transients)."""
-    return _CPU_TOKENS if device.type == "cpu" else _DEVICE_TOKENS
+def chunk_tokens(device: torch.device, dtype: torch.dtype) -> int:
+    """About how many tokens to work on at a time, in this dtype (bounds the transients)."""
+    if device.type != "cpu":
+        return _DEVICE_TOKENS
+    return _CPU_TOKENS * (2 if dtype.itemsize == 2 and cpu_has_native(dtype) else 1)
 
 
 @dataclass(frozen=True)
@@ -43,12 +46,12 @@ class Backend:
 
     Attributes:
         why_not: why it cannot compute in a dtype on a device, or None if it can.
-        chunk_tokens: about how many tokens it works on at a time on a device.
+        chunk_tokens: about how many tokens it works on at a time, given device and dtype.
         forget: called when choices are to be made anew.
     """
 
     why_not: Callable[[torch.device, torch.dtype], str | None] = lambda device, dtype: None
-    chunk_tokens: Callable[[torch.device], int] = chunk_tokens
+    chunk_tokens: Callable[[torch.device, torch.dtype], int] = chunk_tokens
     forget: Callable[[], None] = lambda: None
 
 

@@ -29,7 +29,8 @@ _LOW = (torch.bfloat16, torch.float16)
 
 
 @functools.cache
-def _cpu_has_native(dtype: torch.dtype) -> bool:
+def cpu_has_native(dtype: torch.dtype) -> bool:
+    """Whether this CPU has products of matrices in a dtype of 16 bits."""
     if dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
@@ -37,7 +38,7 @@ def _cpu_has_native(dtype: torch.dtype) -> bool:
 
 def widens(x: Tensor) -> bool:
     """Whether products of `x` run in float32: `x` has 16 bits, and this CPU lacks such products."""
-    return x.dtype in _LOW and x.device.type == "cpu" and not _cpu_has_native(x.dtype)
+    return x.dtype in _LOW and x.device.type == "cpu" and not cpu_has_native(x.dtype)
 
 
 def says_product(dtype: torch.dtype, device: torch.device) -> str:

@@ -168,7 +168,8 @@ class Operations(dict[Function, Function]):
 
     Attributes:
         name: the backend's name.
-        chunk_tokens: given a device, about how many tokens the backend processes at a time.
+        chunk_tokens: given a device and dtype, about how many tokens the backend processes at a
+            time.
         serve: returns the implementation of an operation on its first use.
         untimed: the table without the implementations of which a timing decides.
     """
@@ -178,7 +179,7 @@ class Operations(dict[Function, Function]):
     def __init__(
         self,
         name: str,
-        chunk_tokens: Callable[[torch.device], int],
+        chunk_tokens: Callable[[torch.device, torch.dtype], int],
         serve: Callable[[Function], Function],
     ) -> None:
         super().__init__()

@@ -251,7 +251,7 @@ def test_dtypes_of_adapters_on_a_layer(low):
 def test_pieces_of_an_update_are_summed_in_float32(monkeypatch):
     """Under autocast a product of the stream in 16 bits, converted so many tokens at a time."""
     # As on a GPU: without, products are float32 here.
-    monkeypatch.setattr("fused_remat.steps.linear._cpu_has_native", lambda dtype: True)
+    monkeypatch.setattr("fused_remat.steps.linear.cpu_has_native", lambda dtype: True)
     # A of 128 numbers: that errors of two orders of sums differ is no accident of a few.
     stock = encoder(["linear1"], FP32, width=16, r=8, lora_dropout=0.2)
     stock.norm_first = False
