@@ -39,11 +39,13 @@ def current(data: Row) -> list[Row]:
 
 def gpu_files(root: Path = RESULTS) -> Iterator[tuple[Path, Row]]:
     """The results that were measured on a GPU, each with its folder, the newest set first."""
-    for path in sorted(root.glob("*/*.json"), reverse=True):
+    found = []
+    for path in root.glob("*/*.json"):
         data = load(path)
         dry = data.get("config", {}).get("dry_run")
         if data.get("machine", {}).get("gpu") and "results" in data and not dry:
-            yield path.parent, data
+            found.append((path.parent, data))
+    yield from sorted(found, key=lambda pair: pair[1]["machine"]["date"], reverse=True)
 
 
 def measured_on(machine: Row, full: bool = False) -> str:

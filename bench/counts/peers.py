@@ -116,7 +116,8 @@ def peers(driver: Driver, share: int = 1) -> Iterator[None]:
             (tests.ptx.driver, "execute", _unseen),
             (driver, "strict", False),  # warps that hold the same load what another one overwrites
             (driver, "sms", driver.sms // share),
-            (linear, "_cpu_has_native", lambda dtype: True),
+            (linear, "cpu_has_native", lambda dtype: True),
+            (choose, "cpu_has_native", lambda dtype: False),
             (cross_entropy, "product", _as_on_cuda(cross_entropy, "product")),
             (choose, "_CPU_TOKENS", choose._DEVICE_TOKENS),
             (cross_entropy, "_CPU_LOGITS", cross_entropy._DEVICE_LOGITS),

@@ -29,8 +29,9 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         _found.setdefault(name, "passed")
 
 
-def pytest_sessionfinish() -> None:
-    if torch.cuda.is_available():
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """The process that tests ran for writes, not pytest-xdist's workers, which saw some of them."""
+    if torch.cuda.is_available() and not hasattr(session.config, "workerinput"):
         write(OUTCOMES)
 
 

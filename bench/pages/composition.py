@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.measure.machine import ROOT
-from bench.tables import RESULTS, load, markdown
+from bench.tables import RESULTS, files, load, markdown
 
 #: What the tests on a GPU gave there; written by `make gpu` (`bench.gpu.outcomes`).
 OUTCOMES = RESULTS / "gpu" / "tests.json"
@@ -112,7 +112,7 @@ def table(found: Iterable[Mark] | None = None, outcomes: Mapping[str, Any] | Non
     """A heading and a table for each group that has a mark, in the order of `GROUPS`."""
     if found is None or outcomes is None:
         found = marks(sorted((ROOT / "tests").rglob("test_*.py")))
-        outcomes = load(OUTCOMES) if OUTCOMES.exists() else {}
+        outcomes = next(map(load, files(OUTCOMES.name)), {})
     rows: dict[str, dict[str, list[Mark]]] = {group: {} for group in GROUPS}
     for mark in found:
         rows[mark.group].setdefault(mark.name, []).append(mark)

@@ -34,7 +34,7 @@ _DEVICE_TOKENS = 16384
 
 
 def chunk_tokens(device: torch.device, dtype: torch.dtype) -> int:
-    """About how many tokens to work on at a time, in this dtype (bounds the transients)."""
+    """About how many tokens of this dtype to work on at a time (bounds the transients)."""
     if device.type != "cpu":
         return _DEVICE_TOKENS
     return _CPU_TOKENS * (2 if dtype.itemsize == 2 and cpu_has_native(dtype) else 1)

@@ -175,14 +175,13 @@ def prepare(
     """The execution for tensors of `shapes` on the device of `like`; the first of `dtype`, or of
     the dtype of `like`."""
     dtype = dtype or like.dtype
-    computes = call.graph.compute or dtype
-    ops = ops_for(call.backend, like, computes)
+    ops = ops_for(call.backend, like, call.graph.compute or dtype)
     # Under deterministic algorithms every policy takes the same operation for a step.
     fuses = fused and not torch.are_deterministic_algorithms_enabled()
     if not (fuses and torch._C._get_mkldnn_enabled()):
         ops = ops.untimed
     asked = getattr(_PIECES, "tokens", None)
-    usual = ops.chunk_tokens(like.device, computes)
+    usual = ops.chunk_tokens(like.device, dtype)
     tokens, elements = (asked, 0) if asked else (usual, _ELEMENTS)
     return _prepare(call, ops, tokens, elements, like.device, fuses, dtype, tuple(shapes))
 

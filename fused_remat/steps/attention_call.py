@@ -5,7 +5,6 @@ Implementations receive an `AttentionCall`; the choice among them depends on an 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -171,7 +170,6 @@ class AttentionKey(NamedTuple):
         mask_grad: as in `AttentionCall`.
         quantized: for q, k and v: the format, the width of a head and the first column if the heads
             are quantized, else None; () if none of them is.
-        bias: on CUDA devices, elements of both masks as one tensor.
         switches: PyTorch's switches for attention on CUDA devices; () on others.
     """
 
@@ -188,7 +186,6 @@ class AttentionKey(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     quantized: tuple[tuple[str, int, int] | None, ...] = ()
-    bias: int = 0
     switches: tuple[int, ...] = ()
 
     @property
@@ -221,16 +218,8 @@ def attention_key(
         q.dtype,
         device,
         quantized,
-        *((_elements(call), _switches()) if device.type == "cuda" else ()),
+        _switches() if device.type == "cuda" else (),
     )
-
-
-def _elements(call: AttentionCall) -> int:
-    """Elements of both masks as one tensor."""
-    shapes: list[tuple[int, ...]] = [] if call.mask is None else [call.mask.shape]
-    if call.padding is not None:
-        shapes.append((call.batch, 1, 1, call.kv_len))
-    return math.prod(torch.broadcast_shapes(*shapes)) if shapes else 0
 
 
 def flash_is_replaced() -> bool:

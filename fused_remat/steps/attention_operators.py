@@ -155,8 +155,10 @@ def backward(
             do, q, k, v, o, lse, 0.0, causal, attn_mask=bias, scale=scale
         )
         return dq, dk, dv
-    # CUDA's kernels ignore the strides of these two; the heads of a group are slices of both.
-    lse, o = _dense(lse), _dense(o.transpose(1, 2)).transpose(1, 2)
+    # CUDA's kernels ignore the strides of these; the heads of a group are slices of all three, and
+    # masked_fill has made another layout of do, for which cuDNN's dq was wrong on an H100.
+    lse = _dense(lse)
+    o, do = (_dense(x.transpose(1, 2)).transpose(1, 2) for x in (o, do))
     if kernel == "flash":
         return _flash_grads(do, q, k, v, o, lse, call)
     unused = _no_random_state(q)

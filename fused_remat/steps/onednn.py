@@ -1,8 +1,7 @@
-"""oneDNN's products for CPUs: forward and dx of linear layers, where a timing says so.
+"""oneDNN's products for CPUs: forward and dx of linear layers in float32, where a timing says so.
 
 ATen's float32 products are MKL's on x86, which are faster than oneDNN's on some processors, slower
-on others. In 16 bits ATen's are oneDNN's, and write the bias into the output before. Weight
-gradients are ATen's.
+on others. Weight gradients are ATen's.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from fused_remat.steps import timing
-from fused_remat.steps.linear import cpu_has_native, linear_dx, linear_fwd
+from fused_remat.steps.linear import linear_dx, linear_fwd
 from fused_remat.steps.operations import faster
 from fused_remat.steps.timing import Run
 
@@ -44,30 +43,22 @@ def _flops(x: Any, weight: Any, *_: Any, **__: Any) -> int:
 _ONEDNN = _onednn()
 
 
-def _has_products(dtype: torch.dtype) -> bool:
-    return dtype == torch.float32 or (dtype.itemsize == 2 and cpu_has_native(dtype))
-
-
 def _why_not_onednn(backward: bool, key: tuple[Any, ...]) -> str | None:
     dtype, device, *_, size = key
-    if device.type != "cpu" or _ONEDNN is None or not _has_products(dtype):
+    if dtype != torch.float32 or device.type != "cpu" or _ONEDNN is None:
         return ""
     sizes = next((sizes for sizes in _TIMED if math.prod(sizes) <= size), None)
     if sizes is None:
         return "slower at this size"
 
     def pair() -> tuple[Run, Run]:
-        tokens, columns, outputs = sizes
-        x, weight = (
-            torch.ones(tokens, columns, dtype=dtype),
-            torch.ones(outputs, columns, dtype=dtype),
-        )
-        dy = torch.ones(tokens, outputs, dtype=dtype)
+        x, weight = torch.ones(sizes[0], sizes[1]), torch.ones(sizes[2], sizes[1])
+        dy = torch.ones(sizes[0], sizes[2])
         if backward:
             return lambda: torch.mm(dy, weight), lambda: linear_dx_onednn(dy, weight)
         return lambda: F.linear(x, weight), lambda: linear_fwd_onednn(x, weight, None)
 
-    chosen = timing.prefers("FUSED_REMAT_CPU_PRODUCTS", "onednn", (backward, dtype, sizes), pair)
+    chosen = timing.prefers("FUSED_REMAT_CPU_PRODUCTS", "onednn", (backward, sizes), pair)
     return None if chosen else "slower on this machine"
 
 

@@ -131,7 +131,7 @@ def _says(key: AttentionKey, *_: Any, **__: Any) -> str:
     said = f"kernel attention_fwd; attention_dkdv_bwd and attention_dq_bwd: {_why(key)}"
     if not key.quantized:
         return said
-    as_loaded = all(map(_reads, key.quantized))
+    as_loaded = _reads_all(key)
     return f"{said}, heads dequantized {'as they are loaded' if as_loaded else 'first'}"
 
 
@@ -152,12 +152,18 @@ def attention_bwd_triton(dattn, q, k, v, attn, lse, call, grads):
     if any(isinstance(x, QuantizedHeads) for x in (q, k, v)):
         key = attention_key(q, v, call, k)
         by_aten = _why_not_fwd(key) is not None
-        if by_aten or not all(map(_reads, key.quantized)):
+        if by_aten or not _reads_all(key):
             q, k, v = dequantized_heads(q, k, v, run=storage.dequantized)
     if by_aten:
         attention.attention_bwd(dattn, q, k, v, attn, lse, call, grads)
         return
     run(backward, dattn, q, k, v, attn, lse, call, grads, TARGET)
+
+
+def _reads_all(key: AttentionKey) -> bool:
+    """Whether kernels can load all heads: codes fill the tile, so no wider one than they are."""
+    fills = _blocks_of(key.widths)[1] == _padded(key.widths[1])
+    return fills and all(map(_reads, key.quantized))
 
 
 def _reads(quantized: tuple[str, int, int] | None) -> bool:
@@ -344,8 +350,8 @@ def _padded(width: int) -> int:
 def _blocks_of(widths: tuple[int, int]) -> tuple[int, int]:
     """The columns of a tile of keys and of one of values, of these widths.
 
-    Values have no narrower tile than keys of up to 128 columns: compiled by Triton 3.6 for an H100,
-    blocks of 64 and 32 columns read outside of shared memory.
+    Values have no narrower tile than keys' first 128 columns: on an H100, compiled by Triton 3.6,
+    tiles of 64 and 32 columns read outside of shared memory.
     """
     e, v = map(_padded, widths)
     return e, max(v, min(e, 128))

@@ -224,13 +224,11 @@ def why_own_attention(target: Target, key: AttentionKey) -> str | None:
     name = attention_library.kernel_of(key)
     if not name:
         return "query heads that share a key head need one launch"
-    measured = family(target) == "hopper" and max(key.widths) <= 128
+    measured = family(target) == "hopper" and 64 < max(key.widths) <= 128
     if name == "flash" and measured and not flash_is_replaced():
         return "faster than PyTorch's flash kernel here"
-    if key.limited and name != "cudnn":
+    if key.limited:
         return "a mask is read as it is, and excluded blocks are skipped"
-    if key.bias > key.batch * key.spec.num_heads * key.q_len * key.widths[0]:
-        return "a mask is read as it is, and a copy would be larger than q"
     return None
 
 

@@ -388,7 +388,8 @@ def test_layers_that_keep_8_bits(name, policy, dtype, tile, monkeypatch):
     # way: a few, in 16 bits many.
     close = {torch.float32: 5e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}[dtype]
     for mine, theirs, true in zip(grads, eager, exact, strict=True):
-        assert error_of(mine, true) < 1.2 * error_of(theirs, true) + 1e-3, tuple(mine.shape)
+        bound = min(0.2, 1.2 * error_of(theirs, true) + 1e-3)
+        assert error_of(mine, true) < bound, tuple(mine.shape)
         off = (mine.double() - theirs.double()).norm() / true.double().norm()
         # Twice as far behind attention, whose scores are computed from codes again.
         assert off < close * (1 + (len(mine) == 3 * D)), tuple(mine.shape)

@@ -260,6 +260,7 @@ CASES = {
     "lengths": dict(lengths=torch.tensor([20, 11], device=DEVICE)),
     "packed sequences": dict.fromkeys(("cu_q", "cu_k"), torch.tensor([0, 13, 40], device=DEVICE)),
     "a mask and its gradient": dict(mask=True, mask_grad=True),
+    "narrow values": dict(right=0),
 }
 
 
@@ -269,7 +270,7 @@ CASES = {
     "case, width, dtype",
     [
         *(("shared key heads", width, torch.float16) for width in (64, 128, 20)),
-        *((case, 64, DTYPES[0]) for case in CASES),
+        *((case, 128 if case == "narrow values" else 64, DTYPES[0]) for case in CASES),
     ],
     ids=str,
 )
@@ -281,13 +282,16 @@ def test_gradients_are_those_of_dequantized_heads(case, width, dtype):
         options["mask"] = normal(dtype, 1, nhead, tokens, tokens)
     call = attention_call((batch, nhead, kv, tokens, tokens, width), **options)
     table = ops_for("triton", torch.empty(1, device=DEVICE), dtype)
-    x = normal(dtype, batch * tokens, (nhead + 2 * kv) * width)
+    v_width = 64 if case == "narrow values" else width
+    x = normal(dtype, batch * tokens, (nhead + kv) * width + kv * v_width)
     uniform = Uniform(site_keys(torch.tensor(0, device=DEVICE))[0], 0, *x.shape)
     whole = Quantized("int8", quantize(x, "int8", uniform), x.shape[1], dtype)
     packed = [
-        QuantizedHeads(whole, batch, first * width, count, width)
-        for first, count in zip((0, nhead, nhead + kv), (nhead, kv, kv), strict=True)
-    ]
+        QuantizedHeads(whole, batch, first * width, count, columns)
+        for first, count, columns in (
+            (0, nhead, width), (nhead, kv, width), (nhead + kv, kv, v_width),
+        )
+    ]  # fmt: skip
     plain = [heads.of(whole.tensor()) for heads in packed]
     out, lse = table[attention_fwd](*plain, call)
     dy = torch.randn_like(out)
