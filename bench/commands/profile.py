@@ -1,7 +1,8 @@
 """Where a training step of one layer spends its time, operator by operator, a way beside eager.
 
-`python -m bench profile --way full --way fast`: the steps take turns in one process under torch's
-profiler; the times are each operator's own (without what it calls), means over the rounds.
+`python -m bench profile --way full --way fast --dtype bfloat16`: the steps take turns in one
+process under torch's profiler; the times are each operator's own (without what it calls), means
+over the rounds.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
 
+from bench.measure.case import DTYPES
 from bench.measure.clock import interleave
 from bench.measure.machine import machine
 from bench.measure.options import Parser
@@ -38,6 +40,8 @@ KINDS = {
 }
 
 
+#: Of the results, by dtype.
+FILES = {name: f"profile-cpu{'' if name == 'float32' else '-' + name}.json" for name in DTYPES}
 KIND_OF = {name: kind for kind, names in KINDS.items() for name in names}
 
 
@@ -81,18 +85,19 @@ def table(result: dict[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = Parser("profile", __doc__, "rounds threads out", rounds=10)
+    parser = Parser("profile", __doc__, "dtype rounds threads out", rounds=10)
     parser.add("--way", action="append", choices=list(WAYS), help="(default: checkpoint, presets)")
     options = parser.parse(arguments)
     given = options.way or ["checkpoint", "full", "lean", "fast", "none"]
     ways = list(dict.fromkeys([BASELINE, *given]))
-    case = Case("float32", "pre", 0.0, 4, 512, 512, 8)
+    dtype = options.dtype or "float32"
+    case = Case(dtype, "pre", 0.0, 4, 512, 512, 8)
     try:
         found = measure(case, ways, options.rounds)
     except (Absent, ImportError) as error:
         parser.error(str(error))
     result = {"machine": machine("cpu"), "ways": found}
     options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "profile-cpu.json").write_text(json.dumps(result, indent=1) + "\n")
+    (options.out / FILES[dtype]).write_text(json.dumps(result, indent=1) + "\n")
     print(table(result))
     return 0

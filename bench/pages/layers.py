@@ -153,9 +153,14 @@ def targets(root: Path = RESULTS) -> str:
     return target_table(load(root / FILE), *small)
 
 
-def profile(root: Path = RESULTS) -> str:
-    """Where a step spends its time."""
-    return profile_step.table(load(root / "profile-cpu.json"))
+def profile(root: Path = RESULTS, dtype: str = "float32") -> str:
+    """Where a step spends its time, in this dtype, and on which machine."""
+    data = load(root / profile_step.FILES[dtype])
+    return f"{profile_step.table(data)}\n\n{tables.machine_line(data['machine'])}"
+
+
+def profile_bfloat16(root: Path = RESULTS) -> str:
+    return profile(root, "bfloat16")
 
 
 def cases(root: Path = RESULTS) -> str:

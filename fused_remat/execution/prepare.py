@@ -181,8 +181,7 @@ def prepare(
     if not (fuses and torch._C._get_mkldnn_enabled()):
         ops = ops.untimed
     asked = getattr(_PIECES, "tokens", None)
-    usual = ops.chunk_tokens(like.device, dtype)
-    tokens, elements = (asked, 0) if asked else (usual, _ELEMENTS)
+    tokens, elements = (asked, 0) if asked else (ops.chunk_tokens(like.device, dtype), _ELEMENTS)
     return _prepare(call, ops, tokens, elements, like.device, fuses, dtype, tuple(shapes))
 
 

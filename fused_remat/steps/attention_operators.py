@@ -141,8 +141,8 @@ def backward(
 ) -> Heads:  # fmt: skip
     """dq, dk, dv, from the results of `forward`."""
     kernel, bias, nothing = at
-    if nothing is not None:
-        do = do.masked_fill(nothing, 0.0)
+    if nothing is not None:  # (B, S, H, E) in memory, as without a mask: cuDNN's plans expect it
+        do = do.transpose(1, 2).masked_fill(nothing.transpose(1, 2), 0.0).transpose(1, 2)
     causal, scale = call.spec.window[1] == 0, call.spec.scale
     if kernel == "public":
         with torch.enable_grad():
@@ -155,10 +155,8 @@ def backward(
             do, q, k, v, o, lse, 0.0, causal, attn_mask=bias, scale=scale
         )
         return dq, dk, dv
-    # CUDA's kernels ignore the strides of these; the heads of a group are slices of all three, and
-    # masked_fill has made another layout of do, for which cuDNN's dq was wrong on an H100.
-    lse = _dense(lse)
-    o, do = (_dense(x.transpose(1, 2)).transpose(1, 2) for x in (o, do))
+    # CUDA's kernels ignore the strides of these two; the heads of a group are slices of both.
+    lse, o = _dense(lse), _dense(o.transpose(1, 2)).transpose(1, 2)
     if kernel == "flash":
         return _flash_grads(do, q, k, v, o, lse, call)
     unused = _no_random_state(q)

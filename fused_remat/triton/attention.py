@@ -161,9 +161,9 @@ def attention_bwd_triton(dattn, q, k, v, attn, lse, call, grads):
 
 
 def _reads_all(key: AttentionKey) -> bool:
-    """Whether kernels can load all heads: codes fill the tile, so no wider one than they are."""
-    fills = _blocks_of(key.widths)[1] == _padded(key.widths[1])
-    return fills and all(map(_reads, key.quantized))
+    """Whether kernels can load all heads; codes without a mask, so a tile has their width."""
+    as_wide = _blocks_of(key.widths)[1] == _padded(key.widths[1])
+    return as_wide and all(map(_reads, key.quantized))
 
 
 def _reads(quantized: tuple[str, int, int] | None) -> bool:

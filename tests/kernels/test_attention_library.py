@@ -322,22 +322,19 @@ MASKED = {
 
 
 @cuda_only
-@pytest.mark.parametrize("options", MASKED)
+@pytest.mark.parametrize("options", [None, *MASKED])
 def test_who_serves_on_this_gpu(options, monkeypatch):
-    """The kernels what ATen's have not; ATen's what they have, unless the tables say otherwise."""
+    """The kernels what ATen's have not, and masks; ATen's the rest, but as the tables say."""
     seen, forward = [], attention.forward
     monkeypatch.setattr(attention, "forward", lambda *args: seen.append(1) or forward(*args))
     q, k, v = (normal(BF16, B, H, S, E) for _ in range(3))
-    for limits, given in ({}, {}), ({"left": S // 4, "right": 0}, {"window": (S // 4, 0)}):
-        call = attention_call((B, H, H, S, S, E), **limits)
-        seen.clear()
-        ops.attention(q, k, v, **given)
-        why = tables.why_own_attention(attention.target_of(DEVICE), attention_key(q, v, call))
-        assert bool(seen) == (why is not None)
-    if options != "window":
-        seen.clear()
-        ops.attention(q, k, v, **MASKED[options]())
-        assert seen, "auto is the kernels where ATen's cannot serve"
+    ops.attention(q, k, v, **(MASKED[options]() if options else {}))
+    expected = True
+    if options in (None, "window"):
+        limits = {"left": S // 4, "right": 0} if options else {}
+        key = attention_key(q, v, attention_call((B, H, H, S, S, E), **limits))
+        expected = tables.why_own_attention(attention.target_of(DEVICE), key) is not None
+    assert bool(seen) == expected
 
 
 @pytest.mark.parametrize("options", [o for o in MASKED if o != "bias"])
@@ -390,6 +387,7 @@ def test_no_scores_are_held(options):
         torch.autograd.grad(y, (q, k, v), dy)
 
     step()  # compiles
-    # Output, three gradients, dout as a matrix of tokens; of ATen's kernels also sums in float32;
-    # a few floats for each row.
-    assert measure_allocations(step, DEVICE).peak <= 12 * q.nbytes + 16 * 4 * heads * length
+    # Output, three gradients, dout as a matrix of tokens; in a window PyTorch's flash kernel, with
+    # dq and dout in float32 besides, 10.1 measured on an H100; a few floats for each row.
+    tensors = 10 if options == "window" else 6
+    assert measure_allocations(step, DEVICE).peak <= tensors * q.nbytes + 16 * 4 * heads * length
