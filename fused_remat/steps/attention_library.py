@@ -353,18 +353,20 @@ def _masks(mask: Tensor | None, call: AttentionCall) -> tuple[Tensor | None, ...
 def _bias(mask: Tensor | None, q: Tensor, k: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """The additive mask as CUDA's kernels take it, (B, h, S_q, S_k) where h is 1 for all heads.
 
-    Also the rows that see no key, or None. A row whose maximum is far from 0 is shifted to a
-    maximum of 0, which changes no probability: beside a mask value of -1e9 the kernel's logsumexp
-    would lose the scores. Other rows are not shifted, since that would round a 16-bit mask. A row
-    that sees no key is made to see all.
+    Also the rows that see no key, (B or 1, h, S_q or 1, 1), or None. A row whose maximum is far
+    from 0 is shifted to a maximum of 0, which changes no probability: beside a mask value of -1e9
+    the kernel's logsumexp would lose the scores. Other rows are not shifted, since that would round
+    a 16-bit mask. A row that sees no key is made to see all.
     """
     if mask is None:
         return None, None
+    if mask.dim() == 2:
+        mask = mask.expand(1, 1, -1, -1)
     top = mask.amax(-1, keepdim=True)
     nothing = top == -torch.inf
     shift = top.masked_fill(top.abs() <= _FAR, 0.0).masked_fill(nothing, 0.0)
     shifted = (mask - shift).masked_fill(nothing, 0.0).to(q.dtype)
-    length, heads = k.shape[2], 1 if mask.dim() == 2 else mask.shape[1]
+    length, heads = k.shape[2], mask.shape[1]
     wide = shifted.expand(*shifted.shape[:-1], length)
     padded = F.pad(wide, (0, -length % _MASK_ROWS)).narrow(-1, 0, length)
     return padded.expand(q.shape[0], heads, q.shape[2], -1), nothing

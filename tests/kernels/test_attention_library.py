@@ -186,10 +186,9 @@ def test_a_shifted_mask_changes_no_probability(shape, far):
     mask = torch.randn(shape, dtype=torch.float64) * 5 + far
     mask.view(-1)[0] = -torch.inf
     bias, nothing = attention_library._bias(mask, q, k)
-    assert torch.equal(nothing, (mask == -torch.inf).all(-1, keepdim=True))
-    assert (
-        bias.shape == (2, mask.shape[1] if mask.dim() == 4 else 1, 7, 5) and bias.dtype == q.dtype
-    )
+    wide = mask[(None,) * (4 - mask.dim())]
+    assert torch.equal(nothing, (wide == -torch.inf).all(-1, keepdim=True))
+    assert bias.shape == (2, wide.shape[1], 7, 5) and bias.dtype == q.dtype
     assert bias.stride(-1) == 1 and bias.stride(-2) % 16 == 0
     scores = torch.randn(2, 4, 7, 5, dtype=torch.float64)
     expected = (scores + mask).softmax(-1)
