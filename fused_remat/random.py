@@ -25,7 +25,6 @@ import functools
 import numpy as np
 import torch
 from torch import Tensor
-from torch.overrides import wrap_torch_function
 
 #: Dropout sites of a transformer block. The numbers must not change; add a new site at the end.
 ATTENTION, RESIDUAL1, MLP, RESIDUAL2, CROSS_ATTENTION, CROSS_RESIDUAL = range(6)
@@ -88,7 +87,7 @@ def _mix64(z: Tensor) -> Tensor:
 
 
 def _is_small(key: Tensor, elements: int) -> bool:
-    return elements <= _SMALL and type(key) is Tensor and key.device.type == "cpu"
+    return elements <= _SMALL and type(key) is Tensor and key.is_cpu
 
 
 def site_keys(seed: Tensor, first: int = 0) -> tuple[Tensor, ...]:
@@ -98,7 +97,7 @@ def site_keys(seed: Tensor, first: int = 0) -> tuple[Tensor, ...]:
     -2152535657050944081
     """
     if _is_small(seed, 1):
-        return _site_keys_numpy(seed, first)
+        return tuple(torch.ops.fused_remat.small_site_keys(seed, first))
     sites = torch.arange(first + 1, first + NUM_SITES + 1, device=seed.device)
     return _mix64(sites.mul_(_GOLDEN64_S).add_(seed)).unbind()
 
@@ -130,9 +129,12 @@ def keep_scale(
     tensor([[2., 0., 2., 0.],
             [0., 0., 0., 0.]])
     """
-    if out is None and _is_small(site_key, heads * rows * width):
-        rows_of = (row0, rows, heads, head_stride)
-        return _keep_scale_numpy(site_key, rows_of, (col0, width), p, dtype)
+    if _is_small(site_key, heads * rows * width):
+        rows_of, columns_of = (row0, rows, heads, head_stride), (col0, width)
+        mask: Tensor = torch.ops.fused_remat.small_keep_scale(
+            site_key, rows_of, columns_of, p, dtype
+        )
+        return mask if out is None else out.view(mask.shape).copy_(mask)
     device, total = site_key.device, heads * rows
     if dtype == torch.float32 and out is not None:
         hashed = out.view(torch.int32).view(total, width)
@@ -146,7 +148,7 @@ def keep_scale(
     one = int(np.float32(scale(p)).view(np.int32)) if dtype == torch.float32 else 1  # its bits
     _survivors(row_keys, columns.mul_(_GOLDEN32_S), p, one, hashed)
     if dtype == torch.float32:
-        return hashed.view(torch.float32)
+        return hashed.view(torch.float32) if out is None else out.view(total, width)
     wide = hashed.to(dtype).mul_(scale(p))
     return wide if out is None else out.view(total, width).copy_(wide)
 
@@ -242,12 +244,10 @@ def _survivors(row_keys: Tensor, columns: Tensor, p: float, one: int, hashed: Te
         x.lt_(threshold(p)).mul_(one)  # in place: 1 or 0, no bool tensor
 
 
-# Modes that look at calls of PyTorch see a call of these two as one.
-@wrap_torch_function(lambda seed, first: (seed,))
-def _site_keys_numpy(seed: Tensor, first: int) -> tuple[Tensor, ...]:
+def _site_keys_numpy(seed: Tensor, first: int) -> list[Tensor]:
     """`site_keys`, to the bit."""
     keys = _mix64_numpy(seed.numpy().view(np.uint64) + _site_steps(first))
-    return torch.from_numpy(keys.view(np.int64)).unbind()
+    return list(torch.from_numpy(keys.view(np.int64)).unbind())
 
 
 def _mix64_numpy(z: np.ndarray) -> np.ndarray:
@@ -257,7 +257,6 @@ def _mix64_numpy(z: np.ndarray) -> np.ndarray:
     return mixed
 
 
-@wrap_torch_function(lambda site_key, *_: (site_key,))
 def _keep_scale_numpy(
     site_key: Tensor,
     rows: tuple[int, int, int, int],
@@ -275,6 +274,17 @@ def _keep_scale_numpy(
     x &= _MASK31
     limit, factor = _limits(p, dtype)
     return torch.from_numpy((x < limit) * factor)
+
+
+# As operators, which the record of a pass can repeat (`execution/recording.py`).
+_library = torch.library.Library("fused_remat", "FRAGMENT")
+_library.define("small_site_keys(Tensor seed, int first) -> Tensor[]")
+_library.define(
+    "small_keep_scale(Tensor site_key, int[] rows, int[] columns, float p, ScalarType dtype)"
+    " -> Tensor"
+)
+_library.impl("small_site_keys", _site_keys_numpy, "CPU")
+_library.impl("small_keep_scale", _keep_scale_numpy, "CPU")
 
 
 # What depends on sizes only is cached for small calls: at most _SMALL elements each.

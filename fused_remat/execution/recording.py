@@ -1,10 +1,10 @@
-"""A pass as the straight line of its calls of PyTorch, recorded once and then repeated.
+"""A pass as the straight line of its operators, recorded once and then repeated.
 
-Which calls a pass makes, and with which numbers, follows from the execution and from the dtypes and
-strides of its tensors, unless a step looks at values. Most of a small block's time is that of
-Python, so after a few passes of a kind one is recorded, and later ones repeat its calls on their
-own tensors: the same calls in the same order, so the same bits. A tensor is freed after its last
-use.
+Which operators a pass calls, and with which numbers, follows from the execution and from the dtypes
+and strides of its tensors, unless a step looks at values. Most of a small block's time is that of
+Python, so after a few passes of a kind one is recorded as a graph of TorchScript, whose interpreter
+calls the same operators in the same order, so with the same bits, on the tensors of later passes. A
+tensor is freed after its last use.
 
 A pass is not recorded if it does what cannot be repeated: it reads a tensor's values in Python
 (`item`, `bool`, `tolist`), makes a tensor with NumPy, or changes the grad mode.
@@ -13,40 +13,29 @@ A pass is not recorded if it does what cannot be repeated: it reads a tensor's v
 from __future__ import annotations
 
 import functools
-import itertools
 import operator
 import os
-import re
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 Given = Sequence[Tensor | None]
 #: How often a pass runs before it is recorded, which takes longer than a pass.
 FEW = 8
-#: How many calls a recorded pass has at most, and how many kinds are recorded of an execution.
-_MOST_CALLS, _MOST_KINDS = 4000, 16
-#: How many executions have records at a time, at about 100 KB each.
-_MOST_RECORDED = 256
-_recorded: weakref.WeakSet[Recordings] = weakref.WeakSet()
+#: How many kinds of passes are recorded of an execution at most.
+_MOST_KINDS = 16
+#: How many operators all records have at most, at about 5 KB each. The oldest give way.
+_MOST_CALLS = 16_000
+_recorded: dict[Recordings, None] = {}
+_lock = threading.Lock()
 #: Whether anything is recorded. Without it, a debugger sees every pass go through the steps.
 ON = os.environ.get("FUSED_REMAT_RECORD", "1").lower() not in ("", "0", "false", "no", "off")
-#: What may be asked of a tensor besides its attributes: nothing that depends on values.
-_METADATA = frozenset((
-    "__get__", "__len__", "dim", "element_size", "get_device", "is_contiguous", "is_floating_point",
-    "is_inference", "ndimension", "nelement", "numel", "promote_types", "size", "storage_offset",
-    "stride",
-))  # fmt: skip
-_CONSTANTS = (
-    bool, complex, float, int, str, slice, type(None), type(Ellipsis), torch.device, torch.dtype,
-    torch.layout, torch.memory_format, torch.Size,
-)  # fmt: skip
 _dtype = operator.attrgetter("dtype")
-_names_in = re.compile(r"\bt\d+\b").findall
 
 
 class Unrepeatable(Exception):
@@ -58,12 +47,13 @@ class Recordings:
 
     Attributes:
         passes: by kind, what repeats a pass, or how often it has run.
+        calls: how many operators the records have.
         off: whether a pass could not be recorded: none is any more.
     """
 
     def __init__(self) -> None:
         self.passes: dict[Any, Callable[[Given], Any] | int] = {}
-        self.off = False
+        self.calls, self.off = 0, False
 
     def find(
         self, name: str, given: Given, steps: Callable[[], Any]
@@ -81,7 +71,7 @@ class Recordings:
             if found or len(self.passes) < _MOST_KINDS:
                 self.passes[kind] = found + 1
             return None
-        if not ON or _is_watched() or len(_recorded) >= _MOST_RECORDED:
+        if not ON or _is_watched():
             return None
         if len({*map(id, there)}) < len(there):  # one tensor given twice; later there may be two
             return None
@@ -95,9 +85,19 @@ class Recordings:
         if found is None:
             self.off = True
         else:
-            self.passes[kind] = found
-            _recorded.add(self)
+            with _lock:
+                self._add(kind, found, recorder.calls)
         return made
+
+    def _add(self, kind: Any, found: Callable[[Given], Any], calls: int) -> None:
+        self.passes[kind] = found
+        self.calls += calls
+        _recorded.pop(self, None)
+        _recorded[self] = None
+        while sum([one.calls for one in _recorded]) > _MOST_CALLS:
+            oldest = next(iter(_recorded))
+            del _recorded[oldest]
+            oldest.passes, oldest.calls = {}, 0
 
 
 def _is_watched() -> bool:
@@ -105,100 +105,117 @@ def _is_watched() -> bool:
     return bool(torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack())
 
 
-class _Recorder(TorchFunctionMode):
-    """Writes the calls of one pass down as Python, line by line. It holds no tensor."""
+_TENSOR = torch._C.TensorType.get()
+_RESULTS = torch._C.ListType(torch._C.OptionalType(_TENSOR))
+_MEMORY_FORMATS = {torch.contiguous_format: 0, torch.preserve_format: 1}  # as TorchScript has them
+#: TorchScript has no `Tensor.view` that takes a dtype.
+_library = torch.library.Library("fused_remat", "FRAGMENT")
+_library.define("view_of_dtype(Tensor(a) x, ScalarType dtype) -> Tensor(a)")
+_library.impl("view_of_dtype", Tensor.view, "CPU")
+
+
+class _Recorder(TorchDispatchMode):
+    """Writes the operators of one pass down as a graph. It holds no tensor."""
 
     def __init__(self, given: Given) -> None:
         super().__init__()
-        self.names: dict[int, tuple[weakref.ref[Tensor], str]] = {}
-        self.numbers = itertools.count()
-        self.globals: dict[str, Any] = {}
-        self.lines: list[tuple[str, str]] = []  # what is assigned, and a call
-        self.failed, self.grad = False, torch.is_grad_enabled()
-        self.given = [self._name(t) for t in given]
+        self.graph: Any = torch._C.Graph()
+        self.values: dict[int, tuple[weakref.ref[Tensor], Any]] = {}
+        self.calls, self.failed, self.grad = 0, False, torch.is_grad_enabled()
+        for t in given:
+            value = self.graph.addInput()
+            if t is None:
+                value.setType(torch._C.NoneType.get())
+            self._name(t, value)
 
-    def __torch_function__(
+    def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         made = func(*args, **(kwargs or {}))
         if not self.failed:
             try:
-                self._note(func, args, kwargs or {}, made)
-            except Unrepeatable:
+                self._note(func._schema, args, kwargs or {}, made)
+            except (Unrepeatable, TypeError):  # the latter of a constant that no graph can have
                 self.failed = True
         return made
 
     def function(self, made: Any) -> Callable[[Given], Any] | None:
-        """What repeats the pass that returned `made`; None if nothing can."""
+        """What repeats the pass that returned `made`: a list, or a tensor and a list.
+
+        None if nothing can.
+        """
+        is_list = isinstance(made, list)
         try:
-            result = self._text(made)
+            results = self._value(made if is_list else [made[0], *made[1]], _RESULTS)
         except Unrepeatable:
             self.failed = True
         if self.failed:
             return None
-        last = {name: i for i, line in enumerate(self.lines) for name in _names_in(" ".join(line))}
-        keep, body = {*_names_in(result), *self.given}, []
-        for i, (target, call) in enumerate(self.lines):
-            body.append(f"{target} = {call}" if target else call)
-            dead = {n for n in _names_in(f"{target} {call}") if last[n] == i and n not in keep}
-            body += [f"del {', '.join(sorted(dead))}"] if dead else []
-        lines = [f"def run(given):\n {', '.join(self.given)}, = given", *body, f"return {result}"]
-        exec(compile("\n ".join(lines), "<recorded pass>", "exec"), self.globals)
-        found: Callable[[Given], Any] = self.globals["run"]
-        return found
+        self.graph.registerOutput(results)
+        torch._C._jit_pass_constant_pooling(self.graph)  # type: ignore[attr-defined]
+        run = torch._C._create_function_from_graph("recorded_pass", self.graph)
+        return functools.partial(_repeat, run, is_list)
 
-    def _note(self, func: Any, args: Any, kwargs: dict[str, Any], made: Any) -> None:
-        name = getattr(func, "__name__", "")
-        if not _has_tensor(made) and made is not None:
-            if name in _METADATA:
-                return
+    def _note(self, schema: Any, args: Any, kwargs: dict[str, Any], made: Any) -> None:
+        if schema.name == "aten::promote_types":  # which reads no tensor
+            return
+        self.calls += 1
+        if torch.is_grad_enabled() != self.grad or self.calls > _MOST_CALLS:
             raise Unrepeatable
-        if torch.is_grad_enabled() != self.grad or len(self.lines) == _MOST_CALLS:
+        arguments, returns = schema.arguments, schema.returns
+        named = dict(zip([a.name for a in arguments], args, strict=False)) | kwargs
+        given = [named.get(a.name, a.default_value) for a in arguments]
+        values = [self._value(arg, a.type) for arg, a in zip(given, arguments, strict=True)]
+        is_view = schema.name == "aten::view" and schema.overload_name == "dtype"
+        name = "fused_remat::view_of_dtype" if is_view else schema.name
+        node = self._add(name, values, len(returns))
+        # With a number in the place of a tensor it is another overload, which computes the same.
+        has_number = any(
+            a.type == _TENSOR and isinstance(arg, (int, float))
+            for arg, a in zip(given, arguments, strict=True)
+        )
+        found = node.schema()
+        if found != str(schema) and (found == "(no schema)" or not (is_view or has_number)):
             raise Unrepeatable
-        given = [self._text(arg) for arg in args]
-        given += [f"{key}={self._text(arg)}" for key, arg in kwargs.items()]
-        target = "" if made is None else self._target(made)
-        self.lines.append((target, f"{self._constant(func)}({', '.join(given)})"))
+        if isinstance(made, list) and len(returns) == 1:
+            node.outputsAt(0).setType(returns[0].type)
+            node = self._add("prim::ListUnpack", [node.outputsAt(0)], len(made))
+        several = isinstance(made, (tuple, list))
+        for t, value in zip(made if several else [made], node.outputs(), strict=False):
+            self._name(t, value)
 
-    def _target(self, made: Any) -> str:
-        if isinstance(made, (tuple, list)):
-            return f"({', '.join([self._target(one) for one in made])},)"
-        if made is not None and not isinstance(made, Tensor):
+    def _add(self, name: str, values: Sequence[Any], outputs: int) -> Any:
+        return self.graph.insertNode(self.graph.create(name, values, outputs))
+
+    def _name(self, t: Any, value: Any) -> None:
+        """From now on `value` is what the graph has of a tensor."""
+        if isinstance(t, Tensor):
+            self.values[id(t)] = weakref.ref(t), value
+        elif t is not None:
             raise Unrepeatable
-        return self._name(made)
 
-    def _name(self, t: Tensor | None) -> str:
-        """The name of a tensor, which is new if it was not met before."""
-        if t is None:
-            return "_"
-        ref, name = self.names.get(id(t), (None, ""))
-        if ref is None or ref() is not t:
-            name = f"t{next(self.numbers)}"
-            self.names[id(t)] = weakref.ref(t), name
-        return name
-
-    def _text(self, value: Any) -> str:
-        if isinstance(value, Tensor):
-            ref, name = self.names.get(id(value), (None, ""))
-            if ref is None or ref() is not value:
+    def _value(self, arg: Any, kind: Any) -> Any:
+        """What the graph has of an argument of a type."""
+        if isinstance(arg, Tensor):
+            ref, value = self.values.get(id(arg), (None, None))
+            if ref is None or ref() is not arg:
                 raise Unrepeatable  # nobody knows how it was made
-            return name
-        if type(value) is tuple:
-            return f"({''.join([self._text(one) + ', ' for one in value])})"
-        if type(value) is list:
-            return f"[{', '.join([self._text(one) for one in value])}]"
-        bounds = (value.start, value.stop, value.step) if type(value) is slice else ()
-        if type(value) not in _CONSTANTS or _has_tensor(bounds):
-            raise Unrepeatable
-        return repr(value) if type(value) in (bool, int, type(None)) else self._constant(value)
-
-    def _constant(self, value: Any) -> str:
-        name = f"c{id(value)}"
-        self.globals[name] = value  # which keeps it, and its id
-        return name
+            return value
+        if isinstance(arg, (tuple, list)) and any(t is None or isinstance(t, Tensor) for t in arg):
+            node = self._add("prim::ListConstruct", [self._value(t, _TENSOR) for t in arg], 1)
+            node.outputsAt(0).setType(kind)
+            return node.outputsAt(0)
+        if isinstance(arg, torch.memory_format):
+            arg = _MEMORY_FORMATS[arg]
+        return self.graph.insertConstant(list(arg) if isinstance(arg, tuple) else arg)
 
 
-def _has_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor) or (
-        isinstance(value, (tuple, list)) and any(map(_has_tensor, value))
-    )
+def _repeat(run: Callable[..., Any], is_list: bool, given: Given) -> Any:
+    optimizes = torch._C._get_graph_executor_optimize()
+    torch._C._set_graph_executor_optimize(False)  # in this thread: the operators as they are
+    try:
+        with torch._C._AutoDispatchBelowAutograd():  # whose kernels would find nothing to do
+            made = run(*given)
+    finally:
+        torch._C._set_graph_executor_optimize(optimizes)
+    return made if is_list else (made[0], made[1:])
