@@ -27,8 +27,8 @@ Watch = Callable[[Step, Chunk], None]
 _NO_FUNCTIONS: Functions = {}
 #: A chunk and the steps that run on it.
 BackwardPiece = tuple[Chunk, Collection[Step]]
-#: With the rows of the output that they compute, and the names that are kept then.
-ForwardPiece = tuple[Chunk, Collection[Step], Tensor, tuple[str, ...]]
+#: With the rows of the output that they write, if any, and the names that are kept then.
+ForwardPiece = tuple[Chunk, Collection[Step], Tensor | None, tuple[str, ...]]
 
 
 def forward(
@@ -57,7 +57,9 @@ def forward(
         if recorded is not None:
             return recorded(tensors)  # type: ignore[no-any-return]
     this = Pass(execution, execution.named(tensors), functions, x, watch)
-    out = empty_output(execution.call, execution.widths["output"], execution.dtypes["output"], x)
+    width, out = execution.widths["output"], None
+    if not (execution.makes_output and x.is_contiguous()):
+        out = empty_output(execution.call, width, execution.dtypes["output"], x)
     kept: list[Tensor] = []
     for chunk, steps, rows, keeps in _forward_pieces(this, execution, out):
         for step in steps:
@@ -70,13 +72,24 @@ def forward(
             for name in step.free:
                 chunk.pop(name, None)
         kept.extend([chunk[name] for name in keeps])
+        if out is None:
+            out = chunk["output"].view(*x.shape[:-1], width)
         del chunk, rows  # freed before the next piece is allocated
+    assert out is not None  # there is a group
     return out, kept
 
 
-def _forward_pieces(this: Pass, execution: Execution, out: Tensor) -> Iterator[ForwardPiece]:
+def _forward_pieces(this: Pass, execution: Execution, out: Tensor | None) -> Iterator[ForwardPiece]:
     """Each group, and after a group's own steps each of its tiles."""
     plan, chunks = execution.plan, execution.chunks
+    if out is None:
+        yield (
+            _group(this, chunks.groups[0], execution.shapes),
+            plan.group_forward,
+            None,
+            plan.kept_group,
+        )
+        return
     out_BSD = out.transpose(0, 1) if execution.call.seq_first else out
     for seqs in chunks.groups:
         group, target = _group(this, seqs, execution.shapes), _of_group(out_BSD, seqs)

@@ -125,6 +125,14 @@ class Execution(Layout):
         repeats = on_cpu and own and all(map(_is_repeatable, self.call.graph.nodes))
         object.__setattr__(self, "recordings", Recordings() if repeats else None)
 
+    @functools.cached_property
+    def makes_output(self) -> bool:
+        """Whether the last step's own result is the output: ATen's norms write into no other."""
+        last = self.call.graph.nodes[-1]
+        is_norm = isinstance(last, Norm) and last.name == "output" and _is_repeatable(last)
+        plain = self.ops.name == "eager" and self.compute is None and not self.call.seq_first
+        return is_norm and plain and len(self.chunks.groups) == 1 and not self.plan.tile_forward
+
     def named(self, tensors: Sequence[Tensor | None]) -> Mapping[str, Tensor | None]:
         """Tensors by name, the inputs batch first and params in the dtypes that steps read."""
         graph = self.call.graph
