@@ -21,6 +21,8 @@ The seed is an int64 tensor on the device, so that drawing it never waits for th
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -276,15 +278,29 @@ def _keep_scale_numpy(
     return torch.from_numpy((x < limit) * factor)
 
 
-# As operators, which the record of a pass can repeat (`execution/recording.py`).
-_library = torch.library.Library("fused_remat", "FRAGMENT")
-_library.define("small_site_keys(Tensor seed, int first) -> Tensor[]")
-_library.define(
-    "small_keep_scale(Tensor site_key, int[] rows, int[] columns, float p, ScalarType dtype)"
-    " -> Tensor"
+def cpu_operator(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    """Define an operator of the namespace fused_remat, once in a process.
+
+    The record of a pass can repeat it (`execution/recording.py`). `fake` makes results without
+    values, of the same shapes.
+    """
+    name, _, rest = schema.partition("(")
+    if not hasattr(torch.ops.fused_remat, name):
+        torch.library.define(f"fused_remat::{name}", f"({rest}")
+        torch.library.impl(f"fused_remat::{name}", "cpu", kernel)
+        torch.library.register_fake(f"fused_remat::{name}", fake)
+
+
+cpu_operator(
+    "small_site_keys(Tensor seed, int first) -> Tensor[]",
+    _site_keys_numpy,
+    lambda seed, first: [torch.empty_like(seed) for _ in range(NUM_SITES)],
 )
-_library.impl("small_site_keys", _site_keys_numpy, "CPU")
-_library.impl("small_keep_scale", _keep_scale_numpy, "CPU")
+cpu_operator(
+    "small_keep_scale(Tensor key, int[] rows, int[] columns, float p, ScalarType dtype) -> Tensor",
+    _keep_scale_numpy,
+    lambda key, rows, columns, p, dtype: key.new_empty(rows[1] * rows[2], columns[1], dtype=dtype),
+)
 
 
 # What depends on sizes only is cached for small calls: at most _SMALL elements each.

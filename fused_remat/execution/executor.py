@@ -73,7 +73,8 @@ def forward(
                 chunk.pop(name, None)
         kept.extend([chunk[name] for name in keeps])
         if out is None:
-            out = chunk["output"].view(*x.shape[:-1], width)
+            # No view for autograd, which would refuse to change it in place.
+            out = torch.ops.aten._unsafe_view(chunk["output"], (*x.shape[:-1], width))
         del chunk, rows  # freed before the next piece is allocated
     assert out is not None  # there is a group
     return out, kept

@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 import operator
 import os
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,15 +23,15 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fused_remat.random import cpu_operator
+
 Given = Sequence[Tensor | None]
 #: How often a pass runs before it is recorded, which takes longer than a pass.
 FEW = 8
 #: How many kinds of passes are recorded of an execution at most.
 _MOST_KINDS = 16
-#: How many operators all records have at most, at about 5 KB each. The oldest give way.
-_MOST_CALLS = 16_000
-_recorded: dict[Recordings, None] = {}
-_lock = threading.Lock()
+#: How many operators all records of a process have at most, at about 5 KB each.
+_MOST_CALLS = 24_000
 #: Whether anything is recorded. Without it, a debugger sees every pass go through the steps.
 ON = os.environ.get("FUSED_REMAT_RECORD", "1").lower() not in ("", "0", "false", "no", "off")
 _dtype = operator.attrgetter("dtype")
@@ -47,13 +46,18 @@ class Recordings:
 
     Attributes:
         passes: by kind, what repeats a pass, or how often it has run.
-        calls: how many operators the records have.
+        calls: how many operators the records have; `all_calls` is of all of them.
         off: whether a pass could not be recorded: none is any more.
     """
+
+    all_calls = 0
 
     def __init__(self) -> None:
         self.passes: dict[Any, Callable[[Given], Any] | int] = {}
         self.calls, self.off = 0, False
+
+    def __del__(self) -> None:
+        Recordings.all_calls -= self.calls
 
     def find(
         self, name: str, given: Given, steps: Callable[[], Any]
@@ -65,13 +69,13 @@ class Recordings:
         except RuntimeError:  # of a layout that has no strides
             return None
         found = self.passes.get(kind, 0)
-        if not isinstance(found, int):
-            return found
+        if not isinstance(found, int):  # whose calls no function mode would see
+            return None if torch._C._len_torch_function_stack() else found
         if found < FEW:
             if found or len(self.passes) < _MOST_KINDS:
                 self.passes[kind] = found + 1
             return None
-        if not ON or _is_watched():
+        if not ON or _is_watched() or Recordings.all_calls >= _MOST_CALLS:
             return None
         if len({*map(id, there)}) < len(there):  # one tensor given twice; later there may be two
             return None
@@ -81,23 +85,16 @@ class Recordings:
         recorder = _Recorder(given)
         with recorder:
             made = steps()
-        found = recorder.function(made)
+        found, calls = recorder.function(made), recorder.calls
         if found is None:
-            self.off = True
+            self.off, self.passes, calls = True, {}, -self.calls
+        elif isinstance(self.passes.get(kind, 0), int):  # no other thread has recorded it since
+            self.passes[kind] = found
         else:
-            with _lock:
-                self._add(kind, found, recorder.calls)
-        return made
-
-    def _add(self, kind: Any, found: Callable[[Given], Any], calls: int) -> None:
-        self.passes[kind] = found
+            calls = 0
         self.calls += calls
-        _recorded.pop(self, None)
-        _recorded[self] = None
-        while sum([one.calls for one in _recorded]) > _MOST_CALLS:
-            oldest = next(iter(_recorded))
-            del _recorded[oldest]
-            oldest.passes, oldest.calls = {}, 0
+        Recordings.all_calls += calls
+        return made
 
 
 def _is_watched() -> bool:
@@ -108,14 +105,16 @@ def _is_watched() -> bool:
 _TENSOR = torch._C.TensorType.get()
 _RESULTS = torch._C.ListType(torch._C.OptionalType(_TENSOR))
 _MEMORY_FORMATS = {torch.contiguous_format: 0, torch.preserve_format: 1}  # as TorchScript has them
-#: TorchScript has no `Tensor.view` that takes a dtype.
-_library = torch.library.Library("fused_remat", "FRAGMENT")
-_library.define("view_of_dtype(Tensor(a) x, ScalarType dtype) -> Tensor(a)")
-_library.impl("view_of_dtype", Tensor.view, "CPU")
+# TorchScript has no `Tensor.view` that takes a dtype.
+cpu_operator("view_of_dtype(Tensor(a) x, ScalarType dtype) -> Tensor(a)", Tensor.view, Tensor.view)
 
 
 class _Recorder(TorchDispatchMode):
     """Writes the operators of one pass down as a graph. It holds no tensor."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # which would import the compiler, for seconds
 
     def __init__(self, given: Given) -> None:
         super().__init__()
@@ -135,7 +134,7 @@ class _Recorder(TorchDispatchMode):
         if not self.failed:
             try:
                 self._note(func._schema, args, kwargs or {}, made)
-            except (Unrepeatable, TypeError):  # the latter of a constant that no graph can have
+            except Exception:  # whatever has no place in a graph, and of private functions
                 self.failed = True
         return made
 
@@ -145,15 +144,16 @@ class _Recorder(TorchDispatchMode):
         None if nothing can.
         """
         is_list = isinstance(made, list)
-        try:
-            results = self._value(made if is_list else [made[0], *made[1]], _RESULTS)
-        except Unrepeatable:
-            self.failed = True
         if self.failed:
             return None
-        self.graph.registerOutput(results)
-        torch._C._jit_pass_constant_pooling(self.graph)  # type: ignore[attr-defined]
-        run = torch._C._create_function_from_graph("recorded_pass", self.graph)
+        try:
+            self.graph.registerOutput(
+                self._value(made if is_list else [made[0], *made[1]], _RESULTS)
+            )
+            torch._C._jit_pass_constant_pooling(self.graph)  # type: ignore[attr-defined]
+            run = torch._C._create_function_from_graph("recorded_pass", self.graph)
+        except Exception:  # as above
+            return None
         return functools.partial(_repeat, run, is_list)
 
     def _note(self, schema: Any, args: Any, kwargs: dict[str, Any], made: Any) -> None:

@@ -105,11 +105,12 @@ def rms_norm_fwd(
     """x * rstd * weight + bias, and rstd = (mean(x**2) + eps) ** -0.5."""
     wide = x.float() if x.dtype in _LOW else x
     if stats is None:
-        length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)  # reads x once, no temporary
-        rstd = length.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        y = wide.square()
+        rstd = y.mean(-1, keepdim=True).add_(eps).rsqrt_()
+        torch.mul(wide, rstd, out=y)
     else:
         (rstd,) = stats
-    y = wide * rstd
+        y = wide * rstd
     if weight is not None:
         y.mul_(weight)
     if bias is not None:

@@ -2,11 +2,15 @@
 
 import copy
 import re
+import subprocess
+import sys
 import warnings
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from fused_remat import FusedRematCausalLayer, FusedRematDecoderLayer, FusedRematLayer, ops
 from fused_remat.execution import executor, recording
@@ -21,6 +25,7 @@ BATCH, SEQ, WIDTH = 2, 16, 32
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch):
     monkeypatch.setattr(recording, "FEW", 0)
+    monkeypatch.setattr(recording.Recordings, "all_calls", 0)
 
 
 def encoder(**options):
@@ -111,20 +116,83 @@ def test_nothing_is_recorded_where_that_is_off_or_enough_is(name, value, monkeyp
     assert not any(map(callable, recordings(layer, x).values()))
 
 
-def test_the_oldest_record_gives_way(monkeypatch):
-    monkeypatch.setattr(recording, "_recorded", {})
-    first, second = (FusedRematLayer(40, 2, 48, 0.0, norm_first=f) for f in (False, True))
-    x = torch.randn(3, 5, 40)
-    expected = step(first, x)
-    (record,) = recording._recorded
-    assert len(record.passes) == 2
-    monkeypatch.setattr(recording, "_MOST_CALLS", record.calls)
-    step(second, x)
-    assert not record.passes
+def test_calls_of_records_are_counted_until_they_are_gone():
+    made, before = recording.Recordings(), recording.Recordings.all_calls
+    x = torch.ones(3)
+    made.find("f", (x,), lambda: [x + 1.0, x.exp()])((x,))
+    assert made.calls == 2
+    assert recording.Recordings.all_calls == before + 2
+    made.find("g", (x,), lambda: [x * bool(x.sum())])((x,))
+    assert made.off and not made.passes
+    assert recording.Recordings.all_calls == before
+    made = recording.Recordings()
+    made.find("f", (x,), lambda: [x + 1.0])((x,))
+    del made
+    assert recording.Recordings.all_calls == before
+
+
+@pytest.mark.parametrize("name", ["_create_function_from_graph", "_jit_pass_constant_pooling"])
+def test_what_pytorch_refuses_is_not_recorded(name, monkeypatch):
+    monkeypatch.setattr(torch._C, name, None)
+    layer, x = FusedRematLayer(24, 2, 44, 0.0, batch_first=True), torch.randn(3, 5, 24)
+    expected = step(layer, x)
     for _ in range(2):
-        assert all(a.equal(b) for a, b in zip(step(first, x), expected, strict=True))
-    assert list(recording._recorded) == [record]
-    assert len(record.passes) == 2
+        assert all(a.equal(b) for a, b in zip(step(layer, x), expected, strict=True))
+    assert not recordings(layer, x)
+
+
+def test_no_compiler_is_imported():
+    """It takes seconds and a lot of memory, in the middle of a training."""
+    code = """
+import sys, torch
+from fused_remat import FusedRematLayer
+from fused_remat.execution import recording
+recording.FEW = 0
+layer, x = FusedRematLayer(8, 2, 16, batch_first=True), torch.ones(1, 2, 8)
+for _ in range(2):
+    y = layer(x)
+    y.sum().backward()
+assert len(y.grad_fn.execution.recordings.passes) == 2
+assert "torch._dynamo" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+class Doubled(TorchFunctionMode):
+    """Twice every product."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        return made * 2.0 if func in (F.linear, torch.mm, torch.addmm) else made
+
+
+def test_a_function_mode_sees_the_steps():
+    x, weight = batch(1)[0], torch.randn(WIDTH, WIDTH)
+
+    def doubled():
+        with Doubled():
+            return ops.mlp(x, weight, None, weight, None, "relu")
+
+    expected = doubled()
+    plain = [ops.mlp(x, weight, None, weight, None, "relu") for _ in range(3)]
+    assert doubled().equal(expected)
+    assert not plain[-1].equal(expected)
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_the_output_may_be_changed_in_place(norm_first):
+    """It is no view, and of a last norm it is the norm's own result."""
+    layer, x = encoder(norm_first=norm_first), batch(1)
+    for _ in range(3):
+        given = x.clone().requires_grad_()
+        y = layer(given)
+        assert not y._is_view()
+        expected = torch.autograd.grad(y.sum() * 2.0, given, retain_graph=True)
+        y.mul_(2.0)
+        assert torch.autograd.grad(y.sum(), given)[0].equal(expected[0])
+        with torch.no_grad():
+            y = layer(x)
+        y.add_(layer.linear2.bias)
 
 
 def test_groups_and_tiles():
