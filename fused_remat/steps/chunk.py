@@ -48,9 +48,9 @@ class Chunks:
         return self.tile < self.group * self.seq_len
 
     @functools.cached_property
-    def partial(self) -> bool:
-        """Whether a group or a tile may be a part of all."""
-        return self.group < self.batch or self.tiled
+    def pieces(self) -> int:
+        """How many groups, or tiles of groups, there are at most."""
+        return -(-self.batch // self.group) * -(-self.group * self.seq_len // self.tile)
 
     @functools.cached_property
     def groups(self) -> tuple[tuple[int, int], ...]:
@@ -129,7 +129,8 @@ class Pass:
         self.ops, self.chunks = execution.ops, execution.chunks
         self.needs_grad, self.widths = execution.needs_grad, execution.widths
         self.dtype, self.device = like.dtype, like.device
-        self.partial = self.chunks.partial
+        # On a CPU the sum of two products takes no float32: it is rounded once in either case.
+        self.partial = self.chunks.pieces > (2 if like.is_cpu else 1)
         self.exact = sink is not None
         self.param_grads: dict[str, Tensor] = {} if sink is None else dict(sink)
         self.joint_grads: dict[tuple[str, ...], Tensor] = {}

@@ -117,7 +117,7 @@ def linear_dw(
 ) -> Tensor:
     """dy.T @ x, added to `into` in place if that is given.
 
-    `partial`: more products will be added, so the sum is float32. `exact`: the product itself is
+    `partial`: several products will be added, so the sum is float32. `exact`: the product itself is
     also float32, and is not rounded to 16 bits before it is added.
     """
     if x.dtype in _LOW and (exact or widens(x)):
