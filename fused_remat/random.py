@@ -99,7 +99,8 @@ def site_keys(seed: Tensor, first: int = 0) -> tuple[Tensor, ...]:
     -2152535657050944081
     """
     if _is_small(seed, 1):
-        return tuple(torch.ops.fused_remat.small_site_keys(seed, first))
+        keys: tuple[Tensor, ...] = torch.ops.fused_remat.small_site_keys(seed, first).unbind()
+        return keys
     sites = torch.arange(first + 1, first + NUM_SITES + 1, device=seed.device)
     return _mix64(sites.mul_(_GOLDEN64_S).add_(seed)).unbind()
 
@@ -246,10 +247,10 @@ def _survivors(row_keys: Tensor, columns: Tensor, p: float, one: int, hashed: Te
         x.lt_(threshold(p)).mul_(one)  # in place: 1 or 0, no bool tensor
 
 
-def _site_keys_numpy(seed: Tensor, first: int) -> list[Tensor]:
-    """`site_keys`, to the bit."""
+def _site_keys_numpy(seed: Tensor, first: int) -> Tensor:
+    """`site_keys`, to the bit, as one tensor."""
     keys = _mix64_numpy(seed.numpy().view(np.uint64) + _site_steps(first))
-    return list(torch.from_numpy(keys.view(np.int64)).unbind())
+    return torch.from_numpy(keys.view(np.int64))
 
 
 def _mix64_numpy(z: np.ndarray) -> np.ndarray:
@@ -292,9 +293,9 @@ def cpu_operator(schema: str, kernel: Callable[..., Any], fake: Callable[..., An
 
 
 cpu_operator(
-    "small_site_keys(Tensor seed, int first) -> Tensor[]",
+    "small_site_keys(Tensor seed, int first) -> Tensor",
     _site_keys_numpy,
-    lambda seed, first: [torch.empty_like(seed) for _ in range(NUM_SITES)],
+    lambda seed, first: seed.new_empty(NUM_SITES),
 )
 cpu_operator(
     "small_keep_scale(Tensor key, int[] rows, int[] columns, float p, ScalarType dtype) -> Tensor",

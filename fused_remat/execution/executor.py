@@ -83,13 +83,9 @@ def forward(
 def _forward_pieces(this: Pass, execution: Execution, out: Tensor | None) -> Iterator[ForwardPiece]:
     """Each group, and after a group's own steps each of its tiles."""
     plan, chunks = execution.plan, execution.chunks
-    if out is None:
-        yield (
-            _group(this, chunks.groups[0], execution.shapes),
-            plan.group_forward,
-            None,
-            plan.kept_group,
-        )
+    if out is None:  # one group without tiles
+        whole = _group(this, chunks.groups[0], execution.shapes)
+        yield whole, plan.group_forward, None, plan.kept_group
         return
     out_BSD = out.transpose(0, 1) if execution.call.seq_first else out
     for seqs in chunks.groups:

@@ -1,6 +1,8 @@
 """The dropout generator: test vectors, rates, independence, and equal bits on both paths."""
 
 import itertools
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -127,3 +129,26 @@ def test_a_described_multiplier_is_the_same_tensor_whole_and_in_parts():
     assert whole.tensor() is whole.tensor()
     taken = whole.tensor(keep=False).zero_()
     assert whole.tensor() is not taken and whole.tensor().any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_operators_of_small_draws(dtype):
+    """A record calls them by their schemas, and fake tensors by their shapes."""
+    key = random.site_keys(torch.tensor(3))[1]
+    drawn = torch.ops.fused_remat
+    torch.library.opcheck(drawn.small_site_keys.default, (torch.tensor(3), 8))
+    torch.library.opcheck(drawn.small_keep_scale.default, (key, [5, 3, 2, 9], [1, 4], 0.3, dtype))
+
+
+def test_a_second_import_takes_the_operators_that_are_there():
+    code = """
+import sys, torch
+from fused_remat import random
+expected = random.site_keys(torch.tensor(3))
+for name in [name for name in sys.modules if name.startswith("fused_remat")]:
+    del sys.modules[name]
+from fused_remat import random as again
+assert again is not random
+assert all(a.equal(b) for a, b in zip(again.site_keys(torch.tensor(3)), expected, strict=True))
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

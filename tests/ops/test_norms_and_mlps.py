@@ -8,6 +8,7 @@ from op_cases import FF, D, one_branch
 from reference import dropout, plain_block
 
 from fused_remat import ops, random
+from fused_remat.execution.prepare import pieces_of
 from fused_remat.spec import MLPSpec
 from fused_remat.steps import linear
 from fused_remat.steps.activation import ACTIVATIONS
@@ -101,3 +102,23 @@ def test_weight_gradients_of_pieces_are_summed_in_float32(monkeypatch):
     with in_pieces(1):
         ops.mlp(x, up, None, down, None, "relu").sum().backward()
     assert down.grad.item() == 512  # in bfloat16 256 + 1 is 256
+
+
+def test_weight_gradients_of_two_pieces_are_as_exact_as_of_more(monkeypatch):
+    """Two products of 16 bits are added without float32, of which the sum is rounded once; each of
+    more is rounded before it is added in float32."""
+    monkeypatch.setattr("fused_remat.steps.linear.cpu_has_native", lambda dtype: True)
+    given = [torch.randn(4, 64, 48), torch.randn(96, 48) * 0.1, torch.randn(32, 96) * 0.1]
+    dy = torch.randn(4, 64, 32).bfloat16()
+
+    def grads(dtype, tokens):
+        x, fc1, fc2 = (t.bfloat16().to(dtype).requires_grad_() for t in given)
+        with pieces_of(tokens):
+            y = ops.mlp(x, fc1, None, fc2, None, "relu", policy="none")
+        return torch.autograd.grad(y, (fc1, fc2), dy.to(dtype))
+
+    exact, two = grads(torch.float64, 256), grads(torch.bfloat16, 128)
+    for truth, mine, other in zip(exact, two, grads(torch.bfloat16, 64), strict=True):
+        assert mine.dtype == torch.bfloat16
+        # Of 40 seeds 0.87 to 0.95.
+        assert (mine.double() - truth).norm() <= (other.double() - truth).norm()
