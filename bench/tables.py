@@ -27,7 +27,7 @@ def load(path: Path) -> Any:
 
 
 def files(pattern: str, root: Path = RESULTS) -> list[Path]:
-    """Of such a name: those in the folder, then those in folders of it, the newest first."""
+    """Of such a name: those in the folder, then those in folders of it, the last names first."""
     return [*sorted(root.glob(pattern)), *sorted(root.glob(f"*/{pattern}"), reverse=True)]
 
 

@@ -73,12 +73,19 @@ _VIT = {
     "hidden_act": "gelu", "layer_norm_eps": 1e-12, "hidden_dropout_prob": 0.0,
     "attention_probs_dropout_prob": 0.0, "qkv_bias": True, "num_labels": 1000,
 }  # fmt: skip
+# No published model, but a small Llama for a CPU: four query heads to a key head.
+_LLAMA_512 = _LLAMA3 | {
+    "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8,
+    "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 4096,
+    "rope_parameters": _rope(1e4), "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
 
 #: By name.
 MODELS: dict[str, Published] = {
     "smollm-135m": Published("LlamaConfig", "LlamaForCausalLM", _SMOLLM),
     "qwen2-1.5b": Published("Qwen2Config", "Qwen2ForCausalLM", _QWEN2),
     "llama3-8b": Published("LlamaConfig", "LlamaForCausalLM", _LLAMA3),
+    "llama-512": Published("LlamaConfig", "LlamaForCausalLM", _LLAMA_512),
     "bert-base": Published("BertConfig", "BertForMaskedLM", _BERT),
     "vit-l": Published("ViTConfig", "ViTForImageClassification", _VIT),
 }

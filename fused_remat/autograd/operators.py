@@ -75,7 +75,7 @@ def run(
     text = _text_with_formats(graph.text, names)
     given = {name: t for name, t in tensors.items() if t is not None}
     needs_grad = [name for name, t in given.items() if torch.is_grad_enabled() and t.requires_grad]
-    if "seed" not in given and _draws_seed(text, bool(needs_grad)):
+    if "seed" not in given and _draws_seed(text, compiling and bool(needs_grad)):
         given["seed"] = random.draw_seed(given["input"].device)
     dtypes = tuple([t.dtype for t in given.values()])
     call = _serialize_call(
@@ -186,15 +186,14 @@ def parse_call(text: str) -> ParsedCall:
 _HARMLESS = {"activation_memory_budget": 1.0, "aggressive_recomputation": False}
 
 
-def _draws_seed(text: str, for_backward: bool) -> bool:
+def _draws_seed(text: str, compiled_backward: bool) -> bool:
     """Whether a block needs a seed.
 
-    Raises: RuntimeError where the compiler would draw it again in backward.
+    Raises: RuntimeError where the compiler, which makes the backward pass, would draw it again.
     """
     if not graph_of(text).uses_seed:
         return False
-    matters = for_backward and torch.compiler.is_compiling()
-    for name, harmless in _HARMLESS.items() if matters else ():
+    for name, harmless in _HARMLESS.items() if compiled_backward else ():
         value = getattr(torch._functorch.config, name)
         if value != harmless:
             raise RuntimeError(

@@ -313,9 +313,9 @@ def autocast_on(x: Tensor) -> bool:
     ...     autocast_on(torch.ones(1)), autocast_on(torch.ones(1, device="meta"))
     (True, False)
     """
-    if (x.is_cpu or x.is_cuda) and not torch._C._is_any_autocast_enabled():  # not of all others
-        return False
     kind = x.device.type
+    if x.is_cpu or x.is_cuda:  # the first question is quick, and not about all other devices
+        return torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(kind)
     return torch._C._is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 

@@ -109,7 +109,7 @@ def describe(parts: Parts, given: Mapping[str, Any]) -> LayerCall:
         window=masks.window,
         masks=masks.kinds,
         projection="split" if "q" in row.linears else "packed",
-        rotary=bool(rope),
+        rotary=len(rope) > 0,
         qk_norm_eps=parts.one_head_eps(),
     )
     return LayerCall(spec, {"input": parts.x, **parts.weights, **rope, **masks.tensors})

@@ -338,7 +338,8 @@ def _checked(forward: Callable[..., Any]) -> Callable[..., Any]:
 def is_traced() -> bool:
     """Whether the call is exported, transformed or traced: the stock forward serves those."""
     return (
-        torch.compiler.is_exporting()
+        # The flag: compiled by torch 2.11, torch.compiler.is_exporting() is always True.
+        torch.compiler._is_exporting_flag
         or torch._C._are_functorch_transforms_active()
         or torch.jit.is_tracing()  # type: ignore[attr-defined]
     )

@@ -223,7 +223,7 @@ def read_block(layer: nn.Module, row: LayerMap, given: Mapping[str, Any]) -> Lay
     try:
         return _read(layer, row, given)
     except Unsupported as reason:
-        return Reason(str(reason))
+        return Reason(reason.args[0])
 
 
 def _read(layer: Any, row: LayerMap, given: Mapping[str, Any]) -> LayerCall:

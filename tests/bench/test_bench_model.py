@@ -192,7 +192,7 @@ def test_the_command_writes_results_and_a_page(tmp_path, monkeypatch, capsys):
     assert [list(row["ways"]) for row in results["results"]] == [["eager", "checkpoint", "full"]]
     text = (tmp_path / "model-cpu.md").read_text()
     assert "<summary>smollm-135m, 2 of 30 layers, full fine-tuning, float32, B = 2, S = 9<" in text
-    assert "| full: bytes kept ≤ 0.10× eager's, up to the head | " in text
+    assert "| smollm-135m: full: bytes kept ≤ 0.10× eager's, up to the head | " in text
     monkeypatch.setattr(command, "measure", lambda *args: pytest.fail("measured again"))
     assert command.main([*options, "--steps", "1", "--memory", "none"]) == 0
     assert "in the file already" in capsys.readouterr().out

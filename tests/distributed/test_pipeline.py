@@ -141,7 +141,8 @@ def as_one_process(name, policy, kind, defer):
     "zero-bubble schedules (interleaved, ZBV, DualPipeV): gradients of inputs and weights apart",
     limits="the weights' pass rebuilds and propagates inside each block once more, or, inside "
     "`defer_weight_gradients()`, the inputs' pass holds what it needs; with `accumulate_into`, "
-    "gradients of weights alone are `torch.autograd.grad`'s, and go to `.grad`",
+    "gradients of weights alone are `torch.autograd.grad`'s, and go to `.grad`; torch 2.11 refuses "
+    "all custom autograd functions there",
 )
 @pytest.mark.composes("Pipeline parallel", "`FusedRematCausalLayer`, whole and split backward")
 @pytest.mark.composes("Pipeline parallel", "layers of a Hugging Face model, split backward")

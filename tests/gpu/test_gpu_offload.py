@@ -74,7 +74,8 @@ def test_bytes_on_the_device_are_the_predicted(policy):
 
 @CUDA_ONLY
 def test_copies_are_in_pinned_memory():
-    node = stack(POLICIES["input and qkv"])(data().requires_grad_()).grad_fn
+    y = stack(POLICIES["input and qkv"])(data().requires_grad_())
+    node = y.grad_fn
     for _ in range(LAYERS):
         hosts = [node.saved_tensors[place] for place in node.extras.offloaded.places]
         assert len(hosts) == 2 and all(host.is_pinned() for host in hosts)
