@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from fused_remat.steps.chunk import Chunk
     from fused_remat.steps.low_rank import LowRank
 
-_LOW = (torch.bfloat16, torch.float16)
+#: The dtypes of 16 bits.
+LOW = (torch.bfloat16, torch.float16)
 
 
 @functools.cache
@@ -38,7 +39,7 @@ def cpu_has_native(dtype: torch.dtype) -> bool:
 
 def widens(x: Tensor) -> bool:
     """Whether products of `x` run in float32: `x` has 16 bits, and this CPU lacks such products."""
-    return x.dtype in _LOW and x.device.type == "cpu" and not cpu_has_native(x.dtype)
+    return x.dtype in LOW and x.device.type == "cpu" and not cpu_has_native(x.dtype)
 
 
 def says_product(dtype: torch.dtype, device: torch.device) -> str:
@@ -56,9 +57,9 @@ def _key(
     mask: DropoutMask | None = None,
     out: Tensor | None = None,
 ) -> tuple[Any, ...]:
-    """Dtype, device, whether dropout or a residual follows the product, and its multiply-adds."""
-    size = 0 if weight is None else x.shape[0] * weight.numel()
-    return x.dtype, x.device, residual is not None or mask is not None, size
+    """Dtype, device, whether dropout or a residual follows the product, and its sizes."""
+    sizes = x.shape[0], *(() if weight is None else weight.shape)
+    return x.dtype, x.device, residual is not None or mask is not None, sizes
 
 
 @operation(key=_key, says=lambda key, *_, **__: says_product(key[0], key[1]))
@@ -75,7 +76,7 @@ def linear_fwd(
     Without a residual and a mask, `out` may be columns of a matrix.
     """
     assert weight is not None
-    wide = x.dtype in _LOW and widens(x)
+    wide = x.dtype in LOW and widens(x)
     if wide:
         y = F.linear(x.float(), weight.float(), bias if bias is None else bias.float())
     elif out is None:
@@ -94,13 +95,13 @@ def linear_fwd(
 
 
 @operation(
-    key=lambda dy, weight, into=None: (dy.dtype, dy.device, dy.shape[0] * weight.numel()),
+    key=lambda dy, weight, into=None: (dy.dtype, dy.device, (dy.shape[0], *weight.shape)),
     says=lambda key, *_, **__: says_product(key[0], key[1]),
 )
 def linear_dx(dy: Tensor, weight: Tensor | None, into: Tensor | None = None) -> Tensor:
     """dy @ weight, added to `into` in place if that is given. dy may be columns of a matrix."""
     assert weight is not None
-    if dy.dtype in _LOW and widens(dy):
+    if dy.dtype in LOW and widens(dy):
         dx = torch.mm(dy.float(), weight.float())
         return dx.to(dy.dtype) if into is None else into.add_(dx)
     if into is None:
@@ -120,20 +121,20 @@ def linear_dw(
     `partial`: several products will be added, so the sum is float32. `exact`: the product itself is
     also float32, and is not rounded to 16 bits before it is added.
     """
-    if x.dtype in _LOW and (exact or widens(x)):
+    if x.dtype in LOW and (exact or widens(x)):
         dy, x = dy.float(), x.float()
     if into is not None and into.dtype == x.dtype:
         return torch.addmm(into, dy.t(), x, out=into)  # not addmm_: FLOP counters miss it
     dw = torch.mm(dy.t(), x)
     if into is not None:
         return into.add_(dw)
-    return dw.float() if partial and dw.dtype in _LOW else dw
+    return dw.float() if partial and dw.dtype in LOW else dw
 
 
 @operation(key=lambda dy: (dy.dtype, dy.device), says="ATen's sum")
 def bias_grad(dy: Tensor) -> Tensor:
     """The sum of dy over tokens, in float32 (float64 for float64)."""
-    return dy.sum(0, dtype=torch.float32) if dy.dtype in _LOW else dy.sum(0)
+    return dy.sum(0, dtype=torch.float32) if dy.dtype in LOW else dy.sum(0)
 
 
 #: A weight and a bias, either of which may be absent.

@@ -1,7 +1,8 @@
-"""oneDNN's products for CPUs: forward and dx of linear layers in float32, where a timing says so.
+"""Products of linear layers on CPUs of which a timing decides: forward and dx.
 
-ATen's float32 products are MKL's on x86, which are faster than oneDNN's on some processors, slower
-on others. Weight gradients are ATen's.
+In float32 ATen's are MKL's on x86, which are faster than oneDNN's on some processors, slower on
+others. In 16 bits ATen's are oneDNN's, which gives products of some sizes to a single thread: two
+of half the columns each are faster then. Weight gradients are ATen's.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from fused_remat.steps import timing
-from fused_remat.steps.linear import linear_dx, linear_fwd
+from fused_remat.steps.linear import LOW, cpu_has_native, linear_dx, linear_fwd
 from fused_remat.steps.operations import faster
 from fused_remat.steps.timing import Run
 
-# (tokens, columns of x, columns of y) of the products that are timed, each for those from its size.
+# (tokens, columns of x, columns of y) of the float32 products that are timed, each for those from
+# its size. In 16 bits every shape is timed, for so many tokens up to its own.
 _TIMED = (512, 512, 1024), (256, 256, 512)
+_TOKENS, _MOST_TOKENS = 256, 2048
 
 
 def _onednn() -> Any:
@@ -43,42 +46,75 @@ def _flops(x: Any, weight: Any, *_: Any, **__: Any) -> int:
 _ONEDNN = _onednn()
 
 
-def _why_not_onednn(backward: bool, key: tuple[Any, ...]) -> str | None:
-    dtype, device, *_, size = key
-    if dtype != torch.float32 or device.type != "cpu" or _ONEDNN is None:
+def _sizes(dtype: torch.dtype, shape: tuple[int, int, int]) -> tuple[int, int, int] | None:
+    """The sizes of the product that is timed for one of `shape`; None where ATen's is faster."""
+    tokens, size = shape[0], math.prod(shape)
+    if dtype == torch.float32:
+        return next((sizes for sizes in _TIMED if math.prod(sizes) <= size), None)
+    if tokens >= _MOST_TOKENS or size < timing.LEAST_PRODUCT:
+        return None
+    return max(tokens // _TOKENS, 1) * _TOKENS, *shape[1:]
+
+
+def _why_not(backward: bool, key: tuple[Any, ...]) -> str | None:
+    dtype, device, *_, (tokens, *weight) = key
+    low = dtype in LOW
+    if device.type != "cpu" or not (cpu_has_native(dtype) if low else dtype == torch.float32):
         return ""
-    sizes = next((sizes for sizes in _TIMED if math.prod(sizes) <= size), None)
+    if not low and _ONEDNN is None:
+        return ""
+    columns = weight if backward else weight[::-1]
+    sizes = _sizes(dtype, (tokens, *columns))
     if sizes is None:
-        return "slower at this size"
+        return "" if low else "slower at this size"
 
     def pair() -> tuple[Run, Run]:
-        x, weight = torch.ones(sizes[0], sizes[1]), torch.ones(sizes[2], sizes[1])
-        dy = torch.ones(sizes[0], sizes[2])
+        x = torch.ones(sizes[:2], dtype=dtype)
         if backward:
-            return lambda: torch.mm(dy, weight), lambda: linear_dx_onednn(dy, weight)
-        return lambda: F.linear(x, weight), lambda: linear_fwd_onednn(x, weight, None)
+            weight = torch.ones(sizes[1:], dtype=dtype)
+            return lambda: torch.mm(x, weight), lambda: linear_dx_timed(x, weight)
+        weight = torch.ones(sizes[:0:-1], dtype=dtype)
+        return lambda: F.linear(x, weight), lambda: linear_fwd_timed(x, weight, None)
 
-    chosen = timing.prefers("FUSED_REMAT_CPU_PRODUCTS", "onednn", (backward, sizes), pair)
-    return None if chosen else "slower on this machine"
+    chosen = timing.prefers("FUSED_REMAT_CPU_PRODUCTS", "onednn", (backward, dtype, sizes), pair)
+    return None if chosen else "" if low else "slower on this machine"
+
+
+def _says(key: tuple[Any, ...], *_: Any, **__: Any) -> str:
+    return "ATen's addmm, half the columns at a time" if key[0] in LOW else "oneDNN's linear"
 
 
 @faster(
-    linear_fwd, "eager", name="oneDNN", timed=True, says="oneDNN's linear",
-    why_not=functools.partial(_why_not_onednn, False),
+    linear_fwd, "eager", name="oneDNN", timed=True, says=_says,
+    why_not=functools.partial(_why_not, False),
 )  # fmt: skip
-def linear_fwd_onednn(x, weight, bias, residual=None, mask=None, out=None):
-    y = _ONEDNN(x, weight, bias, "none", [], "")
+def linear_fwd_timed(x, weight, bias, residual=None, mask=None, out=None):
+    if x.dtype in LOW:
+        y = x.new_empty((x.shape[0], weight.shape[0])) if out is None else out
+        biases = (None, None) if bias is None else bias.chunk(2)
+        for half, rows, b in zip(y.chunk(2, 1), weight.chunk(2), biases, strict=True):
+            linear_fwd(x, rows, b, out=half)
+    else:
+        y = _ONEDNN(x, weight, bias, "none", [], "")
     if mask is not None:
         y.mul_(mask.tensor())
     if residual is not None:
         y.add_(residual)
-    return y if out is None else out.copy_(y)
+    return y if out is None or out is y else out.copy_(y)
 
 
 @faster(
-    linear_dx, "eager", name="oneDNN", timed=True, says="oneDNN's linear",
-    why_not=functools.partial(_why_not_onednn, True),
+    linear_dx, "eager", name="oneDNN", timed=True, says=_says,
+    why_not=functools.partial(_why_not, True),
 )  # fmt: skip
-def linear_dx_onednn(dy, weight, into=None):
-    dx = _ONEDNN(dy, weight.t(), None, "none", [], "")
-    return dx if into is None else into.add_(dx)
+def linear_dx_timed(dy, weight, into=None):
+    if dy.dtype not in LOW:
+        dx = _ONEDNN(dy, weight.t(), None, "none", [], "")
+        return dx if into is None else into.add_(dx)
+    dx = dy.new_empty((dy.shape[0], weight.shape[1])) if into is None else into
+    for half, columns in zip(dx.chunk(2, 1), weight.chunk(2, 1), strict=True):
+        if into is None:
+            torch.mm(dy, columns, out=half)
+        else:
+            linear_dx(dy, columns, into=half)
+    return dx

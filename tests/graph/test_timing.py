@@ -102,6 +102,49 @@ def test_flop_counters_count_onednn_products(settings):
     assert flops["aten"] == flops["onednn"]
 
 
+@pytest.mark.parametrize("width", [129, 512])
+def test_products_of_16_bits_in_halves_of_columns_are_right(width):
+    x, weight, bias = (
+        torch.randn(*sizes, dtype=torch.bfloat16) for sizes in ((300, 64), (width, 64), (width,))
+    )
+    dy, residual = torch.randn(2, 300, width, dtype=torch.bfloat16)
+    columns = torch.empty(300, 2 * width, dtype=torch.bfloat16)[:, width:]
+    forward, backward = onednn_products.linear_fwd_timed, onednn_products.linear_dx_timed
+    for run, whole, operands in (
+        (forward, linear.linear_fwd, (x, weight, bias)),
+        (forward, linear.linear_fwd, (x, weight, None)),
+        (forward, linear.linear_fwd, (x, weight, bias, residual)),
+        (backward, linear.linear_dx, (dy, weight)),
+    ):
+        torch.testing.assert_close(run(*operands), whole(*operands), rtol=1e-2, atol=1e-2)
+    assert forward(x, weight, bias, out=columns) is columns
+    torch.testing.assert_close(columns, linear.linear_fwd(x, weight, bias), rtol=1e-2, atol=1e-2)
+    into = x.clone()
+    assert backward(dy, weight, into) is into
+    expected = linear.linear_dx(dy, weight, x.clone())
+    torch.testing.assert_close(into, expected, rtol=1e-2, atol=1e-1)
+
+
+@pytest.mark.skipif(not linear.cpu_has_native(torch.bfloat16), reason="no products of 16 bits")
+def test_products_of_16_bits_are_timed_by_their_sizes(settings):
+    settings("onednn")
+    said = functools.partial(choose.choose, linear.linear_fwd, "eager")
+    device, low = torch.device("cpu"), torch.bfloat16
+    for shape in ((512, 512, 2048), (1000, 512, 512)):
+        chosen = said((low, device, False, shape))
+        assert chosen.run is onednn_products.linear_fwd_timed
+        assert chosen.reason() == "ATen's addmm, half the columns at a time"
+    for shape in ((2048, 512, 2048), (16, 512, 512)):
+        assert said((low, device, False, shape)).run is linear.linear_fwd
+    layer, x = FusedRematLayer(128, 2, 2048, dtype=low), torch.randn(256, 1, 128, dtype=low)
+    found = []
+    for preset in ("full", "none"):
+        layer.policy = preset
+        torch.manual_seed(1)
+        found.append(gradients(layer, x))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 def test_an_operator_with_other_arguments_is_not_called(settings, monkeypatch):
     monkeypatch.setattr(onednn_products, "_ONEDNN", None)
     settings("onednn")
