@@ -20,7 +20,7 @@ import tests.ptx.driver
 from bench.counts.inductor import compiles_for, properties
 from bench.counts.tally import counts_of
 from fused_remat.execution import choose
-from fused_remat.steps import cross_entropy, linear
+from fused_remat.steps import cross_entropy, linear, timing
 from tests.ptx.driver import Driver, Launched
 
 #: What asks whether a tensor is on a CUDA device: to count multiprocessors, or to refuse others.
@@ -117,6 +117,7 @@ def peers(driver: Driver, share: int = 1) -> Iterator[None]:
             (driver, "strict", False),  # warps that hold the same load what another one overwrites
             (driver, "sms", driver.sms // share),
             (linear, "cpu_has_native", lambda dtype: True),
+            (timing, "prefers", lambda *asked: False),
             (choose, "cpu_has_native", lambda dtype: False),
             (cross_entropy, "product", _as_on_cuda(cross_entropy, "product")),
             (choose, "_CPU_TOKENS", choose._DEVICE_TOKENS),

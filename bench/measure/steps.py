@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch._dynamo
 
-from bench.measure.case import DTYPES, Case, Forward, Subject
+from bench.measure.case import DTYPES, Case, Forward, Subject, graph_of
 from bench.measure.checks import Checks, no_fallback
 from bench.measure.clock import Clock, quantiles, ratios
 from bench.measure.contest import Rig
@@ -139,7 +139,7 @@ def kept_bytes(run: Callable[[], Any], subject: Subject, by: str = "autograd") -
             "allocator", which sees what lies elsewhere too, and the input only if `run` copies it.
     """
     if by == "allocator":
-        return measure_allocations(lambda: run().grad_fn, subject.device).net
+        return measure_allocations(lambda: graph_of(run()), subject.device).net
     own = *subject.module.parameters(), *subject.module.buffers(), *subject.masks
     with SavedBytes(own) as saved:
         run()

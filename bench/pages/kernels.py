@@ -227,8 +227,10 @@ def section(data: Row) -> str:
 
 
 def cpu(root: Path = RESULTS) -> str:
-    """This CPU's kernels."""
-    return section(tables.load(root / "kernels-cpu.json"))
+    """Every CPU's kernels."""
+    return "\n\n".join(
+        section(tables.load(path)) for path in tables.files("kernels-cpu.json", root)
+    )
 
 
 def gpu(root: Path = RESULTS) -> str:

@@ -116,7 +116,7 @@ def verdicts(results: Row) -> list[Verdict]:
     found, known = [], rows_of(results)
     for model, targets in TARGETS.items():
         rows = [row for row in known if row["case"]["model"] == model]
-        mine = [row for row in rows if not row["case"]["lora"]]
+        mine = [r for r in rows if not r["case"]["lora"] and r["case"]["dtype"] == "float32"]
         for way, what, limit, seq_len in targets if rows else ():
             asked = [row for row in mine if seq_len in (None, row["case"]["seq_len"])]
             where = model + (f", S = {seq_len}" if seq_len else "")

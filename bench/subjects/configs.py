@@ -1,4 +1,4 @@
-"""Published configurations of Hugging Face models, written out: nothing is downloaded."""
+"""Configurations of Hugging Face models, published but for one: nothing is downloaded."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from bench.measure import case
-from bench.measure.case import DTYPES, perturb
+from bench.measure.case import DTYPES, graph_of, perturb
 from bench.measure.registry import Absent
 from bench.subjects.configs import MODELS, Published, tiny
 
@@ -140,7 +140,7 @@ class Forward:
         model: Any = self.model if adapted is None else adapted()
         given = {name: t for name, t in x.items() if name != "labels"}
         with self.around():
-            return model.base_model(**given).last_hidden_state.grad_fn
+            return graph_of(model.base_model(**given).last_hidden_state)
 
 
 @dataclass

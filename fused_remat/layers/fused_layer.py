@@ -337,9 +337,10 @@ def _checked(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 def is_traced() -> bool:
     """Whether the call is exported, transformed or traced: the stock forward serves those."""
+    # The flag first: compiled by torch 2.11, torch.compiler.is_exporting() is always True.
+    flag = getattr(torch.compiler, "_is_exporting_flag", None)
     return (
-        # The flag: compiled by torch 2.11, torch.compiler.is_exporting() is always True.
-        torch.compiler._is_exporting_flag
+        bool(torch.compiler.is_exporting() if flag is None else flag)
         or torch._C._are_functorch_transforms_active()
         or torch.jit.is_tracing()  # type: ignore[attr-defined]
     )

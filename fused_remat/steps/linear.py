@@ -32,6 +32,8 @@ LOW = (torch.bfloat16, torch.float16)
 @functools.cache
 def cpu_has_native(dtype: torch.dtype) -> bool:
     """Whether this CPU has products of matrices in a dtype of 16 bits."""
+    if not torch.backends.mkldnn.is_available():
+        return False
     if dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())

@@ -1,8 +1,8 @@
 """Products of linear layers on CPUs of which a timing decides: forward and dx.
 
 In float32 ATen's are MKL's on x86, which are faster than oneDNN's on some processors, slower on
-others. In 16 bits ATen's are oneDNN's, which gives products of some sizes to a single thread: two
-of half the columns each are faster then. Weight gradients are ATen's.
+others. In 16 bits ATen's are oneDNN's, and for some sizes two of half the columns each are faster.
+Weight gradients are ATen's.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-from fused_remat.steps import timing
-from fused_remat.steps.linear import LOW, cpu_has_native, linear_dx, linear_fwd
+from fused_remat.steps import linear, timing
+from fused_remat.steps.linear import LOW, linear_dx, linear_fwd
 from fused_remat.steps.operations import faster
 from fused_remat.steps.timing import Run
 
 # (tokens, columns of x, columns of y) of the float32 products that are timed, each for those from
-# its size. In 16 bits every shape is timed, for so many tokens up to its own.
+# its size. In 16 bits every weight's shape is timed, at the multiple of so many tokens below, if
+# columns, tokens and multiply-adds are within these.
 _TIMED = (512, 512, 1024), (256, 256, 512)
-_TOKENS, _MOST_TOKENS = 256, 2048
+_TOKENS, _MOST_TOKENS, _LEAST_COLUMNS, _LARGEST_PRODUCT = 256, 2048, 128, 2**32
 
 
 def _onednn() -> Any:
@@ -47,19 +48,22 @@ _ONEDNN = _onednn()
 
 
 def _sizes(dtype: torch.dtype, shape: tuple[int, int, int]) -> tuple[int, int, int] | None:
-    """The sizes of the product that is timed for one of `shape`; None where ATen's is faster."""
+    """The sizes of the product that is timed for one of `shape`; None if none is, and ATen's is."""
     tokens, size = shape[0], math.prod(shape)
     if dtype == torch.float32:
         return next((sizes for sizes in _TIMED if math.prod(sizes) <= size), None)
-    if tokens >= _MOST_TOKENS or size < timing.LEAST_PRODUCT:
+    if not _TOKENS <= tokens < _MOST_TOKENS or shape[2] < _LEAST_COLUMNS:
         return None
-    return max(tokens // _TOKENS, 1) * _TOKENS, *shape[1:]
+    if not timing.LEAST_PRODUCT <= size <= _LARGEST_PRODUCT:
+        return None
+    return tokens // _TOKENS * _TOKENS, *shape[1:]
 
 
 def _why_not(backward: bool, key: tuple[Any, ...]) -> str | None:
     dtype, device, *_, (tokens, *weight) = key
     low = dtype in LOW
-    if device.type != "cpu" or not (cpu_has_native(dtype) if low else dtype == torch.float32):
+    served = linear.cpu_has_native(dtype) if low else dtype == torch.float32
+    if device.type != "cpu" or not served or len(weight) != 2:
         return ""
     if not low and _ONEDNN is None:
         return ""

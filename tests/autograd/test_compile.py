@@ -78,7 +78,7 @@ def assert_as_eager(call, module, x):
     "torch.compile",
     "what is kept: the same bytes as in eager mode, every preset",
     limits="`activation_memory_budget` below 1 is obeyed (it rebuilds more than the policy says); "
-    "with dropout it raises, since PyTorch 2.13 would draw again in backward",
+    "with dropout it raises, since PyTorch would draw again in backward",
 )
 @pytest.mark.parametrize(
     ("policy", "norm_first"),
@@ -221,7 +221,7 @@ def test_a_budget_of_the_compiler_changes_what_is_kept_and_nothing_else():
 @pytest.mark.parametrize("setting", [{"activation_memory_budget": 0.5},
                                      {"aggressive_recomputation": True}], ids=str)  # fmt: skip
 def test_a_budget_under_which_dropout_would_be_drawn_again_raises(setting):
-    """PyTorch 2.13 draws its own dropout again there: silently wrong gradients."""
+    """PyTorch draws its own dropout again there: silently wrong gradients."""
     layer = make()
     with torch._functorch.config.patch(**setting):
         with pytest.raises(Exception, match=f"{next(iter(setting))}.* drawn again"):

@@ -213,6 +213,18 @@ def test_targets_are_met_missed_or_not_measured():
     assert [v.met for v in page.verdicts(data)] == [True, None, False, None, True, False, False]
 
 
+def test_a_target_of_one_length_is_of_that_length_and_of_float32():
+    case = dataclasses.asdict(TINY) | {"model": "llama-512", "seq_len": 512}
+    rows = [
+        {"case": case | more, "ways": {"full": found_of(step, 9)}, "fixed_bytes": 1}
+        for step, more in (
+            (0.89, {}), (0.94, {"seq_len": 256}), (2.0, {"dtype": "bfloat16"}), (2.0, {"lora": 2}),
+        )
+    ]  # fmt: skip
+    data = {"machine": {"cpu": "one"}, "results": rows}
+    assert [v.met for v in page.verdicts(data)] == [True, True, None, None]
+
+
 def test_what_is_not_installed_is_absent(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "peft", None)
     with pytest.raises(Absent, match="peft is not installed"):

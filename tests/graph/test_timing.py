@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fused_remat import FusedRematLayer, ops
 from fused_remat.execution import choose
+from fused_remat.random import DropoutMask, site_keys
 from fused_remat.steps import attention_library, linear, timing
 from fused_remat.steps import onednn as onednn_products
 from fused_remat.steps.operations import OPERATIONS
@@ -102,46 +103,92 @@ def test_flop_counters_count_onednn_products(settings):
     assert flops["aten"] == flops["onednn"]
 
 
-@pytest.mark.parametrize("width", [129, 512])
+@pytest.fixture
+def halves(monkeypatch):
+    """Widths of products of 16 bits, whole (above 0) or halves; of any CPU."""
+    widths = []
+
+    def whole(x, weight, *rest, out=None, run=linear.F.linear):
+        widths.append(weight.shape[0])
+        return run(x, weight, *rest)
+
+    def half(bias, x, weight, *, out, run=torch.addmm):
+        widths.append(-weight.shape[1])
+        return run(bias, x, weight, out=out)
+
+    monkeypatch.setattr(linear, "cpu_has_native", lambda dtype: True)
+    monkeypatch.setattr(linear.F, "linear", whole)
+    monkeypatch.setattr(torch, "addmm", half)
+    return widths
+
+
+@pytest.mark.parametrize("width", [2, 129, 512])
 def test_products_of_16_bits_in_halves_of_columns_are_right(width):
     x, weight, bias = (
         torch.randn(*sizes, dtype=torch.bfloat16) for sizes in ((300, 64), (width, 64), (width,))
     )
     dy, residual = torch.randn(2, 300, width, dtype=torch.bfloat16)
+    mask = DropoutMask(site_keys(torch.tensor(0))[0], 0, 300, width, 0.5, torch.bfloat16)
     columns = torch.empty(300, 2 * width, dtype=torch.bfloat16)[:, width:]
     forward, backward = onednn_products.linear_fwd_timed, onednn_products.linear_dx_timed
+    close = functools.partial(torch.testing.assert_close, rtol=2e-2, atol=1e-1)
     for run, whole, operands in (
         (forward, linear.linear_fwd, (x, weight, bias)),
         (forward, linear.linear_fwd, (x, weight, None)),
-        (forward, linear.linear_fwd, (x, weight, bias, residual)),
+        (forward, linear.linear_fwd, (x, weight, bias, residual, mask)),
         (backward, linear.linear_dx, (dy, weight)),
+        (backward, linear.linear_dx, (torch.cat([dy, dy], 1)[:, :width], weight.t().clone().t())),
     ):
-        torch.testing.assert_close(run(*operands), whole(*operands), rtol=1e-2, atol=1e-2)
+        close(run(*operands), whole(*operands))
     assert forward(x, weight, bias, out=columns) is columns
-    torch.testing.assert_close(columns, linear.linear_fwd(x, weight, bias), rtol=1e-2, atol=1e-2)
+    close(columns, linear.linear_fwd(x, weight, bias))
     into = x.clone()
     assert backward(dy, weight, into) is into
-    expected = linear.linear_dx(dy, weight, x.clone())
-    torch.testing.assert_close(into, expected, rtol=1e-2, atol=1e-1)
+    close(into, linear.linear_dx(dy, weight, x.clone()))
 
 
-@pytest.mark.skipif(not linear.cpu_has_native(torch.bfloat16), reason="no products of 16 bits")
-def test_products_of_16_bits_are_timed_by_their_sizes(settings):
+@pytest.mark.parametrize("faster", [True, False])
+def test_products_of_16_bits_are_timed_by_their_sizes(settings, halves, monkeypatch, faster):
+    timed = []
+
+    def is_faster(make):
+        timed.append([run().shape for run in make()])
+        return faster
+
+    monkeypatch.setattr(timing, "_is_faster", is_faster)
+    settings("measure")
+    product, dx = (
+        choose.ops_for("eager", torch.empty(0, dtype=torch.bfloat16))[operation]
+        for operation in (linear.linear_fwd, linear.linear_dx)
+    )
+    weight, bias = torch.ones(256, 512).bfloat16(), torch.ones(256).bfloat16()
+    for tokens, others in ((600, [(512, 256)] * 2), (700, None), (2048, None), (255, None)):
+        x = torch.ones(tokens, 512).bfloat16()
+        timed.clear(), halves.clear()
+        y = product(x, weight, bias)
+        if others:
+            assert timed == [others]
+        else:
+            assert timed == []
+        in_halves = faster and 256 <= tokens < 2048
+        assert halves[-1] == (-128 if in_halves else 256)
+        assert y.shape == (tokens, 256) and dx(y, weight).shape == x.shape
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_halves_are_the_same_in_every_preset(settings, halves, recorded):
+    """Of groups that differ in length, by steps and by a record."""
     settings("onednn")
-    said = functools.partial(choose.choose, linear.linear_fwd, "eager")
-    device, low = torch.device("cpu"), torch.bfloat16
-    for shape in ((512, 512, 2048), (1000, 512, 512)):
-        chosen = said((low, device, False, shape))
-        assert chosen.run is onednn_products.linear_fwd_timed
-        assert chosen.reason() == "ATen's addmm, half the columns at a time"
-    for shape in ((2048, 512, 2048), (16, 512, 512)):
-        assert said((low, device, False, shape)).run is linear.linear_fwd
-    layer, x = FusedRematLayer(128, 2, 2048, dtype=low), torch.randn(256, 1, 128, dtype=low)
-    found = []
+    layer = FusedRematLayer(128, 2, 2048, 0.1, batch_first=True, dtype=torch.bfloat16)
+    x, found = torch.randn(3, 700, 128, dtype=torch.bfloat16), []
     for preset in ("full", "none"):
         layer.policy = preset
-        torch.manual_seed(1)
-        found.append(gradients(layer, x))
+        for _ in range(10 if recorded else 1):
+            torch.manual_seed(1)
+            halves.clear()
+            last = gradients(layer, x)
+        found.append(last)
+        assert recorded or -1024 in halves
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
