@@ -104,7 +104,7 @@ TARGETS = (
     Target("eager", {"none": 1.0}, _SMALL, "bfloat16"),
     *(
         Target("checkpoint", MOST, (), dtype, norm, dropout)
-        for dtype in ("float32", "bfloat16")
+        for dtype in ("float32", "bfloat16", "float16")
         for norm in ("pre", "post")
         for dropout in (0.0, 0.1)
     ),

@@ -62,8 +62,8 @@ def headline() -> str:
     found, every = tables.load(DEMO), tables.load(RESULTS / "plan-cpu.json")["results"]
     way = {name: _measured(way) for name, way in found["ways"].items()}
     (eager, _), (checkpoint, slower), (full, time) = way["eager"], way["checkpoint"], way["full"]
-    ours = sorted(str(way[name][1]) for name in way if name in ALL_PRESETS)
-    without = [p["time"] for p in means()[WITHOUT_DROPOUT] if p["way"] in ALL_PRESETS]
+    ours = sorted(str(way[name][1]) for name in way if name in EXACT_PRESETS)
+    without = [p["time"] for p in means()[WITHOUT_DROPOUT] if p["way"] in EXACT_PRESETS]
     adapted = [row for row in _models() if row["case"]["lora"]]
     llamas = (row for row in adapted if row["case"]["model"] == "smollm-135m")
     lora = max(llamas, key=lambda row: row["case"]["layers"])  # `make bench` measures two layers
