@@ -112,8 +112,8 @@ def table(found: Iterable[Mark] | None = None, outcomes: Mapping[str, Any] | Non
     """A heading and a table for each group that has a mark, in the order of `GROUPS`."""
     if found is None or outcomes is None:
         found = marks(sorted((ROOT / "tests").rglob("test_*.py")))
-        when = lambda outcomes: str(outcomes["machine"]["date"])  # noqa: E731
-        outcomes = max(map(load, files(OUTCOMES.name)), key=when, default={})
+        every = [load(path) for path in files(OUTCOMES.name)]
+        outcomes = max(every, key=lambda found: str(found["machine"]["date"]), default={})
     rows: dict[str, dict[str, list[Mark]]] = {group: {} for group in GROUPS}
     for mark in found:
         rows[mark.group].setdefault(mark.name, []).append(mark)

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from fused_remat.execution.executor import autocast_on
+from fused_remat.steps.linear import LOW
 
 #: What autocast converts, on CPU and CUDA.
 CASTABLE = (torch.float32, torch.bfloat16, torch.float16)
-_LOW = (torch.bfloat16, torch.float16)
 _DEVICES = ("cpu", "cuda")
 #: What the names of norms in blocks begin with.
 _NORMS = ("norm", "post", "q_norm", "k_norm")
@@ -57,7 +57,7 @@ def why_not_autocast(
     'autocast leaves fc1.weight torch.float64, beside src of torch.float32'
     """
     kind = x.device.type
-    if kind not in _DEVICES or low not in _LOW:
+    if kind not in _DEVICES or low not in LOW:
         return (
             f"autocast to {low} on {kind} is on; the fused path supports autocast to 16 bits on "
             f"{' and '.join(_DEVICES)}"

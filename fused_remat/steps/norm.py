@@ -15,14 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from fused_remat.spec import NormSpec
-from fused_remat.steps.linear import bias_grad
+from fused_remat.steps.linear import LOW, bias_grad
 from fused_remat.steps.node import Input, Node, Param
 from fused_remat.steps.operations import operation
 
 if TYPE_CHECKING:
     from fused_remat.steps.chunk import Chunk
 
-_LOW = (torch.bfloat16, torch.float16)
 _LAYER_NORM_BACKWARD = torch.ops.aten.native_layer_norm_backward.default
 Stats = tuple[Tensor, ...]
 #: dx, dweight, dbias; None for a gradient that is not needed.
@@ -65,7 +64,7 @@ def layer_norm_fwd(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, stats: Stats | None = None
 ) -> tuple[Tensor, ...]:
     """(x - mean) * rstd * weight + bias, mean, rstd. ATen computes statistics again if given."""
-    if x.dtype in _LOW:
+    if x.dtype in LOW:
         if x.device.type == "cpu":
             # Beside a low-precision affine, ATen's statistics are low precision too.
             weight, bias = _wide(weight, 1.0, x), _wide(bias, 0.0, x)
@@ -81,11 +80,11 @@ def layer_norm_bwd(
 ) -> Grads:
     """ATen's own backward. Source: Ba, Kiros, Hinton 2016 (arXiv 1607.06450)."""
     dtype = x.dtype
-    if dtype in _LOW and (needs_grad[1] or needs_grad[2] or _widens(x, weight)):
+    if dtype in LOW and (needs_grad[1] or needs_grad[2] or _widens(x, weight)):
         # ATen sums over tokens in the dtype of x on a CPU, and rounds to it on CUDA.
         dy, x = dy.float(), x.float()
         weight = _wide(weight, 1.0, x)
-    elif dtype in _LOW and x.device.type == "cpu":
+    elif dtype in LOW and x.device.type == "cpu":
         weight = _wide(weight, 1.0, x)
     elif weight is None and needs_grad[2]:
         weight = x.new_ones(x.shape[-1:])  # ATen takes the layout of dbias from it
@@ -103,7 +102,7 @@ def rms_norm_fwd(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, stats: Stats | None = None
 ) -> tuple[Tensor, ...]:
     """x * rstd * weight + bias, and rstd = (mean(x**2) + eps) ** -0.5."""
-    wide = x.float() if x.dtype in _LOW else x
+    wide = x.float() if x.dtype in LOW else x
     if stats is None:
         y = wide.square()
         rstd = y.mean(-1, keepdim=True).add_(eps).rsqrt_()

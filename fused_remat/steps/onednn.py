@@ -62,10 +62,8 @@ def _sizes(dtype: torch.dtype, shape: tuple[int, int, int]) -> tuple[int, int, i
 def _why_not(backward: bool, key: tuple[Any, ...]) -> str | None:
     dtype, device, *_, (tokens, *weight) = key
     low = dtype in LOW
-    served = linear.cpu_has_native(dtype) if low else dtype == torch.float32
-    if device.type != "cpu" or not served or len(weight) != 2:
-        return ""
-    if not low and _ONEDNN is None:
+    has = linear.cpu_has_native(dtype) if low else dtype == torch.float32 and _ONEDNN is not None
+    if device.type != "cpu" or not has or len(weight) != 2:
         return ""
     columns = weight if backward else weight[::-1]
     sizes = _sizes(dtype, (tokens, *columns))
@@ -120,5 +118,5 @@ def linear_dx_timed(dy, weight, into=None):
         if into is None:
             torch.mm(dy, columns, out=half)
         else:
-            linear_dx(dy, columns, into=half)
+            torch.addmm(half, dy, columns, out=half)
     return dx

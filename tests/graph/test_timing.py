@@ -112,13 +112,18 @@ def halves(monkeypatch):
         widths.append(weight.shape[0])
         return run(x, weight, *rest)
 
-    def half(bias, x, weight, *, out, run=torch.addmm):
-        widths.append(-weight.shape[1])
-        return run(bias, x, weight, out=out)
+    def half(*operands, out, run=torch.addmm):
+        widths.append(-out.shape[1])
+        return run(*operands, out=out)
+
+    def product(*operands, out=None, run=torch.mm):
+        widths.append(operands[1].shape[1] if out is None else -out.shape[1])
+        return run(*operands, out=out)
 
     monkeypatch.setattr(linear, "cpu_has_native", lambda dtype: True)
     monkeypatch.setattr(linear.F, "linear", whole)
     monkeypatch.setattr(torch, "addmm", half)
+    monkeypatch.setattr(torch, "mm", product)
     return widths
 
 
@@ -131,6 +136,7 @@ def test_products_of_16_bits_in_halves_of_columns_are_right(width):
     mask = DropoutMask(site_keys(torch.tensor(0))[0], 0, 300, width, 0.5, torch.bfloat16)
     columns = torch.empty(300, 2 * width, dtype=torch.bfloat16)[:, width:]
     forward, backward = onednn_products.linear_fwd_timed, onednn_products.linear_dx_timed
+    # Sums of 64 or more numbers, of deviation 8 to 23, rounded to 8 bits up to three times.
     close = functools.partial(torch.testing.assert_close, rtol=2e-2, atol=1e-1)
     for run, whole, operands in (
         (forward, linear.linear_fwd, (x, weight, bias)),
@@ -166,21 +172,19 @@ def test_products_of_16_bits_are_timed_by_their_sizes(settings, halves, monkeypa
         x = torch.ones(tokens, 512).bfloat16()
         timed.clear(), halves.clear()
         y = product(x, weight, bias)
-        if others:
-            assert timed == [others]
-        else:
-            assert timed == []
+        assert timed == ([others] if others else [])
         in_halves = faster and 256 <= tokens < 2048
         assert halves[-1] == (-128 if in_halves else 256)
         assert y.shape == (tokens, 256) and dx(y, weight).shape == x.shape
+        assert halves[-1] == (-256 if in_halves else 512)
 
 
 @pytest.mark.parametrize("recorded", [False, True])
 def test_halves_are_the_same_in_every_preset(settings, halves, recorded):
-    """Of groups that differ in length, by steps and by a record."""
+    """Of two sequences and of one, by steps and by a record, which calls no Python."""
     settings("onednn")
     layer = FusedRematLayer(128, 2, 2048, 0.1, batch_first=True, dtype=torch.bfloat16)
-    x, found = torch.randn(3, 700, 128, dtype=torch.bfloat16), []
+    x, found = torch.randn(3, 350, 128, dtype=torch.bfloat16), []
     for preset in ("full", "none"):
         layer.policy = preset
         for _ in range(10 if recorded else 1):
@@ -188,7 +192,7 @@ def test_halves_are_the_same_in_every_preset(settings, halves, recorded):
             halves.clear()
             last = gradients(layer, x)
         found.append(last)
-        assert recorded or -1024 in halves
+        assert (halves == []) if recorded else halves.count(-1024) >= 4
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 

@@ -242,8 +242,8 @@ def check_quantized(product, p, stored, gated):
     assert nothing == none and empty == ((),) * count
     same, pres, _ = served(mlp_up_fwd, *given, yes, none)
     if ON_GPU and not gated and (n % 8 or k % 8):
-        assert error_of(same, y) < 2e-2
-        return
+        assert error_of(same, y) < 2**-8  # each is rounded once, by at most 2**-9
+        same, pres, _ = served(mlp_up_fwd, *given, yes, (call,) * count)  # by the kernel
     assert torch.equal(y, same) and not any(pre.isnan().any() for pre in pres)
     ways = [(no, (call,) * count), (yes, (call,) * count)]
     if gated:
