@@ -26,6 +26,7 @@ from fused_remat.layers import (
 )
 from fused_remat.layers.converted import ConvertedLayer
 from fused_remat.layers.eligibility import Unsupported
+from fused_remat.layers.record import record_of
 from fused_remat.policies import Policy
 from fused_remat.recognition.find import repeated_layers
 from fused_remat.recognition.layer import read_class
@@ -101,6 +102,7 @@ def convert(
     if not (found or heads):
         raise ValueError(_nothing_found(model))
     order = {module: i for i, module in enumerate(model.modules())}
+    paths, warned = {module: path for path, module in model.named_modules()}, set[str]()
     chosen = [m for m in sorted(found, key=order.__getitem__)[::every] if _is_own(m)]
     done: list[FusedLayer] = []
     try:
@@ -111,6 +113,10 @@ def convert(
             module.policy = policy
             module.backend = backend
             module.accumulate_into = accumulate_into
+            record = record_of(module)
+            record.path, record.warned = paths[module], warned
+            if isinstance(module, ConvertedLayer):
+                module._warn_of_options()
     except Exception:
         for module in done:
             _revert_one(module)

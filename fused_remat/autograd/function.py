@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -55,12 +55,20 @@ class FusedRematBlock(torch.autograd.Function):
         functions: Functions,
         accumulation: Accumulation | None,
         extras: Extras | None,
-        *tensors: Tensor | None,
+        rescue: Rescue | None,
+        *given: Tensor | None,
     ) -> Tensor:
+        tensors = given[: len(execution.given)]
         x = tensors[0]
         assert x is not None
         watch = None if extras is None else extras.note
-        out, kept = executor.forward(execution, tensors, functions, watch)
+        try:
+            out, kept = executor.forward(execution, tensors, functions, watch)
+        except Exception as error:
+            if rescue is None:
+                raise
+            raise BlockFailure from error
+        ctx.rescue = rescue
         ctx.execution, ctx.functions, ctx.accumulation = execution, functions, accumulation
         ctx.extras, ctx.deferred = extras, None
         ctx.rounds = partial.rounds(tensors) if x.dtype.itemsize == 2 else None
@@ -85,17 +93,44 @@ class FusedRematBlock(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
         execution: Execution = ctx.execution
-        count = len(execution.given)
+        count, rescue = len(execution.given), ctx.rescue
+        others: Sequence[None] = () if rescue is None else (None,) * len(rescue.roots)
         if dy is None:
-            return (None,) * (4 + count)
+            return (*_NONE, *(None,) * count, *others)
         if partial.is_rare(ctx, dy):
-            return (None, None, None, None, *partial.backward(ctx, dy))
+            return (*_NONE, *partial.backward(ctx, dy), *others)
         saved = ctx.saved_tensors
         check_unchanged(execution.call.graph.tensors, execution.given, ctx.dtypes, saved, dy)
         tensors, out, kept = saved[:count], saved[count], saved[count + 1 :]
-        grads = executor.backward(execution, tensors, kept, out, dy, ctx.functions)
+        try:
+            grads = executor.backward(execution, tensors, kept, out, dy, ctx.functions)
+        except Exception as error:
+            if rescue is None:
+                raise
+            return (*_NONE, *rescue.gradients(error, execution.call.graph.tensors, dy))
         partial.finish(ctx, dy, grads, execution.needs_grad)
-        return (None, None, None, None, *grads)
+        return (*_NONE, *grads, *others)
+
+
+#: Gradients of the arguments of `FusedRematBlock` before its tensors.
+_NONE = (None,) * 5
+
+
+class BlockFailure(Exception):
+    """A block's forward raised the exception that is the cause of this one."""
+
+
+class Rescue(Protocol):
+    """What computes a call's gradients where its block's backward fails."""
+
+    @property
+    def roots(self) -> Sequence[Tensor]:
+        """Tensors besides those of the block to which it gives gradients."""
+        raise NotImplementedError
+
+    def gradients(self, error: Exception, names: tuple[str, ...], dy: Tensor) -> list[Any]:
+        """Return the gradients of the block's tensors, then those of `roots`."""
+        raise NotImplementedError
 
 
 def warn_of_kept_input(reason: str) -> None:
@@ -114,6 +149,7 @@ def run_block(
     functions: Functions | None = None,
     accumulation: Accumulation | None = None,
     warn_of_input: Callable[[str], None] = warn_of_kept_input,
+    rescue: Rescue | None = None,
 ) -> Tensor:
     """Run a block, differentiably, keeping what `policy` names for backward.
 
@@ -122,10 +158,11 @@ def run_block(
     from torch's generator if the graph uses one and none is given. What needs a gradient is decided
     here, from grad mode. Autocast changes nothing: for a graph of two dtypes see `graph.precision`.
     `accumulation`: where weight gradients are added. `warn_of_input` is called with the reason why
-    a block inside a segment keeps its input. Returns (B, S, width), in the layout and dtype of the
-    input.
+    a block inside a segment keeps its input. `rescue` computes the gradients where backward raises
+    an exception that nobody expected. Returns (B, S, width), in the layout and dtype of the input.
 
-    Raises: RuntimeError inside torch.func transforms and context_parallel, and for DTensors.
+    Raises: BlockFailure if there is a `rescue` and forward raises; RuntimeError inside torch.func
+        transforms and context_parallel, and for DTensors.
     """
     functions = functions or _NO_FUNCTIONS
     if torch.compiler.is_compiling() or _chosen_by_operator():
@@ -173,7 +210,10 @@ def run_block(
         execution = call.prepare(given, fused=not checked)
         if replay_check.ON:
             extras.record = replay_check.record_of(execution, graph.tensors, given)
-    out: Tensor = _apply(execution, functions, accumulation, extras, *given)
+    if extras is not None or accumulation is not None or graph.uses_seed:
+        rescue = None  # dropout was drawn, or gradients were added to: the step cannot be repeated
+    roots = () if rescue is None else rescue.roots
+    out: Tensor = _apply(execution, functions, accumulation, extras, rescue, *given, *roots)
     return out
 
 

@@ -152,7 +152,8 @@ def _edges(ctx: Any) -> Iterator[tuple[str, Any]]:
     execution: Execution = ctx.execution
     given = zip(execution.call.graph.tensors, execution.given, strict=True)
     names = [name for name, shape in given if shape is not None]
-    return ((name, node) for name, (node, _) in zip(names, ctx.next_functions, strict=True))
+    # After the call's tensors, the node may have those of a rescue (`run_block`).
+    return ((name, node) for name, (node, _) in zip(names, ctx.next_functions))  # noqa: B905
 
 
 def _takes(node: Any) -> bool:

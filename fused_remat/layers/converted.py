@@ -8,7 +8,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 from fused_remat.layers.eligibility import Reason
 from fused_remat.layers.fused_layer import FusedLayer, is_traced, wants_grad
@@ -38,15 +40,35 @@ class ConvertedLayer(FusedLayer):
 
     @property
     def gradient_checkpointing(self) -> bool:
-        """False, so that transformers does not rebuild around a block, which rebuilds itself.
+        """Whether the model's checkpointing is enabled for the layer: as it was set.
 
-        What transformers sets is kept, and applies where a block does not serve a call.
+        It applies where the layer's own forward runs; what a block keeps is its policy's.
         """
-        return False
+        own = self.__dict__.get("gradient_checkpointing")
+        stock: Any = self.stock
+        return bool(stock.gradient_checkpointing if own is None else own)
 
     @gradient_checkpointing.setter
-    def gradient_checkpointing(self, asked: bool) -> None:
-        self.__dict__["gradient_checkpointing"] = asked
+    def gradient_checkpointing(self, enabled: bool) -> None:
+        self.__dict__["gradient_checkpointing"] = enabled
+        self._warn_of_options()
+
+    def _warn_of_options(self) -> None:
+        """Warn of options of the model's checkpointing that a block does not have."""
+        run = self.__dict__.get("_gradient_checkpointing_func")
+        if not isinstance(run, functools.partial):  # as it is where checkpointing is enabled
+            return
+        if not self.__dict__.get("gradient_checkpointing"):
+            ignored, instead = "every_n_layers > 1", "set_policy(model, pattern, 'none')"
+        elif run.func is not checkpoint:
+            ignored, instead = "offload=True", "policy=Policy(offload={'input'})"
+        else:
+            return
+        warn(
+            self,
+            f"ignores {ignored} of activation_checkpointing_enable where it runs as a block, whose "
+            f"policy decides what it keeps; use {instead}",
+        )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced = super().__reduce_ex__(protocol)
@@ -106,24 +128,29 @@ class ConvertedLayer(FusedLayer):
 
     def _why_cached(self, given: Mapping[str, Any]) -> Reason | None:
         """Why a call has a cache, which a block neither reads nor fills; None if it has none."""
-        if all(given.get(name) is None for name in CACHES):
+        caches = [given[name] for name in CACHES if given.get(name) is not None]
+        if not caches:
             return None
-        filled, fills = "the cache holds tokens", "the call fills a cache in evaluation"
-        why = filled if self.training else fills
-        hint = "" if self._tensor_parallel is None else "; pass use_cache=False"
-        return Reason(f"{why}{hint}")
+        index = self._layer_index()
+        if not self.training:
+            why = "the call fills a cache in evaluation"
+        elif all(_is_empty(cache, index) for cache in caches):
+            why = "the call fills a cache that other modules may read"
+        else:
+            why = "the cache holds tokens"
+        return Reason(why if self._tensor_parallel is None else f"{why}; pass use_cache=False")
 
     def _without_idle_cache(self, given: dict[str, Any]) -> dict[str, Any]:
         """The arguments, without a cache that is neither read nor filled.
 
         Models hand their layers an empty cache by default, also in training. It is dropped then,
-        with transformers' own warning, as under its gradient checkpointing. One that holds tokens
-        takes part in attention (prefix tuning), and one that is filled in evaluation is the
-        caller's.
+        with transformers' own warning, by layers whose own checkpointing drops it. One that holds
+        tokens takes part in attention (prefix tuning), one that is filled in evaluation is the
+        caller's, and a layer that transformers never checkpoints may fill it for another module.
         """
         caches = {name: given[name] for name in CACHES if given.get(name) is not None}
         trains = torch.is_grad_enabled() or self._tensor_parallel is not None
-        if not caches or not self.training or not trains or is_traced():
+        if not caches or not self.training or not trains or is_traced() or not self._drops_caches():
             return given
         # The layer's own part of the cache: others, not converted, may have filled theirs.
         index = self._layer_index()
@@ -133,6 +160,12 @@ class ConvertedLayer(FusedLayer):
             _warn_of_dropped(type(self).__name__, tuple(caches))
         kept = {name: value for name, value in given.items() if name not in CACHES}
         return {**kept, "use_cache": False} if "use_cache" in given else kept
+
+    def _drops_caches(self) -> bool:
+        """Whether the layer's own checkpointing runs it without a cache, as transformers' does."""
+        reads: bool = getattr(self.stock, "_can_checkpoint_with_cache", False)
+        names = [(kind.__module__, kind.__name__) for kind in self.stock.__mro__]
+        return ("transformers.modeling_layers", "GradientCheckpointingLayer") in names and not reads
 
     def _check_unfilled(self, cache: Any, dropped: bool) -> None:
         """Warn if an earlier call left the cache empty; note it where this one does.
@@ -152,25 +185,45 @@ class ConvertedLayer(FusedLayer):
             )
 
     def _stock_forward(self, **given: Any) -> Any:
+        if not self.arguments:  # of `_unnamed`
+            return self.stock.forward(self, *given["args"], **given["kwargs"])
         return self.stock.forward(self, **given)
 
-    def _checkpointed(self, reason: Reason, given: Mapping[str, Any]) -> Any:
-        """The stock forward; under transformers' own checkpoint if that was asked for.
+    def _unnamed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call whose arguments have no names: `_named` returned None."""
+        if self.arguments or is_traced():
+            return self.stock.forward(self, *args, **kwargs)  # which raises TypeError
+        reason = Reason("its forward does not take its arguments by name")
+        given = {"args": args, "kwargs": kwargs}
+        return self._fall_back(reason, torch.compiler.is_compiling(), given)
 
-        Not under a checkpoint where it writes to a cache, which a replay would do again.
-        """
-        asked = self.training and bool(self.__dict__.get("gradient_checkpointing"))
-        if self._why_cached(given) is not None:
-            warn(self, f"runs {self._owner} forward: {reason.text}")
-            return self._stock_forward(**given)
-        if not asked:
-            return super()._checkpointed(reason, given)
-        warn(self, f"runs transformers' own forward under its checkpoint: {reason.text}")
+    def _why_kept(self, given: Mapping[str, Any]) -> tuple[str, str]:
+        if self._why_cached(given) and not getattr(self, "_can_checkpoint_with_cache", False):
+            return "a second forward would fill the cache again", "pass use_cache=False"
+        run, enabled = self.__dict__.get("_gradient_checkpointing_func"), self._is_enabled()
+        if isinstance(run, functools.partial) and not enabled and self.training:
+            return "every_n_layers excludes it", "every_n_layers=1 checkpoints it"
+        return ("", "") if enabled else super()._why_kept(given)
+
+    def _is_enabled(self) -> bool:
+        """Whether the model's own checkpointing applies to a call."""
+        return self.training and bool(self.__dict__.get("gradient_checkpointing"))
+
+    def _checkpointing(self, given: Mapping[str, Any]) -> tuple[str, Callable[[], Any]]:
+        own = self.__dict__.get("_gradient_checkpointing_func")
+        if own is None or not (self.arguments and self._is_enabled()):
+            return super()._checkpointing(given)
+        # Reentrant checkpointing, which may be its kind, sees gradients of positional arguments.
         first, *_ = self.arguments
-        rest = {name: value for name, value in given.items() if name != first}
-        return self._gradient_checkpointing_func(  # type: ignore[operator]
-            lambda x: self._stock_forward(**{first: x}, **rest), given[first]
-        )
+        by_position = {n: v for n, v in given.items() if n == first or wants_grad(v)}
+        rest = {n: v for n, v in given.items() if n not in by_position}
+
+        def forward(*values: Any) -> Any:
+            named = dict(zip(by_position, values, strict=True))
+            return self._stock_forward(**named, **rest)
+
+        run = functools.partial(own, forward, *by_position.values())
+        return "the model's own checkpointing", run
 
 
 def class_of(
@@ -197,6 +250,8 @@ def class_of(
             "forward": _forward(stock),
             **more,
         }
+        if stock.__call__.__module__ == "transformers.modeling_layers":  # before 5.20
+            namespace["__call__"] = nn.Module.__call__
         new: Any = type(stock.__name__, (base, stock), namespace)
         new._has_own_forward = False
         return made.setdefault(stock, new)  # of two threads, the first one's
@@ -208,7 +263,7 @@ def _forward(stock: type[nn.Module]) -> Callable[..., Any]:
     def forward(self: ConvertedLayer, *args: Any, **kwargs: Any) -> Any:
         named = self._named(args, kwargs)
         if named is None:
-            return self.stock.forward(self, *args, **kwargs)  # which raises TypeError
+            return self._unnamed(args, kwargs)
         given = self._without_idle_cache(named)
         cache = named.get("past_key_values")
         if cache is not None:
@@ -219,10 +274,17 @@ def _forward(stock: type[nn.Module]) -> Callable[..., Any]:
 
 
 def _is_empty(cache: Any, index: int) -> bool:
-    count = getattr(cache, "get_seq_length", None)
-    length = None if count is None else count(index)
-    # A static cache's length is a tensor, whose value is not worth waiting for.
-    return isinstance(length, int) and length == 0
+    """Whether a layer's part of a cache holds nothing: no keys and values, no states."""
+    cache = getattr(cache, "self_attention_cache", cache)
+    layers = getattr(cache, "layers", None)
+    if layers is None:
+        count = getattr(cache, "get_seq_length", None)
+        length = None if count is None else count(index)
+        # A static cache's length is a tensor, whose value is not worth waiting for.
+        return isinstance(length, int) and length == 0
+    part = layers[index] if index < len(layers) else None
+    held = [] if part is None else tree_leaves([*vars(part).values()])
+    return not any(isinstance(t, Tensor) and t.dim() > 1 and t.numel() for t in held)
 
 
 def _runs_forward() -> bool:

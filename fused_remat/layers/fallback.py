@@ -1,16 +1,17 @@
 """What runs where the fused path does not: a layer's own forward under `torch.utils.checkpoint`.
 
 The contract is that of `torch.utils.checkpoint.checkpoint(use_reentrant=False)`: backward calls the
-submodules again, so their forward hooks fire again, buffers that a submodule or a hook updates are
-updated again, and attributes have the values of that second call. What backward computes then may
-differ from forward, and so may gradients; a buffer that forward has changed is told with a warning.
-Three things are those of forward: the parameters, their versions, and the training flags.
+submodules again, so their forward hooks fire again, and attributes have the values of that second
+call. Three things are those of forward: the parameters, their versions, and the training flags. A
+forward that updates buffers in training is not repeated: it runs as it is.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -23,7 +24,7 @@ from fused_remat.autograd.replay_check import changed
 _PLAIN = (Tensor, nn.Parameter)
 
 
-class _Caller(nn.Module):
+class Caller(nn.Module):
     """Gives `functional_call` a module whose forward is `forward`, over the layer's tensors."""
 
     def __init__(self, layer: nn.Module, forward: Callable[..., Any]) -> None:
@@ -35,22 +36,78 @@ class _Caller(nn.Module):
         return self._forward(**given)
 
 
-def checkpointed(
-    layer: nn.Module,
-    forward: Callable[..., Any],
-    given: Mapping[str, Any],
-    tell: Callable[[str], None],
-) -> Any:
-    """`forward(**given)`, a method of `layer`, under non-reentrant checkpoint.
+#: By layer and its training flag, the buffers that its forward updates; none once it was tried.
+_updates: weakref.WeakKeyDictionary[nn.Module, dict[bool, list[str]]] = weakref.WeakKeyDictionary()
 
-    Backward calls it again with the parameters and training flags that the layer has now. `tell` is
-    called with what the layer does that makes the second call another one.
+
+def updated_buffers(layer: nn.Module, run: Callable[[], Any]) -> tuple[Any, list[str]]:
+    """Return `run()`, a checkpointed forward of `layer`, and the buffers that forward updates.
+
+    If there are any, the buffers and the random state are those of before. Of a layer that has run
+    before, names are returned without a run.
+    """
+    known = _updates.setdefault(layer, {})
+    if known.get(layer.training):
+        return None, known[layer.training]
+    buffers = {n: (b, b._version) for n, b in layer.named_buffers() if not b.is_inference()}
+    is_first = layer.training not in known and buffers
+    before = {n: b.clone() for n, (b, _) in buffers.items()} if is_first else {}
+    states = random_states(next(layer.parameters(), torch.empty(0)).device) if is_first else []
+    out = run()
+    names = [n for n, (b, version) in buffers.items() if b._version != version]
+    known[layer.training] = names
+    if names and is_first:
+        set_random_states(states)
+        with torch.no_grad():
+            for name in names:
+                buffers[name][0].copy_(before[name])
+    return out, names
+
+
+def random_states(device: torch.device) -> list[tuple[str, Tensor]]:
+    """Return the states of PyTorch's default generators, of the CPU and of `device`."""
+    states = [("cpu", torch.random.get_rng_state())]
+    if device.type == "cuda":
+        states.append((str(device), torch.cuda.get_rng_state(device)))
+    return states
+
+
+def set_random_states(states: list[tuple[str, Tensor]]) -> None:
+    """Set the states of the generators that `random_states` returned."""
+    for device, state in states:
+        if device == "cpu":
+            torch.random.set_rng_state(state)
+        else:
+            torch.cuda.set_rng_state(state, device)
+
+
+@contextlib.contextmanager
+def counted(layer: nn.Module) -> Iterator[Counter[str]]:
+    """Count the bytes that autograd saves inside, without parameters; each storage once."""
+    own = {t.untyped_storage().data_ptr() for t in (*layer.parameters(), *layer.buffers())}
+    held: dict[int, int] = {}
+    total = Counter[str]()
+
+    def pack(t: Tensor) -> Tensor:
+        if t.layout is torch.strided and t.untyped_storage().data_ptr() not in own:
+            held[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        yield total
+    total["bytes"] = sum(held.values())
+
+
+def checkpointed(layer: nn.Module, forward: Callable[..., Any], given: Mapping[str, Any]) -> Any:
+    """Run `forward(**given)`, a method of `layer`, under non-reentrant checkpoint.
+
+    Backward calls it again with the parameters and training flags that the layer has now.
 
     Raises: RuntimeError in backward if a parameter or an argument was changed in place since, or
         has another shape, dtype or device.
 
     >>> layer = nn.Linear(2, 2)
-    >>> y = checkpointed(layer, layer.forward, {"input": torch.ones(3, 2)}, print)
+    >>> y = checkpointed(layer, layer.forward, {"input": torch.ones(3, 2)})
     >>> y.sum().backward(); layer.bias.grad
     tensor([3., 3.])
     """
@@ -63,7 +120,7 @@ def checkpointed(
     flat = (*given.values(), *params.values())
     kinds = [_kind(value) for value in flat]
     training = [(module, module.training) for module in layer.modules()]
-    caller = _Caller(layer, forward)
+    caller = Caller(layer, forward)
     is_first = True
 
     def run(*values: Any) -> Any:
@@ -71,15 +128,7 @@ def checkpointed(
         named = dict(zip(arguments, values, strict=False))
         if is_first:
             is_first = False
-            buffers = {n: (b, b._version) for n, b in layer.named_buffers() if not b.is_inference()}
-            out = forward(**named)
-            updated = [n for n, (b, version) in buffers.items() if b._version != version]
-            if updated:
-                tell(
-                    f"updates buffers in forward ({', '.join(updated)}); backward calls the "
-                    "submodules again, so gradients may differ from PyTorch's: use policy='none'"
-                )
-            return out
+            return forward(**named)
         for name, kind, value in zip((*arguments, *bound), kinds, values, strict=True):
             if kind is not None and kind != _kind(value):
                 raise changed(name, kind, value)

@@ -8,13 +8,14 @@ from __future__ import annotations
 import functools
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from fused_remat.autograd import accumulate, run_block
+from fused_remat.autograd.function import BlockFailure
 from fused_remat.autograd.shards import is_dtensor
 from fused_remat.execution.choose import check_name
 from fused_remat.execution.observe import DECISIONS
@@ -22,8 +23,10 @@ from fused_remat.graph.build import block_graph
 from fused_remat.graph.graph import Graph
 from fused_remat.graph.precision import in_precision
 from fused_remat.layers import fallback
+from fused_remat.layers.containment import Rescue, is_contained, is_unexpected
 from fused_remat.layers.eligibility import Reason
 from fused_remat.layers.read import GraphCall, LayerCall, LayerMap, read_block
+from fused_remat.layers.record import NOTES, Ran, record_of
 from fused_remat.layers.tensor_parallel import TensorParallel, read_on_rank
 from fused_remat.layers.warn import warn, warn_compiled, warn_compiled_segment
 from fused_remat.policies import Policy, kept_names
@@ -56,13 +59,21 @@ class FusedLayer(nn.Module):
     _accumulate_into: str | None = None
     #: How the layer is divided among ranks (`fused_remat.parallel`); None if it is not.
     _tensor_parallel: TensorParallel | None = None
+    #: Attributes that copies and pickles of a layer do not have.
+    _notes_names: ClassVar[tuple[str, ...]] = NOTES
     #: Whether a class derived from a layer of this package has its own forward.
     _has_own_forward: ClassVar[bool] = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         known = [base.forward for base in cls.__mro__[1:] if issubclass(base, FusedLayer)]
         own = _base(cls) not in (None, cls) and cls.forward not in known
+        forward = vars(cls).get("forward")
         super().__init_subclass__(**kwargs)
+        # transformers wraps the forwards of its layers, and of their subclasses, for checkpointing.
+        if forward is not None:
+            cls.forward = forward
+        elif "forward" in vars(cls):
+            del cls.forward
         if own:
             cls._has_own_forward = True
             cls.forward = _checked(cls.forward)
@@ -98,6 +109,9 @@ class FusedLayer(nn.Module):
     def _set_options(self, policy: str | Policy, backend: str, accumulate_into: str | None) -> None:
         self.policy, self.backend, self.accumulate_into = policy, backend, accumulate_into
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {n: value for n, value in self.__dict__.items() if n not in self._notes_names}
+
     def extra_repr(self) -> str:
         shown = f"policy={self._policy!r}, backend={self._backend!r}"
         target = self._accumulate_into
@@ -130,6 +144,7 @@ class FusedLayer(nn.Module):
         new.__dict__ = {
             k: dict(v) if type(v) is dict else v.copy() if hasattr(v, "copy") else v
             for k, v in layer.__dict__.items()
+            if k not in NOTES
         }
         new._set_options(policy, backend, accumulate_into)
         return new
@@ -164,8 +179,11 @@ class FusedLayer(nn.Module):
             from fused_remat.autograd import graph_break
 
             return graph_break.eagerly(self._call, **given)
+        record = None if compiling else record_of(self)
         if is_traced():
             call: LayerCall | GraphCall | Reason = TRACED
+        elif record is not None and record.failure:
+            call = Reason(record.failure)
         elif parallel is None:
             call = self._read(**given)
         else:
@@ -185,24 +203,50 @@ class FusedLayer(nn.Module):
             accumulation = self._accumulation(graph, compiling)
         for text in () if compiling else call.warnings:
             warnings.warn(text, stacklevel=user_stacklevel())
-        out = run_block(
-            graph,
-            policy,
-            tensors,
-            backend=self._backend,
-            seq_first=call.seq_first,
-            preserve_strides=not call.contiguous,
-            functions=call.functions,
-            accumulation=accumulation,
-            warn_of_input=self._warn_of_kept_input,
-        )
-        if call.unbatched:
-            out = out.squeeze(0)
+        trains, rescue = record is not None and torch.is_grad_enabled(), None
+        if trains and parallel is None and is_contained(self):
+            forward = functools.partial(self.stock.forward, self)
+            rescue = Rescue(self, forward, given, tensors, self._block_failed)
+        try:
+            out = run_block(
+                graph,
+                policy,
+                tensors,
+                backend=self._backend,
+                seq_first=call.seq_first,
+                preserve_strides=not call.contiguous,
+                functions=call.functions,
+                accumulation=accumulation,
+                warn_of_input=self._warn_of_kept_input,
+                rescue=rescue,
+            )
+        except BlockFailure as failure:
+            error = failure.__cause__
+            if not isinstance(error, Exception) or not is_unexpected(error):
+                raise error from None  # type: ignore[misc]
+            return self._fall_back(self._block_failed(error), compiling, given)
+        if trains and out.requires_grad and not _in_backward():
+            record_of(self).note("block")
+        result: Any = out.squeeze(0) if call.unbatched else out
         if call.finish is not None:
-            return call.finish(out)
-        if parallel is not None and parallel.joins:
-            out = parallel.joined(out, self._tokens_dim(out))
-        return out
+            result = call.finish(out)
+        elif parallel is not None and parallel.joins:
+            result = parallel.joined(result, self._tokens_dim(result))
+        if rescue is not None:
+            rescue.returned(out, result)
+        return result
+
+    def _block_failed(self, error: Exception) -> Reason:
+        """Note, and warn, that the layer's block raised `error`: no later call is a block's."""
+        text = f"its block raised {type(error).__name__}: {error}"
+        if not record_of(self).failure:
+            record_of(self).failure = text
+            warn(
+                self,
+                f"{text}; {self._owner} forward computed this call, and runs under checkpointing "
+                "from now on; please report it, with the traceback that FUSED_REMAT_STRICT=1 gives",
+            )
+        return Reason(text)
 
     def _read(self, **given: Any) -> LayerCall | GraphCall | Reason:
         """The block of a call, or why the fused path cannot serve it."""
@@ -235,24 +279,51 @@ class FusedLayer(nn.Module):
         self._refuse_dtensors(given)
         for observe in DECISIONS:
             observe(self, reason.text)
-        return self._checkpointed(reason, given) if wanted else self._stock_forward(**given)
+        return self._own_forward(reason, given) if wanted else self._stock_forward(**given)
 
     def _stock_forward(self, **given: Any) -> Any:
         """The stock forward through the submodules, in evaluation too."""
         with fallback.without_inference_kernels():
             return self.stock.forward(self, **given)
 
-    def _checkpointed(self, reason: Reason, given: Mapping[str, Any]) -> Any:
-        """The stock forward under checkpoint, unless the policy keeps everything."""
-        own = f"runs {self._owner} forward"
-        if self._policy == "none":
-            out = self._stock_forward(**given)
-            warn(self, f"{own}: {reason.text}")
+    def _own_forward(self, reason: Reason, given: Mapping[str, Any]) -> Any:
+        """The stock forward of a training call: under checkpointing, unless that is worse."""
+        ran, record = f"runs {self._owner} forward", record_of(self)
+        keeps, remedy = self._why_kept(given)
+        names: list[str] = []
+        if not keeps:
+            how, run = self._checkpointing(given)
+            out, names = fallback.updated_buffers(self, run)
+            if out is not None and not names:
+                warn(self, f"{ran} under {how}: {reason.text}")
+                self._note("checkpoint", reason)
+                return out
+            keeps = f"a second forward would update {_listed(names)} again"
+            remedy = "put the modules that hold them in evaluation, if they need no update"
+        if record.last == "plain" and record.reason == reason.text:
+            out = self._stock_forward(**given)  # the bytes are counted once
         else:
-            tell = functools.partial(warn, self)
-            out = fallback.checkpointed(self, self._stock_forward, given, tell)
-            warn(self, f"{own} under torch.utils.checkpoint: {reason.text}")
+            with fallback.counted(self) as total:
+                out = self._stock_forward(**given)
+            text = f"{ran}: {reason.text}; it keeps {total['bytes'] / 2**20:.1f} MiB for backward"
+            warn(self, f"{text}, since {keeps}; {remedy}")
+        self._note("plain", reason)
         return out
+
+    def _note(self, ran: Ran, reason: Reason) -> None:
+        if not _in_backward():
+            record_of(self).note(ran, reason.text)
+
+    def _why_kept(self, given: Mapping[str, Any]) -> tuple[str, str]:
+        """Why the stock forward of a training call is not checkpointed, and a remedy; or ""."""
+        if self._policy == "none":
+            return "the policy 'none' keeps all activations", "other policies checkpoint"
+        return "", ""
+
+    def _checkpointing(self, given: Mapping[str, Any]) -> tuple[str, Callable[[], Any]]:
+        """The name of a method of checkpointing, and the stock forward under it."""
+        run = functools.partial(fallback.checkpointed, self, self._stock_forward, given)
+        return "torch.utils.checkpoint", run
 
     def _tell_of_own_forward(self, out: Any, values: tuple[Any, ...]) -> None:
         """Warn that a forward of the layer's class was all that ran, where gradients are wanted."""
@@ -311,6 +382,16 @@ class FusedLayer(nn.Module):
 
     def _warn_of_kept_input(self, reason: str) -> None:
         warn(self, f"runs outside its segment, and keeps its input: {reason}")
+
+
+def _in_backward() -> bool:
+    """Whether a checkpoint around the layer calls it again in backward."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def _listed(names: Sequence[str], most: int = 3) -> str:
+    shown = ", ".join(names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more buffers"
 
 
 def _base(cls: type[FusedLayer]) -> Any:

@@ -1,16 +1,15 @@
-"""Warnings of layers: once for each layer and message, at the user's line."""
+"""Warnings of layers: once for each model and message, at the user's line."""
 
 from __future__ import annotations
 
 import warnings
-import weakref
 
 from torch import nn
 
 from fused_remat.autograd.accumulate import sharded_by
+from fused_remat.layers.record import record_of
 from fused_remat.steps.operations import FusedRematWarning, user_stacklevel
 
-_warned: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
 _LEAF = (
     "; under DeepSpeed ZeRO-3, deepspeed.utils.set_z3_leaf_modules(model, [type(layer)]) before "
     "deepspeed.initialize makes it gather the layer as a whole"
@@ -18,16 +17,21 @@ _LEAF = (
 
 
 def warn(layer: nn.Module, message: str) -> None:
-    """Warn, at the user's line, that `layer` does `message`; once for each layer and message."""
-    seen = _warned.setdefault(layer, set())
-    if message in seen:
+    """Warn, at the user's line, that `layer` does `message`.
+
+    Each message is shown once for the layers of a class that were converted together.
+    """
+    record, name = record_of(layer), type(layer).__name__
+    key = f"{name} {message}"
+    if key in record.warned:
         return
+    record.warned.add(key)
     # ZeRO-3 gathers by hooks on the modules inside a layer, unless that is a leaf module.
     is_leaf = getattr(layer, "_z3_leaf", False)
     hint = _LEAF if not is_leaf and sharded_by(layer) == "ZeRO-3" else ""
-    text = f"fused_remat: {type(layer).__name__} {message}{hint}"
+    who = f"{record.path} ({name})" if record.path else name
+    text = f"fused_remat: {who} {message}{hint}"
     warnings.warn(text, FusedRematWarning, stacklevel=user_stacklevel())
-    seen.add(message)
 
 
 def warn_compiled(layer: str, reason: str) -> None:

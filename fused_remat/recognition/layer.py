@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
-import re
 import sys
 import threading
 import weakref
@@ -20,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from fused_remat.autograd import run_block
 from fused_remat.autograd.accumulate import Accumulation
 from fused_remat.execution.executor import autocast_off
-from fused_remat.execution.observe import DECISIONS, unobserved
+from fused_remat.execution.observe import unobserved
 from fused_remat.graph.graph import Graph
 from fused_remat.layers.converted import CACHES, ConvertedLayer, class_of
 from fused_remat.layers.eligibility import (
@@ -43,7 +42,6 @@ from fused_remat.recognition.samples import INDICES, NOTES, Call
 from fused_remat.recognition.state import exact, numbers_of
 from fused_remat.recognition.values import Unreadable, leaves, map_tree, refs
 from fused_remat.steps.norm import Norm
-from fused_remat.steps.operations import warn
 from fused_remat.steps.residual import Add
 
 #: By how much a block may differ from the layer on the first batch, relative, by dtype.
@@ -71,6 +69,7 @@ class ReadLayer(ConvertedLayer):
     """Mixed in before a layer class by `read_class`."""
 
     _owner = "its own"
+    _notes_names = NOTES
     #: What the last call of the layer was read as.
     _last: Known | Reason | None = None
 
@@ -103,7 +102,6 @@ class ReadLayer(ConvertedLayer):
     def _named(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
         if not self.arguments:
             self._last = Reason("its forward does not take its arguments by name")
-            _tell(self, self._last.text)
             return None
         return super()._named(args, kwargs)
 
@@ -293,18 +291,6 @@ class ReadLayer(ConvertedLayer):
                     )
         return None
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {n: value for n, value in self.__dict__.items() if n not in NOTES}
-
-    def _fall_back(self, reason: Reason, compiling: bool, given: Mapping[str, Any]) -> Any:
-        """The stock forward as it is: what cannot be read is left alone."""
-        if self._tensor_parallel is None and isinstance(self._last, Reason) and not reason.quiet:
-            for observe in DECISIONS:
-                observe(self, reason.text)
-            _tell(self, reason.text)
-            return self.stock.forward(self, **given)
-        return super()._fall_back(reason, compiling, given)
-
     @staticmethod
     def _new(stock: type[nn.Module]) -> nn.Module:
         cls = read_class(stock)
@@ -370,30 +356,15 @@ class _Notes:
             their product, the smallest ones, negative, and the bits of the largest whole number;
             and why it is not used.
         readings: how often the layer was read.
-        told: whether the user was told that it is left as it is.
     """
 
     values: dict[str, Any]
     checked: dict[Known, tuple[tuple[float, ...], Reason | None]]
     readings: int = 0
-    told: bool = False
 
 
 def _values(t: Tensor) -> Any:
     return tuple(t.shape), hash(t.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
-
-
-_told: set[tuple[type, str]] = set()
-
-
-def _tell(layer: ReadLayer, text: str) -> None:
-    """Warn once of each kind of layers that is left as it is, and of each layer."""
-    notes = layer._notes_of()
-    told, notes.told = notes.told, True
-    kind = layer.stock, re.sub(r"\d\S*", "", text)  # of each layer the block differs otherwise
-    if not told and kind not in _told:
-        _told.add(kind)
-        warn(f"left {layer.stock.__name__} as it is: {text}")
 
 
 def state_of(layer: nn.Module, free: bool) -> tuple[Any, ...]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fused_remat.layers.record import NOTES as RECORD
 from fused_remat.recognition.join import norm_of
 from fused_remat.recognition.state import exact, held_by, is_mutable
 from fused_remat.recognition.values import Sample, Unreadable, leaves, map_tree
@@ -20,7 +21,7 @@ _MEMORY = ("encoder_hidden_states", "memory", "context", "encoder_output", "key_
 
 
 #: Attributes of a layer that is read: what it was read as, and what is noted of it.
-NOTES = ("_last", "_notes")
+NOTES = (*RECORD, "_last", "_notes")
 #: Attributes that number a layer of a model.
 INDICES = ("layer_idx", "layer_id", "layer_number", "layer_index", "block_idx")
 

@@ -61,6 +61,16 @@ def hooks_off(tensors: Iterable[Tensor]) -> Iterator[None]:
             t._backward_hooks = hooks
 
 
+@contextmanager
+def _callers_code() -> Iterator[None]:
+    """Mark exceptions that are raised inside as those of the caller's code."""
+    try:
+        yield
+    except Exception as error:
+        error.callers = True  # type: ignore[attr-defined]
+        raise
+
+
 def _checked(y: Tensor, x: Tensor) -> Tensor:
     if y.shape != x.shape or y.dtype != x.dtype:
         raise ValueError(
@@ -72,7 +82,7 @@ def _checked(y: Tensor, x: Tensor) -> Tensor:
 
 def forward(function: Function, x: Tensor) -> Tensor:
     """function(x), called with a copy: the function may work in place, and x may be kept."""
-    with torch.no_grad():
+    with torch.no_grad(), _callers_code():
         return _checked(function(x.clone()), x)
 
 
@@ -86,7 +96,7 @@ def backward(
 
     Raises: RuntimeError if the function reads a differentiable tensor that is not captured.
     """
-    with torch.enable_grad():
+    with torch.enable_grad(), _callers_code():
         x = x.detach().requires_grad_()
         y = _checked(function(x.clone()), x)
     # Compared by edge: hooks return a saved tensor as another object.

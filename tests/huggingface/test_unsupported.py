@@ -115,7 +115,7 @@ def test_a_subclass_with_its_own_forward(model, blocks_run):
             return 2 * super().forward(*args, **kwargs)
 
     layers[0].__class__, layers[1].__class__ = Mine, Scaled
-    said = "Mine saves no memory: its own forward does not call LlamaDecoderLayer.forward"
+    said = r"model.layers.0 \(Mine\) saves no memory: its own forward does not call "
     with pytest.warns(FusedRematWarning, match=said) as told:
         model(**IDS, use_cache=False)
     assert len(told) == len(blocks_run) == 1
@@ -236,7 +236,7 @@ def test_where_the_block_cannot_stand_in(model, blocks_run, change, reason, poli
     expected = step(convert(model, policy=policy), IDS)
     change(model.model.layers[0])
     assert model.model.layers[0].why_not_fused(torch.zeros(1, 2, 32), use_cache=True) == reason
-    text = f"LlamaDecoderLayer runs transformers' own forward.*{reason}"
+    text = rf"model.layers.0 \(LlamaDecoderLayer\) runs transformers' own forward.*{reason}"
     with pytest.warns(FusedRematWarning, match=text):
         got = step(model, IDS)
     assert len(blocks_run) == 3

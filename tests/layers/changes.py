@@ -29,7 +29,7 @@ class Change:
     surgery: Callable[[nn.Module], Any] = lambda layer: None
     #: Makes a subclass of a base.
     subclass: Callable[[type], type] = lambda base: base
-    #: Buffers are updated by forward: under checkpoint again in backward.
+    #: Buffers are updated by forward, which is therefore not checkpointed.
     updates: bool = False
     #: In evaluation without gradients PyTorch's own kernel is wrong, or raises (torch 2.13).
     breaks_eval: bool = False

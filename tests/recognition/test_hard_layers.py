@@ -45,7 +45,6 @@ def _nothing_known():
 
 def compare(stock: nn.Module, model: nn.Module, *calls, step=step, tolerance=FLOAT64) -> None:
     """Each call, a tuple of arguments, gives the same in both; a function changes the layers."""
-    layer_module._told.clear()
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always", FusedRematWarning)
         for i, call in enumerate(calls):

@@ -1,0 +1,148 @@
+"""A failure of a block does not end a run: the layer's own forward stands in for it.
+
+`Rescue` computes the gradients of one call of a layer by the layer's own forward, should the
+block's backward raise what nobody expected.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from fused_remat.autograd.accumulate import sharded_by
+from fused_remat.layers.fallback import Caller
+
+
+def is_contained(layer: nn.Module) -> bool:
+    """Return whether the own forward of `layer` may stand in for a block that failed.
+
+    Not if FUSED_REMAT_STRICT is set, and not among several processes, of which one must not run
+    another program than the others.
+    """
+    if os.environ.get("FUSED_REMAT_STRICT", "0") not in ("", "0"):
+        return False
+    distributed = torch.distributed
+    several = distributed.is_available() and distributed.is_initialized()
+    if several and distributed.get_world_size() > 1:
+        return False
+    return not several or sharded_by(layer) is None
+
+
+class Rescue:
+    """The own forward of a layer in place of its block's backward.
+
+    Args:
+        layer, forward: the layer, and the method that is its own forward.
+        given: the arguments of the call.
+        tensors: the block's tensors by name.
+        failed: called with the exception that a block raised.
+
+    Attributes:
+        roots: tensors besides those of the block that get a gradient, instead of the block's
+            tensors that were computed from them (a transposed weight, a reshaped input).
+    """
+
+    def __init__(
+        self,
+        layer: nn.Module,
+        forward: Callable[..., Any],
+        given: Mapping[str, Any],
+        tensors: Mapping[str, Tensor | None],
+        failed: Callable[[Exception], object],
+    ) -> None:
+        self.layer, self.forward, self.failed = layer, forward, failed
+        self.training, self.result = layer.training, None
+        args = {id(t): t for t in tree_leaves(given) if isinstance(t, Tensor) and t.requires_grad}
+        trained = {n: t for n, t in tensors.items() if t is not None and t.requires_grad}
+        derived = {n: t for n, t in trained.items() if not (t.is_leaf or id(t) in args)}
+        roots: dict[int, Tensor] = {}
+        for t in derived.values():
+            base = t._base
+            if base is None or not (base.is_leaf or id(base) in args):
+                own = [p for p in layer.parameters() if p.requires_grad]
+                roots = args | {id(p): p for p in own}
+                break
+            roots[id(base)] = base
+        direct = {n: t for n, t in trained.items() if n not in derived}
+        for t in direct.values():
+            roots.pop(id(t), None)
+        self.roots = tuple(roots.values())
+        self.sources = {n: weakref.ref(t) for n, t in direct.items()}
+        # Activations live as long as the block keeps them.
+        self.given = tree_map(lambda leaf: weakref.ref(leaf) if id(leaf) in args else leaf, given)
+        device = tensors["input"].device.type  # type: ignore[union-attr]
+        on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+        self.autocast = (device, torch.get_autocast_dtype(device)) if on else None
+
+    def returned(self, out: Tensor, result: Any) -> None:
+        """Note where the layer's `result` has the block's output `out`: it may be a view of it."""
+        for i, leaf in enumerate(tree_leaves(result)):
+            if isinstance(leaf, Tensor) and leaf.data_ptr() == out.data_ptr() and leaf.numel():
+                view = leaf.size(), leaf.stride(), 0
+                self.result = i, view, (out.size(), out.stride())  # type: ignore[assignment]
+                return
+
+    def gradients(self, error: Exception, names: tuple[str, ...], dy: Tensor) -> list[Any]:
+        """Return the gradients of the block's tensors `names`, then those of `roots`.
+
+        Raises: `error`, which the block raised, where the own forward cannot run instead.
+        """
+        if self.result is None or not is_unexpected(error) or self.layer.training != self.training:
+            raise error
+        copies: dict[int, Tensor] = {}
+
+        def copy(leaf: Any) -> Any:
+            t = leaf() if isinstance(leaf, weakref.ref) else leaf
+            if t is None and leaf is not None:
+                raise error
+            if not isinstance(t, Tensor) or not t.requires_grad:
+                return t
+            return copies.setdefault(id(t), t.detach().requires_grad_())
+
+        given = tree_map(copy, self.given)
+        state = {f"layer.{name}": copy(p) for name, p in self.layer.named_parameters()}
+        roots = [copies.get(id(t)) for t in self.roots]
+        sources = {name: copies.get(id(ref())) for name, ref in self.sources.items()}
+        wanted = list(dict.fromkeys(t for t in (*sources.values(), *roots) if t is not None))
+        if len(wanted) < len({*map(id, sources.values()), *map(id, roots)}):
+            raise error  # the activation function's own tensor, say
+        i, view, (size, stride) = self.result
+        cast = contextlib.nullcontext() if self.autocast is None else torch.autocast(*self.autocast)
+        with torch.enable_grad(), cast:
+            caller = Caller(self.layer, self.forward)
+            result = torch.func.functional_call(caller, state, (), given)
+        like = torch.empty_strided(size, stride, dtype=dy.dtype, device=dy.device).copy_(dy)
+        y = tree_leaves(result)[i]
+        found = torch.autograd.grad(
+            y, wanted, like.as_strided(*view).to(y.dtype), allow_unused=True
+        )
+        grads = dict(zip(map(id, wanted), found, strict=True))
+        self.failed(error)
+        # A tensor that the block has twice gets its gradient once.
+        ordered = (*(sources.get(name) for name in names), *roots)
+        return [None if t is None else grads.pop(id(t), None) for t in ordered]
+
+
+def is_unexpected(error: Exception) -> bool:
+    """Return whether nobody raised `error` on purpose, and another way of computing may not.
+
+    >>> is_unexpected(RuntimeError("fused_remat: ...")), is_unexpected(KeyError("up"))
+    (False, True)
+    """
+    # Of the device, which is out of memory or lost, of this library, and of the caller's functions.
+    devices = (torch.OutOfMemoryError, torch.AcceleratorError, MemoryError)
+    text, callers = str(error), getattr(error, "callers", False)
+    deliberate = text.startswith(("fused_remat", "replay check")) or callers
+    return not (
+        isinstance(error, devices)
+        or deliberate
+        or "CUDA error" in text
+        or "DefaultCPUAllocator" in text
+    )
