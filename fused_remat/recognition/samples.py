@@ -80,8 +80,7 @@ class Call:
         self.active = [i in self.places for i in range(len(found))]
         #: Among the leaves, tensors of whole numbers.
         self.whole = [
-            i for i, t in enumerate(found)
-            if isinstance(t, Tensor) and not t.is_floating_point() and t.dtype != torch.bool
+            i for i, t in enumerate(found) if isinstance(t, Tensor) and _is_whole(t)
         ]  # fmt: skip
         #: Among the leaves, the bounds of sequences of variable length.
         self.bounds = next(
@@ -178,13 +177,14 @@ class Call:
                     order = torch.arange(n, device=made.device) % max(made.shape[i], 1)
                     made = made.index_select(i, order)
             is_mask = any(word in name for word in ("mask", "bias", "alibi"))
-            if made.dtype == torch.bool or (is_mask and not made.is_floating_point()):
+            if made.dtype == torch.bool or (is_mask and _is_whole(made)):
                 return _choices(made, generator)
-            if not made.is_floating_point():
+            if _is_whole(made):
                 varied = varies and "cu_seq" not in name
                 return _numbers(made, generator) if varied else made.clone()
             made = _cast(made, dtype)
-            if is_mask or sum(n in ("S", "M") for n in dims) == 2:
+            is_square = sum(n in ("S", "M") for n in dims) == 2
+            if (is_mask or is_square) and not made.is_complex():
                 noise = torch.randn(made.shape, generator=generator, dtype=dtype).to(made.device)
                 return torch.where(made < -1.0, made, made + 0.3 * noise)
             return made if tables else made + 0.25 * torch.sin(3.0 * made + 1.0)
@@ -266,8 +266,15 @@ def _numbers(t: Tensor, generator: torch.Generator) -> Tensor:
     return torch.randint(1, min(most, _SMALLEST) + 1, t.shape, generator=generator).to(t)
 
 
+def _is_whole(t: Tensor) -> bool:
+    """Return whether a tensor has whole numbers."""
+    return not (t.is_floating_point() or t.is_complex() or t.dtype == torch.bool)
+
+
 def _cast(t: Tensor, dtype: torch.dtype) -> Tensor:
     """A mask or table in another dtype; the lowest number of its dtype does not become infinite."""
+    if t.is_complex():
+        return t.clone()
     limit = min(torch.finfo(dtype).max, torch.finfo(t.dtype).max)
     return torch.where(t.isinf(), t, t.clamp(-limit, limit)).to(dtype)
 

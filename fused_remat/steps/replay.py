@@ -117,9 +117,10 @@ class Replay(Node):
         for name in self.xs:
             if name in read:
                 x = chunk[name].detach()
-            else:  # its value does not matter, and is not there
+            else:  # its value does not matter: one row stands for all, with the strides within it
                 shape = chunk.rows_of(name), chunk.owner.widths[name]
-                x = torch.zeros((), dtype=chunk.dtype_of(name), device=dy.device).expand(shape)
+                x = torch.zeros(1, shape[1], dtype=chunk.dtype_of(name), device=dy.device)
+                x = x.expand(shape)
             xs.append(x.requires_grad_(name in needs_grad))
         given = [
             None if t is None else t.detach().requires_grad_(name in needs_grad)
@@ -130,8 +131,14 @@ class Replay(Node):
             for name, t in zip((*self.xs, *self.tensors), (*xs, *given), strict=True)
             if t is not None and t.requires_grad
         }
+        run = functools.partial(chunk.owner.functions[self.function], self._at(chunk))
         with torch.enable_grad():
-            y = chunk.owner.functions[self.function](self._at(chunk), xs, given)
+            try:
+                y = run(xs, given)
+            except RuntimeError:
+                if len(read) == len(xs):
+                    raise
+                y = run([x.contiguous() for x in xs], given)  # for a view across rows
         grads: tuple[Tensor | None, ...] = (None,) * len(wanted)
         if y.requires_grad:
             with hooks_off(wanted.values()):

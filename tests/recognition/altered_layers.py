@@ -680,6 +680,49 @@ class Packed(nn.Module):
         return x + self.mlp(self.norm2(x))
 
 
+class MergedHeads(Block):
+    """A view in which one dimension has tokens and heads."""
+
+    def branch(self, x: Tensor) -> Tensor:
+        y = self.mlp(x)
+        return (y.view(y.shape[0], -1, 4) * torch.arange(1.0, 5.0).to(x)).view(x.shape)
+
+
+class ComplexRotary(nn.Module):
+    """Rotary embeddings as complex numbers, as in Meta's Llama: two query heads share keys."""
+
+    def __init__(self, index: int = 0):
+        super().__init__()
+        self.norm1, self.norm2 = nn.RMSNorm(WIDTH, 1e-5), nn.RMSNorm(WIDTH, 1e-5)
+        self.q, self.o = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+        self.k, self.v = (nn.Linear(WIDTH, WIDTH // 2, bias=False) for _ in range(2))
+        self.gate, self.up = (nn.Linear(WIDTH, 24, bias=False) for _ in range(2))
+        self.down = nn.Linear(24, WIDTH, bias=False)
+
+    def forward(self, x: Tensor, angles: Tensor) -> Tensor:
+        y, shape = self.norm1(x), (*x.shape[:2], -1, WIDTH // HEADS)
+        q, k = (rotated(layer(y).view(shape), angles) for layer in (self.q, self.k))
+        v = self.v(y).view(shape)
+        k, v = (t.repeat_interleave(2, dim=2).transpose(1, 2) for t in (k, v))
+        y = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, is_causal=True)
+        x = x + self.o(y.transpose(1, 2).reshape(x.shape))
+        y = self.norm2(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+def rotated(t: Tensor, angles: Tensor) -> Tensor:
+    """The pairs of each head as complex numbers, turned by an angle for each position."""
+    pairs = torch.view_as_complex(t.float().reshape(*t.shape[:-1], -1, 2))
+    return torch.view_as_real(pairs * angles[:, None, :]).flatten(3).to(t)
+
+
+def turns(length: int) -> Tensor:
+    """The angles of positions 0 to `length` as complex numbers of magnitude one."""
+    speeds = 10.0 ** -torch.arange(WIDTH // HEADS // 2)
+    angles = torch.outer(torch.arange(length).float(), speeds)
+    return torch.polar(torch.ones_like(angles), angles)
+
+
 class Patched(Block):
     """As monkey patches are made: a bound method in an object."""
 

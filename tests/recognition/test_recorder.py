@@ -160,6 +160,7 @@ READ = {
     "PlainTensor": True,
     "IndexScale": True,
     "Tuple": True,
+    "MergedHeads": True,
 }
 
 
@@ -426,6 +427,21 @@ def test_masks():
     masks += [normal(B, 1, S, S, seed=8), normal(1, HEADS, S, S, seed=9), normal(B, HEADS, 1, S)]
     for mask in (*masks, *masks[::-1]):
         same_step(stock, model, x, mask)
+
+
+@pytest.mark.parametrize("policy", ["full", "lean", "balanced", "fast", "none"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rotary_embeddings_as_complex_numbers(dtype, policy, told):
+    """Backward rotates without the activations that were rotated: their gradients are linear."""
+    stock, model = (each.to(dtype) for each in pair(altered.ComplexRotary))
+    for layer in model.layers:
+        layer.policy = policy
+    for b, s in ((B, S), (1, 9), (3, 4)):
+        x, turns = normal(b, s, WIDTH).to(dtype), altered.turns(s)
+        same_step(stock, model, x, turns, tolerance=1e-5 if dtype == torch.float32 else 0.05)
+    assert not told.reasons()
+    assert steps(model, Attention)
+    assert [layer._notes_of().readings for layer in model.layers] == [1, 0], "for all lengths"
 
 
 def test_mask_with_gradient():
