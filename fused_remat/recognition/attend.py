@@ -292,7 +292,7 @@ def _rotation(
     norm = norms[0][0] if norms[0] else None
     weights = None if norms[0] is None or norms[1] is None else (norms[0][1], norms[1][1])
     w_q, w_k = (r.recording.values[n].to(packed) if n >= 0 else None for n in weights or (-1, -1))
-    slack = 1e-9 if packed.dtype == torch.float64 else 1e-4
+    slack = 1e-9 if y_q.dtype == y_k.dtype == torch.float64 else 1e-4
     for cos, sin, table, interleaved in _tables(r, q.params):
         c, s = (table.of(r, n).to(packed) for n in (cos, sin))
         if 2 * c.shape[-1] > spec.head_dim or c.shape != s.shape:
@@ -301,7 +301,7 @@ def _rotation(
         with torch.no_grad():
             made = rotary_fwd(packed, RotaryCall(one, c, s, w_q, w_k, 0, c.shape[-2]))
         pairs = zip(columns, (y_q, y_k), strict=False)
-        if all(torch.allclose(made[:, a:b], y, slack, slack) for (a, b), y in pairs):
+        if all(torch.allclose(made[:, a:b], y.to(made), slack, slack) for (a, b), y in pairs):
             r.fix(cos, sin)
             return one, table.add(r, cos), table.add(r, sin), weights
     return None

@@ -50,7 +50,8 @@ _PIECE = 12
 _MOST_PIECES = 24
 #: Values that are no activations and have as many elements are made again in backward.
 _LARGE = 1 << 12
-_CANNOT_RUN = "it cannot run on"
+#: How the reason begins of a layer that raises at the sizes of the recordings.
+CANNOT_RUN = "its forward cannot run at another"
 
 
 class Known:
@@ -62,6 +63,8 @@ class Known:
         #: layer is another block.
         self.fixed: set[str | int] = {*reading.fixed}
         self.names, self.axes = tuple(call.sizes), call.axes
+        #: What the dimensions of the arguments are (`Call.dims`).
+        self.dims = call.dims
         self._seen: list[tuple[weakref.ref[Tensor], int]] = []
         #: The same without dropout; and without dtypes of adapters' own, too.
         self.plain = self.proved = self
@@ -254,14 +257,35 @@ def _precision_of(device: str) -> Callable[[], Any]:
 def read_call(
     layer: nn.Module, forward: Callable[..., Any], call: Call, free: bool = False
 ) -> Known:
-    """The block of a call of `forward`, the function of a layer's class, proved.
+    """Return the block of a call of `forward`, the function of a layer's class, proved.
 
     The layer stays as it is: a replica of it is run. `free`: it must not depend on whole numbers
-    among the arguments, nor on the layer's place in the model.
+    among the arguments, nor on the layer's place in the model. Where dimensions of the arguments
+    have the same size, the layer is traced with each meaning of them until it runs.
 
     Raises: Unreadable with the reason, if there is none.
     """
-    reasons, fixed = [], set[str | int]((*constants(layer), *call.whole))
+    try:
+        return _read_one(layer, forward, call, free)
+    except _CannotRun:
+        for other in call.others():
+            with contextlib.suppress(Unreadable):
+                return _read_one(layer, forward, other, free)
+        raise
+
+
+class _CannotRun(Unreadable):
+    """The layer raises in a recording; `at_once`: in the first, so that no other dtype helps."""
+
+    def __init__(self, call: Call, error: Exception, at_once: bool) -> None:
+        what = "batch size or length" if "S" in call.sizes else "batch size"
+        super().__init__(f"{CANNOT_RUN} {what} ({type(error).__name__})")
+        self.at_once = at_once
+
+
+def _read_one(layer: nn.Module, forward: Callable[..., Any], call: Call, free: bool) -> Known:
+    """Return the block of a call whose dimensions are those of `call.dims`."""
+    reasons, fixed = list[Unreadable](), set[str | int]((*constants(layer), *call.whole))
     for varies in (True, False) if fixed else (True,):
         for dtypes in _DTYPES if call.sizes else ():
             try:
@@ -280,13 +304,16 @@ def read_call(
             except torch.OutOfMemoryError:
                 raise
             except Unreadable as reason:
-                reasons.append(str(reason))
-                if _CANNOT_RUN not in str(reason):
+                reasons.append(reason)
+                if not isinstance(reason, _CannotRun) or reason.at_once:
                     break
             except Exception as error:  # of the layer's own code, at another size
-                reasons.append(f"what was read cannot run: {type(error).__name__}: {error}")
+                text = f"its block raises {type(error).__name__} in a trial: {error}"
+                reasons.append(Unreadable(text))
                 break
-    raise Unreadable("; ".join(dict.fromkeys(reasons)) or "it has no tokens")
+    # One that a trial meets later says more than that another one cannot run.
+    reasons.sort(key=lambda reason: not isinstance(reason, _CannotRun))
+    raise reasons[-1] if reasons else Unreadable("its input has no tokens")
 
 
 def _read_call(
@@ -302,21 +329,24 @@ def _read_call(
     """The block of a call, recorded in float32 and in `other`, proved in the dtype `proof`."""
     shift = SHIFT * free
     sample = functools.partial(call.sample, layer, varies=varies)
-    first = sample(_SIZES[0], torch.float32, 0, tables=False)
-    second = sample(_SIZES[1], other, 1, shift=shift, params=params, tables=False)
     own = leaves(call.given)[call.places[0]].dtype
     leaf = functools.partial(leaf_of, dtype=own)
+    at_once = True
     try:
-        pair = Pair(layer, forward, first, second, leaf, INDICES if free else ())
+        first = sample(_SIZES[0], torch.float32, 0, tables=False)
+        one = Pair(layer, forward, first, leaf, INDICES if free else ())
+        at_once = False
+        second = sample(_SIZES[1], other, 1, shift=shift, params=params, tables=False)
+        pair = one.with_second(second)
     except (Unreadable, torch.OutOfMemoryError):
         raise
     except Exception as error:  # whatever the layer raises at these sizes
-        raise Unreadable(f"{_CANNOT_RUN} {first.sizes}: {type(error).__name__}: {error}") from error
+        raise _CannotRun(call, error, at_once) from error
     pairs = [pair]
     if own.itemsize < 4 and own != other:  # for which the layer may have operations of their own
         low = sample(_SIZES[1], own, 1, shift=shift, tables=False)
         with contextlib.suppress(RuntimeError):  # parameters of several dtypes
-            pairs.append(pair.with_second(low))
+            pairs.append(one.with_second(low))
     opaque, why = set[str](), list[str]()
     while True:
         try:

@@ -43,7 +43,7 @@ from fused_remat.steps.activation import ACTIVATIONS
 
 
 class Pair:
-    """Two recordings of `forward`, a method of `layer`, with two samples.
+    """Two recordings of `forward`, a method of `layer`: of a first sample, and by `with_second`.
 
     The samples differ in every size, and in the dtype of what is in the residual stream's.
 
@@ -59,17 +59,15 @@ class Pair:
         layer: nn.Module,
         forward: Callable[..., Any],
         first: Sample,
-        second: Sample,
         leaf: Callable[[nn.Module], Any],
         numbers: Collection[str] = (),
     ) -> None:
         self.layer, self.forward, self.first, self.indices = layer, forward, first, numbers
         self.one, self.numbers, self.out = record(layer, forward, *first[2:], autocast=False)
         self.leaves = {path: leaf(module) for path, module in layer.named_modules() if path}
-        self._record(second)
 
     def with_second(self, second: Sample) -> Pair:
-        """The first recording, beside one of another second sample."""
+        """Return the first recording with one of a second sample."""
         other = copy.copy(self)
         other._record(second)
         return other

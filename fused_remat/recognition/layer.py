@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 import math
 import sys
 import threading
@@ -36,9 +37,9 @@ from fused_remat.layers.fused_layer import is_traced
 from fused_remat.layers.precision import Precision, low_dtype, precision_of
 from fused_remat.layers.read import GraphCall
 from fused_remat.policies import Policy, kept_names
-from fused_remat.recognition.call import Known, attribute, read_call
+from fused_remat.recognition.call import CANNOT_RUN, Known, attribute, read_call
 from fused_remat.recognition.record import without_dropout
-from fused_remat.recognition.samples import INDICES, NOTES, Call
+from fused_remat.recognition.samples import INDICES, NOTES, Call, Dims
 from fused_remat.recognition.state import exact, numbers_of
 from fused_remat.recognition.values import Unreadable, leaves, map_tree, refs
 from fused_remat.steps.norm import Norm
@@ -47,9 +48,12 @@ from fused_remat.steps.residual import Add
 #: By how much a block may differ from the layer on the first batch, relative, by dtype.
 _FIRST = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 
-#: What was read, by the state of a layer and the arguments of a call; a reason where nothing was.
-#: With the names of tensors whose values decide, and by those values.
-KNOWN: dict[Any, tuple[tuple[str | int, ...], dict[tuple[Any, ...], Known | Reason]]] = {}
+#: What was read, by the state of a layer and the arguments of a call, and by what the dimensions of
+#: these are; a reason where nothing was. With the names of tensors whose values decide, and by
+#: those values.
+KNOWN: dict[
+    Any, dict[Dims, tuple[tuple[str | int, ...], dict[tuple[Any, ...], Known | Reason]]]
+] = {}
 #: How many entries `KNOWN` has at most; how often one layer is read, and then left as it is.
 _MOST, _MOST_READINGS = 4096, 24
 #: Tensors of as many elements are looked at in every call, where their values decide.
@@ -168,10 +172,10 @@ class ReadLayer(ConvertedLayer):
         It is read for any length and whatever its whole arguments and its place in the model, if it
         computes the same for all; else for those of this call.
         """
-        reasons, states = [], dict[bool, Any]()
+        reasons, states = list[Reason](), dict[bool, Any]()
         for vary in SIZES:
             call = Call(given, vary)
-            for free in (True, False):
+            for free in (True, False) if call.sizes else ():
                 if free not in states:
                     states[free] = state_of(self, free)
                 known = self._known_for(call, states[free], free)
@@ -179,36 +183,58 @@ class ReadLayer(ConvertedLayer):
                     known = self._compared(known, call)
                 if isinstance(known, Known):
                     return known
-                reasons.append(known.text)
-        return Reason("; ".join(dict.fromkeys(reasons)))
+                if vary[0] == "B":  # the batch second is a guess, of which the reason tells nothing
+                    reasons.append(known)
+        return _that_matters(reasons)
 
     def _known_for(self, call: Call, state: Any, free: bool) -> Known | Reason:
         key = state, call.key(free)
-        names, found = KNOWN.get(key, ((), {}))
-        known = found.get(self._values_of(names, call))
+        known = self._found(call, KNOWN.get(key, {}))
         if known is None:
             if self._notes_of().readings == _MOST_READINGS:
-                return Reason("its code, its arguments or tensors that it reads change too often")
+                return Reason(
+                    f"it was traced {_MOST_READINGS} times, and its attributes, arguments or "
+                    "buffers have changed again; keep them the same between calls"
+                )
             self._notes_of().readings += 1
             with _reading:
                 known = self._read_first(call, free)
+                dims = known.dims if isinstance(known, Known) else call.dims
                 more = known.fixed if isinstance(known, Known) else ()
+                by_dims = KNOWN.setdefault(key, {})
+                names, found = by_dims.get(dims, ((), {}))
                 if not set(names).issuperset(more):
                     names, found = tuple({*names, *more}), {}
                 found[self._values_of(names, call)] = known
-                KNOWN[key] = names, found
-                if len(KNOWN) > _MOST:
-                    del KNOWN[next(iter(KNOWN))]
+                by_dims[dims] = names, found
+                for table in (KNOWN, by_dims):
+                    if len(table) > _MOST:
+                        del table[next(iter(table))]
         return known
 
+    def _found(self, call: Call, by_dims: Mapping[Dims, Any]) -> Known | Reason | None:
+        """Return what is known of a call, also by that of others with which its sizes agree."""
+        reason = None
+        for dims, (names, found) in [*by_dims.items()]:
+            if dims == call.dims or call.fits(dims):
+                known = found.get(self._values_of(names, call))
+                if isinstance(known, Known):
+                    return known
+                reason = known if dims == call.dims else reason
+        return reason
+
     def _compared(self, known: Known, call: Call) -> Known | Reason:
-        """A block that was compared with this layer on batches as large and as small as this one.
+        """Return a block that was compared with this layer on batches as large and as small as this
+        one, and in which the same sizes were equal; or why it is another.
 
         Others may take another branch of the layer's code.
         """
-        checked, sizes = self._notes_of().checked, (call.batch, call.tokens)
+        checked, sizes = self._notes_of().checked, [call.batch, call.tokens]
+        sizes += [call.sizes["M"]] if "M" in call.sizes else []
         numbers = [n.bit_length() for n in leaves(call.given) if type(n) is int]
-        mine = (*sizes, math.prod(sizes), *(-n for n in sizes), max(numbers, default=0))
+        pairs = itertools.combinations(sizes, 2)
+        same = [n for a, b in pairs for n in (a == b, a != b)]
+        mine = (*sizes, math.prod(sizes[:2]), *(-n for n in sizes), max(numbers, default=0), *same)
         most, reason = checked.get(known, ((-math.inf,) * len(mine), None))
         if reason is None and any(a > b for a, b in zip(mine, most, strict=True)):
             text = self._why_different(known, call)
@@ -316,12 +342,17 @@ def would_read(layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
         try:
             known = read_call(layer, type(layer).forward, Call(given, vary))
         except Unreadable as reason:
-            reasons.append(str(reason))
+            reasons += [Reason(str(reason))] if vary[0] == "B" else []
             continue
         pieces = [f"{name}, which is replayed ({why})" for name, why in known.reading.pieces]
         steps = ", ".join([node.name for node in known.graph.nodes])
         return f"convert makes it a block: {'; '.join([steps, *pieces])}"
-    return f"convert leaves it as it is: {'; '.join(dict.fromkeys(reasons))}"
+    return f"convert leaves it as it is: {_that_matters(reasons).text}"
+
+
+def _that_matters(reasons: Sequence[Reason]) -> Reason:
+    """Return the first reason of a trial that came as far as to run the layer."""
+    return next((r for r in reasons if not r.text.startswith(CANNOT_RUN)), reasons[0])
 
 
 @contextlib.contextmanager

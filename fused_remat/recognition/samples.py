@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from fused_remat.recognition.values import Sample, Unreadable, leaves, map_tree
 from fused_remat.spec import NormSpec
 from fused_remat.steps.activation import ACTIVATIONS
 
+_MASKS = ("mask", "bias", "alibi")
 _MEMORY = ("encoder_hidden_states", "memory", "context", "encoder_output", "key_value_states", "xa")
 
 
@@ -29,6 +32,12 @@ INDICES = ("layer_idx", "layer_id", "layer_number", "layer_index", "block_idx")
 _DRAWN = 65537
 #: No sample has fewer tokens in a sequence.
 _SMALLEST = 5
+#: How many other meanings of the dimensions of a call are tried.
+_MOST_OTHERS = 8
+
+#: For each leaf of a call's arguments that is a tensor, its dimensions: names of sizes, with a
+#: factor before, or numbers.
+Dims = tuple[tuple[str | int, ...] | None, ...]
 
 
 class Call:
@@ -36,7 +45,7 @@ class Call:
 
     Attributes:
         given: the arguments.
-        dims: for each tensor among their leaves, the names of its dimensions' sizes, or numbers.
+        dims: what the dimensions of the arguments are.
         active: for each leaf, whether it is an activation.
         sizes: of the call, by name.
         places: among the leaves, of the residual stream's input, and of the memory if any.
@@ -90,41 +99,54 @@ class Call:
             ),
             None,
         )  # fmt: skip
-        self.dims = [
-            self._dims(t, names[i], i == self.places[1]) if isinstance(t, Tensor) else None
+        swapped, lengths = self.axes == ("S", "B"), tuple(self.sizes.items())
+        self._options = [
+            _options(
+                t.shape, t.is_floating_point(), any(word in names[i] for word in _MASKS),
+                "encoder" in names[i] or i == self.places[1], swapped,
+                i in self.same or i == self.places[1], lengths,
+            )
+            if isinstance(t, Tensor) else None
             for i, t in enumerate(found)
-        ]
+        ]  # fmt: skip
+        self.dims: Dims = tuple([o if o is None else o[0] for o in self._options])
 
-    def _dims(self, t: Tensor, name: str, is_memory: bool) -> tuple[str | int, ...]:
-        sizes = self.sizes
-        dims: list[str | int] = list(t.shape)
-        first = ["B"] if "B" in sizes else []
-        lengths = [
-            n for n in (("M", "S") if "encoder" in name or is_memory else ("S", "M")) if n in sizes
+    def others(self) -> Iterator[Call]:
+        """Yield the call with other meanings of dimensions, where sizes are the same."""
+        numbers = {1, *[n for dims in self.dims for n in dims or () if isinstance(n, int)]}
+        found = [
+            (leaf, i, other)
+            for leaf, options in enumerate(self._options)
+            for i, others in enumerate(options[1] if options else ())
+            for other in others
+            if isinstance(other, str) or other in numbers
         ]
-        is_mask = t.dim() == 4 or any(word in name for word in ("mask", "bias", "alibi"))
-        features = t.is_floating_point() and t.dim() > 1 and not is_mask
-        swapped = self.axes == ("S", "B") and features and t.dim() > 2
-        for i, n in enumerate(t.shape[:-1] if features else t.shape):
-            if swapped and i < 2:
-                names = ["B"] if i == 1 else lengths
-                dims[i] = next((s for s in names if sizes.get(s) == n), n)
-            elif i == 0 and first and n == sizes["B"] and (n > 1 or t.dim() != 4):
-                dims[i] = "B"
-            elif i == 0 and first and t.dim() == 3 and n % sizes["B"] == 0 and sizes["B"] > 1:
-                dims[i] = f"{n // sizes['B']}B"  # heads inside of the batch
-            elif i > 0 or not first or t.dim() in (1, 2):
-                dims[i] = next((s for s in lengths if sizes[s] == n), n)
-        return tuple(dims)
+        single = [(change,) for change in found]
+        double = [p for p in itertools.combinations(found, 2) if p[0][:2] != p[1][:2]]
+        for changes in [*single, *double][:_MOST_OTHERS]:
+            dims = [None if d is None else [*d] for d in self.dims]
+            for leaf, i, other in changes:
+                dims[leaf][i] = other  # type: ignore[index]
+            call = copy.copy(self)
+            call.dims = tuple([None if d is None else tuple(d) for d in dims])
+            yield call
+
+    def fits(self, dims: Dims) -> bool:
+        """Return whether the dimensions of another call may be those of this one."""
+        tensors = leaves(self.given)
+        return all(
+            d is None or all(_size_of(s, self.sizes) == n for s, n in zip(d, t.shape, strict=True))
+            for t, d in zip(tensors, dims, strict=True)
+        )
 
     def key(self, free: bool) -> tuple[Any, ...]:
-        """What the reading depends on; `free`: not on whole numbers."""
+        """What the reading depends on besides `dims`; `free`: not on whole numbers."""
         found: list[Any] = []
-        for leaf, dims in zip(leaves(self.given), self.dims, strict=True):
+        for leaf in leaves(self.given):
             if isinstance(leaf, Tensor):
                 low = leaf.is_floating_point() and leaf.dtype != torch.float64
                 kind = "float" if low else leaf.dtype
-                found.append((dims, kind, leaf.device.type))
+                found.append((leaf.dim(), kind, leaf.device.type))
             else:
                 found.append(int if type(leaf) is int and free else exact(leaf, {}))
         shape = map_tree(self.given, lambda leaf: None)
@@ -166,7 +188,7 @@ class Call:
                 n = sizes["S"]
                 ends = [0, n] if whole else [0, n // 3, n]
                 return torch.tensor(ends, dtype=leaf.dtype, device=leaf.device)
-            shape = [n if isinstance(n, int) else sizes[n[-1]] * int(n[:-1] or 1) for n in dims]
+            shape = [_size_of(n, sizes) for n in dims]
             if is_active or (leaf.is_floating_point() and leaf.requires_grad):
                 made = random(shape, leaf.device)
                 stream.append(made)
@@ -176,7 +198,7 @@ class Call:
                 if n != made.shape[i]:
                     order = torch.arange(n, device=made.device) % max(made.shape[i], 1)
                     made = made.index_select(i, order)
-            is_mask = any(word in name for word in ("mask", "bias", "alibi"))
+            is_mask = any(word in name for word in _MASKS)
             if made.dtype == torch.bool or (is_mask and _is_whole(made)):
                 return _choices(made, generator)
             if _is_whole(made):
@@ -193,6 +215,45 @@ class Call:
         return Sample(
             sizes, dtype, named, map_tree(dict(self.given), given), self.active, self.bounds
         )
+
+
+@functools.lru_cache(1024)
+def _options(
+    shape: Sequence[int],
+    is_float: bool,
+    is_mask: bool,
+    of_memory: bool,
+    swapped: bool,
+    is_known: bool,
+    lengths: tuple[tuple[str, int], ...],
+) -> tuple[tuple[str | int, ...], list[list[str | int]]]:
+    """Return what the dimensions of an argument likely are, and what else each may be."""
+    sizes, last = dict(lengths), len(shape) - 1
+    batch, is_mask = sizes.get("B", 0), is_mask or last == 3
+    features = is_float and last > 0 and not is_mask
+    swapped = swapped and features and last > 1
+    found: list[list[str | int]] = []
+    for i, n in enumerate(shape):
+        queries = is_mask and last > 1 and i == last - 1
+        names = ("M", "S") if of_memory and not queries else ("S", "M")
+        order: tuple[str | int, ...] = names
+        if (features and i == last) or (last == 3 and i == 1 and n in shape[2:]):
+            order = (n, *names)  # a width, or heads, as many as tokens
+        elif swapped and i == 1:
+            order = ("B",)
+        elif i == 0 and "B" in sizes and not swapped:
+            heads = (f"{n // max(batch, 1)}B",) if last == 2 and n > batch else ()
+            other = (n, *heads) if batch == 1 else (*heads, n)
+            order = ("B", *names) if last < 2 else ("B", *other, *names)
+        same = [s for s in (*order, n) if isinstance(s, int) or _size_of(s, sizes) == n]
+        found.append([*dict.fromkeys(same)])
+    likeliest = tuple([n for n, *_ in found])
+    return likeliest, [] if is_known else [others for _, *others in found]
+
+
+def _size_of(dim: str | int, sizes: Mapping[str, int]) -> int:
+    """Return the size of a dimension (`Call.dims`); -1 for a length that the call does not have."""
+    return dim if isinstance(dim, int) else sizes.get(dim[-1], -1) * int(dim[:-1] or 1)
 
 
 def _random(

@@ -639,6 +639,28 @@ class Cross(nn.Module):
         return x + self.mlp(self.norm2(x))
 
 
+class CrossBias(Cross):
+    """The bias has no name that tells queries from keys."""
+
+    def forward(self, x: Tensor, memory: Tensor, bias: Tensor) -> Tensor:
+        q, k, v = heads(self.q(self.norm1(x))), heads(self.k(memory)), heads(self.v(memory))
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+        x = x + self.o(y.transpose(1, 2).reshape(x.shape))
+        return x + self.mlp(self.norm2(x))
+
+
+class HeadsInBatch(Block):
+    """The mask is a view of one with a batch, and the bias has heads in its batch."""
+
+    def forward(self, x: Tensor, mask: Tensor, alibi: Tensor) -> Tensor:
+        y, (b, s, _) = self.norm1(x), x.shape
+        q, k, v = (heads(layer(y)) for layer in (self.attn.q, self.attn.k, self.attn.v))
+        mask = (mask + 0.0).view(b, 1, s, s) + alibi.view(b, HEADS, 1, s)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        x = x + self.attn.o(y.transpose(1, 2).reshape(x.shape))
+        return x + self.mlp(self.norm2(x))
+
+
 class Condition(Block):
     """Another activation, with gradients, that has no name of an encoder's."""
 

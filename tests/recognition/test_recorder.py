@@ -441,7 +441,7 @@ def test_rotary_embeddings_as_complex_numbers(dtype, policy, told):
         same_step(stock, model, x, turns, tolerance=1e-5 if dtype == torch.float32 else 0.05)
     assert not told.reasons()
     assert steps(model, Attention)
-    assert [layer._notes_of().readings for layer in model.layers] == [1, 0], "for all lengths"
+    assert readings(model) == [1, 0], "for all lengths"
 
 
 def test_mask_with_gradient():
@@ -468,6 +468,30 @@ def test_cross_attention():
     assert {node.x for node in graphs(model)[0].nodes if getattr(node, "name", "") in "kv"} == {
         "memory"
     }
+
+
+def readings(model: nn.Module) -> list[int]:
+    return [layer._notes_of().readings for layer in model.layers]
+
+
+@pytest.mark.parametrize("first", [7, 5])
+def test_source_and_target_are_equally_long(first, told):
+    """A layer is traced once, whether its first call has equal lengths or not."""
+    stock, model = pair(altered.CrossBias)
+    for b, s, m in ((B, 7, first), (B, 7, 7), (3, 9, 9), (1, 4, 6), (5, 5, 5), (1, HEADS, HEADS)):
+        x, memory, bias = normal(b, s, WIDTH), normal(b, m, 12), normal(1, HEADS, s, m)
+        same_step(stock, model, x, memory, bias)
+    assert not told.reasons()
+    assert readings(model) == [1, 0]
+
+
+@pytest.mark.parametrize("sizes", [((1, 7), (1, 9), (B, 7)), ((B, 7), (1, 7), (7, 7), (1, HEADS))])
+def test_a_batch_of_one_sequence(sizes, told):
+    stock, model = pair(altered.HeadsInBatch)
+    for b, s in sizes:
+        same_step(stock, model, normal(b, s, WIDTH), normal(b, 1, s, s), normal(b * HEADS, 1, s))
+    assert not told.reasons()
+    assert readings(model) == [1, 0]
 
 
 def test_condition():
