@@ -18,11 +18,16 @@ import torch
 from torch import Tensor, nn
 
 from fused_remat.execution.observe import DECISIONS
-from fused_remat.layers.eligibility import Reason, Unsupported, is_readable, qualified
+from fused_remat.layers.eligibility import (
+    Reason,
+    Unsupported,
+    is_readable,
+    qualified,
+    wants_grad,
+)
 from fused_remat.layers.fused_layer import (
     TRACED,
     is_traced,
-    wants_grad,
 )
 from fused_remat.layers.linears import read_linear
 from fused_remat.layers.tensor_parallel import VocabularyParallelLinear

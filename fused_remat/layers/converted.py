@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from fused_remat.layers.eligibility import Reason
-from fused_remat.layers.fused_layer import FusedLayer, is_traced, wants_grad
+from fused_remat.layers.eligibility import Reason, wants_grad
+from fused_remat.layers.fused_layer import FusedLayer, is_traced
 from fused_remat.layers.read import GraphCall, LayerCall, read_block
 from fused_remat.layers.warn import warn
 
@@ -197,33 +197,35 @@ class ConvertedLayer(FusedLayer):
         given = {"args": args, "kwargs": kwargs}
         return self._fall_back(reason, torch.compiler.is_compiling(), given)
 
-    def _why_kept(self, given: Mapping[str, Any]) -> tuple[str, str]:
+    def _why_kept(self, reason: Reason, given: Mapping[str, Any]) -> tuple[str, str] | None:
         if self._why_cached(given) and not getattr(self, "_can_checkpoint_with_cache", False):
             return "a second forward would fill the cache again", "pass use_cache=False"
         run, enabled = self.__dict__.get("_gradient_checkpointing_func"), self._is_enabled()
         if isinstance(run, functools.partial) and not enabled and self.training:
             return "every_n_layers excludes it", "every_n_layers=1 checkpoints it"
-        return ("", "") if enabled else super()._why_kept(given)
+        return None if enabled and not reason.once else super()._why_kept(reason, given)
 
     def _is_enabled(self) -> bool:
         """Whether the model's own checkpointing applies to a call."""
         return self.training and bool(self.__dict__.get("gradient_checkpointing"))
 
-    def _checkpointing(self, given: Mapping[str, Any]) -> tuple[str, Callable[[], Any]]:
+    def _checkpointing(self) -> tuple[str, Callable[[Mapping[str, Any]], Any]]:
         own = self.__dict__.get("_gradient_checkpointing_func")
         if own is None or not (self.arguments and self._is_enabled()):
-            return super()._checkpointing(given)
+            return super()._checkpointing()
+        return "the model's own checkpointing", functools.partial(self._checkpointed, own)
+
+    def _checkpointed(self, own: Callable[..., Any], given: Mapping[str, Any]) -> Any:
+        """The stock forward under `own`, a function like `torch.utils.checkpoint.checkpoint`."""
         # Reentrant checkpointing, which may be its kind, sees gradients of positional arguments.
         first, *_ = self.arguments
         by_position = {n: v for n, v in given.items() if n == first or wants_grad(v)}
         rest = {n: v for n, v in given.items() if n not in by_position}
 
         def forward(*values: Any) -> Any:
-            named = dict(zip(by_position, values, strict=True))
-            return self._stock_forward(**named, **rest)
+            return self._stock_forward(**dict(zip(by_position, values, strict=True)), **rest)
 
-        run = functools.partial(own, forward, *by_position.values())
-        return "the model's own checkpointing", run
+        return own(forward, *by_position.values())
 
 
 def class_of(

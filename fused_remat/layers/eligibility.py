@@ -58,10 +58,12 @@ class Reason:
     Attributes:
         text: the reason, for messages.
         quiet: the stock forward is the right one here, so that no warning is due.
+        once: a second forward would not compute the same, or change something else again.
     """
 
     text: str
     quiet: bool = False
+    once: bool = False
 
 
 def qualified(kind: type) -> str:
@@ -255,3 +257,10 @@ def _shapes(spec: BlockSpec, width: int, hidden: int) -> dict[str, tuple[int, ..
     for name in spec.norms:
         shapes |= {f"{name}.weight": (width,), f"{name}.bias": (width,)}
     return shapes | {f"{name}_norm.weight": (spec.attention.head_dim,) for name in "qk"}
+
+
+def wants_grad(*values: Any) -> bool:
+    """Whether grad mode is on and one of `values` is a tensor that requires a gradient."""
+    return torch.is_grad_enabled() and any(
+        isinstance(value, Tensor) and value.requires_grad for value in values
+    )

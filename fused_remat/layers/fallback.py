@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fused_remat.autograd.replay_check import changed
+from fused_remat.layers.eligibility import wants_grad
 
 _PLAIN = (Tensor, nn.Parameter)
 
@@ -36,32 +37,51 @@ class Caller(nn.Module):
         return self._forward(**given)
 
 
-#: By layer and its training flag, the buffers that its forward updates; none once it was tried.
-_updates: weakref.WeakKeyDictionary[nn.Module, dict[bool, list[str]]] = weakref.WeakKeyDictionary()
+#: By layer and its training flag, the tensors that its forward changes; none once it was tried.
+_changes: weakref.WeakKeyDictionary[nn.Module, dict[bool, list[str]]] = weakref.WeakKeyDictionary()
 
 
-def updated_buffers(layer: nn.Module, run: Callable[[], Any]) -> tuple[Any, list[str]]:
-    """Return `run()`, a checkpointed forward of `layer`, and the buffers that forward updates.
+def without_changes(
+    layer: nn.Module, run: Callable[[Mapping[str, Any]], Any], given: Mapping[str, Any]
+) -> tuple[Any, list[str]]:
+    """Return `run(given)`, a checkpointed forward of `layer`, and what tensors forward changes.
 
-    If there are any, the buffers and the random state are those of before. Of a layer that has run
-    before, names are returned without a run.
+    A second forward would change them again. If there are any in the first call of a layer, they
+    and the random state are those of before; in later calls nothing runs.
     """
-    known = _updates.setdefault(layer, {})
-    if known.get(layer.training):
-        return None, known[layer.training]
-    buffers = {n: (b, b._version) for n, b in layer.named_buffers() if not b.is_inference()}
-    is_first = layer.training not in known and buffers
-    before = {n: b.clone() for n, (b, _) in buffers.items()} if is_first else {}
-    states = random_states(next(layer.parameters(), torch.empty(0)).device) if is_first else []
-    out = run()
-    names = [n for n, (b, version) in buffers.items() if b._version != version]
-    known[layer.training] = names
+    known, training = _changes.setdefault(layer, {}), layer.training
+    if known.get(training):
+        return None, known[training]
+    is_first, state = training not in known, [*_state(layer)]
+    if is_first:  # the caller's tensors change once only
+        given = {n: t.clone() if wants_grad(t) else t for n, t in given.items()}
+    copies = [t.clone() if is_first else t for *_, t in state]
+    args = [(n, t, t._version) for n, t in given.items() if type(t) is Tensor]
+    versions = [t._version for *_, t in state]
+    random = random_states(next(layer.parameters(), torch.empty(0)).device) if is_first else []
+    out, names = run(given), list[str]()
+    for (path, owner, name, t), version, copy in zip(state, versions, copies, strict=True):
+        # An attribute that is assigned anew (the last attention map) is no state of the next call.
+        replaced = owner.get(name) is not t and "_buffers" not in owner
+        if t._version != version or replaced:
+            names.append(path)
+            if is_first:
+                owner[name] = t
+                t.detach().copy_(copy)
+    names += [name for name, t, version in args if t._version != version]
     if names and is_first:
-        set_random_states(states)
-        with torch.no_grad():
-            for name in names:
-                buffers[name][0].copy_(before[name])
+        set_random_states(random)
+    known[training] = names
     return out, names
+
+
+def _state(layer: nn.Module) -> Iterator[tuple[str, dict[str, Any], str, Tensor]]:
+    """Tensors of a layer that are no parameters: their paths, what holds them, and their names."""
+    for path, module in layer.named_modules():
+        for owner in (module._buffers, vars(module)):
+            for name, t in owner.items():
+                if isinstance(t, Tensor) and not t.is_inference():
+                    yield f"{path}.{name}".lstrip("."), owner, name, t
 
 
 def random_states(device: torch.device) -> list[tuple[str, Tensor]]:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
 import weakref
@@ -24,7 +25,7 @@ from fused_remat.graph.graph import Graph
 from fused_remat.graph.precision import in_precision
 from fused_remat.layers import fallback
 from fused_remat.layers.containment import Rescue, is_contained, is_unexpected
-from fused_remat.layers.eligibility import Reason
+from fused_remat.layers.eligibility import Reason, wants_grad
 from fused_remat.layers.read import GraphCall, LayerCall, LayerMap, read_block
 from fused_remat.layers.record import NOTES, Ran, record_of
 from fused_remat.layers.tensor_parallel import TensorParallel, read_on_rank
@@ -289,24 +290,27 @@ class FusedLayer(nn.Module):
     def _own_forward(self, reason: Reason, given: Mapping[str, Any]) -> Any:
         """The stock forward of a training call: under checkpointing, unless that is worse."""
         ran, record = f"runs {self._owner} forward", record_of(self)
-        keeps, remedy = self._why_kept(given)
-        names: list[str] = []
-        if not keeps:
-            how, run = self._checkpointing(given)
-            out, names = fallback.updated_buffers(self, run)
-            if out is not None and not names:
-                warn(self, f"{ran} under {how}: {reason.text}")
+        kept = self._why_kept(reason, given)
+        if kept is None:
+            how, run = self._checkpointing()
+            out, names = fallback.without_changes(self, run, given)
+            if not names:
+                if reason.text != record.failure:  # of which `_block_failed` has warned
+                    warn(self, f"{ran} under {how}: {reason.text}")
                 self._note("checkpoint", reason)
                 return out
-            keeps = f"a second forward would update {_listed(names)} again"
-            remedy = "put the modules that hold them in evaluation, if they need no update"
-        if record.last == "plain" and record.reason == reason.text:
-            out = self._stock_forward(**given)  # the bytes are counted once
-        else:
-            with fallback.counted(self) as total:
-                out = self._stock_forward(**given)
-            text = f"{ran}: {reason.text}; it keeps {total['bytes'] / 2**20:.1f} MiB for backward"
-            warn(self, f"{text}, since {keeps}; {remedy}")
+            kept = (
+                f"a second forward would update {_listed(names)} again",
+                "put the modules that do so in evaluation, if no update is needed",
+            )
+        # The first call of a layer may fill a table, and later ones run as blocks.
+        quiet = record.calls["plain"] > 1 or (reason.once and record.last is None)
+        with contextlib.nullcontext() if quiet else fallback.counted(self) as total:
+            out = self._stock_forward(**given)
+        if total is not None:
+            mib, (why, remedy) = total["bytes"] / 2**20, kept
+            keeps = f"it keeps {mib:.1f} MiB for backward, since {why}; {remedy}"
+            warn(self, f"{ran}: {reason.text}; {keeps}")
         self._note("plain", reason)
         return out
 
@@ -314,15 +318,17 @@ class FusedLayer(nn.Module):
         if not _in_backward():
             record_of(self).note(ran, reason.text)
 
-    def _why_kept(self, given: Mapping[str, Any]) -> tuple[str, str]:
-        """Why the stock forward of a training call is not checkpointed, and a remedy; or ""."""
+    def _why_kept(self, reason: Reason, given: Mapping[str, Any]) -> tuple[str, str] | None:
+        """Why the stock forward of a training call is not checkpointed, and a remedy."""
+        if reason.once:
+            return "a second forward would do so again", "keep forward free of it"
         if self._policy == "none":
             return "the policy 'none' keeps all activations", "other policies checkpoint"
-        return "", ""
+        return None
 
-    def _checkpointing(self, given: Mapping[str, Any]) -> tuple[str, Callable[[], Any]]:
+    def _checkpointing(self) -> tuple[str, Callable[[Mapping[str, Any]], Any]]:
         """The name of a method of checkpointing, and the stock forward under it."""
-        run = functools.partial(fallback.checkpointed, self, self._stock_forward, given)
+        run = functools.partial(fallback.checkpointed, self, self._stock_forward)
         return "torch.utils.checkpoint", run
 
     def _tell_of_own_forward(self, out: Any, values: tuple[Any, ...]) -> None:
@@ -391,7 +397,7 @@ def _in_backward() -> bool:
 
 def _listed(names: Sequence[str], most: int = 3) -> str:
     shown = ", ".join(names[:most])
-    return shown if len(names) <= most else f"{shown} and {len(names) - most} more buffers"
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
 
 
 def _base(cls: type[FusedLayer]) -> Any:
@@ -424,11 +430,4 @@ def is_traced() -> bool:
         bool(torch.compiler.is_exporting() if flag is None else flag)
         or torch._C._are_functorch_transforms_active()
         or torch.jit.is_tracing()  # type: ignore[attr-defined]
-    )
-
-
-def wants_grad(*values: Any) -> bool:
-    """Whether grad mode is on and one of `values` is a tensor that requires a gradient."""
-    return torch.is_grad_enabled() and any(
-        isinstance(value, Tensor) and value.requires_grad for value in values
     )

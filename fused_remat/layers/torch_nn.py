@@ -17,8 +17,9 @@ from fused_remat.layers.eligibility import (
     Unsupported,
     check_dropout,
     qualified,
+    wants_grad,
 )
-from fused_remat.layers.fused_layer import FusedLayer, wants_grad
+from fused_remat.layers.fused_layer import FusedLayer
 from fused_remat.layers.precision import CASTABLE
 from fused_remat.layers.read import LayerCall, LayerMap, Parts, read_block
 from fused_remat.ops.activation import activation_name

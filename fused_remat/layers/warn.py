@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 
 from torch import nn
@@ -22,7 +23,7 @@ def warn(layer: nn.Module, message: str) -> None:
     Each message is shown once for the layers of a class that were converted together.
     """
     record, name = record_of(layer), type(layer).__name__
-    key = f"{name} {message}"
+    key = f"{name} {re.sub(r'[0-9][^ ]*', '', message)}"  # numbers differ from layer to layer
     if key in record.warned:
         return
     record.warned.add(key)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fused_remat.recognition.state import get
-from fused_remat.recognition.values import SHIFT, Unreadable, attributes
+from fused_remat.recognition.values import SHIFT, SideEffect, attributes
 
 
 def generator_states(device: torch.device) -> list[Tensor]:
@@ -116,7 +116,7 @@ def renumbered(layer: nn.Module, names: Collection[str]) -> Iterator[None]:
 def unchanged(
     roots: list[Any], shared: list[tuple[Any, str]], named: Mapping[str, Tensor]
 ) -> Iterator[None]:
-    """Raise Unreadable if code changes what can be reached from `roots`, what classes and modules
+    """Raise SideEffect if code changes what can be reached from `roots`, what classes and modules
     have by the names `shared` and what these hold, or tensors in place; put back what was held."""
     versions = [t._version for t in named.values()]
     holders, generators = _holders(roots)
@@ -142,9 +142,9 @@ def unchanged(
     pairs = zip(named.items(), versions, strict=True)
     changed += [name for (name, t), version in pairs if t._version != version]
     if changed:
-        raise Unreadable(f"it changes {', '.join(dict.fromkeys(changed))} in forward")
+        raise SideEffect(f"it changes {', '.join(dict.fromkeys(changed))} in forward")
     if drew:
-        raise Unreadable("it draws random numbers outside of PyTorch's default generator")
+        raise SideEffect("it draws random numbers outside of PyTorch's default generator")
 
 
 @functools.cache

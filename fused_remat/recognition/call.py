@@ -26,6 +26,7 @@ from fused_remat.recognition.values import (
     SHIFT,
     STREAM,
     Op,
+    SideEffect,
     Size,
     Unreadable,
     leaves,
@@ -301,7 +302,7 @@ def _read_one(layer: nn.Module, forward: Callable[..., Any], call: Call, free: b
                 if not varies:
                     known.fixed |= fixed
                 return known
-            except torch.OutOfMemoryError:
+            except (torch.OutOfMemoryError, SideEffect):
                 raise
             except Unreadable as reason:
                 reasons.append(reason)

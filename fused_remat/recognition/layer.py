@@ -41,7 +41,7 @@ from fused_remat.recognition.call import CANNOT_RUN, Known, attribute, read_call
 from fused_remat.recognition.record import without_dropout
 from fused_remat.recognition.samples import INDICES, NOTES, Call, Dims
 from fused_remat.recognition.state import exact, numbers_of
-from fused_remat.recognition.values import Unreadable, leaves, map_tree, refs
+from fused_remat.recognition.values import SideEffect, Unreadable, leaves, map_tree, refs
 from fused_remat.steps.norm import Norm
 from fused_remat.steps.residual import Add
 
@@ -194,7 +194,8 @@ class ReadLayer(ConvertedLayer):
             if self._notes_of().readings == _MOST_READINGS:
                 return Reason(
                     f"it was traced {_MOST_READINGS} times, and its attributes, arguments or "
-                    "buffers have changed again; keep them the same between calls"
+                    "buffers have changed again; keep them the same between calls",
+                    once=isinstance(self._last, Reason) and self._last.once,
                 )
             self._notes_of().readings += 1
             with _reading:
@@ -270,7 +271,7 @@ class ReadLayer(ConvertedLayer):
             with _apart(x), torch.enable_grad():  # also in a checkpoint's first run
                 return read_call(self, self.stock.forward, call, free)
         except Unreadable as reason:
-            return Reason(str(reason))
+            return Reason(str(reason), once=isinstance(reason, SideEffect))
 
     def _why_different(self, known: Known, call: Call) -> str | None:
         """By how much the block and the layer differ on real arguments, without dropout.
@@ -351,8 +352,9 @@ def would_read(layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
 
 
 def _that_matters(reasons: Sequence[Reason]) -> Reason:
-    """Return the first reason of a trial that came as far as to run the layer."""
-    return next((r for r in reasons if not r.text.startswith(CANNOT_RUN)), reasons[0])
+    """Return the reason that decides how the layer runs, or that of a trial that ran it."""
+    effect = next((r for r in reasons if r.once), None)
+    return effect or next((r for r in reasons if not r.text.startswith(CANNOT_RUN)), reasons[0])
 
 
 @contextlib.contextmanager

@@ -19,6 +19,10 @@ class Unreadable(Exception):
     """The operations of a layer cannot be read as a block. The text is the reason."""
 
 
+class SideEffect(Unreadable):
+    """Forward changes more than its result: a second one would not be the same."""
+
+
 class Mismatch(Unreadable):
     """The two recordings differ in what no size and no dtype explains."""
 

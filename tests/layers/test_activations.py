@@ -195,13 +195,10 @@ def test_what_cannot_be_called_again_falls_back_with_the_reason(activation, reas
     layer = FusedRematLayer(D, H, FF, 0.0, activation, batch_first=True)
     with told() as texts:
         layer(X.float()).sum().backward()
-    reasons = [text for text in texts if "updates buffers in forward" not in text]
-    assert len(reasons) == 1 and reason in reasons[0]
+    assert len(texts) == 1 and reason in texts[0]
     assert layer.linear1.weight.grad is not None
-    updates = isinstance(activation, Counter)
-    assert len(texts) == 1 + updates
-    if updates:
-        assert activation.calls == 2  # as under torch.utils.checkpoint: once more in backward
+    if isinstance(activation, Counter):
+        assert activation.calls == 1  # its layer's forward is not repeated
 
 
 def test_a_new_activation_is_a_row(monkeypatch):

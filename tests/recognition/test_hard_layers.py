@@ -57,7 +57,9 @@ def compare(stock: nn.Module, model: nn.Module, *calls, step=step, tolerance=FLO
                 assert_same(found, expected, tolerance, f"call {i}: ")
     left = [kind for kind in conversion(model) if kind.state == "left"]
     told = [str(w.message) for w in told if issubclass(w.category, FusedRematWarning)]
-    assert len(told) <= 1 and (told or not left), told
+    effects = any("it changes" in kind.reason or "it draws" in kind.reason for kind in left)
+    quiet = len(calls) == 1 and effects  # the first call may fill a table, and others find it
+    assert len(told) == len({*told}) <= 2 and (told or not left or quiet), told
 
 
 def assert_same(found: dict, expected: dict, tolerance: float, call: str = "") -> None:
