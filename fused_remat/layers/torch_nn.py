@@ -20,14 +20,14 @@ from fused_remat.layers.eligibility import (
     wants_grad,
 )
 from fused_remat.layers.fused_layer import FusedLayer
-from fused_remat.layers.precision import CASTABLE
+from fused_remat.layers.precision import CASTABLE, low_dtype
 from fused_remat.layers.read import LayerCall, LayerMap, Parts, read_block
 from fused_remat.ops.activation import activation_name
 from fused_remat.policies import Policy
 from fused_remat.spec import BlockSpec, nn_layer_spec
 
 _EXACT = Reason("evaluation without gradients is PyTorch's own where that is exact", quiet=True)
-_NESTED = Reason("src is a nested tensor", quiet=True)
+_NESTED = Reason("an argument is a nested tensor", quiet=True)
 #: What PyTorch's inference kernel computes for `layer.activation_relu_or_gelu`; at 0 it is not run.
 _COMPUTED = {1: "relu", 2: "gelu"}
 
@@ -60,6 +60,18 @@ class _TorchLayer(FusedLayer):
             batch_first, norm_first, bias, device, dtype,
         )  # fmt: skip
         self._set_options(policy, backend, accumulate_into)
+
+    def _read(self, **given: Any) -> LayerCall | Reason:
+        if any(isinstance(value, Tensor) and value.is_nested for value in given.values()):
+            return _NESTED
+        return read_block(self, self._map, given)
+
+    def _fall_back(self, reason: Reason, compiling: bool, given: Mapping[str, Any]) -> Any:
+        if compiling or reason not in (_EXACT, _NESTED):
+            return super()._fall_back(reason, compiling, given)
+        for observe in DECISIONS:
+            observe(self, reason.text)
+        return self.stock.forward(self, **given)  # which raises for most nested tensors
 
     def _heads(self) -> dict[str, int]:
         return {"heads": int(self.self_attn.num_heads)}
@@ -123,6 +135,9 @@ class FusedRematLayer(_TorchLayer, nn.TransformerEncoderLayer):
             src=src, src_mask=src_mask, src_key_padding_mask=src_key_padding_mask,
             is_causal=is_causal,
         )  # fmt: skip
+        low = None if self.training else low_dtype(src)
+        if low is not None and out.dtype in CASTABLE and self._runs_kernel(src):
+            out = out.to(low)  # whatever masks there are: the kernel has no float32 stream
         return out
 
     def why_not_fused(
@@ -154,18 +169,17 @@ class FusedRematLayer(_TorchLayer, nn.TransformerEncoderLayer):
 
     def _read(self, **given: Any) -> LayerCall | Reason:
         """The block of a call; `_EXACT` or `_NESTED` where PyTorch's own kernel is asked first."""
-        src = given["src"]
-        nested = isinstance(src, Tensor) and src.is_nested
-        masked = given["src_mask"] is not None or given["src_key_padding_mask"] is not None
-        evaluates = not (self.training or masked or self._tensor_parallel is not None)
+        src, mask = given["src"], given["src_mask"]
+        evaluates = not self.training and self._tensor_parallel is None
         if evaluates and torch.is_grad_enabled():  # parameters() walks the layer
             evaluates = not wants_grad(src, *self.parameters())
-        if evaluates:  # PyTorch's kernel ignores is_causal where there is no mask
+        if evaluates and mask is None:  # PyTorch's kernel ignores is_causal where there is no mask
             given = {**given, "is_causal": False}
-        call = _NESTED if nested else read_block(self, ENCODER, given)
+        evaluates = evaluates and mask is None and given["src_key_padding_mask"] is None
+        call = super()._read(**given)
         if not evaluates:
             return call
-        if nested:  # whether it is exact does not depend on the number of tokens
+        if call is _NESTED:  # whether it is exact does not depend on the number of tokens
             sequences = src.unbind()
             if not sequences:
                 return call
@@ -189,15 +203,42 @@ class FusedRematLayer(_TorchLayer, nn.TransformerEncoderLayer):
         return type(self.linear1) is nn.Linear and type(self.linear2) is nn.Linear
 
     def _fall_back(self, reason: Reason, compiling: bool, given: Mapping[str, Any]) -> Any:
-        if compiling or reason not in (_EXACT, _NESTED):
+        masked = given["src_mask"] is not None or given["src_key_padding_mask"] is not None
+        pads = reason is _NESTED and not (compiling or self.training or masked)
+        if not pads or not self._is_paddable(given["src"]):
             return super()._fall_back(reason, compiling, given)
         for observe in DECISIONS:
             observe(self, reason.text)
-        masked = given["src_mask"] is not None or given["src_key_padding_mask"] is not None
-        src = given["src"]
-        if reason is _EXACT or self.training or src.layout is not torch.strided or masked:
-            return self.stock.forward(self, **given)  # which raises for most nested tensors
-        return _padded(self.forward, src)
+        return _padded(self.forward, given["src"])
+
+    def _is_paddable(self, src: Tensor) -> bool:
+        """Whether a nested tensor is a batch of sequences of one width, of which one has tokens."""
+        if src.layout is not torch.strided or src.dim() != 3 or not src.is_floating_point():
+            return False
+        sequences = src.unbind()
+        one_width = len({sequence.shape[1] for sequence in sequences}) == 1
+        batch_first = getattr(self.self_attn, "batch_first", False)
+        return batch_first and one_width and any(map(len, sequences))
+
+    def _runs_kernel(self, src: Tensor) -> bool:
+        """Whether PyTorch's layer would run its inference kernel on `src`, be it exact or not."""
+        attn, norms = self.self_attn, (self.norm1, self.norm2)
+        return (
+            not self.training
+            and src.dim() == 3
+            and src.numel() > 0  # of nothing it returns the input
+            and torch.backends.mha.get_fastpath_enabled()
+            and not torch.is_autocast_enabled()
+            and isinstance(attn, nn.MultiheadAttention)
+            and attn.batch_first
+            and attn.in_proj_bias is not None
+            and attn.num_heads % 2 == 0
+            and bool(self.activation_relu_or_gelu)
+            and all(type(norm) is nn.LayerNorm for norm in norms)
+            and norms[0].eps == norms[1].eps
+            and not any(m._forward_hooks or m._forward_pre_hooks for m in self.modules())
+            and not (torch.is_grad_enabled() and wants_grad(src, *self.parameters()))
+        )
 
 
 class FusedRematDecoderLayer(_TorchLayer, nn.TransformerDecoderLayer):

@@ -15,6 +15,7 @@ from reference import pair
 from torch import nn
 from torch.profiler import profile
 
+from fused_remat import FusedRematLayer
 from fused_remat.layers import fallback
 
 IS_2_13 = torch.__version__.startswith("2.13")
@@ -165,6 +166,64 @@ def test_nested_tensors_in_an_encoder(how):
         assert (theirs - expected)[~PADDING].abs().max() > 1e-5
 
 
+def outcome(layer, *args, **masks):
+    """The type of the error that a call raises, or the dtypes and shapes of its result."""
+    try:
+        out = layer(*args, **masks)
+    except Exception as error:
+        return type(error)
+    return [(t.dtype, t.shape) for t in (out.unbind() if out.is_nested else [out])]
+
+
+ILL_FORMED = {
+    "of different widths": [X[0, :, :15], X[1]],
+    "the first of another width": [X[0], X[1, :, :15]],
+    "of nothing": [],
+    "of empty sequences": [X[0, :0], X[1, :0]],
+    "of vectors": [X[0, 0], X[0, 1]],
+    "of integers": [X[0].long(), X[1, :3].long()],
+}
+
+
+@pytest.mark.parametrize("name", ILL_FORMED)
+@pytest.mark.parametrize("activation", ["relu", nn.GELU(approximate="tanh")])
+@pytest.mark.parametrize("training, grad", [(True, True), (False, True), (False, False)])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_that_is_no_batch(name, activation, training, grad):
+    x = torch.nested.nested_tensor(ILL_FORMED[name])
+    for norm_first in (False, True):
+        layers = [m.train(training) for m in make(activation=activation, norm_first=norm_first)]
+        with torch.set_grad_enabled(grad):
+            stock, fused = (outcome(m, x) for m in layers)
+        assert fused == stock and (isinstance(stock, type) or name == "of empty sequences")
+
+
+@pytest.mark.parametrize("argument", [0, 1, "memory_key_padding_mask"])
+@pytest.mark.parametrize("training, grad", [(True, True), (False, True), (False, False)])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_in_a_decoder(argument, training, grad):
+    nested = torch.nested.nested_tensor([X[0], X[1, :3], X[2]])
+    args, masks = [X, X], {}
+    if isinstance(argument, int):
+        args[argument] = nested
+    else:
+        masks[argument] = nested
+    for norm_first in (False, True):
+        options = {"norm_first": norm_first, "batch_first": True, "decoder": True}
+        layers = [m.train(training) for m in pair(16, 4, 32, dtype=torch.float64, **options)]
+        with torch.set_grad_enabled(grad):
+            stock, fused = (outcome(m, *args, **masks) for m in layers)
+        assert isinstance(stock, type) and fused is stock
+
+
+@torch.no_grad()
+def test_an_ignored_hint():
+    """As PyTorch's kernel: without a mask, is_causal has no meaning in evaluation."""
+    stock, fused = make()
+    masks = {"src_key_padding_mask": PADDING, "is_causal": True}
+    torch.testing.assert_close(fused(X, **masks), stock(X, **masks))
+
+
 @torch.no_grad()
 def test_empty_inputs_in_eval():
     for x in (X[:0], X[:, :0]):
@@ -202,3 +261,28 @@ def test_the_switch_and_threads():
     leave.set()
     thread.join()
     assert torch.backends.mha.get_fastpath_enabled()
+
+
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("how", ["plain", "GELU(tanh)", "seq-first", "odd heads", "hook"])
+@pytest.mark.filterwarnings("ignore::fused_remat.FusedRematWarning")
+def test_dtypes_under_autocast(how, grad, low):
+    """Those of the stock layer, masks or not: autocast's where it would run its kernel."""
+    options = {
+        "GELU(tanh)": {"activation": nn.GELU(approximate="tanh")},
+        "seq-first": {"batch_first": False},
+    }.get(how, {})
+    heads = 1 if how == "odd heads" else 4
+    for norm_first in (False, True):
+        layer = nn.TransformerEncoderLayer(
+            16, heads, 32, norm_first=norm_first, **{"batch_first": True, **options}
+        ).eval()
+        if how == "hook":
+            layer.linear1.register_forward_hook(lambda *args: None)
+        layers = [layer, FusedRematLayer.from_layer(layer)]
+        x = X.float() if layer.self_attn.batch_first else X.float().transpose(0, 1)
+        for masks in ({}, *EXACT.values()):
+            with torch.set_grad_enabled(grad), torch.autocast("cpu", low):
+                stock, fused = (outcome(m, x, **masks) for m in layers)
+            assert fused == stock
