@@ -25,10 +25,10 @@ from fused_remat.layers import (
     FusedRematLayer,
 )
 from fused_remat.layers.converted import ConvertedLayer
-from fused_remat.layers.eligibility import Unsupported
+from fused_remat.layers.eligibility import Unsupported, qualified
 from fused_remat.layers.record import record_of
 from fused_remat.policies import Policy
-from fused_remat.recognition.find import repeated_layers
+from fused_remat.recognition.find import first_batch_norm, repeated_layers
 from fused_remat.recognition.layer import read_class
 from fused_remat.recognition.samples import NOTES
 from fused_remat.steps.operations import warn
@@ -80,11 +80,11 @@ def convert(
         every: convert every k-th eligible layer, the first included.
         loss: a causal language model of transformers computes its loss by
             `ops.linear_cross_entropy`, without whole logits, where a call trains and has labels;
-            the `logits` of the output are then None.
+            the `logits` of the output are then None, of which one warning tells.
 
     Raises: ValueError if there is no eligible layer (the message lists the layers that `model` has,
         and the supported ones), or with `loss` no such model; for an unknown policy, backend or
-        accumulate_into, or if `every` is not a positive int.
+        accumulate_into, or if `every` is not a positive int; TypeError if `loss` is not a bool.
 
     >>> import torch
     >>> layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
@@ -94,6 +94,8 @@ def convert(
     """
     if not isinstance(every, int) or isinstance(every, bool) or every < 1:
         raise ValueError(f"every must be a positive int, got {every!r}")
+    if not isinstance(loss, bool):
+        raise TypeError(f"loss must be True or False, got {loss!r}")
     check_name(backend)
     found = [module for module in model.modules() if _is_known(type(module))]
     known = {part for module in found for part in module.modules()}
@@ -140,6 +142,14 @@ def _heads(model: nn.Module) -> list[nn.Module]:
 
 def _nothing_found(model: nn.Module) -> str:
     count = sum(1 for _ in _fused_layers(model))
+    blocking = None if count else first_batch_norm(model)
+    if blocking is not None:
+        path, norm = blocking
+        return (
+            f"{type(model).__name__} has no layer to convert: {path} is {qualified(type(norm))}, "
+            "whose running statistics recomputation would update again in backward; use a norm "
+            "without running statistics, such as nn.LayerNorm or nn.GroupNorm"
+        )
     already = f"; {count} are fused already: change them with set_policy" if count else ""
     return (
         f"{type(model).__name__} has no layer to convert{already or _layers_of(model)}; a layer is "

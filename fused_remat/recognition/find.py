@@ -25,6 +25,16 @@ def repeated_layers(model: nn.Module) -> list[nn.Module]:
     return list(dict.fromkeys(found or _layers(model, _is_part)))
 
 
+def first_batch_norm(model: nn.Module) -> tuple[str, nn.Module] | None:
+    """The first batch norm, by its path, in modules that would be layers if they had none."""
+    found = list(_layers(model, _has_matrices))
+    if not found and _has_matrices(model) and not _lists(model):
+        found = [model]
+    parts = {part for layer in found for part in layer.modules()}
+    named = model.named_modules()
+    return next(((name, m) for name, m in named if m in parts and _is_batch_norm(m)), None)
+
+
 def _layers(module: nn.Module, chosen: Callable[[nn.Module], bool]) -> Iterator[nn.Module]:
     for child in module.children():
         in_list = isinstance(module, _LISTS) and not isinstance(child, _LISTS)
@@ -64,11 +74,18 @@ def _is_layer(module: nn.Module) -> bool:
 
 def _is_part(module: nn.Module) -> bool:
     """Whether a module, not one of PyTorch's, has two matrices or more, and no batch norm."""
+    return _has_matrices(module) and not any(map(_is_batch_norm, module.modules()))
+
+
+def _is_batch_norm(module: nn.Module) -> bool:
+    return isinstance(module, nn.modules.batchnorm._BatchNorm)
+
+
+def _has_matrices(module: nn.Module) -> bool:
     if type(module).__module__.startswith("torch.nn."):
         return False
     parts = [part for part in module.modules() if part is not module]
     if is_fused(module) or any(map(is_fused, parts)):
         return False
     matrices = [p for part in parts for p in part.parameters(recurse=False) if p.dim() == 2]
-    batch_norm = any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in parts)
-    return sum(min(p.shape) > 1 for p in matrices) >= 2 and not batch_norm
+    return sum(min(p.shape) > 1 for p in matrices) >= 2

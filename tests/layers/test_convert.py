@@ -130,6 +130,32 @@ def test_a_model_without_layers_to_convert_says_what_it_has(model, said):
         convert(model)
 
 
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.bn, self.fc2 = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)
+
+
+@pytest.mark.parametrize(
+    ("model", "path"),
+    [
+        (nn.Sequential(Normed(), Normed()), r"0\.bn"),
+        (Normed(), "bn"),
+        (nn.Sequential(nn.BatchNorm1d(8), nn.ModuleList([Normed()])), r"1\.0\.bn"),
+    ],
+)
+def test_a_batch_norm_that_keeps_layers_from_being_converted_is_named(model, path):
+    reason = rf"no layer to convert: {path} is torch.nn.BatchNorm1d, whose running statistics"
+    with pytest.raises(ValueError, match=f"{reason} .* use a norm"):
+        convert(model)
+
+
+@pytest.mark.parametrize("loss", ["yes", 1, None])
+def test_loss_is_a_bool(loss):
+    with pytest.raises(TypeError, match="loss must be True or False, got"):
+        convert(encoder(1), loss=loss)
+
+
 def test_a_subclass_of_a_fused_layer_whose_own_forward_rebuilds_nothing_is_read():
     class Mine(FusedRematLayer):
         def forward(self, src, src_mask=None, src_key_padding_mask=None, is_causal=False):
