@@ -110,6 +110,10 @@ def _code(model: Any) -> tuple[Any, ...]:
 _IDLE = Reason("the model does not train", quiet=True)
 _UNFIT = Reason("its arguments do not fit", quiet=True)  # of which the stock forward complains
 _UNLABELLED = Reason("it has no labels", quiet=True)
+_NO_LOGITS = (
+    "returns logits=None where it trains: convert(model, loss=True) computes the loss without "
+    "them; convert with loss=False if your training code reads outputs.logits"
+)
 
 
 class HuggingFaceHead(nn.Module):
@@ -138,6 +142,8 @@ class HuggingFaceHead(nn.Module):
         """`forward(*args, **kwargs)`: with the fused loss, or transformers' own."""
         call = self._read(args, kwargs)
         if not isinstance(call, Reason):
+            if not torch.compiler.is_compiling():
+                warn(self, _NO_LOGITS)
             return self._with_fused_loss(*call)
         for observe in DECISIONS:
             observe(self, call.text)

@@ -55,6 +55,16 @@ def test_loss_and_gradients_are_transformers_own(name, items):
     compare(model, fused, **batch(), **({} if items is None else {"num_items_in_batch": items}))
 
 
+def test_one_warning_tells_of_missing_logits():
+    model = convert(llama(), loss=True)
+    with pytest.warns(FusedRematWarning, match="returns logits=None .* loss=False"):
+        model(**batch())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FusedRematWarning)
+        assert model(**batch()).logits is None
+        assert model.eval()(**batch(), use_cache=False).logits is not None
+
+
 def test_hidden_states_and_ignore_index_are_handed_on():
     model = llama()
     model.config.final_logit_softcapping = 0.5  # which is no option of Llama's
@@ -63,6 +73,7 @@ def test_hidden_states_and_ignore_index_are_handed_on():
     inputs["labels"][inputs["labels"] == -100] = 5
     with warnings.catch_warnings():
         warnings.simplefilter("error", FusedRematWarning)  # layers are handed it, too
+        warnings.filterwarnings("ignore", ".* returns logits=None")
         out = compare(model, fused, **inputs, output_hidden_states=True, ignore_index=5)
     assert len(out.hidden_states) == 3
 
