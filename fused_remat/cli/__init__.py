@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 
@@ -58,8 +57,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         what = f"unknown command {name!r}" if name else "a command is missing"
         print(f"{_USAGE}\n\nerror: {what}; valid: {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
-    # Silences the profiler that measures bytes on the CPU; read when it is first used.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     try:
         return _run(name, given[1:])
     except CommandError as error:

@@ -35,7 +35,7 @@ from fused_remat.planner.options import (
 from fused_remat.planner.plan import Plan
 from fused_remat.planner.solve import METHODS, Policies, choose, policy_for
 from fused_remat.policies import Policy
-from fused_remat.report.step import device_of
+from fused_remat.report.step import arguments_of, device_of
 from fused_remat.report.units import Budget, bytes_of
 
 #: Held while a model is measured: its observers and timers would see blocks of other threads.
@@ -120,7 +120,7 @@ def plan(
 
     Args:
         model, inputs, kwargs: those of a training step, in training mode, at the batch size of the
-            training.
+            training; the arguments may be one dict of keyword arguments.
         budget: limit on the peak of the whole step, including parameters and optimizer: text
             ("6GiB"), bytes (int), or a fraction (float) of the device's memory. None: no limit.
         method: "optimal": the fastest plan there is (exact, over the options below and all
@@ -171,6 +171,7 @@ def plan(
     request = Request(
         costs, policies, optimizer, loss, accumulates, segments, options, lossy, offload
     )
+    inputs, kwargs = arguments_of(model, inputs, kwargs)
     device = device_of(model, [inputs, kwargs])
     request.check(method, device)
     limit = None if budget is None else bytes_of(budget, device)

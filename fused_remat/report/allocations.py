@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -104,6 +105,8 @@ class Span:
     end: int
 
 
+#: From which torch's profiler reads, when it first starts, how much it logs to stderr.
+_LOG_LEVEL = "KINETO_LOG_LEVEL"
 #: Held during a trace: a process has one torch profiler and one peak counter per device.
 _TRACING = threading.RLock()
 
@@ -163,7 +166,8 @@ class AllocationTrace:
                 torch.cuda.reset_peak_memory_stats(self.device)
             else:
                 self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-                self._profile.__enter__()
+                with _silent_profiler():
+                    self._profile.__enter__()
             self._held = stack.pop_all()
         return self
 
@@ -205,6 +209,19 @@ class AllocationTrace:
                 level += nbytes
                 peak = max(peak, level)
         self.spans.append(Span(next(labels), start, peak, level))
+
+
+@contextlib.contextmanager
+def _silent_profiler() -> Iterator[None]:
+    """Keep torch's profiler, if it starts for the first time, from logging starts and stops."""
+    if _LOG_LEVEL in os.environ:
+        yield
+        return
+    os.environ[_LOG_LEVEL] = "99"
+    try:
+        yield
+    finally:
+        del os.environ[_LOG_LEVEL]
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from fused_remat.graph.schedule import Step
 from fused_remat.layers.fused_layer import FusedLayer
 from fused_remat.recognition.find import repeated_layers
 from fused_remat.recognition.layer import would_read
-from fused_remat.report.step import restored
+from fused_remat.report.step import arguments_of, restored
 from fused_remat.steps.chunk import Chunk, Pass
 from fused_remat.steps.node import Node
 from fused_remat.steps.operations import OPERATIONS, Function, Operations
@@ -100,6 +100,7 @@ def explain(model: nn.Module, *inputs: Any, **kwargs: Any) -> Explanation:
         output        ATen's addmm
       backward: rebuild mid, rebuild norm2, rebuild up, rebuild act, backward output, ...
     """
+    inputs, kwargs = arguments_of(model, inputs, kwargs)
     tensors = [t for t in tree_leaves((inputs, kwargs)) if isinstance(t, Tensor)]
     device = tensors[0].device if tensors else torch.device("cpu")
     with _Recorder(model) as recorder, restored(model, tensors, device):

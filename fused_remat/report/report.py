@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fused_remat.layers import FusedLayer
 from fused_remat.policies import Policy
 from fused_remat.report.saved import Saved
-from fused_remat.report.step import Step, choose_layers, run_step, tensors_in
+from fused_remat.report.step import Step, arguments_of, choose_layers, run_step, tensors_in
 from fused_remat.report.units import aligned, human, run_name
 
 _OTHER = "(other)"
@@ -219,7 +219,8 @@ def memory_report(
     own hooks do.
 
     Args:
-        model, inputs, kwargs: the model, in the mode to measure, and its arguments.
+        model, inputs, kwargs: the model, in the mode to measure, and its arguments, which may be
+            one dict of keyword arguments.
         layers: names of submodules or shell patterns (`"layers.*"`); of nested matches, the
             outermost. By default all transformer layers (this package's and `torch.nn`'s); without
             any, the members of `nn.ModuleList` and `nn.Sequential`; else the children.
@@ -255,6 +256,7 @@ def memory_report(
             "the model has lazy parameters, whose sizes are unknown; call the model once before "
             "memory_report"
         )
+    inputs, kwargs = arguments_of(model, inputs, kwargs)
     chosen = choose_layers(model, layers)
     step = run_step(model, list(chosen.values()), inputs, kwargs, loss)
     rows = [

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import fnmatch
 import functools
+import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -170,6 +171,26 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for entry in dataclasses.fields(value):
             yield from tensors_in(getattr(value, entry.name, None))
+
+
+def arguments_of(
+    model: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call: a dict alone is a batch of keyword arguments, if they fit the model.
+
+    >>> arguments_of(nn.Linear(2, 2), ({"input": 1},), {})
+    ((), {'input': 1})
+    >>> arguments_of(nn.Linear(2, 2), ({"x": 1},), {})
+    (({'x': 1},), {})
+    """
+    if kwargs or len(inputs) != 1 or not isinstance(inputs[0], Mapping):
+        return inputs, kwargs
+    batch = dict(inputs[0])
+    try:
+        inspect.signature(model.forward).bind(**batch)
+    except TypeError:
+        return inputs, kwargs
+    return (), batch
 
 
 def device_of(model: nn.Module, inputs: Any = ()) -> torch.device:

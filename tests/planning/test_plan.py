@@ -21,6 +21,7 @@ from planned_models import (
     squared,
     uneven,
 )
+from processes import printed
 from report_models import Model, encoder
 from torch import nn
 
@@ -32,6 +33,8 @@ from fused_remat import (
     Plan,
     Policy,
     convert,
+    explain,
+    memory_report,
     plan,
 )
 from fused_remat.graph.build import block_graph
@@ -294,6 +297,46 @@ def test_bad_arguments(options, error, match):
         plan(model, torch.randn(2, 8, 32), **others)
     if isinstance(model, nn.TransformerEncoder):
         assert type(model.layers[0]) is nn.TransformerEncoderLayer
+
+
+class Labelled(nn.Module):
+    """Takes its batch by name, as models of transformers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = encoder(2)
+
+    def forward(self, x, labels=None):
+        return ((self.encoder(x) - labels) ** 2).mean()
+
+
+class Batched(Labelled):
+    """Takes its batch as one dict."""
+
+    def forward(self, batch):
+        return super().forward(**batch)
+
+
+@pytest.mark.parametrize("model", [Labelled, Batched])
+def test_a_batch_that_is_one_dict(model):
+    x = torch.randn(2, 8, 32)
+    batch, made = {"x": x, "labels": x.cos()}, model()
+    found = plan(made, batch, costs="analytic")
+    assert found.peak_bytes > 0 and memory_report(made, batch).peak_bytes > 0
+    assert explain(convert(made), batch)
+
+
+def test_nothing_is_logged_of_the_profiler():
+    """In a new process: it reads once how much to log."""
+    code = """if True:
+        import os, sys, torch
+        os.dup2(1, 2)
+        os.environ.pop("KINETO_LOG_LEVEL", None)
+        from fused_remat.report.allocations import measure_allocations
+        assert measure_allocations(lambda: torch.zeros(256)).net == 1024
+        assert "KINETO_LOG_LEVEL" not in os.environ
+    """
+    assert printed("-c", code) == ""
 
 
 def test_plans_in_two_threads_wait_for_each_other():
