@@ -206,7 +206,7 @@ def split_name(name: str) -> tuple[str, str]:
     return base, stored or NATIVE
 
 
-def _spans(rows: int, width: int, device: torch.device) -> Iterator[tuple[int, int]]:
+def spans(rows: int, width: int, device: torch.device) -> Iterator[tuple[int, int]]:
     """Start and stop of runs of a few rows."""
     step = max(1, (_CACHED if device.type == "cpu" else _DEVICE) // max(width, 1))
     for first in range(0, rows, step):
@@ -233,7 +233,7 @@ def quantize(x: Tensor, stored: str, uniform: Uniform | None = None) -> Parts:
     if row.block:
         scale = torch.empty((rows, row.scale_width(width)), dtype=wide, device=x.device)
         parts += (scale,)
-    for first, last in _spans(rows, width, x.device):
+    for first, last in spans(rows, width, x.device):
         drawn = None
         if row.seeded and uniform is not None:
             drawn = uniform.of_rows(first, last - first).tensor()
@@ -283,7 +283,7 @@ class Quantized:
     def spans(self) -> Iterator[tuple[int, int]]:
         """Start and stop of runs of a few rows, to be dequantized one after the other."""
         rows, width = self.shape
-        return _spans(rows, width, self.device)
+        return spans(rows, width, self.device)
 
     def tensor(self) -> Tensor:
         """All rows, dequantized: a new tensor (T, width) in `dtype`."""

@@ -7,13 +7,14 @@ operations. It keeps nothing: backward rebuilds the inputs that it reads, as for
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fused_remat.formats import spans
 from fused_remat.steps.node import Input, Node, Params, Shapes
 from fused_remat.steps.user_function import hooks_off
 
@@ -102,36 +103,83 @@ class Replay(Node):
             for name, t in zip(self.tensors, map(chunk.param, self.tensors), strict=True)
         ]
 
+    def _parts(self, chunk: Chunk) -> list[tuple[At, slice]]:
+        """The rows that run at a time: a few where no token depends on another, so that what the
+        function makes on the way, and autograd keeps, stays small."""
+        rows, widths = chunk.rows_of(self.name), chunk.owner.widths
+        width = self.columns + sum([widths[x] for x in self.xs])
+        parts = [*spans(rows, width, chunk.owner.device)] if self.tokenwise else []
+        if len(parts) < 2:
+            return [(self._at(chunk), slice(rows))]
+        first = chunk.first_row(self.name)
+        return [(At(1, hi - lo, first + lo), slice(lo, hi)) for lo, hi in parts]
+
     def forward(self, chunk: Chunk, out: Tensor | None = None) -> None:
-        run, xs = chunk.owner.functions[self.function], [chunk[name] for name in self.xs]
-        with torch.no_grad():
-            y = run(self._at(chunk), xs, self._given(chunk)).to(chunk.dtype_of(self.name))
-        if out is not None:
-            y = out.copy_(y)
-        elif not y.is_contiguous() or any(_share(y, x) for x in xs):
-            y = y.clone(memory_format=torch.contiguous_format)
+        run, given = chunk.owner.functions[self.function], self._given(chunk)
+        parts, y = self._parts(chunk), out
+        for at, rows in parts:
+            xs = [chunk[name][rows] for name in self.xs]
+            with torch.no_grad():
+                made = run(at, xs, given).to(chunk.dtype_of(self.name))
+            if y is None and len(parts) == 1:
+                own = made.is_contiguous() and not any(_share(made, x) for x in xs)
+                y = made if own else made.clone(memory_format=torch.contiguous_format)
+                break
+            y = chunk.empty(self.name) if y is None else y
+            y[rows].copy_(made)
+        assert y is not None
         chunk.put(self.name, y)
 
     def backward(self, chunk: Chunk, dy: Tensor, owned: bool, needs_grad: Collection[str]) -> None:
-        read, xs = self.needs(needs_grad), []
-        for name in self.xs:
-            if name in read:
-                x = chunk[name].detach()
-            else:  # its value does not matter: one row stands for all, with the strides within it
-                shape = chunk.rows_of(name), chunk.owner.widths[name]
-                x = torch.zeros(1, shape[1], dtype=chunk.dtype_of(name), device=dy.device)
-                x = x.expand(shape)
-            xs.append(x.requires_grad_(name in needs_grad))
         given = [
             None if t is None else t.detach().requires_grad_(name in needs_grad)
             for name, t in zip(self.tensors, self._given(chunk), strict=True)
         ]
+        parts, whole = self._parts(chunk), dict[str, Tensor]()
+        for part in parts:
+            for name, grad, mine in self._grads(chunk, *part, given, dy[part[1]], needs_grad):
+                if name in self.tensors:
+                    self._add_param_grad(chunk, name, grad, mine, len(parts) > 1)
+                elif len(parts) == 1:
+                    chunk.add_grad(name, grad, mine)
+                else:
+                    if name not in whole:
+                        alone = owned and len(needs_grad) == 1 and grad.dtype == dy.dtype
+                        whole[name] = (
+                            dy if alone and self.columns == grad.shape[1] else chunk.empty(name)
+                        )
+                    whole[name][part[1]].copy_(grad)
+        for name, grad in whole.items():
+            chunk.add_grad(name, grad, True)
+
+    def _grads(
+        self,
+        chunk: Chunk,
+        at: At,
+        rows: slice,
+        given: Sequence[Tensor | None],
+        dy: Tensor,
+        needs_grad: Collection[str],
+    ) -> Iterator[tuple[str, Tensor, bool]]:
+        """The gradients of some rows' inputs and of the tensors, and whether each may be changed.
+
+        Each is held here until the next one is asked for: those of experts are large.
+        """
+        read, xs = self.needs(needs_grad), list[Tensor]()
+        for name in self.xs:
+            if name in read:
+                x = chunk[name][rows].detach()
+            else:  # its value does not matter: one row stands for all, with the strides within it
+                shape = len(dy), chunk.owner.widths[name]
+                x = torch.zeros(1, shape[1], dtype=chunk.dtype_of(name), device=dy.device)
+                x = x.expand(shape)
+            xs.append(x.requires_grad_(name in needs_grad))
         wanted = {
             name: t
             for name, t in zip((*self.xs, *self.tensors), (*xs, *given), strict=True)
             if t is not None and t.requires_grad
         }
-        run = functools.partial(chunk.owner.functions[self.function], self._at(chunk))
+        run = functools.partial(chunk.owner.functions[self.function], at)
         with torch.enable_grad():
             try:
                 y = run(xs, given)
@@ -139,37 +187,52 @@ class Replay(Node):
                 if len(read) == len(xs):
                     raise
                 y = run([x.contiguous() for x in xs], given)  # for a view across rows
-        grads: tuple[Tensor | None, ...] = (None,) * len(wanted)
+        grads: list[Tensor | None] = [None] * len(wanted)
         if y.requires_grad:
             with hooks_off(wanted.values()):
-                grads = torch.autograd.grad(
+                grads[:] = torch.autograd.grad(
                     y, list(wanted.values()), dy.to(y.dtype), allow_unused=True
                 )
-        for (name, t), grad in zip(wanted.items(), grads, strict=True):
-            if name in self.tensors:
-                self._add_param_grad(chunk, name, grad)
-            elif grad is None:
-                chunk.add_grad(
-                    name, torch.zeros_like(t, memory_format=torch.contiguous_format), True
-                )
-            else:
-                mine = grad is not dy and grad._base is None and 0 not in grad.stride()
-                chunk.add_grad(name, grad.contiguous(), mine and grad.is_contiguous())
+        del y
+        memory = [
+            t.untyped_storage().data_ptr() for t in (dy, *xs, *given, *grads) if t is not None
+        ]
+        for name, t in wanted.items():
+            grad = grads.pop(0)
+            if grad is not None and name in self.tensors:
+                yield name, grad, _owns(grad, memory)
+            elif grad is not None:
+                x = grad.contiguous()
+                yield name, x, x is not grad or _owns(grad, memory)
+            elif name in self.xs:
+                zeros = torch.zeros_like(t, memory_format=torch.contiguous_format)
+                yield name, zeros, True
 
-    def _add_param_grad(self, chunk: Chunk, name: str, grad: Tensor | None) -> None:
-        """Add to a tensor's gradient; of one with a batch, to that of the chunk's sequences."""
-        if grad is None:
-            return
+    def _add_param_grad(
+        self, chunk: Chunk, name: str, grad: Tensor, owned: bool, partial: bool
+    ) -> None:
+        """Add to a tensor's gradient; of one with a batch, to that of the chunk's sequences.
+
+        `owned`: `grad` need not be copied before it is added to; `partial`: more will be added.
+        """
         owner = chunk.owner
-        dtype = torch.promote_types(grad.dtype, torch.float32) if owner.partial else grad.dtype
+        partial = partial or owner.partial
+        dtype = torch.promote_types(grad.dtype, torch.float32) if partial else grad.dtype
         if name not in self.batched:
-            chunk.add_param_grad(name, grad.to(dtype, copy=True))
+            chunk.add_param_grad(name, grad.to(dtype, copy=not owned))
             return
         whole = owner.tensors[name]
         assert whole is not None
         if name not in owner.param_grads:
             owner.param_grads[name] = torch.zeros(whole.shape, dtype=dtype, device=grad.device)
         owner.param_grads[name][chunk.seqs[0] : chunk.seqs[1]].add_(grad)
+
+
+def _owns(grad: Tensor, memory: Sequence[int]) -> bool:
+    """Whether a gradient fills its memory, and no other tensor has that, of those at `memory`."""
+    storage = grad.untyped_storage()
+    fills = storage.nbytes() == grad.numel() * grad.itemsize
+    return fills and memory.count(storage.data_ptr()) == 1
 
 
 def _share(y: Tensor, x: Tensor) -> bool:
