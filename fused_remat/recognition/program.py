@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -162,6 +163,10 @@ class Program:
     layout: Layout
     pick: tuple[int, ...] | None = None
 
+    @functools.cached_property
+    def _unread(self) -> list[list[int]]:
+        return unread_after(self.ops, (self.target,))
+
     @property
     def draws(self) -> bool:
         """Whether it draws random numbers."""
@@ -193,13 +198,15 @@ class Program:
         values: dict[int, Any] = dict(zip(self.params, tensors, strict=True))
         for (number, layout), x in zip(self.sources, xs, strict=True):
             values[number] = layout.value(x, sizes)
-        for op in self.ops:
+        for op, unread in zip(self.ops, self._unread, strict=True):
             try:
                 run_op(op, values, modules, sizes, dtype)
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError as error:
                 raise Opaque(op.inside, f"{op.name} cannot be run by itself: {error}") from error
+            for number in unread:
+                del values[number]
         y = self.layout.matrix(values[self.target], sizes)
         return y if self.pick is None else y[:, list(self.pick)]
 
@@ -217,6 +224,16 @@ def given_to(
     if isinstance(leaf, Unkept):
         return leaf.make()
     return dtype if leaf is STREAM else leaf
+
+
+def unread_after(ops: Sequence[Op], needed: Iterable[int]) -> list[list[int]]:
+    """For each operation, the values that no later one reads, but those `needed` at the end."""
+    seen, found = {*needed}, []
+    for op in reversed(ops):
+        touched = {*refs((op.args, op.kwargs)), *(n for n in op.outs if n is not None)}
+        found.append([*(touched - seen)])
+        seen |= touched
+    return found[::-1]
 
 
 def run_op(
