@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from fused_remat.autograd import run_block
 from fused_remat.execution.prepare import pieces_of
 from fused_remat.graph.graph import Graph
+from fused_remat.recognition.again import Again, modules_of, precision_of
 from fused_remat.recognition.apart import generator_states, renumbered, replica
 from fused_remat.recognition.join import Pair
-from fused_remat.recognition.program import Modules, Opaque, Program, given_to, run_op
+from fused_remat.recognition.program import Opaque, Program, given_to, run_op
 from fused_remat.recognition.prove import difference
 from fused_remat.recognition.read import Reader, Reading
 from fused_remat.recognition.record import without_dropout
@@ -25,13 +26,11 @@ from fused_remat.recognition.samples import INDICES, NOTES, Call, constants, lea
 from fused_remat.recognition.values import (
     SHIFT,
     STREAM,
-    Op,
     SideEffect,
     Size,
     Unreadable,
     leaves,
     map_tree,
-    refs,
 )
 from fused_remat.steps.replay import At
 
@@ -104,10 +103,16 @@ class Known:
             size = [n.of(sizes) if isinstance(n, Size) else n for n in shape]
             like = x.dtype if dtype is STREAM else dtype
             values[number] = torch.zeros((), dtype=like, device=x.device).expand(size)
-        for op in reading.before:
+        roots, tensors = {**values}, dict[str, Tensor | None]()
+        plan = reading.plan(frozenset(n for n, t in roots.items() if _needs_grad(t)), _LARGE)
+        if plan.outs:
+            again = Again(plan.again, plan.outs, roots, layer, sizes, x)
+            values.update(zip(plan.outs, again.attached(), strict=True))
+        for op, unread in zip(plan.rest, plan.unread, strict=True):
             run_op(op, values, layer.get_submodule, sizes, x.dtype)
+            for number in unread:
+                del values[number]
         self._check_masks(values, found)
-        tensors: dict[str, Tensor | None] = {}
         for name, (number, layout) in reading.inputs.items():
             value = values[number]
             if value.dim() != 3 or layout.tokens != (0, 1):
@@ -121,13 +126,14 @@ class Known:
             name: _Run(program, layer, sizes, x, random).run
             for name, program in reading.programs.items()
         }
-        roots = {n: values[n] for n in (*reading.sources, *reading.given) if n is not None}
         for name, number in reading.values.items():
             value, ops = values[number], reading.chain(number)
-            if ops and value.numel() >= _LARGE and not value.requires_grad:
-                again = _Again(ops, number, roots, layer, sizes, x)
+            free = number in plan.outs or not value.requires_grad
+            if ops and value.numel() >= _LARGE and free:
+                again = Again(ops, (number,), roots, layer, sizes, x)
                 if not again.shares(value):
-                    functions[name] = again.run
+                    flipped = name in reading.transposed
+                    functions[name] = functools.partial(again.run_again, flipped)
 
         def result(out: Tensor) -> Any:
             number, layout = reading.out
@@ -167,47 +173,14 @@ class Known:
         return {name: n for name, n in sizes.items() if name in self.names}
 
 
+def _needs_grad(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled()
+
+
 def attribute(layer: nn.Module, path: str) -> Any:
     """An attribute of a layer's submodule, by its path."""
     module, _, name = path.rpartition(".")
     return getattr(layer.get_submodule(module), name)
-
-
-class _Again:
-    """Makes a large value that is no activation again in backward: a mask, or indices."""
-
-    def __init__(
-        self,
-        ops: Sequence[Op],
-        number: int,
-        roots: Mapping[int, Any],
-        layer: nn.Module,
-        sizes: Mapping[str, int],
-        x: Tensor,
-    ) -> None:
-        self.ops, self.number, self.sizes, self.dtype = ops, number, sizes, x.dtype
-        self.modules, self.precision = _modules(ops, layer), _precision_of(x.device.type)
-        read = {n for op in ops for n in refs((op.args, op.kwargs))}
-        self.roots = {n: t for n, t in roots.items() if n in read}
-        self.versions = [t._version for t in self.roots.values()]
-
-    def shares(self, value: Tensor) -> bool:
-        """Whether the value is a view of what it is made of, so that nothing is saved."""
-        pointer = value.untyped_storage().data_ptr()
-        return any(t.untyped_storage().data_ptr() == pointer for t in self.roots.values())
-
-    def run(self) -> Tensor:
-        if [t._version for t in self.roots.values()] != self.versions:
-            raise RuntimeError(
-                "fused_remat: an argument or a buffer of which a layer makes its mask was modified "
-                "by an inplace operation between forward and backward"
-            )
-        values = {**self.roots}
-        with torch.no_grad(), self.precision():
-            for op in self.ops:
-                run_op(op, values, self.modules, self.sizes, self.dtype)
-        made: Tensor = values[self.number]
-        return made
 
 
 class _Run:
@@ -217,7 +190,7 @@ class _Run:
         self, program: Program, layer: nn.Module, sizes: Mapping[str, int], x: Tensor, random: bool
     ) -> None:
         self.program, self.sizes, self.dtype = program, sizes, x.dtype
-        self.modules, self.precision = _modules(program.ops, layer), _precision_of(x.device.type)
+        self.modules, self.precision = modules_of(program.ops, layer), precision_of(x.device.type)
         self.drops, self.device = random, x.device
         self.states: dict[int, list[Tensor]] = {}
 
@@ -240,19 +213,6 @@ class _Run:
                 for state in cuda:
                     torch.cuda.set_rng_state(state, self.device)
                 yield
-
-
-def _modules(ops: Sequence[Op], layer: nn.Module) -> Modules:
-    """The submodules that operations call, with their attributes of now."""
-    paths = [op.path for op in ops if op.path is not None]
-    return {path: replica(layer.get_submodule(path)) for path in paths}.__getitem__
-
-
-def _precision_of(device: str) -> Callable[[], Any]:
-    """What makes a context with the autocast of now."""
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-        return functools.partial(torch.autocast, device, dtype=torch.get_autocast_dtype(device))
-    return contextlib.nullcontext
 
 
 def read_call(

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from fused_remat.graph.graph import Graph
 from fused_remat.recognition import attend
-from fused_remat.recognition.program import Layout, Opaque, Program, layout_of
+from fused_remat.recognition.program import Layout, Opaque, Program, layout_of, unread_after
 from fused_remat.recognition.simplify import simplified
 from fused_remat.recognition.values import (
     SHAPES,
@@ -69,6 +69,22 @@ class Piece(NamedTuple):
     why: str
 
 
+class Plan(NamedTuple):
+    """How the operations before a block run, where some of what they read needs gradients.
+
+    Attributes:
+        outs: the values that are differentiable and large, or made by way of large ones.
+        again: the operations that make these, which backward runs again.
+        rest: the operations that make all others, after `again`.
+        unread: for each of the rest, the values that nothing reads any more.
+    """
+
+    outs: tuple[int, ...]
+    again: Sequence[Op]
+    rest: Sequence[Op]
+    unread: Sequence[Sequence[int]]
+
+
 #: By number, the shape and the dtype of an activation.
 Shapes = dict[int, tuple[tuple[Any, ...], Any]]
 
@@ -93,6 +109,8 @@ class Reading:
         fixed: names of the layer's tensors whose values decide what the block is.
         fills: by the number of a mask, what scores of keys that it hides are replaced by, so that a
             query that sees none has no gradient; it would have one where the mask is added.
+        elements: by the numbers of what `before` makes and autograd can differentiate, how many
+            elements it has; infinitely many if that follows from the call, none if it is a view.
     """
 
     graph: Graph
@@ -109,27 +127,61 @@ class Reading:
     pieces: tuple[Piece, ...]
     fixed: tuple[str, ...]
     fills: dict[int, float]
+    elements: dict[int, float]
+
+    def plan(self, live: frozenset[int], large: int) -> Plan:
+        """How `before` runs where the values `live` need gradients; what has as many elements as
+        `large` is not kept."""
+        plan = self._plans.get((live, large))
+        if plan is None:
+            others = [n for n in refs(self.result) if n != self.out[0]]
+            read = [*self.values.values(), *others, *self.fills]
+            reached = {*live}
+            for op in self.before if live else ():
+                if not reached.isdisjoint(refs((op.args, op.kwargs))):
+                    reached.update(n for n in op.outs if n in self.elements)
+            outs = [n for n in read if n in reached and self._is_costly(n, large)]
+            outs = [*dict.fromkeys(outs)]
+            rest = self._makers(read, outs)
+            needed = {*read, *(number for number, _ in self.inputs.values())}
+            unread = unread_after(rest, needed)
+            plan = self._plans[live, large] = Plan(tuple(outs), self._makers(outs), rest, unread)
+        return plan
+
+    def _is_costly(self, number: int, large: int) -> bool:
+        ops = self.chain(number)
+        most = max(
+            (self.elements.get(n, 0) for op in ops for n in op.outs if n is not None), default=0
+        )
+        return most >= large and all(op.path is None for op in ops)
+
+    def _makers(self, numbers: Iterable[int], known: Iterable[int] = ()) -> list[Op]:
+        """The operations before the block that make values of those `known`, and of roots."""
+        wanted, seen, todo = set[Op](), {*known}, [*numbers]
+        makers = {n: op for op in self.before for n in op.outs if n is not None}
+        while todo:
+            if (n := todo.pop()) not in seen and n in makers:
+                wanted.add(makers[n])
+                todo += refs((makers[n].args, makers[n].kwargs))
+            seen.add(n)
+        return [op for op in self.before if op in wanted]
 
     def chain(self, number: int) -> Sequence[Op]:
         """The operations before the block that make a value; none if one draws random numbers, or
         reads the shape of an activation."""
         if number not in self._chains:
-            todo, wanted = [number], set[Op]()
-            makers = {n: op for op in self.before for n in op.outs if n is not None}
-            while todo:
-                op = makers.get(n := todo.pop())
-                if op is not None and op not in wanted:
-                    wanted.add(op)
-                    todo += refs((op.args, op.kwargs))
-                elif n in self.stand_ins:
-                    wanted.clear()
-                    break
-            ops = [op for op in self.before if op in wanted]
-            self._chains[number] = [] if any(op.random for op in ops) else ops
+            ops = self._makers([number])
+            read = {number, *(n for op in ops for n in refs((op.args, op.kwargs)))}
+            fails = any(op.random for op in ops) or not read.isdisjoint(self.stand_ins)
+            self._chains[number] = [] if fails else ops
         return self._chains[number]
 
     @functools.cached_property
     def _chains(self) -> dict[int, Sequence[Op]]:
+        return {}
+
+    @functools.cached_property
+    def _plans(self) -> dict[tuple[frozenset[int], int], Plan]:
         return {}
 
     @property
@@ -221,7 +273,23 @@ class Reader:
             graph, before, values, self.transposed, self.programs, layouts, (target, layout),
             recording.result, recording.inputs, recording.sources, stand_ins,
             tuple(self.pieces.values()), tuple(sorted(recording.fixed)), self.fills,
+            self._elements(before),
         )  # fmt: skip
+
+    def _elements(self, before: list[Op]) -> dict[int, float]:
+        """`Reading.elements`."""
+        recording, found = self.recording, dict[int, float]()
+        roots = [
+            recording.values[n] for n in (*recording.sources, *recording.inputs) if n is not None
+        ]
+        memory = {t.untyped_storage().data_ptr() for t in roots}
+        for number in [n for op in before for n in op.outs if n is not None]:
+            value, shape = recording.values[number], recording.shapes[number]
+            if value.is_floating_point():
+                follows = shape is None or any(isinstance(n, Size) for n in shape)
+                is_view = value.untyped_storage().data_ptr() in memory
+                found[number] = 0 if is_view else math.inf if follows else value.numel()
+        return found
 
     def _target(self) -> tuple[int, Layout]:
         """The one result that the block computes; attention's scores are no result of a block."""
