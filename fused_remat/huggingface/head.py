@@ -22,6 +22,7 @@ from fused_remat.layers.eligibility import (
     Reason,
     Unsupported,
     is_readable,
+    parameters_of,
     qualified,
     wants_grad,
 )
@@ -157,7 +158,7 @@ class HuggingFaceHead(nn.Module):
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[dict[str, Any], Tensor, Tensor | None] | Reason:
         """The arguments by name, the head's weight and bias; or why transformers' loss serves."""
-        if not self.training or not wants_grad(*self.parameters()):
+        if not self.training or not wants_grad(*parameters_of(self).values()):
             return _IDLE
         if is_traced():
             return TRACED

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fused_remat.autograd.accumulate import sharded_by
+from fused_remat.layers.eligibility import parameters_of
 from fused_remat.layers.fallback import Caller
 
 
@@ -66,7 +67,7 @@ class Rescue:
         for t in derived.values():
             base = t._base
             if base is None or not (base.is_leaf or id(base) in args):
-                own = [p for p in layer.parameters() if p.requires_grad]
+                own = [p for p in parameters_of(layer) if p.requires_grad]
                 roots = args | {id(p): p for p in own}
                 break
             roots[id(base)] = base

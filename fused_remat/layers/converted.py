@@ -111,7 +111,7 @@ class ConvertedLayer(FusedLayer):
         """
         trains = torch.is_grad_enabled()
         if self._tensor_parallel is None:
-            if trains and not wants_grad(*given.values()) and not wants_grad(*self.parameters()):
+            if trains and not wants_grad(*given.values()) and not self._trains():
                 return _IDLE
             if not trains and (not self.training or torch.is_inference_mode_enabled()):
                 return _IDLE

@@ -79,6 +79,26 @@ def qualified(kind: type) -> str:
     return name if kind.__module__ == "builtins" else f"{kind.__module__}.{name}"
 
 
+def parameters_of(module: nn.Module, recurse: bool = True) -> dict[str, Tensor]:
+    """Return a module's parameters by name, plain tensors that stand for parameters included.
+
+    Replicas of `nn.DataParallel` and modules of FSDP1 have such tensors as attributes.
+
+    >>> layer = nn.Linear(2, 3, bias=False)
+    >>> weight = layer._parameters.pop("weight")
+    >>> layer.weight = weight * 1.0
+    >>> [*dict(layer.named_parameters())], [*parameters_of(layer)]
+    ([], ['weight'])
+    """
+    found: dict[str, Tensor] = dict(module.named_parameters(recurse=recurse))
+    for path, owner in module.named_modules() if recurse else (("", module),):
+        former = owner.__dict__.get("_former_parameters", ())  # of a replica, frozen ones too
+        for name, t in owner.__dict__.items():
+            if type(t) is Tensor and (t.requires_grad or name in former):
+                found[f"{path}.{name}" if path else name] = t
+    return found
+
+
 def check_module(module: Any, path: str, *kinds: type) -> None:
     """Raise `Unsupported` unless calling `module` runs PyTorch's forward of one of `kinds`.
 

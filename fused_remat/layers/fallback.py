@@ -80,7 +80,7 @@ def _state(layer: nn.Module) -> Iterator[tuple[str, dict[str, Any], str, Tensor]
     for path, module in layer.named_modules():
         for owner in (module._buffers, vars(module)):
             for name, t in owner.items():
-                if isinstance(t, Tensor) and not t.is_inference():
+                if isinstance(t, Tensor) and not (t.requires_grad or t.is_inference()):
                     yield f"{path}.{name}".lstrip("."), owner, name, t
 
 

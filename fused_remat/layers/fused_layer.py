@@ -25,7 +25,7 @@ from fused_remat.graph.graph import Graph
 from fused_remat.graph.precision import in_precision
 from fused_remat.layers import fallback
 from fused_remat.layers.containment import Rescue, is_contained, is_unexpected
-from fused_remat.layers.eligibility import Reason, wants_grad
+from fused_remat.layers.eligibility import Reason, parameters_of, wants_grad
 from fused_remat.layers.read import GraphCall, LayerCall, LayerMap, read_block
 from fused_remat.layers.record import NOTES, Ran, record_of
 from fused_remat.layers.tensor_parallel import TensorParallel, read_on_rank
@@ -272,7 +272,7 @@ class FusedLayer(nn.Module):
             )
         if reason is TRACED or not reason.quiet:
             self._refuse_to_accumulate(reason.text)
-        wanted = not reason.quiet and wants_grad(*given.values(), *self.parameters())
+        wanted = not reason.quiet and (wants_grad(*given.values()) or self._trains())
         if compiling or reason is TRACED:
             if wanted:
                 warn_compiled(type(self).__name__, reason.text)
@@ -335,7 +335,7 @@ class FusedLayer(nn.Module):
         """Warn that a forward of the layer's class was all that ran, where gradients are wanted."""
         if any(out is value for value in values):  # the layer was skipped
             return
-        if wants_grad(*values, *self.parameters()):
+        if wants_grad(*values) or self._trains():
             reason = f"its own forward does not call {_base(type(self)).__name__}.forward"
             self._refuse_to_accumulate(reason)
             for observe in DECISIONS:
@@ -367,8 +367,12 @@ class FusedLayer(nn.Module):
     def _refuse_to_accumulate(self, reason: str | None) -> None:
         """Raise RuntimeError if gradients were to be accumulated, and `reason` forbids it."""
         target = self._accumulate_into
-        if target is not None and reason is not None and wants_grad(*self.parameters()):
+        if target is not None and reason is not None and self._trains():
             raise accumulate.refusal(target, reason)
+
+    def _trains(self) -> bool:
+        """Return whether a gradient of one of the layer's parameters is required."""
+        return wants_grad(*parameters_of(self).values())
 
     def _policy_of_segment(self, policy: Policy, compiling: bool) -> Policy:
         """`policy`, without its segment where the layers before may be gone in backward."""

@@ -172,7 +172,7 @@ class FusedRematLayer(_TorchLayer, nn.TransformerEncoderLayer):
         src, mask = given["src"], given["src_mask"]
         evaluates = not self.training and self._tensor_parallel is None
         if evaluates and torch.is_grad_enabled():  # parameters() walks the layer
-            evaluates = not wants_grad(src, *self.parameters())
+            evaluates = not (wants_grad(src) or self._trains())
         if evaluates and mask is None:  # PyTorch's kernel ignores is_causal where there is no mask
             given = {**given, "is_causal": False}
         evaluates = evaluates and mask is None and given["src_key_padding_mask"] is None
@@ -237,7 +237,7 @@ class FusedRematLayer(_TorchLayer, nn.TransformerEncoderLayer):
             and all(type(norm) is nn.LayerNorm for norm in norms)
             and norms[0].eps == norms[1].eps
             and not any(m._forward_hooks or m._forward_pre_hooks for m in self.modules())
-            and not (torch.is_grad_enabled() and wants_grad(src, *self.parameters()))
+            and not (torch.is_grad_enabled() and (wants_grad(src) or self._trains()))
         )
 
 

@@ -17,6 +17,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 
+from fused_remat.layers.eligibility import parameters_of
 from fused_remat.recognition.state import get
 from fused_remat.recognition.values import SHIFT, SideEffect, attributes
 
@@ -49,7 +50,10 @@ def replica(module: nn.Module, deep: bool = False) -> Any:
     # Not by the class: FSDP's makes another one.
     made: dict[nn.Module, Any] = {old: object.__new__(type(old)) for old in module.modules()}
     for old, new in made.items():
-        new.__dict__.update({n: _copied(v, made, deep) for n, v in old.__dict__.items()})
+        params = parameters_of(old, recurse=False) if deep else {}
+        for name, value in old.__dict__.items():
+            if name not in old._parameters:  # FSDP1 has some in both, and modules read these
+                new.__dict__[name] = value if name in params else _copied(value, made, deep)
         modules = {n: None if m is None else made[m] for n, m in old._modules.items()}
         tensors = {"_parameters": {**old._parameters}, "_buffers": {**old._buffers}}
         new.__dict__.update(tensors, _modules=modules)

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fused_remat.layers.eligibility import parameters_of
 from fused_remat.recognition.apart import call_with, renumbered
 from fused_remat.recognition.record import record
 from fused_remat.recognition.values import (
@@ -155,7 +156,7 @@ class _Join:
         args = self.tree(a.args, b.args)
         module = self.from_pair.layer.get_submodule(a.path)
         own = {n: i for i, n in self.one.sources.items() if n.rpartition(".")[0] == a.path}
-        params = [Ref(own[f"{a.path}.{n}"]) for n, _ in module.named_parameters(recurse=False)]
+        params = [Ref(own[f"{a.path}.{n}"]) for n in parameters_of(module, recurse=False)]
         name = "act" if isinstance(leaf, str) else "norm"
         run = _activation(leaf) if isinstance(leaf, str) else norm_of(leaf)
         self._outs(a.outs, b.outs)
@@ -175,7 +176,7 @@ class _Join:
         except Mismatch:
             raise Mismatch(f"{a.path}: {reason}") from None
         prefix, module = f"{a.path}.", self.from_pair.layer.get_submodule(a.path)
-        held = {n for n, _ in (*module.named_parameters(), *module.named_buffers())}
+        held = {*parameters_of(module), *[n for n, _ in module.named_buffers()]}
         tensors = {
             name.removeprefix(prefix): Ref(i)
             for i, name in self.one.sources.items()

@@ -30,6 +30,7 @@ from fused_remat.layers.eligibility import (
     check_global_hooks,
     check_input,
     is_readable,
+    parameters_of,
     qualified,
     recorded,
 )
@@ -151,7 +152,7 @@ class ReadLayer(ConvertedLayer):
         if isinstance(known, Known) and self._accumulate_into == "main_grad":
             ops, sources = known.reading.before, known.reading.sources
             read = {sources.get(n) for op in ops for n in refs((op.args, op.kwargs))}
-            for name, p in self.named_parameters():
+            for name, p in parameters_of(self).items():
                 if name in read and p.requires_grad:
                     self._refuse_to_accumulate(f"{name} is read before the block, under autograd")
         return super()._accumulation(graph, compiling)
@@ -259,6 +260,11 @@ class ReadLayer(ConvertedLayer):
                 self._notes_of().values[name] = kept
             found.append(kept[2])
         return tuple(found)
+
+    def _replicate_for_data_parallel(self) -> Any:
+        """Return a replica, with the same notes."""
+        self._notes_of()
+        return super()._replicate_for_data_parallel()
 
     def _notes_of(self) -> _Notes:
         found: _Notes = self.__dict__.setdefault("_notes", _Notes({}, {}))

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from fused_remat.graph.graph import Graph
+from fused_remat.layers.eligibility import parameters_of
 from fused_remat.recognition import attend
 from fused_remat.recognition.program import Layout, Opaque, Program, layout_of, unread_after
 from fused_remat.recognition.simplify import simplified
@@ -382,7 +383,7 @@ class Reader:
 
     def fix(self, *numbers: int) -> None:
         """The values of buffers and attributes, of which these are made, decide what is read."""
-        sources, params = self.recording.sources, {n for n, _ in self.layer.named_parameters()}
+        sources, params = self.recording.sources, {*parameters_of(self.layer)}
         names = {sources[n] for number in numbers for n in self.roots(number) if n in sources}
         self.recording.fixed |= names - params
 
@@ -591,7 +592,8 @@ class Reader:
     def _dtype(self, number: int) -> torch.dtype | None:
         """The dtype of a parameter of the layer."""
         name = self.recording.sources.get(number, "")
-        return next((p.dtype for n, p in self.layer.named_parameters() if n == name), None)
+        found = parameters_of(self.layer).get(name)
+        return None if found is None else found.dtype
 
     def _terms(self, number: int) -> list[int] | None:
         """The terms of a sum, and of those that nothing else reads; None if it is no sum."""

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from fused_remat.layers.eligibility import parameters_of
 from fused_remat.recognition.apart import generator_states, run_with, unchanged
 from fused_remat.recognition.state import shared_by
 from fused_remat.recognition.values import (
@@ -141,7 +142,7 @@ class Recorder(TorchFunctionMode):
         self.roots: dict[int, frozenset[str]] = {}
         self.owned: set[int] = set()  # results of submodules that run an autograd.Function
         self.fixed: set[str] = set()  # buffers and attributes whose values decide what it runs
-        self.params = {name for name, _ in layer.named_parameters()}
+        self.params = {*parameters_of(layer)}
         #: By a view's id: its base, and the steps from there.
         self.views: dict[int, tuple[Tensor, list[Any]]] = {}
         self.root = Span("")
@@ -151,8 +152,9 @@ class Recorder(TorchFunctionMode):
             self.source(tensor, name)
         for path, module in layer.named_modules():
             for name, value in vars(module).items():
-                if isinstance(value, Tensor) and id(value) not in self.numbers:
-                    self.source(value, f"{path}.{name}" if path else name)
+                name = f"{path}.{name}" if path else name
+                if isinstance(value, Tensor) and not (name in named or id(value) in self.numbers):
+                    self.source(value, name)
 
     def new(self, tensor: Tensor) -> int:
         self.numbers[id(tensor)] = len(self.values)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fused_remat.layers.eligibility import parameters_of
 from fused_remat.layers.record import NOTES as RECORD
 from fused_remat.recognition.join import norm_of
 from fused_remat.recognition.state import exact, held_by, is_mutable
@@ -272,7 +273,7 @@ def _tensors(
 ) -> dict[str, Tensor]:
     """Random parameters of a layer, and its buffers, in `dtype`."""
     named: dict[str, Tensor] = {}
-    for name, p in layer.named_parameters():
+    for name, p in parameters_of(layer).items():
         t = random(p.shape, p.device).detach()
         if p.dim() == 1 and "bias" not in name:
             t = t.abs_().add_(0.5)
@@ -307,7 +308,12 @@ def constants(layer: nn.Module) -> dict[str, Tensor]:
     for path, module in layer.named_modules():
         own = {n: v for n, v in vars(module).items() if type(v) is Tensor and v.numel()}
         tensors.update({f"{path}.{n}" if path else n: v for n, v in own.items()})
-    kinds = {n: t for n, t in tensors.items() if t.is_floating_point() or t.dtype == torch.bool}
+    params = parameters_of(layer)
+    kinds = {
+        n: t
+        for n, t in tensors.items()
+        if n not in params and (t.is_floating_point() or t.dtype == torch.bool)
+    }
     return {n: t for n, t in kinds.items() if bool((t == t.reshape(-1)[0]).all())}
 
 
@@ -348,13 +354,13 @@ def leaf_of(module: nn.Module, dtype: torch.dtype = torch.float32) -> NormSpec |
     >>> leaf_of(nn.LayerNorm(8)), leaf_of(nn.GELU(approximate="tanh")), leaf_of(nn.Linear(2, 2))
     (NormSpec(kind='layer_norm', eps=1e-05, offset=0.0), 'gelu_tanh', None)
     """
-    params = dict(module.named_parameters(recurse=False))
+    params = parameters_of(module, recurse=False)
     if any(True for _ in module.children()) or len(params) > 2:
         return None
     if type(module) in (nn.Dropout, nn.Identity, nn.Linear):
         return None
-    tensors = [*module.buffers(), *[v for v in vars(module).values() if isinstance(v, Tensor)]]
-    if any(p.dim() != 1 for p in params.values()) or tensors:
+    own = [v for n, v in vars(module).items() if isinstance(v, Tensor) and n not in params]
+    if any(p.dim() != 1 for p in params.values()) or own or any(True for _ in module.buffers()):
         return None
     if not params and not hasattr(module, "normalized_shape"):
         small, large = torch.linspace(-9.0, 9.0, 1001), torch.logspace(1.0, 5.0, 9)

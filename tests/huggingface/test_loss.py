@@ -65,6 +65,23 @@ def test_one_warning_tells_of_missing_logits():
         assert model.eval()(**batch(), use_cache=False).logits is not None
 
 
+def test_a_replica_of_data_parallel_has_no_logits():
+    """Its parameters are plain tensors."""
+    model = convert(llama(), loss=True).train()
+    copy = model._replicate_for_data_parallel()
+    for path, module in model.named_modules():
+        parent, _, name = path.rpartition(".")
+        mine = module._replicate_for_data_parallel() if path else copy
+        if path:
+            copy.get_submodule(parent)._modules[name] = mine
+        for key, p in module._parameters.items():
+            setattr(mine, key, None if p is None else p * 1.0)
+    assert not [*copy.parameters()]
+    out = copy(**batch())
+    out.loss.backward()
+    assert out.logits is None and all(p.grad is not None for p in model.parameters())
+
+
 def test_hidden_states_and_ignore_index_are_handed_on():
     model = llama()
     model.config.final_logit_softcapping = 0.5  # which is no option of Llama's

@@ -11,6 +11,7 @@ from processes import in_two_processes
 from tensor_parallel_steps import whole
 from test_sweep import FLOAT32, WIDE, built
 from torch import Tensor
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -30,6 +31,24 @@ def step(model, batch, scale=1.0):
 def mine(batch):
     rank = dist.get_rank()
     return {k: v[rank : rank + 1] if isinstance(v, Tensor) else v for k, v in batch.items()}
+
+
+@pytest.mark.parametrize("keeps", [False, True], ids=["flat", "original"])
+@in_two_processes
+def test_fsdp1_around_the_root(keeps):
+    """The attributes of all modules are plain tensors, views of one."""
+    model, batch = built("olmo2")
+    loss, expected = step(model, batch)
+    fused, device = convert(copy.deepcopy(model)), torch.device("cpu")
+    wrapped = FSDP(fused, use_orig_params=keeps, device_id=device)
+    with all_served():
+        found, grads = step(wrapped, mine(batch), dist.get_world_size())
+    square = sum(g.square().sum() for g in grads.values())
+    for total in (found, square):
+        dist.all_reduce(total)
+    torch.testing.assert_close(found / 2, loss, rtol=20 * WIDE, atol=0)
+    squares = sum(g.square().sum() for g in expected.values())
+    torch.testing.assert_close(square, squares, rtol=20 * WIDE, atol=0)
 
 
 def per_layer(model):

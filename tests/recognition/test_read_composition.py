@@ -7,6 +7,7 @@ Under DDP and FSDP2: `test_ranks.py`; on kernels: `tests/backend/test_read_layer
 import contextlib
 import copy
 import functools
+import importlib
 import itertools
 import pickle
 import threading
@@ -249,6 +250,36 @@ def test_frozen(name, which, served):
             p.requires_grad_(wanted(n, p))
     if any(p.requires_grad for p in stock.parameters()):
         assert_same(name, step(fused, batch), step(stock, batch))
+
+
+@pytest.fixture
+def replicate(monkeypatch):
+    """`nn.DataParallel`'s replicas, on CPUs: a copy in place of a broadcast."""
+    module = importlib.import_module("torch.nn.parallel.replicate")
+    copies = "_broadcast_coalesced_reshape"
+    monkeypatch.setattr(
+        module, copies, lambda ts, to, *_, **__: [[t.clone() for t in ts] for _ in to]
+    )
+    monkeypatch.setattr(module, "_get_device_index", lambda device, *_: device)
+    return lambda model: module.replicate(model, [0, 1])
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if n != "qwen2_vl"])  # it needs a Parameter
+def test_replicas_have_plain_tensors_for_parameters(name, replicate, served, unread):
+    """Frozen ones too; what was compared once is not compared again in each step."""
+    stock, fused, batch = pair(name)
+    for model in (stock, fused):
+        [p for p in model.parameters() if p.dim() > 1][-1].requires_grad_(False)
+    expected, layers, readings = step(stock, batch), layers_of(fused), []
+    for _ in range(2):
+        fused.zero_grad(set_to_none=True)
+        loss = models.loss_of(replicate(fused)[0](**batch))
+        loss.backward()
+        found = {n: p.grad for n, p in fused.named_parameters() if p.grad is not None}
+        assert_same(name, {"loss": loss.detach(), **found}, expected)
+        assert all(len(layer._notes_of().checked) == 1 for layer in layers)
+        readings.append([layer._notes_of().readings for layer in layers])
+    assert any(readings[0]) and readings[0] == readings[1]
 
 
 # --- packed and padded sequences
