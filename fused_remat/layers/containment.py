@@ -59,35 +59,46 @@ class Rescue:
         failed: Callable[[Exception], object],
     ) -> None:
         self.layer, self.forward, self.failed = layer, forward, failed
-        self.training, self.result = layer.training, None
-        args = {id(t): t for t in tree_leaves(given) if isinstance(t, Tensor) and t.requires_grad}
+        self.training = layer.training
+        self.roots: tuple[Tensor, ...] = ()
+        #: Which leaf of the result is the block's output, its view of that, and the layout.
+        self.result: tuple[int, Any, Any] | None = None
+        # Activations live as long as the block keeps them.
+        self.given = {n: weakref.ref(t) if _needs_grad(t) else t for n, t in given.items()}
+        args = {id(t): t for t in given.values() if _needs_grad(t)}
         trained = {n: t for n, t in tensors.items() if t is not None and t.requires_grad}
         derived = {n: t for n, t in trained.items() if not (t.is_leaf or id(t) in args)}
-        roots: dict[int, Tensor] = {}
-        for t in derived.values():
-            base = t._base
-            if base is None or not (base.is_leaf or id(base) in args):
-                own = [p for p in parameters_of(layer) if p.requires_grad]
-                roots = args | {id(p): p for p in own}
-                break
-            roots[id(base)] = base
-        direct = {n: t for n, t in trained.items() if n not in derived}
-        for t in direct.values():
-            roots.pop(id(t), None)
-        self.roots = tuple(roots.values())
-        self.sources = {n: weakref.ref(t) for n, t in direct.items()}
-        # Activations live as long as the block keeps them.
-        self.given = tree_map(lambda leaf: weakref.ref(leaf) if id(leaf) in args else leaf, given)
+        self.sources = {n: weakref.ref(t) for n, t in trained.items() if n not in derived}
+        if derived:
+            self.roots = self._roots_of(derived, trained, args)
         device = tensors["input"].device.type  # type: ignore[union-attr]
         on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
         self.autocast = (device, torch.get_autocast_dtype(device)) if on else None
 
+    def _roots_of(
+        self,
+        derived: Mapping[str, Tensor],
+        trained: Mapping[str, Tensor],
+        args: Mapping[int, Tensor],
+    ) -> tuple[Tensor, ...]:
+        """Of what the block's `derived` tensors are views; else all that they may be made of."""
+        bases = [t._base for t in derived.values()]
+        roots = {id(t): t for t in bases if t is not None and (t.is_leaf or id(t) in args)}
+        if len([t for t in bases if id(t) in roots]) < len(bases):
+            own = [p for p in parameters_of(self.layer).values() if p.requires_grad]
+            roots = {**args, **{id(p): p for p in own}}
+        direct = {id(t) for n, t in trained.items() if n not in derived}
+        return tuple([t for i, t in roots.items() if i not in direct])
+
     def returned(self, out: Tensor, result: Any) -> None:
         """Note where the layer's `result` has the block's output `out`: it may be a view of it."""
+        nested = [v for v in self.given.values() if isinstance(v, (tuple, list, dict))]
+        if any(_needs_grad(t) for t in tree_leaves(nested)):
+            return  # of which no gradient would be returned
         for i, leaf in enumerate(tree_leaves(result)):
             if isinstance(leaf, Tensor) and leaf.data_ptr() == out.data_ptr() and leaf.numel():
                 view = leaf.size(), leaf.stride(), 0
-                self.result = i, view, (out.size(), out.stride())  # type: ignore[assignment]
+                self.result = i, view, (out.size(), out.stride())
                 return
 
     def gradients(self, error: Exception, names: tuple[str, ...], dy: Tensor) -> list[Any]:
@@ -129,6 +140,10 @@ class Rescue:
         # A tensor that the block has twice gets its gradient once.
         ordered = (*(sources.get(name) for name in names), *roots)
         return [None if t is None else grads.pop(id(t), None) for t in ordered]
+
+
+def _needs_grad(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
 
 
 def is_unexpected(error: Exception) -> bool:

@@ -22,6 +22,7 @@ from fused_remat.autograd.accumulate import Accumulation
 from fused_remat.execution.executor import autocast_off
 from fused_remat.execution.observe import unobserved
 from fused_remat.graph.graph import Graph
+from fused_remat.layers.containment import is_contained, is_unexpected
 from fused_remat.layers.converted import CACHES, ConvertedLayer, class_of
 from fused_remat.layers.eligibility import (
     RECORDERS,
@@ -142,6 +143,10 @@ class ReadLayer(ConvertedLayer):
         except Unreadable as reason:
             self._last = Reason(str(reason))
             return self._last
+        except Exception as error:
+            if not (is_contained(self) and is_unexpected(error)):
+                raise
+            return self._block_failed(error)
         for name, t in tensors.items():
             if t is not None and not is_readable(t):
                 return Reason(f"{name} is {qualified(type(t))}")
