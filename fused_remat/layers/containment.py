@@ -29,11 +29,12 @@ def is_contained(layer: nn.Module) -> bool:
     """
     if os.environ.get("FUSED_REMAT_STRICT", "0") not in ("", "0"):
         return False
-    distributed = torch.distributed
-    several = distributed.is_available() and distributed.is_initialized()
-    if several and distributed.get_world_size() > 1:
-        return False
-    return not several or sharded_by(layer) is None
+    if not (_distributed.is_available() and _distributed.is_initialized()):
+        return True
+    return _distributed.get_world_size() == 1 and sharded_by(layer) is None
+
+
+_distributed = torch.distributed
 
 
 class Rescue:
@@ -63,42 +64,43 @@ class Rescue:
         self.roots: tuple[Tensor, ...] = ()
         #: Which leaf of the result is the block's output, its view of that, and the layout.
         self.result: tuple[int, Any, Any] | None = None
-        # Activations live as long as the block keeps them.
-        self.given = {n: weakref.ref(t) if _needs_grad(t) else t for n, t in given.items()}
-        args = {id(t): t for t in given.values() if _needs_grad(t)}
-        trained = {n: t for n, t in tensors.items() if t is not None and t.requires_grad}
-        derived = {n: t for n, t in trained.items() if not (t.is_leaf or id(t) in args)}
-        self.sources = {n: weakref.ref(t) for n, t in trained.items() if n not in derived}
+        args = {id(t): n for n, t in given.items() if _needs_grad(t)}
+        # Activations live as long as the block keeps them, and parameters as long as the layer.
+        self.given = {n: weakref.ref(t) if id(t) in args else t for n, t in given.items()}
+        self.sources: dict[str, Any] = {}
+        derived = []
+        for name, t in tensors.items():
+            if t is not None and t.requires_grad:
+                if id(t) in args:
+                    self.sources[name] = self.given[args[id(t)]]
+                elif t.is_leaf:
+                    self.sources[name] = t
+                else:
+                    derived.append(t)
         if derived:
-            self.roots = self._roots_of(derived, trained, args)
+            self.roots = self._roots_of(derived, [given[n] for n in args.values()])
         device = tensors["input"].device.type  # type: ignore[union-attr]
         on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
         self.autocast = (device, torch.get_autocast_dtype(device)) if on else None
 
-    def _roots_of(
-        self,
-        derived: Mapping[str, Tensor],
-        trained: Mapping[str, Tensor],
-        args: Mapping[int, Tensor],
-    ) -> tuple[Tensor, ...]:
+    def _roots_of(self, derived: list[Tensor], args: list[Tensor]) -> tuple[Tensor, ...]:
         """Of what the block's `derived` tensors are views; else all that they may be made of."""
-        bases = [t._base for t in derived.values()]
-        roots = {id(t): t for t in bases if t is not None and (t.is_leaf or id(t) in args)}
-        if len([t for t in bases if id(t) in roots]) < len(bases):
+        known, direct = {id(t) for t in args}, {id(_alive(t)) for t in self.sources.values()}
+        bases = [t._base for t in derived]
+        roots = [t for t in bases if t is not None and (t.is_leaf or id(t) in known)]
+        if len(roots) < len(bases):
             own = [p for p in parameters_of(self.layer).values() if p.requires_grad]
-            roots = {**args, **{id(p): p for p in own}}
-        direct = {id(t) for n, t in trained.items() if n not in derived}
-        return tuple([t for i, t in roots.items() if i not in direct])
+            roots = [*args, *own]
+        return tuple({id(t): t for t in roots if id(t) not in direct}.values())
 
     def returned(self, out: Tensor, result: Any) -> None:
         """Note where the layer's `result` has the block's output `out`: it may be a view of it."""
-        nested = [v for v in self.given.values() if isinstance(v, (tuple, list, dict))]
-        if any(_needs_grad(t) for t in tree_leaves(nested)):
-            return  # of which no gradient would be returned
-        for i, leaf in enumerate(tree_leaves(result)):
-            if isinstance(leaf, Tensor) and leaf.data_ptr() == out.data_ptr() and leaf.numel():
-                view = leaf.size(), leaf.stride(), 0
-                self.result = i, view, (out.size(), out.stride())
+        for value in self.given.values():
+            if type(value) in (tuple, list, dict) and any(map(_needs_grad, tree_leaves(value))):
+                return  # of which no gradient would be returned
+        for i, leaf in enumerate((out,) if result is out else tree_leaves(result)):
+            if isinstance(leaf, Tensor) and leaf.data_ptr() == out.data_ptr():
+                self.result = i, (leaf.size(), leaf.stride(), 0), (out.size(), out.stride())
                 return
 
     def gradients(self, error: Exception, names: tuple[str, ...], dy: Tensor) -> list[Any]:
@@ -111,17 +113,17 @@ class Rescue:
         copies: dict[int, Tensor] = {}
 
         def copy(leaf: Any) -> Any:
-            t = leaf() if isinstance(leaf, weakref.ref) else leaf
+            t = _alive(leaf)
             if t is None and leaf is not None:
                 raise error
-            if not isinstance(t, Tensor) or not t.requires_grad:
+            if not _needs_grad(t):
                 return t
             return copies.setdefault(id(t), t.detach().requires_grad_())
 
         given = tree_map(copy, self.given)
         state = {f"layer.{name}": copy(p) for name, p in self.layer.named_parameters()}
         roots = [copies.get(id(t)) for t in self.roots]
-        sources = {name: copies.get(id(ref())) for name, ref in self.sources.items()}
+        sources = {name: copies.get(id(_alive(t))) for name, t in self.sources.items()}
         wanted = list(dict.fromkeys(t for t in (*sources.values(), *roots) if t is not None))
         if len(wanted) < len({*map(id, sources.values()), *map(id, roots)}):
             raise error  # the activation function's own tensor, say
@@ -140,6 +142,10 @@ class Rescue:
         # A tensor that the block has twice gets its gradient once.
         ordered = (*(sources.get(name) for name in names), *roots)
         return [None if t is None else grads.pop(id(t), None) for t in ordered]
+
+
+def _alive(value: Any) -> Any:
+    return value() if isinstance(value, weakref.ref) else value
 
 
 def _needs_grad(value: Any) -> bool:
