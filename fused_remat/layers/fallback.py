@@ -107,15 +107,22 @@ def counted(layer: nn.Module) -> Iterator[Counter[str]]:
     own = {t.untyped_storage().data_ptr() for t in (*layer.parameters(), *layer.buffers())}
     held: dict[int, int] = {}
     total = Counter[str]()
+    # Hooks around the layer (a checkpoint's, or of offloading) have no effect inside these.
+    outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    pack_outside, unpack = outer or (_itself, _itself)
 
-    def pack(t: Tensor) -> Tensor:
+    def pack(t: Tensor) -> Any:
         if t.layout is torch.strided and t.untyped_storage().data_ptr() not in own:
             held[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-        return t
+        return pack_outside(t)
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield total
     total["bytes"] = sum(held.values())
+
+
+def _itself(t: Tensor) -> Tensor:
+    return t
 
 
 def checkpointed(layer: nn.Module, forward: Callable[..., Any], given: Mapping[str, Any]) -> Any:

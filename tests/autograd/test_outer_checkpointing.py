@@ -29,6 +29,20 @@ def assert_alike(way, forward, module):
     assert_same_bits(step(way, module, X), step(forward, module, X))
 
 
+def test_a_layer_that_runs_its_own_forward_as_it_is():
+    """Its saved tensors are counted at the first call; the checkpoint around it drops them."""
+    layer = FusedRematLayer(16, 2, 32, 0.0, batch_first=True, policy="none")
+    layer.linear1.register_forward_hook(lambda *_: None)
+    x = torch.randn(2, 5, 16, requires_grad=True)
+
+    def run(x):
+        return layer(x.tanh()).tanh()
+
+    with pytest.warns(FusedRematWarning, match="linear1 has hooks; it keeps"):
+        y = checkpoint(run, x, use_reentrant=False)
+    assert torch.equal(*(torch.autograd.grad(out.sum(), x)[0] for out in (y, run(x))))
+
+
 @pytest.mark.composes(
     "Outer checkpointing",
     "preserve_rng_state=False",
