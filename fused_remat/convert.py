@@ -126,6 +126,7 @@ def convert(
     for head in heads:
         head.__class__ = head_class(type(head))  # type: ignore[assignment]
         head.loss_backend = backend  # type: ignore[assignment]
+        record_of(head).path = paths[head]
     return model
 
 

@@ -31,16 +31,17 @@ def converts(row: Row) -> bool:
 def reading(row: Row) -> str:
     """How it is read: as a block, if any layers are, and of which layers more is to be said.
 
-    >>> kind = {"name": "Layer", "count": 2, "state": "converted", "pieces": [["mlp", "it loops"]]}
-    >>> left = {"name": "Part", "count": 1, "state": "left", "reason": "it prints"}
-    >>> reading({"conversion": [kind, left]})
-    'a block; 2 × `Layer` replay `mlp` (it loops); 1 × `Part` is left: it prints'
+    >>> kind = {"name": "Layer", "count": 2, "state": "converted", "reason": ""}
+    >>> kind |= {"pieces": [["mlp", "it loops"]]}
+    >>> other = {"name": "Part", "count": 1, "state": "checkpointed", "reason": "it prints"}
+    >>> reading({"conversion": [kind, other]})
+    'a block; 2 × `Layer` replay `mlp` (it loops); 1 × `Part` is checkpointed: it prints'
     """
     said = ["a block"] if any(k["state"] == "converted" for k in row["conversion"]) else []
     for kind in row["conversion"]:
         layers, one = f"{kind['count']} × `{kind['name']}`", kind["count"] == 1
-        if kind["state"] == "left":
-            said.append(f"{layers} {'is' if one else 'are'} left: {kind['reason']}")
+        if kind["reason"]:
+            said.append(f"{layers} {'is' if one else 'are'} {kind['state']}: {kind['reason']}")
         elif kind["state"] == "converted" and kind["pieces"]:
             parts = ", ".join(f"`{piece}` ({why})" for piece, why in kind["pieces"])
             said.append(f"{layers} replay{'s' * one} {parts}")

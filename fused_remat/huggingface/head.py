@@ -31,6 +31,7 @@ from fused_remat.layers.fused_layer import (
     is_traced,
 )
 from fused_remat.layers.linears import read_linear
+from fused_remat.layers.record import NOTES, record_of
 from fused_remat.layers.tensor_parallel import VocabularyParallelLinear
 from fused_remat.layers.warn import warn, warn_compiled
 from fused_remat.ops.activation import has_hooks
@@ -110,7 +111,7 @@ def _code(model: Any) -> tuple[Any, ...]:
 
 _IDLE = Reason("the model does not train", quiet=True)
 _UNFIT = Reason("its arguments do not fit", quiet=True)  # of which the stock forward complains
-_UNLABELLED = Reason("it has no labels", quiet=True)
+_UNLABELLED = Reason("the call has no labels", quiet=True)
 _NO_LOGITS = (
     "returns logits=None where it trains: convert(model, loss=True) computes the loss without "
     "them; convert with loss=False if your training code reads outputs.logits"
@@ -139,20 +140,28 @@ class HuggingFaceHead(nn.Module):
         # By its stock class: this one's name is that of the stock one.
         return (_new, (self.stock,), *reduced[2:])
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {n: value for n, value in self.__dict__.items() if n not in NOTES}
+
     def _call(self, *args: Any, **kwargs: Any) -> Any:
-        """`forward(*args, **kwargs)`: with the fused loss, or transformers' own."""
-        call = self._read(args, kwargs)
+        """Run `forward(*args, **kwargs)`: with the fused loss, or transformers' own."""
+        call, compiling = self._read(args, kwargs), torch.compiler.is_compiling()
         if not isinstance(call, Reason):
-            if not torch.compiler.is_compiling():
+            output = self._with_fused_loss(*call)
+            if not compiling:
                 warn(self, _NO_LOGITS)
-            return self._with_fused_loss(*call)
+                record_of(self).note("block")
+            return output
         for observe in DECISIONS:
             observe(self, call.text)
-        if not call.quiet and torch.compiler.is_compiling():
+        if not call.quiet and compiling:
             warn_compiled(type(self).__name__, call.text)
         elif not call.quiet:
             warn(self, f"runs its own head and loss, with whole logits: {call.text}")
-        return self.stock.forward(self, *args, **kwargs)
+        output = self.stock.forward(self, *args, **kwargs)
+        if not compiling and call not in (_IDLE, TRACED):
+            record_of(self).note("plain", call.text)
+        return output
 
     def _read(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]

@@ -226,8 +226,8 @@ class FusedLayer(nn.Module):
             if not isinstance(error, Exception) or not is_unexpected(error):
                 raise error from None  # type: ignore[misc]
             return self._fall_back(self._block_failed(error), compiling, given)
-        if trains and out.requires_grad and not _in_backward():
-            record_of(self).note("block")
+        if trains and out.requires_grad:
+            record_of(self).note("block", in_backward=_in_backward())
         result: Any = out.squeeze(0) if call.unbatched else out
         if call.finish is not None:
             result = call.finish(out)
@@ -315,8 +315,7 @@ class FusedLayer(nn.Module):
         return out
 
     def _note(self, ran: Ran, reason: Reason) -> None:
-        if not _in_backward():
-            record_of(self).note(ran, reason.text)
+        record_of(self).note(ran, reason.text, _in_backward())
 
     def _why_kept(self, reason: Reason, given: Mapping[str, Any]) -> tuple[str, str] | None:
         """Why the stock forward of a training call is not checkpointed, and a remedy."""
@@ -340,6 +339,7 @@ class FusedLayer(nn.Module):
             self._refuse_to_accumulate(reason)
             for observe in DECISIONS:
                 observe(self, reason)
+            self._note("plain", Reason(reason))
             warn(
                 self,
                 f"saves no memory: {reason}, so its policy has no effect; call "

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -11,8 +14,16 @@ from torch import nn
 #: What a training call runs as: a block; the layer's own forward under checkpointing; or that
 #: forward as it is, which keeps all its activations.
 Ran = Literal["block", "checkpoint", "plain"]
+State = Literal["converted", "checkpointed", "plain", "not called", "stock"]
+#: What a layer is called in reports, by what its last training call ran as.
+STATES: dict[Ran | None, State] = {
+    "block": "converted", "checkpoint": "checkpointed", "plain": "plain", None: "not called",
+}  # fmt: skip
 #: Attributes of a layer that hold notes about it; copies and pickles do not have them.
 NOTES = ("_record",)
+#: How many different reasons are counted for a layer; calls with others count together.
+_MOST_REASONS = 8
+_order = itertools.count(1)
 
 
 @dataclass(eq=False)
@@ -21,25 +32,36 @@ class Record:
 
     Attributes:
         path: of the layer in the model that was converted, "" if unknown.
-        calls: how many training calls ran as a block, under checkpointing, and as they are.
+        calls: how many training calls ran as a block, under checkpointing, and as they are, by the
+            reason why they were not a block's, "" for those that were.
         last: what the last training call ran as, None before the first.
         reason: why the last training call was not a block's, "" if it was.
+        order: larger than that of every call in forward that was noted before, of any layer.
+        in_forward: whether a call was noted in forward. If none was, reentrant checkpointing around
+            the layer, whose forward has no gradients, makes a call in backward the first to train.
         failure: what a block of the layer raised, "" if none did: the layer's own forward runs
             under checkpointing from then on.
         warned: messages that were shown; layers that were converted together share it.
     """
 
     path: str = ""
-    calls: Counter[Ran] = field(default_factory=Counter)
+    calls: Counter[tuple[Ran, str]] = field(default_factory=Counter)
     last: Ran | None = None
     reason: str = ""
+    order: int = 0
+    in_forward: bool = False
     failure: str = ""
     warned: set[str] = field(default_factory=set)
 
-    def note(self, ran: Ran, reason: str = "") -> None:
-        """Count a training call."""
-        self.calls[ran] += 1
+    def note(self, ran: Ran, reason: str = "", in_backward: bool = False) -> None:
+        """Count a training call, unless it repeats one in backward."""
+        if in_backward and self.in_forward:
+            return
         self.last, self.reason = ran, reason
+        if not in_backward:
+            self.in_forward, self.order = True, next(_order)
+        known = (ran, reason) in self.calls or len(self.calls) < _MOST_REASONS
+        self.calls[ran, reason if known else "other reasons"] += 1
 
 
 def record_of(layer: nn.Module) -> Record:
@@ -53,3 +75,27 @@ def record_of(layer: nn.Module) -> Record:
     if record is None:
         record = own["_record"] = Record()
     return record
+
+
+@contextlib.contextmanager
+def noted_apart(layers: Iterable[nn.Module]) -> Iterator[None]:
+    """Let the calls of `layers` be noted from the beginning inside, and restore their records.
+
+    >>> layer = nn.Linear(2, 2)
+    >>> with noted_apart([layer]):
+    ...     record_of(layer).note("block")
+    ...     record_of(layer).last
+    'block'
+    >>> record_of(layer).last is None
+    True
+    """
+    before = [(record := record_of(layer), dict(vars(record))) for layer in layers]
+    try:
+        for record, _ in before:
+            vars(record).update(calls=Counter(), last=None, reason="", in_forward=False)
+        yield
+    finally:
+        for record, kept in before:
+            failure = record.failure
+            vars(record).update(kept)
+            record.failure = failure  # no later call is a block's

@@ -9,7 +9,7 @@ from hf_models import MODELS, VOCAB, build, reasons
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
-from fused_remat import FusedRematWarning, convert
+from fused_remat import FusedRematWarning, conversion, convert, explain, memory_report
 from fused_remat.report.allocations import AllocationTrace
 
 
@@ -160,3 +160,44 @@ def test_models_without_a_head_are_told():
     model = LlamaForSequenceClassification(LlamaConfig(**MODELS["llama"][2]))
     with pytest.raises(ValueError, match=r"no language model .* LlamaForCausalLM"):
         convert(model, loss=True)
+
+
+def loss_of(model):
+    (loss,) = conversion(model).losses
+    return loss.state, loss.reason
+
+
+def test_conversion_tells_what_the_loss_was_computed_by():
+    model, inputs = convert(llama(), loss=True), batch()
+    assert loss_of(convert(llama())) == ("not requested", "")
+    assert loss_of(model) == ("not called", "")
+    explain(model, **inputs)
+    memory_report(model, **inputs)
+    assert loss_of(model) == ("not called", "")
+    step(model, **inputs)
+    assert loss_of(model) == ("fused", "")
+    assert "loss of LlamaForCausalLM: computed without logits in 1 training call" in str(
+        conversion(model)
+    )
+    del inputs["labels"]
+    with torch.no_grad():
+        model(**inputs)
+    assert loss_of(model)[0] == "fused"
+    model.model(**inputs).last_hidden_state.sum().backward()  # as trainers of TRL do
+    reason = "the last training step called LlamaForCausalLM.model without LlamaForCausalLM"
+    assert loss_of(model) == ("bypassed", reason)
+    model(**inputs).logits.sum().backward()
+    assert loss_of(model) == ("bypassed", "the call has no labels")
+    step(model, **batch())
+    assert loss_of(model) == ("fused", "")
+    model.lm_head.register_forward_hook(lambda *_: None)
+    with pytest.warns(FusedRematWarning, match="lm_head has hooks"):
+        step(model, **batch())
+    assert loss_of(model) == ("bypassed", "lm_head has hooks")
+    assert loss_of(copy.deepcopy(model)) == ("not called", "")
+
+
+def test_conversion_where_adapters_bypass_the_loss():
+    model = adapted(convert(llama(), loss=True))
+    model(input_ids=batch()["input_ids"]).logits.sum().backward()
+    assert loss_of(model) == ("bypassed", "the call has no labels")

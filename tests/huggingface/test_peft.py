@@ -5,7 +5,7 @@ import torch
 from hf_models import IDS, MODELS, allowed, build, distance, in_float64, inputs_of, served, step
 from peft import LoraConfig, PeftModel, get_peft_model
 
-from fused_remat import FusedRematWarning, convert
+from fused_remat import FusedRematWarning, conversion, convert
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -104,6 +104,9 @@ def test_dora_runs_under_ordinary_rebuild():
     with pytest.warns(FusedRematWarning, match=reason):
         found = step(fused, IDS)
     assert max(distance(found, step(stock, IDS)).values()) < 3e-5
+    (kind,) = conversion(fused)
+    assert (kind.state, kind.count, kind.name) == ("checkpointed", 2, "LlamaDecoderLayer")
+    assert "DoraLinearVariant" in kind.reason
 
 
 def test_a_layer_trained_as_a_whole_beside_adapters():

@@ -5,10 +5,12 @@ import warnings
 
 import pytest
 import torch
+import torch.nn.functional as F
 from accuracy import assert_bits, assert_close
 from layer_kinds import run as run_layer
 from reference import randomize, run
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from fused_remat import (
     FusedRematDecoderLayer,
@@ -17,6 +19,9 @@ from fused_remat import (
     Policy,
     conversion,
     convert,
+    explain,
+    memory_report,
+    plan,
     revert,
     set_policy,
 )
@@ -210,3 +215,86 @@ def test_set_policy_by_pattern():
         set_policy(model, "decoder.*", "lean")
     with pytest.raises(ValueError, match="presets"):
         set_policy(model, "*", "lea")
+
+
+class Unused(nn.Module):
+    """Two layers without a row, of which one is called."""
+
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
+
+        def forward(self, x):
+            return x + self.down(F.gelu(self.up(self.norm(x))))
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(self.Layer() for _ in range(2))
+
+    def forward(self, x):
+        return self.layers[0](x)
+
+
+def test_conversion_tells_what_training_calls_ran_as():
+    model, x = convert(encoder(4), every=2), torch.randn(2, 5, 16)
+    said = conversion(model)
+    assert [(kind.state, kind.count) for kind in said] == [("not called", 2), ("stock", 2)]
+    model(x).sum().backward()
+    assert "converted 2 × FusedRematLayer: 2 fused training calls\n" in str(conversion(model))
+    hook = model.layers[2].linear1.register_forward_hook(lambda *_: None)
+    with pytest.warns(FusedRematWarning, match="linear1 has hooks"):
+        model(x).sum().backward()
+    converted, other, _ = conversion(model)
+    assert converted.layers == ("layers.0",) and converted.calls == (("block", "", 2),)
+    assert (other.state, other.layers) == ("checkpointed", ("layers.2",))
+    assert other.reason == "linear1 has hooks"
+    assert other.calls == (("block", "", 1), ("checkpoint", "linear1 has hooks", 1))
+    counted = "(layers.2): 1 fused training call, 1 checkpointed (linear1 has hooks)"
+    assert str(other) == f"checkpointed 1 × FusedRematLayer {counted}"
+    set_policy(model, "layers.2", "none")
+    with pytest.warns(FusedRematWarning, match="keeps all activations"):
+        model(x).sum().backward()
+    assert [kind.state for kind in conversion(model)] == ["converted", "plain", "stock"]
+    hook.remove()
+    model(x).sum().backward()
+    assert [kind.state for kind in conversion(model)] == ["converted", "stock"]
+
+
+def test_conversion_of_layers_that_are_never_called():
+    model = convert(Unused())
+    model(torch.randn(2, 5, 16)).sum().backward()
+    found = [(kind.state, kind.layers) for kind in conversion(model)]
+    assert found == [("converted", ("layers.0",)), ("not called", ("layers.1",))]
+
+
+def test_conversion_counts_reasons_up_to_a_number():
+    model = convert(encoder(1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for i in range(12):
+            model.layers[0].norm1 = type(f"Norm{i}", (nn.LayerNorm,), {})(16)
+            model(torch.randn(2, 5, 16)).sum().backward()
+    (kind,) = conversion(model)
+    assert "Norm11" in kind.reason and len(kind.calls) == 9
+    assert kind.calls[-1] == ("checkpoint", "other reasons", 4)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_conversion_counts_a_call_under_an_outer_checkpoint_once(use_reentrant):
+    model, x = convert(encoder(1)), torch.randn(2, 5, 16, requires_grad=True)
+    for _ in range(2):
+        checkpoint(model.layers[0], x, use_reentrant=use_reentrant).sum().backward()
+    assert conversion(model)[0].calls == (("block", "", 2),)
+
+
+def test_reports_are_no_training_calls():
+    model, x = convert(Unused(), policy="lean"), torch.randn(2, 5, 16)
+    for _ in range(2):
+        before = str(conversion(model))
+        for report in (explain, memory_report, plan):
+            report(model, x)
+        assert str(conversion(model)) == before
+        model(x).sum().backward()
+    assert conversion(model)[0].calls == (("block", "", 2),)
+    assert [layer.policy for layer in model.layers] == ["lean", "lean"]
