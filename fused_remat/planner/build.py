@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from fused_remat.autograd.offload import transfer_for
 from fused_remat.convert import convert, revert
 from fused_remat.layers import FusedLayer
+from fused_remat.layers.record import STATES
 from fused_remat.planner.calibration import Calibration, Example, HostLink, StepCost, calibrate
 from fused_remat.planner.chain import Call, Chain, Option
 from fused_remat.planner.measure import (
@@ -115,8 +116,10 @@ def plan(
 
     Measures a few forwards and backwards of `model(*inputs, **kwargs)` with every layer keeping
     its input alone, and each kind of layer by itself with every option; computes the rest. The
-    layers are the fused ones; a model without any is converted during the call. Everything else in
-    the model is measured as it is. Policies, random state, buffers and `.grad` are restored.
+    layers are the fused ones; a model without any is converted during the call. A layer that does
+    not run as a block, but under checkpointing or plainly, has this as its only option. Everything
+    else in the model is measured as it is. Policies, random state, buffers and `.grad` are
+    restored, and no training call is counted.
 
     Args:
         model, inputs, kwargs: those of a training step, in training mode, at the batch size of the
@@ -225,11 +228,12 @@ def measure_chain(
         calls = tuple(_calls(step, by, request))
         if request.offload:
             calls = tuple(_offloading(step, calls, calibration.host_link()))
-        firsts = {call.example.key: call for call in reversed(step.calls)}
+        blocks = [(call.layer, e) for call in step.calls if (e := call.example) is not None]
+        firsts = {example.key: (layer, example) for layer, example in reversed(blocks)}
         steps = [
             cost
-            for call in reversed(firsts.values())
-            for cost in calibration.compare(call.layer, call.example, timed=costs != "analytic")
+            for layer, example in reversed(firsts.values())
+            for cost in calibration.compare(layer, example, timed=costs != "analytic")
         ]
     optimizer = request.optimizer
     if update is None:
@@ -261,7 +265,12 @@ def _calls(step: MeasuredStep, costs: Costs, request: Request) -> Iterator[Call]
     tables = _tables(step, costs, request)
     known: dict[Any, tuple[float, int]] = {}  # seconds of the forward, bytes of the input
     for call in step.calls:
-        key, example = call.example.key, call.example
+        example = call.example
+        if example is None:
+            only = Option((), call.kept, 0, 0, 0.0, preset=STATES[call.ran])
+            yield Call(call.layer, call.kind, (only,), 0.0, 0, False, call.reason)
+            continue
+        key = example.key
         if key not in known:
             kept = kept_by_name(example, ()).get("input", 0)
             known[key] = forward_seconds(example, costs), kept
@@ -279,7 +288,8 @@ def _tables(
     examples: dict[str, dict[Any, Example]] = {}
     names = {call.layer: call.names for call in step.calls}
     for call in step.calls:
-        examples.setdefault(call.layer, {})[call.example.key] = call.example
+        if call.example is not None:
+            examples.setdefault(call.layer, {})[call.example.key] = call.example
     for layer, mine in examples.items():
         wanted = request.options
         if request.policies is not None:
@@ -301,13 +311,15 @@ def _offloading(step: MeasuredStep, calls: Sequence[Call], link: HostLink) -> It
     """The calls with options that offload, but for layers whose calls differ in shape."""
     keys: dict[str, set[Any]] = {}
     for measured in step.calls:
-        keys.setdefault(measured.layer, set()).add(measured.example.key)
+        if measured.example is not None:
+            keys.setdefault(measured.layer, set()).add(measured.example.key)
     known: dict[Any, tuple[Option, ...]] = {}
     for measured, call in zip(step.calls, calls, strict=True):
-        if len(keys[call.layer]) > 1:
+        example = measured.example
+        if example is None or len(keys[call.layer]) > 1:
             yield call
             continue
-        key = (measured.example.key, call.options)
+        key = (example.key, call.options)
         if key not in known:
-            known[key] = with_offload(measured.example, call.options, link, call.forward_seconds)
+            known[key] = with_offload(example, call.options, link, call.forward_seconds)
         yield dataclasses.replace(call, options=known[key])

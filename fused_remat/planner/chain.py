@@ -33,7 +33,8 @@ class Option:
             offload are not part of segments.
         moved: bytes that wait on the host, which `kept` does not include; it never decreases along
             the options of a call.
-        preset: the preset that keeps these names in the call's block, or "".
+        preset: the preset that keeps these names in the call's block, or ""; "checkpointed" or
+            "plain" for the only option of a call that is no block.
     """
 
     save: tuple[str, ...]
@@ -52,12 +53,13 @@ class Call:
 
     Attributes:
         layer: the layer's qualified name; all calls of one layer have the same option.
-        kind: kind of its block ("encoder_prenorm"), for tables.
+        kind: kind of its block ("encoder_prenorm"), or the layer's class, for tables.
         options: at least one; the first, the base, keeps only what every option keeps.
         forward_seconds: time of one forward.
         input: bytes of its first input, which `kept` of every option includes unless offloaded.
         linked: whether its first input is the output of the preceding call and nothing else holds
             that tensor.
+        reason: why it is no block, and has a single option; "" if it is one.
     """
 
     layer: str
@@ -66,6 +68,7 @@ class Call:
     forward_seconds: float
     input: int
     linked: bool
+    reason: str = ""
 
     @property
     def base(self) -> Option:

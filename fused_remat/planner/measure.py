@@ -10,7 +10,6 @@ import dataclasses
 import statistics
 import time
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +24,7 @@ from torch.utils._pytree import tree_iter
 from fused_remat.autograd.function import is_block
 from fused_remat.execution.observe import BlockRun
 from fused_remat.layers import FusedLayer
+from fused_remat.layers.record import Ran
 from fused_remat.planner.calibration import Example
 from fused_remat.planner.chain import Moment
 from fused_remat.report.step import (
@@ -44,17 +44,23 @@ class MeasuredCall:
     """A call of a fused layer.
 
     Attributes:
-        layer, kind: the layer's qualified name and the kind of its block.
+        layer, kind: the layer's qualified name and the kind of its block, or its class.
         names: names that the layer's policy accepts.
-        example: the call to run on its own; calls with equal tensors and graphs share one.
+        example: the call to run on its own; calls with equal tensors and graphs share one. None if
+            the layer did not run as a block.
         follows: whether its first input is the output of the preceding call.
+        ran, reason: what the layer ran as, and why that was not a block.
+        kept: bytes that the layer keeps in all its calls if it is no block; of its first call.
     """
 
     layer: str
     kind: str
     names: tuple[str, ...]
-    example: Example
+    example: Example | None
     follows: bool
+    ran: Ran = "block"
+    reason: str = ""
+    kept: int = 0
 
 
 @dataclass(frozen=True)
@@ -62,8 +68,8 @@ class MeasuredStep:
     """One measured step.
 
     Attributes:
-        calls: calls of fused layers in order, without those whose activations an outer checkpoint
-            drops or that backward does not reach.
+        calls: calls of fused layers in order, without those of blocks whose activations an outer
+            checkpoint drops, and those that backward does not reach.
         moments: in order of time.
         kept: bytes kept between forward and backward, in the whole model.
         seconds: time of forward and backward.
@@ -100,7 +106,7 @@ def measure_step(
                 "next; a plan needs layers that run in every step, so turn off layer dropping"
             )
         seconds = time_step(model, args, kwargs, loss) if timed else 0.0
-    calls, index = _kept_calls(capture, step)
+    calls, index = _kept_calls(capture, step, layers)
     kept = sum(saved.nbytes for saved in step.saved)
     return MeasuredStep(calls, tuple(_moments(step, index)), kept, seconds, resting)
 
@@ -185,15 +191,15 @@ def base_policies(layers: dict[str, FusedLayer]) -> Iterator[None]:
         yield
     finally:
         for name, layer in layers.items():
-            layer.policy = before[name]
+            layer._policy = before[name]  # as it was: its names may have been set unchecked
 
 
 class _Capture:
     """Collects the calls of fused layers while a step runs."""
 
     def __init__(self, layers: dict[str, FusedLayer]) -> None:
-        self._layers = [(name, layer._example().names) for name, layer in layers.items()]
-        self.found: list[tuple[int, MeasuredCall]] = []  # with the layer's index
+        self._layers = [*layers.items()]
+        self.found: dict[int, list[MeasuredCall]] = {}  # by the layer's index
         self._examples: dict[Any, Example] = {}
         self._last: StorageWeakRef | None = None
 
@@ -211,36 +217,54 @@ class _Capture:
         example = self._examples.setdefault(example.key, example)
         follows = is_block(x.grad_fn) and StorageWeakRef(x.untyped_storage()) == self._last
         self._last = StorageWeakRef(invocation.output.untyped_storage())
-        measured = MeasuredCall(
-            self._layers[layer][0], call.graph.kind, self._layers[layer][1], example, follows
-        )
-        self.found.append((layer, measured))
+        name, module = self._layers[layer]
+        # A layer that is traced at its first call has its names by now.
+        names = module._example().names
+        measured = MeasuredCall(name, call.graph.kind, names, example, follows)
+        self.found.setdefault(layer, []).append(measured)
 
 
 def _kept_calls(
-    capture: _Capture, step: Step
+    capture: _Capture, step: Step, layers: dict[str, FusedLayer]
 ) -> tuple[tuple[MeasuredCall, ...], dict[tuple[int, int], int]]:
-    """The calls whose activations autograd holds, and their indices by (layer, its call)."""
+    """Return the calls that keep something for backward, and their indices by (layer, its call)."""
     calls: list[MeasuredCall] = []
     index: dict[tuple[int, int], int] = {}
-    count: dict[int, int] = {}
     alone = {s.layer for s in step.saved if s.fused and s.name == "input" and s.by == {s.layer}}
-    labels = (span.label for span in step.spans if span.label is not None)
+    labels = [span.label for span in step.spans if span.label is not None and span.label[1] >= 0]
     reached = {tuple(place) for which, *place in labels if which == "backward"}
-    times = Counter(layer for layer, _ in capture.found)
     skipped = False
-    for layer, call in capture.found:
-        count[layer] = count.get(layer, 0) + 1
-        held = layer in step.predicted and times[layer] == step.calls[layer]
-        if not held or (layer, count[layer]) not in reached:
+    for layer, number in dict.fromkeys((i, n) for which, i, n in labels if which == "forward"):
+        call = None
+        blocks = capture.found.get(layer, [])
+        if len(blocks) == step.calls[layer] and layer in step.predicted:
+            call = blocks[number - 1]
+        elif not blocks:
+            call = _other_call(layer, number, step, layers)
+        if call is None or (layer, number) not in reached:
             # A checkpoint wraps it, another call keeps nothing, or the loss does not need it.
             skipped = True
             continue
         follows = call.follows and not skipped and layer in alone
         skipped = False
-        index[layer, count[layer]] = len(calls)
+        index[layer, number] = len(calls)
         calls.append(dataclasses.replace(call, follows=follows))
     return tuple(calls), index
+
+
+def _other_call(
+    i: int, number: int, step: Step, layers: dict[str, FusedLayer]
+) -> MeasuredCall | None:
+    """Return a call of a layer that is no block, or None without a gradient.
+
+    If there are layers inside, those count.
+    """
+    name, layer = [*layers.items()][i]
+    ran, reason = step.ran[i]
+    if ran is None or any(isinstance(m, FusedLayer) for m in layer.modules() if m is not layer):
+        return None
+    kept = sum(saved.nbytes for saved in step.saved if saved.layer == i) if number == 1 else 0
+    return MeasuredCall(name, type(layer).__name__, (), None, False, ran, reason, kept)
 
 
 def _moments(step: Step, index: dict[tuple[int, int], int]) -> Iterator[Moment]:

@@ -20,7 +20,15 @@ from fused_remat.planner.calibration import StepCost
 from fused_remat.planner.chain import Call, Chain, Choice, Event, Moment, Option
 from fused_remat.planner.solve import METHODS, choose, frontier_of, parts_of
 from fused_remat.policies import Policy
-from fused_remat.report.units import Budget, aligned, bytes_of, human, milliseconds, run_name
+from fused_remat.report.units import (
+    Budget,
+    aligned,
+    bytes_of,
+    human,
+    milliseconds,
+    reason_lines,
+    run_name,
+)
 
 Model = TypeVar("Model", bound=nn.Module)
 _FORMAT = 1
@@ -31,12 +39,14 @@ class LayerPlan:
     """The plan of one layer.
 
     Attributes:
-        name, kind: qualified name of the layer, and the kind of its block.
+        name, kind: qualified name of the layer, and the kind of its block, or its class.
         policy: the policy to set.
-        label: the policy as text: a preset's name where it is one.
+        label: the policy as text: a preset's name where it is one. "checkpointed" or "plain" for a
+            layer that does not run as a block.
         kept_bytes: bytes kept from forward to backward, over all calls.
         rebuild_seconds: time of backward above that of keeping everything useful, including the
             replay of a segment.
+        reason: why the layer does not run as a block; "" if it does.
     """
 
     name: str
@@ -45,6 +55,7 @@ class LayerPlan:
     label: str
     kept_bytes: int
     rebuild_seconds: float
+    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -183,6 +194,7 @@ class Plan:
             f"step: {milliseconds(self.seconds)} (every layer keeping its input alone: "
             f"{milliseconds(self.chain.seconds)})",
         ]
+        lines += reason_lines([(r.name, r.label, r.reason) for r in self.layers])
         return "\n".join(lines)
 
     def __str__(self) -> str:
@@ -246,6 +258,7 @@ def _layers(chain: Chain, choice: Choice) -> Iterator[LayerPlan]:
             _label(option, where),
             kept[i],
             option.seconds - least + again,
+            call.reason,
         )
         before = rows.get(call.layer)
         if before is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import itertools
 import math
 import sys
@@ -345,21 +344,26 @@ def read_class(stock: type[nn.Module]) -> type[ReadLayer]:
 
 
 def would_read(layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-    """What `convert` would make of a stock layer, for a call of it."""
-    names = list(inspect.signature(type(layer).forward).parameters)[1:]
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    given = {name: value for name, value in given.items() if name not in CACHES}
-    reasons = []
-    for vary in SIZES:
-        try:
-            known = read_call(layer, type(layer).forward, Call(given, vary))
-        except Unreadable as reason:
-            reasons += [Reason(str(reason))] if vary[0] == "B" else []
-            continue
-        pieces = [f"{name}, which is replayed ({why})" for name, why in known.reading.pieces]
-        steps = ", ".join([node.name for node in known.graph.nodes])
-        return f"convert makes it a block: {'; '.join([steps, *pieces])}"
-    return f"convert leaves it as it is: {_that_matters(reasons).text}"
+    """Return what `convert` would make of a stock layer, for a call of it."""
+    stock, own = type(layer), layer.__dict__
+    before = {name: own.pop(name) for name in NOTES if name in own}
+    layer.__class__ = read_class(stock)
+    assert isinstance(layer, ReadLayer)
+    try:
+        named = layer._named(args, kwargs) or {}
+        given = {name: value for name, value in named.items() if name not in CACHES}
+        call, known = layer._block(**given) if given else layer.read_as, layer.read_as
+    finally:
+        layer.__class__ = stock  # type: ignore[assignment]
+        for name in NOTES:
+            own.pop(name, None)
+        own.update(before)
+    if isinstance(call, Reason) or not isinstance(known, Known):
+        why = call.text if isinstance(call, Reason) else "its arguments do not fit forward"
+        return f"convert runs it under checkpointing: {why}"
+    pieces = [f"{name}, which is replayed ({why})" for name, why in known.reading.pieces]
+    steps = ", ".join([node.name for node in known.graph.nodes])
+    return f"convert makes it a block: {'; '.join([steps, *pieces])}"
 
 
 def _that_matters(reasons: Sequence[Reason]) -> Reason:

@@ -16,26 +16,35 @@ from fused_remat.execution.observe import DECISIONS, OBSERVERS, TRACERS, BlockRu
 from fused_remat.execution.prepare import Execution
 from fused_remat.graph.schedule import Step
 from fused_remat.layers.fused_layer import FusedLayer
+from fused_remat.layers.record import record_of
 from fused_remat.recognition.find import repeated_layers
 from fused_remat.recognition.layer import would_read
-from fused_remat.report.step import arguments_of, restored
+from fused_remat.report.step import arguments_of, restored, trace_layers
 from fused_remat.steps.chunk import Chunk, Pass
 from fused_remat.steps.node import Node
 from fused_remat.steps.operations import OPERATIONS, Function, Operations
 
+#: What a layer's own forward keeps, by what the layer ran as.
+_RAN: dict[str | None, str] = {
+    None: "",  # no gradients
+    "checkpoint": " under checkpointing, which keeps its arguments",
+    "plain": ", which keeps all its activations",
+}
+
 
 @dataclass
 class BlockExplanation:
-    """One call of a fused block, or of a layer that ran outside the fused path.
+    """One call of a fused block, or of a layer that did not run as one.
 
     Attributes:
         name: qualified name of the layer, or "(op)" for a functional op outside any layer.
-        title: the kind of block, its backend, and the pieces it works in.
+        title: the kind of block, its backend, and the chunks it works in; or the layer's class and
+            what ran instead of a block.
         kept: names kept for backward.
-        forward: (name, implementation) of every step of the first piece.
+        forward: (name, implementation) of every step of the first chunk.
         backward: every step; "compute x" rebuilds x, "backward x" computes its gradients. Inside a
             segment, "compute input" runs the preceding blocks again.
-        reason: why the fused path did not run, or "".
+        reason: why it was not a block, or "".
         offloaded: the kept names that wait in the host's memory.
     """
 
@@ -78,9 +87,11 @@ def explain(model: nn.Module, *inputs: Any, **kwargs: Any) -> Explanation:
     """Run `model(*inputs, **kwargs)` once and explain what each fused block in it does, and why.
 
     For every call: what is kept for backward, which implementation runs each step of the forward
-    pass and why no faster one does, and what backward rebuilds. For a fused layer that does not
-    take the fused path: the reason. For a stock layer: the block that `convert` would make of it.
-    Print the result. Torch's random state, buffers and `.grad` are restored afterwards.
+    pass and why no faster one does, and what backward rebuilds. For a fused layer that does not run
+    as a block: what ran instead, and the reason. For a stock layer: the block that `convert` would
+    make of it. Print the result. Torch's random state, buffers and `.grad` are restored afterwards,
+    and no training call is counted. Layers that are traced at their first call are traced by
+    another run before.
 
     Raises: whatever the model raises.
 
@@ -103,6 +114,7 @@ def explain(model: nn.Module, *inputs: Any, **kwargs: Any) -> Explanation:
     inputs, kwargs = arguments_of(model, inputs, kwargs)
     tensors = [t for t in tree_leaves((inputs, kwargs)) if isinstance(t, Tensor)]
     device = tensors[0].device if tensors else torch.device("cpu")
+    trace_layers(model, inputs, kwargs)
     with _Recorder(model) as recorder, restored(model, tensors, device):
         model(*inputs, **kwargs)
     return recorder.explanation()
@@ -131,10 +143,10 @@ class _Recorder:
     """Observes one run of a model in this thread, and collects an explanation of every call."""
 
     def __init__(self, model: nn.Module) -> None:
-        layers = [(n, m) for n, m in model.named_modules() if isinstance(m, FusedLayer)]
-        stock = {*repeated_layers(model)}
-        self._stock = {m: n or type(m).__name__ for n, m in model.named_modules() if m in stock}
-        self._names: dict[nn.Module, str] = {m: n or type(m).__name__ for n, m in layers}
+        self._stock = repeated_layers(model)
+        self._names = {m: n or type(m).__name__ for n, m in model.named_modules()}
+        #: The explanations of running layers that are not blocks, and their records' order before.
+        self._others: dict[nn.Module, tuple[BlockExplanation, int]] = {}
         self._found = Explanation()
         self._inside: list[str] = []  # names of the layers that are running
         self._blocks: dict[Pass, tuple[BlockExplanation, Chunk]] = {}  # with its first chunk
@@ -150,13 +162,13 @@ class _Recorder:
         for observers, observer in lists:
             observers.append(observer)
             self._exit.callback(observers.remove, observer)
-        for layer in self._names:
+        for layer in [m for m in self._names if isinstance(m, FusedLayer)]:
             enter = layer.register_forward_pre_hook(self._enter)
             leave = layer.register_forward_hook(self._leave, always_call=True)
             self._exit.callback(enter.remove)
             self._exit.callback(leave.remove)
-        for layer in self._stock:
-            enter = layer.register_forward_pre_hook(self._note, with_kwargs=True)
+        for stock in self._stock:
+            enter = stock.register_forward_pre_hook(self._note, with_kwargs=True)
             self._exit.callback(enter.remove)
         return self
 
@@ -176,21 +188,28 @@ class _Recorder:
     def _note(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note a call of a stock layer."""
         title = f"{type(layer).__name__}, not converted"
-        block = BlockExplanation(self._stock[layer], title)
+        block = BlockExplanation(self._names[layer], title)
         self._found.append(block)
         self._unread.append((block, layer, args, kwargs))
 
     def _enter(self, layer: nn.Module, *_: Any) -> None:
         self._inside.append(self._names[layer])
 
-    def _leave(self, *_: Any) -> None:
+    def _leave(self, layer: FusedLayer, *_: Any) -> None:
         self._inside.pop()
+        if layer in self._others:
+            block, order = self._others.pop(layer)
+            record = record_of(layer)
+            ran = _RAN[record.last if record.order > order else None]
+            block.title = f"{type(layer).__name__}, {layer._owner} forward{ran}"
 
     def _decided(self, layer: nn.Module, reason: str) -> None:
         if threading.get_ident() == self._thread:
             kind = type(layer).__name__
-            title = f"{kind}, PyTorch's own forward"
-            self._found.append(BlockExplanation(self._names.get(layer, kind), title, reason=reason))
+            title = f"{kind}, its own head and loss"  # of a layer: see `_leave`
+            block = BlockExplanation(self._names.get(layer, kind), title, reason=reason)
+            self._found.append(block)
+            self._others[layer] = block, record_of(layer).order
 
     def _trace(self, step: Step, chunk: Chunk) -> None:
         if step.node is None or step.kind != "compute" or threading.get_ident() != self._thread:

@@ -13,10 +13,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from fused_remat.layers import FusedLayer
+from fused_remat.layers.record import STATES, Ran
 from fused_remat.policies import Policy
 from fused_remat.report.saved import Saved
 from fused_remat.report.step import Step, arguments_of, choose_layers, run_step, tensors_in
-from fused_remat.report.units import aligned, human, run_name
+from fused_remat.report.units import aligned, human, reason_lines, run_name
 
 _OTHER = "(other)"
 _MODEL = "(model)"
@@ -66,6 +67,10 @@ class LayerMemory:
         activations: what the kept and the offloaded bytes consist of.
         offloaded_bytes: measured bytes in the host's memory; they count neither as kept nor as
             predicted.
+        ran: what a fused layer's last call ran as: "block"; "checkpoint" (its own forward under
+            checkpointing, which keeps its arguments); "plain" (its own forward, which keeps all
+            activations); None without a training call, and for other layers.
+        reason: why it was not a block.
     """
 
     name: str
@@ -78,6 +83,8 @@ class LayerMemory:
     backward_peak: int
     activations: tuple[Activation, ...]
     offloaded_bytes: int = 0
+    ran: Ran | None = None
+    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -138,6 +145,7 @@ class MemoryReport:
         lines = [self.model, *aligned(rows)]
         lines.append(f"peak of the step: {human(self.peak_bytes)} above parameters and inputs")
         lines += self._offloaded()
+        lines += reason_lines([(r.name, STATES[r.ran], r.reason) for r in self.layers])
         if activations and any(a.is_input for layer in self.layers for a in layer.activations):
             lines.append("* passed to the model by the caller")
         return "\n".join(lines)
@@ -276,6 +284,7 @@ def _layer(index: int, name: str, module: nn.Module | None, step: Step) -> Layer
     saved = [s for s in step.saved if s.layer == index]
     moved = {s.name for s in saved if s.offloaded}
     here = {name: n for name, n in (predicted or {}).items() if name not in moved}
+    ran, reason = (None, "") if module is None else step.ran[index]
     return LayerMemory(
         name=name,
         kind="" if module is None else type(module).__name__,
@@ -287,6 +296,8 @@ def _layer(index: int, name: str, module: nn.Module | None, step: Step) -> Layer
         backward_peak=step.peaks.get(("backward", index), 0),
         activations=tuple(_activations(saved, predicted or {}, max(calls, 1))),
         offloaded_bytes=sum(s.nbytes for s in saved if s.offloaded),
+        ran=ran,
+        reason=reason,
     )
 
 
@@ -343,7 +354,8 @@ def _title(group: list[LayerMemory]) -> str:
     layer = group[0]
     called = f"called {layer.calls}×" if layer.calls != 1 and layer.kind else ""
     name = run_name([layer.name for layer in group])
-    return " ".join(filter(None, (name, layer.kind, layer.policy, called)))
+    how = STATES[layer.ran] if layer.reason else layer.policy
+    return " ".join(filter(None, (name, layer.kind, how, called)))
 
 
 def _describe(a: Activation) -> str:

@@ -19,6 +19,8 @@ from torch.utils.hooks import RemovableHandle
 
 from fused_remat.execution.observe import OBSERVERS, BlockRun
 from fused_remat.layers import FusedLayer
+from fused_remat.layers.record import Ran, Record, noted_apart, record_of
+from fused_remat.recognition.layer import ReadLayer
 from fused_remat.report.allocations import AllocationTrace, Span
 from fused_remat.report.saved import Saved, SavedRecord
 
@@ -38,6 +40,8 @@ class Step:
     Attributes:
         saved, predicted: as in `SavedRecord`.
         calls: how often each layer was called.
+        ran: what each layer's last training call ran as, None without any, and why it was not a
+            block's.
         peaks: by pass ("forward" or "backward") and layer, the most bytes above what was allocated
             when one of the layer's calls began.
         peak: the most bytes in the whole step, above what was allocated before it.
@@ -49,6 +53,7 @@ class Step:
     saved: list[Saved]
     predicted: dict[int, dict[str, int]]
     calls: list[int]
+    ran: list[tuple[Ran | None, str]]
     peaks: dict[tuple[str, int], int]
     peak: int
     spans: list[Span]
@@ -78,6 +83,7 @@ def run_step(
         inputs = list(tensors_in([args, kwargs]))
         targets = [t for t in (*model.parameters(), *inputs) if t.requires_grad]
         device = device_of(model, inputs)
+        trace_layers(model, args, kwargs)
         record = SavedRecord([*model.parameters(), *model.buffers()], inputs)
         stack.enter_context(restored(model, inputs, device))
         if accumulates:
@@ -109,9 +115,20 @@ def run_step(
         elif sums and targets:
             grads = torch.autograd.grad(sums, targets, allow_unused=True)
             del grads
+        notes = [record_of(m) if isinstance(m, FusedLayer) else Record() for m in layers]
+        ran = [(note.last, note.reason) for note in notes]
     peak = max(span.peak for span in trace.spans)
     peaks = _peaks(trace.spans)
-    return Step(saved, record.predicted, watch.calls, peaks, peak, trace.spans, watch.ready())
+    kept, calls = record.predicted, watch.calls
+    return Step(saved, kept, calls, ran, peaks, peak, trace.spans, watch.ready())
+
+
+def trace_layers(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Run a model once if it has layers that are traced at their first call, and were not yet."""
+    if any(isinstance(m, ReadLayer) and m.read_as is None for m in model.modules()):
+        inputs = list(tensors_in([args, kwargs]))
+        with restored(model, inputs, device_of(model, inputs)):
+            model(*args, **kwargs)
 
 
 def _detached(value: Any) -> Any:
@@ -201,7 +218,10 @@ def device_of(model: nn.Module, inputs: Any = ()) -> torch.device:
 
 @contextlib.contextmanager
 def restored(model: nn.Module, inputs: Iterable[Tensor], device: torch.device) -> Iterator[None]:
-    """Restore random state, training modes, buffers and `.grad` afterwards, also after an error."""
+    """Restore random state, training modes, buffers and `.grad` afterwards, also after an error.
+
+    Training calls inside are not counted.
+    """
     modes = [(module, module.training) for module in model.modules()]
     buffers = [(m, n, b, b.detach().clone()) for m in model.modules()
                for n, b in m._buffers.items() if b is not None]  # fmt: skip
@@ -211,7 +231,8 @@ def restored(model: nn.Module, inputs: Iterable[Tensor], device: torch.device) -
     cuda = {t.device.index for t in (*leaves, *inputs) if t.device.type == "cuda"}
     if device.type == "cuda" and device.index is not None:
         cuda.add(device.index)
-    with torch.random.fork_rng(devices=sorted(cuda)):
+    noted = [m for m in model.modules() if isinstance(m, FusedLayer) or "_record" in vars(m)]
+    with torch.random.fork_rng(devices=sorted(cuda)), noted_apart(noted):
         try:
             yield
         finally:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -51,6 +51,19 @@ def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
 def run_name(names: Sequence[str]) -> str:
     """The name of one table row for several equal layers: "layers.0 … layers.2 (3×)"."""
     return names[0] if len(names) == 1 else f"{names[0]} … {names[-1]} ({len(names)}×)"
+
+
+def reason_lines(layers: Iterable[tuple[str, str, str]]) -> list[str]:
+    """Return a line for each state and reason of layers (name, state, reason) that have a reason.
+
+    >>> reason_lines([("0", "converted", ""), ("1", "plain", "hooks"), ("2", "plain", "hooks")])
+    ['1 … 2 (2×) plain: hooks']
+    """
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name, state, reason in layers:
+        if reason:
+            groups.setdefault((state, reason), []).append(name)
+    return [f"{run_name(names)} {state}: {reason}" for (state, reason), names in groups.items()]
 
 
 def device_memory(device: torch.device | str) -> int:
