@@ -210,6 +210,33 @@ def is_readable(param: Tensor) -> bool:
     return type(param) in PLAIN or is_dtensor(param)
 
 
+def packed_as(module: nn.Module, param: Tensor) -> str:
+    """How a parameter of `module` is packed, quantized say: its class or dtype; "" if it is not.
+
+    A class other than PyTorch's has operations of its own, and integers or 8 bits are no weights as
+    they are. A module may also hold what unpacks its weight (`quant_state`).
+
+    >>> packed_as(nn.Identity(), torch.zeros(1)), packed_as(nn.Identity(), torch.zeros(1).char())
+    ('', 'torch.int8')
+    """
+    if not (is_readable(param) or getattr(param, "_is_flat_param", False)):  # FSDP1's own
+        return qualified(type(param))
+    is_weight = param.is_complex() or (param.is_floating_point() and param.itemsize > 1)
+    plain = is_weight and module.__dict__.get("quant_state") is None
+    return "" if plain else str(param.dtype)
+
+
+def check_unpacked(module: nn.Module, path: str) -> None:
+    """Raise `Unsupported` if a parameter of `module` itself is packed; messages call it `path`."""
+    for name, param in module._parameters.items():
+        kind = "" if param is None else packed_as(module, param)
+        if kind:
+            raise Unsupported(
+                f"{path or 'it'} is {qualified(type(module))} with a packed {name} ({kind}), which "
+                "a block does not read"
+            )
+
+
 def check_weights(
     x: Tensor,
     name: str,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 from torch import nn
 
+from fused_remat.layers.eligibility import packed_as
 from fused_remat.layers.fused_layer import FusedLayer
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
@@ -87,5 +88,10 @@ def _has_matrices(module: nn.Module) -> bool:
     parts = [part for part in module.modules() if part is not module]
     if is_fused(module) or any(map(is_fused, parts)):
         return False
-    matrices = [p for part in parts for p in part.parameters(recurse=False) if p.dim() == 2]
-    return sum(min(p.shape) > 1 for p in matrices) >= 2
+    matrices = [
+        min(p.shape) > 1 or packed_as(part, p)
+        for part in parts
+        for p in part.parameters(recurse=False)
+        if p.dim() == 2
+    ]
+    return sum(map(bool, matrices)) >= 2

@@ -29,6 +29,7 @@ from fused_remat.layers.eligibility import (
     Unsupported,
     check_global_hooks,
     check_input,
+    check_unpacked,
     is_readable,
     parameters_of,
     qualified,
@@ -420,7 +421,8 @@ def state_of(layer: nn.Module, free: bool) -> tuple[Any, ...]:
 
     `free`: without the layer's place in the model.
 
-    Raises: Unsupported for a submodule with hooks, which a block would not call.
+    Raises: Unsupported for a submodule with hooks, which a block would not call, or with packed
+        parameters, which it would not read.
     """
     found, modules = list[Any](), [*layer.named_modules()]
     seen: dict[int, Any] = {id(module): path for path, module in modules}
@@ -439,6 +441,7 @@ def state_of(layer: nn.Module, free: bool) -> tuple[Any, ...]:
         kind = module.stock if isinstance(module, ConvertedLayer) else type(module)
         if "training" not in own:
             raise Unsupported(f"{path or 'it'} is {qualified(kind)}, which has compiled code")
+        check_unpacked(module, path)
         forward = own.get("forward", kind.forward)
         found += [path, weakref.ref(kind), exact(forward, seen), own["training"]]
         found += numbers_of(kind)

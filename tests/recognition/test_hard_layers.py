@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import gc
 import random
+import re
 import threading
 import warnings
 import weakref
@@ -20,14 +21,14 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from altered_layers import WIDTH
+from altered_layers import WIDTH, Block
 from test_recorder import Model, normal, pair, step
 from test_sweep import built
 from test_sweep import step as step_of_model
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fused_remat import FusedRematWarning, conversion, convert
+from fused_remat import FusedRematWarning, conversion, convert, explain
 from fused_remat.execution.prepare import pieces_of
 from fused_remat.recognition import call as call_module
 from fused_remat.recognition import layer as layer_module
@@ -569,6 +570,63 @@ def test_a_query_sees_no_key():
 def test_a_piece_has_a_tensor_with_a_gradient():
     stock = hard.MadeGates().double()
     compare(stock, convert(copy.deepcopy(stock)), x_of(), x_of(seed=2))
+
+
+class Packed(nn.Module):
+    """A linear layer whose weight is stored as integers, as quantized ones have it."""
+
+    def __init__(self, base: nn.Linear):
+        super().__init__()
+        weight, self.bias = base.weight.detach(), base.bias
+        self.scale = float(weight.abs().max()) / 127
+        self.weight = nn.Parameter((weight / self.scale).round().char().view(-1, 1), False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight.view(-1, x.shape[-1]).to(x.dtype) * self.scale
+        return F.linear(x, weight, self.bias)
+
+
+class Own(nn.Parameter):
+    """A parameter with operations of its own."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def pack(layer: Block) -> None:
+    layer.mlp.up = Packed(layer.mlp.up)
+
+
+def of_a_class(layer: Block) -> None:
+    layer.mlp.down.weight = Own(layer.mlp.down.weight.detach(), requires_grad=False)
+
+
+def with_state(layer: Block) -> None:
+    layer.mlp.down.weight.requires_grad_(False)
+    layer.mlp.down.quant_state = object()
+
+
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        (pack, r"mlp\.up is \S*Packed with a packed weight \(torch\.int8\)"),
+        (of_a_class, r"mlp\.down is torch\.nn\.Linear with a packed weight \(\S*Own\)"),
+        (with_state, r"mlp\.down is torch\.nn\.Linear with a packed weight \(torch\.float64\)"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::fused_remat.FusedRematWarning")
+def test_packed_weights_are_not_read(change, reason, monkeypatch):
+    """Not even tried: a copy of a quantized layer, without its state, would complain."""
+    monkeypatch.setattr(layer_module, "read_call", None)
+    stock = Model(Block).double()
+    for layer in stock.layers:
+        change(layer)
+    model = convert(copy.deepcopy(stock))
+    assert_same(step(model, *x_of()), step(stock, *x_of()), FLOAT64)
+    (kind,) = conversion(model)
+    assert kind.state == "left" and re.search(reason, kind.reason), kind
+    assert re.search(reason, str(explain(stock, *x_of())))
 
 
 def test_tensors_of_an_object():
