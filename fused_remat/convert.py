@@ -148,7 +148,7 @@ def _nothing_found(model: nn.Module) -> str:
         path, norm = blocking
         return (
             f"{type(model).__name__} has no layer to convert: {path} is {qualified(type(norm))}, "
-            "whose running statistics recomputation would update again in backward; use a norm "
+            "whose running statistics recomputation would update twice in a step; use a norm "
             "without running statistics, such as nn.LayerNorm or nn.GroupNorm"
         )
     already = f"; {count} are fused already: change them with set_policy" if count else ""

@@ -213,17 +213,16 @@ def is_readable(param: Tensor) -> bool:
 def packed_as(module: nn.Module, param: Tensor) -> str:
     """How a parameter of `module` is packed, quantized say: its class or dtype; "" if it is not.
 
-    A class other than PyTorch's has operations of its own, and integers or 8 bits are no weights as
-    they are. A module may also hold what unpacks its weight (`quant_state`).
+    Classes other than PyTorch's have operations of their own; integers and 8 bits, and what a
+    module with a `quant_state` has, have to be unpacked first.
 
     >>> packed_as(nn.Identity(), torch.zeros(1)), packed_as(nn.Identity(), torch.zeros(1).char())
     ('', 'torch.int8')
     """
     if not (is_readable(param) or getattr(param, "_is_flat_param", False)):  # FSDP1's own
         return qualified(type(param))
-    is_weight = param.is_complex() or (param.is_floating_point() and param.itemsize > 1)
-    plain = is_weight and module.__dict__.get("quant_state") is None
-    return "" if plain else str(param.dtype)
+    wide = param.is_complex() or (param.is_floating_point() and param.itemsize > 1)
+    return "" if wide and module.__dict__.get("quant_state") is None else str(param.dtype)
 
 
 def check_unpacked(module: nn.Module, path: str) -> None:
@@ -231,10 +230,8 @@ def check_unpacked(module: nn.Module, path: str) -> None:
     for name, param in module._parameters.items():
         kind = "" if param is None else packed_as(module, param)
         if kind:
-            raise Unsupported(
-                f"{path or 'it'} is {qualified(type(module))} with a packed {name} ({kind}), which "
-                "a block does not read"
-            )
+            what = f"{qualified(type(module))} with a packed {name} ({kind})"
+            raise Unsupported(f"{path or 'it'} is {what}, which a block does not read")
 
 
 def check_weights(
