@@ -57,8 +57,10 @@ CANNOT_RUN = "its forward cannot run at another"
 class Known:
     """A reading, and how a call runs it."""
 
-    def __init__(self, reading: Reading, call: Call) -> None:
+    def __init__(self, reading: Reading, call: Call, narrow: bool) -> None:
         self.reading, self.places = reading, call.places
+        #: Whether the layer computes in float32 where its input is in float64.
+        self.narrow = narrow
         #: Names of the layer's tensors, and leaves of the arguments, of other values than whose the
         #: layer is another block.
         self.fixed: set[str | int] = {*reading.fixed}
@@ -318,9 +320,9 @@ def _read_call(
             for i, sizes in enumerate(_PROOFS):  # one at a time: each holds the layer's parameters
                 given = sample(sizes, proof, i + 2, whole=False, shift=i * shift)
                 with renumbered(layer, INDICES if free and i else ()):
-                    found = difference(layer, forward, fused, given)
+                    found = difference(layer, forward, fused, given, known.narrow)
                 if found is not None:
-                    raise Unreadable(f"what was read is not what it computes: {found}")
+                    raise Unreadable(f"the traced block does not compute the same: {found}")
             return known
         except Opaque as reason:
             why.append(str(reason))
@@ -345,9 +347,9 @@ def _known(layer: nn.Module, pair: Pair, call: Call, opaque: Collection[str]) ->
         reader = Reader(recording, layer, x, memory, bounds, tokens, dtype, drops, mixes)
         return reader.reading(f"read_{type(layer).__name__}")
 
-    known = Known(reading_of(True, True), call)
+    known = Known(reading_of(True, True), call, pair.narrow)
     if known.reading.draws:
-        known.plain = known.proved = Known(reading_of(False, True), call)
+        known.plain = known.proved = Known(reading_of(False, True), call, pair.narrow)
     if known.reading.mixes:
-        known.proved = Known(reading_of(False, False), call)
+        known.proved = Known(reading_of(False, False), call, pair.narrow)
     return known

@@ -81,6 +81,9 @@ class Pair:
                 self.layer, self.forward, *second[2:], autocast=True
             )
         self.fixed = self.one.fixed | self.two.fixed
+        live = [self.two.values[n] for n in self.two.live]
+        #: Whether the layer computes in float32 in the second recording, which is in float64.
+        self.narrow = second.dtype == torch.float64 and any(t.dtype == torch.float32 for t in live)
 
     def join(self, opaque: Collection[str] = ()) -> Recording:
         """The two as one; submodules at the paths `opaque` are one operation each.

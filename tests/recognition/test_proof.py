@@ -665,7 +665,7 @@ def is_rejected(
     forward = types.MethodType(type(layer.layer).forward, layer.layer)
     for sample in layer.proofs:
         try:
-            found = difference(layer.layer, forward, fused, sample)
+            found = difference(layer.layer, forward, fused, sample, known.narrow)
         except (RuntimeError, ValueError, IndexError, KeyError, AssertionError) as error:
             return f"{type(error).__name__}: {error}"
         if found is not None:

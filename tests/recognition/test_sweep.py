@@ -205,3 +205,18 @@ def test_the_loss_without_logits(name):
     assert out.logits is None and torch.allclose(out.loss.double(), stock.loss.double(), rtol=WIDE)
     for key, grad in expected.items():
         assert (grads[key] - grad).norm() <= WIDE * (grad.norm() + 1e-6)
+
+
+def test_a_layer_that_computes_in_float32_is_proved_by_its_own_rounding():
+    """The linear attention of Qwen3.5 differs by 5.1e-6 in the float64 proof, at this width."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Qwen3_5TextConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=32, pad_token_id=0,
+        linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8,
+        linear_value_head_dim=8, layer_types=["linear_attention"],
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = convert(transformers.Qwen3_5ForCausalLM(config).train())
+    step(model, {"input_ids": torch.randint(3, 64, (2, 12)), "use_cache": False})
+    assert [kind.state for kind in conversion(model)] == ["converted"]
