@@ -289,14 +289,14 @@ class FusedLayer(nn.Module):
 
     def _own_forward(self, reason: Reason, given: Mapping[str, Any]) -> Any:
         """The stock forward of a training call: under checkpointing, unless that is worse."""
-        ran, record = f"runs {self._owner} forward", record_of(self)
+        runs, record = f"runs {self._owner} forward", record_of(self)
         kept = self._why_kept(reason, given)
         if kept is None:
             how, run = self._checkpointing()
             out, names = fallback.without_changes(self, run, given)
             if not names:
                 if reason.text != record.failure:  # of which `_block_failed` has warned
-                    warn(self, f"{ran} under {how}: {reason.text}")
+                    warn(self, f"{runs} under {how}: {reason.text}")
                 self._note("checkpoint", reason)
                 return out
             kept = (
@@ -304,13 +304,14 @@ class FusedLayer(nn.Module):
                 "put the modules that do so in evaluation, if no update is needed",
             )
         # The first call of a layer may fill a table, and later ones run as blocks.
-        quiet = record.calls["plain"] > 1 or (reason.once and record.last is None)
+        plain = sum([n for (ran, _), n in record.calls.items() if ran == "plain"])
+        quiet = plain > 1 or (reason.once and record.last is None)
         with contextlib.nullcontext() if quiet else fallback.counted(self) as total:
             out = self._stock_forward(**given)
         if total is not None:
             mib, (why, remedy) = total["bytes"] / 2**20, kept
             keeps = f"it keeps {mib:.1f} MiB for backward, since {why}; {remedy}"
-            warn(self, f"{ran}: {reason.text}; {keeps}")
+            warn(self, f"{runs}: {reason.text}; {keeps}")
         self._note("plain", reason)
         return out
 

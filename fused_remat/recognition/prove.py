@@ -89,7 +89,8 @@ def _rounded(sample: Sample) -> dict[str, Any]:
         noise = torch.randn(t.shape, generator=generator, dtype=t.dtype).to(t.device)
         return (t.detach() * (1.0 + step * noise)).requires_grad_(t.requires_grad)
 
-    return map_tree(dict(sample.given), leaf)
+    made: dict[str, Any] = map_tree(dict(sample.given), leaf)
+    return made
 
 
 def _relative(mine: Tensor, theirs: Tensor) -> float:
