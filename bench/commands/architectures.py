@@ -1,181 +1,416 @@
-"""How the layers of many architectures are read, and what a training step of each keeps.
+"""Every architecture: a converted model's step compared with its own checkpointing.
 
-    python -m bench architectures --names llama bert
+    python -m bench architectures                                    # hours: all, in every variant
+    python -m bench architectures --names LlamaForCausalLM unet --variants bare lora
 
-Each is a tiny random model of tests/recognition/models.py. It takes a step as it is, with its own
-gradient checkpointing if it has any, and converted under three presets. Of each: the bytes that the
-model's forward saves for backward, each storage once, without parameters and buffers; loss and
-gradients beside those of the stock model. Bytes are counted in float32; what is compared is
-computed in float64, except by layers of others that run in float32 alone.
+Of each model of bench/subjects/architectures.py and each variant that it has, three copies of equal
+weights take two steps: stock, with its own checkpointing (transformers', diffusers', or
+torch.utils.checkpoint around its layers), and converted with the policy "full". Gradients are
+added to those that exist. The second step is compared: gradients with the stock model's; live bytes
+between forward and backward, and the most at any moment, with checkpointing's; also the most of the
+first step, which traces. Bytes are those of torch's allocator. A case that has its row in
+architectures.json already is not measured again; the status is 1 if any check fails, and what fails
+is listed.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
+import functools
+import gc
+import importlib
+import importlib.util
+import math
+import re
 import sys
+import time
 import warnings
-from collections.abc import Sequence
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from statistics import median
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
 
 from bench.measure.machine import environment, version
 from bench.measure.options import Parser, positive
-from bench.measure.registry import refusal
+from bench.measure.registry import Absent, described, refusal
 from bench.measure.results import ResultsFile, Row
 from bench.pages import architectures as report
-from fused_remat import FusedRematWarning, conversion, convert
-from fused_remat.report.allocations import SavedBytes
+from bench.subjects.architectures import ARCHITECTURES, Batch, build
+from fused_remat import conversion, convert
+from fused_remat.execution.observe import OBSERVERS, BlockRun
+from fused_remat.graph.schedule import kept_bytes
+from fused_remat.recognition.find import repeated_layers
+from fused_remat.report.allocations import AllocationTrace
 from tests.recognition import models
 
-PRESETS = ("full", "balanced", "none")
-WAYS = ("stock", "checkpoint", *PRESETS)
-#: In the order in which they are tried: what is compared is of the last that runs.
-DTYPES = {"float32": torch.float32, "float64": torch.float64}
-#: Packages that have another name than their module.
-PACKAGES = {"whisper": "openai-whisper"}
-#: A gradient this far from the stock model's is wrong: the test of the same models has this bound.
+#: A gradient further than this from the stock model's, relative to its norm, is wrong: twenty times
+#: what sums in another order change in float32 (1.5e-6), as in models whose own norms and tables
+#: are in float32 where the model is in float64.
 ALLOWED = 3e-5
+#: Kept bytes, and the peak, as multiples of checkpointing's.
+KEPT, PEAK = 1.02, 1.05
+#: Bytes for each parameter of the largest layer that the first step may take beyond: a float64 copy
+#: of the layer, and a float32 one of its gradients.
+TRACED = 12
+STEPS, ROUNDS = 2, 3
+#: Reentrance and random states make no difference here: nothing is random, and they would be kept.
+_PLAIN = {"use_reentrant": False, "preserve_rng_state": False}
 
 
-#: The method by which a model is told to checkpoint: transformers', diffusers', timm's.
-SWITCHES = (
-    "activation_checkpointing_enable", "gradient_checkpointing_enable",
-    "enable_gradient_checkpointing", "set_grad_checkpointing",
-)  # fmt: skip
+# Variants.
 
 
-def checkpointed(model: Any) -> list[nn.Module] | None:
-    """Turns a model's own checkpointing on; None if it has none.
+def _adapted(model: Any, dora: bool = False) -> nn.Module:
+    """Put random adapters on all linear layers, and freeze everything else."""
+    peft = importlib.import_module("peft")
+    options = peft.LoraConfig(r=8, target_modules="all-linear", use_dora=dora)
+    try:
+        adapted: nn.Module = peft.get_peft_model(model, options)
+    except ValueError as error:  # no linear layer that it knows
+        raise Absent(described(error)) from error
+    with torch.no_grad():
+        for p in adapted.parameters():
+            if p.requires_grad:
+                p.add_(torch.randn(p.shape), alpha=0.02)
+    return adapted
 
-    Returns: transformers' layers, whose arguments by name a closure holds, unseen by autograd.
+
+def _quantized(model: nn.Module, bits: int) -> nn.Module:
+    """Quantize the linear layers of a model's layers as bitsandbytes does, and add adapters."""
+    bnb: Any = importlib.import_module("bitsandbytes").nn
+    for layer in repeated_layers(model):
+        for module in list(layer.modules()):
+            for name, linear in list(module.named_children()):
+                if type(linear) is nn.Linear:
+                    setattr(module, name, _quantized_linear(bnb, linear, bits))
+    return _adapted(model.requires_grad_(False))
+
+
+def _quantized_linear(bnb: Any, linear: nn.Linear, bits: int) -> nn.Module:
+    sizes, bias = (linear.in_features, linear.out_features), linear.bias is not None
+    if bits == 4:
+        new = bnb.Linear4bit(*sizes, bias, compute_dtype=torch.float32, quant_type="nf4")
+    else:
+        new = bnb.Linear8bitLt(*sizes, bias, has_fp16_weights=False)
+    kind = type(new.weight)
+    options = {"quant_type": "nf4"} if bits == 4 else {"has_fp16_weights": False}
+    new.weight = kind(linear.weight.data.clone(), requires_grad=False, **options)
+    if bias:
+        new.bias = linear.bias
+    quantized: nn.Module = new.to("cpu")
+    return quantized
+
+
+class Variant(NamedTuple):
+    change: Callable[[Any], nn.Module] = lambda model: model
+    batch: Callable[[Any, Batch], Batch] = lambda model, batch: batch
+    needs: tuple[str, ...] = ()
+
+
+def _cached(model: Any, batch: Batch) -> Batch:
+    if "use_cache" not in batch:
+        raise Absent("it has no cache")
+    return {name: value for name, value in batch.items() if name != "use_cache"}
+
+
+def _routed(model: Any, batch: Batch) -> Batch:
+    """Ask for the loss that balances the experts."""
+    if not hasattr(getattr(model, "config", None), "output_router_logits"):
+        raise Absent("it gives no router logits")
+    labels = batch.get("decoder_input_ids", batch["input_ids"])
+    return batch | {"output_router_logits": True, "labels": labels}
+
+
+VARIANTS = {
+    "bare": Variant(),
+    "cache": Variant(batch=_cached),
+    "router": Variant(batch=_routed),
+    "lora": Variant(_adapted, needs=("peft",)),
+    "dora": Variant(functools.partial(_adapted, dora=True), needs=("peft",)),
+    # Quantized weights are frozen, so that these have LoRA's adapters, too.
+    "nf4": Variant(functools.partial(_quantized, bits=4), needs=("peft", "bitsandbytes")),
+    "int8": Variant(functools.partial(_quantized, bits=8), needs=("peft", "bitsandbytes")),
+}
+
+
+def variant_of(name: str, kind: str, tokens: int) -> tuple[nn.Module, Batch]:
+    """Build a model in a variant, and its batch.
+
+    Raises: Absent if a package is missing, or the model has no such variant.
     """
-    switch = next((name for name in SWITCHES if hasattr(model, name)), None)
-    if switch is None or not getattr(model, "supports_gradient_checkpointing", True):
-        return None
-    getattr(model, switch)()
-    kind = "GradientCheckpointingLayer"
-    found = [m for m in model.modules() if kind in [base.__name__ for base in type(m).__mro__]]
-    within = {part for outer in found for part in outer.modules() if part is not outer}
-    return [layer for layer in found if layer not in within]  # Swin's layers, in its stages
+    row, variant = ARCHITECTURES[name], VARIANTS[kind]
+    for package in (row.needs, *variant.needs):
+        if package and importlib.util.find_spec(package) is None:
+            raise Absent(f"{package} is not installed")
+    model, batch = build(name, tokens)
+    return variant.change(model), variant.batch(model, batch)
 
 
-def step(model: nn.Module, batch: Row, closures: Sequence[nn.Module]) -> Row:
-    """Loss, gradients and bytes of a step: `kept`, and with what closures hold, `held`."""
-    model.zero_grad(set_to_none=True)
-    own = [t for t in (*model.parameters(), *model.buffers()) if t.layout == torch.strided]
-    saved, beside = SavedBytes(own), list[Tensor]()
+# Ways.
 
-    def see(layer: nn.Module, args: Any, kwargs: Any) -> None:
-        beside.extend(t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor))
 
-    hooks = [m.register_forward_pre_hook(see, with_kwargs=True) for m in closures]
-    with saved:
+def checkpointed(model: Any) -> nn.Module:
+    """Turn a model's own checkpointing on, or PyTorch's around its layers if it has none."""
+    if getattr(model, "supports_gradient_checkpointing", False):
+        model.activation_checkpointing_enable(_PLAIN)
+    elif getattr(model, "_supports_gradient_checkpointing", False):
+        model.enable_gradient_checkpointing(functools.partial(checkpoint, **_PLAIN))
+    elif hasattr(model, "set_grad_checkpointing"):
+        model.set_grad_checkpointing()
+    else:
+        for layer in repeated_layers(model):
+            layer.forward = functools.partial(checkpoint, layer.forward, **_PLAIN)
+    return model
+
+
+WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "stock": lambda model: model,
+    "own": checkpointed,
+    "converted": lambda model: convert(model, policy="full"),
+}
+
+
+def layers_run(model: nn.Module) -> dict[str, int]:
+    """Count the layers that ran as blocks, and those under checkpointing."""
+    states = Counter[str]()
+    for kind in conversion(model):
+        states["blocks" if kind.state == "converted" else "checkpointed"] += kind.count
+    return dict(states)
+
+
+def main_output(output: Any) -> Tensor:
+    """Return the loss if the output has one, else the tensor that the model is called for."""
+    if type(output) is tuple:
+        output = output[0]
+    loss = None if isinstance(output, Tensor) else output.get("loss")
+    return models.main_output(output) if loss is None else loss
+
+
+def step(model: nn.Module, batch: Batch) -> Row:
+    """Return bytes of a step that adds to existing gradients.
+
+    The output is held to the end, as a training loop holds it, and is not what is kept for
+    backward; its gradient is no one's.
+    """
+    torch.manual_seed(3)
+    with AllocationTrace() as trace:
         output = model(**batch)
-    for hook in hooks:
-        hook.remove()
-    kept = saved.total
-    for tensor in beside:
-        saved._pack(tensor)  # each storage once, those that autograd has saved included
-    loss = models.loss_of(output)
-    loss.backward()
-    grads = {n: p.grad.double() for n, p in model.named_parameters() if p.grad is not None}
-    return {"loss": loss.item(), "kept": kept, "held": saved.total, "grads": grads}
+        y = main_output(output)
+        trace.mark("gradient")
+        dy = gradient(y)
+        trace.mark("backward")
+        y.backward(dy)
+    forward, _, backward = trace.spans
+    peak = max(forward.peak, backward.peak - dy.nbytes)
+    return {"kept": forward.end - y.untyped_storage().nbytes(), "peak": peak}
 
 
-def run(name: str, way: str, dtype: torch.dtype, tokens: int) -> tuple[nn.Module, Row | None]:
-    """The second step of a fresh model: the first one reads layers, and fills caches."""
-    model, batch = models.build(name, tokens)
-    model.to(dtype)
-    batch = {
+def gradient(y: Tensor) -> Tensor:
+    """Return the same random gradient for every way."""
+    return torch.randn(y.shape, generator=torch.Generator().manual_seed(2), dtype=y.dtype)
+
+
+def timed(model: nn.Module, batch: Batch) -> float:
+    """Return the seconds of a step."""
+    start = time.perf_counter()
+    y = main_output(model(**batch))
+    y.backward(torch.ones_like(y))
+    return time.perf_counter() - start
+
+
+def statistics(run: BlockRun) -> int:
+    """Return the bytes of the norms' statistics that a call keeps."""
+    block = run.call
+    itemsize = next(t for t in run.tensors if t is not None).element_size()
+    shapes = block.named_shapes(run.execution.given)
+    kept = kept_bytes(block.graph, block.save, block.needs_grad, shapes, itemsize)
+    return sum(size for name, size in kept.items() if name.endswith((".mean", ".rstd")))
+
+
+@contextlib.contextmanager
+def counting(found: list[int]) -> Iterator[None]:
+    """Add the bytes of statistics of each call within; the calls' tensors are not held."""
+
+    def count(run: BlockRun) -> None:
+        found.append(statistics(run))
+
+    OBSERVERS.append(count)
+    try:
+        yield
+    finally:
+        OBSERVERS.remove(count)
+
+
+class Way:
+    """A copy of a model in one way, and the measurements of its steps."""
+
+    def __init__(self, way: str, name: str, kind: str, tokens: int, dtype: torch.dtype) -> None:
+        model, batch = variant_of(name, kind, tokens)
+        if dtype != torch.float32:
+            model, batch = model.to(dtype), _cast(batch, dtype)
+        self.batch, self.found = batch, Row()
+        self.largest = max((_parameters(layer) for layer in repeated_layers(model)), default=0)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("default")
+            self.model = WAYS[way](model)
+            self.trained = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+            for p in self.trained.values():
+                p.grad = torch.zeros_like(p)
+            for number in range(STEPS):
+                for p in self.trained.values():
+                    assert p.grad is not None
+                    p.grad.zero_()
+                found = step(self.model, batch)
+                if number == 0:
+                    self.found["first_peak"] = found["peak"]
+            self.found |= found
+        self.warned = [str(w.message) for w in caught]
+
+    @property
+    def grads(self) -> dict[str, Tensor]:
+        grads = {n: p.grad for n, p in self.trained.items() if p.grad is not None}
+        return {n: g.detach().double() for n, g in grads.items()}
+
+
+def _parameters(layer: nn.Module) -> int:
+    return sum(p.numel() for p in layer.parameters())
+
+
+def _cast(batch: Batch, dtype: torch.dtype) -> Batch:
+    return {
         key: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
         for key, x in batch.items()
     }
-    closures: list[nn.Module] | None = []
-    if way in PRESETS:
-        convert(model, policy=way)
-    elif way == "checkpoint":
-        closures = checkpointed(model)
-    if closures is None:
-        return model, None
-    step(model, batch, ())
-    return model, step(model, batch, closures)
 
 
-def compared(found: Row, stock: Row) -> Row:
-    """Relative distances of the loss, and of the gradient that differs most.
+def distance(found: dict[str, Tensor], stock: dict[str, Tensor]) -> tuple[float, str]:
+    """Return the relative distance of the gradient that differs most, and its name.
 
     One that is zero but for rounding, as that of a key's bias, is compared with the largest.
     """
-    loss = abs(found["loss"] - stock["loss"]) / abs(stock["loss"])
-    least = 1e-6 * max(float(g.norm()) for g in stock["grads"].values())
-    if found["grads"].keys() != stock["grads"].keys():
-        return {"loss": loss, "gradient": float("inf"), "parameter": "another set"}
-    distances = {
-        n: float((found["grads"][n] - g).norm()) / (float(g.norm()) + least)
-        for n, g in stock["grads"].items()
-    }
-    worst = max(distances, key=distances.__getitem__)
-    return {"loss": loss, "gradient": distances[worst], "parameter": worst}
+    least = 1e-4 * max(float(g.norm()) for g in stock.values())
+    far = {n: float((found[n] - g).norm()) / (float(g.norm()) + least) for n, g in stock.items()}
+    return max((x if math.isfinite(x) else math.inf, n) for n, x in far.items())
 
 
-def measure(name: str, tokens: int) -> Row:
-    """What `convert` made of an architecture, and its ways."""
-    row: Row = {"layers": models.MODELS[name].layers, "ways": {}}
-    for dtype_name, dtype in DTYPES.items():
+def repeated(found: Sequence[str], stock: Sequence[str]) -> list[str]:
+    """Return the warnings that repeat, numbers aside, more often than in the stock model."""
+    kinds = Counter(re.sub(r"\d+", "#", text) for text in found)
+    kinds.subtract(re.sub(r"\d+", "#", text) for text in stock)
+    return [text for text, times in kinds.items() if times > 1]
+
+
+def measure(name: str, kind: str, tokens: int, rounds: int = ROUNDS) -> Row:
+    """Return what the steps of a model take in every way; `rounds` of them are timed.
+
+    Raises: what the stock model raises.
+    """
+    make = functools.partial(Way, name=name, kind=kind, tokens=tokens)
+    ways: dict[str, Way] = {}
+    row: Row = {"ways": {}}
+    ways["stock"] = make("stock", dtype=torch.float32)
+    stock = ways["stock"].grads
+    if not all(bool(g.isfinite().all()) for g in stock.values()):
+        raise Absent("its gradients are not finite")
+    counts: list[int] = []
+    for way in ("own", "converted"):
         try:
-            stock = run(name, "stock", dtype, tokens)[1]
-        except RuntimeError:
-            if dtype == torch.float32:
-                raise
-            return row
-        assert stock is not None
-        for way in WAYS:
-            model, found = run(name, way, dtype, tokens) if way != "stock" else (None, stock)
-            if found is None:
-                row["ways"][way] = {"absent": "has none"}
-                continue
-            if dtype == torch.float32:
-                row["ways"][way] = {"kept": found["kept"], "held": found["held"]}
-            row["ways"][way] |= {"dtype": dtype_name, "error": compared(found, stock)}
-            if way == PRESETS[0] and dtype == torch.float32 and model is not None:
-                row["conversion"] = [dataclasses.asdict(kind) for kind in conversion(model)]
+            with counting(counts) if way == "converted" else contextlib.nullcontext():
+                ways[way] = make(way, dtype=torch.float32)
+        except Exception as error:  # of which the row says that it crashed
+            row["ways"][way] = refusal(error)
+            continue
+        error, parameter = distance(ways[way].grads, stock)
+        ways[way].found |= {"gradient": error, "parameter": parameter}
+    if "converted" in ways:
+        new = ways["converted"]
+        new.found["statistics"] = sum(counts) // STEPS
+        row["layers"], row["largest"] = layers_run(new.model), new.largest
+        row["conversion"] = [str(kind) for kind in conversion(new.model)]
+        row["repeated"] = repeated(new.warned, ways["stock"].warned)
+        if new.found["gradient"] > ALLOWED:
+            with contextlib.suppress(Exception):  # not every model runs in float64
+                wide = [make(way, dtype=torch.float64).grads for way in ("stock", "converted")]
+                new.found["gradient64"], new.found["parameter"] = distance(wide[1], wide[0])
+    times: dict[str, list[float]] = {way: [] for way in ways}
+    for _ in range(rounds):
+        for way, one in ways.items():
+            times[way].append(timed(one.model, one.batch))
+    for way, one in ways.items():
+        row["ways"][way] = one.found | {"seconds": median(times[way]) if rounds else None}
     return row
 
 
-def measured(name: str, tokens: int) -> Row:
+def measured(name: str, kind: str, tokens: int, rounds: int = ROUNDS) -> Row:
+    """Return what `measure` does, with violations, or why there is nothing to compare with."""
+    gc.collect()  # models in cycles with their hooks
+    gc.freeze()  # modules and caches, which every trace would look for garbage in
     try:
-        return measure(name, tokens)
-    except ImportError:
-        return {"absent": f"{models.MODELS[name].needs} is not installed"}
-    except Exception as error:  # one broken architecture must not cost the others' rows
-        return refusal(error)
+        with warnings.catch_warnings(action="ignore"):  # a conversion's are in the row
+            row = measure(name, kind, tokens, rounds)
+            return row | {"violations": violations(row)}
+    except Absent as error:
+        return {"absent": str(error), "violations": {}}
+    except Exception as error:  # of the stock model: no fault of a conversion
+        return {"absent": described(error), "violations": {}}
+
+
+def violations(row: Row) -> dict[str, str]:
+    """Return what is worse than with checkpointing, by check, in words."""
+    ways = row["ways"]
+    new, own = ways["converted"], ways["own"]
+    if "kept" not in new:
+        return {"crash": new.get("error") or new["absent"]}
+    wrong = {}
+    error = new.get("gradient64", new["gradient"])
+    if error > max(ALLOWED, 2 * own.get("gradient", 0.0)):
+        wrong["gradients"] = f"{error:.1e} of {new['parameter']}"
+    if row["repeated"]:
+        wrong["warnings"] = row["repeated"][0]
+    if "kept" not in own:
+        return wrong
+    extra = TRACED * row["largest"]
+    limits = {
+        "kept": KEPT * own["kept"] + new["statistics"],
+        "peak": PEAK * own["peak"],
+        "first_peak": own["first_peak"] + extra,
+    }
+    for check, limit in limits.items():
+        if new[check] > limit:
+            ratio = new[check] / max(own[check], 1)
+            wrong[check] = f"{ratio:.2f}× of {own[check]:,} bytes; allowed {limit:,.0f}"
+    return wrong
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run, print, and write architectures.json; 1 if a gradient is wrong or a model fails."""
+    """Run, print, and write architectures.json; 1 if a check fails."""
     parser = Parser("architectures", __doc__, "threads out fresh")
-    parser.several("names", choices=models.MODELS, default=list(models.MODELS), metavar="NAME")
-    parser.add("--tokens", type=positive, default=64, help="of text or sound, 64 at most")
+    parser.several("names", choices=ARCHITECTURES, default=list(ARCHITECTURES), metavar="NAME")
+    parser.several("variants", choices=VARIANTS, default=list(VARIANTS))
+    parser.add("--tokens", type=positive, default=128, help="of a text, 256 at most (%(default)s)")
     args = parser.parse(arguments)
     where = environment("cpu")
-    needed = {row.needs for row in models.MODELS.values() if row.needs}
-    packages = sorted(PACKAGES.get(name, name) for name in needed)
-    where["versions"] = {name: version(name) for name in packages}
-    config = {"batch": models.B, "tokens": args.tokens}
+    packages = {row.needs for row in ARCHITECTURES.values()} | {"peft", "bitsandbytes"}
+    where["versions"] = {name: version(name) for name in sorted(packages - {""})}
+    config = {"tokens": args.tokens}
     results = ResultsFile(args.out / "architectures.json", where, config)
-    for name in args.names:
-        case = {"name": name}
-        row = None if args.fresh else results.find(case, WAYS)
-        if row is None:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", FusedRematWarning)  # what is left is in the row
-                row = {"case": case} | measured(name, args.tokens)
-            results.put(row)
-        print(report.line(row), flush=True)
-    wrong = [row["case"]["name"] for row in results.rows if not report.is_right(row, ALLOWED)]
-    if wrong:
-        print(f"wrong: {', '.join(wrong)}", file=sys.stderr)
+    rows = []
+    for kind in args.variants:
+        for name in args.names:
+            case = {"name": name, "variant": kind}
+            row = None if args.fresh else results.find(case, ())
+            if row is None:
+                row = {"case": case} | measured(name, kind, args.tokens)
+                results.put(row)
+            rows.append(row)
+            print(report.line(row), flush=True)
+    wrong = [row for row in rows if row["violations"]]
+    for row in wrong:
+        case = " ".join(row["case"].values())
+        for check, words in row["violations"].items():
+            print(f"{case}: {check}: {words}", file=sys.stderr)
     return int(bool(wrong))

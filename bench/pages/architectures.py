@@ -1,116 +1,104 @@
-"""What `bench architectures` found of each architecture: how it is read, and what a step keeps."""
+"""What `bench architectures` found: what a converted step takes, compared with checkpointing."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from statistics import median
 
-from bench.tables import RESULTS, Cell, Row, load, machine_line, markdown
+from bench.tables import RESULTS, Cell, Row, load, machine_line, markdown, span
 
 FILE = RESULTS / "architectures.json"
+#: What is compared with checkpointing, and its column.
+MEASURES = {
+    "kept": "kept", "peak": "peak", "first_peak": "first step's peak", "seconds": "step time",
+}  # fmt: skip
 
 
-def is_right(row: Row, allowed: float) -> bool:
-    """Whether a row is of no failure, and no gradient is further than this from the stock one."""
-    errors = [way["error"]["gradient"] for way in row.get("ways", {}).values() if "error" in way]
-    return "error" not in row and all(error <= allowed for error in errors)
+def ran(row: Row) -> bool:
+    """Whether the stock model runs, so that there is something to compare."""
+    return "ways" in row
 
 
-def pieces(row: Row) -> set[str]:
-    """Names of the submodules that are replayed."""
-    return {name for kind in row["conversion"] for name, _ in kind["pieces"]}
-
-
-def converts(row: Row) -> bool:
-    """Whether all classes of its layers are blocks."""
-    left = {kind["name"] for kind in row["conversion"] if kind["state"] != "converted"}
-    there = {kind["name"] for kind in row["conversion"]}
-    return set(row["layers"]) <= there - left
-
-
-def reading(row: Row) -> str:
-    """How it is read: as a block, if any layers are, and of which layers more is to be said.
-
-    >>> kind = {"name": "Layer", "count": 2, "state": "converted", "reason": ""}
-    >>> kind |= {"pieces": [["mlp", "it loops"]]}
-    >>> other = {"name": "Part", "count": 1, "state": "checkpointed", "reason": "it prints"}
-    >>> reading({"conversion": [kind, other]})
-    'a block; 2 × `Layer` replay `mlp` (it loops); 1 × `Part` is checkpointed: it prints'
-    """
-    said = ["a block"] if any(k["state"] == "converted" for k in row["conversion"]) else []
-    for kind in row["conversion"]:
-        layers, one = f"{kind['count']} × `{kind['name']}`", kind["count"] == 1
-        if kind["reason"]:
-            said.append(f"{layers} {'is' if one else 'are'} {kind['state']}: {kind['reason']}")
-        elif kind["state"] == "converted" and kind["pieces"]:
-            parts = ", ".join(f"`{piece}` ({why})" for piece, why in kind["pieces"])
-            said.append(f"{layers} replay{'s' * one} {parts}")
-    return "; ".join(said).replace("|", "\\|").replace("\n", " ")
-
-
-def ratio(row: Row) -> float | None:
-    """What "full" keeps, to what the model's own checkpointing holds."""
-    own = row["ways"]["checkpoint"].get("held")
-    return None if own is None else float(row["ways"]["full"]["kept"] / own)
+def ratio(row: Row, measure: str) -> float | None:
+    """Of a converted step to one with the model's own checkpointing."""
+    own, new = (row["ways"][way].get(measure) for way in ("own", "converted"))
+    return float(new / own) if new is not None and own else None
 
 
 def line(row: Row) -> str:
     """Of a row, while it runs."""
-    name = row["case"]["name"]
-    if "ways" not in row:
-        return f"{name}: {row.get('absent') or row['error']}"
-    kept = ", ".join(f"{way} {_kib(found.get('kept'))}" for way, found in row["ways"].items())
-    return f"{name}: {reading(row)}; KiB: {kept}; gradients {_worst(row)}"
+    name = f"{row['case']['name']} {row['case']['variant']}"
+    if not ran(row):
+        return f"{name}: not run: {row['absent'][:150]}"
+    found = {title: ratio(row, measure) for measure, title in MEASURES.items()}
+    words = [f"{title} {value:.2f}×" for title, value in found.items() if value is not None]
+    wrong = ", ".join(row["violations"])
+    return f"{name}: {', '.join([layers(row), *words])}{'; WRONG: ' + wrong if wrong else ''}"
 
 
-def _kib(nbytes: int | None) -> Cell:
-    return "none" if nbytes is None else f"{nbytes / 1024:,.1f}"
+def layers(row: Row) -> str:
+    """How many layers ran as blocks and under checkpointing.
+
+    >>> layers({"layers": {"blocks": 2, "checkpointed": 1}})
+    '2 blocks, 1 checkpointed'
+    """
+    return ", ".join(f"{count} {state}" for state, count in row.get("layers", {}).items())
 
 
-def _worst(row: Row) -> str:
-    found = [way for way in row["ways"].values() if "error" in way]
-    return f"{max(way['error']['gradient'] for way in found):.0e}{' *' * _single(row)}"
+def _summary(rows: list[Row], variant: str) -> Iterable[Cell]:
+    """The cells of a variant: how many models have it, pass, and the medians of the ratios."""
+    mine = [row for row in rows if row["case"]["variant"] == variant]
+    yield from (variant, str(len(mine)), str(sum(not row["violations"] for row in mine)))
+    for measure in MEASURES:
+        found = [value for row in mine if (value := ratio(row, measure)) is not None]
+        yield f"{median(found):.2f}× ({span(found)})" if found else None
 
 
-def _single(row: Row) -> bool:
-    """Whether it is compared in float32."""
-    return bool(row["ways"]["full"]["dtype"] == "float32")
-
-
-def _counts(rows: list[Row]) -> str:
-    converted = [row for row in rows if converts(row)]
-    few = [sum(len(pieces(row)) == n for row in converted) for n in (0, 1)]
-    return (
-        f"{len(converted)} of {len(rows)} architectures convert: {few[0]} without a replayed "
-        f"piece, {few[1]} with one, {len(converted) - sum(few)} with more."
-    )
-
-
-def _cells(row: Row) -> Iterable[Cell]:
-    ways, found = row["ways"], ratio(row)
-    own = ways["checkpoint"]
-    beside = own["held"] - own["kept"] if "held" in own else None
-    yield from (row["case"]["name"], ", ".join(f"`{name}`" for name in row["layers"]))
-    yield from (reading(row), _kib(ways["stock"]["kept"]))
-    yield from (_kib(own.get("kept")), _kib(beside) if beside else None)
-    yield from (_kib(ways[name]["kept"]) for name in ("full", "balanced", "none"))
-    yield from (None if found is None else f"{found:.2f}×", _worst(row))
+def _cells(rows: list[Row]) -> Iterable[Cell]:
+    """The cells of an architecture: of its bare variant, and which checks any variant fails."""
+    first = rows[0]
+    own, new = first["ways"]["own"], first["ways"]["converted"]
+    yield from (first["case"]["name"], layers(first))
+    for measure in MEASURES:
+        value, unit = ratio(first, measure), 1e-3 if measure == "seconds" else 1024
+        pair = [f"{way[measure] / unit:,.1f}" for way in (own, new) if measure in way]
+        yield None if value is None else f"{' → '.join(pair)} ({value:.2f}×)"
+    error = new.get("gradient64", new.get("gradient"))
+    yield None if error is None else f"{error:.0e}"
+    failed = {row["case"]["variant"]: row["violations"] for row in rows if row["violations"]}
+    yield "; ".join(f"{variant}: {', '.join(checks)}" for variant, checks in failed.items())
 
 
 def table(file: Path = FILE) -> str:
-    """Where it ran, how many convert, and a row for each."""
+    """Where it ran, the variants, an entry for each architecture, and what did not run."""
     data = load(file)
-    ran = [row for row in data["results"] if "ways" in row]
-    others = [row for row in data["results"] if "ways" not in row]
-    config = data["config"]
-    size = f"Batch {config['batch']}, {config['tokens']} tokens of text."
-    head = (
-        "architecture", "its layers", "how it is read", "stock", "own checkpointing", "held beside",
-        "`full`", "`balanced`", "`none`", "`full` : checkpointing", "gradients",
-    )  # fmt: skip
-    parts = [f"{machine_line(data['machine'])} {size} {_counts(ran)}"]
-    parts += [markdown(head, [list(_cells(row)) for row in ran])]
-    if others:
-        why = (f"{row['case']['name']} ({row.get('absent') or row['error']})" for row in others)
-        parts += [f"Not run: {', '.join(why)}."]
+    rows = [row for row in data["results"] if ran(row)]
+    variants = list(dict.fromkeys(row["case"]["variant"] for row in rows))
+    names = dict.fromkeys(row["case"]["name"] for row in rows)
+    of = {name: [row for row in rows if row["case"]["name"] == name] for name in names}
+    absent = {
+        row["case"]["name"]: row["absent"].replace("|", "\\|")
+        for row in data["results"]
+        if not ran(row) and row["case"]["name"] not in of
+    }
+    bare = [found[0] for found in of.values()]
+    fused = sum(set(row.get("layers", {"": 1})) == {"blocks"} for row in bare)
+    size = (
+        f"Batch 2, texts of {data['config']['tokens']} tokens. {fused} of {len(names)} "
+        "architectures run every layer as a block."
+    )
+    titles = tuple(MEASURES.values())
+    units = tuple(f"{title}, {'ms' if title == 'step time' else 'KiB'}" for title in titles)
+    head = ("architecture", "layers", *units, "gradients", "failed checks")
+    parts = [f"{machine_line(data['machine'])} {size}"]
+    parts += [
+        markdown(
+            ("variant", "models", "pass every check", *titles),
+            [list(_summary(rows, variant)) for variant in variants],
+        ),
+        markdown(head, [list(_cells(found)) for found in of.values()]),
+    ]
+    if absent:
+        parts += ["Not run: " + "; ".join(f"{name} ({why})" for name, why in absent.items()) + "."]
     return "\n\n".join(parts)

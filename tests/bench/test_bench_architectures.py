@@ -1,91 +1,111 @@
-"""`python -m bench architectures`: how tiny models are read, and what a step of each keeps."""
+"""`python -m bench architectures`: a converted step compared with checkpointing, model by model."""
 
+import itertools
 import json
 
 import pytest
 import torch
-from tiers import exhaustive
+from torch import nn
 
 from bench import tables
 from bench.commands import architectures
 from bench.pages import architectures as page
-from tests.recognition import models
+from bench.subjects import architectures as subjects
+from bench.subjects import generic
 
 
-def ran(tmp_path, *names):
-    status = architectures.main(["--names", *names, "--tokens", "12", "--out", str(tmp_path)])
+def ran(tmp_path, *names, variants=("bare",)):
+    asked = ["--names", *names, "--variants", *variants, "--tokens", "16"]
+    status = architectures.main([*asked, "--out", str(tmp_path)])
     return status, json.loads((tmp_path / "architectures.json").read_text())
 
 
-def test_a_model_without_checkpointing_of_its_own(tmp_path, capsys):
-    status, data = ran(tmp_path, "nanogpt")
-    (row,) = data["results"]
-    assert status == 0 and page.converts(row) and not page.pieces(row)
-    kept = {name: way.get("kept") for name, way in row["ways"].items()}
-    assert kept["full"] < kept["balanced"] < kept["none"] < kept["stock"]
-    assert kept["checkpoint"] is None and page.ratio(row) is None
-    assert row["ways"]["full"]["dtype"] == "float64"
-    assert 0 < row["ways"]["full"]["error"]["gradient"] < 1e-12
-    line = capsys.readouterr().out.splitlines()[0]
-    assert line.startswith("nanogpt: a block; KiB: stock ") and "checkpoint none" in line
-    assert "1 of 1 architectures convert: 1 without" in page.table(tmp_path / "architectures.json")
-
-
-@pytest.mark.parametrize("name", ["llama", exhaustive("mixtral"), exhaustive("t5")])
-def test_a_model_beside_its_own_checkpointing(tmp_path, name):
-    pytest.importorskip("transformers")
-    status, data = ran(tmp_path, name)
-    (row,) = data["results"]
-    ways, pieces = row["ways"], {"mixtral": {"mlp"}}.get(name, set())
-    assert status == 0 and page.pieces(row) == pieces
-    assert ways["checkpoint"]["kept"] <= ways["checkpoint"]["held"] < ways["stock"]["kept"] / 2
-    # ATen has no product of experts in float64, as the model calls it.
-    assert ways["full"]["dtype"] == ("float32" if name == "mixtral" else "float64")
-    assert ways["checkpoint"]["error"]["gradient"] < 1e-5
-
-
-def test_a_package_that_is_not_there_and_a_model_that_fails_are_said(tmp_path, monkeypatch, capsys):
-    def missing():
-        raise ModuleNotFoundError("No module named 'absent_package'")
-
-    def broken():
-        raise ValueError("of no use")
-
-    rows = {"missing": missing, "broken": broken}
-    for name, make in rows.items():
-        row = models.Row(("Layer",), make, models._ids, "absent_package")
-        monkeypatch.setitem(models.MODELS, name, row)
-    assert ran(tmp_path, "missing")[0] == 0
-    assert ran(tmp_path, "missing", "broken")[0] == 1
-    assert "wrong: broken" in capsys.readouterr().err
+def test_a_row_a_line_and_a_page(tmp_path, capsys):
+    _, data = ran(tmp_path, "nanogpt", variants=("bare", "cache", "lora"))
+    bare, cache, lora = data["results"]
+    own, new = bare["ways"]["own"], bare["ways"]["converted"]
+    assert own["gradient"] == 0 and new["gradient"] < 1e-5
+    unit = 2 * 16 * generic.WIDTH * 4
+    assert 4 * unit <= own["kept"] < 5 * unit < own["peak"]
+    assert bare["layers"] == {"blocks": 2} and cache["absent"] == "it has no cache"
+    assert lora["ways"]["own"]["kept"] < own["kept"] + unit
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("nanogpt bare: 2 blocks, kept ")
+    assert lines[1] == "nanogpt cache: not run: it has no cache"
     text = page.table(tmp_path / "architectures.json")
-    assert "missing (absent_package is not installed)" in text
-    assert "broken (ValueError: of no use)" in text and "0 of 0 architectures" in text
+    assert "| nanogpt | 2 blocks |" in text and "1 of 1 architectures run every layer" in text
 
 
-def test_a_wrong_gradient_is_a_failure():
-    grads = {"a": torch.tensor([3.0, 4.0]), "b": torch.tensor([0.0])}
-    stock = {"loss": 2.0, "grads": grads}
-    moved = grads | {"a": torch.tensor([3.0, 4.5])}
-    found = architectures.compared({"loss": 2.5, "grads": moved}, stock)
-    assert found["loss"] == 0.25 and found["parameter"] == "a"
-    assert found["gradient"] == pytest.approx(0.1)
-    row = {"case": {"name": "one"}, "ways": {"full": {"error": found}}}
-    assert not page.is_right(row, architectures.ALLOWED) and page.is_right(row, 0.2)
-    assert architectures.compared(stock | {"grads": {}}, stock)["gradient"] == float("inf")
+def test_a_case_is_measured_once(tmp_path, monkeypatch):
+    ran(tmp_path, "nanogpt")
+    monkeypatch.setattr(architectures, "measured", None)
+    ran(tmp_path, "nanogpt")
 
 
-def test_what_is_passed_by_name_is_held_beside():
-    """Llama's layers are given RoPE's tables, cos and sin of 12 positions and 8 numbers each."""
-    pytest.importorskip("transformers")
-    _, found = architectures.run("llama", "checkpoint", torch.float32, 12)
-    positions = 12 * 8  # int64
-    assert found["held"] - found["kept"] == 2 * 12 * 8 * 4 + positions
+def test_a_model_that_cannot_run_and_a_conversion_that_crashes(tmp_path, monkeypatch, capsys):
+    class Broken(nn.Module):
+        def forward(self, x):
+            raise ValueError("of no use")
+
+    def crash(model):
+        raise RuntimeError("it cannot be converted")
+
+    rows = {
+        "broken": subjects.Architecture(Broken, lambda model, tokens: {"x": torch.ones(2)}),
+        "missing": subjects.Architecture(Broken, lambda model, tokens: {}, "absent_package"),
+    }
+    for name, row in rows.items():
+        monkeypatch.setitem(subjects.ARCHITECTURES, name, row)
+    status, data = ran(tmp_path, "broken", "missing")
+    assert status == 0
+    broken, missing = (row["absent"] for row in data["results"])
+    assert broken == "ValueError: of no use" and missing == "absent_package is not installed"
+    monkeypatch.setitem(architectures.WAYS, "converted", crash)
+    assert ran(tmp_path, "nanogpt", "broken")[0] == 1
+    assert "nanogpt bare: crash: RuntimeError: it cannot be converted" in capsys.readouterr().err
+    text = page.table(tmp_path / "architectures.json")
+    assert "| bare: crash |" in text and "broken (ValueError: of no use)" in text
 
 
-def test_the_page_has_every_architecture_of_the_table():
+def test_what_is_worse_is_a_violation():
+    own = {"kept": 1000, "peak": 1000, "first_peak": 1000, "gradient": 0.0}
+    new = own | {"gradient": 1e-6, "parameter": "a", "statistics": 8}
+    row = {"ways": {"own": own, "converted": new}, "largest": 10, "repeated": []}
+
+    def found(**changed):
+        ways = {"own": own, "converted": new | changed}
+        return set(architectures.violations(row | {"ways": ways}))
+
+    assert found() == found(kept=1028, peak=1050, first_peak=1120, gradient=3e-5) == set()
+    assert found(kept=1029, peak=1051, first_peak=1121) == {"kept", "peak", "first_peak"}
+    assert found(gradient=4e-5) == {"gradients"} and found(gradient=4e-5, gradient64=1e-9) == set()
+    assert set(architectures.violations(row | {"repeated": ["again"]})) == {"warnings"}
+
+
+def test_distances_of_gradients_and_warnings_that_are_repeated():
+    stock = {"a": torch.tensor([3.0, 4.0]), "b": torch.tensor([0.0])}
+    moved = stock | {"a": torch.tensor([3.0, 4.5])}
+    assert architectures.distance(moved, stock) == (pytest.approx(0.1, rel=1e-3), "a")
+    assert architectures.distance(stock | {"b": torch.tensor([torch.nan])}, stock)[0] == torch.inf
+    warned = ["layer 1 is slow", "layer 2 is slow", "of the model", "of the model", "alone"]
+    assert architectures.repeated(warned, ["of the model"] * 2) == ["layer # is slow"]
+
+
+@pytest.mark.parametrize("name", ["LlamaConfig", "Gemma3nTextConfig", "Qwen3_5Config"])
+def test_generic_sizes_reach_every_configuration(name):
+    transformers = pytest.importorskip("transformers")
+    kind = getattr(transformers, name)
+    text = kind(**generic.arguments(kind)).get_text_config()
+    assert text.hidden_size == generic.WIDTH and text.vocab_size == generic.VOCAB
+    assert text.num_hidden_layers == len(getattr(text, "layer_types", None) or [None] * 2)
+
+
+def test_the_page_has_every_architecture_in_every_variant_and_none_is_worse():
     data = tables.load(page.FILE)
-    assert [row["case"]["name"] for row in tables.current(data)] == list(models.MODELS)
-    assert all(page.is_right(row, architectures.ALLOWED) for row in data["results"])
-    assert all(tuple(row["layers"]) == models.MODELS[row["case"]["name"]].layers
-               for row in data["results"] if "ways" in row)  # fmt: skip
+    transformers = pytest.importorskip("transformers")
+    if data["machine"]["versions"]["transformers"] != transformers.__version__:
+        pytest.skip("another transformers has other models")
+    found = {(row["case"]["name"], row["case"]["variant"]) for row in tables.current(data)}
+    every = itertools.product(subjects.ARCHITECTURES, architectures.VARIANTS)
+    assert found == set(every), "python -m bench architectures"
+    assert [row["case"] for row in data["results"] if row["violations"]] == []

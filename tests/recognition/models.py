@@ -185,30 +185,30 @@ def _vision(prefix, options, layers="{}Layer", model="{}ForImageClassification")
     return _hf(prefix, options, layers, model, batch=_images)
 
 
-def _torchvision_vit() -> nn.Module:
+def torchvision_vit(width: int = 32) -> nn.Module:
     _torchvision()
     from torchvision.models import VisionTransformer
 
     return VisionTransformer(
-        image_size=16, patch_size=4, num_layers=2, num_heads=4, hidden_dim=32, mlp_dim=48,
-        num_classes=5,
+        image_size=16, patch_size=4, num_layers=2, num_heads=4, hidden_dim=width,
+        mlp_dim=width * 3 // 2, num_classes=5,
     )  # fmt: skip
 
 
-def _timm_vit() -> nn.Module:
+def timm_vit(width: int = 32) -> nn.Module:
     _torchvision()
     from timm.models.vision_transformer import VisionTransformer
 
     return VisionTransformer(
-        img_size=16, patch_size=4, embed_dim=32, depth=2, num_heads=4, mlp_ratio=2, num_classes=5
+        img_size=16, patch_size=4, embed_dim=width, depth=2, num_heads=4, mlp_ratio=2, num_classes=5
     )
 
 
-def _openai_whisper() -> nn.Module:
+def openai_whisper(width: int = 32) -> nn.Module:
     from whisper.model import ModelDimensions, Whisper
 
     # Mel bands; then positions, width, heads and layers of sound; tokens; the same of text.
-    model = Whisper(ModelDimensions(8, S, 32, 4, 2, VOCAB, 64, 32, 4, 2))
+    model = Whisper(ModelDimensions(8, S, width, 4, 2, VOCAB, 64, width, 4, 2))
     nn.init.zeros_(model.decoder.positional_embedding)  # not initialised
     return model
 
@@ -222,10 +222,12 @@ def _diffusers() -> nn.Module:
     )  # fmt: skip
 
 
-def _x_transformers(kind: str, **options) -> nn.Module:
+def x_transformer(kind: str, width: int = 32, **options) -> nn.Module:
     import x_transformers
 
-    layers = getattr(x_transformers, kind)(dim=32, depth=2, heads=4, attn_dim_head=16, **options)
+    layers = getattr(x_transformers, kind)(
+        dim=width, depth=2, heads=4, attn_dim_head=width // 2, **options
+    )
     return x_transformers.TransformerWrapper(num_tokens=VOCAB, max_seq_len=64, attn_layers=layers)
 
 
@@ -588,11 +590,11 @@ MODELS = {
         _patches_in_text,
     ),
     # Of other libraries.
-    "timm_vit": Row(("Block",), _timm_vit, _pixels, "timm"),
-    "torchvision_vit": Row(("EncoderBlock",), _torchvision_vit, _pixels, "torchvision"),
+    "timm_vit": Row(("Block",), timm_vit, _pixels, "timm"),
+    "torchvision_vit": Row(("EncoderBlock",), torchvision_vit, _pixels, "torchvision"),
     "openai_whisper": Row(
         ("ResidualAttentionBlock",),
-        _openai_whisper,
+        openai_whisper,
         lambda tokens: {"mel": _normal(B, 8, 2 * S), "tokens": _tokens(tokens)},
         "whisper",
     ),
@@ -607,13 +609,13 @@ MODELS = {
     # Its layers have no class of their own.
     "x_transformers_flash": Row(
         ("Attention", "FeedForward"),
-        lambda: _x_transformers("Decoder", attn_flash=True, ff_glu=True),
+        lambda: x_transformer("Decoder", attn_flash=True, ff_glu=True),
         lambda tokens: {"x": _tokens(tokens)},
         "x_transformers",
     ),
     "x_transformers_rotary": Row(
         ("Attention", "FeedForward"),
-        lambda: _x_transformers("Encoder", rotary_pos_emb=True, rotary_emb_dim=8),
+        lambda: x_transformer("Encoder", rotary_pos_emb=True, rotary_emb_dim=8),
         lambda tokens: {"x": _tokens(tokens)},
         "x_transformers",
     ),
