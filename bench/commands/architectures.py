@@ -47,10 +47,10 @@ from fused_remat.recognition.find import repeated_layers
 from fused_remat.report.allocations import AllocationTrace
 from tests.recognition import models
 
-#: A gradient further than this from the stock model's, relative to its norm, is wrong: twenty times
-#: what sums in another order change in float32 (1.5e-6), as in models whose own norms and tables
-#: are in float32 where the model is in float64.
-ALLOWED = 3e-5
+#: A gradient further than this from the stock model's, relative to its norm, is wrong. Sums in
+#: another order change 1e-6 of most in float32, and up to 5e-5 of those of scalars and of norms of
+#: heads, whose terms cancel; transformers computes these in float32 even where a model is in float64.
+ALLOWED = 1e-4
 #: Kept bytes, and the peak, as multiples of checkpointing's.
 KEPT, PEAK = 1.02, 1.05
 #: Bytes for each parameter of the largest layer that the first step may take beyond: a float64 copy
