@@ -59,8 +59,7 @@ def _cells(rows: list[Row]) -> Iterable[Cell]:
     """The cells of an architecture: of its bare variant, and which checks any variant fails."""
     first = rows[0]
     own, new = first["ways"]["own"], first["ways"]["converted"]
-    why = [text for text in first.get("conversion", ()) if "replay" in text or "left" in text]
-    text = ": ".join([layers(first), "; ".join(why)]) if why else layers(first)
+    text = ": ".join(filter(None, [layers(first), "; ".join(first.get("conversion", ()))]))
     yield from (first["case"]["name"], text.replace("|", "\\|").replace("\n", " "))
     for measure in MEASURES:
         value, unit = ratio(first, measure), 1e-3 if measure == "seconds" else 1024
