@@ -29,7 +29,7 @@ from fused_remat.layers.eligibility import Unsupported, qualified
 from fused_remat.layers.record import record_of
 from fused_remat.policies import Policy
 from fused_remat.recognition.find import first_batch_norm, repeated_layers
-from fused_remat.recognition.layer import read_class
+from fused_remat.recognition.layer import ROWS, converted_class
 from fused_remat.recognition.samples import NOTES
 from fused_remat.steps.operations import warn
 
@@ -188,16 +188,24 @@ def _is_own(layer: nn.Module) -> bool:
     return not taken
 
 
+def _row_class(layer: nn.Module) -> type[ConvertedLayer] | None:
+    """Return the fused class of a layer of transformers whose row supports it; None for others."""
+    row = rows.architecture_of(type(layer))
+    if row is None:
+        return None
+    try:
+        check_convertible(layer, row)
+    except Unsupported:
+        return None
+    return fused_class(type(layer))
+
+
+ROWS.append(_row_class)
+
+
 def _class_for(layer: nn.Module) -> type[nn.Module]:
-    """The class of the fused layer: by its row where a block can serve it, else to be read."""
-    stock = type(layer)
-    row = rows.architecture_of(stock)
-    if row is not None:
-        try:
-            check_convertible(layer, row)
-        except Unsupported:
-            return read_class(stock)
-    return LAYERS.get(stock) or fused_class(stock) or read_class(stock)
+    """Return the class of the fused layer."""
+    return LAYERS.get(type(layer)) or converted_class(layer)
 
 
 def _stock_of(layer: nn.Module) -> type[nn.Module] | None:

@@ -8,7 +8,7 @@ import math
 import sys
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -344,26 +344,39 @@ def read_class(stock: type[nn.Module]) -> type[ReadLayer]:
     return class_of(stock, ReadLayer, READ)
 
 
+#: Functions that return the class that stands in for a layer without a trace, or None.
+ROWS: list[Callable[[nn.Module], type[ConvertedLayer] | None]] = []
+
+
+def converted_class(layer: nn.Module) -> type[ConvertedLayer]:
+    """Return the class that `convert` gives a layer: by its row, else one that is traced."""
+    found = [row(layer) for row in ROWS]
+    return next(filter(None, found), None) or read_class(type(layer))
+
+
 def would_read(layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
     """Return what `convert` would make of a stock layer, for a call of it."""
-    stock, own = type(layer), layer.__dict__
+    stock, own, converted = type(layer), layer.__dict__, converted_class(layer)
     before = {name: own.pop(name) for name in NOTES if name in own}
-    layer.__class__ = read_class(stock)
-    assert isinstance(layer, ReadLayer)
+    layer.__class__ = converted
+    assert isinstance(layer, ConvertedLayer)
     try:
-        named = layer._named(args, kwargs) or {}
-        given = {name: value for name, value in named.items() if name not in CACHES}
-        call, known = layer._block(**given) if given else layer.read_as, layer.read_as
+        named = layer._named(args, kwargs)
+        given = {name: value for name, value in (named or {}).items() if name not in CACHES}
+        call = (
+            Reason("its arguments do not fit forward") if named is None else layer._block(**given)
+        )
+        known = layer.read_as if isinstance(layer, ReadLayer) else None
     finally:
         layer.__class__ = stock  # type: ignore[assignment]
         for name in NOTES:
             own.pop(name, None)
         own.update(before)
-    if isinstance(call, Reason) or not isinstance(known, Known):
-        why = call.text if isinstance(call, Reason) else "its arguments do not fit forward"
-        return f"convert runs it under checkpointing: {why}"
-    pieces = [f"{name}, which is replayed ({why})" for name, why in known.reading.pieces]
-    steps = ", ".join([node.name for node in known.graph.nodes])
+    if isinstance(call, Reason):
+        return f"convert runs it under checkpointing: {call.text}"
+    found = known.reading.pieces if isinstance(known, Known) else ()
+    pieces = [f"{name}, which is replayed ({why})" for name, why in found]
+    steps = ", ".join([node.name for node in call.graph.nodes])
     return f"convert makes it a block: {'; '.join([steps, *pieces])}"
 
 

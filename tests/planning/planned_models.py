@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from report_models import Model, encoder
+from report_models import Model, encoder, traced
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -114,6 +114,8 @@ CASES = {
     "detached": (detached, (X,), squared, False),
     "llama": (llama, LABELLED, hf_loss, False),
     "llama with adapters": (with_adapters, LABELLED, hf_loss, False),
+    "traced": (traced, (X,), squared, False),
+    "traced, one checkpointed": (lambda: traced([1]), (X,), squared, False),
     "pre-norm, lossy": (uneven, (X,), squared, True),
     "post-norm dropout, lossy": (lambda: uneven(0.1, False), (X,), squared, True),
     "encoder-decoder, lossy": (lambda: transformer(1), BOTH, squared, True),

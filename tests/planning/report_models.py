@@ -1,6 +1,7 @@
 """What the tests of reports share: models, inputs, and what saving hooks count."""
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -61,6 +62,30 @@ class LanguageModel(nn.Module):
             else:
                 x = checkpoint(lambda t, layer=layer: layer(t), x, use_reentrant=False)
         return {"logits": self.head(x if scale is None else x * scale), "ids": ids}
+
+
+class TracedLayer(nn.Module):
+    """A layer without a row, which is traced at its first call that trains."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(D), nn.LayerNorm(D)
+        self.qkv, self.out = nn.Linear(D, 3 * D), nn.Linear(D, D)
+        self.up, self.down = nn.Linear(D, 4 * D), nn.Linear(4 * D, D)
+
+    def forward(self, x):
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, H, -1)).permute(2, 0, 3, 1, 4)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+def traced(hooked=()):
+    """Three layers without a row; those at the positions `hooked` run under checkpointing."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(TracedLayer() for _ in range(3)))
+    for i in hooked:
+        model[i].up.register_forward_hook(lambda *_: None)
+    return model
 
 
 def ids():

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from report_models import Model
+from report_models import Model, data, traced
 from torch import nn
 
-from fused_remat import FusedRematLayer, Policy, explain, ops
+from fused_remat import FusedRematLayer, Policy, convert, explain, ops
 from fused_remat.autograd.function import OBSERVERS
 from fused_remat.execution.observe import TRACERS
 
@@ -84,6 +84,17 @@ def test_a_fallback_gives_its_reason():
         (found,) = explain(odd, X)
     assert found.reason == "norm1 is torch.nn.RMSNorm; the fused path supports torch.nn.LayerNorm"
     assert not found.forward and "not fused: norm1 is" in str(found)
+    own = "FusedRematLayer, PyTorch's own forward"
+    assert found.title == f"{own} under checkpointing, which keeps its arguments"
+    odd.policy = "none"
+    with pytest.warns(UserWarning, match="RMSNorm"):
+        assert explain(odd, X)[0].title == f"{own}, which keeps all its activations"
+    with torch.no_grad():
+        (found,) = explain(convert(traced())[0], data())
+    assert (found.title, found.reason) == (
+        "TracedLayer, its own forward",
+        "no gradients are wanted",
+    )
 
 
 def test_every_layer_of_a_model_in_order():
@@ -92,6 +103,19 @@ def test_every_layer_of_a_model_in_order():
     assert [block.name for block in found] == ["layers.0", "layers.1", "layers.2"]
     assert not explain(model, X[:, :0])  # nothing runs
     assert not explain(model.eval().requires_grad_(False), X)[0].backward
+
+
+@pytest.mark.filterwarnings("ignore::fused_remat.FusedRematWarning")
+def test_layers_before_their_first_step():
+    stock, fused = explain(traced([1]), data()), explain(convert(traced([1])), data())
+    assert [block.name for block in fused] == ["0", "1", "2"]
+    for i, (before, after) in enumerate(zip(stock, fused, strict=True)):
+        if i == 1:
+            assert before.reason == "convert runs it under checkpointing: up has hooks"
+            assert after.reason == "up has hooks" and "under checkpointing" in after.title
+        else:
+            names = ", ".join(name for name, _ in after.forward)
+            assert before.reason == f"convert makes it a block: {names}"
 
 
 def test_ops_outside_a_layer():

@@ -22,7 +22,7 @@ from planned_models import (
     uneven,
 )
 from processes import printed
-from report_models import Model, encoder
+from report_models import Model, encoder, traced
 from torch import nn
 
 from fused_remat import (
@@ -153,6 +153,43 @@ def test_planning_leaves_everything_as_it_was(target):
         assert p.grad is grad and p.main_grad is main_grad
         assert (grad is None or (grad == 1).all()) and (main_grad == 1).all()
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.filterwarnings("ignore::fused_remat.FusedRematWarning")
+def test_plans_before_and_after_the_first_step_are_equal():
+    """Layers without a row have their options before they were traced, converted or not."""
+    frontiers = []
+    for when in ("stock", "converted", "trained"):
+        model = traced([1]) if when == "stock" else convert(traced([1]), Policy({"norm1"}))
+        if when == "trained":
+            model(X).sum().backward()
+        found = plan(model, X, loss=squared, costs="analytic")
+        frontiers.append([(p.peak_bytes, p.kept_bytes) for p in found.frontier])
+        policies = {m.policy for m in model.modules() if isinstance(m, FusedLayer)}
+        assert policies == (set() if when == "stock" else {Policy({"norm1"})})
+    assert frontiers[0] == frontiers[1] == frontiers[2] and len(frontiers[0]) > 3
+
+
+@pytest.mark.filterwarnings("ignore::fused_remat.FusedRematWarning")
+@pytest.mark.parametrize("method", ["optimal", "greedy", "uniform", "sqrt"])
+def test_a_layer_that_runs_under_checkpointing_has_one_option(method):
+    found = planned("traced, one checkpointed").within(None, method)
+    first, other, last = found.layers
+    assert first.label == last.label != other.label == "checkpointed"
+    assert other.kept_bytes == X.nbytes and other.reason == "up has hooks"
+    assert not (first.reason or other.rebuild_seconds)
+    assert "1 checkpointed: up has hooks" in found.table()
+    assert Plan.from_json(found.to_json()).table() == found.table()
+    assert_holds(found, *given("traced, one checkpointed"))
+
+
+@pytest.mark.filterwarnings("ignore::fused_remat.FusedRematWarning")
+def test_where_no_layer_runs_as_a_block():
+    model = convert(traced([0, 1, 2]), "none")
+    found = plan(model, X, loss=squared, method="manual", policies={"*": "none"})
+    assert {layer.label for layer in found.layers} == {"checkpointed"} and len(found.frontier) == 1
+    assert not found.steps and model[0].policy == "none"
+    assert_holds(found, model, (X,), {}, squared)
 
 
 @pytest.mark.parametrize("case", ["mixed", "pre-norm, lossy"])

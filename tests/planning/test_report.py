@@ -3,11 +3,24 @@
 import pytest
 import torch
 from reference import EXACT_PRESETS
-from report_models import TOKENS, B, D, H, LanguageModel, Model, S, data, encoder, ids, saved_bytes
+from report_models import (
+    TOKENS,
+    B,
+    D,
+    H,
+    LanguageModel,
+    Model,
+    S,
+    data,
+    encoder,
+    ids,
+    saved_bytes,
+    traced,
+)
 from tiers import pairwise
 from torch import nn
 
-from fused_remat import FusedRematLayer, Policy, convert, memory_report
+from fused_remat import FusedRematLayer, MemoryReport, Policy, convert, memory_report
 from fused_remat.ops import encoder_block
 from fused_remat.policies import LOSSY_PRESETS
 from fused_remat.report.allocations import AllocationTrace, measure_allocations
@@ -115,6 +128,28 @@ def test_under_checkpoint_a_layer_keeps_its_input(wrap, fused):
         assert layer.calls == 1 and layer.predicted_bytes is None
         assert layer.backward_peak > 10 * only.bytes  # the layer, run again
     assert report.kept_bytes == saved_bytes(model, ids())
+
+
+@pytest.mark.filterwarnings("ignore::fused_remat.FusedRematWarning")
+@pytest.mark.parametrize("policy", ["lean", "none"])
+def test_layers_that_are_no_blocks(policy):
+    """Before the first step as after it, with what checkpointing keeps, or a plain forward."""
+    model = convert(traced([1]), policy)
+    reports = [memory_report(model, data()) for _ in range(2)]
+    model(data()).sum().backward()
+    reports.append(memory_report(model, data()))
+    assert reports[0] == reports[1] == reports[2]
+    first, other, _ = reports[0].layers
+    assert (first.ran, first.reason, other.reason) == ("block", "", "up has hooks")
+    assert first.kept_bytes == first.predicted_bytes and other.predicted_bytes is None
+    assert reports[0].kept_bytes == saved_bytes(model, data())
+    state = "plain" if policy == "none" else "checkpointed"
+    assert other.ran == ("plain" if policy == "none" else "checkpoint")
+    assert f"1 TracedLayer {state} " in str(reports[0])
+    assert f"1 {state}: up has hooks" in str(reports[0])
+    if policy == "lean":
+        assert other.kept_bytes == data().nbytes == sum(a.bytes for a in other.activations)
+    assert MemoryReport.from_json(reports[0].to_json()) == reports[0]
 
 
 def test_nothing_is_unpacked_by_naming():
