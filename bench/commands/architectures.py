@@ -49,7 +49,7 @@ from tests.recognition import models
 
 #: A gradient further than this from the stock model's, relative to its norm, is wrong. Sums in
 #: another order change 1e-6 of most in float32, and up to 5e-5 of those of scalars and of norms of
-#: heads, whose terms cancel; transformers computes these in float32 even where a model is in float64.
+#: heads, whose terms cancel; transformers computes these in float32 even in a float64 model.
 ALLOWED = 1e-4
 #: Kept bytes, and the peak, as multiples of checkpointing's.
 KEPT, PEAK = 1.02, 1.05

@@ -146,7 +146,8 @@ def unchanged(
     pairs = zip(named.items(), versions, strict=True)
     changed += [name for (name, t), version in pairs if t._version != version]
     if changed:
-        raise SideEffect(f"it changes {', '.join(dict.fromkeys(changed))} in forward")
+        names = ", ".join(dict.fromkeys(changed))
+        raise SideEffect(f"its forward changes {names}, which a block would not repeat")
     if drew:
         raise SideEffect("it draws random numbers outside of PyTorch's default generator")
 

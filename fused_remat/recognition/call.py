@@ -310,7 +310,7 @@ def _read_call(
         low = sample(_SIZES[1], own, 1, shift=shift, tables=False)
         with contextlib.suppress(RuntimeError):  # parameters of several dtypes
             pairs.append(one.with_second(low))
-    opaque, why = set[str](), list[str]()
+    opaque = set[str]()
     while True:
         try:
             known = _known(layer, pair, call, opaque)
@@ -325,12 +325,11 @@ def _read_call(
                     raise Unreadable(f"the traced block does not compute the same: {found}")
             return known
         except Opaque as reason:
-            why.append(str(reason))
             path = reason.path.rpartition(".")[0] if reason.path in opaque else reason.path
             while path in opaque:
                 path = path.rpartition(".")[0]
             if not path or len(opaque) >= _MOST_PIECES:
-                raise Unreadable("; ".join(dict.fromkeys(why))) from None
+                raise Unreadable(str(reason)) from None
             opaque.add(path)
 
 
@@ -344,7 +343,9 @@ def _known(layer: nn.Module, pair: Pair, call: Call, opaque: Collection[str]) ->
         assert x is not None
         tokens = pair.sizes.get("S", call.tokens)
         dtype = leaves(call.given)[call.places[0]].dtype
-        reader = Reader(recording, layer, x, memory, bounds, tokens, dtype, drops, mixes)
+        reader = Reader(
+            recording, layer, x, memory, bounds, tokens, dtype, call.names, drops, mixes
+        )
         return reader.reading(f"read_{type(layer).__name__}")
 
     known = Known(reading_of(True, True), call, pair.narrow)

@@ -234,10 +234,10 @@ class _Join:
             if math.isclose(a, b, rel_tol=digits):  # read from a buffer: the one with more digits
                 return a if one.itemsize > two.itemsize else b
             if not (a != a and b != b):
-                raise Mismatch(f"a number is {a} and then {b}")
+                raise Mismatch("it computes a number that depends on the input's size or dtype")
             return a
         if type(a) is not type(b) or (isinstance(a, (int, str, bool)) and a != b):
-            raise Mismatch(f"an argument is {a!r} and then {b!r}")
+            raise Mismatch("an argument of an operation depends on the input's size or dtype")
         if isinstance(a, Unkept) and a != b:
             raise Mismatch(f"it returns a {a.kind.__name__} with other numbers")
         if not isinstance(a, _VALUES):
@@ -256,7 +256,7 @@ class _Join:
         for name in self.sizes:
             if a - self.sizes[name] == b - self.other[name]:
                 return Size(1, (name,), a - self.sizes[name])
-        raise Mismatch(f"a number is {a} and then {b}, which no size of the call explains")
+        raise Mismatch("it computes a number that no size of the call explains")
 
 
 #: What is the same in all calls; an object may be another one, or hold other tensors.

@@ -134,7 +134,7 @@ class ReadLayer(ConvertedLayer):
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # of an attribute's own code, say: training goes on as before
-            known = Reason(f"reading it raised {type(error).__name__}: {error}")
+            known = Reason(f"tracing it raised {type(error).__name__}: {error}")
         self._last = known
         if isinstance(known, Reason):
             return known

@@ -11,7 +11,8 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -43,6 +44,8 @@ from fused_remat.steps.norm import Norm
 from fused_remat.steps.replay import At, Replay
 from fused_remat.steps.residual import Add, DrawMask
 
+#: Names that mean something else in a block.
+_RESERVED = ("input", "memory", "output", "seed")
 #: The first site of the dropouts of a block that was read.
 SITE = 1 << 12
 _ADD = ("add", "__add__", "__radd__", "add_", "__iadd__")
@@ -208,8 +211,10 @@ class Reader:
             one sequence.
         tokens: of a sequence in the recording.
         dtype: of the stream in the call.
+        names: of the arguments, by their leaves.
         drops: whether dropout acts.
         mixes: whether adapters compute in dtypes of their own; not in a proof.
+        numbered: the names of values that are no tensors of the layer.
         nodes, programs, picks: the steps so far, and the functions of replays, by name; replays
             that are columns of another activation.
     """
@@ -221,6 +226,7 @@ class Reader:
     bounds: int | None
     tokens: int
     dtype: torch.dtype
+    names: Sequence[str]
     drops: bool = True
     mixes: bool = True
     nodes: dict[str, Node] = field(default_factory=dict)
@@ -232,6 +238,7 @@ class Reader:
     transposed: set[str] = field(default_factory=set)
     pieces: dict[str, Piece] = field(default_factory=dict)
     fills: dict[int, float] = field(default_factory=dict)
+    numbered: dict[int, str] = field(default_factory=dict)
     sites: int = SITE
 
     def __post_init__(self) -> None:
@@ -415,23 +422,34 @@ class Reader:
 
     def param(self, number: int, transposed: bool = False) -> str:
         """The block's name of a value that is no activation."""
-        name = self.recording.sources.get(number, f"value{number}")
+        own = self.recording.sources.get(number)
+        name = own or self.numbered.get(number) or self._name_of(number)
+        if own is None:
+            self.numbered[number] = name
         if transposed:
-            name = f"{name}.T" if number in self.recording.sources else f"{name}T"
+            name = f"{name}T" if own is None else f"{name}.T"
             self.transposed.add(name)
         self.values[name] = number
         return name
+
+    def _name_of(self, number: int) -> str:
+        """Return a name for a value made before the block: that of the first argument, or else the
+        first of the layer's tensors, that it is made of. It has no dot, as those of weights have.
+        """
+        recording, roots = self.recording, self.roots(number)
+        leaf = {n: name for n, name in zip(recording.inputs, self.names, strict=True)}
+        given = [leaf[n] for n in sorted(roots) if n in leaf and n not in recording.live]
+        held = [recording.sources[n] for n in sorted(roots) if n in recording.sources]
+        name = re.sub(r"\W", "_", [*given, *held, "value"][0])
+        taken = {*self.numbered.values(), *self.values, *self.nodes, *_RESERVED}
+        return name if name not in taken else _numbered(name, taken)
 
     # --- steps
 
     def unique(self, name: str) -> str:
         """`name`, with a number if another step has it."""
-        names = itertools.chain(
-            [name or "step"], (f"{name or 'step'}_{i}" for i in itertools.count(2))
-        )
-        return next(
-            n for n in names if n not in self.nodes and n not in ("input", "memory", "output")
-        )
+        name, taken = name or "step", {*self.nodes, *self.numbered.values(), *_RESERVED}
+        return name if name not in taken else _numbered(name, taken)
 
     def add(self, node: Node) -> str:
         self.nodes[node.name] = node
@@ -878,6 +896,11 @@ class Reader:
             pairs = zip(labels, expected, others, strict=True)
             found.append(tuple([n for n, g, h in pairs if not _is_same(g, h)]))
         return tuple(found)
+
+
+def _numbered(name: str, taken: Collection[str]) -> str:
+    """Return `name` with the first number that makes it another than those taken."""
+    return next(n for i in itertools.count(2) if (n := f"{name}_{i}") not in taken)
 
 
 def _common(paths: list[str]) -> str:

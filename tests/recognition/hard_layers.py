@@ -470,6 +470,11 @@ class TableOf16(Layer):
         return self.mlp(x + self.table[: x.shape[1]])
 
 
+class OfOneSize(Layer):
+    def branch(self, x: Tensor) -> Tensor:
+        return self.mlp(x.view(2, 16, WIDTH))
+
+
 class PositionalOnly(Layer):
     def forward(self, x: Tensor, /, mask: Tensor | None = None) -> Tensor:
         return super().forward(x)

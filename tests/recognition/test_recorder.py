@@ -184,7 +184,7 @@ LEFT = {
     "Noise": "random numbers",
     "NoiseOfShape": "random numbers",
     "NoiseAtTheEnd": "random numbers",
-    "RunningMean": "it changes mean in forward",
+    "RunningMean": "its forward changes mean",
     "BranchOnSum": "(bool)",
     "ItemScale": "(item)",
     "WithoutGradient": "differs",
@@ -442,6 +442,17 @@ def test_rotary_embeddings_as_complex_numbers(dtype, policy, told):
     assert not told.reasons()
     assert steps(model, Attention)
     assert readings(model) == [1, 0], "for all lengths"
+
+
+def test_what_a_block_keeps_has_the_names_of_arguments_and_tensors():
+    model = pair(altered.HeadsInBatch)[1]
+    step(model, normal(B, S, WIDTH), normal(B, 1, S, S), normal(B * HEADS, 1, S))
+    (graph, *_), names = graphs(model), {*dict(model.layers[0].named_parameters())}
+    assert [name for name in graph.params if name not in names] == ["mask"]
+    model = pair(altered.ComplexRotary)[1]
+    step(model, normal(B, S, WIDTH), altered.turns(S))
+    (graph, *_), names = graphs(model), {*dict(model.layers[0].named_parameters())}
+    assert {name for name in graph.params if name not in names} <= {"angles", "angles_2"}
 
 
 def test_mask_with_gradient():
