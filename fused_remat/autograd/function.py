@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import (
 )
 
 from fused_remat import random
-from fused_remat.autograd import operators, partial, replay_check
+from fused_remat.autograd import deliver, operators, partial, replay_check
 from fused_remat.autograd.accumulate import Accumulation
 from fused_remat.autograd.extras import Extras
 from fused_remat.autograd.replay_check import check_unchanged
@@ -38,6 +38,7 @@ from fused_remat.steps.collective import in_context_parallel
 from fused_remat.steps.operations import warn
 
 _functorch = torch._C._functorch
+_task: Callable[[], int] = torch._C._current_graph_task_id
 _NO_FUNCTIONS: Functions = {}
 
 
@@ -56,9 +57,13 @@ class FusedRematBlock(torch.autograd.Function):
         accumulation: Accumulation | None,
         extras: Extras | None,
         rescue: Rescue | None,
-        *given: Tensor | None,
+        given: Sequence[Tensor | None] | None,
+        *inputs: Tensor | None,
     ) -> Tensor:
-        tensors = given[: len(execution.given)]
+        ctx.delivered, ctx.stages, ctx.roots, ctx.rescue = frozenset(), None, (), rescue
+        if given is not None:  # with those of which `Delivery` nodes give the gradients
+            ctx.delivered = frozenset(itertools.chain(*execution.delivers.values()))
+        tensors = tuple(inputs[: len(execution.given)] if given is None else given)
         x = tensors[0]
         assert x is not None
         watch = None if extras is None else extras.note
@@ -68,7 +73,6 @@ class FusedRematBlock(torch.autograd.Function):
             if rescue is None:
                 raise
             raise BlockFailure from error
-        ctx.rescue = rescue
         ctx.execution, ctx.functions, ctx.accumulation = execution, functions, accumulation
         ctx.extras, ctx.deferred = extras, None
         ctx.rounds = partial.rounds(tensors) if x.dtype.itemsize == 2 else None
@@ -97,7 +101,16 @@ class FusedRematBlock(torch.autograd.Function):
         others: Sequence[None] = () if rescue is None else (None,) * len(rescue.roots)
         if dy is None:
             return (*_NONE, *(None,) * count, *others)
-        if partial.is_rare(ctx, dy):
+        stages = ctx.stages.get(_task()) if ctx.stages else None
+        if stages is not None:
+            grads = deliver.advance(ctx, stages, dy)
+            del ctx.stages[_task()]
+            rest = execution.needs_grad - ctx.delivered
+            partial.finish(ctx, dy, grads, rest)
+            names = execution.call.graph.tensors
+            kept = [g if n in rest else None for n, g in zip(names, grads, strict=True)]
+            return (*_NONE, *kept, *(ctx.roots or others))
+        if ctx.delivered or partial.is_rare(ctx, dy):
             return (*_NONE, *partial.backward(ctx, dy), *others)
         saved = ctx.saved_tensors
         check_unchanged(execution.call.graph.tensors, execution.given, ctx.dtypes, saved, dy)
@@ -113,7 +126,7 @@ class FusedRematBlock(torch.autograd.Function):
 
 
 #: Gradients of the arguments of `FusedRematBlock` before its tensors.
-_NONE = (None,) * 5
+_NONE = (None,) * 6
 
 
 class BlockFailure(Exception):
@@ -213,7 +226,14 @@ def run_block(
     if extras is not None or accumulation is not None or graph.uses_seed:
         rescue = None  # dropout was drawn, or gradients were added to: the step cannot be repeated
     roots = () if rescue is None else rescue.roots
-    out: Tensor = _apply(execution, functions, accumulation, extras, rescue, *given, *roots)
+    plain = accumulation is None and extras is None and not (checked or partial.ON)
+    if plain and execution.delivers:
+        late = frozenset(itertools.chain(*execution.delivers.values()))
+        rest = [None if n in late else t for n, t in zip(graph.tensors, given, strict=True)]
+        out: Tensor = _apply(execution, functions, None, None, rescue, given, *rest, *roots)
+        if out.grad_fn is not None:
+            return deliver.deliver(out.grad_fn, out, dict(zip(graph.tensors, given, strict=True)))
+    out = _apply(execution, functions, accumulation, extras, rescue, None, *given, *roots)
     return out
 
 

@@ -43,7 +43,8 @@ ON: int = 0
 def defer_weight_gradients() -> Iterator[None]:
     """Backward passes inside that ask for inputs alone hold what the weights' pass will multiply.
 
-    For zero-bubble schedules of `torch.distributed.pipelining`: put it around `schedule.step()`.
+    For zero-bubble schedules of `torch.distributed.pipelining`: put it around `schedule.step()`,
+    forward passes included.
     Without it, the pass that asks for weights rebuilds and propagates inside of each block what the
     pass for inputs did already. With it, the pass for inputs, told to keep the graph, holds each
     weight gradient's two factors (the input and the output gradient of each linear layer) until the
@@ -86,7 +87,7 @@ def is_rare(ctx: Any, dy: Tensor) -> bool:
         or torch.compiler.is_compiling()
         or _functorch.is_legacy_batchedtensor(dy)
         or _functorch.is_batchedtensor(dy)
-        or not _asks_all(ctx)
+        or not asks_all(ctx)
     )
 
 
@@ -100,30 +101,33 @@ def backward(ctx: Any, dy: Tensor) -> list[Tensor | None]:
 
 
 def _backward(ctx: Any, dy: Tensor) -> list[Tensor | None]:
-    needs_grad, keeps_graph, creates_graph = asked(ctx), _keeps_graph(), torch.is_grad_enabled()
-    extras: Extras | None = ctx.extras
+    grads = gradients(ctx, dy, asked(ctx))
+    if not _keeps_graph():
+        ctx.deferred = None  # factors go with what autograd saved
+    if ctx.extras is not None:
+        ctx.extras.done(_keeps_graph())
+    return grads
+
+
+def gradients(ctx: Any, dy: Tensor, needs_grad: frozenset[str]) -> list[Tensor | None]:
+    """Gradients of `needs_grad` among the call's tensors, in its order."""
+    keeps_graph, creates_graph = _keeps_graph(), torch.is_grad_enabled()
     deferred: Deferred | None = ctx.deferred  # read once: other threads may take it
     if deferred is not None and deferred.serves(dy, needs_grad) and not creates_graph:
-        grads = deferred.give(ctx, needs_grad)
-    else:
-        saved = (extras or Extras()).restored(ctx, dy)
-        if creates_graph:
-            with torch.no_grad():
-                grads = _grads(ctx, saved, dy, needs_grad, creates_graph=True)
-            grads = _not_differentiable(grads)
-        else:
-            grads = _grads(ctx, saved, dy, needs_grad, defers=ON > 0 and keeps_graph)
-    if not keeps_graph:
-        ctx.deferred = None  # factors go with what autograd saved
-    if extras is not None:
-        extras.done(keeps_graph)
-    return grads
+        return deferred.give(ctx, needs_grad)
+    saved = (ctx.extras or Extras()).restored(ctx, dy)
+    if creates_graph:
+        with torch.no_grad():
+            grads = _grads(ctx, saved, dy, needs_grad, creates_graph=True)
+        return _not_differentiable(grads)
+    return _grads(ctx, saved, dy, needs_grad, defers=ON > 0 and keeps_graph)
 
 
 # --- which gradients a pass asks for
 
 
-def _asks_all(ctx: Any) -> bool:
+def asks_all(ctx: Any) -> bool:
+    """Whether the present backward pass takes the gradients of all that a node gives them for."""
     if not issubclass(type(ctx), BackwardCFunction):  # compiled autograd
         return True
     nodes = iter([node for node, _ in ctx.next_functions if node is not None])
@@ -131,7 +135,7 @@ def _asks_all(ctx: Any) -> bool:
         try:
             return all(map(_executes, nodes))
         except (RuntimeError, TypeError):
-            continue  # this node's gradient is taken (see `_takes`); on to the others
+            continue  # this node's gradient is taken (see `takes`); on to the others
 
 
 def asked(ctx: Any) -> frozenset[str]:
@@ -141,9 +145,10 @@ def asked(ctx: Any) -> frozenset[str]:
     not among them. An ordinary `backward()` executes every node that it can reach.
     """
     needs_grad: frozenset[str] = ctx.execution.needs_grad
-    if _asks_all(ctx):
+    needs_grad -= ctx.delivered
+    if asks_all(ctx):
         return needs_grad
-    found = [name for name, node in _edges(ctx) if node is None or _takes(node)]
+    found = [name for name, node in _edges(ctx) if node is None or takes(node)]
     return needs_grad.intersection(found) or needs_grad
 
 
@@ -151,12 +156,12 @@ def _edges(ctx: Any) -> Iterator[tuple[str, Any]]:
     """The names of the call's tensors, and the nodes that their gradients go to."""
     execution: Execution = ctx.execution
     given = zip(execution.call.graph.tensors, execution.given, strict=True)
-    names = [name for name, shape in given if shape is not None]
+    names = [n for n, shape in given if shape is not None and n not in ctx.delivered]
     # After the call's tensors, the node may have those of a rescue (`run_block`).
     return ((name, node) for name, (node, _) in zip(names, ctx.next_functions))  # noqa: B905
 
 
-def _takes(node: Any) -> bool:
+def takes(node: Any) -> bool:
     """Whether the pass that runs now takes the gradient that goes to `node`."""
     try:
         return bool(_executes(node))
@@ -193,7 +198,7 @@ def _grads(
     graph, factors, weights = execution.call.graph, None, frozenset[str]()
     # A tensor made in inference mode has no version to know it by.
     if defers and needs_grad.issubset(graph.inputs) and not dy.is_inference():
-        weights = execution.needs_grad.difference(graph.inputs)
+        weights = execution.needs_grad.difference(graph.inputs, ctx.delivered)
         factors = list[WeightGrad]() if weights else None
     if factors is not None or len(needs_grad) < len(execution.needs_grad):
         # With factors: no step may write over an activation, which may be one.

@@ -25,6 +25,7 @@ from fused_remat.steps.chunk import Chunk, Pass, WeightGrad
 #: Called after a step that computes an activation, with its chunk.
 Watch = Callable[[Step, Chunk], None]
 _NO_FUNCTIONS: Functions = {}
+_NO_DELIVERIES: Mapping[str, Sequence[str]] = {}
 #: A chunk and the steps that run on it.
 BackwardPiece = tuple[Chunk, Collection[Step]]
 #: With the rows of the output that they write, if any, and the names that are kept then.
@@ -130,6 +131,25 @@ def backward(
         recorded = record.find("backward", given, run)
         if recorded is not None:
             return recorded(given)  # type: ignore[no-any-return]
+    *_, grads = stages(execution, tensors, kept, out, dy, functions, watch, sink, deferred)
+    return [grads.pop(name, None) for name in execution.call.graph.tensors]
+
+
+def stages(
+    execution: Execution,
+    tensors: Sequence[Tensor | None],
+    kept: Sequence[Tensor],
+    out: Tensor | None,
+    dy: Tensor,
+    functions: Functions = _NO_FUNCTIONS,
+    watch: Watch | None = None,
+    sink: Mapping[str, Tensor] | None = None,
+    deferred: list[WeightGrad] | None = None,
+    delivers: Mapping[str, Sequence[str]] = _NO_DELIVERIES,
+) -> Iterator[dict[str, Tensor]]:
+    """Gradients by name: after each step that `delivers` names, those of its tensors; at last, all
+    others. Arguments as of `backward`, without autocast."""
+    observed = watch is not None or _is_observed()
     named = execution.named(tensors)
     if functions:
         params = execution.call.graph.params
@@ -151,6 +171,8 @@ def backward(
                 node.forward(chunk)
             for name in step.free:
                 chunk.pop(name, None)
+            if step.kind == "backward" and node.name in delivers and chunk.parent is None:
+                yield this.take_grads(delivers[node.name])
         del chunk
     for name in execution.call.graph.inputs if execution.call.seq_first else ():
         if name in grads:
@@ -158,7 +180,7 @@ def backward(
     grads.update(this.param_grads)
     for name in sink or ():
         del grads[name]
-    return [grads.pop(name, None) for name in execution.call.graph.tensors]
+    yield grads
 
 
 def _backward_pieces(

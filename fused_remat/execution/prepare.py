@@ -44,6 +44,8 @@ _ROWS = (*NORMS.values(), *ACTIVATIONS.values())
 # Blocks of cheap steps alone are computed at least so many elements at a time: to put smaller
 # pieces together takes as long as to compute them.
 _ELEMENTS = 1 << 21
+#: Weights of fewer elements are not worth another node of autograd.
+_DELIVERED = 1 << 21
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,8 @@ class Execution(Layout):
         given: shapes of all tensors of the call, in its order, as they were given.
         rereads: for each tensor of the call, whether backward reads its values again.
         fusions: rows of `graph.fusions.FUSIONS` that the schedule uses.
+        delivers: by names of steps of backward, the tensors whose gradients autograd gets after
+            that step, in order: those of large weights, which are not held together.
         recordings: of its passes; None on other backends, and where a step may do more than call
             PyTorch.
     """
@@ -116,6 +120,7 @@ class Execution(Layout):
     given: tuple[torch.Size | None, ...]
     rereads: tuple[bool, ...]
     fusions: frozenset[str]
+    delivers: Mapping[str, tuple[str, ...]]
     recordings: Recordings | None = field(init=False)
 
     def __post_init__(self) -> None:
@@ -237,7 +242,34 @@ def _prepare(
         given=shapes,
         rereads=tuple([name in rereads for name in graph.tensors]),
         fusions=fusions,
+        delivers=_delivers(graph, plan, call.needs_grad, named, widths, chunks),
     )
+
+
+def _delivers(
+    graph: Graph,
+    plan: Schedule,
+    needs_grad: frozenset[str],
+    shapes: Mapping[str, tuple[int, ...]],
+    widths: Mapping[str, int],
+    chunks: Chunks,
+) -> dict[str, tuple[str, ...]]:
+    """`Execution.delivers`. Of several groups, each adds to the gradients of all tensors; and those
+    of small weights are less than what a pass computes besides."""
+    sizes = {name: math.prod(shapes[name]) for name in graph.params if name in needs_grad}
+    total, rows = sum(sizes.values()), chunks.batch * chunks.seq_len
+    if len(chunks.groups) > 1 or total < max(_DELIVERED, rows * max(widths.values())):
+        return {}
+    last: dict[str, int] = {}
+    for i, step in enumerate(plan.backward):
+        for each in plan.tile_backward if step.kind == "tiles" else (step,):
+            last.update(dict.fromkeys(each.needs_grad.intersection(sizes), i))
+    pending, found = list[str](), dict[str, tuple[str, ...]]()
+    for i, step in enumerate(plan.backward[:-1]):
+        pending += [name for name, at in last.items() if at == i]
+        if step.kind == "backward" and step.node and 8 * sum([sizes[n] for n in pending]) >= total:
+            found[step.node.name], pending = tuple(pending), []
+    return found
 
 
 def _is_repeatable(node: Node) -> bool:

@@ -7,7 +7,7 @@ layout of the caller's tensors. Inputs may also be heads (sequences, heads, toke
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -136,6 +136,12 @@ class Pass:
         self.joint_grads: dict[tuple[str, ...], Tensor] = {}
         self.watch, self.deferred = watch, deferred
         self._site_keys: dict[int, tuple[Tensor, ...]] = {}
+
+    def take_grads(self, names: Collection[str]) -> dict[str, Tensor]:
+        """Remove and return gradients that are complete."""
+        for joint in [joint for joint in self.joint_grads if not set(names).isdisjoint(joint)]:
+            del self.joint_grads[joint]
+        return {name: self.param_grads.pop(name) for name in names if name in self.param_grads}
 
     def site_key(self, site: int) -> Tensor:
         """The random key of a dropout site."""

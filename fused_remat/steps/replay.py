@@ -189,11 +189,10 @@ class Replay(Node):
                 y = run([x.contiguous() for x in xs], given)  # for a view across rows
         grads: list[Tensor | None] = [None] * len(wanted)
         if y.requires_grad:
+            dy, edge = dy.to(y.dtype), torch.autograd.graph.get_gradient_edge(y)
+            del y  # its value is not needed
             with hooks_off(wanted.values()):
-                grads[:] = torch.autograd.grad(
-                    y, list(wanted.values()), dy.to(y.dtype), allow_unused=True
-                )
-        del y
+                grads[:] = torch.autograd.grad(edge, list(wanted.values()), dy, allow_unused=True)
         memory = [
             t.untyped_storage().data_ptr() for t in (dy, *xs, *given, *grads) if t is not None
         ]

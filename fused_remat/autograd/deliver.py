@@ -1,0 +1,135 @@
+"""Weight gradients given to autograd one after the other, while a block's backward still runs.
+
+A node returns its gradients together, at its end, so those of a layer's weights would all be held
+at once. A block of large weights therefore has nodes before its own, each with some of its tensors:
+the first one starts the block's backward pass, and each lets it run until the gradients of its
+tensors are complete. Autograd adds those to `.grad`, and frees them, before it runs the next node.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_remat.autograd import partial
+from fused_remat.autograd.replay_check import check_unchanged
+from fused_remat.execution import executor
+from fused_remat.execution.prepare import Execution
+
+_task: Callable[[], int] = torch._C._current_graph_task_id
+#: A backward pass that has been started: it yields gradients by name, the block's own at last.
+Stages = Iterator[Mapping[str, Tensor]]
+Dims = tuple[int, int]
+
+
+class Delivery(torch.autograd.Function):
+    """The block's output, and the gradients of those of its tensors that a node delivers."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        execution: Execution,
+        dims: Mapping[str, Dims],
+        first: bool,
+        out: Tensor,
+        *_: Tensor,
+    ) -> Tensor:
+        ctx.execution, ctx.dims, ctx.first = execution, dims, first
+        ctx.set_materialize_grads(False)
+        return out.detach()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
+        if dy is None:
+            return (None,) * (4 + len(ctx.dims))
+        *_, block = nodes = _chain(ctx)
+        if ctx.first and not partial.is_rare(block, dy) and all(map(partial.asks_all, nodes)):
+            block.stages[_task()] = _start(block, dy)
+        stages = block.stages.get(_task())
+        if stages is None:
+            names = _asked(ctx)
+            if not names:
+                return (None, None, None, dy, *(None for _ in ctx.dims))
+            grads = partial.gradients(block, dy, names)
+        else:
+            grads = partial.finish(block, dy, advance(block, stages, dy), frozenset(ctx.dims))
+        of = dict(zip(ctx.execution.call.graph.tensors, grads, strict=True))
+        found = [(of[name], dims) for name, dims in ctx.dims.items()]
+        return (None, None, None, dy, *(g if g is None else g.transpose(*d) for g, d in found))
+
+
+def deliver(block: Any, out: Tensor, tensors: Mapping[str, Tensor | None]) -> Tensor:
+    """The output of a block, whose node is `block`, with a node for each delivery."""
+    block.stages = {}
+    delivers = block.execution.delivers
+    for names in reversed(delivers.values()):
+        first = names is next(iter(delivers.values()))
+        leaves = {name: _leaf(tensors[name]) for name in names}
+        dims = {name: dims for name, (_, dims) in leaves.items()}
+        out = Delivery.apply(block.execution, dims, first, out, *(t for t, _ in leaves.values()))
+    return out
+
+
+def _leaf(t: Any) -> tuple[Tensor, Dims]:
+    """The leaf that a tensor is a transpose of, and the two dimensions; else the tensor itself.
+
+    Autograd would run the node of the transpose after all that are younger.
+    """
+    base = t._base
+    if base is not None and base.is_leaf and base.dim() == t.dim() and not t._backward_hooks:
+        for dims in itertools.combinations(range(t.dim()), 2):
+            other = base.detach().transpose(*dims)
+            if (other.shape, other.stride(), other.data_ptr()) == (
+                t.shape,
+                t.stride(),
+                t.data_ptr(),
+            ):
+                return base, dims
+    return t, (0, 0)
+
+
+def advance(block: Any, stages: Stages, dy: Tensor) -> list[Tensor | None]:
+    """Return the gradients that a pass makes next, in the order of the call's tensors.
+
+    A rescue (`run_block`) stands in for what is left of a pass that raises. The gradients of its
+    roots are `block.roots`, for the block's own node.
+    """
+    names = block.execution.call.graph.tensors
+    try:
+        with executor.autocast_off(dy):
+            grads = next(stages)
+    except Exception as error:
+        if block.rescue is None:
+            raise
+        found = block.rescue.gradients(error, names, dy)
+        grads, block.roots = dict(zip(names, found, strict=False)), found[len(names) :]
+        block.stages[_task()] = itertools.repeat(grads)
+    return [grads.get(name) for name in names]
+
+
+def _start(block: Any, dy: Tensor) -> Stages:
+    execution, saved = block.execution, block.saved_tensors
+    check_unchanged(execution.call.graph.tensors, execution.given, block.dtypes, saved, dy)
+    count = len(execution.given)
+    tensors, out, kept = saved[:count], saved[count], saved[count + 1 :]
+    return executor.stages(
+        execution, tensors, kept, out, dy, block.functions, delivers=execution.delivers
+    )
+
+
+def _chain(node: Any) -> list[Any]:
+    """The nodes from one that delivers to the block's own."""
+    found: list[Any] = [node]
+    while isinstance(found[-1], Delivery._backward_cls):
+        found.append(found[-1].next_functions[0][0])
+    return found
+
+
+def _asked(ctx: Any) -> frozenset[str]:
+    """Those of a node's tensors whose gradients the present pass takes."""
+    pairs = zip(ctx.dims, ctx.next_functions[1:], strict=True)
+    return frozenset(name for name, (node, _) in pairs if node is None or partial.takes(node))

@@ -1,0 +1,120 @@
+"""Weight gradients that autograd gets while a block's backward runs: the same, and not together."""
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from fused_remat import FusedRematLayer
+from fused_remat.autograd import deliver
+from fused_remat.execution import prepare
+from fused_remat.report.allocations import measure_allocations
+
+B, S, D, H, FF = 2, 3, 16, 2, 64
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Small weights count as large ones."""
+    monkeypatch.setattr(prepare, "_DELIVERED", 0)
+    prepare._prepare.cache_clear()
+    yield
+    prepare._prepare.cache_clear()
+
+
+def layer_of(kind):
+    torch.manual_seed(0)
+    return FusedRematLayer(D, H, FF, 0.0, batch_first=True, norm_first=kind == "pre-norm")
+
+
+def expected_and(layer, x, dy, monkeypatch):
+    """Gradients with none delivered."""
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare, "_delivers", lambda *_: {})
+        prepare._prepare.cache_clear()
+        expected = torch.autograd.grad(layer(x), [x, *layer.parameters()], dy)
+    prepare._prepare.cache_clear()
+    return expected
+
+
+def nodes_of(y):
+    return deliver._chain(y.grad_fn)
+
+
+@pytest.mark.parametrize("kind", ["pre-norm", "post-norm"])
+def test_gradients_are_the_same_bits(kind, small, monkeypatch):
+    layer, x, dy = layer_of(kind), torch.randn(B, S, D, requires_grad=True), torch.randn(B, S, D)
+    expected, params = expected_and(layer, x, dy, monkeypatch), [*layer.parameters()]
+    y = layer(x)
+    assert len(nodes_of(y)) > 2
+    calls = [torch.autograd.grad(y, [x, *params], dy, retain_graph=True)]
+    for p in (x, *params):
+        p.grad = None
+    y.backward(dy, retain_graph=True)
+    y.backward(dy, retain_graph=True)
+    calls.append([p.grad / 2 for p in (x, *params)])
+    for p, other in zip((x, *params), expected, strict=True):  # ATen's norms: in another order
+        torch.testing.assert_close(torch.autograd.grad(y, p, dy, retain_graph=True)[0], other)
+    for reentrant in (True, False):
+        z = checkpoint(layer, x, use_reentrant=reentrant)
+        for p in (x, *params):
+            p.grad = None
+        z.backward(dy)
+        calls.append([p.grad for p in (x, *params)])
+    batch = torch.stack([dy, dy])
+    batched = torch.autograd.grad(y, [x, *params], batch, is_grads_batched=True, retain_graph=True)
+    calls.append([g[1] for g in batched])
+    for p in params[::2]:
+        p.requires_grad_(False)
+    wanted = [x, *params[1::2]]
+    some = iter(torch.autograd.grad(layer(x), wanted, dy))
+    pairs = zip((x, *params), expected, strict=True)
+    calls.append([next(some) if p.requires_grad else e for p, e in pairs])
+    for i, got in enumerate(calls):
+        for j, (mine, other) in enumerate(zip(got, expected, strict=True)):
+            assert torch.equal(mine, other), (i, j)
+
+
+def test_hooks_are_called_once_and_in_place_changes_are_allowed(small):
+    layer, x = layer_of("pre-norm"), torch.randn(B, S, D, requires_grad=True)
+    called = []
+    for name, p in layer.named_parameters():
+        p.register_hook(lambda g, name=name: called.append(name))
+        p.register_post_accumulate_grad_hook(lambda p, name=name: called.append(name))
+    y = layer(x)
+    y.register_hook(lambda dy: called.append("y") or 2 * dy)
+    y += 1
+    y.sum().backward()
+    assert sorted(called) == sorted(["y", *2 * [n for n, _ in layer.named_parameters()]])
+
+
+def test_double_backward_raises(small):
+    layer, x = layer_of("pre-norm"), torch.randn(B, S, D, requires_grad=True)
+    grads = torch.autograd.grad(layer(x).sum(), [x, layer.linear2.weight], create_graph=True)
+    for grad in grads:
+        with pytest.raises(RuntimeError, match="double backward"):
+            grad.sum().backward(retain_graph=True)
+
+
+def test_a_transposed_weight_gets_its_gradient(small):
+    """The leaf gets the gradient, as the transpose's node would wait for younger ones."""
+    w = torch.randn(4, 8, requires_grad=True)
+    assert deliver._leaf(w.t()) == (w, (0, 1)) and deliver._leaf(w) == (w, (0, 0))
+    v = w.t()
+    v.register_hook(lambda g: g)
+    assert deliver._leaf(v) == (v, (0, 0))
+    assert deliver._leaf(w[:, :4])[1] == (0, 0)
+
+
+def test_weights_are_freed_before_the_next_ones():
+    """A layer of 12 D² holds the gradients of the largest product alone, 4 D²."""
+    D, tokens = 512, 16
+    torch.manual_seed(0)
+    layer = FusedRematLayer(D, 8, 4 * D, 0.0, batch_first=True, norm_first=True)
+    x = torch.randn(1, tokens, D, requires_grad=True)
+
+    def backward():
+        layer(x).sum().backward()
+
+    backward()  # allocates .grad
+    unit = D * D * 4
+    assert measure_allocations(backward).peak < 6 * unit  # 12 together
