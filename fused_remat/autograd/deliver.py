@@ -62,12 +62,15 @@ class Delivery(torch.autograd.Function):
         return (None, None, None, dy, *(g if g is None else g.transpose(*d) for g, d in found))
 
 
+_NODE: Any = Delivery._backward_cls
+
+
 def deliver(block: Any, out: Tensor, tensors: Mapping[str, Tensor | None]) -> Tensor:
     """The output of a block, whose node is `block`, with a node for each delivery."""
     block.stages = {}
-    delivers = block.execution.delivers
-    for names in reversed(delivers.values()):
-        first = names is next(iter(delivers.values()))
+    parts = block.execution.delivered
+    for names in reversed(parts):
+        first = names is parts[0]
         leaves = {name: _leaf(tensors[name]) for name in names}
         dims = {name: dims for name, (_, dims) in leaves.items()}
         out = Delivery.apply(block.execution, dims, first, out, *(t for t, _ in leaves.values()))
@@ -124,7 +127,7 @@ def _start(block: Any, dy: Tensor) -> Stages:
 def _chain(node: Any) -> list[Any]:
     """The nodes from one that delivers to the block's own."""
     found: list[Any] = [node]
-    while isinstance(found[-1], Delivery._backward_cls):
+    while isinstance(found[-1], _NODE):
         found.append(found[-1].next_functions[0][0])
     return found
 

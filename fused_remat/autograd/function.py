@@ -62,7 +62,7 @@ class FusedRematBlock(torch.autograd.Function):
     ) -> Tensor:
         ctx.delivered, ctx.stages, ctx.roots, ctx.rescue = frozenset(), None, (), rescue
         if given is not None:  # with those of which `Delivery` nodes give the gradients
-            ctx.delivered = frozenset(itertools.chain(*execution.delivers.values()))
+            ctx.delivered = frozenset(itertools.chain(*execution.delivered))
         tensors = tuple(inputs[: len(execution.given)] if given is None else given)
         x = tensors[0]
         assert x is not None
@@ -228,7 +228,7 @@ def run_block(
     roots = () if rescue is None else rescue.roots
     plain = accumulation is None and extras is None and not (checked or partial.ON)
     if plain and execution.delivers:
-        late = frozenset(itertools.chain(*execution.delivers.values()))
+        late = frozenset(itertools.chain(*execution.delivered))
         rest = [None if n in late else t for n, t in zip(graph.tensors, given, strict=True)]
         out: Tensor = _apply(execution, functions, None, None, rescue, given, *rest, *roots)
         if out.grad_fn is not None:

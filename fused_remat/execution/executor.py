@@ -25,7 +25,8 @@ from fused_remat.steps.chunk import Chunk, Pass, WeightGrad
 #: Called after a step that computes an activation, with its chunk.
 Watch = Callable[[Step, Chunk], None]
 _NO_FUNCTIONS: Functions = {}
-_NO_DELIVERIES: Mapping[str, Sequence[str]] = {}
+_NO_DELIVERIES: Mapping[str, Sequence[Sequence[str]]] = {}
+_NOTHING: Sequence[Sequence[str]] = ((),)
 #: A chunk and the steps that run on it.
 BackwardPiece = tuple[Chunk, Collection[Step]]
 #: With the rows of the output that they write, if any, and the names that are kept then.
@@ -145,10 +146,10 @@ def stages(
     watch: Watch | None = None,
     sink: Mapping[str, Tensor] | None = None,
     deferred: list[WeightGrad] | None = None,
-    delivers: Mapping[str, Sequence[str]] = _NO_DELIVERIES,
+    delivers: Mapping[str, Sequence[Sequence[str]]] = _NO_DELIVERIES,
 ) -> Iterator[dict[str, Tensor]]:
-    """Gradients by name: after each step that `delivers` names, those of its tensors; at last, all
-    others. Arguments as of `backward`, without autocast."""
+    """Gradients by name: in and after each step that `delivers` names, those of its tensors; at
+    last, all others. Arguments as of `backward`, without autocast."""
     observed = watch is not None or _is_observed()
     named = execution.named(tensors)
     if functions:
@@ -160,7 +161,16 @@ def stages(
         for step in steps:
             node = step.node
             assert node is not None
-            if observed:
+            *inner, after = _NOTHING
+            if delivers and step.kind == "backward" and chunk.parent is None:
+                *inner, after = delivers.get(node.name, _NOTHING)
+            if inner:
+                grad, owned = chunk.take_grad(node.name)
+                given = chunk, grad, owned, step.needs_grad, inner
+                for _, names in zip(node.backward_in_parts(*given), inner, strict=True):
+                    yield this.take_grads(names)
+                del grad, given
+            elif observed:
                 _observed_backward(this, step, chunk)
             elif step.kind == "backward":
                 grad, owned = chunk.take_grad(node.name)
@@ -171,8 +181,8 @@ def stages(
                 node.forward(chunk)
             for name in step.free:
                 chunk.pop(name, None)
-            if step.kind == "backward" and node.name in delivers and chunk.parent is None:
-                yield this.take_grads(delivers[node.name])
+            if after:
+                yield this.take_grads(after)
         del chunk
     for name in execution.call.graph.inputs if execution.call.seq_first else ():
         if name in grads:

@@ -106,8 +106,8 @@ class Execution(Layout):
         given: shapes of all tensors of the call, in its order, as they were given.
         rereads: for each tensor of the call, whether backward reads its values again.
         fusions: rows of `graph.fusions.FUSIONS` that the schedule uses.
-        delivers: by names of steps of backward, the tensors whose gradients autograd gets after
-            that step, in order: those of large weights, which are not held together.
+        delivers: by names of steps of backward, the tensors whose gradients autograd gets, in order
+            within that step, and at last after it: of large weights, which are not held together.
         recordings: of its passes; None on other backends, and where a step may do more than call
             PyTorch.
     """
@@ -120,7 +120,7 @@ class Execution(Layout):
     given: tuple[torch.Size | None, ...]
     rereads: tuple[bool, ...]
     fusions: frozenset[str]
-    delivers: Mapping[str, tuple[str, ...]]
+    delivers: Mapping[str, tuple[tuple[str, ...], ...]]
     recordings: Recordings | None = field(init=False)
 
     def __post_init__(self) -> None:
@@ -129,6 +129,11 @@ class Execution(Layout):
         own = all(row.timed for name, row in rows if name == "eager")
         repeats = on_cpu and own and all(map(_is_repeatable, self.call.graph.nodes))
         object.__setattr__(self, "recordings", Recordings() if repeats else None)
+
+    @functools.cached_property
+    def delivered(self) -> tuple[tuple[str, ...], ...]:
+        """The tensors whose gradients autograd gets together, in order."""
+        return tuple([names for parts in self.delivers.values() for names in parts if names])
 
     @functools.cached_property
     def makes_output(self) -> bool:
@@ -253,7 +258,7 @@ def _delivers(
     shapes: Mapping[str, tuple[int, ...]],
     widths: Mapping[str, int],
     chunks: Chunks,
-) -> dict[str, tuple[str, ...]]:
+) -> dict[str, tuple[tuple[str, ...], ...]]:
     """`Execution.delivers`. Of several groups, each adds to the gradients of all tensors; and those
     of small weights are less than what a pass computes besides."""
     sizes = {name: math.prod(shapes[name]) for name in graph.params if name in needs_grad}
@@ -264,11 +269,24 @@ def _delivers(
     for i, step in enumerate(plan.backward):
         for each in plan.tile_backward if step.kind == "tiles" else (step,):
             last.update(dict.fromkeys(each.needs_grad.intersection(sizes), i))
-    pending, found = list[str](), dict[str, tuple[str, ...]]()
-    for i, step in enumerate(plan.backward[:-1]):
-        pending += [name for name, at in last.items() if at == i]
-        if step.kind == "backward" and step.node and 8 * sum([sizes[n] for n in pending]) >= total:
-            found[step.node.name], pending = tuple(pending), []
+    pending, found = list[str](), dict[str, tuple[tuple[str, ...], ...]]()
+
+    def taken() -> tuple[str, ...]:
+        names = tuple(pending) if 8 * sum([sizes[n] for n in pending]) >= total else ()
+        pending[:] = () if names else pending
+        return names
+
+    for i, step in enumerate(plan.backward):
+        mine, inner = [name for name, at in last.items() if at == i], list[tuple[str, ...]]()
+        for part in step.node.in_order(mine) if step.node and step.kind == "backward" else ():
+            pending += part
+            mine = [name for name in mine if name not in part]
+            inner.append(taken())
+        pending += mine
+        after = taken() if step.kind == "backward" and i + 1 < len(plan.backward) else ()
+        parts = (*filter(None, inner), after)
+        if step.node and any(parts):
+            found[step.node.name] = parts
     return found
 
 

@@ -762,7 +762,7 @@ class Reader:
             columns=layout.width, per_batch=whole,
             batched=() if whole else tuple([self.param(n) for n in batched]),
             needed_for=self._needed_for(program, (*names, *tensors)),
-            chooses=chooses,
+            chooses=chooses, stages=self._stages(ops, params),
             tokenwise=not (opaque or whole) and self._is_tokenwise(program, shapes),
         )  # fmt: skip
         self.programs[name] = program
@@ -770,6 +770,14 @@ class Reader:
         if made is not None:
             self.note_pick(name, made[0], made[1])
         return name
+
+    def _stages(self, ops: list[Op], params: list[int]) -> tuple[tuple[str, ...], ...]:
+        """The names of values, by the operations that read them last, from the last one."""
+        last = {n: i for i, op in enumerate(ops) for n in refs((op.args, op.kwargs)) if n in params}
+        found: dict[int, list[str]] = {}
+        for number in sorted(last, key=last.__getitem__, reverse=True):
+            found.setdefault(last[number], []).append(self.param(number))
+        return tuple(map(tuple, found.values()))
 
     def note_pick(self, name: str, y: Tensor, xs: list[Tensor]) -> None:
         """Note that a replay is columns side by side of what it reads, if it is."""

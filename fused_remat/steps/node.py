@@ -11,7 +11,7 @@ heads, tokens of a sequence, width of a head). All nodes are immutable and hold 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -228,6 +228,11 @@ class Node:
         """
         return self
 
+    def in_order(self, names: Collection[str]) -> Sequence[Collection[str]]:
+        """Some of the params `names`, in the order in which `backward_in_parts` can complete their
+        gradients before it ends."""
+        return ()
+
     def backward_choice(self, chunk: Chunk) -> tuple[Callable[..., Any], Any] | None:
         """The operation that backward runs and its key, for `explain`."""
         return None
@@ -241,4 +246,15 @@ class Node:
 
         `dy` may be overwritten if `owned`.
         """
+        raise NotImplementedError
+
+    def backward_in_parts(
+        self,
+        chunk: Chunk,
+        dy: Tensor,
+        owned: bool,
+        needs_grad: Collection[str],
+        parts: Sequence[Collection[str]],
+    ) -> Iterator[None]:
+        """As `backward`, but stop where the gradients of each of the `parts` are complete."""
         raise NotImplementedError

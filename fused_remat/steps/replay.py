@@ -51,6 +51,7 @@ class Replay(Node):
         batched: those of the tensors whose first dimension is the batch.
         tokenwise: whether each token's result depends on that token alone.
         chooses: as in `Node`.
+        stages: the tensors, by the function's operations that read them last, from its last one.
     """
 
     xs: tuple[Input, ...] = ()
@@ -62,6 +63,7 @@ class Replay(Node):
     batched: tuple[str, ...] = ()
     tokenwise: bool = False
     chooses: bool = False  # type: ignore[misc]
+    stages: tuple[tuple[str, ...], ...] = ()
 
     @functools.cached_property
     def inputs(self) -> tuple[str, ...]:
@@ -103,20 +105,20 @@ class Replay(Node):
             for name, t in zip(self.tensors, map(chunk.param, self.tensors), strict=True)
         ]
 
-    def _parts(self, chunk: Chunk) -> list[tuple[At, slice]]:
+    def _spans(self, chunk: Chunk) -> list[tuple[At, slice]]:
         """The rows that run at a time: a few where no token depends on another, so that what the
         function makes on the way, and autograd keeps, stays small."""
         rows, widths = chunk.rows_of(self.name), chunk.owner.widths
         width = self.columns + sum([widths[x] for x in self.xs])
-        parts = [*spans(rows, width, chunk.owner.device)] if self.tokenwise else []
-        if len(parts) < 2:
+        found = [*spans(rows, width, chunk.owner.device)] if self.tokenwise else []
+        if len(found) < 2:
             return [(self._at(chunk), slice(rows))]
         first = chunk.first_row(self.name)
-        return [(At(1, hi - lo, first + lo), slice(lo, hi)) for lo, hi in parts]
+        return [(At(1, hi - lo, first + lo), slice(lo, hi)) for lo, hi in found]
 
     def forward(self, chunk: Chunk, out: Tensor | None = None) -> None:
         run, given = chunk.owner.functions[self.function], self._given(chunk)
-        parts, y = self._parts(chunk), out
+        parts, y = self._spans(chunk), out
         for at, rows in parts:
             xs = [chunk[name][rows] for name in self.xs]
             with torch.no_grad():
@@ -130,27 +132,46 @@ class Replay(Node):
         assert y is not None
         chunk.put(self.name, y)
 
+    def in_order(self, names: Collection[str]) -> Sequence[Collection[str]]:
+        return [[name for name in stage if name in names] for stage in self.stages[:-1]]
+
     def backward(self, chunk: Chunk, dy: Tensor, owned: bool, needs_grad: Collection[str]) -> None:
+        for _ in self.backward_in_parts(chunk, dy, owned, needs_grad, ()):
+            pass
+
+    def backward_in_parts(
+        self,
+        chunk: Chunk,
+        dy: Tensor,
+        owned: bool,
+        needs_grad: Collection[str],
+        parts: Sequence[Collection[str]],
+    ) -> Iterator[None]:
         given = [
             None if t is None else t.detach().requires_grad_(name in needs_grad)
             for name, t in zip(self.tensors, self._given(chunk), strict=True)
         ]
-        parts, whole = self._parts(chunk), dict[str, Tensor]()
-        for part in parts:
-            for name, grad, mine in self._grads(chunk, *part, given, dy[part[1]], needs_grad):
-                if name in self.tensors:
-                    self._add_param_grad(chunk, name, grad, mine, len(parts) > 1)
-                elif len(parts) == 1:
+        spans, whole = self._spans(chunk), dict[str, Tensor]()
+        first = parts if len(spans) == 1 else ()
+        for at, rows in spans:
+            for name, grad, mine in self._grads(
+                chunk, at, rows, given, dy[rows], needs_grad, first
+            ):
+                if grad is None:
+                    yield
+                elif name in self.tensors:
+                    self._add_param_grad(chunk, name, grad, mine, len(spans) > 1)
+                elif len(spans) == 1:
                     chunk.add_grad(name, grad, mine)
                 else:
                     if name not in whole:
                         alone = owned and len(needs_grad) == 1 and grad.dtype == dy.dtype
-                        whole[name] = (
-                            dy if alone and self.columns == grad.shape[1] else chunk.empty(name)
-                        )
-                    whole[name][part[1]].copy_(grad)
+                        same = alone and self.columns == grad.shape[1]
+                        whole[name] = dy if same else chunk.empty(name)
+                    whole[name][rows].copy_(grad)
         for name, grad in whole.items():
             chunk.add_grad(name, grad, True)
+        yield from [None] * (len(parts) - len(first))
 
     def _grads(
         self,
@@ -160,10 +181,12 @@ class Replay(Node):
         given: Sequence[Tensor | None],
         dy: Tensor,
         needs_grad: Collection[str],
-    ) -> Iterator[tuple[str, Tensor, bool]]:
+        first: Sequence[Collection[str]],
+    ) -> Iterator[tuple[str, Tensor | None, bool]]:
         """The gradients of some rows' inputs and of the tensors, and whether each may be changed.
 
-        Each is held here until the next one is asked for: those of experts are large.
+        Each is held here until the next one is asked for: those of experts are large. Those `first`
+        come before others, with None after each part; the graph is kept until the last.
         """
         read, xs = self.needs(needs_grad), list[Tensor]()
         for name in self.xs:
@@ -187,25 +210,36 @@ class Replay(Node):
                 if len(read) == len(xs):
                     raise
                 y = run([x.contiguous() for x in xs], given)  # for a view across rows
-        grads: list[Tensor | None] = [None] * len(wanted)
-        if y.requires_grad:
-            dy, edge = dy.to(y.dtype), torch.autograd.graph.get_gradient_edge(y)
-            del y  # its value is not needed
-            with hooks_off(wanted.values()):
-                grads[:] = torch.autograd.grad(edge, list(wanted.values()), dy, allow_unused=True)
-        memory = [
-            t.untyped_storage().data_ptr() for t in (dy, *xs, *given, *grads) if t is not None
-        ]
-        for name, t in wanted.items():
-            grad = grads.pop(0)
-            if grad is not None and name in self.tensors:
-                yield name, grad, _owns(grad, memory)
-            elif grad is not None:
-                x = grad.contiguous()
-                yield name, x, x is not grad or _owns(grad, memory)
-            elif name in self.xs:
-                zeros = torch.zeros_like(t, memory_format=torch.contiguous_format)
-                yield name, zeros, True
+        edge = torch.autograd.graph.get_gradient_edge(y) if y.requires_grad else None
+        dy = dy.to(y.dtype)
+        del y  # its value is not needed
+        rest = [name for name in wanted if not any(name in part for part in first)]
+        parts = [[name for name in part if name in wanted] for part in first]
+        for names in (*parts, rest):
+            asked = [wanted[name] for name in names]
+            grads: list[Tensor | None] = [None] * len(names)
+            if edge is not None and names:
+                keep = names is not rest
+                with hooks_off(asked):
+                    grads[:] = torch.autograd.grad(
+                        edge, asked, dy, retain_graph=keep, allow_unused=True
+                    )
+            held = (dy, *xs, *given, *grads)
+            memory = [t.untyped_storage().data_ptr() for t in held if t is not None]
+            del held
+            for name in names:
+                grad = grads.pop(0)
+                if grad is not None and name in self.tensors:
+                    yield name, grad, _owns(grad, memory)
+                elif grad is not None:
+                    x = grad.contiguous()
+                    yield name, x, x is not grad or _owns(grad, memory)
+                elif name in self.xs:
+                    like = wanted[name]
+                    yield name, torch.zeros_like(like, memory_format=torch.contiguous_format), True
+            grad = None
+            if names is not rest:
+                yield "", None, False
 
     def _add_param_grad(
         self, chunk: Chunk, name: str, grad: Tensor, owned: bool, partial: bool
