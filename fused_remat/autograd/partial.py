@@ -119,7 +119,7 @@ def gradients(ctx: Any, dy: Tensor, needs_grad: frozenset[str]) -> list[Tensor |
     if creates_graph:
         with torch.no_grad():
             grads = _grads(ctx, saved, dy, needs_grad, creates_graph=True)
-        return _not_differentiable(grads)
+        return not_differentiable(grads)
     return _grads(ctx, saved, dy, needs_grad, defers=ON > 0 and keeps_graph)
 
 
@@ -317,7 +317,7 @@ NO_DOUBLE_BACKWARD = (
 )
 
 
-def _not_differentiable(grads: list[Tensor | None]) -> list[Tensor | None]:
+def not_differentiable(grads: list[Tensor | None]) -> list[Tensor | None]:
     """The gradients, made to raise when differentiated (backward ran with create_graph=True).
 
     Not `once_differentiable`: that leaves gradients constant, silently, when dy needs no gradient.

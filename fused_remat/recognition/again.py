@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
+from fused_remat.autograd.partial import not_differentiable
 from fused_remat.recognition.apart import replica
 from fused_remat.recognition.program import Modules, run_op, unread_after
 from fused_remat.recognition.values import Op, refs
@@ -87,8 +87,8 @@ class _Attached(torch.autograd.Function):
         return tuple([t.detach() for t in again.run(again.roots)])
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        creates_graph = torch.is_grad_enabled()
         again, needs = ctx.again, ctx.needs_input_grad[1:]
         pairs = zip(ctx.saved_tensors, needs, strict=True)
         roots = [t.detach().requires_grad_(need) for t, need in pairs]
@@ -104,7 +104,8 @@ class _Attached(torch.autograd.Function):
                 [t for t, _ in outs], wanted, [g for _, g in outs], allow_unused=True
             )
         )
-        return (None, *(next(found) if need else None for need in needs))
+        result = [next(found) if need else None for need in needs]
+        return (None, *(not_differentiable(result) if creates_graph else result))
 
 
 def modules_of(ops: Sequence[Op], layer: nn.Module) -> Modules:
