@@ -49,7 +49,7 @@ from tests.recognition import models
 
 #: A gradient further than this from the stock model's, relative to its norm, is wrong. Sums in
 #: another order change 1e-6 of most in float32, and up to 5e-5 of those of scalars and of norms of
-#: heads, whose terms cancel; transformers computes these in float32 even in a float64 model.
+#: heads, whose terms cancel; transformers computes those in float32 even in a float64 model.
 ALLOWED = 1e-4
 #: Kept bytes, and the peak, as multiples of checkpointing's.
 KEPT, PEAK = 1.02, 1.05
@@ -175,10 +175,10 @@ WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 
 def layers_run(model: nn.Module) -> dict[str, int]:
-    """Count the layers that ran as blocks, and those under checkpointing."""
+    """Count the layers by what their last call ran as: blocks, checkpointed, or plain."""
     states = Counter[str]()
     for kind in conversion(model):
-        states["blocks" if kind.state == "converted" else "checkpointed"] += kind.count
+        states["blocks" if kind.state == "converted" else kind.state] += kind.count
     return dict(states)
 
 
@@ -330,7 +330,8 @@ def measure(name: str, kind: str, tokens: int, rounds: int = ROUNDS) -> Row:
         new = ways["converted"]
         new.found["statistics"] = sum(counts) // STEPS
         row["layers"], row["largest"] = layers_run(new.model), new.largest
-        row["conversion"] = [str(kind) for kind in conversion(new.model)]
+        notable = [k for k in conversion(new.model) if k.pieces or k.state != "converted"]
+        row["conversion"] = [str(kind) for kind in notable]
         row["repeated"] = repeated(new.warned, ways["stock"].warned)
         if new.found["gradient"] > ALLOWED:
             with contextlib.suppress(Exception):  # not every model runs in float64
@@ -371,6 +372,8 @@ def violations(row: Row) -> dict[str, str]:
         wrong["gradients"] = f"{error:.1e} of {new['parameter']}"
     if row["repeated"]:
         wrong["warnings"] = row["repeated"][0]
+    if "plain" in row["layers"]:
+        wrong["plain"] = "; ".join(row["conversion"])
     if "kept" not in own:
         return wrong
     extra = TRACED * row["largest"]

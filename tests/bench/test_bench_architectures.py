@@ -71,6 +71,7 @@ def test_what_is_worse_is_a_violation():
     own = {"kept": 1000, "peak": 1000, "first_peak": 1000, "gradient": 0.0}
     new = own | {"gradient": 1e-6, "parameter": "a", "statistics": 8}
     row = {"ways": {"own": own, "converted": new}, "largest": 10, "repeated": []}
+    row |= {"layers": {"blocks": 2}, "conversion": []}
 
     def found(**changed):
         ways = {"own": own, "converted": new | changed}
@@ -80,6 +81,7 @@ def test_what_is_worse_is_a_violation():
     assert found(kept=1029, peak=1051, first_peak=1121) == {"kept", "peak", "first_peak"}
     assert found(gradient=2e-4) == {"gradients"} and found(gradient=2e-4, gradient64=1e-9) == set()
     assert set(architectures.violations(row | {"repeated": ["again"]})) == {"warnings"}
+    assert set(architectures.violations(row | {"layers": {"plain": 1}})) == {"plain"}
 
 
 def test_distances_of_gradients_and_warnings_that_are_repeated():
