@@ -60,8 +60,9 @@ class Record:
         self.last, self.reason = ran, reason
         if not in_backward:
             self.in_forward, self.order = True, next(_order)
-        known = (ran, reason) in self.calls or len(self.calls) < _MOST_REASONS
-        self.calls[ran, reason if known else "other reasons"] += 1
+        if (ran, reason) not in self.calls and len(self.calls) >= _MOST_REASONS:
+            reason = "other reasons"
+        self.calls[ran, reason] += 1
 
 
 def record_of(layer: nn.Module) -> Record:
