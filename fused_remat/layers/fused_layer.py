@@ -304,8 +304,7 @@ class FusedLayer(nn.Module):
                 "put the modules that do so in evaluation, if no update is needed",
             )
         # The first call of a layer may fill a table, and later ones run as blocks.
-        plain = sum([n for (ran, _), n in record.calls.items() if ran == "plain"])
-        quiet = plain > 1 or (reason.once and record.last is None)
+        quiet = record.number("plain") > 1 or (reason.once and record.last is None)
         with contextlib.nullcontext() if quiet else fallback.counted(self) as total:
             out = self._stock_forward(**given)
         if total is not None:

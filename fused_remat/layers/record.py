@@ -64,6 +64,15 @@ class Record:
             reason = "other reasons"
         self.calls[ran, reason] += 1
 
+    def number(self, ran: Ran) -> int:
+        """Return how many training calls ran as `ran`.
+
+        >>> record = Record()
+        >>> record.note("plain", "a cache"), record.number("plain")
+        (None, 1)
+        """
+        return sum(count for (what, _), count in self.calls.items() if what == ran)
+
 
 def record_of(layer: nn.Module) -> Record:
     """Return the record of a layer, a new one if it has none.
