@@ -141,7 +141,8 @@ class HuggingFaceHead(nn.Module):
         return (_new, (self.stock,), *reduced[2:])
 
     def __getstate__(self) -> dict[str, Any]:
-        return {n: value for n, value in self.__dict__.items() if n not in NOTES}
+        state: Any = super().__getstate__()
+        return {n: value for n, value in state.items() if n not in NOTES}
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         """Run `forward(*args, **kwargs)`: with the fused loss, or transformers' own."""

@@ -111,7 +111,8 @@ class FusedLayer(nn.Module):
         self.policy, self.backend, self.accumulate_into = policy, backend, accumulate_into
 
     def __getstate__(self) -> dict[str, Any]:
-        return {n: value for n, value in self.__dict__.items() if n not in self._notes_names}
+        state: Any = super().__getstate__()
+        return {n: value for n, value in state.items() if n not in self._notes_names}
 
     def extra_repr(self) -> str:
         shown = f"policy={self._policy!r}, backend={self._backend!r}"
@@ -224,7 +225,7 @@ class FusedLayer(nn.Module):
         except BlockFailure as failure:
             error = failure.__cause__
             if not isinstance(error, Exception) or not is_unexpected(error):
-                raise error from None  # type: ignore[misc]
+                raise error from None
             return self._fall_back(self._block_failed(error), compiling, given)
         if trains and out.requires_grad:
             record_of(self).note("block", in_backward=_in_backward())
