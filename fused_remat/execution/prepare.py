@@ -284,7 +284,13 @@ def _delivers(
             inner.append(taken())
         pending += mine
         after = taken() if step.kind == "backward" and i + 1 < len(plan.backward) else ()
-        parts = (*filter(None, inner), after)
+        *inner, late = [names for names in inner if names] or [()]
+        if late and after:
+            inner.append(late)
+        elif late:  # alone it would keep the graph for little else
+            after = (*late, *pending)
+            pending.clear()
+        parts = (*inner, after)
         if step.node and any(parts):
             found[step.node.name] = parts
     return found
