@@ -283,14 +283,14 @@ def _delivers(
             mine = [name for name in mine if name not in part]
             inner.append(taken())
         pending += mine
-        after = taken() if step.kind == "backward" and i + 1 < len(plan.backward) else ()
+        after = taken() if step.kind == "backward" else ()
         *inner, late = [names for names in inner if names] or [()]
         if late and after:
             inner.append(late)
         elif late:  # alone it would keep the graph for little else
             after = (*late, *pending)
             pending.clear()
-        parts = (*inner, after)
+        parts = (*inner, after if i + 1 < len(plan.backward) else ())  # the block gives the last
         if step.node and any(parts):
             found[step.node.name] = parts
     return found
