@@ -225,7 +225,7 @@ class FusedLayer(nn.Module):
         except BlockFailure as failure:
             error = failure.__cause__
             if not isinstance(error, Exception) or not is_unexpected(error):
-                raise error from None
+                raise error from None  # type: ignore[misc]
             return self._fall_back(self._block_failed(error), compiling, given)
         if trains and out.requires_grad:
             record_of(self).note("block", in_backward=_in_backward())
