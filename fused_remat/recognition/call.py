@@ -267,7 +267,8 @@ def _read_one(layer: nn.Module, forward: Callable[..., Any], call: Call, free: b
             except (torch.OutOfMemoryError, SideEffect):
                 raise
             except Unreadable as reason:
-                reasons.append(reason)
+                reason.__cause__ = reason.__context__ = None  # whose frames hold the recordings
+                reasons.append(reason.with_traceback(None))
                 if not isinstance(reason, _CannotRun) or reason.at_once:
                     break
             except Exception as error:  # of the layer's own code, at another size
@@ -310,6 +311,7 @@ def _read_call(
         low = sample(_SIZES[1], own, 1, shift=shift, tables=False)
         with contextlib.suppress(RuntimeError):  # parameters of several dtypes
             pairs.append(one.with_second(low))
+    held = {first.dtype: first.named, params: second.named}
     opaque = set[str]()
     while True:
         try:
@@ -317,8 +319,9 @@ def _read_call(
             for other_pair in pairs[1:]:
                 other_pair.join(opaque)
             fused = functools.partial(known.proved.run, layer)
-            for i, sizes in enumerate(_PROOFS):  # one at a time: each holds the layer's parameters
-                given = sample(sizes, proof, i + 2, whole=False, shift=i * shift)
+            for i, sizes in enumerate(_PROOFS):
+                named = held[proof]  # as large as the layer's parameters, so not drawn again
+                given = sample(sizes, proof, i + 2, whole=False, shift=i * shift, named=named)
                 with renumbered(layer, INDICES if free and i else ()):
                     found = difference(layer, forward, fused, given, known.narrow)
                 if found is not None:

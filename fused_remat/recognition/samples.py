@@ -31,6 +31,8 @@ INDICES = ("layer_idx", "layer_id", "layer_number", "layer_index", "block_idx")
 
 #: How many random numbers are drawn for a tensor: a prime, larger than most widths.
 _DRAWN = 65537
+#: How many elements are between the first ones of large parameters: 16 times a prime.
+_WINDOW = 16 * 257
 #: No sample has fewer tokens in a sequence.
 _SMALLEST = 5
 #: How many other meanings of the dimensions of a call are tried.
@@ -164,13 +166,15 @@ class Call:
         params: torch.dtype | None = None,
         tables: bool = True,
         varies: bool = True,
+        named: Mapping[str, Tensor] | None = None,
     ) -> Sample:
         """A call of other sizes, with random activations and parameters, in `dtype`.
 
         Masks have random values, so that no mask seems to do nothing. `whole`: packed tokens are
         one sequence, else two. `shift`: added to whole numbers. `params`: the dtype of parameters,
         if it is another. `tables`: other arguments keep their values; else equal ones become
-        others, which are equal. `varies`: tensors of whole numbers are random.
+        others, which are equal. `varies`: tensors of whole numbers are random. `named`: the
+        layer's tensors, if there are some of another sample.
         """
         generator = torch.Generator().manual_seed(seed)
         random = functools.partial(_random, generator, dtype)
@@ -212,7 +216,8 @@ class Call:
                 return torch.where(made < -1.0, made, made + 0.3 * noise)
             return made if tables else made + 0.25 * torch.sin(3.0 * made + 1.0)
 
-        named = _tensors(layer, random, params or dtype)
+        if named is None:
+            named = _tensors(layer, random, params or dtype)
         return Sample(
             sizes, dtype, named, map_tree(dict(self.given), given), self.active, self.bounds
         )
@@ -271,17 +276,31 @@ def _random(
 def _tensors(
     layer: nn.Module, random: Callable[..., Tensor], dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Random parameters of a layer, and its buffers, in `dtype`."""
+    """Return random parameters of a layer, and its buffers, in `dtype`.
+
+    Large parameters are windows of one storage, each from another element on.
+    """
     named: dict[str, Tensor] = {}
-    for name, p in parameters_of(layer).items():
-        t = random(p.shape, p.device).detach()
-        if p.dim() == 1 and "bias" not in name:
-            t = t.abs_().add_(0.5)
-        elif p.dim() > 1:
-            t.mul_(0.6 * p.shape[-1] ** -0.5)
+    params = parameters_of(layer)
+    large = [p for p in params.values() if p.dim() > 1 and p.numel() > _DRAWN]
+    if large:
+        scale = math.prod([p.shape[-1] ** (-0.5 / len(large)) for p in large])
+        count = max(p.numel() for p in large) + _WINDOW * len(large)
+        shared = random((count,), large[0].device).detach().mul_(0.6 * scale).to(dtype)
+    starts = itertools.count(0, _WINDOW)
+    for name, p in params.items():
+        if p.dim() > 1 and p.numel() > _DRAWN:
+            first = next(starts)
+            t = shared[first : first + p.numel()].view(p.shape).detach()
         else:
-            t.mul_(0.2)
-        named[name] = t.to(dtype).requires_grad_(p.is_floating_point())
+            t = random(p.shape, p.device).detach()
+            if p.dim() == 1 and "bias" not in name:
+                t = t.abs_().add_(0.5)
+            elif p.dim() > 1:
+                t.mul_(0.6 * p.shape[-1] ** -0.5)
+            else:
+                t.mul_(0.2)
+        named[name] = t.to(p.device, dtype).requires_grad_(p.is_floating_point())
     for name, b in layer.named_buffers():
         named[name] = b.detach().to(dtype if b.is_floating_point() else b.dtype, copy=True)
     return named

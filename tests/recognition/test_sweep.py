@@ -1,18 +1,21 @@
 """Tiny models of the architectures that people train: what they compute and keep, converted."""
 
+import copy
 import warnings
 
 import models
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from fused_remat import FusedRematWarning, conversion, convert
 from fused_remat.execution import prepare
 from fused_remat.execution.observe import OBSERVERS
 from fused_remat.graph.schedule import kept_bytes
 from fused_remat.recognition import call
-from fused_remat.report.allocations import SavedBytes, measure_allocations
+from fused_remat.recognition.layer import KNOWN
+from fused_remat.report.allocations import AllocationTrace, SavedBytes, measure_allocations
 from fused_remat.steps.replay import Replay
 
 #: What is replayed in the layers of an architecture; all others are blocks without a piece.
@@ -220,3 +223,40 @@ def test_a_layer_that_computes_in_float32_is_proved_by_its_own_rounding():
     model = convert(transformers.Qwen3_5ForCausalLM(config).train())
     step(model, {"input_ids": torch.randint(3, 64, (2, 12)), "use_cache": False})
     assert [kind.state for kind in conversion(model)] == ["converted"]
+
+
+@pytest.mark.parametrize("name", ["nano", "experts"])
+def test_the_first_step_takes_little_more_than_under_a_checkpoint(name):
+    """It traces the layer, and proves the block in float64: 12 bytes for each parameter."""
+    torch.manual_seed(0)
+    layer, x = models.NanoBlock(384, 4), torch.randn(2, 12, 384, requires_grad=True)
+    if name == "experts":
+        layer.mlp = Experts(384, 4)
+    stock, peaks = copy.deepcopy(layer), []
+    model = convert(nn.ModuleList([layer]))
+    KNOWN.clear()
+    for run in (lambda: checkpoint(stock, x, use_reentrant=False), lambda: model[0](x)):
+        x.grad = None
+        with AllocationTrace() as trace:
+            run().square().sum().backward()
+        peaks.append(trace.spans[0].peak - trace.spans[0].start)
+    assert [kind.state for kind in conversion(model)] == ["converted"]
+    count = sum(p.numel() for p in layer.parameters())
+    assert peaks[1] <= peaks[0] + 12 * count, [peak / count for peak in peaks]
+
+
+class Experts(nn.Module):
+    """Each token takes two experts."""
+
+    def __init__(self, width: int, count: int):
+        super().__init__()
+        self.router = nn.Linear(width, count)
+        self.experts = nn.ModuleList(models.NanoMLP(width) for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = self.router(x).softmax(-1)
+        chosen, y = weights.topk(2, dim=-1).indices, torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            weight = (chosen == i).any(-1, keepdim=True) * weights[..., i : i + 1]
+            y = y + weight * expert(x)
+        return y
