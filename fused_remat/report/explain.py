@@ -58,6 +58,8 @@ class BlockExplanation:
 
     def __str__(self) -> str:
         lines = [f"{self.name}: {self.title}"]
+        if not (self.reason or self.forward):
+            return lines[0]
         if self.reason:
             return f"{lines[0]}\n  not fused: {self.reason}"
         lines.append(f"  keeps: {', '.join(self.kept) or 'nothing'}")
@@ -75,7 +77,7 @@ class BlockExplanation:
 
 
 class Explanation(list[BlockExplanation]):
-    """All calls in order; prints as text."""
+    """All calls in order, then fused layers that were not called; prints as text."""
 
     def __str__(self) -> str:
         return "\n".join(str(block) for block in self)
@@ -147,6 +149,7 @@ class _Recorder:
         self._names = {m: n or type(m).__name__ for n, m in model.named_modules()}
         #: The explanations of running layers that are not blocks, and their records' order before.
         self._others: dict[nn.Module, tuple[BlockExplanation, int]] = {}
+        self._uncalled = {m: None for m in self._names if isinstance(m, FusedLayer)}
         self._found = Explanation()
         self._inside: list[str] = []  # names of the layers that are running
         self._blocks: dict[Pass, tuple[BlockExplanation, Chunk]] = {}  # with its first chunk
@@ -162,7 +165,7 @@ class _Recorder:
         for observers, observer in lists:
             observers.append(observer)
             self._exit.callback(observers.remove, observer)
-        for layer in [m for m in self._names if isinstance(m, FusedLayer)]:
+        for layer in self._uncalled:
             enter = layer.register_forward_pre_hook(self._enter)
             leave = layer.register_forward_hook(self._leave, always_call=True)
             self._exit.callback(enter.remove)
@@ -183,6 +186,9 @@ class _Recorder:
             said = filter(None, ("; ".join(dict.fromkeys(reasons)), node.says[0]))
             names = [n for n in node.makes if n not in (*node.stats, *node.transients)]
             block.forward += zip(names, [", ".join(said)] * len(names), strict=True)
+        for layer in self._uncalled:
+            title = f"{type(layer).__name__}, not called"
+            self._found.append(BlockExplanation(self._names[layer], title))
         return self._found
 
     def _note(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -192,7 +198,8 @@ class _Recorder:
         self._found.append(block)
         self._unread.append((block, layer, args, kwargs))
 
-    def _enter(self, layer: nn.Module, *_: Any) -> None:
+    def _enter(self, layer: FusedLayer, *_: Any) -> None:
+        self._uncalled.pop(layer, None)
         self._inside.append(self._names[layer])
 
     def _leave(self, layer: FusedLayer, *_: Any) -> None:

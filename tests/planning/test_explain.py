@@ -118,6 +118,15 @@ def test_layers_before_their_first_step():
             assert before.reason == f"convert makes it a block: {names}"
 
 
+def test_layers_that_are_not_called_come_last():
+    model = convert(Model(lambda self, x: self.layers[1](x), layers=traced()))
+    called, *others = explain(model, data())
+    assert called.name == "layers.1" and called.forward
+    assert [str(block) for block in others] == [
+        f"layers.{i}: TracedLayer, not called" for i in (0, 2)
+    ]
+
+
 def test_ops_outside_a_layer():
     weight = torch.ones(64, requires_grad=True)
     (found,) = explain(Model(lambda self, x: ops.rms_norm(x, weight)), X)
