@@ -22,13 +22,10 @@ from fused_remat.layers.fallback import Caller
 
 
 def is_contained(layer: nn.Module) -> bool:
-    """Return whether the own forward of `layer` may stand in for a block that failed.
+    """Return whether the own forward of `layer` may stand in for a block that fails.
 
-    Not if FUSED_REMAT_STRICT is set, and not among several processes, of which one must not run
-    another program than the others.
+    Not among several processes, of which one must not run another program than the others.
     """
-    if os.environ.get("FUSED_REMAT_STRICT", "0") not in ("", "0"):
-        return False
     if not (_distributed.is_available() and _distributed.is_initialized()):
         return True
     return _distributed.get_world_size() == 1 and sharded_by(layer) is None
@@ -155,16 +152,16 @@ def _needs_grad(value: Any) -> bool:
 def is_unexpected(error: Exception) -> bool:
     """Return whether nobody raised `error` on purpose, and another way of computing may not.
 
-    >>> is_unexpected(RuntimeError("fused_remat: ...")), is_unexpected(KeyError("up"))
-    (False, True)
+    Under FUSED_REMAT_STRICT=1 no error is.
+
+    >>> is_unexpected(RuntimeError("fused_remat: an argument was changed"))
+    False
     """
+    if os.environ.get("FUSED_REMAT_STRICT", "0") not in ("", "0"):
+        return False
     # Of the device, which is out of memory or lost, of this library, and of the caller's functions.
     devices = (torch.OutOfMemoryError, torch.AcceleratorError, MemoryError)
     text, callers = str(error), getattr(error, "callers", False)
     deliberate = text.startswith(("fused_remat", "replay check")) or callers
-    return not (
-        isinstance(error, devices)
-        or deliberate
-        or "CUDA error" in text
-        or "DefaultCPUAllocator" in text
-    )
+    lost = "CUDA error" in text or "DefaultCPUAllocator" in text
+    return not (isinstance(error, devices) or deliberate or lost)
