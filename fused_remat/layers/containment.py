@@ -61,34 +61,38 @@ class Rescue:
         self.roots: tuple[Tensor, ...] = ()
         #: Which leaf of the result is the block's output, its view of that, and the layout.
         self.result: tuple[int, Any, Any] | None = None
-        args = {id(t): n for n, t in given.items() if _needs_grad(t)}
         # Activations live as long as the block keeps them, and parameters as long as the layer.
-        self.given = {n: weakref.ref(t) if id(t) in args else t for n, t in given.items()}
+        self.given, args = dict(given), dict[int, Any]()
+        for name, value in given.items():
+            if isinstance(value, Tensor) and value.requires_grad:
+                args[id(value)] = self.given[name] = weakref.ref(value)
         self.sources: dict[str, Any] = {}
         derived = []
         for name, t in tensors.items():
             if t is not None and t.requires_grad:
-                if id(t) in args:
-                    self.sources[name] = self.given[args[id(t)]]
-                elif t.is_leaf:
-                    self.sources[name] = t
+                if t.is_leaf or id(t) in args:
+                    self.sources[name] = args.get(id(t), t)
                 else:
                     derived.append(t)
         if derived:
-            self.roots = self._roots_of(derived, [given[n] for n in args.values()])
+            self.roots = self._roots_of(derived, args)
         device = tensors["input"].device.type  # type: ignore[union-attr]
         on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
         self.autocast = (device, torch.get_autocast_dtype(device)) if on else None
 
-    def _roots_of(self, derived: list[Tensor], args: list[Tensor]) -> tuple[Tensor, ...]:
+    def _roots_of(self, derived: list[Tensor], args: Mapping[int, Any]) -> tuple[Tensor, ...]:
         """Of what the block's `derived` tensors are views; else all that they may be made of."""
-        known, direct = {id(t) for t in args}, {id(_alive(t)) for t in self.sources.values()}
-        bases = [t._base for t in derived]
-        roots = [t for t in bases if t is not None and (t.is_leaf or id(t) in known)]
-        if len(roots) < len(bases):
-            own = [p for p in parameters_of(self.layer).values() if p.requires_grad]
-            roots = [*args, *own]
-        return tuple({id(t): t for t in roots if id(t) not in direct}.values())
+        roots: dict[int, Tensor] = {}
+        for t in derived:
+            base = t._base
+            if base is None or not (base.is_leaf or id(base) in args):
+                own = [p for p in parameters_of(self.layer).values() if p.requires_grad]
+                roots = {id(p): p for p in (*(ref() for ref in args.values()), *own)}
+                break
+            roots[id(base)] = base
+        for source in self.sources.values():
+            roots.pop(id(_alive(source)), None)
+        return tuple(roots.values())
 
     def returned(self, out: Tensor, result: Any) -> None:
         """Note where the layer's `result` has the block's output `out`: it may be a view of it."""
@@ -105,7 +109,9 @@ class Rescue:
 
         Raises: `error`, which the block raised, where the own forward cannot run instead.
         """
-        if self.result is None or not is_unexpected(error) or self.layer.training != self.training:
+        if self.result is None or self.layer.training != self.training:
+            raise error
+        if not (is_unexpected(error) and is_contained(self.layer)):
             raise error
         copies: dict[int, Tensor] = {}
 

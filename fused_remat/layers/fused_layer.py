@@ -206,7 +206,7 @@ class FusedLayer(nn.Module):
         for text in () if compiling else call.warnings:
             warnings.warn(text, stacklevel=user_stacklevel())
         trains, rescue = record is not None and torch.is_grad_enabled(), None
-        if trains and parallel is None and is_contained(self):
+        if trains and parallel is None and not (accumulation or graph.uses_seed):
             forward = functools.partial(self.stock.forward, self)
             rescue = Rescue(self, forward, given, tensors, self._block_failed)
         try:
@@ -224,8 +224,9 @@ class FusedLayer(nn.Module):
             )
         except BlockFailure as failure:
             error = failure.__cause__
-            if not isinstance(error, Exception) or not is_unexpected(error):
-                raise error from None  # type: ignore[misc]
+            assert isinstance(error, Exception)
+            if not (is_unexpected(error) and is_contained(self)):
+                raise error from None
             return self._fall_back(self._block_failed(error), compiling, given)
         if trains and out.requires_grad:
             record_of(self).note("block", in_backward=_in_backward())
