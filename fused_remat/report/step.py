@@ -26,6 +26,7 @@ from fused_remat.report.saved import Saved, SavedRecord
 
 _LAYERS = (FusedLayer, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 _CONTAINERS = (nn.ModuleList, nn.Sequential)
+_MOST_RUNS = 3  # until layers are traced
 _FORWARD, _BACKWARD = "forward", "backward"
 _OUTSIDE = (-1, 0)  # the place of what runs outside all layers
 
@@ -124,11 +125,19 @@ def run_step(
 
 
 def trace_layers(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Run a model once if it has layers that are traced at their first call, and were not yet."""
-    if any(isinstance(m, ReadLayer) and m.read_as is None for m in model.modules()):
-        inputs = list(tensors_in([args, kwargs]))
+    """Run a model whose layers are traced until no layer is traced any more.
+
+    What tracing takes is no part of the step that is reported. Some layers set attributes at their
+    first call, and are traced again at the second.
+    """
+    layers = [m for m in model.modules() if isinstance(m, ReadLayer)]
+    inputs = list(tensors_in([args, kwargs]))
+    for _ in range(_MOST_RUNS if layers else 0):
+        before = [layer.read_as for layer in layers]
         with restored(model, inputs, device_of(model, inputs)):
             model(*args, **kwargs)
+        if [layer.read_as for layer in layers] == before:
+            break
 
 
 def _detached(value: Any) -> Any:

@@ -11,6 +11,7 @@ from report_models import (
     LanguageModel,
     Model,
     S,
+    TracedLayer,
     data,
     encoder,
     ids,
@@ -150,6 +151,25 @@ def test_layers_that_are_no_blocks(policy):
     if policy == "lean":
         assert other.kept_bytes == data().nbytes == sum(a.bytes for a in other.activations)
     assert MemoryReport.from_json(reports[0].to_json()) == reports[0]
+
+
+class Late(TracedLayer):
+    """It sets an attribute at its first call, and is traced again at the second."""
+
+    scale = None
+
+    def forward(self, x):
+        if self.scale is None:
+            self.scale = 2.0
+        return super().forward(x) * self.scale
+
+
+@pytest.mark.filterwarnings("ignore::fused_remat.FusedRematWarning")
+def test_the_step_is_measured_after_all_layers_were_traced():
+    model = convert(nn.Sequential(Late(), Late()), "lean")
+    first = memory_report(model, data())
+    assert [layer.ran for layer in first.layers[:2]] == ["block", "block"]
+    assert first == memory_report(model, data())
 
 
 def test_nothing_is_unpacked_by_naming():
