@@ -324,7 +324,8 @@ def not_differentiable(grads: list[Tensor | None]) -> list[Tensor | None]:
     """
     error = torch._C._functions.DelayedError(NO_DOUBLE_BACKWARD.encode(), len(grads))
     inputs: list[Any] = [None if g is None else g.detach().requires_grad_() for g in grads]
-    return list(error(*inputs))
+    made = error(*inputs)  # of one gradient, that one
+    return [made] if isinstance(made, Tensor) else list(made)
 
 
 def _batching(dy: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor] | None]:

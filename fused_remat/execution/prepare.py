@@ -45,7 +45,7 @@ _ROWS = (*NORMS.values(), *ACTIVATIONS.values())
 # pieces together takes as long as to compute them.
 _ELEMENTS = 1 << 21
 #: Weights of fewer elements are not worth another node of autograd.
-_DELIVERED = 1 << 21
+_DELIVERED = 1 << 18
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,10 @@ class Caller(nn.Module):
 _changes: weakref.WeakKeyDictionary[nn.Module, dict[bool, list[str]]] = weakref.WeakKeyDictionary()
 
 
+#: Layers whose forward changes parameters, and puts them back.
+_swaps: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
 def without_changes(
     layer: nn.Module, run: Callable[[Mapping[str, Any]], Any], given: Mapping[str, Any]
 ) -> tuple[Any, list[str]]:
@@ -139,9 +143,12 @@ def checkpointed(layer: nn.Module, forward: Callable[..., Any], given: Mapping[s
     tensor([3., 3.])
     """
     # Sharded parameters (DTensors, and ZeRO-3's, which are empty until they are gathered) belong to
-    # the hooks that gather them, which backward calls again.
-    named = layer.named_parameters()
+    # the hooks that gather them, which backward calls again; and those that forward itself changes
+    # and puts back (adapters that add to weights) to the layer, as under PyTorch's checkpoint.
+    named = layer.named_parameters() if layer not in _swaps else ()
     params = {n: p for n, p in named if type(p) in _PLAIN and not hasattr(p, "ds_id")}
+    versions = [p._version for p in params.values()]
+    states = random_states(next(iter(params.values())).device) if params else []
     # `run` holds no tensor: checkpoint saves them, checks their versions, and lets hooks move them.
     arguments, bound = tuple(given), tuple(params)
     flat = (*given.values(), *params.values())
@@ -163,7 +170,12 @@ def checkpointed(layer: nn.Module, forward: Callable[..., Any], given: Mapping[s
         with _training_flags(training):
             return torch.func.functional_call(caller, state, (), named)
 
-    return checkpoint(run, *flat, use_reentrant=False)
+    out = checkpoint(run, *flat, use_reentrant=False)
+    if [p._version for p in params.values()] == versions:
+        return out
+    _swaps.add(layer)
+    set_random_states(states)
+    return checkpointed(layer, forward, given)
 
 
 def _kind(value: Any) -> tuple[tuple[int, ...], torch.dtype, torch.device] | None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from fused_remat.layers.eligibility import parameters_of
 from fused_remat.recognition.state import get
-from fused_remat.recognition.values import SHIFT, SideEffect, attributes
+from fused_remat.recognition.values import SHIFT, SideEffect, Unreadable, attributes
 
 
 def generator_states(device: torch.device) -> list[Tensor]:
@@ -121,7 +121,11 @@ def unchanged(
     roots: list[Any], shared: list[tuple[Any, str]], named: Mapping[str, Tensor]
 ) -> Iterator[None]:
     """Raise SideEffect if code changes what can be reached from `roots`, what classes and modules
-    have by the names `shared` and what these hold, or tensors in place; put back what was held."""
+    have by the names `shared` and what these hold, or tensors in place; put back what was held.
+
+    Raise Unreadable if it changes parameters alone, as adapters do that add to weights for a call.
+    """
+    params = {id(own["_parameters"]) for own in roots if "_parameters" in own}
     versions = [t._version for t in named.values()]
     holders, generators = _holders(roots)
     bound = [(owner, name, get(owner, name)) for owner, name in shared]
@@ -129,12 +133,13 @@ def unchanged(
     held += [v for value in held if _is_object(value) for v in attributes(value).values()]
     holders += [(h, _items(h)) for h in held if isinstance(h, _HOLDERS) or _is_object(h)]
     states = [(g, _generators()[type(g)][0](g)) for g in generators]
-    changed = list[str]()
+    changed, swapped = list[str](), list[str]()
     try:
         yield
     finally:
         for holder, before in holders:
-            changed += _put_back(holder, before)
+            found = swapped if id(holder) in params else changed
+            found += _put_back(holder, before)
         for owner, name, value in bound:
             if get(owner, name) is not value:
                 changed.append(name)
@@ -144,10 +149,15 @@ def unchanged(
                     setattr(owner, name, value)
         drew = _drew(states)
     pairs = zip(named.items(), versions, strict=True)
-    changed += [name for (name, t), version in pairs if t._version != version]
+    for (name, t), version in pairs:
+        if t._version != version:
+            (swapped if t.requires_grad else changed).append(name)
+    changed = [name for name in changed if name not in swapped]  # a parameter, and then a buffer
     if changed:
         names = ", ".join(dict.fromkeys(changed))
         raise SideEffect(f"its forward changes {names}, which a block would not repeat")
+    if swapped:
+        raise Unreadable(f"its forward changes parameters ({', '.join(dict.fromkeys(swapped))})")
     if drew:
         raise SideEffect("it draws random numbers outside of PyTorch's default generator")
 

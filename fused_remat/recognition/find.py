@@ -18,7 +18,8 @@ def repeated_layers(model: nn.Module) -> list[nn.Module]:
 
     A layer is an element of a list of modules, or the model itself, that has a norm and two
     matrices. Where such an element has a list of like layers itself (a stage of a hierarchical
-    model), those are the layers. Where there is none, parts without a norm are layers.
+    model), those are the layers, unless transformers checkpoints the element, which then keeps no
+    more than its input. Where there is none, parts without a norm are layers.
     """
     found = list(_layers(model, _is_layer))
     if not found and _is_layer(model) and not _lists(model):
@@ -39,7 +40,8 @@ def first_batch_norm(model: nn.Module) -> tuple[str, nn.Module] | None:
 def _layers(module: nn.Module, chosen: Callable[[nn.Module], bool]) -> Iterator[nn.Module]:
     for child in module.children():
         in_list = isinstance(module, _LISTS) and not isinstance(child, _LISTS)
-        if in_list and chosen(child) and not any(map(_is_stage, _lists(child))):
+        stage = not _is_checkpointed(child) and any(map(_is_stage, _lists(child)))
+        if in_list and chosen(child) and not stage:
             yield child
         elif not is_fused(child):
             yield from _layers(child, chosen)
@@ -51,6 +53,11 @@ def is_fused(module: nn.Module) -> bool:
         return False
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return not module._has_own_forward or code is None or "forward" in code.co_names
+
+
+def _is_checkpointed(module: nn.Module) -> bool:
+    """Whether a module is what transformers' own checkpointing repeats."""
+    return any(kind.__name__ == "GradientCheckpointingLayer" for kind in type(module).__mro__)
 
 
 def _lists(module: nn.Module) -> list[nn.Module]:

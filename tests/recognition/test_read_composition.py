@@ -229,8 +229,8 @@ def test_one_matrix_is_float32():
             module.float()
     fused = convert(copy.deepcopy(stock))
     with pytest.warns(FusedRematWarning, match="cannot run where the layer can"):
-        found = step(fused, batch)
-    assert_same("t5", found, step(stock, batch))
+        step(fused, batch)  # whose arguments are copies: gradients are summed in another order
+    assert_same("t5", step(fused, batch), step(stock, batch))
 
 
 @pytest.mark.parametrize("which", ["norms", "matrices", "biases", "first", "last"])
