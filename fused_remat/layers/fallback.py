@@ -113,7 +113,8 @@ def counted(layer: nn.Module) -> Iterator[Counter[str]]:
     total = Counter[str]()
     # Hooks around the layer (a checkpoint's, or of offloading) have no effect inside these.
     outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    pack_outside, unpack = outer or (_itself, _itself)
+    # Detached: a node that held its own result would never be freed.
+    pack_outside, unpack = outer or (Tensor.detach, lambda t: t)
 
     def pack(t: Tensor) -> Any:
         if t.layout is torch.strided and t.untyped_storage().data_ptr() not in own:
@@ -123,10 +124,6 @@ def counted(layer: nn.Module) -> Iterator[Counter[str]]:
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield total
     total["bytes"] = sum(held.values())
-
-
-def _itself(t: Tensor) -> Tensor:
-    return t
 
 
 def checkpointed(layer: nn.Module, forward: Callable[..., Any], given: Mapping[str, Any]) -> Any:

@@ -390,17 +390,14 @@ def _that_matters(reasons: Sequence[Reason]) -> Reason:
 def _apart(x: Tensor) -> Iterator[None]:
     """What runs inside is no part of the caller's step: its random state, autocast, observers,
     and its hooks on saved tensors, with which a checkpoint counts them."""
-    same = torch.autograd.graph.saved_tensors_hooks(_itself, _itself)
+    # Detached: a node that held its own result would never be freed.
+    same = torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda t: t)
     modes = _disable_current_modes()  # of a selective checkpoint
     compiles = "torch._dynamo" in sys.modules  # functions of the layer's own
     eager = torch.compiler.set_stance("force_eager") if compiles else contextlib.nullcontext()
     devices = [x.device] if x.is_cuda else []
     with eager, unobserved(), modes, same, autocast_off(x), torch.random.fork_rng(devices):
         yield
-
-
-def _itself(t: Tensor) -> Tensor:
-    return t
 
 
 def _widened(leaf: Any) -> Any:
