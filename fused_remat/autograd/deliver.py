@@ -9,7 +9,7 @@ tensors are complete. Autograd adds those to `.grad`, and frees them, before it 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -50,11 +50,14 @@ class Delivery(torch.autograd.Function):
         if ctx.first and not partial.is_rare(block, dy) and all(map(partial.asks_all, nodes)):
             block.stages[_task()] = _start(block, dy)
         stages = block.stages.get(_task())
-        if stages is None:
-            names = _asked(ctx)
-            if not names:
+        if stages is None:  # a rare pass: its first node computes what all of them are asked for
+            if _task() not in block.rare:
+                asked = [_asked(node) for node in nodes[:-1]]
+                names = partial.asked(block).union(*asked)
+                block.rare[_task()] = partial.gradients(block, dy, names) if names else None
+            grads = block.rare[_task()]
+            if grads is None:
                 return (None, None, None, dy, *(None for _ in ctx.dims))
-            grads = partial.gradients(block, dy, names)
         else:
             grads = partial.finish(block, dy, advance(block, stages, dy), frozenset(ctx.dims))
         of = dict(zip(ctx.execution.call.graph.tensors, grads, strict=True))
@@ -67,7 +70,7 @@ _NODE: Any = Delivery._backward_cls
 
 def deliver(block: Any, out: Tensor, tensors: Mapping[str, Tensor | None]) -> Tensor:
     """The output of a block, whose node is `block`, with a node for each delivery."""
-    block.stages = {}
+    block.stages, block.rare = {}, {}
     parts = block.execution.delivered
     for names in reversed(parts):
         first = names is parts[0]
@@ -98,20 +101,42 @@ def _leaf(t: Any) -> tuple[Tensor, Dims]:
 def advance(block: Any, stages: Stages, dy: Tensor) -> list[Tensor | None]:
     """Return the gradients that a pass makes next, in the order of the call's tensors.
 
-    A rescue (`run_block`) stands in for what is left of a pass that raises. The gradients of its
-    roots are `block.roots`, for the block's own node.
+    A rescue (`run_block`) stands in for what is left of a pass that raises.
     """
     names = block.execution.call.graph.tensors
     try:
         with executor.autocast_off(dy):
             grads = next(stages)
     except Exception as error:
-        if block.rescue is None:
+        found = rescued(block.rescue, error, names, dy)
+        if found is None:
+            del block.stages[_task()]
             raise
-        found = block.rescue.gradients(error, names, dy)
-        grads, block.roots = dict(zip(names, found, strict=False)), found[len(names) :]
+        grads = dict(zip(names, found, strict=True))
         block.stages[_task()] = itertools.repeat(grads)
     return [grads.get(name) for name in names]
+
+
+def rescued(rescue: Any, error: Exception, names: tuple[str, ...], dy: Tensor) -> list[Any] | None:
+    """Return the gradients that a rescue computes where a block raised `error`, or None."""
+    if rescue is None or not rescue.contains(error):
+        return None
+    found: list[Any] | None = rescue.gradients(error, names, dy)
+    return found
+
+
+def is_hooked(execution: Execution, tensors: Sequence[Tensor | None]) -> bool:
+    """Return whether hooks on weights that are delivered may change them before the pass ends.
+
+    An optimizer that steps in backward would change what later gradients are computed from.
+    """
+    late = {name for names in execution.delivered for name in names}
+    for name, t in zip(execution.call.graph.tensors, tensors, strict=True):
+        if t is not None and name in late:
+            leaf: Any = t if t._base is None else t._base
+            if leaf._backward_hooks or getattr(leaf, "_post_accumulate_grad_hooks", None):
+                return True
+    return False
 
 
 def _start(block: Any, dy: Tensor) -> Stages:

@@ -60,7 +60,7 @@ class FusedRematBlock(torch.autograd.Function):
         given: Sequence[Tensor | None] | None,
         *inputs: Tensor | None,
     ) -> Tensor:
-        ctx.delivered, ctx.stages, ctx.roots, ctx.rescue = frozenset(), None, (), rescue
+        ctx.delivered, ctx.stages, ctx.rescue = frozenset(), None, rescue
         if given is not None:  # with those of which `Delivery` nodes give the gradients
             ctx.delivered = frozenset(itertools.chain(*execution.delivered))
         tensors = tuple(inputs[: len(execution.given)] if given is None else given)
@@ -70,7 +70,7 @@ class FusedRematBlock(torch.autograd.Function):
         try:
             out, kept = executor.forward(execution, tensors, functions, watch)
         except Exception as error:
-            if rescue is None:
+            if rescue is None or not rescue.contains(error):
                 raise
             raise BlockFailure from error
         ctx.execution, ctx.functions, ctx.accumulation = execution, functions, accumulation
@@ -98,7 +98,7 @@ class FusedRematBlock(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
         execution: Execution = ctx.execution
         count, rescue = len(execution.given), ctx.rescue
-        others: Sequence[None] = () if rescue is None else (None,) * len(rescue.roots)
+        others: Sequence[None] = () if rescue is None else (None,) * rescue.count
         if dy is None:
             return (*_NONE, *(None,) * count, *others)
         stages = ctx.stages.get(_task()) if ctx.stages else None
@@ -109,7 +109,11 @@ class FusedRematBlock(torch.autograd.Function):
             partial.finish(ctx, dy, grads, rest)
             names = execution.call.graph.tensors
             kept = [g if n in rest else None for n, g in zip(names, grads, strict=True)]
-            return (*_NONE, *kept, *(ctx.roots or others))
+            return (*_NONE, *kept, *others)
+        if ctx.delivered and _task() in ctx.rare:
+            rest, made = execution.needs_grad - ctx.delivered, ctx.rare.pop(_task())
+            pairs = zip(execution.call.graph.tensors, made or (None,) * count, strict=True)
+            return (*_NONE, *(g if n in rest else None for n, g in pairs), *others)
         if ctx.delivered or partial.is_rare(ctx, dy):
             return (*_NONE, *partial.backward(ctx, dy), *others)
         saved = ctx.saved_tensors
@@ -118,9 +122,10 @@ class FusedRematBlock(torch.autograd.Function):
         try:
             grads = executor.backward(execution, tensors, kept, out, dy, ctx.functions)
         except Exception as error:
-            if rescue is None:
+            found = deliver.rescued(rescue, error, execution.call.graph.tensors, dy)
+            if found is None:
                 raise
-            return (*_NONE, *rescue.gradients(error, execution.call.graph.tensors, dy))
+            return (*_NONE, *found)
         partial.finish(ctx, dy, grads, execution.needs_grad)
         return (*_NONE, *grads, *others)
 
@@ -136,13 +141,19 @@ class BlockFailure(Exception):
 class Rescue(Protocol):
     """What computes a call's gradients where its block's backward fails."""
 
+    count: int
+
     @property
     def roots(self) -> Sequence[Tensor]:
-        """Tensors besides those of the block to which it gives gradients."""
+        """`count` tensors besides those of the block to which it gives gradients."""
         raise NotImplementedError
 
-    def gradients(self, error: Exception, names: tuple[str, ...], dy: Tensor) -> list[Any]:
-        """Return the gradients of the block's tensors, then those of `roots`."""
+    def contains(self, error: Exception) -> bool:
+        """Return whether what the block raised need not end the run."""
+        raise NotImplementedError
+
+    def gradients(self, error: Exception, names: tuple[str, ...], dy: Tensor) -> list[Any] | None:
+        """Return the gradients of the block's tensors, then those of `roots`; None if it cannot."""
         raise NotImplementedError
 
 
@@ -225,9 +236,11 @@ def run_block(
             extras.record = replay_check.record_of(execution, graph.tensors, given)
     if extras is not None or accumulation is not None or graph.uses_seed:
         rescue = None  # dropout was drawn, or gradients were added to: the step cannot be repeated
-    roots = () if rescue is None else rescue.roots
+    roots: Sequence[Tensor] = [] if rescue is None else rescue.roots
     plain = accumulation is None and extras is None and not (checked or partial.ON)
-    if plain and execution.delivers:
+    if plain and execution.delivers and not deliver.is_hooked(execution, given):
+        if roots:  # whose gradients would wait for the block's own node
+            rescue, roots = None, []
         late = frozenset(itertools.chain(*execution.delivered))
         rest = [None if n in late else t for n, t in zip(graph.tensors, given, strict=True)]
         out: Tensor = _apply(execution, functions, None, None, rescue, given, *rest, *roots)

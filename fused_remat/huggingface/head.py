@@ -150,7 +150,7 @@ class HuggingFaceHead(nn.Module):
         if not isinstance(call, Reason):
             output = self._with_fused_loss(*call)
             if not compiling:
-                warn(self, _NO_LOGITS)
+                warn(self, _NO_LOGITS, UserWarning)  # nothing is slower
                 record_of(self).note("block")
             return output
         for observe in DECISIONS:

@@ -44,8 +44,7 @@ class Rescue:
         failed: called with the exception that a block raised.
 
     Attributes:
-        roots: tensors besides those of the block that get a gradient, instead of the block's
-            tensors that were computed from them (a transposed weight, a reshaped input).
+        count: how many `roots` it has.
     """
 
     def __init__(
@@ -58,14 +57,17 @@ class Rescue:
     ) -> None:
         self.layer, self.forward, self.failed = layer, forward, failed
         self.training = layer.training
-        self.roots: tuple[Tensor, ...] = ()
+        self.count, self._roots = 0, list[Any]()
         #: Which leaf of the result is the block's output, its view of that, and the layout.
         self.result: tuple[int, Any, Any] | None = None
-        # Activations live as long as the block keeps them, and parameters as long as the layer.
+        # Activations and masks live as long as the block or the model keeps them, parameters as
+        # long as the layer.
         self.given, args = dict(given), dict[int, Any]()
         for name, value in given.items():
-            if isinstance(value, Tensor) and value.requires_grad:
-                args[id(value)] = self.given[name] = weakref.ref(value)
+            if isinstance(value, Tensor) and value.dtype is not torch.int64:  # positions are small
+                self.given[name] = weakref.ref(value)
+                if value.requires_grad:
+                    args[id(value)] = self.given[name]
         self.sources: dict[str, Any] = {}
         derived = []
         for name, t in tensors.items():
@@ -75,10 +77,17 @@ class Rescue:
                 else:
                     derived.append(t)
         if derived:
-            self.roots = self._roots_of(derived, args)
+            self._roots = [weakref.ref(t) for t in self._roots_of(derived, args)]
+            self.count = len(self._roots)
         device = tensors["input"].device.type  # type: ignore[union-attr]
         on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
         self.autocast = (device, torch.get_autocast_dtype(device)) if on else None
+
+    @property
+    def roots(self) -> list[Any]:
+        """Tensors besides those of the block that get a gradient, instead of the block's tensors
+        that were computed from them (a transposed weight, a reshaped input)."""
+        return [_alive(t) for t in self._roots]
 
     def _roots_of(self, derived: list[Tensor], args: Mapping[int, Any]) -> tuple[Tensor, ...]:
         """Of what the block's `derived` tensors are views; else all that they may be made of."""
@@ -104,21 +113,24 @@ class Rescue:
                 self.result = i, (leaf.size(), leaf.stride(), 0), (out.size(), out.stride())
                 return
 
-    def gradients(self, error: Exception, names: tuple[str, ...], dy: Tensor) -> list[Any]:
+    def contains(self, error: Exception) -> bool:
+        """Return whether what the block raised need not end the run."""
+        return is_unexpected(error) and is_contained(self.layer)
+
+    def gradients(self, error: Exception, names: tuple[str, ...], dy: Tensor) -> list[Any] | None:
         """Return the gradients of the block's tensors `names`, then those of `roots`.
 
-        Raises: `error`, which the block raised, where the own forward cannot run instead.
+        Return None if the own forward cannot run instead: an argument is gone, say.
         """
         if self.result is None or self.layer.training != self.training:
-            raise error
-        if not (is_unexpected(error) and is_contained(self.layer)):
-            raise error
+            return None
+        held = [v for v in (*self.given.values(), *self._roots) if v is not None]
+        if any(_alive(value) is None for value in held):
+            return None
         copies: dict[int, Tensor] = {}
 
         def copy(leaf: Any) -> Any:
             t = _alive(leaf)
-            if t is None and leaf is not None:
-                raise error
             if not _needs_grad(t):
                 return t
             return copies.setdefault(id(t), t.detach().requires_grad_())
@@ -129,7 +141,7 @@ class Rescue:
         sources = {name: copies.get(id(_alive(t))) for name, t in self.sources.items()}
         wanted = list(dict.fromkeys(t for t in (*sources.values(), *roots) if t is not None))
         if len(wanted) < len({*map(id, sources.values()), *map(id, roots)}):
-            raise error  # the activation function's own tensor, say
+            return None  # the activation function's own tensor, say
         i, view, (size, stride) = self.result
         cast = contextlib.nullcontext() if self.autocast is None else torch.autocast(*self.autocast)
         with torch.enable_grad(), cast:

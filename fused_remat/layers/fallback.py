@@ -53,14 +53,18 @@ def without_changes(
     A second forward would change them again. If there are any in the first call of a layer, they
     and the random state are those of before; in later calls nothing runs.
     """
+    if _hooks_outside() is not None:  # a checkpoint around the layer repeats it anyway
+        return run(given), []
     known, training = _changes.setdefault(layer, {}), layer.training
     if known.get(training):
         return None, known[training]
     is_first, state = training not in known, [*_state(layer)]
     if is_first:  # the caller's tensors change once only
-        given = {n: t.clone() if wants_grad(t) else t for n, t in given.items()}
+        copied = {id(t): t.clone() for t in given.values() if wants_grad(t)}
+        given = {n: copied.get(id(t), t) for n, t in given.items()}
     copies = [t.clone() if is_first else t for *_, t in state]
-    args = [(n, t, t._version) for n, t in given.items() if type(t) is Tensor]
+    tensors = {n: t for n, t in given.items() if type(t) is Tensor and not t.is_inference()}
+    args = [(n, t, t._version) for n, t in tensors.items()]
     versions = [t._version for *_, t in state]
     random = random_states(next(layer.parameters(), torch.empty(0)).device) if is_first else []
     out, names = run(given), list[str]()
@@ -108,22 +112,55 @@ def set_random_states(states: list[tuple[str, Tensor]]) -> None:
 @contextlib.contextmanager
 def counted(layer: nn.Module) -> Iterator[Counter[str]]:
     """Count the bytes that autograd saves inside, without parameters; each storage once."""
-    own = {t.untyped_storage().data_ptr() for t in (*layer.parameters(), *layer.buffers())}
+    tensors = (*layer.parameters(), *layer.buffers())
+    own = {t.untyped_storage().data_ptr() for t in tensors if type(t) in _PLAIN}
     held: dict[int, int] = {}
     total = Counter[str]()
+    if not _hooks_are_enabled():
+        yield total
+        return
     # Hooks around the layer (a checkpoint's, or of offloading) have no effect inside these.
-    outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    # Detached: a node that held its own result would never be freed.
-    pack_outside, unpack = outer or (Tensor.detach, lambda t: t)
+    pack_outside, unpack = _hooks_outside() or (_packed, _unpacked)
 
     def pack(t: Tensor) -> Any:
-        if t.layout is torch.strided and t.untyped_storage().data_ptr() not in own:
+        plain = type(t) in _PLAIN and t.layout is torch.strided  # a DTensor has no storage
+        if plain and t.untyped_storage().data_ptr() not in own:
             held[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
         return pack_outside(t)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield total
     total["bytes"] = sum(held.values())
+
+
+def _packed(t: Tensor) -> tuple[Tensor, int]:
+    # Detached: a node that held its own result would never be freed.
+    return t.detach(), 0 if t.is_inference() else t._version
+
+
+def _unpacked(packed: tuple[Tensor, int]) -> Tensor:
+    t, version = packed
+    if not t.is_inference() and t._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace "
+            f"operation: a tensor of shape {tuple(t.shape)} is at version {t._version}; expected "
+            f"version {version} instead"
+        )
+    return t
+
+
+_autograd: Any = torch._C._autograd
+
+
+def _hooks_are_enabled() -> bool:
+    enabled = getattr(_autograd, "_saved_tensors_hooks_is_enabled", lambda: True)
+    return bool(enabled())
+
+
+def _hooks_outside() -> Any:
+    """The hooks on saved tensors that are active: a pair, or None."""
+    top = getattr(_autograd, "_top_saved_tensors_default_hooks", None)
+    return None if top is None or not _hooks_are_enabled() else top(True)
 
 
 def checkpointed(layer: nn.Module, forward: Callable[..., Any], given: Mapping[str, Any]) -> Any:

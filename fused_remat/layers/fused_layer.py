@@ -24,7 +24,7 @@ from fused_remat.graph.build import block_graph
 from fused_remat.graph.graph import Graph
 from fused_remat.graph.precision import in_precision
 from fused_remat.layers import fallback
-from fused_remat.layers.containment import Rescue, is_contained, is_unexpected
+from fused_remat.layers.containment import Rescue
 from fused_remat.layers.eligibility import Reason, parameters_of, wants_grad
 from fused_remat.layers.read import GraphCall, LayerCall, LayerMap, read_block
 from fused_remat.layers.record import NOTES, Ran, record_of
@@ -206,6 +206,7 @@ class FusedLayer(nn.Module):
         for text in () if compiling else call.warnings:
             warnings.warn(text, stacklevel=user_stacklevel())
         trains, rescue = record is not None and torch.is_grad_enabled(), None
+        failed: Reason | None = None
         if trains and parallel is None and not (accumulation or graph.uses_seed):
             forward = functools.partial(self.stock.forward, self)
             rescue = Rescue(self, forward, given, tensors, self._block_failed)
@@ -223,11 +224,10 @@ class FusedLayer(nn.Module):
                 rescue=rescue,
             )
         except BlockFailure as failure:
-            error = failure.__cause__
-            assert isinstance(error, Exception)
-            if not (is_unexpected(error) and is_contained(self)):
-                raise error from None
-            return self._fall_back(self._block_failed(error), compiling, given)
+            assert isinstance(failure.__cause__, Exception)
+            failed = self._block_failed(failure.__cause__)
+        if failed is not None:  # what the block had computed is freed by now
+            return self._fall_back(failed, compiling, given)
         if trains and out.requires_grad:
             record_of(self).note("block", in_backward=_in_backward())
         result: Any = out.squeeze(0) if call.unbatched else out

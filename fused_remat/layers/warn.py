@@ -17,7 +17,7 @@ _LEAF = (
 )
 
 
-def warn(layer: nn.Module, message: str) -> None:
+def warn(layer: nn.Module, message: str, category: type[Warning] = FusedRematWarning) -> None:
     """Warn, at the user's line, that `layer` does `message`.
 
     Each message is shown once for the layers of a class that were converted together.
@@ -32,7 +32,7 @@ def warn(layer: nn.Module, message: str) -> None:
     hint = _LEAF if not is_leaf and sharded_by(layer) == "ZeRO-3" else ""
     who = f"{record.path} ({name})" if record.path else name
     text = f"fused_remat: {who} {message}{hint}"
-    warnings.warn(text, FusedRematWarning, stacklevel=user_stacklevel())
+    warnings.warn(text, category, stacklevel=user_stacklevel())
 
 
 def warn_compiled(layer: str, reason: str) -> None:

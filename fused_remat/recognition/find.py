@@ -18,8 +18,8 @@ def repeated_layers(model: nn.Module) -> list[nn.Module]:
 
     A layer is an element of a list of modules, or the model itself, that has a norm and two
     matrices. Where such an element has a list of like layers itself (a stage of a hierarchical
-    model), those are the layers, unless transformers checkpoints the element, which then keeps no
-    more than its input. Where there is none, parts without a norm are layers.
+    model) with most of its parameters, those are the layers. Where there is none, parts without a
+    norm are layers.
     """
     found = list(_layers(model, _is_layer))
     if not found and _is_layer(model) and not _lists(model):
@@ -40,8 +40,7 @@ def first_batch_norm(model: nn.Module) -> tuple[str, nn.Module] | None:
 def _layers(module: nn.Module, chosen: Callable[[nn.Module], bool]) -> Iterator[nn.Module]:
     for child in module.children():
         in_list = isinstance(module, _LISTS) and not isinstance(child, _LISTS)
-        stage = not _is_checkpointed(child) and any(map(_is_stage, _lists(child)))
-        if in_list and chosen(child) and not stage:
+        if in_list and chosen(child) and not any(_is_stage(each, child) for each in _lists(child)):
             yield child
         elif not is_fused(child):
             yield from _layers(child, chosen)
@@ -55,23 +54,18 @@ def is_fused(module: nn.Module) -> bool:
     return not module._has_own_forward or code is None or "forward" in code.co_names
 
 
-def _is_checkpointed(module: nn.Module) -> bool:
-    """Whether a module is what transformers' own checkpointing repeats."""
-    return any(kind.__name__ == "GradientCheckpointingLayer" for kind in type(module).__mro__)
-
-
 def _lists(module: nn.Module) -> list[nn.Module]:
     return [
         child for child in module.modules() if isinstance(child, _LISTS) and child is not module
     ]
 
 
-def _is_stage(children: nn.Module) -> bool:
-    """Whether a list holds layers of one class."""
+def _is_stage(children: nn.Module, parent: nn.Module) -> bool:
+    """Whether a list holds layers of one class, and most of the parameters of `parent`."""
     layers = [child for child in children.children() if _is_layer(child)]
-    return bool(layers) and len({type(layer) for layer in layers}) == 1 == len(
-        {type(child) for child in children.children()}
-    )
+    alike = len({type(child) for child in children.children()}) == 1
+    mine, whole = (sum([p.numel() for p in m.parameters()]) for m in (children, parent))
+    return bool(layers) and alike and 2 * mine > whole
 
 
 def _is_layer(module: nn.Module) -> bool:

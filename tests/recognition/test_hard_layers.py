@@ -644,7 +644,7 @@ def test_packed_weights_are_not_read(change, reason, monkeypatch):
     model = convert(copy.deepcopy(stock))
     assert_same(step(model, *x_of()), step(stock, *x_of()), FLOAT64)
     (kind,) = conversion(model)
-    assert kind.state == "left" and re.search(reason, kind.reason), kind
+    assert kind.state == "checkpointed" and re.search(reason, kind.reason), kind
     assert re.search(reason, str(explain(stock, *x_of())))
 
 

@@ -684,7 +684,7 @@ def test_right_descriptions_are_accepted(policy):
 
 
 def test_wrong_descriptions_are_rejected():
-    """Of more than 1600 descriptions, the proof accepts those of `ACCEPTED` alone."""
+    """Of more than 1500 descriptions, the proof accepts those of `ACCEPTED` alone."""
     pytest.importorskip("transformers")
     tried, accepted = Counter[str](), []
     for name in LAYERS:
@@ -699,7 +699,7 @@ def test_wrong_descriptions_are_rejected():
     unexpected = [a for a in accepted if not any(matches(row, a) for row in ACCEPTED)]
     assert not unexpected, "\n".join(map(str, unexpected))
     assert all(matched.values()), [row for row, found in matched.items() if not found]
-    assert sum(tried.values()) > 1600, sum(tried.values())
+    assert sum(tried.values()) > 1500, sum(tried.values())
 
 
 def matches(row: tuple[str, str, str], accepted: tuple[str, str]) -> bool:
