@@ -26,7 +26,7 @@ CHOSEN = {
 #: which activations of the trace are most where a layer has few parameters. An entry goes with its
 #: fault. Swin is traced at its second call, since its first one sets attributes.
 KNOWN = {
-    "T5ForConditionalGeneration": {"kept", "peak", "first_peak"},
+    "T5ForConditionalGeneration": {"first_peak"},
     "swin": {"kept", "peak", "first_peak"},
     "adaln_dit": {"kept"},
     "Llama4ForCausalLM": {"peak", "first_peak"},
