@@ -236,7 +236,7 @@ def run_block(
             extras.record = replay_check.record_of(execution, graph.tensors, given)
     if extras is not None or accumulation is not None or graph.uses_seed:
         rescue = None  # dropout was drawn, or gradients were added to: the step cannot be repeated
-    roots: Sequence[Tensor] = [] if rescue is None else rescue.roots
+    roots: Sequence[Tensor] = rescue.roots if rescue is not None and rescue.count else []
     plain = accumulation is None and extras is None and not (checked or partial.ON)
     if plain and execution.delivers and not deliver.is_hooked(execution, given):
         if roots:  # whose gradients would wait for the block's own node
