@@ -80,7 +80,7 @@ def convert(
         every: convert every k-th eligible layer, the first included.
         loss: a causal language model of transformers computes its loss by
             `ops.linear_cross_entropy`, without whole logits, where a call trains and has labels;
-            the `logits` of the output are then None, of which one warning tells.
+            the `logits` of the output are then None, with one warning.
 
     Raises: ValueError if there is no eligible layer (the message lists the layers that `model` has,
         and the supported ones), or with `loss` no such model; for an unknown policy, backend or

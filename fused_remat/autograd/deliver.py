@@ -50,7 +50,7 @@ class Delivery(torch.autograd.Function):
         if ctx.first and not partial.is_rare(block, dy) and all(map(partial.asks_all, nodes)):
             block.stages[_task()] = _start(block, dy)
         stages = block.stages.get(_task())
-        if stages is None:  # a rare pass: its first node computes what all of them are asked for
+        if stages is None:  # a rare pass: its first node computes what all of them give
             if _task() not in block.rare:
                 asked = [_asked(node) for node in nodes[:-1]]
                 names = partial.asked(block).union(*asked)

@@ -252,7 +252,7 @@ def class_of(
             "forward": _forward(stock),
             **more,
         }
-        if stock.__call__.__module__ == "transformers.modeling_layers":  # before 5.20
+        if stock.__call__.__module__ == "transformers.modeling_layers":  # in older versions
             namespace["__call__"] = nn.Module.__call__
         new: Any = type(stock.__name__, (base, stock), namespace)
         new._has_own_forward = False

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fused_remat.autograd.replay_check import changed
 from fused_remat.layers.eligibility import wants_grad
+from fused_remat.layers.record import record_of
 
 _PLAIN = (Tensor, nn.Parameter)
 
@@ -33,16 +33,8 @@ class Caller(nn.Module):
         self.layer = layer
         self._forward = forward
 
-    def forward(self, **given: Any) -> Any:
-        return self._forward(**given)
-
-
-#: By layer and its training flag, the tensors that its forward changes; none once it was tried.
-_changes: weakref.WeakKeyDictionary[nn.Module, dict[bool, list[str]]] = weakref.WeakKeyDictionary()
-
-
-#: Layers whose forward changes parameters, and puts them back.
-_swaps: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+    def forward(self, *args: Any, **given: Any) -> Any:
+        return self._forward(*args, **given)
 
 
 def without_changes(
@@ -53,9 +45,10 @@ def without_changes(
     A second forward would change them again. If there are any in the first call of a layer, they
     and the random state are those of before; in later calls nothing runs.
     """
-    if _hooks_outside() is not None:  # a checkpoint around the layer repeats it anyway
-        return run(given), []
-    known, training = _changes.setdefault(layer, {}), layer.training
+    outer = _hooks_outside()
+    if outer is not None and getattr(outer[0], "__module__", "") == checkpoint.__module__:
+        return run(given), []  # a checkpoint around the layer repeats it anyway
+    known, training = record_of(layer).changes, layer.training
     if known.get(training):
         return None, known[training]
     is_first, state = training not in known, [*_state(layer)]
@@ -66,7 +59,8 @@ def without_changes(
     tensors = {n: t for n, t in given.items() if type(t) is Tensor and not t.is_inference()}
     args = [(n, t, t._version) for n, t in tensors.items()]
     versions = [t._version for *_, t in state]
-    random = random_states(next(layer.parameters(), torch.empty(0)).device) if is_first else []
+    device = _device_of(layer)
+    random = generator_states(device) if is_first else []
     out, names = run(given), list[str]()
     for (path, owner, name, t), version, copy in zip(state, versions, copies, strict=True):
         # An attribute that is assigned anew (the last attention map) is no state of the next call.
@@ -78,7 +72,7 @@ def without_changes(
                 t.detach().copy_(copy)
     names += [name for name, t, version in args if t._version != version]
     if names and is_first:
-        set_random_states(random)
+        set_generator_states(random, device)
     known[training] = names
     return out, names
 
@@ -92,21 +86,22 @@ def _state(layer: nn.Module) -> Iterator[tuple[str, dict[str, Any], str, Tensor]
                     yield f"{path}.{name}".lstrip("."), owner, name, t
 
 
-def random_states(device: torch.device) -> list[tuple[str, Tensor]]:
-    """Return the states of PyTorch's default generators, of the CPU and of `device`."""
-    states = [("cpu", torch.random.get_rng_state())]
-    if device.type == "cuda":
-        states.append((str(device), torch.cuda.get_rng_state(device)))
-    return states
+def generator_states(device: torch.device) -> list[Tensor]:
+    """Return the states of the generators from which operations on a device draw."""
+    own = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
+    return [torch.random.get_rng_state(), *own]
 
 
-def set_random_states(states: list[tuple[str, Tensor]]) -> None:
-    """Set the states of the generators that `random_states` returned."""
-    for device, state in states:
-        if device == "cpu":
-            torch.random.set_rng_state(state)
-        else:
-            torch.cuda.set_rng_state(state, device)
+def set_generator_states(states: Sequence[Tensor], device: torch.device) -> None:
+    """Set the states that `generator_states` returned."""
+    cpu, *cuda = states
+    torch.random.set_rng_state(cpu)
+    for state in cuda:
+        torch.cuda.set_rng_state(state, device)
+
+
+def _device_of(layer: nn.Module) -> torch.device:
+    return next((t.device for t in (*layer.parameters(), *layer.buffers())), torch.device("cpu"))
 
 
 @contextlib.contextmanager
@@ -179,10 +174,11 @@ def checkpointed(layer: nn.Module, forward: Callable[..., Any], given: Mapping[s
     # Sharded parameters (DTensors, and ZeRO-3's, which are empty until they are gathered) belong to
     # the hooks that gather them, which backward calls again; and those that forward itself changes
     # and puts back (adapters that add to weights) to the layer, as under PyTorch's checkpoint.
-    named = layer.named_parameters() if layer not in _swaps else ()
+    record, device = record_of(layer), _device_of(layer)
+    named = () if record.swaps_parameters else layer.named_parameters()
     params = {n: p for n, p in named if type(p) in _PLAIN and not hasattr(p, "ds_id")}
     versions = [p._version for p in params.values()]
-    states = random_states(next(iter(params.values())).device) if params else []
+    states = generator_states(device) if params else []
     # `run` holds no tensor: checkpoint saves them, checks their versions, and lets hooks move them.
     arguments, bound = tuple(given), tuple(params)
     flat = (*given.values(), *params.values())
@@ -207,8 +203,8 @@ def checkpointed(layer: nn.Module, forward: Callable[..., Any], given: Mapping[s
     out = checkpoint(run, *flat, use_reentrant=False)
     if [p._version for p in params.values()] == versions:
         return out
-    _swaps.add(layer)
-    set_random_states(states)
+    record.swaps_parameters = True
+    set_generator_states(states, device)
     return checkpointed(layer, forward, given)
 
 

@@ -42,6 +42,9 @@ class Record:
         failure: what a block of the layer raised, "" if none did: the layer's own forward runs
             under checkpointing from then on.
         warned: messages that were shown; layers that were converted together share it.
+        changes: by the layer's training flag, the tensors that its forward changes, for which it is
+            not repeated; none once that was tried.
+        swaps_parameters: whether its forward changes parameters, and puts them back.
     """
 
     path: str = ""
@@ -52,6 +55,8 @@ class Record:
     in_forward: bool = False
     failure: str = ""
     warned: set[str] = field(default_factory=set)
+    changes: dict[bool, list[str]] = field(default_factory=dict)
+    swaps_parameters: bool = False
 
     def note(self, ran: Ran, reason: str = "", in_backward: bool = False) -> None:
         """Count a training call, unless it repeats one in backward."""

@@ -18,25 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from fused_remat.layers.eligibility import parameters_of
+from fused_remat.layers.fallback import Caller
 from fused_remat.recognition.state import get
 from fused_remat.recognition.values import SHIFT, SideEffect, Unreadable, attributes
-
-
-def generator_states(device: torch.device) -> list[Tensor]:
-    """The states of the generators from which operations on a device draw."""
-    own = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
-    return [torch.random.get_rng_state(), *own]
-
-
-class _Caller(nn.Module):
-    """Gives `functional_call` a module whose forward is `forward`, over the layer's tensors."""
-
-    def __init__(self, layer: nn.Module, forward: Callable[..., Any]) -> None:
-        super().__init__()
-        self.layer, self._forward = layer, forward
-
-    def forward(self, *args: Any, **given: Any) -> Any:
-        return self._forward(*args, **given)
 
 
 def _prefixed(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -95,7 +79,7 @@ def run_with(
     given: Mapping[str, Any],
 ) -> Any:
     """`forward(**given)`, a method of `layer`, with the tensors `named` as its own."""
-    return torch.func.functional_call(_Caller(layer, forward), _prefixed(named), (), dict(given))
+    return torch.func.functional_call(Caller(layer, forward), _prefixed(named), (), dict(given))
 
 
 @contextlib.contextmanager

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from fused_remat.autograd import run_block
 from fused_remat.execution.prepare import pieces_of
 from fused_remat.graph.graph import Graph
+from fused_remat.layers.fallback import generator_states, set_generator_states
 from fused_remat.recognition.again import Again, modules_of, precision_of
-from fused_remat.recognition.apart import generator_states, renumbered, replica
+from fused_remat.recognition.apart import renumbered, replica
 from fused_remat.recognition.join import Pair
 from fused_remat.recognition.program import Opaque, Program, given_to, run_op
 from fused_remat.recognition.prove import difference
@@ -210,10 +211,7 @@ class _Run:
             yield
         else:
             with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
-                cpu, *cuda = self.states[first]
-                torch.random.set_rng_state(cpu)
-                for state in cuda:
-                    torch.cuda.set_rng_state(state, self.device)
+                set_generator_states(self.states[first], self.device)
                 yield
 
 

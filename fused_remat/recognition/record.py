@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fused_remat.layers.eligibility import parameters_of
-from fused_remat.recognition.apart import generator_states, run_with, unchanged
+from fused_remat.layers.fallback import generator_states
+from fused_remat.recognition.apart import run_with, unchanged
 from fused_remat.recognition.state import shared_by
 from fused_remat.recognition.values import (
     SHAPES,

@@ -185,7 +185,7 @@ class Replay(Node):
     ) -> Iterator[tuple[str, Tensor | None, bool]]:
         """The gradients of some rows' inputs and of the tensors, and whether each may be changed.
 
-        Each is held here until the next one is asked for: those of experts are large. Those `first`
+        Each is held here until the next one is taken: those of experts are large. Those `first`
         come before others, with None after each part; the graph is kept until the last.
         """
         read, xs = self.needs(needs_grad), list[Tensor]()

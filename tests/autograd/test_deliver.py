@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from fused_remat import FusedRematLayer
+from fused_remat import FusedRematLayer, FusedRematWarning
 from fused_remat.autograd import deliver, run_block
-from fused_remat.execution import prepare
+from fused_remat.execution import executor, prepare
 from fused_remat.graph.graph import Graph
 from fused_remat.report.allocations import measure_allocations
 from fused_remat.steps.replay import Replay
@@ -26,6 +26,10 @@ def small(monkeypatch):
 def layer_of(kind):
     torch.manual_seed(0)
     return FusedRematLayer(D, H, FF, 0.0, batch_first=True, norm_first=kind == "pre-norm")
+
+
+def inputs():
+    return torch.randn(B, S, D, requires_grad=True), torch.randn(B, S, D)
 
 
 def expected_and(layer, x, dy, monkeypatch):
@@ -78,11 +82,11 @@ def test_gradients_are_the_same_bits(kind, small, monkeypatch):
 
 def test_hooks_are_called_once_and_in_place_changes_are_allowed(small):
     layer, x = layer_of("pre-norm"), torch.randn(B, S, D, requires_grad=True)
-    called = []
+    called, y = [], layer(x)
+    assert len(nodes_of(y)) > 2
     for name, p in layer.named_parameters():
         p.register_hook(lambda g, name=name: called.append(name))
         p.register_post_accumulate_grad_hook(lambda p, name=name: called.append(name))
-    y = layer(x)
     y.register_hook(lambda dy: called.append("y") or 2 * dy)
     y += 1
     y.sum().backward()
@@ -95,6 +99,59 @@ def test_double_backward_raises(small):
     for grad in grads:
         with pytest.raises(RuntimeError, match="double backward"):
             grad.sum().backward(retain_graph=True)
+
+
+def test_an_optimizer_may_step_in_backward(small, monkeypatch):
+    """Weights with hooks are not delivered: later gradients are computed from their values."""
+    layer, x, dy = layer_of("pre-norm"), *inputs()
+    params = [*layer.parameters()]
+    expected, found = expected_and(layer, x, dy, monkeypatch), {}
+
+    def step(p):
+        found[p], p.grad = p.grad, None
+        with torch.no_grad():
+            p.add_(1.0)
+
+    for p in params:
+        p.register_post_accumulate_grad_hook(step)
+    y = layer(x)
+    assert not isinstance(y.grad_fn, deliver._NODE)
+    y.backward(dy)
+    for got, other in zip([x.grad, *(found[p] for p in params)], expected, strict=True):
+        assert torch.equal(got, other)
+
+
+def test_rare_passes_inside_of_a_checkpoint(small, monkeypatch):
+    """A checkpoint lets what a pass saved be unpacked once."""
+    layer, x, dy = layer_of("pre-norm"), *inputs()
+    expected, some = expected_and(layer, x, dy, monkeypatch), [1, 5, 7]
+    leaves = [x, *layer.parameters()]
+    wanted = [leaves[i] for i in some]
+    checkpoint(layer, x, use_reentrant=False).backward(dy, inputs=wanted)
+    found = [p.grad for p in wanted]
+    y = checkpoint(layer, x, use_reentrant=False)
+    found += torch.autograd.grad(y, wanted, dy, create_graph=True)
+    for got, i in zip(found, [*some, *some], strict=True):
+        torch.testing.assert_close(got.detach(), expected[i])  # ATen's norms: in another order
+
+
+def test_a_pass_that_fails_after_a_delivery(small, monkeypatch):
+    """The layer's own forward gives the gradients that were not delivered yet, each once."""
+    monkeypatch.setenv("FUSED_REMAT_STRICT", "0")
+    layer, x, dy = layer_of("pre-norm"), *inputs()
+    expected = expected_and(layer, x, dy, monkeypatch)
+    stages = executor.stages
+
+    def fails(*args, **kwargs):
+        yield next(stages(*args, **kwargs))
+        raise KeyError("up")
+
+    monkeypatch.setattr(executor, "stages", fails)
+    y = layer(x)
+    with pytest.warns(FusedRematWarning, match="its block raised KeyError: 'up'"):
+        y.backward(dy)
+    for p, other in zip((x, *layer.parameters()), expected, strict=True):
+        torch.testing.assert_close(p.grad, other, rtol=1e-4, atol=1e-5)  # of another program
 
 
 def test_a_transposed_weight_gets_its_gradient(small):

@@ -1,7 +1,10 @@
 """A block that raises what nobody expected is replaced by the layer's own forward."""
 
+import contextlib
 import copy
+import gc
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -173,3 +176,25 @@ def test_a_copy_of_a_layer_is_a_new_layer(monkeypatch):
     with pytest.warns(FusedRematWarning):
         step_of(fused, X)
     assert record_of(fused).failure and not record_of(copy.deepcopy(fused)).failure
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_an_error_of_the_device_leaves_nothing_behind(monkeypatch, where):
+    """A step that is skipped for want of memory has freed it, without a garbage collection."""
+    inner, made = getattr(executor, where), []
+
+    def run(*args, **kwargs):
+        activation = torch.empty(64)
+        made.append(weakref.ref(activation))
+        inner(*args, **kwargs)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    _, fused = make(dropout=0.0)
+    monkeypatch.setattr(executor, where, run)
+    gc.disable()
+    try:
+        with contextlib.suppress(torch.OutOfMemoryError):
+            step_of(fused, X)
+        assert made and not any(ref() is not None for ref in made)
+    finally:
+        gc.enable()

@@ -3,6 +3,7 @@
 The encoder layer's changes are rows of `changes.py`.
 """
 
+import contextlib
 import re
 import warnings
 
@@ -12,7 +13,9 @@ from accuracy import assert_bits
 from layer_kinds import KINDS, D, F, run
 from reference import X, make
 from torch import nn
+from torch.autograd.graph import save_on_cpu
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 from fused_remat import (
     FusedRematWarning,
@@ -221,3 +224,54 @@ def test_a_mask_warning_of_pytorchs_points_at_the_users_line():
     with pytest.warns(UserWarning, match="mismatched src_key_padding_mask") as caught:
         layer(X, mask, padding)
     assert [w.filename for w in caught] == [__file__]
+
+
+class Counting(nn.Linear):
+    """Updates a buffer in forward."""
+
+    def forward(self, x):
+        self.calls.add_(1)
+        return super().forward(x)
+
+
+def counting_layer():
+    _, fused = make()
+    fused.linear1 = Counting(*fused.linear1.weight.shape[::-1], dtype=DOUBLE)
+    fused.linear1.register_buffer("calls", torch.zeros(()))
+    return fused
+
+
+@IGNORED
+def test_what_is_around_a_layer_that_updates_a_buffer():
+    """Hooks that move what is saved change nothing; a checkpoint around it repeats the update."""
+    grads = []
+    for around in (contextlib.nullcontext, save_on_cpu):
+        layer = counting_layer()
+        for step in (1, 2):
+            x = X.clone().requires_grad_()
+            with around():
+                y = layer(x)
+            y.square().sum().backward()
+            assert layer.linear1.calls == step
+        grads.append(x.grad)
+    assert all(torch.isfinite(grad).all() for grad in grads)
+    layer, x = counting_layer(), X.clone().requires_grad_()
+    for _ in range(2):
+        checkpoint(layer, x, use_reentrant=False).square().sum().backward()
+    assert layer.linear1.calls >= 2 and x.grad is not None
+
+
+@IGNORED
+def test_a_tensor_that_is_saved_plainly_may_not_change():
+    """Also in the calls whose bytes are counted for the warning."""
+    _, fused = make("none")
+    hook("linear1")(fused)
+    for _ in range(3):
+        seen = []
+        handle = fused.norm2.register_forward_hook(lambda m, a, y: seen.append(y))  # noqa: B023
+        y = fused(X.clone().requires_grad_())
+        handle.remove()
+        with torch.no_grad():
+            seen[0].mul_(2.0)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()

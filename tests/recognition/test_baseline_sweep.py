@@ -22,23 +22,24 @@ CHOSEN = {
     "lora": "LlamaForCausalLM MixtralForCausalLM T5ForConditionalGeneration",
     "dora": "LlamaForCausalLM",
 }
-#: What is still worse, by name and variant: bytes that are kept, and the peak of the first step, of
-#: which activations of the trace are most where a layer has few parameters. An entry goes with its
-#: fault. Swin is traced at its second call, since its first one sets attributes.
+#: What is still worse, by name and variant, and how many times as large as with checkpointing it may
+#: be: bytes that are kept, and the peak of a step and of the first one, in which the activations of
+#: the trace are most where a layer has few parameters. An entry goes with its fault.
 KNOWN = {
-    "T5ForConditionalGeneration": {"first_peak"},
-    "swin": {"kept", "peak", "first_peak"},
-    "adaln_dit": {"kept"},
-    "Llama4ForCausalLM": {"peak", "first_peak"},
-    "BartForConditionalGeneration": {"first_peak"},
-    "DebertaV2ForMaskedLM": {"first_peak"},
-    "GptOssForCausalLM": {"first_peak"},
-    "Mamba2ForCausalLM": {"first_peak"},
-    "MixtralForCausalLM": {"first_peak"},
-    "OPTForCausalLM": {"first_peak"},
-    "clip_vision": {"first_peak"},
-    "complex_rotary": {"first_peak"},
-    "dinov2": {"first_peak"},
+    ("OPTForCausalLM", "bare"): {"first_peak": 2.9},
+    ("Llama4ForCausalLM", "bare"): {"peak": 1.1, "first_peak": 2.6},
+    ("Mamba2ForCausalLM", "bare"): {"first_peak": 1.6},
+    ("DebertaV2ForMaskedLM", "bare"): {"first_peak": 2.4},
+    ("T5ForConditionalGeneration", "bare"): {"first_peak": 2.2},
+    ("BartForConditionalGeneration", "bare"): {"first_peak": 2.7},
+    ("dinov2", "bare"): {"first_peak": 3.9},
+    ("clip_vision", "bare"): {"first_peak": 4.2},
+    # transformers checkpoints a stage, which keeps one input for several layers.
+    ("swin", "bare"): {"kept": 2.3, "first_peak": 8.2},
+    ("complex_rotary", "bare"): {"first_peak": 4.0},
+    ("adaln_dit", "bare"): {"kept": 1.05},
+    ("MixtralForCausalLM", "lora"): {"first_peak": 2.5},
+    ("T5ForConditionalGeneration", "lora"): {"first_peak": 2.7},
 }
 CASES = [
     (pytest.param if name in CHOSEN.get(variant, "").split() else exhaustive)(name, variant)
@@ -52,5 +53,7 @@ def test_never_worse_than_checkpointing(name, variant):
     row = measured(name, variant, TOKENS, rounds=0)
     if "absent" in row:
         pytest.skip(row["absent"])
-    known = KNOWN.get(name, set())
-    assert {k: v for k, v in row["violations"].items() if k not in known} == {}
+    known = KNOWN.get((name, variant), {})
+    assert {check: t for check, t in row["violations"].items() if check not in known} == {}
+    for check, text in row["violations"].items():
+        assert float(text.partition("×")[0]) <= known[check], text

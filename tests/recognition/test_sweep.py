@@ -1,6 +1,7 @@
 """Tiny models of the architectures that people train: what they compute and keep, converted."""
 
 import copy
+import gc
 import warnings
 
 import models
@@ -172,6 +173,21 @@ def test_masks_and_indices_that_a_layer_makes_are_made_again(name, monkeypatch):
             if key in grads:
                 torch.testing.assert_close(p.grad, grads[key], rtol=1e-4, atol=1e-5)
     assert (saved[1] < saved[0]) == (name != "opt"), saved
+
+
+def test_a_trace_leaves_no_tensors_behind():
+    def count():
+        gc.collect()
+        return sum(type(t) is Tensor for t in gc.get_objects())
+
+    model, batch = models.build("opt", 16)
+    convert(model)
+    KNOWN.clear()
+    before = count()
+    models.loss_of(model(**batch)).backward()
+    assert {kind.state for kind in conversion(model)} == {"converted"}
+    model.zero_grad()
+    assert count() - before < 8  # of a recording there were 80
 
 
 @pytest.mark.parametrize("name", ["t5", "deberta_v2"])
