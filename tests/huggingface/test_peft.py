@@ -1,7 +1,11 @@
 """PEFT on models of transformers: before conversion and after, every state of its adapters."""
 
+import copy
+import warnings
+
 import pytest
 import torch
+import transformers
 from hf_models import IDS, MODELS, allowed, build, distance, in_float64, inputs_of, served, step
 from peft import LoraConfig, PeftModel, get_peft_model
 
@@ -122,3 +126,31 @@ def test_adapters_are_saved_and_loaded(tmp_path):
         convert(build("llama", torch.float32)), tmp_path, is_trainable=True
     )
     check_alike(loaded, stock)
+
+
+def test_adapters_on_the_parameters_of_experts():
+    """They add to weights in forward and put these back, which a second forward may repeat."""
+    sizes = {
+        "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4,
+    }  # fmt: skip
+    config = LoraConfig(
+        target_modules=["q_proj"], init_lora_weights=False, lora_dropout=0.0,
+        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj", "mlp.gate.weight"],
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes)).train()
+    stock = adapted(model, config)
+    fused = convert(copy.deepcopy(stock))
+    ids = torch.randint(1, 64, (2, 16))
+    grads = []
+    for each in (stock, fused):
+        for _ in range(2):
+            each.zero_grad()
+            with warnings.catch_warnings(action="ignore", category=FusedRematWarning):
+                loss = each(input_ids=ids, labels=ids, use_cache=False).loss
+            loss.backward()
+        grads.append({n: p.grad for n, p in each.named_parameters() if p.grad is not None})
+    torch.testing.assert_close(grads[1], grads[0])
+    (kind,) = conversion(fused)
+    assert kind.state == "checkpointed" and "its forward changes parameters" in kind.reason

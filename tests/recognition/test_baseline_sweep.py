@@ -22,9 +22,9 @@ CHOSEN = {
     "lora": "LlamaForCausalLM MixtralForCausalLM T5ForConditionalGeneration",
     "dora": "LlamaForCausalLM",
 }
-#: What is still worse, by name and variant, and how many times as large as with checkpointing it may
-#: be: bytes that are kept, and the peak of a step and of the first one, in which the activations of
-#: the trace are most where a layer has few parameters. An entry goes with its fault.
+#: What is still worse, by name and variant, and how many times as large as with checkpointing it
+#: may be: bytes that are kept, and the peaks of a step and of the first one, in which activations
+#: of the trace are most where a layer has few parameters. An entry goes with its fault.
 KNOWN = {
     ("OPTForCausalLM", "bare"): {"first_peak": 2.9},
     ("Llama4ForCausalLM", "bare"): {"peak": 1.1, "first_peak": 2.6},
