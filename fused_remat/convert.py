@@ -24,7 +24,7 @@ from fused_remat.layers import (
     FusedRematDecoderLayer,
     FusedRematLayer,
 )
-from fused_remat.layers.converted import ConvertedLayer
+from fused_remat.layers.converted import ConvertedLayer, around_layers
 from fused_remat.layers.eligibility import Unsupported, qualified
 from fused_remat.layers.record import record_of
 from fused_remat.policies import Policy
@@ -127,6 +127,7 @@ def convert(
         head.__class__ = head_class(type(head))  # type: ignore[assignment]
         head.loss_backend = backend  # type: ignore[assignment]
         record_of(head).path = paths[head]
+    around_layers(model, True)
     return model
 
 
@@ -235,6 +236,7 @@ def revert(model: Model) -> Model:
     for module in list(model.modules()):
         if _stock_of(module) is not None:
             _revert_one(module)
+    around_layers(model, any(True for _ in _fused_layers(model)))
     return model
 
 

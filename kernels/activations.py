@@ -106,3 +106,17 @@ def tanh_bwd(dy, x):
     """dy (1 - tanh²(x)); and tanh(x)."""
     t = _tanh(x)
     return dy * (1.0 - t * t), t
+
+
+@triton.jit
+def relu2_fwd(x):
+    """max(x, 0)², squared ReLU (So et al. 2021, "Primer")."""
+    y = relu_fwd(x)
+    return y * y
+
+
+@triton.jit
+def relu2_bwd(dy, x):
+    """2 dy max(x, 0); and max(x, 0)²."""
+    y = relu_fwd(x)
+    return 2.0 * dy * y, y * y

@@ -36,6 +36,7 @@ ACTIVATIONS: dict[str, Function] = {
     "relu": F.relu,
     "gelu": F.gelu,
     "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+    "relu2": lambda x: F.relu(x) ** 2,
     "tanh": torch.tanh,
 }
 

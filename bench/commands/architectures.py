@@ -57,8 +57,7 @@ KEPT, PEAK = 1.02, 1.05
 #: of the layer, and a float32 one of its gradients.
 TRACED = 12
 STEPS, ROUNDS = 2, 3
-#: Reentrance and random states make no difference here: nothing is random, and they would be kept.
-_PLAIN = {"use_reentrant": False, "preserve_rng_state": False}
+_PLAIN = {"use_reentrant": False}
 
 
 # Variants.
@@ -256,6 +255,8 @@ class Way:
         self.largest = max((_parameters(layer) for layer in repeated_layers(model)), default=0)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("default")
+            if way == "converted" and ARCHITECTURES[name].keeps_own:
+                model = checkpointed(model)
             self.model = WAYS[way](model)
             self.trained = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
             for p in self.trained.values():

@@ -33,6 +33,8 @@ class Architecture(NamedTuple):
     make: Callable[[], nn.Module]
     batch: Callable[[nn.Module, int], Batch]  #: For a model, of so many tokens.
     needs: str = ""  #: The module that it comes from.
+    #: Whether it is converted with its own checkpointing enabled: most of it are no layers.
+    keeps_own: bool = False
 
 
 def _normal(*shape: int) -> Tensor:
@@ -203,7 +205,7 @@ DIFFUSERS = {
         down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"), layers_per_block=1,
         up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"), cross_attention_dim=32,
         attention_head_dim=64,
-    ),
+    )._replace(keeps_own=True),
 }  # fmt: skip
 
 

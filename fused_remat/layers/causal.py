@@ -34,7 +34,7 @@ class FusedRematCausalLayer(FusedLayer, CausalLayer):
 
     Args:
         d_model, nhead, dim_feedforward, dropout: as in `nn.TransformerEncoderLayer`.
-        activation: a name ("relu", "gelu", "gelu_tanh", "silu", "tanh"), or its function.
+        activation: a name ("relu", "gelu", "gelu_tanh", "silu", "relu2", "tanh"), or its function.
         kv_heads: heads of keys and values, which divide nhead; None: nhead. head_dim: None for
             d_model / nhead.
         norm, norm_eps: "rms_norm" or "layer_norm"; qk_norm: an RMSNorm of each query and key head

@@ -228,6 +228,23 @@ class ConvertedLayer(FusedLayer):
         return own(forward, *by_position.values())
 
 
+def around_layers(model: nn.Module, enabled: bool) -> None:
+    """Let checkpointing that modules of `model` put around their parts, as those of diffusers do,
+    leave out fused layers, which would run their forward once more; or undo that."""
+    for module in model.modules():
+        run = vars(module).get("_gradient_checkpointing_func")
+        is_ours = isinstance(run, functools.partial) and run.func is _unless_fused
+        if run is not None and is_ours != enabled and not isinstance(module, FusedLayer):
+            new = functools.partial(_unless_fused, run) if enabled else run.args[0]
+            vars(module)["_gradient_checkpointing_func"] = new
+
+
+def _unless_fused(run: Callable[..., Any], part: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run a part of a model under its checkpointing, `run`; a fused layer by itself."""
+    is_fused = isinstance(getattr(part, "__self__", part), FusedLayer)
+    return part(*args, **kwargs) if is_fused else run(part, *args, **kwargs)
+
+
 def class_of(
     stock: type[nn.Module],
     base: type[Converted],

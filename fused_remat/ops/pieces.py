@@ -47,7 +47,7 @@ def mlp(
 
     Shapes: x (..., D), fc1_weight (F, D), fc1_bias (F,), fc2_weight (Dout, F), fc2_bias (Dout,);
         returns (..., Dout) in x.dtype. Biases may be None.
-    activation: a name ("relu", "gelu", "gelu_tanh", "silu", "tanh"), or any function from
+    activation: a name ("relu", "gelu", "gelu_tanh", "silu", "relu2", "tanh"), or any function from
         (tokens, F) to the same shape that treats each token by itself, draws no random numbers and
         calls PyTorch's operators only; tensors that it captures get their gradients.
     seed: of dropout: an int, an int64 tensor () on x's device, or None to draw one.

@@ -38,6 +38,8 @@ from fused_remat.steps.replay import At
 #: Sizes of the two recordings and of the two proofs, of different remainders by small numbers.
 _SIZES = ({"B": 3, "S": 7, "M": 5}, {"B": 2, "S": 10, "M": 12})
 _PROOFS = ({"B": 3, "S": 13, "M": 6}, {"B": 2, "S": 17, "M": 9})
+#: The proofs at a length that is the call's.
+_LONG_PROOFS = ({"B": 1}, {"B": 2})
 #: The dtypes of the second recording, of its parameters, and of the proofs. The other rows are for
 #: layers that ATen cannot run in float64 (experts as one grouped product), and for those that
 #: convert some parameters themselves.
@@ -50,7 +52,7 @@ _DTYPES = (
 _PIECE = 12
 _MOST_PIECES = 24
 #: Values that are no activations and have as many elements are made again in backward.
-_LARGE = 1 << 12
+_LARGE = 1 << 9
 #: How the reason begins of a layer that raises at the sizes of the recordings.
 CANNOT_RUN = "its forward cannot run at another"
 
@@ -317,7 +319,7 @@ def _read_call(
             for other_pair in pairs[1:]:
                 other_pair.join(opaque)
             fused = functools.partial(known.proved.run, layer)
-            for i, sizes in enumerate(_PROOFS):
+            for i, sizes in enumerate(_PROOFS if "S" in call.sizes else _LONG_PROOFS):
                 named = held[proof]  # as large as the layer's parameters, so not drawn again
                 given = sample(sizes, proof, i + 2, whole=False, shift=i * shift, named=named)
                 with renumbered(layer, INDICES if free and i else ()):

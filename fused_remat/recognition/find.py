@@ -18,8 +18,8 @@ def repeated_layers(model: nn.Module) -> list[nn.Module]:
 
     A layer is an element of a list of modules, or the model itself, that has a norm and two
     matrices. Where such an element has a list of like layers itself (a stage of a hierarchical
-    model) with most of its parameters, those are the layers. Where there is none, parts without a
-    norm are layers.
+    model) with two thirds of its parameters, or a list of convolutions (a block of a UNet), layers
+    are within it. Where there is none, parts without a norm are layers.
     """
     found = list(_layers(model, _is_layer))
     if not found and _is_layer(model) and not _lists(model):
@@ -40,7 +40,7 @@ def first_batch_norm(model: nn.Module) -> tuple[str, nn.Module] | None:
 def _layers(module: nn.Module, chosen: Callable[[nn.Module], bool]) -> Iterator[nn.Module]:
     for child in module.children():
         in_list = isinstance(module, _LISTS) and not isinstance(child, _LISTS)
-        if in_list and chosen(child) and not any(_is_stage(each, child) for each in _lists(child)):
+        if in_list and chosen(child) and not any(_divides(each, child) for each in _lists(child)):
             yield child
         elif not is_fused(child):
             yield from _layers(child, chosen)
@@ -60,12 +60,15 @@ def _lists(module: nn.Module) -> list[nn.Module]:
     ]
 
 
-def _is_stage(children: nn.Module, parent: nn.Module) -> bool:
-    """Whether a list holds layers of one class, and most of the parameters of `parent`."""
+def _divides(children: nn.Module, parent: nn.Module) -> bool:
+    """Whether a list within `parent` holds its layers, of one class and with two thirds of its
+    parameters, or convolutions over images."""
+    if any(p.dim() > 3 and p[0, 0].numel() > 1 and p.shape[1] > 1 for p in children.parameters()):
+        return True
     layers = [child for child in children.children() if _is_layer(child)]
     alike = len({type(child) for child in children.children()}) == 1
     mine, whole = (sum([p.numel() for p in m.parameters()]) for m in (children, parent))
-    return bool(layers) and alike and 2 * mine > whole
+    return bool(layers) and alike and 3 * mine > 2 * whole
 
 
 def _is_layer(module: nn.Module) -> bool:
@@ -90,9 +93,9 @@ def _has_matrices(module: nn.Module) -> bool:
     if is_fused(module) or any(map(is_fused, parts)):
         return False
     matrices = [
-        min(p.shape) > 1 or packed_as(part, p)
+        min(p.shape[:2]) > 1 or packed_as(part, p)
         for part in parts
         for p in part.parameters(recurse=False)
-        if p.dim() == 2
+        if p.dim() == 2 or (p.dim() == 3 and p.shape[2] == 1)  # a convolution of single tokens
     ]
     return sum(map(bool, matrices)) >= 2

@@ -123,11 +123,11 @@ class ReadLayer(ConvertedLayer):
             return Reason("the call asks for attention weights, which a block does not make")
         try:
             check_global_hooks()
-            for leaf in leaves(given):
-                if isinstance(leaf, Tensor) and leaf.is_floating_point():
-                    if not leaf.numel():
-                        return Reason("an argument is empty", quiet=True)
-                    check_input(leaf, "an argument", (*range(leaf.dim() + 1),))
+            active = (t for t in leaves(given) if isinstance(t, Tensor) and t.is_floating_point())
+            for number, leaf in enumerate(active):
+                if not leaf.numel():
+                    return Reason("an argument is empty", quiet=number == 0)
+                check_input(leaf, "an argument", (*range(leaf.dim() + 1),))
             known = self._known(given)
         except (Unreadable, Unsupported) as reason:
             known = Reason(str(reason))
@@ -196,6 +196,11 @@ class ReadLayer(ConvertedLayer):
     def _known_for(self, call: Call, state: Any, free: bool) -> Known | Reason:
         key = state, call.key(free)
         known = self._found(call, KNOWN.get(key, {}))
+        if known is None and call.is_too_long:
+            return Reason(
+                f"it is not read at other lengths, and tracing it at {call.tokens} tokens takes "
+                f"more memory than a step at batch size {call.batch}"
+            )
         if known is None:
             if self._notes_of().readings == _MOST_READINGS:
                 return Reason(

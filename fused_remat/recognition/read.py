@@ -23,6 +23,7 @@ from fused_remat.graph.graph import Graph
 from fused_remat.layers.eligibility import parameters_of
 from fused_remat.recognition import attend
 from fused_remat.recognition.program import Layout, Opaque, Program, layout_of, unread_after
+from fused_remat.recognition.samples import activation_of
 from fused_remat.recognition.simplify import simplified
 from fused_remat.recognition.values import (
     SHAPES,
@@ -49,6 +50,7 @@ _RESERVED = ("input", "memory", "output", "seed")
 #: The first site of the dropouts of a block that was read.
 SITE = 1 << 12
 _ADD = ("add", "__add__", "__radd__", "add_", "__iadd__")
+_SQUARE = ("square", "pow", "__pow__")
 _MUL = ("mul", "__mul__", "__rmul__", "multiply", "mul_", "__imul__")
 _CASTS = ("to", "float", "type_as", "type", "contiguous", "double")
 _TRANSPOSES = ("t", "__get__", "transpose", "swapaxes")
@@ -62,6 +64,7 @@ _HEAVY = (
 )  # fmt: skip
 
 
+_SPLITS = ("chunk", "split", "tensor_split", "unbind")
 #: Operations by which a piece chooses: another bit in what they read may change the choice.
 _CHOICES = ("topk", "sort", "argsort", "argmax", "argmin", "one_hot", "gt", "ge", "lt", "le", "eq")
 
@@ -247,6 +250,8 @@ class Reader:
         #: Values that attention reads or makes: their third dimension counts the tokens.
         self.heads = {n for op in attends for n in (*refs(op.args[:3]), *op.outs)}
         self.uses = [n for op in ops for n in refs((op.args, op.kwargs))]
+        #: Values of which others are parts, side by side.
+        self.split = {n for op in ops if op.name in _SPLITS for n in refs(op.args[:1])}
         self.inputs = {"input": self.x} | ({} if self.memory is None else {"memory": self.memory})
 
     def reading(self, kind: str) -> Reading:
@@ -489,7 +494,10 @@ class Reader:
         if op.path is not None:
             return lambda: self._replay(number)
         reader = _STEPS.get(op.name)
-        return None if reader is None else reader(self, number, op)
+        made = None if reader is None else reader(self, number, op)
+        if made is None and op.name in _HEAVY and number in self.split:
+            return lambda: self._replay(number)  # once for all parts, and not for each
+        return made
 
     def _is_of_stream(self, number: int) -> bool:
         """Whether a value has the stream's dtype: the only one that steps compute in."""
@@ -675,9 +683,23 @@ class Reader:
 
         return build
 
+    def _activation(self, op: Op | None) -> tuple[str, Any] | None:
+        """The row of `ACTIVATIONS` that an operation computes, and what of."""
+        if op is None:
+            return None
+        if op.name in _SQUARE and (op.name == "square" or op.args[1:] == (2,)):
+            made = self.producer(op.args[0].index)
+            relu = None if made is None else _activation_of(made)
+            return ("relu2", made.args[0]) if made is not None and relu == "relu" else None
+        act = _activation_of(op)
+        return None if act is None else (act, op.args[0])
+
     def _act(self, number: int, op: Op) -> Callable[[], str] | None:
-        act, x = _activation_of(op), op.args[0]
-        if act is None or not self.live(x) or self.layout(x.index) != self.layout(number):
+        found = self._activation(op)
+        if found is None:
+            return None
+        act, x = found
+        if not self.live(x) or self.layout(x.index) != self.layout(number):
             return None
         name = op.inside or "act"
         return lambda: self.add(
@@ -690,9 +712,10 @@ class Reader:
         if len(given) != 2 or not all(map(self.live, given)):
             return None
         for one, up in (given, given[::-1]):
-            made = self.producer(self._plain(one.index))
-            act = None if made is None else _activation_of(made)
-            gate: Any = made.args[0] if made is not None and act is not None else None
+            found = self._activation(self.producer(self._plain(one.index)))
+            if found is None:
+                continue
+            act, gate = found
             if self.live(gate) and mine == self.layout(gate.index) == self.layout(up.index):
 
                 def build(gate: int = gate.index, up: int = up.index, act: Any = act) -> str:
@@ -735,6 +758,10 @@ class Reader:
                 return names[0]
         if len(set(names)) < len(names):
             raise Opaque(op.inside, "it reads one activation in two layouts")
+        act = None if params or opaque or layouts != [layout] else self._activation_by(program)
+        if act is not None:
+            name = self.unique(f"{_common([o.inside for o in ops])}.act".lstrip("."))
+            return self.add(MLPActivation(name=name, up=names[0], act=act))
         whole, batched, shapes = program.draws or self._mixes_batch(program), list[int](), []
         for n in params:
             shape = self.recording.shapes[n]
@@ -770,6 +797,13 @@ class Reader:
         if made is not None:
             self.note_pick(name, made[0], made[1])
         return name
+
+    def _activation_by(self, program: Program) -> str | None:
+        """The row of `ACTIVATIONS` that operations compute, of one activation; found by trying."""
+        if program.draws or not self._is_of_stream(program.target):
+            return None
+        _, (like,), _ = self.sample(program)
+        return activation_of(lambda x: self.run(program, [x], []), like)
 
     def _stages(self, ops: list[Op], params: list[int]) -> tuple[tuple[str, ...], ...]:
         """The names of values, by the operations that read them last, from the last one."""
@@ -981,5 +1015,5 @@ _STEPS: Mapping[str, Callable[[Reader, int, Op], Callable[[], str] | None]] = {
     **dict.fromkeys(_ADD, Reader._sum),
     **dict.fromkeys(_MUL, Reader._product),
     **dict.fromkeys(attend.MATMUL, _matmul),
-    **dict.fromkeys((*ACTIVATIONS, "relu_", "silu_", "tanh_"), Reader._act),
+    **dict.fromkeys((*ACTIVATIONS, *_SQUARE, "relu_", "silu_", "tanh_"), Reader._act),
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -135,8 +136,10 @@ class Recorder(TorchFunctionMode):
         made = torch.zeros((), requires_grad=True).clone().grad_fn
         self.start = made._sequence_nr() if made is not None else 0
         self.foreign = ""  # why not even a piece may hold a tensor that it reads
+        #: By number; of results that depend on activations, shapes and dtypes alone.
         self.values: list[Tensor] = []
         self.numbers: dict[int, int] = {}  # by the tensor's id: its present value
+        self.results: dict[int, weakref.ref[Tensor]] = {}  # those that are in use, by id
         self.sources: dict[int, str] = {}  # parameters, buffers and attributes, by number
         self.live: set[int] = set()
         #: What a value is made of: names of the layer's tensors, "argument" and "random".
@@ -215,7 +218,21 @@ class Recorder(TorchFunctionMode):
                 self.roots[number] = roots
             if number is not None and is_live:
                 self.live.add(number)
+                self.values[number] = _hollow(leaf)
+                self.results[id(leaf)] = weakref.ref(leaf, functools.partial(self._freed, id(leaf)))
         self.stack[-1].inner.append(op)
+
+    def _freed(self, key: int, ref: weakref.ref[Tensor]) -> None:
+        """Forget a result of which another tensor may have the id now."""
+        if self.results.get(key) is ref:
+            for known in (self.results, self.numbers, self.views):
+                known.pop(key, None)
+            self.owned.discard(key)
+
+    def _tensors(self) -> list[Tensor]:
+        """Values that are in use."""
+        found = [ref() for ref in [*self.results.values()]]
+        return [*self.values, *(t for t in found if t is not None)]
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -287,7 +304,7 @@ class Recorder(TorchFunctionMode):
         self.add("dropout", lambda x: x, args, {}, out, p=float(p) if training else 0.0)
         if inplace or func is torch.dropout_:
             pointer = out.untyped_storage().data_ptr()
-            for t in self.values:
+            for t in self._tensors():
                 if t is not out and t.untyped_storage().data_ptr() == pointer:
                     self.numbers[id(t)] = -1  # another view of the elements that are dropped
             self.numbers[id(input)] = self.numbers[id(out)]
@@ -318,7 +335,7 @@ class Recorder(TorchFunctionMode):
         before = Ref(self.number(base))
         self.add(name, changes, (before, _given(steps), args[1:], kwargs), {}, base, **more)
         pointer = base.untyped_storage().data_ptr()
-        for t in list({id(t): t for t in self.values}.values()):
+        for t in {id(t): t for t in self._tensors()}.values():
             of, views = self.views.get(id(t), (None, []))
             if of is base:
                 run = functools.partial(_view, views)
@@ -427,6 +444,7 @@ def _recording(recorder: Recorder) -> Iterator[None]:
                 yield
         finally:
             _ACTIVE.recorder = None
+            recorder.results.clear()  # whose callbacks hold the recorder
             for owner, name, old, _ in pairs:
                 setattr(owner, name, old)
 
@@ -479,7 +497,8 @@ def record(
         with unchanged([*map(vars, layer.modules()), given], shared_by(layer), tensors):
             return forward(**given)
 
-    with _recording(recorder), torch.enable_grad():
+    unsaved = torch.autograd.graph.saved_tensors_hooks(lambda t: None, _no_backward)
+    with _recording(recorder), torch.enable_grad(), unsaved:
         result = run_with(layer, watched, named, given)
     if recorder.foreign:
         raise Unreadable(recorder.foreign)
@@ -487,7 +506,20 @@ def record(
         raise Unreadable(f"it returns {type(result).__name__}")
     known = {id(leaf) for leaf in leaves(given)}
     result = map_tree(result, lambda leaf: leaf if id(leaf) in known else _as_result(leaf))
-    return recorder, numbers, recorder.encoded(result)
+    encoded = recorder.encoded(result)
+    for number in recorder.live:
+        recorder.values[number] = _hollow(recorder.values[number])
+    recorder.views.clear()
+    return recorder, numbers, encoded
+
+
+def _hollow(t: Tensor) -> Tensor:
+    """Return a tensor of the same shape and dtype that takes no memory."""
+    return t.detach().new_zeros(()).expand(t.shape)
+
+
+def _no_backward(_: Any) -> Tensor:
+    raise RuntimeError("a layer's forward runs a backward pass")
 
 
 def _as_result(leaf: Any) -> Any:

@@ -31,7 +31,8 @@ INDICES = ("layer_idx", "layer_id", "layer_number", "layer_index", "block_idx")
 
 #: How many random numbers are drawn for a tensor: a prime, larger than most widths.
 _DRAWN = 65537
-#: How many elements are between the first ones of large parameters: 16 times a prime.
+#: How many elements are between the first ones of large parameters: 16 times a prime. Smaller
+#: parameters are not large.
 _WINDOW = 16 * 257
 #: No sample has fewer tokens in a sequence.
 _SMALLEST = 5
@@ -141,6 +142,19 @@ class Call:
             d is None or all(_size_of(s, self.sizes) == n for s, n in zip(d, t.shape, strict=True))
             for t, d in zip(tensors, dims, strict=True)
         )
+
+    @property
+    def is_too_long(self) -> bool:
+        """Whether a trace at the call's own length takes more memory than a step.
+
+        The proof holds the activations of two sequences in float64, where checkpointing holds
+        those of the call; 12 bytes for each parameter come with any trace. A layer has about six
+        times as many activations for each token as parameters for each feature; those of narrow
+        layers are small.
+        """
+        x = leaves(self.given)[self.places[0]]
+        more = (2 * 8 - x.itemsize * self.batch) * self.tokens
+        return "S" not in self.sizes and 6 * more > 12 * max(x.shape[-1], 128)
 
     def key(self, free: bool) -> tuple[Any, ...]:
         """What the reading depends on besides `dims`; `free`: not on whole numbers."""
@@ -282,14 +296,14 @@ def _tensors(
     """
     named: dict[str, Tensor] = {}
     params = parameters_of(layer)
-    large = [p for p in params.values() if p.dim() > 1 and p.numel() > _DRAWN]
+    large = [p for p in params.values() if p.dim() > 1 and p.numel() > _WINDOW]
     if large:
         scale = math.prod([p.shape[-1] ** (-0.5 / len(large)) for p in large])
         count = max(p.numel() for p in large) + _WINDOW * len(large)
         shared = random((count,), large[0].device).detach().mul_(0.6 * scale).to(dtype)
     starts = itertools.count(0, _WINDOW)
     for name, p in params.items():
-        if p.dim() > 1 and p.numel() > _DRAWN:
+        if p.dim() > 1 and p.numel() > _WINDOW:
             first = next(starts)
             t = shared[first : first + p.numel()].view(p.shape).detach()
         else:
@@ -382,25 +396,37 @@ def leaf_of(module: nn.Module, dtype: torch.dtype = torch.float32) -> NormSpec |
     if any(p.dim() != 1 for p in params.values()) or own or any(True for _ in module.buffers()):
         return None
     if not params and not hasattr(module, "normalized_shape"):
-        small, large = torch.linspace(-9.0, 9.0, 1001), torch.logspace(1.0, 5.0, 9)
-        x = torch.cat([small, large, -large]).double()
-        y = _tried(module, {}, x.clone())
-        if y is None:
-            return None
-        rows = ACTIVATIONS.items()
-        slope = _slope(module, x)
-        name = next(
-            (
-                n
-                for n, a in rows
-                if torch.allclose(a.fwd(x), y, 1e-9, 1e-9)
-                and slope is not None
-                and torch.allclose(a.bwd(torch.ones_like(x), x, None), slope, 1e-7, 1e-7)
-            ),
-            None,
-        )
-        return name or _norm_kind(module, params, dtype)
+        x = torch.zeros(1, 1024, dtype=torch.float64)
+        return activation_of(module, x) or _norm_kind(module, params, dtype)
     return _norm_kind(module, params, dtype)
+
+
+def activation_of(run: Callable[[Tensor], Tensor], like: Tensor) -> str | None:
+    """The row of `ACTIVATIONS` that a function computes of a matrix of the shape of `like`.
+
+    >>> activation_of(lambda x: x * torch.sigmoid(x), torch.zeros(2, 64, dtype=torch.float64))
+    'silu'
+    """
+    small, large = torch.linspace(-9.0, 9.0, 1001), torch.logspace(1.0, 5.0, 9)
+    x = torch.cat([large, -large, small]).to(like)
+    x = x.repeat(-(-like.numel() // len(x)))[: like.numel()].view(like.shape).requires_grad_()
+    try:
+        with torch.enable_grad():
+            y = run(x.clone())  # which it may change
+        if not isinstance(y, Tensor) or y.shape != x.shape or not y.requires_grad:
+            return None
+        (slope,) = torch.autograd.grad(y.sum(), x)  # of a backward of its own, perhaps
+    except Exception:  # whatever it is, it is no activation
+        return None
+    x, wide = x.detach(), y.dtype == torch.float64
+    loose = 1.0 if wide else 1e3  # digits of float32
+    for name, row in ACTIVATIONS.items():
+        dx = row.bwd(torch.ones_like(x), x, None)
+        if torch.allclose(row.fwd(x), y, 1e-9 * loose, 1e-9 * loose) and torch.allclose(
+            dx, slope, 1e-7 * loose, 1e-7 * loose
+        ):
+            return name
+    return None
 
 
 def _norm_kind(
@@ -456,14 +482,6 @@ def _eps(
     scale = weights[0] + offset if len(weights) else 1.0
     centred = x - x.mean(-1, keepdim=True) if kind == "layer_norm" else x
     return float((centred * scale / y).square().median())
-
-
-def _slope(module: nn.Module, x: Tensor) -> Tensor | None:
-    """The derivative of a module at x, which may be one with a backward of its own."""
-    x = x.clone().requires_grad_()
-    with torch.enable_grad():
-        y = module(x.clone())  # which it may change
-    return torch.autograd.grad(y.sum(), x)[0] if y.requires_grad else None
 
 
 def _tried(module: nn.Module, named: Mapping[str, Tensor], x: Tensor) -> Tensor | None:

@@ -75,14 +75,15 @@ def _drop_and_add(nodes: dict[str, Node]) -> None:
 
 
 def _ordered(nodes: Mapping[str, Node]) -> list[Node]:
-    """Those that the output is made of, each after what it reads."""
+    """Those that the output is made of, each after what it reads: a sum's residual first, so that
+    backward is done with what is added before it goes on."""
     done: dict[str, Node] = {}
 
     def place(node: Node) -> None:
         if node.name in done:
             return
         likes = (node.like, node.of) if isinstance(node, DrawMask) else ()
-        for name in (*node.inputs, *likes, *node.masks):
+        for name in (getattr(node, "residual", ""), *node.inputs, *likes, *node.masks):
             if name in nodes:
                 place(nodes[name])
         done[node.name] = node

@@ -61,6 +61,11 @@ def _tanh_bwd(dy: Tensor, x: Tensor, out: Tensor | None) -> Tensor:
     return _into(_aten.tanh_backward, dy, out, torch.tanh(x))
 
 
+def _relu2_bwd(dy: Tensor, x: Tensor, out: Tensor | None) -> Tensor:
+    slope = torch.relu(x).mul_(2.0)
+    return slope.mul_(dy) if out is None else torch.mul(dy, slope, out=out)
+
+
 ACTIVATIONS: dict[str, Activation] = {
     "relu": Activation(
         torch.relu,
@@ -83,6 +88,7 @@ ACTIVATIONS: dict[str, Activation] = {
         functions=(F.silu,),
         modules=(nn.SiLU,),
     ),
+    "relu2": Activation(lambda x: torch.relu(x).square(), _relu2_bwd),
     "tanh": Activation(torch.tanh, _tanh_bwd, functions=(F.tanh, torch.tanh), modules=(nn.Tanh,)),
 }
 

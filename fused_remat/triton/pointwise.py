@@ -35,6 +35,7 @@ PAIRS: dict[str, tuple[Any, Any]] = {
     "gelu": (activations.gelu_fwd, activations.gelu_bwd),
     "gelu_tanh": (activations.gelu_tanh_fwd, activations.gelu_tanh_bwd),
     "silu": (activations.silu_fwd, activations.silu_bwd),
+    "relu2": (activations.relu2_fwd, activations.relu2_bwd),
     "tanh": (activations.tanh_fwd, activations.tanh_bwd),
 }
 _TILE = 4096  # elements of a program
