@@ -40,13 +40,13 @@ _SIZES = ({"B": 3, "S": 7, "M": 5}, {"B": 2, "S": 10, "M": 12})
 _PROOFS = ({"B": 3, "S": 13, "M": 6}, {"B": 2, "S": 17, "M": 9})
 #: The proofs at a length that is the call's.
 _LONG_PROOFS = ({"B": 1}, {"B": 2})
-#: The dtypes of the second recording, of its parameters, and of the proofs. The other rows are for
-#: layers that ATen cannot run in float64 (experts as one grouped product), and for those that
-#: convert some parameters themselves.
+#: The dtypes of the first recording and of the proofs, of the second recording, and of its
+#: parameters. The other rows are for layers that ATen cannot run in float64 (experts as one grouped
+#: product), and for those that convert some parameters themselves.
 _DTYPES = (
-    (torch.float64, torch.float64, torch.float64),
-    (torch.bfloat16, torch.bfloat16, torch.float32),
-    (torch.bfloat16, torch.float32, torch.float32),
+    (torch.float64, torch.float32, torch.float32),
+    (torch.float32, torch.bfloat16, torch.bfloat16),
+    (torch.float32, torch.bfloat16, torch.float32),
 )
 #: Tokens of a piece in the proofs, so that groups and tiles are proved too.
 _PIECE = 12
@@ -284,34 +284,32 @@ def _read_call(
     layer: nn.Module,
     forward: Callable[..., Any],
     call: Call,
+    exact: torch.dtype,
     other: torch.dtype,
     params: torch.dtype,
-    proof: torch.dtype,
     free: bool,
     varies: bool,
 ) -> Known:
-    """The block of a call, recorded in float32 and in `other`, proved in the dtype `proof`."""
+    """The block of a call, recorded and proved in the dtype `exact`, and recorded in `other`."""
     shift = SHIFT * free
     sample = functools.partial(call.sample, layer, varies=varies)
     own = leaves(call.given)[call.places[0]].dtype
     leaf = functools.partial(leaf_of, dtype=own)
-    at_once = True
+    at_once = exact == torch.float32
     try:
-        first = sample(_SIZES[0], torch.float32, 0, tables=False)
+        first = sample(_SIZES[0], exact, 0, tables=False)
         one = Pair(layer, forward, first, leaf, INDICES if free else ())
         at_once = False
-        second = sample(_SIZES[1], other, 1, shift=shift, params=params, tables=False)
-        pair = one.with_second(second)
+        second = functools.partial(sample, _SIZES[1], seed=1, shift=shift, tables=False)
+        pair = one.with_second(second(dtype=other, params=params))
     except (Unreadable, torch.OutOfMemoryError):
         raise
     except Exception as error:  # whatever the layer raises at these sizes
         raise _CannotRun(call, error, at_once) from error
     pairs = [pair]
     if own.itemsize < 4 and own != other:  # for which the layer may have operations of their own
-        low = sample(_SIZES[1], own, 1, shift=shift, tables=False)
         with contextlib.suppress(RuntimeError):  # parameters of several dtypes
-            pairs.append(one.with_second(low))
-    held = {first.dtype: first.named, params: second.named}
+            pairs.append(one.with_second(second(dtype=own)))
     opaque = set[str]()
     while True:
         try:
@@ -320,8 +318,10 @@ def _read_call(
                 other_pair.join(opaque)
             fused = functools.partial(known.proved.run, layer)
             for i, sizes in enumerate(_PROOFS if "S" in call.sizes else _LONG_PROOFS):
-                named = held[proof]  # as large as the layer's parameters, so not drawn again
-                given = sample(sizes, proof, i + 2, whole=False, shift=i * shift, named=named)
+                # With the same parameters: they are as large as the layer's.
+                given = sample(
+                    sizes, exact, i + 2, whole=False, shift=i * shift, named=first.named
+                )
                 with renumbered(layer, INDICES if free and i else ()):
                     found = difference(layer, forward, fused, given, known.narrow)
                 if found is not None:

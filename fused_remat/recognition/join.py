@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from fused_remat.layers.eligibility import parameters_of
 from fused_remat.recognition.apart import call_with, renumbered
-from fused_remat.recognition.record import record
+from fused_remat.recognition.record import hollow, record
 from fused_remat.recognition.values import (
     STREAM,
     Limit,
@@ -66,6 +66,9 @@ class Pair:
         self.layer, self.forward, self.first, self.indices = layer, forward, first, numbers
         self.one, self.numbers, self.out = record(layer, forward, *first[2:], autocast=False)
         self.leaves = {path: leaf(module) for path, module in layer.named_modules() if path}
+        live = [self.one.values[n] for n in self.one.live]
+        #: Whether the layer computes in float32 where its input is in float64.
+        self.narrow = first.dtype == torch.float64 and any(t.dtype == torch.float32 for t in live)
 
     def with_second(self, second: Sample) -> Pair:
         """Return the first recording with one of a second sample."""
@@ -80,10 +83,8 @@ class Pair:
             self.two, _, self.other_out = record(
                 self.layer, self.forward, *second[2:], autocast=True
             )
+        self.two.values[:] = map(hollow, self.two.values)  # of which no number is read
         self.fixed = self.one.fixed | self.two.fixed
-        live = [self.two.values[n] for n in self.two.live]
-        #: Whether the layer computes in float32 in the second recording, which is in float64.
-        self.narrow = second.dtype == torch.float64 and any(t.dtype == torch.float32 for t in live)
 
     def join(self, opaque: Collection[str] = ()) -> Recording:
         """The two as one; submodules at the paths `opaque` are one operation each.

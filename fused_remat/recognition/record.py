@@ -90,15 +90,16 @@ def multi_head_attention(
     """`F.multi_head_attention_forward` in linear layers, one attention, and weights beside it."""
     if not (bias_k is bias_v is static_k is static_v is None) or add_zero_attn:
         raise Unreadable("nn.MultiheadAttention with bias_k, add_zero_attn or static keys")
-    weights: Any = (q_proj_weight, k_proj_weight, v_proj_weight)
-    if not use_separate_proj_weight and weight is not None:
-        weights = weight.chunk(3)
-    biases: Any = (None, None, None) if bias is None else bias.chunk(3)
     batch, width = query.shape[1], embed_dim // num_heads
-    heads = [
-        F.linear(x, w, b).view(x.shape[0], batch, num_heads, width).permute(1, 2, 0, 3)
-        for x, w, b in zip((query, key, value), weights, biases, strict=True)
-    ]
+    if query is key is value and not use_separate_proj_weight and weight is not None:
+        made: Any = F.linear(query, weight, bias).chunk(3, -1)
+    else:
+        weights: Any = (q_proj_weight, k_proj_weight, v_proj_weight)
+        if not use_separate_proj_weight and weight is not None:
+            weights = weight.chunk(3)
+        biases: Any = (None, None, None) if bias is None else bias.chunk(3)
+        made = map(F.linear, (query, key, value), weights, biases)
+    heads = [x.reshape(-1, batch, num_heads, width).permute(1, 2, 0, 3) for x in made]
     if attn_mask is not None and attn_mask.dim() == 3:
         attn_mask = attn_mask.view(batch, num_heads, *attn_mask.shape[1:])
     if key_padding_mask is not None:
@@ -218,7 +219,7 @@ class Recorder(TorchFunctionMode):
                 self.roots[number] = roots
             if number is not None and is_live:
                 self.live.add(number)
-                self.values[number] = _hollow(leaf)
+                self.values[number] = hollow(leaf)
                 self.results[id(leaf)] = weakref.ref(leaf, functools.partial(self._freed, id(leaf)))
         self.stack[-1].inner.append(op)
 
@@ -508,12 +509,12 @@ def record(
     result = map_tree(result, lambda leaf: leaf if id(leaf) in known else _as_result(leaf))
     encoded = recorder.encoded(result)
     for number in recorder.live:
-        recorder.values[number] = _hollow(recorder.values[number])
+        recorder.values[number] = hollow(recorder.values[number])
     recorder.views.clear()
     return recorder, numbers, encoded
 
 
-def _hollow(t: Tensor) -> Tensor:
+def hollow(t: Tensor) -> Tensor:
     """Return a tensor of the same shape and dtype that takes no memory."""
     return t.detach().new_zeros(()).expand(t.shape)
 

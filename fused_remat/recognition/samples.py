@@ -87,7 +87,9 @@ class Call:
         if memory:
             sizes["M"] = found[memory[0]].shape[self.axes.index("S")]
         if x.dim() == 4:
-            del sizes["S"]
+            sizes = {"B": self.batch}
+        if vary[0] == "S" and (x.dim() != 3 or x.shape[0] < x.shape[1]):  # a guess that is no good
+            sizes = {}
         self.sizes = {name: n for name, n in sizes.items() if name in vary}
         self.places = (tensors[0], memory[0] if memory else None)
         self.active = [i in self.places for i in range(len(found))]

@@ -81,7 +81,9 @@ def test_what_is_worse_is_a_violation():
     assert found(kept=1029, peak=1051, first_peak=1121) == {"kept", "peak", "first_peak"}
     assert found(gradient=2e-4) == {"gradients"} and found(gradient=2e-4, gradient64=1e-9) == set()
     assert set(architectures.violations(row | {"repeated": ["again"]})) == {"warnings"}
-    assert set(architectures.violations(row | {"layers": {"plain": 1}})) == {"plain"}
+    plain = row | {"layers": {"plain": 1}}
+    assert set(architectures.violations(plain)) == {"plain"}
+    assert architectures.violations(plain | {"effects": True}) == {}, "checkpointing would repeat it"
 
 
 def test_distances_of_gradients_and_warnings_that_are_repeated():
