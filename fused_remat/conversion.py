@@ -16,7 +16,7 @@ from fused_remat.layers.record import STATES, Ran, State, record_of
 from fused_remat.recognition.call import Known
 from fused_remat.recognition.find import repeated_layers
 from fused_remat.recognition.layer import ReadLayer
-from fused_remat.recognition.read import Piece
+from fused_remat.recognition.reading import Piece
 from fused_remat.report.units import run_name
 
 HeadState = Literal["fused", "bypassed", "not called", "not requested"]

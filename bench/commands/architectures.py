@@ -59,7 +59,7 @@ TRACED = 12
 STEPS, ROUNDS = 2, 3
 #: How the reason ends of a layer whose forward updates a buffer or a cache, which checkpointing
 #: would do again: it runs plainly, and keeps more.
-_EFFECT = "which a block would not repeat"
+_EFFECTS = "which a block would not repeat", "fills a cache that other modules may read"
 _PLAIN = {"use_reentrant": False}
 
 
@@ -336,7 +336,7 @@ def measure(name: str, kind: str, tokens: int, rounds: int = ROUNDS) -> Row:
         row["layers"], row["largest"] = layers_run(new.model), new.largest
         notable = [k for k in conversion(new.model) if k.pieces or k.state != "converted"]
         plain = [k.reason for k in notable if k.state == "plain"]
-        row["effects"] = bool(plain) and all(reason.endswith(_EFFECT) for reason in plain)
+        row["effects"] = bool(plain) and all(reason.endswith(_EFFECTS) for reason in plain)
         row["conversion"] = [str(kind) for kind in notable]
         row["repeated"] = repeated(new.warned, ways["stock"].warned)
         if new.found["gradient"] > ALLOWED:

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -29,7 +29,7 @@ from fused_remat.layers.eligibility import Reason, parameters_of, wants_grad
 from fused_remat.layers.read import GraphCall, LayerCall, LayerMap, read_block
 from fused_remat.layers.record import NOTES, Ran, record_of
 from fused_remat.layers.tensor_parallel import TensorParallel, read_on_rank
-from fused_remat.layers.warn import warn, warn_compiled, warn_compiled_segment
+from fused_remat.layers.warn import listed, warn, warn_compiled, warn_compiled_segment
 from fused_remat.policies import Policy, kept_names
 from fused_remat.spec import BlockSpec
 from fused_remat.steps.operations import user_stacklevel
@@ -302,7 +302,7 @@ class FusedLayer(nn.Module):
                 self._note("checkpoint", reason)
                 return out
             kept = (
-                f"a second forward would update {_listed(names)} again",
+                f"a second forward would update {listed(names)} again",
                 "put the modules that do so in evaluation, if no update is needed",
             )
         # The first call of a layer may fill a table, and later ones run as blocks.
@@ -399,11 +399,6 @@ class FusedLayer(nn.Module):
 def _in_backward() -> bool:
     """Whether a checkpoint around the layer calls it again in backward."""
     return bool(torch._C._current_graph_task_id() != -1)
-
-
-def _listed(names: Sequence[str], most: int = 3) -> str:
-    shown = ", ".join(names[:most])
-    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
 
 
 def _base(cls: type[FusedLayer]) -> Any:

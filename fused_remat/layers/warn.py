@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections.abc import Sequence
 
 from torch import nn
 
@@ -33,6 +34,16 @@ def warn(layer: nn.Module, message: str, category: type[Warning] = FusedRematWar
     who = f"{record.path} ({name})" if record.path else name
     text = f"fused_remat: {who} {message}{hint}"
     warnings.warn(text, category, stacklevel=user_stacklevel())
+
+
+def listed(names: Sequence[str], most: int = 3) -> str:
+    """Return names as text, the first few of many.
+
+    >>> listed(["a", "b", "c", "d", "e"])
+    'a, b, c and 2 more'
+    """
+    shown = ", ".join(names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
 
 
 def warn_compiled(layer: str, reason: str) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from fused_remat.layers.eligibility import parameters_of
 from fused_remat.layers.fallback import Caller
+from fused_remat.layers.warn import listed
 from fused_remat.recognition.state import get
 from fused_remat.recognition.values import SHIFT, SideEffect, Unreadable, attributes
 
@@ -138,10 +139,10 @@ def unchanged(
             (swapped if t.requires_grad else changed).append(name)
     changed = [name for name in changed if name not in swapped]  # a parameter, and then a buffer
     if changed:
-        names = ", ".join(dict.fromkeys(changed))
+        names = listed([*dict.fromkeys(changed)])
         raise SideEffect(f"its forward changes {names}, which a block would not repeat")
     if swapped:
-        raise Unreadable(f"its forward changes parameters ({', '.join(dict.fromkeys(swapped))})")
+        raise Unreadable(f"its forward changes parameters ({listed([*dict.fromkeys(swapped)])})")
     if drew:
         raise SideEffect("it draws random numbers outside of PyTorch's default generator")
 

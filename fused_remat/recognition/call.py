@@ -21,7 +21,8 @@ from fused_remat.recognition.apart import renumbered, replica
 from fused_remat.recognition.join import Pair
 from fused_remat.recognition.program import Opaque, Program, given_to, run_op
 from fused_remat.recognition.prove import difference
-from fused_remat.recognition.read import Reader, Reading
+from fused_remat.recognition.read import Reader
+from fused_remat.recognition.reading import Reading
 from fused_remat.recognition.record import without_dropout
 from fused_remat.recognition.samples import INDICES, NOTES, Call, constants, leaf_of, vary
 from fused_remat.recognition.values import (
@@ -277,7 +278,11 @@ def _read_one(layer: nn.Module, forward: Callable[..., Any], call: Call, free: b
                 break
     # One that a trial meets later says more than that another one cannot run.
     reasons.sort(key=lambda reason: not isinstance(reason, _CannotRun))
-    raise reasons[-1] if reasons else Unreadable("its input has no tokens")
+    last = reasons[-1] if reasons else Unreadable("its input has no tokens")
+    try:
+        raise last
+    finally:
+        del last, reasons  # whose traceback holds this frame, and the callers'
 
 
 def _read_call(
@@ -319,9 +324,7 @@ def _read_call(
             fused = functools.partial(known.proved.run, layer)
             for i, sizes in enumerate(_PROOFS if "S" in call.sizes else _LONG_PROOFS):
                 # With the same parameters: they are as large as the layer's.
-                given = sample(
-                    sizes, exact, i + 2, whole=False, shift=i * shift, named=first.named
-                )
+                given = sample(sizes, exact, i + 2, whole=False, shift=i * shift, named=first.named)
                 with renumbered(layer, INDICES if free and i else ()):
                     found = difference(layer, forward, fused, given, known.narrow)
                 if found is not None:

@@ -83,7 +83,9 @@ def test_what_is_worse_is_a_violation():
     assert set(architectures.violations(row | {"repeated": ["again"]})) == {"warnings"}
     plain = row | {"layers": {"plain": 1}}
     assert set(architectures.violations(plain)) == {"plain"}
-    assert architectures.violations(plain | {"effects": True}) == {}, "checkpointing would repeat it"
+    assert architectures.violations(plain | {"effects": True}) == {}, (
+        "checkpointing would repeat it"
+    )
 
 
 def test_distances_of_gradients_and_warnings_that_are_repeated():
