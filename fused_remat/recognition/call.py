@@ -42,7 +42,7 @@ _PROOFS = ({"B": 3, "S": 13, "M": 6}, {"B": 2, "S": 17, "M": 9})
 #: The proofs at a length that is the call's.
 _LONG_PROOFS = ({"B": 1}, {"B": 2})
 #: The dtypes of the first recording and of the proofs, of the second recording, and of its
-#: parameters. The other rows are for layers that ATen cannot run in float64 (experts as one grouped
+#: parameters. The last two are for layers that ATen cannot run in float64 (experts as one grouped
 #: product), and for those that convert some parameters themselves.
 _DTYPES = (
     (torch.float64, torch.float32, torch.float32),

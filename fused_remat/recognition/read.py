@@ -552,7 +552,7 @@ class Reader:
         return build
 
     def _activation(self, op: Op | None) -> tuple[str, Any] | None:
-        """The row of `ACTIVATIONS` that an operation computes, and what of."""
+        """Return the entry of `ACTIVATIONS` that an operation computes, and its input, or None."""
         if op is None:
             return None
         if op.name in _SQUARE and (op.name == "square" or op.args[1:] == (2,)):
@@ -667,7 +667,7 @@ class Reader:
         return name
 
     def _activation_by(self, program: Program) -> str | None:
-        """The row of `ACTIVATIONS` that operations compute, of one activation; found by trying."""
+        """Return the entry of `ACTIVATIONS` that operations on one activation compute, by trial."""
         if program.draws or not self._is_of_stream(program.target):
             return None
         _, (like,), _ = self.sample(program)

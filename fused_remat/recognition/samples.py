@@ -404,7 +404,9 @@ def leaf_of(module: nn.Module, dtype: torch.dtype = torch.float32) -> NormSpec |
 
 
 def activation_of(run: Callable[[Tensor], Tensor], like: Tensor) -> str | None:
-    """The row of `ACTIVATIONS` that a function computes of a matrix of the shape of `like`.
+    """Return the entry of `ACTIVATIONS` that a function computes, or None.
+
+    It is tried on a matrix of the shape and dtype of `like`.
 
     >>> activation_of(lambda x: x * torch.sigmoid(x), torch.zeros(2, 64, dtype=torch.float64))
     'silu'

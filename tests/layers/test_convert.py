@@ -298,3 +298,34 @@ def test_reports_are_no_training_calls():
         model(x).sum().backward()
     assert conversion(model)[0].calls == (("block", "", 2),)
     assert [layer.policy for layer in model.layers] == ["lean", "lean"]
+
+
+class Checkpointing(nn.Module):
+    """Layers, and a head, that the model runs under checkpointing as diffusers does."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers, self.head = encoder(2, dtype=FP64).layers, nn.Linear(16, 16, dtype=FP64)
+        self._gradient_checkpointing_func = self.checkpoint
+        self.around = []
+
+    def checkpoint(self, part, *args):
+        self.around.append(part)
+        return checkpoint(part, *args, use_reentrant=False)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = self._gradient_checkpointing_func(layer, x)
+        return self._gradient_checkpointing_func(self.head, x)
+
+
+def test_checkpointing_around_layers_leaves_out_fused_ones():
+    stock = Checkpointing()
+    model, x = convert(copy.deepcopy(stock)), torch.randn(2, 5, 16, dtype=FP64)
+    assert_close(run(model, x), run(stock, x))
+    assert stock.around == [*stock.layers, stock.head] and model.around == [model.head]
+    assert [kind.calls[0].number for kind in conversion(model)] == [2]
+    revert(model).around.clear()
+    assert model._gradient_checkpointing_func == model.checkpoint
+    run(model, x)
+    assert model.around == [*model.layers, model.head]

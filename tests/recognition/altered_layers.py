@@ -764,3 +764,40 @@ def patched(mlp: MLP) -> types.MethodType:
 def with_relu(mlp: MLP) -> nn.Module:
     """Another module for the place of an MLP."""
     return nn.Sequential(mlp.up, nn.ReLU(), mlp.down)
+
+
+class Activated(Block):
+    """The activation of its MLP is a function."""
+
+    function = staticmethod(F.gelu)
+
+    def branch(self, x: Tensor) -> Tensor:
+        return self.mlp.down(self.function(self.mlp.up(x)))
+
+
+class Experts(Block):
+    """All experts compute all tokens, in products whose results are parted."""
+
+    def set_up(self, index: int) -> None:
+        self.gate_up = nn.Parameter(torch.randn(2, WIDTH, 48) / 4)
+        self.out = nn.Parameter(torch.randn(2, 24, WIDTH) / 4)
+
+    def branch(self, x: Tensor) -> Tensor:
+        tokens = x.reshape(1, -1, WIDTH).expand(2, -1, -1)
+        gate, up = torch.bmm(tokens, self.gate_up).chunk(2, -1)
+        return torch.bmm(F.silu(gate) * up, self.out).sum(0).view(x.shape)
+
+
+class OneLength(Block):
+    """Positions have the length of the model's images."""
+
+    def set_up(self, index: int) -> None:
+        self.positions = nn.Parameter(torch.randn(40, WIDTH))
+
+    def branch(self, x: Tensor) -> Tensor:
+        return self.mlp(x + self.positions)
+
+
+class EmptyArgument(Block):
+    def forward(self, x: Tensor, more: Tensor) -> Tensor:
+        return super().forward(torch.cat([x, more], 1))[:, : x.shape[1]]

@@ -6,24 +6,31 @@ Every test trains one step of a converted model, and of a copy that is not conve
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import random
+import weakref
 from types import SimpleNamespace
 
 import altered_layers as altered
 import pytest
 import torch
+import torch.nn.functional as F
 from altered_layers import HEADS, WIDTH
 from torch import Tensor, nn
 
-from fused_remat import convert, revert, set_policy
+from fused_remat import conversion, convert, revert, set_policy
 from fused_remat.execution import observe
 from fused_remat.graph.graph import Graph
 from fused_remat.recognition import layer as layer_module
 from fused_remat.recognition.call import Known
 from fused_remat.recognition.layer import KNOWN
+from fused_remat.recognition.record import record
+from fused_remat.report.allocations import AllocationTrace
+from fused_remat.steps.activation import MLPActivation
 from fused_remat.steps.attention import Attention
 from fused_remat.steps.replay import Replay
+from fused_remat.steps.residual import Add
 
 pytestmark = pytest.mark.filterwarnings("ignore::fused_remat.FusedRematWarning")
 B, S = 2, 6
@@ -414,6 +421,120 @@ def test_multihead_attention():
         {"mask": added}, {"mask": each}, {"mask": each, "padding": padding},
     ):  # fmt: skip
         same_step(stock, model, normal(B, S, WIDTH), **given)
+
+
+ACTIVATIONS = {
+    "gelu": lambda x: x * 0.5 * (1.0 + torch.erf(x / 2.0**0.5)),
+    "silu": lambda x: x * torch.sigmoid(x),
+    "relu": lambda x: x.clamp(min=0.0),
+    "relu2": lambda x: torch.relu(x) ** 2,
+    "relu2 by square": lambda x: F.relu(x).square(),
+}
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_functions_that_are_an_activation(name, monkeypatch, told):
+    monkeypatch.setattr(altered.Activated, "function", staticmethod(ACTIVATIONS[name]))
+    stock, model = pair(altered.Activated)
+    same_step(stock, model, normal(B, S, WIDTH))
+    (act,) = [n for n in graphs(model)[0].nodes if isinstance(n, MLPActivation)]
+    assert act.act == name.partition(" ")[0] and not told
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: F.gelu(x).clamp(max=10.0),  # which no small number shows
+        lambda x: x * torch.sigmoid(1.702 * x),
+        lambda x: torch.where(x > 0, 0.8 * x * x + 0.5 * x, (torch.expm1(x) - x) * 0.8 + 0.5 * x),
+        lambda x: F.silu(x) + (F.gelu(x) - F.silu(x)).detach(),
+    ],
+    ids=["clamped", "another number", "sums within", "another derivative"],
+)
+def test_functions_that_are_nearly_an_activation(function, monkeypatch, told):
+    """One replay, with the sums within it."""
+    monkeypatch.setattr(altered.Activated, "function", staticmethod(function))
+    stock, model = pair(altered.Activated)
+    same_step(stock, model, normal(B, S, WIDTH))
+    assert len(steps(model, Replay)) == 1 and not steps(model, Add) and not told
+
+
+def test_a_product_whose_result_is_parted_runs_once(told):
+    stock, model = pair(altered.Experts)
+    same_step(stock, model, normal(B, S, WIDTH))
+    programs = model.layers[0]._last.reading.programs.values()
+    assert [op.name for p in programs for op in p.ops].count("bmm") == 2 and not told
+
+
+def test_what_is_added_comes_before_the_branch():
+    """Backward is done with the branch before it goes on."""
+
+    class Parallel(altered.Block):
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.norm1(x)
+            return x + self.attn(y) + self.mlp(y)
+
+    model = pair(Parallel)[1]
+    step(model, normal(B, S, WIDTH))
+    names = [node.name for node in graphs(model)[0].nodes]
+    assert names.index("attn") < names.index("mlp.up")
+
+
+# What a trace costs.
+
+
+def test_results_are_held_as_long_as_the_layer_holds_them():
+    """A recording of a chain takes the memory of two of its results."""
+
+    class Chain(altered.Block):
+        def branch(self, x: Tensor) -> Tensor:
+            for _ in range(50):
+                x = x.sin()
+            return x
+
+    layer = Chain().double()
+    named = {n: p.detach().requires_grad_() for n, p in layer.named_parameters()}
+    x = normal(64, 64, WIDTH).requires_grad_()
+    with AllocationTrace() as trace:
+        recorder, _, _ = record(layer, layer.forward, named, {"x": x}, [True], None, False)
+    assert trace.spans[0].peak < 12 * x.nbytes and trace.spans[0].end < x.nbytes
+    assert [tuple(recorder.values[n].shape) for n in recorder.live][-1] == (64, 64, WIDTH)
+
+
+def test_a_long_sequence_of_one_length_is_not_traced(told):
+    """Three sequences in float64 would take more memory than a step."""
+    stock, model = pair(altered.OneLength)
+    same_step(stock, model, normal(1, 40, WIDTH))
+    assert "tracing it at 40 tokens takes more memory" in told.reasons().pop()
+    same_step(stock, model, normal(2, 40, WIDTH))
+    assert len(graphs(model)) == 2, "a step takes as much"
+    same_step(stock, model, normal(1, 40, WIDTH))
+    assert len(graphs(model)) == 2, "it is known now"
+
+
+def test_an_empty_argument(told):
+    stock, model = pair(altered.EmptyArgument)
+    same_step(stock, model, normal(B, S, WIDTH), normal(B, 0, WIDTH))
+    assert told.reasons() == {"an argument is empty"}
+    assert [kind.state for kind in conversion(model)] == ["checkpointed"]
+
+
+def test_a_trace_that_fails_leaves_no_frame():
+    """Its reason would hold it, and by it the callers' activations."""
+    layer, kept = convert(altered.OneLength().double()), []
+
+    def train() -> None:
+        x = normal(2, 40, WIDTH).requires_grad_()
+        kept.append(weakref.ref(x))
+        layer(x).sum().backward()
+
+    gc.collect()
+    gc.disable()
+    try:
+        train()
+        assert kept.pop()() is None
+    finally:
+        gc.enable()
 
 
 def test_masks():
