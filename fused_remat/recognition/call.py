@@ -6,7 +6,7 @@ import contextlib
 import functools
 import types
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -315,7 +315,7 @@ def _read_call(
     if own.itemsize < 4 and own != other:  # for which the layer may have operations of their own
         with contextlib.suppress(RuntimeError):  # parameters of several dtypes
             pairs.append(one.with_second(second(dtype=own)))
-    opaque = set[str]()
+    opaque = dict[str, str]()
     while True:
         try:
             known = _known(layer, pair, call, opaque)
@@ -336,10 +336,10 @@ def _read_call(
                 path = path.rpartition(".")[0]
             if not path or len(opaque) >= _MOST_PIECES:
                 raise Unreadable(str(reason)) from None
-            opaque.add(path)
+            opaque[path] = reason.reason if path == reason.path else str(reason)
 
 
-def _known(layer: nn.Module, pair: Pair, call: Call, opaque: Collection[str]) -> Known:
+def _known(layer: nn.Module, pair: Pair, call: Call, opaque: Mapping[str, str]) -> Known:
     """The block of two recordings, and the same without dropout; not proved yet."""
 
     def reading_of(drops: bool, mixes: bool) -> Reading:

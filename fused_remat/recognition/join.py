@@ -12,7 +12,7 @@ import enum
 import itertools
 import math
 import types
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -86,8 +86,8 @@ class Pair:
         self.two.values[:] = map(hollow, self.two.values)  # of which no number is read
         self.fixed = self.one.fixed | self.two.fixed
 
-    def join(self, opaque: Collection[str] = ()) -> Recording:
-        """The two as one; submodules at the paths `opaque` are one operation each.
+    def join(self, opaque: Mapping[str, str]) -> Recording:
+        """The two as one; submodules at the paths `opaque` are one operation each, for a reason.
 
         Raises: Unreadable if the operations of the layer itself do not agree.
         """
@@ -97,7 +97,7 @@ class Pair:
 class _Join:
     """Joins two recordings."""
 
-    def __init__(self, pair: Pair, opaque: Collection[str]) -> None:
+    def __init__(self, pair: Pair, opaque: Mapping[str, str]) -> None:
         self.one, self.two, self.sizes, self.other = pair.one, pair.two, pair.sizes, pair.other
         self.from_pair, self.opaque = pair, opaque
         groups = range(1, len(self.sizes) + 1)
@@ -149,7 +149,7 @@ class _Join:
         before, known = len(self.ops), dict(self.pair)
         try:
             if a.path in self.opaque:
-                raise Mismatch("it is no step of a block")
+                raise Mismatch(self.opaque[a.path])
             self._span(a, b)
         except Mismatch as reason:
             del self.ops[before:]

@@ -22,7 +22,7 @@ from fused_remat.execution.executor import autocast_off
 from fused_remat.execution.observe import unobserved
 from fused_remat.graph.graph import Graph
 from fused_remat.layers.containment import is_contained, is_unexpected
-from fused_remat.layers.converted import CACHES, ConvertedLayer, class_of
+from fused_remat.layers.converted import ConvertedLayer, caches_of, class_of
 from fused_remat.layers.eligibility import (
     RECORDERS,
     Reason,
@@ -102,7 +102,7 @@ class ReadLayer(ConvertedLayer):
         return {}
 
     def _layer_index(self) -> int:
-        found = [getattr(m, "layer_idx", None) for m in self.modules()]
+        found = [getattr(m, name, None) for m in self.modules() for name in INDICES]
         return next((n for n in found if isinstance(n, int)), 0)
 
     def _named(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -367,7 +367,9 @@ def would_read(layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
     assert isinstance(layer, ConvertedLayer)
     try:
         named = layer._named(args, kwargs)
-        given = {name: value for name, value in (named or {}).items() if name not in CACHES}
+        given = dict(named or {})
+        for name in caches_of(given):
+            del given[name]
         call = (
             Reason("its arguments do not fit forward") if named is None else layer._block(**given)
         )

@@ -286,3 +286,12 @@ def test_dtypes_under_autocast(how, grad, low):
             with torch.set_grad_enabled(grad), torch.autocast("cpu", low):
                 stock, fused = (outcome(m, x, **masks) for m in layers)
             assert fused == stock
+
+
+def test_a_mask_of_another_dtype_raises_as_in_training():
+    mask, x = torch.zeros(5, 5, dtype=torch.float64), torch.randn(2, 5, 16)
+    for layer in (nn.TransformerEncoderLayer, FusedRematLayer):
+        with pytest.raises(RuntimeError, match="attn_mask dtype to be bool or float or to match"):
+            layer(16, 4, 32, batch_first=True).eval()(x, src_mask=mask)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="attn_mask dtype"):
+        FusedRematLayer(16, 4, 32, batch_first=True).eval()(x, src_mask=mask)

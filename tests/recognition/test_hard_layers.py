@@ -648,6 +648,35 @@ def test_packed_weights_are_not_read(change, reason, monkeypatch):
     assert re.search(reason, str(explain(stock, *x_of())))
 
 
+class Cache(list):
+    def get_seq_length(self, index: int = 0) -> int:
+        return len(self)
+
+
+class Caching(Block):
+    """It fills a cache, whatever its name."""
+
+    def forward(self, x: Tensor, memory: Cache) -> Tensor:
+        memory.append(x.detach())
+        assert len(memory) == 1, "it was filled again"
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("change", [pack, lambda layer: None])
+@pytest.mark.filterwarnings("ignore::fused_remat.FusedRematWarning")
+def test_a_cache_is_filled_once(change):
+    """Also by a layer that cannot be traced: checkpointing would fill it again."""
+    stock = Caching().double()
+    change(stock)
+    layer, (x,) = convert(copy.deepcopy(stock)), x_of()
+    for each in (stock, layer):
+        for _ in range(2):
+            each(x.requires_grad_(), Cache()).sum().backward()
+    for mine, theirs in zip(layer.parameters(), stock.parameters(), strict=True):
+        assert theirs.grad is None or torch.equal(mine.grad, theirs.grad)
+    assert [kind.state for kind in conversion(layer)] == ["plain"]
+
+
 def test_tensors_of_an_object():
     given = [SimpleNamespace(scale=normal(WIDTH, seed=i)) for i in range(3)]
     compare(*pair(hard.SubmoduleWithObject), *[(*x_of(), each) for each in given])
