@@ -154,3 +154,18 @@ def test_adapters_on_the_parameters_of_experts():
     torch.testing.assert_close(grads[1], grads[0])
     (kind,) = conversion(fused)
     assert kind.state == "checkpointed" and "its forward changes parameters" in kind.reason
+
+
+@pytest.mark.filterwarnings("ignore::fused_remat.FusedRematWarning")
+def test_adapters_train_under_reentrant_checkpointing():
+    """PEFT asks the layers whether they checkpoint, and makes their input differentiable then.
+
+    A hook inside the first layer makes it run its own forward.
+    """
+    model = convert(build("llama", torch.float32)).train()
+    model.activation_checkpointing_enable({"use_reentrant": True})
+    model.model.layers[0].mlp.up_proj.register_forward_hook(lambda *_: None)
+    trained = adapted(model, lora())
+    step(trained, IDS)
+    weights = [p for p in trained.parameters() if p.requires_grad]
+    assert len(weights) == 8 and all(p.grad is not None for p in weights)
