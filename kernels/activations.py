@@ -119,4 +119,4 @@ def relu2_fwd(x):
 def relu2_bwd(dy, x):
     """2 dy max(x, 0); and max(x, 0)²."""
     y = relu_fwd(x)
-    return 2.0 * dy * y, y * y
+    return tl.where(x <= 0.0, 0.0, 2.0 * dy * y), y * y

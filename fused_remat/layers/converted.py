@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from fused_remat.layers.eligibility import Reason, wants_grad
 from fused_remat.layers.fused_layer import FusedLayer, is_traced
 from fused_remat.layers.read import GraphCall, LayerCall, read_block
+from fused_remat.layers.record import record_of
 from fused_remat.layers.warn import warn
 
 _IDLE = Reason("no gradients are wanted", quiet=True)
@@ -249,9 +250,17 @@ def around_layers(model: nn.Module, enabled: bool) -> None:
 
 
 def _unless_fused(run: Callable[..., Any], part: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a part of a model under its checkpointing, `run`; a fused layer by itself."""
-    is_fused = isinstance(getattr(part, "__self__", part), FusedLayer)
-    return part(*args, **kwargs) if is_fused else run(part, *args, **kwargs)
+    """Run a part of a model under its checkpointing, `run`; a fused layer by itself.
+
+    One that runs plainly, since a second forward would change something again, is checkpointed:
+    that is what the model's user chose.
+    """
+    layer = getattr(part, "__self__", part)
+    name = getattr(part, "__name__", "")
+    is_call = part is layer or name in ("forward", "__call__", "_call_impl", "_wrapped_call_impl")
+    if isinstance(layer, FusedLayer) and is_call and record_of(layer).last != "plain":
+        return part(*args, **kwargs)
+    return run(part, *args, **kwargs)
 
 
 def class_of(

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from fused_remat.autograd import run_block
 from fused_remat.execution.prepare import pieces_of
 from fused_remat.graph.graph import Graph
+from fused_remat.layers.eligibility import parameters_of
 from fused_remat.layers.fallback import generator_states, set_generator_states
 from fused_remat.recognition.again import Again, modules_of, precision_of
-from fused_remat.recognition.apart import renumbered, replica
+from fused_remat.recognition.apart import renumbered, replica, run_with, unchanged
 from fused_remat.recognition.join import Pair
 from fused_remat.recognition.program import Opaque, Program, given_to, run_op
 from fused_remat.recognition.prove import difference
@@ -25,6 +26,7 @@ from fused_remat.recognition.read import Reader
 from fused_remat.recognition.reading import Reading
 from fused_remat.recognition.record import without_dropout
 from fused_remat.recognition.samples import INDICES, NOTES, Call, constants, leaf_of, vary
+from fused_remat.recognition.state import shared_by
 from fused_remat.recognition.values import (
     SHIFT,
     STREAM,
@@ -40,7 +42,7 @@ from fused_remat.steps.replay import At
 _SIZES = ({"B": 3, "S": 7, "M": 5}, {"B": 2, "S": 10, "M": 12})
 _PROOFS = ({"B": 3, "S": 13, "M": 6}, {"B": 2, "S": 17, "M": 9})
 #: The proofs at a length that is the call's.
-_LONG_PROOFS = ({"B": 1}, {"B": 2})
+_LONG_PROOFS = ({"B": 2}, {"B": 2})
 #: The dtypes of the first recording and of the proofs, of the second recording, and of its
 #: parameters. The last two are for layers that ATen cannot run in float64 (experts as one grouped
 #: product), and for those that convert some parameters themselves.
@@ -49,7 +51,7 @@ _DTYPES = (
     (torch.float32, torch.bfloat16, torch.bfloat16),
     (torch.float32, torch.bfloat16, torch.float32),
 )
-#: Tokens of a piece in the proofs, so that groups and tiles are proved too.
+#: Tokens of a piece in the proofs, at most a sequence, so that groups and tiles are proved too.
 _PIECE = 12
 _MOST_PIECES = 24
 #: Values that are no activations and have as many elements are made again in backward.
@@ -168,7 +170,9 @@ class Known:
     def run(self, layer: nn.Module, named: Mapping[str, Tensor], given: Mapping[str, Any]) -> Any:
         """The layer's result, by the block, in small pieces and without dropout; for the proof."""
         tensors, functions, result = self.bind(layer, named, given, random=False)
-        with pieces_of(_PIECE):
+        x = leaves(given)[self.places[0]]
+        tokens = x.shape[:-1].numel() // self.sizes(leaves(given)).get("B", 1)
+        with pieces_of(min(_PIECE, tokens)):  # no less than a sequence
             return result(run_block(self.graph, "full", tensors, functions=functions))
 
     def sizes(self, found: Sequence[Any]) -> dict[str, int]:
@@ -236,6 +240,31 @@ def read_call(
             with contextlib.suppress(Unreadable):
                 return _read_one(layer, forward, other, free)
         raise
+
+
+def check_effects(layer: nn.Module, forward: Callable[..., Any], given: Mapping[str, Any]) -> None:
+    """Raise SideEffect if a call of `forward`, which is not traced, changes more than its result.
+
+    It is run on a replica, without gradients; errors of the layer's own are left to its forward.
+    """
+    mine = replica(layer, deep=True)
+    for name in NOTES:
+        mine.__dict__.pop(name, None)
+    named = {name: p.detach() for name, p in parameters_of(layer).items()}
+    named |= {name: b.detach().clone() for name, b in layer.named_buffers()}
+    copied = map_tree(dict(given), lambda t: t.detach().clone() if isinstance(t, Tensor) else t)
+
+    def watched(**given: Any) -> None:
+        with unchanged([*map(vars, mine.modules()), given], shared_by(mine), named):
+            types.MethodType(forward, mine)(**given)
+
+    try:
+        with torch.no_grad():
+            run_with(mine, watched, named, copied)
+    except SideEffect:
+        raise
+    except Exception:
+        pass
 
 
 class _CannotRun(Unreadable):

@@ -62,8 +62,9 @@ def _lists(module: nn.Module) -> list[nn.Module]:
 
 def _divides(children: nn.Module, parent: nn.Module) -> bool:
     """Whether a list within `parent` holds its layers, of one class and with two thirds of its
-    parameters, or convolutions over images."""
-    if any(p.dim() > 3 and p[0, 0].numel() > 1 and p.shape[1] > 1 for p in children.parameters()):
+    parameters, or convolution blocks, which have a norm each."""
+    blocks = [child for child in children.children() if _has_norm(child)]
+    if any(_mixes_pixels(part) for block in blocks for part in block.modules()):
         return True
     layers = [child for child in children.children() if _is_layer(child)]
     alike = len({type(child) for child in children.children()}) == 1
@@ -73,8 +74,18 @@ def _divides(children: nn.Module, parent: nn.Module) -> bool:
 
 def _is_layer(module: nn.Module) -> bool:
     """Whether a module has a norm over the width and two matrices or more."""
-    norms = any("norm" in type(part).__name__.lower() for part in module.modules())
-    return norms and _is_part(module)
+    return _has_norm(module) and _is_part(module)
+
+
+def _has_norm(module: nn.Module) -> bool:
+    return any("norm" in type(part).__name__.lower() for part in module.modules())
+
+
+def _mixes_pixels(module: nn.Module) -> bool:
+    """Whether a module is a convolution over images or videos, in which channels meet as well."""
+    if not isinstance(module, (nn.Conv2d, nn.Conv3d)) or module.groups > 1:
+        return False
+    return any(n > 1 for n in module.kernel_size)
 
 
 def _is_part(module: nn.Module) -> bool:

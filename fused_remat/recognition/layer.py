@@ -39,7 +39,7 @@ from fused_remat.layers.fused_layer import is_traced
 from fused_remat.layers.precision import Precision, low_dtype, precision_of
 from fused_remat.layers.read import GraphCall
 from fused_remat.policies import Policy, kept_names
-from fused_remat.recognition.call import CANNOT_RUN, Known, attribute, read_call
+from fused_remat.recognition.call import CANNOT_RUN, Known, attribute, check_effects, read_call
 from fused_remat.recognition.record import without_dropout
 from fused_remat.recognition.samples import INDICES, NOTES, Call, Dims
 from fused_remat.recognition.state import exact, numbers_of
@@ -123,11 +123,11 @@ class ReadLayer(ConvertedLayer):
             return Reason("the call asks for attention weights, which a block does not make")
         try:
             check_global_hooks()
-            active = (t for t in leaves(given) if isinstance(t, Tensor) and t.is_floating_point())
-            for number, leaf in enumerate(active):
-                if not leaf.numel():
-                    return Reason("an argument is empty", quiet=number == 0)
+            active = [t for t in leaves(given) if isinstance(t, Tensor) and t.is_floating_point()]
+            for leaf in active:
                 check_input(leaf, "an argument", (*range(leaf.dim() + 1),))
+            if active and not active[0].numel():
+                return Reason("its input is empty", quiet=True)
             known = self._known(given)
         except (Unreadable, Unsupported) as reason:
             known = Reason(str(reason))
@@ -194,13 +194,11 @@ class ReadLayer(ConvertedLayer):
         return _that_matters(reasons)
 
     def _known_for(self, call: Call, state: Any, free: bool) -> Known | Reason:
-        key = state, call.key(free)
+        key: tuple[Any, ...] = state, call.key(free)
         known = self._found(call, KNOWN.get(key, {}))
         if known is None and call.is_too_long:
-            return Reason(
-                f"it is not read at other lengths, and tracing it at {call.tokens} tokens takes "
-                f"more memory than a step at batch size {call.batch}"
-            )
+            key = *key, "too long"
+            known = self._found(call, KNOWN.get(key, {}))
         if known is None:
             if self._notes_of().readings == _MOST_READINGS:
                 return Reason(
@@ -285,7 +283,13 @@ class ReadLayer(ConvertedLayer):
         x = leaves(call.given)[call.places[0]]
         try:
             with _apart(x), torch.enable_grad():  # also in a checkpoint's first run
-                return read_call(self, self.stock.forward, call, free)
+                if not call.is_too_long:
+                    return read_call(self, self.stock.forward, call, free)
+                check_effects(self, self.stock.forward, call.given)
+                return Reason(
+                    f"a trace at its {call.tokens} tokens takes more memory than a step at batch "
+                    f"size {call.batch}; it is traced at a larger one"
+                )
         except Unreadable as reason:
             return Reason(str(reason), once=isinstance(reason, SideEffect))
 

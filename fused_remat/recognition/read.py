@@ -553,12 +553,11 @@ class Reader:
 
     def _activation(self, op: Op | None) -> tuple[str, Any] | None:
         """Return the entry of `ACTIVATIONS` that an operation computes, and its input, or None."""
-        if op is None:
+        if op is None or not isinstance(next(iter(op.args), None), Ref):
             return None
         if op.name in _SQUARE and (op.name == "square" or op.args[1:] == (2,)):
-            made = self.producer(op.args[0].index)
-            relu = None if made is None else _activation_of(made)
-            return ("relu2", made.args[0]) if made is not None and relu == "relu" else None
+            inner = self._activation(self.producer(op.args[0].index))
+            return ("relu2", inner[1]) if inner is not None and inner[0] == "relu" else None
         act = _activation_of(op)
         return None if act is None else (act, op.args[0])
 

@@ -137,7 +137,7 @@ class Recorder(TorchFunctionMode):
         made = torch.zeros((), requires_grad=True).clone().grad_fn
         self.start = made._sequence_nr() if made is not None else 0
         self.foreign = ""  # why not even a piece may hold a tensor that it reads
-        #: By number; of results that depend on activations, shapes and dtypes alone.
+        #: By number. Of results that depend on activations, the shape and dtype alone are kept.
         self.values: list[Tensor] = []
         self.numbers: dict[int, int] = {}  # by the tensor's id: its present value
         self.results: dict[int, weakref.ref[Tensor]] = {}  # those that are in use, by id
@@ -224,14 +224,14 @@ class Recorder(TorchFunctionMode):
         self.stack[-1].inner.append(op)
 
     def _freed(self, key: int, ref: weakref.ref[Tensor]) -> None:
-        """Forget a result of which another tensor may have the id now."""
+        """Forget a result that was freed, since a new tensor may get its id."""
         if self.results.get(key) is ref:
             for known in (self.results, self.numbers, self.views):
                 known.pop(key, None)
             self.owned.discard(key)
 
     def _tensors(self) -> list[Tensor]:
-        """Values that are in use."""
+        """Return the tensors among the values, and the results that are still in use."""
         found = [ref() for ref in [*self.results.values()]]
         return [*self.values, *(t for t in found if t is not None)]
 
@@ -520,7 +520,7 @@ def hollow(t: Tensor) -> Tensor:
 
 
 def _no_backward(_: Any) -> Tensor:
-    raise RuntimeError("a layer's forward runs a backward pass")
+    raise Unreadable("its forward runs a backward pass")
 
 
 def _as_result(leaf: Any) -> Any:

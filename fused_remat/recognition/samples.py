@@ -88,7 +88,7 @@ class Call:
             sizes["M"] = found[memory[0]].shape[self.axes.index("S")]
         if x.dim() == 4:
             sizes = {"B": self.batch}
-        if vary[0] == "S" and (x.dim() != 3 or x.shape[0] < x.shape[1]):  # a guess that is no good
+        if vary[0] == "S" and x.dim() != 3:
             sizes = {}
         self.sizes = {name: n for name, n in sizes.items() if name in vary}
         self.places = (tensors[0], memory[0] if memory else None)
@@ -150,13 +150,13 @@ class Call:
         """Whether a trace at the call's own length takes more memory than a step.
 
         The proof holds the activations of two sequences in float64, where checkpointing holds
-        those of the call; 12 bytes for each parameter come with any trace. A layer has about six
-        times as many activations for each token as parameters for each feature; those of narrow
-        layers are small.
+        those of the call; and any trace may take 12 bytes for each parameter, or a MiB. A layer of
+        width D has about 12 D² parameters, and 72 D activations for each token.
         """
-        x = leaves(self.given)[self.places[0]]
-        more = (2 * 8 - x.itemsize * self.batch) * self.tokens
-        return "S" not in self.sizes and 6 * more > 12 * max(x.shape[-1], 128)
+        width = leaves(self.given)[self.places[0]].shape[-1]
+        itemsize = leaves(self.given)[self.places[0]].itemsize
+        more = 72 * width * self.tokens * (2 * 8 - itemsize * self.batch)
+        return "S" not in self.sizes and more > max(12 * 12 * width**2, 1 << 20)
 
     def key(self, free: bool) -> tuple[Any, ...]:
         """What the reading depends on besides `dims`; `free`: not on whole numbers."""
@@ -411,26 +411,46 @@ def activation_of(run: Callable[[Tensor], Tensor], like: Tensor) -> str | None:
     >>> activation_of(lambda x: x * torch.sigmoid(x), torch.zeros(2, 64, dtype=torch.float64))
     'silu'
     """
-    small, large = torch.linspace(-9.0, 9.0, 1001), torch.logspace(1.0, 5.0, 9)
-    x = torch.cat([large, -large, small]).to(like)
-    x = x.repeat(-(-like.numel() // len(x)))[: like.numel()].view(like.shape).requires_grad_()
+    size, generator = like.numel(), torch.Generator().manual_seed(0)
+    tiny, large = torch.logspace(-8.0, -1.0, 29), torch.logspace(1.0, 30.0, 30)
+    some = torch.cat([torch.linspace(-9.0, 9.0, 1001), torch.randn(400, generator=generator)])
+    x = torch.cat([tiny, -tiny, large, -large, some, some.new_zeros(1)]).double()
+    limits = x.new_tensor([math.inf, -math.inf, math.nan])
     try:
-        with torch.enable_grad():
-            y = run(x.clone())  # which it may change
-        if not isinstance(y, Tensor) or y.shape != x.shape or not y.requires_grad:
-            return None
-        (slope,) = torch.autograd.grad(y.sum(), x)  # of a backward of its own, perhaps
+        pairs = [_slope(run, part, like) for part in _filled(x, size)]
+        y, slope = (torch.cat(parts) for parts in zip(*pairs, strict=True))
+        ends = torch.cat([_slope(run, part, like)[0] for part in _filled(limits, size)])
     except Exception:  # whatever it is, it is no activation
         return None
-    x, wide = x.detach(), y.dtype == torch.float64
-    loose = 1.0 if wide else 1e3  # digits of float32
+    x, limits = torch.cat(_filled(x, size)), torch.cat(_filled(limits, size))
+    loose = 1.0 if y.dtype == torch.float64 else 1e3  # digits of float32
+    x, limits = x.to(like), limits.to(like)
     for name, row in ACTIVATIONS.items():
         dx = row.bwd(torch.ones_like(x), x, None)
-        if torch.allclose(row.fwd(x), y, 1e-9 * loose, 1e-9 * loose) and torch.allclose(
-            dx, slope, 1e-7 * loose, 1e-7 * loose
+        if (
+            torch.allclose(row.fwd(x), y, 1e-9 * loose, 1e-9 * loose)
+            and torch.allclose(dx, slope, 1e-7 * loose, 1e-7 * loose)
+            and torch.allclose(row.fwd(limits), ends, equal_nan=True)
         ):
             return name
     return None
+
+
+def _filled(values: Tensor, size: int) -> list[Tensor]:
+    """Return the values, repeated to parts of `size`."""
+    count = -(-len(values) // size) * size
+    return [*values.repeat(-(-count // len(values)))[:count].split(size)]
+
+
+def _slope(run: Callable[[Tensor], Tensor], x: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a function of a matrix like `like`, and its derivative, also if that is its own."""
+    x = x.to(like).view(like.shape).requires_grad_()
+    with torch.enable_grad():
+        y = run(x.clone())  # which it may change
+    if y.shape != x.shape:
+        raise ValueError(f"it makes shape {tuple(y.shape)} of {tuple(x.shape)}")
+    (slope,) = torch.autograd.grad(y.sum(), x)
+    return y.detach().reshape(-1), slope.reshape(-1)
 
 
 def _norm_kind(

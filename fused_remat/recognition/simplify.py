@@ -75,8 +75,11 @@ def _drop_and_add(nodes: dict[str, Node]) -> None:
 
 
 def _ordered(nodes: Mapping[str, Node]) -> list[Node]:
-    """Those that the output is made of, each after what it reads: a sum's residual first, so that
-    backward is done with what is added before it goes on."""
+    """Those that the output is made of, each after what it reads.
+
+    What makes a sum's residual comes before what is added to it: backward then finishes the branch
+    before it rebuilds anything for the residual.
+    """
     done: dict[str, Node] = {}
 
     def place(node: Node) -> None:

@@ -792,7 +792,7 @@ class OneLength(Block):
     """Positions have the length of the model's images."""
 
     def set_up(self, index: int) -> None:
-        self.positions = nn.Parameter(torch.randn(40, WIDTH))
+        self.positions = nn.Parameter(torch.randn(LONGEST, WIDTH))
 
     def branch(self, x: Tensor) -> Tensor:
         return self.mlp(x + self.positions)

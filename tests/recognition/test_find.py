@@ -1,6 +1,7 @@
 """Which modules of a model are its layers."""
 
 import pytest
+import torch
 from torch import nn
 
 from fused_remat.recognition.find import repeated_layers
@@ -48,6 +49,15 @@ class DownBlock(nn.Module):
         self.attentions = nn.ModuleList([Mixer() for _ in range(2 * attends)])
 
 
+class Branch(Mixer):
+    """A layer with a branch of convolutions, as HAT's."""
+
+    def __init__(self):
+        super().__init__()
+        self.branch = nn.Sequential(nn.Conv2d(8, 8, 3), nn.GELU(), nn.Conv2d(8, 8, 3))
+        self.experts = nn.ModuleList([nn.ParameterList([torch.zeros(2, 3, 8, 8)])])
+
+
 class Image(Mixer):
     """A layer that convolves its keys, as SegFormer's."""
 
@@ -61,8 +71,9 @@ class Image(Mixer):
     [
         (Mixer, Mixer, 2), (lambda: Mixer(8, nn.Conv1d), Mixer, 2), (Several, Several, 2),
         (Stage, Mixer, 8), (lambda: DownBlock(True), Mixer, 4), (Image, Image, 2),
+        (Branch, Branch, 2),
     ],
-    ids=["linear", "convolutions of tokens", "several networks", "stage", "unet", "image"],
+    ids=["linear", "tokens", "several networks", "stage", "unet", "image", "branch"],
 )  # fmt: skip
 def test_layers(make, kind, count):
     found = repeated_layers(nn.Sequential(make(), make()))
