@@ -39,6 +39,8 @@ _READS = (
 _IN_PLACE = (
     "__setitem__", "__iadd__", "__imul__", "__isub__", "__itruediv__", "__iand__", "__ior__",
 )  # fmt: skip
+#: Results with more elements are held as long as the layer holds them, or activations meet them.
+_LARGE = 1 << 12
 _SETTERS = ("__set__", "requires_grad_", "retain_grad", "backward", "__delete__")
 
 
@@ -137,10 +139,12 @@ class Recorder(TorchFunctionMode):
         made = torch.zeros((), requires_grad=True).clone().grad_fn
         self.start = made._sequence_nr() if made is not None else 0
         self.foreign = ""  # why not even a piece may hold a tensor that it reads
-        #: By number. Of results that depend on activations, the shape and dtype alone are kept.
+        #: By number. Of results that depend on activations, and of large ones that no activation
+        #: meets, the shape and dtype alone are kept.
         self.values: list[Tensor] = []
         self.numbers: dict[int, int] = {}  # by the tensor's id: its present value
         self.results: dict[int, weakref.ref[Tensor]] = {}  # those that are in use, by id
+        self.large: dict[int, weakref.ref[Tensor]] = {}  # results that are hollow, by number
         self.sources: dict[int, str] = {}  # parameters, buffers and attributes, by number
         self.live: set[int] = set()
         #: What a value is made of: names of the layer's tensors, "argument" and "random".
@@ -160,6 +164,8 @@ class Recorder(TorchFunctionMode):
                 name = f"{path}.{name}" if path else name
                 if isinstance(value, Tensor) and not (name in named or id(value) in self.numbers):
                     self.source(value, name)
+        #: The storages of the layer's tensors.
+        self.memory = {t.untyped_storage().data_ptr() for t in self.values}
 
     def new(self, tensor: Tensor) -> int:
         self.numbers[id(tensor)] = len(self.values)
@@ -219,9 +225,18 @@ class Recorder(TorchFunctionMode):
                 self.roots[number] = roots
             if number is not None and is_live:
                 self.live.add(number)
+            if number is not None and (is_live or self._is_large(leaf)):
                 self.values[number] = hollow(leaf)
-                self.results[id(leaf)] = weakref.ref(leaf, functools.partial(self._freed, id(leaf)))
+                ref = weakref.ref(leaf, functools.partial(self._freed, id(leaf)))
+                self.results[id(leaf)] = self.large[number] = ref
+        for n in read if is_live else ():  # its numbers may be looked at
+            made = None if n in self.live or n not in self.large else self.large[n]()
+            self.values[n] = self.values[n] if made is None else made
         self.stack[-1].inner.append(op)
+
+    def _is_large(self, t: Tensor) -> bool:
+        """Whether a value takes memory of its own, as the matrices that DoRA computes do."""
+        return t.numel() > _LARGE and t.untyped_storage().data_ptr() not in self.memory
 
     def _freed(self, key: int, ref: weakref.ref[Tensor]) -> None:
         """Forget a result that was freed, since a new tensor may get its id."""
@@ -446,6 +461,7 @@ def _recording(recorder: Recorder) -> Iterator[None]:
         finally:
             _ACTIVE.recorder = None
             recorder.results.clear()  # whose callbacks hold the recorder
+            recorder.large.clear()
             for owner, name, old, _ in pairs:
                 setattr(owner, name, old)
 

@@ -482,14 +482,19 @@ def test_what_is_added_comes_before_the_branch():
 # What a trace costs.
 
 
-def test_results_are_held_as_long_as_the_layer_holds_them():
+@pytest.mark.parametrize("of", ["activations", "parameters"])
+def test_results_are_held_as_long_as_the_layer_holds_them(of):
     """A recording of a chain takes the memory of two of its results."""
 
     class Chain(altered.Block):
+        def set_up(self, index: int) -> None:
+            self.weight = nn.Parameter(torch.randn(WIDTH, 4096))
+
         def branch(self, x: Tensor) -> Tensor:
+            w = self.weight
             for _ in range(50):
-                x = x.sin()
-            return x
+                x, w = (x.sin(), w) if of == "activations" else (x, w.sin())
+            return x + w.mean(1)
 
     layer = Chain().double()
     named = {n: p.detach().requires_grad_() for n, p in layer.named_parameters()}
