@@ -19,8 +19,8 @@ from fused_remat.layers.record import record_of
 from fused_remat.layers.warn import warn
 
 _IDLE = Reason("no gradients are wanted", quiet=True)
-#: Names that layers have had for a cache; those of transformers have a length besides.
-_CACHES = ("past_key_values", "past_key_value", "layer_past")
+#: Names that layers have had for a cache, and a method of the caches of transformers.
+CACHES, LENGTH = ("past_key_values", "past_key_value", "layer_past"), "get_seq_length"
 #: The attribute of a cache that a call has left empty: the index of the first layer that did.
 _UNFILLED = "_fused_remat_unfilled"
 
@@ -129,7 +129,8 @@ class ConvertedLayer(FusedLayer):
 
     def _why_cached(self, given: Mapping[str, Any]) -> Reason | None:
         """Why a call has a cache, which a block neither reads nor fills; None if it has none."""
-        caches = [*caches_of(given).values()]
+        caches = [v for n, v in given.items() if n in CACHES or hasattr(v, LENGTH)]
+        caches = [cache for cache in caches if cache is not None]
         if not caches:
             return None
         index = self._layer_index()
@@ -149,7 +150,8 @@ class ConvertedLayer(FusedLayer):
         tokens takes part in attention (prefix tuning), one that is filled in evaluation is the
         caller's, and a layer that transformers never checkpoints may fill it for another module.
         """
-        caches = caches_of(given)
+        caches = {n: v for n, v in given.items() if n in CACHES or hasattr(v, LENGTH)}
+        caches = {n: v for n, v in caches.items() if v is not None}
         trains = torch.is_grad_enabled() or self._tensor_parallel is not None
         if not caches or not self.training or not trains or is_traced() or not self._drops_caches():
             return given
@@ -159,7 +161,7 @@ class ConvertedLayer(FusedLayer):
             return given
         if not torch.compiler.is_compiling():
             _warn_of_dropped(type(self).__name__, tuple(caches))
-        kept = {n: v for n, v in given.items() if n not in (*_CACHES, *caches)}
+        kept = {n: v for n, v in given.items() if n not in (*CACHES, *caches)}
         return {**kept, "use_cache": False} if "use_cache" in given else kept
 
     def _drops_caches(self) -> bool:
@@ -227,15 +229,6 @@ class ConvertedLayer(FusedLayer):
             return self._stock_forward(**dict(zip(by_position, values, strict=True)), **rest)
 
         return own(forward, *by_position.values())
-
-
-def caches_of(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The caches of keys and values among arguments."""
-    return {
-        name: value
-        for name, value in given.items()
-        if value is not None and (name in _CACHES or hasattr(value, "get_seq_length"))
-    }
 
 
 def around_layers(model: nn.Module, enabled: bool) -> None:

@@ -22,7 +22,7 @@ from fused_remat.execution.executor import autocast_off
 from fused_remat.execution.observe import unobserved
 from fused_remat.graph.graph import Graph
 from fused_remat.layers.containment import is_contained, is_unexpected
-from fused_remat.layers.converted import ConvertedLayer, caches_of, class_of
+from fused_remat.layers.converted import CACHES, LENGTH, ConvertedLayer, class_of
 from fused_remat.layers.eligibility import (
     RECORDERS,
     Reason,
@@ -371,9 +371,8 @@ def would_read(layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
     assert isinstance(layer, ConvertedLayer)
     try:
         named = layer._named(args, kwargs)
-        given = dict(named or {})
-        for name in caches_of(given):
-            del given[name]
+        pairs = (named or {}).items()
+        given = {n: v for n, v in pairs if n not in CACHES and not hasattr(v, LENGTH)}
         call = (
             Reason("its arguments do not fit forward") if named is None else layer._block(**given)
         )
