@@ -37,6 +37,11 @@ def line(row: Row) -> str:
     return f"{name}: {', '.join([layers(row), *words])}{'; WRONG: ' + wrong if wrong else ''}"
 
 
+def passes(row: Row) -> bool:
+    """Whether a converted step is compared with checkpointing, and passes every check."""
+    return not row["violations"] and not row.get("effects") and "kept" in row["ways"]["own"]
+
+
 def layers(row: Row) -> str:
     """How many layers ran as blocks and under checkpointing.
 
@@ -49,9 +54,10 @@ def layers(row: Row) -> str:
 def _summary(rows: list[Row], variant: str) -> Iterable[Cell]:
     """The cells of a variant: how many models have it, pass, and the medians of the ratios."""
     mine = [row for row in rows if row["case"]["variant"] == variant]
-    yield from (variant, str(len(mine)), str(sum(not row["violations"] for row in mine)))
+    yield from (variant, str(len(mine)), str(sum(map(passes, mine))))
+    compared = [row for row in mine if not row.get("effects")]
     for measure in MEASURES:
-        found = [value for row in mine if (value := ratio(row, measure)) is not None]
+        found = [value for row in compared if (value := ratio(row, measure)) is not None]
         yield f"{median(found):.2f}× ({span(found)})" if found else None
 
 
@@ -67,8 +73,9 @@ def _cells(rows: list[Row]) -> Iterable[Cell]:
         yield None if value is None else f"{' → '.join(pair)} ({value:.2f}×)"
     error = new.get("gradient64", new.get("gradient"))
     yield None if error is None else f"{error:.0e}"
-    failed = {row["case"]["variant"]: row["violations"] for row in rows if row["violations"]}
-    yield "; ".join(f"{variant}: {', '.join(checks)}" for variant, checks in failed.items())
+    failed = {row["case"]["variant"]: ", ".join(row["violations"]) for row in rows}
+    failed |= {row["case"]["variant"]: "not compared" for row in rows if row.get("effects")}
+    yield "; ".join(f"{variant}: {checks}" for variant, checks in failed.items() if checks)
 
 
 def table(file: Path = FILE) -> str:

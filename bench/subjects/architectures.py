@@ -33,7 +33,7 @@ class Architecture(NamedTuple):
     make: Callable[[], nn.Module]
     batch: Callable[[nn.Module, int], Batch]  #: For a model, of so many tokens.
     needs: str = ""  #: The module that it comes from.
-    #: Whether it is converted with its own checkpointing enabled: most of it are no layers.
+    #: Whether it is converted with its own checkpointing, which most of its modules keep.
     keeps_own: bool = False
 
 

@@ -19,8 +19,10 @@ from fused_remat.layers.record import record_of
 from fused_remat.layers.warn import warn
 
 _IDLE = Reason("no gradients are wanted", quiet=True)
-#: Names that layers have had for a cache, and a method of the caches of transformers.
-CACHES, LENGTH = ("past_key_values", "past_key_value", "layer_past"), "get_seq_length"
+#: Names that layers have had for a cache.
+CACHES = ("past_key_values", "past_key_value", "layer_past")
+#: A method by which transformers' caches are known under other names.
+LENGTH = "get_seq_length"
 #: The attribute of a cache that a call has left empty: the index of the first layer that did.
 _UNFILLED = "_fused_remat_unfilled"
 
@@ -232,8 +234,11 @@ class ConvertedLayer(FusedLayer):
 
 
 def around_layers(model: nn.Module, enabled: bool) -> None:
-    """Let checkpointing that modules of `model` put around their parts, as those of diffusers do,
-    leave out fused layers, which would run their forward once more; or undo that."""
+    """Take fused layers out of the checkpointing that modules of `model` run their parts under, as
+    those of diffusers do, or put them back.
+
+    Under it a fused layer would run its forward once more.
+    """
     for module in model.modules():
         run = vars(module).get("_gradient_checkpointing_func")
         is_ours = isinstance(run, functools.partial) and run.func is _unless_fused
@@ -245,8 +250,8 @@ def around_layers(model: nn.Module, enabled: bool) -> None:
 def _unless_fused(run: Callable[..., Any], part: Any, *args: Any, **kwargs: Any) -> Any:
     """Run a part of a model under its checkpointing, `run`; a fused layer by itself.
 
-    One that runs plainly, since a second forward would change something again, is checkpointed:
-    that is what the model's user chose.
+    A layer whose own forward was not checkpointed, since a second one would change something
+    again, stays under the checkpointing that the model's user chose.
     """
     layer = getattr(part, "__self__", part)
     name = getattr(part, "__name__", "")

@@ -19,9 +19,13 @@ from torch import Tensor, nn
 
 from fused_remat.layers.eligibility import parameters_of
 from fused_remat.layers.fallback import Caller
+from fused_remat.layers.record import NOTES as RECORD
 from fused_remat.layers.warn import listed
-from fused_remat.recognition.state import get
-from fused_remat.recognition.values import SHIFT, SideEffect, Unreadable, attributes
+from fused_remat.recognition.state import get, shared_by
+from fused_remat.recognition.values import SHIFT, SideEffect, Unreadable, attributes, map_tree
+
+#: Attributes of a layer that is traced: its record, what it was traced as, and notes of that.
+NOTES = (*RECORD, "_last", "_notes")
 
 
 def _prefixed(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -30,14 +34,16 @@ def _prefixed(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def replica(module: nn.Module, deep: bool = False) -> Any:
     """A module with the same tensors and attributes, whose tensors may be replaced: threads that
-    call the module do not see it. `deep`: tensor attributes may be changed in place, too.
+    call the module do not see it. `deep`: tensor attributes may be changed in place, too, and notes
+    of conversion are left out.
     """
     # Not by the class: FSDP's makes another one.
     made: dict[nn.Module, Any] = {old: object.__new__(type(old)) for old in module.modules()}
     for old, new in made.items():
         params = parameters_of(old, recurse=False) if deep else {}
         for name, value in old.__dict__.items():
-            if name not in old._parameters:  # FSDP1 has some in both, and modules read these
+            noted = deep and name in NOTES
+            if name not in old._parameters and not noted:  # FSDP1 has some in both
                 new.__dict__[name] = value if name in params else _copied(value, made, deep)
         modules = {n: None if m is None else made[m] for n, m in old._modules.items()}
         tensors = {"_parameters": {**old._parameters}, "_buffers": {**old._buffers}}
@@ -81,6 +87,56 @@ def run_with(
 ) -> Any:
     """`forward(**given)`, a method of `layer`, with the tensors `named` as its own."""
     return torch.func.functional_call(Caller(layer, forward), _prefixed(named), (), dict(given))
+
+
+@contextlib.contextmanager
+def forward_only() -> Iterator[None]:
+    """Let code run as in training, but keep nothing for a backward pass.
+
+    Raises: Unreadable in a backward pass inside.
+    """
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_dropped, _no_backward):
+        yield
+
+
+def _dropped(_: Tensor) -> None:
+    return None
+
+
+def _no_backward(_: Any) -> Tensor:
+    raise Unreadable("its forward runs a backward pass")
+
+
+def check_effects(layer: nn.Module, forward: Callable[..., Any], given: Mapping[str, Any]) -> None:
+    """Raise SideEffect if a call that is not traced changes more than its result.
+
+    `forward`, a function of the layer's class, runs on a replica with copies of the arguments.
+    What else it raises is left to the layer's own forward.
+    """
+    mine = replica(layer, deep=True)
+    params = parameters_of(layer)
+    named = {name: p.detach().requires_grad_(p.requires_grad) for name, p in params.items()}
+    named |= {name: _cloned(b) for name, b in layer.named_buffers()}
+    copied = map_tree(dict(given), _cloned)
+
+    def watched(**given: Any) -> None:
+        with unchanged([*map(vars, mine.modules()), given], shared_by(mine), named):
+            types.MethodType(forward, mine)(**given)
+
+    try:
+        with forward_only():
+            run_with(mine, watched, named, copied)
+    except SideEffect:
+        raise
+    except Exception:
+        pass
+
+
+def _cloned(leaf: Any) -> Any:
+    """Return a copy of a tensor, which may be changed in place, and anything else as it is."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return leaf.detach().requires_grad_(leaf.requires_grad).clone()
 
 
 @contextlib.contextmanager

@@ -15,18 +15,16 @@ from torch import Tensor, nn
 from fused_remat.autograd import run_block
 from fused_remat.execution.prepare import pieces_of
 from fused_remat.graph.graph import Graph
-from fused_remat.layers.eligibility import parameters_of
 from fused_remat.layers.fallback import generator_states, set_generator_states
 from fused_remat.recognition.again import Again, modules_of, precision_of
-from fused_remat.recognition.apart import renumbered, replica, run_with, unchanged
+from fused_remat.recognition.apart import renumbered, replica
 from fused_remat.recognition.join import Pair
 from fused_remat.recognition.program import Opaque, Program, given_to, run_op
 from fused_remat.recognition.prove import difference
 from fused_remat.recognition.read import Reader
 from fused_remat.recognition.reading import Reading
 from fused_remat.recognition.record import without_dropout
-from fused_remat.recognition.samples import INDICES, NOTES, Call, constants, leaf_of, vary
-from fused_remat.recognition.state import shared_by
+from fused_remat.recognition.samples import INDICES, Call, constants, leaf_of, vary
 from fused_remat.recognition.values import (
     SHIFT,
     STREAM,
@@ -41,7 +39,7 @@ from fused_remat.steps.replay import At
 #: Sizes of the two recordings and of the two proofs, of different remainders by small numbers.
 _SIZES = ({"B": 3, "S": 7, "M": 5}, {"B": 2, "S": 10, "M": 12})
 _PROOFS = ({"B": 3, "S": 13, "M": 6}, {"B": 2, "S": 17, "M": 9})
-#: The proofs at a length that is the call's.
+#: The sizes of the two proofs of a layer that is traced at the call's own length.
 _LONG_PROOFS = ({"B": 2}, {"B": 2})
 #: The dtypes of the first recording and of the proofs, of the second recording, and of its
 #: parameters. The last two are for layers that ATen cannot run in float64 (experts as one grouped
@@ -242,31 +240,6 @@ def read_call(
         raise
 
 
-def check_effects(layer: nn.Module, forward: Callable[..., Any], given: Mapping[str, Any]) -> None:
-    """Raise SideEffect if a call of `forward`, which is not traced, changes more than its result.
-
-    It is run on a replica, without gradients; errors of the layer's own are left to its forward.
-    """
-    mine = replica(layer, deep=True)
-    for name in NOTES:
-        mine.__dict__.pop(name, None)
-    named = {name: p.detach() for name, p in parameters_of(layer).items()}
-    named |= {name: b.detach().clone() for name, b in layer.named_buffers()}
-    copied = map_tree(dict(given), lambda t: t.detach().clone() if isinstance(t, Tensor) else t)
-
-    def watched(**given: Any) -> None:
-        with unchanged([*map(vars, mine.modules()), given], shared_by(mine), named):
-            types.MethodType(forward, mine)(**given)
-
-    try:
-        with torch.no_grad():
-            run_with(mine, watched, named, copied)
-    except SideEffect:
-        raise
-    except Exception:
-        pass
-
-
 class _CannotRun(Unreadable):
     """The layer raises in a recording; `at_once`: in the first, so that no other dtype helps."""
 
@@ -283,8 +256,6 @@ def _read_one(layer: nn.Module, forward: Callable[..., Any], call: Call, free: b
         for dtypes in _DTYPES if call.sizes else ():
             try:
                 mine = replica(layer, deep=True)
-                for name in NOTES:
-                    mine.__dict__.pop(name, None)
                 if varies:
                     vary(mine)
                 method = types.MethodType(forward, mine)

@@ -67,9 +67,9 @@ def _divides(children: nn.Module, parent: nn.Module) -> bool:
     if any(_mixes_pixels(part) for block in blocks for part in block.modules()):
         return True
     layers = [child for child in children.children() if _is_layer(child)]
-    alike = len({type(child) for child in children.children()}) == 1
-    mine, whole = (sum([p.numel() for p in m.parameters()]) for m in (children, parent))
-    return bool(layers) and alike and 3 * mine > 2 * whole
+    kinds = {type(child) for child in children.children()}
+    held, all_of_parent = (sum([p.numel() for p in m.parameters()]) for m in (children, parent))
+    return bool(layers) and len(kinds) == 1 and 3 * held > 2 * all_of_parent
 
 
 def _is_layer(module: nn.Module) -> bool:

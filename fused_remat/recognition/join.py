@@ -87,7 +87,7 @@ class Pair:
         self.fixed = self.one.fixed | self.two.fixed
 
     def join(self, opaque: Mapping[str, str]) -> Recording:
-        """The two as one; submodules at the paths `opaque` are one operation each, for a reason.
+        """Return the two as one. `opaque`: paths of submodules that are one operation, and why.
 
         Raises: Unreadable if the operations of the layer itself do not agree.
         """

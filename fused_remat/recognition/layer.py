@@ -39,9 +39,10 @@ from fused_remat.layers.fused_layer import is_traced
 from fused_remat.layers.precision import Precision, low_dtype, precision_of
 from fused_remat.layers.read import GraphCall
 from fused_remat.policies import Policy, kept_names
-from fused_remat.recognition.call import CANNOT_RUN, Known, attribute, check_effects, read_call
+from fused_remat.recognition.apart import NOTES, check_effects
+from fused_remat.recognition.call import CANNOT_RUN, Known, attribute, read_call
 from fused_remat.recognition.record import without_dropout
-from fused_remat.recognition.samples import INDICES, NOTES, Call, Dims
+from fused_remat.recognition.samples import INDICES, Call, Dims
 from fused_remat.recognition.state import exact, numbers_of
 from fused_remat.recognition.values import SideEffect, Unreadable, leaves, map_tree, refs
 from fused_remat.steps.norm import Norm

@@ -62,8 +62,7 @@ _HEAVY = (
     "matmul", "__matmul__", "bmm", "mm", "einsum", "baddbmm", "linear", "conv1d", "conv2d",
     "grouped_mm", "_grouped_mm", "softmax", "topk", "scatter", "index_add",
 )  # fmt: skip
-
-
+#: Operations whose results are parts of what they read, side by side.
 _SPLITS = ("chunk", "split", "tensor_split", "unbind")
 #: Operations by which a piece chooses: another bit in what they read may change the choice.
 _CHOICES = ("topk", "sort", "argsort", "argmax", "argmin", "one_hot", "gt", "ge", "lt", "le", "eq")

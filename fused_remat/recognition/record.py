@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from fused_remat.layers.eligibility import parameters_of
 from fused_remat.layers.fallback import generator_states
-from fused_remat.recognition.apart import run_with, unchanged
+from fused_remat.recognition.apart import forward_only, run_with, unchanged
 from fused_remat.recognition.state import shared_by
 from fused_remat.recognition.values import (
     SHAPES,
@@ -39,8 +39,8 @@ _READS = (
 _IN_PLACE = (
     "__setitem__", "__iadd__", "__imul__", "__isub__", "__itruediv__", "__iand__", "__ior__",
 )  # fmt: skip
-#: Results with more elements are held as long as the layer holds them, or activations meet them.
-_LARGE = 1 << 12
+#: A result with more elements is not held, unless an operation on activations reads it.
+_SMALL = 1 << 12
 _SETTERS = ("__set__", "requires_grad_", "retain_grad", "backward", "__delete__")
 
 
@@ -139,12 +139,10 @@ class Recorder(TorchFunctionMode):
         made = torch.zeros((), requires_grad=True).clone().grad_fn
         self.start = made._sequence_nr() if made is not None else 0
         self.foreign = ""  # why not even a piece may hold a tensor that it reads
-        #: By number. Of results that depend on activations, and of large ones that no activation
-        #: meets, the shape and dtype alone are kept.
+        #: By number. Results that depend on activations, and large ones, are hollow.
         self.values: list[Tensor] = []
         self.numbers: dict[int, int] = {}  # by the tensor's id: its present value
-        self.results: dict[int, weakref.ref[Tensor]] = {}  # those that are in use, by id
-        self.large: dict[int, weakref.ref[Tensor]] = {}  # results that are hollow, by number
+        self.results: dict[int, weakref.ref[Tensor]] = {}  # those that are hollow, by number
         self.sources: dict[int, str] = {}  # parameters, buffers and attributes, by number
         self.live: set[int] = set()
         #: What a value is made of: names of the layer's tensors, "argument" and "random".
@@ -165,7 +163,8 @@ class Recorder(TorchFunctionMode):
                 if isinstance(value, Tensor) and not (name in named or id(value) in self.numbers):
                     self.source(value, name)
         #: The storages of the layer's tensors.
-        self.memory = {t.untyped_storage().data_ptr() for t in self.values}
+        strided = [t for t in self.values if t.layout is torch.strided]
+        self.memory = {t.untyped_storage().data_ptr() for t in strided}
 
     def new(self, tensor: Tensor) -> int:
         self.numbers[id(tensor)] = len(self.values)
@@ -227,27 +226,26 @@ class Recorder(TorchFunctionMode):
                 self.live.add(number)
             if number is not None and (is_live or self._is_large(leaf)):
                 self.values[number] = hollow(leaf)
-                ref = weakref.ref(leaf, functools.partial(self._freed, id(leaf)))
-                self.results[id(leaf)] = self.large[number] = ref
-        for n in read if is_live else ():  # its numbers may be looked at
-            made = None if n in self.live or n not in self.large else self.large[n]()
+                forget = functools.partial(self._forget, id(leaf))
+                self.results[number] = weakref.ref(leaf, forget)
+        for n in self.results.keys() & read if is_live else ():  # the reader looks at its numbers
+            made = None if n in self.live else self.results[n]()
             self.values[n] = self.values[n] if made is None else made
         self.stack[-1].inner.append(op)
 
     def _is_large(self, t: Tensor) -> bool:
         """Whether a value takes memory of its own, as the matrices that DoRA computes do."""
-        return t.numel() > _LARGE and t.untyped_storage().data_ptr() not in self.memory
+        return t.numel() > _SMALL and t.untyped_storage().data_ptr() not in self.memory
 
-    def _freed(self, key: int, ref: weakref.ref[Tensor]) -> None:
-        """Forget a result that was freed, since a new tensor may get its id."""
-        if self.results.get(key) is ref:
-            for known in (self.results, self.numbers, self.views):
-                known.pop(key, None)
-            self.owned.discard(key)
+    def _forget(self, key: int, _: weakref.ref[Tensor]) -> None:
+        """Forget a tensor that is freed, since a new one may get its id."""
+        self.numbers.pop(key, None)
+        self.views.pop(key, None)
+        self.owned.discard(key)
 
     def _tensors(self) -> list[Tensor]:
         """Return the tensors among the values, and the results that are still in use."""
-        found = [ref() for ref in [*self.results.values()]]
+        found = [ref() for ref in self.results.values()]
         return [*self.values, *(t for t in found if t is not None)]
 
     def __torch_function__(
@@ -461,7 +459,6 @@ def _recording(recorder: Recorder) -> Iterator[None]:
         finally:
             _ACTIVE.recorder = None
             recorder.results.clear()  # whose callbacks hold the recorder
-            recorder.large.clear()
             for owner, name, old, _ in pairs:
                 setattr(owner, name, old)
 
@@ -514,8 +511,7 @@ def record(
         with unchanged([*map(vars, layer.modules()), given], shared_by(layer), tensors):
             return forward(**given)
 
-    unsaved = torch.autograd.graph.saved_tensors_hooks(lambda t: None, _no_backward)
-    with _recording(recorder), torch.enable_grad(), unsaved:
+    with _recording(recorder), forward_only():
         result = run_with(layer, watched, named, given)
     if recorder.foreign:
         raise Unreadable(recorder.foreign)
@@ -533,10 +529,6 @@ def record(
 def hollow(t: Tensor) -> Tensor:
     """Return a tensor of the same shape and dtype that takes no memory."""
     return t.detach().new_zeros(()).expand(t.shape)
-
-
-def _no_backward(_: Any) -> Tensor:
-    raise Unreadable("its forward runs a backward pass")
 
 
 def _as_result(leaf: Any) -> Any:

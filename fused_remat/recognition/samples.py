@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from fused_remat.layers.eligibility import parameters_of
-from fused_remat.layers.record import NOTES as RECORD
 from fused_remat.recognition.join import norm_of
 from fused_remat.recognition.state import exact, held_by, is_mutable
 from fused_remat.recognition.values import Sample, Unreadable, leaves, map_tree
@@ -24,8 +23,6 @@ _MASKS = ("mask", "bias", "alibi")
 _MEMORY = ("encoder_hidden_states", "memory", "context", "encoder_output", "key_value_states", "xa")
 
 
-#: Attributes of a layer that is read: what it was read as, and what is noted of it.
-NOTES = (*RECORD, "_last", "_notes")
 #: Attributes that number a layer of a model.
 INDICES = ("layer_idx", "layer_id", "layer_number", "layer_index", "block_idx")
 
@@ -153,9 +150,9 @@ class Call:
         those of the call; and any trace may take 12 bytes for each parameter, or a MiB. A layer of
         width D has about 12 D² parameters, and 72 D activations for each token.
         """
-        width = leaves(self.given)[self.places[0]].shape[-1]
-        itemsize = leaves(self.given)[self.places[0]].itemsize
-        more = 72 * width * self.tokens * (2 * 8 - itemsize * self.batch)
+        x = leaves(self.given)[self.places[0]]
+        width = x.shape[-1]
+        more = 72 * width * self.tokens * (2 * 8 - x.itemsize * self.batch)
         return "S" not in self.sizes and more > max(12 * 12 * width**2, 1 << 20)
 
     def key(self, free: bool) -> tuple[Any, ...]:
@@ -425,13 +422,12 @@ def activation_of(run: Callable[[Tensor], Tensor], like: Tensor) -> str | None:
     x, limits = torch.cat(_filled(x, size)), torch.cat(_filled(limits, size))
     loose = 1.0 if y.dtype == torch.float64 else 1e3  # digits of float32
     x, limits = x.to(like), limits.to(like)
-    for name, row in ACTIVATIONS.items():
-        dx = row.bwd(torch.ones_like(x), x, None)
-        if (
-            torch.allclose(row.fwd(x), y, 1e-9 * loose, 1e-9 * loose)
-            and torch.allclose(dx, slope, 1e-7 * loose, 1e-7 * loose)
-            and torch.allclose(row.fwd(limits), ends, equal_nan=True)
-        ):
+    for name, known in ACTIVATIONS.items():
+        if not torch.allclose(known.fwd(x), y, 1e-9 * loose, 1e-9 * loose):
+            continue
+        dx = known.bwd(torch.ones_like(x), x, None)
+        same = torch.allclose(dx, slope, 1e-7 * loose, 1e-7 * loose)
+        if same and torch.allclose(known.fwd(limits), ends, equal_nan=True):
             return name
     return None
 

@@ -63,7 +63,8 @@ def _tanh_bwd(dy: Tensor, x: Tensor, out: Tensor | None) -> Tensor:
 
 def _relu2_bwd(dy: Tensor, x: Tensor, out: Tensor | None) -> Tensor:
     dx = torch.relu(x).mul_(2.0).mul_(dy)
-    return _into(_aten.threshold_backward, dx, out, x, 0.0)  # 0 also for an infinite dy
+    into = dx if out is None else out
+    return _into(_aten.threshold_backward, dx, into, x, 0.0)  # 0 also for an infinite dy
 
 
 ACTIVATIONS: dict[str, Activation] = {

@@ -23,8 +23,8 @@ CHOSEN = {
     "dora": "LlamaForCausalLM",
 }
 #: What is still worse, by name and variant, and how many times as large as with checkpointing it
-#: may be: bytes that are kept, and the peaks of a step and of the first one. An entry goes with its
-#: fault. (Which library multiplies, by which peaks differ, is timed in every process.)
+#: may be: bytes that are kept, and the peaks of a step and of the first one. Remove an entry with
+#: its fault. Peaks also depend on the library that computes a product, which each process times.
 KNOWN = {
     ("JetMoeForCausalLM", "bare"): {"first_peak": 2.8},
     ("JetMoeForCausalLM", "cache"): {"first_peak": 2.4},
