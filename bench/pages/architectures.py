@@ -96,12 +96,12 @@ def table(file: Path = FILE) -> str:
         f"Batch 2, texts of {data['config']['tokens']} tokens. {fused} of {len(names)} "
         "architectures run every layer as a block."
     )
-    earlier = dict[str, dict[str, None]]()
+    others = dict[str, dict[str, None]]()
     for row in rows:
         if row["machine"]["commit"] != data["machine"]["commit"]:
-            earlier.setdefault(row["machine"]["commit"][:7], {})[row["case"]["variant"]] = None
-    for commit, of_commit in earlier.items():
-        size += f" Measured at the earlier commit {commit}: {', '.join(of_commit)}."
+            others.setdefault(row["machine"]["commit"][:7], {})[row["case"]["variant"]] = None
+    for commit, of_commit in others.items():
+        size += f" Measured at commit {commit}: {', '.join(of_commit)}."
     titles = tuple(MEASURES.values())
     units = tuple(f"{title}, {'ms' if title == 'step time' else 'KiB'}" for title in titles)
     head = ("architecture", "layers", *units, "gradients", "failed checks")

@@ -25,52 +25,58 @@ CHOSEN = {
 #: What is still worse, by name and variant, and how many times as large as with checkpointing it
 #: may be: bytes that are kept, and the peaks of a step and of the first one. Remove an entry with
 #: its fault. Peaks also depend on the library that computes a product, which each process times.
-KNOWN = {
-    ("JetMoeForCausalLM", "bare"): {"first_peak": 2.8},
-    ("JetMoeForCausalLM", "cache"): {"first_peak": 2.4},
-    ("JetMoeForCausalLM", "lora"): {"first_peak": 4.6},
-    # The batch is tried as the second dimension, with sizes that the layer pads.
-    ("LongT5ForConditionalGeneration", "bare"): {"first_peak": 14.0},
-    ("ProphetNetForCausalLM", "bare"): {"first_peak": 13.5},
-    ("ProphetNetForCausalLM", "cache"): {"first_peak": 13.5},
-    ("ProphetNetForCausalLM", "lora"): {"first_peak": 13.5},
-    ("ProphetNetForConditionalGeneration", "bare"): {"first_peak": 13.5},
+KNOWN: dict[str, dict[str, dict[str, float]]] = {
+    # The batch is tried as the second dimension, with sizes that the layer pads or has fixed.
+    "LongT5ForConditionalGeneration": {"bare": {"first_peak": 13.6}, "dora": {"first_peak":
+        9.53}, "lora": {"first_peak": 14}},
+    "ProphetNetForCausalLM": {"bare": {"first_peak": 13.6}, "cache": {"first_peak": 13.6},
+        "lora": {"first_peak": 13.6}, "dora": {"first_peak": 11.28}},
+    "ProphetNetForConditionalGeneration": {"bare": {"first_peak": 13.6}, "dora": {"first_peak":
+        10.38}, "lora": {"first_peak": 13.6}},
+    # Each expert's gradient is added to a tensor as large as those of all.
+    "JetMoeForCausalLM": {"bare": {"first_peak": 2.71}, "cache": {"first_peak": 2.28}, "lora":
+        {"first_peak": 4.53}, "dora": {"first_peak": 4.16}},
     # Inputs and outputs of several ReLUs are held at once.
-    ("MobileBertForMaskedLM", "bare"): {"peak": 1.3},
-    ("MobileBertForMaskedLM", "lora"): {"peak": 1.2},
+    "MobileBertForMaskedLM": {"bare": {"peak": 1.29}, "lora": {"peak": 1.17}},
     # A replayed submodule gives the gradients of all its experts at its end.
-    ("PhimoeForCausalLM", "bare"): {"peak": 1.1},
-    ("PhimoeForCausalLM", "cache"): {"peak": 1.1},
+    "PhimoeForCausalLM": {"bare": {"peak": 1.09}, "cache": {"peak": 1.09}},
     # Modulations of labels that are dropped at random are kept.
-    ("dit", "bare"): {"kept": 1.1},
-    ("dit", "lora"): {"kept": 1.1},
-    # transformers checkpoints a stage, which keeps one input for several layers. Swin is traced in
-    # its second step, since its first one changes the sizes of its windows.
-    ("swin", "bare"): {"kept": 2.3},
-    ("swin", "lora"): {"kept": 2.6, "peak": 11.5},
-    ("swin", "nf4"): {"kept": 1.3},
-    ("swinv2", "bare"): {"kept": 2.3},
-    ("swinv2", "lora"): {"kept": 2.6},
-    ("swinv2", "nf4"): {"kept": 1.4},
-    # Small images: 12 bytes for each parameter of a layer are more than a step takes.
-    ("timm_vit", "bare"): {"first_peak": 7.0},
-    ("timm_vit", "lora"): {"first_peak": 12.8},
-    ("torchvision_vit", "bare"): {"first_peak": 6.7},
-    ("torchvision_vit", "lora"): {"peak": 1.1, "first_peak": 14.0},
-    ("ApertusForCausalLM", "lora"): {"peak": 1.2},
-    ("BeamForCausalLM", "lora"): {"peak": 1.2},
-    ("Gemma4ForCausalLM", "lora"): {"peak": 1.2},
-    ("Gemma4ForConditionalGeneration", "lora"): {"peak": 1.2},
-    ("Gemma4UnifiedForCausalLM", "lora"): {"peak": 1.2},
-    ("Gemma4UnifiedForConditionalGeneration", "lora"): {"peak": 1.2},
-    ("HYV3ForCausalLM", "lora"): {"peak": 1.2},
-    ("clip_vision", "lora"): {"peak": 1.2},
-    ("openai_whisper", "lora"): {"peak": 1.2},
-    ("openai_whisper", "nf4"): {"peak": 1.2},
-    ("transformer_2d", "lora"): {"peak": 1.2},
-    # Its states, which a step writes, are no activations.
-    ("RecurrentGemmaForCausalLM", "nf4"): {"kept": 1.0, "peak": 1.2},
-}
+    "dit": {"bare": {"kept": 1.1}, "lora": {"kept": 1.1}, "dora": {"kept": 1.28}},
+    # transformers checkpoints a stage, which keeps one input for several layers. Swin is traced
+    # in its second step, since its first one changes the sizes of its windows.
+    "swin": {"bare": {"kept": 2.07}, "lora": {"kept": 2.53, "peak": 11.32}, "dora": {"kept":
+        3.07, "peak": 2.57, "first_peak": 2.56}, "nf4": {"kept": 1.2}, "int8": {"kept": 1.18}},
+    "swinv2": {"bare": {"kept": 2}, "lora": {"kept": 2.48}, "dora": {"kept": 3.05, "first_peak":
+        2.37}, "nf4": {"kept": 1.29}, "int8": {"kept": 1.15}},
+    # Images so small that 12 bytes for each parameter of a layer are more than a step takes.
+    "timm_vit": {"bare": {"first_peak": 6.96}, "lora": {"first_peak": 12.76}, "dora":
+        {"first_peak": 3.07}},
+    "torchvision_vit": {"bare": {"first_peak": 6.61}, "lora": {"peak": 1.09, "first_peak":
+        13.88}},
+    # The states that a step writes are no activations.
+    "RecurrentGemmaForCausalLM": {"nf4": {"kept": 1, "peak": 1.18}, "int8": {"kept": 1, "peak":
+        1.14}},
+    # Not looked into: with adapters, a few percent.
+    "ApertusForCausalLM": {"lora": {"peak": 1.12}},
+    "BeamForCausalLM": {"lora": {"peak": 1.1}, "dora": {"peak": 1.09}},
+    "FunnelForMaskedLM": {"dora": {"first_peak": 1.77}},
+    "Gemma4ForCausalLM": {"lora": {"peak": 1.18}},
+    "Gemma4ForConditionalGeneration": {"lora": {"peak": 1.18}},
+    "Gemma4UnifiedForCausalLM": {"lora": {"peak": 1.18}},
+    "Gemma4UnifiedForConditionalGeneration": {"lora": {"peak": 1.18}},
+    "Glm4ForCausalLM": {"dora": {"peak": 1.13}},
+    "GlmForCausalLM": {"dora": {"peak": 1.11}},
+    "HYV3ForCausalLM": {"lora": {"peak": 1.11}},
+    "LagunaForCausalLM": {"dora": {"first_peak": 1.56}},
+    "XLNetLMHeadModel": {"dora": {"first_peak": 1.8}},
+    "beit": {"dora": {"kept": 1.08}},
+    "clip_vision": {"lora": {"peak": 1.13}, "dora": {"kept": 1.08}},
+    "dinov2": {"dora": {"kept": 1.06}},
+    "openai_whisper": {"lora": {"peak": 1.15}, "nf4": {"peak": 1.15}, "int8": {"peak": 1.15}},
+    "pixart": {"dora": {"kept": 1.06}},
+    "transformer_2d": {"lora": {"peak": 1.17}, "dora": {"kept": 1.11}},
+    "x_transformers": {"dora": {"first_peak": 1.91}},
+}  # fmt: skip
 CASES = [
     (pytest.param if name in CHOSEN.get(variant, "").split() else exhaustive)(name, variant)
     for variant in VARIANTS
@@ -83,7 +89,7 @@ def test_never_worse_than_checkpointing(name, variant):
     row = measured(name, variant, TOKENS, rounds=0)
     if "absent" in row:
         pytest.skip(row["absent"])
-    known = KNOWN.get((name, variant), {})
-    assert {check: t for check, t in row["violations"].items() if check not in known} == {}
+    limits = KNOWN.get(name, {}).get(variant, {})
+    assert {check: t for check, t in row["violations"].items() if check not in limits} == {}
     for check, text in row["violations"].items():
-        assert float(text.partition("×")[0]) <= known[check], text
+        assert float(text.partition("×")[0]) <= limits[check], text
