@@ -447,8 +447,9 @@ def test_functions_that_are_an_activation(name, monkeypatch, told):
         lambda x: x * torch.sigmoid(1.702 * x),
         lambda x: torch.where(x > 0, 0.8 * x * x + 0.5 * x, (torch.expm1(x) - x) * 0.8 + 0.5 * x),
         lambda x: x.clamp(min=0.0).detach() + x - x.detach(),
+        lambda x: x.clamp(min=0.0),  # whose derivative at 0 is 1
     ],
-    ids=["clamped", "another number", "sums within", "another derivative"],
+    ids=["clamped", "another number", "sums within", "straight through", "another derivative"],
 )
 def test_functions_that_are_nearly_an_activation(function, monkeypatch, told):
     """One replay, with the sums within it."""
