@@ -13,11 +13,11 @@ from fused_remat.huggingface.head import HuggingFaceHead, head_class
 from fused_remat.layers.converted import ConvertedLayer
 from fused_remat.layers.fused_layer import FusedLayer
 from fused_remat.layers.record import STATES, Ran, State, record_of
-from fused_remat.recognition.call import Known
-from fused_remat.recognition.find import repeated_layers
-from fused_remat.recognition.layer import ReadLayer
-from fused_remat.recognition.reading import Piece
 from fused_remat.report.units import run_name
+from fused_remat.tracing.call import Known
+from fused_remat.tracing.find import repeated_layers
+from fused_remat.tracing.layer import ReadLayer
+from fused_remat.tracing.reading import Piece
 
 HeadState = Literal["fused", "bypassed", "not called", "not requested"]
 _RAN = {"block": "fused", "checkpoint": "checkpointed", "plain": "plain"}

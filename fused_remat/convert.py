@@ -28,10 +28,10 @@ from fused_remat.layers.converted import ConvertedLayer, around_layers
 from fused_remat.layers.eligibility import Unsupported, qualified
 from fused_remat.layers.record import record_of
 from fused_remat.policies import Policy
-from fused_remat.recognition.apart import NOTES
-from fused_remat.recognition.find import first_batch_norm, repeated_layers
-from fused_remat.recognition.layer import ROWS, converted_class
 from fused_remat.steps.operations import warn
+from fused_remat.tracing.apart import NOTES
+from fused_remat.tracing.find import first_batch_norm, repeated_layers
+from fused_remat.tracing.layer import ROWS, converted_class
 
 Model = TypeVar("Model", bound=nn.Module)
 

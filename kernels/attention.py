@@ -403,7 +403,7 @@ def attention_fwd_kernel(
 ):  # fmt: skip
     """out = dropout(softmax(scores)) v and lse = log sum exp(scores); of no key 0 and +inf.
 
-    scores: as `Scores` says, plus masks.
+    scores: as `Scores` describe, plus masks.
     Shapes: q (B, H, M, E), k (B, H / GROUP, N, E), v (B, H / GROUP, N, V), out (B, H, M, V),
         lse (B, H, M) float32, contiguous; site_key () int64. lists: for each tile of queries, or
         None. Grid: (cdiv(M, BLOCK_M) · B · H,).

@@ -3,7 +3,7 @@
 from typing import Any
 
 from fused_remat.spec import AttentionSpec
-from fused_remat.steps.attention_call import AttentionCall
+from fused_remat.steps.attention_call import AttentionArgs
 
 OF_SPEC = ("softcap", "true_means", "align")
 
@@ -15,7 +15,7 @@ def attention_call(
     right: int = -1,
     p: float = 0.0,
     **options: Any,
-) -> AttentionCall:
+) -> AttentionArgs:
     """A call over (B, H, Hkv, S_q, S_k, E), without anything but for the options."""
     batch, heads, kv_heads, q_len, kv_len, width = sizes
     given = {name: options.pop(name) for name in OF_SPEC if name in options}
@@ -23,4 +23,4 @@ def attention_call(
         num_heads=heads, num_kv_heads=kv_heads, head_dim=width, window=(left, right), dropout=p,
         scale=width**-0.5 if scale is None else scale, **given,
     )  # fmt: skip
-    return AttentionCall(spec, batch, q_len, kv_len, **options)
+    return AttentionArgs(spec, batch, q_len, kv_len, **options)

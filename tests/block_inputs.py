@@ -222,7 +222,9 @@ def same_bits(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-def calls(fn: Callable[[], object]) -> list[tuple[function.BlockCall, dict[str, tuple[int, ...]]]]:
+def calls(
+    fn: Callable[[], object],
+) -> list[tuple[function.BlockConfig, dict[str, tuple[int, ...]]]]:
     """The blocks that `fn` runs with gradients, and the shapes of their tensors by name."""
     seen = []
 
@@ -243,6 +245,6 @@ def in_pieces(tokens: int = 4) -> Iterator[None]:
     """Cut the work in groups and tiles of a few tokens, attention in blocks of 16 query rows."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fused_remat.execution.choose._CPU_TOKENS", tokens)
-        patch.setattr("fused_remat.steps.attention_rows._BLOCK", 1)
-        patch.setattr("fused_remat.steps.attention_rows._LONG", 1)
+        patch.setattr("fused_remat.steps.attention_blocked._BLOCK", 1)
+        patch.setattr("fused_remat.steps.attention_blocked._LONG", 1)
         yield

@@ -174,7 +174,7 @@ def served():
 def pieces(monkeypatch):
     """Groups of one sequence, tiles of four tokens, attention in blocks of one row."""
     monkeypatch.setattr("fused_remat.execution.choose._CPU_TOKENS", 4)
-    monkeypatch.setattr("fused_remat.steps.attention_rows._BLOCK", 1)
+    monkeypatch.setattr("fused_remat.steps.attention_blocked._BLOCK", 1)
 
 
 @pytest.fixture

@@ -89,7 +89,7 @@ def wide(value: Any) -> Any:
         return DropoutMask(v.site_key, v.row0, v.rows, v.width, v.p, torch.float64)
     if isinstance(value, Quantized):
         return value.tensor().double()
-    if isinstance(value, rotary.RotaryCall):
+    if isinstance(value, rotary.RotaryTables):
         names = ("cos", "sin", "q_weight", "k_weight")
         return dataclasses.replace(value, **{name: wide(getattr(value, name)) for name in names})
     if isinstance(value, Tensor):

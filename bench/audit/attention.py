@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fused_remat.formats import FORMATS, Quantized, QuantizedHeads
 from fused_remat.spec import AttentionSpec
-from fused_remat.steps.attention_call import AttentionCall
+from fused_remat.steps.attention_call import AttentionArgs
 from fused_remat.triton import attention
 from fused_remat.triton.launch import Launch, Target
 
@@ -93,7 +93,7 @@ def variants(dtype: torch.dtype) -> dict[str, dict[str, Any]]:
     }  # fmt: skip
 
 
-def call_of(width: int, given: dict[str, Any]) -> AttentionCall:
+def call_of(width: int, given: dict[str, Any]) -> AttentionArgs:
     """A call that sees everything, but for what is given."""
     rest = {"batch": _B, "q_len": _S, "kv_len": _S} | given
     window, heads = (rest.pop("left", -1), rest.pop("right", -1)), rest.pop("heads", _H)
@@ -102,10 +102,10 @@ def call_of(width: int, given: dict[str, Any]) -> AttentionCall:
         scale=width**-0.5, window=window, softcap=rest.pop("softcap", 0.0),
         dropout=rest.pop("p", 0.0), true_means="exclude",
     )  # fmt: skip
-    return AttentionCall(spec, **rest)
+    return AttentionArgs(spec, **rest)
 
 
-def _heads(call: AttentionCall, dtype: torch.dtype, stored: str | None = None) -> tuple[Any, ...]:
+def _heads(call: AttentionArgs, dtype: torch.dtype, stored: str | None = None) -> tuple[Any, ...]:
     """q, k and v of one packed projection: views, or kept in a format."""
     heads, kv_heads, width = call.spec.num_heads, call.spec.num_kv_heads, call.spec.head_dim
     counts = heads, kv_heads, kv_heads

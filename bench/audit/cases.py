@@ -17,7 +17,7 @@ from fused_remat.formats import BLOCK, Quantized
 from fused_remat.random import NUM_SITES, DropoutMask, Uniform
 from fused_remat.spec import AttentionSpec, NormSpec, RotarySpec
 from fused_remat.steps.norm import NORMS
-from fused_remat.steps.rotary import RotaryCall
+from fused_remat.steps.rotary import RotaryTables
 from fused_remat.steps.storage import QuantizeCall
 from fused_remat.triton import cross_entropy, pointwise, products, rotary, storage, tables
 from fused_remat.triton import norm as norms
@@ -190,7 +190,7 @@ def _rotary_cases(name: str, at: Target, dtype: torch.dtype, norm_dtype: torch.d
     x, y, z = (meta(dtype, ROWS, (nhead + 2 * kv_heads) * width) for _ in range(3))
     cos, sin = (meta(FP32, TABLE, rotated // 2) if rotated else None for _ in "cs")
     weights = [meta(norm_dtype, width) if norm else None for _ in "qk"]
-    call = RotaryCall(spec, cos, sin, *weights, 0, TABLE)
+    call = RotaryTables(spec, cos, sin, *weights, 0, TABLE)
     yield f"rotary_fwd {name}", rotary.rotary_fwd(x, call, y, at)
     yield f"rotary_fwd {name} in place", rotary.rotary_fwd(x, call, x, at)
     if not norm:

@@ -43,9 +43,9 @@ from bench.subjects.architectures import ARCHITECTURES, Batch, build
 from fused_remat import conversion, convert
 from fused_remat.execution.observe import OBSERVERS, BlockRun
 from fused_remat.graph.schedule import kept_bytes
-from fused_remat.recognition.find import repeated_layers
 from fused_remat.report.allocations import AllocationTrace
-from tests.recognition import models
+from fused_remat.tracing.find import repeated_layers
+from tests.tracing import models
 
 #: A gradient further than this from the stock model's, relative to its norm, is wrong. Sums in
 #: another order change 1e-6 of most in float32, and up to 5e-5 of those of scalars and of norms of

@@ -248,7 +248,7 @@ class Kernels:
 @ATTENTION.provider("fused_remat kernel", needs="triton", ours=True)
 def kernel(p: Attention) -> Ways:
     q, _, v = p.sets[0].values()
-    reason = triton.why_not(attention_key(q, v, p.call))
+    reason = triton.unsupported_reason(attention_key(q, v, p.call))
     if reason is not None:
         raise Absent(reason)
     return {direction: Kernels(p, direction).way() for direction in DIRECTIONS}

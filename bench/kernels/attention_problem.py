@@ -20,7 +20,7 @@ from bench.measure.contest import TOLERANCE, P, Results, Work, WrongResultError
 from fused_remat import random
 from fused_remat.spec import AttentionSpec
 from fused_remat.steps.attention import attention_bwd, attention_fwd
-from fused_remat.steps.attention_call import AttentionCall
+from fused_remat.steps.attention_call import AttentionArgs
 
 WINDOW, BLOCK = 1024, 128  # keys; at most half, and a quarter, of a sequence
 SEED = 7  # of dropout, where the mask is known
@@ -149,7 +149,7 @@ class Attention(Problem):
         return self.mask.count_nonzero().item() / self.mask.numel()
 
     @functools.cached_property
-    def call(self) -> AttentionCall:
+    def call(self) -> AttentionArgs:
         """The same as our kernels are told."""
         form, options = self.form, {}
         if form.checkered:
@@ -164,7 +164,7 @@ class Attention(Problem):
             num_heads=self.nhead, num_kv_heads=self.kv_heads, head_dim=self.head_dim,
             scale=self.head_dim**-0.5, window=window, dropout=form.p,
         )  # fmt: skip
-        return AttentionCall(spec, self.batch, self.seq_len, self.seq_len, **options)
+        return AttentionArgs(spec, self.batch, self.seq_len, self.seq_len, **options)
 
     # --- work and results
 

@@ -51,7 +51,7 @@ class Provider(Generic[Build]):
     needs: str | None  # "cuda", a CUDA device; "triton", that or Triton's interpreter
     traits: dict[str, Any]  # what else its registry wants to know of it
 
-    def why_not(self, device: torch.device) -> str | None:
+    def unsupported_reason(self, device: torch.device) -> str | None:
         if self.module and importlib.util.find_spec(self.module) is None:
             return f"{self.module} is not installed"
         if device.type == "cuda" or self.needs is None:
@@ -61,7 +61,7 @@ class Provider(Generic[Build]):
 
     def make(self, device: torch.device, *given: Any) -> Any:
         """What it builds. Raises: Absent with the reason, or what building raises."""
-        reason = self.why_not(device)
+        reason = self.unsupported_reason(device)
         if reason is not None:
             raise Absent(reason)
         return self.build(*given)

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bench.subjects import generic
-from tests.recognition import models
+from tests.tracing import models
 
 B, WIDTH = models.B, generic.WIDTH
 Batch = dict[str, Any]

@@ -40,12 +40,12 @@ def wide_dtype(param: Tensor) -> torch.dtype:
     return torch.promote_types(param.dtype, torch.float32)
 
 
-def why_not_param(param: Tensor, target: str) -> str | None:
+def unsupported_param_reason(param: Tensor, target: str) -> str | None:
     """Why gradients cannot go straight into `param.grad` or `param.main_grad`; None if they can.
 
-    >>> why_not_param(nn.Parameter(torch.zeros(2, dtype=torch.bfloat16)), "main_grad")
+    >>> unsupported_param_reason(nn.Parameter(torch.zeros(2, dtype=torch.bfloat16)), "main_grad")
     'has no main_grad; set it to zeros of its shape in torch.float32'
-    >>> why_not_param(nn.Parameter(torch.zeros(2)) * 1, "grad")
+    >>> unsupported_param_reason(nn.Parameter(torch.zeros(2)) * 1, "grad")
     'is not a leaf'
     """
     if type(param) not in _PLAIN:
@@ -59,7 +59,7 @@ def why_not_param(param: Tensor, target: str) -> str | None:
     wide = wide_dtype(param)
     buffer = getattr(param, target, None)
     if buffer is not None:
-        reason = _why_not_buffer(param, buffer, wide)
+        reason = _unsupported_buffer_reason(param, buffer, wide)
         return None if reason is None else f"has a {target} {reason}"
     if target == "main_grad":
         return f"has no main_grad; set it to zeros of its shape in {wide}"
@@ -69,7 +69,7 @@ def why_not_param(param: Tensor, target: str) -> str | None:
     return None
 
 
-def _why_not_buffer(param: Tensor, buffer: Any, wide: torch.dtype) -> str | None:
+def _unsupported_buffer_reason(param: Tensor, buffer: Any, wide: torch.dtype) -> str | None:
     if type(buffer) not in _PLAIN or buffer.layout is not torch.strided:
         return "that is not a dense tensor"
     if buffer.is_inference():
@@ -85,7 +85,7 @@ def _why_not_buffer(param: Tensor, buffer: Any, wide: torch.dtype) -> str | None
     return None
 
 
-def why_not_engine(layer: nn.Module) -> str | None:
+def unsupported_engine_reason(layer: nn.Module) -> str | None:
     """The data parallelism that would miss gradients of `layer` that autograd does not see."""
     # Marked, since a reentrant checkpoint calls the layer again in backward, outside of DDP.
     if DistributedDataParallel._active_ddp_module is not None:
@@ -133,7 +133,7 @@ class Accumulation:
         """Raise RuntimeError if one of `needs_grad` has no buffer, or one that would be wrong."""
         for name in needs_grad:
             param = tensors.get(name) if name in self.names else None
-            reason = None if param is None else why_not_param(param, self.target)
+            reason = None if param is None else unsupported_param_reason(param, self.target)
             if reason is not None:
                 raise refusal(self.target, f"{name} {reason}")
 
@@ -152,7 +152,7 @@ class Accumulation:
             param: Tensor = node.variable
             if not param.requires_grad:  # frozen since forward: autograd drops the gradient
                 continue
-            reason = why_not_param(param, self.target)
+            reason = unsupported_param_reason(param, self.target)
             if reason is None and _has_hooks(node):
                 reason = "has hooks on its AccumulateGrad node, which would not be called"
             if reason is None and creates_graph:

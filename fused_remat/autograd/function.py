@@ -30,7 +30,7 @@ from fused_remat.autograd.segments import begin
 from fused_remat.autograd.shards import is_dtensor
 from fused_remat.execution import executor
 from fused_remat.execution.observe import OBSERVERS, BlockRun, Functions, is_observed
-from fused_remat.execution.prepare import BlockCall, Execution
+from fused_remat.execution.prepare import BlockConfig, Execution
 from fused_remat.graph.graph import Graph
 from fused_remat.graph.quantized import in_formats
 from fused_remat.policies import ALL_PRESETS, Policy, kept_names
@@ -326,10 +326,10 @@ def _call(
     seq_first: bool,
     preserve_strides: bool,
     offload: frozenset[str],
-) -> BlockCall:
+) -> BlockConfig:
     """The call in which those of `graph.tensors` need a gradient that `needs` marks."""
     needs_grad = frozenset(itertools.compress(graph.tensors, needs))
-    return BlockCall(graph, save, needs_grad, backend, seq_first, preserve_strides, offload)
+    return BlockConfig(graph, save, needs_grad, backend, seq_first, preserve_strides, offload)
 
 
 _ATTENTION = F.scaled_dot_product_attention

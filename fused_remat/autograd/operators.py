@@ -30,7 +30,7 @@ from fused_remat.autograd.offload import fetched, hold, moved_names, start_out
 from fused_remat.autograd.partial import NO_DOUBLE_BACKWARD, round_vectors
 from fused_remat.autograd.replay_check import check_unchanged
 from fused_remat.execution import executor
-from fused_remat.execution.prepare import BlockCall, Execution, prepare
+from fused_remat.execution.prepare import BlockConfig, Execution, prepare
 from fused_remat.graph.graph import Graph, sizes
 from fused_remat.graph.quantized import in_formats
 from fused_remat.graph.schedule import Schedule, schedule
@@ -92,7 +92,7 @@ def run(
 
 
 @dataclass(frozen=True)
-class ParsedCall:
+class ParsedConfig:
     """The text of a call, parsed.
 
     Attributes:
@@ -100,7 +100,7 @@ class ParsedCall:
         dtypes: of the tensors given, by name, in the order in which they are given.
     """
 
-    call: BlockCall
+    call: BlockConfig
     dtypes: Mapping[str, torch.dtype]
 
     @functools.cached_property
@@ -162,7 +162,7 @@ def _serialize_call(
 
 
 @functools.lru_cache(maxsize=4096)
-def parse_call(text: str) -> ParsedCall:
+def parse_call(text: str) -> ParsedConfig:
     """Read what `_serialize_call` wrote.
 
     Raises: RuntimeError if the text names a graph that has changed since.
@@ -178,8 +178,8 @@ def parse_call(text: str) -> ParsedCall:
     sets: dict[str, Any] = {
         key: frozenset(fields.pop(key)) for key in ("save", "needs_grad", "offload")
     }
-    call = BlockCall(graph, **sets, **fields)
-    return ParsedCall(call, {name: getattr(torch, dtype) for name, dtype in dtypes.items()})
+    call = BlockConfig(graph, **sets, **fields)
+    return ParsedConfig(call, {name: getattr(torch, dtype) for name, dtype in dtypes.items()})
 
 
 #: Settings of the compiler under which it rebuilds no more than it must.
@@ -291,7 +291,7 @@ def _forward(tensors: list[Tensor], call: str) -> list[Tensor]:
     return [out, *joined.values(), *inputs]
 
 
-def _empty_kept(this: ParsedCall, given: list[Tensor | None]) -> dict[str, Tensor]:
+def _empty_kept(this: ParsedConfig, given: list[Tensor | None]) -> dict[str, Tensor]:
     """What is kept, without values: matrices (tokens, width); sizes may be symbols."""
     graph, x = this.call.graph, given[0]
     assert x is not None
@@ -351,7 +351,7 @@ def _backward(saved: list[Tensor], sizes: list[int], dy: Tensor, call: str) -> l
     return result
 
 
-def _on_device(this: ParsedCall, saved: list[Tensor], device: torch.device) -> list[Tensor]:
+def _on_device(this: ParsedConfig, saved: list[Tensor], device: torch.device) -> list[Tensor]:
     """What forward's operator has kept, with what it moved brought back."""
     moved, result = this.moved(device), list(saved)
     names = (*this.saved, *(("output",) if this.plan.keeps_output else ()), *this.plan.kept)

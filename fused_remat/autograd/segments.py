@@ -77,14 +77,14 @@ def begin(place: str, execution: Execution, x: Tensor, node_type: type) -> Segme
     # In a checkpoint's replay inputs are leaves, and as many tensors must be saved as in forward.
     if place == "first" or in_checkpoint():
         return Segment(execution, input_kept=True)
-    why = _why_not_linked(x, node_type)
+    why = _unsupported_linked_reason(x, node_type)
     # An input without a gradient has nothing before it that could be run again; a block that runs
     # inside a backward pass is run by a checkpoint. Neither is worth a warning.
     told = x.requires_grad and _task() == -1
     return Segment(execution, input_kept=bool(why), why_kept=why if told else "")
 
 
-def _why_not_linked(x: Tensor, node_type: type) -> str:
+def _unsupported_linked_reason(x: Tensor, node_type: type) -> str:
     """Why running the block before again would not give `x`; "" if it would."""
     node = x.grad_fn
     extras: Any = getattr(node, "extras", None) if isinstance(node, node_type) else None

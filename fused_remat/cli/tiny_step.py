@@ -52,7 +52,7 @@ def _backends(device: str, dtype: torch.dtype) -> dict[str, Any]:
     x = torch.empty(1, device=device, dtype=dtype)
     chosen = choose.ops_for("auto", x).name
     others = [name for name in choose.BACKENDS if name != chosen]
-    reasons = {name: choose.why_not(name, x.device, dtype) for name in others}
+    reasons = {name: choose.unsupported_reason(name, x.device, dtype) for name in others}
     return {"backend": chosen, "why_not": {name: why for name, why in reasons.items() if why}}
 
 

@@ -20,10 +20,10 @@ from fused_remat.steps.linear import cpu_has_native
 from fused_remat.steps.operations import (
     FAULTS,
     OPERATIONS,
+    Description,
     Fault,
     Function,
     Operations,
-    Says,
     always,
     warn,
 )
@@ -45,12 +45,14 @@ class Backend:
     """A row of `BACKENDS`.
 
     Attributes:
-        why_not: why it cannot compute in a dtype on a device, or None if it can.
+        unsupported_reason: why it cannot compute in a dtype on a device, or None if it can.
         chunk_tokens: about how many tokens it works on at a time, given device and dtype.
         forget: called when choices are to be made anew.
     """
 
-    why_not: Callable[[torch.device, torch.dtype], str | None] = lambda device, dtype: None
+    unsupported_reason: Callable[[torch.device, torch.dtype], str | None] = lambda device, dtype: (
+        None
+    )
     chunk_tokens: Callable[[torch.device, torch.dtype], int] = chunk_tokens
     forget: Callable[[], None] = lambda: None
 
@@ -60,10 +62,10 @@ def _triton() -> Backend | str:
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
     try:
-        from fused_remat.triton import frozen, why_not
+        from fused_remat.triton import launch_cache, unsupported_reason
     except (ImportError, AttributeError) as error:
         return f"the installed Triton is too old or broken: {error}"
-    return Backend(why_not, forget=frozen.forget)
+    return Backend(unsupported_reason, forget=launch_cache.forget)
 
 
 #: Rows: name -> the backend, whose implementations it registers, or why there is none. A new
@@ -83,19 +85,19 @@ class Chosen:
 
     Attributes:
         run: the function that serves.
-        key, says: for what, and what it runs.
+        key, description: for what, and what it runs.
         refused: why the backend's own does not, or "".
     """
 
     run: Function
     key: Any
-    says: Says
+    description: Description
     refused: str
 
     def reason(self, *args: Any, **kwargs: Any) -> str:
         """What runs, and why nothing faster does; arguments, where there are any, say more."""
-        says = self.says if isinstance(self.says, str) else self.says(self.key, *args, **kwargs)
-        return says + self.refused
+        text = self.description
+        return (text if isinstance(text, str) else text(self.key, *args, **kwargs)) + self.refused
 
 
 def choose(function: Function, backend: str, key: Any, timed: bool = True) -> Chosen:
@@ -109,11 +111,15 @@ def choose(function: Function, backend: str, key: Any, timed: bool = True) -> Ch
     other = operation.faster.get(backend)
     if other is not None and other.timed and not timed:
         other = None
-    why = "" if other is None else FAULTS.get((function, backend, key)) or other.why_not(key)
+    why = (
+        ""
+        if other is None
+        else FAULTS.get((function, backend, key)) or other.unsupported_reason(key)
+    )
     if other is not None and why is None:
-        return Chosen(other.run, key, other.says, "")
+        return Chosen(other.run, key, other.description, "")
     refused = f"; not {other.name or backend}: {why}" if other is not None and why else ""
-    return Chosen(function, key, operation.says, refused)
+    return Chosen(function, key, operation.description, refused)
 
 
 def _serve(name: str, timed: bool, function: Function) -> Function:
@@ -122,7 +128,7 @@ def _serve(name: str, timed: bool, function: Function) -> Function:
     if name not in operation.faster or (operation.faster[name].timed and not timed):
         return function
     key_of, other = operation.key, operation.faster[name]
-    run, unconditional = other.run, other.why_not is always
+    run, unconditional = other.run, other.unsupported_reason is always
     chosen = functools.lru_cache(maxsize=4096)(lambda key: choose(function, name, key).run)
 
     def serve(*args: Any, **kwargs: Any) -> Any:
@@ -202,10 +208,10 @@ def ops_for(name: str, x: Tensor, dtype: torch.dtype | None = None) -> Operation
     return _ops_for(name, x.device, dtype or x.dtype, type(x) in (Tensor, nn.Parameter))
 
 
-def why_not(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
+def unsupported_reason(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
     """Why a backend cannot compute in `dtype` on a device; None if it can."""
     backend = BACKENDS[name]()
-    return backend if isinstance(backend, str) else backend.why_not(device, dtype)
+    return backend if isinstance(backend, str) else backend.unsupported_reason(device, dtype)
 
 
 @functools.cache
@@ -213,7 +219,7 @@ def _ops_for(name: str, device: torch.device, dtype: torch.dtype, plain: bool) -
     asked = DEFAULTS.get(device.type, "eager") if check_name(name) == "auto" else name
     if not plain:  # no memory that a kernel could be given
         return _table("eager")
-    reason = why_not(asked, device, dtype)
+    reason = unsupported_reason(asked, device, dtype)
     if reason is None:
         return _table(asked)
     if name != "auto" or dtype != torch.float64:

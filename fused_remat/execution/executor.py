@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fused_remat.execution.observe import TRACERS, Functions, is_observed
-from fused_remat.execution.prepare import BlockCall, Execution
+from fused_remat.execution.prepare import BlockConfig, Execution
 from fused_remat.graph.graph import sizes
 from fused_remat.graph.schedule import Step
 from fused_remat.steps.chunk import Chunk, Pass, WeightGrad
@@ -294,7 +294,7 @@ def _empty_grad(shape: tuple[int, ...], dy: Tensor) -> Tensor:
     return torch.empty_like(dy)
 
 
-def empty_output(call: BlockCall, width: int, dtype: torch.dtype, x: Tensor) -> Tensor:
+def empty_output(call: BlockConfig, width: int, dtype: torch.dtype, x: Tensor) -> Tensor:
     """An uninitialised output of `width` and `dtype` for the first input `x`."""
     if x.dim() == 4:
         return x.new_empty((*sizes(x.shape), width), dtype=dtype)

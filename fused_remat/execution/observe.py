@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from fused_remat.execution.prepare import BlockCall, Execution
+from fused_remat.execution.prepare import BlockConfig, Execution
 from fused_remat.graph.schedule import Step
 from fused_remat.steps.chunk import Chunk
 
@@ -38,7 +38,7 @@ class BlockRun(NamedTuple):
     offloaded: Sequence[tuple[str, Tensor]]
 
     @property
-    def call(self) -> BlockCall:
+    def call(self) -> BlockConfig:
         return self.execution.call
 
 

@@ -1,6 +1,6 @@
 """What a call of a block is, and what is worked out about it once, from shapes alone.
 
-A `BlockCall` says what to compute, without tensors. An `Execution` adds everything that follows
+A `BlockConfig` says what to compute, without tensors. An `Execution` adds everything that follows
 from shapes, dtypes and the device: operations, pieces, schedule, widths. Both are cached, and read
 no value of any tensor.
 """
@@ -49,7 +49,7 @@ _DELIVERED = 1 << 18
 
 
 @dataclass(frozen=True)
-class BlockCall:
+class BlockConfig:
     """What to compute, without tensors.
 
     Attributes:
@@ -112,7 +112,7 @@ class Execution(Layout):
             PyTorch.
     """
 
-    call: BlockCall
+    call: BlockConfig
     device: torch.device
     plan: Schedule
     casts: Mapping[str, torch.dtype]
@@ -184,7 +184,7 @@ def pieces_of(tokens: int) -> Iterator[None]:
 
 
 def prepare(
-    call: BlockCall,
+    call: BlockConfig,
     like: Tensor,
     shapes: Shapes,
     fused: bool = True,
@@ -205,7 +205,7 @@ def prepare(
 
 @functools.lru_cache(maxsize=4096)
 def _prepare(
-    call: BlockCall,
+    call: BlockConfig,
     ops: Operations,
     chunk_tokens: int,
     elements: int,

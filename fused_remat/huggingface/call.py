@@ -16,7 +16,7 @@ from fused_remat.layers.eligibility import (
     qualified,
     recorded,
 )
-from fused_remat.layers.read import LayerCall, LayerMap, Parts
+from fused_remat.layers.read import BlockInputs, LayerMap, Parts
 from fused_remat.ops.activation import activation_name, has_hooks
 from fused_remat.spec import BlockSpec, transformer_spec
 
@@ -78,7 +78,7 @@ def example_spec(layer: nn.Module, row: LayerMap) -> BlockSpec:
     )  # fmt: skip
 
 
-def describe(parts: Parts, given: Mapping[str, Any]) -> LayerCall:
+def describe(parts: Parts, given: Mapping[str, Any]) -> BlockInputs:
     """A call of a layer of these parts with the arguments `given`."""
     row, attention = parts.row, parts.modules[parts.row.attention]
     check_forward(type(parts.layer).stock, row)
@@ -112,7 +112,7 @@ def describe(parts: Parts, given: Mapping[str, Any]) -> LayerCall:
         rotary=len(rope) > 0,
         qk_norm_eps=parts.one_head_eps(),
     )
-    return LayerCall(spec, {"input": parts.x, **parts.weights, **rope, **masks.tensors})
+    return BlockInputs(spec, {"input": parts.x, **parts.weights, **rope, **masks.tensors})
 
 
 def _check_arguments(given: Mapping[str, Any], attention: nn.Module) -> None:

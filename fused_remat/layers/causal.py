@@ -12,7 +12,7 @@ from torch import Tensor
 from fused_remat.layers.eligibility import Reason
 from fused_remat.layers.fused_layer import FusedLayer
 from fused_remat.layers.plain_causal import CausalLayer, check_window
-from fused_remat.layers.read import LayerCall, LayerMap, Parts, read_block
+from fused_remat.layers.read import BlockInputs, LayerMap, Parts, read_block
 from fused_remat.ops.activation import ActivationLike
 from fused_remat.ops.checks import check_p, masks_given, read_masks
 from fused_remat.ops.pieces import rotary_tensors, split_rope
@@ -143,7 +143,7 @@ class FusedRematCausalLayer(FusedLayer, CausalLayer):
         'up is torch.nn.Bilinear; the fused path supports torch.nn.Linear'
         """
         cos, sin = split_rope(rope)
-        return self._why_not(
+        return self._unsupported_reason(
             x=x, cos=cos, sin=sin, attn_mask=attn_mask, key_padding_mask=key_padding_mask,
             key_lengths=key_lengths, cu_seqlens=cu_seqlens,
         )  # fmt: skip
@@ -164,7 +164,7 @@ class FusedRematCausalLayer(FusedLayer, CausalLayer):
     def _heads(self) -> dict[str, int]:
         return {"heads": self.nhead, "key and value heads": self.kv_heads}
 
-    def _read(self, **given: Any) -> LayerCall | Reason:
+    def _read(self, **given: Any) -> BlockInputs | Reason:
         return read_call(self, **given)
 
 
@@ -182,7 +182,7 @@ def read_call(
     key_padding_mask: Tensor | None = None,
     key_lengths: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
-) -> LayerCall | Reason:
+) -> BlockInputs | Reason:
     """The block of a call of a `CausalLayer`, or why the fused path cannot serve it."""
     if not isinstance(x, Tensor):
         raise TypeError(f"x must be a Tensor, got {type(x).__name__}")
@@ -199,7 +199,7 @@ def read_call(
     return read_block(layer, map_of(layer), inputs)
 
 
-def _describe(parts: Parts, inputs: Mapping[str, Tensor | None]) -> LayerCall:
+def _describe(parts: Parts, inputs: Mapping[str, Tensor | None]) -> BlockInputs:
     layer = parts.layer  # its attributes may have been set since
     p = check_p("dropout", layer.dropout) if layer.training else 0.0
     p_attention = check_p("attention_dropout", layer.attention_dropout)
@@ -224,7 +224,7 @@ def _describe(parts: Parts, inputs: Mapping[str, Tensor | None]) -> LayerCall:
     )
     tensors = {**parts.weights, **inputs}
     tensors["input"] = tensors.pop("x")
-    return LayerCall(spec, tensors)
+    return BlockInputs(spec, tensors)
 
 
 def _layer_map(gated: bool, sandwich: bool, normed_heads: bool) -> LayerMap:

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fused_remat.layers.eligibility import Reason, wants_grad
 from fused_remat.layers.fused_layer import FusedLayer, is_traced
-from fused_remat.layers.read import GraphCall, LayerCall, read_block
+from fused_remat.layers.read import BlockInputs, TracedInputs, read_block
 from fused_remat.layers.record import record_of
 from fused_remat.layers.warn import warn
 
@@ -93,7 +93,7 @@ class ConvertedLayer(FusedLayer):
         named = self._named(args, kwargs)
         if named is None:
             return "its arguments do not fit forward"
-        return self._why_not(**self._without_idle_cache(named))
+        return self._unsupported_reason(**self._without_idle_cache(named))
 
     def _layer_index(self) -> int:
         """The layer's place in a cache."""
@@ -106,7 +106,7 @@ class ConvertedLayer(FusedLayer):
         fits = len(args) <= len(self.arguments) and len(named) == len(given) + len(kwargs)
         return named if fits and self.arguments[0] in named else None
 
-    def _read(self, **given: Any) -> LayerCall | GraphCall | Reason:
+    def _read(self, **given: Any) -> BlockInputs | TracedInputs | Reason:
         """The block of a call that trains; others are the stock layer's, bit for bit.
 
         Without gradients a block serves only if it draws dropout: the call may be the first run of
@@ -125,7 +125,7 @@ class ConvertedLayer(FusedLayer):
         draws = not isinstance(call, Reason) and call.graph.uses_seed
         return call if draws else _IDLE
 
-    def _block(self, **given: Any) -> LayerCall | GraphCall | Reason:
+    def _block(self, **given: Any) -> BlockInputs | TracedInputs | Reason:
         """The block of a call that trains, or why there is none."""
         return read_block(self, self._map, given)
 

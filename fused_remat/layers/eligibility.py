@@ -19,7 +19,7 @@ from torch.nn.modules import module as _module
 from torch.utils._device import DeviceContext
 
 from fused_remat.autograd.shards import is_dtensor
-from fused_remat.layers.precision import why_not_autocast
+from fused_remat.layers.precision import unsupported_autocast_reason
 from fused_remat.spec import BlockSpec, cached
 from fused_remat.steps.collective import in_context_parallel
 
@@ -269,7 +269,7 @@ def check_weights(
             raise Unsupported(
                 f"{name} is {x.dtype} on {x.device} but {path_of(key)} is {p.dtype} on {p.device}"
             )
-    reason = None if low is None else why_not_autocast(x, name, weights, low, path_of)
+    reason = None if low is None else unsupported_autocast_reason(x, name, weights, low, path_of)
     if reason is not None:
         raise Unsupported(reason)
     fc1 = weights["fc1.weight"]

@@ -26,7 +26,7 @@ from fused_remat.graph.precision import in_precision
 from fused_remat.layers import fallback
 from fused_remat.layers.containment import Rescue
 from fused_remat.layers.eligibility import Reason, parameters_of, wants_grad
-from fused_remat.layers.read import GraphCall, LayerCall, LayerMap, read_block
+from fused_remat.layers.read import BlockInputs, LayerMap, TracedInputs, read_block
 from fused_remat.layers.record import NOTES, Ran, record_of
 from fused_remat.layers.tensor_parallel import TensorParallel, read_on_rank
 from fused_remat.layers.warn import listed, warn, warn_compiled, warn_compiled_segment
@@ -183,7 +183,7 @@ class FusedLayer(nn.Module):
             return graph_break.eagerly(self._call, **given)
         record = None if compiling else record_of(self)
         if is_traced():
-            call: LayerCall | GraphCall | Reason = TRACED
+            call: BlockInputs | TracedInputs | Reason = TRACED
         elif record is not None and record.failure:
             call = Reason(record.failure)
         elif parallel is None:
@@ -251,11 +251,11 @@ class FusedLayer(nn.Module):
             )
         return Reason(text)
 
-    def _read(self, **given: Any) -> LayerCall | GraphCall | Reason:
+    def _read(self, **given: Any) -> BlockInputs | TracedInputs | Reason:
         """The block of a call, or why the fused path cannot serve it."""
         return read_block(self, self._map, given)
 
-    def _why_not(self, **given: Any) -> str | None:
+    def _unsupported_reason(self, **given: Any) -> str | None:
         """Why a call would not take the fused path, or None if it would."""
         parallel = self._tensor_parallel
         if parallel is not None and not parallel.splits:
@@ -361,7 +361,7 @@ class FusedLayer(nn.Module):
 
     def _accumulation(self, graph: Graph, compiling: bool) -> accumulate.Accumulation:
         self._refuse_to_accumulate(
-            "the call is compiled" if compiling else accumulate.why_not_engine(self)
+            "the call is compiled" if compiling else accumulate.unsupported_engine_reason(self)
         )
         names = frozenset([name for name in graph.params if "." in name])  # no mask has a dot
         return accumulate.Accumulation(str(self._accumulate_into), names)

@@ -44,7 +44,7 @@ def low_dtype(x: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(x.device.type) if autocast_on(x) else None
 
 
-def why_not_autocast(
+def unsupported_autocast_reason(
     x: Tensor, name: str, params: Params, low: torch.dtype, path_of: Callable[[str], str] = str
 ) -> str | None:
     """Why the fused path cannot take these dtypes under autocast to `low`; None if it can.
@@ -53,7 +53,7 @@ def why_not_autocast(
     `x` `name`, and a parameter `path_of` its name here.
 
     >>> weights = {"fc1.weight": torch.zeros(3, 3).double()}
-    >>> why_not_autocast(torch.zeros(2, 3), "src", weights, torch.bfloat16)
+    >>> unsupported_autocast_reason(torch.zeros(2, 3), "src", weights, torch.bfloat16)
     'autocast leaves fc1.weight torch.float64, beside src of torch.float32'
     """
     kind = x.device.type
@@ -80,7 +80,7 @@ def why_not_autocast(
 
 
 def precision_of(x: Tensor, params: Params, low: torch.dtype, norm_first: bool) -> Precision:
-    """The dtypes of a call that `why_not_autocast` has no reason against.
+    """The dtypes of a call that `unsupported_autocast_reason` has no reason against.
 
     >>> precision_of(torch.zeros(2, 3), {}, torch.bfloat16, True).compute
     torch.bfloat16

@@ -36,7 +36,7 @@ class LayerMap:
 
     Attributes:
         package, layer: the module and the name of the class.
-        describe: makes a `LayerCall` of the parts and the arguments of a call.
+        describe: makes a `BlockInputs` of the parts and the arguments of a call.
         name: of the architecture, as messages list it.
         input, dims: what forward calls the tensor that it computes with, and the numbers of
             dimensions that it may have.
@@ -62,7 +62,7 @@ class LayerMap:
 
     package: str
     layer: str
-    describe: Callable[[Parts, Mapping[str, Any]], LayerCall]
+    describe: Callable[[Parts, Mapping[str, Any]], BlockInputs]
     name: str = ""
     input: str = "hidden_states"
     dims: tuple[int, ...] = (3,)
@@ -169,7 +169,7 @@ def _one_of(values: list[float], what: str) -> float:
 
 
 @dataclass
-class LayerCall:
+class BlockInputs:
     """A call of a layer as a block.
 
     Attributes:
@@ -196,8 +196,8 @@ class LayerCall:
     finish: Callable[[Tensor], Any] | None = None
 
 
-class GraphCall(NamedTuple):
-    """A call of a layer as a block that has no spec; as `LayerCall`."""
+class TracedInputs(NamedTuple):
+    """A call of a layer as a block that has no spec; as `BlockInputs`."""
 
     graph: Graph
     tensors: Mapping[str, Tensor | None]
@@ -210,7 +210,7 @@ class GraphCall(NamedTuple):
     warnings: tuple[str, ...] = ()
 
 
-def read_block(layer: nn.Module, row: LayerMap, given: Mapping[str, Any]) -> LayerCall | Reason:
+def read_block(layer: nn.Module, row: LayerMap, given: Mapping[str, Any]) -> BlockInputs | Reason:
     """The block that computes `layer.forward(**given)`, or why the fused path cannot serve it.
 
     >>> from fused_remat.layers.torch_nn import ENCODER
@@ -226,7 +226,7 @@ def read_block(layer: nn.Module, row: LayerMap, given: Mapping[str, Any]) -> Lay
         return Reason(reason.args[0])
 
 
-def _read(layer: Any, row: LayerMap, given: Mapping[str, Any]) -> LayerCall:
+def _read(layer: Any, row: LayerMap, given: Mapping[str, Any]) -> BlockInputs:
     x = given[row.input]
     check_input(x, row.input, row.dims)
     check_global_hooks()

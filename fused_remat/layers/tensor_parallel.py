@@ -19,7 +19,7 @@ from fused_remat.autograd.shards import is_dtensor, local_shards
 from fused_remat.graph.build import block_graph
 from fused_remat.layers.eligibility import Reason
 from fused_remat.layers.linears import split_biases
-from fused_remat.layers.read import GraphCall, LayerCall
+from fused_remat.layers.read import BlockInputs, TracedInputs
 from fused_remat.policies import draws
 from fused_remat.spec import ParallelSpec
 from fused_remat.steps import collective
@@ -121,7 +121,7 @@ def _all(x: Tensor, dim: int, place: ParallelSpec) -> Tensor:
 
 def read_on_rank(
     layer: FusedLayer, parallel: TensorParallel, given: Mapping[str, Any]
-) -> LayerCall | Reason:
+) -> BlockInputs | Reason:
     """This rank's part of a call, whose input is replaced by this rank's tokens.
 
     Raises: ValueError, RuntimeError for an input that cannot be divided, or is a DTensor.
@@ -142,7 +142,7 @@ def read_on_rank(
     call = layer._read(**{**given, name: parallel.whole(x, dim)})
     if isinstance(call, Reason):
         return call
-    if isinstance(call, GraphCall):
+    if isinstance(call, TracedInputs):
         return Reason("a layer that was read from its operations cannot be divided among ranks")
     if layer._accumulate_into is not None:
         return Reason("accumulate_into is set, and autograd alone adds gradients that are DTensors")
@@ -150,12 +150,12 @@ def read_on_rank(
     return _local_call(call, local, parallel.place, draws(layer._policy))
 
 
-def _local_call(call: LayerCall, x: Tensor, place: ParallelSpec, seeded: bool) -> LayerCall:
+def _local_call(call: BlockInputs, x: Tensor, place: ParallelSpec, seeded: bool) -> BlockInputs:
     """This rank's part of a call that was read by whole shapes; `x` is its own input.
 
     `seeded`: the policy draws random numbers.
     """
-    reason = _why_not(call)
+    reason = _unsupported_reason(call)
     if reason is not None:
         raise RuntimeError(f"fused_remat: a tensor-parallel layer cannot run: {reason}")
     tensors = {**call.tensors, "input": x}
@@ -171,7 +171,7 @@ def _local_call(call: LayerCall, x: Tensor, place: ParallelSpec, seeded: bool) -
     return replace(call, spec=spec, graph=block_graph(spec), tensors=tensors)
 
 
-def _why_not(call: LayerCall) -> str | None:
+def _unsupported_reason(call: BlockInputs) -> str | None:
     if call.functions:
         return (
             "the activation function may mix hidden units of different ranks; use one that is "

@@ -21,7 +21,7 @@ from fused_remat.layers.eligibility import (
 )
 from fused_remat.layers.fused_layer import FusedLayer
 from fused_remat.layers.precision import CASTABLE, low_dtype
-from fused_remat.layers.read import LayerCall, LayerMap, Parts, read_block
+from fused_remat.layers.read import BlockInputs, LayerMap, Parts, read_block
 from fused_remat.ops.activation import activation_name
 from fused_remat.policies import Policy
 from fused_remat.spec import BlockSpec, nn_layer_spec
@@ -61,7 +61,7 @@ class _TorchLayer(FusedLayer):
         )  # fmt: skip
         self._set_options(policy, backend, accumulate_into)
 
-    def _read(self, **given: Any) -> LayerCall | Reason:
+    def _read(self, **given: Any) -> BlockInputs | Reason:
         if any(isinstance(value, Tensor) and value.is_nested for value in given.values()):
             return _NESTED
         return read_block(self, self._map, given)
@@ -155,7 +155,7 @@ class FusedRematLayer(_TorchLayer, nn.TransformerEncoderLayer):
         >>> layer.why_not_fused(torch.zeros(5, 3, 16))
         'norm1 is torch.nn.RMSNorm; the fused path supports torch.nn.LayerNorm'
         """
-        return self._why_not(
+        return self._unsupported_reason(
             src=src, src_mask=src_mask, src_key_padding_mask=src_key_padding_mask,
             is_causal=is_causal,
         )  # fmt: skip
@@ -167,7 +167,7 @@ class FusedRematLayer(_TorchLayer, nn.TransformerEncoderLayer):
     def _example_spec(self) -> BlockSpec:
         return nn_layer_spec(self.norm_first, 1, 1, "relu")
 
-    def _read(self, **given: Any) -> LayerCall | Reason:
+    def _read(self, **given: Any) -> BlockInputs | Reason:
         """The block of a call; `_EXACT` or `_NESTED` where PyTorch's own kernel is asked first."""
         src, mask = given["src"], given["src_mask"]
         evaluates = not self.training and self._tensor_parallel is None
@@ -187,7 +187,7 @@ class FusedRematLayer(_TorchLayer, nn.TransformerEncoderLayer):
             return _EXACT if self._is_exact(read_block(self, ENCODER, given)) else call
         return _EXACT if self._is_exact(call) else call
 
-    def _is_exact(self, call: LayerCall | Reason) -> bool:
+    def _is_exact(self, call: BlockInputs | Reason) -> bool:
         """Whether PyTorch's inference kernel computes what the layer says; in eval, without masks.
 
         It ignores adapters, dropout and the activation where `activation_relu_or_gelu` is stale.
@@ -311,7 +311,7 @@ class FusedRematDecoderLayer(_TorchLayer, nn.TransformerDecoderLayer):
         >>> layer.why_not_fused(torch.zeros(5, 3, 16), torch.zeros(7, 3, 16).half())
         'memory is torch.float16, tgt torch.float32'
         """
-        return self._why_not(
+        return self._unsupported_reason(
             tgt=tgt, memory=memory, tgt_mask=tgt_mask, memory_mask=memory_mask,
             tgt_key_padding_mask=tgt_key_padding_mask,
             memory_key_padding_mask=memory_key_padding_mask, tgt_is_causal=tgt_is_causal,
@@ -338,7 +338,7 @@ def _padded(forward: Callable[..., Tensor], src: Tensor) -> Tensor:
     return nested
 
 
-def _describe(parts: Parts, given: Mapping[str, Any]) -> LayerCall:
+def _describe(parts: Parts, given: Mapping[str, Any]) -> BlockInputs:
     """The block of a call of either layer."""
     layer, x, name = parts.layer, parts.x, parts.row.input
     attn = parts.modules["self_attn"]
@@ -392,7 +392,7 @@ def _describe(parts: Parts, given: Mapping[str, Any]) -> LayerCall:
         loras=parts.loras,
     )
     tensors = {**parts.weights, **captured, **inputs}
-    return LayerCall(spec, tensors, functions, seq_first, unbatched, precision, tuple(warnings))
+    return BlockInputs(spec, tensors, functions, seq_first, unbatched, precision, tuple(warnings))
 
 
 def _masks(

@@ -14,7 +14,7 @@ from fused_remat.execution.executor import autocast_on
 from fused_remat.graph.build import linear_cross_entropy_graph
 from fused_remat.ops.checks import check_alike, check_shape, check_tensor, run_tokens
 from fused_remat.spec import ParallelSpec
-from fused_remat.steps.cross_entropy import CrossEntropyCall, LinearCrossEntropy, check_targets
+from fused_remat.steps.cross_entropy import CrossEntropyTargets, LinearCrossEntropy, check_targets
 
 #: What autocast converts.
 _CASTABLE = (torch.float32, torch.bfloat16, torch.float16)
@@ -72,7 +72,7 @@ def linear_cross_entropy(
         parallel, weight, bias = _own_columns(weight, bias)
     hidden = _checked(hidden, weight, bias, target)
     if parallel is not None:
-        whole = CrossEntropyCall(target.reshape(-1), ignore_index, 0.0, 0.0, 0.0, 0)
+        whole = CrossEntropyTargets(target.reshape(-1), ignore_index, 0.0, 0.0, 0.0, 0)
         check_targets(whole, len(weight) * parallel.size)
     if shift:
         target = F.pad(target, (0, 1), value=ignore_index)[..., 1:]

@@ -18,7 +18,7 @@ from fused_remat.convert import convert, revert
 from fused_remat.layers import FusedLayer
 from fused_remat.layers.record import STATES
 from fused_remat.planner.calibration import Calibration, Example, HostLink, StepCost, calibrate
-from fused_remat.planner.chain import Call, Chain, Option
+from fused_remat.planner.chain import Chain, LayerOptions, Option
 from fused_remat.planner.measure import (
     MeasuredStep,
     measure_step,
@@ -260,7 +260,7 @@ def _converted(model: nn.Module) -> Iterator[dict[str, FusedLayer]]:
             revert(model)
 
 
-def _calls(step: MeasuredStep, costs: Costs, request: Request) -> Iterator[Call]:
+def _calls(step: MeasuredStep, costs: Costs, request: Request) -> Iterator[LayerOptions]:
     """The measured calls with their options; equal calls are computed once."""
     tables = _tables(step, costs, request)
     known: dict[Any, tuple[float, int]] = {}  # seconds of the forward, bytes of the input
@@ -268,7 +268,7 @@ def _calls(step: MeasuredStep, costs: Costs, request: Request) -> Iterator[Call]
         example = call.example
         if example is None:
             only = Option((), call.kept, 0, 0, 0.0, preset=STATES[call.ran])
-            yield Call(call.layer, call.kind, (only,), 0.0, 0, False, call.reason)
+            yield LayerOptions(call.layer, call.kind, (only,), 0.0, 0, False, call.reason)
             continue
         key = example.key
         if key not in known:
@@ -276,7 +276,7 @@ def _calls(step: MeasuredStep, costs: Costs, request: Request) -> Iterator[Call]
             known[key] = forward_seconds(example, costs), kept
         seconds, nbytes = known[key]
         linked = call.follows and request.segments and nbytes > 0
-        yield Call(call.layer, call.kind, tables[call.layer, key], seconds, nbytes, linked)
+        yield LayerOptions(call.layer, call.kind, tables[call.layer, key], seconds, nbytes, linked)
 
 
 def _tables(
@@ -307,7 +307,9 @@ def _tables(
     return found
 
 
-def _offloading(step: MeasuredStep, calls: Sequence[Call], link: HostLink) -> Iterator[Call]:
+def _offloading(
+    step: MeasuredStep, calls: Sequence[LayerOptions], link: HostLink
+) -> Iterator[LayerOptions]:
     """The calls with options that offload, but for layers whose calls differ in shape."""
     keys: dict[str, set[Any]] = {}
     for measured in step.calls:

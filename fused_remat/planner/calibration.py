@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fused_remat.execution import executor
 from fused_remat.execution.observe import TRACERS, Functions
-from fused_remat.execution.prepare import BlockCall, Execution
+from fused_remat.execution.prepare import BlockConfig, Execution
 from fused_remat.graph.graph import sizes
 from fused_remat.graph.quantized import in_formats
 from fused_remat.graph.schedule import Schedule, Step, schedule
@@ -179,11 +179,11 @@ class Calibration:
 class Example:
     """One call of a block with its tensors, which can be run again by itself without autograd."""
 
-    call: BlockCall
+    call: BlockConfig
     tensors: tuple[Tensor | None, ...]
     functions: Functions
 
-    def keeping(self, save: Iterable[str]) -> BlockCall:
+    def keeping(self, save: Iterable[str]) -> BlockConfig:
         """The call with a policy that keeps the names `save`."""
         names = frozenset(save)
         graph = in_formats(self.call.graph, names)
@@ -234,7 +234,7 @@ class Sizer:
     """FLOPs and bytes of the steps of a call, from what their nodes declare."""
 
     def __init__(
-        self, call: BlockCall, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
+        self, call: BlockConfig, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
     ) -> None:
         graph = call.graph
         self.compute = graph.compute or dtype

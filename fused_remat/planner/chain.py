@@ -48,7 +48,7 @@ class Option:
 
 
 @dataclass(frozen=True)
-class Call:
+class LayerOptions:
     """One call of a layer.
 
     Attributes:
@@ -119,7 +119,7 @@ class Chain:
         kept: bytes kept between forward and backward in that step, in the whole model.
     """
 
-    calls: tuple[Call, ...]
+    calls: tuple[LayerOptions, ...]
     moments: tuple[Moment, ...]
     resting: Mapping[str, int]
     seconds: float

@@ -40,7 +40,7 @@ _ROUNDS = 3
 
 
 @dataclass(frozen=True)
-class MeasuredCall:
+class LayerExample:
     """A call of a fused layer.
 
     Attributes:
@@ -76,7 +76,7 @@ class MeasuredStep:
         resting: bytes that are allocated during the whole step, by what they hold.
     """
 
-    calls: tuple[MeasuredCall, ...]
+    calls: tuple[LayerExample, ...]
     moments: tuple[Moment, ...]
     kept: int
     seconds: float
@@ -199,7 +199,7 @@ class _Capture:
 
     def __init__(self, layers: dict[str, FusedLayer]) -> None:
         self._layers = [*layers.items()]
-        self.found: dict[int, list[MeasuredCall]] = {}  # by the layer's index
+        self.found: dict[int, list[LayerExample]] = {}  # by the layer's index
         self._examples: dict[Any, Example] = {}
         self._last: StorageWeakRef | None = None
 
@@ -220,15 +220,15 @@ class _Capture:
         name, module = self._layers[layer]
         # A layer that is traced at its first call has its names by now.
         names = module._example().names
-        measured = MeasuredCall(name, call.graph.kind, names, example, follows)
+        measured = LayerExample(name, call.graph.kind, names, example, follows)
         self.found.setdefault(layer, []).append(measured)
 
 
 def _kept_calls(
     capture: _Capture, step: Step, layers: dict[str, FusedLayer]
-) -> tuple[tuple[MeasuredCall, ...], dict[tuple[int, int], int]]:
+) -> tuple[tuple[LayerExample, ...], dict[tuple[int, int], int]]:
     """Return the calls that keep something for backward, and their indices by (layer, its call)."""
-    calls: list[MeasuredCall] = []
+    calls: list[LayerExample] = []
     index: dict[tuple[int, int], int] = {}
     alone = {s.layer for s in step.saved if s.fused and s.name == "input" and s.by == {s.layer}}
     labels = [span.label for span in step.spans if span.label is not None and span.label[1] >= 0]
@@ -254,7 +254,7 @@ def _kept_calls(
 
 def _other_call(
     i: int, number: int, step: Step, layers: dict[str, FusedLayer]
-) -> MeasuredCall | None:
+) -> LayerExample | None:
     """Return a call of a layer that is no block, or None without a gradient.
 
     If there are layers inside, those count.
@@ -264,7 +264,7 @@ def _other_call(
     if ran is None or any(isinstance(m, FusedLayer) for m in layer.modules() if m is not layer):
         return None
     kept = sum(saved.nbytes for saved in step.saved if saved.layer == i) if number == 1 else 0
-    return MeasuredCall(name, type(layer).__name__, (), None, False, ran, reason, kept)
+    return LayerExample(name, type(layer).__name__, (), None, False, ran, reason, kept)
 
 
 def _moments(step: Step, index: dict[tuple[int, int], int]) -> Iterator[Moment]:

@@ -17,7 +17,7 @@ from fused_remat.convert import convert
 from fused_remat.layers import FusedLayer
 from fused_remat.planner import chain as chains
 from fused_remat.planner.calibration import StepCost
-from fused_remat.planner.chain import Call, Chain, Choice, Event, Moment, Option
+from fused_remat.planner.chain import Chain, Choice, Event, LayerOptions, Moment, Option
 from fused_remat.planner.solve import METHODS, choose, frontier_of, parts_of
 from fused_remat.policies import Policy
 from fused_remat.report.units import (
@@ -302,7 +302,9 @@ def _read(given: Mapping[str, Any]) -> Chain:
         )
         for table in given["options"]
     ]
-    calls = tuple(Call(**(call | {"options": tables[call["options"]]})) for call in given["calls"])
+    calls = tuple(
+        LayerOptions(**(call | {"options": tables[call["options"]]})) for call in given["calls"]
+    )
     moments = tuple(Moment(*m) for m in given["moments"])
     rest = {k: v for k, v in given.items() if k not in ("calls", "options", "moments")}
     return Chain(calls=calls, moments=moments, **rest)

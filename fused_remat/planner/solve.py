@@ -90,9 +90,9 @@ def optimal(chain: Chain, budget: int | None) -> Choice | None:
     Raises: ValueError if the calls of one layer have different options, or if other calls than the
         preceding ones are alive in a call's moment.
 
-    >>> from fused_remat.planner.chain import Call, Moment, Option
+    >>> from fused_remat.planner.chain import LayerOptions, Moment, Option
     >>> options = Option((), 2, 1, 3, 1.0), Option(("query",), 3, 1, 3, 0.25)
-    >>> calls = tuple(Call(f"layers.{i}", "", options, 2.0, 1, linked=i > 0) for i in range(2))
+    >>> calls = tuple(LayerOptions(f"layers.{i}", "", options, 2.0, 1, i > 0) for i in range(2))
     >>> chain = Chain(calls, (Moment(-1, False, 4, 4, 2),), {"parameters": 10}, 20.0)
     >>> optimal(chain, 15)
     Choice(options=(0, 1), segments=())

@@ -11,18 +11,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from fused_remat.execution.choose import DEFAULTS, choose, why_not
+from fused_remat.execution.choose import DEFAULTS, choose, unsupported_reason
 from fused_remat.execution.observe import DECISIONS, OBSERVERS, TRACERS, BlockRun
 from fused_remat.execution.prepare import Execution
 from fused_remat.graph.schedule import Step
 from fused_remat.layers.fused_layer import FusedLayer
 from fused_remat.layers.record import record_of
-from fused_remat.recognition.find import repeated_layers
-from fused_remat.recognition.layer import would_read
 from fused_remat.report.step import arguments_of, restored, trace_layers
 from fused_remat.steps.chunk import Chunk, Pass
 from fused_remat.steps.node import Node
 from fused_remat.steps.operations import OPERATIONS, Function, Operations
+from fused_remat.tracing.find import repeated_layers
+from fused_remat.tracing.layer import would_read
 
 #: What a layer's own forward keeps, by what the layer ran as.
 _RAN: dict[str | None, str] = {
@@ -183,7 +183,7 @@ class _Recorder:
         for block, layer, args, kwargs in self._unread:
             block.reason = would_read(layer, args, kwargs)
         for block, node, reasons in self._steps:
-            said = filter(None, ("; ".join(dict.fromkeys(reasons)), node.says[0]))
+            said = filter(None, ("; ".join(dict.fromkeys(reasons)), node.description[0]))
             names = [n for n in node.makes if n not in (*node.stats, *node.transients)]
             block.forward += zip(names, [", ".join(said)] * len(names), strict=True)
         for layer in self._uncalled:
@@ -270,7 +270,11 @@ def _backward_implementation(step: Step, chunk: Chunk) -> str:
     if node is None or not (step.kind == "backward" or node.reads_quantized):
         return ""
     found = node.backward_choice(chunk)
-    return node.says[1] if found is None else choose(found[0], chunk.ops.name, found[1]).reason()
+    return (
+        node.description[1]
+        if found is None
+        else choose(found[0], chunk.ops.name, found[1]).reason()
+    )
 
 
 def _backend(chunk: Chunk) -> str:
@@ -280,5 +284,5 @@ def _backend(chunk: Chunk) -> str:
     default = DEFAULTS.get(x.device.type, "eager")
     reason = None
     if chunk.ops.name == "eager":
-        reason = why_not(default, x.device, compute or x.dtype)
+        reason = unsupported_reason(default, x.device, compute or x.dtype)
     return chunk.ops.name + (f" ({reason})" if reason else "")

@@ -20,9 +20,9 @@ from torch.utils.hooks import RemovableHandle
 from fused_remat.execution.observe import OBSERVERS, BlockRun
 from fused_remat.layers import FusedLayer
 from fused_remat.layers.record import Ran, Record, noted_apart, record_of
-from fused_remat.recognition.layer import ReadLayer
 from fused_remat.report.allocations import AllocationTrace, Span
 from fused_remat.report.saved import Saved, SavedRecord
+from fused_remat.tracing.layer import ReadLayer
 
 _LAYERS = (FusedLayer, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 _CONTAINERS = (nn.ModuleList, nn.Sequential)

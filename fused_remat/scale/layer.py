@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fused_remat.execution.prepare import BlockCall
+from fused_remat.execution.prepare import BlockConfig
 from fused_remat.graph.build import block_graph, linear_cross_entropy_graph
 from fused_remat.graph.graph import Graph
 from fused_remat.graph.schedule import schedule
@@ -59,7 +59,7 @@ def example_of(model: Model, layout: Layout, batch: int, seq: int, dtype: torch.
     named = zip(graph.tensors, given, strict=True)
     given_too = ("cos", "sin")
     needs_grad = frozenset(name for name, t in named if t is not None and name not in given_too)
-    return Example(BlockCall(graph, frozenset(), needs_grad, "eager"), given, {})
+    return Example(BlockConfig(graph, frozenset(), needs_grad, "eager"), given, {})
 
 
 def _shards(model: Model, layout: Layout, seq: int, dtype: torch.dtype) -> dict[str, Tensor]:

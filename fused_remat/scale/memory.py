@@ -21,7 +21,7 @@ from torch import nn
 from fused_remat.graph.schedule import kept_bytes
 from fused_remat.planner import chain as chains
 from fused_remat.planner.calibration import Example
-from fused_remat.planner.chain import Call, Chain, Choice, Moment, Option
+from fused_remat.planner.chain import Chain, Choice, LayerOptions, Moment, Option
 from fused_remat.planner.measure import predict_optimizer
 from fused_remat.scale.layer import example_of, loss_graph, sizes_of
 from fused_remat.scale.layout import (
@@ -233,7 +233,7 @@ def chain_of(
     stream = sizes_of(setup.example)["input"]
     kind = setup.example.call.graph.kind
     calls = tuple(
-        Call(f"layers.{i}", kind, tuple(options), forward_seconds, stream, linked=False)
+        LayerOptions(f"layers.{i}", kind, tuple(options), forward_seconds, stream, linked=False)
         for i in range(setup.model.layers)
     )
     moments = tuple(s.moment for s in stretches(setup, options[0]))

@@ -126,12 +126,12 @@ def _key(act: str, gate: Loaded | None, up: Loaded | None) -> tuple[Any, ...]:
     return act, x.dtype, x.device, (format_of(gate), format_of(up))
 
 
-def _says(key: tuple[Any, ...], *_: Any) -> str:
+def _describe(key: tuple[Any, ...], *_: Any) -> str:
     formats = " and ".join(dict.fromkeys(filter(None, key[3])))
     return f"pointwise, eager{formats and f', from {formats} a few rows at a time'}"
 
 
-@operation(key=lambda act, gate, up, mask: _key(act, gate, up), says=_says)
+@operation(key=lambda act, gate, up, mask: _key(act, gate, up), description=_describe)
 def activation_fwd(act: str, gate: Loaded | None, up: Loaded, mask: DropoutMask | None) -> Tensor:
     """mask * act(up), or mask * act(gate) * up, where `act` is a row of `ACTIVATIONS`.
 
@@ -151,7 +151,7 @@ def activation_fwd(act: str, gate: Loaded | None, up: Loaded, mask: DropoutMask 
     return y if mask is None else y.mul_(mask.tensor())
 
 
-@operation(key=lambda act, dy, gate, up, *_: _key(act, gate, up), says=_says)
+@operation(key=lambda act, dy, gate, up, *_: _key(act, gate, up), description=_describe)
 def activation_bwd(
     act: str,
     dy: Tensor,
@@ -248,7 +248,7 @@ class MLPActivation(Node):
     captured: Params = ()
 
     @property
-    def says(self) -> tuple[str, str]:
+    def description(self) -> tuple[str, str]:
         if self.act != USER_FUNCTION:
             return "", ""
         return "the caller's function; it runs again in backward, under autograd", ""

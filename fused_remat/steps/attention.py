@@ -1,7 +1,7 @@
 """Attention over heads of any strides: two operations and the step.
 
 The operations run one of PyTorch's kernels where it can serve (`attention_library`), else blocks of
-query rows (`attention_rows`). The call decides, never what is kept. A row whose keys are all
+query rows (`attention_blocked`). The call decides, never what is kept. A row whose keys are all
 excluded gives 0, not NaN. Variable-length sequences are calls of their own, one after the other.
 """
 
@@ -17,9 +17,9 @@ from torch import Tensor
 
 from fused_remat.formats import LoadedHeads, Quantized, QuantizedHeads
 from fused_remat.spec import AttentionSpec
-from fused_remat.steps import attention_library, attention_rows, linear
-from fused_remat.steps.attention_call import AttentionCall, AttentionKey, Heads, attention_key
-from fused_remat.steps.attention_library import why_not, why_not_call
+from fused_remat.steps import attention_blocked, attention_library, linear
+from fused_remat.steps.attention_call import AttentionArgs, AttentionKey, Heads, attention_key
+from fused_remat.steps.attention_library import unsupported_call_reason, unsupported_reason
 from fused_remat.steps.node import Input, Node, Param, Shapes
 from fused_remat.steps.operations import operation
 from fused_remat.steps.storage import dequantized_heads
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 
 @operation(
     key=lambda q, k, v, call, out=None: attention_key(q, v, call),
-    says=lambda key, q=None, k=None, v=None, call=None, out=None: says(key, q, v, call),
+    description=lambda key, q=None, k=None, v=None, call=None, out=None: describe(key, q, v, call),
 )
 def attention_fwd(
-    q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, out: Tensor | None = None
+    q: Tensor, k: Tensor, v: Tensor, call: AttentionArgs, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Attention over q (B, H, S_q, E), k and v (B, Hkv, S_k, E), of any strides.
 
@@ -41,7 +41,7 @@ def attention_fwd(
     (float64 for float64).
     """
     shape = call.batch * call.q_len, call.spec.num_heads * v.shape[-1]
-    if why_not_call(q, v, call) is None:
+    if unsupported_call_reason(q, v, call) is None:
         wide = linear.widens(q)
         rows, lse = attention_library.forward(q, k, v, call, wide)
         if out is None:
@@ -55,15 +55,15 @@ def attention_fwd(
         return out, _varlen_forward(q, k, v, call, out)
     heads = as_heads(out, call)
     parts = [
-        attention_rows.forward(q[part], k[part], v[part], one, heads[part])
-        for part, one in attention_rows.sequences(call)
+        attention_blocked.forward(q[part], k[part], v[part], one, heads[part])
+        for part, one in attention_blocked.sequences(call)
     ]
     return out, parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 @operation(
     key=lambda dattn, q, k, v, attn, lse, call, grads: attention_key(q, v, call, k),
-    says=lambda key, *_: says(key),
+    description=lambda key, *_: describe(key),
 )
 def attention_bwd(
     dattn: Tensor,
@@ -72,7 +72,7 @@ def attention_bwd(
     v: LoadedHeads,
     attn: Tensor,
     lse: Tensor,
-    call: AttentionCall,
+    call: AttentionArgs,
     grads: Heads | None,
 ) -> None:
     """Fill `grads`, shaped like q, k and v, if given; add to call.dmask and call.dpadding.
@@ -82,7 +82,7 @@ def attention_bwd(
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         q, k, v = dequantized_heads(q, k, v)
     do, o = as_heads(dattn, call), as_heads(attn, call)
-    if why_not_call(q, v, call) is None:
+    if unsupported_call_reason(q, v, call) is None:
         if grads is not None:
             attention_library.backward(do, q, k, v, o, lse, call, grads, linear.widens(q))
         return
@@ -90,13 +90,13 @@ def attention_bwd(
         _varlen_backward(dattn, q, k, v, attn, lse, call, grads)
         return
     lse = lse.view(call.batch, call.spec.num_heads, call.q_len)
-    for part, one in attention_rows.sequences(call):
+    for part, one in attention_blocked.sequences(call):
         mine = None if grads is None else (grads[0][part], grads[1][part], grads[2][part])
         heads = do[part], q[part], k[part], v[part], o[part]
-        attention_rows.backward(*heads, lse[part], one, mine)
+        attention_blocked.backward(*heads, lse[part], one, mine)
 
 
-def _varlen_forward(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, out: Tensor) -> Tensor:
+def _varlen_forward(q: Tensor, k: Tensor, v: Tensor, call: AttentionArgs, out: Tensor) -> Tensor:
     """`attention_fwd` of variable-length sequences; lse (H, S_q) is +inf for a token of none."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     lse = q.new_empty((call.spec.num_heads, call.q_len), dtype=dtype)
@@ -117,7 +117,7 @@ def _varlen_backward(
     v: Tensor,
     attn: Tensor,
     lse: Tensor,
-    call: AttentionCall,
+    call: AttentionArgs,
     grads: Heads | None,
 ) -> None:
     """`attention_bwd` of variable-length sequences."""
@@ -140,17 +140,17 @@ def _outside(bounds: list[int]) -> tuple[slice, slice]:
     return slice(0, bounds[0]), slice(bounds[-1], None)
 
 
-def as_heads(x: Tensor, call: AttentionCall) -> Tensor:
+def as_heads(x: Tensor, call: AttentionArgs) -> Tensor:
     """A view of (B*S_q, H*E) as (B, H, S_q, E)."""
     width = x.shape[1] // call.spec.num_heads  # not -1, since there may be no rows
     return x.view(call.batch, call.q_len, call.spec.num_heads, width).transpose(1, 2)
 
 
-def says(
+def describe(
     key: AttentionKey, q: Tensor | None = None, v: Tensor | None = None, call: Any = None
 ) -> str:
     """What serves in ATen, and why nothing faster does: of a key, or of a call's arguments."""
-    why = why_not(key) if q is None or v is None else why_not_call(q, v, call)
+    why = unsupported_reason(key) if q is None or v is None else unsupported_call_reason(q, v, call)
     if key.varlen and why:
         said = "variable-length sequences, one at a time"
         if q is None or v is None:
@@ -158,9 +158,9 @@ def says(
         found: dict[str, None] = {}
         for rows, keys, one in call.varlen_sequences(*call.bounds()):
             q_one, v_one = q[:, :, rows], v[:, :, keys]
-            found[says(attention_key(q_one, v_one, one), q_one, v_one, one)] = None
+            found[describe(attention_key(q_one, v_one, one), q_one, v_one, one)] = None
         return f"{said}: {'; '.join(found) or 'none'}"
-    said = f"blocks of query rows: {why}" if why else attention_library.says(key)
+    said = f"blocks of query rows: {why}" if why else attention_library.describe(key)
     return f"{said}; heads dequantized first" if key.quantized else said
 
 
@@ -174,7 +174,7 @@ class Attention(Node):
         spec: scores, window and dropout.
         site: the random site of the dropout of the probabilities.
         mask, padding, lengths, cu_q, cu_k: names of the masks, of the key lengths and of the bounds
-            of variable-length sequences (`AttentionCall`); "" for none.
+            of variable-length sequences (`AttentionArgs`); "" for none.
     """
 
     q: Input
@@ -306,7 +306,7 @@ class Attention(Node):
 
     def call(
         self, chunk: Chunk, q: LoadedHeads, k: LoadedHeads, needs_grad: Collection[str]
-    ) -> AttentionCall:
+    ) -> AttentionArgs:
         """The call for the chunk's sequences.
 
         The gradient of a mask in `needs_grad` is added, chunk by chunk, to a buffer as large as the
@@ -314,7 +314,7 @@ class Attention(Node):
         """
         owner, (batch, _, q_len, _), kv_len = chunk.owner, q.shape, k.shape[2]
         if not self.params:
-            return AttentionCall(self.spec, batch, q_len, kv_len)
+            return AttentionArgs(self.spec, batch, q_len, kv_len)
         mask = padding = dmask = dpadding = None
         if self.mask:
             mask = self._part_of_mask(chunk, owner.tensors[self.mask])
@@ -322,7 +322,7 @@ class Attention(Node):
         if self.padding:
             padding = _sequences(chunk, owner.tensors[self.padding])
             dpadding = _sequences(chunk, _mask_grad(chunk, self.padding, needs_grad))
-        return AttentionCall(
+        return AttentionArgs(
             self.spec,
             batch,
             q_len,

@@ -1,6 +1,6 @@
 """One attention over a group of whole sequences: sizes, masks and randomness, and its parts.
 
-Implementations receive an `AttentionCall`; the choice among them depends on an `AttentionKey`.
+Implementations receive an `AttentionArgs`; the choice among them depends on an `AttentionKey`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Heads = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(eq=False, slots=True)
-class AttentionCall:
+class AttentionArgs:
     """Sizes, masks and randomness. With sizes only, the one mask is the spec's window.
 
     Attributes:
@@ -86,7 +86,7 @@ class AttentionCall:
         i + offset + right, where (left, right) is the spec's window."""
         return 0 if self.spec.align == "start" else self.kv_len - self.q_len
 
-    def part(self, seqs: slice, rows: slice, keys: slice, **changes: Any) -> AttentionCall:
+    def part(self, seqs: slice, rows: slice, keys: slice, **changes: Any) -> AttentionArgs:
         """The call of some sequences, queries and keys, with other `changes`. Masks are views."""
         for name in ("mask", "dmask"):
             mask = getattr(self, name)
@@ -101,7 +101,7 @@ class AttentionCall:
 
     def varlen_sequences(
         self, q_bounds: list[int], k_bounds: list[int]
-    ) -> Iterator[tuple[slice, slice, AttentionCall]]:
+    ) -> Iterator[tuple[slice, slice, AttentionArgs]]:
         """The queries, the keys and the call of each variable-length sequence."""
         for n in range(len(q_bounds) - 1):
             rows, keys = slice(*q_bounds[n : n + 2]), slice(*k_bounds[n : n + 2])
@@ -125,7 +125,7 @@ class AttentionCall:
         q_bounds = bounds(self.cu_q, self.q_len, "cu_seqlens of the queries")
         return q_bounds, bounds(self.cu_k, self.kv_len, "cu_seqlens of the keys")
 
-    def with_lengths_as_padding(self) -> AttentionCall:
+    def with_lengths_as_padding(self) -> AttentionArgs:
         """The call with its key lengths as a part of its padding mask."""
         if self.lengths is None:
             return self
@@ -167,7 +167,7 @@ class AttentionKey(NamedTuple):
         widths: of a head in q and k, and in v.
         mask, padding: the masks' dtypes; None without.
         lengths, varlen: whether there are key lengths; whether sequences have variable length.
-        mask_grad: as in `AttentionCall`.
+        mask_grad: as in `AttentionArgs`.
         quantized: for q, k and v: the format, the width of a head and the first column if the heads
             are quantized, else None; () if none of them is.
         switches: PyTorch's switches for attention on CUDA devices; () on others.
@@ -194,7 +194,7 @@ class AttentionKey(NamedTuple):
 
 
 def attention_key(
-    q: LoadedHeads, v: LoadedHeads, call: AttentionCall, k: LoadedHeads | None = None
+    q: LoadedHeads, v: LoadedHeads, call: AttentionArgs, k: LoadedHeads | None = None
 ) -> AttentionKey:
     """The key of forward and of backward, which choose alike. `k` matters only if quantized."""
     mask, padding, device = call.mask, call.padding, q.device

@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn.attention import SDPBackend
 
+from fused_remat.steps import attention_blocked, timing
 from fused_remat.steps import attention_operators as operators
-from fused_remat.steps import attention_rows, timing
 from fused_remat.steps.attention_call import (
-    AttentionCall,
+    AttentionArgs,
     AttentionKey,
     Heads,
     attention_key,
@@ -49,8 +49,8 @@ _KNOWN = frozenset({"scale", "window", "align", "true_means"})
 _REFUSED = {"dropout": "dropout draws this library's own bits"}
 
 
-def why_not(key: AttentionKey) -> str | None:
-    """Why the kernels do not serve a call; None if they do. `why_not_call` also checks values."""
+def unsupported_reason(key: AttentionKey) -> str | None:
+    """The reason against the kernels, or None. `unsupported_call_reason` also checks values."""
     why = _why_never(key)
     return _why_blocks(key) if why is None and key.device.type == "cpu" else why
 
@@ -70,7 +70,7 @@ def _why_never(key: AttentionKey) -> str | None:
     if key.limited and (flash or key.spec.window[1] == 0):
         return f"{flash or 'causal'} beside a mask or key lengths"
     if key.device.type == "cuda":
-        return _why_not_cuda(key)
+        return _unsupported_cuda_reason(key)
     return flash or (None if key.widths[0] == key.widths[1] else f"head dims differ: {key.widths}")
 
 
@@ -90,7 +90,7 @@ def _why_blocks(key: AttentionKey) -> str | None:
 
     def pair() -> tuple[timing.Run, timing.Run]:
         few = dataclasses.replace(spec, num_heads=heads * group, num_kv_heads=heads)
-        call = AttentionCall(few, 1, q_len, kv_len)
+        call = AttentionArgs(few, 1, q_len, kv_len)
         made = torch.ones((q_len + 2 * kv_len) * heads * group, width, dtype=dtype)
 
         def tokens(length: int, count: int) -> Tensor:
@@ -106,8 +106,8 @@ def _why_blocks(key: AttentionKey) -> str | None:
             backward(o, q, k, v, o, lse, call, grads, wide)
 
         def blocks() -> None:
-            lse = attention_rows.forward(q, k, v, call, o)
-            attention_rows.backward(o, q, k, v, o, lse, call, grads)
+            lse = attention_blocked.forward(q, k, v, call, o)
+            attention_blocked.backward(o, q, k, v, o, lse, call, grads)
 
         return library, blocks
 
@@ -116,15 +116,15 @@ def _why_blocks(key: AttentionKey) -> str | None:
     return "faster on this machine" if blocks_serve else None
 
 
-def why_not_call(q: Tensor, v: Tensor, call: AttentionCall) -> str | None:
-    """As `why_not`; on a CPU, the values of float masks may be another reason."""
-    why = why_not(attention_key(q, v, call))
+def unsupported_call_reason(q: Tensor, v: Tensor, call: AttentionArgs) -> str | None:
+    """As `unsupported_reason`; on a CPU, the values of float masks may be another reason."""
+    why = unsupported_reason(attention_key(q, v, call))
     if why is None and call.masked and q.is_cpu and _has_far_row(call, q.dtype):
         return f"a mask has a row that is finite and below {_FAR_ROW:g} everywhere"
     return why
 
 
-def says(key: AttentionKey) -> str:
+def describe(key: AttentionKey) -> str:
     """Which kernel runs, for `explain`."""
     if key.device.type == "cpu":
         return "ATen's flash kernel for CPUs"
@@ -135,7 +135,7 @@ def says(key: AttentionKey) -> str:
 
 
 def kernel(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, call: AttentionCall | AttentionKey
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, call: AttentionArgs | AttentionKey
 ) -> str:
     """The kernel that PyTorch would take on CUDA: "flash", "cudnn" or "efficient"; "" for none.
 
@@ -180,7 +180,7 @@ def kernel_of(key: AttentionKey, members: bool = False) -> str:
     return kernel(q, k, v, bias if key.limited else None, key)
 
 
-def choose(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: AttentionCall) -> Kernel:
+def choose(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: AttentionArgs) -> Kernel:
     """The kernel for these heads and their merged mask."""
     shared = q.shape[1] != k.shape[1]
     if q.is_cpu and operators.has("cpu"):
@@ -193,7 +193,7 @@ def choose(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: Attention
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, widen: bool
+    q: Tensor, k: Tensor, v: Tensor, call: AttentionArgs, widen: bool
 ) -> tuple[Tensor, Tensor]:
     """attn (B, S_q, H, E), whose heads may be in two dimensions, and lse.
 
@@ -201,7 +201,7 @@ def forward(
     """
     if widen:
         q, k, v = q.float(), k.float(), v.float()
-    q, k, v = _rows_in_place(q, k, v)
+    q, k, v = _contiguous_rows(q, k, v)
     call, mask = _with_one_mask(call, q.dtype)
     at = choose(q, k, v, mask, call)
     if at.name:
@@ -230,14 +230,14 @@ def backward(
     v: Tensor,
     o: Tensor,
     lse: Tensor,
-    call: AttentionCall,
+    call: AttentionArgs,
     grads: Heads,
     widen: bool,
 ) -> None:
     """Fill `grads`: dq, dk, dv."""
     if widen:
         do, q, k, v, o = do.float(), q.float(), k.float(), v.float(), o.float()
-    do, q, k, v, o = _rows_in_place(do, q, k, v, o)
+    do, q, k, v, o = _contiguous_rows(do, q, k, v, o)
     lse = lse.view(call.batch, call.spec.num_heads, call.q_len)
     call, mask = _with_one_mask(call, q.dtype)
     at = choose(q, k, v, mask, call)
@@ -257,7 +257,7 @@ def backward(
     grads[2].copy_(sums[1])
 
 
-def _only_for_flash(call: AttentionCall | AttentionKey) -> str:
+def _only_for_flash(call: AttentionArgs | AttentionKey) -> str:
     """What of a call only CUDA's flash kernel serves; "" if nothing."""
     if call.varlen:
         return "variable-length sequences"
@@ -268,7 +268,7 @@ def _only_for_flash(call: AttentionCall | AttentionKey) -> str:
     return ""
 
 
-def _why_not_cuda(key: AttentionKey) -> str | None:
+def _unsupported_cuda_reason(key: AttentionKey) -> str | None:
     multiple = 16 // key.dtype.itemsize
     if key.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"PyTorch has no fused kernel for {key.dtype}"
@@ -289,7 +289,7 @@ def _why_not_cuda(key: AttentionKey) -> str | None:
     return None
 
 
-def _has_far_row(call: AttentionCall, dtype: torch.dtype) -> bool:
+def _has_far_row(call: AttentionArgs, dtype: torch.dtype) -> bool:
     """Whether a row of the masks is finite and below `_FAR_ROW` everywhere."""
     if not any(m is not None and m.dtype != torch.bool for m in (call.mask, call.padding)):
         return False
@@ -306,7 +306,7 @@ def _additive(mask: Tensor, dtype: torch.dtype, true_attends: bool) -> Tensor:
     return mask.to(dtype)
 
 
-def _with_one_mask(call: AttentionCall, dtype: torch.dtype) -> tuple[AttentionCall, Tensor | None]:
+def _with_one_mask(call: AttentionArgs, dtype: torch.dtype) -> tuple[AttentionArgs, Tensor | None]:
     """The call with its key lengths as padding, and its merged mask."""
     if not call.limited:
         return call, None
@@ -314,7 +314,7 @@ def _with_one_mask(call: AttentionCall, dtype: torch.dtype) -> tuple[AttentionCa
     return call, _merged_mask(call, dtype)
 
 
-def _merged_mask(call: AttentionCall, dtype: torch.dtype) -> Tensor | None:
+def _merged_mask(call: AttentionArgs, dtype: torch.dtype) -> Tensor | None:
     """Both masks as one additive tensor that broadcasts to (B, H, S_q, S_k); None without masks.
 
     In at least float32, which the kernels accept for 16-bit dtypes too.
@@ -330,7 +330,7 @@ def _merged_mask(call: AttentionCall, dtype: torch.dtype) -> Tensor | None:
     return padding if mask is None else mask + padding
 
 
-def _shared(x: Tensor, call: AttentionCall) -> tuple[Tensor, ...]:
+def _shared(x: Tensor, call: AttentionArgs) -> tuple[Tensor, ...]:
     """(B, H, ...) as one view (B, Hkv, ...) for each member of the groups of query heads."""
     group = call.spec.num_heads // call.spec.num_kv_heads
     if x.shape[1] == 1:
@@ -338,12 +338,12 @@ def _shared(x: Tensor, call: AttentionCall) -> tuple[Tensor, ...]:
     return tuple(x.unflatten(1, (call.spec.num_kv_heads, group)).unbind(2))
 
 
-def _rows_in_place(*heads: Tensor) -> Sequence[Tensor]:
+def _contiguous_rows(*heads: Tensor) -> Sequence[Tensor]:
     """`heads` with contiguous rows, which the kernels assume."""
     return [x if x.stride(-1) == 1 else x.contiguous() for x in heads]
 
 
-def _masks(mask: Tensor | None, call: AttentionCall) -> tuple[Tensor | None, ...]:
+def _masks(mask: Tensor | None, call: AttentionArgs) -> tuple[Tensor | None, ...]:
     """The merged mask for each member of the groups of query heads."""
     if mask is None or mask.dim() == 2:
         return (mask,) * (call.spec.num_heads // call.spec.num_kv_heads)

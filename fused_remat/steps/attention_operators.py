@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fused_remat.steps.attention_call import AttentionCall, Heads
+from fused_remat.steps.attention_call import AttentionArgs, Heads
 
 _aten = torch.ops.aten
 _SCALED, _WINDOWED, _MASKED = "scale", "scale window_size_left window_size_right", "attn_mask scale"
@@ -103,7 +103,7 @@ def has_operator(name: str) -> bool:
 
 
 def forward(
-    at: Kernel, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall
+    at: Kernel, q: Tensor, k: Tensor, v: Tensor, call: AttentionArgs
 ) -> tuple[Tensor, Tensor]:
     """attn (B, H, S_q, V), 0 in rows without a key, and lse (B, H, S_q), NaN of "public"."""
     attn, lse = _forward(at.name, q, k, v, call, at.bias)
@@ -111,7 +111,7 @@ def forward(
 
 
 def _forward(
-    kernel: str, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, bias: Tensor | None
+    kernel: str, q: Tensor, k: Tensor, v: Tensor, call: AttentionArgs, bias: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     causal, scale = call.spec.window[1] == 0, call.spec.scale
     if kernel == "cpu":
@@ -137,7 +137,7 @@ def _forward(
 
 def backward(
     at: Kernel, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
-    call: AttentionCall,
+    call: AttentionArgs,
 ) -> Heads:  # fmt: skip
     """dq, dk, dv, from the results of `forward`."""
     kernel, bias, nothing = at
@@ -174,14 +174,14 @@ def backward(
     return dq, dk, dv
 
 
-def _public(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, bias: Tensor | None) -> Tensor:
+def _public(q: Tensor, k: Tensor, v: Tensor, call: AttentionArgs, bias: Tensor | None) -> Tensor:
     causal, shared = call.spec.window[1] == 0, q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(
         q, k, v, bias, 0.0, causal, scale=call.spec.scale, enable_gqa=shared
     )
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
+def _flash(q: Tensor, k: Tensor, v: Tensor, call: AttentionArgs) -> tuple[Tensor, Tensor]:
     """With a window, and over variable-length sequences too."""
     heads, bounds = [_tokens(x, call) for x in (q, k, v)], _bounds(call)
     causal, window = _window(call)
@@ -196,7 +196,7 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor
 
 
 def _flash_grads(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, call: AttentionCall
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, call: AttentionArgs
 ) -> Heads:
     heads, bounds = [_tokens(x, call) for x in (do, q, k, v, o)], _bounds(call)
     causal, window = _window(call)
@@ -216,12 +216,12 @@ def _flash_grads(
     return dq, dk, dv
 
 
-def _tokens(x: Tensor, call: AttentionCall) -> Tensor:
+def _tokens(x: Tensor, call: AttentionArgs) -> Tensor:
     """Heads (B, H, S, E) as (B, S, H, E); of variable-length sequences (S, H, E)."""
     return x.squeeze(0).transpose(0, 1) if call.varlen else x.transpose(1, 2)
 
 
-def _bounds(call: AttentionCall) -> tuple[Any, Any]:
+def _bounds(call: AttentionArgs) -> tuple[Any, Any]:
     """The bounds of variable-length sequences, within the tokens: a kernel reads between them."""
     if call.cu_q is None or call.cu_k is None:
         return None, None
@@ -236,7 +236,7 @@ def _outside(bounds: Tensor, tokens: int) -> Tensor:
     return (at < bounds.select(0, 0)) | (at >= bounds.select(0, -1))
 
 
-def _window(call: AttentionCall) -> tuple[bool, dict[str, Any]]:
+def _window(call: AttentionArgs) -> tuple[bool, dict[str, Any]]:
     """`is_causal`, and the arguments by name; a causal window is no window besides."""
     causal = call.spec.window == (-1, 0)
     left, right = (-1, -1) if causal else call.spec.window

@@ -47,7 +47,7 @@ class CollectiveStep(Node):
         raise NotImplementedError
 
     @property
-    def says(self) -> tuple[str, str]:
+    def description(self) -> tuple[str, str]:
         forward, backward = self.communication
         return forward or "nothing: every rank has all tokens", backward
 

@@ -34,7 +34,7 @@ _DEVICE_LOGITS = 1 << 26
 
 
 @dataclass(eq=False, slots=True)
-class CrossEntropyCall:
+class CrossEntropyTargets:
     """Targets and options of a cross-entropy over the logits of T tokens.
 
     Attributes:
@@ -63,16 +63,16 @@ def _key(x: Tensor, weight: Tensor) -> tuple[Any, ...]:
     return x.dtype, x.device, x.shape, weight.shape
 
 
-def _says(key: tuple[Any, ...], *_: Any, **__: Any) -> str:
-    return f"blocks of logits, {linear.says_product(key[0], key[1])}"
+def _describe(key: tuple[Any, ...], *_: Any, **__: Any) -> str:
+    return f"blocks of logits, {linear.describe_product(key[0], key[1])}"
 
 
-@operation(key=lambda x, weight, *_, **__: _key(x, weight), says=_says)
+@operation(key=lambda x, weight, *_, **__: _key(x, weight), description=_describe)
 def cross_entropy_fwd(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    call: CrossEntropyCall,
+    call: CrossEntropyTargets,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The loss of each token whose logits are x @ weight.T + bias, and two statistics.
@@ -108,14 +108,14 @@ def cross_entropy_fwd(
     return loss if out is None else out.copy_(loss), high, log_sum
 
 
-@operation(key=lambda dy, x, weight, *_: _key(x, weight), says=_says)
+@operation(key=lambda dy, x, weight, *_: _key(x, weight), description=_describe)
 def cross_entropy_bwd(
     dy: Tensor,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     stats: tuple[Tensor, Tensor],
-    call: CrossEntropyCall,
+    call: CrossEntropyTargets,
     needs_grad: tuple[bool, ...],
     exact: bool = False,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -167,7 +167,7 @@ class LinearCrossEntropy(Node):
 
     Attributes:
         weight, bias, target: names of the params; `target` holds a column for each token.
-        ignore_index, label_smoothing, z_loss, softcap, logits: as in `CrossEntropyCall`.
+        ignore_index, label_smoothing, z_loss, softcap, logits: as in `CrossEntropyTargets`.
         parallel: the ranks among which the vocabulary is divided evenly; None for one rank.
     """
 
@@ -224,11 +224,11 @@ class LinearCrossEntropy(Node):
         if dbias is not None:
             chunk.add_param_grad(self.bias, dbias)
 
-    def call(self, chunk: Chunk) -> CrossEntropyCall:
+    def call(self, chunk: Chunk) -> CrossEntropyTargets:
         """The call for the chunk's tokens, of this rank's columns."""
         target, weight, parallel = chunk.param(self.target), chunk.param(self.weight), self.parallel
         assert target is not None and weight is not None
-        call = CrossEntropyCall(
+        call = CrossEntropyTargets(
             target.reshape(-1)[chunk.token0 : chunk.token0 + chunk.rows],
             self.ignore_index,
             self.label_smoothing,
@@ -250,7 +250,7 @@ class LinearCrossEntropy(Node):
         )
 
 
-def block_of(tokens: int, vocab: int, call: CrossEntropyCall, device: torch.device) -> Span:
+def block_of(tokens: int, vocab: int, call: CrossEntropyTargets, device: torch.device) -> Span:
     """Tokens and columns of a block: about square, which moves the fewest bytes."""
     limit = call.logits or (_CPU_LOGITS if device.type == "cpu" else _DEVICE_LOGITS)
     rows = min(tokens, max(math.isqrt(limit), limit // vocab))
@@ -266,7 +266,7 @@ def spans(size: int, step: int) -> Iterator[Span]:
         yield first, min(first + step, size)
 
 
-def check_targets(call: CrossEntropyCall, vocab: int) -> None:
+def check_targets(call: CrossEntropyTargets, vocab: int) -> None:
     """Check that every target is a column.
 
     Raises: IndexError; on a device, which is not waited for, the device asserts instead.
@@ -284,7 +284,12 @@ def check_targets(call: CrossEntropyCall, vocab: int) -> None:
 
 
 def losses(
-    highs: Tensor, sums: Tensor, picked: Tensor, total: Tensor, vocab: int, call: CrossEntropyCall
+    highs: Tensor,
+    sums: Tensor,
+    picked: Tensor,
+    total: Tensor,
+    vocab: int,
+    call: CrossEntropyTargets,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Losses and the two statistics, (n, 1), from those of the blocks of columns.
 
@@ -325,7 +330,7 @@ class Slopes:
 
     @classmethod
     def of(
-        cls, dy: Tensor, stats: tuple[Tensor, Tensor], vocab: int, call: CrossEntropyCall
+        cls, dy: Tensor, stats: tuple[Tensor, Tensor], vocab: int, call: CrossEntropyTargets
     ) -> Slopes:
         """From `dy` (n, 1), the gradient of the losses; without the soft-cap's derivative."""
         mass = dy if not call.z_loss else dy * (1 + 2 * call.z_loss * (stats[0] + stats[1]))
@@ -339,7 +344,7 @@ def _dlogits_(
     slopes: Slopes,
     at: Tensor,
     inside: Tensor,
-    call: CrossEntropyCall,
+    call: CrossEntropyTargets,
 ) -> Tensor:
     """Replace z, logits after the soft-cap, by the gradient of the logits before it."""
     cap = 1 - (z / call.softcap).square_() if call.softcap else None
@@ -367,7 +372,7 @@ class _Tokens:
     used: Tensor | None
 
     @classmethod
-    def of(cls, x: Tensor, call: CrossEntropyCall) -> _Tokens:
+    def of(cls, x: Tensor, call: CrossEntropyTargets) -> _Tokens:
         used = call.target != call.ignore_index
         if not _is_read(call.target):
             return cls(x, None, call.target, used[:, None])

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     key=lambda act, x, gate, up, mask, kept, storages: (
         act, x.dtype, x.device, tuple(map(format_of, storages))
     ),
-    says="step by step",
+    description="step by step",
 )  # fmt: skip
 def mlp_up_fwd(
     act: str,
@@ -55,7 +55,7 @@ def mlp_up_fwd(
     return activation_fwd(act, made[0] if gate else None, made[-1], mask), pres, parts
 
 
-@operation(key=lambda act, dy, x, *_, **__: (act, x.dtype, x.device), says="step by step")
+@operation(key=lambda act, dy, x, *_, **__: (act, x.dtype, x.device), description="step by step")
 def mlp_bwd(
     act: str,
     dy: Tensor,
@@ -81,7 +81,7 @@ def mlp_bwd(
     key=lambda x, weight, bias, residual, mask, spec, norm_weight, norm_bias, out=None: (
         spec.kind, x.dtype, x.device, residual.shape[1]
     ),
-    says="step by step",
+    description="step by step",
 )  # fmt: skip
 def linear_norm_fwd(
     x: Tensor,

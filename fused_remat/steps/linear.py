@@ -44,7 +44,7 @@ def widens(x: Tensor) -> bool:
     return x.dtype in LOW and x.device.type == "cpu" and not cpu_has_native(x.dtype)
 
 
-def says_product(dtype: torch.dtype, device: torch.device) -> str:
+def describe_product(dtype: torch.dtype, device: torch.device) -> str:
     """What a product of operands in a dtype on a device runs, for `explain`."""
     if not widens(torch.empty(0, dtype=dtype, device=device)):
         return "ATen's addmm"
@@ -64,7 +64,7 @@ def _key(
     return x.dtype, x.device, residual is not None or mask is not None, sizes
 
 
-@operation(key=_key, says=lambda key, *_, **__: says_product(key[0], key[1]))
+@operation(key=_key, description=lambda key, *_, **__: describe_product(key[0], key[1]))
 def linear_fwd(
     x: Tensor,
     weight: Tensor | None,
@@ -98,7 +98,7 @@ def linear_fwd(
 
 @operation(
     key=lambda dy, weight, into=None: (dy.dtype, dy.device, (dy.shape[0], *weight.shape)),
-    says=lambda key, *_, **__: says_product(key[0], key[1]),
+    description=lambda key, *_, **__: describe_product(key[0], key[1]),
 )
 def linear_dx(dy: Tensor, weight: Tensor | None, into: Tensor | None = None) -> Tensor:
     """dy @ weight, added to `into` in place if that is given. dy may be columns of a matrix."""
@@ -113,7 +113,7 @@ def linear_dx(dy: Tensor, weight: Tensor | None, into: Tensor | None = None) -> 
 
 @operation(
     key=lambda dy, x, into, partial, exact=False: (x.dtype, x.device, partial or exact),
-    says=lambda key, *_, **__: says_product(key[0], key[1]),
+    description=lambda key, *_, **__: describe_product(key[0], key[1]),
 )
 def linear_dw(
     dy: Tensor, x: Tensor, into: Tensor | None, partial: bool, exact: bool = False
@@ -133,7 +133,7 @@ def linear_dw(
     return dw.float() if partial and dw.dtype in LOW else dw
 
 
-@operation(key=lambda dy: (dy.dtype, dy.device), says="ATen's sum")
+@operation(key=lambda dy: (dy.dtype, dy.device), description="ATen's sum")
 def bias_grad(dy: Tensor) -> Tensor:
     """The sum of dy over tokens, in float32 (float64 for float64)."""
     return dy.sum(0, dtype=torch.float32) if dy.dtype in LOW else dy.sum(0)
@@ -209,7 +209,7 @@ class Linear(Node):
         return tuple([update.low for update in self.updates])
 
     @property
-    def says(self) -> tuple[str, str]:
+    def description(self) -> tuple[str, str]:
         mixed = self.compute is not None and self.residual
         return "added to the residual in the stream's dtype" if mixed else "", ""
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fused_remat.random import DropoutMask
-from fused_remat.steps.linear import Linear, linear_dx, linear_fwd, says_product, widens
+from fused_remat.steps.linear import Linear, describe_product, linear_dx, linear_fwd, widens
 from fused_remat.steps.operations import operation
 from fused_remat.steps.residual import dropout
 
@@ -21,7 +21,10 @@ if TYPE_CHECKING:
     from fused_remat.steps.chunk import Chunk
 
 
-@operation(key=lambda y, x, *_: (x.dtype, x.device), says=lambda key, *_, **__: says_product(*key))
+@operation(
+    key=lambda y, x, *_: (x.dtype, x.device),
+    description=lambda key, *_, **__: describe_product(*key),
+)
 def low_rank_add(y: Tensor, x: Tensor, weight: Tensor | None, scale: float) -> None:
     """y += scale * x @ weight.T. y may be columns of a matrix, and may have a lower dtype."""
     assert weight is not None

@@ -64,7 +64,7 @@ class Node:
         stats_follow: True if the statistics are kept exactly when `name` is kept; False if they
             are kept whenever backward needs them.
         undoes: of a node in `Graph.quantized_nodes`: whether it has a backward.
-        says: what `explain` says of forward and of backward besides the operations.
+        description: what `explain` says of forward and of backward besides the operations.
     """
 
     name: str
@@ -124,7 +124,7 @@ class Node:
         return ""
 
     @property
-    def says(self) -> tuple[str, str]:
+    def description(self) -> tuple[str, str]:
         return "", ""
 
     @property

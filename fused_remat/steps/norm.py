@@ -39,14 +39,14 @@ class NormRow:
             `needs_grad` does not mark is None.
         stats: names of the statistics, one number per token each. Kernels know "mean" and "rstd".
         module: the `torch.nn` class, which is built and read like `nn.LayerNorm`.
-        says: what forward runs, for `explain`.
+        description: what forward runs, for `explain`.
     """
 
     fwd: Callable[..., tuple[Tensor, ...]]
     bwd: Callable[..., Grads]
     stats: tuple[str, ...]
     module: type[nn.Module]
-    says: str
+    description: str
 
 
 def _wide(t: Tensor | None, fill: float, x: Tensor) -> Tensor:
@@ -160,7 +160,7 @@ def shifted(weight: Tensor | None, offset: float) -> Tensor | None:
 
 @operation(
     key=lambda spec, x, *_, **__: (spec.kind, x.dtype, x.device, x.shape[1]),
-    says=lambda key, *_, **__: NORMS[key[0]].says,
+    description=lambda key, *_, **__: NORMS[key[0]].description,
 )
 def norm_fwd(
     spec: NormSpec,
@@ -184,7 +184,7 @@ def norm_fwd(
 
 @operation(
     key=lambda spec, dy, x, *_, **__: (spec.kind, x.dtype, x.device, x.shape[1]),
-    says=lambda key, *_, **__: NORMS[key[0]].says,
+    description=lambda key, *_, **__: NORMS[key[0]].description,
 )
 def norm_bwd(
     spec: NormSpec,
@@ -233,7 +233,7 @@ class Norm(Node):
         return dict.fromkeys(self.params, torch.float32) if self.mixed else {}
 
     @property
-    def says(self) -> tuple[str, str]:
+    def description(self) -> tuple[str, str]:
         return "" if self.compute is None else f"rounded to {str(self.compute)[6:]}", ""
 
     def needs(self, needs_grad: Collection[str]) -> tuple[str, ...]:

@@ -59,7 +59,7 @@ def _sizes(dtype: torch.dtype, shape: tuple[int, int, int]) -> tuple[int, int, i
     return tokens // _TOKENS * _TOKENS, *shape[1:]
 
 
-def _why_not(backward: bool, key: tuple[Any, ...]) -> str | None:
+def _unsupported_reason(backward: bool, key: tuple[Any, ...]) -> str | None:
     dtype, device, *_, (tokens, *weight) = key
     low = dtype in LOW
     has = linear.cpu_has_native(dtype) if low else dtype == torch.float32 and _ONEDNN is not None
@@ -82,13 +82,13 @@ def _why_not(backward: bool, key: tuple[Any, ...]) -> str | None:
     return None if chosen else "" if low else "slower on this machine"
 
 
-def _says(key: tuple[Any, ...], *_: Any, **__: Any) -> str:
+def _describe(key: tuple[Any, ...], *_: Any, **__: Any) -> str:
     return "ATen's addmm, half the columns at a time" if key[0] in LOW else "oneDNN's linear"
 
 
 @faster(
-    linear_fwd, "eager", name="oneDNN", timed=True, says=_says,
-    why_not=functools.partial(_why_not, False),
+    linear_fwd, "eager", name="oneDNN", timed=True, description=_describe,
+    unsupported_reason=functools.partial(_unsupported_reason, False),
 )  # fmt: skip
 def linear_fwd_timed(x, weight, bias, residual=None, mask=None, out=None):
     if x.dtype in LOW:
@@ -106,8 +106,8 @@ def linear_fwd_timed(x, weight, bias, residual=None, mask=None, out=None):
 
 
 @faster(
-    linear_dx, "eager", name="oneDNN", timed=True, says=_says,
-    why_not=functools.partial(_why_not, True),
+    linear_dx, "eager", name="oneDNN", timed=True, description=_describe,
+    unsupported_reason=functools.partial(_unsupported_reason, True),
 )  # fmt: skip
 def linear_dx_timed(dy, weight, into=None):
     if dy.dtype not in LOW:

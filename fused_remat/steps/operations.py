@@ -4,10 +4,10 @@ An operation is a plain function. Its docstring is the contract; its body runs A
 works on every device and in every dtype. `faster` registers another implementation for a backend.
 `execution.choose` decides which implementation runs.
 
-    @operation(key=lambda x, weight: (x.dtype, x.device, x.shape[1]), says="ATen's addmm")
+    @operation(key=lambda x, weight: (x.dtype, x.device, x.shape[1]), description="ATen's addmm")
     def linear_fwd(x, weight): ...
 
-    @faster(linear_fwd, "triton", says="kernel linear_fwd", why_not=too_wide)
+    @faster(linear_fwd, "triton", description="kernel linear_fwd", unsupported_reason=too_wide)
     def linear_fwd_triton(x, weight): ...
 
 Contract of all operations: T is the number of tokens, D and F are widths. Results have the dtype
@@ -31,7 +31,7 @@ import torch
 F = TypeVar("F", bound=Callable[..., Any])
 Function = Callable[..., Any]
 #: What `explain` prints: a phrase, or a function of the key that also accepts the arguments.
-Says = str | Callable[..., str]
+Description = str | Callable[..., str]
 
 
 class FusedRematWarning(UserWarning):
@@ -68,7 +68,7 @@ def user_stacklevel() -> int:
 
 
 def always(key: Any) -> str | None:
-    """The `why_not` of what always can."""
+    """The `unsupported_reason` of what always can."""
     return None
 
 
@@ -78,16 +78,16 @@ class Faster:
 
     Attributes:
         run: the function. Its parameters have the operation's names; annotations are optional.
-        why_not: given a key, the reason why it cannot run: None if it can, "" for a reason that
-            `explain` does not print.
-        says: what it runs, for `explain`.
+        unsupported_reason: given a key, the reason why it cannot run: None if it can, "" for a
+            reason that `explain` does not print.
+        description: what it runs, for `explain`.
         name: of the implementation, for `explain`; by default the backend's.
-        timed: whether a timing decides (`steps.timing`), in `why_not`.
+        timed: whether a timing decides (`steps.timing`), in `unsupported_reason`.
     """
 
     run: Function
-    why_not: Callable[[Any], str | None]
-    says: Says
+    unsupported_reason: Callable[[Any], str | None]
+    description: Description
     name: str = ""
     timed: bool = False
 
@@ -102,13 +102,13 @@ class Operation:
             depend on, hashable: dtypes, widths, options, device, layout, formats, global switches.
             It must not depend on values or on the policy, so that forward and the rebuild in
             backward choose the same implementation.
-        says: what the body runs, for `explain`.
+        description: what the body runs, for `explain`.
         faster: the other implementations, by backend.
     """
 
     run: Function
     key: Callable[..., Any]
-    says: Says
+    description: Description
     faster: dict[str, Faster] = field(default_factory=dict)
 
 
@@ -116,11 +116,11 @@ class Operation:
 OPERATIONS: dict[Function, Operation] = {}
 
 
-def operation(*, key: Callable[..., Any], says: Says) -> Callable[[F], F]:
+def operation(*, key: Callable[..., Any], description: Description) -> Callable[[F], F]:
     """Register a function as an operation (see `Operation`), and return it unchanged."""
 
     def register(run: F) -> F:
-        OPERATIONS[run] = Operation(run, key, says)
+        OPERATIONS[run] = Operation(run, key, description)
         return run
 
     return register
@@ -130,8 +130,8 @@ def faster(
     function: F,
     backend: str,
     *,
-    says: Says,
-    why_not: Callable[[Any], str | None] = always,
+    description: Description,
+    unsupported_reason: Callable[[Any], str | None] = always,
     name: str = "",
     timed: bool = False,
 ) -> Callable[[Function], F]:
@@ -151,7 +151,9 @@ def faster(
                 f"parameters must be ({expected})"
             )
         run.__doc__ = run.__doc__ or function.__doc__
-        OPERATIONS[function].faster[backend] = Faster(run, why_not, says, name, timed)
+        OPERATIONS[function].faster[backend] = Faster(
+            run, unsupported_reason, description, name, timed
+        )
         return cast(F, run)
 
     return register

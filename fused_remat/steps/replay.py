@@ -78,7 +78,7 @@ class Replay(Node):
         return {}  # the function runs under autocast, as it would outside a block
 
     @property
-    def says(self) -> tuple[str, str]:
+    def description(self) -> tuple[str, str]:
         return f"{self.what}; backward runs it again, under autograd", ""
 
     def needs(self, needs_grad: Collection[str]) -> tuple[str, ...]:

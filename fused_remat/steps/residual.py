@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from fused_remat.steps.chunk import Chunk
 
 
-@operation(key=lambda x, residual, *_, **__: (residual.dtype, x.device), says="pointwise, eager")
+@operation(
+    key=lambda x, residual, *_, **__: (residual.dtype, x.device), description="pointwise, eager"
+)
 def residual_add(
     x: Tensor, residual: Tensor, mask: DropoutMask | None, out: Tensor | None = None
 ) -> Tensor:
@@ -32,13 +34,13 @@ def residual_add(
     return y if y is out else out.copy_(y)
 
 
-@operation(key=lambda x, *_: (x.dtype, x.device), says="pointwise, eager")
+@operation(key=lambda x, *_: (x.dtype, x.device), description="pointwise, eager")
 def dropout(x: Tensor, mask: DropoutMask, dtype: torch.dtype | None = None) -> Tensor:
     """mask * x as a new tensor, in `dtype` or in that of x."""
     return mask.tensor(keep=False).mul_(x).to(dtype or x.dtype)
 
 
-@operation(key=lambda seed, first: seed.device, says="pointwise, eager")
+@operation(key=lambda seed, first: seed.device, description="pointwise, eager")
 def site_keys(seed: Tensor, first: int) -> tuple[Tensor, ...]:
     """The keys of `random.NUM_SITES` sites from `first` on; keys and `seed` are int64 ()."""
     return random.site_keys(seed, first)
@@ -58,7 +60,10 @@ class DrawMask(Node):
     p: float
     like: str
     of: str = "input"
-    says: ClassVar[tuple[str, str]] = ("drawn from the seed by the counter-based generator", "")
+    description: ClassVar[tuple[str, str]] = (
+        "drawn from the seed by the counter-based generator",
+        "",
+    )
     keepable: ClassVar[bool] = False
     params: ClassVar[tuple[str, ...]] = ("seed",)
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(eq=False, slots=True)
-class RotaryCall:
+class RotaryTables:
     """Tables and weights of one rotary step over consecutive tokens.
 
     Attributes:
@@ -63,13 +63,13 @@ class RotaryCall:
         return shifted(self.q_weight, offset), shifted(self.k_weight, offset)
 
 
-def _key(x: Tensor, call: RotaryCall, *_: Any) -> tuple[Any, ...]:
+def _key(x: Tensor, call: RotaryTables, *_: Any) -> tuple[Any, ...]:
     """Dtype, device, width of a head, and whether 32 bits can count the tokens."""
     return x.dtype, x.device, call.width(x), x.shape[0] + call.seq_len < 2**31
 
 
-@operation(key=_key, says="pointwise, eager")
-def rotary_fwd(x: Tensor, call: RotaryCall, out: Tensor | None = None) -> Tensor:
+@operation(key=_key, description="pointwise, eager")
+def rotary_fwd(x: Tensor, call: RotaryTables, out: Tensor | None = None) -> Tensor:
     """x (T, (H + 2·Hkv)·E) with its query and key heads normed and rotated; values are copied.
 
     n = x * rstd * weight with norms, else n = x. A pair (n1, n2) of elements becomes
@@ -78,7 +78,7 @@ def rotary_fwd(x: Tensor, call: RotaryCall, out: Tensor | None = None) -> Tensor
     return _forward(x, call, out)
 
 
-def _forward(x: Tensor, call: RotaryCall, out: Tensor | None, back: bool = False) -> Tensor:
+def _forward(x: Tensor, call: RotaryTables, out: Tensor | None, back: bool = False) -> Tensor:
     """`rotary_fwd`; with `back`, by the opposite angles: the inverse if there are no norms."""
     y = x.new_empty(x.shape) if out is None else out
     in_place = y is x and call.q_weight is None
@@ -94,9 +94,9 @@ def _forward(x: Tensor, call: RotaryCall, out: Tensor | None, back: bool = False
     return y
 
 
-@operation(key=lambda dy, x, call, *_: _key(dy, call), says="pointwise, eager")
+@operation(key=lambda dy, x, call, *_: _key(dy, call), description="pointwise, eager")
 def rotary_bwd(
-    dy: Tensor, x: Tensor | None, call: RotaryCall, needs_grad: tuple[bool, ...], owned: bool
+    dy: Tensor, x: Tensor | None, call: RotaryTables, needs_grad: tuple[bool, ...], owned: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """dx and the gradients of both weights; one that `needs_grad` does not mark is None.
 
@@ -128,7 +128,7 @@ def rotary_bwd(
     return dx, dq_weight, dk_weight
 
 
-def _split(x: Tensor, call: RotaryCall) -> tuple[Tensor, Tensor]:
+def _split(x: Tensor, call: RotaryTables) -> tuple[Tensor, Tensor]:
     """Views of the query and key heads (T, H + Hkv, E), and of the value heads (T, Hkv, E)."""
     first = call.spec.num_heads + call.spec.num_kv_heads
     count, (rows, width) = first + call.spec.num_kv_heads, x.shape
@@ -136,18 +136,18 @@ def _split(x: Tensor, call: RotaryCall) -> tuple[Tensor, Tensor]:
     return heads.narrow(1, 0, first), heads.narrow(1, first, call.spec.num_kv_heads)
 
 
-def _by_kind(heads: Tensor, call: RotaryCall) -> tuple[Tensor, Tensor]:
+def _by_kind(heads: Tensor, call: RotaryTables) -> tuple[Tensor, Tensor]:
     return heads[:, : call.spec.num_heads], heads[:, call.spec.num_heads :]
 
 
-def _scale(heads: Tensor, call: RotaryCall) -> None:
+def _scale(heads: Tensor, call: RotaryTables) -> None:
     """Multiply by the norms' weights in place."""
     for part, weight in zip(_by_kind(heads, call), call.norm_weights(), strict=True):
         assert weight is not None
         part.mul_(weight)
 
 
-def _normed(heads: Tensor, call: RotaryCall) -> tuple[Tensor, Tensor]:
+def _normed(heads: Tensor, call: RotaryTables) -> tuple[Tensor, Tensor]:
     """heads * rstd and rstd = (mean(heads**2) + eps) ** -0.5, over the width of a head."""
     wide = heads.to(torch.promote_types(heads.dtype, torch.float32))
     rstd = wide.square().mean(-1, keepdim=True).add_(call.eps).rsqrt_()
@@ -162,7 +162,7 @@ def _pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
 
 
 def _rotate(
-    heads: Tensor, call: RotaryCall, back: bool, out: Tensor, in_place: bool = False
+    heads: Tensor, call: RotaryTables, back: bool, out: Tensor, in_place: bool = False
 ) -> None:
     """Write the rotated pairs of `heads` to `out`, which is `heads` if `in_place`."""
     rotated = call.rotated
@@ -193,7 +193,7 @@ def _rotate(
         y.copy_(turned)
 
 
-def _of_tokens(table: Tensor, call: RotaryCall, rows: int) -> Tensor:
+def _of_tokens(table: Tensor, call: RotaryTables, rows: int) -> Tensor:
     """The rows (T, 1, R/2) of a table for the call's tokens: a view if they are consecutive."""
     if table.dim() == 3:
         flat = table.reshape(-1, table.shape[-1])
@@ -229,7 +229,7 @@ class Rotary(Node):
     in_place: bool = False
 
     @property
-    def says(self) -> tuple[str, str]:
+    def description(self) -> tuple[str, str]:
         return "in place" if self.in_place else "", ""
 
     def needs(self, needs_grad: Collection[str]) -> tuple[str, ...]:
@@ -256,8 +256,8 @@ class Rotary(Node):
             if dweight is not None:
                 chunk.add_param_grad(name, dweight)
 
-    def call(self, chunk: Chunk) -> RotaryCall:
+    def call(self, chunk: Chunk) -> RotaryTables:
         """The tables and weights for the chunk's tokens."""
         param, seq_len = chunk.param, chunk.owner.execution.lengths[self.x]
         given = param(self.cos), param(self.sin), param(self.q_weight), param(self.k_weight)
-        return RotaryCall(self.spec, *given, chunk.first_row(self.x), seq_len)
+        return RotaryTables(self.spec, *given, chunk.first_row(self.x), seq_len)

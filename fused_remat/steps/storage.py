@@ -43,7 +43,7 @@ def format_of(x: Loaded | QuantizeCall | None) -> str:
 
 @operation(
     key=lambda x, storage: storage.stored,
-    says=lambda key, *_, **__: f"quantized to {key}, eager, a few rows at a time",
+    description=lambda key, *_, **__: f"quantized to {key}, eager, a few rows at a time",
 )
 def quantize(x: Tensor, storage: QuantizeCall) -> Parts:
     """The codes of x, and the scales if the format has blocks, as new tensors."""
@@ -52,7 +52,7 @@ def quantize(x: Tensor, storage: QuantizeCall) -> Parts:
 
 @operation(
     key=lambda x: x.stored,
-    says=lambda key, *_, **__: f"{key} dequantized whole, eager, a few rows at a time",
+    description=lambda key, *_, **__: f"{key} dequantized whole, eager, a few rows at a time",
 )
 def dequantize(x: Quantized) -> Tensor:
     """x as a new matrix in its dtype."""

@@ -14,7 +14,7 @@ from fused_remat.triton import (
     rotary,
     storage,
 )
-from fused_remat.triton.launch import why_not
+from fused_remat.triton.launch import unsupported_reason
 
 __all__ = [
     "attention",
@@ -24,5 +24,5 @@ __all__ = [
     "products",
     "rotary",
     "storage",
-    "why_not",
+    "unsupported_reason",
 ]

@@ -42,11 +42,10 @@ from fused_remat.random import threshold
 from fused_remat.spec import AttentionSpec
 from fused_remat.steps import attention, attention_library
 from fused_remat.steps.attention import as_heads
-from fused_remat.steps.attention_call import AttentionCall, AttentionKey, Heads, attention_key
+from fused_remat.steps.attention_call import AttentionArgs, AttentionKey, Heads, attention_key
 from fused_remat.steps.operations import FAULTS, faster
 from fused_remat.steps.storage import dequantized_heads
 from fused_remat.triton import storage
-from fused_remat.triton.frozen import TARGET, run
 from fused_remat.triton.launch import (
     INTERPRETED,
     Launch,
@@ -56,6 +55,7 @@ from fused_remat.triton.launch import (
     scratch,
     target_of,
 )
+from fused_remat.triton.launch_cache import TARGET, run
 from fused_remat.triton.tables import (
     ATTENTION_BY_DESCRIPTORS,
     AttentionTile,
@@ -85,7 +85,7 @@ _CONSTANT = {known: tl.constexpr(known) for known in (False, True)}
 MaskStrides = tuple[int, ...]
 
 
-def why_not(key: AttentionKey) -> str | None:
+def unsupported_reason(key: AttentionKey) -> str | None:
     """Why the kernels cannot serve a call, or None if they can."""
     spec, widths = key.spec, key.widths
     unknown = [name for name in spec.options if name not in _KNOWN]
@@ -104,14 +104,16 @@ def why_not(key: AttentionKey) -> str | None:
 
 def _why(key: AttentionKey) -> str | None:
     """Why these kernels are chosen over ATen's; None if ATen's are chosen."""
-    return attention_library.why_not(key) or why_own_attention(target_of(key.device), key)
+    return attention_library.unsupported_reason(key) or why_own_attention(
+        target_of(key.device), key
+    )
 
 
-def _why_not_fwd(key: AttentionKey) -> str | None:
-    return "" if _why(key) is None else why_not(key)
+def _unsupported_fwd_reason(key: AttentionKey) -> str | None:
+    return "" if _why(key) is None else unsupported_reason(key)
 
 
-def _why_not_bwd(key: AttentionKey) -> str | None:
+def _unsupported_bwd_reason(key: AttentionKey) -> str | None:
     """As in forward, unless a kernel can dequantize the heads that ATen's attention reads.
 
     So also after a fault in forward: the kernels' lse is of scores shifted by far masks, the
@@ -121,13 +123,13 @@ def _why_not_bwd(key: AttentionKey) -> str | None:
     if fault is not None:
         return fault
     formats = [stored for stored, *_ in filter(None, key.quantized)]
-    dequantizes = formats and storage.why_not(*formats) is None
-    return None if dequantizes else _why_not_fwd(key)
+    dequantizes = formats and storage.unsupported_reason(*formats) is None
+    return None if dequantizes else _unsupported_fwd_reason(key)
 
 
-def _says(key: AttentionKey, *_: Any, **__: Any) -> str:
-    if _why_not_fwd(key) is not None:
-        return attention.says(key)
+def _describe(key: AttentionKey, *_: Any, **__: Any) -> str:
+    if _unsupported_fwd_reason(key) is not None:
+        return attention.describe(key)
     said = f"kernel attention_fwd; attention_dkdv_bwd and attention_dq_bwd: {_why(key)}"
     if not key.quantized:
         return said
@@ -135,7 +137,12 @@ def _says(key: AttentionKey, *_: Any, **__: Any) -> str:
     return f"{said}, heads dequantized {'as they are loaded' if as_loaded else 'first'}"
 
 
-@faster(attention.attention_fwd, "triton", why_not=_why_not_fwd, says=_says)
+@faster(
+    attention.attention_fwd,
+    "triton",
+    unsupported_reason=_unsupported_fwd_reason,
+    description=_describe,
+)
 def attention_fwd_triton(q, k, v, call, out=None):
     if out is None:
         shape = (call.batch * call.q_len, call.spec.num_heads * v.shape[-1])
@@ -146,12 +153,17 @@ def attention_fwd_triton(q, k, v, call, out=None):
     return out, lse
 
 
-@faster(attention.attention_bwd, "triton", why_not=_why_not_bwd, says=_says)
+@faster(
+    attention.attention_bwd,
+    "triton",
+    unsupported_reason=_unsupported_bwd_reason,
+    description=_describe,
+)
 def attention_bwd_triton(dattn, q, k, v, attn, lse, call, grads):
     by_aten = False
     if any(isinstance(x, QuantizedHeads) for x in (q, k, v)):
         key = attention_key(q, v, call, k)
-        by_aten = _why_not_fwd(key) is not None
+        by_aten = _unsupported_fwd_reason(key) is not None
         if by_aten or not _reads_all(key):
             q, k, v = dequantized_heads(q, k, v, run=storage.dequantized)
     if by_aten:
@@ -175,14 +187,14 @@ def _reads(quantized: tuple[str, int, int] | None) -> bool:
         return True
     stored, width, first = quantized
     whole_blocks = width in (BLOCK, 2 * BLOCK) and first % BLOCK == 0
-    return storage.why_not(stored) is None and whole_blocks
+    return storage.unsupported_reason(stored) is None and whole_blocks
 
 
 def forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    call: AttentionCall,
+    call: AttentionArgs,
     out: Tensor,
     lse: Tensor,
     target: Target,
@@ -219,7 +231,7 @@ def backward(
     v: LoadedHeads,
     attn: Tensor,
     lse: Tensor,
-    call: AttentionCall,
+    call: AttentionArgs,
     grads: Heads | None,
     target: Target,
     tiles: tuple[AttentionTile, AttentionTile] | None = None,
@@ -428,7 +440,7 @@ class Problem:
             sees, and of queries that see each key.
     """
 
-    call: AttentionCall
+    call: AttentionArgs
     target: Target
     device: torch.device
     masks: Masks
@@ -482,7 +494,7 @@ def scores_of(spec: AttentionSpec) -> Scores:
 
 
 def prepare(
-    q: LoadedHeads, call: AttentionCall, target: Target, backward: bool
+    q: LoadedHeads, call: AttentionArgs, target: Target, backward: bool
 ) -> tuple[Problem, list[Launch]]:
     """The problem with its intervals and shifts, and the launches that fill these."""
     if call.lengths is not None:
@@ -513,7 +525,7 @@ def prepare(
     return made, launches
 
 
-def _bounds(call: AttentionCall, left: int, right: int, by_keys: bool) -> tuple[Tensor, Launch]:
+def _bounds(call: AttentionArgs, left: int, right: int, by_keys: bool) -> tuple[Tensor, Launch]:
     """The intervals of variable-length sequences, and the launch that fills them."""
     assert call.cu_q is not None and call.cu_k is not None
     rows, others = (call.kv_len, call.q_len) if by_keys else (call.q_len, call.kv_len)
@@ -527,7 +539,7 @@ def _bounds(call: AttentionCall, left: int, right: int, by_keys: bool) -> tuple[
     )
 
 
-def _masks(call: AttentionCall, shift: Tensor | None = None) -> Masks:
+def _masks(call: AttentionArgs, shift: Tensor | None = None) -> Masks:
     """The masks as kernels take them, with `shift` for rows that are far from 0."""
     mask = padding = None
     mask_strides: MaskStrides = (0,) * 4

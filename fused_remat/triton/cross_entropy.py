@@ -18,7 +18,7 @@ from fused_remat.kernels.cross_entropy import (
 )
 from fused_remat.steps import cross_entropy
 from fused_remat.steps.cross_entropy import (
-    CrossEntropyCall,
+    CrossEntropyTargets,
     Slopes,
     add_product,
     block_of,
@@ -29,13 +29,13 @@ from fused_remat.steps.cross_entropy import (
     sum_in,
 )
 from fused_remat.steps.operations import faster
-from fused_remat.triton.frozen import TARGET, run
 from fused_remat.triton.launch import INTERPRETED, Launch, Target, cdiv, in_place, target_of
+from fused_remat.triton.launch_cache import TARGET, run
 from fused_remat.triton.products import described, end_of, launch_over
 from fused_remat.triton.tables import Tile, tile_for
 
 
-def _why_not(key: tuple[Any, ...]) -> str | None:
+def _unsupported_reason(key: tuple[Any, ...]) -> str | None:
     dtype, _, x_shape, weight_shape = key
     if dtype.itemsize > 2 and not INTERPRETED:
         return f"products in {str(dtype)[6:]} are ATen's"
@@ -55,8 +55,8 @@ def _part(
 @faster(
     cross_entropy.cross_entropy_fwd,
     "triton",
-    why_not=_why_not,
-    says="kernel linear_cross_entropy_fwd; backward: a kernel per block, and ATen's products",
+    unsupported_reason=_unsupported_reason,
+    description="kernel linear_cross_entropy_fwd; backward: a kernel per block and ATen's products",
 )
 def cross_entropy_fwd_triton(x, weight, bias, call, out=None):
     target = target_of(x.device)
@@ -80,7 +80,7 @@ def _of_rows(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    call: CrossEntropyCall,
+    call: CrossEntropyTargets,
     labels: Tensor,
     columns: int,
     target: Target,
@@ -107,8 +107,8 @@ def _of_rows(
 @faster(
     cross_entropy.cross_entropy_bwd,
     "triton",
-    why_not=_why_not,
-    says="a kernel per block of logits, and ATen's products",
+    unsupported_reason=_unsupported_reason,
+    description="a kernel per block of logits, and ATen's products",
 )
 def cross_entropy_bwd_triton(dy, x, weight, bias, stats, call, needs_grad, exact=False):
     (tokens, depth), vocab = x.shape, weight.shape[0]

@@ -232,7 +232,7 @@ def power_of_2(n: int) -> int:
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
+def unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why kernels cannot compute in `dtype` on a device, or None if they can."""
     if dtype not in _DTYPES:
         return f"there are no kernels for {dtype}"

@@ -22,7 +22,6 @@ from fused_remat.spec import NormSpec
 from fused_remat.steps import norm
 from fused_remat.steps.norm import NORMS, shifted
 from fused_remat.steps.operations import faster
-from fused_remat.triton.frozen import TARGET, run
 from fused_remat.triton.launch import (
     Launch,
     Target,
@@ -34,6 +33,7 @@ from fused_remat.triton.launch import (
     power_of_2,
     scratch,
 )
+from fused_remat.triton.launch_cache import TARGET, run
 
 #: The widest row, in elements.
 MAX_WIDTH = 1 << 16
@@ -42,7 +42,7 @@ FWD_WIDTH, BWD_WIDTH = 1 << 14, 1 << 13
 _WIDE_BLOCK = 1 << 12
 
 
-def why_not(key: tuple[Any, ...]) -> str | None:
+def unsupported_reason(key: tuple[Any, ...]) -> str | None:
     """Why the kernels cannot compute a norm; None if they can."""
     kind, _, _, width = key
     if kind not in KINDS:
@@ -52,11 +52,11 @@ def why_not(key: tuple[Any, ...]) -> str | None:
     return None
 
 
-def _says(key: tuple[Any, ...], *_: Any, **__: Any) -> str:
+def _describe(key: tuple[Any, ...], *_: Any, **__: Any) -> str:
     return "kernel norm_fwd" if key[3] <= FWD_WIDTH else "kernel norm_wide_fwd"
 
 
-@faster(norm.norm_fwd, "triton", why_not=why_not, says=_says)
+@faster(norm.norm_fwd, "triton", unsupported_reason=unsupported_reason, description=_describe)
 def norm_fwd_triton(spec, x, weight, bias, out=None, stats=None):
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     made = new_stats(spec.kind, x) if stats is None else stats
@@ -65,7 +65,9 @@ def norm_fwd_triton(spec, x, weight, bias, out=None, stats=None):
     return (y, *made)
 
 
-@faster(norm.norm_bwd, "triton", why_not=why_not, says="kernel norm_bwd")
+@faster(
+    norm.norm_bwd, "triton", unsupported_reason=unsupported_reason, description="kernel norm_bwd"
+)
 def norm_bwd_triton(spec, dy, x, stats, weight, needs_grad, add=None):
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs_grad[0] else None
     dweight, dbias = (

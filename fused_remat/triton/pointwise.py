@@ -25,8 +25,8 @@ from fused_remat.steps.operations import faster
 from fused_remat.steps.residual import dropout, residual_add
 from fused_remat.steps.residual import site_keys as site_keys_of_seed
 from fused_remat.triton import storage
-from fused_remat.triton.frozen import run
 from fused_remat.triton.launch import Launch, cdiv, dropout_of, matrix, operand, power_of_2
+from fused_remat.triton.launch_cache import run
 from fused_remat.triton.storage import loaded
 
 #: Activation -> its forward and backward for a tile. A new activation is a new row.
@@ -41,20 +41,20 @@ PAIRS: dict[str, tuple[Any, Any]] = {
 _TILE = 4096  # elements of a program
 
 
-def why_not(key: tuple[Any, ...]) -> str | None:
+def unsupported_reason(key: tuple[Any, ...]) -> str | None:
     """Why the kernels cannot compute an activation; None if they can."""
     act, _, _, formats = key
     if act not in PAIRS:
         return f"{act} has no row in fused_remat.triton.pointwise.PAIRS"
-    return storage.why_not(*formats)
+    return storage.unsupported_reason(*formats)
 
 
-def _says(key: tuple[Any, ...], *_: Any) -> str:
+def _describe(key: tuple[Any, ...], *_: Any) -> str:
     formats = " and ".join(dict.fromkeys(filter(None, key[3])))
     return f"pointwise kernel{formats and f', from {formats}'}"
 
 
-@faster(activation_fwd, "triton", why_not=why_not, says=_says)
+@faster(activation_fwd, "triton", unsupported_reason=unsupported_reason, description=_describe)
 def activation_fwd_triton(act, gate, up, mask):
     y = torch.empty(up.shape, dtype=up.dtype, device=up.device)
     if gate is None:
@@ -64,7 +64,7 @@ def activation_fwd_triton(act, gate, up, mask):
     return y
 
 
-@faster(activation_bwd, "triton", why_not=why_not, says=_says)
+@faster(activation_bwd, "triton", unsupported_reason=unsupported_reason, description=_describe)
 def activation_bwd_triton(act, dy, gate, up, mask, owned, needs_grad=(True, True)):
     first = dy if owned and dy.is_contiguous() else None
     if gate is None:
@@ -81,21 +81,21 @@ def activation_bwd_triton(act, dy, gate, up, mask, owned, needs_grad=(True, True
     return dgate, dup
 
 
-@faster(residual_add, "triton", says="pointwise kernel")
+@faster(residual_add, "triton", description="pointwise kernel")
 def residual_add_triton(x, residual, mask, out=None):
     y = torch.empty(x.shape, dtype=residual.dtype, device=x.device) if out is None else out
     run(dropout_add_fwd, x, residual, mask, y)
     return y
 
 
-@faster(dropout, "triton", says="pointwise kernel")
+@faster(dropout, "triton", description="pointwise kernel")
 def dropout_triton(x, mask, dtype=None):
     y = torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
     run(dropout_add_fwd, x, None, mask, y)
     return y
 
 
-@faster(site_keys_of_seed, "triton", says="pointwise kernel")
+@faster(site_keys_of_seed, "triton", description="pointwise kernel")
 def site_keys_triton(seed, first):
     keys = torch.empty(NUM_SITES, dtype=torch.int64, device=seed.device)
     run(site_keys, seed, first, keys)

@@ -31,7 +31,6 @@ from fused_remat.steps.operations import faster
 from fused_remat.steps.storage import QuantizeCall, quantize
 from fused_remat.triton import norm as norms
 from fused_remat.triton import storage, tables
-from fused_remat.triton.frozen import run
 from fused_remat.triton.launch import (
     INTERPRETED,
     Launch,
@@ -42,6 +41,7 @@ from fused_remat.triton.launch import (
     rows_in_place,
     target_of,
 )
+from fused_remat.triton.launch_cache import run
 from fused_remat.triton.pointwise import (
     PAIRS,
     act_bwd,
@@ -57,7 +57,7 @@ from fused_remat.triton.tables import Tile, family, tile_for
 _Tiled = tuple[Tensor | None, int, int]
 
 
-def _says_linear(key: tuple[Any, ...], *_: Any, **__: Any) -> str:
+def _describe_linear(key: tuple[Any, ...], *_: Any, **__: Any) -> str:
     _, device, ends, _ = key
     if not ends:
         return "ATen's addmm: nothing follows that could be fused"
@@ -66,7 +66,7 @@ def _says_linear(key: tuple[Any, ...], *_: Any, **__: Any) -> str:
     return "ATen's addmm, then kernel dropout_add_fwd"
 
 
-@faster(linear.linear_fwd, "triton", says=_says_linear)
+@faster(linear.linear_fwd, "triton", description=_describe_linear)
 def linear_fwd_triton(x, weight, bias, residual=None, mask=None, out=None):
     if residual is None and mask is None:
         if out is None:
@@ -85,34 +85,44 @@ def linear_fwd_triton(x, weight, bias, residual=None, mask=None, out=None):
     return y
 
 
-def _why_not_dw(key: tuple[Any, ...]) -> str | None:
+def _unsupported_dw_reason(key: tuple[Any, ...]) -> str | None:
     dtype, device, wide = key
     cuda = device.type == "cuda" and torch.version.hip is None
     return None if wide and dtype.itemsize == 2 and cuda else ""
 
 
-@faster(linear.linear_dw, "triton", why_not=_why_not_dw, says="ATen's mm, not rounded to 16 bits")
+@faster(
+    linear.linear_dw,
+    "triton",
+    unsupported_reason=_unsupported_dw_reason,
+    description="ATen's mm, not rounded to 16 bits",
+)
 def linear_dw_triton(dy, x, into, partial, exact=False):
     dw = torch.mm(dy.t(), x, out_dtype=torch.float32)
     return dw if into is None else into.add_(dw)
 
 
-def _why_not_mlp(key: tuple[Any, ...]) -> str | None:
+def _unsupported_mlp_reason(key: tuple[Any, ...]) -> str | None:
     act, dtype, *_ = key
     if dtype.itemsize > 2 and not INTERPRETED:
         return f"products in {str(dtype)[6:]} are ATen's"
     return None if act in PAIRS else f"{act} has no row in fused_remat.triton.pointwise.PAIRS"
 
 
-def _says_mlp_up(key: tuple[Any, ...], *_: Any) -> str:
-    late = storage.why_not(*key[3])
+def _describe_mlp_up(key: tuple[Any, ...], *_: Any) -> str:
+    late = storage.unsupported_reason(*key[3])
     said = "one kernel: product and activation"
     if family(target_of(key[2])) not in tables.KEPT_MLP_UP_IN_KERNEL:
         said += "; where a product is kept, ATen's addmm and a pointwise kernel"
     return said if late is None else f"{said}; then quantized by ATen: {late}"
 
 
-@faster(fused.mlp_up_fwd, "triton", why_not=_why_not_mlp, says=_says_mlp_up)
+@faster(
+    fused.mlp_up_fwd,
+    "triton",
+    unsupported_reason=_unsupported_mlp_reason,
+    description=_describe_mlp_up,
+)
 def mlp_up_fwd_triton(act, x, gate, up, mask, kept, storages):
     y, target = x.new_empty((x.shape[0], up[0].shape[0])), target_of(x.device)
     if any(kept) and not any(storages) and family(target) not in tables.KEPT_MLP_UP_IN_KERNEL:
@@ -140,7 +150,7 @@ def _made(
     The result is also filled if it is to be quantized and the product's end cannot do that.
     """
     quantized = None
-    known = call is not None and storage.why_not(call.stored) is None
+    known = call is not None and storage.unsupported_reason(call.stored) is None
     if call is not None and known and can_quantize(kernel, target_of(y.device), *y.shape):
         quantized = call, new_parts(y, call)
     whole = kept or (call is not None and quantized is None)
@@ -155,11 +165,11 @@ def _parts_of(made: tuple[Tensor | None, Codes | None], call: QuantizeCall | Non
     if quantized is not None:
         return quantized[1]
     assert pre is not None
-    run = quantize if storage.why_not(call.stored) else storage.quantize_triton
+    run = quantize if storage.unsupported_reason(call.stored) else storage.quantize_triton
     return run(pre, call)
 
 
-def _says_mlp_bwd(key: tuple[Any, ...], *_: Any) -> str:
+def _describe_mlp_bwd(key: tuple[Any, ...], *_: Any) -> str:
     of = family(target_of(key[2]))
     if of in tables.MLP_BWD_IN_ONE:
         return "one kernel: both products of a tile; what is rebuilt is not written"
@@ -168,7 +178,12 @@ def _says_mlp_bwd(key: tuple[Any, ...], *_: Any) -> str:
     return "ATen's addmm rebuilds; then ATen's mm and a pointwise kernel" + end * (widest > 0)
 
 
-@faster(fused.mlp_bwd, "triton", why_not=_why_not_mlp, says=_says_mlp_bwd)
+@faster(
+    fused.mlp_bwd,
+    "triton",
+    unsupported_reason=_unsupported_mlp_reason,
+    description=_describe_mlp_bwd,
+)
 def mlp_bwd_triton(act, dy, x, gate, up, down, mask, needs_act):
     target = target_of(x.device)
     if family(target) in tables.MLP_BWD_IN_ONE:
@@ -192,16 +207,16 @@ def mlp_bwd_triton(act, dy, x, gate, up, down, mask, needs_act):
     return y, dgate, dup
 
 
-def _why_not_norm(key: tuple[Any, ...]) -> str | None:
+def _unsupported_norm_reason(key: tuple[Any, ...]) -> str | None:
     width = key[3]
     if width > norms.FWD_WIDTH:
         return f"rows of {width} elements do not fit a tile of {norms.FWD_WIDTH}"
-    return norms.why_not(key)
+    return norms.unsupported_reason(key)
 
 
 @faster(
-    fused.linear_norm_fwd, "triton", why_not=_why_not_norm,
-    says="ATen's addmm, then kernel norm_fwd: dropout, residual and norm",
+    fused.linear_norm_fwd, "triton", unsupported_reason=_unsupported_norm_reason,
+    description="ATen's addmm, then kernel norm_fwd: dropout, residual and norm",
 )  # fmt: skip
 def linear_norm_fwd_triton(x, weight, bias, residual, mask, spec, norm_weight, norm_bias, out=None):
     product = F.linear(x, weight, bias)

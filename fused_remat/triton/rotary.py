@@ -10,8 +10,7 @@ from torch import Tensor
 from fused_remat.kernels.rotary import Angles, Pairs, rotary_fwd_kernel, rotary_norm_bwd_kernel
 from fused_remat.steps import rotary
 from fused_remat.steps.operations import faster
-from fused_remat.steps.rotary import RotaryCall
-from fused_remat.triton.frozen import TARGET, run
+from fused_remat.steps.rotary import RotaryTables
 from fused_remat.triton.launch import (
     Launch,
     Target,
@@ -22,6 +21,7 @@ from fused_remat.triton.launch import (
     power_of_2,
     scratch,
 )
+from fused_remat.triton.launch_cache import TARGET, run
 from fused_remat.triton.norm import column_sum
 from fused_remat.triton.tables import family
 
@@ -33,21 +33,31 @@ _FWD_PAIRS = {"blackwell": 1024}
 _FWD_PAIRS_ELSEWHERE, _BWD_PAIRS = 2048, 1024
 
 
-def _why_not(key: tuple[Any, ...]) -> str | None:
+def _unsupported_reason(key: tuple[Any, ...]) -> str | None:
     *_, width, few = key
     if not 0 < width <= MAX_HEAD:
         return f"heads of {width} elements are not between 1 and {MAX_HEAD} wide"
     return None if few else "the number of tokens does not fit 32 bits"
 
 
-@faster(rotary.rotary_fwd, "triton", why_not=_why_not, says="kernel rotary_fwd")
+@faster(
+    rotary.rotary_fwd,
+    "triton",
+    unsupported_reason=_unsupported_reason,
+    description="kernel rotary_fwd",
+)
 def rotary_fwd_triton(x, call, out=None):
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     run(rotary_fwd, x, call, y, TARGET)
     return y
 
 
-@faster(rotary.rotary_bwd, "triton", why_not=_why_not, says="kernel rotary_norm_bwd")
+@faster(
+    rotary.rotary_bwd,
+    "triton",
+    unsupported_reason=_unsupported_reason,
+    description="kernel rotary_norm_bwd",
+)
 def rotary_bwd_triton(dy, x, call, needs_grad, owned):
     dx = None
     if needs_grad[0]:
@@ -67,7 +77,7 @@ def rotary_bwd_triton(dy, x, call, needs_grad, owned):
 
 
 def rotary_fwd(
-    x: Tensor, call: RotaryCall, y: Tensor, target: Target, back: bool = False
+    x: Tensor, call: RotaryTables, y: Tensor, target: Target, back: bool = False
 ) -> Launch:
     """y = x with its query and key heads normed and rotated, by the opposite angles if `back`.
 
@@ -90,7 +100,7 @@ def rotary_fwd(
 def rotary_norm_bwd(
     dy: Tensor,
     x: Tensor,
-    call: RotaryCall,
+    call: RotaryTables,
     dx: Tensor | None,
     dq_weight: Tensor | None,
     dk_weight: Tensor | None,
@@ -122,12 +132,12 @@ def rotary_norm_bwd(
     return launches
 
 
-def _place(call: RotaryCall) -> int:
+def _place(call: RotaryTables) -> int:
     """The position of the first token in its sequence."""
     return call.token0 % max(call.seq_len, 1)
 
 
-def _angles(call: RotaryCall) -> Angles:
+def _angles(call: RotaryTables) -> Angles:
     """cos and sin from the first token's sequence on."""
     cos, sin = call.cos, call.sin
     if cos is None or sin is None:
@@ -140,7 +150,7 @@ def _angles(call: RotaryCall) -> Angles:
     return Angles(cos, sin, cos.stride(0) if cos.dim() == 3 else 0, cos.stride(-2))
 
 
-def _blocks(call: RotaryCall, width: int, lanes: int, most: int) -> dict[str, Any]:
+def _blocks(call: RotaryTables, width: int, lanes: int, most: int) -> dict[str, Any]:
     """A program's tokens, its heads, which share rows of the tables, and its pairs of a head.
 
     `most`: the most pairs of a program, of all its tokens and heads.
@@ -152,11 +162,11 @@ def _blocks(call: RotaryCall, width: int, lanes: int, most: int) -> dict[str, An
     return {"BLOCK_M": max(1, most // (block_p * block_h)), "BLOCK_H": block_h, "pairs": pairs}
 
 
-def _groups(call: RotaryCall, block_h: int, values: bool) -> tuple[int, int]:
+def _groups(call: RotaryTables, block_h: int, values: bool) -> tuple[int, int]:
     """The number of groups of query heads, and of all heads that a launch covers."""
     of_queries, of_keys = cdiv(call.spec.num_heads, block_h), cdiv(call.spec.num_kv_heads, block_h)
     return of_queries, of_queries + (2 if values else 1) * of_keys
 
 
-def _interleaved(call: RotaryCall) -> bool:
+def _interleaved(call: RotaryTables) -> bool:
     return call.spec.rotary is not None and call.spec.rotary.interleaved

@@ -10,8 +10,8 @@ from fused_remat.kernels.packing import pack_int8_fwd_kernel, unpack_int8_fwd_ke
 from fused_remat.kernels.pointwise import Matrix, PackedMatrix
 from fused_remat.steps.operations import faster
 from fused_remat.steps.storage import QuantizeCall, dequantize, quantize
-from fused_remat.triton.frozen import run
 from fused_remat.triton.launch import Launch, cdiv, matrix, operand, rows_in_place
+from fused_remat.triton.launch_cache import run
 
 #: Formats that kernels quantize and dequantize; they differ only in rounding.
 KERNELS = frozenset({"int8", "int8_stochastic"})
@@ -20,13 +20,18 @@ Codes = tuple[QuantizeCall, Parts]
 _ROWS = 64  # rows of a program, which processes one block of each
 
 
-def why_not(*formats: str) -> str | None:
+def unsupported_reason(*formats: str) -> str | None:
     """Why kernels cannot process activations in these formats ("" is native); None if they can."""
     unknown = [name for name in formats if name and name not in KERNELS]
     return f"there is no kernel for {unknown[0]}" if unknown else None
 
 
-@faster(quantize, "triton", why_not=why_not, says=lambda key, *_: f"kernel pack_int8_fwd, {key}")
+@faster(
+    quantize,
+    "triton",
+    unsupported_reason=unsupported_reason,
+    description=lambda key, *_: f"kernel pack_int8_fwd, {key}",
+)
 def quantize_triton(x, storage):
     parts = new_parts(x, storage)
     run(quantize_int8, x, storage, parts)
@@ -34,7 +39,10 @@ def quantize_triton(x, storage):
 
 
 @faster(
-    dequantize, "triton", why_not=why_not, says=lambda key, *_: f"kernel unpack_int8_fwd, {key}"
+    dequantize,
+    "triton",
+    unsupported_reason=unsupported_reason,
+    description=lambda key, *_: f"kernel unpack_int8_fwd, {key}",
 )
 def dequantize_triton(x):
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -44,7 +52,7 @@ def dequantize_triton(x):
 
 def dequantized(x: Quantized) -> Tensor:
     """`dequantize`, by the kernel if the format has one."""
-    return dequantize_triton(x) if why_not(x.stored) is None else dequantize(x)
+    return dequantize_triton(x) if unsupported_reason(x.stored) is None else dequantize(x)
 
 
 def quantize_int8(x: Tensor, storage: QuantizeCall, parts: Parts) -> Launch:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from fused_remat.steps import attention_library
-from fused_remat.steps.attention_call import AttentionCall, AttentionKey, flash_is_replaced
+from fused_remat.steps.attention_call import AttentionArgs, AttentionKey, flash_is_replaced
 from fused_remat.triton.launch import Target, cdiv
 
 
@@ -357,7 +357,7 @@ ATTENTION_TILES: dict[str, dict[str, dict[int, dict[int, AttentionTile]]]] = {
 _INTERPRETED_ATTENTION = _A(16, 32, 4, 1)
 
 
-def burdens(call: AttentionCall, quantized: bool = False) -> int:
+def burdens(call: AttentionArgs, quantized: bool = False) -> int:
     """How much besides the products takes registers: options, up to 2; 3 for masks.
 
     4 for masks beside two options, and for quantized heads.
@@ -369,13 +369,13 @@ def burdens(call: AttentionCall, quantized: bool = False) -> int:
     return 3 if call.masked else min(2, things)
 
 
-def _early(call: AttentionCall) -> bool:
+def _early(call: AttentionArgs) -> bool:
     """Whether keys end before the tensor does: they are loaded through pointers."""
     return call.lengths is not None or call.cu_q is not None
 
 
 def attention_tile(
-    kernel: str, target: Target, width: int, call: AttentionCall, quantized: bool = False
+    kernel: str, target: Target, width: int, call: AttentionArgs, quantized: bool = False
 ) -> AttentionTile:
     """The tile of the kernel "fwd", "dkdv", "dq" or "mask", for heads up to `width` wide.
 
@@ -395,7 +395,7 @@ def attention_tile(
     return tile
 
 
-def group_parts(target: Target, call: AttentionCall, tile: AttentionTile) -> int:
+def group_parts(target: Target, call: AttentionArgs, tile: AttentionTile) -> int:
     """Among how many programs the query heads of a key head are divided, for dk and dv.
 
     As few as give every multiprocessor enough: each part has float32 sums of its own in memory.
@@ -405,13 +405,13 @@ def group_parts(target: Target, call: AttentionCall, tile: AttentionTile) -> int
     return cdiv(group, cdiv(group, parts))
 
 
-def _programs(kernel: str, call: AttentionCall, tile: AttentionTile) -> int:
+def _programs(kernel: str, call: AttentionArgs, tile: AttentionTile) -> int:
     """How many a kernel launches with a tile, if it does not divide groups."""
     if kernel == "dkdv":
         return cdiv(call.kv_len, tile.block_n) * call.batch * call.spec.num_kv_heads
     return cdiv(call.q_len, tile.block_m) * call.batch * call.spec.num_heads
 
 
-def _wanted(target: Target, call: AttentionCall) -> int:
+def _wanted(target: Target, call: AttentionArgs) -> int:
     """Programs that keep a GPU busy: two a multiprocessor where long and short even out."""
     return target.sms * (1 if call.spec.window == (-1, -1) else 2)

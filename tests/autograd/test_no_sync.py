@@ -69,15 +69,15 @@ def backend(request, monkeypatch):
     if arch:
         pytest.importorskip("triton", reason="Triton is not installed")
         from fused_remat import triton
-        from fused_remat.triton import frozen, launch
+        from fused_remat.triton import launch, launch_cache
 
         if launch.INTERPRETED:
             pytest.skip("Triton interprets kernels in this process")
         target = launch.Target("cuda", int(arch[0]), 132)
-        for module in (frozen, *(getattr(triton, name_of) for name_of in triton.__all__)):
+        for module in (launch_cache, *(getattr(triton, name_of) for name_of in triton.__all__)):
             if hasattr(module, "target_of"):
                 monkeypatch.setattr(module, "target_of", lambda device: target)
-        monkeypatch.setattr(frozen, "_DRIVER", Driver)
+        monkeypatch.setattr(launch_cache, "_DRIVER", Driver)
         monkeypatch.setattr(launch.Launch, "compiled", lambda self: None)
         monkeypatch.setitem(choose.BACKENDS, "triton", choose.Backend)
         launched = []
@@ -261,7 +261,7 @@ def test_atens_kernels_on_cuda(name, monkeypatch):
         heads = [empty(batch, H, S, 64) for _ in range(3)]
         for given in masks:
             call = attention_call((batch, H, H, S, S, 64), **given)
-            assert attention_library.why_not_call(heads[0], heads[2], call) is None
+            assert attention_library.unsupported_call_reason(heads[0], heads[2], call) is None
             attention_fwd(*heads, call)
             at = attention_library.choose(*heads, call.mask, call)
             attn, lse = attention_operators.forward(at, *heads, call)

@@ -47,7 +47,7 @@ def test_a_name_is_registered_once_and_asked_for_by_name_or_group(monkeypatch):
         with pytest.raises(Absent, match="needs a CUDA device"):
             registry[name].make(CPU)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert registry["kernel"].make(CPU) == "kernel" and registry["ours"].why_not(CPU)
+    assert registry["kernel"].make(CPU) == "kernel" and registry["ours"].unsupported_reason(CPU)
 
 
 def test_options_are_those_that_a_command_names(tmp_path, capsys):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from reference import EXACT_PRESETS
 
-from fused_remat.execution.prepare import BlockCall, pieces_of
+from fused_remat.execution.prepare import BlockConfig, pieces_of
 from fused_remat.graph.build import block_graph, norm_graph
 from fused_remat.graph.schedule import schedule
 from fused_remat.policies import kept_names
@@ -158,7 +158,7 @@ def test_groups_are_of_the_longest_activation():
 def test_cheap_steps_alone_run_in_larger_pieces_unless_told_otherwise():
     x, call = (
         torch.empty(2048, 1, 64),
-        BlockCall(norm_graph(NormSpec()), *[frozenset()] * 2, "eager"),
+        BlockConfig(norm_graph(NormSpec()), *[frozenset()] * 2, "eager"),
     )
     assert call.prepare([x, None, None]).chunks.group == 2048
     with pieces_of(16):

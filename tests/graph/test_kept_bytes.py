@@ -11,7 +11,7 @@ from torch import nn
 
 from fused_remat import FusedRematLayer, Policy, ops, policies
 from fused_remat.report.allocations import SavedBytes, measure_allocations
-from fused_remat.steps import attention_rows
+from fused_remat.steps import attention_blocked
 
 
 def test_without_grad_mode_no_policy_holds_more():
@@ -75,7 +75,7 @@ def test_attention_in_blocks_never_holds_all_scores(name):
     q, k, v = (torch.randn(1, heads, 2048, 16, requires_grad=True) for heads in (4, 2, 2))
     step = lambda: ops.attention(q, k, v, **options).sum().backward()  # noqa: E731
     peak = measure_allocations(step).peak
-    assert peak <= blocks * attention_rows._BLOCK * 4 + 10 * q.nbytes
+    assert peak <= blocks * attention_blocked._BLOCK * 4 + 10 * q.nbytes
     assert peak < 4 * 2048 * 2048 * 4 / 2  # half of all scores
 
 

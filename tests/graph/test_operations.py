@@ -21,7 +21,7 @@ def mine(monkeypatch):
     """The calls of a backend "mine" that implements RMSNorm."""
     calls = []
 
-    def why_not(key):
+    def unsupported_reason(key):
         return None if key[0] == "rms_norm" else f"no {key[0]}"
 
     def my_norm(spec, x, weight, bias, out=None, stats=None):
@@ -29,7 +29,7 @@ def mine(monkeypatch):
         return norm_fwd(spec, x, weight, bias, out, stats)
 
     monkeypatch.setitem(choose.BACKENDS, "mine", choose.Backend)
-    faster(norm_fwd, "mine", why_not=why_not, says="my norm")(my_norm)
+    faster(norm_fwd, "mine", unsupported_reason=unsupported_reason, description="my norm")(my_norm)
     choose.forget()
     yield calls
     del OPERATIONS[norm_fwd].faster["mine"]
@@ -68,7 +68,7 @@ def test_a_layer_takes_it_and_explain_says_why(mine):
 def test_a_choice_is_made_once_for_a_key(mine, monkeypatch):
     asked = []
     row = OPERATIONS[norm_fwd].faster["mine"]
-    counted = dataclasses.replace(row, why_not=lambda key: asked.append(key))
+    counted = dataclasses.replace(row, unsupported_reason=lambda key: asked.append(key))
     monkeypatch.setitem(OPERATIONS[norm_fwd].faster, "mine", counted)
     norm, spec = choose.ops_for("mine", torch.ones(1))[norm_fwd], NormSpec()
     for shape in ((3, 8), (5, 8), (3, 4)):
@@ -82,7 +82,7 @@ def test_parameters_that_are_not_the_operations():
 
     expected = r"other\(grad\) cannot implement bias_grad: its parameters must be \(dy\)"
     with pytest.raises(TypeError, match=expected):
-        faster(bias_grad, "mine", says="")(other)
+        faster(bias_grad, "mine", description="")(other)
 
 
 def test_an_implementation_has_the_operations_docstring(mine):
@@ -93,9 +93,9 @@ def test_an_option_that_library_kernels_do_not_know_is_refused():
     """An option that is new in `AttentionSpec` must not be ignored."""
     call = attention_call((1, 2, 2, 4, 4, 8))
     q = torch.randn(1, 2, 4, 8)
-    assert attention_library.why_not_call(q, q, call) is None
+    assert attention_library.unsupported_call_reason(q, q, call) is None
     assert call.spec.options == ()
     spec = dataclasses.replace(call.spec)
     spec.__dict__["options"] = ("sinks",)
     call = dataclasses.replace(call, spec=spec)
-    assert attention_library.why_not_call(q, q, call) == "they have no sinks"
+    assert attention_library.unsupported_call_reason(q, q, call) == "they have no sinks"

@@ -216,7 +216,8 @@ def test_attention_in_blocks_where_it_is_faster(settings, dtype, is_causal):
         grads[implementation] = [attention(), *torch.autograd.grad(attention().sum(), heads)]
         call = attention_call((2, 4, 2, 300, 300, 16), right=0 if is_causal else -1)
         faster = (
-            attention_library.why_not_call(heads[0], heads[2], call) == "faster on this machine"
+            attention_library.unsupported_call_reason(heads[0], heads[2], call)
+            == "faster on this machine"
         )
         assert faster == (implementation == "blocks")
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float64: 1e-12}[dtype]
@@ -247,7 +248,7 @@ def test_a_timing_is_made_once_for_sizes_and_decides(settings, monkeypatch, fast
         table[linear.linear_dx](torch.randn(256, 512), weight)
     assert len(made) == (1 if onednn_products._ONEDNN is None else 3)
     call = attention_call((1, 4, 2, 200, 200, 16))
-    assert (attention_library.why_not_call(q, k, call) is not None) == faster
+    assert (attention_library.unsupported_call_reason(q, k, call) is not None) == faster
     if onednn_products._ONEDNN is not None:
         key = OPERATIONS[linear.linear_fwd].key(x, weight, None)
         said = choose.choose(linear.linear_fwd, "eager", key).reason()

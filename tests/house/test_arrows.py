@@ -12,7 +12,7 @@ from processes import ROOT, printed
 # `bench/` may import anything.
 LINE = (
     "cli", "scale", "planner", "conversion", "convert", "parallel", "huggingface", "report",
-    "recognition", "layers", "ops", "autograd", "execution", "graph", "triton", "steps",
+    "tracing", "layers", "ops", "autograd", "execution", "graph", "triton", "steps",
 )  # fmt: skip
 LEAVES = ("policies", "formats", "random", "spec", "version")
 
@@ -26,7 +26,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "formats": ("random",),
     "policies": ("formats", "random"),
     # Rooms side by side on the line do not know each other.
-    "convert": ("huggingface", *LINE[LINE.index("recognition") :], *LEAVES),
+    "convert": ("huggingface", *LINE[LINE.index("tracing") :], *LEAVES),
     "huggingface": ("huggingface", *LINE[LINE.index("layers") :], *LEAVES),
     "graph": ("graph", "steps", *LEAVES),
     # Steps know no backend; a backend registers itself when `execution.choose` imports it.

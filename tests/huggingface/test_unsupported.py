@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fused_remat import FusedRematWarning, convert
-from fused_remat.recognition.layer import ReadLayer
+from fused_remat.tracing.layer import ReadLayer
 
 
 @pytest.fixture

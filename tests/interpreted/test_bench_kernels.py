@@ -45,7 +45,7 @@ def test_liger_is_right_both_ways(name, floats_are_tensors, monkeypatch):
         problem, provider = PROBLEMS[name][1](RIG), PROBLEMS[name][0]["liger"]
     if name.endswith("norm"):  # which CUDA's library of functions computes, that nothing interprets
         monkeypatch.setattr(f"liger_kernel.ops.{name}.rsqrt", lambda x: 1.0 / tl.sqrt(x))
-    monkeypatch.setattr(type(provider), "why_not", lambda provider, device: None)
+    monkeypatch.setattr(type(provider), "unsupported_reason", lambda provider, device: None)
     for direction, way in ways_of(provider, problem).items():
         truth = problem.truth(direction)
         for _ in range(2):  # on the same inputs, whatever it writes to

@@ -57,7 +57,7 @@ def heads_of(dtype, kv_heads=H, q_len=S, strided=False, batch=B):
 
 def by_library(call, q, k, v, dattn):
     """Output, log-sum-exp, dq, dk and dv of ATen's kernels."""
-    assert attention_library.why_not_call(q, v, call) is None
+    assert attention_library.unsupported_call_reason(q, v, call) is None
     attn, lse = attention_fwd(q, k, v, call)
     grads = tuple(torch.full_like(t, torch.nan) for t in (q, k, v))
     attention_bwd(dattn, q, k, v, attn, lse, call, grads)
@@ -243,10 +243,10 @@ def test_what_no_kernel_of_cudas_serves(width, dtype, reason, monkeypatch):
     pytorch_chooses(monkeypatch)
     with FakeTensorMode():
         key, _ = key_of(dtype, width=width, mask=fake(64, 64))
-        found = attention_library.why_not(key)
+        found = attention_library.unsupported_reason(key)
         assert found is None if reason == "any order" else reason in found
         with deterministic():
-            assert reason in attention_library.why_not(key)
+            assert reason in attention_library.unsupported_reason(key)
 
 
 def test_the_users_choice_of_kernels_is_asked_for_again(monkeypatch):

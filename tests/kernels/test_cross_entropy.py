@@ -23,7 +23,7 @@ from places import (
 )  # fmt: skip
 
 from fused_remat import ops
-from fused_remat.steps.cross_entropy import CrossEntropyCall, losses
+from fused_remat.steps.cross_entropy import CrossEntropyTargets, losses
 from fused_remat.triton import cross_entropy as kernels
 from fused_remat.triton import tables
 
@@ -90,7 +90,7 @@ def test_statistics_of_tiles(index, dtype, shape, softcap):
     total = torch.zeros(m, device=DEVICE) if totals is None else totals.sum(0)
     parts = highs.t(), sums.t(), picked.nan_to_num()[:, None], total[:, None]
     assert not any(part.isnan().any() for part in parts)
-    call = CrossEntropyCall(labels, -100, smoothing, 0.0, softcap, 0)
+    call = CrossEntropyTargets(labels, -100, smoothing, 0.0, softcap, 0)
     loss, high, log_sum = losses(*parts, n, call)
     check_error(high + log_sum, z.logsumexp(1, keepdim=True), compiled(1, 4))
     exact = F.cross_entropy(z, labels, label_smoothing=smoothing, reduction="none")

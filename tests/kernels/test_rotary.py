@@ -26,7 +26,7 @@ from tiers import pairwise
 from fused_remat.execution.choose import choose
 from fused_remat.spec import AttentionSpec, NormSpec, RotarySpec
 from fused_remat.steps.operations import OPERATIONS
-from fused_remat.steps.rotary import RotaryCall, rotary_bwd, rotary_fwd
+from fused_remat.steps.rotary import RotaryTables, rotary_bwd, rotary_fwd
 from fused_remat.triton import rotary
 
 F32 = torch.float32
@@ -68,7 +68,7 @@ def call_of(heads, dtype=F32, interleaved=False, norm=False, batched=False, tabl
         head_norm=NormSpec(kind="rms_norm", eps=1e-6) if norm else None,
     )  # fmt: skip
     weights = normal(dtype, 2, width, shift=1.0).unbind() if norm else (None, None)
-    return RotaryCall(spec, cos, sin, *weights, TOKEN0, SEQ)
+    return RotaryTables(spec, cos, sin, *weights, TOKEN0, SEQ)
 
 
 def tokens_of(heads, dtype=F32, rows=ROWS):
@@ -184,7 +184,7 @@ def test_rows_more_than_2_31_elements_apart(norm):
 def test_tables_whose_rows_are_2_30_elements_apart():
     heads = (1, 1, 2, 2)
     x, tables = tokens_of(heads, torch.float16, 6), [far_apart(3, 1) for _ in "cs"]
-    far = RotaryCall(call_of(heads).spec, *tables, None, None, 0, 3)
+    far = RotaryTables(call_of(heads).spec, *tables, None, None, 0, 3)
     check_error(run(rotary_fwd, x, far), rotary_fwd(x.double(), wide(far)))
 
 

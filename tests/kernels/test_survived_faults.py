@@ -13,8 +13,8 @@ from fused_remat.execution import choose
 from fused_remat.spec import AttentionSpec, NormSpec, RotarySpec
 from fused_remat.steps.norm import norm_bwd, norm_fwd
 from fused_remat.steps.operations import Fault, FusedRematWarning
-from fused_remat.steps.rotary import RotaryCall, rotary_bwd
-from fused_remat.triton import frozen, tables
+from fused_remat.steps.rotary import RotaryTables, rotary_bwd
+from fused_remat.triton import launch_cache, tables
 from fused_remat.triton.launch import Launch
 
 pytestmark = [
@@ -28,7 +28,7 @@ NO_ROOM = OutOfResources(300_000, 232_448, "shared memory")
 @pytest.fixture
 def launched(described, monkeypatch):
     """Names of the kernels that ran: they are not frozen."""
-    monkeypatch.setattr(frozen, "_KNOWN", False)
+    monkeypatch.setattr(launch_cache, "_KNOWN", False)
     return described
 
 
@@ -104,7 +104,7 @@ def test_nothing_is_launched_unless_everything_can_be(fails, launched):
         head_norm=NormSpec(kind="rms_norm", eps=1e-6),
     )  # fmt: skip
     tables_and_weights = *normal(F32, 2, 3, 8), *normal(F32, 2, 16)
-    call = RotaryCall(spec, *tables_and_weights, 0, 3)
+    call = RotaryTables(spec, *tables_and_weights, 0, 3)
     x, dy = normal(F32, 3, 64), normal(F32, 3, 64)
     expected = rotary_bwd(dy.clone(), x, call, (True,) * 3, False)
     got, said = recorded(lambda: served(rotary_bwd)(dy, x, call, (True,) * 3, True))

@@ -18,7 +18,7 @@ from fused_remat import random
 from fused_remat.execution.executor import autocast_on
 from fused_remat.graph.build import attention_graph
 from fused_remat.graph.precision import mixed_precision
-from fused_remat.layers.precision import precision_of, why_not_autocast
+from fused_remat.layers.precision import precision_of, unsupported_autocast_reason
 from fused_remat.spec import AttentionSpec
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -142,7 +142,7 @@ def test_dtypes_on_cuda(src, low, norm_first, stream, weights):
     with FakeTensorMode(), torch.device("cuda"):
         x = torch.empty(2, 5, 24, dtype=src)
         params = {"norm1.weight": torch.empty(24, dtype=weights), "norm1.bias": None}
-        assert why_not_autocast(x, "src", params, low) is None
+        assert unsupported_autocast_reason(x, "src", params, low) is None
         assert precision_of(x, params, low, norm_first).stream == stream
 
 
@@ -295,7 +295,7 @@ def test_what_autocast_does_not_convert_falls_back_with_a_reason():
         assert "leaves linear1.weight torch.float64" in fused.why_not_fused(x)
         assert "but self_attn.in_proj_weight is not" in fused.why_not_fused(x.double())
     meta = torch.empty(1, device="meta")
-    assert "on meta is on" in why_not_autocast(meta, "src", {}, BF16)
+    assert "on meta is on" in unsupported_autocast_reason(meta, "src", {}, BF16)
 
 
 def test_a_block_with_one_step_in_both_dtypes_is_refused():

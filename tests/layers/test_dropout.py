@@ -35,7 +35,7 @@ def set_p(layer, site, p):
 def test_forward_and_backward_use_the_masks_of_the_definition(name, policy, limit, monkeypatch):
     """Against plain autograd over explicit masks: any other mask anywhere would show."""
     monkeypatch.setattr("fused_remat.execution.choose._CPU_TOKENS", limit)
-    monkeypatch.setattr("fused_remat.steps.attention_rows._BLOCK", 1)
+    monkeypatch.setattr("fused_remat.steps.attention_blocked._BLOCK", 1)
     kind = KINDS[name]
     _, fused = kind.pair(policy, dropout=0.3, dtype=torch.float64)
     if kind.is_causal:

@@ -57,7 +57,9 @@ def check(seed, monkeypatch):
     if not options["batch_first"]:
         tensors = [t.transpose(0, 1) for t in tensors]
     monkeypatch.setattr("fused_remat.execution.choose._CPU_TOKENS", r.choice((1, 7, 16, 64, 512)))
-    monkeypatch.setattr("fused_remat.steps.attention_rows._BLOCK", r.choice((1, 1 << 10, 1 << 20)))
+    monkeypatch.setattr(
+        "fused_remat.steps.attention_blocked._BLOCK", r.choice((1, 1 << 10, 1 << 20))
+    )
     check_errors(kind, stock, fused, *tensors, **given)
 
 

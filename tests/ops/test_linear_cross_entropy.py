@@ -175,7 +175,7 @@ def test_logits_are_never_whole_and_a_frozen_head_has_no_gradient(dtype):
 
 
 def test_blocks_are_as_large_as_the_limit_allows():
-    call = cross_entropy.CrossEntropyCall(torch.zeros(0), -100, 0.0, 0.0, 0.0, 0)
+    call = cross_entropy.CrossEntropyTargets(torch.zeros(0), -100, 0.0, 0.0, 0.0, 0)
     sizes = itertools.product((0, 1, 100, 10_000, 1_000_000), (1, 1000, 262_144))
     for (tokens, vocab), (kind, limit) in itertools.product(
         sizes, (("cpu", 1 << 20), ("cuda", 1 << 26))

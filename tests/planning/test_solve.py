@@ -12,9 +12,9 @@ from tiers import MORE
 
 from fused_remat.planner import BudgetError, solve
 from fused_remat.planner.chain import (
-    Call,
     Chain,
     Choice,
+    LayerOptions,
     Moment,
     Option,
     kept,
@@ -66,7 +66,9 @@ def random_call(draw, name, saves, i):
         forward, backward, eighths = (draw.randint(0, 8) for _ in range(3))
         options.append(Option(save, kept, forward, backward, eighths / 8))
     forward, linked = draw.randint(0, 8) / 8, draw.random() < 0.85
-    return Call(name, "block", tuple(options), forward, draw.randint(0, base), linked and i > 0)
+    return LayerOptions(
+        name, "block", tuple(options), forward, draw.randint(0, base), linked and i > 0
+    )
 
 
 def random_moments(draw, calls):
@@ -199,7 +201,9 @@ def equal_layers(n, kept=(2, 4, 7), rebuild=(2.0, 1.0, 0.25), forward=4.0):
     options = tuple(
         Option(save, k, 1, 3, s) for save, k, s in zip(names, kept, rebuild, strict=True)
     )
-    calls = tuple(Call(f"layers.{i}", "block", options, forward, 2, i > 0) for i in range(n))
+    calls = tuple(
+        LayerOptions(f"layers.{i}", "block", options, forward, 2, i > 0) for i in range(n)
+    )
     up = [Moment(i, False, i * kept[0], i * kept[0] + 1, i) for i in range(n)]
     down = [Moment(i, True, (i + 1) * kept[0], (i + 1) * kept[0] + 3, i + 1) for i in range(n)]
     return Chain(calls, (*up, *reversed(down)), {"parameters": 10}, 100.0)
@@ -212,7 +216,7 @@ def rows(chain, choice):
 def three_calls():
     """Outside moments: before backward, and between its calls; one byte of gradient for each."""
     options = Option((), 10, 5, 12, 1.0), Option(("key",), 16, 7, 8, 0.25)
-    calls = tuple(Call(f"layers.{i}", "block", options, 2.0, 4, i > 0) for i in range(3))
+    calls = tuple(LayerOptions(f"layers.{i}", "block", options, 2.0, 4, i > 0) for i in range(3))
     moments = (
         *(Moment(i, False, 10 * i, 10 * i + 5, i) for i in range(3)),
         Moment(-1, False, 30, 33, 3),

@@ -8,7 +8,7 @@ import triton
 from places import EXECUTED, INTERPRETED, ON_GPU
 
 from fused_remat.execution import choose
-from fused_remat.triton.launch import Target, target_of, why_not
+from fused_remat.triton.launch import Target, target_of, unsupported_reason
 
 from .driver import GPUS, installed
 
@@ -27,7 +27,7 @@ def anew():
 def test_kernels_serve_the_tensors_of_the_active_driver():
     x = torch.ones(2, 3)
     said = "kernels run on CUDA devices, and the tensors are on cpu"
-    assert choose.why_not("triton", CPU, x.dtype) == said
+    assert choose.unsupported_reason("triton", CPU, x.dtype) == said
     if not ON_GPU:
         with pytest.raises(RuntimeError, match=r"Triton kernels run on .* got cpu"):
             target_of(CPU)
@@ -36,7 +36,7 @@ def test_kernels_serve_the_tensors_of_the_active_driver():
         assert choose.ops_for("triton", x).name == "triton"
         assert choose.ops_for("auto", x).name == "eager"
         assert not driver.launches
-    assert choose.why_not("triton", CPU, x.dtype) == said
+    assert choose.unsupported_reason("triton", CPU, x.dtype) == said
 
 
 @pytest.mark.skipif(INTERPRETED or EXECUTED > 0, reason="there is a driver, or none is asked")
@@ -46,4 +46,7 @@ def test_no_driver_is_started_for_a_cpu(monkeypatch):
     monkeypatch.setattr(triton.runtime.driver, "_active", None)
     monkeypatch.setattr(triton.runtime.driver, "_default", None)
     monkeypatch.setattr(module, "_create_driver", lambda: pytest.fail("started"))
-    assert why_not(CPU, torch.float32) == "kernels run on CUDA devices, and the tensors are on cpu"
+    assert (
+        unsupported_reason(CPU, torch.float32)
+        == "kernels run on CUDA devices, and the tensors are on cpu"
+    )

@@ -20,12 +20,20 @@ from torch import Tensor, nn
 
 from fused_remat.graph.graph import Graph
 from fused_remat.layers.eligibility import parameters_of
-from fused_remat.recognition import attend
-from fused_remat.recognition.program import Layout, Opaque, Program, layout_of
-from fused_remat.recognition.reading import Piece, Reading, Shapes
-from fused_remat.recognition.samples import activation_of
-from fused_remat.recognition.simplify import simplified
-from fused_remat.recognition.values import (
+from fused_remat.spec import NormSpec
+from fused_remat.steps.activation import ACTIVATIONS, MLPActivation
+from fused_remat.steps.linear import Linear
+from fused_remat.steps.low_rank import LowRank
+from fused_remat.steps.node import Node
+from fused_remat.steps.norm import Norm
+from fused_remat.steps.replay import At, Replay
+from fused_remat.steps.residual import Add, DrawMask
+from fused_remat.tracing import attend
+from fused_remat.tracing.program import Layout, Opaque, Program, layout_of
+from fused_remat.tracing.reading import Piece, Reading, Shapes
+from fused_remat.tracing.samples import activation_of
+from fused_remat.tracing.simplify import simplified
+from fused_remat.tracing.values import (
     SHAPES,
     STREAM,
     Op,
@@ -36,14 +44,6 @@ from fused_remat.recognition.values import (
     map_tree,
     refs,
 )
-from fused_remat.spec import NormSpec
-from fused_remat.steps.activation import ACTIVATIONS, MLPActivation
-from fused_remat.steps.linear import Linear
-from fused_remat.steps.low_rank import LowRank
-from fused_remat.steps.node import Node
-from fused_remat.steps.norm import Norm
-from fused_remat.steps.replay import At, Replay
-from fused_remat.steps.residual import Add, DrawMask
 
 #: Names that mean something else in a block.
 _RESERVED = ("input", "memory", "output", "seed")

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fused_remat.recognition.values import (
+from fused_remat.steps.replay import At
+from fused_remat.tracing.values import (
     SHAPES,
     STREAM,
     Limit,
@@ -25,7 +26,6 @@ from fused_remat.recognition.values import (
     map_tree,
     refs,
 )
-from fused_remat.steps.replay import At
 
 #: Operations that move elements or cast them, by their names without underscores.
 _MOVES = {

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from fused_remat.autograd.partial import not_differentiable
-from fused_remat.recognition.apart import replica
-from fused_remat.recognition.program import Modules, run_op, unread_after
-from fused_remat.recognition.values import Op, refs
+from fused_remat.tracing.apart import replica
+from fused_remat.tracing.program import Modules, run_op, unread_after
+from fused_remat.tracing.values import Op, refs
 
 
 class Again:

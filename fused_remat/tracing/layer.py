@@ -37,16 +37,16 @@ from fused_remat.layers.eligibility import (
 )
 from fused_remat.layers.fused_layer import is_traced
 from fused_remat.layers.precision import Precision, low_dtype, precision_of
-from fused_remat.layers.read import GraphCall
+from fused_remat.layers.read import TracedInputs
 from fused_remat.policies import Policy, kept_names
-from fused_remat.recognition.apart import NOTES, check_effects
-from fused_remat.recognition.call import CANNOT_RUN, Known, attribute, read_call
-from fused_remat.recognition.record import without_dropout
-from fused_remat.recognition.samples import INDICES, Call, Dims
-from fused_remat.recognition.state import exact, numbers_of
-from fused_remat.recognition.values import SideEffect, Unreadable, leaves, map_tree, refs
 from fused_remat.steps.norm import Norm
 from fused_remat.steps.residual import Add
+from fused_remat.tracing.apart import NOTES, check_effects
+from fused_remat.tracing.call import CANNOT_RUN, Known, attribute, read_call
+from fused_remat.tracing.record import without_dropout
+from fused_remat.tracing.samples import INDICES, Arguments, Dims
+from fused_remat.tracing.state import exact, numbers_of
+from fused_remat.tracing.values import SideEffect, Unreadable, leaves, map_tree, refs
 
 #: By how much a block may differ from the layer on the first batch, relative, by dtype.
 _FIRST = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
@@ -119,7 +119,7 @@ class ReadLayer(ConvertedLayer):
             return graph_break.eagerly(self._call, **given)
         return super()._call(**given)
 
-    def _block(self, **given: Any) -> GraphCall | Reason:
+    def _block(self, **given: Any) -> TracedInputs | Reason:
         if given.get("output_attentions"):
             return Reason("the call asks for attention weights, which a block does not make")
         try:
@@ -151,7 +151,9 @@ class ReadLayer(ConvertedLayer):
         for name, t in tensors.items():
             if t is not None and not is_readable(t):
                 return Reason(f"{name} is {qualified(type(t))}")
-        return GraphCall(known.graph, tensors, functions, self._precision(known, tensors), result)
+        return TracedInputs(
+            known.graph, tensors, functions, self._precision(known, tensors), result
+        )
 
     def _accumulation(self, graph: Graph, compiling: bool) -> Accumulation:
         known = self._last
@@ -181,7 +183,7 @@ class ReadLayer(ConvertedLayer):
         """
         reasons, states = list[Reason](), dict[bool, Any]()
         for vary in SIZES:
-            call = Call(given, vary)
+            call = Arguments(given, vary)
             for free in (True, False) if call.sizes else ():
                 if free not in states:
                     states[free] = state_of(self, free)
@@ -194,7 +196,7 @@ class ReadLayer(ConvertedLayer):
                     reasons.append(known)
         return _that_matters(reasons)
 
-    def _known_for(self, call: Call, state: Any, free: bool) -> Known | Reason:
+    def _known_for(self, call: Arguments, state: Any, free: bool) -> Known | Reason:
         key: tuple[Any, ...] = state, call.key(free)
         known = self._found(call, KNOWN.get(key, {}))
         if known is None and call.is_too_long:
@@ -223,7 +225,7 @@ class ReadLayer(ConvertedLayer):
                         del table[next(iter(table))]
         return known
 
-    def _found(self, call: Call, by_dims: Mapping[Dims, Any]) -> Known | Reason | None:
+    def _found(self, call: Arguments, by_dims: Mapping[Dims, Any]) -> Known | Reason | None:
         """Return what is known of a call, also by that of others with which its sizes agree."""
         reason = None
         for dims, (names, found) in [*by_dims.items()]:
@@ -234,7 +236,7 @@ class ReadLayer(ConvertedLayer):
                 reason = known if dims == call.dims else reason
         return reason
 
-    def _compared(self, known: Known, call: Call) -> Known | Reason:
+    def _compared(self, known: Known, call: Arguments) -> Known | Reason:
         """Return a block that was compared with this layer on batches as large and as small as this
         one, and in which the same sizes were equal; or why it is another.
 
@@ -253,7 +255,7 @@ class ReadLayer(ConvertedLayer):
             checked[known] = tuple(map(max, mine, most)), reason
         return reason or known
 
-    def _values_of(self, names: Sequence[str | int], call: Call) -> tuple[Any, ...]:
+    def _values_of(self, names: Sequence[str | int], call: Arguments) -> tuple[Any, ...]:
         """The values of the layer's tensors of these names, and of arguments, to tell apart."""
         found: list[Any] = []
         for name in names:
@@ -279,7 +281,7 @@ class ReadLayer(ConvertedLayer):
         found: _Notes = self.__dict__.setdefault("_notes", _Notes({}, {}))
         return found
 
-    def _read_first(self, call: Call, free: bool) -> Known | Reason:
+    def _read_first(self, call: Arguments, free: bool) -> Known | Reason:
         """The block of the first call of a kind, or why there is none."""
         x = leaves(call.given)[call.places[0]]
         try:
@@ -294,7 +296,7 @@ class ReadLayer(ConvertedLayer):
         except Unreadable as reason:
             return Reason(str(reason), once=isinstance(reason, SideEffect))
 
-    def _why_different(self, known: Known, call: Call) -> str | None:
+    def _why_different(self, known: Known, call: Arguments) -> str | None:
         """By how much the block and the layer differ on real arguments, without dropout.
 
         Under autocast both compute in float32: in 16 bits they would round differently.

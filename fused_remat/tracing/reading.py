@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from fused_remat.graph.graph import Graph
-from fused_remat.recognition.program import Layout, Program, unread_after
-from fused_remat.recognition.values import Op, refs
 from fused_remat.steps.linear import Linear
+from fused_remat.tracing.program import Layout, Program, unread_after
+from fused_remat.tracing.values import Op, refs
 
 
 class Piece(NamedTuple):

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fused_remat.recognition.apart import run_with
-from fused_remat.recognition.record import without_dropout
-from fused_remat.recognition.values import Sample, leaves, map_tree
+from fused_remat.tracing.apart import run_with
+from fused_remat.tracing.record import without_dropout
+from fused_remat.tracing.values import Sample, leaves, map_tree
 
 #: Relative differences that are allowed: of the result, and of gradients.
 OUTPUT, GRADIENT = 1e-6, 5e-6

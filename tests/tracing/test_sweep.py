@@ -14,10 +14,10 @@ from fused_remat import FusedRematWarning, conversion, convert
 from fused_remat.execution import prepare
 from fused_remat.execution.observe import OBSERVERS
 from fused_remat.graph.schedule import kept_bytes
-from fused_remat.recognition import call
-from fused_remat.recognition.layer import KNOWN
 from fused_remat.report.allocations import AllocationTrace, SavedBytes, measure_allocations
 from fused_remat.steps.replay import Replay
+from fused_remat.tracing import call
+from fused_remat.tracing.layer import KNOWN
 
 #: What is replayed in the layers of an architecture; all others are blocks without a piece.
 PIECES = {

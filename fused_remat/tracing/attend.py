@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fused_remat.recognition.program import ALGEBRA, run_op
-from fused_remat.recognition.simplify import readers
-from fused_remat.recognition.values import Op, Ref, Size, map_tree, refs
 from fused_remat.spec import AttentionSpec, NormSpec, RotarySpec
 from fused_remat.steps.attention import Attention
 from fused_remat.steps.linear import Linear
 from fused_remat.steps.replay import Replay
-from fused_remat.steps.rotary import Rotary, RotaryCall, rotary_fwd
+from fused_remat.steps.rotary import Rotary, RotaryTables, rotary_fwd
+from fused_remat.tracing.program import ALGEBRA, run_op
+from fused_remat.tracing.simplify import readers
+from fused_remat.tracing.values import Op, Ref, Size, map_tree, refs
 
 if TYPE_CHECKING:
-    from fused_remat.recognition.read import Reader
+    from fused_remat.tracing.read import Reader
 
 _ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 _DEFAULTS = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None}
@@ -299,7 +299,7 @@ def _rotation(
             continue
         one = replace(spec, rotary=RotarySpec(interleaved=interleaved), head_norm=norm)
         with torch.no_grad():
-            made = rotary_fwd(packed, RotaryCall(one, c, s, w_q, w_k, 0, c.shape[-2]))
+            made = rotary_fwd(packed, RotaryTables(one, c, s, w_q, w_k, 0, c.shape[-2]))
         pairs = zip(columns, (y_q, y_k), strict=False)
         if all(torch.allclose(made[:, a:b], y.to(made), slack, slack) for (a, b), y in pairs):
             r.fix(cos, sin)

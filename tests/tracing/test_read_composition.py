@@ -39,7 +39,7 @@ from fused_remat import (
 from fused_remat.autograd import replay_check
 from fused_remat.execution import observe
 from fused_remat.layers.fused_layer import FusedLayer
-from fused_remat.recognition.layer import KNOWN, ReadLayer
+from fused_remat.tracing.layer import KNOWN, ReadLayer
 
 #: Norms of branches; parallel branches; layer scale; partial rotation; packed projections; experts
 #: and a scan that are replayed; cross attention; position bias; packed tokens; a modulation; a
@@ -235,7 +235,7 @@ def test_one_matrix_is_float32():
 
 @pytest.mark.parametrize("which", ["norms", "matrices", "biases", "first", "last"])
 @every
-def test_frozen(name, which, served):
+def test_launch_cache(name, which, served):
     stock, fused, batch = pair(name)
     layers = [n for n, m in fused.named_modules() if isinstance(m, FusedLayer)]
     wanted = {

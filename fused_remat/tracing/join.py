@@ -22,9 +22,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fused_remat.layers.eligibility import parameters_of
-from fused_remat.recognition.apart import call_with, renumbered
-from fused_remat.recognition.record import hollow, record
-from fused_remat.recognition.values import (
+from fused_remat.spec import NormSpec
+from fused_remat.steps.activation import ACTIVATIONS
+from fused_remat.tracing.apart import call_with, renumbered
+from fused_remat.tracing.record import hollow, record
+from fused_remat.tracing.values import (
     STREAM,
     Limit,
     Mismatch,
@@ -39,8 +41,6 @@ from fused_remat.recognition.values import (
     map_tree,
     refs,
 )
-from fused_remat.spec import NormSpec
-from fused_remat.steps.activation import ACTIVATIONS
 
 
 class Pair:

@@ -30,9 +30,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fused_remat import FusedRematWarning, conversion, convert, explain
 from fused_remat.execution.prepare import pieces_of
-from fused_remat.recognition import call as call_module
-from fused_remat.recognition import layer as layer_module
-from fused_remat.recognition.layer import KNOWN
+from fused_remat.tracing import call as call_module
+from fused_remat.tracing import layer as layer_module
+from fused_remat.tracing.layer import KNOWN
 
 B, S = 2, 20
 FLOAT64, FLOAT32, AUTOCAST = 1e-5, 1e-4, 3e-2  # tolerances; the last of bfloat16

@@ -16,7 +16,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from fused_remat.recognition.values import attributes
+from fused_remat.tracing.values import attributes
 
 _PLAIN = {
     int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device,

@@ -16,16 +16,17 @@ from fused_remat.autograd import run_block
 from fused_remat.execution.prepare import pieces_of
 from fused_remat.graph.graph import Graph
 from fused_remat.layers.fallback import generator_states, set_generator_states
-from fused_remat.recognition.again import Again, modules_of, precision_of
-from fused_remat.recognition.apart import renumbered, replica
-from fused_remat.recognition.join import Pair
-from fused_remat.recognition.program import Opaque, Program, given_to, run_op
-from fused_remat.recognition.prove import difference
-from fused_remat.recognition.read import Reader
-from fused_remat.recognition.reading import Reading
-from fused_remat.recognition.record import without_dropout
-from fused_remat.recognition.samples import INDICES, Call, constants, leaf_of, vary
-from fused_remat.recognition.values import (
+from fused_remat.steps.replay import At
+from fused_remat.tracing.again import Again, modules_of, precision_of
+from fused_remat.tracing.apart import renumbered, replica
+from fused_remat.tracing.join import Pair
+from fused_remat.tracing.program import Opaque, Program, given_to, run_op
+from fused_remat.tracing.prove import difference
+from fused_remat.tracing.read import Reader
+from fused_remat.tracing.reading import Reading
+from fused_remat.tracing.record import without_dropout
+from fused_remat.tracing.samples import INDICES, Arguments, constants, leaf_of, vary
+from fused_remat.tracing.values import (
     SHIFT,
     STREAM,
     SideEffect,
@@ -34,7 +35,6 @@ from fused_remat.recognition.values import (
     leaves,
     map_tree,
 )
-from fused_remat.steps.replay import At
 
 #: Sizes of the two recordings and of the two proofs, of different remainders by small numbers.
 _SIZES = ({"B": 3, "S": 7, "M": 5}, {"B": 2, "S": 10, "M": 12})
@@ -61,7 +61,7 @@ CANNOT_RUN = "its forward cannot run at another"
 class Known:
     """A reading, and how a call runs it."""
 
-    def __init__(self, reading: Reading, call: Call, narrow: bool) -> None:
+    def __init__(self, reading: Reading, call: Arguments, narrow: bool) -> None:
         self.reading, self.places = reading, call.places
         #: Whether the layer computes in float32 where its input is in float64.
         self.narrow = narrow
@@ -69,7 +69,7 @@ class Known:
         #: layer is another block.
         self.fixed: set[str | int] = {*reading.fixed}
         self.names, self.axes = tuple(call.sizes), call.axes
-        #: What the dimensions of the arguments are (`Call.dims`).
+        #: What the dimensions of the arguments are (`Arguments.dims`).
         self.dims = call.dims
         self._seen: list[tuple[weakref.ref[Tensor], int]] = []
         #: The same without dropout; and without dtypes of adapters' own, too.
@@ -221,7 +221,7 @@ class _Run:
 
 
 def read_call(
-    layer: nn.Module, forward: Callable[..., Any], call: Call, free: bool = False
+    layer: nn.Module, forward: Callable[..., Any], call: Arguments, free: bool = False
 ) -> Known:
     """Return the block of a call of `forward`, the function of a layer's class, proved.
 
@@ -243,13 +243,13 @@ def read_call(
 class _CannotRun(Unreadable):
     """The layer raises in a recording; `at_once`: in the first, so that no other dtype helps."""
 
-    def __init__(self, call: Call, error: Exception, at_once: bool) -> None:
+    def __init__(self, call: Arguments, error: Exception, at_once: bool) -> None:
         what = "batch size or length" if "S" in call.sizes else "batch size"
         super().__init__(f"{CANNOT_RUN} {what} ({type(error).__name__})")
         self.at_once = at_once
 
 
-def _read_one(layer: nn.Module, forward: Callable[..., Any], call: Call, free: bool) -> Known:
+def _read_one(layer: nn.Module, forward: Callable[..., Any], call: Arguments, free: bool) -> Known:
     """Return the block of a call whose dimensions are those of `call.dims`."""
     reasons, fixed = list[Unreadable](), set[str | int]((*constants(layer), *call.whole))
     for varies in (True, False) if fixed else (True,):
@@ -288,7 +288,7 @@ def _read_one(layer: nn.Module, forward: Callable[..., Any], call: Call, free: b
 def _read_call(
     layer: nn.Module,
     forward: Callable[..., Any],
-    call: Call,
+    call: Arguments,
     exact: torch.dtype,
     other: torch.dtype,
     params: torch.dtype,
@@ -339,7 +339,7 @@ def _read_call(
             opaque[path] = reason.reason if path == reason.path else str(reason)
 
 
-def _known(layer: nn.Module, pair: Pair, call: Call, opaque: Mapping[str, str]) -> Known:
+def _known(layer: nn.Module, pair: Pair, call: Arguments, opaque: Mapping[str, str]) -> Known:
     """The block of two recordings, and the same without dropout; not proved yet."""
 
     def reading_of(drops: bool, mixes: bool) -> Reading:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fused_remat import random
-from fused_remat.steps.attention_call import AttentionCall, Heads
+from fused_remat.steps.attention_call import AttentionArgs, Heads
 
 # Elements of a block of scores, at most.
 _BLOCK = 1 << 20
@@ -29,7 +29,7 @@ _LONG = 128
 _LOG2_E = math.log2(math.e)
 
 
-def sequences(call: AttentionCall) -> Iterator[tuple[slice, AttentionCall]]:
+def sequences(call: AttentionArgs) -> Iterator[tuple[slice, AttentionArgs]]:
     """Parts of the batch: long sequences one at a time, read in place, with scores in cache."""
     call, everything = call.with_lengths_as_padding(), slice(None)
     if call.batch == 1 or call.q_len < _LONG:
@@ -40,7 +40,7 @@ def sequences(call: AttentionCall) -> Iterator[tuple[slice, AttentionCall]]:
         yield one, call.part(one, everything, everything, batch=1, row0=row0)
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, out: Tensor) -> Tensor:
+def forward(q: Tensor, k: Tensor, v: Tensor, call: AttentionArgs, out: Tensor) -> Tensor:
     """Fill `out` (B, H, S_q, E), of any strides; return lse (N, G, S_q, 1)."""
     acc = torch.promote_types(q.dtype, torch.float32)
     q, k, v = (_grouped(x, call, acc) for x in (q, k, v))
@@ -65,7 +65,7 @@ def backward(
     v: Tensor,
     o: Tensor,
     lse: Tensor,
-    call: AttentionCall,
+    call: AttentionArgs,
     grads: Heads | None,
 ) -> None:
     """Fill `grads` (dq, dk, dv), if given; add the masks' gradients to the call's buffers."""
@@ -110,7 +110,7 @@ def backward(
 
 
 def _scores(
-    q_rows: Tensor, k: Tensor, call: AttentionCall, block: _Block, scores: Tensor
+    q_rows: Tensor, k: Tensor, call: AttentionArgs, block: _Block, scores: Tensor
 ) -> tuple[Tensor, Tensor | None]:
     """The masked scores times `_unit`, in `scores`; the soft-cap's tanh, if any.
 
@@ -127,7 +127,7 @@ def _scores(
     return scores, capped
 
 
-def _exponentials(scores: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
+def _exponentials(scores: Tensor, call: AttentionArgs) -> tuple[Tensor, Tensor]:
     """Replace scores by exp(score - top); return each row's maximum `top`, and their sum.
 
     A row whose keys are all excluded becomes 0; its maximum is +inf, and its sum 1.
@@ -146,13 +146,13 @@ def _exponentials(scores: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
     return top.masked_fill_(nothing, torch.inf), total.masked_fill_(nothing, 1.0)
 
 
-def _unit(call: AttentionCall) -> float:
+def _unit(call: AttentionArgs) -> float:
     """What scores are multiplied by: log2(e); 1 beside float masks, which that could overflow."""
     masks = [mask for mask in (call.mask, call.padding) if mask is not None]
     return _LOG2_E if all(mask.dtype == torch.bool for mask in masks) else 1.0
 
 
-def _exclude(grid: Tensor, call: AttentionCall, block: _Block) -> None:
+def _exclude(grid: Tensor, call: AttentionArgs, block: _Block) -> None:
     """Apply the window and both masks to the scores `grid` (B, H, rows, keys), in place."""
     low, high = block.low, block.high
     (left, right), offset = call.spec.window, call.offset
@@ -187,7 +187,7 @@ def _mask(grid: Tensor, mask: Tensor, true_attends: bool) -> None:
         grid.add_(mask)
 
 
-def _dropout(block: _Block, call: AttentionCall, out: Tensor) -> Tensor:
+def _dropout(block: _Block, call: AttentionArgs, out: Tensor) -> Tensor:
     """The dropout mask of a block, in `out`."""
     assert call.site_key is not None
     random.keep_scale(
@@ -198,7 +198,7 @@ def _dropout(block: _Block, call: AttentionCall, out: Tensor) -> Tensor:
     return out
 
 
-def _add_mask_grads(dscores: Tensor, call: AttentionCall, block: _Block) -> None:
+def _add_mask_grads(dscores: Tensor, call: AttentionArgs, block: _Block) -> None:
     grid = dscores.view(call.batch, call.spec.num_heads, -1, block.high - block.low)
     if call.dmask is not None:
         target = _of_block(call.dmask, block)
@@ -225,7 +225,7 @@ class _Block:
         return slice(self.low, self.high)
 
 
-def _blocks(call: AttentionCall) -> list[_Block]:
+def _blocks(call: AttentionArgs) -> list[_Block]:
     size = max(16, _BLOCK // max(1, call.batch * call.spec.num_heads * call.kv_len))
     (left, right), offset = call.spec.window, call.offset
     if left >= 0 or right >= 0:
@@ -258,7 +258,7 @@ class _Scratch:
         )
 
 
-def _grouped(x: Tensor, call: AttentionCall, dtype: torch.dtype) -> Tensor:
+def _grouped(x: Tensor, call: AttentionArgs, dtype: torch.dtype) -> Tensor:
     """(B, H, S, E) as (N, G, S, E) in `dtype`: a view if it is one sequence, else a copy."""
     group = x.shape[1] // call.spec.num_kv_heads
     if x.shape[0] == 1 and x.dtype == dtype and x.stride(-1) == 1:

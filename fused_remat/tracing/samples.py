@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from fused_remat.layers.eligibility import parameters_of
-from fused_remat.recognition.join import norm_of
-from fused_remat.recognition.state import exact, held_by, is_mutable
-from fused_remat.recognition.values import Sample, Unreadable, leaves, map_tree
 from fused_remat.spec import NormSpec
 from fused_remat.steps.activation import ACTIVATIONS
+from fused_remat.tracing.join import norm_of
+from fused_remat.tracing.state import exact, held_by, is_mutable
+from fused_remat.tracing.values import Sample, Unreadable, leaves, map_tree
 
 _MASKS = ("mask", "bias", "alibi")
 _MEMORY = ("encoder_hidden_states", "memory", "context", "encoder_output", "key_value_states", "xa")
@@ -41,7 +41,7 @@ _MOST_OTHERS = 8
 Dims = tuple[tuple[str | int, ...] | None, ...]
 
 
-class Call:
+class Arguments:
     """The arguments of a call by name, and what their dimensions are.
 
     Attributes:
@@ -114,7 +114,7 @@ class Call:
         ]  # fmt: skip
         self.dims: Dims = tuple([o if o is None else o[0] for o in self._options])
 
-    def others(self) -> Iterator[Call]:
+    def others(self) -> Iterator[Arguments]:
         """Yield the call with other meanings of dimensions, where sizes are the same."""
         numbers = {1, *[n for dims in self.dims for n in dims or () if isinstance(n, int)]}
         found = [
@@ -271,7 +271,7 @@ def _options(
 
 
 def _size_of(dim: str | int, sizes: Mapping[str, int]) -> int:
-    """Return the size of a dimension (`Call.dims`); -1 for a length that the call does not have."""
+    """Return the size of a dimension (`Arguments.dims`), or -1 for a length the call lacks."""
     return dim if isinstance(dim, int) else sizes.get(dim[-1], -1) * int(dim[:-1] or 1)
 
 

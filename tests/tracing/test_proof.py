@@ -23,10 +23,6 @@ from torch import Tensor, nn
 from fused_remat.autograd import run_block
 from fused_remat.execution.prepare import pieces_of
 from fused_remat.graph.graph import Graph
-from fused_remat.recognition.call import _PIECE, _PROOFS, Known, read_call
-from fused_remat.recognition.prove import difference
-from fused_remat.recognition.samples import Call
-from fused_remat.recognition.values import Sample, Unreadable
 from fused_remat.steps.activation import MLPActivation
 from fused_remat.steps.attention import Attention
 from fused_remat.steps.linear import Linear
@@ -34,6 +30,10 @@ from fused_remat.steps.node import Node
 from fused_remat.steps.norm import Norm
 from fused_remat.steps.replay import Replay
 from fused_remat.steps.rotary import Rotary
+from fused_remat.tracing.call import _PIECE, _PROOFS, Known, read_call
+from fused_remat.tracing.prove import difference
+from fused_remat.tracing.samples import Arguments
+from fused_remat.tracing.values import Sample, Unreadable
 
 LAYERS = (
     "llama", "gemma2", "gpt2", "bert", "cohere2", "olmo2", "dinov2", "t5", "t5_gated", "phi3",
@@ -606,7 +606,7 @@ def read_layers(name: str) -> Iterator[Layer]:
     for layer, given in calls(name):
         layer._forward_pre_hooks.clear()
         for vary in (("B", "S", "M"), ("B",)):
-            call = Call(given, vary)
+            call = Arguments(given, vary)
             try:
                 known = read_call(layer, type(layer).forward, call).proved
             except Unreadable:
@@ -630,7 +630,7 @@ def read_layers(name: str) -> Iterator[Layer]:
             raise AssertionError(f"{name}: {type(layer).__name__} cannot be read")
 
 
-def proofs_of(call: Call, layer: nn.Module, dtype: torch.dtype) -> list[Sample]:
+def proofs_of(call: Arguments, layer: nn.Module, dtype: torch.dtype) -> list[Sample]:
     return [call.sample(layer, s, dtype, i, whole=False) for i, s in enumerate(_PROOFS, 2)]
 
 

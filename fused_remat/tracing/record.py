@@ -16,9 +16,9 @@ from torch.overrides import TorchFunctionMode
 
 from fused_remat.layers.eligibility import parameters_of
 from fused_remat.layers.fallback import generator_states
-from fused_remat.recognition.apart import forward_only, run_with, unchanged
-from fused_remat.recognition.state import shared_by
-from fused_remat.recognition.values import (
+from fused_remat.tracing.apart import forward_only, run_with, unchanged
+from fused_remat.tracing.state import shared_by
+from fused_remat.tracing.values import (
     SHAPES,
     Op,
     Ref,

@@ -9,8 +9,8 @@ import torch
 
 from fused_remat import convert, revert
 from fused_remat.execution.observe import OBSERVERS
-from fused_remat.recognition.layer import ReadLayer, read_class
 from fused_remat.spec import AttentionSpec
+from fused_remat.tracing.layer import ReadLayer, read_class
 
 #: Where a field says how the block was described, not what it computes.
 HOW = {"projection": "packed", "masks": (), "true_means": "attend"}

@@ -21,8 +21,8 @@ from fused_remat.layers.eligibility import parameters_of
 from fused_remat.layers.fallback import Caller
 from fused_remat.layers.record import NOTES as RECORD
 from fused_remat.layers.warn import listed
-from fused_remat.recognition.state import get, shared_by
-from fused_remat.recognition.values import SHIFT, SideEffect, Unreadable, attributes, map_tree
+from fused_remat.tracing.state import get, shared_by
+from fused_remat.tracing.values import SHIFT, SideEffect, Unreadable, attributes, map_tree
 
 #: Attributes of a layer that is traced: its record, what it was traced as, and notes of that.
 NOTES = (*RECORD, "_last", "_notes")

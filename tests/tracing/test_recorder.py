@@ -22,15 +22,15 @@ from torch import Tensor, nn
 from fused_remat import conversion, convert, revert, set_policy
 from fused_remat.execution import observe
 from fused_remat.graph.graph import Graph
-from fused_remat.recognition import layer as layer_module
-from fused_remat.recognition.call import Known
-from fused_remat.recognition.layer import KNOWN
-from fused_remat.recognition.record import record
 from fused_remat.report.allocations import AllocationTrace
 from fused_remat.steps.activation import MLPActivation
 from fused_remat.steps.attention import Attention
 from fused_remat.steps.replay import Replay
 from fused_remat.steps.residual import Add
+from fused_remat.tracing import layer as layer_module
+from fused_remat.tracing.call import Known
+from fused_remat.tracing.layer import KNOWN
+from fused_remat.tracing.record import record
 
 pytestmark = pytest.mark.filterwarnings("ignore::fused_remat.FusedRematWarning")
 B, S = 2, 6
