@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fused_remat.autograd import partial
-from fused_remat.autograd.replay_check import check_unchanged
+from fused_remat.autograd.unchanged import check_unchanged
 from fused_remat.execution import executor
 from fused_remat.execution.prepare import Execution
 

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from fused_remat.autograd import segments
 from fused_remat.autograd.offload import OffloadRecord, move
-from fused_remat.autograd.replay_check import Record, check_unchanged
+from fused_remat.autograd.replay_check import Record
 from fused_remat.autograd.segments import Replayed, Segment
+from fused_remat.autograd.unchanged import check_unchanged
 from fused_remat.execution import executor
 from fused_remat.execution.prepare import Execution
 from fused_remat.steps.chunk import Chunk

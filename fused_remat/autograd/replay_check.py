@@ -139,18 +139,12 @@ class Record:
             self._output = out.clone()
 
     def compare(self, step: Step, frame: Chunk) -> None:
-        """Compare what a step has computed again, in backward, from what was kept exactly.
+        """Compare what a step of backward has computed again.
 
-        Raises: ReplayError if one bit differs from what `note` saw.
+        Raises: ReplayError if one bit differs from what `note` copied.
         """
-        execution = frame.owner.execution
-        assert isinstance(execution, Execution)
-        inexact = execution.plan.inexact
         for piece, value in _made(step, frame):
-            # A segment's first run quantizes nothing: there the activation itself is compared.
-            first = step.node is not None and step.node.quantizes and piece not in self._pieces
-            if piece.name not in inexact and not first:
-                self._compare(piece.name, self._pieces[piece], value, ("forward", "rebuilt"), piece)
+            self._compare(piece.name, self._pieces[piece], value, ("forward", "rebuilt"), piece)
 
     def compare_given(self, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Compare the tensors of the call that backward reads again; returns all of them.
@@ -312,42 +306,3 @@ def _qualified(modules: Sequence[nn.Module]) -> str:
             if module is inner and path:
                 return f"{path} ({type(inner).__name__})"
     return type(inner).__name__
-
-
-def check_unchanged(
-    names: Sequence[str],
-    shapes: Sequence[torch.Size | None],
-    dtypes: Sequence[torch.dtype | None],
-    tensors: Sequence[Tensor | None],
-    dy: Tensor,
-) -> None:
-    """Raise RuntimeError if a tensor has another shape, dtype or device than forward found.
-
-    Autograd sees changes in place, but not `p.data = ...`, which is how a module is moved and cast.
-    `shapes` and `dtypes` are those of forward, whose device is that of `dy`; `tensors`, of which
-    there may be more, are None where backward does not read them.
-    """
-    # This runs in every backward, so devices are compared in the cheapest way.
-    is_cpu, index = dy.is_cpu, dy.get_device()
-    for i, (t, shape, dtype) in enumerate(zip(tensors, shapes, dtypes)):  # noqa: B905
-        if t is not None and (
-            t.dtype is not dtype
-            or t.shape != shape
-            or (not t.is_cpu if is_cpu else t.get_device() != index)
-        ):
-            alike = t.dtype is dtype and t.shape == shape
-            # A scalar may be on another device, and what the user's own function captured.
-            if not (alike and (t.dim() == 0 or names[i].startswith("activation."))):
-                raise changed(names[i], (tuple(shape or ()), dtype, dy.device), t)
-
-
-def changed(
-    name: str, was: tuple[tuple[int, ...], torch.dtype | None, torch.device], now: Tensor
-) -> RuntimeError:
-    """The error for a tensor that had another shape, dtype or device in forward."""
-    shape, dtype, device = was
-    return RuntimeError(
-        f"fused_remat: backward reads {name!r} again, which was {dtype} of shape {shape} on "
-        f"{device} in forward, and is {now.dtype} of shape {tuple(now.shape)} on {now.device} now: "
-        "do not move, cast or resize tensors between forward and backward"
-    )

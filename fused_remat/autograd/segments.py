@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from fused_remat.autograd.offload import in_checkpoint
-from fused_remat.autograd.replay_check import check_unchanged
+from fused_remat.autograd.unchanged import check_unchanged
 from fused_remat.execution import executor
 from fused_remat.execution.prepare import Execution
 
