@@ -8,7 +8,6 @@ whose launches are built and not run. What is left to a GPU is in tests/gpu/test
 
 import pytest
 import torch
-import torch.nn.functional as F
 from attention_calls import attention_call
 from op_cases import CASES
 from reference import EXACT_PRESETS
@@ -20,7 +19,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fused_remat import FusedRematLayer, ops
 from fused_remat.execution import choose
-from fused_remat.ops import activation
 from fused_remat.ops.checks import seed_tensor
 from fused_remat.steps import attention_library, attention_operators
 from fused_remat.steps.attention import attention_fwd
@@ -199,16 +197,6 @@ def test_a_seed_that_is_a_number(seed):
         seed_tensor(seed, torch.device("cuda"))
     assert not watch.drawn
     assert seed_tensor(seed, torch.device("cpu")).item() == seed
-
-
-def test_an_activation_is_tried_while_a_graph_is_captured(monkeypatch):
-    """When the generator's state cannot be read, the operators say whether they draw."""
-    monkeypatch.setattr(activation, "_generator", lambda device: None)
-    x = torch.ones(1, 3)
-    assert "draws random numbers: it calls" in activation.prepare(lambda t: F.dropout(t, 0.5), x)
-    why = activation.prepare(lambda t: t + torch.rand_like(t), x)
-    assert why == "draws random numbers: it calls aten.rand_like.default"
-    assert activation.prepare(F.softsign, x).captured == {}
 
 
 ATTENTION = {
