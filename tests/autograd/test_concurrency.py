@@ -129,54 +129,6 @@ def until_then(stop, function):
         stop.set()
 
 
-@torch.library.custom_op("fused_remat_tests::noisy", mutates_args=())
-def noisy(x: torch.Tensor) -> torch.Tensor:
-    """Draws where no mode sees it."""
-    return x * torch.rand_like(x)
-
-
-@noisy.register_fake
-def _(x):
-    return torch.empty_like(x)
-
-
-@pytest.fixture
-def idle_thread():
-    stop = threading.Event()
-    thread = threading.Thread(target=stop.wait)
-    thread.start()
-    yield
-    stop.set()
-    thread.join()
-
-
-def test_an_idle_thread_hides_no_randomness(idle_thread):
-    layer = model_of("fused", "full")[0]
-    x = torch.randn(3, 7, D)
-    layer.activation = torch.ops.fused_remat_tests.noisy
-    assert "may draw random numbers: it calls fused_remat_tests.noisy" in layer.why_not_fused(x)
-
-
-@pytest.mark.filterwarnings("ignore::fused_remat.FusedRematWarning")
-@pytest.mark.parametrize("how", ["reseeds", "an operator that hides it"])
-def test_a_hook_that_draws_beside_an_idle_thread_is_called_again(how, idle_thread):
-    grads = []
-    for policy in ("none", "full"):  # "none" runs PyTorch's forward without a replay
-        torch.manual_seed(0)
-        layer = model_of("fused", "full", dropout=0.5)[0]
-        layer.policy = policy
-        calls = []
-
-        def hook(module, args, y, calls=calls):
-            calls.append(torch.manual_seed(7) if how == "reseeds" else noisy(y.detach()))
-
-        layer.linear1.register_forward_hook(hook)
-        torch.manual_seed(0)
-        loss = layer(torch.ones(3, 7, D)).square().sum()
-        grads.append(torch.autograd.grad(loss, layer.linear2.weight)[0])
-    assert torch.equal(*grads)
-
-
 @pytest.mark.composes("Concurrency and faults", "backward in another thread than forward")
 @pytest.mark.filterwarnings("ignore::fused_remat.FusedRematWarning")
 @pytest.mark.parametrize("kind", ["fused", "own activation", "hooks"])
