@@ -15,7 +15,6 @@ COMMANDS = {
     "audit": "bench.audit.command",
     "calibrate": "bench.audit.calibration",
     "counts": "bench.counts.command",
-    "formats": "bench.commands.formats",
     "frontier": "bench.commands.frontier",
     "gpu": "bench.commands.gpu",
     "host": "bench.commands.host",

@@ -13,11 +13,12 @@ from pathlib import Path
 
 from bench import tables
 from bench.tables import RESULTS, Row, gpu_files, load
-from fused_remat.policies import EXACT_PRESETS, LOSSY_PRESETS
+from fused_remat.policies import EXACT_PRESETS
 
 BASELINE = "eager"
 OURS = "ours"
-LOSSY = "ours, lossy"
+#: Presets of earlier commits, whose rows in committed results are not shown.
+REMOVED = ("balanced8", "fast8")
 #: The file of a folder.
 DATA = "frontier.json"
 #: The folder of the set that is shown first.
@@ -38,7 +39,6 @@ FAMILIES = {
     "ours, triton": rf"({_EXACT})_triton",
     "ours, eager backend": rf"({_EXACT})_eager",
     OURS: _EXACT,
-    LOSSY: "|".join(LOSSY_PRESETS),
     "compile": r"compile(_budget_[\d.]+)?",
     "checkpointing": r"(checkpoint|selective|torch_remat).*",
     "stock": r".*",
@@ -57,8 +57,7 @@ def is_ours(way: str) -> bool:
 
 @dataclass(frozen=True)
 class Point:
-    """A way whose results are right; a lossy one, whose gradients are of rounded values, is shown
-    and wins nothing."""
+    """A way whose results are right."""
 
     way: str
     kept: float  # bytes kept for backward, relative to eager's
@@ -68,10 +67,6 @@ class Point:
     @property
     def p50(self) -> float:
         return self.time["p50"]
-
-    @property
-    def is_lossy(self) -> bool:
-        return family(self.way) == LOSSY
 
     @property
     def is_ours(self) -> bool:
@@ -98,6 +93,8 @@ class Panel:
         """A row's ways, but for those that an earlier row of the same shape had."""
         eager, known = row["ways"][BASELINE], {p.way for p in self.points} | set(self.wrong)
         for way, found in row["ways"].items():
+            if way in REMOVED:
+                continue
             kept, time = _kept(found), _ratio(found)
             reason = found.get("failure") or found.get("error")
             missing = found.get("unavailable") or found.get("absent")
@@ -112,16 +109,16 @@ class Panel:
             self.absent.pop(point.way, None)
 
     def frontier(self) -> list[Point]:
-        """Exact ways of which none other is as fast within the same bytes, fewest bytes first."""
+        """Return the ways that no other beats in both bytes and time, fewest bytes first."""
         found: list[Point] = []
         for point in sorted(self.points, key=lambda p: (p.kept, p.p50)):
-            if not point.is_lossy and (not found or point.p50 < found[-1].p50):
+            if not found or point.p50 < found[-1].p50:
                 found.append(point)
         return found
 
     def within(self, at_most: float) -> list[Point]:
-        """The exact ways that keep so little, the fastest first."""
-        found = (p for p in self.points if p.kept <= at_most * (1 + SLACK) and not p.is_lossy)
+        """Return the ways that keep so little, the fastest first."""
+        found = (p for p in self.points if p.kept <= at_most * (1 + SLACK))
         return sorted(found, key=lambda p: p.p50)
 
 

@@ -24,7 +24,6 @@ STYLES: dict[str, Style] = {
     "checkpointing": ("#D55E00", "s", False),
     "compile": ("#CC79A7", "D", True),
     "ours": ("#0072B2", "o", True),
-    "ours, lossy": ("#F0E442", "X", False),
     "ours, eager backend": ("#56B4E9", "v", True),
     "ours, triton": ("#009E73", "^", True),
     "ours, compiled": ("#E69F00", "P", True),

@@ -19,11 +19,11 @@ PICTURES = {theme: RESULTS / f"overview-{theme}.svg" for theme in ("light", "dar
 THEMES: dict[str, dict[str, str]] = {
     "light": {
         "text": "#1f2328", "faint": "#d8dee4", "ours": "#0969da", "checkpointing": "#c2410c",
-        "compile": "#8250df", "stock": "#1f2328", "ours, lossy": "#54aeff",
+        "compile": "#8250df", "stock": "#1f2328",
     },
     "dark": {
         "text": "#e6edf3", "faint": "#3d444d", "ours": "#58a6ff", "checkpointing": "#f0883e",
-        "compile": "#bc8cff", "stock": "#e6edf3", "ours, lossy": "#1f6feb",
+        "compile": "#bc8cff", "stock": "#e6edf3",
     },
 }  # fmt: skip
 #: Way -> its label, where the name's end does not say it.

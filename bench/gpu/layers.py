@@ -26,15 +26,15 @@ from bench.subjects.configs import MODELS
 from bench.subjects.layer_ways import BUDGETS
 from bench.subjects.layer_ways import WAYS as LAYER_WAYS
 from bench.subjects.layers import Case
-from fused_remat.policies import EXACT_PRESETS, LOSSY_PRESETS
+from fused_remat.policies import EXACT_PRESETS
 
 SEQ_LEN, HEAD_DIM = 2048, 128
 WIDTHS = (2048, 1024, 4096)
 _STOCK = ("eager", "checkpoint")
 _PEERS = ("selective_matmuls", "selective_attention", "torch_remat")
-WAYS = (*_STOCK, *_PEERS, *EXACT_PRESETS, *LOSSY_PRESETS)
-MLP_WAYS = (*_STOCK, "selective_matmuls", "full", "none", "fast8")
-REPLAYED = (*_STOCK, *EXACT_PRESETS, "fast8")
+WAYS = (*_STOCK, *_PEERS, *EXACT_PRESETS)
+MLP_WAYS = (*_STOCK, "selective_matmuls", "full", "none")
+REPLAYED = (*_STOCK, *EXACT_PRESETS)
 COMPILED = (*_STOCK, "compile", "full", "full_compiled", "fast", "fast_compiled")
 #: Of one long sequence.
 LONG_LEN, LONG = 32768, (*_STOCK, *EXACT_PRESETS)
@@ -160,7 +160,7 @@ def long_entries(rig: Rig) -> Iterator[Entry]:
 
 
 def mlp_entries(rig: Rig) -> Iterator[Entry]:
-    """The MLP alone: keeping its input only ("full"), the pre-activation too ("none", "fast8")."""
+    """The MLP alone: keeping its input only ("full"), the pre-activation too ("none")."""
     for width in widths(rig):
         sizes = rig.size(tokens_of(width), 32), width, rig.size(4 * width, 64)
 

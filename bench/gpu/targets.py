@@ -1,4 +1,4 @@
-"""Targets 1 to 9 of the project, for GPUs, held against the rows of `bench gpu`."""
+"""Targets 1 to 8 of the project, for GPUs, held against the rows of `bench gpu`."""
 
 from __future__ import annotations
 
@@ -115,8 +115,6 @@ TARGETS = (
            evidence.largest_batch, ("liger_checkpoint", "_loss"), len(BATCHES), at_least=True),
     Target(8, "at no more bytes than torch.compile keeps: ≤ 0.95× its time",
            evidence.compiled, (), 2 * len(_WIDTHS)),
-    _step(9, "fast8", "none", "layers", "pre-norm", 1.03, 1.03, 1.03),
-    _kept("fast8", 0.68, 9, "none"),
 )  # fmt: skip
 
 

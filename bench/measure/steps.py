@@ -217,7 +217,7 @@ class Steps:
     def admit_way(self, way: Provider[Any], checks: Checks, *finds: Find, **said: Any) -> None:
         """The same of a way of a registry, whose traits say how it is checked."""
         subject, traits = checks.subject, way.traits
-        told = {name: traits[name] for name in ("draws", "compiled", "lossy")}
+        told = {name: traits[name] for name in ("draws", "compiled")}
 
         def check(forward: Forward) -> dict[str, Any]:
             return {"check": checks.check(forward, **told)}

@@ -29,13 +29,8 @@ def panel_table(panel: Panel) -> str:
     rows = [[_at_most(m), *_cells(panel.within(m))] for m in MEMORY_POINTS]
     rounds = f", {panel.rounds} rounds" if panel.rounds else ""
     parts = [f"### {title(panel.case)}{rounds}", tables.markdown(head, rows)]
-    lossy = [point for point in panel.points if point.is_lossy]
-    for what, points in (
-        ("Frontier", panel.frontier()),
-        ("With 8 bits, which no exact way is held against", lossy),
-    ):
-        said = [f"`{p.way}` {p.kept:.3f} at {p.p50:.2f}×" for p in points]
-        parts += [f"{what}: {', '.join(said)}."] * bool(said)
+    said = [f"`{p.way}` {p.kept:.3f} at {p.p50:.2f}×" for p in panel.frontier()]
+    parts += [f"Frontier: {', '.join(said)}."]
     for what, ways in (("Wrong results", panel.wrong), ("Absent", panel.absent)):
         alike = itertools.groupby(sorted(ways, key=ways.__getitem__), key=ways.__getitem__)
         said = [f"{', '.join(f'`{way}`' for way in found)} ({why})" for why, found in alike]

@@ -5,8 +5,7 @@ and gradients, the very tensors: no way can gain from where its own happen to li
 
 A preset's name alone is ours on the device's own backend: eager on a CPU, Triton on a GPU. With
 "_eager" or "_triton" it is on that one where it is not the device's own; with "_compiled" it is the
-first under `torch.compile`. So no two rows of a device are the same thing. The presets that keep 8
-bits are a group of their own, "lossy".
+first under `torch.compile`. So no two rows of a device are the same thing.
 """
 
 from __future__ import annotations
@@ -26,17 +25,16 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from bench.measure.case import Forward, Subject
 from bench.measure.registry import Absent, Registry
 from fused_remat.execution.choose import BACKENDS, DEFAULTS
-from fused_remat.policies import EXACT_PRESETS, LOSSY_PRESETS
+from fused_remat.policies import EXACT_PRESETS
 
 Build = Callable[[Subject], Forward]
 
 #: In the order of the tables. Traits: `draws`, whose dropout it has at the same seed ("stock",
 #: "ours", or "own": nobody else's); `group`, by which ways are asked for; `backend`, that it names;
-#: `kept_by`, who sees what it keeps: "autograd", or only the "allocator"; `lossy`, whether its
-#: gradients are those of rounded values; `compiled`, whether `torch.compile` made it.
+#: `kept_by`, who sees what it keeps: "autograd", or only the "allocator"; `compiled`, whether
+#: `torch.compile` made it.
 WAYS: Registry[Build] = Registry(
-    "layer ways", group="stock", draws="stock", kept_by="autograd", backend=None, lossy=False,
-    compiled=False,
+    "layer ways", group="stock", draws="stock", kept_by="autograd", backend=None, compiled=False,
 )  # fmt: skip
 BASELINE = "eager"
 #: What is measured unless asked otherwise.
@@ -248,8 +246,6 @@ def _preset_compiled(preset: str) -> Build:
 _ours = functools.partial(WAYS.provider, group="ours", draws="ours")
 for _name in EXACT_PRESETS:
     _ours(_name)(_preset(_name))
-for _name in LOSSY_PRESETS:
-    _ours(_name, group="lossy", lossy=True)(_preset(_name))
 for _backend, _needs in (("eager", None), ("triton", "triton")):
     for _name in EXACT_PRESETS:
         _ours(f"{_name}_{_backend}", backend=_backend, needs=_needs)(_preset(_name, _backend))

@@ -27,9 +27,7 @@ Build = Callable[[Subject], Forward]
 #: In the order of the tables. Traits: `group`, by which ways are asked for; `compiled`, whether
 #: it is for one batch alone, so that the largest cannot be searched for; and as of layers' ways,
 #: where nobody has dropout of its own.
-WAYS: Registry[Build] = Registry(
-    "model ways", group="stock", draws="stock", lossy=False, compiled=False
-)
+WAYS: Registry[Build] = Registry("model ways", group="stock", draws="stock", compiled=False)
 BASELINE = "eager"
 #: What is measured unless asked otherwise: compiling a whole model takes minutes.
 DEFAULT = ("stock", "peers", "ours", "loss")

@@ -98,8 +98,7 @@ def fused(module: Any, policy: str = "full", backend: str = "auto") -> Stack:
 
 #: In the order of the tables. Traits as of `layer_ways.WAYS`; `family`, of the picture.
 PEERS: Registry[Callable[[Subject], Forward]] = Registry(
-    "peers of plans", family="checkpointing", draws="stock", kept_by="autograd", lossy=False,
-    compiled=False,
+    "peers of plans", family="checkpointing", draws="stock", kept_by="autograd", compiled=False,
 )  # fmt: skip
 BASELINE = "eager"
 BUDGETS = (1.0, 0.75, 0.5, 0.25, 0.0)

@@ -18,10 +18,9 @@ from bench.kernels.problem import DIRECTIONS
 from bench.kernels.table import OPS
 from bench.measure.contest import Rig
 from bench.measure.machine import environment
-from bench.pages import command, formats, frontier, kernels, overview, pictures, presets
+from bench.pages import command, frontier, kernels, overview, pictures, presets
 from bench.subjects.layers import Case
 from bench.test_benchmarks import rows
-from fused_remat.policies import kept_names
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -74,7 +73,7 @@ def test_a_dry_run_is_no_measurement():
 
 def test_parts_without_results_say_so(tmp_path):
     parts = (
-        "formats.errors frontier.readme frontier.section kernels.cpu kernels.gpu "
+        "frontier.readme frontier.section kernels.cpu kernels.gpu "
         "layers.cases layers.profile layers.targets losses.section models.section plans.readme "
         "plans.section scale.checked"
     )
@@ -127,19 +126,6 @@ def test_rows_of_bench_gpu_are_told_apart_by_op_direction_and_sizes():
     assert {(e.op, e.direction) for e in found} == {(op, d) for op in OPS for d in DIRECTIONS}
     assert len({(e.op, e.direction, e.name) for e in found}) == len(found) == len(cases)
     assert any(e.name.startswith("causal, B = 2, S = 8192, nhead 16, ") for e in found)
-
-
-def test_the_sets_of_the_encoder_that_no_other_beats():
-    graph = presets.block(norm_first=True)
-    found = formats.choices(graph, ("qkv", "up"))
-    best = {kept.save: kept for kept in formats.undominated(found)}
-    for preset, products in (("fast8", 0), ("balanced8", 2)):
-        kept = best[kept_names(preset, graph)]
-        assert (kept.products // presets.D**2, kept.attentions) == (products, 0)
-    for kept in best.values():
-        beaten = (all(a <= b for a, b in zip(cost, found[kept], strict=True))
-                  for cost in found.values() if cost != found[kept])  # fmt: skip
-        assert not any(beaten), kept
 
 
 def test_the_drawn_block_is_the_graph():
