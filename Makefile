@@ -14,7 +14,7 @@ PY := $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 # never is, and pip would take minutes to compile it.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all test-settings mutants mutants-ptx baseline check docs site bench losses audit gpu clean
+.PHONY: demo test test-all test-settings mutants mutants-ptx baseline check docs site bench audit gpu clean
 
 demo: $(DEMO)  ## train a small language model with and without FusedRemat
 	$(BIN)/python examples/train_byte_lm.py
@@ -81,10 +81,6 @@ bench: $(READY)  ## all benchmarks on this CPU, then the pages: one to two hours
 	$(BIN)/python -m bench model --article --device cpu --layers 2 --seq 256
 	$(BIN)/python -m bench plan --device cpu
 	$(BIN)/python -m bench profile
-	$(BIN)/python -m bench report
-
-losses: $(READY)  ## exact and 8-bit kept activations: 500 steps, 3 seeds, 2 models: half an hour
-	$(BIN)/python examples/compare_losses.py --out bench/results/losses-cpu.json
 	$(BIN)/python -m bench report
 
 audit: $(READY)  ## what the compiler makes of every kernel, for every GPU, without one: most of an hour

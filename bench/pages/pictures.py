@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from bench.figures import frontier, losses, overview, plans
+from bench.figures import frontier, overview, plans
 from bench.figures.drawing import Picture
 from bench.frontier import sets
 from bench.pages import drawings
@@ -17,9 +17,8 @@ def every(root: Path = RESULTS) -> Iterator[Picture]:
     """The pictures beside results in a folder; with all results, the README's and drawings too."""
     for folder, panels in sets(root).items():
         yield frontier.picture(folder, panels)
-    for pattern, figure in (("plan-*.json", plans), ("losses-*.json", losses)):
-        for path in files(pattern, root):
-            yield figure.picture(path, load(path)["results"])
+    for path in files("plan-*.json", root):
+        yield plans.picture(path, load(path)["results"])
     if root == RESULTS:
         yield from overview.pictures(means())
         yield drawings.picture()

@@ -74,7 +74,7 @@ def test_a_dry_run_is_no_measurement():
 def test_parts_without_results_say_so(tmp_path):
     parts = (
         "frontier.readme frontier.section kernels.cpu kernels.gpu "
-        "layers.cases layers.profile layers.targets losses.section models.section plans.readme "
+        "layers.cases layers.profile layers.targets models.section plans.readme "
         "plans.section scale.checked"
     )
     assert {command.part(name, root=tmp_path) for name in parts.split()} == {command.UNMEASURED}
