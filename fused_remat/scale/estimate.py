@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from fused_remat.formats import split_name
 from fused_remat.planner import chain as chains
 from fused_remat.planner.chain import Choice, Option
 from fused_remat.planner.options import costed_options, kept_by_name
@@ -145,7 +144,7 @@ def estimate(
 def _check_names(setup: Setup, policies: Sequence[str]) -> None:
     graph = setup.example.call.graph
     saves = [kept_names(policy, graph) for policy in policies]
-    kept = {split_name(name)[0] for save in saves for name in save}
+    kept = frozenset[str]().union(*saves)
     valid = [name for name in (*graph.inputs, *graph.names) if name in kept.union(graph.inputs)]
     unknown = [name for name in setup.offload if name not in valid]
     if unknown:
