@@ -31,7 +31,6 @@ def layer(width, fast=0.9, dropout=0.0, **more):
         "balanced": way(98.0, 190.0, eager=0.98, checkpoint=0.8),
         "fast": way(100.0 * fast, 380.0, eager=fast, checkpoint=0.75),
         "none": way(90.0, 600.0, eager=0.9),
-        "fast8": way(92.0, 396.0, none=1.02),
     }
     return row("layers", "pre-norm", ways | more, width=width, dropout=dropout)
 

@@ -131,7 +131,7 @@ def test_a_fallback_is_not_measured_as_ours(name):
 def test_every_way_is_right(dtype, norm, dropout, causal):
     given = subject(dropout, dtype, norm, causal=causal)
     checks = Checks(given)
-    for name in select(["stock", *EXACT_PRESETS, "lossy"], "cpu"):
+    for name in select(["stock", *EXACT_PRESETS], "cpu"):
         row, _ = admit(name, checks)
         assert "check" in row or (name == "torch_remat" and "unavailable" in row), (name, row)
 
