@@ -166,9 +166,7 @@ def plan(
     if not isinstance(model, nn.Module):
         raise TypeError(f"plan takes a torch.nn.Module, got {type(model).__name__}")
     if "lossy" in kwargs:
-        raise TypeError(
-            "lossy= was removed; plans choose among exact presets, so leave it out"
-        )
+        raise TypeError("lossy= was removed; plans choose among exact presets, so leave it out")
     request = Request(costs, policies, optimizer, loss, accumulates, segments, options, offload)
     inputs, kwargs = arguments_of(model, inputs, kwargs)
     device = device_of(model, [inputs, kwargs])

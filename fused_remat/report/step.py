@@ -21,7 +21,7 @@ from fused_remat.execution.observe import OBSERVERS, BlockRun
 from fused_remat.layers import FusedLayer
 from fused_remat.layers.record import Ran, Record, noted_apart, record_of
 from fused_remat.report.allocations import AllocationTrace, Span
-from fused_remat.report.saved import Saved, SavedRecord
+from fused_remat.report.saved import Saved, SavedBytes
 from fused_remat.tracing.layer import ReadLayer
 
 _LAYERS = (FusedLayer, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
@@ -39,7 +39,7 @@ class Step:
     """What was observed. Layers are indices into those that were watched, -1 outside them.
 
     Attributes:
-        saved, predicted: as in `SavedRecord`.
+        saved, predicted: as in `SavedBytes`.
         calls: how often each layer was called.
         ran: what each layer's last training call ran as, None without any, and why it was not a
             block's.
@@ -85,7 +85,7 @@ def run_step(
         targets = [t for t in (*model.parameters(), *inputs) if t.requires_grad]
         device = device_of(model, inputs)
         trace_layers(model, args, kwargs)
-        record = SavedRecord([*model.parameters(), *model.buffers()], inputs)
+        record = SavedBytes([*model.parameters(), *model.buffers()], inputs)
         stack.enter_context(restored(model, inputs, device))
         if accumulates:
             for t in targets:
@@ -260,7 +260,7 @@ def restored(model: nn.Module, inputs: Iterable[Tensor], device: torch.device) -
 class _Watch:
     """Hooks on the layers that tell the record which layer runs, and mark the trace."""
 
-    def __init__(self, layers: list[nn.Module], record: SavedRecord, trace: AllocationTrace):
+    def __init__(self, layers: list[nn.Module], record: SavedBytes, trace: AllocationTrace):
         self.calls = [0] * len(layers)
         self._layers, self._record, self._trace = layers, record, trace
         self._stack = [_OUTSIDE]  # places of the calls that are running: (layer, its call)

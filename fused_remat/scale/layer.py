@@ -18,6 +18,7 @@ from fused_remat.layers.causal import read_call
 from fused_remat.layers.eligibility import Reason
 from fused_remat.layers.plain_causal import CausalLayer
 from fused_remat.planner.calibration import Example, steps_of
+from fused_remat.report.saved import SavedBytes
 from fused_remat.scale.layout import Layout, layer_module, parameters_of, tables_of
 from fused_remat.scale.shapes import Model
 from fused_remat.spec import ParallelSpec
@@ -163,18 +164,9 @@ def kept_by_eager(model: Model, layout: Layout, seq: int, dtype: torch.dtype) ->
         x = torch.empty(1, mine, model.d_model, dtype=dtype, requires_grad=True)
         half = model.head_dim // 2
         tables = [torch.empty(seq, half) for _ in range(2)] if model.rope else []
-        theirs = {t.untyped_storage()._cdata for t in (*layer.parameters(), *tables)}
-        found: dict[int, Tensor] = {}
-
-        def pack(t: Tensor) -> Tensor:
-            if t.untyped_storage()._cdata not in theirs:
-                found[t.untyped_storage()._cdata] = t
-            return t
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-            out = layer(x, *tables)
-        del out
-        return sum(t.untyped_storage().nbytes() for t in found.values())
+        with SavedBytes(exclude=[*layer.parameters(), *tables]) as saved:
+            layer(x, *tables)
+        return saved.total
 
 
 class _Tokens(torch.autograd.Function):
