@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from fused_remat.layers import FusedLayer
 from fused_remat.layers.record import STATES, Ran
 from fused_remat.policies import Policy
+from fused_remat.report import files
 from fused_remat.report.saved import Saved
 from fused_remat.report.step import Step, arguments_of, choose_layers, run_step, tensors_in
 from fused_remat.report.units import aligned, human, reason_lines, run_name
@@ -169,46 +169,31 @@ class MemoryReport:
         return self.table()
 
     def to_json(self, path: str | Path | None = None) -> str:
-        """The report as JSON, written to `path` if one is given; `from_json` reads it.
+        """Return the report as JSON, written to `path` if there is one; `from_json` reads it.
 
         >>> import torch
         >>> report = memory_report(nn.Linear(4, 4), torch.randn(2, 4))
         >>> MemoryReport.from_json(report.to_json()) == report
         True
         """
-        totals = {
-            "kept_bytes": self.kept_bytes,
-            "predicted_bytes": self.predicted_bytes,
-            "offloaded_bytes": self.offloaded_bytes,
-        }
-        text = json.dumps(dataclasses.asdict(self) | totals, indent=1)
-        if path is not None:
-            Path(path).write_text(text + "\n", encoding="utf-8")
-        return text
+        totals = ("kept_bytes", "predicted_bytes", "offloaded_bytes")
+        return files.to_json(self, path, **{name: getattr(self, name) for name in totals})
 
     @classmethod
     def from_json(cls, text: str) -> MemoryReport:
-        """The report that `to_json` wrote."""
-        given = json.loads(text)
-        layers = []
-        for layer in given["layers"]:
-            for a in layer["activations"]:
-                a["shape"] = None if a["shape"] is None else tuple(a["shape"])
-            layer["activations"] = tuple(Activation(**a) for a in layer["activations"])
-            layers.append(LayerMemory(**layer))
-        return cls(given["model"], tuple(layers), given["peak_bytes"], given["tokens"])
+        """Return the report that `to_json` wrote. Raises: ValueError for any other text."""
+        return files.from_json(cls, text)
 
     def plot(self, path: str | Path) -> None:
         """Draw one bar per layer, stacked by activation, to `path` (.png, .svg or .pdf).
 
-        Vertical ticks mark predicted bytes, triangles the peaks of both passes. No window opens,
-        and matplotlib's settings stay as they are.
+        No window opens, and matplotlib's settings stay as they are.
 
         Raises: ImportError without matplotlib (`pip install "fused-remat[bench]"`).
         """
-        from fused_remat.report.plot import plot
+        from fused_remat.report.plot import plot_report
 
-        plot(self, path)
+        plot_report(self, path)
 
 
 def memory_report(

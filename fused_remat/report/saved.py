@@ -131,7 +131,7 @@ class SavedBytes:
                 saved.layer = self.layer
 
     def named(self, outputs: Iterable[Tensor]) -> list[Saved]:
-        """Return the storages that are still alive, in order, named after the graph of `outputs`."""
+        """Return the storages that are still alive, named after the graph of `outputs`."""
         names = sorted(_names(outputs), key=lambda name: name[0].order)
         for held, name in names:
             for saved in held.saved:
@@ -244,7 +244,7 @@ def _predicted(run: BlockRun) -> Mapping[str, int]:
         elif name in tensors and name in (
             *call.graph.inputs,
             "seed",
-        ):  # a segment always keeps them
+        ):  # also in a segment
             kept.setdefault(name, tensors[name].numel() * tensors[name].element_size())
     return kept
 
