@@ -30,7 +30,6 @@ from fused_remat.scale.costs import (
     FILE_KEYS,
     HARDWARE,
     Costs,
-    Figure,
     of_file,
     of_this_machine,
     rate_text,
@@ -63,14 +62,6 @@ examples:
 No model is allocated or run. The exit status is 1 if no policy fits.
 """
 _LANGUAGE = {n: m for n, m in (MODELS | LARGE).items() if m.causal and m.vocab}
-#: Options for rates, with the keys of a costs file that they override.
-_RATES = {
-    "peak_tflops": ("peak_tflops", "TFLOP/s that the maker states; MFU is relative to it"),
-    "tflops": ("products_tflops", "TFLOP/s of large products and of attention"),
-    "bandwidth": ("bandwidth_GBps", "GB/s of a device's memory"),
-    "link_GBps": ("link_GBps", "GB/s that a device sends within its node"),
-    "network_GBps": ("network_GBps", "GB/s that a device sends to other nodes"),
-}
 
 
 @dataclass(frozen=True)
@@ -89,16 +80,6 @@ class Limits:
     seq: int
     searched: bool
     smallest: tuple[Mesh, str] | None
-
-
-def _positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0.0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected a positive number, got {text!r}")
-    return value
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -128,12 +109,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--device-memory", help="memory of a device, such as 80GiB (default: the hardware's)")
     rates = f"a result of `bench kernels` with rates, or JSON with {', '.join(FILE_KEYS)}"
     add("--costs", type=Path, metavar="FILE", help=rates)
-    for option, (_, what) in _RATES.items():
-        add(f"--{option.replace('_', '-')}", type=_positive, help=what)
     group = parser.add_argument_group("output")
     flag = functools.partial(group.add_argument, action="store_true")
     fewest = "also find the smallest mesh on which the model fits"
-    flag("--fewest-devices", "--devices", dest="devices", help=fewest)
+    flag("--fewest-devices", help=fewest)
     flag("--json", help="print JSON")
     return parser.parse_args(arguments)
 
@@ -155,7 +134,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def printed(args: argparse.Namespace) -> Iterator[str]:
-    """The lines that the command prints without --json. Raises: as `main`."""
+    """Yield the lines that the command prints without --json. Raises: as `main`."""
     return lines(*_estimated(args))
 
 
@@ -164,7 +143,7 @@ def _estimated(args: argparse.Namespace) -> tuple[Estimate, Limits]:
         setup, costs = _setup(args), _costs(args)
         policies = _policies(args.policy)
         found = estimate(setup, costs, _memory(args, costs), policies)
-        return found, _limits(found, policies, args.devices)
+        return found, _limits(found, policies, args.fewest_devices)
     except ValueError as error:
         raise CommandError(str(error)) from error
 
@@ -200,19 +179,12 @@ def _costs(args: argparse.Namespace) -> Costs:
             costs = of_file(args.costs, costs)
         except OSError as error:
             raise CommandError(f"--costs: cannot read the file: {error}") from error
-    given = {}
-    for option, (key, _) in _RATES.items():
-        value = getattr(args, option)
-        if value is not None:
-            name, unit = FILE_KEYS[key]
-            given[name] = Figure(value * unit, f"--{option.replace('_', '-')}")
-    single = DTYPES[args.dtype] is torch.float32
-    if single and costs.name in HARDWARE and "products" not in given:
+    if DTYPES[args.dtype] is torch.float32 and costs.name in HARDWARE:
         raise CommandError(
-            f"the rate of float32 products on {costs.name} is unknown; give --tflops and "
-            "--peak-tflops"
+            f"the rate of float32 products on {costs.name} is unknown; give --costs FILE with "
+            "products_tflops and peak_tflops"
         )
-    return costs.with_figures(given)
+    return costs
 
 
 def _memory(args: argparse.Namespace, costs: Costs) -> int:
@@ -234,38 +206,31 @@ def _limits(found: Estimate, policies: tuple[str, ...], devices: bool) -> Limits
 
 
 def as_data(found: Estimate, limits: Limits) -> dict[str, Any]:
-    """Everything that is printed, as plain data in bytes and seconds."""
-    setup = found.setup
+    """Return everything that is printed, as plain data in bytes and seconds."""
+    setup, smallest = found.setup, limits.smallest
     rows = {
         name: dataclasses.asdict(row)
-        | {
-            "peak": row.peak,
-            "fits": found.fits(name),
-            "step": row.step,
-            "tokens_per_second": found.tokens_per_second(name),
-            "mfu": found.mfu(name),
-            "largest_batch": limits.batches.get(name),
-        }
+        | {"peak": row.peak, "fits": found.fits(name), "step": row.step, "mfu": found.mfu(name)}
+        | {"tokens_per_second": found.tokens_per_second(name)}
+        | {"largest_batch": limits.batches.get(name)}
         for name, row in found.rows.items()
     }
-    mesh, smallest = setup.layout.mesh, limits.smallest
     return {
         "model": setup.model.name,
         "parameters": setup.parameters.count(),
-        "mesh": {"data": mesh.data, "tensor": mesh.tensor, "sequence": setup.layout.sequence},
+        "layout": dataclasses.asdict(setup.layout),
         "batch": setup.batch,
         "seq": setup.seq,
         "device_memory": found.memory,
         "rows": rows,
         "largest_seq": {"policy": limits.policy, "seq": limits.seq},
         "smallest_mesh": smallest and {"mesh": str(smallest[0]), "policy": smallest[1]},
-        "hardware": found.costs.name,
-        "costs": {name: dataclasses.asdict(figure) for name, figure in found.costs.figures.items()},
+        "costs": dataclasses.asdict(found.costs),
     }
 
 
 def lines(found: Estimate, limits: Limits) -> Iterator[str]:
-    """The lines to print."""
+    """Yield the lines to print."""
     yield from _head(found.setup, found)
     yield ""
     yield from aligned(list(_table(found, limits)))
@@ -292,7 +257,7 @@ def lines(found: Estimate, limits: Limits) -> Iterator[str]:
 
 
 def _head(setup: Setup, found: Estimate) -> Iterator[str]:
-    """The model, the mesh and the step."""
+    """Yield lines on the model, the mesh and the step."""
     mesh, names = setup.layout.mesh, {dtype: name for name, dtype in reversed(DTYPES.items())}
     divided = ", residual stream divided by tokens" if setup.layout.stream > 1 else ""
     yield (
@@ -311,7 +276,7 @@ def _head(setup: Setup, found: Estimate) -> Iterator[str]:
 
 
 def _table(found: Estimate, limits: Limits) -> Iterator[list[str]]:
-    """The table with a row for every policy."""
+    """Yield the entries of the table: a line for every policy."""
     hosts = ["on the host"] if found.setup.offload else []
     yield ["policy", "kept", *hosts, "peak", "fits", "batch", "rebuilt", "collectives", "step",
            "tokens/s", "MFU"]  # fmt: skip
