@@ -107,7 +107,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     device = "kind of device; here: this machine, measured now (default: h100)"
     add("--hardware", choices=(*HARDWARE, "here"), default="h100", help=device)
     add("--device-memory", help="memory of a device, such as 80GiB (default: the hardware's)")
-    rates = f"a result of `bench kernels` with rates, or JSON with {', '.join(FILE_KEYS)}"
+    rates = f"JSON with rates: {', '.join(FILE_KEYS)}"
     add("--costs", type=Path, metavar="FILE", help=rates)
     group = parser.add_argument_group("output")
     flag = functools.partial(group.add_argument, action="store_true")

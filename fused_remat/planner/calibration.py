@@ -151,7 +151,7 @@ class Calibration:
         return seconds
 
     def host_link(self) -> HostLink:
-        """The link to the host, measured once with copies of pinned memory.
+        """Return the link to the host, measured once with copies of pinned memory.
 
         Raises: ValueError if the device is not a CUDA device.
         """
@@ -183,7 +183,7 @@ class Example:
     functions: Functions
 
     def keeping(self, save: Iterable[str]) -> BlockConfig:
-        """The call with a policy that keeps the names `save`."""
+        """Return the call with a policy that keeps the names `save`."""
         return dataclasses.replace(self.call, save=frozenset(save))
 
     def prepare(self, save: Iterable[str]) -> Execution:
@@ -221,7 +221,7 @@ class Example:
 
 
 def steps_of(plan: Schedule, which: str) -> list[Step]:
-    """The steps of a pass in order, including those that run once per tile."""
+    """Return the steps of a pass in order, including those that run once per tile."""
     outer = plan.forward if which == "forward" else plan.backward
     inner = plan.tile_forward if which == "forward" else plan.tile_backward
     return [s for step in outer for s in (inner if step.kind == "tiles" else (step,))]
@@ -260,8 +260,10 @@ class Sizer:
 
 
 def _products(node: Node, needs_grad: Iterable[str]) -> float:
-    """Products in backward for one in forward: one for each gradient that is needed; attention has
-    five in backward for two in forward."""
+    """Products in backward for one in forward: one for each gradient that is needed.
+
+    Attention has five in backward for two in forward.
+    """
     if node.per_sequence:
         return 2.5
     wanted = set(needs_grad)

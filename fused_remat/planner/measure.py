@@ -139,11 +139,10 @@ def time_step(
 
 
 def predict_optimizer(optimizer: Optimizer) -> tuple[int, int]:
-    """Predict (state, update): bytes of an optimizer's state after its first step, and the most
-    bytes that a step takes besides parameters, gradients and state.
+    """Predict the bytes of an optimizer's state after its first step, and the most a step adds.
 
-    A copy of the optimizer steps on fake tensors of the same sizes; the optimizer itself is not
-    touched.
+    The second number does not include parameters, gradients and state. A copy of the optimizer
+    steps on fake tensors of the same sizes; the optimizer itself is not touched.
 
     Raises: ValueError if no copy can be made from its parameter groups and it has no state yet.
 
@@ -268,7 +267,7 @@ def _other_call(
 
 
 def _moments(step: Step, index: dict[tuple[int, int], int]) -> Iterator[Moment]:
-    """The spans of a step as moments of its calls."""
+    """Yield the spans of a step as moments of its calls."""
     alive = 0
     for span, ready in zip(step.spans, step.ready, strict=True):
         which, layer, count = span.label or ("forward", -1, 0)
@@ -311,7 +310,7 @@ def _resting(
 
 
 def _buffer(p: Tensor) -> Tensor:
-    """A tensor of the size and dtype of the buffer that a parameter's gradient is added to."""
+    """Return a tensor like the buffer that a parameter's gradient is added to."""
     main_grad = getattr(p, "main_grad", None)
     return main_grad if isinstance(main_grad, Tensor) else p
 

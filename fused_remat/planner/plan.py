@@ -93,8 +93,7 @@ class Plan:
 
     @property
     def peak_bytes(self) -> int:
-        """Most bytes during a step: parameters, buffers, inputs, gradients, optimizer state, kept
-        activations and transients."""
+        """Most bytes during a step, including parameters, inputs, gradients and optimizer state."""
         return chains.peak(self.chain, self.choice)
 
     @property
@@ -123,7 +122,7 @@ class Plan:
         return parts_of(self.chain, self.choice)
 
     def timeline(self) -> list[Event]:
-        """The predicted step, span by span."""
+        """Return the predicted step, span by span."""
         return list(chains.timeline(self.chain, self.choice))
 
     @functools.cached_property
@@ -176,7 +175,7 @@ class Plan:
         return model
 
     def table(self) -> str:
-        """The plan as text; consecutive equal layers share one row."""
+        """Return the plan as text; consecutive equal layers share one row."""
         rows = [["", "policy", "kept", "rebuild"]]
         without_name = functools.partial(dataclasses.replace, name="")
         for row, equal in itertools.groupby(self.layers, key=without_name):
@@ -258,7 +257,7 @@ def _layers(chain: Chain, choice: Choice) -> Iterator[LayerPlan]:
 
 
 def _label(option: Option, segment: str | None) -> str:
-    """A preset's name, or the names kept."""
+    """Return a preset's name, or the names kept."""
     shown = option.preset or ", ".join(option.save)
     if option.offload:
         shown = f"{shown}, offload {', '.join(option.offload)}"

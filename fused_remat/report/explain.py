@@ -179,7 +179,7 @@ class _Recorder:
         self._exit.close()
 
     def explanation(self) -> Explanation:
-        """The explanations, with the implementations that the steps reported while running."""
+        """Return the explanations, with the implementations that the steps reported."""
         for block, layer, args, kwargs in self._unread:
             block.reason = would_read(layer, args, kwargs)
         for block, node, reasons in self._steps:
@@ -243,7 +243,7 @@ class _Recorder:
 
 
 def _explained(chunk: Chunk, name: str) -> BlockExplanation:
-    """The explanation of the call that a chunk belongs to, but for the steps of its forward."""
+    """Return the explanation of a chunk's call without the steps of its forward."""
     execution = chunk.owner.execution
     assert isinstance(execution, Execution)
     plan, chunks, kind = execution.plan, execution.chunks, execution.call.graph.kind
@@ -278,7 +278,7 @@ def _backward_implementation(step: Step, chunk: Chunk) -> str:
 
 
 def _backend(chunk: Chunk) -> str:
-    """The backend's name and, if it is not the device's default, why."""
+    """Return the backend's name and, if it is not the device's default, why."""
     x, compute = chunk.owner.tensors["input"], chunk.owner.execution.compute
     assert x is not None
     default = DEFAULTS.get(x.device.type, "eager")

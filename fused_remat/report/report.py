@@ -122,7 +122,7 @@ class MemoryReport:
         return sum(layer.offloaded_bytes for layer in self.layers)
 
     def table(self, activations: bool = True) -> str:
-        """The report as text; consecutive equal layers share one row.
+        """Return the report as text; consecutive equal layers share one row.
 
         Args:
             activations: whether to list what each layer keeps below its row. Layers that keep the
@@ -151,7 +151,7 @@ class MemoryReport:
         return "\n".join(lines)
 
     def _offloaded(self) -> list[str]:
-        """The line on offloading, if something was offloaded or a policy asks for it."""
+        """Return the line on offloading, if something was offloaded or a policy asks for it."""
         if self.offloaded_bytes:
             return [f"offloaded to host: {human(self.offloaded_bytes)}, not counted as kept"]
         asked = any(_OFFLOAD in (layer.policy or "") for layer in self.layers)
@@ -331,7 +331,7 @@ def _tokens(inputs: Iterator[Tensor]) -> int | None:
 
 
 def _without_name(layer: LayerMemory) -> LayerMemory:
-    """What equal layers have in common: everything but their names and peaks."""
+    """Return what equal layers have in common: everything but their names and peaks."""
     return dataclasses.replace(layer, name="", forward_peak=0, backward_peak=0)
 
 

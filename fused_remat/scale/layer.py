@@ -30,7 +30,7 @@ _NAMES = {"up": "fc1", "down": "fc2"}
 
 @functools.lru_cache(maxsize=256)
 def example_of(model: Model, layout: Layout, batch: int, seq: int, dtype: torch.dtype) -> Example:
-    """A rank's call of a layer, on "meta" tensors: its heads, its shards, its tokens of the stream.
+    """Return a rank's call of a layer, on "meta" tensors, with its heads, shards and tokens.
 
     The graph is that of `FusedRematCausalLayer`, divided as `parallelize_module` divides it.
 
@@ -73,7 +73,7 @@ def _shards(model: Model, layout: Layout, seq: int, dtype: torch.dtype) -> dict[
 
 
 def loss_graph() -> Graph:
-    """The graph of `ops.linear_cross_entropy`."""
+    """Return the graph of `ops.linear_cross_entropy`."""
     node = LinearCrossEntropy(
         name="output", x="input", weight="head.weight", bias="head.bias", target="target"
     )
@@ -105,7 +105,7 @@ class Passes:
 
 
 def passes(example: Example, save: Iterable[str]) -> Passes:
-    """An upper bound for a rank's layer that keeps `save`: all tokens at once."""
+    """Return an upper bound for a rank's layer that keeps `save`: all tokens at once."""
     call = example.keeping(save)
     plan = schedule(call.graph, call.save, call.needs_grad, tiled=False)
     nbytes = sizes_of(example, call.save)

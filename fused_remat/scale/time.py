@@ -104,7 +104,7 @@ def works(example: Example, save: Iterable[str], costs: Costs, layout: Layout) -
 
 
 def pricer(costs: Costs, layout: Layout) -> Callable[[Example, Iterable[str]], Seconds]:
-    """The costs that the planner takes: the seconds of `works` by pass and step."""
+    """Return the costs that the planner takes: the seconds of `works` by pass and step."""
 
     def seconds(example: Example, save: Iterable[str]) -> Seconds:
         return {(w.which, w.step): w.seconds for w in works(example, save, costs, layout)}
