@@ -97,7 +97,7 @@ def measure_step(
     capture = _Capture(layers)
     with base_policies(layers):
         first = run_step(model, modules, args, kwargs, loss, accumulates, capture)
-        resting = _resting(model, [args, kwargs], accumulates, capture.examples())
+        resting = _resting(model, [args, kwargs], accumulates, capture.examples.values())
         step = run_step(model, modules, args, kwargs, loss, accumulates)
         if first.calls != step.calls:
             changed = [n for n, a, b in zip(layers, first.calls, step.calls, strict=True) if a != b]
@@ -199,27 +199,23 @@ class _Capture:
     def __init__(self, layers: dict[str, FusedLayer]) -> None:
         self._layers = [*layers.items()]
         self.found: dict[int, list[LayerExample]] = {}  # by the layer's index
-        self._examples: dict[Any, Example] = {}
+        self.examples: dict[Any, Example] = {}
         self._last: StorageWeakRef | None = None
 
-    def examples(self) -> list[Example]:
-        return list(self._examples.values())
-
-    def __call__(self, layer: int, invocation: BlockRun) -> None:
+    def __call__(self, layer: int, run: BlockRun) -> None:
         if layer < 0:
             return
-        call, tensors = invocation.call, invocation.tensors
-        x = tensors[0]
+        x = run.tensors[0]
         assert x is not None
-        given = tuple(None if t is None else t.detach() for t in tensors)
-        example = Example(call, given, invocation.functions)
-        example = self._examples.setdefault(example.key, example)
+        tensors = tuple(None if t is None else t.detach() for t in run.tensors)
+        example = Example(run.call, tensors, run.functions)
+        example = self.examples.setdefault(example.key, example)
         follows = is_block(x.grad_fn) and StorageWeakRef(x.untyped_storage()) == self._last
-        self._last = StorageWeakRef(invocation.output.untyped_storage())
+        self._last = StorageWeakRef(run.output.untyped_storage())
         name, module = self._layers[layer]
         # A layer that is traced at its first call has its names by now.
         names = module._example().names
-        measured = LayerExample(name, call.graph.kind, names, example, follows)
+        measured = LayerExample(name, run.call.graph.kind, names, example, follows)
         self.found.setdefault(layer, []).append(measured)
 
 
@@ -280,7 +276,7 @@ def _moments(step: Step, index: dict[tuple[int, int], int]) -> Iterator[Moment]:
 
 
 def _resting(
-    model: nn.Module, inputs: Any, accumulates: bool, examples: list[Example]
+    model: nn.Module, inputs: Any, accumulates: bool, examples: Iterable[Example]
 ) -> dict[str, int]:
     """Bytes on the device during the whole step; our own examples do not count."""
     device = device_of(model, inputs)
@@ -333,22 +329,16 @@ class _Live(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = {
-            id(t.untyped_storage()) for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)
-        }
-        for t in tree_iter(result):
-            if isinstance(t, Tensor):
-                self._add(t.untyped_storage(), given)
+        tensors = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
+        arguments = {t.untyped_storage()._cdata for t in tensors}
+        for storage in {t.untyped_storage() for t in tree_iter(result) if isinstance(t, Tensor)}:
+            key, nbytes = storage._cdata, storage.nbytes()
+            if key not in self._known and key not in arguments:
+                self._known.add(key)
+                self.now += nbytes
+                self.most = max(self.most, self.now)
+                weakref.finalize(storage, self._free, key, nbytes)
         return result
-
-    def _add(self, storage: Any, given: set[int]) -> None:
-        key, nbytes = storage._cdata, storage.nbytes()
-        if key in self._known or id(storage) in given:
-            return
-        self._known.add(key)
-        self.now += nbytes
-        self.most = max(self.most, self.now)
-        weakref.finalize(storage, self._free, key, nbytes)
 
     def _free(self, key: int, nbytes: int) -> None:
         self._known.discard(key)
