@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,9 +40,8 @@ from fused_remat.scale.estimate import (
     estimate,
     largest_batch,
     largest_seq,
-    smallest_mesh,
 )
-from fused_remat.scale.layout import Layout, Mesh, mesh_of, padded
+from fused_remat.scale.layout import Layout, mesh_of, padded
 from fused_remat.scale.memory import Setup
 from fused_remat.scale.shapes import LARGE, MODELS
 
@@ -56,7 +54,7 @@ _EXAMPLES = """
 examples:
   python -m fused_remat scale --model llama3-70b --mesh 8x8 --batch 2
   python -m fused_remat scale --model llama3-405b --mesh 64x8 --batch 2 --policy lean
-  python -m fused_remat scale --model llama3-8b --mesh 8 --batch 4 --hardware h200 --fewest-devices
+  python -m fused_remat scale --model llama3-8b --mesh 8 --batch 4 --hardware h200
   python -m fused_remat scale --model gpt3-175b --mesh 32x8 --seq 2048 --batch 8 --json
 
 No model is allocated or run. The exit status is 1 if no policy fits.
@@ -71,15 +69,11 @@ class Limits:
     Attributes:
         batches: the largest batch of every policy.
         policy, seq: the policy with the largest batch, and the longest sequence with it.
-        searched: whether the smallest mesh was searched.
-        smallest: the smallest mesh and its policy; None if nothing fits.
     """
 
     batches: Mapping[str, int]
     policy: str
     seq: int
-    searched: bool
-    smallest: tuple[Mesh, str] | None
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -110,10 +104,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     rates = f"JSON with rates: {', '.join(FILE_KEYS)}"
     add("--costs", type=Path, metavar="FILE", help=rates)
     group = parser.add_argument_group("output")
-    flag = functools.partial(group.add_argument, action="store_true")
-    fewest = "also find the smallest mesh on which the model fits"
-    flag("--fewest-devices", help=fewest)
-    flag("--json", help="print JSON")
+    group.add_argument("--json", action="store_true", help="print JSON")
     return parser.parse_args(arguments)
 
 
@@ -143,7 +134,7 @@ def _estimated(args: argparse.Namespace) -> tuple[Estimate, Limits]:
         setup, costs = _setup(args), _costs(args)
         policies = _policies(args.policy)
         found = estimate(setup, costs, _memory(args, costs), policies)
-        return found, _limits(found, policies, args.fewest_devices)
+        return found, _limits(found, policies)
     except ValueError as error:
         raise CommandError(str(error)) from error
 
@@ -193,7 +184,7 @@ def _memory(args: argparse.Namespace, costs: Costs) -> int:
     return device_memory("cpu") if args.hardware == "here" else int(costs.memory.value)
 
 
-def _limits(found: Estimate, policies: tuple[str, ...], devices: bool) -> Limits:
+def _limits(found: Estimate, policies: tuple[str, ...]) -> Limits:
     setup, costs, memory = found.setup, found.costs, found.memory
     names = [name for name in found.rows if name != PLANNER]
     batches = {name: largest_batch(setup, costs, memory, name) for name in names}
@@ -201,13 +192,12 @@ def _limits(found: Estimate, policies: tuple[str, ...], devices: bool) -> Limits
     stream = setup.layout.stream
     multiple = stream if 1024 % stream else 1024
     longest = largest_seq(setup, costs, memory, best, multiple)
-    smallest = smallest_mesh(setup, costs, memory, policies) if devices else None
-    return Limits(batches, best, longest, devices, smallest)
+    return Limits(batches, best, longest)
 
 
 def as_data(found: Estimate, limits: Limits) -> dict[str, Any]:
     """Return everything that is printed, as plain data in bytes and seconds."""
-    setup, smallest = found.setup, limits.smallest
+    setup = found.setup
     rows = {
         name: dataclasses.asdict(row)
         | {"peak": row.peak, "fits": found.fits(name), "step": row.step, "mfu": found.mfu(name)}
@@ -224,7 +214,6 @@ def as_data(found: Estimate, limits: Limits) -> dict[str, Any]:
         "device_memory": found.memory,
         "rows": rows,
         "largest_seq": {"policy": limits.policy, "seq": limits.seq},
-        "smallest_mesh": smallest and {"mesh": str(smallest[0]), "policy": smallest[1]},
         "costs": dataclasses.asdict(found.costs),
     }
 
@@ -243,10 +232,6 @@ def lines(found: Estimate, limits: Limits) -> Iterator[str]:
         f"{limits.seq} tokens, with policy {limits.policy!r}" if limits.seq else "nothing fits"
     )
     yield f"longest sequence that fits at batch {found.setup.batch}: {longest}"
-    if limits.searched:
-        smallest = limits.smallest
-        shown = f"{smallest[0]}, with policy {smallest[1]!r}" if smallest else "nothing fits"
-        yield f"smallest mesh on which it fits, with the same batch per data-parallel rank: {shown}"
     yield ""
     presets = [preset for preset in found.rows if preset in EXACT_PRESETS]
     yield from _parts(found, PLANNER if PLANNER in found.rows and len(presets) > 1 else presets[0])

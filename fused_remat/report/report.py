@@ -252,20 +252,16 @@ def memory_report(
     inputs, kwargs = arguments_of(model, inputs, kwargs)
     chosen = choose_layers(model, layers)
     step = run_step(model, list(chosen.values()), inputs, kwargs, loss)
-    rows = [
-        _layer(i, name or _MODEL, module, step) for i, (name, module) in enumerate(chosen.items())
-    ]
+    reports = [_layer(i, n or _MODEL, m, step) for i, (n, m) in enumerate(chosen.items())]
     other = _layer(-1, _OTHER, None, step)
     if other.kept_bytes or max(other.forward_peak, other.backward_peak) > _SUM_BYTES:
-        rows.append(other)
-    return MemoryReport(
-        type(model).__name__, tuple(rows), step.peak, _tokens(tensors_in([inputs, kwargs]))
-    )
+        reports.append(other)
+    tokens = _tokens(tensors_in([inputs, kwargs]))
+    return MemoryReport(type(model).__name__, tuple(reports), step.peak, tokens)
 
 
 def _layer(index: int, name: str, module: nn.Module | None, step: Step) -> LayerMemory:
-    predicted = step.predicted.get(index)
-    calls = 0 if module is None else step.calls[index]
+    predicted, calls = step.predicted.get(index), 0 if module is None else step.calls[index]
     saved = [s for s in step.saved if s.layer == index]
     moved = {s.name for s in saved if s.offloaded}
     here = {name: n for name, n in (predicted or {}).items() if name not in moved}
@@ -314,10 +310,9 @@ def _activations(saved: list[Saved], predicted: dict[str, int], calls: int) -> I
 def _policy(policy: str | Policy) -> str:
     if isinstance(policy, str):
         return policy
-    names = f"{{{', '.join(sorted(policy.save))}}}"
-    place = "" if policy.segment is None else f" {policy.segment} of segment"
+    segment = "" if policy.segment is None else f" {policy.segment} of segment"
     moved = f"{_OFFLOAD}{{{', '.join(sorted(policy.offload))}}}" if policy.offload else ""
-    return f"{names}{place}{moved}"
+    return f"{{{', '.join(sorted(policy.save))}}}{segment}{moved}"
 
 
 def _tokens(inputs: Iterator[Tensor]) -> int | None:

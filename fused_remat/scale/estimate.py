@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fused_remat.planner import chain as chains
@@ -15,12 +15,9 @@ from fused_remat.policies import EXACT_PRESETS, is_offloaded, kept_names
 from fused_remat.scale.costs import Costs
 from fused_remat.scale.layer import kept_by_eager, passes, sizes_of
 from fused_remat.scale.layout import (
-    Layout,
-    Mesh,
     check,
     divides_head,
     gathered,
-    padded,
     sharded,
 )
 from fused_remat.scale.memory import Setup, chain_of, loss_bytes, parts_at_peak
@@ -354,40 +351,3 @@ def largest_seq(setup: Setup, costs: Costs, memory: int, policy: str, multiple: 
         1 << 12,
     )
     return found * multiple
-
-
-def smallest_mesh(
-    setup: Setup, costs: Costs, memory: int, policies: Sequence[str], most: int = 1 << 14
-) -> tuple[Mesh, str] | None:
-    """Return the mesh with the fewest devices (a power of two) on which a policy fits.
-
-    Of several, those with the most tokens per second. A tensor-parallel group is within a node;
-    `setup.batch` is that of each data-parallel rank.
-    """
-    devices = 1
-    while devices <= most:
-        found: list[tuple[float, Mesh, str]] = []
-        for mesh in _meshes(setup, devices, costs.node):
-            model, layout = padded(setup.model, mesh), Layout(mesh, setup.layout.sequence)
-            there = dataclasses.replace(setup, model=model, layout=layout)
-            for policy in policies:
-                if peak_of(there, costs, policy) <= memory:
-                    chosen = [(way_of(there, costs, policy), there.model.layers)]
-                    seconds = sum(step_seconds(there, costs, chosen).values())
-                    found.append((there.tokens * mesh.data / seconds, mesh, policy))
-        if found:
-            _, mesh, policy = max(found, key=lambda one: one[0])
-            return mesh, policy
-        devices *= 2
-    return None
-
-
-def _meshes(setup: Setup, devices: int, node: int) -> Iterator[Mesh]:
-    """Meshes of so many devices whose tensor-parallel groups fit in a node and divide the model."""
-    for tensor in (1 << i for i in range(min(devices, node).bit_length())):
-        mesh = Mesh(devices // tensor, tensor)
-        try:
-            check(setup.model, Layout(mesh, setup.layout.sequence), setup.seq)
-        except ValueError:
-            continue
-        yield mesh
