@@ -13,7 +13,6 @@ os.environ["KINETO_LOG_LEVEL"] = os.environ.get("KINETO_LOG_LEVEL", "99")
 COMMANDS = {
     "architectures": "bench.commands.architectures",
     "audit": "bench.audit.command",
-    "calibrate": "bench.audit.calibration",
     "counts": "bench.counts.command",
     "frontier": "bench.commands.frontier",
     "gpu": "bench.commands.gpu",
@@ -21,7 +20,6 @@ COMMANDS = {
     "kernels": "bench.kernels.command",
     "layers": "bench.commands.layers",
     "model": "bench.commands.model",
-    "paper": "bench.commands.paper",
     "plan": "bench.commands.plan",
     "profile": "bench.commands.profile",
     "report": "bench.pages.command",
