@@ -13,7 +13,6 @@ os.environ["KINETO_LOG_LEVEL"] = os.environ.get("KINETO_LOG_LEVEL", "99")
 COMMANDS = {
     "architectures": "bench.commands.architectures",
     "audit": "bench.audit.command",
-    "counts": "bench.counts.command",
     "frontier": "bench.commands.frontier",
     "gpu": "bench.commands.gpu",
     "host": "bench.commands.host",
