@@ -22,7 +22,6 @@ COMMANDS = {
     "plan": "bench.commands.plan",
     "profile": "bench.commands.profile",
     "report": "bench.pages.command",
-    "scale": "bench.commands.scale",
 }
 
 

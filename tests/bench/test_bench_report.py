@@ -75,7 +75,7 @@ def test_parts_without_results_say_so(tmp_path):
     parts = (
         "frontier.readme frontier.section kernels.cpu kernels.gpu "
         "layers.cases layers.profile layers.targets models.section plans.readme "
-        "plans.section scale.checked"
+        "plans.section"
     )
     assert {command.part(name, root=tmp_path) for name in parts.split()} == {command.UNMEASURED}
 
