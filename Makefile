@@ -91,7 +91,7 @@ gpu:  ## on a machine with a GPU: its tests, then the GPU benchmark
 	$(PY) -m bench gpu --out bench/results/gpu --minutes 8 || status=1; exit $$status
 
 clean:  ## what can be made again, .venv included
-	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .benchmarks
+	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch first, alone and exact: that finds a CPU build where there is one, and nothing after it has
