@@ -112,19 +112,6 @@ def model_entries(rig: Rig) -> Iterator[Entry]:
     yield from _of_models(rig, MODELS_FIRST[:1] if rig.dry else MODELS_FIRST, dict.fromkeys(ops))
 
 
-def slow_entries(rig: Rig) -> Iterator[Entry]:
-    """Two models' beside the peers that do not; ours and the baseline with them."""
-    names: dict[str, Iterable[str] | None] = {}
-    for key in ("norm",) if rig.dry else OPS:
-        op = OPS[key]
-        slow = [name for name in slow_to_start(op) if name != "flex"]  # which has its own section
-        if slow:
-            ours = [name for name in op if op[name].traits.get("ours")]
-            names[key] = [*op.baselines, *slow, *ours]
-    models = MODELS_FIRST[1:2] if rig.dry else MODELS_FIRST[:2]
-    yield from _of_models(rig, models, names, beside="slow starters")
-
-
 # --- what is bound by memory
 
 
@@ -135,11 +122,6 @@ def norm_entries(rig: Rig) -> Iterator[Entry]:
         for kind in ("layer_norm", "rms_norm"):
             make = functools.partial(passes.Norm, rig, kind, tokens, width)
             yield from entries_of(passes.NORM, make, directions=("bwd", "fwd"))
-
-
-def dropout_entries(rig: Rig) -> Iterator[Entry]:
-    sizes = (64, 96) if rig.dry else (ELEMENTS // 8192, 8192)
-    yield from entries_of(passes.DROPOUT, functools.partial(passes.Dropout, rig, *sizes))
 
 
 def rotary_entries(rig: Rig) -> Iterator[Entry]:

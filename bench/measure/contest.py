@@ -18,8 +18,6 @@ from torch import Tensor
 
 from bench.measure.clock import Clock, T, interleave, quantiles, ratios
 from bench.measure.registry import WrongResultError, refusal
-from fused_remat import random
-from fused_remat.random import DropoutMask
 from fused_remat.triton.launch import Launch, Target
 
 P = 0.1  # of every dropout here
@@ -76,22 +74,6 @@ class Rig:
 
     def poisoned(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.full(shape, torch.nan, device=self.device, dtype=dtype or self.dtype)
-
-    def keep(self, rows: int, width: int) -> DropoutMask:
-        """A dropout site."""
-        key = random.site_keys(torch.tensor(7, device=self.device))[random.MLP]
-        return DropoutMask(key, 0, rows, width, P, torch.float32)
-
-
-def multiplier(keep: DropoutMask) -> Tensor:
-    """A site's multiplier in float64."""
-    where = keep.site_key, keep.row0, keep.rows, keep.width
-    return random.keep_scale(*where, keep.p, torch.float64)
-
-
-def from_mask(mask: Tensor) -> Tensor:
-    """The multiplier of `torch.native_dropout`'s mask, in float64."""
-    return mask.double() / (1.0 - P)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What a rank of a sharded model holds: measured in a step, and predicted by `fused_remat.scale`."""
+"""Bytes of a rank of a sharded model: measured in a step, and predicted by `fused_remat.scale`."""
 
 from __future__ import annotations
 
