@@ -78,7 +78,7 @@ bench: $(READY)  ## all benchmarks on this CPU, then the pages: one to two hours
 	$(BIN)/python -m bench kernels --device cpu
 	$(BIN)/python -m bench layers --device cpu
 	$(BIN)/python -m bench frontier --device cpu
-	$(BIN)/python -m bench model --article --device cpu --layers 2 --seq 256
+	$(BIN)/python -m bench model --model smollm-135m qwen2-1.5b --lora 0 16 --device cpu --layers 2 --seq 256
 	$(BIN)/python -m bench plan --device cpu
 	$(BIN)/python -m bench profile
 	$(BIN)/python -m bench report

@@ -26,8 +26,8 @@ from pathlib import Path
 
 import torch
 
+from bench import figures
 from bench.audit import cases as audit_cases
-from bench.figures.frontier import picture
 from bench.frontier import panels
 from bench.gpu import attention_tiles, kernels, layers, profile, routes
 from bench.measure import contest
@@ -227,7 +227,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 def draw(path: Path) -> str:
     """Write the frontier of the layers' steps beside the results; what came of it, in a line."""
     try:
-        made = picture(path.parent, panels(load(path)))
+        made = figures.frontier(path.parent, panels(load(path)))
         made.write()
     except (OSError, ValueError, ImportError) as error:  # no layer was measured, no matplotlib
         return f"no picture of the frontier: {error}"
@@ -237,7 +237,7 @@ def draw(path: Path) -> str:
 def main(arguments: Sequence[str]) -> int:
     """Measure, write and print the table, draw the frontier; 1 if anything failed, a worker too.
 
-    Files: gpu.json, gpu.txt, frontier.png and .svg.
+    Files: gpu.json, gpu.txt, frontier.png.
     """
     args = parse(arguments)
     if args.worker is not None:

@@ -8,7 +8,7 @@ Of a stack of encoder layers: eager, `torch.utils.checkpoint` around every layer
 selective checkpointing, `torch.compile` with memory budgets; and our plans within the measured peak
 of each of them, and along the frontier. A step is forward and backward; no gradients are there at
 its beginning. Peaks include parameters and gradients. Every way is checked before it is timed.
-Written to the folder: plan-DEVICE.json, .png and .svg.
+Written to the folder: plan-DEVICE.json.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -24,7 +23,6 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from bench.commands.layers import heads
-from bench.figures.plans import picture
 from bench.measure.case import Forward, Subject
 from bench.measure.checks import Checks
 from bench.measure.contest import Rig
@@ -34,10 +32,8 @@ from bench.measure.steps import Step, Steps, kept_bytes, peaks, run
 from bench.pages import plans as page
 from bench.subjects.layers import NORMS
 from bench.subjects.stacks import BASELINE, PEERS, Case, Stack, fused
-from fused_remat import Policy
 from fused_remat.planner import BudgetError, Plan, plan
-from fused_remat.planner import chain as chains
-from fused_remat.planner.chain import Chain, Choice
+from fused_remat.planner.chain import Choice
 
 T = TypeVar("T")
 
@@ -51,9 +47,8 @@ MOST_OF_A_RULE = 2
 SWEEP = 3
 TABLES = {
     "All ways:": page.table,
-    "Ours within each peer's peak:": page.rival_table,
-    "Predictions against what was measured of all plans that were run:": page.error_table,
-    "A layer's steps:": page.step_table,
+    "Plans within each peer's peak:": page.rival_table,
+    "Predictions compared with measurements:": page.error_table,
 }
 
 
@@ -75,39 +70,21 @@ class Entry:
 
 
 class Planner:
-    """Plans of a subject from one measurement, and their costs as FLOPs and bytes have them."""
+    """Plans of a subject from one measurement, and their predictions."""
 
     def __init__(self, subject: Subject) -> None:
         self.subject = subject
         subject.clear()
         stack = fused(subject.module, "full", subject.backend)
-        given = {"loss": functools.partial(loss, subject)}
-        self.plan = plan(stack, subject.x, **given)
-        saves = {o.save: None for call in self.plan.chain.calls for o in call.options}
-        options = [Policy(save) for save in saves]
-        analytic = plan(stack, subject.x, costs="analytic", options=options, **given)
-        # The same step: what differs is what the choices cost in it.
-        seconds = self.plan.chain.seconds
-        self.analytic: Chain = dataclasses.replace(analytic.chain, seconds=seconds)
+        self.plan = plan(stack, subject.x, loss=functools.partial(loss, subject))
         subject.zero()
 
-    def steps(self) -> list[tuple[str, str, float, float]]:
-        """(pass, step, measured, analytic) seconds of every step of a layer that has both."""
-        costs = self.plan.steps
-        return [(c.which, c.step, c.measured, c.analytic) for c in costs if c.measured is not None]
-
     def predicted(self, found: Plan) -> dict[str, float]:
-        calls = zip(found.chain.calls, self.analytic.calls, found.choice.options, strict=True)
-        same = [  # the choice among the options of the other costs
-            next(i for i, o in enumerate(theirs.options) if o.save == mine.options[chosen].save)
-            for mine, theirs, chosen in calls
-        ]
-        choice = Choice(tuple(same), found.choice.segments)
+        """Return what a plan predicts."""
         return {
             "peak_bytes": found.peak_bytes,
             "kept_bytes": found.kept_bytes,
             "seconds": found.seconds,
-            "analytic_seconds": chains.seconds(self.analytic, choice),
         }
 
     def said_of(self, entry: Entry) -> dict[str, Any]:
@@ -206,7 +183,6 @@ def measure(case: Case, names: Sequence[str], rig: Rig) -> Row:
         "base_seconds": chain.seconds,
         "frontier": [dataclasses.asdict(point) for point in planner.plan.frontier],
         "plans": asked,
-        "steps": planner.steps(),
         "ways": steps.rows,
     }
 
@@ -261,7 +237,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure, draw, and print the tables.
+    """Measure and print the tables.
 
     Returns 1 if a result of ours was wrong: of others', FAIL in the table says it.
     """
@@ -273,15 +249,9 @@ def main(arguments: Sequence[str]) -> int:
     results, (row,) = run(args, f"plan-{args.device}.json", one, page.title)
     if row is None:
         return 1
-    try:
-        for heading, make in TABLES.items():
-            print(f"\n{heading}\n\n{make(row)}")
-        made = picture(results.path, results.rows)
-        made.write()
-    except (ValueError, ImportError) as error:
-        print(f"python -m bench plan: {error}", file=sys.stderr)
-        return 2
-    print("", results.path, *made.files, sep="\n")
+    for heading, make in TABLES.items():
+        print(f"\n{heading}\n\n{make(row)}")
+    print(f"\n{results.path}")
     return int(wrong(row))
 
 

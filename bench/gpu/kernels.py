@@ -25,10 +25,8 @@ WIDTHS = (1024, 2048, 4096, 8192, 16384, 65536)
 MODELS_FIRST = ("llama3-8b", "smollm-135m", "bert-base", "qwen2-1.5b", "gpt2", "vit-l")
 
 
-def slow_to_start(op: Op) -> list[str]:
-    """Providers that `torch.compile` makes, or that tune themselves."""
-    made = ("compile", "flex")
-    return [n for n in op if n in made or op[n].traits.get("autotunes")]
+#: Providers that `torch.compile` makes, which take long to start.
+COMPILED = ("compile", "flex")
 
 
 def entries_of(
@@ -38,8 +36,8 @@ def entries_of(
 
     names: of the providers; by default all that start soon.
     """
-    slow, made = slow_to_start(op), problem()
-    names = [name for name in op if name not in slow] if names is None else names
+    made = problem()
+    names = [name for name in op if name not in COMPILED] if names is None else names
     for direction in directions:
         build = lambda rig, d=direction: dict(contests(op, problem(), names))[d]  # noqa: E731
         yield {"name": f"{op.name}_{direction} {made.name}", **made.sizes}, build

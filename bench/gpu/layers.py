@@ -31,7 +31,7 @@ from fused_remat.policies import EXACT_PRESETS
 SEQ_LEN, HEAD_DIM = 2048, 128
 WIDTHS = (2048, 1024, 4096)
 _STOCK = ("eager", "checkpoint")
-_PEERS = ("selective_matmuls", "selective_attention", "torch_remat")
+_PEERS = ("selective_matmuls", "torch_remat")
 WAYS = (*_STOCK, *_PEERS, *EXACT_PRESETS)
 MLP_WAYS = (*_STOCK, "selective_matmuls", "full", "none")
 REPLAYED = (*_STOCK, *EXACT_PRESETS)
@@ -52,7 +52,7 @@ MODEL_TOKENS = 2048
 RANK = 16
 #: Of a card that many have.
 CAP = 24 << 30
-_HF = ("eager", "checkpoint", "checkpoint_reentrant", "liger", "liger_checkpoint")
+_HF = ("eager", "checkpoint", "liger", "liger_checkpoint")
 MODEL_WAYS = (*_HF, "full", "lean", "fast", "full_loss", "fast_loss")
 SEARCHED = ("eager", "checkpoint", "liger_checkpoint", "full", "fast", "full_loss")
 #: Of all of them in a dry run: the interpreter is slow.

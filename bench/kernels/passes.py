@@ -64,16 +64,6 @@ def liger_norm(p: Norm) -> Function:
     return lambda x, weight: LigerRMSNormFunction.apply(x, weight, EPS, 0.0, "llama", False)
 
 
-@NORM.provider("quack", module="quack", needs="cuda", optional=True)
-def quack_norm(p: Norm) -> Function:
-    """QuACK's RMSNorm; its LayerNorm wants float32 weights and no bias."""
-    if p.name != "rms_norm":
-        raise Absent("its LayerNorm is not nn.LayerNorm's: float32 weights")
-    from quack import rmsnorm
-
-    return lambda x, weight: rmsnorm(x, weight, eps=EPS)
-
-
 @NORM.ours()
 def our_norm(p: Norm, backend: str) -> Function:
     norm = ops.layer_norm if p.name == "layer_norm" else ops.rms_norm
@@ -224,17 +214,11 @@ def _ropes(rig: Rig, size: Size) -> Iterator[Problem]:
 ROPE = Op("rope", _ropes)
 
 
-def _plain_tables(p: Rope) -> tuple[Tensor, Tensor]:
-    """For who has no norm."""
-    if p.name == NORMED:
-        raise Absent("it has no norm")
-    return p.tables
-
-
 @ROPE.provider("liger", module="liger_kernel", needs="triton", in_place=True)
 def liger_rope(p: Rope) -> Function:
     """Liger-Kernel's, which takes queries and keys apart and copies those of a packed x."""
-    _plain_tables(p)
+    if p.name == NORMED:
+        raise Absent("it has no norm")
     from liger_kernel.ops import LigerRopeFunction
 
     cos, sin = (t[None] for t in p.doubled_tables)
@@ -245,23 +229,6 @@ def liger_rope(p: Rope) -> Function:
         return torch.cat([q.transpose(1, 2), k.transpose(1, 2), v], 2).flatten(2)
 
     return function
-
-
-@ROPE.provider("quack", module="quack", needs="cuda", in_place=True, optional=True)
-def quack_rope(p: Rope) -> Function:
-    tables, given = _plain_tables(p), {"num_heads_q": p.nhead, "headdim": p.head_dim}
-    from quack.rotary import apply_rotary_emb_qkv_
-
-    return lambda x: apply_rotary_emb_qkv_(x, *tables, **given)
-
-
-@ROPE.provider("flash-attn", module="flash_attn", needs="cuda", in_place=True, optional=True)
-def flash_attn_rope(p: Rope) -> Function:
-    """flash-attn's Triton kernel, in place of a packed x."""
-    tables, heads = _plain_tables(p), (-1, p.head_dim)
-    from flash_attn.layers.rotary import apply_rotary_emb_qkv_ as apply
-
-    return lambda x: apply(x.unflatten(-1, heads), *tables, num_heads_q=p.nhead).flatten(2)
 
 
 @ROPE.ours()

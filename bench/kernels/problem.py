@@ -110,21 +110,17 @@ def through_autograd(
     *,
     in_place: bool = False,
     optional: bool = False,
-    pack: Callable[..., Sequence[Tensor]] = lambda *inputs: inputs,
-    unpack: Callable[..., Sequence[Tensor]] = lambda *gradients: gradients,
 ) -> dict[str, Way]:
     """Both directions of a function.
 
-    in_place: it overwrites its inputs or the gradient. optional: it may not serve these sizes,
-    dtype or device, which is no failure. `pack` makes its inputs of the problem's, untimed;
-    `unpack` the problem's gradients of its own. What a backward returns holds the output too,
-    which shows a mask that its gradients have to have.
+    in_place: it overwrites its inputs or the gradient. optional: it may not support these sizes,
+    dtype or device, which is no failure. The results of a backward hold the output too, which
+    shows the mask that its gradients must have.
     """
 
     def inputs(index: int) -> tuple[list[Tensor], list[Tensor]]:
         """Leaves, and what is given to the function: autograd forbids that leaves are written."""
-        drawn = pack(*(t.detach() for t in problem.sets[index].values()))
-        leaves = [t.requires_grad_() for t in drawn]
+        leaves = [t.detach().requires_grad_() for t in problem.sets[index].values()]
         return leaves, [t.clone() if in_place else t for t in leaves]
 
     def forward(given: tuple[list[Tensor], list[Tensor]]) -> Results:
@@ -136,12 +132,9 @@ def through_autograd(
 
     def backward(given: tuple[Tensor, list[Tensor], Tensor]) -> Results:
         y, leaves, dy = given
-        # `y.backward` would copy into `.grad` what is strided otherwise than its leaf. What a
-        # function adds to `.grad` by itself, as Liger-Kernel's tiled MLP does, is taken from there.
-        grads = torch.autograd.grad(y, leaves, dy, allow_unused=True)
-        pairs = zip(leaves, grads, strict=True)
-        found = unpack(*(leaf.grad if grad is None else grad for leaf, grad in pairs))
-        return {"y": y.detach(), **_gradients(problem.sets[0], found)}
+        # `y.backward` would copy into `.grad` a gradient with other strides than its leaf's.
+        grads = torch.autograd.grad(y, leaves, dy)
+        return {"y": y.detach(), **_gradients(problem.sets[0], grads)}
 
     return {
         "fwd": Way(forward, problem.truth_of("fwd"), optional, prepare=inputs),

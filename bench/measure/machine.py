@@ -17,10 +17,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 _CODE = ("fused_remat", "kernels", "bench")
 #: Packages that are compared, or that what is compared is made with.
-PEERS = (
-    "triton", "liger-kernel", "flash-swiglu-mlp", "flash-attn", "quack-kernels", "torch-remat",
-    "transformers",
-)  # fmt: skip
+PEERS = ("triton", "liger-kernel", "torch-remat", "transformers")
 
 
 def _output(*command: str) -> str | None:

@@ -10,17 +10,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from bench.measure.case import DTYPES
-from bench.measure.checks import Checks, no_fallback
+from bench.measure.checks import Checks
 from bench.measure.clock import quantiles, rotated
 from bench.measure.contest import TOLERANCE, Rig
-from bench.measure.registry import Absent, WrongResultError, described
+from bench.measure.registry import Absent, WrongResultError
 from bench.measure.steps import Step, Steps, kept_bytes, peaks
 from bench.subjects.configs import dropout_free
 from bench.subjects.model_ways import BASELINE, DEFAULT, WAYS
-from bench.subjects.models import Case, Forward, Inputs, Loss, Subject, build, fixed_bytes
+from bench.subjects.models import Case, Forward, Loss, Subject, build, fixed_bytes
 from fused_remat.report.allocations import measure_allocations
 
 #: Layers, sequences and tokens of the model that is compared with float64: layers are alike, and
@@ -33,10 +32,6 @@ _FEW_WORDS = {"vocab_size": 8192, "bos_token_id": 0, "eos_token_id": 0}
 _FACTOR = 3.0
 #: At the largest batch, where a step takes longest; those of the search have warmed it up.
 _ROUNDS_THERE = 3
-LEARNING_RATE = 1e-4
-#: How many times farther from the unconverted model's losses than those of the model that rounding
-#: moved: the largest of a few dozen differences varies by about that.
-_NOISES = 3.0
 
 #: Bytes that a step takes at its peak at a batch, all included; None: more than there is.
 Peak = Callable[[int], int | None]
@@ -49,7 +44,6 @@ class Options:
     ways: Sequence[str] = DEFAULT  # names or groups; the baseline is always among them
     memory: int | None = None  # bytes within which the largest batch is searched for, if it is
     most: int = 4096  # the largest batch that is tried
-    losses: int = 0  # steps that are trained to compare losses
     backend: str = "auto"
     compiler: str = "inductor"
 
@@ -57,10 +51,10 @@ class Options:
 def measure(case: Case, options: Options, rig: Rig) -> dict[str, Any]:
     """A row of the results file, but for the case.
 
-    {"fixed_bytes", "rounds", "ways": {name: found}} and, if asked for, "memory_cap" and "losses"
-    (`compare_losses`). What is found of a way is as `steps.measure` has it, memory as `memory`, and
-    of the search "largest_batch", "peaks" by batch that was tried, "step_seconds_there" and
-    "tokens_per_second" of forward and backward. Memory is not measured in a dry run.
+    {"fixed_bytes", "rounds", "ways": {name: row}} and, if requested, "memory_cap". The row of a way
+    is that of `steps.measure`, with memory by `memory`, and of the search "largest_batch", "peaks"
+    by batch, "step_seconds_there" and "tokens_per_second" of forward and backward. Memory is not
+    measured in a dry run.
 
     Raises: ValueError for an unknown way; Absent where no model can be made.
     """
@@ -84,14 +78,6 @@ def measure(case: Case, options: Options, rig: Rig) -> dict[str, Any]:
         if options.memory is not None:
             row["memory_cap"] = options.memory
             _enlarge(subject, options.memory, options.most, steps)
-        if options.losses:
-            del subject
-            steps.forwards.clear()
-            try:
-                compared = _first_right_ones(steps.rows)
-                row["losses"] = compare_losses(case, compared, options.losses, rig.device)
-            except Exception as error:  # must not cost what was measured
-                row["losses_failure"] = described(error)
     return row | {"ways": steps.rows}
 
 
@@ -256,68 +242,3 @@ def _enlarge(subject: Subject, cap: int, most: int, steps: Steps) -> None:
         tokens = steps.rows[name]["largest_batch"] * subject.case.seq_len
         rate = tokens / seconds["p50"]
         steps.rows[name] |= {"step_seconds_there": seconds, "tokens_per_second": rate}
-
-
-# --- losses
-
-
-def _first_right_ones(ways: dict[str, dict[str, Any]]) -> list[str]:
-    """The first right way of ours, and the first with a fused loss: presets differ in memory."""
-    right = [name for name, found in ways.items() if "check" in found]
-    of = {WAYS[name].traits["group"]: name for name in reversed(right)}
-    return [of[group] for group in ("ours", "loss") if group in of]
-
-
-def compare_losses(
-    case: Case, names: Sequence[str], steps: int, device: torch.device | str
-) -> dict[str, Any]:
-    """Losses of AdamW's first steps by way, from equal weights on equal data, without dropout.
-
-    {"steps", "curves": {way: losses}, "differences": {way: the largest, relative}, "noise",
-    "allowed"}. The noise is the largest difference of an unconverted model of which every parameter
-    was moved by the rounding of one operation: what any other order of sums does, too.
-    """
-    subject = case.subject(device, dropout_free(case.published))
-    data = [subject.inputs(case.batch) for _ in range(steps)]
-    start = {name: p.detach().clone() for name, p in subject.leaves().items()}
-    eps = torch.finfo(DTYPES[case.dtype]).eps
-    moved = {
-        name: p * (1 + eps * (torch.rand_like(p, dtype=torch.float32) - 0.5).sign()).to(p.dtype)
-        for name, p in start.items()
-    }
-    theirs = _train(subject, BASELINE, data, start)
-    curves = {name: _train(subject, name, data, start) for name in names}
-    noise = _difference(_train(subject, BASELINE, data, moved), theirs)
-    return {
-        "steps": steps,
-        "curves": {BASELINE: theirs} | curves,
-        "differences": {name: _difference(mine, theirs) for name, mine in curves.items()},
-        "noise": noise,
-        "allowed": max(TOLERANCE[DTYPES[case.dtype]], _NOISES * noise),
-    }
-
-
-def _train(
-    subject: Subject, name: str, data: Sequence[Inputs], start: dict[str, Tensor]
-) -> list[float]:
-    leaves = subject.leaves()
-    with torch.no_grad():
-        for leaf_name, leaf in leaves.items():
-            leaf.copy_(start[leaf_name])
-    found = []
-    with no_fallback():
-        forward = WAYS[name].build(subject)
-        optimizer = torch.optim.AdamW(leaves.values(), lr=LEARNING_RATE)
-        for x in data:
-            optimizer.zero_grad()
-            loss = forward(x)
-            loss.backward()
-            optimizer.step()
-            found.append(loss.value.item())
-    return found
-
-
-def _difference(mine: Sequence[float], theirs: Sequence[float]) -> float:
-    """NaN is the largest there is."""
-    found = [abs(a - b) / abs(b) for a, b in zip(mine, theirs, strict=True)]
-    return float(torch.tensor(found, dtype=torch.float64).max())
