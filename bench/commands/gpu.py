@@ -92,10 +92,7 @@ SECTIONS: dict[str, Section] = {
     "frontier": Section(4.0, 20.0, layers.frontier_entries),
     "tiles": Section(5.0, 10.0, routes.tile_entries),
     "attention tiles": Section(5.0, 15.0, attention_tiles.tile_entries),
-    "mlp": Section(3.0, 15.0, layers.mlp_entries),
     "rotary": Section(2.0, 5.0, kernels.rotary_entries),
-    "replayed": Section(4.0, 20.0, layers.replay_entries),
-    "flex": Section(3.0, 45.0, kernels.flex_entries),
     "compile": Section(6.0, 150.0, layers.compile_entries),
     "profile": Section(10.0, 30.0, profile.profile_entries),
 }
@@ -207,7 +204,7 @@ def supervise(args: argparse.Namespace) -> int:
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = Parser("gpu", __doc__, "dtype out fresh dry-run", folder="gpu")
+    parser = Parser("gpu", __doc__, "dtype fresh dry-run", folder="gpu")
     parser.add("--minutes", type=float, default=8.0, help="it ends well within these (default: 8)")
     parser.add("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     parser.add("--worker", type=int, help=argparse.SUPPRESS)  # its number

@@ -1,6 +1,6 @@
 """Time and memory of a training step of one encoder layer, in every way, side by side.
 
-    python -m bench layers --device cpu --out bench/results
+    python -m bench layers --device cpu --publish
     python -m bench layers --dropout 0 --d-model 512 1024 --seq-len 512 2048 --ways stock full lean
 
 A step is forward and backward; gradients are added into `.grad`s that exist, the input wants one.
@@ -71,7 +71,7 @@ def parser_of(
     **defaults: Any,
 ) -> Parser:
     """Options of whatever measures layers; the defaults are for a case."""
-    parser = Parser(name, about, "device rounds seconds threads out fresh", **defaults)
+    parser = Parser(name, about, "device rounds seconds threads fresh", **defaults)
     parser.several("dtype")
     parser.several("norm", default=list(norms), choices=NORMS)
     parser.several("dropout", type=float, default=list(dropouts))

@@ -26,7 +26,7 @@ MODELS_FIRST = ("llama3-8b", "smollm-135m", "bert-base", "qwen2-1.5b", "gpt2", "
 
 
 #: Providers that `torch.compile` makes, which take long to start.
-COMPILED = ("compile", "flex")
+COMPILED = ("compile",)
 
 
 def entries_of(
@@ -80,13 +80,6 @@ def special_entries(rig: Rig) -> Iterator[Entry]:
             yield from _attention(rig, form, seq_len, width)
 
 
-def flex_entries(rig: Rig) -> Iterator[Entry]:
-    calls = [(form, 1) for form in ("causal", "window", "half the blocks", "packed")]
-    for form, group in [("packed", 1)] if rig.dry else [*calls, ("causal", GROUP)]:
-        names = ("aten", "flex", "fused_remat kernel")
-        yield from _attention(rig, form, 8192, 128, group, names)
-
-
 # --- every op at the sizes of models
 
 
@@ -106,7 +99,7 @@ def _of_models(
 
 def model_entries(rig: Rig) -> Iterator[Entry]:
     # Dry, what no other section has: the interpreter is slow.
-    ops = ("linear", "mlp") if rig.dry else tuple(OPS)
+    ops = ("mlp",) if rig.dry else tuple(OPS)
     yield from _of_models(rig, MODELS_FIRST[:1] if rig.dry else MODELS_FIRST, dict.fromkeys(ops))
 
 
@@ -125,6 +118,5 @@ def norm_entries(rig: Rig) -> Iterator[Entry]:
 def rotary_entries(rig: Rig) -> Iterator[Entry]:
     batch, heads, seq_len = (2, 4, 8) if rig.dry else (8, 32, 2048)
     for width in (16,) if rig.dry else (128, 64):
-        for name in ("rope", passes.NORMED):
-            sizes = batch, heads, heads // 4, seq_len, width
-            yield from entries_of(passes.ROPE, functools.partial(passes.Rope, rig, name, *sizes))
+        sizes = batch, heads, heads // 4, seq_len, width
+        yield from entries_of(passes.ROPE, functools.partial(passes.Rope, rig, "rope", *sizes))

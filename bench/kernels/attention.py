@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Iterator
 
@@ -10,16 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bench.kernels.attention_problem import SEED, Attention
+from bench.kernels.attention_problem import Attention
 from bench.kernels.problem import (
     DIRECTIONS,
     Function,
     Op,
     Problem,
     Ways,
-    compiled,
-    failing,
-    through_autograd,
 )
 from bench.kernels.shapes import Size
 from bench.measure.contest import SETS, Results, Rig, Way
@@ -71,28 +67,6 @@ for _name in ("flash", "cudnn", "efficient"):
     ATTENTION.provider(_name, needs="cuda", optional=_name == "cudnn")(_kernel)
 
 
-@ATTENTION.provider("flex", optional=True)
-def flex(p: Attention) -> Ways:
-    """FlexAttention, compiled; on a CPU it has a forward only, without a gradient."""
-    if p.form.p:
-        raise Absent("it has no dropout")
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    sees, length, device = p.sees(), p.seq_len, p.rig.device
-    seen = None if sees is None else create_block_mask(sees, None, None, length, length, device)
-    options = {"block_mask": seen, "enable_gqa": p.nhead != p.kv_heads}
-    attend = flex_attention if p.rig.dry else compiled(flex_attention)
-
-    def function(*heads: Tensor) -> Tensor:
-        heads = [t.detach() for t in heads] if device.type == "cpu" else heads
-        return attend(*heads, **options)
-
-    ways = through_autograd(function, p, optional=True)
-    if device.type == "cpu":
-        ways["bwd"] = failing(Absent("it has no backward on a CPU"))
-    return ways
-
-
 @ATTENTION.provider("varlen", needs="cuda", optional=True)
 def varlen(p: Attention) -> Function:
     """Call torch.nn.attention.varlen: FlashAttention over packed sequences, tokens before heads."""
@@ -114,23 +88,15 @@ def varlen(p: Attention) -> Function:
 
 
 @ATTENTION.ours()
-def ours(p: Attention, backend: str) -> Ways:
-    """The public function; a seed says which mask is dropped, so that results are known.
-
-    In Triton kernels where no ATen kernel is faster: plain calls go to those.
-    """
+def ours(p: Attention, backend: str) -> Function:
+    """Call the public function: in Triton kernels where no ATen kernel is faster."""
     form = p.form
-
-    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return ops.attention(
-            q, k, v, p.mask if form.checkered else None, form.p, form.causal,
-            cu_seqlens_q=p.cu if form.packed else None,
-            window=(p.window - 1, 0) if form.window else (-1, -1),
-            seed=SEED if form.p else None, backend=backend,
-        )  # fmt: skip
-
-    ways = through_autograd(function, p)
-    return {name: dataclasses.replace(way, truth=None) for name, way in ways.items()}
+    options = {
+        "cu_seqlens_q": p.cu if form.packed else None,
+        "window": (p.window - 1, 0) if form.window else (-1, -1), "backend": backend,
+    }  # fmt: skip
+    mask = p.mask if form.checkered else None
+    return lambda q, k, v: ops.attention(q, k, v, mask, 0.0, form.causal, **options)
 
 
 #: Of all launches, or of a kernel that is timed alone.

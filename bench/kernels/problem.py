@@ -21,8 +21,6 @@ from bench.measure.contest import SETS, Contest, Results, Rig, Way, Work
 from bench.measure.registry import Absent, Provider, Registry
 
 DIRECTIONS = ("fwd", "bwd")
-#: Standard deviations that a sum of random numbers may be off: once in two million.
-SIGMAS = 5.0
 #: Computes the op of the problem's inputs, given in their order.
 Function = Callable[..., Tensor]
 #: Ways of some of the directions, by name.
@@ -95,10 +93,6 @@ class Problem:
         y, gradients = self._exact
         return {"y": y} if direction == "fwd" else {"y": y, **gradients}
 
-    def truth_of(self, direction: str) -> Callable[[Results], Results] | None:
-        """The same where it depends on the results: of random masks. None where it does not."""
-        return None
-
 
 def _gradients(names: Iterable[str], grads: Iterable[Any]) -> dict[str, Tensor]:
     return {f"d{name}": grad for name, grad in zip(names, grads, strict=True)}
@@ -137,8 +131,8 @@ def through_autograd(
         return {"y": y.detach(), **_gradients(problem.sets[0], grads)}
 
     return {
-        "fwd": Way(forward, problem.truth_of("fwd"), optional, prepare=inputs),
-        "bwd": Way(backward, problem.truth_of("bwd"), optional, prepare=graph),
+        "fwd": Way(forward, optional, inputs),
+        "bwd": Way(backward, optional, graph),
     }
 
 

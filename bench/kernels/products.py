@@ -12,14 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.kernels.problem import Function, Op, Problem, Ways, failing
+from bench.kernels.problem import Function, Op, Problem
 from bench.kernels.shapes import Size
-from bench.measure.contest import Results, Rig, Way, Work
+from bench.measure.contest import Rig, Work
 from bench.measure.registry import Absent
 from fused_remat import ops
 from fused_remat.steps.activation import ACTIVATIONS
-from fused_remat.triton import products as triton
-from fused_remat.triton.launch import Launch
 
 #: Of a vocabulary, on a CPU: what is exact, in float64, is to fit its memory.
 _CPU_VOCAB = 1 << 15
@@ -56,51 +54,6 @@ class Products(Problem):
     def weights(inputs: Mapping[str, Any]) -> list[Any]:
         """Of what is given of each input by name, that of the weights."""
         return [given for name, given in inputs.items() if "weight" in name]
-
-
-class Linear(Products):
-    """act(x @ weightᵀ + bias), x (T, D), weight (F, D)."""
-
-    def __init__(
-        self, rig: Rig, tokens: int, width: int, out: int, act: str | None = None, bias: bool = True
-    ) -> None:
-        name = "linear" if act is None else f"linear + {act}"
-        shapes = {"x": (tokens, width), "weight": (out, width)} | ({"bias": (out,)} if bias else {})
-        sizes = {"tokens": tokens, "width": width, "out": out}
-        super().__init__(rig, name if bias else f"{name}, no bias", sizes, act, **shapes)
-
-    def reference(self, *inputs: Tensor) -> Tensor:
-        return self.activate(F.linear(*inputs))
-
-
-def _linears(rig: Rig, size: Size) -> Iterator[Problem]:
-    """The feed-forward's first layer: alone, and with its activation where nothing gates it."""
-    model = size.model
-    sizes = size.tokens, model.d_model, model.d_ff
-    yield Linear(rig, *sizes, bias=model.bias)
-    if not model.gated:
-        yield Linear(rig, *sizes, act=model.activation, bias=model.bias)
-
-
-LINEAR = Op("linear", _linears)
-
-
-@LINEAR.provider("fused_remat triton", needs="triton", ours=True)
-def triton_linear(p: Linear) -> Ways:
-    """Ours, bias and activation in the product's kernel; our blocks' backwards use ATen's."""
-
-    def prepare(index: int) -> tuple[Launch, Tensor]:
-        x, weight, *bias = p.sets[index].values()
-        y = p.rig.poisoned(len(x), len(weight))
-        given = x, weight, bias[0] if bias else None, None, None, p.act, None, y
-        return triton.linear_fwd(*given, p.rig.target), y
-
-    def run(given: tuple[Launch, Tensor]) -> Results:
-        given[0].run()
-        return {"y": given[1]}
-
-    absent = Absent("our backwards take ATen's products, or are a whole MLP's")
-    return {"fwd": Way(run, prepare=prepare), "bwd": failing(absent)}
 
 
 # --- MLPs

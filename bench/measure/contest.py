@@ -109,7 +109,6 @@ class Way:
     """
 
     run: Callable[[Any], Results]
-    truth: Callable[[Results], Results] | None = None  # where it depends on them: own dropout
     optional: bool = False  # it may not serve here, but its results have to be right
     prepare: Callable[[int], Any] = lambda index: index
 
@@ -185,11 +184,10 @@ def admit(contest: Contest) -> dict[str, dict[str, Any]]:
         way = contest.ways[name]
         try:
             results = {k: t.detach() for k, t in way.run(way.prepare(0)).items()}
-            exact = truth if way.truth is None else way.truth(results)
-            own = {k: v for k, v in results.items() if k in exact}
+            own = {k: v for k, v in results.items() if k in truth}
             factor = contest.factor * (_GROSS if name in first else 1.0)
-            found[name] = {"check": check(own, exact, factor, theirs)}
-            theirs = theirs or (errors(own, exact) if name in first else {})
+            found[name] = {"check": check(own, truth, factor, theirs)}
+            theirs = theirs or (errors(own, truth) if name in first else {})
         except Exception as error:  # one broken way must not cost the others' results
             found[name] = refusal(error, way.optional)
     absent = {name: {"absent": why} for name, why in contest.absent.items()}

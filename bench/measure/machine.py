@@ -67,7 +67,8 @@ def machine(device: torch.device | str) -> dict[str, Any]:
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     on_gpu = torch.device(device).type == "cuda"
     commit, dirty = checkout()
-    return {
+    products = os.environ.get("FUSED_REMAT_CPU_PRODUCTS")
+    return ({"products": products} if products else {}) | {
         "cpu": names[0] if names else platform.processor(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),

@@ -66,12 +66,8 @@ def eager(subject: Subject) -> Forward:
 
 @WAYS.provider("checkpoint", baseline=True)
 def checkpointed(subject: Subject) -> Forward:
-    """`torch.utils.checkpoint` as recommended: stops replaying once it has what it needs.
-
-    In a capture without the generator's state, which cannot be read there.
-    """
-    options = {"use_reentrant": False, "preserve_rng_state": not subject.captured}
-    return functools.partial(checkpoint, eager(subject), **options)
+    """Run `torch.utils.checkpoint` as recommended: the replay stops once it has what it needs."""
+    return functools.partial(checkpoint, eager(subject), use_reentrant=False)
 
 
 #: Every matrix product of ATen's, and attention's kernels, as far as this PyTorch has them.
