@@ -32,7 +32,7 @@ from fused_remat.execution import executor
 from fused_remat.execution.observe import OBSERVERS, BlockRun, Functions, is_observed
 from fused_remat.execution.prepare import BlockConfig, Execution
 from fused_remat.graph.graph import Graph
-from fused_remat.policies import ALL_PRESETS, Policy, kept_names
+from fused_remat.policies import EXACT_PRESETS, Policy, kept_names
 from fused_remat.steps.collective import in_context_parallel
 from fused_remat.steps.operations import warn
 
@@ -298,8 +298,8 @@ class Kept(NamedTuple):
 
 def _resolve(graph: Graph, policy: str | Policy) -> Kept:
     row: Collection[str] | None = None
-    if isinstance(policy, str) and policy in ALL_PRESETS:  # a table that may change
-        row = ALL_PRESETS[policy].get(graph.kind)
+    if isinstance(policy, str) and policy in EXACT_PRESETS:  # a table that may change
+        row = EXACT_PRESETS[policy].get(graph.kind)
     elif not isinstance(policy, Policy):
         kept_names(policy, graph)  # which raises
     return _resolved(graph, policy, None if row is None else frozenset(row))

@@ -200,6 +200,8 @@ def test_segments():
         ({"offload": 3}, TypeError, "must be a set of names, got 3"),
         ({"offload": {3}}, TypeError, "must contain names .str., got 3"),
         ({"offload": {"qkv"}}, ValueError, "names 'qkv', which the policy does not keep"),
+        ({"save": {"qkv:int8"}}, ValueError, '\'qkv:int8\' .*8 bits.*"balanced" or "fast"'),
+        ({"save": {"qkv": "int8"}}, ValueError, "8 bits.*names alone"),
         ({"offload": {"memory"}}, ValueError, "names 'memory'.*it keeps: 'input'"),
         ({"segment": "x"}, ValueError, "segment=.* must be 'first', 'inner' or None, got 'x'"),
         ({"segment": "inner", "offload": {"input"}}, ValueError, "segment='inner'.*nothing"),
