@@ -158,7 +158,7 @@ _task: Callable[[], int] = torch._C._current_graph_task_id
 _hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
-def _left(transfer: Transfer, tensors: list[Tensor]) -> tuple[list[Tensor], InFlight]:
+def _copy_out(transfer: Transfer, tensors: list[Tensor]) -> tuple[list[Tensor], InFlight]:
     """Start copying out; wait where a hook on saved tensors will read the copies."""
     hosts, copies = transfer.out(tensors)
     if _hooks(True) is not None:
@@ -211,9 +211,8 @@ class OffloadRecord:
         markers: int,
         before: Reference,
     ) -> None:
-        self._transfer, self._device, self.indices, self._markers = (
-            transfer, device, indices, markers,
-        )  # fmt: skip
+        self._transfer, self._device = transfer, device
+        self.indices, self._markers = indices, markers
         self._node, self._before = weakref.ref(node), before
         self._hosts = [weakref.ref(host) for host in hosts]
         # What the device has: what has not left, or, with the copies that it was made of, what was
@@ -315,7 +314,7 @@ def move(
     if transfer is None or not transfer.is_able(device):
         return None, saves
     markers = [_marker(t) for i, t in moving.items() if names[i] in callers]
-    hosts, copies = _left(transfer, leaving)
+    hosts, copies = _copy_out(transfer, leaving)
     for index, host in zip(indices, hosts, strict=True):
         saves[index] = host
     last: Reference = vars(_LAST).get(str(device), lambda: None)
@@ -377,7 +376,7 @@ def start_out(tensors: list[Tensor]) -> tuple[list[Tensor], InFlight]:
             "fused_remat: a compiled block with Policy(offload=...) copies tensors to the host, "
             "which a CUDA graph cannot record; capture a block without offload"
         )
-    return _left(transfer, tensors)
+    return _copy_out(transfer, tensors)
 
 
 def hold(copies: InFlight | None, device: torch.device) -> None:

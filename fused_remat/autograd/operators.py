@@ -379,9 +379,8 @@ def _autograd(kind: str, ctx: Any, grads: list[Tensor | None]) -> tuple[Any, Non
     dy = grads[0]
     if dy is None:
         return [None] * len(this.dtypes), None
-    op = operators(kind)[1]
-    made = op(list(ctx.saved_tensors), ctx.sizes, dy, ctx.call)
-    named = dict(zip(this.asked, made, strict=True))
+    grads = operators(kind)[1](list(ctx.saved_tensors), ctx.sizes, dy, ctx.call)
+    named = dict(zip(this.asked, grads, strict=True))
     return [named.get(name) for name in this.dtypes], None
 
 
@@ -396,19 +395,12 @@ def operators(kind: str) -> tuple[Any, Any]:
             "a block's kind must be an identifier that does not end in _backward, since it names "
             f"an operator; got {kind!r}"
         )
-    forward = torch.library.custom_op(
-        f"fused_remat::{kind}",
-        _forward,
-        mutates_args=(),
-        schema="(Tensor[] tensors, str call) -> Tensor[]",
-    )
+    operator: Any = functools.partial(torch.library.custom_op, mutates_args=())
+    schema = "(Tensor[] tensors, str call) -> Tensor[]"
+    forward = operator(f"fused_remat::{kind}", _forward, schema=schema)
+    schema = "(Tensor[] saved, SymInt[] sizes, Tensor dy, str call) -> Tensor[]"
+    backward = operator(f"fused_remat::{kind}_backward", _backward, schema=schema)
     forward.register_fake(_fake_forward)
-    backward = torch.library.custom_op(
-        f"fused_remat::{kind}_backward",
-        _backward,
-        mutates_args=(),
-        schema="(Tensor[] saved, SymInt[] sizes, Tensor dy, str call) -> Tensor[]",
-    )
     backward.register_fake(_fake_backward)
     backward.register_autograd(_no_double_backward)
     forward.register_autograd(functools.partial(_autograd, kind), setup_context=_setup_context)
