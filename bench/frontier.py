@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,8 +29,6 @@ MEMORY_POINTS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)
 #: By how much a way may exceed them: a preset that keeps a sixteenth keeps statistics besides, 16
 #: bytes a token, which is 1.6% of that at D = 512 in 16 bits. The same for everyone.
 SLACK = 0.02
-#: What a sweep goes along -> what changes with it at a fixed number of tokens or head dim.
-SWEEPS = {"seq_len": ("seq_len", "batch"), "d_model": ("d_model", "nhead")}
 _EXACT = "|".join(EXACT_PRESETS)
 #: Family -> what its ways are called; the first that fits is theirs.
 FAMILIES = {
@@ -71,11 +68,6 @@ class Point:
     @property
     def is_ours(self) -> bool:
         return is_ours(self.way)
-
-    def ties(self, other: Point) -> bool:
-        """Whether the medians are nearer than the wider of the two spreads, p20 to p80."""
-        spread = max(point.time["p80"] - point.time["p20"] for point in (self, other))
-        return abs(other.p50 - self.p50) <= spread
 
 
 @dataclass
@@ -133,23 +125,6 @@ def title(case: Row) -> str:
     words = [*(f"{name} = {case[key]}" for name, key in sizes.items()), kind(case)]
     act = case.get("activation", "gelu")
     return ", ".join(words + [act] * (act != "gelu") + ["causal"] * bool(case.get("causal")))
-
-
-def sweeps(panels: Sequence[Panel]) -> Iterator[tuple[str, list[Panel]]]:
-    """Panels that differ in one thing only, by its size: S at equal tokens, D at equal heads."""
-    for along, moving in SWEEPS.items():
-        alike: dict[str, list[Panel]] = {}
-        for panel in panels:
-            case = panel.case
-            key = {k: v for k, v in case.items() if k not in moving} | {
-                "tokens": case["batch"] * case["seq_len"],
-                "head_dim": case["d_model"] // case["nhead"],
-                "machine": {**panel.machine, "date": None},
-            }
-            alike.setdefault(json.dumps(key, sort_keys=True), []).append(panel)
-        for group in alike.values():
-            if len(group) > 1:
-                yield along, sorted(group, key=lambda p: int(p.case[along]))
 
 
 def _kept(found: Row) -> float:

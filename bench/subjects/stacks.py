@@ -151,9 +151,8 @@ def segments(subject: Subject) -> Forward:
     return lambda x: stack.through(x, forwards)
 
 
-#: In every layer: the results of products are kept; attention's core is replayed (Megatron's).
-for _way, _by in (("selective_matmuls", "allocator"), ("selective_attention", "autograd")):
-    PEERS.provider(_way, kept_by=_by)(functools.partial(_each, way=_way))
+_way = "selective_matmuls"  # in every layer the results of products are kept
+PEERS.provider(_way, kept_by="allocator")(functools.partial(_each, way=_way))
 
 
 def _compiled(subject: Subject, budget: float) -> Forward:

@@ -2,10 +2,7 @@
 
 import json
 import math
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,7 +17,6 @@ from bench.measure.contest import Rig
 from bench.measure.machine import environment
 from bench.pages import command, frontier, kernels, overview, pictures, presets
 from bench.subjects.layers import Case
-from bench.test_benchmarks import rows
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -75,7 +71,7 @@ def test_parts_without_results_say_so(tmp_path):
     parts = (
         "frontier.readme frontier.section kernels.cpu kernels.gpu "
         "layers.cases layers.profile layers.targets models.section plans.readme "
-        "plans.section scale.checked"
+        "plans.section"
     )
     assert {command.part(name, root=tmp_path) for name in parts.split()} == {command.UNMEASURED}
 
@@ -141,13 +137,6 @@ def test_a_quick_run_of_few_layers_is_not_the_headline(monkeypatch):
     assert overview.headline() == before
 
 
-def test_every_op_is_benchmarked_in_both_directions():
-    found = {(op, direction) for op, _, direction, _ in (row.values for row in rows())}
-    assert found == {(op, direction) for op in OPS for direction in DIRECTIONS}
-    ids = [row.id for row in rows()]
-    assert len(set(ids)) == len(ids) and all(re.fullmatch(r"[\w.-]+", name) for name in ids)
-
-
 def test_a_profile_has_a_row_per_kind_and_a_column_per_way(capsys):
     found = profile_step.measure(Case("float32", "pre", 0.0, 1, 8, 16, 2), ["eager", "full"], 1)
     assert all(way["products"] > 0 and way["step"] > way["products"] for way in found.values())
@@ -156,19 +145,6 @@ def test_a_profile_has_a_row_per_kind_and_a_column_per_way(capsys):
     with pytest.raises(SystemExit, match="2"):
         profile_step.main(["--way", "full_triton"])
     assert "full_triton: needs a CUDA device" in capsys.readouterr().err
-
-
-def test_the_benchmarks_run():
-    """Once each, of one op and one layer; only where bench is named."""
-    run = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--benchmark-disable"]
-    chosen = "norm-layer_norm and fwd or test_layer and eager"
-    done = subprocess.run(
-        [*run, "bench/test_benchmarks.py", "-rs", "-k", chosen],
-        cwd=ROOT, capture_output=True, text=True, check=False,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout
-    assert "passed" in done.stdout and "needs a CUDA device" in done.stdout
 
 
 def test_links_of_a_part_fit_the_page_it_stands_on(monkeypatch):

@@ -301,9 +301,9 @@ def test_rows_that_end_within_16_bytes():
 @pytest.mark.parametrize("kernel", tables.TILES)
 @pytest.mark.parametrize("layout", ["aligned", "misaligned"])
 def test_every_tile_of_the_tables(kernel, layout):
+    from bench.gpu.forms import contest
+    from bench.gpu.routes import TILED
     from bench.measure.contest import Rig, admit
-    from bench.tuning.forms import contest
-    from bench.tuning.products import TILED
 
     rig, sizes = Rig(DEVICE, BF16, not ON_GPU, target(), ends=0.0), sized(2048, 1024, 4096)
     form, tiles = TILED[kernel], tables.TILES[kernel][tables.family(target())]
