@@ -80,8 +80,8 @@ def imports_of(name: str) -> set[str]:
 
 
 def test_imports_are_found_in_functions_too_but_not_those_for_types():
-    assert "fused_remat.planner.plot.plot" in imports_of("planner.plan")
-    assert "fused_remat.planner.plan.Plan" not in imports_of("planner.plot")
+    assert "fused_remat.report.plot.plot_plan" in imports_of("planner.plan")
+    assert "fused_remat.report.MemoryReport" not in imports_of("report.plot")
 
 
 @pytest.mark.parametrize("name", MODULES)
