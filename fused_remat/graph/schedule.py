@@ -88,7 +88,7 @@ class Schedule:
 def _with_frees(
     steps: list[Draft], hold: Collection[str], overwrites: bool = True
 ) -> tuple[Step, ...]:
-    """Steps that free each name after its last use, except the names in `hold`.
+    """Return steps that free each name after its last use, except the names in `hold`.
 
     A name that a step defines and nobody reads (a statistic, say) is freed at once. What an
     earlier step computed and this one frees may be overwritten, if `overwrites`; what was kept or
@@ -159,7 +159,7 @@ class _Demand:
 
 
 def _split(graph: Graph, tiled: bool) -> tuple[tuple[Node, ...], tuple[Node, ...]]:
-    """The nodes up to the last one that needs whole sequences, and the rest, which runs on tiles.
+    """Return the nodes up to the last that needs entire sequences, and the others, for tiles.
 
     Tiles are of the first input's tokens: a node with the tokens of another is the group's.
     """
@@ -180,7 +180,7 @@ def schedule(
     fusions: frozenset[str] = frozenset(),
     overwrites: bool = True,
 ) -> Schedule:
-    """The schedule of `graph` where `save` is kept and gradients of `needs_grad` are needed.
+    """Return the schedule of `graph` where `save` is kept and gradients of `needs_grad` are needed.
 
     `fusions`: rows of `graph.fusions.FUSIONS`, steps that the backend computes together.
     `overwrites`: whether backward may overwrite what it rebuilt.
