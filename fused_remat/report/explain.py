@@ -21,8 +21,8 @@ from fused_remat.report.step import arguments_of, restored, trace_layers
 from fused_remat.steps.chunk import Chunk, Pass
 from fused_remat.steps.node import Node
 from fused_remat.steps.operations import OPERATIONS, Function, Operations
-from fused_remat.tracing.find import repeated_layers
-from fused_remat.tracing.layer import would_read
+from fused_remat.tracing.discovery import repeated_layers
+from fused_remat.tracing.layer import description_if_converted
 
 #: What a layer's own forward keeps, by what the layer ran as.
 _RAN: dict[str | None, str] = {
@@ -181,7 +181,7 @@ class _Recorder:
     def explanation(self) -> Explanation:
         """The explanations, with the implementations that the steps reported while running."""
         for block, layer, args, kwargs in self._unread:
-            block.reason = would_read(layer, args, kwargs)
+            block.reason = description_if_converted(layer, args, kwargs)
         for block, node, reasons in self._steps:
             said = filter(None, ("; ".join(dict.fromkeys(reasons)), node.description[0]))
             names = [n for n in node.makes if n not in (*node.stats, *node.transients)]

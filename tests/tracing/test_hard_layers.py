@@ -435,7 +435,7 @@ def test_a_reason_is_one_sentence_without_the_sizes_of_trials(name, reason):
         warnings.simplefilter("ignore", FusedRematWarning)
         for _ in range(30):
             step(model, *x_of(s=16))
-    found = model.layers[0].read_as.text
+    found = model.layers[0].last_trace.text
     assert found.startswith(reason) and found.count(reason) == 1, found
     assert not any(f"'{size}'" in found for size in "BSM"), found
 
@@ -444,22 +444,22 @@ def test_a_reason_is_one_sentence_without_the_sizes_of_trials(name, reason):
 
 
 @pytest.mark.parametrize("name", ["Factor", "Counting", "ItemOfParameter", "ItemOfBuffer"])
-def test_readings_are_bounded(name, monkeypatch):
+def test_traces_are_bounded(name, monkeypatch):
     """Of 30 steps, between which a number is another."""
-    readings, read = [], layer_module.read_call
+    traces, trace_call = [], layer_module.trace_call
 
     def counted(*args, **kwargs):
-        readings.append(1)
-        return read(*args, **kwargs)
+        traces.append(1)
+        return trace_call(*args, **kwargs)
 
-    monkeypatch.setattr(layer_module, "read_call", counted)
+    monkeypatch.setattr(layer_module, "trace_call", counted)
     calls: list = []
     for i in range(30):
         calls.append((*x_of(), 0.1 * i + 0.01) if name == "Factor" else x_of())
         if name.startswith("Item"):
             calls.append(lambda layer: layer.scale.add_(0.1))
     compare(*pair(getattr(hard, name)), *calls)
-    assert len(readings) <= 60
+    assert len(traces) <= 60
     assert len(KNOWN) <= 60
 
 
@@ -637,7 +637,7 @@ def with_state(layer: Block) -> None:
 @pytest.mark.filterwarnings("ignore::fused_remat.FusedRematWarning")
 def test_packed_weights_are_not_read(change, reason, monkeypatch):
     """Not even tried: a copy of a quantized layer, without its state, would complain."""
-    monkeypatch.setattr(layer_module, "read_call", None)
+    monkeypatch.setattr(layer_module, "trace_call", None)
     stock = Model(Block).double()
     for layer in stock.layers:
         change(layer)
@@ -827,7 +827,6 @@ RESULTS = {
     "none": lambda x, y: [y, None],
     "dict": lambda x, y: {"y": y},
     "dict of its own": lambda x, y: hard.Result(y=y),
-    "object": lambda x, y: (y, SimpleNamespace(length=x.shape[1])),
 }
 
 
@@ -845,17 +844,6 @@ def test_a_layer_returns_what_the_stock_layer_returns(name):
 def enumerate_result(result):
     for name, part in result.items() if isinstance(result, dict) else enumerate(result):
         yield name, part if isinstance(part, Tensor) else torch.tensor(hash(str(part)))
-
-
-def test_an_object_of_which_a_block_makes_the_numbers():
-    made = lambda x, y: (y, SimpleNamespace(kind="a", scores=2 * y))  # noqa: E731
-    layer = convert(nn.ModuleList([hard.Results(made)]).double())[0]
-    y, more = layer(x_of()[0].requires_grad_())
-    y.sum().backward()
-    assert conversion(layer)[0].state == "converted", str(conversion(layer))
-    assert isinstance(more, SimpleNamespace) and more.kind == "a"
-    with pytest.raises(RuntimeError, match=r"a block does not make SimpleNamespace\.scores"):
-        more.scores.sum()
 
 
 @pytest.mark.filterwarnings("ignore::fused_remat.FusedRematWarning")

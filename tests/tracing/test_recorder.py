@@ -28,9 +28,10 @@ from fused_remat.steps.attention import Attention
 from fused_remat.steps.replay import Replay
 from fused_remat.steps.residual import Add
 from fused_remat.tracing import layer as layer_module
-from fused_remat.tracing.call import Known
+from fused_remat.tracing.call import Trace
 from fused_remat.tracing.layer import KNOWN
 from fused_remat.tracing.record import record
+from fused_remat.tracing.values import Sample
 
 pytestmark = pytest.mark.filterwarnings("ignore::fused_remat.FusedRematWarning")
 B, S = 2, 6
@@ -134,7 +135,7 @@ def told():
 def graphs(model: nn.Module) -> list[Graph]:
     """The blocks of the layers' last calls."""
     last = [layer._last for layer in model.layers]
-    return [known.graph for known in last if isinstance(known, Known)]
+    return [known.graph for known in last if isinstance(known, Trace)]
 
 
 def steps(model: nn.Module, kind: type) -> list[str]:
@@ -462,7 +463,7 @@ def test_functions_that_are_nearly_an_activation(function, monkeypatch, told):
 def test_a_product_whose_result_is_parted_runs_once(told):
     stock, model = pair(altered.Experts)
     same_step(stock, model, normal(B, S, WIDTH))
-    programs = model.layers[0]._last.reading.programs.values()
+    programs = model.layers[0]._last.block.programs.values()
     assert [op.name for p in programs for op in p.ops].count("bmm") == 2 and not told
 
 
@@ -500,8 +501,9 @@ def test_results_are_held_as_long_as_the_layer_holds_them(of):
     layer = Chain().double()
     named = {n: p.detach().requires_grad_() for n, p in layer.named_parameters()}
     x = normal(64, 64, WIDTH).requires_grad_()
+    sample = Sample({}, x.dtype, named, {"x": x}, [True])
     with AllocationTrace() as trace:
-        recorder, _, _ = record(layer, layer.forward, named, {"x": x}, [True], None, False)
+        recorder, _, _ = record(layer, layer.forward, sample, autocast=False)
     assert trace.spans[0].peak < 12 * x.nbytes and trace.spans[0].end < x.nbytes
     assert [tuple(recorder.values[n].shape) for n in recorder.live][-1] == (64, 64, WIDTH)
 
@@ -629,7 +631,7 @@ def test_rotary_embeddings_as_complex_numbers(dtype, policy, told):
         same_step(stock, model, x, turns, tolerance=1e-5 if dtype == torch.float32 else 0.05)
     assert not told.reasons()
     assert steps(model, Attention)
-    assert readings(model) == [1, 0], "for all lengths"
+    assert trace_counts(model) == [1, 0], "for all lengths"
 
 
 def test_what_a_block_keeps_has_the_names_of_arguments_and_tensors():
@@ -669,8 +671,8 @@ def test_cross_attention():
     }
 
 
-def readings(model: nn.Module) -> list[int]:
-    return [layer._notes_of().readings for layer in model.layers]
+def trace_counts(model: nn.Module) -> list[int]:
+    return [layer._notes_of().traces for layer in model.layers]
 
 
 @pytest.mark.parametrize("first", [7, 5])
@@ -681,7 +683,7 @@ def test_source_and_target_are_equally_long(first, told):
         x, memory, bias = normal(b, s, WIDTH), normal(b, m, 12), normal(1, HEADS, s, m)
         same_step(stock, model, x, memory, bias)
     assert not told.reasons()
-    assert readings(model) == [1, 0]
+    assert trace_counts(model) == [1, 0]
 
 
 @pytest.mark.parametrize("sizes", [((1, 7), (1, 9), (B, 7)), ((B, 7), (1, 7), (7, 7), (1, HEADS))])
@@ -690,7 +692,7 @@ def test_a_batch_of_one_sequence(sizes, told):
     for b, s in sizes:
         same_step(stock, model, normal(b, s, WIDTH), normal(b, 1, s, s), normal(b * HEADS, 1, s))
     assert not told.reasons()
-    assert readings(model) == [1, 0]
+    assert trace_counts(model) == [1, 0]
 
 
 def test_condition():
@@ -814,8 +816,8 @@ def test_masks_in_buffers_by_turns():
     """The layers of a kind share what was read; each change of a mask is another reading, once."""
     stock, model = pair(altered.BufferMask)
     read = []
-    original = layer_module.read_call
-    layer_module.read_call = lambda *a, **k: read.append(1) or original(*a, **k)
+    original = layer_module.trace_call
+    layer_module.trace_call = lambda *a, **k: read.append(1) or original(*a, **k)
     try:
         for shift in (0, 1, 0, 1, 0, 1):
             for each in (stock, model):
@@ -824,5 +826,5 @@ def test_masks_in_buffers_by_turns():
                     seen.copy_(torch.ones_like(seen).tril(shift))
             same_step(stock, model, normal(B, S, WIDTH))
     finally:
-        layer_module.read_call = original
+        layer_module.trace_call = original
     assert len(read) <= 8
