@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -80,6 +79,11 @@ class TracedBlock:
     fills: dict[int, float]
     elements: dict[int, float]
 
+    def __post_init__(self) -> None:
+        self._producers = {n: op for op in self.before for n in op.writes}
+        self._chains: dict[int, Sequence[Op]] = {}
+        self._plans: dict[tuple[frozenset[int], int], Plan] = {}
+
     def plan(self, live: frozenset[int], large: int) -> Plan:
         """Return how `before` runs where the values `live` need gradients.
 
@@ -125,18 +129,6 @@ class TracedBlock:
             fails = any(op.random for op in ops) or not read.isdisjoint(self.stand_ins)
             self._chains[number] = [] if fails else ops
         return self._chains[number]
-
-    @functools.cached_property
-    def _producers(self) -> dict[int, Op]:
-        return {n: op for op in self.before for n in op.writes}
-
-    @functools.cached_property
-    def _chains(self) -> dict[int, Sequence[Op]]:
-        return {}
-
-    @functools.cached_property
-    def _plans(self) -> dict[tuple[frozenset[int], int], Plan]:
-        return {}
 
     @property
     def draws(self) -> bool:

@@ -38,7 +38,7 @@ from fused_remat.policies import Policy, kept_names
 from fused_remat.steps.norm import Norm
 from fused_remat.steps.residual import Add
 from fused_remat.tracing.call import Trace, attribute
-from fused_remat.tracing.isolation import NOTES, check_effects
+from fused_remat.tracing.isolation import NOTES, check_effects, replica
 from fused_remat.tracing.no_dropout import WithoutDropout
 from fused_remat.tracing.samples import INDICES, Arguments, Dims
 from fused_remat.tracing.state import state_of
@@ -379,23 +379,16 @@ def description_if_converted(
     layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> str:
     """Return how a stock layer would run a call after `convert`."""
-    stock, own, converted = type(layer), layer.__dict__, converted_class(layer)
-    before = {name: own.pop(name) for name in NOTES if name in own}
-    layer.__class__ = converted
-    assert isinstance(layer, ConvertedLayer)
-    try:
-        named = layer._named(args, kwargs)
-        pairs = (named or {}).items()
-        given = {n: v for n, v in pairs if n not in CACHES and not hasattr(v, LENGTH)}
-        call = (
-            Reason("its arguments do not fit forward") if named is None else layer._block(**given)
-        )
-        trace = layer.last_trace if isinstance(layer, TracedLayer) else None
-    finally:
-        layer.__class__ = stock  # type: ignore[assignment]
-        for name in NOTES:
-            own.pop(name, None)
-        own.update(before)
+    converted = replica(layer)
+    converted.__class__ = converted_class(layer)
+    for name in NOTES:
+        converted.__dict__.pop(name, None)
+    named = converted._named(args, kwargs)
+    if named is None:
+        return "convert runs it under checkpointing: its arguments do not fit forward"
+    given = {n: v for n, v in named.items() if n not in CACHES and not hasattr(v, LENGTH)}
+    call = converted._block(**given)
+    trace = converted.last_trace if isinstance(converted, TracedLayer) else None
     if isinstance(call, Reason):
         return f"convert runs it under checkpointing: {call.text}"
     replayed = trace.block.replayed if isinstance(trace, Trace) else ()
