@@ -46,7 +46,7 @@ class TracedBlock:
     Attributes:
         graph: the block.
         before: the operations that run at every call before the block.
-        values: numbers of the values that the block reads besides its inputs, by its names.
+        values: numbers of the values other than its inputs that the block reads, by its names.
         transposed: those of these names that are the transpose of the value.
         programs: the functions of its replays.
         inputs: number and layout of each input of the graph.

@@ -132,7 +132,7 @@ class TracedLayer(ConvertedLayer):
 
     def _block(self, **given: Any) -> TracedInputs | Reason:
         if given.get("output_attentions"):
-            return Reason("the call asks for attention weights, which a block does not make")
+            return Reason("the call requests attention weights, which a block does not compute")
         try:
             check_global_hooks()
             active = [t for t in leaves(given) if isinstance(t, Tensor) and t.is_floating_point()]
@@ -188,7 +188,7 @@ class TracedLayer(ConvertedLayer):
     def _trace(self, given: Mapping[str, Any]) -> Trace | Reason:
         """Return the trace for a call; the layer is traced if the call is the first of its kind.
 
-        The trace is for any length, whole arguments and index in the model, if the layer computes
+        The trace is for any length, integer arguments and index in the model, if the layer computes
         the same for all; else for those of this call.
         """
         reasons, states = list[Reason](), dict[bool, Any]()
@@ -371,7 +371,7 @@ def traced_class(stock: type[nn.Module]) -> type[TracedLayer]:
 
 def converted_class(layer: nn.Module) -> type[ConvertedLayer]:
     """Return the class that `convert` gives a layer: by its table entry, else one that traces."""
-    classes = [row(layer) for row in ROWS]
+    classes = [find(layer) for find in ROWS]
     return next(filter(None, classes), None) or traced_class(type(layer))
 
 
