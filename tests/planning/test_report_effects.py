@@ -4,7 +4,7 @@ import gc
 
 import pytest
 import torch
-from report_models import TOKENS, D, H, LanguageModel, Model, data, ids
+from report_models import TOKENS, D, H, LanguageModel, Model, data, encoder, ids
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
