@@ -11,7 +11,7 @@ from fused_remat.graph.graph import Graph
 from fused_remat.graph.schedule import kept_bytes, schedule
 from fused_remat.planner.calibration import Example, HostLink, Seconds
 from fused_remat.planner.chain import Option
-from fused_remat.policies import EXACT_PRESETS, Policy, is_offloaded, kept_names
+from fused_remat.policies import EXACT_PRESETS, Policy, kept_names
 from fused_remat.report.allocations import AllocationTrace
 
 _SEARCHED = 10  # names of which all subsets are searched
@@ -73,7 +73,7 @@ def with_offload(
     for option in options:
         by_name = kept_by_name(example, option.save)
         for names in ({"input"}, {"input", *option.save}):
-            moved = sum(n for name, n in by_name.items() if is_offloaded(name, names))
+            moved = sum(n for name, n in by_name.items() if name in names)
             more = dataclasses.replace(
                 option,
                 offload=tuple(sorted(names)),

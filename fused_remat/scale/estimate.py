@@ -11,7 +11,7 @@ from fused_remat.planner import chain as chains
 from fused_remat.planner.chain import Choice, Option
 from fused_remat.planner.options import costed_options, kept_by_name
 from fused_remat.planner.solve import optimal
-from fused_remat.policies import EXACT_PRESETS, is_offloaded, kept_names
+from fused_remat.policies import EXACT_PRESETS, kept_names
 from fused_remat.scale.costs import Costs
 from fused_remat.scale.layer import kept_by_eager, passes, sizes_of
 from fused_remat.scale.layout import (
@@ -178,7 +178,7 @@ def way(setup: Setup, costs: Costs, save: Iterable[str], label: str) -> Way:
     example, names = setup.example, frozenset(save)
     kept = kept_by_name(example, names)
     found, most = tuple(works(example, names, costs, setup.layout)), passes(example, names)
-    away = {name for name in kept if is_offloaded(name, frozenset(setup.offload))}
+    away = kept.keys() & setup.offload
     hosted = sum(kept[name] for name in away)
     backward = sum(w.seconds for w in found if w.which == "backward")
     option = Option(
