@@ -8,7 +8,7 @@ forward to its backward; what happens outside the layers stays as measured:
 
 A segment is a run of calls of which only the first keeps its first input; each keeps whatever else
 its base keeps. When backward reaches the last call, the calls before it run forward again and then
-keep what their options say. The last call has its input by then, and rebuilds the rest.
+keep what their options name. The last call has its input by then, and rebuilds the rest.
 """
 
 from __future__ import annotations
@@ -113,10 +113,10 @@ class Chain:
     Attributes:
         calls: in order of their forward.
         moments: in order of time.
-        resting: bytes allocated during the whole step, by what they hold ("parameters", ...).
+        resting: bytes allocated during the entire step, by what they hold ("parameters", ...).
         seconds: time of the measured step, in which every call has its first option.
         update: most bytes during the optimizer's step, above the resting bytes.
-        kept: bytes kept between forward and backward in that step, in the whole model.
+        kept: bytes kept between forward and backward in that step, in the entire model.
     """
 
     calls: tuple[LayerOptions, ...]
@@ -154,7 +154,7 @@ class Event:
 
 
 def kept(chain: Chain, choice: Choice) -> tuple[int, ...]:
-    """Bytes that each call keeps from forward to backward."""
+    """Return the bytes that each call keeps from forward to backward."""
     own = [call.options[o].kept for call, o in zip(chain.calls, choice.options, strict=True)]
     for first, last in choice.segments:
         for i in range(first, last):
@@ -163,7 +163,7 @@ def kept(chain: Chain, choice: Choice) -> tuple[int, ...]:
 
 
 def kept_in_all(chain: Chain, choice: Choice) -> int:
-    """Bytes kept from forward to backward in the whole model."""
+    """Return the bytes kept from forward to backward in the entire model."""
     base = sum(call.base.kept for call in chain.calls)
     return chain.kept + sum(kept(chain, choice)) - base
 
@@ -222,7 +222,7 @@ def _timeline(chain: Chain, choice: Choice) -> Iterator[Event]:
                 again = _replayed(chain, choice, segment, m.call)
                 more = mine.backward - call.base.backward
         elif m.backward and m.alive < of.get(m.alive - 1, (0, 0))[1]:
-            # Between the backwards of a segment, what replays made for the others is allocated.
+            # Between the backwards of a segment, what replays computed for the others is allocated.
             again = _replayed(chain, choice, of[m.alive - 1], m.alive - 1)
         at, held = at + again, held + again
         yield Event(m.call, what, at + m.level, at + m.peak + more, m.gradients, held)
@@ -231,7 +231,7 @@ def _timeline(chain: Chain, choice: Choice) -> Iterator[Event]:
 
 
 def _more(chain: Chain, choice: Choice, i: int) -> int:
-    """Bytes that a replayed call keeps, above what it keeps in a segment before the replay."""
+    """Return the bytes that a replayed call keeps above those it kept before the replay."""
     call = chain.calls[i]
     return call.options[choice.options[i]].kept - call.base.kept
 
@@ -249,7 +249,7 @@ def _replay(
 
 
 def _replayed(chain: Chain, choice: Choice, segment: tuple[int, int] | None, i: int) -> int:
-    """Bytes that the replay of call i's segment made and that live in the backward of call i."""
+    """Return the bytes of the replay of call i's segment that live in the backward of call i."""
     if segment is None:
         return 0
     mine = _more(chain, choice, i) if i < segment[1] - 1 else 0
@@ -258,12 +258,12 @@ def _replayed(chain: Chain, choice: Choice, segment: tuple[int, int] | None, i: 
 
 
 def peak(chain: Chain, choice: Choice) -> int:
-    """Most bytes during the whole step, including the resting ones."""
+    """Return the most bytes during the entire step, including the resting ones."""
     return max(event.peak for event in timeline(chain, choice))
 
 
 def seconds(chain: Chain, choice: Choice) -> float:
-    """Time of the whole step; the optimizer's is not part of it."""
+    """Return the time of the entire step; the optimizer's is not part of it."""
     terms = [chain.seconds]
     of = {i: segment for segment in choice.segments for i in range(*segment)}
     for i, call in enumerate(chain.calls):

@@ -70,7 +70,7 @@ class Point:
 class Plan:
     """A policy for every fused layer of a model, and the memory and time of a step; see `plan`.
 
-    Bytes and seconds are predictions for the inputs and the device that `plan` was given. Prints as
+    Bytes and seconds are predictions for the inputs and the device passed to `plan`. Prints as
     `table()`.
 
     Attributes:
@@ -98,7 +98,7 @@ class Plan:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes kept from forward to backward in the whole model, as `memory_report` counts."""
+        """Bytes kept from forward to backward in the entire model, as `memory_report` counts."""
         return chains.kept_in_all(self.chain, self.choice)
 
     @property
@@ -187,7 +187,7 @@ class Plan:
         lines = [
             f"{self.model} on {self.device}: {self.method}, costs {self.costs}, budget {within}",
             *aligned(rows),
-            f"kept: {human(self.kept_bytes)} in the whole model",
+            f"kept: {human(self.kept_bytes)} in the entire model",
             f"peak: {human(self.peak_bytes)} ({parts})",
             f"step: {milliseconds(self.seconds)} (every layer keeping its input alone: "
             f"{milliseconds(self.chain.seconds)})",

@@ -77,7 +77,7 @@ def steps(chain: Chain) -> list[Step]:
 
 
 def start(chain: Chain) -> int:
-    """Most bytes of the moments that no choice changes, above the resting ones."""
+    """Return the most bytes of the moments that no choice changes, above the resting ones."""
     return max(levels(chain).between(0), chain.update)
 
 
@@ -122,7 +122,7 @@ def shared(chain: Chain) -> dict[str, list[int]]:
 
 
 def ticks(seconds: float) -> int:
-    """Seconds as a whole number of `TICKS`."""
+    """Return the seconds as an integer number of `TICKS`."""
     return round(seconds * TICKS)
 
 

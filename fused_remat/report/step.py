@@ -28,7 +28,7 @@ _LAYERS = (FusedLayer, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 _CONTAINERS = (nn.ModuleList, nn.Sequential)
 _MOST_RUNS = 3  # until layers are traced
 _FORWARD, _BACKWARD = "forward", "backward"
-_OUTSIDE = (-1, 0)  # the place of what runs outside all layers
+_OUTSIDE = (-1, 0)  # the position of what runs outside all layers
 
 #: Called with the index of the running layer, -1 outside the layers, and the run of its block.
 OnBlock = Callable[[int, BlockRun], None]
@@ -45,7 +45,7 @@ class Step:
             block's.
         peaks: by pass ("forward" or "backward") and layer, the most bytes above what was allocated
             when one of the layer's calls began.
-        peak: the most bytes in the whole step, above what was allocated before it.
+        peak: the most bytes in the step, above what was allocated before it.
         spans: the step in consecutive spans. The first label is None; the others are (pass, layer,
             number of the layer's call).
         ready: for each span, bytes of parameters whose gradients existed at its end.
@@ -258,12 +258,12 @@ def restored(model: nn.Module, inputs: Iterable[Tensor], device: torch.device) -
 
 
 class _Watch:
-    """Hooks on the layers that tell the record which layer runs, and mark the trace."""
+    """Hooks that set the record's current layer and mark the trace."""
 
     def __init__(self, layers: list[nn.Module], record: SavedBytes, trace: AllocationTrace):
         self.calls = [0] * len(layers)
         self._layers, self._record, self._trace = layers, record, trace
-        self._stack = [_OUTSIDE]  # places of the calls that are running: (layer, its call)
+        self._stack = [_OUTSIDE]  # (layer, number of its call) of the calls that are running
         self._pass, self._running = _FORWARD, _OUTSIDE
         self._handles: list[RemovableHandle] = []
         self._compiled: list[tuple[nn.Module, Any]] = []

@@ -1,4 +1,4 @@
-"""The command line: what it prints and returns, and what it says where it cannot."""
+"""The command line: what it prints and returns, and its errors."""
 
 import dataclasses
 import json
@@ -49,7 +49,7 @@ def no_loss(): return nn.Linear(4, 4), torch.ones(2, 4), 0.5
 @pytest.fixture(autouse=True)
 def mine(tmp_path, monkeypatch, one_thread):
     """A folder to work in, with the user's module; one thread, since two would wait for each other
-    at every tiny product where other tests run beside."""
+    at every tiny product while other tests run."""
     (tmp_path / "mine_for_cli.py").write_text(MINE)
     (tmp_path / "broken_for_cli.py").write_text("undefined\n")
     monkeypatch.chdir(tmp_path)

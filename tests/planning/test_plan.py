@@ -143,7 +143,7 @@ def test_planning_leaves_everything_as_it_was(target):
 
 @pytest.mark.filterwarnings("ignore::fused_remat.FusedRematWarning")
 def test_plans_before_and_after_the_first_step_are_equal():
-    """Layers without a row have their options before they were traced, converted or not."""
+    """Traced layers have their options before they were traced, converted or not."""
     frontiers = []
     for when in ("stock", "converted", "trained"):
         model = traced([1]) if when == "stock" else convert(traced([1]), Policy({"norm1"}))

@@ -14,7 +14,7 @@ from fused_remat.report.allocations import measure_allocations
 
 
 class Stateful(nn.Module):
-    """Draws random numbers, updates buffers, changes modes; fails where it is told to."""
+    """Draws random numbers, updates buffers, changes modes; raises in the pass `fail`."""
 
     def __init__(self, fail=None):
         super().__init__()

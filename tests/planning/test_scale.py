@@ -84,7 +84,7 @@ def test_kept_is_the_graphs_prediction(sequence):
     ("sequence", "policy", "counts"),
     [
         # An all-gather and a reduce-scatter a half; backward of each is the other. Backward of the
-        # weights asks for what was gathered: two all-gathers again, and for `mid`, unless it is
+        # weights reads what was gathered: two all-gathers again, and for `mid`, unless it is
         # kept, a reduce-scatter.
         (True, "full", (4, 7, 3)),
         (True, "lean", (4, 7, 3)),
@@ -100,7 +100,7 @@ def test_collectives_are_counted_in_the_programs(sequence, policy, counts):
     of = [w for w in found if w.collective]
     forward = [w for w in of if w.which == "forward"]
     assert (len(forward), len(of) - len(forward), sum(w.rebuilt for w in of)) == counts
-    stream = 2 * 8192 * 8192 * 7 / 8  # bytes of a whole matrix, without the rank's own part
+    stream = 2 * 8192 * 8192 * 7 / 8  # bytes of an entire matrix, without the rank's own part
     assert {w.sent for w in of} == {stream if sequence else 2 * stream}
 
 

@@ -95,7 +95,7 @@ def random_moments(draw, calls):
 
 
 def valid(chain, choice):
-    """As the planner's choices are defined, said in another way than it searches them."""
+    """Return whether a choice is valid, by another definition than the planner's search."""
     chosen = [call.options[o] for call, o in zip(chain.calls, choice.options, strict=True)]
     names = [call.layer for call in chain.calls]
     inside = [i for segment in choice.segments for i in range(*segment)]
