@@ -95,6 +95,7 @@ def explain(model: nn.Module, *inputs: Any, **kwargs: Any) -> Explanation:
 
     Raises: whatever the model raises.
 
+    >>> import torch
     >>> from fused_remat import FusedRematLayer
     >>> layer = FusedRematLayer(64, 4, 256, 0.0, batch_first=True, norm_first=True, policy="lean")
     >>> print(explain(layer, torch.randn(2, 16, 64)))  # doctest: +NORMALIZE_WHITESPACE

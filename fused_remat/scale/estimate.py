@@ -119,6 +119,7 @@ def estimate(
 
     >>> from fused_remat.scale.shapes import LARGE
     >>> from fused_remat.scale.costs import HARDWARE
+    >>> from fused_remat.scale.layout import Layout, Mesh
     >>> setup = Setup(LARGE["llama3-70b"], Layout(Mesh(8, 8)), batch=1, seq=8192)
     >>> found = estimate(setup, HARDWARE["h100"], 80 * 2**30, ["full", "none"])
     >>> found.rows["none"].kept > 8 * found.rows["full"].kept
