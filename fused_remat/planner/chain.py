@@ -177,15 +177,15 @@ def offload_levels(chain: Chain) -> tuple[Chain, ...]:
     moving = [option for call in chain.calls for option in call.options if option.offload]
     inputs = [option.moved for option in moving if option.offload == ("input",)]
     levels = sorted({0, max(inputs, default=0), max((o.moved for o in moving), default=0)})
-    found = []
+    chains = []
     for level in levels:
         calls = tuple(
             replace(call, options=tuple(o for o in call.options if o.moved <= level))
             for call in chain.calls
         )
         resting = {**chain.resting, "in transit": 2 * level} if level else chain.resting
-        found.append(replace(chain, calls=calls, resting=resting))
-    return tuple(found)
+        chains.append(replace(chain, calls=calls, resting=resting))
+    return tuple(chains)
 
 
 def timeline(chain: Chain, choice: Choice) -> Iterator[Event]:
@@ -210,17 +210,17 @@ def _timeline(chain: Chain, choice: Choice) -> Iterator[Event]:
         what, more, again = "backward" if m.backward else "forward", 0, 0
         if m.call >= 0:
             call, segment = chain.calls[m.call], of.get(m.call)
-            mine = call.options[choice.options[m.call]]
+            option = call.options[choice.options[m.call]]
             if not m.backward:
-                more = 0 if segment else mine.forward - call.base.forward
+                more = 0 if segment else option.forward - call.base.forward
             else:
                 if segment is not None and m.call == segment[1] - 1:
                     if segment in waiting:
                         waiting.remove(segment)
                         yield from _replay(chain, choice, segment, at + m.level, m.gradients, held)
-                    mine = call.base
+                    option = call.base
                 again = _replayed(chain, choice, segment, m.call)
-                more = mine.backward - call.base.backward
+                more = option.backward - call.base.backward
         elif m.backward and m.alive < of.get(m.alive - 1, (0, 0))[1]:
             # Between the backwards of a segment, what replays computed for the others is allocated.
             again = _replayed(chain, choice, of[m.alive - 1], m.alive - 1)
@@ -252,9 +252,9 @@ def _replayed(chain: Chain, choice: Choice, segment: tuple[int, int] | None, i: 
     """Return the bytes of the replay of call i's segment that live in the backward of call i."""
     if segment is None:
         return 0
-    mine = _more(chain, choice, i) if i < segment[1] - 1 else 0
+    option = _more(chain, choice, i) if i < segment[1] - 1 else 0
     before = range(segment[0], i)
-    return mine + sum(_more(chain, choice, j) + chain.calls[j + 1].input for j in before)
+    return option + sum(_more(chain, choice, j) + chain.calls[j + 1].input for j in before)
 
 
 def peak(chain: Chain, choice: Choice) -> int:
@@ -267,9 +267,9 @@ def seconds(chain: Chain, choice: Choice) -> float:
     terms = [chain.seconds]
     of = {i: segment for segment in choice.segments for i in range(*segment)}
     for i, call in enumerate(chain.calls):
-        mine = call.options[choice.options[i]]
+        option = call.options[choice.options[i]]
         if i not in of:
-            terms += [mine.seconds, -call.base.seconds]
+            terms += [option.seconds, -call.base.seconds]
         elif i != of[i][1] - 1:
-            terms += [call.forward_seconds, mine.seconds, -call.base.seconds]
+            terms += [call.forward_seconds, option.seconds, -call.base.seconds]
     return math.fsum(terms)  # exact, so equal terms in another order give an equal sum
