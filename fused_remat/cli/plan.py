@@ -35,7 +35,6 @@ examples:
   python -m fused_remat plan smollm-135m --layers 4 --seq 256
   python -m fused_remat plan vit-l --layers 2 --batch 2 --accumulate-gradients --budget 490MiB
   python -m fused_remat plan llama3-8b --device cuda --batch 4 --budget 70GiB --optimizer sgd
-  python -m fused_remat plan smollm-135m --layers 4 --seq 256 --lossy
   python -m fused_remat plan mine:training_step --budget 80% --json plan.json --plot plan.png
 
 To apply the plan in plan.json:
@@ -59,7 +58,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--costs", choices=("measured", "analytic"), default="measured", help=costs)
     add_training(group)
     flag("--no-segments", help="exclude segments, in which several layers keep a single input")
-    flag("--lossy", help="allow 8-bit storage of some activations, which rounds gradients")
     flag("--offload", help="allow some activations to wait in the host's memory (CUDA only)")
     flag("--compare", help="also compare all methods at this budget")
     flag("--frontier", help="also print the fastest step for each peak (always without --budget)")
@@ -89,7 +87,6 @@ def main(arguments: Sequence[str]) -> int:
             loss=found.loss,
             accumulates=args.accumulates,
             segments=not args.no_segments,
-            lossy=args.lossy,
             offload=args.offload,
             **found.kwargs,
         )

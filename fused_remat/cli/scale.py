@@ -24,7 +24,7 @@ from fused_remat.cli.options import (
     memory_of,
     new_parser,
 )
-from fused_remat.policies import ALL_PRESETS, EXACT_PRESETS
+from fused_remat.policies import EXACT_PRESETS
 from fused_remat.report.units import aligned, device_memory, human, milliseconds
 from fused_remat.scale.costs import (
     FILE_KEYS,
@@ -113,7 +113,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add_sizes(group, "sequences per data-parallel rank in a step")
     divide = "divide the residual stream by tokens among tensor-parallel ranks (default: yes)"
     add("--sequence-parallel", action=argparse.BooleanOptionalAction, default=True, help=divide)
-    add("--policy", default="all", help=f"all (default), or one of {', '.join(ALL_PRESETS)}")
+    add("--policy", default="all", help=f"all (default), or one of {', '.join(EXACT_PRESETS)}")
     hosted = "names to keep in the host's memory, such as attn,mid"
     add("--offload", default="", metavar="NAMES", help=hosted)
     logits = "compute logits block by block, or all at once (default: fused)"
@@ -185,8 +185,8 @@ def _setup(args: argparse.Namespace) -> Setup:
 def _policies(text: str) -> tuple[str, ...]:
     if text == "all":
         return tuple(EXACT_PRESETS)
-    if text not in ALL_PRESETS:
-        raise CommandError(f"--policy is all or one of {', '.join(ALL_PRESETS)}, got {text!r}")
+    if text not in EXACT_PRESETS:
+        raise CommandError(f"--policy is all or one of {', '.join(EXACT_PRESETS)}, got {text!r}")
     return (text,)
 
 
@@ -283,7 +283,7 @@ def lines(found: Estimate, limits: Limits) -> Iterator[str]:
         shown = f"{smallest[0]}, with policy {smallest[1]!r}" if smallest else "nothing fits"
         yield f"smallest mesh on which it fits, with the same batch per data-parallel rank: {shown}"
     yield ""
-    presets = [preset for preset in found.rows if preset in ALL_PRESETS]
+    presets = [preset for preset in found.rows if preset in EXACT_PRESETS]
     yield from _parts(found, PLANNER if PLANNER in found.rows and len(presets) > 1 else presets[0])
     yield "\nrates"
     for what, figure in found.costs.figures.items():

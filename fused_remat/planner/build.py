@@ -54,7 +54,6 @@ class Request:
     accumulates: bool = False
     segments: bool = True
     options: Sequence[str | Policy] | None = None
-    lossy: bool = False
     offload: bool = False
 
     def __post_init__(self) -> None:
@@ -70,9 +69,8 @@ class Request:
             raise TypeError(f"loss= is a function of the model's output, got {type(loss).__name__}")
         if options is not None and (isinstance(options, str) or not isinstance(options, Sequence)):
             raise TypeError(f"options= is a list of policies, got {options!r}")
-        for name in ("lossy", "offload"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name}= is True or False, got {getattr(self, name)!r}")
+        if not isinstance(self.offload, bool):
+            raise TypeError(f"offload= is True or False, got {self.offload!r}")
         for policy in (*(options or ()), *(self.policies or {}).values()):
             if isinstance(policy, Policy) and policy.offload:
                 raise ValueError(
@@ -108,7 +106,6 @@ def plan(
     accumulates: bool = False,
     segments: bool = True,
     options: Sequence[str | Policy] | None = None,
-    lossy: bool = False,
     offload: bool = False,
     **kwargs: Any,
 ) -> Plan:
@@ -141,12 +138,9 @@ def plan(
             not, they are None at the start of a step (`zero_grad()`).
         segments: whether a run of layers may keep only the first layer's input ("optimal" and
             "greedy").
-        options: policies to choose from, which may have lossy formats; by default all sets of names
-            that no other set beats in both bytes and time (of a block with more than ten names: of
-            the ten whose steps have most FLOPs, and the presets).
-        lossy: whether the default options include sets with names stored in 8 bits: those that
-            only attention and activations read, as in the presets "fast8" and "balanced8".
-            Gradients are then computed from rounded values.
+        options: policies to choose from; by default all sets of names that no other set beats in
+            both bytes and time (of a block with more than ten names: of the ten whose steps have
+            most FLOPs, and the presets).
         offload: whether layers may keep their input, or everything, in the host's memory (CUDA
             devices only). A copy costs the time that the neighboring layer does not hide, at the
             measured bandwidth. The peak includes room for the copies of two layers. Segments do
@@ -171,9 +165,9 @@ def plan(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"plan takes a torch.nn.Module, got {type(model).__name__}")
-    request = Request(
-        costs, policies, optimizer, loss, accumulates, segments, options, lossy, offload
-    )
+    if "lossy" in kwargs:
+        raise TypeError("lossy= was removed; plans choose among exact presets, so leave it out")
+    request = Request(costs, policies, optimizer, loss, accumulates, segments, options, offload)
     inputs, kwargs = arguments_of(model, inputs, kwargs)
     device = device_of(model, [inputs, kwargs])
     request.check(method, device)
@@ -298,7 +292,7 @@ def _tables(
         for key, example in mine.items():
             of = (key, None if wanted is None else tuple(wanted))
             if of not in made:
-                made[of] = options_of(example, costs, names[layer], wanted, request.lossy)
+                made[of] = options_of(example, costs, names[layer], wanted)
             found[layer, key] = made[of]
         if len(mine) > 1:  # calls of different shapes: all get the options of any
             saves = dict.fromkeys(o.save for key in mine for o in found[layer, key])

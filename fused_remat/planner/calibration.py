@@ -21,7 +21,6 @@ from fused_remat.execution import executor
 from fused_remat.execution.observe import TRACERS, Functions
 from fused_remat.execution.prepare import BlockConfig, Execution
 from fused_remat.graph.graph import sizes
-from fused_remat.graph.quantized import in_formats
 from fused_remat.graph.schedule import Schedule, Step, schedule
 from fused_remat.steps.chunk import Chunk
 from fused_remat.steps.node import Node
@@ -185,9 +184,7 @@ class Example:
 
     def keeping(self, save: Iterable[str]) -> BlockConfig:
         """The call with a policy that keeps the names `save`."""
-        names = frozenset(save)
-        graph = in_formats(self.call.graph, names)
-        return dataclasses.replace(self.call, graph=graph, save=names)
+        return dataclasses.replace(self.call, save=frozenset(save))
 
     def prepare(self, save: Iterable[str]) -> Execution:
         return self.keeping(save).prepare(self.tensors)

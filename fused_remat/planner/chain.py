@@ -27,8 +27,8 @@ class Option:
         kept: bytes kept from forward to backward: inputs, names, statistics, seed.
         forward, backward: most bytes during the pass, above those at its beginning. What is kept
             is allocated before backward begins.
-        seconds: time of backward with its rebuilds, of quantizing in forward, and of copies between
-            device and host that no computation hides.
+        seconds: time of backward with its rebuilds, and of copies between device and host that no
+            computation hides.
         offload: names that wait on the host, as in `Policy(offload=...)`, sorted. Options that
             offload are not part of segments.
         moved: bytes that wait on the host, which `kept` does not include; it never decreases along

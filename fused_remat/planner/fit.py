@@ -61,7 +61,7 @@ def fit(
         most: largest size to try.
         costs: as in `plan`, for the plan that is returned.
         options: further arguments of `plan`: optimizer, loss, accumulates, segments, options,
-            lossy, offload.
+            offload.
     Units: bytes. Each size is tried with one step on the device, every layer keeping its input
         alone, growing until one does not fit. All options, which take longer to measure, are
         measured for the sizes after that, as long as they make them fit.

@@ -20,7 +20,6 @@ from torch.profiler import DeviceType, ProfilerActivity, profile, record_functio
 from fused_remat.autograd.offload import moved_names
 from fused_remat.graph.graph import Graph
 from fused_remat.graph.precision import mixed_precision
-from fused_remat.graph.quantized import in_formats
 from fused_remat.graph.schedule import kept_bytes
 from fused_remat.policies import Policy, kept_names, offload_of
 
@@ -276,7 +275,8 @@ def predict_kept_bytes(
     """
     save = kept_names(policy, graph)
     shapes = {**shapes, "input": (batch, seq_len, shapes["input"][-1])}
-    graph = in_formats(graph if compute is None else mixed_precision(graph, compute), save)
+    if compute is not None:
+        graph = mixed_precision(graph, compute)
     others = {name: given.itemsize for name, given in (input_dtypes or {}).items()}
     segment = None if isinstance(policy, str) else policy.segment
     names = save if segment is None else frozenset()  # a segment keeps its first input alone

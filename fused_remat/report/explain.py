@@ -262,9 +262,9 @@ def _explained(chunk: Chunk, name: str) -> BlockExplanation:
 
 
 def _backward_implementation(step: Step, chunk: Chunk) -> str:
-    """What runs a step of backward; also of a rebuild that reads quantized activations."""
+    """Return what runs a step of backward, or "" for a rebuild."""
     node = step.node
-    if node is None or not (step.kind == "backward" or node.reads_quantized):
+    if node is None or step.kind != "backward":
         return ""
     found = node.backward_choice(chunk)
     return (

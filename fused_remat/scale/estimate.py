@@ -7,12 +7,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from fused_remat.formats import split_name
 from fused_remat.planner import chain as chains
 from fused_remat.planner.chain import Choice, Option
 from fused_remat.planner.options import costed_options, kept_by_name
 from fused_remat.planner.solve import optimal
-from fused_remat.policies import EXACT_PRESETS, is_offloaded, kept_names
+from fused_remat.policies import EXACT_PRESETS, kept_names
 from fused_remat.scale.costs import Costs
 from fused_remat.scale.layer import kept_by_eager, passes, sizes_of
 from fused_remat.scale.layout import (
@@ -145,7 +144,7 @@ def estimate(
 def _check_names(setup: Setup, policies: Sequence[str]) -> None:
     graph = setup.example.call.graph
     saves = [kept_names(policy, graph) for policy in policies]
-    kept = {split_name(name)[0] for save in saves for name in save}
+    kept = frozenset[str]().union(*saves)
     valid = [name for name in (*graph.inputs, *graph.names) if name in kept.union(graph.inputs)]
     unknown = [name for name in setup.offload if name not in valid]
     if unknown:
@@ -182,7 +181,7 @@ def way(setup: Setup, costs: Costs, save: Iterable[str], label: str) -> Way:
     example, names = setup.example, frozenset(save)
     kept = kept_by_name(example, names)
     found, most = tuple(works(example, names, costs, setup.layout)), passes(example, names)
-    away = {name for name in kept if is_offloaded(name, frozenset(setup.offload))}
+    away = kept.keys() & setup.offload
     hosted = sum(kept[name] for name in away)
     backward = sum(w.seconds for w in found if w.which == "backward")
     option = Option(

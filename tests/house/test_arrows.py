@@ -14,7 +14,7 @@ LINE = (
     "cli", "scale", "planner", "conversion", "convert", "parallel", "huggingface", "report",
     "tracing", "layers", "ops", "autograd", "execution", "graph", "triton", "steps",
 )  # fmt: skip
-LEAVES = ("policies", "formats", "random", "spec", "version")
+LEAVES = ("policies", "random", "spec", "version")
 
 # By room or file, what may be imported of the package. The longest prefix of a file's name is its
 # row, and a file with no row fails until it is placed.
@@ -23,8 +23,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(LEAVES, ()),
     "__init__": (*LINE, *LEAVES),
     "__main__": ("cli",),
-    "formats": ("random",),
-    "policies": ("formats", "random"),
+    "policies": (),
     # Rooms side by side on the line do not know each other.
     "convert": ("huggingface", *LINE[LINE.index("tracing") :], *LEAVES),
     "huggingface": ("huggingface", *LINE[LINE.index("layers") :], *LEAVES),
