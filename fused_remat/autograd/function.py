@@ -73,7 +73,7 @@ class FusedRematBlock(torch.autograd.Function):
                 raise
             raise BlockFailure from error
         ctx.execution, ctx.functions, ctx.accumulation = execution, functions, accumulation
-        ctx.extras, ctx.deferred = extras, None
+        ctx.extras = extras
         ctx.rounds = partial.rounds(tensors) if x.dtype.itemsize == 2 else None
         ctx.set_materialize_grads(False)
         saves = execution.rereads if extras is None else extras.saves(execution.rereads, out)
@@ -235,7 +235,7 @@ def run_block(
     if extras is not None or accumulation is not None or graph.uses_seed:
         rescue = None  # dropout was drawn, or gradients were added to: the step cannot be repeated
     roots: Sequence[Tensor] = rescue.roots if rescue is not None and rescue.count else []
-    plain = accumulation is None and extras is None and not (checked or partial.ON)
+    plain = accumulation is None and extras is None and not checked
     if plain and execution.delivers and not deliver.is_hooked(execution, given):
         if roots:  # whose gradients would wait for the block's own node
             rescue, roots = None, []

@@ -1,20 +1,16 @@
-"""Rare requests of a backward pass: some gradients only, batches of them, weight gradients later.
+"""Backward passes off the common path: partial gradients, batched gradients, double backward.
 
-Autograd calls a node for all gradients or for some: `torch.autograd.grad(loss, inputs)`,
-`backward(inputs=...)`, and the zero-bubble schedules of pipeline parallelism, which ask a stage for
-the gradient of its input first, and for those of its weights when it has nothing else to do. A
-block that is asked for some runs the schedule of those alone, from what it kept for all.
-
-The second of two such passes computes the inside of the block again. `defer_weight_gradients`
-trades that for memory: the first pass keeps the two factors of every weight gradient.
+Autograd requests all gradients of a node or some: `torch.autograd.grad(loss, inputs)`,
+`backward(inputs=...)`, and the zero-bubble schedules of pipeline parallelism, which compute the
+gradient of a stage's input first and those of its weights later. For a partial request, a block
+runs the schedule of those gradients alone, on what it kept for all of them. The second of two
+passes therefore rebuilds and propagates inside the block again.
 """
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,54 +22,11 @@ from fused_remat.autograd.extras import Extras, Saved
 from fused_remat.execution import executor
 from fused_remat.execution.prepare import Execution
 from fused_remat.graph.schedule import schedule
-from fused_remat.steps.chunk import Chunk, Pass, WeightGrad
 from fused_remat.steps.operations import warn
 
 _functorch = torch._C._functorch
 _executes: Callable[[Any], bool] = torch._C._will_engine_execute_node
 _keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
-
-_lock = threading.Lock()
-
-#: Whether passes for inputs hold the factors of weight gradients: inside `defer_weight_gradients`.
-ON: int = 0
-
-
-@contextlib.contextmanager
-def defer_weight_gradients() -> Iterator[None]:
-    """Backward passes inside that ask for inputs alone hold what the weights' pass will multiply.
-
-    For zero-bubble schedules of `torch.distributed.pipelining`: put it around `schedule.step()`,
-    forward passes included.
-    Without it, the pass that asks for weights rebuilds and propagates inside of each block what the
-    pass for inputs did already. With it, the pass for inputs, told to keep the graph, holds each
-    weight gradient's two factors (the input and the output gradient of each linear layer) until the
-    weights' pass has multiplied them, or the graph is freed. Gradients are the same bits. Any
-    thread's passes count: autograd runs backward in threads of its own. The factors belong to one
-    gradient of the output, unchanged; what changes it behind autograd's back (`.data`) is not seen.
-
-    Units: bytes held by a pre-norm encoder layer of width D with F = 4D, in 16 bits: 32*D a token,
-    less what its policy keeps.
-
-    >>> weight = torch.nn.Parameter(torch.ones(3, 8))
-    >>> x = torch.ones(2, 4, 8, requires_grad=True)
-    >>> from fused_remat import ops
-    >>> y = ops.mlp(x, weight, None, torch.ones(8, 3), None, "relu")
-    >>> with defer_weight_gradients():
-    ...     dy = torch.ones_like(y)
-    ...     dx, = torch.autograd.grad(y, x, dy, retain_graph=True)
-    ...     dw, = torch.autograd.grad(y, weight, dy)
-    >>> dx.shape, dw.shape
-    (torch.Size([2, 4, 8]), torch.Size([3, 8]))
-    """
-    global ON
-    with _lock:
-        ON += 1
-    try:
-        yield
-    finally:
-        with _lock:
-            ON -= 1
 
 
 def is_rare(ctx: Any, dy: Tensor) -> bool:
@@ -81,8 +34,6 @@ def is_rare(ctx: Any, dy: Tensor) -> bool:
     return (
         ctx.extras is not None
         or ctx.accumulation is not None
-        or ctx.deferred is not None
-        or ON > 0
         or torch.is_grad_enabled()
         or torch.compiler.is_compiling()
         or _functorch.is_legacy_batchedtensor(dy)
@@ -102,25 +53,18 @@ def backward(ctx: Any, dy: Tensor) -> list[Tensor | None]:
 
 def _backward(ctx: Any, dy: Tensor) -> list[Tensor | None]:
     grads = gradients(ctx, dy, asked(ctx))
-    if not _keeps_graph():
-        ctx.deferred = None  # factors go with what autograd saved
     if ctx.extras is not None:
         ctx.extras.done(_keeps_graph())
     return grads
 
 
 def gradients(ctx: Any, dy: Tensor, needs_grad: frozenset[str]) -> list[Tensor | None]:
-    """Gradients of `needs_grad` among the call's tensors, in its order."""
-    keeps_graph, creates_graph = _keeps_graph(), torch.is_grad_enabled()
-    deferred: Deferred | None = ctx.deferred  # read once: other threads may take it
-    if deferred is not None and deferred.serves(dy, needs_grad) and not creates_graph:
-        return deferred.give(ctx, needs_grad)
+    """Return the gradients of `needs_grad`, in the order of the call's tensors; None for others."""
+    creates_graph = torch.is_grad_enabled()
     saved = (ctx.extras or Extras()).restored(ctx, dy)
-    if creates_graph:
-        with torch.no_grad():
-            grads = _grads(ctx, saved, dy, needs_grad, creates_graph=True)
-        return not_differentiable(grads)
-    return _grads(ctx, saved, dy, needs_grad, defers=ON > 0 and keeps_graph)
+    with torch.no_grad():
+        grads = _grads(ctx, saved, dy, needs_grad, creates_graph)
+    return not_differentiable(grads) if creates_graph else grads
 
 
 # --- which gradients a pass asks for
@@ -175,17 +119,11 @@ def takes(node: Any) -> bool:
 
 
 def _grads(
-    ctx: Any,
-    saved: Saved,
-    dy: Tensor,
-    needs_grad: frozenset[str],
-    creates_graph: bool = False,
-    defers: bool = False,
+    ctx: Any, saved: Saved, dy: Tensor, needs_grad: frozenset[str], creates_graph: bool
 ) -> list[Tensor | None]:
-    """Gradients of `needs_grad`, None for others; autograd rounds matrices to the tensors' dtypes.
+    """Return the gradients of `needs_grad`, batched if `dy` is; None for others.
 
-    They are batched if `dy` is. If it `defers`, a pass for inputs alone leaves those of weights to
-    `ctx.deferred`.
+    Autograd rounds those of matrices to the dtypes of the tensors.
     """
     unbatched, rebatch = _batching(dy)
     if rebatch is not None:
@@ -195,44 +133,29 @@ def _grads(
             for grads in zip(*each, strict=True)
         ]
     execution, tensors, out, kept = saved
-    graph, factors, weights = execution.call.graph, None, frozenset[str]()
-    # A tensor made in inference mode has no version to know it by.
-    if defers and needs_grad.issubset(graph.inputs) and not dy.is_inference():
-        weights = execution.needs_grad.difference(graph.inputs, ctx.delivered)
-        factors = list[WeightGrad]() if weights else None
-    if factors is not None or len(needs_grad) < len(execution.needs_grad):
-        # With factors: no step may write over an activation, which may be one.
-        execution, kept = _narrowed(execution, kept, needs_grad | weights, factors is None)
+    if len(needs_grad) < len(execution.needs_grad):
+        execution, kept = _narrowed(execution, kept, needs_grad)
     sink = _buffers(ctx, needs_grad, creates_graph)
     record = None if ctx.extras is None else ctx.extras.record
     watch = None if record is None else record.compare
-    grads = executor.backward(
-        execution, tensors, kept, out, dy, ctx.functions, watch, sink, factors
-    )
-    if factors is not None:
-        made = {n: g for n in weights if (g := grads[graph.tensors.index(n)]) is not None}
-        grads = [g if n in needs_grad else None for n, g in zip(graph.tensors, grads, strict=True)]
-        ctx.deferred = Deferred(dy, dy._version, weights, factors, _versions(factors), made)
+    grads = executor.backward(execution, tensors, kept, out, dy, ctx.functions, watch, sink)
     return finish(ctx, dy, grads, needs_grad, sink or ())
 
 
 def _narrowed(
-    execution: Execution,
-    kept: Sequence[Tensor],
-    needs_grad: frozenset[str],
-    overwrites: bool = True,
+    execution: Execution, kept: Sequence[Tensor], needs_grad: frozenset[str]
 ) -> tuple[Execution, Sequence[Tensor]]:
-    """The same call with gradients of `needs_grad` alone, and what of `kept` it reads.
+    """Return the same call with gradients of `needs_grad` alone, and those of `kept` that it reads.
 
-    The pieces are the same, and what is rebuilt is, to the bit. The schedule for fewer asks for no
-    more, so all that it reads was kept. Not `overwrites`: it writes no activation over another.
+    Groups, tiles and rebuilt bits are the same. A schedule for fewer gradients reads nothing that a
+    schedule for more does not read, so all of it was kept.
     """
     call, tiled, fusions = execution.call, execution.chunks.tiled, execution.fusions
-    plan = schedule(call.graph, call.save, needs_grad, tiled, fusions, overwrites)
+    plan = schedule(call.graph, call.save, needs_grad, tiled, fusions)
     names = frozenset(plan.kept)
-    mine = [t for (name, _), t in zip(execution.pieces(), kept, strict=True) if name in names]
+    reads = [t for (name, _), t in zip(execution.pieces(), kept, strict=True) if name in names]
     call = replace(call, needs_grad=needs_grad)
-    return replace(execution, call=call, plan=plan, needs_grad=needs_grad), mine
+    return replace(execution, call=call, plan=plan, needs_grad=needs_grad), reads
 
 
 def rounds(
@@ -285,9 +208,7 @@ def round_vectors(
             grads[place] = grad
 
 
-def _buffers(
-    ctx: Any, needs_grad: frozenset[str], creates_graph: bool = False
-) -> dict[str, Tensor] | None:
+def _buffers(ctx: Any, needs_grad: frozenset[str], creates_graph: bool) -> dict[str, Tensor] | None:
     """What this pass adds gradients to; None for a call that does not accumulate.
 
     The graph's edges lead to the parameters, so no parameter is kept for this.
@@ -344,59 +265,3 @@ def _batching(dy: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor] | None]:
         whole = _functorch.get_unwrapped(dy).movedim(dim, 0)
         return whole, lambda grad: _functorch._add_batch_dim(grad, 0, level)
     return dy, None
-
-
-# --- weight gradients that are left for a later pass
-
-
-@dataclass(eq=False)
-class Deferred:
-    """Weight gradients of a block as factors, from a pass that did not ask for them.
-
-    Attributes:
-        dy, version: the gradient of the output that they belong to.
-        names: what there are gradients of, or none for want of influence.
-        products: in the order of their adding up.
-        versions: of their factors.
-        grads: gradients that are no product, or were made together with another.
-    """
-
-    dy: Tensor
-    version: int
-    names: frozenset[str]
-    products: Sequence[WeightGrad]
-    versions: Sequence[tuple[int, int]]
-    grads: Mapping[str, Tensor]
-
-    def serves(self, dy: Tensor, needs_grad: Collection[str]) -> bool:
-        """Whether these are the gradients of `needs_grad` for this `dy`."""
-        same = dy is self.dy and dy._version == self.version
-        return same and self.names.issuperset(needs_grad)
-
-    def give(self, ctx: Any, needs_grad: frozenset[str]) -> list[Tensor | None]:
-        """The gradients of `needs_grad`, but of those that are added to a buffer.
-
-        Raises: RuntimeError if a factor was changed in place since.
-        """
-        if _versions(self.products) != self.versions:
-            raise RuntimeError(
-                "fused_remat: defer_weight_gradients: a tensor that weight gradients are computed "
-                "from was modified by an inplace operation after the backward pass for inputs; "
-                "do not change activations or gradients until the weights' pass has run"
-            )
-        sink = _buffers(ctx, needs_grad)
-        this = Pass(ctx.execution, {}, {}, self.dy, sink=sink)
-        chunk = Chunk(this, (0, 0), (0, 0))
-        with executor.autocast_off(self.dy):
-            for name in needs_grad.intersection(self.grads):
-                chunk.add_param_grad(name, self.grads[name].clone())  # it may be given again
-            for product in self.products:
-                if product.name in needs_grad:
-                    chunk.add_weight_grad(*product)
-        added, tensors = sink or (), ctx.execution.call.graph.tensors
-        grads = [None if name in added else this.param_grads.get(name) for name in tensors]
-        return finish(ctx, self.dy, grads, needs_grad, added)
-
-
-def _versions(products: Sequence[WeightGrad]) -> list[tuple[int, int]]:
-    return [(product.dy._version, product.x._version) for product in products]

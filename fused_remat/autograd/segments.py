@@ -146,7 +146,17 @@ def _replay(node: Any, before: Replayed | None, x: Tensor | None) -> Tensor:
     """
     extras, execution = node.extras, node.execution
     segment: Segment = extras.segment
-    saved = extras.unpacked(node, before)
+    try:
+        saved = extras.unpacked(node, before)
+    except RuntimeError as error:
+        if "second time" not in str(error):
+            raise
+        raise RuntimeError(
+            "fused_remat: backward of a block in a segment runs earlier blocks again, and one "
+            "of them was freed by an earlier backward pass; zero-bubble pipeline schedules free "
+            "them block by block: use a schedule that does not split backward (1F1B), policies "
+            "without segment=, or retain_graph=True"
+        ) from error
     count = len(execution.given)
     if x is None:
         x = saved[0] if before is None else before.input

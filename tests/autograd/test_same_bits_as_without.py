@@ -1,6 +1,6 @@
 """What no feature changes: the bits of a stack of layers, in whatever way forward or backward run.
 
-Each feature (other presets, segments, offload, accumulation, deferral, the replay check) in each
+Each feature (other presets, segments, offload, accumulation, the replay check) in each
 way, beside policy "full" without any of them. What a feature does besides is in its own file.
 """
 
@@ -19,7 +19,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential, set_checkpoint_early_stop
 
 from bench.subjects.layer_ways import RandomState
-from fused_remat import Policy, check_replay, defer_weight_gradients
+from fused_remat import Policy, check_replay
 
 plain = functools.partial(checkpoint, use_reentrant=False)
 reentrant = functools.partial(checkpoint, use_reentrant=True)
@@ -65,7 +65,6 @@ FEATURES = {
     "offload": offload,
     "accumulation": accumulation,
     "segments, offload, accumulation": all_at_once,
-    "deferral": lambda model: defer_weight_gradients(),
     "replay check": lambda model: check_replay(),
 }
 
