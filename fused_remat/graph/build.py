@@ -25,6 +25,7 @@ from fused_remat.spec import (
 )
 from fused_remat.steps.activation import MLPActivation
 from fused_remat.steps.attention import Attention
+from fused_remat.steps.chunk import Part
 from fused_remat.steps.collective import (
     SITES_OF_A_RANK,
     AllGather,
@@ -33,7 +34,7 @@ from fused_remat.steps.collective import (
     ReduceScatterSequences,
 )
 from fused_remat.steps.cross_entropy import LinearCrossEntropy
-from fused_remat.steps.linear import Linear, Part
+from fused_remat.steps.linear import Linear
 from fused_remat.steps.low_rank import LowRank
 from fused_remat.steps.node import Node
 from fused_remat.steps.norm import Norm
