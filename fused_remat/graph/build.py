@@ -292,7 +292,7 @@ def block_graph(spec: BlockSpec) -> Graph:
     Raises: ValueError for a low-rank update of a layer that the block does not have, and for
         branches that would give two activations one name.
 
-    >>> from fused_remat.spec import nn_layer_spec
+    >>> from fused_remat.layer_specs import nn_layer_spec
     >>> block_graph(nn_layer_spec(True, 4, 16, "gelu")).names
     ('norm1', 'qkv', 'attn', 'mid', 'norm2', 'up', 'act')
     """

@@ -136,6 +136,28 @@ def bias_grad(dy: Tensor) -> Tensor:
     return dy.sum(0, dtype=torch.float32) if dy.dtype in LOW else dy.sum(0)
 
 
+def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+    """Return a @ b in at least float32, in `out` if given.
+
+    It is rounded to 16 bits before only where ATen has no other product.
+    """
+    if a.dtype.itemsize == 2 and a.device.type == "cuda" and torch.version.hip is None:
+        return torch.mm(a, b, out_dtype=torch.float32, out=out)
+    y = torch.mm(a, b)
+    y = y.float() if y.dtype.itemsize == 2 else y
+    return y if out is None else out.copy_(y)
+
+
+def add_product(into: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
+    """Add a @ b to `into`, or write it there if it is the first."""
+    if a.dtype != into.dtype:
+        product(a, b, into) if first else into.add_(product(a, b))
+    elif first:
+        torch.mm(a, b, out=into)
+    else:
+        torch.addmm(into, a, b, out=into)  # not addmm_: FLOP counters miss it
+
+
 #: A weight and a bias, either of which may be absent.
 Affine = tuple[Tensor | None, Tensor | None]
 
@@ -193,7 +215,8 @@ class Linear(Node):
         weights, biases: names of each layer's weight and bias.
         sizes: output columns of each layer, if there are several.
         part: the rows of the weight and bias that are this layer's, if it shares them with others.
-        updates: low-rank updates (`low_rank.LowRank`). A step with updates has no residual and no mask.
+        updates: low-rank updates (`low_rank.LowRank`). A step with updates has no residual and no
+            mask.
     """
 
     x: Input

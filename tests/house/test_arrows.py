@@ -14,7 +14,7 @@ LINE = (
     "cli", "scale", "planner", "conversion", "convert", "parallel", "huggingface", "report",
     "tracing", "layers", "ops", "autograd", "execution", "graph", "triton", "steps",
 )  # fmt: skip
-LEAVES = ("policies", "random", "spec", "version")
+LEAVES = ("layer_specs", "policies", "random", "spec", "version")
 
 # By room or file, what may be imported of the package. The longest prefix of a file's name is its
 # row, and a file with no row fails until it is placed.
@@ -23,6 +23,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(LEAVES, ()),
     "__init__": (*LINE, *LEAVES),
     "__main__": ("cli",),
+    "layer_specs": ("spec",),
     "policies": (),
     # Rooms side by side on the line do not know each other.
     "convert": ("huggingface", *LINE[LINE.index("tracing") :], *LEAVES),
