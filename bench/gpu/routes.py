@@ -44,7 +44,7 @@ LINEAR = Form(
     {"x": "TD", **_UP},
     lambda t: {"y": F.gelu(pre(t))},
     lambda t, out, *tile: products.linear_fwd(
-        t.x, t.up, t.bias, None, None, "gelu", None, out["y"], t.target, None, *tile
+        t.x, t.up, t.bias, None, "gelu", None, out["y"], t.target, *tile
     ),
     _product,
     {"split": lambda t, out: pointwise.act_fwd(pre(t), "gelu", None, out["y"]).run()},
@@ -213,6 +213,8 @@ def route_entries(rig: Rig) -> Iterator[Entry]:
 def tile_entries(rig: Rig) -> Iterator[Entry]:
     """Every kernel of the tables with every tile that they have for this GPU, at one width."""
     for kernel, of_family in tables.TILES.items():
-        tiles = of_family[tables.family(rig.target)]
+        tiles = of_family.get(tables.family(rig.target))
+        if tiles is None:
+            continue
         sizes = _sizes(rig, WIDTHS[0])
         yield TILED[kernel].entry(f"tiles of {kernel}", sizes, tiles)

@@ -30,7 +30,7 @@ _keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_ke
 
 
 def is_rare(ctx: Any, dy: Tensor) -> bool:
-    """Whether a backward pass asks for anything but all gradients of a call on the common path."""
+    """Return whether a backward pass needs more than all gradients of a call without extras."""
     return (
         ctx.extras is not None
         or ctx.accumulation is not None
@@ -43,7 +43,7 @@ def is_rare(ctx: Any, dy: Tensor) -> bool:
 
 
 def backward(ctx: Any, dy: Tensor) -> list[Tensor | None]:
-    """Gradients of the call's tensors, in its order."""
+    """Return the gradients of the call's tensors, in its order."""
     if torch.compiler.is_compiling():  # compiled autograd, after a forward in eager mode
         from fused_remat.autograd import graph_break
 
@@ -67,11 +67,8 @@ def gradients(ctx: Any, dy: Tensor, needs_grad: frozenset[str]) -> list[Tensor |
     return not_differentiable(grads) if creates_graph else grads
 
 
-# --- which gradients a pass asks for
-
-
 def asks_all(ctx: Any) -> bool:
-    """Whether the present backward pass takes the gradients of all that a node gives them for."""
+    """Return whether the present backward pass takes all gradients of a node."""
     if not issubclass(type(ctx), BackwardCFunction):  # compiled autograd
         return True
     nodes = iter([node for node, _ in ctx.next_functions if node is not None])
@@ -79,25 +76,25 @@ def asks_all(ctx: Any) -> bool:
         try:
             return all(map(_executes, nodes))
         except (RuntimeError, TypeError):
-            continue  # this node's gradient is taken (see `takes`); on to the others
+            continue  # this node's gradient is taken (see `takes`)
 
 
 def asked(ctx: Any) -> frozenset[str]:
-    """Which of the call's `needs_grad` the present backward pass takes; all, if it cannot be told.
+    """Return which of the call's `needs_grad` the present backward pass takes; all if unknown.
 
-    The engine knows which nodes a pass executes: those behind a gradient that nobody asked for are
-    not among them. An ordinary `backward()` executes every node that it can reach.
+    The engine knows which nodes a pass executes. A partial pass omits the nodes behind gradients
+    that were not requested; an ordinary `backward()` executes every node that it can reach.
     """
     needs_grad: frozenset[str] = ctx.execution.needs_grad
     needs_grad -= ctx.delivered
     if asks_all(ctx):
         return needs_grad
-    found = [name for name, node in _edges(ctx) if node is None or takes(node)]
-    return needs_grad.intersection(found) or needs_grad
+    names = [name for name, node in _edges(ctx) if node is None or takes(node)]
+    return needs_grad.intersection(names) or needs_grad
 
 
 def _edges(ctx: Any) -> Iterator[tuple[str, Any]]:
-    """The names of the call's tensors, and the nodes that their gradients go to."""
+    """Return the names of the call's tensors with the nodes that take their gradients."""
     execution: Execution = ctx.execution
     given = zip(execution.call.graph.tensors, execution.given, strict=True)
     names = [n for n, shape in given if shape is not None and n not in ctx.delivered]
@@ -106,16 +103,13 @@ def _edges(ctx: Any) -> Iterator[tuple[str, Any]]:
 
 
 def takes(node: Any) -> bool:
-    """Whether the pass that runs now takes the gradient that goes to `node`."""
+    """Return whether the present pass takes the gradient that goes to `node`."""
     try:
         return bool(_executes(node))
     except (RuntimeError, TypeError):
-        # The engine raises RuntimeError for a leaf whose gradient torch.autograd.grad returns. For
-        # whatever else it raises, it drops the gradients that it did not ask for.
+        # Raised for a leaf whose gradient torch.autograd.grad returns. After any other error, the
+        # engine drops gradients that it does not need.
         return True
-
-
-# --- gradients of some, or of a batch
 
 
 def _grads(
@@ -161,12 +155,14 @@ def _narrowed(
 def rounds(
     tensors: Sequence[Tensor | None],
 ) -> tuple[torch.dtype, list[torch.dtype | Tensor | None]]:
-    """The first tensor's dtype, and for each vector that needs a gradient what says its dtype: the
-    leaf itself, whose `grad_dtype` may change until backward, or its dtype."""
+    """Return the first tensor's dtype, and for each vector that needs a gradient a leaf or dtype.
+
+    The `grad_dtype` of a leaf may change until backward.
+    """
     x = tensors[0]
     assert x is not None
-    found = [t if t is not None and t.dim() == 1 and t.requires_grad else None for t in tensors]
-    return x.dtype, [t if t is None or t.is_leaf else t.dtype for t in found]
+    vectors = [t if t is not None and t.dim() == 1 and t.requires_grad else None for t in tensors]
+    return x.dtype, [t if t is None or t.is_leaf else t.dtype for t in vectors]
 
 
 def finish(
@@ -176,8 +172,10 @@ def finish(
     needs_grad: frozenset[str],
     sink: Collection[str] = (),
 ) -> list[Tensor | None]:
-    """`grads`, vectors rounded, with zeros for those of `needs_grad` of empty inputs and of what
-    has no influence; None stays for what the call has not read."""
+    """Round the gradients of vectors, and fill in zeros for `needs_grad` without influence.
+
+    None stays for tensors that the call has not read, and for `sink`.
+    """
     if ctx.rounds is not None:
         low, of = ctx.rounds
         round_vectors(grads, low, [t.grad_dtype if isinstance(t, Tensor) else t for t in of])
@@ -192,44 +190,44 @@ def finish(
 def round_vectors(
     grads: list[Tensor | None], low: torch.dtype, dtypes: Sequence[torch.dtype | None]
 ) -> None:
-    """Round gradients of biases and norms, summed in float32, to `low`: all in one kernel.
+    """Round float32 gradients of biases and norms to `low`, all in one kernel.
 
-    Those that `dtypes` asks in `low`, one for each of `grads`. Autograd would round each in a
-    kernel of its own; matrices are left to it, for it frees one before it makes the next.
+    `dtypes`, one for each of `grads`, selects them. Autograd would launch a kernel for each. It
+    rounds matrices itself, and frees one before it rounds the next.
     """
     wide: dict[int, Tensor] = {}
-    for place, (grad, dtype) in enumerate(zip(grads, dtypes, strict=True)):
+    for i, (grad, dtype) in enumerate(zip(grads, dtypes, strict=True)):
         if dtype is low and grad is not None and grad.dtype is torch.float32 and grad.dim() == 1:
-            wide[place] = grad
+            wide[i] = grad
     if wide:
         rounded = [torch.empty_like(grad, dtype=low) for grad in wide.values()]
         torch._foreach_copy_(rounded, list(wide.values()))
-        for place, grad in zip(wide, rounded, strict=True):
-            grads[place] = grad
+        for i, grad in zip(wide, rounded, strict=True):
+            grads[i] = grad
 
 
 def _buffers(ctx: Any, needs_grad: frozenset[str], creates_graph: bool) -> dict[str, Tensor] | None:
-    """What this pass adds gradients to; None for a call that does not accumulate.
+    """Return the buffers to add gradients to, or None for a call that does not accumulate.
 
-    The graph's edges lead to the parameters, so no parameter is kept for this.
+    The graph's edges lead to the parameters, so the call keeps none.
     """
     accumulation: Accumulation | None = ctx.accumulation
     if accumulation is None:
         return None
-    found = accumulation.buffers(_edges(ctx), creates_graph)
+    buffers = accumulation.buffers(_edges(ctx), creates_graph)
     execution: Execution = ctx.execution
     if (
-        not found
+        not buffers
         and accumulation.target == "main_grad"
         and len(needs_grad) < len(execution.needs_grad)
         and needs_grad.isdisjoint(execution.call.graph.inputs)
     ):
         warn(
-            "a backward pass asked a block for the gradients of its weights alone, as zero-bubble "
+            "a backward pass computed the gradients of a block's weights alone, as zero-bubble "
             "schedules do; they were returned to autograd, and not added to main_grad: use the "
             '1F1B schedule with accumulate_into="main_grad"'
         )
-    return found
+    return buffers
 
 
 NO_DOUBLE_BACKWARD = (
@@ -239,18 +237,18 @@ NO_DOUBLE_BACKWARD = (
 
 
 def not_differentiable(grads: list[Tensor | None]) -> list[Tensor | None]:
-    """The gradients, made to raise when differentiated (backward ran with create_graph=True).
+    """Return gradients that raise when differentiated (backward ran with create_graph=True).
 
     Not `once_differentiable`: that leaves gradients constant, silently, when dy needs no gradient.
     """
     error = torch._C._functions.DelayedError(NO_DOUBLE_BACKWARD.encode(), len(grads))
     inputs: list[Any] = [None if g is None else g.detach().requires_grad_() for g in grads]
-    made = error(*inputs)  # of one gradient, that one
-    return [made] if isinstance(made, Tensor) else list(made)
+    outputs = error(*inputs)
+    return [outputs] if isinstance(outputs, Tensor) else list(outputs)
 
 
 def _batching(dy: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor] | None]:
-    """`dy` with the dimension first that a vmap around backward hides, and how to hide it again.
+    """Return `dy` with a vmap's hidden dimension first, and a function that hides it again.
 
     `torch.autograd.grad(..., is_grads_batched=True)` maps backward over a batch of gradients. The
     schedule writes in place, so it runs once for each gradient instead.

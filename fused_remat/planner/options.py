@@ -26,8 +26,7 @@ def options_of(
     names: tuple[str, ...],
     policies: Sequence[str | Policy] | None = None,
 ) -> tuple[Option, ...]:
-    """The base, which keeps no names, then the sets of names that no other set beats in both bytes
-    and time.
+    """Return the base, which keeps no names, then the sets that no other beats in bytes and time.
 
     Args:
         names: names that the layer's policy accepts; a call's graph may have more (adapters).
@@ -65,7 +64,7 @@ def options_for(
 def with_offload(
     example: Example, options: Sequence[Option], link: HostLink, forward: float
 ) -> tuple[Option, ...]:
-    """The options, then those that offload the input, or everything kept but statistics.
+    """Return the options, then those that offload the input, or everything kept but statistics.
 
     Offloading options that another one beats in bytes and time are left out. Their peaks do not
     include copies in flight. `forward`: seconds of one forward.
@@ -104,7 +103,7 @@ def forward_seconds(example: Example, costs: Costs) -> float:
 
 
 def preset_of(graph: Graph, save: Iterable[str]) -> str:
-    """The first preset that keeps exactly these names, or ""."""
+    """Return the first preset that keeps exactly these names, or ""."""
     wanted = frozenset(save)
     return next((name for name in EXACT_PRESETS if kept_names(name, graph) == wanted), "")
 
@@ -123,7 +122,7 @@ def _subsets(example: Example, names: tuple[str, ...]) -> Iterator[frozenset[str
 
 
 def _effective(example: Example, sets: Iterable[frozenset[str]]) -> list[frozenset[str]]:
-    """The sets without names that backward does not need, and without duplicates."""
+    """Return the sets without names that backward does not need, and without duplicates."""
     seen: dict[frozenset[str], None] = {}
     for save in sets:
         plan = schedule(example.call.graph, save, example.call.needs_grad, tiled=False)
@@ -132,7 +131,7 @@ def _effective(example: Example, sets: Iterable[frozenset[str]]) -> list[frozens
 
 
 def _costed(example: Example, costs: Costs, save: frozenset[str]) -> Option:
-    """The option with its bytes and time, without its peaks."""
+    """Return the option with its bytes and time, without its peaks."""
     seconds = sum(t for (which, _), t in costs(example, save).items() if which == "backward")
     kept = sum(kept_by_name(example, save).values())
     preset = preset_of(example.call.graph, save)
@@ -140,7 +139,7 @@ def _costed(example: Example, costs: Costs, save: frozenset[str]) -> Option:
 
 
 def _undominated(options: list[Option]) -> list[Option]:
-    """The options that no other one beats in both bytes and time."""
+    """Return the options that no other one beats in both bytes and time."""
     left: list[Option] = []
     for option in sorted(options, key=lambda o: (o.kept, o.seconds, o.save)):
         if not left or option.seconds < left[-1].seconds:
@@ -149,7 +148,7 @@ def _undominated(options: list[Option]) -> list[Option]:
 
 
 def _with_peaks(example: Example, options: list[Option]) -> tuple[Option, ...]:
-    """The options with the peaks of their passes: each is run once on the device."""
+    """Return the options with the peaks of their passes: each is run once on the device."""
     example.run(options[0].save)
     with AllocationTrace(example.input.device, collect=False) as trace:
         for i, option in enumerate(options):

@@ -6,7 +6,6 @@ import functools
 import pytest
 import torch
 from block_inputs import Block, leaves, normal
-from op_cases import HEADS
 from reference import EXACT_PRESETS, X, make
 from same_bits import assert_same_bits
 from segment_models import place, stack
@@ -18,9 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fused_remat
 from fused_remat import FusedRematWarning, check_replay, ops
-from fused_remat.autograd import run_block
 from fused_remat.execution import choose
-from fused_remat.graph.build import BlockBuilder, rotary_node
 
 WIDE = torch.float64
 pytestmark = pytest.mark.usefixtures("one_thread", "served")
@@ -60,19 +57,6 @@ def frozen(policy):
     return layer(x), [x], [p for p in layer.parameters() if p.requires_grad]
 
 
-def odd(policy):
-    """A product of heads before they are rotated, and one after: rotated again over the first's."""
-    heads, b, x = HEADS["half"], BlockBuilder(), normal(3, 5, D)
-    before = b.linear("qkv", "input", "qkv")
-    after = b.linear("down", b.add(rotary_node("rotated", before, heads.spec())), "down")
-    b.sum("output", after, b.linear("up", before, "up"))
-    sizes = {"qkv": (heads.packed, D), "down": (D, heads.packed), "up": (D, heads.packed)}
-    weights = {f"{name}.weight": normal(*size) for name, size in sizes.items()}
-    cos, sin = heads.tables(x)
-    given = {"input": x, "cos": cos, "sin": sin, **weights}
-    return run_block(b.graph("odd"), policy, given), [x], [*weights.values()]
-
-
 BLOCKS = {
     **{kind: functools.partial(of_kind, kind) for kind in KINDS},
     # Without dropout a layer's own gradient is what a product takes, and what is added to after.
@@ -81,7 +65,6 @@ BLOCKS = {
     "cross entropy": cross_entropy,
     "frozen": frozen,
     "lora": lora,
-    "odd": odd,
 }
 
 

@@ -191,7 +191,7 @@ def test_a_plan_is_read_back_from_its_json(tmp_path):
     assert again.within(found.peak_bytes).choice == found.choice
     model = again.apply(given("mixed")[0])
     assert {n: m.policy for n, m in model.named_modules() if n in found.policies} == found.policies
-    with pytest.raises(ValueError, match="is not the JSON of a plan"):
+    with pytest.raises(ValueError, match="is not the JSON of a Plan"):
         Plan.from_json("{}")
 
 
@@ -291,8 +291,8 @@ HERE = r"offload=\{'input'\}.*with offload=True"
         ({"policies": {"*": "full"}}, ValueError, "policies="),
         ({"options": "full"}, TypeError, "list of policies, got 'full'"),
         ({"options": 2.0}, TypeError, "list of policies, got 2.0"),
-        ({"loss": torch.ones(1)}, TypeError, "function of the model's output, got Tensor"),
-        ({"optimizer": "adamw"}, TypeError, "got str"),
+        ({"loss": torch.ones(1)}, TypeError, "loss= must be a function of the output, got tensor"),
+        ({"optimizer": "adamw"}, TypeError, "must be a torch Optimizer, got 'adamw'"),
         ({"options": ["fastest"]}, ValueError, "unknown policy 'fastest'"),
         ({"lossy": True}, TypeError, "lossy= was removed; plans choose among exact presets"),
         ({"loss": lambda y: 1.0}, TypeError, "got float"),
@@ -300,7 +300,7 @@ HERE = r"offload=\{'input'\}.*with offload=True"
         ({"loss": lambda y: y}, ValueError, SCALAR),
         ({"loss": lambda y: GONE * y.detach().sum()}, ValueError, "that the loss depends on them"),
         ({"offload": True}, ValueError, "offload=True on cpu: .* nothing can be moved"),
-        ({"offload": "input"}, TypeError, "offload= is True or False, got 'input'"),
+        ({"offload": "input"}, TypeError, "offload= must be a bool, got 'input'"),
         ({"options": ["full", MOVED]}, ValueError, HERE),
         ({"method": "manual", "policies": {"*": MOVED}}, ValueError, HERE),
         ({"model": 3}, TypeError, "got int"),
