@@ -16,7 +16,8 @@ from reference import Tensors, Update, matrices
 from torch import Tensor
 
 from fused_remat.autograd import function
-from fused_remat.spec import BlockSpec, transformer_spec
+from fused_remat.layer_specs import transformer_spec
+from fused_remat.spec import BlockSpec
 
 
 def normal(

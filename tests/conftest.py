@@ -7,7 +7,7 @@ import sys
 import warnings
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that wait leave the core to others
-# ATen's products and attention: which implementation is faster is no part of a test's result.
+# ATen's products and attention: the results of a test do not depend on the processor.
 os.environ.setdefault("FUSED_REMAT_CPU_PRODUCTS", "aten")
 os.environ.setdefault("FUSED_REMAT_CPU_ATTENTION", "aten")
 # A block that raises is a failed test, and not a layer that runs its own forward.

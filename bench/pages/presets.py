@@ -9,8 +9,8 @@ from bench.tables import Cell, markdown
 from fused_remat.graph.build import block_graph
 from fused_remat.graph.graph import Graph
 from fused_remat.graph.schedule import schedule
+from fused_remat.layer_specs import nn_layer_spec, transformer_spec
 from fused_remat.policies import EXACT_PRESETS, kept_names
-from fused_remat.spec import nn_layer_spec, transformer_spec
 from fused_remat.steps.node import Node
 
 # Large enough for D**2 to stand for a GEMM and F = 4 D; sizes cancel out of the tables.

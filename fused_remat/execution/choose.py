@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fused_remat.steps import onednn, timing  # noqa: F401 (registers its products)
+from fused_remat.steps import cpu_choice
+from fused_remat.steps import onednn as _registers_products  # noqa: F401
 from fused_remat.steps.linear import cpu_has_native
 from fused_remat.steps.operations import (
     FAULTS,
@@ -100,8 +101,8 @@ class Chosen:
         return (text if isinstance(text, str) else text(self.key, *args, **kwargs)) + self.refused
 
 
-def choose(function: Function, backend: str, key: Any, timed: bool = True) -> Chosen:
-    """The implementation that serves an operation on a backend; `timed`: it may be a timed one.
+def choose(function: Function, backend: str, key: Any) -> Chosen:
+    """Return the implementation of an operation that a backend runs for a key.
 
     >>> from fused_remat.steps.linear import bias_grad
     >>> choose(bias_grad, "eager", None).run is bias_grad
@@ -109,7 +110,7 @@ def choose(function: Function, backend: str, key: Any, timed: bool = True) -> Ch
     """
     operation = OPERATIONS[function]
     other = operation.faster.get(backend)
-    if other is not None and other.timed and not timed:
+    if other is not None and not other.available():
         other = None
     why = (
         ""
@@ -122,10 +123,10 @@ def choose(function: Function, backend: str, key: Any, timed: bool = True) -> Ch
     return Chosen(function, key, operation.description, refused)
 
 
-def _serve(name: str, timed: bool, function: Function) -> Function:
+def _serve(name: str, function: Function) -> Function:
     """What a backend's table holds for an operation."""
     operation = OPERATIONS[function]
-    if name not in operation.faster or (operation.faster[name].timed and not timed):
+    if name not in operation.faster or not operation.faster[name].available():
         return function
     key_of, other = operation.key, operation.faster[name]
     run, unconditional = other.run, other.unsupported_reason is always
@@ -152,19 +153,15 @@ def _table(name: str) -> Operations:
     if name not in TABLES:
         row = BACKENDS[name]()
         assert isinstance(row, Backend)
-        timed, untimed = (
-            Operations(name, row.chunk_tokens, functools.partial(_serve, name, is_timed))
-            for is_timed in (True, False)
-        )
-        timed.untimed = untimed.untimed = untimed
-        TABLES[name] = timed
+        serve = functools.partial(_serve, name)
+        TABLES[name] = Operations(name, row.chunk_tokens, serve)
     return TABLES[name]
 
 
 def forget() -> None:
     """Choose anew from now on; for who replaces a backend, or what it chooses by."""
     FAULTS.clear()
-    timing.FOUND.clear()
+    cpu_choice.forget()
     for name in TABLES:
         row = BACKENDS[name]() if name in BACKENDS else ""
         if isinstance(row, Backend):

@@ -23,7 +23,6 @@ from fused_remat.execution.recording import Recordings
 from fused_remat.graph.graph import Graph, sizes
 from fused_remat.graph.schedule import Schedule, schedule
 from fused_remat.spec import USER_FUNCTION
-from fused_remat.steps import timing
 from fused_remat.steps.activation import ACTIVATIONS, MLPActivation
 from fused_remat.steps.attention import Attention
 from fused_remat.steps.chunk import Chunks, Layout
@@ -31,6 +30,7 @@ from fused_remat.steps.fused import linear_norm_fwd, mlp_bwd, mlp_up_fwd
 from fused_remat.steps.linear import Linear
 from fused_remat.steps.node import Node
 from fused_remat.steps.norm import NORMS, Norm
+from fused_remat.steps.onednn import linear_dx_onednn, linear_fwd_onednn
 from fused_remat.steps.operations import OPERATIONS, Operations
 from fused_remat.steps.residual import Add, DrawMask
 from fused_remat.steps.rotary import Rotary
@@ -125,8 +125,8 @@ class Execution(Layout):
 
     def __post_init__(self) -> None:
         on_cpu = self.ops.name == "eager" and self.device.type == "cpu"
-        rows = [row for operation in OPERATIONS.values() for row in operation.faster.items()]
-        own = all(row.timed for name, row in rows if name == "eager")
+        runs = {row.faster["eager"].run for row in OPERATIONS.values() if "eager" in row.faster}
+        own = runs <= {linear_fwd_onednn, linear_dx_onednn}
         repeats = on_cpu and own and all(map(_is_repeatable, self.call.graph.nodes))
         object.__setattr__(self, "recordings", Recordings() if repeats else None)
 
@@ -196,8 +196,6 @@ def prepare(
     ops = ops_for(call.backend, like, call.graph.compute or dtype)
     # Under deterministic algorithms every policy takes the same operation for a step.
     fuses = fused and not torch.are_deterministic_algorithms_enabled()
-    if not (fuses and torch._C._get_mkldnn_enabled()):
-        ops = ops.untimed
     asked = getattr(_PIECES, "tokens", None)
     tokens, elements = (asked, 0) if asked else (ops.chunk_tokens(like.device, dtype), _ELEMENTS)
     return _prepare(call, ops, tokens, elements, like.device, fuses, dtype, tuple(shapes))
@@ -224,9 +222,6 @@ def _prepare(
     if all(isinstance(node, Add | DrawMask | Norm | Rotary) for node in graph.nodes):
         chunk_tokens = max(chunk_tokens, elements // max(1, *widths.values()))
     chunks = Chunks.of(batch, seq_len, chunk_tokens, longest)
-    largest = max([math.prod(shape) for shape in shapes if shape is not None])
-    if chunks.group * longest * largest < timing.LEAST_PRODUCT:
-        ops = ops.untimed
     fuses = fuses and not any(node.chooses for node in graph.nodes)
     fusions = _fusions(ops, graph, widths, graph.compute or dtype, device) if fuses else frozenset()
     plan = schedule(graph, call.save, call.needs_grad, chunks.tiled, fusions)

@@ -25,6 +25,7 @@ from fused_remat.spec import (
 )
 from fused_remat.steps.activation import MLPActivation
 from fused_remat.steps.attention import Attention
+from fused_remat.steps.chunk import Part
 from fused_remat.steps.collective import (
     SITES_OF_A_RANK,
     AllGather,
@@ -33,7 +34,7 @@ from fused_remat.steps.collective import (
     ReduceScatterSequences,
 )
 from fused_remat.steps.cross_entropy import LinearCrossEntropy
-from fused_remat.steps.linear import Linear, Part
+from fused_remat.steps.linear import Linear
 from fused_remat.steps.low_rank import LowRank
 from fused_remat.steps.node import Node
 from fused_remat.steps.norm import Norm
@@ -291,7 +292,7 @@ def block_graph(spec: BlockSpec) -> Graph:
     Raises: ValueError for a low-rank update of a layer that the block does not have, and for
         branches that would give two activations one name.
 
-    >>> from fused_remat.spec import nn_layer_spec
+    >>> from fused_remat.layer_specs import nn_layer_spec
     >>> block_graph(nn_layer_spec(True, 4, 16, "gelu")).names
     ('norm1', 'qkv', 'attn', 'mid', 'norm2', 'up', 'act')
     """

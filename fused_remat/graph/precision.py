@@ -33,7 +33,7 @@ def mixed_precision(graph: Graph, compute: torch.dtype) -> Graph:
         or writes the stream.
 
     >>> from fused_remat.graph.build import block_graph
-    >>> from fused_remat.spec import nn_layer_spec
+    >>> from fused_remat.layer_specs import nn_layer_spec
     >>> graph = mixed_precision(block_graph(nn_layer_spec(True, 4, 16, "gelu")), torch.bfloat16)
     >>> sorted(graph.stream), graph.dtypes(torch.float32)["qkv"]
     (['input', 'mid', 'output'], torch.bfloat16)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fused_remat.huggingface.masks import read_masks
+from fused_remat.layer_specs import transformer_spec
 from fused_remat.layers.eligibility import (
     RECORDERS,
     Unsupported,
@@ -18,7 +19,7 @@ from fused_remat.layers.eligibility import (
 )
 from fused_remat.layers.read import BlockInputs, LayerMap, Parts
 from fused_remat.ops.activation import activation_name, has_hooks
-from fused_remat.spec import BlockSpec, transformer_spec
+from fused_remat.spec import BlockSpec
 
 #: Arguments of a layer that a block reads, and those that do not change what it computes.
 _READ = ("hidden_states", "attention_mask", "position_embeddings", "is_causal")

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fused_remat.layer_specs import transformer_spec
 from fused_remat.layers.eligibility import Reason
 from fused_remat.layers.fused_layer import FusedLayer
 from fused_remat.layers.plain_causal import CausalLayer, check_window
@@ -17,7 +18,7 @@ from fused_remat.ops.activation import ActivationLike
 from fused_remat.ops.checks import check_p, masks_given, read_masks
 from fused_remat.ops.pieces import rotary_tensors, split_rope
 from fused_remat.policies import Policy
-from fused_remat.spec import AttentionOptions, BlockSpec, attention_fields, transformer_spec
+from fused_remat.spec import AttentionOptions, BlockSpec, attention_fields
 
 
 class FusedRematCausalLayer(FusedLayer, CausalLayer):

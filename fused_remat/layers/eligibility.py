@@ -19,8 +19,9 @@ from torch.nn.modules import module as _module
 from torch.utils._device import DeviceContext
 
 from fused_remat.autograd.shards import is_dtensor
+from fused_remat.layer_specs import cached
 from fused_remat.layers.precision import unsupported_autocast_reason
-from fused_remat.spec import BlockSpec, cached
+from fused_remat.spec import BlockSpec
 from fused_remat.steps.collective import in_context_parallel
 
 PLAIN = (Tensor, nn.Parameter)
@@ -246,7 +247,7 @@ def check_weights(
 
     `low`: the dtype of autocast, None if it is off. `path_of`: what the layer calls a weight.
 
-    >>> from fused_remat.spec import nn_layer_spec
+    >>> from fused_remat.layer_specs import nn_layer_spec
     >>> spec = nn_layer_spec(True, 1, 8, "gelu")
     >>> weights = {"fc1.weight": torch.zeros(32, 8), "fc2.weight": torch.zeros(8, 30)}
     >>> check_weights(torch.zeros(1, 3, 8), "x", weights, spec, None)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fused_remat.execution.observe import DECISIONS
+from fused_remat.layer_specs import nn_layer_spec
 from fused_remat.layers.activation import read_activation
 from fused_remat.layers.eligibility import (
     PLAIN,
@@ -24,7 +25,7 @@ from fused_remat.layers.precision import CASTABLE, low_dtype
 from fused_remat.layers.read import BlockInputs, LayerMap, Parts, read_block
 from fused_remat.ops.activation import activation_name
 from fused_remat.policies import Policy
-from fused_remat.spec import BlockSpec, nn_layer_spec
+from fused_remat.spec import BlockSpec
 
 _EXACT = Reason("evaluation without gradients is PyTorch's own where that is exact", quiet=True)
 _NESTED = Reason("an argument is a nested tensor", quiet=True)

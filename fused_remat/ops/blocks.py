@@ -10,6 +10,7 @@ from typing_extensions import Unpack
 
 from fused_remat.autograd import run_block
 from fused_remat.graph.build import block_graph
+from fused_remat.layer_specs import nn_layer_spec, transformer_spec
 from fused_remat.ops.activation import ActivationLike, resolve_activation
 from fused_remat.ops.checks import (
     argument_name,
@@ -37,8 +38,6 @@ from fused_remat.spec import (
     NormSpec,
     attention_fields,
     lora_params,
-    nn_layer_spec,
-    transformer_spec,
 )
 from fused_remat.steps.user_function import Function
 

@@ -125,14 +125,11 @@ class _Noted(Operations):
 
     def __init__(self, ops: Operations) -> None:
         super().__init__(ops.name, ops.chunk_tokens, ops.__getitem__)
-        self.timed = ops.untimed is not ops
         self.reasons: list[str] = []
 
     def __getitem__(self, function: Function) -> Function:  # type: ignore[override]
         def noted(*args: Any, **kwargs: Any) -> Any:
-            chosen = choose(
-                function, self.name, OPERATIONS[function].key(*args, **kwargs), self.timed
-            )
+            chosen = choose(function, self.name, OPERATIONS[function].key(*args, **kwargs))
             self.reasons.append(chosen.reason(*args, **kwargs))
             return self.serve(function)(*args, **kwargs)
 

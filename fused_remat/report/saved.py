@@ -207,7 +207,7 @@ def predict_kept_bytes(
             on the CPU nothing moves, so they count.
 
     >>> from fused_remat.graph.build import block_graph
-    >>> from fused_remat.spec import nn_layer_spec
+    >>> from fused_remat.layer_specs import nn_layer_spec
     >>> shapes = {"input": (8,), "qkv.weight": (24, 8), "proj.weight": (8, 8),
     ...           "fc1.weight": (32, 8), "fc2.weight": (8, 32)}
     >>> graph = block_graph(nn_layer_spec(True, 2, 4, "gelu"))

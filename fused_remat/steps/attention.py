@@ -21,6 +21,7 @@ from fused_remat.steps.attention_call import AttentionArgs, AttentionKey, Heads,
 from fused_remat.steps.attention_library import unsupported_call_reason, unsupported_reason
 from fused_remat.steps.node import Input, Node, Param, Shapes
 from fused_remat.steps.operations import operation
+from fused_remat.steps.residual import site_key
 
 if TYPE_CHECKING:
     from fused_remat.steps.chunk import Chunk
@@ -302,7 +303,7 @@ class Attention(Node):
             dmask=dmask,
             dpadding=dpadding,
             mask_grad=self.mask in owner.needs_grad or self.padding in owner.needs_grad,
-            site_key=owner.site_key(self.site) if self.spec.dropout > 0.0 else None,
+            site_key=site_key(owner, self.site) if self.spec.dropout > 0.0 else None,
             row0=chunk.seqs[0] * self.spec.num_heads * q_len,
             lengths=_sequences(chunk, chunk.param(self.lengths)),
             cu_q=chunk.param(self.cu_q),

@@ -9,7 +9,6 @@ group.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 
@@ -19,8 +18,8 @@ from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn.attention import SDPBackend
 
-from fused_remat.steps import attention_blocked, timing
 from fused_remat.steps import attention_operators as operators
+from fused_remat.steps import cpu_choice
 from fused_remat.steps.attention_call import (
     AttentionArgs,
     AttentionKey,
@@ -28,7 +27,6 @@ from fused_remat.steps.attention_call import (
     attention_key,
 )
 from fused_remat.steps.attention_operators import Kernel
-from fused_remat.steps.linear import widens
 
 _KERNELS = {
     SDPBackend.FLASH_ATTENTION.value: "flash",
@@ -37,8 +35,6 @@ _KERNELS = {
 }
 # Rows of masks are apart by a multiple of this, which the efficient kernel needs.
 _MASK_ROWS = 16
-# Scores, of one sequence, of the calls that are timed on CPUs.
-_TIMED_SCORES = 1 << 20
 # Scores lose digits when a mask value of this magnitude is added.
 _FAR = 128.0
 # The CPU's flash kernel is wrong for a row whose largest mask value is finite and below this: its
@@ -75,45 +71,15 @@ def _why_never(key: AttentionKey) -> str | None:
 
 
 def _why_blocks(key: AttentionKey) -> str | None:
-    """Why blocks of query rows serve on a CPU: where they are faster. They skip keys that nobody
-    sees, and take the query heads of a key head as rows of one product."""
-    spec, width, dtype = key.spec, key.widths[0], key.dtype
-    causal = spec.window[1] == 0
+    """Return why blocks of query rows run on a CPU: where they are faster. They skip keys that no
+    query sees, and take the query heads of a key head as rows of one product."""
+    spec, causal = key.spec, key.spec.window[1] == 0
     if key.limited or not (causal or spec.num_heads > spec.num_kv_heads):
         return None
-    if torch.are_deterministic_algorithms_enabled():
-        return None
-    # About the call's lengths; heads as many as there are, up to about as many scores.
-    group = spec.num_heads // spec.num_kv_heads
-    q_len, kv_len = (min(1 << (n - 1).bit_length(), 1024) for n in (key.q_len, key.kv_len))
-    heads = max(1, min(spec.num_kv_heads, _TIMED_SCORES // (q_len * kv_len * group)))
-
-    def pair() -> tuple[timing.Run, timing.Run]:
-        few = dataclasses.replace(spec, num_heads=heads * group, num_kv_heads=heads)
-        call = AttentionArgs(few, 1, q_len, kv_len)
-        made = torch.ones((q_len + 2 * kv_len) * heads * group, width, dtype=dtype)
-
-        def tokens(length: int, count: int) -> Tensor:
-            return made[: length * count].view(1, length, count, -1).transpose(1, 2)
-
-        q, k, v = tokens(q_len, heads * group), tokens(kv_len, heads), tokens(kv_len, heads)
-        o, dq, dk, dv = (torch.empty_like(x) for x in (q, q, k, v))
-        grads, wide = (dq, dk, dv), widens(q)
-
-        def library() -> None:
-            rows, lse = forward(q, k, v, call, wide)
-            o.transpose(1, 2).copy_(rows.reshape(1, q_len, heads * group, -1))
-            backward(o, q, k, v, o, lse, call, grads, wide)
-
-        def blocks() -> None:
-            lse = attention_blocked.forward(q, k, v, call, o)
-            attention_blocked.backward(o, q, k, v, o, lse, call, grads)
-
-        return library, blocks
-
-    sizes = dtype, causal, heads, group, q_len, kv_len, width
-    blocks_serve = timing.prefers("FUSED_REMAT_CPU_ATTENTION", "blocks", sizes, pair)
-    return "faster on this machine" if blocks_serve else None
+    choice = cpu_choice.forced(cpu_choice.ATTENTION)
+    if not choice and causal and cpu_choice.applies(cpu_choice.ATTENTION, key.dtype, key.kv_len):
+        choice = "blocks"
+    return "faster on this processor" if choice == "blocks" else None
 
 
 def unsupported_call_reason(q: Tensor, v: Tensor, call: AttentionArgs) -> str | None:

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from fused_remat import random
-from fused_remat.steps.linear import Part, linear_dw
 from fused_remat.steps.operations import Operations
-from fused_remat.steps.residual import site_keys
+
+#: (start, stop, rows): the rows from `start` to `stop` of a tensor that has `rows`.
+Part = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
@@ -123,23 +124,13 @@ class Pass:
         self.param_grads: dict[str, Tensor] = {} if sink is None else dict(sink)
         self.joint_grads: dict[tuple[str, ...], Tensor] = {}
         self.watch = watch
-        self._site_keys: dict[int, tuple[Tensor, ...]] = {}
+        self.site_keys: dict[int, tuple[Tensor, ...]] = {}  # by the first site (`site_key`)
 
     def take_grads(self, names: Collection[str]) -> dict[str, Tensor]:
         """Remove and return gradients that are complete."""
         for joint in [joint for joint in self.joint_grads if not set(names).isdisjoint(joint)]:
             del self.joint_grads[joint]
         return {name: self.param_grads.pop(name) for name in names if name in self.param_grads}
-
-    def site_key(self, site: int) -> Tensor:
-        """The random key of a dropout site."""
-        index = site % random.NUM_SITES
-        keys = self._site_keys.get(site - index)
-        if keys is None:
-            seed = self.tensors["seed"]
-            assert seed is not None
-            keys = self._site_keys[site - index] = self.ops[site_keys](seed, site - index)
-        return keys[index]
 
 
 class Chunk(dict[str, Tensor]):
@@ -247,14 +238,14 @@ class Chunk(dict[str, Tensor]):
     def add_param_grad(self, name: str, grad: Tensor, part: Part | None = None) -> None:
         have = self.owner.param_grads.get(name)
         if part is not None:
-            self._part_of_grad(name, part, grad.shape[1:], grad.dtype).add_(grad)
+            self.part_of_grad(name, part, grad.shape[1:], grad.dtype).add_(grad)
             return
         if have is None:
             self.owner.param_grads[name] = grad
         else:
             have.add_(grad)
 
-    def _part_of_grad(
+    def part_of_grad(
         self, name: str, part: Part, shape: tuple[int, ...], dtype: torch.dtype
     ) -> Tensor:
         """The rows of a parameter's gradient that are a layer's, zero at first."""
@@ -262,39 +253,3 @@ class Chunk(dict[str, Tensor]):
         if name not in grads:
             grads[name] = torch.zeros((part[2], *shape), dtype=dtype, device=self.owner.device)
         return grads[name][part[0] : part[1]]
-
-    def add_weight_grad(
-        self,
-        name: str,
-        dy: Tensor,
-        x: Tensor,
-        part: Part | None = None,
-        partial: bool = False,
-    ) -> None:
-        """Add dy.T @ x to the gradient of a weight; `partial`: the step itself will add more."""
-        owner, grads = self.owner, self.owner.param_grads
-        partial = partial or owner.partial
-        if part is not None:
-            wide = torch.promote_types(x.dtype, torch.float32) if partial else x.dtype
-            into = self._part_of_grad(name, part, x.shape[1:], wide)
-            self.ops[linear_dw](dy, x, into, partial, owner.exact)
-            return
-        grads[name] = self.ops[linear_dw](dy, x, grads.get(name), partial, owner.exact)
-
-    def add_weight_grads(
-        self, names: tuple[str, ...], sizes: tuple[int, ...], dy: Tensor, x: Tensor
-    ) -> None:
-        """`add_weight_grad` of layers whose columns of dy are side by side: one product.
-
-        The gradients are rows of one tensor, unless some exist already.
-        """
-        owner, grads = self.owner, self.owner.param_grads
-        whole = owner.joint_grads.get(names)
-        if whole is None and not grads.keys().isdisjoint(names):
-            for name, columns in zip(names, dy.split(sizes, 1), strict=True):
-                self.add_weight_grad(name, columns, x)
-            return
-        whole = self.ops[linear_dw](dy, x, whole, owner.partial, owner.exact)
-        owner.joint_grads[names] = whole
-        # Of one tensor's memory, but each with a version counter of its own.
-        grads.update(zip(names, [rows.data for rows in whole.split(sizes)], strict=True))

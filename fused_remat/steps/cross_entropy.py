@@ -21,6 +21,7 @@ from torch import Tensor
 
 from fused_remat.spec import ParallelSpec
 from fused_remat.steps import collective, linear
+from fused_remat.steps.linear import add_product, product
 from fused_remat.steps.node import Input, Node, Param, Shapes
 from fused_remat.steps.operations import operation
 
@@ -284,20 +285,20 @@ def check_targets(call: CrossEntropyTargets, vocab: int) -> None:
 
 
 def losses(
-    highs: Tensor,
+    tops: Tensor,
     sums: Tensor,
     picked: Tensor,
     total: Tensor,
     vocab: int,
     call: CrossEntropyTargets,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Losses and the two statistics, (n, 1), from those of the blocks of columns.
+    """Return losses and the two statistics, (n, 1), from those of the blocks of columns.
 
-    `highs` and `sums` (n, blocks) are max and sum(exp(logits - max)) of each block; `picked` is the
+    `tops` and `sums` (n, blocks) are max and sum(exp(logits - max)) of each block; `picked` is the
     target's logit, `total` the sum of all logits, (n, 1).
     """
-    high = highs.amax(1, keepdim=True)
-    log_sum = (sums * torch.exp(highs - high)).sum(1, keepdim=True).log_()
+    high = tops.amax(1, keepdim=True)
+    log_sum = (sums * torch.exp(tops - high)).sum(1, keepdim=True).log_()
     if call.group:
         high, log_sum, picked, total = _of_all_ranks(high, log_sum, picked, total, call.group)
     # Not lse - picked, which is all rounding where the target has nearly all of the mass.
@@ -428,28 +429,6 @@ class _Columns:
         at = (target - self.first)[:, None]
         inside = (at >= 0) & (at < len(self.weight))
         return at.clamp_(0, len(self.weight) - 1), inside
-
-
-def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """a @ b in at least float32, in `out` if given.
-
-    It is rounded to 16 bits before only where ATen has no other product.
-    """
-    if a.dtype.itemsize == 2 and a.device.type == "cuda" and torch.version.hip is None:
-        return torch.mm(a, b, out_dtype=torch.float32, out=out)
-    y = torch.mm(a, b)
-    y = y.float() if y.dtype.itemsize == 2 else y
-    return y if out is None else out.copy_(y)
-
-
-def add_product(into: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
-    """into += a @ b, or into = a @ b if it is the first."""
-    if a.dtype != into.dtype:
-        product(a, b, into) if first else into.add_(product(a, b))
-    elif first:
-        torch.mm(a, b, out=into)
-    else:
-        torch.addmm(into, a, b, out=into)  # not addmm_: FLOP counters miss it
 
 
 def new_dweight(weight: Tensor, exact: bool) -> Tensor:

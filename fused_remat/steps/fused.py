@@ -16,7 +16,14 @@ from torch import Tensor
 from fused_remat.random import DropoutMask
 from fused_remat.spec import NormSpec
 from fused_remat.steps.activation import MLPActivation, activation_bwd, activation_fwd
-from fused_remat.steps.linear import Affine, Linear, bias_grad, linear_dx, linear_fwd
+from fused_remat.steps.linear import (
+    Affine,
+    Linear,
+    add_weight_grad,
+    bias_grad,
+    linear_dx,
+    linear_fwd,
+)
 from fused_remat.steps.node import Node
 from fused_remat.steps.norm import Norm, norm_fwd
 from fused_remat.steps.operations import operation
@@ -197,7 +204,7 @@ class MlpBackward(Node):
             assert dup is not None
             chunk.add_grad(layer.name, dup, owned=True)
         if act is not None:
-            chunk.add_weight_grad(out.weight, dz, act)
+            add_weight_grad(chunk, out.weight, dz, act)
         if out.bias in needs_grad:
             chunk.add_param_grad(out.bias, chunk.ops[bias_grad](dz))
         if out.residual in needs_grad:

@@ -10,20 +10,17 @@ from __future__ import annotations
 import functools
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fused_remat.random import DropoutMask
+from fused_remat.steps.chunk import Chunk, Part
 from fused_remat.steps.node import Input, Mask, Node, Params, Shapes
 from fused_remat.steps.operations import operation
 from fused_remat.steps.residual import dropout, residual_add
-
-if TYPE_CHECKING:
-    from fused_remat.steps.chunk import Chunk
-    from fused_remat.steps.low_rank import LowRank
 
 #: The dtypes of 16 bits.
 LOW = (torch.bfloat16, torch.float16)
@@ -139,15 +136,73 @@ def bias_grad(dy: Tensor) -> Tensor:
     return dy.sum(0, dtype=torch.float32) if dy.dtype in LOW else dy.sum(0)
 
 
+def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+    """Return a @ b in at least float32, in `out` if given.
+
+    It is rounded to 16 bits before only where ATen has no other product.
+    """
+    if a.dtype.itemsize == 2 and a.device.type == "cuda" and torch.version.hip is None:
+        return torch.mm(a, b, out_dtype=torch.float32, out=out)
+    y = torch.mm(a, b)
+    y = y.float() if y.dtype.itemsize == 2 else y
+    return y if out is None else out.copy_(y)
+
+
+def add_product(into: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
+    """Add a @ b to `into`, or write it there if it is the first."""
+    if a.dtype != into.dtype:
+        product(a, b, into) if first else into.add_(product(a, b))
+    elif first:
+        torch.mm(a, b, out=into)
+    else:
+        torch.addmm(into, a, b, out=into)  # not addmm_: FLOP counters miss it
+
+
 #: A weight and a bias, either of which may be absent.
 Affine = tuple[Tensor | None, Tensor | None]
-#: (start, stop, rows): the rows from `start` to `stop` of a tensor that has `rows`.
-Part = tuple[int, int, int]
 
 
 def rows_of(tensor: Tensor | None, part: Part | None) -> Tensor | None:
     """A part of a tensor, as a view."""
     return tensor if tensor is None or part is None else tensor[part[0] : part[1]]
+
+
+def add_weight_grad(
+    chunk: Chunk,
+    name: str,
+    dy: Tensor,
+    x: Tensor,
+    part: Part | None = None,
+    partial: bool = False,
+) -> None:
+    """Add dy.T @ x to the gradient of a weight; `partial`: the step itself will add more."""
+    owner, grads = chunk.owner, chunk.owner.param_grads
+    partial = partial or owner.partial
+    if part is not None:
+        wide = torch.promote_types(x.dtype, torch.float32) if partial else x.dtype
+        into = chunk.part_of_grad(name, part, x.shape[1:], wide)
+        chunk.ops[linear_dw](dy, x, into, partial, owner.exact)
+        return
+    grads[name] = chunk.ops[linear_dw](dy, x, grads.get(name), partial, owner.exact)
+
+
+def add_weight_grads(
+    chunk: Chunk, names: tuple[str, ...], sizes: tuple[int, ...], dy: Tensor, x: Tensor
+) -> None:
+    """Add the weight gradients of layers whose columns of dy are side by side: one product.
+
+    The gradients are rows of one tensor, unless some exist already.
+    """
+    owner, grads = chunk.owner, chunk.owner.param_grads
+    joint = owner.joint_grads.get(names)
+    if joint is None and not grads.keys().isdisjoint(names):
+        for name, columns in zip(names, dy.split(sizes, 1), strict=True):
+            add_weight_grad(chunk, name, columns, x)
+        return
+    joint = chunk.ops[linear_dw](dy, x, joint, owner.partial, owner.exact)
+    owner.joint_grads[names] = joint
+    # Of one tensor's memory, but each with a version counter of its own.
+    grads.update(zip(names, [rows.data for rows in joint.split(sizes)], strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +215,8 @@ class Linear(Node):
         weights, biases: names of each layer's weight and bias.
         sizes: output columns of each layer, if there are several.
         part: the rows of the weight and bias that are this layer's, if it shares them with others.
-        updates: low-rank updates. A step with updates has no residual and no mask.
+        updates: low-rank updates (`low_rank.LowRank`). A step with updates has no residual and no
+            mask.
     """
 
     x: Input
@@ -170,7 +226,7 @@ class Linear(Node):
     mask: Mask = ""
     sizes: tuple[int, ...] = ()
     part: Part | None = None
-    updates: tuple[LowRank, ...] = ()
+    updates: tuple[Any, ...] = ()
 
     @functools.cached_property
     def weight(self) -> str:
@@ -287,11 +343,11 @@ class Linear(Node):
                 x = chunk[self.x] if self.updates else chunk.last(self.x)
                 x = x if self.compute is None else x.to(self.compute)
                 if self.sizes and len(wanted) == len(self.sizes):  # all of them, each once
-                    chunk.add_weight_grads(self.weights, self.sizes, dz, x)
+                    add_weight_grads(chunk, self.weights, self.sizes, dz, x)
                 else:
                     for weight, _, part in layers:
                         if weight in wanted:
-                            chunk.add_weight_grad(weight, part, x, self.part)
+                            add_weight_grad(chunk, weight, part, x, self.part)
                 del x
             for _, bias, part in layers:
                 if bias in needs_grad:

@@ -13,7 +13,14 @@ import torch
 from torch import Tensor
 
 from fused_remat.random import DropoutMask
-from fused_remat.steps.linear import Linear, describe_product, linear_dx, linear_fwd, widens
+from fused_remat.steps.linear import (
+    add_weight_grad,
+    describe_product,
+    linear_dx,
+    linear_fwd,
+    widens,
+)
+from fused_remat.steps.node import Node
 from fused_remat.steps.operations import operation
 from fused_remat.steps.residual import dropout
 
@@ -56,7 +63,7 @@ class LowRank:
     columns: tuple[int, int] | None = None
     dtype: torch.dtype | None = None
 
-    def add_to(self, y: Tensor, chunk: Chunk, linear: Linear) -> None:
+    def add_to(self, y: Tensor, chunk: Chunk, linear: Node) -> None:
         """Add the update to y, the result of the step, in place."""
         low = self._product(chunk, linear)
         for rows, _ in _pieces(y, y.dtype != low.dtype):
@@ -67,11 +74,11 @@ class LowRank:
     def _columns(self, y: Tensor) -> Tensor:
         return y if self.columns is None else y[:, slice(*self.columns)]
 
-    def _product(self, chunk: Chunk, linear: Linear) -> Tensor:
+    def _product(self, chunk: Chunk, linear: Node) -> Tensor:
         """(mask * x) @ A.T, computed unless the chunk has it."""
         if self.low in chunk:
             return chunk[self.low]
-        x, mask, weight = chunk[linear.x], chunk.mask(self.mask), chunk.param(self.a)
+        x, mask, weight = chunk[linear.inputs[0]], chunk.mask(self.mask), chunk.param(self.a)
         assert weight is not None
         dtype = self.dtype or linear.compute or x.dtype
         low = x.new_empty((x.shape[0], weight.shape[0]), dtype=dtype)
@@ -81,16 +88,16 @@ class LowRank:
         return low
 
     def backward_b(
-        self, chunk: Chunk, linear: Linear, dy: Tensor, needs_grad: Collection[str]
+        self, chunk: Chunk, linear: Node, dy: Tensor, needs_grad: Collection[str]
     ) -> Tensor | None:
         """Add the gradient of B; return that of (mask * x) @ A.T, or None if nothing needs it."""
         dtype, parts = self.dtype or dy.dtype, []
-        needs_low = linear.x in needs_grad or self.a in needs_grad
+        needs_low = linear.inputs[0] in needs_grad or self.a in needs_grad
         low = self._product(chunk, linear) if self.b in needs_grad else None
         for rows, _ in _pieces(dy, dy.dtype != dtype):
             mine = self._columns(dy[rows]).to(dtype)
             if low is not None:
-                chunk.add_weight_grad(self.b, mine, low[rows] * self.scale)
+                add_weight_grad(chunk, self.b, mine, low[rows] * self.scale)
             if needs_low:
                 parts.append(chunk.ops[linear_dx](mine, chunk.param(self.b)).mul_(self.scale))
         if not needs_low:
@@ -98,20 +105,20 @@ class LowRank:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def backward_a(
-        self, chunk: Chunk, linear: Linear, dlow: Tensor, needs_grad: Collection[str]
+        self, chunk: Chunk, linear: Node, dlow: Tensor, needs_grad: Collection[str]
     ) -> None:
         """Add the gradients of A and of x, given `dlow`, the gradient of (mask * x) @ A.T."""
         mask, weight = chunk.mask(self.mask), chunk.param(self.a)
         dx: Tensor | None = None
-        if linear.x in needs_grad:  # then the layer itself has given one
-            dx = chunk.sum_of_grads(linear.x, chunk.dtype_of(linear.x))
+        if linear.inputs[0] in needs_grad:  # then the layer itself has given one
+            dx = chunk.sum_of_grads(linear.inputs[0], chunk.dtype_of(linear.inputs[0]))
             assert dx is not None
-        x = chunk[linear.x] if self.a in needs_grad else None
-        for rows, mine in _pieces(dlow, chunk.dtype_of(linear.x) != dlow.dtype, mask):
+        x = chunk[linear.inputs[0]] if self.a in needs_grad else None
+        for rows, mine in _pieces(dlow, chunk.dtype_of(linear.inputs[0]) != dlow.dtype, mask):
             if x is not None:
                 operand = _dropped(chunk, x[rows], mine, dlow.dtype)
                 cut = rows.stop - rows.start < dlow.shape[0]
-                chunk.add_weight_grad(self.a, dlow[rows], operand, partial=cut)
+                add_weight_grad(chunk, self.a, dlow[rows], operand, partial=cut)
                 del operand
             if dx is None:
                 continue
@@ -121,7 +128,7 @@ class LowRank:
                 part = chunk.ops[linear_dx](dlow[rows], weight)
                 dx[rows].add_(part if mine is None else chunk.ops[dropout](part, mine))
         if dx is not None:
-            chunk.add_grad(linear.x, dx, owned=True)
+            chunk.add_grad(linear.inputs[0], dx, owned=True)
 
 
 #: How many tokens are converted at a time where an update has another dtype than the block.

@@ -1,8 +1,8 @@
-"""Products of linear layers on CPUs of which a timing decides: forward and dx.
+"""Products of linear layers on CPUs besides ATen's: forward and dx. `cpu_choice` chooses.
 
-In float32 ATen's are MKL's on x86, which are faster than oneDNN's on some processors, slower on
-others. In 16 bits ATen's are oneDNN's, and for some sizes two of half the columns each are faster.
-Weight gradients are ATen's.
+In float32 ATen's are MKL's on x86, and oneDNN's are faster on some processors. In 16 bits ATen's
+are oneDNN's, and on some processors two of half the columns each are faster. Weight gradients are
+ATen's.
 """
 
 from __future__ import annotations
@@ -12,23 +12,19 @@ import math
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-from fused_remat.steps import linear, timing
+from fused_remat.steps import cpu_choice, linear
+from fused_remat.steps.cpu_choice import LARGEST_16_BIT, SMALLEST_PRODUCT
 from fused_remat.steps.linear import LOW, linear_dx, linear_fwd
 from fused_remat.steps.operations import faster
-from fused_remat.steps.timing import Run
 
-# (tokens, columns of x, columns of y) of the float32 products that are timed, each for those from
-# its size. In 16 bits every weight's shape is timed, at the multiple of so many tokens below, if
-# columns, tokens and multiply-adds are within these.
-_TIMED = (512, 512, 1024), (256, 256, 512)
-_TOKENS, _MOST_TOKENS, _LEAST_COLUMNS, _LARGEST_PRODUCT = 256, 2048, 128, 2**32
+# The products of 16 bits that may run in halves: tokens, columns and multiply-adds.
+_TOKENS, _MOST_TOKENS, _LEAST_COLUMNS = 256, 2048, 128
 
 
 def _onednn() -> Any:
-    """oneDNN's product, if this PyTorch has it with the arguments of the calls here; else None."""
+    """Return oneDNN's product if PyTorch has it with the arguments of the calls here, else None."""
     product = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
     if product is None or not torch.backends.mkldnn.is_available():
         return None
@@ -40,46 +36,33 @@ def _onednn() -> Any:
 
 
 def _flops(x: Any, weight: Any, *_: Any, **__: Any) -> int:
-    """Of oneDNN's product, given shapes."""
+    """Return the floating-point operations of oneDNN's product of these shapes."""
     return 2 * int(math.prod(x)) * int(weight[0])
 
 
 _ONEDNN = _onednn()
 
 
-def _sizes(dtype: torch.dtype, shape: tuple[int, int, int]) -> tuple[int, int, int] | None:
-    """The sizes of the product that is timed for one of `shape`; None if none is, and ATen's is."""
-    tokens, size = shape[0], math.prod(shape)
-    if dtype == torch.float32:
-        return next((sizes for sizes in _TIMED if math.prod(sizes) <= size), None)
-    if not _TOKENS <= tokens < _MOST_TOKENS or shape[2] < _LEAST_COLUMNS:
-        return None
-    if not timing.LEAST_PRODUCT <= size <= _LARGEST_PRODUCT:
-        return None
-    return tokens // _TOKENS * _TOKENS, *shape[1:]
+def _available() -> bool:
+    return torch._C._get_mkldnn_enabled() and cpu_choice.may_apply(cpu_choice.PRODUCTS)
 
 
 def _unsupported_reason(backward: bool, key: tuple[Any, ...]) -> str | None:
     dtype, device, *_, (tokens, *weight) = key
-    low = dtype in LOW
+    low, size = dtype in LOW, math.prod((tokens, *weight))
     has = linear.cpu_has_native(dtype) if low else dtype == torch.float32 and _ONEDNN is not None
     if device.type != "cpu" or not has or len(weight) != 2:
         return ""
-    columns = weight if backward else weight[::-1]
-    sizes = _sizes(dtype, (tokens, *columns))
-    if sizes is None:
+    if size < SMALLEST_PRODUCT:
         return "" if low else "slower at this size"
-
-    def pair() -> tuple[Run, Run]:
-        x = torch.ones(sizes[:2], dtype=dtype)
-        if backward:
-            weight = torch.ones(sizes[1:], dtype=dtype)
-            return lambda: torch.mm(x, weight), lambda: linear_dx_timed(x, weight)
-        weight = torch.ones(sizes[:0:-1], dtype=dtype)
-        return lambda: F.linear(x, weight), lambda: linear_fwd_timed(x, weight, None)
-
-    chosen = timing.prefers("FUSED_REMAT_CPU_PRODUCTS", "onednn", (backward, dtype, sizes), pair)
-    return None if chosen else "" if low else "slower on this machine"
+    columns = weight[1] if backward else weight[0]
+    in_range = _TOKENS <= tokens < _MOST_TOKENS and size <= LARGEST_16_BIT
+    if low and not (in_range and columns >= _LEAST_COLUMNS):
+        return ""
+    if cpu_choice.forced(cpu_choice.PRODUCTS) == "onednn":
+        return None
+    chosen = cpu_choice.applies(cpu_choice.PRODUCTS, dtype, size)
+    return None if chosen else "" if low else "slower on this processor"
 
 
 def _describe(key: tuple[Any, ...], *_: Any, **__: Any) -> str:
@@ -87,10 +70,10 @@ def _describe(key: tuple[Any, ...], *_: Any, **__: Any) -> str:
 
 
 @faster(
-    linear_fwd, "eager", name="oneDNN", timed=True, description=_describe,
+    linear_fwd, "eager", name="oneDNN", available=_available, description=_describe,
     unsupported_reason=functools.partial(_unsupported_reason, False),
 )  # fmt: skip
-def linear_fwd_timed(x, weight, bias, residual=None, mask=None, out=None):
+def linear_fwd_onednn(x, weight, bias, residual=None, mask=None, out=None):
     if x.dtype in LOW:
         y = x.new_empty((x.shape[0], weight.shape[0])) if out is None else out
         biases = (None, None) if bias is None else bias.chunk(2)
@@ -106,10 +89,10 @@ def linear_fwd_timed(x, weight, bias, residual=None, mask=None, out=None):
 
 
 @faster(
-    linear_dx, "eager", name="oneDNN", timed=True, description=_describe,
+    linear_dx, "eager", name="oneDNN", available=_available, description=_describe,
     unsupported_reason=functools.partial(_unsupported_reason, True),
 )  # fmt: skip
-def linear_dx_timed(dy, weight, into=None):
+def linear_dx_onednn(dy, weight, into=None):
     if dy.dtype not in LOW:
         dx = _ONEDNN(dy, weight.t(), None, "none", [], "")
         return dx if into is None else into.add_(dx)

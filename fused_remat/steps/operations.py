@@ -82,14 +82,15 @@ class Faster:
             reason that `explain` does not print.
         description: what it runs, for `explain`.
         name: of the implementation, for `explain`; by default the backend's.
-        timed: whether a timing decides (`steps.timing`), in `unsupported_reason`.
+        available: whether this process may use it at all; called once, when a table of operations
+            first has the operation.
     """
 
     run: Function
     unsupported_reason: Callable[[Any], str | None]
     description: Description
     name: str = ""
-    timed: bool = False
+    available: Callable[[], bool] = lambda: True
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,7 +134,7 @@ def faster(
     description: Description,
     unsupported_reason: Callable[[Any], str | None] = always,
     name: str = "",
-    timed: bool = False,
+    available: Callable[[], bool] = lambda: True,
 ) -> Callable[[Function], F]:
     """Register an implementation of the operation `function` for a backend (see `Faster`).
 
@@ -152,7 +153,7 @@ def faster(
             )
         run.__doc__ = run.__doc__ or function.__doc__
         OPERATIONS[function].faster[backend] = Faster(
-            run, unsupported_reason, description, name, timed
+            run, unsupported_reason, description, name, available
         )
         return cast(F, run)
 
@@ -173,10 +174,7 @@ class Operations(dict[Function, Function]):
         chunk_tokens: given a device and dtype, about how many tokens the backend processes at a
             time.
         serve: returns the implementation of an operation on its first use.
-        untimed: the table without the implementations of which a timing decides.
     """
-
-    untimed: Operations
 
     def __init__(
         self,

@@ -15,7 +15,7 @@ from fused_remat.steps.node import Input, Mask, Node, Shapes
 from fused_remat.steps.operations import operation
 
 if TYPE_CHECKING:
-    from fused_remat.steps.chunk import Chunk
+    from fused_remat.steps.chunk import Chunk, Pass
 
 
 @operation(
@@ -44,6 +44,17 @@ def dropout(x: Tensor, mask: DropoutMask, dtype: torch.dtype | None = None) -> T
 def site_keys(seed: Tensor, first: int) -> tuple[Tensor, ...]:
     """The keys of `random.NUM_SITES` sites from `first` on; keys and `seed` are int64 ()."""
     return random.site_keys(seed, first)
+
+
+def site_key(owner: Pass, site: int) -> Tensor:
+    """Return the random key of a dropout site."""
+    index = site % random.NUM_SITES
+    keys = owner.site_keys.get(site - index)
+    if keys is None:
+        seed = owner.tensors["seed"]
+        assert seed is not None
+        keys = owner.site_keys[site - index] = owner.ops[site_keys](seed, site - index)
+    return keys[index]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +88,7 @@ class DrawMask(Node):
     def forward(self, chunk: Chunk, out: Tensor | None = None) -> None:
         owner, width = chunk.owner, chunk.owner.widths[self.name]
         dtype = torch.promote_types(owner.dtype, torch.float32)
-        key = owner.site_key(self.site)
+        key = site_key(owner, self.site)
         row0, rows = chunk.first_row(self.name), chunk.rows_of(self.name)
         mask = DropoutMask(key, row0, rows, width, self.p, dtype)
         chunk[self.name] = mask  # type: ignore[assignment]

@@ -20,7 +20,6 @@ from fused_remat.steps import cross_entropy
 from fused_remat.steps.cross_entropy import (
     CrossEntropyTargets,
     Slopes,
-    add_product,
     block_of,
     check_targets,
     losses,
@@ -28,6 +27,7 @@ from fused_remat.steps.cross_entropy import (
     spans,
     sum_in,
 )
+from fused_remat.steps.linear import add_product
 from fused_remat.steps.operations import faster
 from fused_remat.triton.launch import INTERPRETED, Launch, Target, cdiv, in_place, target_of
 from fused_remat.triton.launch_cache import TARGET, run

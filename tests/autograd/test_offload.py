@@ -18,9 +18,9 @@ from torch.utils.checkpoint import checkpoint
 from fused_remat import Policy, check_replay, explain, memory_report, ops
 from fused_remat.autograd.replay_check import ReplayError
 from fused_remat.graph.build import block_graph
+from fused_remat.layer_specs import nn_layer_spec
 from fused_remat.policies import kept_names
 from fused_remat.report.allocations import SavedBytes, predict_kept_bytes
-from fused_remat.spec import nn_layer_spec
 
 BOTH = Policy(save={"attn", "qkv"}, offload={"qkv", "input"})
 SPEC = nn_layer_spec(True, H, D // H, "relu")

@@ -7,11 +7,11 @@ from itertools import combinations
 
 import numpy as np
 import pytest
+from bench.figures.drawing import STYLES
+from bench.figures.frontier import picture
 
 from bench.commands import frontier as command
 from bench.figures import labels
-from bench.figures.drawing import STYLES
-from bench.figures.frontier import picture
 from bench.frontier import DATA, Panel, Point, family, panels, sets, sweeps
 from bench.pages import pictures
 from bench.pages.frontier import brief, panel_table, readme, sweep_tables

@@ -9,15 +9,9 @@ from reference import EXACT_PRESETS
 from fused_remat.execution.prepare import BlockConfig, pieces_of
 from fused_remat.graph.build import block_graph, norm_graph
 from fused_remat.graph.schedule import schedule
+from fused_remat.layer_specs import nn_layer_spec, transformer_spec
 from fused_remat.policies import kept_names
-from fused_remat.spec import (
-    BlockSpec,
-    BranchSpec,
-    MLPSpec,
-    NormSpec,
-    nn_layer_spec,
-    transformer_spec,
-)
+from fused_remat.spec import BlockSpec, BranchSpec, MLPSpec, NormSpec
 from fused_remat.steps.chunk import Chunks
 
 PRE = block_graph(nn_layer_spec(True, 2, 4, "gelu"))

@@ -17,6 +17,7 @@ from fused_remat import Policy, ops, policies
 from fused_remat.autograd import function
 from fused_remat.graph.build import attention_graph, block_graph
 from fused_remat.graph.text import graph_of
+from fused_remat.layer_specs import nn_layer_spec, transformer_spec
 from fused_remat.policies import kept_names
 from fused_remat.spec import (
     KINDS,
@@ -28,8 +29,6 @@ from fused_remat.spec import (
     MLPSpec,
     NormSpec,
     ParallelSpec,
-    nn_layer_spec,
-    transformer_spec,
 )
 
 B, S, D, H, HIDDEN = 2, 5, 8, 2, 12

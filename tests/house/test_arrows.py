@@ -14,7 +14,7 @@ LINE = (
     "cli", "scale", "planner", "conversion", "convert", "parallel", "huggingface", "report",
     "tracing", "layers", "ops", "autograd", "execution", "graph", "triton", "steps",
 )  # fmt: skip
-LEAVES = ("policies", "random", "spec", "version")
+LEAVES = ("layer_specs", "policies", "random", "spec", "version")
 
 # By room or file, what may be imported of the package. The longest prefix of a file's name is its
 # row, and a file with no row fails until it is placed.
@@ -23,6 +23,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(LEAVES, ()),
     "__init__": (*LINE, *LEAVES),
     "__main__": ("cli",),
+    "layer_specs": ("spec",),
     "policies": (),
     # Rooms side by side on the line do not know each other.
     "convert": ("huggingface", *LINE[LINE.index("tracing") :], *LEAVES),
@@ -66,11 +67,11 @@ def runtime_nodes(node: ast.AST) -> Iterator[ast.AST]:
             yield from runtime_nodes(child)
 
 
-def imports_of(name: str) -> set[str]:
-    """What a module imports when it runs; `from a import b` gives `a.b`."""
+def imports_of(name: str, types: bool = False) -> set[str]:
+    """Return what a module imports when it runs, for `types` too; `from a import b` gives `a.b`."""
     found, source = set(), MODULES[name].read_text(encoding="utf-8")
     assert "import_module(" not in source, "imports are statements"
-    for node in runtime_nodes(ast.parse(source)):
+    for node in (ast.walk if types else runtime_nodes)(ast.parse(source)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -91,6 +92,21 @@ def test_arrows_go_one_way(name):
     ours = {i.removeprefix("fused_remat.") for i in imports_of(name) if within(i, "fused_remat")}
     wrong = {i for i in ours if not within(i, name, *ARROWS[row])}
     assert not wrong, f"{name} may import {ARROWS[row]}, and imports {sorted(wrong)}"
+
+
+@pytest.mark.parametrize("within_package, types", [("", False), ("steps", True)])
+def test_no_files_import_each_other_in_a_circle(within_package, types):
+    """At run time, imports in functions included; in `steps`, imports for types as well."""
+    rest = {}
+    for name in MODULES:
+        if not within_package or within(name, within_package):
+            ours = [i.removeprefix("fused_remat.") for i in imports_of(name, types)]
+            targets = {part for i in ours for part in (i, i.rpartition(".")[0])}
+            rest[name] = targets & MODULES.keys() - {name}
+    while free := [name for name, others in rest.items() if not others & rest.keys()]:
+        for name in free:
+            del rest[name]
+    assert not rest, f"these files import each other in a circle, or import one: {sorted(rest)}"
 
 
 def test_kernels_import_triton_and_each_other_only():

@@ -1,21 +1,21 @@
-"""Implementations for CPUs of which a timing decides: oneDNN's products, attention in blocks."""
+"""Implementations for CPUs besides ATen's: oneDNN's products, attention in blocks, the table."""
 
 import functools
-import time
 
 import pytest
 import torch
 from attention_calls import attention_call
+from processes import ROOT, printed
 from torch.utils.flop_counter import FlopCounterMode
 
 from fused_remat import FusedRematLayer, ops
 from fused_remat.execution import choose
 from fused_remat.random import DropoutMask, site_keys
-from fused_remat.steps import attention_library, linear, timing
+from fused_remat.steps import attention_library, cpu_choice, linear
 from fused_remat.steps import onednn as onednn_products
+from fused_remat.steps.cpu_choice import ATTENTION, PRODUCTS
 from fused_remat.steps.operations import OPERATIONS
 
-PRODUCTS, ATTENTION = "FUSED_REMAT_CPU_PRODUCTS", "FUSED_REMAT_CPU_ATTENTION"
 needs_onednn = pytest.mark.skipif(
     onednn_products._ONEDNN is None, reason="this PyTorch has no oneDNN"
 )
@@ -23,12 +23,15 @@ needs_onednn = pytest.mark.skipif(
 
 @pytest.fixture
 def settings(monkeypatch):
-    """A function that sets what decides, and has every choice made anew."""
+    """A function that sets the environment, or the processor if that is given."""
 
-    def settings(products="aten", attention="aten"):
+    def settings(products="aten", attention="aten", processor=None):
         monkeypatch.setenv(PRODUCTS, products)
         monkeypatch.setenv(ATTENTION, attention)
         choose.forget()
+        if processor is not None:
+            detect = functools.cache(lambda: processor)
+            monkeypatch.setattr(cpu_choice, "processor", detect)
 
     yield settings
     choose.forget()
@@ -83,12 +86,12 @@ def test_onednn_serves_large_float32_products_on_cpus_unless_it_is_switched_off(
     assert torch.equal(product(x[:8], weight, None), linear.linear_fwd(x[:8], weight, None))
     product(x.double(), weight.double(), None)
     product(x.bfloat16(), weight.bfloat16(), None)
-    layer = FusedRematLayer(128, 2, 1024)
-    with torch.backends.mkldnn.flags(enabled=False):
-        layer(torch.randn(256, 1, 128)).sum().backward()
     assert onednn == []
     product(x, weight, None)
     assert onednn == [(256, 256, 512)]
+    with torch.backends.mkldnn.flags(enabled=False):
+        settings("onednn")
+        assert choose.ops_for("eager", x)[linear.linear_fwd] is linear.linear_fwd
 
 
 @needs_onednn
@@ -135,7 +138,7 @@ def test_products_of_16_bits_in_halves_of_columns_are_right(width):
     dy, residual = torch.randn(2, 300, width, dtype=torch.bfloat16)
     mask = DropoutMask(site_keys(torch.tensor(0))[0], 0, 300, width, 0.5, torch.bfloat16)
     columns = torch.empty(300, 2 * width, dtype=torch.bfloat16)[:, width:]
-    forward, backward = onednn_products.linear_fwd_timed, onednn_products.linear_dx_timed
+    forward, backward = onednn_products.linear_fwd_onednn, onednn_products.linear_dx_onednn
     # Sums of 64 or more numbers, of deviation 8 to 23, rounded to 8 bits up to three times.
     close = functools.partial(torch.testing.assert_close, rtol=2e-2, atol=1e-1)
     for run, whole, operands in (
@@ -153,30 +156,19 @@ def test_products_of_16_bits_in_halves_of_columns_are_right(width):
     close(into, linear.linear_dx(dy, weight, x.clone()))
 
 
-@pytest.mark.parametrize("faster", [True, False])
-def test_products_of_16_bits_are_timed_by_their_sizes(settings, halves, monkeypatch, faster):
-    timed = []
-
-    def is_faster(make):
-        timed.append([run().shape for run in make()])
-        return faster
-
-    monkeypatch.setattr(timing, "_is_faster", is_faster)
-    settings("measure")
+def test_only_some_sizes_of_16_bits_run_in_halves(settings, halves):
+    settings("onednn")
     product, dx = (
         choose.ops_for("eager", torch.empty(0, dtype=torch.bfloat16))[operation]
         for operation in (linear.linear_fwd, linear.linear_dx)
     )
     weight, bias = torch.ones(256, 512).bfloat16(), torch.ones(256).bfloat16()
-    for tokens, others in ((600, [(512, 256)] * 2), (700, None), (2048, None), (255, None)):
+    for tokens in (600, 2048, 255):
         x = torch.ones(tokens, 512).bfloat16()
-        timed.clear(), halves.clear()
         y = product(x, weight, bias)
-        assert timed == ([others] if others else [])
-        in_halves = faster and 256 <= tokens < 2048
-        assert halves[-1] == (-128 if in_halves else 256)
+        assert halves[-1] == (-128 if tokens == 600 else 256)
         assert y.shape == (tokens, 256) and dx(y, weight).shape == x.shape
-        assert halves[-1] == (-256 if in_halves else 512)
+        assert halves[-1] == (-256 if tokens == 600 else 512)
 
 
 @pytest.mark.parametrize("recorded", [False, True])
@@ -217,7 +209,7 @@ def test_attention_in_blocks_where_it_is_faster(settings, dtype, is_causal):
         call = attention_call((2, 4, 2, 300, 300, 16), right=0 if is_causal else -1)
         faster = (
             attention_library.unsupported_call_reason(heads[0], heads[2], call)
-            == "faster on this machine"
+            == "faster on this processor"
         )
         assert faster == (implementation == "blocks")
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float64: 1e-12}[dtype]
@@ -225,60 +217,74 @@ def test_attention_in_blocks_where_it_is_faster(settings, dtype, is_causal):
         assert (a - b).norm() <= tolerance * b.norm()
 
 
-@pytest.mark.parametrize("faster", [True, False])
-def test_a_timing_is_made_once_for_sizes_and_decides(settings, monkeypatch, faster):
-    made = []
+AMD, INTEL = ("AuthenticAMD", "AVX512"), ("GenuineIntel", "AVX512")
+OTHERS = (("AuthenticAMD", "AVX2"), ("GenuineIntel", "AVX2"), ("", "DEFAULT"))
 
-    def is_faster(make):
-        for run in make():
-            run()  # what is timed can run
-        made.append(make)
-        return faster
 
-    monkeypatch.setattr(timing, "_is_faster", is_faster)
-    settings("measure", "measure")
-    q, k = torch.randn(1, 4, 200, 16), torch.randn(1, 2, 200, 16)
-    x, weight = torch.randn(256, 256), torch.randn(512, 256)
-    table = choose.ops_for("eager", x)
-    for _ in range(2):
-        ops.attention(q, k, k)
-        ops.attention(q[:, :, :190], k, k)  # about as long
-        table[linear.linear_fwd](x, weight, None)
-        table[linear.linear_fwd](torch.randn(300, 256), weight, None)  # about as large
-        table[linear.linear_dx](torch.randn(256, 512), weight)
-    assert len(made) == (1 if onednn_products._ONEDNN is None else 3)
-    call = attention_call((1, 4, 2, 200, 200, 16))
-    assert (attention_library.unsupported_call_reason(q, k, call) is not None) == faster
-    if onednn_products._ONEDNN is not None:
+@pytest.mark.parametrize("processor", [AMD, INTEL, *OTHERS])
+def test_the_processor_dtype_and_size_choose(settings, monkeypatch, processor):
+    settings("", "", processor)
+    monkeypatch.setattr(linear, "cpu_has_native", lambda dtype: True)
+
+    def product(dtype, tokens=512):
+        x, weight = torch.empty(tokens, 512, dtype=dtype), torch.empty(1024, 512, dtype=dtype)
         key = OPERATIONS[linear.linear_fwd].key(x, weight, None)
-        said = choose.choose(linear.linear_fwd, "eager", key).reason()
-        slower = "ATen's addmm; not oneDNN: slower on this machine"
-        assert said == ("oneDNN's linear" if faster else slower)
+        return choose.choose(linear.linear_fwd, "eager", key).run is not linear.linear_fwd
+
+    def attention(dtype, length, right=0):
+        q = torch.empty(1, 4, length, 16, dtype=dtype)
+        call = attention_call((1, 4, 2, length, length, 16), right=right)
+        return attention_library.unsupported_call_reason(q, q[:, :2], call) is not None
+
+    has = onednn_products._ONEDNN is not None
+    assert product(torch.float32) == (has and processor == AMD)
+    assert product(torch.bfloat16) == (processor == INTEL)
+    assert not product(torch.float32, 8) and not product(torch.float16)
+    assert attention(torch.float32, 512) == attention(torch.bfloat16, 128) == (processor == AMD)
+    assert not attention(torch.float32, 128) and not attention(torch.bfloat16, 2048)
+    assert not attention(torch.float32, 512, -1)  # grouped heads, not causal
 
 
-def test_deterministic_algorithms_are_not_timed(settings, monkeypatch):
-    monkeypatch.setattr(timing, "_is_faster", pytest.fail)
-    settings("measure", "measure")
-    torch.use_deterministic_algorithms(True)
-    try:
-        q = torch.randn(1, 2, 200, 16)
-        ops.attention(q, q, q, is_causal=True)
-        FusedRematLayer(128, 2, 1024)(torch.randn(256, 1, 128)).sum().backward()
-    finally:
-        torch.use_deterministic_algorithms(False)
+def test_every_entry_cites_committed_results():
+    for rule in cpu_choice.RULES:
+        assert rule.results
+        assert all((ROOT / "bench" / "results" / name).is_file() for name in rule.results)
 
 
-def test_the_faster_of_two_by_the_clock():
-    assert timing._is_faster(lambda: (lambda: time.sleep(0.02), lambda: None))
-    assert not timing._is_faster(lambda: (lambda: None, lambda: time.sleep(0.02)))
-    with FlopCounterMode(display=False) as counter:
-        timing._is_faster(lambda: (lambda: torch.ones(2, 2) @ torch.ones(2, 2), lambda: None))
-    assert counter.get_total_flops() == 0
+TRAIN = """
+import hashlib, torch
+from fused_remat import FusedRematLayer
+torch.set_num_threads(1)
+torch.manual_seed(0)
+digest = hashlib.sha256()
+mask = torch.nn.Transformer.generate_square_subsequent_mask(512)
+for dtype in (torch.float32, torch.bfloat16):
+    layer = FusedRematLayer(128, 2, 1024, 0.1, batch_first=True, dtype=dtype)
+    optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+    for _ in range(3):
+        x = torch.randn(1, 512, 128, dtype=dtype)
+        layer(x, src_mask=mask, is_causal=True).square().mean().backward()
+        optimizer.step()
+    for p in layer.parameters():
+        digest.update(p.detach().float().numpy().tobytes())
+print(digest.hexdigest())
+"""
 
 
-def test_another_setting_is_an_error(settings):
-    settings(attention="flash")
+def test_training_has_the_same_bits_in_every_process(monkeypatch):
+    """With the choice by processor, which the tests otherwise override."""
+    monkeypatch.setenv(PRODUCTS, "")
+    monkeypatch.setenv(ATTENTION, "")
+    assert printed("-c", TRAIN) == printed("-c", TRAIN)
+
+
+@pytest.mark.parametrize("value", ["measure", "flash"])
+def test_an_unknown_setting_is_an_error(settings, value):
+    settings(attention=value)
     q = torch.randn(1, 2, 200, 16)
-    said = f"{ATTENTION} is 'flash'; valid: 'measure', 'aten', 'blocks'"
-    with pytest.raises(ValueError, match=said):
+    expected = f"{ATTENTION} is '{value}', which names no .* set it to 'aten' or 'blocks'"
+    with pytest.raises(ValueError, match=expected):
         ops.attention(q, q, q, is_causal=True)
+    settings(products=value)
+    with pytest.raises(ValueError, match=f"{PRODUCTS} is '{value}'"):
+        ops.mlp(*torch.randn(2, 4, 4), None, torch.randn(4, 4), None)
