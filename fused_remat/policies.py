@@ -8,7 +8,6 @@ and rstd, attention's logsumexp beside a kept `attn`) and the dropout seed if ba
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -42,17 +41,6 @@ for _name, _rows in PRESETS.items():
     (LOSSY_PRESETS if _lossy else EXACT_PRESETS)[_name] = {}
 #: Every preset by name.
 ALL_PRESETS = EXACT_PRESETS | LOSSY_PRESETS
-
-
-def __getattr__(name: str) -> dict[str, dict[str, frozenset[str]]]:
-    """Names of an earlier version, which still work for one version."""
-    now = {"RUNGS": "EXACT_PRESETS", "LOSSY_RUNGS": "LOSSY_PRESETS", "ALL_RUNGS": "ALL_PRESETS"}
-    if name not in now:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    warnings.warn(
-        f"{__name__}.{name} is now {__name__}.{now[name]}", DeprecationWarning, stacklevel=2
-    )
-    return globals()[now[name]]  # type: ignore[no-any-return]
 
 
 #: The places of a block in a segment (`fused_remat.autograd.segments`).
