@@ -2,14 +2,13 @@
 
 from fused_remat.autograd.partial import defer_weight_gradients
 from fused_remat.autograd.replay_check import ReplayError, check_replay
-from fused_remat.conversion import Conversion, conversion
-from fused_remat.convert import convert, revert, set_policy
+from fused_remat.convert import Conversion, conversion, convert, revert, set_policy
 from fused_remat.layers import (
     FusedRematCausalLayer,
     FusedRematDecoderLayer,
     FusedRematLayer,
     FusedRematWarning,
-)
+)  # fmt: skip
 from fused_remat.planner import BudgetError, Plan, calibrate, fit, plan
 from fused_remat.policies import Policy
 from fused_remat.report import MemoryReport, memory_report
