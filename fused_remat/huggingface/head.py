@@ -30,7 +30,7 @@ from fused_remat.layers.fused_layer import (
     TRACED,
     is_traced,
 )
-from fused_remat.layers.linears import read_linear
+from fused_remat.layers.modules import read_linear
 from fused_remat.layers.record import NOTES, record_of
 from fused_remat.layers.tensor_parallel import VocabularyParallelLinear
 from fused_remat.layers.warn import warn, warn_compiled

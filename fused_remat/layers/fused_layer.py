@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
@@ -250,6 +251,20 @@ class FusedLayer(nn.Module):
                 "from now on; please report it, with the traceback that FUSED_REMAT_STRICT=1 gives",
             )
         return Reason(text)
+
+    def why_not_fused(self, *args: Any, **kwargs: Any) -> str | None:
+        """Return why this call of `forward` would not take the fused path; None if it would.
+
+        >>> from fused_remat import FusedRematLayer
+        >>> layer = FusedRematLayer(16, 2, 32)
+        >>> layer.norm1 = nn.RMSNorm(16)
+        >>> layer.why_not_fused(torch.zeros(5, 3, 16))
+        'norm1 is torch.nn.RMSNorm; the fused path supports torch.nn.LayerNorm'
+        """
+        bound = inspect.signature(_base(type(self)).forward).bind(self, *args, **kwargs)
+        bound.apply_defaults()
+        given = {name: value for name, value in bound.arguments.items() if name != "self"}
+        return self._unsupported_reason(**given)
 
     def _read(self, **given: Any) -> BlockInputs | TracedInputs | Reason:
         """The block of a call, or why the fused path cannot serve it."""

@@ -23,8 +23,14 @@ from fused_remat.layers.eligibility import (
     check_input,
     check_weights,
 )
-from fused_remat.layers.linears import read_dropout, read_linear, update_tensors
-from fused_remat.layers.modules import read_head_norms, read_norms, read_projections
+from fused_remat.layers.modules import (
+    read_dropout,
+    read_head_norms,
+    read_linear,
+    read_norms,
+    read_projections,
+    update_tensors,
+)
 from fused_remat.layers.precision import Precision, low_dtype, precision_of
 from fused_remat.spec import BlockSpec, LoraSpec
 from fused_remat.steps.user_function import Function

@@ -18,7 +18,7 @@ from fused_remat import random
 from fused_remat.autograd.shards import is_dtensor, local_shards
 from fused_remat.graph.build import block_graph
 from fused_remat.layers.eligibility import Reason
-from fused_remat.layers.linears import split_biases
+from fused_remat.layers.modules import split_biases
 from fused_remat.layers.read import BlockInputs, TracedInputs
 from fused_remat.policies import draws
 from fused_remat.spec import ParallelSpec

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fused_remat.execution.observe import DECISIONS
-from fused_remat.layers.activation import read_activation
 from fused_remat.layers.eligibility import (
     PLAIN,
     Reason,
@@ -20,6 +19,7 @@ from fused_remat.layers.eligibility import (
     wants_grad,
 )
 from fused_remat.layers.fused_layer import FusedLayer
+from fused_remat.layers.modules import read_activation
 from fused_remat.layers.precision import CASTABLE, low_dtype
 from fused_remat.layers.read import BlockInputs, LayerMap, Parts, read_block
 from fused_remat.ops.activation import activation_name
@@ -139,26 +139,6 @@ class FusedRematLayer(_TorchLayer, nn.TransformerEncoderLayer):
         if low is not None and out.dtype in CASTABLE and self._runs_kernel(src):
             out = out.to(low)  # whatever masks there are: the kernel has no float32 stream
         return out
-
-    def why_not_fused(
-        self,
-        src: Tensor,
-        src_mask: Tensor | None = None,
-        src_key_padding_mask: Tensor | None = None,
-        is_causal: bool = False,
-    ) -> str | None:
-        """Why this call of `forward` would not take the fused path, or None if it would.
-
-        >>> import torch
-        >>> layer = FusedRematLayer(16, 2, 32)
-        >>> layer.norm1 = nn.RMSNorm(16)
-        >>> layer.why_not_fused(torch.zeros(5, 3, 16))
-        'norm1 is torch.nn.RMSNorm; the fused path supports torch.nn.LayerNorm'
-        """
-        return self._unsupported_reason(
-            src=src, src_mask=src_mask, src_key_padding_mask=src_key_padding_mask,
-            is_causal=is_causal,
-        )  # fmt: skip
 
     @property
     def _map(self) -> LayerMap:
@@ -292,31 +272,6 @@ class FusedRematDecoderLayer(_TorchLayer, nn.TransformerDecoderLayer):
             memory_is_causal=memory_is_causal,
         )  # fmt: skip
         return out
-
-    def why_not_fused(
-        self,
-        tgt: Tensor,
-        memory: Tensor,
-        tgt_mask: Tensor | None = None,
-        memory_mask: Tensor | None = None,
-        tgt_key_padding_mask: Tensor | None = None,
-        memory_key_padding_mask: Tensor | None = None,
-        tgt_is_causal: bool = False,
-        memory_is_causal: bool = False,
-    ) -> str | None:
-        """Why this call of `forward` would not take the fused path, or None if it would.
-
-        >>> import torch
-        >>> layer = FusedRematDecoderLayer(16, 2, 32)
-        >>> layer.why_not_fused(torch.zeros(5, 3, 16), torch.zeros(7, 3, 16).half())
-        'memory is torch.float16, tgt torch.float32'
-        """
-        return self._unsupported_reason(
-            tgt=tgt, memory=memory, tgt_mask=tgt_mask, memory_mask=memory_mask,
-            tgt_key_padding_mask=tgt_key_padding_mask,
-            memory_key_padding_mask=memory_key_padding_mask, tgt_is_causal=tgt_is_causal,
-            memory_is_causal=memory_is_causal,
-        )  # fmt: skip
 
     @property
     def _map(self) -> LayerMap:
