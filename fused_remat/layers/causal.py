@@ -90,7 +90,7 @@ class FusedRematCausalLayer(FusedLayer, CausalLayer):
         return out
 
     @property
-    def _map(self) -> LayerMap:
+    def _map(self) -> LayerMap:  # type: ignore[override]
         return map_of(self)
 
     def _example_spec(self) -> BlockSpec:

@@ -53,6 +53,8 @@ class FusedLayer(nn.Module):
     """
 
     stock: ClassVar[type[nn.Module]]
+    #: Where the layer has the parts of its block.
+    _map: ClassVar[LayerMap]
     #: Whose forward runs where the fused path does not, in warnings.
     _owner: ClassVar[str] = "PyTorch's own"
     # Class attributes serve layers that were unpickled or re-classed from the stock one.
@@ -151,11 +153,6 @@ class FusedLayer(nn.Module):
         }
         new._set_options(policy, backend, accumulate_into)
         return new
-
-    @property
-    def _map(self) -> LayerMap:
-        """Where the layer has the parts of its block."""
-        raise NotImplementedError
 
     def _example_spec(self) -> BlockSpec:
         """A spec whose graph has the kind and the names of the layer's."""
