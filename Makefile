@@ -14,7 +14,7 @@ PY := $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 # never is, and pip would take minutes to compile it.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all test-settings mutants mutants-ptx baseline check docs site bench losses audit gpu clean
+.PHONY: demo test test-all test-settings mutants mutants-ptx baseline check docs site bench audit gpu clean
 
 demo: $(DEMO)  ## train a small language model with and without FusedRemat
 	$(BIN)/python examples/train_byte_lm.py
@@ -74,17 +74,11 @@ docs: $(READY)  ## the generated parts of README.md and docs/ and the figures, f
 site: $(SITE)  ## the documentation as a site, in build/site/index.html; a dead link is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
-bench: $(READY)  ## all benchmarks on this CPU, then the pages: one to two hours
-	$(BIN)/python -m bench kernels --device cpu
-	$(BIN)/python -m bench layers --device cpu
-	$(BIN)/python -m bench frontier --device cpu
-	$(BIN)/python -m bench model --article --device cpu --layers 2 --seq 256
-	$(BIN)/python -m bench plan --device cpu
-	$(BIN)/python -m bench profile
-	$(BIN)/python -m bench report
-
-losses: $(READY)  ## exact and 8-bit kept activations: 500 steps, 3 seeds, 2 models: half an hour
-	$(BIN)/python examples/compare_losses.py --out bench/results/losses-cpu.json
+bench: $(READY)  ## all benchmarks on this CPU into bench/results, then the pages: one to two hours
+	for name in kernels layers frontier plan; do $(BIN)/python -m bench $$name --device cpu --publish; done
+	$(BIN)/python -m bench model --model smollm-135m qwen2-1.5b --layers 2 --seq 256 --lora 0 16 \
+	--device cpu --publish
+	$(BIN)/python -m bench profile --publish
 	$(BIN)/python -m bench report
 
 audit: $(READY)  ## what the compiler makes of every kernel, for every GPU, without one: most of an hour
@@ -95,7 +89,7 @@ gpu:  ## on a machine with a GPU: its tests, then the GPU benchmark
 	$(PY) -m bench gpu --out bench/results/gpu --minutes 8 || status=1; exit $$status
 
 clean:  ## what can be made again, .venv included
-	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .benchmarks
+	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch first, alone and exact: that finds a CPU build where there is one, and nothing after it has

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench import tables
 from bench.tables import RESULTS, Row, gpu_files, load
-from fused_remat.policies import EXACT_PRESETS, LOSSY_PRESETS
+from fused_remat.policies import EXACT_PRESETS
 
 BASELINE = "eager"
 OURS = "ours"
-LOSSY = "ours, lossy"
+#: Presets of earlier commits, whose rows in committed results are not shown.
+REMOVED = ("balanced8", "fast8")
 #: The file of a folder.
 DATA = "frontier.json"
 #: The folder of the set that is shown first.
@@ -29,8 +29,6 @@ MEMORY_POINTS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)
 #: By how much a way may exceed them: a preset that keeps a sixteenth keeps statistics besides, 16
 #: bytes a token, which is 1.6% of that at D = 512 in 16 bits. The same for everyone.
 SLACK = 0.02
-#: What a sweep goes along -> what changes with it at a fixed number of tokens or head dim.
-SWEEPS = {"seq_len": ("seq_len", "batch"), "d_model": ("d_model", "nhead")}
 _EXACT = "|".join(EXACT_PRESETS)
 #: Family -> what its ways are called; the first that fits is theirs.
 FAMILIES = {
@@ -38,7 +36,6 @@ FAMILIES = {
     "ours, triton": rf"({_EXACT})_triton",
     "ours, eager backend": rf"({_EXACT})_eager",
     OURS: _EXACT,
-    LOSSY: "|".join(LOSSY_PRESETS),
     "compile": r"compile(_budget_[\d.]+)?",
     "checkpointing": r"(checkpoint|selective|torch_remat).*",
     "stock": r".*",
@@ -57,8 +54,7 @@ def is_ours(way: str) -> bool:
 
 @dataclass(frozen=True)
 class Point:
-    """A way whose results are right; a lossy one, whose gradients are of rounded values, is shown
-    and wins nothing."""
+    """A way whose results are right."""
 
     way: str
     kept: float  # bytes kept for backward, relative to eager's
@@ -70,17 +66,8 @@ class Point:
         return self.time["p50"]
 
     @property
-    def is_lossy(self) -> bool:
-        return family(self.way) == LOSSY
-
-    @property
     def is_ours(self) -> bool:
         return is_ours(self.way)
-
-    def ties(self, other: Point) -> bool:
-        """Whether the medians are nearer than the wider of the two spreads, p20 to p80."""
-        spread = max(point.time["p80"] - point.time["p20"] for point in (self, other))
-        return abs(other.p50 - self.p50) <= spread
 
 
 @dataclass
@@ -98,6 +85,8 @@ class Panel:
         """A row's ways, but for those that an earlier row of the same shape had."""
         eager, known = row["ways"][BASELINE], {p.way for p in self.points} | set(self.wrong)
         for way, found in row["ways"].items():
+            if way in REMOVED:
+                continue
             kept, time = _kept(found), _ratio(found)
             reason = found.get("failure") or found.get("error")
             missing = found.get("unavailable") or found.get("absent")
@@ -112,16 +101,16 @@ class Panel:
             self.absent.pop(point.way, None)
 
     def frontier(self) -> list[Point]:
-        """Exact ways of which none other is as fast within the same bytes, fewest bytes first."""
+        """Return the ways that no other beats in both bytes and time, fewest bytes first."""
         found: list[Point] = []
         for point in sorted(self.points, key=lambda p: (p.kept, p.p50)):
-            if not point.is_lossy and (not found or point.p50 < found[-1].p50):
+            if not found or point.p50 < found[-1].p50:
                 found.append(point)
         return found
 
     def within(self, at_most: float) -> list[Point]:
-        """The exact ways that keep so little, the fastest first."""
-        found = (p for p in self.points if p.kept <= at_most * (1 + SLACK) and not p.is_lossy)
+        """Return the ways that keep so little, the fastest first."""
+        found = (p for p in self.points if p.kept <= at_most * (1 + SLACK))
         return sorted(found, key=lambda p: p.p50)
 
 
@@ -136,23 +125,6 @@ def title(case: Row) -> str:
     words = [*(f"{name} = {case[key]}" for name, key in sizes.items()), kind(case)]
     act = case.get("activation", "gelu")
     return ", ".join(words + [act] * (act != "gelu") + ["causal"] * bool(case.get("causal")))
-
-
-def sweeps(panels: Sequence[Panel]) -> Iterator[tuple[str, list[Panel]]]:
-    """Panels that differ in one thing only, by its size: S at equal tokens, D at equal heads."""
-    for along, moving in SWEEPS.items():
-        alike: dict[str, list[Panel]] = {}
-        for panel in panels:
-            case = panel.case
-            key = {k: v for k, v in case.items() if k not in moving} | {
-                "tokens": case["batch"] * case["seq_len"],
-                "head_dim": case["d_model"] // case["nhead"],
-                "machine": {**panel.machine, "date": None},
-            }
-            alike.setdefault(json.dumps(key, sort_keys=True), []).append(panel)
-        for group in alike.values():
-            if len(group) > 1:
-                yield along, sorted(group, key=lambda p: int(p.case[along]))
 
 
 def _kept(found: Row) -> float:

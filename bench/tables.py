@@ -1,6 +1,6 @@
-"""Results as tables: the reader of result files, the writer of tables, numbers and machines.
+"""Results as tables: result files, the one writer of tables, numbers and machines.
 
-A cell is text; None is one of which nothing is known.
+A cell is text; None is unknown.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from bench.measure.machine import ROOT
 
@@ -22,23 +22,23 @@ Columns = Sequence[tuple[str, Callable[[Row], Cell]]]
 
 
 def load(path: Path) -> Any:
-    """A JSON file's content."""
+    """Return a JSON file's content."""
     return json.loads(path.read_text())
 
 
 def files(pattern: str, root: Path = RESULTS) -> list[Path]:
-    """Of such a name: those in the folder, then those in folders of it, the last names first."""
+    """Return the files of a folder by name, then those of its folders, the last names first."""
     return [*sorted(root.glob(pattern)), *sorted(root.glob(f"*/{pattern}"), reverse=True)]
 
 
 def current(data: Row) -> list[Row]:
-    """The rows that were measured on the file's machine and commit, not those left of others."""
+    """Return the rows that were measured on the file's machine and commit."""
     here = {**data["machine"], "date": None}
     return [row for row in data["results"] if {**row.get("machine", here), "date": None} == here]
 
 
 def gpu_files(root: Path = RESULTS) -> Iterator[tuple[Path, Row]]:
-    """The results that were measured on a GPU, each with its folder, the newest set first."""
+    """Yield the results that were measured on a GPU, each with its folder, the newest first."""
     found = []
     for path in root.glob("*/*.json"):
         data = load(path)
@@ -49,7 +49,7 @@ def gpu_files(root: Path = RESULTS) -> Iterator[tuple[Path, Row]]:
 
 
 def measured_on(machine: Row, full: bool = False) -> str:
-    """A machine in a few words; `full`: with all that numbers may depend on.
+    """Return a machine in a few words; `full`: with all versions that numbers may depend on.
 
     >>> measured_on({"cpu": "a CPU", "threads": 2, "torch": "2.13.0", "commit": "0123456789"})
     'a CPU, 2 threads, torch 2.13.0, commit 0123456'
@@ -62,6 +62,8 @@ def measured_on(machine: Row, full: bool = False) -> str:
         words.append(f"driver {machine['driver']}")
     if full and not gpu and not machine.get("native_bfloat16", True):
         words.append("without bfloat16 products of its own")
+    if full and machine.get("products"):
+        words.append(f"FUSED_REMAT_CPU_PRODUCTS={machine['products']}")
     versions = {"torch": machine.get("torch")} | (machine.get("versions", {}) if full else {})
     words += [f"{name} {version}" for name, version in versions.items() if version]
     words += [f"commit {commit[:7]}"] if commit else []
@@ -69,14 +71,14 @@ def measured_on(machine: Row, full: bool = False) -> str:
 
 
 def machine_line(machine: Row) -> str:
-    """Where, with what and of which code something was measured."""
+    """Return a sentence: the machine, versions and commit of a measurement."""
     unknown = "" if machine.get("commit") else ", commit unknown"
     changed = " with uncommitted changes" if machine.get("dirty") else ""
     return f"Measured on {measured_on(machine, full=True)}{unknown}{changed}."
 
 
 def number(value: float | None, digits: int = 0, unit: str = "") -> Cell:
-    """With so many digits after the point, thousands apart; None of None.
+    """Format with so many digits after the point; None of None.
 
     >>> number(1234.5, 1, " ms"), number(None)
     ('1,234.5 ms', None)
@@ -85,29 +87,32 @@ def number(value: float | None, digits: int = 0, unit: str = "") -> Cell:
 
 
 def significant(value: float, digits: int = 3) -> str:
-    """So many digits, or all before the point.
+    """Format with so many digits, or all before the point.
 
     >>> significant(1234.5), significant(0.00123), significant(0.5)
     ('1,234', '0.00123', '0.5')
     """
-    whole = abs(value) >= 10 ** (digits - 1)
-    return f"{value:,.0f}" if whole else f"{value:.{digits}g}"
+    large = abs(value) >= 10 ** (digits - 1)
+    return f"{value:,.0f}" if large else f"{value:.{digits}g}"
 
 
 def ms(seconds: float | None, digits: int = 0) -> Cell:
+    """Format seconds in milliseconds."""
     return number(seconds and 1e3 * seconds, digits, " ms")
 
 
 def mib(nbytes: float | None, digits: int = 0) -> Cell:
+    """Format bytes in MiB."""
     return number(nbytes and nbytes / MIB, digits, " MiB")
 
 
 def kib(nbytes: float) -> str:
+    """Format bytes in KiB."""
     return f"{nbytes / 1024:,.1f} KiB"
 
 
 def times(quantiles: Mapping[str, float] | None, digits: int = 2, spread: bool = False) -> Cell:
-    """The median of a ratio; `spread`: with the 20th and the 80th percentile.
+    """Format the median of a ratio; `spread`: with the 20th and the 80th percentile.
 
     >>> times({"p20": 0.9, "p50": 1.0, "p80": 1.25}, spread=True)
     '1.00× (0.90 to 1.25)'
@@ -119,16 +124,17 @@ def times(quantiles: Mapping[str, float] | None, digits: int = 2, spread: bool =
 
 
 def span(values: Collection[float], form: str = ".2f") -> str:
-    """The least and the largest, once if they are shown alike.
+    """Format the least and the largest of values.
 
-    >>> span([1.0, 2.0]), span([1.0, 1.001])
-    ('1.00 to 2.00', '1.00')
+    >>> span([1.5, 0.25]), span([1.0])
+    ('0.25 to 1.50', '1.00')
     """
-    return " to ".join(dict.fromkeys(format(end(values), form) for end in (min, max)))
+    low, high = format(min(values), form), format(max(values), form)
+    return low if low == high else f"{low} to {high}"
 
 
 def fraction(x: float) -> str:
-    """A power of two as people say it.
+    """Format a power of two as a fraction.
 
     >>> fraction(1.0), fraction(0.0625), fraction(2.0)
     ('1', '1/16', '2')
@@ -137,20 +143,20 @@ def fraction(x: float) -> str:
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[Cell]]) -> str:
-    """A table for a page; a row of fewer cells than the head lacks the last ones."""
+    """Return a table for a page; a row of fewer cells than the head lacks the last ones."""
     full = [head, *([*row, *[None] * (len(head) - len(row))] for row in rows)]
     lines = ["|" + "".join(f" {cell} |" if cell else " |" for cell in row) for row in full]
     return "\n".join([lines[0], "|" + "---|" * len(head), *lines[1:]])
 
 
 def terminal(head: Sequence[str], rows: Iterable[Sequence[Cell]]) -> str:
-    """A table for a terminal: the first column to the left, numbers to the right.
+    """Return a table for a terminal: the first column to the left, numbers to the right.
 
-    A row of two cells in a wider table is a name and a sentence, which no column is widened for.
+    A row of two cells in a wider table is a name and a sentence, which widens no column.
     """
     shown = [["-" if cell is None else cell for cell in row] for row in (head, *rows)]
-    whole = [row for row in shown if len(row) == len(head)]
-    widths = [max(map(len, column)) for column in zip(*whole, strict=True)]
+    full = [row for row in shown if len(row) == len(head)]
+    widths = [max(map(len, column)) for column in zip(*full, strict=True)]
     widths[0] = max(len(row[0]) for row in shown)
     lines = []
     for first, *others in shown:
@@ -163,7 +169,7 @@ def terminal(head: Sequence[str], rows: Iterable[Sequence[Cell]]) -> str:
 def ways_table(
     ways: Mapping[str, Row], columns: Columns, first: str = "", write: Any = markdown
 ) -> str:
-    """A line for each way: its name and cells, or its name and why it has no numbers."""
+    """Return a line for each way: its name and cells, or its name and why it has no numbers."""
     rows = []
     for name, way in ways.items():
         absent = way.get("unavailable") or way.get("absent")
@@ -175,7 +181,7 @@ def ways_table(
 
 
 def errors_of(rows: Iterable[Row], title: Callable[[Row], str]) -> list[str]:
-    """Every error of the rows and of their ways, in a line."""
+    """Return every error of the rows and of their ways, a line each."""
     found = []
     for row in rows:
         ways = row.get("ways", {}).items()
@@ -184,43 +190,21 @@ def errors_of(rows: Iterable[Row], title: Callable[[Row], str]) -> list[str]:
     return found
 
 
-def place(path: Path) -> str:
-    """Of a file in the results folder, or in a folder of it: its path in the repository.
+def heading(machine: Row, path: Path) -> str:
+    """Return a heading: the device that a file or a folder was measured on, and its path."""
+    return f"### {machine.get('gpu') or machine['cpu']} (`{_in_results(path)}`)"
 
-    >>> place(RESULTS / "a.json"), place(Path("copied/folder/a.json"))
-    ('bench/results/a.json', 'bench/results/folder/a.json')
-    """
+
+def picture(path: Path, text: str) -> str:
+    """Return the figure of a results file; `text` describes it."""
+    return f"![{text}]({_in_results(path.with_suffix('.png'))})"
+
+
+def _in_results(path: Path) -> str:
     folder = "" if path.parent.name == RESULTS.name else f"{path.parent.name}/"
     return f"bench/results/{folder}{path.name}"
 
 
-def heading(machine: Row, path: Path) -> str:
-    """What a file or a folder was measured on, and where it is."""
-    return f"### {machine.get('gpu') or machine['cpu']} (`{place(path)}`)"
-
-
-def picture(path: Path, text: str) -> str:
-    """The picture beside a results file; `text` says what it shows."""
-    return f"![{text}]({place(path.with_suffix('.png'))})"
-
-
 def folded(summary: str, *parts: str) -> str:
-    """A part of a page that opens at a click."""
+    """Return a part of a page that opens at a click."""
     return "\n\n".join([f"<details>\n<summary>{summary}</summary>", *parts, "</details>"])
-
-
-class Verdict(NamedTuple):
-    """What was measured for a target; `met` is None where nothing was."""
-
-    target: str
-    measured: str
-    met: bool | None
-
-    @property
-    def cells(self) -> tuple[str, str, str]:
-        return self.target, self.measured, {None: "-", True: "yes", False: "no"}[self.met]
-
-
-def verdict_table(verdicts: Iterable[Verdict], of: str = "target") -> str:
-    """Targets, met or not."""
-    return markdown((of, "measured", "met"), [verdict.cells for verdict in verdicts])

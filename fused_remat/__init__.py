@@ -8,7 +8,7 @@ from fused_remat.layers import (
     FusedRematDecoderLayer,
     FusedRematLayer,
     FusedRematWarning,
-)  # fmt: skip
+)
 from fused_remat.planner import BudgetError, Plan, calibrate, fit, plan
 from fused_remat.policies import Policy
 from fused_remat.report import MemoryReport, memory_report

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fused_remat.formats import FORMATS, Quantized, QuantizedHeads
 from fused_remat.spec import AttentionSpec
 from fused_remat.steps.attention_call import AttentionArgs
 from fused_remat.triton import attention
@@ -25,14 +24,11 @@ DEFAULTS = (
     "causal", "causal dropout", "mask padding dropout", "softcap window", "lengths",
     "uneven mask", "everything",
 )  # fmt: skip
-#: Those whose heads are codes, of one block and of two.
-PACKED = ("int8 causal", "int8 shared heads", "int8 mask dropout")
 #: Width of a head -> calls; 80 is padded to 128.
 CALLS: dict[int, tuple[str, ...]] = {
-    64: (*DEFAULTS, *PACKED, "few programs"),
+    64: (*DEFAULTS, "few programs"),
     128: (
-        *DEFAULTS, *PACKED, "full", "packed", "shared heads", "shared softcap window",
-        "few programs",
+        *DEFAULTS, "full", "packed", "shared heads", "shared softcap window", "few programs",
     ),
     256: (*DEFAULTS, "shared softcap window"),
     80: ("causal", "mask padding dropout"),
@@ -62,10 +58,7 @@ def meta(dtype: torch.dtype, *shape: int) -> Tensor:
 
 
 def variants(dtype: torch.dtype) -> dict[str, dict[str, Any]]:
-    """What a call may have besides its heads, by name; the rest is as in `call_of`.
-
-    "stored": the format in which backward is given q, k and v.
-    """
+    """Return the options of each kind of call, by name; the rest is as in `call_of`."""
     causal, dropout = {"right": 0}, {"p": 0.1, "site_key": meta(torch.int64)}
     cu = meta(torch.int32, 9)
     mask, padding = meta(dtype, _B, 1, _S, _S), meta(torch.bool, _B, _S)
@@ -85,9 +78,6 @@ def variants(dtype: torch.dtype) -> dict[str, dict[str, Any]]:
         "shared heads": causal | {"kv_heads": _H // 4},
         "shared softcap window": causal | {"softcap": 30.0, "left": 512, "kv_heads": _H // 4},
         "few programs": causal | {"batch": 1, "heads": 2, "kv_heads": 1},
-        "int8 causal": causal | {"stored": "int8"},
-        "int8 shared heads": causal | {"stored": "int8", "kv_heads": _H // 4},
-        "int8 mask dropout": {"mask": mask, **dropout, "stored": "int8"},
         "uneven mask": uneven,
         "everything": uneven | causal | dropout | lengths | {"softcap": 30.0, "kv_heads": _H // 4},
     }  # fmt: skip
@@ -105,31 +95,23 @@ def call_of(width: int, given: dict[str, Any]) -> AttentionArgs:
     return AttentionArgs(spec, **rest)
 
 
-def _heads(call: AttentionArgs, dtype: torch.dtype, stored: str | None = None) -> tuple[Any, ...]:
-    """q, k and v of one packed projection: views, or kept in a format."""
+def _heads(call: AttentionArgs, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Return q, k and v, views of one packed projection."""
     heads, kv_heads, width = call.spec.num_heads, call.spec.num_kv_heads, call.spec.head_dim
     counts = heads, kv_heads, kv_heads
-    if stored is None:
-        packed = meta(dtype, call.batch, call.q_len, sum(counts), width)
-        return packed.transpose(1, 2).split_with_sizes(counts, 1)
-    rows, columns, form = call.batch * call.q_len, sum(counts) * width, FORMATS[stored]
-    codes = meta(form.dtype, rows, form.code_width(columns))
-    scale = meta(torch.float32, rows, form.scale_width(columns))
-    whole, places = Quantized(stored, (codes, scale), columns, dtype), (0, heads, heads + kv_heads)
-    given = [(first * width, count, width) for first, count in zip(places, counts, strict=True)]
-    return tuple(QuantizedHeads(whole, call.batch, *one) for one in given)
+    packed = meta(dtype, call.batch, call.q_len, sum(counts), width)
+    return packed.transpose(1, 2).split_with_sizes(counts, 1)
 
 
 def launches_of(
     width: int, given: dict[str, Any], at: Target, dtype: torch.dtype
 ) -> Iterator[tuple[str, Launch]]:
     """Every launch of a forward and a backward, by its kernel's name; of dk and dv, which one."""
-    stored = given.get("stored")
-    call = call_of(width, {name: value for name, value in given.items() if name != "stored"})
-    heads, gradients = _heads(call, dtype, stored), _heads(call, dtype)
+    call = call_of(width, given)
+    heads, gradients = _heads(call, dtype), _heads(call, dtype)
     out = meta(dtype, call.batch * call.q_len, call.spec.num_heads * width)
     lse = meta(torch.float32, call.batch, call.spec.num_heads, call.q_len)
-    found = [] if stored else list(attention.forward(*heads, call, out, lse, at))
+    found = list(attention.forward(*heads, call, out, lse, at))
     found += attention.backward(out, *heads, out, lse, call, gradients, at)
     for launch in found:
         names = dict(zip(launch.kernel.arg_names, launch.args, strict=False))
@@ -160,7 +142,7 @@ def attention_cases(at: Target, dtype: torch.dtype) -> Iterator[Case]:
     found: dict[str, Case] = {}
     for width, names in CALLS.items():
         for variant in names:
-            default = variant in (*DEFAULTS, *PACKED, "few programs") and width != 80
+            default = variant in (*DEFAULTS, "few programs") and width != 80
             for kernel, launch in launches_of(width, variants(dtype)[variant], at, dtype):
                 name = case_name(kernel, width, variant, launch)
                 found.setdefault(name, Case(name, launch, default, kernel.split()[0] in PRODUCTS))

@@ -13,13 +13,11 @@ import torch
 from torch import Tensor
 
 from bench.audit.attention import Case, attention_cases, meta
-from fused_remat.formats import BLOCK, Quantized
-from fused_remat.random import NUM_SITES, DropoutMask, Uniform
+from fused_remat.random import NUM_SITES, DropoutMask
 from fused_remat.spec import AttentionSpec, NormSpec, RotarySpec
 from fused_remat.steps.norm import NORMS
 from fused_remat.steps.rotary import RotaryTables
-from fused_remat.steps.storage import QuantizeCall
-from fused_remat.triton import cross_entropy, pointwise, products, rotary, storage, tables
+from fused_remat.triton import cross_entropy, pointwise, products, rotary, tables
 from fused_remat.triton import norm as norms
 from fused_remat.triton.launch import Launch, Target, cdiv
 from fused_remat.triton.tables import Tile
@@ -46,13 +44,6 @@ def target(arch: int) -> Target:
 def _keep(width: int) -> DropoutMask:
     key = torch.empty((), dtype=torch.int64, device="meta")
     return DropoutMask(key, 0, ROWS, width, 0.1, torch.float32)
-
-
-def _codes(x: Tensor, stored: str) -> storage.Codes:
-    """How x is to be packed, and what is to be filled."""
-    key = torch.empty((), dtype=torch.int64, device="meta")
-    packing = QuantizeCall(stored, Uniform(key, 0, *x.shape))
-    return packing, storage.new_parts(x, packing)
 
 
 def tile_name(tile: Tile) -> str:
@@ -109,23 +100,6 @@ def pointwise_cases(at: Target, dtype: torch.dtype) -> Named:
         yield f"gated_fwd {act} dropout", pointwise.gated_fwd(x, y, act, keep, z)
         yield f"gated_bwd {act} dropout", pointwise.gated_bwd(x, y, z, act, keep, x, z)
         yield f"gated_bwd {act} dropout y", pointwise.gated_bwd(x, y, z, act, keep, y, x, z)
-
-
-def packing_cases(at: Target, dtype: torch.dtype) -> Named:
-    """Packing and unpacking in a pass of their own, and one pass over what is packed."""
-    x, y, z = (meta(dtype, ROWS, WIDTH) for _ in range(3))
-    for stored in sorted(storage.KERNELS):
-        packing, parts = _codes(x, stored)
-        yield f"pack_{stored}_fwd", storage.quantize_int8(x, packing, parts)
-    packed, keep = Quantized("int8", parts, WIDTH, dtype), _keep(WIDTH)
-    yield "unpack_int8_fwd", storage.dequantize_int8(packed, y)
-    yield "act_fwd gelu dropout int8", pointwise.act_fwd(packed, "gelu", keep, z)
-    yield "act_bwd gelu dropout int8", pointwise.act_bwd(x, packed, "gelu", keep, z)
-    launch = pointwise.gated_fwd(packed, packed, "silu", keep, z)
-    yield "gated_fwd silu dropout int8", launch
-    for name, up in (("silu", packed), ("silu gate", y)):
-        launch = pointwise.gated_bwd(x, packed, up, "silu", keep, x, z)
-        yield f"gated_bwd {name} dropout int8", launch
 
 
 def mixed_cases(at: Target, dtype: torch.dtype) -> Named:
@@ -226,16 +200,13 @@ class Products:
             return self._backward(kernel, tile)
         return self._linear(tile) if kernel == "linear" else self._gated(tile)
 
-    def _codes(self, stored: str | None) -> storage.Codes | None:
-        return _codes(self.y, stored) if stored else None
-
     def _linear(self, tile: Tile) -> dict[str, Launch]:
         pre, keep = self.pre, self.keep
 
-        def one(*end: Any, norm: Any = None, stored: str | None = None) -> Launch:
-            """`end`: residual, dropout, activation, pre."""
+        def one(*end: Any, norm: Any = None) -> Launch:
+            """Return a launch; `end` is residual, dropout, activation, pre."""
             given = self.x, self.up, self.bias, *end, self.y, self.at, norm, tile
-            return products.linear_fwd(*given, self._codes(stored))
+            return products.linear_fwd(*given)
 
         found = {
             "act": one(None, None, "gelu", None),
@@ -243,11 +214,6 @@ class Products:
             "norm act": one(None, None, "gelu", None, norm=(*self.stats, *self.affine)),
             **{f"{name} pre": one(None, *end, pre) for name, end in self.dropped.items()},
         }
-        if tile.block_n % BLOCK == 0:
-            stochastic = one(None, keep, "gelu", None, stored="int8_stochastic")
-            found["act int8"] = one(None, None, "gelu", None, stored="int8")
-            found["gelu dropout int8 stochastic"] = stochastic
-            found["gelu dropout pre int8"] = one(None, keep, "gelu", pre, stored="int8")
         return found
 
     def _gated(self, tile: Tile) -> dict[str, Launch]:
@@ -257,19 +223,15 @@ class Products:
         """
         layer, nothing = (self.up, self.bias), (None, None)
 
-        def one(keep: Any, act: str, pres: Any = nothing, stored: str | None = None) -> Launch:
+        def one(keep: Any, act: str, pres: Any = nothing) -> Launch:
             given = self.x, *layer, *layer, keep, act, self.y, self.at, tile, pres
-            return products.gated_mlp_fwd(*given, (self._codes(stored), self._codes(stored)))
+            return products.gated_mlp_fwd(*given)
 
         found = {
             "silu": one(None, "silu"),
             **{name: one(*end) for name, end in self.dropped.items()},
             "silu dropout pre": one(self.keep, "silu", (self.pre, self.other)),
         }
-        if tile.block_n % BLOCK == 0:
-            stochastic = one(self.keep, "silu", stored="int8_stochastic")
-            found["silu int8"] = one(None, "silu", stored="int8")
-            found["silu dropout int8 stochastic"] = stochastic
         return found
 
     def _backward(self, kernel: str, tile: Tile) -> dict[str, Launch]:
@@ -321,7 +283,7 @@ def gemm_cases(at: Target, dtype: torch.dtype) -> Iterator[Case]:
 
 def cases(at: Target, dtype: torch.dtype) -> Iterator[Case]:
     """All cases of a target and dtype; products in float32 are ATen's and not among them."""
-    makers = [norm_cases, pointwise_cases, packing_cases, rotary_cases]
+    makers = [norm_cases, pointwise_cases, rotary_cases]
     makers += [mixed_cases, shifted_cases] if dtype.itemsize == 2 else []
     for make in makers:
         yield from (Case(name, launch, True, False) for name, launch in make(at, dtype))

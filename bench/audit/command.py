@@ -20,7 +20,6 @@ import functools
 import hashlib
 import itertools
 import json
-import math
 import multiprocessing
 import os
 import re
@@ -40,8 +39,8 @@ from triton.runtime.jit import create_function_from_signature
 
 from bench.audit import budgets, machine_code
 from bench.audit import cases as audit_cases
+from bench.measure.options import progress
 from fused_remat.triton.launch import INTERPRETED, Launch
-from fused_remat.triton.tables import TILES
 
 ARCHES = {str(arch or "gfx942"): arch for arch in audit_cases.SMS}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -57,8 +56,22 @@ TENSOR_CORES = {
     80: "HMMA", 86: "HMMA", 87: "HMMA", 89: "HMMA", 90: "HGMMA", 100: "UTCHMMA", 103: "UTCHMMA",
     120: "HMMA", 121: "HMMA",
 }  # fmt: skip
-#: What reads machine code: of another one's rows, loops do not hold.
-READER = hashlib.sha256(Path(machine_code.__file__).read_bytes()).hexdigest()[:16]
+
+
+def _reader() -> str:
+    """Return a hash of the code that reads machine code, docstrings apart.
+
+    Loops in the rows of another reader are read again.
+    """
+    tree = ast.parse(Path(machine_code.__file__).read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        kinds = (ast.Module, ast.ClassDef, ast.FunctionDef)
+        if isinstance(node, kinds) and ast.get_docstring(node) is not None:
+            del node.body[0]
+    return hashlib.sha256(ast.unparse(tree).encode()).hexdigest()[:16]
+
+
+READER = _reader()
 _COUNTED = ("HMMA", "HGMMA", "UTCHMMA", "UTMALDG", "LDL", "STL")
 
 
@@ -134,29 +147,12 @@ def dump(cubin: bytes, flag: str) -> str:
     return done.stdout
 
 
-def blocks(registers: int, shared: int, warps: int, arch: int) -> int:
-    """How many blocks a multiprocessor holds."""
+def occupancy(registers: int, shared: int, warps: int, arch: int) -> float:
+    """Return the share of a multiprocessor's warps that its blocks of a kernel fill."""
     _, per_sm, most = LIMITS[arch]
     granted = -(-max(registers, 1) // 8) * 8 * 32  # a warp's, in steps of 8 a thread
-    return min(65536 // (granted * warps), per_sm // (shared + 1024), most // warps, 32)
-
-
-def occupancy(registers: int, shared: int, warps: int, arch: int) -> float:
-    """Warps that a multiprocessor holds of those it could."""
-    return blocks(registers, shared, warps, arch) * warps / LIMITS[arch][2]
-
-
-def waves(case: audit_cases.Case, resident: int) -> float:
-    """How often the programs of the case fill a GPU that holds so many at once.
-
-    A persistent kernel's programs do more than one tile each: then its tiles count.
-    """
-    programs, named = math.prod(case.launch.grid), case.launch.constants
-    if case.name.split(" ")[0] not in TILES:
-        return programs / resident
-    rows, columns = audit_cases.ROWS, audit_cases.PRODUCT[1]
-    tiles = -(-rows // named["BLOCK_M"]) * -(-columns // named["BLOCK_N"])
-    return tiles / (programs if tiles > programs else resident)
+    blocks = min(65536 // (granted * warps), per_sm // (shared + 1024), most // warps, 32)
+    return blocks * warps / most
 
 
 def examine(case: audit_cases.Case, arch: int) -> dict[str, Any]:
@@ -219,17 +215,8 @@ def _line(row: Mapping[str, Any]) -> str:
     return (
         f"{row['name']:<58} {row['registers']:>4} {row['stack']:>6} {row['shared']:>7} "
         f"{row['occupancy']:>5.0%} {row['tensor_core']:>6} {row['tma']:>4} {row['code']:>7} "
-        f"{_bounds(row)}"
+        f"{row['repetition']:>4g}"
     )
-
-
-def _bounds(row: Mapping[str, Any]) -> str:
-    """Repetition, waves, waits in hot loops, and what bounds each of these: the tensor cores' share
-    of its clocks."""
-    loops = row["loops"] or ()
-    found = " ".join(f"{loop['share']:.0%} {loop['bound']}" for loop in loops)
-    waits = sum(loop["waits"] for loop in loops)
-    return f"{row['repetition']:>4g} {row['waves']:>6} {waits:>3}  {found}"
 
 
 def _as_json(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -285,10 +272,6 @@ def _rows(
             target = {"target": f"{f'sm_{one[0]}' if one[0] else 'gfx942'} {one[1]}"}
             row = known.get(names[one]) or next(made)
             said = {"name": case.name, "default": case.default, "product": case.product}
-            if "registers" in row:
-                fitting = blocks(row["registers"], row["shared"], row["warps"], one[0])
-                resident = max(1, fitting) * audit_cases.SMS[one[0]]
-                said["waves"] = round(waves(case, resident), 2)
             yield target | row | said
 
 
@@ -300,7 +283,7 @@ def main(arguments: Sequence[str]) -> int:
     known = {} if options.write_budgets else budgets.read()
     if not (options.write_budgets or any(key[0] == triton.__version__ for key in known)):
         print(f"no budgets for Triton {triton.__version__}: spills, memory, tensor cores only")
-    print(f"{'':<70}  reg  stack  shared  occ. tensor  TMA    code rep.  waves wait  loops")
+    print(f"{'':<70}  reg  stack  shared  occ. tensor  TMA    code rep.")
     work = [
         (arch, dtype, index)
         for arch, dtype in itertools.product(options.arch, options.dtype)
@@ -311,7 +294,8 @@ def main(arguments: Sequence[str]) -> int:
     reused = json.loads(options.reuse.read_text()) if options.reuse is not None else {"rows": []}
     same = reused.get("reader") == READER  # else the loops of what has some are read anew
     by_digest = {r.get("digest"): r for r in reused["rows"] if same or "registers" not in r}
-    for (arch, _, _), row in zip(work, _rows(work, by_digest, options.jobs), strict=True):
+    found = progress(_rows(work, by_digest, options.jobs), len(work), "kernel")
+    for (arch, _, _), row in zip(work, found, strict=True):
         rows.append(row)
         print(f"{row['target']:<12}{_line(row)}", flush=True)
         budget = known.get(budgets.key_of(row, triton.__version__))

@@ -2,8 +2,7 @@
 
 Clocks are those of a multiprocessor for an iteration of one block, if nothing else held it up: each
 unit takes its work over its documented rate, and the slowest unit bounds the loop. Not counted:
-latency, bank conflicts, caches and memory. So this is a floor; docs/tables/audit.md says how far
-kernels with published times are above theirs.
+latency, bank conflicts, caches and memory, so the sum is a lower bound.
 """
 
 from __future__ import annotations

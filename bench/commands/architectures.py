@@ -20,6 +20,7 @@ import functools
 import gc
 import importlib
 import importlib.util
+import itertools
 import math
 import re
 import sys
@@ -35,7 +36,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from bench.measure.machine import environment, version
-from bench.measure.options import Parser, positive
+from bench.measure.options import Parser, positive, progress
 from bench.measure.registry import Absent, described, refusal
 from bench.measure.results import ResultsFile, Row
 from bench.pages import architectures as report
@@ -398,7 +399,7 @@ def violations(row: Row) -> dict[str, str]:
 
 def main(arguments: Sequence[str]) -> int:
     """Run, print, and write architectures.json; 1 if a check fails."""
-    parser = Parser("architectures", __doc__, "threads out fresh")
+    parser = Parser("architectures", __doc__, "threads fresh")
     parser.several("names", choices=ARCHITECTURES, default=list(ARCHITECTURES), metavar="NAME")
     parser.several("variants", choices=VARIANTS, default=list(VARIANTS))
     parser.add("--tokens", type=positive, default=128, help="of a text, 256 at most (%(default)s)")
@@ -409,15 +410,15 @@ def main(arguments: Sequence[str]) -> int:
     config = {"tokens": args.tokens}
     results = ResultsFile(args.out / "architectures.json", where, config)
     rows = []
-    for kind in args.variants:
-        for name in args.names:
-            case = {"name": name, "variant": kind}
-            row = None if args.fresh else results.find(case, ())
-            if row is None:
-                row = {"case": case} | measured(name, kind, args.tokens)
-                results.put(row)
-            rows.append(row)
-            print(report.line(row), flush=True)
+    every = list(itertools.product(args.variants, args.names))
+    for kind, name in progress(every, len(every), "model"):
+        case = {"name": name, "variant": kind}
+        row = None if args.fresh else results.find(case, ())
+        if row is None:
+            row = {"case": case} | measured(name, kind, args.tokens)
+            results.put(row)
+        rows.append(row)
+        print(report.line(row), flush=True)
     wrong = [row for row in rows if row["violations"]]
     for row in wrong:
         case = " ".join(row["case"].values())

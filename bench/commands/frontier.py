@@ -4,7 +4,7 @@
     python -m bench frontier --norm post --dropout 0.1 --seq-len 512 2048 --d-model 512
 
 Measured as `bench layers` does, at a fixed number of tokens: over S at the middle width, and over D
-at the middle length. Written to the folder: frontier.json, .png and .svg, of all shapes that were
+at the middle length. Written to the folder: frontier.json and .png, of all shapes that were
 measured there on this machine and commit. A run is taken up where it ended.
 """
 
@@ -14,11 +14,11 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from bench import figures
 from bench.commands.layers import cases, heads, measured, parser_of
-from bench.figures.frontier import picture
 from bench.frontier import DATA, is_ours, panels, title
 from bench.measure.options import positive
-from bench.pages.frontier import RULES, brief, panel_table, sweep_tables
+from bench.pages.frontier import RULES, brief, panel_table
 from bench.subjects.layer_ways import BASELINE, WAYS, select
 
 
@@ -67,9 +67,9 @@ def main(arguments: Sequence[str]) -> int:
     args = parse(arguments)
     results, rows = measured(args, DATA, lambda row: title(row["case"]))
     drawn = panels(results.data)
-    print("", *map(panel_table, drawn), RULES, sweep_tables(drawn), brief(drawn), sep="\n\n")
+    print("", *map(panel_table, drawn), RULES, brief(drawn), sep="\n\n")
     try:
-        made = picture(args.out, drawn)
+        made = figures.frontier(args.out, drawn)
         made.write()
     except (ValueError, ImportError) as error:
         print(f"python -m bench frontier: {error}", file=sys.stderr)

@@ -22,15 +22,14 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 
 import torch
 
+from bench import figures
 from bench.audit import cases as audit_cases
-from bench.figures.frontier import picture
 from bench.frontier import panels
-from bench.gpu import kernels, layers, profile
+from bench.gpu import attention_tiles, kernels, layers, profile, routes
 from bench.measure import contest
 from bench.measure.case import DTYPES
 from bench.measure.contest import Contest, Entry, Rig
@@ -41,7 +40,6 @@ from bench.measure.results import ResultsFile, Row
 from bench.pages.gpu import failures, line, report
 from bench.pages.kernels import ceilings as known_ceilings
 from bench.tables import current, load
-from bench.tuning import attention_tiles, products
 from fused_remat.triton.launch import INTERPRETED, target_of
 
 #: A worker's exit status after a case that hung or broke the device: another one takes over.
@@ -77,14 +75,13 @@ def precompile(rig: Rig) -> Row:
     return {"found": {"kernels": len(launches), "compiled": min(done, len(launches)), "s": took}}
 
 
-_POINTWISE = (kernels.dropout_entries, products.pointwise_entries)
 #: In this order; shares are of what is left. `torch.compile` late: it takes long to start;
 #: the profiler last, since it may stay attached.
 SECTIONS: dict[str, Section] = {
     "ceilings": Section(1.0, 5.0, _ceilings),
     "precompile": Section(10.0, 90.0, lambda rig: [({"name": "kernels compiled"}, precompile)]),
     "attention": Section(14.0, 8.0, kernels.attention_entries),
-    "products": Section(9.0, 6.0, products.route_entries),
+    "products": Section(9.0, 6.0, routes.route_entries),
     "layers": Section(10.0, 20.0, layers.layer_entries),
     "long": Section(3.0, 40.0, layers.long_entries),
     "model": Section(16.0, 60.0, layers.model_entries),
@@ -93,15 +90,10 @@ SECTIONS: dict[str, Section] = {
     "norms": Section(5.0, 5.0, kernels.norm_entries),
     "models": Section(8.0, 6.0, kernels.model_entries),
     "frontier": Section(4.0, 20.0, layers.frontier_entries),
-    "tiles": Section(5.0, 10.0, products.tile_entries),
+    "tiles": Section(5.0, 10.0, routes.tile_entries),
     "attention tiles": Section(5.0, 15.0, attention_tiles.tile_entries),
-    "mlp": Section(3.0, 15.0, layers.mlp_entries),
-    "pointwise": Section(3.0, 5.0, lambda rig: chain(*(f(rig) for f in _POINTWISE))),
     "rotary": Section(2.0, 5.0, kernels.rotary_entries),
-    "replayed": Section(4.0, 20.0, layers.replay_entries),
-    "flex": Section(3.0, 45.0, kernels.flex_entries),
     "compile": Section(6.0, 150.0, layers.compile_entries),
-    "slow starters": Section(4.0, 60.0, kernels.slow_entries),
     "profile": Section(10.0, 30.0, profile.profile_entries),
 }
 
@@ -212,7 +204,7 @@ def supervise(args: argparse.Namespace) -> int:
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = Parser("gpu", __doc__, "dtype out fresh dry-run", folder="gpu")
+    parser = Parser("gpu", __doc__, "dtype fresh dry-run", folder="gpu")
     parser.add("--minutes", type=float, default=8.0, help="it ends well within these (default: 8)")
     parser.add("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     parser.add("--worker", type=int, help=argparse.SUPPRESS)  # its number
@@ -232,7 +224,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 def draw(path: Path) -> str:
     """Write the frontier of the layers' steps beside the results; what came of it, in a line."""
     try:
-        made = picture(path.parent, panels(load(path)))
+        made = figures.frontier(path.parent, panels(load(path)))
         made.write()
     except (OSError, ValueError, ImportError) as error:  # no layer was measured, no matplotlib
         return f"no picture of the frontier: {error}"
@@ -242,7 +234,7 @@ def draw(path: Path) -> str:
 def main(arguments: Sequence[str]) -> int:
     """Measure, write and print the table, draw the frontier; 1 if anything failed, a worker too.
 
-    Files: gpu.json, gpu.txt, frontier.png and .svg.
+    Files: gpu.json, gpu.txt, frontier.png.
     """
     args = parse(arguments)
     if args.worker is not None:

@@ -237,7 +237,7 @@ def main(arguments: Sequence[str]) -> int:
     from bench.measure.options import Parser
     from bench.pages import host
 
-    parser = Parser("host", __doc__, "rounds out", rounds=25)
+    parser = Parser("host", __doc__, "rounds", rounds=25)
     parser.add("--beside", type=Path, help="another checkout, such as a worktree of a commit")
     parser.add("--layers", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add("--ways", nargs="+", choices=WAYS, default=list(WAYS))

@@ -1,6 +1,6 @@
 """Time and memory of a training step of one encoder layer, in every way, side by side.
 
-    python -m bench layers --device cpu --out bench/results
+    python -m bench layers --device cpu --publish
     python -m bench layers --dropout 0 --d-model 512 1024 --seq-len 512 2048 --ways stock full lean
 
 A step is forward and backward; gradients are added into `.grad`s that exist, the input wants one.
@@ -20,7 +20,7 @@ from bench.measure.options import Parser, positive
 from bench.measure.registry import Registry
 from bench.measure.results import ResultsFile, Row
 from bench.measure.steps import measure, run
-from bench.pages.layers import case_table, target_table, title
+from bench.pages.layers import case_table, title
 from bench.subjects.layer_ways import BASELINE, DEFAULT, WAYS, select
 from bench.subjects.layers import ACTIVATIONS, NORMS, Case
 
@@ -71,7 +71,7 @@ def parser_of(
     **defaults: Any,
 ) -> Parser:
     """Options of whatever measures layers; the defaults are for a case."""
-    parser = Parser(name, about, "device rounds seconds threads out fresh", **defaults)
+    parser = Parser(name, about, "device rounds seconds threads fresh", **defaults)
     parser.several("dtype")
     parser.several("norm", default=list(norms), choices=NORMS)
     parser.several("dropout", type=float, default=list(dropouts))
@@ -117,12 +117,11 @@ def wrong_of_ours(row: Row | None, ways: Registry[Any], *groups: str) -> list[st
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure the grid, print a table per case and the targets of CPUs.
+    """Measure the grid, print a table per case.
 
     Returns 1 if a result of ours was wrong: of PyTorch's own, FAIL in the table says it.
     """
     args = parse(arguments)
     results, rows = measured(args, f"layers-{args.device}.json", title, case_table)
-    targets = f"\n{target_table(results.data)}\n" if args.device == "cpu" else ""
-    print(f"{targets}\n{results.path}")
+    print(f"\n{results.path}")
     return int(any(wrong_of_ours(row, WAYS, "ours") for row in rows))

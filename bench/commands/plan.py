@@ -1,14 +1,14 @@
-"""Plans against what else there is to fit a model into memory, at equal peaks.
+"""Plans compared with other ways to fit a model into memory, at equal peaks.
 
     python -m bench plan
     python -m bench plan --d-model 512 --seconds 300
     python -m bench plan --layers 4 --dropout 0.1 --no-compile
 
-Of a stack of encoder layers: eager, `torch.utils.checkpoint` around every layer, some, or segments,
-selective checkpointing, `torch.compile` with memory budgets; and our plans within the measured peak
-of each of them, and along the frontier. A step is forward and backward; no gradients are there at
-its beginning. Peaks include parameters and gradients. Every way is checked before it is timed.
-Written to the folder: plan-DEVICE.json, .png and .svg.
+A stack of encoder layers runs eagerly, under `torch.utils.checkpoint` around every layer, some
+layers or segments, under selective checkpointing, and under `torch.compile` with memory budgets;
+and by plans within the measured peak of each of them. A step is forward and backward, without
+gradients at its beginning. Peaks include parameters and gradients. Every way is checked before it
+is timed.
 """
 
 from __future__ import annotations
@@ -16,15 +16,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
 
 from torch import Tensor
 
 from bench.commands.layers import heads
-from bench.figures.plans import picture
 from bench.measure.case import Forward, Subject
 from bench.measure.checks import Checks
 from bench.measure.contest import Rig
@@ -34,208 +31,126 @@ from bench.measure.steps import Step, Steps, kept_bytes, peaks, run
 from bench.pages import plans as page
 from bench.subjects.layers import NORMS
 from bench.subjects.stacks import BASELINE, PEERS, Case, Stack, fused
-from fused_remat import Policy
 from fused_remat.planner import BudgetError, Plan, plan
-from fused_remat.planner import chain as chains
-from fused_remat.planner.chain import Chain, Choice
-
-T = TypeVar("T")
+from fused_remat.planner.chain import Choice
 
 #: By device: layers, batch, tokens of a sequence, width, heads.
 SIZES = {"cpu": (8, 4, 256, 256, 4), "cuda": (12, 4, 2048, 1024, 8)}
-#: Ours by other rules than the best there is.
-RULES = ("uniform", "sqrt", "greedy")
-#: Of each of them, how many choices are run; all are predicted.
-MOST_OF_A_RULE = 2
-#: Points of the frontier that are run, besides those at the peers' peaks.
-SWEEP = 3
 TABLES = {
     "All ways:": page.table,
-    "Ours within each peer's peak:": page.rival_table,
-    "Predictions against what was measured of all plans that were run:": page.error_table,
-    "A layer's steps:": page.step_table,
+    "Plans within each peer's peak:": page.rival_table,
+    "Predictions compared with measurements:": page.error_table,
 }
 
 
-# --- our plans: which are asked for, and what each predicts
-
-
 def loss(subject: Subject, y: Tensor) -> Tensor:
-    """Of a stack's output; the gradient of the output is dy."""
+    """Return the loss of a stack's output; the gradient of the output is dy."""
     return (y * subject.dy).sum()
 
 
 @dataclass
 class Entry:
-    """A choice to be run."""
+    """A plan to be run, and the budgets that it is the best for."""
 
     plan: Plan
-    name: str | None = None  # its method, and which of it from the least peak on
-    asked: list[tuple[str, int]] = field(default_factory=list)  # whose budgets, and bytes
+    name: str
+    budgets: list[tuple[str, int]] = field(default_factory=list)  # peer, bytes
+
+    @property
+    def row(self) -> Row:
+        """The beginning of the plan's row."""
+        found = self.plan
+        predicted = {"peak_bytes": found.peak_bytes, "kept_bytes": found.kept_bytes,
+                     "seconds": found.seconds}  # fmt: skip
+        return {"family": "ours", "budgets": self.budgets, "predicted": predicted,
+                "segments": len(found.choice.segments)}  # fmt: skip
 
 
-class Planner:
-    """Plans of a subject from one measurement, and their costs as FLOPs and bytes have them."""
-
-    def __init__(self, subject: Subject) -> None:
-        self.subject = subject
-        subject.clear()
-        stack = fused(subject.module, "full", subject.backend)
-        given = {"loss": functools.partial(loss, subject)}
-        self.plan = plan(stack, subject.x, **given)
-        saves = {o.save: None for call in self.plan.chain.calls for o in call.options}
-        options = [Policy(save) for save in saves]
-        analytic = plan(stack, subject.x, costs="analytic", options=options, **given)
-        # The same step: what differs is what the choices cost in it.
-        seconds = self.plan.chain.seconds
-        self.analytic: Chain = dataclasses.replace(analytic.chain, seconds=seconds)
-        subject.zero()
-
-    def steps(self) -> list[tuple[str, str, float, float]]:
-        """(pass, step, measured, analytic) seconds of every step of a layer that has both."""
-        costs = self.plan.steps
-        return [(c.which, c.step, c.measured, c.analytic) for c in costs if c.measured is not None]
-
-    def predicted(self, found: Plan) -> dict[str, float]:
-        calls = zip(found.chain.calls, self.analytic.calls, found.choice.options, strict=True)
-        same = [  # the choice among the options of the other costs
-            next(i for i, o in enumerate(theirs.options) if o.save == mine.options[chosen].save)
-            for mine, theirs, chosen in calls
-        ]
-        choice = Choice(tuple(same), found.choice.segments)
-        return {
-            "peak_bytes": found.peak_bytes,
-            "kept_bytes": found.kept_bytes,
-            "seconds": found.seconds,
-            "analytic_seconds": chains.seconds(self.analytic, choice),
-        }
-
-    def said_of(self, entry: Entry) -> dict[str, Any]:
-        return {
-            "family": "ours" if entry.plan.method == "optimal" else "ours, by a rule",
-            "method": entry.plan.method,
-            "asked": entry.asked,
-            "segments": len(entry.plan.choice.segments),
-            "predicted": self.predicted(entry.plan),
-        }
-
-    def at(self, budgets: Mapping[str, int]) -> tuple[list[Entry], list[dict[str, Any]]]:
-        """The choices to be run, each once, and everything that was asked for.
-
-        The best within each budget and along the frontier; of the simpler rules, a few.
-        """
-        points = _spread(self.plan.frontier, SWEEP)
-        wanted = [(of, nbytes, "optimal") for of, nbytes in budgets.items()]
-        wanted += [("sweep", point.peak_bytes, "optimal") for point in points]
-        wanted += [(of, nbytes, rule) for rule in RULES for of, nbytes in budgets.items()]
-        entries: dict[tuple[str, Choice], Entry] = {}
-        asked: list[tuple[dict[str, Any], Entry | None]] = []
-        for of, nbytes, method in wanted:
-            row: dict[str, Any] = {"method": method, "of": of, "budget_bytes": nbytes}
-            try:
-                found = self.plan.within(nbytes, method)
-            except BudgetError as error:
-                asked.append((row | {"least_bytes": error.least}, None))
-                continue
-            entry = entries.setdefault((method, found.choice), Entry(found))
-            entry.asked.append((of, nbytes))
-            asked.append((row | {"predicted": self.predicted(found)}, entry))
-        chosen = list(_chosen(list(entries.values())))
-        return chosen, [row | ({"way": entry.name} if entry else {}) for row, entry in asked]
+def measured_plan(subject: Subject) -> Plan:
+    """Return the plan of a subject's stack, from one measurement."""
+    subject.clear()
+    stack = fused(subject.module, "full", subject.backend)
+    found = plan(stack, subject.x, loss=functools.partial(loss, subject))
+    subject.zero()
+    return found
 
 
-def _spread(items: Sequence[T], count: int) -> Sequence[T]:
-    """So many of them at most, the first and the last included, evenly between."""
-    last = len(items) - 1
-    return items if last < count else [items[round(i * last / (count - 1))] for i in range(count)]
-
-
-def _chosen(entries: list[Entry]) -> Iterator[Entry]:
-    """All of the best, and of each rule some from its least peak to its largest; named."""
-    for method in ("optimal", *RULES):
-        mine = [e for e in entries if e.plan.method == method]
-        mine.sort(key=lambda e: e.plan.peak_bytes)
-        some = mine if method == "optimal" else _spread(mine, MOST_OF_A_RULE)
-        for index, entry in enumerate(some, start=1):
-            entry.name = f"{method}_{index}" if len(some) > 1 else method
-            yield entry
+def within(base: Plan, budgets: Mapping[str, int]) -> tuple[list[Entry], list[Row]]:
+    """Return the best plan within each budget, each plan once, and a row per budget."""
+    entries: dict[Choice, Entry] = {}
+    rows = []
+    for peer, nbytes in budgets.items():
+        row: Row = {"method": "optimal", "of": peer, "budget_bytes": nbytes}
+        try:
+            found = base.within(nbytes)
+        except BudgetError as error:
+            rows.append(row | {"least_bytes": error.least})
+            continue
+        name = f"optimal_{len(entries) + 1}"
+        entry = entries.setdefault(found.choice, Entry(found, name))
+        entry.budgets.append((peer, nbytes))
+        rows.append(row | {"way": entry.name})
+    return list(entries.values()), rows
 
 
 def forward_of(subject: Subject, entry: Entry) -> Stack:
-    """The model as a plan has it, on the subject's parameters."""
+    """Return the model by a plan, on the subject's parameters."""
     return entry.plan.apply(fused(subject.module, "full", subject.backend))
 
 
-# --- what is measured
-
-
 def peers(compiled: bool) -> list[str]:
+    """Return the names of the peers, with or without those of `torch.compile`."""
     return [name for name in PEERS if compiled or not PEERS[name].traits["compiled"]]
 
 
 def memory(forward: Forward, subject: Subject, resting: int, kept_by: str) -> Row:
-    """Bytes: kept from forward to backward, and the most in a step with what rests.
+    """Return bytes kept from forward to backward, inputs included, and the peak of a step."""
 
-    At its beginning no gradients are there. Kept are inputs too, as the planner counts.
-    """
-
-    def run() -> Tensor:
+    def output() -> Tensor:
         return loss(subject, forward(subject.x))
 
     subject.clear()
-    kept = kept_bytes(run, subject, kept_by)
-    step = peaks(run, lambda found: found.backward(), subject.device)["step_peak_bytes"]
+    kept = kept_bytes(output, subject, kept_by)
+    step = peaks(output, lambda y: y.backward(), subject.device)["step_peak_bytes"]
     subject.zero()
     return {"peak_bytes": resting + step, "kept_bytes": kept, "kept_by": kept_by}
 
 
 def measure(case: Case, names: Sequence[str], rig: Rig) -> Row:
-    """A row of the results file, but for the case: first these peers, then our plans within the
-    peak of each of them, then all in turns. All have their "family", ours what was "predicted".
-    """
+    """Return a row of the results file, without the case: peers, then plans, then all in turns."""
     subject = case.subject(rig.device)
-    planner = Planner(subject)
-    chain = planner.plan.chain
+    base = measured_plan(subject)
     with Steps(rig) as steps:
-        asked = _admit_all(steps, planner, names)
+        checks = Checks(subject)  # its results in float64 are freed before anything is timed
+        weigh = functools.partial(memory, subject=subject, resting=base.chain.rests)
+        for way in map(PEERS.__getitem__, names):
+            weighed = functools.partial(weigh, kept_by=way.traits["kept_by"])
+            steps.admit_way(way, checks, weighed, family=way.traits["family"])
+        budgets = {n: w["peak_bytes"] for n, w in steps.rows.items() if "peak_bytes" in w}
+        entries, plans = within(base, budgets)
+        for entry in entries:
+            steps.admit(
+                entry.name,
+                functools.partial(forward_of, subject, entry),
+                lambda forward: {"check": checks.check(forward, "ours")},
+                functools.partial(weigh, kept_by="autograd"),
+                **entry.row,
+            )
         steps.time(Step, subject, [name for name in names if name in steps.forwards])
     return {
         "rounds": steps.rounds,
         "baseline": BASELINE,
-        "resting": dict(chain.resting),
-        "base_seconds": chain.seconds,
-        "frontier": [dataclasses.asdict(point) for point in planner.plan.frontier],
-        "plans": asked,
-        "steps": planner.steps(),
+        "resting": dict(base.chain.resting),
+        "frontier": [dataclasses.asdict(point) for point in base.frontier],
+        "plans": plans,
         "ways": steps.rows,
     }
 
 
-def _admit_all(steps: Steps, planner: Planner, names: Sequence[str]) -> list[Row]:
-    """Check and weigh the peers and our plans; what was asked of the planner."""
-    subject = planner.subject
-    checks = Checks(subject)  # whose results in float64 are gone before anything is timed
-    weigh = functools.partial(memory, subject=subject, resting=planner.plan.chain.rests)
-    for way in map(PEERS.__getitem__, names):
-        weighed = functools.partial(weigh, kept_by=way.traits["kept_by"])
-        steps.admit_way(way, checks, weighed, family=way.traits["family"])
-    budgets = {n: w["peak_bytes"] for n, w in steps.rows.items() if "peak_bytes" in w}
-    entries, asked = planner.at(budgets)
-    for entry in entries:
-        steps.admit(
-            entry.name,
-            lambda entry=entry: forward_of(subject, entry),
-            lambda forward: {"check": checks.check(forward, "ours")},
-            functools.partial(weigh, kept_by="autograd"),
-            **planner.said_of(entry),
-        )
-    return asked
-
-
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = Parser(
-        "plan", __doc__, "device dtype rounds seconds threads out fresh", rounds=12, seconds=150.0
-    )
+    """Parse the command line; `cases` is one stack."""
+    options = "device dtype rounds seconds threads fresh"
+    parser = Parser("plan", __doc__, options, rounds=12, seconds=150.0)
     add = parser.add
     add("--layers", type=positive, help="(8; on cuda 12)")
     add("--batch", type=positive, help="sequences (4)")
@@ -261,10 +176,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure, draw, and print the tables.
-
-    Returns 1 if a result of ours was wrong: of others', FAIL in the table says it.
-    """
+    """Measure and print the tables; 1 if a plan's result, or eager's, was wrong."""
     args = parse(arguments)
 
     def one(case: Case, rig: Rig) -> Row:
@@ -273,18 +185,8 @@ def main(arguments: Sequence[str]) -> int:
     results, (row,) = run(args, f"plan-{args.device}.json", one, page.title)
     if row is None:
         return 1
-    try:
-        for heading, make in TABLES.items():
-            print(f"\n{heading}\n\n{make(row)}")
-        made = picture(results.path, results.rows)
-        made.write()
-    except (ValueError, ImportError) as error:
-        print(f"python -m bench plan: {error}", file=sys.stderr)
-        return 2
-    print("", results.path, *made.files, sep="\n")
-    return int(wrong(row))
-
-
-def wrong(row: Row) -> bool:
+    for heading, table in TABLES.items():
+        print(f"\n{heading}\n\n{table(row)}")
+    print(f"\n{results.path}")
     ways = row["ways"].items()
-    return any("failure" in way for name, way in ways if name == BASELINE or page.is_ours(way))
+    return int(any("failure" in way for name, way in ways if name == BASELINE or page.is_ours(way)))

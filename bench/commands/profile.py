@@ -85,7 +85,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = Parser("profile", __doc__, "dtype rounds threads out", rounds=10)
+    parser = Parser("profile", __doc__, "dtype rounds threads", rounds=10)
     parser.add("--way", action="append", choices=list(WAYS), help="(default: checkpoint, presets)")
     options = parser.parse(arguments)
     given = options.way or ["checkpoint", "full", "lean", "fast", "none"]

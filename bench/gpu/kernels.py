@@ -25,10 +25,8 @@ WIDTHS = (1024, 2048, 4096, 8192, 16384, 65536)
 MODELS_FIRST = ("llama3-8b", "smollm-135m", "bert-base", "qwen2-1.5b", "gpt2", "vit-l")
 
 
-def slow_to_start(op: Op) -> list[str]:
-    """Providers that `torch.compile` makes, or that tune themselves."""
-    made = ("compile", "flex")
-    return [n for n in op if n in made or op[n].traits.get("autotunes")]
+#: Providers that `torch.compile` makes, which take long to start.
+COMPILED = ("compile",)
 
 
 def entries_of(
@@ -38,8 +36,8 @@ def entries_of(
 
     names: of the providers; by default all that start soon.
     """
-    slow, made = slow_to_start(op), problem()
-    names = [name for name in op if name not in slow] if names is None else names
+    made = problem()
+    names = [name for name in op if name not in COMPILED] if names is None else names
     for direction in directions:
         build = lambda rig, d=direction: dict(contests(op, problem(), names))[d]  # noqa: E731
         yield {"name": f"{op.name}_{direction} {made.name}", **made.sizes}, build
@@ -82,13 +80,6 @@ def special_entries(rig: Rig) -> Iterator[Entry]:
             yield from _attention(rig, form, seq_len, width)
 
 
-def flex_entries(rig: Rig) -> Iterator[Entry]:
-    calls = [(form, 1) for form in ("causal", "window", "half the blocks", "packed")]
-    for form, group in [("packed", 1)] if rig.dry else [*calls, ("causal", GROUP)]:
-        names = ("aten", "flex", "fused_remat kernel")
-        yield from _attention(rig, form, 8192, 128, group, names)
-
-
 # --- every op at the sizes of models
 
 
@@ -108,21 +99,8 @@ def _of_models(
 
 def model_entries(rig: Rig) -> Iterator[Entry]:
     # Dry, what no other section has: the interpreter is slow.
-    ops = ("linear", "mlp") if rig.dry else tuple(OPS)
+    ops = ("mlp",) if rig.dry else tuple(OPS)
     yield from _of_models(rig, MODELS_FIRST[:1] if rig.dry else MODELS_FIRST, dict.fromkeys(ops))
-
-
-def slow_entries(rig: Rig) -> Iterator[Entry]:
-    """Two models' beside the peers that do not; ours and the baseline with them."""
-    names: dict[str, Iterable[str] | None] = {}
-    for key in ("norm",) if rig.dry else OPS:
-        op = OPS[key]
-        slow = [name for name in slow_to_start(op) if name != "flex"]  # which has its own section
-        if slow:
-            ours = [name for name in op if op[name].traits.get("ours")]
-            names[key] = [*op.baselines, *slow, *ours]
-    models = MODELS_FIRST[1:2] if rig.dry else MODELS_FIRST[:2]
-    yield from _of_models(rig, models, names, beside="slow starters")
 
 
 # --- what is bound by memory
@@ -137,14 +115,8 @@ def norm_entries(rig: Rig) -> Iterator[Entry]:
             yield from entries_of(passes.NORM, make, directions=("bwd", "fwd"))
 
 
-def dropout_entries(rig: Rig) -> Iterator[Entry]:
-    sizes = (64, 96) if rig.dry else (ELEMENTS // 8192, 8192)
-    yield from entries_of(passes.DROPOUT, functools.partial(passes.Dropout, rig, *sizes))
-
-
 def rotary_entries(rig: Rig) -> Iterator[Entry]:
     batch, heads, seq_len = (2, 4, 8) if rig.dry else (8, 32, 2048)
     for width in (16,) if rig.dry else (128, 64):
-        for name in ("rope", passes.NORMED):
-            sizes = batch, heads, heads // 4, seq_len, width
-            yield from entries_of(passes.ROPE, functools.partial(passes.Rope, rig, name, *sizes))
+        sizes = batch, heads, heads // 4, seq_len, width
+        yield from entries_of(passes.ROPE, functools.partial(passes.Rope, rig, "rope", *sizes))

@@ -1,4 +1,4 @@
-"""Training steps of layers, MLPs, models and plans on a GPU: which, in which order.
+"""Training steps of layers, models and plans on a GPU: which, in which order.
 
 Rows are those of `bench layers`, `model` and `plan`, and besides of each way what a contest's rows
 have: "us" and "ratio" of a step, "host_us", the time the host takes to launch one;
@@ -10,31 +10,28 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import itertools
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from bench.commands import plan
 from bench.measure.case import Subject, dtype_name
-from bench.measure.contest import Entry, P, Rig, Work
-from bench.measure.steps import ReplayedStep, Step
+from bench.measure.contest import Entry, P, Rig
+from bench.measure.models import Options
+from bench.measure.models import measure as measure_model
+from bench.measure.steps import Step
 from bench.measure.steps import measure as measure_ways
-from bench.model.measure import Options
-from bench.model.measure import measure as measure_model
-from bench.subjects import layers, models, stacks
+from bench.subjects import models, stacks
 from bench.subjects.configs import MODELS
 from bench.subjects.layer_ways import BUDGETS
 from bench.subjects.layer_ways import WAYS as LAYER_WAYS
 from bench.subjects.layers import Case
-from fused_remat.policies import EXACT_PRESETS, LOSSY_PRESETS
+from fused_remat.policies import EXACT_PRESETS
 
 SEQ_LEN, HEAD_DIM = 2048, 128
 WIDTHS = (2048, 1024, 4096)
 _STOCK = ("eager", "checkpoint")
-_PEERS = ("selective_matmuls", "selective_attention", "torch_remat")
-WAYS = (*_STOCK, *_PEERS, *EXACT_PRESETS, *LOSSY_PRESETS)
-MLP_WAYS = (*_STOCK, "selective_matmuls", "full", "none", "fast8")
-REPLAYED = (*_STOCK, *EXACT_PRESETS, "fast8")
+_PEERS = ("selective_matmuls", "torch_remat")
+WAYS = (*_STOCK, *_PEERS, *EXACT_PRESETS)
 COMPILED = (*_STOCK, "compile", "full", "full_compiled", "fast", "fast_compiled")
 #: Of one long sequence.
 LONG_LEN, LONG = 32768, (*_STOCK, *EXACT_PRESETS)
@@ -42,19 +39,14 @@ _BUDGETS = tuple(f"compile_budget_{budget:g}" for budget in BUDGETS)
 BUDGETED = (*_STOCK, "compile", *_BUDGETS, "full", "lean", "fast")
 #: Of all of them in a dry run, but for its first layer: the interpreter is slow.
 DRY = ("eager", "checkpoint", "full", "none")
-#: Products of an MLP's step that keeps its input only: the rebuilt one, two forward, four backward.
-_MLP_PRODUCTS = 7
 _LONGER = 2.5  # than a kernel's contest, for steps take longer
 
-#: Model -> sequences of `MODEL_TOKENS` each: what the unconverted model keeps fits into 80 GB.
-BATCHES = {"smollm-135m": 8, "qwen2-1.5b": 4}
+#: Model -> batches of sequences of `MODEL_TOKENS`; where eager's does not fit, it is absent.
+BATCHES = {"smollm-135m": (8, 200), "qwen2-1.5b": (4,)}
 MODEL_TOKENS = 2048
 RANK = 16
-#: Of a card that many have.
-CAP = 24 << 30
-_HF = ("eager", "checkpoint", "checkpoint_reentrant", "liger", "liger_checkpoint")
+_HF = ("eager", "checkpoint", "liger", "liger_checkpoint")
 MODEL_WAYS = (*_HF, "full", "lean", "fast", "full_loss", "fast_loss")
-SEARCHED = ("eager", "checkpoint", "liger_checkpoint", "full", "fast", "full_loss")
 #: Of all of them in a dry run: the interpreter is slow.
 MODELS_DRY = ("eager", "checkpoint", "liger", "full")
 #: Than a kernel's contest, for there are many ways.
@@ -69,7 +61,6 @@ def measure(
     """
     if rig.dry:
         subject.backend, subject.compiler = "triton", "aot_eager_decomp_partition"
-    subject.captured = timer is ReplayedStep
     given = subject, LAYER_WAYS, names, rig.longer(_LONGER), timer
     return as_contest(measure_ways(*given, **beside))
 
@@ -159,24 +150,6 @@ def long_entries(rig: Rig) -> Iterator[Entry]:
     yield _entry(long_encoder(rig), ways, beside=("none",))
 
 
-def mlp_entries(rig: Rig) -> Iterator[Entry]:
-    """The MLP alone: keeping its input only ("full"), the pre-activation too ("none", "fast8")."""
-    for width in widths(rig):
-        sizes = rig.size(tokens_of(width), 32), width, rig.size(4 * width, 64)
-
-        def run(rig: Rig, sizes: tuple[int, int, int] = sizes) -> dict[str, Any]:
-            row = measure(layers.mlp(sizes, rig.dtype, rig.device), MLP_WAYS, rig)
-            floor = Work(flops=2.0 * _MLP_PRODUCTS * math.prod(sizes)).floor(rig.ceilings)
-            return row | {"floor_us": floor and 1e6 * floor}
-
-        yield {"name": "mlp", "width": width}, run
-
-
-def replay_entries(rig: Rig) -> Iterator[Entry]:
-    for layer in _grid(rig):
-        yield _entry(layer, _fewer(rig, REPLAYED), ", replayed", ReplayedStep)
-
-
 def compile_entries(rig: Rig) -> Iterator[Entry]:
     for layer in _grid(rig):
         for what, ways in ((", compiled", COMPILED), (", budgets", BUDGETED)):
@@ -192,19 +165,18 @@ def model_entries(rig: Rig) -> Iterator[Entry]:
         return
     for lora in (0,) if rig.dry else (0, RANK):
         for model in list(BATCHES)[: 1 if rig.dry else None]:
-            yield _model_entry(rig, model, lora, None, MODELS_DRY if rig.dry else MODEL_WAYS)
-    if not rig.dry:
-        for model in BATCHES:
-            yield _model_entry(rig, model, 0, CAP, SEARCHED)
+            for batch in BATCHES[model][: 1 if rig.dry or lora else None]:
+                yield _model_entry(rig, model, lora, batch)
 
 
-def _model_entry(rig: Rig, model: str, lora: int, cap: int | None, ways: Sequence[str]) -> Entry:
-    layers, batch = rig.size(MODELS[model].layers, 1), rig.size(BATCHES[model], 1)
+def _model_entry(rig: Rig, model: str, lora: int, batch: int) -> Entry:
+    layers, batch = rig.size(MODELS[model].layers, 1), rig.size(batch, 1)
     seq_len, dtype = rig.size(MODEL_TOKENS, 5), dtype_name(rig.dtype)
     case = models.Case(model, layers, batch, seq_len, dtype, lora, tiny=rig.dry)
     kind = f"LoRA {lora}" if lora else "full fine-tuning"
-    named = {"name": f"{model}, {kind}{', the largest batch' if cap else ''}"}
-    options = Options(ways, memory=cap, backend="triton" if rig.dry else "auto")
+    named = {"name": f"{model}, {kind}", "batch": batch}
+    ways = MODELS_DRY if rig.dry else MODEL_WAYS
+    options = Options(ways, backend="triton" if rig.dry else "auto")
 
     def run(rig: Rig) -> dict[str, Any]:
         row = measure_model(case, options, rig.longer(_LONGER))

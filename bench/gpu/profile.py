@@ -1,14 +1,8 @@
-"""Where a layer's step spends its time on a GPU, by kind of kernel, beside the least it takes.
+"""Where a layer's step spends its time on a GPU, by kind of kernel.
 
 A few steps in a row run under torch's profiler, which says when each kernel, copy and fill began
 and ended on the device. It slows the host: gaps between kernels are what the same steps take
 without it, back to back, less what they keep the device busy with it.
-
-The least is counted from the layer's graph. Each step of it takes its FLOPs at the rate of a large
-product, or its bytes at that of a large copy, whichever is longer, both as the same run measures
-them. Steps count alone, and a pass over memory twice forward's bytes in backward: what a kernel
-reads once or fuses into another's pass can take less than is said here of "norms" and "pointwise".
-No attention kernel comes near the rate of a large product.
 """
 
 from __future__ import annotations
@@ -18,7 +12,7 @@ import functools
 import importlib
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,16 +22,12 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench.gpu.layers import WIDTHS, as_contest, encoder, long_encoder
 from bench.measure.case import Forward, Subject
-from bench.measure.contest import UNITS, Entry, Rig, Work
+from bench.measure.contest import Entry, Rig
 from bench.measure.steps import QueuedStep
 from bench.measure.steps import measure as measure_ways
 from bench.subjects.layer_ways import WAYS as LAYER_WAYS
 from bench.subjects.layers import Case
-from fused_remat.execution.observe import OBSERVERS, BlockRun
-from fused_remat.graph.schedule import schedule
-from fused_remat.planner.calibration import Example, Sizer, steps_of
-from fused_remat.policies import EXACT_PRESETS, kept_names
-from fused_remat.steps.norm import Norm
+from fused_remat.policies import EXACT_PRESETS
 
 WAYS = ("eager", "compile", "checkpoint", *EXACT_PRESETS)
 #: Steps that are profiled, after one that is not.
@@ -190,79 +180,6 @@ def profiled(forward: Forward, subject: Subject, steps: int) -> dict[str, Any]:
     return tally(recorded(work, subject.device), steps)
 
 
-# --- the least
-
-
-@dataclass(frozen=True, kw_only=True)
-class Part(Work):
-    """The work of a step of a layer's forward or backward."""
-
-    kind: str  # "products", "attention", "norms" or "pointwise"
-    backward: bool
-    rebuilt: bool  # backward computes again what forward has
-
-
-def example_of(subject: Subject) -> Example:
-    """The block's call in a forward of our layer on the subject's module."""
-    found: list[BlockRun] = []
-    OBSERVERS.append(found.append)
-    try:
-        subject.fused(subject.module, "full", subject.backend)(subject.x)
-    finally:
-        OBSERVERS.remove(found.append)
-    (call,) = found
-    tensors = tuple(None if t is None else t.detach() for t in call.tensors)
-    return Example(call.call, tensors, call.functions)
-
-
-def parts(example: Example, save: Iterable[str]) -> Iterator[Part]:
-    """Every step of both passes of the layer that keeps `save`."""
-    call = example.keeping(save)
-    plan = schedule(call.graph, call.save, call.needs_grad, tiled=False)
-    sizer = Sizer(call, example.shapes, example.input.dtype)
-    for which in ("forward", "backward"):
-        for step in steps_of(plan, which):
-            node = step.node
-            assert node is not None
-            flops, moved = sizer.work(step)
-            if node.per_sequence:
-                kind = "attention"
-            elif flops:
-                kind = "products"
-            else:
-                kind = "norms" if isinstance(node, Norm) else "pointwise"
-            backward = which == "backward"
-            rebuilt = backward and step.kind == "compute"
-            yield Part(flops, moved, kind=kind, backward=backward, rebuilt=rebuilt)
-
-
-def parts_of(way: str, example: Example) -> list[Part]:
-    """The steps of a way: a preset, "eager", "compile", or "checkpoint" (non-reentrant).
-
-    The stock layer rebuilds nothing, compiled or not. Checkpointing replays forward up to its last
-    product, whose input is the last thing that backward asks for in a pre-norm layer.
-    """
-    graph = example.call.graph
-    if way in EXACT_PRESETS:
-        return list(parts(example, kept_names(way, graph)))
-    own = [part for part in parts(example, kept_names("none", graph)) if not part.rebuilt]
-    if way in ("eager", "compile"):
-        return own
-    forward = [part for part in own if not part.backward]
-    last = max(i for i, part in enumerate(forward) if part.kind == "products")
-    return own + forward[:last]
-
-
-def least(way: str, example: Example, ceilings: Mapping[str, float]) -> dict[str, float]:
-    """Microseconds of a way's step by kind of work; {} where a ceiling is not known."""
-    if set(UNITS) - set(ceilings):
-        return {}
-    found: dict[str, float] = {}
-    for part in parts_of(way, example):
-        found[part.kind] = found.get(part.kind, 0.0) + 1e6 * (part.floor(ceilings) or 0.0)
-    return found
-
-
 # --- what is measured
 
 
@@ -270,8 +187,7 @@ def measure(case: Case, rig: Rig) -> dict[str, Any]:
     """A row: every way checked, timed back to back in turns, and then profiled.
 
     Of each way besides `tally`: "us" of a step and "host_us" of its launch without the profiler,
-    "gaps_us", and "least_us" by kind, as `least` has it. In a dry run our ways are those of
-    the eager backend.
+    and "gaps_us". In a dry run our ways are those of the eager backend.
     """
     subject = case.subject(rig.device)
     if rig.dry:
@@ -280,16 +196,12 @@ def measure(case: Case, rig: Rig) -> dict[str, Any]:
     row = as_contest(measure_ways(*given, beside=("none",)))
     ways = row["ways"]
     right = [name for name, found in ways.items() if "us" in found]
-    example = example_of(subject)
     for index, name in enumerate(right):
         forward = LAYER_WAYS[name].build(subject)
         if index == 0:
             profiled(forward, subject, 1)  # the profiler's own beginning
         ways[name] |= profiled(forward, subject, 1 if rig.dry else STEPS)
-        ways[name] |= {
-            "gaps_us": ways[name]["us"]["p50"] - ways[name]["busy_us"],
-            "least_us": least(name, example, rig.ceilings),
-        }
+        ways[name]["gaps_us"] = ways[name]["us"]["p50"] - ways[name]["busy_us"]
     return {"profiled": dataclasses.asdict(case), **row}
 
 

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import importlib
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bench.kernels.attention_problem import SEED, Attention
+from bench.kernels.attention_problem import Attention
 from bench.kernels.problem import (
     DIRECTIONS,
     Function,
     Op,
     Problem,
     Ways,
-    compiled,
-    failing,
-    through_autograd,
 )
 from bench.kernels.shapes import Size
 from bench.measure.contest import SETS, Results, Rig, Way
@@ -31,9 +25,6 @@ from fused_remat.steps.attention_call import attention_key
 from fused_remat.triton import attention as triton
 from fused_remat.triton.launch import Launch
 from fused_remat.triton.tables import AttentionTile
-
-#: Bytes of scores that a provider may hold which holds all of them.
-_MOST_SCORES = 1 << 30
 
 
 def of_model(rig: Rig, size: Size) -> Iterator[Problem]:
@@ -76,116 +67,36 @@ for _name in ("flash", "cudnn", "efficient"):
     ATTENTION.provider(_name, needs="cuda", optional=_name == "cudnn")(_kernel)
 
 
-@ATTENTION.provider("math")
-def math(p: Attention) -> Function:
-    """Explicit products and softmax, where the scores are not too many."""
-    size = p.batch * p.nhead * p.seq_len**2 * p.rig.dtype.itemsize
-    if size > _MOST_SCORES:
-        raise Absent(f"its scores would be {size / 2**30:.1f} GiB")
-    return _sdpa(p, SDPBackend.MATH)
-
-
-@ATTENTION.provider("flex", optional=True)
-def flex(p: Attention) -> Ways:
-    """FlexAttention, compiled; on a CPU it has a forward only, without a gradient."""
-    if p.form.p:
-        raise Absent("it has no dropout")
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    sees, length, device = p.sees(), p.seq_len, p.rig.device
-    seen = None if sees is None else create_block_mask(sees, None, None, length, length, device)
-    options = {"block_mask": seen, "enable_gqa": p.nhead != p.kv_heads}
-    if device.type == "cpu" and p.rig.target is not None and p.rig.target.kind == "cuda":
-        # Compiled for a GPU, and executed here. The statistics are those of a call with a gradient.
-        attend = compiled(flex_attention)
-        with_lse = lambda *heads: attend(*heads, **options, return_lse=True)[0]  # noqa: E731
-        return through_autograd(with_lse, p, optional=True)
-    attend = flex_attention if p.rig.dry else compiled(flex_attention)
-
-    def function(*heads: Tensor) -> Tensor:
-        heads = [t.detach() for t in heads] if device.type == "cpu" else heads
-        return attend(*heads, **options)
-
-    ways = through_autograd(function, p, optional=True)
-    if device.type == "cpu":
-        ways["bwd"] = failing(Absent("it has no backward on a CPU"))
-    return ways
-
-
-def _packed(p: Attention, attend: Callable[..., Tensor]) -> Function:
-    """What is told of the sequences' bounds, of tokens before heads."""
-
-    def function(*heads: Tensor) -> Tensor:
-        rows = (t[0].transpose(0, 1) for t in heads)
-        return attend(*rows, p.cu, p.cu, p.longest, p.longest).transpose(0, 1)[None]
-
-    return function
-
-
 @ATTENTION.provider("varlen", needs="cuda", optional=True)
 def varlen(p: Attention) -> Function:
-    """torch.nn.attention.varlen: FlashAttention over packed sequences."""
+    """Call torch.nn.attention.varlen: FlashAttention over packed sequences, tokens before heads."""
     if not p.form.packed:
         raise Absent("it is for packed sequences")
     from torch.nn.attention.varlen import varlen_attn
 
     shared = {"enable_gqa": True} if p.nhead != p.kv_heads else {}
 
-    return _packed(p, functools.partial(varlen_attn, window_size=(-1, 0), **shared))
+    def attend(*heads: Tensor) -> Tensor:
+        tokens = (t[0].transpose(0, 1) for t in heads)
+        bounds = p.cu, p.cu, p.longest, p.longest
+        return varlen_attn(*tokens, *bounds, window_size=(-1, 0), **shared).transpose(0, 1)[None]
 
-
-# --- others'
-
-
-def _flash_attn(p: Attention, module: str) -> Function:
-    """FlashAttention's own functions, of tokens before heads."""
-    options: dict[str, Any] = {"causal": p.form.causal}
-    options |= {"window_size": (p.window - 1, 0)} if p.form.window else {}
-    options |= {"dropout_p": p.form.p} if p.form.p else {}
-    if p.form.checkered:
-        raise Absent("it takes no mask")
-    if p.form.p and module == "flash_attn_interface":
-        raise Absent("it has no dropout")
-    functions = importlib.import_module(module)
-
-    def attend(*given: Any) -> Tensor:
-        """Some versions return the logsumexp too."""
-        kind = "flash_attn_varlen_func" if p.form.packed else "flash_attn_func"
-        made = getattr(functions, kind)(*given, **options)
-        return made[0] if isinstance(made, tuple) else made
-
-    if p.form.packed:
-        return _packed(p, attend)
-    return lambda *heads: attend(*(t.transpose(1, 2) for t in heads)).transpose(1, 2)
-
-
-#: FlashAttention-2 from its own package, and FlashAttention-3, for Hopper.
-for _name, _module in (("flash-attn", "flash_attn"), ("flash-attn 3", "flash_attn_interface")):
-    _own = functools.partial(_flash_attn, module=_module)
-    ATTENTION.provider(_name, module=_module, needs="cuda", optional=True)(_own)
+    return attend
 
 
 # --- ours
 
 
 @ATTENTION.ours()
-def ours(p: Attention, backend: str) -> Ways:
-    """The public function; a seed says which mask is dropped, so that results are known.
-
-    In Triton kernels where no ATen kernel is faster: plain calls go to those.
-    """
+def ours(p: Attention, backend: str) -> Function:
+    """Call the public function: in Triton kernels where no ATen kernel is faster."""
     form = p.form
-
-    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return ops.attention(
-            q, k, v, p.mask if form.checkered else None, form.p, form.causal,
-            cu_seqlens_q=p.cu if form.packed else None,
-            window=(p.window - 1, 0) if form.window else (-1, -1),
-            seed=SEED if form.p else None, backend=backend,
-        )  # fmt: skip
-
-    ways = through_autograd(function, p)
-    return {name: dataclasses.replace(way, truth=None) for name, way in ways.items()}
+    options = {
+        "cu_seqlens_q": p.cu if form.packed else None,
+        "window": (p.window - 1, 0) if form.window else (-1, -1), "backend": backend,
+    }  # fmt: skip
+    mask = p.mask if form.checkered else None
+    return lambda q, k, v: ops.attention(q, k, v, mask, 0.0, form.causal, **options)
 
 
 #: Of all launches, or of a kernel that is timed alone.

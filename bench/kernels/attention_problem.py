@@ -5,9 +5,8 @@ Operations are those of the scores that are seen; a causal mask hides half.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -15,35 +14,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.kernels.problem import SIGMAS, Problem
-from bench.measure.contest import TOLERANCE, P, Results, Work, WrongResultError
-from fused_remat import random
+from bench.kernels.problem import Problem
+from bench.measure.contest import Results, Work
 from fused_remat.spec import AttentionSpec
 from fused_remat.steps.attention import attention_bwd, attention_fwd
 from fused_remat.steps.attention_call import AttentionArgs
 
 WINDOW, BLOCK = 1024, 128  # keys; at most half, and a quarter, of a sequence
-SEED = 7  # of dropout, where the mask is known
 _PER_MILLE = (100, 20, 250, 130, 60, 300, 40, 100)  # of all tokens: lengths of packed sequences
-#: By which factor the noise of one mask may be more or less than that of another: a few hundred
-#: rows, the largest of which count most, differ by two.
-_NOISE = 3.0
-#: Of the spread of dy·y over its sum: both sides are rounded to a hundredth of that at most; with
-#: two different masks at p = 0.1 they differ by about a half.
-_SAME = 0.1
-
 Heads = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
 class Form:
-    """What is seen, and whether some of it is dropped."""
+    """The keys that a query sees."""
 
     causal: bool = False  # keys up to the query's own
     window: bool = False  # of these, the last ones only
     checkered: bool = False  # every other block of keys is hidden, as on a chessboard
     packed: bool = False  # sequences of different lengths, side by side in a batch of 1
-    p: float = 0.0
 
 
 FORMS: dict[str, Form] = {
@@ -52,7 +41,6 @@ FORMS: dict[str, Form] = {
     "window": Form(causal=True, window=True),
     "packed": Form(causal=True, packed=True),
     "half the blocks": Form(checkered=True),
-    "causal dropout": Form(causal=True, p=P),
 }
 
 
@@ -72,7 +60,6 @@ class Attention(Problem):
 
     def __post_init__(self) -> None:
         self.form = FORMS[self.name]
-        self._known: dict[str, tuple[Results, Results]] = {}  # without and with dropout
 
     # --- operands
 
@@ -156,13 +143,10 @@ class Attention(Problem):
             options = {"mask": self.mask}
         if form.packed:
             options = {"cu_q": self.cu, "cu_k": self.cu}
-        if form.p:
-            seed = torch.tensor(SEED, device=self.rig.device)
-            options = {"site_key": random.site_keys(seed)[random.ATTENTION]}
         window = self.window - 1 if form.window else -1, 0 if form.causal else -1
         spec = AttentionSpec(
             num_heads=self.nhead, num_kv_heads=self.kv_heads, head_dim=self.head_dim,
-            scale=self.head_dim**-0.5, window=window, dropout=form.p,
+            scale=self.head_dim**-0.5, window=window,
         )  # fmt: skip
         return AttentionArgs(spec, self.batch, self.seq_len, self.seq_len, **options)
 
@@ -180,16 +164,12 @@ class Attention(Problem):
         """As PyTorch computes it where it is told all of it."""
         causal = self.form.causal and self.mask is None
         shared = self.nhead != self.kv_heads
-        return F.scaled_dot_product_attention(
-            *inputs, self.mask, self.form.p, causal, enable_gqa=shared
-        )
+        return F.scaled_dot_product_attention(*inputs, self.mask, 0.0, causal, enable_gqa=shared)
 
-    def truth(self, direction: str, dropped: bool = True) -> Results:
-        """In blocks, for no sequence is too long for float64; with dropout, of `SEED`'s mask."""
+    def truth(self, direction: str) -> Results:
+        """Compute in blocks: no sequence is too long for float64."""
         q, k, v = (t.double() for t in self.sets[0].values())
-        dropout = self.call.spec.dropout if dropped else 0.0
-        spec = dataclasses.replace(self.call.spec, dropout=dropout)
-        call = dataclasses.replace(self.call, spec=spec)
+        call = self.call
         out, lse = attention_fwd(q, k, v, call)
         if direction == "fwd":
             return {"y": self.as_heads(out)}
@@ -198,67 +178,3 @@ class Attention(Problem):
         attention_bwd(dy, q, k, v, out, lse, call, grads)
         gradients = dict(zip(("dq", "dk", "dv"), grads, strict=True))
         return gradients | {"y": self.as_heads(out)}
-
-    def truth_of(self, direction: str) -> Callable[[Results], Results] | None:
-        """With a mask that nobody knows: itself, where it is right on average, or an error."""
-        if not self.form.p:
-            return None
-
-        def truth(found: Mapping[str, Tensor]) -> Results:
-            if direction not in self._known:
-                self._known[direction] = self.truth(direction, False), self.truth(direction)
-            undropped, dropped = self._known[direction]
-            for name, plain in undropped.items():
-                given = found[name], plain, dropped[name], self.form.p, self.factor
-                as_much_dropped(name, *given)
-            if direction == "bwd":
-                same_mask(found["y"], self.dys[0], found["dv"], self.sets[0]["v"])
-            return {name: found[name].double() for name in undropped}
-
-        return truth
-
-
-# --- under a random mask that nobody knows
-
-
-def as_much_dropped(
-    name: str, found: Tensor, plain: Tensor, dropped: Tensor, p: float, factor: float
-) -> None:
-    """A result that is linear in its mask is right on average, and as noisy as another mask's.
-
-    plain: what is exact without dropout. dropped: the same under a mask of ours. On average means:
-    its projection on `plain` is 1, but for the mean of many decisions, which rows (the last
-    dimension) make apart, and for `factor` of what is allowed of the result itself. The spread of
-    that mean is what is seen between rows, and at least that of rows which are dropped as a whole:
-    a causal mask leaves one key to the first ones, and these are the largest.
-    Raises: WrongResultError.
-    """
-    allowed, found = factor * TOLERANCE[found.dtype], found.double()
-    mine, exact = (found * plain).sum(-1), plain.square().sum(-1)
-    total = exact.sum()
-    projection = mine.sum() / total
-    seen, whole = mine - projection * exact, (p / (1.0 - p)) ** 0.5 * exact
-    sigma = torch.maximum(seen.norm(), whole.norm()) / total
-    if not (projection - 1.0).abs() <= SIGMAS * sigma + allowed:  # NaN too
-        raise WrongResultError(
-            f"{name} is {projection.item():.4f} of what it should be on average, "
-            f"give or take {SIGMAS * sigma.item():.1g}"
-        )
-    noise = ((found - plain).norm() / (dropped - plain).norm()).item()
-    if not 1.0 / _NOISE <= noise <= _NOISE:
-        raise WrongResultError(f"dropout changes {name} {noise:.2g} times as much as it should")
-
-
-def same_mask(y: Tensor, dy: Tensor, dv: Tensor, v: Tensor) -> None:
-    """Attention's dv is that of the mask that made y: by feature and key head, dy·y = dv·v.
-
-    For y is linear in v, whatever the mask. Raises: WrongResultError.
-    """
-    groups = y.shape[1] // v.shape[1]
-    products = (dy.double() * y.double()).unflatten(1, (-1, groups))
-    theirs = (dv.double() * v.double()).sum(2)
-    difference = (products.sum((2, 3)) - theirs).norm()
-    spread = products.square().sum((2, 3)).sqrt().norm()
-    if not difference <= _SAME * spread:
-        off = (difference / spread).item()
-        raise WrongResultError(f"dv is of another mask than y: dy·y and dv·v are {off:.2g} apart")

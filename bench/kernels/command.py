@@ -23,7 +23,7 @@ from bench.kernels.table import OPS
 from bench.measure.case import DTYPES, dtype_name
 from bench.measure.contest import CEILINGS, ROUNDS, Rig, ceiling, measure
 from bench.measure.machine import environment
-from bench.measure.options import Parser, positive
+from bench.measure.options import Parser, positive, progress
 from bench.measure.registry import described
 from bench.measure.results import ResultsFile, Row
 from bench.pages import kernels as report
@@ -109,8 +109,9 @@ def rows_of(
 def run(args: argparse.Namespace, rig: Rig, results: ResultsFile) -> list[Row]:
     rows = []
     find_ceilings(rig, results, args.fresh)
-    print(report.ceilings_line(rig.ceilings))
-    for case, problem in problems(rig, args):
+    print(f"ceilings of this machine: {report.amounts(rig.ceilings)}")
+    every = list(problems(rig, args))
+    for case, problem in progress(every, len(every), "problem"):
         for row in rows_of(case, problem, args, results):
             rows.append(row)
             print(report.block(row), flush=True)
@@ -118,7 +119,7 @@ def run(args: argparse.Namespace, rig: Rig, results: ResultsFile) -> list[Row]:
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    shared = "device dtype rounds seconds threads out fresh dry-run"
+    shared = "device dtype rounds seconds threads fresh dry-run"
     parser = Parser("kernels", __doc__, shared, rounds=ROUNDS, seconds=1.0)
     parser.several("op", default=list(OPS), choices=OPS)
     parser.add("--models", nargs="*", default=list(MODELS), choices=MODELS)

@@ -21,8 +21,6 @@ from bench.measure.contest import SETS, Contest, Results, Rig, Way, Work
 from bench.measure.registry import Absent, Provider, Registry
 
 DIRECTIONS = ("fwd", "bwd")
-#: Standard deviations that a sum of random numbers may be off: once in two million.
-SIGMAS = 5.0
 #: Computes the op of the problem's inputs, given in their order.
 Function = Callable[..., Tensor]
 #: Ways of some of the directions, by name.
@@ -95,10 +93,6 @@ class Problem:
         y, gradients = self._exact
         return {"y": y} if direction == "fwd" else {"y": y, **gradients}
 
-    def truth_of(self, direction: str) -> Callable[[Results], Results] | None:
-        """The same where it depends on the results: of random masks. None where it does not."""
-        return None
-
 
 def _gradients(names: Iterable[str], grads: Iterable[Any]) -> dict[str, Tensor]:
     return {f"d{name}": grad for name, grad in zip(names, grads, strict=True)}
@@ -110,21 +104,17 @@ def through_autograd(
     *,
     in_place: bool = False,
     optional: bool = False,
-    pack: Callable[..., Sequence[Tensor]] = lambda *inputs: inputs,
-    unpack: Callable[..., Sequence[Tensor]] = lambda *gradients: gradients,
 ) -> dict[str, Way]:
     """Both directions of a function.
 
-    in_place: it overwrites its inputs or the gradient. optional: it may not serve these sizes,
-    dtype or device, which is no failure. `pack` makes its inputs of the problem's, untimed;
-    `unpack` the problem's gradients of its own. What a backward returns holds the output too,
-    which shows a mask that its gradients have to have.
+    in_place: it overwrites its inputs or the gradient. optional: it may not support these sizes,
+    dtype or device, which is no failure. The results of a backward hold the output too, which
+    shows the mask that its gradients must have.
     """
 
     def inputs(index: int) -> tuple[list[Tensor], list[Tensor]]:
         """Leaves, and what is given to the function: autograd forbids that leaves are written."""
-        drawn = pack(*(t.detach() for t in problem.sets[index].values()))
-        leaves = [t.requires_grad_() for t in drawn]
+        leaves = [t.detach().requires_grad_() for t in problem.sets[index].values()]
         return leaves, [t.clone() if in_place else t for t in leaves]
 
     def forward(given: tuple[list[Tensor], list[Tensor]]) -> Results:
@@ -136,16 +126,13 @@ def through_autograd(
 
     def backward(given: tuple[Tensor, list[Tensor], Tensor]) -> Results:
         y, leaves, dy = given
-        # `y.backward` would copy into `.grad` what is strided otherwise than its leaf. What a
-        # function adds to `.grad` by itself, as Liger-Kernel's tiled MLP does, is taken from there.
-        grads = torch.autograd.grad(y, leaves, dy, allow_unused=True)
-        pairs = zip(leaves, grads, strict=True)
-        found = unpack(*(leaf.grad if grad is None else grad for leaf, grad in pairs))
-        return {"y": y.detach(), **_gradients(problem.sets[0], found)}
+        # `y.backward` would copy into `.grad` a gradient with other strides than its leaf's.
+        grads = torch.autograd.grad(y, leaves, dy)
+        return {"y": y.detach(), **_gradients(problem.sets[0], grads)}
 
     return {
-        "fwd": Way(forward, problem.truth_of("fwd"), optional, prepare=inputs),
-        "bwd": Way(backward, problem.truth_of("bwd"), optional, prepare=graph),
+        "fwd": Way(forward, optional, inputs),
+        "bwd": Way(backward, optional, graph),
     }
 
 

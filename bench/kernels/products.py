@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,19 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.kernels.problem import Function, Op, Problem, Ways, failing, through_autograd
+from bench.kernels.problem import Function, Op, Problem
 from bench.kernels.shapes import Size
-from bench.measure.contest import Results, Rig, Way, Work
+from bench.measure.contest import Rig, Work
 from bench.measure.registry import Absent
 from fused_remat import ops
 from fused_remat.steps.activation import ACTIVATIONS
-from fused_remat.triton import products as triton
-from fused_remat.triton.launch import Launch
 
-#: Our name of an activation -> QuACK's.
-QUACK = {"relu": "relu", "gelu_tanh": "gelu_tanh_approx", "silu": "silu", "tanh": "tanh"}
-#: Our name of an activation -> QuACK's of one whose result multiplies another matrix.
-QUACK_GATED = {"silu": "swiglu", "gelu_tanh": "geglu", "relu": "reglu"}
 #: Of a vocabulary, on a CPU: what is exact, in float64, is to fit its memory.
 _CPU_VOCAB = 1 << 15
 
@@ -61,106 +54,6 @@ class Products(Problem):
     def weights(inputs: Mapping[str, Any]) -> list[Any]:
         """Of what is given of each input by name, that of the weights."""
         return [given for name, given in inputs.items() if "weight" in name]
-
-
-def bare(p: Products) -> Ways:
-    """The products alone: what would be taken by who does the rest for nothing.
-
-    Of an MLP, the product into the hidden width stands for the activation, dy's with the last
-    weight for the gradient of each that goes into it.
-    """
-    if p.act is None and "bias" not in p.shapes:
-        raise Absent("there is nothing but the products")
-
-    def forward(x: Tensor, *weights: Tensor) -> Results:
-        *into, last = weights
-        hidden = {f"hidden{i}": torch.mm(x, weight.t()) for i, weight in enumerate(into)}
-        return hidden | {"y": torch.mm([x, *hidden.values()][-1], last.t())}
-
-    def backward(x: Tensor, hidden: Tensor, dy: Tensor, *weights: Tensor) -> Results:
-        *into, last = weights
-        found = {"dhidden": torch.mm(dy, last), "dlast": torch.mm(dy.t(), hidden)}
-        for i, weight in enumerate(into):
-            found[f"dx{i}"] = torch.mm(found["dhidden"], weight)
-            found[f"dweight{i}"] = torch.mm(found["dhidden"].t(), x)
-        return found
-
-    def operands(index: int) -> tuple[Tensor, ...]:
-        return p.sets[index]["x"].view(-1, p.shapes["x"][-1]), *p.weights(p.sets[index])
-
-    def and_gradients(index: int) -> tuple[Tensor, ...]:
-        x, *weights = operands(index)
-        hidden = [x, *(torch.mm(x, into.t()) for into in weights[:-1])][-1]
-        return x, hidden, p.dys[index].view(len(x), -1), *weights
-
-    def way(run: Callable[..., Results], prepare: Callable[[int], tuple[Tensor, ...]]) -> Way:
-        exact = lambda found: run(*(t.double() for t in prepare(0)))  # noqa: E731
-        return Way(lambda given: run(*given), exact, prepare=prepare)
-
-    return {"fwd": way(forward, operands), "bwd": way(backward, and_gradients)}
-
-
-class Linear(Products):
-    """act(x @ weightᵀ + bias), x (T, D), weight (F, D)."""
-
-    def __init__(
-        self, rig: Rig, tokens: int, width: int, out: int, act: str | None = None, bias: bool = True
-    ) -> None:
-        name = "linear" if act is None else f"linear + {act}"
-        shapes = {"x": (tokens, width), "weight": (out, width)} | ({"bias": (out,)} if bias else {})
-        sizes = {"tokens": tokens, "width": width, "out": out}
-        super().__init__(rig, name if bias else f"{name}, no bias", sizes, act, **shapes)
-
-    def reference(self, *inputs: Tensor) -> Tensor:
-        return self.activate(F.linear(*inputs))
-
-
-def _linears(rig: Rig, size: Size) -> Iterator[Problem]:
-    """The feed-forward's first layer: alone, and with its activation where nothing gates it."""
-    model = size.model
-    sizes = size.tokens, model.d_model, model.d_ff
-    yield Linear(rig, *sizes, bias=model.bias)
-    if not model.gated:
-        yield Linear(rig, *sizes, act=model.activation, bias=model.bias)
-
-
-LINEAR = Op("linear", _linears)
-LINEAR.provider("bare")(bare)
-
-
-@LINEAR.provider("quack", module="quack", needs="cuda", optional=True, autotunes=True)
-def quack_linear(p: Linear) -> Function | Ways:
-    """QuACK's product; with the activation in it, forward only, and as ours keeping no more."""
-    from quack.linear import linear_act_func, linear_func
-
-    if p.act is None:
-        return linear_func
-    if p.act not in QUACK:
-        raise Absent(f"it has no {p.act}")
-
-    def activated(x: Tensor, weight: Tensor, *bias: Tensor) -> Tensor:
-        return linear_act_func(x, weight, QUACK[p.act], *bias, store_preact=False)[1]
-
-    forward = dataclasses.replace(through_autograd(activated, p)["fwd"], optional=True)
-    return {"fwd": forward, "bwd": failing(Absent("its gradient is only in its MLP"))}
-
-
-@LINEAR.provider("fused_remat triton", needs="triton", ours=True)
-def triton_linear(p: Linear) -> Ways:
-    """Ours, bias and activation in the product's kernel; our blocks' backwards use ATen's."""
-
-    def prepare(index: int) -> tuple[Launch, Tensor]:
-        x, weight, *bias = p.sets[index].values()
-        y = p.rig.poisoned(len(x), len(weight))
-        given = x, weight, bias[0] if bias else None, None, None, p.act, None, y
-        return triton.linear_fwd(*given, p.rig.target), y
-
-    def run(given: tuple[Launch, Tensor]) -> Results:
-        given[0].run()
-        return {"y": given[1]}
-
-    absent = Absent("our backwards take ATen's products, or are a whole MLP's")
-    return {"fwd": Way(run, prepare=prepare), "bwd": failing(absent)}
 
 
 # --- MLPs
@@ -199,11 +92,11 @@ def _mlps(rig: Rig, size: Size) -> Iterator[Problem]:
 
 
 MLP = Op("mlp", _mlps)
-MLP.provider("bare")(bare)
 
 
-def _liger_gated(p: Mlp) -> Function:
-    """Liger-Kernel's act(gate) * up between PyTorch's linears."""
+@MLP.provider("liger", module="liger_kernel", needs="cuda")
+def liger_mlp(p: Mlp) -> Function:
+    """Compute act(gate) * up by Liger-Kernel's kernel, between PyTorch's linears."""
     from liger_kernel.ops import LigerGELUMulFunction, LigerSiLUMulFunction
 
     known = {"silu": LigerSiLUMulFunction, "gelu_tanh": LigerGELUMulFunction}
@@ -211,74 +104,6 @@ def _liger_gated(p: Mlp) -> Function:
         raise Absent(f"it has gated MLPs only, of {' and '.join(known)}")
     apply = known[p.act].apply
     return lambda x, gate, up, down: F.linear(apply(F.linear(x, gate), F.linear(x, up)), down)
-
-
-@MLP.provider("liger", module="liger_kernel", needs="cuda")
-def liger_mlp(p: Mlp) -> Function:
-    return _liger_gated(p)
-
-
-@MLP.provider("liger tiled", module="liger_kernel", needs="cuda")
-def liger_tiled(p: Mlp) -> Function:
-    """The same over pieces of the sequence, as many as it takes itself, rebuilt in backward."""
-    from liger_kernel.ops import apply_tiled_mlp
-
-    mlp = _liger_gated(p)
-
-    return lambda x, *weights: apply_tiled_mlp(lambda _, piece: mlp(piece, *weights), None, x)
-
-
-@MLP.provider("liger fused", module="liger_kernel", needs="cuda", optional=True, autotunes=True)
-def liger_fused(p: Mlp) -> Function:
-    """Liger-Kernel's Triton products with the gate in them; they take tensor descriptors."""
-    from liger_kernel.ops import LigerMLPFunction
-
-    if not p.gated or p.act != "silu":
-        raise Absent("it has gated MLPs only, of silu")
-    if p.rig.target is None or not p.rig.target.has_tma:
-        raise Absent("needs a GPU with tensor descriptors")
-    return LigerMLPFunction.apply
-
-
-@MLP.provider("flash-swiglu", module="flash_swiglu_mlp", needs="cuda", autotunes=True)
-def flash_swiglu(p: Mlp) -> Function:
-    """flash-swiglu-mlp's Triton products: gate, up and SiLU in one, both ways."""
-    if not p.gated or p.act != "silu":
-        raise Absent("it has gated MLPs only, of silu")
-    from flash_swiglu_mlp.ops import flash_swiglu
-
-    return flash_swiglu
-
-
-def side_by_side(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> tuple[Tensor, ...]:
-    """A gated MLP's inputs with the gate's weight above the other."""
-    return x, torch.cat([gate, up]), down
-
-
-def apart(dx: Tensor, dgate_up: Tensor, ddown: Tensor) -> tuple[Tensor, ...]:
-    """Gradients of `side_by_side`'s results as those of what it was given."""
-    return dx, *dgate_up.chunk(2), ddown
-
-
-def _quack_mlp(p: Mlp, recompute: bool) -> Function | Ways:
-    """QuACK's MLP: activation and gate in the products, both ways; keeps the hidden half or x."""
-    from quack.mlp import mlp_func
-
-    act = (QUACK_GATED if p.gated else QUACK).get(p.act)
-    if act is None:
-        raise Absent(f"it has no {p.act}")
-    if recompute and not p.gated:
-        raise Absent("it takes no biases where it recomputes")
-    if not p.gated:
-        return lambda x, fc1, bias1, fc2, bias2: mlp_func(x, fc1, fc2, act, bias1, bias2)
-    options: dict[str, Any] = {"recompute": recompute, "concat_layout": True}
-    gated = lambda x, gate_up, down: mlp_func(x, gate_up, down, act, **options)  # noqa: E731
-    return through_autograd(gated, p, optional=True, pack=side_by_side, unpack=apart)
-
-
-for _name, _recompute in (("quack", False), ("quack recompute", True)):
-    _build = functools.partial(_quack_mlp, recompute=_recompute)
-    MLP.provider(_name, module="quack", needs="cuda", optional=True, autotunes=True)(_build)
 
 
 @MLP.ours("none", "full")

@@ -8,10 +8,8 @@ from bench.kernels.problem import Op
 #: Name on the command line -> op, in the order in which they are measured.
 OPS: dict[str, Op] = {
     "norm": passes.NORM,
-    "linear": products.LINEAR,
     "mlp": products.MLP,
     "attention": attention.ATTENTION,
-    "dropout": passes.DROPOUT,
     "rope": passes.ROPE,
     "loss": products.LOSS,
 }

@@ -60,7 +60,6 @@ class Subject:
     fresh: bool = False  # no gradients are there when a step begins, as after `zero_grad()`
     backend: str = "auto"  # what a preset runs on where its name says nothing
     compiler: str = "inductor"  # `torch.compile`'s backend
-    captured: bool = False  # steps are to be captured as CUDA graphs
 
     def __post_init__(self) -> None:
         if isinstance(self.x, Tensor) and self.x.is_floating_point():

@@ -23,9 +23,6 @@ FLOORS = {torch.bfloat16: 1e-3, torch.float16: 1e-4, torch.float32: 1e-5}
 #: Nobody may be off by more, PyTorch's layer itself included, by whose error the others are judged:
 #: its gradients of norms, summed in 16 bits on a CPU, are off by several percent.
 GROSS = {"output": 0.1, "gradient": 0.5}
-#: What keeps 8 bits may be off by so many times what our layer that keeps all is, in bfloat16; in
-#: dtypes that round less than 8 bits do, by so much. Its output is that of any other preset.
-LOSSY_TIMES, LOSSY_FLOOR = 2.5, 1.2e-2
 #: How far dropout may push an output, against how far it pushes the stock layer's: a few hundred
 #: elements are enough for that ratio to be well within these.
 SPREAD = (0.5, 2.0)
@@ -108,9 +105,6 @@ class Checks:
     - "own": the output is about as far from the output without dropout as the stock forward's is,
       and every gradient is that of the forward which drew the mask: the difference quotient along
       it, at the same seed.
-
-    A lossy way's gradients may be off by `LOSSY_TIMES` the error of our layer that keeps everything
-    as it is, or by `LOSSY_FLOOR`; its output by no more than another's.
     """
 
     def __init__(self, subject: Subject, floor: float | None = None) -> None:
@@ -128,7 +122,6 @@ class Checks:
             name: min(GROSS[name.split()[0]], 1.5 * error + self._floor)
             for name, error in theirs.items()
         }
-        self._allowed_lossy: dict[str, float] = {}
         if subject.dropout:
             self._stock = results_of(subject.stock(subject.module), subject)
             with exact_in_blocks():  # gradients wanted: the forward that is trained
@@ -136,29 +129,27 @@ class Checks:
                 self._plain = subject.stock(exact.module.eval())(exact.x).detach()
 
     def check(
-        self, forward: Forward, draws: str = "stock", compiled: bool = False, lossy: bool = False
+        self, forward: Forward, draws: str = "stock", compiled: bool = False
     ) -> dict[str, Any]:
         """How the results were found right. Raises: WrongResultError, or what the way raises.
 
         Args:
             compiled: nothing is poisoned, which would be another setting than it was compiled for.
-            lossy: it is one of our presets that keep 8 bits ("ours").
         """
-        allowed = self._lossy() if lossy else self._allowed
         with no_fallback(), poisoned(self._poison and not compiled):
             found = results_of(forward, self.subject)
             for name, t in found.items():
                 if not t.isfinite().all():
                     raise WrongResultError(f"{name} is not finite")
             if not self.subject.dropout:
-                return {"against": "float64"} | within(*self._paired(found), allowed)
+                return {"against": "float64"} | within(*self._paired(found), self._allowed)
             # On a GPU too: no kernel adds atomically.
             if not torch.equal(self._output(forward, SEED), found["output"]):
                 raise WrongResultError("the same seed gives another output")
             if torch.equal(self._output(forward, SEED + 1), found["output"]):
                 raise WrongResultError("another seed gives the same output: no dropout")
             if draws == "ours":
-                near = within(*self._paired(found), allowed)
+                near = within(*self._paired(found), self._allowed)
                 return {"against": "float64, the same bits"} | near
             if draws == "stock":
                 return self._as_stock(found)
@@ -178,19 +169,6 @@ class Checks:
 
     def _errors(self, found: Mapping[str, Tensor]) -> dict[str, float]:
         return errors(*self._paired(found))
-
-    def _lossy(self) -> dict[str, float]:
-        if not self._allowed_lossy:
-            subject = self.subject
-            native = subject.fused(subject.module, "none", subject.backend)
-            with no_fallback(), poisoned(self._poison):
-                exact = self._errors(results_of(native, subject))
-            least = 0.0 if subject.dtype == torch.bfloat16 else LOSSY_FLOOR
-            self._allowed_lossy = {
-                name: min(GROSS["gradient"], max(LOSSY_TIMES * error + self._floor, least))
-                for name, error in exact.items()
-            } | {"output": self._allowed["output"]}
-        return self._allowed_lossy
 
     def _output(self, forward: Forward, seed: int) -> Tensor:
         torch.manual_seed(seed)

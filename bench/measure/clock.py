@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from bench.measure.options import progress
+
 T = TypeVar("T")
 
 SAMPLE_SECONDS = 1e-3  # of calls that are timed at once: several short ones, or a long one
@@ -142,7 +144,7 @@ def interleave(
         for name in rotated(names, index):
             steps[name]()
     end = time.perf_counter() + seconds
-    for index in range(rounds):
+    for index in progress(range(rounds), rounds, "round"):
         for name in rotated(names, index):
             found[name].append(steps[name]())
         if index + 1 >= FEWEST_ROUNDS and time.perf_counter() >= end:

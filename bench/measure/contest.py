@@ -18,8 +18,6 @@ from torch import Tensor
 
 from bench.measure.clock import Clock, T, interleave, quantiles, ratios
 from bench.measure.registry import WrongResultError, refusal
-from fused_remat import random
-from fused_remat.random import DropoutMask
 from fused_remat.triton.launch import Launch, Target
 
 P = 0.1  # of every dropout here
@@ -77,22 +75,6 @@ class Rig:
     def poisoned(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.full(shape, torch.nan, device=self.device, dtype=dtype or self.dtype)
 
-    def keep(self, rows: int, width: int) -> DropoutMask:
-        """A dropout site."""
-        key = random.site_keys(torch.tensor(7, device=self.device))[random.MLP]
-        return DropoutMask(key, 0, rows, width, P, torch.float32)
-
-
-def multiplier(keep: DropoutMask) -> Tensor:
-    """A site's multiplier in float64."""
-    where = keep.site_key, keep.row0, keep.rows, keep.width
-    return random.keep_scale(*where, keep.p, torch.float64)
-
-
-def from_mask(mask: Tensor) -> Tensor:
-    """The multiplier of `torch.native_dropout`'s mask, in float64."""
-    return mask.double() / (1.0 - P)
-
 
 @dataclass(frozen=True)
 class Work:
@@ -127,7 +109,6 @@ class Way:
     """
 
     run: Callable[[Any], Results]
-    truth: Callable[[Results], Results] | None = None  # where it depends on them: own dropout
     optional: bool = False  # it may not serve here, but its results have to be right
     prepare: Callable[[int], Any] = lambda index: index
 
@@ -203,11 +184,10 @@ def admit(contest: Contest) -> dict[str, dict[str, Any]]:
         way = contest.ways[name]
         try:
             results = {k: t.detach() for k, t in way.run(way.prepare(0)).items()}
-            exact = truth if way.truth is None else way.truth(results)
-            own = {k: v for k, v in results.items() if k in exact}
+            own = {k: v for k, v in results.items() if k in truth}
             factor = contest.factor * (_GROSS if name in first else 1.0)
-            found[name] = {"check": check(own, exact, factor, theirs)}
-            theirs = theirs or (errors(own, exact) if name in first else {})
+            found[name] = {"check": check(own, truth, factor, theirs)}
+            theirs = theirs or (errors(own, truth) if name in first else {})
         except Exception as error:  # one broken way must not cost the others' results
             found[name] = refusal(error, way.optional)
     absent = {name: {"absent": why} for name, why in contest.absent.items()}

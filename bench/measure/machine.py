@@ -17,10 +17,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 _CODE = ("fused_remat", "kernels", "bench")
 #: Packages that are compared, or that what is compared is made with.
-PEERS = (
-    "triton", "liger-kernel", "flash-swiglu-mlp", "flash-attn", "quack-kernels", "torch-remat",
-    "transformers",
-)  # fmt: skip
+PEERS = ("triton", "liger-kernel", "torch-remat", "transformers")
 
 
 def _output(*command: str) -> str | None:
@@ -70,7 +67,8 @@ def machine(device: torch.device | str) -> dict[str, Any]:
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     on_gpu = torch.device(device).type == "cuda"
     commit, dirty = checkout()
-    return {
+    products = os.environ.get("FUSED_REMAT_CPU_PRODUCTS")
+    return ({"products": products} if products else {}) | {
         "cpu": names[0] if names else platform.processor(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),

@@ -1,6 +1,6 @@
-"""Who is compared: decorated functions in a registry, one of them the declared baseline.
+"""What is compared: decorated functions in a registry, one of them the baseline.
 
-What is absent says why, and no speed is reported of what is wrong.
+An absent way has a reason, and a wrong one gets no speed.
 """
 
 from __future__ import annotations
@@ -17,22 +17,23 @@ Build = TypeVar("Build", bound=Callable[..., Any])
 
 
 class Absent(Exception):
-    """A provider that cannot serve here; the message says why."""
+    """A provider does not apply here; the message is the reason."""
 
 
 class WrongResultError(Exception):
-    """A result that is not right."""
+    """A result is wrong."""
 
 
 def described(error: Exception) -> str:
+    """Return an error's type and message in a line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:600]}"
 
 
 def refusal(error: Exception, optional: bool = False) -> dict[str, str]:
-    """What a row says of whoever raised it: {"absent": why} or {"error": what is wrong}.
+    """Return the row of a way that raised: {"absent": reason} or {"error": text}.
 
-    optional: it may not serve here, which is no failure; its results have to be right.
+    optional: the way may not apply here, which is no failure; its results have to be right.
     """
     if isinstance(error, Absent):
         return {"absent": str(error)}
@@ -42,16 +43,17 @@ def refusal(error: Exception, optional: bool = False) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Provider(Generic[Build]):
-    """A row of a registry."""
+    """An entry of a registry."""
 
     name: str
-    build: Build  # raises Absent where it cannot serve what it is given
-    is_baseline: bool  # everyone's time is also given as a ratio to this one's
+    build: Build  # raises Absent where it does not apply
+    is_baseline: bool  # all times are also ratios to this one's
     module: str | None  # the package that it comes from, if that may be missing
     needs: str | None  # "cuda", a CUDA device; "triton", that or Triton's interpreter
-    traits: dict[str, Any]  # what else its registry wants to know of it
+    traits: dict[str, Any]
 
     def unsupported_reason(self, device: torch.device) -> str | None:
+        """Return why it does not apply on a device, or None."""
         if self.module and importlib.util.find_spec(self.module) is None:
             return f"{self.module} is not installed"
         if device.type == "cuda" or self.needs is None:
@@ -59,16 +61,16 @@ class Provider(Generic[Build]):
         interpreted = self.needs == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
         return None if interpreted else "needs a CUDA device"
 
-    def make(self, device: torch.device, *given: Any) -> Any:
-        """What it builds. Raises: Absent with the reason, or what building raises."""
+    def make(self, device: torch.device, *arguments: Any) -> Any:
+        """Build it. Raises: Absent with the reason, or what building raises."""
         reason = self.unsupported_reason(device)
         if reason is not None:
             raise Absent(reason)
-        return self.build(*given)
+        return self.build(*arguments)
 
 
 class Registry(dict[str, Provider[Build]]):
-    """Providers of one thing by name, in the order of the tables; `usual`: traits unless told.
+    """Providers by name, in the order of the tables; `usual` are default traits.
 
     >>> REVERSED = Registry("reversed")
     >>> @REVERSED.provider("slices", baseline=True)
@@ -83,19 +85,12 @@ class Registry(dict[str, Provider[Build]]):
         self.name, self.usual = name, usual
 
     def provider(
-        self,
-        name: str,
-        *,
-        baseline: bool = False,
-        module: str | None = None,
-        needs: str | None = None,
-        **traits: Any,
-    ) -> Callable[[Build], Build]:
-        """Register a function. Raises: ValueError if the name is taken."""
+        self, name: str, *, baseline: bool = False, module: str | None = None,
+        needs: str | None = None, **traits: Any,
+    ) -> Callable[[Build], Build]:  # fmt: skip
+        """Register a function."""
 
         def register(build: Build) -> Build:
-            if name in self:
-                raise ValueError(f"{self.name} has a provider {name!r} already")
             self[name] = Provider(name, build, baseline, module, needs, self.usual | traits)
             return build
 
@@ -107,7 +102,7 @@ class Registry(dict[str, Provider[Build]]):
 
     @property
     def groups(self) -> tuple[str, ...]:
-        """What ways are asked for by, besides their names: the trait `group`."""
+        """Groups of ways, which may be requested in place of their names."""
         found = (row.traits.get("group") for row in self.values())
         return tuple(dict.fromkeys(group for group in found if group is not None))
 
@@ -116,9 +111,7 @@ class Registry(dict[str, Provider[Build]]):
         names: Iterable[str],
         in_group: Callable[[Provider[Build]], bool] = lambda provider: True,
     ) -> list[str]:
-        """Names of those asked for by name or group, in the order of the tables.
-
-        The first baseline is always among them. `in_group`: whom a group stands for.
+        """Return the ways requested by name or group, and the first baseline, in their order.
 
         Raises: ValueError for an unknown name.
         """

@@ -80,7 +80,7 @@ class Step:
             1e-3 * sum(events[i].elapsed_time(events[i + 1]) for events in queued) / self.count
             for i in range(len(queued[0]) - 1)
         ]
-        apart = dict(zip(("forward", "backward"), parts, strict=True)) if len(parts) == 2 else {}
+        apart = dict(zip(("forward", "backward"), parts, strict=True))
         return apart | {"step": sum(parts), "host": host / self.count}
 
     def _launch(self) -> list[torch.cuda.Event]:
@@ -100,28 +100,6 @@ class QueuedStep(Step):
     """
 
     cold = False
-
-
-class ReplayedStep(Step):
-    """The same of a step captured as a CUDA graph, as a whole: the host's share does not show.
-
-    Raises: RuntimeError where it cannot be captured.
-    """
-
-    def __init__(self, forward: Forward, subject: Subject, clock: Clock) -> None:
-        if clock.device.type == "cuda":
-            stream, self._graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-            torch.cuda.synchronize()
-            with torch.cuda.stream(stream):  # what is set up for each, cuBLAS's workspace for one
-                forward(subject.x).backward(subject.dy)
-            with torch.cuda.graph(self._graph, stream=stream):
-                forward(subject.x).backward(subject.dy)
-        super().__init__(forward, subject, clock)
-
-    def _launch(self) -> list[torch.cuda.Event]:
-        before = _event()
-        self._graph.replay()
-        return [before, _event()]
 
 
 def _event() -> torch.cuda.Event:
@@ -217,7 +195,7 @@ class Steps:
     def admit_way(self, way: Provider[Any], checks: Checks, *finds: Find, **said: Any) -> None:
         """The same of a way of a registry, whose traits say how it is checked."""
         subject, traits = checks.subject, way.traits
-        told = {name: traits[name] for name in ("draws", "compiled", "lossy")}
+        told = {name: traits[name] for name in ("draws", "compiled")}
 
         def check(forward: Forward) -> dict[str, Any]:
             return {"check": checks.check(forward, **told)}
@@ -264,7 +242,7 @@ def measure(
     with its results}, of which nothing was measured, or {"check", what `memory` says, percentiles
     of "forward_seconds", "backward_seconds", "step_seconds" and "host_seconds", and "step_ratio" to
     each baseline that was measured and to those `beside`}. Memory is not measured in a dry run, nor
-    of steps that a graph replays.
+    of steps back to back.
     """
     with Steps(rig) as steps:
         checks = Checks(subject)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from bench.audit.machine_code import tensor_share
 from bench.tables import RESULTS, Cell, Row, load, markdown
 
 AUDIT = RESULTS / "audit" / "audit.json"
-CALIBRATION = RESULTS / "calibration.json"
 OTHERS = AUDIT.parent / "others" / "audit.json"
 
 
@@ -72,53 +70,3 @@ def spills() -> str:
     ]  # fmt: skip
     head = ("configuration", "targets", "bytes of stack a thread", "instructions")
     return markdown(head, cells)
-
-
-def _bound(row: Row) -> str:
-    """Of a row's best and worst loop with matrix work; and what is worth a word besides."""
-    loops = sorted((loop for loop in row["loops"] if loop["tensor"]), key=lambda x: -x["share"])
-    said = [f"{loop['share']:.0%} {loop['bound']}" for loop in (loops[0], loops[-1])]
-    worse = [] if said[0] == said[1] else [f"to {said[1]}"]
-    waits = sum(loop["waits"] for loop in loops)
-    more = [f"waits {waits}"] if waits else []
-    more += [f"**×{row['repetition']:g}**"] if row["repetition"] > 1 else []
-    return ", ".join([" ".join([said[0], *worse]), *more, f"{row['waves']:.1f}"])
-
-
-def bounds() -> str:
-    """What bounds each kernel's loop in its largest tile, on every target."""
-    most: dict[str, dict[str, tuple[str, Row]]] = {}  # kernel -> target -> its largest tile, worst
-    targets: list[str] = []
-    for row in _all_rows():
-        if not row["default"] or not row["product"] or tensor_share(row.get("loops")) is None:
-            continue
-        name, *words = row["name"].split(" ")
-        tile = " ".join(words[-3:])
-        if name.startswith("attention"):  # of each width of heads
-            name = " ".join([name, *[word for word in words if word.isdigit()][:1]])
-        by_target = most.setdefault(name, {})
-        first, worst = by_target.setdefault(row["target"], (tile, row))
-        if tile == first:
-            worst = min(worst, row, key=lambda row: tensor_share(row["loops"]) or 0.0)
-            by_target[row["target"]] = first, worst
-        targets += [row["target"]] if row["target"] not in targets else []
-    cells: list[list[Cell]] = [
-        [f"`{name}`", *(_bound(by[of][1]) if of in by else "" for of in sorted(targets))]
-        for name, by in most.items()
-    ]
-    return markdown(("kernel", *sorted(targets)), cells)
-
-
-def calibration() -> str:
-    """Rates that machine code promises beside published ones, and how far apart they are."""
-    data = load(CALIBRATION)
-    cells: list[list[Cell]] = [
-        [row["kernel"], row["gpu"], " × ".join(map(str, row["sizes"])), f"{row['estimate']:.0f}",
-         f"{row['published']:.0f}", f"{row['over']:.2f}", row["source"]]
-        for row in data["rows"]
-    ]  # fmt: skip
-    said = "; ".join(
-        f"{gpu}: {mean:.2f}, at most {error:.0%} off" for gpu, (mean, error) in data["over"].items()
-    )
-    head = ("kernel", "GPU", "sizes", "TFLOP/s by the code", "published", "ratio", "source")
-    return f"{markdown(head, cells)}\n\nRatio, in the mean: {said}."

@@ -1,9 +1,8 @@
-"""Writes the generated parts of README.md and docs/, and the figures, from what they are made of.
+"""Write the generated parts of README.md and docs/, and the figures, from results and graphs.
 
-That is graphs, result files and tests' marks. `python -m bench report` rewrites the text between
-`<!-- module.function:begin -->` and its `:end`, on whichever page that stands, by what the function
-of that module beside this one says, and the pictures that are not of their data; `--check` fails if
-that would change anything. No number in them is typed by hand.
+`python -m bench report` rewrites the text between `<!-- module.function:begin -->` and its `:end`
+on every page, by that function of a module of `bench.pages`, and the figures whose data changed;
+`--check` fails if that would change anything. No number in them is typed by hand.
 """
 
 from __future__ import annotations
@@ -13,27 +12,35 @@ import importlib
 import os
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+from bench import figures
+from bench.figures import Picture
+from bench.frontier import sets
 from bench.measure.machine import ROOT
-from bench.pages import pictures
+from bench.pages.overview import means
+from bench.pages.presets import Kept, block
+from bench.tables import RESULTS
+from fused_remat.policies import EXACT_PRESETS
 
 UNMEASURED = "Not measured yet."
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+DRAWN_BLOCK = ROOT / "docs" / "images" / "presets.svg"
 
 
-def part(name: str, **given: Path) -> str:
-    """What a function of a module beside this one says, by "module.function"."""
+def part(name: str, **options: Path) -> str:
+    """Return the text of a function of a module of this package, by "module.function"."""
     module, function = name.split(".")
     try:
-        text = getattr(importlib.import_module(f"bench.pages.{module}"), function)(**given)
+        text = getattr(importlib.import_module(f"bench.pages.{module}"), function)(**options)
     except FileNotFoundError:
         text = ""
     return text or UNMEASURED
 
 
 def render(text: str, page: Path) -> str:
-    """A page's text with every generated part made anew; links are written for where it stands."""
+    """Return a page's text with every generated part written again, its links relative to it."""
 
     def link(match: re.Match[str]) -> str:
         """Parts link files from the root of the repository."""
@@ -49,27 +56,47 @@ def render(text: str, page: Path) -> str:
 
 
 def stale_pages() -> dict[Path, str]:
-    """Pages of which a generated part says something else now -> what they should be.
-
-    How the cells of a table are padded does not matter.
-    """
+    """Return pages that are out of date, with their new text; padding of cells does not count."""
 
     def cells(text: str) -> str:
         return re.sub(r" *\| *", "|", text)
 
-    found = {page: render(page.read_text(), page) for page in PAGES}
-    return {page: new for page, new in found.items() if cells(new) != cells(page.read_text())}
+    texts = {page: render(page.read_text(), page) for page in PAGES}
+    return {page: new for page, new in texts.items() if cells(new) != cells(page.read_text())}
+
+
+def pictures(root: Path = RESULTS) -> Iterator[Picture]:
+    """Yield the figures of a folder of results; with all results, those of the pages, too."""
+    for folder, panels in sets(root).items():
+        yield figures.frontier(folder, panels)
+    if root == RESULTS:
+        yield from figures.overview(means())
+        graph = block(True)
+        kept = {preset: Kept(graph, preset) for preset in EXACT_PRESETS}
+        entries = [
+            {"preset": preset, "kept": k.names, "rebuilt": [n.name for n in k.nodes],
+             "size": k.size, "work": k.work}
+            for preset, k in kept.items()
+        ]  # fmt: skip
+        yield figures.presets(DRAWN_BLOCK, ["input", *graph.names, "output"], entries)
+
+
+def stale_files(root: Path = RESULTS) -> list[Path]:
+    """Return the files of figures that are missing or show other data."""
+    return [path for picture in pictures(root) for path in picture.stale()]
 
 
 def main(arguments: list[str]) -> int:
-    """Rewrite pages and figures, or with --check say which are out of date; 1 if any is."""
+    """Rewrite pages and figures, or with --check name those out of date; 1 if there are any."""
     parser = argparse.ArgumentParser(prog="python -m bench report", description=__doc__)
-    parser.add_argument("--check", action="store_true", help="only say what is out of date")
+    parser.add_argument("--check", action="store_true", help="only name the files out of date")
     check = parser.parse_args(arguments).check
-    stale, pages = pictures.stale(), stale_pages()
+    stale, pages = stale_files(), stale_pages()
     if not check:
         try:
-            pictures.rewrite()
+            for picture in pictures():
+                if picture.stale():
+                    picture.write()
         except ImportError as error:  # no matplotlib
             print(f"python -m bench report: {error}", file=sys.stderr)
             return 2

@@ -1,4 +1,4 @@
-"""The frontier in words: who wins at which shape within how much memory, and along sweeps."""
+"""The frontier in words: the fastest way within each amount of memory, at every shape."""
 
 from __future__ import annotations
 
@@ -7,97 +7,50 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench import frontier, tables
-from bench.frontier import MEMORY_POINTS, Panel, Point, kind, sets, sweeps, title
+from bench.frontier import MEMORY_POINTS, Panel, Point, kind, sets, title
 from bench.tables import RESULTS, Cell
 
-AXES = {"seq_len": "S", "d_model": "D"}
 RULES = (
     "Time is a training step's (median ratio to eager, all ways in turns), memory what is kept for "
-    f"backward; a memory point allows {frontier.SLACK:.0%} more, for statistics. A tie: the "
-    "medians are nearer than the wider of the two spreads, 20th to 80th percentile. FusedRemat's "
-    "ways are one side, all others the other. The frontier: nobody else is as fast within the same "
-    "bytes."
+    f"backward; a memory point allows {frontier.SLACK:.0%} more, for statistics. The frontier: no "
+    "other way is as fast within the same bytes."
 )
 
 
 def panel_table(panel: Panel) -> str:
-    """A shape: the fastest way at each memory point, the frontier, and who is not on it at all."""
-    head = (
-        "kept, of eager's", "fastest", "step", "kept bytes per token", "runner-up",
-        "the other side's best",
-    )  # fmt: skip
-    rows = [[_at_most(m), *_cells(panel.within(m))] for m in MEMORY_POINTS]
+    """Return a shape: the fastest ways at each memory point, the frontier, and absent ways."""
+    head = "kept, of eager's", "fastest", "step", "kept bytes per token", "best of the other side"
+    rows = [[f"at most {tables.fraction(m)}", *_cells(panel.within(m))] for m in MEMORY_POINTS]
     rounds = f", {panel.rounds} rounds" if panel.rounds else ""
+    best = [f"`{p.way}` {p.kept:.3f} at {p.p50:.2f}×" for p in panel.frontier()]
     parts = [f"### {title(panel.case)}{rounds}", tables.markdown(head, rows)]
-    lossy = [point for point in panel.points if point.is_lossy]
-    for what, points in (
-        ("Frontier", panel.frontier()),
-        ("With 8 bits, which no exact way is held against", lossy),
-    ):
-        said = [f"`{p.way}` {p.kept:.3f} at {p.p50:.2f}×" for p in points]
-        parts += [f"{what}: {', '.join(said)}."] * bool(said)
+    parts.append(f"Frontier: {', '.join(best)}.")
     for what, ways in (("Wrong results", panel.wrong), ("Absent", panel.absent)):
-        alike = itertools.groupby(sorted(ways, key=ways.__getitem__), key=ways.__getitem__)
-        said = [f"{', '.join(f'`{way}`' for way in found)} ({why})" for why, found in alike]
-        parts += [f"{what}: {'; '.join(said)}"] * bool(said)
+        groups = itertools.groupby(sorted(ways, key=ways.__getitem__), key=ways.__getitem__)
+        texts = [f"{', '.join(f'`{way}`' for way in names)} ({why})" for why, names in groups]
+        parts += [f"{what}: {'; '.join(texts)}"] * bool(texts)
     return "\n\n".join(parts)
-
-
-def _at_most(at_most: float) -> str:
-    return f"at most {tables.fraction(at_most)}"
 
 
 def _cells(within: Sequence[Point]) -> list[Cell]:
     if not within:
-        return ["nobody keeps so little"]
-    first, *rest = within
-    behind = [_behind(first, point) for point in (next(iter(rest), None), _other(within))]
+        return ["none keeps so little"]
+    first = within[0]
+    other = next((point for point in within if point.is_ours != first.is_ours), None)
+    behind = None if other is None else f"`{other.way}` {other.p50:.2f}×"
     per_token = tables.number(first.kept_bytes_per_token)
-    return [f"`{first.way}`", tables.number(first.p50, 2, "×"), per_token, *behind]
-
-
-def _other(within: Sequence[Point]) -> Point | None:
-    """The fastest of the other side than the winner's."""
-    return next((point for point in within if point.is_ours != within[0].is_ours), None)
-
-
-def _behind(first: Point, other: Point | None) -> str:
-    if other is None:
-        return "nobody"
-    slower = other.p50 / first.p50 - 1
-    gap = f"{slower:.1%} slower" if slower < 1 else f"{1 + slower:.1f} times its time"
-    return f"`{other.way}`, {f'tie ({gap})' if first.ties(other) else gap}"
-
-
-def sweep_tables(found: Sequence[Panel]) -> str:
-    """A table for each sweep: who wins at each size and memory point."""
-    parts = []
-    for along, alike in sweeps(found):
-        axis, case = AXES[along], alike[0].case
-        fixed = next(f"{name} = {case[key]}" for key, name in AXES.items() if key != along)
-        rows = []
-        for at_most in MEMORY_POINTS:
-            within = [panel.within(at_most) for panel in alike]
-            rows.append([_at_most(at_most), *(f"`{w[0].way}`" if w else "-" for w in within)])
-        values = [f"{axis} = {panel.case[along]}" for panel in alike]
-        table = tables.markdown(["kept, of eager's", *values], rows)
-        parts.append(f"**Along {axis}** ({fixed}, {kind(case)})\n\n{table}")
-    return "\n\n".join(parts) or "The shapes are no sweep: nothing to compare."
+    return [f"`{first.way}`", tables.number(first.p50, 2, "×"), per_token, behind]
 
 
 def brief(found: Sequence[Panel]) -> str:
-    """A line for each kind of layer: who is fastest how often, and how clearly."""
+    """Return a line for each kind of layer: how often a preset is the fastest."""
     lines = []
     for name in dict.fromkeys(kind(panel.case) for panel in found):
-        alike = [panel for panel in found if kind(panel.case) == name]
-        wins = [w for panel in alike for m in MEMORY_POINTS if (w := panel.within(m))]
-        clear = [w for w in wins if (other := _other(w)) and not w[0].ties(other)]
-        ours, ahead = (sum(w[0].is_ours for w in some) for some in (wins, clear))
+        panels = [panel for panel in found if kind(panel.case) == name]
+        wins = [w[0] for panel in panels for m in MEMORY_POINTS if (w := panel.within(m))]
         lines.append(
-            f"- {name}: at {len(alike)} shapes and {len(MEMORY_POINTS)} memory points each, "
-            f"FusedRemat's ways are the fastest at {ours} of {len(wins)}, by more than the "
-            f"spread of the rounds at {ahead}; another way by more than that at "
-            f"{len(clear) - ahead}."
+            f"- {name}: at {len(panels)} shapes and {len(MEMORY_POINTS)} memory points each, a "
+            f"FusedRemat preset is the fastest at {sum(w.is_ours for w in wins)} of {len(wins)}."
         )
     return "\n".join(lines)
 
@@ -108,7 +61,7 @@ def _picture(folder: Path) -> str:
 
 
 def readme(root: Path = RESULTS) -> str:
-    """The first CPU's picture, and what every set of a CPU says in a line."""
+    """Return the first CPU's figure, and a line for every set of a CPU."""
     found = {folder: of for folder, of in sets(root).items() if not of[0].machine.get("gpu")}
     if not found:
         return ""
@@ -118,13 +71,12 @@ def readme(root: Path = RESULTS) -> str:
 
 
 def section(root: Path = RESULTS) -> str:
-    """Of every set: the picture, where the winner changes, and all tables, folded."""
+    """Return every set: its figure, a line per kind of layer, and all tables, folded."""
     parts = []
     for folder, found in sets(root).items():
         machine = found[0].machine
         parts += [
             tables.heading(machine, folder), _picture(folder), tables.machine_line(machine),
-            "Where the winner changes:", sweep_tables(found), RULES,
-            tables.folded("Every shape", *map(panel_table, found)),
+            brief(found), RULES, tables.folded("Every shape", *map(panel_table, found)),
         ]  # fmt: skip
     return "\n\n".join(parts)

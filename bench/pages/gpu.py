@@ -1,4 +1,4 @@
-"""`bench gpu`'s rows: a line each, profiled steps by kind of kernel, and the targets of GPUs."""
+"""Rows of `bench gpu`: a line each for a terminal; tables of steps and profiles for a page."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench import tables
-from bench.gpu import targets
+from bench.frontier import REMOVED
 from bench.gpu.profile import KINDS
 from bench.tables import MIB, RESULTS, Row
+from fused_remat.policies import EXACT_PRESETS
+
+#: Ways whose step times are columns of the page, if any row has them.
+STEPS = ("checkpoint", "compile", *EXACT_PRESETS, "full_loss", "liger", "liger_checkpoint")
 
 
 def _way(name: str, way: Row) -> str:
@@ -33,11 +37,11 @@ def _title(row: Row) -> str:
 
 
 def line(row: Row) -> str:
-    """A row in a line.
+    """Return a row in a line.
 
     Of each way: microseconds, ratio to the first baseline, share of the ceiling; of a training
-    step, MiB held after forward and at the peak; of a model's, the largest batch within the cap
-    and thousands of tokens a second there.
+    step, MiB held after forward and at the peak; of a model's step, the largest batch within the
+    cap and thousands of tokens per second at that batch.
     """
     for key in ("error", "skipped"):
         if key in row:
@@ -48,51 +52,66 @@ def line(row: Row) -> str:
 
 
 def failures(rows: Sequence[Row]) -> list[str]:
-    """Every error of the rows and of their ways, in a line."""
+    """Return every error of the rows and of their ways, a line each."""
     return tables.errors_of(rows, _title)
 
 
+def steps_table(rows: Sequence[Row]) -> str:
+    """Return training steps, a line per case: eager's time, and the ratio of each way to it."""
+    steps = [row for row in rows if "us" in row.get("ways", {}).get("eager", {})]
+    ways = [name for name in STEPS if any("us" in row["ways"].get(name, {}) for row in steps)]
+    cells = []
+    for row in steps:
+        eager = tables.ms(1e-6 * row["ways"]["eager"]["us"]["p50"], 2)
+        cells.append([_title(row), eager, *(_ratio(row["ways"].get(name)) for name in ways)])
+    return tables.markdown(("case", "eager", *ways), cells) if cells else ""
+
+
+def _ratio(way: Row | None) -> tables.Cell:
+    if way is None or "absent" in way:
+        return None
+    return "FAIL" if "error" in way else tables.times(way.get("ratio", {}).get("eager"))
+
+
 def profile_table(row: Row) -> str:
-    """A profiled case: microseconds a step by kind of kernel, the least that it takes in brackets.
+    """Return a profiled case: microseconds of a step by kind of kernel.
 
     "busy" is the time in which anything ran on the device, "gaps" the rest of a step; "launches"
     are kernels, copies and fills; "host" is the time to launch a step.
     """
-    ways = {name: way for name, way in row["ways"].items() if "kinds_us" in way}
+    ways = {n: way for n, way in row["ways"].items() if "kinds_us" in way and n not in REMOVED}
     labels = (*KINDS, "busy", "gaps", "host", "step", "launches")
     rows = [[label, *(_profiled(way, label) for way in ways.values())] for label in labels]
-    return f"{_title(row)}, microseconds a step (least)\n{tables.terminal(['', *ways], rows)}"
+    return f"{_title(row)}, microseconds of a step\n{tables.terminal(['', *ways], rows)}"
 
 
 def _profiled(way: Row, label: str) -> str:
     found = {**way["kinds_us"], "step": way["us"]["p50"], "launches": way["launches"]}
-    amount = found[label] if label in found else way[f"{label}_us"]
-    least = way["least_us"].get(label)
-    return f"{amount:.0f}" + ("" if least is None else f" ({least:.0f})")
+    return f"{found[label] if label in found else way[f'{label}_us']:.0f}"
 
 
 def report(rows: Sequence[Row]) -> str:
-    """Where a run measured, what, and what failed; profiled steps by kind; the targets."""
+    """Return the text of a run: the machine, all rows, failures, profiled steps."""
     where = [tables.machine_line(row["machine"]) for row in rows[:1]]
     lines = [line(row) for row in rows if "ways" in row or "found" in row]
     wrong, skipped = failures(rows), sum("skipped" in row for row in rows)
     lines += [f"\n{len(wrong)} failures, {skipped} cases without time", *wrong]
     legend = "\nmicroseconds, ratio to the first, share of the ceiling or MiB held/peak"
-    steps = ["\n" + profile_table(row) for row in rows if "profiled" in row]
-    return "\n".join([*where, legend, *lines, *steps, "\n" + targets.table(rows)])
+    steps = ["\n" + profile_table(row) for row in rows if "profiled" in row and "ways" in row]
+    return "\n".join([*where, legend, *lines, *steps])
 
 
 def section(root: Path = RESULTS) -> str:
-    """Of every set of `bench gpu`; without one, the targets."""
+    """Return the steps and profiles of every set of `bench gpu`."""
     parts = []
     for folder, data in tables.gpu_files(root):
         rows = [row for row in tables.current(data) if "section" in row["case"]]
         if rows:
             machine = data["machine"]
             parts += [tables.heading(machine, folder), tables.machine_line(machine)]
-            parts.append(targets.table(rows))
+            parts.append(steps_table(rows))
         found = [profile_table(row) for row in rows if "profiled" in row and "ways" in row]
         if found:
             steps = "```\n" + "\n\n".join(found) + "\n```"
             parts.append(tables.folded("Where a step spends its time", steps))
-    return "\n\n".join(parts) or targets.table((), "not yet run on hardware")
+    return "\n\n".join(filter(None, parts))

@@ -6,9 +6,8 @@ import math
 
 from bench.pages.presets import Kept, products, transformer
 from bench.tables import markdown
-from fused_remat.graph.quantized import in_formats
 from fused_remat.graph.schedule import kept_bytes
-from fused_remat.policies import ALL_PRESETS
+from fused_remat.policies import EXACT_PRESETS
 from fused_remat.spec import LoraSpec, lora_params
 from fused_remat.steps.linear import Linear
 
@@ -34,15 +33,14 @@ def _case(title: str, layers: tuple[str, ...]) -> str:
     gradients = elements * (4 if layers else 2) / 2**20  # adapters' in float32
     low = [f"{len(layers)} products with A"] if layers else []  # of all updates, for their B
     rows = []
-    for preset in ALL_PRESETS:
+    for preset in EXACT_PRESETS:
         found = Kept(graph, preset, shapes, wanted)
         again = {node.name: node for node in found.nodes}
-        kept = kept_bytes(in_formats(graph, found.save), found.save, wanted, shapes, 2)
+        kept = kept_bytes(graph, found.save, wanted, shapes, 2)
         apart = [n for n in graph.nodes if isinstance(n, Linear) and n.name not in again]
         flops = found.products
         flops += sum(2 * math.prod(shapes[update.a]) for n in apart for update in n.updates)
-        nodes = (again[node.name] for node in graph.nodes if node.name in again)
-        shown = [node.label if node.reads_quantized else node.name for node in nodes]
+        shown = [node.name for node in graph.nodes if node.name in again]
         rows.append([
             f'`"{preset}"`', ", ".join(name for name in kept if "." not in name),
             f"{sum(kept.values()) / 1024:.1f}", ", ".join([*shown, *low]) or "nothing",

@@ -14,8 +14,7 @@ from bench.frontier import DATA, Panel, family, panels
 from bench.pages import plans
 from bench.pages.presets import D, Kept, block, products, quoted
 from bench.tables import RESULTS, Cell, Row
-from fused_remat.formats import NATIVE, split_name
-from fused_remat.policies import ALL_PRESETS, EXACT_PRESETS
+from fused_remat.policies import EXACT_PRESETS
 
 DEMO = RESULTS / "demo-cpu" / "demo.json"
 WITHOUT_DROPOUT = "No dropout"
@@ -142,13 +141,13 @@ def presets_table() -> str:
         ["`torch.utils.checkpoint`", WORDS["input"], f"{2 / eager:.0%}", replayed],
     ]
     before: list[str] = []
-    for preset in ALL_PRESETS:
+    for preset in EXACT_PRESETS:
         kept = Kept(graph, preset)
         share = sum(nbytes for _, nbytes in kept.sizes) / D / eager
         rebuilt = f"{kept.products / (3 * forward):.0%}" + " + attention" * bool(kept.attentions)
         rows.append([quoted(preset), _words(kept.names, before), f"{share:.0%}", rebuilt])
-        before = kept.names if preset in EXACT_PRESETS else before
-    for row, way in zip(rows, ("eager", "checkpoint", *ALL_PRESETS), strict=True):
+        before = kept.names
+    for row, way in zip(rows, ("eager", "checkpoint", *EXACT_PRESETS), strict=True):
         row += _measured(ran.get(way, {}))
     head = ("policy", "keeps for backward", "memory kept", "products rebuilt")
     return tables.markdown((*head, "demo: peak", "step"), rows)
@@ -161,12 +160,6 @@ def _measured(way: Row) -> tuple[Cell, Cell]:
 
 
 def _words(kept: list[str], before: list[str]) -> str:
-    """What is kept, beside what an exact preset keeps; `before` is the row above, or "none"."""
-    names = dict(map(split_name, kept))
-    packed = [WORDS[name] for name, stored in names.items() if stored != NATIVE]
-    if packed:
-        missing = [WORDS[name] for name in before if name not in names]
-        without = f" without {', '.join(missing)}" if missing else ""
-        return f'as `"none"`{without}; in 8 bits: {", ".join(packed)}'
+    """Return what is kept, in addition to `before`, the names in the entry above."""
     more = [WORDS[name] for name in kept if name not in before]
     return ("+ " if before else "") + ", ".join(more)

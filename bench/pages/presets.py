@@ -6,12 +6,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from bench.tables import Cell, markdown
-from fused_remat.formats import FORMATS, NATIVE, split_name
 from fused_remat.graph.build import block_graph
 from fused_remat.graph.graph import Graph
-from fused_remat.graph.quantized import in_formats
 from fused_remat.graph.schedule import schedule
-from fused_remat.policies import ALL_PRESETS, kept_names
+from fused_remat.policies import EXACT_PRESETS, kept_names
 from fused_remat.spec import nn_layer_spec, transformer_spec
 from fused_remat.steps.node import Node
 
@@ -56,9 +54,9 @@ class Kept:
     Attributes:
         names: the input and what is kept, in the graph's order.
         needs_grad: what a gradient is wanted of: inputs and weights, unless it is given.
-        nodes: what backward computes again, in its order; what is unpacked is none of it.
+        nodes: what backward computes again, in its order.
         work: "16D² + attention"; D²·M/S is a product of the memory's tokens.
-        size: bytes of a token at 16 bits, in formats with the scales, as "6D + 4D·M/S".
+        size: bytes of a token at 16 bits, as "6D + 4D·M/S".
     """
 
     def __init__(
@@ -66,11 +64,10 @@ class Kept:
     ) -> None:
         save = kept_names(save, graph) if isinstance(save, str) else save
         self.graph, self.save, self.shapes = graph, save, shapes
-        order = sorted(save, key=lambda name: graph.names.index(split_name(name)[0]))
-        self.names = ["input", *order]
+        self.names = ["input", *sorted(save, key=graph.names.index)]
         weights = {n for n in graph.params if n.endswith((".weight", ".bias"))}
         self.needs_grad = frozenset({*graph.inputs, *weights} if wanted is None else wanted)
-        plan = schedule(in_formats(graph, save), save, self.needs_grad, tiled=False)
+        plan = schedule(graph, save, self.needs_grad, tiled=False)
         self.nodes = [s.node for s in plan.backward if s.kind == "compute" and s.node is not None]
         self.products = products(graph, self.nodes, shapes)
         self.attentions = sum(node.per_sequence for node in self.nodes)
@@ -83,11 +80,10 @@ class Kept:
 
     @property
     def sizes(self) -> Iterator[tuple[str, int]]:
-        """Names without formats, and bytes of a token's."""
+        """Each kept name, and its bytes of a token at 16 bits."""
         widths = self.graph.widths(self.shapes)
-        for base, stored in map(split_name, self.names):
-            width = widths[base]
-            yield base, 2 * width if stored == NATIVE else FORMATS[stored].nbytes(1, width)
+        for name in self.names:
+            yield name, 2 * widths[name]
 
     @property
     def size(self) -> str:
@@ -135,7 +131,7 @@ def _table(*norms: float) -> str:
     head = ["preset", *(h for name in graphs for h in (f"{name} keeps", "bytes", "rebuilds"))]
     rows = [
         [quoted(preset), *(cell for graph in graphs.values() for cell in Kept(graph, preset).cells)]
-        for preset in ALL_PRESETS
+        for preset in EXACT_PRESETS
     ]
     return markdown(head, rows)
 
@@ -145,5 +141,5 @@ def transformer_table() -> str:
     rows = []
     for name, options in _TRANSFORMERS.items():
         graph, shapes = transformer(**options)
-        rows += [[name, f'`"{p}"`', *Kept(graph, p, shapes).cells] for p in ALL_PRESETS]
+        rows += [[name, f'`"{p}"`', *Kept(graph, p, shapes).cells] for p in EXACT_PRESETS]
     return markdown(("norms and heads", "preset", "keeps", "bytes", "rebuilds"), rows)

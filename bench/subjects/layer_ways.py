@@ -5,8 +5,7 @@ and gradients, the very tensors: no way can gain from where its own happen to li
 
 A preset's name alone is ours on the device's own backend: eager on a CPU, Triton on a GPU. With
 "_eager" or "_triton" it is on that one where it is not the device's own; with "_compiled" it is the
-first under `torch.compile`. So no two rows of a device are the same thing. The presets that keep 8
-bits are a group of their own, "lossy".
+first under `torch.compile`. So no two rows of a device are the same thing.
 """
 
 from __future__ import annotations
@@ -19,24 +18,22 @@ from typing import Any
 import torch
 import torch._dynamo
 import torch._functorch.config
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from bench.measure.case import Forward, Subject
 from bench.measure.registry import Absent, Registry
 from fused_remat.execution.choose import BACKENDS, DEFAULTS
-from fused_remat.policies import EXACT_PRESETS, LOSSY_PRESETS
+from fused_remat.policies import EXACT_PRESETS
 
 Build = Callable[[Subject], Forward]
 
 #: In the order of the tables. Traits: `draws`, whose dropout it has at the same seed ("stock",
 #: "ours", or "own": nobody else's); `group`, by which ways are asked for; `backend`, that it names;
-#: `kept_by`, who sees what it keeps: "autograd", or only the "allocator"; `lossy`, whether its
-#: gradients are those of rounded values; `compiled`, whether `torch.compile` made it.
+#: `kept_by`, who sees what it keeps: "autograd", or only the "allocator"; `compiled`, whether
+#: `torch.compile` made it.
 WAYS: Registry[Build] = Registry(
-    "layer ways", group="stock", draws="stock", kept_by="autograd", backend=None, lossy=False,
-    compiled=False,
+    "layer ways", group="stock", draws="stock", kept_by="autograd", backend=None, compiled=False,
 )  # fmt: skip
 BASELINE = "eager"
 #: What is measured unless asked otherwise.
@@ -69,18 +66,8 @@ def eager(subject: Subject) -> Forward:
 
 @WAYS.provider("checkpoint", baseline=True)
 def checkpointed(subject: Subject) -> Forward:
-    """`torch.utils.checkpoint` as recommended: stops replaying once it has what it needs.
-
-    In a capture without the generator's state, which cannot be read there.
-    """
-    options = {"use_reentrant": False, "preserve_rng_state": not subject.captured}
-    return functools.partial(checkpoint, eager(subject), **options)
-
-
-@WAYS.provider("checkpoint_reentrant")
-def checkpointed_reentrant(subject: Subject) -> Forward:
-    """The older `torch.utils.checkpoint`: replays the whole layer."""
-    return functools.partial(checkpoint, eager(subject), use_reentrant=True)
+    """Run `torch.utils.checkpoint` as recommended: the replay stops once it has what it needs."""
+    return functools.partial(checkpoint, eager(subject), use_reentrant=False)
 
 
 #: Every matrix product of ATen's, and attention's kernels, as far as this PyTorch has them.
@@ -103,50 +90,6 @@ def selective_matmuls(subject: Subject) -> Forward:
     kept = [packet.default for packet in packets if packet is not None]
     contexts = functools.partial(create_selective_checkpoint_contexts, kept)
     return functools.partial(checkpoint, eager(subject), use_reentrant=False, context_fn=contexts)
-
-
-@WAYS.provider("selective_attention")
-def selective_attention(subject: Subject) -> Forward:
-    """Selective recomputation after Korthikanti et al. 2022: only attention's core is replayed.
-
-    That is scores, softmax, dropout and the product with v. Where PyTorch takes a flash kernel, the
-    kernel replays scores itself and keeps a number per row: then this only adds a second run of it.
-    What is outside of the core is PyTorch's.
-
-    Shapes: x (B, S, D); inside q, k, v (B, H, S, E), views of what the projection gave.
-    """
-    layer = subject.module
-    if not isinstance(layer, nn.TransformerEncoderLayer):
-        raise Absent("the module has no attention")
-    attention = layer.self_attn
-
-    def core(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        p = attention.dropout if attention.training else 0.0
-        return F.scaled_dot_product_attention(q, k, v, None, p, subject.causal)
-
-    def attend(x: Tensor) -> Tensor:
-        x = x.transpose(0, 1)  # as nn.MultiheadAttention does, so that products are the same
-        seq_len, batch, width = x.shape
-        qkv = F.linear(x, attention.in_proj_weight, attention.in_proj_bias)
-        parts = qkv.unflatten(-1, (3, width)).unsqueeze(0).transpose(0, -2).squeeze(-2)
-        split = (seq_len, batch * attention.num_heads, attention.head_dim)
-        heads = [t.view(split).transpose(0, 1) for t in parts.contiguous()]
-        by_head = (batch, attention.num_heads, seq_len, attention.head_dim)
-        out = checkpoint(core, *(t.view(by_head) for t in heads), use_reentrant=False)
-        out = out.permute(2, 0, 1, 3).contiguous().view(seq_len * batch, width)
-        return attention.out_proj(out).view(seq_len, batch, width).transpose(0, 1)
-
-    def mlp(x: Tensor) -> Tensor:
-        return layer.dropout2(layer.linear2(layer.dropout(layer.activation(layer.linear1(x)))))
-
-    def forward(x: Tensor) -> Tensor:
-        if layer.norm_first:
-            x = x + layer.dropout1(attend(layer.norm1(x)))
-            return x + mlp(layer.norm2(x))
-        x = layer.norm1(x + layer.dropout1(attend(x)))
-        return layer.norm2(x + mlp(x))
-
-    return forward
 
 
 class RandomState:
@@ -248,8 +191,6 @@ def _preset_compiled(preset: str) -> Build:
 _ours = functools.partial(WAYS.provider, group="ours", draws="ours")
 for _name in EXACT_PRESETS:
     _ours(_name)(_preset(_name))
-for _name in LOSSY_PRESETS:
-    _ours(_name, group="lossy", lossy=True)(_preset(_name))
 for _backend, _needs in (("eager", None), ("triton", "triton")):
     for _name in EXACT_PRESETS:
         _ours(f"{_name}_{_backend}", backend=_backend, needs=_needs)(_preset(_name, _backend))

@@ -1,4 +1,4 @@
-"""An encoder layer, alone or with a causal mask; and an MLP."""
+"""An encoder layer, alone or with a causal mask."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 from bench.measure import case
 from bench.measure.case import DTYPES, Forward, Subject, perturb
-from fused_remat import FusedRematLayer, ops
+from fused_remat import FusedRematLayer
 
 NORMS = {"pre": True, "post": False}
 ACTIVATIONS = ("gelu", "relu")
@@ -73,19 +73,3 @@ def encoder_layer(
 
 def fused(module: Any, policy: str, backend: str) -> FusedRematLayer:
     return FusedRematLayer.from_layer(module, policy, backend)
-
-
-def mlp(sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> Subject:
-    """Linear, GELU, linear, of (tokens, width, hidden width)."""
-    tokens, width, hidden = sizes
-    with torch.device(device):
-        module = nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width))
-        perturb(module)
-        x, dy = (torch.randn(tokens, width).to(dtype) for _ in range(2))
-
-    def fused(module: Any, policy: str, backend: str) -> Forward:
-        first, _, last = module
-        weights = first.weight, first.bias, last.weight, last.bias
-        return lambda x: ops.mlp(x, *weights, "gelu", policy=policy, backend=backend)
-
-    return Subject(module.to(dtype), x, dy, fused=fused)

@@ -27,9 +27,7 @@ Build = Callable[[Subject], Forward]
 #: In the order of the tables. Traits: `group`, by which ways are asked for; `compiled`, whether
 #: it is for one batch alone, so that the largest cannot be searched for; and as of layers' ways,
 #: where nobody has dropout of its own.
-WAYS: Registry[Build] = Registry(
-    "model ways", group="stock", draws="stock", lossy=False, compiled=False
-)
+WAYS: Registry[Build] = Registry("model ways", group="stock", draws="stock", compiled=False)
 BASELINE = "eager"
 #: What is measured unless asked otherwise: compiling a whole model takes minutes.
 DEFAULT = ("stock", "peers", "ours", "loss")
@@ -44,19 +42,15 @@ def eager(subject: Subject) -> Forward:
     return Forward(subject.shared())
 
 
-def with_checkpoints(build: Build, reentrant: bool = False) -> Build:
-    """With transformers' gradient checkpointing of every layer on, as it enables it by default.
-
-    Where the embeddings are frozen their output is made to want a gradient, as PEFT does it: the
-    older kind would otherwise give the layers none.
-    """
+def with_checkpoints(build: Build) -> Build:
+    """Turn on transformers' gradient checkpointing of every layer, as its Trainer does."""
 
     def built(subject: Subject) -> Forward:
         forward = build(subject)
         model: Any = forward.model
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # its new name is not in older versions
-            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            model.gradient_checkpointing_enable({"use_reentrant": False})
         if subject.case.lora:
             model.enable_input_require_grads()
         return forward
@@ -65,7 +59,6 @@ def with_checkpoints(build: Build, reentrant: bool = False) -> Build:
 
 
 WAYS.provider("checkpoint", baseline=True)(with_checkpoints(eager))
-WAYS.provider("checkpoint_reentrant")(with_checkpoints(eager, reentrant=True))
 
 
 # --- Liger

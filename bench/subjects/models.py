@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import os
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -26,8 +25,6 @@ Around = Callable[[], AbstractContextManager[None]]
 _MASKED = 0.15
 #: A parameter, its gradient and AdamW's two moments.
 _COPIES = 4
-#: Of the memory that is there: the rest is for activations, for checks, and for other programs.
-_SHARE = 0.5
 
 
 @dataclass(frozen=True)
@@ -181,27 +178,3 @@ def fixed_bytes(model: nn.Module) -> int:
     every = sum(p.nbytes for p in model.parameters())
     trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     return every + (_COPIES - 1) * trained
-
-
-def memory_of(device: torch.device | str) -> int:
-    if torch.device(device).type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-
-
-def affordable_layers(name: str, dtype: str, lora: int, free: int) -> int:
-    """As many layers of a model as half of this memory can train; at least one.
-
-    >>> affordable_layers("smollm-135m", "float32", 0, 20 << 30)
-    30
-    """
-    published = MODELS[name]
-    one, two = (
-        fixed_bytes(build(published, layers, DTYPES[dtype], "meta", lora)) for layers in (1, 2)
-    )
-    return max(1, min(published.layers, 1 + int((_SHARE * free - one) // (two - one))))
-
-
-def usual_tokens(model: str, asked: int) -> int:
-    """Tokens of a sequence: as asked, as far as the model takes it; an image has its own."""
-    return MODELS[model].image_tokens or min(asked, MODELS[model].longest)

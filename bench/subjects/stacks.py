@@ -98,8 +98,7 @@ def fused(module: Any, policy: str = "full", backend: str = "auto") -> Stack:
 
 #: In the order of the tables. Traits as of `layer_ways.WAYS`; `family`, of the picture.
 PEERS: Registry[Callable[[Subject], Forward]] = Registry(
-    "peers of plans", family="checkpointing", draws="stock", kept_by="autograd", lossy=False,
-    compiled=False,
+    "peers of plans", family="checkpointing", draws="stock", kept_by="autograd", compiled=False,
 )  # fmt: skip
 BASELINE = "eager"
 BUDGETS = (1.0, 0.75, 0.5, 0.25, 0.0)
@@ -152,9 +151,8 @@ def segments(subject: Subject) -> Forward:
     return lambda x: stack.through(x, forwards)
 
 
-#: In every layer: the results of products are kept; attention's core is replayed (Megatron's).
-for _way, _by in (("selective_matmuls", "allocator"), ("selective_attention", "autograd")):
-    PEERS.provider(_way, kept_by=_by)(functools.partial(_each, way=_way))
+_way = "selective_matmuls"  # in every layer the results of products are kept
+PEERS.provider(_way, kept_by="allocator")(functools.partial(_each, way=_way))
 
 
 def _compiled(subject: Subject, budget: float) -> Forward:

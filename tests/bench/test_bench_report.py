@@ -2,10 +2,7 @@
 
 import json
 import math
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,10 +15,8 @@ from bench.kernels.problem import DIRECTIONS
 from bench.kernels.table import OPS
 from bench.measure.contest import Rig
 from bench.measure.machine import environment
-from bench.pages import command, formats, frontier, kernels, overview, pictures, presets
+from bench.pages import command, frontier, kernels, overview, pictures, presets
 from bench.subjects.layers import Case
-from bench.test_benchmarks import rows
-from fused_remat.policies import kept_names
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -74,9 +69,9 @@ def test_a_dry_run_is_no_measurement():
 
 def test_parts_without_results_say_so(tmp_path):
     parts = (
-        "formats.errors frontier.readme frontier.section kernels.cpu kernels.gpu "
-        "layers.cases layers.profile layers.targets losses.section models.section plans.readme "
-        "plans.section scale.checked"
+        "frontier.readme frontier.section kernels.cpu kernels.gpu "
+        "layers.cases layers.profile layers.targets models.section plans.readme "
+        "plans.section"
     )
     assert {command.part(name, root=tmp_path) for name in parts.split()} == {command.UNMEASURED}
 
@@ -129,19 +124,6 @@ def test_rows_of_bench_gpu_are_told_apart_by_op_direction_and_sizes():
     assert any(e.name.startswith("causal, B = 2, S = 8192, nhead 16, ") for e in found)
 
 
-def test_the_sets_of_the_encoder_that_no_other_beats():
-    graph = presets.block(norm_first=True)
-    found = formats.choices(graph, ("qkv", "up"))
-    best = {kept.save: kept for kept in formats.undominated(found)}
-    for preset, products in (("fast8", 0), ("balanced8", 2)):
-        kept = best[kept_names(preset, graph)]
-        assert (kept.products // presets.D**2, kept.attentions) == (products, 0)
-    for kept in best.values():
-        beaten = (all(a <= b for a, b in zip(cost, found[kept], strict=True))
-                  for cost in found.values() if cost != found[kept])  # fmt: skip
-        assert not any(beaten), kept
-
-
 def test_the_drawn_block_is_the_graph():
     """docs/images/block.svg is drawn by hand."""
     names = re.findall(r'class="name">(\w+)<', (ROOT / "docs/images/block.svg").read_text())
@@ -155,13 +137,6 @@ def test_a_quick_run_of_few_layers_is_not_the_headline(monkeypatch):
     assert overview.headline() == before
 
 
-def test_every_op_is_benchmarked_in_both_directions():
-    found = {(op, direction) for op, _, direction, _ in (row.values for row in rows())}
-    assert found == {(op, direction) for op in OPS for direction in DIRECTIONS}
-    ids = [row.id for row in rows()]
-    assert len(set(ids)) == len(ids) and all(re.fullmatch(r"[\w.-]+", name) for name in ids)
-
-
 def test_a_profile_has_a_row_per_kind_and_a_column_per_way(capsys):
     found = profile_step.measure(Case("float32", "pre", 0.0, 1, 8, 16, 2), ["eager", "full"], 1)
     assert all(way["products"] > 0 and way["step"] > way["products"] for way in found.values())
@@ -170,19 +145,6 @@ def test_a_profile_has_a_row_per_kind_and_a_column_per_way(capsys):
     with pytest.raises(SystemExit, match="2"):
         profile_step.main(["--way", "full_triton"])
     assert "full_triton: needs a CUDA device" in capsys.readouterr().err
-
-
-def test_the_benchmarks_run():
-    """Once each, of one op and one layer; only where bench is named."""
-    run = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--benchmark-disable"]
-    chosen = "norm-layer_norm and fwd or test_layer and eager"
-    done = subprocess.run(
-        [*run, "bench/test_benchmarks.py", "-rs", "-k", chosen],
-        cwd=ROOT, capture_output=True, text=True, check=False,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout
-    assert "passed" in done.stdout and "needs a CUDA device" in done.stdout
 
 
 def test_links_of_a_part_fit_the_page_it_stands_on(monkeypatch):

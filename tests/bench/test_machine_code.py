@@ -6,12 +6,10 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from bench.audit import calibration, machine_code
 from bench.audit import cases as audit_cases
 from bench.audit import command as audit
+from bench.audit import machine_code
 from bench.audit.attention import launches_of, variants
-from bench.pages import audit as page
-from bench.tables import load
 from fused_remat.triton import attention
 from fused_remat.triton.tables import AttentionTile
 
@@ -134,43 +132,3 @@ def test_a_real_kernel_that_repeats_and_one_that_does_not(block_n, times, monkey
     assert any("2 times" in said for said in audit.complaints(row, 90, None)) == (times == 2)
     assert all(re.search("tensor|shared|issue", loop["bound"]) for loop in row["loops"])
     assert all(0.3 < loop["share"] <= 1 and not loop["spills"] for loop in row["loops"])
-
-
-def test_the_page_says_what_bounds_the_best_loop_and_the_worst(monkeypatch):
-    units = {"tensor": 9, "waits": 1}
-    loops = [
-        units | {"share": share, "bound": bound}
-        for share, bound in ((0.9, "shared"), (0.5, "issue"))
-    ]
-    row = {
-        "target": "sm_90 bf16",
-        "default": True,
-        "product": True,
-        "repetition": 2.0,
-        "waves": 1.5,
-    }
-    rows = [row | {"name": "attention_fwd 64 causal 128x128 w8 s3", "loops": loops},
-            row | {"name": "attention_fwd 64 causal 64x64 w8 s3", "loops": loops[1:]},
-            row | {"name": "act_fwd gelu", "product": False, "loops": []}]  # fmt: skip
-    monkeypatch.setattr(page, "load", lambda file: {"rows": rows if file == page.AUDIT else []})
-    assert page.bounds().splitlines()[2:] == [
-        "| `attention_fwd 64` | 90% shared to 50% issue, waits 2, **×2**, 1.5 |"
-    ]
-
-
-def test_few_warps_do_a_softmax_after_its_product():
-    units = {"tensor": 100, "shared": 120, "issue": 30, "integer": 20, "multiply": 0}
-    softmax, product = units | {"special": 50}, units | {"special": 0}
-    assert calibration.loop_clocks(softmax, 8) == 120 + 50
-    assert calibration.loop_clocks(softmax, 16) == calibration.loop_clocks(product, 8) == 120
-
-
-@pytest.mark.parametrize("index", [0, -1])
-def test_the_calibration_is_that_of_the_kernels_as_they_are(index):
-    """Renew it with `python -m bench calibrate` if a kernel's loop has changed."""
-    known = load(page.CALIBRATION)["rows"][index]
-    found = calibration.measured(calibration.PUBLISHED[index])
-    assert found["estimate"] == pytest.approx(known["estimate"], rel=0.05)
-    assert found | {"estimate": 0, "over": 0} == known | {
-        "estimate": 0, "over": 0, "sizes": tuple(known["sizes"]),
-    }  # fmt: skip

@@ -1,13 +1,7 @@
 """What the model on paper says a rank holds, beside runs of two and four processes: to the byte."""
 
-import json
-from pathlib import Path
-
 import pytest
-
-from bench.commands.scale import held, tiny
-from bench.pages import scale
-from bench.pages.scale import is_right
+from scale_ranks import held, tiny
 
 #: The model, its mesh (data by tensor) and options, and the policy.
 RUNS = [
@@ -29,10 +23,3 @@ def test_every_part_to_the_byte(request, name, mesh, options, policy):
         assert len(parts) == 5
         for part, held_ in parts.items():
             assert held_.measured == held_.on_paper > 0, f"rank {rank}, {part}: {held_}"
-
-
-def test_the_committed_runs_are_as_predicted():
-    data = json.loads((Path(scale.RESULTS) / "scale-cpu.json").read_text())
-    assert len(data["results"]) == 15 and all(map(is_right, data["results"]))
-    assert {len(row["ranks"]) for row in data["results"]} == {1, 2, 4}
-    assert "**other bytes**" not in scale.checked()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,6 +38,11 @@ class Launched:
     kernel: str
     grid: tuple[int, int, int]
     outcome: Outcome
+
+    @property
+    def counts(self) -> Counter[str]:
+        """Sectors, bank passes and multiply-adds, and the "warp instructions" of all opcodes."""
+        return self.outcome.counts + Counter({"warp instructions": self.outcome.opcodes.total()})
 
 
 @dataclass(eq=False)

@@ -9,6 +9,7 @@ from places import EXECUTED, INTERPRETED, ON_GPU
 
 from fused_remat.execution import choose
 from fused_remat.triton.launch import Target, target_of, unsupported_reason
+from fused_remat.triton.pointwise import activation_fwd_triton
 
 from .driver import GPUS, installed
 
@@ -50,3 +51,15 @@ def test_no_driver_is_started_for_a_cpu(monkeypatch):
         unsupported_reason(CPU, torch.float32)
         == "kernels run on CUDA devices, and the tensors are on cpu"
     )
+
+
+@pytest.mark.skipif(INTERPRETED or EXECUTED > 0, reason="there is a driver, or none is asked")
+def test_a_launch_counts_its_sectors_and_instructions():
+    """silu(gate) * up of 4 x 1024 in 16 bits: each matrix is read or written once, as sectors."""
+    gate, up = torch.randn(2, 4, 1024, dtype=torch.bfloat16).unbind()
+    with installed(80, count=True) as driver:
+        activation_fwd_triton("silu", gate, up, None)
+    (launch,) = driver.launches
+    assert launch.counts["load sectors"] == 2 * 4 * 1024 * 2 / 32
+    assert launch.counts["store sectors"] == launch.counts["load sectors"] / 2
+    assert launch.counts["warp instructions"] == sum(launch.outcome.opcodes.values()) > 0

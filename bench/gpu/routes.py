@@ -6,7 +6,6 @@ where it wins, a table's route changes (`fused_remat.triton.tables`).
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,21 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bench.gpu.forms import Form
 from bench.measure.contest import Entry, Results, Rig
-from bench.tuning.forms import Form
-from fused_remat.spec import NormSpec
-from fused_remat.steps.norm import norm_fwd
 from fused_remat.triton import cross_entropy, pointwise, products, tables
-from fused_remat.triton import norm as norms
 from fused_remat.triton.launch import Launch, cdiv
 from fused_remat.triton.tables import Tile
 
 _aten = torch.ops.aten
 TOKENS = 8192
 WIDTHS = (2048, 1024, 4096)
-ELEMENTS = 1 << 26  # 128 MiB in bfloat16, twice an H200's cache
-NORM_WIDTHS = (1024, 2048, 4096, 8192, 16384)
-NORM, AFFINE = NormSpec(eps=1e-5), {"weight": "D", "shift": "D"}
 _UP, _GATE = {"up": "FD", "bias": "F"}, {"gate": "FD", "gate_bias": "F"}
 
 
@@ -40,10 +33,6 @@ def _gate(t: Any) -> Tensor:
     return torch.addmm(t.gate_bias, t.x, t.gate.t())
 
 
-def _down(t: Any) -> Tensor:
-    return torch.addmm(t.down_bias, t.h, t.down.t())
-
-
 def _product(t: Any) -> Results:
     return {"product": t.x @ t.up.t()}
 
@@ -53,55 +42,13 @@ def _product(t: Any) -> Results:
 
 LINEAR = Form(
     {"x": "TD", **_UP},
-    lambda t: {"y": t.drop(F.gelu(pre(t)))},
+    lambda t: {"y": F.gelu(pre(t))},
     lambda t, out, *tile: products.linear_fwd(
-        t.x, t.up, t.bias, None, t.keep, "gelu", None, out["y"], t.target, None, *tile
+        t.x, t.up, t.bias, None, None, "gelu", None, out["y"], t.target, None, *tile
     ),
     _product,
-    {"split": lambda t, out: pointwise.act_fwd(pre(t), "gelu", t.keep, out["y"]).run()},
+    {"split": lambda t, out: pointwise.act_fwd(pre(t), "gelu", None, out["y"]).run()},
 )
-LINEAR_END = Form(
-    {"h": "TF", "residual": "TD", "down": "DF", "down_bias": "D"},
-    lambda t: {"y": t.residual + t.drop(_down(t))},
-    lambda t, out: products.linear_fwd(
-        t.h, t.down, t.down_bias, t.residual, t.keep, None, None, out["y"], t.target
-    ),
-    lambda t: {"product": t.h @ t.down.t()},
-    {
-        "split": lambda t, out: pointwise.dropout_add_fwd(
-            _down(t), t.residual, t.keep, out["y"]
-        ).run()
-    },
-    shape="TD",
-    dropped=True,
-)
-
-
-def _normed(t: Any) -> Results:
-    """Of a norm that is rebuilt from its statistics."""
-    made = F.layer_norm(t.x, t.weight.shape, t.weight, t.shift, NORM.eps)
-    return {"y": torch.addmm(t.bias, made, t.up.t())}
-
-
-def _norm_first(t: Any, out: Results) -> None:
-    made = torch.empty_like(t.x)
-    norms.norm_fwd(NORM, t.x, None, None, t.weight, t.shift, None, made, t.stats, True).run()
-    torch.addmm(t.bias, made, t.up.t(), out=out["y"])
-
-
-LINEAR_NORMED = Form(
-    {"x": "TD", **_UP, **AFFINE},
-    _normed,
-    lambda t, out: products.linear_fwd(
-        t.x, t.up, t.bias, None, None, None, None, out["y"], t.target,
-        (*t.stats, t.weight, t.shift),
-    ),
-    None,
-    {"split": _norm_first},
-    derive=lambda t: {
-        "stats": tuple(s.float() for s in norm_fwd(NORM, t.x.double(), None, None)[1:])
-    },
-)  # fmt: skip
 GATED = Form(
     {"x": "TD", **_GATE, **_UP},
     lambda t: {"y": F.silu(_gate(t)) * pre(t)},
@@ -229,57 +176,6 @@ LOSS_BWD = Form(
 )
 
 
-# --- what memory binds, and is no op by itself
-
-
-def _sum_norm(t: Any) -> Results:
-    """Three ATen kernels, one of ours."""
-    total = t.residual + t.drop(t.x)
-    return {"total": total, "y": F.layer_norm(total, t.weight.shape, t.weight, t.shift, NORM.eps)}
-
-
-def _norm_fwd(t: Any, out: Results) -> Launch:
-    stats = tuple(t.x.new_empty(len(t.x), 1, dtype=torch.float32) for _ in range(2))
-    affine = t.weight, t.shift
-    return norms.norm_fwd(NORM, t.x, t.residual, t.keep, *affine, *out.values(), stats, False)
-
-
-SUM_NORM = Form(
-    {"x": "TD", "residual": "TD", **AFFINE}, _sum_norm, _norm_fwd,
-    products=0, outputs=("total", "y"), shape="TD", dropped=True,
-)  # fmt: skip
-ACT_FWD = Form(
-    {"x": "TF"},
-    lambda t: {"y": t.drop(F.gelu(t.x))},
-    lambda t, out: pointwise.act_fwd(t.x, "gelu", t.keep, out["y"]),
-    products=0,
-)
-PASSES = {
-    "act_fwd gelu": ACT_FWD,
-    "act_fwd gelu dropout": dataclasses.replace(ACT_FWD, dropped=True),
-    "act_bwd gelu, with act": Form(
-        {"x": "TF", "dy": "TF"},
-        lambda t: {"dx": _aten.gelu_backward(t.dy, t.x), "y": F.gelu(t.x)},
-        lambda t, out: pointwise.act_bwd(t.dy, t.x, "gelu", None, *out.values()),
-        products=0,
-        outputs=("dx", "y"),
-    ),
-    "gated_fwd silu": Form(
-        {"gate": "TF", "up": "TF"},
-        lambda t: {"y": F.silu(t.gate) * t.up},
-        lambda t, out: pointwise.gated_fwd(t.gate, t.up, "silu", None, out["y"]),
-        products=0,
-    ),
-    "gated_bwd silu": Form(
-        {"gate": "TF", "up": "TF", "dy": "TF"},
-        lambda t: {"dgate": _aten.silu_backward(t.dy * t.up, t.gate), "dup": t.dy * F.silu(t.gate)},
-        lambda t, out: pointwise.gated_bwd(t.dy, t.gate, t.up, "silu", None, *out.values()),
-        products=0,
-        outputs=("dgate", "dup"),
-    ),
-}
-
-
 # --- what is measured
 
 
@@ -289,9 +185,6 @@ ROUTES = {
     "gated_mlp_bwd silu": GATED_MLP_BWD,
     "linear + gelu": LINEAR,
     "gated_mlp_fwd silu": GATED,
-    "linear + dropout + residual": LINEAR_END,
-    "linear + gelu + dropout": dataclasses.replace(LINEAR, dropped=True),
-    "layer_norm + linear": LINEAR_NORMED,
 }
 #: Kernels of `tables.TILES`.
 TILED = {
@@ -303,7 +196,6 @@ TILED = {
     "cross_entropy_fwd": LOSS,
     "cross_entropy_bwd": LOSS_BWD,
 }
-_WORDS = ("tokens", "width", "hidden")
 
 
 def _sizes(rig: Rig, width: int) -> dict[str, int]:
@@ -315,7 +207,7 @@ def _sizes(rig: Rig, width: int) -> dict[str, int]:
 def route_entries(rig: Rig) -> Iterator[Entry]:
     for width in WIDTHS[:1] if rig.dry else WIDTHS:
         for name, form in ROUTES.items():
-            yield form.entry(name, _sizes(rig, width), *_WORDS)
+            yield form.entry(name, _sizes(rig, width))
 
 
 def tile_entries(rig: Rig) -> Iterator[Entry]:
@@ -323,14 +215,4 @@ def tile_entries(rig: Rig) -> Iterator[Entry]:
     for kernel, of_family in tables.TILES.items():
         tiles = of_family[tables.family(rig.target)]
         sizes = _sizes(rig, WIDTHS[0])
-        yield TILED[kernel].entry(f"tiles of {kernel}", sizes, *_WORDS, tiles=tiles)
-
-
-def pointwise_entries(rig: Rig) -> Iterator[Entry]:
-    """Sums with their norm, by width; the passes over a matrix, at one."""
-    for width in (64,) if rig.dry else NORM_WIDTHS:
-        sizes = {"T": rig.size(ELEMENTS // width, 64), "D": width}
-        yield SUM_NORM.entry("dropout + residual + layer_norm", sizes, "rows", "width")
-    sizes = {"T": 64, "F": 96} if rig.dry else {"T": 8192, "F": ELEMENTS // 8192}
-    for name, form in PASSES.items():
-        yield form.entry(name, sizes, "rows", "width")
+        yield TILED[kernel].entry(f"tiles of {kernel}", sizes, tiles)
