@@ -1,37 +1,32 @@
-"""Replaces the layers of an existing model by fused ones, in place, and back."""
+"""Convert the layers of a model in place, convert them back, and report what they ran as."""
 
 from __future__ import annotations
 
 import fnmatch
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from typing import TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, TypeVar
 
 from torch import nn
 
 from fused_remat.execution.choose import check_name
 from fused_remat.huggingface import rows
 from fused_remat.huggingface.call import check_convertible
-from fused_remat.huggingface.head import (
-    FUSED_HEADS,
-    HuggingFaceHead,
-    head_class,
-    supported_heads,
-)
+from fused_remat.huggingface.head import FUSED_HEADS, HuggingFaceHead, head_class, supported_heads
 from fused_remat.huggingface.layer import FUSED, fused_class
-from fused_remat.layers import (
-    FusedLayer,
-    FusedRematDecoderLayer,
-    FusedRematLayer,
-)
+from fused_remat.layers import FusedLayer, FusedRematDecoderLayer, FusedRematLayer
 from fused_remat.layers.converted import ConvertedLayer, around_layers
 from fused_remat.layers.eligibility import Unsupported, qualified
-from fused_remat.layers.record import record_of
+from fused_remat.layers.record import STATES, Ran, State, record_of
 from fused_remat.policies import Policy
+from fused_remat.report.units import run_name
 from fused_remat.steps.operations import warn
+from fused_remat.tracing.block import ReplayedSubmodule
+from fused_remat.tracing.call import Trace
 from fused_remat.tracing.discovery import first_batch_norm, repeated_layers
 from fused_remat.tracing.isolation import NOTES
-from fused_remat.tracing.layer import ROWS, converted_class
+from fused_remat.tracing.layer import ROWS, TracedLayer, converted_class
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -43,18 +38,6 @@ LAYERS: dict[type[nn.Module], type[FusedLayer]] = {
 _STOCK = {fused: stock for stock, fused in LAYERS.items()}
 
 
-def _is_known(stock: type[nn.Module]) -> bool:
-    """Whether there is a fused class for a layer class."""
-    of_transformers = rows.architecture_of(stock) is not None and stock not in FUSED.values()
-    return stock in LAYERS or of_transformers
-
-
-def _fused_layers(model: nn.Module) -> Iterator[tuple[str, FusedLayer]]:
-    for name, module in model.named_modules():
-        if isinstance(module, FusedLayer):
-            yield name, module
-
-
 def convert(
     model: Model,
     policy: str | Policy = "full",
@@ -63,27 +46,27 @@ def convert(
     accumulate_into: str | None = None,
     loss: bool = False,
 ) -> Model:
-    """Make every eligible layer of `model` a fused one, in place; returns `model`.
+    """Convert every eligible layer of `model` to a fused layer, in place, and return `model`.
 
     The layer objects stay the same (only their class changes), and with them parameters,
     optimizer state, train/eval mode, hooks and references held elsewhere. Eligible are
     `nn.TransformerEncoderLayer` and `nn.TransformerDecoderLayer`, as in `nn.Transformer`, the
     classes of transformers in docs/huggingface.md, and any other layer in a list of modules (or
-    `model` itself) that has a norm and two matrices. Those others are read at their first call that
-    trains: their operations are recorded on small tensors, read as a block, and the block is
-    compared with the layer in float64 before it takes its place. A layer of which that fails stays
-    as it is, with a `FusedRematWarning`; `conversion(model)` says what became of each layer.
+    `model` itself) that has a norm and two matrices. Those others are traced in their first
+    training call: their operations are recorded on small tensors and joined to a block, which is
+    compared with the layer in float64 before it runs. A layer that cannot be traced runs its own
+    forward, with a `FusedRematWarning`; `conversion(model)` reports what each layer ran as.
 
     Args:
         model: changed in place.
         policy, backend, accumulate_into: of every layer, as in `FusedRematLayer`.
-        every: convert every k-th eligible layer, the first included.
+        every: convert every k-th eligible layer, starting with the first.
         loss: a causal language model of transformers computes its loss by
-            `ops.linear_cross_entropy`, without whole logits, where a call trains and has labels;
+            `ops.linear_cross_entropy`, without the full logits, in training calls with labels;
             the `logits` of the output are then None, with one warning.
 
-    Raises: ValueError if there is no eligible layer (the message lists the layers that `model` has,
-        and the supported ones), or with `loss` no such model; for an unknown policy, backend or
+    Raises: ValueError if there is no eligible layer (the message lists the layers of `model`, and
+        what is supported), or with `loss` no such model; for an unknown policy, backend or
         accumulate_into, or if `every` is not a positive int; TypeError if `loss` is not a bool.
 
     >>> import torch
@@ -97,30 +80,24 @@ def convert(
     if not isinstance(loss, bool):
         raise TypeError(f"loss must be True or False, got {loss!r}")
     check_name(backend)
-    found = [module for module in model.modules() if _is_known(type(module))]
-    known = {part for module in found for part in module.modules()}
-    found += [layer for layer in repeated_layers(model) if layer not in known]
+    layers = _eligible_layers(model)
     heads = _heads(model) if loss else []
-    if not (found or heads):
-        raise ValueError(_nothing_found(model))
-    order = {module: i for i, module in enumerate(model.modules())}
+    if not (layers or heads):
+        raise ValueError(_no_layers_message(model))
     paths, warned = {module: path for path, module in model.named_modules()}, set[str]()
-    chosen = [m for m in sorted(found, key=order.__getitem__)[::every] if _is_own(m)]
-    done: list[FusedLayer] = []
+    converted: list[FusedLayer] = []
     try:
-        for module in chosen:
+        for module in filter(_check_unpatched, layers[::every]):
             module.__class__ = _class_for(module)
             assert isinstance(module, FusedLayer)
-            done.append(module)
-            module.policy = policy
-            module.backend = backend
-            module.accumulate_into = accumulate_into
+            converted.append(module)
+            module._set_options(policy, backend, accumulate_into)
             record = record_of(module)
             record.path, record.warned = paths[module], warned
             if isinstance(module, ConvertedLayer):
                 module._warn_of_options()
     except Exception:
-        for module in done:
+        for module in converted:
             _revert_one(module)
         raise
     for head in heads:
@@ -131,66 +108,121 @@ def convert(
     return model
 
 
+def revert(model: Model) -> Model:
+    """Undo `convert` in place: give every fused layer its stock class back, and return `model`.
+
+    Layers of a subclass of a fused class stay unchanged.
+
+    >>> model = convert(nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4), 2))
+    >>> type(revert(model).layers[0]).__name__
+    'TransformerEncoderLayer'
+    """
+    for module in list(model.modules()):
+        if _stock_of(module) is not None:
+            _revert_one(module)
+    around_layers(model, len(_fused_layers(model)) > 0)
+    return model
+
+
+def set_policy(model: Model, pattern: str, policy: str | Policy) -> Model:
+    """Set the policy of the fused layers whose qualified name matches `pattern`, a shell pattern.
+
+    Raises: ValueError if no fused layer matches (the message lists their names), or for an
+        unknown policy.
+
+    >>> model = convert(nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4), 2))
+    >>> _ = set_policy(model, "layers.0", "fast")
+    >>> [layer.policy for layer in model.layers]
+    ['fast', 'full']
+    """
+    layers = _fused_layers(model)
+    matching = [layer for name, layer in layers.items() if fnmatch.fnmatchcase(name, pattern)]
+    if not matching:
+        names = ", ".join(map(repr, layers)) or "none"
+        raise ValueError(f"no fused layer matches {pattern!r}; fused layers: {names}")
+    for layer in matching:
+        layer.policy = policy
+    return model
+
+
+def _fused_layers(model: nn.Module) -> dict[str, FusedLayer]:
+    """Return the fused layers of `model` by qualified name."""
+    return {name: m for name, m in model.named_modules() if isinstance(m, FusedLayer)}
+
+
+def _eligible_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the layers that `convert` can convert, in the order of the model."""
+    known = [m for m in model.modules() if _has_entry(type(m))]
+    within = {part for module in known for part in module.modules()}
+    eligible = {*known, *(layer for layer in repeated_layers(model) if layer not in within)}
+    return [module for module in model.modules() if module in eligible]
+
+
+def _has_entry(stock: type[nn.Module]) -> bool:
+    """Return whether a layer class has an entry in `LAYERS` or in `huggingface.rows`."""
+    of_transformers = rows.architecture_of(stock) is not None and stock not in FUSED.values()
+    return stock in LAYERS or of_transformers
+
+
 def _heads(model: nn.Module) -> list[nn.Module]:
-    """The language models in `model` whose loss can be computed without logits."""
-    found = [module for module in model.modules() if head_class(type(module)) is not None]
-    if not found:
+    """Return the language models in `model` whose loss can be computed without logits."""
+    heads = [module for module in model.modules() if head_class(type(module)) is not None]
+    if not heads:
         raise ValueError(
             f"loss=True: {type(model).__name__} contains no language model whose loss can be "
             f"computed without logits; supported: {supported_heads()}"
         )
-    return found
+    return heads
 
 
-def _nothing_found(model: nn.Module) -> str:
-    count = sum(1 for _ in _fused_layers(model))
+def _no_layers_message(model: nn.Module) -> str:
+    name, count = f"{type(model).__name__} has no layer to convert", len(_fused_layers(model))
     blocking = None if count else first_batch_norm(model)
     if blocking is not None:
         path, norm = blocking
         return (
-            f"{type(model).__name__} has no layer to convert: {path} is {qualified(type(norm))}, "
-            "whose running statistics recomputation would update twice in a step; use a norm "
-            "without running statistics, such as nn.LayerNorm or nn.GroupNorm"
+            f"{name}: {path} is {qualified(type(norm))}, whose running statistics recomputation "
+            "would update twice in a step; use a norm without running statistics, such as "
+            "nn.LayerNorm or nn.GroupNorm"
         )
     already = f"; {count} are fused already: change them with set_policy" if count else ""
     return (
-        f"{type(model).__name__} has no layer to convert{already or _layers_of(model)}; a layer is "
-        "torch.nn's or transformers', or an element of a ModuleList or Sequential that has a norm "
-        "and two matrices"
+        f"{name}{already or _layer_classes(model)}; a layer is torch.nn's or transformers', or an "
+        "element of a ModuleList or Sequential that has a norm and two matrices"
     )
 
 
-def _layers_of(model: nn.Module) -> str:
-    """The classes of repeated layers in `model`, for messages; else of its innermost modules."""
-    found = Counter[str]()
+def _layer_classes(model: nn.Module) -> str:
+    """Return the classes of repeated layers in `model`, for messages; else of innermost modules."""
+    counts = Counter[str]()
     for stack in model.modules():
         if isinstance(stack, nn.ModuleList | nn.Sequential):
-            found.update({name: n for name, n in _classes(stack).items() if n > 1})
-    if not found:
+            counts.update({name: n for name, n in _classes(stack).items() if n > 1})
+    if not counts:
         parents = [m for m in model.modules() if any(m.children())]
-        found = _classes(m for m in parents if not any(any(c.children()) for c in m.children()))
-    listed = ", ".join(f"{n} x {name}" for name, n in found.most_common())
+        counts = _classes(m for m in parents if not any(any(c.children()) for c in m.children()))
+    listed = ", ".join(f"{n} x {name}" for name, n in counts.most_common())
     return listed and f"; it has {listed}"
 
 
 def _classes(modules: Iterable[nn.Module]) -> Counter[str]:
-    """How many of `modules` are of each class, without PyTorch's own."""
+    """Count `modules` by class, without PyTorch's own classes."""
     kinds = [type(module) for module in modules]
     return Counter(k.__name__ for k in kinds if not k.__module__.startswith("torch.nn."))
 
 
-def _is_own(layer: nn.Module) -> bool:
-    """Whether a layer has nothing that a fused layer would hide; warns if it has."""
+def _check_unpatched(layer: nn.Module) -> bool:
+    """Return whether a layer has no attribute that a fused layer would hide; warn if it has."""
     own, name = {**vars(layer), **layer._modules, **layer._parameters}, type(layer).__name__
     hidden = ("forward", "policy", "backend", "accumulate_into", "last_trace")
-    taken = [n for n in hidden if n in own]
-    if taken:
-        warn(f"convert left a layer of class {name} unchanged: {name}.{taken[0]} was replaced")
-    return not taken
+    patched = [n for n in hidden if n in own]
+    if patched:
+        warn(f"convert did not convert a layer of class {name}: {name}.{patched[0]} was replaced")
+    return not patched
 
 
 def _row_class(layer: nn.Module) -> type[ConvertedLayer] | None:
-    """Return the fused class of a layer of transformers whose row supports it; None for others."""
+    """Return the fused class of a layer of transformers whose entry applies; None for others."""
     row = rows.architecture_of(type(layer))
     if row is None:
         return None
@@ -210,7 +242,7 @@ def _class_for(layer: nn.Module) -> type[nn.Module]:
 
 
 def _stock_of(layer: nn.Module) -> type[nn.Module] | None:
-    """The class that `convert` replaced; None for a layer that `convert` did not make."""
+    """Return the class that `convert` replaced; None for a layer that it did not convert."""
     if isinstance(layer, ConvertedLayer):
         return layer.stock if "stock" in type(layer).__dict__ else None
     if isinstance(layer, HuggingFaceHead):
@@ -224,38 +256,191 @@ def _revert_one(layer: nn.Module) -> None:
         layer.__dict__.pop(name, None)
 
 
-def revert(model: Model) -> Model:
-    """Undo `convert`: every fused layer becomes the stock layer again, in place.
+HeadState = Literal["fused", "bypassed", "not called", "not requested"]
+_RAN = {"block": "fused", "checkpoint": "checkpointed", "plain": "plain"}
 
-    Layers of a subclass of a fused class stay unchanged.
 
-    >>> model = convert(nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4), 2))
-    >>> type(revert(model).layers[0]).__name__
-    'TransformerEncoderLayer'
+class Calls(NamedTuple):
+    """The number of training calls that ran as a block, under checkpointing, or plainly."""
+
+    ran: Ran
+    reason: str
+    number: int
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """Layers of one class whose last training calls ran in the same way.
+
+    Attributes:
+        name, count: name of the class, and number of layers.
+        state: what the last training call ran as: "converted" (a block), "checkpointed", or "plain"
+            (the layer's own forward, which keeps all its activations). "not called": no training
+            call yet. "stock": `convert` did not convert the layers.
+        pieces: submodules that are replayed in backward, and why they are no steps of a block.
+        reason: why the last training call did not run as a block.
+        layers: qualified names of the layers.
+        calls: numbers of training calls, by what they ran as and why.
     """
-    for module in list(model.modules()):
-        if _stock_of(module) is not None:
-            _revert_one(module)
-    around_layers(model, any(True for _ in _fused_layers(model)))
-    return model
+
+    name: str
+    count: int
+    state: State
+    pieces: tuple[ReplayedSubmodule, ...] = ()
+    reason: str = ""
+    layers: tuple[str, ...] = ()
+    calls: tuple[Calls, ...] = ()
+
+    def __str__(self) -> str:
+        layers = f"{self.count} × {self.name}"
+        if self.state == "stock":
+            return f"{layers}: not converted"
+        if self.state == "not called":
+            return f"{layers}: not called in training yet"
+        if self.pieces:
+            named = "; ".join(f"{name} ({why})" for name, why in self.pieces)
+            many = "submodule" if len(self.pieces) == 1 else "submodules"
+            layers += (
+                f" with {len(self.pieces)} replayed {many}, which backward runs again: {named}"
+            )
+        elif self.state != "converted":
+            layers += f" ({run_name(self.layers)})"
+        return f"{self.state} {layers}: {_listed(self.calls)}"
 
 
-def set_policy(model: Model, pattern: str, policy: str | Policy) -> Model:
-    """Set the policy of the fused layers whose qualified name matches `pattern`, a shell pattern.
+@dataclass(frozen=True)
+class LossHead:
+    """A language model whose loss can be computed without logits.
 
-    Raises: ValueError if no fused layer matches (the message lists their names), or for an
-        unknown policy.
-
-    >>> model = convert(nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4), 2))
-    >>> _ = set_policy(model, "layers.0", "fast")
-    >>> [layer.policy for layer in model.layers]
-    ['fast', 'full']
+    Attributes:
+        name: name of its class.
+        state: how the last training step computed the loss: "fused" (without logits), or
+            "bypassed" (from logits). "not called": no training call yet. "not requested":
+            `convert` was called without loss=True.
+        reason: why the loss was computed from logits.
+        calls: numbers of training calls that computed the fused loss ("block"), and logits
+            ("plain").
     """
-    layers = dict(_fused_layers(model))
-    matching = [layer for name, layer in layers.items() if fnmatch.fnmatchcase(name, pattern)]
-    if not matching:
-        names = ", ".join(map(repr, layers)) or "none"
-        raise ValueError(f"no fused layer matches {pattern!r}; fused layers: {names}")
-    for layer in matching:
-        layer.policy = policy
-    return model
+
+    name: str
+    state: HeadState
+    reason: str = ""
+    calls: tuple[Calls, ...] = ()
+
+    def __str__(self) -> str:
+        if self.state == "not requested":
+            why = "computed from logits, since convert was called without loss=True"
+        elif self.state == "not called":
+            why = "not computed in training yet"
+        elif self.state == "fused":
+            fused = [call for call in self.calls if call.ran == "block"]
+            why = f"computed without logits in {_number(fused)}"
+        else:
+            why = f"computed from logits, although loss=True: {self.reason}"
+        return f"loss of {self.name}: {why}"
+
+
+class Conversion(list[LayerKind]):
+    """The kinds of layers of a model; prints as text.
+
+    Attributes:
+        losses: state of each loss that can be computed without logits.
+    """
+
+    def __init__(self, kinds: Iterable[LayerKind], losses: Iterable[LossHead]) -> None:
+        super().__init__(kinds)
+        self.losses = tuple(losses)
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, (*self, *self.losses)))
+
+    __repr__ = __str__
+
+
+def conversion(model: nn.Module) -> Conversion:
+    """Return what the training calls of the layers of `model`, and of its loss, ran as.
+
+    Training calls are counted as they run, except for those of `explain`, `memory_report` and
+    `plan`, and those of a compiled model.
+
+    >>> import torch
+    >>> stack = [nn.TransformerEncoderLayer(32, 4, batch_first=True) for _ in range(4)]
+    >>> model = convert(nn.Sequential(*stack), every=2)
+    >>> model(torch.randn(2, 8, 32)).sum().backward()
+    >>> conversion(model)
+    converted 2 × FusedRematLayer: 2 fused training calls
+    2 × TransformerEncoderLayer: not converted
+    """
+    groups: dict[tuple[str, State, tuple[ReplayedSubmodule, ...], str], dict[str, FusedLayer]] = {}
+    for path, layer in _fused_layers(model).items():
+        groups.setdefault(_key(layer), {})[path or type(layer).__name__] = layer
+    stock = {*repeated_layers(model), *(m for m in model.modules() if type(m) in LAYERS)}
+    others = Counter(
+        type(m).__name__ for m in model.modules() if m in stock and not isinstance(m, FusedLayer)
+    )
+    kinds = [
+        LayerKind(name, len(group), state, pieces, reason, tuple(group), _calls_of(group.values()))
+        for (name, state, pieces, reason), group in groups.items()
+    ]
+    kinds += [LayerKind(name, count, "stock") for name, count in others.items()]
+    return Conversion(kinds, _losses(model))
+
+
+def _key(layer: FusedLayer) -> tuple[str, State, tuple[ReplayedSubmodule, ...], str]:
+    """Return the name, state, replayed submodules and reason of a layer."""
+    record = record_of(layer)
+    pieces: tuple[ReplayedSubmodule, ...] = ()
+    stock = layer.stock if isinstance(layer, ConvertedLayer) else type(layer)
+    if record.last == "block" and isinstance(layer, TracedLayer):
+        last = layer.last_trace
+        pieces = last.block.replayed if isinstance(last, Trace) else ()
+    return stock.__name__, STATES[record.last], pieces, record.reason
+
+
+def _losses(model: nn.Module) -> Iterator[LossHead]:
+    """Yield the states of the language models in `model`."""
+    for module in model.modules():
+        name, reason = type(module).__name__, ""
+        if not isinstance(module, HuggingFaceHead):
+            if head_class(type(module)) is not None:
+                yield LossHead(name, "not requested")
+            continue
+        record = record_of(module)
+        state: HeadState = "not called"
+        layers = map(record_of, _fused_layers(module).values())
+        latest = max(layers, key=lambda layer: layer.order, default=record)
+        if latest.order > record.order or (record.last is None and latest.last is not None):
+            state, body = "bypassed", f"{name}.{module.row.body}"
+            reason = f"the last training step called {body} without {name}"
+        elif record.last is not None:
+            state, reason = "fused" if record.last == "block" else "bypassed", record.reason
+        yield LossHead(name, state, reason, _calls_of([module]))
+
+
+def _calls_of(layers: Iterable[nn.Module]) -> tuple[Calls, ...]:
+    counts = Counter[tuple[Ran, str]]()
+    for layer in layers:
+        counts.update(record_of(layer).calls)
+    return tuple([Calls(*key, count) for key, count in counts.items()])
+
+
+def _listed(calls: Sequence[Calls]) -> str:
+    """Return the numbers of training calls, with reasons, as text.
+
+    >>> _listed([Calls("block", "", 4), Calls("plain", "a cache", 1), Calls("plain", "a hook", 2)])
+    '4 fused training calls, 3 plain (a cache; a hook)'
+    """
+    shown: list[str] = []
+    for ran, text in _RAN.items():
+        of_kind = [call for call in calls if call.ran == ran]
+        if of_kind:
+            reasons = "; ".join(call.reason for call in of_kind if call.reason)
+            total = sum(call.number for call in of_kind)
+            number = f"{total} {text}" if shown else _number(of_kind, f"{text} ")
+            shown.append(f"{number} ({reasons})" if reasons else number)
+    return ", ".join(shown)
+
+
+def _number(calls: Sequence[Calls], what: str = "") -> str:
+    number = sum(call.number for call in calls)
+    return f"{number} {what}training call{'s' * (number != 1)}"

@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from fused_remat.autograd.shards import local_shards
 from fused_remat.huggingface.head import HuggingFaceHead
 from fused_remat.layers.fused_layer import FusedLayer
-from fused_remat.layers.linears import without_adapters
+from fused_remat.layers.modules import without_adapters
 from fused_remat.layers.tensor_parallel import TensorParallel, VocabularyParallelLinear
 from fused_remat.spec import ParallelSpec
 

@@ -1,4 +1,4 @@
-"""A call of a transformers layer as a block: its arguments, its numbers, its activation."""
+"""Description of a call of a transformers layer: arguments, numbers and activation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fused_remat.layers.read import BlockInputs, LayerMap, Parts
 from fused_remat.ops.activation import activation_name, has_hooks
 from fused_remat.spec import BlockSpec
 
-#: Arguments of a layer that a block reads, and those that do not change what it computes.
+#: Arguments that a block uses, and those that do not change the result.
 _READ = ("hidden_states", "attention_mask", "position_embeddings", "is_causal")
 _IGNORED = (
     "position_ids", "cache_position", "use_cache", "output_hidden_states", "output_attentions",
@@ -29,7 +29,7 @@ _IGNORED = (
     "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx",
 )  # fmt: skip
 _KNOWN = frozenset((*_READ, *_IGNORED))
-#: In older versions of transformers, layers return tuples or have their parts elsewhere.
+#: In older versions of transformers, layers return tuples or have other submodules.
 _OLDEST = (5, 17)
 #: Activation classes of transformers by the names of `steps.activation`.
 ACTIVATIONS = {
@@ -43,7 +43,7 @@ ACTIVATIONS = {
 
 
 def check_convertible(layer: nn.Module, row: LayerMap) -> None:
-    """Raise `Unsupported` if no call of the layer can be a block's."""
+    """Raise `Unsupported` if no call of the layer can run as a block."""
     from transformers import __version__ as version
 
     if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST:
@@ -69,7 +69,7 @@ def check_forward(stock: type[nn.Module], row: LayerMap) -> None:
 
 
 def example_spec(layer: nn.Module, row: LayerMap) -> BlockSpec:
-    """A spec whose graph has the kind and the names of the layer's."""
+    """Return a spec whose graph has the kind and the names of the layer's."""
     return transformer_spec(
         row.norm, 1e-6, "relu", placement=row.placement, gated="gate" in row.linears, num_heads=1,
         num_kv_heads=1, head_dim=1, scale=1.0,
@@ -80,7 +80,7 @@ def example_spec(layer: nn.Module, row: LayerMap) -> BlockSpec:
 
 
 def describe(parts: Parts, given: Mapping[str, Any]) -> BlockInputs:
-    """A call of a layer of these parts with the arguments `given`."""
+    """Return the block of a call with the arguments `given`."""
     row, attention = parts.row, parts.modules[parts.row.attention]
     check_forward(type(parts.layer).stock, row)
     _check_arguments(given, attention)
@@ -118,25 +118,25 @@ def describe(parts: Parts, given: Mapping[str, Any]) -> BlockInputs:
 
 def _check_arguments(given: Mapping[str, Any], attention: nn.Module) -> None:
     if given.get("output_attentions") or _records_attentions(attention):
-        raise Unsupported("the call asks for attention weights, which a block does not make")
+        raise Unsupported("the call returns attention weights, which a block does not compute")
     for name, value in given.items():
         if name not in _KNOWN and value is not None and value is not False:
-            raise Unsupported(f"the call passes {name}, which a block does not take")
+            raise Unsupported(f"the call passes {name}, which a block does not support")
 
 
 def _records_attentions(attention: nn.Module) -> bool:
-    """Whether transformers' own recorder on the attention is asked for its weights now."""
+    """Return whether transformers' own recorder on the attention records its weights now."""
     hooks = [hook for hook in attention._forward_hooks.values() if hook.__module__ == RECORDERS]
     return bool(hooks) and any(map(recorded, hooks))
 
 
 def _rotates(attention: Any, row: LayerMap) -> bool:
-    """Whether the layer rotates its heads; some of SmolLM3's do not."""
+    """Return whether the layer rotates its heads; some of SmolLM3's do not."""
     return row.rotary and bool(attention.__dict__.get("use_rope", True))
 
 
 def _rope(parts: Parts, given: Mapping[str, Any], width: int) -> dict[str, Tensor]:
-    """The tables, (S, R/2) or (B, S, R/2); transformers has them twice, side by side."""
+    """Return the tables, (S, R/2) or (B, S, R/2): the first half of transformers' columns."""
     x, pair = parts.x, given.get("position_embeddings")
     if not isinstance(pair, tuple) or len(pair) != 2:
         kind = qualified(type(pair))
@@ -149,14 +149,14 @@ def _rope(parts: Parts, given: Mapping[str, Any], width: int) -> dict[str, Tenso
         if len(shape) != 3 or shape[0] not in (1, x.shape[0]) or shape[1:] != (x.shape[1], width):
             raise Unsupported(f"{name} has shape {shape}, expected {(1, x.shape[1], width)}")
         if table.dtype not in (torch.float32, compute):
-            raise Unsupported(f"{name} is {table.dtype} beside {compute}")
+            raise Unsupported(f"{name} is {table.dtype}, expected torch.float32 or {compute}")
         half = table[..., : width // 2]
         tables[name] = half[0] if shape[0] == 1 else half
     return tables
 
 
 def _heads(parts: Parts, attention: Any, head_dim: int) -> tuple[int, int]:
-    """Query heads, and key and value heads; transformers has as many as the weights make."""
+    """Return the numbers of query heads, and of key and value heads, by the shapes of weights."""
     if "qkv" in parts.row.linears:
         return attention.num_heads, attention.num_heads
     q, k = parts.weights["q.weight"], parts.weights["k.weight"]
@@ -178,7 +178,7 @@ def _window(attention: Any, row: LayerMap) -> int | None:
 
 
 def _p_attention(attention: Any, row: LayerMap) -> float:
-    """transformers drops probabilities if the attention module trains, whatever its child does."""
+    """Return the probability of dropout, which applies if the attention module itself trains."""
     if not attention.training:
         return 0.0
     p = getattr(attention, row.numbers["dropout"])
@@ -188,7 +188,7 @@ def _p_attention(attention: Any, row: LayerMap) -> float:
 
 
 def _activation(row: LayerMap, modules: Mapping[str, Any]) -> str:
-    """The name in `steps.activation` of the layer's activation, a module or a function."""
+    """Return the name in `steps.activation` of the layer's activation, a module or a function."""
     path, _, attribute = row.activation.rpartition(".")
     activation: Any = getattr(modules[path], attribute, None)
     kind, name = type(activation), activation_name(activation)
@@ -197,5 +197,5 @@ def _activation(row: LayerMap, modules: Mapping[str, Any]) -> str:
         name = ACTIVATIONS[kind.__name__] if plain else None
     if name is None:
         shown = getattr(activation, "__name__", qualified(kind))
-        raise Unsupported(f"the activation {row.activation} is {shown}, which has no row, or hooks")
+        raise Unsupported(f"the activation {row.activation} is {shown}, unknown or with hooks")
     return name

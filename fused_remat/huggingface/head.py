@@ -1,4 +1,4 @@
-"""Language models of transformers whose loss is computed without whole logits.
+"""Language models of transformers whose loss is computed without the full logits.
 
 A model's class is swapped as a layer's is: same object, same name. Where a call trains and has
 labels, the head's product and the loss are `ops.linear_cross_entropy`, and the `logits` of the
@@ -30,7 +30,7 @@ from fused_remat.layers.fused_layer import (
     TRACED,
     is_traced,
 )
-from fused_remat.layers.linears import read_linear
+from fused_remat.layers.modules import read_linear
 from fused_remat.layers.record import NOTES, record_of
 from fused_remat.layers.tensor_parallel import VocabularyParallelLinear
 from fused_remat.layers.warn import warn, warn_compiled
@@ -40,14 +40,14 @@ from fused_remat.ops.cross_entropy import linear_cross_entropy
 
 @dataclass(frozen=True)
 class Head:
-    """A model class: where its body and its head are, and what it returns.
+    """Layout of a model class.
 
     Attributes:
-        package, model: the module and the name of the class.
+        package, model: module and name of the class.
         body, head: names of submodules.
-        output: the class in `transformers.modeling_outputs` that it returns.
-        fields: of the body's output, handed on besides `past_key_values`.
-        softcap: the attribute of the config that has the logits', "" for none.
+        output: class of the output in `transformers.modeling_outputs`.
+        fields: fields of the body's output that are returned, in addition to `past_key_values`.
+        softcap: attribute of the config with the soft-cap of the logits, "" for none.
     """
 
     package: str
@@ -80,10 +80,10 @@ HEADS = (
 
 @functools.cache
 def head_row(stock: Any) -> Head | None:
-    """The row of a model class; None without one.
+    """Return the entry of a model class; None without one.
 
-    transformers writes the forward of most language models by copying that of another: they are
-    known by its code, without texts.
+    Most language models of transformers have a copy of another model's forward, so they are
+    recognized by its code, without strings.
     """
     if not stock.__module__.startswith("transformers.models."):
         return None
@@ -103,14 +103,14 @@ def head_row(stock: Any) -> Head | None:
 
 
 def _code(model: Any) -> tuple[Any, ...]:
-    """The code of a model's forward, without its texts."""
+    """Return the code of a model's forward, without strings."""
     code = inspect.unwrap(model.forward).__code__
     numbers = tuple([value for value in code.co_consts if not isinstance(value, str)])
     return code.co_code, code.co_names, code.co_varnames, numbers
 
 
 _IDLE = Reason("the model does not train", quiet=True)
-_UNFIT = Reason("its arguments do not fit", quiet=True)  # of which the stock forward complains
+_UNFIT = Reason("its arguments do not fit", quiet=True)  # so that the stock forward raises
 _UNLABELLED = Reason("the call has no labels", quiet=True)
 _NO_LOGITS = (
     "returns logits=None where it trains: convert(model, loss=True) computes the loss without "
@@ -122,9 +122,9 @@ class HuggingFaceHead(nn.Module):
     """Mixed in before a model class of transformers by `head_class`.
 
     Attributes:
-        stock: the class of transformers that it stands in for.
-        row: its row.
-        signature: of the stock forward.
+        stock: class of transformers that it replaces.
+        row: layout of the class.
+        signature: signature of the stock forward.
     """
 
     stock: ClassVar[type[nn.Module]]
@@ -158,7 +158,7 @@ class HuggingFaceHead(nn.Module):
         if not call.quiet and compiling:
             warn_compiled(type(self).__name__, call.text)
         elif not call.quiet:
-            warn(self, f"runs its own head and loss, with whole logits: {call.text}")
+            warn(self, f"runs its own head and loss, with full logits: {call.text}")
         output = self.stock.forward(self, *args, **kwargs)
         if not compiling and call not in (_IDLE, TRACED):
             record_of(self).note("plain", call.text)
@@ -167,7 +167,7 @@ class HuggingFaceHead(nn.Module):
     def _read(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[dict[str, Any], Tensor, Tensor | None] | Reason:
-        """The arguments by name, the head's weight and bias; or why transformers' loss serves."""
+        """Return the arguments, and the head's weight and bias; or why transformers' loss runs."""
         if not self.training or not wants_grad(*parameters_of(self).values()):
             return _IDLE
         if is_traced():
@@ -187,14 +187,14 @@ class HuggingFaceHead(nn.Module):
             return Reason(str(reason))
 
     def _check(self, given: Mapping[str, Any]) -> None:
-        """Raise `Unsupported` for a call or a loss that needs whole logits."""
+        """Raise `Unsupported` for a call or a loss that needs the full logits."""
         from transformers.loss.loss_utils import ForCausalLMLoss
 
         keeps = given.get("logits_to_keep", 0)
         if not isinstance(keeps, int) or keeps != 0:
-            raise Unsupported("the call asks for a part of the logits")
+            raise Unsupported("the call requests a part of the logits")
         if given.get("return_dict") is False or not getattr(self.config, "return_dict", True):
-            raise Unsupported("the call asks for a tuple")
+            raise Unsupported("the call requests a tuple")
         if given.get("shift_labels") is not None:
             raise Unsupported("the call passes shift_labels")
         if self.loss_function is not ForCausalLMLoss:
@@ -202,7 +202,7 @@ class HuggingFaceHead(nn.Module):
             raise Unsupported(f"the loss function is {name}")
 
     def _head(self) -> tuple[Tensor, Tensor | None]:
-        """The weight and bias of the head."""
+        """Return the weight and bias of the head."""
         path = self.row.head
         head: Any = self._modules.get(path)
         if type(head) is VocabularyParallelLinear and not has_hooks(head):
@@ -215,7 +215,7 @@ class HuggingFaceHead(nn.Module):
         return weight, bias
 
     def _with_fused_loss(self, given: dict[str, Any], weight: Tensor, bias: Tensor | None) -> Any:
-        """What the stock forward returns, without logits."""
+        """Return the output of the stock forward, without logits."""
         from transformers import modeling_outputs
 
         labels = given.pop("labels")
@@ -247,7 +247,7 @@ FUSED_HEADS: dict[type[nn.Module], type[HuggingFaceHead]] = {}
 
 
 def head_class(stock: type[nn.Module]) -> type[HuggingFaceHead] | None:
-    """The class that stands in for a model class of transformers; None where there is none.
+    """Return the class that replaces a model class of transformers; None where there is none.
 
     >>> head_class(nn.Linear) is None
     True
@@ -271,7 +271,7 @@ def head_class(stock: type[nn.Module]) -> type[HuggingFaceHead] | None:
 
 
 def supported_heads() -> str:
-    """The supported model classes, for messages.
+    """Return the supported model classes, for messages.
 
     >>> "LlamaForCausalLM" in supported_heads()
     True
@@ -288,7 +288,7 @@ def _forward(stock: type[nn.Module]) -> Callable[..., Any]:
 
 
 def _new(stock: type[nn.Module]) -> nn.Module:
-    """An empty model of the class that stands in for `stock`; for unpickling."""
+    """Return an empty model of the class that replaces `stock`; for unpickling."""
     cls = head_class(stock)
     assert cls is not None
     return cls.__new__(cls)

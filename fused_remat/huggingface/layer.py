@@ -1,4 +1,4 @@
-"""Layers of transformers that have a row: their block is read without a recording."""
+"""Layers of transformers that have an entry: their blocks need no trace."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ FUSED: dict[type[nn.Module], type[HuggingFaceLayer]] = {}
 
 
 def fused_class(stock: type[nn.Module]) -> type[HuggingFaceLayer] | None:
-    """The class that stands in for a layer class of transformers, one object each; None for others.
+    """Return the class that replaces a layer class of transformers, always the same; or None.
 
-    It has the stock class's name, by which wrap lists (`_no_split_modules`) know it, and is a
-    subclass, by which transformers' recorders do.
+    It has the stock class's name, for wrap lists (`_no_split_modules`), and is a subclass, for
+    transformers' recorders.
 
     >>> fused_class(nn.Linear) is None
     True

@@ -1,4 +1,4 @@
-"""The mask that transformers hands to a layer, as a block takes it.
+"""Translation of the mask that transformers passes to a layer.
 
 Its form depends on the attention implementation in the model's config, and so does the meaning of
 None: "sdpa" and flash attention are then causal if the module is, and "eager" has no mask at all.
@@ -22,7 +22,7 @@ _SDPA = F.scaled_dot_product_attention
 
 @dataclass(frozen=True)
 class Masks:
-    """What an `AttentionSpec` says of masks, and their tensors by the block's names."""
+    """The masks of an `AttentionSpec`, and their tensors by the block's names."""
 
     kinds: tuple[str, ...] = ()
     window: tuple[int, int] = (-1, -1)
@@ -32,7 +32,7 @@ class Masks:
 def read_masks(
     attention: Any, given: Mapping[str, Any], parts: Parts, window: int | None, heads: int
 ) -> Masks:
-    """The masks of a call with the arguments `given` to an attention of so many `heads`.
+    """Return the masks of a call with the arguments `given` to an attention of so many `heads`.
 
     No mask's values are read: on a GPU that would wait for the device. `window` is the module's
     sliding window, which the masks of "sdpa" and "eager" have already.
@@ -56,7 +56,7 @@ def read_masks(
 
 
 def _is_replaced(how: str | None) -> bool:
-    """Whether another function is in the place of transformers' own.
+    """Return whether another function replaces transformers' own.
 
     Sequence parallelism replaces it: DeepSpeed in the table of names, PyTorch under SDPA's name.
     """
@@ -72,10 +72,9 @@ _VARLEN = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
 def _flash(attention: Any, given: Mapping[str, Any], x: Tensor, window: int | None) -> Masks:
-    """As flash attention has it: padding as (B, S), packed sequences by bounds, a real window.
+    """Return the masks of flash attention: padding (B, S), bounds of packed sequences, a window.
 
-    Where a query is padding it gives zeros, and a block attends to the other tokens. Nobody reads
-    those rows.
+    Outputs of padding queries, which nothing uses, are zeros there; a block computes attention.
     """
     batch, seq_len = x.shape[:2]
     causal = _is_causal(attention, given)
@@ -94,7 +93,7 @@ def _flash(attention: Any, given: Mapping[str, Any], x: Tensor, window: int | No
     positions = given.get("position_ids")
     if batch == 1 and seq_len > 1 and isinstance(positions, Tensor):
         if torch.compiler.is_compiling():
-            raise Unsupported("the values of position_ids say whether sequences are packed")
+            raise Unsupported("whether sequences are packed depends on the values of position_ids")
         # As transformers does there, in every layer; on a GPU it waits for the device.
         if not bool((positions.diff(dim=-1) == 1).all()):
             raise Unsupported("sequences are packed without cu_seq_lens")
@@ -102,8 +101,8 @@ def _flash(attention: Any, given: Mapping[str, Any], x: Tensor, window: int | No
 
 
 def _is_causal(attention: Any, given: Mapping[str, Any]) -> bool:
-    asked = given.get("is_causal")
-    return bool(getattr(attention, "is_causal", True) if asked is None else asked)
+    causal = given.get("is_causal")
+    return bool(getattr(attention, "is_causal", True) if causal is None else causal)
 
 
 def _check_mask(mask: Any, how: str, parts: Parts, heads: int) -> None:

@@ -1,6 +1,6 @@
-"""Where the layers of each architecture of transformers have the parts of their block.
+"""The layouts of layers of transformers, by architecture.
 
-A new architecture is a new row. Classes are known by name, so that nothing of transformers is
+A new architecture is a new entry. Classes are known by name, so that nothing of transformers is
 imported; the numbers of a layer are read from its modules at every call.
 """
 
@@ -39,7 +39,7 @@ _NUMBERS = {"head_dim": "head_dim", "dropout": "attention_dropout"}
 
 
 def _llama(name: str, prefix: str = "", **differences: Any) -> LayerMap:
-    """Llama's layer, or one like it whose classes' names begin with `prefix`."""
+    """Return the layout of Llama's layer, or of one whose classes' names begin with `prefix`."""
     prefix = prefix or name
     row: dict[str, Any] = {
         "describe": describe,
@@ -157,7 +157,7 @@ ARCHITECTURES: dict[tuple[str, str], LayerMap] = {
 
 
 def architecture_of(cls: type) -> LayerMap | None:
-    """The row of a layer class; None without one.
+    """Return the layout of a layer class; None without an entry.
 
     >>> architecture_of(str) is None
     True
@@ -166,7 +166,7 @@ def architecture_of(cls: type) -> LayerMap | None:
 
 
 def supported() -> str:
-    """The names of the supported architectures, for messages.
+    """Return the names of the supported architectures, for messages.
 
     >>> supported()
     'Llama, Mistral, Qwen2, Qwen3, SmolLM3, Gemma-2, Gemma-3, GPT-2, BERT, RoBERTa, ViT'

@@ -1,4 +1,4 @@
-"""Drop-in modules whose forward is a block; PyTorch's own forward where a block cannot serve."""
+"""Drop-in modules whose forward is a block, or PyTorch's own forward if a block does not apply."""
 
 from fused_remat.layers.causal import FusedRematCausalLayer
 from fused_remat.layers.fused_layer import FusedLayer

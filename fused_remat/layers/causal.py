@@ -1,4 +1,4 @@
-"""`FusedRematCausalLayer`: a layer of a language model in a fraction of the activation memory."""
+"""`FusedRematCausalLayer`, a layer of a language model in a fraction of the activation memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fused_remat.layer_specs import transformer_spec
@@ -14,49 +13,49 @@ from fused_remat.layers.eligibility import Reason
 from fused_remat.layers.fused_layer import FusedLayer
 from fused_remat.layers.plain_causal import CausalLayer, check_window
 from fused_remat.layers.read import BlockInputs, LayerMap, Parts, read_block
-from fused_remat.ops.activation import ActivationLike
 from fused_remat.ops.checks import check_p, masks_given, read_masks
 from fused_remat.ops.pieces import rotary_tensors, split_rope
-from fused_remat.policies import Policy
 from fused_remat.spec import AttentionOptions, BlockSpec, attention_fields
 
 
 class FusedRematCausalLayer(FusedLayer, CausalLayer):
-    """A layer of a language model, Llama's by default, that rebuilds what backward needs.
+    """A layer of a language model, by default Llama's, that rebuilds what backward needs.
 
     h = x + proj(attention(rotary(q, k), v)), h + down(act(gate(norm2(h))) * up(norm2(h))), with
     q, k, v linear layers of norm1(x).
 
     Submodules are `nn.Linear` (q, k, v, proj, gate, up, down) and `nn.RMSNorm` or `nn.LayerNorm`
-    (norm1, norm2, with qk_norm q_norm and k_norm, with "sandwich" post1 and post2). Linear ones may
-    be PEFT's LoRA on `nn.Linear`. Where a submodule is of another class or has hooks, and where a
+    (norm1, norm2; with qk_norm also q_norm and k_norm, with "sandwich" post1 and post2). Linear
+    layers may be wrapped by PEFT's LoRA. If a submodule is of another class or has hooks, or if a
     call is exported, transformed or traced, the layer calls its submodules in ordinary PyTorch; in
     training under `torch.utils.checkpoint`, with one `FusedRematWarning`.
 
     Args:
         d_model, nhead, dim_feedforward, dropout: as in `nn.TransformerEncoderLayer`.
-        activation: a name ("relu", "gelu", "gelu_tanh", "silu", "relu2", "tanh"), or its function.
-        kv_heads: heads of keys and values, which divide nhead; None: nhead. head_dim: None for
+        activation: "relu", "gelu", "gelu_tanh", "silu", "relu2", "tanh", or the function itself.
+        kv_heads: heads of keys and values, a divisor of nhead; None: nhead. head_dim: None for
             d_model / nhead.
         norm, norm_eps: "rms_norm" or "layer_norm"; qk_norm: an RMSNorm of each query and key head
             (Qwen3). placement: "pre"; "post": after the sums; "sandwich": before and after each
             half (Gemma-2).
         gated: act(gate) * up, else act(up). bias: of linear layers (and LayerNorms); qkv_bias: of
             q, k and v, None for `bias` (True in Qwen2).
-        window: how many keys before its own place a query sees (and after it, if not causal); None
-            for all. softcap: of the scores. attention_dropout: of probabilities, None for dropout.
-        rope_interleaved: rotated pairs are neighbours; else i and i + R/2.
+        window: number of keys before its own position that a query attends to (and after it, if
+            not causal); None for all. softcap: of the scores, 0 for none. attention_dropout: of
+            probabilities, None for dropout.
+        rope_interleaved: rotated pairs are neighbors; else i and i + R/2.
         policy, backend, accumulate_into: as in `FusedRematLayer`.
 
-    Shapes: x (B, S, d_model); returns the same, in x.dtype, under autocast in the dtype that the
-        same in ordinary operations has.
-    Units: bytes kept a token at 16 bits, with Q = nhead * head_dim, K = kv_heads * head_dim and F
+    Shapes: x (B, S, d_model); returns the same, in x.dtype; under autocast in the dtype of
+        ordinary operations.
+    Units: bytes kept per token at 16 bits, with Q = nhead * head_dim, K = kv_heads * head_dim and F
         gated, pre-norm: full 2·D, lean 2·D + 2·Q, balanced 4·D + 2·Q, fast 4·D + 4·Q + 4·K, none
         4·F more, plus statistics (8 bytes, and 4·nhead where `attn` is kept).
     Raises: ValueError, TypeError for arguments and inputs that do not fit; RuntimeError for mixed
         dtypes, and in backward as `FusedRematLayer`.
     Source: Touvron et al. 2023; GQA: Ainslie et al. 2023; RoPE: Su et al. 2021.
 
+    >>> import torch
     >>> layer = FusedRematCausalLayer(64, 4, 128, kv_heads=2, policy="lean")
     >>> angles = torch.outer(torch.arange(16), 10000 ** -(torch.arange(8) / 8))
     >>> x = torch.randn(2, 16, 64, requires_grad=True)
@@ -66,43 +65,7 @@ class FusedRematCausalLayer(FusedLayer, CausalLayer):
     """
 
     stock = CausalLayer
-
-    def __init__(
-        self,
-        d_model: int,
-        nhead: int,
-        dim_feedforward: int,
-        dropout: float = 0.0,
-        activation: ActivationLike = "silu",
-        *,
-        kv_heads: int | None = None,
-        head_dim: int | None = None,
-        norm: str = "rms_norm",
-        norm_eps: float = 1e-6,
-        gated: bool = True,
-        bias: bool = False,
-        qkv_bias: bool | None = None,
-        qk_norm: bool = False,
-        window: int | None = None,
-        softcap: float = 0.0,
-        attention_dropout: float | None = None,
-        is_causal: bool = True,
-        rope_interleaved: bool = False,
-        placement: str = "pre",
-        policy: str | Policy = "full",
-        backend: str = "auto",
-        accumulate_into: str | None = None,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(
-            d_model, nhead, dim_feedforward, dropout, activation, kv_heads=kv_heads,
-            head_dim=head_dim, norm=norm, norm_eps=norm_eps, gated=gated, bias=bias,
-            qkv_bias=qkv_bias, qk_norm=qk_norm, window=window, softcap=softcap,
-            attention_dropout=attention_dropout, is_causal=is_causal,
-            rope_interleaved=rope_interleaved, placement=placement, device=device, dtype=dtype,
-        )  # fmt: skip
-        self._set_options(policy, backend, accumulate_into)
+    _owner = "its unfused"
 
     def forward(  # type: ignore[override]  # that of the base takes the tables one by one
         self,
@@ -113,11 +76,11 @@ class FusedRematCausalLayer(FusedLayer, CausalLayer):
         key_lengths: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
     ) -> Tensor:
-        """The layer on x (B, S, d_model).
+        """Compute the layer on x (B, S, d_model).
 
         rope: (cos, sin), (S, R/2) or (B, S, R/2): the first R elements of a head are rotated.
-        attn_mask: broadcasts to (B, nhead, S, S); bool (**True takes part**, as in SDPA) or float.
-        key_padding_mask: (B, S); bool (**True is excluded**) or float; on either side.
+        attn_mask: broadcasts to (B, nhead, S, S); bool (**True: attended**, as in SDPA) or float.
+        key_padding_mask: (B, S); bool (**True: excluded**) or float; on either side.
         key_lengths, cu_seqlens: of padded and of packed sequences, as in `ops.attention`.
         """
         cos, sin = split_rope(rope)
@@ -127,30 +90,8 @@ class FusedRematCausalLayer(FusedLayer, CausalLayer):
         )  # fmt: skip
         return out
 
-    def why_not_fused(
-        self,
-        x: Tensor,
-        rope: tuple[Tensor, Tensor] | None = None,
-        attn_mask: Tensor | None = None,
-        key_padding_mask: Tensor | None = None,
-        key_lengths: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-    ) -> str | None:
-        """Why this call of `forward` would not take the fused path, or None if it would.
-
-        >>> layer = FusedRematCausalLayer(16, 2, 32)
-        >>> layer.up = torch.nn.Bilinear(2, 3, 4)
-        >>> layer.why_not_fused(torch.zeros(1, 5, 16))
-        'up is torch.nn.Bilinear; the fused path supports torch.nn.Linear'
-        """
-        cos, sin = split_rope(rope)
-        return self._unsupported_reason(
-            x=x, cos=cos, sin=sin, attn_mask=attn_mask, key_padding_mask=key_padding_mask,
-            key_lengths=key_lengths, cu_seqlens=cu_seqlens,
-        )  # fmt: skip
-
     @property
-    def _map(self) -> LayerMap:
+    def _map(self) -> LayerMap:  # type: ignore[override]
         return map_of(self)
 
     def _example_spec(self) -> BlockSpec:
@@ -160,17 +101,19 @@ class FusedRematCausalLayer(FusedLayer, CausalLayer):
             qk_norm_eps=None if self.q_norm is None else 1e-6,
         )  # fmt: skip
 
-    _owner = "its unfused"
-
     def _heads(self) -> dict[str, int]:
         return {"heads": self.nhead, "key and value heads": self.kv_heads}
 
     def _read(self, **given: Any) -> BlockInputs | Reason:
         return read_call(self, **given)
 
+    def _unsupported_reason(self, rope: Any = None, **given: Any) -> str | None:
+        cos, sin = split_rope(rope)
+        return super()._unsupported_reason(cos=cos, sin=sin, **given)
+
 
 def map_of(layer: Any) -> LayerMap:
-    """How a `CausalLayer` is laid out: it may have a gate, norms after, and norms of heads."""
+    """Return the layout of a `CausalLayer`: with or without gate, post-norms and head norms."""
     return _MAPS[layer.gate is not None, layer.placement == "sandwich", layer.q_norm is not None]
 
 
@@ -184,7 +127,7 @@ def read_call(
     key_lengths: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> BlockInputs | Reason:
-    """The block of a call of a `CausalLayer`, or why the fused path cannot serve it."""
+    """Return the block of a call of a `CausalLayer`, or why the fused path does not support it."""
     if not isinstance(x, Tensor):
         raise TypeError(f"x must be a Tensor, got {type(x).__name__}")
     if x.dim() != 3 or x.shape[-1] != layer.d_model or not x.is_floating_point():

@@ -1,7 +1,7 @@
-"""A failure of a block does not end a run: the layer's own forward stands in for it.
+"""Containment of failures: if a block raises, the layer's own forward runs instead.
 
-`Rescue` computes the gradients of one call of a layer by the layer's own forward, should the
-block's backward raise what nobody expected.
+`Rescue` computes the gradients of one call of a layer by the layer's own forward if the block's
+backward raises an unexpected exception.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from fused_remat.layers.fallback import Caller
 
 
 def is_contained(layer: nn.Module) -> bool:
-    """Return whether the own forward of `layer` may stand in for a block that fails.
+    """Return whether the own forward of `layer` may run instead of a block that fails.
 
-    Not among several processes, of which one must not run another program than the others.
+    With several processes it may not, since all have to run the same program.
     """
     if not (_distributed.is_available() and _distributed.is_initialized()):
         return True
@@ -38,13 +38,13 @@ class Rescue:
     """The own forward of a layer in place of its block's backward.
 
     Args:
-        layer, forward: the layer, and the method that is its own forward.
-        given: the arguments of the call.
-        tensors: the block's tensors by name.
-        failed: called with the exception that a block raised.
+        layer, forward: layer, and its own forward.
+        given: arguments of the call.
+        tensors: tensors of the block by name.
+        failed: function that is called with the exception of the block.
 
     Attributes:
-        count: how many `roots` it has.
+        count: number of `roots`.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Rescue:
         self.layer, self.forward, self.failed = layer, forward, failed
         self.training = layer.training
         self.count, self._roots = 0, list[Any]()
-        #: Which leaf of the result is the block's output, its view of that, and the layout.
+        #: Index of the block's output among the leaves of the result, its view, and its layout.
         self.result: tuple[int, Any, Any] | None = None
         # Activations and masks live as long as the block or the model keeps them, parameters as
         # long as the layer.
@@ -85,12 +85,14 @@ class Rescue:
 
     @property
     def roots(self) -> list[Any]:
-        """Tensors besides those of the block that get a gradient, instead of the block's tensors
-        that were computed from them (a transposed weight, a reshaped input)."""
+        """Tensors that get a gradient instead of tensors of the block that were computed from them.
+
+        Examples are a transposed weight and a reshaped input.
+        """
         return [_alive(t) for t in self._roots]
 
     def _roots_of(self, derived: list[Tensor], args: Mapping[int, Any]) -> tuple[Tensor, ...]:
-        """Of what the block's `derived` tensors are views; else all that they may be made of."""
+        """Return the bases of the block's `derived` tensors; else all possible sources."""
         roots: dict[int, Tensor] = {}
         for t in derived:
             base = t._base
@@ -104,7 +106,7 @@ class Rescue:
         return tuple(roots.values())
 
     def returned(self, out: Tensor, result: Any) -> None:
-        """Note where the layer's `result` has the block's output `out`: it may be a view of it."""
+        """Note the position of the block's output `out`, or of a view of it, in the `result`."""
         for value in self.given.values():
             if type(value) in (tuple, list, dict) and any(map(_needs_grad, tree_leaves(value))):
                 return  # of which no gradient would be returned
@@ -114,13 +116,13 @@ class Rescue:
                 return
 
     def contains(self, error: Exception) -> bool:
-        """Return whether what the block raised need not end the run."""
+        """Return whether the run may continue after this exception of the block."""
         return is_unexpected(error) and is_contained(self.layer)
 
     def gradients(self, error: Exception, names: tuple[str, ...], dy: Tensor) -> list[Any] | None:
         """Return the gradients of the block's tensors `names`, then those of `roots`.
 
-        Return None if the own forward cannot run instead: an argument is gone, say.
+        Return None if the own forward cannot run, for example because an argument was freed.
         """
         if self.result is None or self.layer.training != self.training:
             return None
@@ -154,7 +156,7 @@ class Rescue:
         )
         grads = dict(zip(map(id, wanted), found, strict=True))
         self.failed(error)
-        # A tensor that the block has twice gets its gradient once.
+        # A tensor under two names of the block gets its gradient once.
         ordered = (*(sources.get(name) for name in names), *roots)
         return [None if t is None else grads.pop(id(t), None) for t in ordered]
 
@@ -168,16 +170,16 @@ def _needs_grad(value: Any) -> bool:
 
 
 def is_unexpected(error: Exception) -> bool:
-    """Return whether nobody raised `error` on purpose, and another way of computing may not.
+    """Return whether `error` was not raised on purpose, so that the own forward may not raise it.
 
-    Under FUSED_REMAT_STRICT=1 no error is.
+    With FUSED_REMAT_STRICT=1 in the environment no error is unexpected.
 
     >>> is_unexpected(RuntimeError("fused_remat: an argument was changed"))
     False
     """
     if os.environ.get("FUSED_REMAT_STRICT", "0") not in ("", "0"):
         return False
-    # Of the device, which is out of memory or lost, of this library, and of the caller's functions.
+    # Errors of a device that is out of memory or lost, of this library, of the caller's functions.
     devices = (torch.OutOfMemoryError, torch.AcceleratorError, MemoryError)
     text, callers = str(error), getattr(error, "callers", False)
     deliberate = text.startswith(("fused_remat", "replay check")) or callers

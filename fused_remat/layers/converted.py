@@ -1,4 +1,4 @@
-"""Layers whose class `convert` has replaced: same object, same name, and their caches."""
+"""Layers whose class `convert` has replaced, and their caches."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from fused_remat.layers.read import BlockInputs, TracedInputs, read_block
 from fused_remat.layers.record import record_of
 from fused_remat.layers.warn import warn
 
-_IDLE = Reason("no gradients are wanted", quiet=True)
-#: Names that layers have had for a cache.
+_IDLE = Reason("no gradients are required", quiet=True)
+#: Names of a cache among the arguments of layers.
 CACHES = ("past_key_values", "past_key_value", "layer_past")
-#: A method by which transformers' caches are known under other names.
+#: A method of transformers' caches, which identifies them under other names.
 LENGTH = "get_seq_length"
-#: The attribute of a cache that a call has left empty: the index of the first layer that did.
+#: Attribute of a cache that a call did not fill: the index of the first such layer.
 _UNFILLED = "_fused_remat_unfilled"
 
 Converted = TypeVar("Converted", bound="ConvertedLayer")
@@ -33,9 +33,9 @@ class ConvertedLayer(FusedLayer):
     """Mixed in before a layer class of another library by `class_of`.
 
     Attributes:
-        stock: the class that it stands in for.
-        arguments: names of the positional arguments of its forward; none if it has some that cannot
-            be passed by name.
+        stock: class that it replaces.
+        arguments: names of the positional arguments of its forward; empty if some cannot be passed
+            by name.
     """
 
     arguments: ClassVar[tuple[str, ...]]
@@ -43,9 +43,9 @@ class ConvertedLayer(FusedLayer):
 
     @property
     def gradient_checkpointing(self) -> bool:
-        """Whether the model's checkpointing is enabled for the layer: as it was set.
+        """Whether the model's checkpointing is enabled for the layer.
 
-        It applies where the layer's own forward runs; what a block keeps is its policy's.
+        It applies if the layer's own forward runs; the policy decides what a block keeps.
         """
         own = self.__dict__.get("gradient_checkpointing")
         stock: Any = self.stock
@@ -82,13 +82,13 @@ class ConvertedLayer(FusedLayer):
 
     @staticmethod
     def _new(stock: type[nn.Module]) -> nn.Module:
-        """An empty layer of the class that stands in for `stock`; for unpickling."""
+        """Return an empty layer of the class that replaces `stock`; for unpickling."""
         raise NotImplementedError
 
     def why_not_fused(self, *args: Any, **kwargs: Any) -> str | None:
-        """Why this call of `forward` would not take the fused path, or None if it would.
+        """Return why this call of `forward` would not take the fused path; None if it would.
 
-        Calls without gradients and without dropout never do: they are the stock layer's.
+        Calls without gradients and dropout never do: they run the stock forward.
         """
         named = self._named(args, kwargs)
         if named is None:
@@ -96,21 +96,21 @@ class ConvertedLayer(FusedLayer):
         return self._unsupported_reason(**self._without_idle_cache(named))
 
     def _layer_index(self) -> int:
-        """The layer's place in a cache."""
+        """Return the layer's index in a cache."""
         raise NotImplementedError
 
     def _named(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The arguments by name; None if they do not fit, of which the stock forward complains."""
+        """Return the arguments by name; None if they do not fit the signature."""
         given = dict(zip(self.arguments, args, strict=False))
         named = {**given, **kwargs}
         fits = len(args) <= len(self.arguments) and len(named) == len(given) + len(kwargs)
         return named if fits and self.arguments[0] in named else None
 
     def _read(self, **given: Any) -> BlockInputs | TracedInputs | Reason:
-        """The block of a call that trains; others are the stock layer's, bit for bit.
+        """Return the block of a training call; others run the stock forward, bit for bit.
 
-        Without gradients a block serves only if it draws dropout: the call may be the first run of
-        a reentrant checkpoint, whose replay, with gradients, has to draw the same.
+        Without gradients a block runs only if it draws dropout: the call may be the first run of
+        a reentrant checkpoint, whose replay, with gradients, has to draw the same numbers.
         """
         trains = torch.is_grad_enabled()
         if self._tensor_parallel is None:
@@ -126,11 +126,11 @@ class ConvertedLayer(FusedLayer):
         return call if draws else _IDLE
 
     def _block(self, **given: Any) -> BlockInputs | TracedInputs | Reason:
-        """The block of a call that trains, or why there is none."""
+        """Return the block of a training call, or why there is none."""
         return read_block(self, self._map, given)
 
     def _why_cached(self, given: Mapping[str, Any]) -> Reason | None:
-        """Why a call has a cache, which a block neither reads nor fills; None if it has none."""
+        """Return why the cache of a call excludes a block; None without a cache."""
         caches = [v for n, v in given.items() if n in CACHES or hasattr(v, LENGTH)]
         caches = [cache for cache in caches if cache is not None]
         if not caches:
@@ -145,7 +145,7 @@ class ConvertedLayer(FusedLayer):
         return Reason(why if self._tensor_parallel is None else f"{why}; pass use_cache=False")
 
     def _without_idle_cache(self, given: dict[str, Any]) -> dict[str, Any]:
-        """The arguments, without a cache that is neither read nor filled.
+        """Return the arguments, without a cache that is neither read nor filled.
 
         Models hand their layers an empty cache by default, also in training. It is dropped then,
         with transformers' own warning, by layers whose own checkpointing drops it. One that holds
@@ -167,15 +167,15 @@ class ConvertedLayer(FusedLayer):
         return {**kept, "use_cache": False} if "use_cache" in given else kept
 
     def _drops_caches(self) -> bool:
-        """Whether the layer's own checkpointing runs it without a cache, as transformers' does."""
+        """Return whether the layer's own checkpointing drops its cache, as transformers' does."""
         reads: bool = getattr(self.stock, "_can_checkpoint_with_cache", False)
         names = [(kind.__module__, kind.__name__) for kind in self.stock.__mro__]
         return ("transformers.modeling_layers", "GradientCheckpointingLayer") in names and not reads
 
     def _check_unfilled(self, cache: Any, dropped: bool) -> None:
-        """Warn if an earlier call left the cache empty; note it where this one does.
+        """Warn if an earlier call did not fill the cache; note it if this call does not.
 
-        The layers of one call share a cache, so it is the first of them that notes and warns.
+        The layers of one call share a cache, so the first of them notes and warns.
         """
         index = self._layer_index()
         first = getattr(cache, _UNFILLED, None)
@@ -184,7 +184,7 @@ class ConvertedLayer(FusedLayer):
         elif first is not None and first == index and _runs_forward() and _is_empty(cache, index):
             warn(
                 self,
-                "is given a cache that an earlier call in training left empty, so it does not "
+                "gets a cache that an earlier call in training did not fill, so it does not "
                 "attend to the tokens of that call; fill a cache after model.eval(), and train "
                 "with use_cache=False",
             )
@@ -211,7 +211,7 @@ class ConvertedLayer(FusedLayer):
         return None if enabled and not reason.once else super()._why_kept(reason, given)
 
     def _is_enabled(self) -> bool:
-        """Whether the model's own checkpointing applies to a call."""
+        """Return whether the model's own checkpointing applies to a call."""
         return self.training and bool(self.__dict__.get("gradient_checkpointing"))
 
     def _checkpointing(self) -> tuple[str, Callable[[Mapping[str, Any]], Any]]:
@@ -221,7 +221,7 @@ class ConvertedLayer(FusedLayer):
         return "the model's own checkpointing", functools.partial(self._checkpointed, own)
 
     def _checkpointed(self, own: Callable[..., Any], given: Mapping[str, Any]) -> Any:
-        """The stock forward under `own`, a function like `torch.utils.checkpoint.checkpoint`."""
+        """Run the stock forward under `own`, a function like PyTorch's `checkpoint`."""
         # Reentrant checkpointing, which may be its kind, sees gradients of positional arguments.
         first, *_ = self.arguments
         by_position = {n: v for n, v in given.items() if n == first or wants_grad(v)}
@@ -234,10 +234,9 @@ class ConvertedLayer(FusedLayer):
 
 
 def around_layers(model: nn.Module, enabled: bool) -> None:
-    """Take fused layers out of the checkpointing that modules of `model` run their parts under, as
-    those of diffusers do, or put them back.
+    """Exclude fused layers from checkpointing by modules around them, or include them again.
 
-    Under it a fused layer would run its forward once more.
+    Models of diffusers checkpoint their layers so; a fused layer would run its forward again.
     """
     for module in model.modules():
         run = vars(module).get("_gradient_checkpointing_func")
@@ -248,10 +247,10 @@ def around_layers(model: nn.Module, enabled: bool) -> None:
 
 
 def _unless_fused(run: Callable[..., Any], part: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a part of a model under its checkpointing, `run`; a fused layer by itself.
+    """Run a module of a model under the model's checkpointing, `run`; a fused layer without it.
 
-    A layer whose own forward was not checkpointed, since a second one would change something
-    again, stays under the checkpointing that the model's user chose.
+    A layer whose own forward ran without checkpointing, since a second one would change something
+    again, stays under the model's checkpointing.
     """
     layer = getattr(part, "__self__", part)
     name = getattr(part, "__name__", "")
@@ -264,14 +263,14 @@ def _unless_fused(run: Callable[..., Any], part: Any, *args: Any, **kwargs: Any)
 def class_of(
     stock: type[nn.Module],
     base: type[Converted],
-    made: dict[type[nn.Module], type[Converted]],
+    classes: dict[type[nn.Module], type[Converted]],
     **more: Any,
 ) -> type[Converted]:
-    """The subclass of `base` and `stock` that stands in for `stock`, with attributes `more`.
+    """Return the subclass of `base` and `stock` that replaces `stock`, with attributes `more`.
 
-    `made`: those that there are already.
+    `classes` caches these classes.
     """
-    if stock not in made:
+    if stock not in classes:
         forward = inspect.signature(stock.forward)
         params = [*forward.parameters.values()][1:]
         names = [p.name for p in params if p.kind is p.POSITIONAL_OR_KEYWORD]
@@ -289,8 +288,8 @@ def class_of(
             namespace["__call__"] = nn.Module.__call__
         new: Any = type(stock.__name__, (base, stock), namespace)
         new._has_own_forward = False
-        return made.setdefault(stock, new)  # of two threads, the first one's
-    return made[stock]
+        return classes.setdefault(stock, new)  # of two threads, the first one's
+    return classes[stock]
 
 
 def _forward(stock: type[nn.Module]) -> Callable[..., Any]:
@@ -309,7 +308,7 @@ def _forward(stock: type[nn.Module]) -> Callable[..., Any]:
 
 
 def _is_empty(cache: Any, index: int) -> bool:
-    """Whether a layer's part of a cache holds nothing: no keys and values, no states."""
+    """Return whether a layer's entry of a cache holds no keys, values or states."""
     cache = getattr(cache, "self_attention_cache", cache)
     layers = getattr(cache, "layers", None)
     if layers is None:
@@ -317,13 +316,13 @@ def _is_empty(cache: Any, index: int) -> bool:
         length = None if count is None else count(index)
         # A static cache's length is a tensor, whose value is not worth waiting for.
         return isinstance(length, int) and length == 0
-    part = layers[index] if index < len(layers) else None
-    held = [] if part is None else tree_leaves([*vars(part).values()])
+    entry = layers[index] if index < len(layers) else None
+    held = [] if entry is None else tree_leaves([*vars(entry).values()])
     return not any(isinstance(t, Tensor) and t.dim() > 1 and t.numel() for t in held)
 
 
 def _runs_forward() -> bool:
-    """False while a layer is compiled, or called again in backward by a checkpoint around it."""
+    """Return whether a call is in forward: not compiled, nor a checkpoint's replay in backward."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() == -1
 
 

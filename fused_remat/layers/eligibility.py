@@ -1,8 +1,8 @@
-"""What the fused path supports. A check that fails raises `Unsupported` with the reason.
+"""Checks of what the fused path supports, which raise `Unsupported` with the reason.
 
-The fused path reads parameters instead of calling submodules. It serves a layer only where that
+The fused path reads parameters instead of calling submodules. It applies to a layer only if that
 makes no difference: submodules of exactly the known classes, without hooks, parametrizations or
-overrides. Bad input is a reason too: the stock forward then raises its own error.
+overrides. Bad input is also a reason: the stock forward then raises its own error.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from fused_remat.steps.collective import in_context_parallel
 
 PLAIN = (Tensor, nn.Parameter)
 _ATTENTION = F.scaled_dot_product_attention
-#: The forwards that PyTorch gave the classes that a block can stand for; of any other norm that is
-#: registered, the forward that its class had when it was first read.
+#: PyTorch's own forwards of the classes that a block supports; of any other registered norm, the
+#: forward of its class when a layer was first read.
 _FORWARDS: dict[type, Any] = {
     kind: kind.forward
     for kind in (
@@ -44,22 +44,22 @@ _OBSERVERS = (
     "torch.utils.flop_counter",
     "torch.distributed.tensor.debug._comm_mode",
 )
-#: transformers leaves its recorders on modules. They act only while a model is asked for outputs.
+#: Module of transformers' recorders, hooks that act only while a model returns their outputs.
 RECORDERS = "transformers.utils.output_capturing"
 
 
 class Unsupported(Exception):
-    """The fused path cannot serve a call. The text is the reason."""
+    """A call that the fused path does not support. The text is the reason."""
 
 
 @dataclass(frozen=True)
 class Reason:
-    """Why a call runs the stock forward.
+    """The reason why a call runs the stock forward.
 
     Attributes:
-        text: the reason, for messages.
-        quiet: the stock forward is the right one here, so that no warning is due.
-        once: a second forward would not compute the same, or change something else again.
+        text: reason, for messages.
+        quiet: whether the stock forward is intended, so that there is no warning.
+        once: whether a second forward would compute something else, or change other state again.
     """
 
     text: str
@@ -68,7 +68,7 @@ class Reason:
 
 
 def qualified(kind: type) -> str:
-    """The name of a class with its module, shortened to torch.nn and torch where it is there.
+    """Return the name of a class with its module, shortened to torch.nn and torch if possible.
 
     >>> qualified(nn.Identity), qualified(Tensor), qualified(int)
     ('torch.nn.Identity', 'torch.Tensor', 'int')
@@ -128,7 +128,7 @@ def check_foreign_module(
 ) -> None:
     """Raise `Unsupported` unless calling `module` runs what `package` wrote for its class `name`.
 
-    `decorates`: the package has decorators on its forwards; else one says that it was patched.
+    `decorates`: the package decorates its forwards; else a decorator means that it was patched.
     Hooks by which transformers records outputs are allowed.
     """
     kind = type(module)
@@ -146,14 +146,14 @@ def check_foreign_module(
 
 
 def recorded(hook: Any) -> str:
-    """What a recorder of transformers is asked for now: the key of the model's output, or ""."""
+    """Return the key of the model's output that a recorder of transformers records now, or ""."""
     from transformers.utils import output_capturing
 
-    asked = output_capturing._active_collector.get()
-    if not asked:
+    requested = output_capturing._active_collector.get()
+    if not requested:
         return ""
     key: str = inspect.getclosurevars(hook).nonlocals["key"]
-    return key if key in asked else ""
+    return key if key in requested else ""
 
 
 def _wrong_class(module: Any, path: str, supported: str) -> Unsupported:
@@ -192,7 +192,7 @@ def check_input(x: Any, name: str, dims: tuple[int, ...]) -> None:
     if not x.dtype.is_floating_point:
         raise Unsupported(f"{name} is {x.dtype}; the fused path supports floating-point dtypes")
     if F.scaled_dot_product_attention is not _ATTENTION and in_context_parallel():
-        raise Unsupported("context_parallel is active, and a block does not call its attention")
+        raise Unsupported("context_parallel is active, whose attention a block does not call")
     if torch._C._len_torch_function_stack():
         for mode in torch.overrides._get_current_function_mode_stack():
             if not isinstance(mode, DeviceContext):
@@ -207,15 +207,15 @@ def check_dropout(*probabilities: float) -> None:
 
 
 def is_readable(param: Tensor) -> bool:
-    """Whether a block may read a parameter: a plain one, or a DTensor of which it reads a shard."""
+    """Return whether a parameter is a plain tensor, or a DTensor (of which a shard is read)."""
     return type(param) in PLAIN or is_dtensor(param)
 
 
 def packed_as(module: nn.Module, param: Tensor) -> str:
-    """How a parameter of `module` is packed, quantized say: its class or dtype; "" if it is not.
+    """Return the class or dtype of a packed (e.g. quantized) parameter; "" if it is not packed.
 
-    Classes other than PyTorch's have operations of their own; integers and 8 bits, and what a
-    module with a `quant_state` has, have to be unpacked first.
+    Packed are classes other than PyTorch's, integers, floats of 8 bits, and all parameters of a
+    module with a `quant_state`.
 
     >>> packed_as(nn.Identity(), torch.zeros(1)), packed_as(nn.Identity(), torch.zeros(1).char())
     ('', 'torch.int8')
@@ -232,7 +232,7 @@ def check_unpacked(module: nn.Module, path: str) -> None:
         kind = "" if param is None else packed_as(module, param)
         if kind:
             what = f"{qualified(type(module))} with a packed {name} ({kind})"
-            raise Unsupported(f"{path or 'it'} is {what}, which a block does not read")
+            raise Unsupported(f"{path or 'it'} is {what}, which a block does not support")
 
 
 def check_weights(
@@ -243,9 +243,9 @@ def check_weights(
     low: torch.dtype | None,
     path_of: Callable[[str], str] = str,
 ) -> None:
-    """Raise `Unsupported` unless a block of `spec` can take the weights beside `x`, called `name`.
+    """Raise `Unsupported` unless the weights fit a block of `spec` on `x`, `name` in messages.
 
-    `low`: the dtype of autocast, None if it is off. `path_of`: what the layer calls a weight.
+    `low`: the dtype of autocast, None if it is off. `path_of`: the layer's name of a weight.
 
     >>> from fused_remat.layer_specs import nn_layer_spec
     >>> spec = nn_layer_spec(True, 1, 8, "gelu")
@@ -265,7 +265,7 @@ def check_weights(
             )
         elsewhere = not p.is_cpu if on_cpu else p.device != device
         fits = p.dtype is dtype or low is not None
-        # Adapters may be float32 beside 16 bits.
+        # Adapters may be float32 on weights of 16 bits.
         if elsewhere or not (fits or (key.startswith("lora.") and p.dtype is torch.float32)):
             raise Unsupported(
                 f"{name} is {x.dtype} on {x.device} but {path_of(key)} is {p.dtype} on {p.device}"
@@ -288,14 +288,13 @@ def check_weights(
         if (*a.shape, *b.shape) != (a.shape[0], columns, out, a.shape[0]):
             raise Unsupported(
                 f"an adapter of {path_of(lora.layer + '.weight')} has matrices {tuple(a.shape)} "
-                f"and {tuple(b.shape)}, "
-                f"expected (rank, {columns}) and ({out}, rank)"
+                f"and {tuple(b.shape)}, expected (rank, {columns}) and ({out}, rank)"
             )
 
 
 @cached
 def _shapes(spec: BlockSpec, width: int, hidden: int) -> dict[str, tuple[int, ...]]:
-    """The shape of every weight and bias of a block of `width` whose MLP is `hidden` wide."""
+    """Return the shapes of weights and biases of a block of `width` with an MLP of `hidden`."""
     shapes: dict[str, tuple[int, ...]] = {}
     for name, (rows, columns) in spec.linear_shapes(width, hidden).items():
         shapes |= {f"{name}.weight": (rows, columns), f"{name}.bias": (rows,)}
@@ -305,7 +304,7 @@ def _shapes(spec: BlockSpec, width: int, hidden: int) -> dict[str, tuple[int, ..
 
 
 def wants_grad(*values: Any) -> bool:
-    """Whether grad mode is on and one of `values` is a tensor that requires a gradient."""
+    """Return whether grad mode is on and one of `values` is a tensor that requires a gradient."""
     return torch.is_grad_enabled() and any(
         isinstance(value, Tensor) and value.requires_grad for value in values
     )

@@ -1,9 +1,9 @@
-"""What runs where the fused path does not: a layer's own forward under `torch.utils.checkpoint`.
+"""The alternative to the fused path: a layer's own forward under `torch.utils.checkpoint`.
 
-The contract is that of `torch.utils.checkpoint.checkpoint(use_reentrant=False)`: backward calls the
-submodules again, so their forward hooks fire again, and attributes have the values of that second
-call. Three things are those of forward: the parameters, their versions, and the training flags. A
-forward that updates buffers in training is not repeated: it runs as it is.
+As under `torch.utils.checkpoint.checkpoint(use_reentrant=False)`, backward calls the submodules
+again, so their forward hooks fire again, and attributes have the values of that second call. The
+parameters, their versions and the training flags are those of forward. A forward that updates
+buffers in training is not repeated, and runs without checkpointing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PLAIN = (Tensor, nn.Parameter)
 
 
 class Caller(nn.Module):
-    """Gives `functional_call` a module whose forward is `forward`, over the layer's tensors."""
+    """A module for `functional_call`, whose forward is `forward`, with the layer's tensors."""
 
     def __init__(self, layer: nn.Module, forward: Callable[..., Any]) -> None:
         super().__init__()
@@ -40,10 +40,10 @@ class Caller(nn.Module):
 def without_changes(
     layer: nn.Module, run: Callable[[Mapping[str, Any]], Any], given: Mapping[str, Any]
 ) -> tuple[Any, list[str]]:
-    """Return `run(given)`, a checkpointed forward of `layer`, and what tensors forward changes.
+    """Return `run(given)`, a checkpointed forward of `layer`, and the tensors that it changes.
 
-    A second forward would change them again. If there are any in the first call of a layer, they
-    and the random state are those of before; in later calls nothing runs.
+    A second forward would change them again. If the first call of a layer changes any, they and
+    the random state are restored; in later calls nothing runs.
     """
     outer = _hooks_outside()
     if outer is not None and getattr(outer[0], "__module__", "") == checkpoint.__module__:
@@ -63,7 +63,7 @@ def without_changes(
     random = generator_states(device) if is_first else []
     out, names = run(given), list[str]()
     for (path, owner, name, t), version, copy in zip(state, versions, copies, strict=True):
-        # An attribute that is assigned anew (the last attention map) is no state of the next call.
+        # An attribute that is assigned again (the last attention map) is no state of the next call.
         replaced = owner.get(name) is not t and "_buffers" not in owner
         if t._version != version or replaced:
             names.append(path)
@@ -78,7 +78,7 @@ def without_changes(
 
 
 def _state(layer: nn.Module) -> Iterator[tuple[str, dict[str, Any], str, Tensor]]:
-    """Tensors of a layer that are no parameters: their paths, what holds them, and their names."""
+    """Yield the path, owner, name and value of tensors of a layer that are not parameters."""
     for path, module in layer.named_modules():
         for owner in (module._buffers, vars(module)):
             for name, t in owner.items():
@@ -153,7 +153,7 @@ def _hooks_are_enabled() -> bool:
 
 
 def _hooks_outside() -> Any:
-    """The hooks on saved tensors that are active: a pair, or None."""
+    """Return the active hooks on saved tensors, a pair, or None."""
     top = getattr(_autograd, "_top_saved_tensors_default_hooks", None)
     return None if top is None or not _hooks_are_enabled() else top(True)
 
@@ -171,9 +171,9 @@ def checkpointed(layer: nn.Module, forward: Callable[..., Any], given: Mapping[s
     >>> y.sum().backward(); layer.bias.grad
     tensor([3., 3.])
     """
-    # Sharded parameters (DTensors, and ZeRO-3's, which are empty until they are gathered) belong to
-    # the hooks that gather them, which backward calls again; and those that forward itself changes
-    # and puts back (adapters that add to weights) to the layer, as under PyTorch's checkpoint.
+    # Sharded parameters (DTensors, and ZeRO-3's, which are empty until they are gathered) are left
+    # to the hooks that gather them, which backward calls again; parameters that forward changes and
+    # restores (adapters that add to weights), to the layer, as under PyTorch's checkpoint.
     record, device = record_of(layer), _device_of(layer)
     named = () if record.swaps_parameters else layer.named_parameters()
     params = {n: p for n, p in named if type(p) in _PLAIN and not hasattr(p, "ds_id")}
@@ -215,7 +215,7 @@ def _kind(value: Any) -> tuple[tuple[int, ...], torch.dtype, torch.device] | Non
 
 @contextlib.contextmanager
 def _training_flags(flags: list[tuple[nn.Module, bool]]) -> Iterator[None]:
-    """Modules have these training flags inside, and afterwards those of before."""
+    """Set training flags of modules inside, and restore them afterwards."""
     before = [(module, module.training) for module, _ in flags]
     try:
         for module, training in flags:
@@ -233,10 +233,9 @@ _before = True
 
 @contextlib.contextmanager
 def without_inference_kernels() -> Iterator[None]:
-    """PyTorch's layers call their submodules inside, in evaluation too.
+    """Make PyTorch's layers call their submodules inside, in evaluation as well.
 
-    The switch is PyTorch's own and holds for the process. Of several threads inside, the last one
-    to leave sets it back.
+    The switch is PyTorch's own, for the process. The last of several threads inside restores it.
 
     >>> with without_inference_kernels():
     ...     torch.backends.mha.get_fastpath_enabled()

@@ -1,4 +1,4 @@
-"""`FusedLayer`: a layer whose forward is a block, or the stock forward where a block cannot serve.
+"""`FusedLayer`: a layer whose forward is a block, or the stock forward.
 
 `FusedLayer._call` is the one place where a call of any layer takes one of the two paths.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
@@ -42,23 +43,24 @@ _reached: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary(
 
 
 class FusedLayer(nn.Module):
-    """A layer whose forward is a block. Mixed in before the class that it stands in for.
+    """A layer whose forward is a block. Mixed in before the class that it replaces.
 
-    A subclass has a `forward` that hands its arguments to `_call` by name, and says in `_map` how
-    its class is laid out.
+    A subclass has a `forward` that passes its arguments to `_call` by name, and a `_map`.
 
     Attributes:
-        stock: the class that it stands in for.
+        stock: class that it replaces.
     """
 
     stock: ClassVar[type[nn.Module]]
-    #: Whose forward runs where the fused path does not, in warnings.
+    #: Layout of the class: where it has its norms, linear layers and attentions.
+    _map: ClassVar[LayerMap]
+    #: Owner of the forward that runs instead of a block, in warnings.
     _owner: ClassVar[str] = "PyTorch's own"
-    # Class attributes serve layers that were unpickled or re-classed from the stock one.
+    # Class attributes, for layers that are unpickled, or re-classed from the stock class.
     _policy: str | Policy = "full"
     _backend: str = "auto"
     _accumulate_into: str | None = None
-    #: How the layer is divided among ranks (`fused_remat.parallel`); None if it is not.
+    #: Division of the layer among ranks (`fused_remat.parallel`); None if it is not divided.
     _tensor_parallel: TensorParallel | None = None
     #: Attributes that copies and pickles of a layer do not have.
     _notes_names: ClassVar[tuple[str, ...]] = NOTES
@@ -81,7 +83,7 @@ class FusedLayer(nn.Module):
 
     @property
     def policy(self) -> str | Policy:
-        """What the layer keeps for backward; it may be set at any time, for later calls."""
+        """Policy of the layer: what it keeps for backward; may change at any time."""
         return self._policy
 
     @policy.setter
@@ -91,7 +93,7 @@ class FusedLayer(nn.Module):
 
     @property
     def backend(self) -> str:
-        """What computes the layer: "auto" or a registered name."""
+        """Backend of the layer: "auto" or a registered name."""
         return self._backend
 
     @backend.setter
@@ -100,7 +102,7 @@ class FusedLayer(nn.Module):
 
     @property
     def accumulate_into(self) -> str | None:
-        """Where backward adds weight gradients: None (autograd's way), "grad" or "main_grad"."""
+        """Attribute that gets weight gradients: "grad", "main_grad"; None for autograd."""
         return self._accumulate_into
 
     @accumulate_into.setter
@@ -127,10 +129,10 @@ class FusedLayer(nn.Module):
         backend: str = "auto",
         accumulate_into: str | None = None,
     ) -> Layer:
-        """A fused layer with the submodules of `layer`: same parameters, mode and hooks.
+        """Return a fused layer with the submodules of `layer`: same parameters, mode and hooks.
 
         Raises: TypeError if `layer` is not of the stock class, or is of a subclass (whose
-            behaviour would be lost).
+            behavior would be lost).
 
         >>> from fused_remat import FusedRematLayer
         >>> stock = nn.TransformerEncoderLayer(64, 4)
@@ -151,28 +153,23 @@ class FusedLayer(nn.Module):
         new._set_options(policy, backend, accumulate_into)
         return new
 
-    @property
-    def _map(self) -> LayerMap:
-        """Where the layer has the parts of its block."""
-        raise NotImplementedError
-
     def _example_spec(self) -> BlockSpec:
-        """A spec whose graph has the kind and the names of the layer's."""
+        """Return a spec whose graph has the kind and the names of the layer's."""
         raise NotImplementedError
 
     def _heads(self) -> dict[str, int]:
-        """How many heads the attentions have, by what they are called."""
+        """Return the numbers of heads, by description."""
         raise NotImplementedError
 
     def _tokens_dim(self, x: Tensor) -> int:
-        """The dimension of the input that has the tokens of a sequence."""
+        """Return the dimension of the input that has the tokens of a sequence."""
         return 1
 
     def _example(self) -> Graph:
         return block_graph(self._example_spec())
 
     def _call(self, **given: Any) -> Any:
-        """`forward(**given)`: the block, or the stock forward where the fused path cannot serve."""
+        """Run `forward(**given)` as a block, or as the stock forward if no block applies."""
         compiling = torch.compiler.is_compiling()
         if self._has_own_forward and not compiling:
             _reached[self] = _reached.get(self, 0) + 1
@@ -240,7 +237,7 @@ class FusedLayer(nn.Module):
         return result
 
     def _block_failed(self, error: Exception) -> Reason:
-        """Note, and warn, that the layer's block raised `error`: no later call is a block's."""
+        """Note, and warn, that the layer's block raised `error`: no later call runs as a block."""
         text = f"its block raised {type(error).__name__}: {error}"
         if not record_of(self).failure:
             record_of(self).failure = text
@@ -251,12 +248,26 @@ class FusedLayer(nn.Module):
             )
         return Reason(text)
 
+    def why_not_fused(self, *args: Any, **kwargs: Any) -> str | None:
+        """Return why this call of `forward` would not take the fused path; None if it would.
+
+        >>> from fused_remat import FusedRematLayer
+        >>> layer = FusedRematLayer(16, 2, 32)
+        >>> layer.norm1 = nn.RMSNorm(16)
+        >>> layer.why_not_fused(torch.zeros(5, 3, 16))
+        'norm1 is torch.nn.RMSNorm; the fused path supports torch.nn.LayerNorm'
+        """
+        bound = inspect.signature(_base(type(self)).forward).bind(self, *args, **kwargs)
+        bound.apply_defaults()
+        given = {name: value for name, value in bound.arguments.items() if name != "self"}
+        return self._unsupported_reason(**given)
+
     def _read(self, **given: Any) -> BlockInputs | TracedInputs | Reason:
-        """The block of a call, or why the fused path cannot serve it."""
+        """Return the block of a call, or why the fused path does not support it."""
         return read_block(self, self._map, given)
 
     def _unsupported_reason(self, **given: Any) -> str | None:
-        """Why a call would not take the fused path, or None if it would."""
+        """Return why a call would not take the fused path; None if it would."""
         parallel = self._tensor_parallel
         if parallel is not None and not parallel.splits:
             x = given.get(self._map.input)
@@ -266,7 +277,7 @@ class FusedLayer(nn.Module):
         return call.text if isinstance(call, Reason) else None
 
     def _fall_back(self, reason: Reason, compiling: bool, given: Mapping[str, Any]) -> Any:
-        """The stock forward; under checkpoint, and with a warning, where gradients are wanted."""
+        """Run the stock forward; with a warning, and checkpointed, if gradients are required."""
         if self._tensor_parallel is not None:
             raise RuntimeError(
                 f"fused_remat: a tensor-parallel {type(self).__name__} cannot run PyTorch's own "
@@ -285,12 +296,12 @@ class FusedLayer(nn.Module):
         return self._own_forward(reason, given) if wanted else self._stock_forward(**given)
 
     def _stock_forward(self, **given: Any) -> Any:
-        """The stock forward through the submodules, in evaluation too."""
+        """Run the stock forward through the submodules, in evaluation as well."""
         with fallback.without_inference_kernels():
             return self.stock.forward(self, **given)
 
     def _own_forward(self, reason: Reason, given: Mapping[str, Any]) -> Any:
-        """The stock forward of a training call: under checkpointing, unless that is worse."""
+        """Run the stock forward of a training call: under checkpointing, unless that is worse."""
         runs, record = f"runs {self._owner} forward", record_of(self)
         kept = self._why_kept(reason, given)
         if kept is None:
@@ -303,7 +314,7 @@ class FusedLayer(nn.Module):
                 return out
             kept = (
                 f"a second forward would update {listed(names)} again",
-                "put the modules that do so in evaluation, if no update is needed",
+                "set the modules that do so to evaluation if no update is needed",
             )
         # The first call of a layer may fill a table, and later ones run as blocks.
         quiet = record.number("plain") > 1 or (reason.once and record.last is None)
@@ -320,7 +331,7 @@ class FusedLayer(nn.Module):
         record_of(self).note(ran, reason.text, _in_backward())
 
     def _why_kept(self, reason: Reason, given: Mapping[str, Any]) -> tuple[str, str] | None:
-        """Why the stock forward of a training call is not checkpointed, and a remedy."""
+        """Return why the stock forward of a training call is not checkpointed, and a remedy."""
         if reason.once:
             return "a second forward would do so again", "keep forward free of it"
         if self._policy == "none":
@@ -328,12 +339,12 @@ class FusedLayer(nn.Module):
         return None
 
     def _checkpointing(self) -> tuple[str, Callable[[Mapping[str, Any]], Any]]:
-        """The name of a method of checkpointing, and the stock forward under it."""
+        """Return the name of a method of checkpointing, and the stock forward under it."""
         run = functools.partial(fallback.checkpointed, self, self._stock_forward)
         return "torch.utils.checkpoint", run
 
-    def _tell_of_own_forward(self, out: Any, values: tuple[Any, ...]) -> None:
-        """Warn that a forward of the layer's class was all that ran, where gradients are wanted."""
+    def _warn_of_own_forward(self, out: Any, values: tuple[Any, ...]) -> None:
+        """Warn that only the forward of the layer's own class ran, if gradients are required."""
         if any(out is value for value in values):  # the layer was skipped
             return
         if wants_grad(*values) or self._trains():
@@ -345,11 +356,11 @@ class FusedLayer(nn.Module):
             warn(
                 self,
                 f"saves no memory: {reason}, so its policy has no effect; call "
-                "super().forward(...) there, or convert the layer: convert reads it",
+                "super().forward(...) there, or convert the layer: convert traces it",
             )
 
     def _refuse_dtensors(self, given: Mapping[str, Any]) -> None:
-        """Raise RuntimeError if a DTensor meets plain parameters: PyTorch would, less clearly."""
+        """Raise RuntimeError if an argument is a DTensor and all parameters are plain tensors."""
         for name, value in given.items():
             if is_dtensor(value) and not any(map(is_dtensor, self.parameters())):
                 raise RuntimeError(
@@ -367,7 +378,7 @@ class FusedLayer(nn.Module):
         return accumulate.Accumulation(str(self._accumulate_into), names)
 
     def _refuse_to_accumulate(self, reason: str | None) -> None:
-        """Raise RuntimeError if gradients were to be accumulated, and `reason` forbids it."""
+        """Raise RuntimeError if gradients are to be accumulated, and `reason` forbids it."""
         target = self._accumulate_into
         if target is not None and reason is not None and self._trains():
             raise accumulate.refusal(target, reason)
@@ -377,7 +388,7 @@ class FusedLayer(nn.Module):
         return wants_grad(*parameters_of(self).values())
 
     def _policy_of_segment(self, policy: Policy, compiling: bool) -> Policy:
-        """`policy`, without its segment where the layers before may be gone in backward."""
+        """Return `policy`, without its segment if layers before may be freed in backward."""
         if compiling:
             if policy.segment == "inner":
                 warn_compiled_segment(type(self).__name__)
@@ -397,34 +408,34 @@ class FusedLayer(nn.Module):
 
 
 def _in_backward() -> bool:
-    """Whether a checkpoint around the layer calls it again in backward."""
+    """Return whether a checkpoint around the layer calls it again in backward."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
 def _base(cls: type[FusedLayer]) -> Any:
-    """The class of this package from which `cls` derives; None for one that is abstract."""
+    """Return the class of this package from which `cls` derives; None if it is abstract."""
     return next((base for base in cls.__mro__ if "stock" in vars(base)), None)
 
 
 def _checked(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """`forward` of a subclass, which warns where it trains without reaching `_call`."""
+    """Wrap `forward` of a subclass: warn if it trains without reaching `_call`."""
 
     @functools.wraps(forward)
     def checked(self: FusedLayer, *args: Any, **kwargs: Any) -> Any:
-        converted = not self._has_own_forward  # `convert` has read it
+        converted = not self._has_own_forward  # and is traced
         if converted or torch.compiler.is_compiling() or is_traced():
             return forward(self, *args, **kwargs)
         before = _reached.get(self, 0)
         out = forward(self, *args, **kwargs)
         if _reached.get(self, 0) == before:
-            self._tell_of_own_forward(out, (*args, *kwargs.values()))
+            self._warn_of_own_forward(out, (*args, *kwargs.values()))
         return out
 
     return checked
 
 
 def is_traced() -> bool:
-    """Whether the call is exported, transformed or traced: the stock forward serves those."""
+    """Return whether the call is exported, transformed or traced: the stock forward runs then."""
     # The flag first: compiled by torch 2.11, torch.compiler.is_exporting() is always True.
     flag = getattr(torch.compiler, "_is_exporting_flag", None)
     return (

@@ -1,10 +1,17 @@
-"""How the attentions and norms of a layer are read as tensors of its block."""
+"""Read what the modules of a layer compute, as tensors, numbers and functions of its block.
+
+The fused path reads parameters instead of calling modules, so it has to know what a call would
+compute. Where that is not known exactly, `Unsupported` gives the reason. Classes of PEFT and
+transformers are recognized by name; neither package is imported.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
@@ -15,25 +22,214 @@ from fused_remat.layers.eligibility import (
     check_module,
     qualified,
 )
-from fused_remat.layers.linears import (
-    active_module,
-    affine_of,
-    split_biases,
-    tensor_of,
-    without_adapters,
-)
+from fused_remat.layers.precision import Precision
+from fused_remat.ops.activation import Activation, activation_name, prepare
+from fused_remat.spec import LoraSpec, lora_params
 from fused_remat.steps.norm import NORMS
+from fused_remat.steps.user_function import Function
 
 if TYPE_CHECKING:
     from fused_remat.layers.read import LayerMap
+
+_CONV1D = ("transformers.pytorch_utils", "Conv1D")
+_LORA = ("peft.tuners.lora.layer", "Linear")
+_SAVED = ("peft.utils.other", "ModulesToSaveWrapper")
+#: Biases of packed projections, by the layers that have parts of them.
+_PACKED_BIASES = {"qkv.bias": ("q", "k", "v"), "cross.bias": ("cross_q", "cross_k", "cross_v")}
+
+
+@dataclass(frozen=True, eq=False)
+class Update:
+    """One active adapter: + scale * dropout_p(x) @ a.T @ b.T, a (rank, in), b (out, rank)."""
+
+    a: Tensor
+    b: Tensor
+    scale: float
+    p: float
+
+
+#: A layer computes x @ weight.T + bias, and its updates; weight is (out, in).
+Linear = tuple[Tensor, Tensor | None, tuple[Update, ...]]
+
+
+def read_linear(module: Any, path: str) -> Linear:
+    """Return the weight, bias and updates of the linear layer `module`, `path` in messages.
+
+    The updates are those of PEFT's active LoRA adapters, with their current mode and scaling.
+
+    Raises: Unsupported for variants (DoRA and others), adapters with a bias, quantized layers,
+        modules of other classes, with hooks or with a forward of their own.
+
+    >>> layer = nn.Linear(4, 2, bias=False)
+    >>> weight, bias, updates = read_linear(layer, "proj")
+    >>> weight is layer.weight, bias, updates
+    (True, None, ())
+    >>> read_linear(nn.Bilinear(4, 4, 2), "proj")
+    Traceback (most recent call last):
+    fused_remat.layers.eligibility.Unsupported: proj is torch.nn.Bilinear; the fused path supports
+    torch.nn.Linear
+    """
+    is_linear = type(module) is nn.Linear
+    if not is_linear:  # rarely; this runs at every call
+        module = active_module(module, path)
+        if _is(module, _LORA):
+            check_foreign_module(module, path, *_LORA)
+            base, base_bias = _plain(module._modules["base_layer"], f"{path}.base_layer")
+            return base, base_bias, _updates(module, path, base.dtype)
+    is_conv1d = not is_linear and _is(module, _CONV1D)
+    if is_conv1d:
+        check_foreign_module(module, path, *_CONV1D)
+    else:
+        check_module(module, path, nn.Linear)
+    weight, bias = affine_of(module)
+    if weight is None:
+        raise Unsupported(f"{path} has no weight")
+    return weight.t() if is_conv1d else weight, bias, ()
+
+
+def _plain(module: Any, path: str) -> tuple[Tensor, Tensor | None]:
+    """Return the weight and bias of a layer that may not have adapters."""
+    weight, bias, updates = read_linear(module, path)
+    if updates:
+        raise Unsupported(f"{path} has adapters itself")
+    return weight, bias
+
+
+def affine_of(module: Any) -> tuple[Tensor | None, Tensor | None]:
+    """Return the weight and bias of a module: parameters, or the tensors that replaced them."""
+    own = module._parameters
+    return (
+        own["weight"] if "weight" in own else tensor_of(module, "weight"),
+        own["bias"] if "bias" in own else tensor_of(module, "bias"),
+    )
+
+
+def tensor_of(module: Any, name: str) -> Tensor | None:
+    """Return the tensor `module.name`, a parameter or what replaced it; None if there is none."""
+    # Not getattr: a parametrization would compute, and update its buffers.
+    for where in (module._parameters, module._buffers, module.__dict__):
+        own = where.get(name)
+        if own is not None:
+            return own if isinstance(own, Tensor) else None
+    return None
+
+
+def without_adapters(module: Any) -> Any:
+    """Return the layer that PEFT's LoRA wraps; `module` if it is none."""
+    while isinstance(module, nn.Module) and _is(module, _LORA):
+        module = module._modules["base_layer"]
+    return module
+
+
+def active_module(module: Any, path: str) -> Any:
+    """Return the active copy of `module` if PEFT trains one (modules_to_save), else `module`."""
+    if not isinstance(module, nn.Module) or not _is(module, _SAVED):
+        return module
+    check_foreign_module(module, path, *_SAVED)
+    wrapper: Any = module
+    active = wrapper.active_adapters
+    if not active or wrapper._disable_adapters or any(n not in wrapper._adapters for n in active):
+        return wrapper._modules["original_module"]
+    return wrapper._modules["modules_to_save"][active[0]]
+
+
+def split_biases(
+    tensors: Mapping[str, Tensor | None], size: int = 1, rank: int = 0
+) -> dict[str, Tensor | None]:
+    """Split the biases of packed projections into those of q, k and v, one rank's part of each.
+
+    >>> list(split_biases({"qkv.bias": torch.arange(12)}, 2, 1)["k.bias"])
+    [tensor(6), tensor(7)]
+    """
+    split = dict(tensors)
+    for packed, layers in _PACKED_BIASES.items():
+        bias = split.pop(packed, None)
+        if bias is not None:
+            parts = bias.view(3, size, -1)[:, rank].unbind()
+            split.update(zip([f"{layer}.bias" for layer in layers], parts, strict=True))
+    return split
+
+
+def update_tensors(
+    updates: Mapping[str, tuple[Update, ...]], dtype: torch.dtype | None
+) -> tuple[dict[str, Tensor | None], tuple[LoraSpec, ...]]:
+    """Return the matrices of a block's low-rank updates by name, and their specs.
+
+    `updates` are by layer. `dtype` is that of the layers' inputs; None under autocast, whose dtype
+    products have.
+
+    >>> update_tensors({"fc1": (Update(torch.ones(1, 4), torch.ones(2, 1), 0.5, 0.0),)}, None)[1]
+    (LoraSpec(layer='fc1', scale=0.5, dropout=0.0, dtype=None),)
+    """
+    every = [(layer, update) for layer, group in updates.items() for update in group]
+    loras = []
+    for layer, update in every:
+        own = None if dtype is None or update.a.dtype == dtype else update.a.dtype
+        loras.append(LoraSpec(layer=layer, scale=update.scale, dropout=update.p, dtype=own))
+    matrices = [matrix for _, update in every for matrix in (update.a, update.b)]
+    return dict(zip(lora_params(len(every)), matrices, strict=True)), tuple(loras)
+
+
+def read_dropout(module: Any, path: str) -> float:
+    """Return the probability that an `nn.Dropout` or `nn.Identity` currently applies.
+
+    >>> read_dropout(nn.Dropout(0.1), "dropout"), read_dropout(nn.Dropout(0.1).eval(), "dropout")
+    (0.1, 0.0)
+    """
+    check_module(module, path, nn.Dropout, nn.Identity)
+    state = module.__dict__
+    p = float(state.get("p", 0.0)) if state["training"] else 0.0
+    if not 0.0 <= p <= 1.0:
+        raise Unsupported(f"{path} has the probability {p}, outside [0, 1]")
+    return p
+
+
+def _is(module: Any, named: tuple[str, str]) -> bool:
+    kind = type(module)
+    return (kind.__module__, kind.__qualname__) == named
+
+
+def _updates(module: Any, path: str, dtype: torch.dtype) -> tuple[Update, ...]:
+    """Return the updates by the active adapters of PEFT's LoRA on a layer of `dtype`."""
+    if module._disable_adapters:
+        if module.merged_adapters:  # PEFT's forward takes them out of the weight
+            raise Unsupported(f"{path} has merged adapters while they are disabled")
+        return ()
+    if module.merged_adapters:
+        return ()
+    active = [name for name in module.active_adapters if name in module.lora_A]
+    return tuple(
+        [_update(module, name, f"the adapter {name!r} of {path}", dtype) for name in active]
+    )
+
+
+def _update(module: Any, name: str, called: str, dtype: torch.dtype) -> Update:
+    """Return the update by one adapter of PEFT's LoRA, `called` in messages."""
+    variant = getattr(module, "lora_variant", {}).get(name)
+    if variant is not None or module.use_dora.get(name):
+        kind = "DoRA" if variant is None else qualified(type(variant))
+        raise Unsupported(f"{called} is {kind}; the fused path supports plain LoRA")
+    a, a_bias = _plain(module.lora_A._modules[name], f"A of {called}")
+    b, b_bias = _plain(module.lora_B._modules[name], f"B of {called}")
+    if a_bias is not None or b_bias is not None:
+        raise Unsupported(f"{called} has a bias")
+    if a.dtype != b.dtype:
+        raise Unsupported(f"{called} has A of {a.dtype} and B of {b.dtype}")
+    if a.dtype != dtype and not getattr(module, "cast_input_dtype_enabled", True):
+        raise Unsupported(f"{called} is {a.dtype}, its layer {dtype}, and casting is disabled")
+    p = read_dropout(module.lora_dropout._modules[name], f"the dropout of {called}")
+    scale = module.scaling[name]
+    if type(scale) not in (int, float):
+        raise Unsupported(f"the scaling of {called} is {qualified(type(scale))}; expected a number")
+    return Update(a, b, float(scale), p)
 
 
 def read_projections(
     modules: Mapping[str, Any], path: str, names: tuple[str, ...], width: int
 ) -> dict[str, Tensor | None]:
-    """The weights of the `nn.MultiheadAttention` at `path` by the block's names.
+    """Return the weights of the `nn.MultiheadAttention` at `path` by the block's names.
 
-    `names`: of the packed projection, of q, k and v, and of the output. `width`: of the input.
+    `names` are those of the packed projection, of q, k and v, and of the output projection.
     """
     attn = modules[path]
     check_module(attn, path, nn.MultiheadAttention)
@@ -81,7 +277,7 @@ def read_projections(
 def read_norms(
     row: LayerMap, modules: Mapping[str, Any], width: int, weights: dict[str, Tensor | None]
 ) -> tuple[str, list[float]]:
-    """The kind of the norms over the width, and the eps of each; adds to `weights`."""
+    """Return the kind of the norms over `width`, and the eps of each; add to `weights`."""
     kinds = {NORMS[kind].module: kind for kind in ((row.norm,) if row.norm else NORMS)}
     eps, first, first_path = [], None, ""
     for name, path in row.norms.items():
@@ -104,7 +300,7 @@ def read_norms(
 def read_head_norms(
     row: LayerMap, modules: Mapping[str, Any], weights: dict[str, Tensor | None]
 ) -> list[float]:
-    """The eps of the norms of query and key heads; adds to `weights`."""
+    """Return the eps of the norms of query and key heads; add to `weights`."""
     eps = []
     for name, path in row.head_norms.items():
         norm, found = _read_norm(modules[path], path, row, (nn.RMSNorm,))
@@ -119,7 +315,7 @@ def read_head_norms(
 def _read_norm(
     norm: Any, path: str, row: LayerMap, kinds: tuple[type, ...]
 ) -> tuple[nn.Module, float]:
-    """The norm that acts at `path`, and its eps."""
+    """Return the norm that acts at `path`, and its eps."""
     if type(norm) not in kinds:
         norm = active_module(norm, path)
     if row.norm_class:
@@ -131,3 +327,49 @@ def _read_norm(
     if eps is None:
         raise Unsupported(f"{path} has no eps")
     return norm, float(eps)
+
+
+def read_activation(
+    activation: Any, x: Tensor, width: int, seq_first: bool, precision: Precision | None
+) -> Activation:
+    """Return the activation of a layer whose MLP is `width` wide, for a call on `x`.
+
+    A function that is no entry of `ACTIVATIONS` is called once on one token, to see which tensors
+    it captures. A block calls it on all tokens, in the layout of the stock layer: `seq_first` is
+    for x of (S, B, D). `precision` has the dtypes under autocast.
+
+    Raises: Unsupported if backward cannot call the function again.
+
+    >>> def running_sum(x):
+    ...     return x.cumsum(0)
+    >>> _, _, functions = read_activation(running_sum, torch.zeros(2, 1, 3), 4, True, None)
+    >>> functions["activation"](torch.ones(2, 4))
+    tensor([[1., 1., 1., 1.],
+            [2., 2., 2., 2.]])
+    """
+    name = activation_name(activation)
+    if name is not None:
+        return Activation(name, {}, {})
+    if torch.compiler.is_compiling():
+        raise Unsupported("a compiled backward cannot call the activation function again")
+    dtype = x.dtype if precision is None else precision.compute or precision.stream
+    token = x.new_zeros((*(1,) * (x.dim() - 1), width), dtype=dtype)
+    prepared = prepare(activation, token, None if precision is None else precision.autocast)
+    if isinstance(prepared, str):
+        raise Unsupported(f"the activation function {prepared}")
+    function = _on_matrices(prepared.functions["activation"], tuple(x.shape[:-1]), seq_first)
+    return prepared._replace(functions={"activation": function})
+
+
+def _on_matrices(function: Function, lead: tuple[int, ...], seq_first: bool) -> Function:
+    """Return `function`, which takes tensors (*lead, F), as a function of matrices (tokens, F)."""
+
+    def call(up: Tensor) -> Tensor:
+        if seq_first:
+            y = function(up.view(lead[1], lead[0], -1).transpose(0, 1).contiguous())
+            y = y.transpose(0, 1) if y.dim() == 3 else y
+        else:
+            y = function(up.view(*lead, -1))
+        return y.reshape(up.shape) if y.numel() == up.numel() else y
+
+    return call

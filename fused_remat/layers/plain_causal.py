@@ -1,4 +1,4 @@
-"""The layer of language models in ordinary operations, which `FusedRematCausalLayer` stands for."""
+"""`CausalLayer`: the computation of `FusedRematCausalLayer` in ordinary operations."""
 
 from __future__ import annotations
 
@@ -10,13 +10,17 @@ from torch import Tensor, nn
 
 from fused_remat.ops.activation import ActivationLike, activation_name
 from fused_remat.ops.checks import check_heads, check_norm_kind, check_p
+from fused_remat.policies import Policy
 from fused_remat.spec import check_one_of
 from fused_remat.steps.activation import ACTIVATIONS
 from fused_remat.steps.norm import NORMS
 
 
 class CausalLayer(nn.Module):
-    """Attention and an MLP with norms and residuals; see `FusedRematCausalLayer`.
+    """Attention and an MLP with norms and residuals.
+
+    The constructor is that of `FusedRematCausalLayer`, whose docstring describes it; policy,
+    backend and accumulate_into have no effect here.
 
     >>> layer = CausalLayer(16, 4, 32, kv_heads=2)
     >>> layer(torch.randn(2, 5, 16)).shape
@@ -45,6 +49,9 @@ class CausalLayer(nn.Module):
         is_causal: bool = True,
         rope_interleaved: bool = False,
         placement: str = "pre",
+        policy: str | Policy = "full",
+        backend: str = "auto",
+        accumulate_into: str | None = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -68,29 +75,25 @@ class CausalLayer(nn.Module):
         self.activation = _named(activation)
         self.window, self.softcap, self.is_causal = window, float(softcap), bool(is_causal)
         self.rope_interleaved, self.placement = bool(rope_interleaved), placement
-        where: dict[str, Any] = {"device": device, "dtype": dtype}
-        self._make_linears(
-            dim_feedforward, gated, bias, bias if qkv_bias is None else qkv_bias, where
-        )
-        affine = where if norm == "rms_norm" else {**where, "bias": bias}
-        names = ["norm1", "norm2", *(["post1", "post2"] if placement == "sandwich" else [])]
-        for name in names:
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        queries, keys = nhead * self.head_dim, kv_heads * self.head_dim
+        qkv_bias = bias if qkv_bias is None else qkv_bias
+        self.q = nn.Linear(d_model, queries, qkv_bias, **factory)
+        self.k = nn.Linear(d_model, keys, qkv_bias, **factory)
+        self.v = nn.Linear(d_model, keys, qkv_bias, **factory)
+        self.proj = nn.Linear(queries, d_model, bias, **factory)
+        self.gate = nn.Linear(d_model, dim_feedforward, bias, **factory) if gated else None
+        self.up = nn.Linear(d_model, dim_feedforward, bias, **factory)
+        self.down = nn.Linear(dim_feedforward, d_model, bias, **factory)
+        affine = factory if norm == "rms_norm" else {**factory, "bias": bias}
+        for name in ("norm1", "norm2", *(("post1", "post2") if placement == "sandwich" else ())):
             setattr(self, name, NORMS[norm].module(d_model, norm_eps, **affine))
         for name in ("q_norm", "k_norm"):
-            setattr(self, name, nn.RMSNorm(self.head_dim, norm_eps, **where) if qk_norm else None)
+            setattr(self, name, nn.RMSNorm(self.head_dim, norm_eps, **factory) if qk_norm else None)
+        self._set_options(policy, backend, accumulate_into)
 
-    def _make_linears(
-        self, hidden: int, gated: bool, bias: bool, qkv_bias: bool, where: dict[str, Any]
-    ) -> None:
-        width = self.d_model
-        queries, keys = self.nhead * self.head_dim, self.kv_heads * self.head_dim
-        self.q = nn.Linear(width, queries, qkv_bias, **where)
-        self.k = nn.Linear(width, keys, qkv_bias, **where)
-        self.v = nn.Linear(width, keys, qkv_bias, **where)
-        self.proj = nn.Linear(queries, width, bias, **where)
-        self.gate = nn.Linear(width, hidden, bias, **where) if gated else None
-        self.up = nn.Linear(width, hidden, bias, **where)
-        self.down = nn.Linear(hidden, width, bias, **where)
+    def _set_options(self, policy: str | Policy, backend: str, accumulate_into: str | None) -> None:
+        """Do nothing; `FusedLayer` has these options."""
 
     def forward(
         self,
@@ -102,7 +105,7 @@ class CausalLayer(nn.Module):
         key_lengths: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
     ) -> Tensor:
-        """As `FusedRematCausalLayer.forward`, with the tables of `rope` one by one."""
+        """Compute `FusedRematCausalLayer.forward`, with the tables of `rope` one by one."""
         masks = (attn_mask, key_padding_mask, key_lengths, cu_seqlens)
         layer: Any = self
         post, sandwich = self.placement == "post", self.placement == "sandwich"
@@ -162,7 +165,7 @@ def _attended(
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """The first elements of heads (B, S, H, E) rotated, in float32 at least."""
+    """Rotate the first elements of heads (B, S, H, E), in float32 at least."""
     wide, rotated = torch.promote_types(x.dtype, torch.float32), 2 * cos.shape[-1]
     cos, sin = (t.unsqueeze(-2).to(wide) for t in (cos, sin))
     turned, rest = x[..., :rotated].to(wide), x[..., rotated:].to(wide)
@@ -176,20 +179,20 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 
 
 def _mask(layer: Any, x: Tensor, masks: tuple[Tensor | None, ...]) -> Tensor:
-    """All masks as one that is added to the scores, of shape (B, H, S, S); no value is read."""
+    """Return one mask, (B, H, S, S), that is added to the scores; reads no value of `masks`."""
     attn_mask, padding, lengths, cu = masks
-    place = torch.arange(x.shape[1], device=x.device)
-    before = place[:, None] - place  # how far before the query the key is
+    position = torch.arange(x.shape[1], device=x.device)
+    before = position[:, None] - position  # how far before the query the key is
     seen = before >= 0 if layer.is_causal else torch.ones_like(before, dtype=torch.bool)
     if layer.window is not None:
         seen = seen & (before.abs() <= layer.window)
     if cu is not None:
-        sequence = (place[:, None] >= cu).sum(-1)  # 0 and len(cu) stand for none
+        sequence = (position[:, None] >= cu).sum(-1)  # 0 and len(cu) stand for none
         inside = (sequence > 0) & (sequence < cu.shape[0])
         seen = seen & (sequence[:, None] == sequence) & inside
     seen = seen[None, None]
     if lengths is not None:
-        seen = seen & (place < lengths[:, None])[:, None, None]
+        seen = seen & (position < lengths[:, None])[:, None, None]
     added = []
     for mask, excludes in ((attn_mask, False), (padding, True)):
         if mask is None:
@@ -206,7 +209,7 @@ def _mask(layer: Any, x: Tensor, masks: tuple[Tensor | None, ...]) -> Tensor:
 
 
 def _masked(q: Tensor, k: Tensor, v: Tensor, p: float, mask: Tensor, softcap: float) -> Tensor:
-    """Attention with a mask that is added; rows whose keys are all excluded are 0."""
+    """Compute attention with a mask that is added; queries without any key give 0."""
     group = q.shape[1] // k.shape[1]
     k, v = (t.repeat_interleave(group, 1) for t in (k, v))
     if not softcap:

@@ -1,4 +1,4 @@
-"""The dtypes in which a layer computes under `torch.autocast`: those of the stock layer.
+"""Dtypes of a layer under `torch.autocast`: those of the stock layer.
 
 In the stock layer autocast acts on every operator. Products take autocast's dtype and sums promote.
 Norms compute in float32, which they also return on CUDA; on CPU they return the dtype of their
@@ -40,21 +40,21 @@ class Precision:
 
 
 def low_dtype(x: Tensor) -> torch.dtype | None:
-    """The dtype of autocast on the device of `x`; None if it is off."""
+    """Return the dtype of autocast on the device of `x`; None if it is off."""
     return torch.get_autocast_dtype(x.device.type) if autocast_on(x) else None
 
 
 def unsupported_autocast_reason(
     x: Tensor, name: str, params: Params, low: torch.dtype, path_of: Callable[[str], str] = str
 ) -> str | None:
-    """Why the fused path cannot take these dtypes under autocast to `low`; None if it can.
+    """Return why the fused path does not support these dtypes under autocast to `low`, or None.
 
-    The stock layer raises for all that it does not take, other devices excepted. The layer calls
-    `x` `name`, and a parameter `path_of` its name here.
+    The stock layer raises for the same dtypes, except on other devices. Messages call the input
+    `name`, and a parameter `path_of` its name.
 
     >>> weights = {"fc1.weight": torch.zeros(3, 3).double()}
     >>> unsupported_autocast_reason(torch.zeros(2, 3), "src", weights, torch.bfloat16)
-    'autocast leaves fc1.weight torch.float64, beside src of torch.float32'
+    'autocast does not convert fc1.weight of torch.float64, and src is torch.float32'
     """
     kind = x.device.type
     if kind not in _DEVICES or low not in LOW:
@@ -67,11 +67,11 @@ def unsupported_autocast_reason(
         others = [key for key, dtype in given.items() if dtype != x.dtype]
         if others:
             other = path_of(others[0])
-            return f"{name} is {x.dtype}, which autocast leaves alone, but {other} is not"
+            return f"{name} is {x.dtype}, which autocast does not convert, but {other} is not"
         return None
     for key, dtype in given.items():
         if dtype not in CASTABLE:
-            return f"autocast leaves {path_of(key)} {dtype}, beside {name} of {x.dtype}"
+            return f"autocast does not convert {path_of(key)} of {dtype}, and {name} is {x.dtype}"
     norms = {dtype for key, dtype in given.items() if key.startswith(_NORMS)}
     if kind == "cpu" and norms and norms != {torch.float32} and not norms == {x.dtype} == {low}:
         shown = ", ".join(sorted(map(str, norms)))
@@ -80,7 +80,7 @@ def unsupported_autocast_reason(
 
 
 def precision_of(x: Tensor, params: Params, low: torch.dtype, norm_first: bool) -> Precision:
-    """The dtypes of a call that `unsupported_autocast_reason` has no reason against.
+    """Return the dtypes of a call for which `unsupported_autocast_reason` returned None.
 
     >>> precision_of(torch.zeros(2, 3), {}, torch.bfloat16, True).compute
     torch.bfloat16

@@ -1,7 +1,7 @@
-"""Reads the block that a layer computes: `LayerMap` says where its parts are, `read_block` reads.
+"""Describe the block that a layer computes, by the `LayerMap` of its class.
 
-Everything is read at every call, through the submodules: between two calls they may be swapped, or
-get hooks or other parameters, and the layer does not learn of it.
+Every call reads the submodules again: between two calls they may be replaced, or get hooks or other
+parameters, without notice to the layer.
 """
 
 from __future__ import annotations
@@ -23,8 +23,14 @@ from fused_remat.layers.eligibility import (
     check_input,
     check_weights,
 )
-from fused_remat.layers.linears import read_dropout, read_linear, update_tensors
-from fused_remat.layers.modules import read_head_norms, read_norms, read_projections
+from fused_remat.layers.modules import (
+    read_dropout,
+    read_head_norms,
+    read_linear,
+    read_norms,
+    read_projections,
+    update_tensors,
+)
 from fused_remat.layers.precision import Precision, low_dtype, precision_of
 from fused_remat.spec import BlockSpec, LoraSpec
 from fused_remat.steps.user_function import Function
@@ -32,32 +38,31 @@ from fused_remat.steps.user_function import Function
 
 @dataclass(frozen=True, kw_only=True)
 class LayerMap:
-    """Where the layers of a class have the parts of their block. Paths lead from the layer.
+    """Layout of a layer class: where it has the modules of its block. Paths lead from the layer.
 
     Attributes:
-        package, layer: the module and the name of the class.
-        describe: makes a `BlockInputs` of the parts and the arguments of a call.
-        name: of the architecture, as messages list it.
-        input, dims: what forward calls the tensor that it computes with, and the numbers of
-            dimensions that it may have.
-        methods: those of the class that the block stands for, by name.
-        containers: paths of modules whose forward the block stands for, and the names of their
-            classes in `package`.
-        attention: the path of the module that attends.
+        package, layer: module and name of the class.
+        describe: function that returns a `BlockInputs` for the parts and arguments of a call.
+        name: name of the architecture, for messages.
+        input, dims: forward's argument that the block transforms, and its numbers of dimensions.
+        methods: methods of the class that the block replaces, by name.
+        containers: paths of modules whose forward the block replaces, and their classes' names in
+            `package`.
+        attention: path of the module that attends.
         projections: paths of `nn.MultiheadAttention`s, and the block's names of the packed
             projection, of q, k and v, and of the output projection.
         linears, norms, head_norms: paths by the block's names "fc1", "norm1", "q_norm", ...
-        norm, norm_class: a row of `NORMS`, "" for any of them; the name of the norms' class in
-            `package`, "" for torch.nn's.
-        offset: added to the norms' weights.
-        placement: of the norms, "pre", "post" or "sandwich".
+        norm, norm_class: key of `NORMS`, "" for any; name of the norms' class in `package`, ""
+            for torch.nn's.
+        offset: number added to the norms' weights.
+        placement: placement of the norms, "pre", "post" or "sandwich".
         rotary: whether heads are rotated.
-        activation: the path of the MLP's activation function.
-        dropouts: paths of dropout modules by what `describe` calls them.
-        numbers: attributes of the attention by the fields that they give: "head_dim", "dropout",
-            "softcap", "window".
-        excluded: (path, attribute, what it means): layers where it is true are not supported.
-        steps: by the path of every module, that of its parent and its name there; parents first.
+        activation: path of the MLP's activation function.
+        dropouts: paths of dropout modules, by their names for `describe`.
+        numbers: attributes of the attention, by the fields "head_dim", "dropout", "softcap",
+            "window".
+        excluded: (path, attribute, meaning): layers for which it is true are not supported.
+        steps: by the path of every module, the path of its parent and its name in it, in order.
     """
 
     package: str
@@ -97,7 +102,7 @@ class LayerMap:
         object.__setattr__(self, "steps", steps)
 
     def path_of(self, name: str) -> str:
-        """What the layer calls the weight or bias that the block calls `name`, for messages.
+        """Return the layer's name, for messages, of the weight or bias `name` of the block.
 
         >>> from fused_remat.layers.torch_nn import ENCODER
         >>> ENCODER.path_of("qkv.weight"), ENCODER.path_of("fc1.bias")
@@ -115,24 +120,24 @@ class LayerMap:
         return name if module is None else f"{module}.{kind}"
 
     def modules(self, layer: nn.Module) -> dict[str, Any]:
-        """The submodules of `layer` by their paths, None where there is none; itself at ""."""
-        found: dict[str, Any] = {"": layer}
+        """Return the submodules of `layer` by path, None for missing ones; `layer` is at ""."""
+        modules: dict[str, Any] = {"": layer}
         for path, (parent, name) in self.steps.items():
-            holder = found[parent]
-            found[path] = None if holder is None else holder._modules.get(name)
-        return found
+            holder = modules[parent]
+            modules[path] = None if holder is None else holder._modules.get(name)
+        return modules
 
 
 @dataclass
 class Parts:
-    """What the reader found in a layer, for `LayerMap.describe`.
+    """The parts of a layer, for `LayerMap.describe`.
 
     Attributes:
-        layer, row, modules: the layer, how its class is described, its submodules by path.
-        x, low: the input of the call; the dtype of autocast, None if it is off.
-        weights, loras: tensors by the block's names, and the numbers of low-rank updates.
-        norm, eps, head_eps: the kind of the norms; the eps of each, and of those of the heads.
-        dropout: probabilities that apply now, by the names in `LayerMap.dropouts`.
+        layer, row, modules: layer, layout of its class, and submodules by path.
+        x, low: input of the call; dtype of autocast, None if it is off.
+        weights, loras: tensors by the block's names, and specs of low-rank updates.
+        norm, eps, head_eps: kind of the norms; eps of each, and of those of the heads.
+        dropout: current probabilities, by the names in `LayerMap.dropouts`.
     """
 
     layer: Any
@@ -148,16 +153,16 @@ class Parts:
     dropout: Mapping[str, float]
 
     def precision(self, norm_first: bool) -> Precision:
-        """The dtypes of the call, under autocast."""
+        """Return the dtypes of the call, under autocast."""
         assert self.low is not None
         return precision_of(self.x, self.weights, self.low, norm_first)
 
     def one_eps(self) -> float:
-        """The eps of all norms over the width."""
+        """Return the eps of all norms over the width."""
         return _one_of(self.eps, "norms")
 
     def one_head_eps(self) -> float | None:
-        """The eps of the norms of heads; None without any."""
+        """Return the eps of the norms of heads; None without any."""
         return _one_of(self.head_eps, "norms of heads") if self.head_eps else None
 
 
@@ -173,15 +178,15 @@ class BlockInputs:
     """A call of a layer as a block.
 
     Attributes:
-        spec: what the block computes.
-        tensors: by the block's names, inputs and all.
-        functions: the user's own activation function, if any.
-        seq_first, unbatched: the inputs are (S, B, D), or (S, D) given as (1, S, D).
-        precision: the dtypes under autocast, None if it is off.
-        warnings: what PyTorch's own forward would warn of.
-        graph: the block.
-        contiguous: whether the result is; else it has the strides of the input.
-        finish: makes the layer's result of the block's, if that is another.
+        spec: description of the block.
+        tensors: inputs and weights by the block's names.
+        functions: custom activation function, if any.
+        seq_first, unbatched: whether the inputs are (S, B, D), or (S, D) passed as (1, S, D).
+        precision: dtypes under autocast, None if it is off.
+        warnings: warnings that PyTorch's own forward would show.
+        graph: graph of the block.
+        contiguous: whether the result is contiguous; else it has the strides of the input.
+        finish: function from the block's output to the layer's result, if they differ.
     """
 
     spec: BlockSpec
@@ -197,7 +202,7 @@ class BlockInputs:
 
 
 class TracedInputs(NamedTuple):
-    """A call of a layer as a block that has no spec; as `BlockInputs`."""
+    """A call of a traced layer as a block, which has no spec; otherwise as `BlockInputs`."""
 
     graph: Graph
     tensors: Mapping[str, Tensor | None]
@@ -211,7 +216,7 @@ class TracedInputs(NamedTuple):
 
 
 def read_block(layer: nn.Module, row: LayerMap, given: Mapping[str, Any]) -> BlockInputs | Reason:
-    """The block that computes `layer.forward(**given)`, or why the fused path cannot serve it.
+    """Return the block that computes `layer.forward(**given)`, or why there is none.
 
     >>> from fused_remat.layers.torch_nn import ENCODER
     >>> layer, given = nn.TransformerEncoderLayer(8, 2), {
@@ -260,7 +265,7 @@ def _read(layer: Any, row: LayerMap, given: Mapping[str, Any]) -> BlockInputs:
 
 
 def _check_forwards(layer: Any, row: LayerMap, modules: Mapping[str, Any]) -> None:
-    """Raise `Unsupported` if a method or forward that the block stands for was replaced."""
+    """Raise `Unsupported` if a method or forward that the block replaces was patched."""
     kind = type(layer)
     for name, method in row.methods.items():
         if getattr(kind, name) is not method or name in layer.__dict__:

@@ -1,4 +1,4 @@
-"""What is recorded of a layer: what its training calls ran as, and where it is in its model."""
+"""Records of layers: what their training calls ran as, and their paths in the model."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Literal
 
 from torch import nn
 
-#: What a training call runs as: a block; the layer's own forward under checkpointing; or that
-#: forward as it is, which keeps all its activations.
+#: How a training call runs: as a block; as the layer's own forward under checkpointing; or as that
+#: forward without checkpointing, which keeps all its activations.
 Ran = Literal["block", "checkpoint", "plain"]
 State = Literal["converted", "checkpointed", "plain", "not called", "stock"]
-#: What a layer is called in reports, by what its last training call ran as.
+#: State of a layer in reports, by what its last training call ran as.
 STATES: dict[Ran | None, State] = {
     "block": "converted", "checkpoint": "checkpointed", "plain": "plain", None: "not called",
 }  # fmt: skip
@@ -31,20 +31,20 @@ class Record:
     """Notes about one layer.
 
     Attributes:
-        path: of the layer in the model that was converted, "" if unknown.
-        calls: how many training calls ran as a block, under checkpointing, and as they are, by the
-            reason why they were not a block's, "" for those that were.
+        path: path of the layer in the converted model, "" if unknown.
+        calls: numbers of training calls by what they ran as, and by the reason why they did not
+            run as a block, "" for those that did.
         last: what the last training call ran as, None before the first.
-        reason: why the last training call was not a block's, "" if it was.
-        order: larger than that of every call in forward that was noted before, of any layer.
-        in_forward: whether a call was noted in forward. If none was, reentrant checkpointing around
-            the layer, whose forward has no gradients, makes a call in backward the first to train.
-        failure: what a block of the layer raised, "" if none did: the layer's own forward runs
-            under checkpointing from then on.
-        warned: messages that were shown; layers that were converted together share it.
-        changes: by the layer's training flag, the tensors that its forward changes, for which it is
-            not repeated; none once that was tried.
-        swaps_parameters: whether its forward changes parameters, and puts them back.
+        reason: why the last training call did not run as a block, "" if it did.
+        order: sequence number of the last call in forward, among the calls of all layers.
+        in_forward: whether a call was noted in forward. If not, reentrant checkpointing around the
+            layer, whose forward has no gradients, makes a call in backward the first to train.
+        failure: exception of the layer's block, "" if none: from then on, the layer's own forward
+            runs under checkpointing.
+        warned: messages that were shown, shared by layers that were converted together.
+        changes: by the layer's training flag, tensors that its forward changes, so that it is not
+            repeated; empty after a trial without changes.
+        swaps_parameters: whether its forward changes parameters and restores them.
     """
 
     path: str = ""
@@ -94,7 +94,7 @@ def record_of(layer: nn.Module) -> Record:
 
 @contextlib.contextmanager
 def noted_apart(layers: Iterable[nn.Module]) -> Iterator[None]:
-    """Let the calls of `layers` be noted from the beginning inside, and restore their records.
+    """Note the calls of `layers` in empty records inside, and restore their records.
 
     >>> layer = nn.Linear(2, 2)
     >>> with noted_apart([layer]):
@@ -113,4 +113,4 @@ def noted_apart(layers: Iterable[nn.Module]) -> Iterator[None]:
         for record, kept in before:
             failure = record.failure
             vars(record).update(kept)
-            record.failure = failure  # no later call is a block's
+            record.failure = failure  # no later call runs as a block

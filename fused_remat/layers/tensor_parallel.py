@@ -18,7 +18,7 @@ from fused_remat import random
 from fused_remat.autograd.shards import is_dtensor, local_shards
 from fused_remat.graph.build import block_graph
 from fused_remat.layers.eligibility import Reason
-from fused_remat.layers.linears import split_biases
+from fused_remat.layers.modules import split_biases
 from fused_remat.layers.read import BlockInputs, TracedInputs
 from fused_remat.spec import ParallelSpec
 from fused_remat.steps import collective
@@ -32,14 +32,14 @@ _OF_HEADS = ("q_norm.weight", "k_norm.weight", "qkv.bias", "cross.bias")
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """How a layer is divided among ranks.
+    """The division of a layer among ranks.
 
     Attributes:
-        place: the rank's place.
-        splits: the input is whole on every rank, and divided by tokens first.
-        joins: the output is made whole on every rank.
-        lengths: of the layers between a split and a join: the tokens of a sequence that a rank had
-            after the split, of all calls. None where no layer splits for this one.
+        place: group, size and rank.
+        splits: whether every rank has the full input, which is first divided by tokens.
+        joins: whether every rank gets the full output.
+        lengths: between a split and a join, the numbers of tokens per sequence that a rank had
+            after the split, in all calls. None if no layer splits for this one.
     """
 
     place: ParallelSpec
@@ -48,9 +48,9 @@ class TensorParallel:
     lengths: set[int] | None = None
 
     def entered(self, x: Tensor, dim: int) -> Tensor:
-        """This rank's tokens of a layer's input, which are in dimension `dim`.
+        """Return this rank's tokens of a layer's input, which are in dimension `dim`.
 
-        Raises: ValueError where the ranks' shares would differ; RuntimeError for an input that the
+        Raises: ValueError if the ranks' shares would differ; RuntimeError for an input that the
             first layer has not divided.
         """
         if self.splits:
@@ -72,9 +72,9 @@ class TensorParallel:
         return x
 
     def whole(self, x: Tensor, dim: int) -> Tensor:
-        """A tensor of whole sequences in the place of this rank's tokens; it takes no memory.
+        """Return a tensor of full sequences for this rank's tokens; it takes no memory.
 
-        A call is read by it: masks and tables are of whole sequences.
+        A call is described by it: masks and tables are of full sequences.
         """
         if not self.place.sequence or x.dim() <= dim:
             return x
@@ -83,16 +83,13 @@ class TensorParallel:
         return x.detach().new_empty(()).expand(shape)
 
     def joined(self, x: Tensor, dim: int) -> Tensor:
-        """The tokens of all ranks, on every rank."""
+        """Return the tokens of all ranks, on every rank."""
         out: Tensor = _Tokens.apply(x, dim, self.place, True)
         return out
 
 
 class _Tokens(torch.autograd.Function):
-    """A tensor that is whole on every rank to this rank's tokens, or back if `joins`.
-
-    Each is the other's backward.
-    """
+    """A full tensor to this rank's tokens, or back if `joins`. Each is the other's backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, place: ParallelSpec, joins: bool) -> Tensor:
@@ -121,7 +118,7 @@ def _all(x: Tensor, dim: int, place: ParallelSpec) -> Tensor:
 def read_on_rank(
     layer: FusedLayer, parallel: TensorParallel, given: Mapping[str, Any]
 ) -> BlockInputs | Reason:
-    """This rank's part of a call, whose input is replaced by this rank's tokens.
+    """Return this rank's part of a call, whose input is replaced by this rank's tokens.
 
     Raises: ValueError, RuntimeError for an input that cannot be divided, or is a DTensor.
     """
@@ -131,7 +128,7 @@ def read_on_rank(
             raise RuntimeError(
                 f"fused_remat: a tensor-parallel {kind} takes this rank's local tensor, got a "
                 f"DTensor of shape {tuple(value.shape)}; set use_local_output=True in the plan "
-                "of the module that makes it"
+                "of the module that returns it"
             )
     x = given[name]
     if not isinstance(x, Tensor) or x.is_nested or x.dim() not in (2, 3):
@@ -142,7 +139,7 @@ def read_on_rank(
     if isinstance(call, Reason):
         return call
     if isinstance(call, TracedInputs):
-        return Reason("a layer that was read from its operations cannot be divided among ranks")
+        return Reason("a traced layer cannot be divided among ranks")
     if layer._accumulate_into is not None:
         return Reason("accumulate_into is set, and autograd alone adds gradients that are DTensors")
     local = x.unsqueeze(0) if call.unbatched else x
@@ -150,7 +147,7 @@ def read_on_rank(
 
 
 def _local_call(call: BlockInputs, x: Tensor, place: ParallelSpec) -> BlockInputs:
-    """This rank's part of a call that was read by whole shapes; `x` is its own input."""
+    """Return this rank's part of a call that was described by full shapes; `x` is its own input."""
     reason = _unsupported_reason(call)
     if reason is not None:
         raise RuntimeError(f"fused_remat: a tensor-parallel layer cannot run: {reason}")
@@ -162,7 +159,7 @@ def _local_call(call: BlockInputs, x: Tensor, place: ParallelSpec) -> BlockInput
     for name in ("mask", "memory_mask"):
         tensors[name] = _own_heads(tensors.get(name), attention.num_heads, place)
     spec = call.spec.on_rank(place)
-    if not place.sequence and spec.drops:  # ranks draw alike for what they share
+    if not place.sequence and spec.drops:  # ranks draw the same for shared tensors
         tensors["seed"] = collective.first_ranks(random.draw_seed(x.device), place.group)
     return replace(call, spec=spec, graph=block_graph(spec), tensors=tensors)
 
@@ -183,7 +180,7 @@ def _unsupported_reason(call: BlockInputs) -> str | None:
 
 
 def _shards(tensors: Mapping[str, Tensor | None], place: ParallelSpec) -> dict[str, Tensor]:
-    """The local tensors of those that are DTensors, by name."""
+    """Return the local tensors of DTensors, by name."""
     named: dict[str, Any] = {name: t for name, t in tensors.items() if is_dtensor(t)}
     summed = []
     for name, t in named.items():
@@ -197,7 +194,7 @@ def _shards(tensors: Mapping[str, Tensor | None], place: ParallelSpec) -> dict[s
 
 
 def _own_heads(mask: Tensor | None, nhead: int, place: ParallelSpec) -> Tensor | None:
-    """This rank's heads of a mask (B*H, S_q, S_k) or (B, H, S_q, S_k); others are all heads'."""
+    """Return this rank's heads of a mask (B*H, S_q, S_k) or (B, H, S_q, S_k), others unchanged."""
     if mask is None or mask.dim() < 3 or (mask.dim() == 4 and mask.shape[1] == 1):
         return mask
     count = nhead // place.size
@@ -209,7 +206,7 @@ def _own_heads(mask: Tensor | None, nhead: int, place: ParallelSpec) -> Tensor |
 class VocabularyParallelLinear(nn.Linear):
     """`nn.Linear` whose weight and bias are DTensors divided by rows; every rank gets all logits.
 
-    `ops.linear_cross_entropy(hidden, head.weight, ...)` does not call it: no whole logits are made.
+    `ops.linear_cross_entropy(hidden, head.weight, ...)` needs no logits, and does not call it.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -223,7 +220,7 @@ class VocabularyParallelLinear(nn.Linear):
 
 
 class _SharedInput(torch.autograd.Function):
-    """The identity of a tensor that every rank has whole; gradients are summed over ranks."""
+    """The identity of a tensor that every rank has in full; gradients are summed over ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
@@ -236,7 +233,7 @@ class _SharedInput(torch.autograd.Function):
 
 
 class _Columns(torch.autograd.Function):
-    """The columns of all ranks, side by side."""
+    """The concatenated columns of all ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str, size: int, rank: int) -> Tensor:

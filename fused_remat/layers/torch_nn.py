@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from fused_remat.execution.observe import DECISIONS
 from fused_remat.layer_specs import nn_layer_spec
-from fused_remat.layers.activation import read_activation
 from fused_remat.layers.eligibility import (
     PLAIN,
     Reason,
@@ -21,20 +20,21 @@ from fused_remat.layers.eligibility import (
     wants_grad,
 )
 from fused_remat.layers.fused_layer import FusedLayer
+from fused_remat.layers.modules import read_activation
 from fused_remat.layers.precision import CASTABLE, low_dtype
 from fused_remat.layers.read import BlockInputs, LayerMap, Parts, read_block
 from fused_remat.ops.activation import activation_name
 from fused_remat.policies import Policy
 from fused_remat.spec import BlockSpec
 
-_EXACT = Reason("evaluation without gradients is PyTorch's own where that is exact", quiet=True)
+_EXACT = Reason("evaluation without gradients is PyTorch's own if that is exact", quiet=True)
 _NESTED = Reason("an argument is a nested tensor", quiet=True)
 #: What PyTorch's inference kernel computes for `layer.activation_relu_or_gelu`; at 0 it is not run.
 _COMPUTED = {1: "relu", 2: "gelu"}
 
 
 class _TorchLayer(FusedLayer):
-    """The constructor that both layers of `torch.nn` have, with the options of a fused layer."""
+    """The constructor of both layers of `torch.nn`, with the options of a fused layer."""
 
     self_attn: nn.MultiheadAttention
 
@@ -84,10 +84,11 @@ class _TorchLayer(FusedLayer):
 class FusedRematLayer(_TorchLayer, nn.TransformerEncoderLayer):
     """A transformer encoder layer that keeps its input and rebuilds what backward needs.
 
-    Same constructor, parameters, `state_dict`, initialisation and forward as
-    `nn.TransformerEncoderLayer`. Calls that the fused path cannot serve run PyTorch's own forward,
-    under `torch.utils.checkpoint` when training, with one `FusedRematWarning` that says why.
-    In evaluation without gradients and masks, a plain layer runs PyTorch's inference kernel.
+    Same constructor, parameters, `state_dict`, initialization and forward as
+    `nn.TransformerEncoderLayer`. Calls that the fused path does not support run PyTorch's own
+    forward, under `torch.utils.checkpoint` when training, with one `FusedRematWarning` that gives
+    the reason. In evaluation without gradients and masks, PyTorch's inference kernel runs if it
+    computes the same.
 
     Args:
         policy: what to keep between forward and backward: a preset ("full", "lean", "balanced",
@@ -98,18 +99,18 @@ class FusedRematLayer(_TorchLayer, nn.TransformerEncoderLayer):
         (all others): as `nn.TransformerEncoderLayer`.
 
     Shapes: src (S, B, D), (B, S, D) if `batch_first`, or (S, D); returns the same, in src.dtype;
-        under autocast in the dtype that the stock layer gives.
+        under autocast in the dtype of the stock layer's output.
     Units: bytes kept per token at 16 bits, F = 4·D, pre-norm: full 2·D, lean 4·D, balanced 6·D,
-        fast 12·D, none 20·D, plus statistics (16 bytes, and 4·nhead where `attn` is kept).
+        fast 12·D, none 20·D, plus statistics (16 bytes, and 4·nhead if `attn` is kept).
         Under autocast, float32 src: 4·D, 6·D, 10·D, 16·D, 24·D.
-    Accumulation: `main_grad` is yours to set, shaped like its parameter, in float32 (float64 for
-        float64); so is `grad`, or None, with `param.grad_dtype` set likewise. Hooks on parameters,
-        DDP, FSDP, parameters that are no leaves, calls that do not take the fused path and
-        create_graph=True raise RuntimeError; gradients that `torch.autograd.grad` asks for are
-        returned as ever. An exception in backward leaves what was added until then.
-    Raises: ValueError for an unknown policy, activation name, backend or accumulate_into; for bad
-        arguments and inputs, what `nn.TransformerEncoderLayer` raises; RuntimeError in backward
-        when a tensor that backward needs was changed in place, and for double backward.
+    Accumulation: set `main_grad` of each parameter to a tensor of its shape, in float32 (float64
+        for float64); `grad` likewise, or to None, with the same `param.grad_dtype`. RuntimeError
+        for hooks on parameters, DDP, FSDP, parameters that are not leaves, calls that do not take
+        the fused path, and create_graph=True. `torch.autograd.grad` returns gradients as usual.
+        After an exception in backward, what was added until then remains.
+    Raises: ValueError for an unknown policy, activation name, backend or accumulate_into; the
+        errors of `nn.TransformerEncoderLayer` for bad arguments and inputs; RuntimeError in
+        backward if a tensor that backward needs was changed in place, and for double backward.
     Source: Vaswani et al. 2017; Chen et al. 2016 (recompute); Korthikanti et al. 2022 (selective).
 
     >>> import torch
@@ -129,68 +130,39 @@ class FusedRematLayer(_TorchLayer, nn.TransformerEncoderLayer):
         src_key_padding_mask: Tensor | None = None,
         is_causal: bool = False,
     ) -> Tensor:
-        """As `nn.TransformerEncoderLayer.forward`: masks are bool (True = excluded) or float."""
+        """Compute `nn.TransformerEncoderLayer.forward`; bool masks are True where excluded."""
         out: Tensor = self._call(
             src=src, src_mask=src_mask, src_key_padding_mask=src_key_padding_mask,
             is_causal=is_causal,
         )  # fmt: skip
         low = None if self.training else low_dtype(src)
         if low is not None and out.dtype in CASTABLE and self._runs_kernel(src):
-            out = out.to(low)  # whatever masks there are: the kernel has no float32 stream
+            out = out.to(low)  # with any masks: the kernel has no float32 stream
         return out
-
-    def why_not_fused(
-        self,
-        src: Tensor,
-        src_mask: Tensor | None = None,
-        src_key_padding_mask: Tensor | None = None,
-        is_causal: bool = False,
-    ) -> str | None:
-        """Why this call of `forward` would not take the fused path, or None if it would.
-
-        >>> import torch
-        >>> layer = FusedRematLayer(16, 2, 32)
-        >>> layer.norm1 = nn.RMSNorm(16)
-        >>> layer.why_not_fused(torch.zeros(5, 3, 16))
-        'norm1 is torch.nn.RMSNorm; the fused path supports torch.nn.LayerNorm'
-        """
-        return self._unsupported_reason(
-            src=src, src_mask=src_mask, src_key_padding_mask=src_key_padding_mask,
-            is_causal=is_causal,
-        )  # fmt: skip
-
-    @property
-    def _map(self) -> LayerMap:
-        return ENCODER
 
     def _example_spec(self) -> BlockSpec:
         return nn_layer_spec(self.norm_first, 1, 1, "relu")
 
     def _read(self, **given: Any) -> BlockInputs | Reason:
-        """The block of a call; `_EXACT` or `_NESTED` where PyTorch's own kernel is asked first."""
+        """Return the block of a call; `_EXACT` or `_NESTED` if PyTorch's own kernel runs first."""
         src, mask = given["src"], given["src_mask"]
         evaluates = not self.training and self._tensor_parallel is None
-        if evaluates and torch.is_grad_enabled():  # parameters() walks the layer
+        if evaluates and torch.is_grad_enabled():  # parameters() visits all submodules
             evaluates = not (wants_grad(src) or self._trains())
-        if evaluates and mask is None:  # PyTorch's kernel ignores is_causal where there is no mask
+        if evaluates and mask is None:  # PyTorch's kernel ignores is_causal without a mask
             given = {**given, "is_causal": False}
-        evaluates = evaluates and mask is None and given["src_key_padding_mask"] is None
-        call = super()._read(**given)
-        if not evaluates:
+        call = one = super()._read(**given)
+        if not evaluates or mask is not None or given["src_key_padding_mask"] is not None:
             return call
-        if call is _NESTED:  # whether it is exact does not depend on the number of tokens
-            sequences = src.unbind()
-            if not sequences:
-                return call
-            given = {**given, "src": sequences[0].unsqueeze(0)}
-            return _EXACT if self._is_exact(read_block(self, ENCODER, given)) else call
-        return _EXACT if self._is_exact(call) else call
+        if call is _NESTED and src.size(0) > 0:  # one of its sequences has the answer for all
+            one = read_block(self, ENCODER, {**given, "src": src.unbind()[0].unsqueeze(0)})
+        return _EXACT if self._is_exact(one) else call
 
     def _is_exact(self, call: BlockInputs | Reason) -> bool:
-        """Whether PyTorch's inference kernel computes what the layer says; in eval, without masks.
+        """Return whether PyTorch's inference kernel computes this call; in eval, without masks.
 
-        It ignores adapters, dropout and the activation where `activation_relu_or_gelu` is stale.
-        It crashes on a missing bias or norm weight, unless all are missing.
+        It ignores adapters, dropout and an activation that `activation_relu_or_gelu` does not
+        match. It crashes on a missing bias or norm weight, unless all are missing.
         """
         if isinstance(call, Reason) or call.spec.drops:
             return False
@@ -211,16 +183,15 @@ class FusedRematLayer(_TorchLayer, nn.TransformerEncoderLayer):
         return _padded(self.forward, given["src"])
 
     def _is_paddable(self, src: Tensor) -> bool:
-        """Whether a nested tensor is a batch of sequences of one width, of which one has tokens."""
+        """Return whether a nested tensor has sequences of one width, one of them not empty."""
         if src.layout is not torch.strided or src.dim() != 3 or not src.is_floating_point():
             return False
         sequences = src.unbind()
         one_width = len({sequence.shape[1] for sequence in sequences}) == 1
-        batch_first = getattr(self.self_attn, "batch_first", False)
-        return batch_first and one_width and any(map(len, sequences))
+        return self.self_attn.batch_first and one_width and any(map(len, sequences))
 
     def _runs_kernel(self, src: Tensor) -> bool:
-        """Whether PyTorch's layer would run its inference kernel on `src`, be it exact or not."""
+        """Return whether PyTorch's layer would run its inference kernel on `src`, exact or not."""
         attn, norms = self.self_attn, (self.norm1, self.norm2)
         return (
             not self.training
@@ -243,23 +214,24 @@ class FusedRematLayer(_TorchLayer, nn.TransformerEncoderLayer):
 class FusedRematDecoderLayer(_TorchLayer, nn.TransformerDecoderLayer):
     """A transformer decoder layer that keeps its inputs and rebuilds what backward needs.
 
-    Same constructor, parameters, `state_dict`, initialisation and forward as
-    `nn.TransformerDecoderLayer`. Calls that the fused path cannot serve run PyTorch's own forward,
-    under `torch.utils.checkpoint` when training, with one `FusedRematWarning` that says why.
+    Same constructor, parameters, `state_dict`, initialization and forward as
+    `nn.TransformerDecoderLayer`. Calls that the fused path does not support run PyTorch's own
+    forward, under `torch.utils.checkpoint` when training, with one `FusedRematWarning` that gives
+    the reason.
 
     Args:
         policy, backend, accumulate_into: as in `FusedRematLayer`.
         (all others): as `nn.TransformerDecoderLayer`.
 
     Shapes: tgt (S, B, D) and memory (M, B, D); (B, S, D) and (B, M, D) if `batch_first`; or (S, D)
-        and (M, D). Returns a tensor like tgt, under autocast in the dtype that the stock layer
-        gives.
+        and (M, D). Returns a tensor like tgt, under autocast in the dtype of the stock layer's
+        output.
     Units: bytes kept per token of tgt at 16 bits, F = 4·D: pre-norm full 2·D, lean 6·D, balanced
         10·D, fast 18·D, none 26·D; post-norm 2·D, 4·D, 8·D, 20·D, 28·D; of memory 4·D per token
         from "fast" on; plus statistics (24 bytes, 4·nhead for each of `attn` and `cross` that is
         kept), and the memory itself, which all layers of a model share.
-    Raises: as `FusedRematLayer`; for bad arguments and inputs, what `nn.TransformerDecoderLayer`
-        raises.
+    Raises: as `FusedRematLayer`; the errors of `nn.TransformerDecoderLayer` for bad arguments and
+        inputs.
     Source: Vaswani et al. 2017; Chen et al. 2016 (recompute); Korthikanti et al. 2022 (selective).
 
     >>> import torch
@@ -283,7 +255,7 @@ class FusedRematDecoderLayer(_TorchLayer, nn.TransformerDecoderLayer):
         tgt_is_causal: bool = False,
         memory_is_causal: bool = False,
     ) -> Tensor:
-        """As `nn.TransformerDecoderLayer.forward`: masks are bool (True = excluded) or float."""
+        """Compute `nn.TransformerDecoderLayer.forward`; bool masks are True where excluded."""
         out: Tensor = self._call(
             tgt=tgt, memory=memory, tgt_mask=tgt_mask, memory_mask=memory_mask,
             tgt_key_padding_mask=tgt_key_padding_mask,
@@ -292,53 +264,24 @@ class FusedRematDecoderLayer(_TorchLayer, nn.TransformerDecoderLayer):
         )  # fmt: skip
         return out
 
-    def why_not_fused(
-        self,
-        tgt: Tensor,
-        memory: Tensor,
-        tgt_mask: Tensor | None = None,
-        memory_mask: Tensor | None = None,
-        tgt_key_padding_mask: Tensor | None = None,
-        memory_key_padding_mask: Tensor | None = None,
-        tgt_is_causal: bool = False,
-        memory_is_causal: bool = False,
-    ) -> str | None:
-        """Why this call of `forward` would not take the fused path, or None if it would.
-
-        >>> import torch
-        >>> layer = FusedRematDecoderLayer(16, 2, 32)
-        >>> layer.why_not_fused(torch.zeros(5, 3, 16), torch.zeros(7, 3, 16).half())
-        'memory is torch.float16, tgt torch.float32'
-        """
-        return self._unsupported_reason(
-            tgt=tgt, memory=memory, tgt_mask=tgt_mask, memory_mask=memory_mask,
-            tgt_key_padding_mask=tgt_key_padding_mask,
-            memory_key_padding_mask=memory_key_padding_mask, tgt_is_causal=tgt_is_causal,
-            memory_is_causal=memory_is_causal,
-        )  # fmt: skip
-
-    @property
-    def _map(self) -> LayerMap:
-        return DECODER
-
     def _example_spec(self) -> BlockSpec:
         return nn_layer_spec(self.norm_first, 1, 1, "relu", (1e-5,) * 3)
 
 
 def _padded(forward: Callable[..., Tensor], src: Tensor) -> Tensor:
-    """`forward` on a strided nested tensor, as one padded batch; the result is nested again."""
+    """Compute `forward` on a strided nested tensor as a padded batch; return a nested tensor."""
     lengths = [len(sequence) for sequence in src.unbind()]
     x = src.to_padded_tensor(0.0)
     positions = torch.arange(x.shape[1], device=src.device)
     excluded = positions >= torch.tensor(lengths, device=src.device).unsqueeze(1)
     out = forward(x, src_key_padding_mask=excluded)
-    rows = [row[:length] for row, length in zip(out, lengths, strict=True)]
-    nested: Tensor = torch.nested.as_nested_tensor(rows)
+    sequences = [y[:length] for y, length in zip(out, lengths, strict=True)]
+    nested: Tensor = torch.nested.as_nested_tensor(sequences)
     return nested
 
 
 def _describe(parts: Parts, given: Mapping[str, Any]) -> BlockInputs:
-    """The block of a call of either layer."""
+    """Return the block of a call of either layer."""
     layer, x, name = parts.layer, parts.x, parts.row.input
     attn = parts.modules["self_attn"]
     decodes = "memory" in given
@@ -353,7 +296,7 @@ def _describe(parts: Parts, given: Mapping[str, Any]) -> BlockInputs:
     ps = [float(attn.dropout) if attn.training else 0.0, dropout["dropout1"]]
     if decodes:
         cross = parts.modules["multihead_attn"]
-        _check_alike(cross, attn)
+        _check_equal_layouts(cross, attn)
         _check_memory(parts, given["memory"], attn.batch_first)
         memory_causal, memory_masks, more = _masks(
             parts, given, "memory", "memory_is_causal", given["memory"]
@@ -397,9 +340,9 @@ def _describe(parts: Parts, given: Mapping[str, Any]) -> BlockInputs:
 def _masks(
     parts: Parts, given: Mapping[str, Any], name: str, hint: str, keys: Tensor
 ) -> tuple[bool, dict[str, Tensor | None], list[str]]:
-    """Whether an attention is causal, its masks by the block's names, and PyTorch's warnings.
+    """Return whether an attention is causal, its masks by the block's names, and warnings.
 
-    `name` begins the arguments' names, and `keys` is what the input attends to.
+    The names of the arguments begin with `name`; the input attends to `keys`.
     """
     mask_name, padding_name = f"{name}_mask", f"{name}_key_padding_mask"
     mask, padding, is_causal = given[mask_name], given[padding_name], bool(given[hint])
@@ -408,36 +351,27 @@ def _masks(
     if mask is None and padding is None:
         return False, {"mask": None, "padding": None}, []
     x, attn = parts.x, parts.modules["self_attn"]
-    for called, m in ((mask_name, mask), (padding_name, padding)):
-        if m is not None:
-            _check_mask(called, m, parts)
     causal = is_causal and padding is None  # as in PyTorch: the hint stands for the mask
-    if x.dim() == 2:  # one sequence, whatever batch_first
-        batch, q_len, kv_len = 1, x.shape[0], keys.shape[0]
-    else:
-        batch, q_len = x.shape[:2] if attn.batch_first else x.shape[1::-1]
-        kv_len = keys.shape[1 if attn.batch_first else 0]
-    if mask is not None and (not causal or mask.dim() not in (2, 3)):
-        grid = (q_len, kv_len)
-        per_head = (batch * attn.num_heads, *grid)
-        if tuple(mask.shape) not in (grid, per_head):
-            shape = tuple(mask.shape)
-            raise Unsupported(f"{mask_name} has shape {shape}, expected {grid} or {per_head}")
+    tokens = 1 if attn.batch_first and x.dim() == 3 else 0
+    batch = 1 if x.dim() == 2 else x.shape[1 - tokens]
+    grid = (x.shape[tokens], keys.shape[tokens])
+    if mask is not None:
+        shapes = (grid, (batch * attn.num_heads, *grid))
+        unchecked = causal and type(mask) in PLAIN and mask.dim() in (2, 3)
+        _check_mask(mask_name, mask, parts, (tuple(mask.shape),) if unchecked else shapes)
     warnings = []
     if padding is not None:
-        expected = (batch, kv_len) if x.dim() == 3 else (kv_len,)
-        if tuple(padding.shape) != expected:
-            shape = tuple(padding.shape)
-            raise Unsupported(f"{padding_name} has shape {shape}, expected {expected}")
+        _check_mask(padding_name, padding, parts, (grid[1:] if x.dim() == 2 else (batch, grid[1]),))
         if mask is not None and mask.dtype != padding.dtype:
-            warnings.append(  # PyTorch's own words
+            warnings.append(  # in PyTorch's words
                 f"Support for mismatched {padding_name} ({padding.dtype}) and {mask_name} "
                 f"({mask.dtype}) is deprecated. Use same type for both instead."
             )
     return causal, {"mask": None if causal else mask, "padding": padding}, warnings
 
 
-def _check_mask(name: str, mask: Any, parts: Parts) -> None:
+def _check_mask(name: str, mask: Any, parts: Parts, shapes: tuple[tuple[int, ...], ...]) -> None:
+    """Raise `Unsupported` unless a mask has one of `shapes` and a supported dtype."""
     x = parts.x
     if type(mask) not in PLAIN:
         raise Unsupported(
@@ -448,10 +382,13 @@ def _check_mask(name: str, mask: Any, parts: Parts) -> None:
         raise Unsupported(f"{name} is {mask.dtype}, expected {expected}")
     if mask.device != x.device:
         raise Unsupported(f"{name} is on {mask.device}, {parts.row.input} on {x.device}")
+    if tuple(mask.shape) not in shapes:
+        expected = " or ".join(map(str, shapes))
+        raise Unsupported(f"{name} has shape {tuple(mask.shape)}, expected {expected}")
 
 
-def _check_alike(cross: Any, attn: Any) -> None:
-    """Raise `Unsupported` unless both attentions of a decoder layer are laid out alike."""
+def _check_equal_layouts(cross: Any, attn: Any) -> None:
+    """Raise `Unsupported` unless both attentions of a decoder layer have the same layout."""
     for what in ("num_heads", "batch_first", "_qkv_same_embed_dim"):
         if getattr(cross, what) != getattr(attn, what):
             raise Unsupported(f"multihead_attn differs from self_attn in {what}")
@@ -480,10 +417,6 @@ def _check_memory(parts: Parts, memory: Any, batch_first: bool) -> None:
         )
 
 
-def _methods(stock: type[nn.Module], *names: str) -> dict[str, Any]:
-    return {name: getattr(stock, name) for name in names}
-
-
 _SELF = {"self_attn": ("qkv", "q", "k", "v", "proj")}
 _CROSS = {"multihead_attn": ("cross", "cross_q", "cross_k", "cross_v", "cross_proj")}
 _PACKAGE = "torch.nn.modules.transformer"
@@ -493,7 +426,7 @@ ENCODER = LayerMap(
     describe=_describe,
     input="src",
     dims=(2, 3),
-    methods=_methods(nn.TransformerEncoderLayer, "_sa_block", "_ff_block"),
+    methods={n: getattr(nn.TransformerEncoderLayer, n) for n in ("_sa_block", "_ff_block")},
     projections=_SELF,
     linears={"fc1": "linear1", "fc2": "linear2"},
     norms={"norm1": "norm1", "norm2": "norm2"},
@@ -506,10 +439,11 @@ DECODER = LayerMap(
     describe=_describe,
     input="tgt",
     dims=(2, 3),
-    methods=_methods(nn.TransformerDecoderLayer, "_sa_block", "_mha_block", "_ff_block"),
+    methods={n: getattr(nn.TransformerDecoderLayer, n) for n in (*ENCODER.methods, "_mha_block")},
     projections={**_SELF, **_CROSS},
     linears={"fc1": "linear1", "fc2": "linear2"},
     norms={name: name for name in ("norm1", "norm2", "norm3")},
     norm="layer_norm",
     dropouts={name: name for name in ("dropout", "dropout1", "dropout2", "dropout3")},
 )
+FusedRematLayer._map, FusedRematDecoderLayer._map = ENCODER, DECODER

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from bench.model.measure import largest_batch
 
 from bench.commands import model as command
 from bench.measure.contest import Rig
 from bench.measure.registry import Absent
 from bench.model import measure
-from bench.model.measure import largest_batch
 from bench.pages import models as page
 from bench.subjects.configs import MODELS
 from bench.subjects.model_ways import WAYS, undone

@@ -23,7 +23,7 @@ needs_onednn = pytest.mark.skipif(
 
 @pytest.fixture
 def settings(monkeypatch):
-    """A function that sets the environment, or the processor if that is given."""
+    """Return a function that sets the environment, or the processor if one is passed."""
 
     def settings(products="aten", attention="aten", processor=None):
         monkeypatch.setenv(PRODUCTS, products)
@@ -39,7 +39,7 @@ def settings(monkeypatch):
 
 @pytest.fixture
 def onednn(monkeypatch):
-    """The shapes of oneDNN's products."""
+    """Record the shapes of oneDNN's products."""
     shapes = []
 
     def product(x, weight, *rest, run=onednn_products._ONEDNN):
@@ -51,7 +51,7 @@ def onednn(monkeypatch):
 
 
 def gradients(layer, x):
-    """The output, and all gradients."""
+    """Return the output and all gradients."""
     x = x.clone().requires_grad_()
     y = layer(x)
     return y.detach(), *torch.autograd.grad(y, [x, *layer.parameters()], x.detach().cos())

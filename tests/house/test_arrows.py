@@ -11,7 +11,7 @@ from processes import ROOT, printed
 # A room may import those after it, and itself; a room stands for everything in it. `tests/` and
 # `bench/` may import anything.
 LINE = (
-    "cli", "scale", "planner", "conversion", "convert", "parallel", "huggingface", "report",
+    "cli", "scale", "planner", "convert", "parallel", "huggingface", "report",
     "tracing", "layers", "ops", "autograd", "execution", "graph", "triton", "steps",
 )  # fmt: skip
 LEAVES = ("layer_specs", "policies", "random", "spec", "version")
@@ -25,8 +25,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "__main__": ("cli",),
     "layer_specs": ("spec",),
     "policies": (),
-    # Rooms side by side on the line do not know each other.
-    "convert": ("huggingface", *LINE[LINE.index("tracing") :], *LEAVES),
+    "convert": ("huggingface", *LINE[LINE.index("report") :], *LEAVES),
     "huggingface": ("huggingface", *LINE[LINE.index("layers") :], *LEAVES),
     "graph": ("graph", "steps", *LEAVES),
     # Steps know no backend; a backend registers itself when `execution.choose` imports it.

@@ -1,8 +1,5 @@
 """What is shipped: the wheel from the tree, the sdist, and the wheel rebuilt from the sdist."""
 
-import importlib
-import inspect
-import pkgutil
 import shutil
 import subprocess
 import tarfile
@@ -10,11 +7,6 @@ import zipfile
 
 import pytest
 from processes import ROOT, printed
-
-import fused_remat
-from fused_remat.graph.build import norm_graph
-from fused_remat.graph.schedule import schedule
-from fused_remat.spec import NormSpec
 
 NOT_COPIED = shutil.ignore_patterns(".*", "*.egg-info", "__pycache__", "build", "dist")
 SOURCES = (("fused_remat", "fused_remat"), ("kernels", "fused_remat/kernels"))
@@ -76,22 +68,3 @@ def test_the_checkout_has_one_copy_of_the_kernels():
     if (ROOT / ".git").exists() and shutil.which("git"):
         command = ["git", "ls-files", "-s", "fused_remat/kernels"]
         assert subprocess.check_output(command, cwd=ROOT).startswith(b"120000 ")
-
-
-@pytest.mark.parametrize("module", [name for name, names in fused_remat._MOVED.items() if names])
-def test_names_of_an_earlier_version_warn_and_are_the_new_ones(module):
-    old = importlib.import_module(f"fused_remat.{module}")
-    for name, now in fused_remat._MOVED[module].items():
-        with pytest.warns(DeprecationWarning, match=f"{module}.{name} is now fused_remat.{now}"):
-            found = getattr(old, name)
-        new = pkgutil.resolve_name(f"fused_remat.{now}")
-        assert found is new or inspect.unwrap(found) is inspect.unwrap(new)
-    assert not hasattr(old, "nothing")
-
-
-def test_a_documented_call_of_an_earlier_version_still_runs():
-    with pytest.warns(DeprecationWarning):
-        from fused_remat.blocks.program import programs
-    graph = norm_graph(NormSpec(kind="rms_norm"))
-    plan = programs(graph, save=frozenset(), wants=frozenset({"input"}), tiled=False)
-    assert plan is schedule(graph, save=frozenset(), needs_grad=frozenset({"input"}), tiled=False)

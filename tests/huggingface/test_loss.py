@@ -123,12 +123,12 @@ def test_other_calls_have_logits(inputs, reason):
 def test_a_loss_or_head_of_the_users_own_is_called():
     model = convert(llama(), loss=True)
     model.loss_function = lambda logits, labels, vocab_size, **kwargs: logits.sum()
-    with pytest.warns(FusedRematWarning, match="whole logits: the loss function is <lambda>"):
+    with pytest.warns(FusedRematWarning, match="full logits: the loss function is <lambda>"):
         assert model(**batch()).logits is not None
     model = convert(llama(), loss=True)
     seen = []
     model.lm_head.register_forward_hook(lambda *args: seen.append(1))
-    with pytest.warns(FusedRematWarning, match="whole logits: lm_head has hooks"):
+    with pytest.warns(FusedRematWarning, match="full logits: lm_head has hooks"):
         assert model(**batch()).logits is not None and seen
 
 

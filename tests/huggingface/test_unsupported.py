@@ -44,7 +44,7 @@ def test_the_empty_cache_of_training_is_dropped(model, blocks_run):
     assert len(said) == 1 and "LlamaDecoderLayer" in said[0]
 
 
-UNFILLED = "is given a cache that an earlier call in training left empty"
+UNFILLED = "gets a cache that an earlier call in training did not fill"
 
 
 @pytest.mark.composes(
@@ -251,7 +251,7 @@ def test_where_the_block_cannot_stand_in(model, blocks_run, change, reason, poli
          "attention_mask is for 3 heads, and the layer has 4"),
         ({"position_bias": torch.zeros(1)}, "the call passes position_bias"),
         ({"position_embeddings": None}, "position_embeddings is NoneType"),
-        ({"hidden_states": torch.zeros(2, 12, 32)}, "cos is torch.float64 beside torch.float32"),
+        ({"hidden_states": torch.zeros(2, 12, 32)}, "cos is torch.float64, expected torch.float32"),
         ({"hidden_states": torch.zeros(12, 32)}, "hidden_states has shape (12, 32)"),
     ],
 )  # fmt: skip
@@ -262,7 +262,7 @@ def test_calls_that_the_block_does_not_take(model, given, reason):
     assert layer.why_not_fused(**call) is None
     assert layer.why_not_fused(**{**call, **given}).startswith(reason)
     with torch.no_grad():
-        assert layer.why_not_fused(**call) == "no gradients are wanted"
+        assert layer.why_not_fused(**call) == "no gradients are required"
 
 
 def test_attention_functions_that_were_replaced(model, monkeypatch):

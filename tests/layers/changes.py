@@ -317,7 +317,7 @@ SUBCLASSES = {
         "",
         told="OwnForward saves no memory: its own forward does not call FusedRematLayer.forward, "
         "so its policy has no effect; call super().forward(...) there, or convert the layer: "
-        "convert reads it",
+        "convert traces it",
         subclass=own_forward,
     ),
     "other defaults": Change("", subclass=own_defaults),

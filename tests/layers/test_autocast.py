@@ -292,7 +292,7 @@ def test_what_autocast_does_not_convert_falls_back_with_a_reason():
         assert "norms' parameters are torch.bfloat16" in fused.why_not_fused(x)
         fused.norm1.float()
         fused.linear1.double()
-        assert "leaves linear1.weight torch.float64" in fused.why_not_fused(x)
+        assert "does not convert linear1.weight of torch.float64" in fused.why_not_fused(x)
         assert "but self_attn.in_proj_weight is not" in fused.why_not_fused(x.double())
     meta = torch.empty(1, device="meta")
     assert "on meta is on" in unsupported_autocast_reason(meta, "src", {}, BF16)

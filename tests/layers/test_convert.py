@@ -174,7 +174,7 @@ def test_a_subclass_of_a_fused_layer_whose_own_forward_rebuilds_nothing_is_read(
     with warnings.catch_warnings():
         warnings.simplefilter("error", FusedRematWarning)
         found = run(fused, x)
-    with pytest.warns(FusedRematWarning, match="Mine saves no memory: .* convert reads it"):
+    with pytest.warns(FusedRematWarning, match="Mine saves no memory: .* convert traces it"):
         assert_close(found, run(stock, x))
     assert [(kind.name, kind.state) for kind in conversion(fused)] == [("Mine", "converted")]
     assert type(revert(fused)[0]) is Mine

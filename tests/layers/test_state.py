@@ -29,6 +29,7 @@ def test_signature_is_the_stock_one_plus_three_keywords(name):
     stock, ours = parameters(kind.stock.__init__), parameters(kind.fused.__init__)
     for option in ("policy", "backend", "accumulate_into"):
         assert ours.pop(option).kind is inspect.Parameter.KEYWORD_ONLY
+        stock.pop(option, None)
     assert list(ours) == list(stock)
     assert all(ours[n].default == stock[n].default for n in stock)
     if not kind.is_causal:

@@ -75,7 +75,7 @@ def test_a_fallback_gives_its_reason():
         (found,) = explain(convert(traced())[0], data())
     assert (found.title, found.reason) == (
         "TracedLayer, its own forward",
-        "no gradients are wanted",
+        "no gradients are required",
     )
 
 

@@ -50,7 +50,7 @@ NAMES = [
 ]  # fmt: skip
 TEXT = ["olmo2", "cohere2", "gpt_neox", "phi3", "mixtral", "jamba"]
 BF16, FP32 = torch.bfloat16, torch.float32
-QUIET = "no gradients are wanted"
+QUIET = "no gradients are required"
 every = pytest.mark.parametrize("name", NAMES)
 
 
