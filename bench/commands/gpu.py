@@ -29,7 +29,7 @@ import torch
 from bench import figures
 from bench.audit import cases as audit_cases
 from bench.frontier import panels
-from bench.gpu import attention_tiles, kernels, layers, profile, routes
+from bench.gpu import attention_tiles, kernels, layers, product_tiles, profile
 from bench.measure import contest
 from bench.measure.case import DTYPES
 from bench.measure.contest import Contest, Entry, Rig
@@ -81,7 +81,6 @@ SECTIONS: dict[str, Section] = {
     "ceilings": Section(1.0, 5.0, _ceilings),
     "precompile": Section(10.0, 90.0, lambda rig: [({"name": "kernels compiled"}, precompile)]),
     "attention": Section(14.0, 8.0, kernels.attention_entries),
-    "products": Section(9.0, 6.0, routes.route_entries),
     "layers": Section(10.0, 20.0, layers.layer_entries),
     "long": Section(3.0, 40.0, layers.long_entries),
     "model": Section(16.0, 60.0, layers.model_entries),
@@ -90,7 +89,7 @@ SECTIONS: dict[str, Section] = {
     "norms": Section(5.0, 5.0, kernels.norm_entries),
     "models": Section(8.0, 6.0, kernels.model_entries),
     "frontier": Section(4.0, 20.0, layers.frontier_entries),
-    "tiles": Section(5.0, 10.0, routes.tile_entries),
+    "tiles": Section(5.0, 10.0, product_tiles.tile_entries),
     "attention tiles": Section(5.0, 15.0, attention_tiles.tile_entries),
     "rotary": Section(2.0, 5.0, kernels.rotary_entries),
     "compile": Section(6.0, 150.0, layers.compile_entries),

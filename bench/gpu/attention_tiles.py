@@ -35,11 +35,6 @@ CANDIDATES: dict[str, dict[str, tuple[AttentionTile, ...]]] = {
     },
     "interpreter": {"fwd": (_T(32, 16, 4, 1),), "dkdv": (_T(16, 16, 4, 1, split=True),)},
 }  # fmt: skip
-#: Family -> forwards whose loop is divided among warps; only where no mask applies.
-SPECIALIZED: dict[str, tuple[AttentionTile, ...]] = {
-    "hopper": tuple(_T(128, 128, 4, stages, warp_specialize=True) for stages in (2, 3)),
-    "interpreter": (_T(32, 32, 4, 1, warp_specialize=True),),
-}
 
 
 def tile_name(tile: AttentionTile) -> str:
@@ -82,12 +77,10 @@ def _entry(rig: Rig, kernel: str, form: str, width: int, tiles: Any) -> Entry:
 
 
 def tile_entries(rig: Rig) -> Iterator[Entry]:
-    """Every kernel with a causal mask; last, what a compiler may fail at, a forward without one."""
+    """Yield every kernel with a causal mask."""
     mine = family(rig.target)
     widths = WIDTHS[:1] if rig.dry else WIDTHS
     for width in widths:
         for kernel in KERNELS:
             tiles = CANDIDATES.get(mine, {}).get(kernel, ())
             yield _entry(rig, kernel, "causal", width, tiles)
-    for width in widths if mine in SPECIALIZED else ():
-        yield _entry(rig, "fwd", "full", width, SPECIALIZED[mine])
