@@ -23,8 +23,6 @@ STYLES: dict[str, tuple[str, str, bool]] = {
     "checkpointing": ("#D55E00", "s", False),
     "compile": ("#CC79A7", "D", True),
     "ours": ("#0072B2", "o", True),
-    "ours, eager backend": ("#56B4E9", "v", True),
-    "ours, triton": ("#009E73", "^", True),
     "ours, compiled": ("#E69F00", "P", True),
 }
 #: Theme -> text, faint lines, and the colour of each family.
@@ -146,15 +144,23 @@ def _draw_overview(theme: str, picture: Picture) -> None:
                     best.append(point)
             axes.plot([p["kept"] for p in best], [p["time"] for p in best], color=colours["text"],
                       linewidth=7, alpha=0.13, solid_capstyle="round", zorder=1)  # fmt: skip
-            axes.text(0, 0.02, "  lower left is better", transform=axes.transAxes, fontsize=8.5)
+            axes.text(
+                0,
+                0.02,
+                "  lower left is better; hollow: a compiled preset",
+                transform=axes.transAxes,
+                fontsize=8.5,
+            )
             for point in means:
                 ours = point["family"] == "ours"
+                name, _, compiled = point["family"].partition(", ")
+                face = {"markerfacecolor": "none"} if compiled else {}
                 axes.plot(point["kept"], point["time"], marker="o", markersize=8 if ours else 5.5,
-                          color=colours[point["family"]], zorder=3)  # fmt: skip
+                          color=colours[name], zorder=3, **face)  # fmt: skip
         figure.canvas.draw()
         for axes, means in zip(grid, picture.rows.values(), strict=True):
             _label(axes, [(p["kept"], p["time"], short(p["way"]), colours[p["family"]])
-                          for p in means], fontsize=8.5)  # fmt: skip
+                          for p in means if p["family"] in colours], fontsize=8.5)  # fmt: skip
 
 
 def frontier(folder: Path, panels: Sequence[Panel]) -> Picture:

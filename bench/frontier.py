@@ -33,8 +33,6 @@ _EXACT = "|".join(EXACT_PRESETS)
 #: Family -> what its ways are called; the first that fits is theirs.
 FAMILIES = {
     "ours, compiled": rf"({_EXACT})_compiled",
-    "ours, triton": rf"({_EXACT})_triton",
-    "ours, eager backend": rf"({_EXACT})_eager",
     OURS: _EXACT,
     "compile": r"compile(_budget_[\d.]+)?",
     "checkpointing": r"(checkpoint|selective|torch_remat).*",

@@ -87,11 +87,9 @@ SECTIONS: dict[str, Section] = {
     "plans": Section(5.0, 60.0, layers.plan_entries),
     "attention calls": Section(8.0, 8.0, kernels.special_entries),
     "norms": Section(5.0, 5.0, kernels.norm_entries),
-    "models": Section(8.0, 6.0, kernels.model_entries),
     "frontier": Section(4.0, 20.0, layers.frontier_entries),
     "tiles": Section(5.0, 10.0, product_tiles.tile_entries),
     "attention tiles": Section(5.0, 15.0, attention_tiles.tile_entries),
-    "rotary": Section(2.0, 5.0, kernels.rotary_entries),
     "compile": Section(6.0, 150.0, layers.compile_entries),
     "profile": Section(10.0, 30.0, profile.profile_entries),
 }

@@ -21,7 +21,7 @@ from bench.measure.registry import Registry
 from bench.measure.results import ResultsFile, Row
 from bench.measure.steps import measure, run
 from bench.pages.layers import case_table, title
-from bench.subjects.layer_ways import BASELINE, DEFAULT, WAYS, select
+from bench.subjects.layer_ways import BASELINE, DEFAULT, WAYS
 from bench.subjects.layers import ACTIVATIONS, NORMS, Case
 
 Sizes = tuple[int, int, int, int]
@@ -89,7 +89,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         parser.several(axis, type=positive)
     args = parser.parse(arguments)
     with parser.usage_errors():
-        args.ways = select(args.ways, args.device)
+        args.ways = WAYS.select(args.ways)
         args.cases = cases(args, grid(args))
     return args
 

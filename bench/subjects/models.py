@@ -150,13 +150,8 @@ class Subject(case.Subject):
     generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(7))
 
     def inputs(self, batch: int) -> Inputs:
-        """Fresh random data: tokens with their own labels, or images with a class each."""
+        """Return fresh random tokens, with their own labels."""
         config, shape = self.published.values, (batch, self.case.seq_len)
-        if self.published.image_tokens:
-            size = batch, config["num_channels"], config["image_size"], config["image_size"]
-            images = torch.randn(size, generator=self.generator).to(DTYPES[self.case.dtype])
-            labels = self._integers(config["num_labels"], (batch,))
-            return {"pixel_values": images.to(self.device), "labels": labels}
         tokens = self._integers(config["vocab_size"], shape)
         if self.published.task.endswith("ForCausalLM"):
             return {"input_ids": tokens, "labels": tokens.clone()}

@@ -286,14 +286,6 @@ def test_float32_products_use_no_tensor_cores_and_are_no_cases():
     assert names and not any(name.split()[0] in TILES for name in names)
 
 
-def test_waves():
-    products = audit_cases.Products(audit_cases.target(90), audit.DTYPES["bf16"], True)
-    (launch,) = (products.launches("linear", Tile(128, 256, 64, 8, 3, parts=4))[n] for n in ["act"])
-    case = audit_cases.Case("linear act", launch, True, True)
-    assert audit.waves(case, 132) == 64 * 32 / 132, "132 programs visit all tiles"
-    assert audit.waves(audit_cases.Case("norm", launch, True, False), 2 * 132) == 0.5
-
-
 def test_occupancy():
     # 128 registers a thread, 8 warps: two blocks fill the registers of a multiprocessor.
     assert audit.occupancy(128, 0, 8, 90) == 16 / 64

@@ -36,12 +36,6 @@ def test_a_row_a_line_and_a_page(tmp_path, capsys):
     assert "| nanogpt | 2 blocks |" in text and "1 of 1 architectures run every layer" in text
 
 
-def test_a_case_is_measured_once(tmp_path, monkeypatch):
-    ran(tmp_path, "nanogpt")
-    monkeypatch.setattr(architectures, "measured", None)
-    ran(tmp_path, "nanogpt")
-
-
 def test_a_model_that_cannot_run_and_a_conversion_that_crashes(tmp_path, monkeypatch, capsys):
     class Broken(nn.Module):
         def forward(self, x):

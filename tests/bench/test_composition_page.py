@@ -49,24 +49,6 @@ def test_a_file_of_gpu_tests(mark, tmp_path):
     assert of(source, tmp_path)[0].gpu
 
 
-@pytest.mark.parametrize("source, message", [
-    ("pytestmark = pytest.mark.composes('DDP', 'x')", "must be called, and decorate a test"),
-    ("@pytest.mark.composes\ndef test_it(): ...", "must be called, and decorate a test"),
-    *((f"@pytest.mark.{mark}\ndef test_it(): ...", message) for mark, message in (
-        ("composes(GROUP, 'x')", "test_it.py: .*malformed"),
-        ("composes('DDP')", "missing 1 required"),
-        ("composes('DDP', '')", "no name"),
-        ("composes('DDP', 'x', limit='y')", "unexpected keyword"),
-        ("composes('FSDP', 'x')", "no known group.*groups: "),
-        ("composes('DDP', 'x|y')", "no cells of a table"),
-        ("composes('DDP', 'x')\n@pytest.mark.xfail", r"expected .* xfail\(reason="),
-    )),
-])  # fmt: skip
-def test_marks_that_make_no_row(source, message, tmp_path):
-    with pytest.raises(ValueError, match=message):
-        of(source, tmp_path)
-
-
 def test_what_works():
     cpu = Mark("a.py", "test_a", False, "", "DDP", "x")
     gpu, broken = cpu._replace(gpu=True), cpu._replace(fails="no such op")

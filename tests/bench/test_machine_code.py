@@ -83,17 +83,6 @@ def test_a_loop_its_clocks_and_what_bounds_it():
     assert machine_code.tensor_share(row["loops"]) == 0.667
 
 
-def test_work_between_a_start_and_its_wait_overlaps():
-    beside = ["FFMA R1, R2, R3, R4"] * 20
-    for started, waited in (
-        ("HGMMA.64x128x16.F32.BF16 R24, R8, gdesc[UR12], R24", "WARPGROUP.DEPBAR.LE gsb0, {}"),
-        ("LDGSTS.E.128 [R1], [R2.64]", "DEPBAR.LE SB0, {}"),
-    ):
-        for between, left, found in (([], "0x0", 1), ([], "0x1", 0), (beside, "0x0", 0)):
-            lines = listing(started, *between, waited.format(left))
-            assert machine_code.waits(machine_code.instructions(lines)) == found, (started, left)
-
-
 def test_bytes_of_shared_memory():
     for name, n in {
         "LDS R1": 128, "LDS.64 R2": 256, "STS.128 [R1]": 512, "LDSM.16.M88 R1": 128,

@@ -8,7 +8,7 @@ import re
 import pytest
 from processes import ROOT
 
-from bench.pages import command, pictures
+from bench.pages import command
 from fused_remat.execution.choose import BACKENDS
 from fused_remat.formats import FORMATS
 from fused_remat.huggingface.rows import ARCHITECTURES
@@ -59,7 +59,7 @@ def test_links_lead_somewhere(page):
 
 def test_generated_parts_and_figures_are_up_to_date():
     assert not command.stale_pages(), "run python -m bench report"
-    assert not pictures.stale(), "run python -m bench report"
+    assert not command.stale_files(), "run python -m bench report"
 
 
 def test_how_it_works_names_what_exists():
