@@ -34,8 +34,6 @@ ATTENTION, RESIDUAL1, MLP, RESIDUAL2, CROSS_ATTENTION, CROSS_RESIDUAL = range(6)
 NUM_SITES = 8
 #: The first site of the inputs of low-rank updates, one site each.
 LORA = 8
-#: The first site of kept activations that are rounded stochastically, one site each.
-ROUNDING = 1 << 16
 
 GOLDEN64 = 0x9E3779B97F4A7C15
 GOLDEN32 = 0x9E3779B9
@@ -191,39 +189,6 @@ class DropoutMask:
             mask = keep_scale(key, self.row0, self.rows, self.width, self.p, dtype)
         self._tensor = mask if keep else None
         return mask
-
-
-class Uniform:
-    """Uniform random numbers in [0, 1) for the elements of a site, multiples of 2**-24.
-
-    They are bits 7 to 30 of the hash whose bits 0 to 30 decide about dropout.
-
-    Attributes:
-        site_key, row0, rows, width: as in `keep_scale`.
-
-    >>> Uniform(site_keys(torch.tensor(0))[MLP], 0, 1, 3).tensor()
-    tensor([[0.2664, 0.5182, 0.1148]])
-    """
-
-    __slots__ = ("row0", "rows", "site_key", "width")
-
-    def __init__(self, site_key: Tensor, row0: int, rows: int, width: int) -> None:
-        self.site_key, self.row0, self.rows, self.width = site_key, row0, rows, width
-
-    def of_rows(self, first: int, rows: int) -> Uniform:
-        """The numbers of `rows` rows, from row `first` of these on."""
-        return Uniform(self.site_key, self.row0 + first, rows, self.width)
-
-    def tensor(self) -> Tensor:
-        """The numbers (rows, width), float32."""
-        device = self.site_key.device
-        steps = torch.arange(self.row0 + 1, self.row0 + self.rows + 1, device=device)
-        row_keys = _mix64(steps.mul_(_GOLDEN64_S).add_(self.site_key))
-        columns = torch.arange(self.width, dtype=torch.int32, device=device).mul_(_GOLDEN32_S)
-        k0, k1 = _halves(row_keys)
-        x = torch.bitwise_xor(columns, k0).mul_(k1)
-        x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(MUL32)
-        return (x >> 7).bitwise_and_(0xFFFFFF).to(torch.float32).mul_(2.0**-24)
 
 
 def _halves(row_keys: Tensor) -> tuple[Tensor, Tensor]:

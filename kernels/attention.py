@@ -3,8 +3,8 @@
 Heads x (B, H, S, E) are a pointer and `Strides`, or a tensor descriptor (TMA) over all four
 dimensions whose block is (1, 1, rows, BLOCK_E); TMA says which. Triton launches a descriptor only
 as an argument of its own, so a kernel takes heads one by one, their strides together (`strides`),
-and makes each `Heads`. In backward they may be int8 codes, unpacked as they are loaded. E and V,
-the widths of a head in q, k and in v, are padded to powers of two by reading 0 outside.
+and makes each `Heads`. E and V, the widths of a head
+in q, k and in v, are padded to powers of two by reading 0 outside.
 
 Which keys a query sees is an interval (`seen_keys`: causal, window, lengths, packed sequences), and
 inside it what the masks allow. A block of keys that every query of a tile sees whole takes no mask
@@ -19,7 +19,6 @@ import triton.language as tl
 
 from fused_remat.kernels.activations import tanh_fwd
 from fused_remat.kernels.dropout import Site, keep_at, split_key
-from fused_remat.kernels.packing import BLOCK, unpack_int8
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -65,25 +64,11 @@ class Scores(NamedTuple):
 
 
 class Strides(NamedTuple):
-    """Of heads: from one to the next, in elements; beside int8 codes, what unpacks them.
-
-    Attributes:
-        batch, head, row: from one sequence, head and token to the next.
-        step: of the blocks of the rows that the heads lie in (`fused_remat.formats`); None where
-            heads are as they are, and so is what follows.
-        like: a tensor of the heads' dtype, to which they are rounded.
-        step_batch, step_row: of `step`, from one sequence and token to the next.
-        first: the column of a row where the heads begin.
-    """
+    """Of heads, in elements: from one sequence, head and token to the next."""
 
     batch: Any
     head: Any
     row: Any
-    step: Any = None
-    like: Any = None
-    step_batch: Any = None
-    step_row: Any = None
-    first: Any = None
 
 
 class Sizes(NamedTuple):
@@ -142,24 +127,6 @@ class Visits(NamedTuple):
 
 
 @triton.jit
-def _load_codes(x, b, h, row, first, end, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr):
-    """`load_rows` of int8 heads in whole blocks, in their dtype."""
-    BLOCKS: tl.constexpr = BLOCK_E // BLOCK
-    offs_m = row + tl.arange(0, BLOCK_M)
-    offs_e = tl.arange(0, BLOCK_E)
-    mask = ((offs_m >= first) & (offs_m < end))[:, None]
-    rows = offs_m.to(tl.int64)[:, None]
-    base = x.data + b.to(tl.int64) * x.strides.batch + h.to(tl.int64) * x.strides.head
-    codes = tl.load(base + rows * x.strides.row + offs_e[None, :], mask=mask, other=0)
-    base = x.strides.step + b.to(tl.int64) * x.strides.step_batch
-    base = base + x.strides.first // BLOCK + h * BLOCKS
-    blocks = tl.arange(0, BLOCKS)
-    step = tl.load(base + rows * x.strides.step_row + blocks[None, :], mask=mask, other=0.0)
-    tile = unpack_int8(codes.reshape([BLOCK_M, BLOCKS, BLOCK]), step[:, :, None])
-    return tile.reshape([BLOCK_M, BLOCK_E]).to(x.strides.like.dtype.element_ty)
-
-
-@triton.jit
 def load_rows(
     x, b, h, row, first, end, E, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr, EVEN: tl.constexpr,
     TMA: tl.constexpr,
@@ -168,11 +135,8 @@ def load_rows(
 
     Outside is a row before `first` or from `end` on, and a column from E on.
     A descriptor ends rows where the tensor ends: `first` and `end` must be 0 and S.
-    Codes are unpacked, descriptors or not.
     """
-    if x.strides.step is not None:
-        tile = _load_codes(x, b, h, row, first, end, BLOCK_M, BLOCK_E)
-    elif TMA:
+    if TMA:
         tile = x.data.load([b, h, row, 0]).reshape([BLOCK_M, BLOCK_E])
     else:
         offs_m = row + tl.arange(0, BLOCK_M)

@@ -1,4 +1,4 @@
-"""Dropout's multiplier and uniform numbers, drawn where they are needed: as `fused_remat.random`.
+"""Dropout's multiplier, drawn where it is needed: as `fused_remat.random`.
 
 The definition, its constants and its test vectors are there; these functions give the same bits.
 They load nothing, so that any kernel can call them on the tile it holds.
@@ -18,8 +18,7 @@ MIX64_MUL2 = tl.constexpr(0x94D049BB133111EB)
 #: `triton.jit` for kernels that draw: another key, first row or threshold is not another kernel.
 #: Triton does not look for these names in groups of arguments, so a kernel takes them one by one.
 seeded = triton.jit(
-    do_not_specialize=["row0", "pack_row0", "threshold"],
-    do_not_specialize_on_alignment=["site_key_ptr", "pack_key_ptr", "gate_key_ptr", "up_key_ptr"],
+    do_not_specialize=["row0", "threshold"], do_not_specialize_on_alignment=["site_key_ptr"]
 )
 
 
@@ -48,32 +47,16 @@ def split_key(key, index):
 
 
 @triton.jit
-def _hash_at(row_key, cols):
-    """The element's 32 bits; row_key uint64 and cols in any shapes, broadcast to each other."""
-    k0 = row_key.to(tl.uint32)
-    k1 = (row_key >> 32).to(tl.uint32)
-    x = ((cols.to(tl.uint32) * GOLDEN32) ^ k0) * (k1 | 1)
-    return (x ^ (x >> 16)) * MUL32
-
-
-@triton.jit
 def keep_at(row_key, cols, threshold, scale):
     """`scale` where the element survives, else 0; row_key uint64 and cols in any shapes.
 
     They broadcast against each other, so that a tile may be either way round.
     """
-    x = _hash_at(row_key, cols)
+    k0 = row_key.to(tl.uint32)
+    k1 = (row_key >> 32).to(tl.uint32)
+    x = ((cols.to(tl.uint32) * GOLDEN32) ^ k0) * (k1 | 1)
+    x = (x ^ (x >> 16)) * MUL32
     return tl.where((x & 0x7FFFFFFF).to(tl.int32) < threshold, scale, 0.0)
-
-
-@triton.jit
-def uniform_at(row_key, cols):
-    """float32 in [0, 1), bits 7 to 30 of the hash times 2**-24; arguments as of `keep_at`.
-
-    Source: `fused_remat.random.Uniform`, the same bits.
-    """
-    x = (_hash_at(row_key, cols) >> 7) & 0xFFFFFF
-    return x.to(tl.int32).to(tl.float32) * 5.9604644775390625e-08
 
 
 @triton.jit

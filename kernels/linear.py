@@ -13,7 +13,6 @@ import triton
 import triton.language as tl
 
 from fused_remat.kernels.dropout import Site, keep_at, seeded, split_key
-from fused_remat.kernels.packing import Codes, largest_bits, scales, store_codes, store_step
 from fused_remat.kernels.pointwise import Matrix
 
 
@@ -21,9 +20,9 @@ class Tile(NamedTuple):
     """How a product is computed: constants.
 
     BLOCK_M, BLOCK_N, BLOCK_K: the tile of the result, and the step along K; EVEN: all depths are
-    multiples of BLOCK_K. PARTS: its end is computed in 1, 2, 4 or 8 parts. IN_BLOCK: parts of a
-    block of codes, where BLOCK_N is whole blocks. GROUP_M: rows of tiles that are visited together.
-    TMA: matrices are descriptors. PRECISION: `tl.dot`'s, of float32; sums are float32.
+    multiples of BLOCK_K. PARTS: its end is computed in 1, 2, 4 or 8 parts. GROUP_M: rows of tiles
+    that are visited together. TMA: matrices are descriptors. PRECISION: `tl.dot`'s, of float32;
+    sums are float32.
     """
 
     BLOCK_M: int
@@ -31,7 +30,6 @@ class Tile(NamedTuple):
     BLOCK_K: int
     EVEN: bool
     PARTS: int
-    IN_BLOCK: int
     GROUP_M: int
     TMA: bool
     PRECISION: str
@@ -209,28 +207,7 @@ def part(x, index: tl.constexpr, PARTS: tl.constexpr):
 
 
 @triton.jit
-def begin_block(acc, bias_ptr, y, codes, index: tl.constexpr, row, col, M, N, tile: tl.constexpr):
-    """1 / step of the block of acc + bias that begins with part `index`; stores the steps.
-
-    A block is IN_BLOCK parts. The largest magnitude of all of them, rounded to the dtype of y,
-    gives the steps.
-    Shapes: acc (BLOCK_M, BLOCK_N) float32, whose first row is `row`, and part `index`'s first
-        column `col`.
-    """
-    WIDTH: tl.constexpr = tile.BLOCK_N // tile.PARTS
-    IN_BLOCK: tl.constexpr = tile.IN_BLOCK
-    largest = tl.zeros([acc.shape[0]], tl.int32)
-    for other in tl.static_range(IN_BLOCK):
-        x = add_bias(part(acc, index + other, tile.PARTS), bias_ptr, col + other * WIDTH, N)
-        x = rounded(x, y, tile.TMA).to(tl.float32)
-        largest = tl.maximum(largest, largest_bits(x))
-    step, inverse = scales(largest)
-    store_step(codes, row, col, M, N, step)
-    return inverse
-
-
-@triton.jit
-def finish_pre(acc, inverse, bias_ptr, pre, codes, y, row, col, M, N, TMA: tl.constexpr):
+def finish_pre(acc, bias_ptr, pre, y, row, col, M, N, TMA: tl.constexpr):
     """Ends a part of a product that an activation follows: bias, and what is kept of it.
 
     Returns float32, rounded to the dtype of y, kept or not: what backward will see.
@@ -238,29 +215,24 @@ def finish_pre(acc, inverse, bias_ptr, pre, codes, y, row, col, M, N, TMA: tl.co
     acc = rounded(add_bias(acc, bias_ptr, col, N), y, TMA)
     if pre.data is not None:
         store_tile(pre, row, col, M, N, acc, TMA)
-    acc = acc.to(tl.float32)
-    if codes.data is not None:
-        store_codes(codes, row, col, M, N, acc, inverse)
-    return acc
+    return acc.to(tl.float32)
 
 
 @seeded
 def linear_fwd_kernel(
-    x, w, bias_ptr, residual, norm, pre, codes, y, strides,
-    site_key_ptr, row0, threshold, scale, pack_key_ptr, pack_row0, M, N, K,
+    x, w, bias_ptr, residual, norm, pre, y, strides,
+    site_key_ptr, row0, threshold, scale, M, N, K,
     ACT: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
     """y = keep * act(norm(x) @ wᵀ + bias) + residual; pre is what act is of, where not None.
 
     Shapes: x (M, K), w (N, K), bias (N,), residual, pre, y (M, N); site_key () int64. With a norm
-        x is first normalised, as `norm_fwd_kernel` would. codes: pointers to the codes and steps of
-        pre as ACT takes it, which `Codes` describes. Grid: any.
+        x is first normalised, as `norm_fwd_kernel` would. Grid: any.
     Units: FLOPs = 2·M·N·K.
     """
     x, w, y = Matrix(x, strides[0]), Matrix(w, strides[1]), Matrix(y, strides[4])
     residual, pre = Matrix(residual, strides[2]), Matrix(pre, strides[3])
     site = Site(site_key_ptr, row0, threshold, scale)
-    codes = Codes(codes[0], codes[1], pack_key_ptr, pack_row0)
     PARTS: tl.constexpr = tile.PARTS
     WIDTH: tl.constexpr = tile.BLOCK_N // tile.PARTS
     tiles = tl.cdiv(M, tile.BLOCK_M) * tl.cdiv(N, tile.BLOCK_N)
@@ -270,17 +242,12 @@ def linear_fwd_kernel(
             acc = _normed_product(x, w, norm, row, col, M, N, K, tile)
         else:
             acc = product(x, w, row, col, M, N, K, False, tile)
-        inverse = None
         keys = row_keys(site, row, tile.BLOCK_M)
         for index in tl.static_range(PARTS):
             at = col + index * WIDTH
-            if codes.data is not None and index % tile.IN_BLOCK == 0:
-                inverse = begin_block(acc, bias_ptr, y, codes, index, row, at, M, N, tile)
             end = part(acc, index, PARTS)
             if ACT is not None:
-                end = ACT(
-                    finish_pre(end, inverse, bias_ptr, pre, codes, y, row, at, M, N, tile.TMA)
-                )
+                end = ACT(finish_pre(end, bias_ptr, pre, y, row, at, M, N, tile.TMA))
             else:
                 end = add_bias(end, bias_ptr, at, N)
             end *= keep_part(site, keys, at, WIDTH)

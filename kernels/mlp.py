@@ -13,7 +13,6 @@ import triton.language as tl
 from fused_remat.kernels.dropout import Site, seeded
 from fused_remat.kernels.linear import (
     add_bias,
-    begin_block,
     finish_pre,
     keep_part,
     load_tile,
@@ -24,7 +23,6 @@ from fused_remat.kernels.linear import (
     store_tile,
     tile_at,
 )
-from fused_remat.kernels.packing import Codes
 from fused_remat.kernels.pointwise import Matrix
 
 
@@ -47,44 +45,32 @@ def _two_products(x, wg, w1, row, col, M, F, K, tile: tl.constexpr):
 
 @seeded
 def gated_mlp_fwd_kernel(
-    x, wg, w1, bg_ptr, b1_ptr, gate_pre, up_pre, gate_codes, up_codes, y, strides,
-    site_key_ptr, row0, threshold, scale, gate_key_ptr, up_key_ptr, pack_row0, M, F, K,
+    x, wg, w1, bg_ptr, b1_ptr, gate_pre, up_pre, y, strides,
+    site_key_ptr, row0, threshold, scale, M, F, K,
     ACT: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
     """y = keep * act(x @ wgᵀ + bg) * (x @ w1ᵀ + b1), both products rounded to the dtype of y.
 
     Shapes: x (M, K), wg, w1 (F, K), bg, b1 (F,), y (M, F). Of both products, so rounded, and each
-        None or not: itself, gate_pre and up_pre (M, F), and codes and steps, as in
-        `linear_fwd_kernel`. Units: FLOPs = 4·M·F·K.
+        None or not: gate_pre and up_pre (M, F). Units: FLOPs = 4·M·F·K.
     Source: Shazeer 2020.
     """
     x, wg, w1 = Matrix(x, strides[0]), Matrix(wg, strides[1]), Matrix(w1, strides[2])
     gate_pre, up_pre = Matrix(gate_pre, strides[3]), Matrix(up_pre, strides[4])
     y, site = Matrix(y, strides[5]), Site(site_key_ptr, row0, threshold, scale)
-    gate_codes = Codes(gate_codes[0], gate_codes[1], gate_key_ptr, pack_row0)
-    up_codes = Codes(up_codes[0], up_codes[1], up_key_ptr, pack_row0)
     PARTS: tl.constexpr = tile.PARTS
     WIDTH: tl.constexpr = tile.BLOCK_N // tile.PARTS
     tiles = tl.cdiv(M, tile.BLOCK_M) * tl.cdiv(F, tile.BLOCK_N)
     for number in range(tl.program_id(0), tiles, tl.num_programs(0)):
         row, col = tile_at(number, M, F, tile)
         gate, up = _two_products(x, wg, w1, row, col, M, F, K, tile)
-        for_gate = None
-        for_up = None
         keys = row_keys(site, row, tile.BLOCK_M)
         for index in tl.static_range(PARTS):
             at = col + index * WIDTH
-            if gate_codes.data is not None and index % tile.IN_BLOCK == 0:
-                for_gate = begin_block(gate, bg_ptr, y, gate_codes, index, row, at, M, F, tile)
-            if up_codes.data is not None and index % tile.IN_BLOCK == 0:
-                for_up = begin_block(up, b1_ptr, y, up_codes, index, row, at, M, F, tile)
             g_tile = finish_pre(
-                part(gate, index, PARTS), for_gate, bg_ptr, gate_pre, gate_codes, y, row, at, M, F,
-                tile.TMA,
-            )  # fmt: skip
-            u_tile = finish_pre(
-                part(up, index, PARTS), for_up, b1_ptr, up_pre, up_codes, y, row, at, M, F, tile.TMA
+                part(gate, index, PARTS), bg_ptr, gate_pre, y, row, at, M, F, tile.TMA
             )
+            u_tile = finish_pre(part(up, index, PARTS), b1_ptr, up_pre, y, row, at, M, F, tile.TMA)
             keep = keep_part(site, keys, at, WIDTH)
             store_tile(y, row, at, M, F, ACT(g_tile) * u_tile * keep, tile.TMA)
 

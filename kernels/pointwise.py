@@ -3,8 +3,6 @@
 Rows may lie any distance apart, also none (an expanded gradient); the elements of a row are side
 by side. Element (i, j)'s dropout is that of row `row0 + i`, column j in `fused_remat.random`.
 An argument that a call has no use for is None. Grid: (cdiv(M, BLOCK_M) * cdiv(N, BLOCK_N),).
-
-What an activation is of may be packed; BLOCK_N is then `kernels.packing.BLOCK`.
 """
 
 from typing import Any, NamedTuple
@@ -13,7 +11,6 @@ import triton
 import triton.language as tl
 
 from fused_remat.kernels.dropout import Site, keep_tile, seeded
-from fused_remat.kernels.packing import load_unpacked
 
 
 class Matrix(NamedTuple):
@@ -24,15 +21,6 @@ class Matrix(NamedTuple):
 
     data: Any
     stride: Any
-
-
-class PackedMatrix(NamedTuple):
-    """A `Matrix` of codes (M, N) int8, with their steps (M, cdiv(N, BLOCK)) float32."""
-
-    data: Any
-    stride: Any
-    step: Any
-    step_stride: Any
 
 
 @triton.jit
@@ -50,21 +38,6 @@ def load_wide(x, offs_m, offs_n, mask):
     """A tile in float32; 0 outside."""
     ptrs = x.data + offs_m[:, None] * x.stride + offs_n[None, :]
     return tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def load_operand(x, like, M, N, offs_m, offs_n, mask):
-    """A tile of this program in float32, of a `Matrix` or a `PackedMatrix`; 0 outside.
-
-    What is unpacked is rounded to the dtype of the matrix `like`, in which it was before.
-    """
-    if len(x) == 4:  # packed
-        block = tl.program_id(0) % tl.cdiv(N, offs_n.shape[0])
-        tile = load_unpacked(x, block, M, offs_m, offs_n, mask)
-        tile = tile.to(like.data.dtype.element_ty).to(tl.float32)
-    else:
-        tile = load_wide(x, offs_m, offs_n, mask)
-    return tile
 
 
 @triton.jit
@@ -99,10 +72,10 @@ def act_fwd_kernel(
 ):  # fmt: skip
     """y = keep * act(x).
 
-    Shapes: x, y (M, N); x may be packed. Units: bytes moved = 2·M·N elements.
+    Shapes: x, y (M, N). Units: bytes moved = 2·M·N elements.
     """
     offs_m, offs_n, mask = tile_offsets(M, N, BLOCK_M, BLOCK_N)
-    act = ACT(load_operand(x, y, M, N, offs_m, offs_n, mask))
+    act = ACT(load_wide(x, offs_m, offs_n, mask))
     act *= keep_tile(Site(site_key_ptr, row0, threshold, scale), offs_m, offs_n)
     store_narrow(y, offs_m, offs_n, mask, act)
 
@@ -114,14 +87,14 @@ def act_bwd_kernel(
 ):  # fmt: skip
     """dx = keep * dy * act'(x), and y = keep * act(x) where y is not None.
 
-    Shapes: dy, x, dx, y (M, N); x may be packed; dx may be dy, and y may be x.
+    Shapes: dy, x, dx, y (M, N); dx may be dy, and y may be x.
     Units: bytes moved = 3·M·N elements, 4 with y.
     """
     offs_m, offs_n, mask = tile_offsets(M, N, BLOCK_M, BLOCK_N)
     dact = load_wide(dy, offs_m, offs_n, mask)
     keep = keep_tile(Site(site_key_ptr, row0, threshold, scale), offs_m, offs_n)
     dact *= keep
-    grad, act = ACT(dact, load_operand(x, dx, M, N, offs_m, offs_n, mask))
+    grad, act = ACT(dact, load_wide(x, offs_m, offs_n, mask))
     store_narrow(dx, offs_m, offs_n, mask, grad)
     if y is not None:
         store_narrow(y, offs_m, offs_n, mask, act * keep)
@@ -134,11 +107,11 @@ def gated_fwd_kernel(
 ):  # fmt: skip
     """y = keep * act(gate) * up (Shazeer 2020).
 
-    Shapes: gate, up, y (M, N); gate and up may be packed. Units: bytes moved = 3·M·N elements.
+    Shapes: gate, up, y (M, N). Units: bytes moved = 3·M·N elements.
     """
     offs_m, offs_n, mask = tile_offsets(M, N, BLOCK_M, BLOCK_N)
-    gates = load_operand(gate, y, M, N, offs_m, offs_n, mask)
-    ups = load_operand(up, y, M, N, offs_m, offs_n, mask)
+    gates = load_wide(gate, offs_m, offs_n, mask)
+    ups = load_wide(up, offs_m, offs_n, mask)
     act = ACT(gates) * ups
     act *= keep_tile(Site(site_key_ptr, row0, threshold, scale), offs_m, offs_n)
     store_narrow(y, offs_m, offs_n, mask, act)
@@ -152,21 +125,17 @@ def gated_bwd_kernel(
     """dgate = keep * dy * up * act'(gate) and dup = keep * dy * act(gate), and y of
     `gated_fwd_kernel` where y is not None.
 
-    Shapes: all (M, N); gate and up may be packed; up, dgate and y, or dup, may be None. dgate may
-        be dy or gate, dup may be dy, and y may be up.
+    Shapes: all (M, N); up, dgate and y, or dup, may be None. dgate may be dy or gate, dup may be
+        dy, and y may be up.
     Units: bytes moved = 5·M·N elements, 6 with y.
     """
-    if dup is not None:
-        like = dup
-    else:
-        like = dgate
     offs_m, offs_n, mask = tile_offsets(M, N, BLOCK_M, BLOCK_N)
     dact = load_wide(dy, offs_m, offs_n, mask)
     keep = keep_tile(Site(site_key_ptr, row0, threshold, scale), offs_m, offs_n)
     dact *= keep
-    gates = load_operand(gate, like, M, N, offs_m, offs_n, mask)
+    gates = load_wide(gate, offs_m, offs_n, mask)
     if up is not None:
-        ups = load_operand(up, like, M, N, offs_m, offs_n, mask)
+        ups = load_wide(up, offs_m, offs_n, mask)
         grad, act = ACT(dact * ups, gates)
         store_narrow(dgate, offs_m, offs_n, mask, grad)
         if y is not None:

@@ -10,14 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_remat import formats, random
-from fused_remat.formats import Quantized
-from fused_remat.random import DropoutMask, Uniform
+from fused_remat import random
+from fused_remat.random import DropoutMask
 from fused_remat.steps import norm, rotary
 from fused_remat.steps.activation import activation_bwd, activation_fwd
 from fused_remat.steps.linear import linear_dx, linear_fwd
 from fused_remat.steps.residual import dropout, residual_add
-from fused_remat.triton import cross_entropy, pointwise, products, storage
+from fused_remat.triton import cross_entropy, pointwise, products
 from fused_remat.triton import norm as norms
 from fused_remat.triton import rotary as rotaries
 
@@ -47,12 +46,6 @@ class Maker:
         if isinstance(value, DropoutMask):
             v = value
             return DropoutMask(self(v.site_key), v.row0, v.rows, v.width, v.p, v.dtype)
-        if isinstance(value, Uniform):
-            return Uniform(self(value.site_key), value.row0, value.rows, value.width)
-        if isinstance(value, Quantized):
-            codes, step = map(self, value.parts)
-            step.clamp_(1e-3, 0.02)
-            return dataclasses.replace(value, parts=(codes, step))
         if isinstance(value, Tensor):
             if id(value) not in self.made:
                 self.made[id(value)] = self.new(value), value  # whose id nothing else may get
@@ -67,8 +60,6 @@ class Maker:
             if like.dim() == 0:
                 return random.site_keys(torch.tensor(-7))[random.MLP]
             return torch.zeros(like.shape, dtype=like.dtype)
-        if like.dtype == torch.int8:
-            return torch.randint(-127, 128, like.shape, dtype=like.dtype)
         if like.dtype == torch.bool:
             return torch.rand(like.shape) < 0.2
         if like.dtype == torch.int32:  # bounds of sequences, or lengths
@@ -87,8 +78,6 @@ def wide(value: Any) -> Any:
     if isinstance(value, DropoutMask):
         v = value
         return DropoutMask(v.site_key, v.row0, v.rows, v.width, v.p, torch.float64)
-    if isinstance(value, Quantized):
-        return value.tensor().double()
     if isinstance(value, rotary.RotaryTables):
         names = ("cos", "sin", "q_weight", "k_weight")
         return dataclasses.replace(value, **{name: wide(getattr(value, name)) for name in names})
@@ -155,15 +144,6 @@ def gated_bwd(i, o):
         yield o.y, activation_fwd(i.act, i.gate, i.up, i.mask)
 
 
-def quantize_int8(i, o):
-    exact = formats.quantize(o.x, o.storage.stored, o.storage.uniform)
-    yield from zip(o.parts, exact, strict=True)
-
-
-def dequantize_int8(i, o):
-    yield o.y, i.x
-
-
 def rotary_fwd(i, o):
     if i.back:
         yield o.y, rotary.rotary_bwd(i.x, None, i.call, (True, False, False), False)[0]
@@ -181,12 +161,6 @@ def rounded(o, x):
     return x.to(o.y.dtype).double()
 
 
-def codes(o, quantized, pre):
-    """The bits of what the same product keeps as it is."""
-    call, parts = quantized
-    yield from zip(parts, formats.quantize(pre, call.stored, call.uniform), strict=True)
-
-
 def linear(i, o):
     x = i.x
     if i.norm is not None:
@@ -197,13 +171,6 @@ def linear(i, o):
         yield o.pre, pre
     y = pre if i.act is None else activation_fwd(i.act, None, rounded(o, pre), None)
     yield o.y, residual_add(y, torch.zeros_like(y) if i.residual is None else i.residual, i.mask)
-    if o.quantized is not None:
-        kept = o.pre
-        if kept is None:
-            kept = torch.empty_like(o.y)
-            given = vars(o) | {"quantized": None, "pre": kept, "y": torch.empty_like(o.y)}
-            products.linear_fwd(**given).run()
-        yield from codes(o, o.quantized, kept)
 
 
 def gated_mlp_fwd(i, o):
@@ -213,12 +180,6 @@ def gated_mlp_fwd(i, o):
     for kept, pre in zip(o.pres, pres, strict=True):
         if kept is not None:
             yield kept, pre
-    if any(o.quantized):
-        kept = tuple(torch.empty_like(o.y) for _ in "gu")
-        given = {"quantized": (None, None), "pres": kept, "y": torch.empty_like(o.y)}
-        products.gated_mlp_fwd(**vars(o) | given).run()
-        for quantized, pre in zip(o.quantized, kept, strict=True):
-            yield from codes(o, quantized, pre)
 
 
 def linear_act_bwd(i, o):
@@ -264,7 +225,6 @@ EXACT = {
     pointwise.dropout_add_fwd: dropout_add_fwd, pointwise.act_bwd: act_bwd,
     pointwise.site_keys: site_keys,
     pointwise.gated_fwd: gated_fwd, pointwise.gated_bwd: gated_bwd,
-    storage.quantize_int8: quantize_int8, storage.dequantize_int8: dequantize_int8,
     rotaries.rotary_fwd: rotary_fwd, rotaries.rotary_norm_bwd: rotary_norm_bwd,
     products.linear_fwd: linear, products.gated_mlp_fwd: gated_mlp_fwd,
     products.linear_act_bwd: linear_act_bwd, products.mlp_bwd: mlp_bwd,

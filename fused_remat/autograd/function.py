@@ -32,8 +32,7 @@ from fused_remat.execution import executor
 from fused_remat.execution.observe import OBSERVERS, BlockRun, Functions, is_observed
 from fused_remat.execution.prepare import BlockConfig, Execution
 from fused_remat.graph.graph import Graph
-from fused_remat.graph.quantized import in_formats
-from fused_remat.policies import ALL_PRESETS, Policy, kept_names
+from fused_remat.policies import EXACT_PRESETS, Policy, kept_names
 from fused_remat.steps.collective import in_context_parallel
 from fused_remat.steps.operations import warn
 
@@ -199,7 +198,6 @@ def run_block(
             "(grad, vjp, jacrev, vmap); use plain PyTorch operations there, or torch.autograd"
         )
     kept = _resolve(graph, policy)
-    graph = kept.graph
     # A wrapper that outlived its transform (torch.func) is the tensor that it wraps.
     given = [None if (t := tensors.get(n)) is None else _unwrapped(t) for n in graph.tensors]
     x = given[0]
@@ -286,13 +284,11 @@ class Kept(NamedTuple):
     """A policy, resolved for a graph.
 
     Attributes:
-        graph: with the steps that quantize what the policy keeps in a storage format.
         save: the names that the policy keeps.
         offload: of them and of the inputs, names that are copied to the host until backward.
         segment: the block's place in a segment; None outside of any.
     """
 
-    graph: Graph
     save: frozenset[str]
     offload: frozenset[str]
     segment: str | None
@@ -300,8 +296,8 @@ class Kept(NamedTuple):
 
 def _resolve(graph: Graph, policy: str | Policy) -> Kept:
     row: Collection[str] | None = None
-    if isinstance(policy, str) and policy in ALL_PRESETS:  # a table that may change
-        row = ALL_PRESETS[policy].get(graph.kind)
+    if isinstance(policy, str) and policy in EXACT_PRESETS:  # a table that may change
+        row = EXACT_PRESETS[policy].get(graph.kind)
     elif not isinstance(policy, Policy):
         kept_names(policy, graph)  # which raises
     return _resolved(graph, policy, None if row is None else frozenset(row))
@@ -311,10 +307,9 @@ def _resolve(graph: Graph, policy: str | Policy) -> Kept:
 def _resolved(graph: Graph, policy: str | Policy, row: frozenset[str] | None) -> Kept:
     """`_resolve`, cached; `row`: of a table that may change, so another row is another call."""
     save = kept_names(policy, graph)
-    graph = in_formats(graph, save)
     if isinstance(policy, str):
-        return Kept(graph, save, frozenset(), None)
-    return Kept(graph, save, policy.offload, policy.segment)
+        return Kept(save, frozenset(), None)
+    return Kept(save, policy.offload, policy.segment)
 
 
 @functools.lru_cache(maxsize=4096)

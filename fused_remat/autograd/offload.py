@@ -31,8 +31,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fused_remat.policies import is_offloaded
-
 #: How many blocks back the one whose backward is next is looked for.
 _LOOK_BACK = 256
 
@@ -305,7 +303,7 @@ def move(
     found: dict[int, Tensor] = {
         i: t
         for i, (name, t) in enumerate(zip(names, saves, strict=True))
-        if t is not None and is_offloaded(name, offload) and _is_movable(t)
+        if t is not None and name in offload and _is_movable(t)
     }
     if not found or _task() != -1 or in_checkpoint():
         return None, saves
@@ -352,14 +350,14 @@ def moved_names(
 ) -> frozenset[str]:
     """Those of `names` that operators return on the host.
 
-    >>> moved_names({"qkv"}, ["input", "qkv:int8"], torch.device("cuda"))
-    frozenset({'qkv:int8'})
-    >>> moved_names({"qkv"}, ["input", "qkv:int8"], torch.device("cpu"))
+    >>> moved_names({"qkv"}, ["input", "qkv"], torch.device("cuda"))
+    frozenset({'qkv'})
+    >>> moved_names({"qkv"}, ["input", "qkv"], torch.device("cpu"))
     frozenset()
     """
     if not offload or transfer_for(device) is None:
         return frozenset()
-    return frozenset(name for name in names if is_offloaded(name, offload))
+    return frozenset(names).intersection(offload)
 
 
 def start_out(tensors: list[Tensor]) -> tuple[list[Tensor], InFlight]:

@@ -32,7 +32,6 @@ from fused_remat.autograd.replay_check import check_unchanged
 from fused_remat.execution import executor
 from fused_remat.execution.prepare import BlockConfig, Execution, prepare
 from fused_remat.graph.graph import Graph, sizes
-from fused_remat.graph.quantized import in_formats
 from fused_remat.graph.schedule import Schedule, schedule
 from fused_remat.graph.text import graph_of
 from fused_remat.policies import Policy, kept_names
@@ -72,7 +71,7 @@ def run(
         # may drop what it is given: nothing is offloaded there.
         names = tuple(policy.save) if policy.segment is None else ()
         offload = tuple(policy.offload) if compiling else ()
-    text = _text_with_formats(graph.text, names)
+    text = graph.text
     given = {name: t for name, t in tensors.items() if t is not None}
     needs_grad = [name for name, t in given.items() if torch.is_grad_enabled() and t.requires_grad]
     if "seed" not in given and _draws_seed(text, compiling and bool(needs_grad)):
@@ -211,17 +210,7 @@ def _registered(text: str) -> str:
     return kind
 
 
-def _text_with_formats(text: str, policy: str | tuple[str, ...]) -> str:
-    """The text of the graph that keeps what `policy` names, in its storage formats.
-
-    Raises: ValueError, TypeError for a policy that does not fit the block.
-    """
-    graph = graph_of(text)
-    what = policy if isinstance(policy, str) else Policy(save=policy)
-    return in_formats(graph, kept_names(what, graph)).text
-
-
-for _constant in (_serialize_call, _draws_seed, _text_with_formats, _registered):
+for _constant in (_serialize_call, _draws_seed, _registered):
     vars(_constant)["_dynamo_marked_constant"] = True
 
 

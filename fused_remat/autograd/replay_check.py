@@ -145,12 +145,8 @@ class Record:
         """
         execution = frame.owner.execution
         assert isinstance(execution, Execution)
-        inexact = execution.plan.inexact
         for piece, value in _made(step, frame):
-            # A segment's first run quantizes nothing: there the activation itself is compared.
-            first = step.node is not None and step.node.quantizes and piece not in self._pieces
-            if piece.name not in inexact and not first:
-                self._compare(piece.name, self._pieces[piece], value, ("forward", "rebuilt"), piece)
+            self._compare(piece.name, self._pieces[piece], value, ("forward", "rebuilt"), piece)
 
     def compare_given(self, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Compare the tensors of the call that backward reads again; returns all of them.

@@ -32,7 +32,7 @@ COMMANDS = ("doctor", "report", "plan", "scale")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command that the first argument names; returns the exit status.
+    """Run the command that the first argument names, and return the exit status.
 
     0: done. 1: no plan within the budget, nothing that fits, out of memory, or a wrong result in
     `doctor`. 2: a wrong command line, or an error in the user's function. Errors are printed to
@@ -43,8 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ...
     0
     """
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    name = given[0] if given else ""
+    name, *rest = list(sys.argv[1:] if arguments is None else arguments) or [""]
     if name in ("-h", "--help"):
         print(_USAGE)
         return 0
@@ -58,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{_USAGE}\n\nerror: {what}; valid: {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
     try:
-        return _run(name, given[1:])
+        return _run(name, rest)
     except CommandError as error:
         if sys.flags.dev_mode and error.status == 2:
             raise

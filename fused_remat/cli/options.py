@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import os
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from fused_remat.planner import Plan
+from fused_remat.report import MemoryReport
 from fused_remat.report.units import bytes_of
 from fused_remat.scale.memory import OPTIMIZERS
 
@@ -18,7 +18,6 @@ DTYPES = {
     "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32,
     "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32,
 }  # fmt: skip
-_PICTURES = (".png", ".svg", ".pdf")
 
 
 class CommandError(Exception):
@@ -34,7 +33,7 @@ class NothingFits(CommandError):
 
 
 def new_parser(command: str, description: str, epilog: str) -> argparse.ArgumentParser:
-    """The parser of a command, whose epilog keeps its line breaks."""
+    """Return the parser of a command, whose epilog keeps its line breaks."""
     return argparse.ArgumentParser(
         prog=f"python -m fused_remat {command}",
         description=description,
@@ -44,7 +43,7 @@ def new_parser(command: str, description: str, epilog: str) -> argparse.Argument
 
 
 def add_sizes(group: Any, batch: str = "sequences in a step") -> None:
-    """--batch, which `batch` describes, and --seq."""
+    """Add --batch, which `batch` describes, and --seq."""
     group.add_argument("--batch", type=int, help=f"{batch} (default: 1)")
     group.add_argument(
         "--seq", type=int, help="tokens per sequence (default: the model's usual length)"
@@ -52,15 +51,37 @@ def add_sizes(group: Any, batch: str = "sequences in a step") -> None:
 
 
 def add_dtype(group: Any, option: str, what: str, default: str | None, shown: str) -> None:
-    """--dtype, or an option like it; `shown` describes the default."""
+    """Add --dtype, or an option like it; `shown` describes the default."""
     group.add_argument(
         option, choices=DTYPES, default=default, metavar="DTYPE",
         help=f"dtype of {what}: {', '.join(DTYPES)} (default: {shown})",
     )  # fmt: skip
 
 
+def add_training(group: Any) -> None:
+    """Add --optimizer and --accumulate-gradients."""
+    group.add_argument(
+        "--optimizer", choices=OPTIMIZERS, default="adamw",
+        help="optimizer whose state takes memory (default: adamw)",
+    )  # fmt: skip
+    group.add_argument(
+        "--accumulate-gradients", dest="accumulates", action="store_true",
+        help="gradients are accumulated across steps, so they stay in memory",
+    )  # fmt: skip
+
+
+def add_outputs(parser: argparse.ArgumentParser) -> None:
+    """Add --json and --plot."""
+    group = parser.add_argument_group("files to write")
+    group.add_argument("--json", type=Path, metavar="PATH", help="write the result as JSON")
+    group.add_argument("--plot", type=Path, metavar="PATH", help="draw a .png, .svg or .pdf")
+
+
 def memory_of(option: str, text: str, device: torch.device | str = "cpu") -> int:
-    """The bytes that an option gives as text. Raises: CommandError if it cannot be read."""
+    """Return the bytes that the text of an option means.
+
+    Raises: CommandError if it cannot be read.
+    """
     try:
         return bytes_of(text, device)
     except (ValueError, NotImplementedError) as error:
@@ -68,67 +89,29 @@ def memory_of(option: str, text: str, device: torch.device | str = "cpu") -> int
 
 
 def check_sizes(args: argparse.Namespace, *names: str) -> None:
-    """Raises: CommandError if one of these options is given and not positive."""
+    """Raise a CommandError if one of these options has a value that is not positive."""
     for name in names:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise CommandError(f"--{name} must be at least 1, got {value}")
 
 
-def add_training(group: Any) -> None:
-    """--optimizer and --accumulate-gradients."""
-    group.add_argument(
-        "--optimizer", choices=OPTIMIZERS, default="adamw",
-        help="optimizer whose state takes memory (default: adamw)",
-    )  # fmt: skip
-    group.add_argument(
-        "--accumulate-gradients", "--accumulates", dest="accumulates", action="store_true",
-        help="gradients are accumulated across steps, so they stay in memory",
-    )  # fmt: skip
-
-
-class Written(Protocol):
-    """A plan or a report."""
-
-    def to_json(self, path: str | Path | None = None) -> str: ...
-
-    def plot(self, path: str | Path) -> None: ...
-
-
-def add_outputs(parser: argparse.ArgumentParser) -> None:
-    """--json and --plot."""
-    group = parser.add_argument_group("files to write")
-    group.add_argument("--json", type=Path, metavar="PATH", help="write the result as JSON")
-    group.add_argument("--plot", type=Path, metavar="PATH", help="draw a .png, .svg or .pdf")
-
-
 def check_outputs(args: argparse.Namespace) -> None:
-    """Raises: CommandError if a file cannot be written; called before anything is measured."""
+    """Raise a CommandError if a file cannot be written; called before anything is measured."""
     for path in filter(None, (args.json, args.plot)):
         if not path.parent.is_dir():
             raise CommandError(f"cannot write {str(path)!r}: no folder {str(path.parent)!r}")
-        if path.is_dir():
-            raise CommandError(f"cannot write {str(path)!r}: it is a folder")
-        if not os.access(path if path.exists() else path.parent, os.W_OK):
-            raise CommandError(f"cannot write {str(path)!r}: permission denied")
-    if args.plot is None:
-        return
-    if args.plot.suffix.lower() not in _PICTURES:
-        raise CommandError(f"--plot writes {', '.join(_PICTURES)} files, got {str(args.plot)!r}")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise CommandError('--plot needs matplotlib: pip install "fused-remat[bench]"')
 
 
-def write_outputs(args: argparse.Namespace, found: Written) -> None:
+def write_outputs(args: argparse.Namespace, result: Plan | MemoryReport) -> None:
     """Write the requested files and print their names.
 
-    Raises: CommandError if that fails.
+    Raises: CommandError without matplotlib, or for a picture of an unknown kind.
     """
-    for path, write in ((args.json, found.to_json), (args.plot, found.plot)):
-        if path is None:
-            continue
-        try:
-            write(path)
-        except OSError as error:
-            raise CommandError(f"cannot write {str(path)!r}: {error}") from error
-        print(f"wrote {path}")
+    for path, write in ((args.json, result.to_json), (args.plot, result.plot)):
+        if path is not None:
+            try:
+                write(path)
+            except (OSError, ImportError, ValueError) as error:
+                raise CommandError(f"cannot write {str(path)!r}: {error}") from error
+            print(f"wrote {path}")

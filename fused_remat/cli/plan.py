@@ -35,7 +35,6 @@ examples:
   python -m fused_remat plan smollm-135m --layers 4 --seq 256
   python -m fused_remat plan vit-l --layers 2 --batch 2 --accumulate-gradients --budget 490MiB
   python -m fused_remat plan llama3-8b --device cuda --batch 4 --budget 70GiB --optimizer sgd
-  python -m fused_remat plan smollm-135m --layers 4 --seq 256 --lossy
   python -m fused_remat plan mine:training_step --budget 80% --json plan.json --plot plan.png
 
 To apply the plan in plan.json:
@@ -59,7 +58,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--costs", choices=("measured", "analytic"), default="measured", help=costs)
     add_training(group)
     flag("--no-segments", help="exclude segments, in which several layers keep a single input")
-    flag("--lossy", help="allow 8-bit storage of some activations, which rounds gradients")
     flag("--offload", help="allow some activations to wait in the host's memory (CUDA only)")
     flag("--compare", help="also compare all methods at this budget")
     flag("--frontier", help="also print the fastest step for each peak (always without --budget)")
@@ -89,7 +87,6 @@ def main(arguments: Sequence[str]) -> int:
             loss=found.loss,
             accumulates=args.accumulates,
             segments=not args.no_segments,
-            lossy=args.lossy,
             offload=args.offload,
             **found.kwargs,
         )
@@ -110,7 +107,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def optimizer_of(name: str, model: nn.Module) -> Optimizer | None:
-    """An optimizer of the model's parameters with PyTorch's defaults."""
+    """Return an optimizer of the model's parameters with PyTorch's defaults."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     if name == "none" or not parameters:
         return None
@@ -118,24 +115,25 @@ def optimizer_of(name: str, model: nn.Module) -> Optimizer | None:
 
 
 def comparison(measured: Plan, budget: int | None) -> str:
-    """A table with a row for every method: its plan at a budget, or the least budget it needs."""
-    rows = [["method", "peak", "kept", "step", ""]]
+    """Return a table of every method: its plan at a budget, or the least budget it needs."""
+    table = [["method", "peak", "kept", "step", ""]]
     for method in METHODS:
         try:
-            made = measured.within(budget, method)
+            planned = measured.within(budget, method)
         except BudgetError as error:
             needs = f": needs {human(error.least)}" if error.least > error.budget else ""
-            rows.append([method, "–", "–", "–", f"no plan within the budget{needs}"])
+            table.append([method, "–", "–", "–", f"no plan within the budget{needs}"])
         else:
-            rows.append([method, *_cells(made.peak_bytes, made.kept_bytes, made.seconds), ""])
-    return "\n".join(aligned(rows))
+            cells = _cells(planned.peak_bytes, planned.kept_bytes, planned.seconds)
+            table.append([method, *cells, ""])
+    return "\n".join(aligned(table))
 
 
 def frontier(measured: Plan) -> str:
-    """A table with a row for every point of the frontier: the fastest step within a peak."""
-    rows = [["frontier", "peak", "kept", "step"]]
-    rows += [["", *_cells(p.peak_bytes, p.kept_bytes, p.seconds)] for p in measured.frontier]
-    return "\n".join(aligned(rows))
+    """Return a table of the frontier: the fastest step within each peak."""
+    table = [["frontier", "peak", "kept", "step"]]
+    table += [["", *_cells(p.peak_bytes, p.kept_bytes, p.seconds)] for p in measured.frontier]
+    return "\n".join(aligned(table))
 
 
 def _cells(peak: int, kept: int, seconds: float) -> list[str]:

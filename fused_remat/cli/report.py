@@ -16,9 +16,8 @@ from fused_remat.cli.options import (
     write_outputs,
 )
 from fused_remat.convert import convert, set_policy
-from fused_remat.formats import FORMATS
 from fused_remat.layers import FusedLayer
-from fused_remat.policies import ALL_PRESETS, EXACT_PRESETS, LOSSY_PRESETS, Policy
+from fused_remat.policies import EXACT_PRESETS, Policy
 from fused_remat.report import memory_report
 
 _DESCRIPTION = """\
@@ -30,16 +29,15 @@ examples:
   python -m fused_remat report gpt2 --layers 2 --seq 256
   python -m fused_remat report gpt2 --layers 2 --seq 256 --stock
   python -m fused_remat report smollm-135m --layers 2 --seq 256 --policy names:attn,rotated
-  python -m fused_remat report gpt2 --layers 2 --seq 256 --policy names:attn,qkv:int8
   python -m fused_remat report mine:training_step --batch 4 --policy lean --plot memory.png
 """
 
 
 def policy_of(text: str) -> str | Policy:
-    """Read a policy: a preset, or "names:" and comma-separated names, which may have formats.
+    """Read a policy: a preset, or "names:" and comma-separated names.
 
-    >>> policy_of("lean"), sorted(policy_of("names:attn,qkv:int8").save)
-    ('lean', ['attn', 'qkv:int8'])
+    >>> policy_of("lean"), policy_of("names:attn")
+    ('lean', Policy(save={'attn'}))
     """
     if text.startswith("names:"):
         names = text.removeprefix("names:").split(",")
@@ -47,9 +45,9 @@ def policy_of(text: str) -> str | Policy:
             return Policy(save={name.strip() for name in names if name.strip()})
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from error
-    if text not in ALL_PRESETS:
+    if text not in EXACT_PRESETS:
         raise argparse.ArgumentTypeError(
-            f"unknown policy {text!r}; valid: {', '.join(ALL_PRESETS)}, or names:attn,qkv:int8"
+            f"unknown policy {text!r}; valid: {', '.join(EXACT_PRESETS)}, or names:attn,qkv"
         )
     return text
 
@@ -61,9 +59,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     group = parser.add_argument_group("what the layers keep")
     either = group.add_mutually_exclusive_group()
     policies = (
-        f"{', '.join(EXACT_PRESETS)}; with 8-bit storage: {', '.join(LOSSY_PRESETS)}; or names: "
-        f"names:attn,qkv:int8 (formats: {', '.join(FORMATS)}). Default: full; layers that are "
-        "fused already keep their policies"
+        f"{', '.join(EXACT_PRESETS)}, or names:attn,qkv. Default: full; layers that are fused "
+        "already keep their policies"
     )
     either.add_argument("--policy", type=policy_of, metavar="POLICY", help=policies)
     stock = "use plain PyTorch layers; leave the model of a function as it is"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,13 +23,12 @@ from fused_remat.cli.options import (
     memory_of,
     new_parser,
 )
-from fused_remat.policies import ALL_PRESETS, EXACT_PRESETS
+from fused_remat.policies import EXACT_PRESETS
 from fused_remat.report.units import aligned, device_memory, human, milliseconds
 from fused_remat.scale.costs import (
     FILE_KEYS,
     HARDWARE,
     Costs,
-    Figure,
     of_file,
     of_this_machine,
     rate_text,
@@ -42,9 +40,8 @@ from fused_remat.scale.estimate import (
     estimate,
     largest_batch,
     largest_seq,
-    smallest_mesh,
 )
-from fused_remat.scale.layout import Layout, Mesh, mesh_of, padded
+from fused_remat.scale.layout import Layout, mesh_of, padded
 from fused_remat.scale.memory import Setup
 from fused_remat.scale.shapes import LARGE, MODELS
 
@@ -57,20 +54,12 @@ _EXAMPLES = """
 examples:
   python -m fused_remat scale --model llama3-70b --mesh 8x8 --batch 2
   python -m fused_remat scale --model llama3-405b --mesh 64x8 --batch 2 --policy lean
-  python -m fused_remat scale --model llama3-8b --mesh 8 --batch 4 --hardware h200 --fewest-devices
+  python -m fused_remat scale --model llama3-8b --mesh 8 --batch 4 --hardware h200
   python -m fused_remat scale --model gpt3-175b --mesh 32x8 --seq 2048 --batch 8 --json
 
 No model is allocated or run. The exit status is 1 if no policy fits.
 """
 _LANGUAGE = {n: m for n, m in (MODELS | LARGE).items() if m.causal and m.vocab}
-#: Options for rates, with the keys of a costs file that they override.
-_RATES = {
-    "peak_tflops": ("peak_tflops", "TFLOP/s that the maker states; MFU is relative to it"),
-    "tflops": ("products_tflops", "TFLOP/s of large products and of attention"),
-    "bandwidth": ("bandwidth_GBps", "GB/s of a device's memory"),
-    "link_GBps": ("link_GBps", "GB/s that a device sends within its node"),
-    "network_GBps": ("network_GBps", "GB/s that a device sends to other nodes"),
-}
 
 
 @dataclass(frozen=True)
@@ -80,25 +69,11 @@ class Limits:
     Attributes:
         batches: the largest batch of every policy.
         policy, seq: the policy with the largest batch, and the longest sequence with it.
-        searched: whether the smallest mesh was searched.
-        smallest: the smallest mesh and its policy; None if nothing fits.
     """
 
     batches: Mapping[str, int]
     policy: str
     seq: int
-    searched: bool
-    smallest: tuple[Mesh, str] | None
-
-
-def _positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0.0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected a positive number, got {text!r}")
-    return value
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -113,7 +88,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add_sizes(group, "sequences per data-parallel rank in a step")
     divide = "divide the residual stream by tokens among tensor-parallel ranks (default: yes)"
     add("--sequence-parallel", action=argparse.BooleanOptionalAction, default=True, help=divide)
-    add("--policy", default="all", help=f"all (default), or one of {', '.join(ALL_PRESETS)}")
+    add("--policy", default="all", help=f"all (default), or one of {', '.join(EXACT_PRESETS)}")
     hosted = "names to keep in the host's memory, such as attn,mid"
     add("--offload", default="", metavar="NAMES", help=hosted)
     logits = "compute logits block by block, or all at once (default: fused)"
@@ -126,15 +101,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     device = "kind of device; here: this machine, measured now (default: h100)"
     add("--hardware", choices=(*HARDWARE, "here"), default="h100", help=device)
     add("--device-memory", help="memory of a device, such as 80GiB (default: the hardware's)")
-    rates = f"a result of `bench kernels` with rates, or JSON with {', '.join(FILE_KEYS)}"
+    rates = f"JSON with rates: {', '.join(FILE_KEYS)}"
     add("--costs", type=Path, metavar="FILE", help=rates)
-    for option, (_, what) in _RATES.items():
-        add(f"--{option.replace('_', '-')}", type=_positive, help=what)
     group = parser.add_argument_group("output")
-    flag = functools.partial(group.add_argument, action="store_true")
-    fewest = "also find the smallest mesh on which the model fits"
-    flag("--fewest-devices", "--devices", dest="devices", help=fewest)
-    flag("--json", help="print JSON")
+    group.add_argument("--json", action="store_true", help="print JSON")
     return parser.parse_args(arguments)
 
 
@@ -155,7 +125,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def printed(args: argparse.Namespace) -> Iterator[str]:
-    """The lines that the command prints without --json. Raises: as `main`."""
+    """Yield the lines that the command prints without --json. Raises: as `main`."""
     return lines(*_estimated(args))
 
 
@@ -164,7 +134,7 @@ def _estimated(args: argparse.Namespace) -> tuple[Estimate, Limits]:
         setup, costs = _setup(args), _costs(args)
         policies = _policies(args.policy)
         found = estimate(setup, costs, _memory(args, costs), policies)
-        return found, _limits(found, policies, args.devices)
+        return found, _limits(found, policies)
     except ValueError as error:
         raise CommandError(str(error)) from error
 
@@ -185,8 +155,8 @@ def _setup(args: argparse.Namespace) -> Setup:
 def _policies(text: str) -> tuple[str, ...]:
     if text == "all":
         return tuple(EXACT_PRESETS)
-    if text not in ALL_PRESETS:
-        raise CommandError(f"--policy is all or one of {', '.join(ALL_PRESETS)}, got {text!r}")
+    if text not in EXACT_PRESETS:
+        raise CommandError(f"--policy is all or one of {', '.join(EXACT_PRESETS)}, got {text!r}")
     return (text,)
 
 
@@ -200,19 +170,12 @@ def _costs(args: argparse.Namespace) -> Costs:
             costs = of_file(args.costs, costs)
         except OSError as error:
             raise CommandError(f"--costs: cannot read the file: {error}") from error
-    given = {}
-    for option, (key, _) in _RATES.items():
-        value = getattr(args, option)
-        if value is not None:
-            name, unit = FILE_KEYS[key]
-            given[name] = Figure(value * unit, f"--{option.replace('_', '-')}")
-    single = DTYPES[args.dtype] is torch.float32
-    if single and costs.name in HARDWARE and "products" not in given:
+    if DTYPES[args.dtype] is torch.float32 and costs.name in HARDWARE:
         raise CommandError(
-            f"the rate of float32 products on {costs.name} is unknown; give --tflops and "
-            "--peak-tflops"
+            f"the rate of float32 products on {costs.name} is unknown; give --costs FILE with "
+            "products_tflops and peak_tflops"
         )
-    return costs.with_figures(given)
+    return costs
 
 
 def _memory(args: argparse.Namespace, costs: Costs) -> int:
@@ -221,7 +184,7 @@ def _memory(args: argparse.Namespace, costs: Costs) -> int:
     return device_memory("cpu") if args.hardware == "here" else int(costs.memory.value)
 
 
-def _limits(found: Estimate, policies: tuple[str, ...], devices: bool) -> Limits:
+def _limits(found: Estimate, policies: tuple[str, ...]) -> Limits:
     setup, costs, memory = found.setup, found.costs, found.memory
     names = [name for name in found.rows if name != PLANNER]
     batches = {name: largest_batch(setup, costs, memory, name) for name in names}
@@ -229,43 +192,34 @@ def _limits(found: Estimate, policies: tuple[str, ...], devices: bool) -> Limits
     stream = setup.layout.stream
     multiple = stream if 1024 % stream else 1024
     longest = largest_seq(setup, costs, memory, best, multiple)
-    smallest = smallest_mesh(setup, costs, memory, policies) if devices else None
-    return Limits(batches, best, longest, devices, smallest)
+    return Limits(batches, best, longest)
 
 
 def as_data(found: Estimate, limits: Limits) -> dict[str, Any]:
-    """Everything that is printed, as plain data in bytes and seconds."""
+    """Return everything that is printed, as plain data in bytes and seconds."""
     setup = found.setup
     rows = {
         name: dataclasses.asdict(row)
-        | {
-            "peak": row.peak,
-            "fits": found.fits(name),
-            "step": row.step,
-            "tokens_per_second": found.tokens_per_second(name),
-            "mfu": found.mfu(name),
-            "largest_batch": limits.batches.get(name),
-        }
+        | {"peak": row.peak, "fits": found.fits(name), "step": row.step, "mfu": found.mfu(name)}
+        | {"tokens_per_second": found.tokens_per_second(name)}
+        | {"largest_batch": limits.batches.get(name)}
         for name, row in found.rows.items()
     }
-    mesh, smallest = setup.layout.mesh, limits.smallest
     return {
         "model": setup.model.name,
         "parameters": setup.parameters.count(),
-        "mesh": {"data": mesh.data, "tensor": mesh.tensor, "sequence": setup.layout.sequence},
+        "layout": dataclasses.asdict(setup.layout),
         "batch": setup.batch,
         "seq": setup.seq,
         "device_memory": found.memory,
         "rows": rows,
         "largest_seq": {"policy": limits.policy, "seq": limits.seq},
-        "smallest_mesh": smallest and {"mesh": str(smallest[0]), "policy": smallest[1]},
-        "hardware": found.costs.name,
-        "costs": {name: dataclasses.asdict(figure) for name, figure in found.costs.figures.items()},
+        "costs": dataclasses.asdict(found.costs),
     }
 
 
 def lines(found: Estimate, limits: Limits) -> Iterator[str]:
-    """The lines to print."""
+    """Yield the lines to print."""
     yield from _head(found.setup, found)
     yield ""
     yield from aligned(list(_table(found, limits)))
@@ -278,12 +232,8 @@ def lines(found: Estimate, limits: Limits) -> Iterator[str]:
         f"{limits.seq} tokens, with policy {limits.policy!r}" if limits.seq else "nothing fits"
     )
     yield f"longest sequence that fits at batch {found.setup.batch}: {longest}"
-    if limits.searched:
-        smallest = limits.smallest
-        shown = f"{smallest[0]}, with policy {smallest[1]!r}" if smallest else "nothing fits"
-        yield f"smallest mesh on which it fits, with the same batch per data-parallel rank: {shown}"
     yield ""
-    presets = [preset for preset in found.rows if preset in ALL_PRESETS]
+    presets = [preset for preset in found.rows if preset in EXACT_PRESETS]
     yield from _parts(found, PLANNER if PLANNER in found.rows and len(presets) > 1 else presets[0])
     yield "\nrates"
     for what, figure in found.costs.figures.items():
@@ -292,7 +242,7 @@ def lines(found: Estimate, limits: Limits) -> Iterator[str]:
 
 
 def _head(setup: Setup, found: Estimate) -> Iterator[str]:
-    """The model, the mesh and the step."""
+    """Yield lines on the model, the mesh and the step."""
     mesh, names = setup.layout.mesh, {dtype: name for name, dtype in reversed(DTYPES.items())}
     divided = ", residual stream divided by tokens" if setup.layout.stream > 1 else ""
     yield (
@@ -311,7 +261,7 @@ def _head(setup: Setup, found: Estimate) -> Iterator[str]:
 
 
 def _table(found: Estimate, limits: Limits) -> Iterator[list[str]]:
-    """The table with a row for every policy."""
+    """Yield the entries of the table: a line for every policy."""
     hosts = ["on the host"] if found.setup.offload else []
     yield ["policy", "kept", *hosts, "peak", "fits", "batch", "rebuilt", "collectives", "step",
            "tokens/s", "MFU"]  # fmt: skip

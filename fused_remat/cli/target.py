@@ -25,10 +25,8 @@ from fused_remat.report.units import device_memory, human
 from fused_remat.scale.models import build
 from fused_remat.scale.shapes import MODELS, Model
 
-#: Parameters that a user's function may have.
-_PARAMETERS = ("batch", "seq", "device", "dtype")
-#: Where files lie that the user did not write.
-_NOT_THE_USERS = (
+#: Folders of files that the user did not write.
+_OTHERS = (
     "<frozen ",
     str(Path(__file__).parents[1]),
     str(Path(torch.__file__).parent),
@@ -65,12 +63,7 @@ python -X dev -m fused_remat ... shows the traceback of an error.
 
 @dataclass(frozen=True)
 class Target:
-    """A model with the inputs of a training step.
-
-    Attributes:
-        title: one line that describes it.
-        loss: function of the model's output; None for the sum.
-    """
+    """A model with the inputs of a training step, and the loss; None for the sum of the output."""
 
     title: str
     model: nn.Module
@@ -80,7 +73,7 @@ class Target:
 
 
 def add_target(parser: argparse.ArgumentParser) -> None:
-    """TARGET and its options."""
+    """Add TARGET and its options."""
     parser.add_argument("target", metavar="TARGET", help="a model; see below")
     group = parser.add_argument_group("options of the model")
     add_sizes(group)
@@ -92,7 +85,7 @@ def add_target(parser: argparse.ArgumentParser) -> None:
 
 
 def load(args: argparse.Namespace, stock: bool = False) -> Target:
-    """The target that the arguments describe; `stock`: a built-in model has plain PyTorch layers.
+    """Return the target that the arguments describe; `stock`: built-in models have plain layers.
 
     Raises: CommandError for a wrong option or function.
     """
@@ -103,7 +96,7 @@ def load(args: argparse.Namespace, stock: bool = False) -> Target:
         raise CommandError(
             f"TARGET is {', '.join(MODELS)}, or module:function; got {args.target!r}"
         )
-    return _users(args)
+    return _own(args)
 
 
 @contextlib.contextmanager
@@ -118,19 +111,13 @@ def user_errors(what: str) -> Iterator[None]:
         raise
     except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)
-        theirs = [f for f in frames if not f.filename.startswith(_NOT_THE_USERS)]
-        where = (
-            f" ({os.path.relpath(theirs[-1].filename)}, line {theirs[-1].lineno})" if theirs else ""
-        )
-        message = f"{what}: {type(error).__name__}: {error}{where}"
-        raise CommandError(message) from error
+        own = [frame for frame in frames if not frame.filename.startswith(_OTHERS)]
+        at = f" ({os.path.relpath(own[-1].filename)}, line {own[-1].lineno})" if own else ""
+        raise CommandError(f"{what}: {type(error).__name__}: {error}{at}") from error
 
 
 def _device_and_dtype(args: argparse.Namespace) -> tuple[torch.device, torch.dtype]:
-    """The requested device and dtype, or the defaults.
-
-    Raises: CommandError for a device of another kind, or one that this machine does not have.
-    """
+    """Return the requested device and dtype, or the defaults."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     name = args.device or ("cuda" if count else "cpu")
     if not re.fullmatch(r"(cpu|cuda)(:\d+)?", name):
@@ -146,19 +133,19 @@ def _built_in(args: argparse.Namespace, stock: bool) -> Target:
     device, dtype = _device_and_dtype(args)
     if not 0.0 <= dropout < 1.0:
         raise CommandError(f"--dropout must be in [0, 1), got {dropout}")
-    batch, seq, whole = args.batch or 1, args.seq or shape.seq_len, shape.layers
-    shape = dataclasses.replace(shape, layers=args.layers or whole)
-    _check_room(shape, seq, dtype, device)
+    batch, seq, most = args.batch or 1, args.seq or shape.seq_len, shape.layers
+    shape = dataclasses.replace(shape, layers=args.layers or most)
+    _check_memory(shape, seq, dtype, device)
     torch.manual_seed(0)
     model, inputs = build(shape, batch, seq, dropout, stock, device, dtype)
-    layers = f"{shape.layers} of {whole}" if shape.layers != whole else f"{whole}"
+    layers = f"{shape.layers} of {most}" if shape.layers != most else f"{most}"
     shown = f"{str(dtype).removeprefix('torch.')} on {device}, {_parameters(model)}"
     title = f"{args.target}: {layers} layers, batch {batch}, sequence {seq}, {shown}"
     return Target(title, model, inputs, {}, None)
 
 
-def _check_room(shape: Model, seq: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Raises: CommandError if parameters and gradients do not fit; called before allocation."""
+def _check_memory(shape: Model, seq: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise a CommandError if parameters and gradients do not fit; called before allocation."""
 
     def count(layers: int) -> int:
         small = dataclasses.replace(shape, layers=layers)
@@ -166,11 +153,11 @@ def _check_room(shape: Model, seq: int, dtype: torch.dtype, device: torch.device
         return sum(p.numel() for p in model.parameters())
 
     total = count(1) + (count(2) - count(1)) * (shape.layers - 1)
-    needs, has = 2 * total * dtype.itemsize, device_memory(device)
-    if needs > has:
+    needed, memory = 2 * total * dtype.itemsize, device_memory(device)
+    if needed > memory:
         raise CommandError(
             f"{shape.name} with {shape.layers} layers has {total / 1e6:,.1f} M parameters, which "
-            f"take {human(needs)} with their gradients; {device} has {human(has)}. Use fewer "
+            f"take {human(needed)} with their gradients; {device} has {human(memory)}. Use fewer "
             "layers with --layers"
         )
 
@@ -179,94 +166,77 @@ def _parameters(model: nn.Module) -> str:
     return f"{sum(p.numel() for p in model.parameters()) / 1e6:,.1f} M parameters"
 
 
-def _users(args: argparse.Namespace) -> Target:
+def _own(args: argparse.Namespace) -> Target:
+    """Return what the user's function returns."""
     for name in ("layers", "dropout"):
         if getattr(args, name) is not None:
             raise CommandError(f"--{name} is for built-in models, not for {args.target!r}")
     function = _find(args.target)
-    given_to_it = _arguments(function, args)
+    arguments = _arguments(function, args)
     with user_errors(f"calling {args.target!r} failed"):
-        value = function(**given_to_it)
-    model, inputs, loss = _returned(args.target, value)
+        value = function(**arguments)
+    model, inputs, loss = _checked(args.target, value)
     title = f"{args.target}: {type(model).__name__}, {_parameters(model)}"
     if isinstance(inputs, Mapping):
         return Target(title, model, (), dict(inputs), loss)
-    given = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
-    return Target(title, model, given, {}, loss)
+    positional = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
+    return Target(title, model, positional, {}, loss)
 
 
 def _find(target: str) -> Callable[..., Any]:
-    """The function; its module may be in the current folder."""
+    """Return the function; its module may be in the current folder."""
     module_name, _, name = target.partition(":")
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())
     with user_errors(f"importing {module_name!r} failed"):
         module = pkgutil.resolve_name(f"{module_name}:")
-    function = getattr(module, name, None)
+    function: Callable[..., Any] | None = getattr(module, name, None)
     if not callable(function):
         known = [n for n, f in vars(module).items() if inspect.isfunction(f) and n[0] != "_"]
         raise CommandError(
             f"module {module_name!r} has no function {name!r}; "
             f"its functions: {', '.join(known) or 'none'}"
         )
-    found: Callable[..., Any] = function
-    return found
+    return function
 
 
 def _arguments(function: Callable[..., Any], args: argparse.Namespace) -> dict[str, Any]:
-    """The arguments for a user's function: those that are given, or that have no default."""
+    """Return the arguments for a user's function: those requested, or without a default."""
     with user_errors(f"cannot read the parameters of {args.target!r}"):
-        signature = inspect.signature(function)
-    parameters = {
-        name: p
-        for name, p in signature.parameters.items()
-        if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-    }
-    required = [name for name, p in parameters.items() if p.default is p.empty]
+        parameters = inspect.signature(function).parameters
     device, dtype = _device_and_dtype(args)
     values = {"batch": args.batch or 1, "seq": args.seq, "device": device, "dtype": dtype}
-    found = {}
-    for name in _PARAMETERS:
-        given = getattr(args, name) is not None
-        if given and name not in parameters:
+    requested = {name for name in values if getattr(args, name) is not None}
+    for name in requested - parameters.keys():
+        raise CommandError(f"{args.target!r} has no parameter {name!r}, so --{name} has no effect")
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    for name, parameter in parameters.items():
+        if parameter.default is not parameter.empty or parameter.kind in variadic:
+            continue
+        if values.get(name) is None:
+            how = "give --seq" if name == "seq" else f"only {', '.join(values)} can be given"
+            raise CommandError(f"{args.target!r} requires {name!r}; {how}")
+        requested.add(name)
+    return {name: values[name] for name in requested}
+
+
+def _checked(target: str, value: Any) -> tuple[nn.Module, Any, Callable[[Any], Tensor] | None]:
+    """Return (model, inputs, loss) if that is what a user's function returned."""
+    parts = (*value, None)[:3] if isinstance(value, tuple) and len(value) in (2, 3) else (value,)
+    match parts:
+        case (nn.Module() as model, Tensor() | tuple() | list() as inputs, loss):
+            pass
+        case (nn.Module() as model, Mapping() as inputs, loss) if all(
+            isinstance(name, str) for name in inputs
+        ):
+            pass
+        case _:
+            kinds = ", ".join(type(part).__name__ for part in parts)
             raise CommandError(
-                f"{args.target!r} has no parameter {name!r}, so --{name} has no effect"
+                f"{target!r} must return (model, inputs) or (model, inputs, loss): a "
+                "torch.nn.Module, then a tensor, tuple, list or dict by names of arguments, then a "
+                f"function; got ({kinds})"
             )
-        if name in required or given:
-            found[name] = values[name]
-    if "seq" in found and found["seq"] is None:
-        raise CommandError(f"parameter 'seq' of {args.target!r} has no default; give --seq")
-    unknown = [name for name in required if name not in _PARAMETERS]
-    if unknown:
-        raise CommandError(
-            f"{args.target!r} requires {', '.join(map(repr, unknown))}; only batch, seq, device "
-            "and dtype can be given"
-        )
-    return found
-
-
-def _returned(target: str, value: Any) -> tuple[nn.Module, Any, Callable[[Any], Tensor] | None]:
-    wanted = f"{target!r} must return (model, inputs) or (model, inputs, loss)"
-    if not isinstance(value, tuple) or len(value) not in (2, 3):
-        raise CommandError(f"{wanted}, got {_shown(value)}")
-    model, inputs, loss = (*value, None)[:3]
-    if not isinstance(model, nn.Module):
-        raise CommandError(f"{wanted} with a torch.nn.Module as model, got {_shown(model)}")
-    if not isinstance(inputs, (Tensor, tuple, list, Mapping)):
-        raise CommandError(
-            f"{wanted} with a tensor, tuple, list or dict as inputs, got {_shown(inputs)}"
-        )
-    if isinstance(inputs, Mapping) and not all(isinstance(name, str) for name in inputs):
-        names = ", ".join(map(repr, inputs))
-        raise CommandError(f"{wanted}; the keys of a dict of inputs must be names, got {names}")
     if loss is not None and not callable(loss):
-        raise CommandError(f"{wanted} with a function as loss, got {_shown(loss)}")
+        raise CommandError(f"the loss that {target!r} returns must be a function, got {loss!r}")
     return model, inputs, loss
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, tuple):
-        return f"a tuple of {', '.join(type(v).__name__ for v in value) or 'nothing'}"
-    kind = type(value)
-    module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
-    return f"a value of type {module}{kind.__qualname__}: {str(value)[:80]}"

@@ -59,7 +59,7 @@ class BlockConfig:
         backend: a registered name or "auto".
         seq_first: the inputs are (S, B, D) rather than (B, S, D).
         preserve_strides: the output keeps a dense input's strides; else it is contiguous.
-        offload: names, without formats, of what is copied to the host until backward.
+        offload: names of what is copied to the host until backward.
     """
 
     graph: Graph
@@ -324,7 +324,7 @@ def _fusions(
     for act in acts:
         if has_faster(ops, mlp_bwd, (act, dtype, device)):
             found.add(f"mlp_bwd {act}")
-        if has_faster(ops, mlp_up_fwd, (act, dtype, device, ())):
+        if has_faster(ops, mlp_up_fwd, (act, dtype, device)):
             found.add(f"linear_act {act}")
     norms = {(n.spec.kind, widths[n.name]) for n in graph.nodes if isinstance(n, Norm)}
     if norms and all(has_faster(ops, linear_norm_fwd, (k, dtype, device, n)) for k, n in norms):

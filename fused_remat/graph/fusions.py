@@ -15,7 +15,6 @@ from fused_remat.steps.fused import LinearNorm, MlpBackward, MlpUp
 from fused_remat.steps.linear import Linear
 from fused_remat.steps.node import Node
 from fused_remat.steps.norm import Norm
-from fused_remat.steps.storage import Quantize
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,11 +49,6 @@ def _computes(steps: Steps, name: str) -> Draft | None:
     return None
 
 
-def _quantizes(steps: Steps, name: str) -> Draft | None:
-    """The unfused step that quantizes `name`."""
-    return next((s for s in steps if s.node is not None and s.node.quantizes == name), None)
-
-
 def _alike(steps: Sequence[Draft | None]) -> bool:
     """Whether all steps compute a plain linear layer, and all layers have the same input."""
     nodes = [step.node for step in steps if step is not None and isinstance(step.node, Linear)]
@@ -74,7 +68,7 @@ def _replaced(steps: Steps, old: Sequence[Draft], node: Node, gone: Collection[s
 
 
 def linear_act(steps: Steps, fusions: Collection[str], held: Collection[str]) -> list[Draft]:
-    """compute up, compute act -> compute act; also with a gate, and with quantizing of both."""
+    """compute up, compute act -> compute act; also with a gate."""
     for step in steps:
         node = step.node
         if step.kind != "compute" or not isinstance(node, MLPActivation):
@@ -82,20 +76,17 @@ def linear_act(steps: Steps, fusions: Collection[str], held: Collection[str]) ->
         sources = [_computes(steps, name) for name in node.inputs]
         if f"linear_act {node.act}" not in fusions or not _alike(sources):
             continue
-        quantizing = [_quantizes(steps, name) for name in node.inputs]
-        old = [s for s in (*sources, *quantizing, step) if s is not None]
+        old = [s for s in (*sources, step) if s is not None]
         at = steps.index(step)
         others = {n: [u for u in _users(steps, n) if u not in old] for n in node.inputs}
         used = [name for name in node.inputs if name in held or others[name]]
         if any(steps.index(user) < at for name in used for user in others[name]):
             continue  # a product is read before the activation is computed
-        nodes = [None if s is None else s.node for s in quantizing]
         new = MlpUp(
             name=node.name,
             ups=tuple([s.node for s in sources if s is not None and isinstance(s.node, Linear)]),
             act=node,
             kept=tuple([name in used for name in node.inputs]),
-            quantizers=tuple([n if isinstance(n, Quantize) else None for n in nodes]),
         )
         steps = _replaced(steps, old, new, set(node.inputs) - set(used))
         return linear_act(steps, fusions, held)
@@ -111,14 +102,10 @@ def linear_norm(steps: Steps, fusions: Collection[str], held: Collection[str]) -
         source = _computes(steps, node.x)
         if source is None or not isinstance(source.node, Linear) or not source.node.residual:
             continue
-        quantizing = _quantizes(steps, node.x)
-        quantizer = None if quantizing is None else quantizing.node
-        if [user for user in _users(steps, node.x) if user is not quantizing][1] is not step:
+        if _users(steps, node.x)[1] is not step:
             continue  # another step reads the sum before the norm does
-        assert quantizer is None or isinstance(quantizer, Quantize)
-        new = LinearNorm(name=node.name, linear=source.node, norm=node, quantizer=quantizer)
-        old = [s for s in (source, quantizing, step) if s is not None]
-        return linear_norm(_replaced(steps, old, new, ()), fusions, held)
+        new = LinearNorm(name=node.name, linear=source.node, norm=node)
+        return linear_norm(_replaced(steps, [source, step], new, ()), fusions, held)
     return list(steps)
 
 

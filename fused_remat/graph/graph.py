@@ -26,8 +26,6 @@ class Graph:
             others may be of another length (`source`).
         text: the call of a `@block` that built it (`graph.text`); "" if none did.
         compute: the dtype of what is not in the stream (`graph.precision`); None for the input's.
-        quantized_nodes: nodes that take the places of those of their names in backward, where all
-            that they read quantized is kept (`graph.quantized`).
     """
 
     kind: str
@@ -36,12 +34,11 @@ class Graph:
     inputs: tuple[str, ...] = ("input",)
     text: str = ""
     compute: torch.dtype | None = None
-    quantized_nodes: tuple[Node, ...] = ()
 
     @functools.cached_property
     def digest(self) -> str:
         """A hash of everything that is computed: graphs that differ have different digests."""
-        what = (self.kind, self.nodes, self.params, self.inputs, self.compute, self.quantized_nodes)
+        what = (self.kind, self.nodes, self.params, self.inputs, self.compute)
         return hashlib.sha256(repr(what).encode()).hexdigest()[:16]
 
     @functools.cached_property
@@ -63,7 +60,7 @@ class Graph:
         """The activations that a policy may keep; the output, if its own backward asks for it."""
         *inner, last = self.nodes
         names = tuple(node.name for node in inner if node.keepable)
-        return names + ((last.name,) if last.name in last.backward_reads(last.inputs) else ())
+        return names + ((last.name,) if last.name in last.needs(last.inputs) else ())
 
     @functools.cached_property
     def roles(self) -> Mapping[str, tuple[str, ...]]:
@@ -115,7 +112,7 @@ class Graph:
         dtypes = dict.fromkeys(self.inputs, dtype)
         for node in self.nodes:
             narrow = dtype if node.name in self.stream else low
-            dtypes[node.name] = node.dtype or (wide if node.widens else narrow)
+            dtypes[node.name] = wide if node.widens else narrow
             dtypes.update(dict.fromkeys(node.stats, wide))
         return dtypes
 

@@ -13,7 +13,6 @@ import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from fused_remat.formats import split_name
 from fused_remat.graph.fusions import Draft, fuse
 from fused_remat.graph.graph import Graph, sizes
 from fused_remat.steps.node import Node, Shapes
@@ -48,7 +47,6 @@ class Schedule:
         tile_forward, tile_backward: the steps of a tile of tokens; empty without tiles.
         kept_tile, kept_group: those of `kept` that tiles compute, and the others.
         tile_gives: activations of the group of which tiles compute gradients.
-        inexact: what backward rebuilds from an activation that was kept in a lossy format.
     """
 
     kept: tuple[str, ...]
@@ -62,7 +60,6 @@ class Schedule:
     tile_forward: tuple[Step, ...]
     tile_backward: tuple[Step, ...]
     tile_gives: tuple[str, ...]
-    inexact: frozenset[str]
 
     # A group's steps before its tiles and after them, for the executor.
 
@@ -132,15 +129,11 @@ class _Demand:
     """Collects the steps of backward. What a step asks for and nobody has, is rebuilt before it.
 
     Args:
-        quantized_nodes: by name, those of `graph.quantized_nodes` whose quantized inputs are kept.
         have: the names that are kept or given.
     """
 
-    def __init__(
-        self, graph: Graph, quantized_nodes: Mapping[str, Node], have: Iterable[str]
-    ) -> None:
-        self.graph, self.quantized_nodes = graph, quantized_nodes
-        self.have = set(have)
+    def __init__(self, graph: Graph, have: Iterable[str]) -> None:
+        self.graph, self.have = graph, set(have)
         self.touched: set[str] = set()
         self.rebuilt: list[Node] = []
         self.steps: list[Draft] = []
@@ -149,9 +142,7 @@ class _Demand:
         self.touched.add(name)
         if name in self.have:
             return
-        node = self.quantized_nodes.get(name)
-        if node is None or not node.rebuilds:
-            node = self.graph.producer[name]
+        node = self.graph.producer[name]
         for read in node.reads:
             self.ask(read)
         self.steps.append(_compute(node))
@@ -159,10 +150,7 @@ class _Demand:
         self.have.update(node.makes)
 
     def backward(self, node: Node, needs_grad: frozenset[str]) -> None:
-        quantized = self.quantized_nodes.get(node.name)
-        if quantized is not None and quantized.undoes:
-            node = quantized
-        asked = node.backward_reads(needs_grad)
+        asked = node.needs(needs_grad)
         for name in asked:
             self.ask(name)
         # Of what has just been rebuilt.
@@ -180,8 +168,6 @@ def _split(graph: Graph, tiled: bool) -> tuple[tuple[Node, ...], tuple[Node, ...
     first, source = graph.inputs[0], graph.source
     whole = [n.per_sequence or source[n.name] != first for n in graph.nodes]
     last = max((i for i, is_whole in enumerate(whole) if is_whole), default=-1)
-    while last + 1 < len(graph.nodes) and graph.nodes[last + 1].quantizes == graph.nodes[last].name:
-        last += 1  # quantized where it was made
     return graph.nodes[: last + 1], graph.nodes[last + 1 :]
 
 
@@ -201,22 +187,19 @@ def schedule(
     """
     group_nodes, tile_nodes = _split(graph, tiled)
     by_node = _wants_by_node(graph, needs_grad)
-    may_keep, named = set(save), {split_name(name)[0] for name in save}
+    may_keep = set(save)
     for node in graph.nodes:
-        if not node.stats_follow or node.name in save or node.name in named:
+        if not node.stats_follow or node.name in save:
             may_keep.update(node.stats)
-    quantized_nodes = {
-        node.name: node for node in graph.quantized_nodes if save.issuperset(node.reads_quantized)
-    }
     group_names = {*graph.inputs} | {n for node in group_nodes for n in (node.name, *node.stats)}
 
-    tile = _Demand(graph, quantized_nodes, may_keep | group_names)
+    tile = _Demand(graph, may_keep | group_names)
     for node in reversed(tile_nodes):
         if node.name in by_node:
             tile.backward(node, by_node[node.name])
     outside = tuple(sorted(tile.touched & group_names))  # what tiles ask the group for
 
-    group = _Demand(graph, quantized_nodes, may_keep | {*graph.inputs})
+    group = _Demand(graph, may_keep | {*graph.inputs})
     if tile.steps:
         for name in outside:
             group.ask(name)
@@ -232,7 +215,6 @@ def schedule(
     for name, mine in by_node.items():
         reread.update(graph.producer[name].rereads(mine))
 
-    group_nodes, tile_nodes = _without_unkept(group_nodes, kept), _without_unkept(tile_nodes, kept)
     tile_reads = tuple(sorted({r for n in tile_nodes for r in n.reads} & group_names))
     group_fwd = _forward_steps(group_nodes)
     if tile_nodes:
@@ -252,22 +234,7 @@ def schedule(
         tile_forward=_with_frees(fuse(tile_fwd, fusions, tile_held), tile_held),
         tile_backward=_with_frees(fuse(tile.steps, fusions, group_names), group_names, overwrites),
         tile_gives=tuple(sorted(gives)),
-        inexact=_inexact(group.rebuilt + tile.rebuilt),
     )
-
-
-def _without_unkept(nodes: tuple[Node, ...], kept: Collection[str]) -> tuple[Node, ...]:
-    """Without those that quantize what is not kept."""
-    return tuple([node for node in nodes if not node.quantizes or node.name in kept])
-
-
-def _inexact(rebuilt: Iterable[Node]) -> frozenset[str]:
-    """What is dequantized from a lossy format, or rebuilt from that."""
-    found: set[str] = set()
-    for node in rebuilt:
-        if node.inexact or not found.isdisjoint(node.reads):
-            found.update(node.makes)
-    return frozenset(found)
 
 
 def _compute(node: Node) -> Draft:
@@ -297,14 +264,13 @@ def kept_bytes(
     widths = graph.widths(shapes)
     batch, lengths = sizes(shapes[graph.inputs[0]])[0], graph.lengths(shapes)
     stats = {s for node in graph.nodes for s in node.stats}
-    own = {node.name: node.dtype.itemsize for node in graph.nodes if node.dtype is not None}
     low = graph.compute.itemsize if graph.compute else itemsize
     of_input = input_itemsizes or {}
     result = {
         name: math.prod(shapes[name]) * of_input.get(name, itemsize) for name in plan.kept_inputs
     }
     for name in plan.kept + (("output",) if plan.keeps_output else ()):
-        size = own.get(name) or (itemsize if name in graph.stream else low)
+        size = itemsize if name in graph.stream else low
         size = max(itemsize, 4) if name in stats else size
         result[name] = batch * lengths[name] * widths[name] * size
     if "seed" in plan.saved_params:

@@ -20,7 +20,6 @@ from fused_remat.graph.build import block_graph
 from fused_remat.layers.eligibility import Reason
 from fused_remat.layers.linears import split_biases
 from fused_remat.layers.read import BlockInputs, TracedInputs
-from fused_remat.policies import draws
 from fused_remat.spec import ParallelSpec
 from fused_remat.steps import collective
 
@@ -147,14 +146,11 @@ def read_on_rank(
     if layer._accumulate_into is not None:
         return Reason("accumulate_into is set, and autograd alone adds gradients that are DTensors")
     local = x.unsqueeze(0) if call.unbatched else x
-    return _local_call(call, local, parallel.place, draws(layer._policy))
+    return _local_call(call, local, parallel.place)
 
 
-def _local_call(call: BlockInputs, x: Tensor, place: ParallelSpec, seeded: bool) -> BlockInputs:
-    """This rank's part of a call that was read by whole shapes; `x` is its own input.
-
-    `seeded`: the policy draws random numbers.
-    """
+def _local_call(call: BlockInputs, x: Tensor, place: ParallelSpec) -> BlockInputs:
+    """This rank's part of a call that was read by whole shapes; `x` is its own input."""
     reason = _unsupported_reason(call)
     if reason is not None:
         raise RuntimeError(f"fused_remat: a tensor-parallel layer cannot run: {reason}")
@@ -166,7 +162,7 @@ def _local_call(call: BlockInputs, x: Tensor, place: ParallelSpec, seeded: bool)
     for name in ("mask", "memory_mask"):
         tensors[name] = _own_heads(tensors.get(name), attention.num_heads, place)
     spec = call.spec.on_rank(place)
-    if not place.sequence and (seeded or spec.drops):  # ranks draw alike for what they share
+    if not place.sequence and spec.drops:  # ranks draw alike for what they share
         tensors["seed"] = collective.first_ranks(random.draw_seed(x.device), place.group)
     return replace(call, spec=spec, graph=block_graph(spec), tensors=tensors)
 

@@ -90,8 +90,7 @@ class FusedRematLayer(_TorchLayer, nn.TransformerEncoderLayer):
 
     Args:
         policy: what to keep between forward and backward: a preset ("full", "lean", "balanced",
-            "fast", "none": fewest bytes first; "balanced8", "fast8": partly in 8 bits) or a
-            `Policy`.
+            "fast", "none": fewest bytes first) or a `Policy`.
         backend: "auto" (by device) or a registered name.
         accumulate_into: "main_grad" or "grad": backward adds weight gradients to that attribute of
             every parameter, in float32 and unrounded, and returns none to autograd (see below).
@@ -100,8 +99,7 @@ class FusedRematLayer(_TorchLayer, nn.TransformerEncoderLayer):
     Shapes: src (S, B, D), (B, S, D) if `batch_first`, or (S, D); returns the same, in src.dtype;
         under autocast in the dtype that the stock layer gives.
     Units: bytes kept per token at 16 bits, F = 4·D, pre-norm: full 2·D, lean 4·D, balanced 6·D,
-        balanced8 11.44·D, fast 12·D, fast8 13.44·D, none 20·D, plus statistics (16 bytes, and
-        4·nhead where `attn` is kept).
+        fast 12·D, none 20·D, plus statistics (16 bytes, and 4·nhead where `attn` is kept).
         Under autocast, float32 src: 4·D, 6·D, 10·D, 16·D, 24·D.
     Accumulation: `main_grad` is yours to set, shaped like its parameter, in float32 (float64 for
         float64); so is `grad`, or None, with `param.grad_dtype` set likewise. Hooks on parameters,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,7 @@ from fused_remat.autograd.offload import transfer_for
 from fused_remat.convert import convert, revert
 from fused_remat.layers import FusedLayer
 from fused_remat.layers.record import STATES
-from fused_remat.planner.calibration import Calibration, Example, HostLink, StepCost, calibrate
+from fused_remat.planner.calibration import Calibration, HostLink, StepCost, calibrate
 from fused_remat.planner.chain import Chain, LayerOptions, Option
 from fused_remat.planner.measure import (
     MeasuredStep,
@@ -45,7 +45,7 @@ _MEASURING = threading.RLock()
 
 @dataclass(frozen=True)
 class Request:
-    """What a plan measures and may choose from: the arguments of `plan` with these names."""
+    """Arguments of `plan` that decide what it measures and may choose from, by their names."""
 
     costs: str | Calibration = "measured"
     policies: Policies | None = None
@@ -54,25 +54,26 @@ class Request:
     accumulates: bool = False
     segments: bool = True
     options: Sequence[str | Policy] | None = None
-    lossy: bool = False
     offload: bool = False
 
     def __post_init__(self) -> None:
-        """Raises: TypeError or ValueError for a wrong argument; the model may have one so named."""
-        costs, optimizer, loss, options = self.costs, self.optimizer, self.loss, self.options
+        """Raise a TypeError or ValueError for a wrong argument: the model may have one so named."""
+        costs, options = self.costs, self.options
         if not isinstance(costs, Calibration) and costs not in ("measured", "analytic"):
             raise ValueError(f"costs= is 'measured', 'analytic' or a Calibration, got {costs!r}")
-        if optimizer is not None and not isinstance(optimizer, Optimizer):
-            raise TypeError(
-                f"optimizer= is a torch.optim.Optimizer, got {type(optimizer).__name__}"
-            )
-        if loss is not None and not callable(loss):
-            raise TypeError(f"loss= is a function of the model's output, got {type(loss).__name__}")
-        if options is not None and (isinstance(options, str) or not isinstance(options, Sequence)):
-            raise TypeError(f"options= is a list of policies, got {options!r}")
-        for name in ("lossy", "offload"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name}= is True or False, got {getattr(self, name)!r}")
+        for name, value, is_valid, what in (
+            (
+                "optimizer",
+                self.optimizer,
+                isinstance(self.optimizer, Optimizer | None),
+                "torch Optimizer",
+            ),
+            ("loss", self.loss, self.loss is None or callable(self.loss), "function of the output"),
+            ("options", options, isinstance(options, list | tuple | None), "list of policies"),
+            ("offload", self.offload, isinstance(self.offload, bool), "bool"),
+        ):
+            if not is_valid:
+                raise TypeError(f"{name}= must be a {what}, got {value!r}")
         for policy in (*(options or ()), *(self.policies or {}).values()):
             if isinstance(policy, Policy) and policy.offload:
                 raise ValueError(
@@ -80,7 +81,7 @@ class Request:
                 )
 
     def check(self, method: str, device: torch.device) -> None:
-        """Raises: ValueError for an unknown method, or an argument that does not go with it."""
+        """Raise a ValueError for an unknown method, or an argument that does not go with it."""
         methods = (*METHODS, "manual")
         if method not in methods:
             raise ValueError(f"unknown method {method!r}; valid: {', '.join(methods)}")
@@ -108,7 +109,6 @@ def plan(
     accumulates: bool = False,
     segments: bool = True,
     options: Sequence[str | Policy] | None = None,
-    lossy: bool = False,
     offload: bool = False,
     **kwargs: Any,
 ) -> Plan:
@@ -141,12 +141,9 @@ def plan(
             not, they are None at the start of a step (`zero_grad()`).
         segments: whether a run of layers may keep only the first layer's input ("optimal" and
             "greedy").
-        options: policies to choose from, which may have lossy formats; by default all sets of names
-            that no other set beats in both bytes and time (of a block with more than ten names: of
-            the ten whose steps have most FLOPs, and the presets).
-        lossy: whether the default options include sets with names stored in 8 bits: those that
-            only attention and activations read, as in the presets "fast8" and "balanced8".
-            Gradients are then computed from rounded values.
+        options: policies to choose from; by default all sets of names that no other set beats in
+            both bytes and time (of a block with more than ten names: of the ten whose steps have
+            most FLOPs, and the presets).
         offload: whether layers may keep their input, or everything, in the host's memory (CUDA
             devices only). A copy costs the time that the neighboring layer does not hide, at the
             measured bandwidth. The peak includes room for the copies of two layers. Segments do
@@ -171,9 +168,9 @@ def plan(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"plan takes a torch.nn.Module, got {type(model).__name__}")
-    request = Request(
-        costs, policies, optimizer, loss, accumulates, segments, options, lossy, offload
-    )
+    if "lossy" in kwargs:
+        raise TypeError("lossy= was removed; plans choose among exact presets, so leave it out")
+    request = Request(costs, policies, optimizer, loss, accumulates, segments, options, offload)
     inputs, kwargs = arguments_of(model, inputs, kwargs)
     device = device_of(model, [inputs, kwargs])
     request.check(method, device)
@@ -199,11 +196,8 @@ def measure_chain(
         update: the result of `predict_optimizer`, if it is known already.
     Raises: as `plan`.
     """
-    device, costs, accumulates = (
-        device_of(model, [inputs, kwargs]),
-        request.costs,
-        request.accumulates,
-    )
+    device, costs = device_of(model, [inputs, kwargs]), request.costs
+    accumulates, optimizer = request.accumulates, request.optimizer
     cuda = [device] if device.type == "cuda" else []
     with contextlib.ExitStack() as stack:
         stack.enter_context(_MEASURING)
@@ -225,9 +219,8 @@ def measure_chain(
             )
         calibration = costs if isinstance(costs, Calibration) else calibrate(device)
         by = calibration.analytic if costs == "analytic" else calibration.measured
-        calls = tuple(_calls(step, by, request))
-        if request.offload:
-            calls = tuple(_offloading(step, calls, calibration.host_link()))
+        link = calibration.host_link() if request.offload else None
+        calls = tuple(_calls(step, by, request, link))
         blocks = [(call.layer, e) for call in step.calls if (e := call.example) is not None]
         firsts = {example.key: (layer, example) for layer, example in reversed(blocks)}
         steps = [
@@ -235,93 +228,81 @@ def measure_chain(
             for layer, example in reversed(firsts.values())
             for cost in calibration.compare(layer, example, timed=costs != "analytic")
         ]
-    optimizer = request.optimizer
     if update is None:
         update = (0, 0) if optimizer is None else predict_optimizer(optimizer)
     state, temporary = update
-    made = 0 if accumulates else max((m.gradients for m in step.moments), default=0)
+    gradients = 0 if accumulates else max((m.gradients for m in step.moments), default=0)
     resting = step.resting | ({"optimizer state": state} if state else {})
     if optimizer is not None and "others" in resting:  # the existing state was measured in it
         resting["others"] = max(0, resting["others"] - state_bytes(optimizer))
-    chain = Chain(calls, step.moments, resting, step.seconds, made + temporary, step.kept)
+    chain = Chain(calls, step.moments, resting, step.seconds, gradients + temporary, step.kept)
     return chain, tuple(steps)
 
 
 @contextlib.contextmanager
 def _converted(model: nn.Module) -> Iterator[dict[str, FusedLayer]]:
-    """The fused layers of a model, which is converted meanwhile if it has none."""
-    ours = not any(isinstance(m, FusedLayer) for m in model.modules())
-    if ours:
+    """Convert a model that has no fused layers for the time of the context; yield the layers."""
+    stock = not any(isinstance(m, FusedLayer) for m in model.modules())
+    if stock:
         convert(model)
     try:
         yield {n: m for n, m in model.named_modules() if isinstance(m, FusedLayer)}
     finally:
-        if ours:
+        if stock:
             revert(model)
 
 
-def _calls(step: MeasuredStep, costs: Costs, request: Request) -> Iterator[LayerOptions]:
-    """The measured calls with their options; equal calls are computed once."""
+def _calls(
+    step: MeasuredStep, costs: Costs, request: Request, link: HostLink | None
+) -> Iterator[LayerOptions]:
+    """Yield the measured calls with their options; equal calls are computed once."""
     tables = _tables(step, costs, request)
-    known: dict[Any, tuple[float, int]] = {}  # seconds of the forward, bytes of the input
+    shapes = Counter(layer for layer, _ in tables)
+    sizes: dict[Any, tuple[float, int]] = {}  # seconds of the forward, bytes of the input
+    offloading: dict[Any, tuple[Option, ...]] = {}
     for call in step.calls:
         example = call.example
         if example is None:
             only = Option((), call.kept, 0, 0, 0.0, preset=STATES[call.ran])
             yield LayerOptions(call.layer, call.kind, (only,), 0.0, 0, False, call.reason)
             continue
-        key = example.key
-        if key not in known:
+        key, options = example.key, tables[call.layer, example.key]
+        if key not in sizes:
             kept = kept_by_name(example, ()).get("input", 0)
-            known[key] = forward_seconds(example, costs), kept
-        seconds, nbytes = known[key]
+            sizes[key] = forward_seconds(example, costs), kept
+        seconds, nbytes = sizes[key]
+        if link is not None and shapes[call.layer] == 1:
+            if (key, options) not in offloading:
+                offloading[key, options] = with_offload(example, options, link, seconds)
+            options = offloading[key, options]
         linked = call.follows and request.segments and nbytes > 0
-        yield LayerOptions(call.layer, call.kind, tables[call.layer, key], seconds, nbytes, linked)
+        yield LayerOptions(call.layer, call.kind, options, seconds, nbytes, linked)
 
 
 def _tables(
     step: MeasuredStep, costs: Costs, request: Request
 ) -> dict[tuple[str, Any], tuple[Option, ...]]:
-    """The options of each layer's calls, by layer and by the call's key."""
-    made: dict[Any, tuple[Option, ...]] = {}
-    found: dict[tuple[str, Any], tuple[Option, ...]] = {}
-    examples: dict[str, dict[Any, Example]] = {}
-    names = {call.layer: call.names for call in step.calls}
+    """Return the options of each layer's calls, by layer and by the call's key.
+
+    Calls of other shapes than the layer's first have options with the same names.
+    """
+    computed: dict[Any, tuple[Option, ...]] = {}
+    tables: dict[tuple[str, Any], tuple[Option, ...]] = {}
+    firsts: dict[str, tuple[Option, ...]] = {}
     for call in step.calls:
-        if call.example is not None:
-            examples.setdefault(call.layer, {})[call.example.key] = call.example
-    for layer, mine in examples.items():
-        wanted = request.options
+        layer, example = call.layer, call.example
+        if example is None or (layer, example.key) in tables:
+            continue
+        if layer in firsts:
+            saves = [option.save for option in firsts[layer]]
+            tables[layer, example.key] = options_for(example, costs, saves)
+            continue
+        policies = request.options
         if request.policies is not None:
             policy = policy_for(layer, request.policies)
-            wanted = [Policy(policy.save) if isinstance(policy, Policy) else policy]
-        for key, example in mine.items():
-            of = (key, None if wanted is None else tuple(wanted))
-            if of not in made:
-                made[of] = options_of(example, costs, names[layer], wanted, request.lossy)
-            found[layer, key] = made[of]
-        if len(mine) > 1:  # calls of different shapes: all get the options of any
-            saves = dict.fromkeys(o.save for key in mine for o in found[layer, key])
-            for key, example in mine.items():
-                found[layer, key] = options_for(example, costs, saves)
-    return found
-
-
-def _offloading(
-    step: MeasuredStep, calls: Sequence[LayerOptions], link: HostLink
-) -> Iterator[LayerOptions]:
-    """The calls with options that offload, but for layers whose calls differ in shape."""
-    keys: dict[str, set[Any]] = {}
-    for measured in step.calls:
-        if measured.example is not None:
-            keys.setdefault(measured.layer, set()).add(measured.example.key)
-    known: dict[Any, tuple[Option, ...]] = {}
-    for measured, call in zip(step.calls, calls, strict=True):
-        example = measured.example
-        if example is None or len(keys[call.layer]) > 1:
-            yield call
-            continue
-        key = (example.key, call.options)
-        if key not in known:
-            known[key] = with_offload(example, call.options, link, call.forward_seconds)
-        yield dataclasses.replace(call, options=known[key])
+            policies = [Policy(policy.save) if isinstance(policy, Policy) else policy]
+        key = (example.key, None if policies is None else tuple(policies))
+        if key not in computed:
+            computed[key] = options_of(example, costs, call.names, policies)
+        tables[layer, example.key] = firsts[layer] = computed[key]
+    return tables

@@ -21,7 +21,6 @@ from fused_remat.execution import executor
 from fused_remat.execution.observe import TRACERS, Functions
 from fused_remat.execution.prepare import BlockConfig, Execution
 from fused_remat.graph.graph import sizes
-from fused_remat.graph.quantized import in_formats
 from fused_remat.graph.schedule import Schedule, Step, schedule
 from fused_remat.steps.chunk import Chunk
 from fused_remat.steps.node import Node
@@ -140,19 +139,14 @@ class Calibration:
 
     def analytic(self, example: Example, save: Iterable[str] = ()) -> Seconds:
         """Seconds of every step: FLOPs or bytes over the measured rates, whichever is longer."""
-        call, shapes = example.keeping(save), example.shapes
-        plan = schedule(call.graph, call.save, call.needs_grad, tiled=False)
-        sizer = Sizer(call, shapes, example.input.dtype)
-        seconds = {}
-        for which in ("forward", "backward"):
-            for step in steps_of(plan, which):
-                flops, nbytes = sizer.work(step)
-                compute = flops / self.rate(sizer.compute)
-                seconds[which, str(step)] = max(compute, nbytes / self.bandwidth) + self.overhead
-        return seconds
+        rate = self.rate(example.call.graph.compute or example.input.dtype)
+        return {
+            (which, str(step)): max(flops / rate, nbytes / self.bandwidth) + self.overhead
+            for which, step, flops, nbytes in work_of(example, save)
+        }
 
     def host_link(self) -> HostLink:
-        """The link to the host, measured once with copies of pinned memory.
+        """Return the link to the host, measured once with copies of pinned memory.
 
         Raises: ValueError if the device is not a CUDA device.
         """
@@ -184,10 +178,8 @@ class Example:
     functions: Functions
 
     def keeping(self, save: Iterable[str]) -> BlockConfig:
-        """The call with a policy that keeps the names `save`."""
-        names = frozenset(save)
-        graph = in_formats(self.call.graph, names)
-        return dataclasses.replace(self.call, graph=graph, save=names)
+        """Return the call with a policy that keeps the names `save`."""
+        return dataclasses.replace(self.call, save=frozenset(save))
 
     def prepare(self, save: Iterable[str]) -> Execution:
         return self.keeping(save).prepare(self.tensors)
@@ -224,10 +216,20 @@ class Example:
 
 
 def steps_of(plan: Schedule, which: str) -> list[Step]:
-    """The steps of a pass in order, including those that run once per tile."""
+    """Return the steps of a pass in order, including those that run once per tile."""
     outer = plan.forward if which == "forward" else plan.backward
     inner = plan.tile_forward if which == "forward" else plan.tile_backward
     return [s for step in outer for s in (inner if step.kind == "tiles" else (step,))]
+
+
+def work_of(example: Example, save: Iterable[str]) -> Iterator[tuple[str, Step, float, float]]:
+    """Yield pass, step, FLOPs and bytes for every step of a call that keeps `save`."""
+    call = example.keeping(save)
+    plan = schedule(call.graph, call.save, call.needs_grad, tiled=False)
+    sizer = Sizer(call, example.shapes, example.input.dtype)
+    for which in ("forward", "backward"):
+        for step in steps_of(plan, which):
+            yield which, step, *sizer.work(step)
 
 
 class Sizer:
@@ -263,8 +265,10 @@ class Sizer:
 
 
 def _products(node: Node, needs_grad: Iterable[str]) -> float:
-    """Products in backward for one in forward: one for each gradient that is needed; attention has
-    five in backward for two in forward."""
+    """Products in backward for one in forward: one for each gradient that is needed.
+
+    Attention has five in backward for two in forward.
+    """
     if node.per_sequence:
         return 2.5
     wanted = set(needs_grad)
@@ -272,10 +276,10 @@ def _products(node: Node, needs_grad: Iterable[str]) -> float:
 
 
 class _Clock:
-    """Records when steps begin; on a CUDA device with events, which are read at the end."""
+    """Marks of the steps' beginnings: on a CUDA device events, which are read at the end."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._device, self._cuda = device, device.type == "cuda"
         self._marks: list[tuple[tuple[str, str] | None, Any]] = []
         self.which = "forward"
 
@@ -287,22 +291,19 @@ class _Clock:
         self.which = "backward"
 
     def _mark(self, label: tuple[str, str] | None) -> None:
-        if self._device.type == "cuda":
-            event = torch.cuda.Event(enable_timing=True)
-            event.record(torch.cuda.current_stream(self._device))
-            self._marks.append((label, event))
-        else:
-            self._marks.append((label, time.perf_counter()))
+        now: Any = torch.cuda.Event(enable_timing=True) if self._cuda else time.perf_counter()
+        if self._cuda:
+            now.record(torch.cuda.current_stream(self._device))
+        self._marks.append((label, now))
 
     def seconds(self) -> dict[tuple[str, str], float]:
         self._mark(None)
-        if self._device.type == "cuda":
+        if self._cuda:
             torch.cuda.synchronize(self._device)
         totals: dict[tuple[str, str], float] = defaultdict(float)
-        cuda = self._device.type == "cuda"
         for (label, begin), (_, end) in itertools.pairwise(self._marks):
             if label is not None:
-                totals[label] += begin.elapsed_time(end) * 1e-3 if cuda else end - begin
+                totals[label] += begin.elapsed_time(end) * 1e-3 if self._cuda else end - begin
         return dict(totals)
 
 

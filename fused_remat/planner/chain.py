@@ -27,8 +27,8 @@ class Option:
         kept: bytes kept from forward to backward: inputs, names, statistics, seed.
         forward, backward: most bytes during the pass, above those at its beginning. What is kept
             is allocated before backward begins.
-        seconds: time of backward with its rebuilds, of quantizing in forward, and of copies between
-            device and host that no computation hides.
+        seconds: time of backward with its rebuilds, and of copies between device and host that no
+            computation hides.
         offload: names that wait on the host, as in `Policy(offload=...)`, sorted. Options that
             offload are not part of segments.
         moved: bytes that wait on the host, which `kept` does not include; it never decreases along
@@ -169,9 +169,9 @@ def kept_in_all(chain: Chain, choice: Choice) -> int:
 
 
 def offload_levels(chain: Chain) -> tuple[Chain, ...]:
-    """The chain without options that offload; with those that offload inputs; with all of them.
+    """Return the chain without options that offload, with those that offload inputs, and with all.
 
-    Room for the copies in transit counts as resting bytes. A choice in any of these chains is a
+    Space for the copies in transit counts as resting bytes. A choice in any of these chains is a
     choice in `chain`.
     """
     moving = [option for call in chain.calls for option in call.options if option.offload]
@@ -189,7 +189,7 @@ def offload_levels(chain: Chain) -> tuple[Chain, ...]:
 
 
 def timeline(chain: Chain, choice: Choice) -> Iterator[Event]:
-    """The predicted step with `choice`, span by span."""
+    """Yield the predicted step with `choice`, span by span."""
     chosen = zip(chain.calls, choice.options, strict=True)
     # The buffers of two copies at a time: of one call, and of the next.
     aside = 2 * max((call.options[o].moved for call, o in chosen), default=0)
@@ -198,7 +198,7 @@ def timeline(chain: Chain, choice: Choice) -> Iterator[Event]:
 
 
 def _timeline(chain: Chain, choice: Choice) -> Iterator[Event]:
-    """The same without the room for copies."""
+    """Yield the same without the space for copies."""
     shift, total = [0], [0]
     for call, bytes_kept in zip(chain.calls, kept(chain, choice), strict=True):
         shift.append(shift[-1] + bytes_kept - call.base.kept)

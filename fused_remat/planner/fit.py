@@ -19,8 +19,6 @@ from fused_remat.planner.solve import BudgetError, least_peak
 from fused_remat.report.step import device_of, tensors_in
 from fused_remat.report.units import Budget, bytes_of, human
 
-_GROWTH = 4  # the next size is at most this many times one that fits
-
 
 @dataclass(frozen=True)
 class Fit:
@@ -61,7 +59,7 @@ def fit(
         most: largest size to try.
         costs: as in `plan`, for the plan that is returned.
         options: further arguments of `plan`: optimizer, loss, accumulates, segments, options,
-            lossy, offload.
+            offload.
     Units: bytes. Each size is tried with one step on the device, every layer keeping its input
         alone, growing until one does not fit. All options, which take longer to measure, are
         measured for the sizes after that, as long as they make them fit.
@@ -71,8 +69,8 @@ def fit(
 
     >>> layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
     >>> model = nn.TransformerEncoder(layer, num_layers=2, enable_nested_tensor=False)
-    >>> found = fit(model, lambda size: torch.randn(size, 16, 32), memory="1MiB")
-    >>> found.size > 2 and found.plan.peak_bytes <= 2**20
+    >>> largest = fit(model, lambda size: torch.randn(size, 16, 32), memory="1MiB")
+    >>> largest.size > 2 and largest.plan.peak_bytes <= 2**20
     True
     """
     for name, value in (("multiple", multiple), ("most", most)):
@@ -90,14 +88,14 @@ def fit(
         count = search.largest(limit, most)
         args, kwargs = _arguments(make_batch(count * multiple))
         try:
-            found = plan(model, *args, budget=limit, costs=costs, **options, **kwargs)
+            fastest = plan(model, *args, budget=limit, costs=costs, **options, **kwargs)
         except torch.OutOfMemoryError:  # while measuring the options of a layer
             if count == 1:
                 raise
             torch.cuda.empty_cache()
             most = count - 1
         else:
-            return Fit(count * multiple, found, search.tried())
+            return Fit(count * multiple, fastest, search.tried())
 
 
 class _Search:
@@ -114,17 +112,28 @@ class _Search:
         self._elements: dict[int, int] = {}  # number of elements of the batches
 
     def tried(self) -> dict[int, int | None]:
-        """The peak of each size that was tried."""
+        """Return the peak of each size that was tried."""
         return {n * self._multiple: p for n, p in (self._base[1] | self._all[1]).items()}
 
     def largest(self, limit: int, most: int | None) -> int:
-        """The largest number of multiples that fits: with inputs alone, then with all options."""
+        """Return the largest number of multiples that fits, by inputs alone, then by all options.
+
+        Raises: BudgetError if not even one fits.
+        """
         fits = 0
         for request, peaks in (self._base, self._all):
             fits = self._grown(fits, limit, most, request, peaks)
-        if not fits:
-            raise self._too_small(limit, self._all[1][1])
-        return fits
+        if fits:
+            return fits
+        peak = self._all[1][1]
+        least = "more than the device has" if peak is None else f"{human(peak)} ({peak} bytes)"
+        raise BudgetError(
+            f"not even a size of {self._multiple} fits into {human(limit)} ({limit} bytes): the "
+            f"least possible peak is {least}",
+            limit,
+            peak or limit + 1,
+            {},
+        )
 
     def _grown(
         self,
@@ -134,39 +143,29 @@ class _Search:
         request: Request,
         peaks: dict[int, int | None],
     ) -> int:
-        """Grow by extrapolation from the last two peaks, at most fourfold; then close in."""
-        fails = None if most is None else most + 1
-        size = fits + 1
-        while fails is None or fails - fits > 1:
-            peak = peaks[size] if size in peaks else self._peak(size, request)
-            peaks[size] = peak
-            if peak is not None and peak <= limit:
-                if fails is None and fits and self._elements[size] <= self._elements[fits]:
-                    raise ValueError(
-                        f"make_batch({size * self._multiple}) is no larger than "
-                        f"make_batch({fits * self._multiple}), which fits; give most= to end the "
-                        "search"
-                    )
-                fits = size
-            else:
+        """Grow by steps that double until a size does not fit, then bisect."""
+        fails, step = None, 1
+        while fits != most and (fails is None or fails - fits > 1):
+            size = fits + step if fails is None else (fits + fails) // 2
+            size = size if most is None else min(size, most)
+            if size not in peaks:
+                peaks[size] = self._peak(size, request)
+            peak = peaks[size]
+            if peak is None or peak > limit:
                 fails = size
-            size = self._next(fits, fails, limit, peaks)
+                continue
+            if (
+                most is None
+                and fails is None
+                and fits
+                and self._elements[size] <= self._elements[fits]
+            ):
+                raise ValueError(
+                    f"make_batch({size * self._multiple}) is no larger than "
+                    f"make_batch({fits * self._multiple}), which fits; give most= to end the search"
+                )
+            fits, step = size, 2 * step
         return fits
-
-    def _next(
-        self, fits: int, fails: int | None, limit: int, peaks: Mapping[int, int | None]
-    ) -> int:
-        known = sorted((n, p) for n, p in peaks.items() if p is not None)
-        guess = _GROWTH * fits if fails is None else (fits + fails) // 2
-        if len(known) > 1:
-            (n0, p0), (n1, p1) = known[-2:]
-            if p1 > p0:
-                guess = n0 + (limit - p0) * (n1 - n0) // (p1 - p0)
-        else:
-            guess = fits + 1
-        if fails is not None and guess >= fails:  # known not to fit
-            guess = fails - 1
-        return max(fits + 1, min(guess, _GROWTH * fits))
 
     def _peak(self, size: int, request: Request) -> int | None:
         args, kwargs = _arguments(self._make_batch(size * self._multiple))
@@ -178,17 +177,9 @@ class _Search:
             torch.cuda.empty_cache()
             return None
 
-    def _too_small(self, limit: int, peak: int | None) -> BudgetError:
-        what = "more than the device has" if peak is None else f"{human(peak)} ({peak} bytes)"
-        message = (
-            f"not even a size of {self._multiple} fits into {human(limit)} ({limit} bytes): the "
-            f"least possible peak is {what}"
-        )
-        return BudgetError(message, limit, peak or limit + 1, {})
-
 
 def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A batch as positional and keyword arguments of the model."""
+    """Return a batch as positional and keyword arguments of the model."""
     if isinstance(batch, Mapping):
         return (), dict(batch)
     return (tuple(batch), {}) if isinstance(batch, (tuple, list)) else ((batch,), {})

@@ -97,7 +97,7 @@ def measure_step(
     capture = _Capture(layers)
     with base_policies(layers):
         first = run_step(model, modules, args, kwargs, loss, accumulates, capture)
-        resting = _resting(model, [args, kwargs], accumulates, capture.examples())
+        resting = _resting(model, [args, kwargs], accumulates, capture.examples.values())
         step = run_step(model, modules, args, kwargs, loss, accumulates)
         if first.calls != step.calls:
             changed = [n for n, a, b in zip(layers, first.calls, step.calls, strict=True) if a != b]
@@ -139,11 +139,10 @@ def time_step(
 
 
 def predict_optimizer(optimizer: Optimizer) -> tuple[int, int]:
-    """Predict (state, update): bytes of an optimizer's state after its first step, and the most
-    bytes that a step takes besides parameters, gradients and state.
+    """Predict the bytes of an optimizer's state after its first step, and the most a step adds.
 
-    A copy of the optimizer steps on fake tensors of the same sizes; the optimizer itself is not
-    touched.
+    The second number does not include parameters, gradients and state. A copy of the optimizer
+    steps on fake tensors of the same sizes; the optimizer itself is not touched.
 
     Raises: ValueError if no copy can be made from its parameter groups and it has no state yet.
 
@@ -200,27 +199,23 @@ class _Capture:
     def __init__(self, layers: dict[str, FusedLayer]) -> None:
         self._layers = [*layers.items()]
         self.found: dict[int, list[LayerExample]] = {}  # by the layer's index
-        self._examples: dict[Any, Example] = {}
+        self.examples: dict[Any, Example] = {}
         self._last: StorageWeakRef | None = None
 
-    def examples(self) -> list[Example]:
-        return list(self._examples.values())
-
-    def __call__(self, layer: int, invocation: BlockRun) -> None:
+    def __call__(self, layer: int, run: BlockRun) -> None:
         if layer < 0:
             return
-        call, tensors = invocation.call, invocation.tensors
-        x = tensors[0]
+        x = run.tensors[0]
         assert x is not None
-        given = tuple(None if t is None else t.detach() for t in tensors)
-        example = Example(call, given, invocation.functions)
-        example = self._examples.setdefault(example.key, example)
+        tensors = tuple(None if t is None else t.detach() for t in run.tensors)
+        example = Example(run.call, tensors, run.functions)
+        example = self.examples.setdefault(example.key, example)
         follows = is_block(x.grad_fn) and StorageWeakRef(x.untyped_storage()) == self._last
-        self._last = StorageWeakRef(invocation.output.untyped_storage())
+        self._last = StorageWeakRef(run.output.untyped_storage())
         name, module = self._layers[layer]
         # A layer that is traced at its first call has its names by now.
         names = module._example().names
-        measured = LayerExample(name, call.graph.kind, names, example, follows)
+        measured = LayerExample(name, run.call.graph.kind, names, example, follows)
         self.found.setdefault(layer, []).append(measured)
 
 
@@ -268,7 +263,7 @@ def _other_call(
 
 
 def _moments(step: Step, index: dict[tuple[int, int], int]) -> Iterator[Moment]:
-    """The spans of a step as moments of its calls."""
+    """Yield the spans of a step as moments of its calls."""
     alive = 0
     for span, ready in zip(step.spans, step.ready, strict=True):
         which, layer, count = span.label or ("forward", -1, 0)
@@ -281,7 +276,7 @@ def _moments(step: Step, index: dict[tuple[int, int], int]) -> Iterator[Moment]:
 
 
 def _resting(
-    model: nn.Module, inputs: Any, accumulates: bool, examples: list[Example]
+    model: nn.Module, inputs: Any, accumulates: bool, examples: Iterable[Example]
 ) -> dict[str, int]:
     """Bytes on the device during the whole step; our own examples do not count."""
     device = device_of(model, inputs)
@@ -311,7 +306,7 @@ def _resting(
 
 
 def _buffer(p: Tensor) -> Tensor:
-    """A tensor of the size and dtype of the buffer that a parameter's gradient is added to."""
+    """Return a tensor like the buffer that a parameter's gradient is added to."""
     main_grad = getattr(p, "main_grad", None)
     return main_grad if isinstance(main_grad, Tensor) else p
 
@@ -334,22 +329,16 @@ class _Live(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = {
-            id(t.untyped_storage()) for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)
-        }
-        for t in tree_iter(result):
-            if isinstance(t, Tensor):
-                self._add(t.untyped_storage(), given)
+        tensors = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
+        arguments = {t.untyped_storage()._cdata for t in tensors}
+        for storage in {t.untyped_storage() for t in tree_iter(result) if isinstance(t, Tensor)}:
+            key, nbytes = storage._cdata, storage.nbytes()
+            if key not in self._known and key not in arguments:
+                self._known.add(key)
+                self.now += nbytes
+                self.most = max(self.most, self.now)
+                weakref.finalize(storage, self._free, key, nbytes)
         return result
-
-    def _add(self, storage: Any, given: set[int]) -> None:
-        key, nbytes = storage._cdata, storage.nbytes()
-        if key in self._known or id(storage) in given:
-            return
-        self._known.add(key)
-        self.now += nbytes
-        self.most = max(self.most, self.now)
-        weakref.finalize(storage, self._free, key, nbytes)
 
     def _free(self, key: int, nbytes: int) -> None:
         self._known.discard(key)

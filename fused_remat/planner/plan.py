@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch import nn
 
@@ -17,9 +16,10 @@ from fused_remat.convert import convert
 from fused_remat.layers import FusedLayer
 from fused_remat.planner import chain as chains
 from fused_remat.planner.calibration import StepCost
-from fused_remat.planner.chain import Chain, Choice, Event, LayerOptions, Moment, Option
-from fused_remat.planner.solve import METHODS, choose, frontier_of, parts_of
+from fused_remat.planner.chain import Chain, Choice, Event, Option
+from fused_remat.planner.solve import METHODS, choose, frontier_of, parts_at, parts_of
 from fused_remat.policies import Policy
+from fused_remat.report import files
 from fused_remat.report.units import (
     Budget,
     aligned,
@@ -31,7 +31,6 @@ from fused_remat.report.units import (
 )
 
 Model = TypeVar("Model", bound=nn.Module)
-_FORMAT = 1
 
 
 @dataclass(frozen=True)
@@ -94,8 +93,7 @@ class Plan:
 
     @property
     def peak_bytes(self) -> int:
-        """Most bytes during a step: parameters, buffers, inputs, gradients, optimizer state, kept
-        activations and transients."""
+        """Most bytes during a step, including parameters, inputs, gradients and optimizer state."""
         return chains.peak(self.chain, self.choice)
 
     @property
@@ -124,7 +122,7 @@ class Plan:
         return parts_of(self.chain, self.choice)
 
     def timeline(self) -> list[Event]:
-        """The predicted step, span by span."""
+        """Return the predicted step, span by span."""
         return list(chains.timeline(self.chain, self.choice))
 
     @functools.cached_property
@@ -177,7 +175,7 @@ class Plan:
         return model
 
     def table(self) -> str:
-        """The plan as text; consecutive equal layers share one row."""
+        """Return the plan as text; consecutive equal layers share one row."""
         rows = [["", "policy", "kept", "rebuild"]]
         without_name = functools.partial(dataclasses.replace, name="")
         for row, equal in itertools.groupby(self.layers, key=without_name):
@@ -201,33 +199,16 @@ class Plan:
         return self.table()
 
     def to_json(self, path: str | Path | None = None) -> str:
-        """The plan as JSON, written to `path` if one is given; `from_json` reads it."""
-        given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        given |= {"format": _FORMAT, "choice": dataclasses.asdict(self.choice)}
-        given["steps"] = [list(dataclasses.astuple(step)) for step in self.steps]
-        text = json.dumps(given | {"chain": _written(self.chain)}, indent=1)
-        if path is not None:
-            Path(path).write_text(text + "\n", encoding="utf-8")
-        return text
+        """Return the plan as JSON, written to `path` if there is one; `from_json` reads it."""
+        return files.to_json(self, path)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """The plan that `to_json` wrote.
+        """Return the plan that `to_json` wrote.
 
-        Raises: ValueError if the text is not a plan, or a plan in the format of another version.
+        Raises: ValueError if the text is not a plan of this version.
         """
-        given = json.loads(text)
-        names = {f.name for f in dataclasses.fields(cls)} | {"format"}
-        if not isinstance(given, dict) or given.keys() != names or given.pop("format") != _FORMAT:
-            raise ValueError(f"the text is not the JSON of a plan in format {_FORMAT}")
-        options = tuple(given["choice"]["options"])
-        segments = tuple((first, last) for first, last in given["choice"]["segments"])
-        read = {
-            "chain": _read(given["chain"]),
-            "choice": Choice(options, segments),
-            "steps": tuple(StepCost(*step) for step in given["steps"]),
-        }
-        return cls(**(given | read))
+        return files.from_json(cls, text)
 
     def plot(self, path: str | Path) -> None:
         """Draw memory over the step, and this plan on the frontier, to `path` (.png, .svg, .pdf).
@@ -236,9 +217,13 @@ class Plan:
 
         Raises: ImportError without matplotlib (`pip install "fused-remat[bench]"`).
         """
-        from fused_remat.planner.plot import plot
+        from fused_remat.report.plot import plot_plan
 
-        plot(self, path)
+        title = f"{self.model} on {self.device}: {self.method}, costs {self.costs}"
+        columns = [(event.what, parts_at(self.chain, event)) for event in self.timeline()]
+        frontier = [(point.peak_bytes, point.seconds) for point in self.frontier]
+        chosen = self.peak_bytes, self.seconds
+        plot_plan(title, columns, frontier, chosen, self.budget, path)
 
 
 def _layers(chain: Chain, choice: Choice) -> Iterator[LayerPlan]:
@@ -272,39 +257,8 @@ def _layers(chain: Chain, choice: Choice) -> Iterator[LayerPlan]:
 
 
 def _label(option: Option, segment: str | None) -> str:
-    """A preset's name, or the names kept."""
+    """Return a preset's name, or the names kept."""
     shown = option.preset or ", ".join(option.save)
     if option.offload:
         shown = f"{shown}, offload {', '.join(option.offload)}"
     return shown if segment is None else f"{shown} ({segment} of segment)"
-
-
-def _written(chain: Chain) -> dict[str, Any]:
-    """A chain as plain data; options that calls share are written once."""
-    tables: dict[tuple[Option, ...], int] = {}
-    calls = []
-    for call in chain.calls:
-        given = {f.name: getattr(call, f.name) for f in dataclasses.fields(call)}
-        calls.append(given | {"options": tables.setdefault(call.options, len(tables))})
-    given = {f.name: getattr(chain, f.name) for f in dataclasses.fields(chain)}
-    return given | {
-        "calls": calls,
-        "options": [[dataclasses.asdict(o) for o in table] for table in tables],
-        "moments": [list(dataclasses.astuple(m)) for m in chain.moments],
-        "resting": dict(chain.resting),
-    }
-
-
-def _read(given: Mapping[str, Any]) -> Chain:
-    tables = [
-        tuple(
-            Option(**(o | {n: tuple(o[n]) for n in ("save", "offload") if n in o})) for o in table
-        )
-        for table in given["options"]
-    ]
-    calls = tuple(
-        LayerOptions(**(call | {"options": tables[call["options"]]})) for call in given["calls"]
-    )
-    moments = tuple(Moment(*m) for m in given["moments"])
-    rest = {k: v for k, v in given.items() if k not in ("calls", "options", "moments")}
-    return Chain(calls=calls, moments=moments, **rest)

@@ -72,12 +72,12 @@ def _fits(chain: Chain, choice: Choice, budget: int | None) -> bool:
 
 
 def _with(choice: Choice, options: Mapping[int, int]) -> Choice:
-    """The choice with these options of some calls."""
+    """Return the choice with these options of some calls."""
     return replace(choice, options=tuple(options.get(i, o) for i, o in enumerate(choice.options)))
 
 
 def _units(chain: Chain) -> list[list[int]]:
-    """The calls of each layer."""
+    """Return the calls of each layer."""
     several = shared(chain)
     return list({c.layer: several.get(c.layer, [i]) for i, c in enumerate(chain.calls)}.values())
 
@@ -89,13 +89,13 @@ def _cost(chain: Chain, options: Mapping[int, int]) -> tuple[float, int]:
 
 
 def _fastest(chain: Chain, calls: list[int]) -> int:
-    """The fastest option for these calls; among equally fast ones, that which keeps least."""
+    """Return the fastest option for these calls; of equally fast ones, that which keeps least."""
     number = len(chain.calls[calls[0]].options)
     return min(range(number), key=lambda o: _cost(chain, {i: o for i in calls}))
 
 
 def _runs(chain: Chain) -> list[tuple[int, int]]:
-    """The longest runs of calls that could be one segment, including single calls."""
+    """Return the longest runs of calls that could be one segment, including single calls."""
     alone = {i for calls in shared(chain).values() for i in calls}
     firsts = [
         i
@@ -106,7 +106,7 @@ def _runs(chain: Chain) -> list[tuple[int, int]]:
 
 
 def _cut(run: tuple[int, int], length: int) -> Iterator[tuple[int, int]]:
-    """A run cut into segments of equal length, without segments of a single call."""
+    """Yield a run cut into segments of equal length, without segments of a single call."""
     for first in range(run[0], run[1], length):
         last = min(first + length, run[1])
         if last - first > 1:
@@ -123,7 +123,7 @@ def _saves(chain: Chain, segment: tuple[int, int]) -> Iterator[dict[int, int]]:
 
 
 def _having(chain: Chain, i: int, save: tuple[str, ...]) -> int | None:
-    """The fastest option of a call with this `save`, without offload."""
+    """Return the fastest option of a call with this `save`, without offload."""
     options = enumerate(chain.calls[i].options)
     mine = [o for o, option in options if option.save == save and not option.offload]
     return min(mine, key=lambda o: _cost(chain, {i: o}), default=None)
@@ -153,7 +153,7 @@ def _changes(chain: Chain, choice: Choice) -> Iterator[tuple[int, float, dict[in
 
 
 def _improved(chain: Chain, choice: Choice, budget: int | None) -> Choice | None:
-    """The choice after the best change that saves time and fits, or None."""
+    """Return the choice after the best change that saves time and fits, or None."""
     changes = [change for change in _changes(chain, choice) if change[1] > 0]
     free = sorted((c for c in changes if c[0] <= 0), key=lambda c: -c[1])
     paid = sorted((c for c in changes if c[0] > 0), key=lambda c: -c[1] / c[0])

@@ -49,7 +49,7 @@ class BudgetError(ValueError):
 
 
 def choose(chain: Chain, limit: int | None, method: str, policies: Policies) -> Choice:
-    """The choice of `method` within `limit` bytes; `policies` are for "manual".
+    """Return the choice of `method` within `limit` bytes; `policies` are for "manual".
 
     Raises: BudgetError if its peak is above the limit.
     """
@@ -82,9 +82,9 @@ def frontier_of(chain: Chain) -> list[Choice]:
 
 
 def optimal(chain: Chain, budget: int | None) -> Choice | None:
-    """The fastest choice with a peak within the budget; of equally fast ones, that of least peak.
+    """Return the fastest choice with a peak within the budget, of the least peak among equals.
 
-    Returns None if nothing fits. A budget of None is no limit. Exact, except where shared layers
+    None if nothing fits. A budget of None is no limit. Exact, except where shared layers
     have more than `MOST_SHARED` combinations of options; then all of them have the same `save`.
 
     Raises: ValueError if the calls of one layer have different options, or if other calls than the
@@ -103,7 +103,7 @@ def optimal(chain: Chain, budget: int | None) -> Choice | None:
 
 
 def least_peak(chain: Chain) -> Choice:
-    """The fastest of the choices with the least peak. Raises: as `optimal`."""
+    """Return the fastest of the choices with the least peak. Raises: as `optimal`."""
     graphs = _graphs(chain)
     choice = _fastest(chain, graphs, chain.rests + min(graph.peak for graph in graphs))
     assert choice is not None  # some path has this peak
@@ -138,7 +138,7 @@ METHODS: dict[str, Callable[[Chain, int | None], Choice | None]] = {
 
 
 def policy_for(layer: str, policies: Policies) -> str | Policy:
-    """The policy for a layer. Raises: ValueError if no pattern matches."""
+    """Return the policy for a layer. Raises: ValueError if no pattern matches."""
     for pattern, policy in policies.items():
         if fnmatch.fnmatchcase(layer, pattern):
             return policy
@@ -147,7 +147,7 @@ def policy_for(layer: str, policies: Policies) -> str | Policy:
 
 
 def _manual(chain: Chain, policies: Policies) -> Choice:
-    """The policies as a choice."""
+    """Return the policies as a choice."""
     options, places = [], []
     for call in chain.calls:
         policy = policy_for(call.layer, policies)
@@ -181,7 +181,7 @@ def parts_at(chain: Chain, event: Event) -> dict[str, int]:
 
 
 def _too_small(chain: Chain, choice: Choice, limit: int, method: str) -> BudgetError:
-    """The error with the least possible peak: that of `choice`."""
+    """Return the error with the least possible peak: that of `choice`."""
     parts = dict(sorted(parts_of(chain, choice).items(), key=lambda part: -part[1]))
     top = max(chains.timeline(chain, choice), key=lambda event: event.peak)
     layer = chain.calls[top.call].layer if top.call >= 0 else ""  # "" if the model is the layer
@@ -240,7 +240,7 @@ class _Labels(NamedTuple):
 
 
 def _take(step: Step, index: int, labels: _Labels, room: int) -> _Labels:
-    """The labels after a step: each takes the fastest way that it has room for."""
+    """Return the labels after a step: each takes the fastest way that it has room for."""
     way = np.searchsorted(step.needs, room - labels.kept, side="right") - 1
     before = np.flatnonzero(way >= 0)
     way, kept = way[before], labels.kept[before]
@@ -255,7 +255,7 @@ def _take(step: Step, index: int, labels: _Labels, room: int) -> _Labels:
 
 
 def _pareto(labels: _Labels) -> _Labels:
-    """The labels without those that another one beats in bytes kept, time and peak."""
+    """Return the labels without those that another one beats in bytes kept, time and peak."""
     order = np.lexsort((labels.peak, labels.ticks, labels.kept))
     order = order[labels.ticks[order] <= np.minimum.accumulate(labels.ticks[order])]
     time, most = labels.ticks[order], labels.peak[order]
@@ -286,7 +286,7 @@ def _search(graph: _Graph, room: int, limit: int) -> tuple[int, int, Choice] | N
 
 
 def _path(graph: _Graph, found: list[_Labels], label: int) -> Choice:
-    """The choice of a label, from its last step to its first."""
+    """Return the choice of a label, from its last step to its first."""
     options: list[int] = []
     segments: list[tuple[int, int]] = []
     end = len(found) - 1
@@ -301,7 +301,7 @@ def _path(graph: _Graph, found: list[_Labels], label: int) -> Choice:
 
 
 def _graphs(chain: Chain) -> list[_Graph]:
-    """A graph for every choice of the shared layers' options, in order of their least time."""
+    """Return a graph for every choice of the shared layers' options, by their least time."""
     found, begin = steps(chain), start(chain)
     graphs = [_Graph(len(chain.calls), found, begin, given) for given in _given(chain)]
     return sorted(graphs, key=lambda graph: graph.rest[0])
@@ -321,7 +321,7 @@ def _given(chain: Chain) -> Iterator[dict[int, int]]:
 
 
 def _fastest(chain: Chain, graphs: list[_Graph], budget: int | None) -> Choice | None:
-    """The fastest path of all graphs; among equally fast ones, that of the least peak."""
+    """Return the fastest path of all graphs; among equally fast ones, that of the least peak."""
     room = ALL if budget is None else min(budget - chain.rests, ALL)
     limit = min(graph.rest[0] for graph in graphs) if budget is None else ALL
     best: tuple[int, int, Choice] | None = None

@@ -82,7 +82,7 @@ def start(chain: Chain) -> int:
 
 
 def levels(chain: Chain) -> Levels:
-    """The moments, sorted by the steps that they bound.
+    """Return the moments, sorted by the steps that they bound.
 
     Raises: ValueError if the calls alive in a call's moment are not those before it (and, in
         backward, itself): the memory of such a moment does not follow from the path so far.
@@ -106,7 +106,7 @@ def levels(chain: Chain) -> Levels:
 
 
 def shared(chain: Chain) -> dict[str, list[int]]:
-    """The calls of every layer that is called more than once.
+    """Return the calls of every layer that is called more than once.
 
     Raises: ValueError if the calls of one layer have different options.
     """
@@ -160,7 +160,7 @@ class _Replay(NamedTuple):
 
 
 def _segments(chain: Chain, bounds: Levels, first: int, tied: set[int]) -> Iterator[Step]:
-    """The segments that begin at a call, as steps."""
+    """Yield the segments that begin at a call, as steps."""
     inputs = [0, *np.cumsum([call.input for call in chain.calls]).tolist()]
     replays = {o.save: [_Replay(0, NEVER, NEVER, 0, ())] for o in chain.calls[first].options
                if not o.offload}  # fmt: skip
@@ -199,7 +199,7 @@ def _segments(chain: Chain, bounds: Levels, first: int, tied: set[int]) -> Itera
 def _extended(
     chain: Chain, bounds: Levels, i: int, inputs: int, save: tuple[str, ...], before: list[_Replay]
 ) -> list[_Replay]:
-    """The paths extended by call i, which is replayed with any option that has this `save`."""
+    """Return the paths extended by call i, replayed with any option that has this `save`."""
     base, found = chain.calls[i].base, []
     for o, mine in enumerate(chain.calls[i].options):
         if mine.save != save or mine.offload:
@@ -215,7 +215,7 @@ def _extended(
 
 
 def _undominated(paths: list[_Replay]) -> list[_Replay]:
-    """The paths that no other path beats in every respect."""
+    """Return the paths that no other path beats in every respect."""
     best: list[_Replay] = []
     for path in sorted(paths):
         if not any(all(map(le, other[:4], path[:4])) for other in best):
@@ -224,7 +224,7 @@ def _undominated(paths: list[_Replay]) -> list[_Replay]:
 
 
 def _step(first: int, last: int, grows: int, ways: list[Way]) -> Step:
-    """A step with those ways that no other way beats in both bytes and time."""
+    """Return a step with those ways that no other way beats in both bytes and time."""
     best: list[Way] = []
     for way in sorted(ways):
         if not best or way.ticks < best[-1].ticks:

@@ -1,7 +1,4 @@
-"""Bytes that autograd saves, bytes that torch allocates, and the prediction of what a block keeps.
-
-The measurements work on any model, so a fused layer and a stock layer can be compared.
-"""
+"""Bytes that torch allocates on a device while something runs, fused or not."""
 
 from __future__ import annotations
 
@@ -9,57 +6,23 @@ import contextlib
 import gc
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.profiler import DeviceType, ProfilerActivity, profile, record_function
 
-from fused_remat.autograd.offload import moved_names
-from fused_remat.graph.graph import Graph
-from fused_remat.graph.precision import mixed_precision
-from fused_remat.graph.quantized import in_formats
-from fused_remat.graph.schedule import kept_bytes
-from fused_remat.policies import Policy, kept_names, offload_of
+from fused_remat.report.saved import SavedBytes, predict_kept_bytes
 
-
-class SavedBytes:
-    """Context manager that counts the bytes autograd saves for backward, each storage once.
-
-    Args:
-        exclude: tensors whose storages do not count, such as parameters and the caller's masks.
-
-    >>> x = torch.randn(8, 4, requires_grad=True)
-    >>> with SavedBytes() as saved:
-    ...     y = (x * x).exp()
-    >>> saved.total  # x, and the result of exp
-    256
-    """
-
-    def __init__(self, exclude: Iterable[Tensor] = ()) -> None:
-        self._exclude = {t.untyped_storage().data_ptr() for t in exclude}
-        self._storages: dict[int, Tensor] = {}
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda t: t)
-
-    def _pack(self, t: Tensor) -> Tensor:
-        pointer = t.untyped_storage().data_ptr()
-        if pointer not in self._exclude:
-            self._storages.setdefault(pointer, t.detach())
-        return t.detach()  # an output that its own hook returned would never be freed
-
-    @property
-    def total(self) -> int:
-        """Bytes saved so far."""
-        return sum(t.untyped_storage().nbytes() for t in self._storages.values())
-
-    def __enter__(self) -> SavedBytes:
-        self._hooks.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._hooks.__exit__(*error)
+__all__ = [
+    "AllocationTrace",
+    "Allocations",
+    "SavedBytes",
+    "Span",
+    "measure_allocations",
+    "predict_kept_bytes",
+]
 
 
 @dataclass(frozen=True)
@@ -105,7 +68,7 @@ class Span:
     end: int
 
 
-#: From which torch's profiler reads, when it first starts, how much it logs to stderr.
+#: The variable from which torch's profiler reads, when it first starts, how much it logs to stderr.
 _LOG_LEVEL = "KINETO_LOG_LEVEL"
 #: Held during a trace: a process has one torch profiler and one peak counter per device.
 _TRACING = threading.RLock()
@@ -159,7 +122,11 @@ class AllocationTrace:
     def __enter__(self) -> AllocationTrace:
         with contextlib.ExitStack() as stack:
             stack.enter_context(_TRACING)
-            stack.enter_context(_no_garbage_between(self._collect))
+            if self._collect:
+                gc.collect()
+            elif gc.isenabled():
+                gc.disable()
+                stack.callback(gc.enable)
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
                 self._before, self._start = torch.cuda.memory_allocated(self.device), 0
@@ -191,9 +158,7 @@ class AllocationTrace:
 
     def _read_profile(self) -> None:
         results: Any = self._profile.profiler
-        events: list[
-            tuple[int, int | None]
-        ] = []  # (time, bytes allocated or freed), with None for a mark
+        events: list[tuple[int, int | None]] = []  # (time, change in bytes, or None for a mark)
         for event in results.kineto_results.events():
             if event.name() == self._MARK:
                 events.append((event.start_ns(), None))
@@ -222,67 +187,3 @@ def _silent_profiler() -> Iterator[None]:
         yield
     finally:
         del os.environ[_LOG_LEVEL]
-
-
-@contextlib.contextmanager
-def _no_garbage_between(collect: bool) -> Iterator[None]:
-    """Cyclic garbage from before is freed first, or kept until the end: never freed in between."""
-    if collect:
-        gc.collect()
-        yield
-        return
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-def predict_kept_bytes(
-    graph: Graph,
-    policy: str | Policy,
-    shapes: Mapping[str, tuple[int, ...]],
-    needs_grad: Iterable[str],
-    batch: int,
-    seq_len: int,
-    dtype: torch.dtype,
-    compute: torch.dtype | None = None,
-    input_dtypes: Mapping[str, torch.dtype] | None = None,
-    device: torch.device | str = "cpu",
-) -> dict[str, int]:
-    """Bytes that one call of a block keeps for backward, by name, computed from its graph alone.
-
-    Args:
-        graph, policy: the block and its policy.
-        shapes: the shape of "input" (its last dimension is the width), of every other input
-            (whole) and of every parameter.
-        needs_grad: "input" and the parameters that need a gradient, by name.
-        dtype: dtype of the input; under autocast, of the residual stream.
-        compute: dtype in which autocast computes products; None without autocast.
-        input_dtypes: dtypes of other inputs ("memory") that differ from `dtype`.
-        device: where the block runs. Offloaded activations leave a CUDA device and do not count;
-            on the CPU nothing moves, so they count.
-
-    >>> from fused_remat.graph.build import block_graph
-    >>> from fused_remat.spec import nn_layer_spec
-    >>> shapes = {"input": (8,), "qkv.weight": (24, 8), "proj.weight": (8, 8),
-    ...           "fc1.weight": (32, 8), "fc2.weight": (8, 32)}
-    >>> graph = block_graph(nn_layer_spec(True, 2, 4, "gelu"))
-    >>> predict_kept_bytes(graph, "full", shapes, ["input", "fc1.weight"],
-    ...                    batch=1, seq_len=10, dtype=torch.float32)["input"]
-    320
-    """
-    save = kept_names(policy, graph)
-    shapes = {**shapes, "input": (batch, seq_len, shapes["input"][-1])}
-    graph = in_formats(graph if compute is None else mixed_precision(graph, compute), save)
-    others = {name: given.itemsize for name, given in (input_dtypes or {}).items()}
-    segment = None if isinstance(policy, str) else policy.segment
-    names = save if segment is None else frozenset()  # a segment keeps its first input alone
-    kept = dict(kept_bytes(graph, names, frozenset(needs_grad), shapes, dtype.itemsize, others))
-    if segment == "inner":
-        kept.pop(graph.inputs[0], None)
-    for name in moved_names(offload_of(policy), tuple(kept), torch.device(device)):
-        del kept[name]
-    return kept

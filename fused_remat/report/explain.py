@@ -7,9 +7,7 @@ import threading
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch import nn
 
 from fused_remat.execution.choose import DEFAULTS, choose, unsupported_reason
 from fused_remat.execution.observe import DECISIONS, OBSERVERS, TRACERS, BlockRun
@@ -17,7 +15,7 @@ from fused_remat.execution.prepare import Execution
 from fused_remat.graph.schedule import Step
 from fused_remat.layers.fused_layer import FusedLayer
 from fused_remat.layers.record import record_of
-from fused_remat.report.step import arguments_of, restored, trace_layers
+from fused_remat.report.step import arguments_of, device_of, restored, tensors_in, trace_layers
 from fused_remat.steps.chunk import Chunk, Pass
 from fused_remat.steps.node import Node
 from fused_remat.steps.operations import OPERATIONS, Function, Operations
@@ -114,10 +112,9 @@ def explain(model: nn.Module, *inputs: Any, **kwargs: Any) -> Explanation:
       backward: rebuild mid, rebuild norm2, rebuild up, rebuild act, backward output, ...
     """
     inputs, kwargs = arguments_of(model, inputs, kwargs)
-    tensors = [t for t in tree_leaves((inputs, kwargs)) if isinstance(t, Tensor)]
-    device = tensors[0].device if tensors else torch.device("cpu")
+    tensors = list(tensors_in([inputs, kwargs]))
     trace_layers(model, inputs, kwargs)
-    with _Recorder(model) as recorder, restored(model, tensors, device):
+    with _Recorder(model) as recorder, restored(model, tensors, device_of(model, tensors)):
         model(*inputs, **kwargs)
     return recorder.explanation()
 
@@ -154,7 +151,9 @@ class _Recorder:
         self._inside: list[str] = []  # names of the layers that are running
         self._blocks: dict[Pass, tuple[BlockExplanation, Chunk]] = {}  # with its first chunk
         self._steps: list[tuple[BlockExplanation, Node, list[str]]] = []
-        self._unread: list[tuple[BlockExplanation, nn.Module, Any, Any]] = []  # stock layers' calls
+        self._untraced: list[
+            tuple[BlockExplanation, nn.Module, Any, Any]
+        ] = []  # stock layers' calls
         self._thread = threading.get_ident()
         self._exit = contextlib.ExitStack()
 
@@ -165,38 +164,39 @@ class _Recorder:
         for observers, observer in lists:
             observers.append(observer)
             self._exit.callback(observers.remove, observer)
+        hooks = [layer.register_forward_pre_hook(self._enter) for layer in self._uncalled]
         for layer in self._uncalled:
-            enter = layer.register_forward_pre_hook(self._enter)
-            leave = layer.register_forward_hook(self._leave, always_call=True)
-            self._exit.callback(enter.remove)
-            self._exit.callback(leave.remove)
+            hooks.append(layer.register_forward_hook(self._leave, always_call=True))
         for stock in self._stock:
-            enter = stock.register_forward_pre_hook(self._note, with_kwargs=True)
-            self._exit.callback(enter.remove)
+            hooks.append(stock.register_forward_pre_hook(self._note, with_kwargs=True))
+        for hook in hooks:
+            self._exit.callback(hook.remove)
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._exit.close()
 
     def explanation(self) -> Explanation:
-        """The explanations, with the implementations that the steps reported while running."""
-        for block, layer, args, kwargs in self._unread:
+        """Return the explanations, with the implementations that the steps reported."""
+        for block, layer, args, kwargs in self._untraced:
             block.reason = would_read(layer, args, kwargs)
         for block, node, reasons in self._steps:
-            said = filter(None, ("; ".join(dict.fromkeys(reasons)), node.description[0]))
+            parts = ("; ".join(dict.fromkeys(reasons)), node.description[0])
+            text = ", ".join(filter(None, parts))
             names = [n for n in node.makes if n not in (*node.stats, *node.transients)]
-            block.forward += zip(names, [", ".join(said)] * len(names), strict=True)
+            block.forward += [(name, text) for name in names]
         for layer in self._uncalled:
-            title = f"{type(layer).__name__}, not called"
-            self._found.append(BlockExplanation(self._names[layer], title))
+            self._added(self._names[layer], f"{type(layer).__name__}, not called")
         return self._found
 
     def _note(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note a call of a stock layer."""
-        title = f"{type(layer).__name__}, not converted"
-        block = BlockExplanation(self._names[layer], title)
-        self._found.append(block)
-        self._unread.append((block, layer, args, kwargs))
+        block = self._added(self._names[layer], f"{type(layer).__name__}, not converted")
+        self._untraced.append((block, layer, args, kwargs))
+
+    def _added(self, name: str, title: str, reason: str = "") -> BlockExplanation:
+        self._found.append(BlockExplanation(name, title, reason=reason))
+        return self._found[-1]
 
     def _enter(self, layer: FusedLayer, *_: Any) -> None:
         self._uncalled.pop(layer, None)
@@ -214,8 +214,7 @@ class _Recorder:
         if threading.get_ident() == self._thread:
             kind = type(layer).__name__
             title = f"{kind}, its own head and loss"  # of a layer: see `_leave`
-            block = BlockExplanation(self._names.get(layer, kind), title, reason=reason)
-            self._found.append(block)
+            block = self._added(self._names.get(layer, kind), title, reason)
             self._others[layer] = block, record_of(layer).order
 
     def _trace(self, step: Step, chunk: Chunk) -> None:
@@ -226,16 +225,16 @@ class _Recorder:
             self._blocks[chunk.owner] = block, chunk
             self._found.append(block)
         block, first = self._blocks[chunk.owner]
-        if chunk is first or (chunk.parent is first and chunk.lo == 0):  # one piece for all
+        if chunk is first or (chunk.parent is first and chunk.lo == 0):  # one chunk for all
             chunk.ops = ops = _Noted(first.owner.ops)
             self._steps.append((block, step.node, ops.reasons))
 
     def _kept(self, run: BlockRun) -> None:
         """Note what a block offloads, and that a block inside a segment drops its input."""
-        mine = [b for p, (b, _) in self._blocks.items() if p.execution is run.execution]
-        if not mine or threading.get_ident() != self._thread:
+        blocks = [b for p, (b, _) in self._blocks.items() if p.execution is run.execution]
+        if not blocks or threading.get_ident() != self._thread:
             return
-        block, name = mine[-1], run.call.graph.inputs[0]
+        block, name = blocks[-1], run.call.graph.inputs[0]
         block.offloaded = tuple(dict.fromkeys(name for name, _ in run.offloaded))
         if not run.saves[0] and name in block.kept:
             block.kept = tuple(kept for kept in block.kept if kept != name)
@@ -243,7 +242,7 @@ class _Recorder:
 
 
 def _explained(chunk: Chunk, name: str) -> BlockExplanation:
-    """The explanation of the call that a chunk belongs to, but for the steps of its forward."""
+    """Return the explanation of a chunk's call without the steps of its forward."""
     execution = chunk.owner.execution
     assert isinstance(execution, Execution)
     plan, chunks, kind = execution.plan, execution.chunks, execution.call.graph.kind
@@ -265,24 +264,21 @@ def _explained(chunk: Chunk, name: str) -> BlockExplanation:
 
 
 def _backward_implementation(step: Step, chunk: Chunk) -> str:
-    """What runs a step of backward; also of a rebuild that reads quantized activations."""
+    """Return what runs a step of backward, or "" for a rebuild."""
     node = step.node
-    if node is None or not (step.kind == "backward" or node.reads_quantized):
+    if node is None or step.kind != "backward":
         return ""
-    found = node.backward_choice(chunk)
-    return (
-        node.description[1]
-        if found is None
-        else choose(found[0], chunk.ops.name, found[1]).reason()
-    )
+    operation = node.backward_choice(chunk)
+    if operation is None:
+        return node.description[1]
+    return choose(operation[0], chunk.ops.name, operation[1]).reason()
 
 
 def _backend(chunk: Chunk) -> str:
-    """The backend's name and, if it is not the device's default, why."""
+    """Return the backend's name and, if it is not the device's default, why."""
     x, compute = chunk.owner.tensors["input"], chunk.owner.execution.compute
-    assert x is not None
+    if x is None or chunk.ops.name != "eager":
+        return chunk.ops.name
     default = DEFAULTS.get(x.device.type, "eager")
-    reason = None
-    if chunk.ops.name == "eager":
-        reason = unsupported_reason(default, x.device, compute or x.dtype)
-    return chunk.ops.name + (f" ({reason})" if reason else "")
+    reason = unsupported_reason(default, x.device, compute or x.dtype)
+    return f"eager ({reason})" if reason else "eager"

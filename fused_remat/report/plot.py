@@ -1,23 +1,18 @@
-"""Draws a memory report: one bar per layer, stacked by activation."""
+"""Charts of memory reports and plans, drawn by matplotlib without a window or global state."""
 
 from __future__ import annotations
 
-import colorsys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fused_remat.report import MemoryReport
 
-_MOST = 11  # activations with a color of their own
-_REST = "others"
+_MOST = 9  # activations with a color of their own
 
 
-def new_figure(caller: str, width: float, height: float) -> Any:
-    """An empty matplotlib figure, without a window or any global state.
-
-    Raises: ImportError without matplotlib; the message names `caller`.
-    """
+def _new_figure(caller: str, width: float, height: float) -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -25,54 +20,71 @@ def new_figure(caller: str, width: float, height: float) -> Any:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def axis_unit(largest: int) -> tuple[int, str]:
-    """The bytes in one unit of an axis that reaches `largest` bytes, and the unit's name."""
+def _unit_of(largest: int) -> tuple[int, str]:
+    """Return the bytes in one unit of an axis that reaches `largest` bytes, and the unit's name."""
     units = ((2**30, "GiB"), (2**20, "MiB"))
     return next((unit for unit in units if largest >= 2 * unit[0]), (2**10, "KiB"))
 
 
-def plot(report: MemoryReport, path: str | Path) -> None:
-    """See `MemoryReport.plot`."""
-    layers, rows = report.layers, range(len(report.layers))
-    figure = new_figure("MemoryReport.plot", 9.0, 1.6 + 0.34 * len(layers))
-    sizes = [n for x in layers for n in (x.kept_bytes, x.forward_peak, x.backward_peak)]
-    scale, unit = axis_unit(max(sizes, default=0))
-    axes: Any = figure.add_subplot()
-    _bars(axes, report, scale)
-    predicted = [
-        (layer.predicted_bytes / scale, y - 0.42, y + 0.42)
-        for y, layer in zip(rows, layers, strict=True)
-        if layer.predicted_bytes is not None
-    ]
-    if predicted:
-        axes.vlines(*zip(*predicted, strict=True), color="black", label="predicted", zorder=3)
-    for which, marker in (("forward", ">"), ("backward", "<")):
-        peaks = [getattr(layer, f"{which}_peak") / scale for layer in layers]
-        axes.scatter(peaks, rows, marker=marker, s=22, facecolors="none", edgecolors="black",
-                     label=f"{which} peak", zorder=4)  # fmt: skip
-    axes.set_yticks(rows, [f"{layer.name} {layer.policy or ''}".strip() for layer in layers])
+def plot_report(report: MemoryReport, path: str | Path) -> None:
+    """Draw one bar per layer, stacked by activation; see `MemoryReport.plot`."""
+    layers, positions = report.layers, range(len(report.layers))
+    figure = _new_figure("MemoryReport.plot", 9.0, 1.6 + 0.34 * len(layers))
+    scale, unit = _unit_of(max((layer.kept_bytes for layer in layers), default=0))
+    axes = figure.add_subplot()
+    totals: dict[str, int] = {}
+    for activation in (a for layer in layers for a in layer.activations):
+        totals[activation.name] = totals.get(activation.name, 0) + activation.bytes
+    names = sorted(totals, key=lambda name: -totals[name])
+    groups = [*((name,) for name in names[:_MOST]), tuple(names[_MOST:])]
+    lefts = [0.0] * len(layers)
+    for i, group in enumerate(filter(None, groups)):
+        label, color = (group[0], f"C{i}") if i < _MOST else ("others", "0.75")
+        widths = [sum(a.bytes for a in x.activations if a.name in group) / scale for x in layers]
+        axes.barh(positions, widths, left=lefts, height=0.7, color=color, label=label)
+        lefts = [left + width for left, width in zip(lefts, widths, strict=True)]
+    axes.set_yticks(positions, [f"{layer.name} {layer.policy or ''}".strip() for layer in layers])
     axes.invert_yaxis()
     axes.set_xlabel(f"kept for backward, {unit}")
-    axes.set_xlim(left=0)
     axes.set_title(f"{report.model}: {report.kept_bytes / scale:,.1f} {unit} kept", fontsize=10)
     figure.legend(loc="outside lower center", ncols=3, fontsize=7, frameon=False)
     figure.savefig(path, dpi=150)
 
 
-def _bars(axes: Any, report: MemoryReport, scale: int) -> None:
-    """The bars; activations beyond the largest few share one color."""
-    totals: dict[str, int] = {}
-    for layer in report.layers:
-        for a in layer.activations:
-            totals[a.name] = totals.get(a.name, 0) + a.bytes
-    largest = sorted(totals, key=lambda name: -totals[name])[:_MOST]
-    lefts = [0.0] * len(report.layers)
-    for i, name in enumerate([*largest, *([_REST] if len(totals) > _MOST else [])]):
-        color = "0.75" if name == _REST else colorsys.hls_to_rgb(i * 0.381966 % 1, 0.6, 0.5)
-        widths = [
-            sum(a.bytes for a in layer.activations
-                if (a.name if a.name in largest else _REST) == name) / scale
-            for layer in report.layers
-        ]  # fmt: skip
-        axes.barh(range(len(lefts)), widths, left=lefts, height=0.7, color=color, label=name)
-        lefts = [left + width for left, width in zip(lefts, widths, strict=True)]
+def plot_plan(
+    title: str,
+    columns: Sequence[tuple[str, Mapping[str, int]]],
+    frontier: Sequence[tuple[int, float]],
+    chosen: tuple[int, float],
+    budget: int | None,
+    path: str | Path,
+) -> None:
+    """Draw memory over a planned step, and the plan on the frontier; see `Plan.plot`.
+
+    Args:
+        columns: the spans of the step: what runs, and the parts of the most bytes.
+        frontier, chosen: (peak in bytes, seconds) of the frontier's points and of the plan.
+    """
+    figure = _new_figure("Plan.plot", 12.0, 4.8)
+    step, plane = figure.subplots(1, 2, width_ratios=(3, 2))
+    scale, unit = _unit_of(max(chosen[0], budget or 0, *(peak for peak, _ in frontier)))
+    names = list(dict.fromkeys(name for _, parts in columns for name in parts))
+    heights = [[parts.get(name, 0) / scale for _, parts in columns] for name in names]
+    ends = [[*height, height[-1]] for height in heights]
+    step.stackplot(range(len(columns) + 1), *ends, step="post", labels=names)
+    phases = [what for what, _ in columns]
+    firsts = [i for i, what in enumerate(phases) if i == 0 or phases[i - 1] != what]
+    step.set_xticks(firsts, [phases[i] for i in firsts], rotation=45, ha="right", fontsize=7)
+    step.set_ylabel(f"peak of a span, {unit}")
+    peaks, seconds = zip(*frontier, strict=True)
+    plane.step([n / scale for n in peaks], [1e3 * s for s in seconds], where="post", marker=".")
+    plane.plot(chosen[0] / scale, 1e3 * chosen[1], "k*", markersize=11, label="this plan")
+    plane.set_xlabel(f"peak of the step, {unit}")
+    plane.set_ylabel("forward and backward, ms")
+    if budget is not None:
+        step.axhline(budget / scale, color="black", linestyle="--", label="budget")
+        plane.axvline(budget / scale, color="black", linestyle="--", label="budget")
+    for axes in (step, plane):
+        axes.legend(fontsize=7, frameon=False)
+    figure.suptitle(title, fontsize=10)
+    figure.savefig(path, dpi=150)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from fused_remat.layers import FusedLayer
 from fused_remat.layers.record import STATES, Ran
 from fused_remat.policies import Policy
+from fused_remat.report import files
 from fused_remat.report.saved import Saved
 from fused_remat.report.step import Step, arguments_of, choose_layers, run_step, tensors_in
 from fused_remat.report.units import aligned, human, reason_lines, run_name
@@ -122,7 +122,7 @@ class MemoryReport:
         return sum(layer.offloaded_bytes for layer in self.layers)
 
     def table(self, activations: bool = True) -> str:
-        """The report as text; consecutive equal layers share one row.
+        """Return the report as text; consecutive equal layers share one row.
 
         Args:
             activations: whether to list what each layer keeps below its row. Layers that keep the
@@ -151,7 +151,7 @@ class MemoryReport:
         return "\n".join(lines)
 
     def _offloaded(self) -> list[str]:
-        """The line on offloading, if something was offloaded or a policy asks for it."""
+        """Return the line on offloading, if something was offloaded or a policy asks for it."""
         if self.offloaded_bytes:
             return [f"offloaded to host: {human(self.offloaded_bytes)}, not counted as kept"]
         asked = any(_OFFLOAD in (layer.policy or "") for layer in self.layers)
@@ -169,46 +169,31 @@ class MemoryReport:
         return self.table()
 
     def to_json(self, path: str | Path | None = None) -> str:
-        """The report as JSON, written to `path` if one is given; `from_json` reads it.
+        """Return the report as JSON, written to `path` if there is one; `from_json` reads it.
 
         >>> import torch
         >>> report = memory_report(nn.Linear(4, 4), torch.randn(2, 4))
         >>> MemoryReport.from_json(report.to_json()) == report
         True
         """
-        totals = {
-            "kept_bytes": self.kept_bytes,
-            "predicted_bytes": self.predicted_bytes,
-            "offloaded_bytes": self.offloaded_bytes,
-        }
-        text = json.dumps(dataclasses.asdict(self) | totals, indent=1)
-        if path is not None:
-            Path(path).write_text(text + "\n", encoding="utf-8")
-        return text
+        totals = ("kept_bytes", "predicted_bytes", "offloaded_bytes")
+        return files.to_json(self, path, **{name: getattr(self, name) for name in totals})
 
     @classmethod
     def from_json(cls, text: str) -> MemoryReport:
-        """The report that `to_json` wrote."""
-        given = json.loads(text)
-        layers = []
-        for layer in given["layers"]:
-            for a in layer["activations"]:
-                a["shape"] = None if a["shape"] is None else tuple(a["shape"])
-            layer["activations"] = tuple(Activation(**a) for a in layer["activations"])
-            layers.append(LayerMemory(**layer))
-        return cls(given["model"], tuple(layers), given["peak_bytes"], given["tokens"])
+        """Return the report that `to_json` wrote. Raises: ValueError for any other text."""
+        return files.from_json(cls, text)
 
     def plot(self, path: str | Path) -> None:
         """Draw one bar per layer, stacked by activation, to `path` (.png, .svg or .pdf).
 
-        Vertical ticks mark predicted bytes, triangles the peaks of both passes. No window opens,
-        and matplotlib's settings stay as they are.
+        No window opens, and matplotlib's settings stay as they are.
 
         Raises: ImportError without matplotlib (`pip install "fused-remat[bench]"`).
         """
-        from fused_remat.report.plot import plot
+        from fused_remat.report.plot import plot_report
 
-        plot(self, path)
+        plot_report(self, path)
 
 
 def memory_report(
@@ -267,20 +252,16 @@ def memory_report(
     inputs, kwargs = arguments_of(model, inputs, kwargs)
     chosen = choose_layers(model, layers)
     step = run_step(model, list(chosen.values()), inputs, kwargs, loss)
-    rows = [
-        _layer(i, name or _MODEL, module, step) for i, (name, module) in enumerate(chosen.items())
-    ]
+    reports = [_layer(i, n or _MODEL, m, step) for i, (n, m) in enumerate(chosen.items())]
     other = _layer(-1, _OTHER, None, step)
     if other.kept_bytes or max(other.forward_peak, other.backward_peak) > _SUM_BYTES:
-        rows.append(other)
-    return MemoryReport(
-        type(model).__name__, tuple(rows), step.peak, _tokens(tensors_in([inputs, kwargs]))
-    )
+        reports.append(other)
+    tokens = _tokens(tensors_in([inputs, kwargs]))
+    return MemoryReport(type(model).__name__, tuple(reports), step.peak, tokens)
 
 
 def _layer(index: int, name: str, module: nn.Module | None, step: Step) -> LayerMemory:
-    predicted = step.predicted.get(index)
-    calls = 0 if module is None else step.calls[index]
+    predicted, calls = step.predicted.get(index), 0 if module is None else step.calls[index]
     saved = [s for s in step.saved if s.layer == index]
     moved = {s.name for s in saved if s.offloaded}
     here = {name: n for name, n in (predicted or {}).items() if name not in moved}
@@ -329,10 +310,9 @@ def _activations(saved: list[Saved], predicted: dict[str, int], calls: int) -> I
 def _policy(policy: str | Policy) -> str:
     if isinstance(policy, str):
         return policy
-    names = f"{{{', '.join(sorted(policy.save))}}}"
-    place = "" if policy.segment is None else f" {policy.segment} of segment"
+    segment = "" if policy.segment is None else f" {policy.segment} of segment"
     moved = f"{_OFFLOAD}{{{', '.join(sorted(policy.offload))}}}" if policy.offload else ""
-    return f"{names}{place}{moved}"
+    return f"{{{', '.join(sorted(policy.save))}}}{segment}{moved}"
 
 
 def _tokens(inputs: Iterator[Tensor]) -> int | None:
@@ -346,7 +326,7 @@ def _tokens(inputs: Iterator[Tensor]) -> int | None:
 
 
 def _without_name(layer: LayerMemory) -> LayerMemory:
-    """What equal layers have in common: everything but their names and peaks."""
+    """Return what equal layers have in common: everything but their names and peaks."""
     return dataclasses.replace(layer, name="", forward_peak=0, backward_peak=0)
 
 

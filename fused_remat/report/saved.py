@@ -1,6 +1,6 @@
-"""Records what autograd saves while a model runs, by layer and by name, each storage once.
+"""Bytes that autograd saves: measured by layer and name, and predicted from a block's graph.
 
-Storages are referenced weakly, so a record does not delay freeing any memory.
+A record refers to storages weakly, so it does not delay freeing any memory.
 """
 
 from __future__ import annotations
@@ -18,8 +18,12 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from fused_remat.autograd.offload import moved_names
 from fused_remat.execution.observe import OBSERVERS, BlockRun
+from fused_remat.graph.graph import Graph
+from fused_remat.graph.precision import mixed_precision
 from fused_remat.graph.schedule import kept_bytes
+from fused_remat.policies import Policy, kept_names, offload_of
 
 #: Name for what non-reentrant `torch.utils.checkpoint` saves: the arguments of what it wraps.
 CHECKPOINT = "checkpoint"
@@ -71,17 +75,23 @@ class _Block:
     counted: bool = False
 
 
-class SavedRecord:
-    """Context manager around a forward pass that records what autograd saves.
+class SavedBytes:
+    """Context manager that records what autograd saves for backward, each storage once.
 
     Args:
-        exclude: tensors whose storages do not count: parameters and buffers.
+        exclude: tensors whose storages do not count, such as parameters and the caller's masks.
         inputs: tensors that the caller passes to the model; they are marked.
 
     Attributes:
         layer: index of the layer that is running, set by the caller; -1 outside the layers.
         predicted: bytes that the graphs of fused blocks predict, by layer and name, including
             offloaded ones.
+
+    >>> x = torch.randn(8, 4, requires_grad=True)
+    >>> with SavedBytes() as saved:
+    ...     y = (x * x).exp()
+    >>> saved.total  # x, and the result of exp
+    256
     """
 
     def __init__(self, exclude: Iterable[Tensor] = (), inputs: Iterable[Tensor] = ()) -> None:
@@ -98,7 +108,7 @@ class SavedRecord:
             pack = torch.compiler.disable(pack)
         self._hooks = torch.autograd.graph.saved_tensors_hooks(pack, _unpack)
 
-    def __enter__(self) -> SavedRecord:
+    def __enter__(self) -> SavedBytes:
         self._hooks.__enter__()  # raises if saved-tensor hooks are disabled
         OBSERVERS.append(self._observe)
         return self
@@ -108,6 +118,11 @@ class SavedRecord:
         OBSERVERS.remove(self._observe)
         self._block = None
 
+    @property
+    def total(self) -> int:
+        """Bytes saved so far, including what was freed since."""
+        return sum(saved.nbytes for saved in self._saved.values())
+
     def claim(self, tensors: Iterable[Tensor]) -> None:
         """Attribute inputs that a checkpoint around the current layer saved to that layer."""
         for key in (key for t in tensors for key in _storages(t)):
@@ -116,7 +131,7 @@ class SavedRecord:
                 saved.layer = self.layer
 
     def named(self, outputs: Iterable[Tensor]) -> list[Saved]:
-        """The storages that are still alive, in order, named after the graph of `outputs`."""
+        """Return the storages that are still alive, named after the graph of `outputs`."""
         names = sorted(_names(outputs), key=lambda name: name[0].order)
         for held, name in names:
             for saved in held.saved:
@@ -150,7 +165,7 @@ class SavedRecord:
         return held
 
     def _fused_name(self, key: StorageWeakRef) -> str | None:
-        """The name in the current block of what is being saved, or None.
+        """Return the name in the current block of what is being saved, or None.
 
         The first saved tensor counts the block's prediction: a block under a checkpoint saves
         nothing, so its prediction must not count.
@@ -166,8 +181,76 @@ class SavedRecord:
         return block.names[key]
 
 
+def predict_kept_bytes(
+    graph: Graph,
+    policy: str | Policy,
+    shapes: Mapping[str, tuple[int, ...]],
+    needs_grad: Iterable[str],
+    batch: int,
+    seq_len: int,
+    dtype: torch.dtype,
+    compute: torch.dtype | None = None,
+    input_dtypes: Mapping[str, torch.dtype] | None = None,
+    device: torch.device | str = "cpu",
+) -> dict[str, int]:
+    """Compute the bytes that one call of a block keeps for backward, by name, from its graph alone.
+
+    Args:
+        graph, policy: the block and its policy.
+        shapes: the shape of "input" (its last dimension is the width), of every other input
+            (complete) and of every parameter.
+        needs_grad: "input" and the parameters that need a gradient, by name.
+        dtype: dtype of the input; under autocast, of the residual stream.
+        compute: dtype in which autocast computes products; None without autocast.
+        input_dtypes: dtypes of other inputs ("memory") that differ from `dtype`.
+        device: where the block runs. Offloaded activations leave a CUDA device and do not count;
+            on the CPU nothing moves, so they count.
+
+    >>> from fused_remat.graph.build import block_graph
+    >>> from fused_remat.spec import nn_layer_spec
+    >>> shapes = {"input": (8,), "qkv.weight": (24, 8), "proj.weight": (8, 8),
+    ...           "fc1.weight": (32, 8), "fc2.weight": (8, 32)}
+    >>> graph = block_graph(nn_layer_spec(True, 2, 4, "gelu"))
+    >>> predict_kept_bytes(graph, "full", shapes, ["input", "fc1.weight"],
+    ...                    batch=1, seq_len=10, dtype=torch.float32)["input"]
+    320
+    """
+    save = kept_names(policy, graph)
+    shapes = {**shapes, "input": (batch, seq_len, shapes["input"][-1])}
+    graph = graph if compute is None else mixed_precision(graph, compute)
+    sizes = {name: other.itemsize for name, other in (input_dtypes or {}).items()}
+    segment = None if isinstance(policy, str) else policy.segment
+    names = save if segment is None else frozenset()  # a segment keeps its first input alone
+    kept = dict(kept_bytes(graph, names, frozenset(needs_grad), shapes, dtype.itemsize, sizes))
+    if segment == "inner":
+        kept.pop(graph.inputs[0], None)
+    for name in moved_names(offload_of(policy), tuple(kept), torch.device(device)):
+        del kept[name]
+    return kept
+
+
+def _predicted(run: BlockRun) -> Mapping[str, int]:
+    """Return the bytes that the block's graph predicts it keeps, by name."""
+    call, execution = run.call, run.execution
+    named = zip(call.graph.tensors, run.tensors, strict=True)
+    tensors = {name: t for name, t in named if t is not None}
+    shapes = {name: tuple(t.shape) for name, t in tensors.items()} | {**execution.shapes}
+    sizes = {name: tensors[name].element_size() for name in call.graph.inputs}
+    first = call.graph.inputs[0]
+    kept = dict(kept_bytes(call.graph, call.save, call.needs_grad, shapes, sizes[first], sizes))
+    for name, saved in zip(call.graph.tensors, run.saves, strict=True):
+        if not saved:
+            kept.pop(name, None)
+        elif name in tensors and name in (
+            *call.graph.inputs,
+            "seed",
+        ):  # also in a segment
+            kept.setdefault(name, tensors[name].numel() * tensors[name].element_size())
+    return kept
+
+
 def _saving_module() -> str:
-    """Name of the module whose code saves a tensor; called by `SavedRecord._pack`."""
+    """Return the name of the module whose code saves a tensor; called by `SavedBytes._pack`."""
     frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_globals["__name__"].startswith("torch._dynamo"):
         frame = frame.f_back  # frames of torch.compiler.disable
@@ -179,7 +262,7 @@ def _unpack(held: _Held) -> Tensor:
 
 
 def _storages(t: Tensor) -> dict[StorageWeakRef, int]:
-    """Storages of `t` with their bytes; sparse tensors and wrapper subclasses have several."""
+    """Return the storages of `t` with their bytes; sparse tensors and subclasses have several."""
     if is_traceable_wrapper_subclass(t):
         inner, _ = t.__tensor_flatten__()
         held = [getattr(t, name) for name in inner]
@@ -199,7 +282,7 @@ def _storages(t: Tensor) -> dict[StorageWeakRef, int]:
 
 
 def _block_tensors(run: BlockRun) -> Iterator[tuple[str, Tensor]]:
-    """What a block saves, by name; an activation in pieces occurs once for each piece."""
+    """Yield what a block saves, by name; an activation in chunks occurs once for each chunk."""
     execution, _, tensors, output, kept, saves, offloaded = run
     yield from offloaded
     for name, t, saved in zip(execution.call.graph.tensors, tensors, saves, strict=True):
@@ -210,24 +293,8 @@ def _block_tensors(run: BlockRun) -> Iterator[tuple[str, Tensor]]:
     yield from zip((name for name, _ in execution.pieces()), kept, strict=True)
 
 
-def _predicted(run: BlockRun) -> Mapping[str, int]:
-    """Bytes that the block's graph predicts it keeps, by name."""
-    call, execution, tensors = run.call, run.execution, run.tensors
-    given = {n: t for n, t in zip(call.graph.tensors, tensors, strict=True) if t is not None}
-    shapes = {name: tuple(t.shape) for name, t in given.items()} | {**execution.shapes}
-    sizes = {name: given[name].element_size() for name in call.graph.inputs}
-    first = call.graph.inputs[0]
-    kept = dict(kept_bytes(call.graph, call.save, call.needs_grad, shapes, sizes[first], sizes))
-    for name, saved in zip(call.graph.tensors, run.saves, strict=True):
-        if not saved:
-            kept.pop(name, None)
-        elif name in given and name in (*call.graph.inputs, "seed"):  # a segment always keeps them
-            kept.setdefault(name, given[name].numel() * given[name].element_size())
-    return kept
-
-
 def _names(outputs: Iterable[Tensor]) -> Iterator[tuple[_Held, str]]:
-    """What `SavedRecord` packed, with autograd's names for it, walking back from `outputs`.
+    """Yield what `SavedBytes` packed with autograd's names for it, walking back from `outputs`.
 
     Nothing is unpacked, so the hooks of a checkpoint or of the user do not run.
     """

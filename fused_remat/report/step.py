@@ -21,7 +21,7 @@ from fused_remat.execution.observe import OBSERVERS, BlockRun
 from fused_remat.layers import FusedLayer
 from fused_remat.layers.record import Ran, Record, noted_apart, record_of
 from fused_remat.report.allocations import AllocationTrace, Span
-from fused_remat.report.saved import Saved, SavedRecord
+from fused_remat.report.saved import Saved, SavedBytes
 from fused_remat.tracing.layer import ReadLayer
 
 _LAYERS = (FusedLayer, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
@@ -39,7 +39,7 @@ class Step:
     """What was observed. Layers are indices into those that were watched, -1 outside them.
 
     Attributes:
-        saved, predicted: as in `SavedRecord`.
+        saved, predicted: as in `SavedBytes`.
         calls: how often each layer was called.
         ran: what each layer's last training call ran as, None without any, and why it was not a
             block's.
@@ -85,7 +85,7 @@ def run_step(
         targets = [t for t in (*model.parameters(), *inputs) if t.requires_grad]
         device = device_of(model, inputs)
         trace_layers(model, args, kwargs)
-        record = SavedRecord([*model.parameters(), *model.buffers()], inputs)
+        record = SavedBytes([*model.parameters(), *model.buffers()], inputs)
         stack.enter_context(restored(model, inputs, device))
         if accumulates:
             for t in targets:
@@ -141,7 +141,7 @@ def trace_layers(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _detached(value: Any) -> Any:
-    """An intermediate result becomes a leaf, so that backward ends there."""
+    """Return an intermediate result becomes a leaf, so that backward ends there."""
     if isinstance(value, Tensor) and value.grad_fn is not None:
         return value.detach().requires_grad_()
     return value
@@ -160,7 +160,7 @@ def _peaks(spans: list[Span]) -> dict[tuple[str, int], int]:
 
 
 def losses_of(output: Any, loss: Callable[[Any], Tensor] | None) -> list[Tensor]:
-    """The scalars that backward starts from: the loss, or the sums of the output's tensors.
+    """Return the scalars that backward starts from: the loss, or the sums of the output's tensors.
 
     Raises: TypeError or ValueError if `loss` does not return a scalar with a gradient; TypeError if
         there is no loss and no floating-point tensor in the output.
@@ -202,7 +202,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 def arguments_of(
     model: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call: a dict alone is a batch of keyword arguments, if they fit the model.
+    """Return the arguments of a call: a lone dict is keyword arguments if they fit the model.
 
     >>> arguments_of(nn.Linear(2, 2), ({"input": 1},), {})
     ((), {'input': 1})
@@ -220,7 +220,7 @@ def arguments_of(
 
 
 def device_of(model: nn.Module, inputs: Any = ()) -> torch.device:
-    """The first device other than the CPU, of parameters, buffers and inputs; else the CPU."""
+    """Return the first device of parameters, buffers and inputs that is not the CPU, or the CPU."""
     tensors = [*model.parameters(), *model.buffers(), *tensors_in(inputs)]
     return next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
 
@@ -260,7 +260,7 @@ def restored(model: nn.Module, inputs: Iterable[Tensor], device: torch.device) -
 class _Watch:
     """Hooks on the layers that tell the record which layer runs, and mark the trace."""
 
-    def __init__(self, layers: list[nn.Module], record: SavedRecord, trace: AllocationTrace):
+    def __init__(self, layers: list[nn.Module], record: SavedBytes, trace: AllocationTrace):
         self.calls = [0] * len(layers)
         self._layers, self._record, self._trace = layers, record, trace
         self._stack = [_OUTSIDE]  # places of the calls that are running: (layer, its call)
@@ -358,7 +358,7 @@ class _Watch:
 
 
 def choose_layers(model: nn.Module, patterns: Iterable[str] | None) -> dict[str, nn.Module]:
-    """The modules to watch, by name; see `layers` of `memory_report`."""
+    """Return the modules to watch, by name; see `layers` of `memory_report`."""
     modules = dict(model.named_modules())
     opaque = {n: why for n, m in modules.items() if (why := _why_opaque(m)) is not None}
     if patterns is None:
@@ -381,7 +381,7 @@ def choose_layers(model: nn.Module, patterns: Iterable[str] | None) -> dict[str,
 
 
 def _why_opaque(module: nn.Module) -> str | None:
-    """What `module` is, if hooks on its submodules do not run or change what it does."""
+    """Return what `module` is, if hooks on its submodules do not run or change what it does."""
     if isinstance(module, FusedLayer):
         return "a fused layer"
     if type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None:
@@ -390,7 +390,7 @@ def _why_opaque(module: nn.Module) -> str | None:
 
 
 def _repeated(model: nn.Module, modules: Mapping[str, nn.Module]) -> set[str]:
-    """Transformer layers; without any, what stands in containers; else the model's children."""
+    """Return transformer layers; without any, members of containers; else the children."""
     found = {name for name, module in modules.items() if isinstance(module, _LAYERS)}
     if found:
         return found

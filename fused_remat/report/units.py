@@ -36,7 +36,7 @@ def milliseconds(seconds: float, decimals: int = 1) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
-    """The rows of a table as lines: the first `left` columns are left-aligned, the others right."""
+    """Return a table as lines: the first `left` columns are left-aligned, the others right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
@@ -49,7 +49,7 @@ def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
 
 
 def run_name(names: Sequence[str]) -> str:
-    """The name of one table row for several equal layers: "layers.0 … layers.2 (3×)"."""
+    """Return the name of one table row for several equal layers: "layers.0 … layers.2 (3×)"."""
     return names[0] if len(names) == 1 else f"{names[0]} … {names[-1]} ({len(names)}×)"
 
 
@@ -80,7 +80,7 @@ def device_memory(device: torch.device | str) -> int:
 
 
 def bytes_of(budget: Budget, device: torch.device | str = "cpu") -> int:
-    """A memory budget in bytes.
+    """Return a memory budget in bytes.
 
     Args:
         budget: bytes (int), text ("6GiB", "500 MB", "80%"), or a fraction of the device's memory

@@ -1,7 +1,7 @@
 """Estimates memory and time of a training step on a mesh of devices, without running it."""
 
 from fused_remat.scale.costs import HARDWARE, Costs, Figure
-from fused_remat.scale.estimate import Estimate, estimate, smallest_mesh
+from fused_remat.scale.estimate import Estimate, estimate
 from fused_remat.scale.layout import Layout, Mesh
 from fused_remat.scale.memory import Setup
 
@@ -14,5 +14,4 @@ __all__ = [
     "Mesh",
     "Setup",
     "estimate",
-    "smallest_mesh",
 ]

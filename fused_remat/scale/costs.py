@@ -32,7 +32,7 @@ class Figure:
 
 
 def _as_products(products: Figure) -> Figure:
-    """The rate of products, assumed for something that was not measured."""
+    """Return the rate of products, assumed for something that was not measured."""
     return Figure(products.value, f"that of products ({products.source})")
 
 
@@ -68,7 +68,7 @@ class Costs:
     memory: Figure
 
     def with_figures(self, given: Mapping[str, Figure]) -> Costs:
-        """These costs with the given figures; a new rate of products is also that of attention."""
+        """Return these costs with other figures; a rate of products is also that of attention."""
         known = dict(given)
         if "products" in known:
             for name in ("attention_forward", "attention_backward"):
@@ -110,7 +110,7 @@ HARDWARE: dict[str, Costs] = {
 
 
 def of_this_machine(dtype: torch.dtype, base: Costs, device: str = "cpu") -> Costs:
-    """`base` with the rates that `calibrate` measures on this machine. Run nothing else meanwhile.
+    """Return `base` with the rates that `calibrate` measures here. Run nothing else meanwhile.
 
     Links are not measured; half the rate of a memory copy stands for them.
     """
@@ -142,15 +142,15 @@ FILE_KEYS: dict[str, tuple[str, float]] = {
 
 
 def rate_text(name: str, value: float) -> str:
-    """A figure of `Costs` with its unit."""
+    """Return a figure of `Costs` with its unit."""
     unit = next(unit for field, unit in FILE_KEYS.values() if field == name)
     return f"{value / unit:.4g} { {1e12: 'TFLOP/s', 1e9: 'GB/s', 1e-6: 'µs'}[unit] }"
 
 
 def of_file(path: Path, base: Costs) -> Costs:
-    """`base` with the rates of a file: a result of `bench kernels`, or keys of `FILE_KEYS`.
+    """Return `base` with the rates of a file, by the keys of `FILE_KEYS`.
 
-    The latter is JSON such as {"name": "...", "source": "...", "measured": true,
+    The file is JSON such as {"name": "...", "source": "...", "measured": true,
     "products_tflops": 700}; every key is optional.
 
     Raises: ValueError if the file has no rates, OSError if it cannot be read.
@@ -161,8 +161,6 @@ def of_file(path: Path, base: Costs) -> Costs:
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(data, dict):
         raise ValueError(f"{path} does not hold a JSON object")
-    if "results" in data:
-        return _of_ceilings(path, data, base)
     source = f"{path.name}: {data.get('source', 'no source given')}"
     unknown = sorted(set(data) - set(FILE_KEYS) - {"name", "source", "measured"})
     if unknown or not set(data) & set(FILE_KEYS):
@@ -177,22 +175,3 @@ def of_file(path: Path, base: Costs) -> Costs:
             given[name] = Figure(value * unit, source, data.get("measured") is True)
     name = str(data.get("name", path.stem))
     return dataclasses.replace(base, name=name).with_figures(given)
-
-
-def _of_ceilings(path: Path, data: dict[str, Any], base: Costs) -> Costs:
-    """`base` with the rates in a result of `bench kernels`."""
-    units = {"GB/s": ("bandwidth", 1e9), "TFLOP/s": ("products", 1e12)}
-    given = {}
-    for row in data["results"]:
-        unit = row.get("unit", row.get("case", {}).get("unit"))
-        if unit in units and "ways" in row:
-            source = f"{path.name}, in {row.get('config', {}).get('dtype', 'an unknown dtype')}"
-            name, scale = units[unit]
-            given[name] = Figure(row["ways"]["torch"][unit] * scale, source, True)
-    if not given:
-        raise ValueError(f"{path} has no measured rates; `python -m bench kernels` measures them")
-    machine = data.get("machine", {})
-    shown = str(machine.get("gpu") or machine.get("cpu") or path.stem)
-    if "products" in given:
-        given["peak"] = _as_products(given["products"])  # the maker's number is not in the file
-    return dataclasses.replace(base, name=shown).with_figures(given)

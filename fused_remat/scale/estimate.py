@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from fused_remat.formats import split_name
 from fused_remat.planner import chain as chains
 from fused_remat.planner.chain import Choice, Option
 from fused_remat.planner.options import costed_options, kept_by_name
 from fused_remat.planner.solve import optimal
-from fused_remat.policies import EXACT_PRESETS, is_offloaded, kept_names
+from fused_remat.policies import EXACT_PRESETS, kept_names
 from fused_remat.scale.costs import Costs
 from fused_remat.scale.layer import kept_by_eager, passes, sizes_of
 from fused_remat.scale.layout import (
-    Layout,
-    Mesh,
     check,
     divides_head,
     gathered,
-    padded,
     sharded,
 )
 from fused_remat.scale.memory import Setup, chain_of, loss_bytes, parts_at_peak
@@ -145,7 +141,7 @@ def estimate(
 def _check_names(setup: Setup, policies: Sequence[str]) -> None:
     graph = setup.example.call.graph
     saves = [kept_names(policy, graph) for policy in policies]
-    kept = {split_name(name)[0] for save in saves for name in save}
+    kept = frozenset[str]().union(*saves)
     valid = [name for name in (*graph.inputs, *graph.names) if name in kept.union(graph.inputs)]
     unknown = [name for name in setup.offload if name not in valid]
     if unknown:
@@ -156,7 +152,7 @@ def _check_names(setup: Setup, policies: Sequence[str]) -> None:
 
 
 def way_of(setup: Setup, costs: Costs, name: str) -> Way:
-    """The way of a preset or a baseline to run a layer."""
+    """Return the way of a preset or a baseline to run a layer."""
     graph, layout = setup.example.call.graph, setup.layout
     preset = {"eager": "none", "checkpoint": "full"}.get(name, name)
     save = kept_names(preset, graph)
@@ -178,11 +174,11 @@ def way_of(setup: Setup, costs: Costs, name: str) -> Way:
 
 
 def way(setup: Setup, costs: Costs, save: Iterable[str], label: str) -> Way:
-    """The way that keeps `save`, with `setup.offload` of it in the host's memory."""
+    """Return the way that keeps `save`, with `setup.offload` of it in the host's memory."""
     example, names = setup.example, frozenset(save)
     kept = kept_by_name(example, names)
     found, most = tuple(works(example, names, costs, setup.layout)), passes(example, names)
-    away = {name for name in kept if is_offloaded(name, frozenset(setup.offload))}
+    away = kept.keys() & setup.offload
     hosted = sum(kept[name] for name in away)
     backward = sum(w.seconds for w in found if w.which == "backward")
     option = Option(
@@ -193,7 +189,7 @@ def way(setup: Setup, costs: Costs, save: Iterable[str], label: str) -> Way:
 
 
 def planned(setup: Setup, costs: Costs, memory: int) -> tuple[list[Way], Choice] | None:
-    """The ways that the planner may choose, and its exact choice; None if nothing fits `memory`.
+    """Return the ways that the planner may choose, and its exact choice; None if nothing fits.
 
     The ways are the planner's options: all sets of names that no other beats in bytes and time.
     """
@@ -224,7 +220,7 @@ def communication(setup: Setup, costs: Costs) -> tuple[float, float]:
 
 
 def row_of(setup: Setup, costs: Costs, ways: Sequence[Way], choice: Choice) -> Row:
-    """The row of a choice among `ways` for the layers."""
+    """Return the row of a choice among `ways` for the layers."""
     options = [way.option for way in ways]
     chain = chain_of(setup, options)
     count = Counter(choice.options)
@@ -255,8 +251,11 @@ def _collectives(chosen: list[tuple[Way, int]], layers: int) -> tuple[float, flo
 
 
 def step_seconds(setup: Setup, costs: Costs, chosen: list[tuple[Way, int]]) -> dict[str, float]:
-    """Parts of a step's time. Tensor-parallel collectives are waited for. FSDP2's collectives and
-    copies to the host overlap a layer's steps; only what takes longer than these counts."""
+    """Parts of a step's time.
+
+    Tensor-parallel collectives are waited for. FSDP2's collectives and copies to the host overlap
+    a layer's steps; only what takes longer than these counts.
+    """
     parts = dict.fromkeys((*KINDS[:3], "rebuilding", KINDS[3]), 0.0)
     gather = communication(setup, costs)
     seen = hosted = 0.0
@@ -327,7 +326,7 @@ def peak_of(setup: Setup, costs: Costs, policy: str) -> int:
 
 
 def largest(fits: Callable[[int], bool], most: int = 1 << 20) -> int:
-    """The largest n up to `most` that fits, given that all smaller ones do; 0 if 1 does not fit."""
+    """Return the largest n up to `most` that fits, if all smaller ones do; 0 if 1 does not."""
     low, high = 0, 1
     while high <= most and fits(high):
         low, high = high, 2 * high
@@ -339,53 +338,16 @@ def largest(fits: Callable[[int], bool], most: int = 1 << 20) -> int:
 
 
 def largest_batch(setup: Setup, costs: Costs, memory: int, policy: str) -> int:
-    """The most sequences of `setup.seq` tokens per data-parallel rank that fit; 0 if none do."""
+    """Return the most sequences of `setup.seq` tokens per rank that fit; 0 if none do."""
     return largest(
         lambda n: peak_of(dataclasses.replace(setup, batch=n), costs, policy) <= memory, 1 << 12
     )
 
 
 def largest_seq(setup: Setup, costs: Costs, memory: int, policy: str, multiple: int = 1024) -> int:
-    """The most tokens per sequence that fit at `setup.batch`, in multiples; 0 if none do."""
+    """Return the most tokens per sequence that fit at `setup.batch`, in multiples; 0 if none do."""
     found = largest(
         lambda n: peak_of(dataclasses.replace(setup, seq=n * multiple), costs, policy) <= memory,
         1 << 12,
     )
     return found * multiple
-
-
-def smallest_mesh(
-    setup: Setup, costs: Costs, memory: int, policies: Sequence[str], most: int = 1 << 14
-) -> tuple[Mesh, str] | None:
-    """The mesh with the fewest devices, a power of two, on which a policy fits, and the policy.
-
-    Of several, those with the most tokens per second. A tensor-parallel group is within a node;
-    `setup.batch` is that of each data-parallel rank.
-    """
-    devices = 1
-    while devices <= most:
-        found: list[tuple[float, Mesh, str]] = []
-        for mesh in _meshes(setup, devices, costs.node):
-            model, layout = padded(setup.model, mesh), Layout(mesh, setup.layout.sequence)
-            there = dataclasses.replace(setup, model=model, layout=layout)
-            for policy in policies:
-                if peak_of(there, costs, policy) <= memory:
-                    chosen = [(way_of(there, costs, policy), there.model.layers)]
-                    seconds = sum(step_seconds(there, costs, chosen).values())
-                    found.append((there.tokens * mesh.data / seconds, mesh, policy))
-        if found:
-            _, mesh, policy = max(found, key=lambda one: one[0])
-            return mesh, policy
-        devices *= 2
-    return None
-
-
-def _meshes(setup: Setup, devices: int, node: int) -> Iterator[Mesh]:
-    """Meshes of so many devices whose tensor-parallel groups fit in a node and divide the model."""
-    for tensor in (1 << i for i in range(min(devices, node).bit_length())):
-        mesh = Mesh(devices // tensor, tensor)
-        try:
-            check(setup.model, Layout(mesh, setup.layout.sequence), setup.seq)
-        except ValueError:
-            continue
-        yield mesh

@@ -18,6 +18,7 @@ from fused_remat.layers.causal import read_call
 from fused_remat.layers.eligibility import Reason
 from fused_remat.layers.plain_causal import CausalLayer
 from fused_remat.planner.calibration import Example, steps_of
+from fused_remat.report.saved import SavedBytes
 from fused_remat.scale.layout import Layout, layer_module, parameters_of, tables_of
 from fused_remat.scale.shapes import Model
 from fused_remat.spec import ParallelSpec
@@ -29,7 +30,7 @@ _NAMES = {"up": "fc1", "down": "fc2"}
 
 @functools.lru_cache(maxsize=256)
 def example_of(model: Model, layout: Layout, batch: int, seq: int, dtype: torch.dtype) -> Example:
-    """A rank's call of a layer, on "meta" tensors: its heads, its shards, its tokens of the stream.
+    """Return a rank's call of a layer, on "meta" tensors, with its heads, shards and tokens.
 
     The graph is that of `FusedRematCausalLayer`, divided as `parallelize_module` divides it.
 
@@ -72,7 +73,7 @@ def _shards(model: Model, layout: Layout, seq: int, dtype: torch.dtype) -> dict[
 
 
 def loss_graph() -> Graph:
-    """The graph of `ops.linear_cross_entropy`."""
+    """Return the graph of `ops.linear_cross_entropy`."""
     node = LinearCrossEntropy(
         name="output", x="input", weight="head.weight", bias="head.bias", target="target"
     )
@@ -104,7 +105,7 @@ class Passes:
 
 
 def passes(example: Example, save: Iterable[str]) -> Passes:
-    """An upper bound for a rank's layer that keeps `save`: all tokens at once."""
+    """Return an upper bound for a rank's layer that keeps `save`: all tokens at once."""
     call = example.keeping(save)
     plan = schedule(call.graph, call.save, call.needs_grad, tiled=False)
     nbytes = sizes_of(example, call.save)
@@ -163,18 +164,9 @@ def kept_by_eager(model: Model, layout: Layout, seq: int, dtype: torch.dtype) ->
         x = torch.empty(1, mine, model.d_model, dtype=dtype, requires_grad=True)
         half = model.head_dim // 2
         tables = [torch.empty(seq, half) for _ in range(2)] if model.rope else []
-        theirs = {t.untyped_storage()._cdata for t in (*layer.parameters(), *tables)}
-        found: dict[int, Tensor] = {}
-
-        def pack(t: Tensor) -> Tensor:
-            if t.untyped_storage()._cdata not in theirs:
-                found[t.untyped_storage()._cdata] = t
-            return t
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-            out = layer(x, *tables)
-        del out
-        return sum(t.untyped_storage().nbytes() for t in found.values())
+        with SavedBytes(exclude=[*layer.parameters(), *tables]) as saved:
+            layer(x, *tables)
+        return saved.total
 
 
 class _Tokens(torch.autograd.Function):

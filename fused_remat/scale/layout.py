@@ -71,7 +71,7 @@ class Layout:
 
 
 def check(model: Model, layout: Layout, seq: int) -> None:
-    """Raises: ValueError if the mesh does not divide heads, feed-forward or tokens evenly."""
+    """Raise a ValueError if the mesh does not divide heads, feed-forward or tokens evenly."""
     tensor = layout.mesh.tensor
     for what, count in (
         ("query heads", model.nhead),
@@ -91,7 +91,7 @@ def check(model: Model, layout: Layout, seq: int) -> None:
 
 
 def padded(model: Model, mesh: Mesh) -> Model:
-    """The model with its vocabulary padded so that tensor-parallel ranks divide it evenly."""
+    """Return the model with a vocabulary padded so that tensor-parallel ranks divide it."""
     return dataclasses.replace(model, vocab=-(-model.vocab // mesh.tensor) * mesh.tensor)
 
 
@@ -120,14 +120,14 @@ class Parameter:
     split: int | None
 
     def gathered(self, layout: Layout) -> tuple[int, ...]:
-        """The shape that a tensor-parallel rank computes with, gathered over data ranks."""
+        """Return the shape that a tensor-parallel rank computes with, gathered over data ranks."""
         sizes = list(self.shape)
         if self.split is not None:
             sizes[self.split] //= layout.mesh.tensor
         return tuple(sizes)
 
     def shard(self, layout: Layout, data_rank: int = 0) -> tuple[int, ...]:
-        """The shape that a rank holds between steps: its rows of `gathered`."""
+        """Return the shape that a rank holds between steps: its rows of `gathered`."""
         first, *rest = self.gathered(layout)
         return (rows_of(first, layout.mesh.data, data_rank), *rest)
 
@@ -141,24 +141,24 @@ class Parameters:
     layers: int
 
     def count(self) -> int:
-        """Number of elements in the whole model."""
+        """Return the number of elements in the whole model."""
         root, layer = (sum(math.prod(p.shape) for p in of) for of in (self.root, self.layer))
         return root + self.layers * layer
 
 
 def gathered(parameters: tuple[Parameter, ...], layout: Layout) -> int:
-    """Number of elements of one tensor-parallel rank, gathered over data-parallel ranks."""
+    """Return the number of elements of a tensor-parallel rank, gathered over data ranks."""
     return sum(math.prod(p.gathered(layout)) for p in parameters)
 
 
 def sharded(parameters: tuple[Parameter, ...], layout: Layout, data_rank: int = 0) -> int:
-    """Number of elements in one device's shards; those of data-parallel rank 0 are the largest."""
+    """Return the number of elements in a device's shards; those of data rank 0 are the largest."""
     return sum(math.prod(p.shard(layout, data_rank)) for p in parameters)
 
 
 @functools.lru_cache(maxsize=64)
 def on_meta(model: Model, seq: int, dtype: torch.dtype) -> models.LanguageModel:
-    """The model with one layer, on the "meta" device.
+    """Return the model with one layer, on the "meta" device.
 
     Raises: ValueError if it is not a causal language model.
     """
@@ -192,7 +192,7 @@ def _split(name: str) -> int | None:
 
 
 def _root(model: Model, found: dict[str, tuple[int, ...]], prefix: str) -> Iterator[Parameter]:
-    """The head is divided by its vocabulary; so is the embedding if they share their weight."""
+    """Yield the other parameters; the head, and a tied embedding, are divided by vocabulary."""
     divided = "embed.weight" if model.tied else "head.weight"
     for name, shape in found.items():
         if not name.startswith(prefix):
@@ -215,11 +215,11 @@ def divides_head(parameters: Parameters, layout: Layout) -> bool:
 
 
 def layer_module(model: Model, seq: int, dtype: torch.dtype) -> nn.Module:
-    """The layer of `on_meta`."""
+    """Return the layer of `on_meta`."""
     return on_meta(model, seq, dtype).layers[0]
 
 
 def tables_of(model: Model, seq: int, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
-    """The rotary tables (cos, sin) of `on_meta`, or (None, None)."""
+    """Return the rotary tables (cos, sin) of `on_meta`, or (None, None)."""
     made: Any = on_meta(model, seq, dtype)
     return made.cos, made.sin

@@ -104,7 +104,7 @@ def state_bytes(setup: Setup, data_rank: int = 0) -> int:
 
 
 def _groups(p: Parameters) -> tuple[tuple[tuple[Parameter, ...], int], ...]:
-    """The parameters of one layer and those of the root, and how often they occur."""
+    """Return the parameters of one layer and those of the root, and how often they occur."""
     return (p.layer, p.layers), (p.root, 1)
 
 
@@ -181,7 +181,7 @@ class Stretch:
 
 
 def stretches(setup: Setup, base: Option) -> Iterator[Stretch]:
-    """The step in which every layer has the option `base`."""
+    """Yield the step in which every layer has the option `base`."""
     layers, p, itemsize = setup.model.layers, setup.parameters, setup.dtype.itemsize
     stream = sizes_of(setup.example)["input"]
     layer = gathered(p.layer, setup.layout) * itemsize
@@ -229,7 +229,7 @@ def _comes_first_in_backward(parameter: Parameter, model: Model) -> bool:
 def chain_of(
     setup: Setup, options: Sequence[Option], forward_seconds: float = 0.0, seconds: float = 0.0
 ) -> Chain:
-    """The step as the planner's chain; the first option is the base, and `seconds` its time."""
+    """Return the step as the planner's chain, with the first option as base and its `seconds`."""
     stream = sizes_of(setup.example)["input"]
     kind = setup.example.call.graph.kind
     calls = tuple(

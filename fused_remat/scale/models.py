@@ -91,7 +91,7 @@ class ImageClassifier(nn.Module):
 
 
 def _layers(shape: Model, dropout: float, stock: bool, where: dict[str, Any]) -> nn.ModuleList:
-    """The layers: pre-norm, but post-norm in a bidirectional language model."""
+    """Return the layers: pre-norm, but post-norm in a bidirectional language model."""
     sizes = (shape.d_model, shape.nhead, shape.d_ff, dropout, shape.activation)
     if shape.causal:
         causal = CausalLayer if stock else FusedRematCausalLayer
@@ -126,7 +126,7 @@ def build(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
-    """A model that returns its loss, and random inputs: (tokens, targets) or (patches, labels).
+    """Return a model that computes its loss, and (tokens, targets) or (patches, labels).
 
     `stock`: use plain PyTorch layers and, in a language model, compute the loss from whole logits.
 

@@ -52,7 +52,7 @@ def _plain(
     seq_len: int,
     vocab: int = 0,
 ) -> Model:
-    """A model with heads of width 64, an MLP of width 4·D, LayerNorm and biases."""
+    """Return a model with heads of width 64, an MLP of width 4·D, LayerNorm and biases."""
     heads = d_model // 64
     return Model(
         name, d_model, heads, heads, 64, 4 * d_model, "layer_norm", activation, False, True,
@@ -72,7 +72,7 @@ def _llama(
     qkv_bias: bool = False,
     tied: bool = True,
 ) -> Model:
-    """A model with RMSNorm, rotary embeddings, shared key heads and SwiGLU without biases."""
+    """Return a model with RMSNorm, rotary embeddings, shared key heads, SwiGLU, no biases."""
     return Model(
         name, d_model, nhead, kv_heads, d_model // nhead, d_ff, "rms_norm", "silu", True, False,
         True, seq_len, True, vocab, layers, qkv_bias, tied,

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from fused_remat.graph.schedule import schedule
-from fused_remat.planner.calibration import Example, Seconds, Sizer, steps_of
+from fused_remat.planner.calibration import Example, Seconds, work_of
 from fused_remat.scale.costs import Costs
 from fused_remat.scale.layer import sizes_of
 from fused_remat.scale.layout import Layout
@@ -74,37 +73,29 @@ def link_of(costs: Costs, layout: Layout, group: str) -> float:
 
 def works(example: Example, save: Iterable[str], costs: Costs, layout: Layout) -> Iterator[Work]:
     """All steps of both passes of a rank's layer that keeps `save`."""
-    call = example.keeping(save)
-    plan = schedule(call.graph, call.save, call.needs_grad, tiled=False)
-    sizer = Sizer(call, example.shapes, example.input.dtype)
     bytes_of = sizes_of(example, save)
     link = link_of(costs, layout, "tensor")
-    for which in ("forward", "backward"):
-        for step in steps_of(plan, which):
-            node = step.node
-            assert node is not None
-            flops, moved = sizer.work(step)
-            collective, sent = "", 0.0
-            if isinstance(node, CollectiveStep):
-                collective = node.communication[step.kind == "backward"]
-                whole = max(bytes_of[node.name], bytes_of[node.x])
-                sent = sent_by(collective, whole, layout.mesh.tensor)
-                kind, seconds = "tensor parallel", sent / link
-            else:
-                products = "attention" if node.per_sequence else "products"
-                kind = products if flops else "pointwise"
-                rate = costs.products
-                if kind == "attention":
-                    backward = step.kind == "backward"
-                    rate = costs.attention_backward if backward else costs.attention_forward
-                seconds = max(flops / rate.value, moved / costs.bandwidth.value)
-            rebuilt = which == "backward" and step.kind == "compute"
-            seconds += costs.overhead.value if collective or kind != KINDS[3] else 0.0
-            yield Work(which, str(step), kind, rebuilt, flops, sent, collective, seconds)
+    for which, step, flops, moved in work_of(example, save):
+        node, backward = step.node, step.kind == "backward"
+        collective, sent = "", 0.0
+        if isinstance(node, CollectiveStep):
+            collective = node.communication[backward]
+            matrix = max(bytes_of[node.name], bytes_of[node.x])
+            sent = sent_by(collective, matrix, layout.mesh.tensor)
+            kind, seconds = KINDS[3], sent / link
+        else:
+            kind, rate = "products" if flops else "pointwise", costs.products
+            if flops and node is not None and node.per_sequence:
+                kind = "attention"
+                rate = costs.attention_backward if backward else costs.attention_forward
+            seconds = max(flops / rate.value, moved / costs.bandwidth.value)
+        rebuilt = which == "backward" and not backward
+        seconds += costs.overhead.value if collective or kind != KINDS[3] else 0.0
+        yield Work(which, str(step), kind, rebuilt, flops, sent, collective, seconds)
 
 
 def pricer(costs: Costs, layout: Layout) -> Callable[[Example, Iterable[str]], Seconds]:
-    """The costs that the planner takes: the seconds of `works` by pass and step."""
+    """Return the costs that the planner takes: the seconds of `works` by pass and step."""
 
     def seconds(example: Example, save: Iterable[str]) -> Seconds:
         return {(w.which, w.step): w.seconds for w in works(example, save, costs, layout)}

@@ -7,7 +7,7 @@ A new activation is a row of `ACTIVATIONS`. A user's own function needs no row:
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,14 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fused_remat.formats import Loaded, Quantized
 from fused_remat.random import DropoutMask
 from fused_remat.spec import USER_FUNCTION
 from fused_remat.steps import user_function
 from fused_remat.steps.node import Input, Mask, Node, Params
 from fused_remat.steps.operations import operation
 from fused_remat.steps.residual import dropout
-from fused_remat.steps.storage import format_of
 
 if TYPE_CHECKING:
     from fused_remat.steps.chunk import Chunk
@@ -119,49 +117,32 @@ def activation_name(activation: Any) -> str | None:
     return None
 
 
-def _key(act: str, gate: Loaded | None, up: Loaded | None) -> tuple[Any, ...]:
-    """The function, dtype, device and formats of the inputs."""
+def _key(act: str, gate: Tensor | None, up: Tensor | None) -> tuple[Any, ...]:
+    """Return the function, and the dtype and device of the inputs."""
     x = up if gate is None else gate
     assert x is not None
-    return act, x.dtype, x.device, (format_of(gate), format_of(up))
+    return act, x.dtype, x.device
 
 
-def _describe(key: tuple[Any, ...], *_: Any) -> str:
-    formats = " and ".join(dict.fromkeys(filter(None, key[3])))
-    return f"pointwise, eager{formats and f', from {formats} a few rows at a time'}"
-
-
-@operation(key=lambda act, gate, up, mask: _key(act, gate, up), description=_describe)
-def activation_fwd(act: str, gate: Loaded | None, up: Loaded, mask: DropoutMask | None) -> Tensor:
-    """mask * act(up), or mask * act(gate) * up, where `act` is a row of `ACTIVATIONS`.
-
-    Quantized inputs are dequantized as they are read, and each element is rounded to its dtype: the
-    result is the same as if they had been dequantized before.
-    """
+@operation(key=lambda act, gate, up, mask: _key(act, gate, up), description="pointwise, eager")
+def activation_fwd(act: str, gate: Tensor | None, up: Tensor, mask: DropoutMask | None) -> Tensor:
+    """Return mask * act(up), or mask * act(gate) * up, where `act` is a row of `ACTIVATIONS`."""
     function = ACTIVATIONS[act].fwd
-    if isinstance(gate, Quantized) or isinstance(up, Quantized):
-        y = _empty_like(up)
-        for rows, g, u in _pieces(gate, up):
-            if g is None:
-                y[rows].copy_(function(u))
-            else:
-                torch.mul(function(g), u, out=y[rows])
-    else:
-        y = function(up) if gate is None else function(gate).mul_(up)
+    y = function(up) if gate is None else function(gate).mul_(up)
     return y if mask is None else y.mul_(mask.tensor())
 
 
-@operation(key=lambda act, dy, gate, up, *_: _key(act, gate, up), description=_describe)
+@operation(key=lambda act, dy, gate, up, *_: _key(act, gate, up), description="pointwise, eager")
 def activation_bwd(
     act: str,
     dy: Tensor,
-    gate: Loaded | None,
-    up: Loaded | None,
+    gate: Tensor | None,
+    up: Tensor | None,
     mask: DropoutMask | None,
     owned: bool,
     needs_grad: tuple[bool, bool] = (True, True),
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of gate and up; one that `needs_grad` does not mark is None.
+    """Return the gradients of gate and up; one that `needs_grad` does not mark is None.
 
     `up` is read only for the gradient of a gate, or where there is none; else it may be None. dy
     may be overwritten if `owned`.
@@ -170,8 +151,6 @@ def activation_bwd(
     if mask is not None:
         dy = dy.mul_(mask.tensor()) if owned else torch.mul(dy, mask.tensor()).to(dy.dtype)
         owned = True
-    if isinstance(gate, Quantized) or isinstance(up, Quantized):
-        return _quantized_bwd(row, dy, gate, up, owned, needs_grad)
     if gate is None:
         assert up is not None
         return None, row.bwd(dy, up, dy if owned else None)
@@ -181,51 +160,6 @@ def activation_bwd(
     assert up is not None
     dy = dy.mul_(up) if owned else dy * up
     return row.bwd(dy, gate, dy), dup
-
-
-def _quantized_bwd(
-    row: Activation,
-    dy: Tensor,
-    gate: Loaded | None,
-    up: Loaded | None,
-    owned: bool,
-    needs_grad: tuple[bool, bool],
-) -> tuple[Tensor | None, Tensor | None]:
-    """`activation_bwd` after dropout, where gate or up is quantized."""
-    like = up if gate is None else gate
-    assert like is not None
-    dgate = dy if owned or (gate is not None and not needs_grad[0]) else _empty_like(like)
-    dup = _empty_like(like) if gate is not None and needs_grad[1] else None
-    for rows, g, u in _pieces(gate, up):
-        part = dy[rows]
-        if g is None:
-            row.bwd(part, u, dgate[rows])
-            continue
-        if dup is not None:
-            dup[rows] = row.fwd(g).mul_(part)
-        if needs_grad[0]:
-            torch.mul(part, u, out=dgate[rows])
-            row.bwd(dgate[rows], g, dgate[rows])
-    if gate is None:
-        return None, dgate
-    return dgate if needs_grad[0] else None, dup
-
-
-def _empty_like(x: Loaded) -> Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
-
-
-def _pieces(gate: Loaded | None, up: Loaded | None) -> Iterator[tuple[slice, Any, Any]]:
-    """A few rows of both at a time, dequantized: no quantized input is dequantized as a whole."""
-    quantized = next(x for x in (gate, up) if isinstance(x, Quantized))
-    for first, last in quantized.spans():
-        made: list[Any] = []
-        for x in (gate, up):
-            if isinstance(x, Quantized):
-                made.append(x.rows(first, last))
-            else:
-                made.append(None if x is None else x[first:last])
-        yield slice(first, last), made[0], made[1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,22 +195,14 @@ class MLPActivation(Node):
     def rereads(self, needs_grad: Collection[str]) -> tuple[str, ...]:
         return self.captured
 
-    def backward_choice(self, chunk: Chunk) -> tuple[Callable[..., Any], Any] | None:
-        if not self.quantized:
-            return None
-        formats = {quantize.x: quantize.stored for quantize in self.quantized}
-        stored = tuple([formats.get(name, "") for name in (self.gate, self.up)])
-        return activation_bwd, (self.act, chunk.dtype_of(self.up), chunk.owner.device, stored)
-
     def forward(self, chunk: Chunk, out: Tensor | None = None) -> None:
         mask = chunk.mask(self.mask)
         if self.act == USER_FUNCTION:
             y = user_function.forward(chunk.owner.functions["activation"], chunk[self.up])
             chunk.put(self.name, y if mask is None else torch.mul(y, mask.tensor()).to(y.dtype))
             return
-        load = functools.partial(self.load, chunk) if self.quantized else chunk.__getitem__
-        gate = load(self.gate) if self.gate else None
-        chunk.put(self.name, chunk.ops[activation_fwd](self.act, gate, load(self.up), mask))
+        gate = chunk[self.gate] if self.gate else None
+        chunk.put(self.name, chunk.ops[activation_fwd](self.act, gate, chunk[self.up], mask))
 
     def backward(self, chunk: Chunk, dy: Tensor, owned: bool, needs_grad: Collection[str]) -> None:
         mask = chunk.mask(self.mask)
@@ -285,9 +211,8 @@ class MLPActivation(Node):
                 chunk, dy if mask is None else chunk.ops[dropout](dy, mask), needs_grad
             )
             return
-        load = functools.partial(self.load, chunk) if self.quantized else chunk.__getitem__
-        gate = load(self.gate) if self.gate else None
-        up = load(self.up) if not self.gate or self.gate in needs_grad else None
+        gate = chunk[self.gate] if self.gate else None
+        up = chunk[self.up] if not self.gate or self.gate in needs_grad else None
         marks = self.gate in needs_grad, self.up in needs_grad
         dgate, dup = chunk.ops[activation_bwd](self.act, dy, gate, up, mask, owned, marks)
         if dgate is not None:

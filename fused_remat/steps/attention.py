@@ -8,21 +8,19 @@ excluded gives 0, not NaN. Variable-length sequences are calls of their own, one
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from fused_remat.formats import LoadedHeads, Quantized, QuantizedHeads
 from fused_remat.spec import AttentionSpec
 from fused_remat.steps import attention_blocked, attention_library, linear
 from fused_remat.steps.attention_call import AttentionArgs, AttentionKey, Heads, attention_key
 from fused_remat.steps.attention_library import unsupported_call_reason, unsupported_reason
 from fused_remat.steps.node import Input, Node, Param, Shapes
 from fused_remat.steps.operations import operation
-from fused_remat.steps.storage import dequantized_heads
 
 if TYPE_CHECKING:
     from fused_remat.steps.chunk import Chunk
@@ -62,25 +60,20 @@ def attention_fwd(
 
 
 @operation(
-    key=lambda dattn, q, k, v, attn, lse, call, grads: attention_key(q, v, call, k),
+    key=lambda dattn, q, k, v, attn, lse, call, grads: attention_key(q, v, call),
     description=lambda key, *_: describe(key),
 )
 def attention_bwd(
     dattn: Tensor,
-    q: LoadedHeads,
-    k: LoadedHeads,
-    v: LoadedHeads,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     attn: Tensor,
     lse: Tensor,
     call: AttentionArgs,
     grads: Heads | None,
 ) -> None:
-    """Fill `grads`, shaped like q, k and v, if given; add to call.dmask and call.dpadding.
-
-    Quantized heads are dequantized for the time of the call.
-    """
-    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
-        q, k, v = dequantized_heads(q, k, v)
+    """Fill `grads`, shaped like q, k and v, if given; add to call.dmask and call.dpadding."""
     do, o = as_heads(dattn, call), as_heads(attn, call)
     if unsupported_call_reason(q, v, call) is None:
         if grads is not None:
@@ -160,8 +153,7 @@ def describe(
             q_one, v_one = q[:, :, rows], v[:, :, keys]
             found[describe(attention_key(q_one, v_one, one), q_one, v_one, one)] = None
         return f"{said}: {'; '.join(found) or 'none'}"
-    said = f"blocks of query rows: {why}" if why else attention_library.describe(key)
-    return f"{said}; heads dequantized first" if key.quantized else said
+    return f"blocks of query rows: {why}" if why else attention_library.describe(key)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,10 +209,6 @@ class Attention(Node):
         """Whether query i sees the keys 0 to i, so that no query sees those after S_q."""
         return self.spec.align == "start" and self.spec.window[1] == 0
 
-    @property
-    def rebuilds(self) -> bool:
-        return not self.quantized  # forward does not read quantized heads
-
     def width(self, widths: Mapping[str, int], shapes: Shapes) -> int:
         if self.v in shapes:  # an input of the block, (B, H, S, E)
             return self.spec.num_heads * shapes[self.v][-1]
@@ -239,21 +227,10 @@ class Attention(Node):
     def rereads(self, needs_grad: Collection[str]) -> tuple[str, ...]:
         return self.params
 
-    def backward_choice(self, chunk: Chunk) -> tuple[Callable[..., Any], Any] | None:
-        if not self.quantized:
-            return None
-        samples = type(chunk)(chunk.owner, chunk.seqs, (chunk.lo, chunk.lo + chunk.rows))
-        for quantize in self.quantized:
-            samples.update(zip(quantize.makes, quantize.sample(chunk).parts, strict=True))
-        for name in self.inputs:
-            samples.setdefault(name, chunk.empty(name))
-        q, k, v = self._views(samples, samples)
-        return attention_bwd, attention_key(q, v, self.call(samples, q, k, ()), k)
-
     def forward(self, chunk: Chunk, out: Tensor | None = None) -> None:
         q, k, v = self._views(chunk, chunk)
         call = self.call(chunk, q, k, ())
-        attn, lse = chunk.ops[attention_fwd](q, k, v, call, out)  # type: ignore[arg-type]
+        attn, lse = chunk.ops[attention_fwd](q, k, v, call, out)
         chunk.put(self.name, attn)
         chunk.put(self.stats[0], lse)
 
@@ -263,34 +240,27 @@ class Attention(Node):
         grads = self._buffers(chunk) if not {*self.inputs}.isdisjoint(needs_grad) else None
         heads = None if grads is None else self._views(chunk, grads)
         attn, lse = chunk[self.name], chunk[self.stats[0]]
-        chunk.ops[attention_bwd](dy, q, k, v, attn, lse, call, heads)  # type: ignore[arg-type]
+        chunk.ops[attention_bwd](dy, q, k, v, attn, lse, call, heads)
         for name, grad in (grads or {}).items():
             if name in needs_grad:
                 chunk.add_grad(name, grad, owned=True)
 
-    def _views(self, chunk: Chunk, tensors: Mapping[str, Tensor]) -> tuple[LoadedHeads, ...]:
-        """q (B, H, S, E), k and v (B, Hkv, S, E) as views of `tensors`, by the inputs' names.
-
-        Of the chunk itself, inputs in `quantized` are given in their formats.
-        """
-        heads: list[LoadedHeads] = []
+    def _views(self, chunk: Chunk, tensors: Mapping[str, Tensor]) -> Heads:
+        """Return q (B, H, S, E), k and v (B, Hkv, S, E) as views of `tensors`, by inputs' names."""
+        heads: list[Tensor] = []
         batch, lengths = chunk.seqs[1] - chunk.seqs[0], chunk.owner.execution.lengths
         for name, counts in self.counts.items():
-            x = self.load(chunk, name) if self.quantized and tensors is chunk else tensors[name]
-            if isinstance(x, Quantized):
-                first, width = 0, x.shape[1] // sum(counts)
-                for count in counts:
-                    heads.append(QuantizedHeads(x, batch, first, count, width))
-                    first += count * width
-            elif x.dim() == 4:
+            x = tensors[name]
+            if x.dim() == 4:
                 heads.append(x)
             else:
                 whole = x.view(batch, lengths[name], sum(counts), -1).transpose(1, 2)
                 heads += whole.split_with_sizes(counts, 1)
         if self.cuts_keys:
             q, *kv = heads
-            heads = [q, *(x[:, :, : q.shape[2]] for x in kv if isinstance(x, Tensor))]
-        return tuple(heads)
+            heads = [q, *(x[:, :, : q.shape[2]] for x in kv)]
+        q, k, v = heads
+        return q, k, v
 
     def _buffers(self, chunk: Chunk) -> dict[str, Tensor]:
         """Uninitialised gradients of the inputs, by name; zeros if some keys are not seen."""
@@ -305,7 +275,7 @@ class Attention(Node):
         return grads
 
     def call(
-        self, chunk: Chunk, q: LoadedHeads, k: LoadedHeads, needs_grad: Collection[str]
+        self, chunk: Chunk, q: Tensor, k: Tensor, needs_grad: Collection[str]
     ) -> AttentionArgs:
         """The call for the chunk's sequences.
 

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fused_remat.formats import LoadedHeads, QuantizedHeads
 from fused_remat.spec import AttentionSpec
 
 #: q, k and v, or their gradients: (B, H, S_q, E), (B, Hkv, S_k, E), (B, Hkv, S_k, E).
@@ -168,8 +167,6 @@ class AttentionKey(NamedTuple):
         mask, padding: the masks' dtypes; None without.
         lengths, varlen: whether there are key lengths; whether sequences have variable length.
         mask_grad: as in `AttentionArgs`.
-        quantized: for q, k and v: the format, the width of a head and the first column if the heads
-            are quantized, else None; () if none of them is.
         switches: PyTorch's switches for attention on CUDA devices; () on others.
     """
 
@@ -185,7 +182,6 @@ class AttentionKey(NamedTuple):
     mask_grad: bool
     dtype: torch.dtype
     device: torch.device
-    quantized: tuple[tuple[str, int, int] | None, ...] = ()
     switches: tuple[int, ...] = ()
 
     @property
@@ -193,17 +189,9 @@ class AttentionKey(NamedTuple):
         return self.lengths or self.mask is not None or self.padding is not None
 
 
-def attention_key(
-    q: LoadedHeads, v: LoadedHeads, call: AttentionArgs, k: LoadedHeads | None = None
-) -> AttentionKey:
-    """The key of forward and of backward, which choose alike. `k` matters only if quantized."""
+def attention_key(q: Tensor, v: Tensor, call: AttentionArgs) -> AttentionKey:
+    """Return the key of forward and of backward, which choose equally."""
     mask, padding, device = call.mask, call.padding, q.device
-    quantized: tuple[tuple[str, int, int] | None, ...] = ()
-    if QuantizedHeads in (type(q), type(k), type(v)):
-        quantized = tuple([
-            (x.whole.stored, x.width, x.first) if isinstance(x, QuantizedHeads) else None
-            for x in (q, k, v)
-        ])  # fmt: skip
     return AttentionKey(
         call.spec,
         call.batch,
@@ -217,7 +205,6 @@ def attention_key(
         call.mask_grad,
         q.dtype,
         device,
-        quantized,
         _switches() if device.type == "cuda" else (),
     )
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from fused_remat.formats import Parts
 from fused_remat.random import DropoutMask
 from fused_remat.spec import NormSpec
 from fused_remat.steps.activation import MLPActivation, activation_bwd, activation_fwd
@@ -22,18 +21,12 @@ from fused_remat.steps.node import Node
 from fused_remat.steps.norm import Norm, norm_fwd
 from fused_remat.steps.operations import operation
 from fused_remat.steps.residual import dropout, residual_add
-from fused_remat.steps.storage import Quantize, QuantizeCall, format_of, quantize
 
 if TYPE_CHECKING:
     from fused_remat.steps.chunk import Chunk
 
 
-@operation(
-    key=lambda act, x, gate, up, mask, kept, storages: (
-        act, x.dtype, x.device, tuple(map(format_of, storages))
-    ),
-    description="step by step",
-)  # fmt: skip
+@operation(key=lambda act, x, *_: (act, x.dtype, x.device), description="step by step")
 def mlp_up_fwd(
     act: str,
     x: Tensor,
@@ -41,18 +34,15 @@ def mlp_up_fwd(
     up: Affine,
     mask: DropoutMask | None,
     kept: tuple[bool, ...],
-    storages: tuple[QuantizeCall | None, ...],
-) -> tuple[Tensor, tuple[Tensor | None, ...], tuple[Parts, ...]]:
-    """y = mask * act(up(x)), or mask * act(gate(x)) * up(x); the products; their quantized parts.
+) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+    """Return y = mask * act(up(x)), or mask * act(gate(x)) * up(x), and the products.
 
-    `kept` and `storages` have an entry for gate(x), if there is a gate, and one for up(x): whether
-    the product is returned (else None), and how it is quantized (None: no parts).
+    `kept` has an entry for gate(x), if there is a gate, and one for up(x): whether the product is
+    returned, else None.
     """
-    made = [linear_fwd(x, *affine) for affine in (gate, up) if affine is not None]
-    pairs = zip(made, storages, strict=True)
-    parts = tuple([() if how is None else quantize(pre, how) for pre, how in pairs])
-    pres = tuple([pre if mask else None for pre, mask in zip(made, kept, strict=True)])
-    return activation_fwd(act, made[0] if gate else None, made[-1], mask), pres, parts
+    products = [linear_fwd(x, *affine) for affine in (gate, up) if affine is not None]
+    pres = tuple([pre if keep else None for pre, keep in zip(products, kept, strict=True)])
+    return activation_fwd(act, products[0] if gate else None, products[-1], mask), pres
 
 
 @operation(key=lambda act, dy, x, *_, **__: (act, x.dtype, x.device), description="step by step")
@@ -113,19 +103,16 @@ class MlpUp(Node):
         ups: the layer `up`; or the layers `gate` and `up`.
         act: the activation.
         kept: for each layer, whether another step reads its result, so that it is written.
-        quantizers: for each layer, the step that quantizes its result, or None.
     """
 
     ups: tuple[Linear, ...]
     act: MLPActivation
     kept: tuple[bool, ...]
-    quantizers: tuple[Quantize | None, ...]
 
     @functools.cached_property
     def makes(self) -> tuple[str, ...]:
         names = [up.name for up, kept in zip(self.ups, self.kept, strict=True) if kept]
-        parts = [name for step in self.quantizers if step is not None for name in step.makes]
-        return (*names, *parts, self.name)
+        return (*names, self.name)
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -133,19 +120,13 @@ class MlpUp(Node):
 
     def forward(self, chunk: Chunk, out: Tensor | None = None) -> None:
         act, (*gates, up) = self.act, [layer.affine(chunk) for layer in self.ups]
-        storages = tuple(
-            [None if step is None else step.storage(chunk) for step in self.quantizers]
-        )
-        y, pres, parts = chunk.ops[mlp_up_fwd](
+        y, pres = chunk.ops[mlp_up_fwd](
             act.act, self.ups[0].operand(chunk), gates[0] if gates else None, up,
-            chunk.mask(act.mask), self.kept, storages,
+            chunk.mask(act.mask), self.kept,
         )  # fmt: skip
         for layer, pre in zip(self.ups, pres, strict=True):
             if pre is not None:
                 chunk.put(layer.name, pre)
-        for step, codes in zip(self.quantizers, parts, strict=True):
-            if step is not None:
-                step.put(chunk, codes)
         chunk.put(self.name, y)
 
 
@@ -155,17 +136,14 @@ class LinearNorm(Node):
 
     Attributes:
         linear, norm: the two steps.
-        quantizer: the step that quantizes the sum, or None.
     """
 
     linear: Linear
     norm: Norm
-    quantizer: Quantize | None
 
     @functools.cached_property
     def makes(self) -> tuple[str, ...]:
-        parts = self.quantizer.makes if self.quantizer else ()
-        return (self.linear.name, *parts, self.name, *self.norm.stats)
+        return (self.linear.name, self.name, *self.norm.stats)
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -179,8 +157,6 @@ class LinearNorm(Node):
             norm.spec, chunk.param(norm.weight), chunk.param(norm.bias), norm.target(residual, out),
         )  # fmt: skip
         chunk.put(linear.name, total)
-        if self.quantizer is not None:
-            self.quantizer.forward(chunk)
         chunk.put(self.name, y)
         for stat, value in zip(norm.stats, stats, strict=True):
             chunk.put(stat, value)

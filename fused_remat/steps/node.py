@@ -11,18 +11,15 @@ heads, tokens of a sequence, width of a head). All nodes are immutable and hold 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from fused_remat.formats import Loaded
-
 if TYPE_CHECKING:
     from fused_remat.steps.chunk import Chunk
-    from fused_remat.steps.storage import Quantize
 
 Shapes = Mapping[str, "tuple[int, ...]"]
 
@@ -53,8 +50,6 @@ class Node:
         role: what the activation is in a block, by which presets keep it (`policies.PRESETS`).
         compute: under autocast, the dtype of products outside the residual stream, or of a norm's
             result; None for that of what the node reads.
-        quantized: the steps that quantize inputs which the node reads as they are stored; only of
-            a node in `Graph.quantized_nodes`.
         keepable: whether a policy may name it.
         widens: whether it is float32 (float64 in a float64 block) whatever the input's dtype.
         per_sequence: True if it mixes the tokens of a sequence, so that it cannot run on a tile.
@@ -63,21 +58,18 @@ class Node:
             forward's, bit for bit.
         stats_follow: True if the statistics are kept exactly when `name` is kept; False if they
             are kept whenever backward needs them.
-        undoes: of a node in `Graph.quantized_nodes`: whether it has a backward.
         description: what `explain` says of forward and of backward besides the operations.
     """
 
     name: str
     role: str = ""
     compute: torch.dtype | None = None
-    quantized: tuple[Quantize, ...] = ()
     keepable: ClassVar[bool] = True
     widens: ClassVar[bool] = False
     per_sequence: ClassVar[bool] = False
     per_batch: bool = False
     chooses: ClassVar[bool] = False
     stats_follow: ClassVar[bool] = False
-    undoes: ClassVar[bool] = True
 
     def _named(self, kind: str) -> tuple[str, ...]:
         """The names in the fields of a kind."""
@@ -119,11 +111,6 @@ class Node:
         return (self.name, *self.stats, *self.transients)
 
     @property
-    def quantizes(self) -> str:
-        """Of a step that quantizes: what."""
-        return ""
-
-    @property
     def description(self) -> tuple[str, str]:
         return "", ""
 
@@ -138,64 +125,18 @@ class Node:
         return self.inputs[0] if self.inputs else "input"
 
     @property
-    def dtype(self) -> torch.dtype | None:
-        """The dtype of the activation, where the graph does not decide it."""
-        return None
-
-    # --- what is read as it is stored
-
-    @property
-    def reads_quantized(self) -> tuple[str, ...]:
-        """What it reads as it is stored."""
-        return tuple([pack.name for pack in self.quantized])
-
-    @property
-    def rebuilds(self) -> bool:
-        """Of a node in `Graph.quantized_nodes`: whether it has a forward."""
-        return not any(pack.format.signs for pack in self.quantized)
-
-    @property
-    def inexact(self) -> bool:
-        """Whether what it computes may differ from what forward computed."""
-        return any(pack.format.lossy for pack in self.quantized)
-
-    @property
     def label(self) -> str:
         """What its steps are called."""
-        return (
-            f"{self.name} from {' and '.join(self.reads_quantized)}"
-            if self.quantized
-            else self.name
-        )
-
-    def _stored(self, names: Iterable[str]) -> tuple[str, ...]:
-        """`names`, with the codes and scales of the quantized ones in their places."""
-        if not self.quantized:
-            return tuple(names)
-        quantizes = {pack.x: pack.makes for pack in self.quantized}
-        return tuple([part for name in names for part in quantizes.get(name, (name,))])
-
-    def load(self, chunk: Chunk, name: str) -> Loaded:
-        """An input as it is stored."""
-        for pack in self.quantized:
-            if pack.x == name:
-                return pack.kept(chunk)
-        return chunk[name]
+        return self.name
 
     @property
     def reads(self) -> tuple[str, ...]:
         """The activations that forward reads."""
-        return self._stored(self.inputs + self.masks)
-
-    def backward_reads(self, needs_grad: Collection[str]) -> tuple[str, ...]:
-        """The activations that backward reads when gradients of `needs_grad` (inputs, params) are
-        wanted."""
-        return self._stored(self.needs(needs_grad))
-
-    # --- what a node defines
+        return self.inputs + self.masks
 
     def needs(self, needs_grad: Collection[str]) -> tuple[str, ...]:
-        """As `backward_reads`, of which some may be quantized."""
+        """Return the activations that backward reads for gradients of `needs_grad`, of inputs and
+        params."""
         return ()
 
     def rereads(self, needs_grad: Collection[str]) -> tuple[str, ...]:

@@ -99,7 +99,7 @@ class Operation:
     Attributes:
         run: the operation itself.
         key: a function of the arguments that returns all that the choice of an implementation may
-            depend on, hashable: dtypes, widths, options, device, layout, formats, global switches.
+            depend on, hashable: dtypes, widths, options, device, layout, global switches.
             It must not depend on values or on the policy, so that forward and the rebuild in
             backward choose the same implementation.
         description: what the body runs, for `explain`.

@@ -14,12 +14,15 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from fused_remat.formats import spans
 from fused_remat.steps.node import Input, Node, Params, Shapes
 from fused_remat.steps.user_function import hooks_off
 
 if TYPE_CHECKING:
     from fused_remat.steps.chunk import Chunk
+
+
+# Elements of a function's inputs and result that run at a time: temporaries stay in a CPU's cache.
+_CACHED, _DEVICE = 1 << 18, 1 << 24
 
 
 class At(NamedTuple):
@@ -110,11 +113,12 @@ class Replay(Node):
         function makes on the way, and autograd keeps, stays small."""
         rows, widths = chunk.rows_of(self.name), chunk.owner.widths
         width = self.columns + sum([widths[x] for x in self.xs])
-        found = [*spans(rows, width, chunk.owner.device)] if self.tokenwise else []
-        if len(found) < 2:
+        step = max(1, (_CACHED if chunk.owner.device.type == "cpu" else _DEVICE) // max(width, 1))
+        if rows <= step or not self.tokenwise:
             return [(self._at(chunk), slice(rows))]
-        first = chunk.first_row(self.name)
-        return [(At(1, hi - lo, first + lo), slice(lo, hi)) for lo, hi in found]
+        first, starts = chunk.first_row(self.name), range(0, rows, step)
+        spans = [(lo, min(lo + step, rows)) for lo in starts]
+        return [(At(1, hi - lo, first + lo), slice(lo, hi)) for lo, hi in spans]
 
     def forward(self, chunk: Chunk, out: Tensor | None = None) -> None:
         run, given = chunk.owner.functions[self.function], self._given(chunk)

@@ -12,7 +12,6 @@ from fused_remat.triton import (
     pointwise,
     products,
     rotary,
-    storage,
 )
 from fused_remat.triton.launch import unsupported_reason
 
@@ -23,6 +22,5 @@ __all__ = [
     "pointwise",
     "products",
     "rotary",
-    "storage",
     "unsupported_reason",
 ]

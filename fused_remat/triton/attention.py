@@ -14,7 +14,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fused_remat.formats import BLOCK, LoadedHeads, QuantizedHeads
 from fused_remat.kernels.attention import (
     Lists,
     Masks,
@@ -42,10 +41,8 @@ from fused_remat.random import threshold
 from fused_remat.spec import AttentionSpec
 from fused_remat.steps import attention, attention_library
 from fused_remat.steps.attention import as_heads
-from fused_remat.steps.attention_call import AttentionArgs, AttentionKey, Heads, attention_key
+from fused_remat.steps.attention_call import AttentionArgs, AttentionKey, Heads
 from fused_remat.steps.operations import FAULTS, faster
-from fused_remat.steps.storage import dequantized_heads
-from fused_remat.triton import storage
 from fused_remat.triton.launch import (
     INTERPRETED,
     Launch,
@@ -74,7 +71,7 @@ _SUM_ROWS = 64
 # Rows whose intervals of variable-length sequences a program finds.
 _BOUNDS_ROWS = 128
 #: q, k, v, dout, lse, delta.
-Given = tuple[LoadedHeads, LoadedHeads, LoadedHeads, Tensor, Tensor, Tensor]
+Given = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 # A mask that adds more than this to a whole row is shifted to add 0: scores would lose digits.
 _FAR = 128.0
 # Tiles of the kernels that read masks alone.
@@ -114,27 +111,18 @@ def _unsupported_fwd_reason(key: AttentionKey) -> str | None:
 
 
 def _unsupported_bwd_reason(key: AttentionKey) -> str | None:
-    """As in forward, unless a kernel can dequantize the heads that ATen's attention reads.
+    """Return the reason of forward, also after a fault there.
 
-    So also after a fault in forward: the kernels' lse is of scores shifted by far masks, the
-    operation's is not.
+    The kernels' lse is of scores shifted by far masks, the operation's is not.
     """
-    fault = FAULTS.get((attention.attention_fwd, "triton", key._replace(quantized=())))
-    if fault is not None:
-        return fault
-    formats = [stored for stored, *_ in filter(None, key.quantized)]
-    dequantizes = formats and storage.unsupported_reason(*formats) is None
-    return None if dequantizes else _unsupported_fwd_reason(key)
+    fault = FAULTS.get((attention.attention_fwd, "triton", key))
+    return _unsupported_fwd_reason(key) if fault is None else fault
 
 
 def _describe(key: AttentionKey, *_: Any, **__: Any) -> str:
     if _unsupported_fwd_reason(key) is not None:
         return attention.describe(key)
-    said = f"kernel attention_fwd; attention_dkdv_bwd and attention_dq_bwd: {_why(key)}"
-    if not key.quantized:
-        return said
-    as_loaded = _reads_all(key)
-    return f"{said}, heads dequantized {'as they are loaded' if as_loaded else 'first'}"
+    return f"kernel attention_fwd; attention_dkdv_bwd and attention_dq_bwd: {_why(key)}"
 
 
 @faster(
@@ -160,34 +148,7 @@ def attention_fwd_triton(q, k, v, call, out=None):
     description=_describe,
 )
 def attention_bwd_triton(dattn, q, k, v, attn, lse, call, grads):
-    by_aten = False
-    if any(isinstance(x, QuantizedHeads) for x in (q, k, v)):
-        key = attention_key(q, v, call, k)
-        by_aten = _unsupported_fwd_reason(key) is not None
-        if by_aten or not _reads_all(key):
-            q, k, v = dequantized_heads(q, k, v, run=storage.dequantized)
-    if by_aten:
-        attention.attention_bwd(dattn, q, k, v, attn, lse, call, grads)
-        return
     run(backward, dattn, q, k, v, attn, lse, call, grads, TARGET)
-
-
-def _reads_all(key: AttentionKey) -> bool:
-    """Whether kernels can load all heads; codes without a mask, so a tile has their width."""
-    as_wide = _blocks_of(key.widths)[1] == _padded(key.widths[1])
-    return as_wide and all(map(_reads, key.quantized))
-
-
-def _reads(quantized: tuple[str, int, int] | None) -> bool:
-    """Whether kernels can load these heads, an entry of `AttentionKey.quantized`.
-
-    Kernels dequantize int8 heads of one or two blocks; wider ones do not fit the registers.
-    """
-    if quantized is None:
-        return True
-    stored, width, first = quantized
-    whole_blocks = width in (BLOCK, 2 * BLOCK) and first % BLOCK == 0
-    return storage.unsupported_reason(stored) is None and whole_blocks
 
 
 def forward(
@@ -226,9 +187,9 @@ def forward(
 
 def backward(
     dattn: Tensor,
-    q: LoadedHeads,
-    k: LoadedHeads,
-    v: LoadedHeads,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     attn: Tensor,
     lse: Tensor,
     call: AttentionArgs,
@@ -240,7 +201,7 @@ def backward(
 
     `tiles`: for dk and dv, and for dq.
     """
-    q, k, v = (_heads_in_place(x) if isinstance(x, Tensor) else x for x in (q, k, v))
+    q, k, v = map(_heads_in_place, (q, k, v))
     dout = _heads_in_place(as_heads(dattn, call))
     widths = (q.shape[-1], v.shape[-1])
     out = _heads_in_place(as_heads(attn, call))
@@ -254,15 +215,14 @@ def backward(
     )  # fmt: skip
     yield from launches
     heads = (q, k, v, dout, lse, delta)
-    quantized = not all(isinstance(x, Tensor) for x in (q, k, v))
     if grads is not None:
         tiles = tiles or (
-            attention_tile("dkdv", target, max(widths), call, quantized),
-            attention_tile("dq", target, max(widths), call, quantized),
+            attention_tile("dkdv", target, max(widths), call),
+            attention_tile("dq", target, max(widths), call),
         )
         yield from _gradients(problem, heads, grads[1:], tiles[0], by_keys=True)
         yield from _gradients(problem, heads, grads[:1], tiles[1], by_keys=False)
-    tile = attention_tile("mask", target, max(widths), call, quantized)
+    tile = attention_tile("mask", target, max(widths), call)
     if call.dmask is not None:
         dmask = call.dmask if call.dmask.dim() == 4 else call.dmask[None, None]
         yield _mask_grad(problem, heads, dmask, tile)
@@ -283,7 +243,7 @@ def _gradients(
     blocks, blocks_apart, launches = lists(problem, tile, by_keys)
     yield from launches
     listed = None if blocks is None else Lists(blocks, *blocks_apart)
-    (q_in, do_in, k_in, v_in), strides, tma = _operands(problem, tile, (q, dout), (k, v), like=dout)
+    (q_in, do_in, k_in, v_in), strides, tma = _operands(problem, tile, (q, dout), (k, v))
     kernel = attention_dkdv_bwd_kernel if by_keys else attention_dq_bwd_kernel
     pieces = cdiv(call.q_len, tile.block_m), cdiv(call.kv_len, tile.block_n)
     parts, made = 1, grads
@@ -325,9 +285,9 @@ def _mask_grad(problem: Problem, heads: Given, dmask: Tensor, tile: AttentionTil
     counts = tuple(1 if o else n for o, n in zip(over, pieces, strict=True))
     spans = tuple(n if o else 1 for o, n in zip(over, pieces, strict=True))
     args = (
-        *map(_elements, (q, k, v)), dout, lse, delta, problem.masks, problem.bounds_q,
+        q, k, v, dout, lse, delta, problem.masks, problem.bounds_q,
         call.lengths, problem.site_key(), dmask, Sums(dmask.stride(), counts, spans),
-        tuple(_strides(x, dout) for x in (q, k, v, dout)), _sizes(problem, widths),
+        tuple(map(_strides, (q, k, v, dout))), _sizes(problem, widths),
         *problem.scalars(),
     )  # fmt: skip
     constants = {
@@ -372,27 +332,19 @@ def _blocks_of(widths: tuple[int, int]) -> tuple[int, int]:
 def _operands(
     problem: Problem,
     tile: AttentionTile,
-    by_query: tuple[LoadedHeads, ...],
-    by_key: tuple[LoadedHeads, ...],
-    like: Tensor | None = None,
+    by_query: tuple[Tensor, ...],
+    by_key: tuple[Tensor, ...],
 ) -> tuple[list[Any], list[Strides], bool]:
-    """Heads as a kernel takes them, their strides, and whether they are tensor descriptors.
-
-    Of quantized heads it takes the codes, and dequantizes them to the dtype of `like`.
-    """
+    """Return heads as a kernel takes them, their strides, and whether they are descriptors."""
     heads = [*by_query, *by_key]
-    strides = [_strides(x, like) for x in heads]
+    strides = list(map(_strides, heads))
     by_descriptors = tile.tma and family(problem.target) in ATTENTION_BY_DESCRIPTORS
-    in_memory = [x for x in heads if isinstance(x, Tensor)]
-    if not by_descriptors or problem.in_rows or not all(map(_can_describe, in_memory)):
-        return list(map(_elements, heads)), strides, False
+    if not by_descriptors or problem.in_rows or not all(map(_can_describe, heads)):
+        return heads, strides, False
     rows = [tile.block_m] * len(by_query) + [tile.block_n] * len(by_key)
     widths = by_query[0].shape[-1], by_key[-1].shape[-1]
     columns = dict(zip(widths, _blocks_of(widths), strict=True))
-    described: list[Any] = [
-        _described(x, n, columns[x.shape[-1]]) if isinstance(x, Tensor) else _elements(x)
-        for x, n in zip(heads, rows, strict=True)
-    ]
+    described = [_described(x, n, columns[x.shape[-1]]) for x, n in zip(heads, rows, strict=True)]
     return described, strides, True
 
 
@@ -401,20 +353,9 @@ def _heads_in_place(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _strides(x: LoadedHeads, like: Tensor | None = None) -> Strides:
-    """Strides of batch, head and row; of codes also their steps, and `like` for the dtype."""
-    if isinstance(x, Tensor):
-        batch, head, row, _ = x.stride()
-        return Strides(batch, head, row)
-    codes, step = x.whole.parts
-    per_batch, per_row, _ = step.unflatten(0, (x.batch, -1)).stride()
-    batch, head, row, _ = x.of(codes).stride()
-    return Strides(batch, head, row, step, like, per_batch, per_row, x.first)
-
-
-def _elements(x: LoadedHeads) -> Tensor:
-    """The heads, or the codes of quantized heads."""
-    return x if isinstance(x, Tensor) else x.of(x.whole.parts[0])
+def _strides(x: Tensor) -> Strides:
+    batch, head, row, _ = x.stride()
+    return Strides(batch, head, row)
 
 
 def _can_describe(x: Tensor) -> bool:
@@ -494,7 +435,7 @@ def scores_of(spec: AttentionSpec) -> Scores:
 
 
 def prepare(
-    q: LoadedHeads, call: AttentionArgs, target: Target, backward: bool
+    q: Tensor, call: AttentionArgs, target: Target, backward: bool
 ) -> tuple[Problem, list[Launch]]:
     """The problem with its intervals and shifts, and the launches that fill these."""
     if call.lengths is not None:

@@ -7,12 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_remat.formats import BLOCK, Loaded
 from fused_remat.kernels import activations
 from fused_remat.kernels.dropout import site_keys_fwd_kernel
 from fused_remat.kernels.pointwise import (
     Matrix,
-    PackedMatrix,
     act_bwd_kernel,
     act_fwd_kernel,
     dropout_add_fwd_kernel,
@@ -24,10 +22,8 @@ from fused_remat.steps.activation import activation_bwd, activation_fwd
 from fused_remat.steps.operations import faster
 from fused_remat.steps.residual import dropout, residual_add
 from fused_remat.steps.residual import site_keys as site_keys_of_seed
-from fused_remat.triton import storage
 from fused_remat.triton.launch import Launch, cdiv, dropout_of, matrix, operand, power_of_2
 from fused_remat.triton.launch_cache import run
-from fused_remat.triton.storage import loaded
 
 #: Activation -> its forward and backward for a tile. A new activation is a new row.
 PAIRS: dict[str, tuple[Any, Any]] = {
@@ -43,20 +39,18 @@ _TILE = 4096  # elements of a program
 
 def unsupported_reason(key: tuple[Any, ...]) -> str | None:
     """Why the kernels cannot compute an activation; None if they can."""
-    act, _, _, formats = key
-    if act not in PAIRS:
-        return f"{act} has no row in fused_remat.triton.pointwise.PAIRS"
-    return storage.unsupported_reason(*formats)
+    act, *_ = key
+    return None if act in PAIRS else f"{act} has no row in fused_remat.triton.pointwise.PAIRS"
 
 
-def _describe(key: tuple[Any, ...], *_: Any) -> str:
-    formats = " and ".join(dict.fromkeys(filter(None, key[3])))
-    return f"pointwise kernel{formats and f', from {formats}'}"
-
-
-@faster(activation_fwd, "triton", unsupported_reason=unsupported_reason, description=_describe)
+@faster(
+    activation_fwd,
+    "triton",
+    unsupported_reason=unsupported_reason,
+    description="pointwise kernel",
+)
 def activation_fwd_triton(act, gate, up, mask):
-    y = torch.empty(up.shape, dtype=up.dtype, device=up.device)
+    y = torch.empty_like(up, memory_format=torch.contiguous_format)
     if gate is None:
         run(act_fwd, up, act, mask, y)
     else:
@@ -64,7 +58,12 @@ def activation_fwd_triton(act, gate, up, mask):
     return y
 
 
-@faster(activation_bwd, "triton", unsupported_reason=unsupported_reason, description=_describe)
+@faster(
+    activation_bwd,
+    "triton",
+    unsupported_reason=unsupported_reason,
+    description="pointwise kernel",
+)
 def activation_bwd_triton(act, dy, gate, up, mask, owned, needs_grad=(True, True)):
     first = dy if owned and dy.is_contiguous() else None
     if gate is None:
@@ -115,29 +114,29 @@ def dropout_add_fwd(
     return _over(y, dropout_add_fwd_kernel, mask, operand(x), operand(residual), matrix(y))
 
 
-def act_fwd(x: Loaded, act: str, mask: DropoutMask | None, y: Tensor) -> Launch:
+def act_fwd(x: Tensor, act: str, mask: DropoutMask | None, y: Tensor) -> Launch:
     """y = mask * act(x)."""
-    return _over(y, act_fwd_kernel, mask, loaded(x), matrix(y), ACT=PAIRS[act][0])
+    return _over(y, act_fwd_kernel, mask, operand(x), matrix(y), ACT=PAIRS[act][0])
 
 
 def act_bwd(
-    dy: Tensor, x: Loaded, act: str, mask: DropoutMask | None, dx: Tensor, y: Tensor | None = None
+    dy: Tensor, x: Tensor, act: str, mask: DropoutMask | None, dx: Tensor, y: Tensor | None = None
 ) -> Launch:
     """dx = mask * dy * act'(x); y = mask * act(x) if given."""
-    matrices = operand(dy), loaded(x), matrix(dx), matrix(y)
+    matrices = operand(dy), operand(x), matrix(dx), matrix(y)
     return _over(dx, act_bwd_kernel, mask, *matrices, ACT=PAIRS[act][1])
 
 
-def gated_fwd(gate: Loaded, up: Loaded, act: str, mask: DropoutMask | None, y: Tensor) -> Launch:
+def gated_fwd(gate: Tensor, up: Tensor, act: str, mask: DropoutMask | None, y: Tensor) -> Launch:
     """y = mask * act(gate) * up."""
-    matrices = loaded(gate), loaded(up), matrix(y)
+    matrices = operand(gate), operand(up), matrix(y)
     return _over(y, gated_fwd_kernel, mask, *matrices, ACT=PAIRS[act][0])
 
 
 def gated_bwd(
     dy: Tensor,
-    gate: Loaded,
-    up: Loaded | None,
+    gate: Tensor,
+    up: Tensor | None,
     act: str,
     mask: DropoutMask | None,
     dgate: Tensor | None,
@@ -145,7 +144,7 @@ def gated_bwd(
     y: Tensor | None = None,
 ) -> Launch:
     """The gradients dgate and dup of `gated_fwd` and its y, those given; dgate and y need `up`."""
-    matrices = operand(dy), loaded(gate), loaded(up), matrix(dgate), matrix(dup), matrix(y)
+    matrices = operand(dy), operand(gate), operand(up), matrix(dgate), matrix(dup), matrix(y)
     return _over(dy, gated_bwd_kernel, mask, *matrices, ACT=PAIRS[act][1])
 
 
@@ -153,13 +152,12 @@ def _over(
     y: Tensor,
     kernel: Any,
     mask: DropoutMask | None,
-    *matrices: Matrix | PackedMatrix | None,
+    *matrices: Matrix | None,
     **constants: Any,
 ) -> Launch:
-    """A launch over tiles of `y`. Where a matrix is packed, a tile is as wide as a block."""
+    """Return a launch over tiles of `y`."""
     rows, width = y.shape
-    packed = any(isinstance(x, PackedMatrix) for x in matrices)
-    block_n = BLOCK if packed else min(power_of_2(width), 2048)
+    block_n = min(power_of_2(width), 2048)
     block_m = _TILE // block_n
     grid = (cdiv(rows, block_m) * cdiv(width, block_n),)
     constants |= {"BLOCK_M": block_m, "BLOCK_N": block_n}

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fused_remat.formats import BLOCK, Parts
 from fused_remat.kernels.linear import Norm, linear_fwd_kernel
 from fused_remat.kernels.linear import Tile as KernelTile
 from fused_remat.kernels.mlp import (
@@ -28,9 +27,8 @@ from fused_remat.steps import fused, linear
 from fused_remat.steps.linear import Affine
 from fused_remat.steps.norm import shifted
 from fused_remat.steps.operations import faster
-from fused_remat.steps.storage import QuantizeCall, quantize
 from fused_remat.triton import norm as norms
-from fused_remat.triton import storage, tables
+from fused_remat.triton import tables
 from fused_remat.triton.launch import (
     INTERPRETED,
     Launch,
@@ -50,7 +48,6 @@ from fused_remat.triton.pointwise import (
     gated_bwd,
     gated_fwd,
 )
-from fused_remat.triton.storage import Codes, codes_of, new_parts
 from fused_remat.triton.tables import Tile, family, tile_for
 
 #: A matrix or None, and the rows and columns of its tile.
@@ -110,11 +107,10 @@ def _unsupported_mlp_reason(key: tuple[Any, ...]) -> str | None:
 
 
 def _describe_mlp_up(key: tuple[Any, ...], *_: Any) -> str:
-    late = storage.unsupported_reason(*key[3])
-    said = "one kernel: product and activation"
+    description = "one kernel: product and activation"
     if family(target_of(key[2])) not in tables.KEPT_MLP_UP_IN_KERNEL:
-        said += "; where a product is kept, ATen's addmm and a pointwise kernel"
-    return said if late is None else f"{said}; then quantized by ATen: {late}"
+        description += "; where a product is kept, ATen's addmm and a pointwise kernel"
+    return description
 
 
 @faster(
@@ -123,50 +119,18 @@ def _describe_mlp_up(key: tuple[Any, ...], *_: Any) -> str:
     unsupported_reason=_unsupported_mlp_reason,
     description=_describe_mlp_up,
 )
-def mlp_up_fwd_triton(act, x, gate, up, mask, kept, storages):
+def mlp_up_fwd_triton(act, x, gate, up, mask, kept):
     y, target = x.new_empty((x.shape[0], up[0].shape[0])), target_of(x.device)
-    if any(kept) and not any(storages) and family(target) not in tables.KEPT_MLP_UP_IN_KERNEL:
+    if any(kept) and family(target) not in tables.KEPT_MLP_UP_IN_KERNEL:
         pres = tuple([F.linear(x, *affine) for affine in (gate, up) if affine is not None])
         run(act_fwd if gate is None else gated_fwd, *pres, act, mask, y)
-        kept_pres = [pre if k else None for pre, k in zip(pres, kept, strict=True)]
-        return y, tuple(kept_pres), tuple([() for _ in kept])
-    kernel = "linear" if gate is None else "gated_mlp_fwd"
-    made = [_made(kernel, y, *how) for how in zip(kept, storages, strict=True)]
-    pres, quantized = zip(*made, strict=True)
+        return y, tuple([pre if keep else None for pre, keep in zip(pres, kept, strict=True)])
+    products = tuple([torch.empty_like(y) if keep else None for keep in kept])
     if gate is None:
-        given = x, up[0], up[1], None, mask, act, pres[0], y, target
-        run(linear_fwd, *given, None, None, quantized[0])
+        run(linear_fwd, x, *up, None, mask, act, products[0], y, target)
     else:
-        run(gated_mlp_fwd, x, *gate, *up, mask, act, y, target, None, pres, quantized)
-    parts = [_parts_of(*pair) for pair in zip(made, storages, strict=True)]
-    return y, tuple([p if k else None for p, k in zip(pres, kept, strict=True)]), tuple(parts)
-
-
-def _made(
-    kernel: str, y: Tensor, kept: bool, call: QuantizeCall | None
-) -> tuple[Tensor | None, Codes | None]:
-    """What a product that ends in y also fills: its result, and the codes and steps of that.
-
-    The result is also filled if it is to be quantized and the product's end cannot do that.
-    """
-    quantized = None
-    known = call is not None and storage.unsupported_reason(call.stored) is None
-    if call is not None and known and can_quantize(kernel, target_of(y.device), *y.shape):
-        quantized = call, new_parts(y, call)
-    whole = kept or (call is not None and quantized is None)
-    return torch.empty_like(y) if whole else None, quantized
-
-
-def _parts_of(made: tuple[Tensor | None, Codes | None], call: QuantizeCall | None) -> Parts:
-    """Codes and steps from `_made`, computed in another pass if the product's end did not."""
-    pre, quantized = made
-    if call is None:
-        return ()
-    if quantized is not None:
-        return quantized[1]
-    assert pre is not None
-    run = quantize if storage.unsupported_reason(call.stored) else storage.quantize_triton
-    return run(pre, call)
+        run(gated_mlp_fwd, x, *gate, *up, mask, act, y, target, None, products)
+    return y, products
 
 
 def _describe_mlp_bwd(key: tuple[Any, ...], *_: Any) -> str:
@@ -243,14 +207,13 @@ def linear_fwd(
     target: Target,
     norm: tuple[Tensor | None, Tensor, Tensor | None, Tensor | None] | None = None,
     tile: Tile | None = None,
-    quantized: Codes | None = None,
 ) -> Launch:
     """y = residual + mask * act(pre), pre = x @ weightᵀ + bias.
 
-    `pre` and `quantized`, if given, are filled with pre; `quantized` requires `can_quantize`.
+    `pre`, if given, is filled with pre.
     `norm`: (mean or None, rstd, weight, bias), by which x is normalised as it is loaded.
     """
-    tile, in_block = _parts(tile or tile_for("linear", target, *y.shape), quantized)
+    tile = tile or tile_for("linear", target, *y.shape)
     if norm is not None and family(target) == "hopper":
         # Triton overwrites registers that a pipelined wgmma has yet to read (triton#9433).
         tile = replace(tile, stages=1)
@@ -262,13 +225,12 @@ def linear_fwd(
         *end_of(tile, residual, pre, y),
     )
     normed = Norm(*map(in_place, norm or (None,) * 4))
-    codes, key, first = codes_of(quantized)
     args = (
-        x_in, w_in, in_place(bias), residual_in, normed, pre_in, codes, out, strides,
-        *dropout_of(mask), key, first, y.shape[0], n, k,
+        x_in, w_in, in_place(bias), residual_in, normed, pre_in, out, strides,
+        *dropout_of(mask), y.shape[0], n, k,
     )  # fmt: skip
     fwd = None if act is None else PAIRS[act][0]
-    return launch_over(linear_fwd_kernel, target, tile, y, args, tma, (k,), in_block, ACT=fwd)
+    return launch_over(linear_fwd_kernel, target, tile, y, args, tma, (k,), ACT=fwd)
 
 
 def gated_mlp_fwd(
@@ -283,14 +245,12 @@ def gated_mlp_fwd(
     target: Target,
     tile: Tile | None = None,
     pres: tuple[Tensor | None, ...] = (None, None),
-    quantized: tuple[Codes | None, ...] = (None, None),
 ) -> Launch:
     """y = mask * act(x @ gate_weightᵀ + gate_bias) * (x @ weightᵀ + bias).
 
-    `pres` and `quantized`, where given, are filled with both products; `quantized` requires
-    `can_quantize`.
+    `pres`, where given, are filled with both products.
     """
-    tile, in_block = _parts(tile or tile_for("gated_mlp_fwd", target, *y.shape), *quantized)
+    tile = tile or tile_for("gated_mlp_fwd", target, *y.shape)
     f, k = weight.shape
     at_w = (tile.block_n, tile.block_k)
     (*given, gate_pre, up_pre, out), strides, tma = described(
@@ -300,16 +260,13 @@ def gated_mlp_fwd(
         (weight, *at_w),
         *end_of(tile, *pres, y),
     )
-    (gate_codes, gate_key, gate_row0), (up_codes, up_key, up_row0) = map(codes_of, quantized)
-    first = gate_row0 if up_row0 is None else up_row0  # they are equal
     apart = [None if x is None else x.stride(0) for x in pres]  # None is not an argument
     args = (
-        *given, in_place(gate_bias), in_place(bias), gate_pre, up_pre, gate_codes, up_codes, out,
-        (*strides[:3], *apart, strides[-1]), *dropout_of(mask), gate_key, up_key, first,
-        y.shape[0], f, k,
+        *given, in_place(gate_bias), in_place(bias), gate_pre, up_pre, out,
+        (*strides[:3], *apart, strides[-1]), *dropout_of(mask), y.shape[0], f, k,
     )  # fmt: skip
     fwd = PAIRS[act][0]
-    return launch_over(gated_mlp_fwd_kernel, target, tile, y, args, tma, (k,), in_block, ACT=fwd)
+    return launch_over(gated_mlp_fwd_kernel, target, tile, y, args, tma, (k,), ACT=fwd)
 
 
 def linear_act_bwd(
@@ -374,23 +331,6 @@ def mlp_bwd(
     return launch_over(kernel, target, tile, dups[0], args, tma, (k, d), persistent=False, ACT=bwd)
 
 
-def can_quantize(kernel: str, target: Target, rows: int, columns: int) -> bool:
-    """Whether a product's tile has whole blocks of a format, so that its end can quantize them."""
-    return tile_for(kernel, target, rows, columns).block_n % BLOCK == 0
-
-
-def _parts(tile: Tile, *quantized: Codes | None) -> tuple[Tile, int]:
-    """The tile with the parts in which its end is computed, and how many are a block of codes.
-
-    If the end quantizes, a block is a whole number of parts, and there are twice as many parts,
-    since quantizing needs registers. Neither changes an element's bits.
-    """
-    if all(codes is None for codes in quantized):
-        return tile, 1
-    tile = replace(tile, parts=min(8, max(2 * tile.parts, tile.block_n // BLOCK)))
-    return tile, BLOCK * tile.parts // tile.block_n
-
-
 def launch_over(
     kernel: Any,
     target: Target,
@@ -399,7 +339,6 @@ def launch_over(
     args: tuple[Any, ...],
     tma: bool,
     depths: tuple[int, ...],
-    in_block: int = 1,
     persistent: bool = True,
     shape: tuple[int, int] | None = None,
     **constants: Any,
@@ -413,7 +352,7 @@ def launch_over(
     fast = y.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
     even = all(depth % tile.block_k == 0 for depth in depths)
     constants["tile"] = KernelTile(
-        tile.block_m, tile.block_n, tile.block_k, even, tile.parts, in_block, tile.group, tma,
+        tile.block_m, tile.block_n, tile.block_k, even, tile.parts, tile.group, tma,
         "tf32" if fast else "ieee",
     )  # fmt: skip
     programs = min(tiles, target.sms * (8 // tile.warps)) if persistent else tiles

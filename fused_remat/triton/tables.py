@@ -357,14 +357,12 @@ ATTENTION_TILES: dict[str, dict[str, dict[int, dict[int, AttentionTile]]]] = {
 _INTERPRETED_ATTENTION = _A(16, 32, 4, 1)
 
 
-def burdens(call: AttentionArgs, quantized: bool = False) -> int:
-    """How much besides the products takes registers: options, up to 2; 3 for masks.
-
-    4 for masks beside two options, and for quantized heads.
-    """
+def burdens(call: AttentionArgs) -> int:
+    """Count what takes registers besides the products: options, up to 2; 3 for masks, 4 for masks
+    with two options."""
     shared = call.spec.num_heads != call.spec.num_kv_heads
     things = sum((call.spec.dropout > 0.0, call.spec.softcap != 0.0, _early(call), shared))
-    if quantized or (call.masked and things > 1):
+    if call.masked and things > 1:
         return 4
     return 3 if call.masked else min(2, things)
 
@@ -374,9 +372,7 @@ def _early(call: AttentionArgs) -> bool:
     return call.lengths is not None or call.cu_q is not None
 
 
-def attention_tile(
-    kernel: str, target: Target, width: int, call: AttentionArgs, quantized: bool = False
-) -> AttentionTile:
+def attention_tile(kernel: str, target: Target, width: int, call: AttentionArgs) -> AttentionTile:
     """The tile of the kernel "fwd", "dkdv", "dq" or "mask", for heads up to `width` wide.
 
     On Hopper half of one of 128 queries and 8 warps, if these are too few for every multiprocessor:
@@ -387,7 +383,7 @@ def attention_tile(
         return _INTERPRETED_ATTENTION
     tiles = ATTENTION_TILES[kernel][family(target)]
     fitting = tiles[next(w for w in tiles if width <= w)]
-    tile = fitting[max(n for n in fitting if n <= burdens(call, quantized))]
+    tile = fitting[max(n for n in fitting if n <= burdens(call))]
     large = kernel in ("fwd", "dq") and (tile.block_m, tile.warps) == (128, 8)
     few = large and _programs(kernel, call, tile) < _wanted(target, call)
     if few and family(target) == "hopper" and tile.tma and not _early(call):

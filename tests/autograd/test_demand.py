@@ -18,7 +18,7 @@ from torch.autograd.graph import GradientEdge
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.utils.flop_counter import FlopCounterMode
 
-from fused_remat import FusedRematWarning, Policy, check_replay, defer_weight_gradients, ops
+from fused_remat import FusedRematWarning, check_replay, defer_weight_gradients, ops
 from fused_remat.autograd import run_block
 from fused_remat.execution import choose
 from fused_remat.graph.build import BlockBuilder, rotary_node
@@ -83,7 +83,6 @@ BLOCKS = {
     "frozen": frozen,
     "lora": lora,
     "odd": odd,
-    "int8": lambda _: of_kind("pre-norm", Policy(save={"qkv": "int8", "up": "int8"})),
 }
 
 

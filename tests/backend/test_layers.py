@@ -33,7 +33,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fused_remat import (
     FusedRematWarning,
-    Policy,
     explain,
     memory_report,
     ops,
@@ -41,8 +40,6 @@ from fused_remat import (
 from fused_remat.execution import choose
 from fused_remat.report.allocations import measure_allocations
 from fused_remat.triton import norm as norms
-from fused_remat.triton import tables
-from fused_remat.triton.tables import Tile
 
 pytestmark = [
     pytest.mark.gpu,
@@ -363,50 +360,6 @@ def test_training_with_a_grad_scaler_follows_the_stock_layer():
 
 # --- layers that keep 8 bits
 
-# Blocks in parts, and tiles narrower than a block. On a GPU those of the tables.
-TILES = {
-    "parts": Tile(16, 64, 32, 4, 1, parts=2, group=2),
-    "narrow": Tile(16, 32, 16, 4, 1, parts=2),
-}
-KEEP_8_BITS = compiled([(BF16, "of the tables")], [(F32, "parts"), (F16, "narrow")])
-
-
-@pytest.mark.parametrize("dtype, tile", KEEP_8_BITS, ids=str)
-@pytest.mark.parametrize("policy", ["fast8", "balanced8"])
-@pytest.mark.parametrize("name", ["encoder post", "llama"])
-def test_layers_that_keep_8_bits(name, policy, dtype, tile, monkeypatch):
-    """Forward has the bits of every other policy; gradients have the error of the codes."""
-    for kernel in ("linear", "gated_mlp_fwd") if tile in TILES else ():
-        monkeypatch.setitem(tables.TILES[kernel], "interpreter", (TILES[tile],))
-    subject = SUBJECTS[name]
-    (_, other), (_, fused) = (subject.layers(0.1, how, dtype) for how in ("none", policy))
-    tensors, layers = subject.data(dtype), (other, fused, eager_of(fused))
-    (y, *exact), (same, *grads), (_, *eager) = (subject.run(m, tensors) for m in layers)
-    assert torch.equal(y, same)
-    # Levels are 1 / 126 of the largest of 64 apart: off by 1 / 250 of it, a hundredth of most, a
-    # tenth behind sharp scores (0.15 at most). That error is eager's too, but for the codes that
-    # round the other way: a few, in 16 bits many.
-    close = {torch.float32: 5e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}[dtype]
-    for mine, theirs, true in zip(grads, eager, exact, strict=True):
-        bound = min(0.2, 1.2 * error_of(theirs, true) + 1e-3)
-        assert error_of(mine, true) < bound, tuple(mine.shape)
-        off = (mine.double() - theirs.double()).norm() / true.double().norm()
-        # Twice as far behind attention, whose scores are computed from codes again.
-        assert off < close * (1 + (len(mine) == 3 * D)), tuple(mine.shape)
-    assert any(not torch.equal(a, b) for a, b in zip(grads, exact, strict=True))
-
-
-@pytest.mark.parametrize("dtype", compiled([BF16], [F32, F16]), ids=str)
-@pytest.mark.parametrize("name", ENCODERS)
-def test_a_quantized_sum_is_made_by_the_same_kernel(name, dtype):
-    """Whatever is quantized, forward has the bits of a policy that keeps nothing."""
-    (_, fused), (x, _) = SUBJECTS[name].layers(dtype=dtype), SUBJECTS[name].data(dtype)
-    expected = fused(x.clone().requires_grad_())
-    names = [name for name in fused._example().names if name != "output"]
-    fused.policy = Policy(save=dict.fromkeys(names, "int8"))
-    assert torch.equal(fused(x.requires_grad_()), expected)
-
-
 # --- who serves
 
 
@@ -430,17 +383,6 @@ SAID = {
         },
         ["backward output and act (one kernel"],
     ),
-    **{
-        f"8 bits, {name}": (
-            name, "fast8", None,
-            {
-                "qkv:int8": "kernel pack_int8_fwd, int8",  # the product is ATen's
-                "up:int8": "one kernel: product and activation", "up": None,
-            },
-            ["backward act from ", "up:int8"],
-        )
-        for name in ("encoder post", "llama")
-    },
 }  # fmt: skip
 
 

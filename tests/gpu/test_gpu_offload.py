@@ -20,7 +20,6 @@ LAYERS = 6
 POLICIES = {
     "input": Policy(offload={"input"}),
     "input and qkv": Policy(save={"attn", "qkv"}, offload={"input", "qkv"}),
-    "codes": Policy(save={"attn": "native", "qkv": "int8"}, offload={"qkv"}),
 }
 POLICY = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 

@@ -128,7 +128,7 @@ def walk(steps, have, of_tile, kept_in_tile):
             assert {*step.node.reads} <= have, f"{step} reads what is not there"
             have |= {*step.node.makes}
         else:
-            assert {*step.node.backward_reads(step.needs_grad)} <= have, step
+            assert {*step.node.needs(step.needs_grad)} <= have, step
         have -= {*step.free}
     return have
 

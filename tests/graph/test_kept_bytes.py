@@ -104,9 +104,9 @@ def test_a_changed_preset_is_the_next_calls(monkeypatch):
     assert before != row
     monkeypatch.setitem(policies.EXACT_PRESETS["lean"], "encoder_postnorm", row)
     assert layer(x).grad_fn.execution.call.save == row
-    monkeypatch.setitem(policies.ALL_PRESETS, "mine", {})
+    monkeypatch.setitem(policies.EXACT_PRESETS, "mine", {})
     layer.policy = "mine"
     assert layer(x).grad_fn.execution.call.save == frozenset()
-    monkeypatch.delitem(policies.ALL_PRESETS, "mine")
+    monkeypatch.delitem(policies.EXACT_PRESETS, "mine")
     with pytest.raises(ValueError, match="unknown policy 'mine'"):
         layer(x)

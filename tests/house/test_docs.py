@@ -10,9 +10,8 @@ from processes import ROOT
 
 from bench.pages import command
 from fused_remat.execution.choose import BACKENDS
-from fused_remat.formats import FORMATS
 from fused_remat.huggingface.rows import ARCHITECTURES
-from fused_remat.policies import ALL_PRESETS, PRESETS
+from fused_remat.policies import EXACT_PRESETS, PRESETS
 from fused_remat.steps.activation import ACTIVATIONS
 from fused_remat.steps.norm import NORMS
 
@@ -28,8 +27,8 @@ RUN = [page for page, text in PAGES.items() if PYTHON.search(text) and page != "
 @pytest.fixture
 def tables():
     """The registries that a page may add rows to, put back afterwards."""
-    registries = [ACTIVATIONS, ARCHITECTURES, BACKENDS, FORMATS, NORMS, PRESETS, ALL_PRESETS]
-    registries += ALL_PRESETS.values()
+    registries = [ACTIVATIONS, ARCHITECTURES, BACKENDS, NORMS, PRESETS, EXACT_PRESETS]
+    registries += EXACT_PRESETS.values()
     before = [dict(table) for table in registries]
     yield
     for table, rows in zip(registries, before, strict=True):

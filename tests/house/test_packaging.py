@@ -12,7 +12,6 @@ import pytest
 from processes import ROOT, printed
 
 import fused_remat
-from fused_remat import policies
 from fused_remat.graph.build import norm_graph
 from fused_remat.graph.schedule import schedule
 from fused_remat.spec import NormSpec
@@ -88,12 +87,6 @@ def test_names_of_an_earlier_version_warn_and_are_the_new_ones(module):
         new = pkgutil.resolve_name(f"fused_remat.{now}")
         assert found is new or inspect.unwrap(found) is inspect.unwrap(new)
     assert not hasattr(old, "nothing")
-
-
-def test_the_tables_of_presets_have_their_old_names():
-    for old, now in (("RUNGS", "EXACT_PRESETS"), ("ALL_RUNGS", "ALL_PRESETS")):
-        with pytest.warns(DeprecationWarning, match=now):
-            assert getattr(policies, old) is getattr(policies, now)
 
 
 def test_a_documented_call_of_an_earlier_version_still_runs():

@@ -1,6 +1,4 @@
-"""Attention's launches: what is read and written, descriptors, long sequences, quantized heads."""
-
-import dataclasses
+"""Attention's launches: what is read and written, descriptors, long sequences."""
 
 import pytest
 import torch
@@ -24,9 +22,6 @@ from places import (
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fused_remat import random
-from fused_remat.execution.choose import ops_for
-from fused_remat.formats import Quantized, QuantizedHeads, quantize
-from fused_remat.random import Uniform, site_keys
 from fused_remat.steps.attention import attention_bwd, attention_fwd
 from fused_remat.triton import attention
 from fused_remat.triton.launch import Target
@@ -249,58 +244,3 @@ def test_long_sequences_beside_atens_flash(width, causal):
         theirs = body(call, *given)
     for name in NAMES:  # both in 16 bits, each off by up to 1e-2
         assert error_of(found[name], theirs[name]) <= 2e-2, name
-
-
-# --- quantized heads: of 64 and 128 elements dequantized as they are loaded, others before
-
-CASES = {
-    "causal": dict(right=0),
-    "shared key heads": dict(right=0, kv_heads=1),
-    "window and soft-cap": dict(left=7, right=2, softcap=2.0),
-    "lengths": dict(lengths=torch.tensor([20, 11], device=DEVICE)),
-    "packed sequences": dict.fromkeys(("cu_q", "cu_k"), torch.tensor([0, 13, 40], device=DEVICE)),
-    "a mask and its gradient": dict(mask=True, mask_grad=True),
-    "narrow values": dict(right=0),
-}
-
-
-# Masks do not depend on the width, nor on the dtype. On a GPU ATen serves some of them.
-@interpreted_only
-@pytest.mark.parametrize(
-    "case, width, dtype",
-    [
-        *(("shared key heads", width, torch.float16) for width in (64, 128, 20)),
-        *((case, 128 if case == "narrow values" else 64, DTYPES[0]) for case in CASES),
-    ],
-    ids=str,
-)
-def test_gradients_are_those_of_dequantized_heads(case, width, dtype):
-    options = dict(CASES[case])
-    batch, nhead, tokens = (1, 4, 40) if case == "packed sequences" else (2, 4, 20)
-    kv = options.pop("kv_heads", nhead)
-    if options.get("mask"):
-        options["mask"] = normal(dtype, 1, nhead, tokens, tokens)
-    call = attention_call((batch, nhead, kv, tokens, tokens, width), **options)
-    table = ops_for("triton", torch.empty(1, device=DEVICE), dtype)
-    v_width = 64 if case == "narrow values" else width
-    x = normal(dtype, batch * tokens, (nhead + kv) * width + kv * v_width)
-    uniform = Uniform(site_keys(torch.tensor(0, device=DEVICE))[0], 0, *x.shape)
-    whole = Quantized("int8", quantize(x, "int8", uniform), x.shape[1], dtype)
-    packed = [
-        QuantizedHeads(whole, batch, first * width, count, columns)
-        for first, count, columns in (
-            (0, nhead, width), (nhead, kv, width), (nhead + kv, kv, v_width),
-        )
-    ]  # fmt: skip
-    plain = [heads.of(whole.tensor()) for heads in packed]
-    out, lse = table[attention_fwd](*plain, call)
-    dy = torch.randn_like(out)
-    made = []
-    for heads in (packed, plain):
-        buffer = torch.zeros_like(call.mask, dtype=F32) if call.mask_grad else None
-        mine = dataclasses.replace(call, dmask=buffer)
-        grads = tuple(torch.full(x.shape, torch.nan, dtype=dtype, device=DEVICE) for x in heads)
-        table[attention_bwd](dy, *heads, out, lse, mine, grads)
-        made.append([*grads, *([mine.dmask] if call.mask_grad else [])])
-    for got, expected in zip(*made, strict=True):
-        assert torch.equal(got, expected) and expected.isfinite().all()

@@ -20,7 +20,6 @@ from exact_launches import EXACT, RESULTS, Maker, tensors_in, wide
 from executed import took
 from places import BF16, EXECUTED, check_error, target
 from tiers import executed, exhaustive
-from torch import Tensor
 
 from bench.audit import attention as audit_attention
 from bench.audit import cases as audit
@@ -286,12 +285,10 @@ def test_attention(sizes, dtype, width, variant, monkeypatch):
     for name, size in ATTENTION["whole" if variant == "full" else sizes].items():
         monkeypatch.setattr(audit_attention, name, size)
     options = audit_attention.variants(dtype)[variant]
-    stored = options.pop("stored", None)
     call = audit_attention.call_of(width, options)
     made, how = Maker(call.q_len), (dtype, sizes, pairs_of(call))
-    heads, grads = (made(audit_attention._heads(call, dtype, form)) for form in (stored, None))
+    heads, grads = (made(audit_attention._heads(call, dtype)) for _ in "xg")
     call, rows, nhead = made(call), call.batch * call.q_len, call.spec.num_heads
-    plain = [x if isinstance(x, Tensor) else x.of(x.whole.tensor()) for x in heads]
     dattn, out = torch.randn(2, rows, nhead * width).to(dtype)
     lse = torch.empty(call.batch, nhead, call.q_len)
     exact = dataclasses.replace(call)
@@ -300,12 +297,12 @@ def test_attention(sizes, dtype, width, variant, monkeypatch):
     if call.dmask is not None:
         call.dmask.zero_()
         exact.dmask = call.dmask.double()
-    given = [x.double() for x in plain]
+    given = [x.double() for x in heads]
     exact_out, exact_lse = attention.attention_fwd(*given, exact)
     exact_grads = [torch.empty_like(x) for x in given]
     attention.attention_bwd(dattn.double(), *given, exact_out, exact_lse, exact, exact_grads)
     known = iter(attention_kinds(dtype)[width, variant])
-    run_all(attentions.forward(*plain, call, out, lse, target()), () if stored else known, *how)
+    run_all(attentions.forward(*heads, call, out, lse, target()), known, *how)
     run_all(attentions.backward(dattn, *heads, out, lse, call, grads, target()), known, *how)
     assert next(known, None) is None
     for found, true in zip((out, *grads), (exact_out, *exact_grads), strict=True):

@@ -101,42 +101,35 @@ X = torch.randn(4, 64, 32)
 BOTH = X, torch.randn(4, 48, 32)
 TOKENS = torch.randint(50, (4, 64))
 LABELLED = {"input_ids": TOKENS, "labels": TOKENS}
-# A width whose feed-forward rows are not whole blocks: their last scales are counted.
-uneven = functools.partial(encoder, 3, dim_feedforward=5 * 32)
-#: By name: the model, its inputs, its loss, and whether plans of it may keep lossy formats.
+#: By name: the model, its inputs and its loss.
 CASES = {
-    "pre-norm": (lambda: encoder(6), (X,), squared, False),
-    "post-norm dropout": (lambda: encoder(6, 0.1, False), (X,), squared, False),
-    "mixed": (Mixed, (X,), squared, False),
-    "encoder-decoder": (lambda: transformer(2), BOTH, squared, False),
-    "shared": (shared, (X,), squared, False),
-    "checkpointed": (partly_checkpointed, (X,), squared, False),
-    "detached": (detached, (X,), squared, False),
-    "llama": (llama, LABELLED, hf_loss, False),
-    "llama with adapters": (with_adapters, LABELLED, hf_loss, False),
-    "traced": (traced, (X,), squared, False),
-    "traced, one checkpointed": (lambda: traced([1]), (X,), squared, False),
-    "pre-norm, lossy": (uneven, (X,), squared, True),
-    "post-norm dropout, lossy": (lambda: uneven(0.1, False), (X,), squared, True),
-    "encoder-decoder, lossy": (lambda: transformer(1), BOTH, squared, True),
+    "pre-norm": (lambda: encoder(6), (X,), squared),
+    "post-norm dropout": (lambda: encoder(6, 0.1, False), (X,), squared),
+    "mixed": (Mixed, (X,), squared),
+    "encoder-decoder": (lambda: transformer(2), BOTH, squared),
+    "shared": (shared, (X,), squared),
+    "checkpointed": (partly_checkpointed, (X,), squared),
+    "detached": (detached, (X,), squared),
+    "llama": (llama, LABELLED, hf_loss),
+    "llama with adapters": (with_adapters, LABELLED, hf_loss),
+    "traced": (traced, (X,), squared),
+    "traced, one checkpointed": (lambda: traced([1]), (X,), squared),
 }
-LOSSY = [name for name, (*_, lossy) in CASES.items() if lossy]
 
 
 def given(case):
     """The model, its positional and keyword inputs, and its loss."""
     torch.manual_seed(0)
-    build, inputs, loss, _ = CASES[case]
+    build, inputs, loss = CASES[case]
     args, kwargs = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
     return build(), args, kwargs, loss
 
 
 @functools.cache
-def planned(case, lossy=None):
+def planned(case):
     """The fastest plan, of a model and inputs like those that are given."""
     model, args, kwargs, loss = given(case)
-    lossy = CASES[case][-1] if lossy is None else lossy
-    return plan(model, *args, loss=loss, costs="analytic", lossy=lossy, **kwargs)
+    return plan(model, *args, loss=loss, costs="analytic", **kwargs)
 
 
 def budgets(fastest, parts=3):
@@ -155,10 +148,6 @@ def example_of(layer, x):
         OBSERVERS.remove(ran.append)
     tensors = tuple(None if t is None else t.detach() for t in ran[0].tensors)
     return Example(ran[0].call, tensors, ran[0].functions)
-
-
-def is_lossy(found):
-    return any(":" in name for policy in found.policies.values() for name in policy.save)
 
 
 def assert_holds(found, model, args, kwargs, loss):

@@ -5,7 +5,7 @@ import torch
 from report_models import Model, data, traced
 from torch import nn
 
-from fused_remat import FusedRematLayer, Policy, convert, explain, ops
+from fused_remat import FusedRematLayer, convert, explain, ops
 from fused_remat.autograd.function import OBSERVERS
 from fused_remat.execution.observe import TRACERS
 
@@ -63,18 +63,6 @@ def test_pieces_are_said(monkeypatch):
     (found,) = explain(layer(), X)
     assert "3 × 1 sequences, then tiles of 8 tokens" in found.title
     assert [name for name, _ in found.forward].count("up") == 1  # one piece stands for all
-
-
-def test_steps_that_pack_and_unpack_are_said():
-    (found,) = explain(layer(policy="fast8"), X)
-    assert dict(found.forward)["up:int8"] == "quantized to int8, eager, a few rows at a time"
-    assert {"qkv:int8", "qkv:int8.scale"} <= set(found.kept) and "qkv" not in found.kept
-    text = str(found)
-    assert "up:int8   kept  quantized to int8" in text
-    assert "attn from qkv:int8 (ATen's flash kernel for CPUs; heads dequantized first)" in text
-    assert "backward act from up:int8 (pointwise, eager, from int8 a few rows at a time)" in text
-    text = str(explain(layer(policy=Policy(save={"qkv": "int8"})), X))
-    assert "rebuild qkv from qkv:int8 (int8 dequantized whole, eager, a few rows at a time)" in text
 
 
 def test_a_fallback_gives_its_reason():

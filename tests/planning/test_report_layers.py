@@ -3,7 +3,6 @@
 import dataclasses
 import importlib
 import json
-import sys
 
 import pytest
 import torch
@@ -176,7 +175,7 @@ def test_every_choice_of_layers_keeps_the_same():
     assert totals == {saved_bytes(model, x)}
 
 
-# As a table, as JSON and as a picture
+# As a table and as JSON
 
 
 def test_table():
@@ -206,21 +205,3 @@ def test_json_round_trip(tmp_path):
     assert given["kept_bytes"] == report.kept_bytes
     assert given["layers"][0]["policy"] == "{attn, qkv}"
     assert given["layers"][0]["activations"][0]["name"] == "input"
-
-
-@pytest.mark.parametrize("suffix", [".png", ".svg"])
-def test_plot(tmp_path, suffix):
-    matplotlib = pytest.importorskip("matplotlib")
-    before, backend = dict(matplotlib.rcParams), matplotlib.get_backend(auto_select=False)
-    path = tmp_path / f"report{suffix}"
-    memory_report(convert(LanguageModel(3), every=2), ids()).plot(path)
-    assert path.read_bytes()[:5] in (b"\x89PNG\r", b"<?xml")
-    assert path.stat().st_size > 5000
-    assert dict(matplotlib.rcParams) == before
-    assert matplotlib.get_backend(auto_select=False) == backend
-
-
-def test_plot_without_matplotlib(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r"fused-remat\[bench\]"):
-        memory_report(nn.Linear(2, 2), torch.randn(3, 2)).plot(tmp_path / "report.png")

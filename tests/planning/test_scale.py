@@ -9,7 +9,7 @@ import torch
 from fused_remat.planner.chain import Choice, timeline
 from fused_remat.policies import EXACT_PRESETS, kept_names
 from fused_remat.report.allocations import predict_kept_bytes
-from fused_remat.scale import HARDWARE, Layout, Mesh, Setup, estimate, models, smallest_mesh
+from fused_remat.scale import HARDWARE, Layout, Mesh, Setup, estimate, models
 from fused_remat.scale.costs import of_file
 from fused_remat.scale.estimate import PLANNER, largest_batch, peak_of, way_of
 from fused_remat.scale.layer import kept_by_eager, passes
@@ -171,15 +171,6 @@ def test_the_largest_batch_fits_and_one_more_does_not():
     most = largest_batch(setup_of(), H100, MEMORY, "balanced")
     fits, exceeds = (peak_of(setup_of(batch=most + i), H100, "balanced") for i in (0, 1))
     assert fits <= MEMORY < exceeds
-
-
-def test_the_smallest_mesh():
-    setup = setup_of("llama3-8b", 1, 1)
-    mesh, policy = smallest_mesh(setup, H100, MEMORY, ["full", "none"])
-    there = dataclasses.replace(setup, layout=Layout(mesh))
-    assert mesh.devices == 2 and peak_of(there, H100, policy) <= MEMORY
-    assert peak_of(setup, H100, "full") > MEMORY
-    assert smallest_mesh(setup, H100, 2**30, ["full"], most=2) is None
 
 
 def test_links_within_a_node_and_beyond():
