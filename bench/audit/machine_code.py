@@ -54,7 +54,7 @@ def instructions(sass: str) -> list[Instruction]:
 
 
 def repetition(ttgir: str) -> float:
-    """The most often that warps compute an element of a product; 1 if none is repeated.
+    """Return how often warps compute an element of a product at most; 1 if none is repeated.
 
     Of the warps' instructions in the layout, which cover a tile again where it is too small. A
     product of one thread (tcgen05) and one without tensor cores repeat nothing.
@@ -129,7 +129,7 @@ def _dominators(after: Sequence[Sequence[int]]) -> list[int]:
 
 
 def loops(code: Sequence[Instruction]) -> list[list[Instruction]]:
-    """The innermost loops, in order; a wait that tries again is none."""
+    """Return the innermost loops, in order; a wait that tries again is none."""
     spans, after = _blocks(code)
     over = _dominators(after)
     before: list[set[int]] = [set() for _ in after]
@@ -238,5 +238,5 @@ def examine(ttgir: str, sass: str, arch: int, warps: int) -> dict[str, Any]:
 
 
 def tensor_share(loops: Iterable[dict[str, Any]] | None) -> float | None:
-    """The least share of the tensor cores in a hot loop with matrix work; None without one."""
+    """Return the least share of the tensor cores in a hot loop with matrix work, or None."""
     return min((one["share"] for one in loops or () if one["tensor"]), default=None)

@@ -150,7 +150,7 @@ def run_all(sections: Iterable[str], rig: Rig, results: ResultsFile) -> None:
 
 
 def begin(results: ResultsFile, sections: Collection[str], fresh: bool) -> None:
-    """What the first worker does: a case in which a process ended, or every one, is tried again."""
+    """Drop rows to be measured again: those in which a process ended, or with `fresh` all."""
     asked = [row for row in results.own if row["case"]["section"] in sections]
     again = [row for row in asked if fresh or row.get("error") == UNFINISHED]
     results.rows = [row for row in results.rows if row not in again]

@@ -34,7 +34,7 @@ SIZES: dict[str, tuple[Sizes, ...]] = {
 
 
 def grid(args: argparse.Namespace) -> list[Sizes]:
-    """The sizes that the command line asks for, each once.
+    """Return the sizes that the command line requests, each once.
 
     An axis that is given takes the place of that of `SIZES`; without `--nhead`, heads stay as wide
     as they are there.

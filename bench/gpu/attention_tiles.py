@@ -38,7 +38,7 @@ CANDIDATES: dict[str, dict[str, tuple[AttentionTile, ...]]] = {
 
 
 def tile_name(tile: AttentionTile) -> str:
-    """Queries by keys, warps, stages.
+    """Return a tile's name: queries by keys, warps, stages.
 
     >>> tile_name(AttentionTile(64, 128, 8, 2, split=True))
     '64x128 w8 s2 split'
@@ -48,7 +48,7 @@ def tile_name(tile: AttentionTile) -> str:
 
 
 def contest(p: Attention, kernel: str, tiles: tuple[AttentionTile, ...]) -> Contest:
-    """A kernel with the tables' tile, which the others are compared with, and with these."""
+    """Return a kernel with the tables' tile, the baseline, and with other tiles."""
     direction, share = KERNELS[kernel]
     assert p.rig.target is not None
     first = attention_tile(kernel, p.rig.target, p.head_dim, p.call)

@@ -26,7 +26,7 @@ COMPILED = ("compile",)
 def entries_of(
     op: Op, problem: Callable[[], Problem], names: Any = None, directions: Any = DIRECTIONS
 ) -> Iterator[Entry]:
-    """An op's problem, made anew for each direction, since one may have to wait for long.
+    """Yield an op's problem, built again for each direction, since one may wait for long.
 
     names: of the providers; by default all that start soon.
     """

@@ -181,7 +181,7 @@ def _labels(t: Any) -> dict[str, Any]:
 
 
 def _loss(t: Any, out: Results, tile: Tile) -> Launch:
-    """What a softmax needs of each tile of logits; the labels' own logits are compared."""
+    """Launch a loss's forward, whose logits of the labels are compared."""
     picked = out["picked"]
     highs, sums = (picked.new_empty((cdiv(len(t.up), tile.block_n), len(t.x))) for _ in range(2))
     given = t.x, t.up, t.bias, t.labels, 0.0, 0, highs, sums, None, picked

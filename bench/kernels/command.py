@@ -78,7 +78,7 @@ def find_ceilings(rig: Rig, results: ResultsFile, fresh: bool) -> None:
 def rows_of(
     case: Row, problem: Problem, args: argparse.Namespace, results: ResultsFile
 ) -> Iterator[Row]:
-    """The rows of a problem's directions, from the file if these providers are there.
+    """Yield the rows of a problem's directions, from the file if it has these providers.
 
     A direction that cannot be measured at all, for want of memory, is a row with its error.
     """

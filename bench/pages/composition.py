@@ -83,7 +83,7 @@ def _arguments(mark: Any) -> tuple[list[str], dict[str, str]]:
 
 
 def works(row: list[Mark], outcomes: Mapping[str, Any]) -> str:
-    """What the tests of a row say: "yes", "no: why", or what a GPU said or has yet to say.
+    """Return the outcome of an entry's tests: "yes", "no: why", or that of a GPU.
 
     `outcomes` is what `bench.gpu.outcomes` wrote: the "machine", and "tests" by name.
     """
@@ -103,7 +103,7 @@ def works(row: list[Mark], outcomes: Mapping[str, Any]) -> str:
 
 
 def table(found: Iterable[Mark] | None = None, outcomes: Mapping[str, Any] | None = None) -> str:
-    """A heading and a table for each group that has a mark, in the order of `GROUPS`."""
+    """Return a heading and a table for each group that has a mark, in the order of `GROUPS`."""
     if found is None or outcomes is None:
         found = marks(sorted((ROOT / "tests").rglob("test_*.py")))
         every = [load(path) for path in files(OUTCOMES.name)]

@@ -77,7 +77,7 @@ MODELS: dict[str, Published] = {
 
 
 def tiny(model: Published) -> Published:
-    """The same kind of model in sizes that show nothing but whether it runs."""
+    """Return the same kind of model in sizes that show only whether it runs."""
     sizes = {
         "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 96, "bos_token_id": 0,

@@ -63,7 +63,7 @@ PRODUCTS = (
 
 @WAYS.provider("selective_matmuls", kept_by="allocator")
 def selective_matmuls(subject: Subject) -> Forward:
-    """Selective checkpointing that keeps the results of all products and replays the rest.
+    """Checkpoint selectively: keep the results of all products and replay the rest.
 
     The policy of PyTorch's documentation and of torchtitan's per-op mode. What it keeps lies in a
     cache of its own, unseen by autograd's hooks.
