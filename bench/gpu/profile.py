@@ -49,7 +49,6 @@ OURS = {
     "linear": "products",
     "mlp": "products",
     "norms": "norms",
-    "packing": "pointwise",
     "pointwise": "pointwise",
     "rotary": "pointwise",
 }

@@ -62,16 +62,6 @@ def test_bad_options_are_usage_errors(command, text, capsys):
     assert "error: " in capsys.readouterr().err
 
 
-def test_axes_make_a_grid():
-    """Each point once; heads as wide as those of the sizes they take the place in."""
-    args = layers.parse(options("--d-model 64 128 --seq-len 9 --norm pre --dropout 0 --causal"))
-    sizes = [(c.batch, c.seq_len, c.d_model, c.nhead) for c in args.cases]
-    assert sizes == [(b, 9, *width) for b in (4, 8) for width in ((64, 1), (128, 2))]
-    assert all(c.causal and c.dtype == "float32" for c in args.cases)
-    args = layers.parse(options("--nhead 2 4 --batch 1 --norm pre --dropout 0"))
-    assert [(c.d_model, c.nhead) for c in args.cases] == [(512, 2), (512, 4), (1024, 2), (1024, 4)]
-
-
 def test_a_run_is_taken_up_where_it_ended(tmp_path, monkeypatch, capsys):
     """What is known is not measured again, and a case that cannot be measured costs no other."""
     measured = []

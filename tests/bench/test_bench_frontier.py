@@ -1,14 +1,12 @@
 """`python -m bench frontier`: who is on the frontier and who wins, the picture, and the files."""
 
-import json
-
 import pytest
 
 from bench.commands import frontier as command
 from bench.figures import STYLES
-from bench.frontier import DATA, Panel, Point, family, panels, sets
+from bench.frontier import DATA, Panel, Point, family, panels
 from bench.pages.command import stale_files
-from bench.pages.frontier import panel_table, readme
+from bench.pages.frontier import panel_table
 from bench.subjects.layer_ways import WAYS
 from bench.tables import load
 from fused_remat.policies import EXACT_PRESETS
@@ -65,23 +63,6 @@ def test_what_is_wrong_or_absent_is_listed_and_no_point():
     text = panel_table(found)
     assert "Wrong results: `fast` (relative error of output is 1)" in text
     assert "Absent: `torch_remat` (not there)" in text
-
-
-def test_rows_of_another_commit_are_left_out():
-    here = {"cpu": "a CPU", "commit": "now", "date": "today"}
-    old = row() | {"machine": {"cpu": "a CPU", "commit": "before"}}
-    assert panels({"machine": here, "results": [old]}) == []
-
-
-def test_this_cpus_set_is_shown_first(tmp_path):
-    for name in ("2030-01-01-xeon-0123456", "frontier-cpu", "frontier-dropout-cpu"):
-        (tmp_path / name).mkdir()
-        machine = {"machine": {"cpu": name}}
-        data = machine | {"results": [row(full=RIGHT) | machine]}
-        (tmp_path / name / DATA).write_text(json.dumps(data))
-    first, *others = (folder.name for folder in sets(tmp_path))
-    assert first == "frontier-cpu" and len(others) == 2
-    assert readme(tmp_path).count("Measured on frontier-cpu") == 1
 
 
 def test_rows_of_bench_gpu_say_which_layer_and_are_put_together():

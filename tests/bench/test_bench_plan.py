@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from bench.commands import plan as command
-from bench.measure.contest import Rig
 from bench.pages import plans as report
 from bench.subjects.stacks import Case
 from bench.tables import load
@@ -68,19 +67,3 @@ def test_predictions_of_bytes_are_exact(row):
     for way in report.right(row).values():  # peaks count parameters and their gradients
         assert way["peak_bytes"] > 2 * row["resting"]["parameters"]
         assert way["kept_bytes"] < way["peak_bytes"]
-
-
-@pytest.mark.parametrize("case", [
-    Case(2, "float32", "post", 0.1, 2, 32, 32, 2),
-    Case(1, "float32", "pre", 0.1, 2, 32, 32, 2, causal=True),
-], ids=["post-norm", "causal"])  # fmt: skip
-def test_other_stacks_are_right(case):
-    """With dropout too, masks included: every peer that there is, and every plan."""
-    row = command.measure(case, PEER_NAMES, Rig(torch.device("cpu"), torch.float32, rounds=1))
-    row["case"] = dataclasses.asdict(case)
-    wrong = {name: way["failure"] for name, way in row["ways"].items() if "failure" in way}
-    assert wrong == {}
-    absent = {name for name, way in row["ways"].items() if "unavailable" in way}
-    few = {"checkpoint_every_2", "checkpoint_every_4", "checkpoint_sqrt"}
-    assert absent == (few if case.layers == 1 else {"checkpoint_every_4"})
-    assert any(report.is_ours(way) for way in report.right(row).values())

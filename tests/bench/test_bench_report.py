@@ -3,13 +3,9 @@
 import re
 from pathlib import Path
 
-import pytest
-
 from bench import tables
-from bench.commands import profile as profile_step
 from bench.measure.machine import environment
 from bench.pages import command, kernels, overview, presets
-from bench.subjects.layers import Case
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -49,11 +45,6 @@ def test_a_kernel_beside_its_floor_and_its_best_peer():
     assert "(FAIL: fused_remat eager) | bwd | 20 µs | products | absent |" in text
 
 
-def test_a_dry_run_is_no_measurement():
-    with pytest.raises(ValueError, match="a dry run is no measurement"):
-        kernels.section(results(dry_run=True))
-
-
 def test_parts_without_results_say_so(tmp_path):
     parts = (
         "frontier.readme frontier.section kernels.cpu kernels.gpu "
@@ -67,13 +58,6 @@ def test_the_drawn_block_is_the_graph():
     """docs/images/block.svg is drawn by hand."""
     names = re.findall(r'class="name">(\w+)<', (ROOT / "docs/images/block.svg").read_text())
     assert tuple(names) == ("input", *presets.block(True).names, "output")
-
-
-def test_a_profile_has_a_row_per_kind_and_a_column_per_way():
-    found = profile_step.measure(Case("float32", "pre", 0.0, 1, 8, 16, 2), ["eager", "full"], 1)
-    assert all(way["products"] > 0 and way["step"] > way["products"] for way in found.values())
-    lines = profile_step.table({"ways": found}).splitlines()
-    assert lines[0] == "| ms a step | eager | full |" and lines[-1].startswith("| step |")
 
 
 def test_links_of_a_part_fit_the_page_it_stands_on(monkeypatch):

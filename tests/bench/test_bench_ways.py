@@ -7,16 +7,13 @@ import torch
 import torch._functorch.config
 import torch.nn.functional as F
 
-from bench.measure.checks import Checks, exact_in_blocks, results_of
-from bench.measure.contest import Rig, errors
+from bench.measure.checks import Checks
+from bench.measure.contest import Rig
 from bench.measure.registry import WrongResultError
 from bench.measure.steps import Steps
 from bench.subjects.layer_ways import WAYS
 from bench.subjects.layers import Case
 from fused_remat.policies import EXACT_PRESETS
-
-#: Dynamo, AOTAutograd and its partitioner, which is what a budget is about; no C++ to compile.
-QUICK_COMPILER = "aot_eager_decomp_partition"
 
 
 def subject(dropout=0.0, dtype="float32", norm="pre", **rest):
@@ -86,21 +83,6 @@ def test_nobody_is_judged_by_a_layer_that_is_grossly_wrong():
     assert forward is None and row["failure"].startswith("relative error of")
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_exact_attention_in_blocks_is_that_of_all_at_once(causal):
-    """To float64's rounding, in another order of sums; and PyTorch's own is put back."""
-    whole = F.scaled_dot_product_attention
-    given = subject(causal=causal)
-    exact = given.double()
-    stock = given.stock(exact.module)
-    expected = results_of(stock, exact)
-    with exact_in_blocks(most=0):
-        assert F.scaled_dot_product_attention is not whole
-        found = results_of(stock, exact)
-    assert F.scaled_dot_product_attention is whole
-    assert max(errors(found, expected).values()) < 1e-12
-
-
 # In 16 bits whether a value falls on the other side of ReLU's kink is chance.
 @pytest.mark.parametrize(
     "dtype, activation",
@@ -125,15 +107,3 @@ def test_every_way_is_right(dtype, norm, dropout, causal):
     for name in WAYS.select(["stock", *EXACT_PRESETS]):
         row, _ = admit(name, checks)
         assert "check" in row or (name == "torch_remat" and "unavailable" in row), (name, row)
-
-
-# --- compiled
-
-
-def test_dropout_that_a_budget_draws_again_fails():
-    given = subject(0.1)
-    given.compiler = QUICK_COMPILER
-    checks = Checks(given)
-    assert "check" in admit("compile", checks)[0]
-    failure = admit("compile_budget_0", checks)[0]["failure"]
-    assert "is not that of the forward at the same seed" in failure

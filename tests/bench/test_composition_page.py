@@ -43,12 +43,6 @@ def test_marks_make_rows(tmp_path):
     assert "| training | by its GPU test, not yet run on hardware |" in made
 
 
-@pytest.mark.parametrize("mark", ["pytest.mark.gpu", "[pytest.mark.gpu, pytest.mark.exhaustive]"])
-def test_a_file_of_gpu_tests(mark, tmp_path):
-    source = f"pytestmark = {mark}\n@pytest.mark.composes('DDP', 'x')\ndef test_it(): ..."
-    assert of(source, tmp_path)[0].gpu
-
-
 def test_what_works():
     cpu = Mark("a.py", "test_a", False, "", "DDP", "x")
     gpu, broken = cpu._replace(gpu=True), cpu._replace(fails="no such op")

@@ -37,11 +37,6 @@ def test_warps_that_cover_a_tile_more_than_once_repeat_it(version, warps, shape,
     assert machine_code.repetition(LAYOUTS.format(version, warps, shape, dot)) == times
 
 
-def test_a_product_of_one_thread_repeats_nothing():
-    memory = "!ttg.memdesc<64x64xf32, #tmem>"
-    assert machine_code.repetition(f"ttng.tc_gen5_mma %a, %b, %d : {memory}") == 1
-
-
 def listing(*lines):
     """SASS of instructions 16 bytes apart."""
     code = (f"        /*{16 * i:04x}*/    {line} ;  /* 0x0 */" for i, line in enumerate(lines))
@@ -81,15 +76,6 @@ def test_a_loop_its_clocks_and_what_bounds_it():
     assert (loop["bound"], loop["share"]) == ("shared", 0.667)
     assert loop["spills"] == 1
     assert machine_code.tensor_share(row["loops"]) == 0.667
-
-
-def test_bytes_of_shared_memory():
-    for name, n in {
-        "LDS R1": 128, "LDS.64 R2": 256, "STS.128 [R1]": 512, "LDSM.16.M88 R1": 128,
-        "LDSM.16.MT88.4 R4": 512, "STSM.16.M88.2 [R1]": 256, "LDGSTS.E.BYPASS.128 [R1]": 512,
-    }.items():  # fmt: skip
-        (one,) = machine_code.instructions(listing(name))
-        assert machine_code.clocks([one], 90, 4)["shared"] == 4 * n / 128, name
 
 
 def test_instructions_of_other_tensor_cores():
