@@ -22,7 +22,7 @@ from torch.distributed.pipelining import (
     ScheduleInterleavedZeroBubble,
 )
 
-from fused_remat import FusedRematCausalLayer, defer_weight_gradients
+from fused_remat import FusedRematCausalLayer
 
 VOCABULARY, WIDTH, HEADS, LAYERS = 32, 64, 4, 4
 BATCH, SEQ_LEN, MICROBATCHES = 16, 32, 4
@@ -87,11 +87,10 @@ def main() -> None:
     for step in range(options.steps):
         adam.zero_grad()
         tokens, losses = text(step).to(device), []
-        with defer_weight_gradients():  # of no effect but in a schedule that splits backward
-            if rank == 0:
-                schedule.step(tokens[:, :-1])
-            else:
-                schedule.step(target=tokens[:, 1:], losses=losses)
+        if rank == 0:
+            schedule.step(tokens[:, :-1])
+        else:
+            schedule.step(target=tokens[:, 1:], losses=losses)
         adam.step()
         if losses:
             print(f"step {step}: loss {torch.stack(losses).mean():.4f}", flush=True)

@@ -2,7 +2,6 @@
 
 import sys as _sys
 
-from fused_remat.autograd.partial import defer_weight_gradients
 from fused_remat.autograd.replay_check import ReplayError, check_replay
 from fused_remat.conversion import Conversion, conversion
 from fused_remat.convert import convert, revert, set_policy
@@ -33,7 +32,6 @@ __all__ = [
     "check_replay",
     "conversion",
     "convert",
-    "defer_weight_gradients",
     "explain",
     "fit",
     "memory_report",
@@ -41,6 +39,19 @@ __all__ = [
     "revert",
     "set_policy",
 ]
+
+
+#: Removed public names, and what to do instead.
+_REMOVED = {
+    "defer_weight_gradients": "call schedule.step() without it; zero-bubble schedules then compute "
+    "each block's inside again for its weight gradients, and 1F1B computes everything once",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Raise AttributeError that says what replaces a removed name."""
+    instead = f"; it was removed: {_REMOVED[name]}" if name in _REMOVED else ""
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{instead}")
 
 
 #: Modules of an earlier version: their public names, and where those are now.

@@ -14,10 +14,10 @@ from fused_remat.layers.converted import ConvertedLayer
 from fused_remat.layers.fused_layer import FusedLayer
 from fused_remat.layers.record import STATES, Ran, State, record_of
 from fused_remat.report.units import run_name
-from fused_remat.tracing.call import Known
-from fused_remat.tracing.find import repeated_layers
-from fused_remat.tracing.layer import ReadLayer
-from fused_remat.tracing.reading import Piece
+from fused_remat.tracing.block import ReplayedSubmodule
+from fused_remat.tracing.call import Trace
+from fused_remat.tracing.discovery import repeated_layers
+from fused_remat.tracing.layer import TracedLayer
 
 HeadState = Literal["fused", "bypassed", "not called", "not requested"]
 _RAN = {"block": "fused", "checkpoint": "checkpointed", "plain": "plain"}
@@ -49,7 +49,7 @@ class LayerKind:
     name: str
     count: int
     state: State
-    pieces: tuple[Piece, ...] = ()
+    pieces: tuple[ReplayedSubmodule, ...] = ()
     reason: str = ""
     layers: tuple[str, ...] = ()
     calls: tuple[Calls, ...] = ()
@@ -135,7 +135,7 @@ def conversion(model: nn.Module) -> Conversion:
     converted 2 × FusedRematLayer: 2 fused training calls
     2 × TransformerEncoderLayer: not converted
     """
-    groups: dict[tuple[str, State, tuple[Piece, ...], str], dict[str, FusedLayer]] = {}
+    groups: dict[tuple[str, State, tuple[ReplayedSubmodule, ...], str], dict[str, FusedLayer]] = {}
     stock = {*repeated_layers(model)}
     others = Counter[str]()
     for path, module in model.named_modules():
@@ -153,13 +153,13 @@ def conversion(model: nn.Module) -> Conversion:
     return Conversion(kinds, _losses(model))
 
 
-def _key(layer: FusedLayer) -> tuple[str, State, tuple[Piece, ...], str]:
+def _key(layer: FusedLayer) -> tuple[str, State, tuple[ReplayedSubmodule, ...], str]:
     record = record_of(layer)
-    pieces: tuple[Piece, ...] = ()
+    pieces: tuple[ReplayedSubmodule, ...] = ()
     stock = layer.stock if isinstance(layer, ConvertedLayer) else type(layer)
-    if record.last == "block" and isinstance(layer, ReadLayer):
-        last = layer.read_as
-        pieces = last.reading.pieces if isinstance(last, Known) else ()
+    if record.last == "block" and isinstance(layer, TracedLayer):
+        last = layer.last_trace
+        pieces = last.block.replayed if isinstance(last, Trace) else ()
     return stock.__name__, STATES[record.last], pieces, record.reason
 
 

@@ -29,8 +29,8 @@ from fused_remat.layers.eligibility import Unsupported, qualified
 from fused_remat.layers.record import record_of
 from fused_remat.policies import Policy
 from fused_remat.steps.operations import warn
-from fused_remat.tracing.apart import NOTES
-from fused_remat.tracing.find import first_batch_norm, repeated_layers
+from fused_remat.tracing.discovery import first_batch_norm, repeated_layers
+from fused_remat.tracing.isolation import NOTES
 from fused_remat.tracing.layer import ROWS, converted_class
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -182,7 +182,7 @@ def _classes(modules: Iterable[nn.Module]) -> Counter[str]:
 def _is_own(layer: nn.Module) -> bool:
     """Whether a layer has nothing that a fused layer would hide; warns if it has."""
     own, name = {**vars(layer), **layer._modules, **layer._parameters}, type(layer).__name__
-    hidden = ("forward", "policy", "backend", "accumulate_into", "read_as")
+    hidden = ("forward", "policy", "backend", "accumulate_into", "last_trace")
     taken = [n for n in hidden if n in own]
     if taken:
         warn(f"convert left a layer of class {name} unchanged: {name}.{taken[0]} was replaced")

@@ -44,42 +44,23 @@ class _Shared:
                 if p is not None:
                     holders.setdefault(p, []).append((module, name))
         # Only shared ones: others would stay in memory, whole, until the whole model is divided.
-        self._holders = {p: found for p, found in holders.items() if len(found) > 1}
-        self._made: list[Any] = []
+        self._holders = {p: names for p, names in holders.items() if len(names) > 1}
+        self._replacements: list[Any] = []
 
     def is_shared(self, p: nn.Parameter) -> bool:
         return p in self._holders
 
-    def is_made(self, p: Any) -> bool:
-        """Whether `p` is the DTensor that replaced a shared parameter."""
-        return any(p is made for made in self._made)
+    def is_replacement(self, p: Any) -> bool:
+        """Return whether `p` is the DTensor that replaced a shared parameter."""
+        return any(p is other for other in self._replacements)
 
-    def distribute(
-        self,
-        module: nn.Module,
-        attribute: str,
-        mesh: DeviceMesh,
-        placement: Placement,
-        src: int | None,
-    ) -> None:
-        """Make a parameter a DTensor, in all modules that share it.
-
-        Raises: ValueError if it is one already, with another placement.
-        """
-        p: Any = module._parameters[attribute]
-        if self.is_made(p):
-            if p.placements != (placement,):
-                raise ValueError(
-                    f"modules share a parameter of shape {tuple(p.shape)}, which would be "
-                    f"{placement} in one and {p.placements[0]} in another"
-                )
-            return
-        whole = distribute_tensor(p.detach(), mesh, [placement], src_data_rank=src)
-        made = nn.Parameter(whole, p.requires_grad)
-        for holder, name in self._holders.get(p, [(module, attribute)]):
-            holder.register_parameter(name, made)
+    def replace(self, p: nn.Parameter, dtensor: nn.Parameter) -> bool:
+        """Replace a parameter in the modules that share it; return False if none do."""
+        for holder, name in self._holders.get(p, ()):
+            holder.register_parameter(name, dtensor)
         if p in self._holders:
-            self._made.append(made)
+            self._replacements.append(dtensor)
+        return p in self._holders
 
 
 class _Style(ParallelStyle):
@@ -89,14 +70,37 @@ class _Style(ParallelStyle):
         super().__init__()
         self.src_data_rank, self._shared = src_data_rank, _Shared()
 
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if device_mesh.ndim != 1:
+            raise ValueError(
+                f"expected a mesh of one dimension, such as mesh['tensor'], got {device_mesh}"
+            )
+        self._divide(module, device_mesh)
+        return module
+
+    def _divide(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        raise NotImplementedError
+
     def _distribute(
         self, module: nn.Module, attribute: str, mesh: DeviceMesh, placement: Placement
     ) -> None:
-        self._shared.distribute(module, attribute, mesh, placement, self.src_data_rank)
+        """Make a parameter a DTensor; raise ValueError if it is one with another placement."""
+        p: Any = module._parameters[attribute]
+        if self._shared.is_replacement(p):
+            if p.placements != (placement,):
+                raise ValueError(
+                    f"modules share a parameter of shape {tuple(p.shape)}, which would be "
+                    f"{placement} in one and {p.placements[0]} in another"
+                )
+            return
+        t = distribute_tensor(p.detach(), mesh, [placement], src_data_rank=self.src_data_rank)
+        dtensor = nn.Parameter(t, p.requires_grad)
+        if not self._shared.replace(p, dtensor):
+            module.register_parameter(attribute, dtensor)
 
 
 class LayerParallel(_Style):
-    """Divides a whole fused layer: a `ParallelStyle` for `parallelize_module`.
+    """A `ParallelStyle` for `parallelize_module` that divides a fused layer.
 
     q, k, v, gate and up (linear1) are divided by rows, proj and down (linear2) by columns; norms
     are on every rank. The packed `in_proj_weight` of `nn.MultiheadAttention` becomes
@@ -107,14 +111,14 @@ class LayerParallel(_Style):
     Args:
         sequence: the layer's input and output are this rank's tokens, S / ranks of each sequence,
             in order, and so are norms, residual sums and what is kept of them.
-        split, join: with `sequence`, the input is whole on every rank and divided first; the
-            output is made whole on every rank.
+        split, join: with `sequence`, every rank has the entire input, which is divided first; the
+            output is gathered on every rank.
         src_data_rank: the rank whose parameters all ranks get; None where they are equal already.
 
-    A call that the fused path cannot serve raises RuntimeError: PyTorch's own forward does not know
-    the shards. Compiled, the layer runs outside the compiled graph. Each rank draws the dropout of
-    what is divided; for what is not, all ranks draw the same. `accumulate_into`, low-rank updates
-    and activation functions without a row are not supported.
+    A call off the fused path raises RuntimeError: PyTorch's own forward does not support shards.
+    Compiled, the layer runs outside the compiled graph. Each rank draws the dropout of divided
+    activations; of others, all ranks draw the same. `accumulate_into`, low-rank updates and
+    activation functions without a name are not supported.
 
     Raises (when applied): TypeError for a module that is not a fused layer; ValueError for heads or
         widths that cannot be divided evenly, packed projections (GPT-2), adapters, and parameters
@@ -143,10 +147,9 @@ class LayerParallel(_Style):
     def __repr__(self) -> str:
         return f"LayerParallel(sequence={self.sequence}, split={self.split}, join={self.join})"
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+    def _divide(self, module: nn.Module, mesh: DeviceMesh) -> None:
         if not isinstance(module, FusedLayer):
             raise TypeError(f"LayerParallel takes a fused layer, got a {type(module).__name__}")
-        _check_mesh(device_mesh)
         if module._tensor_parallel is not None:
             raise ValueError(f"the {type(module).__name__} is divided among ranks already")
         if module.accumulate_into is not None:
@@ -154,21 +157,21 @@ class LayerParallel(_Style):
                 f"accumulate_into={module.accumulate_into!r}: the gradients of a divided layer are "
                 "DTensors, which only autograd adds; set it to None"
             )
-        _check_sizes(module, list(_parameters(module)), device_mesh.size(), self._shared)
+        _check_sizes(module, list(_parameters(module)), mesh.size(), self._shared)
         for child in module.modules():
             if isinstance(child, nn.MultiheadAttention):
                 _unpack(child)
         for child, attribute, name in _parameters(module):
-            self._distribute(child, attribute, device_mesh, _placement(name))
-        parallel = _place(device_mesh, self.sequence)
+            self._distribute(child, attribute, mesh, _placement(name))
+        group, rank = mesh.get_group().group_name, mesh.get_local_rank()
+        parallel = ParallelSpec(group=group, size=mesh.size(), rank=rank, sequence=self.sequence)
         module._tensor_parallel = TensorParallel(parallel, self.split, self.join, self._lengths)
         if self._encoder is not None:  # it would hand nested tensors to layers in evaluation
             self._encoder.use_nested_tensor = False
-        return module
 
 
 class VocabularyParallel(_Style):
-    """Divides the rows of an `nn.Linear` head, one for each word: a `ParallelStyle`.
+    """A `ParallelStyle` that divides the rows of an `nn.Linear` head, one for each word.
 
     `ops.linear_cross_entropy(hidden, head.weight, labels)` then computes the loss with this rank's
     logits alone, and sums three numbers per token over ranks; hidden (..., D) is whole on every
@@ -181,11 +184,10 @@ class VocabularyParallel(_Style):
     True
     """
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+    def _divide(self, module: nn.Module, mesh: DeviceMesh) -> None:
         if type(module) is not nn.Linear:
             raise TypeError(f"VocabularyParallel takes an nn.Linear, got a {type(module).__name__}")
-        _check_mesh(device_mesh)
-        size = device_mesh.size()
+        size = mesh.size()
         if module.out_features % size:
             raise ValueError(
                 f"a vocabulary of {module.out_features} cannot be divided evenly among {size} "
@@ -193,64 +195,55 @@ class VocabularyParallel(_Style):
             )
         for attribute in ("weight", "bias"):
             if module._parameters[attribute] is not None:
-                self._distribute(module, attribute, device_mesh, Shard(0))
+                self._distribute(module, attribute, mesh, Shard(0))
         module.__class__ = VocabularyParallelLinear
-        return module
 
 
-class _Whole(_Style):
+class _Replicated(_Style):
     """A module that computes the same on every rank; its parameters are DTensors like all others.
 
-    Optimizers and `clip_grad_norm_`, which take no mixture, then take the whole model. Its forward
-    sees the local tensors; compiled, DTensors.
+    Optimizers and `clip_grad_norm_` accept no mixture of both kinds. Its forward sees local
+    tensors; compiled, DTensors.
     """
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _check_mesh(device_mesh)
+    def _divide(self, module: nn.Module, mesh: DeviceMesh) -> None:
         # Attention reads the parameters of its child and does not call it.
         holders = list(module.modules()) if isinstance(module, nn.MultiheadAttention) else [module]
         for holder in holders:
             for attribute, own in holder._parameters.items():
                 if own is not None:
-                    self._distribute(holder, attribute, device_mesh, Replicate())
-        group = device_mesh.get_group().group_name
+                    self._distribute(holder, attribute, mesh, Replicate())
+        group = mesh.get_group().group_name
         before: list[tuple[nn.Module, str, Any]] = []
 
         def enter(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
             if torch.compiler.is_compiling():
-                return _as_dtensors(inputs, device_mesh)
-            found = [
-                (holder, name, p)
-                for holder in holders
-                for name, p in holder._parameters.items()
-                if isinstance(p, DTensor)
-            ]
-            made = local_shards(group, (False,) * len(found), [p for _, _, p in found])
-            for (holder, name, _own), local in zip(found, made, strict=True):
+                return _as_dtensors(inputs, mesh)
+            named = [(holder, *item) for holder in holders for item in holder._parameters.items()]
+            dtensors = [entry for entry in named if isinstance(entry[2], DTensor)]
+            shards = local_shards(group, (False,) * len(dtensors), [p for *_, p in dtensors])
+            for (holder, name, _own), local in zip(dtensors, shards, strict=True):
                 holder._parameters[name] = local  # type: ignore[assignment]
-            before.extend(found)
+            before.extend(dtensors)
             return inputs
 
         def leave(_: nn.Module, inputs: Any, out: Any) -> Any:
-            while before:
-                at, name, own = before.pop()
-                at._parameters[name] = own
+            for owner, name, p in before:
+                owner._parameters[name] = p
+            before.clear()
             return _as_local(out)
 
         module.register_forward_pre_hook(enter)
         module.register_forward_hook(leave, always_call=True)
-        return module
 
 
 class _ParallelEmbedding(_Style):
     """An `nn.Embedding` whose rows are divided, like those of the head that shares its weight."""
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _check_mesh(device_mesh)
-        self._distribute(module, "weight", device_mesh, Shard(0))
-        module.register_forward_pre_hook(lambda _, inputs: _as_dtensors(inputs, device_mesh))
+    def _divide(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        self._distribute(module, "weight", mesh, Shard(0))
+        module.register_forward_pre_hook(lambda _, inputs: _as_dtensors(inputs, mesh))
         module.register_forward_hook(lambda _, inputs, out: _as_local(out))
-        return module
 
 
 def _as_dtensors(inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
@@ -271,12 +264,12 @@ def _as_local(out: Any) -> Any:
 def tensor_parallel_plan(
     model: nn.Module, *, sequence: bool = False, head: str | None = None
 ) -> dict[str, ParallelStyle]:
-    """The plan for `parallelize_module`: all of `model`, with its fused layers divided.
+    """Return the plan for `parallelize_module`: all of `model`, with its fused layers divided.
 
     With `sequence`, the first of the layers in one container (`layers.0`) divides its input by
-    tokens, and the last makes its output whole. The modules around them compute the same on every
-    rank, with whole parameters that are DTensors too. Where these draw random numbers, for dropout
-    say, ranks need the same seed. A head is divided (`VocabularyParallel`) where
+    tokens, and the last gathers its output. The modules around them compute the same on every rank,
+    with full parameters that are DTensors too. If these draw random numbers, such as for dropout,
+    ranks need the same seed. A head is divided (`VocabularyParallel`) where
     `convert(loss=True)` computes its loss, and so is an `nn.Linear` named `head`, whose loss has to
     be `ops.linear_cross_entropy`; an embedding that shares its weight is divided with it.
 
@@ -315,7 +308,7 @@ def tensor_parallel_plan(
                 "take DTensors; plan the modules around it one by one"
             )
         shares = isinstance(module, nn.Embedding) and any(p in rows for p in own)
-        plan[name] = _ParallelEmbedding() if shares else _Whole()
+        plan[name] = _ParallelEmbedding() if shares else _Replicated()
         if isinstance(module, nn.MultiheadAttention):
             done.append(name)
     shared = _Shared(model)
@@ -325,35 +318,35 @@ def tensor_parallel_plan(
 
 
 def _layers_plan(prefix: str, container: nn.Module, sequence: bool) -> dict[str, LayerParallel]:
-    """The plan of the fused layers that are children of `container`.
+    """Return the plan of the fused layers that are children of `container`.
 
-    Raises: ValueError for modules that would not see whole sequences, or see them twice.
+    Raises: ValueError for modules that would see parts of sequences, or see them twice.
     """
     children = [(name, child) for name, child in container._modules.items() if child is not None]
     at = [i for i, (_, child) in enumerate(children) if isinstance(child, FusedLayer)]
-    found: dict[str, LayerParallel] = {}
+    styles: dict[str, LayerParallel] = {}
     if len({children[i][1] for i in at}) < len(at) and sequence:
         raise ValueError(f"{prefix[:-1] or 'the model'} has one layer twice; use sequence=False")
     lengths: set[int] = set()
     for i, (name, child) in enumerate(children):
         if isinstance(child, FusedLayer):
             ends = {"split": i == at[0], "join": i == at[-1]} if sequence else {}
-            style = found[prefix + name] = LayerParallel(sequence=sequence, **ends)
+            style = styles[prefix + name] = LayerParallel(sequence=sequence, **ends)
             style._lengths = lengths if sequence else None
         elif sequence and at and at[0] < i < at[-1] and any(True for _ in child.parameters()):
             raise ValueError(
                 f"{prefix}{name}, a {type(child).__name__} between fused layers, would have the "
                 "gradients of one rank's tokens; use sequence=False or another container"
             )
-    return found
+    return styles
 
 
 def _heads_of(model: nn.Module, head: str | None) -> dict[str, nn.Module]:
-    """The heads whose loss this library computes, by name, and the one called `head`."""
-    found: dict[str, nn.Module] = {}
+    """Return the heads whose loss this library computes, by name, and the one called `head`."""
+    heads: dict[str, nn.Module] = {}
     if head is not None:
         try:
-            found[head] = model.get_submodule(head)
+            heads[head] = model.get_submodule(head)
         except AttributeError as error:
             raise AttributeError(f"head={head!r}: {error}") from None
     for prefix, module in model.named_modules():
@@ -361,12 +354,12 @@ def _heads_of(model: nn.Module, head: str | None) -> dict[str, nn.Module]:
             name = f"{prefix}.{module.row.head}".lstrip(".")
             own = model.get_submodule(name)
             if type(own) is nn.Linear:
-                found[name] = own
-    return found
+                heads[name] = own
+    return heads
 
 
 def pack_attention(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A full state dict of divided `nn.Transformer*` layers, with the stock layers' names.
+    """Return a full state dict of divided `nn.Transformer*` layers with the stock layers' names.
 
     `q_proj_weight`, `k_proj_weight` and `v_proj_weight` of an attention become `in_proj_weight`.
 
@@ -390,7 +383,7 @@ def pack_attention(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unpack_attention(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state dict of stock `nn.Transformer*` layers, with the names of divided ones.
+    """Return a state dict of stock `nn.Transformer*` layers with the names of divided ones.
 
     >>> list(unpack_attention({"self_attn.in_proj_weight": torch.ones(6, 2)}))
     ['self_attn.q_proj_weight', 'self_attn.k_proj_weight', 'self_attn.v_proj_weight']
@@ -406,18 +399,8 @@ def unpack_attention(state: Mapping[str, Any]) -> dict[str, Any]:
     return unpacked
 
 
-def _check_mesh(mesh: DeviceMesh) -> None:
-    if mesh.ndim != 1:
-        raise ValueError(f"expected a mesh of one dimension, such as mesh['tensor'], got {mesh}")
-
-
-def _place(mesh: DeviceMesh, sequence: bool) -> ParallelSpec:
-    group, rank = mesh.get_group().group_name, mesh.get_local_rank()
-    return ParallelSpec(group=group, size=mesh.size(), rank=rank, sequence=sequence)
-
-
 def _parameters(layer: FusedLayer) -> Iterable[tuple[nn.Module, str, str]]:
-    """The modules of a layer's parameters, their names there, and the block's names."""
+    """Return the modules of a layer's parameters, their names there, and the block's names."""
     row = layer._map
     modules = row.modules(layer)
     for path, module in modules.items():
@@ -445,12 +428,12 @@ def _placement(name: str) -> Placement:
 
 
 def _check_sizes(
-    layer: FusedLayer, found: list[tuple[nn.Module, str, str]], size: int, shared: _Shared
+    layer: FusedLayer, parameters: list[tuple[nn.Module, str, str]], size: int, shared: _Shared
 ) -> None:
     kind = type(layer).__name__
-    for module, attribute, name in found:
+    for module, attribute, name in parameters:
         p: Any = module._parameters[attribute]
-        if isinstance(p, DTensor) and not shared.is_made(p):
+        if isinstance(p, DTensor) and not shared.is_replacement(p):
             raise ValueError(
                 f"{name} of the {kind} is a DTensor already; apply the plan before fully_shard"
             )
@@ -473,7 +456,7 @@ def _check_sizes(
 
 
 def _unpack(attention: nn.MultiheadAttention) -> None:
-    """Replaces the packed weight by three, as `nn.MultiheadAttention` has them for other widths."""
+    """Replace the packed weight by three, as `nn.MultiheadAttention` has for other widths."""
     packed = attention.in_proj_weight
     if packed is None:
         return

@@ -88,7 +88,7 @@ class Tile(NamedTuple):
 
     BLOCK_M queries and BLOCK_N keys, of heads padded to BLOCK_E and BLOCK_V; EVEN_E, EVEN_V: heads
     are that wide. TMA: heads are descriptors. PARTIAL: there may be blocks that not every query
-    sees. WARP_SPECIALIZE: forward's loop over whole blocks is divided among warps.
+    sees.
     """
 
     BLOCK_M: int
@@ -99,7 +99,6 @@ class Tile(NamedTuple):
     EVEN_V: bool = False
     TMA: bool = False
     PARTIAL: bool = False
-    WARP_SPECIALIZE: bool = False
 
 
 class Heads(NamedTuple):
@@ -304,8 +303,7 @@ def _attend(
     """One step of the online softmax for each block of keys of `visit`."""
     RAW: tl.constexpr = (not PARTIAL) and (score.softcap is None)
     BLOCK_N: tl.constexpr = tile.BLOCK_N
-    SPECIALIZE: tl.constexpr = tile.WARP_SPECIALIZE and not PARTIAL
-    for i in tl.range(0, visit.count, warp_specialize=SPECIALIZE):
+    for i in range(0, visit.count):
         col = block_at(i, visit, list_ptr) * BLOCK_N
         k_tile = load_rows(
             k, b, kv_h, col, first, end, sizes.E, BLOCK_N, tile.BLOCK_E, tile.EVEN_E, tile.TMA

@@ -73,25 +73,6 @@ def keep_tile(site, offs_m, offs_n):
     return keep
 
 
-@triton.jit
-def keep_scale_fwd_kernel(
-    site_key_ptr, out_ptr, stride_om, stride_on, row0, M, N, threshold, scale,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """out[i, j] = `scale` if element (row0 + i, j) survives, else 0.
-
-    Shapes: site_key () int64, out (M, N) of any float dtype and strides.
-        Grid (cdiv(M, BLOCK_M), cdiv(N, BLOCK_N)).
-    Units: bytes moved = 4·M·N for float32; about 8 integer operations an element.
-    """
-    offs_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    offs_n = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
-    out = keep_tile(Site(site_key_ptr, row0, threshold, scale), offs_m, offs_n)
-    out_ptrs = out_ptr + offs_m[:, None] * stride_om + offs_n[None, :] * stride_on
-    tl.store(out_ptrs, out, mask=mask)
-
-
 @triton.jit(do_not_specialize=["first"], do_not_specialize_on_alignment=["seed_ptr"])
 def site_keys_fwd_kernel(seed_ptr, keys_ptr, first, COUNT: tl.constexpr):
     """The keys of the sites `first`, `first` + 1 and so on.

@@ -1,4 +1,4 @@
-"""A linear layer with fused ends, and what all matrix products are made of.
+"""A linear layer that ends in an activation, and the parts of all matrix products.
 
 Persistent: the grid is as large as the device, and each program walks over output tiles.
 An operand or a result is a pointer, or a tensor descriptor (TMA: Hopper and later) whose block is
@@ -7,7 +7,7 @@ one by one, their row strides together (`strides`), and makes each a `Matrix`. A
 call has no use for is None. Descriptors read 0 outside, and so do masked loads.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -33,15 +33,6 @@ class Tile(NamedTuple):
     GROUP_M: int
     TMA: bool
     PRECISION: str
-
-
-class Norm(NamedTuple):
-    """What normalises the rows of x: pointers; mean, weight and bias may be None."""
-
-    mean_ptr: Any
-    rstd_ptr: Any
-    weight_ptr: Any
-    bias_ptr: Any
 
 
 @triton.jit
@@ -142,33 +133,6 @@ def product(x, w, row, col, M, N, K, W_IS_KN: tl.constexpr, tile: tl.constexpr):
 
 
 @triton.jit
-def _normed_product(x, w, norm, row, col, M, N, K, tile: tl.constexpr):
-    """A tile of norm(x) @ wᵀ, x normalised from its statistics as it is loaded, and rounded."""
-    BLOCK_M: tl.constexpr = tile.BLOCK_M
-    BLOCK_N: tl.constexpr = tile.BLOCK_N
-    BLOCK_K: tl.constexpr = tile.BLOCK_K
-    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    offs_m = (row + tl.arange(0, BLOCK_M)).to(tl.int64)
-    rstd = tl.load(norm.rstd_ptr + offs_m, mask=offs_m < M, other=0.0)[:, None]
-    mean = tl.zeros_like(rstd)
-    if norm.mean_ptr is not None:
-        mean = tl.load(norm.mean_ptr + offs_m, mask=offs_m < M, other=0.0)[:, None]
-    for k in range(0, K, BLOCK_K):
-        x_tile = load_tile(x, row, k, M, K, BLOCK_M, BLOCK_K, tile.EVEN, tile.TMA)
-        w_tile = load_tile(w, col, k, N, K, BLOCK_N, BLOCK_K, tile.EVEN, tile.TMA)
-        offs_k = k + tl.arange(0, BLOCK_K)
-        normed = (x_tile.to(tl.float32) - mean) * rstd
-        if norm.weight_ptr is not None:
-            weight = tl.load(norm.weight_ptr + offs_k, mask=offs_k < K, other=0.0)
-            normed *= weight.to(tl.float32)[None, :]
-        if norm.bias_ptr is not None:
-            bias = tl.load(norm.bias_ptr + offs_k, mask=offs_k < K, other=0.0)
-            normed += bias.to(tl.float32)[None, :]
-        acc = tl.dot(normed.to(x_tile.dtype), w_tile.T, acc, input_precision=tile.PRECISION)
-    return acc
-
-
-@triton.jit
 def add_bias(acc, bias_ptr, col, N):
     """acc + bias, from column `col` on; acc itself where there is none."""
     if bias_ptr is not None:
@@ -220,38 +184,25 @@ def finish_pre(acc, bias_ptr, pre, y, row, col, M, N, TMA: tl.constexpr):
 
 @seeded
 def linear_fwd_kernel(
-    x, w, bias_ptr, residual, norm, pre, y, strides,
-    site_key_ptr, row0, threshold, scale, M, N, K,
+    x, w, bias_ptr, pre, y, strides, site_key_ptr, row0, threshold, scale, M, N, K,
     ACT: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
-    """y = keep * act(norm(x) @ wᵀ + bias) + residual; pre is what act is of, where not None.
+    """y = keep * act(pre), pre = x @ wᵀ + bias rounded to the dtype of y, stored unless None.
 
-    Shapes: x (M, K), w (N, K), bias (N,), residual, pre, y (M, N); site_key () int64. With a norm
-        x is first normalised, as `norm_fwd_kernel` would. Grid: any.
+    Shapes: x (M, K), w (N, K), bias (N,), pre, y (M, N); site_key () int64. Grid: any.
     Units: FLOPs = 2·M·N·K.
     """
-    x, w, y = Matrix(x, strides[0]), Matrix(w, strides[1]), Matrix(y, strides[4])
-    residual, pre = Matrix(residual, strides[2]), Matrix(pre, strides[3])
-    site = Site(site_key_ptr, row0, threshold, scale)
+    x, w, y = Matrix(x, strides[0]), Matrix(w, strides[1]), Matrix(y, strides[3])
+    pre, site = Matrix(pre, strides[2]), Site(site_key_ptr, row0, threshold, scale)
     PARTS: tl.constexpr = tile.PARTS
     WIDTH: tl.constexpr = tile.BLOCK_N // tile.PARTS
     tiles = tl.cdiv(M, tile.BLOCK_M) * tl.cdiv(N, tile.BLOCK_N)
     for number in range(tl.program_id(0), tiles, tl.num_programs(0)):
         row, col = tile_at(number, M, N, tile)
-        if norm.rstd_ptr is not None:
-            acc = _normed_product(x, w, norm, row, col, M, N, K, tile)
-        else:
-            acc = product(x, w, row, col, M, N, K, False, tile)
+        acc = product(x, w, row, col, M, N, K, False, tile)
         keys = row_keys(site, row, tile.BLOCK_M)
         for index in tl.static_range(PARTS):
             at = col + index * WIDTH
-            end = part(acc, index, PARTS)
-            if ACT is not None:
-                end = ACT(finish_pre(end, bias_ptr, pre, y, row, at, M, N, tile.TMA))
-            else:
-                end = add_bias(end, bias_ptr, at, N)
-            end *= keep_part(site, keys, at, WIDTH)
-            if residual.data is not None:
-                more = load_tile(residual, row, at, M, N, tile.BLOCK_M, WIDTH, False, tile.TMA)
-                end += more.to(tl.float32)
-            store_tile(y, row, at, M, N, end, tile.TMA)
+            end = finish_pre(part(acc, index, PARTS), bias_ptr, pre, y, row, at, M, N, tile.TMA)
+            keep = keep_part(site, keys, at, WIDTH)
+            store_tile(y, row, at, M, N, ACT(end) * keep, tile.TMA)

@@ -130,7 +130,6 @@ def routes(request, monkeypatch):
 
         monkeypatch.setattr(tables, "MLP_BWD_IN_ONE", frozenset())
         monkeypatch.setattr(tables, "KEPT_MLP_UP_IN_KERNEL", frozenset())
-        monkeypatch.setattr(tables, "LINEAR_END_IN_KERNEL", frozenset())
         monkeypatch.setattr(tables, "ATTENTION_BY_ATEN", frozenset({"interpreter"}))
     elif request.param == "kernels alone":
         from fused_remat.triton import tables
@@ -138,7 +137,6 @@ def routes(request, monkeypatch):
         families = frozenset(tables.FAMILIES.values())
         monkeypatch.setattr(tables, "MLP_BWD_IN_ONE", families)
         monkeypatch.setattr(tables, "KEPT_MLP_UP_IN_KERNEL", families)
-        monkeypatch.setattr(tables, "LINEAR_END_IN_KERNEL", families)
         monkeypatch.setattr(tables, "ATTENTION_BY_ATEN", frozenset())
 
 

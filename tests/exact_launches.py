@@ -162,15 +162,10 @@ def rounded(o, x):
 
 
 def linear(i, o):
-    x = i.x
-    if i.norm is not None:
-        mean, rstd, weight, bias = i.norm
-        x = rounded(o, (x - mean) * rstd * weight + bias)
-    pre = linear_fwd(x, i.weight, i.bias)
+    pre = linear_fwd(i.x, i.weight, i.bias)
     if i.pre is not None:
         yield o.pre, pre
-    y = pre if i.act is None else activation_fwd(i.act, None, rounded(o, pre), None)
-    yield o.y, residual_add(y, torch.zeros_like(y) if i.residual is None else i.residual, i.mask)
+    yield o.y, activation_fwd(i.act, None, rounded(o, pre), i.mask)
 
 
 def gated_mlp_fwd(i, o):

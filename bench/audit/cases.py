@@ -188,8 +188,7 @@ class Products:
         self.x, self.dy = (meta(dtype, ROWS, d) for _ in range(2))
         self.y, self.pre, self.other = (meta(dtype, ROWS, f) for _ in range(3))
         self.up, self.down = meta(dtype, f, d), meta(dtype, d, f)
-        self.bias, self.affine = meta(dtype, f), (meta(dtype, d), meta(dtype, d))
-        self.stats = tuple(meta(FP32, ROWS, 1) for _ in range(2))
+        self.bias = meta(dtype, f)
         self.labels = meta(torch.int64, ROWS)
         self.dropped = {f"{act} dropout": (self.keep, act) for act in _ACTS}
 
@@ -201,18 +200,14 @@ class Products:
         return self._linear(tile) if kernel == "linear" else self._gated(tile)
 
     def _linear(self, tile: Tile) -> dict[str, Launch]:
-        pre, keep = self.pre, self.keep
-
-        def one(*end: Any, norm: Any = None) -> Launch:
-            """Return a launch; `end` is residual, dropout, activation, pre."""
-            given = self.x, self.up, self.bias, *end, self.y, self.at, norm, tile
+        def one(*end: Any) -> Launch:
+            """Return a launch; `end` is dropout, activation, pre."""
+            given = self.x, self.up, self.bias, *end, self.y, self.at, tile
             return products.linear_fwd(*given)
 
         found = {
-            "act": one(None, None, "gelu", None),
-            "dropout residual": one(pre, keep, None, None),
-            "norm act": one(None, None, "gelu", None, norm=(*self.stats, *self.affine)),
-            **{f"{name} pre": one(None, *end, pre) for name, end in self.dropped.items()},
+            "act": one(None, "gelu", None),
+            **{f"{name} pre": one(*end, self.pre) for name, end in self.dropped.items()},
         }
         return found
 
@@ -275,10 +270,10 @@ def gemm_cases(at: Target, dtype: torch.dtype) -> Iterator[Case]:
     for even in (True, False):
         products = Products(at, dtype, even)
         for kernel, by_family in tables.TILES.items():
-            for tile in by_family[tables.family(at)]:
+            for tile in by_family.get(tables.family(at), ()):
                 for name, launch in products.launches(kernel, tile).items():
                     case = f"{kernel} {name} {tile_name(tile)}{'' if even else ' uneven'}"
-                    yield Case(case, launch, even and not name.startswith("norm"), True)
+                    yield Case(case, launch, even, True)
 
 
 def cases(at: Target, dtype: torch.dtype) -> Iterator[Case]:

@@ -45,7 +45,7 @@ from fused_remat import conversion, convert
 from fused_remat.execution.observe import OBSERVERS, BlockRun
 from fused_remat.graph.schedule import kept_bytes
 from fused_remat.report.allocations import AllocationTrace
-from fused_remat.tracing.find import repeated_layers
+from fused_remat.tracing.discovery import repeated_layers
 from tests.tracing import models
 
 #: A gradient further than this from the stock model's, relative to its norm, is wrong. Sums in

@@ -43,8 +43,8 @@ def tile_name(tile: AttentionTile) -> str:
     >>> tile_name(AttentionTile(64, 128, 8, 2, split=True))
     '64x128 w8 s2 split'
     """
-    more = [name for name in ("split", "warp_specialize") if getattr(tile, name)]
-    return " ".join([f"{tile.block_m}x{tile.block_n} w{tile.warps} s{tile.stages}", *more])
+    split = " split" if tile.split else ""
+    return f"{tile.block_m}x{tile.block_n} w{tile.warps} s{tile.stages}{split}"
 
 
 def contest(p: Attention, kernel: str, tiles: tuple[AttentionTile, ...]) -> Contest:

@@ -108,7 +108,7 @@ LINEAR = Form(
     {"x": "TD", **_UP},
     lambda t: {"y": F.gelu(pre(t))},
     lambda t, out, tile: products.linear_fwd(
-        t.x, t.up, t.bias, None, None, "gelu", None, out["y"], t.target, None, tile
+        t.x, t.up, t.bias, None, "gelu", None, out["y"], t.target, tile
     ),
     _product,
 )
@@ -237,7 +237,9 @@ def tile_entries(rig: Rig) -> Iterator[Entry]:
     """Yield every kernel of the tables with every tile that they have for this GPU."""
     sizes = DRY if rig.dry else SIZES
     for kernel, of_family in tables.TILES.items():
-        form, tiles = TILED[kernel], of_family[tables.family(rig.target)]
+        form, tiles = TILED[kernel], of_family.get(tables.family(rig.target), ())
+        if not tiles:
+            continue
         case = {"name": f"tiles of {kernel}", "tokens": sizes["T"], "width": sizes["D"]}
 
         def build(rig: Rig, form: Form = form, tiles: Any = tiles) -> Contest:

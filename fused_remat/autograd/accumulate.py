@@ -2,9 +2,8 @@
 
 Autograd rounds a gradient to its parameter's dtype, then adds it. With `accumulate_into`, backward
 adds float32 partial sums to `param.main_grad` or `param.grad` and returns no gradient for those
-parameters. What autograd would do besides adding does not happen then (hooks, communication of data
-parallelism, returning gradients to `torch.autograd.grad`), so those cases raise, or are left to
-autograd.
+parameters. Autograd then runs no hooks, no communication of data parallelism, and returns nothing
+to `torch.autograd.grad`; such cases raise, or autograd takes the gradient as usual.
 """
 
 from __future__ import annotations
@@ -25,10 +24,7 @@ _UNDER_DDP = "_fused_remat_under_ddp"
 
 
 def check_target(target: str | None) -> str | None:
-    """`target`, a valid `accumulate_into`.
-
-    Raises: ValueError for anything but None, "grad" and "main_grad".
-    """
+    """Return `target`; raise ValueError unless it is None, "grad" or "main_grad"."""
     if target is not None and target not in TARGETS:
         valid = ", ".join(map(repr, (None, *TARGETS)))
         raise ValueError(f"accumulate_into must be one of {valid}, got {target!r}")
@@ -36,12 +32,12 @@ def check_target(target: str | None) -> str | None:
 
 
 def wide_dtype(param: Tensor) -> torch.dtype:
-    """The dtype of the buffer: float32, or float64 for a float64 parameter."""
+    """Return the dtype of the buffer: float32, or float64 for a float64 parameter."""
     return torch.promote_types(param.dtype, torch.float32)
 
 
 def unsupported_param_reason(param: Tensor, target: str) -> str | None:
-    """Why gradients cannot go straight into `param.grad` or `param.main_grad`; None if they can.
+    """Return why gradients cannot go into `param.grad` or `param.main_grad`, or None.
 
     >>> unsupported_param_reason(nn.Parameter(torch.zeros(2, dtype=torch.bfloat16)), "main_grad")
     'has no main_grad; set it to zeros of its shape in torch.float32'
@@ -86,7 +82,7 @@ def _unsupported_buffer_reason(param: Tensor, buffer: Any, wide: torch.dtype) ->
 
 
 def unsupported_engine_reason(layer: nn.Module) -> str | None:
-    """The data parallelism that would miss gradients of `layer` that autograd does not see."""
+    """Return why data parallelism would miss gradients of `layer` outside autograd, or None."""
     # Marked, since a reentrant checkpoint calls the layer again in backward, outside of DDP.
     if DistributedDataParallel._active_ddp_module is not None:
         layer.__dict__[_UNDER_DDP] = True
@@ -101,7 +97,7 @@ def unsupported_engine_reason(layer: nn.Module) -> str | None:
 
 
 def sharded_by(layer: nn.Module) -> str | None:
-    """What manages parameters of `layer` that exist only around its own forward and backward.
+    """Return what manages parameters of `layer` only around its forward and backward, or None.
 
     >>> sharded_by(nn.Linear(2, 2)) is None
     True
@@ -114,7 +110,7 @@ def sharded_by(layer: nn.Module) -> str | None:
 
 
 def refusal(target: str, reason: str) -> RuntimeError:
-    """The error to raise where gradients cannot go into `target`.
+    """Return the error to raise where gradients cannot go into `target`.
 
     >>> refusal("grad", "fc1.weight is not a leaf")
     RuntimeError("fused_remat: accumulate_into='grad' is not possible: fc1.weight is not a leaf")
@@ -138,14 +134,14 @@ class Accumulation:
                 raise refusal(self.target, f"{name} {reason}")
 
     def buffers(self, edges: Iterable[tuple[str, Any]], creates_graph: bool) -> dict[str, Tensor]:
-        """By name, the buffers that this backward has to add to.
+        """Return the buffers that this backward has to add to, by name.
 
         `edges`: names of the block's tensors, and the nodes that their gradients go to. Parameters
-        are left out that this pass does not accumulate: `torch.autograd.grad`, `backward(inputs=)`.
+        that this pass does not accumulate are omitted: `torch.autograd.grad`, `backward(inputs=)`.
 
         Raises: RuntimeError as `check`, and where autograd would do more than add.
         """
-        found: dict[str, Tensor] = {}
+        params: dict[str, Tensor] = {}
         for name, node in edges:
             if name not in self.names or not runs_now(node):
                 continue
@@ -159,17 +155,17 @@ class Accumulation:
                 reason = "would get a gradient that create_graph=True cannot differentiate"
             if reason is not None:
                 raise refusal(self.target, f"{name} {reason}")
-            found[name] = param
-        for param in found.values():  # once nothing was refused
+            params[name] = param
+        for param in params.values():  # none was refused
             if getattr(param, self.target) is None:
                 param.grad = torch.zeros_like(param, dtype=wide_dtype(param))
-        return {name: getattr(param, self.target) for name, param in found.items()}
+        return {name: getattr(param, self.target) for name, param in params.items()}
 
 
 def _has_hooks(node: Any) -> bool:
-    """Whether Python hooks are registered on an AccumulateGrad node, as Horovod's are.
+    """Return whether an AccumulateGrad node has Python hooks, such as Horovod's.
 
-    Nothing lists them, but a handle knows the table it is in.
+    No API lists them, but a handle refers to the table of hooks.
     """
     for register in (node.register_prehook, node.register_hook):
         handle = register(lambda *_: None)

@@ -1,9 +1,9 @@
-"""Weight gradients given to autograd one after the other, while a block's backward still runs.
+"""Weight gradients delivered to autograd one after another, while a block's backward still runs.
 
-A node returns its gradients together, at its end, so those of a layer's weights would all be held
-at once. A block of large weights therefore has nodes before its own, each with some of its tensors:
-the first one starts the block's backward pass, and each lets it run until the gradients of its
-tensors are complete. Autograd adds those to `.grad`, and frees them, before it runs the next node.
+A node returns all its gradients at its end, so the gradients of all weights of a layer would be
+held at once. A block of large weights therefore has nodes before its own, each with some of its
+tensors: the first one starts the block's backward pass, and each lets it run until the gradients of
+its tensors are complete. Autograd adds those to `.grad`, and frees them, before the next node runs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fused_remat.autograd import partial
-from fused_remat.autograd.replay_check import check_unchanged
+from fused_remat.autograd.unchanged import check_unchanged
 from fused_remat.execution import executor
 from fused_remat.execution.prepare import Execution
 
@@ -69,7 +69,7 @@ _NODE: Any = Delivery._backward_cls
 
 
 def deliver(block: Any, out: Tensor, tensors: Mapping[str, Tensor | None]) -> Tensor:
-    """The output of a block, whose node is `block`, with a node for each delivery."""
+    """Return the output of a block whose node is `block`, behind a node for each delivery."""
     block.stages, block.rare = {}, {}
     parts = block.execution.delivered
     for names in reversed(parts):
@@ -81,9 +81,9 @@ def deliver(block: Any, out: Tensor, tensors: Mapping[str, Tensor | None]) -> Te
 
 
 def _leaf(t: Any) -> tuple[Tensor, Dims]:
-    """The leaf that a tensor is a transpose of, and the two dimensions; else the tensor itself.
+    """Return the leaf that `t` is a transpose of, and the two dimensions; else `t` itself.
 
-    Autograd would run the node of the transpose after all that are younger.
+    Autograd would run the node of the transpose after all younger nodes.
     """
     base = t._base
     if base is not None and base.is_leaf and base.dim() == t.dim() and not t._backward_hooks:
@@ -99,9 +99,9 @@ def _leaf(t: Any) -> tuple[Tensor, Dims]:
 
 
 def advance(block: Any, stages: Stages, dy: Tensor) -> list[Tensor | None]:
-    """Return the gradients that a pass makes next, in the order of the call's tensors.
+    """Return the next gradients of a pass, in the order of the call's tensors.
 
-    A rescue (`run_block`) stands in for what is left of a pass that raises.
+    A rescue (`run_block`) replaces the rest of a pass that raises.
     """
     names = block.execution.call.graph.tensors
     try:
@@ -121,8 +121,8 @@ def rescued(rescue: Any, error: Exception, names: tuple[str, ...], dy: Tensor) -
     """Return the gradients that a rescue computes where a block raised `error`, or None."""
     if rescue is None or not rescue.contains(error):
         return None
-    found: list[Any] | None = rescue.gradients(error, names, dy)
-    return found
+    grads: list[Any] | None = rescue.gradients(error, names, dy)
+    return grads
 
 
 def is_hooked(execution: Execution, tensors: Sequence[Tensor | None]) -> bool:
@@ -150,14 +150,14 @@ def _start(block: Any, dy: Tensor) -> Stages:
 
 
 def _chain(node: Any) -> list[Any]:
-    """The nodes from one that delivers to the block's own."""
-    found: list[Any] = [node]
-    while isinstance(found[-1], _NODE):
-        found.append(found[-1].next_functions[0][0])
-    return found
+    """Return the nodes from one that delivers to the block's own."""
+    nodes: list[Any] = [node]
+    while isinstance(nodes[-1], _NODE):
+        nodes.append(nodes[-1].next_functions[0][0])
+    return nodes
 
 
 def _asked(ctx: Any) -> frozenset[str]:
-    """Those of a node's tensors whose gradients the present pass takes."""
+    """Return the names of a node's tensors whose gradients the present pass takes."""
     pairs = zip(ctx.dims, ctx.next_functions[1:], strict=True)
     return frozenset(name for name, (node, _) in pairs if node is None or partial.takes(node))

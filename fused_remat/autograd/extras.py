@@ -1,7 +1,7 @@
-"""What few calls do besides computing: segments, offload, the replay check.
+"""State of calls with segments, offload or the replay check.
 
-A call on the common path has no `Extras` at all. In forward they say what is saved and where it
-goes; in backward they bring it back.
+A call on the common path has no `Extras`. In forward they decide what is saved and where; in
+backward they restore it.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ from torch import Tensor
 
 from fused_remat.autograd import segments
 from fused_remat.autograd.offload import OffloadRecord, move
-from fused_remat.autograd.replay_check import Record, check_unchanged
+from fused_remat.autograd.replay_check import Record
 from fused_remat.autograd.segments import Replayed, Segment
+from fused_remat.autograd.unchanged import check_unchanged
 from fused_remat.execution import executor
 from fused_remat.execution.prepare import Execution
 from fused_remat.steps.chunk import Chunk
 
 
 class Saved(NamedTuple):
-    """What a backward pass computes from.
+    """Operands of a backward pass.
 
     Attributes:
         execution: of the call; that of a block in a segment keeps more once it was run again.
@@ -40,7 +41,7 @@ class Saved(NamedTuple):
 
 @dataclass(eq=False)
 class Extras:
-    """What one call does besides computing.
+    """Rare requests of one call.
 
     Attributes:
         record: copies of what forward computes, for the replay check.
@@ -56,12 +57,11 @@ class Extras:
 
     @property
     def note(self) -> Callable[[Any, Chunk], None] | None:
-        """Called after every step of forward."""
+        """Callback after every step of forward."""
         return None if self.record is None else self.record.note
 
     def saves(self, rereads: Sequence[bool], out: Tensor) -> Sequence[bool]:
-        """Which tensors of the call are saved: those that backward reads, or, of a block in a
-        segment, all that running it again takes."""
+        """Return which tensors are saved: those that backward or another run of the block reads."""
         if self.record is not None:
             self.record.note_output(out)
         if self.segment is None:
@@ -72,20 +72,20 @@ class Extras:
     def moved(
         self, ctx: Any, saved: list[Tensor | None]
     ) -> tuple[list[Tensor | None], Sequence[tuple[str, Tensor]]]:
-        """What to save instead of `saved`, and what of it is on the host, by name."""
+        """Return what to save instead of `saved`, and the tensors on the host by name."""
         if not self.offload:
             return saved, ()
         graph = ctx.execution.call.graph
         names = [*graph.tensors, "output", *(name for name, _ in ctx.execution.pieces())]
         callers = {*graph.inputs, "output"}
         self.offloaded, saved = move(ctx, self.offload, names, saved, callers)
-        places = () if self.offloaded is None else self.offloaded.places
-        return saved, [(names[i], t) for i in places if (t := saved[i]) is not None]
+        indices = () if self.offloaded is None else self.offloaded.indices
+        return saved, [(names[i], t) for i in indices if (t := saved[i]) is not None]
 
     def unpacked(self, node: Any, again: Replayed | None) -> Sequence[Tensor | None]:
-        """What a call saved, on the device; `again`: what running it again in this pass gave.
+        """Return what a call saved, on the device; `again`: the result of its replay in this pass.
 
-        Read it once: each access unpacks everything.
+        Each access of saved tensors unpacks all of them, so call this once.
         """
         if again is not None:
             return again.saved
@@ -93,7 +93,7 @@ class Extras:
         return saved if self.offloaded is None else self.offloaded.returned(saved)
 
     def restored(self, ctx: Any, dy: Tensor) -> Saved:
-        """What the call saved, on the device and checked."""
+        """Return what the call saved, on the device and checked."""
         segment = self.segment
         again = None if segment is None else segment.now()
         saved = self.unpacked(ctx, again)
@@ -103,12 +103,12 @@ class Extras:
         execution: Execution = ctx.execution
         check_unchanged(execution.call.graph.tensors, execution.given, ctx.dtypes, saved, dy)
         count = len(execution.given)
-        found = Saved(execution, saved[:count], saved[count], saved[count + 1 :])  # type: ignore[arg-type]
+        restored = Saved(execution, saved[:count], saved[count], saved[count + 1 :])  # type: ignore[arg-type]
         if self.record is not None:
-            self._check(self.record, found, ctx.functions)
+            self._check(self.record, restored, ctx.functions)
         if again is None:
-            return found
-        return Saved(again.execution, found.tensors, again.output, again.kept)
+            return restored
+        return Saved(again.execution, restored.tensors, again.output, again.kept)
 
     @staticmethod
     def _check(record: Record, saved: Saved, functions: Any) -> None:
@@ -118,12 +118,11 @@ class Extras:
         assert x is not None
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
             executor.forward(execution, tensors, functions, record.compare)
-            # After: where a checkpoint around the block computed them anew, the first difference
-            # is found above.
+            # Last: under a checkpoint around the block, an earlier difference has raised above.
             record.compare_kept(saved.output, saved.kept)
 
     def done(self, keeps_graph: bool) -> None:
-        """After a backward pass: copies go with what autograd saved."""
+        """Free copies after a backward pass, as autograd frees saved tensors."""
         if not keeps_graph:
             self.record = None
         if self.segment is not None:

@@ -1,7 +1,7 @@
 """The autograd Function that runs any block in eager mode, and `run_block`, which calls it.
 
-What looks at operators, the compiler and selective checkpointing, gets an operator instead
-(`operators.py`). Backward of an ordinary pass stands here; rare requests are in `partial.py`.
+The compiler and selective checkpointing, which decide by operator, get an operator instead
+(`operators.py`). Rare backward passes are in `partial.py`.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from fused_remat import random
 from fused_remat.autograd import deliver, operators, partial, replay_check
 from fused_remat.autograd.accumulate import Accumulation
 from fused_remat.autograd.extras import Extras
-from fused_remat.autograd.replay_check import check_unchanged
 from fused_remat.autograd.segments import begin
 from fused_remat.autograd.shards import is_dtensor
+from fused_remat.autograd.unchanged import check_unchanged
 from fused_remat.execution import executor
 from fused_remat.execution.observe import OBSERVERS, BlockRun, Functions, is_observed
 from fused_remat.execution.prepare import BlockConfig, Execution
@@ -60,7 +60,7 @@ class FusedRematBlock(torch.autograd.Function):
         *inputs: Tensor | None,
     ) -> Tensor:
         ctx.delivered, ctx.stages, ctx.rescue = frozenset(), None, rescue
-        if given is not None:  # with those of which `Delivery` nodes give the gradients
+        if given is not None:  # inputs lack the tensors of `Delivery` nodes
             ctx.delivered = frozenset(itertools.chain(*execution.delivered))
         tensors = tuple(inputs[: len(execution.given)] if given is None else given)
         x = tensors[0]
@@ -73,11 +73,11 @@ class FusedRematBlock(torch.autograd.Function):
                 raise
             raise BlockFailure from error
         ctx.execution, ctx.functions, ctx.accumulation = execution, functions, accumulation
-        ctx.extras, ctx.deferred = extras, None
+        ctx.extras = extras
         ctx.rounds = partial.rounds(tensors) if x.dtype.itemsize == 2 else None
         ctx.set_materialize_grads(False)
         saves = execution.rereads if extras is None else extras.saves(execution.rereads, out)
-        if functions:  # what they make again is not kept
+        if functions:  # backward calls them again for their tensors
             names = execution.call.graph.tensors
             saves = [
                 save and name not in functions for name, save in zip(names, saves, strict=True)
@@ -110,8 +110,8 @@ class FusedRematBlock(torch.autograd.Function):
             kept = [g if n in rest else None for n, g in zip(names, grads, strict=True)]
             return (*_NONE, *kept, *others)
         if ctx.delivered and _task() in ctx.rare:
-            rest, made = execution.needs_grad - ctx.delivered, ctx.rare.pop(_task())
-            pairs = zip(execution.call.graph.tensors, made or (None,) * count, strict=True)
+            rest, grads = execution.needs_grad - ctx.delivered, ctx.rare.pop(_task())
+            pairs = zip(execution.call.graph.tensors, grads or (None,) * count, strict=True)
             return (*_NONE, *(g if n in rest else None for n, g in pairs), *others)
         if ctx.delivered or partial.is_rare(ctx, dy):
             return (*_NONE, *partial.backward(ctx, dy), *others)
@@ -121,10 +121,10 @@ class FusedRematBlock(torch.autograd.Function):
         try:
             grads = executor.backward(execution, tensors, kept, out, dy, ctx.functions)
         except Exception as error:
-            found = deliver.rescued(rescue, error, execution.call.graph.tensors, dy)
-            if found is None:
+            rescued = deliver.rescued(rescue, error, execution.call.graph.tensors, dy)
+            if rescued is None:
                 raise
-            return (*_NONE, *found)
+            return (*_NONE, *rescued)
         partial.finish(ctx, dy, grads, execution.needs_grad)
         return (*_NONE, *grads, *others)
 
@@ -138,17 +138,17 @@ class BlockFailure(Exception):
 
 
 class Rescue(Protocol):
-    """What computes a call's gradients where its block's backward fails."""
+    """A fallback that computes a call's gradients where its block's backward fails."""
 
     count: int
 
     @property
     def roots(self) -> Sequence[Tensor]:
-        """`count` tensors besides those of the block to which it gives gradients."""
+        """`count` more tensors that get gradients."""
         raise NotImplementedError
 
     def contains(self, error: Exception) -> bool:
-        """Return whether what the block raised need not end the run."""
+        """Return whether the fallback can handle an exception of the block."""
         raise NotImplementedError
 
     def gradients(self, error: Exception, names: tuple[str, ...], dy: Tensor) -> list[Any] | None:
@@ -235,7 +235,7 @@ def run_block(
     if extras is not None or accumulation is not None or graph.uses_seed:
         rescue = None  # dropout was drawn, or gradients were added to: the step cannot be repeated
     roots: Sequence[Tensor] = rescue.roots if rescue is not None and rescue.count else []
-    plain = accumulation is None and extras is None and not (checked or partial.ON)
+    plain = accumulation is None and extras is None and not checked
     if plain and execution.delivers and not deliver.is_hooked(execution, given):
         if roots:  # whose gradients would wait for the block's own node
             rescue, roots = None, []
@@ -258,8 +258,10 @@ def _as_operator(
     functions: Functions,
     accumulation: Accumulation | None,
 ) -> Tensor:
-    """`run_block` for what looks at operators. No text describes functions, buffers and graphs that
-    were read: blocks with those run in eager mode."""
+    """Run a block as an operator.
+
+    A block with functions, buffers or a traced graph has no text, and runs in eager mode.
+    """
     has_text = bool(graph.text) or torch.compiler.is_compiling()  # which raises without one
     if has_text and not functions and accumulation is None:
         return operators.run(graph, policy, tensors, backend, seq_first, preserve_strides)
@@ -322,7 +324,7 @@ def _call(
     preserve_strides: bool,
     offload: frozenset[str],
 ) -> BlockConfig:
-    """The call in which those of `graph.tensors` need a gradient that `needs` marks."""
+    """Return the call in which the tensors that `needs` marks need a gradient."""
     needs_grad = frozenset(itertools.compress(graph.tensors, needs))
     return BlockConfig(graph, save, needs_grad, backend, seq_first, preserve_strides, offload)
 
@@ -343,7 +345,7 @@ def _check_plain(names: Sequence[str], given: Sequence[Any]) -> None:
 
 
 def is_block(node: object) -> bool:
-    """Whether an autograd node is that of a block.
+    """Return whether an autograd node is that of a block.
 
     >>> is_block(torch.ones(1, requires_grad=True).exp().grad_fn)
     False
@@ -359,7 +361,7 @@ _SELECTIVE = (_checkpoint._CachingTorchDispatchMode, _checkpoint._CachedTorchDis
 
 
 def _chosen_by_operator() -> bool:
-    """Whether selective checkpointing, which decides by operator, is watching."""
+    """Return whether selective checkpointing, which decides by operator, is active."""
     return torch._C._len_torch_dispatch_stack() > 0 and any(
         isinstance(mode, _SELECTIVE) for mode in _get_current_dispatch_mode_stack()
     )

@@ -48,13 +48,13 @@ class InFlight:
         self._tensors = tensors
 
     def wait(self) -> None:
-        """What the device computes from now on comes after the copies."""
+        """Let later computations of the device come after the copies."""
 
     def synchronize(self) -> None:
-        """The host waits until the copies are made."""
+        """Block the host until the copies are complete."""
 
     def settle(self) -> list[Tensor]:
-        """The tensors, once `wait` was called; the second time there are none."""
+        """Call `wait` and return the tensors; the second time return none."""
         tensors, self._tensors = self._tensors, []
         if tensors:
             self.wait()
@@ -69,13 +69,13 @@ class Transfer(Protocol):
     """Copies between a device and the host."""
 
     def is_able(self, device: torch.device) -> bool:
-        """Whether anything can be copied now."""
+        """Return whether copying is possible now."""
 
     def out(self, tensors: list[Tensor]) -> tuple[list[Tensor], InFlight]:
-        """Start copying to the host: the host's tensors, and `tensors` in flight."""
+        """Start copying to the host; return the host's tensors and the copies in flight."""
 
     def back(self, hosts: list[Tensor], device: torch.device) -> InFlight:
-        """Start copying to the device, as `out` found it."""
+        """Start copying back to the device."""
 
 
 class CudaCopies(InFlight):
@@ -150,7 +150,7 @@ TRANSFERS: dict[str, Transfer] = {"cuda": CudaTransfer()}
 
 
 def transfer_for(device: torch.device) -> Transfer | None:
-    """The copies of a device; None where nothing moves."""
+    """Return the transfer of a device, or None where nothing moves."""
     return TRANSFERS.get(device.type)
 
 
@@ -159,7 +159,7 @@ _hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 def _left(transfer: Transfer, tensors: list[Tensor]) -> tuple[list[Tensor], InFlight]:
-    """`transfer.out(tensors)`, waited for where a hook on saved tensors will read the copies."""
+    """Start copying out; wait where a hook on saved tensors will read the copies."""
     hosts, copies = transfer.out(tensors)
     if _hooks(True) is not None:
         copies.synchronize()
@@ -167,13 +167,13 @@ def _left(transfer: Transfer, tensors: list[Tensor]) -> tuple[list[Tensor], InFl
 
 
 def in_checkpoint() -> bool:
-    """Whether what is saved now goes to `torch.utils.checkpoint`, non-reentrant."""
+    """Return whether a non-reentrant `torch.utils.checkpoint` takes what is saved now."""
     hooks = _hooks(True)
     return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
 
 
 def runs_now(node: Any) -> bool:
-    """Whether the present backward pass runs `node`.
+    """Return whether the present backward pass runs `node`.
 
     False where it returns the gradient of the leaf `node` (`torch.autograd.grad`) instead of
     accumulating it, and where no pass of autograd's engine runs (a compiled one).
@@ -193,7 +193,7 @@ class OffloadRecord:
     Args:
         transfer, device: what copies, from where.
         node: the call's autograd node.
-        places: of the copied tensors, in the list of what the call saves.
+        indices: indices of the copied tensors among those that the call saves.
         hosts: the copies on the host, which autograd holds.
         leaving: the same on the device, until the copies are done.
         markers: how many saved tensors at the end stand for tensors of the caller.
@@ -205,13 +205,15 @@ class OffloadRecord:
         transfer: Transfer,
         device: torch.device,
         node: Any,
-        places: Sequence[int],
+        indices: Sequence[int],
         hosts: Sequence[Tensor],
         leaving: InFlight,
         markers: int,
         before: Reference,
     ) -> None:
-        self._transfer, self._device, self.places, self._markers = transfer, device, places, markers
+        self._transfer, self._device, self.indices, self._markers = (
+            transfer, device, indices, markers,
+        )  # fmt: skip
         self._node, self._before = weakref.ref(node), before
         self._hosts = [weakref.ref(host) for host in hosts]
         # What the device has: what has not left, or, with the copies that it was made of, what was
@@ -220,28 +222,28 @@ class OffloadRecord:
         self._there: list[tuple[list[Tensor] | None, InFlight]] = [(None, leaving)]
 
     def returned(self, saved: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """What the call saved, on the device, given what autograd has of it.
+        """Return what the call saved, on the device, from what autograd saved.
 
-        Starts bringing back what the block before it has moved, if this backward pass runs it.
+        Starts fetching for the block before this one, if this backward pass runs it.
         """
-        found = list(saved[: len(saved) - self._markers])
-        hosts: list[Any] = [saved[place] for place in self.places]
+        restored = list(saved[: len(saved) - self._markers])
+        hosts: list[Any] = [saved[index] for index in self.indices]
         # Before those of the block before: the copies are made in the order of their start.
-        mine = self._still_there(hosts) or self._transfer.back(hosts, self._device)
+        copies = self._present(hosts) or self._transfer.back(hosts, self._device)
         self._start_before()
-        for place, t in zip(self.places, mine.settle(), strict=True):
-            found[place] = t
-        return found
+        for index, t in zip(self.indices, copies.settle(), strict=True):
+            restored[index] = t
+        return restored
 
-    def _still_there(self, hosts: Sequence[Tensor]) -> InFlight | None:
-        """What has not left, or was brought back for these copies."""
+    def _present(self, hosts: Sequence[Tensor]) -> InFlight | None:
+        """Return copies that have not left, or were fetched for these hosts, or None."""
         for of, copies in self._taken():
             if of is None or all(a is b for a, b in zip(of, hosts, strict=True)):
                 return copies
         return None
 
     def _taken(self) -> list[tuple[list[Tensor] | None, InFlight]]:
-        """What the device has, which the record has no more."""
+        """Remove and return what the device holds."""
         try:
             return [self._there.pop()]
         except IndexError:
@@ -257,7 +259,7 @@ class OffloadRecord:
             call = call._before()
 
     def _start(self) -> None:
-        """Start bringing back what is on the host, unless autograd or a hook has it otherwise."""
+        """Start fetching from the host, unless autograd or a hook holds other tensors."""
         hosts = [host for ref in self._hosts if (host := ref()) is not None]
         if self._there or len(hosts) < len(self._hosts):
             return
@@ -300,44 +302,47 @@ def move(
     Returns the record, on which `returned` is called in backward, or None if nothing moves; and
     what to save instead.
     """
-    found: dict[int, Tensor] = {
+    moving: dict[int, Tensor] = {
         i: t
         for i, (name, t) in enumerate(zip(names, saves, strict=True))
         if t is not None and name in offload and _is_movable(t)
     }
-    if not found or _task() != -1 or in_checkpoint():
+    if not moving or _task() != -1 or in_checkpoint():
         return None, saves
-    places, leaving = list(found), list(found.values())
+    indices, leaving = list(moving), list(moving.values())
     device = leaving[0].device
     transfer = transfer_for(device)
     if transfer is None or not transfer.is_able(device):
         return None, saves
-    markers = [_marker(t) for i, t in found.items() if names[i] in callers]
+    markers = [_marker(t) for i, t in moving.items() if names[i] in callers]
     hosts, copies = _left(transfer, leaving)
-    for place, host in zip(places, hosts, strict=True):
-        saves[place] = host
+    for index, host in zip(indices, hosts, strict=True):
+        saves[index] = host
     last: Reference = vars(_LAST).get(str(device), lambda: None)
     _release(last)
-    moved = OffloadRecord(transfer, device, node, places, hosts, copies, len(markers), last)
-    vars(_LAST)[str(device)] = weakref.ref(moved)
-    return moved, [*saves, *markers]
+    record = OffloadRecord(transfer, device, node, indices, hosts, copies, len(markers), last)
+    vars(_LAST)[str(device)] = weakref.ref(record)
+    return record, [*saves, *markers]
 
 
 def _is_movable(t: Tensor) -> bool:
-    """A plain tensor with values, laid out without gaps, so that its copy has its strides."""
+    """Return whether `t` is a plain tensor with values and without gaps between elements.
+
+    Its copy then has its strides.
+    """
     if type(t) not in (Tensor, torch.nn.Parameter) or not t.numel() or t.is_inference():
         return False
     return t.is_contiguous() or torch.empty_like(t, device="meta").stride() == t.stride()
 
 
 def _marker(t: Tensor) -> Tensor:
-    """A tensor of no elements that has the version counter of `t`, and not its memory."""
+    """Return an empty tensor that shares the version counter of `t`, but not its memory."""
     marker = t.detach()
     marker.data = t.new_empty(0)
     return marker
 
 
-# --- operators, which are given and return tensors alone
+# --- operators, which take and return tensors only
 
 
 #: What the last operator has still in flight, by device. Backward's is called in another thread;
@@ -348,7 +353,7 @@ _HELD: dict[torch.device, InFlight] = {}
 def moved_names(
     offload: Collection[str], names: Sequence[str], device: torch.device
 ) -> frozenset[str]:
-    """Those of `names` that operators return on the host.
+    """Return the names that operators return on the host.
 
     >>> moved_names({"qkv"}, ["input", "qkv"], torch.device("cuda"))
     frozenset({'qkv'})
@@ -357,7 +362,7 @@ def moved_names(
     """
     if not offload or transfer_for(device) is None:
         return frozenset()
-    return frozenset(names).intersection(offload)
+    return frozenset(offload).intersection(names)
 
 
 def start_out(tensors: list[Tensor]) -> tuple[list[Tensor], InFlight]:
@@ -385,6 +390,6 @@ def hold(copies: InFlight | None, device: torch.device) -> None:
 
 
 def fetched(hosts: list[Tensor], device: torch.device) -> list[Tensor]:
-    """What an operator finds on the host, on the device."""
+    """Fetch the tensors of an operator to the device."""
     transfer = transfer_for(device) if hosts else None
     return [] if transfer is None else transfer.back(hosts, device).settle()

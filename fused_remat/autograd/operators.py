@@ -1,16 +1,16 @@
-"""Blocks as operators, for what looks at operators: `torch.compile`, selective checkpointing.
+"""Blocks as operators, for `torch.compile` and selective checkpointing.
 
-The compiler would trace a block's autograd Function and decide anew what is kept. So each kind of
+The compiler would trace a block's autograd Function and decide itself what is kept. So each kind of
 block is an operator of its own, `torch.ops.fused_remat.<kind>` (`encoder_prenorm`, `mlp`,
 `attention`, ...), with another one for its backward:
 
     <kind>(Tensor[] tensors, str call) -> Tensor[]            the output, then what is kept
     <kind>_backward(Tensor[] saved, SymInt[] sizes, Tensor dy, str call) -> Tensor[]
 
-`call` is text that says everything else, so that a compiled program refers to no object. Both run
-the executor's two functions, as eager mode does. An operator returns a fixed number of tensors, so
-what is kept is one tensor per name rather than pieces. What is offloaded is returned on the host,
-an offloaded input last, and brought back when the backward operator begins.
+`call` is text that describes everything else, so that a compiled program refers to no object. Both
+run the executor's two functions, as eager mode does. An operator returns a fixed number of tensors,
+so it keeps one tensor per name rather than one per group and tile. Offloaded tensors are returned
+on the host, an offloaded input last, and fetched when the backward operator begins.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fused_remat import random
 from fused_remat.autograd import replay_check
 from fused_remat.autograd.offload import fetched, hold, moved_names, start_out
 from fused_remat.autograd.partial import NO_DOUBLE_BACKWARD, round_vectors
-from fused_remat.autograd.replay_check import check_unchanged
+from fused_remat.autograd.unchanged import check_unchanged
 from fused_remat.execution import executor
 from fused_remat.execution.prepare import BlockConfig, Execution, prepare
 from fused_remat.graph.graph import Graph, sizes
@@ -48,7 +48,7 @@ def run(
     seq_first: bool,
     preserve_strides: bool,
 ) -> Tensor:
-    """`autograd.run_block` through the operators; Dynamo may trace it.
+    """Run a block through its operator, as `run_block` does in eager mode; Dynamo may trace it.
 
     Raises: ValueError for a graph that no function marked `graph.text.block` has built.
     """
@@ -68,20 +68,19 @@ def run(
         offload: tuple[str, ...] = ()
     else:
         # Segments exist in eager mode only: here their blocks keep inputs. Selective checkpointing
-        # may drop what it is given: nothing is offloaded there.
+        # may drop an operator's results, so it offloads nothing.
         names = tuple(policy.save) if policy.segment is None else ()
         offload = tuple(policy.offload) if compiling else ()
-    text = graph.text
     given = {name: t for name, t in tensors.items() if t is not None}
     needs_grad = [name for name, t in given.items() if torch.is_grad_enabled() and t.requires_grad]
-    if "seed" not in given and _draws_seed(text, compiling and bool(needs_grad)):
+    if "seed" not in given and _draws_seed(graph.text, compiling and bool(needs_grad)):
         given["seed"] = random.draw_seed(given["input"].device)
     dtypes = tuple([t.dtype for t in given.values()])
     call = _serialize_call(
-        text, names, tuple(given), dtypes, tuple(needs_grad), backend, seq_first, preserve_strides,
-        offload,
+        graph.text, names, tuple(given), dtypes, tuple(needs_grad), backend, seq_first,
+        preserve_strides, offload,
     )  # fmt: skip
-    operator = getattr(torch.ops.fused_remat, _registered(text))
+    operator = getattr(torch.ops.fused_remat, _registered(graph.text))
     out: Tensor = operator(list(given.values()), call)[0]
     return out
 
@@ -95,8 +94,8 @@ class ParsedConfig:
     """The text of a call, parsed.
 
     Attributes:
-        call: what is computed.
-        dtypes: of the tensors given, by name, in the order in which they are given.
+        call: the block's configuration.
+        dtypes: dtypes of the call's tensors by name, in their order.
     """
 
     call: BlockConfig
@@ -108,22 +107,22 @@ class ParsedConfig:
 
     @functools.cached_property
     def saved(self) -> tuple[str, ...]:
-        """Those of the given tensors that backward reads again."""
+        """Tensors of the call that backward reads again."""
         rereads = {*self.plan.kept_inputs, *self.plan.saved_params}
         return tuple(name for name in self.dtypes if name in rereads)
 
     @functools.cached_property
     def asked(self) -> tuple[str, ...]:
-        """Those of the given tensors that need a gradient."""
+        """Tensors of the call that need a gradient."""
         return tuple(name for name in self.dtypes if name in self.call.needs_grad)
 
     def moved(self, device: torch.device) -> frozenset[str]:
-        """The kept names, and the input, that are returned on the host instead of `device`."""
+        """Return the kept names, and the input, that are returned on the host."""
         names = (*self.plan.kept, *(n for n in self.saved if n in self.call.graph.inputs))
         return moved_names(self.call.offload, names, device)
 
     def aligned(self, names: Sequence[str], values: Sequence[Any]) -> list[Any]:
-        """`values`, of `names`, in the order of the graph's tensors; None for the others."""
+        """Return `values` of `names` in the order of the graph's tensors; None for the others."""
         named = dict(zip(names, values, strict=True))
         return [named.get(name) for name in self.call.graph.tensors]
 
@@ -139,10 +138,12 @@ def _serialize_call(
     preserve_strides: bool,
     offload: tuple[str, ...],
 ) -> str:
-    """A call as text: `text` is the graph's, `names` and `dtypes` those of the tensors given.
+    """Return a call as text; `names` and `dtypes` are those of its tensors.
 
     It holds a digest of the graph and the version, so that a compiler's cache on disk does not
-    outlive either. Raises: ValueError, TypeError for a policy that does not fit the block.
+    outlive either.
+
+    Raises: ValueError, TypeError for a policy that does not fit the block.
     """
     graph = graph_of(text)
     what = policy if isinstance(policy, str) else Policy(save=policy, offload=offload)
@@ -186,9 +187,9 @@ _HARMLESS = {"activation_memory_budget": 1.0, "aggressive_recomputation": False}
 
 
 def _draws_seed(text: str, compiled_backward: bool) -> bool:
-    """Whether a block needs a seed.
+    """Return whether a block needs a seed.
 
-    Raises: RuntimeError where the compiler, which makes the backward pass, would draw it again.
+    Raises: RuntimeError where the compiler's backward pass would draw it again.
     """
     if not graph_of(text).uses_seed:
         return False
@@ -204,7 +205,7 @@ def _draws_seed(text: str, compiled_backward: bool) -> bool:
 
 
 def _registered(text: str) -> str:
-    """The kind of a block, whose operators exist from now on."""
+    """Return the kind of a block, and register its operators."""
     kind = graph_of(text).kind
     operators(kind)
     return kind
@@ -214,25 +215,22 @@ for _constant in (_serialize_call, _draws_seed, _registered):
     vars(_constant)["_dynamo_marked_constant"] = True
 
 
-# --- what is kept: pieces, as the executor returns and takes them, and one tensor per name
-
-
 def _joined(names: Sequence[str], execution: Execution, pieces: list[Tensor]) -> dict[str, Tensor]:
-    """The pieces joined: a matrix (tokens, width) for each of `names`."""
+    """Join what groups and tiles kept: a matrix (tokens, width) for each of `names`."""
     parts: dict[str, list[Tensor]] = {name: [] for name in names}
     pieces.reverse()
     for name, rows in execution.pieces():
         parts[name].append(pieces.pop().reshape(rows, execution.widths[name]))
     result = {}
     for name in names:
-        mine = parts.pop(name)
-        if mine:
-            result[name] = mine[0].contiguous() if len(mine) == 1 else torch.cat(mine)
+        own = parts.pop(name)
+        if own:
+            result[name] = own[0].contiguous() if len(own) == 1 else torch.cat(own)
     return result
 
 
 def _split(execution: Execution, whole: Mapping[str, Tensor]) -> list[Tensor]:
-    """The pieces again, as views."""
+    """Split what `_joined` joined, as views."""
     at = dict.fromkeys(whole, 0)
     pieces = []
     for name, rows in execution.pieces():
@@ -245,7 +243,7 @@ def _split(execution: Execution, whole: Mapping[str, Tensor]) -> list[Tensor]:
 
 
 def _shapes(flat: Sequence[int]) -> list[torch.Size]:
-    """Shapes from the ranks and sizes of tensors in one list."""
+    """Return shapes from one list of ranks and sizes."""
     shapes, at = [], 0
     while at < len(flat):
         rank = int(flat[at])
@@ -281,7 +279,7 @@ def _forward(tensors: list[Tensor], call: str) -> list[Tensor]:
 
 
 def _empty_kept(this: ParsedConfig, given: list[Tensor | None]) -> dict[str, Tensor]:
-    """What is kept, without values: matrices (tokens, width); sizes may be symbols."""
+    """Return what is kept, without values: matrices (tokens, width); sizes may be symbols."""
     graph, x = this.call.graph, given[0]
     assert x is not None
     named = this.call.named_shapes([None if t is None else t.shape for t in given])
@@ -341,13 +339,13 @@ def _backward(saved: list[Tensor], sizes: list[int], dy: Tensor, call: str) -> l
 
 
 def _on_device(this: ParsedConfig, saved: list[Tensor], device: torch.device) -> list[Tensor]:
-    """What forward's operator has kept, with what it moved brought back."""
+    """Return what forward's operator kept, with what it moved fetched."""
     moved, result = this.moved(device), list(saved)
     names = (*this.saved, *(("output",) if this.plan.keeps_output else ()), *this.plan.kept)
-    places = [i for i, name in enumerate(names) if name in moved]
+    indices = [i for i, name in enumerate(names) if name in moved]
     hold(None, device)
-    for place, t in zip(places, fetched([saved[i] for i in places], device), strict=True):
-        result[place] = t
+    for index, t in zip(indices, fetched([saved[i] for i in indices], device), strict=True):
+        result[index] = t
     return result
 
 
@@ -389,7 +387,7 @@ def _autograd(kind: str, ctx: Any, grads: list[Tensor | None]) -> tuple[Any, Non
 
 @functools.cache
 def operators(kind: str) -> tuple[Any, Any]:
-    """The two operators of a kind of block, registered at the first call.
+    """Return the two operators of a kind of block, registered at the first call.
 
     Raises: ValueError for a kind that is no name for an operator.
     """

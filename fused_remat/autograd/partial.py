@@ -1,20 +1,16 @@
-"""Rare requests of a backward pass: some gradients only, batches of them, weight gradients later.
+"""Backward passes off the common path: partial gradients, batched gradients, double backward.
 
-Autograd calls a node for all gradients or for some: `torch.autograd.grad(loss, inputs)`,
-`backward(inputs=...)`, and the zero-bubble schedules of pipeline parallelism, which ask a stage for
-the gradient of its input first, and for those of its weights when it has nothing else to do. A
-block that is asked for some runs the schedule of those alone, from what it kept for all.
-
-The second of two such passes computes the inside of the block again. `defer_weight_gradients`
-trades that for memory: the first pass keeps the two factors of every weight gradient.
+Autograd requests all gradients of a node or some: `torch.autograd.grad(loss, inputs)`,
+`backward(inputs=...)`, and the zero-bubble schedules of pipeline parallelism, which compute the
+gradient of a stage's input first and those of its weights later. For a partial request, a block
+runs the schedule of those gradients alone, on what it kept for all of them. The second of two
+passes therefore rebuilds and propagates inside the block again.
 """
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,63 +22,18 @@ from fused_remat.autograd.extras import Extras, Saved
 from fused_remat.execution import executor
 from fused_remat.execution.prepare import Execution
 from fused_remat.graph.schedule import schedule
-from fused_remat.steps.chunk import Chunk, Pass, WeightGrad
 from fused_remat.steps.operations import warn
 
 _functorch = torch._C._functorch
 _executes: Callable[[Any], bool] = torch._C._will_engine_execute_node
 _keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 
-_lock = threading.Lock()
-
-#: Whether passes for inputs hold the factors of weight gradients: inside `defer_weight_gradients`.
-ON: int = 0
-
-
-@contextlib.contextmanager
-def defer_weight_gradients() -> Iterator[None]:
-    """Backward passes inside that ask for inputs alone hold what the weights' pass will multiply.
-
-    For zero-bubble schedules of `torch.distributed.pipelining`: put it around `schedule.step()`,
-    forward passes included.
-    Without it, the pass that asks for weights rebuilds and propagates inside of each block what the
-    pass for inputs did already. With it, the pass for inputs, told to keep the graph, holds each
-    weight gradient's two factors (the input and the output gradient of each linear layer) until the
-    weights' pass has multiplied them, or the graph is freed. Gradients are the same bits. Any
-    thread's passes count: autograd runs backward in threads of its own. The factors belong to one
-    gradient of the output, unchanged; what changes it behind autograd's back (`.data`) is not seen.
-
-    Units: bytes held by a pre-norm encoder layer of width D with F = 4D, in 16 bits: 32*D a token,
-    less what its policy keeps.
-
-    >>> weight = torch.nn.Parameter(torch.ones(3, 8))
-    >>> x = torch.ones(2, 4, 8, requires_grad=True)
-    >>> from fused_remat import ops
-    >>> y = ops.mlp(x, weight, None, torch.ones(8, 3), None, "relu")
-    >>> with defer_weight_gradients():
-    ...     dy = torch.ones_like(y)
-    ...     dx, = torch.autograd.grad(y, x, dy, retain_graph=True)
-    ...     dw, = torch.autograd.grad(y, weight, dy)
-    >>> dx.shape, dw.shape
-    (torch.Size([2, 4, 8]), torch.Size([3, 8]))
-    """
-    global ON
-    with _lock:
-        ON += 1
-    try:
-        yield
-    finally:
-        with _lock:
-            ON -= 1
-
 
 def is_rare(ctx: Any, dy: Tensor) -> bool:
-    """Whether a backward pass asks for anything but all gradients of a call on the common path."""
+    """Return whether a backward pass needs more than all gradients of a call without extras."""
     return (
         ctx.extras is not None
         or ctx.accumulation is not None
-        or ctx.deferred is not None
-        or ON > 0
         or torch.is_grad_enabled()
         or torch.compiler.is_compiling()
         or _functorch.is_legacy_batchedtensor(dy)
@@ -92,7 +43,7 @@ def is_rare(ctx: Any, dy: Tensor) -> bool:
 
 
 def backward(ctx: Any, dy: Tensor) -> list[Tensor | None]:
-    """Gradients of the call's tensors, in its order."""
+    """Return the gradients of the call's tensors, in its order."""
     if torch.compiler.is_compiling():  # compiled autograd, after a forward in eager mode
         from fused_remat.autograd import graph_break
 
@@ -102,32 +53,22 @@ def backward(ctx: Any, dy: Tensor) -> list[Tensor | None]:
 
 def _backward(ctx: Any, dy: Tensor) -> list[Tensor | None]:
     grads = gradients(ctx, dy, asked(ctx))
-    if not _keeps_graph():
-        ctx.deferred = None  # factors go with what autograd saved
     if ctx.extras is not None:
         ctx.extras.done(_keeps_graph())
     return grads
 
 
 def gradients(ctx: Any, dy: Tensor, needs_grad: frozenset[str]) -> list[Tensor | None]:
-    """Gradients of `needs_grad` among the call's tensors, in its order."""
-    keeps_graph, creates_graph = _keeps_graph(), torch.is_grad_enabled()
-    deferred: Deferred | None = ctx.deferred  # read once: other threads may take it
-    if deferred is not None and deferred.serves(dy, needs_grad) and not creates_graph:
-        return deferred.give(ctx, needs_grad)
+    """Return the gradients of `needs_grad`, in the order of the call's tensors; None for others."""
+    creates_graph = torch.is_grad_enabled()
     saved = (ctx.extras or Extras()).restored(ctx, dy)
-    if creates_graph:
-        with torch.no_grad():
-            grads = _grads(ctx, saved, dy, needs_grad, creates_graph=True)
-        return not_differentiable(grads)
-    return _grads(ctx, saved, dy, needs_grad, defers=ON > 0 and keeps_graph)
-
-
-# --- which gradients a pass asks for
+    with torch.no_grad():
+        grads = _grads(ctx, saved, dy, needs_grad, creates_graph)
+    return not_differentiable(grads) if creates_graph else grads
 
 
 def asks_all(ctx: Any) -> bool:
-    """Whether the present backward pass takes the gradients of all that a node gives them for."""
+    """Return whether the present backward pass takes all gradients of a node."""
     if not issubclass(type(ctx), BackwardCFunction):  # compiled autograd
         return True
     nodes = iter([node for node, _ in ctx.next_functions if node is not None])
@@ -135,25 +76,25 @@ def asks_all(ctx: Any) -> bool:
         try:
             return all(map(_executes, nodes))
         except (RuntimeError, TypeError):
-            continue  # this node's gradient is taken (see `takes`); on to the others
+            continue  # this node's gradient is taken (see `takes`)
 
 
 def asked(ctx: Any) -> frozenset[str]:
-    """Which of the call's `needs_grad` the present backward pass takes; all, if it cannot be told.
+    """Return which of the call's `needs_grad` the present backward pass takes; all if unknown.
 
-    The engine knows which nodes a pass executes: those behind a gradient that nobody asked for are
-    not among them. An ordinary `backward()` executes every node that it can reach.
+    The engine knows which nodes a pass executes. A partial pass omits the nodes behind gradients
+    that were not requested; an ordinary `backward()` executes every node that it can reach.
     """
     needs_grad: frozenset[str] = ctx.execution.needs_grad
     needs_grad -= ctx.delivered
     if asks_all(ctx):
         return needs_grad
-    found = [name for name, node in _edges(ctx) if node is None or takes(node)]
-    return needs_grad.intersection(found) or needs_grad
+    names = [name for name, node in _edges(ctx) if node is None or takes(node)]
+    return needs_grad.intersection(names) or needs_grad
 
 
 def _edges(ctx: Any) -> Iterator[tuple[str, Any]]:
-    """The names of the call's tensors, and the nodes that their gradients go to."""
+    """Return the names of the call's tensors with the nodes that take their gradients."""
     execution: Execution = ctx.execution
     given = zip(execution.call.graph.tensors, execution.given, strict=True)
     names = [n for n, shape in given if shape is not None and n not in ctx.delivered]
@@ -162,30 +103,21 @@ def _edges(ctx: Any) -> Iterator[tuple[str, Any]]:
 
 
 def takes(node: Any) -> bool:
-    """Whether the pass that runs now takes the gradient that goes to `node`."""
+    """Return whether the present pass takes the gradient that goes to `node`."""
     try:
         return bool(_executes(node))
     except (RuntimeError, TypeError):
-        # The engine raises RuntimeError for a leaf whose gradient torch.autograd.grad returns. For
-        # whatever else it raises, it drops the gradients that it did not ask for.
+        # Raised for a leaf whose gradient torch.autograd.grad returns. After any other error, the
+        # engine drops gradients that it does not need.
         return True
 
 
-# --- gradients of some, or of a batch
-
-
 def _grads(
-    ctx: Any,
-    saved: Saved,
-    dy: Tensor,
-    needs_grad: frozenset[str],
-    creates_graph: bool = False,
-    defers: bool = False,
+    ctx: Any, saved: Saved, dy: Tensor, needs_grad: frozenset[str], creates_graph: bool
 ) -> list[Tensor | None]:
-    """Gradients of `needs_grad`, None for others; autograd rounds matrices to the tensors' dtypes.
+    """Return the gradients of `needs_grad`, batched if `dy` is; None for others.
 
-    They are batched if `dy` is. If it `defers`, a pass for inputs alone leaves those of weights to
-    `ctx.deferred`.
+    Autograd rounds those of matrices to the dtypes of the tensors.
     """
     unbatched, rebatch = _batching(dy)
     if rebatch is not None:
@@ -195,55 +127,42 @@ def _grads(
             for grads in zip(*each, strict=True)
         ]
     execution, tensors, out, kept = saved
-    graph, factors, weights = execution.call.graph, None, frozenset[str]()
-    # A tensor made in inference mode has no version to know it by.
-    if defers and needs_grad.issubset(graph.inputs) and not dy.is_inference():
-        weights = execution.needs_grad.difference(graph.inputs, ctx.delivered)
-        factors = list[WeightGrad]() if weights else None
-    if factors is not None or len(needs_grad) < len(execution.needs_grad):
-        # With factors: no step may write over an activation, which may be one.
-        execution, kept = _narrowed(execution, kept, needs_grad | weights, factors is None)
+    if len(needs_grad) < len(execution.needs_grad):
+        execution, kept = _narrowed(execution, kept, needs_grad)
     sink = _buffers(ctx, needs_grad, creates_graph)
     record = None if ctx.extras is None else ctx.extras.record
     watch = None if record is None else record.compare
-    grads = executor.backward(
-        execution, tensors, kept, out, dy, ctx.functions, watch, sink, factors
-    )
-    if factors is not None:
-        made = {n: g for n in weights if (g := grads[graph.tensors.index(n)]) is not None}
-        grads = [g if n in needs_grad else None for n, g in zip(graph.tensors, grads, strict=True)]
-        ctx.deferred = Deferred(dy, dy._version, weights, factors, _versions(factors), made)
+    grads = executor.backward(execution, tensors, kept, out, dy, ctx.functions, watch, sink)
     return finish(ctx, dy, grads, needs_grad, sink or ())
 
 
 def _narrowed(
-    execution: Execution,
-    kept: Sequence[Tensor],
-    needs_grad: frozenset[str],
-    overwrites: bool = True,
+    execution: Execution, kept: Sequence[Tensor], needs_grad: frozenset[str]
 ) -> tuple[Execution, Sequence[Tensor]]:
-    """The same call with gradients of `needs_grad` alone, and what of `kept` it reads.
+    """Return the same call with gradients of `needs_grad` alone, and those of `kept` that it reads.
 
-    The pieces are the same, and what is rebuilt is, to the bit. The schedule for fewer asks for no
-    more, so all that it reads was kept. Not `overwrites`: it writes no activation over another.
+    Groups, tiles and rebuilt bits are the same. A schedule for fewer gradients reads nothing that a
+    schedule for more does not read, so all of it was kept.
     """
     call, tiled, fusions = execution.call, execution.chunks.tiled, execution.fusions
-    plan = schedule(call.graph, call.save, needs_grad, tiled, fusions, overwrites)
+    plan = schedule(call.graph, call.save, needs_grad, tiled, fusions)
     names = frozenset(plan.kept)
-    mine = [t for (name, _), t in zip(execution.pieces(), kept, strict=True) if name in names]
+    reads = [t for (name, _), t in zip(execution.pieces(), kept, strict=True) if name in names]
     call = replace(call, needs_grad=needs_grad)
-    return replace(execution, call=call, plan=plan, needs_grad=needs_grad), mine
+    return replace(execution, call=call, plan=plan, needs_grad=needs_grad), reads
 
 
 def rounds(
     tensors: Sequence[Tensor | None],
 ) -> tuple[torch.dtype, list[torch.dtype | Tensor | None]]:
-    """The first tensor's dtype, and for each vector that needs a gradient what says its dtype: the
-    leaf itself, whose `grad_dtype` may change until backward, or its dtype."""
+    """Return the first tensor's dtype, and for each vector that needs a gradient a leaf or dtype.
+
+    The `grad_dtype` of a leaf may change until backward.
+    """
     x = tensors[0]
     assert x is not None
-    found = [t if t is not None and t.dim() == 1 and t.requires_grad else None for t in tensors]
-    return x.dtype, [t if t is None or t.is_leaf else t.dtype for t in found]
+    vectors = [t if t is not None and t.dim() == 1 and t.requires_grad else None for t in tensors]
+    return x.dtype, [t if t is None or t.is_leaf else t.dtype for t in vectors]
 
 
 def finish(
@@ -253,8 +172,10 @@ def finish(
     needs_grad: frozenset[str],
     sink: Collection[str] = (),
 ) -> list[Tensor | None]:
-    """`grads`, vectors rounded, with zeros for those of `needs_grad` of empty inputs and of what
-    has no influence; None stays for what the call has not read."""
+    """Round the gradients of vectors, and fill in zeros for `needs_grad` without influence.
+
+    None stays for tensors that the call has not read, and for `sink`.
+    """
     if ctx.rounds is not None:
         low, of = ctx.rounds
         round_vectors(grads, low, [t.grad_dtype if isinstance(t, Tensor) else t for t in of])
@@ -269,46 +190,44 @@ def finish(
 def round_vectors(
     grads: list[Tensor | None], low: torch.dtype, dtypes: Sequence[torch.dtype | None]
 ) -> None:
-    """Round gradients of biases and norms, summed in float32, to `low`: all in one kernel.
+    """Round float32 gradients of biases and norms to `low`, all in one kernel.
 
-    Those that `dtypes` asks in `low`, one for each of `grads`. Autograd would round each in a
-    kernel of its own; matrices are left to it, for it frees one before it makes the next.
+    `dtypes`, one for each of `grads`, selects them. Autograd would launch a kernel for each. It
+    rounds matrices itself, and frees one before it rounds the next.
     """
     wide: dict[int, Tensor] = {}
-    for place, (grad, dtype) in enumerate(zip(grads, dtypes, strict=True)):
+    for i, (grad, dtype) in enumerate(zip(grads, dtypes, strict=True)):
         if dtype is low and grad is not None and grad.dtype is torch.float32 and grad.dim() == 1:
-            wide[place] = grad
+            wide[i] = grad
     if wide:
         rounded = [torch.empty_like(grad, dtype=low) for grad in wide.values()]
         torch._foreach_copy_(rounded, list(wide.values()))
-        for place, grad in zip(wide, rounded, strict=True):
-            grads[place] = grad
+        for i, grad in zip(wide, rounded, strict=True):
+            grads[i] = grad
 
 
-def _buffers(
-    ctx: Any, needs_grad: frozenset[str], creates_graph: bool = False
-) -> dict[str, Tensor] | None:
-    """What this pass adds gradients to; None for a call that does not accumulate.
+def _buffers(ctx: Any, needs_grad: frozenset[str], creates_graph: bool) -> dict[str, Tensor] | None:
+    """Return the buffers to add gradients to, or None for a call that does not accumulate.
 
-    The graph's edges lead to the parameters, so no parameter is kept for this.
+    The graph's edges lead to the parameters, so the call keeps none.
     """
     accumulation: Accumulation | None = ctx.accumulation
     if accumulation is None:
         return None
-    found = accumulation.buffers(_edges(ctx), creates_graph)
+    buffers = accumulation.buffers(_edges(ctx), creates_graph)
     execution: Execution = ctx.execution
     if (
-        not found
+        not buffers
         and accumulation.target == "main_grad"
         and len(needs_grad) < len(execution.needs_grad)
         and needs_grad.isdisjoint(execution.call.graph.inputs)
     ):
         warn(
-            "a backward pass asked a block for the gradients of its weights alone, as zero-bubble "
+            "a backward pass computed the gradients of a block's weights alone, as zero-bubble "
             "schedules do; they were returned to autograd, and not added to main_grad: use the "
             '1F1B schedule with accumulate_into="main_grad"'
         )
-    return found
+    return buffers
 
 
 NO_DOUBLE_BACKWARD = (
@@ -318,18 +237,18 @@ NO_DOUBLE_BACKWARD = (
 
 
 def not_differentiable(grads: list[Tensor | None]) -> list[Tensor | None]:
-    """The gradients, made to raise when differentiated (backward ran with create_graph=True).
+    """Return gradients that raise when differentiated (backward ran with create_graph=True).
 
     Not `once_differentiable`: that leaves gradients constant, silently, when dy needs no gradient.
     """
     error = torch._C._functions.DelayedError(NO_DOUBLE_BACKWARD.encode(), len(grads))
     inputs: list[Any] = [None if g is None else g.detach().requires_grad_() for g in grads]
-    made = error(*inputs)  # of one gradient, that one
-    return [made] if isinstance(made, Tensor) else list(made)
+    outputs = error(*inputs)
+    return [outputs] if isinstance(outputs, Tensor) else list(outputs)
 
 
 def _batching(dy: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor] | None]:
-    """`dy` with the dimension first that a vmap around backward hides, and how to hide it again.
+    """Return `dy` with a vmap's hidden dimension first, and a function that hides it again.
 
     `torch.autograd.grad(..., is_grads_batched=True)` maps backward over a batch of gradients. The
     schedule writes in place, so it runs once for each gradient instead.
@@ -344,59 +263,3 @@ def _batching(dy: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor] | None]:
         whole = _functorch.get_unwrapped(dy).movedim(dim, 0)
         return whole, lambda grad: _functorch._add_batch_dim(grad, 0, level)
     return dy, None
-
-
-# --- weight gradients that are left for a later pass
-
-
-@dataclass(eq=False)
-class Deferred:
-    """Weight gradients of a block as factors, from a pass that did not ask for them.
-
-    Attributes:
-        dy, version: the gradient of the output that they belong to.
-        names: what there are gradients of, or none for want of influence.
-        products: in the order of their adding up.
-        versions: of their factors.
-        grads: gradients that are no product, or were made together with another.
-    """
-
-    dy: Tensor
-    version: int
-    names: frozenset[str]
-    products: Sequence[WeightGrad]
-    versions: Sequence[tuple[int, int]]
-    grads: Mapping[str, Tensor]
-
-    def serves(self, dy: Tensor, needs_grad: Collection[str]) -> bool:
-        """Whether these are the gradients of `needs_grad` for this `dy`."""
-        same = dy is self.dy and dy._version == self.version
-        return same and self.names.issuperset(needs_grad)
-
-    def give(self, ctx: Any, needs_grad: frozenset[str]) -> list[Tensor | None]:
-        """The gradients of `needs_grad`, but of those that are added to a buffer.
-
-        Raises: RuntimeError if a factor was changed in place since.
-        """
-        if _versions(self.products) != self.versions:
-            raise RuntimeError(
-                "fused_remat: defer_weight_gradients: a tensor that weight gradients are computed "
-                "from was modified by an inplace operation after the backward pass for inputs; "
-                "do not change activations or gradients until the weights' pass has run"
-            )
-        sink = _buffers(ctx, needs_grad)
-        this = Pass(ctx.execution, {}, {}, self.dy, sink=sink)
-        chunk = Chunk(this, (0, 0), (0, 0))
-        with executor.autocast_off(self.dy):
-            for name in needs_grad.intersection(self.grads):
-                chunk.add_param_grad(name, self.grads[name].clone())  # it may be given again
-            for product in self.products:
-                if product.name in needs_grad:
-                    chunk.add_weight_grad(*product)
-        added, tensors = sink or (), ctx.execution.call.graph.tensors
-        grads = [None if name in added else this.param_grads.get(name) for name in tensors]
-        return finish(ctx, self.dy, grads, needs_grad, added)
-
-
-def _versions(products: Sequence[WeightGrad]) -> list[tuple[int, int]]:
-    return [(product.dy._version, product.x._version) for product in products]

@@ -1,15 +1,15 @@
 """The replay check: does backward rebuild, bit for bit, what forward computed?
 
-The first thing to try when a loss looks wrong. Every block copies everything that its forward reads
-and computes. Its backward compares what it reads again, runs the whole forward once more and
-compares every activation, and compares what the policy's schedule rebuilds. A difference means that
-a tensor was changed behind autograd's back (`.data`, numpy memory), an activation function is
-impure, a kernel is not deterministic, or a hook on saved tensors loses bits.
+Use it first when a loss looks wrong. Every block copies everything that its forward reads and
+computes. Its backward compares what it reads again, runs the entire forward again and compares
+every activation, and compares what the policy's schedule rebuilds. A difference means that a tensor
+was changed behind autograd's back (`.data`, numpy memory), an activation function is impure, a
+kernel is not deterministic, or a hook on saved tensors loses bits.
 
 It takes the memory of keeping everything and the time of a second forward, and runs the operations
-of deterministic mode (no fusions). It waits for the device at every activation, so it is off while
-a CUDA graph is captured. It does not see blocks that run as operators (`torch.compile`, selective
-checkpointing), nor calls that PyTorch's own forward serves. In the first two cases it warns.
+of deterministic mode (no fusions). It synchronizes at every activation, so it is off while a CUDA
+graph is captured. It does not cover blocks that run as operators (`torch.compile`, selective
+checkpointing), with a warning, nor calls that fall back to PyTorch's own forward.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from fused_remat.steps.operations import warn
 #: Whether calls are checked: set by `check_replay`, and at import by FUSED_REMAT_CHECK.
 ON: bool = os.environ.get("FUSED_REMAT_CHECK", "").lower() not in ("", "0", "false", "no", "off")
 
-#: The records of calls whose backward may yet come: what is called until then may be a replay.
+#: Records of calls whose backward may follow: until then, a call may be a replay.
 RECORDED: set[weakref.ref[Record]] = set()
 
 _always = ON
@@ -46,7 +46,7 @@ _inside = 0
 
 
 class ReplayError(RuntimeError):
-    """Backward found other values than forward computed; the message says which, and where.
+    """Backward computed other values than forward; the message describes the first one.
 
     >>> issubclass(ReplayError, RuntimeError)
     True
@@ -89,7 +89,7 @@ def check_replay() -> Iterator[None]:
 def record_of(
     execution: Execution, names: Sequence[str], tensors: Sequence[Tensor | None]
 ) -> Record | None:
-    """A record for a call that begins; None for tensors without values, or captured ones."""
+    """Return a record for a call, or None for tensors without values and under capture."""
     x = tensors[0]
     assert x is not None
     if x.device.type == "meta" or isinstance(x, torch._subclasses.FakeTensor):
@@ -139,12 +139,10 @@ class Record:
             self._output = out.clone()
 
     def compare(self, step: Step, frame: Chunk) -> None:
-        """Compare what a step has computed again, in backward, from what was kept exactly.
+        """Compare what a step of backward has computed again.
 
-        Raises: ReplayError if one bit differs from what `note` saw.
+        Raises: ReplayError if one bit differs from what `note` copied.
         """
-        execution = frame.owner.execution
-        assert isinstance(execution, Execution)
         for piece, value in _made(step, frame):
             self._compare(piece.name, self._pieces[piece], value, ("forward", "rebuilt"), piece)
 
@@ -166,53 +164,53 @@ class Record:
 
         Raises: ReplayError if one bit differs from what forward kept.
         """
-        said = ("forward", "kept")
+        labels = ("forward", "kept")
         if out is not None and self._output is not None:
-            self._compare("output", self._output, out, said)
+            self._compare("output", self._output, out, labels)
         pieces: dict[str, list[_Piece]] = defaultdict(list)
         for piece in self._pieces:
             pieces[piece.name].append(piece)
         for (name, _), value in zip(self.execution.pieces(), kept, strict=True):
             piece = pieces[name].pop(0)
-            self._compare(name, self._pieces[piece], value, said, piece)
+            self._compare(name, self._pieces[piece], value, labels, piece)
 
     def _compare(
         self,
         name: str,
         before: Tensor,
         now: Tensor,
-        said: tuple[str, str],
+        labels: tuple[str, str],
         piece: _Piece | None = None,
     ) -> None:
-        """Raise ReplayError if one bit differs; `said`: what the two values are called."""
+        """Raise ReplayError if one bit differs; `labels` name the two values."""
         found = _difference(before, now)
         if found is None:
             return
-        index = ", ".join(map(str, _unravel(found.place, before.shape)))
+        index = ", ".join(map(str, _unravel(found.first, before.shape)))
         where = f"(index {index})" if index else "(its only element)"
         if piece is not None:
-            where = self._where(piece, now, found.place)
+            where = self._where(piece, now, found.first)
         total, count = before.numel(), found.elements
         raise ReplayError(
             f"replay check: {self.caller}: {name!r} differs at {where}: "
-            f"{said[0]} {found.before}, {said[1]} {found.now} ({count} of {total} "
+            f"{labels[0]} {found.before}, {labels[1]} {found.now} ({count} of {total} "
             f"element{'s' if total != 1 else ''} differ{'s' if count == 1 else ''})"
         )
 
-    def _where(self, piece: _Piece, value: Tensor, place: int) -> str:
-        """The sequence and token of an element, and which group and tile, if there are several.
+    def _where(self, piece: _Piece, value: Tensor, index: int) -> str:
+        """Return the sequence and token of an element, and the group and tile if there are several.
 
         `value` is a matrix of tokens, or lse: (sequences, heads, tokens).
         """
         (first, last), chunks = piece.seqs, self.execution.chunks
         seq_len = self.execution.lengths[piece.name]
         if value.dim() == 2 and value.shape[0] == piece.rows:
-            row, channel = divmod(place, value.shape[1])
+            row, channel = divmod(index, value.shape[1])
             sequence, token = divmod(piece.lo + row, seq_len)
             named = {"sequence": first + sequence, "token": token, "channel": channel}
         else:
             shape = (last - first, value.numel() // piece.rows, seq_len)
-            sequence, head, token = _unravel(place, shape)
+            sequence, head, token = _unravel(index, shape)
             named = {"sequence": first + sequence, "head": head, "token": token}
         parts = []
         if chunks.group < chunks.batch:
@@ -226,7 +224,7 @@ class Record:
 
 
 def _made(step: Step, frame: Chunk) -> Iterator[tuple[_Piece, Tensor]]:
-    """The activations, statistics and dropout multipliers that a step has put into its chunk."""
+    """Return the activations, statistics and dropout masks that a step has put into its chunk."""
     assert step.node is not None
     for name in step.node.makes:
         value: Any = frame[name]
@@ -235,9 +233,9 @@ def _made(step: Step, frame: Chunk) -> Iterator[tuple[_Piece, Tensor]]:
 
 
 class _Difference(NamedTuple):
-    """The place of the first element that differs, in order of the indices; how many differ."""
+    """The flat index and values of the first element that differs, and the number of them."""
 
-    place: int
+    first: int
     before: str
     now: str
     elements: int
@@ -251,21 +249,21 @@ def _bits(t: Tensor) -> Tensor:
 
 
 def _difference(before: Tensor, now: Tensor) -> _Difference | None:
-    """How the bits of two tensors of one shape and dtype differ; None: they are the same."""
+    """Return how the bits of two tensors of one shape and dtype differ, or None."""
     a, b = _bits(before), _bits(now)
     if torch.equal(a, b):
         return None
     differs = (a != b).flatten()
-    place = int(differs.to(torch.uint8).argmax())
-    index = _unravel(place, before.shape)
+    first = int(differs.to(torch.uint8).argmax())
+    index = _unravel(first, before.shape)
     shown = [_shown(t[index]) for t in (before, now)]
-    if shown[0] == shown[1]:  # NaNs, say
+    if shown[0] == shown[1]:  # NaNs
         shown = [f"{s} (bits {t[index].item():#x})" for s, t in zip(shown, (a, b), strict=True)]
-    return _Difference(place, shown[0], shown[1], int(differs.sum()))
+    return _Difference(first, shown[0], shown[1], int(differs.sum()))
 
 
 def _shown(element: Tensor) -> str:
-    """With the digits that tell it from its neighbours."""
+    """Format an element with enough digits to be unique."""
     value, digits = element.item(), 17 if element.dtype == torch.float64 else 9
     return f"{value:.{digits}g}" if isinstance(value, float) else str(value)
 
@@ -275,7 +273,7 @@ def _unravel(flat: int, shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _caller(kind: str) -> str:
-    """The caller of the block: a layer's qualified name, or an op's kind and the caller's line.
+    """Return the block's caller: a layer's qualified name, or an op's kind and the caller's line.
 
     Of the calling frames, the innermost module is the layer, and the outermost one that contains it
     gives the path.
@@ -284,14 +282,14 @@ def _caller(kind: str) -> str:
     is_layer, site = False, ""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        code, room = frame.f_code, str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        code, package = frame.f_code, str(frame.f_globals.get("__name__", "")).partition(".")[0]
         own = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
         if isinstance(own, nn.Module):
             if not modules:
-                is_layer = room == "fused_remat"
+                is_layer = package == "fused_remat"
             if not modules or modules[-1] is not own:
                 modules.append(own)
-        if not site and room not in ("fused_remat", "torch"):
+        if not site and package not in ("fused_remat", "torch"):
             site = f"{code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
     if is_layer:
@@ -301,49 +299,10 @@ def _caller(kind: str) -> str:
 
 
 def _qualified(modules: Sequence[nn.Module]) -> str:
-    """The first module's class, and its path in the last one that contains it."""
+    """Return the first module's class, and its path in the last module that contains it."""
     inner = modules[0]
     for outer in reversed(modules[1:]):
         for path, module in outer.named_modules():
             if module is inner and path:
                 return f"{path} ({type(inner).__name__})"
     return type(inner).__name__
-
-
-def check_unchanged(
-    names: Sequence[str],
-    shapes: Sequence[torch.Size | None],
-    dtypes: Sequence[torch.dtype | None],
-    tensors: Sequence[Tensor | None],
-    dy: Tensor,
-) -> None:
-    """Raise RuntimeError if a tensor has another shape, dtype or device than forward found.
-
-    Autograd sees changes in place, but not `p.data = ...`, which is how a module is moved and cast.
-    `shapes` and `dtypes` are those of forward, whose device is that of `dy`; `tensors`, of which
-    there may be more, are None where backward does not read them.
-    """
-    # This runs in every backward, so devices are compared in the cheapest way.
-    is_cpu, index = dy.is_cpu, dy.get_device()
-    for i, (t, shape, dtype) in enumerate(zip(tensors, shapes, dtypes)):  # noqa: B905
-        if t is not None and (
-            t.dtype is not dtype
-            or t.shape != shape
-            or (not t.is_cpu if is_cpu else t.get_device() != index)
-        ):
-            alike = t.dtype is dtype and t.shape == shape
-            # A scalar may be on another device, and what the user's own function captured.
-            if not (alike and (t.dim() == 0 or names[i].startswith("activation."))):
-                raise changed(names[i], (tuple(shape or ()), dtype, dy.device), t)
-
-
-def changed(
-    name: str, was: tuple[tuple[int, ...], torch.dtype | None, torch.device], now: Tensor
-) -> RuntimeError:
-    """The error for a tensor that had another shape, dtype or device in forward."""
-    shape, dtype, device = was
-    return RuntimeError(
-        f"fused_remat: backward reads {name!r} again, which was {dtype} of shape {shape} on "
-        f"{device} in forward, and is {now.dtype} of shape {tuple(now.shape)} on {now.device} now: "
-        "do not move, cast or resize tensors between forward and backward"
-    )

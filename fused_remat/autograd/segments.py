@@ -3,11 +3,10 @@
 In a segment, blocks keep statistics and the seed from forward, and the first one its input. When
 backward reaches the last block, its input is missing: the blocks before it run forward again from
 the first one's input, and each then keeps what its policy names, so that its own backward rebuilds
-less. This is the graph's rule one level up: a block's input is an activation that the block before
-it computes.
+less. The graph's rule applies one level up: a block's input is an activation of the block before.
 
-The block before is the autograd node that made the input. Where no block did, because something
-stands in between, the input is kept.
+The block before is the autograd node that computed the input. If another operation did, the input
+is kept.
 
 Source: Chen et al. 2016 (arXiv 1604.06174), with segments of blocks that rebuild themselves.
 """
@@ -25,21 +24,21 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from fused_remat.autograd.offload import in_checkpoint
-from fused_remat.autograd.replay_check import check_unchanged
+from fused_remat.autograd.unchanged import check_unchanged
 from fused_remat.execution import executor
 from fused_remat.execution.prepare import Execution
 
 
 @dataclass(eq=False)
 class Segment:
-    """A block's place in a segment, noted on its autograd node.
+    """A block's part in a segment, an attribute of its autograd node.
 
     Attributes:
         execution: of running the block again, when it keeps what its policy names.
         input_kept: whether it kept its own first input.
-        why_kept: why an "inner" block did, if that is worth a warning; else "".
-        made: the version and the storage of its output, as forward left it.
-        replayed: what running it again gave, until its backward has taken it.
+        why_kept: why an "inner" block kept it, for a warning; else "".
+        made: the version and the storage of its output at the end of forward.
+        replayed: its replay, until its backward has used it.
     """
 
     execution: Execution
@@ -49,14 +48,14 @@ class Segment:
     replayed: Replayed | None = None
 
     def now(self) -> Replayed | None:
-        """What running the block again gave in this backward pass."""
+        """Return the replay of the block in this backward pass, or None."""
         replayed = self.replayed  # read once: other threads may be in a pass of theirs
         return None if replayed is None or replayed.task != _task() else replayed
 
 
 @dataclass(frozen=True, eq=False)
 class Replayed:
-    """What a block that was run again keeps.
+    """The results of a replayed block.
 
     Attributes:
         task: the backward pass. In another pass the block runs once more: tensors may have changed.
@@ -73,19 +72,18 @@ class Replayed:
 
 
 def begin(place: str, execution: Execution, x: Tensor, node_type: type) -> Segment:
-    """The place of a call whose first input is `x`; `node_type` is that of blocks' nodes."""
+    """Return the segment state of a call with first input `x`; blocks have nodes of `node_type`."""
     # In a checkpoint's replay inputs are leaves, and as many tensors must be saved as in forward.
     if place == "first" or in_checkpoint():
         return Segment(execution, input_kept=True)
     why = _unsupported_linked_reason(x, node_type)
-    # An input without a gradient has nothing before it that could be run again; a block that runs
-    # inside a backward pass is run by a checkpoint. Neither is worth a warning.
-    told = x.requires_grad and _task() == -1
-    return Segment(execution, input_kept=bool(why), why_kept=why if told else "")
+    # No warning for an input without a gradient, nor for a checkpoint's replay in backward.
+    warns = x.requires_grad and _task() == -1
+    return Segment(execution, input_kept=bool(why), why_kept=why if warns else "")
 
 
 def _unsupported_linked_reason(x: Tensor, node_type: type) -> str:
-    """Why running the block before again would not give `x`; "" if it would."""
+    """Return why a replay of the block before would not give `x`, or ""."""
     node = x.grad_fn
     extras: Any = getattr(node, "extras", None) if isinstance(node, node_type) else None
     before: Segment | None = None if extras is None else extras.segment
@@ -98,7 +96,7 @@ def _unsupported_linked_reason(x: Tensor, node_type: type) -> str:
 
 
 def state_of(x: Tensor) -> tuple[int, int]:
-    """Differs once `x` was changed in place, or given other memory by `x.data = ...`."""
+    """Return a state that differs after a change of `x` in place or by `x.data = ...`."""
     return x._version, x.untyped_storage()._cdata
 
 
@@ -106,7 +104,7 @@ _task: Callable[[], int] = torch._C._current_graph_task_id
 
 
 def input_of(ctx: Any) -> Tensor:
-    """The first input of a block that did not keep it: the blocks before it run again.
+    """Return the first input of a block that did not keep it; the blocks before it run again.
 
     Raises: RuntimeError, PyTorch's own, if backward has freed what they need or a tensor that they
         read was changed in place; and under compiled autograd, where they have no saved tensors.
@@ -140,13 +138,23 @@ def _forget(segments: Sequence[Segment], task: int) -> None:
 
 
 def _replay(node: Any, before: Replayed | None, x: Tensor | None) -> Tensor:
-    """Run a block again on `x`, or on the input that it has; returns its output.
+    """Run a block again on `x`, or on the input that it kept, and return its output.
 
-    `before`: what an earlier run gave, in this pass, for another block with the same input.
+    `before`: an earlier replay in this pass, for another block with the same input.
     """
     extras, execution = node.extras, node.execution
     segment: Segment = extras.segment
-    saved = extras.unpacked(node, before)
+    try:
+        saved = extras.unpacked(node, before)
+    except RuntimeError as error:
+        if "second time" not in str(error):
+            raise
+        raise RuntimeError(
+            "fused_remat: backward of a block in a segment runs earlier blocks again, and one "
+            "of them was freed by an earlier backward pass; zero-bubble pipeline schedules free "
+            "them block by block: use a schedule that does not split backward (1F1B), policies "
+            "without segment=, or retain_graph=True"
+        ) from error
     count = len(execution.given)
     if x is None:
         x = saved[0] if before is None else before.input
@@ -167,7 +175,7 @@ def _replay(node: Any, before: Replayed | None, x: Tensor | None) -> Tensor:
 def _merged(
     before: Execution, old: Sequence[Tensor], execution: Execution, new: Sequence[Tensor]
 ) -> Iterator[Tensor]:
-    """`new`, with what was kept since forward in place of its equals."""
+    """Return `new`, with tensors kept since forward in place of their equals."""
     had: dict[str, list[Tensor]] = defaultdict(list)
     for (name, _), t in zip(before.pieces(), old, strict=True):
         had[name].append(t)

@@ -16,7 +16,7 @@ from fused_remat.steps import collective
 
 
 def is_dtensor(value: Any) -> bool:
-    """Whether a value is a DTensor; does not import what defines them.
+    """Return whether a value is a DTensor, without importing torch.distributed.
 
     >>> is_dtensor(torch.ones(1))
     False
@@ -26,52 +26,51 @@ def is_dtensor(value: Any) -> bool:
 
 
 def local_shards(group: str, summed: Sequence[bool], params: Iterable[Any]) -> tuple[Tensor, ...]:
-    """This rank's shards of the DTensors `params`, differentiably.
+    """Return this rank's shards of the DTensors `params`, differentiably.
 
-    `summed`: whose gradients are parts, of each rank, to be summed over the process group `group`.
+    `summed` marks parameters whose gradients are summed over the process group `group`.
     """
-    made: tuple[Tensor, ...] = LocalShards.apply(group, tuple(summed), *params)
-    return made
+    shards: tuple[Tensor, ...] = LocalShards.apply(group, tuple(summed), *params)
+    return shards
 
 
 class LocalShards(torch.autograd.Function):
-    """This rank's shards of DTensors; `summed` says whose gradients are summed over ranks."""
+    """This rank's shards of DTensors; `summed` marks gradients to sum over ranks."""
 
     @staticmethod
     def forward(ctx: Any, group: str, summed: tuple[bool, ...], *params: Any) -> tuple[Tensor, ...]:
         ctx.group, ctx.summed = group, summed
         ctx.specs = [(p.device_mesh, p.placements, p.shape, p.stride()) for p in params]
         ctx.set_materialize_grads(False)
-        made = tuple([p._local_tensor.view_as(p._local_tensor) for p in params])
-        ctx.mark_non_differentiable(
-            *[t for t, p in zip(made, params, strict=True) if not p.requires_grad]
-        )
-        return made
+        shards = tuple([p._local_tensor.view_as(p._local_tensor) for p in params])
+        frozen = [t for t, p in zip(shards, params, strict=True) if not p.requires_grad]
+        ctx.mark_non_differentiable(*frozen)
+        return shards
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         from torch.distributed.tensor import DTensor
 
-        found: list[Any] = list(_summed(ctx.group, ctx.summed, grads))
+        result: list[Any] = list(_summed(ctx.group, ctx.summed, grads))
         for i, (mesh, placements, shape, stride) in enumerate(ctx.specs):
-            if found[i] is not None:
-                found[i] = DTensor.from_local(
-                    found[i], mesh, placements, run_check=False, shape=shape, stride=stride
+            if result[i] is not None:
+                result[i] = DTensor.from_local(
+                    result[i], mesh, placements, run_check=False, shape=shape, stride=stride
                 )
-        return (None, None, *found)
+        return (None, None, *result)
 
 
 def _summed(
     group: str, summed: Sequence[bool], grads: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
-    """`grads`, those that `summed` marks summed over ranks: one message for each dtype."""
-    found = list(grads)
+    """Sum the gradients that `summed` marks over ranks, with one message for each dtype."""
+    result = list(grads)
     partial = [i for i, (g, s) in enumerate(zip(grads, summed, strict=True)) if s and g is not None]
     for dtype in dict.fromkeys([grads[i].dtype for i in partial]):  # type: ignore[union-attr]
-        mine = [i for i in partial if grads[i].dtype == dtype]  # type: ignore[union-attr]
-        parts: list[Any] = [grads[i] for i in mine]
-        whole = collective.total(torch.cat([g.reshape(-1) for g in parts]), group, owned=True)
-        pieces = whole.split([g.numel() for g in parts])
-        for i, piece, part in zip(mine, pieces, parts, strict=True):
-            found[i] = piece.view(part.shape)
-    return found
+        indices = [i for i in partial if grads[i].dtype == dtype]  # type: ignore[union-attr]
+        parts: list[Any] = [grads[i] for i in indices]
+        flat = collective.total(torch.cat([g.reshape(-1) for g in parts]), group, owned=True)
+        sums = flat.split([g.numel() for g in parts])
+        for i, total, part in zip(indices, sums, parts, strict=True):
+            result[i] = total.view(part.shape)
+    return result

@@ -20,7 +20,7 @@ from fused_remat.execution.observe import TRACERS, Functions, is_observed
 from fused_remat.execution.prepare import BlockConfig, Execution
 from fused_remat.graph.graph import sizes
 from fused_remat.graph.schedule import Step
-from fused_remat.steps.chunk import Chunk, Pass, WeightGrad
+from fused_remat.steps.chunk import Chunk, Pass
 
 #: Called after a step that computes an activation, with its chunk.
 Watch = Callable[[Step, Chunk], None]
@@ -112,27 +112,26 @@ def backward(
     functions: Functions = _NO_FUNCTIONS,
     watch: Watch | None = None,
     sink: Mapping[str, Tensor] | None = None,
-    deferred: list[WeightGrad] | None = None,
     repeats: bool = True,
 ) -> list[Tensor | None]:
     """Gradients of the call's tensors in its order; None where not asked for, and of `sink`.
 
     `tensors` may be None where backward does not read them; `kept` is what `forward` returned;
-    `out` the output, if the schedule keeps it. `watch`, `sink` and `deferred`: see `Pass`;
+    `out` the output, if the schedule keeps it. `watch` and `sink`: see `Pass`;
     `repeats`: see `forward`.
     """
     if autocast_on(dy):  # backward may be called inside autocast
         with autocast_off(dy):
-            return backward(execution, tensors, kept, out, dy, functions, watch, sink, deferred)
+            return backward(execution, tensors, kept, out, dy, functions, watch, sink)
     observed, record = watch is not None or _is_observed(), execution.recordings
-    special = functions or observed or sink is not None or deferred is not None
+    special = functions or observed or sink is not None
     if repeats and record is not None and not (record.off or special):
         run = functools.partial(backward, execution, tensors, kept, out, dy, repeats=False)
         given = (*tensors, *kept, out, dy)
         recorded = record.find("backward", given, run)
         if recorded is not None:
             return recorded(given)  # type: ignore[no-any-return]
-    *_, grads = stages(execution, tensors, kept, out, dy, functions, watch, sink, deferred)
+    *_, grads = stages(execution, tensors, kept, out, dy, functions, watch, sink)
     return [grads.pop(name, None) for name in execution.call.graph.tensors]
 
 
@@ -145,7 +144,6 @@ def stages(
     functions: Functions = _NO_FUNCTIONS,
     watch: Watch | None = None,
     sink: Mapping[str, Tensor] | None = None,
-    deferred: list[WeightGrad] | None = None,
     delivers: Mapping[str, Sequence[Sequence[str]]] = _NO_DELIVERIES,
 ) -> Iterator[dict[str, Tensor]]:
     """Gradients by name: in and after each step that `delivers` names, those of its tensors; at
@@ -155,7 +153,7 @@ def stages(
     if functions:
         params = execution.call.graph.params
         named = {**named, **{name: functions[name]() for name in params if name in functions}}
-    this = Pass(execution, named, functions, dy, watch, sink, deferred)
+    this = Pass(execution, named, functions, dy, watch, sink)
     grads: dict[str, Tensor] = {}
     for chunk, steps in _backward_pieces(this, execution, kept, out, dy, grads):
         for step in steps:

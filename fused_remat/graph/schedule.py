@@ -85,14 +85,11 @@ class Schedule:
         return self.backward[self._tiles + 1 :]
 
 
-def _with_frees(
-    steps: list[Draft], hold: Collection[str], overwrites: bool = True
-) -> tuple[Step, ...]:
+def _with_frees(steps: list[Draft], hold: Collection[str]) -> tuple[Step, ...]:
     """Steps that free each name after its last use, except the names in `hold`.
 
     A name that a step defines and nobody reads (a statistic, say) is freed at once. What an
-    earlier step computed and this one frees may be overwritten, if `overwrites`; what was kept or
-    given may not.
+    earlier step computed and this one frees may be overwritten; what was kept or given may not.
     """
     last: dict[str, int] = {}
     for i, step in enumerate(steps):
@@ -106,7 +103,7 @@ def _with_frees(
     for i, step in enumerate(steps):
         free, node = tuple(frees.get(i, ())), step.node
         if step.kind == "compute" and node is not None:
-            node = node.reusing(made.intersection(free)) if overwrites else node
+            node = node.reusing(made.intersection(free))
             made.add(node.name)
         result.append(Step(step.kind, node, step.needs_grad, free))
     return tuple(result)
@@ -178,12 +175,10 @@ def schedule(
     needs_grad: frozenset[str],
     tiled: bool,
     fusions: frozenset[str] = frozenset(),
-    overwrites: bool = True,
 ) -> Schedule:
     """The schedule of `graph` where `save` is kept and gradients of `needs_grad` are needed.
 
     `fusions`: rows of `graph.fusions.FUSIONS`, steps that the backend computes together.
-    `overwrites`: whether backward may overwrite what it rebuilt.
     """
     group_nodes, tile_nodes = _split(graph, tiled)
     by_node = _wants_by_node(graph, needs_grad)
@@ -230,9 +225,9 @@ def schedule(
         keeps_output="output" in may_keep and "output" in touched,
         saved_params=tuple(p for p in graph.params if p in reread),
         forward=_with_frees(fuse(group_fwd, fusions, held), held),
-        backward=_with_frees(fuse(group.steps, fusions, ()), (), overwrites),
+        backward=_with_frees(fuse(group.steps, fusions, ()), ()),
         tile_forward=_with_frees(fuse(tile_fwd, fusions, tile_held), tile_held),
-        tile_backward=_with_frees(fuse(tile.steps, fusions, group_names), group_names, overwrites),
+        tile_backward=_with_frees(fuse(tile.steps, fusions, group_names), group_names),
         tile_gives=tuple(sorted(gives)),
     )
 

@@ -1,4 +1,4 @@
-"""Attention over heads as a function; what other ops take of it is documented here."""
+"""Attention over heads as a function; documents the options that other ops share."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def attention(
     backend: str = "auto",
     **options: Unpack[AttentionOptions],
 ) -> Tensor:
-    """dropout(softmax(scale * query @ key.T + mask)) @ value, in the layout of SDPA.
+    """Compute dropout(softmax(scale * query @ key.T + mask)) @ value, in the layout of SDPA.
 
     Shapes: query (B, H, S_q, E), key (B, Hkv, S_k, E), value (B, Hkv, S_k, Ev), of any strides;
         returns (B, H, S_q, Ev) in query.dtype, a view of (B, S_q, H, Ev). Hkv divides H: query

@@ -1,4 +1,4 @@
-"""Whole blocks as functions: a transformer encoder's, a language model's, and attention's half."""
+"""Blocks as functions: a transformer encoder's, a language model's, and the attention half."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ def encoder_block(
     seed: int | Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """A transformer encoder block, pre- or post-norm, that keeps what `policy` names.
+    """Compute a transformer encoder block, pre- or post-norm, that keeps what `policy` names.
 
     Shapes: x (B, S, D); returns the same, in x.dtype. `weights` maps names to tensors:
         "qkv.weight" (3D, D), "proj.weight" (D, D), "fc1.weight" (F, D), "fc2.weight" (D, F);
         optional are "norm1.weight" and "norm2.weight" (D,), and a ".bias" of each of the six.
     attn_mask, key_padding_mask, is_causal: as in `attention`.
     dropout_p: of all four sites: attention's probabilities, both residual branches, the MLP.
-    activation: as in `mlp`; a function is given whole (B, S, F) tensors.
+    activation: as in `mlp`; a function is called with entire (B, S, F) tensors.
     lora, lora_dropout_p: updates of "qkv", "proj", "fc1" and "fc2", as in `causal_block`.
     Units: bytes kept a token at 16 bits = 2·D (full) to 22·D (none), plus statistics.
     Raises: ValueError for shapes that do not fit, unknown or missing weights, an unknown policy or
@@ -143,7 +143,7 @@ def causal_block(
     backend: str = "auto",
     **options: Unpack[AttentionOptions],
 ) -> Tensor:
-    """A block of a language model, by default Llama's, that keeps what `policy` names.
+    """Compute a block of a language model, by default Llama's, that keeps what `policy` names.
 
     h = x + proj(attention(rotary(qkv(norm1(x))))), h + fc2(act(gate(norm2(h))) * fc1(norm2(h)))
 
@@ -162,8 +162,8 @@ def causal_block(
     activation: a name, or a function or module that has one (`F.silu`, `nn.GELU("tanh")`).
     dropout_p: of attention's probabilities, both residual branches and the MLP;
         attention_dropout_p: of the first alone, None for dropout_p.
-    rope, rope_interleaved: (cos, sin), (S, R/2) or (B, S, R/2), as in `rotary`; these tables alone
-        say where tokens are.
+    rope, rope_interleaved: (cos, sin), (S, R/2) or (B, S, R/2), as in `rotary`; positions of tokens
+        are in these tables alone.
     is_causal, window, attn_mask, key_padding_mask, key_lengths, scale, softcap: as in `attention`.
         cu_seqlens: as its cu_seqlens_q.
     lora: (layer, A, B, scale): adds scale * dropout(x) @ A.T @ B.T to a layer of the names above;
@@ -243,10 +243,10 @@ def attention_block(
     backend: str = "auto",
     **options: Unpack[AttentionOptions],
 ) -> Tensor:
-    """x + dropout(proj(attention(qkv(norm(x))))): the first half of a pre-norm transformer block.
+    """Compute x + dropout(proj(attention(qkv(norm(x))))), the first half of a pre-norm block.
 
     Shapes: x (B, S, D), norm_weight and norm_bias (D,) or None, qkv_weight ((H + 2·Hkv)·E, D) with
-        the query heads first, then the key heads, then the value heads, qkv_bias alike,
+        the query heads first, then the key heads, then the value heads, qkv_bias of its rows,
         proj_weight (D, H·E), proj_bias (D,); returns (B, S, D) in x.dtype. Hkv: `kv_heads`, or H.
     norm: "layer_norm" or "rms_norm".
     cu_seqlens: as cu_seqlens_q of `attention`; a token of no sequence becomes x + dropout(proj(0)).
@@ -304,7 +304,7 @@ def _check_stream(
 
 
 def _on_batches(fn: Function, lead: Sequence[int]) -> Function:
-    """`fn`, which takes tensors (*lead, F), on matrices (tokens, F)."""
+    """Return `fn`, which takes tensors (*lead, F), for matrices (tokens, F)."""
     return lambda up: fn(up.view(*lead, -1)).reshape(up.shape)
 
 
@@ -315,7 +315,7 @@ def _heads(
     kv_heads: int | None,
     shown: Callable[[str], str] = str,
 ) -> tuple[int, int, int]:
-    """H, Hkv, and E from the rows of the packed projection, or of that of the queries."""
+    """Return H, Hkv and E, from the rows of the packed or the query projection."""
     kv_heads = nhead if kv_heads is None else kv_heads
     check_heads(nhead, kv_heads)
     packed, q = weights.get("qkv.weight"), weights.get("q.weight")
@@ -343,14 +343,14 @@ def _inputs(
     lengths: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> dict[str, Tensor | None]:
-    """What a block takes besides weights, checked."""
+    """Return the tensors of a block besides its weights, checked."""
     grid = (x.shape[0], nhead, x.shape[1], x.shape[1])
     masks = read_masks(x, grid, attn_mask, padding, lengths, cu_seqlens)
     return {"input": x, "seed": seed_tensor(seed, x.device), **masks}
 
 
 def _lora_specs(given: Sequence[Update], p: float, x: Tensor) -> tuple[LoraSpec, ...]:
-    """The plain numbers of updates in a block of `x`, with dropout `p` of what each reads."""
+    """Return the specs of low-rank updates in a block of `x`, with dropout `p` of their inputs."""
     p, specs = check_p("lora_dropout_p", p), []
     for update in given:
         if not isinstance(update, tuple) or len(update) != 4:
@@ -371,7 +371,7 @@ def _lora_specs(given: Sequence[Update], p: float, x: Tensor) -> tuple[LoraSpec,
 def _weights(
     x: Tensor, weights: Mapping[str, Tensor | None], spec: BlockSpec, lora: Sequence[Update]
 ) -> dict[str, Tensor | None]:
-    """`weights` and the matrices of updates by the names of the block `spec`, checked."""
+    """Return `weights` and the matrices of updates by the names of the block `spec`, checked."""
     unknown = sorted(set(weights).difference(spec.weights))
     if unknown:
         valid = ", ".join(sorted(spec.weights))

@@ -1,4 +1,4 @@
-"""Checks of the arguments of ops, and what ops make of them: masks, lengths, seeds, tokens."""
+"""Checks and conversions of the arguments of ops: masks, lengths, seeds, tokens."""
 
 from __future__ import annotations
 
@@ -67,20 +67,21 @@ def run_tokens(
 def check_tensor(
     name: str, t: object, dtypes: Sequence[torch.dtype], x: Tensor, why: str = ""
 ) -> None:
-    """Raise TypeError unless `t` is a Tensor, RuntimeError unless it has one of `dtypes` and the
-    device of `x`; `why` ends the message."""
+    """Raise unless `t` is a Tensor with one of `dtypes` on the device of `x`.
+
+    `why` ends the message.
+    """
     if not isinstance(t, Tensor):
         raise TypeError(f"{name} must be a Tensor, got {type(t).__name__}")
     if t.dtype not in dtypes or t.device != x.device:
-        wanted = " or ".join(dict.fromkeys(map(str, dtypes)))
+        expected = " or ".join(dict.fromkeys(map(str, dtypes)))
         raise RuntimeError(
-            f"{name} is {t.dtype} on {t.device}, expected {wanted} on {x.device}{why}"
+            f"{name} is {t.dtype} on {t.device}, expected {expected} on {x.device}{why}"
         )
 
 
 def check_alike(tensors: Mapping[str, Tensor | None]) -> None:
-    """Raise unless the first is a floating tensor of one dimension or more, and all others are
-    None or have its dtype and device."""
+    """Raise unless the first is a floating tensor with dimensions, and others match it."""
     (first, x), *others = tensors.items()
     if not isinstance(x, Tensor):
         raise TypeError(f"{first} must be a Tensor, got {type(x).__name__}")
@@ -121,7 +122,7 @@ def _shown(shape: Sequence[int | str]) -> str:
 def hidden_width(
     x: Tensor, weights: Mapping[str, Tensor | None], shown: Callable[[str], str] = str
 ) -> int:
-    """F, if there is a matrix fc1.weight; `shown` is what the caller calls the weights."""
+    """Return F, from the matrix fc1.weight; `shown` maps names to the caller's."""
     name, fc1, expected = shown("fc1.weight"), weights.get("fc1.weight"), ("F", x.shape[-1])
     if fc1 is None:
         raise ValueError(f"{name} is missing, expected shape {_shown(expected)}")
@@ -159,12 +160,12 @@ def check_weights(
 
 
 def argument_name(name: str) -> str:
-    """What ops that take weights one by one call one: "fc1_weight" for "fc1.weight"."""
+    """Return the argument name of a weight: "fc1_weight" for "fc1.weight"."""
     return name.replace(".", "_")
 
 
 def check_heads(nhead: int, kv_heads: int, name: str = "nhead", kv_name: str = "kv_heads") -> None:
-    """Raise TypeError or ValueError unless `kv_heads` divides `nhead`; the caller has the names."""
+    """Raise TypeError or ValueError unless `kv_heads` divides `nhead`."""
     if not isinstance(nhead, int) or not isinstance(kv_heads, int):
         raise TypeError(f"{name} and {kv_name} must be ints, got {nhead!r} and {kv_heads!r}")
     if kv_heads < 1 or nhead < 1 or nhead % kv_heads:
@@ -172,20 +173,20 @@ def check_heads(nhead: int, kv_heads: int, name: str = "nhead", kv_name: str = "
 
 
 def check_norm_kind(norm: str) -> str:
-    """`norm`, if it is a row of `steps.norm.NORMS`; else ValueError."""
+    """Return `norm`; raise ValueError unless it is in `steps.norm.NORMS`."""
     check_one_of("norm", norm, *NORMS)
     return norm
 
 
 def check_p(name: str, p: float) -> float:
-    """`p` as a float, if it is a probability; else ValueError."""
+    """Return `p` as a float; raise ValueError unless it is a probability."""
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"{name} must be between 0 and 1, got {p}")
     return float(p)
 
 
 def seed_tensor(seed: int | Tensor | None, device: torch.device) -> Tensor | None:
-    """`seed`, such a tensor or an int of 64 bits, as an int64 tensor () on `device`."""
+    """Return `seed`, an int of 64 bits or a tensor, as an int64 tensor () on `device`."""
     if seed is None:
         return None
     if isinstance(seed, Tensor):
@@ -204,7 +205,7 @@ def seed_tensor(seed: int | Tensor | None, device: torch.device) -> Tensor | Non
 
 
 def masks_given(tensors: Mapping[str, Tensor | None]) -> tuple[str, ...]:
-    """The masks among a block's tensors, as `AttentionSpec.masks` has them."""
+    """Return the masks among a block's tensors, as `AttentionSpec.masks` lists them."""
     keys = [(name, "cu_q" if name == "cu_seqlens" else name) for name in MASKS]
     return tuple([name for name, key in keys if tensors.get(key) is not None])
 
@@ -219,7 +220,7 @@ def read_masks(
     cu_k: Tensor | None = None,
     name: str = "cu_seqlens",
 ) -> dict[str, Tensor | None]:
-    """All that excludes keys, checked, by the blocks' names; the caller knows `cu_q` as `name`."""
+    """Return all masks and lengths, checked, by the blocks' names; `name` is that of `cu_q`."""
     if key_padding_mask is not None:
         check_tensor("key_padding_mask", key_padding_mask, (torch.bool, x.dtype, torch.float32), x)
         check_shape("key_padding_mask", key_padding_mask, (grid[0], grid[3]))
@@ -231,7 +232,7 @@ def read_masks(
 
 
 def mask_of(mask: Tensor | None, grid: Grid, x: Tensor) -> Tensor | None:
-    """`mask` with four dimensions, or (S_q, S_k), if it broadcasts to `grid`."""
+    """Return `mask` with four dimensions or (S_q, S_k); raise unless it broadcasts to `grid`."""
     if mask is None:
         return None
     check_tensor("attn_mask", mask, (torch.bool, x.dtype, torch.float32), x)
@@ -251,10 +252,9 @@ def _lengths(
     x: Tensor,
     name: str,
 ) -> dict[str, Tensor]:
-    """Key lengths (B,), or the bounds of packed sequences (N + 1,); `cu_k` None is as `cu_q`.
+    """Return key lengths (B,), or bounds of packed sequences (N + 1,); `cu_k` None means `cu_q`.
 
-    Values are checked on a CPU only: a GPU would have to be waited for, and while compiling they
-    are not known.
+    Values are checked on a CPU only: a GPU would synchronize, and a compiler does not know them.
     """
     batch, _, q_len, kv_len = grid
     if key_lengths is not None:
@@ -282,8 +282,8 @@ def _lengths(
         check_shape("cu_seqlens_k", cu_k, cu_q.shape, {name: cu_q})
     elif q_len != kv_len:
         raise ValueError(
-            f"cu_seqlens_k is missing: there are {q_len} queries and {kv_len} keys, so {name} "
-            "cannot stand for both"
+            f"cu_seqlens_k is missing: with {q_len} queries and {kv_len} keys, {name} cannot be "
+            "used for both; pass cu_seqlens_k"
         )
     return {"cu_q": cu_q, "cu_k": cu_q if cu_k is None else cu_k}
 
@@ -297,5 +297,5 @@ def _check_bounds(name: str, cu: Tensor, tokens: int, x: Tensor) -> None:
 
 
 def _is_known(t: Tensor) -> bool:
-    """Whether reading the values of `t` waits for no device and breaks no compiled graph."""
+    """Return whether reading `t` synchronizes no device and breaks no compiled graph."""
     return t.device.type == "cpu" and not torch.compiler.is_compiling()

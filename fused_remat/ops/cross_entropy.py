@@ -1,4 +1,4 @@
-"""The loss of a language model's head as a function; the logits never exist as a whole."""
+"""The loss of a language model's head as a function, without a tensor of all logits."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def linear_cross_entropy(
     chunk: int | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """cross_entropy(cap(hidden @ weight.T + bias), target) + z_loss · logsumexp².
+    """Compute cross_entropy(cap(hidden @ weight.T + bias), target) + z_loss · logsumexp².
 
-    As `F.cross_entropy` of logits in float32, which is how Hugging Face computes it: the mean is
-    over tokens that are not ignored, NaN if there is none; ignored tokens are 0 in "none"; label
-    smoothing is over the whole vocabulary. Hugging Face's `num_items_in_batch` is reduction="sum",
+    Equals `F.cross_entropy` of logits in float32, as Hugging Face computes it: the mean is over
+    tokens that are not ignored, NaN if there is none; ignored tokens are 0 in "none"; label
+    smoothing is over the entire vocabulary. Hugging Face's `num_items_in_batch` is reduction="sum",
     divided by it. Blocks of logits are computed one at a time.
 
     Shapes: hidden (..., D), weight (V, D), target (...), bias (V,); returns (), or (...) for
@@ -72,8 +72,8 @@ def linear_cross_entropy(
         parallel, weight, bias = _own_columns(weight, bias)
     hidden = _checked(hidden, weight, bias, target)
     if parallel is not None:
-        whole = CrossEntropyTargets(target.reshape(-1), ignore_index, 0.0, 0.0, 0.0, 0)
-        check_targets(whole, len(weight) * parallel.size)
+        targets = CrossEntropyTargets(target.reshape(-1), ignore_index, 0.0, 0.0, 0.0, 0)
+        check_targets(targets, len(weight) * parallel.size)
     if shift:
         target = F.pad(target, (0, 1), value=ignore_index)[..., 1:]
     node = LinearCrossEntropy(
@@ -99,7 +99,7 @@ def linear_cross_entropy(
 
 
 def _own_columns(weight: Any, bias: Any) -> tuple[ParallelSpec, Tensor, Tensor | None]:
-    """The rank's place among those that share a vocabulary, and its rows of weight and bias."""
+    """Return the rank in a divided vocabulary, and its rows of weight and bias."""
     given = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
     for name, t in given.items():
         if not is_dtensor(t) or len(t.placements) != 1 or not t.placements[0].is_shard(0):
@@ -116,8 +116,8 @@ def _own_columns(weight: Any, bias: Any) -> tuple[ParallelSpec, Tensor, Tensor |
         )
     group = mesh.get_group().group_name
     shards = local_shards(group, (False,) * len(given), list(given.values()))
-    place = ParallelSpec(group=group, size=size, rank=rank, sequence=False)
-    return place, shards[0], None if bias is None else shards[1]
+    spec = ParallelSpec(group=group, size=size, rank=rank, sequence=False)
+    return spec, shards[0], None if bias is None else shards[1]
 
 
 def _check_options(
@@ -137,14 +137,14 @@ def _check_options(
 
 
 def _checked(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor) -> Tensor:
-    """`hidden` in the dtype that products take, once everything fits it."""
+    """Return `hidden` in the dtype of products, after all checks."""
     check_alike({"hidden": hidden})
     dtypes: tuple[torch.dtype, ...] = (hidden.dtype,)
     why = ", as hidden"
     if autocast_on(hidden) and hidden.dtype in _CASTABLE:
         low = torch.get_autocast_dtype(hidden.device.type)
         dtypes, why = _CASTABLE, f", which autocast converts to {low}"
-        hidden = hidden.to(low)  # weights are rounded block by block: no copy of the head is made
+        hidden = hidden.to(low)  # weights are rounded block by block, without a copy of the head
     check_tensor("weight", weight, dtypes, hidden, why)
     if bias is not None:
         check_tensor("bias", bias, dtypes, hidden, why)

@@ -1,4 +1,4 @@
-"""Pieces of blocks as functions: MLPs, norms, dropout with its sum, rotary embedding."""
+"""Parts of blocks as functions: MLPs, norms, dropout with its sum, rotary embedding."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def mlp(
     seed: int | Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """dropout(activation(x @ fc1_weight.T + fc1_bias)) @ fc2_weight.T + fc2_bias.
+    """Compute dropout(activation(x @ fc1_weight.T + fc1_bias)) @ fc2_weight.T + fc2_bias.
 
     Shapes: x (..., D), fc1_weight (F, D), fc1_bias (F,), fc2_weight (Dout, F), fc2_bias (Dout,);
         returns (..., Dout) in x.dtype. Biases may be None.
@@ -86,7 +86,7 @@ def gated_mlp(
     seed: int | Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """dropout(act(x @ gate_weight.T) * (x @ up_weight.T)) @ down_weight.T, biases added if given.
+    """Compute dropout(act(x @ gate_weight.T) * (x @ up_weight.T)) @ down_weight.T, with biases.
 
     The activation has a name (as in `mlp`): "silu" makes it SwiGLU, "gelu" GeGLU, "relu" ReGLU.
 
@@ -107,8 +107,8 @@ def gated_mlp(
         "gate.weight": gate_weight, "gate.bias": gate_bias, "fc1.weight": up_weight,
         "fc1.bias": up_bias, "fc2.weight": down_weight, "fc2.bias": down_bias,
     }  # fmt: skip
-    given = _mlp(x, weights, activation, dropout_p, seed, shown=_gated_name)
-    return run_tokens(*given, policy, backend)
+    block = _mlp(x, weights, activation, dropout_p, seed, shown=_gated_name)
+    return run_tokens(*block, policy, backend)
 
 
 def mlp_block(
@@ -131,7 +131,7 @@ def mlp_block(
     seed: int | Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """x + dropout(mlp(norm(x))): the second half of a pre-norm transformer block.
+    """Compute x + dropout(mlp(norm(x))), the second half of a pre-norm transformer block.
 
     With `gate_weight` the MLP is gated, act(gate) * fc1, as in `gated_mlp`.
 
@@ -160,8 +160,8 @@ def mlp_block(
     elif gate_bias is not None:
         raise ValueError("gate_bias is given without gate_weight")
     spec = NormSpec(kind=check_norm_kind(norm), eps=float(eps))
-    given = _mlp(x, weights, activation, dropout_p, seed, spec, residual_dropout_p)
-    return run_tokens(*given, policy, backend)
+    block = _mlp(x, weights, activation, dropout_p, seed, spec, residual_dropout_p)
+    return run_tokens(*block, policy, backend)
 
 
 def layer_norm(
@@ -173,7 +173,7 @@ def layer_norm(
     policy: str | Policy = "full",
     backend: str = "auto",
 ) -> Tensor:
-    """(x - mean) / sqrt(var + eps) * weight + bias over the last dimension.
+    """Compute (x - mean) / sqrt(var + eps) * weight + bias over the last dimension.
 
     Shapes: x (..., D), weight and bias (D,) or None; returns (..., D) in x.dtype.
     Units: bytes kept = the input, and 8 a token (mean and rstd in float32; 16 for float64).
@@ -194,7 +194,7 @@ def rms_norm(
     policy: str | Policy = "full",
     backend: str = "auto",
 ) -> Tensor:
-    """x / sqrt(mean(x**2) + eps) * weight over the last dimension.
+    """Compute x / sqrt(mean(x**2) + eps) * weight over the last dimension.
 
     Shapes: x (..., D), weight (D,) or None; returns (..., D) in x.dtype. `eps` None is the machine
         epsilon of the dtype computed in (float32 for 16 bits), as `torch.nn.functional.rms_norm`
@@ -220,7 +220,7 @@ def dropout_add(
     seed: int | Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """residual + dropout(x), rounded once; the mask is never stored.
+    """Compute residual + dropout(x), rounded once; the mask is never stored.
 
     Shapes: x and residual (..., D); returns the same, in x.dtype.
     Units: bytes kept = 8 (the seed), or nothing at p = 0.
@@ -250,10 +250,10 @@ def rotary(
     policy: str | Policy = "full",
     backend: str = "auto",
 ) -> Tensor:
-    """qkv, its queries and keys rotated in pairs: y1 = x1 cos - x2 sin, y2 = x2 cos + x1 sin.
+    """Rotate queries and keys of qkv in pairs: y1 = x1 cos - x2 sin, y2 = x2 cos + x1 sin.
 
     Shapes: qkv (B, S, (H + 2·Hkv)·E), the query heads first, then the key heads, then the value
-        heads, which stay as they are; returns the same in qkv.dtype. cos and sin (S, R/2) or
+        heads, which stay unchanged; returns the same in qkv.dtype. cos and sin (S, R/2) or
         (B, S, R/2), of qkv's dtype or float32; they rotate the first R elements of each head,
         R <= E. Both None: nothing is rotated. Hkv is `kv_heads`, or H.
     interleaved: (x1, x2) are neighbours, elements 2i and 2i + 1 (GPT-J); else i and i + R/2
@@ -294,10 +294,8 @@ def rotary(
     return run_block(rotary_graph(spec), policy, {"input": qkv, **tensors}, backend=backend)
 
 
-# --- what they run
-
 #: A graph, its tensors by name, and the caller's functions.
-Given = tuple[Graph, dict[str, Tensor | None], Mapping[str, Function]]
+Block = tuple[Graph, dict[str, Tensor | None], Mapping[str, Function]]
 
 
 def _mlp(
@@ -309,10 +307,10 @@ def _mlp(
     norm: NormSpec | None = None,
     residual_dropout_p: float = 0.0,
     shown: Callable[[str], str] = argument_name,
-) -> Given:
-    """An MLP, gated if `weights` has a gate, and with `norm` and a residual if that is given.
+) -> Block:
+    """Return an MLP, gated if `weights` has a gate, with `norm` and a residual unless None.
 
-    `shown`: what the caller calls the weights.
+    `shown` maps names of weights to the caller's.
     """
     check_alike({"x": x, **{shown(name): t for name, t in weights.items()}})
     gated = "gate.weight" in weights
@@ -335,7 +333,7 @@ def _gated_name(name: str) -> str:
     return argument_name(name).replace("fc1", "up").replace("fc2", "down")
 
 
-def _norm(kind: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Given:
+def _norm(kind: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Block:
     check_alike({"x": x, "weight": weight, "bias": bias})
     for name, t in (("weight", weight), ("bias", bias)):
         check_shape(name, t, x.shape[-1:], {"x": x})
@@ -344,7 +342,7 @@ def _norm(kind: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps:
 
 
 def split_rope(rope: object) -> tuple[Tensor | None, Tensor | None]:
-    """cos and sin of a caller's `rope`, both None for None. Raises: TypeError for anything else."""
+    """Return cos and sin of `rope`, both None for None; raise TypeError for anything else."""
     if rope is None:
         return None, None
     if not isinstance(rope, tuple | list) or len(rope) != 2:
@@ -361,26 +359,26 @@ def rotary_tensors(
     q_weight: Tensor | None,
     k_weight: Tensor | None,
 ) -> dict[str, Tensor]:
-    """What a rotary step takes besides its input x (B, S, ...), by name, checked."""
-    found: dict[str, Tensor] = {}
+    """Return the tensors of a rotary step besides its input x (B, S, ...), by name, checked."""
+    tensors: dict[str, Tensor] = {}
     if cos is not None or sin is not None:
         c, s = _table("cos", cos, x, head_dim), _table("sin", sin, x, head_dim)
         check_shape("sin", s, c.shape, {"cos": c})
         if s.dtype != c.dtype:
             raise RuntimeError(f"sin is {s.dtype} and cos {c.dtype}: both must have one dtype")
-        found = {"cos": c, "sin": s}
+        tensors = {"cos": c, "sin": s}
     if (q_weight is None) != (k_weight is None):
         raise ValueError("q_norm_weight and k_norm_weight go together; one of them is None")
     check_alike({"x": x, "q_norm_weight": q_weight, "k_norm_weight": k_weight})
     for name, weight in (("q_norm", q_weight), ("k_norm", k_weight)):
         if weight is not None:
             check_shape(f"{name}_weight", weight, (head_dim,), {"x": x})
-            found[f"{name}.weight"] = weight
-    return found
+            tensors[f"{name}.weight"] = weight
+    return tensors
 
 
 def _table(name: str, table: Any, x: Tensor, head_dim: int) -> Tensor:
-    """The table, without a batch dimension of one."""
+    """Return a checked table, without a batch dimension of one."""
     check_tensor(name, table, (x.dtype, torch.float32), x)
     if table.requires_grad and torch.is_grad_enabled():
         raise RuntimeError(
@@ -403,7 +401,7 @@ def _table(name: str, table: Any, x: Tensor, head_dim: int) -> Tensor:
 def rotary_fields(
     tensors: Mapping[str, Tensor | None], interleaved: bool, eps: float
 ) -> dict[str, Any]:
-    """What an `AttentionSpec` says of the tensors that `rotary_tensors` found."""
+    """Return the fields of an `AttentionSpec` for the tensors of `rotary_tensors`."""
     fields: dict[str, Any] = {}
     if "cos" in tensors:
         fields["rotary"] = RotarySpec(interleaved=bool(interleaved))

@@ -19,8 +19,8 @@ from fused_remat.report.step import arguments_of, device_of, restored, tensors_i
 from fused_remat.steps.chunk import Chunk, Pass
 from fused_remat.steps.node import Node
 from fused_remat.steps.operations import OPERATIONS, Function, Operations
-from fused_remat.tracing.find import repeated_layers
-from fused_remat.tracing.layer import would_read
+from fused_remat.tracing.discovery import repeated_layers
+from fused_remat.tracing.layer import description_if_converted
 
 #: What a layer's own forward keeps, by what the layer ran as.
 _RAN: dict[str | None, str] = {
@@ -179,7 +179,7 @@ class _Recorder:
     def explanation(self) -> Explanation:
         """Return the explanations, with the implementations that the steps reported."""
         for block, layer, args, kwargs in self._untraced:
-            block.reason = would_read(layer, args, kwargs)
+            block.reason = description_if_converted(layer, args, kwargs)
         for block, node, reasons in self._steps:
             parts = ("; ".join(dict.fromkeys(reasons)), node.description[0])
             text = ", ".join(filter(None, parts))

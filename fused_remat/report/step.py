@@ -22,7 +22,7 @@ from fused_remat.layers import FusedLayer
 from fused_remat.layers.record import Ran, Record, noted_apart, record_of
 from fused_remat.report.allocations import AllocationTrace, Span
 from fused_remat.report.saved import Saved, SavedBytes
-from fused_remat.tracing.layer import ReadLayer
+from fused_remat.tracing.layer import TracedLayer
 
 _LAYERS = (FusedLayer, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 _CONTAINERS = (nn.ModuleList, nn.Sequential)
@@ -130,13 +130,13 @@ def trace_layers(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     What tracing takes is no part of the step that is reported. Some layers set attributes at their
     first call, and are traced again at the second.
     """
-    layers = [m for m in model.modules() if isinstance(m, ReadLayer)]
+    layers = [m for m in model.modules() if isinstance(m, TracedLayer)]
     inputs = list(tensors_in([args, kwargs]))
     for _ in range(_MOST_RUNS if layers else 0):
-        before = [layer.read_as for layer in layers]
+        before = [layer.last_trace for layer in layers]
         with restored(model, inputs, device_of(model, inputs)):
             model(*args, **kwargs)
-        if [layer.read_as for layer in layers] == before:
+        if [layer.last_trace for layer in layers] == before:
             break
 
 

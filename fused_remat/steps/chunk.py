@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -91,16 +91,6 @@ class Layout:
         return rows if length == seq_len else rows * length // seq_len
 
 
-class WeightGrad(NamedTuple):
-    """A weight gradient left for later: what `Chunk.add_weight_grad` was called with."""
-
-    name: str
-    dy: Tensor
-    x: Tensor
-    part: Part | None
-    partial: bool
-
-
 class Pass:
     """One forward or backward pass of one call: what all its chunks share.
 
@@ -112,7 +102,6 @@ class Pass:
         like: a tensor with the dtype and device of the block's input.
         watch: called after every step that computes an activation, with the step and its chunk.
         sink: by param, buffers that gradients are added to, in float32 (float64) throughout.
-        deferred: takes the two factors of each weight gradient in place of their product.
     """
 
     def __init__(
@@ -123,7 +112,6 @@ class Pass:
         like: Tensor,
         watch: Callable[[Any, Chunk], None] | None = None,
         sink: Mapping[str, Tensor] | None = None,
-        deferred: list[WeightGrad] | None = None,
     ) -> None:
         self.execution, self.tensors, self.functions = execution, tensors, functions
         self.ops, self.chunks = execution.ops, execution.chunks
@@ -134,7 +122,7 @@ class Pass:
         self.exact = sink is not None
         self.param_grads: dict[str, Tensor] = {} if sink is None else dict(sink)
         self.joint_grads: dict[tuple[str, ...], Tensor] = {}
-        self.watch, self.deferred = watch, deferred
+        self.watch = watch
         self._site_keys: dict[int, tuple[Tensor, ...]] = {}
 
     def take_grads(self, names: Collection[str]) -> dict[str, Tensor]:
@@ -246,8 +234,7 @@ class Chunk(dict[str, Tensor]):
 
     def take_grad(self, name: str) -> tuple[Tensor, bool]:
         """Remove and return an activation's gradient, and whether it may be overwritten."""
-        grad, owned = self.grads.pop(name)
-        return grad, owned and self.owner.deferred is None  # else it may be a factor of a product
+        return self.grads.pop(name)
 
     def sum_of_grads(self, name: str, dtype: torch.dtype) -> Tensor | None:
         """Remove an activation's gradient, if there is one in `dtype`, to add to it in place."""
@@ -286,9 +273,6 @@ class Chunk(dict[str, Tensor]):
     ) -> None:
         """Add dy.T @ x to the gradient of a weight; `partial`: the step itself will add more."""
         owner, grads = self.owner, self.owner.param_grads
-        if owner.deferred is not None:
-            owner.deferred.append(WeightGrad(name, dy, x, part, partial))
-            return
         partial = partial or owner.partial
         if part is not None:
             wide = torch.promote_types(x.dtype, torch.float32) if partial else x.dtype
@@ -302,11 +286,11 @@ class Chunk(dict[str, Tensor]):
     ) -> None:
         """`add_weight_grad` of layers whose columns of dy are side by side: one product.
 
-        The gradients are rows of one tensor, unless some were there before or are left for later.
+        The gradients are rows of one tensor, unless some exist already.
         """
         owner, grads = self.owner, self.owner.param_grads
         whole = owner.joint_grads.get(names)
-        if owner.deferred is not None or (whole is None and not grads.keys().isdisjoint(names)):
+        if whole is None and not grads.keys().isdisjoint(names):
             for name, columns in zip(names, dy.split(sizes, 1), strict=True):
                 self.add_weight_grad(name, columns, x)
             return

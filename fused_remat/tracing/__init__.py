@@ -1,1 +1,1 @@
-"""Reads the block of any layer from a recording of its operations, and proves it by running it."""
+"""Tracing of any layer: its operations become the graph of a block, proved by running both."""

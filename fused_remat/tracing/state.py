@@ -1,4 +1,4 @@
-"""What a layer's code depends on besides tensors: objects to tell apart, classes and modules."""
+"""The state that a layer's code depends on besides tensors, as values that can be compared."""
 
 from __future__ import annotations
 
@@ -9,29 +9,76 @@ import itertools
 import types
 import weakref
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy
 import torch
 from torch import Tensor, nn
 
+from fused_remat.layers.converted import ConvertedLayer
+from fused_remat.layers.eligibility import (
+    RECORDERS,
+    Unsupported,
+    check_unpacked,
+    qualified,
+    recorded,
+)
 from fused_remat.tracing.values import attributes
 
-_PLAIN = {
-    int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device,
-    types.BuiltinFunctionType,
-}  # fmt: skip
-
-
-#: Of a device mesh, or of a state of FSDP.
+_NUMBERS = (int, float, bool, str, type(None))
+_PLAIN = {*_NUMBERS, bytes, complex, torch.dtype, torch.device, types.BuiltinFunctionType}
+#: Modules of a device mesh, or of a state of FSDP.
 _MACHINERY = ("torch.distributed.", "torch._", "torch.utils.")
+#: Attributes that every module has.
+_MODULE = frozenset(nn.Module().__dict__)
+
+
+def state_of(layer: nn.Module, excluded: Collection[str]) -> tuple[Any, ...]:
+    """Return all that a trace depends on besides the arguments: classes, flags, numbers, shapes.
+
+    `excluded`: names of attributes that are left out.
+
+    Raises: Unsupported for a submodule with hooks, which a block would not call, or with packed
+        parameters, which it would not read.
+    """
+    state, modules = list[Any](), [*layer.named_modules()]
+    seen: dict[int, Any] = {id(module): path for path, module in modules}
+    for path, module in modules:
+        own = module.__dict__
+        _check_hooks(own, path)
+        kind = module.stock if isinstance(module, ConvertedLayer) else type(module)
+        if "training" not in own:
+            raise Unsupported(f"{path or 'it'} is {qualified(kind)}, which has compiled code")
+        check_unpacked(module, path)
+        forward = own.get("forward", kind.forward)
+        state += [path, weakref.ref(kind), exact(forward, seen), own["training"]]
+        state += numbers_of(kind)
+        for name, value in own.items():
+            if name not in _MODULE and name not in excluded:
+                state += [name, exact(value, seen)]
+        for tensors in (own["_parameters"], own["_buffers"]):
+            state += [(n, None if t is None else (t.shape, t.dtype)) for n, t in tensors.items()]
+    return tuple(state)
+
+
+def _check_hooks(own: Mapping[str, Any], path: str) -> None:
+    """Raise Unsupported for hooks on a submodule, or hooks that record scores."""
+    if path and (own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]):
+        raise Unsupported(f"{path} has hooks")
+    for hook in own["_forward_hooks"].values():
+        if getattr(hook, "__module__", None) == RECORDERS:
+            requested = recorded(hook)
+            if requested and (path or requested != "hidden_states"):
+                raise Unsupported(f"the call requests {requested}, which a block does not compute")
+        elif path:
+            raise Unsupported(f"{path} has hooks")
 
 
 def exact(value: Any, seen: dict[int, Any]) -> Any:
-    """A value to tell apart by: equal to that of another one only where code cannot tell the two.
+    """Return a key that equals another value's key only if code cannot tell the two values apart.
 
-    `seen`: by id, what stands for objects that were met before.
+    `seen`: by id, the keys of objects that were visited before.
 
     >>> exact([1, {"eps": 1e-5}], {}) == exact([1, {"eps": 1e-6}], {})
     False
@@ -72,16 +119,16 @@ def exact(value: Any, seen: dict[int, Any]) -> Any:
         return kind  # it does not decide what is computed
     elif isinstance(value, nn.Module):  # outside of the layer
         numbers = {n: v for n, v in vars(value).items() if type(v) in _PLAIN}
-        return _Itself(value), *numbers.items()
+        return _Identity(value), *numbers.items()
     elif own := attributes(value):
         parts = itertools.chain(*own.items())
     if parts is not None:
         return weakref.ref(kind), *[exact(part, seen) for part in parts]
-    return _Itself(value)
+    return _Identity(value)
 
 
-class _Itself:
-    """Equal for the same object only, which it does not hold if it need not."""
+class _Identity:
+    """A key that equals that of the same object only, held weakly if the object permits."""
 
     def __init__(self, value: Any) -> None:
         self.id = id(value)
@@ -91,36 +138,37 @@ class _Itself:
             self.value = lambda: value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Itself) and self.value() is other.value() is not None
+        return isinstance(other, _Identity) and self.value() is other.value() is not None
 
     def __hash__(self) -> int:
         return self.id
 
 
 def held_by(function: Any) -> list[Any]:
-    """What a function holds, as closures, defaults and the methods of lists do."""
-    cells, given = (getattr(function, n, None) or () for n in ("__closure__", "__defaults__"))
+    """Return the objects that a function holds by closure, by defaults, or as a list's method."""
+    cells, defaults = (getattr(function, n, None) or () for n in ("__closure__", "__defaults__"))
     own = getattr(function, "__self__", None)
     holder = [own] if isinstance(own, (list, dict, set, deque)) else []
-    return [*[cell.cell_contents for cell in cells], *given, *holder]
+    return [*[cell.cell_contents for cell in cells], *defaults, *holder]
 
 
 def is_mutable(value: Any) -> bool:
-    """Whether a value is neither a number, nor a class, a function or a tensor."""
+    """Return whether a value is neither a number, nor a class, a function or a tensor."""
     plain = (type, Tensor, types.FunctionType, types.BuiltinFunctionType, *_NUMBERS)
     return not isinstance(value, plain)
 
 
-#: By class: what its functions read that no layer holds, as an owner (a class, or the globals of a
-#: module) and a name.
+#: By class: the names that its functions read outside of any layer, each with its owner (a class,
+#: or the globals of a module); and those of them that were numbers, each with its namespace.
 _OUTSIDE: weakref.WeakKeyDictionary[type, list[tuple[Any, str]]] = weakref.WeakKeyDictionary()
-_NUMBERS = (int, float, bool, str, type(None))
+_NUMBERED: weakref.WeakKeyDictionary[type, list[tuple[Mapping[str, Any], str]]]
+_NUMBERED = weakref.WeakKeyDictionary()
 
 
-def outside(kind: type) -> list[tuple[Any, str]]:
-    """Attributes of a class, and the globals of its module that functions of the module read."""
+def _outside(kind: type) -> list[tuple[Any, str]]:
+    """Return attributes of a class, and the globals of its module that its functions read."""
     if kind not in _OUTSIDE:
-        found, seen = list[tuple[Any, str]](), set[types.FunctionType]()
+        pairs, seen = list[tuple[Any, str]](), set[types.FunctionType]()
         own = [k for k in kind.__mro__ if not k.__module__.startswith(("torch.", "builtins"))]
         todo: list[tuple[Any, str, str]]
         todo = [(k, name, k.__module__) for k in own for name in vars(k)]
@@ -134,31 +182,26 @@ def outside(kind: type) -> list[tuple[Any, str]]:
                     read = {step.argval for step in steps if step.opname == "LOAD_GLOBAL"}
                     todo += [(value.__globals__, n, package) for n in read]
             elif not name.startswith("__"):
-                found.append((owner, name))
-        _OUTSIDE[kind] = found
+                pairs.append((owner, name))
+        _OUTSIDE[kind] = pairs
     return _OUTSIDE[kind]
 
 
 def get(owner: Any, name: str) -> Any:
-    """The value that a class, or a dict, has by a name."""
+    """Return the value that a class, or a dict, has under a name."""
     return (owner if isinstance(owner, dict) else vars(owner)).get(name)
 
 
-#: By class, those of `outside` that were numbers, as a namespace and a name.
-_NUMBERED: weakref.WeakKeyDictionary[type, list[tuple[Mapping[str, Any], str]]]
-_NUMBERED = weakref.WeakKeyDictionary()
-
-
 def numbers_of(kind: type) -> list[Any]:
-    """Numbers that a class's functions read from it and from their module."""
-    found = _NUMBERED.get(kind)
-    if found is None:
-        pairs = [(o, n) for o, n in outside(kind) if type(get(o, n)) in _NUMBERS]
-        found = [(o if isinstance(o, dict) else vars(o), n) for o, n in pairs]
-        _NUMBERED[kind] = found
-    return [values.get(name) for values, name in found]
+    """Return the numbers that a class's functions read from it and from their module."""
+    if kind not in _NUMBERED:
+        pairs = [(o, n) for o, n in _outside(kind) if type(get(o, n)) in _NUMBERS]
+        _NUMBERED[kind] = [(o if isinstance(o, dict) else vars(o), n) for o, n in pairs]
+    return [values.get(name) for values, name in _NUMBERED[kind]]
 
 
 def shared_by(layer: nn.Module) -> list[tuple[Any, str]]:
-    """What the classes of a layer's modules read that no layer holds (`outside`)."""
-    return [pair for kind in {type(module) for module in layer.modules()} for pair in outside(kind)]
+    """Return the names, with their owners, that classes of a layer's modules read outside of it."""
+    return [
+        pair for kind in {type(module) for module in layer.modules()} for pair in _outside(kind)
+    ]

@@ -1,9 +1,8 @@
-"""What a recording is made of: operations on numbered values, and numbers that follow a call."""
+"""The data of a recording: operations on numbered values, and numbers by the sizes of a call."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -11,20 +10,54 @@ import torch
 from torch import Tensor, nn
 
 Sizes = Mapping[str, int]
-#: What is added to whole numbers on which a layer should not depend: no size of a call explains it.
+#: Offset added to whole numbers that a layer should not depend on; no size of a call explains it.
 SHIFT = 1009
 
+# Names of operations, without leading and trailing underscores (`Op.kind`).
+ADD = {"add", "radd", "iadd"}
+MATMUL = {"matmul", "bmm", "mm"}
+#: Operations that read the shape of their first argument, not its values.
+SHAPES = (
+    "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "new_zeros",
+    "new_ones", "new_empty", "new_full", "new_tensor", "randint_like",
+)  # fmt: skip
+#: Operations that move elements or cast them.
+MOVES = {
+    "view", "reshape", "view_as", "reshape_as", "transpose", "permute", "t", "contiguous", "to",
+    "float", "double", "half", "bfloat16", "type", "type_as", "expand", "expand_as", "squeeze",
+    "unsqueeze", "flatten", "unflatten", "getitem", "get", "chunk", "split", "tensor_split",
+    "unbind", "select", "narrow", "cat", "concat", "concatenate", "stack", "movedim", "moveaxis",
+    "swapaxes", "swapdims", "repeat", "repeat_interleave", "clone", "copy", "setitem", "roll",
+    "flip", "pad", "index_select", "view_as_complex", "view_as_real", "dropout", "table",
+}  # fmt: skip
+#: Operations whose result is a polynomial of their inputs or a quotient of two: what holds for
+#: random values holds for all values.
+ALGEBRA = MOVES | ADD | MATMUL | {
+    "sub", "subtract", "rsub", "isub", "mul", "rmul", "imul", "multiply", "div", "truediv",
+    "rtruediv", "itruediv", "true_divide", "neg", "rmatmul", "linear", "addmm", "baddbmm",
+    "einsum", "sum", "mean", "cumsum", "square", "addcmul", "lerp", "masked_fill", "where",
+    "outer", "complex", "real", "imag", "tril", "triu", "norm", *SHAPES,
+}  # fmt: skip
 
-class Unreadable(Exception):
-    """The operations of a layer cannot be read as a block. The text is the reason."""
+
+class Untraceable(Exception):
+    """A reason why the operations of a layer cannot be traced as a block."""
 
 
-class SideEffect(Unreadable):
-    """Forward changes more than its result: a second one would not be the same."""
+class SideEffect(Untraceable):
+    """A forward that changes more than its result, so that a second one would differ."""
 
 
-class Mismatch(Unreadable):
-    """The two recordings differ in what no size and no dtype explains."""
+class Mismatch(Untraceable):
+    """A difference between the two recordings that no size and no dtype explains."""
+
+
+class Opaque(RuntimeError):
+    """An operation that cannot be traced; the submodule at `path` has to be replayed."""
+
+    def __init__(self, path: str, reason: str) -> None:
+        super().__init__(f"{path}: {reason}" if path else reason)
+        self.path, self.reason = path, reason
 
 
 @dataclass(frozen=True)
@@ -43,6 +76,7 @@ class Size:
     offset: int = 0
 
     def of(self, sizes: Sizes) -> int:
+        """Return the number in a call with these sizes."""
         n = self.factor
         for name in self.names:
             n *= sizes[name]
@@ -69,36 +103,8 @@ class Limit(NamedTuple):
 _LEAVES = {Ref, Size, Tensor, nn.Parameter, int, float, bool, str, type(None)}
 
 
-@dataclass(frozen=True)
-class Unkept:
-    """An object among a layer's results: its class, its numbers, and the names of what it holds
-    besides, which a block does not make."""
-
-    kind: type
-    numbers: tuple[tuple[str, Any], ...]
-    names: tuple[str, ...]
-
-    def make(self) -> Any:
-        """An object of the class that raises RuntimeError where it is asked for the others."""
-        kind: Any = _unkept(self.kind, self.names) if self.names else self.kind
-        made = kind.__new__(kind)
-        made.__dict__.update(self.numbers)
-        return made
-
-
-@functools.lru_cache
-def _unkept(kind: type, names: tuple[str, ...]) -> type:
-    def refused(name: str) -> property:
-        def get(_: Any) -> Any:
-            raise RuntimeError(f"fused_remat: a block does not make {kind.__name__}.{name}")
-
-        return property(get)
-
-    return type(kind.__name__, (kind,), {name: refused(name) for name in names})
-
-
 def map_tree(tree: Any, leaf: Callable[[Any], Any]) -> Any:
-    """`tree` with every leaf of its tuples, lists, dicts and slices replaced by `leaf` of it."""
+    """Return `tree` with `leaf` applied to each leaf of its tuples, lists, dicts and slices."""
     if type(tree) in _LEAVES:
         return leaf(tree)
     if isinstance(tree, tuple) and not isinstance(tree, Limit):
@@ -114,44 +120,44 @@ def map_tree(tree: Any, leaf: Callable[[Any], Any]) -> Any:
 
 
 def leaves(tree: Any) -> list[Any]:
-    """The leaves of a tree, in order."""
-    found: list[Any] = []
-    map_tree(tree, found.append)
-    return found
+    """Return the leaves of a tree, in order."""
+    result: list[Any] = []
+    map_tree(tree, result.append)
+    return result
+
+
+def refs(tree: Any) -> list[int]:
+    """Return the numbers of the values in a tree."""
+    return [leaf.index for leaf in leaves(tree) if isinstance(leaf, Ref)]
 
 
 def attributes(value: Any) -> dict[str, Any]:
-    """The attributes of an object, also those of slots."""
-    found = dict(getattr(value, "__dict__", {}))
+    """Return the attributes of an object, including those in slots."""
+    result = dict(getattr(value, "__dict__", {}))
     for kind in type(value).__mro__[:-1]:
         names = vars(kind).get("__slots__", ())
         for name in (names,) if isinstance(names, str) else names:
             if not name.startswith("__") and hasattr(value, name):
-                found[name] = getattr(value, name)
-    return found
-
-
-def refs(tree: Any) -> list[int]:
-    """The numbers of the values in a tree."""
-    return [leaf.index for leaf in leaves(tree) if isinstance(leaf, Ref)]
+                result[name] = getattr(value, name)
+    return result
 
 
 @dataclass(eq=False)
 class Op:
-    """One operation.
+    """A recorded operation.
 
     Attributes:
         name: of the function; of an opaque submodule, one that no function has.
-        run: called with the arguments, it returns a result with the outputs as its leaves. It
+        run: called with the arguments, returns a result with the outputs as its leaves. It
             changes no argument. That of an opaque submodule takes the submodule first.
-        args, kwargs: with `Ref`s in the places of tensors.
+        args, kwargs: arguments with a `Ref` for each tensor.
         outs: the numbers of the tensors among the result's leaves; None for other leaves.
-        p: of dropout: the probability, if it is active.
+        p: of dropout, the probability if it is active.
         random: whether it draws random numbers.
         path: of an opaque submodule, its path.
         inside: the path of the submodule that runs it.
-        info: of a norm, its `NormSpec`; of an activation, its name; of an opaque submodule, why it
-            was not read.
+        info: of a norm, its `NormSpec`; of an activation function, its name; of an opaque
+            submodule, why it was not traced.
     """
 
     name: str
@@ -165,10 +171,50 @@ class Op:
     path: str | None = None
     info: Any = None
 
+    @property
+    def kind(self) -> str:
+        """The name without underscores at its ends."""
+        return self.name.strip("_")
+
+    @property
+    def reads(self) -> list[int]:
+        """The numbers of the values among the arguments."""
+        return refs((self.args, self.kwargs))
+
+    @property
+    def writes(self) -> list[int]:
+        """The numbers of the tensors among the results."""
+        return [n for n in self.outs if n is not None]
+
+
+def ops_for(
+    needed: Iterable[int], producers: Mapping[int, Op], known: Iterable[int] = ()
+) -> tuple[set[Op], set[int]]:
+    """Return the operations that compute values, and the values that none of these computes.
+
+    Args:
+        needed: the numbers of the values.
+        producers: by the number of a value, the operation that computes it.
+        known: values that are not to be computed.
+    """
+    ops, roots, seen, todo = set[Op](), set[int](), {*known}, [*needed]
+    while todo:
+        number = todo.pop()
+        if number in seen:
+            continue
+        seen.add(number)
+        op = producers.get(number)
+        if op is None:
+            roots.add(number)
+        elif op not in ops:
+            ops.add(op)
+            todo += op.reads
+    return ops, roots
+
 
 @dataclass(eq=False)
 class Span:
-    """A submodule's call: what ran inside of it, its arguments and its result."""
+    """A submodule's call: the operations and calls in it, its arguments and its result."""
 
     path: str
     args: tuple[Any, ...] = ()
@@ -178,18 +224,12 @@ class Span:
     trouble: str = ""
 
     def ops(self) -> Iterator[Op]:
+        """Yield the operations in order, including those of calls inside."""
         for part in self.inner:
             if isinstance(part, Span):
                 yield from part.ops()
             else:
                 yield part
-
-
-#: They read the shape of their first argument, not its values.
-SHAPES = (
-    "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "new_zeros",
-    "new_ones", "new_empty", "new_full", "new_tensor", "randint_like",
-)  # fmt: skip
 
 
 @dataclass(eq=False)
@@ -201,7 +241,7 @@ class Recording:
         shapes: of every value, with `Size`s; None where the two recordings do not agree.
         dtypes: of every value; `STREAM` for the residual stream's.
         ops: all operations, in order; an opaque submodule is one.
-        producers: by number of a value, the operation that makes it.
+        producers: by number of a value, the operation that computes it.
         sources: parameters, buffers and attributes of the layer by number.
         inputs: the numbers of the tensors among the leaves of the arguments; None for others.
         live: the values that depend on the activations among the arguments.
@@ -226,17 +266,19 @@ class Recording:
 
 
 class Sample(NamedTuple):
-    """What a layer is recorded with: sizes, the layer's tensors, and the arguments of a call.
+    """Sizes, tensors of the layer, and arguments of a call, with which a layer is recorded.
 
     Attributes:
         dtype: the residual stream's.
+        named: the layer's tensors by name.
+        arguments: the arguments by name.
         active: for each leaf of the arguments, whether it is an activation.
-        bounds: the place among these leaves of the bounds of packed sequences, if there are any.
+        bounds: the index of the leaf that holds the bounds of packed sequences, if any.
     """
 
     sizes: Sizes
     dtype: torch.dtype
     named: Mapping[str, Tensor]
-    given: Mapping[str, Any]
+    arguments: Mapping[str, Any]
     active: list[bool]
     bounds: int | None = None

@@ -312,7 +312,7 @@ def _constants(
     e, v = _blocks_of(widths)
     even_e, even_v = e == widths[0], v == widths[1]
     blocks = KernelTile(tile.block_m, tile.block_n, e, v, even_e, even_v, tma)
-    return {"tile": blocks._replace(PARTIAL=partial, WARP_SPECIALIZE=tile.warp_specialize)}
+    return {"tile": blocks._replace(PARTIAL=partial)}
 
 
 def _padded(width: int) -> int:

@@ -6,7 +6,6 @@ the tables unless one is given. First the operations, then their launches.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fused_remat.kernels.linear import Norm, linear_fwd_kernel
 from fused_remat.kernels.linear import Tile as KernelTile
+from fused_remat.kernels.linear import linear_fwd_kernel
 from fused_remat.kernels.mlp import (
     gated_mlp_bwd_kernel,
     gated_mlp_fwd_kernel,
@@ -55,12 +54,9 @@ _Tiled = tuple[Tensor | None, int, int]
 
 
 def _describe_linear(key: tuple[Any, ...], *_: Any, **__: Any) -> str:
-    _, device, ends, _ = key
-    if not ends:
-        return "ATen's addmm: nothing follows that could be fused"
-    if family(target_of(device)) in tables.LINEAR_END_IN_KERNEL:
-        return "kernel linear_fwd, dropout and residual in its end"
-    return "ATen's addmm, then kernel dropout_add_fwd"
+    if key[2]:
+        return "ATen's addmm, then kernel dropout_add_fwd"
+    return "ATen's addmm: nothing follows that could be fused"
 
 
 @faster(linear.linear_fwd, "triton", description=_describe_linear)
@@ -71,11 +67,6 @@ def linear_fwd_triton(x, weight, bias, residual=None, mask=None, out=None):
         if bias is None:
             return torch.mm(x, weight.t(), out=out)
         return torch.addmm(bias, x, weight.t(), out=out)
-    target = target_of(x.device)
-    if family(target) in tables.LINEAR_END_IN_KERNEL:
-        y = x.new_empty((x.shape[0], weight.shape[0])) if out is None else out
-        run(linear_fwd, x, weight, bias, residual, mask, None, None, y, target)
-        return y
     z = F.linear(x, weight, bias)
     y = z if out is None else out
     run(dropout_add_fwd, z, residual, mask, y)
@@ -127,7 +118,7 @@ def mlp_up_fwd_triton(act, x, gate, up, mask, kept):
         return y, tuple([pre if keep else None for pre, keep in zip(pres, kept, strict=True)])
     products = tuple([torch.empty_like(y) if keep else None for keep in kept])
     if gate is None:
-        run(linear_fwd, x, *up, None, mask, act, products[0], y, target)
+        run(linear_fwd, x, *up, mask, act, products[0], y, target)
     else:
         run(gated_mlp_fwd, x, *gate, *up, mask, act, y, target, None, products)
     return y, products
@@ -199,37 +190,26 @@ def linear_fwd(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    residual: Tensor | None,
     mask: DropoutMask | None,
-    act: str | None,
+    act: str,
     pre: Tensor | None,
     y: Tensor,
     target: Target,
-    norm: tuple[Tensor | None, Tensor, Tensor | None, Tensor | None] | None = None,
     tile: Tile | None = None,
 ) -> Launch:
-    """y = residual + mask * act(pre), pre = x @ weightᵀ + bias.
-
-    `pre`, if given, is filled with pre.
-    `norm`: (mean or None, rstd, weight, bias), by which x is normalised as it is loaded.
-    """
+    """y = mask * act(x @ weightᵀ + bias); `pre`, if given, is filled with the product."""
     tile = tile or tile_for("linear", target, *y.shape)
-    if norm is not None and family(target) == "hopper":
-        # Triton overwrites registers that a pipelined wgmma has yet to read (triton#9433).
-        tile = replace(tile, stages=1)
     n, k = weight.shape
-    (x_in, w_in, residual_in, pre_in, out), strides, tma = described(
+    (x_in, w_in, pre_in, out), strides, tma = described(
         target,
         (x, tile.block_m, tile.block_k),
         (weight, tile.block_n, tile.block_k),
-        *end_of(tile, residual, pre, y),
+        *end_of(tile, pre, y),
     )
-    normed = Norm(*map(in_place, norm or (None,) * 4))
     args = (
-        x_in, w_in, in_place(bias), residual_in, normed, pre_in, out, strides,
-        *dropout_of(mask), y.shape[0], n, k,
+        x_in, w_in, in_place(bias), pre_in, out, strides, *dropout_of(mask), y.shape[0], n, k,
     )  # fmt: skip
-    fwd = None if act is None else PAIRS[act][0]
+    fwd = PAIRS[act][0]
     return launch_over(linear_fwd_kernel, target, tile, y, args, tma, (k,), ACT=fwd)
 
 

@@ -51,21 +51,15 @@ def family(target: Target) -> str:
 
 
 _INTERPRETED = (Tile(32, 32, 32, 4, 1), Tile(16, 32, 16, 4, 1, parts=2, group=2))
-# The other families' tiles of most kernels; and those for ends that hold several tiles at once.
+# The other families' tiles of most kernels.
 _OTHERS = {
     "ampere": (Tile(128, 128, 32, 8, 4, parts=4), Tile(64, 128, 32, 4, 4), Tile(64, 64, 32, 4, 4)),
     "small": (Tile(128, 128, 32, 8, 3, parts=2), Tile(64, 64, 32, 4, 3)),
     "hip": (Tile(128, 128, 32, 8, 2), Tile(64, 64, 32, 4, 2)),
     "interpreter": _INTERPRETED,
 }
-_OTHERS_PARTS = {
-    "ampere": (Tile(128, 128, 32, 8, 4, parts=8), Tile(64, 64, 32, 4, 4, parts=2)),
-    "small": (Tile(128, 64, 32, 8, 3, parts=2), Tile(64, 64, 32, 4, 3, parts=2)),
-    "hip": (Tile(128, 128, 32, 8, 2, parts=4), Tile(64, 64, 32, 4, 2, parts=2)),
-    "interpreter": _INTERPRETED,
-}
-
-#: Kernel -> family -> tiles, the largest first, for operands of 16 bits.
+#: Kernel -> family -> tiles, the largest first, for operands of 16 bits; a family has no entry
+#: where another route computes the same.
 TILES: dict[str, dict[str, tuple[Tile, ...]]] = {
     "linear": {
         "hopper": (
@@ -94,17 +88,18 @@ TILES: dict[str, dict[str, tuple[Tile, ...]]] = {
             Tile(128, 128, 64, 4, 3, parts=8),  # two on a multiprocessor: one ends, one computes
             Tile(64, 64, 64, 4, 4, parts=2),
         ),
-        "blackwell": (Tile(128, 128, 64, 8, 3, parts=4), Tile(64, 64, 64, 4, 4, parts=2)),
-        **_OTHERS_PARTS,
+        "interpreter": _INTERPRETED,
     },
     "mlp_bwd": {
+        # Of Hopper to compare routes on hardware (`bench gpu`); no default takes it.
         "hopper": (Tile(128, 128, 64, 8, 3, parts=8), Tile(64, 64, 64, 4, 4, parts=2)),
-        "blackwell": (Tile(128, 128, 64, 8, 3, parts=8), Tile(64, 64, 64, 4, 4, parts=2)),
-        **_OTHERS_PARTS,
+        "ampere": (Tile(128, 128, 32, 8, 4, parts=8), Tile(64, 64, 32, 4, 4, parts=2)),
+        "small": (Tile(128, 64, 32, 8, 3, parts=2), Tile(64, 64, 32, 4, 3, parts=2)),
+        "hip": (Tile(128, 128, 32, 8, 2, parts=4), Tile(64, 64, 32, 4, 2, parts=2)),
+        "interpreter": _INTERPRETED,
     },
     "gated_mlp_bwd": {
         "hopper": (Tile(128, 64, 64, 8, 4), Tile(64, 64, 64, 4, 3, parts=2)),
-        "blackwell": (Tile(128, 64, 64, 8, 4), Tile(64, 64, 64, 4, 3, parts=2)),
         "ampere": (Tile(128, 64, 32, 8, 3, parts=2), Tile(64, 64, 32, 4, 3, parts=4)),
         "small": (Tile(128, 64, 32, 8, 2, parts=2), Tile(64, 64, 32, 4, 2, parts=4)),
         "hip": (Tile(64, 64, 32, 4, 1),),
@@ -165,10 +160,6 @@ def tile_for(kernel: str, target: Target, rows: int, columns: int) -> Tile:
     return min(TILES[kernel][family(target)], key=cost)
 
 
-#: Families where a kernel computes a linear layer that ends in dropout or a residual. Elsewhere
-#: ATen computes the product, and one pass the end, together with a norm that follows. That moves
-#: 4·M·N bytes more than a fused end, which costs about as much as ATen's faster product saves.
-LINEAR_END_IN_KERNEL = frozenset({"interpreter"})
 #: Families where an MLP's backward computes both products of a tile in one kernel. Elsewhere ATen
 #: computes the pre-activation first: tiles that leave room for two products are too small for the
 #: speed of the tensor cores.
@@ -194,7 +185,6 @@ class AttentionTile:
         block_m, block_n: queries and keys of a tile.
         warps, stages: warps and pipeline stages.
         split: whether dk and dv have a launch each.
-        warp_specialize: whether the loop over unmasked blocks of keys is divided among warps.
         tma: whether heads are read through tensor descriptors, which take more registers.
     """
 
@@ -203,7 +193,6 @@ class AttentionTile:
     warps: int
     stages: int
     split: bool = False
-    warp_specialize: bool = False
     tma: bool = True
 
 

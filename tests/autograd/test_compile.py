@@ -100,14 +100,6 @@ def test_every_preset_bit_for_bit_in_one_dynamic_graph(policy, norm_first):
     assert len(frames) == 1  # no compilation after the first call
 
 
-def test_without_dynamic_the_second_shape_makes_it_so():
-    layer, counter = make(batch_first=False), CompileCounterWithBackend("aot_eager")
-    call = torch.compile(layer, fullgraph=True, backend=counter)
-    for shape in ((3, 6), (4, 9), (7, 3)):
-        assert_as_eager(call, layer, src(*shape))
-    assert counter.frame_count == 2
-
-
 def training(trained):
     """A layer with the parameters frozen for which `trained(name)` is false."""
     layer = make("lean")
@@ -159,18 +151,6 @@ def test_one_graph_as_in_eager_mode(case):
     assert_equal(step(compiled(module), module, x, more=more, **kwargs), expected)
 
 
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("masks", [{}, {"src_mask": FLOAT}, {"src_key_padding_mask": PADDING}])
-def test_without_gradients(training, masks):
-    layer = make().train(training)
-    found = []
-    for run_it in (layer, compiled(layer)):
-        torch.manual_seed(1)
-        with torch.no_grad():
-            found.append(run_it(src(), **masks))
-    assert torch.equal(*found)
-
-
 @pytest.mark.composes("torch.compile", "Inductor, forward and backward, dropout as in eager mode")
 def test_inductor():
     model = encoder("balanced", layers=2)
@@ -179,21 +159,6 @@ def test_inductor():
         # The same blocks; the last norm is Inductor's own code, within a hundred roundings.
         *steps, _, _ = zip(*(step(c, model, src(*shape)) for c in (call, model)), strict=True)
         assert all((g - e).norm() <= 1e-5 * e.norm() for g, e in steps)
-
-
-def test_settings_changed_after_compilation_count():
-    layer = make("full")
-    call = compiled(layer)
-    assert_as_eager(call, layer, src())
-    for change in (
-        lambda: setattr(layer, "policy", "none"),
-        lambda: setattr(layer.dropout, "p", 0.7),
-        lambda: setattr(layer.norm1, "eps", 0.1),
-        lambda: setattr(layer, "norm_first", False),
-        lambda: layer.eval(),
-    ):
-        change()
-        assert_as_eager(call, layer, src())
 
 
 @pytest.mark.parametrize("why", ["hooks", "function"])
@@ -207,15 +172,6 @@ def test_what_the_fused_path_cannot_serve_is_pytorchs_own_and_said(why):
         warnings.simplefilter("ignore", FusedRematWarning)
         expected = step(layer, layer, src())
     torch.testing.assert_close(got[:-2], expected[:-2], rtol=1e-5, atol=1e-5)
-
-
-def test_a_budget_of_the_compiler_changes_what_is_kept_and_nothing_else():
-    model = encoder("none", dropout=0.0)
-    with torch._functorch.config.patch(activation_memory_budget=0.0):
-        call = compiled(model)
-        kept = kept_by(call, model, (4, 30))
-        assert_as_eager(call, model, src())
-    assert kept < kept_by(model, model, (4, 30)) / 2
 
 
 @pytest.mark.parametrize("setting", [{"activation_memory_budget": 0.5},

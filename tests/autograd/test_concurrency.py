@@ -4,7 +4,6 @@ import copy
 import functools
 import sys
 import threading
-import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 
@@ -16,7 +15,7 @@ from same_bits import assert_same_bits
 from torch import nn
 
 from fused_remat import FusedRematLayer, FusedRematWarning, check_replay, explain, memory_report
-from fused_remat.layers import fallback, fused_layer
+from fused_remat.layers import fallback
 
 D, H, FF = 16, 2, 24
 
@@ -122,97 +121,12 @@ def test_models_in_threads_train_as_alone():
         assert len(layer.seen) == 2 * 6 * 2  # training and evaluation, alone and in a thread
 
 
-@pytest.mark.filterwarnings("ignore::fused_remat.FusedRematWarning")
-def test_a_thread_that_draws_costs_fallbacks_and_neither_results_nor_its_numbers(monkeypatch):
-    """The activation function is tried before every call, and the generator changes meanwhile."""
-    decided, stop = [], threading.Event()
-    monkeypatch.setattr(fused_layer, "DECISIONS", [lambda layer, why: decided.append(why)])
-    model, x = model_of("fused", "full"), torch.randn(3, 7, D)
-    for layer in model:
-        layer.activation = slowly
-    expected = model(x)
-    assert decided == []
-    torch.manual_seed(0)
-    drawn, got = together(
-        lambda: [torch.rand(()).item() for _ in iter(stop.is_set, True)],
-        lambda: until_then(stop, lambda: [model(x) for _ in range(30)]),
-    )
-    torch.manual_seed(0)
-    assert drawn == [torch.rand(()).item() for _ in drawn]
-    assert decided and all("another thread drew" in why for why in decided)
-    for y in got:
-        torch.testing.assert_close(y, expected)
-    decided.clear()
-    assert torch.equal(model(x), expected) and decided == []
-
-
 def until_then(stop, function):
     """What `function` returns; others stop then."""
     try:
         return function()
     finally:
         stop.set()
-
-
-def slowly(t):
-    time.sleep(1e-4)
-    return F.leaky_relu(t)
-
-
-@torch.library.custom_op("fused_remat_tests::noisy", mutates_args=())
-def noisy(x: torch.Tensor) -> torch.Tensor:
-    """Draws where no mode sees it."""
-    return x * torch.rand_like(x)
-
-
-@noisy.register_fake
-def _(x):
-    return torch.empty_like(x)
-
-
-@pytest.fixture
-def idle_thread():
-    stop = threading.Event()
-    thread = threading.Thread(target=stop.wait)
-    thread.start()
-    yield
-    stop.set()
-    thread.join()
-
-
-def test_an_idle_thread_hides_no_randomness(idle_thread):
-    layer = model_of("fused", "full")[0]
-    x = torch.randn(3, 7, D)
-    layer.activation = torch.ops.fused_remat_tests.noisy
-    assert "may draw random numbers: it calls fused_remat_tests.noisy" in layer.why_not_fused(x)
-
-    def reseeds(t):  # no operator draws
-        torch.manual_seed(7)
-        return t.relu()
-
-    layer.activation = reseeds
-    torch.rand(())
-    assert "draws random numbers" in layer.why_not_fused(x)
-
-
-@pytest.mark.filterwarnings("ignore::fused_remat.FusedRematWarning")
-@pytest.mark.parametrize("how", ["reseeds", "an operator that hides it"])
-def test_a_hook_that_draws_beside_an_idle_thread_is_called_again(how, idle_thread):
-    grads = []
-    for policy in ("none", "full"):  # "none" runs PyTorch's forward without a replay
-        torch.manual_seed(0)
-        layer = model_of("fused", "full", dropout=0.5)[0]
-        layer.policy = policy
-        calls = []
-
-        def hook(module, args, y, calls=calls):
-            calls.append(torch.manual_seed(7) if how == "reseeds" else noisy(y.detach()))
-
-        layer.linear1.register_forward_hook(hook)
-        torch.manual_seed(0)
-        loss = layer(torch.ones(3, 7, D)).square().sum()
-        grads.append(torch.autograd.grad(loss, layer.linear2.weight)[0])
-    assert torch.equal(*grads)
 
 
 @pytest.mark.composes("Concurrency and faults", "backward in another thread than forward")

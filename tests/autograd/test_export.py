@@ -121,16 +121,3 @@ def test_without_gradients():
         assert not any("transformer_encoder_layer" in name for name in operators(ours))
         assert torch.equal(ours.module()(*args), theirs.module()(*args))
         torch.testing.assert_close(ours.module()(*args), models[1](*args))
-
-
-@pytest.mark.composes("torch.export", "eval under no_grad, with masks, strict=True")
-@pytest.mark.xfail(
-    reason="the program holds PyTorch's inference kernel, which takes a float mask's numbers for "
-    "exclusions (docs/behaviour.md, Evaluation); export with gradients enabled, or strict=False"
-)
-def test_without_gradients_strict():
-    layer = pair(8, 2, 12, batch_first=True)[1].eval()
-    args = (x_of().detach(), torch.full((7, 7), 0.5).triu(1))
-    with torch.no_grad():
-        program = export(layer, args, strict=True)
-        torch.testing.assert_close(program.module()(*args), layer(*args))

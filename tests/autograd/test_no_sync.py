@@ -8,22 +8,14 @@ whose launches are built and not run. What is left to a GPU is in tests/gpu/test
 
 import pytest
 import torch
-import torch.nn.functional as F
-from attention_calls import attention_call
 from op_cases import CASES
 from reference import EXACT_PRESETS
 from small_layers import KINDS, B, D, H, S, layers_of
-from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from fused_remat import FusedRematLayer, ops
+from fused_remat import ops
 from fused_remat.execution import choose
-from fused_remat.ops import activation
-from fused_remat.ops.checks import seed_tensor
-from fused_remat.steps import attention_library, attention_operators
-from fused_remat.steps.attention import attention_fwd
 
 DEVICE = "meta"
 #: The triton backend with the tables of an A100 and of an H100.
@@ -116,20 +108,6 @@ def watched(function, draws):
     assert len(watch.drawn) == draws, "backward drew random numbers"
 
 
-def test_what_would_be_refused():
-    x = torch.ones(3, device=DEVICE)
-    for refused in (
-        lambda x: bool(x.any()), lambda x: x.sum().item(), torch.Tensor.tolist, torch.nonzero,
-        torch.Tensor.cpu, lambda x: torch.equal(x, x), lambda x: x.copy_(torch.ones(3)),
-        lambda x: torch.ones(3).to(DEVICE),
-    ):  # fmt: skip
-        with Observer(), pytest.raises((AssertionError, RuntimeError, NotImplementedError)):
-            refused(x)
-    # On meta this is not seen, on fake tensors it is.
-    with FakeTensorMode(), Observer(), pytest.raises(AssertionError, match="between devices"):
-        torch.tensor([1.0], device="cuda")
-
-
 MASKS = {
     "causal": {"src_mask": torch.ones(S, S), "is_causal": True},
     "learned": {
@@ -156,22 +134,6 @@ def test_layers(policy, kind, masks, backend):
     watched(lambda: layer(x, **kwargs), draws=1)
 
 
-@pytest.mark.parametrize("policy", ["full", "none"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_layers_with_and_without_dropout(dtype, policy, backend):
-    """Without gradients, too; of sizes for tensor descriptors."""
-    how = {"policy": policy, "backend": backend, "device": DEVICE, "dtype": dtype}
-    layer = FusedRematLayer(32, 2, 64, 0.1, **how)
-    x = on_device(torch.zeros(S, B, 32, requires_grad=True), dtype)
-    watched(lambda: layer(x), draws=1)
-    with torch.no_grad(), Observer() as watch:
-        nn.Sequential(layer, layer)(x)
-    assert len(watch.drawn) == 2
-    for module in (layer.self_attn, layer.dropout, layer.dropout1, layer.dropout2):
-        module.eval()
-    watched(lambda: layer(x), draws=0)
-
-
 #: Whose cases make tables and lengths on the CPU (layers have those); packed; without a kernel.
 ELSEWHERE = {
     "attention_lengths", "qk_norm_attention_block", "causal_block", "causal_block_sandwich",
@@ -190,25 +152,6 @@ def test_ops(policy, p, name, backend):
     case, how = CASES[name], {"policy": policy, "backend": backend}
     tensors = on_device(case.tensors())
     watched(lambda: case.op(tensors, p, **how), draws=int(p > 0 and case.dropout))
-
-
-@pytest.mark.parametrize("seed", [7, -(2**63), 2**63 - 1])
-def test_a_seed_that_is_a_number(seed):
-    """It is filled in on the device, not copied there."""
-    with FakeTensorMode(), Observer() as watch:
-        seed_tensor(seed, torch.device("cuda"))
-    assert not watch.drawn
-    assert seed_tensor(seed, torch.device("cpu")).item() == seed
-
-
-def test_an_activation_is_tried_while_a_graph_is_captured(monkeypatch):
-    """When the generator's state cannot be read, the operators say whether they draw."""
-    monkeypatch.setattr(activation, "_generator", lambda device: None)
-    x = torch.ones(1, 3)
-    assert "draws random numbers: it calls" in activation.prepare(lambda t: F.dropout(t, 0.5), x)
-    why = activation.prepare(lambda t: t + torch.rand_like(t), x)
-    assert why == "draws random numbers: it calls aten.rand_like.default"
-    assert activation.prepare(F.softsign, x).captured == {}
 
 
 ATTENTION = {
@@ -232,37 +175,4 @@ def test_attention(name, policy, backend):
         watched(lambda: ops.attention(q, k, v, **how), 0)
 
 
-@pytest.mark.parametrize("policy", ["full", "none"])
-def test_rotary(policy, backend):
-    zeros = torch.zeros(B, S, 3 * D, requires_grad=True), *torch.zeros(2, S, D // H // 2)
-    x, *tables = on_device(zeros)
-    watched(lambda: ops.rotary(x, *tables, H, policy=policy, backend=backend), 0)
-
-
 # --- the eager backend on CUDA: ATen's kernels, on fake tensors of that device
-
-
-@pytest.mark.parametrize("name", ["flash", "cudnn", "efficient"])
-def test_atens_kernels_on_cuda(name, monkeypatch):
-    """Which kernel is chosen on the host; a GPU would say which."""
-    monkeypatch.setattr(attention_library, "kernel", lambda *_: name)
-    attention_library.kernel_of.cache_clear()
-    with FakeTensorMode(), Observer():
-
-        def empty(*shape, dtype=torch.bfloat16):
-            return torch.empty(shape, dtype=dtype, device="cuda")
-
-        batch, masks = B, [{"right": 0}]
-        if name == "efficient":
-            masks = [{"mask": empty(S, S), "true_means": "exclude"}, {"mask": empty(B, 1, S, S)}]
-        if name == "flash":
-            batch, cu = 1, empty(3, dtype=torch.int64)
-            masks = [{"left": 3, "right": 0}, {"cu_q": cu, "cu_k": cu}]
-        heads = [empty(batch, H, S, 64) for _ in range(3)]
-        for given in masks:
-            call = attention_call((batch, H, H, S, S, 64), **given)
-            assert attention_library.unsupported_call_reason(heads[0], heads[2], call) is None
-            attention_fwd(*heads, call)
-            at = attention_library.choose(*heads, call.mask, call)
-            attn, lse = attention_operators.forward(at, *heads, call)
-            attention_operators.backward(at, attn, *heads, attn, lse, call)

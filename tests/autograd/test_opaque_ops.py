@@ -6,7 +6,6 @@ import subprocess
 import sys
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from block_inputs import in_pieces, normal, results
@@ -20,12 +19,11 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from fused_remat import FusedRematDecoderLayer, FusedRematLayer, Policy
+from fused_remat import FusedRematDecoderLayer, FusedRematLayer
 from fused_remat.autograd import function, operators
-from fused_remat.graph.build import block_graph, norm_graph
-from fused_remat.graph.text import block, graph_of
-from fused_remat.report.allocations import measure_allocations
-from fused_remat.spec import BlockSpec, BranchSpec, MLPSpec, NormSpec
+from fused_remat.graph.build import block_graph
+from fused_remat.graph.text import block
+from fused_remat.spec import BlockSpec, BranchSpec, MLPSpec
 
 X = torch.randn(3, 6, 16, generator=torch.Generator().manual_seed(2))
 NAMES = [name for name in CASES if name != "mlp_custom"]
@@ -95,11 +93,6 @@ def test_opcheck_of_a_decoder():
     torch.library.opcheck(forward, (leaves, text))
 
 
-def test_an_empty_batch_keeps_as_many_tensors():
-    call, leaves = call_of("encoder_prenorm", "none", 0, 5)
-    assert_same_bits(results(opaque(call), leaves), results(call, leaves))
-
-
 def test_the_text_of_a_call_is_all_there_is_of_it(tmp_path):
     """Another process, which has built no graph, computes the same from it."""
     case = CASES["mlp_block"]
@@ -118,38 +111,6 @@ def test_the_text_of_a_call_is_all_there_is_of_it(tmp_path):
 
 
 # --- graphs as text
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["print('hello')", "norm_graph(NormSpec()) if True else 1", "NormSpec(eps=1e-6)", "[1, 2]"],
-)
-def test_a_text_is_data_and_never_evaluated(text):
-    with pytest.raises(ValueError, match=r"no graph function or dataclass|not the text of a graph"):
-        graph_of(text)
-
-
-def test_builders_take_plain_numbers_and_have_names_of_their_own():
-    with pytest.raises(TypeError, match="plain numbers or registered dataclasses, got"):
-        norm_graph(object())
-
-    def attention_graph():
-        pass
-
-    with pytest.raises(
-        ValueError, match=r"'attention_graph' is already in fused_remat\.graph\.build"
-    ):
-        block(attention_graph)
-
-
-def test_numbers_that_are_not_pythons_own():
-    for eps in (float("inf"), np.float32(1e-5)):
-        graph = norm_graph(NormSpec(eps=eps))
-        assert graph_of(graph.text).digest == graph.digest
-    assert norm_graph(NormSpec(eps=torch.tensor(0.5))).text == "norm_graph(NormSpec(eps=0.5))"
-    module = FusedRematLayer(16, np.int64(2), 32, 0.1, layer_norm_eps=eps)
-    assert module.why_not_fused(torch.zeros(5, 3, 16)) is None
-    opaque(lambda: module(torch.zeros(5, 3, 16)))()
 
 
 def define(activation):
@@ -187,12 +148,6 @@ def test_a_builder_that_is_defined_again():
     torch._dynamo.reset()
     with pytest.raises(Exception, match="'redefined_mlp' was defined again"):
         compiled(X)
-
-
-@pytest.mark.parametrize("kind", ["my-block", "a block", "mlp_backward", "mlp.block"])
-def test_kinds_are_names_of_operators(kind):
-    with pytest.raises(ValueError, match="kind must be an identifier"):
-        operators.operators(kind)
 
 
 def test_double_backward_raises():
@@ -264,26 +219,6 @@ def test_selective_checkpointing_sees_a_block_by_name(policy, saved, monkeypatch
     assert_same_bits(step(functools.partial(way, inner), module, X), expected)
     assert (name, False) in asked and not functions  # the operator, not the Function
     assert len(ran) == (1 if saved else 2)
-
-
-def test_what_is_saved_by_name_is_what_the_policy_names():
-    kept = {}
-    for policy in (Policy(), Policy(save={"up"})):
-        module = layer(policy)
-        contexts, _ = saving(torch.ops.fused_remat.encoder_prenorm.default)
-        x = torch.randn(3, 6, 16, requires_grad=True)
-        kept[policy] = measure_allocations(
-            lambda: checkpoint(module, x, use_reentrant=False, context_fn=contexts)  # noqa: B023
-        ).net
-    assert kept[Policy(save={"up"})] - kept[Policy()] == 3 * 6 * 32 * 4
-
-
-def test_a_function_as_activation_under_selective_checkpointing():
-    module = layer(activation=torch.sin)
-    contexts, asked = saving()
-    way = functools.partial(checkpoint, module, use_reentrant=False, context_fn=contexts)
-    assert_same_bits(step(way, module, X), step(module, module, X))
-    assert torch.ops.aten.addmm.default not in [op for op, _ in asked]
 
 
 @pytest.mark.composes("torch.compile", "`torch.utils.checkpoint` around it, selective too")

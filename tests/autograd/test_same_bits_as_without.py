@@ -1,6 +1,6 @@
 """What no feature changes: the bits of a stack of layers, in whatever way forward or backward run.
 
-Each feature (other presets, segments, offload, accumulation, deferral, the replay check) in each
+Each feature (other presets, segments, offload, accumulation, the replay check) in each
 way, beside policy "full" without any of them. What a feature does besides is in its own file.
 """
 
@@ -19,7 +19,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential, set_checkpoint_early_stop
 
 from bench.subjects.layer_ways import RandomState
-from fused_remat import Policy, check_replay, defer_weight_gradients
+from fused_remat import Policy, check_replay
 
 plain = functools.partial(checkpoint, use_reentrant=False)
 reentrant = functools.partial(checkpoint, use_reentrant=True)
@@ -65,7 +65,6 @@ FEATURES = {
     "offload": offload,
     "accumulation": accumulation,
     "segments, offload, accumulation": all_at_once,
-    "deferral": lambda model: defer_weight_gradients(),
     "replay check": lambda model: check_replay(),
 }
 
@@ -141,9 +140,7 @@ FORWARDS = {
     "no determinism check": each(functools.partial(plain, determinism_check="none")),
     "no early stop": inside(functools.partial(set_checkpoint_early_stop, False), each(plain)),
     "sequential": lambda m: lambda x: checkpoint_sequential(m, 2, x, use_reentrant=False),
-    "sequential, reentrant": lambda m: lambda x: checkpoint_sequential(m, 2, x, use_reentrant=True),
     "nested": lambda model: functools.partial(plain, each(plain)(model)),
-    "nested, reentrant": lambda model: functools.partial(reentrant, each(reentrant)(model)),
     "non-reentrant in reentrant": lambda model: functools.partial(reentrant, each(plain)(model)),
     "torch_remat": remat,
     "torch_remat, regions": functools.partial(remat, regions=True),
@@ -222,12 +219,6 @@ def by_turns(model, x, leaves):
     return [*late, *torch.autograd.grad(half, [x, *model[:2].parameters()], late[0])]
 
 
-def side_by_side(model, x, leaves):
-    """Two layers that have the same one before them."""
-    h = model[1](model[0](x))
-    return grads_of(model[2](h) + model[3](h), leaves)
-
-
 def after_an_exception(model, x, leaves):
     hidden = model[:2](x)
     handle = hidden.register_hook(lambda grad: 1 / 0)
@@ -263,31 +254,15 @@ def under_autocast(model, x, leaves):
         return grads_of(y, leaves)
 
 
-def in_anomaly_mode(model, x, leaves):
-    with torch.autograd.detect_anomaly():
-        return grads_of(model(x), leaves)
-
-
-def deterministic(model, x, leaves):
-    torch.use_deterministic_algorithms(True)
-    try:
-        return grads_of(model(x), leaves)
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
 BACKWARDS = {
     "retain_graph": retained,
     "is_grads_batched": batched,
     "of each layer's input": functools.partial(part, "input"),
     "of each layer's parameters": functools.partial(part, "parameters"),
     "by turns": by_turns,
-    "side by side": side_by_side,
     "after an exception": after_an_exception,
     "in threads": in_threads,
     "autocast": under_autocast,
-    "anomaly mode": in_anomaly_mode,
-    "deterministic algorithms": deterministic,
 }
 
 
@@ -296,7 +271,6 @@ BACKWARDS = {
 @pytest.mark.composes("Concurrency and faults", "one model in several threads, on the fused path")
 @pytest.mark.composes("Concurrency and faults", "segments in threads, of models or of one graph")
 @pytest.mark.composes("Concurrency and faults", "offload in threads, of models or of one graph")
-@pytest.mark.filterwarnings("ignore:Anomaly Detection:UserWarning")
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 @pytest.mark.parametrize(
     "feature, way",

@@ -6,7 +6,6 @@ every comparison is of bits.
 
 import contextlib
 import functools
-import random
 import weakref
 
 import pytest
@@ -24,21 +23,17 @@ from segment_models import (
     place,
     segments_of,
     stack,
-    unheeded,
     warned,
 )
 from small_layers import KINDS, B, D, F, S, layers_of
 from test_same_bits_as_without import plain, reentrant
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from fused_remat import (
     FusedRematWarning,
     Policy,
     check_replay,
-    convert,
-    explain,
     memory_report,
     ops,
 )
@@ -46,9 +41,6 @@ from fused_remat.autograd.replay_check import ReplayError
 from fused_remat.report.allocations import SavedBytes, measure_allocations, predict_kept_bytes
 
 pytestmark = pytest.mark.usefixtures("one_thread", "served")
-
-
-# --- gradients
 
 
 @pytest.mark.parametrize("tokens", [4, 512], ids=["in pieces", "whole"])
@@ -76,61 +68,6 @@ def test_gradients_are_those_of_full(kind, tokens, monkeypatch):
         place(layers, PLACES[places], ("attn", "up"))
         with warned() if places != "pairs" else contextlib.nullcontext():
             assert_same_bits(step(forward, layers, x, more=more), expected)
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_hugging_face(name):
-    from hf_models import build, fused_layers, inputs_of, reasons
-    from hf_models import step as step_of
-
-    size = {"num_hidden_layers": 4} if name == "llama" else {"n_layer": 4}
-    model, given = convert(build(name, **size)), inputs_of(name)
-    expected = step_of(model, given)
-    place(fused_layers(model), save=("attn",))
-    with reasons() as found:
-        got = step_of(model, given)
-    assert not found and got.keys() == expected.keys()
-    assert_same_bits([*got.values()], [*expected.values()])
-    assert keeps_input(model(**given).logits) == [True, False, False, False]
-
-
-@pytest.mark.parametrize("trained", ["linear1", "norm2", "2.linear2", "3.", "1.norm1.bias"])
-@pytest.mark.parametrize("input_needs_grad", [True, False])
-def test_frozen_layers(trained, input_needs_grad):
-    """An inner layer before which nothing wants a gradient is the first itself."""
-    model, results = stack(save=("attn", "up")), []
-    x = X.clone().requires_grad_(input_needs_grad)
-    for name, p in model.named_parameters():
-        p.requires_grad_(trained in name)
-    for made in (full(model), model):
-        torch.manual_seed(1)
-        y = made(x)
-        results.append([y, *grads_of(y, [t for t in (x, *made.parameters()) if t.requires_grad])])
-    assert_same_bits(*results)
-    assert sum(keeps_input(y)) == 1
-    report = memory_report(model, x)
-    assert report.predicted_bytes == report.kept_bytes
-
-
-def test_lora():
-    from peft import LoraConfig, inject_adapter_in_model
-
-    config = LoraConfig(r=2, target_modules=["linear1", "linear2"], init_lora_weights=False)
-    model = inject_adapter_in_model(config, stack(("full",) * 4, dropout=0.0))
-    place(model, save=("up",))
-    assert_as_full(model)
-    # No gradient is wanted of X: that of the first's adapters.
-    assert keeps_input(model(X)) == [True, False, False, False]
-
-
-def test_layouts_and_empty_inputs():
-    model = stack(save=("mid",))
-    assert_as_full(model, x=X.transpose(0, 1).contiguous().transpose(0, 1))
-    assert_as_full(model, x=torch.randn(B, S, 2 * D)[..., ::2])
-    assert_as_full(model, x=X[:0])
-    assert_as_full(model, x=X[:1].expand(B, S, D))
-    with warned("made by UnsqueezeBackward0"):  # a call without a batch makes views
-        assert_as_full(stack(), x=X[0])
 
 
 # --- what is kept, and for how long
@@ -215,70 +152,6 @@ def test_after_a_backward_that_failed():
         torch.autograd.grad(y.sum(), [x], retain_graph=True)
 
 
-# --- what may stand between layers
-
-
-def in_place_unseen(x):
-    with torch.no_grad():
-        return x.add_(1)
-
-
-def other_memory(x):
-    x.data = x.data * 2
-    return x
-
-
-BETWEEN = {
-    "a module": (nn.Tanh(), "TanhBackward0"),
-    "in place": (lambda x: x.add_(1), "AddBackward0"),
-    "in place, unseen": (in_place_unseen, "changed in place"),
-    "other memory": (other_memory, "changed in place"),
-    "a view": (lambda x: x.view(B, S, D), "ViewBackward0"),
-    "a leaf": (lambda x: x.detach().requires_grad_(), "is a leaf"),
-    "a block of another policy": (lambda x: ops.layer_norm(x), "FusedRematBlockBackward"),
-}
-
-
-@pytest.mark.parametrize("name", BETWEEN)
-def test_between_two_layers(name):
-    """The layer after it keeps its input, and says so once."""
-    between, reason = BETWEEN[name]
-    model = stack(save=("attn",), dropout=0.0)
-
-    def forward(model):
-        return lambda x: model[2:](between(model[:2](x)))
-
-    x = X.clone().requires_grad_()
-    with warned(reason) as seen:
-        y = forward(model)(x)
-        forward(model)(x)
-    assert [w.filename for w in seen] == [__file__]
-    with unheeded():
-        assert_same_bits(*(step(forward(m), m, X) for m in (model, full(model))))
-    if name != "a leaf":
-        assert keeps_input(y) == [True, False, True, False]
-
-
-def test_hooks_of_layers():
-    model = stack(save=("attn",))
-    model[0].register_forward_hook(lambda layer, args, out: None)  # looks only
-    assert_as_full(model)
-    assert keeps_input(model(X)) == [True, False, False, False]
-    model[2].register_full_backward_hook(lambda layer, grad_input, grad_output: None)
-    with warned("BackwardHookFunction"):
-        assert_as_full(model)
-
-
-def test_a_layer_off_the_fused_path():
-    model = stack()
-    model[1].linear1.register_forward_hook(lambda layer, args, out: out * 2)
-    with pytest.warns(FusedRematWarning) as seen:
-        assert_as_full(model)
-    texts = [str(w.message) for w in seen]
-    assert sum("PyTorch's own forward" in text for text in texts) == 2  # of both models
-    assert sum("outside its segment" in text for text in texts) == 1
-
-
 def test_changes_after_use():
     model, x = stack(dropout=0.0), X.clone().requires_grad_()
     expected = grads_of(full(model)(x), [x])
@@ -296,21 +169,6 @@ def test_changes_after_use():
     model[1].linear1.weight.data = model[1].linear1.weight.data.double()
     with pytest.raises(RuntimeError, match=r"reads 'fc1.weight' again, which was torch.float32"):
         y.sum().backward()
-
-
-# --- what is said
-
-
-def test_explain():
-    found = explain(stack(dropout=0.0), X.clone().requires_grad_())
-    assert ["input" in block.kept for block in found] == [True, False, False, False]
-    assert found[0].backward == found[1].backward[1:] and found[1].backward[0] == "compute input"
-    assert "backward: rebuild input, rebuild norm1" in str(found[1])
-    assert "keeps: norm1.mean, norm1.rstd, norm2.mean" in str(found[1])
-    model = stack(("first", "inner"), dropout=0.0)
-    with warned():
-        kept = explain(nn.Sequential(model[0], nn.Tanh(), model[1]), X.clone().requires_grad_())
-    assert ["input" in block.kept for block in kept] == [True, True]
 
 
 # --- other libraries' rebuilding, and hooks on saved tensors
@@ -334,18 +192,6 @@ def test_checkpoints(way, first, last):
     tells = way is reentrant and last < 4
     with warned("CheckpointFunctionBackward") if tells else contextlib.nullcontext():
         assert_as_full(model, parts(way, first, last))
-
-
-def test_selective_checkpoint():
-    def chosen(ctx, op, *args, **kwargs):
-        return CheckpointPolicy.PREFER_RECOMPUTE
-
-    contexts = functools.partial(create_selective_checkpoint_contexts, chosen)
-    way = functools.partial(plain, context_fn=contexts)
-    model = stack(save=("attn",))
-    assert_as_full(model, parts(way, 0, 4))
-    with warned("fused_remat_encoder_prenorm"):
-        assert_as_full(model, parts(way, 1, 3))
 
 
 def test_hooks_on_saved_tensors():
@@ -372,56 +218,6 @@ def test_hooks_on_saved_tensors():
         sides = model[2](h) + model[3](h)  # two ask for the same layers' inputs
     sides.sum().backward()
     assert len(unpacked) == len(set(unpacked))
-
-
-def random_graph(seed):
-    """A model with random policies, and a forward through its layers in any order and company."""
-    rng = random.Random(seed)
-    model = stack(tuple(rng.choices(("first", "inner", "lean"), (2, 6, 1), k=4)), ("attn", "up"))
-    for p in model.parameters():
-        p.requires_grad_(rng.random() < 0.8)
-    steps = [
-        (
-            i if rng.random() < 0.8 else rng.randrange(4),  # the layer
-            -1 if rng.random() < 0.8 else rng.randrange(i + 1),  # of which result
-            rng.choice(("", "", "", "", "checkpoint", "twice", "offload", "scale")),
-            rng.choice((0, 0, 0, 1)),
-        )
-        for i in range(4)
-    ]
-
-    def forward(model):
-        def run(x):
-            made = [x]
-            for i, of, way, more in steps:
-                h, layer = made[of], model[i]
-                if way == "checkpoint":
-                    h = plain(layer, h)
-                elif way == "twice":
-                    h = plain(lambda t, layer=layer: layer(layer(t)), h)
-                elif way == "offload":
-                    with torch.autograd.graph.save_on_cpu():
-                        h = layer(h)
-                else:
-                    h = layer(h * 1.5 if way else h)
-                made.append(h + made[-1] if more else h)
-            return made[-1] + made[-2].sin()
-
-        return run
-
-    return model, forward
-
-
-@pytest.mark.parametrize("seeds", [range(20), range(20, 40)], ids=str)
-def test_random_graphs(seeds):
-    for seed in seeds:
-        model, forward = random_graph(seed)
-        other = full(model)
-        with unheeded():
-            assert_same_bits(step(forward(model), model, X), step(forward(other), other, X))
-
-
-# --- everything else around
 
 
 @pytest.mark.composes("Replay check", "segments: what differs is named where it is")

@@ -6,7 +6,6 @@ Each wrapper is asked the same; what only `fully_shard` does (gathering, freeing
 import contextlib
 import copy
 import functools
-import itertools
 import warnings
 
 import pytest
@@ -213,26 +212,6 @@ def test_losses_and_gradients_are_those_of_one_process(two_processes, case):
         assert len(texts) == 2 * len(said) and all(said[0] in text for text in texts)
 
 
-def reproduces(wrapper):
-    results = []
-    for seed in (dist.get_rank(), dist.get_rank(), 5):
-        model = WRAPPERS[wrapper](encoder("fast" if wrapper == "DDP" else "lean", dropout=0.2))
-        torch.manual_seed(seed)
-        results.append(train(model, [mine(x) for x in batches()]))
-    (losses, grads), (again, grads_again), (other, _) = results
-    assert losses == again != other
-    assert all(map(torch.equal, grads, grads_again))
-    return grads
-
-
-@pytest.mark.composes("DDP", "dropout, reproducible from each rank's seed")
-@pytest.mark.composes("FSDP2", "dropout, reproducible from each rank's seed")
-@BOTH
-def test_dropout(two_processes, wrapper):
-    # Averaged: the same in both.
-    assert all(map(torch.equal, *two_processes.run(reproduces, wrapper)))
-
-
 @pytest.mark.composes("DDP", "gradient accumulation with no_sync()")
 @pytest.mark.composes("FSDP2", "gradient accumulation with set_requires_gradient_sync(False)")
 @pytest.mark.parametrize("wrapper", ["DDP", "FSDP2", "main_grad reduced by hand"])
@@ -395,30 +374,3 @@ def test_mixed_precision():
     for a, b in zip(*errors, strict=True):
         # The rule of all tests in low precision; the floor is four units of bfloat16.
         assert b <= 1.5 * a + 4 * 2.0**-8, errors
-
-
-@pytest.mark.composes("FSDP2", "evaluation without gradients, masked and not")
-@pytest.mark.parametrize("wrapper", ["FSDP2", "FSDP2, linears"])
-@in_two_processes
-def test_evaluation(wrapper):
-    model, expected = (encoder(norm_first=False) for _ in range(2))
-    WRAPPERS[wrapper](model)
-    mask = torch.rand(5, 5, dtype=torch.float64) - 0.5
-    for mode, masks in itertools.product((True, False), ((), (mask,))):
-        with torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("error", FusedRematWarning)
-            found, wanted = (m.train(mode)[0](batches()[0], *masks) for m in (model, expected))
-        torch.testing.assert_close(found, wanted, **CLOSE)
-
-
-def fails_in_one():
-    if dist.get_rank() == 1:
-        raise ArithmeticError("of rank 1")
-
-
-def test_a_failure_shows_the_ranks_traceback(two_processes):
-    """The last test: the two have to be started again after it."""
-    with pytest.raises(
-        AssertionError, match=r"rank 1: Traceback[^$]*in fails_in_one[^$]*of rank 1"
-    ):
-        two_processes.run(fails_in_one)

@@ -288,15 +288,6 @@ def test_gradients(processes, kind):
     assert processes.run(under_zero3, kind) == [[], []]
 
 
-@DEEPSPEED
-@pytest.mark.parametrize("kind", ["encoder", "causal", "llama"])
-def test_without_leaf_modules_the_warning_says_what_to_do(processes, kind):
-    for warned in processes.run(under_zero3, kind, leaf=False):
-        assert len(warned) == (2 if kind == "causal" else 1)  # of layers converted together, one
-        for text in warned:
-            assert "under torch.utils.checkpoint" in text and "set_z3_leaf_modules" in text
-
-
 @pytest.mark.composes(
     "Engines", "DeepSpeed ZeRO-3, segments", limits="each layer keeps its input, with a warning"
 )

@@ -1,6 +1,5 @@
 """`torch.distributed.pipelining` over two processes: one process's losses and gradients."""
 
-import contextlib
 import warnings
 import weakref
 
@@ -14,13 +13,7 @@ from torch import nn
 from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage
 
-from fused_remat import (
-    FusedRematCausalLayer,
-    FusedRematWarning,
-    Policy,
-    convert,
-    defer_weight_gradients,
-)
+from fused_remat import FusedRematCausalLayer, FusedRematWarning, Policy, convert
 from fused_remat.autograd.function import OBSERVERS
 
 MICROBATCHES, LAYERS = 4, 4
@@ -82,7 +75,7 @@ def loss_fn(y, target):
     return loss_of(y - target)
 
 
-def step(name, parts, width, defer=False):
+def step(name, parts, width):
     """One step of a schedule; the losses, where they are, and this rank's gradients by layer.
 
     A rank has two stages of one layer each, or one of two.
@@ -100,8 +93,7 @@ def step(name, parts, width, defer=False):
     )
     (x, target), losses = batch(width), []
     kwargs = {"target": target, "losses": losses} if count - 1 in mine else {}
-    with defer_weight_gradients() if defer else contextlib.nullcontext():
-        schedule.step(*([x] if 0 in mine else []), **kwargs)
+    schedule.step(*([x] if 0 in mine else []), **kwargs)
     return [loss.detach() for loss in losses], {
         f"{j}.{n}": p.grad
         for js in layers_of.values()
@@ -110,11 +102,11 @@ def step(name, parts, width, defer=False):
     }
 
 
-def as_one_process(name, policy, kind, defer):
+def as_one_process(name, policy, kind):
     width = 32 if kind == "llama" else 8
     with warnings.catch_warnings():
         warnings.simplefilter("error", FusedRematWarning)
-        losses, grads = step(name, layers(kind, policy), width, defer)
+        losses, grads = step(name, layers(kind, policy), width)
     alone = layers(kind, policy)
     x, target = batch(width)
     expected = [
@@ -139,28 +131,26 @@ def as_one_process(name, policy, kind, defer):
 @pytest.mark.composes(
     "Pipeline parallel",
     "zero-bubble schedules (interleaved, ZBV, DualPipeV): gradients of inputs and weights apart",
-    limits="the weights' pass rebuilds and propagates inside each block once more, or, inside "
-    "`defer_weight_gradients()`, the inputs' pass holds what it needs; with `accumulate_into`, "
-    "gradients of weights alone are `torch.autograd.grad`'s, and go to `.grad`; torch 2.11 refuses "
-    "all custom autograd functions there",
+    limits="the weights' pass rebuilds and propagates inside each block again; with "
+    "`accumulate_into`, gradients of weights alone are `torch.autograd.grad`'s, and go to `.grad`; "
+    "torch 2.11 refuses all custom autograd functions there",
 )
 @pytest.mark.composes("Pipeline parallel", "`FusedRematCausalLayer`, whole and split backward")
 @pytest.mark.composes("Pipeline parallel", "layers of a Hugging Face model, split backward")
 @pytest.mark.parametrize(
-    "name, policy, kind, defer",
+    "name, policy, kind",
     [
-        ("GPipe", "full", "encoder", False),
-        ("1F1B", "lean", "encoder", False),
-        ("1F1B", "none", "encoder", False),
-        ("Interleaved1F1B", "balanced", "encoder", False),
-        *((name, p, "encoder", d) for name, p in ZERO_BUBBLE.items() for d in (False, True)),
-        ("1F1B", "lean", "causal", True),
-        ("InterleavedZeroBubble", "lean", "causal", True),
-        ("InterleavedZeroBubble", "full", "llama", False),
+        ("GPipe", "full", "encoder"),
+        ("1F1B", "none", "encoder"),
+        ("Interleaved1F1B", "balanced", "encoder"),
+        *((name, policy, "encoder") for name, policy in ZERO_BUBBLE.items()),
+        ("1F1B", "lean", "causal"),
+        ("InterleavedZeroBubble", "lean", "causal"),
+        ("InterleavedZeroBubble", "full", "llama"),
     ],
 )
-def test_schedules(two_processes, name, policy, kind, defer):
-    assert sum(two_processes.run(as_one_process, name, policy, kind, defer)) == 1
+def test_schedules(two_processes, name, policy, kind):
+    assert sum(two_processes.run(as_one_process, name, policy, kind)) == 1
 
 
 def most_kept(name):
@@ -187,12 +177,12 @@ def test_microbatches_in_flight(two_processes, name, in_flight):
     assert two_processes.run(most_kept, name) == in_flight
 
 
-def stepped(name, policies, dropout=0.0, defer=False):
+def stepped(name, policies, dropout=0.0):
     parts = layers("encoder", "full", dropout)
     for layer, policy in zip(parts, policies, strict=True):
         layer.policy = policy
     torch.manual_seed(4 + dist.get_rank())
-    return step(name, parts, 8, defer)
+    return step(name, parts, 8)
 
 
 @pytest.mark.composes(
@@ -201,12 +191,12 @@ def stepped(name, policies, dropout=0.0, defer=False):
 @pytest.mark.composes(
     "Pipeline parallel",
     "segments within a stage",
-    limits="in zero-bubble schedules inside `defer_weight_gradients()` only, else RuntimeError",
+    limits="RuntimeError in zero-bubble schedules",
 )
 def test_dropout_and_segments(two_processes):
     full, segments = ["full"] * 4, [Policy(save=(), segment=p) for p in ("first", "inner")] * 2
     for name, *ways in (
-        ("ZBVZeroBubble", (full, 0.2), (["balanced"] * 4, 0.2), (full, 0.2, True)),
+        ("ZBVZeroBubble", (full, 0.2), (["balanced"] * 4, 0.2)),
         ("1F1B", (full,), (segments,)),
     ):
         first, *others = [two_processes.run(stepped, name, *way) for way in ways]

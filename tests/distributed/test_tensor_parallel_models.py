@@ -38,7 +38,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.testing import assert_close
 
-from fused_remat import FusedRematLayer, FusedRematWarning, convert, explain, ops, plan
+from fused_remat import FusedRematLayer, FusedRematWarning, convert, explain, ops
 from fused_remat.autograd.shards import is_dtensor
 from fused_remat.parallel import (
     LayerParallel,
@@ -232,8 +232,7 @@ def test_errors():
     def plan_of(*layers):
         return tensor_parallel_plan(nn.Sequential(*layers), sequence=True)
 
-    plain, hooked, head, a = split(one()), split(one()), vocabulary(20), causal()
-    hooked.norm1.register_forward_hook(lambda *_: None)
+    plain, head, a = split(one()), vocabulary(20), causal()
     unknown = split(one(activation=lambda t: t.relu() ** 2))
     alone = causal()
     for p in ("weight", "bias"):
@@ -242,24 +241,18 @@ def test_errors():
     three = nn.Sequential(causal(), causal(), causal())
     parallelize_module(three, mesh, tensor_parallel_plan(three, sequence=True))
     three(x)
-    labels, rows = torch.zeros(B, S).long(), torch.randn(D, 20)
+    labels = torch.zeros(B, S).long()
     for error, message, call in (
         (TypeError, "takes a fused layer, got a Linear", lambda: split(nn.Linear(2, 2))),
         (ValueError, "3 heads cannot be divided evenly among 2",
          lambda: split(FusedRematLayer(6, 3, 12))),
-        (ValueError, r"fc1.weight of the FusedRematLayer is \(13, 8\)",
-         lambda: split(FusedRematLayer(D, H, 13))),
         (ValueError, "accumulate_into='grad'",
          lambda: split(FusedRematLayer(D, H, 12, accumulate_into="grad"))),
         (ValueError, "divided among ranks already", lambda: split(plain)),
-        (RuntimeError, "mask requires a gradient",
-         lambda: plain(x, src_mask=torch.zeros(S, S, requires_grad=True))),
-        (RuntimeError, "norm1 has hooks", lambda: hooked(x)),
         (ValueError, "5 tokens of a sequence cannot be divided evenly",
          lambda: split(one(), sequence=True, split=True)(x[:, :5])),
         (RuntimeError, "takes this rank's local tensor, got a DTensor", lambda: plain(whole)),
         (RuntimeError, "is a DTensor of shape .* is not divided over ranks", lambda: one()(whole)),
-        (RuntimeError, "is a DTensor of shape .* is not divided over ranks", lambda: a(whole)),
         (AttributeError, "head='nohead'",
          lambda: tensor_parallel_plan(nn.Sequential(one()), head="nohead")),
         (RuntimeError, "may mix hidden units of different ranks", lambda: unknown(x)),
@@ -267,9 +260,7 @@ def test_errors():
         (ValueError, "DTensor already", lambda: split(alone)),
         (ValueError, "weight and bias as DTensors",
          lambda: ops.linear_cross_entropy(x, head.weight, labels, torch.zeros(20))),
-        (RuntimeError, "DTensor", lambda: ops.mlp(x, head.weight, None, rows, None)),
         (ValueError, "vocabulary of 21", lambda: vocabulary(21)),
-        (ValueError, "divided among ranks", lambda: plan(nn.Sequential(plain), x)),
         (ValueError, "the model has one layer twice", lambda: plan_of(a, causal(), a)),
         (ValueError, "is a GRU, which holds every weight twice",
          lambda: tensor_parallel_plan(nn.ModuleList([a, nn.GRU(D, D)]))),
@@ -277,7 +268,6 @@ def test_errors():
          lambda: three[2](three[1](x))),
         (ValueError, "1, a LayerNorm between fused layers",
          lambda: plan_of(causal(), nn.LayerNorm(D), causal())),
-        (ValueError, "no fused layer", lambda: tensor_parallel_plan(nn.Linear(2, 2))),
     ):  # fmt: skip
         with pytest.raises(error, match=message):
             call()

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fused_remat import FusedRematWarning, convert
-from fused_remat.tracing.layer import ReadLayer
+from fused_remat.tracing.layer import TracedLayer
 
 
 @pytest.fixture
@@ -177,7 +177,7 @@ def test_layers_of_an_older_transformers_are_read(model, monkeypatch, blocks_run
     monkeypatch.setattr("transformers.__version__", "5.16.3")  # by name: it replaces its module
     expected = step(model, IDS)
     close(step(convert(model), IDS), expected)
-    assert all(isinstance(layer, ReadLayer) for layer in fused_layers(model)) and blocks_run
+    assert all(isinstance(layer, TracedLayer) for layer in fused_layers(model)) and blocks_run
 
 
 def own_forward(model, monkeypatch):

@@ -27,7 +27,6 @@ from places import (
 )  # fmt: skip
 
 from fused_remat import random
-from fused_remat.kernels.dropout import keep_scale_fwd_kernel
 from fused_remat.spec import NormSpec
 from fused_remat.steps.activation import ACTIVATIONS, activation_bwd, activation_fwd
 from fused_remat.steps.linear import linear_fwd
@@ -161,8 +160,8 @@ def test_outputs_whose_rows_are_more_than_2_31_elements_apart(kernel):
     x, y = normal(torch.float16, 3, 64), far_apart(3, 64).fill_(torch.nan)
     if kernel == "linear":
         weight = normal(torch.float16, 64, 64)
-        launch = products.linear_fwd(x, weight, None, None, None, None, None, y, target())
-        exact = linear_fwd(*double(x, weight), None)
+        launch = products.linear_fwd(x, weight, None, None, "relu", None, y, target())
+        exact = linear_fwd(*double(x, weight), None).relu()
     elif kernel == "norm":
         stats, spec = (nan(3, 1),), NormSpec(kind="rms_norm")
         launch = norm.norm_fwd(spec, x, None, None, None, None, None, y, stats, False)
@@ -201,18 +200,10 @@ BITS = [
 @pytest.mark.parametrize("row0, m, n, p", BITS)
 def test_the_bits_of_the_definition(row0, m, n, p, seed):
     key = random.site_keys(torch.tensor(seed))[random.MLP]
-    expected = random.keep_scale(key, row0, m, n, p, torch.float32)
-    # Columns two apart, and a margin: what the kernel does not write stays NaN.
-    buffer = torch.full((m + 2, 2 * n + 3), torch.nan, device=DEVICE)
-    out = buffer[1 : m + 1, 1 : 2 * n : 2]
-    block_m = 1024 if n == 1 else 32
-    grid = (-(-m // block_m), -(-n // 64))
-    keep_scale_fwd_kernel[grid](
-        key.to(DEVICE), out, *out.stride(), row0, m, n, random.threshold(p), random.scale(p),
-        BLOCK_M=block_m, BLOCK_N=64,
-    )  # fmt: skip
-    assert torch.equal(out.cpu(), expected)
-    assert buffer.isnan().sum() == buffer.numel() - m * n, "wrote outside its tile"
+    mask = random.DropoutMask(key.to(DEVICE), row0, m, n, p, torch.float32)
+    y = nan(m, n)
+    pointwise.dropout_add_fwd(torch.ones(m, n, device=DEVICE), None, mask, y).run()
+    assert torch.equal(y.cpu(), random.keep_scale(key, row0, m, n, p, torch.float32))
 
 
 @pytest.mark.parametrize("row0", [0, 2**32 - 3, 2**40 + 1])
@@ -227,5 +218,5 @@ def test_every_place_draws_them(row0):
     if PLACE != "aten":
         ones = [torch.ones(n, 16, device=DEVICE, dtype=BF16) for n in (rows, width)]
         y = poisoned(rows, width, BF16)
-        products.linear_fwd(*ones, None, None, mask, None, None, y, target()).run()
+        products.linear_fwd(*ones, None, mask, "relu", None, y, target()).run()
         assert torch.equal(y.cpu() != 0, expected != 0)

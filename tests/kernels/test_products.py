@@ -27,11 +27,9 @@ from places import (
 )  # fmt: skip
 from tiers import pairwise
 
-from fused_remat.spec import NormSpec
 from fused_remat.steps import fused
 from fused_remat.steps.activation import activation_bwd, activation_fwd
 from fused_remat.steps.linear import linear_dw, linear_dx, linear_fwd
-from fused_remat.steps.norm import NORMS, norm_fwd
 from fused_remat.triton import products, tables
 from fused_remat.triton.launch import Target
 
@@ -48,7 +46,13 @@ ODD = compiled(SHAPES[-1], SHAPES[1])
 GPU = [(SHAPES[0], BF16), (SHAPES[1], BF16), (SHAPES[-1], BF16), (SHAPES[0], F16)]
 # Interpreted, tiles of the table in turn; else the table's own choice.
 TILES = tables.TILES["linear"]["interpreter"] if PLACE == "interpreter" else (None,)
-ENDS = ["nothing", "act", "pre", "dropout", "dropout pre", "residual", "all"]
+#: Kernels of an MLP's backward that this target has tiles of.
+BACKWARDS = [
+    name
+    for name in ("mlp_bwd", "gated_mlp_bwd", "linear_act_bwd")
+    if PLACE == "aten" or tables.family(target()) in tables.TILES[name]
+]
+ENDS = ["no bias", "act", "pre", "dropout", "dropout pre"]
 
 
 def cases(*axes):
@@ -84,12 +88,10 @@ def has_descriptors(k, dtype):
 def test_linear(shape, dtype, tile, end):
     m, n, k = shape
     x, (weight, bias) = normal(dtype, m, k), layer(dtype, n, k)
-    act = "gelu" if end in ("act", "pre", "dropout pre", "all") else None
-    mask = mask_of(m, n, 0.3) if end in ("dropout", "dropout pre", "all") else None
-    residual = normal(dtype, m, n) if end in ("residual", "all") else None
-    pre = output(m, n, dtype) if end in ("pre", "dropout pre", "all") else None
-    y, bias = output(m, n, dtype), None if end == "nothing" else bias
-    launch = products.linear_fwd(x, weight, bias, residual, mask, act, pre, y, target(), tile=tile)
+    mask = mask_of(m, n, 0.3) if "dropout" in end else None
+    pre = output(m, n, dtype) if "pre" in end else None
+    y, bias = output(m, n, dtype), None if end == "no bias" else bias
+    launch = products.linear_fwd(x, weight, bias, mask, "gelu", pre, y, target(), tile)
     assert launch.constants["TMA"] == has_descriptors(k, dtype)
     launch.run()
     check_written(y)
@@ -97,12 +99,7 @@ def test_linear(shape, dtype, tile, end):
     if pre is not None:
         check_written(pre)
         check_error(pre, exact, compiled(1, 2))
-    if act is not None:
-        exact = activation_fwd(act, None, rounded(exact, dtype), None)
-    if mask is not None:
-        exact *= wide(mask).tensor()
-    if residual is not None:
-        exact += residual
+    exact = activation_fwd("gelu", None, rounded(exact, dtype), mask and wide(mask))
     check_error(y, exact, compiled(1, 4))
 
 
@@ -111,26 +108,9 @@ def test_float32_is_not_tf32():
     m, n, k = sized(1030, 520, 328)
     x, (weight, bias), y = normal(F32, m, k), layer(F32, n, k), poisoned(m, n, F32)
     tile = tables.TILES["linear"][tables.family(target())][-1]
-    given = x, weight, bias, None, None, None, None, y, target()
-    products.linear_fwd(*given, tile=tile).run()
+    products.linear_fwd(x, weight, bias, None, "relu", None, y, target(), tile).run()
     check_written(y)
-    check_error(y, linear_fwd(*double(x, weight, bias)), compiled(1, 4))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", compiled([BF16], [F32, BF16]), **ids)
-@pytest.mark.parametrize("kind", NORMS)
-@pytest.mark.parametrize("shape", compiled(SHAPES, SHAPES[1:]), **ids)
-def test_linear_of_a_norm(shape, kind, dtype):
-    m, n, k = shape
-    x, (weight, bias) = normal(dtype, m, k, shift=1.0), layer(dtype, n, k)
-    affine = normal(dtype, k, shift=1.0), normal(dtype, k) if kind == "layer_norm" else None
-    normed, *stats = norm_fwd(NormSpec(kind=kind), *double(x, *affine))
-    norm = (*[None, *(s.float() for s in stats)][-2:], *affine)
-    y = output(m, n, dtype)
-    products.linear_fwd(x, weight, bias, None, None, None, None, y, target(), norm).run()
-    check_written(y)
-    check_error(y, linear_fwd(rounded(normed, dtype), *double(weight, bias)), compiled(1, 4))
+    check_error(y, linear_fwd(*double(x, weight, bias)).relu(), compiled(1, 4))
 
 
 @pytest.mark.gpu
@@ -148,7 +128,7 @@ def test_gated_forward(shape, dtype, tile, p):
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "shape, dtype, tile, p, kernel",
-    cases(at([0.3], [0.0, 0.3]), ["mlp_bwd", "gated_mlp_bwd", "linear_act_bwd"]),
+    cases(at([0.3], [0.0, 0.3]), BACKWARDS),
     **ids,
 )
 def test_mlp_backward(shape, dtype, tile, p, kernel):
@@ -181,8 +161,6 @@ def test_mlp_backward(shape, dtype, tile, p, kernel):
 
 @pytest.mark.parametrize("dtype", [F32, BF16], **ids)
 def test_a_products_end_and_gradients_by_operations(dtype, routes):
-    if COMPILED and dtype == F32 and "hopper" in tables.LINEAR_END_IN_KERNEL:
-        pytest.skip("tables' tiles are of 16 bits")
     m, n, k = sized(1030, 520, 328)
     x, (weight, bias), dy = normal(dtype, m, k), layer(dtype, n, k), normal(dtype, m, n)
     residual, mask, out = normal(dtype, m, n), mask_of(m, n, 0.3), poisoned(m, n, dtype)
@@ -277,11 +255,11 @@ def test_operands_of_any_layout(how):
 @pytest.mark.parametrize("offset", [0, 1], ids=["descriptors", "pointers"])
 def test_rows_more_than_2_31_elements_apart(offset):
     x, (weight, bias), y = far_apart(3, 96, offset), layer(F16, 64, 96), poisoned(3, 64, F16)
-    launch = products.linear_fwd(x, weight, bias, None, None, None, None, y, target())
+    launch = products.linear_fwd(x, weight, bias, None, "relu", None, y, target())
     assert launch.constants["TMA"] == (target().has_tma and offset == 0)
     launch.run()
     check_written(y)
-    check_error(y, linear_fwd(*double(x, weight, bias)), compiled(1, 4))
+    check_error(y, linear_fwd(*double(x, weight, bias)).relu(), compiled(1, 4))
 
 
 @pytest.mark.gpu
@@ -290,11 +268,11 @@ def test_rows_that_end_within_16_bytes():
     """Bulk stores would write on to the end of these (triton#11583)."""
     x, (weight, bias), y = normal(BF16, 40, 64), layer(BF16, 33, 64), poisoned(40, 33, BF16)
     assert y.data_ptr() % 16 == y.stride(0) * y.element_size() % 16 == 0
-    launch = products.linear_fwd(x, weight, bias, None, None, None, None, y, target())
+    launch = products.linear_fwd(x, weight, bias, None, "relu", None, y, target())
     assert not launch.constants["TMA"]
     launch.run()
     check_written(y)
-    check_error(y, linear_fwd(*double(x, weight, bias)), compiled(1, 4))
+    check_error(y, linear_fwd(*double(x, weight, bias)).relu(), compiled(1, 4))
 
 
 @pytest.mark.gpu

@@ -2,14 +2,12 @@
 
 import pytest
 import torch
-from attention_calls import attention_call
 from block_inputs import heads, results
 from op_cases import PACKS, packed
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fused_remat import explain, ops
-from fused_remat.steps.attention import attention_fwd
 
 OPTIONS = [{}, {"is_causal": True}, {"dropout_p": 0.3, "seed": 7, "window": (7, 2), "softcap": 1.5}]
 
@@ -88,19 +86,3 @@ def test_the_flash_kernel_runs_where_it_can_and_explain_says_why(batch, options,
     assert flash.calls == {"forward": calls if batch == 1 else 2 * calls, "backward": 2 * calls}
     (block,) = explain(Attend(options), *qkv)
     assert dict(block.forward)["output"] == said
-
-
-@pytest.mark.parametrize(
-    ("cu_q", "cu_k", "message"),
-    [
-        ([0, 13], [0, 5], r"queries\[1\] is 13, expected 0 to 12"),
-        ([0, 5, 3], [0, 5, 7], r"queries\[2\] is 3, less than 5"),
-        ([0, 5], [-1, 5], r"keys\[0\] is -1, expected 0 to 13"),
-    ],
-)
-def test_bounds_that_do_not_fit_raise_where_they_are_read(cu_q, cu_k, message):
-    """On a GPU the op does not check them."""
-    q, k, v = (t.detach() for t in heads(1, q_len=12, kv_len=13))
-    cu = {"cu_q": torch.tensor(cu_q), "cu_k": torch.tensor(cu_k)}
-    with pytest.raises(ValueError, match=message):
-        attention_fwd(q, k, v, attention_call((1, 4, 2, 12, 13, 4), **cu))

@@ -3,16 +3,13 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from block_inputs import calls, check_beside, compare, in_pieces, normal
-from op_cases import HEADS, ROTARY_BLOCKS, D, Heads, rotary, rotated
+from block_inputs import check_beside, compare, in_pieces, normal
+from op_cases import HEADS, ROTARY_BLOCKS, D, rotary, rotated
 
-from fused_remat import Policy, explain
+from fused_remat import explain
 from fused_remat.autograd import run_block
 from fused_remat.execution.observe import TRACERS
 from fused_remat.graph.build import BlockBuilder, rotary_node
-from fused_remat.graph.schedule import schedule
-from fused_remat.policies import EXACT_PRESETS
-from fused_remat.steps.rotary import Rotary
 
 BATCH, SEQ = 3, 7
 
@@ -63,37 +60,6 @@ def test_float32_tables_beside_16_bits_are_not_rounded():
     assert (y[..., 3:6] == 193.0).all()
 
 
-def test_one_sequences_tables_serve_the_whole_batch():
-    heads, t = HEADS["half"], inputs(HEADS["half"])
-    cos, sin = heads.tables(t["x"])
-    expected = rotary(t, heads)
-    assert torch.equal(rotary(t, heads, (cos[None], sin[None])), expected)
-    whole = cos.expand(BATCH, -1, -1), sin.expand(BATCH, -1, -1)
-    with in_pieces(4):
-        assert torch.equal(rotary(t, heads, whole), expected)
-
-
-@pytest.mark.parametrize("name", ["cos", "sin"])
-def test_changing_tables_raises(name):
-    heads, t = HEADS["half"], inputs(HEADS["half"])
-    cos, sin = (table.clone() for table in heads.tables(t["x"]))
-    y = rotary(t, heads, (cos, sin))
-    with torch.no_grad():
-        {"cos": cos, "sin": sin}[name].add_(1.0)
-    with pytest.raises(RuntimeError, match="inplace"):
-        y.sum().backward()
-
-
-@pytest.mark.parametrize("tokens", [512, 16])
-def test_weight_gradients_of_16_bits_are_summed_in_float32(tokens):
-    """2000 sequences of one sign: sums in bfloat16 would stop at 256 terms."""
-    heads = Heads(1, 1, 4, 0, norm=True)
-    t = inputs(heads, torch.bfloat16, batch=2000)
-    t["x"] = t["x"].detach().abs() + 1
-    dy = torch.ones_like(t["x"])
-    check_beside(lambda t: rotary(t, heads), lambda t: rotated(t, heads), t, dy, tokens)
-
-
 # --- work in place
 
 # Policy -> whether forward and whether the rebuild in backward (None: there is none) write over
@@ -104,27 +70,6 @@ IN_PLACE = {
     "norm half": {"full": (True, False), "lean": (True, False), "fast": (False, False),
                   "qkv": (False, False), "rotated": (True, None)},
 }  # fmt: skip
-
-
-def plan_of(name, policy, tiled=False, wanted=None):
-    """The schedule of an attention block with the heads `name`."""
-    case = ROTARY_BLOCKS[f"{name} block"]
-    t = case.tensors(BATCH, SEQ)
-    t = {n: v.detach().requires_grad_(wanted in (None, n)) for n, v in t.items()}
-    ((call, _),) = calls(lambda: case.op(t, 0.0, policy=policy))
-    return schedule(call.graph, call.save, call.needs_grad, tiled)
-
-
-@pytest.mark.parametrize("name", IN_PLACE)
-@pytest.mark.parametrize("tiled", [False, True])
-def test_where_it_works_in_place(name, tiled):
-    for policy, expected in IN_PLACE[name].items():
-        chosen = policy if policy in EXACT_PRESETS else Policy(save={policy})
-        plan, found = plan_of(name, chosen, tiled), []
-        for steps in (plan.forward, plan.backward):
-            made = [s.node for s in steps if s.kind == "compute" and isinstance(s.node, Rotary)]
-            found.append(made[0].in_place if made else None)
-        assert tuple(found) == expected, policy
 
 
 @pytest.mark.parametrize("policy", ["full", "fast"])
@@ -165,9 +110,3 @@ def test_what_is_read_again_is_not_written_over():
     for tokens in (512, 4):
         with in_pieces(tokens):
             compare(lambda: run_block(graph, "full", given), expected, [x, weight])
-
-
-def test_frozen_projections_keep_and_rebuild_no_more_than_heads_need():
-    """With x alone wanted, "fast" rebuilds nothing: rotating back reads tables only."""
-    plan = plan_of("half", "fast", wanted="x")
-    assert not any(step.kind == "compute" for step in plan.backward)

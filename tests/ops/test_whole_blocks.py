@@ -15,7 +15,7 @@ from block_inputs import (
     tables,
 )
 from block_inputs import leaves as leaves_of
-from op_cases import CASES, FF, D, H, leaky
+from op_cases import FF, D
 from reference import ACTIVATIONS, EXACT_PRESETS, causal_block, make, pair, weights_of
 from torch import nn
 
@@ -58,26 +58,6 @@ def test_encoder_block_gives_the_stock_layers_results(norm_first, activation):
         lambda: stock(x, mask + causal),
         [x, mask, *parts.values()],
     )  # fmt: skip
-
-
-@pytest.mark.parametrize("tokens", [512, 4])
-def test_encoder_block_gives_an_activation_whole_tensors(tokens):
-    """A function may mix tokens here: it sees (B, S, F), and is not cut in pieces."""
-    given, slope = CASES["encoder_prenorm"].tensors(batch=3), normal(FF, seed=9)
-    x, parts = given.pop("x"), given
-
-    def act(t):
-        assert t.shape in ((3, 5, FF), (1, 2, FF))  # the second to try it on
-        return leaky(slope)(t - t.mean(1, keepdim=True)).transpose(1, 2).sin().transpose(1, 2)
-
-    with in_pieces(tokens):
-        compare(
-            lambda: ops.encoder_block(x, parts, H, norm_first=True, activation=act),
-            lambda: causal_block(
-                x, parts, H, is_causal=False, norm="layer_norm", eps=1e-5, activation=act
-            ),
-            [x, slope, *parts.values()],
-        )
 
 
 # --- a language model's

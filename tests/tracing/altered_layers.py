@@ -158,15 +158,6 @@ class RunningMean(Block):
         return self.mlp(x - self.mean.clone())
 
 
-class ReplacedMean(RunningMean):
-    """The buffer is another tensor after each call."""
-
-    def branch(self, x: Tensor) -> Tensor:
-        y = self.mlp(x - self.mean)
-        self.mean = (0.9 * self.mean + 0.1 * x.mean((0, 1))).detach()
-        return y
-
-
 class Counter(Block):
     """A whole number that counts calls, and what is computed with it."""
 
@@ -176,33 +167,6 @@ class Counter(Block):
     def branch(self, x: Tensor) -> Tensor:
         self.calls += 1
         return self.mlp(x) / self.calls
-
-
-class IdleCounter(Counter):
-    def branch(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return self.mlp(x)
-
-
-class AuxiliaryLoss(Block):
-    """The model adds what the layer leaves behind to its loss."""
-
-    def branch(self, x: Tensor) -> Tensor:
-        y = self.mlp(x)
-        self.auxiliary = y.square().mean()
-        return y
-
-
-class Collected(Block):
-    """What the layer leaves behind is in a list."""
-
-    def set_up(self, index: int) -> None:
-        self.found: list[Tensor] = []
-
-    def branch(self, x: Tensor) -> Tensor:
-        y = self.mlp(x)
-        self.found.append(y.square().mean())
-        return y
 
 
 # Branches.
@@ -281,12 +245,6 @@ class ShiftArgument(Block):
     def forward(self, x: Tensor, shift: int = 0) -> Tensor:
         x = x + self.attn(self.norm1(x))
         return x + self.mlp(torch.roll(self.norm2(x), shift, 1))
-
-
-class ObjectArgument(Block):
-    def forward(self, x: Tensor, context: SimpleNamespace) -> Tensor:
-        x = x + self.attn(self.norm1(x))
-        return x + context.scale * self.mlp(self.norm2(x))
 
 
 # What two layers of one class may differ in.
@@ -658,17 +616,6 @@ class HeadsInBatch(Block):
         mask = (mask + 0.0).view(b, 1, s, s) + alibi.view(b, HEADS, 1, s)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         x = x + self.attn.o(y.transpose(1, 2).reshape(x.shape))
-        return x + self.mlp(self.norm2(x))
-
-
-class Condition(Block):
-    """Another activation, with gradients, that has no name of an encoder's."""
-
-    def set_up(self, index: int) -> None:
-        self.shift = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor, other: Tensor) -> Tensor:
-        x = x + self.attn(self.norm1(x)) * self.shift(other)
         return x + self.mlp(self.norm2(x))
 
 

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from enum import Enum
 from types import SimpleNamespace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -134,24 +134,6 @@ class Half(Enum):
     YES = 1
 
 
-class NamedLast(Layer):
-    """A name that layers of this library have."""
-
-    def set_up(self, index: int) -> None:
-        self.last = 1.0 + index
-
-    def branch(self, x: Tensor) -> Tensor:
-        return self.last * self.mlp(x)
-
-
-class Flag(Layer):
-    def set_up(self, index: int) -> None:
-        self.doubled = bool(index)
-
-    def branch(self, x: Tensor) -> Tensor:
-        return 2 * self.mlp(x) if self.doubled else self.mlp(x)
-
-
 class Partial(Layer):
     def set_up(self, index: int) -> None:
         self.act = functools.partial(F.leaky_relu, negative_slope=0.1 + 0.8 * index)
@@ -172,16 +154,6 @@ class Closure(Layer):
     def set_up(self, index: int) -> None:
         scale = 1.0 + index
         self.act = lambda x: scale * F.relu(x)
-
-
-class Gate(Layer):
-    """A coefficient that is one at first."""
-
-    def set_up(self, index: int) -> None:
-        self.register_buffer("gate", torch.ones(WIDTH))
-
-    def branch(self, x: Tensor) -> Tensor:
-        return self.gate * self.mlp(x)
 
 
 class Function(Layer):
@@ -596,20 +568,6 @@ class LimitedByOthers(Layer):
         return y / y.abs().max().clamp(min=8.0)
 
 
-class ClampedNorm(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.clamp(-30.0, 30.0), (WIDTH,), self.weight, 1e-6)
-
-
-class NormOfClamped(Layer):
-    def set_up(self, index: int) -> None:
-        self.norm = ClampedNorm()
-
-
 class NormBy(nn.Module):
     """Some norm of x, with a weight."""
 
@@ -665,16 +623,6 @@ class SubmoduleWithObject(Layer):
         return x + self.mlp(self.gate(self.norm(x), given))
 
 
-class OneSequence(Layer):
-    def branch(self, x: Tensor) -> Tensor:
-        return self.mlp(x) if x.shape[0] > 1 else -2 * self.mlp(x)
-
-
-class ManyTokens(Layer):
-    def branch(self, x: Tensor) -> Tensor:
-        return self.mlp(x) if x.shape[:2].numel() < 100 else -2 * self.mlp(x)
-
-
 class HalfBranch(Layer):
     """Operations of their own for 16 bits."""
 
@@ -718,24 +666,8 @@ class Slots:
         self.scale = scale
 
 
-class GlobalLosses(Layer):
-    def branch(self, x: Tensor) -> Tensor:
-        y = self.mlp(x)
-        note(y.square().mean())
-        return y
-
-
 def note(loss: Tensor) -> None:
     LOSSES.append(loss)
-
-
-class ClassLosses(Layer):
-    losses: ClassVar[list[Tensor]] = []
-
-    def branch(self, x: Tensor) -> Tensor:
-        y = self.mlp(x)
-        self.losses.append(y.square().mean())
-        return y
 
 
 COLLECTOR = SimpleNamespace(losses=[])

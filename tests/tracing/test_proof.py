@@ -30,10 +30,11 @@ from fused_remat.steps.node import Node
 from fused_remat.steps.norm import Norm
 from fused_remat.steps.replay import Replay
 from fused_remat.steps.rotary import Rotary
-from fused_remat.tracing.call import _PIECE, _PROOFS, Known, read_call
+from fused_remat.tracing.call import _CHUNK, Trace
 from fused_remat.tracing.prove import difference
 from fused_remat.tracing.samples import Arguments
-from fused_remat.tracing.values import Sample, Unreadable
+from fused_remat.tracing.trace import _PROOFS, trace_call
+from fused_remat.tracing.values import Sample, Untraceable
 
 LAYERS = (
     "llama", "gemma2", "gpt2", "bert", "cohere2", "olmo2", "dinov2", "t5", "t5_gated", "phi3",
@@ -72,31 +73,31 @@ class Layer(NamedTuple):
 
     name: str
     layer: nn.Module
-    known: Known
+    trace: Trace
     proofs: list[Sample]
 
     @property
     def nodes(self) -> tuple[Node, ...]:
-        return self.known.graph.nodes
+        return self.trace.graph.nodes
 
     def of(self, kind: type[Node]) -> Iterator[Any]:
         return (node for node in self.nodes if isinstance(node, kind))
 
     def shape(self, param: str) -> tuple[int, ...]:
         """The shape of a tensor of the block; () if it is made at every call."""
-        reading = self.known.reading
-        source = reading.sources.get(reading.values.get(param, -1), "")
+        block = self.trace.block
+        source = block.sources.get(block.values.get(param, -1), "")
         tensor = dict(self.layer.named_parameters()).get(source)
         if tensor is None:
             return ()
-        return tuple(tensor.t().shape if param in reading.transposed else tensor.shape)
+        return tuple(tensor.t().shape if param in block.transposed else tensor.shape)
 
     def width(self, name: str) -> int:
         """The width of an activation."""
-        reading = self.known.reading
-        if name in reading.inputs:
-            return reading.inputs[name][1].width
-        node = self.known.graph.producer[name]
+        block = self.trace.block
+        if name in block.inputs:
+            return block.inputs[name][1].width
+        node = self.trace.graph.producer[name]
         if isinstance(node, Replay):
             return node.columns
         if isinstance(node, Linear):
@@ -212,7 +213,7 @@ def _swapped_projections(layer, i, j):
     for node in layer.of(Attention):
         fields = ("q", "k", "v")[i], ("q", "k", "v")[j]
         a, b = (getattr(node, name) for name in fields)
-        source = layer.known.graph.source
+        source = layer.trace.graph.source
         if a != b and layer.width(a) == layer.width(b) and source[a] == source[b]:
             yield changed(layer, node, **dict(zip(fields, (b, a), strict=True)))
 
@@ -281,7 +282,7 @@ def _other_mask(layer):
 @change("keys of the other input")
 def _memory(layer):
     """Of both keys and values: of one alone, their numbers would differ."""
-    if "memory" in layer.known.graph.inputs and layer.width("memory") == layer.width("input"):
+    if "memory" in layer.trace.graph.inputs and layer.width("memory") == layer.width("input"):
         read = [node for node in layer.of(Linear) if node.x == "memory"]
         nodes = [replace(n, x="input") if n in read else n for n in layer.nodes]
         yield Wrong(" and ".join(n.name for n in read), nodes)
@@ -440,12 +441,12 @@ def _reads(layer):
 
 def others(layer: Layer, node: Node, x: str, most: int = 2) -> list[str]:
     """Activations of the same tokens and width that come before a step, the nearest first."""
-    names = [*layer.known.graph.inputs]
+    names = [*layer.trace.graph.inputs]
     for n in layer.nodes:
         if n is node:
             break
         names.append(n.name)
-    source = {**layer.known.graph.source, **{name: name for name in layer.known.graph.inputs}}
+    source = {**layer.trace.graph.source, **{name: name for name in layer.trace.graph.inputs}}
     fit = [n for n in names if n != x and source[n] == source[x]]
     return [n for n in fit[::-1] if layer.width(n) == layer.width(x)][:most]
 
@@ -600,7 +601,7 @@ def calls(name: str) -> Iterator[tuple[nn.Module, dict[str, Any]]]:
     yield from found
 
 
-def read_layers(name: str) -> Iterator[Layer]:
+def traced_layers(name: str) -> Iterator[Layer]:
     """The layers of a model whose blocks are not the same."""
     seen = set()
     for layer, given in calls(name):
@@ -608,18 +609,18 @@ def read_layers(name: str) -> Iterator[Layer]:
         for vary in (("B", "S", "M"), ("B",)):
             call = Arguments(given, vary)
             try:
-                known = read_call(layer, type(layer).forward, call).proved
-            except Unreadable:
+                trace = trace_call(layer, type(layer).forward, call).proved
+            except Untraceable:
                 continue
             what = (
                 type(layer),
-                known.graph.kind,
-                [str(n).split("mask=")[0] for n in known.graph.nodes],
+                trace.graph.kind,
+                [str(n).split("mask=")[0] for n in trace.graph.nodes],
             )
             if str(what) not in seen:
                 seen.add(str(what))
                 made = [
-                    Layer(name, layer, known, proofs_of(call, layer, dtype))
+                    Layer(name, layer, trace, proofs_of(call, layer, dtype))
                     for dtype in (torch.float64, torch.float32)
                 ]  # ATen does not have all of a mixture's operations in float64
                 right = [one for one in made if is_rejected(one, None) is None]
@@ -645,27 +646,27 @@ def used(nodes: list[Node]) -> list[Node]:
 
 
 def is_rejected(
-    layer: Layer, wrong: Wrong | None, policy: str = "full", piece: int = _PIECE
+    layer: Layer, wrong: Wrong | None, policy: str = "full", chunk: int = _CHUNK
 ) -> str | None:
     """Why the proof rejects a description, None if it does not; with None, the right one."""
-    known, graph = layer.known, layer.known.graph
+    trace, graph = layer.trace, layer.trace.graph
     if wrong is not None:
         nodes = used(wrong.nodes)
         params = dict.fromkeys(p for node in nodes for p in node.params)
         graph = Graph(graph.kind, tuple(nodes), tuple(params), graph.inputs)
 
     def fused(named: Mapping[str, Tensor], given: Mapping[str, Any]) -> Any:
-        tensors, functions, result = known.bind(layer.layer, named, given, random=False)
+        tensors, functions, result = trace.bind(layer.layer, named, given, random=False)
         if wrong is not None:
             tensors |= {n: made(tensors[n]) for n, made in wrong.tensors.items()}
             functions |= {n: made(functions.get(n)) for n, made in wrong.wraps.items()}
-        with pieces_of(piece):
+        with pieces_of(chunk):
             return result(run_block(graph, policy, tensors, functions=functions))
 
     forward = types.MethodType(type(layer.layer).forward, layer.layer)
     for sample in layer.proofs:
         try:
-            found = difference(layer.layer, forward, fused, sample, known.narrow)
+            found = difference(layer.layer, forward, fused, sample, trace.narrow)
         except (RuntimeError, ValueError, IndexError, KeyError, AssertionError) as error:
             return f"{type(error).__name__}: {error}"
         if found is not None:
@@ -678,9 +679,9 @@ def test_right_descriptions_are_accepted(policy):
     """In pieces of a few tokens, of a sequence, of some sequences, and as a whole."""
     pytest.importorskip("transformers")
     for name in LAYERS:
-        for layer in read_layers(name):
-            for piece in (4, 30, 1000):
-                assert is_rejected(layer, None, policy, piece) is None, (name, piece)
+        for layer in traced_layers(name):
+            for chunk in (4, 30, 1000):
+                assert is_rejected(layer, None, policy, chunk) is None, (name, chunk)
 
 
 def test_wrong_descriptions_are_rejected():
@@ -688,7 +689,7 @@ def test_wrong_descriptions_are_rejected():
     pytest.importorskip("transformers")
     tried, accepted = Counter[str](), []
     for name in LAYERS:
-        for layer in read_layers(name):
+        for layer in traced_layers(name):
             for kind, wrongs in CHANGES.items():
                 for wrong in wrongs(layer):
                     tried[kind] += 1

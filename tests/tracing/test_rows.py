@@ -10,7 +10,7 @@ import torch
 from fused_remat import convert, revert
 from fused_remat.execution.observe import OBSERVERS
 from fused_remat.spec import AttentionSpec
-from fused_remat.tracing.layer import ReadLayer, read_class
+from fused_remat.tracing.layer import TracedLayer, traced_class
 
 #: Where a field says how the block was described, not what it computes.
 HOW = {"projection": "packed", "masks": (), "true_means": "attend"}
@@ -67,10 +67,10 @@ def test_a_row_is_what_is_read(name, monkeypatch):
     rows = blocks(convert(model), batch)
     revert(model)
     monkeypatch.setattr(
-        sys.modules["fused_remat.convert"], "_class_for", lambda layer: read_class(type(layer))
+        sys.modules["fused_remat.convert"], "_class_for", lambda layer: traced_class(type(layer))
     )
     reads = blocks(convert(model), batch)
-    assert any(isinstance(module, ReadLayer) for module in model.modules())
+    assert any(isinstance(module, TracedLayer) for module in model.modules())
     assert len(rows) == len(reads) == 2
     for row, read in zip(rows, reads, strict=True):
         (expected, its), (found, mine) = described(*row), described(*read)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from fused_remat.tracing.find import repeated_layers
+from fused_remat.tracing.discovery import repeated_layers
 
 
 class Mixer(nn.Module):

@@ -1,0 +1,278 @@
+"""Rules for attention: a call of PyTorch's, or softmax between two products."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fused_remat.spec import AttentionSpec
+from fused_remat.steps.attention import Attention
+from fused_remat.tracing.heads import packed, without_repeats
+from fused_remat.tracing.program import run_op
+from fused_remat.tracing.values import ADD, ALGEBRA, MATMUL, Op, Ref, map_tree
+
+if TYPE_CHECKING:
+    from fused_remat.tracing.tracer import Tracer
+
+Build = Callable[[], str]
+_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+_DEFAULTS = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None}
+_SCALES = ("mul", "__mul__", "__rmul__", "mul_", "div", "__truediv__", "div_", "true_divide")
+#: Operations that do not change probabilities.
+_SAME = ("to", "float", "type_as", "type", "contiguous", "double", "view", "reshape", "nan_to_num")
+#: Operations on scores whose effect on large scores is known.
+_ON_SCORES = {*ALGEBRA, "tanh", "nan_to_num"}
+#: Scores to which this or less is added are those of keys that a query does not see.
+_UNSEEN = -1e4
+
+
+class Scores(NamedTuple):
+    """The computation of the scores before softmax from the product of queries and keys.
+
+    Attributes:
+        mask: the value that is added, or None.
+    """
+
+    scale: float | None = None
+    softcap: float = 0.0
+    causal: bool = False
+    mask: Ref | None = None
+    dropout: float = 0.0
+
+
+def from_call(t: Tracer, number: int, op: Op) -> Build | None:
+    """Trace `F.scaled_dot_product_attention`."""
+    args = {**_DEFAULTS, **dict(zip(_ARGUMENTS, op.args, strict=False)), **op.kwargs}
+    q, k, v, mask = (args[name] for name in _ARGUMENTS[:4])
+    if t.live(mask) or not all(map(t.live, (q, k, v))):
+        return None
+    scores = Scores(args["scale"], 0.0, bool(args["is_causal"]), mask, float(args["dropout_p"]))
+    return _attention(t, number, op, (q.index, k.index, v.index), scores)
+
+
+def from_softmax(t: Tracer, number: int, op: Op) -> Build | None:
+    """Trace matmul(softmax(f(matmul(q, k))), v), where f changes the scores."""
+    if len(op.args) != 2 or not all(map(t.live, op.args)):
+        return None
+    p, n, is_after = 0.0, op.args[0].index, True
+    chain: list[Op] = []
+    while True:  # from the product with the values back to that of queries and keys
+        producer = t.producer(n)
+        if producer is None or producer.path is not None:
+            return None
+        read = [i for i in producer.reads if i in t.recording.live]
+        if not is_after and len(read) == 2 and producer.kind in {*MATMUL, "baddbmm"}:
+            break
+        if len(read) != 1:
+            return None
+        if producer.name == "softmax" and is_after:
+            if producer.kwargs.get("dim", (*producer.args, None)[1]) not in (-1, 3):
+                return None
+            is_after = False
+        elif producer.name == "dropout" and is_after:
+            p = producer.p or 0.0
+        elif not is_after:
+            chain.append(producer)
+        elif producer.name not in _SAME:
+            return None
+        n = read[0]
+    chain += [producer] if producer.name == "baddbmm" else []
+    scores = _scores(t, producer, chain[::-1])
+    if scores is None:
+        return None
+    return _attention(t, number, op, (*read, op.args[1].index), scores._replace(dropout=p))
+
+
+def _attention(
+    t: Tracer, number: int, op: Op, heads: tuple[int, ...], scores: Scores
+) -> Build | None:
+    """Return a function that adds attention of values (B, H, S, E), or of keys (B, H, E, S)."""
+    layouts = [layout for n in (*heads, number) if (layout := t.layout(n)) is not None]
+    features = [layout.features for layout in layouts]
+    if len(layouts) < 4 or len({len(f) for f in features}) > 1 or len(features[0]) > 2:
+        return None
+    if len(features[0]) == 1 and len(t.recording.shapes[number] or ()) > 3:
+        return None
+    (q_heads, width), (kv_heads, k_width), (v_heads, _), _ = [(1, 1, *f)[-2:] for f in features]
+    if kv_heads != v_heads or width != k_width or q_heads % kv_heads:
+        return None
+    if layouts[1].names != layouts[2].names or layouts[0].names != layouts[3].names:
+        return None
+    mask = scores.mask
+    if mask is not None and t.recording.values[mask.index].dim() not in (2, 4):
+        return None
+
+    def build() -> str:
+        q, k, v = (t.build(n) for n in heads)
+        k, v, shared = without_repeats(t, k, v, kv_heads)
+        spec = AttentionSpec(
+            num_heads=q_heads,
+            num_kv_heads=kv_heads // shared,
+            head_dim=width,
+            scale=width**-0.5 if scores.scale is None else float(scores.scale),
+            softcap=scores.softcap,
+            dropout=scores.dropout if t.drops else 0.0,
+            window=(-1, 0 if scores.causal else -1),
+            align="start" if layouts[1].names != layouts[0].names else "end",
+            masks=("mask",) * (mask is not None) + ("cu_seqlens",) * (t.bounds is not None),
+        )
+        q, k, v, spec = packed(t, op.inside, (q, k, v), spec)
+        bounds = "" if t.bounds is None else t.param(t.bounds)
+        return t.add(
+            Attention(
+                name=t.unique(op.inside or "attention"), q=q, k=k, v=v, spec=spec, site=t.site(),
+                mask="" if mask is None else t.param(mask.index), cu_q=bounds, cu_k=bounds,
+                role="attention",
+            )
+        )  # fmt: skip
+
+    return build
+
+
+# Scores.
+
+
+def _scores(t: Tracer, product: Op, chain: list[Op]) -> Scores | None:
+    """Return what a chain of operations does to scores, or None if that is no entry of `Scores`.
+
+    The chain may begin with the product itself (baddbmm).
+    """
+    recording, first = t.recording, product.outs[0]
+    assert first is not None
+    if not all(op.kind in _ON_SCORES and op.path is None for op in chain):
+        return None
+    added = [n for op in chain for n in op.reads if n not in recording.live]
+    factors = [n for op in chain if op.name in _SCALES for n in op.reads if n in added]
+    arguments = {n for n in recording.inputs if n is not None}
+    if not all(arguments.isdisjoint(t.roots(n)) for n in factors):
+        return None
+    t.fix(*added)
+    base = torch.zeros_like(recording.values[first], dtype=recording.exact)
+    caps = [i for i, op in enumerate(chain) if op.name == "tanh"]
+
+    def slope(ops: list[Op], start: int, step: float = 1e-2) -> float:
+        zero = _after(t, product, base, ops, start).detach().double()
+        steps = _after(t, product, base + step, ops, start).detach().double() - zero
+        exact = zero.abs().nan_to_num(math.inf).argmin()  # a mask of -1e9 leaves few digits
+        return float(steps.flatten()[exact]) / step
+
+    try:
+        if len(caps) == 1:
+            end = chain[caps[0]].outs[0]
+            assert end is not None
+            softcap = slope([op for op in chain[caps[0] + 1 :] if op.name in _SCALES][:1], end)
+            scale = slope(chain[: caps[0]], first) * softcap
+        elif not caps:
+            softcap, scale = 0.0, slope(chain, first, 1.0)
+        else:
+            return None
+        constant = _after(t, product, base, chain, first)
+    except RuntimeError:
+        return None
+    if not chain or not bool((constant != 0).any()):
+        return Scores(scale, softcap)
+    mask = _added(t, chain, constant) or _mask(t, product, chain, first, constant)
+    is_argument = not arguments.isdisjoint(t.roots(mask.index))
+    fills = any(op.kind in ("masked_fill", "where") for op in chain)
+    if fills and is_argument and bool(constant.isfinite().all()):
+        t.fills[mask.index] = float(constant.min())
+    if not is_argument and _is_causal(constant):
+        return Scores(scale, softcap, causal=True)
+    return Scores(scale, softcap, mask=mask)
+
+
+def _is_causal(mask: Tensor) -> bool:
+    """Return whether values that are added to scores hide all later keys, and do no more."""
+    queries, keys = mask.shape[-2:]
+    if queries != keys:
+        return False
+    later = torch.ones(queries, keys, dtype=torch.bool, device=mask.device).triu(1)
+    unseen = mask <= _UNSEEN
+    others = mask.masked_fill(unseen, 0.0)
+    return torch.equal(unseen, later.expand_as(unseen)) and not bool(others.any())
+
+
+def _after(t: Tracer, product: Op, value: Tensor, ops: list[Op], start: int) -> Tensor:
+    """Return what a chain of operations computes from scores `value`."""
+    values: dict[int, Any] = _Values(t.recording.values, t.recording.exact)
+    values[start] = value
+    for op in ops:
+        if op is product:
+            values[start] = _plus(value, values[op.args[0].index], **_weights(op))
+        else:
+            run_op(op, values, t.layer.get_submodule, t.recording.sizes, t.recording.exact)
+    out = ops[-1].outs[0] if ops else start
+    return values[out]  # type: ignore[index, no-any-return]
+
+
+class _Values(dict[int, Any]):
+    """Recorded values in another dtype, and other values under some numbers."""
+
+    def __init__(self, recorded: list[Tensor], dtype: torch.dtype) -> None:
+        super().__init__()
+        self.recorded, self.dtype = recorded, dtype
+
+    def __missing__(self, number: int) -> Tensor:
+        t = self.recorded[number]
+        return t.to(self.dtype) if t.is_floating_point() else t
+
+
+def _plus(scores: Tensor, bias: Tensor, beta: float = 1.0, alpha: float = 1.0) -> Tensor:
+    return alpha * scores + beta * bias
+
+
+def _weights(op: Op) -> dict[str, Any]:
+    return {name: op.kwargs.get(name, 1) for name in ("beta", "alpha")}
+
+
+def _added(t: Tracer, chain: list[Op], constant: Tensor) -> Ref | None:
+    """Return the value that is added to the scores, if the chain adds one unchanged."""
+    for n in [n for op in chain if op.kind in ADD for n in op.reads]:
+        value = t.recording.values[n]
+        fits = value.dim() in (2, 4) and value.dim() <= constant.dim()
+        if n in t.recording.live or not fits:
+            continue
+        if torch.equal(value.to(constant).expand_as(constant), constant):
+            return Ref(n)
+    return None
+
+
+def _mask(t: Tracer, product: Op, chain: list[Op], first: int, constant: Tensor) -> Ref:
+    """Return what is added to the scores, as a new value: the chain on scores of zero."""
+    recording, numbers = t.recording, dict[int, int]()
+    device = recording.values[first].device
+
+    def zeros(*sizes: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(sizes, dtype=dtype, device=device)
+
+    def renumbered(leaf: Any) -> Any:
+        return Ref(numbers.get(leaf.index, leaf.index)) if isinstance(leaf, Ref) else leaf
+
+    shape, dtype = recording.shapes[first] or (), recording.dtypes[first]
+    if len(shape) == 4 and _is_shared(t, product, chain, first, constant):
+        shape = (1, 1, *shape[2:])
+    numbers[first] = t.new_value("zeros", zeros, shape, like=first, dtype=dtype)
+    last = first
+    for op in chain:
+        if op is product:
+            args: Any = (Ref(numbers[first]), op.args[0])
+            numbers[first] = t.new_value("plus", _plus, args, like=first, **_weights(op))
+            continue
+        args, kwargs = map_tree((op.args, op.kwargs), renumbered)
+        last = op.outs[0]  # type: ignore[assignment]
+        numbers[last] = t.new_value(op.name, op.run, args, like=last, **kwargs)
+    return Ref(numbers[last])
+
+
+def _is_shared(t: Tracer, product: Op, chain: list[Op], first: int, constant: Tensor) -> bool:
+    """Return whether scores of one sequence and head give the mask of all."""
+    base = constant.new_zeros((1, 1, *constant.shape[-2:]))
+    try:
+        mask = _after(t, product, base, chain, first)
+        return torch.equal(mask.expand_as(constant), constant)
+    except RuntimeError:
+        return False

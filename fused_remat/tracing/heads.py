@@ -1,0 +1,252 @@
+"""Queries, keys and values as attention's step reads them: packed, rotated, and not repeated."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fused_remat.spec import AttentionSpec, NormSpec, RotarySpec
+from fused_remat.steps.linear import Linear
+from fused_remat.steps.replay import Replay
+from fused_remat.steps.rotary import Rotary, RotaryTables, rotary_fwd
+from fused_remat.tracing.replays import note_pick, run, sample
+from fused_remat.tracing.simplify import use_counts
+from fused_remat.tracing.values import Op, Ref, Size
+
+if TYPE_CHECKING:
+    from fused_remat.tracing.tracer import Tracer
+
+#: Names of queries, keys and values.
+Heads = tuple[str, str, str]
+
+
+def without_repeats(t: Tracer, k: str, v: str, heads: int) -> tuple[str, str, int]:
+    """Return keys and values without repeated heads, and how often each head was repeated."""
+    shared = math.gcd(*[_repeats(t, name, heads) for name in (k, v)])
+    if shared == 1:
+        return k, v, 1
+    return _unrepeated(t, k, heads, shared), _unrepeated(t, v, heads, shared), shared
+
+
+def _repeats(t: Tracer, name: str, heads: int) -> int:
+    """Return how often a replay repeats each head, one after the other."""
+    program = t.programs.get(name)
+    if program is None:
+        return 1
+    y = sample(t, program)[0].view(-1, heads, program.layout.width // heads)
+    for count in range(heads, 1, -1):
+        groups = y.unflatten(1, (-1, count)) if heads % count == 0 else None
+        if groups is not None and bool((groups == groups[:, :, :1]).all()):
+            return count
+    return 1
+
+
+def _unrepeated(t: Tracer, name: str, heads: int, shared: int) -> str:
+    """Return a replay without the repetitions of its heads, or its input if that is equal."""
+    node, width = t.nodes[name], t.programs[name].layout.width // heads
+    assert isinstance(node, Replay)
+    pick = tuple([h * width + e for h in range(0, heads, shared) for e in range(width)])
+    program = replace(t.programs[name], pick=pick)
+    y, xs, _ = sample(t, program)
+    t.widths[name] = len(pick)
+    t.programs[name], t.nodes[name] = program, replace(node, columns=len(pick))
+    if len(xs) == 1 and program.only_moves:
+        if xs[0].shape == y.shape and torch.equal(xs[0], y):
+            t.remove(name)
+            return node.xs[0]
+        note_pick(t, name, y, xs)
+    return name
+
+
+def packed(
+    t: Tracer, inside: str, names: Heads, spec: AttentionSpec
+) -> tuple[str, str, str, AttentionSpec]:
+    """Return q, k and v as one activation, rotated by a step, where they are equal to that."""
+    picks = [pick for name in names if (pick := t.picks.get(name))]
+    if [pick[1:] for pick in picks] == [*spec.columns.values()]:
+        parent = picks[0][0]
+        if {pick[0] for pick in picks} == {parent} and t.widths[parent] == picks[2][2]:
+            t.remove(*names)
+            return parent, parent, parent, spec
+    source = _source(t, names, spec)
+    if source is None:
+        return *names, spec
+    rotation = _rotation(t, names, source, spec)
+    if rotation is None and any(isinstance(t.nodes[name], Replay) for name in names[:2]):
+        return *names, spec
+    t.remove(*[name for name in names if isinstance(t.nodes[name], Replay)])
+    qkv = source[0]
+    if len(set(source)) > 1:
+        qkv = _packed_linear(t, f"{inside}.qkv".lstrip("."), source, spec)
+    if rotation is None:
+        return qkv, qkv, qkv, spec
+    weights = [t.param(n) for n in rotation.weights] or ["", ""]
+    tables = t.param(rotation.cos), t.param(rotation.sin)
+    rotated = t.add(
+        Rotary(
+            name=t.unique(f"{inside}.rotated".lstrip(".")), x=qkv, spec=rotation.spec,
+            cos=tables[0], sin=tables[1], q_weight=weights[0], k_weight=weights[1],
+        )
+    )  # fmt: skip
+    return rotated, rotated, rotated, rotation.spec
+
+
+def _packed_linear(t: Tracer, name: str, source: Heads, spec: AttentionSpec) -> str:
+    """Replace three linear layers by one of the three weights."""
+    layers: list[Any] = [t.nodes[name] for name in source]
+    columns = spec.columns.values()
+    updates = [
+        replace(update, columns=part)
+        for layer, part in zip(layers, columns, strict=True)
+        for update in layer.updates
+    ]
+    name = t.unique(name)
+    t.remove(*source)
+    return t.add(
+        Linear(
+            name=name, x=layers[0].x, weights=tuple([n.weight for n in layers]),
+            biases=tuple([n.bias for n in layers]),
+            sizes=tuple([last - first for first, last in columns]), updates=tuple(updates),
+        )
+    )  # fmt: skip
+
+
+def _source(t: Tracer, names: Heads, spec: AttentionSpec) -> Heads | None:
+    """Return the source of q, k and v: one activation, or three linear layers of one."""
+    sources = []
+    for name in names:
+        node = t.nodes.get(name)
+        if name in t.picks:
+            sources.append(t.picks[name][0])
+        elif isinstance(node, Replay) and len(node.xs) == 1:
+            sources.append(node.xs[0])
+        elif isinstance(node, Linear):
+            sources.append(name)
+        else:
+            return None
+    if isinstance(t.nodes[names[2]], Replay) and names[2] not in t.picks:
+        return None  # the step rotates queries and keys, and leaves values unchanged
+    sizes = [last - first for first, last in spec.columns.values()]
+    q, k, v = sources
+    if len(set(sources)) == 1 and t.widths[q] == sum(sizes) and names[2] in t.picks:
+        return q, q, q
+    layers = [node for name in sources if isinstance(node := t.nodes.get(name), Linear)]
+    if len(layers) < 3 or any(n.sizes or n.residual or n.mask or n.part for n in layers):
+        return None
+    if len(set(sources)) < 3 or len({n.x for n in layers}) > 1:
+        return None
+    counts = use_counts(t.nodes)
+    uses = [int(name != source) for name, source in zip(names, sources, strict=True)]
+    if [t.widths[name] for name in sources] != sizes or [counts[n] for n in sources] != uses:
+        return None
+    return q, k, v
+
+
+class _Rotation(NamedTuple):
+    """The spec of rotated attention, the numbers of its tables, and of its norms' weights."""
+
+    spec: AttentionSpec
+    cos: int
+    sin: int
+    weights: tuple[int, ...]
+
+
+def _rotation(t: Tracer, names: Heads, source: Heads, spec: AttentionSpec) -> _Rotation | None:
+    """Return how queries and keys are rotated and normed, if as `steps.rotary` does."""
+    q, k = (t.programs.get(name) for name in names[:2])
+    if q is None or k is None or not (q.is_algebra and k.is_algebra):
+        return None
+    q_norm, k_norm = _head_norm(q.ops), _head_norm(k.ops)
+    norm = q_norm[0] if q_norm else None
+    if norm != (k_norm[0] if k_norm else None):
+        return None
+    weights = (q_norm[1], k_norm[1]) if q_norm and k_norm else ()
+    columns = [*spec.columns.values()]
+    (y_q, (x_q,), _), (y_k, (x_k,), tensors) = sample(t, q), sample(t, k, seed=1)
+    if len(set(source)) == 1:  # queries and keys are columns of one activation
+        y_k, qkv = run(t, k, [x_q], tensors), x_q.detach()
+    else:
+        values = x_k.new_zeros(len(x_k), columns[2][1] - columns[2][0])
+        qkv = torch.cat([x_q, x_k, values], 1).detach()
+    norms = [t.recording.values[n].to(qkv) for n in weights]
+    w_q, w_k = norms if norms else (None, None)
+    slack = 1e-9 if y_q.dtype == y_k.dtype == torch.float64 else 1e-4
+    for cos, sin, table, interleaved in _tables(t, q.params):
+        c, s = (table.of(t, n).to(qkv) for n in (cos, sin))
+        if 2 * c.shape[-1] > spec.head_dim or c.shape != s.shape:
+            continue
+        rotated = replace(spec, rotary=RotarySpec(interleaved=interleaved), head_norm=norm)
+        with torch.no_grad():
+            out = rotary_fwd(qkv, RotaryTables(rotated, c, s, w_q, w_k, 0, c.shape[-2]))
+        pairs = zip(columns, (y_q, y_k), strict=False)
+        if all(torch.allclose(out[:, a:b], y.to(out), slack, slack) for (a, b), y in pairs):
+            t.fix(cos, sin)
+            return _Rotation(rotated, table.add(t, cos), table.add(t, sin), weights)
+    return None
+
+
+def _head_norm(ops: tuple[Op, ...]) -> tuple[NormSpec, int] | None:
+    """Return the RMSNorm of heads among operations, and the number of its weight."""
+    norms = [op for op in ops if isinstance(op.info, NormSpec) and op.info.kind == "rms_norm"]
+    if len(norms) != 1 or len(norms[0].args) != 2:
+        return None
+    return norms[0].info, norms[0].args[1].index
+
+
+class _Table(NamedTuple):
+    """The columns of a table of angles that hold each angle once."""
+
+    stop: int
+    step: int
+
+    def of(self, t: Tracer, number: int) -> Tensor:
+        """Return the table (S, R/2) or (B, S, R/2) of a value, in the recording."""
+        sizes, shape = t.recording.sizes, _table_shape(t, number) or ()
+        shape = tuple([n.of(sizes) if isinstance(n, Size) else n for n in shape])
+        return _columns(t.recording.values[number].detach(), shape, *self)
+
+    def add(self, t: Tracer, number: int) -> int:
+        """Add the table as a value of its own, and return its number."""
+        args = Ref(number), _table_shape(t, number), *self
+        return t.new_value("table", _columns, args, self.of(t, number))
+
+
+def _columns(t: Tensor, shape: tuple[int, ...], stop: int, step: int) -> Tensor:
+    return t.reshape(shape)[..., :stop:step]
+
+
+def _tables(t: Tracer, params: tuple[int, ...]) -> Iterator[tuple[int, int, _Table, bool]]:
+    """Yield pairs of values that may be cosines and sines, their columns, and if interleaved."""
+    candidates = [n for n in params if _table_shape(t, n) is not None]
+    for cos, sin in itertools.permutations(candidates, 2):
+        value = t.recording.values[cos]
+        width, half = value.shape[-1], value.shape[-1] // 2
+        is_even = width % 2 == 0
+        are_pairs = is_even and torch.equal(value[..., ::2], value[..., 1::2])
+        are_halves = is_even and torch.equal(value[..., :half], value[..., half:])
+        if are_pairs and are_halves:  # all angles are equal by chance
+            continue
+        options = [(_Table(width, 1), False), (_Table(width, 1), True)]
+        if are_pairs:
+            options = [(_Table(width, 2), True), (_Table(width, 2), False), *options]
+        if are_halves:
+            options = [(_Table(half, 1), False), (_Table(half, 1), True), *options]
+        yield from [(cos, sin, table, interleaved) for table, interleaved in options]
+
+
+def _table_shape(t: Tracer, number: int) -> tuple[Any, ...] | None:
+    """Return the shape of a table (B, S, R) or (S, R) without dimensions of 1, or None."""
+    value, shape = t.recording.values[number], t.recording.shapes[number]
+    if shape is None or not value.is_floating_point():
+        return None
+    kept = tuple([n for n in shape if n != 1])
+    tokens = Size(1, ("S",)) if "S" in t.recording.sizes else t.tokens
+    if len(kept) not in (2, 3) or kept[-2] != tokens or not isinstance(kept[-1], int):
+        return None
+    return kept if len(kept) == 2 or kept[0] == Size(1, ("B",)) else None

@@ -1,0 +1,331 @@
+"""A recorder of PyTorch's functions, in-place operations and submodule calls in one forward."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from fused_remat.layers.eligibility import parameters_of
+from fused_remat.layers.fallback import generator_states
+from fused_remat.tracing.no_dropout import (
+    attention_without_dropout,
+    has_dropout,
+    is_dropout,
+    multi_head_attention,
+)
+from fused_remat.tracing.values import SHAPES, Op, Ref, Span, leaves, map_tree, refs
+
+#: Functions that read a tensor's values in Python.
+_READS = (
+    "__bool__", "item", "tolist", "__int__", "__float__", "__index__", "nonzero", "__contains__",
+    "numpy", "__array__", "unique", "masked_select", "argwhere", "bincount", "equal", "allclose",
+    "is_nonzero",
+)  # fmt: skip
+_IN_PLACE = (
+    "__setitem__", "__iadd__", "__imul__", "__isub__", "__itruediv__", "__iand__", "__ior__",
+)  # fmt: skip
+_SETTERS = ("__set__", "requires_grad_", "retain_grad", "backward", "__delete__")
+#: Results with more elements are not held, unless an operation on activations reads them.
+_SMALL = 1 << 12
+_OWN_BACKWARD = "it runs an autograd.Function, whose backward is its own"
+
+
+class Recorder(TorchFunctionMode):
+    """A mode that records the operations of a layer while it is active.
+
+    Attributes:
+        values: by number. Results that depend on activations, and large ones, are hollow.
+        numbers: by a tensor's id, the number of its present value; -1 if that is unknown.
+        results: by number, the hollow results that are still in use.
+        sources: names of the layer's parameters, buffers and attributes, by number.
+        live: numbers of the values that depend on activations.
+        roots: by number, what a value is computed from: names of the layer's tensors, "argument"
+            and "random".
+        owned: ids of results of submodules that run an autograd.Function.
+        fixed: buffers and attributes whose values decide which operations run.
+        views: by a view's id, its base and the steps from there.
+        foreign: why not even a replayed submodule may hold a tensor that the layer reads.
+    """
+
+    def __init__(
+        self, layer: nn.Module, named: Mapping[str, Tensor], device: torch.device, autocast: bool
+    ) -> None:
+        super().__init__()
+        self.layer, self.device, self.autocast = layer, device, autocast
+        node = torch.zeros((), requires_grad=True).clone().grad_fn
+        self.start = node._sequence_nr() if node is not None else 0
+        self.foreign = ""
+        self.values: list[Tensor] = []
+        self.numbers: dict[int, int] = {}
+        self.results: dict[int, weakref.ref[Tensor]] = {}
+        self.sources: dict[int, str] = {}
+        self.live: set[int] = set()
+        self.roots: dict[int, frozenset[str]] = {}
+        self.owned: set[int] = set()
+        self.fixed: set[str] = set()
+        self.params = {*parameters_of(layer)}
+        self.views: dict[int, tuple[Tensor, list[Any]]] = {}
+        self.root = Span("")
+        self.stack = [self.root]
+        self.paths = {module: name for name, module in layer.named_modules()}
+        for name, tensor in named.items():
+            self._add_source(tensor, name)
+        for path, module in layer.named_modules():
+            for name, value in vars(module).items():
+                name = f"{path}.{name}" if path else name
+                if isinstance(value, Tensor) and not (name in named or id(value) in self.numbers):
+                    self._add_source(value, name)
+        strided = [t for t in self.values if t.layout is torch.strided]
+        self.memory = {t.untyped_storage().data_ptr() for t in strided}
+
+    def new(self, tensor: Tensor) -> int:
+        """Give a tensor a number of its own."""
+        self.numbers[id(tensor)] = len(self.values)
+        self.values.append(tensor)  # which keeps the id
+        return len(self.values) - 1
+
+    def _add_source(self, tensor: Tensor, name: str) -> None:
+        number = self.new(tensor)
+        self.sources[number], self.roots[number] = name, frozenset((name,))
+
+    def number(self, tensor: Tensor) -> int:
+        """Return the number of a tensor that an operation reads."""
+        number = self.numbers.get(id(tensor))
+        if _has_own_backward(tensor) and id(tensor) not in self.owned:
+            self.trouble(_OWN_BACKWARD)
+        if number is None:
+            computed = "it computes with a tensor that was made outside of PyTorch's functions"
+            held = "it reads a tensor that is no parameter, buffer, attribute or argument"
+            self.trouble(computed if tensor.requires_grad else held)
+            self.foreign = self.foreign or (held if self._is_older(tensor) else "")
+            number = self.new(tensor)
+            if tensor.requires_grad:
+                self.live.add(number)
+        elif number < 0:
+            self.trouble("it changes a tensor in place through one of several views")
+            number = self.new(tensor)
+            self.live.add(number)
+        return number
+
+    def _is_older(self, tensor: Tensor) -> bool:
+        """Return whether a tensor existed before the recording."""
+        with torch._C.DisableTorchFunction():
+            node = tensor.grad_fn
+        return node is None or node._sequence_nr() < self.start
+
+    def trouble(self, reason: str) -> None:
+        """Note why the innermost submodule cannot be traced."""
+        self.stack[-1].trouble = self.stack[-1].trouble or reason
+
+    def encoded(self, tree: Any) -> Any:
+        """Return a tree with a `Ref` for each tensor."""
+        return map_tree(tree, lambda a: Ref(self.number(a)) if isinstance(a, Tensor) else a)
+
+    def add(
+        self, name: str, run: Callable[..., Any], args: Any, kwargs: Any, result: Any, **more: Any
+    ) -> None:
+        """Add an operation on encoded arguments."""
+        op = Op(name, run, args, kwargs, [], self.stack[-1].path, **more)
+        read = refs((args, kwargs))
+        is_live = name not in SHAPES and not self.live.isdisjoint(read)
+        roots = frozenset[str]().union(*[self.roots.get(n, frozenset()) for n in read])
+        roots |= {"random"} if op.random else set()
+        for leaf in leaves(result):
+            number = self.new(leaf) if isinstance(leaf, Tensor) else None
+            op.outs.append(number)
+            if number is None:
+                continue
+            self.roots[number] = roots
+            if is_live:
+                self.live.add(number)
+            if is_live or self._is_large(leaf):
+                self.values[number] = hollow(leaf)
+                forget = functools.partial(self._forget, id(leaf))
+                self.results[number] = weakref.ref(leaf, forget)
+        for n in self.results.keys() & read if is_live else ():  # the tracer looks at its values
+            tensor = None if n in self.live else self.results[n]()
+            self.values[n] = self.values[n] if tensor is None else tensor
+        self.stack[-1].inner.append(op)
+
+    def _is_large(self, t: Tensor) -> bool:
+        """Return whether a value takes memory of its own, as the matrices of DoRA do."""
+        return t.numel() > _SMALL and t.untyped_storage().data_ptr() not in self.memory
+
+    def _forget(self, key: int, _: weakref.ref[Tensor]) -> None:
+        """Forget a tensor that is freed, since a new one may get its id."""
+        self.numbers.pop(key, None)
+        self.views.pop(key, None)
+        self.owned.discard(key)
+
+    def _sharing(self, tensor: Tensor) -> list[Tensor]:
+        """Return the known tensors that share memory with another one."""
+        held = [ref() for ref in self.results.values()]
+        known = {id(t): t for t in [*self.values, *held] if t is not None}
+        pointer = tensor.untyped_storage().data_ptr()
+        return [
+            t
+            for t in known.values()
+            if t.layout is torch.strided and t.untyped_storage().data_ptr() == pointer
+        ]
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", str(func))
+        if name in _SETTERS:
+            return func(*args, **kwargs)
+        if is_dropout(func):
+            return self._dropout(func, *args, **kwargs)
+        if func is F.multi_head_attention_forward:
+            with self:
+                return multi_head_attention(*args, **kwargs)
+        if func is torch._native_multi_head_attention:
+            self.trouble("it runs a fused kernel for inference")
+        if name in _READS and args and isinstance(args[0], Tensor):
+            self._read(name.strip("_"), self.number(args[0]))
+        if name == "register_hook":
+            self.trouble("it registers a hook on a tensor")
+        if kwargs.get("inplace"):
+            kwargs = {**kwargs, "inplace": False}
+        if kwargs.get("out") is not None:
+            self.trouble("it writes to a tensor that is passed as `out`")
+        encoded, before = (self.encoded(args), self.encoded(kwargs)), generator_states(self.device)
+        if func is F.scaled_dot_product_attention:
+            result = attention_without_dropout(*args, **kwargs)
+            draws = has_dropout(*args, **kwargs)
+        else:
+            result = func(*args, **kwargs)
+            pairs = zip(before, generator_states(self.device), strict=True)
+            draws = not all(torch.equal(a, b) for a, b in pairs)
+        if _is_in_place(name) and args and isinstance(args[0], Tensor):
+            self._change(name, func, args[0], *encoded, draws)
+            return result
+        if isinstance(result, Tensor) and any(a is result for a in leaves((args, kwargs))):
+            result = result.view_as(result)
+        if any(isinstance(t, Tensor) for t in leaves(result)):
+            self._note_views(func, args, *encoded, result)
+            self.add(name, func, *encoded, result, random=draws)
+        return result
+
+    def _read(self, name: str, number: int) -> None:
+        """Note that values decide what the layer runs; those of its own tensors may do so."""
+        roots = self.roots.get(number, frozenset())
+        owner = (
+            "an activation" if number in self.live
+            else "a random number" if "random" in roots
+            else "an argument" if "argument" in roots
+            else "a parameter" if not roots.isdisjoint(self.params)
+            else ""
+        )  # fmt: skip
+        if owner:
+            self.trouble(f"it reads values of {owner} ({name})")
+        else:
+            self.fixed |= roots
+
+    def _dropout(
+        self,
+        func: Any,
+        input: Tensor,
+        p: float = 0.5,
+        training: bool = True,
+        inplace: bool = False,
+        **_: Any,
+    ) -> Tensor:
+        args = self.encoded((input,))
+        out = input.view_as(input)
+        self._note_views(torch.Tensor.view_as, (input,), (*args, *args), {}, out)
+        self.add("dropout", lambda x: x, args, {}, out, p=float(p) if training else 0.0)
+        if inplace or func is torch.dropout_:
+            for t in self._sharing(out):
+                if t is not out:
+                    self.numbers[id(t)] = -1  # another view of the elements that are dropped
+            self.numbers[id(input)] = self.numbers[id(out)]
+        return out
+
+    def _note_views(self, func: Any, args: Any, encoded: Any, kwargs: Any, result: Any) -> None:
+        """Remember which results are views of the first argument."""
+        first = args[0] if args and isinstance(args[0], Tensor) else None
+        if first is None or not first.numel():
+            return
+        pointer = first.untyped_storage().data_ptr()
+        base, steps = self.views.get(id(first), (first, []))
+        for i, leaf in enumerate(leaves(result)):
+            if isinstance(leaf, Tensor) and leaf.untyped_storage().data_ptr() == pointer:
+                self.views[id(leaf)] = base, [*steps, (func, i, encoded[1:], kwargs)]
+
+    def _change(
+        self, name: str, func: Any, changed: Tensor, args: Any, kwargs: Any, draws: bool
+    ) -> None:
+        """Record an in-place operation: new values of a tensor, its base and all other views."""
+        base, steps = self.views.get(id(changed), (changed, []))
+
+        def changes(target: Tensor, view_args: Any, rest: Any, named: Any) -> Tensor:
+            result = target.clone()
+            func(_view(steps, result, view_args), *rest, **named)
+            return result
+
+        before = Ref(self.number(base))
+        encoded = before, _arguments(steps), args[1:], kwargs
+        self.add(name, changes, encoded, {}, base, random=draws)
+        for t in self._sharing(base):
+            view_base, view_steps = self.views.get(id(t), (None, []))
+            if view_base is base:
+                run = functools.partial(_view, view_steps)
+                now = Ref(self.numbers[id(base)])
+                self.add("view", run, (now, _arguments(view_steps)), {}, t)
+            elif t is not base and t.numel():
+                self.numbers[id(t)] = -1  # a view that was made in an unknown way
+
+    def call(self, module: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+        """Record the call of a submodule."""
+        span = Span(self.paths[module], self.encoded(args), self.encoded(kwargs))
+        versions = [(t, t._version) for t in leaves((args, kwargs)) if isinstance(t, Tensor)]
+        self.stack[-1].inner.append(span)
+        self.stack.append(span)
+        try:
+            result = forward(module, *args, **kwargs)
+        finally:
+            self.stack.pop()
+        if any(t._version != version for t, version in versions):
+            self.trouble(f"{span.path} changes its arguments in place")
+        tensors = [t if isinstance(t, Tensor) else None for t in leaves(result)]
+        own = [t for t in tensors if t is not None and _has_own_backward(t)]
+        if own:
+            span.trouble = span.trouble or _OWN_BACKWARD
+            self.owned.update(map(id, own))  # the trouble is the submodule's, not its readers'
+        numbers = [None if t is None else self.numbers.get(id(t)) for t in tensors]
+        span.outs = [n if n is None or n >= 0 else None for n in numbers]
+        return result
+
+
+def hollow(t: Tensor) -> Tensor:
+    """Return a tensor of the same shape and dtype that takes no memory."""
+    return t.detach().new_zeros(()).expand(t.shape)
+
+
+def _has_own_backward(tensor: Tensor) -> bool:
+    with torch._C.DisableTorchFunction():  # which would record this
+        return isinstance(tensor.grad_fn, torch.autograd.function.BackwardCFunction)
+
+
+def _is_in_place(name: str) -> bool:
+    return name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+
+
+def _arguments(steps: list[Any]) -> list[Any]:
+    """Return the arguments of the steps to a view, which may depend on the sizes of a call."""
+    return [(args, kwargs) for _, _, args, kwargs in steps]
+
+
+def _view(steps: list[Any], base: Tensor, arguments: list[Any]) -> Tensor:
+    """Return a view of `base` by the same steps with other arguments."""
+    for (func, index, *_), (args, kwargs) in zip(steps, arguments, strict=True):
+        base = leaves(func(base, *args, **kwargs))[index]
+    return base

@@ -1,0 +1,264 @@
+"""Replays: recorded operations between the steps of a block, and what a trial shows of them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fused_remat.steps.activation import MLPActivation
+from fused_remat.steps.replay import At, Replay
+from fused_remat.tracing.block import ReplayedSubmodule
+from fused_remat.tracing.program import Program
+from fused_remat.tracing.submodules import activation_of
+from fused_remat.tracing.values import SHAPES, Op, Opaque, Size
+
+if TYPE_CHECKING:
+    from fused_remat.tracing.tracer import Tracer
+
+#: A replay of more operations than this, or of one of `HEAVY`, is named in reports.
+_FEW = 24
+HEAVY = (
+    "matmul", "__matmul__", "bmm", "mm", "einsum", "baddbmm", "linear", "conv1d", "conv2d",
+    "grouped_mm", "_grouped_mm", "softmax", "topk", "scatter", "index_add",
+)  # fmt: skip
+#: Operations that choose by values: another bit in their input may change the choice.
+_CHOICES = ("topk", "sort", "argsort", "argmax", "argmin", "one_hot", "gt", "ge", "lt", "le", "eq")
+
+
+def replay(t: Tracer, number: int) -> str:
+    """Add a value as a replay of the operations that compute it from the steps before it.
+
+    Returns the name of the activation: an input of the replay if it computes no other, or an
+    activation function if it computes that.
+    """
+    op, layout = t.producer(number), t.layout(number)
+    assert op is not None
+    if layout is None:
+        raise Opaque(op.inside, f"the result of {op.name} is not made of tokens")
+    ops, sources, params = _region(t, number)
+    sources.sort(key=lambda n: getattr(t.layout(n), "names", ()) != layout.names)
+    layouts = [known for n in sources if (known := t.layout(n)) is not None]
+    xs = tuple([t.build(n) for n in sources])
+    pairs = tuple(zip(sources, layouts, strict=True))
+    program = Program(tuple(ops), pairs, tuple(params), number, layout)
+    is_opaque, moved = op.path is not None, None
+    if len(xs) == 1 and program.only_moves:
+        moved, (x,), _ = sample(t, program)
+        if moved.shape == x.shape and torch.equal(moved, x):
+            return xs[0]
+    if len(set(xs)) < len(xs):
+        raise Opaque(op.inside, "it reads one activation in two layouts")
+    inside = _common([o.inside for o in ops])
+    if not (params or is_opaque) and layouts == [layout]:
+        act = _activation_by(t, program)
+        if act is not None:
+            return t.add(
+                MLPActivation(name=t.unique(f"{inside}.act".lstrip(".")), up=xs[0], act=act)
+            )
+    shapes = [t.recording.shapes[n] for n in params]
+    if None in shapes:
+        raise Opaque(op.inside, "no size explains the shape of a value that it reads")
+    batched = [
+        (n, s) for n, s in zip(params, shapes, strict=True)
+        if any(isinstance(size, Size) and "B" in size.names for size in s or ())
+    ]  # fmt: skip
+    per_batch = (
+        program.draws
+        or not _keeps_sizes(t, program, layout.names[:-1])
+        or any(s is not None and s[0] != Size(1, ("B",)) for _, s in batched)
+    )
+    path = str(op.path) if is_opaque else inside
+    is_reported = is_opaque or len(ops) > _FEW or any(o.name in HEAVY for o in ops)
+    name = path or "forward" if is_reported else f"{path}.{op.kind}".lstrip(".")
+    name, kinds = t.unique(name), dict.fromkeys(o.kind for o in ops)
+    if is_reported:
+        heavy = ", ".join(dict.fromkeys(o.kind for o in ops if o.name in HEAVY))
+        why = str(op.info) if is_opaque else f"it runs {heavy or f'{len(ops)} operations'}"
+        t.replayed[path] = ReplayedSubmodule(path or "forward", why)
+    tensors = tuple([t.param(n) for n in params])
+    t.add(
+        Replay(
+            name=name, xs=xs, tensors=tensors, function=name,
+            what=name if is_reported else " → ".join(kinds),
+            columns=layout.width, per_batch=per_batch,
+            batched=() if per_batch else tuple([t.param(n) for n, _ in batched]),
+            needed_for=_needed_for(t, program, (*xs, *tensors)),
+            chooses=is_opaque or not kinds.keys().isdisjoint(_CHOICES),
+            stages=_stages(t, ops, params),
+            tokenwise=not (is_opaque or per_batch) and _is_tokenwise(t, program, shapes),
+        )
+    )  # fmt: skip
+    t.programs[name] = program
+    if moved is not None:
+        note_pick(t, name, moved, [x])
+    return name
+
+
+def _region(t: Tracer, target: int) -> tuple[list[Op], list[int], list[int]]:
+    """Return the operations up to the next steps, and the activations and others they read."""
+    live, ops = t.recording.live, set[Op]()
+    sources, params, seen, todo = list[int](), list[int](), set[int](), [target]
+    while todo:
+        n = todo.pop()
+        if n in seen:
+            continue
+        seen.add(n)
+        op = t.producer(n)
+        if n not in live:
+            if op is None or op.name not in SHAPES or live.isdisjoint(op.reads):
+                params.append(n)
+                continue
+            ops.add(op)  # like an activation, whose dtype autocast decides
+            todo += op.reads
+        elif n in t.inputs.values() or (n != target and t.step(n) is not None):
+            sources.append(n)
+            if not t.recording.values[n].is_floating_point():
+                producer = t.producer(target)
+                raise Opaque(producer.inside if producer else "", "it reads indices of tokens")
+        else:
+            assert op is not None
+            if op.path is not None and n != target:
+                parent = op.inside.rpartition(".")[0]
+                raise Opaque(parent, f"a result of {op.path} is not made of tokens")
+            ops.add(op)
+            todo += op.reads
+    return [op for op in t.recording.ops if op in ops], sources[::-1], params[::-1]
+
+
+def _common(paths: list[str]) -> str:
+    """Return the path of the innermost submodule that contains all the paths."""
+    parts = [path.split(".") for path in paths]
+    same = itertools.takewhile(lambda names: len(set(names)) == 1, zip(*parts, strict=False))
+    return ".".join([names[0] for names in same])
+
+
+def _stages(t: Tracer, ops: list[Op], params: list[int]) -> tuple[tuple[str, ...], ...]:
+    """Return the names of values, by the operations that read them last, from the last one."""
+    last = {n: i for i, op in enumerate(ops) for n in op.reads if n in params}
+    stages: dict[int, list[str]] = {}
+    for number in sorted(last, key=last.__getitem__, reverse=True):
+        stages.setdefault(last[number], []).append(t.param(number))
+    return tuple(map(tuple, stages.values()))
+
+
+def note_pick(t: Tracer, name: str, y: Tensor, xs: list[Tensor]) -> None:
+    """Note whether the result `y` of a replay is adjacent columns of its input."""
+    t.widths[name] = y.shape[1]
+    node = t.nodes.get(name)
+    if len(xs) != 1 or not isinstance(node, Replay):
+        return
+    same = (xs[0] == y[:, :1]).all(0).nonzero()
+    first = int(same[0]) if len(same) else 0
+    if torch.equal(xs[0][:, first : first + y.shape[1]], y):
+        t.picks[name] = node.xs[0], first, first + y.shape[1]
+
+
+# Trials.
+
+
+def sample(t: Tracer, program: Program, seed: int = 0) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """Run a program on random activations; return its result, these, and the other values."""
+    sizes, device = t.recording.sizes, t.recording.values[t.x].device
+    generator, dtype = torch.Generator(device).manual_seed(seed), t.recording.exact
+    xs = []
+    for _, layout in program.sources:
+        rows = math.prod(sizes[n] for n in layout.names)
+        rows *= 1 if {"S", "M"} & {*layout.names} else t.tokens
+        x = torch.randn((rows, layout.width), generator=generator, dtype=dtype, device=device)
+        xs.append(x.requires_grad_())
+    tensors = [t.recording.values[n].detach() for n in program.params]
+    tensors = [v.to(dtype).requires_grad_() if v.is_floating_point() else v for v in tensors]
+    return run(t, program, xs, tensors), xs, tensors
+
+
+def run(
+    t: Tracer, program: Program, xs: list[Tensor], tensors: list[Tensor], at: At | None = None
+) -> Tensor:
+    """Run a program with the recording's sizes."""
+    sizes, names = t.recording.sizes, program.layout.names
+    tokens = sizes[names[-1]] if names and names[-1] in ("S", "M") else t.tokens
+    at = at or At(sizes.get("B", 1), tokens, 0)
+    return program.run(t.layer.get_submodule, sizes, t.recording.exact, at, xs, tensors)
+
+
+def _activation_by(t: Tracer, program: Program) -> str | None:
+    """Return the entry of `ACTIVATIONS` that operations on one activation compute, or None."""
+    if program.draws or not t.is_of_stream(program.target):
+        return None
+    _, (like,), _ = sample(t, program)
+    return activation_of(lambda x: run(t, program, [x], []), like)
+
+
+def _is_tokenwise(t: Tracer, program: Program, shapes: Sequence[Any]) -> bool:
+    """Return whether each token's result depends on that token alone, by mixing tokens."""
+    names = program.layout.names
+    if names[-1:] != ("S",) or any(layout.names != names for _, layout in program.sources):
+        return False
+    if any(isinstance(n, Size) for shape in shapes for n in shape):
+        return False
+    if not _keeps_sizes(t, program, names):
+        return False
+    y, xs, tensors = sample(t, program)
+    order = torch.randperm(len(y), generator=torch.Generator().manual_seed(0)).to(y.device)
+    try:
+        mixed = run(t, program, [x[order] for x in xs], tensors, At(1, len(y), 0))
+    except RuntimeError:  # a number that follows from the batch
+        return False
+    slack = 64 * torch.finfo(y.dtype).eps
+    return torch.allclose(mixed, y[order], rtol=slack, atol=slack)
+
+
+def _keeps_sizes(t: Tracer, program: Program, names: Sequence[str]) -> bool:
+    """Return whether all that a program computes has a dimension for each of the sizes `names`.
+
+    A result that lacks one mixes the tokens, though a limit may hide it (`clamp`).
+    """
+    if program.is_algebra:
+        return True
+    live = [n for op in program.ops for n in op.writes if n in t.recording.live]
+    shapes = [t.recording.shapes[n] or () for n in live]
+    sizes = [{n for s in shape if isinstance(s, Size) for n in s.names} for shape in shapes]
+    return all(known.issuperset(names) for known in sizes)
+
+
+def _needed_for(t: Tracer, program: Program, names: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
+    """Return for each activation the names whose gradients depend on its value, by trial."""
+    if program.draws or not program.is_algebra:
+        return (names,) * len(program.sources)
+    _, xs, tensors = sample(t, program)
+    tensors = [_moved(v) for v in tensors]  # a coefficient that is 0 may become another
+    y = run(t, program, xs, tensors)
+    if not y.requires_grad:
+        return ((),) * len(xs)
+    generator = torch.Generator(y.device).manual_seed(1)
+    dy = torch.randn(y.shape, generator=generator, dtype=y.dtype, device=y.device)
+    labels = [n for n, v in zip(names, (*xs, *tensors), strict=True) if v.requires_grad]
+
+    def grads(y: Tensor, xs: list[Tensor]) -> tuple[Tensor | None, ...]:
+        inputs = [v for v in (*xs, *tensors) if v.requires_grad]
+        return torch.autograd.grad(y, inputs, dy, allow_unused=True)
+
+    expected, needed = grads(y, xs), []
+    for i, x in enumerate(xs):
+        zeroed = [*xs[:i], torch.zeros_like(x).requires_grad_(), *xs[i + 1 :]]
+        others = grads(run(t, program, zeroed, tensors), zeroed)
+        pairs = zip(labels, expected, others, strict=True)
+        needed.append(tuple([n for n, g, h in pairs if not _is_same(g, h)]))
+    return tuple(needed)
+
+
+def _moved(t: Tensor) -> Tensor:
+    """Return other numbers near those of `t`."""
+    if not t.requires_grad:
+        return t
+    step = torch.sin(1.0 + torch.arange(t.numel()).to(t)).view(t.shape)
+    return (t.detach() + 0.1 * step).requires_grad_()
+
+
+def _is_same(g: Tensor | None, h: Tensor | None) -> bool:
+    return g is h if g is None or h is None else torch.equal(g, h)

@@ -1,0 +1,306 @@
+"""Rules by which operations become the steps of a block, by the names of the operations.
+
+A rule `rule(t, number, op)` of a tracer `t` returns a function that adds the step of a value and
+returns its name, or None if the operation is no such step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from fused_remat.layers.eligibility import parameters_of
+from fused_remat.spec import NormSpec
+from fused_remat.steps.activation import ACTIVATIONS, MLPActivation
+from fused_remat.steps.linear import Linear
+from fused_remat.steps.low_rank import LowRank
+from fused_remat.steps.norm import Norm
+from fused_remat.steps.residual import Add, DrawMask
+from fused_remat.tracing import attention
+from fused_remat.tracing.replays import replay
+from fused_remat.tracing.values import ADD, MATMUL, Op, Ref, refs
+
+if TYPE_CHECKING:
+    from fused_remat.tracing.tracer import Tracer
+
+Build = Callable[[], str]
+_MUL = ("mul", "rmul", "multiply", "imul")
+_TRANSPOSES = ("t", "get", "transpose", "swapaxes")
+
+
+def _linear(t: Tracer, number: int, op: Op) -> Build | None:
+    """Trace F.linear, addmm, or a product with a matrix that is no activation."""
+    args = [*op.args, *op.kwargs.values()]
+    bias, x, weight = args[:3] if op.name == "addmm" else ([*args, None][2], *args[:2])
+    if not t.live(x) or t.live(weight) or t.live(bias) or len(args) > 3:
+        return None
+    if not isinstance(weight, Ref) or t.recording.values[weight.index].dim() != 2:
+        return None
+    if not all((layout := t.layout(n)) and layout.is_last for n in (number, x.index)):
+        return None
+
+    def build() -> str:
+        input, inner, transposed = t.build(x.index), weight.index, op.name != "linear"
+        producer = t.producer(inner)
+        if transposed and producer is not None and producer.kind in _TRANSPOSES:
+            source = refs(producer.args)[0]
+            if _is_transpose(t, inner, source):
+                inner, transposed = source, False
+        w = t.param(inner, transposed)
+        b = t.param(bias.index) if isinstance(bias, Ref) else ""
+        name = t.recording.sources.get(inner, "")
+        name = name.removesuffix(".weight") if name.endswith(".weight") else op.inside
+        return t.add(Linear(name=t.unique(name), x=input, weights=(w,), biases=(b,)))
+
+    return build
+
+
+def _is_transpose(t: Tracer, number: int, other: int) -> bool:
+    a, b = t.recording.values[number], t.recording.values[other]
+    return a.dim() == b.dim() == 2 and a.shape == b.t().shape and torch.equal(a, b.t())
+
+
+def _matmul(t: Tracer, number: int, op: Op) -> Build | None:
+    return _linear(t, number, op) or attention.from_softmax(t, number, op)
+
+
+def _norm(t: Tracer, number: int, op: Op) -> Build | None:
+    """Trace a norm's module, F.layer_norm or F.rms_norm over the width."""
+    if op.name == "norm":
+        spec, (x, weight, bias) = op.info, (*op.args, None, None)[:3]
+    else:
+        affine = ("weight", "bias") if op.name == "layer_norm" else ("weight",)
+        names = ("input", "normalized_shape", *affine, "eps")
+        args = {**dict(zip(names, op.args, strict=False)), **op.kwargs}
+        eps = args.get("eps", 1e-5 if op.name == "layer_norm" else None)
+        if eps is None:  # ATen's default
+            eps = torch.finfo(torch.promote_types(t.dtype, torch.float32)).eps
+        is_over_width = len(args["normalized_shape"]) == 1
+        spec = NormSpec(kind=op.name, eps=float(eps)) if is_over_width else None
+        x, weight, bias = args["input"], args.get("weight"), args.get("bias")
+    if spec is None or not t.live(x) or t.live(weight) or t.live(bias):
+        return None
+    layout = t.layout(number)
+    if layout is None or not layout.is_last or layout != t.layout(x.index):
+        return None
+
+    def build() -> str:
+        input = t.build(x.index)
+        w, b = (t.param(p.index) if isinstance(p, Ref) else "" for p in (weight, bias))
+        return t.add(Norm(name=t.unique(op.inside or "norm"), x=input, weight=w, bias=b, spec=spec))
+
+    return build
+
+
+def _sum(t: Tracer, number: int, op: Op) -> Build | None:
+    """Trace a sum of activations as wide as the stream, or an update of a linear layer."""
+    update = _update(t, op)
+    if update is not None:
+        return lambda: _add_update(t, update)
+    terms = _terms(t, number)
+    return None if terms is None else lambda: _add_sum(t, number, terms)
+
+
+class _Update(NamedTuple):
+    """A sum base + scale * B(A(dropout(x))) of a linear layer's result `base` and an update."""
+
+    base: int
+    a: int
+    b: int
+    scale: float
+    p: float
+
+
+def _update(t: Tracer, op: Op) -> _Update | None:
+    args = [*op.args, *op.kwargs.values()]
+    if len(args) != 2 or not all(map(t.live, args)):
+        return None
+    for base, other in (args, args[::-1]):
+        scale, n = 1.0, t.source(other.index)
+        producer = t.producer(n)
+        factor = producer.args[1] if producer is not None and producer.kind in _MUL else None
+        if producer is not None and isinstance(factor, (int, float)):
+            scale, n = float(factor), t.source(producer.args[0].index)
+        up = _layer(t, n)
+        down = None if up is None else _layer(t, t.source(up[0]))
+        if up is None or down is None or up[2] is not None or down[2] is not None:
+            continue
+        p, x = 0.0, t.source(down[0])
+        dropout = t.producer(x)
+        if dropout is not None and dropout.name == "dropout" and dropout.p:
+            p, x = dropout.p, t.source(dropout.args[0].index)
+        input = _updated_input(t, t.source(base.index))
+        if input is not None and t.source(input) == x:
+            return _Update(base.index, down[1], up[1], scale, p)
+    return None
+
+
+def _layer(t: Tracer, number: int) -> tuple[int, int, int | None] | None:
+    """Return the numbers of x, weight and bias of a value that `F.linear` computes."""
+    op = t.producer(number)
+    if op is None or op.name != "linear" or _linear(t, number, op) is None:
+        return None
+    x, weight, bias = [*op.args, *op.kwargs.values(), None][:3]
+    return x.index, weight.index, bias.index if isinstance(bias, Ref) else None
+
+
+def _updated_input(t: Tracer, number: int) -> int | None:
+    """Return the input of a linear layer, with or without updates."""
+    layer, op = _layer(t, number), t.producer(number)
+    if layer is not None:
+        return layer[0]
+    update = _update(t, op) if op is not None and op.kind in ADD else None
+    return None if update is None else _updated_input(t, t.source(update.base))
+
+
+def _add_update(t: Tracer, update: _Update) -> str:
+    name = t.build(update.base)
+    node = t.nodes[name]
+    assert isinstance(node, Linear)
+    low, mask = f"{name}.low{len(node.updates)}", ""
+    if update.p and t.drops:
+        mask = _add_mask(t, f"{low}.mask", node.x, update.p)
+    own, weight = (_dtype(t, n) for n in (update.a, t.values[node.weight]))
+    adapter = LowRank(
+        a=t.param(update.a), b=t.param(update.b), low=low, scale=update.scale, mask=mask,
+        dtype=own if t.mixes_dtypes and own != weight else None,
+    )  # fmt: skip
+    t.nodes[name] = replace(node, updates=(*node.updates, adapter))
+    return name
+
+
+def _dtype(t: Tracer, number: int) -> torch.dtype | None:
+    param = parameters_of(t.layer).get(t.recording.sources.get(number, ""))
+    return None if param is None else param.dtype
+
+
+def _terms(t: Tracer, number: int) -> list[int] | None:
+    """Return the terms of a sum no wider than the stream, and of those that nothing else reads."""
+    op = t.producer(number)
+    if op is None or op.kind not in ADD or op.path is not None or _update(t, op):
+        return None
+    args, layout = [*op.args, *op.kwargs.values()], t.layout(number)
+    if len(args) != 2 or not all(map(t.live, args)) or layout is None or not layout.is_last:
+        return None
+    a, b = (arg.index for arg in args)
+    if a == b or t.layout(a) != layout or t.layout(b) != layout:
+        return None
+    if layout.width > t.widths["input"]:  # within an activation
+        return None
+    terms = []
+    for term in (a, b):
+        inner = _terms(t, term) if t.uses.count(term) == 1 else None
+        terms += inner or [term]
+    return terms
+
+
+def _add_sum(t: Tracer, number: int, terms: list[int]) -> str:
+    """Add the terms to the residual stream one after the other, as blocks do."""
+    names = [t.build(term) for term in terms]
+    if len(set(names)) < len(names):
+        return replay(t, number)
+    earlier = (n for n in names if n in t.inputs or any(_depends(t, o, n) for o in names))
+    stream = next(earlier, names[0])
+    for name in [n for n in names if n != stream]:
+        stream = t.add(Add(name=t.unique("mid"), x=name, residual=stream))
+        t.widths[stream] = t.widths[name]
+    return stream
+
+
+def _depends(t: Tracer, y: str, x: str) -> bool:
+    """Return whether the activation y depends on another, x."""
+    todo, seen = [y], set[str]()
+    while todo:
+        name = todo.pop()
+        if name == x != y:
+            return True
+        if name in t.nodes and name not in seen:
+            seen.add(name)
+            todo += t.nodes[name].inputs
+    return False
+
+
+def _dropout(t: Tracer, number: int, op: Op) -> Build | None:
+    if not (op.p and t.drops):
+        return None
+    p, name = op.p, op.inside or "dropout"
+
+    def build() -> str:
+        x = t.build(op.args[0].index)
+        mask = _add_mask(t, f"{name}.mask", x, p)
+        return t.add(Add(name=t.unique(f"{name}.dropped"), x=x, mask=mask))
+
+    return build
+
+
+def _add_mask(t: Tracer, name: str, x: str, p: float) -> str:
+    return t.add(DrawMask(name=t.unique(name), site=t.site(), p=p, like=x, of=x))
+
+
+def _activation(t: Tracer, op: Op | None) -> tuple[str, Any] | None:
+    """Return the entry of `ACTIVATIONS` that an operation computes, and its input, or None."""
+    if op is None or not isinstance(next(iter(op.args), None), Ref):
+        return None
+    if op.kind == "square" or (op.kind == "pow" and op.args[1:] == (2,)):
+        inner = _activation(t, t.producer(op.args[0].index))
+        return ("relu2", inner[1]) if inner is not None and inner[0] == "relu" else None
+    if op.name == "act":
+        return op.info, op.args[0]
+    if op.name == "gelu":
+        is_tanh = "tanh" in (*op.args, *op.kwargs.values())
+        return "gelu_tanh" if is_tanh else "gelu", op.args[0]
+    return (op.kind, op.args[0]) if op.kind in ACTIVATIONS else None
+
+
+def _act(t: Tracer, number: int, op: Op) -> Build | None:
+    """Trace an activation function."""
+    traced = _activation(t, op)
+    if traced is None or not t.live(traced[1]):
+        return None
+    act, x = traced
+    if t.layout(x.index) != t.layout(number):
+        return None
+    return lambda: t.add(
+        MLPActivation(up=t.build(x.index), name=t.unique(op.inside or "act"), act=act)
+    )
+
+
+def _product(t: Tracer, number: int, op: Op) -> Build | None:
+    """Trace act(gate) * up."""
+    args, layout = [*op.args, *op.kwargs.values()], t.layout(number)
+    if len(args) != 2 or not all(map(t.live, args)):
+        return None
+    for one, up in (args, args[::-1]):
+        traced = _activation(t, t.producer(t.source(one.index)))
+        if traced is None:
+            continue
+        act, gate = traced
+        if t.live(gate) and layout == t.layout(gate.index) == t.layout(up.index):
+
+            def build(gate: int = gate.index, up: int = up.index, act: str = act) -> str:
+                inputs = t.build(gate), t.build(up)
+                name = t.unique(f"{op.inside}.act".lstrip("."))
+                return t.add(MLPActivation(name=name, gate=inputs[0], up=inputs[1], act=act))
+
+            return build
+    return None
+
+
+#: Rules by the names of operations without underscores.
+STEPS: Mapping[str, Callable[[Tracer, int, Op], Build | None]] = {
+    "linear": _linear,
+    "addmm": _linear,
+    "norm": _norm,
+    "layer_norm": _norm,
+    "rms_norm": _norm,
+    "dropout": _dropout,
+    "act": _act,
+    "scaled_dot_product_attention": attention.from_call,
+    **dict.fromkeys(ADD, _sum),
+    **dict.fromkeys(_MUL, _product),
+    **dict.fromkeys(MATMUL, _matmul),
+    **dict.fromkeys((*ACTIVATIONS, "square", "pow"), _act),
+}
