@@ -175,10 +175,3 @@ def test_the_command_measures_every_op_both_ways(tmp_path):
     norm = next(row for row in rows if row["case"]["op"] == "norm")
     reason = norm["ways"]["fused_remat triton"]["absent"]
     assert re.search(f"^fused_remat triton +absent: {reason}$", report.block(norm), re.M)
-
-
-def test_a_wrong_result_is_in_its_line_and_among_the_failures():
-    case = {"op": "it", "name": "doubled", "direction": "bwd", "model": "m", "sizes": {}}
-    ways = {"aten": {"absent": "no"}, "mine": {"error": "WrongResultError: off"}}
-    assert "mine  FAIL: WrongResultError" in report.block({"case": case, "ways": ways})
-    assert len(report.failures([{"case": case, "ways": ways}])) == 1

@@ -1,10 +1,5 @@
 """The marks that make docs/tables/composition.md (that it is up to date: test_docs.py)."""
 
-import json
-
-import pytest
-
-from bench.gpu import outcomes as gpu_outcomes
 from bench.pages.composition import Mark, marks, table, works
 
 FILE = """
@@ -56,19 +51,3 @@ def test_what_works():
     assert works([gpu], there) == "yes, on H100 at 0123456"
     assert works([gpu], failed) == "no: failed on H100 at 0123456"
     assert works([cpu, gpu], {}) == "yes, on a CPU; by its GPU test, not yet run on hardware"
-
-
-def test_outcomes_are_by_test_and_hold_no_messages(tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu_outcomes, "_found", {})
-    cases = [
-        ("g.py::test_a[1]", "passed"), ("g.py::test_a[2]", "failed"), ("g.py::test_a[3]", "passed"),
-        ("g.py::test_b", "passed"), ("g.py::test_c", "skipped"),
-    ]  # fmt: skip
-    for node, outcome in cases:
-        at = ("g.py", 1, node)
-        report = pytest.TestReport(node, at, {}, outcome, "where and why", "call")
-        gpu_outcomes.pytest_runtest_logreport(report)
-    gpu_outcomes.write(tmp_path / "gpu" / "tests.json")
-    text = (tmp_path / "gpu" / "tests.json").read_text()
-    assert json.loads(text)["tests"] == {"g.py::test_a": "failed", "g.py::test_b": "passed"}
-    assert "where and why" not in text
