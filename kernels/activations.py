@@ -11,7 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def _tanh(x):
-    """tanh without cancellation: its series about 0, else (1 - t) / (1 + t) of t = exp(-2|x|)."""
+    """Compute tanh without cancellation: a series at 0, else (1 - t) / (1 + t), t = exp(-2|x|)."""
     x2 = x * x
     near = x * (1.0 + x2 * (-1.0 / 3.0 + x2 * (2.0 / 15.0 - x2 * (17.0 / 315.0))))
     t = tl.exp(-2.0 * tl.abs(x))
@@ -27,7 +27,7 @@ def relu_fwd(x):
 
 @triton.jit
 def relu_bwd(dy, x):
-    """dy where x > 0; and max(x, 0)."""
+    """Return dy where x > 0; and max(x, 0)."""
     return tl.where(x <= 0.0, 0.0, dy), tl.where(x <= 0.0, 0.0, x)
 
 
@@ -56,14 +56,14 @@ def _normal(x):
 
 @triton.jit
 def gelu_fwd(x):
-    """x Φ(x), Φ the normal distribution function (Hendrycks, Gimpel 2016)."""
+    """Return x Φ(x), Φ the normal distribution function (Hendrycks, Gimpel 2016)."""
     cdf, _ = _normal(x)
     return x * cdf
 
 
 @triton.jit
 def gelu_bwd(dy, x):
-    """dy (Φ(x) + x φ(x)); and x Φ(x)."""
+    """Return dy (Φ(x) + x φ(x)); and x Φ(x)."""
     cdf, bell = _normal(x)
     return dy * (cdf + 0.3989422804014327 * (x * bell)), x * cdf
 
@@ -76,7 +76,7 @@ def gelu_tanh_fwd(x):
 
 @triton.jit
 def gelu_tanh_bwd(dy, x):
-    """The gradient of `gelu_tanh_fwd`; and its value."""
+    """Return the gradient of `gelu_tanh_fwd`; and its value."""
     t = _tanh(0.7978845608028654 * (x + 0.044715 * x * x * x))
     inner = 0.7978845608028654 * (1.0 + 0.134145 * x * x)
     return dy * 0.5 * (1.0 + t + x * (1.0 - t * t) * inner), 0.5 * x * (1.0 + t)
@@ -84,13 +84,13 @@ def gelu_tanh_bwd(dy, x):
 
 @triton.jit
 def silu_fwd(x):
-    """x σ(x)."""
+    """Return x σ(x)."""
     return x / (1.0 + tl.exp2(x * -1.4426950408889634))  # log2(e)
 
 
 @triton.jit
 def silu_bwd(dy, x):
-    """dy σ(x) (1 + x (1 - σ(x))); and x σ(x)."""
+    """Return dy σ(x) (1 + x (1 - σ(x))); and x σ(x)."""
     s = 1.0 / (1.0 + tl.exp2(x * -1.4426950408889634))
     return dy * (s + x * (s - s * s)), x * s
 
@@ -103,7 +103,7 @@ def tanh_fwd(x):
 
 @triton.jit
 def tanh_bwd(dy, x):
-    """dy (1 - tanh²(x)); and tanh(x)."""
+    """Return dy (1 - tanh²(x)); and tanh(x)."""
     t = _tanh(x)
     return dy * (1.0 - t * t), t
 

@@ -162,7 +162,7 @@ def store_rows(x, b, h, row, end, E, tile):
 
 @triton.jit
 def seen_keys(offs_m, b, bounds_ptr, lengths_ptr, M, N, offset, left, right):
-    """The keys that each query sees, from the first to one past the last.
+    """Return the keys that each query sees, from the first to one past the last.
 
     Query m sees keys m + offset - left to m + offset + right; no key from lengths[b] on. Of packed
     sequences bounds (M, 2) holds the interval. Queries from M on see what the last one sees.
@@ -182,7 +182,7 @@ def seen_keys(offs_m, b, bounds_ptr, lengths_ptr, M, N, offset, left, right):
 
 @triton.jit
 def seeing_queries(offs_n, b, bounds_ptr, lengths_ptr, M, N, offset, left, right):
-    """The queries that see each key, from the first to one past the last: `seen_keys`, inverted.
+    """Return the queries that see each key, from first to one past the last: `seen_keys`, inverted.
 
     bounds is (N, 2) here. Keys from N on are seen where the last one is; M to 0 is none.
     """
@@ -202,8 +202,10 @@ def seeing_queries(offs_n, b, bounds_ptr, lengths_ptr, M, N, offset, left, right
 
 @triton.jit
 def visits(low, high, BLOCK: tl.constexpr):
-    """The blocks that a tile visits, from the intervals of its rows: `Visits` of those that not
-    every row sees whole, and of the others, which are side by side."""
+    """Return the blocks that a tile visits, from the intervals of its rows, as two `Visits`.
+
+    Of those that some row does not fully see, and of the others, which are adjacent.
+    """
     start = tl.min(low, 0) // BLOCK
     stop = tl.maximum(tl.cdiv(tl.max(high, 0), BLOCK), start)
     full_start = tl.minimum(tl.cdiv(tl.max(low, 0), BLOCK), stop)
@@ -228,7 +230,7 @@ def listed(lists, b, h, tile, width):
 
 @triton.jit
 def block_at(i, visit, list_ptr):
-    """Number of the i-th block to visit, from a list unless that is None."""
+    """Return the number of the i-th block to visit, from a list unless that is None."""
     if list_ptr is not None:
         block = tl.load(list_ptr + i)
     else:
@@ -337,7 +339,7 @@ def _attend(
 
 @triton.jit
 def row_keys(site, b, h, sizes, offs_m):
-    """The dropout keys of queries of a head; None where there is no site."""
+    """Return the dropout keys of queries of a head; None where there is no site."""
     keys = None
     if site.key_ptr is not None:
         row = site.row0 + (b * sizes.H + h).to(tl.int64) * sizes.M + offs_m
@@ -347,7 +349,7 @@ def row_keys(site, b, h, sizes, offs_m):
 
 @triton.jit
 def tile_of_head(blocks, H, REVERSED: tl.constexpr):
-    """This program's tile, batch and head; tiles of a head side by side, for the cache.
+    """Return this program's tile, batch and head; tiles of a head side by side, for the cache.
 
     REVERSED: the last tile first, which has most to do where masks are causal.
     """
@@ -363,7 +365,7 @@ def attention_fwd_kernel(
     q, k, v, masks, bounds_ptr, lengths_ptr, lists, site_key_ptr, out, lse_ptr, strides, sizes,
     score, offset, left, right, row0, threshold, keep_scale, tile: tl.constexpr,
 ):  # fmt: skip
-    """out = dropout(softmax(scores)) v and lse = log sum exp(scores); of no key 0 and +inf.
+    """Compute out = dropout(softmax(scores)) v and lse = log sum exp(scores); of no key 0 and +inf.
 
     scores: as `Scores` describe, plus masks.
     Shapes: q (B, H, M, E), k (B, H / GROUP, N, E), v (B, H / GROUP, N, V), out (B, H, M, V),

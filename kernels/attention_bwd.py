@@ -34,7 +34,7 @@ from fused_remat.kernels.dropout import Site, keep_at
 def attention_delta_bwd_kernel(
     dout, out, delta_ptr, strides, H, M, V, BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr
 ):
-    """delta = rowsum(dout · out).
+    """Compute delta = rowsum(dout · out).
 
     Shapes: dout, out (B, H, M, V) of any strides, delta (B, H, M) float32.
         Grid: (cdiv(M, BLOCK_M) · B · H,).
@@ -54,7 +54,7 @@ def _gather_keys(
     dk, dv, k, v, q, dout, lse_ptr, delta_ptr, masks, site, b, h, offs_n, low, high, first, end,
     visit, list_ptr, sizes, score, WANTED: tl.constexpr, PARTIAL: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
-    """Adds to dk (yet to be scaled) and dv what the tiles of queries of head h give, of `visit`.
+    """Add to dk (yet to be scaled) and dv what the tiles of queries of head h give, of `visit`.
 
     WANTED: "k", "v" or "kv".
     """
@@ -106,7 +106,7 @@ def attention_dkdv_bwd_kernel(
     q, k, v, dout, lse_ptr, delta_ptr, masks, bounds_ptr, lengths_ptr, lists, site_key_ptr, dk, dv,
     strides, sizes, score, offset, left, right, row0, threshold, keep_scale, tile: tl.constexpr,
 ):  # fmt: skip
-    """dk = scale · dsᵀ q and dv = (keep · p)ᵀ dout, summed over the query heads of a group; or one.
+    """Compute dk = scale · dsᵀ q, dv = (keep · p)ᵀ dout, summed over a group's query heads; or one.
 
     The one that is not wanted is None: both at once are too much for wide heads. With PARTS above
     1, dk and dv hold that many heads of sums for each key head.
@@ -204,7 +204,7 @@ def _gather_queries(
     dq, q, dout, lse, delta, k, v, masks, row_key, site, b, h, kv_h, offs_m, low, high, first, end,
     visit, list_ptr, sizes, score, PARTIAL: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
-    """Adds to dq (yet to be scaled) what the blocks of keys give, of `visit`."""
+    """Add to dq (yet to be scaled) what the blocks of keys give, of `visit`."""
     BLOCK_N: tl.constexpr = tile.BLOCK_N
     for i in range(0, visit.count):
         col = block_at(i, visit, list_ptr) * BLOCK_N
@@ -227,7 +227,7 @@ def attention_dq_bwd_kernel(
     q, k, v, dout, lse_ptr, delta_ptr, masks, bounds_ptr, lengths_ptr, lists, site_key_ptr, dq,
     strides, sizes, score, offset, left, right, row0, threshold, keep_scale, tile: tl.constexpr,
 ):  # fmt: skip
-    """dq = scale · ds k.
+    """Compute dq = scale · ds k.
 
     Shapes: as `attention_fwd_kernel`; lse and delta (B, H, M) float32.
         Grid: (cdiv(M, BLOCK_M) · B · H,).
@@ -281,7 +281,7 @@ def attention_dq_bwd_kernel(
 def attention_sum_bwd_kernel(
     sums, grad, strides, H, PARTS, N, E, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr
 ):
-    """grad = the sum of the PARTS heads of `sums` that each of its heads has.
+    """Compute grad = the sum of the PARTS heads of `sums` that each of its heads has.
 
     Shapes: grad (B, H, N, E), sums (B, H · PARTS, N, E) float32, both of any strides.
         Grid: (cdiv(N, BLOCK_M) · B · H,).

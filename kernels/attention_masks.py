@@ -21,8 +21,11 @@ from fused_remat.kernels.dropout import Site
 
 
 class Sums(NamedTuple):
-    """What the programs of `attention_mask_bwd_kernel` add to, each four numbers: dmask's strides,
-    how many (B, H, tiles of M, blocks of N) it has, and how many of each a program sums over."""
+    """What the programs of `attention_mask_bwd_kernel` add to, each four numbers.
+
+    dmask's strides, how many (B, H, tiles of M, blocks of N) it has, and how many of each a program
+    sums over.
+    """
 
     strides: tuple[int, ...]
     counts: tuple[int, ...]
@@ -71,7 +74,7 @@ def attention_bounds_fwd_kernel(
 def _bias(
     masks, b, h, offs_m, offs_n, offs, low, high, M, N, ROWS: tl.constexpr, COLS: tl.constexpr
 ):
-    """What is added to a tile of scores, (ROWS, COLS): -inf where excluded."""
+    """Return what is added to a tile of scores, (ROWS, COLS): -inf where excluded."""
     bias = masked(tl.zeros([ROWS, COLS], tl.float32), masks, b, h, offs_m, offs_n, M, N)
     inside = (offs_m < M) & (offs_n < N) & (offs >= low) & (offs < high)
     return tl.where(inside, bias, float("-inf"))
@@ -82,7 +85,7 @@ def attention_shift_fwd_kernel(
     masks, bounds_ptr, lengths_ptr, shift_ptr, H, M, N, offset, left, right, far,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """shift = the largest of what is added to a row of scores, if finite and beyond ±far; else 0.
+    """Compute shift: the largest addend of a row of scores, if finite and beyond ±far; else 0.
 
     Softmax does not change when it is subtracted, and scores keep their digits beside -1e9.
     Shapes: shift (B, H, M) float32, of as many batches and heads as the masks differ in.
@@ -108,7 +111,7 @@ def attention_blocks_fwd_kernel(
     masks, bounds_ptr, lengths_ptr, blocks_ptr, H, M, N, offset, left, right,
     BY_KEYS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """The blocks of keys that each tile of queries visits; BY_KEYS, the tiles for each block.
+    """List the blocks of keys that each tile of queries visits; BY_KEYS, the tiles of each block.
 
     A block of which nothing is seen is left out; the others are partial, or full: seen whole, with
     nothing added. Row r of blocks (B, H, tiles, width + 2) int32 begins with the partial ones, ends
@@ -165,7 +168,7 @@ def attention_mask_bwd_kernel(
     sums, strides, sizes, score, offset, left, right, row0, threshold, keep_scale,
     OVER_ROWS: tl.constexpr, OVER_COLS: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
-    """dmask += ds, summed over what the mask is broadcast over, always in the same order.
+    """Compute dmask += ds, summed over what the mask is broadcast over, always in the same order.
 
     Shapes: as `attention_fwd_kernel`; dmask (b, h, m, n) float32, each of its sizes 1 or that of
         the scores; OVER_ROWS, OVER_COLS: it has one row, one column. Grid: the product of

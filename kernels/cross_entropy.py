@@ -78,7 +78,7 @@ def linear_cross_entropy_bwd_kernel(
     x, w, bias_ptr, target_ptr, high_ptr, log_sum_ptr, mass_ptr, spread_ptr, at_target_ptr, dz,
     strides, first, M, N, K, softcap, tile: tl.constexpr,
 ):  # fmt: skip
-    """dz = (softmax(z) * mass + spread + at_target at the row's target) * dcap, of z made again.
+    """Compute dz = (softmax(z) * mass + spread + at_target at the row's target) * dcap.
 
     Shapes: as the forward's; high, log_sum, mass, spread and at_target (M,) float32, spread None
         for none; dz (M, N). A row whose mass is 0 has no softmax: ignored, it may be NaN. Grid:

@@ -23,8 +23,10 @@ seeded = triton.jit(
 
 
 class Site(NamedTuple):
-    """A dropout site: its key, None where nothing is dropped, the row in it that is a matrix's
-    first, and `random.threshold(p)` and `random.scale(p)`."""
+    """A dropout site: its key, None where nothing is dropped, and a matrix's first row in it.
+
+    threshold and scale are `random.threshold(p)` and `random.scale(p)`.
+    """
 
     key_ptr: Any
     row0: Any
@@ -75,7 +77,7 @@ def keep_tile(site, offs_m, offs_n):
 
 @triton.jit(do_not_specialize=["first"], do_not_specialize_on_alignment=["seed_ptr"])
 def site_keys_fwd_kernel(seed_ptr, keys_ptr, first, COUNT: tl.constexpr):
-    """The keys of the sites `first`, `first` + 1 and so on.
+    """Compute the keys of the sites `first`, `first` + 1 and so on.
 
     Shapes: seed () int64, keys (COUNT,) int64. Grid: (1,).
     Source: `fused_remat.random`.

@@ -83,7 +83,7 @@ def store_tile(y, row, col, rows, cols, tile, TMA: tl.constexpr):
 
 @triton.jit
 def rounded(tile, y, TMA: tl.constexpr):
-    """The tile in the dtype of y."""
+    """Return the tile in the dtype of y."""
     if TMA:
         tile = tile.to(y.data.dtype)
     else:
@@ -93,7 +93,7 @@ def rounded(tile, y, TMA: tl.constexpr):
 
 @triton.jit
 def row_keys(site, row, ROWS: tl.constexpr):
-    """The random keys of rows from `row` on; None for no site."""
+    """Return the random keys of rows from `row` on; None for no site."""
     keys = None
     if site.key_ptr is not None:
         offs_m = (row + tl.arange(0, ROWS)).to(tl.int64)
@@ -113,7 +113,7 @@ def keep_part(site, keys, col, COLS: tl.constexpr):
 
 @triton.jit
 def product(x, w, row, col, M, N, K, W_IS_KN: tl.constexpr, tile: tl.constexpr):
-    """A tile of x @ wᵀ, or of x @ w where W_IS_KN, float32.
+    """Return a tile of x @ wᵀ, or of x @ w where W_IS_KN, float32.
 
     Shapes: x (M, K), w (N, K), or (K, N) where W_IS_KN; the tile's first row is `row` and its first
         column `col`.
@@ -134,7 +134,7 @@ def product(x, w, row, col, M, N, K, W_IS_KN: tl.constexpr, tile: tl.constexpr):
 
 @triton.jit
 def add_bias(acc, bias_ptr, col, N):
-    """acc + bias, from column `col` on; acc itself where there is none."""
+    """Return acc + bias, from column `col` on; acc itself where there is none."""
     if bias_ptr is not None:
         offs_n = col + tl.arange(0, acc.shape[1])
         acc += tl.load(bias_ptr + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)[None, :]
@@ -143,7 +143,7 @@ def add_bias(acc, bias_ptr, col, N):
 
 @triton.jit
 def _half(x, index: tl.constexpr):
-    """The first or second half of the columns."""
+    """Return the first or second half of the columns."""
     halves = tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2))
     left, right = tl.split(tl.permute(halves, (0, 2, 1)))
     if index == 0:
@@ -172,7 +172,7 @@ def part(x, index: tl.constexpr, PARTS: tl.constexpr):
 
 @triton.jit
 def finish_pre(acc, bias_ptr, pre, y, row, col, M, N, TMA: tl.constexpr):
-    """Ends a part of a product that an activation follows: bias, and what is kept of it.
+    """End a part of a product that an activation follows: bias, and what is kept of it.
 
     Returns float32, rounded to the dtype of y, kept or not: what backward will see.
     """
@@ -187,7 +187,7 @@ def linear_fwd_kernel(
     x, w, bias_ptr, pre, y, strides, site_key_ptr, row0, threshold, scale, M, N, K,
     ACT: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
-    """y = keep * act(pre), pre = x @ wᵀ + bias rounded to the dtype of y, stored unless None.
+    """Compute y = keep * act(pre), pre = x @ wᵀ + bias rounded as y is, and stored unless None.
 
     Shapes: x (M, K), w (N, K), bias (N,), pre, y (M, N); site_key () int64. Grid: any.
     Units: FLOPs = 2·M·N·K.

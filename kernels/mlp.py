@@ -28,7 +28,7 @@ from fused_remat.kernels.pointwise import Matrix
 
 @triton.jit
 def _two_products(x, wg, w1, row, col, M, F, K, tile: tl.constexpr):
-    """A tile of x @ wgᵀ and one of x @ w1ᵀ, float32, x loaded once."""
+    """Return a tile of x @ wgᵀ and one of x @ w1ᵀ, float32, x loaded once."""
     BLOCK_M: tl.constexpr = tile.BLOCK_M
     BLOCK_N: tl.constexpr = tile.BLOCK_N
     BLOCK_K: tl.constexpr = tile.BLOCK_K
@@ -49,7 +49,7 @@ def gated_mlp_fwd_kernel(
     site_key_ptr, row0, threshold, scale, M, F, K,
     ACT: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
-    """y = keep * act(x @ wgᵀ + bg) * (x @ w1ᵀ + b1), both products rounded to the dtype of y.
+    """Compute y = keep * act(x @ wgᵀ + bg) * (x @ w1ᵀ + b1), both products rounded as y is.
 
     Shapes: x (M, K), wg, w1 (F, K), bg, b1 (F,), y (M, F). Of both products, so rounded, and each
         None or not: gate_pre and up_pre (M, F). Units: FLOPs = 4·M·F·K.
@@ -86,7 +86,7 @@ def _finish_bwd(
     dact, gate, up, site, keys, act, dgate, dup, row, col, M, F,
     ACT: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Ends a part of the backward: stores act, dgate where there is a gate (not None), and dup."""
+    """End a part of the backward: store act, dgate where there is a gate (not None), and dup."""
     keep = keep_part(site, keys, col, up.shape[1])
     dact *= keep
     dact, up = _alike(dact, up)
@@ -109,7 +109,7 @@ def linear_act_bwd_kernel(
     dy, w2, up, act, dup, strides, site_key_ptr, row0, threshold, scale, M, F, D,
     ACT: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
-    """A product that ends in the activation's backward, where up was computed before.
+    """Compute a product that ends in the activation's backward, where up was computed before.
 
     act = keep * f(up) and dup = keep * (dy @ w2) * f'(up).
 

@@ -30,7 +30,7 @@ def _normed(x, mean, rstd, weight_ptr, bias_ptr, offs_n, mask_n):
 
 @triton.jit
 def _load_stats(mean_ptr, rstd_ptr, offs_m, mask_m):
-    """The mean (0 where there is none) and rstd of rows, float32."""
+    """Return the mean (0 where there is none) and rstd of rows, float32."""
     rstd = tl.load(rstd_ptr + offs_m, mask=mask_m, other=0.0)
     if mean_ptr is not None:
         mean = tl.load(mean_ptr + offs_m, mask=mask_m, other=0.0)
@@ -45,7 +45,7 @@ def norm_fwd_kernel(
     site_key_ptr, row0, threshold, scale, M, N, eps,
     KIND: tl.constexpr, HAS_STATS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """y = norm(total), total = residual + keep * x rounded to its dtype; or y = norm(x).
+    """Compute y = norm(total), total = residual + keep * x rounded to its dtype; or y = norm(x).
 
     Shapes: x, residual, total, y (M, N); weight, bias (N,); mean, rstd (M,) float32, written, or
         read where HAS_STATS (a rebuild). BLOCK_N >= N. Grid (cdiv(M, BLOCK_M),).
@@ -124,7 +124,7 @@ def norm_wide_fwd_kernel(
 
 @triton.jit
 def _load_weight(weight_ptr, offs_n, mask_n):
-    """The weight of columns in float32; None where there is none."""
+    """Return the weight of columns in float32; None where there is none."""
     weight = weight_ptr
     if weight_ptr is not None:
         weight = tl.load(weight_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)
@@ -145,7 +145,7 @@ def _load_bwd(dy, x, weight, mean, rstd, offs_m, offs_n, mask):
 
 @triton.jit
 def _store_dx(g, normed, mean_g, mean_gn, rstd, add, dx, offs_m, offs_n, mask):
-    """dx = rstd * (g - mean(g) - normed * mean(g * normed)) + add."""
+    """Compute dx = rstd * (g - mean(g) - normed * mean(g * normed)) + add."""
     grad = rstd[:, None] * (g - mean_g[:, None] - normed * mean_gn[:, None])
     if add is not None:
         grad += load_wide(add, offs_m, offs_n, mask)
@@ -157,7 +157,7 @@ def norm_bwd_kernel(
     dy, x, add, dx, weight_ptr, mean_ptr, rstd_ptr, dweight_ptr, dbias_ptr, rows, M, N,
     KIND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """dx = the norm's gradient + add; each program's part of dweight and dbias.
+    """Compute dx = the norm's gradient + add; each program's part of dweight and dbias.
 
     Shapes: dy, x, add, dx (M, N); mean (None: RMSNorm), rstd (M,) float32; dweight, dbias (P, N)
         float32, a row a program. Program p does rows p·`rows` to (p+1)·`rows`, a multiple of
@@ -198,7 +198,7 @@ def norm_wide_bwd_kernel(
     dy, x, add, dx, weight_ptr, mean_ptr, rstd_ptr, N,
     KIND: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """dx of `norm_bwd_kernel` for rows wider than a tile, a row a program. Grid (M,).
+    """Compute dx of `norm_bwd_kernel` for rows wider than a tile, a row a program. Grid (M,).
 
     Units: bytes moved = 5·M·N elements, 6 with `add`, the second reading from cache.
     """
@@ -256,7 +256,7 @@ def column_sum_kernel(
     parts_ptr, out_ptr, other_parts_ptr, other_out_ptr, P, N,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """out = the sum of parts over rows, always in the same order; the same of the others, if any.
+    """Compute out, the sum of parts over rows, always in the same order; also of the others.
 
     Shapes: parts (P, N), out (N,), float32. Grid (cdiv(N, BLOCK_N), 1, or 2 with others).
     """

@@ -35,7 +35,7 @@ def tile_offsets(M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def load_wide(x, offs_m, offs_n, mask):
-    """A tile in float32; 0 outside."""
+    """Return a tile in float32; 0 outside."""
     ptrs = x.data + offs_m[:, None] * x.stride + offs_n[None, :]
     return tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
 
@@ -52,7 +52,7 @@ def dropout_add_fwd_kernel(
     x, residual, y, site_key_ptr, row0, threshold, scale, M, N,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """y = residual + keep * x, rounded once; without a residual, also dropout's backward.
+    """Compute y = residual + keep * x, rounded once; without a residual, also dropout's backward.
 
     Shapes: x, residual, y (M, N) of any float dtype; site_key () int64.
     Units: bytes moved = 3·M·N elements (2 without a residual); about 10 operations an element.
@@ -70,7 +70,7 @@ def act_fwd_kernel(
     x, y, site_key_ptr, row0, threshold, scale, M, N,
     ACT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """y = keep * act(x).
+    """Compute y = keep * act(x).
 
     Shapes: x, y (M, N). Units: bytes moved = 2·M·N elements.
     """
@@ -85,7 +85,7 @@ def act_bwd_kernel(
     dy, x, dx, y, site_key_ptr, row0, threshold, scale, M, N,
     ACT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """dx = keep * dy * act'(x), and y = keep * act(x) where y is not None.
+    """Compute dx = keep * dy * act'(x), and y = keep * act(x) where y is not None.
 
     Shapes: dy, x, dx, y (M, N); dx may be dy, and y may be x.
     Units: bytes moved = 3·M·N elements, 4 with y.
@@ -105,7 +105,7 @@ def gated_fwd_kernel(
     gate, up, y, site_key_ptr, row0, threshold, scale, M, N,
     ACT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """y = keep * act(gate) * up (Shazeer 2020).
+    """Compute y = keep * act(gate) * up (Shazeer 2020).
 
     Shapes: gate, up, y (M, N). Units: bytes moved = 3·M·N elements.
     """
@@ -122,9 +122,9 @@ def gated_bwd_kernel(
     dy, gate, up, dgate, dup, y, site_key_ptr, row0, threshold, scale, M, N,
     ACT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """dgate = keep * dy * up * act'(gate) and dup = keep * dy * act(gate), and y of
-    `gated_fwd_kernel` where y is not None.
+    """Compute dgate = keep * dy * up * act'(gate) and dup = keep * dy * act(gate).
 
+    Also y of `gated_fwd_kernel` where y is not None.
     Shapes: all (M, N); up, dgate and y, or dup, may be None. dgate may be dy or gate, dup may be
         dy, and y may be up.
     Units: bytes moved = 5·M·N elements, 6 with y.

@@ -28,8 +28,10 @@ class Pairs(NamedTuple):
 
 
 class Angles(NamedTuple):
-    """cos and sin of the rotations, (S, R/2) or (B, S, R/2): pointers, and the elements from one
-    sequence (0 where all have the same) and from one position to the next."""
+    """cos and sin of the rotations, (S, R/2) or (B, S, R/2): pointers and strides.
+
+    Elements from one sequence (0 where all have the same) and from one position to the next.
+    """
 
     cos_ptr: Any
     sin_ptr: Any
@@ -66,7 +68,7 @@ def _pair_offsets(pairs: tl.constexpr, LANES: tl.constexpr):
 
 @triton.jit
 def _load_pairs(x_ptr, rows, mask, pairs: tl.constexpr):
-    """The members of the pairs of heads that begin at `rows` (tokens, heads), float32."""
+    """Return the members of the pairs of heads that begin at `rows` (tokens, heads), float32."""
     if pairs.INTERLEAVED:  # side by side in memory: one load
         offs = tl.arange(0, 2 * pairs.BLOCK_P)
         inside = mask[:, :, None] & (offs < min(pairs.E, 2 * pairs.LANES))[None, None, :]
@@ -98,7 +100,7 @@ def _store_pairs(y_ptr, rows, mask, y1, y2, pairs: tl.constexpr):
 
 @triton.jit
 def _load_vector(ptr, pairs: tl.constexpr, mask):
-    """A weight (E,) by the members of pairs, float32; 0 where `mask` is False."""
+    """Return a weight (E,) by the members of pairs, float32; 0 where `mask` is False."""
     first, second, has1, has2 = _pair_offsets(pairs, (pairs.E + 1) // 2)
     w1 = tl.load(ptr + first, mask=has1 & mask, other=0.0)
     w2 = tl.load(ptr + second, mask=has2 & mask, other=0.0)
@@ -107,7 +109,7 @@ def _load_vector(ptr, pairs: tl.constexpr, mask):
 
 @triton.jit
 def _load_weight(q_weight_ptr, k_weight_ptr, kind, pairs: tl.constexpr):
-    """The norm's weight of heads of a kind (0 for values), by the members of pairs."""
+    """Return the norm's weight of heads of a kind (0 for values), by the members of pairs."""
     q1, q2 = _load_vector(q_weight_ptr, pairs, kind == 0)
     k1, k2 = _load_vector(k_weight_ptr, pairs, kind == 1)
     return (q1 + k1)[None, None, :], (q2 + k2)[None, None, :]
@@ -115,7 +117,7 @@ def _load_weight(q_weight_ptr, k_weight_ptr, kind, pairs: tl.constexpr):
 
 @triton.jit
 def _rotated(x1, x2, angles, place, S, mask_m, pairs: tl.constexpr, BACK: tl.constexpr):
-    """The pairs, turned by the angles of their tokens, by the opposite ones where BACK.
+    """Return the pairs, turned by the angles of their tokens, by the opposite ones where BACK.
 
     What is not rotated stays as it is. The order of operations is spelled out, so that every call
     of them has the same bits.
@@ -147,9 +149,9 @@ def rotary_fwd_kernel(
     x, angles, q_weight_ptr, k_weight_ptr, y, place0, S, M, H, KV, groups, eps,
     pairs: tl.constexpr, BACK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """y = x, its query and key heads normed (where there are weights) and rotated; BACK: the other
-    way round the circle, the gradient of a rotation.
+    """Compute y = x, its query and key heads normed (where there are weights) and rotated.
 
+    BACK: in the other direction, the gradient of a rotation.
     Shapes: x, y (M, (H + 2·KV)·E), y may be x; row m has the angles at (b, s) = divmod(place0 + m,
         S), place0 + M < 2**31; q_weight, k_weight (E,).
         Grid (cdiv(M, BLOCK_M) * groups,), `groups` of BLOCK_H heads: of queries and keys, and of
@@ -180,7 +182,7 @@ def rotary_norm_bwd_kernel(
     dy, x, angles, q_weight_ptr, k_weight_ptr, dx, dweight_ptr, place0, S, rows, M, H, KV, eps,
     pairs: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of `rotary_fwd_kernel` with norms: dx, and each program's part of dweight.
+    """Compute the gradient of `rotary_fwd_kernel` with norms: dx, and parts of dweight.
 
     With n = x * rstd, g = dy rotated back and w the weight: dx = rstd * (g w - n mean(g w n)), and
     dweight = g n summed over tokens and heads. Statistics are computed again.

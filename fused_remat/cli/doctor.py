@@ -99,8 +99,8 @@ def _version(package: str) -> str | None:
 def _step(device: str, dtype: torch.dtype) -> dict[str, Any]:
     """Run a `FusedRematLayer` on a device; return its backend, attention and gradient errors.
 
-    "unsupported" has the reason for every backend that cannot run. "error" says why the step raised
-    or did not take the fused path, or is None. "difference" is the relative error of the gradients
+    "unsupported" has the reason for every backend that cannot run. "error" is why the step raised
+    or did not take the fused path, or None. "difference" is the relative error of the gradients
     compared with the stock layer in float64, "stock" that of the stock layer in `dtype`. "ok" means
     that the first is at most double the second plus the dtype's eps.
     """

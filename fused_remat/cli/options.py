@@ -21,7 +21,7 @@ DTYPES = {
 
 
 class CommandError(Exception):
-    """A command that cannot be carried out; the message says why, with the value."""
+    """A command that cannot be carried out; the message has the reason and the value."""
 
     status = 2  # exit status
 

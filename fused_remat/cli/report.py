@@ -87,7 +87,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def fuse(model: nn.Module, policy: str | Policy | None) -> None:
-    """Convert a model that has no fused layers, and set the policy if one is given.
+    """Convert a model that has no fused layers, and set the policy unless it is None.
 
     Raises: CommandError if no layer can be converted, or a layer lacks the policy's names.
     """

@@ -24,13 +24,12 @@ from fused_remat.cli.options import (
     new_parser,
 )
 from fused_remat.policies import EXACT_PRESETS
-from fused_remat.report.units import aligned, device_memory, human, milliseconds
+from fused_remat.report.units import aligned, human, milliseconds
 from fused_remat.scale.costs import (
     FILE_KEYS,
     HARDWARE,
     Costs,
     of_file,
-    of_this_machine,
     rate_text,
 )
 from fused_remat.scale.estimate import (
@@ -98,8 +97,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add_dtype(group, "--param-dtype", "weights, gradients and optimizer states", "fp32", "fp32")
     group = parser.add_argument_group("the hardware")
     add = group.add_argument
-    device = "kind of device; here: this machine, measured now (default: h100)"
-    add("--hardware", choices=(*HARDWARE, "here"), default="h100", help=device)
+    add("--hardware", choices=HARDWARE, default="h100", help="kind of device (default: h100)")
     add("--device-memory", help="memory of a device, such as 80GiB (default: the hardware's)")
     rates = f"JSON with rates: {', '.join(FILE_KEYS)}"
     add("--costs", type=Path, metavar="FILE", help=rates)
@@ -161,10 +159,7 @@ def _policies(text: str) -> tuple[str, ...]:
 
 
 def _costs(args: argparse.Namespace) -> Costs:
-    here = args.hardware == "here"
-    costs = HARDWARE["h100" if here else args.hardware]
-    if here:
-        costs = of_this_machine(DTYPES[args.dtype], costs)
+    costs = HARDWARE[args.hardware]
     if args.costs is not None:
         try:
             costs = of_file(args.costs, costs)
@@ -181,7 +176,7 @@ def _costs(args: argparse.Namespace) -> Costs:
 def _memory(args: argparse.Namespace, costs: Costs) -> int:
     if args.device_memory is not None:
         return memory_of("--device-memory", args.device_memory)
-    return device_memory("cpu") if args.hardware == "here" else int(costs.memory.value)
+    return int(costs.memory.value)
 
 
 def _limits(found: Estimate, policies: tuple[str, ...]) -> Limits:

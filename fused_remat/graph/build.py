@@ -92,12 +92,12 @@ class BlockBuilder:
         return node.name
 
     def graph(self, kind: str, inputs: tuple[str, ...] = ("input",)) -> Graph:
-        """The graph of the steps so far, the last of which must make "output"."""
+        """Return the graph of the steps so far, the last of which must make "output"."""
         params = dict.fromkeys(name for node in self.nodes for name in node.params if name)
         return Graph(kind, tuple(self.nodes), tuple(params), inputs)
 
     def norm(self, name: str, x: str, spec: NormSpec, weights: str = "", role: str = "") -> str:
-        """name = norm(x), with the weight and bias of the layer `weights` (by default `name`)."""
+        """Add name = norm(x), with the parameters of the layer `weights` (by default `name`)."""
         weight, bias = linear_params(weights or name)
         return self.add(Norm(name=name, x=x, weight=weight, bias=bias, spec=spec, role=role))
 
@@ -112,7 +112,7 @@ class BlockBuilder:
         part: Part | None = None,
         role: str = "",
     ) -> str:
-        """name = residual + mask * (x @ weight.T + bias), of one layer or of several side by side.
+        """Add name = residual + mask * (x @ weight.T + bias), of one layer or several side by side.
 
         `sizes`: output columns of each of several layers. The step includes low-rank updates of the
         layers; then dropout and the sum with the residual are a step after it.
@@ -140,7 +140,7 @@ class BlockBuilder:
         return self.sum(name, made, residual, mask, role) if separate else made
 
     def _updates(self, x: str, layers: tuple[str, ...], sizes: tuple[int, ...]) -> list[LowRank]:
-        """The low-rank updates of the layers."""
+        """Return the low-rank updates of the layers."""
         ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
         columns = dict(zip(layers, zip([0, *ends], ends, strict=False), strict=False))
         updates = []
@@ -162,13 +162,13 @@ class BlockBuilder:
         return self.linear(name, x, *columns, sizes=sizes if len(sizes) > 1 else (), role=role)
 
     def sum(self, name: str, x: str, residual: str, mask: str = "", role: str = "") -> str:
-        """name = residual + mask * x."""
+        """Add name = residual + mask * x."""
         return self.add(Add(name=name, x=x, residual=residual, mask=mask, role=role))
 
     def dropout(
         self, name: str, site: int, p: float, like: str, of: str = "input", divided: bool = False
     ) -> str:
-        """The mask of a dropout site, as wide as `like` and with the tokens of `of`.
+        """Add the mask of a dropout site, as wide as `like` and with the tokens of `of`.
 
         At p = 0 it is "", and there is no step. `divided`: each rank has its own elements.
         """
@@ -177,14 +177,14 @@ class BlockBuilder:
         return self.add(DrawMask(name=name, site=self.site(site, divided), p=p, like=like, of=of))
 
     def site(self, site: int, divided: bool = True) -> int:
-        """A dropout site, or this rank's own site if its elements are `divided` among ranks."""
+        """Return a dropout site, or this rank's own if its elements are `divided` among ranks."""
         parallel = self.parallel
         if parallel is None or not (divided or parallel.sequence):
             return site
         return site + parallel.rank * SITES_OF_A_RANK
 
     def gather(self, x: str, in_order: bool, whole: bool = False) -> str:
-        """What a branch reads of x: x itself, or the tokens of all ranks.
+        """Return what a branch reads of x: x itself, or the tokens of all ranks.
 
         `in_order`: the tokens of sequences stay in order. `whole`: every rank has all of x already.
         """
@@ -251,7 +251,7 @@ class BlockBuilder:
         return self.add(attention_node("cross", query, keys_values, keys_values, spec, site, masks))
 
     def mlp(self, spec: MLPSpec, x: str) -> str:
-        """The MLP up to its activation: everything but the last linear layer."""
+        """Add the MLP up to its activation: everything but the last linear layer."""
         x = self.gather(x, in_order=False)
         gate = self.linear("gate", x, "gate", role="hidden") if spec.gated else ""
         up = self.linear("up", x, "fc1", role="hidden")
@@ -268,7 +268,7 @@ class BlockBuilder:
 def attention_node(
     name: str, q: str, k: str, v: str, spec: AttentionSpec, site: int, prefix: str = ""
 ) -> Attention:
-    """The step of attention alone; names of its masks begin with `prefix`."""
+    """Return the step of attention alone; names of its masks begin with `prefix`."""
     masks: dict[str, Any] = {m: prefix + m for m in spec.masks if m != "cu_seqlens"}
     if "cu_seqlens" in spec.masks:
         masks |= {"cu_q": "cu_q", "cu_k": "cu_k"}
@@ -276,7 +276,7 @@ def attention_node(
 
 
 def rotary_node(name: str, x: str, spec: AttentionSpec, role: str = "") -> Rotary:
-    """The step that norms and rotates the query and key heads of the projection x."""
+    """Return the step that norms and rotates the query and key heads of the projection x."""
     cos, sin = ("cos", "sin") if spec.rotary else ("", "")
     q_weight, k_weight = ("q_norm.weight", "k_norm.weight") if spec.head_norm else ("", "")
     return Rotary(
@@ -286,7 +286,7 @@ def rotary_node(name: str, x: str, spec: AttentionSpec, role: str = "") -> Rotar
 
 @block
 def block_graph(spec: BlockSpec) -> Graph:
-    """The graph of a block. Equal specs give the same object.
+    """Return the graph of a block. Equal specs give the same object.
 
     Raises: ValueError for a low-rank update of a layer that the block does not have, and for
         branches that would give two activations one name.
@@ -337,7 +337,7 @@ def block_graph(spec: BlockSpec) -> Graph:
 
 @block
 def norm_graph(spec: NormSpec) -> Graph:
-    """output = norm(input)."""
+    """Return the graph of output = norm(input)."""
     b = BlockBuilder()
     b.norm("output", "input", spec, "norm")
     return b.graph("norm")
@@ -345,7 +345,7 @@ def norm_graph(spec: NormSpec) -> Graph:
 
 @block
 def dropout_add_graph(p: float) -> Graph:
-    """output = residual + dropout(input)."""
+    """Return the graph of output = residual + dropout(input)."""
     b = BlockBuilder()
     b.sum("output", "input", "residual", b.dropout("dropout1", random.RESIDUAL1, p, "input"))
     return b.graph("dropout_add", ("input", "residual"))
@@ -353,7 +353,7 @@ def dropout_add_graph(p: float) -> Graph:
 
 @block
 def attention_graph(spec: AttentionSpec) -> Graph:
-    """output = attention of the queries "input" to "key" and "value", all heads (B, H, S, E)."""
+    """Return the graph of attention: queries "input", "key", "value", all heads (B, H, S, E)."""
     b, inputs = BlockBuilder(), ("input", "key", "value")
     b.add(attention_node("output", *inputs, spec, random.ATTENTION))
     return b.graph("attention", inputs)
@@ -361,7 +361,7 @@ def attention_graph(spec: AttentionSpec) -> Graph:
 
 @block
 def rotary_graph(spec: AttentionSpec) -> Graph:
-    """output = a packed projection with its query and key heads normed and rotated."""
+    """Return the graph that norms and rotates query and key heads of a packed projection."""
     b = BlockBuilder()
     b.add(rotary_node("output", "input", spec))
     return b.graph("rotary")
@@ -372,7 +372,7 @@ register_dataclass(LinearCrossEntropy)
 
 @block
 def linear_cross_entropy_graph(loss: LinearCrossEntropy) -> Graph:
-    """The graph of a loss, a single node whose name must be "output"."""
+    """Return the graph of a loss, a single node whose name must be "output"."""
     b = BlockBuilder()
     b.add(loss)
     return b.graph("linear_cross_entropy")

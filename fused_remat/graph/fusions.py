@@ -42,7 +42,7 @@ def _users(steps: Steps, name: str) -> list[Draft]:
 
 
 def _computes(steps: Steps, name: str) -> Draft | None:
-    """The unfused step that computes `name`."""
+    """Return the unfused step that computes `name`."""
     for step in steps:
         if step.kind == "compute" and step.node is not None and step.node.name == name:
             return step
@@ -57,7 +57,7 @@ def _alike(steps: Sequence[Draft | None]) -> bool:
 
 
 def _replaced(steps: Steps, old: Sequence[Draft], node: Node, gone: Collection[str]) -> list[Draft]:
-    """`steps` with one step of `node` in place of the steps `old`, at the place of the last.
+    """Return `steps` with one step of `node` in place of the steps `old`, at the place of the last.
 
     `gone`: names that the new step does not write.
     """
@@ -68,7 +68,7 @@ def _replaced(steps: Steps, old: Sequence[Draft], node: Node, gone: Collection[s
 
 
 def linear_act(steps: Steps, fusions: Collection[str], held: Collection[str]) -> list[Draft]:
-    """compute up, compute act -> compute act; also with a gate."""
+    """Fuse the steps of `up` (and a gate) and `act` into one of `act`."""
     for step in steps:
         node = step.node
         if step.kind != "compute" or not isinstance(node, MLPActivation):
@@ -94,7 +94,7 @@ def linear_act(steps: Steps, fusions: Collection[str], held: Collection[str]) ->
 
 
 def linear_norm(steps: Steps, fusions: Collection[str], held: Collection[str]) -> list[Draft]:
-    """compute sum (a linear layer with a residual), compute norm -> compute norm."""
+    """Fuse a linear layer with a residual and the norm of its sum."""
     for step in steps:
         node = step.node
         if step.kind != "compute" or not isinstance(node, Norm) or "linear_norm" not in fusions:
@@ -110,7 +110,7 @@ def linear_norm(steps: Steps, fusions: Collection[str], held: Collection[str]) -
 
 
 def mlp_bwd(steps: Steps, fusions: Collection[str], held: Collection[str]) -> list[Draft]:
-    """compute up and act, backward out and act -> backward out; also with a gate."""
+    """Fuse rebuilds of `up` (and a gate) and `act` with the backward of `out` and `act`."""
     for step in steps:
         node = step.node
         if step.kind != "backward" or not isinstance(node, MLPActivation):
@@ -136,7 +136,7 @@ def mlp_bwd(steps: Steps, fusions: Collection[str], held: Collection[str]) -> li
 
 
 def _only_source(steps: Steps, taker: Draft, name: str) -> Draft | None:
-    """The backward step of the linear layer that computes the whole gradient of `name`, its input.
+    """Return the backward step of the one linear layer that has `name` as its input, or None.
 
     The fused step runs at the place of `taker`. None if a step between the two reads a gradient
     that the layer's backward computes.
@@ -167,7 +167,7 @@ FUSIONS: dict[str, Callable[[Steps, Collection[str], Collection[str]], list[Draf
 
 
 def fuse(steps: Steps, fusions: Collection[str], held: Collection[str]) -> list[Draft]:
-    """`steps`, rewritten by the rows of `FUSIONS` that `fusions` names."""
+    """Return `steps`, rewritten by the rows of `FUSIONS` that `fusions` names."""
     if fusions:
         for rewrite in FUSIONS.values():
             steps = rewrite(steps, fusions, held)

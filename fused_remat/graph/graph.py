@@ -78,8 +78,10 @@ class Graph:
 
     @functools.cached_property
     def stream(self) -> frozenset[str]:
-        """The residual stream: inputs, output, sums of a residual, and what is used as one; also a
-        norm of it that a function of the caller's reads, which autocast leaves as exact."""
+        """The residual stream: inputs, output, sums of a residual, and residuals.
+
+        Also a norm of it that a function of the caller's reads, which autocast leaves as exact.
+        """
         sums = {n.name: residual for n in self.nodes if (residual := getattr(n, "residual", ""))}
         stream = {*self.inputs, "output", *sums, *sums.values()}
         read = {x for n in self.nodes if isinstance(n, Replay) for x in n.xs}
@@ -107,7 +109,7 @@ class Graph:
         return {name: dtype for node in self.nodes for name, dtype in node.casts.items()}
 
     def dtypes(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
-        """The dtype of every input, activation and statistic of a block whose input has `dtype`."""
+        """Return the dtypes of inputs, activations and statistics for an input of `dtype`."""
         low, wide = self.compute or dtype, torch.promote_types(dtype, torch.float32)
         dtypes = dict.fromkeys(self.inputs, dtype)
         for node in self.nodes:

@@ -86,10 +86,10 @@ class Schedule:
 
 
 def _with_frees(steps: list[Draft], hold: Collection[str]) -> tuple[Step, ...]:
-    """Steps that free each name after its last use, except the names in `hold`.
+    """Return steps that free each name after its last use, except the names in `hold`.
 
     A name that a step defines and nobody reads (a statistic, say) is freed at once. What an
-    earlier step computed and this one frees may be overwritten; what was kept or given may not.
+    earlier step computed and this one frees may be overwritten; kept or passed tensors may not.
     """
     last: dict[str, int] = {}
     for i, step in enumerate(steps):
@@ -109,21 +109,21 @@ def _with_frees(steps: list[Draft], hold: Collection[str]) -> tuple[Step, ...]:
     return tuple(result)
 
 
-def _wants_by_node(graph: Graph, needs_grad: Collection[str]) -> dict[str, frozenset[str]]:
+def _needs_by_node(graph: Graph, needs_grad: Collection[str]) -> dict[str, frozenset[str]]:
     """For each node that backward must run: which inputs and params it gives gradients of."""
     reached = set(graph.inputs) & set(needs_grad)
     result: dict[str, frozenset[str]] = {}
     for node in graph.nodes:
-        mine = frozenset(n for n in node.inputs if n in reached)
-        mine |= frozenset(n for n in node.params if n in needs_grad)
-        if mine:
+        needed = frozenset(n for n in node.inputs if n in reached)
+        needed |= frozenset(n for n in node.params if n in needs_grad)
+        if needed:
             reached.add(node.name)
-            result[node.name] = mine
+            result[node.name] = needed
     return result
 
 
 class _Demand:
-    """Collects the steps of backward. What a step asks for and nobody has, is rebuilt before it.
+    """The steps of backward; what a step reads and nothing holds is rebuilt before it.
 
     Args:
         have: the names that are kept or given.
@@ -156,7 +156,7 @@ class _Demand:
 
 
 def _split(graph: Graph, tiled: bool) -> tuple[tuple[Node, ...], tuple[Node, ...]]:
-    """The nodes up to the last one that needs whole sequences, and the rest, which runs on tiles.
+    """Return the nodes up to the last that needs entire sequences, and the others, for tiles.
 
     Tiles are of the first input's tokens: a node with the tokens of another is the group's.
     """
@@ -176,12 +176,12 @@ def schedule(
     tiled: bool,
     fusions: frozenset[str] = frozenset(),
 ) -> Schedule:
-    """The schedule of `graph` where `save` is kept and gradients of `needs_grad` are needed.
+    """Return the schedule of `graph` where `save` is kept and gradients of `needs_grad` are needed.
 
     `fusions`: rows of `graph.fusions.FUSIONS`, steps that the backend computes together.
     """
     group_nodes, tile_nodes = _split(graph, tiled)
-    by_node = _wants_by_node(graph, needs_grad)
+    by_node = _needs_by_node(graph, needs_grad)
     may_keep = set(save)
     for node in graph.nodes:
         if not node.stats_follow or node.name in save:
@@ -207,8 +207,8 @@ def schedule(
     order = [n for node in graph.nodes for n in (node.name, *node.stats)]
     kept = tuple(n for n in order if n in may_keep and n in touched and n != "output")
     reread = {p for node in tile.rebuilt + group.rebuilt for p in node.params}
-    for name, mine in by_node.items():
-        reread.update(graph.producer[name].rereads(mine))
+    for name, needed in by_node.items():
+        reread.update(graph.producer[name].rereads(needed))
 
     tile_reads = tuple(sorted({r for n in tile_nodes for r in n.reads} & group_names))
     group_fwd = _forward_steps(group_nodes)
@@ -248,7 +248,7 @@ def kept_bytes(
     itemsize: int,
     input_itemsizes: Mapping[str, int] | None = None,
 ) -> Mapping[str, int]:
-    """Bytes that one call keeps, by name: inputs, activations, statistics and the seed.
+    """Return the bytes that one call keeps, by name: inputs, activations, statistics and the seed.
 
     `shapes` maps every input, (B, S, D) or heads (B, H, S, E), and every param to its shape;
     `itemsize` is that of the first input's dtype, `input_itemsizes` those of others where they

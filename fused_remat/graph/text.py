@@ -1,4 +1,4 @@
-"""Graphs as text, by which a compiled or saved program refers to the graph of a block:
+"""Graphs as text, by which a compiled or saved program refers to the graph of a block.
 
     block_graph(BlockSpec(kind='encoder_prenorm', branches=(BranchSpec(op=..., ), ...)))
 
@@ -77,7 +77,7 @@ def _register(made: Callable[..., Any]) -> int:
 
 
 def graph_of(text: str) -> Graph:
-    """The graph that a text names.
+    """Return the graph that a text names.
 
     Raises: ValueError for a text that names no graph, or a function that was not imported.
     """

@@ -124,7 +124,7 @@ def plan(
     Args:
         model, inputs, kwargs: those of a training step, in training mode, at the batch size of the
             training; the arguments may be one dict of keyword arguments.
-        budget: limit on the peak of the whole step, including parameters and optimizer: text
+        budget: limit on the peak of the step, including parameters and optimizer: text
             ("6GiB"), bytes (int), or a fraction (float) of the device's memory. None: no limit.
         method: "optimal": the fastest plan there is (exact, over the options below and all
             segments); "greedy": repeats the change that saves most time per byte; "uniform": every
@@ -146,7 +146,7 @@ def plan(
             most FLOPs, and the presets).
         offload: whether layers may keep their input, or everything, in the host's memory (CUDA
             devices only). A copy costs the time that the neighboring layer does not hide, at the
-            measured bandwidth. The peak includes room for the copies of two layers. Segments do
+            measured bandwidth. The peak includes space for the copies of two layers. Segments do
             not offload.
 
     Shapes, dtypes: the model's own. Units: bytes, seconds.

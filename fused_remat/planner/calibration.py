@@ -97,7 +97,7 @@ class HostLink:
     back: float
 
     def exposed(self, nbytes: int, forward: float, backward: float) -> float:
-        """Seconds that a layer waits for copies of its `nbytes`.
+        """Return the seconds that a layer waits for copies of its `nbytes`.
 
         Each copy runs while one equal layer computes, which takes `forward` or `backward` seconds,
         so the layers share the link.
@@ -128,7 +128,7 @@ class Calibration:
     _steps: dict[Any, dict[tuple[str, str], float]] = field(default_factory=dict, repr=False)
 
     def measured(self, example: Example, save: Iterable[str] = ()) -> Seconds:
-        """Seconds of every step of both passes, timed now or taken from an earlier equal call."""
+        """Return the seconds of every step, timed now or taken from an earlier equal call."""
         found = self._steps.setdefault(example.key, {})
         plan = example.prepare(save).plan
         needed = {(w, str(s)) for w in ("forward", "backward") for s in steps_of(plan, w)}
@@ -138,7 +138,7 @@ class Calibration:
         return {label: found[label] for label in needed if label in found}
 
     def analytic(self, example: Example, save: Iterable[str] = ()) -> Seconds:
-        """Seconds of every step: FLOPs or bytes over the measured rates, whichever is longer."""
+        """Return the seconds of every step: the longer of FLOPs and bytes over the rates."""
         rate = self.rate(example.call.graph.compute or example.input.dtype)
         return {
             (which, str(step)): max(flops / rate, nbytes / self.bandwidth) + self.overhead
@@ -157,13 +157,13 @@ class Calibration:
         return self.link
 
     def compare(self, layer: str, example: Example, timed: bool = True) -> Iterator[StepCost]:
-        """Costs of every step of a call of `layer`; only analytic ones if not `timed`."""
+        """Yield the costs of every step of a call of `layer`; only analytic ones if not `timed`."""
         measured = self.measured(example) if timed else {}
         for (which, step), seconds in self.analytic(example).items():
             yield StepCost(layer, which, step, measured.get((which, step)), seconds)
 
     def rate(self, dtype: torch.dtype) -> float:
-        """FLOP/s of a large product in `dtype`, measured at the first request."""
+        """Return the FLOP/s of a large product in `dtype`, measured at the first request."""
         if dtype not in self.flops:
             self.flops[dtype] = _product_rate(self.device, dtype)
         return self.flops[dtype]
@@ -245,7 +245,7 @@ class Sizer:
         self._batch = sizes(shapes[graph.inputs[0]])[0]
 
     def work(self, step: Step) -> tuple[float, float]:
-        """FLOPs of products, and bytes read and written."""
+        """Return the FLOPs of products, and bytes read and written."""
         node = step.node
         assert node is not None
         tokens = self._batch * self._lengths[node.name]
@@ -265,7 +265,7 @@ class Sizer:
 
 
 def _products(node: Node, needs_grad: Iterable[str]) -> float:
-    """Products in backward for one in forward: one for each gradient that is needed.
+    """Return the products in backward for one in forward: one for each gradient that is needed.
 
     Attention has five in backward for two in forward.
     """
@@ -308,7 +308,7 @@ class _Clock:
 
 
 def _timed(example: Example, save: Iterable[str]) -> dict[tuple[str, str], float]:
-    """Seconds of every step, summed over groups and tiles: the median of a few rounds."""
+    """Return the seconds of every step, summed over groups and tiles: the median of rounds."""
     rounds = []
     for _ in range(_ROUNDS + 1):  # the first round warms up
         clock = _Clock(example.input.device)
@@ -323,7 +323,7 @@ def _timed(example: Example, save: Iterable[str]) -> dict[tuple[str, str], float
 
 
 def _best(run: Callable[[], Any], device: torch.device, rounds: int = 5) -> float:
-    """Seconds of the fastest of a few runs, after a warm-up."""
+    """Return the seconds of the fastest of a few runs, after a warm-up."""
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda _: None
 
     def once() -> float:

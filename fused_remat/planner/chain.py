@@ -8,7 +8,7 @@ forward to its backward; what happens outside the layers stays as measured:
 
 A segment is a run of calls of which only the first keeps its first input; each keeps whatever else
 its base keeps. When backward reaches the last call, the calls before it run forward again and then
-keep what their options say. The last call has its input by then, and rebuilds the rest.
+keep what their options name. The last call has its input by then, and rebuilds the rest.
 """
 
 from __future__ import annotations
@@ -113,10 +113,10 @@ class Chain:
     Attributes:
         calls: in order of their forward.
         moments: in order of time.
-        resting: bytes allocated during the whole step, by what they hold ("parameters", ...).
+        resting: bytes allocated during the entire step, by what they hold ("parameters", ...).
         seconds: time of the measured step, in which every call has its first option.
         update: most bytes during the optimizer's step, above the resting bytes.
-        kept: bytes kept between forward and backward in that step, in the whole model.
+        kept: bytes kept between forward and backward in that step, in the entire model.
     """
 
     calls: tuple[LayerOptions, ...]
@@ -154,7 +154,7 @@ class Event:
 
 
 def kept(chain: Chain, choice: Choice) -> tuple[int, ...]:
-    """Bytes that each call keeps from forward to backward."""
+    """Return the bytes that each call keeps from forward to backward."""
     own = [call.options[o].kept for call, o in zip(chain.calls, choice.options, strict=True)]
     for first, last in choice.segments:
         for i in range(first, last):
@@ -163,7 +163,7 @@ def kept(chain: Chain, choice: Choice) -> tuple[int, ...]:
 
 
 def kept_in_all(chain: Chain, choice: Choice) -> int:
-    """Bytes kept from forward to backward in the whole model."""
+    """Return the bytes kept from forward to backward in the entire model."""
     base = sum(call.base.kept for call in chain.calls)
     return chain.kept + sum(kept(chain, choice)) - base
 
@@ -177,15 +177,15 @@ def offload_levels(chain: Chain) -> tuple[Chain, ...]:
     moving = [option for call in chain.calls for option in call.options if option.offload]
     inputs = [option.moved for option in moving if option.offload == ("input",)]
     levels = sorted({0, max(inputs, default=0), max((o.moved for o in moving), default=0)})
-    found = []
+    chains = []
     for level in levels:
         calls = tuple(
             replace(call, options=tuple(o for o in call.options if o.moved <= level))
             for call in chain.calls
         )
         resting = {**chain.resting, "in transit": 2 * level} if level else chain.resting
-        found.append(replace(chain, calls=calls, resting=resting))
-    return tuple(found)
+        chains.append(replace(chain, calls=calls, resting=resting))
+    return tuple(chains)
 
 
 def timeline(chain: Chain, choice: Choice) -> Iterator[Event]:
@@ -210,19 +210,19 @@ def _timeline(chain: Chain, choice: Choice) -> Iterator[Event]:
         what, more, again = "backward" if m.backward else "forward", 0, 0
         if m.call >= 0:
             call, segment = chain.calls[m.call], of.get(m.call)
-            mine = call.options[choice.options[m.call]]
+            option = call.options[choice.options[m.call]]
             if not m.backward:
-                more = 0 if segment else mine.forward - call.base.forward
+                more = 0 if segment else option.forward - call.base.forward
             else:
                 if segment is not None and m.call == segment[1] - 1:
                     if segment in waiting:
                         waiting.remove(segment)
                         yield from _replay(chain, choice, segment, at + m.level, m.gradients, held)
-                    mine = call.base
+                    option = call.base
                 again = _replayed(chain, choice, segment, m.call)
-                more = mine.backward - call.base.backward
+                more = option.backward - call.base.backward
         elif m.backward and m.alive < of.get(m.alive - 1, (0, 0))[1]:
-            # Between the backwards of a segment, what replays made for the others is allocated.
+            # Between the backwards of a segment, what replays computed for the others is allocated.
             again = _replayed(chain, choice, of[m.alive - 1], m.alive - 1)
         at, held = at + again, held + again
         yield Event(m.call, what, at + m.level, at + m.peak + more, m.gradients, held)
@@ -231,7 +231,7 @@ def _timeline(chain: Chain, choice: Choice) -> Iterator[Event]:
 
 
 def _more(chain: Chain, choice: Choice, i: int) -> int:
-    """Bytes that a replayed call keeps, above what it keeps in a segment before the replay."""
+    """Return the bytes that a replayed call keeps above those it kept before the replay."""
     call = chain.calls[i]
     return call.options[choice.options[i]].kept - call.base.kept
 
@@ -249,27 +249,27 @@ def _replay(
 
 
 def _replayed(chain: Chain, choice: Choice, segment: tuple[int, int] | None, i: int) -> int:
-    """Bytes that the replay of call i's segment made and that live in the backward of call i."""
+    """Return the bytes of the replay of call i's segment that live in the backward of call i."""
     if segment is None:
         return 0
-    mine = _more(chain, choice, i) if i < segment[1] - 1 else 0
+    option = _more(chain, choice, i) if i < segment[1] - 1 else 0
     before = range(segment[0], i)
-    return mine + sum(_more(chain, choice, j) + chain.calls[j + 1].input for j in before)
+    return option + sum(_more(chain, choice, j) + chain.calls[j + 1].input for j in before)
 
 
 def peak(chain: Chain, choice: Choice) -> int:
-    """Most bytes during the whole step, including the resting ones."""
+    """Return the most bytes during the entire step, including the resting ones."""
     return max(event.peak for event in timeline(chain, choice))
 
 
 def seconds(chain: Chain, choice: Choice) -> float:
-    """Time of the whole step; the optimizer's is not part of it."""
+    """Return the time of the entire step; the optimizer's is not part of it."""
     terms = [chain.seconds]
     of = {i: segment for segment in choice.segments for i in range(*segment)}
     for i, call in enumerate(chain.calls):
-        mine = call.options[choice.options[i]]
+        option = call.options[choice.options[i]]
         if i not in of:
-            terms += [mine.seconds, -call.base.seconds]
+            terms += [option.seconds, -call.base.seconds]
         elif i != of[i][1] - 1:
-            terms += [call.forward_seconds, mine.seconds, -call.base.seconds]
+            terms += [call.forward_seconds, option.seconds, -call.base.seconds]
     return math.fsum(terms)  # exact, so equal terms in another order give an equal sum

@@ -71,9 +71,9 @@ class MeasuredStep:
         calls: calls of fused layers in order, without those of blocks whose activations an outer
             checkpoint drops, and those that backward does not reach.
         moments: in order of time.
-        kept: bytes kept between forward and backward, in the whole model.
+        kept: bytes kept between forward and backward, in the entire model.
         seconds: time of forward and backward.
-        resting: bytes that are allocated during the whole step, by what they hold.
+        resting: bytes that are allocated during the entire step, by what they hold.
     """
 
     calls: tuple[LayerExample, ...]
@@ -118,7 +118,7 @@ def time_step(
     loss: Callable[[Any], Tensor] | None = None,
     rounds: int = _ROUNDS,
 ) -> float:
-    """Seconds of a forward and backward of the model as it is: the median after one warm-up."""
+    """Return the seconds of a forward and backward: the median after one warm-up."""
     device = device_of(model, [args, kwargs])
     inputs = list(tensors_in([args, kwargs]))
     targets = [t for t in (*model.parameters(), *inputs) if t.requires_grad and t.is_leaf]
@@ -173,7 +173,7 @@ def predict_optimizer(optimizer: Optimizer) -> tuple[int, int]:
 
 
 def state_bytes(optimizer: Optimizer) -> int:
-    """Bytes of the tensors in an optimizer's current state."""
+    """Return the bytes of the tensors in an optimizer's current state."""
     storages = [
         t.untyped_storage() for t in tree_iter(dict(optimizer.state)) if isinstance(t, Tensor)
     ]
@@ -278,12 +278,12 @@ def _moments(step: Step, index: dict[tuple[int, int], int]) -> Iterator[Moment]:
 def _resting(
     model: nn.Module, inputs: Any, accumulates: bool, examples: Iterable[Example]
 ) -> dict[str, int]:
-    """Bytes on the device during the whole step; our own examples do not count."""
+    """Return the bytes on the device during the entire step; our own examples do not count."""
     device = device_of(model, inputs)
     counted: dict[int, int] = {}
 
     def new(tensors: Iterable[Tensor]) -> int:
-        """Bytes of the storages on the device that were not counted before."""
+        """Return the bytes of the storages on the device that were not counted before."""
         storages = [t.untyped_storage() for t in tensors if t.device.type == device.type]
         found = {s.data_ptr(): s.nbytes() for s in storages if s.data_ptr() not in counted}
         counted.update(found)

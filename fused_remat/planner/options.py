@@ -66,7 +66,7 @@ def with_offload(
 ) -> tuple[Option, ...]:
     """Return the options, then those that offload the input, or everything kept but statistics.
 
-    Offloading options that another one beats in bytes and time are left out. Their peaks do not
+    Options that another one beats in bytes and time are dropped. Peaks of these options do not
     include copies in flight. `forward`: seconds of one forward.
     """
     found, moving = list(options), []
@@ -88,7 +88,7 @@ def with_offload(
 
 
 def kept_by_name(example: Example, save: Iterable[str]) -> dict[str, int]:
-    """Bytes that a call keeps for backward, by name, as its graph predicts."""
+    """Return the bytes that a call keeps for backward, by name, as its graph predicts."""
     call = example.keeping(save)
     graph = call.graph
     inputs = zip(graph.inputs, example.tensors[: len(graph.inputs)], strict=True)
@@ -98,7 +98,7 @@ def kept_by_name(example: Example, save: Iterable[str]) -> dict[str, int]:
 
 
 def forward_seconds(example: Example, costs: Costs) -> float:
-    """Seconds of one forward."""
+    """Return the seconds of one forward."""
     return sum(t for (which, _), t in costs(example, ()).items() if which == "forward")
 
 

@@ -70,7 +70,7 @@ class Point:
 class Plan:
     """A policy for every fused layer of a model, and the memory and time of a step; see `plan`.
 
-    Bytes and seconds are predictions for the inputs and the device that `plan` was given. Prints as
+    Bytes and seconds are predictions for the inputs and the device passed to `plan`. Prints as
     `table()`.
 
     Attributes:
@@ -98,7 +98,7 @@ class Plan:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes kept from forward to backward in the whole model, as `memory_report` counts."""
+        """Bytes kept from forward to backward in the entire model, as `memory_report` counts."""
         return chains.kept_in_all(self.chain, self.choice)
 
     @property
@@ -154,23 +154,22 @@ class Plan:
         Raises: ValueError if it lacks layers that the plan is for, or a layer rejects its policy;
             then no policy changes.
         """
-        found = {n: m for n, m in model.named_modules() if isinstance(m, FusedLayer)}
-        if not found:
+        if not any(isinstance(m, FusedLayer) for m in model.modules()):
             convert(model)
-            found = {n: m for n, m in model.named_modules() if isinstance(m, FusedLayer)}
-        missing = [name for name in self.policies if name not in found]
+        layers = {n: m for n, m in model.named_modules() if isinstance(m, FusedLayer)}
+        missing = [name for name in self.policies if name not in layers]
         if missing:
             raise ValueError(
                 f"the plan is for layers that {type(model).__name__} does not have: "
-                f"{', '.join(map(repr, missing))}; fused layers: {', '.join(map(repr, found))}"
+                f"{', '.join(map(repr, missing))}; fused layers: {', '.join(map(repr, layers))}"
             )
-        before = {name: found[name].policy for name in self.policies}
+        before = {name: layers[name].policy for name in self.policies}
         try:
             for name, policy in self.policies.items():
-                found[name].policy = policy
+                layers[name].policy = policy
         except ValueError:
             for name, old in before.items():
-                found[name].policy = old
+                layers[name].policy = old
             raise
         return model
 
@@ -178,16 +177,16 @@ class Plan:
         """Return the plan as text; consecutive equal layers share one row."""
         rows = [["", "policy", "kept", "rebuild"]]
         without_name = functools.partial(dataclasses.replace, name="")
-        for row, equal in itertools.groupby(self.layers, key=without_name):
-            name = run_name([layer.name for layer in equal])
-            time = milliseconds(row.rebuild_seconds, 2)
-            rows.append([f"{name} {row.kind}", row.label, human(row.kept_bytes), time])
+        for layer, equal in itertools.groupby(self.layers, key=without_name):
+            name = f"{run_name([one.name for one in equal])} {layer.kind}"
+            time = milliseconds(layer.rebuild_seconds, 2)
+            rows.append([name, layer.label, human(layer.kept_bytes), time])
         within = "any" if self.budget is None else human(self.budget)
         parts = ", ".join(f"{name} {human(n)}" for name, n in self.parts.items())
         lines = [
             f"{self.model} on {self.device}: {self.method}, costs {self.costs}, budget {within}",
             *aligned(rows),
-            f"kept: {human(self.kept_bytes)} in the whole model",
+            f"kept: {human(self.kept_bytes)} in the entire model",
             f"peak: {human(self.peak_bytes)} ({parts})",
             f"step: {milliseconds(self.seconds)} (every layer keeping its input alone: "
             f"{milliseconds(self.chain.seconds)})",
@@ -228,32 +227,23 @@ class Plan:
 
 def _layers(chain: Chain, choice: Choice) -> Iterator[LayerPlan]:
     kept = chains.kept(chain, choice)
-    place = {i: first for first, last in choice.segments for i in range(first, last)}
+    firsts = {i: first for first, last in choice.segments for i in range(first, last)}
     ends = {last - 1 for _, last in choice.segments}
-    rows: dict[str, LayerPlan] = {}
+    layers: dict[str, LayerPlan] = {}
     for i, call in enumerate(chain.calls):
         option = call.base if i in ends else call.options[choice.options[i]]
-        where = None if i not in place else "first" if place[i] == i else "inner"
-        least = min(o.seconds for o in call.options)
-        again = call.forward_seconds if i in place and i not in ends else 0.0
-        row = LayerPlan(
-            call.layer,
-            call.kind,
-            Policy(option.save, segment=where, offload=option.offload),
-            _label(option, where),
-            kept[i],
-            option.seconds - least + again,
-            call.reason,
+        segment = None if i not in firsts else "first" if firsts[i] == i else "inner"
+        replay = call.forward_seconds if i in firsts and i not in ends else 0.0
+        seconds = option.seconds - min(o.seconds for o in call.options) + replay
+        nbytes, policy = kept[i], Policy(option.save, segment=segment, offload=option.offload)
+        if call.layer in layers:
+            nbytes += layers[call.layer].kept_bytes
+            seconds += layers[call.layer].rebuild_seconds
+        label = _label(option, segment)
+        layers[call.layer] = LayerPlan(
+            call.layer, call.kind, policy, label, nbytes, seconds, call.reason
         )
-        before = rows.get(call.layer)
-        if before is not None:
-            row = dataclasses.replace(
-                row,
-                kept_bytes=row.kept_bytes + before.kept_bytes,
-                rebuild_seconds=row.rebuild_seconds + before.rebuild_seconds,
-            )
-        rows[call.layer] = row
-    yield from rows.values()
+    yield from layers.values()
 
 
 def _label(option: Option, segment: str | None) -> str:

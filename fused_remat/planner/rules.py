@@ -83,7 +83,7 @@ def _units(chain: Chain) -> list[list[int]]:
 
 
 def _cost(chain: Chain, options: Mapping[int, int]) -> tuple[float, int]:
-    """Seconds and bytes of some calls with these options."""
+    """Return the seconds and bytes of some calls with these options."""
     mine = [chain.calls[i].options[o] for i, o in options.items()]
     return sum(option.seconds for option in mine), sum(option.kept for option in mine)
 
@@ -114,7 +114,7 @@ def _cut(run: tuple[int, int], length: int) -> Iterator[tuple[int, int]]:
 
 
 def _saves(chain: Chain, segment: tuple[int, int]) -> Iterator[dict[int, int]]:
-    """Options for all calls of a segment but the last, for each `save` that all of them have."""
+    """Yield options for all calls of a segment but the last, for each `save` that all have."""
     calls = range(segment[0], segment[1] - 1)
     for save in dict.fromkeys(option.save for option in chain.calls[segment[0]].options):
         options = {i: o for i in calls if (o := _having(chain, i, save)) is not None}

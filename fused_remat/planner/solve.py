@@ -69,7 +69,7 @@ def choose(chain: Chain, limit: int | None, method: str, policies: Policies) -> 
 
 
 def frontier_of(chain: Chain) -> list[Choice]:
-    """Choices that no other beats in both peak and time, in order of peak, offload included."""
+    """Return the choices that no other beats in peak and time, by peak, offload included."""
     levels = chains.offload_levels(chain)
     found = [choice for level in levels for choice in frontier(level)]
     if len(levels) == 1:
@@ -164,12 +164,12 @@ def _manual(chain: Chain, policies: Policies) -> Choice:
 
 
 def parts_of(chain: Chain, choice: Choice) -> dict[str, int]:
-    """Parts of the peak, in bytes: "kept" by the layers, "at work" for everything temporary."""
+    """Return the parts of the peak, in bytes: "kept" by the layers, "at work" for the rest."""
     return parts_at(chain, max(chains.timeline(chain, choice), key=lambda event: event.peak))
 
 
 def parts_at(chain: Chain, event: Event) -> dict[str, int]:
-    """Parts of the most bytes in one span of the step."""
+    """Return the parts of the most bytes in one span of the step."""
     parts = dict(chain.resting)
     if event.aside:
         parts["in transit"] = event.aside
@@ -259,8 +259,8 @@ def _pareto(labels: _Labels) -> _Labels:
     order = np.lexsort((labels.peak, labels.ticks, labels.kept))
     order = order[labels.ticks[order] <= np.minimum.accumulate(labels.ticks[order])]
     time, most = labels.ticks[order], labels.peak[order]
-    # Labels are left in runs of equal time. Lowering each run below the one before lets a single
-    # pass find the labels of every run whose peak is a new minimum.
+    # The remaining labels form runs of equal time. Lowering each run below the one before lets a
+    # single pass find the labels of every run whose peak is a new minimum.
     run = np.cumsum(np.diff(time, prepend=time[:1]) != 0)
     lowered = most - run * (np.ptp(most) + 1 if len(most) else 1)
     first = np.diff(np.minimum.accumulate(lowered), prepend=ALL) < 0
@@ -268,7 +268,7 @@ def _pareto(labels: _Labels) -> _Labels:
 
 
 def _search(graph: _Graph, room: int, limit: int) -> tuple[int, int, Choice] | None:
-    """Ticks, peak and choice of the fastest path within `room` bytes and `limit` ticks."""
+    """Return ticks, peak and choice of the fastest path within `room` bytes and `limit` ticks."""
     if graph.peak > room:
         return None
     zero = np.zeros(1, dtype=np.int64)
@@ -308,7 +308,7 @@ def _graphs(chain: Chain) -> list[_Graph]:
 
 
 def _given(chain: Chain) -> Iterator[dict[int, int]]:
-    """Options for all calls of shared layers; if too many, only those with a common `save`."""
+    """Yield the options for calls of shared layers; if too many, those with a common `save`."""
     groups = list(shared(chain).values())
     saves = [[o.save for o in chain.calls[calls[0]].options] for calls in groups]
     picks: Iterable[tuple[int, ...]] = itertools.product(*(range(len(mine)) for mine in saves))

@@ -77,7 +77,7 @@ def steps(chain: Chain) -> list[Step]:
 
 
 def start(chain: Chain) -> int:
-    """Most bytes of the moments that no choice changes, above the resting ones."""
+    """Return the most bytes of the moments that no choice changes, above the resting ones."""
     return max(levels(chain).between(0), chain.update)
 
 
@@ -115,14 +115,14 @@ def shared(chain: Chain) -> dict[str, list[int]]:
     for i, call in enumerate(chain.calls):
         if times[call.layer] > 1:
             calls.setdefault(call.layer, []).append(i)
-    for layer, mine in calls.items():
-        if len({tuple(o.save for o in chain.calls[i].options) for i in mine}) > 1:
+    for layer, indices in calls.items():
+        if len({tuple(o.save for o in chain.calls[i].options) for i in indices}) > 1:
             raise ValueError(f"the calls of layer {layer!r} have different options")
     return calls
 
 
 def ticks(seconds: float) -> int:
-    """Seconds as a whole number of `TICKS`."""
+    """Return the seconds as an integer number of `TICKS`."""
     return round(seconds * TICKS)
 
 
@@ -130,14 +130,14 @@ def _alone(chain: Chain, bounds: Levels, i: int, tied: bool) -> Iterator[Step]:
     """Call i by itself: one step for all options that keep equally many bytes."""
     base = chain.calls[i].base
     ways: dict[tuple[int, int], list[Way]] = {}
-    for o, mine in enumerate(chain.calls[i].options):
-        grows = mine.kept - base.kept
+    for o, option in enumerate(chain.calls[i].options):
+        grows = option.kept - base.kept
         need = max(
-            bounds.forward[i] + mine.forward - base.forward,
-            bounds.backward[i] + mine.backward - base.backward + grows,
+            bounds.forward[i] + option.forward - base.forward,
+            bounds.backward[i] + option.backward - base.backward + grows,
             bounds.between(i + 1) + grows,
         )
-        way = Way(need, ticks(mine.seconds) - ticks(base.seconds), (o,))
+        way = Way(need, ticks(option.seconds) - ticks(base.seconds), (o,))
         ways.setdefault((grows, o if tied else -1), []).append(way)
     for (grows, _), equal in ways.items():
         yield _step(i, i + 1, grows, equal)
@@ -201,15 +201,15 @@ def _extended(
 ) -> list[_Replay]:
     """Return the paths extended by call i, replayed with any option that has this `save`."""
     base, found = chain.calls[i].base, []
-    for o, mine in enumerate(chain.calls[i].options):
-        if mine.save != save or mine.offload:
+    for o, option in enumerate(chain.calls[i].options):
+        if option.save != save or option.offload:
             continue
-        more = ticks(chain.calls[i].forward_seconds) + ticks(mine.seconds) - ticks(base.seconds)
+        more = ticks(chain.calls[i].forward_seconds) + ticks(option.seconds) - ticks(base.seconds)
         for path in before:
-            kept = path.kept + mine.kept - base.kept
-            own = max(bounds.backward[i] + mine.backward - base.backward, bounds.after[i + 1])
+            kept = path.kept + option.kept - base.kept
+            own = max(bounds.backward[i] + option.backward - base.backward, bounds.after[i + 1])
             backward = max(path.backward, kept + own)
-            replay = max(path.replay, path.kept + mine.forward + inputs)
+            replay = max(path.replay, path.kept + option.forward + inputs)
             found.append(_Replay(kept, backward, replay, path.ticks + more, (*path.options, o)))
     return _undominated(found)
 

@@ -95,6 +95,7 @@ def explain(model: nn.Module, *inputs: Any, **kwargs: Any) -> Explanation:
 
     Raises: whatever the model raises.
 
+    >>> import torch
     >>> from fused_remat import FusedRematLayer
     >>> layer = FusedRematLayer(64, 4, 256, 0.0, batch_first=True, norm_first=True, policy="lean")
     >>> print(explain(layer, torch.randn(2, 16, 64)))  # doctest: +NORMALIZE_WHITESPACE
@@ -246,7 +247,7 @@ def _explained(chunk: Chunk, name: str) -> BlockExplanation:
     execution = chunk.owner.execution
     assert isinstance(execution, Execution)
     plan, chunks, kind = execution.plan, execution.chunks, execution.call.graph.kind
-    pieces = f"{-(-chunks.batch // chunks.group)} × {chunks.group} sequences"
+    groups = f"{-(-chunks.batch // chunks.group)} × {chunks.group} sequences"
     tiles = f", then tiles of {chunks.tile} tokens" if chunks.tiled else ""
     low, stream = execution.compute, chunk.owner.dtype
     dtypes = f", products in {str(low)[6:]}, stream in {str(stream)[6:]}" if low else ""
@@ -257,7 +258,7 @@ def _explained(chunk: Chunk, name: str) -> BlockExplanation:
             steps.append(f"{one} ({implementation})" if implementation else str(one))
     return BlockExplanation(
         name,
-        f"{kind}, backend {_backend(chunk)}{dtypes}, {pieces}{tiles}",
+        f"{kind}, backend {_backend(chunk)}{dtypes}, {groups}{tiles}",
         kept=plan.kept_inputs + plan.kept + (("output",) if plan.keeps_output else ()),
         backward=tuple(steps),
     )

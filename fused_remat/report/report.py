@@ -33,7 +33,7 @@ class Activation:
         name: the name in a fused block's graph ("input", "qkv", "attn.lse", "seed") or in autograd
             ("AddmmBackward0.mat1"); "checkpoint" for what `torch.utils.checkpoint` holds; "saved"
             where autograd gives no name.
-        shape: of the saved tensor, which may be part of its storage; None if it is in pieces.
+        shape: of the saved tensor, which may be part of its storage; None if it is in chunks.
         dtype: such as "float32".
         count: number of storages.
         is_input: whether the caller passed it to the model, and therefore holds it anyway.
@@ -151,7 +151,7 @@ class MemoryReport:
         return "\n".join(lines)
 
     def _offloaded(self) -> list[str]:
-        """Return the line on offloading, if something was offloaded or a policy asks for it."""
+        """Return the line on offloading, if something was offloaded or a policy requests it."""
         if self.offloaded_bytes:
             return [f"offloaded to host: {human(self.offloaded_bytes)}, not counted as kept"]
         asked = any(_OFFLOAD in (layer.policy or "") for layer in self.layers)
@@ -283,7 +283,7 @@ def _layer(index: int, name: str, module: nn.Module | None, step: Step) -> Layer
 
 
 def _activations(saved: list[Saved], predicted: dict[str, int], calls: int) -> Iterator[Activation]:
-    """Storages of a fused block merged by name; others by name, shape and dtype."""
+    """Yield the storages of a fused block merged by name; others by name, shape and dtype."""
     groups: dict[tuple[Any, ...], list[Saved]] = {}
     for s in saved:
         key = (s.name,) if s.fused else (s.name, s.shape, s.dtype, s.is_input)
@@ -316,7 +316,7 @@ def _policy(policy: str | Policy) -> str:
 
 
 def _tokens(inputs: Iterator[Tensor]) -> int | None:
-    """Tokens of integers (B, S), or of floats (B, S, D) or (B, D); None for images (B, C, H, W)."""
+    """Count the tokens of (B, S) integers or (B, S, D) or (B, D) floats; None for images."""
     first = next(inputs, None)
     if first is None or first.is_nested or first.dim() < 2 or not first.numel():
         return None
@@ -341,7 +341,7 @@ def _title(group: list[LayerMemory]) -> str:
 def _describe(a: Activation) -> str:
     if not a.count:
         return f"  {a.name} (counted above)"
-    shape = "×".join(map(str, a.shape)) or "scalar" if a.shape is not None else "in pieces"
+    shape = "×".join(map(str, a.shape)) or "scalar" if a.shape is not None else "in chunks"
     many = f", {a.count} of them" if a.count > 1 and a.shape is not None else ""
     where = " on the host" * a.offloaded
     return f"  {a.name} {shape} {a.dtype}{many}{where}{' *' * a.is_input}"

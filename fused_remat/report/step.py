@@ -28,7 +28,7 @@ _LAYERS = (FusedLayer, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 _CONTAINERS = (nn.ModuleList, nn.Sequential)
 _MOST_RUNS = 3  # until layers are traced
 _FORWARD, _BACKWARD = "forward", "backward"
-_OUTSIDE = (-1, 0)  # the place of what runs outside all layers
+_OUTSIDE = (-1, 0)  # the position of what runs outside all layers
 
 #: Called with the index of the running layer, -1 outside the layers, and the run of its block.
 OnBlock = Callable[[int, BlockRun], None]
@@ -45,7 +45,7 @@ class Step:
             block's.
         peaks: by pass ("forward" or "backward") and layer, the most bytes above what was allocated
             when one of the layer's calls began.
-        peak: the most bytes in the whole step, above what was allocated before it.
+        peak: the most bytes in the step, above what was allocated before it.
         spans: the step in consecutive spans. The first label is None; the others are (pass, layer,
             number of the layer's call).
         ready: for each span, bytes of parameters whose gradients existed at its end.
@@ -118,10 +118,9 @@ def run_step(
             del grads
         notes = [record_of(m) if isinstance(m, FusedLayer) else Record() for m in layers]
         ran = [(note.last, note.reason) for note in notes]
-    peak = max(span.peak for span in trace.spans)
-    peaks = _peaks(trace.spans)
-    kept, calls = record.predicted, watch.calls
-    return Step(saved, kept, calls, ran, peaks, peak, trace.spans, watch.ready())
+    peak, peaks = max(span.peak for span in trace.spans), _peaks(trace.spans)
+    predicted, ready = record.predicted, watch.ready()
+    return Step(saved, predicted, watch.calls, ran, peaks, peak, trace.spans, ready)
 
 
 def trace_layers(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -150,11 +149,11 @@ def _detached(value: Any) -> Any:
 def _peaks(spans: list[Span]) -> dict[tuple[str, int], int]:
     """`Step.peaks`, from the spans."""
     peaks: dict[tuple[str, int], int] = {}
-    place, base = None, 0
+    position, base = None, 0
     for span in spans:
-        if span.label != place:
-            place, base = span.label, span.start
-        which, layer = place[:2] if place is not None else (_FORWARD, -1)
+        if span.label != position:
+            position, base = span.label, span.start
+        which, layer = position[:2] if position is not None else (_FORWARD, -1)
         peaks[which, layer] = max(peaks.get((which, layer), 0), span.peak - base)
     return peaks
 
@@ -166,14 +165,14 @@ def losses_of(output: Any, loss: Callable[[Any], Tensor] | None) -> list[Tensor]
         there is no loss and no floating-point tensor in the output.
     """
     if loss is None:
-        found = [t for t in tensors_in(output) if t.is_floating_point()]
-        if not found:
+        tensors = [t for t in tensors_in(output) if t.is_floating_point()]
+        if not tensors:
             raise TypeError(
                 f"the model returned {type(output).__name__} without a floating-point tensor; "
                 "backward needs one in the output (in tensors, lists, tuples, mappings or "
                 "dataclasses)"
             )
-        return [t.sum() for t in found if t.requires_grad]
+        return [t.sum() for t in tensors if t.requires_grad]
     value = loss(output)
     if not isinstance(value, Tensor):
         raise TypeError(f"loss= must return a tensor, got {type(value).__name__}")
@@ -258,12 +257,12 @@ def restored(model: nn.Module, inputs: Iterable[Tensor], device: torch.device) -
 
 
 class _Watch:
-    """Hooks on the layers that tell the record which layer runs, and mark the trace."""
+    """Hooks that set the record's current layer and mark the trace."""
 
     def __init__(self, layers: list[nn.Module], record: SavedBytes, trace: AllocationTrace):
         self.calls = [0] * len(layers)
         self._layers, self._record, self._trace = layers, record, trace
-        self._stack = [_OUTSIDE]  # places of the calls that are running: (layer, its call)
+        self._stack = [_OUTSIDE]  # (layer, number of its call) of the calls that are running
         self._pass, self._running = _FORWARD, _OUTSIDE
         self._handles: list[RemovableHandle] = []
         self._compiled: list[tuple[nn.Module, Any]] = []
@@ -323,36 +322,36 @@ class _Watch:
             totals[span] += nbytes
         return list(itertools.accumulate(totals))
 
-    def _mark(self, place: tuple[int, int]) -> None:
-        self._running = place
+    def _mark(self, position: tuple[int, int]) -> None:
+        self._running = position
         self._marks += 1
-        self._trace.mark((self._pass, *place))
+        self._trace.mark((self._pass, *position))
 
     def _before(self, layer: int, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self._pass is not _FORWARD:  # a checkpoint runs the layer again in backward
             return
         self.calls[layer] += 1
-        place = (layer, self.calls[layer])
-        self._stack.append(place)
-        given = list(tensors_in([args, kwargs]))
+        position = (layer, self.calls[layer])
+        self._stack.append(position)
+        inputs = list(tensors_in([args, kwargs]))
         self._record.layer = layer
-        self._record.claim(given)
-        for t in given:
+        self._record.claim(inputs)
+        for t in inputs:
             if t.grad_fn is not None:  # its hook runs after all of the layer's own nodes
-                self._handles.append(t.register_hook(lambda _: self._left(place)))
-        self._mark(place)
+                self._handles.append(t.register_hook(lambda _: self._leave(position)))
+        self._mark(position)
 
-    def _left(self, place: tuple[int, int]) -> None:
-        if self._running == place:
+    def _leave(self, position: tuple[int, int]) -> None:
+        if self._running == position:
             self._mark(_OUTSIDE)
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._pass is not _FORWARD or len(self._stack) == 1:
             return
-        place = self._stack.pop()
+        position = self._stack.pop()
         for t in tensors_in(output):
             if t.requires_grad:
-                self._handles.append(t.register_hook(lambda _: self._mark(place)))
+                self._handles.append(t.register_hook(lambda _: self._mark(position)))
         self._record.layer = self._stack[-1][0]
         self._mark(self._stack[-1])
 
@@ -362,8 +361,8 @@ def choose_layers(model: nn.Module, patterns: Iterable[str] | None) -> dict[str,
     modules = dict(model.named_modules())
     opaque = {n: why for n, m in modules.items() if (why := _why_opaque(m)) is not None}
     if patterns is None:
-        found = _repeated(model, modules)
-        chosen = {next((o for o in opaque if _is_within(name, o)), name) for name in found}
+        layers = _repeated(model, modules)
+        chosen = {next((o for o in opaque if _is_within(name, o)), name) for name in layers}
     else:
         chosen = _matching(list(modules), patterns)
     outermost: list[str] = []
@@ -391,32 +390,24 @@ def _why_opaque(module: nn.Module) -> str | None:
 
 def _repeated(model: nn.Module, modules: Mapping[str, nn.Module]) -> set[str]:
     """Return transformer layers; without any, members of containers; else the children."""
-    found = {name for name, module in modules.items() if isinstance(module, _LAYERS)}
-    if found:
-        return found
-    callable_ = {
-        name
-        for name, module in modules.items()
-        if getattr(type(module), "forward", None) is not nn.Module.forward
-    }
-    contained = {
-        name
-        for name in modules
-        if name and isinstance(modules[name.rpartition(".")[0]], _CONTAINERS)
-    }
-    children = {name for name, _ in model.named_children()}
-    return callable_ & contained or callable_ & children or {""}
+    layers = {name for name, module in modules.items() if isinstance(module, _LAYERS)}
+    if layers:
+        return layers
+    runs = {n for n, m in modules.items() if type(m).forward is not nn.Module.forward}
+    parents = {name: modules[name.rpartition(".")[0]] for name in modules if name}
+    contained = {name for name, parent in parents.items() if isinstance(parent, _CONTAINERS)}
+    return runs & contained or runs & {name for name, _ in model.named_children()} or {""}
 
 
 def _matching(names: list[str], patterns: Iterable[str]) -> set[str]:
-    found: set[str] = set()
+    chosen: set[str] = set()
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
-        mine = {n for n in names if n == pattern or (n and fnmatch.fnmatchcase(n, pattern))}
-        if not mine:
+        matches = {n for n in names if n == pattern or (n and fnmatch.fnmatchcase(n, pattern))}
+        if not matches:
             shown = ", ".join(repr(n) for n in names if n) or "none"
             raise ValueError(f"no module matches {pattern!r}; modules: {shown}")
-        found |= mine
-    return found
+        chosen |= matches
+    return chosen
 
 
 def _is_within(name: str, other: str) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-#: What a memory budget is given as: text, a number of bytes, or a fraction of the device's memory.
+#: A memory budget: text, a number of bytes, or a fraction of the device's memory.
 Budget = str | int | float
 
 _UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4,
@@ -18,7 +18,7 @@ _PERCENT = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?)\s*%\s*")
 
 
 def human(nbytes: float) -> str:
-    """Bytes with a binary unit and one decimal.
+    """Return the bytes with a binary unit and one decimal.
 
     >>> human(12), human(1536), human(3 * 2**20), human(-(2**31))
     ('12 B', '1.5 KiB', '3.0 MiB', '-2.0 GiB')
@@ -31,7 +31,7 @@ def human(nbytes: float) -> str:
 
 
 def milliseconds(seconds: float, decimals: int = 1) -> str:
-    """Seconds as milliseconds with their unit."""
+    """Return the seconds as milliseconds with their unit."""
     return f"{1e3 * seconds:.{decimals}f} ms"
 
 

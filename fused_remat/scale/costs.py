@@ -1,7 +1,7 @@
 """Rates of devices and links, each with its source.
 
-A rate counts as measured only if it was measured on the machine it describes: by `calibrate` in
-this process, or in a results file. All others are assumed, and say so.
+A rate counts as measured only if a costs file marks it as measured on the machine that it
+describes. All others are assumed, and are printed as such.
 """
 
 from __future__ import annotations
@@ -12,10 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import torch
-
-from fused_remat.planner.calibration import calibrate
 
 
 @dataclass(frozen=True)
@@ -107,24 +103,6 @@ HARDWARE: dict[str, Costs] = {
         memory=Figure(80 * 2**30, "memory, as its maker states"),
     ),
 }
-
-
-def of_this_machine(dtype: torch.dtype, base: Costs, device: str = "cpu") -> Costs:
-    """Return `base` with the rates that `calibrate` measures here. Run nothing else meanwhile.
-
-    Links are not measured; half the rate of a memory copy stands for them.
-    """
-    found = calibrate(device)
-    source = f"calibrate({device!r}) on this machine"
-    products = Figure(found.rate(dtype), f"{source}, a large product in {dtype}", True)
-    other = _as_products(products)
-    copy = Figure(found.bandwidth, f"{source}, a large copy", True)
-    links = Figure(found.bandwidth / 2, "between processes of one machine, half of its copy rate")
-    return dataclasses.replace(
-        base, name=f"this machine ({device})", peak=other, products=products,
-        attention_forward=other, attention_backward=other, bandwidth=copy, link=links,
-        network=links, host=links, overhead=Figure(found.overhead, source, True),
-    )  # fmt: skip
 
 
 #: Keys of a costs file, with their field of `Costs` and their unit.

@@ -98,7 +98,7 @@ class Estimate:
         return self.rows[name].peak <= self.memory
 
     def tokens_per_second(self, name: str) -> float:
-        """Tokens per second of all devices together."""
+        """Return the tokens per second of all devices together."""
         return self.setup.tokens * self.setup.layout.mesh.data / self.rows[name].step
 
     def mfu(self, name: str) -> float:
@@ -119,6 +119,7 @@ def estimate(
 
     >>> from fused_remat.scale.shapes import LARGE
     >>> from fused_remat.scale.costs import HARDWARE
+    >>> from fused_remat.scale.layout import Layout, Mesh
     >>> setup = Setup(LARGE["llama3-70b"], Layout(Mesh(8, 8)), batch=1, seq=8192)
     >>> found = estimate(setup, HARDWARE["h100"], 80 * 2**30, ["full", "none"])
     >>> found.rows["none"].kept > 8 * found.rows["full"].kept
@@ -209,7 +210,7 @@ def planned(setup: Setup, costs: Costs, memory: int) -> tuple[list[Way], Choice]
 
 
 def communication(setup: Setup, costs: Costs) -> tuple[float, float]:
-    """Seconds of FSDP2's collectives of a layer, in forward and in backward.
+    """Return the seconds of FSDP2's collectives of a layer, in forward and in backward.
 
     Weights are gathered in `setup.dtype`, gradients are reduced in `setup.param_dtype`.
     """
@@ -251,7 +252,7 @@ def _collectives(chosen: list[tuple[Way, int]], layers: int) -> tuple[float, flo
 
 
 def step_seconds(setup: Setup, costs: Costs, chosen: list[tuple[Way, int]]) -> dict[str, float]:
-    """Parts of a step's time.
+    """Return the parts of a step's time.
 
     Tensor-parallel collectives are waited for. FSDP2's collectives and copies to the host overlap
     a layer's steps; only what takes longer than these counts.
@@ -274,12 +275,12 @@ def step_seconds(setup: Setup, costs: Costs, chosen: list[tuple[Way, int]]) -> d
 
 
 def _head_flops(setup: Setup) -> float:
-    """FLOPs of one product of the head, over all tensor-parallel ranks."""
+    """Return the FLOPs of one product of the head, over all tensor-parallel ranks."""
     return 2.0 * setup.tokens * setup.model.vocab * setup.model.d_model
 
 
 def _ends(setup: Setup, costs: Costs) -> float:
-    """Seconds of embedding, last norm and loss.
+    """Return the seconds of embedding, last norm and loss.
 
     They are the head's products (one more in backward if logits are not kept), pointwise work, the
     root's collectives, gathering and scattering a divided stream, and sums over a divided
@@ -302,7 +303,7 @@ def _ends(setup: Setup, costs: Costs) -> float:
 
 
 def _update(setup: Setup, costs: Costs) -> float:
-    """Seconds of the optimizer's step."""
+    """Return the seconds of the optimizer's step."""
     p = setup.parameters
     count = setup.model.layers * sharded(p.layer, setup.layout) + sharded(p.root, setup.layout)
     nbytes = _UPDATE[setup.optimizer] * count * setup.param_dtype.itemsize
@@ -310,7 +311,7 @@ def _update(setup: Setup, costs: Costs) -> float:
 
 
 def model_flops(setup: Setup, costs: Costs) -> float:
-    """FLOPs of a step of all devices without rebuilding; backward has twice those of forward."""
+    """Return the FLOPs of a step of all devices; backward has double those of forward."""
     forward = sum(
         w.flops for w in works(setup.example, (), costs, setup.layout) if w.which == "forward"
     )
@@ -320,7 +321,7 @@ def model_flops(setup: Setup, costs: Costs) -> float:
 
 
 def peak_of(setup: Setup, costs: Costs, policy: str) -> int:
-    """Bytes at the peak of a step in which every layer has this policy or baseline."""
+    """Return the bytes at the peak of a step in which every layer has this policy or baseline."""
     option = way_of(setup, costs, policy).option
     return chains.peak(chain_of(setup, [option]), Choice((0,) * setup.model.layers))
 

@@ -81,7 +81,7 @@ def loss_graph() -> Graph:
 
 
 def sizes_of(example: Example, save: Iterable[str] = ()) -> dict[str, int]:
-    """Bytes of every input, activation and statistic of a rank's call."""
+    """Return the bytes of every input, activation and statistic of a rank's call."""
     graph, shapes = example.keeping(save).graph, example.shapes
     widths, lengths = graph.widths(shapes), graph.lengths(shapes)
     dtypes, batch = graph.dtypes(example.input.dtype), shapes[graph.inputs[0]][0]
@@ -130,10 +130,10 @@ def passes(example: Example, save: Iterable[str]) -> Passes:
 
 @functools.lru_cache(maxsize=256)
 def kept_by_eager(model: Model, layout: Layout, seq: int, dtype: torch.dtype) -> int:
-    """Bytes that autograd saves of a rank's plain layer for one sequence, including its input.
+    """Return the bytes that autograd saves of a rank's plain layer for one sequence.
 
     Each storage counts once. The layer is divided as PyTorch's tensor parallelism does it: inputs
-    of linear layers are gathered, and saved whole. `nn.LayerNorm` stands for an RMSNorm, which on
+    of linear layers are gathered, and saved. `nn.LayerNorm` stands for an RMSNorm, which on
     CPUs consists of operations that keep more than its GPU kernel.
 
     >>> from fused_remat.scale.shapes import LARGE

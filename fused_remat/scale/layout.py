@@ -96,7 +96,7 @@ def padded(model: Model, mesh: Mesh) -> Model:
 
 
 def rows_of(count: int, ranks: int, rank: int) -> int:
-    """Rows of one rank when `torch.chunk` divides `count` rows; the last ranks may have fewer.
+    """Return the rows of one rank when `torch.chunk` divides `count` rows, the last ones fewer.
 
     >>> [rows_of(10, 4, rank) for rank in range(4)]
     [3, 3, 3, 1]
@@ -141,7 +141,7 @@ class Parameters:
     layers: int
 
     def count(self) -> int:
-        """Return the number of elements in the whole model."""
+        """Return the number of elements in the entire model."""
         root, layer = (sum(math.prod(p.shape) for p in of) for of in (self.root, self.layer))
         return root + self.layers * layer
 

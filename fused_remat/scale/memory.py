@@ -52,7 +52,7 @@ class Setup:
         param_dtype: dtype of sharded weights, gradients and optimizer states.
         optimizer: one of `OPTIMIZERS`.
         fused_loss: whether the loss is `ops.linear_cross_entropy`; if not, `F.cross_entropy` of
-            whole logits.
+            all logits.
         offload: kept names that wait in the host's memory.
         accumulates: whether gradients are accumulated across steps, so they stay in memory.
     """
@@ -89,14 +89,14 @@ class Setup:
 
 
 def weight_bytes(setup: Setup, data_rank: int = 0) -> int:
-    """Bytes of a device's shards of the weights."""
+    """Return the bytes of a device's shards of the weights."""
     groups = _groups(setup.parameters)
     count = sum(sharded(group, setup.layout, data_rank) * n for group, n in groups)
     return count * setup.param_dtype.itemsize
 
 
 def state_bytes(setup: Setup, data_rank: int = 0) -> int:
-    """Bytes of the optimizer states of those shards, found with fake tensors of their shapes."""
+    """Return the bytes of the optimizer states of those shards, from fake tensors."""
     return sum(
         _state_of(group, setup.layout, setup.param_dtype, setup.optimizer, data_rank) * n
         for group, n in _groups(setup.parameters)
@@ -127,9 +127,9 @@ def _state_of(
 
 
 def loss_bytes(setup: Setup) -> tuple[int, int]:
-    """Bytes (kept, at work) of the loss: what it keeps besides its input, and its transients.
+    """Return the bytes of the loss: what it keeps in addition to its input, and its transients.
 
-    Whole logits are held in `dtype`, in float32 if that differs, and as their log-softmax.
+    Complete logits are held in `dtype`, in float32 if that differs, and as their log-softmax.
     """
     model, tensor = setup.model, setup.layout.mesh.tensor
     divided = divides_head(setup.parameters, setup.layout)
@@ -151,7 +151,7 @@ def loss_bytes(setup: Setup) -> tuple[int, int]:
 
 
 def resting(setup: Setup) -> dict[str, int]:
-    """Bytes allocated during the whole step, by what they hold."""
+    """Return the bytes allocated during the entire step, by what they hold."""
     p = setup.parameters
     made = tables_of(setup.model, setup.seq, setup.dtype)
     tables = sum(t.nbytes for t in made if t is not None)
@@ -242,7 +242,7 @@ def chain_of(
 
 
 def parts_at_peak(setup: Setup, chain: Chain, choice: Choice) -> dict[str, int]:
-    """Parts of a device's memory at the peak of the step, in bytes; their sum is the peak."""
+    """Return the parts of a device's memory at the peak of the step, in bytes."""
     events = list(chains.timeline(chain, choice))
     top = max(range(len(events)), key=lambda i: events[i].peak)
     event = events[top]

@@ -128,7 +128,7 @@ def build(
 ) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
     """Return a model that computes its loss, and (tokens, targets) or (patches, labels).
 
-    `stock`: use plain PyTorch layers and, in a language model, compute the loss from whole logits.
+    `stock`: use plain PyTorch layers and, in a language model, compute the loss from all logits.
 
     >>> import dataclasses
     >>> from fused_remat.scale.shapes import MODELS

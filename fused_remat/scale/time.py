@@ -45,7 +45,7 @@ class Work:
 
 
 def sent_by(collective: str, nbytes: int, ranks: int) -> float:
-    """Bytes that a device sends in a ring, for a matrix of `nbytes` when gathered.
+    """Return the bytes that a device sends in a ring, for a matrix of `nbytes` when gathered.
 
     >>> sent_by("all-gather", 800, 8), sent_by("all-reduce", 800, 8), sent_by("", 800, 8)
     (700.0, 1400.0, 0.0)
@@ -55,7 +55,7 @@ def sent_by(collective: str, nbytes: int, ranks: int) -> float:
 
 
 def link_of(costs: Costs, layout: Layout, group: str) -> float:
-    """Bytes per second that a device sends in a ring of the "tensor" or the "data" group.
+    """Return the bytes per second that a device sends in a ring of a group.
 
     Tensor-parallel ranks are neighbors. In a data group that spans nodes, the ranks of one node
     share what the node sends, each over its own network device.

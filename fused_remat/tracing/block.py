@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -47,7 +46,7 @@ class TracedBlock:
     Attributes:
         graph: the block.
         before: the operations that run at every call before the block.
-        values: numbers of the values that the block reads besides its inputs, by its names.
+        values: numbers of the values other than its inputs that the block reads, by its names.
         transposed: those of these names that are the transpose of the value.
         programs: the functions of its replays.
         inputs: number and layout of each input of the graph.
@@ -79,6 +78,11 @@ class TracedBlock:
     fixed: tuple[str, ...]
     fills: dict[int, float]
     elements: dict[int, float]
+
+    def __post_init__(self) -> None:
+        self._producers = {n: op for op in self.before for n in op.writes}
+        self._chains: dict[int, Sequence[Op]] = {}
+        self._plans: dict[tuple[frozenset[int], int], Plan] = {}
 
     def plan(self, live: frozenset[int], large: int) -> Plan:
         """Return how `before` runs where the values `live` need gradients.
@@ -125,18 +129,6 @@ class TracedBlock:
             fails = any(op.random for op in ops) or not read.isdisjoint(self.stand_ins)
             self._chains[number] = [] if fails else ops
         return self._chains[number]
-
-    @functools.cached_property
-    def _producers(self) -> dict[int, Op]:
-        return {n: op for op in self.before for n in op.writes}
-
-    @functools.cached_property
-    def _chains(self) -> dict[int, Sequence[Op]]:
-        return {}
-
-    @functools.cached_property
-    def _plans(self) -> dict[tuple[frozenset[int], int], Plan]:
-        return {}
 
     @property
     def draws(self) -> bool:

@@ -127,7 +127,7 @@ class Trace:
     def _check_masks(self, values: Mapping[int, Any], given: Sequence[Any]) -> None:
         """Raise Untraceable if a mask hides all keys from a query where the block would be wrong.
 
-        Layers of one kind have the same masks: the device is asked for those of the first.
+        Layers of one kind have the same masks: only those of the first are copied from the device.
         """
         if not self.block.fills:
             return

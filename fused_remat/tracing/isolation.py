@@ -95,12 +95,9 @@ def forward_only() -> Iterator[None]:
 
     Raises: Untraceable if the code runs a backward pass.
     """
-    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_dropped, _no_backward):
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda _: None, _no_backward)
+    with torch.enable_grad(), hooks:
         yield
-
-
-def _dropped(_: Tensor) -> None:
-    return None
 
 
 def _no_backward(_: Any) -> Tensor:

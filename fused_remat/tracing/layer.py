@@ -38,7 +38,7 @@ from fused_remat.policies import Policy, kept_names
 from fused_remat.steps.norm import Norm
 from fused_remat.steps.residual import Add
 from fused_remat.tracing.call import Trace, attribute
-from fused_remat.tracing.isolation import NOTES, check_effects
+from fused_remat.tracing.isolation import NOTES, check_effects, replica
 from fused_remat.tracing.no_dropout import WithoutDropout
 from fused_remat.tracing.samples import INDICES, Arguments, Dims
 from fused_remat.tracing.state import state_of
@@ -132,7 +132,7 @@ class TracedLayer(ConvertedLayer):
 
     def _block(self, **given: Any) -> TracedInputs | Reason:
         if given.get("output_attentions"):
-            return Reason("the call asks for attention weights, which a block does not make")
+            return Reason("the call requests attention weights, which a block does not compute")
         try:
             check_global_hooks()
             active = [t for t in leaves(given) if isinstance(t, Tensor) and t.is_floating_point()]
@@ -188,7 +188,7 @@ class TracedLayer(ConvertedLayer):
     def _trace(self, given: Mapping[str, Any]) -> Trace | Reason:
         """Return the trace for a call; the layer is traced if the call is the first of its kind.
 
-        The trace is for any length, whole arguments and index in the model, if the layer computes
+        The trace is for any length, integer arguments and index in the model, if the layer computes
         the same for all; else for those of this call.
         """
         reasons, states = list[Reason](), dict[bool, Any]()
@@ -371,7 +371,7 @@ def traced_class(stock: type[nn.Module]) -> type[TracedLayer]:
 
 def converted_class(layer: nn.Module) -> type[ConvertedLayer]:
     """Return the class that `convert` gives a layer: by its table entry, else one that traces."""
-    classes = [row(layer) for row in ROWS]
+    classes = [find(layer) for find in ROWS]
     return next(filter(None, classes), None) or traced_class(type(layer))
 
 
@@ -379,23 +379,16 @@ def description_if_converted(
     layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> str:
     """Return how a stock layer would run a call after `convert`."""
-    stock, own, converted = type(layer), layer.__dict__, converted_class(layer)
-    before = {name: own.pop(name) for name in NOTES if name in own}
-    layer.__class__ = converted
-    assert isinstance(layer, ConvertedLayer)
-    try:
-        named = layer._named(args, kwargs)
-        pairs = (named or {}).items()
-        given = {n: v for n, v in pairs if n not in CACHES and not hasattr(v, LENGTH)}
-        call = (
-            Reason("its arguments do not fit forward") if named is None else layer._block(**given)
-        )
-        trace = layer.last_trace if isinstance(layer, TracedLayer) else None
-    finally:
-        layer.__class__ = stock  # type: ignore[assignment]
-        for name in NOTES:
-            own.pop(name, None)
-        own.update(before)
+    converted = replica(layer)
+    converted.__class__ = converted_class(layer)
+    for name in NOTES:
+        converted.__dict__.pop(name, None)
+    named = converted._named(args, kwargs)
+    if named is None:
+        return "convert runs it under checkpointing: its arguments do not fit forward"
+    given = {n: v for n, v in named.items() if n not in CACHES and not hasattr(v, LENGTH)}
+    call = converted._block(**given)
+    trace = converted.last_trace if isinstance(converted, TracedLayer) else None
     if isinstance(call, Reason):
         return f"convert runs it under checkpointing: {call.text}"
     replayed = trace.block.replayed if isinstance(trace, Trace) else ()

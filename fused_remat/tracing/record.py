@@ -28,7 +28,7 @@ def record(
 ) -> tuple[Recorder, list[int | None], Any]:
     """Record `forward`, a method of `layer`, on a sample.
 
-    `autocast`: whether autocast seems to be on, so that code that asks for it is noticed.
+    `autocast`: whether autocast seems to be on, so that code that tests for it is noticed.
 
     Returns: the recorder, the numbers of the arguments, and the result with `Ref`s.
     """

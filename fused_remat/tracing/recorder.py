@@ -101,7 +101,7 @@ class Recorder(TorchFunctionMode):
         if _has_own_backward(tensor) and id(tensor) not in self.owned:
             self.trouble(_OWN_BACKWARD)
         if number is None:
-            computed = "it computes with a tensor that was made outside of PyTorch's functions"
+            computed = "it computes with a tensor that was created outside of PyTorch's functions"
             held = "it reads a tensor that is no parameter, buffer, attribute or argument"
             self.trouble(computed if tensor.requires_grad else held)
             self.foreign = self.foreign or (held if self._is_older(tensor) else "")
@@ -281,7 +281,7 @@ class Recorder(TorchFunctionMode):
                 now = Ref(self.numbers[id(base)])
                 self.add("view", run, (now, _arguments(view_steps)), {}, t)
             elif t is not base and t.numel():
-                self.numbers[id(t)] = -1  # a view that was made in an unknown way
+                self.numbers[id(t)] = -1  # a view of unknown origin
 
     def call(self, module: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
         """Record the call of a submodule."""

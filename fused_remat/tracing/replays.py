@@ -39,7 +39,7 @@ def replay(t: Tracer, number: int) -> str:
     op, layout = t.producer(number), t.layout(number)
     assert op is not None
     if layout is None:
-        raise Opaque(op.inside, f"the result of {op.name} is not made of tokens")
+        raise Opaque(op.inside, f"the result of {op.name} has no dimension of tokens")
     ops, sources, params = _region(t, number)
     sources.sort(key=lambda n: getattr(t.layout(n), "names", ()) != layout.names)
     layouts = [known for n in sources if (known := t.layout(n)) is not None]
@@ -124,7 +124,7 @@ def _region(t: Tracer, target: int) -> tuple[list[Op], list[int], list[int]]:
             assert op is not None
             if op.path is not None and n != target:
                 parent = op.inside.rpartition(".")[0]
-                raise Opaque(parent, f"a result of {op.path} is not made of tokens")
+                raise Opaque(parent, f"a result of {op.path} has no dimension of tokens")
             ops.add(op)
             todo += op.reads
     return [op for op in t.recording.ops if op in ops], sources[::-1], params[::-1]
@@ -167,9 +167,9 @@ def sample(t: Tracer, program: Program, seed: int = 0) -> tuple[Tensor, list[Ten
     generator, dtype = torch.Generator(device).manual_seed(seed), t.recording.exact
     xs = []
     for _, layout in program.sources:
-        rows = math.prod(sizes[n] for n in layout.names)
-        rows *= 1 if {"S", "M"} & {*layout.names} else t.tokens
-        x = torch.randn((rows, layout.width), generator=generator, dtype=dtype, device=device)
+        tokens = math.prod(sizes[n] for n in layout.names)
+        tokens *= 1 if {"S", "M"} & {*layout.names} else t.tokens
+        x = torch.randn((tokens, layout.width), generator=generator, dtype=dtype, device=device)
         xs.append(x.requires_grad_())
     tensors = [t.recording.values[n].detach() for n in program.params]
     tensors = [v.to(dtype).requires_grad_() if v.is_floating_point() else v for v in tensors]

@@ -144,7 +144,7 @@ class Arguments:
         return "S" not in self.sizes and more > max(12 * 12 * width**2, 1 << 20)
 
     def key(self, free: bool) -> tuple[Any, ...]:
-        """Return what a trace depends on besides `dims`; if `free`, not on whole numbers."""
+        """Return a key of what a trace depends on other than `dims`; if `free`, not of integers."""
         parts: list[Any] = []
         for leaf in self.leaves:
             if isinstance(leaf, Tensor):
@@ -338,7 +338,7 @@ def constants(layer: nn.Module) -> dict[str, Tensor]:
 
 
 def _choices(t: Tensor, generator: torch.Generator) -> Tensor:
-    """Return random zeros and ones; of each row the first is one and the second zero."""
+    """Return random zeros and ones; the first of each last dimension is one, the second zero."""
     chosen = torch.rand(t.shape, generator=generator) < 0.7
     if t.dim():
         chosen[..., :1], chosen[..., 1:2] = True, False

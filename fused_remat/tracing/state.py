@@ -1,4 +1,4 @@
-"""The state that a layer's code depends on besides tensors, as values that can be compared."""
+"""The state that a layer's code depends on other than tensors, as values that can be compared."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _MODULE = frozenset(nn.Module().__dict__)
 
 
 def state_of(layer: nn.Module, excluded: Collection[str]) -> tuple[Any, ...]:
-    """Return all that a trace depends on besides the arguments: classes, flags, numbers, shapes.
+    """Return all that a trace depends on other than the arguments: classes, flags, numbers, shapes.
 
     `excluded`: names of attributes that are left out.
 

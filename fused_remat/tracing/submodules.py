@@ -128,7 +128,7 @@ def _norm_of(module: nn.Module, params: Mapping[str, Any], dtype: torch.dtype) -
             return None
         return y if isinstance(y, Tensor) and y.shape == x.shape else None
 
-    tiny = x * 1e-16  # their variance is nothing beside eps
+    tiny = x * 1e-16  # their variance is negligible against eps
     of_tiny = tried(no_bias, tiny)
     numbers = {v for v in vars(module).values() if isinstance(v, float) and 0.0 < v < 1e-2}
     if of_tiny is None:

@@ -113,7 +113,7 @@ class Tracer:
         for name, number in self.inputs.items():
             layout = self.layout(number)
             if layout is None:
-                raise Untraceable(f"{name} is not made of tokens")
+                raise Untraceable(f"{name} has no dimension of tokens")
             layouts[name] = number, layout
             self.built[number], self.widths[name] = name, layout.width
         target, layout = self._target()
@@ -165,7 +165,7 @@ class Tracer:
             raise Untraceable(f"it has {len(targets)} results that depend on its input")
         layout = self.layout(targets[0])
         if layout is None:
-            raise Untraceable("its result is not made of its input's tokens")
+            raise Untraceable("its result does not have its input's tokens")
         return targets[0], layout
 
     def _is_scores(self, number: int) -> bool:

@@ -1,22 +1,20 @@
 """Attention in kernels (`kernels.attention`): heads of any strides, all masks, variable lengths.
 
-First the choice and the two operations, then the launches of forward and backward, then masks.
+First the choice and the two operations, then the launches of forward and backward. Masks are in
+`triton.attention_masks`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fused_remat.kernels.attention import (
     Lists,
-    Masks,
     Scores,
     Sizes,
     Strides,
@@ -31,18 +29,13 @@ from fused_remat.kernels.attention_bwd import (
 )
 from fused_remat.kernels.attention_masks import (
     Sums,
-    attention_blocks_fwd_kernel,
-    attention_bounds_fwd_kernel,
     attention_mask_bwd_kernel,
-    attention_shift_fwd_kernel,
 )
-from fused_remat.random import scale as dropout_scale
-from fused_remat.random import threshold
-from fused_remat.spec import AttentionSpec
 from fused_remat.steps import attention, attention_library
 from fused_remat.steps.attention import as_heads
 from fused_remat.steps.attention_call import AttentionArgs, AttentionKey, Heads
 from fused_remat.steps.operations import FAULTS, faster
+from fused_remat.triton.attention_masks import Problem, lists, prepare
 from fused_remat.triton.launch import (
     INTERPRETED,
     Launch,
@@ -68,18 +61,8 @@ _KNOWN = frozenset({"window", "align", "dropout", "true_means", *Scores._fields}
 MAX_WIDTH = 256
 # Rows of a tile that sums delta = rowsum(dout * out), or the parts of dk or dv.
 _SUM_ROWS = 64
-# Rows whose intervals of variable-length sequences a program finds.
-_BOUNDS_ROWS = 128
 #: q, k, v, dout, lse, delta.
 Given = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
-# A mask that adds more than this to a whole row is shifted to add 0: scores would lose digits.
-_FAR = 128.0
-# Tiles of the kernels that read masks alone.
-_TILE = 64
-# Up to so many elements of a mask, four warps list a block in fewer instructions than eight.
-_FEW = 4096
-_CONSTANT = {known: tl.constexpr(known) for known in (False, True)}
-MaskStrides = tuple[int, ...]
 
 
 def unsupported_reason(key: AttentionKey) -> str | None:
@@ -161,7 +144,7 @@ def forward(
     target: Target,
     tile: AttentionTile | None = None,
 ) -> Iterator[Launch]:
-    """The launches that fill out (B*S_q, H*V) and lse (B, H, S_q), float32."""
+    """Return the launches that fill out (B*S_q, H*V) and lse (B, H, S_q), float32."""
     q, k, v = map(_heads_in_place, (q, k, v))
     widths = (q.shape[-1], v.shape[-1])
     tile = tile or attention_tile("fwd", target, max(widths), call)
@@ -197,7 +180,7 @@ def backward(
     target: Target,
     tiles: tuple[AttentionTile, AttentionTile] | None = None,
 ) -> Iterator[Launch]:
-    """The launches that fill `grads`, if given, and add to call.dmask and call.dpadding.
+    """Return the launches that fill `grads`, if given, and add to call.dmask and call.dpadding.
 
     `tiles`: for dk and dv, and for dq.
     """
@@ -237,7 +220,7 @@ def _gradients(
     tile: AttentionTile,
     by_keys: bool,
 ) -> Iterator[Launch]:
-    """The launches of dk and dv, a program per block of keys; or of dq, a program per tile."""
+    """Return the launches of dk and dv, a program a block of keys; or of dq, a program a tile."""
     call, (q, k, v, dout, lse, delta) = problem.call, heads
     widths = (q.shape[-1], v.shape[-1])
     blocks, blocks_apart, launches = lists(problem, tile, by_keys)
@@ -276,7 +259,7 @@ def _gradients(
 
 
 def _mask_grad(problem: Problem, heads: Given, dmask: Tensor, tile: AttentionTile) -> Launch:
-    """The launch that adds to dmask (b, h, m, n); each size is 1 or that of the scores."""
+    """Return the launch that adds to dmask (b, h, m, n); each size is 1 or that of the scores."""
     call, (q, k, v, dout, lse, delta) = problem.call, heads
     widths = (q.shape[-1], v.shape[-1])
     blocks = cdiv(call.q_len, tile.block_m), cdiv(call.kv_len, tile.block_n)
@@ -320,7 +303,7 @@ def _padded(width: int) -> int:
 
 
 def _blocks_of(widths: tuple[int, int]) -> tuple[int, int]:
-    """The columns of a tile of keys and of one of values, of these widths.
+    """Return the columns of a tile of keys and of one of values, of these widths.
 
     Values have no narrower tile than keys' first 128 columns: on an H100, compiled by Triton 3.6,
     tiles of 64 and 32 columns read outside of shared memory.
@@ -366,169 +349,6 @@ def _can_describe(x: Tensor) -> bool:
 
 
 def _described(x: Tensor, rows: int, width: int) -> TensorDescriptor:
-    """A tensor descriptor of `x` in blocks (1, 1, rows, width)."""
+    """Return a tensor descriptor of `x` in blocks (1, 1, rows, width)."""
     strides = [16 if n == 1 else s for n, s in zip(x.shape[:3], x.stride(), strict=False)]
     return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, width])
-
-
-@dataclass(frozen=True)
-class Problem:
-    """A call on a target: what its launches share.
-
-    Attributes:
-        masks: the masks as kernels take them.
-        bounds_q, bounds_k: for variable-length sequences, the interval of keys that each query
-            sees, and of queries that see each key.
-    """
-
-    call: AttentionArgs
-    target: Target
-    device: torch.device
-    masks: Masks
-    bounds_q: Tensor | None = None
-    bounds_k: Tensor | None = None
-
-    @property
-    def interval(self) -> tuple[int, int, int]:
-        """offset, left and right, with sides of at most all positions, so that sums fit 32 bits."""
-        (left, right), most = self.call.spec.window, self.call.q_len + self.call.kv_len
-        left = min(left, most) if left >= 0 else most
-        return self.call.offset, left, min(right, most) if right >= 0 else most
-
-    @property
-    def in_rows(self) -> bool:
-        """Whether keys beyond a sequence must not be read: they may hold anything."""
-        return self.call.lengths is not None or self.call.cu_q is not None
-
-    @property
-    def listed(self) -> tuple[int, int]:
-        """For how many batches and heads the masks differ."""
-        mask = self.call.mask
-        batches, heads = mask.shape[:2] if mask is not None and mask.dim() == 4 else (1, 1)
-        if self.call.padding is not None or self.call.lengths is not None:
-            batches = self.call.batch
-        return batches, heads
-
-    def is_partial(self, length: int, block: int) -> bool:
-        """Whether some block of `length` keys or queries may be seen in part only."""
-        limited = self.call.spec.window != (-1, -1) or self.in_rows
-        return limited or self.call.masked or length % block != 0
-
-    def scalars(self) -> tuple[Any, ...]:
-        """The kernels' arguments score, offset, left, right, row0, threshold and keep_scale."""
-        p = self.call.spec.dropout
-        dropout = (self.call.row0, threshold(p), dropout_scale(p)) if p > 0.0 else (0, 0, 0.0)
-        return (scores_of(self.call.spec), *self.interval, *dropout)
-
-    def site_key(self) -> Tensor | None:
-        return self.call.site_key if self.call.spec.dropout > 0.0 else None
-
-    def launch(self, kernel: Any, programs: int, args: tuple[Any, ...], **constants: Any) -> Launch:
-        """A launch of a kernel that has no row in the tile tables."""
-        return Launch(kernel, (programs,), args, constants, 8, 2, self.device)
-
-
-def scores_of(spec: AttentionSpec) -> Scores:
-    """The options of the scores as kernels take them: None for an option that is not set."""
-    given = {name for name in Scores._fields if name == "scale" or name in spec.options}
-    return Scores(**{n: getattr(spec, n) if n in given else None for n in Scores._fields})
-
-
-def prepare(
-    q: Tensor, call: AttentionArgs, target: Target, backward: bool
-) -> tuple[Problem, list[Launch]]:
-    """The problem with its intervals and shifts, and the launches that fill these."""
-    if call.lengths is not None:
-        call = replace(call, lengths=call.lengths.contiguous())
-    problem = Problem(call, target, q.device, _masks(call))
-    launches: list[Launch] = []
-    bounds_q = bounds_k = shift = None
-    if call.cu_q is not None:
-        _, left, right = problem.interval
-        bounds_q, launch = _bounds(call, left, right, by_keys=False)
-        launches.append(launch)
-        if backward:
-            bounds_k, launch = _bounds(call, left, right, by_keys=True)
-            launches.append(launch)
-    if any(m is not None and m.is_floating_point() for m in (call.mask, call.padding)):
-        batches, heads = problem.listed
-        like = call.padding if call.mask is None else call.mask
-        assert like is not None
-        shift = scratch(like, (batches, heads, call.q_len))
-        args = (problem.masks, bounds_q, call.lengths, shift, heads, call.q_len, call.kv_len)
-        launches.append(
-            problem.launch(
-                attention_shift_fwd_kernel, cdiv(call.q_len, _TILE) * batches * heads,
-                (*args, *problem.interval, _FAR), BLOCK_M=_TILE, BLOCK_N=_TILE,
-            )
-        )  # fmt: skip
-    made = replace(problem, masks=_masks(call, shift), bounds_q=bounds_q, bounds_k=bounds_k)
-    return made, launches
-
-
-def _bounds(call: AttentionArgs, left: int, right: int, by_keys: bool) -> tuple[Tensor, Launch]:
-    """The intervals of variable-length sequences, and the launch that fills them."""
-    assert call.cu_q is not None and call.cu_k is not None
-    rows, others = (call.kv_len, call.q_len) if by_keys else (call.q_len, call.kv_len)
-    bounds = scratch(call.cu_q, (rows, 2), torch.int32)
-    cu = (call.cu_k, call.cu_q) if by_keys else (call.cu_q, call.cu_k)
-    window = (right, left) if by_keys else (left, right)
-    args = (cu[0].contiguous(), cu[1].contiguous(), bounds, rows, others, cu[0].numel() - 1)
-    grid, constants = (cdiv(rows, _BOUNDS_ROWS),), {"BLOCK_M": _BOUNDS_ROWS}
-    return bounds, Launch(
-        attention_bounds_fwd_kernel, grid, args + window, constants, 4, 1, bounds.device
-    )
-
-
-def _masks(call: AttentionArgs, shift: Tensor | None = None) -> Masks:
-    """The masks as kernels take them, with `shift` for rows that are far from 0."""
-    mask = padding = None
-    mask_strides: MaskStrides = (0,) * 4
-    padding_strides: MaskStrides = (0,) * 2
-    if call.mask is not None:
-        mask = _numbers(call.mask if call.mask.dim() == 4 else call.mask[None, None])
-        mask_strides = broadcast_strides(mask)
-    if call.padding is not None:
-        padding, padding_strides = _numbers(call.padding), call.padding.stride()
-    shift_strides = (0, 0) if shift is None else broadcast_strides(shift)[:2]
-    keeps = _CONSTANT[call.spec.true_means == "attend"]
-    fields = (mask, *mask_strides, padding, *padding_strides, shift, *shift_strides, keeps)
-    return Masks._make(fields)
-
-
-def lists(
-    problem: Problem, tile: AttentionTile, by_keys: bool
-) -> tuple[Tensor | None, MaskStrides, list[Launch]]:
-    """The blocks that the masks let a kernel visit, their strides, and the launches that fill them.
-
-    Without masks there is no such list.
-    """
-    call = problem.call
-    if not call.masked:
-        return None, (0, 0), []
-    rows, cols = cdiv(call.q_len, tile.block_m), cdiv(call.kv_len, tile.block_n)
-    if by_keys:
-        rows, cols = cols, rows
-    batches, heads = problem.listed
-    like = call.padding if call.mask is None else call.mask
-    assert like is not None
-    blocks = scratch(like, (batches, heads, rows, cols + 2), torch.int32)
-    bounds = problem.bounds_k if by_keys else problem.bounds_q
-    args = (problem.masks, bounds, call.lengths, blocks, heads, call.q_len, call.kv_len)
-    launch = problem.launch(
-        attention_blocks_fwd_kernel, batches * heads * rows, args + problem.interval,
-        BY_KEYS=by_keys, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
-    )  # fmt: skip
-    if tile.block_m * tile.block_n <= _FEW:
-        launch = replace(launch, num_warps=4)
-    return blocks, broadcast_strides(blocks)[:2], [launch]
-
-
-def broadcast_strides(x: Tensor) -> MaskStrides:
-    """Strides by which a dimension of size 1 is read as if it had any size."""
-    return tuple(0 if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True))
-
-
-def _numbers(mask: Tensor) -> Tensor:
-    """A mask as kernels read it: floats, or bytes for bool."""
-    return mask.view(torch.uint8) if mask.dtype == torch.bool else mask

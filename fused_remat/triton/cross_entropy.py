@@ -161,7 +161,7 @@ def cross_entropy_fwd(
     at: Target,
     tile: Tile | None = None,
 ) -> Launch:
-    """The launch that fills `picked` with the targets' logits and the others from each tile.
+    """Return the launch that fills `picked` with the targets' logits and the others from each tile.
 
     `highs`, `sums` and `totals` (tiles, M) are the maximum, sum(exp(logits - maximum)) and the sum
     of a tile's logits x @ weightᵀ + bias; weight holds the vocabulary from row `first` on.
@@ -191,7 +191,7 @@ def cross_entropy_bwd(
     at: Target,
     tile: Tile | None = None,
 ) -> Launch:
-    """dz = softmax(x @ weightᵀ + bias) * mass + spread, + at_target at the targets; soft-capped.
+    """Compute dz = softmax(z) * mass + spread, + at_target at targets, z = x @ weightᵀ + bias.
 
     dz (M, V) may be wider than the vocabulary: what it has more may be written.
     `stats`: each row's maximum and log of the sum; `slopes`: (mass, spread, at_target).

@@ -49,7 +49,7 @@ def _device_target(index: int) -> Target:
 
 
 def _driven(device: torch.device) -> Target | None:
-    """What Triton's active driver compiles for, if it launches on tensors of a device like this.
+    """Return the target of Triton's active driver, if it launches on tensors of `device`'s type.
 
     None is made active here: that would start CUDA for tensors on a CPU.
     """
@@ -69,7 +69,7 @@ def _driver_target(driver: Any, index: int, kind: str) -> Target | None:
 
 
 def target_of(device: torch.device) -> Target:
-    """The target of tensors on `device`. The interpreter's has three multiprocessors.
+    """Return the target of tensors on `device`. The interpreter's has three multiprocessors.
 
     Raises: RuntimeError if kernels cannot run there.
     """
@@ -183,7 +183,7 @@ def _ungrouped(named: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def scratch(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
-    """An uninitialised tensor that only the launches of one description use."""
+    """Return an uninitialised tensor that only the launches of one description use."""
     made: Any = like.new_empty(shape, dtype=dtype)
     made.is_scratch = True
     return made  # type: ignore[no-any-return]
@@ -213,19 +213,19 @@ def operand(x: Tensor | None) -> Matrix | None:
 
 
 def dropout_of(mask: DropoutMask | None) -> tuple[Tensor | None, int, int, float]:
-    """The site's key, first row, threshold and scale as kernels take them."""
+    """Return the site's key, first row, threshold and scale as kernels take them."""
     if mask is None:
         return None, 0, 0, 0.0
     return mask.site_key, mask.row0, threshold(mask.p), scale(mask.p)
 
 
 def cdiv(a: int, b: int) -> int:
-    """a / b, rounded up."""
+    """Return a / b, rounded up."""
     return -(-a // b)
 
 
 def power_of_2(n: int) -> int:
-    """The least power of two that is at least `n`."""
+    """Return the least power of two that is at least `n`."""
     return 1 << max(n - 1, 0).bit_length()
 
 

@@ -134,7 +134,7 @@ def _read(
 
 @functools.cache
 def _parts_of(kind: type) -> Callable[[Any], tuple[Any, ...]] | None:
-    """The parts of a tuple, a call or a mask; None if it is none of those."""
+    """Return the parts of a tuple, a call or a mask; None if it is none of those."""
     if issubclass(kind, tuple):
         return tuple
     names = [f.name for f in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else []
@@ -172,7 +172,7 @@ def _hooked(plan: _Plan) -> bool:
 def _freeze(
     launches: Sequence[Launch], kernels: Sequence[Any], tensors: Sequence[Tensor], held: list[Any]
 ) -> _Plan:
-    """The launches as a function of the tensors."""
+    """Return the launches as a function of the tensors."""
     hooks = tuple([launch.kernel.pre_run_hooks for launch in launches])
     plain = all(type(kernel) is CompiledKernel for kernel in kernels)
     if not (_KNOWN and plain and all(launch.fixed for launch in launches)):
@@ -220,7 +220,7 @@ class _Places:
         return name
 
     def source(self, value: Any) -> str:
-        """Raises: LookupError for a tensor that is neither given nor scratch, such as a copy."""
+        """Return the text of a value; raise LookupError for a copy of a tensor."""
         if isinstance(value, Tensor):
             return self._tensor(value)
         if isinstance(value, TensorDescriptor):
@@ -262,7 +262,7 @@ def _has_tensors(values: tuple[Any, ...]) -> bool:
 
 
 def _described(fields: dict[str, Any], base: Tensor) -> TensorDescriptor:
-    """A descriptor like one that was checked when it was made."""
+    """Return a descriptor like one that was checked when it was made."""
     made = TensorDescriptor.__new__(TensorDescriptor)
     made.__dict__ = {**fields, "base": base}
     return made

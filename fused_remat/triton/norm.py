@@ -91,7 +91,7 @@ def norm_fwd(
     stats: tuple[Tensor, ...],
     has_stats: bool,
 ) -> Launch:
-    """y = norm(x); or total = residual + mask * x and y = norm(total), up to a width of FWD_WIDTH.
+    """Compute y = norm(x); or total = residual + mask * x, y = norm(total), up to FWD_WIDTH wide.
 
     The weight has its offset. `stats` is filled, or read if `has_stats`.
     """
@@ -127,7 +127,7 @@ def norm_bwd(
     dbias: Tensor | None,
     target: Target,
 ) -> list[Launch]:
-    """The launches that fill dx (with + add), dweight and dbias (float32): those that are given.
+    """Return the launches that fill dx (with + add), dweight and dbias (float32), if not None.
 
     The weight has its offset.
     """
@@ -182,7 +182,7 @@ def _params_bwd(
 
 
 def column_sum(parts: Tensor, total: Tensor, *others: tuple[Tensor, Tensor]) -> Launch:
-    """total (N,) = the sum of parts (P, N) over rows, float32; the same for one more pair."""
+    """Compute total (N,), the sum of parts (P, N) over rows, float32; also of another pair."""
     programs, width = parts.shape
     blocks = {"BLOCK_M": 32, "BLOCK_N": 64}  # more warps would exchange more in shared memory
     grid = (cdiv(width, 64), 1 + len(others))
@@ -192,7 +192,7 @@ def column_sum(parts: Tensor, total: Tensor, *others: tuple[Tensor, Tensor]) -> 
 
 
 def _sums(*pairs: tuple[Tensor | None, Tensor | None]) -> list[Launch]:
-    """The launch that sums the parts of the totals that are given, parts of one shape."""
+    """Return the launch that sums the parts of the totals that are given, parts of one shape."""
     wanted = [(p, t) for t, p in pairs if t is not None and p is not None]
     return [column_sum(*wanted[0], *wanted[1:])] if wanted else []
 
@@ -208,6 +208,6 @@ def new_stats(kind: str, x: Tensor) -> tuple[Tensor, ...]:
 
 
 def _mean_rstd(kind: str, stats: tuple[Tensor, ...]) -> tuple[Tensor | None, Tensor | None]:
-    """The statistics as kernels take them."""
+    """Return the statistics as kernels take them."""
     given = dict(zip(NORMS[kind].stats, stats, strict=True))
     return given.get("mean"), given.get("rstd")

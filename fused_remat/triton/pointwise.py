@@ -102,7 +102,7 @@ def site_keys_triton(seed, first):
 
 
 def site_keys(seed: Tensor, first: int, keys: Tensor) -> Launch:
-    """The keys of as many sites as `keys` holds."""
+    """Return the keys of as many sites as `keys` holds."""
     args, count = (seed, keys, first), {"COUNT": keys.numel()}
     return Launch(site_keys_fwd_kernel, (1,), args, count, num_warps=1, device=seed.device)
 
@@ -110,25 +110,25 @@ def site_keys(seed: Tensor, first: int, keys: Tensor) -> Launch:
 def dropout_add_fwd(
     x: Tensor, residual: Tensor | None, mask: DropoutMask | None, y: Tensor
 ) -> Launch:
-    """y = residual + mask * x."""
+    """Compute y = residual + mask * x."""
     return _over(y, dropout_add_fwd_kernel, mask, operand(x), operand(residual), matrix(y))
 
 
 def act_fwd(x: Tensor, act: str, mask: DropoutMask | None, y: Tensor) -> Launch:
-    """y = mask * act(x)."""
+    """Compute y = mask * act(x)."""
     return _over(y, act_fwd_kernel, mask, operand(x), matrix(y), ACT=PAIRS[act][0])
 
 
 def act_bwd(
     dy: Tensor, x: Tensor, act: str, mask: DropoutMask | None, dx: Tensor, y: Tensor | None = None
 ) -> Launch:
-    """dx = mask * dy * act'(x); y = mask * act(x) if given."""
+    """Compute dx = mask * dy * act'(x); y = mask * act(x) if given."""
     matrices = operand(dy), operand(x), matrix(dx), matrix(y)
     return _over(dx, act_bwd_kernel, mask, *matrices, ACT=PAIRS[act][1])
 
 
 def gated_fwd(gate: Tensor, up: Tensor, act: str, mask: DropoutMask | None, y: Tensor) -> Launch:
-    """y = mask * act(gate) * up."""
+    """Compute y = mask * act(gate) * up."""
     matrices = operand(gate), operand(up), matrix(y)
     return _over(y, gated_fwd_kernel, mask, *matrices, ACT=PAIRS[act][0])
 
@@ -143,7 +143,7 @@ def gated_bwd(
     dup: Tensor | None,
     y: Tensor | None = None,
 ) -> Launch:
-    """The gradients dgate and dup of `gated_fwd` and its y, those given; dgate and y need `up`."""
+    """Compute dgate, dup and y of `gated_fwd`, those not None; dgate and y need `up`."""
     matrices = operand(dy), operand(gate), operand(up), matrix(dgate), matrix(dup), matrix(y)
     return _over(dy, gated_bwd_kernel, mask, *matrices, ACT=PAIRS[act][1])
 

@@ -197,7 +197,7 @@ def linear_fwd(
     target: Target,
     tile: Tile | None = None,
 ) -> Launch:
-    """y = mask * act(x @ weightᵀ + bias); `pre`, if given, is filled with the product."""
+    """Compute y = mask * act(x @ weightᵀ + bias); `pre`, if given, is filled with the product."""
     tile = tile or tile_for("linear", target, *y.shape)
     n, k = weight.shape
     (x_in, w_in, pre_in, out), strides, tma = described(
@@ -226,7 +226,7 @@ def gated_mlp_fwd(
     tile: Tile | None = None,
     pres: tuple[Tensor | None, ...] = (None, None),
 ) -> Launch:
-    """y = mask * act(x @ gate_weightᵀ + gate_bias) * (x @ weightᵀ + bias).
+    """Compute y = mask * act(x @ gate_weightᵀ + gate_bias) * (x @ weightᵀ + bias).
 
     `pres`, where given, are filled with both products.
     """
@@ -260,7 +260,7 @@ def linear_act_bwd(
     target: Target,
     tile: Tile | None = None,
 ) -> Launch:
-    """The results of `mlp_bwd`, given up; y or dup may be up."""
+    """Return the results of `mlp_bwd`, given up; y or dup may be up."""
     tile = tile or tile_for("linear_act_bwd", target, *dup.shape)
     d, f = out_weight.shape
     given, strides, tma = described(
@@ -286,7 +286,7 @@ def mlp_bwd(
     target: Target,
     tile: Tile | None = None,
 ) -> Launch:
-    """y = mask * act(up) and dup = mask * (dy @ out_weight) * act'(up), up = x @ weightᵀ + bias.
+    """Compute y = mask * act(up), dup = mask * (dy @ out_weight) * act'(up), up = x weightᵀ + bias.
 
     `ups` and `dups` are of up; or of a gate and up: then y = mask * act(gate) * up.
     """
@@ -323,7 +323,7 @@ def launch_over(
     shape: tuple[int, int] | None = None,
     **constants: Any,
 ) -> Launch:
-    """A launch over tiles of `y`; or of `shape`, with operands like `y`.
+    """Return a launch over tiles of `y`; or of `shape`, with operands like `y`.
 
     `depths`: the lengths that the products sum over.
     """
@@ -357,7 +357,7 @@ def described(target: Target, *matrices: _Tiled) -> tuple[tuple[Any, ...], tuple
 
 
 def end_of(tile: Tile, *matrices: Tensor | None) -> list[_Tiled]:
-    """The matrices that a tile's end reads and writes, in as many parts as the end has."""
+    """Return the matrices that a tile's end reads and writes, in as many parts as the end has."""
     return [(x, tile.block_m, tile.block_n // tile.parts) for x in matrices]
 
 

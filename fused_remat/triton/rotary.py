@@ -79,7 +79,7 @@ def rotary_bwd_triton(dy, x, call, needs_grad, owned):
 def rotary_fwd(
     x: Tensor, call: RotaryTables, y: Tensor, target: Target, back: bool = False
 ) -> Launch:
-    """y = x with its query and key heads normed and rotated, by the opposite angles if `back`.
+    """Compute y = x with query and key heads normed and rotated, by opposite angles if `back`.
 
     y may be x.
     """
@@ -106,7 +106,7 @@ def rotary_norm_bwd(
     dk_weight: Tensor | None,
     target: Target,
 ) -> list[Launch]:
-    """The launches of dx, which may be dy, and the norm weights' gradients (float32), if given."""
+    """Return the launches of dx, which may be dy, and the norm weights' gradients (float32)."""
     values = dx is not None and dx is not dy
     tokens, width = x.shape[0], call.width(x)
     blocks = _blocks(call, width, cdiv(width, 2), _BWD_PAIRS)
@@ -133,12 +133,12 @@ def rotary_norm_bwd(
 
 
 def _place(call: RotaryTables) -> int:
-    """The position of the first token in its sequence."""
+    """Return the position of the first token in its sequence."""
     return call.token0 % max(call.seq_len, 1)
 
 
 def _angles(call: RotaryTables) -> Angles:
-    """cos and sin from the first token's sequence on."""
+    """Return cos and sin from the first token's sequence on."""
     cos, sin = call.cos, call.sin
     if cos is None or sin is None:
         return Angles(None, None, 0, 0)
@@ -151,7 +151,7 @@ def _angles(call: RotaryTables) -> Angles:
 
 
 def _blocks(call: RotaryTables, width: int, lanes: int, most: int) -> dict[str, Any]:
-    """A program's tokens, its heads, which share rows of the tables, and its pairs of a head.
+    """Return a program's tokens, its heads, which share rows of tables, and its pairs of a head.
 
     `most`: the most pairs of a program, of all its tokens and heads.
     """
@@ -163,7 +163,7 @@ def _blocks(call: RotaryTables, width: int, lanes: int, most: int) -> dict[str, 
 
 
 def _groups(call: RotaryTables, block_h: int, values: bool) -> tuple[int, int]:
-    """The number of groups of query heads, and of all heads that a launch covers."""
+    """Return the number of groups of query heads, and of all heads that a launch covers."""
     of_queries, of_keys = cdiv(call.spec.num_heads, block_h), cdiv(call.spec.num_kv_heads, block_h)
     return of_queries, of_queries + (2 if values else 1) * of_keys
 

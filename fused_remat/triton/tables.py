@@ -42,7 +42,7 @@ FAMILIES = {
 
 
 def family(target: Target) -> str:
-    """A target's row in the tables; an unknown GPU takes the smallest tiles.
+    """Return a target's row in the tables; an unknown GPU takes the smallest tiles.
 
     >>> family(Target("cuda", 90, 132)), family(Target("cuda", 75, 40))
     ('hopper', 'small')
@@ -141,7 +141,7 @@ _OPERAND = 128
 
 
 def tile_for(kernel: str, target: Target, rows: int, columns: int) -> Tile:
-    """The tile whose tiles cost the multiprocessor that computes most of them the least.
+    """Return the tile whose tiles cost the multiprocessor that computes most of them the least.
 
     >>> hopper = Target("cuda", 90, 132)
     >>> tile_for("linear", hopper, 8192, 4096).block_n, tile_for("linear", hopper, 128, 512).block_n
@@ -347,8 +347,7 @@ _INTERPRETED_ATTENTION = _A(16, 32, 4, 1)
 
 
 def burdens(call: AttentionArgs) -> int:
-    """Count what takes registers besides the products: options, up to 2; 3 for masks, 4 for masks
-    with two options."""
+    """Count options besides the products that take registers, up to 2; masks count 3, or 4."""
     shared = call.spec.num_heads != call.spec.num_kv_heads
     things = sum((call.spec.dropout > 0.0, call.spec.softcap != 0.0, _early(call), shared))
     if call.masked and things > 1:
@@ -362,7 +361,7 @@ def _early(call: AttentionArgs) -> bool:
 
 
 def attention_tile(kernel: str, target: Target, width: int, call: AttentionArgs) -> AttentionTile:
-    """The tile of the kernel "fwd", "dkdv", "dq" or "mask", for heads up to `width` wide.
+    """Return the tile of the kernel "fwd", "dkdv", "dq" or "mask", for heads up to `width` wide.
 
     On Hopper half of one of 128 queries and 8 warps, if these are too few for every multiprocessor:
     a thread has as much to hold, unless it loads keys through pointers. Elsewhere Triton divides

@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fused_remat import random
 from fused_remat.steps.attention import attention_bwd, attention_fwd
-from fused_remat.triton import attention
+from fused_remat.triton import attention, attention_masks
 from fused_remat.triton.launch import Target
 from fused_remat.triton.tables import AttentionTile, attention_tile, group_parts
 
@@ -199,7 +199,7 @@ def test_bounds_beyond_the_tokens_reach_no_others(by_keys):
     """On a GPU nobody checks them: nothing beyond the tensors may be read for it."""
     cu = torch.tensor([-5, 9, 1000], device=DEVICE)
     call = attention_call((1, 1, 1, 40, 40, 16), cu_q=cu, cu_k=cu)
-    bounds, launch = attention._bounds(call, 80, 80, by_keys)
+    bounds, launch = attention_masks._bounds(call, 80, 80, by_keys)
     launch.run()
     assert bounds.min() >= 0 and bounds.max() <= 40
 
@@ -212,8 +212,8 @@ def test_lists_of_blocks(by_keys):
     mask[0, :, :, 16:32], mask[0, 0, 3, 5], mask[1, :, 16:, :20] = -torch.inf, 0.5, -torch.inf
     padding = (torch.arange(70) >= 50) & torch.tensor([[False], [True]])
     call = attention_call((2, 3, 3, 37, 70, 16), mask=mask, padding=padding, right=4, left=40)
-    problem, before = attention.prepare(torch.empty(2, 3, 37, 16), call, target(), True)
-    blocks, strides, launches = attention.lists(problem, SMALL, by_keys)
+    problem, before = attention_masks.prepare(torch.empty(2, 3, 37, 16), call, target(), True)
+    blocks, strides, launches = attention_masks.lists(problem, SMALL, by_keys)
     for launch in before + launches:
         launch.run()
     assert blocks.shape[:2] == (2, 1) and strides[1] == 0

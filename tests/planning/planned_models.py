@@ -1,4 +1,4 @@
-"""What the tests of plans share: models, plans of them, and whether a step is as its plan says."""
+"""Shared by tests of plans: models, plans of them, and a comparison of a step with its plan."""
 
 import functools
 
@@ -42,7 +42,7 @@ def fused(**kwargs):
 
 
 def shared():
-    """A layer called three times, another twice with something in between."""
+    """Return a layer called three times, and another called two times with ReLU in between."""
 
     def forward(self, x):
         for _ in range(3):
@@ -127,7 +127,7 @@ def given(case):
 
 @functools.cache
 def planned(case):
-    """The fastest plan, of a model and inputs like those that are given."""
+    """Return the fastest plan of a case."""
     model, args, kwargs, loss = given(case)
     return plan(model, *args, loss=loss, costs="analytic", **kwargs)
 
@@ -151,7 +151,7 @@ def example_of(layer, x):
 
 
 def assert_holds(found, model, args, kwargs, loss):
-    """With the plan applied, a step keeps what it says to the byte, and peaks near enough."""
+    """Assert that a step keeps what its plan predicts to the byte, and peaks within 3%."""
     step = run_step(found.apply(model), [], args, kwargs, loss)
     assert found.kept_bytes == sum(saved.nbytes for saved in step.saved)
     assert found.peak_bytes == pytest.approx(step.peak + found.chain.rests, rel=WITHIN)

@@ -65,7 +65,7 @@ class LanguageModel(nn.Module):
 
 
 class TracedLayer(nn.Module):
-    """A layer without a row, which is traced at its first call that trains."""
+    """A layer of an unknown class, which is traced at its first call that trains."""
 
     def __init__(self):
         super().__init__()
@@ -80,7 +80,7 @@ class TracedLayer(nn.Module):
 
 
 def traced(hooked=()):
-    """Three layers without a row; those at the positions `hooked` run under checkpointing."""
+    """Return three layers that are traced; those in `hooked` run under checkpointing."""
     torch.manual_seed(0)
     model = nn.Sequential(*(TracedLayer() for _ in range(3)))
     for i in hooked:

@@ -56,10 +56,3 @@ def test_bad_arguments(make, options, error, match):
     """A batch has to grow with its size."""
     with pytest.raises(error, match=match):
         fit(encoder(1), make, "1GiB", **options)
-
-
-def test_fit_finds_the_longest_sequence_that_fits():
-    model = encoder(2)
-    found = fit(model, lambda s: (torch.randn(1, s, 32),), "600KiB", multiple=8, costs="analytic")
-    assert found.size % 8 == 0 and found.size >= 64
-    assert all(n % 8 == 0 for n in found.tried)

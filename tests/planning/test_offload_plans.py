@@ -1,4 +1,4 @@
-"""Plans that offload: what copies cost, the best choice, and what a plan says and does."""
+"""Plans that offload: what copies cost, the best choice, and what a plan does."""
 
 import dataclasses
 

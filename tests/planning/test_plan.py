@@ -1,6 +1,5 @@
 """Plans against reality: kept bytes exact, peaks as allocated, budgets kept, nothing disturbed."""
 
-import importlib
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -12,7 +11,6 @@ from planned_models import (
     X,
     assert_holds,
     budgets,
-    example_of,
     given,
     planned,
     squared,
@@ -34,7 +32,6 @@ from fused_remat import (
 from fused_remat.layers import FusedLayer
 from fused_remat.planner import calibrate
 from fused_remat.planner.measure import predict_optimizer
-from fused_remat.planner.options import options_for
 from fused_remat.report.allocations import AllocationTrace
 
 pytestmark = pytest.mark.usefixtures("one_machine")
@@ -146,7 +143,7 @@ def test_planning_leaves_everything_as_it_was(target):
 
 @pytest.mark.filterwarnings("ignore::fused_remat.FusedRematWarning")
 def test_plans_before_and_after_the_first_step_are_equal():
-    """Layers without a row have their options before they were traced, converted or not."""
+    """Traced layers have their options before they were traced, converted or not."""
     frontiers = []
     for when in ("stock", "converted", "trained"):
         model = traced([1]) if when == "stock" else convert(traced([1]), Policy({"norm1"}))
@@ -170,15 +167,6 @@ def test_a_layer_that_runs_under_checkpointing_has_one_option(method):
     assert "1 checkpointed: up has hooks" in found.table()
     assert Plan.from_json(found.to_json()).table() == found.table()
     assert_holds(found, *given("traced, one checkpointed"))
-
-
-@pytest.mark.filterwarnings("ignore::fused_remat.FusedRematWarning")
-def test_where_no_layer_runs_as_a_block():
-    model = convert(traced([0, 1, 2]), "none")
-    found = plan(model, X, loss=squared, method="manual", policies={"*": "none"})
-    assert {layer.label for layer in found.layers} == {"checkpointed"} and len(found.frontier) == 1
-    assert not found.steps and model[0].policy == "none"
-    assert_holds(found, model, (X,), {}, squared)
 
 
 def test_a_plan_is_read_back_from_its_json(tmp_path):
@@ -220,15 +208,6 @@ def test_manual_takes_patterns_and_segments():
     how = {"method": "manual", "policies": {"*": "none"}, "costs": "analytic"}
     with pytest.raises(BudgetError, match="the peak of the policies is"):
         plan(model, *args, budget=1000, **how)
-
-
-def test_ceilings_are_bytes_and_seconds(monkeypatch):
-    """Of 2**24 float32 numbers, read and written, and of 100 operations, which took 2 s each."""
-    module = importlib.import_module("fused_remat.planner.calibration")
-    monkeypatch.setattr(module, "_CALIBRATIONS", {})
-    monkeypatch.setattr(module, "_best", lambda *_: 2.0)
-    found = calibrate("cpu")
-    assert (found.bandwidth, found.overhead) == (2 * 4 * 2**24 / 2.0, 0.02)
 
 
 def test_measured_and_analytic_costs_of_every_step():
@@ -281,26 +260,16 @@ HERE = r"offload=\{'input'\}.*with offload=True"
     [
         ({"budget": "six"}, ValueError, "cannot read 'six' as an amount of memory"),
         ({"budget": 1.5}, ValueError, r"in \(0, 1\], got 1.5"),
-        ({"budget": 0}, ValueError, "at least 1 byte and .* got 0"),
-        ({"budget": 10**30}, ValueError, r"less than 2\*\*63 bytes, got 1000"),
-        ({"budget": True}, TypeError, "got True"),
-        ({"budget": [1]}, TypeError, r"got \[1\]"),
         ({"method": "best"}, ValueError, "unknown method 'best'; valid: optimal"),
         ({"costs": "guess"}, ValueError, "got 'guess'"),
         ({"method": "manual"}, ValueError, "policies="),
-        ({"policies": {"*": "full"}}, ValueError, "policies="),
         ({"options": "full"}, TypeError, "list of policies, got 'full'"),
-        ({"options": 2.0}, TypeError, "list of policies, got 2.0"),
         ({"loss": torch.ones(1)}, TypeError, "loss= must be a function of the output, got tensor"),
-        ({"optimizer": "adamw"}, TypeError, "must be a torch Optimizer, got 'adamw'"),
         ({"options": ["fastest"]}, ValueError, "unknown policy 'fastest'"),
         ({"lossy": True}, TypeError, "lossy= was removed; plans choose among exact presets"),
-        ({"loss": lambda y: 1.0}, TypeError, "got float"),
-        ({"loss": lambda y: y.detach().sum()}, ValueError, "with requires_grad=False"),
         ({"loss": lambda y: y}, ValueError, SCALAR),
         ({"loss": lambda y: GONE * y.detach().sum()}, ValueError, "that the loss depends on them"),
         ({"offload": True}, ValueError, "offload=True on cpu: .* nothing can be moved"),
-        ({"offload": "input"}, TypeError, "offload= must be a bool, got 'input'"),
         ({"options": ["full", MOVED]}, ValueError, HERE),
         ({"method": "manual", "policies": {"*": MOVED}}, ValueError, HERE),
         ({"model": 3}, TypeError, "got int"),
@@ -376,10 +345,3 @@ def test_layers_that_run_now_and_then_raise():
     model = Model(forward, layer=FusedRematLayer(32, 4, 64, 0.0, batch_first=True), steps=0)
     with pytest.raises(ValueError, match="'layer' was not called as often in one step"):
         plan(model, torch.randn(2, 8, 32), costs="analytic")
-
-
-def test_seconds_are_those_of_backward():
-    example = example_of(FusedRematLayer(32, 4, 160, 0.0, batch_first=True), torch.randn(2, 8, 32))
-    seconds = {("forward", "compute up"): 1.0, ("backward", "backward act"): 1e3}
-    (option,) = options_for(example, lambda *_: seconds, [("up",)])
-    assert option.seconds == 1e3

@@ -28,7 +28,7 @@ def flops(layer):
 @pytest.mark.parametrize("policy", EXACT_PRESETS)
 @pytest.mark.parametrize("limit", [32, 512])
 def test_products_are_counted_forward_and_backward(norm_first, policy, limit, monkeypatch):
-    """24 D² forward, 48 backward and what the README's table says is rebuilt, a token.
+    """24 D² forward, 48 backward and what the README's table lists as rebuilt, a token.
 
     Attention is not counted without dropout: PyTorch has no formula for its flash kernel for CPUs,
     for the stock layer neither.

@@ -11,7 +11,6 @@ from report_models import (
     LanguageModel,
     Model,
     S,
-    TracedLayer,
     data,
     encoder,
     ids,
@@ -56,14 +55,6 @@ def test_a_fused_model_keeps_what_is_predicted(
         assert ("seed" in names) == (dropout > 0)
     assert [a.is_input for a in report.layers[0].activations if a.name == "input"] == [True]
     assert not any(a.is_input for a in report.layers[1].activations)
-
-
-@pytest.mark.usefixtures("pieces")
-def test_activations_in_pieces():
-    report = memory_report(convert(encoder(1), "none"), data())
-    up = next(a for a in report.layers[0].activations if a.name == "up")
-    assert up.shape is None and up.count > B and up.bytes == up.predicted == TOKENS * 4 * D * 4
-    assert "up in pieces float32" in str(report)
 
 
 @pytest.mark.parametrize(
@@ -150,49 +141,6 @@ def test_layers_that_are_no_blocks(policy):
     if policy == "lean":
         assert other.kept_bytes == data().nbytes == sum(a.bytes for a in other.activations)
     assert MemoryReport.from_json(reports[0].to_json()) == reports[0]
-
-
-class Late(TracedLayer):
-    """It sets an attribute at its first call, and is traced again at the second."""
-
-    scale = None
-
-    def forward(self, x):
-        if self.scale is None:
-            self.scale = 2.0
-        return super().forward(x) * self.scale
-
-
-@pytest.mark.filterwarnings("ignore::fused_remat.FusedRematWarning")
-def test_the_step_is_measured_after_all_layers_were_traced():
-    model = convert(nn.Sequential(Late(), Late()), "lean")
-    first = memory_report(model, data())
-    assert [layer.ran for layer in first.layers[:2]] == ["block", "block"]
-    assert first == memory_report(model, data())
-
-
-def test_nothing_is_unpacked_by_naming():
-    unpacked = []
-
-    def unpack(t):
-        unpacked.append(1)
-        return t
-
-    def forward(self, x):
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack):
-            return x.exp().sin()
-
-    memory_report(Model(forward), data(requires_grad=True))
-    assert len(unpacked) == 2  # backward's own
-
-
-def test_a_fused_layer_that_falls_back():
-    model = convert(encoder(2))
-    model.layers[0].linear1.register_forward_hook(lambda *_: None)
-    with pytest.warns(match="has hooks"):
-        first, second = memory_report(model, data()).layers
-    assert first.predicted_bytes is None and [a.name for a in first.activations] == ["checkpoint"]
-    assert second.predicted_bytes == second.kept_bytes
 
 
 def test_a_block_as_a_function():
@@ -288,13 +236,3 @@ def test_peaks_are_those_of_the_layers():
     assert 0.9 * wide_bytes <= wide.backward_peak <= 3 * wide_bytes
     for narrow in (first, last):
         assert max(narrow.forward_peak, narrow.backward_peak) < wide_bytes / 4
-
-
-def test_what_comes_before_the_first_layer_is_none_of_its_peak():
-    model = LanguageModel(3)
-    model.embed = nn.Embedding(20_000, D)  # whose gradient is larger than all else
-    report = memory_report(model, ids())
-    *layers, other = report.layers
-    assert other.backward_peak >= model.embed.weight.nbytes
-    assert max(layer.backward_peak for layer in layers) < model.embed.weight.nbytes
-    assert len({layer.backward_peak for layer in layers}) == 1

@@ -14,7 +14,7 @@ from fused_remat.report.allocations import measure_allocations
 
 
 class Stateful(nn.Module):
-    """Draws random numbers, updates buffers, changes modes; fails where it is told to."""
+    """Draws random numbers, updates buffers, changes modes; raises in the pass `fail`."""
 
     def __init__(self, fail=None):
         super().__init__()
@@ -77,14 +77,6 @@ def test_optimizers_in_backward_do_not_step():
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_buffers_in_a_graph_of_before_stay_valid():
-    norm, x = nn.BatchNorm1d(D).eval(), torch.randn(5, D, requires_grad=True)
-    y = norm(x)
-    memory_report(norm, x)
-    y.sum().backward()
-    assert x.grad.isfinite().all()
-
-
 def test_nothing_stays_alive():
     def tensors():
         gc.collect()
@@ -109,10 +101,3 @@ def test_reentrant_checkpoint_raises_pytorchs_error():
 
     with pytest.raises(RuntimeError, match="use_reentrant"):
         memory_report(Model(forward, linear=nn.Linear(D, D)), data(requires_grad=True))
-
-
-def test_disabled_hooks_leave_nothing_behind():
-    layer = FusedRematLayer(16, 2, 32)
-    with torch.autograd.graph.disable_saved_tensors_hooks("no"), pytest.raises(RuntimeError):
-        memory_report(layer, torch.randn(3, 2, 16))
-    assert not OBSERVERS

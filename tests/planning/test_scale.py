@@ -1,6 +1,5 @@
 """A step on a mesh, on paper: parameters, memory, time, what fits, and the command."""
 
-import dataclasses
 import math
 
 import pytest
@@ -14,7 +13,7 @@ from fused_remat.scale.costs import of_file
 from fused_remat.scale.estimate import PLANNER, largest_batch, peak_of, way_of
 from fused_remat.scale.layer import kept_by_eager, passes
 from fused_remat.scale.layout import parameters_of, sharded
-from fused_remat.scale.memory import chain_of, state_bytes, weight_bytes
+from fused_remat.scale.memory import chain_of, weight_bytes
 from fused_remat.scale.shapes import LARGE, MODELS
 from fused_remat.scale.time import link_of
 
@@ -68,14 +67,6 @@ def test_shards_of_all_ranks_are_the_model():
         assert 2 * sum(ranks) == whole + copied and ranks[0] == max(ranks)
 
 
-def test_states_are_two_of_the_weights_and_a_count_for_each():
-    setup = setup_of()
-    p = setup.parameters
-    counts = 4 * (len(p.layer) * p.layers + len(p.root))
-    assert state_bytes(setup) == 2 * weight_bytes(setup) + counts
-    assert state_bytes(dataclasses.replace(setup, optimizer="sgd")) == 0
-
-
 @pytest.mark.parametrize("sequence", [True, False])
 def test_kept_is_the_graphs_prediction(sequence):
     setup = setup_of(sequence=sequence)
@@ -93,7 +84,7 @@ def test_kept_is_the_graphs_prediction(sequence):
     ("sequence", "policy", "counts"),
     [
         # An all-gather and a reduce-scatter a half; backward of each is the other. Backward of the
-        # weights asks for what was gathered: two all-gathers again, and for `mid`, unless it is
+        # weights reads what was gathered: two all-gathers again, and for `mid`, unless it is
         # kept, a reduce-scatter.
         (True, "full", (4, 7, 3)),
         (True, "lean", (4, 7, 3)),
@@ -109,7 +100,7 @@ def test_collectives_are_counted_in_the_programs(sequence, policy, counts):
     of = [w for w in found if w.collective]
     forward = [w for w in of if w.which == "forward"]
     assert (len(forward), len(of) - len(forward), sum(w.rebuilt for w in of)) == counts
-    stream = 2 * 8192 * 8192 * 7 / 8  # bytes of a whole matrix, without the rank's own part
+    stream = 2 * 8192 * 8192 * 7 / 8  # bytes of an entire matrix, without the rank's own part
     assert {w.sent for w in of} == {stream if sequence else 2 * stream}
 
 
@@ -146,11 +137,6 @@ def test_hosted_bytes_leave_the_device():
     assert there.hosted == 4 * 8192 * 8192 // 8  # without statistics
     assert there.option.kept == here.option.kept - there.hosted
     assert there.works == here.works
-
-
-def test_whole_logits_take_more():
-    whole, fused = (setup_of(fused_loss=fused, batch=4) for fused in (False, True))
-    assert peak_of(whole, H100, "none") > peak_of(fused, H100, "none")
 
 
 def test_a_transient_holds_its_largest_step():

@@ -95,7 +95,7 @@ def random_moments(draw, calls):
 
 
 def valid(chain, choice):
-    """As the planner's choices are defined, said in another way than it searches them."""
+    """Return whether a choice is valid, by another definition than the planner's search."""
     chosen = [call.options[o] for call, o in zip(chain.calls, choice.options, strict=True)]
     names = [call.layer for call in chain.calls]
     inside = [i for segment in choice.segments for i in range(*segment)]
@@ -335,29 +335,3 @@ def test_chains_that_cannot_be_are_refused():
     alive = replace(equal_layers(2), moments=(Moment(0, True, 1, 2, 2),))
     with pytest.raises(ValueError, match="call 0 has a moment with 2 calls alive; expected 1"):
         optimal(alive, None)
-
-
-def test_chain_without_calls():
-    chain = Chain((), (Moment(-1, False, 1, 2, 0),), {"parameters": 3}, 1.0, update=4)
-    for method in METHODS.values():
-        assert method(chain, None) == method(chain, 7) == Choice(())
-        assert method(chain, 6) is None
-
-
-def test_many_layers_take_few_labels(monkeypatch):
-    """Trying all choices for 48 layers of 10 options would not end."""
-    made, pareto = [], solve._pareto
-
-    def counted(labels):
-        made.append(len(labels.kept))
-        return pareto(labels)
-
-    monkeypatch.setattr(solve, "_pareto", counted)
-    draw = random.Random(0)
-    kept = [30, *(30 + draw.randint(1, 40) for _ in range(9))]
-    rebuild = [0.02, *(0.02 - (k - 30) * draw.uniform(2e-4, 4e-4) for k in kept[1:])]
-    chain = equal_layers(48, kept, rebuild)
-    low, high = peak(chain, least_peak(chain)), peak(chain, optimal(chain, None))
-    choice = optimal(chain, (low + high) // 2)
-    assert peak(chain, choice) <= (low + high) // 2
-    assert sum(made) < 1_000_000  # four times as many as were found when this was written

@@ -79,14 +79,6 @@ class NoiseOfShape(Block):
         return self.mlp(x + 0.1 * torch.randn(x.shape, dtype=x.dtype))
 
 
-class NoiseAtTheEnd(Block):
-    """Noise that no gradient depends on."""
-
-    def branch(self, x: Tensor) -> Tensor:
-        y = self.mlp(x)
-        return y + 0.1 * torch.randn_like(y)
-
-
 class NoisyMLP(MLP):
     def forward(self, x: Tensor) -> Tensor:
         hidden = F.gelu(self.up(x))
@@ -158,28 +150,12 @@ class RunningMean(Block):
         return self.mlp(x - self.mean.clone())
 
 
-class Counter(Block):
-    """A whole number that counts calls, and what is computed with it."""
-
-    def set_up(self, index: int) -> None:
-        self.calls = 0
-
-    def branch(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return self.mlp(x) / self.calls
-
-
 # Branches.
 
 
 class BranchOnSum(Block):
     def branch(self, x: Tensor) -> Tensor:
         return self.mlp(x) if x.sum() > 0 else -self.mlp(x)
-
-
-class ItemScale(Block):
-    def branch(self, x: Tensor) -> Tensor:
-        return self.mlp(x) / x.abs().max().item()
 
 
 class BranchingMLP(MLP):
@@ -258,14 +234,6 @@ class ListAttribute(Block):
         return self.scales[0] * self.mlp(x)
 
 
-class PrivateAttribute(Block):
-    def set_up(self, index: int) -> None:
-        self._scale = 1.0 + index
-
-    def branch(self, x: Tensor) -> Tensor:
-        return self._scale * self.mlp(x)
-
-
 class Config(Block):
     """As Olmo's `config.clip_qkv`: read in forward."""
 
@@ -296,16 +264,6 @@ class BufferMask(Block):
     attention = BufferMaskAttention
 
 
-class Constant(Block):
-    """A scalar buffer, read as a number."""
-
-    def set_up(self, index: int) -> None:
-        self.register_buffer("scale", torch.tensor(1.0 + index))
-
-    def branch(self, x: Tensor) -> Tensor:
-        return self.scale.item() * self.mlp(x)
-
-
 class PlainTensor(Block):
     """A tensor that is neither a parameter nor a buffer."""
 
@@ -317,12 +275,6 @@ class PlainTensor(Block):
 
 
 # Residuals, gates, gradients.
-
-
-class ConstantCoefficients(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        x = 0.9 * x + 0.3 * self.attn(self.norm1(x))
-        return x.mul(1.1) - self.mlp(self.norm2(x)) / 3
 
 
 class LearnedCoefficients(Block):
@@ -372,23 +324,6 @@ class _Square(torch.autograd.Function):
         return 3.0 * dy * x  # not the derivative, so that a replay without it is found
 
 
-class _Clipped(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor) -> Tensor:
-        return x * 1.0
-
-    @staticmethod
-    def backward(ctx, dy: Tensor) -> Tensor:
-        return dy.clamp(-50.0, 50.0)
-
-
-class ClippedGradient(Block):
-    """Backward is that of what forward computes, unless a gradient is large."""
-
-    def branch(self, x: Tensor) -> Tensor:
-        return self.mlp(_Clipped.apply(x))
-
-
 class ClippedByHook(Block):
     def branch(self, x: Tensor) -> Tensor:
         if x.requires_grad:
@@ -410,14 +345,6 @@ class OwnFunctionPiece(Block):
     feed = OwnFunctionMLP
 
 
-class TiedWeights(Block):
-    def set_up(self, index: int) -> None:
-        self.attn.k.weight = self.attn.q.weight
-
-    def branch(self, x: Tensor) -> Tensor:
-        return self.mlp(self.attn.o(x))
-
-
 # In place.
 
 
@@ -428,14 +355,6 @@ class InPlace(Block):
         z = self.mlp(self.norm2(y))
         z.mul_(0.5)
         return y + z
-
-
-class InPlaceColumns(Block):
-    def branch(self, x: Tensor) -> Tensor:
-        y = torch.zeros_like(x)
-        y[..., :5] = self.mlp(x)[..., :5]
-        y[..., 5:] = x[..., 5:] * 2
-        return y
 
 
 class InPlaceView(Block):
@@ -472,16 +391,6 @@ class Convolution(Block):
         return self.mlp.down(F.silu(hidden))
 
 
-class EinsumAttention(Attention):
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        scores = torch.einsum("bhie,bhje->bhij", q, k) * 0.4
-        return torch.einsum("bhij,bhje->bhie", scores.softmax(-1), v)
-
-
-class Einsum(Block):
-    attention = EinsumAttention
-
-
 class FilledAttention(Attention):
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         n = q.shape[2]
@@ -508,34 +417,6 @@ class AddedMaskAttention(Attention):
 
 class AddedMask(Block):
     attention = AddedMaskAttention
-
-
-class AlibiAttention(Attention):
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        n = q.shape[2]
-        slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625], dtype=q.dtype).view(HEADS, 1, 1)
-        places = torch.arange(n)
-        bias = slopes * (places[None] - places[:, None])
-        scores = q @ k.transpose(-2, -1) * 0.5 + bias
-        return scores.masked_fill(places[None] > places[:, None], -torch.inf).softmax(-1) @ v
-
-
-class Alibi(Block):
-    attention = AlibiAttention
-
-
-class LearnedBiasAttention(Attention):
-    def __init__(self, index: int = 0):
-        super().__init__(index)
-        self.bias = nn.Parameter(torch.randn(HEADS, LONGEST, LONGEST))
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        n = q.shape[2]
-        return (q @ k.transpose(-2, -1) * 0.5 + self.bias[:, :n, :n]).softmax(-1) @ v
-
-
-class LearnedBias(Block):
-    attention = LearnedBiasAttention
 
 
 class SoftmaxOverQueries(Attention):
@@ -628,25 +509,6 @@ class TwoResults(Block):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         y = x + self.attn(self.norm1(x))
         return y + self.mlp(self.norm2(y)), y
-
-
-class Packed(nn.Module):
-    """Sequences of variable length: (S, D) and the bounds."""
-
-    def __init__(self, index: int = 0):
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.o = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.mlp = MLP()
-
-    def forward(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
-        qkv = self.qkv(self.norm1(x)).view(x.shape[0], 3, HEADS, -1).permute(1, 2, 0, 3)
-        q, k, v = qkv.unsqueeze(1).unbind(0)
-        lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).tolist()
-        parts = zip(*(t.split(lengths, dim=2) for t in (q, k, v)), strict=True)
-        y = torch.cat([F.scaled_dot_product_attention(*part) for part in parts], dim=2)
-        x = x + self.o(y.transpose(1, 2).reshape(x.shape))
-        return x + self.mlp(self.norm2(x))
 
 
 class MergedHeads(Block):

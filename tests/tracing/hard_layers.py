@@ -200,16 +200,6 @@ class Written(Layer):
         return y
 
 
-class AuxiliaryInDict(Layer):
-    def set_up(self, index: int) -> None:
-        self.aux = {}
-
-    def branch(self, x: Tensor) -> Tensor:
-        y = self.mlp(x)
-        self.aux["loss"] = y.square().mean()
-        return y
-
-
 class AuxiliaryInObject(Layer):
     def set_up(self, index: int) -> None:
         self.aux = SimpleNamespace()
@@ -244,14 +234,6 @@ class DroppedScores(Scores):
         p = 0.3 if self.training else 0.0
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=p)
         return x + self.mlp(y.transpose(1, 2).reshape(x.shape))
-
-
-class DroppedRows(Layer):
-    def set_up(self, index: int) -> None:
-        self.drop = nn.Dropout1d(0.5)
-
-    def branch(self, x: Tensor) -> Tensor:
-        return self.drop(self.mlp(x))
 
 
 class DroppedPlanes(Layer):
@@ -474,25 +456,12 @@ class Counting(Layer):
         return self.mlp(x)
 
 
-class ItemOfParameter(Layer):
-    def set_up(self, index: int) -> None:
-        self.scale = nn.Parameter(torch.ones(()))
-
-    def branch(self, x: Tensor) -> Tensor:
-        return self.mlp(x) * (self.scale if self.scale.item() != 0 else 0.0)
-
-
 class ItemOfBuffer(Layer):
     def set_up(self, index: int) -> None:
         self.register_buffer("scale", torch.ones(()))
 
     def branch(self, x: Tensor) -> Tensor:
         return self.mlp(x) * self.scale.item()
-
-
-class HeldByLambda(Layer):
-    def set_up(self, index: int) -> None:
-        self.act = lambda x: F.gelu(x) * len(self.mlp._modules)
 
 
 class HeldByForward(Layer):
@@ -666,31 +635,13 @@ class Slots:
         self.scale = scale
 
 
-def note(loss: Tensor) -> None:
-    LOSSES.append(loss)
-
-
 COLLECTOR = SimpleNamespace(losses=[])
-TOTAL = torch.zeros(())
 
 
 class ObjectLosses(Layer):
     def branch(self, x: Tensor) -> Tensor:
         y = self.mlp(x)
         COLLECTOR.losses.append(y.square().mean())
-        return y
-
-
-class BoundLosses(Layer):
-    """A name of the module, and one of the class, are other tensors after each call."""
-
-    total = torch.zeros(())
-
-    def branch(self, x: Tensor) -> Tensor:
-        global TOTAL
-        y = self.mlp(x)
-        TOTAL = TOTAL + y.square().mean()
-        BoundLosses.total = TOTAL
         return y
 
 

