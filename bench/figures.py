@@ -23,8 +23,6 @@ STYLES: dict[str, tuple[str, str, bool]] = {
     "checkpointing": ("#D55E00", "s", False),
     "compile": ("#CC79A7", "D", True),
     "ours": ("#0072B2", "o", True),
-    "ours, eager backend": ("#56B4E9", "v", True),
-    "ours, triton": ("#009E73", "^", True),
     "ours, compiled": ("#E69F00", "P", True),
 }
 #: Theme -> text, faint lines, and the colour of each family.
@@ -132,12 +130,15 @@ def _draw_overview(theme: str, picture: Picture) -> None:
         "figure.facecolor": "none", "axes.facecolor": "none",
     }  # fmt: skip
     with drawing(picture, 11.0, 4.9, **settings) as figure:
+        from matplotlib.ticker import MultipleLocator
+
         grid = figure.subplots(1, len(picture.rows))
         figure.supxlabel("memory kept for backward, relative to eager", fontsize=10)
         grid[0].set_ylabel("step time, relative to eager")
         for axes, (name, means) in zip(grid, picture.rows.items(), strict=True):
             axes.set_title(name, loc="left", fontsize=12, fontweight="bold")
             _relative_bytes(axes, [point["kept"] for point in means])
+            axes.yaxis.set_major_locator(MultipleLocator(0.1))
             axes.yaxis.set_major_formatter(lambda y, _: f"{y:.1f}×")
             axes.axhline(1.0, color=colours["faint"], linewidth=1.0, zorder=0)
             best: list[Row] = []  # those that are faster than all that keep no more
@@ -146,15 +147,18 @@ def _draw_overview(theme: str, picture: Picture) -> None:
                     best.append(point)
             axes.plot([p["kept"] for p in best], [p["time"] for p in best], color=colours["text"],
                       linewidth=7, alpha=0.13, solid_capstyle="round", zorder=1)  # fmt: skip
-            axes.text(0, 0.02, "  lower left is better", transform=axes.transAxes, fontsize=8.5)
+            note = "lower left is better; hollow: a compiled preset"
+            axes.text(1, 0.97, note, transform=axes.transAxes, fontsize=8.5, ha="right")
             for point in means:
                 ours = point["family"] == "ours"
+                name, _, compiled = point["family"].partition(", ")
+                face = {"markerfacecolor": "none"} if compiled else {}
                 axes.plot(point["kept"], point["time"], marker="o", markersize=8 if ours else 5.5,
-                          color=colours[point["family"]], zorder=3)  # fmt: skip
+                          color=colours[name], zorder=3, **face)  # fmt: skip
         figure.canvas.draw()
         for axes, means in zip(grid, picture.rows.values(), strict=True):
             _label(axes, [(p["kept"], p["time"], short(p["way"]), colours[p["family"]])
-                          for p in means], fontsize=8.5)  # fmt: skip
+                          for p in means if p["family"] in colours], fontsize=8.5)  # fmt: skip
 
 
 def frontier(folder: Path, panels: Sequence[Panel]) -> Picture:

@@ -33,8 +33,6 @@ _EXACT = "|".join(EXACT_PRESETS)
 #: Family -> what its ways are called; the first that fits is theirs.
 FAMILIES = {
     "ours, compiled": rf"({_EXACT})_compiled",
-    "ours, triton": rf"({_EXACT})_triton",
-    "ours, eager backend": rf"({_EXACT})_eager",
     OURS: _EXACT,
     "compile": r"compile(_budget_[\d.]+)?",
     "checkpointing": r"(checkpoint|selective|torch_remat).*",
@@ -43,7 +41,7 @@ FAMILIES = {
 
 
 def family(way: str) -> str:
-    """The family of a way, by its name."""
+    """Return the family of a way, by its name."""
     return next(name for name, pattern in FAMILIES.items() if re.fullmatch(pattern, way))
 
 
@@ -82,7 +80,7 @@ class Panel:
     rounds: int | None = None  # in which all ways took turns
 
     def add(self, row: Row) -> None:
-        """A row's ways, but for those that an earlier row of the same shape had."""
+        """Add a row's ways, but for those that an earlier row of the same shape had."""
         eager, known = row["ways"][BASELINE], {p.way for p in self.points} | set(self.wrong)
         for way, found in row["ways"].items():
             if way in REMOVED:
@@ -115,12 +113,12 @@ class Panel:
 
 
 def kind(case: Row) -> str:
-    """What a layer computes, in a few words, but for its sizes."""
+    """Return a layer in a few words, without its sizes."""
     return f"{case['dtype']}, {case['norm']}-norm, dropout {case['dropout']:g}"
 
 
 def title(case: Row) -> str:
-    """A shape in a few words."""
+    """Return a shape in a few words."""
     sizes = {"S": "seq_len", "D": "d_model", "B": "batch", "H": "nhead"}
     words = [*(f"{name} = {case[key]}" for name, key in sizes.items()), kind(case)]
     act = case.get("activation", "gelu")

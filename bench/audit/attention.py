@@ -84,7 +84,7 @@ def variants(dtype: torch.dtype) -> dict[str, dict[str, Any]]:
 
 
 def call_of(width: int, given: dict[str, Any]) -> AttentionArgs:
-    """A call that sees everything, but for what is given."""
+    """Return a call without masks, but for the given options."""
     rest = {"batch": _B, "q_len": _S, "kv_len": _S} | given
     window, heads = (rest.pop("left", -1), rest.pop("right", -1)), rest.pop("heads", _H)
     spec = AttentionSpec(
@@ -121,7 +121,7 @@ def launches_of(
 
 
 def case_name(kernel: str, width: int, variant: str, launch: Launch) -> str:
-    """The same name is the same kernel."""
+    """Return the name of a case; the same name is the same kernel."""
     constants = launch.constants
     words = {
         "width": str(width),

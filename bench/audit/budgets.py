@@ -30,14 +30,14 @@ Budget = dict[str, int]
 
 
 def key_of(row: Mapping[str, Any], triton: str) -> Key:
-    """The budget that a row of an audit is held to."""
+    """Return the key of the budget of an audit's row."""
     name, part, *_ = f"{row['name']} -".split(" ")
     kernel = f"{name} {part}" if part in ("dk", "dv") else name
     return triton, row["target"], kernel, "default" if row["default"] else "other"
 
 
 def summed(rows: Iterable[Mapping[str, Any]], triton: str) -> dict[Key, Budget]:
-    """The budgets that hold exactly what is found; none of targets whose registers are not read."""
+    """Return budgets equal to the rows; none for targets whose registers are not read."""
     found: dict[Key, Budget] = {}
     for row in rows:
         if "registers" in row:
@@ -65,7 +65,7 @@ def read() -> dict[Key, Budget]:
 
 
 def write(rows: Sequence[Mapping[str, Any]], triton: str) -> None:
-    """Makes what is found the budget, instead of all rows of the same targets and cases."""
+    """Write the rows as budgets, in place of those of the same targets and cases."""
     found = summed(rows, triton)
     anew = {(key[0], key[1], key[3]) for key in found}
     kept = {key: one for key, one in read().items() if (key[0], key[1], key[3]) not in anew}

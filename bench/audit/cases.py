@@ -37,7 +37,7 @@ SMS = {
 
 
 def target(arch: int) -> Target:
-    """The target of an architecture, e.g. 90; 0 for gfx942."""
+    """Return the target of an architecture, e.g. 90; 0 for gfx942."""
     return Target("cuda" if arch else "hip", arch, SMS[arch])
 
 
@@ -245,7 +245,7 @@ class Products:
         return {name: make(*given, *end, *made) for name, end in ends.items()}
 
     def _loss(self, kernel: str, tile: Tile) -> dict[str, Launch]:
-        """The loss of a head as wide as the MLP: plain, and with all options."""
+        """Return the loss of a head as wide as the MLP: plain, and with all options."""
         columns = [meta(FP32, ROWS) for _ in range(5)]
         rows = [meta(FP32, cdiv(len(self.up), tile.block_n), ROWS) for _ in range(3)]
         found = {}

@@ -77,13 +77,13 @@ _COUNTED = ("HMMA", "HGMMA", "UTCHMMA", "UTMALDG", "LDL", "STL")
 
 @functools.cache
 def _binder(kernel: Any) -> tuple[Any, Any]:
-    """What Triton makes of a kernel's arguments: that of Nvidia's backend for all targets."""
+    """Return Triton's binder of a kernel's arguments: Nvidia's backend for all targets."""
     backend = make_backend(GPUTarget("cuda", 90, 32))
     return backend, create_function_from_signature(kernel.signature, kernel.params, backend)
 
 
 def source(launch: Launch) -> ASTSource:
-    """The kernel as Triton compiles it for this launch: types, constants, divisibility."""
+    """Return the kernel as Triton compiles it for this launch: types, constants, divisibility."""
     backend, bind = _binder(launch.kernel)
     bound, found, options = bind(*launch.args, **launch.keywords)
     pack = launch.kernel._pack_args
@@ -93,7 +93,7 @@ def source(launch: Launch) -> ASTSource:
 
 
 def compile_ahead(launch: Launch, arch: int) -> Any:
-    """The compiled kernel; `arch` 0 is gfx942."""
+    """Compile the kernel of a launch; `arch` 0 is gfx942."""
     gpu = GPUTarget("cuda", arch, 32) if arch else GPUTarget("hip", "gfx942", 64)
     options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
     return triton.compile(source(launch), target=gpu, options=options)
@@ -101,8 +101,9 @@ def compile_ahead(launch: Launch, arch: int) -> Any:
 
 @functools.cache
 def _text(kernel: triton.JITFunction[Any]) -> str:
-    """What a kernel computes: its syntax and that of all it calls, the constants and groups of
-    arguments that it names. The same on Python 3.11 to 3.13.
+    """Return the syntax of a kernel and of all it calls, with the constants that it names.
+
+    It is the same on Python 3.11 to 3.13.
 
     Not Triton's hash, which has the numbers of lines, and depends on what was hashed before.
     """

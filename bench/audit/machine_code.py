@@ -31,10 +31,8 @@ _FLOAT = ("FFMA", "FMUL", "FADD", "HFMA2", "HADD2", "HMUL2")
 _MATRIX = ("HMMA", "HGMMA", "UTCHMMA")
 _LOADS = ("LDG", "LDGSTS", "UTMALDG")
 _SHARED_BYTES = 128  # a clock
-#: What may stand between the start of a copy or product and a wait for it without being work.
+#: Instructions that do work: a loop without any only waits.
 _WORK = (*_SPECIAL, *_INTEGER, *_FLOAT, *_MATRIX, "LDS", "LDSM", "LDG", "STS", "STSM", "STG")
-#: Fewer instructions of work than this between a start and its wait overlap nothing of it.
-_LITTLE = 16
 
 
 class Instruction(NamedTuple):
@@ -56,7 +54,7 @@ def instructions(sass: str) -> list[Instruction]:
 
 
 def repetition(ttgir: str) -> float:
-    """The most often that warps compute an element of a product; 1 if none is repeated.
+    """Return how often warps compute an element of a product at most; 1 if none is repeated.
 
     Of the warps' instructions in the layout, which cover a tile again where it is too small. A
     product of one thread (tcgen05) and one without tensor cores repeat nothing.
@@ -131,7 +129,7 @@ def _dominators(after: Sequence[Sequence[int]]) -> list[int]:
 
 
 def loops(code: Sequence[Instruction]) -> list[list[Instruction]]:
-    """The innermost loops, in order; a wait that tries again is none."""
+    """Return the innermost loops, in order; a wait that tries again is none."""
     spans, after = _blocks(code)
     over = _dominators(after)
     before: list[set[int]] = [set() for _ in after]
@@ -194,31 +192,6 @@ def _shared(one: Instruction) -> int:
     return 0
 
 
-def _ends_with(body: Sequence[Instruction], *starts: str) -> bool:
-    """Whether little stands between the last of the starts and the end."""
-    for seen, one in enumerate(i for i in reversed(body) if i.kind in (*_WORK, *starts)):
-        if one.kind in starts or seen >= _LITTLE:
-            return one.kind in starts
-    return False
-
-
-def waits(body: Sequence[Instruction]) -> int:
-    """Waits for all products or copies under way, right after the last was started.
-
-    Nothing of the same warps overlaps it; others of the multiprocessor may.
-    """
-    found = 0
-    for i, one in enumerate(body):
-        everything = one.operands.rstrip().endswith(", 0x0")
-        if one.name.startswith("WARPGROUP.DEPBAR"):
-            found += everything and _ends_with(body[:i], "HGMMA")
-        elif one.kind == "DEPBAR":
-            found += everything and _ends_with(body[:i], "LDGSTS", "UTMASTG")
-        elif "TRYWAIT" in one.name:
-            found += _ends_with(body[:i], "UTMALDG", "UTCHMMA")
-    return found
-
-
 def clocks(body: Sequence[Instruction], arch: int, warps: int) -> dict[str, float]:
     """Of each unit, for an iteration of a block."""
     kinds = [one.kind for one in body]
@@ -245,28 +218,25 @@ def _loop(body: Sequence[Instruction], arch: int, warps: int) -> dict[str, Any]:
         **{unit: round(n) for unit, n in units.items()},
         "bound": slowest,
         "share": round(units["tensor"] / units[slowest], 3),
-        "waits": waits(body),
         "spills": sum(one.kind in ("LDL", "STL") for one in body),
     }
 
 
 def examine(ttgir: str, sass: str, arch: int, warps: int) -> dict[str, Any]:
-    """A kernel's "repetition"; its hot "loops"; "tail": clocks to issue what is in none of them.
+    """Return a kernel's "repetition" and its hot "loops".
 
     Hot is an innermost loop with matrix instructions, or with loads if the kernel has no such
     instructions. "loops" is None, not read, where warps are specialized.
     """
     code = instructions(sass)
-    row: dict[str, Any] = {"repetition": repetition(ttgir), "loops": None, "tail": None}
+    row: dict[str, Any] = {"repetition": repetition(ttgir), "loops": None}
     if "ttg.warp_specialize" in ttgir or any(one.kind in ("BRX", "JMX") for one in code):
         return row
     wanted = _MATRIX if any(one.kind in _MATRIX for one in code) else _LOADS
     hot = [body for body in loops(code) if any(one.kind in wanted for one in body)]
-    outside = len(code) - sum(map(len, hot))
-    found = [_loop(body, arch, warps) for body in hot]
-    return row | {"loops": found, "tail": round(outside * warps / 4)}
+    return row | {"loops": [_loop(body, arch, warps) for body in hot]}
 
 
 def tensor_share(loops: Iterable[dict[str, Any]] | None) -> float | None:
-    """The least share of the tensor cores in a hot loop with matrix work; None without one."""
+    """Return the least share of the tensor cores in a hot loop with matrix work, or None."""
     return min((one["share"] for one in loops or () if one["tensor"]), default=None)

@@ -19,7 +19,7 @@ from bench.commands.layers import cases, heads, measured, parser_of
 from bench.frontier import DATA, is_ours, panels, title
 from bench.measure.options import positive
 from bench.pages.frontier import RULES, brief, panel_table
-from bench.subjects.layer_ways import BASELINE, WAYS, select
+from bench.subjects.layer_ways import BASELINE, WAYS
 
 
 def sweep(
@@ -53,7 +53,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     args = parser.parse(arguments)
     axes = args.tokens, args.seq_len, args.d_model, args.head_dim
     with parser.usage_errors():
-        args.ways = select(args.ways, args.device)
+        args.ways = WAYS.select(args.ways)
         args.cases = cases(args, sweep(*axes))
     return args
 

@@ -29,7 +29,7 @@ import torch
 from bench import figures
 from bench.audit import cases as audit_cases
 from bench.frontier import panels
-from bench.gpu import attention_tiles, kernels, layers, profile, routes
+from bench.gpu import attention_tiles, kernels, layers, product_tiles, profile
 from bench.measure import contest
 from bench.measure.case import DTYPES
 from bench.measure.contest import Contest, Entry, Rig
@@ -81,18 +81,15 @@ SECTIONS: dict[str, Section] = {
     "ceilings": Section(1.0, 5.0, _ceilings),
     "precompile": Section(10.0, 90.0, lambda rig: [({"name": "kernels compiled"}, precompile)]),
     "attention": Section(14.0, 8.0, kernels.attention_entries),
-    "products": Section(9.0, 6.0, routes.route_entries),
     "layers": Section(10.0, 20.0, layers.layer_entries),
     "long": Section(3.0, 40.0, layers.long_entries),
     "model": Section(16.0, 60.0, layers.model_entries),
     "plans": Section(5.0, 60.0, layers.plan_entries),
     "attention calls": Section(8.0, 8.0, kernels.special_entries),
     "norms": Section(5.0, 5.0, kernels.norm_entries),
-    "models": Section(8.0, 6.0, kernels.model_entries),
     "frontier": Section(4.0, 20.0, layers.frontier_entries),
-    "tiles": Section(5.0, 10.0, routes.tile_entries),
+    "tiles": Section(5.0, 10.0, product_tiles.tile_entries),
     "attention tiles": Section(5.0, 15.0, attention_tiles.tile_entries),
-    "rotary": Section(2.0, 5.0, kernels.rotary_entries),
     "compile": Section(6.0, 150.0, layers.compile_entries),
     "profile": Section(10.0, 30.0, profile.profile_entries),
 }
@@ -153,7 +150,7 @@ def run_all(sections: Iterable[str], rig: Rig, results: ResultsFile) -> None:
 
 
 def begin(results: ResultsFile, sections: Collection[str], fresh: bool) -> None:
-    """What the first worker does: a case in which a process ended, or every one, is tried again."""
+    """Drop rows to be measured again: those in which a process ended, or with `fresh` all."""
     asked = [row for row in results.own if row["case"]["section"] in sections]
     again = [row for row in asked if fresh or row.get("error") == UNFINISHED]
     results.rows = [row for row in results.rows if row not in again]

@@ -193,7 +193,7 @@ def worker() -> None:
 
 
 def _start(checkout: Path) -> Callable[[str], dict[str, float]]:
-    """A process that runs a checkout's library, measured by this file."""
+    """Start a process that runs a checkout's library, measured by this file."""
     paths = [str(checkout), os.environ.get("PYTHONPATH", "")]
     more = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | more

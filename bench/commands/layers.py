@@ -21,7 +21,7 @@ from bench.measure.registry import Registry
 from bench.measure.results import ResultsFile, Row
 from bench.measure.steps import measure, run
 from bench.pages.layers import case_table, title
-from bench.subjects.layer_ways import BASELINE, DEFAULT, WAYS, select
+from bench.subjects.layer_ways import BASELINE, DEFAULT, WAYS
 from bench.subjects.layers import ACTIVATIONS, NORMS, Case
 
 Sizes = tuple[int, int, int, int]
@@ -34,7 +34,7 @@ SIZES: dict[str, tuple[Sizes, ...]] = {
 
 
 def grid(args: argparse.Namespace) -> list[Sizes]:
-    """The sizes that the command line asks for, each once.
+    """Return the sizes that the command line requests, each once.
 
     An axis that is given takes the place of that of `SIZES`; without `--nhead`, heads stay as wide
     as they are there.
@@ -89,7 +89,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         parser.several(axis, type=positive)
     args = parser.parse(arguments)
     with parser.usage_errors():
-        args.ways = select(args.ways, args.device)
+        args.ways = WAYS.select(args.ways)
         args.cases = cases(args, grid(args))
     return args
 

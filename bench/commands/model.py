@@ -45,7 +45,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         args.cases = []
         for name in args.model:
             model = MODELS[name]
-            tokens = model.image_tokens or min(args.seq, model.longest)
+            tokens = min(args.seq, model.longest)
             kind = name, args.layers or model.layers
             args.cases += [Case(*kind, batch, tokens, args.dtype, rank)
                            for batch in args.batch for rank in args.lora]  # fmt: skip

@@ -38,7 +38,7 @@ CANDIDATES: dict[str, dict[str, tuple[AttentionTile, ...]]] = {
 
 
 def tile_name(tile: AttentionTile) -> str:
-    """Queries by keys, warps, stages.
+    """Return a tile's name: queries by keys, warps, stages.
 
     >>> tile_name(AttentionTile(64, 128, 8, 2, split=True))
     '64x128 w8 s2 split'
@@ -48,7 +48,7 @@ def tile_name(tile: AttentionTile) -> str:
 
 
 def contest(p: Attention, kernel: str, tiles: tuple[AttentionTile, ...]) -> Contest:
-    """A kernel with the tables' tile, which the others are compared with, and with these."""
+    """Return a kernel with the tables' tile, the baseline, and with other tiles."""
     direction, share = KERNELS[kernel]
     assert p.rig.target is not None
     first = attention_tile(kernel, p.rig.target, p.head_dim, p.call)
@@ -77,7 +77,7 @@ def _entry(rig: Rig, kernel: str, form: str, width: int, tiles: Any) -> Entry:
 
 
 def tile_entries(rig: Rig) -> Iterator[Entry]:
-    """Every kernel with a causal mask."""
+    """Yield every kernel with a causal mask."""
     mine = family(rig.target)
     widths = WIDTHS[:1] if rig.dry else WIDTHS
     for width in widths:

@@ -6,25 +6,19 @@ What compiles or tunes itself at its first call takes long to start: it has sect
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from bench.kernels import passes
 from bench.kernels.attention import ATTENTION
 from bench.kernels.attention_problem import FORMS, Attention
 from bench.kernels.problem import DIRECTIONS, Op, Problem, contests
-from bench.kernels.shapes import MODELS, at_tokens, tiny
-from bench.kernels.table import OPS
 from bench.measure.contest import Entry, Rig
 
 TOKENS, D_MODEL = 16384, 2048  # of attention, at least the former
 GROUP = 4  # query heads to a key head, where they share one
 ELEMENTS = 1 << 26  # of a matrix: 128 MiB in bfloat16, twice an H200's cache
 WIDTHS = (1024, 2048, 4096, 8192, 16384, 65536)
-#: Models by what they tell: large, small, and plain.
-MODELS_FIRST = ("llama3-8b", "smollm-135m", "bert-base", "qwen2-1.5b", "gpt2", "vit-l")
-
-
 #: Providers that `torch.compile` makes, which take long to start.
 COMPILED = ("compile",)
 
@@ -32,7 +26,7 @@ COMPILED = ("compile",)
 def entries_of(
     op: Op, problem: Callable[[], Problem], names: Any = None, directions: Any = DIRECTIONS
 ) -> Iterator[Entry]:
-    """An op's problem, made anew for each direction, since one may have to wait for long.
+    """Yield an op's problem, built again for each direction, since one may wait for long.
 
     names: of the providers; by default all that start soon.
     """
@@ -80,29 +74,6 @@ def special_entries(rig: Rig) -> Iterator[Entry]:
             yield from _attention(rig, form, seq_len, width)
 
 
-# --- every op at the sizes of models
-
-
-def _of_models(
-    rig: Rig, models: Iterable[str], providers: Mapping[str, Iterable[str] | None], **said: str
-) -> Iterator[Entry]:
-    """The problems that each model has of each op, beside these providers of the op."""
-    for name in models:
-        model = tiny(MODELS[name]) if rig.dry else MODELS[name]
-        size = at_tokens(model, rig.size(TOKENS, 32))
-        for op, names in providers.items():
-            for index, _ in enumerate(OPS[op].of_model(rig, size)):
-                make = lambda o=OPS[op], s=size, i=index: list(o.of_model(rig, s))[i]  # noqa: E731
-                for case, build in entries_of(OPS[op], make, names):
-                    yield {"name": case.pop("name"), "model": name, **said, **case}, build
-
-
-def model_entries(rig: Rig) -> Iterator[Entry]:
-    # Dry, what no other section has: the interpreter is slow.
-    ops = ("mlp",) if rig.dry else tuple(OPS)
-    yield from _of_models(rig, MODELS_FIRST[:1] if rig.dry else MODELS_FIRST, dict.fromkeys(ops))
-
-
 # --- what is bound by memory
 
 
@@ -113,10 +84,3 @@ def norm_entries(rig: Rig) -> Iterator[Entry]:
         for kind in ("layer_norm", "rms_norm"):
             make = functools.partial(passes.Norm, rig, kind, tokens, width)
             yield from entries_of(passes.NORM, make, directions=("bwd", "fwd"))
-
-
-def rotary_entries(rig: Rig) -> Iterator[Entry]:
-    batch, heads, seq_len = (2, 4, 8) if rig.dry else (8, 32, 2048)
-    for width in (16,) if rig.dry else (128, 64):
-        sizes = batch, heads, heads // 4, seq_len, width
-        yield from entries_of(passes.ROPE, functools.partial(passes.Rope, rig, "rope", *sizes))

@@ -56,8 +56,9 @@ _PLANS_LONGER = 5.0
 def measure(
     subject: Subject, names: Sequence[str], rig: Rig, timer: type[Step] = Step, **beside: Any
 ) -> dict[str, Any]:
-    """A row, with ratios to the baselines and `beside`; a dry run has presets on the Triton
-    backend, and compiles without Inductor.
+    """Return a row, with ratios to the baselines and `beside`.
+
+    A dry run has presets on the Triton backend, and compiles without Inductor.
     """
     if rig.dry:
         subject.backend, subject.compiler = "triton", "aot_eager_decomp_partition"
@@ -66,7 +67,7 @@ def measure(
 
 
 def as_contest(row: dict[str, Any]) -> dict[str, Any]:
-    """A row whose ways are as those of kernels' contests."""
+    """Return a row whose ways have the keys of a contest's."""
     words, ways = {"failure": "error", "unavailable": "absent"}, {}
     for name, found in row["ways"].items():
         ways[name] = {word: found[key] for key, word in words.items() if key in found}
@@ -80,7 +81,7 @@ def as_contest(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _entry(layer: Case, ways: Sequence[str], what: str = "", *timer: Any, **rest: Any) -> Entry:
-    """A row of an encoder layer, and which: the frontier is drawn of such rows."""
+    """Return an encoder layer's case, and a function that measures it."""
 
     def run(rig: Rig) -> dict[str, Any]:
         row = measure(layer.subject(rig.device), ways, rig, *timer, **rest)
@@ -95,7 +96,7 @@ def tokens_of(width: int) -> int:
 
 
 def encoder(rig: Rig, norm: str, width: int, dropout: float = 0.0) -> Case:
-    """A causal encoder layer, head dim 128; dropout of the residuals and in the MLP."""
+    """Return a causal encoder layer, head dim 128; dropout of the residuals and in the MLP."""
     batch, seq_len = rig.size(tokens_of(width) // SEQ_LEN, 2), rig.size(SEQ_LEN, 9)
     return Case(
         dtype_name(rig.dtype), norm, dropout, batch, seq_len, width, rig.size(width // HEAD_DIM, 2),
@@ -186,7 +187,7 @@ def _model_entry(rig: Rig, model: str, lora: int, batch: int) -> Entry:
 
 
 def plan_entries(rig: Rig) -> Iterator[Entry]:
-    """A causal stack in this dtype, without `torch.compile`, which takes long."""
+    """Yield a causal stack in this dtype, without `torch.compile`, which takes long."""
     layers, batch, seq_len, width, heads = (3, 1, 8, 16, 2) if rig.dry else plan.SIZES["cuda"]
     kind = layers, dtype_name(rig.dtype), "pre", 0.0
     case = stacks.Case(*kind, batch, seq_len, width, heads, causal=True)

@@ -21,7 +21,7 @@ _found: dict[str, str] = {}
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """A test passed if none of its parameters failed, in any phase; skipped ones say nothing."""
+    """Record a test, which passes if none of its parameters fails; skipped ones do not count."""
     name = report.nodeid.split("[")[0]
     if report.failed:
         _found[name] = "failed"
@@ -30,13 +30,13 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """The process that tests ran for writes, not pytest-xdist's workers, which saw some of them."""
+    """Write in the main process, not in pytest-xdist's workers, which ran some of the tests."""
     if torch.cuda.is_available() and not hasattr(session.config, "workerinput"):
         write(OUTCOMES)
 
 
 def write(path: Path) -> None:
-    """What was found so far, beside the machine; added to what it found before at this commit."""
+    """Write outcomes and the machine; earlier outcomes at this commit stay."""
     path.parent.mkdir(parents=True, exist_ok=True)
     where = machine("cuda" if torch.cuda.is_available() else "cpu")
     before = json.loads(path.read_text()) if path.exists() else {}

@@ -49,7 +49,6 @@ OURS = {
     "linear": "products",
     "mlp": "products",
     "norms": "norms",
-    "packing": "pointwise",
     "pointwise": "pointwise",
     "rotary": "pointwise",
 }
@@ -84,7 +83,7 @@ def ours() -> dict[str, str]:
 
 
 def kind_of(name: str) -> str:
-    """What a kernel, a copy or a fill of that name is for."""
+    """Return the kind of a kernel, a copy or a fill, by its name."""
     own = re.fullmatch(r"(?:[\w.]+\.)?(\w+_kernel)(?:_\d\w*)?", name)
     if own is not None and own[1] in ours():
         return ours()[own[1]]
@@ -101,7 +100,7 @@ class Event:
 
 
 def recorded(work: Callable[[], Any], device: torch.device) -> list[Event]:
-    """What ran on the device; on a CPU the operators that call no other.
+    """Return the events on the device; on a CPU the operators that call no other.
 
     Raises: RuntimeError if torch's profiler cannot look at this device.
     """
@@ -123,7 +122,7 @@ def recorded(work: Callable[[], Any], device: torch.device) -> list[Event]:
 
 
 def _is_note(event: Any) -> bool:
-    """A range that somebody marked, a wait, or an operator that calls others."""
+    """Return whether an event is a marked range, a wait, or an operator that calls others."""
     marked = getattr(event, "is_user_annotation", False) or event.name.startswith("ProfilerStep")
     waits = event.name.endswith((" Sync", " Synchronize", "Wait Event"))
     return bool(marked or waits or event.cpu_children)
@@ -184,7 +183,7 @@ def profiled(forward: Forward, subject: Subject, steps: int) -> dict[str, Any]:
 
 
 def measure(case: Case, rig: Rig) -> dict[str, Any]:
-    """A row: every way checked, timed back to back in turns, and then profiled.
+    """Return a row: every way checked, timed back to back in turns, and then profiled.
 
     Of each way besides `tally`: "us" of a step and "host_us" of its launch without the profiler,
     and "gaps_us". In a dry run our ways are those of the eager backend.

@@ -46,7 +46,7 @@ def aten(p: Attention) -> Function:
 
 
 def _sdpa(p: Attention, backend: SDPBackend) -> Function:
-    """The same with one kernel, which is absent where it says that it cannot."""
+    """Call attention with one kernel of PyTorch's, which is absent where it refuses."""
 
     def attend(*heads: Tensor) -> Tensor:
         try:

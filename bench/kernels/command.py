@@ -1,7 +1,7 @@
 """Kernels against their peers, forward and backward, at the sizes of real models.
 
     python -m bench kernels --op norm mlp --device cuda
-    python -m bench kernels --device cpu --models gpt2 smollm-135m --tokens 512 --sweep 128 256
+    python -m bench kernels --device cpu --models gpt2 smollm-135m --tokens 512
 
 Each provider's results are checked against float64 before it is timed; all take turns on the same
 fresh random inputs. Of each: percentiles, the ratio to the baseline round by round, what it reaches
@@ -30,20 +30,14 @@ from bench.pages import kernels as report
 from bench.tables import current
 from fused_remat.triton.launch import INTERPRETED, target_of
 
-#: Of a model's batch, about; lengths of one sequence; the model whose kernels they are swept for.
+#: Tokens of a model's batch, about.
 TOKENS = {"cpu": 1024, "cuda": 16384}
-SWEEP = {"cpu": (128, 256, 512, 1024, 2048), "cuda": (512, 1024, 2048, 4096, 8192, 16384, 32768)}
-SWEPT = {"cpu": "smollm-135m", "cuda": "qwen2-1.5b"}
 
 
 def sizes_of(args: argparse.Namespace) -> list[Size]:
-    """Every model at its tokens, then the sweep; each once."""
-    models = [MODELS[name] for name in args.models]
-    swept = MODELS[SWEPT[args.device]]
-    if args.dry_run:
-        models, swept = [tiny(model) for model in models], tiny(swept)
-    found = [at_tokens(model, args.tokens) for model in models]
-    return list(dict.fromkeys([*found, *(Size(swept, 1, seq_len) for seq_len in args.sweep)]))
+    """Return every model at its tokens."""
+    models = [tiny(MODELS[n]) if args.dry_run else MODELS[n] for n in args.models]
+    return [at_tokens(model, args.tokens) for model in models]
 
 
 def problems(rig: Rig, args: argparse.Namespace) -> Iterator[tuple[Row, Problem]]:
@@ -84,7 +78,7 @@ def find_ceilings(rig: Rig, results: ResultsFile, fresh: bool) -> None:
 def rows_of(
     case: Row, problem: Problem, args: argparse.Namespace, results: ResultsFile
 ) -> Iterator[Row]:
-    """The rows of a problem's directions, from the file if these providers are there.
+    """Yield the rows of a problem's directions, from the file if it has these providers.
 
     A direction that cannot be measured at all, for want of memory, is a row with its error.
     """
@@ -124,14 +118,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.several("op", default=list(OPS), choices=OPS)
     parser.add("--models", nargs="*", default=list(MODELS), choices=MODELS)
     parser.add("--tokens", type=positive, help="of a model's batch, about (1024; on cuda 16384)")
-    sweep = "lengths of one sequence; none: no sweep"
-    parser.add("--sweep", nargs="*", type=positive, metavar="S", help=sweep)
     every = list(dict.fromkeys(name for op in OPS.values() for name in op))
     parser.several("providers", choices=every, metavar="NAME", help=f"of {every} (all)")
     args = parser.parse(arguments)
     args.tokens = args.tokens or (32 if args.dry_run else TOKENS[args.device])
-    if args.sweep is None:
-        args.sweep = () if args.dry_run else SWEEP[args.device]
     args.op = [name for name in OPS if name in args.op]
     return args
 

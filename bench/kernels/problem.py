@@ -62,7 +62,7 @@ class Problem:
         return drawn
 
     def reference(self, *inputs: Tensor) -> Tensor:
-        """The math in PyTorch's own operators, in any dtype."""
+        """Compute the op in PyTorch's own operators, in any dtype."""
         raise NotImplementedError
 
     def work(self, direction: str) -> Work:
@@ -89,7 +89,7 @@ class Problem:
         return y.detach(), _gradients(leaves, grads)
 
     def truth(self, direction: str) -> Results:
-        """What every provider's results should be: no time of a backward whose output is wrong."""
+        """Return the exact results; a backward whose output is wrong gets no time."""
         y, gradients = self._exact
         return {"y": y} if direction == "fwd" else {"y": y, **gradients}
 
@@ -137,7 +137,7 @@ def through_autograd(
 
 
 def failing(error: Exception, optional: bool = False) -> Way:
-    """A way of what could not be built, or of a direction that a provider lacks (Absent)."""
+    """Return a way that raises: it could not be built, or its direction is Absent."""
 
     def run(index: int) -> Results:
         raise error
@@ -181,7 +181,7 @@ class Op(Registry[Build]):
 
 
 def ways_of(provider: Provider[Build], problem: Problem) -> Ways:
-    """A provider's ways of all directions. Raises: Absent, or what building it raises."""
+    """Return a provider's ways of all directions. Raises: Absent, or what building it raises."""
     made = provider.make(problem.rig.device, problem)
     if isinstance(made, Mapping):
         return made
@@ -192,7 +192,7 @@ def ways_of(provider: Provider[Build], problem: Problem) -> Ways:
 def contests(
     op: Op, problem: Problem, names: Iterable[str] | None = None
 ) -> Iterator[tuple[str, Contest]]:
-    """A contest for each direction, with everyone, or those of `names`, who serves it."""
+    """Yield a contest for each direction, with all providers, or those of `names`."""
     built: dict[str, Ways] = {}
     absent: dict[str, str] = {}
     for name in op if names is None else names:

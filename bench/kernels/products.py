@@ -37,7 +37,7 @@ class Products(Problem):
         return x if self.act is None else ACTIVATIONS[self.act].fwd(x)
 
     def work(self, direction: str) -> Work:
-        """A product per weight, two backward; no activation is kept or read again.
+        """Count a product per weight, two backward; no activation is kept or read again.
 
         Bytes forward: inputs and y. Backward: x, weights and dy, the gradients of all inputs.
         """
@@ -85,7 +85,7 @@ class Mlp(Products):
 
 
 def _mlps(rig: Rig, size: Size) -> Iterator[Problem]:
-    """The model's own; plain ones have biases here, gated ones have none."""
+    """Yield the model's MLP; plain ones have biases here, gated ones have none."""
     model = size.model
     sizes = size.batch, size.seq_len, model.d_model, model.d_ff
     yield Mlp(rig, model.gated, model.activation, *sizes)
@@ -108,7 +108,7 @@ def liger_mlp(p: Mlp) -> Function:
 
 @MLP.ours("none", "full")
 def our_mlp(p: Mlp, backend: str, policy: str) -> Function:
-    """Keeping the hidden half ("none") or its input ("full")."""
+    """Keep the hidden half ("none") or its input ("full")."""
     mlp = ops.gated_mlp if p.gated else ops.mlp
     return lambda *inputs: mlp(*inputs, activation=p.act, policy=policy, backend=backend)
 

@@ -35,7 +35,7 @@ def at_tokens(model: Model, tokens: int) -> Size:
 
 
 def tiny(model: Model) -> Model:
-    """The same kind of model in sizes that show nothing but whether it runs."""
+    """Return the same kind of model in sizes that show only whether it runs."""
     kv_heads = 2 if model.kv_heads < model.nhead else 4
     sizes = {"d_model": 32, "nhead": 4, "kv_heads": kv_heads, "head_dim": 8, "d_ff": 48}
     sizes["vocab"] = min(model.vocab, 100)

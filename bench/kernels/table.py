@@ -10,6 +10,5 @@ OPS: dict[str, Op] = {
     "norm": passes.NORM,
     "mlp": products.MLP,
     "attention": attention.ATTENTION,
-    "rope": passes.ROPE,
     "loss": products.LOSS,
 }

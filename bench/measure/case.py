@@ -1,4 +1,4 @@
-"""What is measured: a case, as a result file names it, and the subject that is made of it."""
+"""Cases, as a result file names them, and the subjects that are measured."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class Case:
     """
 
     def seed(self) -> None:
-        """What is drawn from here on is the same in every run."""
+        """Seed torch by the case: random numbers are the same in every run."""
         torch.manual_seed(zlib.crc32(repr(self).encode()))
 
     def sizes_fit(self, width: int, heads: int, dropout: float, *sizes: int) -> None:
-        """Raises: ValueError for sizes below 1, a width that heads do not divide, or a dropout."""
+        """Check sizes. Raises: ValueError for one below 1, a width that heads do not divide."""
         if min(width, heads, *sizes) < 1 or width % heads:
             raise ValueError(f"sizes must be positive, and the width a multiple of heads: {self}")
         if not 0.0 <= dropout < 1.0:
@@ -109,7 +109,7 @@ def perturb(module: nn.Module) -> None:
 
 
 def graph_of(y: Tensor) -> Any:
-    """What keeps the autograd graph of `y` alive, but not its data.
+    """Return a node that keeps the autograd graph of `y` alive, but not its data.
 
     Not its own node: torch 2.11 frees that of a custom function with the last output.
     """

@@ -1,4 +1,4 @@
-"""Whether a way's results are right: no speed is reported of one whose results are not."""
+"""Checks of a way's results: no speed is reported of one whose results are wrong."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _MOST_SCORES = 2**31  # bytes of scores in float64 that are written at once
 
 @contextlib.contextmanager
 def no_fallback() -> Iterator[None]:
-    """The fused layer runs as such, or raises FusedRematWarning."""
+    """Turn FusedRematWarning into an error: the fused layer runs as such, or raises."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", FusedRematWarning)
         yield
@@ -80,7 +80,7 @@ def exact_in_blocks(most: int = _MOST_SCORES) -> Iterator[None]:
 
 
 def results_of(forward: Forward, subject: Subject, seed: int = SEED) -> dict[str, Tensor]:
-    """The output and all gradients of one step at a seed, by name."""
+    """Return the output and all gradients of one step at a seed, by name."""
     subject.zero()
     leaves = subject.leaves()
     torch.manual_seed(seed)
@@ -184,7 +184,7 @@ class Checks:
         return {"against": "same seed, bits of eager"}
 
     def _as_itself(self, forward: Forward, found: Mapping[str, Tensor]) -> dict[str, Any]:
-        """The leaf whose gradient is farthest from the difference quotient, of what is allowed."""
+        """Check every gradient against a difference quotient; return the worst leaf."""
         moved = [(r["output"].double() - self._plain).norm().item() for r in (found, self._stock)]
         if not SPREAD[0] < (times := moved[0] / moved[1]) < SPREAD[1]:
             raise WrongResultError(

@@ -1,4 +1,4 @@
-"""Times: of one call on a device, and of many side by side, in turns; their percentiles."""
+"""Times of one call on a device, and of several in turns; their percentiles."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Clock:
             self._buffer.fill_(1)
 
     def sampler(self, run: Run, prepare: Prepare, sets: int) -> Callable[[], float]:
-        """A function that times `run(prepare(i))`, i in turn below `sets`: seconds of a call."""
+        """Return a function that times `run(prepare(i))`, i in turn below `sets`, in seconds."""
         turns = itertools.cycle(range(sets))
         if self.device.type == "cuda":
             return self._gpu_sampler(run, prepare, sets)
@@ -121,7 +121,7 @@ def ratios(
 
 
 def rotated(names: Sequence[str], index: int) -> list[str]:
-    """The order of round `index`: who goes first rotates; every other round runs backwards.
+    """Return the order of round `index`: the first one rotates; every other round is reversed.
 
     Without the latter every name but the first would always follow the same other one, and find
     the caches as that one leaves them.
@@ -134,7 +134,7 @@ def rotated(names: Sequence[str], index: int) -> list[str]:
 def interleave(
     steps: Mapping[str, Callable[[], T]], rounds: int, seconds: float
 ) -> dict[str, list[T]]:
-    """What every step returned in every round; in a round each runs once, after warm-up rounds.
+    """Run every step once a round, after warm-up rounds; return the results by name.
 
     Ends after `rounds` rounds; once `FEWEST_ROUNDS` are done, also after `seconds`.
     """

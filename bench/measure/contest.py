@@ -1,4 +1,4 @@
-"""Several ways to compute one thing: each checked against float64, then timed in turns."""
+"""Contests: several ways to compute a result, checked against float64, timed in turns."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Rig:
         return Clock(self.device)
 
     def longer(self, times: float) -> Rig:
-        """The same with so many times the seconds."""
+        """Return a rig with so many times the seconds."""
         return dataclasses.replace(self, seconds=times * self.seconds)
 
     def in_turns(self, steps: Mapping[str, Callable[[], T]]) -> dict[str, list[T]]:
@@ -142,7 +142,7 @@ def errors(found: Results, truth: Results) -> dict[str, float]:
 def check(
     found: Results, truth: Results, factor: float = 1.0, theirs: Mapping[str, float] | None = None
 ) -> dict[str, Any]:
-    """The result that is off most of what is allowed, by its relative L2 error.
+    """Check results; return the one with the largest error relative to its limit.
 
     Allowed is `factor` times `TOLERANCE`, or 1.5 times the error of the baseline in the same dtype
     (`theirs`, by name), whichever is more.
@@ -157,7 +157,7 @@ def check(
 
 
 def within(found: Results, truth: Results, allowed: Mapping[str, float]) -> dict[str, Any]:
-    """The result whose error comes nearest to what is allowed.
+    """Return the result whose error comes nearest to its limit.
 
     Raises: WrongResultError for the one that is beyond by most.
     """
@@ -172,7 +172,7 @@ def within(found: Results, truth: Results, allowed: Mapping[str, float]) -> dict
 
 
 def admit(contest: Contest) -> dict[str, dict[str, Any]]:
-    """The beginning of each way's row: how it was found right, its error, or why it is absent.
+    """Return the beginning of each way's row: its check, its error, or why it is absent.
 
     The first baseline is judged first, by a wider margin, and the others by its errors.
     """
@@ -195,7 +195,7 @@ def admit(contest: Contest) -> dict[str, dict[str, Any]]:
 
 
 def measure(contest: Contest, rig: Rig) -> dict[str, Any]:
-    """A row: every way checked, and those that are right timed."""
+    """Return a row: every way checked, and those that are right timed."""
     rows = admit(contest)
     right = {name: contest.ways[name] for name, row in rows.items() if "check" in row}
     times = rig.in_turns(
@@ -237,7 +237,7 @@ CEILINGS = {"GB/s": ("copy", _copy), "TFLOP/s": ("product", _product)}
 
 
 def ceiling(rig: Rig, unit: str) -> dict[str, Any]:
-    """A row; the rig knows the ceiling from then on, at the fastest fifth of the rounds."""
+    """Return a row, and set the rig's ceiling: the fastest fifth of the rounds."""
     run, work = CEILINGS[unit][1](rig)
     run(0)
     sampler = rig.clock.sampler(run, lambda index: index, SETS)

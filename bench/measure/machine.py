@@ -1,4 +1,4 @@
-"""What numbers are measured on, of which code, and when."""
+"""The machine, the code and the time of a measurement."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def _output(*command: str) -> str | None:
 
 
 def commit_of(folder: Path) -> str | None:
-    """The commit that is checked out there; None outside a checkout."""
+    """Return the commit that is checked out in a folder; None outside a checkout."""
     return _output("git", "-C", str(folder), "rev-parse", "--short=12", "HEAD")
 
 
 def checkout() -> tuple[str | None, bool]:
-    """The commit, None outside a checkout, and whether anything but results differs from it.
+    """Return the commit, or None, and whether anything but results differs from it.
 
     New files count where there is code: results may be written to any folder of the checkout.
     """
@@ -44,7 +44,7 @@ def checkout() -> tuple[str | None, bool]:
 
 
 def source() -> str:
-    """A hash of the code that is measured and that measures, committed or not."""
+    """Return a hash of the code that is measured and that measures, committed or not."""
     files = sorted(path for folder in _CODE for path in (ROOT / folder).rglob("*.py"))
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:12]
 
@@ -85,7 +85,7 @@ def machine(device: torch.device | str) -> dict[str, Any]:
 
 
 def environment(device: torch.device | str) -> dict[str, Any]:
-    """The machine, its GPU, and the versions of what is compared on it."""
+    """Return the machine, its GPU, and the versions of the packages that are compared."""
     found = machine(device) | {"versions": {name: version(name) for name in PEERS}}
     if torch.device(device).type == "cuda":
         properties = torch.cuda.get_device_properties(device)

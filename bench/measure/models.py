@@ -71,7 +71,7 @@ def measure(case: Case, options: Options, rig: Rig) -> dict[str, Any]:
 def checked_subject(case: Case, device: torch.device | str) -> Subject:
     """Return the case's model for comparing results: few layers and tokens, no dropout."""
     published = dropout_free(case.published)
-    seq_len = published.image_tokens or min(TOKENS, case.seq_len)
+    seq_len = min(TOKENS, case.seq_len)
     layers = min(LAYERS, case.layers)
     model = build(published, layers, torch.float32, "meta", 0)
     if 8 * sum(p.numel() for p in model.parameters()) > _LARGEST:

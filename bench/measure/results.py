@@ -36,7 +36,7 @@ class ResultsFile:
         return [row for row in self.rows if of(row["machine"], row["config"]) == here]
 
     def find(self, case: Row, ways: Iterable[str]) -> Row | None:
-        """The case's own row, if these ways were measured; one that failed is tried again."""
+        """Return the case's row if these ways were measured; one that failed is tried again."""
         alike = (row for row in self.own if row["case"] == case and "ways" in row)
         return next((row for row in alike if set(ways) <= set(row["ways"])), None)
 

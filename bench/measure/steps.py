@@ -84,7 +84,7 @@ class Step:
         return apart | {"step": sum(parts), "host": host / self.count}
 
     def _launch(self) -> list[torch.cuda.Event]:
-        """A step; events before, in the middle and after."""
+        """Launch a step; return events before it, in the middle and after it."""
         self._ready()
         before = _event()
         y = self.forward(self.subject.x)
@@ -142,7 +142,7 @@ def peaks(
 
 
 def memory(forward: Forward, subject: Subject, kept_by: str = "autograd") -> dict[str, Any]:
-    """What a way keeps between forward and backward, and what its step takes at the peak.
+    """Return the bytes that a way keeps between forward and backward, and its step's peaks.
 
     "kept_bytes" is what is kept for backward, by autograd's account or the allocator's, as
     "kept_by" says; "held_bytes" is always the allocator's, a copy of the input that nobody else
@@ -193,7 +193,7 @@ class Steps:
             self._refuse(name, error)
 
     def admit_way(self, way: Provider[Any], checks: Checks, *finds: Find, **said: Any) -> None:
-        """The same of a way of a registry, whose traits say how it is checked."""
+        """Admit a way of a registry, whose traits describe its check."""
         subject, traits = checks.subject, way.traits
         told = {name: traits[name] for name in ("draws", "compiled")}
 
@@ -236,7 +236,7 @@ def measure(
     timer: type[Step] = Step,
     beside: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """{"rounds": int, "ways": {name: found}} of a layer's step in these ways, timed by `timer`.
+    """Return {"rounds": int, "ways": {name: row}} of a layer's step in these ways.
 
     What is found of a way is {"unavailable": why it cannot run here}, or {"failure": what is wrong
     with its results}, of which nothing was measured, or {"check", what `memory` says, percentiles
@@ -263,7 +263,7 @@ def run(
     table: Callable[[Row], str] = lambda row: "",
     **config: Any,
 ) -> tuple[ResultsFile, list[Row | None]]:
-    """The file in `args.out`, and each case's row, measured or known; None where that cannot be.
+    """Return the file in `args.out`, and each case's row, None where measuring failed.
 
     `args` has `cases`, and `ways`, which a row of the file has to have, or it is measured again;
     `title` and `table` are of a row, as it is printed; `config` is what else results depend on.

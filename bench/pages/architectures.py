@@ -52,7 +52,7 @@ def layers(row: Row) -> str:
 
 
 def _summary(rows: list[Row], variant: str) -> Iterable[Cell]:
-    """The cells of a variant: how many models have it, pass, and the medians of the ratios."""
+    """Yield a variant's cells: its models, those that pass, and the medians of the ratios."""
     mine = [row for row in rows if row["case"]["variant"] == variant]
     yield from (variant, str(len(mine)), str(sum(map(passes, mine))))
     compared = [row for row in mine if not row.get("effects")]
@@ -62,7 +62,7 @@ def _summary(rows: list[Row], variant: str) -> Iterable[Cell]:
 
 
 def _cells(rows: list[Row]) -> Iterable[Cell]:
-    """The cells of an architecture: of its bare variant, and which checks any variant fails."""
+    """Yield an architecture's cells: of its bare variant, and the failed checks of all."""
     first = rows[0]
     own, new = first["ways"]["own"], first["ways"]["converted"]
     text = ": ".join(filter(None, [layers(first), "; ".join(first.get("conversion", ()))]))

@@ -9,7 +9,7 @@ OTHERS = AUDIT.parent / "others" / "audit.json"
 
 
 def table() -> str:
-    """What the compiler made of every product in its largest tile, and of the norms."""
+    """Return the compiled products in their largest tile."""
     found = load(AUDIT)
     rows = found["rows"]
     largest: dict[str, tuple[str, Row]] = {}  # kernel -> its largest tile, which comes first
@@ -42,7 +42,7 @@ def _spilling(rows: list[Row]) -> int:
 
 
 def targets() -> str:
-    """What the audit found for every architecture; of AMD's only that it compiles."""
+    """Return the spills of every architecture; AMD's registers are not read."""
     found: dict[str, list[Row]] = {}
     for row in _all_rows():
         found.setdefault(row["target"], []).append(row)

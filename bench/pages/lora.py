@@ -21,7 +21,7 @@ CASES = {
 
 
 def _case(title: str, layers: tuple[str, ...]) -> str:
-    """A table of the presets with updates of `layers`, or with all weights trained."""
+    """Return a table of the presets with updates of `layers`, or with all weights trained."""
     loras = tuple([LoraSpec(layer=layer, scale=1.0) for layer in layers])
     graph, shapes = transformer(D, H, loras=loras)
     shapes |= {"input": (1, 1, D), "norm1.weight": (D,), "norm2.weight": (D,)}
@@ -52,5 +52,5 @@ def _case(title: str, layers: tuple[str, ...]) -> str:
 
 
 def tables() -> str:
-    """A table for each of `CASES`."""
+    """Return a table for each of `CASES`."""
     return "\n\n".join(_case(title, layers) for title, layers in CASES.items())

@@ -57,7 +57,7 @@ def caption() -> str:
 
 
 def headline() -> str:
-    """The demo's figures, those of a Llama with its loss, and those of plans, in three lines."""
+    """Return three lines: figures of the demo, of a Llama with its loss, of plans."""
     found, every = tables.load(DEMO), tables.load(RESULTS / "plan-cpu.json")["results"]
     way = {name: _measured(way) for name, way in found["ways"].items()}
     (eager, _), (checkpoint, slower), (full, time) = way["eager"], way["checkpoint"], way["full"]
@@ -83,7 +83,7 @@ checkpointing at {tuned[1][0]}, {tuned[1][1]}.
 
 
 def demo() -> str:
-    """What `make demo` wrote, a row per way."""
+    """Return the results of `make demo`, a line per way."""
     head = ("", "validation loss", "bytes kept per token per layer", "whole-step peak", "step time")
     rows = [
         [name, tables.number(way["validation_loss"], 3),
@@ -98,20 +98,6 @@ def _models() -> list[Row]:
     return [row for path in paths for row in tables.load(path)["results"]]
 
 
-def models_table() -> str:
-    """Of every model measured on a CPU: peaks and times of the main ways."""
-    shown = ("eager", "checkpoint", "full", "lean", "fast", "none", "full_loss")
-    rows = []
-    for row in _models():
-        case = row["case"]
-        kind = f"LoRA {case['lora']}" if case["lora"] else "all trained"
-        name = f"{case['model']}, {case['layers']} layers, S = {case['seq_len']}, {kind}; "
-        found = (_measured(row["ways"].get(way, {})) for way in shown)
-        cells = ["<br>".join(filter(None, pair)).replace(" ", "&nbsp;") for pair in found]
-        rows.append([name + row["machine"]["cpu"], *cells])
-    return tables.markdown(["model", *shown], rows)
-
-
 #: Name of an activation -> what it is.
 WORDS = {
     "input": "the layer's input",
@@ -123,7 +109,7 @@ WORDS = {
 
 
 def presets_table() -> str:
-    """The presets of a pre-norm encoder layer in words, beside eager and checkpoint."""
+    """Return the presets of a pre-norm encoder layer in words, with eager and checkpoint."""
     graph, ran = block(True), tables.load(DEMO)["ways"]
     # Bytes of a token that eager keeps at 16 bits, in widths D, as measured in float32.
     eager = fmean(
@@ -154,7 +140,7 @@ def presets_table() -> str:
 
 
 def _measured(way: Row) -> tuple[Cell, Cell]:
-    """A way's peak, and its step's time beside eager's; of the demo that is all it is beside."""
+    """Return a way's peak, and the ratio of its step's time to eager's."""
     time = way.get("step_time_ratio") or way.get("step_ratio", {}).get("eager")
     return tables.mib(way.get("step_peak_bytes")), tables.times(time)
 

@@ -30,12 +30,12 @@ _TRANSFORMERS = {
 
 
 def block(norm_first: bool, *norms: float) -> Graph:
-    """The encoder block's graph without dropout; with three norms' eps, the decoder block's."""
+    """Return the encoder block's graph without dropout; with three eps the decoder block's."""
     return block_graph(nn_layer_spec(norm_first, H, D // H, "gelu", *([norms] if norms else [])))
 
 
 def transformer(width: int = D, heads: int = H, **options: Any) -> tuple[Graph, dict[str, Any]]:
-    """A rotary, gated transformer block's graph without dropout, and the shapes of its products.
+    """Return a rotary, gated block's graph without dropout, and the shapes of its products.
 
     In Llama-3-8B's proportions: a quarter as many key heads, an MLP 3.5 times as wide.
     """
@@ -90,7 +90,7 @@ class Kept:
         return " + ".join(self._by_source(self.sizes, "D"))
 
     def _by_source(self, amounts: Iterable[tuple[str, float]], unit: str) -> list[str]:
-        """The sum over names, in D, for each input's tokens; "·M/S": of the memory's."""
+        """Return the sums over names, in D, per token of each input; "·M/S": of the memory's."""
         total = dict.fromkeys(self.graph.inputs, 0.0)
         for name, amount in amounts:
             total[self.graph.source[name]] += amount / D
@@ -112,17 +112,17 @@ def products(graph: Graph, nodes: Iterable[Node], shapes: Shapes = SHAPES) -> in
 
 
 def quoted(preset: str) -> str:
-    """A preset as its user writes it, and whether it is the default."""
+    """Return a preset as its user writes it, and whether it is the default."""
     return f'`"{preset}"`' + " (default)" * (preset == "full")
 
 
 def encoder_table() -> str:
-    """The presets of the encoder block: what each keeps and rebuilds."""
+    """Return the presets of the encoder block: what each keeps and rebuilds."""
     return _table()
 
 
 def decoder_table() -> str:
-    """The presets of the decoder block, besides the memory."""
+    """Return the presets of the decoder block, without the memory."""
     return _table(1e-5, 1e-5, 1e-5)
 
 
@@ -137,7 +137,7 @@ def _table(*norms: float) -> str:
 
 
 def transformer_table() -> str:
-    """The presets of the transformer block, kinds one below the other."""
+    """Return the presets of the transformer block, kinds one below the other."""
     rows = []
     for name, options in _TRANSFORMERS.items():
         graph, shapes = transformer(**options)

@@ -20,15 +20,8 @@ class Published:
         return self.values["num_hidden_layers"]
 
     @property
-    def image_tokens(self) -> int | None:
-        """Tokens of an image, its class token included; None for a model of text."""
-        if "image_size" not in self.values:
-            return None
-        return (self.values["image_size"] // self.values["patch_size"]) ** 2 + 1
-
-    @property
     def longest(self) -> int:
-        return self.image_tokens or self.values["max_position_embeddings"]
+        return self.values["max_position_embeddings"]
 
 
 def _rope(theta: float) -> dict[str, Any]:
@@ -66,13 +59,6 @@ _BERT = {
     "type_vocab_size": 2, "hidden_act": "gelu", "layer_norm_eps": 1e-12,
     "hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1,
 }  # fmt: skip
-# google/vit-large-patch16-224
-_VIT = {
-    "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24,
-    "num_attention_heads": 16, "image_size": 224, "patch_size": 16, "num_channels": 3,
-    "hidden_act": "gelu", "layer_norm_eps": 1e-12, "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0, "qkv_bias": True, "num_labels": 1000,
-}  # fmt: skip
 # No published model, but a small Llama for a CPU: four query heads to a key head.
 _LLAMA_512 = _LLAMA3 | {
     "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8,
@@ -87,16 +73,15 @@ MODELS: dict[str, Published] = {
     "llama3-8b": Published("LlamaConfig", "LlamaForCausalLM", _LLAMA3),
     "llama-512": Published("LlamaConfig", "LlamaForCausalLM", _LLAMA_512),
     "bert-base": Published("BertConfig", "BertForMaskedLM", _BERT),
-    "vit-l": Published("ViTConfig", "ViTForImageClassification", _VIT),
 }
 
 
 def tiny(model: Published) -> Published:
-    """The same kind of model in sizes that show nothing but whether it runs."""
+    """Return the same kind of model in sizes that show only whether it runs."""
     sizes = {
         "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 96, "bos_token_id": 0,
-        "eos_token_id": 0, "max_position_embeddings": 64, "image_size": 32, "num_labels": 10,
+        "eos_token_id": 0, "max_position_embeddings": 64,
     }  # fmt: skip
     small = {key: value for key, value in sizes.items() if key in model.values}
     return dataclasses.replace(model, values=model.values | small)

@@ -3,16 +3,15 @@
 A way takes a subject and returns a function of its input. All of them work on the same parameters
 and gradients, the very tensors: no way can gain from where its own happen to lie.
 
-A preset's name alone is ours on the device's own backend: eager on a CPU, Triton on a GPU. With
-"_eager" or "_triton" it is on that one where it is not the device's own; with "_compiled" it is the
-first under `torch.compile`. So no two rows of a device are the same thing.
+A preset's name is a preset on the device's own backend: eager on a CPU, Triton on a GPU. With
+"_compiled" it is the preset under `torch.compile`.
 """
 
 from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,38 +21,21 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from bench.measure.case import Forward, Subject
-from bench.measure.registry import Absent, Registry
-from fused_remat.execution.choose import BACKENDS, DEFAULTS
+from bench.measure.registry import Registry
 from fused_remat.policies import EXACT_PRESETS
 
 Build = Callable[[Subject], Forward]
 
-#: In the order of the tables. Traits: `draws`, whose dropout it has at the same seed ("stock",
-#: "ours", or "own": nobody else's); `group`, by which ways are asked for; `backend`, that it names;
-#: `kept_by`, who sees what it keeps: "autograd", or only the "allocator"; `compiled`, whether
-#: `torch.compile` made it.
+#: In the order of the tables. Traits: `draws`, whose dropout it draws at the same seed ("stock",
+#: "ours", or "own"); `group`, by which ways may be requested; `kept_by`, the account of what it
+#: keeps: "autograd", or the "allocator"; `compiled`, whether `torch.compile` made it.
 WAYS: Registry[Build] = Registry(
-    "layer ways", group="stock", draws="stock", kept_by="autograd", backend=None, compiled=False,
+    "layer ways", group="stock", draws="stock", kept_by="autograd", compiled=False,
 )  # fmt: skip
 BASELINE = "eager"
 #: What is measured unless asked otherwise.
 DEFAULT = ("stock", "compiled", "ours")
 BUDGETS = (0.0, 0.25, 0.5, 0.75)
-
-
-def select(names: Sequence[str], device: torch.device | str) -> list[str]:
-    """Ways by name or group, in the order of the tables; the baseline is always among them.
-
-    A group has no preset that only another device runs, or that is the same as another one here.
-
-    Raises: ValueError for an unknown name.
-    """
-    here = {None, "eager"} - {_own_backend("auto", torch.device(device))}
-    return WAYS.select(names, lambda way: way.traits["backend"] in here)
-
-
-def _own_backend(name: str, device: torch.device) -> str:
-    return DEFAULTS.get(device.type, "eager") if name == "auto" else name
 
 
 # --- PyTorch's own
@@ -81,7 +63,7 @@ PRODUCTS = (
 
 @WAYS.provider("selective_matmuls", kept_by="allocator")
 def selective_matmuls(subject: Subject) -> Forward:
-    """Selective checkpointing that keeps the results of all products and replays the rest.
+    """Checkpoint selectively: keep the results of all products and replay the rest.
 
     The policy of PyTorch's documentation and of torchtitan's per-op mode. What it keeps lies in a
     cache of its own, unseen by autograd's hooks.
@@ -170,18 +152,8 @@ for _budget in BUDGETS:
 # --- ours
 
 
-def _preset(preset: str, backend: str | None = None) -> Build:
-
-    def build(subject: Subject) -> Forward:
-        if backend is not None:
-            if _own_backend(subject.backend, subject.device) == backend:
-                raise Absent(f"on this device the same as {preset}")
-            found = BACKENDS[backend]()
-            if isinstance(found, str):
-                raise Absent(found)
-        return subject.fused(subject.module, preset, backend or subject.backend)
-
-    return build
+def _preset(preset: str) -> Build:
+    return lambda subject: subject.fused(subject.module, preset, subject.backend)
 
 
 def _preset_compiled(preset: str) -> Build:
@@ -191,8 +163,5 @@ def _preset_compiled(preset: str) -> Build:
 _ours = functools.partial(WAYS.provider, group="ours", draws="ours")
 for _name in EXACT_PRESETS:
     _ours(_name)(_preset(_name))
-for _backend, _needs in (("eager", None), ("triton", "triton")):
-    for _name in EXACT_PRESETS:
-        _ours(f"{_name}_{_backend}", backend=_backend, needs=_needs)(_preset(_name, _backend))
 for _name in EXACT_PRESETS:
     _ours(f"{_name}_compiled", compiled=True)(_preset_compiled(_name))

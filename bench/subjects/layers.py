@@ -35,7 +35,7 @@ class Case(case.Case):
         self.sizes_fit(self.d_model, self.nhead, self.dropout, self.batch, self.seq_len)
 
     def subject(self, device: torch.device | str) -> Subject:
-        """A layer with random parameters, biases and norms included, and random data."""
+        """Return a layer with random parameters, biases and norms included, and random data."""
         self.seed()
         dtype = DTYPES[self.dtype]
         kind = self.d_model, self.nhead, self.dropout, self.norm, self.activation
@@ -65,7 +65,7 @@ class Case(case.Case):
 def encoder_layer(
     width: int, heads: int, dropout: float, norm: str, activation: str = "gelu"
 ) -> nn.TransformerEncoderLayer:
-    """The feed-forward is four times as wide."""
+    """Return a layer whose feed-forward is four times as wide."""
     return nn.TransformerEncoderLayer(
         width, heads, 4 * width, dropout, activation, batch_first=True, norm_first=NORMS[norm]
     )

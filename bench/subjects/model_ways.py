@@ -87,7 +87,7 @@ def liger(subject: Subject) -> Forward:
 
 
 def undone(module: ModuleType, change: Callable[[], Any]) -> dict[str, Any]:
-    """What a call changes of a module's names, which are as before when it has ended."""
+    """Return the names of a module that a call changes, which are restored afterwards."""
     before, names = dict(vars(module)), {}
     try:
         change()

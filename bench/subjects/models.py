@@ -55,8 +55,7 @@ class Case(case.Case):
         return tiny(MODELS[self.model]) if self.tiny else MODELS[self.model]
 
     def subject(self, device: torch.device | str, published: Published | None = None) -> Subject:
-        """The model with random weights, biases and norms included; of another configuration if
-        one is given."""
+        """Return the model with random weights, of another configuration if one is given."""
         published = published or self.published
         self.seed()
         model = build(published, self.layers, DTYPES[self.dtype], device, self.lora)
@@ -68,7 +67,7 @@ class Case(case.Case):
 def build(
     published: Published, layers: int, dtype: torch.dtype, device: torch.device | str, lora: int
 ) -> nn.Module:
-    """A model of transformers in training mode, with adapters if a rank is given.
+    """Return a model of transformers in training mode, with adapters if a rank is given.
 
     Its cache of keys and values is off, as transformers' Trainer has it.
 
@@ -132,7 +131,7 @@ class Forward:
             return Loss(self.model(**x).loss, self.around)
 
     def below_head(self, x: Inputs) -> Any:
-        """The autograd node of what the head is given: whatever is kept up to there hangs on it."""
+        """Return the autograd node of the head's input, which holds all that is kept up to it."""
         adapted = getattr(self.model, "get_base_model", None)
         model: Any = self.model if adapted is None else adapted()
         given = {name: t for name, t in x.items() if name != "labels"}
@@ -150,13 +149,8 @@ class Subject(case.Subject):
     generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(7))
 
     def inputs(self, batch: int) -> Inputs:
-        """Fresh random data: tokens with their own labels, or images with a class each."""
+        """Return fresh random tokens, with their own labels."""
         config, shape = self.published.values, (batch, self.case.seq_len)
-        if self.published.image_tokens:
-            size = batch, config["num_channels"], config["image_size"], config["image_size"]
-            images = torch.randn(size, generator=self.generator).to(DTYPES[self.case.dtype])
-            labels = self._integers(config["num_labels"], (batch,))
-            return {"pixel_values": images.to(self.device), "labels": labels}
         tokens = self._integers(config["vocab_size"], shape)
         if self.published.task.endswith("ForCausalLM"):
             return {"input_ids": tokens, "labels": tokens.clone()}
@@ -168,7 +162,7 @@ class Subject(case.Subject):
         return torch.randint(below, shape, generator=self.generator).to(self.device)
 
     def shared(self) -> Any:
-        """A copy of the modules alone, on the very same parameters and buffers: a way's own."""
+        """Return a copy of the modules on the same parameters and buffers, for one way."""
         same = {id(t): t for t in (*self.module.parameters(), *self.module.buffers())}
         return copy.deepcopy(self.module, same)
 

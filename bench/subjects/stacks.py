@@ -82,7 +82,7 @@ class Stack(nn.Module):
         return self.through(x, map(self.of, self.layers))
 
     def through(self, x: Tensor, forwards: Iterable[Forward]) -> Tensor:
-        """The same with other forwards in the layers' place."""
+        """Run the stack with other forwards in place of the layers."""
         h = self.embedding(x[:, :-1])
         for forward in forwards:
             h = forward(h)

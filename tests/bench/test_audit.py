@@ -18,7 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from bench.audit import budgets
 from bench.audit import cases as audit_cases
 from bench.audit import command as audit
-from bench.audit.attention import POINTERS, PRODUCTS, case_name, launches_of, variants
+from bench.audit.attention import POINTERS, PRODUCTS
 from bench.pages.audit import AUDIT, OTHERS
 from fused_remat.triton.tables import TILES, Tile
 
@@ -212,29 +212,6 @@ def test_a_tile_that_is_too_large_spills():
     assert row["tensor_core"] and any("spills" in c for c in audit.complaints(row, 90, None))
 
 
-#: Products of a kernel's loop; of dk and dv apart, the scores are computed twice.
-LOOP_PRODUCTS = {
-    "attention_fwd": 2, "attention_dkdv_bwd": 4, "attention_dkdv_bwd dk": 3,
-    "attention_dkdv_bwd dv": 2, "attention_dq_bwd": 3, "attention_mask_bwd": 2,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("call", ["causal", "mask padding dropout"])
-@pytest.mark.parametrize("width", [64, 128, 256])
-def test_every_product_of_attention_is_a_warp_groups(width, call, rows):
-    """All two of forward and all five of backward, in the loop of whole blocks and of others."""
-    dtype, at = audit.DTYPES["bf16"], audit_cases.target(90)
-    by_name = {row["name"]: row for row in rows}
-    found, expected = {}, {}
-    for name, launch in launches_of(width, variants(dtype)[call], at, dtype):
-        if name in LOOP_PRODUCTS:
-            found[name] = by_name[case_name(name, width, call, launch)]["dots"]
-            loops = 1 + launch.constants.get("PARTIAL", False)
-            expected[name] = {"ttng.warp_group_dot": loops * LOOP_PRODUCTS[name]}
-    assert found == expected
-    assert sum(LOOP_PRODUCTS[n] for n in found if n.startswith("attention_dkdv")) in (4, 5)
-
-
 AS_LAUNCHED = """
 import torch, triton
 from triton.backends.compiler import GPUTarget
@@ -279,22 +256,3 @@ def test_what_a_launch_compiles_is_what_is_audited():
         text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
-
-
-def test_float32_products_use_no_tensor_cores_and_are_no_cases():
-    names = {case.name for case in audit_cases.cases(audit_cases.target(90), audit.DTYPES["fp32"])}
-    assert names and not any(name.split()[0] in TILES for name in names)
-
-
-def test_waves():
-    products = audit_cases.Products(audit_cases.target(90), audit.DTYPES["bf16"], True)
-    (launch,) = (products.launches("linear", Tile(128, 256, 64, 8, 3, parts=4))[n] for n in ["act"])
-    case = audit_cases.Case("linear act", launch, True, True)
-    assert audit.waves(case, 132) == 64 * 32 / 132, "132 programs visit all tiles"
-    assert audit.waves(audit_cases.Case("norm", launch, True, False), 2 * 132) == 0.5
-
-
-def test_occupancy():
-    # 128 registers a thread, 8 warps: two blocks fill the registers of a multiprocessor.
-    assert audit.occupancy(128, 0, 8, 90) == 16 / 64
-    assert audit.occupancy(255, 200_000, 8, 90) == 8 / 64

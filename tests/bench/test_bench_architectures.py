@@ -5,7 +5,6 @@ import json
 
 import pytest
 import torch
-from torch import nn
 
 from bench import tables
 from bench.commands import architectures
@@ -36,37 +35,6 @@ def test_a_row_a_line_and_a_page(tmp_path, capsys):
     assert "| nanogpt | 2 blocks |" in text and "1 of 1 architectures run every layer" in text
 
 
-def test_a_case_is_measured_once(tmp_path, monkeypatch):
-    ran(tmp_path, "nanogpt")
-    monkeypatch.setattr(architectures, "measured", None)
-    ran(tmp_path, "nanogpt")
-
-
-def test_a_model_that_cannot_run_and_a_conversion_that_crashes(tmp_path, monkeypatch, capsys):
-    class Broken(nn.Module):
-        def forward(self, x):
-            raise ValueError("of no use")
-
-    def crash(model):
-        raise RuntimeError("it cannot be converted")
-
-    rows = {
-        "broken": subjects.Architecture(Broken, lambda model, tokens: {"x": torch.ones(2)}),
-        "missing": subjects.Architecture(Broken, lambda model, tokens: {}, "absent_package"),
-    }
-    for name, row in rows.items():
-        monkeypatch.setitem(subjects.ARCHITECTURES, name, row)
-    status, data = ran(tmp_path, "broken", "missing")
-    assert status == 0
-    broken, missing = (row["absent"] for row in data["results"])
-    assert broken == "ValueError: of no use" and missing == "absent_package is not installed"
-    monkeypatch.setitem(architectures.WAYS, "converted", crash)
-    assert ran(tmp_path, "nanogpt", "broken")[0] == 1
-    assert "nanogpt bare: crash: RuntimeError: it cannot be converted" in capsys.readouterr().err
-    text = page.table(tmp_path / "architectures.json")
-    assert "| bare: crash |" in text and "broken (ValueError: of no use)" in text
-
-
 def test_what_is_worse_is_a_violation():
     own = {"kept": 1000, "peak": 1000, "first_peak": 1000, "gradient": 0.0}
     new = own | {"gradient": 1e-6, "parameter": "a", "statistics": 8}
@@ -95,15 +63,6 @@ def test_distances_of_gradients_and_warnings_that_are_repeated():
     assert architectures.distance(stock | {"b": torch.tensor([torch.nan])}, stock)[0] == torch.inf
     warned = ["layer 1 is slow", "layer 2 is slow", "of the model", "of the model", "alone"]
     assert architectures.repeated(warned, ["of the model"] * 2) == ["layer # is slow"]
-
-
-@pytest.mark.parametrize("name", ["LlamaConfig", "Gemma3nTextConfig", "Qwen3_5Config"])
-def test_generic_sizes_reach_every_configuration(name):
-    transformers = pytest.importorskip("transformers")
-    kind = getattr(transformers, name)
-    text = kind(**generic.arguments(kind)).get_text_config()
-    assert text.hidden_size == generic.WIDTH and text.vocab_size == generic.VOCAB
-    assert text.num_hidden_layers == len(getattr(text, "layer_types", None) or [None] * 2)
 
 
 def test_the_page_has_known_architectures_and_no_wrong_gradient():

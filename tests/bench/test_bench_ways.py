@@ -7,16 +7,13 @@ import torch
 import torch._functorch.config
 import torch.nn.functional as F
 
-from bench.measure.checks import Checks, exact_in_blocks, results_of
-from bench.measure.contest import Rig, errors
+from bench.measure.checks import Checks
+from bench.measure.contest import Rig
 from bench.measure.registry import WrongResultError
-from bench.measure.steps import Steps, measure, memory
-from bench.subjects.layer_ways import WAYS, Compiled, select
-from bench.subjects.layers import Case, mlp
+from bench.measure.steps import Steps
+from bench.subjects.layer_ways import WAYS
+from bench.subjects.layers import Case
 from fused_remat.policies import EXACT_PRESETS
-
-#: Dynamo, AOTAutograd and its partitioner, which is what a budget is about; no C++ to compile.
-QUICK_COMPILER = "aot_eager_decomp_partition"
 
 
 def subject(dropout=0.0, dtype="float32", norm="pre", **rest):
@@ -86,109 +83,12 @@ def test_nobody_is_judged_by_a_layer_that_is_grossly_wrong():
     assert forward is None and row["failure"].startswith("relative error of")
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_exact_attention_in_blocks_is_that_of_all_at_once(causal):
-    """To float64's rounding, in another order of sums; and PyTorch's own is put back."""
-    whole = F.scaled_dot_product_attention
-    given = subject(causal=causal)
-    exact = given.double()
-    stock = given.stock(exact.module)
-    expected = results_of(stock, exact)
-    with exact_in_blocks(most=0):
-        assert F.scaled_dot_product_attention is not whole
-        found = results_of(stock, exact)
-    assert F.scaled_dot_product_attention is whole
-    assert max(errors(found, expected).values()) < 1e-12
-
-
-# In 16 bits whether a value falls on the other side of ReLU's kink is chance.
-@pytest.mark.parametrize(
-    "dtype, activation",
-    [("float32", "gelu"), ("float32", "relu"), ("bfloat16", "gelu"), ("float16", "gelu")],
-)
-def test_dropout_of_its_own_is_right_at_a_fixed_seed(dtype, activation):
-    """The stock forward is; and the same check leaves its parameters as they were."""
-    given = subject(0.1, dtype, activation=activation)
-    before = {name: leaf.detach().clone() for name, leaf in given.leaves().items()}
-    report = Checks(given).check(WAYS["eager"].build(given), "own")
-    assert report["error"] < report["allowed"]
-    for name, leaf in given.leaves().items():
-        assert torch.equal(leaf, before[name])
-
-
-@pytest.mark.parametrize("name", ["full", "full_compiled"])
-def test_a_fallback_is_not_measured_as_ours(name):
-    given = subject()
-    checks = Checks(given)
-    given.module.activation = torch.nn.RReLU()
-    row, forward = admit(name, checks)
-    assert forward is None and "FusedRematWarning" in row["failure"]
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("norm", ["pre", "post"])
 @pytest.mark.parametrize(("dropout", "causal"), [(0.0, False), (0.0, True), (0.1, True)])
 def test_every_way_is_right(dtype, norm, dropout, causal):
     given = subject(dropout, dtype, norm, causal=causal)
     checks = Checks(given)
-    for name in select(["stock", *EXACT_PRESETS], "cpu"):
+    for name in WAYS.select(["stock", *EXACT_PRESETS]):
         row, _ = admit(name, checks)
         assert "check" in row or (name == "torch_remat" and "unavailable" in row), (name, row)
-
-
-def test_what_needs_another_device_or_is_another_way_is_unavailable():
-    checks = Checks(subject())
-    why = {"full_triton": "needs a CUDA device", "full_eager": "on this device the same as full"}
-    for name, reason in why.items():
-        assert admit(name, checks)[0] == {"unavailable": reason}
-
-
-# --- compiled
-
-
-def test_a_budget_keeps_less_and_leaves_the_setting():
-    given, config = mlp((32, 16, 64), torch.float32, torch.device("cpu")), torch._functorch.config
-    given.compiler = QUICK_COMPILER
-    checks, kept = Checks(given), {}
-    for name in ("compile", "compile_budget_0.5", "compile_budget_0"):
-        row, forward = admit(name, checks)
-        assert forward is not None, row
-        kept[name] = memory(forward, given)
-        assert config.activation_memory_budget == 1.0
-    found = [way["kept_bytes"] for way in kept.values()]
-    assert found[0] > found[1] > found[2] == given.x.nbytes
-    assert [way["held_bytes"] for way in kept.values()] == found
-
-
-def test_dropout_that_a_budget_draws_again_fails():
-    given = subject(0.1)
-    given.compiler = QUICK_COMPILER
-    checks = Checks(given)
-    assert "check" in admit("compile", checks)[0]
-    failure = admit("compile_budget_0", checks)[0]["failure"]
-    assert "is not that of the forward at the same seed" in failure
-
-
-def test_nothing_compiles_after_it_was_built():
-    """Not even beside more graphs of the same code than Dynamo keeps."""
-    given = mlp((32, 16, 64), torch.float32, torch.device("cpu"))
-    given.compiler = "eager"
-    ways = [Compiled(given.module, given) for _ in range(torch._dynamo.config.recompile_limit + 1)]
-    for forward in ways:
-        assert forward(given.x).shape == given.x.shape
-    with pytest.raises(Exception, match="does not fit what was compiled"):
-        ways[0](torch.zeros(7, 16, requires_grad=True))
-
-
-def test_inductors_code_is_right_and_measured():
-    row = measure(
-        Case("float32", "pre", 0.0, 2, 9, 16, 2).subject("cpu"),
-        WAYS,
-        ["eager", "compile", "full", "full_compiled"],
-        Rig(torch.device("cpu"), torch.float32, rounds=1),
-    )
-    assert list(row["ways"]) == ["eager", "compile", "full", "full_compiled"]
-    for found in row["ways"].values():
-        assert found["step_seconds"]["p50"] > 0 and found["kept_bytes"] == found["held_bytes"]
-    kept = {name: found["kept_bytes_per_token"] for name, found in row["ways"].items()}
-    assert kept["full_compiled"] == kept["full"] < kept["compile"] <= kept["eager"]

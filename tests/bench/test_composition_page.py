@@ -1,10 +1,5 @@
 """The marks that make docs/tables/composition.md (that it is up to date: test_docs.py)."""
 
-import json
-
-import pytest
-
-from bench.gpu import outcomes as gpu_outcomes
 from bench.pages.composition import Mark, marks, table, works
 
 FILE = """
@@ -43,30 +38,6 @@ def test_marks_make_rows(tmp_path):
     assert "| training | by its GPU test, not yet run on hardware |" in made
 
 
-@pytest.mark.parametrize("mark", ["pytest.mark.gpu", "[pytest.mark.gpu, pytest.mark.exhaustive]"])
-def test_a_file_of_gpu_tests(mark, tmp_path):
-    source = f"pytestmark = {mark}\n@pytest.mark.composes('DDP', 'x')\ndef test_it(): ..."
-    assert of(source, tmp_path)[0].gpu
-
-
-@pytest.mark.parametrize("source, message", [
-    ("pytestmark = pytest.mark.composes('DDP', 'x')", "must be called, and decorate a test"),
-    ("@pytest.mark.composes\ndef test_it(): ...", "must be called, and decorate a test"),
-    *((f"@pytest.mark.{mark}\ndef test_it(): ...", message) for mark, message in (
-        ("composes(GROUP, 'x')", "test_it.py: .*malformed"),
-        ("composes('DDP')", "missing 1 required"),
-        ("composes('DDP', '')", "no name"),
-        ("composes('DDP', 'x', limit='y')", "unexpected keyword"),
-        ("composes('FSDP', 'x')", "no known group.*groups: "),
-        ("composes('DDP', 'x|y')", "no cells of a table"),
-        ("composes('DDP', 'x')\n@pytest.mark.xfail", r"expected .* xfail\(reason="),
-    )),
-])  # fmt: skip
-def test_marks_that_make_no_row(source, message, tmp_path):
-    with pytest.raises(ValueError, match=message):
-        of(source, tmp_path)
-
-
 def test_what_works():
     cpu = Mark("a.py", "test_a", False, "", "DDP", "x")
     gpu, broken = cpu._replace(gpu=True), cpu._replace(fails="no such op")
@@ -80,19 +51,3 @@ def test_what_works():
     assert works([gpu], there) == "yes, on H100 at 0123456"
     assert works([gpu], failed) == "no: failed on H100 at 0123456"
     assert works([cpu, gpu], {}) == "yes, on a CPU; by its GPU test, not yet run on hardware"
-
-
-def test_outcomes_are_by_test_and_hold_no_messages(tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu_outcomes, "_found", {})
-    cases = [
-        ("g.py::test_a[1]", "passed"), ("g.py::test_a[2]", "failed"), ("g.py::test_a[3]", "passed"),
-        ("g.py::test_b", "passed"), ("g.py::test_c", "skipped"),
-    ]  # fmt: skip
-    for node, outcome in cases:
-        at = ("g.py", 1, node)
-        report = pytest.TestReport(node, at, {}, outcome, "where and why", "call")
-        gpu_outcomes.pytest_runtest_logreport(report)
-    gpu_outcomes.write(tmp_path / "gpu" / "tests.json")
-    text = (tmp_path / "gpu" / "tests.json").read_text()
-    assert json.loads(text)["tests"] == {"g.py::test_a": "failed", "g.py::test_b": "passed"}
-    assert "where and why" not in text

@@ -58,11 +58,11 @@ def test_every_section_has_rows_and_nothing_failed(rows):
 
 def test_every_way_is_right_and_timed(rows):
     measured = [row for row in rows if "ways" in row]
-    assert len(measured) > 30
+    assert len(measured) > 20
     for row in measured:
         for name, way in row["ways"].items():
             if "absent" in way:
-                ours = name.startswith("fused_remat") and "linear_bwd" not in row["case"]["name"]
+                ours = name.startswith("fused_remat")
                 assert ABSENT.search(way["absent"]) and not ours, (row["case"], name, way)
                 assert name not in (*EXACT_PRESETS, "eager", "checkpoint"), (row["case"], name)
                 continue

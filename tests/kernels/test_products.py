@@ -279,8 +279,7 @@ def test_rows_that_end_within_16_bytes():
 @pytest.mark.parametrize("kernel", tables.TILES)
 @pytest.mark.parametrize("layout", ["aligned", "misaligned"])
 def test_every_tile_of_the_tables(kernel, layout):
-    from bench.gpu.forms import contest
-    from bench.gpu.routes import TILED
+    from bench.gpu.product_tiles import TILED, contest
     from bench.measure.contest import Rig, admit
 
     rig, sizes = Rig(DEVICE, BF16, not ON_GPU, target(), ends=0.0), sized(2048, 1024, 4096)
