@@ -1,6 +1,6 @@
 """Attention over heads of any strides: two operations and the step.
 
-The operations run one of PyTorch's kernels where it can serve (`attention_library`), else blocks of
+The operations run one of PyTorch's kernels where it can serve (`attention_aten`), else blocks of
 query rows (`attention_blocked`). The call decides, never what is kept. A row whose keys are all
 excluded gives 0, not NaN. Variable-length sequences are calls of their own, one after the other.
 """
@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from fused_remat.spec import AttentionSpec
-from fused_remat.steps import attention_blocked, attention_library, linear
+from fused_remat.steps import attention_aten, attention_blocked
+from fused_remat.steps.attention_aten import unsupported_call_reason, unsupported_reason
 from fused_remat.steps.attention_call import AttentionArgs, AttentionKey, Heads, attention_key
-from fused_remat.steps.attention_library import unsupported_call_reason, unsupported_reason
 from fused_remat.steps.node import Input, Node, Param, Shapes
 from fused_remat.steps.operations import operation
 from fused_remat.steps.residual import site_key
@@ -41,11 +41,9 @@ def attention_fwd(
     """
     shape = call.batch * call.q_len, call.spec.num_heads * v.shape[-1]
     if unsupported_call_reason(q, v, call) is None:
-        wide = linear.widens(q)
-        rows, lse = attention_library.forward(q, k, v, call, wide)
+        rows, lse = attention_aten.forward(q, k, v, call)
         if out is None:
-            attn = rows.reshape(shape)
-            return attn.to(q.dtype) if wide else attn, lse
+            return rows.reshape(shape).to(q.dtype), lse
         out.view(rows.shape).copy_(rows)
         return out, lse
     if out is None:
@@ -78,7 +76,7 @@ def attention_bwd(
     do, o = as_heads(dattn, call), as_heads(attn, call)
     if unsupported_call_reason(q, v, call) is None:
         if grads is not None:
-            attention_library.backward(do, q, k, v, o, lse, call, grads, linear.widens(q))
+            attention_aten.backward(do, q, k, v, o, lse, call, grads)
         return
     if call.cu_q is not None:
         _varlen_backward(dattn, q, k, v, attn, lse, call, grads)
@@ -154,7 +152,7 @@ def describe(
             q_one, v_one = q[:, :, rows], v[:, :, keys]
             found[describe(attention_key(q_one, v_one, one), q_one, v_one, one)] = None
         return f"{said}: {'; '.join(found) or 'none'}"
-    return f"blocks of query rows: {why}" if why else attention_library.describe(key)
+    return f"blocks of query rows: {why}" if why else attention_aten.describe(key)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -137,6 +137,27 @@ class AttentionArgs:
             padding = self.padding.masked_fill(beyond, -torch.inf)
         return replace(self, padding=padding, lengths=None)
 
+    def merged_mask(self, dtype: torch.dtype) -> Tensor | None:
+        """Return masks and key lengths as one additive tensor that broadcasts to (B, H, S_q, S_k).
+
+        It has at least float32, which PyTorch's kernels accept for 16-bit dtypes too.
+        """
+        if not self.limited:
+            return None
+        call, dtype = self.with_lengths_as_padding(), torch.promote_types(dtype, torch.float32)
+
+        def additive(mask: Tensor, true_attends: bool) -> Tensor:
+            if mask.dtype != torch.bool:
+                return mask.to(dtype)
+            excluded = mask.logical_not() if true_attends else mask
+            return torch.zeros_like(mask, dtype=dtype).masked_fill_(excluded, -torch.inf)
+
+        mask = None if call.mask is None else additive(call.mask, call.spec.true_means == "attend")
+        if call.padding is None:
+            return mask
+        padding = additive(call.padding, False)[:, None, None, :]
+        return padding if mask is None else mask + padding
+
 
 def bounds(cu: Tensor, tokens: int, name: str) -> list[int]:
     """The values of `cu` (N + 1,): sequence n is tokens bounds[n] to bounds[n + 1] of `tokens`.
