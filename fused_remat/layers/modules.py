@@ -26,7 +26,7 @@ from fused_remat.layers.precision import Precision
 from fused_remat.ops.activation import Activation, activation_name, prepare
 from fused_remat.spec import LoraSpec, lora_params
 from fused_remat.steps.norm import NORMS
-from fused_remat.steps.user_function import Function
+from fused_remat.steps.replay import Function
 
 if TYPE_CHECKING:
     from fused_remat.layers.read import LayerMap

@@ -33,7 +33,7 @@ from fused_remat.layers.modules import (
 )
 from fused_remat.layers.precision import Precision, low_dtype, precision_of
 from fused_remat.spec import BlockSpec, LoraSpec
-from fused_remat.steps.user_function import Function
+from fused_remat.steps.replay import Function
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ from fused_remat.execution.executor import autocast_off
 from fused_remat.graph.build import captured_params
 from fused_remat.spec import USER_FUNCTION
 from fused_remat.steps import activation as activations
-from fused_remat.steps.user_function import Function, leaves
+from fused_remat.steps.replay import Function, leaves
 
 ActivationLike = str | Callable[[Tensor], Tensor]
 

@@ -39,7 +39,7 @@ from fused_remat.spec import (
     attention_fields,
     lora_params,
 )
-from fused_remat.steps.user_function import Function
+from fused_remat.steps.replay import Function
 
 #: A low-rank update: the name of a layer, A (rank, in), B (out, rank), scale.
 Update = tuple[str, Tensor, Tensor, float]

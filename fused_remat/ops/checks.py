@@ -23,7 +23,7 @@ from fused_remat.spec import (
 )
 from fused_remat.steps.attention_call import bounds
 from fused_remat.steps.norm import NORMS
-from fused_remat.steps.user_function import Function
+from fused_remat.steps.replay import Function
 
 Op = TypeVar("Op", bound=Callable[..., Any])
 Grid = tuple[int, int, int, int]  # (B, H, S_q, S_k)

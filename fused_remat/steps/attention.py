@@ -63,15 +63,9 @@ def attention_fwd(
     description=lambda key, *_: describe(key),
 )
 def attention_bwd(
-    dattn: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    attn: Tensor,
-    lse: Tensor,
-    call: AttentionArgs,
+    dattn: Tensor, q: Tensor, k: Tensor, v: Tensor, attn: Tensor, lse: Tensor, call: AttentionArgs,
     grads: Heads | None,
-) -> None:
+) -> None:  # fmt: skip
     """Fill `grads`, shaped like q, k and v, if given; add to call.dmask and call.dpadding."""
     do, o = as_heads(dattn, call), as_heads(attn, call)
     if unsupported_call_reason(q, v, call) is None:
@@ -103,15 +97,9 @@ def _varlen_forward(q: Tensor, k: Tensor, v: Tensor, call: AttentionArgs, out: T
 
 
 def _varlen_backward(
-    dattn: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    attn: Tensor,
-    lse: Tensor,
-    call: AttentionArgs,
+    dattn: Tensor, q: Tensor, k: Tensor, v: Tensor, attn: Tensor, lse: Tensor, call: AttentionArgs,
     grads: Heads | None,
-) -> None:
+) -> None:  # fmt: skip
     """`attention_bwd` of variable-length sequences."""
     lse = lse.view(call.spec.num_heads, call.q_len)
     bounds = call.bounds()  # waits for the device again
@@ -157,22 +145,17 @@ def describe(
 
 @dataclass(frozen=True, kw_only=True)
 class Attention(Node):
-    """name = dropout(softmax(scores + masks)) @ v, with the heads side by side.
+    """name = dropout(softmax(scores + masks)) @ v, with the heads side by side."""
 
-    Attributes:
-        q, k, v: activations with the heads: matrices, or inputs of the block that are heads. In a
-            matrix that is named more than once, the heads lie side by side in the order q, k, v.
-        spec: scores, window and dropout.
-        site: the random site of the dropout of the probabilities.
-        mask, padding, lengths, cu_q, cu_k: names of the masks, of the key lengths and of the bounds
-            of variable-length sequences (`AttentionArgs`); "" for none.
-    """
-
+    # q, k, v: activations with the heads: matrices, or inputs of the block that are heads. In
+    # a matrix that is named more than once, the heads lie side by side in the order q, k, v.
     q: Input
     k: Input
     v: Input
-    spec: AttentionSpec
-    site: int
+    spec: AttentionSpec  # scores, window and dropout
+    site: int  # the random site of the dropout of the probabilities
+    # mask, padding, lengths, cu_q, cu_k: names of the masks, of the key lengths and of the
+    # bounds of variable-length sequences (`AttentionArgs`); "" for none
     mask: Param = ""
     padding: Param = ""
     lengths: Param = ""
@@ -292,21 +275,14 @@ class Attention(Node):
             padding = _sequences(chunk, owner.tensors[self.padding])
             dpadding = _sequences(chunk, _mask_grad(chunk, self.padding, needs_grad))
         return AttentionArgs(
-            self.spec,
-            batch,
-            q_len,
-            kv_len,
-            mask=mask,
-            padding=padding,
-            dmask=dmask,
-            dpadding=dpadding,
+            self.spec, batch, q_len, kv_len, mask, padding, dmask, dpadding,
             mask_grad=self.mask in owner.needs_grad or self.padding in owner.needs_grad,
             site_key=site_key(owner, self.site) if self.spec.dropout > 0.0 else None,
             row0=chunk.seqs[0] * self.spec.num_heads * q_len,
             lengths=_sequences(chunk, chunk.param(self.lengths)),
             cu_q=chunk.param(self.cu_q),
             cu_k=chunk.param(self.cu_k),
-        )
+        )  # fmt: skip
 
     def _part_of_mask(self, chunk: Chunk, mask: Tensor | None) -> Tensor | None:
         """The part of a mask for the chunk's sequences: (S_q, S_k), or in four dimensions.
@@ -334,7 +310,6 @@ def _mask_grad(chunk: Chunk, name: str, needs_grad: Collection[str]) -> Tensor |
 
 
 def _sequences(chunk: Chunk, x: Tensor | None) -> Tensor | None:
-    """The chunk's sequences of x."""
     return None if x is None else x[chunk.seqs[0] : chunk.seqs[1]]
 
 
