@@ -632,7 +632,7 @@ def traced_layers(name: str) -> Iterator[Layer]:
 
 
 def proofs_of(call: Arguments, layer: nn.Module, dtype: torch.dtype) -> list[Sample]:
-    return [call.sample(layer, s, dtype, i, whole=False) for i, s in enumerate(_PROOFS, 2)]
+    return [call.sample(layer, s, dtype, i) for i, s in enumerate(_PROOFS, 2)]
 
 
 def used(nodes: list[Node]) -> list[Node]:
