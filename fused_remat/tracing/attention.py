@@ -198,7 +198,7 @@ def _after(t: Builder, product: Op, value: Tensor, ops: list[Op], start: int) ->
     values[start] = value
     for op in ops:
         if op is product:
-            values[start] = _plus(value, values[op.args[0].index], **op.kwargs)
+            values[start] = _plus(value, values[op.args[0].index], **_weights(op))
         else:
             run_op(op, values, t.layer.get_submodule, t.recording.sizes, t.recording.exact)
     out = ops[-1].outs[0] if ops else start
@@ -219,6 +219,10 @@ class _Values(dict[int, Any]):
 
 def _plus(scores: Tensor, bias: Tensor, beta: float = 1.0, alpha: float = 1.0) -> Tensor:
     return alpha * scores + beta * bias
+
+
+def _weights(op: Op) -> dict[str, Any]:
+    return {name: op.kwargs.get(name, 1) for name in ("beta", "alpha")}
 
 
 def _added(t: Builder, chain: list[Op], constant: Tensor) -> Ref | None:
@@ -252,7 +256,7 @@ def _mask(t: Builder, product: Op, chain: list[Op], first: int, constant: Tensor
     for op in chain:
         if op is product:
             args: Any = (Ref(numbers[first]), op.args[0])
-            numbers[first] = t.new_value("plus", _plus, args, like=first, **op.kwargs)
+            numbers[first] = t.new_value("plus", _plus, args, like=first, **_weights(op))
             continue
         args, kwargs = map_tree((op.args, op.kwargs), renumbered)
         last = op.outs[0]  # type: ignore[assignment]

@@ -75,7 +75,9 @@ class Trace:
             roots[number] = torch.zeros((), dtype=like, device=x.device).expand(size)
         values, tensors = {**roots}, dict[str, Tensor | None]()
         rebuild = functools.partial(Rebuild, values=roots, layer=layer, sizes=sizes, x=x)
-        plan = block.plan(frozenset(n for n, t in roots.items() if _needs_grad(t)), _LARGE)
+        grads = torch.is_grad_enabled()
+        live = [n for n, t in roots.items() if grads and isinstance(t, Tensor) and t.requires_grad]
+        plan = block.plan(frozenset(live), _LARGE)
         if plan.outs:
             attached = rebuild(plan.rebuilt, plan.outs).attached()
             values.update(zip(plan.outs, attached, strict=True))
@@ -146,10 +148,6 @@ class Trace:
         if self.memory is not None:
             sizes["M"] = given[self.memory].shape[self.axes.index("S")]
         return {name: n for name, n in sizes.items() if name in self.names}
-
-
-def _needs_grad(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled()
 
 
 def attribute(layer: nn.Module, path: str) -> Any:

@@ -46,27 +46,14 @@ _VALUES = (
 )  # fmt: skip
 
 
-def join(
-    layer: nn.Module,
-    one: Recorded,
-    two: Recorded,
-    known: Mapping[str, Any],
-    opaque: Mapping[str, str],
-) -> Recording:
-    """Return two recordings of a layer, of samples that differ in every size and in dtype, as one.
+class Join:
+    """Two recordings of a layer, of samples that differ in every size and in dtype.
 
     Args:
         known: by path, what a submodule computes: a `NormSpec`, the name of an activation function,
             or None.
         opaque: the paths of submodules that become one operation, and why.
-
-    Raises: Untraceable if the operations of the layer itself do not agree.
     """
-    return _Join(layer, one, two, known, opaque).joined()
-
-
-class _Join:
-    """The state of joining two recordings."""
 
     def __init__(
         self,
@@ -83,13 +70,17 @@ class _Join:
         self.dtypes = one.sample.dtype, two.sample.dtype
         counts = range(1, len(self.sizes) + 1)
         self.products = [c for n in counts for c in itertools.combinations(self.sizes, n)]
-        self.ops: list[Op] = []
-        #: By the number of a value in the first recording, that in the second.
-        self.numbers: dict[int, int] = {}
 
     def joined(self) -> Recording:
+        """Return both as one recording.
+
+        Raises: Untraceable if the operations of the layer itself do not agree.
+        """
         one, two, inputs = self.one, self.two, self.inputs
-        self.numbers = {i: i for i in (*one.sources, *(n for n in inputs if n is not None))}
+        self.ops: list[Op] = []
+        #: By the number of a value in the first recording, that in the second.
+        known = (*one.sources, *(n for n in inputs if n is not None))
+        self.numbers: dict[int, int] = {i: i for i in known}
         self._span(one.root, two.root)
         producers = {n: op for op in self.ops for n in op.writes}
         shapes: list[Any] = [None] * len(one.values)

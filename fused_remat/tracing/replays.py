@@ -250,7 +250,10 @@ def _needed_for(
         zeroed = [*xs[:i], torch.zeros_like(x).requires_grad_(), *xs[i + 1 :]]
         others = grads(run(t, program, zeroed, tensors), zeroed)
         pairs = zip(labels, expected, others, strict=True)
-        needed.append(tuple([n for n, g, h in pairs if not _is_same(g, h)]))
+        changes = (
+            n for n, g, h in pairs if g is not h and (g is None or h is None or not g.equal(h))
+        )
+        needed.append(tuple(changes))
     return tuple(needed)
 
 
@@ -260,7 +263,3 @@ def _moved(t: Tensor) -> Tensor:
         return t
     step = torch.sin(1.0 + torch.arange(t.numel()).to(t)).view(t.shape)
     return (t.detach() + 0.1 * step).requires_grad_()
-
-
-def _is_same(g: Tensor | None, h: Tensor | None) -> bool:
-    return g is h if g is None or h is None else torch.equal(g, h)

@@ -44,24 +44,16 @@ def _linear(t: Builder, number: int, op: Op) -> Build | None:
         producer = t.producer(inner)
         if transposed and producer is not None and producer.kind in _TRANSPOSES:
             source = refs(producer.args)[0]
-            if _is_transpose(t, inner, source):
+            a, b = (t.recording.values[n] for n in (inner, source))
+            if b.dim() == 2 and torch.equal(a, b.t()):
                 inner, transposed = source, False
         w = t.param(inner, transposed)
-        b = t.param(bias.index) if isinstance(bias, Ref) else ""
+        own_bias = t.param(bias.index) if isinstance(bias, Ref) else ""
         name = t.recording.sources.get(inner, "")
         name = name.removesuffix(".weight") if name.endswith(".weight") else op.inside
-        return t.add(Linear(name=t.unique(name), x=input, weights=(w,), biases=(b,)))
+        return t.add(Linear(name=t.unique(name), x=input, weights=(w,), biases=(own_bias,)))
 
     return build
-
-
-def _is_transpose(t: Builder, number: int, other: int) -> bool:
-    a, b = t.recording.values[number], t.recording.values[other]
-    return a.dim() == b.dim() == 2 and a.shape == b.t().shape and torch.equal(a, b.t())
-
-
-def _matmul(t: Builder, number: int, op: Op) -> Build | None:
-    return _linear(t, number, op) or attention.from_softmax(t, number, op)
 
 
 def _norm(t: Builder, number: int, op: Op) -> Build | None:
@@ -298,6 +290,6 @@ STEPS: Mapping[str, Callable[[Builder, int, Op], Build | None]] = {
     "scaled_dot_product_attention": attention.from_call,
     **dict.fromkeys(ADD, _sum),
     **dict.fromkeys(_MUL, _product),
-    **dict.fromkeys(MATMUL, _matmul),
+    **dict.fromkeys(MATMUL, lambda *args: _linear(*args) or attention.from_softmax(*args)),
     **dict.fromkeys((*ACTIVATIONS, "square", "pow"), _act),
 }

@@ -14,7 +14,7 @@ from torch import nn
 from fused_remat.tracing.block import TracedBlock
 from fused_remat.tracing.call import Trace
 from fused_remat.tracing.isolation import renumbered, replica
-from fused_remat.tracing.join import join
+from fused_remat.tracing.join import Join
 from fused_remat.tracing.prove import difference
 from fused_remat.tracing.recorder import Recorded, hollow, record
 from fused_remat.tracing.samples import INDICES, Arguments, constants, vary
@@ -145,7 +145,7 @@ def _trace(
     narrow = exact == torch.float64 and any(t.dtype == torch.float32 for t in live)
     while True:
         try:
-            joined = [functools.partial(join, layer, one, two, known, opaque) for two in others]
+            joined = [Join(layer, one, two, known, opaque).joined for two in others]
             trace = _unproved(layer, joined[0], call, narrow)
             for other_join in joined[1:]:
                 other_join()
