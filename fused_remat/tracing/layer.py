@@ -69,16 +69,11 @@ SIZES = (("B", "S", "M"), ("S", "B", "M"), ("B",))
 
 @dataclass
 class _Notes:
-    """Notes on one layer.
+    """Notes on one layer."""
 
-    Attributes:
-        values: by name, a tensor whose values decide, its version, and a key of its values.
-        checked: by trace, the sizes at which it was compared with the layer (`_compared`), and why
-            it is not used.
-        traces: how often the layer was traced.
-    """
-
+    #: By name, a tensor whose values decide, its version, and a key of its values.
     values: dict[str, Any]
+    #: By trace, the sizes at which it was compared (`_compared`), and why it is not used.
     checked: dict[Trace, tuple[tuple[float, ...], Reason | None]]
     traces: int = 0
 
@@ -204,7 +199,9 @@ class TracedLayer(ConvertedLayer):
                     return trace
                 if vary[0] == "B":  # the batch second is a guess, whose reason tells nothing
                     reasons.append(trace)
-        return _most_telling(reasons)
+        effects = [r for r in reasons if r.once]  # decide how the layer runs
+        trials = [r for r in reasons if not r.text.startswith(CANNOT_RUN)]
+        return [*effects, *trials, *reasons][0]
 
     def _trace_for(self, call: Arguments, state: Any, free: bool) -> Trace | Reason:
         key: tuple[Any, ...] = state, call.key(free)
@@ -395,12 +392,6 @@ def description_if_converted(
     parts = [f"{name}, which is replayed ({why})" for name, why in replayed]
     steps = ", ".join([node.name for node in call.graph.nodes])
     return f"convert makes it a block: {'; '.join([steps, *parts])}"
-
-
-def _most_telling(reasons: Sequence[Reason]) -> Reason:
-    """Return the reason that decides how the layer runs, or that of a trial that ran it."""
-    effect = next((r for r in reasons if r.once), None)
-    return effect or next((r for r in reasons if not r.text.startswith(CANNOT_RUN)), reasons[0])
 
 
 @contextlib.contextmanager
