@@ -62,12 +62,13 @@ class Request:
         costs, options = self.costs, self.options
         if not isinstance(costs, Calibration) and costs not in ("measured", "analytic"):
             raise ValueError(f"costs= is 'measured', 'analytic' or a Calibration, got {costs!r}")
-        for name, value, valid, what in (
+        checks: tuple[tuple[str, object, Any, str], ...] = (
             ("optimizer", self.optimizer, Optimizer | None, "torch Optimizer"),
             ("loss", self.loss, Callable | None, "function of the output"),
             ("options", options, list | tuple | None, "list of policies"),
             ("offload", self.offload, bool, "bool"),
-        ):
+        )
+        for name, value, valid, what in checks:
             if not isinstance(value, valid):
                 raise TypeError(f"{name}= must be a {what}, got {value!r}")
         for policy in (*(options or ()), *(self.policies or {}).values()):
