@@ -14,7 +14,7 @@ from fused_remat.layers.fused_layer import FusedLayer
 from fused_remat.layers.plain_causal import CausalLayer, check_window
 from fused_remat.layers.read import BlockInputs, LayerMap, Parts, read_block
 from fused_remat.ops.checks import check_p, masks_given, read_masks
-from fused_remat.ops.pieces import rotary_tensors, split_rope
+from fused_remat.ops.parts import rotary_tensors, split_rope
 from fused_remat.spec import AttentionOptions, BlockSpec, attention_fields
 
 
