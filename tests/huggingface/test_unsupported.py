@@ -251,7 +251,7 @@ def test_where_the_block_cannot_stand_in(model, blocks_run, change, reason, poli
          "attention_mask is for 3 heads, and the layer has 4"),
         ({"position_bias": torch.zeros(1)}, "the call passes position_bias"),
         ({"position_embeddings": None}, "position_embeddings is NoneType"),
-        ({"hidden_states": torch.zeros(2, 12, 32)}, "cos is torch.float64, expected torch.float32"),
+        ({"hidden_states": torch.zeros(2, 12, 32)}, "cos is torch.float64 of shape"),
         ({"hidden_states": torch.zeros(12, 32)}, "hidden_states has shape (12, 32)"),
     ],
 )  # fmt: skip
