@@ -146,8 +146,8 @@ def _rope(parts: Parts, arguments: Mapping[str, Any], width: int) -> dict[str, T
         batch, *rest = table.shape
         if rest != [x.shape[1], width] or batch not in (1, x.shape[0]) or table.dtype not in dtypes:
             raise Unsupported(
-                f"{name} is {table.dtype} of shape {tuple(table.shape)}, expected torch.float32 or "
-                f"{dtypes[1]} of shape {(1, x.shape[1], width)}"
+                f"{name} is {table.dtype} of shape {tuple(table.shape)}, expected "
+                f"{' or '.join(map(str, dict.fromkeys(dtypes)))} of shape {(1, x.shape[1], width)}"
             )
         half = table[..., : width // 2]
         tables[name] = half[0] if batch == 1 else half

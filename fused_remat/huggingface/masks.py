@@ -110,16 +110,13 @@ def _check_mask(mask: Any, how: str, parts: Parts, heads: int) -> None:
     if type(mask) not in PLAIN:
         raise Unsupported(f"attention_mask is {qualified(type(mask))}, expected torch.Tensor")
     batch, seq_len = x.shape[:2]
-    shape = tuple(mask.shape)
-    if len(shape) != 4 or shape[0] not in (1, batch) or shape[2:] != (seq_len, seq_len):
-        expected = (batch, 1, seq_len, seq_len)
-        raise Unsupported(f"attention_mask has shape {shape}, expected {expected}")
-    if shape[1] not in (1, heads):
-        raise Unsupported(f"attention_mask is for {shape[1]} heads, and the layer has {heads}")
-    if mask.dtype == torch.bool and how == "eager":
-        raise Unsupported("attention_mask is bool, which eager attention adds to the scores")
-    if mask.dtype not in (torch.bool, x.dtype, torch.float32, parts.low) or mask.device != x.device:
+    fits = mask.dim() == 4 and mask.shape[2:] == (seq_len, seq_len) and mask.device == x.device
+    fits = fits and mask.shape[0] in (1, batch) and mask.shape[1] in (1, heads)
+    # Eager attention adds the mask to the scores.
+    dtypes = (x.dtype, torch.float32, parts.low, None if how == "eager" else torch.bool)
+    if not fits or mask.dtype not in dtypes:
         raise Unsupported(
-            f"attention_mask is {mask.dtype} on {mask.device}, expected bool or {x.dtype} on "
-            f"{x.device}"
+            f"attention_mask is {mask.dtype} of shape {tuple(mask.shape)} on {mask.device}, "
+            f"expected {x.dtype}{'' if how == 'eager' else ' or bool'} of shape "
+            f"{(batch, 1, seq_len, seq_len)} or {(batch, heads, seq_len, seq_len)} on {x.device}"
         )
