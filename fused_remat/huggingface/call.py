@@ -168,8 +168,10 @@ def _heads(parts: Parts, attention: Any, head_dim: int) -> tuple[int, int]:
 
 
 def _window(attention: Any, layer_map: LayerMap) -> int | None:
-    name = layer_map.numbers.get("window", "")
-    window = getattr(attention, name, getattr(attention.config, name, None))
+    name = layer_map.numbers.get("window")
+    if name is None:
+        return None
+    window = getattr(attention if hasattr(attention, name) else attention.config, name, None)
     return None if window is None else int(window)
 
 
