@@ -33,7 +33,7 @@ from fused_remat.layers.eligibility import (
 )
 from fused_remat.layers.fused_layer import is_traced
 from fused_remat.layers.precision import Precision, low_dtype, precision_of
-from fused_remat.layers.read import TracedInputs
+from fused_remat.layers.read import BlockInputs
 from fused_remat.policies import Policy, kept_names
 from fused_remat.steps.norm import Norm
 from fused_remat.steps.residual import Add
@@ -113,7 +113,7 @@ class TracedLayer(ConvertedLayer):
         return next((n for n in numbers if isinstance(n, int)), 0)
 
     def _named(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
-        if not self.arguments:
+        if not self.positional:
             self._last = Reason("its forward does not take its arguments by name")
             return None
         return super()._named(args, kwargs)
@@ -125,7 +125,7 @@ class TracedLayer(ConvertedLayer):
             return graph_break.eagerly(self._call, **given)
         return super()._call(**given)
 
-    def _block(self, **given: Any) -> TracedInputs | Reason:
+    def _block(self, **given: Any) -> BlockInputs | Reason:
         if given.get("output_attentions"):
             return Reason("the call requests attention weights, which a block does not compute")
         try:
@@ -158,7 +158,9 @@ class TracedLayer(ConvertedLayer):
             if t is not None and not is_readable(t):
                 return Reason(f"{name} is {qualified(type(t))}")
         precision = self._precision(trace, tensors)
-        return TracedInputs(trace.graph, tensors, functions, precision, result)
+        return BlockInputs(
+            trace.graph, tensors, functions=functions, precision=precision, finish=result
+        )
 
     def _accumulation(self, graph: Graph, compiling: bool) -> Accumulation:
         trace = self._last
