@@ -4,7 +4,6 @@ Each defect is shown on the stock layer too, so that we notice when PyTorch mend
 """
 
 import copy
-import functools
 import threading
 import warnings
 
@@ -114,35 +113,6 @@ def test_dropout_left_in_training_drops_in_eval():
         assert not torch.equal(fused(X), fused(X))
 
 
-@pytest.mark.parametrize("policy", ["full", "none"])
-@pytest.mark.filterwarnings("ignore::fused_remat.FusedRematWarning")
-def test_lora_trains_in_eval_mode(policy):
-    """Base weights frozen and gradients on: the stock layer drops LoRA and its gradients."""
-    stock, fused = make(policy=policy)
-    for layer in (stock, fused):
-        layer.requires_grad_(False)
-        layer.linear1 = LoRA(layer.linear1)
-    if IS_2_13:
-        assert not stock(X).requires_grad
-    found = []
-    for layer in (fused, stock.train()):
-        layer(X).sum().backward()
-        found.append([getattr(layer.linear1, name).grad for name in "ab"])
-    torch.testing.assert_close(*found)
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*quant")
-def test_quantize_dynamic():
-    quantized = functools.partial(torch.ao.quantization.quantize_dynamic, dtype=torch.qint8)
-    stock, fused = (quantized(m.float(), {nn.Linear}) for m in make())
-    with torch.no_grad():
-        if IS_2_13:
-            with pytest.raises(AttributeError):
-                stock(X.float())
-        with fallback.without_inference_kernels():
-            assert torch.equal(fused(X.float()), stock(X.float()))
-
-
 @pytest.mark.parametrize("how", ["plain", "another activation", "LoRA"])
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_nested_tensors_in_an_encoder(how):
@@ -173,55 +143,6 @@ def outcome(layer, *args, **masks):
     except Exception as error:
         return type(error)
     return [(t.dtype, t.shape) for t in (out.unbind() if out.is_nested else [out])]
-
-
-ILL_FORMED = {
-    "of different widths": [X[0, :, :15], X[1]],
-    "the first of another width": [X[0], X[1, :, :15]],
-    "of nothing": [],
-    "of empty sequences": [X[0, :0], X[1, :0]],
-    "of vectors": [X[0, 0], X[0, 1]],
-    "of integers": [X[0].long(), X[1, :3].long()],
-}
-
-
-@pytest.mark.parametrize("name", ILL_FORMED)
-@pytest.mark.parametrize("activation", ["relu", nn.GELU(approximate="tanh")])
-@pytest.mark.parametrize("training, grad", [(True, True), (False, True), (False, False)])
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_a_nested_tensor_that_is_no_batch(name, activation, training, grad):
-    x = torch.nested.nested_tensor(ILL_FORMED[name])
-    for norm_first in (False, True):
-        layers = [m.train(training) for m in make(activation=activation, norm_first=norm_first)]
-        with torch.set_grad_enabled(grad):
-            stock, fused = (outcome(m, x) for m in layers)
-        assert fused == stock and (isinstance(stock, type) or name == "of empty sequences")
-
-
-@pytest.mark.parametrize("argument", [0, 1, "memory_key_padding_mask"])
-@pytest.mark.parametrize("training, grad", [(True, True), (False, True), (False, False)])
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_nested_tensors_in_a_decoder(argument, training, grad):
-    nested = torch.nested.nested_tensor([X[0], X[1, :3], X[2]])
-    args, masks = [X, X], {}
-    if isinstance(argument, int):
-        args[argument] = nested
-    else:
-        masks[argument] = nested
-    for norm_first in (False, True):
-        options = {"norm_first": norm_first, "batch_first": True, "decoder": True}
-        layers = [m.train(training) for m in pair(16, 4, 32, dtype=torch.float64, **options)]
-        with torch.set_grad_enabled(grad):
-            stock, fused = (outcome(m, *args, **masks) for m in layers)
-        assert isinstance(stock, type) and fused is stock
-
-
-@torch.no_grad()
-def test_an_ignored_hint():
-    """As PyTorch's kernel: without a mask, is_causal has no meaning in evaluation."""
-    stock, fused = make()
-    masks = {"src_key_padding_mask": PADDING, "is_causal": True}
-    torch.testing.assert_close(fused(X, **masks), stock(X, **masks))
 
 
 @torch.no_grad()
@@ -286,12 +207,3 @@ def test_dtypes_under_autocast(how, grad, low):
             with torch.set_grad_enabled(grad), torch.autocast("cpu", low):
                 stock, fused = (outcome(m, x, **masks) for m in layers)
             assert fused == stock
-
-
-def test_a_mask_of_another_dtype_raises_as_in_training():
-    mask, x = torch.zeros(5, 5, dtype=torch.float64), torch.randn(2, 5, 16)
-    for layer in (nn.TransformerEncoderLayer, FusedRematLayer):
-        with pytest.raises(RuntimeError, match="attn_mask dtype to be bool or float or to match"):
-            layer(16, 4, 32, batch_first=True).eval()(x, src_mask=mask)
-    with torch.no_grad(), pytest.raises(RuntimeError, match="attn_mask dtype"):
-        FusedRematLayer(16, 4, 32, batch_first=True).eval()(x, src_mask=mask)
