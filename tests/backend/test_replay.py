@@ -2,12 +2,11 @@
 
 import pytest
 import torch
-from places import BF16, DEVICE, PLACE, assert_bits, at, deterministic, normal
+from accuracy import assert_bits
+from places import BF16, DEVICE, PLACE, at, deterministic, normal
 from reference import EXACT_PRESETS
-from torch.utils.checkpoint import checkpoint
 
 from fused_remat import FusedRematLayer, ReplayError, check_replay
-from fused_remat.autograd import replay_check
 
 kernels_only = pytest.mark.skipif(PLACE == "aten", reason="needs TRITON_INTERPRET=1")
 
@@ -34,19 +33,6 @@ def test_gradients_are_those_of_deterministic_mode(policy):
     layer.norm2.weight.data[4] = 2.0
     with pytest.raises(ReplayError, match=r"'norm2.weight' differs at \(index 4\): .* read 1, "):
         y.sum().backward()
-
-
-@kernels_only
-@pytest.mark.parametrize("norm_first", [True, False])
-def test_backward_outside_of_it_and_of_a_checkpoint(norm_first):
-    """The checkpoint's replay takes the routines that the first forward took."""
-    how = {"backend": "triton", "norm_first": norm_first, "device": DEVICE}
-    layer = FusedRematLayer(128, 2, 256, 0.2, **how)
-    x = normal(torch.float32, 5, 2, 128).requires_grad_()
-    with check_replay():
-        y = checkpoint(layer, x, use_reentrant=False)
-    y.square().sum().backward()
-    assert not replay_check.RECORDED
 
 
 @pytest.mark.gpu

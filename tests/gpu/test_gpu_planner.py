@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from accuracy import assert_bits
 from gpu_layers import NO_FALLBACK
-from places import BF16, DEVICE, ON_GPU, assert_bits, deterministic, normal, sized
+from places import BF16, DEVICE, ON_GPU, deterministic, normal, sized
 from torch import nn
 
 from fused_remat import convert, plan

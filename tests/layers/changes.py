@@ -1,8 +1,4 @@
-"""Changes of a layer as people make them: submodules, parameters, methods, hooks, subclasses.
-
-Each is a row: what it does to a layer of torch.nn, or to a base class; why the fused path cannot
-serve such a layer ("" if it can); and what is special about it.
-"""
+"""Changes of a layer as people make them: submodules, parameters, methods, hooks, subclasses."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +20,7 @@ STOCK = nn.TransformerEncoderLayer
 class Change:
     """How a layer differs from a new one, and what follows from it."""
 
+    #: Why the fused path does not support such a layer; "": it does.
     reason: str
     #: Changes a layer in place.
     surgery: Callable[[nn.Module], Any] = lambda layer: None
@@ -82,12 +79,6 @@ class LoRA(nn.Module):
         return self.base(x) + F.linear(F.linear(x, self.a), self.b)
 
 
-class LoudAttention(nn.MultiheadAttention):
-    def forward(self, *args, **kwargs):
-        out, weights = super().forward(*args, **kwargs)
-        return 2 * out, weights
-
-
 def replace(name, new):
     return lambda layer: setattr(layer, name, new(layer.get_submodule(name)))
 
@@ -126,7 +117,7 @@ def instead_of(kind):
 
 
 PARAMETRIZED = " is torch.nn.utils.parametrize.Parametrized"
-LINEAR, LAYER_NORM, ATTENTION = map(instead_of, ("Linear", "LayerNorm", "MultiheadAttention"))
+LINEAR, LAYER_NORM = instead_of("Linear"), instead_of("LayerNorm")
 SURGERY = {
     "spectral_norm": Change(
         "linear2" + PARAMETRIZED + "Linear" + LINEAR,
@@ -152,10 +143,6 @@ SURGERY = {
     "linear without a bias": Change("", attribute("linear1", "bias", None), breaks_eval=True),
     "LoRA on linear1": Change(
         "linear1 is changes.LoRA" + LINEAR, replace("linear1", LoRA), breaks_eval=True
-    ),
-    "attention of a subclass": Change(
-        "self_attn is changes.LoudAttention" + ATTENTION,
-        attribute("self_attn", "__class__", LoudAttention), breaks_eval=True,
     ),
     "self_attn.forward": Change(
         "self_attn.forward was replaced", wrapped_method("self_attn", "forward"), breaks_eval=True

@@ -42,6 +42,7 @@ def kinds(model):
 def test_convert_in_place_keeps_identity_mode_hooks_and_results():
     model, calls = encoder(dtype=FP64), []
     layers, params = list(model.layers), list(model.parameters())
+    before = [set(m.__dict__) for m in layers]
     model.layers[1].register_forward_hook(lambda *a: calls.append(1))
     model.layers[2].eval()
     x = torch.randn(2, 5, 16, dtype=FP64)
@@ -55,16 +56,8 @@ def test_convert_in_place_keeps_identity_mode_hooks_and_results():
     calls.clear()
     assert_close(run(model, x), expected)
     assert calls == [1]
-
-
-def test_revert_undoes_convert_exactly():
-    model = encoder()
-    before = [dict(m.__dict__) for m in model.layers]
-    x = torch.randn(2, 5, 16)
-    expected = run(model, x)
-    revert(convert(model, policy=Policy(save={"attn"})))
-    assert kinds(model) == [STOCK] * 4
-    assert [m.__dict__.keys() for m in model.layers] == [d.keys() for d in before]
+    assert revert(model) is model and kinds(model) == [STOCK] * 4
+    assert [set(m.__dict__) for m in model.layers] == before
     assert_bits(run(model, x), expected)
 
 
@@ -227,13 +220,6 @@ def test_conversion_tells_what_training_calls_ran_as():
     hook.remove()
     model(x).sum().backward()
     assert [kind.state for kind in conversion(model)] == ["converted", "stock"]
-
-
-def test_conversion_of_layers_that_are_never_called():
-    model = convert(Unused())
-    model(torch.randn(2, 5, 16)).sum().backward()
-    found = [(kind.state, kind.layers) for kind in conversion(model)]
-    assert found == [("converted", ("layers.0",)), ("not called", ("layers.1",))]
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
