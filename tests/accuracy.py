@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,5 +62,7 @@ def assert_close(found: Iterable[Tensor], expected: Iterable[Tensor]) -> None:
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
 
 
-def assert_bits(found: Iterable[Tensor], expected: Iterable[Tensor]) -> None:
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+def assert_bits(found: Iterable[Any], expected: Iterable[Any], what: str = "") -> None:
+    """Check that tensors are equal bit for bit, or None where None is expected."""
+    for i, (a, b) in enumerate(zip(found, expected, strict=True)):
+        assert (a is None) == (b is None) and (a is None or torch.equal(a, b)), f"{what} {i}"

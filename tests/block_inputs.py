@@ -101,7 +101,6 @@ class Block:
 
 
 def leaves(x: Tensor, weights: Tensors, lora: Sequence[Update] = ()) -> dict[str, Tensor]:
-    """What wants a gradient, by name."""
     named = {"x": x, **weights, **matrices(lora)}
     return {name: t for name, t in named.items() if t.requires_grad}
 
@@ -181,7 +180,6 @@ def covering(factors: Mapping[str, Sequence[Any]], seed: int = 0) -> list[dict[s
 def results(
     fn: Callable[[], Tensor], leaves: Sequence[Tensor], dy: Tensor | None = None
 ) -> list[Tensor]:
-    """The output of `fn`, and the gradients of `leaves`."""
     y = fn()
     dy = normal(*y.shape, dtype=y.dtype, seed=99).detach() if dy is None else dy
     return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
@@ -190,7 +188,6 @@ def results(
 def compare(
     got: Callable[[], Tensor], expected: Callable[[], Tensor], leaves: Sequence[Tensor]
 ) -> None:
-    """Output and every gradient are close, in float64."""
     for a, b in zip(results(got, leaves), results(expected, leaves), strict=True):
         torch.testing.assert_close(a, b)
 

@@ -71,7 +71,6 @@ class Maker:
 
 
 def wide(value: Any) -> Any:
-    """A copy in float64."""
     if isinstance(value, tuple):
         made = [wide(v) for v in value]
         return type(value)(*made) if hasattr(value, "_fields") else tuple(made)

@@ -123,7 +123,6 @@ def distance(got: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, f
 
 @contextlib.contextmanager
 def reasons():
-    """Why calls inside did not take the fused path."""
     found: list[str] = []
     observe = lambda layer, reason: found.append(reason)  # noqa: E731
     DECISIONS.append(observe)
@@ -135,7 +134,6 @@ def reasons():
 
 @contextlib.contextmanager
 def all_served():
-    """Every call inside takes the fused path."""
     with reasons() as why:
         yield
     assert not why, why

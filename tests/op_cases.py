@@ -101,7 +101,6 @@ def key_lengths(shape: torch.Size) -> Tensor:
 
 @functools.cache
 def rope(tokens: int, dtype: torch.dtype) -> Tables:
-    """cos and sin for heads 2 wide."""
     angle = torch.arange(tokens, dtype=torch.float64)[:, None]  # which the compiler can trace
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
@@ -134,7 +133,6 @@ PACKS = {
 def packed(
     cu_q: Sequence[int], cu_k: Sequence[int] | None = None, dtype: torch.dtype = torch.int64
 ) -> dict[str, Tensor | None]:
-    """Bounds as options of `ops.attention`."""
     of_keys = None if cu_k is None else torch.tensor(cu_k, dtype=dtype)
     return {"cu_seqlens_q": torch.tensor(cu_q, dtype=dtype), "cu_seqlens_k": of_keys}
 
@@ -201,7 +199,6 @@ WIDE_VALUES = QKV_HEADS | {"value": ("B", KV, "S", E + 1)}
 
 
 def block_shapes(**how: object) -> Shapes:
-    """Of the weights of a whole block."""
     made = block_inputs.Block(d=D, nhead=H, head_dim=E, hidden=FF, **how).weights()
     return {name: tuple(t.shape) for name, t in made.items()}
 
@@ -228,7 +225,6 @@ ARGUMENTS = {
 
 
 def named(t: Tensors) -> dict[str, Tensor | None]:
-    """Tensors as arguments: `fc1_weight=...`."""
     return {ARGUMENTS.get(name, name.replace(".", "_")): tensor for name, tensor in t.items()}
 
 
@@ -308,7 +304,6 @@ def mlp_case(op: Callable[..., Tensor], shapes: Shapes, activation: str, kind: s
 
 
 def attention_case(shapes: Shapes, how: Callable[[Tensors], dict[str, object]]) -> Case:
-    """`how(tensors)`: the options."""
 
     def call(fn: Callable[..., Tensor], t: Tensors, p: float, **kw: object) -> Tensor:
         return fn(t["query"], t["key"], t["value"], t.get("mask"), p, **how(t), **kw)
@@ -432,7 +427,6 @@ def rotated(t: Tensors, heads: Heads, tables: Tables | None = None) -> Tensor:
 
 
 def rotary(t: Tensors, heads: Heads, tables: Tables | None = None, **kw: object) -> Tensor:
-    """`ops.rotary`."""
     x, *weights = t.values()
     tables = tables or heads.tables(x) or (None, None)
     return ops.rotary(x, *tables, heads.nhead, heads.kv_heads, heads.interleaved, *weights, **kw)
@@ -461,7 +455,6 @@ def rotary_block_case(heads: Heads) -> Case:
 
 
 def loss(fn: Callable[..., Tensor], t: Tensors, **how: object) -> Tensor:
-    """Of each token, with every option."""
     given = (t["x"], t["head.weight"], targets(t["x"].shape[:-1]), t["head.bias"])
     options = {"label_smoothing": 0.2, "z_loss": 0.1, "softcap": 2.0}
     return fn(*given, **options, reduction="none", **how)

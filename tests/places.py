@@ -53,7 +53,6 @@ ids: dict[str, Any] = {"ids": lambda value: str(value).removeprefix("torch.").re
 
 
 def target() -> Any:
-    """What kernels are launched on."""
     from fused_remat.triton.launch import target_of
 
     return target_of(DEVICE)
@@ -127,7 +126,6 @@ def served(function: Callable[..., T], *args: Any, **options: Any) -> T:
 
 
 def normal(dtype: torch.dtype, *shape: int, scale: float = 1.0, shift: float = 0.0) -> Tensor:
-    """Random numbers."""
     x = torch.empty(shape, dtype=torch.float32, device=DEVICE)
     return x.normal_(shift, scale).to(dtype)
 
@@ -159,7 +157,6 @@ def poisoned(rows: int, width: int, dtype: torch.dtype, odd: bool = False) -> Te
 
 
 def nan(*shape: int) -> Tensor:
-    """float32, full of NaN."""
     return torch.full(shape, torch.nan, device=DEVICE)
 
 
@@ -190,7 +187,6 @@ def wide(mask: DropoutMask | None) -> DropoutMask | None:
 
 
 def double(*tensors: Tensor | None) -> tuple[Any, ...]:
-    """In float64."""
     return tuple(None if t is None else t.double() for t in tensors)
 
 
@@ -226,15 +222,8 @@ def check_all(found: Any, exact: Any, factor: float = 1.0, float32: float | None
             check_error(mine, true, here, str(i))
 
 
-def assert_bits(found: Any, expected: Any, what: str = "") -> None:
-    """Tensors of equal bits, or None where None is expected."""
-    for i, (a, b) in enumerate(zip(found, expected, strict=True)):
-        assert (a is None) == (b is None) and (a is None or torch.equal(a, b)), f"{what} {i}"
-
-
 @contextmanager
 def deterministic() -> Iterator[None]:
-    """PyTorch's deterministic mode."""
     torch.use_deterministic_algorithms(True)
     try:
         yield

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fused_remat import FusedRematDecoderLayer, FusedRematLayer, random
+from fused_remat import FusedRematLayer, random
 from fused_remat.spec import (
     USER_FUNCTION,
     AttentionSpec,
@@ -57,7 +57,6 @@ def dropout(t: Tensor, site: int, p: float, seed: int | Tensor | None) -> Tensor
 def norm(
     x: Tensor, spec: NormSpec, weight: Tensor | None = None, bias: Tensor | None = None
 ) -> Tensor:
-    """A layer norm or an RMSNorm over the last dimension."""
     weight = weight + spec.offset if weight is not None and spec.offset else weight
     if spec.kind == "layer_norm":
         return F.layer_norm(x, x.shape[-1:], weight, bias, spec.eps)
@@ -157,7 +156,6 @@ class _Block:
         return norm(x, spec, *(self.tensors.get(f"{name}.{kind}") for kind in ("weight", "bias")))
 
     def linear(self, name: str, x: Tensor) -> Tensor:
-        """A linear layer with its low-rank updates."""
         y = F.linear(x, self.tensors[f"{name}.weight"], self.tensors.get(f"{name}.bias"))
         for i, lora in enumerate(self.spec.loras):
             if lora.layer == name:
@@ -313,12 +311,6 @@ def linear_cross_entropy(
 # --- PyTorch's own layers
 
 EXACT_PRESETS = ("full", "lean", "balanced", "fast", "none")
-PARAM_NAMES = (
-    "self_attn.in_proj_weight", "self_attn.in_proj_bias",
-    "self_attn.out_proj.weight", "self_attn.out_proj.bias",
-    "linear1.weight", "linear1.bias", "linear2.weight", "linear2.bias",
-    "norm1.weight", "norm1.bias", "norm2.weight", "norm2.bias",
-)  # fmt: skip
 #: (S, B, D) for the layers of `make`.
 X = torch.randn(5, 2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
@@ -333,39 +325,27 @@ def randomize(module: nn.Module, seed: int = 0) -> nn.Module:
     return module
 
 
-def pair(
-    *args: object, policy: object = "full", seed: int = 0, decoder: bool = False, **kwargs: object
-) -> tuple[nn.Module, nn.Module]:
-    """A stock encoder or decoder layer with random parameters, and a fused one with the same."""
-    torch.manual_seed(seed)
-    stock = nn.TransformerDecoderLayer if decoder else nn.TransformerEncoderLayer
-    made = randomize(stock(*args, **kwargs), seed)
-    fused = (FusedRematDecoderLayer if decoder else FusedRematLayer)(*args, policy=policy, **kwargs)
-    fused.load_state_dict(made.state_dict())
-    return made, fused
+def pair(*args: object, policy: object = "full", **kwargs: object) -> tuple[nn.Module, nn.Module]:
+    """Return a stock encoder layer with random parameters, and a fused one with the same."""
+    torch.manual_seed(0)
+    stock = randomize(nn.TransformerEncoderLayer(*args, **kwargs))
+    fused = FusedRematLayer(*args, policy=policy, **kwargs)
+    fused.load_state_dict(stock.state_dict())
+    return stock, fused
 
 
 def make(policy="full", dropout=0.0, norm_first=True, **kwargs):
-    """A small float64 `pair` of encoder layers."""
     own = {"dropout": dropout, "norm_first": norm_first, "dtype": torch.float64}
     return pair(8, 2, 12, policy=policy, **own, **kwargs)
 
 
-def run(
-    layer: nn.Module, x: Tensor, dy: Tensor | None = None, *, memory: Tensor | None = None,
-    **kwargs: object,
-) -> list[Tensor]:  # fmt: skip
-    """Output, and gradients of inputs, of every parameter and of float masks that require grad."""
-    inputs = [
-        t.detach().clone(memory_format=torch.preserve_format).requires_grad_()
-        for t in (x, memory)
-        if t is not None
-    ]
-    y = layer(*inputs, **kwargs)
-    wanted = [*inputs, *(p for p in layer.parameters() if p.requires_grad)]
-    wanted += [m for m in kwargs.values() if isinstance(m, Tensor) and m.requires_grad]
+def run(layer: nn.Module, x: Tensor, dy: Tensor | None = None) -> list[Tensor]:
+    """Return the output, and the gradients of the input and of every parameter."""
+    x = x.detach().clone().requires_grad_()
+    y = layer(x)
+    leaves = [x, *(p for p in layer.parameters() if p.requires_grad)]
     dy = torch.ones_like(y) if dy is None else dy
-    return [y.detach(), *torch.autograd.grad(y, wanted, dy)]
+    return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
 
 
 def weights_of(layer: nn.Module) -> dict[str, Tensor | None]:

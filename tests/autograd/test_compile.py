@@ -153,7 +153,7 @@ def test_one_graph_as_in_eager_mode(case):
 
 @pytest.mark.composes("torch.compile", "Inductor, forward and backward, dropout as in eager mode")
 def test_inductor():
-    model = encoder("balanced", layers=2)
+    model = encoder("balanced", layers=1)
     call = compiled(model, "inductor", dynamic=True)
     for shape in ((3, 6), (4, 9)):
         # The same blocks; the last norm is Inductor's own code, within a hundred roundings.

@@ -11,16 +11,15 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 import torch.nn.functional as F
+from accuracy import assert_bits
 from block_inputs import LAYOUTS
 from layer_kinds import KINDS, Kind, check_errors, run
-from op_cases import CASES
 from places import (
     BF16,
     COMPILED,
     DEVICE,
     ON_GPU,
     ROUTES,
-    assert_bits,
     at,
     compiled,
     deterministic,
@@ -29,17 +28,13 @@ from places import (
 )
 from reference import EXACT_PRESETS
 from tiers import executed, pairwise
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fused_remat import (
     FusedRematWarning,
     explain,
     memory_report,
-    ops,
 )  # fmt: skip
 from fused_remat.execution import choose
-from fused_remat.report.allocations import measure_allocations
-from fused_remat.triton import norm as norms
 
 pytestmark = [
     pytest.mark.gpu,
@@ -54,7 +49,6 @@ FLOOR = {torch.bfloat16: 1e-3, F16: at(1e-4, 1e-3), F32: 1e-5}
 AUTOCAST_FLOOR = {torch.bfloat16: 1e-3, F16: at(1e-4, 4 * torch.finfo(F16).eps)}
 #: How far two routes of the same call may be apart in 16 bits: each is off by up to 7e-3.
 APART = compiled(2e-2, 2**-9)
-cuda_only = pytest.mark.skipif(not ON_GPU, reason="reads the allocator of CUDA")
 interpreted_only = pytest.mark.skipif(COMPILED, reason="of the interpreter's routes and dtypes")
 
 
@@ -243,7 +237,7 @@ def test_presets_have_the_same_bits_under_deterministic_algorithms(name, low, dr
     """Attention's backward adds in any order otherwise. On a GPU twenty runs."""
     subject, dtype = SUBJECTS[name], BF16 if low is None else F32
     tensors = subject.data(dtype)
-    few = EXACT_PRESETS if name in ENCODERS else ("full", "fast", "none")
+    few = EXACT_PRESETS if name in ENCODERS and low is None else ("full", "none")
     presets = at(EXACT_PRESETS * 4, few)
     with deterministic():
         first, *others = (
@@ -276,21 +270,6 @@ def test_kept_bytes_are_the_predicted(name, low, policy, routes):
     assert kept == row.predicted_bytes  # no copies of weights among them
 
 
-@cuda_only
-@pytest.mark.parametrize("name", ENCODERS)
-def test_nothing_stays_after_a_step_and_its_peak_is_lower(name):
-    subject = replace(SUBJECTS[name], batch=4 * B)  # activations outweigh gradients of weights
-    (x, dy), peaks = subject.data(BF16), []
-    for layer in subject.layers(dtype=BF16):
-        for leaf in (x.requires_grad_(), *layer.parameters()):
-            leaf.grad = torch.zeros_like(leaf)
-        layer(x).backward(dy)
-        step = measure_allocations(lambda layer=layer: layer(x).backward(dy), DEVICE)
-        assert step.net == 0
-        peaks.append(step.peak)
-    assert peaks[1] < peaks[0]
-
-
 # --- autocast: a float32 stream
 
 
@@ -317,12 +296,7 @@ def test_autocast_of_parameters_in_low_precision(name):
 
 
 @pytest.mark.parametrize("name", ENCODERS)
-@pytest.mark.parametrize("wide", [False, True], ids=["rows", "wide rows"])
-def test_autocast_with_dropout(name, wide, routes, monkeypatch):
-    """Of rows too wide for a kernel, a sum and its norm are two steps."""
-    if wide:
-        monkeypatch.setattr(norms, "FWD_WIDTH", 16)
-        monkeypatch.setattr(norms, "BWD_WIDTH", 16)
+def test_autocast_with_dropout(name, routes):
     _, fused = SUBJECTS[name].layers(0.1, "balanced")
     SUBJECTS[name].check(fused, eager_of(fused), F32, BF16)
 
@@ -358,45 +332,22 @@ def test_training_with_a_grad_scaler_follows_the_stock_layer():
     assert ours[-1] < ours[0]
 
 
-# --- layers that keep 8 bits
-
 # --- who serves
 
 
-#: A subject, its policy, autocast; what is said of some steps forward, and of one backward.
-SAID = {
-    "autocast": (
-        "encoder pre", "full", F16,
-        {
-            "norm1": "kernel norm_fwd, rounded to float16",
-            "act": "one kernel: product and activation",
-            "output": "ATen's addmm: nothing follows that could be fused; pointwise kernel, added "
-            "to the residual in the stream's dtype",
-        },
-        ["backward output and act (one kernel"],
-    ),
-    "gated": (
-        "llama", "full", None,
-        {
-            "act": "one kernel: product and activation", "gate": None, "up": None,  # never written
-            "qkv": "ATen's addmm: nothing follows that could be fused",
-        },
-        ["backward output and act (one kernel"],
-    ),
-}  # fmt: skip
-
-
 @interpreted_only
-@pytest.mark.parametrize("case", SAID)
-def test_explain_says_what_is_one_kernel(case):
-    name, policy, low, forward, backward = SAID[case]
-    fused, x = SUBJECTS[name].layers(0.1, policy)[1], SUBJECTS[name].data(F32)[0]
-    with torch.autocast("cpu", low, enabled=low is not None):
+def test_explain_says_what_is_one_kernel():
+    fused, x = SUBJECTS["encoder pre"].layers(0.1)[1], SUBJECTS["encoder pre"].data(F32)[0]
+    with torch.autocast("cpu", F16):
         (block,) = explain(fused, x)
-    assert low is None or "products in float16, stream in float32" in block.title
+    assert "products in float16, stream in float32" in block.title
     steps = dict(block.forward)
-    assert {step: steps.get(step) for step in forward} == forward
-    assert any(all(word in step for word in backward) for step in block.backward)
+    assert steps["norm1"] == "kernel norm_fwd, rounded to float16"
+    assert steps["act"] == "one kernel: product and activation"
+    assert steps["output"].startswith(
+        "ATen's addmm: nothing follows that could be fused; pointwise"
+    )
+    assert any("backward output and act (one kernel" in step for step in block.backward)
 
 
 @interpreted_only
@@ -410,22 +361,3 @@ def test_what_the_kernels_cannot_do_falls_back_with_one_warning():
     assert sum("float64" in str(w.message) for w in caught) == 1
     assert any("bfloat16" in str(w.message) for w in caught)
     assert all(issubclass(w.category, FusedRematWarning) for w in caught)
-
-
-def test_tensors_without_memory_are_eagers():
-    with FakeTensorMode():
-        x = torch.empty(2, 5, 8, device=DEVICE)
-        assert choose.ops_for("triton", x).name == "eager"
-        up, down = (torch.empty(*shape, device=DEVICE) for shape in ((16, 8), (8, 16)))
-        assert ops.mlp(x, up, None, down, None, backend="triton").shape == x.shape
-
-
-@interpreted_only
-def test_new_settings_of_float32_precision():
-    """The legacy getter raises once the new settings were used."""
-    settings, tensors = torch.backends.cuda.matmul, CASES["mlp"].tensors(dtype=F32)
-    before, settings.fp32_precision = settings.fp32_precision, "tf32"
-    try:
-        CASES["mlp"].op(tensors, 0.3, backend="triton").sum().backward()
-    finally:
-        settings.fp32_precision = before

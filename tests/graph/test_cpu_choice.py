@@ -6,7 +6,6 @@ import pytest
 import torch
 from attention_calls import attention_call
 from processes import ROOT, printed
-from torch.utils.flop_counter import FlopCounterMode
 
 from fused_remat import FusedRematLayer, ops
 from fused_remat.execution import choose
@@ -94,18 +93,6 @@ def test_onednn_serves_large_float32_products_on_cpus_unless_it_is_switched_off(
         assert choose.ops_for("eager", x)[linear.linear_fwd] is linear.linear_fwd
 
 
-@needs_onednn
-def test_flop_counters_count_onednn_products(settings):
-    layer, x = FusedRematLayer(128, 2, 1024), torch.randn(256, 1, 128)
-    flops = {}
-    for implementation in ("aten", "onednn"):
-        settings(implementation)
-        with FlopCounterMode(display=False) as counter:
-            layer(x).sum().backward()
-        flops[implementation] = counter.get_total_flops()
-    assert flops["aten"] == flops["onednn"]
-
-
 @pytest.fixture
 def halves(monkeypatch):
     """Widths of products of 16 bits, whole (above 0) or halves; of any CPU."""
@@ -186,14 +173,6 @@ def test_halves_are_the_same_in_every_preset(settings, halves, recorded):
         found.append(last)
         assert (halves == []) if recorded else halves.count(-1024) >= 4
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-
-
-def test_an_operator_with_other_arguments_is_not_called(settings, monkeypatch):
-    monkeypatch.setattr(onednn_products, "_ONEDNN", None)
-    settings("onednn")
-    x, weight = torch.randn(256, 256), torch.randn(256, 512)
-    product = choose.ops_for("eager", x)[linear.linear_dx]
-    assert torch.equal(product(x, weight), torch.mm(x, weight))
 
 
 @pytest.mark.parametrize("is_causal", [True, False])

@@ -41,19 +41,6 @@ def test_the_bits_that_autograd_gives(dtype, norm_first, monkeypatch):
     assert_autograd_gives(found, layer, monkeypatch)
 
 
-def test_autograd_rounds_none_of_them(monkeypatch):
-    seen, rounds = [], partial.round_vectors
-
-    def spy(grads, *given):
-        rounds(grads, *given)
-        seen.append(grads)
-
-    monkeypatch.setattr(partial, "round_vectors", spy)
-    grads_of(layer_of())
-    (grads,) = seen
-    assert [g.dtype for g in grads if g is not None and g.dim() == 1] == 8 * [torch.bfloat16]
-
-
 def test_what_autograd_takes_in_float32_stays_so(monkeypatch):
     """Or in whatever dtype it comes: `grad_dtype`."""
     layer = layer_of()
@@ -92,13 +79,6 @@ def test_parameters_that_are_no_leaves(monkeypatch):
     found = grads()
     monkeypatch.setattr(partial, "round_vectors", lambda *given: None)
     assert all(map(torch.equal, found, grads()))
-
-
-def test_weights_of_other_dtypes_than_the_input():
-    """Only gradients that are taken in the input's dtype are rounded together."""
-    grads = [torch.ones(3) / 3, torch.ones(3) / 3, torch.ones(3).double()]
-    partial.round_vectors(grads, LOW[0], [LOW[1], LOW[0], LOW[0]])
-    assert [g.dtype for g in grads] == [torch.float32, LOW[0], torch.float64]
 
 
 def test_in_the_operator_too(monkeypatch):

@@ -9,7 +9,7 @@ import torch
 from tiers import pairwise
 from torch import nn
 
-from fused_remat import FusedRematLayer, Policy, ops, policies
+from fused_remat import FusedRematLayer, Policy, ops
 from fused_remat.report.allocations import SavedBytes, measure_allocations
 from fused_remat.steps import attention_blocked
 
@@ -34,7 +34,7 @@ def test_what_the_stock_layer_keeps(activation, units):
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("norm_first, layers, dropout", pairwise([True, False], [1, 4], [0.0, 0.1]))
+@pytest.mark.parametrize("norm_first, layers, dropout", pairwise([True, False], [1, 2], [0.0, 0.1]))
 def test_peak_of_a_whole_step(norm_first, layers, dropout):
     """(4, 512, 512, 8), float32, full, gradients preallocated: at most 12 + 1.02 N units."""
     batch, seq_len, width, nhead = 4, 512, 512, 8
@@ -95,18 +95,3 @@ def test_up_is_kept_for_the_gradient_of_its_gate_alone(trained):
     with SavedBytes(exclude=[gate, up, down]) as saved:
         ops.gated_mlp(x, gate, up, down, policy=Policy(save={"gate", "up"}))
     assert saved.total == x.nbytes + (1 + trained) * 64 * 24 * 4
-
-
-def test_a_changed_preset_is_the_next_calls(monkeypatch):
-    layer, x = FusedRematLayer(16, 2, 64, policy="lean", dropout=0.0), torch.randn(5, 2, 16)
-    before = layer(x).grad_fn.execution.call.save
-    row = frozenset({"attn", "qkv"})
-    assert before != row
-    monkeypatch.setitem(policies.EXACT_PRESETS["lean"], "encoder_postnorm", row)
-    assert layer(x).grad_fn.execution.call.save == row
-    monkeypatch.setitem(policies.EXACT_PRESETS, "mine", {})
-    layer.policy = "mine"
-    assert layer(x).grad_fn.execution.call.save == frozenset()
-    monkeypatch.delitem(policies.EXACT_PRESETS, "mine")
-    with pytest.raises(ValueError, match="unknown policy 'mine'"):
-        layer(x)

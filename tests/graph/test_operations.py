@@ -11,7 +11,7 @@ from fused_remat import explain, ops
 from fused_remat.execution import choose
 from fused_remat.spec import NormSpec
 from fused_remat.steps import attention_aten
-from fused_remat.steps.linear import bias_grad, linear_dx, linear_fwd
+from fused_remat.steps.linear import bias_grad
 from fused_remat.steps.norm import norm_fwd
 from fused_remat.steps.operations import OPERATIONS, faster
 
@@ -34,13 +34,6 @@ def mine(monkeypatch):
     yield calls
     del OPERATIONS[norm_fwd].faster["mine"]
     choose.forget()
-
-
-def test_without_anything_faster_an_operation_is_the_plain_function():
-    table = choose.ops_for("eager", torch.ones(1))
-    assert all(table[function] is function for function in OPERATIONS)
-    others = {function for function, row in OPERATIONS.items() if "eager" in row.faster}
-    assert others == {linear_fwd, linear_dx}  # oneDNN's (test_cpu_choice.py)
 
 
 def test_one_operation_of_one_backend(mine):
@@ -83,10 +76,6 @@ def test_parameters_that_are_not_the_operations():
     expected = r"other\(grad\) cannot implement bias_grad: its parameters must be \(dy\)"
     with pytest.raises(TypeError, match=expected):
         faster(bias_grad, "mine", description="")(other)
-
-
-def test_an_implementation_has_the_operations_docstring(mine):
-    assert OPERATIONS[norm_fwd].faster["mine"].run.__doc__ == norm_fwd.__doc__
 
 
 def test_an_option_that_library_kernels_do_not_know_is_refused():

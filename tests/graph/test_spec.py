@@ -20,7 +20,6 @@ from fused_remat.graph.text import graph_of
 from fused_remat.layer_specs import nn_layer_spec, transformer_spec
 from fused_remat.policies import kept_names
 from fused_remat.spec import (
-    KINDS,
     USER_FUNCTION,
     AttentionSpec,
     BlockSpec,
@@ -109,11 +108,6 @@ def test_ranks_gather_what_parallel_branches_read_once():
         assert len(gathered) == (1 if branches[1].parallel else 2)
 
 
-def test_the_kinds_of_blocks_are_known_beforehand():
-    for name in KINDS:
-        assert hasattr(torch.ops.fused_remat, name)
-
-
 ONE, ENCODER = BranchSpec(op=MLP), nn_layer_spec(True, 2, 4, "gelu", loras=UPDATE)
 CROSS = replace(ATTENTION, keys="memory", window=(-1, -1))
 
@@ -123,12 +117,9 @@ CROSS = replace(ATTENTION, keys="memory", window=(-1, -1))
     [
         (lambda: replace(ATTENTION, align="middle"), "align must be 'start' or 'end'"),
         (lambda: replace(ATTENTION, align="start", window=(1, 0)), "align='start'"),
-        (lambda: replace(ATTENTION, true_means="keep"), "true_means must be"),
-        (lambda: replace(ATTENTION, projection="both"), "projection must be"),
         (lambda: replace(ATTENTION, masks=("foo",)), "masks must be 'mask' or 'padding'"),
         (lambda: replace(ATTENTION, num_kv_heads=3), "num_kv_heads must divide num_heads"),
         (lambda: replace(ATTENTION, head_norm=NORM), "head_norm must be 'rms_norm'"),
-        (lambda: replace(CROSS, head_norm=RMS), "neither rotary nor head_norm"),
         (lambda: MLPSpec(activation=USER_FUNCTION, gated=True), "needs the name of an activation"),
         (lambda: BranchSpec(op=MLP, placement="mid"), "placement must be 'pre' or 'post' or 'sand"),
         (lambda: BranchSpec(op=MLP, placement="sandwich"), "placement 'sandwich' needs a norm"),
@@ -136,7 +127,6 @@ CROSS = replace(ATTENTION, keys="memory", window=(-1, -1))
         (lambda: BlockSpec(kind="none", branches=()), "at least one branch"),
         (lambda: BlockSpec(kind="x", branches=(BranchSpec(op=CROSS),)), "keys must name an input"),
         (lambda: replace(parallel(None), residual=False), "one branch, with placement 'pre'"),
-        (lambda: BlockSpec(kind="mlp", branches=(ONE,)).attention, "no attention"),
         (lambda: ENCODER.on_rank(PLACE), "cannot be divided"),
         (lambda: nn_layer_spec(True, 3, 4, "gelu").on_rank(PLACE),
          "3 key heads cannot be divided among 2 ranks"),

@@ -82,19 +82,6 @@ def test_a_replica_of_data_parallel_has_no_logits():
     assert out.logits is None and all(p.grad is not None for p in model.parameters())
 
 
-def test_hidden_states_and_ignore_index_are_handed_on():
-    model = llama()
-    model.config.final_logit_softcapping = 0.5  # which is no option of Llama's
-    fused = convert(copy.deepcopy(model), loss=True)
-    inputs = batch()
-    inputs["labels"][inputs["labels"] == -100] = 5
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", FusedRematWarning)  # layers are handed it, too
-        warnings.filterwarnings("ignore", ".* returns logits=None")
-        out = compare(model, fused, **inputs, output_hidden_states=True, ignore_index=5)
-    assert len(out.hidden_states) == 3
-
-
 def test_a_frozen_head_and_a_head_with_a_bias():
     model = llama(tie_word_embeddings=False)
     model.lm_head = torch.nn.Linear(32, VOCAB)
@@ -195,9 +182,3 @@ def test_conversion_tells_what_the_loss_was_computed_by():
         step(model, **batch())
     assert loss_of(model) == ("bypassed", "lm_head has hooks")
     assert loss_of(copy.deepcopy(model)) == ("not called", "")
-
-
-def test_conversion_where_adapters_bypass_the_loss():
-    model = adapted(convert(llama(), loss=True))
-    model(input_ids=batch()["input_ids"]).logits.sum().backward()
-    assert loss_of(model) == ("bypassed", "the call has no labels")

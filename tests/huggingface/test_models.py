@@ -12,12 +12,10 @@ from accuracy import assert_bits
 from hf_models import IDS, build, close, fused_layers, step
 from torch.utils.checkpoint import checkpoint
 
-from fused_remat import FusedRematWarning, Policy, check_replay, convert, revert
+from fused_remat import FusedRematWarning, check_replay, convert, revert
 from fused_remat.huggingface.layer import HuggingFaceLayer
 
 CLOSE = {"rtol": 1e-6, "atol": 1e-6}  # transformers' RMSNorm is float32 in a float64 model
-
-
 LOSS = pytest.mark.parametrize("loss", [False, True], ids=["layers", "loss, too"])
 
 
@@ -42,14 +40,6 @@ def test_layers_stay_what_they_were(model):
     assert type(revert(model).model.layers[0]) is stock
     assert type(convert(model, every=2).model.layers[0]) is cls  # one class for a stock class
     assert type(model.model.layers[1]) is stock
-
-
-def test_policies_name_the_activations_of_the_layer(model):
-    with pytest.raises(ValueError, match=r"unknown activation 'sum2'.*gate, up"):
-        convert(model, policy=Policy(save={"sum2"}))
-    assert not fused_layers(model)
-    with pytest.raises(ValueError, match="are fused already"):
-        convert(convert(model))
 
 
 @pytest.mark.composes("Hugging Face", "`generate()` and evaluation: transformers' own, bit for bit")
@@ -168,21 +158,6 @@ def test_trainer(tmp_path, blocks_run, checkpointing):
         losses.append([row["loss"] for row in trainer.state.log_history if "loss" in row])
     assert len(blocks_run) == 4
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)  # float32 rounding
-
-
-def test_gradients_added_to_buffers(model):
-    expected = step(model, IDS)
-    convert(model, accumulate_into="main_grad")
-    with pytest.raises(RuntimeError, match="has no main_grad"):
-        model(**IDS)
-    for p in model.parameters():
-        p.main_grad = torch.zeros_like(p)
-    got = step(model, IDS)
-    inside = {n: p.main_grad for n, p in model.named_parameters() if ".layers." in n}
-    close({**got, **inside}, expected)
-    model.model.layers[0].mlp.register_forward_hook(lambda *_: None)
-    with pytest.raises(RuntimeError, match="accumulate_into='main_grad' is not possible"):
-        model(**IDS)
 
 
 @pytest.mark.composes("Hugging Face", "the replay check")

@@ -88,37 +88,6 @@ def test_every_state_of_two_adapters():
     check_alike(*merged)
 
 
-def test_dropout_draws_anew_and_only_in_training():
-    stock, fused = pair(lora(lora_dropout=0.5))
-    seeded = []
-    for _ in range(2):
-        torch.manual_seed(3)
-        seeded.append([step(fused, IDS)["logits"], step(fused, IDS)["logits"]])
-    assert not torch.equal(*seeded[0]) and torch.equal(seeded[0][0], seeded[1][0])
-    for module in [*stock.modules(), *fused.modules()]:
-        if isinstance(module, torch.nn.Dropout):
-            module.eval()  # each rules its own, whatever the layer's mode is
-    check_alike(fused, stock)
-
-
-def test_dora_runs_under_ordinary_rebuild():
-    """More adapters that a block does not have: `tests/layers/test_lora.py`."""
-    stock, fused = pair(lora(use_dora=True))
-    reason = "adapter 'default' of self_attn.q_proj is .*DoraLinearVariant"
-    with pytest.warns(FusedRematWarning, match=reason):
-        found = step(fused, IDS)
-    assert max(distance(found, step(stock, IDS)).values()) < 3e-5
-    (kind,) = conversion(fused)
-    assert (kind.state, kind.count, kind.name) == ("checkpointed", 2, "LlamaDecoderLayer")
-    assert "DoraLinearVariant" in kind.reason
-
-
-def test_a_layer_trained_as_a_whole_beside_adapters():
-    stock, fused = pair(lora(modules_to_save=["down_proj"]))
-    found = check_alike(fused, stock)
-    assert any("modules_to_save" in name for name in found)
-
-
 def test_adapters_are_saved_and_loaded(tmp_path):
     stock, fused = pair(lora(ALL))
     fused.save_pretrained(tmp_path)
@@ -154,18 +123,3 @@ def test_adapters_on_the_parameters_of_experts():
     torch.testing.assert_close(grads[1], grads[0])
     (kind,) = conversion(fused)
     assert kind.state == "checkpointed" and "its forward changes parameters" in kind.reason
-
-
-@pytest.mark.filterwarnings("ignore::fused_remat.FusedRematWarning")
-def test_adapters_train_under_reentrant_checkpointing():
-    """PEFT asks the layers whether they checkpoint, and makes their input differentiable then.
-
-    A hook inside the first layer makes it run its own forward.
-    """
-    model = convert(build("llama", torch.float32)).train()
-    model.activation_checkpointing_enable({"use_reentrant": True})
-    model.model.layers[0].mlp.up_proj.register_forward_hook(lambda *_: None)
-    trained = adapted(model, lora())
-    step(trained, IDS)
-    weights = [p for p in trained.parameters() if p.requires_grad]
-    assert len(weights) == 8 and all(p.grad is not None for p in weights)

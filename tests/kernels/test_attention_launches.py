@@ -12,20 +12,16 @@ from places import (
     check_written,
     compiled,
     double,
-    error_of,
     nan,
     normal,
     poisoned,
-    sized,
     target,
 )  # fmt: skip
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fused_remat import random
 from fused_remat.steps.attention import attention_bwd, attention_fwd
 from fused_remat.triton import attention, attention_masks
-from fused_remat.triton.launch import Target
-from fused_remat.triton.tables import AttentionTile, attention_tile, group_parts
+from fused_remat.triton.tables import AttentionTile
 
 pytestmark = pytest.mark.gpu
 F32, SMALL = torch.float32, AttentionTile(16, 16, 4, 1)
@@ -126,65 +122,7 @@ def test_rows_that_are_far_everywhere_keep_their_digits():
         torch.testing.assert_close(found[name], expected[name])
 
 
-@interpreted_only
-def test_blocks_that_are_excluded_are_not_read():
-    """NaN in keys that no query of a tile may see does not reach it, by a window or by a mask."""
-    sizes, visible = (1, 1, 1, 32, 64, 16), torch.ones(32, 64, dtype=torch.bool)
-    visible[:16, 32:], visible[16:, :32] = False, False
-
-    def nan_rows(sizes, **options):
-        q, k, v, _ = inputs_of(sizes, torch.float32)
-        v[:, :, 32:] = torch.nan
-        out, lse = torch.empty(sizes[3], sizes[5]), torch.empty(1, 1, sizes[3])
-        call = attention_call(sizes, **options)
-        for launch in attention.forward(q, k, v, call, out, lse, target(), SMALL):
-            launch.run()
-        return out.isnan().any(1)
-
-    assert nan_rows(sizes).all()
-    by_mask = nan_rows(sizes, mask=visible)
-    assert not by_mask[:16].any() and by_mask[16:].all()
-    by_window = nan_rows((1, 1, 1, 64, 64, 16), right=0)
-    assert not by_window[:32].any() and by_window[32:].all()
-
-
-def test_descriptors_where_they_can_serve():
-    """Tensor descriptors for aligned heads; pointers for others, and where rows end early."""
-
-    def uses_descriptors(sizes, **options):
-        q, k, v, out = inputs_of(sizes, DTYPES[0])
-        call = attention_call(sizes, **options)
-        *_, launch = attention.forward(q, k, v, call, out, None, target(), SMALL)
-        return launch.constants["TMA"]
-
-    by_descriptors = attention.family(target()) in attention.ATTENTION_BY_DESCRIPTORS
-    aligned = (1, 2, 1, 5, 9, compiled(24, 20))
-    assert uses_descriptors(SQUARE) == uses_descriptors(aligned) == by_descriptors
-    assert not uses_descriptors((1, 2, 1, 5, 9, 5))
-    assert not uses_descriptors(SQUARE, lengths=torch.tensor([3, 4], device=DEVICE))
-
-
 # --- tiles and parts that know how many programs there are
-
-
-@pytest.mark.parametrize(
-    "sizes, right, tiles, parts",
-    [  # (B, H, Hkv, S_q, S_k, E); the rows of dk's and dq's tiles; programs of a group
-        ((2, 16, 16, 2048, 2048, 128), 0, (128, 128), 1),
-        ((1, 8, 2, 2048, 2048, 128), 0, (128, 64), 4),
-        ((1, 14, 2, 4096, 4096, 128), 0, (128, 128), 4),
-        ((1, 8, 8, 2048, 2048, 128), -1, (128, 64), 1),
-        ((1, 9, 3, 2048, 2048, 128), -1, (128, 128), 3),
-        ((1, 71, 1, 128, 128, 64), -1, (128, 64), 71),
-    ],
-    ids=str,
-)
-def test_every_multiprocessor_has_programs(sizes, right, tiles, parts):
-    """Of 132: one each, or two where a window makes them unequal."""
-    call, hopper = call_of(sizes, right=right), Target("cuda", 90, 132)
-    by_keys, by_queries = (attention_tile(n, hopper, sizes[5], call) for n in ("dkdv", "dq"))
-    assert (by_keys.block_n, by_queries.block_m) == tiles
-    assert group_parts(hopper, call, by_keys) == parts
 
 
 # --- which keys a query sees
@@ -231,16 +169,3 @@ def test_lists_of_blocks(by_keys):
         width = len(pieces)
         assert row[: row[width]].tolist() == partial
         assert sorted(row[width - row[width + 1] : width].tolist()) == whole
-
-
-@pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
-@pytest.mark.parametrize("width", [64, 128])
-def test_long_sequences_beside_atens_flash(width, causal):
-    length, width = sized(32768, width, tiny=(48, 16), executed=(300, 64))
-    sizes = (1, 4, 4, length, length, width)
-    call, given = attention_call(sizes, right=0 if causal else -1), inputs_of(sizes, BF16)
-    found = launched(call, *given)
-    with sdpa_kernel([SDPBackend.FLASH_ATTENTION]):
-        theirs = body(call, *given)
-    for name in NAMES:  # both in 16 bits, each off by up to 1e-2
-        assert error_of(found[name], theirs[name]) <= 2e-2, name

@@ -49,9 +49,7 @@ def backward(dy, x, weight, marks, plus=None):
 
 
 def rotary(cos, sin):
-    call = RotaryTables(
-        HEADS, cos, sin, None, None, 3, 3
-    )  # the second sequence: a part of the tables
+    call = RotaryTables(HEADS, cos, sin, None, None, 3, 3)  # of the second sequence
     return rotary_triton.rotary_fwd_triton, rotary_fwd, (normal(torch.float32, 3, 64), call)
 
 
@@ -67,21 +65,15 @@ def calls():
         "dropout": add(x, y, mask()),
         "another row": add(x, y, mask(row0=1)),
         "a row beyond 32 bits": add(x, y, mask(row0=2**40)),
-        "another probability": add(x, y, mask(p=0.25)),
         "one row": add(x[:1], y[:1], mask().of_rows(0, 1)),
-        "one column": add(x[:, :1], y[:, :1], None),
         "an odd width": add(x[:, :47].contiguous(), y[:, :47].contiguous(), None),
         "a misaligned x": add(misaligned(x), y, None),
-        "a misaligned residual": add(x, misaligned(y), None),
         "an x off by an element": add(normal(torch.float32, 145)[1:].view(3, 48), y, None),
         "rows apart": add(wide(3, 48), y, None),
-        "other rows apart": add(x, wide(3, 48), None),
         "expanded": add(x[:1].expand(3, 48), y, None),
         "another dtype": add(x.half(), y, None),
-        "other dtypes": add(x.half(), y.half(), None),
         "transposed, so copied": add(x.t().contiguous().t(), y, None),
         "norm": forward(SPEC, x, vector, vector.clone()),
-        "norm, one vector": forward(SPEC, x, vector, vector),
         "norm, other eps": forward(OTHER, x, vector, vector.clone()),
         "norm, no bias": forward(SPEC, x, vector, None),
         "norm, no weight": forward(SPEC, x, None, vector),
@@ -91,7 +83,6 @@ def calls():
         "all gradients, added": backward(y, x, vector, every, x),
         "dx": backward(y, x, vector, (True, False, False)),
         "dweight": backward(y, x, vector, (False, True, False)),
-        "dbias and dx": backward(y, x, vector, (True, False, True)),
         "tables of one storage": rotary(*tables),
         "tables of two": rotary(tables[0], tables[1].clone()),
     }
@@ -125,12 +116,6 @@ def test_a_frozen_launch_is_neither_described_nor_bound(described):
     assert not described
     (plan,) = launch_cache.PLANS.values()
     assert plan.go is not None
-
-
-def test_a_copied_operand_is_copied_every_time(described):
-    check(calls()["transposed, so copied"])
-    check(calls()["transposed, so copied"])
-    assert described == ["dropout_add_fwd_kernel"] * 2
 
 
 def test_hooks_see_every_launch(described):

@@ -204,19 +204,3 @@ def test_the_bits_of_the_definition(row0, m, n, p, seed):
     y = nan(m, n)
     pointwise.dropout_add_fwd(torch.ones(m, n, device=DEVICE), None, mask, y).run()
     assert torch.equal(y.cpu(), random.keep_scale(key, row0, m, n, p, torch.float32))
-
-
-@pytest.mark.parametrize("row0", [0, 2**32 - 3, 2**40 + 1])
-def test_every_place_draws_them(row0):
-    """In a pass over a matrix, in a product's end, and by the definition on this device."""
-    rows, width = sized(515, 4104)
-    mask = mask_of(rows, width, 0.3, row0)
-    expected = random.keep_scale(mask.site_key.cpu(), row0, rows, width, 0.3, torch.float32)
-    y = run(dropout, torch.ones(rows, width, device=DEVICE), mask)
-    assert torch.equal(y.cpu(), expected)
-    assert torch.equal(mask.tensor().cpu(), expected)
-    if PLACE != "aten":
-        ones = [torch.ones(n, 16, device=DEVICE, dtype=BF16) for n in (rows, width)]
-        y = poisoned(rows, width, BF16)
-        products.linear_fwd(*ones, None, mask, "relu", None, y, target()).run()
-        assert torch.equal(y.cpu() != 0, expected != 0)

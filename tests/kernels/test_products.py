@@ -5,7 +5,6 @@ import torch
 from places import (
     BF16,
     COMPILED,
-    DEVICE,
     ON_GPU,
     PLACE,
     at,
@@ -17,7 +16,6 @@ from places import (
     far_apart,
     ids,
     mask_of,
-    misaligned,
     normal,
     poisoned,
     served,
@@ -31,7 +29,6 @@ from fused_remat.steps import fused
 from fused_remat.steps.activation import activation_bwd, activation_fwd
 from fused_remat.steps.linear import linear_dw, linear_dx, linear_fwd
 from fused_remat.triton import products, tables
-from fused_remat.triton.launch import Target
 
 F16, F32 = torch.float16, torch.float32
 # M, N, K. Interpreted: single, odd, even sizes (tensor descriptors), more tiles than programs. On a
@@ -217,14 +214,6 @@ def test_an_mlp_in_passes_by_operations(gated, widest, needs_act, monkeypatch):
     check_all(grads, activation_bwd(act, dact, *pair, wide(mask), False, (True, True)), 4)
 
 
-def test_a_tile_is_chosen_by_waves():
-    """133 tiles are two waves of 132 multiprocessors; 192 run at 73%."""
-    hopper = Target("cuda", 90, 132)
-    for tiles, columns in ((132, 256), (133, 128), (192, 128), (264, 256), (1024, 256)):
-        assert tables.tile_for("linear", hopper, 128 * tiles, 256).block_n == columns, tiles
-    assert tables.tile_for("linear", hopper, 128, 512).block_m == 64
-
-
 # --- layouts, tiles
 
 
@@ -273,20 +262,3 @@ def test_rows_that_end_within_16_bytes():
     launch.run()
     check_written(y)
     check_error(y, linear_fwd(*double(x, weight, bias)).relu(), compiled(1, 4))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("kernel", tables.TILES)
-@pytest.mark.parametrize("layout", ["aligned", "misaligned"])
-def test_every_tile_of_the_tables(kernel, layout):
-    from bench.gpu.product_tiles import TILED, contest
-    from bench.measure.contest import Rig, admit
-
-    rig, sizes = Rig(DEVICE, BF16, not ON_GPU, target(), ends=0.0), sized(2048, 1024, 4096)
-    form, tiles = TILED[kernel], tables.TILES[kernel][tables.family(target())]
-    sets = form.draw(rig, dict(zip("TDF", sizes, strict=True)))
-    for t in sets if layout == "misaligned" else ():
-        vars(t).update({n: misaligned(getattr(t, n)) for n in ("x", "dy") if n in form.operands})
-    rows = admit(contest(form, sets, rig, tiles))
-    assert len(rows) == len(tiles)
-    assert {name: row["error"] for name, row in rows.items() if "error" in row} == {}

@@ -4,11 +4,11 @@ import dataclasses
 
 import pytest
 import torch
+from accuracy import assert_bits
 from places import (
     BF16,
     DEVICE,
     PLACE,
-    assert_bits,
     at,
     check_all,
     check_error,
@@ -23,9 +23,7 @@ from places import (
 )  # fmt: skip
 from tiers import pairwise
 
-from fused_remat.execution.choose import choose
 from fused_remat.spec import AttentionSpec, NormSpec, RotarySpec
-from fused_remat.steps.operations import OPERATIONS
 from fused_remat.steps.rotary import RotaryTables, rotary_bwd, rotary_fwd
 from fused_remat.triton import rotary
 
@@ -179,29 +177,3 @@ def test_rows_more_than_2_31_elements_apart(norm):
     marks, y = (True, False, False), run(rotary_fwd, x.clone(), call)
     assert_bits(*(backward(t, t if norm else None, call, marks) for t in (x, x.clone())))
     assert_bits([run(rotary_fwd, x, call), run(rotary_fwd, x, call, x)], [y, y])
-
-
-def test_tables_whose_rows_are_2_30_elements_apart():
-    heads = (1, 1, 2, 2)
-    x, tables = tokens_of(heads, torch.float16, 6), [far_apart(3, 1) for _ in "cs"]
-    far = RotaryTables(call_of(heads).spec, *tables, None, None, 0, 3)
-    check_error(run(rotary_fwd, x, far), rotary_fwd(x.double(), wide(far)))
-
-
-def test_tokens_far_into_the_batch_read_their_own_tables():
-    x, call = tokens_of(SOME), call_of(SOME, batched=True)
-    later = dataclasses.replace(call, token0=TOKEN0 + 9)
-    check_error(run(rotary_fwd, x[9:], later), rotary_fwd(x.double(), wide(call))[9:])
-
-
-@pytest.mark.gpu
-def test_heads_too_wide_for_a_program_are_atens(monkeypatch):
-    x, dy, call = tokens_of(SOME), tokens_of(SOME), call_of(SOME, norm=True)
-    key, made = OPERATIONS[rotary_fwd].key(x, call), []
-    for widest in (SOME[2] + 2, SOME[2] - 2):
-        monkeypatch.setattr(rotary, "MAX_HEAD", widest)
-        forward, back = (choose(f, "triton", key) for f in (rotary_fwd, rotary_bwd))
-        grads = back.run(dy, x, call, (True,) * 3, False)
-        made.append((forward.reason(), forward.run(x, call), *grads))
-    assert made[0][0] == "kernel rotary_fwd" and "not triton: heads" in made[1][0]
-    check_all(made[0][1:], made[1][1:], compiled(1, 2))

@@ -1,6 +1,5 @@
 """A kernel that cannot be compiled or loaded is replaced by its operation, with one warning."""
 
-import dataclasses
 import warnings
 
 import pytest
@@ -79,21 +78,6 @@ def test_the_operation_serves_from_then_on_and_one_warning_says_why(fails, launc
     assert not launched
     recorded(lambda: served(norm_bwd)(args[0], args[1], args[1], got[1:], None, (True,) * 3))
     assert launched, "other operations keep their kernels"
-
-
-def test_a_real_kernel_that_is_too_large(monkeypatch):
-    family = tables.family(choose_target())
-    tile = dataclasses.replace(tables.TILES["linear_act_bwd"][family][0], stages=8)
-    monkeypatch.setitem(tables.TILES["linear_act_bwd"], family, (tile,))
-    monkeypatch.setattr(tables, "MLP_BWD_IN_ONE", frozenset())
-    said = check_block(ops_mlp)
-    assert len(said) == 1 and "linear_act_bwd_kernel" in said[0] and "out of resource" in said[0]
-
-
-def choose_target():
-    from fused_remat.triton.launch import target_of
-
-    return target_of(DEVICE)
 
 
 def test_nothing_is_launched_unless_everything_can_be(fails, launched):

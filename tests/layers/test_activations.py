@@ -1,22 +1,13 @@
 """Activation functions without a row: served by the fused path, with what they capture."""
 
-import contextlib
-import functools
-import warnings
-
 import pytest
 import torch
-import torch.nn.functional as F
-from accuracy import assert_bits, assert_close
-from layer_kinds import run
+from accuracy import assert_bits
 from reference import pair
 from tiers import pairwise
 from torch import nn
-from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
 
-from fused_remat import FusedRematLayer, FusedRematWarning, memory_report
-from fused_remat.steps import activation as activations
+from fused_remat import FusedRematLayer, FusedRematWarning
 
 D, H, FF = 12, 3, 20
 DOUBLE = torch.float64
@@ -68,13 +59,6 @@ def test_any_function_trains_as_in_the_stock_layer(name, batch_first, norm_first
             torch.testing.assert_close(got, expected)
 
 
-def test_an_unbatched_sequence_reaches_the_function_as_two_dimensions():
-    shapes = []
-    layer = FusedRematLayer(D, H, FF, 0.0, lambda x: shapes.append(tuple(x.shape)) or x.sin())
-    layer(torch.randn(5, D)).sum().backward()
-    assert set(shapes[1:]) == {(5, FF)}  # the first call is the probe, on one token
-
-
 W, B = torch.full((FF, FF), 0.3), torch.full((FF,), 0.3)
 NOT_A_LEAF, PARAMETER = torch.full((FF,), 0.3, requires_grad=True) * 2, nn.Parameter(B.clone())
 MODULE = nn.PReLU().requires_grad_(False)
@@ -98,20 +82,6 @@ def test_whatever_is_captured_and_changed_in_place_raises(activation, captured):
         captured.mul_(1.5)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
-
-
-@pytest.mark.parametrize("name", ["a module with a parameter", "a scalar captured"])
-def test_captured_parameters_under_hooks_on_saved_tensors(name):
-    layer = FusedRematLayer(D, H, FF, 0.0, FUNCTIONS[name]()[0], dtype=DOUBLE)
-    expected = run(layer, X, X)
-    for context in (save_on_cpu(), saved_tensors_hooks(lambda t: t.detach().clone(), lambda t: t)):
-        with context:
-            assert_bits(run(layer, X, X), expected)
-    inner = layer.forward
-    layer.forward = functools.partial(checkpoint, inner, use_reentrant=False)
-    assert_bits(run(layer, X, X), expected)
-    layer.forward = inner
-    assert memory_report(layer, X).kept_bytes > 0
 
 
 class Heated(nn.Module):
@@ -171,16 +141,6 @@ class Counter(nn.Module):
         return x.sin()
 
 
-@contextlib.contextmanager
-def told():
-    """What warnings say inside."""
-    texts = []
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        yield texts
-    texts += [str(w.message) for w in seen if w.category is FusedRematWarning]
-
-
 @pytest.mark.parametrize(
     ("activation", "reason"),
     [
@@ -193,19 +153,8 @@ def told():
 )
 def test_what_cannot_be_called_again_falls_back_with_the_reason(activation, reason):
     layer = FusedRematLayer(D, H, FF, 0.0, activation, batch_first=True)
-    with told() as texts:
+    with pytest.warns(FusedRematWarning, match=reason):
         layer(X.float()).sum().backward()
-    assert len(texts) == 1 and reason in texts[0]
     assert layer.linear1.weight.grad is not None
     if isinstance(activation, Counter):
         assert activation.calls == 1  # its layer's forward is not repeated
-
-
-def test_a_new_activation_is_a_row(monkeypatch):
-    """mish's ATen derivative has no overload that writes to `out`."""
-    backward = torch.ops.aten.mish_backward
-    bwd = lambda dy, x, out: activations._into(backward, dy, out, x)  # noqa: E731
-    row = activations.Activation(F.mish, bwd, modules=(nn.Mish,))
-    monkeypatch.setitem(activations.ACTIVATIONS, "mish", row)
-    stock, fused = pair(D, H, FF, 0.0, nn.Mish(), dtype=DOUBLE)
-    assert_close(run(fused, X, X.cos()), run(stock, X, X.cos()))

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,11 +14,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fused_remat import random
-from fused_remat.execution.executor import autocast_on
-from fused_remat.graph.build import attention_graph
-from fused_remat.graph.precision import mixed_precision
 from fused_remat.layers.precision import precision_of, unsupported_autocast_reason
-from fused_remat.spec import AttentionSpec
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 LOW = pytest.mark.parametrize("low", [BF16, FP16], ids=["bf16", "fp16"])
@@ -146,19 +141,6 @@ def test_dtypes_on_cuda(src, low, norm_first, stream, weights):
         assert precision_of(x, params, low, norm_first).stream == stream
 
 
-@pytest.mark.parametrize(
-    "dtype, low, activation",
-    [(BF16, BF16, "gelu"), (FP32, None, "gelu"), (FP64, BF16, torch.sin)],
-    ids=["all in autocast's dtype", "off inside", "float64"],
-)
-@NORMS
-def test_where_autocast_changes_nothing(norms, dtype, low, activation):
-    _, fused = encoder(norms, dtype=dtype, activation=activation)
-    with autocast(BF16):
-        found = run(fused, *data(dtype), low=low)
-    assert_bits(found, run(fused, *data(dtype)))
-
-
 # --- backward
 
 
@@ -216,19 +198,6 @@ def test_an_unknown_activation_sees_autocast_in_forward_and_rebuild(low, policy)
 
 
 # --- what surrounds a layer
-
-
-@NORMS
-def test_evaluation_without_gradients(norms):
-    """With a mask, which PyTorch's kernel cannot be trusted with; without, it is PyTorch's own."""
-    stock, fused = encoder(norms)
-    x, mask = data()[0], torch.ones(S, S).triu(1).bool()
-    for kwargs in ({}, {"src_mask": mask}):
-        expected = stock(x, **kwargs)
-        with torch.no_grad(), autocast(BF16):
-            found = fused.eval()(x, **kwargs)
-        assert found.dtype == expected.dtype
-        assert (found - expected).norm() <= FLOOR[BF16] * expected.norm()
 
 
 def losses(model, low, scaler=None, spoil=1.0, steps=20):
@@ -296,21 +265,3 @@ def test_what_autocast_does_not_convert_falls_back_with_a_reason():
         assert "but self_attn.in_proj_weight is not" in fused.why_not_fused(x.double())
     meta = torch.empty(1, device="meta")
     assert "on meta is on" in unsupported_autocast_reason(meta, "src", {}, BF16)
-
-
-def test_a_block_with_one_step_in_both_dtypes_is_refused():
-    spec = AttentionSpec(num_heads=2, num_kv_heads=2, head_dim=8, scale=1.0)
-    with pytest.raises(NotImplementedError, match="attention cannot run under autocast"):
-        mixed_precision(attention_graph(spec), BF16)
-
-
-@pytest.mark.parametrize("kind", ["cpu", "cuda", "mps", "xpu"])
-def test_autocast_of_every_device_is_seen(kind):
-    x = SimpleNamespace(device=torch.device(kind), is_cpu=kind == "cpu", is_cuda=kind == "cuda")
-    before = torch.is_autocast_enabled(kind)
-    assert autocast_on(x) == before
-    torch.set_autocast_enabled(kind, True)
-    try:
-        assert autocast_on(x)
-    finally:
-        torch.set_autocast_enabled(kind, before)

@@ -75,19 +75,6 @@ def test_torch_func_export_and_tracing_are_ordinary_operations(name):
         torch.testing.assert_close(each[:, 0], stock(*inputs, **given).detach())
 
 
-@pytest.mark.parametrize("name", ["encoder, post-norm", "decoder, post-norm", "llama"])
-def test_functional_call_is_served(name):
-    """Of the activation too, where that is a module with a parameter."""
-    kind, found = KINDS[name], []
-    own = {} if kind.is_causal else {"activation": nn.PReLU(dtype=torch.float64)}
-    stock, fused = kind.pair(dtype=torch.float64, **own)
-    params = {n: (1.5 * p).detach().requires_grad_() for n, p in fused.named_parameters()}
-    for layer in (fused, stock):
-        y = torch.func.functional_call(layer, params, tuple(kind.data()[:-1]))
-        found.append([y, *torch.autograd.grad(y.sum(), list(params.values()))])
-    assert_close(*found)
-
-
 #: Beginnings of the names of parameters that want a gradient, and how many of the inputs do.
 WANTED = {
     "the first linear layer": (("linear1", "up"), 0),
@@ -126,27 +113,6 @@ def test_frozen_parts_get_no_gradient_and_the_others_the_same(
     y.backward(dy)
     for leaf, expected in zip(leaves, whole, strict=True):
         assert torch.equal(leaf.grad, expected) if leaf.requires_grad else leaf.grad is None
-
-
-@pytest.mark.parametrize("name", ["decoder, post-norm", "llama"])
-@pytest.mark.parametrize("target", ["main_grad", "grad"])
-def test_accumulates_into_float32(name, target, pieces, monkeypatch):
-    """Of every parameter; products in 16 bits: `tests/autograd/test_accumulation.py`."""
-    monkeypatch.setattr("fused_remat.steps.linear.widens", lambda x: True)
-    _, fused = KINDS[name].pair(dtype=BF16)
-    *inputs, dy = KINDS[name].data(BF16)
-    params = list(fused.parameters())
-    expected = run(fused, *inputs, dy)[1 + len(inputs) :]
-    for p in params:
-        p.grad_dtype = FP32
-        setattr(p, target, torch.ones_like(p, dtype=FP32))
-    fused.accumulate_into = target
-    fused(*inputs).backward(dy)
-    for p, g in zip(params, expected, strict=True):
-        found = getattr(p, target) - 1
-        assert found.dtype is FP32 and (target == "grad" or p.grad is None)
-        # What autograd rounded once; 1 was added in float32.
-        torch.testing.assert_close(found, g.float(), rtol=2**-8, atol=1e-5)
 
 
 @pytest.mark.composes("Replay check", "the decoder layer")
@@ -193,17 +159,3 @@ def test_fake_tensors(dropout, policy):
         y = layer(x)
         y.sum().backward()
         assert y.shape == x.grad.shape == (5, 2, 8)
-
-
-def test_nested_vmap_over_backward():
-    kind = KINDS["encoder, pre-norm"]
-    _, fused = kind.pair(dtype=torch.float64)
-    x = kind.data()[0].requires_grad_()
-    y = fused(x)
-    dys = torch.randn(2, 3, *y.shape, dtype=y.dtype)
-
-    def vjp(dy):
-        return torch.autograd.grad(y, x, dy, retain_graph=True)[0]
-
-    got = torch.vmap(torch.vmap(vjp))(dys).flatten(0, 1)
-    assert_bits(got, map(vjp, dys.flatten(0, 1)))

@@ -1,9 +1,7 @@
 """Hooks on submodules: they act as on the stock layer, under torch.utils.checkpoint.
 
-A hook sends a layer to PyTorch's own forward. Where gradients are wanted that runs under
-`torch.utils.checkpoint`, whose contract is pinned here: backward calls the submodules again, so
-their forward hooks fire again, and buffers are updated again. The policy "none" avoids it. Hooks
-that change results are rows of `changes.py`.
+There backward calls submodules again, so that forward hooks fire again, but with policy "none".
+Hooks that change results are entries of `changes.py`.
 """
 
 import functools

@@ -4,9 +4,7 @@ import warnings
 
 import pytest
 import torch
-from layer_kinds import KINDS
 from reference import X
-from torch import nn
 
 from fused_remat import FusedRematLayer, FusedRematWarning, explain
 
@@ -44,15 +42,6 @@ class Mixed(Mixin, FusedRematLayer):
     pass
 
 
-class MlpTwice(Mlp):
-    def forward(self, src):
-        return super().forward(super().forward(src))
-
-
-class Inherits(Mlp):
-    pass
-
-
 def texts_of(layer, x=X):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -62,7 +51,7 @@ def texts_of(layer, x=X):
     return [str(w.message) for w in caught]
 
 
-@pytest.mark.parametrize("kind", [Mlp, Mixed, MlpTwice, Inherits])
+@pytest.mark.parametrize("kind", [Mlp, Mixed])
 def test_a_forward_that_reaches_no_block_is_told_once(kind):
     layer = kind(8, 2, 12, **OPTIONS)
     with torch.no_grad(), warnings.catch_warnings():
@@ -79,32 +68,7 @@ def test_a_forward_that_reaches_a_block_or_skips_the_layer_is_not_told(kind, blo
     assert bool(blocks_run) == (kind is not Skipped)
 
 
-@pytest.mark.parametrize("name", ["decoder, pre-norm", "llama"])
-def test_subclasses_of_the_other_layers(name):
-    layer = KINDS[name].pair(dtype=DOUBLE)[1]
-    base = type(layer)
-
-    class Mine(base):
-        def forward(self, x):
-            return 2 * next(self.children())(x, x, x)[0] if "decoder" in name else self.norm1(x)
-
-    layer.__class__ = Mine
-    width = layer.norm1.weight.shape[0]
-    (text,) = texts_of(layer, torch.randn(2, 3, width, dtype=DOUBLE))
-    assert f"Mine saves no memory: {ABOUT} {base.__name__}.forward" in text
-
-
 def test_gradients_cannot_be_accumulated():
     layer = Mlp(8, 2, 12, **OPTIONS, accumulate_into="main_grad")
     with pytest.raises(RuntimeError, match=f"'main_grad' is not possible: {ABOUT}"):
         layer(X.clone().requires_grad_())
-
-
-@pytest.mark.parametrize("kind", [Mlp, Scaled])
-def test_compiled_in_one_graph(kind):
-    layer = kind(8, 2, 12, **OPTIONS)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FusedRematWarning)
-        expected = layer(X)
-    compiled = torch.compile(nn.Sequential(layer), fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(X), expected)

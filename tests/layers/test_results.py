@@ -20,7 +20,7 @@ from layer_kinds import (
     check_errors,
     run,
 )  # fmt: skip
-from reference import EXACT_PRESETS, pair
+from reference import EXACT_PRESETS
 from tiers import pairwise
 from torch import nn
 
@@ -108,21 +108,6 @@ def test_error_is_at_most_one_and_a_half_times_pytorchs(name, dtype, tokens, mon
 
 
 @pytest.mark.parametrize(
-    "dtype, norm_first, activation",
-    pairwise([FP32, BF16, FP16], [True, False], ["relu", "gelu"]),
-)
-def test_error_at_a_real_size(dtype, norm_first, activation, monkeypatch):
-    """Four groups, many partial sums of weight gradients."""
-    monkeypatch.setattr("fused_remat.execution.choose._CPU_TOKENS", 128)
-    kind = TORCH_NN["encoder, pre-norm"]
-    stock, fused = kind.pair(
-        d_model=128, nhead=4, dim_feedforward=512, activation=activation, norm_first=norm_first,
-        dtype=dtype,
-    )  # fmt: skip
-    check_errors(kind, stock, fused, *torch.randn(2, 4, 300, 128).to(dtype))
-
-
-@pytest.mark.parametrize(
     "name, tokens, low", pairwise(list(KINDS), [4, 7, 512], [None, BF16, FP16])
 )
 def test_every_policy_gives_the_same_bits(name, tokens, low, monkeypatch):
@@ -180,29 +165,6 @@ def test_without_biases_and_without_affine_norms(bias, name):
     for layer in (stock, fused):
         layer.norm1 = nn.LayerNorm(D, elementwise_affine=False, eps=1e-3)
     assert_close(run(fused, *kind.data()), run(stock, *kind.data()))
-
-
-@pytest.mark.parametrize("sizes", [(1, 1, 1), (63, 7, 1000)])
-@pytest.mark.parametrize("norm_first", [True, False])
-def test_odd_sizes(sizes, norm_first):
-    stock, fused = pair(*sizes, dropout=0.0, norm_first=norm_first, dtype=FP64)
-    tensors = torch.randn(2, 17, 2, sizes[0], dtype=FP64).unbind()
-    assert_close(run(fused, *tensors), run(stock, *tensors))
-
-
-@pytest.mark.parametrize(
-    "default, dtype, affine", pairwise([FP64, BF16], [BF16, FP16], [True, False])
-)
-def test_another_default_dtype(default, dtype, affine):
-    kind = TORCH_NN["encoder, post-norm"]
-    torch.set_default_dtype(default)
-    try:
-        stock, fused = kind.pair(bias=False, activation="relu", dtype=dtype)
-        for layer in (stock, fused):
-            layer.norm1 = nn.LayerNorm(D, elementwise_affine=affine, bias=False, dtype=dtype)
-        check_errors(kind, stock, fused, *kind.data(dtype))
-    finally:
-        torch.set_default_dtype(FP32)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)

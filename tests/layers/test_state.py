@@ -8,7 +8,6 @@ import pickle
 
 import pytest
 import torch
-import torch.nn.functional as F
 from accuracy import assert_bits
 from layer_kinds import KINDS, MODELS, TORCH_NN
 from reference import X
@@ -77,27 +76,6 @@ def test_the_causal_layers_parameters_by_name():
     assert set(MODELS) > set(more) and set(TORCH_NN).isdisjoint(more)
 
 
-@pytest.mark.parametrize("dropout", [0, 1.0])
-@pytest.mark.parametrize("ff", [0, 5])
-@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
-def test_unusual_but_accepted_arguments_train(dropout, ff):
-    for norm_first in (True, False):
-        layer = FusedRematLayer(8, 2, ff, dropout=dropout, norm_first=norm_first)
-        x = torch.randn(3, 2, 8, requires_grad=True)
-        y = layer(x)
-        y.sum().backward()
-        assert y.isfinite().all() and x.grad.isfinite().all()
-
-
-def test_setstate_restores_activation_and_policy():
-    state = FusedRematLayer(8, 2, policy="lean").__dict__.copy()
-    del state["activation"]
-    for given, policy in ((state, "lean"), (STOCK(8, 2).__dict__.copy(), "full")):
-        layer = FusedRematLayer.__new__(FusedRematLayer)
-        layer.__setstate__(given)
-        assert (layer.activation, layer.policy, layer.backend) == (F.relu, policy, "auto")
-
-
 def test_moves_and_the_meta_device():
     layer = FusedRematLayer(8, 2, 16, dropout=0.0, dtype=torch.float64)
     expected = layer(X)
@@ -136,21 +114,3 @@ def test_from_layer_shares_parameters_and_is_a_module_of_its_own():
     fused.register_forward_hook(lambda *_: None)
     assert not stock.training and type(stock.norm1) is nn.LayerNorm
     assert len(stock._forward_hooks) == 1
-
-
-def test_whole_module_loads_with_a_list_of_safe_globals():
-    """That of the stock layer, with our class."""
-    layer = FusedRematLayer(8, 2, 12, activation=nn.ReLU(), dtype=torch.float64, policy="lean")
-    needed = []
-    for module in (layer, STOCK(8, 2, 12, activation=nn.ReLU())):
-        needed.append(set(torch.serialization.get_unsafe_globals_in_checkpoint(saved(module))))
-    only_one = {name.rpartition(".")[2] for name in needed[0] ^ needed[1]}
-    assert only_one == {"FusedRematLayer", "TransformerEncoderLayer"}
-    safe = [
-        FusedRematLayer, nn.MultiheadAttention, nn.Linear, nn.Dropout, nn.LayerNorm, nn.ReLU,
-        F.relu, nn.modules.linear.NonDynamicallyQuantizableLinear, set,
-    ]  # fmt: skip
-    with torch.serialization.safe_globals(safe):
-        again = torch.load(saved(layer.eval()), weights_only=True)
-    assert type(again) is FusedRematLayer and again.policy == "lean" and not again.training
-    assert torch.equal(again(X), layer(X))

@@ -83,12 +83,6 @@ def test_groups(text, early):
     assert (EARLY in reported(body(text, 4), x, shared=256)) == early
 
 
-def test_what_is_read_too_early_is_nan():
-    x, out = torch.zeros(32, dtype=torch.int32), torch.zeros(32, dtype=torch.int32)
-    run(body(copy(size=4) + store(4), 4), x, out, shared=128)
-    assert out.tolist() == [-1] * 32
-
-
 def test_a_wait_of_some_lanes():
     """Each lane waits for its own copies."""
     x = torch.arange(32, dtype=torch.int32)
@@ -122,15 +116,6 @@ def test_memory_of_a_copy_in_flight_is_not_written():
     text += "xor.b32 %r3, %r3, 128;" + copy(size=4)
     found = reported(body(text.format(write + "bar.sync 0;", ""), 4), x, threads=64, shared=256)
     assert "race: shared write after" in found
-
-
-def test_copies_to_one_place():
-    """Of equal values, or of different ones."""
-    x = torch.zeros(64, dtype=torch.int32)
-    text = body("and.b32 %r3, %r3, 127;" + copy(size=4) + DONE, 4)
-    assert not reported(text, x, threads=64, shared=256)
-    x[40] = 1
-    assert "writes different values" in reported(text, x, threads=64, shared=256)
 
 
 def test_bounds_and_alignment():

@@ -1,14 +1,11 @@
 """The driver as the library meets it: who serves tensors on a CPU."""
 
-import sys
-
 import pytest
 import torch
-import triton
 from places import EXECUTED, INTERPRETED, ON_GPU
 
 from fused_remat.execution import choose
-from fused_remat.triton.launch import Target, target_of, unsupported_reason
+from fused_remat.triton.launch import Target, target_of
 from fused_remat.triton.pointwise import activation_fwd_triton
 
 from .driver import GPUS, installed
@@ -38,19 +35,6 @@ def test_kernels_serve_the_tensors_of_the_active_driver():
         assert choose.ops_for("auto", x).name == "eager"
         assert not driver.launches
     assert choose.unsupported_reason("triton", CPU, x.dtype) == said
-
-
-@pytest.mark.skipif(INTERPRETED or EXECUTED > 0, reason="there is a driver, or none is asked")
-def test_no_driver_is_started_for_a_cpu(monkeypatch):
-    """A GPU's would start CUDA, which a forked process may not."""
-    module = sys.modules[type(triton.runtime.driver).__module__]
-    monkeypatch.setattr(triton.runtime.driver, "_active", None)
-    monkeypatch.setattr(triton.runtime.driver, "_default", None)
-    monkeypatch.setattr(module, "_create_driver", lambda: pytest.fail("started"))
-    assert (
-        unsupported_reason(CPU, torch.float32)
-        == "kernels run on CUDA devices, and the tensors are on cpu"
-    )
 
 
 @pytest.mark.skipif(INTERPRETED or EXECUTED > 0, reason="there is a driver, or none is asked")

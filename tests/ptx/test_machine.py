@@ -7,8 +7,7 @@ import torch
 
 from . import machine
 from .decode import PTXError
-from .execute import Program, execute
-from .kernels import lanes, module, not_executed, reported, right, run
+from .kernels import lanes, not_executed, reported, right, run
 
 STORE = lanes(0, 4) + "st.global.b32 [%rd31], %r9;"
 
@@ -157,15 +156,6 @@ def test_counts():
     assert counts["shared passes"] == counts["shared passes least"] == 2
     counts = run(body.format(128), x, threads=64, shared=8192, count=True).counts
     assert (counts["shared passes"], counts["shared passes least"]) == (64, 2)
-
-
-def test_arguments_are_of_their_types():
-    program = Program(module("ret;", [1.0]), 0)
-    execute(program, (1,), [1.0])
-    with pytest.raises(PTXError, match="parameter 0 is f32, and 1 was given"):
-        execute(program, (1,), [1])
-    with pytest.raises(PTXError, match="parameter 0 is f64"):
-        execute(Program(module("ret;", [1.0]).replace(".f32", ".f64"), 0), (1,), [1.0])
 
 
 def test_parts_of_a_warp():

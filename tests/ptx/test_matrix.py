@@ -231,21 +231,6 @@ def test_mma_of_some_warps():
     assert "by a part of its lanes" in reported(part)
 
 
-def test_nan_and_infinity():
-    a, b, c = operands("bf16")
-    c[:, 0], c[:, 1], c[:, 2] = torch.nan, torch.inf, -torch.inf
-    out = torch.zeros(LANES, 4)
-    right(
-        f"""{LOADS}
-        {multiply("bf16", 16, 16)}
-        {store(3, 16, 4)}""",
-        a, b, c, out, threads=LANES,
-    )  # fmt: skip
-    assert out[:, 0].isnan().all()
-    assert (out[:, 1] == torch.inf).all()
-    assert (out[:, 2] == -torch.inf).all()
-
-
 @pytest.mark.parametrize(
     "text",
     [

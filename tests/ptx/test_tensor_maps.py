@@ -178,16 +178,6 @@ def test_loads_of_what_others_wrote():
     assert "race: global" in found("bar.sync 0;", grid=(2,))
 
 
-def test_boxes_are_of_the_tensor():
-    """A map may reach into what is beside it in its storage."""
-    x = torch.zeros(16, 128, dtype=torch.int16)[:, :64]
-    wider = TensorMap(x, (16, 128), tuple(x.stride()), BOX, 3, 2)
-    for corner, wrong in (((0, 0), False), ((0, 64), True)):
-        text = READY + EXPECT + load(corner) + WAIT.format(0)
-        found = reported(text, wider, threads=64, shared=4096)
-        assert ("outside of its tensor" in found) == wrong
-
-
 def test_loads_over_what_others_read():
     """A barrier is needed before the memory is used again; reads need no proxy fence."""
     twice = READY + EXPECT + load((0, 0)) + WAIT.format(0) + READ + "HERE" + EXPECT + load((8, 0))
