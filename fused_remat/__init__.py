@@ -40,12 +40,12 @@ __all__ = [
 
 #: Removed public names, and what to do instead.
 _REMOVED = {
-    "defer_weight_gradients": "call schedule.step() without it; zero-bubble schedules then compute "
-    "each block's inside again for its weight gradients, and 1F1B computes everything once",
+    "defer_weight_gradients": "call schedule.step() without it; zero-bubble schedules then recompute "
+    "a block for its weight gradients too, and 1F1B recomputes it only once",
 }
 
 
 def __getattr__(name: str) -> object:
     """Raise AttributeError that says what replaces a removed name."""
-    instead = f"; it was removed: {_REMOVED[name]}" if name in _REMOVED else ""
+    instead = f": it was removed; {_REMOVED[name]}" if name in _REMOVED else ""
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}{instead}")

@@ -54,7 +54,6 @@ def files() -> list[Path]:
     sources = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
     skipped = (
-        "CHANGELOG.md",
         "docs/tables/",
         "fused_remat/kernels/",
         "tests/house/test_english.py",
