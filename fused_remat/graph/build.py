@@ -57,7 +57,7 @@ _MLP = _End("fc2", "down", "dropout2", random.RESIDUAL2)
 
 
 def captured_params(count: int) -> tuple[str, ...]:
-    """Names of the tensors that a user's activation function captures."""
+    """Return the names of the tensors that a user's activation function captures."""
     return tuple([f"activation.{i}" for i in range(count)])
 
 
@@ -83,10 +83,7 @@ class BlockBuilder:
         self.loras, self.parallel = loras, parallel
 
     def add(self, node: Node) -> str:
-        """Add a node.
-
-        Raises: ValueError if another node has its name.
-        """
+        """Add a node. Raises: ValueError if another node has its name."""
         if any(node.name == other.name for other in self.nodes):
             raise ValueError(f"two steps of a block make {node.name!r}: their names must differ")
         self.nodes.append(node)
@@ -157,7 +154,7 @@ class BlockBuilder:
         return updates
 
     def projections(self, name: str, x: str, spec: AttentionSpec, names: str, role: str) -> str:
-        """`linear` of those of q, k and v that are in `names`, each with a weight of its own."""
+        """Add the projections of those of q, k and v in `names`, which have separate weights."""
         columns = {layer: c for layer, c in spec.columns.items() if layer[-1] in names}
         sizes = tuple([stop - start for start, stop in columns.values()])
         return self.linear(name, x, *columns, sizes=sizes if len(sizes) > 1 else (), role=role)
@@ -211,7 +208,7 @@ class BlockBuilder:
         in_order: bool = False,
         role: str = "",
     ) -> str:
-        """`linear` at the end of a branch, with the sum over ranks."""
+        """Add the linear layer at the end of a branch, with the sum over ranks."""
         if self.parallel is None:
             return self.linear(name, x, weights, residual=residual, mask=mask, role=role)
         weight, bias = linear_params(weights)
@@ -223,7 +220,7 @@ class BlockBuilder:
         return self.sum(name, made, residual, mask, role) if residual else name
 
     def attention(self, spec: AttentionSpec, x: str) -> str:
-        """Attention to x with its projections of q, k and v, and rotation; heads side by side."""
+        """Add attention to x with its projections of q, k and v, and rotation."""
         if spec.keys != "input":
             return self._cross_attention(spec, x)
         read = self.gather(x, in_order=True)
@@ -239,7 +236,7 @@ class BlockBuilder:
         return self.add(attention_node("attn", heads, heads, heads, spec, site))
 
     def _cross_attention(self, spec: AttentionSpec, x: str) -> str:
-        """Attention whose queries are projected from x, keys and values from `spec.keys`."""
+        """Add attention whose queries are projected from x, keys and values from `spec.keys`."""
         x, keys = self.gather(x, in_order=True), self.gather(spec.keys, in_order=True, whole=True)
         if spec.projection == "split":
             query = self.projections("query", x, spec, "q", "heads")

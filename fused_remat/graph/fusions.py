@@ -19,19 +19,12 @@ from fused_remat.steps.norm import Norm
 
 @dataclass(frozen=True, eq=False)
 class Draft:
-    """A step of a program, before it is known what it frees.
+    """A step of a program, before it is known what it frees."""
 
-    Attributes:
-        kind: "compute", "backward" or "tiles".
-        node: the node that the step runs; None for "tiles".
-        needs_grad: of a backward step, the inputs and params that it computes gradients of.
-        touched: all names that it reads or makes.
-    """
-
-    kind: str
-    node: Node | None
-    needs_grad: frozenset[str]
-    touched: tuple[str, ...]
+    kind: str  # "compute", "backward" or "tiles"
+    node: Node | None  # None for "tiles"
+    needs_grad: frozenset[str]  # backward only: what the step computes gradients of
+    touched: tuple[str, ...]  # all names that it reads or makes
 
 
 Steps = Sequence[Draft]
@@ -50,17 +43,14 @@ def _computes(steps: Steps, name: str) -> Draft | None:
 
 
 def _alike(steps: Sequence[Draft | None]) -> bool:
-    """Whether all steps compute a plain linear layer, and all layers have the same input."""
+    """Return whether all steps compute plain linear layers of the same input."""
     nodes = [step.node for step in steps if step is not None and isinstance(step.node, Linear)]
     plain = len(nodes) == len(steps) and all(node.plain for node in nodes)
     return plain and len({node.x for node in nodes}) == 1
 
 
 def _replaced(steps: Steps, old: Sequence[Draft], node: Node, gone: Collection[str]) -> list[Draft]:
-    """Return `steps` with one step of `node` in place of the steps `old`, at the place of the last.
-
-    `gone`: names that the new step does not write.
-    """
+    """Return `steps` with a step of `node` for the last of `old`, which does not write `gone`."""
     last = max(old, key=steps.index)
     touched = dict.fromkeys(name for step in old for name in step.touched if name not in gone)
     new = Draft(last.kind, node, old[-1].needs_grad, tuple(touched))
@@ -136,11 +126,7 @@ def mlp_bwd(steps: Steps, fusions: Collection[str], held: Collection[str]) -> li
 
 
 def _only_source(steps: Steps, taker: Draft, name: str) -> Draft | None:
-    """Return the backward step of the one linear layer that has `name` as its input, or None.
-
-    The fused step runs at the place of `taker`. None if a step between the two reads a gradient
-    that the layer's backward computes.
-    """
+    """Return the backward step of the one linear layer that has `name` as its input, or None."""
     givers = [s for s in steps if s.kind == "backward" and name in s.needs_grad]
     if len(givers) != 1:
         return None

@@ -16,24 +16,14 @@ from fused_remat.steps.replay import Replay
 
 @dataclass(frozen=True, eq=False)
 class Graph:
-    """A block: its nodes in order of computation. Compared by identity, so build it once.
+    """A block: its nodes in order of computation. Compared by identity, so build it once."""
 
-    Attributes:
-        kind: the block's name in `policies.EXACT_PRESETS`.
-        nodes: the steps; the last defines "output".
-        params: names of the tensors besides the inputs, in the order in which they are passed.
-        inputs: names of the inputs, which come in groups of sequences; the first is "input", and
-            others may be of another length (`source`).
-        text: the call of a `@block` that built it (`graph.text`); "" if none did.
-        compute: the dtype of what is not in the stream (`graph.precision`); None for the input's.
-    """
-
-    kind: str
-    nodes: tuple[Node, ...]
-    params: tuple[str, ...]
-    inputs: tuple[str, ...] = ("input",)
-    text: str = ""
-    compute: torch.dtype | None = None
+    kind: str  # the block's name in `policies.EXACT_PRESETS`
+    nodes: tuple[Node, ...]  # the last defines "output"
+    params: tuple[str, ...]  # names of the other tensors, in the order in which they are passed
+    inputs: tuple[str, ...] = ("input",)  # others may be of another length (`source`)
+    text: str = ""  # the call of a `@block` that built it (`graph.text`)
+    compute: torch.dtype | None = None  # of what is not in the stream; None for the input's
 
     @functools.cached_property
     def digest(self) -> str:
@@ -78,10 +68,7 @@ class Graph:
 
     @functools.cached_property
     def stream(self) -> frozenset[str]:
-        """The residual stream: inputs, output, sums of a residual, and residuals.
-
-        Also a norm of it that a function of the caller's reads, which autocast leaves as exact.
-        """
+        """The residual stream: inputs, output, sums of a residual, and residuals."""
         sums = {n.name: residual for n in self.nodes if (residual := getattr(n, "residual", ""))}
         stream = {*self.inputs, "output", *sums, *sums.values()}
         read = {x for n in self.nodes if isinstance(n, Replay) for x in n.xs}
@@ -97,7 +84,7 @@ class Graph:
         return source
 
     def lengths(self, shapes: Shapes) -> dict[str, int]:
-        """Tokens of a sequence of every input, activation and statistic, given shapes by name."""
+        """Return the tokens of a sequence of every input, activation and statistic."""
         lengths = {name: sizes(shapes[name])[1] for name in self.inputs}
         for node in self.nodes:
             lengths.update(dict.fromkeys(node.makes, node.length(lengths)))
@@ -119,10 +106,7 @@ class Graph:
         return dtypes
 
     def widths(self, shapes: Shapes) -> dict[str, int]:
-        """Elements per token of every activation and statistic, given shapes by name.
-
-        Of the inputs the width is last, or they are heads (B, H, S, E).
-        """
+        """Return the elements per token of every activation and statistic, given shapes by name."""
         given = {name: shapes[name] for name in self.inputs}
         widths = {n: s[1] * s[3] if len(s) == 4 else s[-1] for n, s in given.items()}
         for node in self.nodes:
@@ -132,9 +116,5 @@ class Graph:
 
 
 def sizes(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Batch and sequence length of an input, (B, S, D) or heads (B, H, S, E).
-
-    >>> sizes((2, 5, 16)), sizes((2, 4, 5, 4))
-    ((2, 5), (2, 5))
-    """
+    """Return batch and sequence length of an input, (B, S, D) or heads (B, H, S, E)."""
     return shape[0], shape[2 if len(shape) == 4 else 1]

@@ -25,18 +25,10 @@ from fused_remat.steps.residual import Add, DrawMask
 
 @block
 def mixed_precision(graph: Graph, compute: torch.dtype) -> Graph:
-    """`graph` with all that is outside the residual stream in `compute`.
-
-    Equal arguments give the same object.
+    """Return `graph` with all that is outside the residual stream in `compute`.
 
     Raises: NotImplementedError if a step other than a norm, linear layer, sum or collective reads
         or writes the stream.
-
-    >>> from fused_remat.graph.build import block_graph
-    >>> from fused_remat.layer_specs import nn_layer_spec
-    >>> graph = mixed_precision(block_graph(nn_layer_spec(True, 4, 16, "gelu")), torch.bfloat16)
-    >>> sorted(graph.stream), graph.dtypes(torch.float32)["qkv"]
-    (['input', 'mid', 'output'], torch.bfloat16)
     """
     return _mixed(graph, compute)
 

@@ -36,30 +36,19 @@ _TILES = Step("tiles", None, frozenset(), ())
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """The steps of one graph, for what is kept and which gradients are needed.
+    """The steps of one graph, for what is kept and which gradients are needed."""
 
-    Attributes:
-        kept: names kept for backward, inputs and output not counted, in graph order.
-        kept_inputs: the inputs that backward asks for.
-        keeps_output: whether backward asks for the output and the policy keeps it.
-        saved_params: params whose values backward reads again.
-        forward, backward: the steps of a group of sequences; at "tiles" those of its tiles run.
-        tile_forward, tile_backward: the steps of a tile of tokens; empty without tiles.
-        kept_tile, kept_group: those of `kept` that tiles compute, and the others.
-        tile_gives: activations of the group of which tiles compute gradients.
-    """
-
-    kept: tuple[str, ...]
-    kept_group: tuple[str, ...]
+    kept: tuple[str, ...]  # without inputs and output, in graph order
+    kept_group: tuple[str, ...]  # those of `kept` that tiles do not compute
     kept_tile: tuple[str, ...]
     kept_inputs: tuple[str, ...]
     keeps_output: bool
-    saved_params: tuple[str, ...]
-    forward: tuple[Step, ...]
+    saved_params: tuple[str, ...]  # whose values backward reads again
+    forward: tuple[Step, ...]  # of a group of sequences; at "tiles" those of its tiles run
     backward: tuple[Step, ...]
-    tile_forward: tuple[Step, ...]
+    tile_forward: tuple[Step, ...]  # of a tile of tokens; empty without tiles
     tile_backward: tuple[Step, ...]
-    tile_gives: tuple[str, ...]
+    tile_gives: tuple[str, ...]  # activations of the group of which tiles compute gradients
 
     # A group's steps before its tiles and after them, for the executor.
 
@@ -69,7 +58,7 @@ class Schedule:
 
     @functools.cached_property
     def _tiles(self) -> int:
-        """The place of the "tiles" step in backward; after the last where there is none."""
+        """The index of the "tiles" step in backward; after the last where there is none."""
         return [step.kind for step in (*self.backward, _TILES)].index("tiles")
 
     @functools.cached_property
@@ -86,11 +75,7 @@ class Schedule:
 
 
 def _with_frees(steps: list[Draft], hold: Collection[str]) -> tuple[Step, ...]:
-    """Return steps that free each name after its last use, except the names in `hold`.
-
-    A name that a step defines and nobody reads (a statistic, say) is freed at once. What an
-    earlier step computed and this one frees may be overwritten; kept or passed tensors may not.
-    """
+    """Return steps that free each name after its last use, except the names in `hold`."""
     last: dict[str, int] = {}
     for i, step in enumerate(steps):
         last.update(dict.fromkeys(step.touched, i))
@@ -123,11 +108,7 @@ def _needs_by_node(graph: Graph, needs_grad: Collection[str]) -> dict[str, froze
 
 
 class _Demand:
-    """The steps of backward; what a step reads and nothing holds is rebuilt before it.
-
-    Args:
-        have: the names that are kept or given.
-    """
+    """The steps of backward; what a step reads and `have` lacks is rebuilt before it."""
 
     def __init__(self, graph: Graph, have: Iterable[str]) -> None:
         self.graph, self.have = graph, set(have)
@@ -156,10 +137,7 @@ class _Demand:
 
 
 def _split(graph: Graph, tiled: bool) -> tuple[tuple[Node, ...], tuple[Node, ...]]:
-    """Return the nodes up to the last that needs entire sequences, and the others, for tiles.
-
-    Tiles are of the first input's tokens: a node with the tokens of another is the group's.
-    """
+    """Return the nodes up to the last that needs entire sequences, and the others, for tiles."""
     if not tiled:
         return graph.nodes, ()
     first, source = graph.inputs[0], graph.source
@@ -211,10 +189,10 @@ def schedule(
         reread.update(graph.producer[name].rereads(needed))
 
     tile_reads = tuple(sorted({r for n in tile_nodes for r in n.reads} & group_names))
-    group_fwd = _forward_steps(group_nodes)
+    group_fwd = list(map(_compute, group_nodes))
     if tile_nodes:
         group_fwd.append(Draft("tiles", None, frozenset(), tile_reads))
-    tile_fwd = _forward_steps(tile_nodes)
+    tile_fwd = list(map(_compute, tile_nodes))
     held, tile_held = {*kept, "output"}, {*kept, "output", *group_names}
     gives = {n for node in tile_nodes for n in by_node.get(node.name, ()) if n in group_names}
     return Schedule(
@@ -236,10 +214,6 @@ def _compute(node: Node) -> Draft:
     return Draft("compute", node, frozenset(), (*node.reads, *node.makes))
 
 
-def _forward_steps(nodes: Iterable[Node]) -> list[Draft]:
-    return [_compute(node) for node in nodes]
-
-
 def kept_bytes(
     graph: Graph,
     save: frozenset[str],
@@ -250,10 +224,8 @@ def kept_bytes(
 ) -> Mapping[str, int]:
     """Return the bytes that one call keeps, by name: inputs, activations, statistics and the seed.
 
-    `shapes` maps every input, (B, S, D) or heads (B, H, S, E), and every param to its shape;
-    `itemsize` is that of the first input's dtype, `input_itemsizes` those of others where they
-    differ. Statistics are float32, or float64 in a float64 block. Attention masks and rotary tables
-    are the caller's own tensors and are not counted.
+    `itemsize` is that of the first input's dtype, `input_itemsizes` those of others that differ.
+    Attention masks and rotary tables are the caller's own tensors and are not counted.
     """
     plan = schedule(graph, save, needs_grad, tiled=False)
     widths = graph.widths(shapes)

@@ -13,13 +13,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fused_remat.kernels.attention import (
-    Lists,
-    Scores,
-    Sizes,
-    Strides,
-    attention_fwd_kernel,
-)
+from fused_remat.kernels.attention import Lists, Scores, Sizes, Strides, attention_fwd_kernel
 from fused_remat.kernels.attention import Tile as KernelTile
 from fused_remat.kernels.attention_bwd import (
     attention_delta_bwd_kernel,
@@ -27,10 +21,7 @@ from fused_remat.kernels.attention_bwd import (
     attention_dq_bwd_kernel,
     attention_sum_bwd_kernel,
 )
-from fused_remat.kernels.attention_masks import (
-    Sums,
-    attention_mask_bwd_kernel,
-)
+from fused_remat.kernels.attention_masks import Sums, attention_mask_bwd_kernel
 from fused_remat.steps import attention, attention_aten
 from fused_remat.steps.attention import as_heads
 from fused_remat.steps.attention_call import AttentionArgs, AttentionKey, Heads
@@ -41,6 +32,7 @@ from fused_remat.triton.launch import (
     Launch,
     Target,
     cdiv,
+    contiguous_rows,
     power_of_2,
     scratch,
     target_of,
@@ -92,10 +84,7 @@ def _unsupported_fwd_reason(key: AttentionKey) -> str | None:
 
 
 def _unsupported_bwd_reason(key: AttentionKey) -> str | None:
-    """Return the reason of forward, also after a fault there.
-
-    The kernels' lse is of scores shifted by far masks, the operation's is not.
-    """
+    """Return the reason of forward, also after a fault there."""
     fault = FAULTS.get((attention.attention_fwd, "triton", key))
     return _unsupported_fwd_reason(key) if fault is None else fault
 
@@ -143,7 +132,7 @@ def forward(
     tile: AttentionTile | None = None,
 ) -> Iterator[Launch]:
     """Return the launches that fill out (B*S_q, H*V) and lse (B, H, S_q), float32."""
-    q, k, v = map(_heads_in_place, (q, k, v))
+    q, k, v = map(contiguous_rows, (q, k, v))
     widths = (q.shape[-1], v.shape[-1])
     tile = tile or attention_tile("fwd", target, max(widths), call)
     problem, launches = prepare(q, call, target, False)
@@ -182,10 +171,10 @@ def backward(
 
     `tiles`: for dk and dv, and for dq.
     """
-    q, k, v = map(_heads_in_place, (q, k, v))
-    dout = _heads_in_place(as_heads(dattn, call))
+    q, k, v = map(contiguous_rows, (q, k, v))
+    dout = contiguous_rows(as_heads(dattn, call))
     widths = (q.shape[-1], v.shape[-1])
-    out = _heads_in_place(as_heads(attn, call))
+    out = contiguous_rows(as_heads(attn, call))
     delta = scratch(lse, lse.shape)
     programs = cdiv(call.q_len, _SUM_ROWS) * call.batch * call.spec.num_heads
     args: tuple[Any, ...] = (dout, out, delta, (_strides(dout), _strides(out)))
@@ -212,11 +201,7 @@ def backward(
 
 
 def _gradients(
-    problem: Problem,
-    heads: Given,
-    grads: tuple[Tensor, ...],
-    tile: AttentionTile,
-    by_keys: bool,
+    problem: Problem, heads: Given, grads: tuple[Tensor, ...], tile: AttentionTile, by_keys: bool
 ) -> Iterator[Launch]:
     """Return the launches of dk and dv, a program a block of keys; or of dq, a program a tile."""
     call, (q, k, v, dout, lse, delta) = problem.call, heads
@@ -311,10 +296,7 @@ def _blocks_of(widths: tuple[int, int]) -> tuple[int, int]:
 
 
 def _operands(
-    problem: Problem,
-    tile: AttentionTile,
-    by_query: tuple[Tensor, ...],
-    by_key: tuple[Tensor, ...],
+    problem: Problem, tile: AttentionTile, by_query: tuple[Tensor, ...], by_key: tuple[Tensor, ...]
 ) -> tuple[list[Any], list[Strides], bool]:
     """Return heads as a kernel takes them, their strides, and whether they are descriptors."""
     heads = [*by_query, *by_key]
@@ -327,11 +309,6 @@ def _operands(
     columns = dict(zip(widths, _blocks_of(widths), strict=True))
     described = [_described(x, n, columns[x.shape[-1]]) for x, n in zip(heads, rows, strict=True)]
     return described, strides, True
-
-
-def _heads_in_place(x: Tensor) -> Tensor:
-    """`x` (B, H, S, E) with contiguous rows, which kernels need: itself or a copy."""
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _strides(x: Tensor) -> Strides:

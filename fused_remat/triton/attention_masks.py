@@ -36,18 +36,13 @@ MaskStrides = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Problem:
-    """A call on a target: what its launches share.
-
-    Attributes:
-        masks: the masks as kernels take them.
-        bounds_q, bounds_k: for variable-length sequences, the interval of keys that each query
-            sees, and of queries that see each key.
-    """
+    """A call on a target: what its launches share."""
 
     call: AttentionArgs
     target: Target
     device: torch.device
-    masks: Masks
+    masks: Masks  # as kernels take them
+    # Of variable-length sequences: the keys that each query sees, the queries that see each key.
     bounds_q: Tensor | None = None
     bounds_k: Tensor | None = None
 
@@ -162,10 +157,7 @@ def _masks(call: AttentionArgs, shift: Tensor | None = None) -> Masks:
 def lists(
     problem: Problem, tile: AttentionTile, by_keys: bool
 ) -> tuple[Tensor | None, MaskStrides, list[Launch]]:
-    """Return the blocks that masks let a kernel visit, their strides, and launches that fill them.
-
-    Without masks there is no such list.
-    """
+    """Return the blocks that masks let a kernel visit (or None), strides, and their launches."""
     call = problem.call
     if not call.masked:
         return None, (0, 0), []

@@ -29,9 +29,9 @@ from fused_remat.steps.cross_entropy import (
 )
 from fused_remat.steps.linear import add_product
 from fused_remat.steps.operations import faster
-from fused_remat.triton.launch import INTERPRETED, Launch, Target, cdiv, in_place, target_of
+from fused_remat.triton.launch import INTERPRETED, Launch, Target, cdiv, target_of, vector
 from fused_remat.triton.launch_cache import TARGET, run
-from fused_remat.triton.products import described, end_of, launch_over
+from fused_remat.triton.products import launch_over
 from fused_remat.triton.tables import Tile, tile_for
 
 
@@ -168,14 +168,11 @@ def cross_entropy_fwd(
     """
     (m, k), n = x.shape, weight.shape[0]
     tile = tile or tile_for("cross_entropy_fwd", at, m, n)
-    given, strides, tma = described(
-        at, (x, tile.block_m, tile.block_k), (weight, tile.block_n, tile.block_k)
-    )
-    args = (
-        *given, in_place(bias), in_place(target), highs, sums, totals, picked, strides, first, m, n,
-        k, softcap or None,
+    vectors = [vector(bias), vector(target), highs, sums, totals, picked]
+    return launch_over(
+        linear_cross_entropy_fwd_kernel, at, tile, [(x, "mk"), (weight, "nk")], vectors, [],
+        (first, m, n, k, softcap or None), (m, n), (k,),
     )  # fmt: skip
-    return launch_over(linear_cross_entropy_fwd_kernel, at, tile, x, args, tma, (k,), shape=(m, n))
 
 
 def cross_entropy_bwd(
@@ -198,16 +195,8 @@ def cross_entropy_bwd(
     """
     shape, k = (len(x), len(weight)), weight.shape[1]
     tile = tile or tile_for("cross_entropy_bwd", at, *shape)
-    (x_in, w_in, out), strides, tma = described(
-        at,
-        (x, tile.block_m, tile.block_k),
-        (weight, tile.block_n, tile.block_k),
-        *end_of(tile, dz),
-    )
-    args = (
-        x_in, w_in, in_place(bias), in_place(target), *stats, *slopes, out, strides, first,
-        *shape, k, softcap or None,
-    )  # fmt: skip
     return launch_over(
-        linear_cross_entropy_bwd_kernel, at, tile, dz, args, tma, (k,), shape=shape
+        linear_cross_entropy_bwd_kernel, at, tile, [(x, "mk"), (weight, "nk")],
+        [vector(bias), vector(target), *stats, *slopes], [dz],
+        (first, *shape, k, softcap or None), shape, (k,),
     )  # fmt: skip

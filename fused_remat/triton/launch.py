@@ -22,17 +22,11 @@ INTERPRETED: bool = triton.knobs.runtime.interpret
 
 
 class Target(NamedTuple):
-    """The hardware that kernels are launched on.
+    """The hardware that kernels are launched on."""
 
-    Attributes:
-        kind: "cuda", "hip" or "interpreter".
-        arch: ten times the compute capability, such as 90 for Hopper; 0 for "hip".
-        sms: the number of multiprocessors; a persistent kernel launches about as many programs.
-    """
-
-    kind: str
-    arch: int
-    sms: int
+    kind: str  # "cuda", "hip" or "interpreter"
+    arch: int  # ten times the compute capability, such as 90 for Hopper; 0 for "hip"
+    sms: int  # multiprocessors; a persistent kernel launches about as many programs
 
     @property
     def has_tma(self) -> bool:
@@ -49,10 +43,7 @@ def _device_target(index: int) -> Target:
 
 
 def _driven(device: torch.device) -> Target | None:
-    """Return the target of Triton's active driver, if it launches on tensors of `device`'s type.
-
-    None is made active here: that would start CUDA for tensors on a CPU.
-    """
+    """Return the target of Triton's active driver, if it launches on tensors of `device`'s type."""
     driver = getattr(triton.runtime.driver, "_active", None)
     if driver is None or isinstance(driver, GPUDriver):  # of torch.cuda's devices
         return None
@@ -86,27 +77,20 @@ def target_of(device: torch.device) -> Target:
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch of a kernel.
+    """One launch of a jit function on up to three axes of programs.
 
-    Attributes:
-        kernel: the jit function.
-        grid: programs, up to three axes.
-        args: the arguments before the constexpr ones, in order: tensors, tensor descriptors,
-            numbers, and groups of these; None for an argument that the call does not have.
-        keywords: the constexpr arguments by name, some in a group.
-        num_warps, num_stages: compiler options.
-        device: that of the tensors.
-        fixed: whether it follows from the arguments that it was described with, and nothing else.
+    `args` come before the constexpr arguments, in order: tensors, tensor descriptors, numbers, and
+    groups of these; None for an argument that the call does not have.
     """
 
     kernel: Any
     grid: tuple[int, ...]
     args: tuple[Any, ...]
-    keywords: Mapping[str, Any]
+    keywords: Mapping[str, Any]  # the constexpr arguments by name, some in a group
     num_warps: int = 4
     num_stages: int = 3
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    fixed: bool = True
+    fixed: bool = True  # it follows from the arguments of its builder alone
 
     @property
     def constants(self) -> dict[str, Any]:
@@ -151,7 +135,9 @@ class Launch:
             if not _survivable(error):
                 raise
             name, said = self.kernel.__name__, " ".join(str(error).split()) or type(error).__name__
-            FAILED[key] = f"kernel {name} on {_named(self.device)}: {said[-300:]}"
+            cuda = self.device.type == "cuda"
+            device = torch.cuda.get_device_name(self.device) if cuda else self.device
+            FAILED[key] = f"kernel {name} on {device}: {said[-300:]}"
             raise Fault(FAILED[key]) from error
 
 
@@ -163,16 +149,12 @@ _NOT_LOADED = ("kernel image", "PTX", "ptx", "unsupported toolchain", "not found
 
 
 def _survivable(error: Exception) -> bool:
-    """Whether an error says that this kernel cannot be compiled or loaded, and nothing else."""
+    """Return whether an error concerns the compilation or loading of this kernel alone."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError | torch.AcceleratorError):
         return False
     said = str(error)
     from_driver = "Triton Error" in said or "CUDA error" in said
     return not from_driver or any(words in said for words in _NOT_LOADED)
-
-
-def _named(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
 
 
 def _ungrouped(named: Mapping[str, Any]) -> dict[str, Any]:
@@ -189,27 +171,24 @@ def scratch(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.flo
     return made  # type: ignore[no-any-return]
 
 
-def rows_in_place(x: Tensor) -> Tensor:
-    """`x` (M, N) with contiguous rows, which kernels need: itself or a copy.
-
-    The rows may be any distance apart, as in slices and expanded tensors.
-    """
-    return x if x.stride(1) == 1 else x.contiguous()
+def contiguous_rows(x: Tensor) -> Tensor:
+    """Return x (..., N) with contiguous rows, any distance apart: itself or a copy."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def in_place(x: Tensor | None) -> Tensor | None:
-    """`x` (N,) as a contiguous vector, which kernels need: itself or a copy."""
-    return x if x is None or x.stride(0) == 1 else x.contiguous()
+def vector(x: Tensor | None) -> Tensor | None:
+    """Return x (N,) as a contiguous vector: itself or a copy."""
+    return None if x is None else contiguous_rows(x)
 
 
 def matrix(x: Tensor | None) -> Matrix | None:
-    """`x` (M, N), whose rows are contiguous, as kernels take it."""
+    """Return x (M, N), whose rows are contiguous, as kernels take it."""
     return None if x is None else Matrix(x, x.stride(0))
 
 
 def operand(x: Tensor | None) -> Matrix | None:
-    """`x` (M, N) as kernels read it: `x` itself, or a copy with contiguous rows."""
-    return None if x is None else matrix(rows_in_place(x))
+    """Return x (M, N) as kernels read it, with contiguous rows."""
+    return None if x is None else matrix(contiguous_rows(x))
 
 
 def dropout_of(mask: DropoutMask | None) -> tuple[Tensor | None, int, int, float]:
@@ -233,7 +212,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why kernels cannot compute in `dtype` on a device, or None if they can."""
+    """Return why kernels cannot compute in `dtype` on a device, or None if they can."""
     if dtype not in _DTYPES:
         return f"there are no kernels for {dtype}"
     if INTERPRETED:

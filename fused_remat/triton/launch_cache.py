@@ -146,18 +146,11 @@ def _parts_of(kind: type) -> Callable[[Any], tuple[Any, ...]] | None:
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """Frozen launches.
+    """Frozen launches."""
 
-    Attributes:
-        go: launches on the tensors of a call, in the order of its arguments, on a stream; None if
-            the launches cannot be frozen.
-        hooks: of the kernels, which Triton calls before each run; usually empty.
-        held: the specs that the key names by identity.
-    """
-
-    go: Callable[[list[Tensor], int], None] | None
-    hooks: tuple[Any, ...]
-    held: list[Any]
+    go: Callable[[list[Tensor], int], None] | None  # of tensors and stream; None: not freezable
+    hooks: tuple[Any, ...]  # of the kernels, which Triton calls before each run; usually empty
+    held: list[Any]  # the specs that the key names by identity
 
 
 def _hooked(plan: _Plan) -> bool:
@@ -200,15 +193,11 @@ def _freeze(
 
 
 class _Places:
-    """Arguments of launches as source text, in which `t` holds the tensors.
-
-    Attributes:
-        names: what the text refers to.
-        scratch: lines that allocate what only the launches use.
-    """
+    """Arguments of launches as source text, in which `t` holds the tensors."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.tensors = list(tensors)
+        #: What the text refers to, and lines that allocate what only the launches use.
         self.names: dict[str, Any] = {"__name__": __name__, "described": _described}
         self.scratch: list[str] = []
 

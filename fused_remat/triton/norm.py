@@ -16,7 +16,6 @@ from fused_remat.kernels.norms import (
     norm_wide_bwd_kernel,
     norm_wide_fwd_kernel,
 )
-from fused_remat.kernels.pointwise import Matrix
 from fused_remat.random import DropoutMask
 from fused_remat.spec import NormSpec
 from fused_remat.steps import norm
@@ -27,11 +26,11 @@ from fused_remat.triton.launch import (
     Target,
     cdiv,
     dropout_of,
-    in_place,
     matrix,
     operand,
     power_of_2,
     scratch,
+    vector,
 )
 from fused_remat.triton.launch_cache import TARGET, run
 
@@ -97,7 +96,7 @@ def norm_fwd(
     """
     rows, width = y.shape
     mean, rstd = _mean_rstd(spec.kind, stats)
-    vectors = (in_place(weight), in_place(bias), mean, rstd)
+    vectors = (vector(weight), vector(bias), mean, rstd)
     constants: dict[str, Any] = {"KIND": spec.kind, "HAS_STATS": has_stats}
     if width > FWD_WIDTH:
         assert residual is None
@@ -134,51 +133,51 @@ def norm_bwd(
     rows, width = x.shape
     matrices = (operand(dy), operand(x), operand(add), matrix(dx))
     mean, rstd = _mean_rstd(spec.kind, stats)
-    vectors, device = (in_place(weight), mean, rstd), x.device
-    kind = {"KIND": spec.kind}
+    vectors = vector(weight), mean, rstd
+    kind: dict[str, Any] = {"KIND": spec.kind}
     if width > BWD_WIDTH:
         launches = []
         if dx is not None:
-            wide = (*matrices, *vectors, width)
-            blocks: dict[str, Any] = kind | {"BLOCK_N": _WIDE_BLOCK}
+            args, wide = (*matrices, *vectors, width), kind | {"BLOCK_N": _WIDE_BLOCK}
             launches = [
-                Launch(norm_wide_bwd_kernel, (rows,), wide, blocks, num_warps=8, device=device)
+                Launch(norm_wide_bwd_kernel, (rows,), args, wide, num_warps=8, device=x.device)
             ]
         if dweight is not None or dbias is not None:
-            launches += _params_bwd(kind, x, matrices[:2], vectors[1:], dweight, dbias, target)
+            columns, blocks = cdiv(width, 128), kind | {"BLOCK_M": 16, "BLOCK_N": 128}
+            given, programs = (*matrices[:2], *vectors[1:]), cdiv(4 * target.sms, columns)
+            launches += _with_sums(
+                norm_params_bwd_kernel, (columns,), programs, x, given, dweight, dbias, blocks
+            )
         return launches
     block_n = power_of_2(width)
-    block_m = max(1, 2048 // block_n)
-    per_sm = 4 if block_n <= 2048 else 2
-    strip = block_m * max(1, cdiv(rows, block_m * per_sm * target.sms))
-    programs = cdiv(rows, strip)
-    dweight_parts, dbias_parts = _parts(dweight, programs), _parts(dbias, programs)
-    args = (*matrices, *vectors, dweight_parts, dbias_parts, strip, rows, width)
+    block_m, per_sm = max(1, 2048 // block_n), 4 if block_n <= 2048 else 2
     warps = min(16, max(4, block_n // 512))
     blocks = kind | {"BLOCK_M": block_m, "BLOCK_N": block_n}
-    first = Launch(norm_bwd_kernel, (programs,), args, blocks, num_warps=warps, device=device)
-    return [first, *_sums((dweight, dweight_parts), (dbias, dbias_parts))]
+    given, programs = (*matrices, *vectors), per_sm * target.sms
+    return _with_sums(norm_bwd_kernel, (), programs, x, given, dweight, dbias, blocks, warps)
 
 
-def _params_bwd(
-    kind: dict[str, Any],
+def _with_sums(
+    kernel: Any,
+    columns: tuple[int, ...],
+    programs: int,
     x: Tensor,
-    matrices: tuple[Matrix | None, ...],
-    stats: tuple[Tensor | None, ...],
+    given: tuple[Any, ...],
     dweight: Tensor | None,
     dbias: Tensor | None,
-    target: Target,
+    blocks: dict[str, Any],
+    warps: int = 4,
 ) -> list[Launch]:
-    rows, width = x.shape
-    block_m, block_n = 16, 128
-    columns = cdiv(width, block_n)
-    strip = block_m * max(1, cdiv(rows, block_m * cdiv(4 * target.sms, columns)))
+    """Return the launch of about so many programs over rows, and those that sum their parts."""
+    (rows, width), block_m = x.shape, blocks["BLOCK_M"]
+    strip = block_m * max(1, cdiv(rows, block_m * programs))
     programs = cdiv(rows, strip)
-    dweight_parts, dbias_parts = _parts(dweight, programs), _parts(dbias, programs)
-    args = (*matrices, *stats, dweight_parts, dbias_parts, strip, rows, width)
-    blocks = kind | {"BLOCK_M": block_m, "BLOCK_N": block_n}
-    first = Launch(norm_params_bwd_kernel, (columns, programs), args, blocks, device=x.device)
-    return [first, *_sums((dweight, dweight_parts), (dbias, dbias_parts))]
+    parts = _parts(dweight, programs), _parts(dbias, programs)
+    args = (*given, *parts, strip, rows, width)
+    first = Launch(kernel, (*columns, programs), args, blocks, num_warps=warps, device=x.device)
+    pairs = zip(parts, (dweight, dbias), strict=True)
+    wanted = [(part, total) for part, total in pairs if part is not None and total is not None]
+    return [first, *([column_sum(*wanted[0], *wanted[1:])] if wanted else [])]
 
 
 def column_sum(parts: Tensor, total: Tensor, *others: tuple[Tensor, Tensor]) -> Launch:
@@ -189,12 +188,6 @@ def column_sum(parts: Tensor, total: Tensor, *others: tuple[Tensor, Tensor]) -> 
     ((more, sums),) = others or ((None, None),)
     args = (parts, total, more, sums, programs, width)
     return Launch(column_sum_kernel, grid, args, blocks, num_warps=2, device=total.device)
-
-
-def _sums(*pairs: tuple[Tensor | None, Tensor | None]) -> list[Launch]:
-    """Return the launch that sums the parts of the totals that are given, parts of one shape."""
-    wanted = [(p, t) for t, p in pairs if t is not None and p is not None]
-    return [column_sum(*wanted[0], *wanted[1:])] if wanted else []
 
 
 def _parts(total: Tensor | None, programs: int) -> Tensor | None:

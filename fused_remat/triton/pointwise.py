@@ -44,10 +44,7 @@ def unsupported_reason(key: tuple[Any, ...]) -> str | None:
 
 
 @faster(
-    activation_fwd,
-    "triton",
-    unsupported_reason=unsupported_reason,
-    description="pointwise kernel",
+    activation_fwd, "triton", unsupported_reason=unsupported_reason, description="pointwise kernel"
 )
 def activation_fwd_triton(act, gate, up, mask):
     y = torch.empty_like(up, memory_format=torch.contiguous_format)
@@ -59,10 +56,7 @@ def activation_fwd_triton(act, gate, up, mask):
 
 
 @faster(
-    activation_bwd,
-    "triton",
-    unsupported_reason=unsupported_reason,
-    description="pointwise kernel",
+    activation_bwd, "triton", unsupported_reason=unsupported_reason, description="pointwise kernel"
 )
 def activation_bwd_triton(act, dy, gate, up, mask, owned, needs_grad=(True, True)):
     first = dy if owned and dy.is_contiguous() else None
@@ -149,11 +143,7 @@ def gated_bwd(
 
 
 def _over(
-    y: Tensor,
-    kernel: Any,
-    mask: DropoutMask | None,
-    *matrices: Matrix | None,
-    **constants: Any,
+    y: Tensor, kernel: Any, mask: DropoutMask | None, *matrices: Matrix | None, **constants: Any
 ) -> Launch:
     """Return a launch over tiles of `y`."""
     rows, width = y.shape

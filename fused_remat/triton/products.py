@@ -6,6 +6,7 @@ the tables unless one is given. First the operations, then their launches.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,10 +34,10 @@ from fused_remat.triton.launch import (
     Launch,
     Target,
     cdiv,
+    contiguous_rows,
     dropout_of,
-    in_place,
-    rows_in_place,
     target_of,
+    vector,
 )
 from fused_remat.triton.launch_cache import run
 from fused_remat.triton.pointwise import (
@@ -48,9 +49,6 @@ from fused_remat.triton.pointwise import (
     gated_fwd,
 )
 from fused_remat.triton.tables import Tile, family, tile_for
-
-#: A matrix or None, and the rows and columns of its tile.
-_Tiled = tuple[Tensor | None, int, int]
 
 
 def _describe_linear(key: tuple[Any, ...], *_: Any, **__: Any) -> str:
@@ -200,17 +198,10 @@ def linear_fwd(
     """Compute y = mask * act(x @ weightᵀ + bias); `pre`, if given, is filled with the product."""
     tile = tile or tile_for("linear", target, *y.shape)
     n, k = weight.shape
-    (x_in, w_in, pre_in, out), strides, tma = described(
-        target,
-        (x, tile.block_m, tile.block_k),
-        (weight, tile.block_n, tile.block_k),
-        *end_of(tile, pre, y),
-    )
-    args = (
-        x_in, w_in, in_place(bias), pre_in, out, strides, *dropout_of(mask), y.shape[0], n, k,
+    return launch_over(
+        linear_fwd_kernel, target, tile, [(x, "mk"), (weight, "nk")], [vector(bias)], [pre, y],
+        (*dropout_of(mask), y.shape[0], n, k), y.shape, (k,), ACT=PAIRS[act][0],
     )  # fmt: skip
-    fwd = PAIRS[act][0]
-    return launch_over(linear_fwd_kernel, target, tile, y, args, tma, (k,), ACT=fwd)
 
 
 def gated_mlp_fwd(
@@ -232,21 +223,11 @@ def gated_mlp_fwd(
     """
     tile = tile or tile_for("gated_mlp_fwd", target, *y.shape)
     f, k = weight.shape
-    at_w = (tile.block_n, tile.block_k)
-    (*given, gate_pre, up_pre, out), strides, tma = described(
-        target,
-        (x, tile.block_m, tile.block_k),
-        (gate_weight, *at_w),
-        (weight, *at_w),
-        *end_of(tile, *pres, y),
-    )
-    apart = [None if x is None else x.stride(0) for x in pres]  # None is not an argument
-    args = (
-        *given, in_place(gate_bias), in_place(bias), gate_pre, up_pre, out,
-        (*strides[:3], *apart, strides[-1]), *dropout_of(mask), y.shape[0], f, k,
+    return launch_over(
+        gated_mlp_fwd_kernel, target, tile, [(x, "mk"), (gate_weight, "nk"), (weight, "nk")],
+        [vector(gate_bias), vector(bias)], [*pres, y], (*dropout_of(mask), y.shape[0], f, k),
+        y.shape, (k,), absent=None, ACT=PAIRS[act][0],
     )  # fmt: skip
-    fwd = PAIRS[act][0]
-    return launch_over(gated_mlp_fwd_kernel, target, tile, y, args, tma, (k,), ACT=fwd)
 
 
 def linear_act_bwd(
@@ -263,15 +244,10 @@ def linear_act_bwd(
     """Return the results of `mlp_bwd`, given up; y or dup may be up."""
     tile = tile or tile_for("linear_act_bwd", target, *dup.shape)
     d, f = out_weight.shape
-    given, strides, tma = described(
-        target,
-        (dy, tile.block_m, tile.block_k),
-        (out_weight, tile.block_k, tile.block_n),
-        *end_of(tile, up, y, dup),
-    )
-    args = (*given, strides, *dropout_of(mask), dup.shape[0], f, d)
-    bwd = PAIRS[act][1]
-    return launch_over(linear_act_bwd_kernel, target, tile, dup, args, tma, (d,), ACT=bwd)
+    return launch_over(
+        linear_act_bwd_kernel, target, tile, [(dy, "mk"), (out_weight, "kn")], [], [up, y, dup],
+        (*dropout_of(mask), dup.shape[0], f, d), dup.shape, (d,), ACT=PAIRS[act][1],
+    )  # fmt: skip
 
 
 def mlp_bwd(
@@ -294,78 +270,62 @@ def mlp_bwd(
     tile = tile or tile_for("mlp_bwd" if len(ups) == 1 else "gated_mlp_bwd", target, *dups[0].shape)
     weights, biases = zip(*ups, strict=True)
     (f, k), d = weights[0].shape, dy.shape[1]
-    given, strides, tma = described(
-        target,
-        (x, tile.block_m, tile.block_k),
-        *[(weight, tile.block_n, tile.block_k) for weight in weights],
-        (dy, tile.block_m, tile.block_k),
-        (out_weight, tile.block_k, tile.block_n),
-        *end_of(tile, y, *dups),
-    )
-    ends = 3 + len(ups)  # x, the weights, dy, out_weight
-    args = (
-        *given[:ends], *map(in_place, biases), *given[ends:], strides, *dropout_of(mask),
-        dups[0].shape[0], f, k, d,
+    operands = [(x, "mk"), *((w, "nk") for w in weights), (dy, "mk"), (out_weight, "kn")]
+    shape, sizes = dups[0].shape, (dups[0].shape[0], f, k, d)
+    return launch_over(
+        kernel, target, tile, operands, list(map(vector, biases)), [y, *dups],
+        (*dropout_of(mask), *sizes), shape, (k, d), persistent=False, ACT=PAIRS[act][1],
     )  # fmt: skip
-    bwd = PAIRS[act][1]
-    return launch_over(kernel, target, tile, dups[0], args, tma, (k, d), persistent=False, ACT=bwd)
 
 
 def launch_over(
     kernel: Any,
     target: Target,
     tile: Tile,
-    y: Tensor,
-    args: tuple[Any, ...],
-    tma: bool,
+    operands: Sequence[tuple[Tensor, str]],
+    vectors: Sequence[Tensor | None],
+    ends: Sequence[Tensor | None],
+    rest: tuple[Any, ...],
+    shape: Sequence[int],
     depths: tuple[int, ...],
     persistent: bool = True,
-    shape: tuple[int, int] | None = None,
+    absent: int | None = 0,
     **constants: Any,
 ) -> Launch:
-    """Return a launch over tiles of `y`; or of `shape`, with operands like `y`.
+    """Return a launch over tiles of a result of this shape.
 
-    `depths`: the lengths that the products sum over.
+    `operands`: matrices, and the sides of the tile that divide them. `ends`: what the end of a tile
+    reads and writes, in parts. `depths`: the lengths that products sum over. Matrices are tensor
+    descriptors if the target has them and each allows one. `absent`: the row stride of None.
     """
-    rows, columns = shape or y.shape
-    tiles = cdiv(rows, tile.block_m) * cdiv(columns, tile.block_n)
-    fast = y.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
-    even = all(depth % tile.block_k == 0 for depth in depths)
+    sides = {"m": tile.block_m, "n": tile.block_n, "k": tile.block_k}
+    blocks = [[sides[side] for side in across] for _, across in operands]
+    blocks += [[tile.block_m, tile.block_n // tile.parts] for _ in ends]
+    given = [*(x for x, _ in operands), *ends]
+    matrices: list[Any] = [None if x is None else contiguous_rows(x) for x in given]
+    strides = tuple([absent if x is None else x.stride(0) for x in matrices])
+    tma = target.has_tma and all(x is None or can_describe(x) for x in matrices)
+    if tma:
+        matrices = [
+            None if x is None else TensorDescriptor(x, list(x.shape), list(x.stride()), block)
+            for x, block in zip(matrices, blocks, strict=True)
+        ]
+    args = (*matrices[: len(operands)], *vectors, *matrices[len(operands) :], strides, *rest)
+    like = operands[0][0]
+    tiles = cdiv(shape[0], tile.block_m) * cdiv(shape[1], tile.block_n)
+    wide = like.dtype == torch.float32
+    fast = wide and torch.backends.cuda.matmul.fp32_precision == "tf32"
     constants["tile"] = KernelTile(
-        tile.block_m, tile.block_n, tile.block_k, even, tile.parts, tile.group, tma,
-        "tf32" if fast else "ieee",
+        tile.block_m, tile.block_n, tile.block_k, all(k % tile.block_k == 0 for k in depths),
+        tile.parts, tile.group, tma, "tf32" if fast else "ieee",
     )  # fmt: skip
     programs = min(tiles, target.sms * (8 // tile.warps)) if persistent else tiles
-    how = tile.warps, tile.stages, y.device
-    return Launch(kernel, (programs,), args, constants, *how, fixed=y.dtype != torch.float32)
-
-
-def described(target: Target, *matrices: _Tiled) -> tuple[tuple[Any, ...], tuple[int, ...], bool]:
-    """Matrices as a kernel takes them, their row strides, and whether they are tensor descriptors.
-
-    They are descriptors if the target has them and every matrix allows one; else tensors.
-    """
-    tensors = [None if x is None else rows_in_place(x) for x, _, _ in matrices]
-    strides = tuple([0 if x is None else x.stride(0) for x in tensors])
-    if not (target.has_tma and all(x is None or can_describe(x) for x in tensors)):
-        return tuple(tensors), strides, False
-    described = tuple(
-        None if x is None else TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns])
-        for x, (_, rows, columns) in zip(tensors, matrices, strict=True)
-    )
-    return described, strides, True
-
-
-def end_of(tile: Tile, *matrices: Tensor | None) -> list[_Tiled]:
-    """Return the matrices that a tile's end reads and writes, in as many parts as the end has."""
-    return [(x, tile.block_m, tile.block_n // tile.parts) for x in matrices]
+    how = tile.warps, tile.stages, like.device
+    return Launch(kernel, (programs,), args, constants, *how, fixed=not wide)
 
 
 def can_describe(x: Tensor) -> bool:
-    """Whether x allows a tensor descriptor: address, row stride and rows are multiples of 16 bytes.
-
-    Hardware stores whole granules of 16 bytes, past the end of a row too (triton#11583).
-    """
+    """Return whether x allows a descriptor: address, stride and rows are multiples of 16 bytes."""
     places = x.data_ptr(), x.stride(0) * x.element_size(), x.shape[1] * x.element_size()
     aligned = not any(place % 16 for place in places)
     return aligned and x.stride(1) == 1 and x.stride(0) >= x.shape[1] > 0

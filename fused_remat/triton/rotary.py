@@ -15,11 +15,11 @@ from fused_remat.triton.launch import (
     Launch,
     Target,
     cdiv,
-    in_place,
     matrix,
     operand,
     power_of_2,
     scratch,
+    vector,
 )
 from fused_remat.triton.launch_cache import TARGET, run
 from fused_remat.triton.norm import column_sum
@@ -84,7 +84,7 @@ def rotary_fwd(
     y may be x.
     """
     values = y is not x
-    width, (q_weight, k_weight) = call.width(x), map(in_place, call.norm_weights())
+    width, (q_weight, k_weight) = call.width(x), map(vector, call.norm_weights())
     lanes = cdiv(width, 2) if values or q_weight is not None else call.rotated // 2
     blocks = _blocks(call, width, lanes, _FWD_PAIRS.get(family(target), _FWD_PAIRS_ELSEWHERE))
     _, groups = _groups(call, blocks["BLOCK_H"], values)
@@ -119,7 +119,7 @@ def rotary_norm_bwd(
     like = dq_weight if dq_weight is not None else dk_weight
     parts = None if like is None else scratch(like, (summed * programs, width))
     args = (
-        operand(dy), operand(x), _angles(call), *map(in_place, call.norm_weights()), matrix(dx),
+        operand(dy), operand(x), _angles(call), *map(vector, call.norm_weights()), matrix(dx),
         parts, _place(call), call.seq_len, strip, tokens, call.spec.num_heads,
         call.spec.num_kv_heads, call.eps,
     )  # fmt: skip
@@ -151,10 +151,7 @@ def _angles(call: RotaryTables) -> Angles:
 
 
 def _blocks(call: RotaryTables, width: int, lanes: int, most: int) -> dict[str, Any]:
-    """Return a program's tokens, its heads, which share rows of tables, and its pairs of a head.
-
-    `most`: the most pairs of a program, of all its tokens and heads.
-    """
+    """Return a program's tokens, its heads, which share rows of tables, and its pairs of a head."""
     block_p, heads = power_of_2(lanes), call.spec.num_heads
     fits = [n for n in (8, 4) if heads % n == 0]
     block_h = min(fits[0] if fits else min(8, power_of_2(heads)), max(1, most // block_p))

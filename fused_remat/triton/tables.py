@@ -16,22 +16,15 @@ from fused_remat.triton.launch import Target, cdiv
 
 @dataclass(frozen=True)
 class Tile:
-    """How a product is divided.
-
-    Attributes:
-        block_m, block_n, block_k: the tile of the output, and the step along K.
-        warps, stages: warps and pipeline stages.
-        parts: in how many parts the tile's end is computed, to need fewer registers.
-        group: rows of tiles that are visited together.
-    """
+    """The division of a product: a tile of the output, and the step along K."""
 
     block_m: int
     block_n: int
     block_k: int
     warps: int
-    stages: int
-    parts: int = 1
-    group: int = 8
+    stages: int  # of the pipeline
+    parts: int = 1  # in which the tile's end is computed, to need fewer registers
+    group: int = 8  # rows of tiles that are visited together
 
 
 #: GPUs by what limits a tile: shared memory of a multiprocessor, and matrix instructions.
@@ -42,11 +35,7 @@ FAMILIES = {
 
 
 def family(target: Target) -> str:
-    """Return a target's row in the tables; an unknown GPU takes the smallest tiles.
-
-    >>> family(Target("cuda", 90, 132)), family(Target("cuda", 75, 40))
-    ('hopper', 'small')
-    """
+    """Return a target's row in the tables; an unknown GPU takes the smallest tiles."""
     return FAMILIES.get(target.arch, "small") if target.kind == "cuda" else target.kind
 
 
@@ -141,17 +130,7 @@ _OPERAND = 128
 
 
 def tile_for(kernel: str, target: Target, rows: int, columns: int) -> Tile:
-    """Return the tile whose tiles cost the multiprocessor that computes most of them the least.
-
-    >>> hopper = Target("cuda", 90, 132)
-    >>> tile_for("linear", hopper, 8192, 4096).block_n, tile_for("linear", hopper, 128, 512).block_n
-    (256, 64)
-
-    133 tiles of 128 x 256 would take the time of 264:
-
-    >>> tile_for("linear", hopper, 128 * 19, 256 * 7).block_n
-    128
-    """
+    """Return the tile whose tiles cost the multiprocessor that computes most of them the least."""
 
     def cost(tile: Tile) -> int:
         m, n = tile.block_m, tile.block_n
@@ -179,21 +158,14 @@ KEPT_MLP_UP_IN_KERNEL = frozenset({"ampere", "small", "hip", "interpreter"})
 
 @dataclass(frozen=True)
 class AttentionTile:
-    """How attention is divided.
-
-    Attributes:
-        block_m, block_n: queries and keys of a tile.
-        warps, stages: warps and pipeline stages.
-        split: whether dk and dv have a launch each.
-        tma: whether heads are read through tensor descriptors, which take more registers.
-    """
+    """The division of attention: queries (M) and keys (N) of a tile."""
 
     block_m: int
     block_n: int
     warps: int
-    stages: int
-    split: bool = False
-    tma: bool = True
+    stages: int  # of the pipeline
+    split: bool = False  # dk and dv have a launch each
+    tma: bool = True  # heads are read through tensor descriptors, which take more registers
 
 
 #: Families whose attention kernels read through tensor descriptors. sm_120 has these too, but there
@@ -222,6 +194,11 @@ def why_own_attention(target: Target, key: AttentionKey) -> str | None:
 
 
 _A = AttentionTile
+_MASK_GRADIENT = {
+    64: {0: _A(64, 32, 4, 2)},
+    128: {0: _A(64, 64, 8, 2)},
+    256: {0: _A(64, 32, 8, 2), 1: _A(64, 32, 8, 1), 3: _A(64, 32, 8, 2)},
+}
 #: Kernel -> family -> widest head -> from how many `burdens` of a call on -> tile. For operands of
 #: 16 bits.
 ATTENTION_TILES: dict[str, dict[str, dict[int, dict[int, AttentionTile]]]] = {
@@ -316,16 +293,8 @@ ATTENTION_TILES: dict[str, dict[str, dict[int, dict[int, AttentionTile]]]] = {
         },
     },
     "mask": {
-        "hopper": {
-            64: {0: _A(64, 32, 4, 2)},
-            128: {0: _A(64, 64, 8, 2)},
-            256: {0: _A(64, 32, 8, 2), 1: _A(64, 32, 8, 1), 3: _A(64, 32, 8, 2)},
-        },
-        "blackwell": {
-            64: {0: _A(64, 32, 4, 2)},
-            128: {0: _A(64, 64, 8, 2)},
-            256: {0: _A(64, 32, 8, 2), 1: _A(64, 32, 8, 1), 3: _A(64, 32, 8, 2)},
-        },
+        "hopper": _MASK_GRADIENT,
+        "blackwell": _MASK_GRADIENT,
         "ampere": {
             64: {0: _A(64, 32, 4, 2)},
             128: {0: _A(16, 32, 4, 2)},
@@ -336,11 +305,7 @@ ATTENTION_TILES: dict[str, dict[str, dict[int, dict[int, AttentionTile]]]] = {
             128: {0: _A(16, 32, 4, 2)},
             256: {0: _A(16, 32, 4, 2)},
         },
-        "hip": {
-            64: {0: _A(32, 32, 4, 1)},
-            128: {0: _A(32, 32, 4, 1)},
-            256: {0: _A(16, 32, 4, 1)},
-        },
+        "hip": {64: {0: _A(32, 32, 4, 1)}, 128: {0: _A(32, 32, 4, 1)}, 256: {0: _A(16, 32, 4, 1)}},
     },
 }
 _INTERPRETED_ATTENTION = _A(16, 32, 4, 1)
@@ -380,10 +345,7 @@ def attention_tile(kernel: str, target: Target, width: int, call: AttentionArgs)
 
 
 def group_parts(target: Target, call: AttentionArgs, tile: AttentionTile) -> int:
-    """Among how many programs the query heads of a key head are divided, for dk and dv.
-
-    As few as give every multiprocessor enough: each part has float32 sums of its own in memory.
-    """
+    """Among how many programs the query heads of a key head are divided, for dk and dv."""
     group = call.spec.num_heads // call.spec.num_kv_heads
     parts = min(group, cdiv(_wanted(target, call), max(1, _programs("dkdv", call, tile))))
     return cdiv(group, cdiv(group, parts))
