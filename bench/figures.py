@@ -83,11 +83,7 @@ def drawing(picture: Picture, width: float, height: float, **settings: Any) -> I
 
 
 def short(way: str) -> str:
-    """Return the label of a way, without what its family says.
-
-    >>> short("lean_compiled"), short("compile_budget_0.5"), short("checkpoint")
-    ('lean', 'budget 0.5', 'checkpoint')
-    """
+    """Return the label of a way, without what its family says."""
     if family(way).startswith("ours"):
         return way.split("_")[0]
     return way.removeprefix("compile_").replace("_", " ")

@@ -149,10 +149,7 @@ def panels(*files: Row) -> list[Panel]:
 
 
 def sets(root: Path = RESULTS) -> dict[Path, list[Panel]]:
-    """Folder -> its frontier's panels, and those of layers' steps that a GPU's files hold.
-
-    `THIS_CPU` comes first.
-    """
+    """Folder -> its frontier's panels, and those of layers' steps that a GPU's files hold."""
     paths = sorted(root.glob(f"*/{DATA}"), key=lambda path: (path.parent.name != THIS_CPU, path))
     files = {path.parent: [load(path)] for path in paths}
     for folder, data in gpu_files(root):

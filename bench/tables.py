@@ -78,11 +78,7 @@ def machine_line(machine: Row) -> str:
 
 
 def number(value: float | None, digits: int = 0, unit: str = "") -> Cell:
-    """Format with so many digits after the point; None of None.
-
-    >>> number(1234.5, 1, " ms"), number(None)
-    ('1,234.5 ms', None)
-    """
+    """Format with so many digits after the point; None of None."""
     return None if value is None else f"{value:,.{digits}f}{unit}"
 
 
@@ -112,11 +108,7 @@ def kib(nbytes: float) -> str:
 
 
 def times(quantiles: Mapping[str, float] | None, digits: int = 2, spread: bool = False) -> Cell:
-    """Format the median of a ratio; `spread`: with the 20th and the 80th percentile.
-
-    >>> times({"p20": 0.9, "p50": 1.0, "p80": 1.25}, spread=True)
-    '1.00× (0.90 to 1.25)'
-    """
+    """Format the median of a ratio; `spread`: with the 20th and the 80th percentile."""
     if quantiles is None:
         return None
     around = f" ({quantiles['p20']:.{digits}f} to {quantiles['p80']:.{digits}f})" if spread else ""
@@ -124,21 +116,13 @@ def times(quantiles: Mapping[str, float] | None, digits: int = 2, spread: bool =
 
 
 def span(values: Collection[float], form: str = ".2f") -> str:
-    """Format the least and the largest of values.
-
-    >>> span([1.5, 0.25]), span([1.0])
-    ('0.25 to 1.50', '1.00')
-    """
+    """Format the least and the largest of values."""
     low, high = format(min(values), form), format(max(values), form)
     return low if low == high else f"{low} to {high}"
 
 
 def fraction(x: float) -> str:
-    """Format a power of two as a fraction.
-
-    >>> fraction(1.0), fraction(0.0625), fraction(2.0)
-    ('1', '1/16', '2')
-    """
+    """Format a power of two as a fraction."""
     return f"{x:.0f}" if x >= 1 else f"1/{1 / x:.0f}"
 
 

@@ -13,10 +13,10 @@ from torch import nn
 from fused_remat.execution.choose import check_name
 from fused_remat.huggingface import rows
 from fused_remat.huggingface.call import check_convertible
-from fused_remat.huggingface.head import FUSED_HEADS, HuggingFaceHead, head_class, supported_heads
+from fused_remat.huggingface.head import HuggingFaceHead, head_class, supported_heads
 from fused_remat.huggingface.layer import FUSED, fused_class
 from fused_remat.layers import FusedLayer, FusedRematDecoderLayer, FusedRematLayer
-from fused_remat.layers.converted import ConvertedLayer, around_layers
+from fused_remat.layers.converted import ConvertedLayer, Replaced, around_layers
 from fused_remat.layers.eligibility import Unsupported, qualified
 from fused_remat.layers.record import STATES, Ran, State, record_of
 from fused_remat.policies import Policy
@@ -88,7 +88,7 @@ def convert(
     converted: list[FusedLayer] = []
     try:
         for module in filter(_check_unpatched, layers[::every]):
-            module.__class__ = _class_for(module)
+            module.__class__ = LAYERS.get(type(module)) or converted_class(module)
             assert isinstance(module, FusedLayer)
             converted.append(module)
             module._set_options(policy, backend, accumulate_into)
@@ -152,16 +152,12 @@ def _fused_layers(model: nn.Module) -> dict[str, FusedLayer]:
 
 def _eligible_layers(model: nn.Module) -> list[nn.Module]:
     """Return the layers that `convert` can convert, in the order of the model."""
-    known = [m for m in model.modules() if _has_entry(type(m))]
+    classes = {type(module) for module in model.modules()}
+    has_entry = {*LAYERS, *filter(rows.architecture_of, classes)}.difference(FUSED.values())
+    known = [module for module in model.modules() if type(module) in has_entry]
     within = {part for module in known for part in module.modules()}
     eligible = {*known, *(layer for layer in repeated_layers(model) if layer not in within)}
     return [module for module in model.modules() if module in eligible]
-
-
-def _has_entry(stock: type[nn.Module]) -> bool:
-    """Return whether a layer class has an entry in `LAYERS` or in `huggingface.rows`."""
-    of_transformers = rows.architecture_of(stock) is not None and stock not in FUSED.values()
-    return stock in LAYERS or of_transformers
 
 
 def _heads(model: nn.Module) -> list[nn.Module]:
@@ -236,17 +232,10 @@ def _row_class(layer: nn.Module) -> type[ConvertedLayer] | None:
 ROWS.append(_row_class)
 
 
-def _class_for(layer: nn.Module) -> type[nn.Module]:
-    """Return the class of the fused layer."""
-    return LAYERS.get(type(layer)) or converted_class(layer)
-
-
 def _stock_of(layer: nn.Module) -> type[nn.Module] | None:
     """Return the class that `convert` replaced; None for a layer that it did not convert."""
-    if isinstance(layer, ConvertedLayer):
+    if isinstance(layer, Replaced):
         return layer.stock if "stock" in type(layer).__dict__ else None
-    if isinstance(layer, HuggingFaceHead):
-        return layer.stock if FUSED_HEADS.get(layer.stock) is type(layer) else None
     return _STOCK.get(type(layer))  # type: ignore[arg-type]
 
 
@@ -410,7 +399,7 @@ def _losses(model: nn.Module) -> Iterator[LossHead]:
         layers = map(record_of, _fused_layers(module).values())
         latest = max(layers, key=lambda layer: layer.order, default=record)
         if latest.order > record.order or (record.last is None and latest.last is not None):
-            state, body = "bypassed", f"{name}.{module.row.body}"
+            state, body = "bypassed", f"{name}.{module.layout.body}"
             reason = f"the last training step called {body} without {name}"
         elif record.last is not None:
             state, reason = "fused" if record.last == "block" else "bypassed", record.reason
@@ -425,11 +414,7 @@ def _calls_of(layers: Iterable[nn.Module]) -> tuple[Calls, ...]:
 
 
 def _listed(calls: Sequence[Calls]) -> str:
-    """Return the numbers of training calls, with reasons, as text.
-
-    >>> _listed([Calls("block", "", 4), Calls("plain", "a cache", 1), Calls("plain", "a hook", 2)])
-    '4 fused training calls, 3 plain (a cache; a hook)'
-    """
+    """Return the numbers of training calls, with reasons, as text."""
     shown: list[str] = []
     for ran, text in _RAN.items():
         of_kind = [call for call in calls if call.ran == ran]

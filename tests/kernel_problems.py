@@ -2,8 +2,7 @@
 
 from bench.kernels.attention import ATTENTION
 from bench.kernels.attention_problem import FORMS, Attention
-from bench.kernels.passes import NORM, Norm
-from bench.kernels.products import LOSS, MLP, Loss, Mlp
+from bench.kernels.ops import LOSS, MLP, NORM, Loss, Mlp, Norm
 
 _MLPS = {"gelu": (False, "gelu"), "gelu_tanh": (False, "gelu_tanh"), "gated silu": (True, "silu")}
 

@@ -1,13 +1,8 @@
 """What kernels may take: `budgets.tsv`, a row for each kernel and target, of two kinds of cases.
 
-`default` rows are of what ordinary tensors lead to; `other` rows are of the rest (uneven sizes,
-norms fused into products), which take more and would hide what the first take. A row holds the most
-registers, shared memory and stack of its configurations: none may exceed the worst one. It also
-holds the registers of all of them added up: so one that grows below the worst is seen, where as
-many were compiled. And the least share of the tensor cores in their hot loops, in percent, below
-which none may fall (nor may it be unread), and the shares of all added up, which may not fall where
-as many were compiled; 0 without such loops. `--write-budgets` replaces the rows of the targets and
-cases that it compiles.
+`default` rows are of what ordinary tensors lead to, `other` rows of the rest. A row holds the most
+registers, shared memory and stack of its configurations, and the least share of the tensor cores in
+their hot loops, in percent. Sums over all configurations show one that grows below the worst.
 """
 
 from __future__ import annotations

@@ -103,10 +103,7 @@ def pointwise_cases(at: Target, dtype: torch.dtype) -> Named:
 
 
 def mixed_cases(at: Target, dtype: torch.dtype) -> Named:
-    """Under autocast to `dtype`: norms, sums and dropout's backward of a float32 stream.
-
-    A norm of the stream alone, to float32 too, is among `norm_cases`.
-    """
+    """Under autocast to `dtype`: norms, sums and dropout's backward of a float32 stream."""
     for width in (1024, 8192, 16384, 65536):
         x, y, z = (meta(FP32, ROWS, width) for _ in range(3))
         low, affine = meta(dtype, ROWS, width), meta(FP32, width)
@@ -212,10 +209,7 @@ class Products:
         return found
 
     def _gated(self, tile: Tile) -> dict[str, Launch]:
-        """By dropout, activation, and what is kept of gate and up, as it is or not.
-
-        With dropout for every activation.
-        """
+        """By dropout, activation, and what is kept of gate and up, as it is or not."""
         layer, nothing = (self.up, self.bias), (None, None)
 
         def one(keep: Any, act: str, pres: Any = nothing) -> Launch:

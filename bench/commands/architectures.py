@@ -141,10 +141,7 @@ VARIANTS = {
 
 
 def variant_of(name: str, kind: str, tokens: int) -> tuple[nn.Module, Batch]:
-    """Build a model in a variant, and its batch.
-
-    Raises: Absent if a package is missing, or the model has no such variant.
-    """
+    """Build a model in a variant, and its batch."""
     row, variant = ARCHITECTURES[name], VARIANTS[kind]
     for package in (row.needs, *variant.needs):
         if package and importlib.util.find_spec(package) is None:
@@ -204,17 +201,13 @@ def step(model: nn.Module, batch: Batch) -> Row:
         output = model(**batch)
         y = main_output(output)
         trace.mark("gradient")
-        dy = gradient(y)
+        # The same random gradient for every way.
+        dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(2), dtype=y.dtype)
         trace.mark("backward")
         y.backward(dy)
     forward, _, backward = trace.spans
     peak = max(forward.peak, backward.peak - dy.nbytes)
     return {"kept": forward.end - y.untyped_storage().nbytes(), "peak": peak}
-
-
-def gradient(y: Tensor) -> Tensor:
-    """Return the same random gradient for every way."""
-    return torch.randn(y.shape, generator=torch.Generator().manual_seed(2), dtype=y.dtype)
 
 
 def timed(model: nn.Module, batch: Batch) -> float:
@@ -225,21 +218,16 @@ def timed(model: nn.Module, batch: Batch) -> float:
     return time.perf_counter() - start
 
 
-def statistics(run: BlockRun) -> int:
-    """Return the bytes of the norms' statistics that a call keeps."""
-    block = run.call
-    itemsize = next(t for t in run.tensors if t is not None).element_size()
-    shapes = block.named_shapes(run.execution.given)
-    kept = kept_bytes(block.graph, block.save, block.needs_grad, shapes, itemsize)
-    return sum(size for name, size in kept.items() if name.endswith((".mean", ".rstd")))
-
-
 @contextlib.contextmanager
 def counting(found: list[int]) -> Iterator[None]:
-    """Add the bytes of statistics of each call within; the calls' tensors are not held."""
+    """Add the bytes of norms' statistics that each call within keeps."""
 
     def count(run: BlockRun) -> None:
-        found.append(statistics(run))
+        block = run.call
+        itemsize = next(t for t in run.tensors if t is not None).element_size()
+        shapes = block.named_shapes(run.execution.given)
+        kept = kept_bytes(block.graph, block.save, block.needs_grad, shapes, itemsize)
+        found.append(sum(n for name, n in kept.items() if name.endswith((".mean", ".rstd"))))
 
     OBSERVERS.append(count)
     try:
@@ -256,7 +244,8 @@ class Way:
         if dtype != torch.float32:
             model, batch = model.to(dtype), _cast(batch, dtype)
         self.batch, self.found = batch, Row()
-        self.largest = max((_parameters(layer) for layer in repeated_layers(model)), default=0)
+        counts = [sum(p.numel() for p in m.parameters()) for m in repeated_layers(model)]
+        self.largest = max(counts, default=0)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("default")
             if way == "converted" and ARCHITECTURES[name].keeps_own:
@@ -281,10 +270,6 @@ class Way:
         return {n: g.detach().double() for n, g in grads.items()}
 
 
-def _parameters(layer: nn.Module) -> int:
-    return sum(p.numel() for p in layer.parameters())
-
-
 def _cast(batch: Batch, dtype: torch.dtype) -> Batch:
     return {
         key: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
@@ -293,10 +278,7 @@ def _cast(batch: Batch, dtype: torch.dtype) -> Batch:
 
 
 def distance(found: dict[str, Tensor], stock: dict[str, Tensor]) -> tuple[float, str]:
-    """Return the relative distance of the gradient that differs most, and its name.
-
-    One that is zero but for rounding, as that of a key's bias, is compared with the largest.
-    """
+    """Return the relative distance of the gradient that differs most, and its name."""
     least = 1e-4 * max(float(g.norm()) for g in stock.values())
     far = {n: float((found[n] - g).norm()) / (float(g.norm()) + least) for n, g in stock.items()}
     return max((x if math.isfinite(x) else math.inf, n) for n, x in far.items())
@@ -310,10 +292,7 @@ def repeated(found: Sequence[str], stock: Sequence[str]) -> list[str]:
 
 
 def measure(name: str, kind: str, tokens: int, rounds: int = ROUNDS) -> Row:
-    """Return what the steps of a model take in every way; `rounds` of them are timed.
-
-    Raises: what the stock model raises.
-    """
+    """Return what the steps of a model take in every way; `rounds` of them are timed."""
     make = functools.partial(Way, name=name, kind=kind, tokens=tokens)
     ways: dict[str, Way] = {}
     row: Row = {"ways": {}}

@@ -59,11 +59,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure every shape that the file has not, write the three files and print the tables.
-
-    Returns 1 if a result of ours was wrong, or a shape could not be measured: of the others, the
-    tables say it.
-    """
+    """Measure every shape that the file has not, write the three files and print the tables."""
     args = parse(arguments)
     results, rows = measured(args, DATA, lambda row: title(row["case"]))
     drawn = panels(results.data)

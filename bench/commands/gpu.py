@@ -4,9 +4,9 @@
     TRITON_INTERPRET=1 python -m bench gpu --out DIR --dry-run
 
 Every case is checked against float64 before it is timed, and written to DIR/gpu.json at once. A
-case that fails is a row with its error; one that hangs, or leaves the device unusable, costs the
-process, and another takes up the rest; so does the same command, given again. `--dry-run`: the
-whole path at tiny sizes on this CPU, under Triton's interpreter; its times mean nothing.
+case that fails is a row with its error; one that hangs, or leaves the device unusable, ends the
+process with status 3: give the same command again to continue. `--dry-run`: the full path at tiny
+sizes on this CPU, under Triton's interpreter; its times mean nothing.
 """
 
 from __future__ import annotations
@@ -16,11 +16,9 @@ import functools
 import gc
 import json
 import os
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,7 +31,7 @@ from bench.gpu import attention_tiles, kernels, layers, product_tiles, profile
 from bench.measure import contest
 from bench.measure.case import DTYPES
 from bench.measure.contest import Contest, Entry, Rig
-from bench.measure.machine import ROOT, environment
+from bench.measure.machine import environment
 from bench.measure.options import Parser
 from bench.measure.registry import described
 from bench.measure.results import ResultsFile, Row
@@ -42,9 +40,8 @@ from bench.pages.kernels import ceilings as known_ceilings
 from bench.tables import current, load
 from fused_remat.triton.launch import INTERPRETED, target_of
 
-#: A worker's exit status after a case that hung or broke the device: another one takes over.
+#: The exit status after a case that hung or broke the device.
 BROKEN = 3
-_WORKERS_AT_MOST = 8
 UNFINISHED = "the process ended within this case: a crash, or no answer for too long"
 
 
@@ -102,7 +99,7 @@ def run_entry(entry: Entry, section: str, rig: Rig, results: ResultsFile) -> Non
     """Measure and write a row; the process ends if the device does not answer any more."""
     case, measure = entry
     row = {"case": {"section": section, **case}}
-    results.put(row | {"error": UNFINISHED})  # stays if so
+    results.put(row | {"error": UNFINISHED})  # stays if so, until --fresh
     watch = threading.Timer(30.0 + 3.0 * SECTIONS[section].needs, os._exit, (BROKEN,))
     watch.daemon = True
     if not rig.dry:
@@ -149,52 +146,22 @@ def run_all(sections: Iterable[str], rig: Rig, results: ResultsFile) -> None:
             results.put({"case": case, "skipped": "no time was left"})
 
 
-def begin(results: ResultsFile, sections: Collection[str], fresh: bool) -> None:
-    """Drop rows to be measured again: those in which a process ended, or with `fresh` all."""
-    asked = [row for row in results.own if row["case"]["section"] in sections]
-    again = [row for row in asked if fresh or row.get("error") == UNFINISHED]
-    results.rows = [row for row in results.rows if row not in again]
-
-
-def work(args: argparse.Namespace) -> int:
-    """All that is left to be measured by this code on this machine, in this process."""
+def work(args: argparse.Namespace) -> None:
+    """Measure what this code has not yet measured on this machine."""
     start = time.perf_counter()
     device = torch.device("cpu" if args.dry_run else f"cuda:{torch.cuda.current_device()}")
-    # A tenth is kept: the process has started before, and the last case may take longer.
+    # A tenth is kept: the last case may take longer.
     ends = start + 54.0 * args.minutes
     rig = Rig(device, DTYPES[args.dtype], args.dry_run, target_of(device), ends)
     if not args.dry_run:
         gc.collect()
         gc.freeze()  # measuring memory collects garbage, again and again
     results = ResultsFile(args.out / "gpu.json", environment(device), args.config)
-    if not args.worker:
-        begin(results, args.sections, args.fresh)
+    if args.fresh:
+        again = [row for row in results.own if row["case"]["section"] in args.sections]
+        results.rows = [row for row in results.rows if row not in again]
     rig.ceilings |= known_ceilings(results.own)
     run_all(args.sections, rig, results)
-    return 0
-
-
-def supervise(args: argparse.Namespace) -> int:
-    """Workers, one after another as long as they break and time is left; the last one's status."""
-    status = 1
-    ends = time.perf_counter() + 60.0 * args.minutes
-    for worker in range(_WORKERS_AT_MOST):
-        minutes = (ends - time.perf_counter()) / 60.0
-        if minutes < 0.5:
-            break
-        command = [
-            sys.executable, "-m", "bench", "gpu", "--out", str(args.out), "--worker", str(worker),
-            "--minutes", f"{minutes:.2f}", "--dtype", args.dtype, *["--fresh"] * args.fresh,
-            "--sections", *args.sections,
-        ]  # fmt: skip
-        try:
-            status = subprocess.run(command, cwd=ROOT, check=False, timeout=60 * minutes).returncode
-        except subprocess.TimeoutExpired:
-            break
-        if status == 0:
-            break
-        print(f"a worker ended with status {status}", flush=True)
-    return status
 
 
 # --- the command
@@ -204,14 +171,13 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = Parser("gpu", __doc__, "dtype fresh dry-run", folder="gpu")
     parser.add("--minutes", type=float, default=8.0, help="it ends well within these (default: 8)")
     parser.add("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
-    parser.add("--worker", type=int, help=argparse.SUPPRESS)  # its number
     args = parser.parse(arguments)
     if args.dry_run != INTERPRETED:
         parser.error("--dry-run and TRITON_INTERPRET=1 go together")
     if not args.dry_run and not torch.cuda.is_available():
         parser.error("no CUDA device: --dry-run shows the path without one")
     args.dtype = args.dtype or ("float32" if args.dry_run else "bfloat16")
-    if args.minutes < 1 and not args.dry_run and args.worker is None:
+    if args.minutes < 1 and not args.dry_run:
         parser.error(f"--minutes must be at least 1, not {args.minutes:g}")
     args.out = args.out.absolute()
     args.config = {"dtype": args.dtype, "dry_run": args.dry_run, "rounds": contest.ROUNDS}
@@ -229,19 +195,13 @@ def draw(path: Path) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure, write and print the table, draw the frontier; 1 if anything failed, a worker too.
-
-    Files: gpu.json, gpu.txt, frontier.png.
-    """
+    """Measure, write gpu.json, gpu.txt and frontier.png, print the table; 1 if anything failed."""
     args = parse(arguments)
-    if args.worker is not None:
-        return work(args)
     path = args.out / "gpu.json"
     args.out.mkdir(parents=True, exist_ok=True)
-    status = (work if args.dry_run else supervise)(args)
-    found = current(load(path)) if path.exists() else []
-    rows = [row for row in found if row["config"] == args.config]
+    work(args)
+    rows = [row for row in current(load(path)) if row["config"] == args.config]
     text = report(rows)
     path.with_suffix(".txt").write_text(text + "\n")
     print(text, f"\n{draw(path)}\n{path}", sep="\n")
-    return int(bool(status or failures(rows)))
+    return int(bool(failures(rows)))

@@ -106,10 +106,7 @@ def measured(
 
 
 def wrong_of_ours(row: Row | None, ways: Registry[Any], *groups: str) -> list[str]:
-    """Whose wrong results are an error of this project: ours, and what all are compared with.
-
-    A case that could not be measured is one, too.
-    """
+    """Whose wrong results are an error of this project: ours, and what all are compared with."""
     if row is None:
         return ["all"]
     wrong = [name for name, found in row["ways"].items() if "failure" in found]
@@ -117,10 +114,7 @@ def wrong_of_ours(row: Row | None, ways: Registry[Any], *groups: str) -> list[st
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure the grid, print a table per case.
-
-    Returns 1 if a result of ours was wrong: of PyTorch's own, FAIL in the table says it.
-    """
+    """Measure the grid, print a table per case."""
     args = parse(arguments)
     results, rows = measured(args, f"layers-{args.device}.json", title, case_table)
     print(f"\n{results.path}")

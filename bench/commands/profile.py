@@ -46,10 +46,7 @@ KIND_OF = {name: kind for kind, names in KINDS.items() for name in names}
 
 
 def measure(case: Case, ways: Sequence[str], rounds: int) -> dict[str, dict[str, float]]:
-    """Milliseconds a step by way and kind, and "step", the wall time under the profiler.
-
-    Raises: Absent, for a way that cannot run on a CPU.
-    """
+    """Milliseconds a step by way and kind, and "step", the wall time under the profiler."""
     subject = case.subject("cpu")
     forwards = {}
     for name in ways:

@@ -9,9 +9,9 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from bench.kernels import passes
 from bench.kernels.attention import ATTENTION
 from bench.kernels.attention_problem import FORMS, Attention
+from bench.kernels.ops import NORM, Norm
 from bench.kernels.problem import DIRECTIONS, Op, Problem, contests
 from bench.measure.contest import Entry, Rig
 
@@ -26,10 +26,7 @@ COMPILED = ("compile",)
 def entries_of(
     op: Op, problem: Callable[[], Problem], names: Any = None, directions: Any = DIRECTIONS
 ) -> Iterator[Entry]:
-    """Yield an op's problem, built again for each direction, since one may wait for long.
-
-    names: of the providers; by default all that start soon.
-    """
+    """Yield an op's problem, built again for each direction, since one may wait for long."""
     made = problem()
     names = [name for name in op if name not in COMPILED] if names is None else names
     for direction in directions:
@@ -82,5 +79,5 @@ def norm_entries(rig: Rig) -> Iterator[Entry]:
     for width in (96,) if rig.dry else WIDTHS:
         tokens = rig.size(ELEMENTS // width, 64)
         for kind in ("layer_norm", "rms_norm"):
-            make = functools.partial(passes.Norm, rig, kind, tokens, width)
-            yield from entries_of(passes.NORM, make, directions=("bwd", "fwd"))
+            make = functools.partial(Norm, rig, kind, tokens, width)
+            yield from entries_of(NORM, make, directions=("bwd", "fwd"))

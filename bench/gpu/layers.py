@@ -1,8 +1,6 @@
 """Training steps of layers, models and plans on a GPU: which, in which order.
 
-Rows are those of `bench layers`, `model` and `plan`, and besides of each way what a contest's rows
-have: "us" and "ratio" of a step, "host_us", the time the host takes to launch one;
-"error" and "absent".
+Rows are those of `bench layers`, `model` and `plan`, with the keys of a contest's ways.
 """
 
 from __future__ import annotations
@@ -56,10 +54,7 @@ _PLANS_LONGER = 5.0
 def measure(
     subject: Subject, names: Sequence[str], rig: Rig, timer: type[Step] = Step, **beside: Any
 ) -> dict[str, Any]:
-    """Return a row, with ratios to the baselines and `beside`.
-
-    A dry run has presets on the Triton backend, and compiles without Inductor.
-    """
+    """Return a row, with ratios to the baselines and `beside`."""
     if rig.dry:
         subject.backend, subject.compiler = "triton", "aot_eager_decomp_partition"
     given = subject, LAYER_WAYS, names, rig.longer(_LONGER), timer
@@ -143,10 +138,7 @@ def frontier_entries(rig: Rig) -> Iterator[Entry]:
 
 
 def long_entries(rig: Rig) -> Iterator[Entry]:
-    """One long sequence, of which attention takes most of the time: presets beside each other.
-
-    Checked like the others, against float64 at this very length: `exact_in_blocks`.
-    """
+    """One long sequence, of which attention takes most of the time: presets beside each other."""
     ways = ("eager", "none") if rig.dry else LONG
     yield _entry(long_encoder(rig), ways, beside=("none",))
 

@@ -25,27 +25,16 @@ _UP, _GATE = {"up": "FD", "bias": "F"}, {"gate": "FD", "gate_bias": "F"}
 
 @dataclass(frozen=True)
 class Form:
-    """The computation of a kernel on operands `t`: an attribute for each, and `t.target`.
+    """The computation of a kernel on operands `t`: an attribute for each, and `t.target`."""
 
-    Attributes:
-        operands: name -> sizes, as in `SIZES`. Those of tokens are in sets.
-        aten: the results in PyTorch's operators, in any dtype.
-        kernel: (t, results by name, tile) -> the launch that writes them.
-        bare: its products alone: the time of a kernel that does the rest for nothing.
-        products: how many it computes.
-        outputs, shape, dtype: of the results.
-        derive: operands that follow from the others, untimed.
-    """
-
-    operands: Mapping[str, str]
-    aten: Callable[[Any], Results]
-    kernel: Callable[[Any, Results, Tile], Launch]
-    bare: Callable[[Any], Results]
+    operands: Mapping[str, str]  # name -> sizes, as in `SIZES`; those of tokens are in sets
+    aten: Callable[[Any], Results]  # in PyTorch's operators, in any dtype
+    kernel: Callable[[Any, Results, Tile], Launch]  # writes the results, which it gets by name
     products: int = 1
     outputs: Sequence[str] = ("y",)
     shape: str = "TF"
     dtype: torch.dtype | None = None
-    derive: Callable[[Any], dict[str, Any]] = lambda t: {}
+    derive: Callable[[Any], dict[str, Any]] = lambda t: {}  # operands that follow from the others
 
     def draw(self, rig: Rig, sizes: Mapping[str, int]) -> list[Any]:
         """Return sets of random operands."""
@@ -67,14 +56,14 @@ class Form:
 
 
 def contest(form: Form, sets: Sequence[Any], rig: Rig, tiles: Iterable[Tile]) -> Contest:
-    """Return the kernel in each of `tiles`, and its products alone."""
+    """Return the kernel in each of `tiles`; the first one is the baseline."""
     sizes = sets[0].sizes
     shape = [sizes[letter] for letter in form.shape]
 
     def truth() -> Results:
         t = SimpleNamespace(**vars(sets[0]))
         vars(t).update({name: getattr(t, name).double() for name in form.operands})
-        return {**form.aten(t), **form.bare(t)}
+        return form.aten(t)
 
     def tiled(tile: Tile) -> Way:
         results = {name: rig.poisoned(*shape, dtype=form.dtype) for name in form.outputs}
@@ -86,10 +75,9 @@ def contest(form: Form, sets: Sequence[Any], rig: Rig, tiles: Iterable[Tile]) ->
 
         return Way(run)
 
-    ways = {"bare": Way(lambda index: form.bare(sets[index]))}
-    ways |= {tile_name(tile): tiled(tile) for tile in tiles}
+    ways = {tile_name(tile): tiled(tile) for tile in tiles}
     work = Work(flops=2.0 * form.products * sizes["T"] * sizes["D"] * sizes["F"])
-    return Contest(ways, truth, work, ("bare",))
+    return Contest(ways, truth, work, tuple(ways)[:1])
 
 
 def pre(t: Any) -> Tensor:
@@ -100,17 +88,12 @@ def _gate(t: Any) -> Tensor:
     return torch.addmm(t.gate_bias, t.x, t.gate.t())
 
 
-def _product(t: Any) -> Results:
-    return {"product": t.x @ t.up.t()}
-
-
 LINEAR = Form(
     {"x": "TD", **_UP},
     lambda t: {"y": F.gelu(pre(t))},
     lambda t, out, tile: products.linear_fwd(
         t.x, t.up, t.bias, None, "gelu", None, out["y"], t.target, tile
     ),
-    _product,
 )
 GATED = Form(
     {"x": "TD", **_GATE, **_UP},
@@ -118,14 +101,8 @@ GATED = Form(
     lambda t, out, tile: products.gated_mlp_fwd(
         t.x, t.gate, t.gate_bias, t.up, t.bias, None, "silu", out["y"], t.target, tile
     ),
-    lambda t: {"gate": t.x @ t.gate.t(), **_product(t)},
     products=2,
 )
-
-
-def _act_bwd(t: Any, up: Tensor, out: Results, tile: Tile) -> Launch:
-    given = t.dy, t.down, up, None, "gelu", out["act"], out["dup"]
-    return products.linear_act_bwd(*given, t.target, tile)
 
 
 def _gelu_gradients(dact: Tensor, up: Tensor) -> Results:
@@ -152,15 +129,10 @@ def _backward(gated: bool) -> Form:
         y, *dups = out.values()
         return products.mlp_bwd(t.x, ups, t.dy, t.down, None, act, y, tuple(dups), t.target, tile)
 
-    def bare(t: Any) -> Results:
-        gate = {"gate": t.x @ t.gate.t()} if gated else {}
-        return {**gate, **_product(t), "dact": t.dy @ t.down}
-
     return Form(
         {"x": "TD", "dy": "TD", **(_GATE if gated else {}), **_UP, "down": "DF"},
         lambda t: gradients(t.dy @ t.down, *pres(t)),
         kernel,
-        bare,
         products=2 + gated,
         outputs=outputs,
     )
@@ -170,8 +142,9 @@ MLP_BWD, GATED_MLP_BWD = _backward(False), _backward(True)
 ACT_BWD = Form(
     {"dy": "TD", "down": "DF", "up": "TF"},
     lambda t: _gelu_gradients(t.dy @ t.down, t.up),
-    lambda t, out, tile: _act_bwd(t, t.up, out, tile),
-    lambda t: {"dact": t.dy @ t.down},
+    lambda t, out, tile: products.linear_act_bwd(
+        t.dy, t.down, t.up, None, "gelu", out["act"], out["dup"], t.target, tile
+    ),
     outputs=("act", "dup"),
 )
 
@@ -210,15 +183,12 @@ LOSS = Form(
     {"x": "TD", **_UP},
     lambda t: {"picked": pre(t).gather(1, t.labels[:, None])[:, 0]},
     _loss,
-    _product,
     outputs=("picked",),
     shape="T",
     dtype=torch.float32,
     derive=_labels,
 )
-LOSS_BWD = Form(
-    {"x": "TD", **_UP}, _dlogits, _loss_gradient, _product, outputs=("dlogits",), derive=_saved
-)
+LOSS_BWD = Form({"x": "TD", **_UP}, _dlogits, _loss_gradient, outputs=("dlogits",), derive=_saved)
 
 
 #: Kernels of `tables.TILES`.

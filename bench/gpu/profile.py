@@ -1,8 +1,7 @@
 """Where a layer's step spends its time on a GPU, by kind of kernel.
 
-A few steps in a row run under torch's profiler, which says when each kernel, copy and fill began
-and ended on the device. It slows the host: gaps between kernels are what the same steps take
-without it, back to back, less what they keep the device busy with it.
+The profiler slows the host: gaps between kernels are what the same steps take without it, back to
+back, less what they keep the device busy with it.
 """
 
 from __future__ import annotations
@@ -67,10 +66,6 @@ THEIRS = {
         "pointwise": r"elementwise|dropout|triton_poi_",
     }.items()
 }
-#: Of kernels that compute attention's output, once for each forward.
-FORWARD = re.compile(
-    r"flash_fwd(?!.*combine)|FlashAttnFwd(?!.*[Cc]ombine)|fprop|fmha_cutlassF|^attention_fwd_kernel"
-)
 
 
 @functools.cache
@@ -138,11 +133,7 @@ def busy(events: Sequence[Event]) -> float:
 
 
 def tally(events: Sequence[Event], steps: int) -> dict[str, Any]:
-    """Of a step, the mean of so many: what a way's row says of its kernels.
-
-    "busy_us", "launches" (kernels, copies and fills), "kinds_us" by kind, "attention_forwards", and
-    "kernels": name, kind, "us" and "count" of those that take longest.
-    """
+    """Of a step, the mean of so many: what a way's row says of its kernels."""
     counts = Counter(event.name for event in events)
     us = dict.fromkeys(counts, 0.0)
     for event in events:
@@ -155,12 +146,10 @@ def tally(events: Sequence[Event], steps: int) -> dict[str, Any]:
          "count": counts[name] / steps}
         for name in sorted(us, key=lambda name: -us[name])[:NAMED]
     ]  # fmt: skip
-    forwards = sum(count for name, count in counts.items() if FORWARD.search(name))
     return {
         "busy_us": busy(events) / steps,
         "launches": len(events) / steps,
         "kinds_us": by_kind,
-        "attention_forwards": forwards / steps,
         "kernels": named,
     }
 

@@ -10,14 +10,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench.kernels.attention_problem import Attention
-from bench.kernels.problem import (
-    DIRECTIONS,
-    Function,
-    Op,
-    Problem,
-    Ways,
-)
-from bench.kernels.shapes import Size
+from bench.kernels.problem import DIRECTIONS, Function, Op, Problem, Size, Ways
 from bench.measure.contest import SETS, Results, Rig, Way
 from bench.measure.registry import Absent
 from fused_remat import ops
@@ -95,8 +88,7 @@ def ours(p: Attention, backend: str) -> Function:
         "cu_seqlens_q": p.cu if form.packed else None,
         "window": (p.window - 1, 0) if form.window else (-1, -1), "backend": backend,
     }  # fmt: skip
-    mask = p.mask if form.checkered else None
-    return lambda q, k, v: ops.attention(q, k, v, mask, 0.0, form.causal, **options)
+    return lambda q, k, v: ops.attention(q, k, v, None, 0.0, form.causal, **options)
 
 
 #: Of all launches, or of a kernel that is timed alone.

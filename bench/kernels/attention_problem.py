@@ -6,9 +6,8 @@ Operations are those of the scores that are seen; a causal mask hides half.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +19,7 @@ from fused_remat.spec import AttentionSpec
 from fused_remat.steps.attention import attention_bwd, attention_fwd
 from fused_remat.steps.attention_call import AttentionArgs
 
-WINDOW, BLOCK = 1024, 128  # keys; at most half, and a quarter, of a sequence
+WINDOW = 1024  # keys; at most half of a sequence
 _PER_MILLE = (100, 20, 250, 130, 60, 300, 40, 100)  # of all tokens: lengths of packed sequences
 Heads = tuple[Tensor, Tensor, Tensor]
 
@@ -31,7 +30,6 @@ class Form:
 
     causal: bool = False  # keys up to the query's own
     window: bool = False  # of these, the last ones only
-    checkered: bool = False  # every other block of keys is hidden, as on a chessboard
     packed: bool = False  # sequences of different lengths, side by side in a batch of 1
 
 
@@ -40,7 +38,6 @@ FORMS: dict[str, Form] = {
     "full": Form(),
     "window": Form(causal=True, window=True),
     "packed": Form(causal=True, packed=True),
-    "half the blocks": Form(checkered=True),
 }
 
 
@@ -94,10 +91,6 @@ class Attention(Problem):
         """Keys that a query sees at most."""
         return min(WINDOW, max(1, self.seq_len // 2)) if self.form.window else self.seq_len
 
-    @property
-    def block(self) -> int:
-        return min(BLOCK, max(1, self.seq_len // 4))
-
     @functools.cached_property
     def cu(self) -> Tensor:
         lengths = torch.tensor((0, *_PER_MILLE), device=self.rig.device)
@@ -107,26 +100,17 @@ class Attention(Problem):
     def longest(self) -> int:
         return self.seq_len * max(_PER_MILLE) // 1000 + 1
 
-    def sees(self) -> Callable[[Any, Any, Any, Any], Any] | None:
-        """Whether query i sees key j, in the terms of FlexAttention; None: always."""
-        form, window, block = self.form, self.window, self.block
-        if form.checkered:
-            return lambda b, h, i, j: (i // block + j // block) % 2 == 0
-        if form.packed:
-            place = torch.arange(self.seq_len, device=self.rig.device)
-            document = torch.searchsorted(self.cu[1:].long(), place, right=True)
-            return lambda b, h, i, j: (document[i] == document[j]) & (i >= j)
-        if form.window:
-            return lambda b, h, i, j: (i >= j) & (i - j < window)
-        return (lambda b, h, i, j: i >= j) if form.causal else None
-
     @functools.cached_property
     def mask(self) -> Tensor | None:
         """True is seen, (S, S); None where SDPA needs none."""
-        sees, place = self.sees(), torch.arange(self.seq_len, device=self.rig.device)
-        if sees is None or not (self.form.checkered or self.form.packed or self.form.window):
+        if not (self.form.packed or self.form.window):
             return None
-        return sees(0, 0, place[:, None], place)
+        position = torch.arange(self.seq_len, device=self.rig.device)
+        apart = position[:, None] - position
+        if self.form.window:
+            return (apart >= 0) & (apart < self.window)
+        document = torch.searchsorted(self.cu[1:].long(), position, right=True)
+        return (document[:, None] == document) & (apart >= 0)
 
     @property
     def share(self) -> float:
@@ -138,11 +122,8 @@ class Attention(Problem):
     @functools.cached_property
     def call(self) -> AttentionArgs:
         """The same as our kernels are told."""
-        form, options = self.form, {}
-        if form.checkered:
-            options = {"mask": self.mask}
-        if form.packed:
-            options = {"cu_q": self.cu, "cu_k": self.cu}
+        form = self.form
+        options = {"cu_q": self.cu, "cu_k": self.cu} if form.packed else {}
         window = self.window - 1 if form.window else -1, 0 if form.causal else -1
         spec = AttentionSpec(
             num_heads=self.nhead, num_kv_heads=self.kv_heads, head_dim=self.head_dim,

@@ -17,9 +17,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from bench.kernels.problem import DIRECTIONS, Problem, contests
-from bench.kernels.shapes import MODELS, Size, at_tokens, tiny
-from bench.kernels.table import OPS
+from bench.kernels.ops import OPS
+from bench.kernels.problem import DIRECTIONS, Problem, Size, at_tokens, contests, tiny
 from bench.measure.case import DTYPES, dtype_name
 from bench.measure.contest import CEILINGS, ROUNDS, Rig, ceiling, measure
 from bench.measure.machine import environment
@@ -28,6 +27,7 @@ from bench.measure.registry import described
 from bench.measure.results import ResultsFile, Row
 from bench.pages import kernels as report
 from bench.tables import current
+from fused_remat.scale.shapes import MODELS
 from fused_remat.triton.launch import INTERPRETED, target_of
 
 #: Tokens of a model's batch, about.
@@ -41,10 +41,7 @@ def sizes_of(args: argparse.Namespace) -> list[Size]:
 
 
 def problems(rig: Rig, args: argparse.Namespace) -> Iterator[tuple[Row, Problem]]:
-    """All problems, op by op, and what tells their rows from others.
-
-    What two models have in common is measured once.
-    """
+    """All problems, op by op, and what tells their rows from others."""
     for op in args.op:
         seen = set()
         for size in sizes_of(args):
@@ -78,10 +75,7 @@ def find_ceilings(rig: Rig, results: ResultsFile, fresh: bool) -> None:
 def rows_of(
     case: Row, problem: Problem, args: argparse.Namespace, results: ResultsFile
 ) -> Iterator[Row]:
-    """Yield the rows of a problem's directions, from the file if it has these providers.
-
-    A direction that cannot be measured at all, for want of memory, is a row with its error.
-    """
+    """Yield the rows of a problem's directions, from the file if it has these providers."""
     op = OPS[case["op"]]
     names = [n for n in op if args.providers is None or n in (*args.providers, *op.baselines)]
     cases = {direction: case | {"direction": direction} for direction in DIRECTIONS}

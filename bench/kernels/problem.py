@@ -1,8 +1,6 @@
-"""What the providers of an op are given: inputs, the math itself, and the work it takes.
+"""Problems of ops: inputs, the math itself, and the work it takes.
 
-A provider answers with a function of the inputs, which is timed through autograd: forward as it is
-in training, what it saves included; backward, all gradients, after a fresh forward that is not
-timed. What cannot be had that way is given as `Ways`.
+A provider returns a function of the inputs, which is timed through autograd, or `Ways`.
 """
 
 from __future__ import annotations
@@ -16,9 +14,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from bench.kernels.shapes import Size
 from bench.measure.contest import SETS, Contest, Results, Rig, Way, Work
 from bench.measure.registry import Absent, Provider, Registry
+from fused_remat.scale.shapes import Model
 
 DIRECTIONS = ("fwd", "bwd")
 #: Computes the op of the problem's inputs, given in their order.
@@ -28,22 +26,42 @@ Ways = Mapping[str, Way]
 Build = Callable[[Any], "Function | Ways"]
 
 
+@dataclass(frozen=True)
+class Size:
+    """A model's shapes at a batch (B) and sequence length (S)."""
+
+    model: Model
+    batch: int
+    seq_len: int
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.seq_len
+
+
+def at_tokens(model: Model, tokens: int) -> Size:
+    """About so many tokens: whole sequences of the model's length, or one shorter sequence."""
+    seq_len = min(model.seq_len, tokens)
+    return Size(model, max(1, tokens // seq_len), seq_len)
+
+
+def tiny(model: Model) -> Model:
+    """Return the same kind of model in sizes that show only whether it runs."""
+    kv_heads = 2 if model.kv_heads < model.nhead else 4
+    sizes = {"d_model": 32, "nhead": 4, "kv_heads": kv_heads, "head_dim": 8, "d_ff": 48}
+    sizes["vocab"] = min(model.vocab, 100)
+    return dataclasses.replace(model, seq_len=min(model.seq_len, 16), **sizes)
+
+
 @dataclass(eq=False)
 class Problem:
-    """An op at a size. Subclasses have its sizes as fields; inputs, math and work are theirs.
+    """An op at a size. Subclasses have its sizes as fields; inputs, math and work are theirs."""
 
-    Attributes:
-        name: which form of the op.
-        factor: how many times `TOLERANCE` a result may be off.
-        mean: of x.
-        shapes: of the inputs by name, in the order in which functions take them.
-    """
-
-    factor: ClassVar[float] = 1.0
-    mean: ClassVar[float] = 0.0
+    factor: ClassVar[float] = 1.0  # how many times `TOLERANCE` a result may be off
+    mean: ClassVar[float] = 0.0  # of x
     rig: Rig
-    name: str
-    shapes: ClassVar[Mapping[str, Sequence[int]]]
+    name: str  # which form of the op
+    shapes: ClassVar[Mapping[str, Sequence[int]]]  # of the inputs, in the order of the arguments
 
     @functools.cached_property
     def sizes(self) -> dict[str, Any]:
@@ -98,31 +116,18 @@ def _gradients(names: Iterable[str], grads: Iterable[Any]) -> dict[str, Tensor]:
     return {f"d{name}": grad for name, grad in zip(names, grads, strict=True)}
 
 
-def through_autograd(
-    function: Function,
-    problem: Problem,
-    *,
-    in_place: bool = False,
-    optional: bool = False,
-) -> dict[str, Way]:
-    """Both directions of a function.
+def through_autograd(function: Function, problem: Problem, optional: bool) -> dict[str, Way]:
+    """Return both directions of a function; a backward's results hold the output too."""
 
-    in_place: it overwrites its inputs or the gradient. optional: it may not support these sizes,
-    dtype or device, which is no failure. The results of a backward hold the output too, which
-    shows the mask that its gradients must have.
-    """
+    def inputs(index: int) -> list[Tensor]:
+        return [t.detach().requires_grad_() for t in problem.sets[index].values()]
 
-    def inputs(index: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Leaves, and what is given to the function: autograd forbids that leaves are written."""
-        leaves = [t.detach().requires_grad_() for t in problem.sets[index].values()]
-        return leaves, [t.clone() if in_place else t for t in leaves]
-
-    def forward(given: tuple[list[Tensor], list[Tensor]]) -> Results:
-        return {"y": function(*given[1])}  # with what it saved, which is not freed on the clock
+    def forward(leaves: list[Tensor]) -> Results:
+        return {"y": function(*leaves)}  # with what it saved, which is not freed on the clock
 
     def graph(index: int) -> tuple[Tensor, list[Tensor], Tensor]:
-        (leaves, given), dy = inputs(index), problem.dys[index]
-        return function(*given), leaves, dy.clone() if in_place else dy
+        leaves = inputs(index)
+        return function(*leaves), leaves, problem.dys[index]
 
     def backward(given: tuple[Tensor, list[Tensor], Tensor]) -> Results:
         y, leaves, dy = given
@@ -130,10 +135,7 @@ def through_autograd(
         grads = torch.autograd.grad(y, leaves, dy)
         return {"y": y.detach(), **_gradients(problem.sets[0], grads)}
 
-    return {
-        "fwd": Way(forward, optional, inputs),
-        "bwd": Way(backward, optional, graph),
-    }
+    return {"fwd": Way(forward, optional, inputs), "bwd": Way(backward, optional, graph)}
 
 
 def failing(error: Exception, optional: bool = False) -> Way:
@@ -145,17 +147,13 @@ def failing(error: Exception, optional: bool = False) -> Way:
     return Way(run, optional=optional)
 
 
-def compiled(function: Function) -> Function:
-    """`torch.compile` of it, for these shapes only, which nothing compiled before stands beside."""
+def _compiled(problem: Problem) -> Function:
     torch._dynamo.reset()
-    return torch.compile(function, dynamic=False)
+    return torch.compile(problem.reference, dynamic=False)
 
 
 class Op(Registry[Build]):
-    """The providers of an op; `of_model` gives the problems that a model has at a size.
-
-    `stock`: PyTorch's own operators, which everyone is compared with, and torch.compile of them.
-    """
+    """The providers of an op; `of_model` gives the problems that a model has at a size."""
 
     def __init__(
         self, name: str, of_model: Callable[[Rig, Size], Iterable[Problem]], stock: bool = True
@@ -164,7 +162,7 @@ class Op(Registry[Build]):
         self.of_model = of_model
         if stock:
             self.provider("aten", baseline=True)(lambda p: p.reference)
-            self.provider("compile")(lambda p: compiled(p.reference))
+            self.provider("compile")(_compiled)
 
     def ours(self, *forms: str) -> Callable[[Build], Build]:
         """Ours, a function of the problem, a backend and a form: in ATen's operators and Triton."""
@@ -185,8 +183,7 @@ def ways_of(provider: Provider[Build], problem: Problem) -> Ways:
     made = provider.make(problem.rig.device, problem)
     if isinstance(made, Mapping):
         return made
-    traits = {name: bool(provider.traits.get(name)) for name in ("in_place", "optional")}
-    return through_autograd(made, problem, **traits)
+    return through_autograd(made, problem, bool(provider.traits.get("optional")))
 
 
 def contests(

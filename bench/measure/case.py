@@ -109,8 +109,5 @@ def perturb(module: nn.Module) -> None:
 
 
 def graph_of(y: Tensor) -> Any:
-    """Return a node that keeps the autograd graph of `y` alive, but not its data.
-
-    Not its own node: torch 2.11 frees that of a custom function with the last output.
-    """
+    """Return a node that keeps the autograd graph of `y` alive, but not its data."""
     return y.view_as(y).grad_fn

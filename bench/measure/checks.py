@@ -26,10 +26,6 @@ GROSS = {"output": 0.1, "gradient": 0.5}
 #: How far dropout may push an output, against how far it pushes the stock layer's: a few hundred
 #: elements are enough for that ratio to be well within these.
 SPREAD = (0.5, 2.0)
-#: Of a leaf's norm, the largest step of a difference quotient; a leaf whose gradient stands out of
-#: the outputs' rounding (by `_CLEAR`) takes a smaller one, down to an eighth: ReLU has kinks.
-STEPS = {torch.bfloat16: 3e-2, torch.float16: 1e-2, torch.float32: 2e-3}
-_CLEAR = 500.0
 #: Beside the largest gradient, the norm of one that float64 itself finds to be zero: a key's bias
 #: in softmax, where nothing is rotated.
 _ZERO = 1e-6
@@ -59,11 +55,7 @@ def poisoned(active: bool = True) -> Iterator[None]:
 
 @contextlib.contextmanager
 def exact_in_blocks(most: int = _MOST_SCORES) -> Iterator[None]:
-    """Attention in float64 is ours, in blocks, where PyTorch's would write more bytes of scores.
-
-    A GPU has no flash kernel for float64: all scores are written, several times, 34 GB each at 16
-    heads of 16384 tokens.
-    """
+    """Compute float64 attention by ours, in blocks, where PyTorch's would write more scores."""
     whole = F.scaled_dot_product_attention
 
     def attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any) -> Tensor:
@@ -103,8 +95,7 @@ class Checks:
     - "stock" has the stock forward's bits at the same seed; on a GPU, where sums may be in any
       order, it is as near to them as ours has to be to float64;
     - "own": the output is about as far from the output without dropout as the stock forward's is,
-      and every gradient is that of the forward which drew the mask: the difference quotient along
-      it, at the same seed.
+      and no gradient is zero; gradients themselves are compared without dropout only.
     """
 
     def __init__(self, subject: Subject, floor: float | None = None) -> None:
@@ -117,7 +108,7 @@ class Checks:
         with no_fallback(), poisoned(self._poison), exact_in_blocks():
             exact = subject.double()
             self._truth = results_of(build(exact.module), exact)
-            theirs = self._errors(results_of(build(subject.module), subject))
+            theirs = errors(*self._paired(results_of(build(subject.module), subject)))
         self._allowed = {  # NaN of theirs allows no more than what is gross
             name: min(GROSS[name.split()[0]], 1.5 * error + self._floor)
             for name, error in theirs.items()
@@ -131,10 +122,9 @@ class Checks:
     def check(
         self, forward: Forward, draws: str = "stock", compiled: bool = False
     ) -> dict[str, Any]:
-        """How the results were found right. Raises: WrongResultError, or what the way raises.
+        """Return how the results were compared. Raises: WrongResultError, or what the way raises.
 
-        Args:
-            compiled: nothing is poisoned, which would be another setting than it was compiled for.
+        `compiled`: nothing is poisoned, which would be another setting than it was compiled for.
         """
         with no_fallback(), poisoned(self._poison and not compiled):
             found = results_of(forward, self.subject)
@@ -153,7 +143,7 @@ class Checks:
                 return {"against": "float64, the same bits"} | near
             if draws == "stock":
                 return self._as_stock(found)
-            return {"against": "itself, dropout fixed"} | self._as_itself(forward, found)
+            return {"against": "the spread of eager's dropout"} | self._as_itself(found)
 
     def _paired(self, found: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Results and the truth; what is zero but for rounding in one with its weight's."""
@@ -166,9 +156,6 @@ class Checks:
                     both = results.pop(name), results[weight]
                     results[weight] = torch.cat([t.flatten() for t in both])
         return mine, truth
-
-    def _errors(self, found: Mapping[str, Tensor]) -> dict[str, float]:
-        return errors(*self._paired(found))
 
     def _output(self, forward: Forward, seed: int) -> Tensor:
         torch.manual_seed(seed)
@@ -183,51 +170,14 @@ class Checks:
                 raise WrongResultError(f"{name} is not, bit for bit, that of eager")
         return {"against": "same seed, bits of eager"}
 
-    def _as_itself(self, forward: Forward, found: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Check every gradient against a difference quotient; return the worst leaf."""
+    def _as_itself(self, found: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Check how far dropout moves the output, and that every leaf has a gradient."""
         moved = [(r["output"].double() - self._plain).norm().item() for r in (found, self._stock)]
         if not SPREAD[0] < (times := moved[0] / moved[1]) < SPREAD[1]:
             raise WrongResultError(
                 f"dropout moves the output {times:.2g} times as far as eager's does"
             )
-        rows = []
-        for name, leaf in self.subject.leaves().items():
-            gradient = found[f"gradient of {name}"].double()
-            if gradient.norm() == 0:
-                raise WrongResultError(f"gradient of {name} is zero")
-            error, allowed = self._derivative(forward, found["output"], leaf, gradient)
-            if not error <= allowed:
-                raise WrongResultError(
-                    f"gradient of {name} is not that of the forward at the same seed: off by "
-                    f"{error:.2g} along it, allowed {allowed:.2g}"
-                )
-            rows.append({"worst": f"gradient of {name}", "error": error, "allowed": allowed})
-        return max(rows, key=lambda row: row["error"] / row["allowed"])
-
-    def _derivative(
-        self, forward: Forward, y: Tensor, leaf: Tensor, gradient: Tensor
-    ) -> tuple[float, float]:
-        """|<dy, f(a) - f(b)> / <gradient, a - b> - 1| of points a, b around the leaf; its limit.
-
-        Where backward draws a mask again, it is off by about 2 p. p / 2 is allowed, or 10% where
-        that is less, and five times what the rounding of both outputs comes to.
-        """
-        dtype, dy = self.subject.dtype, self.subject.dy.double()
-        kept = leaf.detach().clone()
-        noise = torch.finfo(dtype).eps * (y.double().norm() * dy.norm()).item() / y.numel() ** 0.5
-        size, slope = kept.double().norm().item(), gradient.norm().item()
-        largest = STEPS[dtype]
-        step = min(largest, max(largest / 8, _CLEAR * noise / (2 * size * slope)))
-        at, outputs = [], []
-        try:
-            for sign in (1.0, -1.0):
-                with torch.no_grad():
-                    leaf.copy_(kept.double() + sign * step * size / slope * gradient)
-                    at.append(leaf.detach().double().clone())
-                outputs.append(self._output(forward, SEED).double())
-        finally:
-            with torch.no_grad():
-                leaf.copy_(kept)
-        along = (gradient * (at[0] - at[1])).sum().item()
-        change = (dy * (outputs[0] - outputs[1])).sum().item()
-        return abs(change / along - 1.0), min(0.1, self.subject.dropout / 2) + 5 * noise / along
+        zero = [name for name, t in found.items() if not t.any()]
+        if zero:
+            raise WrongResultError(f"{zero[0]} is zero")
+        return {"moved": times}

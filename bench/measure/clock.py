@@ -134,10 +134,7 @@ def rotated(names: Sequence[str], index: int) -> list[str]:
 def interleave(
     steps: Mapping[str, Callable[[], T]], rounds: int, seconds: float
 ) -> dict[str, list[T]]:
-    """Run every step once a round, after warm-up rounds; return the results by name.
-
-    Ends after `rounds` rounds; once `FEWEST_ROUNDS` are done, also after `seconds`.
-    """
+    """Run every step once a round, after warm-up rounds; return the results by name."""
     names = list(steps)
     found: dict[str, list[T]] = {name: [] for name in names}
     for index in range(WARMUP_ROUNDS):

@@ -41,13 +41,7 @@ class Options:
 
 
 def measure(case: Case, options: Options, rig: Rig) -> dict[str, Any]:
-    """Return a row of the results file, without the case.
-
-    {"fixed_bytes", "rounds", "ways": {name: row}}, where the row of a way is that of
-    `steps.measure`, with memory by `memory`, which is not measured in a dry run.
-
-    Raises: ValueError for an unknown way; Absent where no model can be built.
-    """
+    """Return a row of the results file, without the case."""
     routes = {"backend": options.backend, "compiler": options.compiler}
     # What building such a model imports is frozen: every memory measurement collects garbage, and
     # would visit all of transformers each time.
@@ -81,21 +75,12 @@ def checked_subject(case: Case, device: torch.device | str) -> Subject:
 
 
 def checks_of(small: Subject) -> Checks:
-    """Return the checks of a small model's ways.
-
-    Where transformers computes in float32 whatever the dtype is (norms, the loss), so does the
-    model in float64.
-    """
+    """Return the checks of a small model's ways."""
     return Checks(small, _FACTOR * TOLERANCE[small.dtype])
 
 
 def memory(forward: Forward, subject: Subject, split: bool = True) -> dict[str, Any]:
-    """Return a step's loss, and bytes by the allocator, above those before the step.
-
-    "kept_bytes" are alive between forward and backward, "kept_below_head_bytes" those of embeddings
-    and layers (None unless `split`). Peaks are of a step that adds to existing gradients; before it
-    "fixed_bytes" are allocated: parameters, gradients, AdamW's moments in the parameters' dtype.
-    """
+    """Return a step's loss, and bytes by the allocator, above those before the step."""
     x, device, values = subject.x, subject.device, []
     kept = kept_bytes(lambda: forward(x).value, subject, "allocator")
     below = measure_allocations(lambda: forward.below_head(x), device).net if split else None
@@ -116,12 +101,7 @@ def memory(forward: Forward, subject: Subject, split: bool = True) -> dict[str, 
 
 
 def _weigh(subject: Subject, steps: Steps) -> None:
-    """Measure the memory of the ways that are right, in the full model.
-
-    Without dropout the loss is compared with the unconverted model's: it may be off by the
-    roundings of ten results. For a sum over all tokens that is generous, and an error in a layer
-    moves it by more.
-    """
+    """Measure the memory of the ways that are right, in the full model."""
     dropout = any(v for k, v in subject.published.values.items() if "dropout" in k)
     rows, allowed = steps.rows, 10 * TOLERANCE[subject.dtype]
 

@@ -52,11 +52,7 @@ SHARED: dict[str, dict[str, Any]] = {
 class Parser(argparse.ArgumentParser):
     """The parser of `python -m bench NAME`; every command has --out and --publish.
 
-    Args:
-        about: the command's docstring.
-        shared: names of `SHARED`, with spaces between.
-        folder: of the results, within the usual one; "{device}" stands for the device.
-        defaults: of the shared options, where they differ from `SHARED`'s.
+    `shared` names options of `SHARED`, with spaces between; `defaults` are theirs.
     """
 
     def __init__(

@@ -11,11 +11,7 @@ Row = dict[str, Any]
 
 
 class ResultsFile:
-    """A JSON file with the machine and the config of the last run, and a row per measured case.
-
-    A row holds its `case`, the `machine` it was measured on, its `config`, and `ways`. It is
-    written after every case, so that a run that was cut short is taken up where it ended.
-    """
+    """A JSON file with the machine and the config of the last run, and a row per measured case."""
 
     def __init__(self, path: Path, machine: Row, config: Row) -> None:
         self.path, self.machine, self.config = path, machine, config

@@ -94,10 +94,7 @@ class Step:
 
 
 class QueuedStep(Step):
-    """The same of steps back to back, as in training: caches are as the step before left them.
-
-    Where launching takes longer than the steps themselves, that shows.
-    """
+    """The same of steps back to back, as in training: caches are as the step before left them."""
 
     cold = False
 
@@ -142,12 +139,7 @@ def peaks(
 
 
 def memory(forward: Forward, subject: Subject, kept_by: str = "autograd") -> dict[str, Any]:
-    """Return the bytes that a way keeps between forward and backward, and its step's peaks.
-
-    "kept_bytes" is what is kept for backward, by autograd's account or the allocator's, as
-    "kept_by" says; "held_bytes" is always the allocator's, a copy of the input that nobody else
-    holds included, and of the output only what backward needs.
-    """
+    """Return the bytes that a way keeps between forward and backward, and its step's peaks."""
     x, dy = subject.x, subject.dy
     held = kept_bytes(lambda: forward(x.clone()), subject, "allocator")
     kept = held if kept_by == "allocator" else kept_bytes(lambda: forward(x), subject)
@@ -160,11 +152,7 @@ def memory(forward: Forward, subject: Subject, kept_by: str = "autograd") -> dic
 
 
 class Steps:
-    """What is found of each way of a step, first one by one, then side by side.
-
-    A context manager: in the end what was compiled lets go of the subject's tensors. `forwards` are
-    those that are right; `rows` say what was found of all, as `measure` has it.
-    """
+    """What is found of each way of a step, first one by one, then side by side."""
 
     def __init__(self, rig: Rig) -> None:
         self.rig = rig
@@ -263,11 +251,7 @@ def run(
     table: Callable[[Row], str] = lambda row: "",
     **config: Any,
 ) -> tuple[ResultsFile, list[Row | None]]:
-    """Return the file in `args.out`, and each case's row, None where measuring failed.
-
-    `args` has `cases`, and `ways`, which a row of the file has to have, or it is measured again;
-    `title` and `table` are of a row, as it is printed; `config` is what else results depend on.
-    """
+    """Return the file in `args.out`, and each case's row, None where measuring failed."""
     config |= {name: getattr(args, name) for name in ("ways", "rounds", "seconds")}
     results = ResultsFile(args.out / file, environment(args.device), config)
     rows: list[Row | None] = []

@@ -43,11 +43,7 @@ def passes(row: Row) -> bool:
 
 
 def layers(row: Row) -> str:
-    """How many layers ran as blocks and under checkpointing.
-
-    >>> layers({"layers": {"blocks": 2, "checkpointed": 1}})
-    '2 blocks, 1 checkpointed'
-    """
+    """How many layers ran as blocks and under checkpointing."""
     return ", ".join(f"{count} {state}" for state, count in row.get("layers", {}).items())
 
 

@@ -40,21 +40,13 @@ class Mark(NamedTuple):
 
 
 def marks(files: Iterable[Path], root: Path = ROOT) -> Iterator[Mark]:
-    """Every mark in `files`, in their order.
-
-    Raises: ValueError for a mark whose arguments are not literal strings, that names no known
-        group, or that does not decorate a test.
-    """
+    """Yield every mark in `files`. Raises: ValueError for arguments that are no literal strings."""
     for path in files:
         tree = ast.parse(path.read_text(encoding="utf-8"))
-        try:
-            found = list(_marks_of(tree, path.relative_to(root).as_posix()))
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f'{path}: {error!r}; expected composes("group", "name")') from error
-        unknown = [mark for mark in found if mark.group not in GROUPS]
-        if unknown:
-            raise ValueError(f"{path}: no known group: {unknown[0]}; groups: {', '.join(GROUPS)}")
-        yield from found
+        for mark in _marks_of(tree, path.relative_to(root).as_posix()):
+            if mark.group not in GROUPS:
+                raise ValueError(f"{path}: no known group: {mark}; groups: {', '.join(GROUPS)}")
+            yield mark
 
 
 def _marks_of(tree: ast.Module, path: str) -> Iterator[Mark]:
@@ -83,10 +75,7 @@ def _arguments(mark: Any) -> tuple[list[str], dict[str, str]]:
 
 
 def works(row: list[Mark], outcomes: Mapping[str, Any]) -> str:
-    """Return the outcome of an entry's tests: "yes", "no: why", or that of a GPU.
-
-    `outcomes` is what `bench.gpu.outcomes` wrote: the "machine", and "tests" by name.
-    """
+    """Return the outcome of an entry's tests: "yes", "no: why", or that of a GPU."""
     here = [m for m in row if not m.gpu and not m.fails]
     reasons = "; ".join(dict.fromkeys(m.fails for m in row if m.fails))
     if reasons:

@@ -26,8 +26,6 @@ def _way(name: str, way: Row) -> str:
         text += f" {way['of_ceiling']:.0%}"
     if way.get("step_peak_bytes") is not None:
         text += f" {way['held_bytes'] / MIB:.0f}/{way['step_peak_bytes'] / MIB:.0f}M"
-    if "tokens_per_second" in way:
-        text += f" B={way['largest_batch']} {1e-3 * way['tokens_per_second']:.0f}k/s"
     return text
 
 
@@ -37,12 +35,7 @@ def _title(row: Row) -> str:
 
 
 def line(row: Row) -> str:
-    """Return a row in a line.
-
-    Of each way: microseconds, ratio to the first baseline, share of the ceiling; of a training
-    step, MiB held after forward and at the peak; of a model's step, the largest batch within the
-    cap and thousands of tokens per second at that batch.
-    """
+    """Return a row in a line: of each way what `report` explains."""
     for key in ("error", "skipped"):
         if key in row:
             return f"{_title(row)}: {key.upper()} {row[key]}"

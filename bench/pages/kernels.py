@@ -10,7 +10,7 @@ from statistics import geometric_mean
 from typing import NamedTuple
 
 from bench import tables
-from bench.kernels.table import OPS
+from bench.kernels.ops import OPS
 from bench.measure.contest import UNITS
 from bench.tables import RESULTS, Cell, Columns, Row
 
@@ -81,10 +81,7 @@ def ceilings(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def of_op(row: Row) -> tuple[str, str, str] | None:
-    """Return op, direction and form of a contest of providers; None of any other row.
-
-    `bench gpu` has all three in the name.
-    """
+    """Return op, direction and form of a contest of providers; None of any other row."""
     case = row["case"]
     if case.get("op") in OPS:
         return case["op"], case["direction"], case["name"]
@@ -176,10 +173,7 @@ def _table(found: Sequence[Entry]) -> str:
 
 
 def section(data: Row) -> str:
-    """Return the page of a results file: the machine, its ceilings, summary and tables.
-
-    Raises: ValueError for a dry run, which measures nothing.
-    """
+    """Return the page of a results file: the machine, its ceilings, summary and tables."""
     if data["config"].get("dry_run"):
         raise ValueError("a dry run is no measurement: not for a page")
     rows = tables.current(data)

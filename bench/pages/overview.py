@@ -1,9 +1,4 @@
-"""The README's generated parts: what its picture shows, and the presets in words.
-
-The picture has two panels, with dropout and without: kept bytes and step time relative to eager,
-geometric means over the shapes that `python -m bench frontier` measured, and the front of the ways
-that no other beats in both.
-"""
+"""The README's generated parts: what its picture shows, and the presets in words."""
 
 from __future__ import annotations
 

@@ -35,10 +35,7 @@ def block(norm_first: bool, *norms: float) -> Graph:
 
 
 def transformer(width: int = D, heads: int = H, **options: Any) -> tuple[Graph, dict[str, Any]]:
-    """Return a rotary, gated block's graph without dropout, and the shapes of its products.
-
-    In Llama-3-8B's proportions: a quarter as many key heads, an MLP 3.5 times as wide.
-    """
+    """Return a rotary, gated block's graph without dropout, and the shapes of its products."""
     spec = transformer_spec(
         "rms_norm", 1e-6, "silu", gated=True, num_heads=heads, num_kv_heads=heads // 4,
         head_dim=width // heads, scale=1.0, window=(-1, 0), projection="split", rotary=True,

@@ -260,10 +260,7 @@ class ComplexRotaryBlock(nn.Module):
 
 
 def turned(x: Tensor, turns: Tensor) -> Tensor:
-    """Turn pairs of numbers, as complex ones, by the angles of their position.
-
-    Shapes: x (B, H, S, E), turns (S, E/2); returns (B, H, S, E).
-    """
+    """Turn pairs of numbers, as complex ones, by the angles of their position."""
     pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
     return torch.view_as_real(pairs * turns).flatten(-2)
 

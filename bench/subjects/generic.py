@@ -95,11 +95,7 @@ def arguments(config: type, **given: Any) -> dict[str, Any]:
 
 
 def _types(usual: Sequence[str]) -> list[str]:
-    """Return types of layers in their usual order up to the first of the last type, two in a row.
-
-    >>> _types(["linear", "linear", "linear", "full", "linear", "linear", "linear", "full"])
-    ['linear', 'linear', 'full']
-    """
+    """Return types in their usual order up to the first of the last type, two in a row at most."""
     found = list[str]()
     for kind in usual:
         if found[-2:] != [kind, kind]:

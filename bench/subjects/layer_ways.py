@@ -1,10 +1,7 @@
 """The ways to train a layer that are compared: decorated builders in a registry.
 
-A way takes a subject and returns a function of its input. All of them work on the same parameters
-and gradients, the very tensors: no way can gain from where its own happen to lie.
-
-A preset's name is a preset on the device's own backend: eager on a CPU, Triton on a GPU. With
-"_compiled" it is the preset under `torch.compile`.
+A way takes a subject and returns a function of its input; all share parameters and gradients. A
+preset's name is a preset on the device's own backend.
 """
 
 from __future__ import annotations
@@ -84,10 +81,7 @@ class RandomState:
 
 @WAYS.provider("torch_remat", module="torch_remat")
 def torch_remat(subject: Subject) -> Forward:
-    """`torch_remat` around the whole layer, as in its quick start; replays the whole layer.
-
-    It leaves torch's generator alone unless given a hook, so a layer with dropout needs one.
-    """
+    """`torch_remat` around the whole layer, as in its quick start; replays the whole layer."""
     from torch_remat import checkpoint as remat
 
     forward = eager(subject)
@@ -136,10 +130,7 @@ class Compiled:
 
 
 def _compiled(budget: float | None = None) -> Build:
-    """`torch.compile` of the stock layer, Inductor, static shapes.
-
-    budget: `activation_memory_budget`, how much of what it would keep it may keep; it is 1 else.
-    """
+    """`torch.compile` of the stock layer, Inductor, static shapes."""
     return lambda subject: Compiled(eager(subject), subject, budget)
 
 

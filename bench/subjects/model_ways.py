@@ -1,8 +1,6 @@
 """The ways to train a Hugging Face model that are compared: decorated builders in a registry.
 
-A way takes a subject and returns its forward. Each has modules of its own, all of them on the very
-same parameters and gradients. A preset's name is the model converted at that policy; with "_loss"
-the head and the loss are fused too.
+A way takes a subject and returns its forward; all share parameters and gradients.
 """
 
 from __future__ import annotations

@@ -67,12 +67,7 @@ class Case(case.Case):
 def build(
     published: Published, layers: int, dtype: torch.dtype, device: torch.device | str, lora: int
 ) -> nn.Module:
-    """Return a model of transformers in training mode, with adapters if a rank is given.
-
-    Its cache of keys and values is off, as transformers' Trainer has it.
-
-    Raises: Absent without transformers, or without peft where adapters are asked for.
-    """
+    """Return a model of transformers in training mode, with adapters if a rank is given."""
     try:
         import transformers
     except ImportError as error:

@@ -24,31 +24,17 @@ from fused_remat.steps.chunk import Chunk
 
 
 class Saved(NamedTuple):
-    """Operands of a backward pass.
+    """Operands of a backward pass."""
 
-    Attributes:
-        execution: of the call; that of a block in a segment keeps more once it was run again.
-        tensors: of the call, None where backward does not read them.
-        output: if it is kept.
-        kept: what the schedule keeps, piece by piece.
-    """
-
-    execution: Execution
-    tensors: Sequence[Tensor | None]
+    execution: Execution  # of a replayed block in a segment: one that keeps more
+    tensors: Sequence[Tensor | None]  # None where backward does not read them
     output: Tensor | None
     kept: Sequence[Tensor]
 
 
 @dataclass(eq=False)
 class Extras:
-    """Rare requests of one call.
-
-    Attributes:
-        record: copies of what forward computes, for the replay check.
-        segment: the block's place in a segment.
-        offload: names of what is copied to the host until backward.
-        offloaded: what was copied.
-    """
+    """Rare requests of one call."""
 
     record: Record | None = None
     segment: Segment | None = None

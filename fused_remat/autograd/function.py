@@ -283,16 +283,10 @@ _apply = super(torch.autograd.Function, FusedRematBlock).apply
 
 
 class Kept(NamedTuple):
-    """A policy, resolved for a graph.
-
-    Attributes:
-        save: the names that the policy keeps.
-        offload: of them and of the inputs, names that are copied to the host until backward.
-        segment: the block's place in a segment; None outside of any.
-    """
+    """A policy, resolved for a graph."""
 
     save: frozenset[str]
-    offload: frozenset[str]
+    offload: frozenset[str]  # of `save` and the inputs
     segment: str | None
 
 

@@ -38,10 +38,8 @@ _LOOK_BACK = 256
 class InFlight:
     """The device's side of copies that were started, held until it is safe to read and to free.
 
-    Freed before, its memory could be written by others while it is still copied.
-
-    Args:
-        tensors: on the device: read by a copy out, written by a copy back.
+    Freed before, its memory could be written by others while it is still copied: `tensors` are read
+    by a copy out, or written by a copy back.
     """
 
     def __init__(self, tensors: list[Tensor]) -> None:
@@ -79,12 +77,7 @@ class Transfer(Protocol):
 
 
 class CudaCopies(InFlight):
-    """Copies between a CUDA device and the host.
-
-    Args:
-        tensors: on the device; memory of `stream`.
-        stream: which started the copies, and waits for `done`.
-    """
+    """Copies of memory of `stream`, which started them and waits for `done`."""
 
     def __init__(
         self, tensors: list[Tensor], stream: torch.cuda.Stream, done: torch.cuda.Event

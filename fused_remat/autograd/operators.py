@@ -91,15 +91,10 @@ def run(
 
 @dataclass(frozen=True)
 class ParsedConfig:
-    """The text of a call, parsed.
-
-    Attributes:
-        call: the block's configuration.
-        dtypes: dtypes of the call's tensors by name, in their order.
-    """
+    """The text of a call, parsed."""
 
     call: BlockConfig
-    dtypes: Mapping[str, torch.dtype]
+    dtypes: Mapping[str, torch.dtype]  # of the call's tensors, in their order
 
     @functools.cached_property
     def plan(self) -> Schedule:

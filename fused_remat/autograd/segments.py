@@ -31,21 +31,13 @@ from fused_remat.execution.prepare import Execution
 
 @dataclass(eq=False)
 class Segment:
-    """A block's part in a segment, an attribute of its autograd node.
+    """A block's part in a segment, an attribute of its autograd node."""
 
-    Attributes:
-        execution: of running the block again, when it keeps what its policy names.
-        input_kept: whether it kept its own first input.
-        why_kept: why an "inner" block kept it, for a warning; else "".
-        made: the version and the storage of its output at the end of forward.
-        replayed: its replay, until its backward has used it.
-    """
-
-    execution: Execution
+    execution: Execution  # of the replay, which keeps what the policy names
     input_kept: bool
-    why_kept: str = ""
-    made: tuple[int, int] = (0, 0)
-    replayed: Replayed | None = None
+    why_kept: str = ""  # by an "inner" block, for a warning
+    made: tuple[int, int] = (0, 0)  # `state_of` the output at the end of forward
+    replayed: Replayed | None = None  # until backward has used it
 
     def now(self) -> Replayed | None:
         """Return the replay of the block in this backward pass, or None."""

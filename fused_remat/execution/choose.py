@@ -43,19 +43,15 @@ def chunk_tokens(device: torch.device, dtype: torch.dtype) -> int:
 
 @dataclass(frozen=True)
 class Backend:
-    """A row of `BACKENDS`.
+    """A row of `BACKENDS`."""
 
-    Attributes:
-        unsupported_reason: why it cannot compute in a dtype on a device, or None if it can.
-        chunk_tokens: about how many tokens it works on at a time, given device and dtype.
-        forget: called when choices are to be made anew.
-    """
-
+    # why it cannot compute in a dtype on a device, or None if it can
     unsupported_reason: Callable[[torch.device, torch.dtype], str | None] = lambda device, dtype: (
         None
     )
+    # about how many tokens it works on at a time, given device and dtype
     chunk_tokens: Callable[[torch.device, torch.dtype], int] = chunk_tokens
-    forget: Callable[[], None] = lambda: None
+    forget: Callable[[], None] = lambda: None  # called when choices are to be made anew
 
 
 @functools.cache
@@ -82,18 +78,12 @@ TABLES: dict[str, Operations] = {}
 
 @dataclass(frozen=True)
 class Chosen:
-    """An implementation for a key.
+    """An implementation for a key."""
 
-    Attributes:
-        run: the function that serves.
-        key, description: for what, and what it runs.
-        refused: why the backend's own does not, or "".
-    """
-
-    run: Function
-    key: Any
+    run: Function  # the function that serves
+    key: Any  # key, description: for what, and what it runs
     description: Description
-    refused: str
+    refused: str  # why the backend's own does not, or ""
 
     def reason(self, *args: Any, **kwargs: Any) -> str:
         """What runs, and why nothing faster does; arguments, where there are any, say more."""
@@ -102,24 +92,14 @@ class Chosen:
 
 
 def choose(function: Function, backend: str, key: Any) -> Chosen:
-    """Return the implementation of an operation that a backend runs for a key.
-
-    >>> from fused_remat.steps.linear import bias_grad
-    >>> choose(bias_grad, "eager", None).run is bias_grad
-    True
-    """
-    operation = OPERATIONS[function]
+    """Return the implementation of an operation that a backend runs for a key."""
+    operation, refused = OPERATIONS[function], ""
     other = operation.faster.get(backend)
-    if other is not None and not other.available():
-        other = None
-    why = (
-        ""
-        if other is None
-        else FAULTS.get((function, backend, key)) or other.unsupported_reason(key)
-    )
-    if other is not None and why is None:
-        return Chosen(other.run, key, other.description, "")
-    refused = f"; not {other.name or backend}: {why}" if other is not None and why else ""
+    if other is not None and other.available():
+        reason = FAULTS.get((function, backend, key)) or other.unsupported_reason(key)
+        if reason is None:
+            return Chosen(other.run, key, other.description, "")
+        refused = f"; not {other.name or backend}: {reason}" if reason else ""
     return Chosen(function, key, operation.description, refused)
 
 
@@ -176,14 +156,7 @@ def has_faster(ops: Operations, function: Function, key: Any) -> bool:
 
 
 def check_name(name: str) -> str:
-    """`name`, if it is "auto" or a registered backend.
-
-    Raises:
-        ValueError: it is not; the message lists the valid ones.
-
-    >>> check_name("eager")
-    'eager'
-    """
+    """Return `name`; raise ValueError unless it is "auto" or a registered backend."""
     if name != "auto" and name not in BACKENDS:
         raise ValueError(f"unknown backend {name!r}; valid: auto, {', '.join(BACKENDS)}")
     return name
@@ -195,12 +168,7 @@ def ops_for(name: str, x: Tensor, dtype: torch.dtype | None = None) -> Operation
     "auto" is the default of the device. Where a backend cannot serve, eager does; one warning says
     so, except for a dtype that "auto" leaves to eager (float64), and tensor subclasses (fake ones).
 
-    Raises:
-        ValueError: no such backend.
-
-    >>> import torch
-    >>> ops_for("auto", torch.ones(2)).name
-    'eager'
+    Raises: ValueError if there is no such backend.
     """
     return _ops_for(name, x.device, dtype or x.dtype, type(x) in (Tensor, nn.Parameter))
 

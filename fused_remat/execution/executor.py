@@ -68,7 +68,7 @@ def forward(
             node = step.node
             assert node is not None
             if observed:
-                _observed_forward(this, step, chunk, rows)
+                _observed(this, step, chunk, rows)
             else:
                 node.forward(chunk, rows if node.name == "output" else None)
             for name in step.free:
@@ -169,7 +169,7 @@ def stages(
                     yield this.take_grads(names)
                 del grad, given
             elif observed:
-                _observed_backward(this, step, chunk)
+                _observed(this, step, chunk, None)
             elif step.kind == "backward":
                 grad, owned = chunk.take_grad(node.name)
                 chunk.freeing = step.free
@@ -277,19 +277,15 @@ def _collect(
         grads[name] = grad.view(shape)
         return
     if name not in grads:
-        grads[name] = _empty_grad(shape, dy)
+        if len(shape) == 4:
+            batch, heads, seq_len, width = shape
+            grads[name] = dy.new_empty((batch, seq_len, heads, width)).transpose(1, 2)
+        elif tuple(dy.shape) != tuple(shape) or 0 in dy.stride():  # expanded, from a sum
+            grads[name] = dy.new_empty(shape)
+        else:
+            grads[name] = torch.empty_like(dy)
     target = _of_group(grads[name], group.seqs)
     target.copy_(grad.view(target.shape))
-
-
-def _empty_grad(shape: tuple[int, ...], dy: Tensor) -> Tensor:
-    """For an input's gradient: laid out as `dy`, unless that is expanded (from a sum, say)."""
-    if len(shape) == 4:
-        batch, heads, seq_len, width = shape
-        return dy.new_empty((batch, seq_len, heads, width)).transpose(1, 2)
-    if tuple(dy.shape) != tuple(shape) or 0 in dy.stride():
-        return dy.new_empty(shape)
-    return torch.empty_like(dy)
 
 
 def empty_output(call: BlockConfig, width: int, dtype: torch.dtype, x: Tensor) -> Tensor:
@@ -302,47 +298,29 @@ def empty_output(call: BlockConfig, width: int, dtype: torch.dtype, x: Tensor) -
     return torch.empty_like(x, dtype=dtype, memory_format=layout)
 
 
-# --- what an observed pass does besides
-
-
 def _is_observed() -> bool:
-    """Whether tracers or a profiler are told of each step."""
+    """Return whether tracers or a profiler observe each step."""
     return (bool(TRACERS) and is_observed()) or torch._C._autograd._profiler_enabled()
 
 
-def _observed_forward(this: Pass, step: Step, chunk: Chunk, rows: Tensor | None) -> None:
-    assert step.node is not None
+def _observed(this: Pass, step: Step, chunk: Chunk, rows: Tensor | None) -> None:
+    node = step.node
+    assert node is not None
     for trace in TRACERS if is_observed() else ():
         trace(step, chunk)
     with torch.profiler.record_function(f"fused_remat::{step}"):
-        step.node.forward(chunk, rows if step.node.name == "output" else None)
+        if step.kind == "backward":
+            grad, owned = chunk.take_grad(node.name)
+            chunk.freeing = step.free
+            node.backward(chunk, grad, owned, step.needs_grad)
+            return
+        node.forward(chunk, rows if node.name == "output" else None)
         if this.watch is not None:
             this.watch(step, chunk)
 
 
-def _observed_backward(this: Pass, step: Step, chunk: Chunk) -> None:
-    if step.kind != "backward":
-        _observed_forward(this, step, chunk, None)
-        return
-    assert step.node is not None
-    for trace in TRACERS if is_observed() else ():
-        trace(step, chunk)
-    with torch.profiler.record_function(f"fused_remat::{step}"):
-        grad, owned = chunk.take_grad(step.node.name)
-        chunk.freeing = step.free
-        step.node.backward(chunk, grad, owned, step.needs_grad)
-
-
-# --- autocast
-
-
 def autocast_on(x: Tensor) -> bool:
-    """Whether autocast is on for tensors on the device of `x`.
-
-    >>> with torch.autocast("cpu", torch.bfloat16):
-    ...     autocast_on(torch.ones(1)), autocast_on(torch.ones(1, device="meta"))
-    (True, False)
-    """
+    """Return whether autocast is on for tensors on the device of `x`."""
     kind = x.device.type
     if x.is_cpu or x.is_cuda:  # the first question is quick, and not about all other devices
         return torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(kind)

@@ -19,23 +19,15 @@ Functions = Mapping[str, Callable[..., Tensor]]
 
 
 class BlockRun(NamedTuple):
-    """A call that keeps something for backward.
+    """A call that keeps something for backward."""
 
-    Attributes:
-        execution, functions: what is computed, and the caller's own functions.
-        tensors, output: of the call.
-        kept: what is kept besides `tensors` and `output`, piece by piece.
-        saves: for each of `tensors`, whether it is kept.
-        offloaded: by name, what of it is kept on the host.
-    """
-
-    execution: Execution
+    execution: Execution  # execution, functions: what is computed, and the caller's own functions
     functions: Functions
-    tensors: Sequence[Tensor | None]
+    tensors: Sequence[Tensor | None]  # tensors, output: of the call
     output: Tensor
-    kept: Sequence[Tensor]
-    saves: Sequence[bool]
-    offloaded: Sequence[tuple[str, Tensor]]
+    kept: Sequence[Tensor]  # what is kept besides `tensors` and `output`, piece by piece
+    saves: Sequence[bool]  # for each of `tensors`, whether it is kept
+    offloaded: Sequence[tuple[str, Tensor]]  # by name, what of it is kept on the host
 
     @property
     def call(self) -> BlockConfig:

@@ -50,25 +50,15 @@ _DELIVERED = 1 << 18
 
 @dataclass(frozen=True)
 class BlockConfig:
-    """What to compute, without tensors.
+    """What to compute, without tensors."""
 
-    Attributes:
-        graph: the block; its `tensors` name what a call passes, inputs first.
-        save: names that the policy keeps.
-        needs_grad: inputs and params whose gradients are asked for.
-        backend: a registered name or "auto".
-        seq_first: the inputs are (S, B, D) rather than (B, S, D).
-        preserve_strides: the output keeps a dense input's strides; else it is contiguous.
-        offload: names of what is copied to the host until backward.
-    """
-
-    graph: Graph
-    save: frozenset[str]
-    needs_grad: frozenset[str]
-    backend: str
-    seq_first: bool = False
-    preserve_strides: bool = True
-    offload: frozenset[str] = frozenset()
+    graph: Graph  # the block; its `tensors` name what a call passes, inputs first
+    save: frozenset[str]  # names that the policy keeps
+    needs_grad: frozenset[str]  # inputs and params whose gradients are asked for
+    backend: str  # a registered name or "auto"
+    seq_first: bool = False  # the inputs are (S, B, D) rather than (B, S, D)
+    preserve_strides: bool = True  # the output keeps a dense input's strides; else it is contiguous
+    offload: frozenset[str] = frozenset()  # names of what is copied to the host until backward
 
     def prepare(self, tensors: Sequence[Tensor | None], fused: bool = True) -> Execution:
         """The execution for these tensors.
@@ -95,32 +85,23 @@ class BlockConfig:
 
 @dataclass(frozen=True, eq=False)
 class Execution(Layout):
-    """A call with everything that follows from the shapes and dtypes of its tensors.
+    """A call with everything that follows from the shapes and dtypes of its tensors."""
 
-    Attributes:
-        call: what is computed.
-        device: where.
-        plan: the schedule of forward and backward.
-        casts: the dtypes that params are converted to before a pass; usually empty.
-        shapes: of the inputs, batch first.
-        given: shapes of all tensors of the call, in its order, as they were given.
-        rereads: for each tensor of the call, whether backward reads its values again.
-        fusions: rows of `graph.fusions.FUSIONS` that the schedule uses.
-        delivers: by names of steps of backward, the tensors whose gradients autograd gets, in order
-            within that step, and at last after it: of large weights, which are not held together.
-        recordings: of its passes; None on other backends, and where a step may do more than call
-            PyTorch.
-    """
-
-    call: BlockConfig
-    device: torch.device
-    plan: Schedule
+    call: BlockConfig  # what is computed
+    device: torch.device  # where
+    plan: Schedule  # the schedule of forward and backward
+    # the dtypes that params are converted to before a pass; usually empty
     casts: Mapping[str, torch.dtype]
-    shapes: Mapping[str, tuple[int, ...]]
+    shapes: Mapping[str, tuple[int, ...]]  # of the inputs, batch first
+    # shapes of all tensors of the call, in its order, as they were given
     given: tuple[torch.Size | None, ...]
+    # for each tensor of the call, whether backward reads its values again
     rereads: tuple[bool, ...]
-    fusions: frozenset[str]
+    fusions: frozenset[str]  # rows of `graph.fusions.FUSIONS` that the schedule uses
+    # by names of steps of backward, the tensors whose gradients autograd gets, in order
+    # within that step, and at last after it: of large weights, which are not held together
     delivers: Mapping[str, tuple[tuple[str, ...], ...]]
+    # of its passes; None on other backends, and where a step may do more than call PyTorch
     recordings: Recordings | None = field(init=False)
 
     def __post_init__(self) -> None:
@@ -171,11 +152,7 @@ _PIECES = threading.local()
 
 @contextlib.contextmanager
 def pieces_of(tokens: int) -> Iterator[None]:
-    """Blocks are computed about `tokens` tokens at a time, on any device.
-
-    >>> with pieces_of(8):
-    ...     pass
-    """
+    """Compute blocks about `tokens` tokens at a time, on any device, in this context."""
     before, _PIECES.tokens = getattr(_PIECES, "tokens", None), tokens
     try:
         yield

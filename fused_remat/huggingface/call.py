@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fused_remat.graph.build import block_graph
 from fused_remat.huggingface.masks import read_masks
 from fused_remat.layer_specs import transformer_spec
 from fused_remat.layers.eligibility import (
@@ -42,7 +43,7 @@ ACTIVATIONS = {
 }
 
 
-def check_convertible(layer: nn.Module, row: LayerMap) -> None:
+def check_convertible(layer: nn.Module, layer_map: LayerMap) -> None:
     """Raise `Unsupported` if no call of the layer can run as a block."""
     from transformers import __version__ as version
 
@@ -52,54 +53,55 @@ def check_convertible(layer: nn.Module, row: LayerMap) -> None:
         )
     if "forward" in layer.__dict__:
         raise Unsupported(f"{type(layer).__name__}.forward was replaced")
-    check_forward(type(layer), row)
-    modules = row.modules(layer)
-    for path, attribute, meaning in row.excluded:
+    check_forward(type(layer), layer_map)
+    modules = layer_map.modules(layer)
+    for path, attribute, meaning in layer_map.excluded:
         value = None if modules[path] is None else getattr(modules[path], attribute, None)
         if value is not None and value is not False:
             raise Unsupported(f"the layer has {meaning}")
-    _activation(row, modules)
+    _activation(layer_map, modules)
 
 
-def check_forward(stock: type[nn.Module], row: LayerMap) -> None:
+def check_forward(stock: type[nn.Module], layer_map: LayerMap) -> None:
     """Raise `Unsupported` unless a class has the forward that transformers wrote."""
     forward: Any = stock.forward  # classes are patched at any time
-    if forward.__module__ != row.package:
+    if forward.__module__ != layer_map.package:
         raise Unsupported(f"{stock.__name__}.forward was replaced")
 
 
-def example_spec(layer: nn.Module, row: LayerMap) -> BlockSpec:
+def example_spec(layer: nn.Module, layer_map: LayerMap) -> BlockSpec:
     """Return a spec whose graph has the kind and the names of the layer's."""
     return transformer_spec(
-        row.norm, 1e-6, "relu", placement=row.placement, gated="gate" in row.linears, num_heads=1,
-        num_kv_heads=1, head_dim=1, scale=1.0,
-        projection="split" if "q" in row.linears else "packed",
-        rotary=_rotates(row.modules(layer)[row.attention], row),
-        qk_norm_eps=1e-6 if row.head_norms else None,
+        layer_map.norm, 1e-6, "relu", placement=layer_map.placement,
+        gated="gate" in layer_map.linears, num_heads=1, num_kv_heads=1, head_dim=1, scale=1.0,
+        projection="split" if "q" in layer_map.linears else "packed",
+        rotary=_rotates(layer_map.modules(layer)[layer_map.attention], layer_map),
+        qk_norm_eps=1e-6 if layer_map.head_norms else None,
     )  # fmt: skip
 
 
-def describe(parts: Parts, given: Mapping[str, Any]) -> BlockInputs:
-    """Return the block of a call with the arguments `given`."""
-    row, attention = parts.row, parts.modules[parts.row.attention]
-    check_forward(type(parts.layer).stock, row)
-    _check_arguments(given, attention)
-    head_dim = int(getattr(attention, row.numbers["head_dim"]))
+def describe(parts: Parts, arguments: Mapping[str, Any]) -> BlockInputs:
+    """Return the block of a call with the arguments `arguments`."""
+    layer_map, attention = parts.layer_map, parts.modules[parts.layer_map.attention]
+    check_forward(type(parts.layer).stock, layer_map)
+    _check_arguments(arguments, attention)
+    head_dim = int(getattr(attention, layer_map.numbers["head_dim"]))
     heads, kv_heads = _heads(parts, attention, head_dim)
-    masks = read_masks(attention, given, parts, _window(attention, row), heads)
-    rope = _rope(parts, given, head_dim) if _rotates(attention, row) else {}
-    softcap = getattr(attention, row.numbers["softcap"]) if "softcap" in row.numbers else None
+    masks = read_masks(attention, arguments, parts, _window(attention, layer_map), heads)
+    rope = _rope(parts, arguments, head_dim) if _rotates(attention, layer_map) else {}
+    softcap = (
+        getattr(attention, layer_map.numbers["softcap"]) if "softcap" in layer_map.numbers else None
+    )
     if softcap is not None and attention.config._attn_implementation == "sdpa":
         raise Unsupported("sdpa attention has no softcap")  # transformers raises
-    p_attention = _p_attention(attention, row)
-    dropout = parts.dropout.get
+    p_attention, dropout = _p_attention(attention, layer_map), parts.dropout.get
     spec = transformer_spec(
         parts.norm,
         parts.one_eps(),
-        _activation(row, parts.modules),
-        offset=row.offset,
-        placement=row.placement,
-        gated="gate" in row.linears,
+        _activation(layer_map, parts.modules),
+        offset=layer_map.offset,
+        placement=layer_map.placement,
+        gated="gate" in layer_map.linears,
         dropout=(p_attention, dropout("residual1", 0.0), 0.0, dropout("residual2", 0.0)),
         loras=parts.loras,
         num_heads=heads,
@@ -109,55 +111,52 @@ def describe(parts: Parts, given: Mapping[str, Any]) -> BlockInputs:
         softcap=float(softcap or 0.0),
         window=masks.window,
         masks=masks.kinds,
-        projection="split" if "q" in row.linears else "packed",
+        projection="split" if "q" in layer_map.linears else "packed",
         rotary=len(rope) > 0,
         qk_norm_eps=parts.one_head_eps(),
     )
-    return BlockInputs(spec, {"input": parts.x, **parts.weights, **rope, **masks.tensors})
+    tensors = {"input": parts.x, **parts.weights, **rope, **masks.tensors}
+    return BlockInputs(block_graph(spec), tensors, spec)
 
 
-def _check_arguments(given: Mapping[str, Any], attention: nn.Module) -> None:
-    if given.get("output_attentions") or _records_attentions(attention):
+def _check_arguments(arguments: Mapping[str, Any], attention: nn.Module) -> None:
+    hooks = [hook for hook in attention._forward_hooks.values() if hook.__module__ == RECORDERS]
+    if arguments.get("output_attentions") or any(map(recorded, hooks)):
         raise Unsupported("the call returns attention weights, which a block does not compute")
-    for name, value in given.items():
+    for name, value in arguments.items():
         if name not in _KNOWN and value is not None and value is not False:
             raise Unsupported(f"the call passes {name}, which a block does not support")
 
 
-def _records_attentions(attention: nn.Module) -> bool:
-    """Return whether transformers' own recorder on the attention records its weights now."""
-    hooks = [hook for hook in attention._forward_hooks.values() if hook.__module__ == RECORDERS]
-    return bool(hooks) and any(map(recorded, hooks))
-
-
-def _rotates(attention: Any, row: LayerMap) -> bool:
+def _rotates(attention: Any, layer_map: LayerMap) -> bool:
     """Return whether the layer rotates its heads; some of SmolLM3's do not."""
-    return row.rotary and bool(attention.__dict__.get("use_rope", True))
+    return layer_map.rotary and bool(attention.__dict__.get("use_rope", True))
 
 
-def _rope(parts: Parts, given: Mapping[str, Any], width: int) -> dict[str, Tensor]:
+def _rope(parts: Parts, arguments: Mapping[str, Any], width: int) -> dict[str, Tensor]:
     """Return the tables, (S, R/2) or (B, S, R/2): the first half of transformers' columns."""
-    x, pair = parts.x, given.get("position_embeddings")
+    x, pair = parts.x, arguments.get("position_embeddings")
     if not isinstance(pair, tuple) or len(pair) != 2:
         kind = qualified(type(pair))
         raise Unsupported(f"position_embeddings is {kind}, expected a tuple (cos, sin)")
-    compute, tables = parts.low or x.dtype, {}
+    dtypes, tables = (torch.float32, parts.low or x.dtype), {}
     for name, table in zip(("cos", "sin"), pair, strict=True):
         if not isinstance(table, Tensor) or table.requires_grad or table.device != x.device:
             raise Unsupported(f"{name} is not a constant tensor on {x.device}")
-        shape = tuple(table.shape)
-        if len(shape) != 3 or shape[0] not in (1, x.shape[0]) or shape[1:] != (x.shape[1], width):
-            raise Unsupported(f"{name} has shape {shape}, expected {(1, x.shape[1], width)}")
-        if table.dtype not in (torch.float32, compute):
-            raise Unsupported(f"{name} is {table.dtype}, expected torch.float32 or {compute}")
+        batch, *rest = table.shape
+        if rest != [x.shape[1], width] or batch not in (1, x.shape[0]) or table.dtype not in dtypes:
+            raise Unsupported(
+                f"{name} is {table.dtype} of shape {tuple(table.shape)}, expected "
+                f"{' or '.join(map(str, dict.fromkeys(dtypes)))} of shape {(1, x.shape[1], width)}"
+            )
         half = table[..., : width // 2]
-        tables[name] = half[0] if shape[0] == 1 else half
+        tables[name] = half[0] if batch == 1 else half
     return tables
 
 
 def _heads(parts: Parts, attention: Any, head_dim: int) -> tuple[int, int]:
     """Return the numbers of query heads, and of key and value heads, by the shapes of weights."""
-    if "qkv" in parts.row.linears:
+    if "qkv" in parts.layer_map.linears:
         return attention.num_heads, attention.num_heads
     q, k = parts.weights["q.weight"], parts.weights["k.weight"]
     assert q is not None and k is not None
@@ -168,28 +167,27 @@ def _heads(parts: Parts, attention: Any, head_dim: int) -> tuple[int, int]:
     return heads, kv_heads
 
 
-def _window(attention: Any, row: LayerMap) -> int | None:
-    name = row.numbers.get("window")
+def _window(attention: Any, layer_map: LayerMap) -> int | None:
+    name = layer_map.numbers.get("window")
     if name is None:
         return None
-    holder = attention if hasattr(attention, name) else attention.config
-    window = getattr(holder, name, None)
+    window = getattr(attention if hasattr(attention, name) else attention.config, name, None)
     return None if window is None else int(window)
 
 
-def _p_attention(attention: Any, row: LayerMap) -> float:
+def _p_attention(attention: Any, layer_map: LayerMap) -> float:
     """Return the probability of dropout, which applies if the attention module itself trains."""
     if not attention.training:
         return 0.0
-    p = getattr(attention, row.numbers["dropout"])
+    p = getattr(attention, layer_map.numbers["dropout"])
     p = float(getattr(p, "p", 0.0) if isinstance(p, nn.Module) else p)
     check_dropout(p)
     return p
 
 
-def _activation(row: LayerMap, modules: Mapping[str, Any]) -> str:
+def _activation(layer_map: LayerMap, modules: Mapping[str, Any]) -> str:
     """Return the name in `steps.activation` of the layer's activation, a module or a function."""
-    path, _, attribute = row.activation.rpartition(".")
+    path, _, attribute = layer_map.activation.rpartition(".")
     activation: Any = getattr(modules[path], attribute, None)
     kind, name = type(activation), activation_name(activation)
     if kind.__module__ == "transformers.activations" and kind.__name__ in ACTIVATIONS:
@@ -197,5 +195,7 @@ def _activation(row: LayerMap, modules: Mapping[str, Any]) -> str:
         name = ACTIVATIONS[kind.__name__] if plain else None
     if name is None:
         shown = getattr(activation, "__name__", qualified(kind))
-        raise Unsupported(f"the activation {row.activation} is {shown}, unknown or with hooks")
+        raise Unsupported(
+            f"the activation {layer_map.activation} is {shown}, unknown or with hooks"
+        )
     return name

@@ -17,7 +17,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from fused_remat.autograd.shards import is_dtensor
 from fused_remat.execution.observe import DECISIONS
+from fused_remat.layers.converted import Replaced, class_of
 from fused_remat.layers.eligibility import (
     Reason,
     Unsupported,
@@ -26,13 +28,9 @@ from fused_remat.layers.eligibility import (
     qualified,
     wants_grad,
 )
-from fused_remat.layers.fused_layer import (
-    TRACED,
-    is_traced,
-)
+from fused_remat.layers.fused_layer import TRACED, is_traced
 from fused_remat.layers.modules import read_linear
 from fused_remat.layers.record import NOTES, record_of
-from fused_remat.layers.tensor_parallel import VocabularyParallelLinear
 from fused_remat.layers.warn import warn, warn_compiled
 from fused_remat.ops.activation import has_hooks
 from fused_remat.ops.cross_entropy import linear_cross_entropy
@@ -59,16 +57,16 @@ class Head:
     softcap: str = ""
 
 
-def _row(name: str, model: str = "", **differences: Any) -> Head:
+def _layout(name: str, model: str = "", **differences: Any) -> Head:
     package = f"transformers.models.{name}.modeling_{name}"
     return Head(package, model, **differences)
 
 
-#: Each stands for all model classes of transformers whose forward has the same code (`head_row`).
+#: Each stands for all model classes of transformers whose forward has the same code.
 HEADS = (
-    _row("llama", "LlamaForCausalLM"),
-    _row("gemma2", "Gemma2ForCausalLM", softcap="final_logit_softcapping"),
-    _row(
+    _layout("llama", "LlamaForCausalLM"),
+    _layout("gemma2", "Gemma2ForCausalLM", softcap="final_logit_softcapping"),
+    _layout(
         "gpt2",
         "GPT2LMHeadModel",
         body="transformer",
@@ -79,7 +77,7 @@ HEADS = (
 
 
 @functools.cache
-def head_row(stock: Any) -> Head | None:
+def head_layout(stock: Any) -> Head | None:
     """Return the entry of a model class; None without one.
 
     Most language models of transformers have a copy of another model's forward, so they are
@@ -87,18 +85,21 @@ def head_row(stock: Any) -> Head | None:
     """
     if not stock.__module__.startswith("transformers.models."):
         return None
-    for row in HEADS:
-        known = getattr(sys.modules.get(row.package), row.model, None)
-        if stock is known or (row.package, row.model) == (stock.__module__, stock.__qualname__):
-            return row
+    for layout in HEADS:
+        known = getattr(sys.modules.get(layout.package), layout.model, None)
+        if stock is known or (layout.package, layout.model) == (
+            stock.__module__,
+            stock.__qualname__,
+        ):
+            return layout
     if not stock.__name__.endswith("ForCausalLM"):
         return None
     from transformers.models.gemma2.modeling_gemma2 import Gemma2ForCausalLM
     from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
-    for row, reference in zip(HEADS, (LlamaForCausalLM, Gemma2ForCausalLM), strict=False):
+    for layout, reference in zip(HEADS, (LlamaForCausalLM, Gemma2ForCausalLM), strict=False):
         if _code(stock) == _code(reference):
-            return row
+            return layout
     return None
 
 
@@ -118,27 +119,19 @@ _NO_LOGITS = (
 )
 
 
-class HuggingFaceHead(nn.Module):
-    """Mixed in before a model class of transformers by `head_class`.
+class HuggingFaceHead(Replaced):
+    """Mixed in before a model class of transformers by `head_class`."""
 
-    Attributes:
-        stock: class of transformers that it replaces.
-        row: layout of the class.
-        signature: signature of the stock forward.
-    """
-
-    stock: ClassVar[type[nn.Module]]
-    row: ClassVar[Head]
-    signature: ClassVar[inspect.Signature]
+    layout: ClassVar[Head]
+    signature: ClassVar[inspect.Signature]  # of the stock forward
 
     loss_backend: str = "auto"
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        reduced = super().__reduce_ex__(protocol)
-        if FUSED_HEADS.get(type(self).__dict__.get("stock")) is not type(self):  # type: ignore[arg-type]
-            return reduced
-        # By its stock class: this one's name is that of the stock one.
-        return (_new, (self.stock,), *reduced[2:])
+    @staticmethod
+    def _new(stock: type[nn.Module]) -> nn.Module:
+        cls = head_class(stock)
+        assert cls is not None
+        return cls.__new__(cls)
 
     def __getstate__(self) -> dict[str, Any]:
         state: Any = super().__getstate__()
@@ -146,23 +139,23 @@ class HuggingFaceHead(nn.Module):
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         """Run `forward(*args, **kwargs)`: with the fused loss, or transformers' own."""
-        call, compiling = self._read(args, kwargs), torch.compiler.is_compiling()
-        if not isinstance(call, Reason):
-            output = self._with_fused_loss(*call)
+        inputs, compiling = self._read(args, kwargs), torch.compiler.is_compiling()
+        if not isinstance(inputs, Reason):
+            result = self._with_fused_loss(*inputs)
             if not compiling:
                 warn(self, _NO_LOGITS, UserWarning)  # nothing is slower
                 record_of(self).note("block")
-            return output
+            return result
         for observe in DECISIONS:
-            observe(self, call.text)
-        if not call.quiet and compiling:
-            warn_compiled(type(self).__name__, call.text)
-        elif not call.quiet:
-            warn(self, f"runs its own head and loss, with full logits: {call.text}")
-        output = self.stock.forward(self, *args, **kwargs)
-        if not compiling and call not in (_IDLE, TRACED):
-            record_of(self).note("plain", call.text)
-        return output
+            observe(self, inputs.text)
+        if not inputs.quiet and compiling:
+            warn_compiled(type(self).__name__, inputs.text)
+        elif not inputs.quiet:
+            warn(self, f"runs its own head and loss, with full logits: {inputs.text}")
+        result = self.stock.forward(self, *args, **kwargs)
+        if not compiling and inputs not in (_IDLE, TRACED):
+            record_of(self).note("plain", inputs.text)
+        return result
 
     def _read(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -177,25 +170,25 @@ class HuggingFaceHead(nn.Module):
         except TypeError:
             return _UNFIT
         extra = bound.pop("kwargs", {})
-        given = {**dict(list(bound.items())[1:]), **extra}
-        if not isinstance(given.get("labels"), Tensor):
+        arguments = {**dict(list(bound.items())[1:]), **extra}
+        if not isinstance(arguments.get("labels"), Tensor):
             return _UNLABELLED
         try:
-            self._check(given)
-            return given, *self._head()
+            self._check(arguments)
+            return arguments, *self._head()
         except Unsupported as reason:
             return Reason(str(reason))
 
-    def _check(self, given: Mapping[str, Any]) -> None:
+    def _check(self, arguments: Mapping[str, Any]) -> None:
         """Raise `Unsupported` for a call or a loss that needs the full logits."""
         from transformers.loss.loss_utils import ForCausalLMLoss
 
-        keeps = given.get("logits_to_keep", 0)
+        keeps = arguments.get("logits_to_keep", 0)
         if not isinstance(keeps, int) or keeps != 0:
             raise Unsupported("the call requests a part of the logits")
-        if given.get("return_dict") is False or not getattr(self.config, "return_dict", True):
+        if arguments.get("return_dict") is False or not getattr(self.config, "return_dict", True):
             raise Unsupported("the call requests a tuple")
-        if given.get("shift_labels") is not None:
+        if arguments.get("shift_labels") is not None:
             raise Unsupported("the call passes shift_labels")
         if self.loss_function is not ForCausalLMLoss:
             name = getattr(self.loss_function, "__name__", type(self.loss_function).__name__)
@@ -203,10 +196,10 @@ class HuggingFaceHead(nn.Module):
 
     def _head(self) -> tuple[Tensor, Tensor | None]:
         """Return the weight and bias of the head."""
-        path = self.row.head
+        path = self.layout.head
         head: Any = self._modules.get(path)
-        if type(head) is VocabularyParallelLinear and not has_hooks(head):
-            return head.weight, head.bias
+        if is_dtensor(getattr(head, "_parameters", {}).get("weight")) and not has_hooks(head):
+            return head.weight, head.bias  # divided by `fused_remat.parallel`
         weight, bias, updates = read_linear(head, path)
         if updates:
             raise Unsupported(f"{path} has low-rank updates")
@@ -214,22 +207,24 @@ class HuggingFaceHead(nn.Module):
             raise Unsupported(f"{path}.weight is {qualified(type(weight))}")
         return weight, bias
 
-    def _with_fused_loss(self, given: dict[str, Any], weight: Tensor, bias: Tensor | None) -> Any:
+    def _with_fused_loss(
+        self, arguments: dict[str, Any], weight: Tensor, bias: Tensor | None
+    ) -> Any:
         """Return the output of the stock forward, without logits."""
         from transformers import modeling_outputs
 
-        labels = given.pop("labels")
-        given.pop("logits_to_keep", None)
-        body: Any = self._modules[self.row.body]
-        outputs = body(**given)
-        hidden, count = outputs[0], given.get("num_items_in_batch")
-        softcap = getattr(self.config, self.row.softcap) if self.row.softcap else None
+        labels = arguments.pop("labels")
+        arguments.pop("logits_to_keep", None)
+        body: Any = self._modules[self.layout.body]
+        outputs = body(**arguments)
+        hidden, count = outputs[0], arguments.get("num_items_in_batch")
+        softcap = getattr(self.config, self.layout.softcap) if self.layout.softcap else None
         loss = linear_cross_entropy(
             hidden,
             weight,
             labels.to(hidden.device),
             bias,
-            ignore_index=given.get("ignore_index", -100),
+            ignore_index=arguments.get("ignore_index", -100),
             softcap=float(softcap or 0.0),
             reduction="mean" if count is None else "sum",
             shift=True,
@@ -237,46 +232,30 @@ class HuggingFaceHead(nn.Module):
         )
         if count is not None:
             loss = loss / (count.to(loss.device) if isinstance(count, Tensor) else count)
-        made = getattr(modeling_outputs, self.row.output)
-        rest = {name: getattr(outputs, name, None) for name in self.row.fields}
-        return made(loss=loss, past_key_values=outputs.past_key_values, **rest)
+        kind = getattr(modeling_outputs, self.layout.output)
+        rest = {name: getattr(outputs, name, None) for name in self.layout.fields}
+        return kind(loss=loss, past_key_values=outputs.past_key_values, **rest)
 
 
 #: By the stock class.
-FUSED_HEADS: dict[type[nn.Module], type[HuggingFaceHead]] = {}
+_CLASSES: dict[type[nn.Module], type[HuggingFaceHead]] = {}
 
 
 def head_class(stock: type[nn.Module]) -> type[HuggingFaceHead] | None:
-    """Return the class that replaces a model class of transformers; None where there is none.
-
-    >>> head_class(nn.Linear) is None
-    True
-    """
-    row = None if issubclass(stock, HuggingFaceHead) else head_row(stock)  # type: ignore[arg-type]
-    if row is None:
+    """Return the class that replaces a model class of transformers; None where there is none."""
+    layout = None if issubclass(stock, HuggingFaceHead) else head_layout(stock)  # type: ignore[arg-type]
+    if layout is None:
         return None
-    if stock not in FUSED_HEADS:
-        namespace = {
-            "__module__": stock.__module__,
-            "__qualname__": stock.__qualname__,
-            "__doc__": stock.__doc__,
-            "stock": stock,
-            "row": row,
-            "signature": inspect.signature(stock.forward),
-            "forward": _forward(stock),
-        }
-        made = type(stock.__name__, (HuggingFaceHead, stock), namespace)
-        return FUSED_HEADS.setdefault(stock, made)  # of two threads, the first one's
-    return FUSED_HEADS[stock]
+    signature = inspect.signature(stock.forward)
+    more = {"layout": layout, "signature": signature, "forward": _forward(stock)}
+    return class_of(stock, HuggingFaceHead, _CLASSES, **more)
 
 
 def supported_heads() -> str:
-    """Return the supported model classes, for messages.
-
-    >>> "LlamaForCausalLM" in supported_heads()
-    True
-    """
-    return f"{', '.join(row.model for row in HEADS)}, and classes whose forward has their code"
+    """Return the supported model classes, for messages."""
+    return (
+        f"{', '.join(layout.model for layout in HEADS)}, and classes whose forward has their code"
+    )
 
 
 def _forward(stock: type[nn.Module]) -> Callable[..., Any]:
@@ -285,10 +264,3 @@ def _forward(stock: type[nn.Module]) -> Callable[..., Any]:
         return self._call(*args, **kwargs)
 
     return forward
-
-
-def _new(stock: type[nn.Module]) -> nn.Module:
-    """Return an empty model of the class that replaces `stock`; for unpickling."""
-    cls = head_class(stock)
-    assert cls is not None
-    return cls.__new__(cls)

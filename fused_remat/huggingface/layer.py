@@ -25,14 +25,14 @@ class HuggingFaceLayer(ConvertedLayer):
         return example_spec(self, self._map)
 
     def _heads(self) -> dict[str, int]:
-        row = self._map
-        modules = row.modules(self)
-        width = int(getattr(modules[row.attention], row.numbers["head_dim"]))
+        layer_map = self._map
+        modules = layer_map.modules(self)
+        width = int(getattr(modules[layer_map.attention], layer_map.numbers["head_dim"]))
         kinds = {"heads": "q", "key and value heads": "k"}
         return {
-            what: modules[row.linears[name]].weight.shape[0] // width
+            what: modules[layer_map.linears[name]].weight.shape[0] // width
             for what, name in kinds.items()
-            if name in row.linears
+            if name in layer_map.linears
         }
 
     def _layer_index(self) -> int:
@@ -49,11 +49,8 @@ def fused_class(stock: type[nn.Module]) -> type[HuggingFaceLayer] | None:
 
     It has the stock class's name, for wrap lists (`_no_split_modules`), and is a subclass, for
     transformers' recorders.
-
-    >>> fused_class(nn.Linear) is None
-    True
     """
-    row = architecture_of(stock)
-    if row is None:
+    layer_map = architecture_of(stock)
+    if layer_map is None:
         return None
-    return class_of(stock, HuggingFaceLayer, FUSED, _map=row)
+    return class_of(stock, HuggingFaceLayer, FUSED, _map=layer_map)

@@ -41,7 +41,7 @@ _NUMBERS = {"head_dim": "head_dim", "dropout": "attention_dropout"}
 def _llama(name: str, prefix: str = "", **differences: Any) -> LayerMap:
     """Return the layout of Llama's layer, or of one whose classes' names begin with `prefix`."""
     prefix = prefix or name
-    row: dict[str, Any] = {
+    layer_map: dict[str, Any] = {
         "describe": describe,
         "name": name,
         "package": _package(prefix.lower()),
@@ -56,7 +56,7 @@ def _llama(name: str, prefix: str = "", **differences: Any) -> LayerMap:
         "rotary": True,
         "numbers": _NUMBERS,
     }
-    return LayerMap(**(row | differences))
+    return LayerMap(**(layer_map | differences))
 
 
 def _bert(prefix: str) -> LayerMap:
@@ -97,8 +97,8 @@ _GEMMA: dict[str, Any] = {"norms": _SANDWICH, "placement": "sandwich", "offset":
 
 #: By the module and the name of the layer's class.
 ARCHITECTURES: dict[tuple[str, str], LayerMap] = {
-    (row.package, row.layer): row
-    for row in (
+    (layer_map.package, layer_map.layer): layer_map
+    for layer_map in (
         _llama("Llama"),
         _llama("Mistral", **_SLIDING),
         _llama("Qwen2", **_SLIDING),
@@ -157,11 +157,7 @@ ARCHITECTURES: dict[tuple[str, str], LayerMap] = {
 
 
 def architecture_of(cls: type) -> LayerMap | None:
-    """Return the layout of a layer class; None without an entry.
-
-    >>> architecture_of(str) is None
-    True
-    """
+    """Return the layout of a layer class; None without an entry."""
     return ARCHITECTURES.get((cls.__module__, cls.__qualname__))
 
 
@@ -171,4 +167,4 @@ def supported() -> str:
     >>> supported()
     'Llama, Mistral, Qwen2, Qwen3, SmolLM3, Gemma-2, Gemma-3, GPT-2, BERT, RoBERTa, ViT'
     """
-    return ", ".join(row.name for row in ARCHITECTURES.values())
+    return ", ".join(layer_map.name for layer_map in ARCHITECTURES.values())

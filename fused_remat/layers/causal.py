@@ -8,13 +8,14 @@ from typing import Any
 
 from torch import Tensor
 
+from fused_remat.graph.build import block_graph
 from fused_remat.layer_specs import transformer_spec
 from fused_remat.layers.eligibility import Reason
 from fused_remat.layers.fused_layer import FusedLayer
 from fused_remat.layers.plain_causal import CausalLayer, check_window
 from fused_remat.layers.read import BlockInputs, LayerMap, Parts, read_block
 from fused_remat.ops.checks import check_p, masks_given, read_masks
-from fused_remat.ops.pieces import rotary_tensors, split_rope
+from fused_remat.ops.parts import rotary_tensors, split_rope
 from fused_remat.spec import AttentionOptions, BlockSpec, attention_fields
 
 
@@ -104,12 +105,12 @@ class FusedRematCausalLayer(FusedLayer, CausalLayer):
     def _heads(self) -> dict[str, int]:
         return {"heads": self.nhead, "key and value heads": self.kv_heads}
 
-    def _read(self, **given: Any) -> BlockInputs | Reason:
-        return read_call(self, **given)
+    def _read(self, **arguments: Any) -> BlockInputs | Reason:
+        return read_call(self, **arguments)
 
-    def _unsupported_reason(self, rope: Any = None, **given: Any) -> str | None:
+    def _unsupported_reason(self, rope: Any = None, **arguments: Any) -> str | None:
         cos, sin = split_rope(rope)
-        return super()._unsupported_reason(cos=cos, sin=sin, **given)
+        return super()._unsupported_reason(cos=cos, sin=sin, **arguments)
 
 
 def map_of(layer: Any) -> LayerMap:
@@ -135,15 +136,15 @@ def read_call(
             f"x is {x.dtype} of shape {tuple(x.shape)}, expected floating (B, S, {layer.d_model})"
         )
     grid = (x.shape[0], layer.nhead, x.shape[1], x.shape[1])
-    inputs = {
+    arguments = {
         "x": x,
         **rotary_tensors(x, layer.head_dim, cos, sin, None, None),
         **read_masks(x, grid, attn_mask, key_padding_mask, key_lengths, cu_seqlens),
     }
-    return read_block(layer, map_of(layer), inputs)
+    return read_block(layer, map_of(layer), arguments)
 
 
-def _describe(parts: Parts, inputs: Mapping[str, Tensor | None]) -> BlockInputs:
+def _describe(parts: Parts, arguments: Mapping[str, Tensor | None]) -> BlockInputs:
     layer = parts.layer  # its attributes may have been set since
     p = check_p("dropout", layer.dropout) if layer.training else 0.0
     p_attention = check_p("attention_dropout", layer.attention_dropout)
@@ -161,28 +162,27 @@ def _describe(parts: Parts, inputs: Mapping[str, Tensor | None]) -> BlockInputs:
         loras=parts.loras,
         **attention_fields(layer.nhead, layer.kv_heads, layer.head_dim, layer.is_causal, options),
         projection="split",
-        rotary="cos" in inputs,
+        rotary="cos" in arguments,
         interleaved=layer.rope_interleaved,
         qk_norm_eps=parts.one_head_eps(),
-        masks=masks_given(inputs),
+        masks=masks_given(arguments),
     )
-    tensors = {**parts.weights, **inputs}
+    tensors = {**parts.weights, **arguments}
     tensors["input"] = tensors.pop("x")
-    return BlockInputs(spec, tensors)
+    return BlockInputs(block_graph(spec), tensors, spec)
 
 
 def _layer_map(gated: bool, sandwich: bool, normed_heads: bool) -> LayerMap:
-    linears = {"q": "q", "k": "k", "v": "v", "proj": "proj"}
     norms = ("norm1", "post1", "norm2", "post2") if sandwich else ("norm1", "norm2")
-    heads = ("q_norm", "k_norm") if normed_heads else ()
+    linears = ("q", "k", "v", "proj", "gate") if gated else ("q", "k", "v", "proj")
     return LayerMap(
         package=CausalLayer.__module__,
         layer=CausalLayer.__qualname__,
         describe=_describe,
         input="x",
-        linears={**linears, **({"gate": "gate"} if gated else {}), "fc1": "up", "fc2": "down"},
+        linears={**{name: name for name in linears}, "fc1": "up", "fc2": "down"},
         norms={name: name for name in norms},
-        head_norms={name: name for name in heads},
+        head_norms={name: name for name in ("q_norm", "k_norm") if normed_heads},
     )
 
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fused_remat.layers.eligibility import Reason, wants_grad
 from fused_remat.layers.fused_layer import FusedLayer, is_traced
-from fused_remat.layers.read import BlockInputs, TracedInputs, read_block
+from fused_remat.layers.read import BlockInputs, read_block
 from fused_remat.layers.record import record_of
 from fused_remat.layers.warn import warn
 
@@ -26,19 +26,32 @@ LENGTH = "get_seq_length"
 #: Attribute of a cache that a call did not fill: the index of the first such layer.
 _UNFILLED = "_fused_remat_unfilled"
 
-Converted = TypeVar("Converted", bound="ConvertedLayer")
+Converted = TypeVar("Converted", bound="Replaced")
 
 
-class ConvertedLayer(FusedLayer):
-    """Mixed in before a layer class of another library by `class_of`.
+class Replaced(nn.Module):
+    """A module whose class `convert` has replaced; mixed in before that class by `class_of`."""
 
-    Attributes:
-        stock: class that it replaces.
-        arguments: names of the positional arguments of its forward; empty if some cannot be passed
-            by name.
-    """
+    stock: ClassVar[type[nn.Module]]
 
-    arguments: ClassVar[tuple[str, ...]]
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        reduced = super().__reduce_ex__(protocol)
+        if "stock" not in type(self).__dict__:  # a user's subclass
+            return reduced
+        # By its stock class: this one's name is that of the stock one.
+        return (self._new, (self.stock,), *reduced[2:])
+
+    @staticmethod
+    def _new(stock: type[nn.Module]) -> nn.Module:
+        """Return an empty module of the class that replaces `stock`; for unpickling."""
+        raise NotImplementedError
+
+
+class ConvertedLayer(Replaced, FusedLayer):
+    """Mixed in before a layer class of another library by `class_of`."""
+
+    #: Names of the positional arguments of its forward; empty if some cannot be passed by name.
+    positional: ClassVar[tuple[str, ...]]
     _owner = "its own"
 
     @property
@@ -73,18 +86,6 @@ class ConvertedLayer(FusedLayer):
             f"policy decides what it keeps; use {instead}",
         )
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        reduced = super().__reduce_ex__(protocol)
-        if "stock" not in type(self).__dict__:  # a user's subclass
-            return reduced
-        # By its stock class: this one's name is that of the stock one.
-        return (self._new, (self.stock,), *reduced[2:])
-
-    @staticmethod
-    def _new(stock: type[nn.Module]) -> nn.Module:
-        """Return an empty layer of the class that replaces `stock`; for unpickling."""
-        raise NotImplementedError
-
     def why_not_fused(self, *args: Any, **kwargs: Any) -> str | None:
         """Return why this call of `forward` would not take the fused path; None if it would.
 
@@ -101,12 +102,12 @@ class ConvertedLayer(FusedLayer):
 
     def _named(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return the arguments by name; None if they do not fit the signature."""
-        given = dict(zip(self.arguments, args, strict=False))
-        named = {**given, **kwargs}
-        fits = len(args) <= len(self.arguments) and len(named) == len(given) + len(kwargs)
-        return named if fits and self.arguments[0] in named else None
+        arguments = dict(zip(self.positional, args, strict=False))
+        named = {**arguments, **kwargs}
+        fits = len(args) <= len(self.positional) and len(named) == len(arguments) + len(kwargs)
+        return named if fits and self.positional[0] in named else None
 
-    def _read(self, **given: Any) -> BlockInputs | TracedInputs | Reason:
+    def _read(self, **arguments: Any) -> BlockInputs | Reason:
         """Return the block of a training call; others run the stock forward, bit for bit.
 
         Without gradients a block runs only if it draws dropout: the call may be the first run of
@@ -114,37 +115,34 @@ class ConvertedLayer(FusedLayer):
         """
         trains = torch.is_grad_enabled()
         if self._tensor_parallel is None:
-            if trains and not wants_grad(*given.values()) and not self._trains():
+            if trains and not wants_grad(*arguments.values()) and not self._trains():
                 return _IDLE
             if not trains and (not self.training or torch.is_inference_mode_enabled()):
                 return _IDLE
-        reason = self._why_cached(given)
-        call = self._block(**given) if reason is None else reason
+        inputs = self._why_cached(arguments) or self._block(**arguments)
         if trains or self._tensor_parallel is not None:
-            return call
-        draws = not isinstance(call, Reason) and call.graph.uses_seed
-        return call if draws else _IDLE
+            return inputs
+        draws = not isinstance(inputs, Reason) and inputs.graph.uses_seed
+        return inputs if draws else _IDLE
 
-    def _block(self, **given: Any) -> BlockInputs | TracedInputs | Reason:
+    def _block(self, **arguments: Any) -> BlockInputs | Reason:
         """Return the block of a training call, or why there is none."""
-        return read_block(self, self._map, given)
+        return read_block(self, self._map, arguments)
 
-    def _why_cached(self, given: Mapping[str, Any]) -> Reason | None:
+    def _why_cached(self, arguments: Mapping[str, Any]) -> Reason | None:
         """Return why the cache of a call excludes a block; None without a cache."""
-        caches = [v for n, v in given.items() if n in CACHES or hasattr(v, LENGTH)]
-        caches = [cache for cache in caches if cache is not None]
+        caches = {n: v for n, v in arguments.items() if n in CACHES or hasattr(v, LENGTH)}
+        caches = {n: v for n, v in caches.items() if v is not None}
         if not caches:
             return None
-        index = self._layer_index()
+        why = "the cache holds tokens"
         if not self.training:
             why = "the call fills a cache in evaluation"
-        elif all(_is_empty(cache, index) for cache in caches):
+        elif self._is_idle(caches):
             why = "the call fills a cache that other modules may read"
-        else:
-            why = "the cache holds tokens"
         return Reason(why if self._tensor_parallel is None else f"{why}; pass use_cache=False")
 
-    def _without_idle_cache(self, given: dict[str, Any]) -> dict[str, Any]:
+    def _without_idle_cache(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments, without a cache that is neither read nor filled.
 
         Models hand their layers an empty cache by default, also in training. It is dropped then,
@@ -152,19 +150,28 @@ class ConvertedLayer(FusedLayer):
         tokens takes part in attention (prefix tuning), one that is filled in evaluation is the
         caller's, and a layer that transformers never checkpoints may fill it for another module.
         """
-        caches = {n: v for n, v in given.items() if n in CACHES or hasattr(v, LENGTH)}
+        caches = {n: v for n, v in arguments.items() if n in CACHES or hasattr(v, LENGTH)}
         caches = {n: v for n, v in caches.items() if v is not None}
         trains = torch.is_grad_enabled() or self._tensor_parallel is not None
-        if not caches or not self.training or not trains or is_traced() or not self._drops_caches():
-            return given
-        # The layer's own part of the cache: others, not converted, may have filled theirs.
-        index = self._layer_index()
-        if not all(_is_empty(cache, index) for cache in caches.values()):
-            return given
+        if not caches or not self.training or not trains or is_traced():
+            return arguments
+        if not (self._drops_caches() and self._is_idle(caches)):
+            return arguments
         if not torch.compiler.is_compiling():
-            _warn_of_dropped(type(self).__name__, tuple(caches))
-        kept = {n: v for n, v in given.items() if n not in (*CACHES, *caches)}
-        return {**kept, "use_cache": False} if "use_cache" in given else kept
+            from transformers.utils import logging
+
+            logging.get_logger("transformers.fused_remat").warning_once(
+                "Caching is incompatible with rebuilding activations in "
+                f"{type(self).__name__}. Setting {', '.join(f'`{n}=None`' for n in caches)}. "
+                "The model returns an empty cache; pass `use_cache=False`."
+            )
+        kept = {n: v for n, v in arguments.items() if n not in (*CACHES, *caches)}
+        return {**kept, "use_cache": False} if "use_cache" in arguments else kept
+
+    def _is_idle(self, caches: Mapping[str, Any]) -> bool:
+        """Return whether the layer's own entries are empty; other layers may have filled theirs."""
+        index = self._layer_index()
+        return all(_is_empty(cache, index) for cache in caches.values())
 
     def _drops_caches(self) -> bool:
         """Return whether the layer's own checkpointing drops its cache, as transformers' does."""
@@ -173,15 +180,13 @@ class ConvertedLayer(FusedLayer):
         return ("transformers.modeling_layers", "GradientCheckpointingLayer") in names and not reads
 
     def _check_unfilled(self, cache: Any, dropped: bool) -> None:
-        """Warn if an earlier call did not fill the cache; note it if this call does not.
-
-        The layers of one call share a cache, so the first of them notes and warns.
-        """
+        """Warn if an earlier call did not fill the cache; note it if this call does not."""
         index = self._layer_index()
-        first = getattr(cache, _UNFILLED, None)
+        first = getattr(cache, _UNFILLED, None)  # of the layers of a call, which share the cache
+        replayed = torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1
         if first is None and dropped:
             setattr(cache, _UNFILLED, index)
-        elif first is not None and first == index and _runs_forward() and _is_empty(cache, index):
+        elif first is not None and first == index and not replayed and _is_empty(cache, index):
             warn(
                 self,
                 "gets a cache that an earlier call in training did not fill, so it does not "
@@ -189,26 +194,18 @@ class ConvertedLayer(FusedLayer):
                 "with use_cache=False",
             )
 
-    def _stock_forward(self, **given: Any) -> Any:
-        if not self.arguments:  # of `_unnamed`
-            return self.stock.forward(self, *given["args"], **given["kwargs"])
-        return self.stock.forward(self, **given)
+    def _stock_forward(self, **arguments: Any) -> Any:
+        if not self.positional:  # of `_forward`, where they have no names
+            return self.stock.forward(self, *arguments["args"], **arguments["kwargs"])
+        return self.stock.forward(self, **arguments)
 
-    def _unnamed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a call whose arguments have no names: `_named` returned None."""
-        if self.arguments or is_traced():
-            return self.stock.forward(self, *args, **kwargs)  # which raises TypeError
-        reason = Reason("its forward does not take its arguments by name")
-        given = {"args": args, "kwargs": kwargs}
-        return self._fall_back(reason, torch.compiler.is_compiling(), given)
-
-    def _why_kept(self, reason: Reason, given: Mapping[str, Any]) -> tuple[str, str] | None:
-        if self._why_cached(given) and not getattr(self, "_can_checkpoint_with_cache", False):
+    def _why_kept(self, reason: Reason, arguments: Mapping[str, Any]) -> tuple[str, str] | None:
+        if self._why_cached(arguments) and not getattr(self, "_can_checkpoint_with_cache", False):
             return "a second forward would fill the cache again", "pass use_cache=False"
         run, enabled = self.__dict__.get("_gradient_checkpointing_func"), self._is_enabled()
         if isinstance(run, functools.partial) and not enabled and self.training:
             return "every_n_layers excludes it", "every_n_layers=1 checkpoints it"
-        return None if enabled and not reason.once else super()._why_kept(reason, given)
+        return None if enabled and not reason.once else super()._why_kept(reason, arguments)
 
     def _is_enabled(self) -> bool:
         """Return whether the model's own checkpointing applies to a call."""
@@ -216,16 +213,16 @@ class ConvertedLayer(FusedLayer):
 
     def _checkpointing(self) -> tuple[str, Callable[[Mapping[str, Any]], Any]]:
         own = self.__dict__.get("_gradient_checkpointing_func")
-        if own is None or not (self.arguments and self._is_enabled()):
+        if own is None or not (self.positional and self._is_enabled()):
             return super()._checkpointing()
         return "the model's own checkpointing", functools.partial(self._checkpointed, own)
 
-    def _checkpointed(self, own: Callable[..., Any], given: Mapping[str, Any]) -> Any:
+    def _checkpointed(self, own: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
         """Run the stock forward under `own`, a function like PyTorch's `checkpoint`."""
         # Reentrant checkpointing, which may be its kind, sees gradients of positional arguments.
-        first, *_ = self.arguments
-        by_position = {n: v for n, v in given.items() if n == first or wants_grad(v)}
-        rest = {n: v for n, v in given.items() if n not in by_position}
+        first, *_ = self.positional
+        by_position = {n: v for n, v in arguments.items() if n == first or wants_grad(v)}
+        rest = {n: v for n, v in arguments.items() if n not in by_position}
 
         def forward(*values: Any) -> Any:
             return self._stock_forward(**dict(zip(by_position, values, strict=True)), **rest)
@@ -276,11 +273,9 @@ def class_of(
         names = [p.name for p in params if p.kind is p.POSITIONAL_OR_KEYWORD]
         by_name = all(p.kind is not p.POSITIONAL_ONLY for p in params)
         namespace = {
-            "__module__": stock.__module__,
-            "__qualname__": stock.__qualname__,
-            "__doc__": stock.__doc__,
+            **{name: getattr(stock, name) for name in ("__module__", "__qualname__", "__doc__")},
             "stock": stock,
-            "arguments": tuple(names) if by_name else (),
+            "positional": tuple(names) if by_name else (),
             "forward": _forward(stock),
             **more,
         }
@@ -297,12 +292,16 @@ def _forward(stock: type[nn.Module]) -> Callable[..., Any]:
     def forward(self: ConvertedLayer, *args: Any, **kwargs: Any) -> Any:
         named = self._named(args, kwargs)
         if named is None:
-            return self._unnamed(args, kwargs)
-        given = self._without_idle_cache(named)
+            if self.positional or is_traced():
+                return self.stock.forward(self, *args, **kwargs)  # which raises TypeError
+            reason = Reason("its forward does not take its arguments by name")
+            arguments = {"args": args, "kwargs": kwargs}
+            return self._fall_back(reason, torch.compiler.is_compiling(), arguments)
+        arguments = self._without_idle_cache(named)
         cache = named.get("past_key_values")
         if cache is not None:
-            self._check_unfilled(cache, "past_key_values" not in given)
-        return self._call(**given)
+            self._check_unfilled(cache, "past_key_values" not in arguments)
+        return self._call(**arguments)
 
     return forward
 
@@ -319,18 +318,3 @@ def _is_empty(cache: Any, index: int) -> bool:
     entry = layers[index] if index < len(layers) else None
     held = [] if entry is None else tree_leaves([*vars(entry).values()])
     return not any(isinstance(t, Tensor) and t.dim() > 1 and t.numel() for t in held)
-
-
-def _runs_forward() -> bool:
-    """Return whether a call is in forward: not compiled, nor a checkpoint's replay in backward."""
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() == -1
-
-
-def _warn_of_dropped(layer: str, names: tuple[str, ...]) -> None:
-    from transformers.utils import logging
-
-    dropped = ", ".join(f"`{name}=None`" for name in names)
-    logging.get_logger("transformers.fused_remat").warning_once(
-        f"Caching is incompatible with rebuilding activations in {layer}. Setting {dropped}. "
-        "The model returns an empty cache; pass `use_cache=False`."
-    )

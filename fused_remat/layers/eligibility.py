@@ -68,11 +68,7 @@ class Reason:
 
 
 def qualified(kind: type) -> str:
-    """Return the name of a class with its module, shortened to torch.nn and torch if possible.
-
-    >>> qualified(nn.Identity), qualified(Tensor), qualified(int)
-    ('torch.nn.Identity', 'torch.Tensor', 'int')
-    """
+    """Return the name of a class with its module, shortened to torch.nn and torch if possible."""
     name = kind.__qualname__
     for package in (nn, torch):
         if getattr(package, name, None) is kind:
@@ -84,12 +80,6 @@ def parameters_of(module: nn.Module, recurse: bool = True) -> dict[str, Tensor]:
     """Return a module's parameters by name, plain tensors that stand for parameters included.
 
     Replicas of `nn.DataParallel` and modules of FSDP1 have such tensors as attributes.
-
-    >>> layer = nn.Linear(2, 3, bias=False)
-    >>> weight = layer._parameters.pop("weight")
-    >>> layer.weight = weight * 1.0
-    >>> [*dict(layer.named_parameters())], [*parameters_of(layer)]
-    ([], ['weight'])
     """
     found: dict[str, Tensor] = dict(module.named_parameters(recurse=recurse))
     for path, owner in module.named_modules() if recurse else (("", module),):
@@ -101,13 +91,7 @@ def parameters_of(module: nn.Module, recurse: bool = True) -> dict[str, Tensor]:
 
 
 def check_module(module: Any, path: str, *kinds: type) -> None:
-    """Raise `Unsupported` unless calling `module` runs PyTorch's forward of one of `kinds`.
-
-    >>> check_module(nn.Identity(), "norm1", nn.LayerNorm)
-    Traceback (most recent call last):
-    fused_remat.layers.eligibility.Unsupported: norm1 is torch.nn.Identity; the fused path supports
-    torch.nn.LayerNorm
-    """
+    """Raise `Unsupported` unless calling `module` runs PyTorch's forward of one of `kinds`."""
     kind = type(module)
     if kind not in kinds:
         raise _wrong_class(module, path, " or ".join([qualified(kind) for kind in kinds]))
@@ -172,13 +156,7 @@ def check_global_hooks() -> None:
 
 
 def check_input(x: Any, name: str, dims: tuple[int, ...]) -> None:
-    """Raise `Unsupported` unless the layer's input is a plain floating tensor, outside modes.
-
-    >>> check_input(torch.zeros(2, 3), "x", (3,))
-    Traceback (most recent call last):
-    fused_remat.layers.eligibility.Unsupported: x has shape (2, 3); the fused path supports tensors
-    of 3 dimensions
-    """
+    """Raise `Unsupported` unless the layer's input is a plain floating tensor, outside modes."""
     if type(x) not in PLAIN:
         raise Unsupported(f"{name} is {qualified(type(x))}; the fused path supports torch.Tensor")
     if x.is_nested:
@@ -216,9 +194,6 @@ def packed_as(module: nn.Module, param: Tensor) -> str:
 
     Packed are classes other than PyTorch's, integers, floats of 8 bits, and all parameters of a
     module with a `quant_state`.
-
-    >>> packed_as(nn.Identity(), torch.zeros(1)), packed_as(nn.Identity(), torch.zeros(1).char())
-    ('', 'torch.int8')
     """
     if not (is_readable(param) or getattr(param, "_is_flat_param", False)):  # FSDP1's own
         return qualified(type(param))
@@ -246,13 +221,6 @@ def check_weights(
     """Raise `Unsupported` unless the weights fit a block of `spec` on `x`, `name` in messages.
 
     `low`: the dtype of autocast, None if it is off. `path_of`: the layer's name of a weight.
-
-    >>> from fused_remat.layer_specs import nn_layer_spec
-    >>> spec = nn_layer_spec(True, 1, 8, "gelu")
-    >>> weights = {"fc1.weight": torch.zeros(32, 8), "fc2.weight": torch.zeros(8, 30)}
-    >>> check_weights(torch.zeros(1, 3, 8), "x", weights, spec, None)
-    Traceback (most recent call last):
-    fused_remat.layers.eligibility.Unsupported: fc2.weight has shape (8, 30), expected (8, 32)
     """
     dtype, device, on_cpu = x.dtype, x.device, x.is_cpu
     for key, p in weights.items():

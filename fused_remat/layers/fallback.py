@@ -33,35 +33,35 @@ class Caller(nn.Module):
         self.layer = layer
         self._forward = forward
 
-    def forward(self, *args: Any, **given: Any) -> Any:
-        return self._forward(*args, **given)
+    def forward(self, *args: Any, **arguments: Any) -> Any:
+        return self._forward(*args, **arguments)
 
 
 def without_changes(
-    layer: nn.Module, run: Callable[[Mapping[str, Any]], Any], given: Mapping[str, Any]
+    layer: nn.Module, run: Callable[[Mapping[str, Any]], Any], arguments: Mapping[str, Any]
 ) -> tuple[Any, list[str]]:
-    """Return `run(given)`, a checkpointed forward of `layer`, and the tensors that it changes.
+    """Return `run(arguments)`, a checkpointed forward of `layer`, and the tensors that it changes.
 
     A second forward would change them again. If the first call of a layer changes any, they and
     the random state are restored; in later calls nothing runs.
     """
     outer = _hooks_outside()
     if outer is not None and getattr(outer[0], "__module__", "") == checkpoint.__module__:
-        return run(given), []  # a checkpoint around the layer repeats it anyway
+        return run(arguments), []  # a checkpoint around the layer repeats it anyway
     known, training = record_of(layer).changes, layer.training
     if known.get(training):
         return None, known[training]
     is_first, state = training not in known, [*_state(layer)]
     if is_first:  # the caller's tensors change once only
-        copied = {id(t): t.clone() for t in given.values() if wants_grad(t)}
-        given = {n: copied.get(id(t), t) for n, t in given.items()}
+        copied = {id(t): t.clone() for t in arguments.values() if wants_grad(t)}
+        arguments = {n: copied.get(id(t), t) for n, t in arguments.items()}
     copies = [t.clone() if is_first else t for *_, t in state]
-    tensors = {n: t for n, t in given.items() if type(t) is Tensor and not t.is_inference()}
+    tensors = {n: t for n, t in arguments.items() if type(t) is Tensor and not t.is_inference()}
     args = [(n, t, t._version) for n, t in tensors.items()]
     versions = [t._version for *_, t in state]
     device = _device_of(layer)
     random = generator_states(device) if is_first else []
-    out, names = run(given), list[str]()
+    out, names = run(arguments), list[str]()
     for (path, owner, name, t), version, copy in zip(state, versions, copies, strict=True):
         # An attribute that is assigned again (the last attention map) is no state of the next call.
         replaced = owner.get(name) is not t and "_buffers" not in owner
@@ -158,18 +158,15 @@ def _hooks_outside() -> Any:
     return None if top is None or not _hooks_are_enabled() else top(True)
 
 
-def checkpointed(layer: nn.Module, forward: Callable[..., Any], given: Mapping[str, Any]) -> Any:
-    """Run `forward(**given)`, a method of `layer`, under non-reentrant checkpoint.
+def checkpointed(
+    layer: nn.Module, forward: Callable[..., Any], arguments: Mapping[str, Any]
+) -> Any:
+    """Run `forward(**arguments)`, a method of `layer`, under non-reentrant checkpoint.
 
     Backward calls it again with the parameters and training flags that the layer has now.
 
     Raises: RuntimeError in backward if a parameter or an argument was changed in place since, or
         has another shape, dtype or device.
-
-    >>> layer = nn.Linear(2, 2)
-    >>> y = checkpointed(layer, layer.forward, {"input": torch.ones(3, 2)})
-    >>> y.sum().backward(); layer.bias.grad
-    tensor([3., 3.])
     """
     # Sharded parameters (DTensors, and ZeRO-3's, which are empty until they are gathered) are left
     # to the hooks that gather them, which backward calls again; parameters that forward changes and
@@ -180,8 +177,8 @@ def checkpointed(layer: nn.Module, forward: Callable[..., Any], given: Mapping[s
     versions = [p._version for p in params.values()]
     states = generator_states(device) if params else []
     # `run` holds no tensor: checkpoint saves them, checks their versions, and lets hooks move them.
-    arguments, bound = tuple(given), tuple(params)
-    flat = (*given.values(), *params.values())
+    names, bound = tuple(arguments), tuple(params)
+    flat = (*arguments.values(), *params.values())
     kinds = [_kind(value) for value in flat]
     training = [(module, module.training) for module in layer.modules()]
     caller = Caller(layer, forward)
@@ -189,14 +186,14 @@ def checkpointed(layer: nn.Module, forward: Callable[..., Any], given: Mapping[s
 
     def run(*values: Any) -> Any:
         nonlocal is_first
-        named = dict(zip(arguments, values, strict=False))
+        named = dict(zip(names, values, strict=False))
         if is_first:
             is_first = False
             return forward(**named)
-        for name, kind, value in zip((*arguments, *bound), kinds, values, strict=True):
+        for name, kind, value in zip((*names, *bound), kinds, values, strict=True):
             if kind is not None and kind != _kind(value):
                 raise changed(name, kind, value)
-        state = {f"layer.{n}": p for n, p in zip(bound, values[len(arguments) :], strict=True)}
+        state = {f"layer.{n}": p for n, p in zip(bound, values[len(names) :], strict=True)}
         with _training_flags(training):
             return torch.func.functional_call(caller, state, (), named)
 
@@ -205,7 +202,7 @@ def checkpointed(layer: nn.Module, forward: Callable[..., Any], given: Mapping[s
         return out
     record.swaps_parameters = True
     set_generator_states(states, device)
-    return checkpointed(layer, forward, given)
+    return checkpointed(layer, forward, arguments)
 
 
 def _kind(value: Any) -> tuple[tuple[int, ...], torch.dtype, torch.device] | None:
@@ -236,12 +233,6 @@ def without_inference_kernels() -> Iterator[None]:
     """Make PyTorch's layers call their submodules inside, in evaluation as well.
 
     The switch is PyTorch's own, for the process. The last of several threads inside restores it.
-
-    >>> with without_inference_kernels():
-    ...     torch.backends.mha.get_fastpath_enabled()
-    False
-    >>> torch.backends.mha.get_fastpath_enabled()
-    True
     """
     global _count, _before
     with _lock:

@@ -11,7 +11,7 @@ import inspect
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,16 +24,17 @@ from fused_remat.execution.observe import DECISIONS
 from fused_remat.graph.build import block_graph
 from fused_remat.graph.graph import Graph
 from fused_remat.graph.precision import in_precision
-from fused_remat.layers import fallback
 from fused_remat.layers.containment import Rescue
 from fused_remat.layers.eligibility import Reason, parameters_of, wants_grad
-from fused_remat.layers.read import BlockInputs, LayerMap, TracedInputs, read_block
+from fused_remat.layers.read import BlockInputs, LayerMap, read_block
 from fused_remat.layers.record import NOTES, Ran, record_of
-from fused_remat.layers.tensor_parallel import TensorParallel, read_on_rank
-from fused_remat.layers.warn import listed, warn, warn_compiled, warn_compiled_segment
+from fused_remat.layers.warn import listed, warn, warn_compiled
 from fused_remat.policies import Policy, kept_names
 from fused_remat.spec import BlockSpec
 from fused_remat.steps.operations import user_stacklevel
+
+if TYPE_CHECKING:
+    from fused_remat.layers.tensor_parallel import TensorParallel
 
 Layer = TypeVar("Layer", bound="FusedLayer")
 
@@ -46,12 +47,9 @@ class FusedLayer(nn.Module):
     """A layer whose forward is a block. Mixed in before the class that it replaces.
 
     A subclass has a `forward` that passes its arguments to `_call` by name, and a `_map`.
-
-    Attributes:
-        stock: class that it replaces.
     """
 
-    stock: ClassVar[type[nn.Module]]
+    stock: ClassVar[type[nn.Module]]  # class that it replaces
     #: Layout of the class: where it has its norms, linear layers and attentions.
     _map: ClassVar[LayerMap]
     #: Owner of the forward that runs instead of a block, in warnings.
@@ -168,8 +166,8 @@ class FusedLayer(nn.Module):
     def _example(self) -> Graph:
         return block_graph(self._example_spec())
 
-    def _call(self, **given: Any) -> Any:
-        """Run `forward(**given)` as a block, or as the stock forward if no block applies."""
+    def _call(self, **arguments: Any) -> Any:
+        """Run `forward(**arguments)` as a block, or as the stock forward if no block applies."""
         compiling = torch.compiler.is_compiling()
         if self._has_own_forward and not compiling:
             _reached[self] = _reached.get(self, 0) + 1
@@ -177,45 +175,44 @@ class FusedLayer(nn.Module):
         if parallel is not None and compiling:
             from fused_remat.autograd import graph_break
 
-            return graph_break.eagerly(self._call, **given)
+            return graph_break.eagerly(self._call, **arguments)
         record = None if compiling else record_of(self)
         if is_traced():
-            call: BlockInputs | TracedInputs | Reason = TRACED
+            inputs: BlockInputs | Reason = TRACED
         elif record is not None and record.failure:
-            call = Reason(record.failure)
+            inputs = Reason(record.failure)
         elif parallel is None:
-            call = self._read(**given)
+            inputs = self._read(**arguments)
         else:
-            call = read_on_rank(self, parallel, given)
-        if isinstance(call, Reason):
-            return self._fall_back(call, compiling, given)
-        graph, tensors, policy = call.graph, call.tensors, self._policy
-        if call.precision is not None:
+            inputs = parallel.read(self._read, self._map.input, self._tokens_dim, arguments)
+        if isinstance(inputs, Reason):
+            return self._fall_back(inputs, compiling, arguments)
+        graph, tensors, policy = inputs.graph, inputs.tensors, self._policy
+        if inputs.precision is not None:
             x: Any = tensors["input"]
-            tensors = {**tensors, "input": x.to(call.precision.stream)}
-            if call.precision.compute is not None:
-                graph = in_precision(graph, call.precision.compute)
+            tensors = {**tensors, "input": x.to(inputs.precision.stream)}
+            if inputs.precision.compute is not None:
+                graph = in_precision(graph, inputs.precision.compute)
         if not isinstance(policy, str) and policy.segment is not None:
             policy = self._policy_of_segment(policy, compiling)
         accumulation = None
         if self._accumulate_into is not None:
             accumulation = self._accumulation(graph, compiling)
-        for text in () if compiling else call.warnings:
+        for text in () if compiling else inputs.warnings:
             warnings.warn(text, stacklevel=user_stacklevel())
         trains, rescue = record is not None and torch.is_grad_enabled(), None
         failed: Reason | None = None
         if trains and parallel is None and not (accumulation or graph.uses_seed):
-            forward = functools.partial(self.stock.forward, self)
-            rescue = Rescue(self, forward, given, tensors, self._block_failed)
+            rescue = Rescue(self, self.stock.forward, arguments, tensors, self._block_failed)
         try:
             out = run_block(
                 graph,
                 policy,
                 tensors,
                 backend=self._backend,
-                seq_first=call.seq_first,
-                preserve_strides=not call.contiguous,
-                functions=call.functions,
+                seq_first=inputs.seq_first,
+                preserve_strides=not inputs.contiguous,
+                functions=inputs.functions,
                 accumulation=accumulation,
                 warn_of_input=self._warn_of_kept_input,
                 rescue=rescue,
@@ -224,12 +221,12 @@ class FusedLayer(nn.Module):
             assert isinstance(failure.__cause__, Exception)
             failed = self._block_failed(failure.__cause__)
         if failed is not None:  # what the block had computed is freed by now
-            return self._fall_back(failed, compiling, given)
+            return self._fall_back(failed, compiling, arguments)
         if trains and out.requires_grad:
             record_of(self).note("block", in_backward=_in_backward())
-        result: Any = out.squeeze(0) if call.unbatched else out
-        if call.finish is not None:
-            result = call.finish(out)
+        result: Any = out.squeeze(0) if inputs.unbatched else out
+        if inputs.finish is not None:
+            result = inputs.finish(out)
         elif parallel is not None and parallel.joins:
             result = parallel.joined(result, self._tokens_dim(result))
         if rescue is not None:
@@ -259,24 +256,24 @@ class FusedLayer(nn.Module):
         """
         bound = inspect.signature(_base(type(self)).forward).bind(self, *args, **kwargs)
         bound.apply_defaults()
-        given = {name: value for name, value in bound.arguments.items() if name != "self"}
-        return self._unsupported_reason(**given)
+        arguments = {name: value for name, value in bound.arguments.items() if name != "self"}
+        return self._unsupported_reason(**arguments)
 
-    def _read(self, **given: Any) -> BlockInputs | TracedInputs | Reason:
+    def _read(self, **arguments: Any) -> BlockInputs | Reason:
         """Return the block of a call, or why the fused path does not support it."""
-        return read_block(self, self._map, given)
+        return read_block(self, self._map, arguments)
 
-    def _unsupported_reason(self, **given: Any) -> str | None:
+    def _unsupported_reason(self, **arguments: Any) -> str | None:
         """Return why a call would not take the fused path; None if it would."""
         parallel = self._tensor_parallel
         if parallel is not None and not parallel.splits:
-            x = given.get(self._map.input)
+            x = arguments.get(self._map.input)
             if isinstance(x, Tensor):
-                given = {**given, self._map.input: parallel.whole(x, self._tokens_dim(x))}
-        call = TRACED if is_traced() else self._read(**given)
-        return call.text if isinstance(call, Reason) else None
+                arguments = {**arguments, self._map.input: parallel.whole(x, self._tokens_dim(x))}
+        inputs = TRACED if is_traced() else self._read(**arguments)
+        return inputs.text if isinstance(inputs, Reason) else None
 
-    def _fall_back(self, reason: Reason, compiling: bool, given: Mapping[str, Any]) -> Any:
+    def _fall_back(self, reason: Reason, compiling: bool, arguments: Mapping[str, Any]) -> Any:
         """Run the stock forward; with a warning, and checkpointed, if gradients are required."""
         if self._tensor_parallel is not None:
             raise RuntimeError(
@@ -285,28 +282,32 @@ class FusedLayer(nn.Module):
             )
         if reason is TRACED or not reason.quiet:
             self._refuse_to_accumulate(reason.text)
-        wanted = not reason.quiet and (wants_grad(*given.values()) or self._trains())
+        wanted = not reason.quiet and (wants_grad(*arguments.values()) or self._trains())
         if compiling or reason is TRACED:
             if wanted:
                 warn_compiled(type(self).__name__, reason.text)
-            return self.stock.forward(self, **given)
-        self._refuse_dtensors(given)
+            return self.stock.forward(self, **arguments)
+        self._refuse_dtensors(arguments)
         for observe in DECISIONS:
             observe(self, reason.text)
-        return self._own_forward(reason, given) if wanted else self._stock_forward(**given)
+        return self._own_forward(reason, arguments) if wanted else self._stock_forward(**arguments)
 
-    def _stock_forward(self, **given: Any) -> Any:
+    def _stock_forward(self, **arguments: Any) -> Any:
         """Run the stock forward through the submodules, in evaluation as well."""
-        with fallback.without_inference_kernels():
-            return self.stock.forward(self, **given)
+        from fused_remat.layers.fallback import without_inference_kernels
 
-    def _own_forward(self, reason: Reason, given: Mapping[str, Any]) -> Any:
+        with without_inference_kernels():
+            return self.stock.forward(self, **arguments)
+
+    def _own_forward(self, reason: Reason, arguments: Mapping[str, Any]) -> Any:
         """Run the stock forward of a training call: under checkpointing, unless that is worse."""
+        from fused_remat.layers import fallback
+
         runs, record = f"runs {self._owner} forward", record_of(self)
-        kept = self._why_kept(reason, given)
+        kept = self._why_kept(reason, arguments)
         if kept is None:
             how, run = self._checkpointing()
-            out, names = fallback.without_changes(self, run, given)
+            out, names = fallback.without_changes(self, run, arguments)
             if not names:
                 if reason.text != record.failure:  # of which `_block_failed` has warned
                     warn(self, f"{runs} under {how}: {reason.text}")
@@ -319,7 +320,7 @@ class FusedLayer(nn.Module):
         # The first call of a layer may fill a table, and later ones run as blocks.
         quiet = record.number("plain") > 1 or (reason.once and record.last is None)
         with contextlib.nullcontext() if quiet else fallback.counted(self) as total:
-            out = self._stock_forward(**given)
+            out = self._stock_forward(**arguments)
         if total is not None:
             mib, (why, remedy) = total["bytes"] / 2**20, kept
             keeps = f"it keeps {mib:.1f} MiB for backward, since {why}; {remedy}"
@@ -330,7 +331,7 @@ class FusedLayer(nn.Module):
     def _note(self, ran: Ran, reason: Reason) -> None:
         record_of(self).note(ran, reason.text, _in_backward())
 
-    def _why_kept(self, reason: Reason, given: Mapping[str, Any]) -> tuple[str, str] | None:
+    def _why_kept(self, reason: Reason, arguments: Mapping[str, Any]) -> tuple[str, str] | None:
         """Return why the stock forward of a training call is not checkpointed, and a remedy."""
         if reason.once:
             return "a second forward would do so again", "keep forward free of it"
@@ -340,6 +341,8 @@ class FusedLayer(nn.Module):
 
     def _checkpointing(self) -> tuple[str, Callable[[Mapping[str, Any]], Any]]:
         """Return the name of a method of checkpointing, and the stock forward under it."""
+        from fused_remat.layers import fallback
+
         run = functools.partial(fallback.checkpointed, self, self._stock_forward)
         return "torch.utils.checkpoint", run
 
@@ -359,9 +362,9 @@ class FusedLayer(nn.Module):
                 "super().forward(...) there, or convert the layer: convert traces it",
             )
 
-    def _refuse_dtensors(self, given: Mapping[str, Any]) -> None:
+    def _refuse_dtensors(self, arguments: Mapping[str, Any]) -> None:
         """Raise RuntimeError if an argument is a DTensor and all parameters are plain tensors."""
-        for name, value in given.items():
+        for name, value in arguments.items():
             if is_dtensor(value) and not any(map(is_dtensor, self.parameters())):
                 raise RuntimeError(
                     f"fused_remat: {name} is a DTensor of shape {tuple(value.shape)}, and this "
@@ -371,9 +374,10 @@ class FusedLayer(nn.Module):
                 )
 
     def _accumulation(self, graph: Graph, compiling: bool) -> accumulate.Accumulation:
-        self._refuse_to_accumulate(
-            "the call is compiled" if compiling else accumulate.unsupported_engine_reason(self)
-        )
+        reason = "the call is compiled" if compiling else accumulate.unsupported_engine_reason(self)
+        if self._tensor_parallel is not None:
+            reason = "autograd alone adds gradients that are DTensors"
+        self._refuse_to_accumulate(reason)
         names = frozenset([name for name in graph.params if "." in name])  # no mask has a dot
         return accumulate.Accumulation(str(self._accumulate_into), names)
 
@@ -391,7 +395,8 @@ class FusedLayer(nn.Module):
         """Return `policy`, without its segment if layers before may be freed in backward."""
         if compiling:
             if policy.segment == "inner":
-                warn_compiled_segment(type(self).__name__)
+                reason = "segments work in eager mode only"
+                warn_compiled(type(self).__name__, reason, "keeps its input")
             return Policy(offload=policy.offload)
         sharded_by = accumulate.sharded_by(self)
         if sharded_by is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,11 +25,7 @@ from fused_remat.layers.eligibility import (
 from fused_remat.layers.precision import Precision
 from fused_remat.ops.activation import Activation, activation_name, prepare
 from fused_remat.spec import LoraSpec, lora_params
-from fused_remat.steps.norm import NORMS
-from fused_remat.steps.user_function import Function
-
-if TYPE_CHECKING:
-    from fused_remat.layers.read import LayerMap
+from fused_remat.steps.replay import Function
 
 _CONV1D = ("transformers.pytorch_utils", "Conv1D")
 _LORA = ("peft.tuners.lora.layer", "Linear")
@@ -59,15 +55,6 @@ def read_linear(module: Any, path: str) -> Linear:
 
     Raises: Unsupported for variants (DoRA and others), adapters with a bias, quantized layers,
         modules of other classes, with hooks or with a forward of their own.
-
-    >>> layer = nn.Linear(4, 2, bias=False)
-    >>> weight, bias, updates = read_linear(layer, "proj")
-    >>> weight is layer.weight, bias, updates
-    (True, None, ())
-    >>> read_linear(nn.Bilinear(4, 4, 2), "proj")
-    Traceback (most recent call last):
-    fused_remat.layers.eligibility.Unsupported: proj is torch.nn.Bilinear; the fused path supports
-    torch.nn.Linear
     """
     is_linear = type(module) is nn.Linear
     if not is_linear:  # rarely; this runs at every call
@@ -136,11 +123,7 @@ def active_module(module: Any, path: str) -> Any:
 def split_biases(
     tensors: Mapping[str, Tensor | None], size: int = 1, rank: int = 0
 ) -> dict[str, Tensor | None]:
-    """Split the biases of packed projections into those of q, k and v, one rank's part of each.
-
-    >>> list(split_biases({"qkv.bias": torch.arange(12)}, 2, 1)["k.bias"])
-    [tensor(6), tensor(7)]
-    """
+    """Split the biases of packed projections into those of q, k and v, one rank's part of each."""
     split = dict(tensors)
     for packed, layers in _PACKED_BIASES.items():
         bias = split.pop(packed, None)
@@ -157,9 +140,6 @@ def update_tensors(
 
     `updates` are by layer. `dtype` is that of the layers' inputs; None under autocast, whose dtype
     products have.
-
-    >>> update_tensors({"fc1": (Update(torch.ones(1, 4), torch.ones(2, 1), 0.5, 0.0),)}, None)[1]
-    (LoraSpec(layer='fc1', scale=0.5, dropout=0.0, dtype=None),)
     """
     every = [(layer, update) for layer, group in updates.items() for update in group]
     loras = []
@@ -171,11 +151,7 @@ def update_tensors(
 
 
 def read_dropout(module: Any, path: str) -> float:
-    """Return the probability that an `nn.Dropout` or `nn.Identity` currently applies.
-
-    >>> read_dropout(nn.Dropout(0.1), "dropout"), read_dropout(nn.Dropout(0.1).eval(), "dropout")
-    (0.1, 0.0)
-    """
+    """Return the probability that an `nn.Dropout` or `nn.Identity` currently applies."""
     check_module(module, path, nn.Dropout, nn.Identity)
     state = module.__dict__
     p = float(state.get("p", 0.0)) if state["training"] else 0.0
@@ -274,61 +250,6 @@ def read_projections(
     return split_biases(found)
 
 
-def read_norms(
-    row: LayerMap, modules: Mapping[str, Any], width: int, weights: dict[str, Tensor | None]
-) -> tuple[str, list[float]]:
-    """Return the kind of the norms over `width`, and the eps of each; add to `weights`."""
-    kinds = {NORMS[kind].module: kind for kind in ((row.norm,) if row.norm else NORMS)}
-    eps, first, first_path = [], None, ""
-    for name, path in row.norms.items():
-        norm, found = _read_norm(modules[path], path, row, tuple(kinds))
-        if first is None:
-            first, first_path = type(norm), path
-        elif type(norm) is not first:
-            raise Unsupported(
-                f"{first_path} is {qualified(first)} and {path} is {qualified(type(norm))}; the "
-                "fused path supports norms of one class"
-            )
-        shape = norm.__dict__.get("normalized_shape", (width,))
-        if shape != (width,):
-            raise Unsupported(f"{path} is over {tuple(shape)}; the fused path supports {(width,)}")
-        eps.append(found)
-        weights[f"{name}.weight"], weights[f"{name}.bias"] = affine_of(norm)
-    return row.norm or kinds[first], eps  # type: ignore[index]
-
-
-def read_head_norms(
-    row: LayerMap, modules: Mapping[str, Any], weights: dict[str, Tensor | None]
-) -> list[float]:
-    """Return the eps of the norms of query and key heads; add to `weights`."""
-    eps = []
-    for name, path in row.head_norms.items():
-        norm, found = _read_norm(modules[path], path, row, (nn.RMSNorm,))
-        weight, _ = affine_of(norm)
-        if weight is None:
-            raise Unsupported(f"{path} has no weight")
-        weights[f"{name}.weight"] = weight
-        eps.append(found)
-    return eps
-
-
-def _read_norm(
-    norm: Any, path: str, row: LayerMap, kinds: tuple[type, ...]
-) -> tuple[nn.Module, float]:
-    """Return the norm that acts at `path`, and its eps."""
-    if type(norm) not in kinds:
-        norm = active_module(norm, path)
-    if row.norm_class:
-        check_foreign_module(norm, path, row.package, row.norm_class, decorates=True)
-    else:
-        check_module(norm, path, *kinds)
-    state = norm.__dict__
-    eps = state.get("variance_epsilon", state.get("eps"))
-    if eps is None:
-        raise Unsupported(f"{path} has no eps")
-    return norm, float(eps)
-
-
 def read_activation(
     activation: Any, x: Tensor, width: int, seq_first: bool, precision: Precision | None
 ) -> Activation:
@@ -339,13 +260,6 @@ def read_activation(
     for x of (S, B, D). `precision` has the dtypes under autocast.
 
     Raises: Unsupported if backward cannot call the function again.
-
-    >>> def running_sum(x):
-    ...     return x.cumsum(0)
-    >>> _, _, functions = read_activation(running_sum, torch.zeros(2, 1, 3), 4, True, None)
-    >>> functions["activation"](torch.ones(2, 4))
-    tensor([[1., 1., 1., 1.],
-            [2., 2., 2., 2.]])
     """
     name = activation_name(activation)
     if name is not None:

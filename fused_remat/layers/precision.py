@@ -51,10 +51,6 @@ def unsupported_autocast_reason(
 
     The stock layer raises for the same dtypes, except on other devices. Messages call the input
     `name`, and a parameter `path_of` its name.
-
-    >>> weights = {"fc1.weight": torch.zeros(3, 3).double()}
-    >>> unsupported_autocast_reason(torch.zeros(2, 3), "src", weights, torch.bfloat16)
-    'autocast does not convert fc1.weight of torch.float64, and src is torch.float32'
     """
     kind = x.device.type
     if kind not in _DEVICES or low not in LOW:
@@ -80,11 +76,7 @@ def unsupported_autocast_reason(
 
 
 def precision_of(x: Tensor, params: Params, low: torch.dtype, norm_first: bool) -> Precision:
-    """Return the dtypes of a call for which `unsupported_autocast_reason` returned None.
-
-    >>> precision_of(torch.zeros(2, 3), {}, torch.bfloat16, True).compute
-    torch.bfloat16
-    """
+    """Return the dtypes of a call for which `unsupported_autocast_reason` returned None."""
     if x.dtype == torch.float64:
         return Precision(x.dtype, autocast=low)
     # On CUDA a post-norm layer's last norm makes float32 of anything; else sums promote.

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fused_remat.graph.build import block_graph
 from fused_remat.graph.graph import Graph
 from fused_remat.layers.eligibility import (
     Reason,
@@ -21,77 +20,61 @@ from fused_remat.layers.eligibility import (
     check_foreign_module,
     check_global_hooks,
     check_input,
+    check_module,
     check_weights,
+    qualified,
 )
 from fused_remat.layers.modules import (
+    active_module,
+    affine_of,
     read_dropout,
-    read_head_norms,
     read_linear,
-    read_norms,
     read_projections,
     update_tensors,
 )
 from fused_remat.layers.precision import Precision, low_dtype, precision_of
 from fused_remat.spec import BlockSpec, LoraSpec
-from fused_remat.steps.user_function import Function
+from fused_remat.steps.norm import NORMS
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerMap:
-    """Layout of a layer class: where it has the modules of its block. Paths lead from the layer.
+    """Layout of a layer class: where it has the modules of its block. Paths lead from the layer."""
 
-    Attributes:
-        package, layer: module and name of the class.
-        describe: function that returns a `BlockInputs` for the parts and arguments of a call.
-        name: name of the architecture, for messages.
-        input, dims: forward's argument that the block transforms, and its numbers of dimensions.
-        methods: methods of the class that the block replaces, by name.
-        containers: paths of modules whose forward the block replaces, and their classes' names in
-            `package`.
-        attention: path of the module that attends.
-        projections: paths of `nn.MultiheadAttention`s, and the block's names of the packed
-            projection, of q, k and v, and of the output projection.
-        linears, norms, head_norms: paths by the block's names "fc1", "norm1", "q_norm", ...
-        norm, norm_class: key of `NORMS`, "" for any; name of the norms' class in `package`, ""
-            for torch.nn's.
-        offset: number added to the norms' weights.
-        placement: placement of the norms, "pre", "post" or "sandwich".
-        rotary: whether heads are rotated.
-        activation: path of the MLP's activation function.
-        dropouts: paths of dropout modules, by their names for `describe`.
-        numbers: attributes of the attention, by the fields "head_dim", "dropout", "softcap",
-            "window".
-        excluded: (path, attribute, meaning): layers for which it is true are not supported.
-        steps: by the path of every module, the path of its parent and its name in it, in order.
-    """
-
-    package: str
+    package: str  # module of the class, and its name
     layer: str
     describe: Callable[[Parts, Mapping[str, Any]], BlockInputs]
-    name: str = ""
-    input: str = "hidden_states"
-    dims: tuple[int, ...] = (3,)
-    methods: Mapping[str, Any] = field(default_factory=dict)
+    name: str = ""  # of the architecture, for messages
+    input: str = "hidden_states"  # forward's argument that the block transforms
+    dims: tuple[int, ...] = (3,)  # numbers of dimensions that it may have
+    methods: Mapping[str, Any] = field(default_factory=dict)  # of the class; the block replaces
+    #: Paths of modules whose forward the block replaces, and their classes' names in `package`.
     containers: Mapping[str, str] = field(default_factory=dict)
-    attention: str = ""
+    attention: str = ""  # path of the module that attends
+    #: Paths of `nn.MultiheadAttention`s, and the block's names of the packed projection, of q, k
+    #: and v, and of the output projection.
     projections: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    #: Paths by the block's names "fc1", "norm1", "q_norm", ...
     linears: Mapping[str, str] = field(default_factory=dict)
     norms: Mapping[str, str] = field(default_factory=dict)
     head_norms: Mapping[str, str] = field(default_factory=dict)
-    norm: str = ""
-    norm_class: str = ""
-    offset: float = 0.0
-    placement: str = "pre"
+    norm: str = ""  # key of `NORMS`, "" for any
+    norm_class: str = ""  # name of the norms' class in `package`, "" for torch.nn's
+    offset: float = 0.0  # added to the norms' weights
+    placement: str = "pre"  # of the norms; or "post", "sandwich"
     rotary: bool = False
-    activation: str = ""
-    dropouts: Mapping[str, str] = field(default_factory=dict)
+    activation: str = ""  # path of the MLP's activation function
+    dropouts: Mapping[str, str] = field(default_factory=dict)  # paths by the names in `describe`
+    #: Attributes of the attention, by the fields "head_dim", "dropout", "softcap", "window".
     numbers: Mapping[str, str] = field(default_factory=dict)
+    #: (path, attribute, meaning): layers for which it is true are not supported.
     excluded: tuple[tuple[str, str, str], ...] = ()
+    #: By the path of every module, the path of its parent and its name in it, in order.
     steps: Mapping[str, tuple[str, str]] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         paths = [self.attention, self.activation.rpartition(".")[0]]
-        paths += [*self.containers, *self.projections, *(row[0] for row in self.excluded)]
+        paths += [*self.containers, *self.projections, *(path for path, *_ in self.excluded)]
         paths += [f"{path}.out_proj" for path in self.projections]
         for group in (self.linears, self.norms, self.head_norms, self.dropouts):
             paths += group.values()
@@ -102,12 +85,7 @@ class LayerMap:
         object.__setattr__(self, "steps", steps)
 
     def path_of(self, name: str) -> str:
-        """Return the layer's name, for messages, of the weight or bias `name` of the block.
-
-        >>> from fused_remat.layers.torch_nn import ENCODER
-        >>> ENCODER.path_of("qkv.weight"), ENCODER.path_of("fc1.bias")
-        ('self_attn.in_proj_weight', 'linear1.bias')
-        """
+        """Return the layer's name, for messages, of the weight or bias `name` of the block."""
         layer, _, kind = name.rpartition(".")
         for path, (packed, *split, output) in self.projections.items():
             if layer == output:
@@ -130,27 +108,19 @@ class LayerMap:
 
 @dataclass
 class Parts:
-    """The parts of a layer, for `LayerMap.describe`.
-
-    Attributes:
-        layer, row, modules: layer, layout of its class, and submodules by path.
-        x, low: input of the call; dtype of autocast, None if it is off.
-        weights, loras: tensors by the block's names, and specs of low-rank updates.
-        norm, eps, head_eps: kind of the norms; eps of each, and of those of the heads.
-        dropout: current probabilities, by the names in `LayerMap.dropouts`.
-    """
+    """The parts of a layer, for `LayerMap.describe`."""
 
     layer: Any
-    row: LayerMap
-    modules: Mapping[str, Any]
+    layer_map: LayerMap
+    modules: Mapping[str, Any]  # by path
     x: Tensor
-    low: torch.dtype | None
-    weights: dict[str, Tensor | None]
+    low: torch.dtype | None  # dtype of autocast, None if it is off
+    weights: dict[str, Tensor | None]  # by the block's names
     loras: tuple[LoraSpec, ...]
-    norm: str
+    norm: str  # kind of the norms
     eps: list[float]
     head_eps: list[float]
-    dropout: Mapping[str, float]
+    dropout: Mapping[str, float]  # current probabilities, by the names in `LayerMap.dropouts`
 
     def precision(self, norm_first: bool) -> Precision:
         """Return the dtypes of the call, under autocast."""
@@ -178,97 +148,120 @@ class BlockInputs:
     """A call of a layer as a block.
 
     Attributes:
-        spec: description of the block.
-        tensors: inputs and weights by the block's names.
+        tensors: inputs and weights by the names of `graph`.
+        spec: description of the block; None for a traced layer.
         functions: custom activation function, if any.
         seq_first, unbatched: whether the inputs are (S, B, D), or (S, D) passed as (1, S, D).
         precision: dtypes under autocast, None if it is off.
         warnings: warnings that PyTorch's own forward would show.
-        graph: graph of the block.
         contiguous: whether the result is contiguous; else it has the strides of the input.
         finish: function from the block's output to the layer's result, if they differ.
     """
 
-    spec: BlockSpec
+    graph: Graph
     tensors: Mapping[str, Tensor | None]
-    functions: Mapping[str, Function] = field(default_factory=dict)
+    spec: BlockSpec | None = None
+    functions: Mapping[str, Any] = field(default_factory=dict)
     seq_first: bool = False
     unbatched: bool = False
     precision: Precision | None = None
     warnings: tuple[str, ...] = ()
-    graph: Graph = field(default=None)  # type: ignore[assignment]  # `read_block` sets it
     contiguous: bool = False
     finish: Callable[[Tensor], Any] | None = None
 
 
-class TracedInputs(NamedTuple):
-    """A call of a traced layer as a block, which has no spec; otherwise as `BlockInputs`."""
-
-    graph: Graph
-    tensors: Mapping[str, Tensor | None]
-    functions: Mapping[str, Any]
-    precision: Precision | None
-    finish: Callable[[Tensor], Any]
-    seq_first: bool = False
-    unbatched: bool = False
-    contiguous: bool = False
-    warnings: tuple[str, ...] = ()
-
-
-def read_block(layer: nn.Module, row: LayerMap, given: Mapping[str, Any]) -> BlockInputs | Reason:
-    """Return the block that computes `layer.forward(**given)`, or why there is none.
-
-    >>> from fused_remat.layers.torch_nn import ENCODER
-    >>> layer, given = nn.TransformerEncoderLayer(8, 2), {
-    ...     "src": torch.zeros(3, 2, 8), "src_mask": None, "src_key_padding_mask": None,
-    ...     "is_causal": False}
-    >>> read_block(layer, ENCODER, given).spec.kind
-    'encoder_postnorm'
-    """
+def read_block(
+    layer: Any, layer_map: LayerMap, arguments: Mapping[str, Any]
+) -> BlockInputs | Reason:
+    """Return the block that computes `layer.forward(**arguments)`, or why there is none."""
     try:
-        return _read(layer, row, given)
+        return _read(layer, layer_map, arguments)
     except Unsupported as reason:
         return Reason(reason.args[0])
 
 
-def _read(layer: Any, row: LayerMap, given: Mapping[str, Any]) -> BlockInputs:
-    x = given[row.input]
-    check_input(x, row.input, row.dims)
+def _read(layer: Any, layer_map: LayerMap, arguments: Mapping[str, Any]) -> BlockInputs:
+    x = arguments[layer_map.input]
+    check_input(x, layer_map.input, layer_map.dims)
     check_global_hooks()
-    modules = row.modules(layer)
-    _check_forwards(layer, row, modules)
-    low = low_dtype(x)
+    modules = layer_map.modules(layer)
+    kind = type(layer)
+    for name, method in layer_map.methods.items():
+        if getattr(kind, name) is not method or name in layer.__dict__:
+            raise Unsupported(f"{kind.__name__}.{name} is overridden")
+    for path, name in layer_map.containers.items():
+        check_foreign_module(modules[path], path, layer_map.package, name, decorates=True)
+    low, updates = low_dtype(x), {}
     weights: dict[str, Tensor | None] = {}
-    updates = {}
-    for path, names in row.projections.items():
+    for path, names in layer_map.projections.items():
         weights |= read_projections(modules, path, names, x.shape[-1])
-    for name, path in row.linears.items():
-        weight, bias, found = read_linear(modules[path], path)
+    for name, path in layer_map.linears.items():
+        weight, bias, adapters = read_linear(modules[path], path)
         weights[f"{name}.weight"], weights[f"{name}.bias"] = weight, bias
-        if found:
-            updates[name] = found
-    kind, eps = read_norms(row, modules, x.shape[-1], weights)
-    head_eps = read_head_norms(row, modules, weights) if row.head_norms else []
-    dropout = {name: read_dropout(modules[path], path) for name, path in row.dropouts.items()}
+        if adapters:
+            updates[name] = adapters
+    norm, eps, head_eps = _read_norms(layer_map, modules, x.shape[-1], weights)
+    dropout = {name: read_dropout(modules[path], path) for name, path in layer_map.dropouts.items()}
     loras: tuple[LoraSpec, ...] = ()
     if updates:
         matrices, loras = update_tensors(updates, x.dtype if low is None else None)
         weights |= matrices
-    parts = Parts(layer, row, modules, x, low, weights, loras, kind, eps, head_eps, dropout)
-    call = row.describe(parts, given)
-    call.graph = block_graph(call.spec)
-    call.contiguous = call.spec.branches[-1].placement == "post"
-    check_weights(x, row.input, weights, call.spec, low, row.path_of)
-    if low is not None and call.precision is None:
-        call.precision = parts.precision(call.spec.norm_first)
-    return call
+    parts = Parts(layer, layer_map, modules, x, low, weights, loras, norm, eps, head_eps, dropout)
+    inputs = layer_map.describe(parts, arguments)
+    spec = inputs.spec
+    assert spec is not None
+    inputs.contiguous = spec.branches[-1].placement == "post"
+    check_weights(x, layer_map.input, weights, spec, low, layer_map.path_of)
+    if low is not None and inputs.precision is None:
+        inputs.precision = parts.precision(spec.norm_first)
+    return inputs
 
 
-def _check_forwards(layer: Any, row: LayerMap, modules: Mapping[str, Any]) -> None:
-    """Raise `Unsupported` if a method or forward that the block replaces was patched."""
-    kind = type(layer)
-    for name, method in row.methods.items():
-        if getattr(kind, name) is not method or name in layer.__dict__:
-            raise Unsupported(f"{kind.__name__}.{name} is overridden")
-    for path, name in row.containers.items():
-        check_foreign_module(modules[path], path, row.package, name, decorates=True)
+def _read_norms(
+    layer_map: LayerMap, modules: Mapping[str, Any], width: int, weights: dict[str, Tensor | None]
+) -> tuple[str, list[float], list[float]]:
+    """Return the kind of the norms over `width`, their eps, and those of heads' norms.
+
+    Their weights and biases are added to `weights`.
+    """
+    kinds = {NORMS[kind].module: kind for kind in ((layer_map.norm,) if layer_map.norm else NORMS)}
+    eps, first, first_path = [], None, ""
+    for name, path in layer_map.norms.items():
+        norm, number = _read_norm(modules[path], path, layer_map, tuple(kinds))
+        if first is None:
+            first, first_path = type(norm), path
+        elif type(norm) is not first:
+            raise Unsupported(
+                f"{first_path} is {qualified(first)} and {path} is {qualified(type(norm))}; the "
+                "fused path supports norms of one class"
+            )
+        shape = norm.__dict__.get("normalized_shape", (width,))
+        if shape != (width,):
+            raise Unsupported(f"{path} is over {tuple(shape)}; the fused path supports {(width,)}")
+        eps.append(number)
+        weights[f"{name}.weight"], weights[f"{name}.bias"] = affine_of(norm)
+    head_eps = []
+    for name, path in layer_map.head_norms.items():
+        norm, number = _read_norm(modules[path], path, layer_map, (nn.RMSNorm,))
+        weights[f"{name}.weight"] = affine_of(norm)[0]
+        if weights[f"{name}.weight"] is None:
+            raise Unsupported(f"{path} has no weight")
+        head_eps.append(number)
+    return layer_map.norm or kinds[first], eps, head_eps  # type: ignore[index]
+
+
+def _read_norm(
+    norm: Any, path: str, layer_map: LayerMap, kinds: tuple[type, ...]
+) -> tuple[nn.Module, float]:
+    """Return the norm that acts at `path`, and its eps."""
+    if type(norm) not in kinds:
+        norm = active_module(norm, path)
+    if layer_map.norm_class:
+        check_foreign_module(norm, path, layer_map.package, layer_map.norm_class, decorates=True)
+    else:
+        check_module(norm, path, *kinds)
+    state = norm.__dict__
+    eps = state.get("variance_epsilon", state.get("eps"))
+    if eps is None:
+        raise Unsupported(f"{path} has no eps")
+    return norm, float(eps)

@@ -28,35 +28,23 @@ _order = itertools.count(1)
 
 @dataclass(eq=False)
 class Record:
-    """Notes about one layer.
+    """Notes about one layer."""
 
-    Attributes:
-        path: path of the layer in the converted model, "" if unknown.
-        calls: numbers of training calls by what they ran as, and by the reason why they did not
-            run as a block, "" for those that did.
-        last: what the last training call ran as, None before the first.
-        reason: why the last training call did not run as a block, "" if it did.
-        order: sequence number of the last call in forward, among the calls of all layers.
-        in_forward: whether a call was noted in forward. If not, reentrant checkpointing around the
-            layer, whose forward has no gradients, makes a call in backward the first to train.
-        failure: exception of the layer's block, "" if none: from then on, the layer's own forward
-            runs under checkpointing.
-        warned: messages that were shown, shared by layers that were converted together.
-        changes: by the layer's training flag, tensors that its forward changes, so that it is not
-            repeated; empty after a trial without changes.
-        swaps_parameters: whether its forward changes parameters and restores them.
-    """
-
-    path: str = ""
+    path: str = ""  # of the layer in the converted model, if known
+    #: Numbers of training calls by what they ran as, and why not as a block ("" for a block).
     calls: Counter[tuple[Ran, str]] = field(default_factory=Counter)
-    last: Ran | None = None
-    reason: str = ""
-    order: int = 0
+    last: Ran | None = None  # what the last training call ran as
+    reason: str = ""  # why that was not a block
+    order: int = 0  # of the last call in forward, among the calls of all layers
+    #: Whether a call was noted in forward. If not, reentrant checkpointing around the layer, whose
+    #: forward has no gradients, makes a call in backward the first to train.
     in_forward: bool = False
+    #: Exception of the layer's block: from then on, its own forward runs under checkpointing.
     failure: str = ""
-    warned: set[str] = field(default_factory=set)
+    warned: set[str] = field(default_factory=set)  # shared by layers converted together
+    #: By the training flag, tensors that forward changes, so that it is not repeated.
     changes: dict[bool, list[str]] = field(default_factory=dict)
-    swaps_parameters: bool = False
+    swaps_parameters: bool = False  # whether forward changes parameters and restores them
 
     def note(self, ran: Ran, reason: str = "", in_backward: bool = False) -> None:
         """Count a training call, unless it repeats one in backward."""
@@ -70,21 +58,12 @@ class Record:
         self.calls[ran, reason] += 1
 
     def number(self, ran: Ran) -> int:
-        """Return how many training calls ran as `ran`.
-
-        >>> record = Record()
-        >>> record.note("plain", "a cache"), record.number("plain")
-        (None, 1)
-        """
+        """Return how many training calls ran as `ran`."""
         return sum(count for (what, _), count in self.calls.items() if what == ran)
 
 
 def record_of(layer: nn.Module) -> Record:
-    """Return the record of a layer, a new one if it has none.
-
-    >>> record_of(nn.Linear(2, 2)).last is None
-    True
-    """
+    """Return the record of a layer, a new one if it has none."""
     own = layer.__dict__
     record: Record | None = own.get("_record")
     if record is None:
@@ -94,16 +73,7 @@ def record_of(layer: nn.Module) -> Record:
 
 @contextlib.contextmanager
 def noted_apart(layers: Iterable[nn.Module]) -> Iterator[None]:
-    """Note the calls of `layers` in empty records inside, and restore their records.
-
-    >>> layer = nn.Linear(2, 2)
-    >>> with noted_apart([layer]):
-    ...     record_of(layer).note("block")
-    ...     record_of(layer).last
-    'block'
-    >>> record_of(layer).last is None
-    True
-    """
+    """Note the calls of `layers` in empty records inside, and restore their records."""
     before = [(record := record_of(layer), dict(vars(record))) for layer in layers]
     try:
         for record, _ in before:

@@ -6,9 +6,9 @@ call is read by their whole shapes, as that of any layer, and then reduced to th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,12 +19,9 @@ from fused_remat.autograd.shards import is_dtensor, local_shards
 from fused_remat.graph.build import block_graph
 from fused_remat.layers.eligibility import Reason
 from fused_remat.layers.modules import split_biases
-from fused_remat.layers.read import BlockInputs, TracedInputs
-from fused_remat.spec import ParallelSpec
+from fused_remat.layers.read import BlockInputs
+from fused_remat.spec import BlockSpec, ParallelSpec
 from fused_remat.steps import collective
-
-if TYPE_CHECKING:
-    from fused_remat.layers.fused_layer import FusedLayer
 
 #: Parameters that all ranks have, and whose gradient each rank computes for its own heads.
 _OF_HEADS = ("q_norm.weight", "k_norm.weight", "qkv.bias", "cross.bias")
@@ -32,19 +29,13 @@ _OF_HEADS = ("q_norm.weight", "k_norm.weight", "qkv.bias", "cross.bias")
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """The division of a layer among ranks.
-
-    Attributes:
-        place: group, size and rank.
-        splits: whether every rank has the full input, which is first divided by tokens.
-        joins: whether every rank gets the full output.
-        lengths: between a split and a join, the numbers of tokens per sequence that a rank had
-            after the split, in all calls. None if no layer splits for this one.
-    """
+    """The division of a layer among ranks."""
 
     place: ParallelSpec
-    splits: bool = False
-    joins: bool = False
+    splits: bool = False  # whether every rank has the full input, which is divided by tokens
+    joins: bool = False  # whether every rank gets the full output
+    #: Between a split and a join, the numbers of tokens per sequence that a rank had after the
+    #: split, in all calls. None if no layer splits for this one.
     lengths: set[int] | None = None
 
     def entered(self, x: Tensor, dim: int) -> Tensor:
@@ -87,18 +78,66 @@ class TensorParallel:
         out: Tensor = _Tokens.apply(x, dim, self.place, True)
         return out
 
+    def read(
+        self,
+        read: Callable[..., BlockInputs | Reason],
+        name: str,
+        tokens_dim: Callable[[Tensor], int],
+        arguments: Mapping[str, Any],
+    ) -> BlockInputs | Reason:
+        """Return this rank's part of a call, whose input `name` becomes this rank's tokens.
+
+        Raises: ValueError, RuntimeError for an input that cannot be divided, or is a DTensor.
+        """
+        for value in arguments.values():
+            if is_dtensor(value):
+                raise RuntimeError(
+                    "fused_remat: a tensor-parallel layer takes this rank's local tensor, got a "
+                    f"DTensor of shape {tuple(value.shape)}; set use_local_output=True in the plan "
+                    "of the module that returns it"
+                )
+        x = arguments[name]
+        if not isinstance(x, Tensor) or x.is_nested or x.dim() not in (2, 3):
+            raise ValueError(
+                f"{name} must be a tensor of 2 or 3 dimensions, got {type(x).__name__}"
+            )
+        dim = tokens_dim(x)
+        x = self.entered(x, dim)
+        inputs = read(**{**arguments, name: self.whole(x, dim)})
+        if isinstance(inputs, Reason):
+            return inputs
+        if inputs.spec is None:
+            return Reason("a traced layer cannot be divided among ranks")
+        return self._own_part(inputs, inputs.spec, x.unsqueeze(0) if inputs.unbatched else x)
+
+    def _own_part(self, inputs: BlockInputs, spec: BlockSpec, x: Tensor) -> BlockInputs:
+        """Return this rank's part of a call that was read by full shapes; `x` is its own input."""
+        reason, place = _unsupported_reason(inputs, spec), self.place
+        if reason is not None:
+            raise RuntimeError(f"fused_remat: a tensor-parallel layer cannot run: {reason}")
+        tensors = {**inputs.tensors, "input": x}
+        tensors = {**tensors, **_shards(tensors, place)}
+        if spec.attention.projection == "split":
+            tensors = split_biases(tensors, place.size, place.rank)
+        for name in ("mask", "memory_mask"):
+            tensors[name] = _own_heads(tensors.get(name), spec.attention.num_heads, place)
+        spec = spec.on_rank(place)
+        if not place.sequence and spec.drops:  # ranks draw the same for shared tensors
+            tensors["seed"] = collective.first_ranks(random.draw_seed(x.device), place.group)
+        return replace(inputs, spec=spec, graph=block_graph(spec), tensors=tensors)
+
 
 class _Tokens(torch.autograd.Function):
     """A full tensor to this rank's tokens, or back if `joins`. Each is the other's backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, place: ParallelSpec, joins: bool) -> Tensor:
-        ctx.given = dim, place, joins
+        ctx.own = dim, place, joins
         return _all(x, dim, place) if joins else _own(x, dim, place)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
-        dim, place, joins = ctx.given
+        dim, place, joins = ctx.own
         return (_own if joins else _all)(dy, dim, place), None, None, None
 
 
@@ -115,65 +154,16 @@ def _all(x: Tensor, dim: int, place: ParallelSpec) -> Tensor:
     return collective.gather(rows, place.group, place.size, x.shape[0], shape)
 
 
-def read_on_rank(
-    layer: FusedLayer, parallel: TensorParallel, given: Mapping[str, Any]
-) -> BlockInputs | Reason:
-    """Return this rank's part of a call, whose input is replaced by this rank's tokens.
-
-    Raises: ValueError, RuntimeError for an input that cannot be divided, or is a DTensor.
-    """
-    kind, name = type(layer).__name__, layer._map.input
-    for value in given.values():
-        if is_dtensor(value):
-            raise RuntimeError(
-                f"fused_remat: a tensor-parallel {kind} takes this rank's local tensor, got a "
-                f"DTensor of shape {tuple(value.shape)}; set use_local_output=True in the plan "
-                "of the module that returns it"
-            )
-    x = given[name]
-    if not isinstance(x, Tensor) or x.is_nested or x.dim() not in (2, 3):
-        raise ValueError(f"{name} must be a tensor of 2 or 3 dimensions, got {type(x).__name__}")
-    dim = layer._tokens_dim(x)
-    x = parallel.entered(x, dim)
-    call = layer._read(**{**given, name: parallel.whole(x, dim)})
-    if isinstance(call, Reason):
-        return call
-    if isinstance(call, TracedInputs):
-        return Reason("a traced layer cannot be divided among ranks")
-    if layer._accumulate_into is not None:
-        return Reason("accumulate_into is set, and autograd alone adds gradients that are DTensors")
-    local = x.unsqueeze(0) if call.unbatched else x
-    return _local_call(call, local, parallel.place)
-
-
-def _local_call(call: BlockInputs, x: Tensor, place: ParallelSpec) -> BlockInputs:
-    """Return this rank's part of a call that was described by full shapes; `x` is its own input."""
-    reason = _unsupported_reason(call)
-    if reason is not None:
-        raise RuntimeError(f"fused_remat: a tensor-parallel layer cannot run: {reason}")
-    tensors = {**call.tensors, "input": x}
-    tensors = {**tensors, **_shards(tensors, place)}
-    attention = call.spec.attention
-    if attention.projection == "split":
-        tensors = split_biases(tensors, place.size, place.rank)
-    for name in ("mask", "memory_mask"):
-        tensors[name] = _own_heads(tensors.get(name), attention.num_heads, place)
-    spec = call.spec.on_rank(place)
-    if not place.sequence and spec.drops:  # ranks draw the same for shared tensors
-        tensors["seed"] = collective.first_ranks(random.draw_seed(x.device), place.group)
-    return replace(call, spec=spec, graph=block_graph(spec), tensors=tensors)
-
-
-def _unsupported_reason(call: BlockInputs) -> str | None:
-    if call.functions:
+def _unsupported_reason(inputs: BlockInputs, spec: BlockSpec) -> str | None:
+    if inputs.functions:
         return (
             "the activation function may mix hidden units of different ranks; use one that is "
             "named in fused_remat.steps.activation.ACTIVATIONS"
         )
-    if call.spec.loras:
+    if spec.loras:
         return "low-rank updates are not divided among ranks"
     for name in ("mask", "padding", "memory_mask", "memory_padding"):
-        mask = call.tensors.get(name)
+        mask = inputs.tensors.get(name)
         if mask is not None and mask.requires_grad:
             return f"{name} requires a gradient, and each rank would add that of some heads only"
     return None
@@ -211,9 +201,9 @@ class VocabularyParallelLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         weight: Any = self.weight
-        mesh, given = weight.device_mesh, [weight] if self.bias is None else [weight, self.bias]
+        mesh, own = weight.device_mesh, [weight] if self.bias is None else [weight, self.bias]
         group = mesh.get_group().group_name
-        shards = local_shards(group, (False,) * len(given), given)
+        shards = local_shards(group, (False,) * len(own), own)
         logits = F.linear(_SharedInput.apply(input, group), *shards)
         out: Tensor = _Columns.apply(logits, group, mesh.size(), mesh.get_local_rank())
         return out

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fused_remat.execution.observe import DECISIONS
+from fused_remat.graph.build import block_graph
 from fused_remat.layer_specs import nn_layer_spec
 from fused_remat.layers.eligibility import (
     PLAIN,
@@ -62,17 +63,17 @@ class _TorchLayer(FusedLayer):
         )  # fmt: skip
         self._set_options(policy, backend, accumulate_into)
 
-    def _read(self, **given: Any) -> BlockInputs | Reason:
-        if any(isinstance(value, Tensor) and value.is_nested for value in given.values()):
+    def _read(self, **arguments: Any) -> BlockInputs | Reason:
+        if any(isinstance(value, Tensor) and value.is_nested for value in arguments.values()):
             return _NESTED
-        return read_block(self, self._map, given)
+        return read_block(self, self._map, arguments)
 
-    def _fall_back(self, reason: Reason, compiling: bool, given: Mapping[str, Any]) -> Any:
+    def _fall_back(self, reason: Reason, compiling: bool, arguments: Mapping[str, Any]) -> Any:
         if compiling or reason not in (_EXACT, _NESTED):
-            return super()._fall_back(reason, compiling, given)
+            return super()._fall_back(reason, compiling, arguments)
         for observe in DECISIONS:
             observe(self, reason.text)
-        return self.stock.forward(self, **given)  # which raises for most nested tensors
+        return self.stock.forward(self, **arguments)  # which raises for most nested tensors
 
     def _heads(self) -> dict[str, int]:
         return {"heads": int(self.self_attn.num_heads)}
@@ -143,44 +144,44 @@ class FusedRematLayer(_TorchLayer, nn.TransformerEncoderLayer):
     def _example_spec(self) -> BlockSpec:
         return nn_layer_spec(self.norm_first, 1, 1, "relu")
 
-    def _read(self, **given: Any) -> BlockInputs | Reason:
+    def _read(self, **arguments: Any) -> BlockInputs | Reason:
         """Return the block of a call; `_EXACT` or `_NESTED` if PyTorch's own kernel runs first."""
-        src, mask = given["src"], given["src_mask"]
+        src, mask = arguments["src"], arguments["src_mask"]
         evaluates = not self.training and self._tensor_parallel is None
         if evaluates and torch.is_grad_enabled():  # parameters() visits all submodules
             evaluates = not (wants_grad(src) or self._trains())
         if evaluates and mask is None:  # PyTorch's kernel ignores is_causal without a mask
-            given = {**given, "is_causal": False}
-        call = one = super()._read(**given)
-        if not evaluates or mask is not None or given["src_key_padding_mask"] is not None:
-            return call
-        if call is _NESTED and src.size(0) > 0:  # one of its sequences has the answer for all
-            one = read_block(self, ENCODER, {**given, "src": src.unbind()[0].unsqueeze(0)})
-        return _EXACT if self._is_exact(one) else call
+            arguments = {**arguments, "is_causal": False}
+        inputs = one = super()._read(**arguments)
+        if not evaluates or mask is not None or arguments["src_key_padding_mask"] is not None:
+            return inputs
+        if inputs is _NESTED and src.size(0) > 0:  # one of its sequences has the answer for all
+            one = read_block(self, ENCODER, {**arguments, "src": src.unbind()[0].unsqueeze(0)})
+        return _EXACT if self._is_exact(one) else inputs
 
-    def _is_exact(self, call: BlockInputs | Reason) -> bool:
+    def _is_exact(self, inputs: BlockInputs | Reason) -> bool:
         """Return whether PyTorch's inference kernel computes this call; in eval, without masks.
 
         It ignores adapters, dropout and an activation that `activation_relu_or_gelu` does not
         match. It crashes on a missing bias or norm weight, unless all are missing.
         """
-        if isinstance(call, Reason) or call.spec.drops:
+        if isinstance(inputs, Reason) or inputs.spec is None or inputs.spec.drops:
             return False
         flag = self.activation_relu_or_gelu
         if flag and _COMPUTED.get(flag) != activation_name(self.activation):
             return False
-        if any(call.tensors.get(name) is None for name in call.spec.weights):
+        if any(inputs.tensors.get(name) is None for name in inputs.spec.weights):
             return False
         return type(self.linear1) is nn.Linear and type(self.linear2) is nn.Linear
 
-    def _fall_back(self, reason: Reason, compiling: bool, given: Mapping[str, Any]) -> Any:
-        masked = given["src_mask"] is not None or given["src_key_padding_mask"] is not None
+    def _fall_back(self, reason: Reason, compiling: bool, arguments: Mapping[str, Any]) -> Any:
+        masked = arguments["src_mask"] is not None or arguments["src_key_padding_mask"] is not None
         pads = reason is _NESTED and not (compiling or self.training or masked)
-        if not pads or not self._is_paddable(given["src"]):
-            return super()._fall_back(reason, compiling, given)
+        if not pads or not self._is_paddable(arguments["src"]):
+            return super()._fall_back(reason, compiling, arguments)
         for observe in DECISIONS:
             observe(self, reason.text)
-        return _padded(self.forward, given["src"])
+        return _padded(self.forward, arguments["src"])
 
     def _is_paddable(self, src: Tensor) -> bool:
         """Return whether a nested tensor has sequences of one width, one of them not empty."""
@@ -280,15 +281,15 @@ def _padded(forward: Callable[..., Tensor], src: Tensor) -> Tensor:
     return nested
 
 
-def _describe(parts: Parts, given: Mapping[str, Any]) -> BlockInputs:
+def _describe(parts: Parts, arguments: Mapping[str, Any]) -> BlockInputs:
     """Return the block of a call of either layer."""
-    layer, x, name = parts.layer, parts.x, parts.row.input
+    layer, x, name = parts.layer, parts.x, parts.layer_map.input
     attn = parts.modules["self_attn"]
-    decodes = "memory" in given
+    decodes = "memory" in arguments
     unbatched = x.dim() == 2
     seq_first = not unbatched and not attn.batch_first
     hint = "tgt_is_causal" if decodes else "is_causal"
-    causal, masks, warnings = _masks(parts, given, name, hint, x)
+    causal, masks, warnings = _masks(parts, arguments, name, hint, x)
     inputs: dict[str, Tensor | None] = {"input": x, **masks}
     memory_causal = False
     memory_masks: dict[str, Tensor | None] = {}
@@ -296,13 +297,15 @@ def _describe(parts: Parts, given: Mapping[str, Any]) -> BlockInputs:
     ps = [float(attn.dropout) if attn.training else 0.0, dropout["dropout1"]]
     if decodes:
         cross = parts.modules["multihead_attn"]
-        _check_equal_layouts(cross, attn)
-        _check_memory(parts, given["memory"], attn.batch_first)
+        for what in ("num_heads", "batch_first", "_qkv_same_embed_dim"):
+            if getattr(cross, what) != getattr(attn, what):
+                raise Unsupported(f"multihead_attn differs from self_attn in {what}")
+        _check_memory(parts, arguments["memory"], attn.batch_first)
         memory_causal, memory_masks, more = _masks(
-            parts, given, "memory", "memory_is_causal", given["memory"]
+            parts, arguments, "memory", "memory_is_causal", arguments["memory"]
         )
         warnings += more
-        inputs["memory"] = given["memory"]
+        inputs["memory"] = arguments["memory"]
         inputs |= {f"memory_{key}": mask for key, mask in memory_masks.items()}
         ps += [float(cross.dropout) if cross.training else 0.0, dropout["dropout2"]]
     ps += [dropout["dropout"], dropout["dropout3" if decodes else "dropout2"]]
@@ -333,19 +336,21 @@ def _describe(parts: Parts, given: Mapping[str, Any]) -> BlockInputs:
         captured=len(captured),
         loras=parts.loras,
     )
-    tensors = {**parts.weights, **captured, **inputs}
-    return BlockInputs(spec, tensors, functions, seq_first, unbatched, precision, tuple(warnings))
+    return BlockInputs(
+        block_graph(spec), {**parts.weights, **captured, **inputs}, spec, functions, seq_first,
+        unbatched, precision, tuple(warnings),
+    )  # fmt: skip
 
 
 def _masks(
-    parts: Parts, given: Mapping[str, Any], name: str, hint: str, keys: Tensor
+    parts: Parts, arguments: Mapping[str, Any], name: str, hint: str, keys: Tensor
 ) -> tuple[bool, dict[str, Tensor | None], list[str]]:
     """Return whether an attention is causal, its masks by the block's names, and warnings.
 
     The names of the arguments begin with `name`; the input attends to `keys`.
     """
     mask_name, padding_name = f"{name}_mask", f"{name}_key_padding_mask"
-    mask, padding, is_causal = given[mask_name], given[padding_name], bool(given[hint])
+    mask, padding, is_causal = arguments[mask_name], arguments[padding_name], bool(arguments[hint])
     if is_causal and mask is None:
         raise Unsupported(f"{hint}=True needs a {mask_name}")
     if mask is None and padding is None:
@@ -377,43 +382,30 @@ def _check_mask(name: str, mask: Any, parts: Parts, shapes: tuple[tuple[int, ...
         raise Unsupported(
             f"{name} is {qualified(type(mask))}; the fused path supports torch.Tensor"
         )
-    if mask.dtype not in (torch.bool, x.dtype, torch.float32, parts.low):
-        expected = " or ".join(dict.fromkeys(("bool", str(x.dtype), "torch.float32")))
-        raise Unsupported(f"{name} is {mask.dtype}, expected {expected}")
-    if mask.device != x.device:
-        raise Unsupported(f"{name} is on {mask.device}, {parts.row.input} on {x.device}")
-    if tuple(mask.shape) not in shapes:
-        expected = " or ".join(map(str, shapes))
-        raise Unsupported(f"{name} has shape {tuple(mask.shape)}, expected {expected}")
-
-
-def _check_equal_layouts(cross: Any, attn: Any) -> None:
-    """Raise `Unsupported` unless both attentions of a decoder layer have the same layout."""
-    for what in ("num_heads", "batch_first", "_qkv_same_embed_dim"):
-        if getattr(cross, what) != getattr(attn, what):
-            raise Unsupported(f"multihead_attn differs from self_attn in {what}")
+    dtypes = (torch.bool, x.dtype, torch.float32, parts.low)
+    if mask.dtype not in dtypes or mask.device != x.device or tuple(mask.shape) not in shapes:
+        raise Unsupported(
+            f"{name} is {mask.dtype} of shape {tuple(mask.shape)} on {mask.device}, expected bool "
+            f"or {x.dtype} of shape {' or '.join(map(str, shapes))} on {x.device}"
+        )
 
 
 def _check_memory(parts: Parts, memory: Any, batch_first: bool) -> None:
     """Raise `Unsupported` unless the block can attend from its input to `memory`."""
     tgt = parts.x
     if type(memory) not in PLAIN or memory.is_nested:
-        kind = "a nested tensor" if isinstance(memory, Tensor) else qualified(type(memory))
-        raise Unsupported(f"memory is {kind}; the fused path supports plain tensors")
-    if memory.device != tgt.device:
-        raise Unsupported(f"memory is on {memory.device}, tgt on {tgt.device}")
+        raise Unsupported(f"memory is a {qualified(type(memory))}, nested or of a subclass")
     castable = parts.low is not None and tgt.dtype in CASTABLE and memory.dtype in CASTABLE
-    if memory.dtype is not tgt.dtype and not castable:
-        raise Unsupported(f"memory is {memory.dtype}, tgt {tgt.dtype}")
-    shape, other = memory.shape, tgt.shape
-    fits = len(shape) == len(other) and shape[-1] == other[-1]
-    if len(other) == 3:
+    fits = memory.device == tgt.device and (memory.dtype is tgt.dtype or castable)
+    fits = fits and memory.dim() == tgt.dim() and memory.shape[-1] == tgt.shape[-1]
+    if tgt.dim() == 3:
         batch = 0 if batch_first else 1
-        fits = fits and shape[batch] == other[batch] and shape[1 - batch] > 0
-    if not fits or (len(other) == 2 and shape[0] == 0):
+        fits = fits and memory.shape[batch] == tgt.shape[batch] and memory.shape[1 - batch] > 0
+    if not fits or (tgt.dim() == 2 and memory.shape[0] == 0):
         raise Unsupported(
-            f"memory has shape {tuple(shape)} and tgt {tuple(other)}; expected one batch size and "
-            "width, and at least one token"
+            f"memory is {memory.dtype} of shape {tuple(memory.shape)} on {memory.device} and tgt "
+            f"{tgt.dtype} of shape {tuple(tgt.shape)} on {tgt.device}; expected the same dtype, "
+            "device, batch size and width, and at least one token"
         )
 
 

@@ -37,33 +37,17 @@ def warn(layer: nn.Module, message: str, category: type[Warning] = FusedRematWar
 
 
 def listed(names: Sequence[str], most: int = 3) -> str:
-    """Return names as text, the first few of many.
-
-    >>> listed(["a", "b", "c", "d", "e"])
-    'a, b, c and 2 more'
-    """
+    """Return names as text, the first few of many."""
     shown = ", ".join(names[:most])
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
 
 
-def warn_compiled(layer: str, reason: str) -> None:
+def warn_compiled(layer: str, reason: str, keeps: str = "") -> None:
     """Warn while compiling. What PyTorch's forward keeps is then the compiler's choice."""
-    warnings.warn(
-        f"fused_remat: {layer}, compiled, runs PyTorch's own forward and saves no memory: {reason}",
-        FusedRematWarning,
-        stacklevel=2,
-    )
-
-
-def warn_compiled_segment(layer: str) -> None:
-    """Warn while compiling that a layer inside a segment keeps its input."""
-    warnings.warn(
-        f"fused_remat: {layer}, compiled, keeps its input: segments work in eager mode only",
-        FusedRematWarning,
-        stacklevel=2,
-    )
+    what = keeps or "runs PyTorch's own forward and saves no memory"
+    text = f"fused_remat: {layer}, compiled, {what}: {reason}"
+    warnings.warn(text, FusedRematWarning, stacklevel=2)
 
 
 # Not traced by the compiler, but called.
-warn_compiled_segment._dynamo_marked_constant = True  # type: ignore[attr-defined]
 warn_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]

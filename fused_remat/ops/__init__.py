@@ -12,7 +12,7 @@ tokens (a transposed one), is copied, and the copy is what is kept.
 from fused_remat.ops.attention import attention
 from fused_remat.ops.blocks import attention_block, causal_block, encoder_block
 from fused_remat.ops.cross_entropy import linear_cross_entropy
-from fused_remat.ops.pieces import (
+from fused_remat.ops.parts import (
     dropout_add,
     gated_mlp,
     layer_norm,

@@ -24,23 +24,17 @@ from fused_remat.execution.executor import autocast_off
 from fused_remat.graph.build import captured_params
 from fused_remat.spec import USER_FUNCTION
 from fused_remat.steps import activation as activations
-from fused_remat.steps.user_function import Function, leaves
+from fused_remat.steps.replay import Function, leaves
 
 ActivationLike = str | Callable[[Tensor], Tensor]
 
 
 class Activation(NamedTuple):
-    """An activation as a block takes it.
+    """An activation as a block takes it."""
 
-    Attributes:
-        name: a key of `steps.activation.ACTIVATIONS`, or `USER_FUNCTION`.
-        captured: the leaves requiring grad that a function reads, by the block's names.
-        functions: a function without an entry there, as backward can call it again.
-    """
-
-    name: str
-    captured: Mapping[str, Tensor]
-    functions: Mapping[str, Function]
+    name: str  # a key of `steps.activation.ACTIVATIONS`, or `USER_FUNCTION`
+    captured: Mapping[str, Tensor]  # leaves requiring grad that a function reads, by block's names
+    functions: Mapping[str, Function]  # one without an entry there, as backward can call it again
 
 
 def resolve_activation(
@@ -140,15 +134,11 @@ class _DrawsNumbers(Exception):
 
 
 class _Watch(TorchDispatchMode):
-    """A mode that notes the tensors that are read, and stops at operators that may be random.
-
-    Attributes:
-        versions: versions of the tensors that still exist, when they were first read.
-    """
+    """A mode that notes the tensors that are read, and stops at operators that may be random."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.versions = WeakTensorKeyDictionary()
+        self.versions = WeakTensorKeyDictionary()  # of tensors that still exist, when first read
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:

@@ -103,8 +103,7 @@ def attention(
 
 def _check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
     for name, t in (("query", query), ("key", key), ("value", value)):
-        if t.dim() != 4:
-            raise ValueError(f"{name} has shape {tuple(t.shape)}, expected (B, heads, S, E)")
+        check_shape(name, t, ("B", "heads", "S", "E"))
     batch, nhead, _, width = query.shape
     kv_heads, kv_len = key.shape[1:3]
     check_shape("key", key, (batch, "Hkv", "S_k", width), {"query": query})

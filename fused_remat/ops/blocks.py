@@ -27,7 +27,7 @@ from fused_remat.ops.checks import (
     read_masks,
     seed_tensor,
 )
-from fused_remat.ops.pieces import rotary_fields, rotary_tensors, split_rope
+from fused_remat.ops.parts import rotary_fields, rotary_tensors, split_rope
 from fused_remat.policies import Policy
 from fused_remat.spec import (
     AttentionOptions,
@@ -39,7 +39,7 @@ from fused_remat.spec import (
     attention_fields,
     lora_params,
 )
-from fused_remat.steps.user_function import Function
+from fused_remat.steps.replay import Function
 
 #: A low-rank update: the name of a layer, A (rank, in), B (out, rank), scale.
 Update = tuple[str, Tensor, Tensor, float]
@@ -298,8 +298,7 @@ def _check_stream(
     if not isinstance(weights, Mapping):
         raise TypeError(f"weights must map names to tensors, got {type(weights).__name__}")
     check_alike({"x": x, **{shown(name): t for name, t in weights.items()}})
-    if x.dim() != 3:
-        raise ValueError(f"x has shape {tuple(x.shape)}, expected (B, S, D)")
+    check_shape("x", x, ("B", "S", "D"))
 
 
 def _on_batches(fn: Function, lead: Sequence[int]) -> Function:

@@ -23,7 +23,7 @@ from fused_remat.spec import (
 )
 from fused_remat.steps.attention_call import bounds
 from fused_remat.steps.norm import NORMS
-from fused_remat.steps.user_function import Function
+from fused_remat.steps.replay import Function
 
 Op = TypeVar("Op", bound=Callable[..., Any])
 Grid = tuple[int, int, int, int]  # (B, H, S_q, S_k)
@@ -221,27 +221,21 @@ def read_masks(
     name: str = "cu_seqlens",
 ) -> dict[str, Tensor | None]:
     """Return all masks and lengths, checked, by the blocks' names; `name` is that of `cu_q`."""
+    dtypes = (torch.bool, x.dtype, torch.float32)
+    if attn_mask is not None:
+        check_tensor("attn_mask", attn_mask, dtypes, x)
+        shape = (1,) * (4 - attn_mask.dim()) + tuple(attn_mask.shape)
+        if len(shape) != 4 or any(m not in (1, g) for m, g in zip(shape, grid, strict=True)):
+            raise ValueError(
+                f"attn_mask has shape {tuple(attn_mask.shape)}, expected one that broadcasts to "
+                f"{grid}"
+            )
+        attn_mask = attn_mask if attn_mask.dim() == 2 else attn_mask.view(shape)
     if key_padding_mask is not None:
-        check_tensor("key_padding_mask", key_padding_mask, (torch.bool, x.dtype, torch.float32), x)
+        check_tensor("key_padding_mask", key_padding_mask, dtypes, x)
         check_shape("key_padding_mask", key_padding_mask, (grid[0], grid[3]))
-    return {
-        "mask": mask_of(attn_mask, grid, x),
-        "padding": key_padding_mask,
-        **_lengths(key_lengths, cu_q, cu_k, grid, x, name),
-    }
-
-
-def mask_of(mask: Tensor | None, grid: Grid, x: Tensor) -> Tensor | None:
-    """Return `mask` with four dimensions or (S_q, S_k); raise unless it broadcasts to `grid`."""
-    if mask is None:
-        return None
-    check_tensor("attn_mask", mask, (torch.bool, x.dtype, torch.float32), x)
-    shape = (1,) * (4 - mask.dim()) + tuple(mask.shape)
-    if len(shape) != 4 or any(m not in (1, g) for m, g in zip(shape, grid, strict=True)):
-        raise ValueError(
-            f"attn_mask has shape {tuple(mask.shape)}, expected one that broadcasts to {grid}"
-        )
-    return mask if mask.dim() == 2 else mask.view(shape)
+    lengths = _lengths(key_lengths, cu_q, cu_k, grid, x, name)
+    return {"mask": attn_mask, "padding": key_padding_mask, **lengths}
 
 
 def _lengths(

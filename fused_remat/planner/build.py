@@ -27,11 +27,12 @@ from fused_remat.planner.measure import (
 )
 from fused_remat.planner.options import (
     Costs,
+    costed_options,
     forward_seconds,
     kept_by_name,
     options_for,
-    options_of,
     with_offload,
+    with_peaks,
 )
 from fused_remat.planner.plan import Plan
 from fused_remat.planner.solve import METHODS, Policies, choose, policy_for
@@ -61,18 +62,14 @@ class Request:
         costs, options = self.costs, self.options
         if not isinstance(costs, Calibration) and costs not in ("measured", "analytic"):
             raise ValueError(f"costs= is 'measured', 'analytic' or a Calibration, got {costs!r}")
-        for name, value, is_valid, what in (
-            (
-                "optimizer",
-                self.optimizer,
-                isinstance(self.optimizer, Optimizer | None),
-                "torch Optimizer",
-            ),
-            ("loss", self.loss, self.loss is None or callable(self.loss), "function of the output"),
-            ("options", options, isinstance(options, list | tuple | None), "list of policies"),
-            ("offload", self.offload, isinstance(self.offload, bool), "bool"),
-        ):
-            if not is_valid:
+        checks: tuple[tuple[str, object, Any, str], ...] = (
+            ("optimizer", self.optimizer, Optimizer | None, "torch Optimizer"),
+            ("loss", self.loss, Callable | None, "function of the output"),
+            ("options", options, list | tuple | None, "list of policies"),
+            ("offload", self.offload, bool, "bool"),
+        )
+        for name, value, valid, what in checks:
+            if not isinstance(value, valid):
                 raise TypeError(f"{name}= must be a {what}, got {value!r}")
         for policy in (*(options or ()), *(self.policies or {}).values()):
             if isinstance(policy, Policy) and policy.offload:
@@ -295,7 +292,7 @@ def _tables(
             continue
         if layer in firsts:
             saves = [option.save for option in firsts[layer]]
-            tables[layer, example.key] = options_for(example, costs, saves)
+            tables[layer, example.key] = with_peaks(example, options_for(example, costs, saves))
             continue
         policies = request.options
         if request.policies is not None:
@@ -303,6 +300,7 @@ def _tables(
             policies = [Policy(policy.save) if isinstance(policy, Policy) else policy]
         key = (example.key, None if policies is None else tuple(policies))
         if key not in computed:
-            computed[key] = options_of(example, costs, call.names, policies)
+            options = costed_options(example, costs, call.names, policies)
+            computed[key] = with_peaks(example, options)
         tables[layer, example.key] = firsts[layer] = computed[key]
     return tables

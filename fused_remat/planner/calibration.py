@@ -23,7 +23,6 @@ from fused_remat.execution.prepare import BlockConfig, Execution
 from fused_remat.graph.graph import sizes
 from fused_remat.graph.schedule import Schedule, Step, schedule
 from fused_remat.steps.chunk import Chunk
-from fused_remat.steps.node import Node
 
 _ROUNDS = 3  # of which the median counts
 
@@ -87,14 +86,10 @@ class StepCost:
 
 @dataclass(frozen=True)
 class HostLink:
-    """Bandwidth between a device and pinned host memory.
+    """Bandwidth between a device and pinned host memory, in bytes per second."""
 
-    Attributes:
-        out, back: bytes per second from the device and to the device.
-    """
-
-    out: float
-    back: float
+    out: float  # from the device
+    back: float  # to the device
 
     def exposed(self, nbytes: int, forward: float, backward: float) -> float:
         """Return the seconds that a layer waits for copies of its `nbytes`.
@@ -129,13 +124,12 @@ class Calibration:
 
     def measured(self, example: Example, save: Iterable[str] = ()) -> Seconds:
         """Return the seconds of every step, timed now or taken from an earlier equal call."""
-        found = self._steps.setdefault(example.key, {})
+        known = self._steps.setdefault(example.key, {})
         plan = example.prepare(save).plan
         needed = {(w, str(s)) for w in ("forward", "backward") for s in steps_of(plan, w)}
-        if not needed <= found.keys():
-            for label, seconds in _timed(example, save).items():
-                found.setdefault(label, seconds)
-        return {label: found[label] for label in needed if label in found}
+        if not needed <= known.keys():
+            known |= _timed(example, save) | known
+        return {label: known[label] for label in needed if label in known}
 
     def analytic(self, example: Example, save: Iterable[str] = ()) -> Seconds:
         """Return the seconds of every step: the longer of FLOPs and bytes over the rates."""
@@ -224,59 +218,33 @@ def steps_of(plan: Schedule, which: str) -> list[Step]:
 
 def work_of(example: Example, save: Iterable[str]) -> Iterator[tuple[str, Step, float, float]]:
     """Yield pass, step, FLOPs and bytes for every step of a call that keeps `save`."""
-    call = example.keeping(save)
-    plan = schedule(call.graph, call.save, call.needs_grad, tiled=False)
-    sizer = Sizer(call, example.shapes, example.input.dtype)
-    for which in ("forward", "backward"):
-        for step in steps_of(plan, which):
-            yield which, step, *sizer.work(step)
-
-
-class Sizer:
-    """FLOPs and bytes of the steps of a call, from what their nodes declare."""
-
-    def __init__(
-        self, call: BlockConfig, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
-    ) -> None:
-        graph = call.graph
-        self.compute = graph.compute or dtype
-        self._shapes, self._widths = shapes, graph.widths(shapes)
-        self._dtypes, self._lengths = graph.dtypes(dtype), graph.lengths(shapes)
-        self._batch = sizes(shapes[graph.inputs[0]])[0]
-
-    def work(self, step: Step) -> tuple[float, float]:
-        """Return the FLOPs of products, and bytes read and written."""
+    call, shapes, dtype = example.keeping(save), example.shapes, example.input.dtype
+    graph = call.graph
+    plan = schedule(graph, call.save, call.needs_grad, tiled=False)
+    compute = graph.compute or dtype
+    widths, lengths, dtypes = graph.widths(shapes), graph.lengths(shapes), graph.dtypes(dtype)
+    batch = sizes(shapes[graph.inputs[0]])[0]
+    for which, step in ((w, s) for w in ("forward", "backward") for s in steps_of(plan, w)):
         node = step.node
         assert node is not None
-        tokens = self._batch * self._lengths[node.name]
-        flops = float(tokens * node.flops(self._widths, self._shapes, self._lengths[node.name]))
-        moved = self._bytes(node)
-        if step.kind == "backward":
-            return flops * _products(node, step.needs_grad), 2.0 * moved
-        return flops, moved
-
-    def _bytes(self, node: Node) -> float:
+        length = lengths[node.name]
+        flops = float(batch * length * node.flops(widths, shapes, length))
         reads = [n for n in node.reads if n not in node.masks]  # dropout masks are drawn, not read
-        names = [n for n in (*reads, node.name) if n in self._dtypes]
-        rows = sum(self._batch * self._lengths[n] * self._widths[n] * self._dtypes[n].itemsize
-                   for n in names)  # fmt: skip
-        weights = sum(torch.Size(self._shapes[p]).numel() for p in node.params if p in self._shapes)
-        return float(rows + weights * self.compute.itemsize)
-
-
-def _products(node: Node, needs_grad: Iterable[str]) -> float:
-    """Return the products in backward for one in forward: one for each gradient that is needed.
-
-    Attention has five in backward for two in forward.
-    """
-    if node.per_sequence:
-        return 2.5
-    wanted = set(needs_grad)
-    return float(bool(wanted & set(node.inputs)) + bool(wanted & set(node.params)))
+        names = [n for n in (*reads, node.name) if n in dtypes]
+        rows = sum(batch * lengths[n] * widths[n] * dtypes[n].itemsize for n in names)
+        weights = sum(torch.Size(shapes[p]).numel() for p in node.params if p in shapes)
+        moved = float(rows + weights * compute.itemsize)
+        if step.kind == "backward":
+            # One product for each gradient; attention has five in backward for two in forward.
+            needed = set(step.needs_grad)
+            groups = (node.inputs, node.params)
+            products = float(sum(not needed.isdisjoint(names) for names in groups))
+            flops, moved = flops * (2.5 if node.per_sequence else products), 2.0 * moved
+        yield which, step, flops, moved
 
 
 class _Clock:
-    """Marks of the steps' beginnings: on a CUDA device events, which are read at the end."""
+    """Marks of the steps' beginnings: on a CUDA device, events that are read at the end."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._cuda = device, device.type == "cuda"
@@ -322,7 +290,7 @@ def _timed(example: Example, save: Iterable[str]) -> dict[tuple[str, str], float
     return {label: statistics.median(r[label] for r in rounds[1:]) for label in labels}
 
 
-def _best(run: Callable[[], Any], device: torch.device, rounds: int = 5) -> float:
+def _best(run: Callable[[], Any], device: torch.device) -> float:
     """Return the seconds of the fastest of a few runs, after a warm-up."""
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda _: None
 
@@ -334,7 +302,7 @@ def _best(run: Callable[[], Any], device: torch.device, rounds: int = 5) -> floa
         return time.perf_counter() - begin
 
     once()
-    return min(once() for _ in range(rounds))
+    return min(once() for _ in range(5))
 
 
 def _product_rate(device: torch.device, dtype: torch.dtype) -> float:

@@ -22,53 +22,31 @@ from dataclasses import dataclass, replace
 class Option:
     """What one call of a layer may keep. The first option of a call was measured in the step.
 
-    Attributes:
-        save: names as in `Policy(save=...)`, sorted.
-        kept: bytes kept from forward to backward: inputs, names, statistics, seed.
-        forward, backward: most bytes during the pass, above those at its beginning. What is kept
-            is allocated before backward begins.
-        seconds: time of backward with its rebuilds, and of copies between device and host that no
-            computation hides.
-        offload: names that wait on the host, as in `Policy(offload=...)`, sorted. Options that
-            offload are not part of segments.
-        moved: bytes that wait on the host, which `kept` does not include; it never decreases along
-            the options of a call.
-        preset: the preset that keeps these names in the call's block, or ""; "checkpointed" or
-            "plain" for the only option of a call that is no block.
+    The options of a call without offload differ in `save`.
     """
 
-    save: tuple[str, ...]
-    kept: int
+    save: tuple[str, ...]  # names as in `Policy(save=...)`, sorted
+    kept: int  # bytes from forward to backward: inputs, names, statistics, seed
+    # Most bytes during the pass, above those at its beginning, when what is kept is allocated.
     forward: int
     backward: int
-    seconds: float
-    offload: tuple[str, ...] = ()
-    moved: int = 0
-    preset: str = ""
+    seconds: float  # backward with its rebuilds, and copies to and from the host that nothing hides
+    offload: tuple[str, ...] = ()  # names that wait on the host, sorted; not in segments
+    moved: int = 0  # bytes on the host, not part of `kept`; never decreases along the options
+    preset: str = ""  # that keeps these names, or what a call that is no block runs as
 
 
 @dataclass(frozen=True)
 class LayerOptions:
-    """One call of a layer.
+    """One call of a layer, with at least one option."""
 
-    Attributes:
-        layer: the layer's qualified name; all calls of one layer have the same option.
-        kind: kind of its block ("encoder_prenorm"), or the layer's class, for tables.
-        options: at least one; the first, the base, keeps only what every option keeps.
-        forward_seconds: time of one forward.
-        input: bytes of its first input, which `kept` of every option includes unless offloaded.
-        linked: whether its first input is the output of the preceding call and nothing else holds
-            that tensor.
-        reason: why it is no block, and has a single option; "" if it is one.
-    """
-
-    layer: str
-    kind: str
-    options: tuple[Option, ...]
+    layer: str  # qualified name; all calls of one layer have the same option
+    kind: str  # of its block ("encoder_prenorm"), or the layer's class, for tables
+    options: tuple[Option, ...]  # the first, the base, keeps only what every option keeps
     forward_seconds: float
-    input: int
-    linked: bool
-    reason: str = ""
+    input: int  # bytes of its first input, which `kept` of every option includes unless offloaded
+    linked: bool  # its first input is the preceding call's output, and nothing else holds it
+    reason: str = ""  # why it is no block, and has a single option
 
     @property
     def base(self) -> Option:
@@ -77,22 +55,14 @@ class LayerOptions:
 
 @dataclass(frozen=True)
 class Moment:
-    """A span of the measured step: within one call's forward or backward, or outside (call -1).
-
-    Attributes:
-        call, backward: index of the call, and whether it is in backward.
-        level, peak: bytes at the beginning and at most, above the resting bytes.
-        alive: number of calls, from the first, whose activations are kept during it; a call counts
-            in its own backward but not in its own forward.
-        gradients: bytes of parameters whose gradients exist at its end; the levels include them.
-    """
+    """A span of the measured step: within one call's forward or backward, or outside (call -1)."""
 
     call: int
     backward: bool
-    level: int
-    peak: int
-    alive: int
-    gradients: int = 0
+    level: int  # bytes at the beginning, above the resting bytes
+    peak: int  # most bytes, above the resting bytes
+    alive: int  # calls, from the first, that keep activations; a call counts in its own backward
+    gradients: int = 0  # bytes of existing gradients of parameters; the levels include them
 
 
 @dataclass(frozen=True)
@@ -108,23 +78,14 @@ class Choice:
 
 @dataclass(frozen=True)
 class Chain:
-    """A measured step.
+    """A measured step, in which every call has its first option."""
 
-    Attributes:
-        calls: in order of their forward.
-        moments: in order of time.
-        resting: bytes allocated during the entire step, by what they hold ("parameters", ...).
-        seconds: time of the measured step, in which every call has its first option.
-        update: most bytes during the optimizer's step, above the resting bytes.
-        kept: bytes kept between forward and backward in that step, in the entire model.
-    """
-
-    calls: tuple[LayerOptions, ...]
-    moments: tuple[Moment, ...]
-    resting: Mapping[str, int]
+    calls: tuple[LayerOptions, ...]  # in order of their forward
+    moments: tuple[Moment, ...]  # in order of time
+    resting: Mapping[str, int]  # bytes of the entire step, by what they hold ("parameters", ...)
     seconds: float
-    update: int = 0
-    kept: int = 0
+    update: int = 0  # most bytes during the optimizer's step, above the resting bytes
+    kept: int = 0  # bytes between forward and backward, in the entire model
 
     @property
     def rests(self) -> int:
@@ -133,24 +94,15 @@ class Chain:
 
 @dataclass(frozen=True)
 class Event:
-    """A span of the predicted step, in bytes that include the resting ones.
+    """A span of the predicted step, in bytes that include the resting ones."""
 
-    Attributes:
-        call: index of the call, -1 outside the calls.
-        what: "forward", "replay" (of a call in a segment), "backward" or "update".
-        level, peak: bytes at the beginning and at most.
-        gradients: the part that gradients of parameters take, at its end.
-        kept: the part that layers keep, including what replays keep again.
-        aside: the part reserved for copies between device and host.
-    """
-
-    call: int
-    what: str
-    level: int
+    call: int  # -1 outside the calls
+    what: str  # "forward", "replay" (of a call in a segment), "backward" or "update"
+    level: int  # at the beginning
     peak: int
-    gradients: int
-    kept: int
-    aside: int = 0
+    gradients: int  # part of gradients of parameters, at its end
+    kept: int  # part of what layers keep, including what replays keep again
+    aside: int = 0  # part reserved for copies between device and host
 
 
 def kept(chain: Chain, choice: Choice) -> tuple[int, ...]:
@@ -190,71 +142,57 @@ def offload_levels(chain: Chain) -> tuple[Chain, ...]:
 
 def timeline(chain: Chain, choice: Choice) -> Iterator[Event]:
     """Yield the predicted step with `choice`, span by span."""
-    chosen = zip(chain.calls, choice.options, strict=True)
-    # The buffers of two copies at a time: of one call, and of the next.
-    aside = 2 * max((call.options[o].moved for call, o in chosen), default=0)
-    for e in _timeline(chain, choice):
-        yield replace(e, level=e.level + aside, peak=e.peak + aside, aside=aside) if aside else e
-
-
-def _timeline(chain: Chain, choice: Choice) -> Iterator[Event]:
-    """Yield the same without the space for copies."""
+    calls = chain.calls
+    options = [call.options[o] for call, o in zip(calls, choice.options, strict=True)]
+    aside = 2 * max((o.moved for o in options), default=0)  # copies of one call and of the next
     shift, total = [0], [0]
-    for call, bytes_kept in zip(chain.calls, kept(chain, choice), strict=True):
-        shift.append(shift[-1] + bytes_kept - call.base.kept)
-        total.append(total[-1] + bytes_kept)
+    for call, nbytes in zip(calls, kept(chain, choice), strict=True):
+        shift.append(shift[-1] + nbytes - call.base.kept)
+        total.append(total[-1] + nbytes)
     of = {i: segment for segment in choice.segments for i in range(*segment)}
     waiting = set(choice.segments)  # segments that have not been replayed yet
     for m in chain.moments:
-        at, held = chain.rests + shift[m.alive], total[m.alive]
-        what, more, again = "backward" if m.backward else "forward", 0, 0
-        if m.call >= 0:
-            call, segment = chain.calls[m.call], of.get(m.call)
-            option = call.options[choice.options[m.call]]
-            if not m.backward:
-                more = 0 if segment else option.forward - call.base.forward
-            else:
-                if segment is not None and m.call == segment[1] - 1:
-                    if segment in waiting:
-                        waiting.remove(segment)
-                        yield from _replay(chain, choice, segment, at + m.level, m.gradients, held)
-                    option = call.base
-                again = _replayed(chain, choice, segment, m.call)
-                more = option.backward - call.base.backward
-        elif m.backward and m.alive < of.get(m.alive - 1, (0, 0))[1]:
-            # Between the backwards of a segment, what replays computed for the others is allocated.
-            again = _replayed(chain, choice, of[m.alive - 1], m.alive - 1)
-        at, held = at + again, held + again
-        yield Event(m.call, what, at + m.level, at + m.peak + more, m.gradients, held)
+        level, most = chain.rests + aside + shift[m.alive] + m.level, m.peak - m.level
+        event = Event(m.call, "forward", level, level + most, m.gradients, total[m.alive], aside)
+        if not m.backward:
+            if m.call >= 0 and m.call not in of:
+                more = options[m.call].forward - calls[m.call].base.forward
+                event = replace(event, peak=event.peak + more)
+            yield event
+            continue
+        i = m.call if m.call >= 0 else m.alive - 1
+        segment, is_last, again = of.get(i), i in of and i == of[i][1] - 1, 0
+        if m.call >= 0 and is_last and segment in waiting:
+            waiting.remove(segment)
+            yield from _replay(chain, options, segment, event)
+        if segment and not (m.call < 0 and is_last):
+            # What replays computed for the other calls of the segment is allocated until then.
+            again = sum(_replayed(chain, options, j) for j in range(segment[0], i))
+            again += 0 if is_last else options[i].kept - calls[i].base.kept
+        if m.call >= 0 and not is_last:
+            most += options[i].backward - calls[i].base.backward
+        level += again
+        yield Event(m.call, "backward", level, level + most, m.gradients, event.kept + again, aside)
     ready = max((m.gradients for m in chain.moments), default=0)
-    yield Event(-1, "update", chain.rests, chain.rests + chain.update, ready, 0)
+    rests = chain.rests + aside
+    yield Event(-1, "update", rests, rests + chain.update, ready, 0, aside)
 
 
-def _more(chain: Chain, choice: Choice, i: int) -> int:
-    """Return the bytes that a replayed call keeps above those it kept before the replay."""
-    call = chain.calls[i]
-    return call.options[choice.options[i]].kept - call.base.kept
+def _replayed(chain: Chain, options: list[Option], i: int) -> int:
+    """Return the bytes after a replayed call above those before: its own, and the next input."""
+    return options[i].kept - chain.calls[i].base.kept + chain.calls[i + 1].input
 
 
 def _replay(
-    chain: Chain, choice: Choice, segment: tuple[int, int], level: int, gradients: int, held: int
+    chain: Chain, options: list[Option], segment: tuple[int, int], begin: Event
 ) -> Iterator[Event]:
-    """All calls of a segment but the last run forward again; each makes the next one's input."""
+    """Yield the forwards of all calls of a segment but the last, from the moment `begin`."""
+    level, held = begin.level, begin.kept
     for i in range(segment[0], segment[1] - 1):
-        call = chain.calls[i]
-        top = level + call.options[choice.options[i]].forward
-        yield Event(i, "replay", level, top, gradients, held)
-        more = _more(chain, choice, i) + chain.calls[i + 1].input
+        top = level + options[i].forward
+        yield replace(begin, call=i, what="replay", level=level, peak=top, kept=held)
+        more = _replayed(chain, options, i)
         level, held = level + more, held + more
-
-
-def _replayed(chain: Chain, choice: Choice, segment: tuple[int, int] | None, i: int) -> int:
-    """Return the bytes of the replay of call i's segment that live in the backward of call i."""
-    if segment is None:
-        return 0
-    option = _more(chain, choice, i) if i < segment[1] - 1 else 0
-    before = range(segment[0], i)
-    return option + sum(_more(chain, choice, j) + chain.calls[j + 1].input for j in before)
 
 
 def peak(chain: Chain, choice: Choice) -> int:

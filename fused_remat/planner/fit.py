@@ -107,13 +107,14 @@ class _Search:
         self._model, self._make_batch, self._multiple = model, make_batch, multiple
         optimizer = request.optimizer
         self._update = None if optimizer is None else predict_optimizer(optimizer)
-        self._base = dataclasses.replace(request, options=()), dict[int, int | None]()
-        self._all = request, dict[int, int | None]()
+        self._requests = dataclasses.replace(request, options=()), request
+        self._peaks: tuple[dict[int, int | None], ...] = ({}, {})  # by request, then by size
         self._elements: dict[int, int] = {}  # number of elements of the batches
 
     def tried(self) -> dict[int, int | None]:
         """Return the peak of each size that was tried."""
-        return {n * self._multiple: p for n, p in (self._base[1] | self._all[1]).items()}
+        base, least = self._peaks
+        return {size * self._multiple: peak for size, peak in (base | least).items()}
 
     def largest(self, limit: int, most: int | None) -> int:
         """Return the largest number of multiples that fits, by inputs alone, then by all options.
@@ -121,45 +122,32 @@ class _Search:
         Raises: BudgetError if not even one fits.
         """
         fits = 0
-        for request, peaks in (self._base, self._all):
-            fits = self._grown(fits, limit, most, request, peaks)
+        for i in range(len(self._requests)):
+            fits = self._grown(fits, limit, most, i)
         if fits:
             return fits
-        peak = self._all[1][1]
+        peak = self._peaks[1][1]
         least = "more than the device has" if peak is None else f"{human(peak)} ({peak} bytes)"
-        raise BudgetError(
+        message = (
             f"not even a size of {self._multiple} fits into {human(limit)} ({limit} bytes): the "
-            f"least possible peak is {least}",
-            limit,
-            peak or limit + 1,
-            {},
+            f"least possible peak is {least}"
         )
+        raise BudgetError(message, limit, peak or limit + 1, {})
 
-    def _grown(
-        self,
-        fits: int,
-        limit: int,
-        most: int | None,
-        request: Request,
-        peaks: dict[int, int | None],
-    ) -> int:
+    def _grown(self, fits: int, limit: int, most: int | None, request: int) -> int:
         """Grow by steps that double until a size does not fit, then bisect."""
-        fails, step = None, 1
+        fails, step, peaks = None, 1, self._peaks[request]
         while fits != most and (fails is None or fails - fits > 1):
             size = fits + step if fails is None else (fits + fails) // 2
             size = size if most is None else min(size, most)
             if size not in peaks:
-                peaks[size] = self._peak(size, request)
+                peaks[size] = self._peak(size, self._requests[request])
             peak = peaks[size]
             if peak is None or peak > limit:
                 fails = size
                 continue
-            if (
-                most is None
-                and fails is None
-                and fits
-                and self._elements[size] <= self._elements[fits]
-            ):
+            is_open = most is None and fails is None and fits > 0
+            if is_open and self._elements[size] <= self._elements[fits]:
                 raise ValueError(
                     f"make_batch({size * self._multiple}) is no larger than "
                     f"make_batch({fits * self._multiple}), which fits; give most= to end the search"

@@ -27,60 +27,40 @@ from fused_remat.layers import FusedLayer
 from fused_remat.layers.record import Ran
 from fused_remat.planner.calibration import Example
 from fused_remat.planner.chain import Moment
-from fused_remat.report.step import (
-    Step,
-    device_of,
-    losses_of,
-    restored,
-    run_step,
-    tensors_in,
-)
+from fused_remat.report.step import Step, device_of, losses_of, restored, run_step, tensors_in
 
 _ROUNDS = 3
 
 
 @dataclass(frozen=True)
 class LayerExample:
-    """A call of a fused layer.
+    """A call of a fused layer."""
 
-    Attributes:
-        layer, kind: the layer's qualified name and the kind of its block, or its class.
-        names: names that the layer's policy accepts.
-        example: the call to run on its own; calls with equal tensors and graphs share one. None if
-            the layer did not run as a block.
-        follows: whether its first input is the output of the preceding call.
-        ran, reason: what the layer ran as, and why that was not a block.
-        kept: bytes that the layer keeps in all its calls if it is no block; of its first call.
-    """
-
-    layer: str
-    kind: str
-    names: tuple[str, ...]
+    layer: str  # qualified name
+    kind: str  # of its block, or the layer's class
+    names: tuple[str, ...]  # that the layer's policy accepts
+    # The call to run on its own, or None if the layer did not run as a block. Calls with equal
+    # tensors and graphs share one.
     example: Example | None
-    follows: bool
+    follows: bool  # its first input is the output of the preceding call
     ran: Ran = "block"
-    reason: str = ""
-    kept: int = 0
+    reason: str = ""  # why it was not a block
+    kept: int = 0  # bytes of all calls if it is no block; of its first call
 
 
 @dataclass(frozen=True)
 class MeasuredStep:
     """One measured step.
 
-    Attributes:
-        calls: calls of fused layers in order, without those of blocks whose activations an outer
-            checkpoint drops, and those that backward does not reach.
-        moments: in order of time.
-        kept: bytes kept between forward and backward, in the entire model.
-        seconds: time of forward and backward.
-        resting: bytes that are allocated during the entire step, by what they hold.
+    The calls are those of fused layers in order, without those of blocks whose activations an outer
+    checkpoint drops, and those that backward does not reach.
     """
 
     calls: tuple[LayerExample, ...]
-    moments: tuple[Moment, ...]
-    kept: int
-    seconds: float
-    resting: dict[str, int]
+    moments: tuple[Moment, ...]  # in order of time
+    kept: int  # bytes between forward and backward, in the entire model
+    seconds: float  # of forward and backward
+    resting: dict[str, int]  # bytes of the entire step, by what they hold
 
 
 def measure_step(
@@ -105,18 +85,17 @@ def measure_step(
                 f"{', '.join(map(repr, changed))} was not called as often in one step as in the "
                 "next; a plan needs layers that run in every step, so turn off layer dropping"
             )
-        seconds = time_step(model, args, kwargs, loss) if timed else 0.0
+        seconds = _time_step(model, args, kwargs, loss) if timed else 0.0
     calls, index = _kept_calls(capture, step, layers)
     kept = sum(saved.nbytes for saved in step.saved)
     return MeasuredStep(calls, tuple(_moments(step, index)), kept, seconds, resting)
 
 
-def time_step(
+def _time_step(
     model: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    loss: Callable[[Any], Tensor] | None = None,
-    rounds: int = _ROUNDS,
+    loss: Callable[[Any], Tensor] | None,
 ) -> float:
     """Return the seconds of a forward and backward: the median after one warm-up."""
     device = device_of(model, [args, kwargs])
@@ -135,7 +114,7 @@ def time_step(
         return time.perf_counter() - begin
 
     with torch.enable_grad(), restored(model, inputs, device):
-        return statistics.median([once() for _ in range(rounds + 1)][1:])
+        return statistics.median([once() for _ in range(_ROUNDS + 1)][1:])
 
 
 def predict_optimizer(optimizer: Optimizer) -> tuple[int, int]:
@@ -227,7 +206,7 @@ def _kept_calls(
     index: dict[tuple[int, int], int] = {}
     alone = {s.layer for s in step.saved if s.fused and s.name == "input" and s.by == {s.layer}}
     labels = [span.label for span in step.spans if span.label is not None and span.label[1] >= 0]
-    reached = {tuple(place) for which, *place in labels if which == "backward"}
+    reached = {(i, n) for which, i, n in labels if which == "backward"}
     skipped = False
     for layer, number in dict.fromkeys((i, n) for which, i, n in labels if which == "forward"):
         call = None
@@ -285,9 +264,9 @@ def _resting(
     def new(tensors: Iterable[Tensor]) -> int:
         """Return the bytes of the storages on the device that were not counted before."""
         storages = [t.untyped_storage() for t in tensors if t.device.type == device.type]
-        found = {s.data_ptr(): s.nbytes() for s in storages if s.data_ptr() not in counted}
-        counted.update(found)
-        return sum(found.values())
+        more = {s.data_ptr(): s.nbytes() for s in storages if s.data_ptr() not in counted}
+        counted.update(more)
+        return sum(more.values())
 
     trained = [p for p in model.parameters() if p.requires_grad and p.device.type == device.type]
     resting = {

@@ -20,45 +20,38 @@ _SEARCHED = 10  # names of which all subsets are searched
 Costs = Callable[[Example, Iterable[str]], Seconds]
 
 
-def options_of(
-    example: Example,
-    costs: Costs,
-    names: tuple[str, ...],
-    policies: Sequence[str | Policy] | None = None,
-) -> tuple[Option, ...]:
-    """Return the base, which keeps no names, then the sets that no other beats in bytes and time.
-
-    Args:
-        names: names that the layer's policy accepts; a call's graph may have more (adapters).
-        policies: use exactly these instead, without their segments.
-    """
-    return _with_peaks(example, costed_options(example, costs, names, policies))
-
-
 def costed_options(
     example: Example,
     costs: Costs,
     names: tuple[str, ...],
     policies: Sequence[str | Policy] | None = None,
 ) -> list[Option]:
-    """`options_of` without peaks, which are measured by running the call; "meta" tensors do."""
+    """Return the base, which keeps no names, then the sets that no other beats in bytes and time.
+
+    Their peaks are missing: `with_peaks` runs the call, and "meta" tensors cannot.
+
+    Args:
+        names: names that the layer's policy accepts; a call's graph may have more (adapters).
+        policies: use exactly these instead, without their segments.
+    """
     graph = example.call.graph
     if policies is None:
         sets = _effective(example, _subsets(example, names))
-        found = _undominated([_costed(example, costs, save) for save in sets])
+        options = _undominated([_costed(example, costs, save) for save in sets])
     else:
         sets = _effective(example, (kept_names(p, graph, names) for p in policies))
-        found = [_costed(example, costs, save) for save in sets]
+        options = [_costed(example, costs, save) for save in sets]
     base = _costed(example, costs, frozenset())
-    rest = sorted((o for o in found if o.save), key=lambda o: (o.kept, o.seconds, o.save))
-    return [base, *rest]
+    return [base, *sorted((o for o in options if o.save), key=_size)]
 
 
-def options_for(
-    example: Example, costs: Costs, saves: Iterable[tuple[str, ...]]
-) -> tuple[Option, ...]:
-    """One option for each of `saves`: all calls of one layer have the same options."""
-    return _with_peaks(example, [_costed(example, costs, frozenset(save)) for save in saves])
+def options_for(example: Example, costs: Costs, saves: Iterable[tuple[str, ...]]) -> list[Option]:
+    """Return an option for each of `saves`: all calls of one layer have the same options."""
+    return [_costed(example, costs, frozenset(save)) for save in saves]
+
+
+def _size(option: Option) -> tuple[int, float, tuple[str, ...]]:
+    return option.kept, option.seconds, option.save
 
 
 def with_offload(
@@ -69,7 +62,7 @@ def with_offload(
     Options that another one beats in bytes and time are dropped. Peaks of these options do not
     include copies in flight. `forward`: seconds of one forward.
     """
-    found, moving = list(options), []
+    moving = []
     for option in options:
         by_name = kept_by_name(example, option.save)
         for names in ({"input"}, {"input", *option.save}):
@@ -81,10 +74,9 @@ def with_offload(
                 kept=option.kept - moved,
                 seconds=option.seconds + link.exposed(moved, forward, option.seconds),
             )
-            if not any(o.kept <= more.kept and o.seconds <= more.seconds for o in found):
+            if not any(o.kept <= more.kept and o.seconds <= more.seconds for o in options):
                 moving.append(more)
-    found += sorted(moving, key=lambda option: (option.moved, option.kept))
-    return tuple(found)
+    return (*options, *sorted(moving, key=lambda option: (option.moved, option.kept)))
 
 
 def kept_by_name(example: Example, save: Iterable[str]) -> dict[str, int]:
@@ -109,7 +101,7 @@ def preset_of(graph: Graph, save: Iterable[str]) -> str:
 
 
 def _subsets(example: Example, names: tuple[str, ...]) -> Iterator[frozenset[str]]:
-    """All subsets of the names, or of those whose steps have most FLOPs; and the presets."""
+    """Yield all subsets of the names, or of those whose steps have most FLOPs; and the presets."""
     graph, searched = example.call.graph, names
     if len(names) > _SEARCHED:
         widths, shapes = graph.widths(example.shapes), example.shapes
@@ -140,14 +132,14 @@ def _costed(example: Example, costs: Costs, save: frozenset[str]) -> Option:
 
 def _undominated(options: list[Option]) -> list[Option]:
     """Return the options that no other one beats in both bytes and time."""
-    left: list[Option] = []
-    for option in sorted(options, key=lambda o: (o.kept, o.seconds, o.save)):
-        if not left or option.seconds < left[-1].seconds:
-            left.append(option)
-    return left
+    best: list[Option] = []
+    for option in sorted(options, key=_size):
+        if not best or option.seconds < best[-1].seconds:
+            best.append(option)
+    return best
 
 
-def _with_peaks(example: Example, options: list[Option]) -> tuple[Option, ...]:
+def with_peaks(example: Example, options: list[Option]) -> tuple[Option, ...]:
     """Return the options with the peaks of their passes: each is run once on the device."""
     example.run(options[0].save)
     with AllocationTrace(example.input.device, collect=False) as trace:

@@ -17,7 +17,7 @@ from fused_remat.layers import FusedLayer
 from fused_remat.planner import chain as chains
 from fused_remat.planner.calibration import StepCost
 from fused_remat.planner.chain import Chain, Choice, Event, Option
-from fused_remat.planner.solve import METHODS, choose, frontier_of, parts_at, parts_of
+from fused_remat.planner.solve import METHODS, choose, frontier, parts_at
 from fused_remat.policies import Policy
 from fused_remat.report import files
 from fused_remat.report.units import (
@@ -119,7 +119,7 @@ class Plan:
     @property
     def parts(self) -> dict[str, int]:
         """Parts of the peak, in bytes: "kept" by the layers, "at work" for everything temporary."""
-        return parts_of(self.chain, self.choice)
+        return parts_at(self.chain, max(self.timeline(), key=lambda event: event.peak))
 
     def timeline(self) -> list[Event]:
         """Return the predicted step, span by span."""
@@ -134,7 +134,7 @@ class Plan:
                 chains.kept_in_all(self.chain, choice),
                 chains.seconds(self.chain, choice),
             )
-            for choice in frontier_of(self.chain)
+            for choice in frontier(self.chain)
         )
 
     def within(self, budget: Budget | None, method: str = "optimal") -> Plan:

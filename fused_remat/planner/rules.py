@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from math import isqrt
@@ -20,8 +21,9 @@ def greedy(chain: Chain, budget: int | None) -> Choice | None:
 
     Raises: ValueError if the calls of one layer have different options.
     """
-    longest = max((last - first for first, last in _runs(chain)), default=0)
-    begins = (_in_segments(chain, length) for length in range(1, max(longest, 1) + 1))
+    longest = max(last - first for first, last in _runs(chain))
+    cuts = ([s for run in _runs(chain) for s in _cut(run, n)] for n in range(1, longest + 1))
+    begins = (Choice((0,) * len(chain.calls), tuple(cut)) for cut in cuts)
     choice = next((begin for begin in begins if _fits(chain, begin, budget)), None)
     while choice is not None and (better := _improved(chain, choice, budget)) is not None:
         choice = better
@@ -36,8 +38,10 @@ def uniform(chain: Chain, budget: int | None) -> Choice | None:
 
     Raises: ValueError if the calls of one layer have different options.
     """
-    n, units = len(chain.calls), _units(chain)
-    fastest = {i: _fastest(chain, calls) for calls in units for i in calls}
+    n, units, fastest = len(chain.calls), _units(chain), dict[int, int]()
+    for calls in units:
+        options = ({i: o for i in calls} for o in range(len(chain.calls[calls[0]].options)))
+        fastest |= min(options, key=lambda o: _cost(chain, o))
     for k in range(n + 1, 0, -1):
         base = {i: 0 for calls in units if calls[0] % k == 0 and k <= n for i in calls}
         choice = _with(Choice((0,) * n), fastest | base)
@@ -46,11 +50,11 @@ def uniform(chain: Chain, budget: int | None) -> Choice | None:
     return None
 
 
-def sqrt(chain: Chain) -> Choice:
+def sqrt(chain: Chain, budget: int | None) -> Choice | None:
     """Cut every run of n linked calls into segments of ceil(√n), with their fastest `save`.
 
-    Calls outside segments, and those without a common `save`, have their base option. The budget
-    is not considered.
+    Calls outside segments, and those without a common `save`, have their base option. None if this
+    does not fit.
 
     Raises: ValueError if the calls of one layer have different options.
     Source: Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost (arXiv 1604.06174).
@@ -59,12 +63,12 @@ def sqrt(chain: Chain) -> Choice:
     segments: list[tuple[int, int]] = []
     for run in _runs(chain):
         for segment in _cut(run, isqrt(run[1] - run[0] - 1) + 1):
-            saves = list(_saves(chain, segment))
-            if saves:
-                fastest = min(saves, key=lambda mine: _cost(chain, mine))
+            fastest = min(_saves(chain, segment), key=lambda o: _cost(chain, o), default=None)
+            if fastest:
                 options |= fastest
                 segments.append(segment)
-    return Choice(tuple(options.get(i, 0) for i in range(len(chain.calls))), tuple(segments))
+    choice = Choice(tuple(options.get(i, 0) for i in range(len(chain.calls))), tuple(segments))
+    return choice if _fits(chain, choice, budget) else None
 
 
 def _fits(chain: Chain, choice: Choice, budget: int | None) -> bool:
@@ -84,14 +88,8 @@ def _units(chain: Chain) -> list[list[int]]:
 
 def _cost(chain: Chain, options: Mapping[int, int]) -> tuple[float, int]:
     """Return the seconds and bytes of some calls with these options."""
-    mine = [chain.calls[i].options[o] for i, o in options.items()]
-    return sum(option.seconds for option in mine), sum(option.kept for option in mine)
-
-
-def _fastest(chain: Chain, calls: list[int]) -> int:
-    """Return the fastest option for these calls; of equally fast ones, that which keeps least."""
-    number = len(chain.calls[calls[0]].options)
-    return min(range(number), key=lambda o: _cost(chain, {i: o for i in calls}))
+    chosen = [chain.calls[i].options[o] for i, o in options.items()]
+    return sum(option.seconds for option in chosen), sum(option.kept for option in chosen)
 
 
 def _runs(chain: Chain) -> list[tuple[int, int]]:
@@ -102,7 +100,7 @@ def _runs(chain: Chain) -> list[tuple[int, int]]:
         for i, call in enumerate(chain.calls)
         if not call.linked or i == 0 or not alone.isdisjoint((i - 1, i))
     ]
-    return list(zip(firsts, [*firsts[1:], len(chain.calls)], strict=True)) if firsts else []
+    return list(itertools.pairwise([*firsts, len(chain.calls)]))
 
 
 def _cut(run: tuple[int, int], length: int) -> Iterator[tuple[int, int]]:
@@ -115,29 +113,17 @@ def _cut(run: tuple[int, int], length: int) -> Iterator[tuple[int, int]]:
 
 def _saves(chain: Chain, segment: tuple[int, int]) -> Iterator[dict[int, int]]:
     """Yield options for all calls of a segment but the last, for each `save` that all have."""
-    calls = range(segment[0], segment[1] - 1)
-    for save in dict.fromkeys(option.save for option in chain.calls[segment[0]].options):
-        options = {i: o for i in calls if (o := _having(chain, i, save)) is not None}
-        if len(options) == len(calls):
-            yield options
-
-
-def _having(chain: Chain, i: int, save: tuple[str, ...]) -> int | None:
-    """Return the fastest option of a call with this `save`, without offload."""
-    options = enumerate(chain.calls[i].options)
-    mine = [o for o, option in options if option.save == save and not option.offload]
-    return min(mine, key=lambda o: _cost(chain, {i: o}), default=None)
-
-
-def _in_segments(chain: Chain, length: int) -> Choice:
-    """All base options, in segments of equal length where the calls have one `save`."""
-    cut = [segment for run in _runs(chain) for segment in _cut(run, length)]
-    equal = [(a, b) for a, b in cut if len({c.base.save for c in chain.calls[a : b - 1]}) == 1]
-    return Choice((0,) * len(chain.calls), tuple(equal))
+    tables = {
+        i: {o.save: at for at, o in enumerate(chain.calls[i].options) if not o.offload}
+        for i in range(segment[0], segment[1] - 1)
+    }
+    for save in tables[segment[0]]:
+        if all(save in table for table in tables.values()):
+            yield {i: table[save] for i, table in tables.items()}
 
 
 def _changes(chain: Chain, choice: Choice) -> Iterator[tuple[int, float, dict[int, int]]]:
-    """Every single change: additional bytes kept, seconds saved, and the new options."""
+    """Yield every single change: additional bytes kept, seconds saved, and the new options."""
     inside = {i for segment in choice.segments for i in range(*segment)}
     moves = [
         ({i: o for i in calls}, False)

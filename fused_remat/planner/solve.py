@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import fnmatch
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -23,11 +23,12 @@ import numpy as np
 from fused_remat.planner import chain as chains
 from fused_remat.planner.chain import Chain, Choice, Event, peak
 from fused_remat.planner.rules import greedy, sqrt, uniform
-from fused_remat.planner.steps import NEVER, Numbers, Step, shared, start, steps
+from fused_remat.planner.steps import NEVER, Numbers, Step, levels, shared, steps
 from fused_remat.policies import Policy
 from fused_remat.report.units import human
 
 ALL = -NEVER  # more bytes, or ticks, than any choice has
+POINTS = 24  # of the frontier, per level of offload
 MOST_SHARED = 4096  # combinations of options of shared layers that are searched one by one
 
 #: Shell patterns of layer names to policies; the first pattern that matches counts.
@@ -58,24 +59,29 @@ def choose(chain: Chain, limit: int | None, method: str, policies: Policies) -> 
         if limit is not None and peak(chain, choice) > limit:
             raise _too_small(chain, choice, limit, method)
         return choice
-    levels = chains.offload_levels(chain)
-    found = [c for level in levels if (c := METHODS[method](level, limit)) is not None]
-    if found:
-        return min(found, key=lambda c: (chains.seconds(chain, c), peak(chain, c)))
+    variants = chains.offload_levels(chain)
+    choices = [c for level in variants if (c := METHODS[method](level, limit)) is not None]
+    if choices:
+        return min(choices, key=lambda c: (chains.seconds(chain, c), peak(chain, c)))
     assert limit is not None
     # "sqrt" has a single choice, whatever the budget.
-    least = [sqrt(level) if method == "sqrt" else least_peak(level) for level in levels]
+    single = (sqrt(level, None) for level in variants)
+    least = [c for c in single if c] if method == "sqrt" else [*map(least_peak, variants)]
     raise _too_small(chain, min(least, key=lambda c: peak(chain, c)), limit, method)
 
 
-def frontier_of(chain: Chain) -> list[Choice]:
-    """Return the choices that no other beats in peak and time, by peak, offload included."""
-    levels = chains.offload_levels(chain)
-    found = [choice for level in levels for choice in frontier(level)]
-    if len(levels) == 1:
-        return found
+def frontier(chain: Chain) -> list[Choice]:
+    """Return optimal choices by peak, at equally spaced budgets from the least possible one."""
+    choices: list[Choice] = []
+    for level in chains.offload_levels(chain):
+        graphs = _graphs(level)
+        low, high = level.rests + min(graph.peak for graph in graphs), _fastest(level, graphs, None)
+        assert high is not None  # without a limit there is a choice
+        span = peak(level, high) - low
+        budgets = (low + span * i // (POINTS - 1) for i in range(POINTS))
+        choices += filter(None, (_fastest(level, graphs, budget) for budget in budgets))
     best: list[Choice] = []
-    for choice in sorted(found, key=lambda c: (peak(chain, c), chains.seconds(chain, c))):
+    for choice in sorted(choices, key=lambda c: (peak(chain, c), chains.seconds(chain, c))):
         if not best or chains.seconds(chain, choice) < chains.seconds(chain, best[-1]):
             best.append(choice)
     return best
@@ -110,30 +116,11 @@ def least_peak(chain: Chain) -> Choice:
     return choice
 
 
-def frontier(chain: Chain, points: int = 24) -> list[Choice]:
-    """Optimal choices in order of peak, at equally spaced budgets from the least possible one.
-
-    A choice that several budgets share occurs once. Raises: as `optimal`.
-    """
-    graphs = _graphs(chain)
-    low, high = chain.rests + min(graph.peak for graph in graphs), _fastest(chain, graphs, None)
-    assert high is not None  # without a limit there is a choice
-    span = peak(chain, high) - low
-    budgets = [low + span * i // max(points - 1, 1) for i in range(points)]
-    found = [choice for b in budgets if (choice := _fastest(chain, graphs, b)) is not None]
-    return list({peak(chain, choice): choice for choice in found}.values())
-
-
-def _sqrt(chain: Chain, budget: int | None) -> Choice | None:
-    choice = sqrt(chain)
-    return choice if budget is None or peak(chain, choice) <= budget else None
-
-
 METHODS: dict[str, Callable[[Chain, int | None], Choice | None]] = {
     "optimal": optimal,
     "greedy": greedy,
     "uniform": uniform,
-    "sqrt": _sqrt,
+    "sqrt": sqrt,
 }
 
 
@@ -148,24 +135,16 @@ def policy_for(layer: str, policies: Policies) -> str | Policy:
 
 def _manual(chain: Chain, policies: Policies) -> Choice:
     """Return the policies as a choice."""
-    options, places = [], []
-    for call in chain.calls:
-        policy = policy_for(call.layer, policies)
-        places.append(None if isinstance(policy, str) else policy.segment)
-        options.append(len(call.options) - 1)  # the policy's own; the base if that is the only one
+    # The last option is the policy's own; the base if that is the only one.
+    options = tuple(len(call.options) - 1 for call in chain.calls)
     segments: list[tuple[int, int]] = []
-    for i, place in enumerate(places):
-        inside = place == "inner" and i > 0 and chain.calls[i].linked and places[i - 1] is not None
-        if inside and segments and segments[-1][1] == i:
+    for i, call in enumerate(chain.calls):
+        position = getattr(policy_for(call.layer, policies), "segment", None)
+        if position == "inner" and call.linked and segments and segments[-1][1] == i:
             segments[-1] = (segments[-1][0], i + 1)
-        elif place is not None:
+        elif position is not None:
             segments.append((i, i + 1))
-    return Choice(tuple(options), tuple(s for s in segments if s[1] - s[0] > 1))
-
-
-def parts_of(chain: Chain, choice: Choice) -> dict[str, int]:
-    """Return the parts of the peak, in bytes: "kept" by the layers, "at work" for the rest."""
-    return parts_at(chain, max(chains.timeline(chain, choice), key=lambda event: event.peak))
+    return Choice(options, tuple(s for s in segments if s[1] - s[0] > 1))
 
 
 def parts_at(chain: Chain, event: Event) -> dict[str, int]:
@@ -182,8 +161,8 @@ def parts_at(chain: Chain, event: Event) -> dict[str, int]:
 
 def _too_small(chain: Chain, choice: Choice, limit: int, method: str) -> BudgetError:
     """Return the error with the least possible peak: that of `choice`."""
-    parts = dict(sorted(parts_of(chain, choice).items(), key=lambda part: -part[1]))
     top = max(chains.timeline(chain, choice), key=lambda event: event.peak)
+    parts = dict(sorted(parts_at(chain, top).items(), key=lambda part: -part[1]))
     layer = chain.calls[top.call].layer if top.call >= 0 else ""  # "" if the model is the layer
     where = "outside the layers" if top.call < 0 else f"of {layer!r}" if layer else "of the model"
     when = "the optimizer's step" if top.what == "update" else f"{top.what} {where}"
@@ -194,27 +173,21 @@ def _too_small(chain: Chain, choice: Choice, limit: int, method: str) -> BudgetE
     return BudgetError(
         f"no {method!r} plan has a peak within {human(limit)} ({limit} bytes): {what} "
         f"{human(top.peak)} ({top.peak} bytes), in {when}: {shown}",
-        limit,
-        top.peak,
-        parts,
-    )
+        limit, top.peak, parts,
+    )  # fmt: skip
 
 
 class _Graph:
-    """The steps of a chain, with lower bounds of what follows them.
+    """The steps of a chain with `fixed` options of some calls, and lower bounds of what follows."""
 
-    Attributes:
-        ends: steps by the boundary where they end; `shared` layers have a given option.
-        least: by boundary, bytes above those kept that every path from there needs.
-        rest: by boundary, least time of the steps from there.
-    """
-
-    def __init__(self, calls: int, found: list[Step], start: int, given: dict[int, int]) -> None:
-        n, self.start = calls, start
-        self.ends: list[list[Step]] = [[] for _ in range(n + 1)]
+    def __init__(self, chain: Chain, every: list[Step], fixed: dict[int, int]) -> None:
+        n = len(chain.calls)
+        self.start = max(levels(chain).between(0), chain.update)  # bytes that no choice changes
+        self.ends: list[list[Step]] = [[] for _ in range(n + 1)]  # by the boundary where they end
+        # By boundary, bytes above those kept and time that every path from there needs at least.
         self.least, self.rest = [ALL] * n + [NEVER], [ALL] * n + [0]
-        for step in reversed(found):
-            if given.get(step.first, step.ways[0].options[0]) != step.ways[0].options[0]:
+        for step in reversed(every):
+            if fixed.get(step.first, step.ways[0].options[0]) != step.ways[0].options[0]:
                 continue
             self.ends[step.last].append(step)
             after = max(step.ways[0].need, step.grows + self.least[step.last])
@@ -272,26 +245,27 @@ def _search(graph: _Graph, room: int, limit: int) -> tuple[int, int, Choice] | N
     if graph.peak > room:
         return None
     zero = np.zeros(1, dtype=np.int64)
-    found = [_Labels(zero, zero, zero + graph.start, zero, zero, zero)]
+    reached = [_Labels(zero, zero, zero + graph.start, zero, zero, zero)]
     for end in range(1, len(graph.ends)):
-        taken = [_take(s, i, found[s.first], room) for i, s in enumerate(graph.ends[end])]
+        taken = [_take(s, i, reached[s.first], room) for i, s in enumerate(graph.ends[end])]
         labels = _Labels(*map(np.concatenate, zip(*taken, strict=True)))
         fit = labels.kept + graph.least[end] <= room
         fit &= labels.ticks + graph.rest[end] <= limit
-        found.append(_pareto(_Labels(*(column[fit] for column in labels))))
-    if not len(found[-1].kept):
+        reached.append(_pareto(_Labels(*(column[fit] for column in labels))))
+    last = reached[-1]
+    if not len(last.kept):
         return None
-    best = int(np.lexsort((found[-1].peak, found[-1].ticks))[0])
-    return int(found[-1].ticks[best]), int(found[-1].peak[best]), _path(graph, found, best)
+    best = int(np.lexsort((last.peak, last.ticks))[0])
+    return int(last.ticks[best]), int(last.peak[best]), _path(graph, reached, best)
 
 
-def _path(graph: _Graph, found: list[_Labels], label: int) -> Choice:
+def _path(graph: _Graph, reached: list[_Labels], label: int) -> Choice:
     """Return the choice of a label, from its last step to its first."""
     options: list[int] = []
     segments: list[tuple[int, int]] = []
-    end = len(found) - 1
+    end = len(reached) - 1
     while end > 0:
-        labels = found[end]
+        labels = reached[end]
         step = graph.ends[end][labels.step[label]]
         options[:0] = step.ways[labels.way[label]].options
         if step.last - step.first > 1:
@@ -301,23 +275,22 @@ def _path(graph: _Graph, found: list[_Labels], label: int) -> Choice:
 
 
 def _graphs(chain: Chain) -> list[_Graph]:
-    """Return a graph for every choice of the shared layers' options, by their least time."""
-    found, begin = steps(chain), start(chain)
-    graphs = [_Graph(len(chain.calls), found, begin, given) for given in _given(chain)]
-    return sorted(graphs, key=lambda graph: graph.rest[0])
+    """Return a graph for every choice of the shared layers' options, by their least time.
 
-
-def _given(chain: Chain) -> Iterator[dict[int, int]]:
-    """Yield the options for calls of shared layers; if too many, those with a common `save`."""
+    If there are too many, the options of all shared layers have a common `save`.
+    """
     groups = list(shared(chain).values())
     saves = [[o.save for o in chain.calls[calls[0]].options] for calls in groups]
-    picks: Iterable[tuple[int, ...]] = itertools.product(*(range(len(mine)) for mine in saves))
-    if np.prod([len(mine) for mine in saves], dtype=float) > MOST_SHARED:
-        common = [save for save in saves[0] if all(save in mine for mine in saves)]
-        equal = [tuple(mine.index(save) for mine in saves) for save in common]
-        picks = dict.fromkeys([(0,) * len(groups), *equal])
-    for pick in picks:
-        yield {i: o for calls, o in zip(groups, pick, strict=True) for i in calls}
+    picks: Iterable[tuple[int, ...]] = itertools.product(*(range(len(own)) for own in saves))
+    if np.prod([len(own) for own in saves], dtype=float) > MOST_SHARED:
+        common = [save for save in saves[0] if all(save in own for own in saves)]
+        picks = [tuple(own.index(save) for own in saves) for save in common]
+    every = steps(chain)
+    graphs = [
+        _Graph(chain, every, {i: o for calls, o in zip(groups, pick, strict=True) for i in calls})
+        for pick in picks
+    ]
+    return sorted(graphs, key=lambda graph: graph.rest[0])
 
 
 def _fastest(chain: Chain, graphs: list[_Graph], budget: int | None) -> Choice | None:
@@ -326,7 +299,7 @@ def _fastest(chain: Chain, graphs: list[_Graph], budget: int | None) -> Choice |
     limit = min(graph.rest[0] for graph in graphs) if budget is None else ALL
     best: tuple[int, int, Choice] | None = None
     for graph in graphs:
-        found = _search(graph, room, limit)
-        if found is not None and (best is None or found[:2] < best[:2]):
-            best, limit = found, found[0]
+        path = _search(graph, room, limit)
+        if path is not None and (best is None or path[:2] < best[:2]):
+            best, limit = path, path[0]
     return None if best is None else best[2]

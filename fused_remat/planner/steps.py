@@ -7,10 +7,8 @@ number depends on the budget, so the steps are computed once.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from operator import le
 from typing import NamedTuple
 
 import numpy as np
@@ -48,37 +46,26 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Levels:
-    """Most bytes of the measured moments, above the resting ones.
+    """Most bytes of the measured moments, above the resting ones."""
 
-    Attributes:
-        forward, backward: by call.
-        replay: bytes at the beginning of the backward, by call.
-        before, after: outside the calls, in forward and in backward, by the number of calls alive.
-    """
-
-    forward: list[int]
-    backward: list[int]
-    replay: list[int]
-    before: list[int]
-    after: list[int]
+    forward: list[int]  # by call
+    backward: list[int]  # by call
+    replay: list[int]  # bytes at the beginning of the backward, by call
+    before: list[int]  # outside the calls in forward, by the number of calls alive
+    after: list[int]  # the same in backward
 
     def between(self, alive: int) -> int:
         return max(self.before[alive], self.after[alive])
 
 
 def steps(chain: Chain) -> list[Step]:
-    """All steps in order of their last call; shared layers have one option a step, no segments."""
+    """Return the steps by their last call; shared layers have one option a step, no segments."""
     bounds, tied = levels(chain), {i for calls in shared(chain).values() for i in calls}
-    found: list[Step] = []
+    result: list[Step] = []
     for i in range(len(chain.calls)):
-        found += _alone(chain, bounds, i, i in tied)
-        found += _segments(chain, bounds, i, tied)
-    return sorted(found, key=lambda step: step.last)
-
-
-def start(chain: Chain) -> int:
-    """Return the most bytes of the moments that no choice changes, above the resting ones."""
-    return max(levels(chain).between(0), chain.update)
+        result += _alone(chain, bounds, i, i in tied)
+        result += _segments(chain, bounds, i, tied)
+    return sorted(result, key=lambda step: step.last)
 
 
 def levels(chain: Chain) -> Levels:
@@ -88,21 +75,21 @@ def levels(chain: Chain) -> Levels:
         backward, itself): the memory of such a moment does not follow from the path so far.
     """
     n = len(chain.calls)
-    found = Levels(*([NEVER] * (n + outside) for outside in (0, 0, 0, 1, 1)))
+    result = Levels(*([NEVER] * (n + outside) for outside in (0, 0, 0, 1, 1)))
     for m in chain.moments:
         if m.call < 0:
-            bound, at = (found.after if m.backward else found.before), m.alive
+            bound, at = (result.after if m.backward else result.before), m.alive
         elif m.alive == m.call + m.backward:
-            bound, at = (found.backward if m.backward else found.forward), m.call
+            bound, at = (result.backward if m.backward else result.forward), m.call
         else:
             raise ValueError(
                 f"call {m.call} has a moment with {m.alive} calls alive; expected "
                 f"{m.call + m.backward}"
             )
         bound[at] = max(bound[at], m.peak)
-        if m.call >= 0 and m.backward and found.replay[at] == NEVER:
-            found.replay[at] = m.level
-    return found
+        if m.call >= 0 and m.backward and result.replay[at] == NEVER:
+            result.replay[at] = m.level
+    return result
 
 
 def shared(chain: Chain) -> dict[str, list[int]]:
@@ -110,15 +97,13 @@ def shared(chain: Chain) -> dict[str, list[int]]:
 
     Raises: ValueError if the calls of one layer have different options.
     """
-    times = Counter(call.layer for call in chain.calls)
     calls: dict[str, list[int]] = {}
     for i, call in enumerate(chain.calls):
-        if times[call.layer] > 1:
-            calls.setdefault(call.layer, []).append(i)
+        calls.setdefault(call.layer, []).append(i)
     for layer, indices in calls.items():
         if len({tuple(o.save for o in chain.calls[i].options) for i in indices}) > 1:
             raise ValueError(f"the calls of layer {layer!r} have different options")
-    return calls
+    return {layer: indices for layer, indices in calls.items() if len(indices) > 1}
 
 
 def ticks(seconds: float) -> int:
@@ -127,7 +112,7 @@ def ticks(seconds: float) -> int:
 
 
 def _alone(chain: Chain, bounds: Levels, i: int, tied: bool) -> Iterator[Step]:
-    """Call i by itself: one step for all options that keep equally many bytes."""
+    """Yield call i by itself: one step for all options that keep equally many bytes."""
     base = chain.calls[i].base
     ways: dict[tuple[int, int], list[Way]] = {}
     for o, option in enumerate(chain.calls[i].options):
@@ -144,17 +129,11 @@ def _alone(chain: Chain, bounds: Levels, i: int, tied: bool) -> Iterator[Step]:
 
 
 class _Replay(NamedTuple):
-    """The replayed calls of a segment, all with one `save`: bytes above those kept before it, time.
+    """The replayed calls of a segment with one `save`, in bytes above those kept before it."""
 
-    Attributes:
-        kept: bytes that they keep more than before the replay.
-        backward: most bytes in their backwards and in between.
-        replay: most bytes in their replay, including all inputs of the chain so far.
-    """
-
-    kept: int
-    backward: int
-    replay: int
+    kept: int  # above what they kept before the replay
+    backward: int  # most bytes in their backwards and in between
+    replay: int  # most bytes in their replay, including all inputs of the chain so far
     ticks: int
     options: tuple[int, ...]
 
@@ -162,65 +141,48 @@ class _Replay(NamedTuple):
 def _segments(chain: Chain, bounds: Levels, first: int, tied: set[int]) -> Iterator[Step]:
     """Yield the segments that begin at a call, as steps."""
     inputs = [0, *np.cumsum([call.input for call in chain.calls]).tolist()]
-    replays = {o.save: [_Replay(0, NEVER, NEVER, 0, ())] for o in chain.calls[first].options
-               if not o.offload}  # fmt: skip
+    replays = {o.save: _Replay(0, NEVER, NEVER, 0, ()) for o in chain.calls[first].options}
     forward = bounds.forward[first]
     for end in range(first + 1, len(chain.calls)):
         if not chain.calls[end].linked or not tied.isdisjoint((first, end)):
             return
         # Call `end` is the last one of the segment, and call `end - 1` the last one replayed.
-        replays = {
-            save: more
-            for save, before in replays.items()
-            if (more := _extended(chain, bounds, end - 1, inputs[end], save, before))
-        }
+        replays = dict(_extended(chain, bounds, end - 1, inputs[end], replays))
         dropped = inputs[end] - inputs[first + 1]
         forward = max(forward, bounds.before[end] - dropped, bounds.forward[end] - dropped)
         grows = inputs[first + 1] - inputs[end + 1]
         common = max(forward, bounds.between(end + 1) + grows)
-        ways = [
-            Way(
-                max(
-                    common,
-                    path.backward,
-                    path.kept + bounds.backward[end],
-                    path.replay + bounds.replay[end] - inputs[end + 1],
-                ),
-                path.ticks,
-                (*path.options, 0),
-            )
-            for paths in replays.values()
-            for path in paths
-        ]
+        ways = []
+        for path in replays.values():
+            replay = path.replay + bounds.replay[end] - inputs[end + 1]
+            need = max(common, path.backward, path.kept + bounds.backward[end], replay)
+            ways.append(Way(need, path.ticks, (*path.options, 0)))
         if ways:
             yield _step(first, end + 1, grows, ways)
 
 
 def _extended(
-    chain: Chain, bounds: Levels, i: int, inputs: int, save: tuple[str, ...], before: list[_Replay]
-) -> list[_Replay]:
-    """Return the paths extended by call i, replayed with any option that has this `save`."""
-    base, found = chain.calls[i].base, []
+    chain: Chain, bounds: Levels, i: int, inputs: int, replays: dict[tuple[str, ...], _Replay]
+) -> Iterator[tuple[tuple[str, ...], _Replay]]:
+    """Yield the paths, by `save`, extended by the option of call i with the same `save`."""
+    base = chain.calls[i].base
     for o, option in enumerate(chain.calls[i].options):
-        if option.save != save or option.offload:
+        if option.save not in replays or option.offload:
             continue
+        path = replays[option.save]
         more = ticks(chain.calls[i].forward_seconds) + ticks(option.seconds) - ticks(base.seconds)
-        for path in before:
-            kept = path.kept + option.kept - base.kept
-            own = max(bounds.backward[i] + option.backward - base.backward, bounds.after[i + 1])
-            backward = max(path.backward, kept + own)
-            replay = max(path.replay, path.kept + option.forward + inputs)
-            found.append(_Replay(kept, backward, replay, path.ticks + more, (*path.options, o)))
-    return _undominated(found)
-
-
-def _undominated(paths: list[_Replay]) -> list[_Replay]:
-    """Return the paths that no other path beats in every respect."""
-    best: list[_Replay] = []
-    for path in sorted(paths):
-        if not any(all(map(le, other[:4], path[:4])) for other in best):
-            best.append(path)
-    return best
+        kept = path.kept + option.kept - base.kept
+        own = max(bounds.backward[i] + option.backward - base.backward, bounds.after[i + 1])
+        yield (
+            option.save,
+            _Replay(
+                kept,
+                max(path.backward, kept + own),
+                max(path.replay, path.kept + option.forward + inputs),
+                path.ticks + more,
+                (*path.options, o),
+            ),
+        )
 
 
 def _step(first: int, last: int, grows: int, ways: list[Way]) -> Step:

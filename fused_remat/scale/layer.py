@@ -48,6 +48,7 @@ def example_of(model: Model, layout: Layout, batch: int, seq: int, dtype: torch.
     call = read_call(layer_module(model, seq, dtype), whole, *tables)
     if isinstance(call, Reason):
         raise ValueError(f"a layer of {model.name} does not take the fused path: {call.text}")
+    assert call.spec is not None
     spec, tensors = call.spec, dict(call.tensors)
     tensor = layout.mesh.tensor
     if tensor > 1:

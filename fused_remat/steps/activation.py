@@ -1,7 +1,7 @@
 """Activations of an MLP: the table of functions, two operations, and the step.
 
 A new activation is a row of `ACTIVATIONS`. A user's own function needs no row:
-`steps.user_function` runs it, and in backward runs it again under autograd.
+`steps.replay` runs it, and in backward again under autograd.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fused_remat.random import DropoutMask
 from fused_remat.spec import USER_FUNCTION
-from fused_remat.steps import user_function
+from fused_remat.steps import replay
 from fused_remat.steps.node import Input, Mask, Node, Params
 from fused_remat.steps.operations import operation
 from fused_remat.steps.residual import dropout
@@ -30,17 +30,14 @@ _aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Activation:
-    """An activation function: a row of `ACTIVATIONS`.
+    """An activation function: a row of `ACTIVATIONS`."""
 
-    Attributes:
-        fwd: fwd(x) returns act(x), a new tensor.
-        bwd: bwd(dy, x, out) returns dy * act'(x), written to `out` unless that is None. `out` may
-            be `dy` itself.
-        functions, modules: the callables and module classes that a model may use for this function.
-    """
-
-    fwd: Callable[[Tensor], Tensor]
+    fwd: Callable[[Tensor], Tensor]  # fwd(x) returns act(x), a new tensor
+    # bwd(dy, x, out) returns dy * act'(x), written to `out` unless that is None. `out` may be
+    # `dy` itself.
     bwd: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    # functions, modules: the callables and module classes that a model may use for this
+    # function
     functions: tuple[Callable[..., Tensor], ...] = ()
     modules: tuple[type[nn.Module], ...] = ()
 
@@ -95,11 +92,7 @@ _GELU = {"none": "gelu", "tanh": "gelu_tanh"}
 
 
 def activation_name(activation: Any) -> str | None:
-    """The name of the row of `ACTIVATIONS` that a function or module computes, or None.
-
-    >>> activation_name(nn.GELU(approximate="tanh")), activation_name(torch.sin)
-    ('gelu_tanh', None)
-    """
+    """Return the name of the entry of `ACTIVATIONS` that a function or module computes, or None."""
     if isinstance(activation, nn.Module):
         if "forward" in activation.__dict__:
             return None
@@ -110,11 +103,8 @@ def activation_name(activation: Any) -> str | None:
         if activation.args or set(activation.keywords) - {"approximate"}:
             return None
         return _GELU.get(activation.keywords.get("approximate", "none"))
-    for name, row in ACTIVATIONS.items():
-        for function in row.functions:
-            if activation is function:
-                return name
-    return None
+    names = [n for n, row in ACTIVATIONS.items() if any(activation is f for f in row.functions)]
+    return names[0] if names else None
 
 
 def _key(act: str, gate: Tensor | None, up: Tensor | None) -> tuple[Any, ...]:
@@ -164,21 +154,18 @@ def activation_bwd(
 
 @dataclass(frozen=True, kw_only=True)
 class MLPActivation(Node):
-    """name = mask * act(up), or mask * act(gate) * up: SwiGLU with "silu", GeGLU with "gelu".
-
-    Attributes:
-        act: a row of `ACTIVATIONS`; or `USER_FUNCTION` for the function that a call passes as
-            `Pass.functions["activation"]`, so that graphs stay plain data. Autograd must be able to
-            differentiate it.
-        captured: names of the other tensors that a user's function is differentiable in. The
-            function reads them by itself (a closure, a module's parameters); they are params of the
-            block so that they get gradients.
-    """
+    """name = mask * act(up), or mask * act(gate) * up: SwiGLU with "silu", GeGLU with "gelu"."""
 
     gate: Input = ""
     up: Input
+    # a row of `ACTIVATIONS`; or `USER_FUNCTION` for the function that a call passes as
+    # `Pass.functions["activation"]`, so that graphs stay plain data. Autograd must be able to
+    # differentiate it.
     act: str
     mask: Mask = ""
+    # names of the other tensors that a user's function is differentiable in. The function
+    # reads them by itself (a closure, a module's parameters); they are params of the block so
+    # that they get gradients.
     captured: Params = ()
 
     @property
@@ -198,7 +185,7 @@ class MLPActivation(Node):
     def forward(self, chunk: Chunk, out: Tensor | None = None) -> None:
         mask = chunk.mask(self.mask)
         if self.act == USER_FUNCTION:
-            y = user_function.forward(chunk.owner.functions["activation"], chunk[self.up])
+            y = replay.activation(chunk.owner.functions["activation"], chunk[self.up])
             chunk.put(self.name, y if mask is None else torch.mul(y, mask.tensor()).to(y.dtype))
             return
         gate = chunk[self.gate] if self.gate else None
@@ -221,14 +208,12 @@ class MLPActivation(Node):
             chunk.add_grad(self.up, dup, owned=True)
 
     def _user_backward(self, chunk: Chunk, dy: Tensor, needs_grad: Collection[str]) -> None:
-        function, captured = chunk.owner.functions["activation"], {}
-        for name in self.captured:
-            tensor = chunk.param(name)
-            if tensor is not None:
-                captured[name] = tensor
-        wanted = [name for name in captured if name in needs_grad]
-        wanted += [""] if self.up in needs_grad else []
-        dx, grads = user_function.backward(function, dy, chunk[self.up], captured, wanted)
+        tensors = {name: chunk.param(name) for name in self.captured}
+        captured = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+        names = [name for name in captured if name in needs_grad]
+        names += [""] if self.up in needs_grad else []
+        function = chunk.owner.functions["activation"]
+        dx, grads = replay.activation_grads(function, dy, chunk[self.up], captured, names)
         if dx is not None:
             chunk.add_grad(self.up, *dx)
         for name, grad in grads.items():

@@ -1,6 +1,6 @@
 """Attention over heads of any strides: two operations and the step.
 
-The operations run one of PyTorch's kernels where it can serve (`attention_library`), else blocks of
+The operations run one of PyTorch's kernels where it can serve (`attention_aten`), else blocks of
 query rows (`attention_blocked`). The call decides, never what is kept. A row whose keys are all
 excluded gives 0, not NaN. Variable-length sequences are calls of their own, one after the other.
 """
@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from fused_remat.spec import AttentionSpec
-from fused_remat.steps import attention_blocked, attention_library, linear
+from fused_remat.steps import attention_aten, attention_blocked
+from fused_remat.steps.attention_aten import unsupported_call_reason, unsupported_reason
 from fused_remat.steps.attention_call import AttentionArgs, AttentionKey, Heads, attention_key
-from fused_remat.steps.attention_library import unsupported_call_reason, unsupported_reason
 from fused_remat.steps.node import Input, Node, Param, Shapes
 from fused_remat.steps.operations import operation
 from fused_remat.steps.residual import site_key
@@ -41,11 +41,9 @@ def attention_fwd(
     """
     shape = call.batch * call.q_len, call.spec.num_heads * v.shape[-1]
     if unsupported_call_reason(q, v, call) is None:
-        wide = linear.widens(q)
-        rows, lse = attention_library.forward(q, k, v, call, wide)
+        rows, lse = attention_aten.forward(q, k, v, call)
         if out is None:
-            attn = rows.reshape(shape)
-            return attn.to(q.dtype) if wide else attn, lse
+            return rows.reshape(shape).to(q.dtype), lse
         out.view(rows.shape).copy_(rows)
         return out, lse
     if out is None:
@@ -65,20 +63,14 @@ def attention_fwd(
     description=lambda key, *_: describe(key),
 )
 def attention_bwd(
-    dattn: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    attn: Tensor,
-    lse: Tensor,
-    call: AttentionArgs,
+    dattn: Tensor, q: Tensor, k: Tensor, v: Tensor, attn: Tensor, lse: Tensor, call: AttentionArgs,
     grads: Heads | None,
-) -> None:
+) -> None:  # fmt: skip
     """Fill `grads`, shaped like q, k and v, if given; add to call.dmask and call.dpadding."""
     do, o = as_heads(dattn, call), as_heads(attn, call)
     if unsupported_call_reason(q, v, call) is None:
         if grads is not None:
-            attention_library.backward(do, q, k, v, o, lse, call, grads, linear.widens(q))
+            attention_aten.backward(do, q, k, v, o, lse, call, grads)
         return
     if call.cu_q is not None:
         _varlen_backward(dattn, q, k, v, attn, lse, call, grads)
@@ -105,15 +97,9 @@ def _varlen_forward(q: Tensor, k: Tensor, v: Tensor, call: AttentionArgs, out: T
 
 
 def _varlen_backward(
-    dattn: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    attn: Tensor,
-    lse: Tensor,
-    call: AttentionArgs,
+    dattn: Tensor, q: Tensor, k: Tensor, v: Tensor, attn: Tensor, lse: Tensor, call: AttentionArgs,
     grads: Heads | None,
-) -> None:
+) -> None:  # fmt: skip
     """`attention_bwd` of variable-length sequences."""
     lse = lse.view(call.spec.num_heads, call.q_len)
     bounds = call.bounds()  # waits for the device again
@@ -154,27 +140,22 @@ def describe(
             q_one, v_one = q[:, :, rows], v[:, :, keys]
             found[describe(attention_key(q_one, v_one, one), q_one, v_one, one)] = None
         return f"{said}: {'; '.join(found) or 'none'}"
-    return f"blocks of query rows: {why}" if why else attention_library.describe(key)
+    return f"blocks of query rows: {why}" if why else attention_aten.describe(key)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Attention(Node):
-    """name = dropout(softmax(scores + masks)) @ v, with the heads side by side.
+    """name = dropout(softmax(scores + masks)) @ v, with the heads side by side."""
 
-    Attributes:
-        q, k, v: activations with the heads: matrices, or inputs of the block that are heads. In a
-            matrix that is named more than once, the heads lie side by side in the order q, k, v.
-        spec: scores, window and dropout.
-        site: the random site of the dropout of the probabilities.
-        mask, padding, lengths, cu_q, cu_k: names of the masks, of the key lengths and of the bounds
-            of variable-length sequences (`AttentionArgs`); "" for none.
-    """
-
+    # q, k, v: activations with the heads: matrices, or inputs of the block that are heads. In
+    # a matrix that is named more than once, the heads lie side by side in the order q, k, v.
     q: Input
     k: Input
     v: Input
-    spec: AttentionSpec
-    site: int
+    spec: AttentionSpec  # scores, window and dropout
+    site: int  # the random site of the dropout of the probabilities
+    # mask, padding, lengths, cu_q, cu_k: names of the masks, of the key lengths and of the
+    # bounds of variable-length sequences (`AttentionArgs`); "" for none
     mask: Param = ""
     padding: Param = ""
     lengths: Param = ""
@@ -294,21 +275,14 @@ class Attention(Node):
             padding = _sequences(chunk, owner.tensors[self.padding])
             dpadding = _sequences(chunk, _mask_grad(chunk, self.padding, needs_grad))
         return AttentionArgs(
-            self.spec,
-            batch,
-            q_len,
-            kv_len,
-            mask=mask,
-            padding=padding,
-            dmask=dmask,
-            dpadding=dpadding,
+            self.spec, batch, q_len, kv_len, mask, padding, dmask, dpadding,
             mask_grad=self.mask in owner.needs_grad or self.padding in owner.needs_grad,
             site_key=site_key(owner, self.site) if self.spec.dropout > 0.0 else None,
             row0=chunk.seqs[0] * self.spec.num_heads * q_len,
             lengths=_sequences(chunk, chunk.param(self.lengths)),
             cu_q=chunk.param(self.cu_q),
             cu_k=chunk.param(self.cu_k),
-        )
+        )  # fmt: skip
 
     def _part_of_mask(self, chunk: Chunk, mask: Tensor | None) -> Tensor | None:
         """The part of a mask for the chunk's sequences: (S_q, S_k), or in four dimensions.
@@ -336,7 +310,6 @@ def _mask_grad(chunk: Chunk, name: str, needs_grad: Collection[str]) -> Tensor |
 
 
 def _sequences(chunk: Chunk, x: Tensor | None) -> Tensor | None:
-    """The chunk's sequences of x."""
     return None if x is None else x[chunk.seqs[0] : chunk.seqs[1]]
 
 

@@ -59,15 +59,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: AttentionArgs, out: Tensor) -
 
 
 def backward(
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    call: AttentionArgs,
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, call: AttentionArgs,
     grads: Heads | None,
-) -> None:
+) -> None:  # fmt: skip
     """Fill `grads` (dq, dk, dv), if given; add the masks' gradients to the call's buffers."""
     acc = torch.promote_types(q.dtype, torch.float32)
     q, k, v, do, o = (_grouped(x, call, acc) for x in (q, k, v, do, o))

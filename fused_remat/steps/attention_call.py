@@ -20,42 +20,37 @@ Heads = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(eq=False, slots=True)
 class AttentionArgs:
-    """Sizes, masks and randomness. With sizes only, the one mask is the spec's window.
+    """Sizes, masks and randomness. With sizes only, the one mask is the spec's window."""
 
-    Attributes:
-        spec: heads, scores, window, dropout probability.
-        batch, q_len, kv_len: B, S_q, S_k.
-        mask: (S_q, S_k), or broadcasts to (B, H, S_q, S_k); bool, or float, added to the scores.
-        padding: (B, S_k), over the keys; bool, True for an excluded key, or float, added.
-        dmask, dpadding: float buffers of the same shapes, to which the masks' gradients are added;
-            None if not needed.
-        mask_grad: whether backward computes a gradient of a mask. Forward knows it too, since the
-            choice of an implementation depends on it.
-        site_key, row0: dropout of the probabilities: the site's key, and the row (in the sense of
-            `fused_remat.random`) of the first (b, h, q).
-        lengths: (B,) integers or None: in sequence b, keys from lengths[b] on are excluded.
-        cu_q, cu_k: (N + 1,) integers or None: variable-length sequences. The batch is 1 and holds N
-            sequences. Queries cu_q[n] to cu_q[n + 1] see keys cu_k[n] to cu_k[n + 1] only, as if
-            those were alone. A query of no sequence sees no key. Masks, and the rows and columns of
-            dropout, are those of the whole batch: row (h, q), column k.
-        head_rows, col0: for dropout in a part of another call: rows from one head to the next (0
-            for S_q), and the column of the first key.
-    """
-
-    spec: AttentionSpec
-    batch: int
+    spec: AttentionSpec  # heads, scores, window, dropout probability
+    batch: int  # batch, q_len, kv_len: B, S_q, S_k
     q_len: int
     kv_len: int
+    # (S_q, S_k), or broadcasts to (B, H, S_q, S_k); bool, or float, added to the scores
     mask: Tensor | None = None
+    # (B, S_k), over the keys; bool, True for an excluded key, or float, added
     padding: Tensor | None = None
+    # dmask, dpadding: float buffers of the same shapes, to which the masks' gradients are
+    # added; None if not needed
     dmask: Tensor | None = None
     dpadding: Tensor | None = None
+    # whether backward computes a gradient of a mask. Forward knows it too, since the choice
+    # of an implementation depends on it.
     mask_grad: bool = False
+    # site_key, row0: dropout of the probabilities: the site's key, and the row (in the sense
+    # of `fused_remat.random`) of the first (b, h, q)
     site_key: Tensor | None = None
     row0: int = 0
+    # (B,) integers or None: in sequence b, keys from lengths[b] on are excluded
     lengths: Tensor | None = None
+    # cu_q, cu_k: (N + 1,) integers or None: variable-length sequences. The batch is 1 and
+    # holds N sequences. Queries cu_q[n] to cu_q[n + 1] see keys cu_k[n] to cu_k[n + 1] only,
+    # as if those were alone. A query of no sequence sees no key. Masks, and the rows and
+    # columns of dropout, are those of the whole batch: row (h, q), column k.
     cu_q: Tensor | None = None
     cu_k: Tensor | None = None
+    # head_rows, col0: for dropout in a part of another call: rows from one head to the next
+    # (0 for S_q), and the column of the first key
     head_rows: int = 0
     col0: int = 0
 
@@ -105,17 +100,10 @@ class AttentionArgs:
         for n in range(len(q_bounds) - 1):
             rows, keys = slice(*q_bounds[n : n + 2]), slice(*k_bounds[n : n + 2])
             one = self.part(
-                slice(None),
-                rows,
-                keys,
-                q_len=rows.stop - rows.start,
-                kv_len=keys.stop - keys.start,
-                row0=self.row0 + rows.start,
-                head_rows=self.q_len,
-                col0=keys.start,
-                cu_q=None,
-                cu_k=None,
-            )
+                slice(None), rows, keys, q_len=rows.stop - rows.start,
+                kv_len=keys.stop - keys.start, row0=self.row0 + rows.start, head_rows=self.q_len,
+                col0=keys.start, cu_q=None, cu_k=None,
+            )  # fmt: skip
             yield rows, keys, one
 
     def bounds(self) -> tuple[list[int], list[int]]:
@@ -136,6 +124,27 @@ class AttentionArgs:
         else:
             padding = self.padding.masked_fill(beyond, -torch.inf)
         return replace(self, padding=padding, lengths=None)
+
+    def merged_mask(self, dtype: torch.dtype) -> Tensor | None:
+        """Return masks and key lengths as one additive tensor that broadcasts to (B, H, S_q, S_k).
+
+        It has at least float32, which PyTorch's kernels accept for 16-bit dtypes too.
+        """
+        if not self.limited:
+            return None
+        call, dtype = self.with_lengths_as_padding(), torch.promote_types(dtype, torch.float32)
+
+        def additive(mask: Tensor, true_attends: bool) -> Tensor:
+            if mask.dtype != torch.bool:
+                return mask.to(dtype)
+            excluded = mask.logical_not() if true_attends else mask
+            return torch.zeros_like(mask, dtype=dtype).masked_fill_(excluded, -torch.inf)
+
+        mask = None if call.mask is None else additive(call.mask, call.spec.true_means == "attend")
+        if call.padding is None:
+            return mask
+        padding = additive(call.padding, False)[:, None, None, :]
+        return padding if mask is None else mask + padding
 
 
 def bounds(cu: Tensor, tokens: int, name: str) -> list[int]:
@@ -159,30 +168,22 @@ def bounds(cu: Tensor, tokens: int, name: str) -> list[int]:
 
 
 class AttentionKey(NamedTuple):
-    """What the choice of an implementation may depend on.
-
-    Attributes:
-        batch, q_len, kv_len: B, S_q, S_k.
-        widths: of a head in q and k, and in v.
-        mask, padding: the masks' dtypes; None without.
-        lengths, varlen: whether there are key lengths; whether sequences have variable length.
-        mask_grad: as in `AttentionArgs`.
-        switches: PyTorch's switches for attention on CUDA devices; () on others.
-    """
+    """What the choice of an implementation may depend on."""
 
     spec: AttentionSpec
-    batch: int
+    batch: int  # batch, q_len, kv_len: B, S_q, S_k
     q_len: int
     kv_len: int
-    widths: tuple[int, int]
-    mask: torch.dtype | None
+    widths: tuple[int, int]  # of a head in q and k, and in v
+    mask: torch.dtype | None  # mask, padding: the masks' dtypes; None without
     padding: torch.dtype | None
+    # lengths, varlen: whether there are key lengths; whether sequences have variable length
     lengths: bool
     varlen: bool
-    mask_grad: bool
+    mask_grad: bool  # as in `AttentionArgs`
     dtype: torch.dtype
     device: torch.device
-    switches: tuple[int, ...] = ()
+    switches: tuple[int, ...] = ()  # PyTorch's switches for attention on CUDA devices; () on others
 
     @property
     def limited(self) -> bool:
@@ -193,20 +194,11 @@ def attention_key(q: Tensor, v: Tensor, call: AttentionArgs) -> AttentionKey:
     """Return the key of forward and of backward, which choose equally."""
     mask, padding, device = call.mask, call.padding, q.device
     return AttentionKey(
-        call.spec,
-        call.batch,
-        call.q_len,
-        call.kv_len,
-        (q.shape[3], v.shape[3]),
-        None if mask is None else mask.dtype,
-        None if padding is None else padding.dtype,
-        call.lengths is not None,
-        call.cu_q is not None,
-        call.mask_grad,
-        q.dtype,
-        device,
+        call.spec, call.batch, call.q_len, call.kv_len, (q.shape[3], v.shape[3]),
+        None if mask is None else mask.dtype, None if padding is None else padding.dtype,
+        call.lengths is not None, call.cu_q is not None, call.mask_grad, q.dtype, device,
         _switches() if device.type == "cuda" else (),
-    )
+    )  # fmt: skip
 
 
 def flash_is_replaced() -> bool:

@@ -66,24 +66,15 @@ class Chunks:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Shapes, dtypes and operations of one call, as its steps see them.
+    """Shapes, dtypes and operations of one call, as its steps see them."""
 
-    Attributes:
-        ops: the operations of the backend that serves.
-        chunks: the pieces in which the call is computed.
-        needs_grad: inputs and params whose gradients are asked for.
-        widths: elements per token of every activation and statistic.
-        lengths: tokens of a sequence of every input, activation and statistic.
-        dtypes: of every input, activation and statistic.
-        compute: under autocast, the dtype outside the residual stream; None for the input's.
-    """
-
-    ops: Operations
-    chunks: Chunks
-    needs_grad: frozenset[str]
-    widths: Mapping[str, int]
-    lengths: Mapping[str, int]
-    dtypes: Mapping[str, torch.dtype]
+    ops: Operations  # the operations of the backend that serves
+    chunks: Chunks  # the pieces in which the call is computed
+    needs_grad: frozenset[str]  # inputs and params whose gradients are asked for
+    widths: Mapping[str, int]  # elements per token of every activation and statistic
+    lengths: Mapping[str, int]  # tokens of a sequence of every input, activation and statistic
+    dtypes: Mapping[str, torch.dtype]  # of every input, activation and statistic
+    # under autocast, the dtype outside the residual stream; None for the input's
     compute: torch.dtype | None
 
     def tile_rows(self, name: str, rows: int) -> int:

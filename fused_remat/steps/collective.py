@@ -13,7 +13,7 @@ rank has the whole stream: forward of `AllGather` does nothing and its backward 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -134,13 +134,13 @@ class ReduceScatterSequences(ReduceScatter):
     per_sequence: ClassVar[bool] = True
 
 
-# Their names since torch 2.13, and their names before.
-_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or getattr(
-    dist, "all_gather_into_tensor", None
-)  # type: ignore[assignment]
-_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or getattr(
-    dist, "reduce_scatter_tensor", None
-)  # type: ignore[assignment]
+def _collective(new: str, old: str) -> Any:
+    """Return a collective by its name since torch 2.13, or by its name before."""
+    return getattr(dist, new, None) or getattr(dist, old, None)
+
+
+_all_gather = _collective("all_gather_single", "all_gather_into_tensor")
+_reduce_scatter = _collective("reduce_scatter_single", "reduce_scatter_tensor")
 
 
 def in_context_parallel() -> bool:

@@ -27,24 +27,17 @@ SMALLEST_PRODUCT, LARGEST_16_BIT = 256 * 256 * 512, 2**32
 
 
 class Rule(NamedTuple):
-    """An entry of `RULES`: where an implementation other than ATen's runs.
+    """An entry of `RULES`: where an implementation other than ATen's runs."""
 
-    Attributes:
-        setting: the environment variable that overrides it.
-        vendor, capability: the processor, as `processor` returns them.
-        dtype: of the operands.
-        smallest, largest: the sizes in which it applies: multiply-adds of a product, keys of a
-            causal attention.
-        results: files in `bench/results` that show the gain.
-    """
-
-    setting: str
-    vendor: str
+    setting: str  # the environment variable that overrides it
+    vendor: str  # vendor, capability: the processor, as `processor` returns them
     capability: str
-    dtype: torch.dtype
+    dtype: torch.dtype  # of the operands
+    # smallest, largest: the sizes in which it applies: multiply-adds of a product, keys of a
+    # causal attention
     smallest: int
     largest: float
-    results: tuple[str, ...]
+    results: tuple[str, ...]  # files in `bench/results` that show the gain
 
 
 #: 16-bit products in halves on Intel: "full" takes 1.13 × eager's time in bfloat16 at 81c55eb, with

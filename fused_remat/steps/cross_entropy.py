@@ -36,28 +36,19 @@ _DEVICE_LOGITS = 1 << 26
 
 @dataclass(eq=False, slots=True)
 class CrossEntropyTargets:
-    """Targets and options of a cross-entropy over the logits of T tokens.
+    """Targets and options of a cross-entropy over the logits of T tokens."""
 
-    Attributes:
-        target: (T,) int64, the column of each token's target; the loss is 0 where it is
-            `ignore_index`.
-        label_smoothing: the share of each target that is spread over all columns.
-        z_loss: the factor of logsumexp², which is added to each token's loss.
-        softcap: logits become softcap * tanh(logits / softcap); 0 for none.
-        logits: about how many logits to hold at a time; 0 for a number that suits the device.
-        group: of the ranks among which the columns are divided; "" for none. A target is then a
-            column of this rank, or a negative number, not `ignore_index`, for another rank's.
-        classes: the number of columns of all ranks; 0 for those of the weight.
-    """
-
+    # (T,) int64, the column of each token's target; the loss is 0 where it is `ignore_index`
     target: Tensor
     ignore_index: int
-    label_smoothing: float
-    z_loss: float
-    softcap: float
-    logits: int
+    label_smoothing: float  # the share of each target that is spread over all columns
+    z_loss: float  # the factor of logsumexp², which is added to each token's loss
+    softcap: float  # logits become softcap * tanh(logits / softcap); 0 for none
+    logits: int  # about how many logits to hold at a time; 0 for a number that suits the device
+    # of the ranks among which the columns are divided; "" for none. A target is then a column
+    # of this rank, or a negative number, not `ignore_index`, for another rank's.
     group: str = ""
-    classes: int = 0
+    classes: int = 0  # the number of columns of all ranks; 0 for those of the weight
 
 
 def _key(x: Tensor, weight: Tensor) -> tuple[Any, ...]:
@@ -165,22 +156,20 @@ class LinearCrossEntropy(Node):
 
     Backward computes the logits again, a block at a time, from x and two statistics: their maximum
     and log(sum(exp(logits - maximum))). The operation forms the blocks, over all tokens.
-
-    Attributes:
-        weight, bias, target: names of the params; `target` holds a column for each token.
-        ignore_index, label_smoothing, z_loss, softcap, logits: as in `CrossEntropyTargets`.
-        parallel: the ranks among which the vocabulary is divided evenly; None for one rank.
     """
 
     x: Input
+    # weight, bias, target: names of the params; `target` holds a column for each token
     weight: Param
     bias: Param
     target: Param
+    # ignore_index, label_smoothing, z_loss, softcap, logits: as in `CrossEntropyTargets`
     ignore_index: int = -100
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     softcap: float = 0.0
     logits: int = 0
+    # the ranks among which the vocabulary is divided evenly; None for one rank
     parallel: ParallelSpec | None = None
     per_batch: bool = True
     widens: ClassVar[bool] = True
@@ -229,14 +218,9 @@ class LinearCrossEntropy(Node):
         """The call for the chunk's tokens, of this rank's columns."""
         target, weight, parallel = chunk.param(self.target), chunk.param(self.weight), self.parallel
         assert target is not None and weight is not None
-        call = CrossEntropyTargets(
-            target.reshape(-1)[chunk.token0 : chunk.token0 + chunk.rows],
-            self.ignore_index,
-            self.label_smoothing,
-            self.z_loss,
-            self.softcap,
-            self.logits,
-        )
+        own = target.reshape(-1)[chunk.token0 : chunk.token0 + chunk.rows]
+        options = self.ignore_index, self.label_smoothing, self.z_loss, self.softcap, self.logits
+        call = CrossEntropyTargets(own, *options)
         if parallel is None:
             return call
         count = weight.shape[0]
@@ -358,19 +342,12 @@ def _dlogits_(
 
 @dataclass(frozen=True, eq=False)
 class _Tokens:
-    """The n tokens that are processed: those that count, if reading the targets needs no wait.
+    """The n tokens that are processed: those that count, if reading the targets needs no wait."""
 
-    Attributes:
-        x: (T, D), of all tokens.
-        rows: the numbers of the processed tokens; None for all tokens.
-        target: their targets.
-        used: (n, 1), which of them count; None if all do.
-    """
-
-    x: Tensor
-    rows: Tensor | None
-    target: Tensor
-    used: Tensor | None
+    x: Tensor  # (T, D), of all tokens
+    rows: Tensor | None  # the numbers of the processed tokens; None for all tokens
+    target: Tensor  # their targets
+    used: Tensor | None  # (n, 1), which of them count; None if all do
 
     @classmethod
     def of(cls, x: Tensor, call: CrossEntropyTargets) -> _Tokens:

@@ -104,16 +104,11 @@ def linear_norm_fwd(
 
 @dataclass(frozen=True, kw_only=True)
 class MlpUp(Node):
-    """name = act(up(x)), or act(gate(x)) * up(x), in one step.
+    """name = act(up(x)), or act(gate(x)) * up(x), in one step."""
 
-    Attributes:
-        ups: the layer `up`; or the layers `gate` and `up`.
-        act: the activation.
-        kept: for each layer, whether another step reads its result, so that it is written.
-    """
-
-    ups: tuple[Linear, ...]
-    act: MLPActivation
+    ups: tuple[Linear, ...]  # the layer `up`; or the layers `gate` and `up`
+    act: MLPActivation  # the activation
+    # for each layer, whether another step reads its result, so that it is written
     kept: tuple[bool, ...]
 
     @functools.cached_property
@@ -139,13 +134,9 @@ class MlpUp(Node):
 
 @dataclass(frozen=True, kw_only=True)
 class LinearNorm(Node):
-    """name = the norm of a linear layer's result and a residual, in one step with that sum.
+    """name = the norm of a linear layer's result and a residual, in one step with that sum."""
 
-    Attributes:
-        linear, norm: the two steps.
-    """
-
-    linear: Linear
+    linear: Linear  # linear, norm: the two steps
     norm: Norm
 
     @functools.cached_property
@@ -171,16 +162,10 @@ class LinearNorm(Node):
 
 @dataclass(frozen=True, kw_only=True)
 class MlpBackward(Node):
-    """Backward of out(act(ups(x))), which rebuilds the results of `ups` without writing them.
+    """Backward of out(act(ups(x))), which rebuilds the results of `ups` without writing them."""
 
-    Attributes:
-        name: that of `out`.
-        ups: the layer `up`; or the layers `gate` and `up`.
-        act, out: the activation, and the MLP's last layer.
-    """
-
-    ups: tuple[Linear, ...]
-    act: MLPActivation
+    ups: tuple[Linear, ...]  # the layer `up`; or the layers `gate` and `up`
+    act: MLPActivation  # act, out: the activation, and the MLP's last layer
     out: Linear
 
     @property

@@ -210,22 +210,17 @@ class Linear(Node):
     """name = residual + mask * (x @ weight.T + bias), or the same of several layers, side by side.
 
     Under autocast the product is in `compute`; it is added to a residual in the residual's dtype.
-
-    Attributes:
-        weights, biases: names of each layer's weight and bias.
-        sizes: output columns of each layer, if there are several.
-        part: the rows of the weight and bias that are this layer's, if it shares them with others.
-        updates: low-rank updates (`low_rank.LowRank`). A step with updates has no residual and no
-            mask.
     """
 
     x: Input
     residual: Input = ""
-    weights: Params
+    weights: Params  # weights, biases: names of each layer's weight and bias
     biases: Params
     mask: Mask = ""
-    sizes: tuple[int, ...] = ()
+    sizes: tuple[int, ...] = ()  # output columns of each layer, if there are several
+    # the rows of the weight and bias that are this layer's, if it shares them with others
     part: Part | None = None
+    # low-rank updates (`low_rank.LowRank`). A step with updates has no residual and no mask.
     updates: tuple[Any, ...] = ()
 
     @functools.cached_property

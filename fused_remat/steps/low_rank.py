@@ -44,23 +44,16 @@ def low_rank_add(y: Tensor, x: Tensor, weight: Tensor | None, scale: float) -> N
 
 @dataclass(frozen=True, kw_only=True)
 class LowRank:
-    """One update. The methods take the step that it is a part of, as `linear`.
+    """One update. The methods take the step that it is a part of, as `linear`."""
 
-    Attributes:
-        a, b: names of the matrices A (rank, in) and B (out, rank).
-        low: name of the product (mask * x) @ A.T.
-        scale: the factor of the update.
-        mask: name of the dropout mask of x, "" for none.
-        columns: start and stop of the columns of y that the update is added to; None for all.
-        dtype: of the matrices and of the product between them; None for the step's dtype.
-    """
-
-    a: str
+    a: str  # a, b: names of the matrices A (rank, in) and B (out, rank)
     b: str
-    low: str
-    scale: float
-    mask: str = ""
+    low: str  # name of the product (mask * x) @ A.T
+    scale: float  # the factor of the update
+    mask: str = ""  # name of the dropout mask of x, "" for none
+    # start and stop of the columns of y that the update is added to; None for all
     columns: tuple[int, int] | None = None
+    # of the matrices and of the product between them; None for the step's dtype
     dtype: torch.dtype | None = None
 
     def add_to(self, y: Tensor, chunk: Chunk, linear: Node) -> None:

@@ -30,23 +30,18 @@ Grads = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 @dataclass(frozen=True)
 class NormRow:
-    """A norm over the last dimension and its gradients: a row of `NORMS`.
+    """A norm over the last dimension and its gradients: a row of `NORMS`."""
 
-    Attributes:
-        fwd: fwd(x, weight, bias, eps, stats) returns (y, *stats). The argument `stats` holds the
-            statistics of x where they were kept, else None.
-        bwd: bwd(dy, x, stats, weight, needs_grad) returns (dx, dweight, dbias); one that
-            `needs_grad` does not mark is None.
-        stats: names of the statistics, one number per token each. Kernels know "mean" and "rstd".
-        module: the `torch.nn` class, which is built and read like `nn.LayerNorm`.
-        description: what forward runs, for `explain`.
-    """
-
+    # fwd(x, weight, bias, eps, stats) returns (y, *stats). The argument `stats` holds the
+    # statistics of x where they were kept, else None.
     fwd: Callable[..., tuple[Tensor, ...]]
+    # bwd(dy, x, stats, weight, needs_grad) returns (dx, dweight, dbias); one that
+    # `needs_grad` does not mark is None
     bwd: Callable[..., Grads]
+    # names of the statistics, one number per token each. Kernels know "mean" and "rstd".
     stats: tuple[str, ...]
-    module: type[nn.Module]
-    description: str
+    module: type[nn.Module]  # the `torch.nn` class, which is built and read like `nn.LayerNorm`
+    description: str  # what forward runs, for `explain`
 
 
 def _wide(t: Tensor | None, fill: float, x: Tensor) -> Tensor:
@@ -211,17 +206,14 @@ def norm_bwd(
 
 @dataclass(frozen=True, kw_only=True)
 class Norm(Node):
-    """A norm over the width: (x - mean) * rstd * weight + bias, or x * rstd * weight.
-
-    Attributes:
-        mixed: whether the step runs under autocast: then it computes in float32, and rounds the
-            result to `compute`, or to the dtype of x if that is None.
-    """
+    """A norm over the width: (x - mean) * rstd * weight + bias, or x * rstd * weight."""
 
     x: Input
     weight: Param
     bias: Param
     spec: NormSpec
+    # whether the step runs under autocast: then it computes in float32, and rounds the result
+    # to `compute`, or to the dtype of x if that is None
     mixed: bool = False
 
     @functools.cached_property

@@ -74,43 +74,32 @@ def always(key: Any) -> str | None:
 
 @dataclass(frozen=True, eq=False)
 class Faster:
-    """An implementation of an operation for one backend.
+    """An implementation of an operation for one backend."""
 
-    Attributes:
-        run: the function. Its parameters have the operation's names; annotations are optional.
-        unsupported_reason: given a key, the reason why it cannot run: None if it can, "" for a
-            reason that `explain` does not print.
-        description: what it runs, for `explain`.
-        name: of the implementation, for `explain`; by default the backend's.
-        available: whether this process may use it at all; called once, when a table of operations
-            first has the operation.
-    """
-
+    # the function. Its parameters have the operation's names; annotations are optional.
     run: Function
+    # given a key, the reason why it cannot run: None if it can, "" for a reason that
+    # `explain` does not print
     unsupported_reason: Callable[[Any], str | None]
-    description: Description
-    name: str = ""
+    description: Description  # what it runs, for `explain`
+    name: str = ""  # of the implementation, for `explain`; by default the backend's
+    # whether this process may use it at all; called once, when a table of operations first
+    # has the operation
     available: Callable[[], bool] = lambda: True
 
 
 @dataclass(frozen=True, eq=False)
 class Operation:
-    """An operation and its implementations.
+    """An operation and its implementations."""
 
-    Attributes:
-        run: the operation itself.
-        key: a function of the arguments that returns all that the choice of an implementation may
-            depend on, hashable: dtypes, widths, options, device, layout, global switches.
-            It must not depend on values or on the policy, so that forward and the rebuild in
-            backward choose the same implementation.
-        description: what the body runs, for `explain`.
-        faster: the other implementations, by backend.
-    """
-
-    run: Function
+    run: Function  # the operation itself
+    # a function of the arguments that returns all that the choice of an implementation may
+    # depend on, hashable: dtypes, widths, options, device, layout, global switches. It must
+    # not depend on values or on the policy, so that forward and the rebuild in backward
+    # choose the same implementation.
     key: Callable[..., Any]
-    description: Description
-    faster: dict[str, Faster] = field(default_factory=dict)
+    description: Description  # what the body runs, for `explain`
+    faster: dict[str, Faster] = field(default_factory=dict)  # the other implementations, by backend
 
 
 #: Every operation, by its function.

@@ -1,13 +1,15 @@
-"""`Replay`: a step that is a function of the caller's, run again in backward under autograd.
+"""Functions of the caller's that run again in backward, under autograd.
 
-It stands for what no other step computes: a mixer, experts, a convolution, a chain of pointwise
-operations. It keeps nothing: backward rebuilds the inputs that it reads, as for any step.
+`Replay` is a step that stands for what no other step computes: a mixer, experts, a convolution, a
+chain of pointwise operations. `activation` and `activation_grads` run a user's own activation. Both
+keep nothing: backward rebuilds the inputs that they read, as for any step.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -15,57 +17,45 @@ import torch
 from torch import Tensor
 
 from fused_remat.steps.node import Input, Node, Params, Shapes
-from fused_remat.steps.user_function import hooks_off
 
 if TYPE_CHECKING:
     from fused_remat.steps.chunk import Chunk
 
+
+Function = Callable[[Tensor], Tensor]
 
 # Elements of a function's inputs and result that run at a time: temporaries stay in a CPU's cache.
 _CACHED, _DEVICE = 1 << 18, 1 << 24
 
 
 class At(NamedTuple):
-    """For which part of a call a function runs: `batch` sequences of `tokens` tokens each.
-
-    Attributes:
-        first: the number of the part's first token; the same in forward and in backward.
-    """
+    """The part of a call for which a function runs: `batch` sequences of `tokens` tokens each."""
 
     batch: int
     tokens: int
-    first: int
+    first: int  # the number of the part's first token; the same in forward and in backward
 
 
 @dataclass(frozen=True, kw_only=True)
 class Replay(Node):
-    """name = function(inputs, tensors), a matrix (tokens, columns).
+    """name = function(inputs, tensors), a matrix (tokens, columns)."""
 
-    Attributes:
-        xs: the activations that the function reads.
-        tensors: the tensors of the block that it reads.
-        function: the name of the function in `Pass.functions`, called with the part (`At`), a list
-            of the inputs as matrices, and a list of the tensors. It must neither change them nor
-            read other tensors that need gradients.
-        what: what the function is, for messages and to tell graphs apart.
-        columns: the width of the result.
-        needed_for: for each input, those of the inputs and tensors whose gradients depend on its
-            value. Where none is asked for, backward calls the function with zeros in its place.
-        batched: those of the tensors whose first dimension is the batch.
-        tokenwise: whether each token's result depends on that token alone.
-        chooses: as in `Node`.
-        stages: the tensors, by the function's operations that read them last, from its last one.
-    """
-
-    xs: tuple[Input, ...] = ()
-    tensors: Params = ()
+    xs: tuple[Input, ...] = ()  # the activations that the function reads
+    tensors: Params = ()  # the tensors of the block that it reads
+    # the name of the function in `Pass.functions`, called with the part (`At`), a list of the
+    # inputs as matrices, and a list of the tensors. It must neither change them nor read
+    # other tensors that need gradients.
     function: str
-    what: str
-    columns: int
+    what: str  # what the function is, for messages and to tell graphs apart
+    columns: int  # the width of the result
+    # for each input, those of the inputs and tensors whose gradients depend on its value.
+    # Where none is asked for, backward calls the function with zeros in its place.
     needed_for: tuple[tuple[str, ...], ...] = ()
-    batched: tuple[str, ...] = ()
-    tokenwise: bool = False
+    batched: tuple[str, ...] = ()  # those of the tensors whose first dimension is the batch
+    tokenwise: bool = False  # whether each token's result depends on that token alone
+    # as in `Node`
     chooses: bool = False  # type: ignore[misc]
+    # the tensors, by the function's operations that read them last, from its last one
     stages: tuple[tuple[str, ...], ...] = ()
 
     @functools.cached_property
@@ -94,14 +84,8 @@ class Replay(Node):
     def width(self, widths: Mapping[str, int], shapes: Shapes) -> int:
         return self.columns
 
-    def _at(self, chunk: Chunk) -> At:
-        first = chunk.first_row(self.name)
-        if chunk.parent is not None:
-            return At(1, chunk.rows_of(self.name), first)
-        return At(chunk.seqs[1] - chunk.seqs[0], chunk.owner.execution.lengths[self.name], first)
-
-    def _given(self, chunk: Chunk) -> list[Tensor | None]:
-        """The tensors; of those with a batch, the chunk's sequences."""
+    def _tensors(self, chunk: Chunk) -> list[Tensor | None]:
+        """Return the tensors; of those with a batch, the chunk's sequences."""
         first, last = chunk.seqs
         return [
             t[first:last] if t is not None and name in self.batched else t
@@ -109,26 +93,33 @@ class Replay(Node):
         ]
 
     def _spans(self, chunk: Chunk) -> list[tuple[At, slice]]:
-        """The rows that run at a time: a few where no token depends on another, so that what the
-        function makes on the way, and autograd keeps, stays small."""
+        """Return the rows that run at a time.
+
+        They are few where no token depends on another, so that temporaries stay small.
+        """
         rows, widths = chunk.rows_of(self.name), chunk.owner.widths
         width = self.columns + sum([widths[x] for x in self.xs])
         step = max(1, (_CACHED if chunk.owner.device.type == "cpu" else _DEVICE) // max(width, 1))
+        first = chunk.first_row(self.name)
         if rows <= step or not self.tokenwise:
-            return [(self._at(chunk), slice(rows))]
-        first, starts = chunk.first_row(self.name), range(0, rows, step)
-        spans = [(lo, min(lo + step, rows)) for lo in starts]
+            batch, tokens = 1, rows
+            if chunk.parent is None:
+                batch = chunk.seqs[1] - chunk.seqs[0]
+                tokens = chunk.owner.execution.lengths[self.name]
+            return [(At(batch, tokens, first), slice(rows))]
+        spans = [(lo, min(lo + step, rows)) for lo in range(0, rows, step)]
         return [(At(1, hi - lo, first + lo), slice(lo, hi)) for lo, hi in spans]
 
     def forward(self, chunk: Chunk, out: Tensor | None = None) -> None:
-        run, given = chunk.owner.functions[self.function], self._given(chunk)
+        run, given = chunk.owner.functions[self.function], self._tensors(chunk)
         parts, y = self._spans(chunk), out
         for at, rows in parts:
             xs = [chunk[name][rows] for name in self.xs]
             with torch.no_grad():
                 made = run(at, xs, given).to(chunk.dtype_of(self.name))
             if y is None and len(parts) == 1:
-                own = made.is_contiguous() and not any(_share(made, x) for x in xs)
+                memory = [x.untyped_storage().data_ptr() for x in xs]
+                own = made.is_contiguous() and made.untyped_storage().data_ptr() not in memory
                 y = made if own else made.clone(memory_format=torch.contiguous_format)
                 break
             y = chunk.empty(self.name) if y is None else y
@@ -153,7 +144,7 @@ class Replay(Node):
     ) -> Iterator[None]:
         given = [
             None if t is None else t.detach().requires_grad_(name in needs_grad)
-            for name, t in zip(self.tensors, self._given(chunk), strict=True)
+            for name, t in zip(self.tensors, self._tensors(chunk), strict=True)
         ]
         spans, whole = self._spans(chunk), dict[str, Tensor]()
         first = parts if len(spans) == 1 else ()
@@ -187,7 +178,7 @@ class Replay(Node):
         needs_grad: Collection[str],
         first: Sequence[Collection[str]],
     ) -> Iterator[tuple[str, Tensor | None, bool]]:
-        """The gradients of some rows' inputs and of the tensors, and whether each may be changed.
+        """Yield gradients of some rows' inputs and of the tensors, and whether each may be changed.
 
         Each is held here until the next one is taken: those of experts are large. Those `first`
         come before others, with None after each part; the graph is kept until the last.
@@ -248,10 +239,7 @@ class Replay(Node):
     def _add_param_grad(
         self, chunk: Chunk, name: str, grad: Tensor, owned: bool, partial: bool
     ) -> None:
-        """Add to a tensor's gradient; of one with a batch, to that of the chunk's sequences.
-
-        `owned`: `grad` need not be copied before it is added to; `partial`: more will be added.
-        """
+        """Add to a tensor's gradient; of one with a batch, to that of the chunk's sequences."""
         owner = chunk.owner
         partial = partial or owner.partial
         dtype = torch.promote_types(grad.dtype, torch.float32) if partial else grad.dtype
@@ -266,11 +254,105 @@ class Replay(Node):
 
 
 def _owns(grad: Tensor, memory: Sequence[int]) -> bool:
-    """Whether a gradient fills its memory, and no other tensor has that, of those at `memory`."""
+    """Return whether a gradient fills its memory, which no other tensor of `memory` has."""
     storage = grad.untyped_storage()
     fills = storage.nbytes() == grad.numel() * grad.itemsize
     return fills and memory.count(storage.data_ptr()) == 1
 
 
-def _share(y: Tensor, x: Tensor) -> bool:
-    return y.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+def leaves(y: Tensor) -> list[Tensor]:
+    """Return the leaf tensors that require gradients and that `y` was computed from."""
+    if y.grad_fn is None:
+        return [y] if y.requires_grad else []
+    variables: list[Tensor] = []
+    seen, todo = {y.grad_fn}, [y.grad_fn]
+    while todo:
+        node = todo.pop()
+        variable = getattr(node, "variable", None)  # AccumulateGrad has one
+        if variable is not None:
+            variables.append(variable)
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                todo.append(following)
+    return variables
+
+
+@contextmanager
+def hooks_off(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Disable the tensors' hooks in a nested backward: the outer one runs them, on the sum."""
+    held = [(t, t._backward_hooks) for t in tensors if t._backward_hooks]
+    for t, _ in held:
+        t._backward_hooks = None
+    try:
+        yield
+    finally:
+        for t, hooks in held:
+            t._backward_hooks = hooks
+
+
+def _called(function: Function, x: Tensor) -> Tensor:
+    """Return function(x), called with a copy: it may work in place, and x may be kept."""
+    try:
+        y = function(x.clone())
+        if y.shape != x.shape or y.dtype != x.dtype:
+            raise ValueError(
+                f"the activation function must keep shape and dtype; it returned {tuple(y.shape)} "
+                f"{y.dtype} for {tuple(x.shape)} {x.dtype}"
+            )
+    except Exception as error:
+        error.callers = True  # type: ignore[attr-defined]
+        raise
+    return y
+
+
+def activation(function: Function, x: Tensor) -> Tensor:
+    """Return function(x), without autograd."""
+    with torch.no_grad():
+        return _called(function, x)
+
+
+def activation_grads(
+    function: Function, dy: Tensor, x: Tensor, captured: Mapping[str, Tensor], names: list[str]
+) -> tuple[tuple[Tensor, bool] | None, dict[str, Tensor]]:
+    """Return the gradients of x and of captured tensors by name; in `names`, "" is x.
+
+    That of x comes with whether it may be overwritten.
+
+    Raises: RuntimeError if the function reads a differentiable tensor that is not captured.
+    """
+    with torch.enable_grad():
+        x = x.detach().requires_grad_()
+        y = _called(function, x)
+    # Compared by edge: hooks return a saved tensor as another object.
+    known = {torch.autograd.graph.get_gradient_edge(t) for t in (x, *captured.values())
+             if t.requires_grad}  # fmt: skip
+    stray = [t for t in leaves(y) if torch.autograd.graph.get_gradient_edge(t) not in known]
+    if stray:
+        raise RuntimeError(
+            "fused_remat: in backward, the activation function read a tensor of shape "
+            f"{tuple(stray[0].shape)} that it did not read in forward; it must read the same "
+            "tensors both times"
+        )
+    sources = {n: t for n, t in {"": x, **captured}.items() if n in names}
+    grads: tuple[Tensor | None, ...] = (None,) * len(sources)
+    if y.requires_grad:
+        # The graph is retained for the next tile: captured tensors may have a graph of their own.
+        with hooks_off(captured.values()):
+            grads = torch.autograd.grad(
+                y, list(sources.values()), dy, retain_graph=True, allow_unused=True
+            )
+    by_name = dict(zip(sources, grads, strict=True))
+    dx = by_name.pop("", None)
+    # Tiles are summed in float32. Copied, since autograd may return an expanded tensor.
+    params = {
+        name: grad.to(torch.promote_types(grad.dtype, torch.float32), copy=True)
+        for name, grad in by_name.items()
+        if grad is not None
+    }
+    if "" not in names:
+        return None, params
+    if dx is None:
+        return (torch.zeros_like(x), True), params
+    # dx may be dy itself, or a view of it.
+    return (dx, dx is not dy and dx._base is None and 0 not in dx.stride()), params

@@ -59,18 +59,12 @@ def site_key(owner: Pass, site: int) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class DrawMask(Node):
-    """The mask of a dropout site: 0 or 1/(1-p) for each element, a function of the seed alone.
+    """The mask of a dropout site: 0 or 1/(1-p) for each element, a function of the seed alone."""
 
-    Attributes:
-        site, p: the number of the site (`fused_remat.random`), and the dropout probability.
-        like: an activation as wide as the mask, or a param with as many rows as the mask is wide.
-        of: the input or activation whose tokens the mask has.
-    """
-
-    site: int
+    site: int  # site, p: the number of the site (`fused_remat.random`), and the dropout probability
     p: float
-    like: str
-    of: str = "input"
+    like: str  # an activation as wide as the mask, or a param with as many rows as the mask is wide
+    of: str = "input"  # the input or activation whose tokens the mask has
     description: ClassVar[tuple[str, str]] = (
         "drawn from the seed by the counter-based generator",
         "",

@@ -23,23 +23,19 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, slots=True)
 class RotaryTables:
-    """Tables and weights of one rotary step over consecutive tokens.
+    """Tables and weights of one rotary step over consecutive tokens."""
 
-    Attributes:
-        spec: the heads, and how they are rotated and normed.
-        cos, sin: (S, R/2) or (B, S, R/2), in float32 or the dtype of the heads. The first R
-            elements of a head are rotated; R is at most its width E. Both None: no rotation.
-        q_weight, k_weight: (E,), weights of the norms of query and key heads
-            (`AttentionSpec.head_norm`). Both None: no norm.
-        token0, seq_len: the number of the first token in the call, and the tokens of a sequence:
-            token t of the call is (b, s) = divmod(t, seq_len).
-    """
-
-    spec: AttentionSpec
+    spec: AttentionSpec  # the heads, and how they are rotated and normed
+    # cos, sin: (S, R/2) or (B, S, R/2), in float32 or the dtype of the heads. The first R
+    # elements of a head are rotated; R is at most its width E. Both None: no rotation.
     cos: Tensor | None
     sin: Tensor | None
+    # q_weight, k_weight: (E,), weights of the norms of query and key heads
+    # (`AttentionSpec.head_norm`). Both None: no norm.
     q_weight: Tensor | None
     k_weight: Tensor | None
+    # token0, seq_len: the number of the first token in the call, and the tokens of a
+    # sequence: token t of the call is (b, s) = divmod(t, seq_len)
     token0: int
     seq_len: int
 
@@ -211,22 +207,15 @@ class Rotary(Node):
 
     Backward of a rotation rotates back and reads no activation. Backward of the norm reads x, and
     computes the statistics again.
-
-    Attributes:
-        x: the packed projection: query heads, key heads, value heads.
-        spec: the attention that reads the heads.
-        cos, sin: names of the tables, both "" for no rotation.
-        q_weight, k_weight: names of the norms' weights, both "" for no norm.
-        in_place: whether the result is written over x (`reusing`).
     """
 
-    x: Input
-    spec: AttentionSpec
-    cos: Param = ""
+    x: Input  # the packed projection: query heads, key heads, value heads
+    spec: AttentionSpec  # the attention that reads the heads
+    cos: Param = ""  # cos, sin: names of the tables, both "" for no rotation
     sin: Param = ""
-    q_weight: Param = ""
+    q_weight: Param = ""  # q_weight, k_weight: names of the norms' weights, both "" for no norm
     k_weight: Param = ""
-    in_place: bool = False
+    in_place: bool = False  # whether the result is written over x (`reusing`)
 
     @property
     def description(self) -> tuple[str, str]:

@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fused_remat.spec import AttentionSpec
 from fused_remat.steps.attention import Attention
+from fused_remat.tracing.builder import CASTS, Build, Builder
 from fused_remat.tracing.heads import packed, without_repeats
 from fused_remat.tracing.program import run_op
 from fused_remat.tracing.values import ADD, ALGEBRA, MATMUL, Op, Ref, map_tree
 
-if TYPE_CHECKING:
-    from fused_remat.tracing.tracer import Tracer
-
-Build = Callable[[], str]
 _ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 _DEFAULTS = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None}
 _SCALES = ("mul", "__mul__", "__rmul__", "mul_", "div", "__truediv__", "div_", "true_divide")
 #: Operations that do not change probabilities.
-_SAME = ("to", "float", "type_as", "type", "contiguous", "double", "view", "reshape", "nan_to_num")
+_SAME = (*CASTS, "view", "reshape", "nan_to_num")
 #: Operations on scores whose effect on large scores is known.
 _ON_SCORES = {*ALGEBRA, "tanh", "nan_to_num"}
 #: Scores to which this or less is added are those of keys that a query does not see.
@@ -44,7 +40,7 @@ class Scores(NamedTuple):
     dropout: float = 0.0
 
 
-def from_call(t: Tracer, number: int, op: Op) -> Build | None:
+def from_call(t: Builder, number: int, op: Op) -> Build | None:
     """Trace `F.scaled_dot_product_attention`."""
     args = {**_DEFAULTS, **dict(zip(_ARGUMENTS, op.args, strict=False)), **op.kwargs}
     q, k, v, mask = (args[name] for name in _ARGUMENTS[:4])
@@ -54,7 +50,7 @@ def from_call(t: Tracer, number: int, op: Op) -> Build | None:
     return _attention(t, number, op, (q.index, k.index, v.index), scores)
 
 
-def from_softmax(t: Tracer, number: int, op: Op) -> Build | None:
+def from_softmax(t: Builder, number: int, op: Op) -> Build | None:
     """Trace matmul(softmax(f(matmul(q, k))), v), where f changes the scores."""
     if len(op.args) != 2 or not all(map(t.live, op.args)):
         return None
@@ -88,7 +84,7 @@ def from_softmax(t: Tracer, number: int, op: Op) -> Build | None:
 
 
 def _attention(
-    t: Tracer, number: int, op: Op, heads: tuple[int, ...], scores: Scores
+    t: Builder, number: int, op: Op, heads: tuple[int, ...], scores: Scores
 ) -> Build | None:
     """Return a function that adds attention of values (B, H, S, E), or of keys (B, H, E, S)."""
     layouts = [layout for n in (*heads, number) if (layout := t.layout(n)) is not None]
@@ -136,7 +132,7 @@ def _attention(
 # Scores.
 
 
-def _scores(t: Tracer, product: Op, chain: list[Op]) -> Scores | None:
+def _scores(t: Builder, product: Op, chain: list[Op]) -> Scores | None:
     """Return what a chain of operations does to scores, or None if that is no entry of `Scores`.
 
     The chain may begin with the product itself (baddbmm).
@@ -196,7 +192,7 @@ def _is_causal(mask: Tensor) -> bool:
     return torch.equal(unseen, later.expand_as(unseen)) and not bool(others.any())
 
 
-def _after(t: Tracer, product: Op, value: Tensor, ops: list[Op], start: int) -> Tensor:
+def _after(t: Builder, product: Op, value: Tensor, ops: list[Op], start: int) -> Tensor:
     """Return what a chain of operations computes from scores `value`."""
     values: dict[int, Any] = _Values(t.recording.values, t.recording.exact)
     values[start] = value
@@ -229,7 +225,7 @@ def _weights(op: Op) -> dict[str, Any]:
     return {name: op.kwargs.get(name, 1) for name in ("beta", "alpha")}
 
 
-def _added(t: Tracer, chain: list[Op], constant: Tensor) -> Ref | None:
+def _added(t: Builder, chain: list[Op], constant: Tensor) -> Ref | None:
     """Return the value that is added to the scores, if the chain adds one unchanged."""
     for n in [n for op in chain if op.kind in ADD for n in op.reads]:
         value = t.recording.values[n]
@@ -241,7 +237,7 @@ def _added(t: Tracer, chain: list[Op], constant: Tensor) -> Ref | None:
     return None
 
 
-def _mask(t: Tracer, product: Op, chain: list[Op], first: int, constant: Tensor) -> Ref:
+def _mask(t: Builder, product: Op, chain: list[Op], first: int, constant: Tensor) -> Ref:
     """Return what is added to the scores, as a new value: the chain on scores of zero."""
     recording, numbers = t.recording, dict[int, int]()
     device = recording.values[first].device
@@ -268,7 +264,7 @@ def _mask(t: Tracer, product: Op, chain: list[Op], first: int, constant: Tensor)
     return Ref(numbers[last])
 
 
-def _is_shared(t: Tracer, product: Op, chain: list[Op], first: int, constant: Tensor) -> bool:
+def _is_shared(t: Builder, product: Op, chain: list[Op], first: int, constant: Tensor) -> bool:
     """Return whether scores of one sequence and head give the mask of all."""
     base = constant.new_zeros((1, 1, *constant.shape[-2:]))
     try:

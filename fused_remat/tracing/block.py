@@ -20,19 +20,12 @@ class ReplayedSubmodule(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """An order of the operations before a block, where some values they read need gradients.
+    """An order of the operations before a block, where some values they read need gradients."""
 
-    Attributes:
-        outs: the values that are differentiable and large, or computed by way of large ones.
-        rebuilt: the operations that compute these, which backward runs again.
-        rest: the operations that compute all others, after `rebuilt`.
-        unread: for each of the rest, the values that nothing reads after it.
-    """
-
-    outs: tuple[int, ...]
-    rebuilt: Sequence[Op]
-    rest: Sequence[Op]
-    unread: Sequence[Sequence[int]]
+    outs: tuple[int, ...]  # differentiable and large, or computed by way of large values
+    rebuilt: Sequence[Op]  # compute these, and run again in backward
+    rest: Sequence[Op]  # compute all others, after `rebuilt`
+    unread: Sequence[Sequence[int]]  # for each of the rest, values that nothing reads after it
 
 
 #: By number, the shape and the dtype of an activation.
@@ -41,42 +34,26 @@ Shapes = dict[int, tuple[tuple[Any, ...], Any]]
 
 @dataclass(eq=False)
 class TracedBlock:
-    """A layer as the graph of a block.
-
-    Attributes:
-        graph: the block.
-        before: the operations that run at every call before the block.
-        values: numbers of the values other than its inputs that the block reads, by its names.
-        transposed: those of these names that are the transpose of the value.
-        programs: the functions of its replays.
-        inputs: number and layout of each input of the graph.
-        out: the number of the result that the block computes, and its layout.
-        result: the layer's result, with `Ref`s.
-        arguments: the numbers of the tensors among the leaves of the arguments; None for others.
-        sources: parameters, buffers and attributes of the layer by number.
-        stand_ins: activations of which `before` reads the shape alone.
-        replayed: submodules that are replayed as one.
-        fixed: names of the layer's tensors whose values decide what the block is.
-        fills: by the number of a mask, the value that replaces scores of keys that it hides. A
-            query that sees no key then has no gradient; it would have one where the mask is added.
-        elements: by the numbers of the differentiable results of `before`, the number of their
-            elements; infinite if that follows from the call, 0 for a view.
-    """
+    """A layer as the graph of a block."""
 
     graph: Graph
-    before: list[Op]
-    values: dict[str, int]
-    transposed: set[str]
-    programs: dict[str, Program]
+    before: list[Op]  # run at every call before the block
+    values: dict[str, int]  # that the block reads other than its inputs, by its names
+    transposed: set[str]  # those of these names that are the transpose of the value
+    programs: dict[str, Program]  # the functions of replays
     inputs: dict[str, tuple[int, Layout]]
-    out: tuple[int, Layout]
-    result: Any
-    arguments: list[int | None]
-    sources: dict[int, str]
-    stand_ins: Shapes
+    out: tuple[int, Layout]  # the result that the block computes
+    result: Any  # of the layer, with `Ref`s
+    arguments: list[int | None]  # by leaf; None for those that are no tensors
+    sources: dict[int, str]  # parameters, buffers and attributes of the layer
+    stand_ins: Shapes  # activations of which `before` reads the shape alone
     replayed: tuple[ReplayedSubmodule, ...]
-    fixed: tuple[str, ...]
+    fixed: tuple[str, ...]  # names of the layer's tensors whose values decide what the block is
+    #: By the number of a mask, the value that replaces scores of keys that it hides. A query that
+    #: sees no key then has no gradient; it would have one where the mask is added.
     fills: dict[int, float]
+    #: Elements of the differentiable results of `before`; infinite if the number follows from the
+    #: call, 0 for a view.
     elements: dict[int, float]
 
     def __post_init__(self) -> None:
@@ -85,10 +62,7 @@ class TracedBlock:
         self._plans: dict[tuple[frozenset[int], int], Plan] = {}
 
     def plan(self, live: frozenset[int], large: int) -> Plan:
-        """Return how `before` runs where the values `live` need gradients.
-
-        Values with `large` elements or more are not kept.
-        """
+        """Return how `before` runs where `live` need gradients, and `large` values are not kept."""
         plan = self._plans.get((live, large))
         if plan is None:
             read = [*self.values.values(), *self.others, *self.fills]
@@ -119,10 +93,7 @@ class TracedBlock:
         return [op for op in self.before if op in ops]
 
     def chain(self, number: int) -> Sequence[Op]:
-        """Return the operations before the block that compute a value, if they can run again.
-
-        None are returned if one draws random numbers, or reads the shape of an activation.
-        """
+        """Return the operations before the block that compute a value, if all can run again."""
         if number not in self._chains:
             ops = self._ops([number])
             read = {number, *(n for op in ops for n in op.reads)}

@@ -12,16 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from fused_remat.autograd import run_block
+from fused_remat.autograd.partial import not_differentiable
 from fused_remat.execution.prepare import pieces_of
 from fused_remat.graph.graph import Graph
 from fused_remat.layers.fallback import generator_states, set_generator_states
 from fused_remat.steps.replay import At
 from fused_remat.tracing.block import TracedBlock
+from fused_remat.tracing.isolation import replica
 from fused_remat.tracing.no_dropout import WithoutDropout
-from fused_remat.tracing.program import Program, leaf_value, run_op
-from fused_remat.tracing.rebuild import Rebuild, autocast_of, modules_of
+from fused_remat.tracing.program import Modules, Program, leaf_value, run_op, unread_after
 from fused_remat.tracing.samples import Arguments
-from fused_remat.tracing.values import STREAM, Size, Untraceable, leaves, map_tree
+from fused_remat.tracing.values import STREAM, Op, Size, Untraceable, leaves, map_tree
 
 #: Tokens of a chunk in proofs, at most a sequence, so that groups and tiles are proved too.
 _CHUNK = 12
@@ -33,25 +34,16 @@ Bound = tuple[dict[str, Tensor | None], dict[str, Callable[..., Tensor]], Callab
 
 
 class Trace:
-    """A traced block, and how a call runs it.
-
-    Attributes:
-        block: the block, with the operations before it.
-        x, memory: indices of the residual stream's input, and of the memory if any, among the
-            leaves of the arguments.
-        dims: the dimensions of the arguments (`Arguments.dims`).
-        narrow: whether the layer computes in float32 where its input is in float64.
-        fixed: names of the layer's tensors, and indices of leaves of the arguments, with other
-            values of which the layer is another block.
-        plain: the same without dropout.
-        proved: the same also without the adapters' own dtypes.
-    """
+    """A traced block, and how a call runs it."""
 
     def __init__(self, block: TracedBlock, call: Arguments, narrow: bool) -> None:
         self.block, self.narrow, self.dims = block, narrow, call.dims
         self.x, self.memory, self.axes, self.names = call.x, call.memory, call.axes, {*call.sizes}
+        #: Names of the layer's tensors, and indices of leaves of the arguments, with other values
+        #: of which the layer is another block.
         self.fixed: set[str | int] = {*block.fixed}
         self._seen: list[tuple[weakref.ref[Tensor], int]] = []
+        #: The same without dropout, and also without the adapters' own dtypes.
         self.plain = self.proved = self
 
     @property
@@ -66,11 +58,7 @@ class Trace:
         arguments: Mapping[str, Any],
         random: bool = True,
     ) -> Bound:
-        """Return the block's tensors and functions for a call.
-
-        Args:
-            named: the layer's parameters and buffers, None for its own.
-            random: whether dropout acts.
+        """Return the block's tensors and functions for a call; `named` replace the layer's own.
 
         Raises: Untraceable if the block would be wrong for these arguments.
         """
@@ -78,7 +66,7 @@ class Trace:
         sizes, x = self.sizes(given), given[self.x]
         roots: dict[int, Any] = {}
         for number, name in block.sources.items():
-            own = None if named is None else named.get(name)
+            own = (named or {}).get(name)
             roots[number] = attribute(layer, name) if own is None else own
         roots |= {n: t for n, t in zip(block.arguments, given, strict=True) if n is not None}
         for number, (shape, dtype) in block.stand_ins.items():
@@ -87,7 +75,9 @@ class Trace:
             roots[number] = torch.zeros((), dtype=like, device=x.device).expand(size)
         values, tensors = {**roots}, dict[str, Tensor | None]()
         rebuild = functools.partial(Rebuild, values=roots, layer=layer, sizes=sizes, x=x)
-        plan = block.plan(frozenset(n for n, t in roots.items() if _needs_grad(t)), _LARGE)
+        grads = torch.is_grad_enabled()
+        live = [n for n, t in roots.items() if grads and isinstance(t, Tensor) and t.requires_grad]
+        plan = block.plan(frozenset(live), _LARGE)
         if plan.outs:
             attached = rebuild(plan.rebuilt, plan.outs).attached()
             values.update(zip(plan.outs, attached, strict=True))
@@ -160,10 +150,6 @@ class Trace:
         return {name: n for name, n in sizes.items() if name in self.names}
 
 
-def _needs_grad(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled()
-
-
 def attribute(layer: nn.Module, path: str) -> Any:
     """Return an attribute of a layer's submodule, by its path."""
     module, _, name = path.rpartition(".")
@@ -198,3 +184,101 @@ class _ReplayCall:
             with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
                 set_generator_states(self.states[first], self.device)
                 yield
+
+
+class Rebuild:
+    """Operations that run in forward and again in backward, so that none of their results is kept.
+
+    They draw no random numbers, and run for the values `outs`.
+    """
+
+    def __init__(
+        self,
+        ops: Sequence[Op],
+        outs: tuple[int, ...],
+        values: Mapping[int, Any],
+        layer: nn.Module,
+        sizes: Mapping[str, int],
+        x: Tensor,
+    ) -> None:
+        self.ops, self.outs, self.sizes, self.dtype = ops, outs, sizes, x.dtype
+        self.modules, self.autocast = modules_of(ops, layer), autocast_of(x.device.type)
+        numbers = {n for op in ops for n in op.reads} - {n for op in ops for n in op.outs}
+        self.roots = {n: values[n] for n in numbers}
+        self.versions = [t._version for t in self.roots.values()]
+
+    def shares(self, value: Tensor) -> bool:
+        """Return whether a value is a view of a root, so that a rebuild saves nothing."""
+        pointer = value.untyped_storage().data_ptr()
+        return any(t.untyped_storage().data_ptr() == pointer for t in self.roots.values())
+
+    def run(self, roots: Mapping[int, Any]) -> list[Tensor]:
+        """Return the values `outs`."""
+        values = {**roots}
+        with self.autocast():
+            for op, unread in zip(self.ops, unread_after(self.ops, self.outs), strict=True):
+                run_op(op, values, self.modules, self.sizes, self.dtype)
+                for number in unread:
+                    del values[number]
+        return [values[n] for n in self.outs]
+
+    def in_backward(self, transposed: bool = False) -> Tensor:
+        """Return the first of the values `outs`, or its transpose.
+
+        Raises: RuntimeError if a root was modified since forward.
+        """
+        if [t._version for t in self.roots.values()] != self.versions:
+            raise RuntimeError(
+                "fused_remat: an argument or a buffer from which a layer computes its mask was "
+                "modified by an inplace operation between forward and backward"
+            )
+        with torch.no_grad():
+            (value,) = self.run(self.roots)
+        return value.t() if transposed else value
+
+    def attached(self) -> Sequence[Tensor]:
+        """Return the values `outs`, differentiable in `roots`."""
+        values: Sequence[Tensor] = _Attached.apply(self, *self.roots.values())
+        return values
+
+
+class _Attached(torch.autograd.Function):
+    """The values of a `Rebuild`, of which autograd keeps the roots alone."""
+
+    @staticmethod
+    def forward(ctx: Any, rebuild: Rebuild, *roots: Tensor) -> tuple[Tensor, ...]:
+        ctx.rebuild = rebuild
+        ctx.save_for_backward(*roots)
+        ctx.set_materialize_grads(False)
+        return tuple([t.detach() for t in rebuild.run(rebuild.roots)])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        creates_graph = torch.is_grad_enabled()
+        rebuild, needs = ctx.rebuild, ctx.needs_input_grad[1:]
+        pairs = zip(ctx.saved_tensors, needs, strict=True)
+        roots = [t.detach().requires_grad_(need) for t, need in pairs]
+        with torch.enable_grad():
+            values = rebuild.run(dict(zip(rebuild.roots, roots, strict=True)))
+        pairs = zip(values, grads, strict=True)
+        outs = [(t, g) for t, g in pairs if g is not None and t.requires_grad]
+        if not outs:
+            return (None,) * (1 + len(roots))
+        ys, dys = zip(*outs, strict=True)
+        inputs = [t for t in roots if t.requires_grad]
+        root_grads = iter(torch.autograd.grad(ys, inputs, dys, allow_unused=True))
+        result = [next(root_grads) if need else None for need in needs]
+        return (None, *(not_differentiable(result) if creates_graph else result))
+
+
+def modules_of(ops: Sequence[Op], layer: nn.Module) -> Modules:
+    """Return the submodules that operations call, by path, with their present attributes."""
+    paths = [op.path for op in ops if op.path is not None]
+    return {path: replica(layer.get_submodule(path)) for path in paths}.__getitem__
+
+
+def autocast_of(device: str) -> Callable[[], Any]:
+    """Return a function that makes a context with the present autocast."""
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        return functools.partial(torch.autocast, device, dtype=torch.get_autocast_dtype(device))
+    return contextlib.nullcontext

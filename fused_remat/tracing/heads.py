@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,18 +15,16 @@ from fused_remat.spec import AttentionSpec, NormSpec, RotarySpec
 from fused_remat.steps.linear import Linear
 from fused_remat.steps.replay import Replay
 from fused_remat.steps.rotary import Rotary, RotaryTables, rotary_fwd
+from fused_remat.tracing.builder import Builder
 from fused_remat.tracing.replays import note_pick, run, sample
 from fused_remat.tracing.simplify import use_counts
 from fused_remat.tracing.values import Op, Ref, Size
-
-if TYPE_CHECKING:
-    from fused_remat.tracing.tracer import Tracer
 
 #: Names of queries, keys and values.
 Heads = tuple[str, str, str]
 
 
-def without_repeats(t: Tracer, k: str, v: str, heads: int) -> tuple[str, str, int]:
+def without_repeats(t: Builder, k: str, v: str, heads: int) -> tuple[str, str, int]:
     """Return keys and values without repeated heads, and how often each head was repeated."""
     shared = math.gcd(*[_repeats(t, name, heads) for name in (k, v)])
     if shared == 1:
@@ -34,7 +32,7 @@ def without_repeats(t: Tracer, k: str, v: str, heads: int) -> tuple[str, str, in
     return _unrepeated(t, k, heads, shared), _unrepeated(t, v, heads, shared), shared
 
 
-def _repeats(t: Tracer, name: str, heads: int) -> int:
+def _repeats(t: Builder, name: str, heads: int) -> int:
     """Return how often a replay repeats each head, one after the other."""
     program = t.programs.get(name)
     if program is None:
@@ -47,7 +45,7 @@ def _repeats(t: Tracer, name: str, heads: int) -> int:
     return 1
 
 
-def _unrepeated(t: Tracer, name: str, heads: int, shared: int) -> str:
+def _unrepeated(t: Builder, name: str, heads: int, shared: int) -> str:
     """Return a replay without the repetitions of its heads, or its input if that is equal."""
     node, width = t.nodes[name], t.programs[name].layout.width // heads
     assert isinstance(node, Replay)
@@ -65,7 +63,7 @@ def _unrepeated(t: Tracer, name: str, heads: int, shared: int) -> str:
 
 
 def packed(
-    t: Tracer, inside: str, names: Heads, spec: AttentionSpec
+    t: Builder, inside: str, names: Heads, spec: AttentionSpec
 ) -> tuple[str, str, str, AttentionSpec]:
     """Return q, k and v as one activation, rotated by a step, where they are equal to that."""
     picks = [pick for name in names if (pick := t.picks.get(name))]
@@ -97,7 +95,7 @@ def packed(
     return rotated, rotated, rotated, rotation.spec
 
 
-def _packed_linear(t: Tracer, name: str, source: Heads, spec: AttentionSpec) -> str:
+def _packed_linear(t: Builder, name: str, source: Heads, spec: AttentionSpec) -> str:
     """Replace three linear layers by one of the three weights."""
     layers: list[Any] = [t.nodes[name] for name in source]
     columns = spec.columns.values()
@@ -117,7 +115,7 @@ def _packed_linear(t: Tracer, name: str, source: Heads, spec: AttentionSpec) -> 
     )  # fmt: skip
 
 
-def _source(t: Tracer, names: Heads, spec: AttentionSpec) -> Heads | None:
+def _source(t: Builder, names: Heads, spec: AttentionSpec) -> Heads | None:
     """Return the source of q, k and v: one activation, or three linear layers of one."""
     sources = []
     for name in names:
@@ -157,7 +155,7 @@ class _Rotation(NamedTuple):
     weights: tuple[int, ...]
 
 
-def _rotation(t: Tracer, names: Heads, source: Heads, spec: AttentionSpec) -> _Rotation | None:
+def _rotation(t: Builder, names: Heads, source: Heads, spec: AttentionSpec) -> _Rotation | None:
     """Return how queries and keys are rotated and normed, if as `steps.rotary` does."""
     q, k = (t.programs.get(name) for name in names[:2])
     if q is None or k is None or not (q.is_algebra and k.is_algebra):
@@ -205,13 +203,13 @@ class _Table(NamedTuple):
     stop: int
     step: int
 
-    def of(self, t: Tracer, number: int) -> Tensor:
+    def of(self, t: Builder, number: int) -> Tensor:
         """Return the table (S, R/2) or (B, S, R/2) of a value, in the recording."""
         sizes, shape = t.recording.sizes, _table_shape(t, number) or ()
         shape = tuple([n.of(sizes) if isinstance(n, Size) else n for n in shape])
         return _columns(t.recording.values[number].detach(), shape, *self)
 
-    def add(self, t: Tracer, number: int) -> int:
+    def add(self, t: Builder, number: int) -> int:
         """Add the table as a value of its own, and return its number."""
         args = Ref(number), _table_shape(t, number), *self
         return t.new_value("table", _columns, args, self.of(t, number))
@@ -221,7 +219,7 @@ def _columns(t: Tensor, shape: tuple[int, ...], stop: int, step: int) -> Tensor:
     return t.reshape(shape)[..., :stop:step]
 
 
-def _tables(t: Tracer, params: tuple[int, ...]) -> Iterator[tuple[int, int, _Table, bool]]:
+def _tables(t: Builder, params: tuple[int, ...]) -> Iterator[tuple[int, int, _Table, bool]]:
     """Yield pairs of values that may be cosines and sines, their columns, and if interleaved."""
     candidates = [n for n in params if _table_shape(t, n) is not None]
     for cos, sin in itertools.permutations(candidates, 2):
@@ -240,7 +238,7 @@ def _tables(t: Tracer, params: tuple[int, ...]) -> Iterator[tuple[int, int, _Tab
         yield from [(cos, sin, table, interleaved) for table, interleaved in options]
 
 
-def _table_shape(t: Tracer, number: int) -> tuple[Any, ...] | None:
+def _table_shape(t: Builder, number: int) -> tuple[Any, ...] | None:
     """Return the shape of a table (B, S, R) or (S, R) without dimensions of 1, or None."""
     value, shape = t.recording.values[number], t.recording.shapes[number]
     if shape is None or not value.is_floating_point():

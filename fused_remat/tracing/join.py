@@ -7,12 +7,11 @@ Where the two do not agree inside a submodule, that submodule is one opaque oper
 from __future__ import annotations
 
 import contextlib
-import copy
 import enum
 import itertools
 import math
 import types
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -22,9 +21,8 @@ from torch import nn
 
 from fused_remat.layers.eligibility import parameters_of
 from fused_remat.steps.activation import ACTIVATIONS
-from fused_remat.tracing.isolation import call_with, renumbered
-from fused_remat.tracing.record import record
-from fused_remat.tracing.recorder import Recorder, hollow
+from fused_remat.tracing.isolation import call_with
+from fused_remat.tracing.recorder import Recorded
 from fused_remat.tracing.submodules import norm_function
 from fused_remat.tracing.values import (
     STREAM,
@@ -33,7 +31,6 @@ from fused_remat.tracing.values import (
     Op,
     Recording,
     Ref,
-    Sample,
     Size,
     Span,
     leaves,
@@ -49,72 +46,41 @@ _VALUES = (
 )  # fmt: skip
 
 
-class Pair:
-    """Two recordings of `forward`, a method of `layer`: of one sample, and by `with_second`.
-
-    The samples differ in every size, and in the residual stream's dtype.
+class Join:
+    """Two recordings of a layer, of samples that differ in every size and in dtype.
 
     Args:
-        known: `known(module)` returns what a submodule computes as a whole: a `NormSpec`, the name
-            of an activation function, or None.
-        indices: attributes of modules that are another number in the second recording, so that a
-            dependence on them is noticed.
+        known: by path, what a submodule computes: a `NormSpec`, the name of an activation function,
+            or None.
+        opaque: the paths of submodules that become one operation, and why.
     """
-
-    second: Sample
-    two: Recorder
-    second_out: Any
 
     def __init__(
         self,
         layer: nn.Module,
-        forward: Callable[..., Any],
-        first: Sample,
-        known: Callable[[nn.Module], Any],
-        indices: Collection[str] = (),
+        one: Recorded,
+        two: Recorded,
+        known: Mapping[str, Any],
+        opaque: Mapping[str, str],
     ) -> None:
-        self.layer, self.forward, self.first, self.indices = layer, forward, first, indices
-        self.one, self.inputs, self.out = record(layer, forward, first, autocast=False)
-        self.known = {path: known(module) for path, module in layer.named_modules() if path}
-        live = [self.one.values[n] for n in self.one.live]
-        #: Whether the layer computes in float32 where its input is in float64.
-        self.narrow = first.dtype == torch.float64 and any(t.dtype == torch.float32 for t in live)
+        self.layer, self.known, self.opaque = layer, known, opaque
+        self.one, self.inputs, self.out = one.recorder, one.inputs, one.result
+        self.two, self.other_out = two.recorder, two.result
+        self.sizes, self.other_sizes = one.sample.sizes, two.sample.sizes
+        self.dtypes = one.sample.dtype, two.sample.dtype
+        counts = range(1, len(self.sizes) + 1)
+        self.products = [c for n in counts for c in itertools.combinations(self.sizes, n)]
 
-    def with_second(self, second: Sample) -> Pair:
-        """Return the first recording with one of a second sample."""
-        pair = copy.copy(self)
-        pair.second = second
-        with renumbered(self.layer, self.indices):
-            pair.two, _, pair.second_out = record(self.layer, self.forward, second, autocast=True)
-        pair.two.values[:] = map(hollow, pair.two.values)  # nothing reads their numbers
-        return pair
-
-    def join(self, opaque: Mapping[str, str]) -> Recording:
-        """Return the two as one recording.
-
-        `opaque`: paths of submodules that become one operation, and why.
+    def joined(self) -> Recording:
+        """Return both as one recording.
 
         Raises: Untraceable if the operations of the layer itself do not agree.
         """
-        return _Join(self, opaque).joined()
-
-
-class _Join:
-    """The state of joining two recordings."""
-
-    def __init__(self, pair: Pair, opaque: Mapping[str, str]) -> None:
-        self.pair, self.opaque, self.one, self.two = pair, opaque, pair.one, pair.two
-        self.sizes, self.other_sizes = pair.first.sizes, pair.second.sizes
-        self.dtypes = pair.first.dtype, pair.second.dtype
-        counts = range(1, len(self.sizes) + 1)
-        self.products = [c for n in counts for c in itertools.combinations(self.sizes, n)]
+        one, two, inputs = self.one, self.two, self.inputs
         self.ops: list[Op] = []
         #: By the number of a value in the first recording, that in the second.
-        self.numbers: dict[int, int] = {}
-
-    def joined(self) -> Recording:
-        one, two, inputs = self.one, self.two, self.pair.inputs
-        self.numbers = {i: i for i in (*one.sources, *(n for n in inputs if n is not None))}
+        known = (*one.sources, *(n for n in inputs if n is not None))
+        self.numbers: dict[int, int] = {i: i for i in known}
         self._span(one.root, two.root)
         producers = {n: op for op in self.ops for n in op.writes}
         shapes: list[Any] = [None] * len(one.values)
@@ -126,7 +92,7 @@ class _Join:
                 if t.dim() == u.dim():
                     sizes = zip(t.shape, u.shape, strict=True)
                     shapes[i] = tuple([self._size(a, b) for a, b in sizes])
-        result = self._tree(self.pair.out, self.pair.second_out)
+        result = self._tree(self.out, self.other_out)
         live = {n for n in one.live if n in producers or n in inputs}
         return Recording(
             one.values, shapes, dtypes, self.ops, producers, one.sources, inputs, live, result,
@@ -148,7 +114,7 @@ class _Join:
 
     def _module(self, a: Span, b: Span) -> None:
         """Join two calls of a submodule: as a known function, as its operations, or as one."""
-        known = self.pair.known[a.path]
+        known = self.known[a.path]
         if known is not None and len(a.args) == 1 and not a.kwargs and a.outs[:1] != [None]:
             self._known(a, b, known)
             return
@@ -165,7 +131,7 @@ class _Join:
     def _known(self, a: Span, b: Span, known: Any) -> None:
         """Add a norm or an activation function as one operation."""
         args = self._tree(a.args, b.args)
-        module = self.pair.layer.get_submodule(a.path)
+        module = self.layer.get_submodule(a.path)
         own = {n: i for i, n in self.one.sources.items() if n.rpartition(".")[0] == a.path}
         params = [Ref(own[f"{a.path}.{n}"]) for n in parameters_of(module, recurse=False)]
         is_activation = isinstance(known, str)
@@ -187,7 +153,7 @@ class _Join:
             args, kwargs = self._tree(a.args, b.args), self._tree(a.kwargs, b.kwargs)
         except Mismatch:
             raise Mismatch(f"{a.path}: {reason}") from None
-        prefix, module = f"{a.path}.", self.pair.layer.get_submodule(a.path)
+        prefix, module = f"{a.path}.", self.layer.get_submodule(a.path)
         held = {*parameters_of(module), *[n for n, _ in module.named_buffers()]}
         tensors = {}
         for i, name in self.one.sources.items():

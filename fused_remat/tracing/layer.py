@@ -33,7 +33,7 @@ from fused_remat.layers.eligibility import (
 )
 from fused_remat.layers.fused_layer import is_traced
 from fused_remat.layers.precision import Precision, low_dtype, precision_of
-from fused_remat.layers.read import TracedInputs
+from fused_remat.layers.read import BlockInputs
 from fused_remat.policies import Policy, kept_names
 from fused_remat.steps.norm import Norm
 from fused_remat.steps.residual import Add
@@ -69,16 +69,11 @@ SIZES = (("B", "S", "M"), ("S", "B", "M"), ("B",))
 
 @dataclass
 class _Notes:
-    """Notes on one layer.
+    """Notes on one layer."""
 
-    Attributes:
-        values: by name, a tensor whose values decide, its version, and a key of its values.
-        checked: by trace, the sizes at which it was compared with the layer (`_compared`), and why
-            it is not used.
-        traces: how often the layer was traced.
-    """
-
+    #: By name, a tensor whose values decide, its version, and a key of its values.
     values: dict[str, Any]
+    #: By trace, the sizes at which it was compared (`_compared`), and why it is not used.
     checked: dict[Trace, tuple[tuple[float, ...], Reason | None]]
     traces: int = 0
 
@@ -118,7 +113,7 @@ class TracedLayer(ConvertedLayer):
         return next((n for n in numbers if isinstance(n, int)), 0)
 
     def _named(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
-        if not self.arguments:
+        if not self.positional:
             self._last = Reason("its forward does not take its arguments by name")
             return None
         return super()._named(args, kwargs)
@@ -130,7 +125,7 @@ class TracedLayer(ConvertedLayer):
             return graph_break.eagerly(self._call, **given)
         return super()._call(**given)
 
-    def _block(self, **given: Any) -> TracedInputs | Reason:
+    def _block(self, **given: Any) -> BlockInputs | Reason:
         if given.get("output_attentions"):
             return Reason("the call requests attention weights, which a block does not compute")
         try:
@@ -163,7 +158,9 @@ class TracedLayer(ConvertedLayer):
             if t is not None and not is_readable(t):
                 return Reason(f"{name} is {qualified(type(t))}")
         precision = self._precision(trace, tensors)
-        return TracedInputs(trace.graph, tensors, functions, precision, result)
+        return BlockInputs(
+            trace.graph, tensors, functions=functions, precision=precision, finish=result
+        )
 
     def _accumulation(self, graph: Graph, compiling: bool) -> Accumulation:
         trace = self._last
@@ -204,7 +201,9 @@ class TracedLayer(ConvertedLayer):
                     return trace
                 if vary[0] == "B":  # the batch second is a guess, whose reason tells nothing
                     reasons.append(trace)
-        return _most_telling(reasons)
+        effects = [r for r in reasons if r.once]  # decide how the layer runs
+        trials = [r for r in reasons if not r.text.startswith(CANNOT_RUN)]
+        return [*effects, *trials, *reasons][0]
 
     def _trace_for(self, call: Arguments, state: Any, free: bool) -> Trace | Reason:
         key: tuple[Any, ...] = state, call.key(free)
@@ -395,12 +394,6 @@ def description_if_converted(
     parts = [f"{name}, which is replayed ({why})" for name, why in replayed]
     steps = ", ".join([node.name for node in call.graph.nodes])
     return f"convert makes it a block: {'; '.join([steps, *parts])}"
-
-
-def _most_telling(reasons: Sequence[Reason]) -> Reason:
-    """Return the reason that decides how the layer runs, or that of a trial that ran it."""
-    effect = next((r for r in reasons if r.once), None)
-    return effect or next((r for r in reasons if not r.text.startswith(CANNOT_RUN)), reasons[0])
 
 
 @contextlib.contextmanager

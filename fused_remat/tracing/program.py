@@ -34,18 +34,12 @@ Modules = Callable[[str], nn.Module]
 
 @dataclass(frozen=True)
 class Layout:
-    """An arrangement of a matrix (tokens, width) in the dimensions of a recorded value.
+    """An arrangement of a matrix (tokens, width) in the dimensions of a recorded value."""
 
-    Attributes:
-        factors: for each dimension, the sizes whose product it is, from the slowest to the fastest:
-            numbers, or names of sizes of a call.
-        tokens: the indices, among all factors, of those that count tokens: the batch first.
-        names: of the sizes of a call that count tokens.
-    """
-
+    #: For each dimension, the numbers or sizes of a call whose product it is, the slowest first.
     factors: tuple[tuple[int | str, ...], ...]
-    tokens: tuple[int, ...]
-    names: tuple[str, ...]
+    tokens: tuple[int, ...]  # indices of the factors that count tokens, the batch first
+    names: tuple[str, ...]  # of the sizes of a call that count tokens
 
     @property
     def flat(self) -> tuple[int | str, ...]:
@@ -95,9 +89,7 @@ class Layout:
 def layout_of(shape: Sequence[Any] | None, names: Sequence[str], tokens: int) -> Layout | None:
     """Return the layout of a value of a recorded shape, or None if it lacks the call's tokens.
 
-    Args:
-        names: the sizes of a call that count tokens: "B", and "S" or "M".
-        tokens: of a sequence, where their number is the same in all calls and not among the names.
+    Where neither "S" nor "M" is among `names`, a sequence of any call has so many `tokens`.
     """
     if shape is None:
         return None
@@ -128,22 +120,14 @@ def layout_of(shape: Sequence[Any] | None, names: Sequence[str], tokens: int) ->
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """Recorded operations as a function of some values.
-
-    Attributes:
-        ops: in order.
-        sources: numbers and layouts of the activations that it reads.
-        params: numbers of the other values that it reads.
-        target, layout: the value that it computes, and its layout.
-        pick: columns of the result that are kept, None for all.
-    """
+    """Recorded operations as a function of some values."""
 
     ops: tuple[Op, ...]
-    sources: tuple[tuple[int, Layout], ...]
-    params: tuple[int, ...]
+    sources: tuple[tuple[int, Layout], ...]  # the activations that it reads
+    params: tuple[int, ...]  # the other values that it reads
     target: int
     layout: Layout
-    pick: tuple[int, ...] | None = None
+    pick: tuple[int, ...] | None = None  # columns of the result that are kept, None for all
 
     @functools.cached_property
     def _unread(self) -> list[list[int]]:

@@ -1,11 +1,13 @@
-"""A recorder of PyTorch's functions, in-place operations and submodule calls in one forward."""
+"""Recordings of a forward: PyTorch's functions, in-place operations and submodule calls."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import threading
 import weakref
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,13 +16,25 @@ from torch.overrides import TorchFunctionMode
 
 from fused_remat.layers.eligibility import parameters_of
 from fused_remat.layers.fallback import generator_states
+from fused_remat.tracing.isolation import forward_only, run_with, unchanged
 from fused_remat.tracing.no_dropout import (
     attention_without_dropout,
     has_dropout,
     is_dropout,
     multi_head_attention,
 )
-from fused_remat.tracing.values import SHAPES, Op, Ref, Span, leaves, map_tree, refs
+from fused_remat.tracing.state import shared_by
+from fused_remat.tracing.values import (
+    SHAPES,
+    Op,
+    Ref,
+    Sample,
+    Span,
+    Untraceable,
+    leaves,
+    map_tree,
+    refs,
+)
 
 #: Functions that read a tensor's values in Python.
 _READS = (
@@ -38,21 +52,7 @@ _OWN_BACKWARD = "it runs an autograd.Function, whose backward is its own"
 
 
 class Recorder(TorchFunctionMode):
-    """A mode that records the operations of a layer while it is active.
-
-    Attributes:
-        values: by number. Results that depend on activations, and large ones, are hollow.
-        numbers: by a tensor's id, the number of its present value; -1 if that is unknown.
-        results: by number, the hollow results that are still in use.
-        sources: names of the layer's parameters, buffers and attributes, by number.
-        live: numbers of the values that depend on activations.
-        roots: by number, what a value is computed from: names of the layer's tensors, "argument"
-            and "random".
-        owned: ids of results of submodules that run an autograd.Function.
-        fixed: buffers and attributes whose values decide which operations run.
-        views: by a view's id, its base and the steps from there.
-        foreign: why not even a replayed submodule may hold a tensor that the layer reads.
-    """
+    """A mode that records the operations of a layer while it is active."""
 
     def __init__(
         self, layer: nn.Module, named: Mapping[str, Tensor], device: torch.device, autocast: bool
@@ -61,17 +61,18 @@ class Recorder(TorchFunctionMode):
         self.layer, self.device, self.autocast = layer, device, autocast
         node = torch.zeros((), requires_grad=True).clone().grad_fn
         self.start = node._sequence_nr() if node is not None else 0
-        self.foreign = ""
-        self.values: list[Tensor] = []
-        self.numbers: dict[int, int] = {}
-        self.results: dict[int, weakref.ref[Tensor]] = {}
-        self.sources: dict[int, str] = {}
-        self.live: set[int] = set()
+        self.foreign = ""  # why not even a replayed submodule may hold a tensor that is read
+        self.values: list[Tensor] = []  # hollow if they depend on activations or are large
+        self.numbers: dict[int, int] = {}  # by id; -1 if the tensor's present value is unknown
+        self.results: dict[int, weakref.ref[Tensor]] = {}  # hollow ones that are still in use
+        self.sources: dict[int, str] = {}  # names of the layer's tensors
+        self.live: set[int] = set()  # values that depend on activations
+        #: Names of the layer's tensors, "argument" and "random", from which a value is computed.
         self.roots: dict[int, frozenset[str]] = {}
-        self.owned: set[int] = set()
-        self.fixed: set[str] = set()
+        self.owned: set[int] = set()  # ids of results of submodules that run an autograd.Function
+        self.fixed: set[str] = set()  # tensors whose values decide which operations run
         self.params = {*parameters_of(layer)}
-        self.views: dict[int, tuple[Tensor, list[Any]]] = {}
+        self.views: dict[int, tuple[Tensor, list[Any]]] = {}  # by id, the base and the steps
         self.root = Span("")
         self.stack = [self.root]
         self.paths = {module: name for name, module in layer.named_modules()}
@@ -329,3 +330,110 @@ def _view(steps: list[Any], base: Tensor, arguments: list[Any]) -> Tensor:
     for (func, index, *_), (args, kwargs) in zip(steps, arguments, strict=True):
         base = leaves(func(base, *args, **kwargs))[index]
     return base
+
+
+_ACTIVE = threading.local()
+_CALL = nn.Module.__call__
+_ENTER, _EXIT, _ENABLED = (
+    torch.autocast.__enter__, torch.autocast.__exit__, torch.is_autocast_enabled
+)  # fmt: skip
+_patch = threading.Lock()
+
+
+class Recorded(NamedTuple):
+    """A recording: the numbers of the arguments by leaf, and the result with `Ref`s."""
+
+    recorder: Recorder
+    inputs: list[int | None]
+    result: Any
+    sample: Sample
+
+
+def record(
+    layer: nn.Module, forward: Callable[..., Any], sample: Sample, autocast: bool
+) -> Recorded:
+    """Record `forward`, a method of `layer`, on a sample.
+
+    `autocast`: whether autocast seems to be on, so that code that tests for it is noticed.
+    """
+    given = leaves(sample.arguments)
+    device = next(leaf.device for leaf in given if isinstance(leaf, Tensor))
+    recorder = Recorder(layer, sample.named, device, autocast)
+    numbers: list[int | None] = []
+    for i, (leaf, is_active) in enumerate(zip(given, sample.active, strict=True)):
+        number = recorder.numbers.get(id(leaf)) if isinstance(leaf, Tensor) else None
+        if number is None and isinstance(leaf, Tensor):
+            number = recorder.new(leaf)
+        numbers.append(number)
+        if number is not None and i != sample.bounds:
+            recorder.roots[number] = frozenset(("argument",))
+        if number is not None and is_active:
+            recorder.live.add(number)
+
+    def watched(**arguments: Any) -> Any:
+        tensors = {name: recorder.values[i] for i, name in recorder.sources.items()}
+        with unchanged([*map(vars, layer.modules()), arguments], shared_by(layer), tensors):
+            return forward(**arguments)
+
+    with _recording(recorder), forward_only():
+        result = run_with(layer, watched, sample.named, sample.arguments)
+    if recorder.foreign:
+        raise Untraceable(recorder.foreign)
+    if type(map_tree(result, lambda leaf: leaf)) is not type(result):
+        raise Untraceable(f"it returns {type(result).__name__}")
+    encoded = recorder.encoded(result)
+    for number in recorder.live:
+        recorder.values[number] = hollow(recorder.values[number])
+    recorder.views.clear()
+    return Recorded(recorder, numbers, encoded, sample)
+
+
+@contextlib.contextmanager
+def _recording(recorder: Recorder) -> Iterator[None]:
+    patches = (
+        (nn.Module, "__call__", _CALL, _call),
+        (torch, "is_autocast_enabled", _ENABLED, _is_enabled),
+        (torch.autocast, "__enter__", _ENTER, _enter), (torch.autocast, "__exit__", _EXIT, _exit),
+    )  # fmt: skip
+    with _patch:
+        _ACTIVE.recorder = recorder
+        for owner, name, _, new in patches:
+            setattr(owner, name, new)
+        try:
+            with recorder:
+                yield
+        finally:
+            _ACTIVE.recorder = None
+            recorder.results.clear()  # whose callbacks hold the recorder
+            for owner, name, old, _ in patches:
+                setattr(owner, name, old)
+
+
+def _active() -> Recorder | None:
+    """Return the recorder of this thread, if it is recording."""
+    return getattr(_ACTIVE, "recorder", None)
+
+
+def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    recorder = _active()
+    if recorder is None or module not in recorder.paths or module is recorder.layer:
+        return _CALL(module, *args, **kwargs)
+    return recorder.call(module, _CALL, args, kwargs)
+
+
+def _enter(self: torch.autocast) -> Any:
+    recorder = _active()
+    if recorder is None:
+        return _ENTER(self)
+    if self.device == recorder.device.type:
+        recorder.trouble("it switches autocast")
+    return self
+
+
+def _exit(self: torch.autocast, *raised: Any) -> Any:
+    return _EXIT(self, *raised) if _active() is None else False
+
+
+def _is_enabled(*device: str) -> bool:
+    recorder = _active()
+    return _ENABLED(*device) if recorder is None else recorder.autocast

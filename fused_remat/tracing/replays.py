@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,12 +13,10 @@ from torch import Tensor
 from fused_remat.steps.activation import MLPActivation
 from fused_remat.steps.replay import At, Replay
 from fused_remat.tracing.block import ReplayedSubmodule
+from fused_remat.tracing.builder import Builder
 from fused_remat.tracing.program import Program
 from fused_remat.tracing.submodules import activation_of
 from fused_remat.tracing.values import SHAPES, Op, Opaque, Size
-
-if TYPE_CHECKING:
-    from fused_remat.tracing.tracer import Tracer
 
 #: A replay of more operations than this, or of one of `HEAVY`, is named in reports.
 _FEW = 24
@@ -30,7 +28,7 @@ HEAVY = (
 _CHOICES = ("topk", "sort", "argsort", "argmax", "argmin", "one_hot", "gt", "ge", "lt", "le", "eq")
 
 
-def replay(t: Tracer, number: int) -> str:
+def replay(t: Builder, number: int) -> str:
     """Add a value as a replay of the operations that compute it from the steps before it.
 
     Returns the name of the activation: an input of the replay if it computes no other, or an
@@ -99,7 +97,7 @@ def replay(t: Tracer, number: int) -> str:
     return name
 
 
-def _region(t: Tracer, target: int) -> tuple[list[Op], list[int], list[int]]:
+def _region(t: Builder, target: int) -> tuple[list[Op], list[int], list[int]]:
     """Return the operations up to the next steps, and the activations and others they read."""
     live, ops = t.recording.live, set[Op]()
     sources, params, seen, todo = list[int](), list[int](), set[int](), [target]
@@ -137,7 +135,7 @@ def _common(paths: list[str]) -> str:
     return ".".join([names[0] for names in same])
 
 
-def _stages(t: Tracer, ops: list[Op], params: list[int]) -> tuple[tuple[str, ...], ...]:
+def _stages(t: Builder, ops: list[Op], params: list[int]) -> tuple[tuple[str, ...], ...]:
     """Return the names of values, by the operations that read them last, from the last one."""
     last = {n: i for i, op in enumerate(ops) for n in op.reads if n in params}
     stages: dict[int, list[str]] = {}
@@ -146,7 +144,7 @@ def _stages(t: Tracer, ops: list[Op], params: list[int]) -> tuple[tuple[str, ...
     return tuple(map(tuple, stages.values()))
 
 
-def note_pick(t: Tracer, name: str, y: Tensor, xs: list[Tensor]) -> None:
+def note_pick(t: Builder, name: str, y: Tensor, xs: list[Tensor]) -> None:
     """Note whether the result `y` of a replay is adjacent columns of its input."""
     t.widths[name] = y.shape[1]
     node = t.nodes.get(name)
@@ -161,7 +159,9 @@ def note_pick(t: Tracer, name: str, y: Tensor, xs: list[Tensor]) -> None:
 # Trials.
 
 
-def sample(t: Tracer, program: Program, seed: int = 0) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+def sample(
+    t: Builder, program: Program, seed: int = 0
+) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """Run a program on random activations; return its result, these, and the other values."""
     sizes, device = t.recording.sizes, t.recording.values[t.x].device
     generator, dtype = torch.Generator(device).manual_seed(seed), t.recording.exact
@@ -177,7 +177,7 @@ def sample(t: Tracer, program: Program, seed: int = 0) -> tuple[Tensor, list[Ten
 
 
 def run(
-    t: Tracer, program: Program, xs: list[Tensor], tensors: list[Tensor], at: At | None = None
+    t: Builder, program: Program, xs: list[Tensor], tensors: list[Tensor], at: At | None = None
 ) -> Tensor:
     """Run a program with the recording's sizes."""
     sizes, names = t.recording.sizes, program.layout.names
@@ -186,7 +186,7 @@ def run(
     return program.run(t.layer.get_submodule, sizes, t.recording.exact, at, xs, tensors)
 
 
-def _activation_by(t: Tracer, program: Program) -> str | None:
+def _activation_by(t: Builder, program: Program) -> str | None:
     """Return the entry of `ACTIVATIONS` that operations on one activation compute, or None."""
     if program.draws or not t.is_of_stream(program.target):
         return None
@@ -194,7 +194,7 @@ def _activation_by(t: Tracer, program: Program) -> str | None:
     return activation_of(lambda x: run(t, program, [x], []), like)
 
 
-def _is_tokenwise(t: Tracer, program: Program, shapes: Sequence[Any]) -> bool:
+def _is_tokenwise(t: Builder, program: Program, shapes: Sequence[Any]) -> bool:
     """Return whether each token's result depends on that token alone, by mixing tokens."""
     names = program.layout.names
     if names[-1:] != ("S",) or any(layout.names != names for _, layout in program.sources):
@@ -213,7 +213,7 @@ def _is_tokenwise(t: Tracer, program: Program, shapes: Sequence[Any]) -> bool:
     return torch.allclose(mixed, y[order], rtol=slack, atol=slack)
 
 
-def _keeps_sizes(t: Tracer, program: Program, names: Sequence[str]) -> bool:
+def _keeps_sizes(t: Builder, program: Program, names: Sequence[str]) -> bool:
     """Return whether all that a program computes has a dimension for each of the sizes `names`.
 
     A result that lacks one mixes the tokens, though a limit may hide it (`clamp`).
@@ -226,7 +226,9 @@ def _keeps_sizes(t: Tracer, program: Program, names: Sequence[str]) -> bool:
     return all(known.issuperset(names) for known in sizes)
 
 
-def _needed_for(t: Tracer, program: Program, names: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
+def _needed_for(
+    t: Builder, program: Program, names: tuple[str, ...]
+) -> tuple[tuple[str, ...], ...]:
     """Return for each activation the names whose gradients depend on its value, by trial."""
     if program.draws or not program.is_algebra:
         return (names,) * len(program.sources)
@@ -248,7 +250,10 @@ def _needed_for(t: Tracer, program: Program, names: tuple[str, ...]) -> tuple[tu
         zeroed = [*xs[:i], torch.zeros_like(x).requires_grad_(), *xs[i + 1 :]]
         others = grads(run(t, program, zeroed, tensors), zeroed)
         pairs = zip(labels, expected, others, strict=True)
-        needed.append(tuple([n for n, g, h in pairs if not _is_same(g, h)]))
+        changes = (
+            n for n, g, h in pairs if g is not h and (g is None or h is None or not g.equal(h))
+        )
+        needed.append(tuple(changes))
     return tuple(needed)
 
 
@@ -258,7 +263,3 @@ def _moved(t: Tensor) -> Tensor:
         return t
     step = torch.sin(1.0 + torch.arange(t.numel()).to(t)).view(t.shape)
     return (t.detach() + 0.1 * step).requires_grad_()
-
-
-def _is_same(g: Tensor | None, h: Tensor | None) -> bool:
-    return g is h if g is None or h is None else torch.equal(g, h)

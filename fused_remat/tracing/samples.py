@@ -38,18 +38,9 @@ Dims = tuple[tuple[str | int, ...] | None, ...]
 class Arguments:
     """The arguments of a call by name, with the meaning of their dimensions.
 
-    Attributes:
-        given: the arguments.
-        leaves, names: their leaves, and the name of each leaf's argument.
-        dims: the dimensions of the leaves.
-        active: for each leaf, whether it is an activation.
-        whole: indices of the leaves that are tensors of whole numbers.
-        same: indices of the leaves that are the residual stream's input.
-        x, memory: indices of the residual stream's input, and of the memory if any.
-        bounds: index of the bounds of sequences of variable length, if any.
-        axes: names of the first dimensions of the stream's input.
-        sizes: of the call, by name.
-        batch, tokens: the number of sequences, and of tokens in each.
+    Leaves of the arguments are known by their indices: the residual stream's input `x`, the
+    `memory` and the `bounds` of sequences of variable length, if any, tensors of `whole` numbers,
+    and all that are the `same` as x. `axes` are the names of x's first dimensions.
     """
 
     def __init__(self, given: Mapping[str, Any], vary: Sequence[str]) -> None:
@@ -162,10 +153,9 @@ class Arguments:
         sizes: Mapping[str, int],
         dtype: torch.dtype,
         seed: int,
-        whole: bool = True,
+        recorded: bool = False,
         shift: int = 0,
         params: torch.dtype | None = None,
-        tables: bool = True,
         varies: bool = True,
         named: Mapping[str, Tensor] | None = None,
     ) -> Sample:
@@ -174,11 +164,10 @@ class Arguments:
         Masks have random values, so that no mask seems to do nothing.
 
         Args:
-            whole: whether packed tokens are one sequence; else they are two.
+            recorded: whether packed tokens are one sequence, not two, and other arguments get
+                other values, equal where these were equal.
             shift: a number that is added to whole numbers.
             params: the dtype of parameters, if it is another.
-            tables: whether other arguments keep their values; else they get other values, equal
-                where these were equal.
             varies: whether tensors of whole numbers are random.
             named: the layer's tensors, if they are those of another sample.
         """
@@ -196,7 +185,7 @@ class Arguments:
                 return leaf + shift if type(leaf) is int else leaf
             if i == self.bounds:
                 n = sizes["S"]
-                ends = [0, n] if whole else [0, n // 3, n]
+                ends = [0, n] if recorded else [0, n // 3, n]
                 return torch.tensor(ends, dtype=leaf.dtype, device=leaf.device)
             shape = [_size_of(n, sizes) for n in dims]
             if self.active[i] or (leaf.is_floating_point() and leaf.requires_grad):
@@ -217,7 +206,7 @@ class Arguments:
             if (is_mask or is_square) and not t.is_complex():
                 noise = torch.randn(t.shape, generator=generator, dtype=dtype).to(t.device)
                 return torch.where(t < -1.0, t, t + 0.3 * noise)
-            return t if tables else t + 0.25 * torch.sin(3.0 * t + 1.0)
+            return t + 0.25 * torch.sin(3.0 * t + 1.0) if recorded else t
 
         if named is None:
             named = _tensors(layer, random, params or dtype)

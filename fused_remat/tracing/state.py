@@ -79,11 +79,6 @@ def exact(value: Any, seen: dict[int, Any]) -> Any:
     """Return a key that equals another value's key only if code cannot tell the two values apart.
 
     `seen`: by id, the keys of objects that were visited before.
-
-    >>> exact([1, {"eps": 1e-5}], {}) == exact([1, {"eps": 1e-6}], {})
-    False
-    >>> exact(lambda x: x, {}) == exact(lambda x: x + 1, {})
-    False
     """
     kind = type(value)
     if kind in _PLAIN or isinstance(value, enum.Enum):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,18 +20,15 @@ from fused_remat.steps.low_rank import LowRank
 from fused_remat.steps.norm import Norm
 from fused_remat.steps.residual import Add, DrawMask
 from fused_remat.tracing import attention
+from fused_remat.tracing.builder import Build, Builder
 from fused_remat.tracing.replays import replay
 from fused_remat.tracing.values import ADD, MATMUL, Op, Ref, refs
 
-if TYPE_CHECKING:
-    from fused_remat.tracing.tracer import Tracer
-
-Build = Callable[[], str]
 _MUL = ("mul", "rmul", "multiply", "imul")
 _TRANSPOSES = ("t", "get", "transpose", "swapaxes")
 
 
-def _linear(t: Tracer, number: int, op: Op) -> Build | None:
+def _linear(t: Builder, number: int, op: Op) -> Build | None:
     """Trace F.linear, addmm, or a product with a matrix that is no activation."""
     args = [*op.args, *op.kwargs.values()]
     bias, x, weight = args[:3] if op.name == "addmm" else ([*args, None][2], *args[:2])
@@ -47,27 +44,19 @@ def _linear(t: Tracer, number: int, op: Op) -> Build | None:
         producer = t.producer(inner)
         if transposed and producer is not None and producer.kind in _TRANSPOSES:
             source = refs(producer.args)[0]
-            if _is_transpose(t, inner, source):
+            a, b = (t.recording.values[n] for n in (inner, source))
+            if b.dim() == 2 and torch.equal(a, b.t()):
                 inner, transposed = source, False
         w = t.param(inner, transposed)
-        b = t.param(bias.index) if isinstance(bias, Ref) else ""
+        own_bias = t.param(bias.index) if isinstance(bias, Ref) else ""
         name = t.recording.sources.get(inner, "")
         name = name.removesuffix(".weight") if name.endswith(".weight") else op.inside
-        return t.add(Linear(name=t.unique(name), x=input, weights=(w,), biases=(b,)))
+        return t.add(Linear(name=t.unique(name), x=input, weights=(w,), biases=(own_bias,)))
 
     return build
 
 
-def _is_transpose(t: Tracer, number: int, other: int) -> bool:
-    a, b = t.recording.values[number], t.recording.values[other]
-    return a.dim() == b.dim() == 2 and a.shape == b.t().shape and torch.equal(a, b.t())
-
-
-def _matmul(t: Tracer, number: int, op: Op) -> Build | None:
-    return _linear(t, number, op) or attention.from_softmax(t, number, op)
-
-
-def _norm(t: Tracer, number: int, op: Op) -> Build | None:
+def _norm(t: Builder, number: int, op: Op) -> Build | None:
     """Trace a norm's module, F.layer_norm or F.rms_norm over the width."""
     if op.name == "norm":
         spec, (x, weight, bias) = op.info, (*op.args, None, None)[:3]
@@ -95,7 +84,7 @@ def _norm(t: Tracer, number: int, op: Op) -> Build | None:
     return build
 
 
-def _sum(t: Tracer, number: int, op: Op) -> Build | None:
+def _sum(t: Builder, number: int, op: Op) -> Build | None:
     """Trace a sum of activations as wide as the stream, or an update of a linear layer."""
     update = _update(t, op)
     if update is not None:
@@ -114,7 +103,7 @@ class _Update(NamedTuple):
     p: float
 
 
-def _update(t: Tracer, op: Op) -> _Update | None:
+def _update(t: Builder, op: Op) -> _Update | None:
     args = [*op.args, *op.kwargs.values()]
     if len(args) != 2 or not all(map(t.live, args)):
         return None
@@ -138,7 +127,7 @@ def _update(t: Tracer, op: Op) -> _Update | None:
     return None
 
 
-def _layer(t: Tracer, number: int) -> tuple[int, int, int | None] | None:
+def _layer(t: Builder, number: int) -> tuple[int, int, int | None] | None:
     """Return the numbers of x, weight and bias of a value that `F.linear` computes."""
     op = t.producer(number)
     if op is None or op.name != "linear" or _linear(t, number, op) is None:
@@ -147,7 +136,7 @@ def _layer(t: Tracer, number: int) -> tuple[int, int, int | None] | None:
     return x.index, weight.index, bias.index if isinstance(bias, Ref) else None
 
 
-def _updated_input(t: Tracer, number: int) -> int | None:
+def _updated_input(t: Builder, number: int) -> int | None:
     """Return the input of a linear layer, with or without updates."""
     layer, op = _layer(t, number), t.producer(number)
     if layer is not None:
@@ -156,7 +145,7 @@ def _updated_input(t: Tracer, number: int) -> int | None:
     return None if update is None else _updated_input(t, t.source(update.base))
 
 
-def _add_update(t: Tracer, update: _Update) -> str:
+def _add_update(t: Builder, update: _Update) -> str:
     name = t.build(update.base)
     node = t.nodes[name]
     assert isinstance(node, Linear)
@@ -172,12 +161,12 @@ def _add_update(t: Tracer, update: _Update) -> str:
     return name
 
 
-def _dtype(t: Tracer, number: int) -> torch.dtype | None:
+def _dtype(t: Builder, number: int) -> torch.dtype | None:
     param = parameters_of(t.layer).get(t.recording.sources.get(number, ""))
     return None if param is None else param.dtype
 
 
-def _terms(t: Tracer, number: int) -> list[int] | None:
+def _terms(t: Builder, number: int) -> list[int] | None:
     """Return the terms of a sum no wider than the stream, and of those that nothing else reads."""
     op = t.producer(number)
     if op is None or op.kind not in ADD or op.path is not None or _update(t, op):
@@ -197,7 +186,7 @@ def _terms(t: Tracer, number: int) -> list[int] | None:
     return terms
 
 
-def _add_sum(t: Tracer, number: int, terms: list[int]) -> str:
+def _add_sum(t: Builder, number: int, terms: list[int]) -> str:
     """Add the terms to the residual stream one after the other, as blocks do."""
     names = [t.build(term) for term in terms]
     if len(set(names)) < len(names):
@@ -210,7 +199,7 @@ def _add_sum(t: Tracer, number: int, terms: list[int]) -> str:
     return stream
 
 
-def _depends(t: Tracer, y: str, x: str) -> bool:
+def _depends(t: Builder, y: str, x: str) -> bool:
     """Return whether the activation y depends on another, x."""
     todo, seen = [y], set[str]()
     while todo:
@@ -223,7 +212,7 @@ def _depends(t: Tracer, y: str, x: str) -> bool:
     return False
 
 
-def _dropout(t: Tracer, number: int, op: Op) -> Build | None:
+def _dropout(t: Builder, number: int, op: Op) -> Build | None:
     if not (op.p and t.drops):
         return None
     p, name = op.p, op.inside or "dropout"
@@ -236,11 +225,11 @@ def _dropout(t: Tracer, number: int, op: Op) -> Build | None:
     return build
 
 
-def _add_mask(t: Tracer, name: str, x: str, p: float) -> str:
+def _add_mask(t: Builder, name: str, x: str, p: float) -> str:
     return t.add(DrawMask(name=t.unique(name), site=t.site(), p=p, like=x, of=x))
 
 
-def _activation(t: Tracer, op: Op | None) -> tuple[str, Any] | None:
+def _activation(t: Builder, op: Op | None) -> tuple[str, Any] | None:
     """Return the entry of `ACTIVATIONS` that an operation computes, and its input, or None."""
     if op is None or not isinstance(next(iter(op.args), None), Ref):
         return None
@@ -255,7 +244,7 @@ def _activation(t: Tracer, op: Op | None) -> tuple[str, Any] | None:
     return (op.kind, op.args[0]) if op.kind in ACTIVATIONS else None
 
 
-def _act(t: Tracer, number: int, op: Op) -> Build | None:
+def _act(t: Builder, number: int, op: Op) -> Build | None:
     """Trace an activation function."""
     traced = _activation(t, op)
     if traced is None or not t.live(traced[1]):
@@ -268,7 +257,7 @@ def _act(t: Tracer, number: int, op: Op) -> Build | None:
     )
 
 
-def _product(t: Tracer, number: int, op: Op) -> Build | None:
+def _product(t: Builder, number: int, op: Op) -> Build | None:
     """Trace act(gate) * up."""
     args, layout = [*op.args, *op.kwargs.values()], t.layout(number)
     if len(args) != 2 or not all(map(t.live, args)):
@@ -290,7 +279,7 @@ def _product(t: Tracer, number: int, op: Op) -> Build | None:
 
 
 #: Rules by the names of operations without underscores.
-STEPS: Mapping[str, Callable[[Tracer, int, Op], Build | None]] = {
+STEPS: Mapping[str, Callable[[Builder, int, Op], Build | None]] = {
     "linear": _linear,
     "addmm": _linear,
     "norm": _norm,
@@ -301,6 +290,6 @@ STEPS: Mapping[str, Callable[[Tracer, int, Op], Build | None]] = {
     "scaled_dot_product_attention": attention.from_call,
     **dict.fromkeys(ADD, _sum),
     **dict.fromkeys(_MUL, _product),
-    **dict.fromkeys(MATMUL, _matmul),
+    **dict.fromkeys(MATMUL, lambda *args: _linear(*args) or attention.from_softmax(*args)),
     **dict.fromkeys((*ACTIVATIONS, "square", "pow"), _act),
 }

@@ -19,11 +19,6 @@ def known_function(module: nn.Module, dtype: torch.dtype = torch.float32) -> Nor
     """Return the norm or the name of the activation function that a submodule computes, or None.
 
     `dtype`: of its input, by which some norms choose their eps.
-
-    >>> known_function(nn.LayerNorm(8)), known_function(nn.GELU(approximate="tanh"))
-    (NormSpec(kind='layer_norm', eps=1e-05, offset=0.0), 'gelu_tanh')
-    >>> known_function(nn.Linear(2, 2)) is None
-    True
     """
     params = parameters_of(module, recurse=False)
     if any(True for _ in module.children()) or len(params) > 2:
@@ -40,13 +35,7 @@ def known_function(module: nn.Module, dtype: torch.dtype = torch.float32) -> Nor
 
 
 def activation_of(run: Callable[[Tensor], Tensor], like: Tensor) -> str | None:
-    """Return the entry of `ACTIVATIONS` that a function computes, or None.
-
-    It is tried on matrices of the shape and dtype of `like`.
-
-    >>> activation_of(lambda x: x * torch.sigmoid(x), torch.zeros(2, 64, dtype=torch.float64))
-    'silu'
-    """
+    """Return the entry of `ACTIVATIONS` that a function of a matrix `like` computes, or None."""
     size, generator = like.numel(), torch.Generator().manual_seed(0)
     tiny, large = torch.logspace(-8.0, -1.0, 29), torch.logspace(1.0, 30.0, 30)
     some = torch.cat([torch.linspace(-9.0, 9.0, 1001), torch.randn(400, generator=generator)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,12 +14,13 @@ from torch import nn
 from fused_remat.tracing.block import TracedBlock
 from fused_remat.tracing.call import Trace
 from fused_remat.tracing.isolation import renumbered, replica
-from fused_remat.tracing.join import Pair
+from fused_remat.tracing.join import Join
 from fused_remat.tracing.prove import difference
+from fused_remat.tracing.recorder import Recorded, hollow, record
 from fused_remat.tracing.samples import INDICES, Arguments, constants, vary
 from fused_remat.tracing.submodules import known_function
 from fused_remat.tracing.tracer import Tracer
-from fused_remat.tracing.values import SHIFT, Opaque, SideEffect, Untraceable
+from fused_remat.tracing.values import SHIFT, Opaque, Recording, SideEffect, Untraceable
 
 #: Sizes of the two recordings and of the two proofs, of different remainders by small numbers.
 _SIZES = ({"B": 3, "S": 7, "M": 5}, {"B": 2, "S": 10, "M": 12})
@@ -118,31 +119,40 @@ def _trace(
     shift, indices = SHIFT * free, INDICES if free else ()
     sample = functools.partial(call.sample, layer, varies=varies)
     own = call.leaves[call.x].dtype
-    known = functools.partial(known_function, dtype=own)
+
+    def second(dtype: torch.dtype, params: torch.dtype) -> Recorded:
+        values = sample(_SIZES[1], dtype, 1, recorded=True, shift=shift, params=params)
+        with renumbered(layer, indices):
+            recorded = record(layer, forward, values, autocast=True)
+        recorded.recorder.values[:] = map(hollow, recorded.recorder.values)  # nothing reads them
+        return recorded
+
     at_once = exact == torch.float32
     try:
-        first = sample(_SIZES[0], exact, 0, tables=False)
-        one = Pair(layer, forward, first, known, indices)
+        one = record(layer, forward, sample(_SIZES[0], exact, 0, recorded=True), autocast=False)
         at_once = False
-        second = functools.partial(sample, _SIZES[1], seed=1, shift=shift, tables=False)
-        pairs = [one.with_second(second(dtype=other, params=params))]
+        others = [second(other, params)]
     except (Untraceable, torch.OutOfMemoryError):
         raise
     except Exception as error:  # whatever the layer raises at these sizes
         raise _CannotRun(call, error, at_once) from error
     if own.itemsize < 4 and own != other:  # for which the layer may have operations of their own
         with contextlib.suppress(RuntimeError):  # parameters of several dtypes
-            pairs.append(one.with_second(second(dtype=own)))
+            others.append(second(own, own))
     opaque = dict[str, str]()
+    known = {path: known_function(m, own) for path, m in layer.named_modules() if path}
+    live = [one.recorder.values[n] for n in one.recorder.live]
+    narrow = exact == torch.float64 and any(t.dtype == torch.float32 for t in live)
     while True:
         try:
-            trace = _unproved(layer, pairs[0], call, opaque)
-            for pair in pairs[1:]:
-                pair.join(opaque)
+            joined = [Join(layer, one, two, known, opaque).joined for two in others]
+            trace = _unproved(layer, joined[0], call, narrow)
+            for other_join in joined[1:]:
+                other_join()
             fused = functools.partial(trace.proved.run, layer)
             for i, sizes in enumerate(_PROOFS if "S" in call.sizes else _LONG_PROOFS):
                 # With the same parameters: they are as large as the layer's.
-                given = sample(sizes, exact, i + 2, whole=False, shift=i * shift, named=first.named)
+                given = sample(sizes, exact, i + 2, shift=i * shift, named=one.sample.named)
                 with renumbered(layer, indices if i else ()):
                     text = difference(layer, forward, fused, given, trace.narrow)
                 if text is not None:
@@ -157,11 +167,13 @@ def _trace(
             opaque[path] = reason.reason if path == reason.path else str(reason)
 
 
-def _unproved(layer: nn.Module, pair: Pair, call: Arguments, opaque: Mapping[str, str]) -> Trace:
+def _unproved(
+    layer: nn.Module, joined: Callable[[], Recording], call: Arguments, narrow: bool
+) -> Trace:
     """Return the block of two recordings, also without dropout and adapters' dtypes."""
 
     def block_of(drops: bool, mixes_dtypes: bool) -> TracedBlock:
-        recording = pair.join(opaque)
+        recording = joined()
         indices = (call.x, call.memory, call.bounds)
         x, memory, bounds = (None if i is None else recording.inputs[i] for i in indices)
         assert x is not None
@@ -172,9 +184,9 @@ def _unproved(layer: nn.Module, pair: Pair, call: Arguments, opaque: Mapping[str
         )  # fmt: skip
         return tracer.trace(f"read_{type(layer).__name__}")
 
-    trace = Trace(block_of(True, True), call, pair.narrow)
+    trace = Trace(block_of(True, True), call, narrow)
     if trace.block.draws:
-        trace.plain = trace.proved = Trace(block_of(False, True), call, pair.narrow)
+        trace.plain = trace.proved = Trace(block_of(False, True), call, narrow)
     if trace.block.mixes_dtypes:
-        trace.proved = Trace(block_of(False, False), call, pair.narrow)
+        trace.proved = Trace(block_of(False, False), call, narrow)
     return trace

@@ -144,32 +144,18 @@ def attributes(value: Any) -> dict[str, Any]:
 
 @dataclass(eq=False)
 class Op:
-    """A recorded operation.
+    """A recorded operation, whose arguments have a `Ref` for each tensor."""
 
-    Attributes:
-        name: of the function; of an opaque submodule, one that no function has.
-        run: called with the arguments, returns a result with the outputs as its leaves. It
-            changes no argument. That of an opaque submodule takes the submodule first.
-        args, kwargs: arguments with a `Ref` for each tensor.
-        outs: the numbers of the tensors among the result's leaves; None for other leaves.
-        p: of dropout, the probability if it is active.
-        random: whether it draws random numbers.
-        path: of an opaque submodule, its path.
-        inside: the path of the submodule that runs it.
-        info: of a norm, its `NormSpec`; of an activation function, its name; of an opaque
-            submodule, why it was not traced.
-    """
-
-    name: str
-    run: Callable[..., Any]
+    name: str  # of the function; of an opaque submodule, one that no function has
+    run: Callable[..., Any]  # changes no argument; that of an opaque submodule takes it first
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    outs: list[int | None]
-    inside: str
-    p: float | None = None
+    outs: list[int | None]  # by leaf of the result; None for those that are no tensors
+    inside: str  # the path of the submodule that runs it
+    p: float | None = None  # of dropout
     random: bool = False
-    path: str | None = None
-    info: Any = None
+    path: str | None = None  # of an opaque submodule
+    info: Any = None  # a norm's spec, an activation's name, or why a submodule is opaque
 
     @property
     def kind(self) -> str:
@@ -190,13 +176,7 @@ class Op:
 def ops_for(
     needed: Iterable[int], producers: Mapping[int, Op], known: Iterable[int] = ()
 ) -> tuple[set[Op], set[int]]:
-    """Return the operations that compute values, and the values that none of these computes.
-
-    Args:
-        needed: the numbers of the values.
-        producers: by the number of a value, the operation that computes it.
-        known: values that are not to be computed.
-    """
+    """Return the operations that compute values other than `known`, and those without any."""
     ops, roots, seen, todo = set[Op](), set[int](), {*known}, [*needed]
     while todo:
         number = todo.pop()
@@ -234,51 +214,28 @@ class Span:
 
 @dataclass(eq=False)
 class Recording:
-    """Two recordings of a layer, joined.
+    """Two recordings of a layer, joined."""
 
-    Attributes:
-        values: of the first recording, by number.
-        shapes: of every value, with `Size`s; None where the two recordings do not agree.
-        dtypes: of every value; `STREAM` for the residual stream's.
-        ops: all operations, in order; an opaque submodule is one.
-        producers: by number of a value, the operation that computes it.
-        sources: parameters, buffers and attributes of the layer by number.
-        inputs: the numbers of the tensors among the leaves of the arguments; None for others.
-        live: the values that depend on the activations among the arguments.
-        result: the layer's result, with `Ref`s.
-        sizes: of the first recording.
-        exact: the dtype in which its operations are tried.
-        fixed: names of the layer's tensors whose values decide what it runs.
-    """
-
-    values: list[Tensor]
-    shapes: list[tuple[Any, ...] | None]
-    dtypes: list[Any]
+    values: list[Tensor]  # of the first recording, by number
+    shapes: list[tuple[Any, ...] | None]  # with `Size`s; None where the recordings do not agree
+    dtypes: list[Any]  # `STREAM` for the residual stream's
     ops: list[Op]
-    producers: dict[int, Op]
-    sources: dict[int, str]
-    inputs: list[int | None]
-    live: set[int]
-    result: Any
-    sizes: Sizes
-    exact: torch.dtype
-    fixed: set[str]
+    producers: dict[int, Op]  # by the number of a value
+    sources: dict[int, str]  # parameters, buffers and attributes of the layer, by number
+    inputs: list[int | None]  # by leaf of the arguments; None for those that are no tensors
+    live: set[int]  # values that depend on the activations among the arguments
+    result: Any  # with `Ref`s
+    sizes: Sizes  # of the first recording
+    exact: torch.dtype  # in which operations are tried
+    fixed: set[str]  # names of the layer's tensors whose values decide what it runs
 
 
 class Sample(NamedTuple):
-    """Sizes, tensors of the layer, and arguments of a call, with which a layer is recorded.
-
-    Attributes:
-        dtype: the residual stream's.
-        named: the layer's tensors by name.
-        arguments: the arguments by name.
-        active: for each leaf of the arguments, whether it is an activation.
-        bounds: the index of the leaf that holds the bounds of packed sequences, if any.
-    """
+    """Sizes, tensors of the layer, and arguments of a call, with which a layer is recorded."""
 
     sizes: Sizes
-    dtype: torch.dtype
-    named: Mapping[str, Tensor]
+    dtype: torch.dtype  # of the residual stream
+    named: Mapping[str, Tensor]  # the layer's tensors
     arguments: Mapping[str, Any]
-    active: list[bool]
-    bounds: int | None = None
+    active: list[bool]  # whether each leaf of the arguments is an activation
+    bounds: int | None = None  # index of the leaf that holds the bounds of packed sequences

@@ -31,7 +31,7 @@ from fused_remat.kernels.attention_masks import (
     Sums,
     attention_mask_bwd_kernel,
 )
-from fused_remat.steps import attention, attention_library
+from fused_remat.steps import attention, attention_aten
 from fused_remat.steps.attention import as_heads
 from fused_remat.steps.attention_call import AttentionArgs, AttentionKey, Heads
 from fused_remat.steps.operations import FAULTS, faster
@@ -84,9 +84,7 @@ def unsupported_reason(key: AttentionKey) -> str | None:
 
 def _why(key: AttentionKey) -> str | None:
     """Why these kernels are chosen over ATen's; None if ATen's are chosen."""
-    return attention_library.unsupported_reason(key) or why_own_attention(
-        target_of(key.device), key
-    )
+    return attention_aten.unsupported_reason(key) or why_own_attention(target_of(key.device), key)
 
 
 def _unsupported_fwd_reason(key: AttentionKey) -> str | None:

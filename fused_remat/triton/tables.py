@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from fused_remat.steps import attention_library
+from fused_remat.steps import attention_aten
 from fused_remat.steps.attention_call import AttentionArgs, AttentionKey, flash_is_replaced
 from fused_remat.triton.launch import Target, cdiv
 
@@ -210,7 +210,7 @@ def why_own_attention(target: Target, key: AttentionKey) -> str | None:
         return "ATen's fused kernels are not used on this target"
     if key.lengths:
         return "keys beyond the key lengths are not read"
-    name = attention_library.kernel_of(key)
+    name = attention_aten.kernel_of(key)
     if not name:
         return "query heads that share a key head need one launch"
     measured = family(target) == "hopper" and 64 < max(key.widths) <= 128

@@ -11,10 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from bench.kernels import command
 from bench.kernels.attention_problem import FORMS, Attention
-from bench.kernels.passes import Norm
+from bench.kernels.ops import MLP, OPS, Mlp, Norm
 from bench.kernels.problem import DIRECTIONS, Op, Problem, contests
-from bench.kernels.products import MLP, Mlp
-from bench.kernels.table import OPS
 from bench.measure.contest import Rig, Work, admit
 from bench.pages import kernels as report
 
@@ -48,8 +46,8 @@ def test_truth_of_attention_is_softmax_of_the_keys_that_are_seen(form):
     """Against scores written out."""
     made = problem(form)
     q, k, v = (t.double() for t in made.sets[0].values())
-    sees, position = made.sees() or (lambda b, h, i, j: i + j >= 0), torch.arange(48)
-    seen = sees(0, 0, position[:, None], position)
+    seen = torch.ones(48, 48, dtype=torch.bool) if made.mask is None else made.mask
+    seen = seen.tril() if made.form.causal else seen
     scores = (q @ k.transpose(-1, -2) / 4.0).masked_fill(~seen, -torch.inf)
     half = made.form.causal and made.mask is None  # its diagonal is counted as half of it
     assert made.share == pytest.approx(seen.double().mean().item() - 0.5 * half / 48, abs=1e-12)

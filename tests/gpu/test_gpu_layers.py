@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 from accuracy import assert_bits
-from gpu_layers import APART, CUDA_ONLY, NO_FALLBACK, B, D, S, data, layer_of, stack_of, step
+from gpu_layers import APART, CUDA_ONLY, NO_FALLBACK, B, D, S, data, stack_of, step
 from places import BF16, DEVICE, deterministic, error_of, normal
 from reference import EXACT_PRESETS
 from torch.utils.checkpoint import checkpoint
@@ -125,25 +125,3 @@ def test_forward_on_a_side_stream_and_backward_on_the_default_one(policy):
     expected, side = on_stream(model, x), torch.cuda.Stream()
     for _ in range(5):
         assert_bits(on_stream(model, x, side), expected)
-
-
-@CUDA_ONLY
-@pytest.mark.composes(
-    "Concurrency and faults",
-    "layers on two CUDA streams, forward on a side stream and backward on the default one",
-)
-def test_two_layers_on_two_streams():
-    layers, x = [layer_of("full"), layer_of("fast")], data()
-    expected = [on_stream(layer, x) for layer in layers]
-    here, streams = torch.cuda.current_stream(), [torch.cuda.Stream() for _ in layers]
-    for _ in range(5):
-        losses = []
-        for layer, stream in zip(layers, streams, strict=True):
-            torch.manual_seed(1)
-            stream.wait_stream(here)
-            with torch.cuda.stream(stream):
-                losses.append(layer(x).float().square().mean())
-        for stream in streams:
-            here.wait_stream(stream)
-        params = [p for layer in layers for p in layer.parameters()]
-        assert_bits(torch.autograd.grad(losses, params), sum(expected, ()))

@@ -10,7 +10,7 @@ from processes import ROOT, printed
 from fused_remat import FusedRematLayer, ops
 from fused_remat.execution import choose
 from fused_remat.random import DropoutMask, site_keys
-from fused_remat.steps import attention_library, cpu_choice, linear
+from fused_remat.steps import attention_aten, cpu_choice, linear
 from fused_remat.steps import onednn as onednn_products
 from fused_remat.steps.cpu_choice import ATTENTION, PRODUCTS
 from fused_remat.steps.operations import OPERATIONS
@@ -187,7 +187,7 @@ def test_attention_in_blocks_where_it_is_faster(settings, dtype, is_causal):
         grads[implementation] = [attention(), *torch.autograd.grad(attention().sum(), heads)]
         call = attention_call((2, 4, 2, 300, 300, 16), right=0 if is_causal else -1)
         faster = (
-            attention_library.unsupported_call_reason(heads[0], heads[2], call)
+            attention_aten.unsupported_call_reason(heads[0], heads[2], call)
             == "faster on this processor"
         )
         assert faster == (implementation == "blocks")
@@ -213,7 +213,7 @@ def test_the_processor_dtype_and_size_choose(settings, monkeypatch, processor):
     def attention(dtype, length, right=0):
         q = torch.empty(1, 4, length, 16, dtype=dtype)
         call = attention_call((1, 4, 2, length, length, 16), right=right)
-        return attention_library.unsupported_call_reason(q, q[:, :2], call) is not None
+        return attention_aten.unsupported_call_reason(q, q[:, :2], call) is not None
 
     has = onednn_products._ONEDNN is not None
     assert product(torch.float32) == (has and processor == AMD)

@@ -10,7 +10,7 @@ from torch import nn
 from fused_remat import explain, ops
 from fused_remat.execution import choose
 from fused_remat.spec import NormSpec
-from fused_remat.steps import attention_library
+from fused_remat.steps import attention_aten
 from fused_remat.steps.linear import bias_grad
 from fused_remat.steps.norm import norm_fwd
 from fused_remat.steps.operations import OPERATIONS, faster
@@ -82,9 +82,9 @@ def test_an_option_that_library_kernels_do_not_know_is_refused():
     """An option that is new in `AttentionSpec` must not be ignored."""
     call = attention_call((1, 2, 2, 4, 4, 8))
     q = torch.randn(1, 2, 4, 8)
-    assert attention_library.unsupported_call_reason(q, q, call) is None
+    assert attention_aten.unsupported_call_reason(q, q, call) is None
     assert call.spec.options == ()
     spec = dataclasses.replace(call.spec)
     spec.__dict__["options"] = ("sinks",)
     call = dataclasses.replace(call, spec=spec)
-    assert attention_library.unsupported_call_reason(q, q, call) == "they have no sinks"
+    assert attention_aten.unsupported_call_reason(q, q, call) == "they have no sinks"

@@ -180,13 +180,12 @@ def test_where_the_block_cannot_stand_in(model, blocks_run, change, reason, poli
 @pytest.mark.parametrize(
     "given, reason",
     [
-        ({"attention_mask": torch.ones(2, 1, 12, 13) > 0}, "attention_mask has shape"),
-        ({"attention_mask": torch.ones(2, 3, 12, 12) > 0},
-         "attention_mask is for 3 heads, and the layer has 4"),
+        ({"attention_mask": torch.ones(2, 1, 12, 13) > 0}, "attention_mask is torch.bool of shape"),
+        ({"attention_mask": torch.ones(2, 3, 12, 12) > 0}, "attention_mask is torch.bool of shape"),
         ({"position_bias": torch.zeros(1)}, "the call passes position_bias"),
         ({"past_key_values": object()}, "the cache holds tokens"),
         ({"position_embeddings": None}, "position_embeddings is NoneType"),
-        ({"hidden_states": torch.zeros(2, 12, 32)}, "cos is torch.float64, expected torch.float32"),
+        ({"hidden_states": torch.zeros(2, 12, 32)}, "cos is torch.float64 of shape"),
         ({"hidden_states": torch.zeros(12, 32)}, "hidden_states has shape (12, 32)"),
     ],
 )  # fmt: skip

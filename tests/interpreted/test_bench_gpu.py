@@ -5,8 +5,6 @@ import importlib
 import json
 import os
 import re
-import sys
-import types
 from pathlib import Path
 
 import pytest
@@ -19,7 +17,6 @@ from bench.commands import gpu
 from bench.gpu import attention_tiles, profile
 from bench.gpu import layers as gpu_layers
 from bench.gpu.profile import KINDS
-from bench.measure import options
 from bench.measure.contest import Rig
 from bench.measure.results import ResultsFile
 from bench.pages.gpu import failures, profile_table
@@ -75,7 +72,7 @@ def test_every_tile_and_preset_is_there(rows):
     ways = {(row["case"]["section"], row["case"]["name"]): row.get("ways", {}) for row in rows}
     for kernel, families in tables.TILES.items():
         names = {tile_name(tile) for tile in families["interpreter"]}
-        assert set(ways["tiles", f"tiles of {kernel}"]) == {"bare", *names}
+        assert set(ways["tiles", f"tiles of {kernel}"]) == names
     for kernel in attention_tiles.KERNELS:
         found = ways["attention tiles", f"tiles of attention_{kernel} causal"]
         tiles = attention_tiles.CANDIDATES["interpreter"].get(kernel, ())
@@ -118,7 +115,7 @@ def test_a_failing_case_is_a_row(rig, tmp_path):
 
 
 def test_what_was_measured_is_not_measured_again(rig, tmp_path, monkeypatch):
-    """Nor is the case in which a worker ended, until the command is given again."""
+    """Nor is the case in which the process ended."""
     measured, path = [], tmp_path / "gpu.json"
 
     def section(needs, *names):
@@ -142,37 +139,8 @@ def test_what_was_measured_is_not_measured_again(rig, tmp_path, monkeypatch):
     assert found["crashed"]["error"] == gpu.UNFINISHED and "skipped" in found["too long"]
     run(1e10)  # more time
     assert measured == ["next", "too long"]
-    gpu.begin(again := ResultsFile(path, {"gpu": "this"}, {}), sections, fresh=False)
-    again.write()
-    run(1e10)
-    assert measured[2:] == ["crashed"]
-    gpu.begin(again := ResultsFile(path, {"gpu": "this"}, {}), ["long"], fresh=True)
-    assert {row["case"]["section"] for row in again.rows} == {"it"}
-    gpu.begin(again, sections, fresh=True)
-    assert again.rows == []
     run(1e10, source="other code")
-    assert measured[3:] == ["done", "crashed", "next", "too long"]
-
-
-@pytest.mark.parametrize(("statuses", "status"), [((gpu.BROKEN, 1, 0), 0), ((1,) * 8, 1)])
-def test_workers_follow_one_another_until_one_ends_well(statuses, status, monkeypatch, tmp_path):
-    """That none does is a failure, though they wrote nothing that says so."""
-    left, commands = list(statuses), []
-
-    def run(command, **rest):
-        commands.append(command)
-        return types.SimpleNamespace(returncode=left.pop(0))
-
-    monkeypatch.setattr(gpu.subprocess, "run", run)
-    for module in (gpu, options):
-        monkeypatch.setattr(module, "INTERPRETED", False)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert gpu.main(["--out", str(tmp_path / "new")]) == status and not left
-    assert all(command[:4] == [sys.executable, "-m", "bench", "gpu"] for command in commands)
-    numbers = [command[command.index("--worker") + 1] for command in commands]
-    assert numbers == [str(index) for index in range(len(commands))]
-    with pytest.raises(SystemExit, match="2"):
-        gpu.parse(["--minutes", "0.2"])
+    assert measured[2:] == ["done", "crashed", "next", "too long"]
 
 
 def test_dry_runs_are_interpreted(monkeypatch):
@@ -237,13 +205,6 @@ def test_what_a_kernel_is_for(kind, name):
     assert profile.kind_of(name) == kind
 
 
-def test_forwards_of_attention_are_known():
-    found = [name for names in NAMES.values() for name in names if profile.FORWARD.search(name)]
-    assert len(found) == 3 and all("wd" in name or "fprop" in name for name in found)
-    assert profile.FORWARD.search("attention_fwd_kernel")
-    assert not profile.FORWARD.search("void pytorch_flash::flash_fwd_splitkv_combine_kernel<...>")
-
-
 def test_every_kernel_of_ours_has_a_kind():
     """Those that a launch can name, and those that are in `kernels/`."""
     at = target_of(90)
@@ -267,7 +228,6 @@ def test_what_kernels_add_up_to():
     assert profile.busy(events) == 10.0 + 30.0 + 1.0
     found = profile.tally(events, 2)
     assert found["busy_us"] == 20.5 and found["launches"] == 2.5
-    assert found["attention_forwards"] == 0.5
     assert {kind: us for kind, us in found["kinds_us"].items() if us} == {
         "products": 15.0, "attention": 2.0, "copies and fills": 6.0, "other": 0.5,
     }  # fmt: skip

@@ -7,8 +7,8 @@ from kernel_problems import PROBLEMS
 from places import target
 
 from bench.kernels.attention_problem import FORMS
+from bench.kernels.ops import MLP, Absent, Mlp
 from bench.kernels.problem import contests, ways_of
-from bench.kernels.products import MLP, Absent, Mlp
 from bench.measure.contest import Rig, admit, check
 
 RIG = Rig(torch.device("cpu"), torch.float32, True, target(), ends=0.0)

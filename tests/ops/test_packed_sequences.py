@@ -74,7 +74,7 @@ LENGTHS = {"key_lengths": torch.tensor([34, 0, 5])}
         (1, BOUNDS | {"is_causal": True}, 3, f"{PACKED}{FLASH}; {BLOCKS}; {EMPTY}"),
         (1, packed([0], [9]), 0, PACKED + "none"),
         (3, LENGTHS, 1, FLASH),
-        (3, LENGTHS | {"is_causal": True}, 0, f"{BLOCKS} beside a mask or key lengths"),
+        (3, LENGTHS | {"is_causal": True}, 0, f"{BLOCKS} with a mask or key lengths"),
     ],
 )
 def test_the_flash_kernel_runs_where_it_can_and_explain_says_why(batch, options, calls, said):

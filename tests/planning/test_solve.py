@@ -22,11 +22,11 @@ from fused_remat.planner.chain import (
     seconds,
     timeline,
 )
-from fused_remat.planner.solve import METHODS, choose, frontier, frontier_of, least_peak, optimal
+from fused_remat.planner.solve import METHODS, choose, frontier, least_peak, optimal
 
 FEW = settings(max_examples=50 * MORE)
 SEEDS = st.integers(0, 2**32)
-SAVES = [(), ("key",), ("gate", "key")]
+SAVES = [("key",), ("gate", "key")]
 
 
 def random_chain(seed):
@@ -36,10 +36,8 @@ def random_chain(seed):
     names = [f"layers.{i}" for i in range(n)]
     if n > 2 and draw.random() < 0.4:
         names[draw.randrange(1, n)] = names[0]
-    more = 2 if n < 5 else 1  # options than the base; two may keep the same names
-    saves = {
-        name: [(), *(draw.choice(SAVES) for _ in range(draw.randint(1, more)))] for name in names
-    }
+    more = 2 if n < 5 else 1  # options than the base
+    saves = {name: [(), *draw.sample(SAVES, draw.randint(1, more))] for name in names}
     calls = tuple(random_call(draw, name, saves[name], i) for i, name in enumerate(names))
     resting = {"parameters": draw.randint(0, 20), "gradients": draw.randint(0, 5)}
     moments = tuple(random_moments(draw, calls))
@@ -159,15 +157,15 @@ def test_optimal_is_the_best_of_all_choices(seed):
 
 
 @FEW
-@given(SEEDS, st.sampled_from([1, 2, 5, 24]))
-def test_frontier_goes_from_the_least_peak_of_all_choices_to_the_fastest(seed, points):
+@given(SEEDS)
+def test_frontier_goes_from_the_least_peak_of_all_choices_to_the_fastest(seed):
     chain = random_chain(seed)
     every = brute_force(chain)
-    found = [measured(chain, choice) for choice in frontier(chain, points)]
-    assert len(found) <= points and valid(chain, least_peak(chain))
+    found = [measured(chain, choice) for choice in frontier(chain)]
+    assert valid(chain, least_peak(chain))
     most, fastest = min((most, time) for time, most, _ in every)
     assert found[0] == measured(chain, least_peak(chain)) == (fastest, most)
-    assert points == 1 or found[-1] == min((time, most) for time, most, _ in every)
+    assert found[-1] == min((time, most) for time, most, _ in every)
     for (slow, small), (fast, large) in itertools.pairwise(found):
         assert fast < slow and large > small
 
@@ -186,7 +184,7 @@ def test_the_choice_with_offload_is_the_best_of_all(seed):
         else:
             with pytest.raises(BudgetError) as error:
                 choose(chain, budget, "optimal", {})
-            assert error.value.least == peak(chain, frontier_of(chain)[0]) == budget + 1
+            assert error.value.least == peak(chain, frontier(chain)[0]) == budget + 1
     fastest = peak(chain, choose(chain, None, "optimal", {}))
     for method, budget in itertools.product(METHODS, (fastest, None)):
         with contextlib.suppress(BudgetError):

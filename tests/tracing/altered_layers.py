@@ -74,11 +74,6 @@ class Noise(Block):
         return self.mlp(x + 0.1 * torch.randn_like(x))
 
 
-class NoiseOfShape(Block):
-    def branch(self, x: Tensor) -> Tensor:
-        return self.mlp(x + 0.1 * torch.randn(x.shape, dtype=x.dtype))
-
-
 class NoisyMLP(MLP):
     def forward(self, x: Tensor) -> Tensor:
         hidden = F.gelu(self.up(x))
@@ -295,11 +290,6 @@ class LearnedGate(Block):
         return torch.sigmoid(self.gate(x)) * self.mlp(x)
 
 
-class StraightThrough(Block):
-    def branch(self, x: Tensor) -> Tensor:
-        return self.mlp((x.round() - x).detach() + x)
-
-
 class WithoutGradient(Block):
     def branch(self, x: Tensor) -> Tensor:
         with torch.no_grad():
@@ -426,16 +416,6 @@ class SoftmaxOverQueries(Attention):
 
 class WrongSoftmax(Block):
     attention = SoftmaxOverQueries
-
-
-class MaskAfterSoftmaxAttention(Attention):
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        n = q.shape[2]
-        return ((q @ k.transpose(-2, -1) * 0.5).softmax(-1) * torch.ones(n, n).tril()) @ v
-
-
-class MaskAfterSoftmax(Block):
-    attention = MaskAfterSoftmaxAttention
 
 
 class Multihead(nn.Module):
@@ -605,8 +585,3 @@ class OneLength(Block):
 
     def branch(self, x: Tensor) -> Tensor:
         return self.mlp(x + self.positions)
-
-
-class EmptyArgument(Block):
-    def forward(self, x: Tensor, more: Tensor) -> Tensor:
-        return super().forward(torch.cat([x, more], 1))[:, : x.shape[1]]

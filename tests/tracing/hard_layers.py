@@ -101,11 +101,6 @@ class Clamped(Layer):
         return self.mlp.down(self.mlp.up(x).clamp(-8, 8))
 
 
-class ClampedHalf(Layer):
-    def branch(self, x: Tensor) -> Tensor:
-        return self.mlp.down((self.mlp.up(x) * 0.5).clamp(-8, 8))
-
-
 class Hardtanh(Layer):
     def set_up(self, index: int) -> None:
         self.act = nn.Hardtanh(0, 20)
@@ -223,17 +218,6 @@ class AuxiliaryInArgument(Layer):
 
 
 # Dropout.
-
-
-class DroppedScores(Scores):
-    """The mask is made of activations."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (heads(t) for t in self.qkv(self.norm(x)).chunk(3, -1))
-        mask = (q[..., :1] @ k[..., :1].transpose(-1, -2)).tanh()
-        p = 0.3 if self.training else 0.0
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=p)
-        return x + self.mlp(y.transpose(1, 2).reshape(x.shape))
 
 
 class DroppedPlanes(Layer):
@@ -600,20 +584,9 @@ class HalfBranch(Layer):
         return y.clamp(-2.0, 2.0) if y.dtype == torch.bfloat16 else y
 
 
-class WideScale(Layer):
-    """A float32 coefficient beside 16 bits makes the result float32."""
-
-    def set_up(self, index: int) -> None:
-        self.scale = nn.Parameter(torch.linspace(0.5, 2.0, WIDTH))
-
-    def branch(self, x: Tensor) -> Tensor:
-        return self.scale * self.mlp(x)
-
-
 # Numbers of the layer's module and class, of arrays, slots and other objects.
 
 SCALE = 1.0
-LOSSES: list[Tensor] = []
 
 
 class GlobalScale(Layer):
@@ -633,16 +606,6 @@ class Slots:
 
     def __init__(self, scale: float):
         self.scale = scale
-
-
-COLLECTOR = SimpleNamespace(losses=[])
-
-
-class ObjectLosses(Layer):
-    def branch(self, x: Tensor) -> Tensor:
-        y = self.mlp(x)
-        COLLECTOR.losses.append(y.square().mean())
-        return y
 
 
 class SlotsLosses(Layer):

@@ -399,9 +399,7 @@ MODELS = {
         "{}TextDecoderLayer",
         config="{}TextConfig",
     ),
-    "mistral": _hf("Mistral", {**_DECODER, "sliding_window": 5}),
     "ministral": _hf("Ministral", {**_DECODER, **_LOCAL, "head_dim": 8}),
-    "qwen2": _hf("Qwen2", _DECODER),
     "qwen3": _hf("Qwen3", {**_DECODER, "head_dim": 16}),
     "gemma": _hf("Gemma", _GEMMA),
     "gemma2": _hf(
@@ -433,7 +431,6 @@ MODELS = {
     ),
     "phi": _hf("Phi", _DECODER),
     "phi3": _hf("Phi3", {**_DECODER, "original_max_position_embeddings": 64}),
-    "olmo": _hf("Olmo", _DECODER),
     "olmo2": _hf("Olmo2", _DECODER),
     "olmo3": _hf("Olmo3", {**_DECODER, **_LOCAL}),
     "granite": _hf(
@@ -445,7 +442,6 @@ MODELS = {
     "glm4": _hf("Glm4", {**_DECODER, "head_dim": 8}),
     "starcoder2": _hf("Starcoder2", {**_DECODER, "sliding_window": 5}),
     "falcon": _hf("Falcon", _FALCON),
-    "falcon_new": _hf("Falcon", {**_FALCON, "new_decoder_architecture": True, "num_kv_heads": 2}),
     "falcon_alibi": _hf(
         "Falcon",
         {**_FALCON, "alibi": True, "multi_query": False, "parallel_attn": False, "bias": True},
@@ -458,7 +454,6 @@ MODELS = {
     ),
     "bloom": _hf("Bloom", {**_TEXT, "hidden_size": 32, "n_layer": 2, "n_head": 4}, "{}Block"),
     "gpt2": _hf("GPT2", _GPT2, "{}Block", "{}LMHeadModel"),
-    "smollm3": _hf("SmolLM3", {**_DECODER, "no_rope_layers": [1, 0]}),
     # Mixtures of experts, recurrent layers.
     "mixtral": _hf("Mixtral", {**_DECODER, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen3_moe": _hf("Qwen3Moe", {**_DECODER, **_ROUTED, "head_dim": 16, "num_experts": 4}),
@@ -494,8 +489,6 @@ MODELS = {
     ),
     # Encoders of text.
     "bert": _masked("Bert", _ENCODER),
-    "roberta": _masked("Roberta", _ENCODER),
-    "xlm_roberta": _masked("XLMRoberta", _ENCODER),
     "distilbert": _masked(
         "DistilBert",
         {**_TEXT, "dim": 32, "hidden_dim": 48, "n_heads": 4, "n_layers": 2, "dropout": 0.0,
@@ -515,7 +508,6 @@ MODELS = {
          "layer_types": ["full_attention", "sliding_attention"]},
         "{}EncoderLayer",
     ),
-    "electra": _masked("Electra", {**_ENCODER, "embedding_size": 16}),
     # Encoders and decoders; sound.
     "t5": _seq2seq("T5", {**_T5, "dropout_rate": 0.0}, "{}Block"),
     "t5_gated": _seq2seq(
@@ -529,13 +521,6 @@ MODELS = {
         batch=_spectrum_and_ids,
     ),
     "wav2vec2": _hf("Wav2Vec2", _WAV2VEC2, "{}EncoderLayer", "{}Model", batch=_sound),
-    "wav2vec2_stable": _hf(
-        "Wav2Vec2",
-        {**_WAV2VEC2, "do_stable_layer_norm": True, "feat_extract_norm": "layer"},
-        "{}EncoderLayerStableLayerNorm",
-        "{}Model",
-        batch=_sound,
-    ),
     # Images, and images with text.
     "vit": _vision("ViT", {**_VIT, **_NO_DROPOUT, "num_labels": 5}),
     "dinov2": _vision("Dinov2", {**_VIT, **_NO_DROPOUT, "mlp_ratio": 2, "num_labels": 5}),
@@ -546,13 +531,6 @@ MODELS = {
         model="{}Model",
     ),
     "siglip": _hf("Siglip", _TOWERS, "{}EncoderLayer", "{}Model", batch=_images_and_ids),
-    "clip": _hf(
-        "CLIP",
-        {**_TOWERS, "projection_dim": 32},
-        "{}EncoderLayer",
-        "{}Model",
-        batch=_images_and_ids,
-    ),
     "swin": _vision(
         "Swin",
         {**_PIXELS, **_NO_DROPOUT, "embed_dim": 32, "depths": [2, 2], "num_heads": [2, 4],
@@ -571,13 +549,6 @@ MODELS = {
     "qwen2_vl": _seq2seq(
         "Qwen2VL",
         _qwen_vl({"embed_dim": 32, "hidden_size": 32, "mlp_ratio": 2}),
-        "{0}DecoderLayer {0}VisionBlock",
-        _patches_in_text,
-    ),
-    "qwen2_5_vl": _seq2seq(
-        "Qwen2_5_VL",
-        _qwen_vl({"hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 32,
-                  "window_size": 8, "fullatt_block_indexes": [1]}),
         "{0}DecoderLayer {0}VisionBlock",
         _patches_in_text,
     ),

@@ -29,7 +29,7 @@ from fused_remat.steps.residual import Add
 from fused_remat.tracing import layer as layer_module
 from fused_remat.tracing.call import Trace
 from fused_remat.tracing.layer import KNOWN
-from fused_remat.tracing.record import record
+from fused_remat.tracing.recorder import record
 from fused_remat.tracing.values import Sample
 
 pytestmark = pytest.mark.filterwarnings("ignore::fused_remat.FusedRematWarning")
@@ -146,17 +146,14 @@ def steps(model: nn.Module, kind: type) -> list[str]:
 READ = {
     "Block": True,
     "TrainFactor": True,
-    "StraightThrough": True,
     "LearnedCoefficients": True,
     "LearnedGate": True,
     "InPlace": True,
     "InPlaceView": True,
     "WeightNormed": True,
     "Convolution": True,
-    "Filled": True,
     "AddedMask": True,
     "WrongSoftmax": False,
-    "MaskAfterSoftmax": False,
     "PlainTensor": True,
     "IndexScale": True,
     "Tuple": True,
@@ -182,7 +179,6 @@ def test_read(name, told):
 # Layers that are left as they are, and a part of the reason.
 LEFT = {
     "Noise": "random numbers",
-    "NoiseOfShape": "random numbers",
     "RunningMean": "its forward changes mean",
     "BranchOnSum": "(bool)",
     "WithoutGradient": "differs",
@@ -232,9 +228,6 @@ def test_submodule_is_a_piece(name, told):
         assert steps(model, Attention)
     else:
         assert told.reasons()
-
-
-# State that is no buffer of the layer's, or not changed in place.
 
 
 # Branches on what is no activation.
@@ -287,9 +280,8 @@ def test_whole_number_argument():
 
 @pytest.mark.parametrize(
     "name",
-    ["IndexScale", "IndexBranch", "ListAttribute", "Config", "BufferMask",
-     "PlainTensor", "Patched"],
-)  # fmt: skip
+    ["IndexBranch", "ListAttribute", "Config", "BufferMask", "PlainTensor", "Patched"],
+)
 def test_layers_of_one_class_differ(name):
     stock, model = pair(getattr(altered, name))
     same_step(stock, model, normal(B, S, WIDTH))
@@ -438,7 +430,7 @@ def test_results_are_held_as_long_as_the_layer_holds_them(of):
     x = normal(64, 64, WIDTH).requires_grad_()
     sample = Sample({}, x.dtype, named, {"x": x}, [True])
     with AllocationTrace() as trace:
-        recorder, _, _ = record(layer, layer.forward, sample, autocast=False)
+        recorder, *_ = record(layer, layer.forward, sample, autocast=False)
     assert trace.spans[0].peak < 12 * x.nbytes and trace.spans[0].end < x.nbytes
     assert [tuple(recorder.values[n].shape) for n in recorder.live][-1] == (64, 64, WIDTH)
 
@@ -487,21 +479,6 @@ def test_sequences_of_one_length_are_mixed(size):
     same_step(stock, model, normal(512, size, WIDTH), tolerance=1e-8)
 
 
-@pytest.mark.parametrize("width", [4, 8, 24])
-def test_a_narrow_activation_that_is_nearly_another(width):
-    class Narrow(altered.Block):
-        def set_up(self, index: int) -> None:
-            self.mlp.up, self.mlp.down = nn.Linear(WIDTH, width), nn.Linear(width, WIDTH)
-
-        def branch(self, x: Tensor) -> Tensor:
-            h = self.mlp.up(x)
-            return self.mlp.down(h * (h > 0.01))
-
-    stock, model = pair(Narrow)
-    for seed in range(20):
-        same_step(stock, model, 0.1 * normal(4, 20, WIDTH, seed=seed))
-
-
 @pytest.mark.parametrize("limit", [1e6, torch.finfo(torch.float32).max, None])
 def test_limits_that_no_number_reaches_yet(limit):
     class Limited(altered.Block):
@@ -514,13 +491,6 @@ def test_limits_that_no_number_reaches_yet(limit):
     stock, model = pair(Limited)
     same_step(stock, model, normal(B, S, WIDTH))
     assert not steps(model, MLPActivation)
-
-
-def test_an_empty_argument():
-    stock, model = pair(altered.EmptyArgument)
-    same_step(stock, model, normal(B, S, WIDTH), normal(B, 0, WIDTH))
-    same_step(stock, model, normal(B, S, WIDTH), normal(B, 3, WIDTH))
-    assert all(kind.state != "plain" for kind in conversion(model))
 
 
 def test_a_trace_that_fails_leaves_no_frame():
@@ -578,13 +548,6 @@ def test_what_a_block_keeps_has_the_names_of_arguments_and_tensors():
     step(model, normal(B, S, WIDTH), altered.turns(S))
     (graph, *_), names = graphs(model), {*dict(model.layers[0].named_parameters())}
     assert {name for name in graph.params if name not in names} <= {"angles", "angles_2"}
-
-
-def test_mask_with_gradient():
-    stock, model = pair(altered.MaskArgument)
-    for shape in ((S, S), (1, HEADS, S, S), (B, HEADS, S, S)):
-        bias = normal(*shape, seed=8).requires_grad_()
-        same_step(stock, model, normal(B, S, WIDTH), bias)
 
 
 def test_sizes_that_are_equal():

@@ -12,7 +12,7 @@ import torch
 from attention_calls import attention_call
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fused_remat.steps import attention_operators as operators
+from fused_remat.steps import attention_aten as operators
 from fused_remat.steps.attention import attention_fwd
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -85,8 +85,8 @@ def test_operators_are_called_as_their_schemas_say(case, kv_heads):
         )
         call = call_of((q, k), **options)
         at = operators.Kernel(name, bias)
-        attn, lse = operators.forward(at, q, k, v, call)
-        grads = operators.backward(at, attn, q, k, v, attn, lse, call)
+        attn, lse = operators.run(at, q, k, v, call)
+        grads = operators.run_backward(at, attn, q, k, v, attn, lse, call)
     assert attn.shape == q.shape and attn.dtype == BF16
     assert lse.shape == q.shape[:3] and lse.dtype == F32
     assert [g.shape for g in grads] == [q.shape, k.shape, v.shape]
@@ -151,6 +151,6 @@ def test_flash_is_asked_for_what_our_rows_compute(case, monkeypatch):
     call = call_of((q, k), **options)
     attn, lse = attention_fwd(q, k, v, call)
     recorded(monkeypatch, "_flash_attention_forward", flash_in_float64)
-    found, found_lse = operators.forward(operators.Kernel("flash"), q, k, v, call)
+    found, found_lse = operators.run(operators.Kernel("flash"), q, k, v, call)
     torch.testing.assert_close(found.transpose(1, 2).reshape(attn.shape), attn)
     torch.testing.assert_close(found_lse.reshape(-1), lse.reshape(-1))

@@ -14,8 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from fused_remat import ops
 from fused_remat.execution.choose import choose
 from fused_remat.report.allocations import measure_allocations
-from fused_remat.steps import attention_library
-from fused_remat.steps import attention_operators as operators
+from fused_remat.steps import attention_aten
 from fused_remat.steps.attention import attention_bwd, attention_fwd
 from fused_remat.steps.attention_call import attention_key
 from fused_remat.triton import attention
@@ -50,7 +49,7 @@ def heads_of(dtype, kv_heads=H, q_len=S, strided=False, batch=B):
 
 def by_library(call, q, k, v, dattn):
     """Output, log-sum-exp, dq, dk and dv of ATen's kernels."""
-    assert attention_library.unsupported_call_reason(q, v, call) is None
+    assert attention_aten.unsupported_call_reason(q, v, call) is None
     attn, lse = attention_fwd(q, k, v, call)
     grads = tuple(torch.full_like(t, torch.nan) for t in (q, k, v))
     attention_bwd(dattn, q, k, v, attn, lse, call, grads)
@@ -142,8 +141,7 @@ def test_the_public_function_where_operators_are_not_known(case, monkeypatch):
     q, k, v = heads_of(F32, **heads)
     call, dattn = call_of((q, k, v), **options(F32)), normal(F32, B * q.shape[2], H * E)
     expected = by_library(call, q, k, v, dattn)
-    monkeypatch.setattr(operators, "has", lambda kernel: False)
-    monkeypatch.setattr(operators, "has_operator", lambda name: False)
+    monkeypatch.setattr(attention_aten, "has", lambda kernel: False)
     attn, lse, *grads = by_library(call, q, k, v, dattn)
     assert lse.isnan().all(), "what reads it must not take it for a logsumexp"
     for mine, other in zip((attn, *grads), (expected[0], *expected[2:]), strict=True):
@@ -159,7 +157,7 @@ def test_a_shifted_mask_changes_no_probability(shape, far):
     q, k = torch.randn(2, 4, 7, 8), torch.randn(2, 4, 5, 8)
     mask = torch.randn(shape, dtype=torch.float64) * 5 + far
     mask.view(-1)[0] = -torch.inf
-    bias, nothing = attention_library._bias(mask, q, k)
+    bias, nothing = attention_aten._bias(mask, q, k)
     wide = mask[(None,) * (4 - mask.dim())]
     assert torch.equal(nothing, (wide == -torch.inf).all(-1, keepdim=True))
     assert bias.shape == (2, wide.shape[1], 7, 5) and bias.dtype == q.dtype
@@ -185,10 +183,10 @@ def pytorch_chooses(monkeypatch, prefer="cudnn"):
         return code[prefer].value
 
     monkeypatch.setattr(torch, "_fused_sdp_choice", choice)
-    monkeypatch.setattr(attention_library, "SDPAParams", lambda *given: given)
+    monkeypatch.setattr(attention_aten, "SDPAParams", lambda *given: given)
     can_flash = lambda given: given[0].dtype != F32  # noqa: E731
-    monkeypatch.setattr(attention_library, "can_use_flash_attention", can_flash)
-    attention_library.kernel_of.cache_clear()
+    monkeypatch.setattr(attention_aten, "can_use_flash_attention", can_flash)
+    attention_aten.kernel_of.cache_clear()
 
 
 def key_of(dtype=BF16, heads=(4, 4), width=64, s=(64, 64), **options):
@@ -211,10 +209,10 @@ def test_what_no_kernel_of_cudas_serves(width, dtype, reason, monkeypatch):
     pytorch_chooses(monkeypatch)
     with FakeTensorMode():
         key, _ = key_of(dtype, width=width, mask=fake(64, 64))
-        found = attention_library.unsupported_reason(key)
+        found = attention_aten.unsupported_reason(key)
         assert found is None if reason == "any order" else reason in found
         with deterministic():
-            assert reason in attention_library.unsupported_reason(key)
+            assert reason in attention_aten.unsupported_reason(key)
 
 
 def test_the_users_choice_of_kernels_is_asked_for_again(monkeypatch):

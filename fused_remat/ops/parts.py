@@ -27,7 +27,7 @@ from fused_remat.ops.checks import (
 )
 from fused_remat.policies import Policy
 from fused_remat.spec import AttentionSpec, BlockSpec, BranchSpec, MLPSpec, NormSpec, RotarySpec
-from fused_remat.steps.user_function import Function
+from fused_remat.steps.replay import Function
 
 
 def mlp(

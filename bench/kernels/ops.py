@@ -1,19 +1,19 @@
-"""Ops that products bind: linear layers, MLPs, the loss of a head; their gradients."""
+"""The ops of `python -m bench kernels`: norms, MLPs, attention, the loss of a head."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.kernels.problem import Function, Op, Problem
-from bench.kernels.shapes import Size
+from bench.kernels.attention import ATTENTION
+from bench.kernels.problem import Function, Op, Problem, Size
 from bench.measure.contest import Rig, Work
 from bench.measure.registry import Absent
 from fused_remat import ops
@@ -21,20 +21,82 @@ from fused_remat.steps.activation import ACTIVATIONS
 
 #: Of a vocabulary, on a CPU: what is exact, in float64, is to fit its memory.
 _CPU_VOCAB = 1 << 15
+EPS = 1e-5  # of norms
 
 
-class Products(Problem):
-    """x (..., D) times weights as `nn.Linear` holds them; `act`: of an activation, or None."""
+# --- norms
+
+
+@dataclass(eq=False)
+class Norm(Problem):
+    """`layer_norm` or `rms_norm` of x (T, D)."""
+
+    tokens: int
+    width: int
+
+    mean: ClassVar[float] = 0.5
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        shapes = {"x": (self.tokens, self.width), "weight": (self.width,), "bias": (self.width,)}
+        return shapes if self.name == "layer_norm" else {n: shapes[n] for n in ("x", "weight")}
+
+    def reference(self, *inputs: Tensor) -> Tensor:
+        x, *affine = inputs
+        norm = F.layer_norm if self.name == "layer_norm" else F.rms_norm
+        return norm(x, x.shape[-1:], *affine, eps=EPS)
+
+    def work(self, direction: str) -> Work:
+        """Count x and y; or x, dy and dx."""
+        matrix = self.tokens * self.width * self.rig.dtype.itemsize
+        return Work(bytes={"fwd": 2.0, "bwd": 3.0}[direction] * matrix)
+
+
+NORM = Op("norm", lambda rig, size: [Norm(rig, size.model.norm, size.tokens, size.model.d_model)])
+
+
+@NORM.provider("liger", module="liger_kernel", needs="cuda")
+def liger_norm(p: Norm) -> Function:
+    from liger_kernel.ops import LigerLayerNormFunction, LigerRMSNormFunction
+
+    if p.name == "layer_norm":
+        return lambda x, weight, bias: LigerLayerNormFunction.apply(x, weight, bias, EPS)
+    return lambda x, weight: LigerRMSNormFunction.apply(x, weight, EPS, 0.0, "llama", False)
+
+
+@NORM.ours()
+def our_norm(p: Norm, backend: str) -> Function:
+    norm = ops.layer_norm if p.name == "layer_norm" else ops.rms_norm
+    return lambda x, *affine: norm(x, *affine, eps=EPS, backend=backend)
+
+
+# --- MLPs
+
+
+class Mlp(Problem):
+    """act(x @ fc1ᵀ + b1) @ fc2ᵀ + b2, or (act(x @ gateᵀ) * (x @ upᵀ)) @ downᵀ; x (B, S, D)."""
 
     def __init__(
-        self, rig: Rig, name: str, sizes: Mapping[str, Any], act: str | None, **shapes: Any
+        self, rig: Rig, gated: bool, act: str, batch: int, seq_len: int, width: int, hidden: int
     ) -> None:
-        super().__init__(rig, name)
-        self.sizes, self.act, self.shapes = dict(sizes), act, shapes
+        super().__init__(rig, f"gated {act}" if gated else act)
+        self.gated, self.act = gated, act
+        self.sizes = {"tokens": batch * seq_len, "width": width, "hidden": hidden}
+        into, out_of = (hidden, width), (width, hidden)
+        shapes: dict[str, tuple[int, ...]] = {
+            "fc1_weight": into, "fc1_bias": (hidden,), "fc2_weight": out_of, "fc2_bias": (width,),
+        }  # fmt: skip
+        if gated:
+            shapes = {"gate_weight": into, "up_weight": into, "down_weight": out_of}
+        self.shapes = {"x": (batch, seq_len, width), **shapes}
 
-    def activate(self, x: Tensor) -> Tensor:
-        """`act` of x; x itself where there is none."""
-        return x if self.act is None else ACTIVATIONS[self.act].fwd(x)
+    def reference(self, *inputs: Tensor) -> Tensor:
+        act = ACTIVATIONS[self.act].fwd
+        if self.gated:
+            x, gate, up, down = inputs
+            return F.linear(act(F.linear(x, gate)) * F.linear(x, up), down)
+        x, weight1, bias1, weight2, bias2 = inputs
+        return F.linear(act(F.linear(x, weight1, bias1)), weight2, bias2)
 
     def work(self, direction: str) -> Work:
         """Count a product per weight, two backward; no activation is kept or read again.
@@ -42,46 +104,12 @@ class Products(Problem):
         Bytes forward: inputs and y. Backward: x, weights and dy, the gradients of all inputs.
         """
         sizes = {name: math.prod(shape) for name, shape in self.shapes.items()}
-        *_, (out, _) = (shape for name, shape in self.shapes.items() if "weight" in name)
-        weights, tokens = self.weights(sizes), math.prod(self.shapes["x"][:-1])
-        moved = sum(sizes.values()) + tokens * out
+        weights = sum(size for name, size in sizes.items() if "weight" in name)
+        moved = sum(sizes.values()) + sizes["x"]  # y is as large as x
         if direction == "bwd":
-            moved += sizes["x"] + sum(weights)
-        flops = {"fwd": 2.0, "bwd": 4.0}[direction] * tokens * sum(weights)
+            moved += sizes["x"] + weights
+        flops = {"fwd": 2.0, "bwd": 4.0}[direction] * self.sizes["tokens"] * weights
         return Work(flops=flops, bytes=float(moved * self.rig.dtype.itemsize))
-
-    @staticmethod
-    def weights(inputs: Mapping[str, Any]) -> list[Any]:
-        """Of what is given of each input by name, that of the weights."""
-        return [given for name, given in inputs.items() if "weight" in name]
-
-
-# --- MLPs
-
-
-class Mlp(Products):
-    """act(x @ fc1ᵀ + b1) @ fc2ᵀ + b2, or (act(x @ gateᵀ) * (x @ upᵀ)) @ downᵀ; x (B, S, D)."""
-
-    def __init__(
-        self, rig: Rig, gated: bool, act: str, batch: int, seq_len: int, width: int, hidden: int
-    ) -> None:
-        into, out_of = (hidden, width), (width, hidden)
-        if gated:
-            shapes = {"gate_weight": into, "up_weight": into, "down_weight": out_of}
-        else:
-            shapes = {"fc1_weight": into, "fc1_bias": (hidden,)}
-            shapes |= {"fc2_weight": out_of, "fc2_bias": (width,)}
-        name, x = f"gated {act}" if gated else act, (batch, seq_len, width)
-        sizes = {"tokens": batch * seq_len, "width": width, "hidden": hidden}
-        super().__init__(rig, name, sizes, act, x=x, **shapes)
-        self.gated = gated
-
-    def reference(self, *inputs: Tensor) -> Tensor:
-        if self.gated:
-            x, gate, up, down = inputs
-            return F.linear(self.activate(F.linear(x, gate)) * F.linear(x, up), down)
-        x, weight1, bias1, weight2, bias2 = inputs
-        return F.linear(self.activate(F.linear(x, weight1, bias1)), weight2, bias2)
 
 
 def _mlps(rig: Rig, size: Size) -> Iterator[Problem]:
@@ -171,3 +199,7 @@ def liger_loss(p: Loss) -> Function:
 def our_loss(p: Loss, backend: str) -> Function:
     loss = ops.linear_cross_entropy
     return lambda x, weight: loss(x, weight, p.target, backend=backend).to(x.dtype)
+
+
+#: Name on the command line -> op, in the order in which they are measured.
+OPS: dict[str, Op] = {"norm": NORM, "mlp": MLP, "attention": ATTENTION, "loss": LOSS}
