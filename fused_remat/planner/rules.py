@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -40,8 +41,8 @@ def uniform(chain: Chain, budget: int | None) -> Choice | None:
     """
     n, units, fastest = len(chain.calls), _units(chain), dict[int, int]()
     for calls in units:
-        options = ({i: o for i in calls} for o in range(len(chain.calls[calls[0]].options)))
-        fastest |= min(options, key=lambda o: _cost(chain, o))
+        options = [dict.fromkeys(calls, o) for o in range(len(chain.calls[calls[0]].options))]
+        fastest |= min(options, key=functools.partial(_cost, chain))
     for k in range(n + 1, 0, -1):
         base = {i: 0 for calls in units if calls[0] % k == 0 and k <= n for i in calls}
         choice = _with(Choice((0,) * n), fastest | base)

@@ -144,17 +144,17 @@ def norm_bwd(
             ]
         if dweight is not None or dbias is not None:
             columns, blocks = cdiv(width, 128), kind | {"BLOCK_M": 16, "BLOCK_N": 128}
-            given, programs = (*matrices[:2], *vectors[1:]), cdiv(4 * target.sms, columns)
+            read, programs = (*matrices[:2], *vectors[1:]), cdiv(4 * target.sms, columns)
             launches += _with_sums(
-                norm_params_bwd_kernel, (columns,), programs, x, given, dweight, dbias, blocks
+                norm_params_bwd_kernel, (columns,), programs, x, read, dweight, dbias, blocks
             )
         return launches
     block_n = power_of_2(width)
     block_m, per_sm = max(1, 2048 // block_n), 4 if block_n <= 2048 else 2
     warps = min(16, max(4, block_n // 512))
     blocks = kind | {"BLOCK_M": block_m, "BLOCK_N": block_n}
-    given, programs = (*matrices, *vectors), per_sm * target.sms
-    return _with_sums(norm_bwd_kernel, (), programs, x, given, dweight, dbias, blocks, warps)
+    inputs, programs = (*matrices, *vectors), per_sm * target.sms
+    return _with_sums(norm_bwd_kernel, (), programs, x, inputs, dweight, dbias, blocks, warps)
 
 
 def _with_sums(
