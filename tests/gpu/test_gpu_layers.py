@@ -4,14 +4,9 @@ import functools
 
 import pytest
 import torch
-<<<<<<< HEAD
-from gpu_layers import APART, CUDA_ONLY, NO_FALLBACK, B, D, S, data, stack_of, step
-from places import BF16, DEVICE, assert_bits, deterministic, error_of, normal
-=======
 from accuracy import assert_bits
 from gpu_layers import APART, CUDA_ONLY, NO_FALLBACK, B, D, S, data, stack_of, step
 from places import BF16, DEVICE, deterministic, error_of, normal
->>>>>>> w-test2
 from reference import EXACT_PRESETS
 from torch.utils.checkpoint import checkpoint
 

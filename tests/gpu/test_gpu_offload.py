@@ -8,13 +8,10 @@ import contextlib
 
 import pytest
 import torch
-<<<<<<< HEAD
-=======
 from accuracy import assert_bits
->>>>>>> w-test2
 from gpu_layers import CUDA_ONLY, NO_FALLBACK, data, stack_of, step
 from offload_mover import moving
-from places import DEVICE, ON_GPU, assert_bits, deterministic
+from places import DEVICE, ON_GPU, deterministic
 
 from fused_remat import Policy, memory_report, plan
 from fused_remat.planner import calibrate
