@@ -41,7 +41,7 @@ __all__ = [
 #: Removed public names, and what to do instead.
 _REMOVED = {
     "defer_weight_gradients": "call schedule.step() without it; zero-bubble schedules then "
-    "recompute a block for its weight gradients too, and 1F1B recomputes it only once",
+    "recompute a block for its weight gradients too, and 1F1B recomputes it only once"
 }
 
 

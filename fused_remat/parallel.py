@@ -43,24 +43,13 @@ class _Shared:
             for name, p in module._parameters.items():
                 if p is not None:
                     holders.setdefault(p, []).append((module, name))
-        # Only shared ones: others would stay in memory, whole, until the whole model is divided.
-        self._holders = {p: names for p, names in holders.items() if len(names) > 1}
-        self._replacements: list[Any] = []
-
-    def is_shared(self, p: nn.Parameter) -> bool:
-        return p in self._holders
+        # Only shared ones: others would stay in memory until the entire model is divided.
+        self.holders = {p: names for p, names in holders.items() if len(names) > 1}
+        self.replacements: list[Any] = []
 
     def is_replacement(self, p: Any) -> bool:
         """Return whether `p` is the DTensor that replaced a shared parameter."""
-        return any(p is other for other in self._replacements)
-
-    def replace(self, p: nn.Parameter, dtensor: nn.Parameter) -> bool:
-        """Replace a parameter in the modules that share it; return False if none do."""
-        for holder, name in self._holders.get(p, ()):
-            holder.register_parameter(name, dtensor)
-        if p in self._holders:
-            self._replacements.append(dtensor)
-        return p in self._holders
+        return any(p is other for other in self.replacements)
 
 
 class _Style(ParallelStyle):
@@ -95,8 +84,10 @@ class _Style(ParallelStyle):
             return
         t = distribute_tensor(p.detach(), mesh, [placement], src_data_rank=self.src_data_rank)
         dtensor = nn.Parameter(t, p.requires_grad)
-        if not self._shared.replace(p, dtensor):
-            module.register_parameter(attribute, dtensor)
+        for holder, name in self._shared.holders.get(p, [(module, attribute)]):
+            holder.register_parameter(name, dtensor)
+        if p in self._shared.holders:
+            self._shared.replacements.append(dtensor)
 
 
 class LayerParallel(_Style):
@@ -174,8 +165,8 @@ class VocabularyParallel(_Style):
     """A `ParallelStyle` that divides the rows of an `nn.Linear` head, one for each word.
 
     `ops.linear_cross_entropy(hidden, head.weight, labels)` then computes the loss with this rank's
-    logits alone, and sums three numbers per token over ranks; hidden (..., D) is whole on every
-    rank. A call of the head makes all logits on every rank.
+    logits alone, and sums three numbers per token over ranks; every rank has all of hidden
+    (..., D). A call of the head makes all logits on every rank.
 
     Raises (when applied): TypeError for another module; ValueError for a vocabulary that cannot be
         divided evenly.
@@ -401,21 +392,20 @@ def unpack_attention(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def _parameters(layer: FusedLayer) -> Iterable[tuple[nn.Module, str, str]]:
     """Return the modules of a layer's parameters, their names there, and the block's names."""
-    row = layer._map
-    modules = row.modules(layer)
+    layer_map = layer._map
+    modules = layer_map.modules(layer)
     for path, module in modules.items():
         if without_adapters(module) is not module:
             raise ValueError(f"{path} has low-rank updates, which are not divided among ranks")
-    places: list[tuple[str, str, str]] = []
-    for path, (packed, *split, output) in row.projections.items():
+    parameters, kinds = list[tuple[str, str, str]](), ("weight", "bias")
+    for path, (packed, *split, output) in layer_map.projections.items():
         names = {"in_proj_weight": f"{packed}.weight", "in_proj_bias": f"{packed}.bias"}
         names |= {own: f"{name}.weight" for own, name in zip(_UNPACKED, split, strict=True)}
-        places += [(path, own, name) for own, name in names.items()]
-        places += [(f"{path}.out_proj", kind, f"{output}.{kind}") for kind in ("weight", "bias")]
-    for group in (row.linears, row.norms, row.head_norms):
-        for name, path in group.items():
-            places += [(path, kind, f"{name}.{kind}") for kind in ("weight", "bias")]
-    for path, attribute, name in places:
+        parameters += [(path, own, name) for own, name in names.items()]
+        parameters += [(f"{path}.out_proj", kind, f"{output}.{kind}") for kind in kinds]
+    for name, path in {**layer_map.linears, **layer_map.norms, **layer_map.head_norms}.items():
+        parameters += [(path, kind, f"{name}.{kind}") for kind in kinds]
+    for path, attribute, name in parameters:
         if modules[path] is not None and modules[path]._parameters.get(attribute) is not None:
             yield modules[path], attribute, name
 
@@ -433,23 +423,18 @@ def _check_sizes(
     kind = type(layer).__name__
     for module, attribute, name in parameters:
         p: Any = module._parameters[attribute]
+        its = f"{name} of the {kind} is"
         if isinstance(p, DTensor) and not shared.is_replacement(p):
-            raise ValueError(
-                f"{name} of the {kind} is a DTensor already; apply the plan before fully_shard"
-            )
-        if attribute == "in_proj_weight" and shared.is_shared(p):
-            raise ValueError(
-                f"{name} of the {kind} is shared with another module, and cannot be split"
-            )
+            raise ValueError(f"{its} a DTensor already; apply the plan before fully_shard")
+        if attribute == "in_proj_weight" and p in shared.holders:
+            raise ValueError(f"{its} shared with another module, and cannot be split")
         if name == "qkv.weight" and not isinstance(module, nn.MultiheadAttention):
             raise ValueError(f"the {kind} has one weight for q, k and v, which cannot be divided")
         placement = _placement(name)
         dim = placement.dim if isinstance(placement, Shard) else None
         if dim is not None and p.shape[dim] % size:
-            raise ValueError(
-                f"{name} of the {kind} is {tuple(p.shape)}: {p.shape[dim]} cannot be divided "
-                f"evenly among {size} ranks"
-            )
+            shape = f"{tuple(p.shape)}: {p.shape[dim]}"
+            raise ValueError(f"{its} {shape} cannot be divided evenly among {size} ranks")
     for what, heads in layer._heads().items():
         if heads % size:
             raise ValueError(f"{heads} {what} cannot be divided evenly among {size} ranks")

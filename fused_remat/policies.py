@@ -67,10 +67,7 @@ class Policy:
     offload: frozenset[str] = frozenset()
 
     def __init__(
-        self,
-        save: Iterable[str] = (),
-        segment: str | None = None,
-        offload: Iterable[str] = (),
+        self, save: Iterable[str] = (), segment: str | None = None, offload: Iterable[str] = ()
     ) -> None:
         names = _names("save", save)
         for name in names:

@@ -16,10 +16,7 @@ import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint as _checkpoint
 from torch import Tensor
-from torch.utils._python_dispatch import (
-    _disable_current_modes,
-    _get_current_dispatch_mode_stack,
-)
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from fused_remat import random
 from fused_remat.autograd import deliver, operators, partial, replay_check

@@ -25,13 +25,7 @@ from fused_remat.cli.options import (
 )
 from fused_remat.policies import EXACT_PRESETS
 from fused_remat.report.units import aligned, human, milliseconds
-from fused_remat.scale.costs import (
-    FILE_KEYS,
-    HARDWARE,
-    Costs,
-    of_file,
-    rate_text,
-)
+from fused_remat.scale.costs import FILE_KEYS, HARDWARE, Costs, of_file, rate_text
 from fused_remat.scale.estimate import (
     BASELINES,
     PLANNER,

@@ -140,11 +140,7 @@ def _mlp(layer: Any, x: Tensor) -> Tensor:
 
 
 def _attended(
-    layer: Any,
-    x: Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    masks: tuple[Tensor | None, ...],
+    layer: Any, x: Tensor, cos: Tensor | None, sin: Tensor | None, masks: tuple[Tensor | None, ...]
 ) -> Tensor:
     q, k, v = (part(x).unflatten(-1, (-1, layer.head_dim)) for part in (layer.q, layer.k, layer.v))
     if layer.q_norm is not None:

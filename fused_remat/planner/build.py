@@ -19,12 +19,7 @@ from fused_remat.layers import FusedLayer
 from fused_remat.layers.record import STATES
 from fused_remat.planner.calibration import Calibration, HostLink, StepCost, calibrate
 from fused_remat.planner.chain import Chain, LayerOptions, Option
-from fused_remat.planner.measure import (
-    MeasuredStep,
-    measure_step,
-    predict_optimizer,
-    state_bytes,
-)
+from fused_remat.planner.measure import MeasuredStep, measure_step, predict_optimizer, state_bytes
 from fused_remat.planner.options import (
     Costs,
     costed_options,

@@ -241,10 +241,7 @@ def _predicted(run: BlockRun) -> Mapping[str, int]:
     for name, saved in zip(call.graph.tensors, run.saves, strict=True):
         if not saved:
             kept.pop(name, None)
-        elif name in tensors and name in (
-            *call.graph.inputs,
-            "seed",
-        ):  # also in a segment
+        elif name in tensors and name in (*call.graph.inputs, "seed"):  # also in a segment
             kept.setdefault(name, tensors[name].numel() * tensors[name].element_size())
     return kept
 

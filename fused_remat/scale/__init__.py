@@ -5,13 +5,4 @@ from fused_remat.scale.estimate import Estimate, estimate
 from fused_remat.scale.layout import Layout, Mesh
 from fused_remat.scale.memory import Setup
 
-__all__ = [
-    "HARDWARE",
-    "Costs",
-    "Estimate",
-    "Figure",
-    "Layout",
-    "Mesh",
-    "Setup",
-    "estimate",
-]
+__all__ = ["HARDWARE", "Costs", "Estimate", "Figure", "Layout", "Mesh", "Setup", "estimate"]

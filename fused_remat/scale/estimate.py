@@ -14,12 +14,7 @@ from fused_remat.planner.solve import optimal
 from fused_remat.policies import EXACT_PRESETS, kept_names
 from fused_remat.scale.costs import Costs
 from fused_remat.scale.layer import kept_by_eager, passes, sizes_of
-from fused_remat.scale.layout import (
-    check,
-    divides_head,
-    gathered,
-    sharded,
-)
+from fused_remat.scale.layout import check, divides_head, gathered, sharded
 from fused_remat.scale.memory import Setup, chain_of, loss_bytes, parts_at_peak
 from fused_remat.scale.time import KINDS, Work, link_of, pricer, works
 

@@ -70,9 +70,7 @@ ACTIVATIONS: dict[str, Activation] = {
         modules=(nn.ReLU,),
     ),
     "gelu": Activation(
-        F.gelu,
-        lambda dy, x, out: _into(_aten.gelu_backward, dy, out, x),
-        functions=(F.gelu,),
+        F.gelu, lambda dy, x, out: _into(_aten.gelu_backward, dy, out, x), functions=(F.gelu,)
     ),
     "gelu_tanh": Activation(
         lambda x: F.gelu(x, approximate="tanh"),
@@ -103,8 +101,11 @@ def activation_name(activation: Any) -> str | None:
         if activation.args or set(activation.keywords) - {"approximate"}:
             return None
         return _GELU.get(activation.keywords.get("approximate", "none"))
-    names = [n for n, row in ACTIVATIONS.items() if any(activation is f for f in row.functions)]
-    return names[0] if names else None
+    for name, entry in ACTIVATIONS.items():
+        for function in entry.functions:
+            if activation is function:
+                return name
+    return None
 
 
 def _key(act: str, gate: Tensor | None, up: Tensor | None) -> tuple[Any, ...]:

@@ -136,7 +136,7 @@ def _unsupported_cuda_reason(key: AttentionKey, flash: str) -> str | None:
     multiple = 16 // key.dtype.itemsize
     if key.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"PyTorch has no fused kernel for {key.dtype}"
-    if any(width % multiple or width > 256 for width in key.widths):
+    if any([width % multiple or width > 256 for width in key.widths]):
         return f"head dims {key.widths} are not multiples of {multiple} up to 256"
     if key.spec.scale < 0.0:
         return f"the scale {key.spec.scale} is negative"
@@ -157,7 +157,7 @@ def unsupported_call_reason(q: Tensor, v: Tensor, call: AttentionArgs) -> str | 
     reason = unsupported_reason(attention_key(q, v, call))
     if reason is not None or not q.is_cpu:
         return reason
-    if any(m is not None and m.dtype != torch.bool for m in (call.mask, call.padding)):
+    if any([m is not None and m.dtype != torch.bool for m in (call.mask, call.padding)]):
         top = call.merged_mask(q.dtype).amax(-1)  # type: ignore[union-attr]
         if bool(((top < _FAR_ROW) & (top > -torch.inf)).any()):
             return f"a mask has a row that is finite and below {_FAR_ROW:g} everywhere"

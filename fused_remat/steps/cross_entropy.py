@@ -269,12 +269,7 @@ def check_targets(call: CrossEntropyTargets, vocab: int) -> None:
 
 
 def losses(
-    tops: Tensor,
-    sums: Tensor,
-    picked: Tensor,
-    total: Tensor,
-    vocab: int,
-    call: CrossEntropyTargets,
+    tops: Tensor, sums: Tensor, picked: Tensor, total: Tensor, vocab: int, call: CrossEntropyTargets
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return losses and the two statistics, (n, 1), from those of the blocks of columns.
 

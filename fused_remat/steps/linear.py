@@ -168,12 +168,7 @@ def rows_of(tensor: Tensor | None, part: Part | None) -> Tensor | None:
 
 
 def add_weight_grad(
-    chunk: Chunk,
-    name: str,
-    dy: Tensor,
-    x: Tensor,
-    part: Part | None = None,
-    partial: bool = False,
+    chunk: Chunk, name: str, dy: Tensor, x: Tensor, part: Part | None = None, partial: bool = False
 ) -> None:
     """Add dy.T @ x to the gradient of a weight; `partial`: the step itself will add more."""
     owner, grads = chunk.owner, chunk.owner.param_grads

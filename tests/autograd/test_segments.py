@@ -30,13 +30,7 @@ from test_same_bits_as_without import plain, reentrant
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fused_remat import (
-    FusedRematWarning,
-    Policy,
-    check_replay,
-    memory_report,
-    ops,
-)
+from fused_remat import FusedRematWarning, Policy, check_replay, memory_report, ops
 from fused_remat.autograd.replay_check import ReplayError
 from fused_remat.report.allocations import SavedBytes, measure_allocations, predict_kept_bytes
 

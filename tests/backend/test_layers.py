@@ -29,11 +29,7 @@ from places import (
 from reference import EXACT_PRESETS
 from tiers import executed, pairwise
 
-from fused_remat import (
-    FusedRematWarning,
-    explain,
-    memory_report,
-)  # fmt: skip
+from fused_remat import FusedRematWarning, explain, memory_report  # fmt: skip
 from fused_remat.execution import choose
 
 pytestmark = [
@@ -181,9 +177,7 @@ FROZEN = {
 
 
 @pytest.mark.parametrize(
-    "name, policy, frozen",
-    pairwise([*ENCODERS, "llama"], ["full", "fast"], list(FROZEN)),
-    ids=str,
+    "name, policy, frozen", pairwise([*ENCODERS, "llama"], ["full", "fast"], list(FROZEN)), ids=str
 )
 def test_frozen_parameters(name, policy, frozen, routes):
     _, fused = SUBJECTS[name].layers(0.2, policy, dtype := compiled(BF16, F32))

@@ -189,9 +189,7 @@ def stepped(name, policies, dropout=0.0):
     "Pipeline parallel", "dropout: a function of the seed, whatever the policy and the split"
 )
 @pytest.mark.composes(
-    "Pipeline parallel",
-    "segments within a stage",
-    limits="RuntimeError in zero-bubble schedules",
+    "Pipeline parallel", "segments within a stage", limits="RuntimeError in zero-bubble schedules"
 )
 def test_dropout_and_segments(two_processes):
     full, segments = ["full"] * 4, [Policy(save=(), segment=p) for p in ("first", "inner")] * 2

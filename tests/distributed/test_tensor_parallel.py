@@ -31,13 +31,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
-from fused_remat import (
-    FusedRematDecoderLayer,
-    FusedRematLayer,
-    Policy,
-    check_replay,
-    memory_report,
-)
+from fused_remat import FusedRematDecoderLayer, FusedRematLayer, Policy, check_replay, memory_report
 from fused_remat.autograd.function import OBSERVERS
 from fused_remat.parallel import LayerParallel, pack_attention
 from fused_remat.report.allocations import SavedBytes

@@ -53,11 +53,7 @@ def files() -> list[Path]:
     folders = ("fused_remat", "kernels", "bench", "tests", "examples")
     sources = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
-    skipped = (
-        "docs/tables/",
-        "fused_remat/kernels/",
-        "tests/house/test_english.py",
-    )
+    skipped = ("docs/tables/", "fused_remat/kernels/", "tests/house/test_english.py")
     return [p for p in (*sources, *pages) if not name_of(p).startswith(skipped)]
 
 

@@ -125,8 +125,7 @@ def patched_class(model, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "change, converted, left",
-    [(own_forward, False, 1), (patched_class, True, 0)],
+    "change, converted, left", [(own_forward, False, 1), (patched_class, True, 0)]
 )
 def test_a_layer_whose_forward_was_replaced(
     model, blocks_run, monkeypatch, change, converted, left

@@ -11,16 +11,7 @@ import reference
 import torch
 from accuracy import assert_bits, check_error
 from block_inputs import LAYOUTS, results
-from places import (
-    BF16,
-    COMPILED,
-    DEVICE,
-    at,
-    compiled,
-    deterministic,
-    normal,
-    sized,
-)
+from places import BF16, COMPILED, DEVICE, at, compiled, deterministic, normal, sized
 
 from fused_remat import ops
 from fused_remat.triton import attention, tables
@@ -296,8 +287,7 @@ def laid(name):
 
 @pytest.mark.parametrize("call", ["plain", "causal", "all"])
 @pytest.mark.parametrize(
-    "layout",
-    [packed_projection, misaligned, laid("turned"), laid("strided"), far_apart, expanded],
+    "layout", [packed_projection, misaligned, laid("turned"), laid("strided"), far_apart, expanded]
 )
 def test_layouts(layout, call):
     """Of a layout on which the kernels' results are those of a copy, bit for bit."""

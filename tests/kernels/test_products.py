@@ -124,9 +124,7 @@ def test_gated_forward(shape, dtype, tile, p):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "shape, dtype, tile, p, kernel",
-    cases(at([0.3], [0.0, 0.3]), BACKWARDS),
-    **ids,
+    "shape, dtype, tile, p, kernel", cases(at([0.3], [0.0, 0.3]), BACKWARDS), **ids
 )
 def test_mlp_backward(shape, dtype, tile, p, kernel):
     m, f, k = shape

@@ -14,9 +14,7 @@ from reference import X, make
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from fused_remat import (
-    FusedRematWarning,
-)
+from fused_remat import FusedRematWarning
 from fused_remat.report.allocations import SavedBytes
 
 DOUBLE = torch.float64

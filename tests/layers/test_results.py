@@ -34,8 +34,7 @@ BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.flo
 
 
 @pytest.mark.parametrize(
-    "name, form, lengths",
-    pairwise(list(KINDS), list(FORMS), [(S, M), (3, 6), (1, 4), (6, 1)]),
+    "name, form, lengths", pairwise(list(KINDS), list(FORMS), [(S, M), (3, 6), (1, 4), (6, 1)])
 )
 def test_masks_and_hints_of_every_form(name, form, lengths):
     kind = KINDS[name]

@@ -2,15 +2,7 @@
 
 import pytest
 import torch
-from block_inputs import (
-    LAYOUTS,
-    calls,
-    compare,
-    in_pieces,
-    normal,
-    results,
-    same_bits,
-)
+from block_inputs import LAYOUTS, calls, compare, in_pieces, normal, results, same_bits
 from op_cases import CASES, LOSS, ROTARY, ROTARY_BLOCKS, D
 from reference import EXACT_PRESETS
 from tiers import exhaustive, pairwise

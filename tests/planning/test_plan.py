@@ -4,17 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from planned_models import (
-    CASES,
-    WITHIN,
-    Mixed,
-    X,
-    assert_holds,
-    budgets,
-    given,
-    planned,
-    squared,
-)
+from planned_models import CASES, WITHIN, Mixed, X, assert_holds, budgets, given, planned, squared
 from processes import printed
 from report_models import Model, encoder, traced
 from torch import nn

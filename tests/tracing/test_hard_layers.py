@@ -792,8 +792,7 @@ def test_an_empty_batch(size):
 
 @pytest.mark.filterwarnings("ignore::fused_remat.FusedRematWarning")
 @pytest.mark.parametrize(
-    ("name", "asked"),
-    [("mixtral", "output_router_logits"), ("olmo2", "output_attentions")],
+    ("name", "asked"), [("mixtral", "output_router_logits"), ("olmo2", "output_attentions")]
 )
 def test_a_model_is_asked_for_what_its_layers_make(name, asked):
     """The loss of routers reaches their parameters; no small call of a reading is seen."""

@@ -279,8 +279,7 @@ def test_whole_number_argument():
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["IndexBranch", "ListAttribute", "Config", "BufferMask", "PlainTensor", "Patched"],
+    "name", ["IndexBranch", "ListAttribute", "Config", "BufferMask", "PlainTensor", "Patched"]
 )
 def test_layers_of_one_class_differ(name):
     stock, model = pair(getattr(altered, name))
