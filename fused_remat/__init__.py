@@ -1,5 +1,7 @@
 """FusedRemat: train transformers in a fraction of the activation memory."""
 
+from typing import NoReturn
+
 from fused_remat.autograd.replay_check import ReplayError, check_replay
 from fused_remat.convert import Conversion, conversion, convert, revert, set_policy
 from fused_remat.layers import (
@@ -38,14 +40,9 @@ __all__ = [
 ]
 
 
-#: Removed public names, and what to do instead.
-_REMOVED = {
-    "defer_weight_gradients": "call schedule.step() without it; zero-bubble schedules then "
-    "recompute a block for its weight gradients too, and 1F1B recomputes it only once"
-}
-
-
-def __getattr__(name: str) -> object:
-    """Raise AttributeError that says what replaces a removed name."""
-    instead = f": it was removed; {_REMOVED[name]}" if name in _REMOVED else ""
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{instead}")
+def defer_weight_gradients(*args: object, **kwargs: object) -> NoReturn:
+    """Raise RuntimeError: removed, since zero-bubble schedules run without it."""
+    raise RuntimeError(
+        "defer_weight_gradients was removed: call schedule.step() without it; zero-bubble schedules"
+        " then recompute a block for its weight gradients too, and 1F1B recomputes it once"
+    )

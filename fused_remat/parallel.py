@@ -433,8 +433,7 @@ def _check_sizes(
         placement = _placement(name)
         dim = placement.dim if isinstance(placement, Shard) else None
         if dim is not None and p.shape[dim] % size:
-            shape = f"{tuple(p.shape)}: {p.shape[dim]}"
-            raise ValueError(f"{its} {shape} cannot be divided evenly among {size} ranks")
+            raise ValueError(f"{its} {tuple(p.shape)}, not divisible by {size} ranks at dim {dim}")
     for what, heads in layer._heads().items():
         if heads % size:
             raise ValueError(f"{heads} {what} cannot be divided evenly among {size} ranks")

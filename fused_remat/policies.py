@@ -70,10 +70,8 @@ class Policy:
         self, save: Iterable[str] = (), segment: str | None = None, offload: Iterable[str] = ()
     ) -> None:
         names = _names("save", save)
-        for name in names:
-            if ":" in name:
-                _removed(f"the name {name!r}")
-        if isinstance(save, Mapping):
+        _check_formats(names)
+        if isinstance(save, Mapping) and save:
             _removed(f"Policy(save={save!r})")
         if segment not in (None, *SEGMENT_PLACES):
             places = ", ".join(map(repr, SEGMENT_PLACES))
@@ -102,11 +100,17 @@ def _names(what: str, names: Iterable[str]) -> frozenset[str]:
     return frozenset(names)
 
 
+def _check_formats(names: Iterable[str]) -> None:
+    for name in names:
+        if ":" in name:
+            _removed(f"the name {name!r}")
+
+
 def _removed(what: str) -> NoReturn:
-    """Raise ValueError for `what`, a policy that keeps activations in 8 bits."""
+    """Raise ValueError for `what`, a policy with a storage format."""
     raise ValueError(
-        f"unknown policy: {what} keeps activations in 8 bits, which fused_remat no longer does; "
-        'use the exact preset "balanced" or "fast", or Policy(save=...) with names alone'
+        f"unknown policy: {what} has a storage format, and formats (8 bits) were removed; use the "
+        'exact preset "balanced" or "fast", or Policy(save=...) with names alone'
     )
 
 
@@ -158,12 +162,14 @@ def kept_names(
             )
         row = EXACT_PRESETS[policy].get(graph.kind)
         kept = _by_roles(PRESETS.get(policy, ()), graph.roles) if row is None else row
+        _check_formats(kept)
         return frozenset(kept).intersection(names)
     if not isinstance(policy, Policy):
         known = ", ".join(EXACT_PRESETS)
         raise TypeError(f"policy must be a preset ({known}) or a Policy, got {policy!r}")
     unknown = sorted(policy.save.difference(names))
     if unknown:
+        _check_formats(unknown)  # of a policy that was pickled before
         raise ValueError(
             f"unknown activation {', '.join(map(repr, unknown))} in Policy for {graph.kind}; "
             f"valid names: {', '.join(names)}"

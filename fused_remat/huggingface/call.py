@@ -143,7 +143,7 @@ def _rope(parts: Parts, arguments: Mapping[str, Any], width: int) -> dict[str, T
     for name, table in zip(("cos", "sin"), pair, strict=True):
         if not isinstance(table, Tensor) or table.requires_grad or table.device != x.device:
             raise Unsupported(f"{name} is not a constant tensor on {x.device}")
-        batch, *rest = table.shape
+        batch, *rest = table.shape or (0,)
         if rest != [x.shape[1], width] or batch not in (1, x.shape[0]) or table.dtype not in dtypes:
             raise Unsupported(
                 f"{name} is {table.dtype} of shape {tuple(table.shape)}, expected "

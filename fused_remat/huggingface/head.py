@@ -17,7 +17,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from fused_remat.autograd.shards import is_dtensor
 from fused_remat.execution.observe import DECISIONS
 from fused_remat.layers.converted import Replaced, class_of
 from fused_remat.layers.eligibility import (
@@ -31,6 +30,7 @@ from fused_remat.layers.eligibility import (
 from fused_remat.layers.fused_layer import TRACED, is_traced
 from fused_remat.layers.modules import read_linear
 from fused_remat.layers.record import NOTES, record_of
+from fused_remat.layers.tensor_parallel import VocabularyParallelLinear
 from fused_remat.layers.warn import warn, warn_compiled
 from fused_remat.ops.activation import has_hooks
 from fused_remat.ops.cross_entropy import linear_cross_entropy
@@ -198,8 +198,8 @@ class HuggingFaceHead(Replaced):
         """Return the weight and bias of the head."""
         path = self.layout.head
         head: Any = self._modules.get(path)
-        if is_dtensor(getattr(head, "_parameters", {}).get("weight")) and not has_hooks(head):
-            return head.weight, head.bias  # divided by `fused_remat.parallel`
+        if type(head) is VocabularyParallelLinear and not has_hooks(head):
+            return head.weight, head.bias
         weight, bias, updates = read_linear(head, path)
         if updates:
             raise Unsupported(f"{path} has low-rank updates")

@@ -111,14 +111,17 @@ def prepare(activation: Any, x: Tensor, autocast: torch.dtype | None = None) -> 
         fn = _with_present_state(activation)
     if autocast is not None:
         fn = _under_autocast(fn, x.device.type, autocast)
-    x, watch = x.detach().requires_grad_(), _Watch()
+    x, watch, generators = x.detach().requires_grad_(), _Watch(), _generator_states(x)
     try:
         with autocast_off(x), torch.enable_grad(), _without_hooks(), watch:
             y = fn(x.clone())  # it may work in place
-    except _DrawsNumbers as error:
-        return str(error)
     except Exception as error:
-        return f"fails on an input of shape {tuple(x.shape)} ({error})"
+        if not watch.refused:
+            return f"fails on an input of shape {tuple(x.shape)} ({error})"
+    if watch.refused:  # even if the function caught the exception
+        return watch.refused
+    if not all(map(torch.equal, generators, _generator_states(x))):
+        return "changes the state of a random number generator"
     if not isinstance(y, Tensor) or y.shape != x.shape or y.dtype != x.dtype:
         return "changes the shape or dtype of its input"
     captured = [t for t in leaves(y) if t is not x]
@@ -129,8 +132,12 @@ def prepare(activation: Any, x: Tensor, autocast: torch.dtype | None = None) -> 
     return Activation(USER_FUNCTION, named, {"activation": _guarded(fn, watch.versions)})
 
 
-class _DrawsNumbers(Exception):
-    """The trial reached an operator that draws random numbers, or may."""
+def _generator_states(x: Tensor) -> list[Tensor]:
+    """Return the states of torch's generators for the CPU and, outside of capture, for CUDA."""
+    states = [torch.get_rng_state()]
+    if x.is_cuda and not torch.cuda.is_current_stream_capturing():
+        states.append(torch.cuda.get_rng_state(x.device))
+    return states
 
 
 class _Watch(TorchDispatchMode):
@@ -139,12 +146,15 @@ class _Watch(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.versions = WeakTensorKeyDictionary()  # of tensors that still exist, when first read
+        self.refused = ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
-            raise _DrawsNumbers(f"draws random numbers: it calls {func}")
-        if func.namespace not in ("aten", "prims", "prim"):  # may call what no mode sees
-            raise _DrawsNumbers(f"may draw random numbers: it calls {func}, which is not PyTorch's")
+            self.refused = f"draws random numbers: it calls {func}"
+        elif func.namespace not in ("aten", "prims", "prim"):  # may call what no mode sees
+            self.refused = f"may draw random numbers: it calls {func}, which is not PyTorch's"
+        if self.refused:
+            raise RuntimeError(self.refused)
         for t in tree_leaves((args, kwargs)):
             if isinstance(t, Tensor):
                 source = t if t._base is None else t._base

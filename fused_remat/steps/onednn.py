@@ -44,7 +44,7 @@ _ONEDNN = _onednn()
 
 
 def _available() -> bool:
-    return torch._C._get_mkldnn_enabled() and cpu_choice.may_apply(cpu_choice.PRODUCTS)
+    return cpu_choice.may_apply(cpu_choice.PRODUCTS)
 
 
 def _unsupported_reason(backward: bool, key: tuple[Any, ...]) -> str | None:
@@ -79,6 +79,8 @@ def linear_fwd_onednn(x, weight, bias, residual=None, mask=None, out=None):
         biases = (None, None) if bias is None else bias.chunk(2)
         for half, rows, b in zip(y.chunk(2, 1), weight.chunk(2), biases, strict=True):
             linear_fwd(x, rows, b, out=half)
+    elif not torch._C._get_mkldnn_enabled():
+        return linear_fwd(x, weight, bias, residual, mask, out)
     else:
         y = _ONEDNN(x, weight, bias, "none", [], "")
     if mask is not None:
@@ -94,6 +96,8 @@ def linear_fwd_onednn(x, weight, bias, residual=None, mask=None, out=None):
 )  # fmt: skip
 def linear_dx_onednn(dy, weight, into=None):
     if dy.dtype not in LOW:
+        if not torch._C._get_mkldnn_enabled():
+            return linear_dx(dy, weight, into)
         dx = _ONEDNN(dy, weight.t(), None, "none", [], "")
         return dx if into is None else into.add_(dx)
     dx = dy.new_empty((dy.shape[0], weight.shape[1])) if into is None else into

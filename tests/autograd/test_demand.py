@@ -218,5 +218,5 @@ def test_accumulation(target):
 
 
 def test_the_removed_deferral_says_what_to_use():
-    with pytest.raises(AttributeError, match=r"was removed: call schedule.step\(\) without it"):
-        fused_remat.defer_weight_gradients  # noqa: B018
+    with pytest.raises(RuntimeError, match=r"was removed: call schedule.step\(\) without it"):
+        fused_remat.defer_weight_gradients()

@@ -67,7 +67,9 @@ def test_a_row_is_what_is_read(name, monkeypatch):
     rows = blocks(convert(model), batch)
     revert(model)
     monkeypatch.setattr(
-        sys.modules["fused_remat.convert"], "_class_for", lambda layer: traced_class(type(layer))
+        sys.modules["fused_remat.convert"],
+        "converted_class",
+        lambda layer: traced_class(type(layer)),
     )
     reads = blocks(convert(model), batch)
     assert any(isinstance(module, TracedLayer) for module in model.modules())
