@@ -105,6 +105,13 @@ def with_its_own_generator(t, generator=torch.Generator()):  # noqa: B008
     return t + torch.rand(t.shape, generator=generator)  # torch's own stays as it is
 
 
+def that_catches_all(t):
+    try:
+        return t * torch.bernoulli(torch.full_like(t, 0.5))
+    except Exception:
+        return F.gelu(t)
+
+
 @torch.library.custom_op("fused_remat_tests::own_relu", mutates_args=())
 def own_relu(t: torch.Tensor) -> torch.Tensor:
     return t.relu()
@@ -116,6 +123,11 @@ def own_relu(t: torch.Tensor) -> torch.Tensor:
         (F.dropout, r"draws random numbers: it calls aten\."),
         (lambda t: t + torch.randn(()), r"draws random numbers: it calls aten\.randn"),
         (with_its_own_generator, r"draws random numbers: it calls aten\.rand"),
+        (that_catches_all, r"draws random numbers: it calls aten\.bernoulli"),
+        (
+            lambda t: (torch.manual_seed(54321), t * 2)[1],
+            "changes the state of a random number gen",
+        ),
         (own_relu, r"may draw random numbers: it calls fused_remat_tests\.own_relu"),
         (lambda t: t[..., :4], "changes the shape"),
         (lambda t: t.sum(-1, keepdim=True), "changes the shape"),
