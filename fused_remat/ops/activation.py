@@ -121,6 +121,9 @@ def prepare(activation: Any, x: Tensor, autocast: torch.dtype | None = None) -> 
     if watch.refused:  # even if the function caught the exception
         return watch.refused
     if not all(map(torch.equal, generators, _generator_states(x))):
+        torch.set_rng_state(generators[0])
+        for state in generators[1:]:
+            torch.cuda.set_rng_state(state, x.device)
         return "changes the state of a random number generator"
     if not isinstance(y, Tensor) or y.shape != x.shape or y.dtype != x.dtype:
         return "changes the shape or dtype of its input"
