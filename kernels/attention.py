@@ -202,10 +202,7 @@ def seeing_queries(offs_n, b, bounds_ptr, lengths_ptr, M, N, offset, left, right
 
 @triton.jit
 def visits(low, high, BLOCK: tl.constexpr):
-    """Return the blocks that a tile visits, from the intervals of its rows, as two `Visits`.
-
-    Of those that some row does not fully see, and of the others, which are adjacent.
-    """
+    """Return `Visits` of the blocks that not every row of a tile fully sees, and of the others."""
     start = tl.min(low, 0) // BLOCK
     stop = tl.maximum(tl.cdiv(tl.max(high, 0), BLOCK), start)
     full_start = tl.minimum(tl.cdiv(tl.max(low, 0), BLOCK), stop)

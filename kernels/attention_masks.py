@@ -21,11 +21,7 @@ from fused_remat.kernels.dropout import Site
 
 
 class Sums(NamedTuple):
-    """What the programs of `attention_mask_bwd_kernel` add to, each four numbers.
-
-    dmask's strides, how many (B, H, tiles of M, blocks of N) it has, and how many of each a program
-    sums over.
-    """
+    """Of (B, H, tiles of M, blocks of N): dmask's strides, counts, and spans of a program's sum."""
 
     strides: tuple[int, ...]
     counts: tuple[int, ...]

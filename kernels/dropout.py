@@ -23,10 +23,7 @@ seeded = triton.jit(
 
 
 class Site(NamedTuple):
-    """A dropout site: its key, None where nothing is dropped, and a matrix's first row in it.
-
-    threshold and scale are `random.threshold(p)` and `random.scale(p)`.
-    """
+    """A dropout site: key or None, first row, `random.threshold(p)` and `random.scale(p)`."""
 
     key_ptr: Any
     row0: Any

@@ -84,11 +84,7 @@ def store_tile(y, row, col, rows, cols, tile, TMA: tl.constexpr):
 @triton.jit
 def rounded(tile, y, TMA: tl.constexpr):
     """Return the tile in the dtype of y."""
-    if TMA:
-        tile = tile.to(y.data.dtype)
-    else:
-        tile = tile.to(y.data.dtype.element_ty)
-    return tile
+    return tile.to(y.data.dtype if TMA else y.data.dtype.element_ty)
 
 
 @triton.jit
@@ -146,11 +142,7 @@ def _half(x, index: tl.constexpr):
     """Return the first or second half of the columns."""
     halves = tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2))
     left, right = tl.split(tl.permute(halves, (0, 2, 1)))
-    if index == 0:
-        half = left
-    else:
-        half = right
-    return half
+    return left if index == 0 else right
 
 
 @triton.jit
@@ -159,13 +151,11 @@ def part(x, index: tl.constexpr, PARTS: tl.constexpr):
 
     A tile's end that is computed part by part needs fewer registers.
     """
-    if PARTS == 1:
-        x = x
-    elif PARTS == 2:
+    if PARTS == 2:
         x = _half(x, index)
     elif PARTS == 4:
         x = _half(_half(x, index // 2), index % 2)
-    else:
+    elif PARTS == 8:
         x = _half(_half(_half(x, index // 4), index // 2 % 2), index % 2)
     return x
 

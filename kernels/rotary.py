@@ -28,10 +28,7 @@ class Pairs(NamedTuple):
 
 
 class Angles(NamedTuple):
-    """cos and sin of the rotations, (S, R/2) or (B, S, R/2): pointers and strides.
-
-    Elements from one sequence (0 where all have the same) and from one position to the next.
-    """
+    """cos and sin, (S, R/2) or (B, S, R/2): pointers, strides of a sequence (or 0) and position."""
 
     cos_ptr: Any
     sin_ptr: Any
