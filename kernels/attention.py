@@ -3,8 +3,8 @@
 Heads x (B, H, S, E) are a pointer and `Strides`, or a tensor descriptor (TMA) over all four
 dimensions whose block is (1, 1, rows, BLOCK_E); TMA says which. Triton launches a descriptor only
 as an argument of its own, so a kernel takes heads one by one, their strides together (`strides`),
-and makes each `Heads`. E and V, the widths of a head
-in q, k and in v, are padded to powers of two by reading 0 outside.
+and makes each `Heads`. E and V, the widths of a head in q, k and in v, are padded to powers of two
+by reading 0 outside.
 
 Which keys a query sees is an interval (`seen_keys`: causal, window, lengths, packed sequences), and
 inside it what the masks allow. A block of keys that every query of a tile sees whole takes no mask
@@ -364,7 +364,7 @@ def attention_fwd_kernel(
 ):  # fmt: skip
     """Compute out = dropout(softmax(scores)) v and lse = log sum exp(scores); of no key 0 and +inf.
 
-    scores: as `Scores` describe, plus masks.
+    scores: as `Scores` describes, plus masks.
     Shapes: q (B, H, M, E), k (B, H / GROUP, N, E), v (B, H / GROUP, N, V), out (B, H, M, V),
         lse (B, H, M) float32, contiguous; site_key () int64. lists: for each tile of queries, or
         None. Grid: (cdiv(M, BLOCK_M) · B · H,).
