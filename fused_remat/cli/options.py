@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import os
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ DTYPES = {
     "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32,
     "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32,
 }  # fmt: skip
+PICTURES = (".png", ".svg", ".pdf")
 
 
 class CommandError(Exception):
@@ -101,6 +104,13 @@ def check_outputs(args: argparse.Namespace) -> None:
     for path in filter(None, (args.json, args.plot)):
         if not path.parent.is_dir():
             raise CommandError(f"cannot write {str(path)!r}: no folder {str(path.parent)!r}")
+        if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+            kind = "it is a folder" if path.is_dir() else "permission denied"
+            raise CommandError(f"cannot write {str(path)!r}: {kind}")
+    if args.plot is not None and args.plot.suffix.lower() not in PICTURES:
+        raise CommandError(f"--plot writes {', '.join(PICTURES)} files, got {str(args.plot)!r}")
+    if args.plot is not None and importlib.util.find_spec("matplotlib") is None:
+        raise CommandError('--plot needs matplotlib: pip install "fused-remat[bench]"')
 
 
 def write_outputs(args: argparse.Namespace, result: Plan | MemoryReport) -> None:

@@ -17,7 +17,7 @@ from fused_remat.autograd.offload import transfer_for
 from fused_remat.convert import convert, revert
 from fused_remat.layers import FusedLayer
 from fused_remat.layers.record import STATES
-from fused_remat.planner.calibration import Calibration, HostLink, StepCost, calibrate
+from fused_remat.planner.calibration import Calibration, Example, HostLink, StepCost, calibrate
 from fused_remat.planner.chain import Chain, LayerOptions, Option
 from fused_remat.planner.measure import MeasuredStep, measure_step, predict_optimizer, state_bytes
 from fused_remat.planner.options import (
@@ -276,26 +276,30 @@ def _tables(
 ) -> dict[tuple[str, Any], tuple[Option, ...]]:
     """Return the options of each layer's calls, by layer and by the call's key.
 
-    Calls of other shapes than the layer's first have options with the same names.
+    If calls of a layer have several shapes, each has the options of all.
     """
+    saves_of: dict[Any, list[tuple[str, ...]]] = {}
     computed: dict[Any, tuple[Option, ...]] = {}
     tables: dict[tuple[str, Any], tuple[Option, ...]] = {}
-    firsts: dict[str, tuple[Option, ...]] = {}
+    examples: dict[str, dict[Any, Example]] = {}
+    names = {call.layer: call.names for call in step.calls}
     for call in step.calls:
-        layer, example = call.layer, call.example
-        if example is None or (layer, example.key) in tables:
-            continue
-        if layer in firsts:
-            saves = [option.save for option in firsts[layer]]
-            tables[layer, example.key] = with_peaks(example, options_for(example, costs, saves))
-            continue
+        if call.example is not None:
+            examples.setdefault(call.layer, {})[call.example.key] = call.example
+    for layer, shapes in examples.items():
         policies = request.options
         if request.policies is not None:
             policy = policy_for(layer, request.policies)
             policies = [Policy(policy.save) if isinstance(policy, Policy) else policy]
-        key = (example.key, None if policies is None else tuple(policies))
-        if key not in computed:
-            options = costed_options(example, costs, call.names, policies)
-            computed[key] = with_peaks(example, options)
-        tables[layer, example.key] = firsts[layer] = computed[key]
+        fixed = None if policies is None else tuple(policies)
+        for key, example in shapes.items():
+            if (key, fixed) not in saves_of:
+                options = costed_options(example, costs, names[layer], fixed)
+                saves_of[key, fixed] = [option.save for option in options]
+        saves = tuple(dict.fromkeys(save for key in shapes for save in saves_of[key, fixed]))
+        for key, example in shapes.items():
+            if (key, saves) not in computed:
+                options = options_for(example, costs, saves)
+                computed[key, saves] = with_peaks(example, options)
+            tables[layer, key] = computed[key, saves]
     return tables

@@ -135,25 +135,37 @@ class _Search:
         raise BudgetError(message, limit, peak or limit + 1, {})
 
     def _grown(self, fits: int, limit: int, most: int | None, request: int) -> int:
-        """Grow by steps that double until a size does not fit, then bisect."""
-        fails, step, peaks = None, 1, self._peaks[request]
-        while fits != most and (fails is None or fails - fits > 1):
-            size = fits + step if fails is None else (fits + fails) // 2
-            size = size if most is None else min(size, most)
+        """Grow by extrapolation from the last two peaks, at most fourfold, until a size fails."""
+        fails, peaks = None if most is None else most + 1, self._peaks[request]
+        while fails is None or fails - fits > 1:
+            size = self._next(fits, fails, limit, peaks)
             if size not in peaks:
                 peaks[size] = self._peak(size, self._requests[request])
             peak = peaks[size]
             if peak is None or peak > limit:
                 fails = size
                 continue
-            is_open = most is None and fails is None and fits > 0
-            if is_open and self._elements[size] <= self._elements[fits]:
+            if fails is None and fits > 0 and self._elements[size] <= self._elements[fits]:
                 raise ValueError(
                     f"make_batch({size * self._multiple}) is no larger than "
                     f"make_batch({fits * self._multiple}), which fits; give most= to end the search"
                 )
-            fits, step = size, 2 * step
+            fits = size
         return fits
+
+    def _next(
+        self, fits: int, fails: int | None, limit: int, peaks: Mapping[int, int | None]
+    ) -> int:
+        """Return the next size to try: above `fits`, and below `fails` if that is known."""
+        measured = sorted((size, peak) for size, peak in peaks.items() if peak is not None)
+        size = 4 * fits if fails is None else (fits + fails) // 2
+        if len(measured) < 2:
+            size = fits + 1
+        elif (growth := measured[-1][1] - measured[-2][1]) > 0:
+            (size0, peak0), (size1, _) = measured[-2:]
+            size = size0 + (limit - peak0) * (size1 - size0) // growth
+        size = max(fits + 1, min(size, 4 * max(fits, 1)))
+        return size if fails is None else min(size, fails - 1)
 
     def _peak(self, size: int, request: Request) -> int | None:
         args, kwargs = _arguments(self._make_batch(size * self._multiple))

@@ -25,7 +25,9 @@ def to_json(record: Any, path: str | Path | None = None, **more: Any) -> str:
 def from_json(kind: type[Record], text: str) -> Record:
     """Return the record of the dataclass `kind` that `to_json` wrote.
 
-    Raises: ValueError if the text is not JSON of such a record in this version.
+    Other entries of the text are ignored.
+
+    Raises: ValueError if the text is not JSON, or lacks a field of this version.
     """
     try:
         record: Record = _value(kind, json.loads(text))

@@ -202,7 +202,7 @@ def test_a_command_draws(capsys, command):
         (("vit-l", "--device", "meta"), "'meta'"),
         (("vit-l", "--device", "cuda:99"), "'cuda:99'"),
         (("vit-l", "--json", "no/where.json"), "no folder 'no'"),
-        (("mine_for_cli:step", "--plot", "picture.b"), "cannot write 'picture.b': Format 'b'"),
+        (("mine_for_cli:step", "--plot", "picture.b"), "'picture.b'"),
         (("mine_for_cli:step", "--json", "/proc/none.json"), "cannot write '/proc/none.json'"),
         ((*SMALL, "--model", "llama4"), "smollm-135m, qwen2-1.5b, llama3-8b, gpt3-175b"),
         ((*SMALL, "--mesh", "2x4"), "9 query heads, which 4 tensor-parallel ranks"),

@@ -49,7 +49,7 @@ def test_fit_takes_less_where_the_device_has_no_room_to_measure_all_options(monk
     [
         (batch, {"method": "greedy"}, TypeError, "fit has no argument 'method'"),
         (lambda size: batch(8)[:size], {"costs": "analytic"}, ValueError,
-         r"is no larger than make_batch\(15\), which fits"),
+         r"is no larger than make_batch\(8\), which fits"),
     ],
 )  # fmt: skip
 def test_bad_arguments(make, options, error, match):
