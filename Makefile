@@ -1,9 +1,9 @@
-# Everything one does here. Each target sets up .venv by itself, on a machine with only Python
+# All tasks. Each target sets up .venv by itself, on a machine with only Python
 # (3.11 or newer: constraints.txt) and make.
 
 PYTHON ?= python3
 BIN := .venv/bin
-# What the demo needs, what everything else needs besides, and what the site needs.
+# Packages of the demo, of everything else, and of the site.
 DEMO := .venv/.demo
 READY := .venv/.ready
 SITE := .venv/.site
@@ -39,7 +39,7 @@ test: $(READY)  ## all tests, and the examples in the docstrings
 	FUSED_REMAT_COMPILED=$$arch $(PYTEST) $(EXECUTED) tests/kernels tests/backend || status=1; done; \
 	$(PYTEST) || status=1; exit $$status
 
-test-all:  ## and what stands for more of the same: whole sweeps, ten times the examples, every audit: hours
+test-all:  ## make test with full sweeps, ten times the examples and every audit: hours
 	@status=0; FUSED_REMAT_MORE_EXAMPLES=10 $(MAKE) test MARKS='-m ""' \
 	EXECUTED='--dist worksteal' ARCHES="80 89 90" || status=1; \
 	$(MAKE) audit || status=1; exit $$status
@@ -62,7 +62,7 @@ mutants-ptx: $(READY)  ## break compiled kernels in one place at a time, which t
 baseline: $(READY)  ## record what layers keep, call and compile, which a test compares with
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python tests/house/baseline.py > tests/house/baseline.json
 
-check: $(READY) site  ## lint, format, types, the arrows between the rooms, and the site
+check: $(READY) site  ## lint, format, types, the direction of imports, and the site
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(HUGE) $(BIN)/mypy

@@ -23,7 +23,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "kernels": Command("bench.kernels.command", "each op, forward and backward, and its peers",
                        "20 minutes", "kernels-DEVICE.json"),
-    "layers": Command("bench.commands.layers", "time and memory of a layer's step, in every way",
+    "layers": Command("bench.commands.layers", "time and memory of a layer's step, by method",
                       "30 minutes", "layers-DEVICE.json"),
     "frontier": Command("bench.commands.frontier", "memory against time of a layer's step",
                         "30 minutes", "frontier-DEVICE/"),
@@ -42,7 +42,7 @@ COMMANDS = {
                        "1 minute", "profile-cpu.json"),
     "audit": Command("bench.audit.command", "registers, spills and tensor cores of every kernel",
                      "10 minutes per GPU", "audit.json in --out"),
-    "demo": Command("bench.commands.demo", "a small language model trained in every way",
+    "demo": Command("bench.commands.demo", "a small language model, by training method",
                     "5 minutes", "demo-cpu/"),
     "report": Command("bench.pages.command", "nothing: writes pages and figures from results",
                       "10 seconds", "README.md, docs/"),

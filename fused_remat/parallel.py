@@ -264,10 +264,10 @@ def tensor_parallel_plan(
     `convert(loss=True)` computes its loss, and so is an `nn.Linear` named `head`, whose loss has to
     be `ops.linear_cross_entropy`; an embedding that shares its weight is divided with it.
 
-    Raises: AttributeError for a `head` that is not there; ValueError for a model without fused
+    Raises: AttributeError for a `head` that does not exist; ValueError for a model without fused
         layers and for an nn.RNNBase; with `sequence`, for a module with parameters between the
-        layers of a container, whose gradients would be those of one rank's tokens, and for a layer
-        that is in the container twice.
+        layers of a container, whose gradients would be those of one rank's tokens, and for a
+        container with a repeated layer.
 
     >>> from fused_remat import FusedRematCausalLayer
     >>> model = nn.Sequential(*(FusedRematCausalLayer(16, 2, 32) for _ in range(2)))
@@ -295,8 +295,8 @@ def tensor_parallel_plan(
             continue
         if isinstance(module, nn.RNNBase):
             raise ValueError(
-                f"{name} is a {type(module).__name__}, which holds every weight twice and cannot "
-                "take DTensors; plan the modules around it one by one"
+                f"{name} is a {type(module).__name__}, which cannot take DTensors; plan the "
+                "modules around it one by one"
             )
         shares = isinstance(module, nn.Embedding) and any(p in rows for p in own)
         plan[name] = _ParallelEmbedding() if shares else _Replicated()
@@ -311,13 +311,13 @@ def tensor_parallel_plan(
 def _layers_plan(prefix: str, container: nn.Module, sequence: bool) -> dict[str, LayerParallel]:
     """Return the plan of the fused layers that are children of `container`.
 
-    Raises: ValueError for modules that would see parts of sequences, or see them twice.
+    Raises: ValueError for modules that would see parts of sequences, and for repeated layers.
     """
     children = [(name, child) for name, child in container._modules.items() if child is not None]
     at = [i for i, (_, child) in enumerate(children) if isinstance(child, FusedLayer)]
     styles: dict[str, LayerParallel] = {}
     if len({children[i][1] for i in at}) < len(at) and sequence:
-        raise ValueError(f"{prefix[:-1] or 'the model'} has one layer twice; use sequence=False")
+        raise ValueError(f"{prefix[:-1] or 'the model'} has a repeated layer; use sequence=False")
     lengths: set[int] = set()
     for i, (name, child) in enumerate(children):
         if isinstance(child, FusedLayer):

@@ -1,4 +1,4 @@
-"""Memory against time: every way to train a layer, at a sweep of shapes, as a Pareto picture.
+"""Memory against time: training methods for a layer, at a sweep of shapes, as a Pareto picture.
 
     python -m bench frontier --device cpu
     python -m bench frontier --norm post --dropout 0.1 --seq-len 512 2048 --d-model 512

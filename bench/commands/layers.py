@@ -1,4 +1,4 @@
-"""Time and memory of a training step of one encoder layer, in every way, side by side.
+"""Time and memory of a training step of one encoder layer, by method.
 
     python -m bench layers --device cpu --publish
     python -m bench layers --dropout 0 --d-model 512 1024 --seq-len 512 2048 --ways stock full lean

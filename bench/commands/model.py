@@ -1,4 +1,4 @@
-"""A training step of Hugging Face models in every way: time, kept bytes and peak.
+"""A training step of Hugging Face models by training method: time, kept bytes and peak.
 
     python -m bench model --model smollm-135m --device cpu
     python -m bench model --model qwen2-1.5b --layers 4 --lora 0 16 --ways stock full fast

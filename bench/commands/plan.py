@@ -1,4 +1,4 @@
-"""Plans compared with other ways to fit a model into memory, at equal peaks.
+"""Plans compared with other methods that fit a model into memory, at equal peaks.
 
     python -m bench plan
     python -m bench plan --d-model 512 --seconds 300

@@ -45,7 +45,7 @@ def caption() -> str:
     with_dropout, without = _panels().values()
     machine = tables.measured_on({**with_dropout[0].machine, "commit": None})
     return (
-        f"Every way to train an `nn.TransformerEncoderLayer` (float32, {machine}): means over "
+        f"Training methods for an `nn.TransformerEncoderLayer` (float32, {machine}): means over "
         f"{len(with_dropout)} shapes with dropout and {len(without)} without. The band is the "
         "Pareto front."
     )

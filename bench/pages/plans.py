@@ -146,8 +146,8 @@ def summary(row: Row) -> str:
     tight = [rival.peer for rival in found if rival.way is None]
     none = f"; no plan fits within that of {', '.join(tight)}" if tight else ""
     return (
-        f"{title(row)}: within the measured peak of each of {len(against)} other ways, the optimal "
-        f"plan is faster than {won}: {against[best]:.2f} times the time of {best} at best, "
+        f"{title(row)}: within the measured peak of each of {len(against)} other methods, the "
+        f"optimal plan is faster than {won}: {against[best]:.2f} times the time of {best} at best, "
         f"{against[worst]:.2f} times that of {worst} at worst{none}. Of {len(off)} plans the "
         f"predicted peak is off by at most {percent(max(map(abs, off)))}, kept bytes are "
         f"{'not exact' if any(kept) else 'exact'}."

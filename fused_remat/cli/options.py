@@ -6,7 +6,7 @@ import argparse
 import importlib.util
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -35,9 +35,27 @@ class NothingFits(CommandError):
     status = 1
 
 
+_COSTS = "give --costs FILE"
+#: Options that were removed, and what to use instead.
+REMOVED = {
+    "--lossy": "plans choose among exact presets, so leave it out",
+    "--accumulates": "use --accumulate-gradients",
+    **dict.fromkeys(("--devices", "--fewest-devices"), "give --mesh"),
+    **dict.fromkeys(("--tflops", "--peak-tflops", "--bandwidth"), _COSTS),
+    **dict.fromkeys(("--link-GBps", "--network-GBps"), _COSTS),
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        for name in REMOVED.keys() & message.split():
+            message += f"; {name} was removed: {REMOVED[name]}"
+        super().error(message)
+
+
 def new_parser(command: str, description: str, epilog: str) -> argparse.ArgumentParser:
     """Return the parser of a command, whose epilog keeps its line breaks."""
-    return argparse.ArgumentParser(
+    return _Parser(
         prog=f"python -m fused_remat {command}",
         description=description,
         epilog=epilog,

@@ -39,7 +39,7 @@ TARGET is a built-in model: {", ".join(MODELS)}
   gpt2 is causal with learned positions; bert-base has post-norm layers and predicts a token at
   every position; vit-l takes patches and predicts a class from the mean of its tokens.
   Language models compute their loss with ops.linear_cross_entropy, without storing all logits.
-  On a CPU a whole model takes minutes; --layers 2 --seq 256 makes it small.
+  On a CPU an entire model takes minutes; --layers 2 --seq 256 makes it small.
 
 or module:function, with a module that can be imported from the current folder.
   The function may have the parameters batch, seq (int), device (torch.device) and dtype

@@ -14,7 +14,7 @@ from fused_remat.steps.operations import FusedRematWarning, user_stacklevel
 
 _LEAF = (
     "; under DeepSpeed ZeRO-3, deepspeed.utils.set_z3_leaf_modules(model, [type(layer)]) before "
-    "deepspeed.initialize makes it gather the layer as a whole"
+    "deepspeed.initialize makes it gather the entire layer"
 )
 
 
