@@ -62,7 +62,7 @@ class Extras:
         if not self.offload:
             return saved, ()
         graph = ctx.execution.call.graph
-        names = [*graph.tensors, "output", *(name for name, _ in ctx.execution.pieces())]
+        names = [*graph.tensors, "output", *(name for name, _ in ctx.execution.kept_chunks())]
         callers = {*graph.inputs, "output"}
         self.offloaded, saved = move(ctx, self.offload, names, saved, callers)
         indices = () if self.offloaded is None else self.offloaded.indices

@@ -210,12 +210,12 @@ for _constant in (_serialize_call, _draws_seed, _registered):
     vars(_constant)["_dynamo_marked_constant"] = True
 
 
-def _joined(names: Sequence[str], execution: Execution, pieces: list[Tensor]) -> dict[str, Tensor]:
+def _joined(names: Sequence[str], execution: Execution, chunks: list[Tensor]) -> dict[str, Tensor]:
     """Join what groups and tiles kept: a matrix (tokens, width) for each of `names`."""
     parts: dict[str, list[Tensor]] = {name: [] for name in names}
-    pieces.reverse()
-    for name, rows in execution.pieces():
-        parts[name].append(pieces.pop().reshape(rows, execution.widths[name]))
+    chunks.reverse()
+    for name, rows in execution.kept_chunks():
+        parts[name].append(chunks.pop().reshape(rows, execution.widths[name]))
     result = {}
     for name in names:
         own = parts.pop(name)
@@ -227,11 +227,11 @@ def _joined(names: Sequence[str], execution: Execution, pieces: list[Tensor]) ->
 def _split(execution: Execution, whole: Mapping[str, Tensor]) -> list[Tensor]:
     """Split what `_joined` joined, as views."""
     at = dict.fromkeys(whole, 0)
-    pieces = []
-    for name, rows in execution.pieces():
-        pieces.append(whole[name][at[name] : at[name] + rows])
+    chunks = []
+    for name, rows in execution.kept_chunks():
+        chunks.append(whole[name][at[name] : at[name] + rows])
         at[name] += rows
-    return pieces
+    return chunks
 
 
 # --- the operators
@@ -261,8 +261,8 @@ def _forward(tensors: list[Tensor], call: str) -> list[Tensor]:
     moved = this.moved(x.device)
     # The input may be overwritten once the operator is done: it is copied while the block runs.
     inputs, leaving = start_out([x]) if "input" in moved else ([], None)
-    out, pieces = executor.forward(execution, given)
-    joined = _joined(this.plan.kept, execution, pieces) or _empty_kept(this, given)
+    out, chunks = executor.forward(execution, given)
+    joined = _joined(this.plan.kept, execution, chunks) or _empty_kept(this, given)
     if leaving is not None:
         leaving.settle()
     if this.call.offload:

@@ -147,7 +147,7 @@ def _narrowed(
     call, tiled, fusions = execution.call, execution.chunks.tiled, execution.fusions
     plan = schedule(call.graph, call.save, needs_grad, tiled, fusions)
     names = frozenset(plan.kept)
-    reads = [t for (name, _), t in zip(execution.pieces(), kept, strict=True) if name in names]
+    reads = [t for (name, _), t in zip(execution.kept_chunks(), kept, strict=True) if name in names]
     call = replace(call, needs_grad=needs_grad)
     return replace(execution, call=call, plan=plan, needs_grad=needs_grad), reads
 

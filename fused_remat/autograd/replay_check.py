@@ -100,7 +100,7 @@ def record_of(
     return Record(execution, names, tensors)
 
 
-class _Piece(NamedTuple):
+class _Part(NamedTuple):
     """An activation in one chunk: its group of sequences, and its tokens of that group."""
 
     name: str
@@ -126,13 +126,13 @@ class Record:
         self.caller = _caller(execution.call.graph.kind)
         self.tensors = [None if t is None else t.detach().clone() for t in tensors]
         self._output: Tensor | None = None
-        self._pieces: dict[_Piece, Tensor] = {}  # in the order of computation
+        self._parts: dict[_Part, Tensor] = {}  # in the order of computation
         RECORDED.add(weakref.ref(self, RECORDED.discard))
 
     def note(self, step: Step, frame: Chunk) -> None:
         """Copy what a step of forward has computed."""
-        for piece, value in _made(step, frame):
-            self._pieces[piece] = value.clone()
+        for part, value in _made(step, frame):
+            self._parts[part] = value.clone()
 
     def note_output(self, out: Tensor) -> None:
         if self.execution.plan.keeps_output:
@@ -143,8 +143,8 @@ class Record:
 
         Raises: ReplayError if one bit differs from what `note` copied.
         """
-        for piece, value in _made(step, frame):
-            self._compare(piece.name, self._pieces[piece], value, ("forward", "rebuilt"), piece)
+        for part, value in _made(step, frame):
+            self._compare(part.name, self._parts[part], value, ("forward", "rebuilt"), part)
 
     def compare_given(self, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Compare the tensors of the call that backward reads again; returns all of them.
@@ -167,12 +167,12 @@ class Record:
         labels = ("forward", "kept")
         if out is not None and self._output is not None:
             self._compare("output", self._output, out, labels)
-        pieces: dict[str, list[_Piece]] = defaultdict(list)
-        for piece in self._pieces:
-            pieces[piece.name].append(piece)
-        for (name, _), value in zip(self.execution.pieces(), kept, strict=True):
-            piece = pieces[name].pop(0)
-            self._compare(name, self._pieces[piece], value, labels, piece)
+        parts_of: dict[str, list[_Part]] = defaultdict(list)
+        for part in self._parts:
+            parts_of[part.name].append(part)
+        for (name, _), value in zip(self.execution.kept_chunks(), kept, strict=True):
+            part = parts_of[name].pop(0)
+            self._compare(name, self._parts[part], value, labels, part)
 
     def _compare(
         self,
@@ -180,7 +180,7 @@ class Record:
         before: Tensor,
         now: Tensor,
         labels: tuple[str, str],
-        piece: _Piece | None = None,
+        part: _Part | None = None,
     ) -> None:
         """Raise ReplayError if one bit differs; `labels` name the two values."""
         found = _difference(before, now)
@@ -188,8 +188,8 @@ class Record:
             return
         index = ", ".join(map(str, _unravel(found.first, before.shape)))
         where = f"(index {index})" if index else "(its only element)"
-        if piece is not None:
-            where = self._where(piece, now, found.first)
+        if part is not None:
+            where = self._where(part, now, found.first)
         total, count = before.numel(), found.elements
         raise ReplayError(
             f"replay check: {self.caller}: {name!r} differs at {where}: "
@@ -197,39 +197,39 @@ class Record:
             f"element{'s' if total != 1 else ''} differ{'s' if count == 1 else ''})"
         )
 
-    def _where(self, piece: _Piece, value: Tensor, index: int) -> str:
+    def _where(self, part: _Part, value: Tensor, index: int) -> str:
         """Return the sequence and token of an element, and the group and tile if there are several.
 
         `value` is a matrix of tokens, or lse: (sequences, heads, tokens).
         """
-        (first, last), chunks = piece.seqs, self.execution.chunks
-        seq_len = self.execution.lengths[piece.name]
-        if value.dim() == 2 and value.shape[0] == piece.rows:
+        (first, last), chunks = part.seqs, self.execution.chunks
+        seq_len = self.execution.lengths[part.name]
+        if value.dim() == 2 and value.shape[0] == part.rows:
             row, channel = divmod(index, value.shape[1])
-            sequence, token = divmod(piece.lo + row, seq_len)
+            sequence, token = divmod(part.lo + row, seq_len)
             named = {"sequence": first + sequence, "token": token, "channel": channel}
         else:
-            shape = (last - first, value.numel() // piece.rows, seq_len)
+            shape = (last - first, value.numel() // part.rows, seq_len)
             sequence, head, token = _unravel(index, shape)
             named = {"sequence": first + sequence, "head": head, "token": token}
         parts = []
         if chunks.group < chunks.batch:
             groups = -(-chunks.batch // chunks.group)
             parts.append(f"group {first // chunks.group + 1} of {groups}")
-        if piece.rows < (last - first) * seq_len:
+        if part.rows < (last - first) * seq_len:
             tiles = -(-(last - first) * chunks.seq_len // chunks.tile)
-            parts.append(f"tile {piece.lo // chunks.tile + 1} of {tiles}")
+            parts.append(f"tile {part.lo // chunks.tile + 1} of {tiles}")
         where = ", ".join(f"{name} {i}" for name, i in named.items())
         return f"({where}) in {', '.join(parts)}" if parts else f"({where})"
 
 
-def _made(step: Step, frame: Chunk) -> Iterator[tuple[_Piece, Tensor]]:
+def _made(step: Step, frame: Chunk) -> Iterator[tuple[_Part, Tensor]]:
     """Return the activations, statistics and dropout masks that a step has put into its chunk."""
     assert step.node is not None
     for name in step.node.makes:
         value: Any = frame[name]
         value = value.tensor() if isinstance(value, DropoutMask) else value
-        yield _Piece(name, frame.seqs, frame.lo, frame.rows_of(name)), value
+        yield _Part(name, frame.seqs, frame.lo, frame.rows_of(name)), value
 
 
 class _Difference(NamedTuple):

@@ -169,7 +169,7 @@ def _merged(
 ) -> Iterator[Tensor]:
     """Return `new`, with tensors kept since forward in place of their equals."""
     had: dict[str, list[Tensor]] = defaultdict(list)
-    for (name, _), t in zip(before.pieces(), old, strict=True):
+    for (name, _), t in zip(before.kept_chunks(), old, strict=True):
         had[name].append(t)
-    for (name, _), t in zip(execution.pieces(), new, strict=True):
+    for (name, _), t in zip(execution.kept_chunks(), new, strict=True):
         yield had[name].pop(0) if had[name] else t

@@ -29,7 +29,7 @@ from fused_remat.steps.operations import (
     warn,
 )
 
-# Larger pieces read the weights fewer times, and have larger transients.
+# Larger chunks read the weights fewer times, and have larger transients.
 _CPU_TOKENS = 512  # of 4 bytes an element
 _DEVICE_TOKENS = 16384
 
@@ -51,7 +51,7 @@ class Backend:
     )
     # about how many tokens it works on at a time, given device and dtype
     chunk_tokens: Callable[[torch.device, torch.dtype], int] = chunk_tokens
-    forget: Callable[[], None] = lambda: None  # called when choices are to be made anew
+    forget: Callable[[], None] = lambda: None  # called when a choice may differ
 
 
 @functools.cache

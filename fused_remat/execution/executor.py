@@ -77,7 +77,7 @@ def forward(
         if out is None:
             # No view for autograd, which would refuse to change it in place.
             out = torch.ops.aten._unsafe_view(chunk["output"], (*x.shape[:-1], width))
-        del chunk, rows  # freed before the next piece is allocated
+        del chunk, rows  # freed before the next chunk is allocated
     assert out is not None  # there is a group
     return out, kept
 

@@ -25,7 +25,7 @@ class BlockRun(NamedTuple):
     functions: Functions
     tensors: Sequence[Tensor | None]  # tensors, output: of the call
     output: Tensor
-    kept: Sequence[Tensor]  # what is kept besides `tensors` and `output`, piece by piece
+    kept: Sequence[Tensor]  # kept activations other than `tensors` and `output`, chunk by chunk
     saves: Sequence[bool]  # for each of `tensors`, whether it is kept
     offloaded: Sequence[tuple[str, Tensor]]  # by name, what of it is kept on the host
 

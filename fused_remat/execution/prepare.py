@@ -1,7 +1,7 @@
 """What a call of a block is, and what is worked out about it once, from shapes alone.
 
 A `BlockConfig` says what to compute, without tensors. An `Execution` adds everything that follows
-from shapes, dtypes and the device: operations, pieces, schedule, widths. Both are cached, and read
+from shapes, dtypes and the device: operations, chunks, schedule, widths. Both are cached, and read
 no value of any tensor.
 """
 
@@ -42,7 +42,7 @@ _REPEATABLE = frozenset((Norm, Linear, Attention, MLPActivation, Add, DrawMask, 
 _ROWS = (*NORMS.values(), *ACTIVATIONS.values())
 
 # Blocks of cheap steps alone are computed at least so many elements at a time: to put smaller
-# pieces together takes as long as to compute them.
+# chunks together takes as long as to compute them.
 _ELEMENTS = 1 << 21
 #: Weights of fewer elements are not worth another node of autograd.
 _DELIVERED = 1 << 18
@@ -136,8 +136,8 @@ class Execution(Layout):
             named[name] = None if param is None else param.to(dtype)
         return named
 
-    def pieces(self) -> Iterator[tuple[str, int]]:
-        """The name and the number of tokens of every kept piece, in the order of computation."""
+    def kept_chunks(self) -> Iterator[tuple[str, int]]:
+        """Yield the name and tokens of every kept chunk, in the order of computation."""
         plan, chunks = self.plan, self.chunks
         for first, last in chunks.groups:
             count = last - first
@@ -147,17 +147,17 @@ class Execution(Layout):
                     yield from ((name, self.tile_rows(name, hi - lo)) for name in plan.kept_tile)
 
 
-_PIECES = threading.local()
+_CHUNKS = threading.local()
 
 
 @contextlib.contextmanager
-def pieces_of(tokens: int) -> Iterator[None]:
+def chunks_of(tokens: int) -> Iterator[None]:
     """Compute blocks about `tokens` tokens at a time, on any device, in this context."""
-    before, _PIECES.tokens = getattr(_PIECES, "tokens", None), tokens
+    before, _CHUNKS.tokens = getattr(_CHUNKS, "tokens", None), tokens
     try:
         yield
     finally:
-        _PIECES.tokens = before
+        _CHUNKS.tokens = before
 
 
 def prepare(
@@ -173,7 +173,7 @@ def prepare(
     ops = ops_for(call.backend, like, call.graph.compute or dtype)
     # Under deterministic algorithms every policy takes the same operation for a step.
     fuses = fused and not torch.are_deterministic_algorithms_enabled()
-    asked = getattr(_PIECES, "tokens", None)
+    asked = getattr(_CHUNKS, "tokens", None)
     tokens, elements = (asked, 0) if asked else (ops.chunk_tokens(like.device, dtype), _ELEMENTS)
     return _prepare(call, ops, tokens, elements, like.device, fuses, dtype, tuple(shapes))
 

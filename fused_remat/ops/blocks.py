@@ -341,7 +341,7 @@ def _inputs(
     lengths: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> dict[str, Tensor | None]:
-    """Return the tensors of a block besides its weights, checked."""
+    """Return the tensors of a block other than its weights, checked."""
     grid = (x.shape[0], nhead, x.shape[1], x.shape[1])
     masks = read_masks(x, grid, attn_mask, padding, lengths, cu_seqlens)
     return {"input": x, "seed": seed_tensor(seed, x.device), **masks}

@@ -359,7 +359,7 @@ def rotary_tensors(
     q_weight: Tensor | None,
     k_weight: Tensor | None,
 ) -> dict[str, Tensor]:
-    """Return the tensors of a rotary step besides its input x (B, S, ...), by name, checked."""
+    """Return the tensors of a rotary step other than its input x (B, S, ...), by name, checked."""
     tensors: dict[str, Tensor] = {}
     if cos is not None or sin is not None:
         c, s = _table("cos", cos, x, head_dim), _table("sin", sin, x, head_dim)

@@ -287,7 +287,7 @@ def _block_tensors(run: BlockRun) -> Iterator[tuple[str, Tensor]]:
             yield name, t
     if execution.plan.keeps_output:
         yield "output", output
-    yield from zip((name for name, _ in execution.pieces()), kept, strict=True)
+    yield from zip((name for name, _ in execution.kept_chunks()), kept, strict=True)
 
 
 def _names(outputs: Iterable[Tensor]) -> Iterator[tuple[_Held, str]]:

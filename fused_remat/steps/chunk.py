@@ -49,7 +49,7 @@ class Chunks:
         return self.tile < self.group * self.seq_len
 
     @functools.cached_property
-    def pieces(self) -> int:
+    def count(self) -> int:
         """How many groups, or tiles of groups, there are at most."""
         return -(-self.batch // self.group) * -(-self.group * self.seq_len // self.tile)
 
@@ -69,7 +69,7 @@ class Layout:
     """Shapes, dtypes and operations of one call, as its steps see them."""
 
     ops: Operations  # the operations of the backend that serves
-    chunks: Chunks  # the pieces in which the call is computed
+    chunks: Chunks  # in which the call is computed
     needs_grad: frozenset[str]  # inputs and params whose gradients are asked for
     widths: Mapping[str, int]  # elements per token of every activation and statistic
     lengths: Mapping[str, int]  # tokens of a sequence of every input, activation and statistic
@@ -110,7 +110,7 @@ class Pass:
         self.needs_grad, self.widths = execution.needs_grad, execution.widths
         self.dtype, self.device = like.dtype, like.device
         # On a CPU the sum of two products takes no float32: it is rounded once in either case.
-        self.partial = self.chunks.pieces > (2 if like.is_cpu else 1)
+        self.partial = self.chunks.count > (2 if like.is_cpu else 1)
         self.exact = sink is not None
         self.param_grads: dict[str, Tensor] = {} if sink is None else dict(sink)
         self.joint_grads: dict[tuple[str, ...], Tensor] = {}

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-#: Environment variable -> the implementation that it can force besides "aten".
+#: Environment variable -> the implementation that it can force instead of "aten".
 SETTINGS = {"FUSED_REMAT_CPU_PRODUCTS": "onednn", "FUSED_REMAT_CPU_ATTENTION": "blocks"}
 PRODUCTS, ATTENTION = SETTINGS
 

@@ -59,7 +59,7 @@ class LowRank:
     def add_to(self, y: Tensor, chunk: Chunk, linear: Node) -> None:
         """Add the update to y, the result of the step, in place."""
         low = self._product(chunk, linear)
-        for rows, _ in _pieces(y, y.dtype != low.dtype):
+        for rows, _ in _chunks(y, y.dtype != low.dtype):
             mine = self._columns(y[rows])
             chunk.ops[low_rank_add](mine, low[rows], chunk.param(self.b), self.scale)
         chunk.put(self.low, low)
@@ -75,7 +75,7 @@ class LowRank:
         assert weight is not None
         dtype = self.dtype or linear.compute or x.dtype
         low = x.new_empty((x.shape[0], weight.shape[0]), dtype=dtype)
-        for rows, mine in _pieces(x, x.dtype != dtype, mask):
+        for rows, mine in _chunks(x, x.dtype != dtype, mask):
             operand = _dropped(chunk, x[rows], mine, dtype)
             chunk.ops[linear_fwd](operand, weight, None, out=low[rows])
         return low
@@ -87,7 +87,7 @@ class LowRank:
         dtype, parts = self.dtype or dy.dtype, []
         needs_low = linear.inputs[0] in needs_grad or self.a in needs_grad
         low = self._product(chunk, linear) if self.b in needs_grad else None
-        for rows, _ in _pieces(dy, dy.dtype != dtype):
+        for rows, _ in _chunks(dy, dy.dtype != dtype):
             mine = self._columns(dy[rows]).to(dtype)
             if low is not None:
                 add_weight_grad(chunk, self.b, mine, low[rows] * self.scale)
@@ -107,7 +107,7 @@ class LowRank:
             dx = chunk.sum_of_grads(linear.inputs[0], chunk.dtype_of(linear.inputs[0]))
             assert dx is not None
         x = chunk[linear.inputs[0]] if self.a in needs_grad else None
-        for rows, mine in _pieces(dlow, chunk.dtype_of(linear.inputs[0]) != dlow.dtype, mask):
+        for rows, mine in _chunks(dlow, chunk.dtype_of(linear.inputs[0]) != dlow.dtype, mask):
             if x is not None:
                 operand = _dropped(chunk, x[rows], mine, dlow.dtype)
                 cut = rows.stop - rows.start < dlow.shape[0]
@@ -128,12 +128,12 @@ class LowRank:
 _ROWS = 4096
 
 
-def _pieces(
+def _chunks(
     x: Tensor, converts: bool, mask: DropoutMask | None = None
 ) -> Iterator[tuple[slice, DropoutMask | None]]:
     """Rows of x and their part of the mask: `_ROWS` at a time if they are converted, else all.
 
-    The part is a new object, so that the tensor which it makes is freed with the piece.
+    The part is a new object, so that the tensor which it makes is freed with the chunk.
     """
     rows = x.shape[0]
     step = _ROWS if converts else max(rows, 1)

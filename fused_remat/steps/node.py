@@ -58,7 +58,7 @@ class Node:
             forward's, bit for bit.
         stats_follow: True if the statistics are kept exactly when `name` is kept; False if they
             are kept whenever backward needs them.
-        description: what `explain` says of forward and of backward besides the operations.
+        description: what `explain` prints of forward and backward in addition to the operations.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Products of linear layers on CPUs besides ATen's: forward and dx. `cpu_choice` chooses.
+"""Products of linear layers on CPUs in addition to ATen's: forward and dx. `cpu_choice` chooses.
 
 In float32 ATen's are MKL's on x86, and oneDNN's are faster on some processors. In 16 bits ATen's
 are oneDNN's, and on some processors two of half the columns each are faster. Weight gradients are

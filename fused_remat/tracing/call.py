@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fused_remat.autograd import run_block
 from fused_remat.autograd.partial import not_differentiable
-from fused_remat.execution.prepare import pieces_of
+from fused_remat.execution.prepare import chunks_of
 from fused_remat.graph.graph import Graph
 from fused_remat.layers.fallback import generator_states, set_generator_states
 from fused_remat.steps.replay import At
@@ -139,7 +139,7 @@ class Trace:
         tensors, functions, result = self.bind(layer, named, arguments, random=False)
         given = leaves(arguments)
         tokens = given[self.x].shape[:-1].numel() // self.sizes(given).get("B", 1)
-        with pieces_of(min(_CHUNK, tokens)):  # no less than a sequence
+        with chunks_of(min(_CHUNK, tokens)):  # no less than a sequence
             return result(run_block(self.graph, "full", tensors, functions=functions))
 
     def sizes(self, given: Sequence[Any]) -> dict[str, int]:

@@ -106,7 +106,7 @@ def _no_backward(_: Any) -> Tensor:
 
 @contextlib.contextmanager
 def renumbered(layer: nn.Module, names: Collection[str]) -> Iterator[None]:
-    """Add `SHIFT` to the whole numbers among attributes of these names inside the context."""
+    """Add `SHIFT` to the integers among attributes of these names inside the context."""
     numbers = [
         (module.__dict__, name, module.__dict__[name])
         for module in layer.modules()

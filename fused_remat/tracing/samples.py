@@ -39,7 +39,7 @@ class Arguments:
     """The arguments of a call by name, with the meaning of their dimensions.
 
     Leaves of the arguments are known by their indices: the residual stream's input `x`, the
-    `memory` and the `bounds` of sequences of variable length, if any, tensors of `whole` numbers,
+    `memory` and the `bounds` of sequences of variable length, if any, integer tensors (`whole`),
     and all that are the `same` as x. `axes` are the names of x's first dimensions.
     """
 
@@ -166,9 +166,9 @@ class Arguments:
         Args:
             recorded: whether packed tokens are one sequence, not two, and other arguments get
                 other values, equal where these were equal.
-            shift: a number that is added to whole numbers.
+            shift: a number that is added to integers.
             params: the dtype of parameters, if it is another.
-            varies: whether tensors of whole numbers are random.
+            varies: whether integer tensors are random.
             named: the layer's tensors, if they are those of another sample.
         """
         generator = torch.Generator().manual_seed(seed)
@@ -335,7 +335,7 @@ def _choices(t: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _numbers(t: Tensor, generator: torch.Generator) -> Tensor:
-    """Return random whole numbers, no larger than those of `t` and than any size of a sample."""
+    """Return random integers, no larger than those of `t` and than any size of a sample."""
     most = int(t.max()) if t.numel() else 0
     if most < 2 or int(t.min()) < 0:
         return _choices(t, generator) if most in (0, 1) else t.clone()

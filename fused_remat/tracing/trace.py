@@ -46,7 +46,7 @@ def trace_call(
     """Return the proved block of a call of `forward`, a function of a layer's class.
 
     The layer does not change: a replica of it runs. `free`: whether the block must not depend on
-    whole numbers among the arguments, nor on the layer's index in the model. Where dimensions of
+    integers among the arguments, nor on the layer's index in the model. Where dimensions of
     the arguments have the same size, each meaning of them is tried until the layer runs.
 
     Raises: Untraceable with the reason, if there is no such block.

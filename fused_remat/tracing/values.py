@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 Sizes = Mapping[str, int]
-#: Offset added to whole numbers that a layer should not depend on; no size of a call explains it.
+#: Offset added to integers that a layer should not depend on; no size of a call explains it.
 SHIFT = 1009
 
 # Names of operations, without leading and trailing underscores (`Op.kind`).

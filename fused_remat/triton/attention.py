@@ -211,14 +211,14 @@ def _gradients(
     listed = None if blocks is None else Lists(blocks, *blocks_apart)
     (q_in, do_in, k_in, v_in), strides, tma = _operands(problem, tile, (q, dout), (k, v))
     kernel = attention_dkdv_bwd_kernel if by_keys else attention_dq_bwd_kernel
-    pieces = cdiv(call.q_len, tile.block_m), cdiv(call.kv_len, tile.block_n)
+    tiles = cdiv(call.q_len, tile.block_m), cdiv(call.kv_len, tile.block_n)
     parts, made = 1, grads
     if by_keys:
         parts = group_parts(problem.target, call, tile)
-        bounds, programs = problem.bounds_k, pieces[1] * call.batch * call.spec.num_kv_heads * parts
+        bounds, programs = problem.bounds_k, tiles[1] * call.batch * call.spec.num_kv_heads * parts
         partial = problem.is_partial(call.q_len, tile.block_m)
     else:
-        bounds, programs = problem.bounds_q, pieces[0] * call.batch * call.spec.num_heads
+        bounds, programs = problem.bounds_q, tiles[0] * call.batch * call.spec.num_heads
         partial = problem.is_partial(call.kv_len, tile.block_n)
     if parts > 1:
         sizes = [(b, h * parts, n, e) for b, h, n, e in (x.shape for x in grads)]
@@ -246,10 +246,10 @@ def _mask_grad(problem: Problem, heads: Given, dmask: Tensor, tile: AttentionTil
     call, (q, k, v, dout, lse, delta) = problem.call, heads
     widths = (q.shape[-1], v.shape[-1])
     blocks = cdiv(call.q_len, tile.block_m), cdiv(call.kv_len, tile.block_n)
-    pieces = (call.batch, call.spec.num_heads, *blocks)
+    counted = (call.batch, call.spec.num_heads, *blocks)
     over = [n == 1 for n in dmask.shape]
-    counts = tuple(1 if o else n for o, n in zip(over, pieces, strict=True))
-    spans = tuple(n if o else 1 for o, n in zip(over, pieces, strict=True))
+    counts = tuple(1 if o else n for o, n in zip(over, counted, strict=True))
+    spans = tuple(n if o else 1 for o, n in zip(over, counted, strict=True))
     args = (
         q, k, v, dout, lse, delta, problem.masks, problem.bounds_q,
         call.lengths, problem.site_key(), dmask, Sums(dmask.stride(), counts, spans),

@@ -312,7 +312,7 @@ _INTERPRETED_ATTENTION = _A(16, 32, 4, 1)
 
 
 def burdens(call: AttentionArgs) -> int:
-    """Count options besides the products that take registers, up to 2; masks count 3, or 4."""
+    """Count options other than products that take registers, up to 2; masks count 3, or 4."""
     shared = call.spec.num_heads != call.spec.num_kv_heads
     things = sum((call.spec.dropout > 0.0, call.spec.softcap != 0.0, _early(call), shared))
     if call.masked and things > 1:

@@ -149,7 +149,9 @@ def dropped(sequence):
         layer(torch.zeros(S, B, D, requires_grad=True))
     finally:
         OBSERVERS.pop()
-    kept = dict(zip((name for name, _ in found[0].execution.pieces()), found[0].kept, strict=True))
+    kept = dict(
+        zip((name for name, _ in found[0].execution.kept_chunks()), found[0].kept, strict=True)
+    )
     return kept["act"] == 0
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from reference import EXACT_PRESETS
 
-from fused_remat.execution.prepare import BlockConfig, pieces_of
+from fused_remat.execution.prepare import BlockConfig, chunks_of
 from fused_remat.graph.build import block_graph, norm_graph
 from fused_remat.graph.schedule import schedule
 from fused_remat.layer_specs import nn_layer_spec, transformer_spec
@@ -155,5 +155,5 @@ def test_cheap_steps_alone_run_in_larger_pieces_unless_told_otherwise():
         BlockConfig(norm_graph(NormSpec()), *[frozenset()] * 2, "eager"),
     )
     assert call.prepare([x, None, None]).chunks.group == 2048
-    with pieces_of(16):
+    with chunks_of(16):
         assert call.prepare([x, None, None]).chunks.group == 16

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fused_remat.autograd import run_block
-from fused_remat.execution.prepare import pieces_of
+from fused_remat.execution.prepare import chunks_of
 from fused_remat.graph.graph import Graph
 from fused_remat.report.allocations import measure_allocations
 from fused_remat.steps.replay import Replay
@@ -52,7 +52,7 @@ def test_gradients_of_a_replay_share_no_memory(name, rows):
     x, w = (torch.randn(n, D, dtype=torch.float64, requires_grad=True) for n in (B * S, S))
     run = lambda at, xs, tensors: function(xs[0], tensors[0])  # noqa: E731
     dy = torch.randn(B, S, D, dtype=torch.float64)
-    with pieces_of(S):
+    with chunks_of(S):
         y = run_block(graph, "full", {"input": x.view(B, S, D), "w": w}, functions={"f": run})
     before = dy.clone()
     got = torch.autograd.grad(y, [x, w], dy)

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fused_remat import FusedRematWarning, conversion, convert, explain
-from fused_remat.execution.prepare import pieces_of
+from fused_remat.execution.prepare import chunks_of
 from fused_remat.tracing import call as call_module
 from fused_remat.tracing import layer as layer_module
 from fused_remat.tracing.layer import KNOWN
@@ -480,7 +480,7 @@ def test_a_buffer_of_zeros_is_filled_later(name):
 
 def test_a_limit_that_hides_other_tokens_is_reached_later():
     stock, model = pair(hard.LimitedByOthers)
-    with pieces_of(16):
+    with chunks_of(16):
         compare(stock, model, x_of(8), lambda layer: layer.mlp.down.weight.mul_(100), x_of(8))
 
 

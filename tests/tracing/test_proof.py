@@ -21,7 +21,7 @@ from models import MODELS, build
 from torch import Tensor, nn
 
 from fused_remat.autograd import run_block
-from fused_remat.execution.prepare import pieces_of
+from fused_remat.execution.prepare import chunks_of
 from fused_remat.graph.graph import Graph
 from fused_remat.steps.activation import MLPActivation
 from fused_remat.steps.attention import Attention
@@ -530,7 +530,7 @@ def is_rejected(
         if wrong is not None:
             tensors |= {n: made(tensors[n]) for n, made in wrong.tensors.items()}
             functions |= {n: made(functions.get(n)) for n, made in wrong.wraps.items()}
-        with pieces_of(chunk):
+        with chunks_of(chunk):
             return result(run_block(graph, policy, tensors, functions=functions))
 
     forward = types.MethodType(type(layer.layer).forward, layer.layer)
