@@ -6,23 +6,14 @@ import contextlib
 import gc
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.profiler import DeviceType, ProfilerActivity, profile, record_function
 
-from fused_remat.report.saved import SavedBytes, predict_kept_bytes
-
-__all__ = [
-    "AllocationTrace",
-    "Allocations",
-    "SavedBytes",
-    "Span",
-    "measure_allocations",
-    "predict_kept_bytes",
-]
+from fused_remat.report.saved import SavedBytes as SavedBytes
 
 
 @dataclass(frozen=True)
@@ -133,7 +124,10 @@ class AllocationTrace:
                 torch.cuda.reset_peak_memory_stats(self.device)
             else:
                 self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-                with _silent_profiler():
+                with contextlib.ExitStack() as silent:  # it logs its first start and stop
+                    if _LOG_LEVEL not in os.environ:
+                        os.environ[_LOG_LEVEL] = "99"
+                        silent.callback(os.environ.pop, _LOG_LEVEL)
                     self._profile.__enter__()
             self._held = stack.pop_all()
         return self
@@ -174,16 +168,3 @@ class AllocationTrace:
                 level += nbytes
                 peak = max(peak, level)
         self.spans.append(Span(next(labels), start, peak, level))
-
-
-@contextlib.contextmanager
-def _silent_profiler() -> Iterator[None]:
-    """Keep torch's profiler, if it starts for the first time, from logging starts and stops."""
-    if _LOG_LEVEL in os.environ:
-        yield
-        return
-    os.environ[_LOG_LEVEL] = "99"
-    try:
-        yield
-    finally:
-        del os.environ[_LOG_LEVEL]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -58,9 +57,8 @@ def example_of(model: Model, layout: Layout, batch: int, seq: int, dtype: torch.
         tensors |= _shards(model, layout, seq, dtype)
     graph = block_graph(spec)
     given = tuple(tensors.get(name) for name in graph.tensors)
-    named = zip(graph.tensors, given, strict=True)
-    given_too = ("cos", "sin")
-    needs_grad = frozenset(name for name, t in named if t is not None and name not in given_too)
+    present = {name for name, t in zip(graph.tensors, given, strict=True) if t is not None}
+    needs_grad = frozenset(present - {"cos", "sin"})
     return Example(BlockConfig(graph, frozenset(), needs_grad, "eager"), given, {})
 
 
@@ -92,29 +90,19 @@ def sizes_of(example: Example, save: Iterable[str] = ()) -> dict[str, int]:
     }
 
 
-@dataclass(frozen=True)
-class Passes:
-    """Most bytes of a layer's activations and their gradients during each pass.
+def passes(example: Example, save: Iterable[str]) -> tuple[int, int]:
+    """Return the most bytes of a rank's layer that keeps `save` in forward and in backward.
 
-    Attributes:
-        forward: includes what is kept and the output.
-        backward: includes the gradient of the output.
+    They are upper bounds for its activations and their gradients, all tokens at once. Forward
+    includes what is kept and the output, backward the gradient of the output.
     """
-
-    forward: int
-    backward: int
-
-
-def passes(example: Example, save: Iterable[str]) -> Passes:
-    """Return an upper bound for a rank's layer that keeps `save`: all tokens at once."""
     call = example.keeping(save)
     plan = schedule(call.graph, call.save, call.needs_grad, tiled=False)
     nbytes = sizes_of(example, call.save)
-    most = {}
+    most = []
     for which in ("forward", "backward"):
-        values: set[str] = set()
-        grads = {"output"} if which == "backward" else set()
-        most[which] = 0
+        values, grads = set[str](), {"output"} if which == "backward" else set()
+        peak = 0
         for step in steps_of(plan, which):
             node = step.node
             assert node is not None
@@ -122,11 +110,11 @@ def passes(example: Example, save: Iterable[str]) -> Passes:
                 values.update(node.makes)
             else:
                 grads.update(step.needs_grad.intersection(node.inputs))
-            now = sum(nbytes[n] for n in values) + sum(nbytes[n] for n in grads)
-            most[which] = max(most[which], now)
+            peak = max(peak, sum(nbytes[n] for of in (values, grads) for n in of))
             grads.discard(node.name if step.kind == "backward" else "")
             values.difference_update(step.free)
-    return Passes(most["forward"], most["backward"])
+        most.append(peak)
+    return most[0], most[1]
 
 
 @functools.lru_cache(maxsize=256)

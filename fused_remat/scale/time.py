@@ -95,9 +95,12 @@ def works(example: Example, save: Iterable[str], costs: Costs, layout: Layout) -
 
 
 def pricer(costs: Costs, layout: Layout) -> Callable[[Example, Iterable[str]], Seconds]:
-    """Return the costs that the planner takes: the seconds of `works` by pass and step."""
+    """Return the costs that the planner takes: the seconds of `works` by pass."""
 
     def seconds(example: Example, save: Iterable[str]) -> Seconds:
-        return {(w.which, w.step): w.seconds for w in works(example, save, costs, layout)}
+        totals = dict.fromkeys(Seconds._fields, 0.0)
+        for w in works(example, save, costs, layout):
+            totals[w.which] += w.seconds
+        return Seconds(**totals)
 
     return seconds

@@ -102,7 +102,7 @@ def test_rows(model, x, expected):
         assert (row.policy is not None) == (row.kind == FUSED)
         assert (f"called {row.calls}×" in str(report)) == (row.calls > 1)
         assert names in (None, [a.name for a in row.activations])
-    assert report.kept_bytes == saved_bytes(model, x) and report.tokens == TOKENS
+    assert report.kept_bytes == saved_bytes(model, x)
     predicted = [row.predicted_bytes for row in report.layers if row.kind == FUSED]
     assert report.predicted_bytes == (sum(predicted) if predicted else None)
 
