@@ -7,8 +7,7 @@ import gc
 import os
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.profiler import DeviceType, ProfilerActivity, profile, record_function
@@ -16,17 +15,11 @@ from torch.profiler import DeviceType, ProfilerActivity, profile, record_functio
 from fused_remat.report.saved import SavedBytes as SavedBytes
 
 
-@dataclass(frozen=True)
-class Allocations:
-    """Bytes allocated while a function ran, above what was allocated before.
+class Allocations(NamedTuple):
+    """Bytes allocated while a function ran, above what was allocated before."""
 
-    Attributes:
-        peak: the largest amount at any moment.
-        net: what was still allocated at the end, including the function's result.
-    """
-
-    peak: int
-    net: int
+    peak: int  # the largest amount at any moment
+    net: int  # what was still allocated at the end, including the function's result
 
 
 def measure_allocations(fn: Callable[[], Any], device: torch.device | str = "cpu") -> Allocations:
@@ -44,18 +37,12 @@ def measure_allocations(fn: Callable[[], Any], device: torch.device | str = "cpu
     return Allocations(span.peak, span.end)
 
 
-@dataclass(frozen=True)
-class Span:
-    """Allocation between two marks, in bytes above what was allocated when the trace began.
+class Span(NamedTuple):
+    """Allocation between two marks, in bytes above what was allocated when the trace began."""
 
-    Attributes:
-        label: label of the mark at the span's beginning; None for the first span.
-        start, peak, end: bytes at the beginning, the most at any moment, and bytes at the end.
-    """
-
-    label: Any
+    label: Any  # of the mark at the span's beginning; None for the first span
     start: int
-    peak: int
+    peak: int  # the most at any moment
     end: int
 
 

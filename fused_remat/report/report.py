@@ -213,9 +213,9 @@ def memory_report(
         loss: function of the model's output that replaces the sum; what it keeps counts.
 
     Units: bytes. Kept bytes are the storages that autograd saves, each once; parameters and buffers
-        do not count, inputs and masks do (a fused block predicts 0 for its masks). Peaks come from
-        torch's profiler on the CPU, which must not be running already, and from the allocator of
-        the first CUDA device, whose peak statistics are reset.
+        do not count, nor do sparse tensors; inputs and masks do (a fused block predicts 0 for its
+        masks). Peaks come from torch's profiler on the CPU, which must not be running already, and
+        from the allocator of the first CUDA device, whose peak statistics are reset.
     Raises: TypeError if the output has no floating-point tensor; ValueError if a pattern matches
         nothing or a module inside a fused or compiled layer, or if parameters are lazy;
         NotImplementedError on a device that is neither CPU nor CUDA; PyTorch's RuntimeError for

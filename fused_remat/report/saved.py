@@ -200,14 +200,12 @@ def _saving_module() -> str:
 
 
 def _storages(t: Tensor) -> dict[StorageWeakRef, int]:
-    """Return the storages of `t` with their bytes; sparse tensors and subclasses have several."""
+    """Return the storages of `t` with their bytes; subclasses may have several."""
     if is_traceable_wrapper_subclass(t):
         inner, _ = t.__tensor_flatten__()
         held = [getattr(t, name) for name in inner]
         parts = [part for part in held if isinstance(part, Tensor)]  # a DTensor also holds a mesh
-    elif t.layout is torch.sparse_coo:
-        parts = [t._indices(), t._values()]
-    elif t.layout is not torch.strided:  # opaque, as mkldnn's
+    elif t.layout is not torch.strided:  # sparse, or opaque as mkldnn's
         return {}
     else:
         storage = t.untyped_storage()

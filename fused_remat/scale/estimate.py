@@ -28,26 +28,16 @@ _UPDATE = {"adamw": 7, "sgd": 3, "none": 0}
 
 @dataclass(frozen=True)
 class Row:
-    """Memory and time of one device with a policy.
+    """Memory and time of one device with a policy."""
 
-    Attributes:
-        policy: the policy's name, or the planner's choice.
-        kept: bytes that all layers keep.
-        hosted: the part of them that waits in the host's memory.
-        memory: parts of the memory at the step's peak, in bytes; their sum is the peak.
-        seconds: parts of the step's time; their sum is the step's time.
-        collectives: tensor-parallel collectives of a layer: in forward, in backward, and those of
-            backward that rebuild.
-        rebuilt: FLOPs of rebuilding, relative to those of a step without it.
-    """
-
-    policy: str
-    kept: int
-    hosted: int
-    memory: Mapping[str, int]
-    seconds: Mapping[str, float]
+    policy: str  # the policy's name, or the planner's choice
+    kept: int  # bytes that all layers keep
+    hosted: int  # the part of them that waits in the host's memory
+    memory: Mapping[str, int]  # parts of the step's peak in bytes
+    seconds: Mapping[str, float]  # parts of the step's time
+    # Tensor-parallel collectives of a layer: in forward, in backward, and those that rebuild.
     collectives: tuple[float, float, float]
-    rebuilt: float
+    rebuilt: float  # FLOPs of rebuilding, relative to those of a step without it
 
     @property
     def peak(self) -> int:

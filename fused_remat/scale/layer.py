@@ -18,7 +18,7 @@ from fused_remat.layers.eligibility import Reason
 from fused_remat.layers.plain_causal import CausalLayer
 from fused_remat.planner.calibration import Example, steps_of
 from fused_remat.report.saved import SavedBytes
-from fused_remat.scale.layout import Layout, layer_module, parameters_of, tables_of
+from fused_remat.scale.layout import Layout, on_meta, parameters_of
 from fused_remat.scale.shapes import Model
 from fused_remat.spec import ParallelSpec
 from fused_remat.steps.cross_entropy import LinearCrossEntropy
@@ -43,8 +43,8 @@ def example_of(model: Model, layout: Layout, batch: int, seq: int, dtype: torch.
     ((1, 1024, 8192), (1024, 8192))
     """
     whole = torch.empty(batch, seq, model.d_model, device="meta", dtype=dtype)
-    tables = tables_of(model, seq, dtype)
-    call = read_call(layer_module(model, seq, dtype), whole, *tables)
+    one: Any = on_meta(model, seq, dtype)
+    call = read_call(one.layers[0], whole, one.cos, one.sin)
     if isinstance(call, Reason):
         raise ValueError(f"a layer of {model.name} does not take the fused path: {call.text}")
     assert call.spec is not None

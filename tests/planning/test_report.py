@@ -188,13 +188,6 @@ def test_inside_no_grad(fused):
     assert expected.kept_bytes > 0
 
 
-def test_sparse_and_subclass_tensors():
-    weight, x = nn.Parameter(torch.randn(6, 3)), torch.eye(6).to_sparse()
-    report = memory_report(Model(lambda self, x: torch.sparse.mm(x, self.w), w=weight), x)
-    assert report.kept_bytes == x._indices().nbytes + x._values().nbytes
-    assert all(a.is_input for a in report.layers[0].activations)
-
-
 # Peaks
 
 
