@@ -245,17 +245,14 @@ def memory_report(
     inputs, kwargs = arguments_of(model, inputs, kwargs)
     chosen = choose_layers(model, layers)
     step = run_step(model, list(chosen.values()), inputs, kwargs, loss)
-    peaks = step.peaks()
-    reports = [_layer(i, n or _MODEL, m, step, peaks) for i, (n, m) in enumerate(chosen.items())]
-    other = _layer(-1, _OTHER, None, step, peaks)
+    reports = [_layer(i, n or _MODEL, m, step) for i, (n, m) in enumerate(chosen.items())]
+    other = _layer(-1, _OTHER, None, step)
     if other.kept_bytes or max(other.forward_peak, other.backward_peak) > _SUM_BYTES:
         reports.append(other)
     return MemoryReport(type(model).__name__, tuple(reports), step.peak)
 
 
-def _layer(
-    index: int, name: str, module: nn.Module | None, step: Step, peaks: dict[tuple[str, int], int]
-) -> LayerMemory:
+def _layer(index: int, name: str, module: nn.Module | None, step: Step) -> LayerMemory:
     predicted, calls = step.predicted.get(index), 0 if module is None else step.calls[index]
     saved = [s for s in step.saved if s.layer == index]
     moved = {s.name for s in saved if s.offloaded}
@@ -268,8 +265,8 @@ def _layer(
         calls=calls,
         kept_bytes=sum(s.nbytes for s in saved if not s.offloaded),
         predicted_bytes=None if predicted is None else sum(here.values()),
-        forward_peak=peaks.get(("forward", index), 0),
-        backward_peak=peaks.get(("backward", index), 0),
+        forward_peak=step.peaks.get(("forward", index), 0),
+        backward_peak=step.peaks.get(("backward", index), 0),
         activations=tuple(_activations(saved, predicted or {}, max(calls, 1))),
         offloaded_bytes=sum(s.nbytes for s in saved if s.offloaded),
         ran=ran,

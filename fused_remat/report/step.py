@@ -49,8 +49,9 @@ class Step:
         """Most bytes in the step, above what was allocated before it."""
         return max(span.peak for span in self.spans)
 
+    @functools.cached_property
     def peaks(self) -> dict[tuple[str, int], int]:
-        """Return by pass and layer the most bytes above those when one of its calls began."""
+        """By pass and layer, the most bytes above those when one of the layer's calls began."""
         peaks: dict[tuple[str, int], int] = {}
         position, base = None, 0
         for span in self.spans:
