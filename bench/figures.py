@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.frontier import BASELINE, DATA, MEMORY_POINTS, Panel, family, title
+from bench.pages.frontier import BASELINE, DATA, MEMORY_POINTS, Panel, family, title
 from bench.tables import RESULTS, Row, fraction, measured_on
 
 #: Family -> colour by theme, marker, whether its points are joined. Okabe and Ito's palette.
@@ -38,7 +38,10 @@ COLUMNS = 2
 
 @dataclass(frozen=True)
 class Picture:
-    """Files of a figure, the rows that they show, and a function that draws them."""
+    """Files of a figure, the rows that they show, and a function that draws and writes them.
+
+    It raises ImportError without matplotlib.
+    """
 
     files: tuple[Path, ...]
     rows: Any
@@ -48,10 +51,6 @@ class Picture:
         """Return the files that are missing or show other rows."""
         mark = _digest(self.rows).encode()
         return [path for path in self.files if not path.exists() or mark not in path.read_bytes()]
-
-    def write(self) -> None:
-        """Draw and write the files. Raises: ImportError without matplotlib."""
-        self.draw(self)
 
 
 def _digest(rows: Any) -> str:

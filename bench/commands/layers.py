@@ -14,15 +14,13 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from bench.measure.contest import Rig
 from bench.measure.machine import version
 from bench.measure.options import Parser, positive
 from bench.measure.registry import Registry
-from bench.measure.results import ResultsFile, Row
 from bench.measure.steps import measure, run
 from bench.pages.layers import case_table, title
-from bench.subjects.layer_ways import BASELINE, DEFAULT, WAYS
-from bench.subjects.layers import ACTIVATIONS, NORMS, Case
+from bench.subjects.layers import ACTIVATIONS, BASELINE, DEFAULT, NORMS, WAYS, Case
+from bench.tables import ResultsFile, Row
 
 Sizes = tuple[int, int, int, int]
 
@@ -97,11 +95,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 def measured(
     args: argparse.Namespace, file: str, *shown: Callable[[Row], str]
 ) -> tuple[ResultsFile, list[Row | None]]:
-    """As `run` has it; a row's title and table are `shown`."""
-
-    def one(case: Case, rig: Rig) -> Row:
-        return measure(case.subject(rig.device), WAYS, args.ways, rig)
-
+    """Run the cases; a row's title and table are `shown`."""
+    one = lambda case, rig: measure(case.subject(rig.device), WAYS, args.ways, rig)  # noqa: E731
     return run(args, file, one, *shown, torch_remat=version("torch-remat"))
 
 
@@ -109,7 +104,7 @@ def wrong_of_ours(row: Row | None, ways: Registry[Any], *groups: str) -> list[st
     """Whose wrong results are an error of this project: ours, and what all are compared with."""
     if row is None:
         return ["all"]
-    wrong = [name for name, found in row["ways"].items() if "failure" in found]
+    wrong = [name for name, found in row["ways"].items() if "error" in found]
     return [n for n in wrong if n == BASELINE or ways[n].traits["group"] in groups]
 
 

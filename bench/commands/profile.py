@@ -22,8 +22,7 @@ from bench.measure.clock import interleave
 from bench.measure.machine import machine
 from bench.measure.options import Parser
 from bench.measure.registry import Absent
-from bench.subjects.layer_ways import BASELINE, WAYS
-from bench.subjects.layers import Case
+from bench.subjects.layers import BASELINE, WAYS, Case
 from bench.tables import markdown
 
 #: Operator -> kind; what is in no kind is "the rest".

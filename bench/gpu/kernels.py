@@ -9,8 +9,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from bench.kernels.attention import ATTENTION
-from bench.kernels.attention_problem import FORMS, Attention
+from bench.kernels.attention import ATTENTION, FORMS, Attention
 from bench.kernels.ops import NORM, Norm
 from bench.kernels.problem import DIRECTIONS, Op, Problem, contests
 from bench.measure.contest import Entry, Rig

@@ -18,7 +18,7 @@ from bench.measure.clock import Clock, quantiles, ratios
 from bench.measure.contest import Rig
 from bench.measure.machine import environment
 from bench.measure.registry import Provider, Registry, described, refusal
-from bench.measure.results import ResultsFile, Row
+from bench.tables import ResultsFile, Row
 from fused_remat.report.allocations import AllocationTrace, SavedBytes, measure_allocations
 
 _TIMED_SECONDS = 1e-2  # of a sample on a GPU, about
@@ -191,11 +191,8 @@ class Steps:
         self.admit(way.name, lambda: way.make(subject.device, subject), check, *finds, **said)
 
     def _refuse(self, name: str, error: Exception) -> None:
-        """`refusal` as rows of steps have it."""
         self.forwards.pop(name, None)
-        ((key, why),) = refusal(error).items()
-        word = {"absent": "unavailable", "error": "failure"}[key]
-        self.rows[name] = self._said[name] | {word: why.removeprefix("WrongResultError: ")}
+        self.rows[name] = self._said[name] | refusal(error)
 
     def time(self, timer: Callable[..., Step], subject: Subject, baselines: Sequence[str]) -> None:
         """Time all that are right in turns: percentiles, and of the step's ratio by round."""
@@ -226,9 +223,9 @@ def measure(
 ) -> dict[str, Any]:
     """Return {"rounds": int, "ways": {name: row}} of a layer's step in these ways.
 
-    What is found of a way is {"unavailable": why it cannot run here}, or {"failure": what is wrong
-    with its results}, of which nothing was measured, or {"check", what `memory` says, percentiles
-    of "forward_seconds", "backward_seconds", "step_seconds" and "host_seconds", and "step_ratio" to
+    A way's row is {"absent": why it cannot run here}, or {"error": what is wrong with its results},
+    of which nothing was measured, or {"check", the results of `memory`, percentiles of
+    "forward_seconds", "backward_seconds", "step_seconds" and "host_seconds", and "step_ratio" to
     each baseline that was measured and to those `beside`}. Memory is not measured in a dry run, nor
     of steps back to back.
     """

@@ -57,11 +57,6 @@ def block(row: Row) -> str:
     return f"\n{title(row)}\n{tables.ways_table(row['ways'], COLUMNS, write=tables.terminal)}"
 
 
-def failures(rows: Sequence[Row]) -> list[str]:
-    """Return all errors, a line each."""
-    return tables.errors_of(rows, title)
-
-
 class Entry(NamedTuple):
     """A measured case: the least time that it takes, and the time of each provider (µs)."""
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from bench import tables
-from bench.subjects.configs import MODELS
+from bench.subjects.models import MODELS
 from bench.tables import MIB, RESULTS, Cell, Columns, Row
 
 FILE = "model-cpu.json"
@@ -58,7 +58,8 @@ def case_table(row: Row) -> str:
 
 
 def _size(nbytes: float | None) -> Cell:
-    return tables.kib(nbytes) if nbytes is not None and nbytes < 10 * MIB else tables.mib(nbytes)
+    small = nbytes is not None and nbytes < 10 * MIB
+    return f"{nbytes / 1024:,.1f} KiB" if small else tables.mib(nbytes)
 
 
 def kept_share(way: Row, row: Row, what: str) -> float | None:

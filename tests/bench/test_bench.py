@@ -11,7 +11,7 @@ from bench.__main__ import COMMANDS, main
 from bench.audit import command as audit
 from bench.commands import frontier, layers, model, plan
 from bench.kernels import command as kernels
-from bench.subjects.layer_ways import WAYS
+from bench.subjects.layers import WAYS
 from bench.subjects.stacks import PEERS
 
 #: Of `bench layers`.
@@ -70,7 +70,7 @@ def test_a_run_is_taken_up_where_it_ended(tmp_path, monkeypatch, capsys):
         measured.append((subject.x.shape[1], subject.dropout))
         if subject.x.shape[1] == 8:
             raise MemoryError("too large")
-        return {"rounds": 1, "ways": {name: {"unavailable": "not today"} for name in names}}
+        return {"rounds": 1, "ways": {name: {"absent": "not today"} for name in names}}
 
     monkeypatch.setattr(layers, "measure", measure)
     bench(tmp_path, "--ways full --dropout 0")
@@ -117,5 +117,5 @@ def test_no_speed_of_what_is_wrong_and_ours_fails_the_command(
     assert command.main([*given, "--out", str(tmp_path)]) == status
     if command is layers:
         (row,) = json.loads((tmp_path / "layers-cpu.json").read_text())["results"]
-        assert list(row["ways"][way]) == ["failure"]
+        assert list(row["ways"][way]) == ["error"]
     assert status == 2 or "relative error of " in "".join(capsys.readouterr())

@@ -10,7 +10,6 @@ from bench import tables
 from bench.commands import architectures
 from bench.pages import architectures as page
 from bench.subjects import architectures as subjects
-from bench.subjects import generic
 
 
 def ran(tmp_path, *names, variants=("bare",)):
@@ -24,7 +23,7 @@ def test_a_row_a_line_and_a_page(tmp_path, capsys):
     bare, cache, lora = data["results"]
     own, new = bare["ways"]["own"], bare["ways"]["converted"]
     assert own["gradient"] == 0 and new["gradient"] < 1e-5
-    unit = 2 * 16 * generic.WIDTH * 4
+    unit = 2 * 16 * subjects.WIDTH * 4
     assert 4 * unit <= own["kept"] < 5 * unit < own["peak"]
     assert bare["layers"] == {"blocks": 2} and cache["absent"] == "it has no cache"
     assert lora["ways"]["own"]["kept"] < own["kept"] + unit

@@ -4,10 +4,9 @@ import pytest
 
 from bench.commands import frontier as command
 from bench.figures import STYLES
-from bench.frontier import DATA, Panel, Point, family, panels
 from bench.pages.command import stale_files
-from bench.pages.frontier import panel_table
-from bench.subjects.layer_ways import WAYS
+from bench.pages.frontier import DATA, Panel, Point, family, panel_table, panels
+from bench.subjects.layers import WAYS
 from bench.tables import load
 from fused_remat.policies import EXACT_PRESETS
 

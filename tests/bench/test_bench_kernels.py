@@ -10,7 +10,7 @@ from kernel_problems import PROBLEMS
 from torch.utils.flop_counter import FlopCounterMode
 
 from bench.kernels import command
-from bench.kernels.attention_problem import FORMS, Attention
+from bench.kernels.attention import FORMS, Attention
 from bench.kernels.ops import MLP, OPS, Mlp, Norm
 from bench.kernels.problem import DIRECTIONS, Op, Problem, contests
 from bench.measure.contest import Rig, Work, admit

@@ -6,11 +6,10 @@ import gc
 import pytest
 import torch
 
-from bench.measure import models as measure
+from bench.commands import model
 from bench.measure.contest import Rig
 from bench.pages import models as page
-from bench.subjects.model_ways import WAYS
-from bench.subjects.models import Case, Forward
+from bench.subjects.models import DEFAULT, WAYS, Case, Forward
 from fused_remat import convert
 
 pytest.importorskip("transformers")
@@ -33,12 +32,12 @@ def _little_to_do():
 
 
 def test_every_way_is_right_and_measured():
-    row = measure.measure(TINY, measure.Options(), RIG)
+    row = model.measure(TINY, RIG, DEFAULT)
     assert list(row["ways"]) == WAYS.select(("stock", "peers", "ours", "loss"))
     for name, found in row["ways"].items():
-        assert "failure" not in found, (name, found)
-        if "unavailable" in found:
-            assert name.startswith("liger") and found["unavailable"] == "needs a CUDA device"
+        assert "error" not in found, (name, found)
+        if "absent" in found:
+            assert name.startswith("liger") and found["absent"] == "needs a CUDA device"
             continue
         assert found["check"]["error"] <= found["check"]["allowed"]
         assert 0 < found["step_seconds"]["p20"] <= found["step_seconds"]["p80"]
@@ -52,17 +51,17 @@ def test_every_way_is_right_and_measured():
 
 def wrong_gradient(subject):
     """Right but for one norm, whose gradient is a thousandth too large."""
-    model = convert(subject.shared(), policy="full")
-    norm = model.model.layers[0].input_layernorm
+    converted = convert(subject.shared(), policy="full")
+    norm = converted.model.layers[0].input_layernorm
     weight = norm.weight
     del norm.weight
     norm.weight = weight * 1.001 - weight.detach() * 0.001
-    return Forward(model)
+    return Forward(converted)
 
 
 def test_a_wrong_way_is_a_failure_and_nothing_of_it_is_measured(monkeypatch):
     monkeypatch.setitem(WAYS, "fast", dataclasses.replace(WAYS["fast"], build=wrong_gradient))
-    found = measure.measure(TINY, measure.Options(["fast"]), RIG)
+    found = model.measure(TINY, RIG, ["fast"])
     failed = found["ways"]["fast"]
-    assert list(failed) == ["failure"] and "input_layernorm.weight is 0.00" in failed["failure"]
-    assert "| fast | FAIL: relative error of" in page.case_table(found)
+    assert list(failed) == ["error"] and "input_layernorm.weight is 0.00" in failed["error"]
+    assert "| fast | FAIL: WrongResultError: relative error of" in page.case_table(found)

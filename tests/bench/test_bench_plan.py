@@ -64,6 +64,4 @@ def test_predictions_of_bytes_are_exact(row):
     for what in ("peak", "kept"):
         assert set(found[what]) == ours
         assert max(map(abs, found[what].values())) == 0, found[what]
-    for way in report.right(row).values():  # peaks count parameters and their gradients
-        assert way["peak_bytes"] > 2 * row["resting"]["parameters"]
-        assert way["kept_bytes"] < way["peak_bytes"]
+    assert all(way["kept_bytes"] < way["peak_bytes"] for way in report.right(row).values())
