@@ -53,14 +53,11 @@ class ResultsFile:
         return next((row for row in alike if set(ways) <= set(row["ways"])), None)
 
     def put(self, row: Row) -> None:
-        """Add the row of a case, in place of the one that is there, and write the file."""
+        """Add or replace the row of a case, and write the file."""
         new = row | {"machine": self.machine, "config": self.config}
-        there = [old["case"] for old in self.rows]
-        at = there.index(row["case"]) if row["case"] in there else len(there)
+        cases = [old["case"] for old in self.rows]
+        at = cases.index(row["case"]) if row["case"] in cases else len(cases)
         self.rows[at : at + 1] = [new]
-        self.write()
-
-    def write(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = self.path.with_suffix(".new")
         unfinished.write_text(json.dumps(self.data, indent=1) + "\n")

@@ -22,7 +22,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import triton
@@ -193,16 +192,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def draw(path: Path) -> str:
-    """Write the frontier of the layers' steps beside the results; what came of it, in a line."""
-    try:
-        made = figures.frontier(path.parent, panels(load(path)))
-        made.draw(made)
-    except (OSError, ValueError, ImportError) as error:  # no layer was measured, no matplotlib
-        return f"no picture of the frontier: {error}"
-    return f"the frontier: {made.files[0]}"
-
-
 def main(arguments: Sequence[str]) -> int:
     """Measure, write gpu.json, gpu.txt and frontier.png, print the table; 1 if anything failed."""
     args = parse(arguments)
@@ -212,5 +201,10 @@ def main(arguments: Sequence[str]) -> int:
     rows = [row for row in current(load(path)) if row["config"] == args.config]
     text = report(rows)
     path.with_suffix(".txt").write_text(text + "\n")
-    print(text, f"\n{draw(path)}\n{path}", sep="\n")
+    print(text, f"\n{path}", sep="\n")
+    try:
+        picture = figures.frontier(args.out, panels(load(path)))
+        picture.draw(picture)
+    except (ValueError, ImportError) as error:  # no layer was measured, no matplotlib
+        print(f"no picture of the frontier: {error}")
     return int(bool(errors_of(rows, title)))

@@ -1,7 +1,6 @@
 """`python -m bench model` at tiny sizes."""
 
 import dataclasses
-import gc
 
 import pytest
 import torch
@@ -16,19 +15,6 @@ pytest.importorskip("transformers")
 
 TINY = Case("smollm-135m", 2, 2, 9, "float32", tiny=True)
 RIG = Rig(torch.device("cpu"), torch.float32, rounds=1)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _little_to_do():
-    """Memory measurements collect garbage: they do not visit what a first model loads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # on such sizes a second one only waits
-    dataclasses.replace(TINY, lora=2).subject("cpu")
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-    torch.set_num_threads(threads)
 
 
 def test_every_way_is_right_and_measured():
