@@ -123,7 +123,7 @@ def mixed_cases(at: Target, dtype: torch.dtype) -> Named:
 
 
 def shifted_cases(at: Target, dtype: torch.dtype) -> Named:
-    """Weights in float32 beside activations of `dtype`: norms with an offset, norms of heads."""
+    """Float32 weights with activations of `dtype`: norms with an offset, norms of heads."""
     x, spec = meta(dtype, ROWS, 4096), NormSpec(kind="rms_norm")
     for kernel, fused, launch in _norm_launches(spec, x, x, meta(FP32, 4096), None, at):
         if kernel in ("norm_fwd", "norm_bwd"):
@@ -133,7 +133,7 @@ def shifted_cases(at: Target, dtype: torch.dtype) -> Named:
             yield f"{name} shifted", launch
 
 
-#: name -> query and key heads, width of a head, elements rotated, pairs of neighbours, norms.
+#: name -> query and key heads, width of a head, elements rotated, adjacent pairs, norms.
 ROTARY = {
     "half": (32, 8, 128, 128, False, False),
     "interleaved": (16, 16, 128, 128, True, False),
@@ -230,7 +230,7 @@ class Products:
         }
 
     def _backward(self, kernel: str, tile: Tile) -> dict[str, Launch]:
-        """Of every activation with dropout, and of one without; act in the place of up."""
+        """Every activation with dropout, and one without; act is written over up."""
         gated = kernel.startswith("gated")
         act = "silu" if gated else "gelu"
         if kernel.endswith("mlp_bwd"):

@@ -284,7 +284,7 @@ def main(arguments: Sequence[str]) -> int:
     ]
     rows, wrong = [], []
     reused = json.loads(options.reuse.read_text()) if options.reuse is not None else {"rows": []}
-    same = reused.get("reader") == READER  # else the loops of what has some are read anew
+    same = reused.get("reader") == READER  # else loops are read again
     by_digest = {r.get("digest"): r for r in reused["rows"] if same or "registers" not in r}
     found = progress(_rows(work, by_digest), len(work), "kernel")
     for (arch, _, _), row in zip(work, found, strict=True):

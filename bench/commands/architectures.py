@@ -112,7 +112,7 @@ def _cached(model: Any, batch: Batch) -> Batch:
 
 
 def _routed(model: Any, batch: Batch) -> Batch:
-    """Ask for the loss that balances the experts."""
+    """Request the loss that balances the experts."""
     if not hasattr(getattr(model, "config", None), "output_router_logits"):
         raise Absent("it gives no router logits")
     labels = batch.get("decoder_input_ids", batch["input_ids"])
@@ -286,7 +286,7 @@ def measure(name: str, kind: str, tokens: int, rounds: int = ROUNDS) -> Row:
         try:
             with counting(counts) if way == "converted" else contextlib.nullcontext():
                 ways[way] = make(way)
-        except Exception as error:  # of which the row says that it crashed
+        except Exception as error:  # the row reports a crash
             row["ways"][way] = refusal(error)
             continue
         error, parameter = distance(ways[way].grads, stock)

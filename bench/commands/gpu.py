@@ -4,7 +4,7 @@
     TRITON_INTERPRET=1 python -m bench gpu --out DIR --dry-run
 
 Every case is checked against float64 before it is timed, and written to DIR/gpu.json at once. A
-case that fails is a row with its error; one that hangs, or leaves the device unusable, ends the
+case that fails is recorded with its error; one that hangs or breaks the device ends the
 process with status 3: give the same command again to continue. `--dry-run`: the full path at tiny
 sizes on this CPU, under Triton's interpreter; its times mean nothing.
 """
@@ -133,7 +133,7 @@ def run_entry(entry: Entry, section: str, rig: Rig, results: ResultsFile) -> Non
 
 
 def run_all(sections: Iterable[str], rig: Rig, results: ResultsFile) -> None:
-    """Each section's share of the time; what did not fit in it, if time is left in the end."""
+    """Run each section in its share of the time, then the rest while time remains."""
     done = {json.dumps(row["case"]) for row in results.own if "skipped" not in row}
     left, waiting = list(sections), []
     while left:

@@ -3,7 +3,7 @@
     python -m bench layers --device cpu --publish
     python -m bench layers --dropout 0 --d-model 512 1024 --seq-len 512 2048 --ways stock full lean
 
-A step is forward and backward; gradients are added into `.grad`s that exist, the input wants one.
+A step is forward and backward; gradients are added into existing `.grad`s, the input's as well.
 Every way is checked before it is timed: a wrong one prints FAIL instead.
 """
 
@@ -34,8 +34,8 @@ SIZES: dict[str, tuple[Sizes, ...]] = {
 def grid(args: argparse.Namespace) -> list[Sizes]:
     """Return the sizes that the command line requests, each once.
 
-    An axis that is given takes the place of that of `SIZES`; without `--nhead`, heads stay as wide
-    as they are there.
+    A requested axis replaces that of `SIZES`; without `--nhead`, heads keep the width that they
+    have in `SIZES`.
     """
     every: dict[Sizes, None] = {}
     for batch, seq_len, width, nhead in SIZES[args.device]:
@@ -52,7 +52,7 @@ def cases(args: argparse.Namespace, sizes: Iterable[Sizes]) -> list[Case]:
 
 
 def heads(d_model: int, head_width: int) -> int:
-    """As wide as asked for. Raises: ValueError where that is no whole number of them."""
+    """Return the number of heads. Raises: ValueError unless their width divides d_model."""
     if d_model > head_width and d_model % head_width:
         raise ValueError(
             f"d_model {d_model} is no multiple of the width of a head, {head_width}: give --nhead"

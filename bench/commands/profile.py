@@ -1,4 +1,4 @@
-"""Where a training step of one layer spends its time, operator by operator, a way beside eager.
+"""Profile where a layer's training step spends its time, operator by operator, against eager.
 
 `python -m bench profile --way full --way fast --dtype bfloat16`: the steps take turns in one
 process under torch's profiler; the times are each operator's own (without what it calls), means

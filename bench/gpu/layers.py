@@ -116,7 +116,7 @@ def compile_entries(rig: Rig) -> Iterator[Entry]:
             yield _entry(layer, ways, what)
 
 
-# --- whole models, and plans
+# --- models and plans
 
 
 def model_entries(rig: Rig) -> Iterator[Entry]:

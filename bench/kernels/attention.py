@@ -51,7 +51,7 @@ class Attention(Problem):
     """q, k and v (B, heads, S, E), views of a packed projection; out (B, H, S, E)."""
 
     #: Probabilities, their gradients and the output, which the backward reads, are rounded
-    #: besides, some of them alike along a whole row.
+    #: too, some of them equally along a row of scores.
     factor: ClassVar[float] = 2.5
 
     batch: int
@@ -126,7 +126,7 @@ class Attention(Problem):
 
     @functools.cached_property
     def call(self) -> AttentionArgs:
-        """The same as our kernels are told."""
+        """The arguments of our kernels."""
         form = self.form
         options = {"cu_q": self.cu, "cu_k": self.cu} if form.packed else {}
         window = self.window - 1 if form.window else -1, 0 if form.causal else -1
@@ -147,7 +147,7 @@ class Attention(Problem):
         return Work(flops=products * product, bytes=sizes * size)
 
     def reference(self, *inputs: Tensor) -> Tensor:
-        """As PyTorch computes it where it is told all of it."""
+        """Compute it by PyTorch's function with all arguments."""
         causal = self.form.causal and self.mask is None
         shared = self.nhead != self.kv_heads
         return F.scaled_dot_product_attention(*inputs, self.mask, 0.0, causal, enable_gqa=shared)
@@ -180,14 +180,14 @@ def _sdpa(p: Attention, backend: SDPBackend) -> Function:
                 return p.reference(*heads)
         except RuntimeError as error:
             if "No available kernel" in str(error):
-                raise Absent("it does not serve this call") from error
+                raise Absent("it does not support this call") from error
             raise
 
     return attend
 
 
 #: FlashAttention-2 as PyTorch has it; cuDNN's, which may find no plan for what PyTorch believes it
-#: serves; the memory-efficient one of xFormers.
+#: supports; the memory-efficient one of xFormers.
 for _name in ("flash", "cudnn", "efficient"):
     _kernel = functools.partial(_sdpa, backend=getattr(SDPBackend, f"{_name.upper()}_ATTENTION"))
     ATTENTION.provider(_name, needs="cuda", optional=_name == "cudnn")(_kernel)

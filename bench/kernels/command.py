@@ -34,7 +34,7 @@ TOKENS = {"cpu": 1024, "cuda": 16384}
 
 
 def problems(rig: Rig, args: argparse.Namespace) -> Iterator[tuple[Row, Problem]]:
-    """All problems, op by op, and what tells their rows from others."""
+    """Yield all problems, op by op, each with the case of its rows."""
     models = [tiny(MODELS[n]) if args.dry_run else MODELS[n] for n in args.models]
     for op in args.op:
         seen = set()

@@ -66,7 +66,7 @@ class Problem:
 
     @functools.cached_property
     def sizes(self) -> dict[str, Any]:
-        """What tells its cases apart: what its subclass is made of."""
+        """The fields of its subclass, which distinguish its cases."""
         own = [field.name for field in dataclasses.fields(self)[2:] if field.init]
         return {name: getattr(self, name) for name in own}
 

@@ -37,7 +37,7 @@ class Rig:
 
     device: torch.device
     dtype: torch.dtype
-    dry: bool = False  # tiny sizes, one round: the whole path, but no measurement
+    dry: bool = False  # tiny sizes, one round: the full path, but no measurement
     target: Target | None = None  # of the kernels; None where there are none to launch
     ends: float = float("inf")  # `time.perf_counter()` at which everything should have ended
     seconds: float = 1.0  # of a contest, timed, at most, about
@@ -105,7 +105,7 @@ class Way:
     """
 
     run: Callable[[Any], Results]
-    optional: bool = False  # it may not serve here, but its results have to be right
+    optional: bool = False  # it may not apply here, but its results have to be right
     prepare: Callable[[int], Any] = lambda index: index
 
 

@@ -124,7 +124,7 @@ def kept_bytes(run: Callable[[], Any], subject: Subject, by: str = "autograd") -
 def peaks(
     run: Callable[[], Any], backward: Callable[[Any], Any], device: torch.device
 ) -> dict[str, int]:
-    """Peaks of a step above what is there before; backward's is above what forward left."""
+    """Return a step's peaks above the bytes at its start; backward's above those at its own."""
     with AllocationTrace(device) as trace:
         y = run()
         trace.mark("backward")
@@ -200,7 +200,7 @@ class Steps:
         for name, forward in list(self.forwards.items()):
             try:
                 steps[name] = timer(forward, subject, self.rig.clock)
-            except Exception as error:  # as above: what cannot be captured as a graph, say
+            except Exception as error:  # as above
                 self._refuse(name, error)
         times = self.rig.in_turns(steps)
         self.rounds = max(map(len, times.values()), default=0)

@@ -24,11 +24,11 @@ REMOVED = ("balanced8", "fast8")
 DATA = "frontier.json"
 #: The folder of the set that is shown first.
 THIS_CPU = "frontier-cpu"
-#: What the case of a layer's step says.
+#: Keys of the case of a layer's step.
 NEEDED = {"dtype", "norm", "dropout", "batch", "seq_len", "d_model", "nhead"}
 #: Kept bytes at most, relative to eager's.
 MEMORY_POINTS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)
-#: By how much a way may exceed them: a preset that keeps a sixteenth keeps statistics besides, 16
+#: By how much a way may exceed them: a preset that keeps a sixteenth also keeps statistics, 16
 #: bytes a token, which is 1.6% of that at D = 512 in 16 bits. The same for everyone.
 SLACK = 0.02
 _EXACT = "|".join(EXACT_PRESETS)
@@ -140,7 +140,7 @@ def panels(*files: Row) -> list[Panel]:
     """Of the rows of layers' steps; eager's has to be there, since all is relative to it."""
     found: dict[str, Panel] = {}
     for row in (row for data in files for row in tables.current(data)):
-        case = row.get("layer") or row["case"]  # of a row of `bench gpu`, "layer" says it
+        case = row.get("layer") or row["case"]  # rows of `bench gpu` have "layer"
         eager = row.get("ways", {}).get(BASELINE, {})
         if set(case) >= NEEDED and _kept(eager) and _ratio(eager):
             machine = row.get("machine", {})

@@ -110,7 +110,7 @@ def entries(rows: Sequence[Row]) -> list[Entry]:
 
 
 def _name(case: Row, form: str) -> str:
-    """Return the words that tell the case from others of its op."""
+    """Return the words that distinguish the case from others of its op."""
     hidden = {"op", "section", "direction", "name", "model", "batch", "seq_len", "tokens", "sizes"}
     words = [form, *filter(None, [case.get("model")])]
     known = case | case.get("sizes", {})

@@ -1,4 +1,4 @@
-"""Whole models: every measured case."""
+"""Every measured case of a model's step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FILE = "model-cpu.json"
 
 
 def rows_of(results: Row) -> list[Row]:
-    """Return the rows of whole models of a file's last run; `bench gpu` has other rows, too."""
+    """Return the rows of models of a file's last run; `bench gpu` has other rows, too."""
     rows = [row | {"case": row.get("model", row["case"])} for row in tables.current(results)]
     return [row for row in rows if "ways" in row and row["case"].get("model") in MODELS
             and "fixed_bytes" in row]  # fmt: skip

@@ -124,7 +124,7 @@ def error_table(row: Row) -> str:
 
 
 def percent(error: float, sign: str = "") -> str:
-    """Format an error with enough digits to tell a small one from none."""
+    """Format an error with enough digits to distinguish a small one from none."""
     if error == 0:
         return "0%"
     return format(error, f"{sign}.{1 if abs(error) >= 1e-3 else 3}%")

@@ -53,7 +53,7 @@ class Kept:
 
     Attributes:
         names: the input and what is kept, in the graph's order.
-        needs_grad: what a gradient is wanted of: inputs and weights, unless it is given.
+        needs_grad: names that need gradients: by default inputs and weights.
         nodes: what backward computes again, in its order.
         work: "16D² + attention"; D²·M/S is a product of the memory's tokens.
         size: bytes of a token at 16 bits, as "6D + 4D·M/S".

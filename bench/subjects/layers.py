@@ -68,7 +68,7 @@ class Case(case.Case):
 
         return Subject(
             layer.to(dtype),
-            # clone: of their own, not halves of one storage, whose bytes would be counted twice
+            # clone: not halves of one storage, which would be counted in full for each
             x.to(dtype).clone(), dy.to(dtype).clone(), self.dropout, stock,
             lambda *ours: stock(fused(*ours)), self.causal, masks,
         )  # fmt: skip
@@ -96,7 +96,7 @@ WAYS: Registry[Build] = Registry(
     "layer ways", group="stock", draws="stock", kept_by="autograd", compiled=False,
 )  # fmt: skip
 BASELINE = "eager"
-#: What is measured unless asked otherwise.
+#: Measured by default.
 DEFAULT = ("stock", "compiled", "ours")
 BUDGETS = (0.0, 0.25, 0.5, 0.75)
 
@@ -147,7 +147,7 @@ class RandomState:
 
 @WAYS.provider("torch_remat", module="torch_remat")
 def torch_remat(subject: Subject) -> Forward:
-    """`torch_remat` around the whole layer, as in its quick start; replays the whole layer."""
+    """Wrap the layer in `torch_remat`, as in its quick start; it replays the entire layer."""
     from torch_remat import checkpoint as remat
 
     forward = eager(subject)

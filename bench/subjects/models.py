@@ -35,7 +35,7 @@ from fused_remat.scale.shapes import Model
 class Published:
     """A model of transformers in published sizes."""
 
-    config: str  # the class that the values are given to
+    config: str  # the class of the values
     task: str  # the class of the model, which computes its loss
     values: dict[str, Any]
 
@@ -94,7 +94,7 @@ def dropout_free(model: Published) -> Published:
 Inputs = dict[str, Tensor]
 Around = Callable[[], AbstractContextManager[None]]
 
-#: Of the tokens, how many a masked language model has to tell: as in Devlin et al. 2018.
+#: Share of the tokens that a masked language model predicts (Devlin et al. 2018).
 _MASKED = 0.15
 #: A parameter, its gradient and AdamW's two moments.
 _COPIES = 4
@@ -128,7 +128,7 @@ class Case(case.Case):
         return tiny(MODELS[self.model]) if self.tiny else MODELS[self.model]
 
     def subject(self, device: torch.device | str, published: Published | None = None) -> Subject:
-        """Return the model with random weights, of another configuration if one is given."""
+        """Return the model with random weights, by default of the case's configuration."""
         published = published or self.published
         self.seed()
         model = build(published, self.layers, DTYPES[self.dtype], device, self.lora)
@@ -140,7 +140,7 @@ class Case(case.Case):
 def build(
     published: Published, layers: int, dtype: torch.dtype, device: torch.device | str, lora: int
 ) -> nn.Module:
-    """Return a model of transformers in training mode, with adapters if a rank is given."""
+    """Return a model of transformers in training mode, with adapters unless the rank is 0."""
     try:
         import transformers
     except ImportError as error:
@@ -244,12 +244,12 @@ def fixed_bytes(model: nn.Module) -> int:
 
 Build = Callable[[Subject], Forward]
 
-#: In the order of the tables. Traits: `group`, by which ways are asked for; `compiled`, whether
+#: In the order of the tables. Traits: `group`, by which ways are requested; `compiled`, whether
 #: it is for one batch alone, so that the largest cannot be searched for; and as of layers' ways,
 #: where nobody has dropout of its own.
 WAYS: Registry[Build] = Registry("model ways", group="stock", draws="stock", compiled=False)
 BASELINE = "eager"
-#: What is measured unless asked otherwise: compiling a whole model takes minutes.
+#: Measured by default: compiling a model takes minutes.
 DEFAULT = ("stock", "peers", "ours", "loss")
 LOSS_PRESETS = ("full", "lean", "fast")
 
