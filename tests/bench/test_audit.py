@@ -31,7 +31,7 @@ GOOD = {"default": True, "product": True, "spills": 0, "stack": 0, "shared": 100
 
 
 def reads_through_pointers(name):
-    """Attention whose rows end early, an additive mask's gradient, tiles that ask for it."""
+    """Attention whose rows end early, an additive mask's gradient, tiles that require it."""
     wide = re.search(r"attention_d\w+_bwd.* 256 .*mask|attention_dkdv_bwd d. 256 causal \d", name)
     return (
         "mask_bwd" in name
@@ -58,7 +58,7 @@ def test_every_default_configuration_for_hopper_is_clean(rows):
 
 
 def test_what_is_reused_is_what_would_be_compiled():
-    """One committed row of each kernel without products, compiled anew."""
+    """One committed row of each kernel without products, compiled again."""
     committed = {(r["name"], r["digest"]): r for r in json.loads(AUDIT.read_text())["rows"]}
     seen = set()
     for case in audit_cases.cases(audit_cases.target(90), audit.DTYPES["bf16"]):
@@ -137,7 +137,7 @@ def test_the_committed_audit_of_a_gpu_is_of_these_kernels_and_clean(arch):
     assert committed.keys() == {case.name for case in defaults}
     for case in defaults:
         row = committed[case.name]
-        remedy = f"the kernel changed: audit {target} anew (docs/kernels.md#evidence)"
+        remedy = f"the kernel changed: audit {target} again (docs/kernels.md#evidence)"
         assert row["digest"] == audit.digest(case.launch, arch), f"{case.name}: {remedy}"
         budget = known.get(budgets.key_of(row, found["triton"]))
         assert (budget is None) == (arch == GFX942)
@@ -206,7 +206,7 @@ from bench.audit import command as audit
 from bench.audit.attention import launches_of, variants
 
 class Device:
-    "As much of a GPU's driver as compiling asks for."
+    "As much of a GPU's driver as compiling requires."
     def get_current_device(self): return 0
     def get_current_stream(self, device=None): return 0
     def get_current_target(self): return GPUTarget("cuda", 90, 32)

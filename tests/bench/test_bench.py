@@ -72,7 +72,7 @@ QUICK = {
 def test_no_speed_of_what_is_wrong_and_ours_fails_the_command(
     command, way, status, tmp_path, monkeypatch, capsys
 ):
-    """Of PyTorch's own, FAIL in the table says it; by eager all are judged."""
+    """Errors of PyTorch's own only show in the table; by eager all are judged."""
     pytest.importorskip("matplotlib")
     if way == "eager" and command is frontier:
         status = 2  # there is nothing to draw

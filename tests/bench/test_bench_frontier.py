@@ -58,7 +58,7 @@ def test_what_is_wrong_or_absent_is_listed_and_no_point():
 
 
 def test_rows_of_bench_gpu_say_which_layer_and_are_put_together():
-    """Sections of one shape, each beside its own eager; steps without memory are no points."""
+    """Sections of one shape, each with its own eager; steps without memory are no points."""
     rows = [row(full=RIGHT), row(compile=RIGHT, full=RIGHT), row(compile={"error": "late"})]
     for index, found in enumerate(rows):
         found |= {"layer": found["case"], "case": {"section": str(index), "name": "pre-norm"}}

@@ -1,4 +1,4 @@
-"""`python -m bench plan` at tiny sizes: plans beside their peers, and what is said of them."""
+"""`python -m bench plan` at tiny sizes: plans compared with their peers."""
 
 import dataclasses
 

@@ -47,7 +47,7 @@ def unseeded(layer, x):
     return layer(x)
 
 
-# name -> dropout, whose dropout it is said to draw, the forward, what is found
+# name -> dropout, whose dropout it claims to draw, the forward, what is found
 WRONG: dict[str, tuple[float, str, Any, str]] = {
     "output": (0.0, "stock", lambda layer, x: 1.001 * layer(x), "relative error of"),
     "nan": (0.0, "stock", lambda layer, x: layer(x) + torch.empty_like(x) * 0.0,

@@ -30,7 +30,7 @@ def of(source, tmp_path):
 
 def test_marks_make_rows(tmp_path):
     made = table(of(FILE, tmp_path), {})
-    assert made.count("| what | works |") == 2  # groups without a mark are left out
+    assert made.count("| what | works |") == 2  # no groups without a mark
     one = "[test_it.py::test_one](test_it.py)"
     two = "[test_it.py::test_two](test_it.py)"
     assert f"| static graph | yes | {one}, {two} | two processes; no mask |" in made

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .machine import Machine
 
 _VECTOR = {"v2": 2, "v4": 4, "v8": 8}
-#: What says how caches keep it, and orders of memory that a launch's end gives anyway.
+#: Hints how caches keep it, and orders of memory that a launch's end gives anyway.
 _HINTS = {"relaxed", "acquire", "gpu", "sys", "cta", "nc", "ca", "cg", "volatile", "weak"}
 
 

@@ -2,7 +2,7 @@
 
 PTX ISA 9.7.1 (integer), 9.7.3 (floating point), 9.7.4 (half precision), 9.7.6 and 9.7.7 (comparison
 and selection), 9.7.8 (logic and shift), 9.7.9.3-4 (mov), 9.7.9.7 (prmt), 9.7.9.20 (cvta).
-Approximate functions are as good as numpy's: their errors are not modelled.
+Approximate functions are as good as numpy's: their errors are not modeled.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def _fma_down(a: Array, b: Array, c: Array) -> Array:
 
 
 def _quotient(a: Array, b: Array) -> Array:
-    """Towards zero; nothing is said of a divisor of zero, and lanes that are masked have some."""
+    """Towards zero; a divisor of zero is unspecified, and lanes that are masked have some."""
     b = np.where(b == 0, b.dtype.type(1), b)
     floor = a // b
     return floor + (((a < 0) != (b < 0)) & (floor * b != a)).astype(a.dtype)
@@ -142,7 +142,7 @@ def _arithmetic(i: Instruction, k: Registers) -> Step:
 
 
 def _wide(i: Instruction, k: Registers) -> Step:
-    """mul.wide, mad.wide: a result of twice the bits; mul.hi: its upper half."""
+    """mul.wide, mad.wide: a result of twice as many bits; mul.hi: its upper half."""
     only(i, "wide", "hi")
     given = dtype_of(i.type)
     size = np.dtype(given).itemsize

@@ -55,7 +55,7 @@ def test_hints_change_nothing(hint):
 
 
 def test_signs_of_loads():
-    """PTX ISA 9.4.1: a register that is wider is filled as the type says."""
+    """PTX ISA 9.4.1: a register that is wider is filled by the type."""
     x, out = torch.tensor([-2], dtype=torch.int8), torch.zeros(2, dtype=torch.int64)
     right(
         """ld.global.s8 %r3, [%rd0]; cvt.s64.s32 %rd8, %r3; st.global.b64 [%rd1], %rd8;

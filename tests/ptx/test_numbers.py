@@ -31,7 +31,7 @@ def rest(a, b):
 
 
 def least(a, b):
-    """PTX ISA 9.7.3.11: the number beside NaN; -0 is less than +0."""
+    """PTX ISA 9.7.3.11: the number next to NaN; -0 is less than +0."""
     if a != a or b != b:
         return b if a != a else a
     return min(a, b, key=lambda x: (x, math.copysign(1, x)))
