@@ -10,7 +10,7 @@ import pytest
 from .kernels import bits_of, check, each, not_executed, number, samples, width
 
 INTEGERS = ["s8", "u8", "s16", "u16", "s32", "u32", "s64", "u64"]
-ROUNDED = {"rzi": math.trunc, "rni": round, "rmi": math.floor, "rpi": math.ceil}
+ROUNDED = {"rzi": math.trunc, "rmi": math.floor}
 #: To integers: ties, the ends of 16 and 32 and 64 bits, and a little beyond.
 PLACES = [x * sign for sign in (1, -1) for x in (
     0.5, 1.5, 2.5, 0.49999997, 127.5, 255.5, 32767.0, 32767.5, 32768.0, 65535.5, 8388607.5,
@@ -67,13 +67,6 @@ def test_floats_to_whole_floats(how):
     rows = [[x] for x in (*samples("f32"), *(bits_of("f32", x) for x in PLACES))]
     check(f"cvt.{how}.f32.f32", "f32 f32", whole, rows=rows)
     check(f"cvt.{how}.ftz.f32.f32", "f32 f32", whole, rows=rows)
-
-
-def test_saturation():
-    """Between 0 and 1; NaN gives 0. The manual does not define -0."""
-    rows = [[x] for x in (*samples("f32"), *(bits_of("f32", x) for x in PLACES))]
-    within = lambda x: 0.0 if x != x else min(max(x, 0.0), 1.0) if x else None  # noqa: E731
-    check("cvt.sat.f32.f32", "f32 f32", within, rows=rows)
 
 
 @pytest.mark.parametrize("kind", ["bf16", "f16"])
