@@ -82,7 +82,7 @@ def _adapted(model: Any, dora: bool = False) -> nn.Module:
     return adapted
 
 
-def _quantized(model: nn.Module, kind: str, **options: Any) -> nn.Module:
+def _quantized(model: nn.Module, kind: str, more: Batch, **options: Any) -> nn.Module:
     """Quantize the linear layers of a model's layers as bitsandbytes does, and add adapters."""
     bnb: Any = importlib.import_module("bitsandbytes").nn
     for layer in repeated_layers(model):
@@ -90,7 +90,7 @@ def _quantized(model: nn.Module, kind: str, **options: Any) -> nn.Module:
             for name, linear in list(module.named_children()):
                 if type(linear) is nn.Linear:
                     sizes = linear.in_features, linear.out_features, linear.bias is not None
-                    new = getattr(bnb, kind)(*sizes, **options)
+                    new = getattr(bnb, kind)(*sizes, **more, **options)
                     new.weight = type(new.weight)(
                         linear.weight.data.clone(), requires_grad=False, **options
                     )
@@ -127,11 +127,13 @@ VARIANTS = {
     "dora": Variant(functools.partial(_adapted, dora=True), needs=("peft",)),
     # Quantized weights are frozen, so that these have LoRA's adapters, too.
     "nf4": Variant(
-        functools.partial(_quantized, kind="Linear4bit", quant_type="nf4"),
+        lambda model: _quantized(
+            model, "Linear4bit", {"compute_dtype": torch.float32}, quant_type="nf4"
+        ),
         needs=("peft", "bitsandbytes"),
     ),
     "int8": Variant(
-        functools.partial(_quantized, kind="Linear8bitLt", has_fp16_weights=False),
+        lambda model: _quantized(model, "Linear8bitLt", {}, has_fp16_weights=False),
         needs=("peft", "bitsandbytes"),
     ),
 }
