@@ -109,35 +109,6 @@ def test_a_failing_case_is_a_row(rig, tmp_path):
     assert errors_of([row], title) == ["norms it: ValueError: no such size"]
 
 
-def test_what_was_measured_is_not_measured_again(rig, tmp_path, monkeypatch):
-    """Nor is the case in which the process ended."""
-    measured, path = [], tmp_path / "gpu.json"
-
-    def section(needs, *names):
-        entries = [({"name": n}, lambda rig, n=n: measured.append(n) or {}) for n in names]
-        return gpu.Section(1.0, needs, lambda rig: entries)
-
-    def run(seconds, **code):
-        results = ResultsFile(path, {"gpu": "this"} | code, {})
-        ends = gpu.time.perf_counter() + seconds
-        gpu.run_all(sections, Rig(rig.device, rig.dtype, False, TARGET, ends), results)
-        return {row["case"]["name"]: row for row in results.own}
-
-    sections = {"it": section(1.0, "done", "crashed", "next"), "long": section(1e9, "too long")}
-    monkeypatch.setattr(gpu, "SECTIONS", sections)
-    monkeypatch.setattr(gpu, "line", lambda row: "")
-    for name, more in (("done", {"error": "no"}), ("crashed", {"error": gpu.UNFINISHED})):
-        case = {"section": "it", "name": name}
-        ResultsFile(path, {"gpu": "this", "date": "then"}, {}).put({"case": case} | more)
-    found = run(60)
-    assert measured == ["next"]
-    assert found["crashed"]["error"] == gpu.UNFINISHED and "skipped" in found["too long"]
-    run(1e10)  # more time
-    assert measured == ["next", "too long"]
-    run(1e10, source="other code")
-    assert measured[2:] == ["done", "crashed", "next", "too long"]
-
-
 def test_dry_runs_are_interpreted(monkeypatch):
     assert os.environ["TRITON_INTERPRET"] == "1"
     with pytest.raises(SystemExit, match="2"):
@@ -237,22 +208,3 @@ def test_what_kernels_add_up_to():
     assert lines[0] == "profile pre-norm width=8, microseconds of a step"
     table = dict(re.split(r"\s{2,}", line.strip()) for line in lines[2:])
     assert table["products"] == "15" and table["other"] == "0" and table["step"] == "30"
-
-
-def test_a_device_that_cannot_be_profiled_is_an_error(monkeypatch):
-    monkeypatch.setattr(profile, "_is_note", lambda event: True)
-    with pytest.raises(RuntimeError, match="saw nothing run"):
-        profile.recorded(lambda: torch.ones(3), torch.device("cpu"))
-
-
-def test_the_profiler_tells_operators_apart():
-    """On a CPU those that call no other; marked ranges are nobody's work."""
-
-    def work():
-        with torch.profiler.record_function("mine"):
-            torch.ones(4, 4).exp_()
-
-    events = profile.recorded(work, torch.device("cpu"))
-    names = {event.name for event in events}
-    assert "aten::exp_" in names and not {"mine", "aten::ones"} & names
-    assert all(event.end >= event.start for event in events)
