@@ -29,15 +29,16 @@ from fused_remat.steps.operations import FAULTS, faster
 from fused_remat.triton.attention_masks import Problem, lists, prepare
 from fused_remat.triton.launch import (
     INTERPRETED,
+    TARGET,
     Launch,
     Target,
     cdiv,
     contiguous_rows,
     power_of_2,
+    run,
     scratch,
     target_of,
 )
-from fused_remat.triton.launch_cache import TARGET, run
 from fused_remat.triton.tables import (
     ATTENTION_BY_DESCRIPTORS,
     AttentionTile,

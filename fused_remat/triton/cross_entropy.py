@@ -29,8 +29,16 @@ from fused_remat.steps.cross_entropy import (
 )
 from fused_remat.steps.linear import add_product
 from fused_remat.steps.operations import faster
-from fused_remat.triton.launch import INTERPRETED, Launch, Target, cdiv, target_of, vector
-from fused_remat.triton.launch_cache import TARGET, run
+from fused_remat.triton.launch import (
+    INTERPRETED,
+    TARGET,
+    Launch,
+    Target,
+    cdiv,
+    run,
+    target_of,
+    vector,
+)
 from fused_remat.triton.products import launch_over
 from fused_remat.triton.tables import Tile, tile_for
 

@@ -22,6 +22,7 @@ from fused_remat.steps import norm
 from fused_remat.steps.norm import NORMS, shifted
 from fused_remat.steps.operations import faster
 from fused_remat.triton.launch import (
+    TARGET,
     Launch,
     Target,
     cdiv,
@@ -29,10 +30,10 @@ from fused_remat.triton.launch import (
     matrix,
     operand,
     power_of_2,
+    run,
     scratch,
     vector,
 )
-from fused_remat.triton.launch_cache import TARGET, run
 
 #: The widest row, in elements.
 MAX_WIDTH = 1 << 16

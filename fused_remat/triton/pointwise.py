@@ -22,8 +22,7 @@ from fused_remat.steps.activation import activation_bwd, activation_fwd
 from fused_remat.steps.operations import faster
 from fused_remat.steps.residual import dropout, residual_add
 from fused_remat.steps.residual import site_keys as site_keys_of_seed
-from fused_remat.triton.launch import Launch, cdiv, dropout_of, matrix, operand, power_of_2
-from fused_remat.triton.launch_cache import run
+from fused_remat.triton.launch import Launch, cdiv, dropout_of, matrix, operand, power_of_2, run
 
 #: Activation -> its forward and backward for a tile. A new activation is a new row.
 PAIRS: dict[str, tuple[Any, Any]] = {

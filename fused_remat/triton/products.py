@@ -36,10 +36,10 @@ from fused_remat.triton.launch import (
     cdiv,
     contiguous_rows,
     dropout_of,
+    run,
     target_of,
     vector,
 )
-from fused_remat.triton.launch_cache import run
 from fused_remat.triton.pointwise import (
     PAIRS,
     act_bwd,

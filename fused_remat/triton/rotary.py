@@ -12,16 +12,17 @@ from fused_remat.steps import rotary
 from fused_remat.steps.operations import faster
 from fused_remat.steps.rotary import RotaryTables
 from fused_remat.triton.launch import (
+    TARGET,
     Launch,
     Target,
     cdiv,
     matrix,
     operand,
     power_of_2,
+    run,
     scratch,
     vector,
 )
-from fused_remat.triton.launch_cache import TARGET, run
 from fused_remat.triton.norm import column_sum
 from fused_remat.triton.tables import family
 
