@@ -180,8 +180,9 @@ def describe(key: AttentionKey) -> str:
     if key.device.type == "cpu":
         return "ATen's flash kernel for CPUs"
     if name := kernel_of(key):
-        public = "PyTorch's scaled_dot_product_attention"
-        return public if name == "public" else f"ATen's {name} kernel"
+        if name == "public":
+            return "PyTorch's scaled_dot_product_attention"
+        return f"ATen's {name} kernel"
     return f"ATen's {kernel_of(key, members=True)} kernel, once for each query head of a group"
 
 
