@@ -116,7 +116,6 @@ def operation(*, key: Callable[..., Any], description: Description) -> Callable[
 def faster(
     function: F,
     backend: str,
-    *,
     description: Description,
     unsupported_reason: Callable[[Any], str | None] = always,
     name: str = "",

@@ -96,12 +96,7 @@ def _describe(key: AttentionKey, *_: Any, **__: Any) -> str:
     return f"kernel attention_fwd; attention_dkdv_bwd and attention_dq_bwd: {_why(key)}"
 
 
-@faster(
-    attention.attention_fwd,
-    "triton",
-    unsupported_reason=_unsupported_fwd_reason,
-    description=_describe,
-)
+@faster(attention.attention_fwd, "triton", _describe, _unsupported_fwd_reason)
 def attention_fwd_triton(q, k, v, call, out=None):
     if out is None:
         shape = (call.batch * call.q_len, call.spec.num_heads * v.shape[-1])
@@ -112,12 +107,7 @@ def attention_fwd_triton(q, k, v, call, out=None):
     return out, lse
 
 
-@faster(
-    attention.attention_bwd,
-    "triton",
-    unsupported_reason=_unsupported_bwd_reason,
-    description=_describe,
-)
+@faster(attention.attention_bwd, "triton", _describe, _unsupported_bwd_reason)
 def attention_bwd_triton(dattn, q, k, v, attn, lse, call, grads):
     run(backward, dattn, q, k, v, attn, lse, call, grads, TARGET)
 

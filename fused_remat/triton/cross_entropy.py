@@ -63,8 +63,8 @@ def _part(
 @faster(
     cross_entropy.cross_entropy_fwd,
     "triton",
-    unsupported_reason=_unsupported_reason,
-    description="kernel linear_cross_entropy_fwd; backward: a kernel per block and ATen's products",
+    "kernel linear_cross_entropy_fwd; backward: a kernel per block and ATen's products",
+    _unsupported_reason,
 )
 def cross_entropy_fwd_triton(x, weight, bias, call, out=None):
     target = target_of(x.device)
@@ -115,8 +115,8 @@ def _of_rows(
 @faster(
     cross_entropy.cross_entropy_bwd,
     "triton",
-    unsupported_reason=_unsupported_reason,
-    description="a kernel per block of logits, and ATen's products",
+    "a kernel per block of logits, and ATen's products",
+    _unsupported_reason,
 )
 def cross_entropy_bwd_triton(dy, x, weight, bias, stats, call, needs_grad, exact=False):
     (tokens, depth), vocab = x.shape, weight.shape[0]

@@ -41,24 +41,14 @@ def _unsupported_reason(key: tuple[Any, ...]) -> str | None:
     return None if few else "the number of tokens does not fit 32 bits"
 
 
-@faster(
-    rotary.rotary_fwd,
-    "triton",
-    unsupported_reason=_unsupported_reason,
-    description="kernel rotary_fwd",
-)
+@faster(rotary.rotary_fwd, "triton", "kernel rotary_fwd", _unsupported_reason)
 def rotary_fwd_triton(x, call, out=None):
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     run(rotary_fwd, x, call, y, TARGET)
     return y
 
 
-@faster(
-    rotary.rotary_bwd,
-    "triton",
-    unsupported_reason=_unsupported_reason,
-    description="kernel rotary_norm_bwd",
-)
+@faster(rotary.rotary_bwd, "triton", "kernel rotary_norm_bwd", _unsupported_reason)
 def rotary_bwd_triton(dy, x, call, needs_grad, owned):
     dx = None
     if needs_grad[0]:

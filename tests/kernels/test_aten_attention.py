@@ -132,22 +132,6 @@ def test_results(case, dtype):
         assert error <= TOLERANCE[dtype], f"relative error of {which} is {error:.1e}"
 
 
-@pytest.mark.parametrize(
-    "case", ["plain", "causal", "shared key heads", "padding of a whole sequence"]
-)
-def test_the_public_function_where_operators_are_not_known(case, monkeypatch):
-    """Its backward runs forward again: the same results, on every device."""
-    heads, options = RESULTS[case]
-    q, k, v = heads_of(F32, **heads)
-    call, dattn = call_of((q, k, v), **options(F32)), normal(F32, B * q.shape[2], H * E)
-    expected = by_library(call, q, k, v, dattn)
-    monkeypatch.setattr(attention_aten, "has", lambda kernel: False)
-    attn, lse, *grads = by_library(call, q, k, v, dattn)
-    assert lse.isnan().all(), "what reads it must not take it for a logsumexp"
-    for mine, other in zip((attn, *grads), (expected[0], *expected[2:]), strict=True):
-        assert error_of(mine, other) <= TOLERANCE[F32]
-
-
 # --- masks
 
 
