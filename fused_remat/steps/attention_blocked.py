@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -72,7 +72,7 @@ def backward(
     blocks = _blocks(call)
     scratch = _Scratch(q, blocks, 3)
     for block in blocks:
-        if block.low == block.high:
+        if block.keys.start == block.keys.stop:
             if grads is not None:
                 grads[0][:, :, block.rows] = 0.0
             continue
@@ -145,12 +145,12 @@ def _unit(call: AttentionArgs) -> float:
 
 def _exclude(grid: Tensor, call: AttentionArgs, block: _Block) -> None:
     """Apply the window and both masks to the scores `grid` (B, H, rows, keys), in place."""
-    low, high = block.low, block.high
+    low, high = block.keys.start, block.keys.stop
     (left, right), offset = call.spec.window, call.offset
-    first = block.start + offset
+    first = block.rows.start + offset
     if right >= 0 and (edge := max(low, first + right + 1)) < high:
         _exclude_band(grid[..., edge - low :], first + right - edge, above=True)
-    if left >= 0 and (edge := min(high, block.stop - 1 + offset - left)) > low:
+    if left >= 0 and (edge := min(high, block.rows.stop - 1 + offset - left)) > low:
         _exclude_band(grid[..., : edge - low], first - left - low, above=False)
     if call.mask is not None:
         _mask(grid, _of_block(call.mask, block), call.spec.true_means == "attend")
@@ -180,15 +180,15 @@ def _mask(grid: Tensor, mask: Tensor, true_attends: bool) -> None:
 def _dropout(block: _Block, call: AttentionArgs, out: Tensor) -> Tensor:
     assert call.site_key is not None
     random.keep_scale(
-        call.site_key, call.row0 + block.start, block.stop - block.start, block.high - block.low,
-        call.spec.dropout, out.dtype, call.batch * call.spec.num_heads,
-        call.head_rows or call.q_len, call.col0 + block.low, out=out,
+        call.site_key, call.row0 + block.rows.start, *block.shape, call.spec.dropout, out.dtype,
+        call.batch * call.spec.num_heads, call.head_rows or call.q_len,
+        call.col0 + block.keys.start, out=out,
     )  # fmt: skip
     return out
 
 
 def _add_mask_grads(dscores: Tensor, call: AttentionArgs, block: _Block) -> None:
-    grid = dscores.view(call.batch, call.spec.num_heads, -1, block.high - block.low)
+    grid = dscores.view(call.batch, call.spec.num_heads, *block.shape)
     if call.dmask is not None:
         target = _of_block(call.dmask, block)
         target.add_(grid.sum_to_size(target.shape))
@@ -196,22 +196,15 @@ def _add_mask_grads(dscores: Tensor, call: AttentionArgs, block: _Block) -> None
         call.dpadding[:, block.keys].add_(grid.sum((1, 2)))
 
 
-@dataclass(frozen=True)
-class _Block:
-    """Query rows from `start` to `stop`, and the keys from `low` to `high` that they can see."""
+class _Block(NamedTuple):
+    """Query rows, and the keys that they can see."""
 
-    start: int
-    stop: int
-    low: int
-    high: int
+    rows: slice
+    keys: slice
 
     @property
-    def rows(self) -> slice:
-        return slice(self.start, self.stop)
-
-    @property
-    def keys(self) -> slice:
-        return slice(self.low, self.high)
+    def shape(self) -> tuple[int, int]:
+        return self.rows.stop - self.rows.start, self.keys.stop - self.keys.start
 
 
 def _blocks(call: AttentionArgs) -> list[_Block]:
@@ -227,7 +220,7 @@ def _blocks(call: AttentionArgs) -> list[_Block]:
             low = max(0, start + offset - left)
         if right >= 0:
             high = min(high, stop + offset + right)
-        blocks.append(_Block(start, stop, low, max(low, high)))
+        blocks.append(_Block(slice(start, stop), slice(low, max(low, high))))
     return blocks
 
 
@@ -236,12 +229,12 @@ class _Scratch:
 
     def __init__(self, grouped: Tensor, blocks: list[_Block], count: int) -> None:
         self.groups, self.heads = grouped.shape[:2]
-        most = max(((b.stop - b.start) * (b.high - b.low) for b in blocks), default=0)
+        most = max((math.prod(block.shape) for block in blocks), default=0)
         self.flat = grouped.new_empty((count, self.groups * self.heads * most))
 
     def of(self, i: int, block: _Block) -> Tensor:
         """Matrix `i` for a block: (N, G*rows, keys)."""
-        rows, keys = block.stop - block.start, block.high - block.low
+        rows, keys = block.shape
         return self.flat[i, : self.groups * self.heads * rows * keys].view(
             self.groups, self.heads * rows, keys
         )

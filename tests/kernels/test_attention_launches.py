@@ -122,9 +122,6 @@ def test_rows_that_are_far_everywhere_keep_their_digits():
         torch.testing.assert_close(found[name], expected[name])
 
 
-# --- tiles and parts that know how many programs there are
-
-
 # --- which keys a query sees
 
 
