@@ -84,7 +84,7 @@ def cross_entropy_fwd(
     highs, sums = like.new_empty((count, len(blocks))), like.new_empty((count, len(blocks)))
     picked, total = like.new_zeros((count, 1)), like.new_zeros((count, 1))
     for i, span in enumerate(blocks):
-        block = _Columns.of(weight, bias, span, x, wide)
+        block = Columns.of(weight, bias, span, x, wide)
         for lo, hi in spans(count, rows):
             z = block.logits(tokens.taken(x, lo, hi), call.softcap)
             at, inside = block.places(tokens.target[lo:hi])
@@ -129,7 +129,7 @@ def cross_entropy_bwd(
     dweight = new_dweight(weight, exact) if needs_grad[1] else None
     dbias = high.new_zeros(vocab) if needs_grad[2] else None
     for span in spans(vocab, columns):
-        block = _Columns.of(weight, bias, span, x, wide)
+        block = Columns.of(weight, bias, span, x, wide)
         mine = None if dweight is None else dweight[slice(*span)]
         dw = None if mine is None else sum_in(mine, block.weight.dtype, -(-count // rows))
         for lo, hi in spans(count, rows):
@@ -371,7 +371,7 @@ def _is_read(target: Tensor) -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class _Columns:
+class Columns:
     """A block of columns: its weights in the dtype of products, and the number of the first."""
 
     weight: Tensor
@@ -379,7 +379,9 @@ class _Columns:
     first: int
 
     @classmethod
-    def of(cls, weight: Tensor, bias: Tensor | None, span: Span, x: Tensor, wide: bool) -> _Columns:
+    def of(
+        cls, weight: Tensor, bias: Tensor | None, span: Span, x: Tensor, wide: bool = False
+    ) -> Columns:
         """Round to the dtype of `x`; then, if `wide`, convert to float32."""
         parts = [None if t is None else t[slice(*span)].to(x.dtype) for t in (weight, bias)]
         if wide:

@@ -43,8 +43,7 @@ def _flops(x: Any, weight: Any, *_: Any, **__: Any) -> int:
 _ONEDNN = _onednn()
 
 
-def _available() -> bool:
-    return cpu_choice.may_apply(cpu_choice.PRODUCTS)
+_available = functools.partial(cpu_choice.may_apply, cpu_choice.PRODUCTS)
 
 
 def _unsupported_reason(backward: bool, key: tuple[Any, ...]) -> str | None:

@@ -146,7 +146,8 @@ def _blocks(call: RotaryTables, width: int, lanes: int, most: int) -> dict[str, 
     block_p, heads = power_of_2(lanes), call.spec.num_heads
     fits = [n for n in (8, 4) if heads % n == 0]
     block_h = min(fits[0] if fits else min(8, power_of_2(heads)), max(1, most // block_p))
-    pairs = Pairs(width, call.rotated, lanes, _interleaved(call), block_p)
+    interleaved = call.spec.rotary is not None and call.spec.rotary.interleaved
+    pairs = Pairs(width, call.rotated, lanes, interleaved, block_p)
     return {"BLOCK_M": max(1, most // (block_p * block_h)), "BLOCK_H": block_h, "pairs": pairs}
 
 
@@ -154,7 +155,3 @@ def _groups(call: RotaryTables, block_h: int, values: bool) -> tuple[int, int]:
     """Return the number of groups of query heads, and of all heads that a launch covers."""
     of_queries, of_keys = cdiv(call.spec.num_heads, block_h), cdiv(call.spec.num_kv_heads, block_h)
     return of_queries, of_queries + (2 if values else 1) * of_keys
-
-
-def _interleaved(call: RotaryTables) -> bool:
-    return call.spec.rotary is not None and call.spec.rotary.interleaved
