@@ -83,20 +83,17 @@ def forced(setting: str) -> str:
     return value
 
 
-def rules_for(setting: str, dtype: torch.dtype | None = None) -> list[Rule]:
-    """Return the entries for this processor, of one dtype if that is not None."""
-    return [
-        rule
-        for rule in RULES
-        if (rule.setting, rule.vendor, rule.capability) == (setting, *processor())
-        and dtype in (None, rule.dtype)
-    ]
+def rules_for(setting: str) -> list[Rule]:
+    """Return the entries for this processor."""
+    key = setting, *processor()
+    return [rule for rule in RULES if (rule.setting, rule.vendor, rule.capability) == key]
 
 
 @functools.lru_cache(maxsize=4096)
 def applies(setting: str, dtype: torch.dtype, size: int) -> bool:
     """Return whether an entry for this processor has the dtype and the size."""
-    return any(rule.smallest <= size <= rule.largest for rule in rules_for(setting, dtype))
+    rules = rules_for(setting)
+    return any(r.dtype == dtype and r.smallest <= size <= r.largest for r in rules)
 
 
 def may_apply(setting: str) -> bool:

@@ -43,6 +43,7 @@ from fused_remat.triton.tables import (
     ATTENTION_BY_DESCRIPTORS,
     AttentionTile,
     attention_tile,
+    ends_early,
     family,
     group_parts,
     why_own_attention,
@@ -293,7 +294,7 @@ def _operands(
     heads = [*by_query, *by_key]
     strides = list(map(_strides, heads))
     by_descriptors = tile.tma and family(problem.target) in ATTENTION_BY_DESCRIPTORS
-    if not by_descriptors or problem.in_rows or not all(map(_can_describe, heads)):
+    if not by_descriptors or ends_early(problem.call) or not all(map(_can_describe, heads)):
         return heads, strides, False
     rows = [tile.block_m] * len(by_query) + [tile.block_n] * len(by_key)
     widths = by_query[0].shape[-1], by_key[-1].shape[-1]

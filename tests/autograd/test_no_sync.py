@@ -66,7 +66,7 @@ def backend(request, monkeypatch):
         if launch.INTERPRETED:
             pytest.skip("Triton interprets kernels in this process")
         target = launch.Target("cuda", int(arch[0]), 132)
-        for module in (launch, *(getattr(triton, name_of) for name_of in triton.__all__)):
+        for module in vars(triton).values():
             if hasattr(module, "target_of"):
                 monkeypatch.setattr(module, "target_of", lambda device: target)
         monkeypatch.setattr(launch, "_DRIVER", Driver)
