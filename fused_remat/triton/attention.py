@@ -268,8 +268,7 @@ def _constants(
     tile: AttentionTile, widths: tuple[int, int], partial: bool, tma: bool
 ) -> dict[str, Any]:
     e, v = _blocks_of(widths)
-    even_e, even_v = e == widths[0], v == widths[1]
-    blocks = KernelTile(tile.block_m, tile.block_n, e, v, even_e, even_v, tma)
+    blocks = KernelTile(tile.block_m, tile.block_n, e, v, e == widths[0], v == widths[1], tma)
     return {"tile": blocks._replace(PARTIAL=partial)}
 
 

@@ -9,19 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from attention_calls import attention_call
+from attention_calls import call_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fused_remat.steps import attention_aten as operators
 from fused_remat.steps.attention import attention_fwd
 
 BF16, F32 = torch.bfloat16, torch.float32
-
-
-def call_of(heads, **options):
-    """A call over q and k, true where a bool mask excludes."""
-    (b, h, m, e), (_, kv, n, _) = heads[0].shape, heads[1].shape
-    return attention_call((b, h, kv, m, n, e), **{"true_means": "exclude", **options})
 
 
 SCHEMAS = [

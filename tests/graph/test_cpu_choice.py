@@ -143,21 +143,6 @@ def test_products_of_16_bits_in_halves_of_columns_are_right(width):
     close(into, linear.linear_dx(dy, weight, x.clone()))
 
 
-def test_only_some_sizes_of_16_bits_run_in_halves(settings, halves):
-    settings("onednn")
-    product, dx = (
-        choose.ops_for("eager", torch.empty(0, dtype=torch.bfloat16))[operation]
-        for operation in (linear.linear_fwd, linear.linear_dx)
-    )
-    weight, bias = torch.ones(256, 512).bfloat16(), torch.ones(256).bfloat16()
-    for tokens in (600, 2048, 255):
-        x = torch.ones(tokens, 512).bfloat16()
-        y = product(x, weight, bias)
-        assert halves[-1] == (-128 if tokens == 600 else 256)
-        assert y.shape == (tokens, 256) and dx(y, weight).shape == x.shape
-        assert halves[-1] == (-256 if tokens == 600 else 512)
-
-
 @pytest.mark.parametrize("recorded", [False, True])
 def test_halves_are_the_same_in_every_preset(settings, halves, recorded):
     """Of two sequences and of one, by steps and by a record, which calls no Python."""
@@ -218,6 +203,7 @@ def test_the_processor_dtype_and_size_choose(settings, monkeypatch, processor):
     has = onednn_products._ONEDNN is not None
     assert product(torch.float32) == (has and processor == AMD)
     assert product(torch.bfloat16) == (processor == INTEL)
+    assert not product(torch.bfloat16, 255) and not product(torch.bfloat16, 2048)
     assert not product(torch.float32, 8) and not product(torch.float16)
     assert attention(torch.float32, 512) == attention(torch.bfloat16, 128) == (processor == AMD)
     assert not attention(torch.float32, 128) and not attention(torch.bfloat16, 2048)

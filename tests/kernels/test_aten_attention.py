@@ -6,7 +6,7 @@ On a GPU its three kernels; here the CPU's, and CUDA's as far as tensors without
 import pytest
 import reference
 import torch
-from attention_calls import attention_call
+from attention_calls import attention_call, call_of
 from places import BF16, DEVICE, ON_GPU, PLACE, at, deterministic, error_of, normal
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -27,12 +27,6 @@ F16, F32 = torch.float16, torch.float32
 TOLERANCE = {torch.bfloat16: 1e-2, F16: 1.5e-3, F32: 1e-4}
 B, H, S, E = at((2, 8, 1000, 64), (2, 4, 33, 8))
 cuda_only = pytest.mark.skipif(not ON_GPU, reason="needs CUDA's kernels")
-
-
-def call_of(heads, **options):
-    """A call over q, k and v, true where a bool mask excludes."""
-    (b, h, m, e), (_, kv, n, _) = heads[0].shape, heads[1].shape
-    return attention_call((b, h, kv, m, n, e), **{"true_means": "exclude", **options})
 
 
 def bounds_of(*bounds):
