@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from fused_remat.steps import cpu_choice
-from fused_remat.steps import onednn as _registers_products  # noqa: F401
 from fused_remat.steps.linear import cpu_has_native
 from fused_remat.steps.operations import (
     FAULTS,

@@ -25,11 +25,11 @@ from fused_remat.graph.schedule import Schedule, schedule
 from fused_remat.steps.activation import ACTIVATIONS, MLPActivation
 from fused_remat.steps.attention import Attention
 from fused_remat.steps.chunk import Chunks, Layout
+from fused_remat.steps.cpu_choice import linear_dx_onednn, linear_fwd_onednn
 from fused_remat.steps.fused import linear_norm_fwd, mlp_bwd, mlp_up_fwd
 from fused_remat.steps.linear import Linear
 from fused_remat.steps.node import Node
 from fused_remat.steps.norm import NORMS, Norm
-from fused_remat.steps.onednn import linear_dx_onednn, linear_fwd_onednn
 from fused_remat.steps.operations import OPERATIONS, Operations
 from fused_remat.steps.residual import Add, DrawMask
 from fused_remat.steps.rotary import Rotary
