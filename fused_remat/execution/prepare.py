@@ -22,15 +22,14 @@ from fused_remat.execution.choose import has_faster, ops_for
 from fused_remat.execution.recording import Recordings
 from fused_remat.graph.graph import Graph, sizes
 from fused_remat.graph.schedule import Schedule, schedule
-from fused_remat.spec import USER_FUNCTION
 from fused_remat.steps.activation import ACTIVATIONS, MLPActivation
 from fused_remat.steps.attention import Attention
 from fused_remat.steps.chunk import Chunks, Layout
+from fused_remat.steps.cpu_choice import linear_dx_onednn, linear_fwd_onednn
 from fused_remat.steps.fused import linear_norm_fwd, mlp_bwd, mlp_up_fwd
 from fused_remat.steps.linear import Linear
 from fused_remat.steps.node import Node
 from fused_remat.steps.norm import NORMS, Norm
-from fused_remat.steps.onednn import linear_dx_onednn, linear_fwd_onednn
 from fused_remat.steps.operations import OPERATIONS, Operations
 from fused_remat.steps.residual import Add, DrawMask
 from fused_remat.steps.rotary import Rotary
@@ -274,7 +273,7 @@ def _is_repeatable(node: Node) -> bool:
     if isinstance(node, Norm):
         row = NORMS[node.spec.kind]
     elif isinstance(node, MLPActivation):
-        row = ACTIVATIONS.get(node.act)
+        row = ACTIVATIONS[node.act]
     return type(node) in _REPEATABLE and (row is None or row in _ROWS)
 
 
@@ -287,11 +286,7 @@ def _fusions(
 ) -> frozenset[str]:
     """Rows of `graph.fusions.FUSIONS` for which the backend has an operation of its own, with the
     name of the activation where there is one; products are in `dtype`."""
-    acts = {
-        node.act
-        for node in graph.nodes
-        if isinstance(node, MLPActivation) and node.act != USER_FUNCTION
-    }
+    acts = {node.act for node in graph.nodes if isinstance(node, MLPActivation)}
     found = set()
     for act in acts:
         if has_faster(ops, mlp_bwd, (act, dtype, device)):

@@ -88,3 +88,10 @@ def test_an_option_that_library_kernels_do_not_know_is_refused():
     spec.__dict__["options"] = ("sinks",)
     call = dataclasses.replace(call, spec=spec)
     assert attention_aten.unsupported_call_reason(q, q, call) == "they have no sinks"
+
+
+def test_an_operator_with_other_arguments_is_not_called(monkeypatch):
+    q = torch.randn(1, 2, 4, 8)
+    monkeypatch.setattr(attention_aten, "has", lambda kernel: False)
+    found = attention_aten.unsupported_call_reason(q, q, attention_call((1, 2, 2, 4, 4, 8)))
+    assert found == "this version of PyTorch has another operator"
