@@ -164,7 +164,7 @@ def served():
 
     with warnings.catch_warnings():
         warnings.simplefilter("error", FusedRematWarning)
-        warnings.filterwarnings("ignore", "Support for mismatched")
+        warnings.filterwarnings("ignore", "Support for mismatched")  # of the stock layer
         yield
 
 

@@ -16,7 +16,7 @@ from reference import masked_decoder, masked_encoder, randomize
 from torch import Tensor, nn
 
 from fused_remat import FusedRematCausalLayer, FusedRematDecoderLayer, FusedRematLayer
-from fused_remat.layers.plain_causal import CausalLayer
+from fused_remat.layers.causal import CausalLayer
 
 D, H, F, B, S, M = 12, 3, 20, 4, 7, 5
 #: Mask, padding and causal hint of an attention, as each layer's forward names them.
@@ -24,13 +24,6 @@ SRC = ("src_mask", "src_key_padding_mask", "is_causal")
 TGT = ("tgt_mask", "tgt_key_padding_mask", "tgt_is_causal")
 MEMORY = ("memory_mask", "memory_key_padding_mask", "memory_is_causal")
 CAUSAL = ("attn_mask", "key_padding_mask", "")
-
-
-class PlainCausal(CausalLayer):
-    """The causal layer in ordinary operations, called as the fused one is."""
-
-    def forward(self, x, rope=None, **masks):
-        return super().forward(x, *(rope or (None, None)), **masks)
 
 
 @dataclass(frozen=True)
@@ -154,7 +147,7 @@ FORMS = {
     "a query without keys": ("float row", "", False),
 }
 
-_CAUSAL = functools.partial(Kind, FusedRematCausalLayer, PlainCausal, masks=(CAUSAL,))
+_CAUSAL = functools.partial(Kind, FusedRematCausalLayer, CausalLayer, masks=(CAUSAL,))
 _HEADS = {"nhead": 4, "kv_heads": 2, "head_dim": 6}
 #: A causal layer as models have it.
 MODELS: dict[str, dict[str, Any]] = {

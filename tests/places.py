@@ -9,6 +9,7 @@ implements have one contract.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -183,7 +184,7 @@ def wide(mask: DropoutMask | None) -> DropoutMask | None:
     """The same site in float64, for the exact result."""
     if mask is None:
         return None
-    return DropoutMask(mask.site_key, mask.row0, mask.rows, mask.width, mask.p, torch.float64)
+    return dataclasses.replace(mask, dtype=torch.float64, _tensor=None)
 
 
 def double(*tensors: Tensor | None) -> tuple[Any, ...]:

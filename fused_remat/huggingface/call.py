@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fused_remat.graph.build import block_graph
-from fused_remat.huggingface.masks import read_masks
 from fused_remat.layer_specs import transformer_spec
 from fused_remat.layers.eligibility import (
+    PLAIN,
     RECORDERS,
     Unsupported,
     check_dropout,
+    check_mask,
     qualified,
     recorded,
 )
@@ -24,12 +27,14 @@ from fused_remat.spec import BlockSpec
 
 #: Arguments that a block uses, and those that do not change the result.
 _READ = ("hidden_states", "attention_mask", "position_embeddings", "is_causal")
+_VARLEN = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 _IGNORED = (
-    "position_ids", "cache_position", "use_cache", "output_hidden_states", "output_attentions",
-    "output_router_logits", "return_dict", "num_items_in_batch", "ignore_index", "shift_labels",
-    "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx",
+    *_VARLEN, "position_ids", "cache_position", "use_cache", "output_hidden_states",
+    "output_attentions", "output_router_logits", "return_dict", "num_items_in_batch",
+    "ignore_index", "shift_labels", "seq_idx",
 )  # fmt: skip
 _KNOWN = frozenset((*_READ, *_IGNORED))
+_SDPA = F.scaled_dot_product_attention
 #: In older versions of transformers, layers return tuples or have other submodules.
 _OLDEST = (5, 17)
 #: Activation classes of transformers by the names of `steps.activation`.
@@ -87,7 +92,7 @@ def describe(parts: Parts, arguments: Mapping[str, Any]) -> BlockInputs:
     _check_arguments(arguments, attention)
     head_dim = int(getattr(attention, layer_map.numbers["head_dim"]))
     heads, kv_heads = _heads(parts, attention, head_dim)
-    masks = read_masks(attention, arguments, parts, _window(attention, layer_map), heads)
+    masks, window, mask_tensors = read_masks(attention, arguments, parts, heads)
     rope = _rope(parts, arguments, head_dim) if _rotates(attention, layer_map) else {}
     softcap = (
         getattr(attention, layer_map.numbers["softcap"]) if "softcap" in layer_map.numbers else None
@@ -109,13 +114,13 @@ def describe(parts: Parts, arguments: Mapping[str, Any]) -> BlockInputs:
         head_dim=head_dim,
         scale=float(attention.scaling),
         softcap=float(softcap or 0.0),
-        window=masks.window,
-        masks=masks.kinds,
+        window=window,
+        masks=masks,
         projection="split" if "q" in layer_map.linears else "packed",
         rotary=len(rope) > 0,
         qk_norm_eps=parts.one_head_eps(),
     )
-    tensors = {"input": parts.x, **parts.weights, **rope, **masks.tensors}
+    tensors = {"input": parts.x, **parts.weights, **rope, **mask_tensors}
     return BlockInputs(block_graph(spec), tensors, spec)
 
 
@@ -199,3 +204,81 @@ def _activation(layer_map: LayerMap, modules: Mapping[str, Any]) -> str:
             f"the activation {layer_map.activation} is {shown}, unknown or with hooks"
         )
     return name
+
+
+# --- masks: their form depends on the config's attention implementation, and so does the meaning of
+# None: "sdpa" and flash attention are then causal if the module is, and "eager" has no mask at all.
+
+Masks = tuple[tuple[str, ...], tuple[int, int], dict[str, Tensor]]
+
+
+def read_masks(attention: Any, arguments: Mapping[str, Any], parts: Parts, heads: int) -> Masks:
+    """Return the masks of an `AttentionSpec` of so many `heads`, its window, and masks by name.
+
+    No mask's values are read: on a GPU that would wait for the device.
+    """
+    how = attention.config._attn_implementation
+    mask = arguments.get("attention_mask")
+    if _is_replaced(how):
+        raise Unsupported(f"the attention function {how!r} was replaced")
+    if how is not None and how.startswith("flash_attention_"):
+        return _flash(attention, arguments, parts)
+    if how not in ("sdpa", "eager"):
+        raise Unsupported(
+            f"the attention implementation is {how!r}; the fused path supports sdpa, eager and "
+            "flash attention"
+        )
+    if mask is None:
+        causal = how == "sdpa" and _is_causal(attention, arguments)
+        return (), (-1, 0 if causal else -1), {}
+    (batch, seq_len, _), bools = parts.x.shape, how == "sdpa"  # "eager" adds the mask to the scores
+    shapes = [(b, h, seq_len, seq_len) for b, h in itertools.product((1, batch), (1, heads))]
+    check_mask("attention_mask", mask, parts.x, parts.low, *shapes, bools=bools)
+    return ("mask",), (-1, -1), {"mask": mask}  # with a sliding window, if there is one
+
+
+def _is_replaced(how: str | None) -> bool:
+    """Return whether another function replaces transformers' own.
+
+    Sequence parallelism replaces it: DeepSpeed in the table of names, PyTorch under SDPA's name.
+    """
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    function = ALL_ATTENTION_FUNCTIONS.get(how)
+    if function is not None and not function.__module__.startswith("transformers.integrations."):
+        return True
+    return how == "sdpa" and F.scaled_dot_product_attention is not _SDPA
+
+
+def _flash(attention: Any, arguments: Mapping[str, Any], parts: Parts) -> Masks:
+    """Return the masks of flash attention: padding (B, S), bounds of packed sequences, a window.
+
+    Outputs of padding queries, which nothing uses, are zeros there; a block computes attention.
+    """
+    batch, seq_len = parts.x.shape[:2]
+    causal, window = _is_causal(attention, arguments), _window(attention, parts.layer_map)
+    left = -1 if window is None or seq_len <= window else window - 1
+    limits = (left, 0 if causal else left)
+    mask = arguments.get("attention_mask")
+    if mask is not None:
+        if type(mask) not in PLAIN or tuple(mask.shape) != (batch, seq_len):
+            raise Unsupported(f"attention_mask is not a tensor of shape {(batch, seq_len)}")
+        return ("padding",), limits, {"padding": mask.eq(0)}
+    if all(arguments.get(name) is not None for name in _VARLEN):
+        bounds = {"cu_q": arguments["cu_seq_lens_q"], "cu_k": arguments["cu_seq_lens_k"]}
+        if batch != 1 or any(type(t) not in PLAIN or t.dim() != 1 for t in bounds.values()):
+            raise Unsupported("cu_seq_lens are not those of packed sequences in a batch of 1")
+        return ("cu_seqlens",), limits, bounds
+    positions = arguments.get("position_ids")
+    if batch == 1 and seq_len > 1 and isinstance(positions, Tensor):
+        if torch.compiler.is_compiling():
+            raise Unsupported("whether sequences are packed depends on the values of position_ids")
+        # As transformers does there, in every layer; on a GPU it waits for the device.
+        if not bool((positions.diff(dim=-1) == 1).all()):
+            raise Unsupported("sequences are packed without cu_seq_lens")
+    return (), limits, {}
+
+
+def _is_causal(attention: Any, arguments: Mapping[str, Any]) -> bool:
+    causal = arguments.get("is_causal")
+    return bool(getattr(attention, "is_causal", True) if causal is None else causal)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -29,9 +28,8 @@ from fused_remat.layers.eligibility import (
 )
 from fused_remat.layers.fused_layer import TRACED, is_traced
 from fused_remat.layers.modules import read_linear
-from fused_remat.layers.record import NOTES, record_of
+from fused_remat.layers.record import NOTES, record_of, warn, warn_compiled
 from fused_remat.layers.tensor_parallel import VocabularyParallelLinear
-from fused_remat.layers.warn import warn, warn_compiled
 from fused_remat.ops.activation import has_hooks
 from fused_remat.ops.cross_entropy import linear_cross_entropy
 
@@ -57,17 +55,15 @@ class Head:
     softcap: str = ""
 
 
-def _layout(name: str, model: str = "", **differences: Any) -> Head:
-    package = f"transformers.models.{name}.modeling_{name}"
-    return Head(package, model, **differences)
-
-
+_MODELS = "transformers.models"
 #: Each stands for all model classes of transformers whose forward has the same code.
 HEADS = (
-    _layout("llama", "LlamaForCausalLM"),
-    _layout("gemma2", "Gemma2ForCausalLM", softcap="final_logit_softcapping"),
-    _layout(
-        "gpt2",
+    Head(f"{_MODELS}.llama.modeling_llama", "LlamaForCausalLM"),
+    Head(
+        f"{_MODELS}.gemma2.modeling_gemma2", "Gemma2ForCausalLM", softcap="final_logit_softcapping"
+    ),
+    Head(
+        f"{_MODELS}.gpt2.modeling_gpt2",
         "GPT2LMHeadModel",
         body="transformer",
         output="CausalLMOutputWithCrossAttentions",
@@ -86,11 +82,7 @@ def head_layout(stock: Any) -> Head | None:
     if not stock.__module__.startswith("transformers.models."):
         return None
     for layout in HEADS:
-        known = getattr(sys.modules.get(layout.package), layout.model, None)
-        if stock is known or (layout.package, layout.model) == (
-            stock.__module__,
-            stock.__qualname__,
-        ):
+        if (layout.package, layout.model) == (stock.__module__, stock.__qualname__):
             return layout
     if not stock.__name__.endswith("ForCausalLM"):
         return None
@@ -249,13 +241,6 @@ def head_class(stock: type[nn.Module]) -> type[HuggingFaceHead] | None:
     signature = inspect.signature(stock.forward)
     more = {"layout": layout, "signature": signature, "forward": _forward(stock)}
     return class_of(stock, HuggingFaceHead, _CLASSES, **more)
-
-
-def supported_heads() -> str:
-    """Return the supported model classes, for messages."""
-    return (
-        f"{', '.join(layout.model for layout in HEADS)}, and classes whose forward has their code"
-    )
 
 
 def _forward(stock: type[nn.Module]) -> Callable[..., Any]:

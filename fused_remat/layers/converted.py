@@ -15,8 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from fused_remat.layers.eligibility import Reason, wants_grad
 from fused_remat.layers.fused_layer import FusedLayer, is_traced
 from fused_remat.layers.read import BlockInputs, read_block
-from fused_remat.layers.record import record_of
-from fused_remat.layers.warn import warn
+from fused_remat.layers.record import record_of, warn
 
 _IDLE = Reason("no gradients are required", quiet=True)
 #: Names of a cache among the arguments of layers.
@@ -131,8 +130,7 @@ class ConvertedLayer(Replaced, FusedLayer):
 
     def _why_cached(self, arguments: Mapping[str, Any]) -> Reason | None:
         """Return why the cache of a call excludes a block; None without a cache."""
-        caches = {n: v for n, v in arguments.items() if n in CACHES or hasattr(v, LENGTH)}
-        caches = {n: v for n, v in caches.items() if v is not None}
+        caches = _caches(arguments)
         if not caches:
             return None
         why = "the cache holds tokens"
@@ -150,8 +148,7 @@ class ConvertedLayer(Replaced, FusedLayer):
         tokens takes part in attention (prefix tuning), one that is filled in evaluation is the
         caller's, and a layer that transformers never checkpoints may fill it for another module.
         """
-        caches = {n: v for n, v in arguments.items() if n in CACHES or hasattr(v, LENGTH)}
-        caches = {n: v for n, v in caches.items() if v is not None}
+        caches = _caches(arguments)
         trains = torch.is_grad_enabled() or self._tensor_parallel is not None
         if not caches or not self.training or not trains or is_traced():
             return arguments
@@ -304,6 +301,11 @@ def _forward(stock: type[nn.Module]) -> Callable[..., Any]:
         return self._call(**arguments)
 
     return forward
+
+
+def _caches(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    named = arguments.items()
+    return {n: v for n, v in named if v is not None and (n in CACHES or hasattr(v, LENGTH))}
 
 
 def _is_empty(cache: Any, index: int) -> bool:

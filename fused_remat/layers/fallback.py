@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from fused_remat.autograd.unchanged import changed
@@ -104,58 +104,47 @@ def _device_of(layer: nn.Module) -> torch.device:
     return next((t.device for t in (*layer.parameters(), *layer.buffers())), torch.device("cpu"))
 
 
-@contextlib.contextmanager
-def counted(layer: nn.Module) -> Iterator[Counter[str]]:
-    """Count the bytes that autograd saves inside, without parameters; each storage once."""
-    tensors = (*layer.parameters(), *layer.buffers())
-    own = {t.untyped_storage().data_ptr() for t in tensors if type(t) in _PLAIN}
+def kept_by(layer: nn.Module, out: Any, arguments: Mapping[str, Any]) -> str:
+    """Return what the graph of `out`, of a plain call of `layer`, keeps: each storage once."""
+    if _hooks_outside() is not None:  # a checkpoint's, or of offloading
+        return "its activations"
+    parameters = (*layer.parameters(), *layer.buffers())
+    own = {t.untyped_storage().data_ptr() for t in parameters if type(t) in _PLAIN}
     held: dict[int, int] = {}
-    total = Counter[str]()
-    if not _hooks_are_enabled():
-        yield total
-        return
-    # Hooks around the layer (a checkpoint's, or of offloading) have no effect inside these.
-    pack_outside, unpack = _hooks_outside() or (_packed, _unpacked)
-
-    def pack(t: Tensor) -> Any:
-        plain = type(t) in _PLAIN and t.layout is torch.strided  # a DTensor has no storage
-        if plain and t.untyped_storage().data_ptr() not in own:
-            held[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-        return pack_outside(t)
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        yield total
-    total["bytes"] = sum(held.values())
+    seen = {t.grad_fn for t in tree_leaves(arguments) if isinstance(t, Tensor)} | {None}
+    waiting = [t.grad_fn for t in tree_leaves(out) if isinstance(t, Tensor)]
+    while waiting:
+        node: Any = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        waiting += [following for following, _ in node.next_functions]
+        for t in _saved_of(node):
+            storage = t.untyped_storage()
+            if storage.data_ptr() not in own:
+                held[storage.data_ptr()] = storage.nbytes()
+    return f"{sum(held.values()) / 2**20:.1f} MiB"
 
 
-def _packed(t: Tensor) -> tuple[Tensor, int]:
-    # Detached: a node that held its own result would never be freed.
-    return t.detach(), 0 if t.is_inference() else t._version
-
-
-def _unpacked(packed: tuple[Tensor, int]) -> Tensor:
-    t, version = packed
-    if not t.is_inference() and t._version != version:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace "
-            f"operation: a tensor of shape {tuple(t.shape)} is at version {t._version}; expected "
-            f"version {version} instead"
-        )
-    return t
-
-
-_autograd: Any = torch._C._autograd
-
-
-def _hooks_are_enabled() -> bool:
-    enabled = getattr(_autograd, "_saved_tensors_hooks_is_enabled", lambda: True)
-    return bool(enabled())
+def _saved_of(node: Any) -> Iterator[Tensor]:
+    """Yield the plain tensors that an autograd node saves, without what hooks have packed."""
+    for name in [name for name in dir(node) if name.startswith("_raw_saved_")]:
+        raw = getattr(node, name)
+        if any(getattr(part, "data", None) is not None for part in tree_leaves(raw)):
+            continue
+        with contextlib.suppress(RuntimeError):  # changed in place: backward raises
+            saved = getattr(node, name.removeprefix("_raw"), None)
+            for t in tree_leaves(node.saved_tensors if name == "_raw_saved_tensors" else saved):
+                if type(t) in _PLAIN and t.layout is torch.strided:  # a DTensor has no storage
+                    yield t
 
 
 def _hooks_outside() -> Any:
     """Return the active hooks on saved tensors, a pair, or None."""
-    top = getattr(_autograd, "_top_saved_tensors_default_hooks", None)
-    return None if top is None or not _hooks_are_enabled() else top(True)
+    autograd: Any = torch._C._autograd
+    top = getattr(autograd, "_top_saved_tensors_default_hooks", None)
+    enabled = getattr(autograd, "_saved_tensors_hooks_is_enabled", lambda: True)
+    return None if top is None or not enabled() else top(True)
 
 
 def checkpointed(
@@ -177,8 +166,9 @@ def checkpointed(
     versions = [p._version for p in params.values()]
     states = generator_states(device) if params else []
     # `run` holds no tensor: checkpoint saves them, checks their versions, and lets hooks move them.
-    names, bound = tuple(arguments), tuple(params)
-    flat = (*arguments.values(), *params.values())
+    leaves, tree = tree_flatten_with_path((dict(arguments), params))
+    keys: list[Any] = [path[1] for path, _ in leaves]  # after the index of the dict
+    names, flat = [key.key for key in keys], [value for _, value in leaves]
     kinds = [_kind(value) for value in flat]
     training = [(module, module.training) for module in layer.modules()]
     caller = Caller(layer, forward)
@@ -186,16 +176,16 @@ def checkpointed(
 
     def run(*values: Any) -> Any:
         nonlocal is_first
-        named = dict(zip(names, values, strict=False))
+        arguments, state = tree_unflatten(values, tree)
         if is_first:
             is_first = False
-            return forward(**named)
-        for name, kind, value in zip((*names, *bound), kinds, values, strict=True):
+            return forward(**arguments)
+        for name, kind, value in zip(names, kinds, values, strict=True):
             if kind is not None and kind != _kind(value):
                 raise changed(name, kind, value)
-        state = {f"layer.{n}": p for n, p in zip(bound, values[len(names) :], strict=True)}
+        state = {f"layer.{n}": p for n, p in state.items()}
         with _training_flags(training):
-            return torch.func.functional_call(caller, state, (), named)
+            return torch.func.functional_call(caller, state, (), arguments)
 
     out = checkpoint(run, *flat, use_reentrant=False)
     if [p._version for p in params.values()] == versions:

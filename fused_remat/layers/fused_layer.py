@@ -5,10 +5,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
-import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -27,11 +25,9 @@ from fused_remat.graph.precision import in_precision
 from fused_remat.layers.containment import Rescue
 from fused_remat.layers.eligibility import Reason, parameters_of, wants_grad
 from fused_remat.layers.read import BlockInputs, LayerMap, read_block
-from fused_remat.layers.record import NOTES, Ran, record_of
-from fused_remat.layers.warn import listed, warn, warn_compiled
+from fused_remat.layers.record import NOTES, Ran, listed, record_of, warn, warn_compiled
 from fused_remat.policies import Policy, kept_names
 from fused_remat.spec import BlockSpec
-from fused_remat.steps.operations import user_stacklevel
 
 if TYPE_CHECKING:
     from fused_remat.layers.tensor_parallel import TensorParallel
@@ -198,8 +194,6 @@ class FusedLayer(nn.Module):
         accumulation = None
         if self._accumulate_into is not None:
             accumulation = self._accumulation(graph, compiling)
-        for text in () if compiling else inputs.warnings:
-            warnings.warn(text, stacklevel=user_stacklevel())
         trains, rescue = record is not None and torch.is_grad_enabled(), None
         failed: Reason | None = None
         if trains and parallel is None and not (accumulation or graph.uses_seed):
@@ -319,12 +313,11 @@ class FusedLayer(nn.Module):
             )
         # The first call of a layer may fill a table, and later ones run as blocks.
         quiet = record.number("plain") > 1 or (reason.once and record.last is None)
-        with contextlib.nullcontext() if quiet else fallback.counted(self) as total:
-            out = self._stock_forward(**arguments)
-        if total is not None:
-            mib, (why, remedy) = total["bytes"] / 2**20, kept
-            keeps = f"it keeps {mib:.1f} MiB for backward, since {why}; {remedy}"
-            warn(self, f"{runs}: {reason.text}; {keeps}")
+        out = self._stock_forward(**arguments)
+        if not quiet:
+            why, remedy = kept
+            keeps = f"it keeps {fallback.kept_by(self, out, arguments)} for backward, since {why}"
+            warn(self, f"{runs}: {reason.text}; {keeps}; {remedy}")
         self._note("plain", reason)
         return out
 
@@ -393,15 +386,13 @@ class FusedLayer(nn.Module):
 
     def _policy_of_segment(self, policy: Policy, compiling: bool) -> Policy:
         """Return `policy`, without its segment if layers before may be freed in backward."""
-        if compiling:
-            if policy.segment == "inner":
-                reason = "segments work in eager mode only"
-                warn_compiled(type(self).__name__, reason, "keeps its input")
-            return Policy(offload=policy.offload)
-        sharded_by = accumulate.sharded_by(self)
-        if sharded_by is None:
+        sharded_by = None if compiling else accumulate.sharded_by(self)
+        if not compiling and sharded_by is None:
             return policy
-        if policy.segment == "inner":
+        if policy.segment == "inner" and compiling:
+            reason = "segments work in eager mode only"
+            warn_compiled(type(self).__name__, reason, "keeps its input")
+        elif policy.segment == "inner":
             self._warn_of_kept_input(
                 f"{sharded_by} manages its parameters, and frees them before the next layer's "
                 "backward"

@@ -17,12 +17,12 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from fused_remat.autograd.shards import is_dtensor
 from fused_remat.layers.eligibility import (
+    Precision,
     Unsupported,
     check_foreign_module,
     check_module,
     qualified,
 )
-from fused_remat.layers.precision import Precision
 from fused_remat.ops.activation import Activation, activation_name, prepare
 from fused_remat.spec import LoraSpec, lora_params
 from fused_remat.steps.replay import Function
@@ -141,13 +141,14 @@ def update_tensors(
     `updates` are by layer. `dtype` is that of the layers' inputs; None under autocast, whose dtype
     products have.
     """
-    every = [(layer, update) for layer, group in updates.items() for update in group]
-    loras = []
-    for layer, update in every:
-        own = None if dtype is None or update.a.dtype == dtype else update.a.dtype
-        loras.append(LoraSpec(layer=layer, scale=update.scale, dropout=update.p, dtype=own))
-    matrices = [matrix for _, update in every for matrix in (update.a, update.b)]
-    return dict(zip(lora_params(len(every)), matrices, strict=True)), tuple(loras)
+    loras: list[LoraSpec] = []
+    matrices: list[Tensor] = []
+    for layer, group in updates.items():
+        for update in group:
+            own = None if dtype is None or update.a.dtype == dtype else update.a.dtype
+            loras.append(LoraSpec(layer=layer, scale=update.scale, dropout=update.p, dtype=own))
+            matrices += [update.a, update.b]
+    return dict(zip(lora_params(len(loras)), matrices, strict=True)), tuple(loras)
 
 
 def read_dropout(module: Any, path: str) -> float:

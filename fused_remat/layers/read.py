@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fused_remat.graph.graph import Graph
 from fused_remat.layers.eligibility import (
+    Precision,
     Reason,
     Unsupported,
     check_foreign_module,
@@ -22,6 +23,8 @@ from fused_remat.layers.eligibility import (
     check_input,
     check_module,
     check_weights,
+    low_dtype,
+    precision_of,
     qualified,
 )
 from fused_remat.layers.modules import (
@@ -32,7 +35,6 @@ from fused_remat.layers.modules import (
     read_projections,
     update_tensors,
 )
-from fused_remat.layers.precision import Precision, low_dtype, precision_of
 from fused_remat.spec import BlockSpec, LoraSpec
 from fused_remat.steps.norm import NORMS
 
@@ -153,7 +155,6 @@ class BlockInputs:
         functions: custom activation function, if any.
         seq_first, unbatched: whether the inputs are (S, B, D), or (S, D) passed as (1, S, D).
         precision: dtypes under autocast, None if it is off.
-        warnings: warnings that PyTorch's own forward would show.
         contiguous: whether the result is contiguous; else it has the strides of the input.
         finish: function from the block's output to the layer's result, if they differ.
     """
@@ -165,7 +166,6 @@ class BlockInputs:
     seq_first: bool = False
     unbatched: bool = False
     precision: Precision | None = None
-    warnings: tuple[str, ...] = ()
     contiguous: bool = False
     finish: Callable[[Tensor], Any] | None = None
 

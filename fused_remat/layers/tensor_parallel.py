@@ -6,6 +6,7 @@ call is read by their whole shapes, as that of any layer, and then reduced to th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -51,7 +52,7 @@ class TensorParallel:
                     f"sequence parallel: {count} tokens of a sequence cannot be divided evenly "
                     f"among {size} ranks; pad the sequences"
                 )
-            x = _Tokens.apply(x, dim, self.place, False)
+            x = _Part.apply(x, dim, self.place, False)
             if self.lengths is not None:
                 self.lengths.add(x.shape[dim])
         elif self.lengths is not None and x.shape[dim] not in self.lengths:
@@ -75,7 +76,7 @@ class TensorParallel:
 
     def joined(self, x: Tensor, dim: int) -> Tensor:
         """Return the tokens of all ranks, on every rank."""
-        out: Tensor = _Tokens.apply(x, dim, self.place, True)
+        out: Tensor = _Part.apply(x, dim, self.place, True)
         return out
 
     def read(
@@ -127,8 +128,8 @@ class TensorParallel:
         return replace(inputs, spec=spec, graph=block_graph(spec), tensors=tensors)
 
 
-class _Tokens(torch.autograd.Function):
-    """A full tensor to this rank's tokens, or back if `joins`. Each is the other's backward."""
+class _Part(torch.autograd.Function):
+    """A full tensor to this rank's part of a dimension, or back if `joins`: opposite passes."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, place: ParallelSpec, joins: bool) -> Tensor:
@@ -147,11 +148,10 @@ def _own(x: Tensor, dim: int, place: ParallelSpec) -> Tensor:
 
 
 def _all(x: Tensor, dim: int, place: ParallelSpec) -> Tensor:
-    if dim == 0:
-        rows, shape = x.reshape(x.shape[0], -1), (place.size * x.shape[0], *x.shape[1:])
-        return collective.gather(rows, place.group, place.size, 1, shape)
-    rows, shape = x.reshape(-1, x.shape[-1]), (x.shape[0], place.size * x.shape[1], x.shape[-1])
-    return collective.gather(rows, place.group, place.size, x.shape[0], shape)
+    batch, shape = math.prod(x.shape[:dim]), list(x.shape)
+    rows = x.reshape(batch * shape[dim], math.prod(x.shape[dim:]) // max(shape[dim], 1))
+    shape[dim] *= place.size
+    return collective.gather(rows, place.group, place.size, batch, shape)
 
 
 def _unsupported_reason(inputs: BlockInputs, spec: BlockSpec) -> str | None:
@@ -202,10 +202,11 @@ class VocabularyParallelLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         weight: Any = self.weight
         mesh, own = weight.device_mesh, [weight] if self.bias is None else [weight, self.bias]
-        group = mesh.get_group().group_name
+        group, rank = mesh.get_group().group_name, mesh.get_local_rank()
         shards = local_shards(group, (False,) * len(own), own)
         logits = F.linear(_SharedInput.apply(input, group), *shards)
-        out: Tensor = _Columns.apply(logits, group, mesh.size(), mesh.get_local_rank())
+        place = ParallelSpec(group=group, size=mesh.size(), rank=rank, sequence=False)
+        out: Tensor = _Part.apply(logits, logits.dim() - 1, place, True)
         return out
 
 
@@ -220,18 +221,3 @@ class _SharedInput(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         return collective.total(dy, ctx.group), None
-
-
-class _Columns(torch.autograd.Function):
-    """The concatenated columns of all ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: str, size: int, rank: int) -> Tensor:
-        ctx.rank, ctx.width = rank, x.shape[-1]
-        rows = x.reshape(-1, x.shape[-1])
-        whole = collective.gather(rows, group, size).view(size, *rows.shape)
-        return whole.movedim(0, 1).reshape(*x.shape[:-1], -1)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
-        return dy.narrow(-1, ctx.rank * ctx.width, ctx.width).contiguous(), None, None, None

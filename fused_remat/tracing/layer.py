@@ -23,16 +23,18 @@ from fused_remat.graph.graph import Graph
 from fused_remat.layers.containment import is_contained, is_unexpected
 from fused_remat.layers.converted import CACHES, LENGTH, ConvertedLayer, class_of
 from fused_remat.layers.eligibility import (
+    Precision,
     Reason,
     Unsupported,
     check_global_hooks,
     check_input,
     is_readable,
+    low_dtype,
     parameters_of,
+    precision_of,
     qualified,
 )
 from fused_remat.layers.fused_layer import is_traced
-from fused_remat.layers.precision import Precision, low_dtype, precision_of
 from fused_remat.layers.read import BlockInputs
 from fused_remat.policies import Policy, kept_names
 from fused_remat.steps.norm import Norm

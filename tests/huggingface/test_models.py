@@ -13,7 +13,7 @@ from hf_models import IDS, build, close, fused_layers, step
 from torch.utils.checkpoint import checkpoint
 
 from fused_remat import FusedRematWarning, check_replay, convert, revert
-from fused_remat.huggingface.layer import HuggingFaceLayer
+from fused_remat.huggingface.rows import HuggingFaceLayer
 
 CLOSE = {"rtol": 1e-6, "atol": 1e-6}  # transformers' RMSNorm is float32 in a float64 model
 LOSS = pytest.mark.parametrize("loss", [False, True], ids=["layers", "loss, too"])
