@@ -213,10 +213,8 @@ Masks = tuple[tuple[str, ...], tuple[int, int], dict[str, Tensor]]
 
 
 def read_masks(attention: Any, arguments: Mapping[str, Any], parts: Parts, heads: int) -> Masks:
-    """Return the masks of an `AttentionSpec` of so many `heads`, its window, and masks by name.
-
-    No mask's values are read: on a GPU that would wait for the device.
-    """
+    """Return the masks of an `AttentionSpec` of so many `heads`, its window, and masks by name."""
+    # No mask's values are read: on a GPU that would wait for the device.
     how = attention.config._attn_implementation
     mask = arguments.get("attention_mask")
     if _is_replaced(how):
@@ -238,10 +236,8 @@ def read_masks(attention: Any, arguments: Mapping[str, Any], parts: Parts, heads
 
 
 def _is_replaced(how: str | None) -> bool:
-    """Return whether another function replaces transformers' own.
-
-    Sequence parallelism replaces it: DeepSpeed in the table of names, PyTorch under SDPA's name.
-    """
+    """Return whether another function replaces transformers' own, as sequence parallelism's."""
+    # DeepSpeed replaces it in the table of names, PyTorch under SDPA's name.
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     function = ALL_ATTENTION_FUNCTIONS.get(how)

@@ -187,10 +187,7 @@ def check_mask(
     name: str, mask: Any, x: Tensor, low: torch.dtype | None, *shapes: tuple[int, ...],
     bools: bool = True,
 ) -> None:  # fmt: skip
-    """Raise `Unsupported` unless a mask has one of `shapes` and a dtype that fits a call on `x`.
-
-    `low`: the dtype of autocast, None if it is off.
-    """
+    """Raise `Unsupported` unless a mask has one of `shapes`, and a dtype of the call's on `x`."""
     if type(mask) not in PLAIN:
         raise Unsupported(
             f"{name} is {qualified(type(mask))}; the fused path supports torch.Tensor"
@@ -217,11 +214,7 @@ def is_readable(param: Tensor) -> bool:
 
 
 def packed_as(module: nn.Module, param: Tensor) -> str:
-    """Return the class or dtype of a packed (e.g. quantized) parameter; "" if it is not packed.
-
-    Packed are classes other than PyTorch's, integers, floats of 8 bits, and all parameters of a
-    module with a `quant_state`.
-    """
+    """Return the class or dtype of a packed (e.g. quantized) parameter; "" if it is not packed."""
     if not (is_readable(param) or getattr(param, "_is_flat_param", False)):  # FSDP1's own
         return qualified(type(param))
     wide = param.is_complex() or (param.is_floating_point() and param.itemsize > 1)

@@ -150,12 +150,10 @@ def _hooks_outside() -> Any:
 def checkpointed(
     layer: nn.Module, forward: Callable[..., Any], arguments: Mapping[str, Any]
 ) -> Any:
-    """Run `forward(**arguments)`, a method of `layer`, under non-reentrant checkpoint.
+    """Run a layer's `forward(**arguments)` under non-reentrant checkpoint.
 
-    Backward calls it again with the parameters and training flags that the layer has now.
-
-    Raises: RuntimeError in backward if a parameter or an argument was changed in place since, or
-        has another shape, dtype or device.
+    Backward calls it with the parameters and training flags of now, and raises RuntimeError if a
+    tensor was changed in place since, or has another shape, dtype or device.
     """
     # Sharded parameters (DTensors, and ZeRO-3's, which are empty until they are gathered) are left
     # to the hooks that gather them, which backward calls again; parameters that forward changes and
@@ -220,10 +218,8 @@ _before = True
 
 @contextlib.contextmanager
 def without_inference_kernels() -> Iterator[None]:
-    """Make PyTorch's layers call their submodules inside, in evaluation as well.
-
-    The switch is PyTorch's own, for the process. The last of several threads inside restores it.
-    """
+    """Make PyTorch's layers call their submodules inside, in evaluation as well."""
+    # The switch is PyTorch's own, for the process: the last of several threads inside restores it.
     global _count, _before
     with _lock:
         if _count == 0:

@@ -197,7 +197,7 @@ class FusedLayer(nn.Module):
         trains, rescue = record is not None and torch.is_grad_enabled(), None
         failed: Reason | None = None
         if trains and parallel is None and not (accumulation or graph.uses_seed):
-            rescue = Rescue(self, self.stock.forward, arguments, tensors, self._block_failed)
+            rescue = Rescue(self, arguments, tensors)
         try:
             out = run_block(
                 graph,

@@ -52,9 +52,6 @@ def read_linear(module: Any, path: str) -> Linear:
     """Return the weight, bias and updates of the linear layer `module`, `path` in messages.
 
     The updates are those of PEFT's active LoRA adapters, with their current mode and scaling.
-
-    Raises: Unsupported for variants (DoRA and others), adapters with a bias, quantized layers,
-        modules of other classes, with hooks or with a forward of their own.
     """
     is_linear = type(module) is nn.Linear
     if not is_linear:  # rarely; this runs at every call
@@ -136,10 +133,9 @@ def split_biases(
 def update_tensors(
     updates: Mapping[str, tuple[Update, ...]], dtype: torch.dtype | None
 ) -> tuple[dict[str, Tensor | None], tuple[LoraSpec, ...]]:
-    """Return the matrices of a block's low-rank updates by name, and their specs.
+    """Return the matrices of a block's low-rank updates (by layer) by name, and their specs.
 
-    `updates` are by layer. `dtype` is that of the layers' inputs; None under autocast, whose dtype
-    products have.
+    `dtype` is that of the layers' inputs; None under autocast, whose dtype products have.
     """
     loras: list[LoraSpec] = []
     matrices: list[Tensor] = []
@@ -258,9 +254,7 @@ def read_activation(
 
     A function that is no entry of `ACTIVATIONS` is called once on one token, to see which tensors
     it captures. A block calls it on all tokens, in the layout of the stock layer: `seq_first` is
-    for x of (S, B, D). `precision` has the dtypes under autocast.
-
-    Raises: Unsupported if backward cannot call the function again.
+    for x of (S, B, D). Raises `Unsupported` if backward cannot call the function again.
     """
     name = activation_name(activation)
     if name is not None:

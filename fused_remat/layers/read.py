@@ -220,10 +220,7 @@ def _read(layer: Any, layer_map: LayerMap, arguments: Mapping[str, Any]) -> Bloc
 def _read_norms(
     layer_map: LayerMap, modules: Mapping[str, Any], width: int, weights: dict[str, Tensor | None]
 ) -> tuple[str, list[float], list[float]]:
-    """Return the kind of the norms over `width`, their eps, and those of heads' norms.
-
-    Their weights and biases are added to `weights`.
-    """
+    """Add the norms' parameters to `weights`; return their kind, their eps, and those of heads'."""
     kinds = {NORMS[kind].module: kind for kind in ((layer_map.norm,) if layer_map.norm else NORMS)}
     eps, first, first_path = [], None, ""
     for name, path in layer_map.norms.items():

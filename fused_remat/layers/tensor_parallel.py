@@ -40,11 +40,7 @@ class TensorParallel:
     lengths: set[int] | None = None
 
     def entered(self, x: Tensor, dim: int) -> Tensor:
-        """Return this rank's tokens of a layer's input, which are in dimension `dim`.
-
-        Raises: ValueError if the ranks' shares would differ; RuntimeError for an input that the
-            first layer has not divided.
-        """
+        """Return this rank's tokens of a layer's input, which are in dimension `dim`; checked."""
         if self.splits:
             count, size = x.shape[dim], self.place.size
             if count % size:
@@ -64,10 +60,7 @@ class TensorParallel:
         return x
 
     def whole(self, x: Tensor, dim: int) -> Tensor:
-        """Return a tensor of full sequences for this rank's tokens; it takes no memory.
-
-        A call is described by it: masks and tables are of full sequences.
-        """
+        """Return a tensor of full sequences, as masks and tables are; it takes no memory."""
         if not self.place.sequence or x.dim() <= dim:
             return x
         shape = list(x.shape)
@@ -86,10 +79,7 @@ class TensorParallel:
         tokens_dim: Callable[[Tensor], int],
         arguments: Mapping[str, Any],
     ) -> BlockInputs | Reason:
-        """Return this rank's part of a call, whose input `name` becomes this rank's tokens.
-
-        Raises: ValueError, RuntimeError for an input that cannot be divided, or is a DTensor.
-        """
+        """Return this rank's part of a call, whose input `name` becomes this rank's tokens."""
         for value in arguments.values():
             if is_dtensor(value):
                 raise RuntimeError(

@@ -162,11 +162,9 @@ class FusedRematLayer(_TorchLayer, nn.TransformerEncoderLayer):
         return _EXACT if self._is_exact(one) else inputs
 
     def _is_exact(self, inputs: BlockInputs | Reason) -> bool:
-        """Return whether PyTorch's inference kernel computes this call; in eval, without masks.
-
-        It ignores adapters, dropout and an activation that `activation_relu_or_gelu` does not
-        match. It crashes on a missing bias or norm weight, unless all are missing.
-        """
+        """Return whether PyTorch's inference kernel computes this call; in eval, without masks."""
+        # It ignores adapters, dropout and an activation that `activation_relu_or_gelu` does not
+        # match. It crashes on a missing bias or norm weight, unless all are missing.
         if isinstance(inputs, Reason) or inputs.spec is None or inputs.spec.drops:
             return False
         flag = self.activation_relu_or_gelu
@@ -341,10 +339,7 @@ def _describe(parts: Parts, arguments: Mapping[str, Any]) -> BlockInputs:
 def _masks(
     parts: Parts, arguments: Mapping[str, Any], name: str, keys: Tensor
 ) -> tuple[bool, dict[str, Tensor]]:
-    """Return whether an attention to `keys` is causal, and its masks by the block's names.
-
-    The names of the arguments begin with `name`.
-    """
+    """Return whether attention to `keys` is causal, and its masks; arguments begin with `name`."""
     mask_name, padding_name = f"{name}_mask", f"{name}_key_padding_mask"
     hint = "is_causal" if name == "src" else f"{name}_is_causal"
     mask, padding, is_causal = arguments[mask_name], arguments[padding_name], bool(arguments[hint])
