@@ -36,23 +36,16 @@ from fused_remat.ops.cross_entropy import linear_cross_entropy
 
 @dataclass(frozen=True)
 class Head:
-    """Layout of a model class.
+    """Layout of a model class."""
 
-    Attributes:
-        package, model: module and name of the class.
-        body, head: names of submodules.
-        output: class of the output in `transformers.modeling_outputs`.
-        fields: fields of the body's output that are returned, in addition to `past_key_values`.
-        softcap: attribute of the config with the soft-cap of the logits, "" for none.
-    """
-
-    package: str
+    package: str  # module of the class, and its name
     model: str
-    body: str = "model"
+    body: str = "model"  # body, head: names of submodules
     head: str = "lm_head"
-    output: str = "CausalLMOutputWithPast"
+    output: str = "CausalLMOutputWithPast"  # its class in `transformers.modeling_outputs`
+    #: Fields of the body's output that are returned, in addition to `past_key_values`.
     fields: tuple[str, ...] = ("hidden_states", "attentions")
-    softcap: str = ""
+    softcap: str = ""  # attribute of the config with the soft-cap of the logits, if any
 
 
 _MODELS = "transformers.models"

@@ -60,16 +60,11 @@ class Unsupported(Exception):
 
 @dataclass(frozen=True)
 class Reason:
-    """The reason why a call runs the stock forward.
+    """The reason why a call runs the stock forward."""
 
-    Attributes:
-        text: reason, for messages.
-        quiet: whether the stock forward is intended, so that there is no warning.
-        once: whether a second forward would compute something else, or change other state again.
-    """
-
-    text: str
-    quiet: bool = False
+    text: str  # for messages
+    quiet: bool = False  # whether the stock forward is intended, so that there is no warning
+    #: Whether a second forward would compute something else, or change other state again.
     once: bool = False
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -25,7 +24,7 @@ from fused_remat.graph.precision import in_precision
 from fused_remat.layers.containment import Rescue
 from fused_remat.layers.eligibility import Reason, parameters_of, wants_grad
 from fused_remat.layers.read import BlockInputs, LayerMap, read_block
-from fused_remat.layers.record import NOTES, Ran, listed, record_of, warn, warn_compiled
+from fused_remat.layers.record import NOTES, listed, record_of, warn, warn_compiled
 from fused_remat.policies import Policy, kept_names
 from fused_remat.spec import BlockSpec
 
@@ -35,8 +34,6 @@ if TYPE_CHECKING:
 Layer = TypeVar("Layer", bound="FusedLayer")
 
 TRACED = Reason("the call is exported, transformed or traced", quiet=True)
-#: How often calls of layers whose class has its own forward have reached `FusedLayer._call`.
-_reached: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 
 
 class FusedLayer(nn.Module):
@@ -165,14 +162,14 @@ class FusedLayer(nn.Module):
     def _call(self, **arguments: Any) -> Any:
         """Run `forward(**arguments)` as a block, or as the stock forward if no block applies."""
         compiling = torch.compiler.is_compiling()
-        if self._has_own_forward and not compiling:
-            _reached[self] = _reached.get(self, 0) + 1
         parallel = self._tensor_parallel
         if parallel is not None and compiling:
             from fused_remat.autograd import graph_break
 
             return graph_break.eagerly(self._call, **arguments)
         record = None if compiling else record_of(self)
+        if record is not None:
+            record.reached = True
         if is_traced():
             inputs: BlockInputs | Reason = TRACED
         elif record is not None and record.failure:
@@ -180,7 +177,7 @@ class FusedLayer(nn.Module):
         elif parallel is None:
             inputs = self._read(**arguments)
         else:
-            inputs = parallel.read(self._read, self._map.input, self._tokens_dim, arguments)
+            inputs = parallel.read(self, arguments)
         if isinstance(inputs, Reason):
             return self._fall_back(inputs, compiling, arguments)
         graph, tensors, policy = inputs.graph, inputs.tensors, self._policy
@@ -217,7 +214,7 @@ class FusedLayer(nn.Module):
         if failed is not None:  # what the block had computed is freed by now
             return self._fall_back(failed, compiling, arguments)
         if trains and out.requires_grad:
-            record_of(self).note("block", in_backward=_in_backward())
+            record_of(self).note("block")
         result: Any = out.squeeze(0) if inputs.unbatched else out
         if inputs.finish is not None:
             result = inputs.finish(out)
@@ -305,7 +302,7 @@ class FusedLayer(nn.Module):
             if not names:
                 if reason.text != record.failure:  # of which `_block_failed` has warned
                     warn(self, f"{runs} under {how}: {reason.text}")
-                self._note("checkpoint", reason)
+                record.note("checkpoint", reason.text)
                 return out
             kept = (
                 f"a second forward would update {listed(names)} again",
@@ -318,11 +315,8 @@ class FusedLayer(nn.Module):
             why, remedy = kept
             keeps = f"it keeps {fallback.kept_by(self, out, arguments)} for backward, since {why}"
             warn(self, f"{runs}: {reason.text}; {keeps}; {remedy}")
-        self._note("plain", reason)
+        record.note("plain", reason.text)
         return out
-
-    def _note(self, ran: Ran, reason: Reason) -> None:
-        record_of(self).note(ran, reason.text, _in_backward())
 
     def _why_kept(self, reason: Reason, arguments: Mapping[str, Any]) -> tuple[str, str] | None:
         """Return why the stock forward of a training call is not checkpointed, and a remedy."""
@@ -348,7 +342,7 @@ class FusedLayer(nn.Module):
             self._refuse_to_accumulate(reason)
             for observe in DECISIONS:
                 observe(self, reason)
-            self._note("plain", Reason(reason))
+            record_of(self).note("plain", reason)
             warn(
                 self,
                 f"saves no memory: {reason}, so its policy has no effect; call "
@@ -403,11 +397,6 @@ class FusedLayer(nn.Module):
         warn(self, f"runs outside its segment, and keeps its input: {reason}")
 
 
-def _in_backward() -> bool:
-    """Return whether a checkpoint around the layer calls it again in backward."""
-    return bool(torch._C._current_graph_task_id() != -1)
-
-
 def _base(cls: type[FusedLayer]) -> Any:
     """Return the class of this package from which `cls` derives; None if it is abstract."""
     return next((base for base in cls.__mro__ if "stock" in vars(base)), None)
@@ -421,9 +410,10 @@ def _checked(forward: Callable[..., Any]) -> Callable[..., Any]:
         converted = not self._has_own_forward  # and is traced
         if converted or torch.compiler.is_compiling() or is_traced():
             return forward(self, *args, **kwargs)
-        before = _reached.get(self, 0)
+        record = record_of(self)
+        record.reached = False
         out = forward(self, *args, **kwargs)
-        if _reached.get(self, 0) == before:
+        if not record.reached:
             self._warn_of_own_forward(out, (*args, *kwargs.values()))
         return out
 

@@ -147,27 +147,17 @@ def _one_of(values: list[float], what: str) -> float:
 
 @dataclass
 class BlockInputs:
-    """A call of a layer as a block.
-
-    Attributes:
-        tensors: inputs and weights by the names of `graph`.
-        spec: description of the block; None for a traced layer.
-        functions: custom activation function, if any.
-        seq_first, unbatched: whether the inputs are (S, B, D), or (S, D) passed as (1, S, D).
-        precision: dtypes under autocast, None if it is off.
-        contiguous: whether the result is contiguous; else it has the strides of the input.
-        finish: function from the block's output to the layer's result, if they differ.
-    """
+    """A call of a layer as a block."""
 
     graph: Graph
-    tensors: Mapping[str, Tensor | None]
-    spec: BlockSpec | None = None
-    functions: Mapping[str, Any] = field(default_factory=dict)
-    seq_first: bool = False
-    unbatched: bool = False
-    precision: Precision | None = None
-    contiguous: bool = False
-    finish: Callable[[Tensor], Any] | None = None
+    tensors: Mapping[str, Tensor | None]  # inputs and weights by the names of `graph`
+    spec: BlockSpec | None = None  # None for a traced layer
+    functions: Mapping[str, Any] = field(default_factory=dict)  # the user's own activation function
+    seq_first: bool = False  # whether the inputs are (S, B, D)
+    unbatched: bool = False  # whether they are (S, D), passed as (1, S, D)
+    precision: Precision | None = None  # dtypes under autocast, None if it is off
+    contiguous: bool = False  # whether the result is; else it has the strides of the input
+    finish: Callable[[Tensor], Any] | None = None  # from the block's output to the layer's result
 
 
 def read_block(

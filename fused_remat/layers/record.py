@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import torch
 from torch import nn
 
 from fused_remat.autograd.accumulate import sharded_by
@@ -54,9 +55,11 @@ class Record:
     #: By the training flag, tensors that forward changes, so that it is not repeated.
     changes: dict[bool, list[str]] = field(default_factory=dict)
     swaps_parameters: bool = False  # whether forward changes parameters and restores them
+    reached: bool = False  # whether a forward of the layer's own class has reached `_call`
 
-    def note(self, ran: Ran, reason: str = "", in_backward: bool = False) -> None:
-        """Count a training call, unless it repeats one in backward."""
+    def note(self, ran: Ran, reason: str = "") -> None:
+        """Count a training call, unless a checkpoint around the layer repeats it in backward."""
+        in_backward = torch._C._current_graph_task_id() != -1
         if in_backward and self.in_forward:
             return
         self.last, self.reason = ran, reason

@@ -7,7 +7,7 @@ call is read by their whole shapes, as that of any layer, and then reduced to th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -72,14 +72,8 @@ class TensorParallel:
         out: Tensor = _Part.apply(x, dim, self.place, True)
         return out
 
-    def read(
-        self,
-        read: Callable[..., BlockInputs | Reason],
-        name: str,
-        tokens_dim: Callable[[Tensor], int],
-        arguments: Mapping[str, Any],
-    ) -> BlockInputs | Reason:
-        """Return this rank's part of a call, whose input `name` becomes this rank's tokens."""
+    def read(self, layer: Any, arguments: Mapping[str, Any]) -> BlockInputs | Reason:
+        """Return this rank's part of a call of `layer`, whose input becomes this rank's tokens."""
         for value in arguments.values():
             if is_dtensor(value):
                 raise RuntimeError(
@@ -87,14 +81,15 @@ class TensorParallel:
                     f"DTensor of shape {tuple(value.shape)}; set use_local_output=True in the plan "
                     "of the module that returns it"
                 )
+        name = layer._map.input
         x = arguments[name]
         if not isinstance(x, Tensor) or x.is_nested or x.dim() not in (2, 3):
             raise ValueError(
                 f"{name} must be a tensor of 2 or 3 dimensions, got {type(x).__name__}"
             )
-        dim = tokens_dim(x)
+        dim = layer._tokens_dim(x)
         x = self.entered(x, dim)
-        inputs = read(**{**arguments, name: self.whole(x, dim)})
+        inputs: BlockInputs | Reason = layer._read(**{**arguments, name: self.whole(x, dim)})
         if isinstance(inputs, Reason):
             return inputs
         if inputs.spec is None:

@@ -75,7 +75,12 @@ class _TorchLayer(FusedLayer):
             return super()._fall_back(reason, compiling, arguments)
         for observe in DECISIONS:
             observe(self, reason.text)
+        if reason is _NESTED and self._is_paddable(**arguments):
+            return _padded(self.forward, arguments["src"])
         return self.stock.forward(self, **arguments)  # which raises for most nested tensors
+
+    def _is_paddable(self, **arguments: Any) -> bool:
+        return False
 
     def _heads(self) -> dict[str, int]:
         return {"heads": int(self.self_attn.num_heads)}
@@ -174,20 +179,13 @@ class FusedRematLayer(_TorchLayer, nn.TransformerEncoderLayer):
             return False
         return type(self.linear1) is nn.Linear and type(self.linear2) is nn.Linear
 
-    def _fall_back(self, reason: Reason, compiling: bool, arguments: Mapping[str, Any]) -> Any:
-        masked = arguments["src_mask"] is not None or arguments["src_key_padding_mask"] is not None
-        pads = reason is _NESTED and not (compiling or self.training or masked)
-        if not pads or not self._is_paddable(arguments["src"]):
-            return super()._fall_back(reason, compiling, arguments)
-        for observe in DECISIONS:
-            observe(self, reason.text)
-        return _padded(self.forward, arguments["src"])
-
-    def _is_paddable(self, src: Tensor) -> bool:
-        """Return whether a nested tensor has sequences of one width, one of them not empty."""
-        if src.layout is not torch.strided or src.dim() != 3 or not src.is_floating_point():
+    def _is_paddable(self, **arguments: Any) -> bool:
+        """Return whether, in evaluation, nested sequences have one width, and one is not empty."""
+        src, *masks = [arguments[name] for name in ("src", "src_mask", "src_key_padding_mask")]
+        masked = any(mask is not None for mask in masks)
+        if self.training or masked or src.layout is not torch.strided or src.dim() != 3:
             return False
-        sequences = src.unbind()
+        sequences = src.unbind() if src.is_floating_point() else ()
         one_width = len({sequence.shape[1] for sequence in sequences}) == 1
         return self.self_attn.batch_first and one_width and any(map(len, sequences))
 
