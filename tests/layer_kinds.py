@@ -12,7 +12,7 @@ import torch
 from accuracy import check_error, scales
 from block_inputs import tables
 from reference import causal_block as plain
-from reference import masked_decoder, masked_encoder, randomize
+from reference import masked_layer, randomize
 from torch import Tensor, nn
 
 from fused_remat import FusedRematCausalLayer, FusedRematDecoderLayer, FusedRematLayer
@@ -107,7 +107,7 @@ class Kind:
         """The layer in plain autograd, dropout masks from the generator's definition."""
         if self.is_causal:
             return plain(*inputs, by_block(layer), layer.nhead, seed=int(seed), **as_op(layer))
-        return (masked_decoder if self.has_memory else masked_encoder)(layer, *inputs, seed)
+        return masked_layer(layer, seed, *inputs)
 
 
 def _values(how: str, size: tuple[int, ...], dtype, generator) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from accuracy import assert_bits, check_error
 from layer_kinds import KINDS, TORCH_NN, D, S, check_errors, run
-from reference import masked_encoder
+from reference import masked_layer
 from tiers import pairwise
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -82,7 +82,7 @@ def test_dropout_is_that_of_the_seed(low, norms):
     for dtype in (FP32, FP64):
         leaves = [x.to(dtype).requires_grad_(), *fused.to(dtype).parameters()]
         with autocast(low, enabled=dtype is FP32):
-            y = masked_encoder(fused, leaves[0], seed)
+            y = masked_layer(fused, seed, leaves[0])
         expected.append([y.detach(), *torch.autograd.grad(y, leaves, dy.to(dtype))])
     check_error(found, *expected, computed=low)
 

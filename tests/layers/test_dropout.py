@@ -4,7 +4,7 @@ import pytest
 import torch
 from accuracy import assert_close
 from layer_kinds import KINDS, TORCH_NN, run
-from reference import EXACT_PRESETS, masked_encoder
+from reference import EXACT_PRESETS, masked_layer
 from torch import nn
 
 from fused_remat import random
@@ -88,4 +88,4 @@ def test_every_submodule_rules_its_own_dropout(site, how):
     set_p(reference, site, 0.0)
     x, _ = kind.data()
     seed, _ = drawn(2)
-    torch.testing.assert_close(fused(x), masked_encoder(reference, x, seed))
+    torch.testing.assert_close(fused(x), masked_layer(reference, seed, x))
