@@ -34,7 +34,7 @@ LAYERS: dict[type[nn.Module], type[FusedLayer]] = {
     nn.TransformerEncoderLayer: FusedRematLayer,
     nn.TransformerDecoderLayer: FusedRematDecoderLayer,
 }
-_STOCK = {fused: stock for stock, fused in LAYERS.items()}
+_FUSED = frozenset(LAYERS.values())
 
 
 def convert(
@@ -219,9 +219,8 @@ ROWS.append(_row_class)
 
 def _stock_of(layer: nn.Module) -> type[nn.Module] | None:
     """Return the class that `convert` replaced; None for a layer that it did not convert."""
-    if isinstance(layer, Replaced):
-        return layer.stock if "stock" in type(layer).__dict__ else None
-    return _STOCK.get(type(layer))  # type: ignore[arg-type]
+    kind = type(layer)
+    return vars(kind).get("stock") if issubclass(kind, Replaced) or kind in _FUSED else None
 
 
 def _revert_one(layer: nn.Module) -> None:

@@ -123,11 +123,11 @@ def check_foreign_module(
     wrapped = not decorates and hasattr(forward, "__wrapped__")
     if "forward" in state or forward.__module__ != package or wrapped:
         raise Unsupported(f"{path}.forward was replaced")
-    if state["_forward_pre_hooks"] or state["_backward_hooks"] or state["_backward_pre_hooks"]:
-        raise Unsupported(f"{path} has hooks")
+    acts = state["_forward_pre_hooks"] or state["_backward_hooks"] or state["_backward_pre_hooks"]
     for hook in state["_forward_hooks"].values():
-        if getattr(hook, "__module__", None) != RECORDERS:
-            raise Unsupported(f"{path} has hooks")
+        acts = acts or getattr(hook, "__module__", None) != RECORDERS
+    if acts:
+        raise Unsupported(f"{path} has hooks")
 
 
 def recorded(hook: Any) -> str:

@@ -51,13 +51,13 @@ def without_changes(
     known, training = record_of(layer).changes, layer.training
     if known.get(training):
         return None, known[training]
-    is_first, state = training not in known, [*_state(layer)]
-    if is_first:  # the caller's tensors change once only
+    is_first = training not in known
+    if is_first:  # a change of a tensor with a gradient could not be undone
         copied = {id(t): t.clone() for t in arguments.values() if wants_grad(t)}
         arguments = {n: copied.get(id(t), t) for n, t in arguments.items()}
-    copies = [t.clone() if is_first else t for *_, t in state]
-    tensors = {n: t for n, t in arguments.items() if type(t) is Tensor and not t.is_inference()}
-    args = [(n, t, t._version) for n, t in tensors.items()]
+    args = {n: t for n, t in arguments.items() if type(t) is Tensor and not t.is_inference()}
+    state = [*_state(layer), *((name, args, name, t) for name, t in args.items())]
+    copies = [t.clone() if is_first and not t.requires_grad else t for *_, t in state]
     versions = [t._version for *_, t in state]
     device = _device_of(layer)
     random = generator_states(device) if is_first else []
@@ -70,7 +70,6 @@ def without_changes(
             if is_first:
                 owner[name] = t
                 t.detach().copy_(copy)
-    names += [name for name, t, version in args if t._version != version]
     if names and is_first:
         set_generator_states(random, device)
     known[training] = names

@@ -208,8 +208,6 @@ def read_projections(
     check_module(attn, path, nn.MultiheadAttention)
     if attn.embed_dim != width:
         raise Unsupported(f"{path} has embed_dim {attn.embed_dim} and the input width {width}")
-    if width % attn.num_heads:
-        raise Unsupported(f"{path} has {attn.num_heads} heads, which do not divide {width}")
     packed, *split, output = names
     if not attn._qkv_same_embed_dim and not attn.kdim == attn.vdim == width:
         raise Unsupported(f"{path} has kdim {attn.kdim} and vdim {attn.vdim}, expected {width}")
@@ -225,8 +223,6 @@ def read_projections(
     proj = modules[f"{path}.out_proj"]
     if type(proj) is not NonDynamicallyQuantizableLinear:
         proj = without_adapters(proj)
-    if proj is None:
-        raise Unsupported(f"{path}.out_proj is missing")
     if type(proj) is not NonDynamicallyQuantizableLinear:
         supported = qualified(NonDynamicallyQuantizableLinear)
         raise Unsupported(
@@ -239,8 +235,6 @@ def read_projections(
             raise Unsupported(f"{path} has no {name}")
     found[f"{output}.bias"] = bias
     bias = tensor_of(attn, "in_proj_bias")
-    if bias is not None and bias.shape != (3 * width,):
-        raise Unsupported(f"{path}.in_proj_bias has shape {tuple(bias.shape)}")
     found[f"{packed}.bias"] = bias
     if attn._qkv_same_embed_dim or is_dtensor(bias):
         return found
