@@ -191,31 +191,18 @@ HOOKS = {
 # --- subclasses
 
 
-class DropPath(nn.Module):
-    """Stochastic depth: whole samples skip the branch."""
-
-    def forward(self, x):
-        if not self.training:
-            return x
-        return x * (torch.rand(1, x.shape[1], 1, dtype=x.dtype) >= 0.3) / 0.7
-
-
-def drop_path_blocks(base):
-    class DropPathBlocks(base):
-        """DropPath and LayerScale on both branches, by the blocks."""
+def scaled_block(base):
+    class ScaledBlock(base):
+        """LayerScale on one branch, by its block."""
 
         def __init__(self, d_model, *args, **kwargs):
             super().__init__(d_model, *args, **kwargs)
-            self.drop_path = DropPath()
-            self.gamma = nn.Parameter(torch.full((2, d_model), 0.1, dtype=DOUBLE))
+            self.gamma = nn.Parameter(torch.full((d_model,), 0.1, dtype=DOUBLE))
 
         def _sa_block(self, *args, **kwargs):
-            return self.drop_path(self.gamma[0] * super()._sa_block(*args, **kwargs))
+            return self.gamma * super()._sa_block(*args, **kwargs)
 
-        def _ff_block(self, x):
-            return self.drop_path(self.gamma[1] * super()._ff_block(x))
-
-    return DropPathBlocks
+    return ScaledBlock
 
 
 def own_forward(base):
@@ -242,8 +229,8 @@ def own_defaults(base):
 
 
 SUBCLASSES = {
-    "a subclass with DropPath": Change(
-        "DropPathBlocks._sa_block is overridden", subclass=drop_path_blocks
+    "a subclass with LayerScale": Change(
+        "ScaledBlock._sa_block is overridden", subclass=scaled_block
     ),
     "a forward of its own": Change(  # which calls the submodules itself
         "",
