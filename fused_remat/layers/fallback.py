@@ -19,10 +19,8 @@ from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_unflat
 from torch.utils.checkpoint import checkpoint
 
 from fused_remat.autograd.unchanged import changed
-from fused_remat.layers.eligibility import wants_grad
+from fused_remat.layers.eligibility import PLAIN, wants_grad
 from fused_remat.layers.record import record_of
-
-_PLAIN = (Tensor, nn.Parameter)
 
 
 class Caller(nn.Module):
@@ -108,7 +106,7 @@ def kept_by(layer: nn.Module, out: Any, arguments: Mapping[str, Any]) -> str:
     if _hooks_outside() is not None:  # a checkpoint's, or of offloading
         return "its activations"
     parameters = (*layer.parameters(), *layer.buffers())
-    own = {t.untyped_storage().data_ptr() for t in parameters if type(t) in _PLAIN}
+    own = {t.untyped_storage().data_ptr() for t in parameters if type(t) in PLAIN}
     held: dict[int, int] = {}
     seen = {t.grad_fn for t in tree_leaves(arguments) if isinstance(t, Tensor)} | {None}
     waiting = [t.grad_fn for t in tree_leaves(out) if isinstance(t, Tensor)]
@@ -118,24 +116,12 @@ def kept_by(layer: nn.Module, out: Any, arguments: Mapping[str, Any]) -> str:
             continue
         seen.add(node)
         waiting += [following for following, _ in node.next_functions]
-        for t in _saved_of(node):
-            storage = t.untyped_storage()
-            if storage.data_ptr() not in own:
-                held[storage.data_ptr()] = storage.nbytes()
-    return f"{sum(held.values()) / 2**20:.1f} MiB"
-
-
-def _saved_of(node: Any) -> Iterator[Tensor]:
-    """Yield the plain tensors that an autograd node saves, without what hooks have packed."""
-    for name in [name for name in dir(node) if name.startswith("_raw_saved_")]:
-        raw = getattr(node, name)
-        if any(getattr(part, "data", None) is not None for part in tree_leaves(raw)):
-            continue
-        with contextlib.suppress(RuntimeError):  # changed in place: backward raises
-            saved = getattr(node, name.removeprefix("_raw"), None)
-            for t in tree_leaves(node.saved_tensors if name == "_raw_saved_tensors" else saved):
-                if type(t) in _PLAIN and t.layout is torch.strided:  # a DTensor has no storage
-                    yield t
+        for name in [name for name in dir(node) if name.startswith("_raw_saved_")]:
+            for saved in tree_leaves(getattr(node, name)):
+                t = getattr(saved, "data", None)  # not a tensor if hooks inside have packed it
+                if type(t) in PLAIN and t.layout is torch.strided:  # a DTensor has no storage
+                    held[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+    return f"{sum(n for key, n in held.items() if key not in own) / 2**20:.1f} MiB"
 
 
 def _hooks_outside() -> Any:
@@ -159,7 +145,7 @@ def checkpointed(
     # restores (adapters that add to weights), to the layer, as under PyTorch's checkpoint.
     record, device = record_of(layer), _device_of(layer)
     named = () if record.swaps_parameters else layer.named_parameters()
-    params = {n: p for n, p in named if type(p) in _PLAIN and not hasattr(p, "ds_id")}
+    params = {n: p for n, p in named if type(p) in PLAIN and not hasattr(p, "ds_id")}
     versions = [p._version for p in params.values()]
     states = generator_states(device) if params else []
     # `run` holds no tensor: checkpoint saves them, checks their versions, and lets hooks move them.
@@ -193,7 +179,7 @@ def checkpointed(
 
 
 def _kind(value: Any) -> tuple[tuple[int, ...], torch.dtype, torch.device] | None:
-    plain = type(value) in _PLAIN
+    plain = type(value) in PLAIN
     return (tuple(value.shape), value.dtype, value.device) if plain else None
 
 

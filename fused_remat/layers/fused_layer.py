@@ -213,8 +213,8 @@ class FusedLayer(nn.Module):
             failed = self._block_failed(failure.__cause__)
         if failed is not None:  # what the block had computed is freed by now
             return self._fall_back(failed, compiling, arguments)
-        if trains and out.requires_grad:
-            record_of(self).note("block")
+        if record is not None and trains and out.requires_grad:
+            record.note("block")
         result: Any = out.squeeze(0) if inputs.unbatched else out
         if inputs.finish is not None:
             result = inputs.finish(out)

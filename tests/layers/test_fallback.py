@@ -120,6 +120,17 @@ def test_the_fallback_replays_what_the_first_run_read():
     assert_bits(*grads)
 
 
+@IGNORED
+def test_the_warning_of_a_plain_call_gives_the_bytes_that_it_keeps():
+    _, fused = pair_with_hook(policy="none", dropout=0.1)
+    x = torch.randn(900, 2, 8, dtype=DOUBLE)
+    with pytest.warns(FusedRematWarning) as shown:
+        fused(x)
+    with SavedBytes(exclude=fused.parameters()) as saved:
+        fused(x)
+    assert f"it keeps {saved.total / 2**20:.1f} MiB for" in str(shown[0].message)
+
+
 def multiplied(name):
     @torch.no_grad()
     def change(layer, x):
