@@ -23,7 +23,6 @@ from fused_remat.layers.eligibility import (
 )
 from fused_remat.layers.read import BlockInputs, LayerMap, Parts
 from fused_remat.ops.activation import activation_name, has_hooks
-from fused_remat.spec import BlockSpec
 
 #: Arguments that a block uses, and those that do not change the result.
 _READ = ("hidden_states", "attention_mask", "position_embeddings", "is_causal")
@@ -74,17 +73,6 @@ def check_forward(stock: type[nn.Module], layer_map: LayerMap) -> None:
         raise Unsupported(f"{stock.__name__}.forward was replaced")
 
 
-def example_spec(layer: nn.Module, layer_map: LayerMap) -> BlockSpec:
-    """Return a spec whose graph has the kind and the names of the layer's."""
-    return transformer_spec(
-        layer_map.norm, 1e-6, "relu", placement=layer_map.placement,
-        gated="gate" in layer_map.linears, num_heads=1, num_kv_heads=1, head_dim=1, scale=1.0,
-        projection="split" if "q" in layer_map.linears else "packed",
-        rotary=_rotates(layer_map.modules(layer)[layer_map.attention], layer_map),
-        qk_norm_eps=1e-6 if layer_map.head_norms else None,
-    )  # fmt: skip
-
-
 def describe(parts: Parts, arguments: Mapping[str, Any]) -> BlockInputs:
     """Return the block of a call with the arguments `arguments`."""
     layer_map, attention = parts.layer_map, parts.modules[parts.layer_map.attention]
@@ -93,7 +81,7 @@ def describe(parts: Parts, arguments: Mapping[str, Any]) -> BlockInputs:
     head_dim = int(getattr(attention, layer_map.numbers["head_dim"]))
     heads, kv_heads = _heads(parts, attention, head_dim)
     masks, window, mask_tensors = read_masks(attention, arguments, parts, heads)
-    rope = _rope(parts, arguments, head_dim) if _rotates(attention, layer_map) else {}
+    rope = _rope(parts, arguments, head_dim) if rotates(attention, layer_map) else {}
     softcap = (
         getattr(attention, layer_map.numbers["softcap"]) if "softcap" in layer_map.numbers else None
     )
@@ -133,7 +121,7 @@ def _check_arguments(arguments: Mapping[str, Any], attention: nn.Module) -> None
             raise Unsupported(f"the call passes {name}, which a block does not support")
 
 
-def _rotates(attention: Any, layer_map: LayerMap) -> bool:
+def rotates(attention: Any, layer_map: LayerMap) -> bool:
     """Return whether the layer rotates its heads; some of SmolLM3's do not."""
     return layer_map.rotary and bool(attention.__dict__.get("use_rope", True))
 

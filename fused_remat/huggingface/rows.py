@@ -10,7 +10,8 @@ from typing import Any
 
 from torch import nn
 
-from fused_remat.huggingface.call import describe, example_spec
+from fused_remat.huggingface.call import describe, rotates
+from fused_remat.layer_specs import transformer_spec
 from fused_remat.layers.converted import ConvertedLayer, class_of
 from fused_remat.layers.read import LayerMap
 from fused_remat.spec import BlockSpec
@@ -186,7 +187,14 @@ class HuggingFaceLayer(ConvertedLayer):
         return cls.__new__(cls)
 
     def _example_spec(self) -> BlockSpec:
-        return example_spec(self, self._map)
+        layer_map, modules = self._map, self._map.modules(self)
+        return transformer_spec(
+            layer_map.norm, 1e-6, "relu", placement=layer_map.placement,
+            gated="gate" in layer_map.linears, num_heads=1, num_kv_heads=1, head_dim=1, scale=1.0,
+            projection="split" if "q" in layer_map.linears else "packed",
+            rotary=rotates(modules[layer_map.attention], layer_map),
+            qk_norm_eps=1e-6 if layer_map.head_norms else None,
+        )  # fmt: skip
 
     def _heads(self) -> dict[str, int]:
         layer_map = self._map

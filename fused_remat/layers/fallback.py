@@ -118,7 +118,7 @@ def kept_by(layer: nn.Module, out: Any, arguments: Mapping[str, Any]) -> str:
         waiting += [following for following, _ in node.next_functions]
         for name in [name for name in dir(node) if name.startswith("_raw_saved_")]:
             for saved in tree_leaves(getattr(node, name)):
-                t = getattr(saved, "data", None)  # not a tensor if hooks inside have packed it
+                t: Any = getattr(saved, "data", None)  # no tensor if hooks inside have packed it
                 if type(t) in PLAIN and t.layout is torch.strided:  # a DTensor has no storage
                     held[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
     return f"{sum(n for key, n in held.items() if key not in own) / 2**20:.1f} MiB"

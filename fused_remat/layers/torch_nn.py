@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -75,12 +76,18 @@ class _TorchLayer(FusedLayer):
             return super()._fall_back(reason, compiling, arguments)
         for observe in DECISIONS:
             observe(self, reason.text)
-        if reason is _NESTED and self._is_paddable(**arguments):
+        if reason is _NESTED and not self.training and self._is_paddable(arguments):
             return _padded(self.forward, arguments["src"])
         return self.stock.forward(self, **arguments)  # which raises for most nested tensors
 
-    def _is_paddable(self, **arguments: Any) -> bool:
-        return False
+    def _is_paddable(self, arguments: Mapping[str, Any]) -> bool:
+        """Return whether nested sequences have one width, and one is not empty; without masks."""
+        src, *others = [value for value in arguments.values() if value is not None]
+        if any(isinstance(value, Tensor) for value in others) or not src.is_floating_point():
+            return False
+        sequences = src.unbind() if src.layout is torch.strided and src.dim() == 3 else ()
+        one_width = len({sequence.shape[1] for sequence in sequences}) == 1
+        return self.self_attn.batch_first and one_width and any(map(len, sequences))
 
     def _heads(self) -> dict[str, int]:
         return {"heads": int(self.self_attn.num_heads)}
@@ -178,16 +185,6 @@ class FusedRematLayer(_TorchLayer, nn.TransformerEncoderLayer):
         if any(inputs.tensors.get(name) is None for name in inputs.spec.weights):
             return False
         return type(self.linear1) is nn.Linear and type(self.linear2) is nn.Linear
-
-    def _is_paddable(self, **arguments: Any) -> bool:
-        """Return whether, in evaluation, nested sequences have one width, and one is not empty."""
-        src, *masks = [arguments[name] for name in ("src", "src_mask", "src_key_padding_mask")]
-        masked = any(mask is not None for mask in masks)
-        if self.training or masked or src.layout is not torch.strided or src.dim() != 3:
-            return False
-        sequences = src.unbind() if src.is_floating_point() else ()
-        one_width = len({sequence.shape[1] for sequence in sequences}) == 1
-        return self.self_attn.batch_first and one_width and any(map(len, sequences))
 
     def _runs_kernel(self, src: Tensor) -> bool:
         """Return whether PyTorch's layer would run its inference kernel on `src`, exact or not."""
@@ -385,9 +382,8 @@ def _check_memory(parts: Parts, memory: Any, batch_first: bool) -> None:
 
 _SELF = {"self_attn": ("qkv", "q", "k", "v", "proj")}
 _CROSS = {"multihead_attn": ("cross", "cross_q", "cross_k", "cross_v", "cross_proj")}
-_PACKAGE = "torch.nn.modules.transformer"
 ENCODER = LayerMap(
-    package=_PACKAGE,
+    package="torch.nn.modules.transformer",
     layer="TransformerEncoderLayer",
     describe=_describe,
     input="src",
@@ -399,17 +395,13 @@ ENCODER = LayerMap(
     norm="layer_norm",
     dropouts={name: name for name in ("dropout", "dropout1", "dropout2")},
 )
-DECODER = LayerMap(
-    package=_PACKAGE,
+DECODER = replace(
+    ENCODER,
     layer="TransformerDecoderLayer",
-    describe=_describe,
     input="tgt",
-    dims=(2, 3),
     methods={n: getattr(nn.TransformerDecoderLayer, n) for n in (*ENCODER.methods, "_mha_block")},
     projections={**_SELF, **_CROSS},
-    linears={"fc1": "linear1", "fc2": "linear2"},
     norms={name: name for name in ("norm1", "norm2", "norm3")},
-    norm="layer_norm",
     dropouts={name: name for name in ("dropout", "dropout1", "dropout2", "dropout3")},
 )
 FusedRematLayer._map, FusedRematDecoderLayer._map = ENCODER, DECODER
