@@ -132,7 +132,7 @@ def _offloaded(offload: Iterable[str], kept: Iterable[str], segment: str | None)
 def kept_names(
     policy: str | Policy, graph: Any, valid: Iterable[str] | None = None
 ) -> frozenset[str]:
-    """Return the names that `policy` keeps in a block of `graph`; only of `valid`, if given.
+    """Return the names that `policy` keeps in a block of `graph`; of `valid` alone, unless None.
 
     Raises:
         ValueError: for an unknown preset, or a name that the block does not have. The message lists

@@ -89,8 +89,8 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(v)
 
 
-# --- what each should give: pairs of a result and what it is in float64. `i` is what was given, in
-# float64; `o` is the same after the launch
+# --- what each should give: pairs of a result and its value in float64. `i` holds the arguments in
+# float64; `o` the same after the launch
 
 
 def norm_fwd(i, o):

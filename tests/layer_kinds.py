@@ -54,7 +54,7 @@ class Kind:
         return {**self.sizes, **self.options}[name]
 
     def pair(self, policy="full", seed=0, **options):
-        """A stock layer with random parameters, and a fused one with the same values."""
+        """Return a stock layer with random parameters, and a fused one with the same values."""
         options = {**self.sizes, "dropout": 0.0, **self.options, **options}
         torch.manual_seed(seed)
         stock = randomize(self.stock(**options), seed)
@@ -63,7 +63,7 @@ class Kind:
         return stock, fused
 
     def data(self, dtype=torch.float64, seq=S, memory=M, batch=B) -> list[Tensor]:
-        """The input (B, S, D), the decoder's memory (B, M, D), and the output's gradient."""
+        """Return the input (B, S, D), the decoder's memory (B, M, D), and the output's gradient."""
         generator = torch.Generator().manual_seed(seq)
         lengths = (seq, memory, seq) if self.has_memory else (seq, seq)
         width = self.size("d_model")
@@ -104,7 +104,7 @@ class Kind:
         return ~mask if self.is_causal and mask.dtype == torch.bool else mask
 
     def masked(self, layer: nn.Module, inputs: Sequence[Tensor], seed: Tensor) -> Tensor:
-        """The layer in plain autograd, dropout masks from the generator's definition."""
+        """Return the layer in plain autograd, dropout masks from the generator's definition."""
         if self.is_causal:
             return plain(*inputs, by_block(layer), layer.nhead, seed=int(seed), **as_op(layer))
         return masked_layer(layer, seed, *inputs)
@@ -197,7 +197,7 @@ def run(
 
 
 def in_double(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The same masks in float64; tables of cos and sin stay as they are."""
+    """Return the same masks in float64; tables of cos and sin stay as they are."""
     return {
         name: m.detach().double().requires_grad_(m.requires_grad)
         if isinstance(m, Tensor) and m.is_floating_point()
@@ -209,7 +209,7 @@ def in_double(given: Mapping[str, Any]) -> dict[str, Any]:
 def check_errors(
     kind: Kind, stock, fused, *tensors: Tensor, low=None, floor=None, **given
 ) -> list[Tensor]:
-    """`check_error` of the fused layer beside the stock one and that in float64; its results.
+    """`check_error` of the fused layer, the stock one and that in float64; its results.
 
     A causal layer's vectors are taken together: its norms' dozen numbers are no sample.
     """
@@ -235,7 +235,7 @@ def check_errors(
 
 
 def by_block(layer: nn.Module) -> dict[str, Tensor]:
-    """A causal layer's parameters by the names of `ops.causal_block`."""
+    """Return a causal layer's parameters by the names of `ops.causal_block`."""
     named, names = {}, {"up": "fc1", "down": "fc2"}
     for name, p in layer.named_parameters():
         module, which = name.split(".")
@@ -244,7 +244,7 @@ def by_block(layer: nn.Module) -> dict[str, Tensor]:
 
 
 def as_op(layer: nn.Module) -> dict[str, Any]:
-    """What the op takes for what a causal layer was made with."""
+    """Return what the op takes for what a causal layer was made with."""
     window = -1 if layer.window is None else layer.window
     return {
         "kv_heads": layer.kv_heads, "is_causal": layer.is_causal, "window": (window, window),

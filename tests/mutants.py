@@ -47,7 +47,7 @@ class Mutant:
 
 
 def read(path: Path = LIST) -> list[Mutant]:
-    """The mutants of a list, whose comments begin with #."""
+    """Return the mutants of a list, whose comments begin with #."""
     text = "\n".join(line for line in path.read_text().split("\n") if line[:1] != "#")
     made = []
     for block in filter(None, map(str.strip, text.split("\n\n"))):
@@ -101,7 +101,7 @@ def environment(tree: Path, test: str = "") -> dict[str, str]:
 
 
 def copied(tree: Path, to: Path) -> Path:
-    """A copy of a tree, without what git ignores; it imports its own sources."""
+    """Return a copy of a tree, without what git ignores; it imports its own sources."""
     patterns = [".git", *(p.strip("/") for p in (tree / ".gitignore").read_text().split())]
     shutil.copytree(tree, to, symlinks=True, ignore=shutil.ignore_patterns(*patterns))
     subprocess.run([sys.executable, "-c", OWN, to], cwd=to, env=environment(to), check=True)

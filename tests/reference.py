@@ -230,7 +230,7 @@ class _Block:
 
 
 def matrices(lora: Sequence[Update]) -> dict[str, Tensor]:
-    """A and B of low-rank updates by their names in a block."""
+    """Return A and B of low-rank updates by their names in a block."""
     named = {}
     for i, (_, a, b, _) in enumerate(lora):
         named |= {f"lora.{i}.A": a, f"lora.{i}.B": b}
@@ -238,9 +238,9 @@ def matrices(lora: Sequence[Update]) -> dict[str, Tensor]:
 
 
 def plain_block(spec: BlockSpec, tensors: Tensors, function: Function | None = None) -> Tensor:
-    """The block of `spec` on tensors by their names in its graph, as `run_block` takes them.
+    """Return the block of `spec` on tensors by their names in its graph, as `run_block` takes them.
 
-    `function`: the activation, where the spec says that it is a user's own.
+    `function`: the activation, if it is a user's own.
     """
     return _Block(spec, tensors, function).run()
 
@@ -305,7 +305,7 @@ X = torch.randn(5, 2, 8, dtype=torch.float64, generator=torch.Generator().manual
 
 
 def randomize(module: nn.Module, seed: int = 0) -> nn.Module:
-    """Random values in every parameter: the stock initialisation has zero biases, unit norms."""
+    """Random values in every parameter: the stock initialization has zero biases, unit norms."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in module.parameters():
@@ -338,7 +338,7 @@ def run(layer: nn.Module, x: Tensor, dy: Tensor | None = None) -> list[Tensor]:
 
 
 def weights_of(layer: nn.Module) -> dict[str, Tensor | None]:
-    """The weights of a stock layer by their names in a block."""
+    """Return the weights of a stock layer by their names in a block."""
     made: dict[str, Tensor | None] = {}
     named = {"qkv": layer.self_attn, "cross": getattr(layer, "multihead_attn", None)}
     for name, attn in named.items():
@@ -354,7 +354,7 @@ def weights_of(layer: nn.Module) -> dict[str, Tensor | None]:
 
 
 def masked_layer(layer: nn.Module, seed: Tensor, x: Tensor, memory: Tensor | None = None) -> Tensor:
-    """A stock layer on x (B, S, D) and memory (B, M, D), with the generator's dropout masks."""
+    """Return a stock layer's output on x (B, S, D), memory (B, M, D), with drawn dropout masks."""
 
     def attends(attn: nn.MultiheadAttention, keys: str = "input") -> AttentionSpec:
         return AttentionSpec(

@@ -117,7 +117,7 @@ class Rescue:
         sources = {name: copies.get(id(_alive(t))) for name, t in self.sources.items()}
         wanted = list(dict.fromkeys(t for t in (*sources.values(), *roots) if t is not None))
         if len(wanted) < len({*map(id, sources.values()), *map(id, roots)}):
-            return None  # the activation function's own tensor, say
+            return None  # such as the activation function's own tensor
         i, view, (size, stride) = self.result
         cast = contextlib.nullcontext() if self.autocast is None else torch.autocast(*self.autocast)
         with torch.enable_grad(), cast:

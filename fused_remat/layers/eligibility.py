@@ -298,7 +298,7 @@ class Precision:
 
     There autocast acts on every operator. Products take autocast's dtype and sums promote. Norms
     compute in float32, which they also return on CUDA; on CPU they return the dtype of their input.
-    float64 is left alone.
+    float64 is not converted.
 
     Attributes:
         stream: of the residual stream and of the result; the input is converted to it.

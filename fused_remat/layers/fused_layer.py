@@ -1,6 +1,6 @@
 """`FusedLayer`: a layer whose forward is a block, or the stock forward.
 
-`FusedLayer._call` is the one place where a call of any layer takes one of the two paths.
+`FusedLayer._call` decides for every call of any layer which of the two runs.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ def test_gradient_checkpointing_does_not_rebuild_twice(model, blocks_run, reentr
     assert all(layer.gradient_checkpointing for layer in model.model.layers)
     close(step(model, IDS), expected)
     assert len(blocks_run) == 2 and not counts
-    # Where the block does not serve, transformers' checkpoint does, as the user asked.
+    # Without a block, the layer runs under transformers' checkpoint, as the user requested.
     model.model.layers[0].mlp.register_forward_hook(lambda *_: None)
     with pytest.warns(FusedRematWarning, match="mlp has hooks"):
         close(step(model, IDS), expected)

@@ -30,11 +30,11 @@ class Change:
     updates: bool = False
     #: In evaluation without gradients PyTorch's own kernel is wrong, or raises (torch 2.13).
     breaks_eval: bool = False
-    #: What is told instead of the reason.
+    #: The warning that is shown instead of the reason.
     told: str = ""
 
     def layers(self, policy="full", **options) -> list[nn.Module]:
-        """The stock layer and the fused one with this change, with the same parameters."""
+        """Return the stock layer and the fused one with this change, with the same parameters."""
         made = []
         for base in (STOCK, FusedRematLayer):
             given = {"dropout": 0.0, "norm_first": True, "dtype": DOUBLE, **options}
@@ -49,7 +49,7 @@ class Change:
 
 @torch.no_grad()
 def error_of(layer, x, expected, **masks):
-    """The largest error; infinite where PyTorch's kernel misses a part of the layer, or has NaN."""
+    """Return the largest error; infinite where PyTorch's kernel misses a part, or has NaN."""
     try:
         found = layer(x, **masks)
     except AttributeError:
@@ -61,7 +61,7 @@ def error_of(layer, x, expected, **masks):
 
 
 class LoRA(nn.Module):
-    """As PEFT wraps a linear layer: its `weight` and `bias` show, and are not the whole story."""
+    """As PEFT wraps a linear layer: its `weight` and `bias` show, but do more than that."""
 
     def __init__(self, base):
         super().__init__()
@@ -84,7 +84,7 @@ def replace(name, new):
 
 
 def wrapped_method(owner, name):
-    """A method of the layer, or of the submodule `owner`, whose result is changed."""
+    """Return a method of the layer, or of the submodule `owner`, whose result is changed."""
 
     def surgery(layer):
         module = layer.get_submodule(owner)

@@ -16,7 +16,7 @@ SITES = {
 
 
 def drawn(manual_seed):
-    """The seed that a call draws after `torch.manual_seed(manual_seed)`, and the state then."""
+    """Return the seed that a call draws after `torch.manual_seed`, and the state then."""
     torch.manual_seed(manual_seed)
     found = random.draw_seed(torch.device("cpu")), torch.get_rng_state()
     torch.manual_seed(manual_seed)
@@ -24,7 +24,7 @@ def drawn(manual_seed):
 
 
 def set_p(layer, site, p):
-    """An attention's own number, or that of a dropout module."""
+    """Return an attention's own number, or that of a dropout module."""
     module = layer.get_submodule(site)
     setattr(module, "p" if isinstance(module, nn.Dropout) else "dropout", p)
 

@@ -35,7 +35,7 @@ def make(**kwargs):
 
 
 def oracle(stock, x=X, **masks):
-    """What the layer means: PyTorch's own submodules, run as in training, without dropout."""
+    """Run PyTorch's own submodules as in training, without dropout: what the layer means."""
     layer = copy.deepcopy(stock).train()
     for module in layer.modules():
         if isinstance(module, (nn.Dropout, nn.MultiheadAttention)):

@@ -1,4 +1,4 @@
-"""What the fused path cannot serve: the stock layer's forward, the same numbers, one warning.
+"""What the fused path does not support: the stock layer's forward, the same numbers, one warning.
 
 The encoder layer's changes are rows of `changes.py`.
 """
@@ -87,7 +87,7 @@ def test_what_the_fused_path_cannot_serve_runs_under_checkpoint_with_one_warning
     assert [w.filename for w in seen] == [__file__]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for layer in (fused, stock):  # told once
+        for layer in (fused, stock):  # one warning
             torch.manual_seed(1)
             found.append(run(layer, *kind.data()))
         with SavedBytes(exclude=fused.parameters()) as saved:

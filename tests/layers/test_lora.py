@@ -45,7 +45,7 @@ def adapted(layer, targets=("linear1", "linear2"), **config):
 
 
 def encoder(targets=("linear1", "linear2"), dtype=FP64, width=8, r=2, **config):
-    """A stock encoder layer with adapters, in `dtype`."""
+    """Return a stock encoder layer with adapters, in `dtype`."""
     torch.manual_seed(0)
     # GELU: at ReLU's kink a rounding decides between two gradients.
     layer = nn.TransformerEncoderLayer(width, 2, 2 * width, 0.0, "gelu", norm_first=True)
@@ -53,7 +53,7 @@ def encoder(targets=("linear1", "linear2"), dtype=FP64, width=8, r=2, **config):
 
 
 def grads(layer, *inputs):
-    """Output and gradients of all that wants one."""
+    """Output and gradients of all that requires one."""
     needs_grad = [*inputs, *(p for p in layer.parameters() if p.requires_grad)]
     return results(lambda: layer(*inputs), needs_grad)
 
@@ -117,7 +117,7 @@ def test_other_adapters_run_under_ordinary_rebuild(make, reason):
 @pytest.mark.parametrize("low", [None, BF16])
 @pytest.mark.usefixtures("served")
 def test_dtypes_of_adapters_on_a_layer(low):
-    """float32 adapters beside 16 bits, and under autocast: as exact as PEFT's own."""
+    """float32 adapters in layers of 16 bits, and under autocast: as exact as PEFT's own."""
     given = FP32 if low else BF16
     stock = encoder(dtype=given, width=16)
     for name, p in stock.named_parameters():

@@ -69,7 +69,7 @@ def test_layouts(name, layout, bias, form):
 
 @pytest.mark.parametrize("name", KINDS)
 def test_strides_of_inputs_outputs_and_gradients(name):
-    """Views of every kind, and gradients that are expanded or permuted; in pieces and whole.
+    """Views of every kind, and gradients that are expanded or permuted; in chunks or not.
 
     Of parameters with a gap after every element.
     """
@@ -138,7 +138,7 @@ def test_empty_inputs_work_with_backward(name, batch, seq):
             assert_close(run(fused, *alone), run(stock, *alone))
 
 
-#: Every way to name those that have a row.
+#: All forms of those that have an entry.
 ACTIVATIONS = [
     "relu", "gelu", F.relu, torch.relu, F.gelu, functools.partial(F.gelu, approximate="tanh"),
     F.silu, torch.tanh, F.tanh, nn.ReLU(), nn.GELU(), nn.GELU(approximate="tanh"), nn.SiLU(),
