@@ -112,12 +112,6 @@ class HuggingFaceHead(Replaced):
 
     loss_backend: str = "auto"
 
-    @staticmethod
-    def _new(stock: type[nn.Module]) -> nn.Module:
-        cls = head_class(stock)
-        assert cls is not None
-        return cls.__new__(cls)
-
     def __getstate__(self) -> dict[str, Any]:
         state: Any = super().__getstate__()
         return {n: value for n, value in state.items() if n not in NOTES}
@@ -233,7 +227,8 @@ def head_class(stock: type[nn.Module]) -> type[HuggingFaceHead] | None:
         return None
     signature = inspect.signature(stock.forward)
     more = {"layout": layout, "signature": signature, "forward": _forward(stock)}
-    return class_of(stock, HuggingFaceHead, _CLASSES, **more)
+    own = staticmethod(head_class)
+    return class_of(stock, HuggingFaceHead, _CLASSES, _class_for=own, **more)
 
 
 def _forward(stock: type[nn.Module]) -> Callable[..., Any]:

@@ -180,12 +180,6 @@ class HuggingFaceLayer(ConvertedLayer):
 
     _owner = "transformers' own"
 
-    @staticmethod
-    def _new(stock: type[nn.Module]) -> nn.Module:
-        cls = fused_class(stock)
-        assert cls is not None
-        return cls.__new__(cls)
-
     def _example_spec(self) -> BlockSpec:
         layer_map, modules = self._map, self._map.modules(self)
         return transformer_spec(
@@ -225,4 +219,5 @@ def fused_class(stock: type[nn.Module]) -> type[HuggingFaceLayer] | None:
     layer_map = architecture_of(stock)
     if layer_map is None:
         return None
-    return class_of(stock, HuggingFaceLayer, FUSED, _map=layer_map)
+    more = {"_map": layer_map, "_class_for": staticmethod(fused_class)}
+    return class_of(stock, HuggingFaceLayer, FUSED, **more)

@@ -32,18 +32,20 @@ class Replaced(nn.Module):
     """A module whose class `convert` has replaced; mixed in before that class by `class_of`."""
 
     stock: ClassVar[type[nn.Module]]
+    #: Function that returns the class which replaces `stock`.
+    _class_for: ClassVar[Callable[..., Any]]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced = super().__reduce_ex__(protocol)
         if "stock" not in type(self).__dict__:  # a user's subclass
             return reduced
         # By its stock class: this one's name is that of the stock one.
-        return (self._new, (self.stock,), *reduced[2:])
+        return (_empty, (self._class_for, self.stock), *reduced[2:])
 
-    @staticmethod
-    def _new(stock: type[nn.Module]) -> nn.Module:
-        """Return an empty module of the class that replaces `stock`; for unpickling."""
-        raise NotImplementedError
+
+def _empty(class_for: Callable[..., type[nn.Module]], stock: type[nn.Module]) -> nn.Module:
+    cls = class_for(stock)
+    return cls.__new__(cls)
 
 
 class ConvertedLayer(Replaced, FusedLayer):

@@ -353,11 +353,6 @@ class TracedLayer(ConvertedLayer):
                     )
         return None
 
-    @staticmethod
-    def _new(stock: type[nn.Module]) -> nn.Module:
-        cls = traced_class(stock)
-        return cls.__new__(cls)
-
 
 #: Traced classes by the stock class.
 _CLASSES: dict[type[nn.Module], type[TracedLayer]] = {}
@@ -367,7 +362,7 @@ ROWS: list[Callable[[nn.Module], type[ConvertedLayer] | None]] = []
 
 def traced_class(stock: type[nn.Module]) -> type[TracedLayer]:
     """Return the class that stands in for a layer class without a table entry."""
-    return class_of(stock, TracedLayer, _CLASSES)
+    return class_of(stock, TracedLayer, _CLASSES, _class_for=staticmethod(traced_class))
 
 
 def converted_class(layer: nn.Module) -> type[ConvertedLayer]:
