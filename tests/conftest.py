@@ -125,19 +125,15 @@ def floats_are_tensors(monkeypatch):
 @pytest.fixture(params=ROUTES)
 def routes(request, monkeypatch):
     """Set the tables of routes."""
-    if request.param == "as on Hopper":
-        from fused_remat.triton import tables
+    if request.param not in ("as on Hopper", "kernels alone"):
+        return
+    from fused_remat.triton import tables
 
-        monkeypatch.setattr(tables, "MLP_BWD_IN_ONE", frozenset())
-        monkeypatch.setattr(tables, "KEPT_MLP_UP_IN_KERNEL", frozenset())
-        monkeypatch.setattr(tables, "ATTENTION_BY_ATEN", frozenset({"interpreter"}))
-    elif request.param == "kernels alone":
-        from fused_remat.triton import tables
-
-        families = frozenset(tables.FAMILIES.values())
-        monkeypatch.setattr(tables, "MLP_BWD_IN_ONE", families)
-        monkeypatch.setattr(tables, "KEPT_MLP_UP_IN_KERNEL", families)
-        monkeypatch.setattr(tables, "ATTENTION_BY_ATEN", frozenset())
+    hopper = request.param == "as on Hopper"
+    families = frozenset(() if hopper else tables.FAMILIES.values())
+    monkeypatch.setattr(tables, "MLP_BWD_IN_ONE", families)
+    monkeypatch.setattr(tables, "KEPT_MLP_UP_IN_KERNEL", families)
+    monkeypatch.setattr(tables, "ATTENTION_BY_ATEN", frozenset({"interpreter"} if hopper else ()))
 
 
 @pytest.fixture

@@ -160,14 +160,6 @@ def _heads(parts: Parts, attention: Any, head_dim: int) -> tuple[int, int]:
     return heads, kv_heads
 
 
-def _window(attention: Any, layer_map: LayerMap) -> int | None:
-    name = layer_map.numbers.get("window")
-    if name is None:
-        return None
-    window = getattr(attention if hasattr(attention, name) else attention.config, name, None)
-    return None if window is None else int(window)
-
-
 def _p_attention(attention: Any, layer_map: LayerMap) -> float:
     """Return the probability of dropout, which applies if the attention module itself trains."""
     if not attention.training:
@@ -240,7 +232,8 @@ def _flash(attention: Any, arguments: Mapping[str, Any], parts: Parts) -> Masks:
     Outputs of padding queries, which nothing uses, are zeros there; a block computes attention.
     """
     batch, seq_len = parts.x.shape[:2]
-    causal, window = _is_causal(attention, arguments), _window(attention, parts.layer_map)
+    causal, name = _is_causal(attention, arguments), parts.layer_map.numbers.get("window", "")
+    window = getattr(attention if hasattr(attention, name) else attention.config, name, None)
     left = -1 if window is None or seq_len <= window else window - 1
     limits = (left, 0 if causal else left)
     mask = arguments.get("attention_mask")

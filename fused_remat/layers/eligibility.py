@@ -226,17 +226,11 @@ def check_unpacked(module: nn.Module, path: str) -> None:
 
 
 def check_weights(
-    x: Tensor,
-    name: str,
-    weights: Mapping[str, Tensor | None],
-    spec: BlockSpec,
+    x: Tensor, layer_map: Any, weights: Mapping[str, Tensor | None], spec: BlockSpec,
     low: torch.dtype | None,
-    path_of: Callable[[str], str] = str,
-) -> None:
-    """Raise `Unsupported` unless the weights fit a block of `spec` on `x`, `name` in messages.
-
-    `low`: the dtype of autocast, None if it is off. `path_of`: the layer's name of a weight.
-    """
+) -> None:  # fmt: skip
+    """Raise `Unsupported` unless the weights of a layer fit a block of `spec` on `x`."""
+    name, path_of = layer_map.input, layer_map.path_of
     dtype, device, on_cpu = x.dtype, x.device, x.is_cpu
     for key, p in weights.items():
         if p is None:

@@ -201,7 +201,7 @@ def _read(layer: Any, layer_map: LayerMap, arguments: Mapping[str, Any]) -> Bloc
     spec = inputs.spec
     assert spec is not None
     inputs.contiguous = spec.branches[-1].placement == "post"
-    check_weights(x, layer_map.input, weights, spec, low, layer_map.path_of)
+    check_weights(x, layer_map, weights, spec, low)
     if low is not None and inputs.precision is None:
         inputs.precision = parts.precision(spec.norm_first)
     return inputs
