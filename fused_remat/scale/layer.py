@@ -13,9 +13,8 @@ from fused_remat.execution.prepare import BlockConfig
 from fused_remat.graph.build import block_graph, linear_cross_entropy_graph
 from fused_remat.graph.graph import Graph
 from fused_remat.graph.schedule import schedule
-from fused_remat.layers.causal import read_call
+from fused_remat.layers.causal import CausalLayer, read_call
 from fused_remat.layers.eligibility import Reason
-from fused_remat.layers.plain_causal import CausalLayer
 from fused_remat.planner.calibration import Example, steps_of
 from fused_remat.report.saved import SavedBytes
 from fused_remat.scale.layout import Layout, on_meta, parameters_of
@@ -44,7 +43,8 @@ def example_of(model: Model, layout: Layout, batch: int, seq: int, dtype: torch.
     """
     whole = torch.empty(batch, seq, model.d_model, device="meta", dtype=dtype)
     one: Any = on_meta(model, seq, dtype)
-    call = read_call(one.layers[0], whole, one.cos, one.sin)
+    rope: Any = None if one.cos is None else (one.cos, one.sin)
+    call = read_call(one.layers[0], whole, rope)
     if isinstance(call, Reason):
         raise ValueError(f"a layer of {model.name} does not take the fused path: {call.text}")
     assert call.spec is not None
@@ -152,9 +152,9 @@ def kept_by_eager(model: Model, layout: Layout, seq: int, dtype: torch.dtype) ->
             parts.proj, parts.down = _With(parts.proj, mine), _With(parts.down, mine)
         x = torch.empty(1, mine, model.d_model, dtype=dtype, requires_grad=True)
         half = model.head_dim // 2
-        tables = [torch.empty(seq, half) for _ in range(2)] if model.rope else []
-        with SavedBytes(exclude=[*layer.parameters(), *tables]) as saved:
-            layer(x, *tables)
+        rope = (torch.empty(seq, half), torch.empty(seq, half)) if model.rope else None
+        with SavedBytes(exclude=[*layer.parameters(), *(rope or ())]) as saved:
+            layer(x, rope)
         return saved.total
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from fused_remat.layers.eligibility import parameters_of
 from fused_remat.layers.fallback import Caller
 from fused_remat.layers.record import NOTES as RECORD
-from fused_remat.layers.warn import listed
+from fused_remat.layers.record import listed
 from fused_remat.tracing.state import get, shared_by
 from fused_remat.tracing.values import SHIFT, SideEffect, Untraceable, attributes, map_tree
 

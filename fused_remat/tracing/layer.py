@@ -23,16 +23,18 @@ from fused_remat.graph.graph import Graph
 from fused_remat.layers.containment import is_contained, is_unexpected
 from fused_remat.layers.converted import CACHES, LENGTH, ConvertedLayer, class_of
 from fused_remat.layers.eligibility import (
+    Precision,
     Reason,
     Unsupported,
     check_global_hooks,
     check_input,
     is_readable,
+    low_dtype,
     parameters_of,
+    precision_of,
     qualified,
 )
 from fused_remat.layers.fused_layer import is_traced
-from fused_remat.layers.precision import Precision, low_dtype, precision_of
 from fused_remat.layers.read import BlockInputs
 from fused_remat.policies import Policy, kept_names
 from fused_remat.steps.norm import Norm
@@ -351,11 +353,6 @@ class TracedLayer(ConvertedLayer):
                     )
         return None
 
-    @staticmethod
-    def _new(stock: type[nn.Module]) -> nn.Module:
-        cls = traced_class(stock)
-        return cls.__new__(cls)
-
 
 #: Traced classes by the stock class.
 _CLASSES: dict[type[nn.Module], type[TracedLayer]] = {}
@@ -365,7 +362,7 @@ ROWS: list[Callable[[nn.Module], type[ConvertedLayer] | None]] = []
 
 def traced_class(stock: type[nn.Module]) -> type[TracedLayer]:
     """Return the class that stands in for a layer class without a table entry."""
-    return class_of(stock, TracedLayer, _CLASSES)
+    return class_of(stock, TracedLayer, _CLASSES, _class_for=staticmethod(traced_class))
 
 
 def converted_class(layer: nn.Module) -> type[ConvertedLayer]:

@@ -13,7 +13,7 @@ from fused_remat.report.allocations import SavedBytes, measure_allocations
 FP32, BF16 = torch.float32, torch.bfloat16
 autocast = functools.partial(torch.autocast, "cpu")
 
-# Per token of the input, in units of D, with F = 4D, besides statistics. Of the encoder under
+# Per token of the input, in units of D, with F = 4D, without statistics. Of the encoder under
 # autocast, with a float32 stream and 16-bit products: bytes. Of the decoder in float32: elements,
 # and from "fast" on 2D more for each token of the memory.
 TABLE = {
