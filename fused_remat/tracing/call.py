@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,22 +13,23 @@ from torch import Tensor, nn
 
 from fused_remat.autograd import run_block
 from fused_remat.autograd.partial import not_differentiable
-from fused_remat.execution.prepare import chunks_of
 from fused_remat.graph.graph import Graph
 from fused_remat.layers.fallback import generator_states, set_generator_states
 from fused_remat.steps.replay import At
-from fused_remat.tracing.block import TracedBlock
-from fused_remat.tracing.isolation import replica
-from fused_remat.tracing.no_dropout import WithoutDropout
-from fused_remat.tracing.program import Modules, Program, leaf_value, run_op, unread_after
+from fused_remat.tracing.isolation import WithoutDropout, replica
+from fused_remat.tracing.program import (
+    Modules,
+    Program,
+    TracedBlock,
+    leaf_value,
+    run_op,
+    unread_after,
+)
 from fused_remat.tracing.samples import Arguments
 from fused_remat.tracing.values import STREAM, Op, Size, Untraceable, leaves, map_tree
 
-#: Tokens of a chunk in proofs, at most a sequence, so that groups and tiles are proved too.
-_CHUNK = 12
 #: Values that are no activations and have at least as many elements are rebuilt in backward.
 _LARGE = 1 << 9
-
 #: The block's tensors and functions by name, and a function from its output to the layer's result.
 Bound = tuple[dict[str, Tensor | None], dict[str, Callable[..., Tensor]], Callable[[Tensor], Any]]
 
@@ -48,13 +49,12 @@ class Trace:
 
     @property
     def graph(self) -> Graph:
-        """The block's graph."""
         return self.block.graph
 
     def bind(
         self,
         layer: nn.Module,
-        named: Mapping[str, Tensor] | None,
+        named: Mapping[str, Tensor],
         arguments: Mapping[str, Any],
         random: bool = True,
     ) -> Bound:
@@ -66,8 +66,7 @@ class Trace:
         sizes, x = self.sizes(given), given[self.x]
         roots: dict[int, Any] = {}
         for number, name in block.sources.items():
-            own = (named or {}).get(name)
-            roots[number] = attribute(layer, name) if own is None else own
+            roots[number] = named[name] if name in named else attribute(layer, name)
         roots |= {n: t for n, t in zip(block.arguments, given, strict=True) if n is not None}
         for number, (shape, dtype) in block.stand_ins.items():
             size = [n.of(sizes) if isinstance(n, Size) else n for n in shape]
@@ -79,8 +78,9 @@ class Trace:
         live = [n for n, t in roots.items() if grads and isinstance(t, Tensor) and t.requires_grad]
         plan = block.plan(frozenset(live), _LARGE)
         if plan.outs:
-            attached = rebuild(plan.rebuilt, plan.outs).attached()
-            values.update(zip(plan.outs, attached, strict=True))
+            attached = rebuild(plan.rebuilt, plan.outs)
+            tensors_again = _Attached.apply(attached, *attached.roots.values())
+            values.update(zip(plan.outs, tensors_again, strict=True))
         for op, unread in zip(plan.rest, plan.unread, strict=True):
             run_op(op, values, layer.get_submodule, sizes, x.dtype)
             for number in unread:
@@ -135,12 +135,9 @@ class Trace:
     def run(
         self, layer: nn.Module, named: Mapping[str, Tensor], arguments: Mapping[str, Any]
     ) -> Any:
-        """Return the layer's result by the block, in small chunks and without dropout."""
+        """Return the layer's result by the block, without dropout."""
         tensors, functions, result = self.bind(layer, named, arguments, random=False)
-        given = leaves(arguments)
-        tokens = given[self.x].shape[:-1].numel() // self.sizes(given).get("B", 1)
-        with chunks_of(min(_CHUNK, tokens)):  # no less than a sequence
-            return result(run_block(self.graph, "full", tensors, functions=functions))
+        return result(run_block(self.graph, "full", tensors, functions=functions))
 
     def sizes(self, given: Sequence[Any]) -> dict[str, int]:
         """Return the sizes of a call with these leaves of arguments."""
@@ -170,27 +167,18 @@ class _ReplayCall:
     def run(self, at: At, xs: Sequence[Tensor], tensors: Sequence[Tensor | None]) -> Tensor:
         """Return the result for the tokens `at`."""
         dropout = contextlib.nullcontext() if self.drops else WithoutDropout()
-        with dropout, self._random(at.first), self.autocast():
+        random: Any = contextlib.nullcontext()
+        if self.program.draws and at.first in self.states:
+            random = torch.random.fork_rng([self.device] if self.device.type == "cuda" else [])
+        with dropout, random, self.autocast():
+            if self.program.draws:
+                states = self.states.setdefault(at.first, generator_states(self.device))
+                set_generator_states(states, self.device)
             return self.program.run(self.modules, self.sizes, self.dtype, at, xs, tensors)
-
-    @contextlib.contextmanager
-    def _random(self, first: int) -> Iterator[None]:
-        if not self.program.draws:
-            yield
-        elif first not in self.states:
-            self.states[first] = generator_states(self.device)
-            yield
-        else:
-            with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
-                set_generator_states(self.states[first], self.device)
-                yield
 
 
 class Rebuild:
-    """Operations that run in forward and again in backward, so that none of their results is kept.
-
-    They draw no random numbers, and run for the values `outs`.
-    """
+    """Operations that run in forward and again in backward, for the values `outs`."""
 
     def __init__(
         self,
@@ -236,14 +224,9 @@ class Rebuild:
             (value,) = self.run(self.roots)
         return value.t() if transposed else value
 
-    def attached(self) -> Sequence[Tensor]:
-        """Return the values `outs`, differentiable in `roots`."""
-        values: Sequence[Tensor] = _Attached.apply(self, *self.roots.values())
-        return values
-
 
 class _Attached(torch.autograd.Function):
-    """The values of a `Rebuild`, of which autograd keeps the roots alone."""
+    """The values of a `Rebuild`, differentiable in its roots, which alone are kept."""
 
     @staticmethod
     def forward(ctx: Any, rebuild: Rebuild, *roots: Tensor) -> tuple[Tensor, ...]:

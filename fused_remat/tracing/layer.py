@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fused_remat.autograd import run_block
 from fused_remat.autograd.accumulate import Accumulation
 from fused_remat.execution.executor import autocast_off
 from fused_remat.execution.observe import unobserved
@@ -38,8 +37,7 @@ from fused_remat.policies import Policy, kept_names
 from fused_remat.steps.norm import Norm
 from fused_remat.steps.residual import Add
 from fused_remat.tracing.call import Trace, attribute
-from fused_remat.tracing.isolation import NOTES, check_effects, replica
-from fused_remat.tracing.no_dropout import WithoutDropout
+from fused_remat.tracing.isolation import NOTES, WithoutDropout, check_effects, replica
 from fused_remat.tracing.samples import INDICES, Arguments, Dims
 from fused_remat.tracing.state import state_of
 from fused_remat.tracing.trace import CANNOT_RUN, trace_call
@@ -135,18 +133,17 @@ class TracedLayer(ConvertedLayer):
                 check_input(leaf, "an argument", (*range(leaf.dim() + 1),))
             if active and not active[0].numel():
                 return Reason("its input is empty", quiet=True)
-            trace = self._trace(given)
+            self._last = trace = self._trace(given)
         except (Untraceable, Unsupported) as reason:
-            trace = Reason(str(reason))
+            self._last = trace = Reason(str(reason))
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # of an attribute's own code, say: training goes on as before
-            trace = Reason(f"tracing it raised {type(error).__name__}: {error}")
-        self._last = trace
+            self._last = trace = Reason(f"tracing it raised {type(error).__name__}: {error}")
         if isinstance(trace, Reason):
             return trace
         try:
-            tensors, functions, result = trace.bind(self, None, given)
+            tensors, functions, result = trace.bind(self, {}, given)
         except Untraceable as reason:
             self._last = Reason(str(reason))
             return self._last
@@ -173,14 +170,11 @@ class TracedLayer(ConvertedLayer):
         return super()._accumulation(graph, compiling)
 
     def _precision(self, trace: Trace, tensors: Mapping[str, Tensor | None]) -> Precision | None:
-        x = tensors["input"]
-        assert x is not None
+        x: Any = tensors["input"]
         low = low_dtype(x)
-        if low is None:
-            return None
-        is_norm_last = isinstance(trace.graph.nodes[-1], Norm)
         weights = {n: t for n, t in tensors.items() if t is not None and t.is_floating_point()}
-        return precision_of(x, weights, low, not is_norm_last)
+        ends_low = not isinstance(trace.graph.nodes[-1], Norm)
+        return None if low is None else precision_of(x, weights, low, ends_low)
 
     def _trace(self, given: Mapping[str, Any]) -> Trace | Reason:
         """Return the trace for a call; the layer is traced if the call is the first of its kind.
@@ -207,37 +201,37 @@ class TracedLayer(ConvertedLayer):
 
     def _trace_for(self, call: Arguments, state: Any, free: bool) -> Trace | Reason:
         key: tuple[Any, ...] = state, call.key(free)
-        trace = self._known(call, KNOWN.get(key, {}))
+        trace = self._known(call, key)
         if trace is None and call.is_too_long:
             key = *key, "too long"
-            trace = self._known(call, KNOWN.get(key, {}))
-        if trace is None:
-            if self._notes_of().traces == _MOST_TRACES:
-                return Reason(
-                    f"it was traced {_MOST_TRACES} times, and its attributes, arguments or "
-                    "buffers have changed again; keep them the same between calls",
-                    once=isinstance(self._last, Reason) and self._last.once,
-                )
-            self._notes_of().traces += 1
-            with _tracing:
-                trace = self._first_trace(call, free)
-                dims = trace.dims if isinstance(trace, Trace) else call.dims
-                more = trace.fixed if isinstance(trace, Trace) else ()
-                by_dims = KNOWN.setdefault(key, {})
-                names, by_values = by_dims.get(dims, ((), {}))
-                if not set(names).issuperset(more):
-                    names, by_values = tuple({*names, *more}), {}
-                by_values[self._values_of(names, call)] = trace
-                by_dims[dims] = names, by_values
-                for table in (KNOWN, by_dims):
-                    if len(table) > _MOST:
-                        del table[next(iter(table))]
+            trace = self._known(call, key)
+        if trace is not None:
+            return trace
+        if self._notes_of().traces == _MOST_TRACES:
+            return Reason(
+                f"it was traced {_MOST_TRACES} times, and its attributes, arguments or "
+                "buffers have changed again; keep them the same between calls",
+                once=isinstance(self._last, Reason) and self._last.once,
+            )
+        self._notes_of().traces += 1
+        with _tracing:
+            trace = self._first_trace(call, free)
+            dims, more = (trace.dims, trace.fixed) if isinstance(trace, Trace) else (call.dims, ())
+            by_dims = KNOWN.setdefault(key, {})
+            names, by_values = by_dims.get(dims, ((), {}))
+            if not set(names).issuperset(more):
+                names, by_values = tuple({*names, *more}), {}
+            by_values[self._values_of(names, call)] = trace
+            by_dims[dims] = names, by_values
+            for table in (KNOWN, by_dims):
+                if len(table) > _MOST:
+                    del table[next(iter(table))]
         return trace
 
-    def _known(self, call: Arguments, by_dims: Mapping[Dims, Any]) -> Trace | Reason | None:
+    def _known(self, call: Arguments, key: tuple[Any, ...]) -> Trace | Reason | None:
         """Return the trace of an earlier call whose dimensions may be those of this one."""
         reason = None
-        for dims, (names, by_values) in [*by_dims.items()]:
+        for dims, (names, by_values) in [*KNOWN.get(key, {}).items()]:
             if dims == call.dims or call.fits(dims):
                 trace = by_values.get(self._values_of(names, call))
                 if isinstance(trace, Trace):
@@ -282,8 +276,7 @@ class TracedLayer(ConvertedLayer):
         return tuple(keys)
 
     def _replicate_for_data_parallel(self) -> Any:
-        """Return a replica, with the same notes."""
-        self._notes_of()
+        self._notes_of()  # which replicas share
         return super()._replicate_for_data_parallel()
 
     def _notes_of(self) -> _Notes:
@@ -293,10 +286,8 @@ class TracedLayer(ConvertedLayer):
     def _first_trace(self, call: Arguments, free: bool) -> Trace | Reason:
         """Trace the first call of a kind; return why if that fails."""
         try:
-            with (
-                _apart(call.leaves[call.x]),
-                torch.enable_grad(),
-            ):  # also in a checkpoint's first run
+            # With gradients also in a checkpoint's first run.
+            with _apart(call.leaves[call.x]), torch.enable_grad():
                 if not call.is_too_long:
                     return trace_call(self, self.stock.forward, call, free)
                 check_effects(self, self.stock.forward, call.given)
@@ -324,9 +315,7 @@ class TracedLayer(ConvertedLayer):
                 return None if autocast else f"it raises {type(error).__name__}: {error}"
             torch.random.set_rng_state(state)
             try:
-                tensors, functions, result = trace.plain.bind(self, None, given, random=False)
-                out = run_block(trace.plain.graph, "full", tensors, functions=functions)
-                actual = leaves(result(out))
+                actual = leaves(trace.plain.run(self, {}, given))
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # parameters of several dtypes
@@ -337,18 +326,17 @@ class TracedLayer(ConvertedLayer):
         if len(actual) != len(expected):
             return f"the layer has {len(expected)} results, its block {len(actual)}"
         for a, b in zip(actual, expected, strict=True):
-            if isinstance(a, Tensor) and isinstance(b, Tensor) and a.is_floating_point():
-                if a.dtype != b.dtype:
-                    return f"the block's result is {a.dtype}, the layer's {b.dtype}"
-                distance = math.inf
-                if a.shape == b.shape:
-                    a, b = a.detach(), b.detach()
-                    distance = float((a - b).norm()) / (float(b.norm()) or 1.0)
-                if not distance <= limit:
-                    return (
-                        f"the block differs by {distance:.1e} from the layer on a batch of "
-                        f"shape {tuple(x.shape)}"
-                    )
+            if not (isinstance(a, Tensor) and isinstance(b, Tensor) and a.is_floating_point()):
+                continue
+            if a.dtype != b.dtype:
+                return f"the block's result is {a.dtype}, the layer's {b.dtype}"
+            distance = math.inf
+            if a.shape == b.shape:
+                a, b = a.detach(), b.detach()
+                distance = float((a - b).norm()) / (float(b.norm()) or 1.0)
+            if not distance <= limit:
+                batch = f"a batch of shape {tuple(x.shape)}"
+                return f"the block differs by {distance:.1e} from the layer on {batch}"
         return None
 
     @staticmethod
@@ -383,13 +371,13 @@ def description_if_converted(
     for name in NOTES:
         converted.__dict__.pop(name, None)
     named = converted._named(args, kwargs)
-    if named is None:
-        return "convert runs it under checkpointing: its arguments do not fit forward"
-    given = {n: v for n, v in named.items() if n not in CACHES and not hasattr(v, LENGTH)}
-    call = converted._block(**given)
-    trace = converted.last_trace if isinstance(converted, TracedLayer) else None
+    call = Reason("its arguments do not fit forward")
+    if named is not None:
+        given = {n: v for n, v in named.items() if n not in CACHES and not hasattr(v, LENGTH)}
+        call = converted._block(**given)
     if isinstance(call, Reason):
         return f"convert runs it under checkpointing: {call.text}"
+    trace = converted.last_trace if isinstance(converted, TracedLayer) else None
     replayed = trace.block.replayed if isinstance(trace, Trace) else ()
     parts = [f"{name}, which is replayed ({why})" for name, why in replayed]
     steps = ", ".join([node.name for node in call.graph.nodes])

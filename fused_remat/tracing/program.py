@@ -1,4 +1,4 @@
-"""Recorded operations as functions of matrices (tokens, width), in a call of any size."""
+"""A layer as the graph of a block, and recorded operations as functions of matrices."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fused_remat.graph.graph import Graph
+from fused_remat.steps.linear import Linear
 from fused_remat.steps.replay import At
 from fused_remat.tracing.values import (
     ALGEBRA,
@@ -25,6 +27,7 @@ from fused_remat.tracing.values import (
     Size,
     leaves,
     map_tree,
+    ops_for,
     refs,
 )
 
@@ -43,7 +46,6 @@ class Layout:
 
     @property
     def flat(self) -> tuple[int | str, ...]:
-        """All factors in order."""
         return tuple(itertools.chain(*self.factors))
 
     @property
@@ -54,17 +56,15 @@ class Layout:
 
     @property
     def width(self) -> int:
-        """The width of the matrix."""
         return math.prod(self.features)
 
     @property
     def is_last(self) -> bool:
         """Whether the width is the last dimension, and that alone."""
-        if len(self.factors[-1]) != 1:
-            return False
         last = len(self.flat) - 1
         others = [n for i, n in enumerate(self.flat) if i not in (*self.tokens, last)]
-        return last not in self.tokens and all(n == 1 for n in others)
+        is_one_factor = len(self.factors[-1]) == 1 and last not in self.tokens
+        return is_one_factor and all(n == 1 for n in others)
 
     @property
     def _order(self) -> list[int]:
@@ -78,11 +78,9 @@ class Layout:
 
     def value(self, matrix: Tensor, sizes: Mapping[str, int]) -> Tensor:
         """Return the value that a matrix (tokens, width) represents."""
-        flat = [sizes[n] if isinstance(n, str) else n for n in self.flat]
-        order = self._order
-        inverse = [order.index(i) for i in range(len(order))]
-        sizes_left = iter(flat)
-        shape = [math.prod(itertools.islice(sizes_left, len(dim))) for dim in self.factors]
+        flat, order = [sizes[n] if isinstance(n, str) else n for n in self.flat], self._order
+        inverse, rest = [order.index(i) for i in range(len(order))], iter(flat)
+        shape = [math.prod(itertools.islice(rest, len(dim))) for dim in self.factors]
         return matrix.reshape([flat[i] for i in order]).permute(inverse).reshape(shape)
 
 
@@ -96,8 +94,7 @@ def layout_of(shape: Sequence[Any] | None, names: Sequence[str], tokens: int) ->
     dims: list[tuple[int | str, ...]] = []
     for n in shape:
         if isinstance(n, Size):
-            one_factor = n.factor == 1 or n.names == ("B",)
-            if n.offset or not one_factor:
+            if n.offset or (n.factor > 1 and n.names != ("B",)):
                 return None
             dims.append((*n.names, *((n.factor,) if n.factor > 1 else ())))
         else:
@@ -177,9 +174,7 @@ class Program:
         return y if self.pick is None else y[:, list(self.pick)]
 
 
-def leaf_value(
-    leaf: Any, values: Mapping[int, Any], sizes: Mapping[str, int], dtype: torch.dtype
-) -> Any:
+def leaf_value(leaf: Any, values: Any, sizes: Mapping[str, int], dtype: torch.dtype) -> Any:
     """Return the value of a recorded leaf in a call with these values, sizes and stream's dtype."""
     if isinstance(leaf, Ref):
         return values[leaf.index]
@@ -221,3 +216,98 @@ def run_op(
     for number, leaf in zip(op.outs, leaves(result), strict=True):
         if number is not None:
             values[number] = leaf
+
+
+class ReplayedSubmodule(NamedTuple):
+    """A submodule, or a long chain of operations, that is replayed; and why it was not traced."""
+
+    name: str
+    why: str
+
+
+class Plan(NamedTuple):
+    """An order of the operations before a block, where some values they read need gradients."""
+
+    outs: tuple[int, ...]  # differentiable and large, or computed by way of large values
+    rebuilt: Sequence[Op]  # compute these, and run again in backward
+    rest: Sequence[Op]  # compute all others, after `rebuilt`
+    unread: Sequence[Sequence[int]]  # for each of the rest, values that nothing reads after it
+
+
+#: By number, the shape and the dtype of an activation.
+Shapes = dict[int, tuple[tuple[Any, ...], Any]]
+
+
+@dataclass(eq=False)
+class TracedBlock:
+    """A layer as the graph of a block."""
+
+    graph: Graph
+    before: list[Op]  # run at every call before the block
+    values: dict[str, int]  # that the block reads other than its inputs, by its names
+    transposed: set[str]  # those of these names that are the transpose of the value
+    programs: dict[str, Program]  # the functions of replays
+    inputs: dict[str, tuple[int, Layout]]
+    out: tuple[int, Layout]  # the result that the block computes
+    result: Any  # of the layer, with `Ref`s
+    arguments: list[int | None]  # by leaf; None for those that are no tensors
+    sources: dict[int, str]  # parameters, buffers and attributes of the layer
+    stand_ins: Shapes  # activations of which `before` reads the shape alone
+    replayed: tuple[ReplayedSubmodule, ...]
+    fixed: tuple[str, ...]  # names of the layer's tensors whose values decide what the block is
+    #: By the number of a mask, the value that replaces scores of keys that it hides. A query that
+    #: sees no key then has no gradient; it would have one where the mask is added.
+    fills: dict[int, float]
+    #: Elements of the differentiable results of `before`; infinite if the number follows from the
+    #: call, 0 for a view.
+    elements: dict[int, float]
+
+    def __post_init__(self) -> None:
+        self._producers = {n: op for op in self.before for n in op.writes}
+        self._chains: dict[int, Sequence[Op]] = {}
+        self._plans: dict[tuple[frozenset[int], int], Plan] = {}
+
+    def plan(self, live: frozenset[int], large: int) -> Plan:
+        """Return how `before` runs where `live` need gradients, and `large` values are not kept."""
+        if (live, large) not in self._plans:
+            others = [n for n in refs(self.result) if n != self.out[0]]
+            read, reached = [*self.values.values(), *others, *self.fills], {*live}
+            for op in self.before if live else ():
+                if not reached.isdisjoint(op.reads):
+                    reached.update(n for n in op.outs if n in self.elements)
+            costly = dict.fromkeys(n for n in read if n in reached and self._is_costly(n, large))
+            rest = self._ops(read, costly)
+            unread = unread_after(rest, {*read, *(number for number, _ in self.inputs.values())})
+            plan = Plan(tuple(costly), self._ops(costly), rest, unread)
+            self._plans[live, large] = plan
+        return self._plans[live, large]
+
+    def _is_costly(self, number: int, large: int) -> bool:
+        ops = self.chain(number)
+        most = max((self.elements.get(n, 0) for op in ops for n in op.writes), default=0)
+        return most >= large and all(op.path is None for op in ops)
+
+    def _ops(self, numbers: Any, known: Any = ()) -> list[Op]:
+        """Return the operations before the block that compute values from those `known`."""
+        ops, _ = ops_for(numbers, self._producers, known)
+        return [op for op in self.before if op in ops]
+
+    def chain(self, number: int) -> Sequence[Op]:
+        """Return the operations before the block that compute a value, if all can run again."""
+        if number not in self._chains:
+            ops = self._ops([number])
+            read = {number, *(n for op in ops for n in op.reads)}
+            fails = any(op.random for op in ops) or not read.isdisjoint(self.stand_ins)
+            self._chains[number] = [] if fails else ops
+        return self._chains[number]
+
+    @property
+    def draws(self) -> bool:
+        """Whether the block draws random numbers."""
+        return self.graph.uses_seed or any(p.draws for p in self.programs.values())
+
+    @property
+    def mixes_dtypes(self) -> bool:
+        """Whether adapters compute in a dtype of their own."""
+        layers = [node for node in self.graph.nodes if isinstance(node, Linear)]
+        return any(update.dtype is not None for node in layers for update in node.updates)

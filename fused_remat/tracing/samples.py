@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fused_remat.layers.eligibility import parameters_of
-from fused_remat.tracing.state import exact, held_by, is_mutable
+from fused_remat.tracing.state import exact, may_change
 from fused_remat.tracing.values import Sample, Untraceable, leaves, map_tree
 
 _MASKS = ("mask", "bias", "alibi")
@@ -30,9 +30,9 @@ _SMALLEST = 5
 #: Number of other meanings of a call's dimensions that are tried.
 _MOST_OTHERS = 8
 
-#: The dimensions of each leaf of a call's arguments that is a tensor: names of sizes, with a
-#: factor before, or numbers.
-Dims = tuple[tuple[str | int, ...] | None, ...]
+#: The dimensions of each leaf of a call's arguments: names of sizes, with a factor before, or
+#: numbers; none if it is no tensor.
+Dims = tuple[tuple[str | int, ...], ...]
 
 
 class Arguments:
@@ -46,22 +46,17 @@ class Arguments:
     def __init__(self, given: Mapping[str, Any], vary: Sequence[str]) -> None:
         self.given, self.leaves = given, leaves(given)
         self.names = [name for name, value in given.items() for _ in leaves(value)]
-        found = [(i, t) for i, t in enumerate(self.leaves) if isinstance(t, Tensor)]
-        tensors = [i for i, t in found if t.is_floating_point()]
-        if not tensors:
+        tensors = [(i, t) for i, t in enumerate(self.leaves) if isinstance(t, Tensor)]
+        floats = [i for i, t in tensors if t.is_floating_point()]
+        if not floats:
             raise Untraceable("it has no floating-point argument")
         for name, value in zip(self.names, self.leaves, strict=True):
-            if hasattr(value, "__next__") or any(map(is_mutable, held_by(value))):
+            if may_change(value):
                 raise Untraceable(f"{name} is an iterator, or a function that may change something")
-        self.x, x = tensors[0], self.leaves[tensors[0]]
+        self.x, x = floats[0], self.leaves[floats[0]]
         if x.dim() not in (2, 3, 4):
             raise Untraceable(f"its input has shape {tuple(x.shape)}")
-        memories = [
-            i for i in tensors[1:]
-            if self.names[i] in _MEMORY and self.leaves[i].dim() == 3 == x.dim()
-            and self.leaves[i] is not x
-        ]  # fmt: skip
-        self.memory = memories[0] if memories else None
+        self.memory = next((i for i in floats[1:] if self._is_memory(i, x)), None)
         self.same = [i for i, t in enumerate(self.leaves) if t is x]
         self.axes = ("S",) if x.dim() == 2 else ("S", "B") if vary[0] == "S" else ("B", "S")
         sizes = dict(zip(self.axes, x.shape, strict=False))
@@ -77,17 +72,21 @@ class Arguments:
             sizes = {}
         self.sizes = {name: n for name, n in sizes.items() if name in vary}
         self.active = [i in (self.x, self.memory) for i in range(len(self.leaves))]
-        self.whole = [i for i, t in found if _is_whole(t)]
-        packed = [
-            i for i, t in found if "cu_seq" in self.names[i] and t.dim() == 1 and x.dim() == 2
-        ]
-        self.bounds = packed[0] if packed else None
+        self.whole = [i for i, t in tensors if _is_whole(t)]
+        packed = (
+            i for i, t in tensors if "cu_seq" in self.names[i] and t.dim() == 1 and x.dim() == 2
+        )
+        self.bounds = next(packed, None)
         self._options = [self._options_of(i, t) for i, t in enumerate(self.leaves)]
-        self.dims: Dims = tuple([o if o is None else o[0] for o in self._options])
+        self.dims: Dims = tuple([dims for dims, _ in self._options])
+
+    def _is_memory(self, i: int, x: Tensor) -> bool:
+        t = self.leaves[i]
+        return self.names[i] in _MEMORY and t.dim() == 3 == x.dim() and t is not x
 
     def _options_of(self, i: int, t: Any) -> Any:
         if not isinstance(t, Tensor):
-            return None
+            return (), []
         name, is_memory = self.names[i], i == self.memory
         return _options(
             t.shape, t.is_floating_point(), any(word in name for word in _MASKS),
@@ -97,28 +96,28 @@ class Arguments:
 
     def others(self) -> Iterator[Arguments]:
         """Yield the call with other meanings of dimensions, where sizes are the same."""
-        numbers = {1, *[n for dims in self.dims for n in dims or () if isinstance(n, int)]}
+        numbers = {1, *[n for dims in self.dims for n in dims if isinstance(n, int)]}
         single = [
             (leaf, i, other)
-            for leaf, options in enumerate(self._options)
-            for i, others in enumerate(options[1] if options else ())
+            for leaf, (_, options) in enumerate(self._options)
+            for i, others in enumerate(options)
             for other in others
             if isinstance(other, str) or other in numbers
         ]
         pairs = [p for p in itertools.combinations(single, 2) if p[0][:2] != p[1][:2]]
         for changes in [*[(change,) for change in single], *pairs][:_MOST_OTHERS]:
-            dims = [None if d is None else [*d] for d in self.dims]
+            call, dims = copy.copy(self), [[*d] for d in self.dims]
             for leaf, i, other in changes:
-                dims[leaf][i] = other  # type: ignore[index]
-            call = copy.copy(self)
-            call.dims = tuple([None if d is None else tuple(d) for d in dims])
+                dims[leaf][i] = other
+            call.dims = tuple(map(tuple, dims))
             yield call
 
     def fits(self, dims: Dims) -> bool:
         """Return whether the dimensions of another call may be those of this one."""
         return all(
-            d is None or all(_size_of(s, self.sizes) == n for s, n in zip(d, t.shape, strict=True))
+            _size_of(size, self.sizes) == n
             for t, d in zip(self.leaves, dims, strict=True)
+            for size, n in zip(d, t.shape if d else (), strict=True)
         )
 
     @property
@@ -181,7 +180,7 @@ class Arguments:
             dims, name = self.dims[i], self.names[i]
             if i in self.same and streams:
                 return streams[0]
-            if not isinstance(leaf, Tensor) or dims is None:
+            if not isinstance(leaf, Tensor):
                 return leaf + shift if type(leaf) is int else leaf
             if i == self.bounds:
                 n = sizes["S"]

@@ -47,8 +47,7 @@ def _linear(t: Builder, number: int, op: Op) -> Build | None:
             a, b = (t.recording.values[n] for n in (inner, source))
             if b.dim() == 2 and torch.equal(a, b.t()):
                 inner, transposed = source, False
-        w = t.param(inner, transposed)
-        own_bias = t.param(bias.index) if isinstance(bias, Ref) else ""
+        w, own_bias = t.param(inner, transposed), _param(t, bias)
         name = t.recording.sources.get(inner, "")
         name = name.removesuffix(".weight") if name.endswith(".weight") else op.inside
         return t.add(Linear(name=t.unique(name), x=input, weights=(w,), biases=(own_bias,)))
@@ -66,7 +65,8 @@ def _norm(t: Builder, number: int, op: Op) -> Build | None:
         args = {**dict(zip(names, op.args, strict=False)), **op.kwargs}
         eps = args.get("eps", 1e-5 if op.name == "layer_norm" else None)
         if eps is None:  # ATen's default
-            eps = torch.finfo(torch.promote_types(t.dtype, torch.float32)).eps
+            own = t.call.leaves[t.call.x].dtype
+            eps = torch.finfo(torch.promote_types(own, torch.float32)).eps
         is_over_width = len(args["normalized_shape"]) == 1
         spec = NormSpec(kind=op.name, eps=float(eps)) if is_over_width else None
         x, weight, bias = args["input"], args.get("weight"), args.get("bias")
@@ -77,17 +77,19 @@ def _norm(t: Builder, number: int, op: Op) -> Build | None:
         return None
 
     def build() -> str:
-        input = t.build(x.index)
-        w, b = (t.param(p.index) if isinstance(p, Ref) else "" for p in (weight, bias))
+        input, w, b = t.build(x.index), _param(t, weight), _param(t, bias)
         return t.add(Norm(name=t.unique(op.inside or "norm"), x=input, weight=w, bias=b, spec=spec))
 
     return build
 
 
+def _param(t: Builder, value: Any) -> str:
+    return t.param(value.index) if isinstance(value, Ref) else ""
+
+
 def _sum(t: Builder, number: int, op: Op) -> Build | None:
     """Trace a sum of activations as wide as the stream, or an update of a linear layer."""
-    update = _update(t, op)
-    if update is not None:
+    if (update := _update(t, op)) is not None:
         return lambda: _add_update(t, update)
     terms = _terms(t, number)
     return None if terms is None else lambda: _add_sum(t, number, terms)

@@ -173,22 +173,9 @@ class BranchOnMask(Block):
         return y + self.mlp(self.norm2(y)) * mask[..., None].to(x.dtype)
 
 
-class BranchOnBuffer(Block):
-    def set_up(self, index: int) -> None:
-        self.register_buffer("enabled", torch.tensor(index == 0))
-
-    def branch(self, x: Tensor) -> Tensor:
-        return self.mlp(x) if self.enabled else 0.5 * self.mlp(x)
-
-
 class TrainFactor(Block):
     def branch(self, x: Tensor) -> Tensor:
         return self.mlp(x) * (1.5 if self.training else 1.0)
-
-
-class LengthBranch(Block):
-    def branch(self, x: Tensor) -> Tensor:
-        return self.mlp(x) * 0.25 if x.shape[1] > 100 else self.mlp(x)
 
 
 class IndexScale(Block):
@@ -202,12 +189,6 @@ class IndexScale(Block):
 class IndexBranch(IndexScale):
     def branch(self, x: Tensor) -> Tensor:
         return self.mlp(x) if self.layer_idx % 2 == 0 else x * 0.5
-
-
-class PowerArgument(Block):
-    def forward(self, x: Tensor, power: int = 0) -> Tensor:
-        x = x + self.attn(self.norm1(x))
-        return x + self.mlp(self.norm2(x)) * 0.5**power
 
 
 class ShiftArgument(Block):
@@ -297,11 +278,6 @@ class WithoutGradient(Block):
         return self.mlp(x) * scale
 
 
-class Detached(Block):
-    def branch(self, x: Tensor) -> Tensor:
-        return self.mlp(x) * x.detach().abs().mean(-1, keepdim=True)
-
-
 class _Square(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
@@ -317,7 +293,7 @@ class _Square(torch.autograd.Function):
 class ClippedByHook(Block):
     def branch(self, x: Tensor) -> Tensor:
         if x.requires_grad:
-            x.register_hook(lambda dy: dy.clamp(-50.0, 50.0))
+            x.register_hook(lambda dy: dy.clamp(-0.1, 0.1))
         return self.mlp(x)
 
 
@@ -379,18 +355,6 @@ class Convolution(Block):
     def branch(self, x: Tensor) -> Tensor:
         hidden = self.conv(self.mlp.up(x).transpose(1, 2)).transpose(1, 2)
         return self.mlp.down(F.silu(hidden))
-
-
-class FilledAttention(Attention):
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        n = q.shape[2]
-        later = torch.ones(n, n, dtype=torch.bool).triu(1)
-        scores = torch.matmul(q, k.transpose(-2, -1)) / 3.0
-        return torch.matmul(scores.masked_fill(later, -torch.inf).softmax(-1), v)
-
-
-class Filled(Block):
-    attention = FilledAttention
 
 
 class AddedMaskAttention(Attention):

@@ -40,18 +40,6 @@ class Multiplied(Layer):
         return x + self.mlp(self.norm(x)) * mask[..., None].to(x.dtype)
 
 
-class Kept(Layer):
-    """The argument has no name of a mask's."""
-
-    def forward(self, x: Tensor, keep: Tensor) -> Tensor:
-        return x + self.mlp(self.norm(x)) * keep[..., None]
-
-
-class Filled(Layer):
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        return x + self.mlp(self.norm(x).masked_fill(~mask[..., None], 0.0))
-
-
 class Scores(Layer):
     """Attention as Hugging Face's eager BERT computes it."""
 
@@ -89,21 +77,12 @@ class CausalScores(Scores):
     causal = True
 
 
-class CausalFilledScores(FilledScores):
-    causal = True
-
-
 # Clamps that are reached later.
 
 
 class Clamped(Layer):
     def branch(self, x: Tensor) -> Tensor:
         return self.mlp.down(self.mlp.up(x).clamp(-8, 8))
-
-
-class Hardtanh(Layer):
-    def set_up(self, index: int) -> None:
-        self.act = nn.Hardtanh(0, 20)
 
 
 # What two layers of a class may differ in.
@@ -381,18 +360,6 @@ class Cumulated(Layer):
 
 
 # Errors of a layer's own, and arguments.
-
-
-class MultipleOf4(Layer):
-    above = 0
-
-    def branch(self, x: Tensor) -> Tensor:
-        assert x.shape[1] <= self.above or x.shape[1] % 4 == 0, "not a multiple of 4"
-        return self.mlp(x)
-
-
-class LongMultipleOf4(MultipleOf4):
-    above = 12
 
 
 class Division(Layer):

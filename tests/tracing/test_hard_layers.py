@@ -122,8 +122,7 @@ def added(seen: Tensor) -> Tensor:
 
 MASKS = [
     ("Multiplied", Tensor.long), ("Multiplied", Tensor.bool), ("Multiplied", Tensor.double),
-    ("Kept", Tensor.double), ("Kept", Tensor.long), ("Filled", Tensor.bool), ("Scores", added),
-    ("FilledScores", Tensor.long), ("CausalScores", added), ("CausalFilledScores", Tensor.long),
+    ("Scores", added), ("FilledScores", Tensor.long), ("CausalScores", added),
 ]  # fmt: skip
 
 
@@ -341,9 +340,8 @@ def test_out_of_memory_in_a_piece_keeps_its_type():
 @pytest.mark.parametrize(
     ("name", "lengths"),
     [
-        ("LongMultipleOf4", (20, 7, 8)), ("Division", (20, 40)),
-        ("TableOf16", (16, 7)), ("PositionalOnly", (20, 7)), ("AnyArguments", (20, 7)),
-        ("InplaceReLU", (20, 7)),
+        ("Division", (20, 40)), ("TableOf16", (16, 7)), ("PositionalOnly", (20, 7)),
+        ("AnyArguments", (20, 7)), ("InplaceReLU", (20, 7)),
     ],
 )  # fmt: skip
 def test_what_runs_in_the_stock_layer_runs(name, lengths):
@@ -353,18 +351,14 @@ def test_what_runs_in_the_stock_layer_runs(name, lengths):
         assert [kind.state for kind in conversion(model)] == ["converted"]
 
 
-@pytest.mark.parametrize(
-    ("name", "s", "error"),
-    [("LongMultipleOf4", 14, AssertionError), ("Division", 15, ZeroDivisionError)],
-)
-def test_what_raises_in_the_stock_layer_raises(name, s, error):
-    stock, model = pair(getattr(hard, name))
+def test_what_raises_in_the_stock_layer_raises():
+    stock, model = pair(hard.Division)
     for before in (False, True):
         if before:
             compare(stock, model, x_of(s=20))
         for each in (stock, model):
-            with pytest.raises(error):
-                step(each, *x_of(s=s))
+            with pytest.raises(ZeroDivisionError):
+                step(each, *x_of(s=15))
 
 
 @pytest.mark.parametrize(

@@ -30,10 +30,9 @@ from fused_remat.steps.node import Node
 from fused_remat.steps.norm import Norm
 from fused_remat.steps.replay import Replay
 from fused_remat.steps.rotary import Rotary
-from fused_remat.tracing.call import _CHUNK, Trace
-from fused_remat.tracing.prove import difference
+from fused_remat.tracing.call import Trace
 from fused_remat.tracing.samples import Arguments
-from fused_remat.tracing.trace import _PROOFS, trace_call
+from fused_remat.tracing.trace import _CHUNK, _PROOFS, difference, trace_call
 from fused_remat.tracing.values import Sample, Untraceable
 
 LAYERS = (
@@ -525,8 +524,8 @@ def is_rejected(
         params = dict.fromkeys(p for node in nodes for p in node.params)
         graph = Graph(graph.kind, tuple(nodes), tuple(params), graph.inputs)
 
-    def fused(named: Mapping[str, Tensor], given: Mapping[str, Any]) -> Any:
-        tensors, functions, result = trace.bind(layer.layer, named, given, random=False)
+    def fused(module: nn.Module, named: Mapping[str, Tensor], given: Mapping[str, Any]) -> Any:
+        tensors, functions, result = trace.bind(module, named, given, random=False)
         if wrong is not None:
             tensors |= {n: made(tensors[n]) for n, made in wrong.tensors.items()}
             functions |= {n: made(functions.get(n)) for n, made in wrong.wraps.items()}
