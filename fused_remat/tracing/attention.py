@@ -191,7 +191,7 @@ def _after(t: Builder, value: Tensor, ops: list[Op], start: int) -> Tensor:
     }
     values[start] = value
     for op in ops:
-        run_op(op, values, t.layer.get_submodule, recording.sizes, recording.exact)
+        run_op(op, values, t.context)
     result: Tensor = values[ops[-1].writes[0] if ops else start]
     return result
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fused_remat.layers.eligibility import parameters_of
 from fused_remat.steps.node import Node
-from fused_remat.tracing.program import Layout, Program, ReplayedSubmodule, layout_of
+from fused_remat.tracing.program import Context, Layout, Program, ReplayedSubmodule, layout_of
 from fused_remat.tracing.samples import Arguments
 from fused_remat.tracing.values import STREAM, Op, Recording, Ref, Size, ops_for, refs
 
@@ -60,6 +60,9 @@ class Builder:
         #: Bounds of sequences of variable length; the recording has one sequence.
         self.bounds = None if call.bounds is None else inputs[call.bounds]
         self.tokens = self.recording.sizes.get("S", call.tokens)  # of a sequence
+        recording, device = self.recording, call.leaves[call.x].device
+        modules = self.layer.get_submodule
+        self.context = Context(modules, recording.sizes, recording.exact, device)
 
     @abstractmethod
     def step(self, number: int) -> Build | None:
@@ -111,10 +114,7 @@ class Builder:
         result: Tensor | None = None,
         **kwargs: Any,
     ) -> int:
-        """Add a value that an additional operation computes before the block.
-
-        Its dtype and its shape are those of the value `like`, or the shape is that of `result`.
-        """
+        """Add an operation before the block; its value is like another, or has `result`'s shape."""
         recording, number = self.recording, len(self.recording.values)
         value, shape = recording.values[like], recording.shapes[like]
         if result is not None:
@@ -138,11 +138,7 @@ class Builder:
         return name
 
     def _name_of(self, number: int) -> str:
-        """Return a name for a value computed before the block.
-
-        It is that of the first argument, or else the first tensor of the layer, from which the
-        value is computed, without a dot, as names of weights have.
-        """
+        """Return a name: of an argument or tensor from which a value is computed, without dots."""
         recording, roots = self.recording, sorted(self.roots(number))
         names = dict(zip(recording.inputs, self.call.names, strict=True))
         arguments = [names[n] for n in roots if n in names and n not in recording.live]
@@ -164,7 +160,6 @@ class Builder:
         return Counter(n for node in self.nodes.values() for n in (*node.inputs, *node.masks))
 
     def add(self, node: Node) -> str:
-        """Add a step and return its name."""
         self.nodes[node.name] = node
         return node.name
 

@@ -33,10 +33,7 @@ def first_batch_norm(model: nn.Module) -> tuple[str, nn.Module] | None:
 
 
 def is_fused(module: nn.Module) -> bool:
-    """Return whether a module is a fused layer.
-
-    A subclass whose own forward calls no other's is none.
-    """
+    """Return whether a module is a fused layer, whose own forward, if any, calls another's."""
     if not isinstance(module, FusedLayer):
         return False
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)

@@ -173,9 +173,7 @@ def _rotation(t: Builder, names: Heads, source: Heads, spec: AttentionSpec) -> _
         values = x_k.new_zeros(len(x_k), columns[2][1] - columns[2][0])
         qkv = torch.cat([x_q, x_k, values], 1).detach()
     recording = t.recording
-    known = functools.partial(
-        leaf_value, values=recording.values, sizes=recording.sizes, dtype=recording.exact
-    )
+    known = functools.partial(leaf_value, values=recording.values, call=t.context)
     q_weight, k_weight = [recording.values[n].to(qkv) for n in weights] or (None, None)
     slack = 1e-9 if y_q.dtype == y_k.dtype == torch.float64 else 1e-4
     for cos, sin, part, interleaved in _tables(t, q.params):

@@ -78,7 +78,6 @@ def _copied(value: Any, copies: Mapping[nn.Module, Any], deep: bool) -> Any:
 def call_with(
     module: nn.Module, tensors: dict[str, Tensor], args: Any, kwargs: dict[str, Any]
 ) -> Any:
-    """Call a module with other tensors as its own."""
     return torch.func.functional_call(replica(module), tensors, args, kwargs)
 
 
@@ -152,11 +151,7 @@ def renumbered(layer: nn.Module, names: Collection[str]) -> Iterator[None]:
 def check_effects(
     layer: nn.Module, forward: Callable[..., Any], arguments: Mapping[str, Any]
 ) -> None:
-    """Raise SideEffect if a call that is not traced changes more than its result.
-
-    `forward`, a function of the layer's class, runs on a replica with copies of the arguments.
-    Other errors that it raises are left to the layer's own forward.
-    """
+    """Raise SideEffect if a call, on a replica and copies, changes more than its result."""
     copy = replica(layer, deep=True)
     params = parameters_of(layer)
     named = {name: p.detach().requires_grad_(p.requires_grad) for name, p in params.items()}
@@ -166,7 +161,7 @@ def check_effects(
         run_unchanged(copy, types.MethodType(forward, copy), named, copies)
     except SideEffect:
         raise
-    except Exception:  # of the layer's own code
+    except Exception:  # which the layer's own forward then raises
         pass
 
 
@@ -244,10 +239,7 @@ def _restore_generators(before: list[tuple[Any, Any]]) -> bool:
 
 
 def _reachable(roots: list[Any]) -> tuple[list[tuple[Any, list[Any]]], list[Any]]:
-    """Return the containers and objects that can be reached, with their items, and generators.
-
-    The random generators are those among the objects, Python's and numpy's; not PyTorch's default.
-    """
+    """Return the containers and objects that can be reached, with their items; and generators."""
     generators: list[Any] = [random._inst, numpy.random.mtrand._rand]
     holders, seen, todo = list[tuple[Any, list[Any]]](), set[int](), [*roots]
     while todo:
@@ -337,10 +329,7 @@ def attention_without_dropout(*args: Any, **kwargs: Any) -> Tensor:
 
 
 def multi_head_attention(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-    """Compute `F.multi_head_attention_forward` by linear layers and one call of attention.
-
-    Weights that are requested are computed apart.
-    """
+    """Compute `F.multi_head_attention_forward` by linear layers and one call of attention."""
     bound = _MULTI_HEAD.bind(*args, **kwargs)
     bound.apply_defaults()
     call = SimpleNamespace(**bound.arguments)
@@ -391,7 +380,6 @@ def sum_with_product(
 
 
 def _added(hidden: Tensor, like: Tensor) -> Tensor:
-    """Return a mask of hidden keys as the values that are added to scores."""
     if hidden.dtype != torch.bool:
         return hidden
     return torch.zeros_like(hidden, dtype=like.dtype).masked_fill(hidden, -torch.inf)

@@ -48,19 +48,15 @@ _VALUES = (
 
 
 class Join:
-    """Two recordings of a layer, of samples that differ in every size and in dtype.
-
-    `known`: the `known_function` of each submodule by path. `opaque`: the paths of submodules that
-    become one operation, and why.
-    """
+    """Two recordings of a layer, of samples that differ in every size and in dtype."""
 
     def __init__(
         self,
         layer: nn.Module,
         one: Recorder,
         two: Recorder,
-        known: Mapping[str, Any],
-        opaque: Mapping[str, str],
+        known: Mapping[str, Any],  # the `known_function` of each submodule by path
+        opaque: Mapping[str, str],  # paths of submodules that become one operation, and why
     ) -> None:
         self.layer, self.known, self.opaque = layer, known, opaque
         self.one, self.two = one, two
@@ -95,7 +91,6 @@ class Join:
         )  # fmt: skip
 
     def _span(self, one: Span, two: Span) -> None:
-        """Join the operations of two calls of a submodule."""
         if trouble := one.trouble or two.trouble:
             raise Mismatch(trouble)
         if [_label(part) for part in one.inner] != [_label(part) for part in two.inner]:
@@ -107,7 +102,6 @@ class Join:
                 self._op(a, b)
 
     def _module(self, a: Span, b: Span) -> None:
-        """Join two calls of a submodule: as a known function, as its operations, or as one."""
         known = self.known[a.path]
         if known is not None and len(a.args) == 1 and not a.kwargs and a.outs[:1] != [None]:
             self._known(a, b, known)
@@ -225,10 +219,7 @@ def _label(part: Op | Span) -> tuple[str, str]:
 
 
 def known_function(module: nn.Module, dtype: torch.dtype) -> NormSpec | str | None:
-    """Return the norm or the name of the activation function that a submodule computes, or None.
-
-    `dtype`: of its input, by which some norms choose their eps.
-    """
+    """Return the norm, or the activation's name, that a module computes of an input, or None."""
     params = parameters_of(module, recurse=False)
     own = [v for n, v in vars(module).items() if isinstance(v, Tensor) and n not in params]
     if type(module) in (nn.Dropout, nn.Identity, nn.Linear) or len(params) > 2 or own:

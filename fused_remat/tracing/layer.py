@@ -7,7 +7,7 @@ import itertools
 import math
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,12 +45,9 @@ from fused_remat.tracing.values import SideEffect, Untraceable, leaves, map_tree
 
 #: Limits of relative differences between a block and its layer on real batches, by dtype.
 _FIRST = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
-
-#: Traces, or reasons where there is none: by the state of a layer and the arguments of a call, and
-#: by the dimensions of these; with the names of tensors whose values decide, and by those values.
-KNOWN: dict[
-    Any, dict[Dims, tuple[tuple[str | int, ...], dict[tuple[Any, ...], Trace | Reason]]]
-] = {}
+#: Traces, or reasons where there is none, by the state of a layer and the arguments of a call; each
+#: with the dimensions of these, the names of tensors whose values decide, and these values.
+KNOWN: dict[Any, list[tuple[Dims, tuple[str | int, ...], tuple[Any, ...], Trace | Reason]]] = {}
 #: Largest number of entries of `KNOWN`; of traces of one layer, which runs its own forward then.
 _MOST, _MOST_TRACES = 4096, 24
 #: Number of elements up to which tensors whose values decide are compared at every call.
@@ -216,39 +213,36 @@ class TracedLayer(ConvertedLayer):
         self._notes_of().traces += 1
         with _tracing:
             trace = self._first_trace(call, free)
-            dims, more = (trace.dims, trace.fixed) if isinstance(trace, Trace) else (call.dims, ())
-            by_dims = KNOWN.setdefault(key, {})
-            names, by_values = by_dims.get(dims, ((), {}))
-            if not set(names).issuperset(more):
-                names, by_values = tuple({*names, *more}), {}
-            by_values[self._values_of(names, call)] = trace
-            by_dims[dims] = names, by_values
-            for table in (KNOWN, by_dims):
-                if len(table) > _MOST:
-                    del table[next(iter(table))]
+            entries = KNOWN.setdefault(key, [])
+            dims, names = (
+                call.dims,
+                {n for d, known, *_ in entries if d == call.dims for n in known},
+            )
+            if isinstance(trace, Trace):
+                dims, names = trace.dims, trace.fixed
+            entries.append((dims, (*names,), self._values_of(names, call), trace))
+            del entries[:-_MOST]
+            if len(KNOWN) > _MOST:
+                del KNOWN[next(iter(KNOWN))]
         return trace
 
     def _known(self, call: Arguments, key: tuple[Any, ...]) -> Trace | Reason | None:
         """Return the trace of an earlier call whose dimensions may be those of this one."""
         reason = None
-        for dims, (names, by_values) in [*KNOWN.get(key, {}).items()]:
-            if dims == call.dims or call.fits(dims):
-                trace = by_values.get(self._values_of(names, call))
+        for dims, names, values, trace in [*KNOWN.get(key, ())]:
+            is_same = dims == call.dims
+            if (is_same or call.fits(dims)) and self._values_of(names, call) == values:
                 if isinstance(trace, Trace):
                     return trace
-                reason = trace if dims == call.dims else reason
+                reason = trace if is_same else reason
         return reason
 
     def _compared(self, trace: Trace, call: Arguments) -> Trace | Reason:
-        """Compare a block with this layer, unless it was on batches as large and as small.
-
-        The same sizes must also have been equal: others may take another branch of the layer's
-        code. Returns the trace, or why it is not used.
-        """
+        """Compare a block with this layer, unless it was on batches as large and as small."""
         checked, sizes = self._notes_of().checked, [call.batch, call.tokens]
         sizes += [call.sizes["M"]] if "M" in call.sizes else []
         numbers = [n.bit_length() for n in call.leaves if type(n) is int]
-        pairs = itertools.combinations(sizes, 2)
+        pairs = itertools.combinations(sizes, 2)  # equal sizes may take a branch of their own
         same = [n for a, b in pairs for n in (a == b, a != b)]
         now = (*sizes, math.prod(sizes[:2]), *(-n for n in sizes), max(numbers, default=0), *same)
         most, reason = checked.get(trace, ((-math.inf,) * len(now), None))
@@ -258,7 +252,7 @@ class TracedLayer(ConvertedLayer):
             checked[trace] = tuple(map(max, now, most)), reason
         return reason or trace
 
-    def _values_of(self, names: Sequence[str | int], call: Arguments) -> tuple[Any, ...]:
+    def _values_of(self, names: Iterable[str | int], call: Arguments) -> tuple[Any, ...]:
         """Return keys of the values of the layer's tensors of these names, and of arguments."""
         keys: list[Any] = []
         for name in names:
@@ -299,12 +293,9 @@ class TracedLayer(ConvertedLayer):
             return Reason(str(reason), once=isinstance(reason, SideEffect))
 
     def _why_different(self, trace: Trace, call: Arguments) -> str | None:
-        """Return how the block and the layer differ on real arguments, without dropout, or None.
-
-        Under autocast both compute in float32: in 16 bits they would round differently.
-        """
+        """Return how the block and the layer differ on real arguments, without dropout, or None."""
         x = call.leaves[trace.x]
-        autocast = low_dtype(x) is not None
+        autocast = low_dtype(x) is not None  # both compute in float32: 16 bits round differently
         given = map_tree(dict(call.given), _widened) if autocast else call.given
         with torch.no_grad(), _apart(x):
             state = torch.random.get_rng_state()
@@ -386,11 +377,7 @@ def description_if_converted(
 
 @contextlib.contextmanager
 def _apart(x: Tensor) -> Iterator[None]:
-    """Run code apart from the caller's step.
-
-    The step's random state, autocast, observers, and hooks on saved tensors, with which a
-    checkpoint counts them, do not notice it.
-    """
+    """Run code so that random state, autocast, observers and hooks of a step do not notice it."""
     # Detached: a node that held its own result would never be freed.
     same = torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda t: t)
     modes = _disable_current_modes()  # of a selective checkpoint
@@ -407,5 +394,4 @@ def _widened(leaf: Any) -> Any:
 
 
 def _key(t: Tensor) -> Any:
-    """Return a key of a tensor's values."""
     return tuple(t.shape), hash(t.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())

@@ -31,8 +31,14 @@ from fused_remat.tracing.values import (
     refs,
 )
 
-#: The submodules of a layer by their paths.
-Modules = Callable[[str], nn.Module]
+
+class Context(NamedTuple):
+    """A call in which recorded operations run."""
+
+    modules: Callable[[str], nn.Module]  # the submodules of the layer by their paths
+    sizes: Mapping[str, int]
+    dtype: torch.dtype  # of the residual stream
+    device: torch.device
 
 
 @dataclass(frozen=True)
@@ -85,10 +91,7 @@ class Layout:
 
 
 def layout_of(shape: Sequence[Any] | None, names: Sequence[str], tokens: int) -> Layout | None:
-    """Return the layout of a value of a recorded shape, or None if it lacks the call's tokens.
-
-    Where neither "S" nor "M" is among `names`, a sequence of any call has so many `tokens`.
-    """
+    """Return the layout of a value of a recorded shape, or None if it lacks the call's tokens."""
     if shape is None:
         return None
     dims: list[tuple[int | str, ...]] = []
@@ -103,7 +106,7 @@ def layout_of(shape: Sequence[Any] | None, names: Sequence[str], tokens: int) ->
     if sorted(n for n in flat if isinstance(n, str)) != sorted(names):
         return None
     indices = [flat.index(name) for name in names]
-    if "S" not in names and "M" not in names:
+    if "S" not in names and "M" not in names:  # a sequence of any call has so many `tokens`
         for i, n in enumerate(flat):
             if tokens > 1 and isinstance(n, int) and n > 1:
                 if tokens % n:
@@ -132,7 +135,6 @@ class Program:
 
     @property
     def draws(self) -> bool:
-        """Whether it draws random numbers."""
         return any(op.random or op.p for op in self.ops)
 
     @property
@@ -146,24 +148,19 @@ class Program:
         return all(op.kind in ALGEBRA for op in self.ops)
 
     def run(
-        self,
-        modules: Modules,
-        sizes: Mapping[str, int],
-        dtype: torch.dtype,
-        at: At,
-        xs: Sequence[Tensor],
-        tensors: Sequence[Tensor | None],
+        self, call: Context, at: At, xs: Sequence[Tensor], tensors: Sequence[Tensor | None]
     ) -> Tensor:
         """Return the result as a matrix, for the tokens `at`, of the activations as matrices."""
-        sizes = {**sizes, "B": at.batch}
+        sizes = {**call.sizes, "B": at.batch}
         if len(self.layout.names) > 1 or self.layout.names == ("S",):
             sizes[self.layout.names[-1]] = at.tokens
+        call = call._replace(sizes=sizes)
         values: dict[int, Any] = dict(zip(self.params, tensors, strict=True))
         for (number, layout), x in zip(self.sources, xs, strict=True):
             values[number] = layout.value(x, sizes)
         for op, unread in zip(self.ops, self._unread, strict=True):
             try:
-                run_op(op, values, modules, sizes, dtype)
+                run_op(op, values, call)
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError as error:
@@ -174,15 +171,15 @@ class Program:
         return y if self.pick is None else y[:, list(self.pick)]
 
 
-def leaf_value(leaf: Any, values: Any, sizes: Mapping[str, int], dtype: torch.dtype) -> Any:
-    """Return the value of a recorded leaf in a call with these values, sizes and stream's dtype."""
+def leaf_value(leaf: Any, values: Any, call: Context) -> Any:
+    """Return the value of a recorded leaf in a call."""
     if isinstance(leaf, Ref):
         return values[leaf.index]
     if isinstance(leaf, Size):
-        return leaf.of(sizes)
+        return leaf.of(call.sizes)
     if isinstance(leaf, Limit):
-        return leaf.sign * getattr(torch.finfo(dtype), leaf.name)
-    return dtype if leaf is STREAM else leaf
+        return leaf.sign * getattr(torch.finfo(call.dtype), leaf.name)
+    return call.dtype if leaf is STREAM else leaf
 
 
 def unread_after(ops: Sequence[Op], needed: Iterable[int]) -> list[list[int]]:
@@ -195,20 +192,18 @@ def unread_after(ops: Sequence[Op], needed: Iterable[int]) -> list[list[int]]:
     return unread[::-1]
 
 
-def run_op(
-    op: Op, values: dict[int, Any], modules: Modules, sizes: Mapping[str, int], dtype: torch.dtype
-) -> None:
-    """Run an operation on `values`, and add its results to them."""
+def run_op(op: Op, values: dict[int, Any], call: Context) -> None:
+    """Add the results of an operation to `values`."""
 
     def value(leaf: Any) -> Any:
         if isinstance(leaf, Limit):  # of the dtype that autocast gave to what is compared with it
             of = [values[n].dtype for n in refs(op.args[:1]) if values[n].is_floating_point()]
-            return leaf_value(leaf, values, sizes, of[0] if of else dtype)
-        return leaf_value(leaf, values, sizes, dtype)
+            return leaf_value(leaf, values, call._replace(dtype=[*of, call.dtype][0]))
+        return leaf_value(leaf, values, call)
 
     args, kwargs = map_tree(op.args, value), map_tree(op.kwargs, value)
     if op.path is not None:
-        result = op.run(modules(op.path), *args, **kwargs)
+        result = op.run(call.modules(op.path), *args, **kwargs)
     elif op.p:
         result = F.dropout(args[0], op.p)
     else:
@@ -303,7 +298,6 @@ class TracedBlock:
 
     @property
     def draws(self) -> bool:
-        """Whether the block draws random numbers."""
         return self.graph.uses_seed or any(p.draws for p in self.programs.values())
 
     @property

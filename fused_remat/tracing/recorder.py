@@ -52,14 +52,12 @@ _OWN_BACKWARD = "it runs an autograd.Function, whose backward is its own"
 
 
 class Recorder(TorchFunctionMode):
-    """A mode that records the operations of a layer on a sample while it is active.
-
-    `autocast`: whether autocast seems to be on, so that code that tests for it is noticed.
-    """
+    """A mode that records the operations of a layer while it is active."""
 
     def __init__(self, layer: nn.Module, sample: Sample, autocast: bool) -> None:
         super().__init__()
-        self.layer, self.sample, self.autocast = layer, sample, autocast
+        self.layer, self.sample = layer, sample
+        self.autocast = autocast  # whether it seems on, so that code that tests for it is noticed
         arguments = leaves(sample.arguments)
         self.device = next(leaf.device for leaf in arguments if isinstance(leaf, Tensor))
         node = torch.zeros((), requires_grad=True).clone().grad_fn
@@ -130,13 +128,11 @@ class Recorder(TorchFunctionMode):
         self.stack[-1].trouble = self.stack[-1].trouble or reason
 
     def encoded(self, tree: Any) -> Any:
-        """Return a tree with a `Ref` for each tensor."""
         return map_tree(tree, lambda a: Ref(self.number(a)) if isinstance(a, Tensor) else a)
 
     def add(
         self, name: str, run: Callable[..., Any], args: Any, kwargs: Any, result: Any, **more: Any
     ) -> None:
-        """Add an operation on encoded arguments."""
         op = Op(name, run, args, kwargs, [], self.stack[-1].path, **more)
         read = refs((args, kwargs))
         is_live = name not in SHAPES and not self.live.isdisjoint(read)
@@ -285,7 +281,6 @@ class Recorder(TorchFunctionMode):
                 self.numbers[id(t)] = -1  # a view of unknown origin
 
     def call(self, module: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
-        """Record the call of a submodule."""
         span = Span(self.paths[module], self.encoded(args), self.encoded(kwargs))
         versions = [(t, t._version) for t in leaves((args, kwargs)) if isinstance(t, Tensor)]
         self.stack[-1].inner.append(span)

@@ -28,11 +28,7 @@ _CHOICES = ("topk", "sort", "argsort", "argmax", "argmin", "one_hot", "gt", "ge"
 
 
 def replay(t: Builder, number: int) -> str:
-    """Add a value as a replay of the operations that compute it from the steps before it.
-
-    Returns the name of the activation: an input of the replay if it computes no other, or an
-    activation function if it computes that.
-    """
+    """Add a replay or an activation function that computes a value; return its name."""
     op, layout = t.producer(number), t.layout(number)
     assert op is not None
     if layout is None:
@@ -161,8 +157,8 @@ def sample(
     t: Builder, program: Program, seed: int = 0
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """Run a program on random activations; return its result, these, and the other values."""
-    sizes, device = t.recording.sizes, t.recording.values[t.inputs["input"]].device
-    generator, dtype = torch.Generator(device).manual_seed(seed), t.recording.exact
+    _, sizes, dtype, device = t.context
+    generator = torch.Generator(device).manual_seed(seed)
     xs = []
     for _, layout in program.sources:
         tokens = math.prod(sizes[n] for n in layout.names)
@@ -177,11 +173,9 @@ def sample(
 def run(
     t: Builder, program: Program, xs: list[Tensor], tensors: list[Tensor], at: At | None = None
 ) -> Tensor:
-    """Run a program with the recording's sizes."""
     sizes, names = t.recording.sizes, program.layout.names
     tokens = sizes[names[-1]] if names and names[-1] in ("S", "M") else t.tokens
-    at = at or At(sizes.get("B", 1), tokens, 0)
-    return program.run(t.layer.get_submodule, sizes, t.recording.exact, at, xs, tensors)
+    return program.run(t.context, at or At(sizes.get("B", 1), tokens, 0), xs, tensors)
 
 
 def _sizes_in(shape: Sequence[Any]) -> set[str]:
@@ -206,10 +200,7 @@ def _is_tokenwise(t: Builder, program: Program) -> bool:
 
 
 def _keeps_sizes(t: Builder, program: Program, names: Sequence[str]) -> bool:
-    """Return whether all that a program computes has a dimension for each of the sizes `names`.
-
-    A result that lacks one mixes the tokens, though a limit may hide it (`clamp`).
-    """
+    """Return whether results have all sizes `names`, without which one mixes tokens."""
     live = [n for op in program.ops for n in op.writes if n in t.recording.live]
     sizes = (_sizes_in(t.recording.shapes[n] or ()) for n in live)
     return program.is_algebra or all(known.issuperset(names) for known in sizes)
@@ -248,6 +239,5 @@ def _needed_for(
 
 
 def _moved(t: Tensor) -> Tensor:
-    """Return other numbers near those of `t`."""
     step = torch.sin(1.0 + torch.arange(t.numel()).to(t)).view(t.shape)
     return (t.detach() + 0.1 * step).requires_grad_()

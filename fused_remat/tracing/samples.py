@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fused_remat.layers.eligibility import parameters_of
+from fused_remat.tracing.isolation import tensors_of
 from fused_remat.tracing.state import exact, may_change
 from fused_remat.tracing.values import Sample, Untraceable, leaves, map_tree
 
@@ -153,22 +154,15 @@ class Arguments:
         dtype: torch.dtype,
         seed: int,
         recorded: bool = False,
-        shift: int = 0,
-        params: torch.dtype | None = None,
-        varies: bool = True,
-        named: Mapping[str, Tensor] | None = None,
+        shift: int = 0,  # added to integers
+        params: torch.dtype | None = None,  # the dtype of parameters, if it is another
+        varies: bool = True,  # whether integer tensors are random
+        named: Mapping[str, Tensor] | None = None,  # the layer's tensors, if of another sample
     ) -> Sample:
-        """Return a call of other sizes, with random activations and parameters, in `dtype`.
+        """Return a call of other sizes, with random activations, masks and parameters, in `dtype`.
 
-        Masks have random values, so that no mask seems to do nothing.
-
-        Args:
-            recorded: whether packed tokens are one sequence, not two, and other arguments get
-                other values, equal where these were equal.
-            shift: a number that is added to integers.
-            params: the dtype of parameters, if it is another.
-            varies: whether integer tensors are random.
-            named: the layer's tensors, if they are those of another sample.
+        If it is `recorded`, packed tokens are one sequence, not two, and other arguments get other
+        values, equal where these were equal.
         """
         generator = torch.Generator().manual_seed(seed)
         random = functools.partial(_random, generator, dtype)
@@ -255,7 +249,6 @@ def _size_of(dim: str | int, sizes: Mapping[str, int]) -> int:
 def _random(
     generator: torch.Generator, dtype: torch.dtype, shape: Sequence[int], device: torch.device
 ) -> Tensor:
-    """Return normal random numbers that require a gradient."""
     count = math.prod(shape)
     t = torch.randn(min(count, _DRAWN), generator=generator, dtype=dtype).to(device)
     if count > _DRAWN:  # the same numbers again, never at the same index of a row
@@ -266,10 +259,7 @@ def _random(
 def _tensors(
     layer: nn.Module, random: Callable[..., Tensor], dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Return random parameters of a layer, and its buffers, in `dtype`.
-
-    Large parameters are windows of one storage, each from another element on.
-    """
+    """Return random parameters, large ones as windows of one storage, and the buffers."""
     named: dict[str, Tensor] = {}
     params = parameters_of(layer)
     large = [p for p in params.values() if p.dim() > 1 and p.numel() > _WINDOW]
@@ -311,16 +301,12 @@ def vary(layer: nn.Module) -> None:
 
 def constants(layer: nn.Module) -> dict[str, Tensor]:
     """Return buffers and attributes that hold one number, which may hide what a layer computes."""
-    tensors = {name: b for name, b in layer.named_buffers() if b.numel()}
-    for path, module in layer.named_modules():
-        own = {n: v for n, v in vars(module).items() if type(v) is Tensor and v.numel()}
-        tensors.update({f"{path}.{n}" if path else n: v for n, v in own.items()})
-    params = parameters_of(layer)
+    params, tensors = parameters_of(layer), tensors_of(layer, dict(layer.named_buffers()))
     return {
         n: t
         for n, t in tensors.items()
         if n not in params
-        and (t.is_floating_point() or t.dtype == torch.bool)
+        and (t.numel() and (t.is_floating_point() or t.dtype == torch.bool))
         and bool((t == t.reshape(-1)[0]).all())
     }
 

@@ -76,10 +76,7 @@ def _check_hooks(own: Mapping[str, Any], path: str) -> None:
 
 
 def exact(value: Any, seen: dict[int, Any]) -> Any:
-    """Return a key that equals another value's key only if code cannot tell the two values apart.
-
-    `seen`: by id, the keys of objects that were visited before.
-    """
+    """Return a key that equals another value's only if code cannot tell the two values apart."""
     kind = type(value)
     if kind in _PLAIN or isinstance(value, enum.Enum):
         return value if value == value else str(value)
@@ -140,10 +137,7 @@ class _Identity:
 
 
 def may_change(value: Any) -> bool:
-    """Return whether a value is an iterator, or a function that holds objects it may change.
-
-    It holds them by closure, by defaults, or as a list's method.
-    """
+    """Return whether a value is an iterator, or a function that holds objects it may change."""
     cells, defaults = (getattr(value, n, None) or () for n in ("__closure__", "__defaults__"))
     own = getattr(value, "__self__", None)
     held = [*[cell.cell_contents for cell in cells], *defaults]

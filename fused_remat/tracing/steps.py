@@ -247,7 +247,6 @@ def _activation(t: Builder, op: Op | None) -> tuple[str, Any] | None:
 
 
 def _act(t: Builder, number: int, op: Op) -> Build | None:
-    """Trace an activation function."""
     traced = _activation(t, op)
     if traced is None or not t.live(traced[1]):
         return None
@@ -260,7 +259,6 @@ def _act(t: Builder, number: int, op: Op) -> Build | None:
 
 
 def _product(t: Builder, number: int, op: Op) -> Build | None:
-    """Trace act(gate) * up."""
     args, layout = [*op.args, *op.kwargs.values()], t.layout(number)
     if len(args) != 2 or not all(map(t.live, args)):
         return None

@@ -53,18 +53,15 @@ CANNOT_RUN = "its forward cannot run at another"
 def trace_call(
     layer: nn.Module, forward: Callable[..., Any], call: Arguments, free: bool = False
 ) -> Trace:
-    """Return the proved block of a call of `forward`, a function of a layer's class.
+    """Return the proved block of a call of `forward`, or raise Untraceable with the reason.
 
-    The layer does not change: a replica of it runs. `free`: whether the block must not depend on
-    integers among the arguments, nor on the layer's index in the model. Where dimensions of
-    the arguments have the same size, each meaning of them is tried until the layer runs.
-
-    Raises: Untraceable with the reason, if there is no such block.
+    `forward` is a function of the layer's class, and runs on a replica. `free`: whether the block
+    must not depend on integers among the arguments, nor on the layer's index in the model.
     """
     try:
         return _trace_one(layer, forward, call, free)
     except _CannotRun:
-        for other in call.others():
+        for other in call.others():  # dimensions of the same size may have another meaning
             with contextlib.suppress(Untraceable):
                 return _trace_one(layer, forward, other, free)
         raise
@@ -273,10 +270,7 @@ def _relative(a: Tensor, b: Tensor) -> float:
 def _results(
     run: Callable[..., Any], named: Mapping[str, Tensor], arguments: Mapping[str, Any]
 ) -> dict[str, Tensor | None]:
-    """Return the result of `run(named, arguments)`, and sketches of all gradients.
-
-    Each gradient is freed once it is known: together they are as large as the parameters.
-    """
+    """Return the result of `run(named, arguments)`, and sketches of gradients, freed one by one."""
     with torch.enable_grad():
         result = [t for t in leaves(run(named, arguments)) if _is_differentiable(t)]
     if not result:
@@ -306,10 +300,7 @@ def _is_differentiable(value: Any) -> bool:
 
 
 def _sketch(grad: Tensor) -> Tensor:
-    """Return a small tensor, whose distance to another gradient's is theirs within a tenth.
-
-    It holds sums of columns with random signs (Charikar et al. 2002, a count sketch).
-    """
+    """Return a count sketch of a gradient; distances of sketches are theirs within a tenth."""
     if grad.numel() <= _SKETCHED:
         return grad.clone()
     generator = torch.Generator().manual_seed(3)

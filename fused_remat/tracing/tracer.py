@@ -37,11 +37,7 @@ class Tracer(Builder):
     """A tracer of one recording."""
 
     def trace(self) -> TracedBlock:
-        """Return the block.
-
-        Raises: Opaque for a submodule that has to be replayed as one; Untraceable if there is no
-            block.
-        """
+        """Return the block, or raise Opaque for a submodule to replay, or Untraceable."""
         recording, layouts = self.recording, {}
         for name, number in self.inputs.items():
             layout = self.layout(number)

@@ -77,7 +77,6 @@ class Size:
     offset: int = 0
 
     def of(self, sizes: Sizes) -> int:
-        """Return the number in a call with these sizes."""
         return self.factor * math.prod([sizes[name] for name in self.names]) + self.offset
 
 
@@ -111,14 +110,12 @@ def map_tree(tree: Any, leaf: Callable[[Any], Any]) -> Any:
 
 
 def leaves(tree: Any) -> list[Any]:
-    """Return the leaves of a tree, in order."""
     result: list[Any] = []
     map_tree(tree, result.append)
     return result
 
 
 def refs(tree: Any) -> list[int]:
-    """Return the numbers of the values in a tree."""
     return [leaf.index for leaf in leaves(tree) if isinstance(leaf, Ref)]
 
 

@@ -22,7 +22,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from altered_layers import WIDTH, Block
-from test_recorder import Model, normal, pair, step
+from test_recorder import Model, assert_same, normal, pair, step
 from test_sweep import built
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -60,18 +60,6 @@ def compare(stock: nn.Module, model: nn.Module, *calls, step=step, tolerance=FLO
     effects = any("forward changes" in kind.reason or "it draws" in kind.reason for kind in left)
     quiet = len(calls) == 1 and effects  # the first call may fill a table, and others find it
     assert len(told) == len({*told}) <= 2 and (told or not left or quiet), told
-
-
-def assert_same(found: dict, expected: dict, tolerance: float, call: str = "") -> None:
-    """What is tiny is compared to the largest; a gradient that is None is None in both."""
-    largest = max(float(t.norm()) for n, t in expected.items() if t is not None)
-    for name, theirs in expected.items():
-        mine = found[name]
-        assert (mine is None) == (theirs is None), f"{call}{name} is {mine} for {theirs}"
-        if theirs is not None:
-            distance, norm = float((mine - theirs).norm()), float(theirs.norm())
-            wrong = f"{call}{name}, of norm {norm:.1e}, differs by {distance:.1e}"
-            assert distance <= tolerance * (norm + 0.01 * largest), wrong
 
 
 def x_of(b: int = B, s: int = S, seed: int = 1) -> tuple[Tensor]:

@@ -347,14 +347,6 @@ def test_transforms(name):
     if name == "dit":
         x, c = (torch.stack([t, 2 * t]) for t in batch.values())
         torch.testing.assert_close(torch.vmap(fused)(x, c), torch.vmap(stock)(x, c))
-    found = []
-    for model in (stock, fused):  # without a transform
-        params = {n: (1.01 * p).detach().requires_grad_() for n, p in model.named_parameters()}
-        out = models.loss_of(torch.func.functional_call(model, params, (), batch))
-        grads = torch.autograd.grad(out, list(params.values()), allow_unused=True)
-        grads = {n: g for n, g in zip(params, grads, strict=True) if g is not None}
-        found.append({"loss": out.detach(), **grads})
-    assert_same(name, found[1], found[0])
 
 
 def test_fake_tensors_leave_no_reading(unread):
@@ -391,17 +383,6 @@ def test_16_bits(name, how, served):
     assert_within(errors(mine, expected), errors(theirs, expected))
     loss.backward()  # outside of autocast
     assert_within(errors(result(fused, loss), expected), errors(theirs, expected))
-
-
-@every
-def test_moved_after_the_first_call(name, served):
-    stock, fused, batch = pair(name)
-    step(fused, batch)
-    for dtype in (BF16, FP32):
-        found = step(fused.to(dtype), within_dtype(batch, dtype))
-        assert all(t.dtype == dtype for n, t in found.items() if n != "loss")
-    expected = step(stock.to(BF16).float(), within_dtype(batch, FP32))
-    assert_same(name, found, expected, 1e-4)
 
 
 # --- policies
@@ -553,17 +534,16 @@ def test_without_gradients(name):
 
 @pytest.mark.parametrize("name", ["olmo2", "jamba", "whisper", "t5", "dit"])
 def test_reports(name, unread):
-    """What runs while a layer is read is no part of them."""
+    """What runs while a layer is traced is no part of them."""
     _, fused, batch = pair(name)
-    shown = explain(fused, **batch)
-    assert len(shown) == len(layers_of(fused))
+    assert len(explain(fused, **batch)) == len(layers_of(fused))
     KNOWN.clear()
-    report = memory_report(fused, loss=models.loss_of, **batch)
-    rows = [row for row in report.layers if row.policy]
-    again = [row for row in memory_report(fused, loss=models.loss_of, **batch).layers if row.policy]
-    assert len(rows) == len(layers_of(fused))
-    for row, other in zip(rows, again, strict=True):
-        assert (row.kept_bytes, row.predicted_bytes) == (other.kept_bytes, other.predicted_bytes)
+    reports = [memory_report(fused, loss=models.loss_of, **batch) for _ in range(2)]
+    first, again = (
+        [(row.kept_bytes, row.predicted_bytes) for row in report.layers if row.policy]
+        for report in reports
+    )
+    assert first == again and len(first) == len(layers_of(fused))
 
 
 @every

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import pickle
 import random
 import weakref
 
@@ -18,7 +17,7 @@ import torch.nn.functional as F
 from altered_layers import HEADS, LONGEST, WIDTH
 from torch import Tensor, nn
 
-from fused_remat import conversion, convert, revert, set_policy
+from fused_remat import conversion, convert, revert
 from fused_remat.execution import observe
 from fused_remat.graph.graph import Graph
 from fused_remat.report.allocations import AllocationTrace
@@ -86,24 +85,23 @@ def step(model: nn.Module, x: Tensor, *args, seed: int = 3, **kwargs) -> dict[st
     return {name: None if t is None else t.clone() for name, t in found.items()}
 
 
-def assert_close(mine: dict, theirs: dict, tolerance: float = TOLERANCE) -> None:
-    assert mine.keys() == theirs.keys()
-    norms = [float(t.norm()) for t in theirs.values() if t is not None]
-    zero = 1e-12 * max(norms)  # what rounding leaves of a gradient that is zero
-    for name, expected in theirs.items():
-        found = mine[name]
-        if expected is None or found is None:
-            known = expected if found is None else found
-            assert known is None or not bool(known.any()), f"{name}: {found} for {expected}"
-            continue
-        distance, norm = float((found - expected).norm()), float(expected.norm())
-        assert distance <= max(tolerance * norm, zero), f"{name} differs by {distance / norm:.1e}"
+def assert_same(found: dict, expected: dict, tolerance: float, call: str = "", strict=True) -> None:
+    """What is tiny is compared to the largest; if `strict`, a gradient is None in both or none."""
+    largest = max(float(t.norm()) for t in expected.values() if t is not None)
+    for name, theirs in expected.items():
+        mine = found[name]
+        same = (mine is None) == (theirs is None)
+        assert same or not strict, f"{call}{name} is {mine} for {theirs}"
+        mine, theirs = (torch.zeros(()) if t is None else t for t in (mine, theirs))
+        distance, norm = float((mine - theirs).norm()), float(theirs.norm())
+        wrong = f"{call}{name}, of norm {norm:.1e}, differs by {distance:.1e}"
+        assert distance <= tolerance * (norm + 0.01 * largest), wrong
 
 
 def same_step(stock: nn.Module, model: nn.Module, *args, tolerance: float = TOLERANCE, **kw):
     """Assert that a step of both gives the same; returns what it gives."""
     expected = step(stock, *args, **kw)
-    assert_close(step(model, *args, **kw), expected, tolerance)
+    assert_same(step(model, *args, **kw), expected, tolerance, strict=False)
     return expected
 
 
@@ -307,7 +305,7 @@ def test_argument_changed_in_place():
         out = model.layers[0](y)
         (out + 3.0 * y).square().sum().backward()
         made.append({"the result": y.detach(), "d x": x.grad})
-    assert_close(made[1], made[0])
+    assert_same(made[1], made[0], TOLERANCE)
 
 
 # Arguments.
@@ -603,18 +601,6 @@ def test_reverted():
     expected, found = step(stock, x), step(model, x)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     same_step(stock, convert(model), x)
-
-
-def test_a_copy_keeps_its_options():
-    stock, model = pair(altered.LearnedGate)
-    set_policy(model, "layers.*", "lean")
-    for layer in model.layers:
-        layer.backend = "eager"
-    same_step(stock, model, normal(B, S, WIDTH))
-    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert {layer.policy for layer in copied.layers} == {"lean"}
-        assert {layer.backend for layer in copied.layers} == {"eager"}
-        same_step(stock, copied, normal(B, S, WIDTH))
 
 
 def test_masks_in_buffers_by_turns():
