@@ -186,11 +186,6 @@ class IndexScale(Block):
         return self.mlp(x) / (self.layer_idx + 1)
 
 
-class IndexBranch(IndexScale):
-    def branch(self, x: Tensor) -> Tensor:
-        return self.mlp(x) if self.layer_idx % 2 == 0 else x * 0.5
-
-
 class ShiftArgument(Block):
     """A whole number that is used as the recorder expects sizes to be."""
 
@@ -251,16 +246,6 @@ class PlainTensor(Block):
 
 
 # Residuals, gates, gradients.
-
-
-class LearnedCoefficients(Block):
-    def set_up(self, index: int) -> None:
-        self.vector = nn.Parameter(torch.rand(WIDTH))
-        self.scalar = nn.Parameter(torch.tensor(0.7))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.vector * self.attn(self.norm1(x))
-        return self.scalar * x + self.mlp(self.norm2(x))
 
 
 class LearnedGate(Block):
@@ -348,31 +333,6 @@ class WeightNormed(Block):
         nn.utils.parametrizations.weight_norm(self.mlp.up)
 
 
-class Convolution(Block):
-    def set_up(self, index: int) -> None:
-        self.conv = nn.Conv1d(24, 24, 3, padding=1, groups=2)
-
-    def branch(self, x: Tensor) -> Tensor:
-        hidden = self.conv(self.mlp.up(x).transpose(1, 2)).transpose(1, 2)
-        return self.mlp.down(F.silu(hidden))
-
-
-class AddedMaskAttention(Attention):
-    def __init__(self, index: int = 0):
-        super().__init__(index)
-        ones = torch.ones(LONGEST, LONGEST)
-        far = (ones.tril() - ones.tril(-4)).logical_not()
-        self.register_buffer("mask", torch.zeros(LONGEST, LONGEST).masked_fill(far, -torch.inf))
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        n = q.shape[2]
-        return ((q * 0.3) @ k.transpose(-2, -1) + self.mask[:n, :n]).softmax(-1) @ v
-
-
-class AddedMask(Block):
-    attention = AddedMaskAttention
-
-
 class SoftmaxOverQueries(Attention):
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return (q @ k.transpose(-2, -1) * 0.5).softmax(-2) @ v
@@ -442,11 +402,6 @@ class HeadsInBatch(Block):
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         x = x + self.attn.o(y.transpose(1, 2).reshape(x.shape))
         return x + self.mlp(self.norm2(x))
-
-
-class Tuple(Block):
-    def forward(self, x: Tensor) -> tuple[Tensor, None, float]:
-        return super().forward(x), None, 2.0
 
 
 class TwoResults(Block):

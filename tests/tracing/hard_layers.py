@@ -61,13 +61,6 @@ class Scores(Layer):
         return scores + mask
 
 
-class Annotated(Scores):
-    """As the annotated transformer: a query that sees no key sees all, without gradient."""
-
-    def masked(self, scores: Tensor, mask: Tensor) -> Tensor:
-        return scores.masked_fill(mask[:, None, None, :] == 0, -1e9)
-
-
 class FilledScores(Scores):
     def masked(self, scores: Tensor, mask: Tensor) -> Tensor:
         return scores.masked_fill(mask[:, None, None, :] == 0, -1e9)
@@ -133,11 +126,6 @@ class Closure(Layer):
 class Function(Layer):
     def forward(self, x: Tensor, function) -> Tensor:
         return x + self.mlp.down(function(self.mlp.up(self.norm(x))))
-
-
-class Divisor(Layer):
-    def forward(self, x: Tensor, divisor) -> Tensor:
-        return x + self.mlp(self.norm(x)) * (1.0 / int(divisor))
 
 
 class Factor(Layer):
@@ -433,12 +421,6 @@ class Segments(Scores):
         return scores.masked_fill(mask[:, None, :, None] != mask[:, None, None, :], -1e9)
 
 
-class Lengths(Scores):
-    def masked(self, scores: Tensor, mask: Tensor) -> Tensor:
-        seen = torch.arange(scores.shape[-1]) < mask[:, None]
-        return scores.masked_fill(~seen[:, None, None], -1e9)
-
-
 class Chosen(Layer):
     """Tokens of kind 1 have a gate, of which the first batch has none."""
 
@@ -573,13 +555,6 @@ class Slots:
 
     def __init__(self, scale: float):
         self.scale = scale
-
-
-class SlotsLosses(Layer):
-    def forward(self, x: Tensor, given: Slots) -> Tensor:
-        y = self.mlp(self.norm(x))
-        given.scale = given.scale + y.square().mean()
-        return x + y
 
 
 class Detached(Layer):

@@ -40,7 +40,9 @@ def described(graph, tensors):
     steps, read = [], []
 
     def renamed(match):
-        name = match[1]
+        role, name = match.groups()
+        if role:
+            return match[0]
         if name in tensors and name not in graph.inputs:
             read.append(tensors[name])
             return "''" if tensors[name] is None else "'tensor'"
@@ -51,7 +53,7 @@ def described(graph, tensors):
         if isinstance(getattr(node, "spec", None), AttentionSpec):
             scale = float(f"{node.spec.scale:.12e}")
             changes["spec"] = dataclasses.replace(node.spec, scale=scale, **HOW)
-        text = re.sub(r"'([^']*)'", renamed, str(dataclasses.replace(node, **changes)))
+        text = re.sub(r"(role=)?'([^']*)'", renamed, str(dataclasses.replace(node, **changes)))
         steps.append(re.sub(r"\(('', )*'',?\)", "()", text))
     return steps, [t for t in read if t is not None and t.is_floating_point()]
 
