@@ -34,6 +34,7 @@ class Scores(NamedTuple):
     causal: bool = False
     mask: Ref | None = None  # the value that is added
     dropout: float = 0.0
+    fill: float | None = None  # with which the mask replaces scores (`TracedBlock.fills`)
 
 
 def from_call(t: Builder, number: int, op: Op) -> Build | None:
@@ -98,6 +99,8 @@ def _attention(
         return None
 
     def build() -> str:
+        if mask is not None and scores.fill is not None:
+            t.fills[mask.index] = scores.fill
         q, k, v = (t.build(n) for n in heads)
         k, v, shared = without_repeats(t, k, v, kv_heads)
         spec = AttentionSpec(
@@ -163,12 +166,11 @@ def _scores(t: Builder, product: Op, chain: list[Op]) -> Scores | None:
         return Scores(scale, softcap)
     mask = _added(t, chain, constant) or _mask(t, chain, first, constant)
     is_argument = not arguments.isdisjoint(t.roots(mask.index))
-    fills = any(op.kind in ("masked_fill", "where") for op in chain)
-    if fills and is_argument and bool(constant.isfinite().all()):
-        t.fills[mask.index] = float(constant.min())
     if not is_argument and _is_causal(constant):
         return Scores(scale, softcap, causal=True)
-    return Scores(scale, softcap, mask=mask)
+    fills = is_argument and any(op.kind in ("masked_fill", "where") for op in chain)
+    fill = float(constant.min()) if fills and bool(constant.isfinite().all()) else None
+    return Scores(scale, softcap, mask=mask, fill=fill)
 
 
 def _is_causal(mask: Tensor) -> bool:

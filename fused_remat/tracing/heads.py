@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -85,15 +85,15 @@ def packed(
         qkv = _packed_linear(t, f"{inside}.qkv".lstrip("."), source, spec)
     if rotation is None:
         return qkv, qkv, qkv, spec
-    weights = [t.param(n) for n in rotation.weights] or ["", ""]
-    tables = t.param(rotation.cos), t.param(rotation.sin)
+    spec, cos, sin, norms = rotation
+    weights = [t.param(n) for n in norms] or ["", ""]
     rotated = t.add(
         Rotary(
-            name=t.unique(f"{inside}.rotated".lstrip(".")), x=qkv, spec=rotation.spec,
-            cos=tables[0], sin=tables[1], q_weight=weights[0], k_weight=weights[1],
+            name=t.unique(f"{inside}.rotated".lstrip(".")), x=qkv, spec=spec, cos=t.param(cos),
+            sin=t.param(sin), q_weight=weights[0], k_weight=weights[1],
         )
     )  # fmt: skip
-    return rotated, rotated, rotated, rotation.spec
+    return rotated, rotated, rotated, spec
 
 
 def _packed_linear(t: Builder, name: str, source: Heads, spec: AttentionSpec) -> str:
@@ -147,17 +147,10 @@ def _source(t: Builder, names: Heads, spec: AttentionSpec) -> Heads | None:
     return q, k, v
 
 
-class _Rotation(NamedTuple):
-    """The spec of rotated attention, the numbers of its tables, and of its norms' weights."""
-
-    spec: AttentionSpec
-    cos: int
-    sin: int
-    weights: tuple[int, ...]
-
-
-def _rotation(t: Builder, names: Heads, source: Heads, spec: AttentionSpec) -> _Rotation | None:
-    """Return how queries and keys are rotated and normed, if as `steps.rotary` does."""
+def _rotation(
+    t: Builder, names: Heads, source: Heads, spec: AttentionSpec
+) -> tuple[AttentionSpec, int, int, tuple[int, ...]] | None:
+    """Return rotated attention, and the numbers of cosines, sines and weights of norms, or None."""
     q, k = (t.programs.get(name) for name in names[:2])
     if q is None or k is None or not (q.is_algebra and k.is_algebra):
         return None
@@ -190,7 +183,7 @@ def _rotation(t: Builder, names: Heads, source: Heads, spec: AttentionSpec) -> _
             t.fix(cos, sin)
             numbers = zip((cos, sin), args, tables, strict=True)
             cos, sin = (t.new_value("table", _columns, a, n, table) for n, a, table in numbers)
-            return _Rotation(rotated, cos, sin, weights)
+            return rotated, cos, sin, weights
     return None
 
 

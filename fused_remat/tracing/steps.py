@@ -123,8 +123,8 @@ def _update(t: Builder, op: Op) -> _Update | None:
         dropout = t.producer(x)
         if dropout is not None and dropout.name == "dropout" and dropout.p:
             p, x = dropout.p, t.source(dropout.args[0].index)
-        input = _updated_input(t, t.source(base.index))
-        if input is not None and t.source(input) == x:
+        layer = _layer(t, t.source(base.index))
+        if layer is not None and t.source(layer[0]) == x:
             return _Update(base.index, down[1], up[1], scale, p)
     return None
 
@@ -136,15 +136,6 @@ def _layer(t: Builder, number: int) -> tuple[int, int, int | None] | None:
         return None
     x, weight, bias = [*op.args, *op.kwargs.values(), None][:3]
     return x.index, weight.index, bias.index if isinstance(bias, Ref) else None
-
-
-def _updated_input(t: Builder, number: int) -> int | None:
-    """Return the input of a linear layer, with or without updates."""
-    layer, op = _layer(t, number), t.producer(number)
-    if layer is not None:
-        return layer[0]
-    update = _update(t, op) if op is not None and op.kind in ADD else None
-    return None if update is None else _updated_input(t, t.source(update.base))
 
 
 def _add_update(t: Builder, update: _Update) -> str:

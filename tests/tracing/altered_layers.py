@@ -66,9 +66,6 @@ class Block(nn.Module):
         return self.mlp(x)
 
 
-# Random numbers.
-
-
 class Noise(Block):
     def branch(self, x: Tensor) -> Tensor:
         return self.mlp(x + 0.1 * torch.randn_like(x))
@@ -132,9 +129,6 @@ class Dropping(Block):
         return self.drop(self.mlp.down(self.drop(F.gelu(self.mlp.up(x)))))
 
 
-# State.
-
-
 class RunningMean(Block):
     def set_up(self, index: int) -> None:
         self.register_buffer("mean", torch.zeros(WIDTH))
@@ -143,9 +137,6 @@ class RunningMean(Block):
         with torch.no_grad():
             self.mean.mul_(0.9).add_(x.mean((0, 1)), alpha=0.1)
         return self.mlp(x - self.mean.clone())
-
-
-# Branches.
 
 
 class BranchOnSum(Block):
@@ -245,9 +236,6 @@ class PlainTensor(Block):
         return self.mlp(x) * self.scale
 
 
-# Residuals, gates, gradients.
-
-
 class LearnedGate(Block):
     def set_up(self, index: int) -> None:
         self.gate = nn.Linear(WIDTH, WIDTH)
@@ -296,9 +284,6 @@ class OwnFunctionPiece(Block):
     feed = OwnFunctionMLP
 
 
-# In place.
-
-
 class InPlace(Block):
     def forward(self, x: Tensor) -> Tensor:
         y = self.attn(self.norm1(x))
@@ -323,9 +308,6 @@ class InPlaceArgument(Block):
     def forward(self, x: Tensor) -> Tensor:
         x.mul_(1.5)
         return super().forward(x)
-
-
-# Parts.
 
 
 class WeightNormed(Block):
@@ -367,23 +349,15 @@ class MaskArgument(Block):
         return x + self.mlp(self.norm2(x))
 
 
-class Cross(nn.Module):
+class CrossBias(nn.Module):
+    """The bias has no name that tells queries from keys."""
+
     def __init__(self, index: int = 0):
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.q, self.k = nn.Linear(WIDTH, WIDTH), nn.Linear(12, WIDTH)
         self.v, self.o = nn.Linear(12, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.mlp = MLP()
-
-    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
-        q, k, v = heads(self.q(self.norm1(x))), heads(self.k(memory)), heads(self.v(memory))
-        y = F.scaled_dot_product_attention(q, k, v)
-        x = x + self.o(y.transpose(1, 2).reshape(x.shape))
-        return x + self.mlp(self.norm2(x))
-
-
-class CrossBias(Cross):
-    """The bias has no name that tells queries from keys."""
 
     def forward(self, x: Tensor, memory: Tensor, bias: Tensor) -> Tensor:
         q, k, v = heads(self.q(self.norm1(x))), heads(self.k(memory)), heads(self.v(memory))

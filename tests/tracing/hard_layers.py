@@ -133,9 +133,6 @@ class Factor(Layer):
         return x + self.mlp(self.norm(x)) * factor
 
 
-# What a layer leaves behind.
-
-
 class Cached(Layer):
     """A table of each length, of the parameters of its first call."""
 
@@ -184,9 +181,6 @@ class AuxiliaryInArgument(Layer):
         return x + y
 
 
-# Dropout.
-
-
 class DroppedPlanes(Layer):
     """Each token's row is a plane."""
 
@@ -216,9 +210,6 @@ class Met(Layer):
         return self.drop(self.mlp(self.meeting(x)))
 
 
-# Branches.
-
-
 class FirstTokens(Layer):
     def branch(self, x: Tensor) -> Tensor:
         y = self.mlp(x)
@@ -243,9 +234,6 @@ class SignBranch(Layer):
     def branch(self, x: Tensor) -> Tensor:
         y = self.mlp(x) * self.alpha
         return y if self.alpha > 0 else -20 * y
-
-
-# Autocast.
 
 
 class MadeMask(Layer):
@@ -345,9 +333,6 @@ class RoutedEither(Routed):
 class Cumulated(Layer):
     def branch(self, x: Tensor) -> Tensor:
         return self.mlp(x).cumsum(1)
-
-
-# Errors of a layer's own, and arguments.
 
 
 class Division(Layer):
@@ -606,9 +591,6 @@ class DroppedInPlace(Layer):
         y = self.mlp(x) * 1.0
         F.dropout(y, 0.5, self.training, inplace=True)
         return y
-
-
-# Results.
 
 
 class Result(dict):

@@ -22,13 +22,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from altered_layers import WIDTH, Block
-from test_recorder import Model, assert_same, normal, pair, step
+from test_recorder import Model, assert_same, normal, pair, step, steps
 from test_sweep import built
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fused_remat import FusedRematWarning, conversion, convert, explain
 from fused_remat.execution.prepare import chunks_of
+from fused_remat.steps.attention import Attention
 from fused_remat.tracing import call as call_module
 from fused_remat.tracing import layer as layer_module
 from fused_remat.tracing.layer import KNOWN
@@ -101,9 +102,6 @@ def single_pair(name: str) -> tuple[nn.Module, nn.Module]:
     return stock, model
 
 
-# Masks.
-
-
 def added(seen: Tensor) -> Tensor:
     return (1.0 - seen[:, None, None, :].double()) * -1e9
 
@@ -123,15 +121,10 @@ def test_padding_comes_later_or_first(name, mask, is_padded_first):
     compare(*pair(getattr(hard, name)), *calls)
 
 
-# Clamps.
-
-
 def test_weights_grow_until_a_clamp_is_reached():
     stock, model = pair(hard.Clamped)
     compare(stock, model, x_of(), lambda layer: layer.mlp.up.weight.mul_(60), x_of())
 
-
-# Attributes and arguments.
 
 #: An attribute by a layer's index, and the number in it.
 ATTRIBUTES = {
@@ -166,9 +159,6 @@ def test_two_layers_of_a_class_differ(name):
 )
 def test_an_argument_is_another(name, values):
     compare(*pair(getattr(hard, name)), *[(*x_of(), value) for value in values])
-
-
-# What a layer leaves behind.
 
 
 @pytest.mark.parametrize("name", ["Cached", "Written"])
@@ -206,9 +196,6 @@ def test_a_loss_that_a_layer_leaves_behind(name, aux):
     compare(*pair(getattr(hard, name)), x_of(), x_of(seed=2), step=step_with_losses)
 
 
-# Dropout.
-
-
 def assert_gradient_is_that_of_the_drawn(model: nn.Module) -> None:
     """The gradient in one direction, by differences under the same seed."""
     (x,), (direction,), e = x_of(), x_of(seed=5), 1e-6
@@ -228,9 +215,6 @@ def assert_gradient_is_that_of_the_drawn(model: nn.Module) -> None:
 
 def test_backward_drops_what_forward_has_dropped():
     assert_gradient_is_that_of_the_drawn(pair(hard.DroppedPlanes)[1])
-
-
-# Sizes and autocast.
 
 
 @pytest.mark.parametrize("is_autocast", [False, True])
@@ -280,9 +264,6 @@ def test_autocast_is_off_inside(name):
     compare(*single_pair(name), x_of(), step=float32_step, tolerance=FLOAT32)
 
 
-# Submodules that are replayed.
-
-
 @pytest.mark.parametrize("make", [float, torch.tensor])
 def test_an_attribute_of_a_piece_changes_before_backward(make):
     def step_of_two(model: nn.Module, x: Tensor) -> dict[str, Tensor | None]:
@@ -320,9 +301,6 @@ def test_out_of_memory_in_a_piece_keeps_its_type():
     step(model, *x_of())  # it is read
     with NoMemory(), pytest.raises(torch.OutOfMemoryError, match="out of memory"):
         model(x_of()[0].requires_grad_())
-
-
-# Errors of a layer's own, and arguments.
 
 
 @pytest.mark.parametrize(
@@ -368,9 +346,6 @@ def test_a_reason_is_one_sentence_without_the_sizes_of_trials(name, reason):
     assert not any(f"'{size}'" in found for size in "BSM"), found
 
 
-# Readings: how often, and what they hold.
-
-
 @pytest.mark.parametrize("name", ["Factor", "Counting", "ItemOfBuffer"])
 def test_traces_are_bounded(name, monkeypatch):
     """Of 30 steps, between which a number is another."""
@@ -402,9 +377,6 @@ def test_a_layer_is_not_kept_alive(name):
     del model
     gc.collect()
     assert [ref() for ref in alive] == [None] * 4
-
-
-# Threads.
 
 
 def test_another_thread_computes_while_a_layer_is_read(monkeypatch):
@@ -505,7 +477,9 @@ def test_what_is_nearly_a_norm(name, dtype):
 def test_a_query_sees_no_key():
     seen = [ONES.clone(), ONES.clone(), ONES.clone()]
     seen[0][1, 12:], seen[1][1] = 0, 0
-    compare(*pair(hard.FilledScores), *[(*x_of(seed=i), mask) for i, mask in enumerate(seen)])
+    stock, model = pair(hard.FilledScores)
+    compare(stock, model, *[(*x_of(seed=i), mask) for i, mask in enumerate(seen)])
+    assert steps(model, Attention)
 
 
 def test_a_piece_has_a_tensor_with_a_gradient():
@@ -696,8 +670,6 @@ def test_dropout_in_place_drops():
     assert_gradient_is_that_of_the_drawn(model)
 
 
-# Results.
-
 RESULTS = {
     "size": lambda x, y: (y, x.shape[1]),
     "dtype": lambda x, y: (y, x.dtype),
@@ -752,9 +724,6 @@ def test_a_submodule_is_compiled(compiled):
 @pytest.mark.parametrize("size", [(0, S), (B, 0)])
 def test_an_empty_batch(size):
     compare(*pair(hard.Layer), x_of(*size), x_of(), x_of(*size))
-
-
-# What a model of transformers is asked for.
 
 
 @pytest.mark.filterwarnings("ignore::fused_remat.FusedRematWarning")

@@ -143,8 +143,6 @@ def unread():
     KNOWN.clear()
 
 
-# --- adapters and frozen parameters
-
 TARGETS = {
     "dinov2": ["query", "value", "fc1", "dense"], "dit": ["qkv", "proj", "mlp.0", "mlp.2"],
     "swin": ["query", "value", "fc1", "dense"], "mixtral": ["q_proj", "v_proj", "o_proj"],
@@ -282,9 +280,6 @@ def test_replicas_have_plain_tensors_for_parameters(name, replicate, served, unr
     assert any(traces[0]) and traces[0] == traces[1]
 
 
-# --- packed and padded sequences
-
-
 @pytest.mark.parametrize("name", TEXT)
 def test_packed_and_padded(name, served):
     stock, fused, batch = pair(name)
@@ -297,9 +292,6 @@ def test_packed_and_padded(name, served):
         calls.append({**batch, "input_ids": batch["input_ids"][:1], "position_ids": places})
     for given in calls:
         assert_same(name, step(fused, given), step(stock, given))
-
-
-# --- the compiler and transforms
 
 
 @pytest.mark.parametrize("name", ["olmo2", "dit", "t5"])
@@ -361,9 +353,6 @@ def test_fake_tensors_leave_no_reading(unread):
     assert all(kind.state == "converted" for kind in conversion(fused))
 
 
-# --- precision
-
-
 @pytest.mark.parametrize("how", ["autocast", "bfloat16"])
 @every
 def test_16_bits(name, how, served):
@@ -384,8 +373,6 @@ def test_16_bits(name, how, served):
     loss.backward()  # outside of autocast
     assert_within(errors(result(fused, loss), expected), errors(theirs, expected))
 
-
-# --- policies
 
 READ_BEFORE = {"mixtral", "jamba", "t5", "dit", "swin"}
 
@@ -446,9 +433,6 @@ def test_plan(name):
         made = plan(model, costs="analytic", loss=models.loss_of, budget=budget, **batch)
         assert len(made.policies) == len(layers_of(fused))
         assert_same(name, step(made.apply(copy.deepcopy(model)), batch), expected)
-
-
-# --- autograd
 
 
 @every
@@ -529,9 +513,6 @@ def test_without_gradients(name):
     assert_same(name, step(fused.eval(), batch), step(stock.eval(), batch))
 
 
-# --- reports
-
-
 @pytest.mark.parametrize("name", ["olmo2", "jamba", "whisper", "t5", "dit"])
 def test_reports(name, unread):
     """What runs while a layer is traced is no part of them."""
@@ -554,9 +535,6 @@ def test_replay_check(name, served, monkeypatch):
         assert_same(name, step(fused, batch), expected)
     monkeypatch.setattr(replay_check, "ON", True)  # what FUSED_REMAT_CHECK sets at import
     assert_same(name, step(fused, batch), expected)
-
-
-# --- state
 
 
 @every

@@ -216,9 +216,6 @@ def test_submodule_is_a_piece(name, told):
         assert told.reasons()
 
 
-# Branches on what is no activation.
-
-
 @pytest.mark.parametrize("name", ["DrawnDepth", "DrawnDepthByPython"])
 def test_a_drawn_number_decides(name):
     """Whatever was drawn while the layer was read."""
@@ -304,9 +301,6 @@ def test_argument_changed_in_place():
     assert_same(made[1], made[0], TOLERANCE)
 
 
-# Arguments.
-
-
 def test_multihead_attention():
     stock, model = pair(altered.Multihead)
     later = torch.ones(S, S, dtype=torch.bool).triu(1)
@@ -376,9 +370,6 @@ def test_what_is_added_comes_before_the_branch():
     step(model, normal(B, S, WIDTH))
     names = [node.name for node in graphs(model)[0].nodes]
     assert names.index("attn") < names.index("mlp.up")
-
-
-# What a trace costs.
 
 
 @pytest.mark.parametrize("of", ["activations", "parameters"])
@@ -552,9 +543,6 @@ def test_a_batch_of_one_sequence(sizes, told):
     assert trace_counts(model) == [1, 0]
 
 
-# Dropout.
-
-
 def test_drop_path():
     stock, model = pair(altered.Paths)
     step(copy.deepcopy(model), normal(5, S, WIDTH))  # it is read
@@ -580,9 +568,6 @@ def test_dropout(told):
         model.eval()
     for model in (full, *others):
         same_step(stock, model, x)
-
-
-# The life of a converted model.
 
 
 def test_reverted():
