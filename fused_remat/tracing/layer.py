@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 import sys
@@ -224,10 +225,10 @@ class TracedLayer(ConvertedLayer):
 
     def _known(self, call: Arguments, key: tuple[Any, ...]) -> Trace | Reason | None:
         """Return the trace of an earlier call whose dimensions may be those of this one."""
-        reason = None
+        reason, values_of = None, functools.cache(lambda names: self._values_of(names, call))
         for dims, names, values, trace in [*KNOWN.get(key, ())]:
             is_same = dims == call.dims
-            if (is_same or call.fits(dims)) and self._values_of(names, call) == values:
+            if (is_same or call.fits(dims)) and values_of(names) == values:
                 if isinstance(trace, Trace):
                     return trace
                 reason = trace if is_same else reason

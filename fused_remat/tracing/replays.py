@@ -33,7 +33,7 @@ def replay(t: Builder, number: int) -> str:
     assert op is not None
     if layout is None:
         raise Opaque(op.inside, f"the result of {op.name} has no dimension of tokens")
-    ops, sources, params = _region(t, number)
+    ops, sources, params = _region(t, number, op.inside)
     sources.sort(key=lambda n: getattr(t.layout(n), "names", ()) != layout.names)
     layouts = [known for n in sources if (known := t.layout(n)) is not None]
     xs = tuple([t.build(n) for n in sources])
@@ -46,7 +46,9 @@ def replay(t: Builder, number: int) -> str:
             return xs[0]
     if len(set(xs)) < len(xs):
         raise Opaque(op.inside, "it reads one activation in two layouts")
-    inside = _common([o.inside for o in ops])
+    paths = [o.inside.split(".") for o in ops]  # to the innermost submodule that contains all
+    same = itertools.takewhile(lambda names: len(set(names)) == 1, zip(*paths, strict=False))
+    inside = ".".join([names[0] for names in same])
     is_alone = layouts == [layout] and not (params or is_opaque or program.draws)
     if is_alone and t.is_of_stream(number):
         (like,) = sample(t, program)[1]
@@ -91,7 +93,7 @@ def replay(t: Builder, number: int) -> str:
     return name
 
 
-def _region(t: Builder, target: int) -> tuple[list[Op], list[int], list[int]]:
+def _region(t: Builder, target: int, inside: str) -> tuple[list[Op], list[int], list[int]]:
     """Return the operations up to the next steps, and the activations and others they read."""
     live, ops = t.recording.live, set[Op]()
     sources, params, seen, todo = list[int](), list[int](), set[int](), [target]
@@ -110,23 +112,15 @@ def _region(t: Builder, target: int) -> tuple[list[Op], list[int], list[int]]:
         elif n in t.inputs.values() or (n != target and t.step(n) is not None):
             sources.append(n)
             if not t.recording.values[n].is_floating_point():
-                producer = t.producer(target)
-                raise Opaque(producer.inside if producer else "", "it reads indices of tokens")
+                raise Opaque(inside, "it reads indices of tokens")
         else:
             assert op is not None
             if op.path is not None and n != target:
-                parent = op.inside.rpartition(".")[0]
-                raise Opaque(parent, f"a result of {op.path} has no dimension of tokens")
+                reason = f"a result of {op.path} has no dimension of tokens"
+                raise Opaque(op.inside.rpartition(".")[0], reason)
             ops.add(op)
             todo += op.reads
     return [op for op in t.recording.ops if op in ops], sources[::-1], params[::-1]
-
-
-def _common(paths: list[str]) -> str:
-    """Return the path of the innermost submodule that contains all the paths."""
-    parts = [path.split(".") for path in paths]
-    same = itertools.takewhile(lambda names: len(set(names)) == 1, zip(*parts, strict=False))
-    return ".".join([names[0] for names in same])
 
 
 def _stages(t: Builder, ops: list[Op], params: list[int]) -> tuple[tuple[str, ...], ...]:

@@ -57,7 +57,12 @@ class Arguments:
         self.x, x = floats[0], self.leaves[floats[0]]
         if x.dim() not in (2, 3, 4):
             raise Untraceable(f"its input has shape {tuple(x.shape)}")
-        self.memory = next((i for i in floats[1:] if self._is_memory(i, x)), None)
+        memories = (
+            i for i in floats[1:]
+            if self.names[i] in _MEMORY and self.leaves[i].dim() == 3 == x.dim()
+            and self.leaves[i] is not x
+        )  # fmt: skip
+        self.memory = next(memories, None)
         self.same = [i for i, t in enumerate(self.leaves) if t is x]
         self.axes = ("S",) if x.dim() == 2 else ("S", "B") if vary[0] == "S" else ("B", "S")
         sizes = dict(zip(self.axes, x.shape, strict=False))
@@ -80,10 +85,6 @@ class Arguments:
         self.bounds = next(packed, None)
         self._options = [self._options_of(i, t) for i, t in enumerate(self.leaves)]
         self.dims: Dims = tuple([dims for dims, _ in self._options])
-
-    def _is_memory(self, i: int, x: Tensor) -> bool:
-        t = self.leaves[i]
-        return self.names[i] in _MEMORY and t.dim() == 3 == x.dim() and t is not x
 
     def _options_of(self, i: int, t: Any) -> Any:
         if not isinstance(t, Tensor):

@@ -145,18 +145,15 @@ def _add_update(t: Builder, update: _Update) -> str:
     low, mask = f"{name}.low{len(node.updates)}", ""
     if update.p and t.drops:
         mask = _add_mask(t, f"{low}.mask", node.x, update.p)
-    own, weight = (_dtype(t, n) for n in (update.a, t.values[node.weight]))
+    params, names = parameters_of(t.layer), t.recording.sources
+    a, weight = (params.get(names.get(n, "")) for n in (update.a, t.values[node.weight]))
+    own = None if a is None or (weight is not None and a.dtype == weight.dtype) else a.dtype
     adapter = LowRank(
         a=t.param(update.a), b=t.param(update.b), low=low, scale=update.scale, mask=mask,
-        dtype=own if t.mixes_dtypes and own != weight else None,
+        dtype=own if t.mixes_dtypes else None,
     )  # fmt: skip
     t.nodes[name] = replace(node, updates=(*node.updates, adapter))
     return name
-
-
-def _dtype(t: Builder, number: int) -> torch.dtype | None:
-    param = parameters_of(t.layer).get(t.recording.sources.get(number, ""))
-    return None if param is None else param.dtype
 
 
 def _terms(t: Builder, number: int) -> list[int] | None:

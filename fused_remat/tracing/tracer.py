@@ -1,10 +1,8 @@
 """A tracer that turns a recording into the graph of a block, with the steps of `graph.build`.
 
-Every activation is traced backwards from the output. A norm, a linear layer, attention, a sum, an
-activation function of an MLP and dropout become that step (`steps.py`, `attention.py`). The
-operations between such steps become one `Replay`, which runs as it was recorded; so does a
-submodule that cannot be traced (`replays.py`). Values that do not depend on the layer's activations
-(masks, tables, a modulation) are computed at every call, before the block.
+Every activation is traced backwards from the output: by a rule to a step (`steps.py`), else to a
+`Replay` of the operations since the steps before it (`replays.py`). Values that do not depend on
+activations (masks, tables, a modulation) are computed at every call, before the block.
 """
 
 from __future__ import annotations
