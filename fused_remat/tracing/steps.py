@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -90,22 +90,16 @@ def _param(t: Builder, value: Any) -> str:
 def _sum(t: Builder, number: int, op: Op) -> Build | None:
     """Trace a sum of activations as wide as the stream, or an update of a linear layer."""
     if (update := _update(t, op)) is not None:
-        return lambda: _add_update(t, update)
+        return lambda: _add_update(t, *update)
     terms = _terms(t, number)
     return None if terms is None else lambda: _add_sum(t, number, terms)
 
 
-class _Update(NamedTuple):
-    """A sum base + scale * B(A(dropout(x))) of a linear layer's result `base` and an update."""
+def _update(t: Builder, op: Op) -> tuple[int, int, int, float, float] | None:
+    """Return the numbers base, A, B, scale and p of base + scale * B(A(dropout(x))), or None.
 
-    base: int
-    a: int
-    b: int
-    scale: float
-    p: float
-
-
-def _update(t: Builder, op: Op) -> _Update | None:
+    `base` is the result of a linear layer of x.
+    """
     args = [*op.args, *op.kwargs.values()]
     if len(args) != 2 or not all(map(t.live, args)):
         return None
@@ -125,7 +119,7 @@ def _update(t: Builder, op: Op) -> _Update | None:
             p, x = dropout.p, t.source(dropout.args[0].index)
         layer = _layer(t, t.source(base.index))
         if layer is not None and t.source(layer[0]) == x:
-            return _Update(base.index, down[1], up[1], scale, p)
+            return base.index, down[1], up[1], scale, p
     return None
 
 
@@ -138,19 +132,19 @@ def _layer(t: Builder, number: int) -> tuple[int, int, int | None] | None:
     return x.index, weight.index, bias.index if isinstance(bias, Ref) else None
 
 
-def _add_update(t: Builder, update: _Update) -> str:
-    name = t.build(update.base)
+def _add_update(t: Builder, base: int, a: int, b: int, scale: float, p: float) -> str:
+    name = t.build(base)
     node = t.nodes[name]
     assert isinstance(node, Linear)
     low, mask = f"{name}.low{len(node.updates)}", ""
-    if update.p and t.drops:
-        mask = _add_mask(t, f"{low}.mask", node.x, update.p)
+    if p and t.drops:
+        mask = _add_mask(t, f"{low}.mask", node.x, p)
     params, names = parameters_of(t.layer), t.recording.sources
-    a, weight = (params.get(names.get(n, "")) for n in (update.a, t.values[node.weight]))
-    own = None if a is None or (weight is not None and a.dtype == weight.dtype) else a.dtype
+    known = [params.get(names.get(n, "")) for n in (a, t.values[node.weight])]
+    own, weight = (None if param is None else param.dtype for param in known)
     adapter = LowRank(
-        a=t.param(update.a), b=t.param(update.b), low=low, scale=update.scale, mask=mask,
-        dtype=own if t.mixes_dtypes else None,
+        a=t.param(a), b=t.param(b), low=low, scale=scale, mask=mask,
+        dtype=own if t.mixes_dtypes and own != weight else None,
     )  # fmt: skip
     t.nodes[name] = replace(node, updates=(*node.updates, adapter))
     return name
