@@ -325,7 +325,6 @@ _CALL = nn.Module.__call__
 _ENTER, _EXIT, _ENABLED = (
     torch.autocast.__enter__, torch.autocast.__exit__, torch.is_autocast_enabled
 )  # fmt: skip
-_patch = threading.Lock()
 
 
 def record(
@@ -348,7 +347,7 @@ def record(
 
 @contextlib.contextmanager
 def _recording(recorder: Recorder) -> Iterator[None]:
-    """Record also calls of submodules, and uses of autocast, in this thread."""
+    """Record also calls of submodules, and uses of autocast, in this thread; one at a time."""
     thread = threading.get_ident()
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -374,14 +373,13 @@ def _recording(recorder: Recorder) -> Iterator[None]:
         (nn.Module, "__call__", _CALL, call), (torch, "is_autocast_enabled", _ENABLED, is_enabled),
         (torch.autocast, "__enter__", _ENTER, enter), (torch.autocast, "__exit__", _EXIT, leave),
     )  # fmt: skip
-    with _patch:
-        for owner, name, _, new in patches:
-            setattr(owner, name, new)
-        try:
-            with recorder:
-                yield
-        finally:
-            thread = 0  # for modules that were imported inside, and hold one of the functions
-            recorder.results.clear()  # whose callbacks hold the recorder
-            for owner, name, old, _ in patches:
-                setattr(owner, name, old)
+    for owner, name, _, new in patches:
+        setattr(owner, name, new)
+    try:
+        with recorder:
+            yield
+    finally:
+        thread = 0  # for modules that were imported inside, and hold one of the functions
+        recorder.results.clear()  # whose callbacks hold the recorder
+        for owner, name, old, _ in patches:
+            setattr(owner, name, old)
