@@ -18,7 +18,7 @@ from test_concurrency import together
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential, set_checkpoint_early_stop
 
-from bench.subjects.layer_ways import RandomState
+from bench.subjects.layers import RandomState
 from fused_remat import Policy, check_replay
 
 plain = functools.partial(checkpoint, use_reentrant=False)
