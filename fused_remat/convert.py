@@ -21,11 +21,11 @@ from fused_remat.layers.record import STATES, Ran, State, record_of
 from fused_remat.policies import Policy
 from fused_remat.report.units import run_name
 from fused_remat.steps.operations import warn
-from fused_remat.tracing.block import ReplayedSubmodule
 from fused_remat.tracing.call import Trace
 from fused_remat.tracing.discovery import first_batch_norm, repeated_layers
 from fused_remat.tracing.isolation import NOTES
 from fused_remat.tracing.layer import ROWS, TracedLayer, converted_class
+from fused_remat.tracing.program import ReplayedSubmodule
 
 Model = TypeVar("Model", bound=nn.Module)
 
