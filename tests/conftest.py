@@ -131,8 +131,7 @@ def routes(request, monkeypatch):
 
     hopper = request.param == "as on Hopper"
     families = frozenset(() if hopper else tables.FAMILIES.values())
-    monkeypatch.setattr(tables, "MLP_BWD_IN_ONE", families)
-    monkeypatch.setattr(tables, "KEPT_MLP_UP_IN_KERNEL", families)
+    monkeypatch.setattr(tables, "MLP_IN_KERNELS", families)
     monkeypatch.setattr(tables, "ATTENTION_BY_ATEN", frozenset({"interpreter"} if hopper else ()))
 
 

@@ -58,10 +58,10 @@ def _triton() -> Backend | str:
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
     try:
-        from fused_remat.triton import launch, unsupported_reason
+        from fused_remat.triton import launch
     except (ImportError, AttributeError) as error:
         return f"the installed Triton is too old or broken: {error}"
-    return Backend(unsupported_reason, forget=launch.forget)
+    return Backend(launch.unsupported_reason, forget=launch.forget)
 
 
 #: Rows: name -> the backend, whose implementations it registers, or why there is none. A new

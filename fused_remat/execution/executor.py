@@ -21,6 +21,7 @@ from fused_remat.execution.prepare import BlockConfig, Execution
 from fused_remat.graph.graph import sizes
 from fused_remat.graph.schedule import Step
 from fused_remat.steps.chunk import Chunk, Pass
+from fused_remat.steps.replay import Replay
 
 #: Called after a step that computes an activation, with its chunk.
 Watch = Callable[[Step, Chunk], None]
@@ -163,7 +164,8 @@ def stages(
             if delivers and step.kind == "backward" and chunk.parent is None:
                 *inner, after = delivers.get(node.name, _NOTHING)
             if inner:
-                grad, owned = chunk.take_grad(node.name)
+                assert isinstance(node, Replay)
+                grad, owned = chunk.grads.pop(node.name)
                 given = chunk, grad, owned, step.needs_grad, inner
                 for _, names in zip(node.backward_in_parts(*given), inner, strict=True):
                     yield this.take_grads(names)
@@ -171,7 +173,7 @@ def stages(
             elif observed:
                 _observed(this, step, chunk, None)
             elif step.kind == "backward":
-                grad, owned = chunk.take_grad(node.name)
+                grad, owned = chunk.grads.pop(node.name)
                 chunk.freeing = step.free
                 node.backward(chunk, grad, owned, step.needs_grad)
                 del grad
@@ -226,7 +228,7 @@ def _backward_tiles(
     this: Pass, execution: Execution, group: Chunk, supply: Iterator[Tensor]
 ) -> Iterator[BackwardPiece]:
     """A group's tiles, whose gradients of the group's activations are put together."""
-    plan, (dout, _) = execution.plan, group.take_grad("output")
+    plan, (dout, _) = execution.plan, group.grads.pop("output")
     buffers = {name: group.empty(name) for name in plan.tile_gives}
     for lo, hi in execution.chunks.tiles(group.rows):
         tile = Chunk(this, group.seqs, (lo, hi), group)
@@ -234,7 +236,7 @@ def _backward_tiles(
         tile.grads["output"] = (dout[lo:hi], False)
         yield tile, plan.tile_backward
         for name, buffer in buffers.items():
-            buffer[lo:hi].copy_(tile.take_grad(name)[0])
+            buffer[lo:hi].copy_(tile.grads.pop(name)[0])
         del tile
     for name, buffer in buffers.items():
         group.add_grad(name, buffer, owned=True)
@@ -272,7 +274,7 @@ def _collect(
     grads: dict[str, Tensor],
 ) -> None:
     """Put a group's gradient of an input into `grads`; `is_whole`: there is one group."""
-    grad, owned = group.take_grad(name)
+    grad, owned = group.grads.pop(name)
     if owned and is_whole:
         grads[name] = grad.view(shape)
         return
@@ -310,7 +312,7 @@ def _observed(this: Pass, step: Step, chunk: Chunk, rows: Tensor | None) -> None
         trace(step, chunk)
     with torch.profiler.record_function(f"fused_remat::{step}"):
         if step.kind == "backward":
-            grad, owned = chunk.take_grad(node.name)
+            grad, owned = chunk.grads.pop(node.name)
             chunk.freeing = step.free
             node.backward(chunk, grad, owned, step.needs_grad)
             return

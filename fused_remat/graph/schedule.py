@@ -11,11 +11,12 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fused_remat.graph.fusions import Draft, fuse
 from fused_remat.graph.graph import Graph, sizes
 from fused_remat.steps.node import Node, Shapes
+from fused_remat.steps.rotary import Rotary
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,8 @@ def _with_frees(steps: list[Draft], hold: Collection[str]) -> tuple[Step, ...]:
     for i, step in enumerate(steps):
         free, node = tuple(frees.get(i, ())), step.node
         if step.kind == "compute" and node is not None:
-            node = node.reusing(made.intersection(free))
+            if isinstance(node, Rotary) and node.x in free and node.x in made:
+                node = replace(node, in_place=True)  # over what nothing else reads or keeps
             made.add(node.name)
         result.append(Step(step.kind, node, step.needs_grad, free))
     return tuple(result)

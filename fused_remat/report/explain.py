@@ -17,6 +17,7 @@ from fused_remat.layers.fused_layer import FusedLayer
 from fused_remat.layers.record import record_of
 from fused_remat.report.step import arguments_of, device_of, restored, tensors_in, trace_layers
 from fused_remat.steps.chunk import Chunk, Pass
+from fused_remat.steps.fused import MlpBackward, mlp_bwd
 from fused_remat.steps.node import Node
 from fused_remat.steps.operations import OPERATIONS, Function, Operations
 from fused_remat.tracing.discovery import repeated_layers
@@ -256,10 +257,10 @@ def _shown(step: Step, chunk: Chunk) -> str:
     """Return a step of backward with the implementation that runs, except for a rebuild."""
     if step.node is None or step.kind != "backward":
         return str(step)
-    if (operation := step.node.backward_choice(chunk)) is None:
-        implementation = step.node.description[1]
-    else:
-        implementation = choose(operation[0], chunk.ops.name, operation[1]).reason()
+    implementation, owner = step.node.description[1], chunk.owner
+    if isinstance(step.node, MlpBackward):
+        key = step.node.act.act, owner.execution.compute or owner.dtype, owner.device
+        implementation = choose(mlp_bwd, chunk.ops.name, key).reason()
     return f"{step} ({implementation})" if implementation else str(step)
 
 

@@ -98,21 +98,11 @@ def activation_name(activation: Any) -> str | None:
         if activation.args or set(activation.keywords) - {"approximate"}:
             return None
         return _GELU.get(activation.keywords.get("approximate", "none"))
-    for name, entry in ACTIVATIONS.items():
-        for function in entry.functions:
-            if activation is function:
-                return name
-    return None
+    known = [(name, function) for name, row in ACTIVATIONS.items() for function in row.functions]
+    return next((name for name, function in known if activation is function), None)
 
 
-def _key(act: str, gate: Tensor | None, up: Tensor | None) -> tuple[Any, ...]:
-    """Return the function, and the dtype and device of the inputs."""
-    x = up if gate is None else gate
-    assert x is not None
-    return act, x.dtype, x.device
-
-
-@operation(key=lambda act, gate, up, mask: _key(act, gate, up), description="pointwise, eager")
+@operation(key=lambda act, gate, up, _: (act, up.dtype, up.device), description="pointwise, eager")
 def activation_fwd(act: str, gate: Tensor | None, up: Tensor, mask: DropoutMask | None) -> Tensor:
     """Return mask * act(up), or mask * act(gate) * up, where `act` is a row of `ACTIVATIONS`."""
     function = ACTIVATIONS[act].fwd
@@ -120,7 +110,7 @@ def activation_fwd(act: str, gate: Tensor | None, up: Tensor, mask: DropoutMask 
     return y if mask is None else y.mul_(mask.tensor())
 
 
-@operation(key=lambda act, dy, gate, up, *_: _key(act, gate, up), description="pointwise, eager")
+@operation(key=lambda act, dy, *_: (act, dy.dtype, dy.device), description="pointwise, eager")
 def activation_bwd(
     act: str,
     dy: Tensor,

@@ -166,7 +166,6 @@ def unsupported_call_reason(q: Tensor, v: Tensor, call: AttentionArgs) -> str | 
 
 
 def _only_for_flash(call: AttentionArgs | AttentionKey) -> str:
-    """Return what in a call only CUDA's flash kernel supports; "" if nothing."""
     if call.varlen:
         return "variable-length sequences"
     if call.spec.window not in ((-1, -1), (-1, 0)):
@@ -282,7 +281,6 @@ def backward(
 
 
 def _choose(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: AttentionArgs) -> Kernel:
-    """Return the kernel for these heads and their merged mask."""
     shared = q.shape[1] != k.shape[1]
     if q.is_cpu:
         return Kernel("" if shared else "cpu", mask)

@@ -173,8 +173,7 @@ class AttentionKey(NamedTuple):
     q_len: int
     kv_len: int
     widths: tuple[int, int]  # of a head in q and k, and in v
-    mask: torch.dtype | None  # mask, padding: the masks' dtypes; None without
-    padding: torch.dtype | None
+    masks: tuple[torch.dtype | None, ...]  # dtypes of the mask and of the padding
     # lengths, varlen: whether there are key lengths; whether sequences have variable length
     lengths: bool
     varlen: bool
@@ -185,15 +184,15 @@ class AttentionKey(NamedTuple):
 
     @property
     def limited(self) -> bool:
-        return self.lengths or self.mask is not None or self.padding is not None
+        return self.lengths or self.masks != (None, None)
 
 
 def attention_key(q: Tensor, v: Tensor, call: AttentionArgs) -> AttentionKey:
     """Return the key of forward and of backward, which choose equally."""
     mask, padding, device = call.mask, call.padding, q.device
+    masks = None if mask is None else mask.dtype, None if padding is None else padding.dtype
     return AttentionKey(
-        call.spec, call.batch, call.q_len, call.kv_len, (q.shape[3], v.shape[3]),
-        None if mask is None else mask.dtype, None if padding is None else padding.dtype,
+        call.spec, call.batch, call.q_len, call.kv_len, (q.shape[3], v.shape[3]), masks,
         call.lengths is not None, call.cu_q is not None, call.mask_grad, q.dtype, device,
         _switches() if device.type == "cuda" else (),
     )  # fmt: skip
@@ -206,7 +205,6 @@ def flash_is_replaced() -> bool:
 
 
 def _switches() -> tuple[int, ...]:
-    """Return the global switches by which PyTorch chooses its attention kernel on CUDA."""
     cuda = torch.backends.cuda
     return (
         torch.get_deterministic_debug_mode(),

@@ -88,14 +88,10 @@ class Layout:
 class Pass:
     """One forward or backward pass of one call: what all its chunks share.
 
-    Args:
-        execution: shapes, dtypes and operations of the call.
-        tensors: the block's inputs, batch first, and params by name; absent or None where the
-            block has none, or where backward does not read it.
-        functions: the caller's own functions by name.
-        like: a tensor with the dtype and device of the block's input.
-        watch: called after every step that computes an activation, with the step and its chunk.
-        sink: by param, buffers that gradients are added to, in float32 (float64) throughout.
+    `tensors` are the block's inputs, batch first, and params by name; absent or None where the
+    block has none, or where backward does not read it. `functions` are the caller's own, `like` has
+    the dtype and device of the block's input. `watch` is called after every step that computes an
+    activation. Gradients of params are added to the buffers `sink`, in at least float32 throughout.
     """
 
     def __init__(
@@ -149,6 +145,7 @@ class Chunk(dict[str, Tensor]):
         self.rows = hi - self.lo
         self.token0 = seqs[0] * owner.chunks.seq_len + self.lo
         self.param = owner.tensors.get  # a tensor of the block that is no activation, or None
+        #: Gradients of activations, and whether each may be overwritten.
         self.grads: dict[str, tuple[Tensor, bool]] = {}
         self.freeing: tuple[str, ...] = ()  # names that no step after the present one reads
 
@@ -206,10 +203,6 @@ class Chunk(dict[str, Tensor]):
             self.grads[name] = (grad.add_(have[0]), True)
         else:
             self.grads[name] = (have[0] + grad, True)
-
-    def take_grad(self, name: str) -> tuple[Tensor, bool]:
-        """Remove and return an activation's gradient, and whether it may be overwritten."""
-        return self.grads.pop(name)
 
     def sum_of_grads(self, name: str, dtype: torch.dtype) -> Tensor | None:
         """Remove an activation's gradient, if there is one in `dtype`, to add to it in place."""

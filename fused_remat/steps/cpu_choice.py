@@ -127,20 +127,13 @@ def _onednn() -> Any:
     if product is None or not torch.backends.mkldnn.is_available():
         return None
     if product not in flop_registry:
-        register_flop_formula(product)(_flops)
+        register_flop_formula(product)(lambda x, w, *_, **__: 2 * math.prod(x) * w[0])
     expected = ["X", "W", "B", "attr", "scalars", "algorithm"]
     named = [argument.name for argument in product.default._schema.arguments]
     return product.default if named == expected else None
 
 
-def _flops(x: Any, weight: Any, *_: Any, **__: Any) -> int:
-    """Return the floating-point operations of oneDNN's product of these shapes."""
-    return 2 * int(math.prod(x)) * int(weight[0])
-
-
 _ONEDNN = _onednn()
-
-
 _available = functools.partial(may_apply, PRODUCTS)
 
 
@@ -148,7 +141,7 @@ def _unsupported_reason(backward: bool, key: tuple[Any, ...]) -> str | None:
     dtype, device, *_, (tokens, *weight) = key
     low, size = dtype in LOW, math.prod((tokens, *weight))
     has = linear.cpu_has_native(dtype) if low else dtype == torch.float32 and _ONEDNN is not None
-    if device.type != "cpu" or not has or len(weight) != 2:
+    if device.type != "cpu" or not has:
         return ""
     if size < SMALLEST_PRODUCT:
         return "" if low else "slower at this size"

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -56,7 +56,7 @@ def _key(x: Tensor, weight: Tensor) -> tuple[Any, ...]:
 
 
 def _describe(key: tuple[Any, ...], *_: Any, **__: Any) -> str:
-    return f"blocks of logits, {linear.describe_product(key[0], key[1])}"
+    return f"blocks of logits, {linear.describe_product(key)}"
 
 
 @operation(key=lambda x, weight, *_, **__: _key(x, weight), description=_describe)
@@ -121,33 +121,63 @@ def cross_entropy_bwd(
     if tokens.used is not None:  # dy is infinite for a mean over no token
         dy = torch.where(tokens.used, dy, 0)
     high, log_sum = (tokens.taken(s, 0, count) for s in stats)
-    slopes = Slopes.of(dy, (high, log_sum), vocab, call)
+    mass, spread, at_target = slopes(dy, (high, log_sum), vocab, call)
     if tokens.used is not None:  # without statistics exp(z) could be infinite, and inf * 0 is NaN
         high = high.masked_fill(~tokens.used, math.inf)
+
+    def dlogits(block: Columns, lo: int, hi: int) -> tuple[Tensor, Tensor]:
+        x_part = tokens.taken(x, lo, hi).to(block.weight.dtype)
+        z = block.logits(x_part, call.softcap)
+        cap = 1 - (z / call.softcap).square_() if call.softcap else None
+        z.sub_(high[lo:hi]).sub_(log_sum[lo:hi]).exp_().mul_(mass[lo:hi])
+        if call.label_smoothing:
+            z.add_(spread[lo:hi])
+        at, inside = block.places(tokens.target[lo:hi])
+        z.scatter_add_(1, at, torch.where(inside, at_target[lo:hi], 0))
+        return x_part, z if cap is None else z.mul_(cap)  # of the logits before the soft-cap
+
+    dx, dweight, dbias = gradients(dlogits, x, weight, bias, count, call, needs_grad, exact, wide)
+    return None if dx is None else tokens.whole(dx.to(x.dtype)), dweight, dbias
+
+
+def gradients(
+    dlogits: Callable[[Columns, int, int], tuple[Tensor, Tensor]],
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    count: int,
+    call: CrossEntropyTargets,
+    needs_grad: tuple[bool, ...],
+    exact: bool,
+    wide: bool = False,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return the results of `cross_entropy_bwd` for `count` tokens, but dx in at least float32.
+
+    `dlogits(block, lo, hi)` returns tokens lo to hi, and the gradient of their logits.
+    """
+    vocab, dtype = len(weight), torch.promote_types(x.dtype, torch.float32)
     rows, columns = block_of(count, vocab, call, x.device)
-    dx = high.new_empty((count, x.shape[1])) if needs_grad[0] else None
-    dweight = new_dweight(weight, exact) if needs_grad[1] else None
-    dbias = high.new_zeros(vocab) if needs_grad[2] else None
+    dx = x.new_empty((count, x.shape[1]), dtype=dtype) if needs_grad[0] else None
+    wide_dweight = torch.promote_types(weight.dtype, torch.float32) if exact else weight.dtype
+    dweight = x.new_empty(weight.shape, dtype=wide_dweight) if needs_grad[1] else None
+    dbias = x.new_zeros(vocab, dtype=dtype) if needs_grad[2] else None
     for span in spans(vocab, columns):
         block = Columns.of(weight, bias, span, x, wide)
         mine = None if dweight is None else dweight[slice(*span)]
         dw = None if mine is None else sum_in(mine, block.weight.dtype, -(-count // rows))
         for lo, hi in spans(count, rows):
-            x_part = tokens.taken(x, lo, hi).to(block.weight.dtype)
-            z = block.logits(x_part, call.softcap)
-            part = Slopes(*(t[lo:hi] for t in (slopes.mass, slopes.spread, slopes.target)))
-            places = block.places(tokens.target[lo:hi])
-            z = _dlogits_(z, (high[lo:hi], log_sum[lo:hi]), part, *places, call)
+            x_part, z = dlogits(block, lo, hi)
             if dbias is not None:
-                dbias[slice(*span)] += z.sum(0)
+                dbias[slice(*span)] += z.sum(0, dtype=dtype)
             z = z.to(block.weight.dtype)
             if dw is not None:
                 add_product(dw, z.t(), x_part, lo == 0)
             if dx is not None:
                 add_product(dx[lo:hi], z, block.weight, span[0] == 0)
+            del x_part
         if mine is not None and dw is not None and dw is not mine:
             mine.copy_(dw)
-    return None if dx is None else tokens.whole(dx.to(x.dtype)), dweight, dbias
+    return dx, dweight, dbias
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -299,39 +329,16 @@ def _of_all_ranks(
     return top, exps.log(), picked, total
 
 
-@dataclass(frozen=True, eq=False)
-class Slopes:
-    """Factors of a logit's gradient: softmax * `mass` + `spread`, and + `target` at the target."""
+def slopes(
+    dy: Tensor, stats: tuple[Tensor, Tensor], vocab: int, call: CrossEntropyTargets
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return factors of a logit's gradient: softmax * the 1st + the 2nd, and + the 3rd at a target.
 
-    mass: Tensor
-    spread: Tensor
-    target: Tensor
-
-    @classmethod
-    def of(
-        cls, dy: Tensor, stats: tuple[Tensor, Tensor], vocab: int, call: CrossEntropyTargets
-    ) -> Slopes:
-        """Return the factors for losses' gradients `dy` (n, 1), without the soft-cap's slope."""
-        mass = dy if not call.z_loss else dy * (1 + 2 * call.z_loss * (stats[0] + stats[1]))
-        share = call.label_smoothing
-        return cls(mass, dy * (-share / (call.classes or vocab)), dy * (share - 1))
-
-
-def _dlogits_(
-    z: Tensor,
-    stats: tuple[Tensor, Tensor],
-    slopes: Slopes,
-    at: Tensor,
-    inside: Tensor,
-    call: CrossEntropyTargets,
-) -> Tensor:
-    """Replace z, logits after the soft-cap, by the gradient of the logits before it."""
-    cap = 1 - (z / call.softcap).square_() if call.softcap else None
-    z.sub_(stats[0]).sub_(stats[1]).exp_().mul_(slopes.mass)
-    if call.label_smoothing:
-        z.add_(slopes.spread)
-    z.scatter_add_(1, at, torch.where(inside, slopes.target, 0))
-    return z if cap is None else z.mul_(cap)
+    `dy` (n, 1) are the gradients of the losses. The soft-cap's slope is another factor.
+    """
+    mass = dy if not call.z_loss else dy * (1 + 2 * call.z_loss * (stats[0] + stats[1]))
+    share = call.label_smoothing
+    return mass, dy * (-share / (call.classes or vocab)), dy * (share - 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -401,12 +408,6 @@ class Columns:
         at = (target - self.first)[:, None]
         inside = (at >= 0) & (at < len(self.weight))
         return at.clamp_(0, len(self.weight) - 1), inside
-
-
-def new_dweight(weight: Tensor, exact: bool) -> Tensor:
-    """Return an uninitialized gradient of `weight`; if `exact`, in at least float32."""
-    wide = torch.promote_types(weight.dtype, torch.float32)
-    return torch.empty(weight.shape, dtype=wide if exact else weight.dtype, device=weight.device)
 
 
 def sum_in(dweight: Tensor, dtype: torch.dtype, terms: int) -> Tensor:

@@ -7,9 +7,9 @@ where a backend has a faster implementation of it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -171,10 +171,6 @@ class MlpBackward(Node):
     @property
     def label(self) -> str:
         return f"{self.out.name} and {self.act.name}"
-
-    def backward_choice(self, chunk: Chunk) -> tuple[Callable[..., Any], Any]:
-        owner = chunk.owner
-        return mlp_bwd, (self.act.act, owner.execution.compute or owner.dtype, owner.device)
 
     def backward(self, chunk: Chunk, dy: Tensor, owned: bool, needs_grad: Collection[str]) -> None:
         out, x = self.out, self.ups[0].operand(chunk)

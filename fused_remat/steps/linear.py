@@ -41,27 +41,21 @@ def widens(x: Tensor) -> bool:
     return x.dtype in LOW and x.device.type == "cpu" and not cpu_has_native(x.dtype)
 
 
-def describe_product(dtype: torch.dtype, device: torch.device) -> str:
-    """Describe the product of operands in a dtype on a device, for `explain`."""
+def describe_product(key: tuple[Any, ...], *_: Any, **__: Any) -> str:
+    """Describe a product for `explain`; the key begins with its operands' dtype and device."""
+    dtype, device, *_ = key
     if not widens(torch.empty(0, dtype=dtype, device=device)):
         return "ATen's addmm"
     return f"ATen's addmm on float32 copies: this CPU has no {str(dtype)[6:]} products"
 
 
-def _key(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None = None,
-    mask: DropoutMask | None = None,
-    out: Tensor | None = None,
-) -> tuple[Any, ...]:
-    # The third is whether dropout or a residual follows the product.
-    sizes = x.shape[0], *(() if weight is None else weight.shape)
-    return x.dtype, x.device, residual is not None or mask is not None, sizes
-
-
-@operation(key=_key, description=lambda key, *_, **__: describe_product(key[0], key[1]))
+# In the key, the third is whether dropout or a residual follows the product.
+@operation(
+    key=lambda x, weight, bias, residual=None, mask=None, out=None: (
+        x.dtype, x.device, residual is not None or mask is not None, (x.shape[0], *weight.shape)
+    ),
+    description=describe_product,
+)  # fmt: skip
 def linear_fwd(
     x: Tensor,
     weight: Tensor | None,
@@ -95,7 +89,7 @@ def linear_fwd(
 
 @operation(
     key=lambda dy, weight, into=None: (dy.dtype, dy.device, (dy.shape[0], *weight.shape)),
-    description=lambda key, *_, **__: describe_product(key[0], key[1]),
+    description=describe_product,
 )
 def linear_dx(dy: Tensor, weight: Tensor | None, into: Tensor | None = None) -> Tensor:
     """Return dy @ weight, added in place to `into` unless None; dy may be columns of a matrix."""
@@ -110,7 +104,7 @@ def linear_dx(dy: Tensor, weight: Tensor | None, into: Tensor | None = None) -> 
 
 @operation(
     key=lambda dy, x, into, partial, exact=False: (x.dtype, x.device, partial or exact),
-    description=lambda key, *_, **__: describe_product(key[0], key[1]),
+    description=describe_product,
 )
 def linear_dw(
     dy: Tensor, x: Tensor, into: Tensor | None, partial: bool, exact: bool = False

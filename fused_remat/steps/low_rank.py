@@ -28,10 +28,7 @@ if TYPE_CHECKING:
     from fused_remat.steps.chunk import Chunk
 
 
-@operation(
-    key=lambda y, x, *_: (x.dtype, x.device),
-    description=lambda key, *_, **__: describe_product(*key),
-)
+@operation(key=lambda y, x, *_: (x.dtype, x.device), description=describe_product)
 def low_rank_add(y: Tensor, x: Tensor, weight: Tensor | None, scale: float) -> None:
     """Add scale * x @ weight.T to y, which may be columns, and may have a lower dtype."""
     assert weight is not None

@@ -11,7 +11,7 @@ heads, tokens of a sequence, width of a head). All nodes are immutable and hold 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -44,32 +44,20 @@ def _kind(declared: Any) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """One step: computes the activation `name`.
-
-    Attributes:
-        name: the activation it defines.
-        role: what the activation is in a block, by which presets keep it (`policies.PRESETS`).
-        compute: under autocast, the dtype of products outside the residual stream, or of a norm's
-            result; None for that of what the node reads.
-        keepable: whether a policy may name it.
-        widens: whether it is float32 (float64 in a float64 block) whatever the input's dtype.
-        per_sequence: True if it mixes the tokens of a sequence, so that it cannot run on a tile.
-        per_batch: True if it may mix all tokens, so that the block must not be cut at all.
-        chooses: True if it chooses by values (experts): what backward rebuilds for it has to be
-            forward's, bit for bit.
-        stats_follow: True if the statistics are kept exactly when `name` is kept; False if they
-            are kept whenever backward needs them.
-        description: what `explain` prints of forward and backward in addition to the operations.
-    """
+    """One step: computes the activation `name`."""
 
     name: str
-    role: str = ""
+    role: str = ""  # what it is in a block, by which presets keep it (`policies.PRESETS`)
+    # under autocast, the dtype of products outside the residual stream, or of a norm's result;
+    # None for that of what the node reads
     compute: torch.dtype | None = None
-    keepable: ClassVar[bool] = True
-    widens: ClassVar[bool] = False
-    per_sequence: ClassVar[bool] = False
-    per_batch: bool = False
+    keepable: ClassVar[bool] = True  # whether a policy may name it
+    widens: ClassVar[bool] = False  # whether it has float32 at least, whatever the input's dtype
+    per_sequence: ClassVar[bool] = False  # mixes the tokens of a sequence: cannot run on a tile
+    per_batch: bool = False  # may mix all tokens: the block must not be cut at all
+    # chooses by values (experts): what backward rebuilds for it has to be forward's, bit for bit
     chooses: ClassVar[bool] = False
+    # statistics are kept exactly when `name` is kept; else, whenever backward needs them
     stats_follow: ClassVar[bool] = False
 
     def _named(self, kind: str) -> tuple[str, ...]:
@@ -109,6 +97,7 @@ class Node:
 
     @property
     def description(self) -> tuple[str, str]:
+        """What `explain` prints of forward and backward in addition to the operations."""
         return "", ""
 
     @property
@@ -155,20 +144,9 @@ class Node:
         """Return floating-point operations per token of a forward; 0 for a pointwise step."""
         return 0
 
-    def reusing(self, spare: Collection[str]) -> Node:
-        """Return the node that may overwrite the activations `spare`.
-
-        The same pass computed them, they are not kept, and no later step reads them.
-        """
-        return self
-
     def in_order(self, names: Collection[str]) -> Sequence[Collection[str]]:
-        """Return params whose gradients `backward_in_parts` completes early, in this order."""
+        """Return params whose gradients `Replay.backward_in_parts` completes early, in order."""
         return ()
-
-    def backward_choice(self, chunk: Chunk) -> tuple[Callable[..., Any], Any] | None:
-        """Return the operation that backward runs and its key, for `explain`."""
-        return None
 
     def forward(self, chunk: Chunk, out: Tensor | None = None) -> None:
         """Put `name`, computed into `out` unless None, and the statistics into the chunk."""
@@ -179,15 +157,4 @@ class Node:
 
         `dy` may be overwritten if `owned`.
         """
-        raise NotImplementedError
-
-    def backward_in_parts(
-        self,
-        chunk: Chunk,
-        dy: Tensor,
-        owned: bool,
-        needs_grad: Collection[str],
-        parts: Sequence[Collection[str]],
-    ) -> Iterator[None]:
-        """Run `backward`, but yield when the gradients of each of the `parts` are complete."""
         raise NotImplementedError

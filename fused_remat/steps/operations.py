@@ -123,8 +123,7 @@ def faster(
 ) -> Callable[[Function], F]:
     """Register an implementation of the operation `function` for a backend (see `Faster`).
 
-    Call this before the backend first runs the operation. An implementation without a docstring
-    takes the operation's.
+    Call this before the backend first runs the operation.
 
     Raises: TypeError if the parameters or their defaults differ from the operation's.
     """
@@ -136,7 +135,6 @@ def faster(
                 f"{run.__name__}({_parameters(run)}) cannot implement {function.__name__}: its "
                 f"parameters must be ({expected})"
             )
-        run.__doc__ = run.__doc__ or function.__doc__
         OPERATIONS[function].faster[backend] = Faster(
             run, unsupported_reason, description, name, available
         )
@@ -153,11 +151,8 @@ def _parameters(function: Function) -> str:
 class Operations(dict[Function, Function]):
     """The implementations of one backend: `ops[norm_fwd]` is called like `norm_fwd`.
 
-    Attributes:
-        name: the backend's name.
-        chunk_tokens: given a device and dtype, about how many tokens the backend processes at a
-            time.
-        serve: returns the implementation of an operation on its first use.
+    `chunk_tokens`: about how many tokens of a dtype on a device the backend processes at a time.
+    `serve`: returns the implementation of an operation on its first use.
     """
 
     def __init__(

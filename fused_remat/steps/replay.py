@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 
 Function = Callable[[Tensor], Tensor]
+#: Tensors whose gradients are complete at the same time, in this order.
+Parts = Sequence[Collection[str]]
 
 # Elements of a function's inputs and result that run at a time: temporaries stay in a CPU's cache.
 _CACHED, _DEVICE = 1 << 18, 1 << 24
@@ -92,7 +94,6 @@ class Replay(Node):
         return _called(function, xs[0]) if self.captures else function(at, xs, tensors)
 
     def _tensors(self, chunk: Chunk) -> list[Tensor | None]:
-        """Return the tensors; of those with a batch, the chunk's sequences."""
         first, last = chunk.seqs
         return [
             t[first:last] if t is not None and name in self.batched else t
@@ -134,7 +135,7 @@ class Replay(Node):
         mask = chunk.mask(self.mask)
         chunk.put(self.name, y if mask is None else torch.mul(y, mask.tensor()).to(y.dtype))
 
-    def in_order(self, names: Collection[str]) -> Sequence[Collection[str]]:
+    def in_order(self, names: Collection[str]) -> Parts:
         return [[name for name in stage if name in names] for stage in self.stages[:-1]]
 
     def backward(self, chunk: Chunk, dy: Tensor, owned: bool, needs_grad: Collection[str]) -> None:
@@ -142,13 +143,9 @@ class Replay(Node):
             pass
 
     def backward_in_parts(
-        self,
-        chunk: Chunk,
-        dy: Tensor,
-        owned: bool,
-        needs_grad: Collection[str],
-        parts: Sequence[Collection[str]],
+        self, chunk: Chunk, dy: Tensor, owned: bool, needs_grad: Collection[str], parts: Parts
     ) -> Iterator[None]:
+        """Run `backward`, but yield when the gradients of each of the `parts` are complete."""
         if (mask := chunk.mask(self.mask)) is not None:
             dy = chunk.ops[dropout](dy, mask)
         given = [
@@ -158,9 +155,8 @@ class Replay(Node):
         spans, whole = self._spans(chunk), dict[str, Tensor]()
         first = parts if len(spans) == 1 else ()
         for at, rows in spans:
-            for name, grad, mine in self._grads(
-                chunk, at, rows, given, dy[rows], needs_grad, first
-            ):
+            part = chunk, at, rows, given, dy[rows], needs_grad, first
+            for name, grad, mine in self._grads(*part):
                 if grad is None:
                     yield
                 elif name in self.tensors:
@@ -185,7 +181,7 @@ class Replay(Node):
         given: Sequence[Tensor | None],
         dy: Tensor,
         needs_grad: Collection[str],
-        first: Sequence[Collection[str]],
+        first: Parts,
     ) -> Iterator[tuple[str, Tensor | None, bool]]:
         """Yield gradients of some rows' inputs and of the tensors, and whether each may be changed.
 
@@ -251,7 +247,6 @@ class Replay(Node):
     def _add_param_grad(
         self, chunk: Chunk, name: str, grad: Tensor, owned: bool, partial: bool
     ) -> None:
-        """Add to a tensor's gradient; of one with a batch, to that of the chunk's sequences."""
         owner = chunk.owner
         partial = partial or owner.partial
         dtype = torch.promote_types(grad.dtype, torch.float32) if partial else grad.dtype

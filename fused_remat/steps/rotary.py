@@ -6,7 +6,7 @@ The arithmetic is float32 (float64 for float64), and the result is rounded once.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -150,7 +150,6 @@ def _normed(heads: Tensor, call: RotaryTables) -> tuple[Tensor, Tensor]:
 
 
 def _pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """Return views of the first and the second elements of all pairs of x (..., R)."""
     if interleaved:
         return x[..., 0::2], x[..., 1::2]
     return x.tensor_split(2, -1)  # type: ignore[return-value]
@@ -214,7 +213,7 @@ class Rotary(Node):
     sin: Param = ""
     q_weight: Param = ""  # q_weight, k_weight: names of the norms' weights, both "" for no norm
     k_weight: Param = ""
-    in_place: bool = False  # whether the result is written over x (`reusing`)
+    in_place: bool = False  # whether the result is written over x
 
     @property
     def description(self) -> tuple[str, str]:
@@ -225,9 +224,6 @@ class Rotary(Node):
 
     def rereads(self, needs_grad: Collection[str]) -> tuple[str, ...]:
         return self.params
-
-    def reusing(self, spare: Collection[str]) -> Node:
-        return replace(self, in_place=True) if self.x in spare else self
 
     def forward(self, chunk: Chunk, out: Tensor | None = None) -> None:
         x = chunk[self.x]

@@ -6,4 +6,3 @@ not contiguous (`launch.contiguous_rows`).
 """
 
 from fused_remat.triton import attention, cross_entropy, norm, pointwise, products, rotary  # noqa: F401
-from fused_remat.triton.launch import unsupported_reason as unsupported_reason

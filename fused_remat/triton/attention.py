@@ -6,6 +6,7 @@ First the choice and the two operations, then the launches of forward and backwa
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fused_remat.kernels.attention import Lists, Scores, Sizes, Strides, attention_fwd_kernel
+from fused_remat.kernels.attention import Scores, Sizes, Strides, attention_fwd_kernel
 from fused_remat.kernels.attention import Tile as KernelTile
 from fused_remat.kernels.attention_bwd import (
     attention_delta_bwd_kernel,
@@ -22,7 +23,7 @@ from fused_remat.kernels.attention_bwd import (
     attention_sum_bwd_kernel,
 )
 from fused_remat.kernels.attention_masks import Sums, attention_mask_bwd_kernel
-from fused_remat.steps import attention, attention_aten
+from fused_remat.steps import attention
 from fused_remat.steps.attention import as_heads
 from fused_remat.steps.attention_call import AttentionArgs, AttentionKey, Heads
 from fused_remat.steps.operations import FAULTS, faster
@@ -55,12 +56,9 @@ _KNOWN = frozenset({"window", "align", "dropout", "true_means", *Scores._fields}
 MAX_WIDTH = 256
 # Rows of a tile that sums delta = rowsum(dout * out), or the parts of dk or dv.
 _SUM_ROWS = 64
-#: q, k, v, dout, lse, delta.
-Given = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def unsupported_reason(key: AttentionKey) -> str | None:
-    """Why the kernels cannot serve a call, or None if they can."""
     spec, widths = key.spec, key.widths
     unknown = [name for name in spec.options if name not in _KNOWN]
     if unknown:
@@ -76,25 +74,20 @@ def unsupported_reason(key: AttentionKey) -> str | None:
     return None
 
 
-def _why(key: AttentionKey) -> str | None:
-    """Why these kernels are chosen over ATen's; None if ATen's are chosen."""
-    return attention_aten.unsupported_reason(key) or why_own_attention(target_of(key.device), key)
-
-
 def _unsupported_fwd_reason(key: AttentionKey) -> str | None:
-    return "" if _why(key) is None else unsupported_reason(key)
+    own = why_own_attention(target_of(key.device), key)
+    return "" if own is None else unsupported_reason(key)
 
 
 def _unsupported_bwd_reason(key: AttentionKey) -> str | None:
-    """Return the reason of forward, also after a fault there."""
+    # That of forward, also after a fault there.
     fault = FAULTS.get((attention.attention_fwd, "triton", key))
     return _unsupported_fwd_reason(key) if fault is None else fault
 
 
 def _describe(key: AttentionKey, *_: Any, **__: Any) -> str:
-    if _unsupported_fwd_reason(key) is not None:
-        return attention.describe(key)
-    return f"kernel attention_fwd; attention_dkdv_bwd and attention_dq_bwd: {_why(key)}"
+    own = why_own_attention(target_of(key.device), key)
+    return f"kernel attention_fwd; attention_dkdv_bwd and attention_dq_bwd: {own}"
 
 
 @faster(attention.attention_fwd, "triton", _describe, _unsupported_fwd_reason)
@@ -114,25 +107,17 @@ def attention_bwd_triton(dattn, q, k, v, attn, lse, call, grads):
 
 
 def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    call: AttentionArgs,
-    out: Tensor,
-    lse: Tensor,
-    target: Target,
-    tile: AttentionTile | None = None,
+    q: Tensor, k: Tensor, v: Tensor, call: AttentionArgs, out: Tensor, lse: Tensor, target: Target
 ) -> Iterator[Launch]:
     """Return the launches that fill out (B*S_q, H*V) and lse (B, H, S_q), float32."""
     q, k, v = map(contiguous_rows, (q, k, v))
     widths = (q.shape[-1], v.shape[-1])
-    tile = tile or attention_tile("fwd", target, max(widths), call)
+    tile = attention_tile("fwd", target, max(widths), call)
     problem, launches = prepare(q, call, target, False)
     call = problem.call
     yield from launches
-    blocks, apart, launches = lists(problem, tile, False)
+    listed, launches = lists(problem, tile, False)
     yield from launches
-    listed = None if blocks is None else Lists(blocks, *apart)
     given, strides, tma = _operands(problem, tile, (q,), (k, v))
     heads = as_heads(out, call)
     partial = problem.is_partial(call.kv_len, tile.block_n)
@@ -140,11 +125,9 @@ def forward(
         *given, problem.masks, problem.bounds_q, call.lengths, listed, problem.site_key(), heads,
         lse, (*strides, _strides(heads)), _sizes(problem, widths), *problem.scalars(),
     )  # fmt: skip
-    constants = _constants(tile, widths, partial, tma)
     programs = cdiv(call.q_len, tile.block_m) * call.batch * call.spec.num_heads
-    yield Launch(
-        attention_fwd_kernel, (programs,), args, constants, tile.warps, tile.stages, q.device
-    )
+    how, blocks = (tile.warps, tile.stages), _blocks(tile, widths, partial, tma)
+    yield problem.launch(attention_fwd_kernel, programs, args, *how, tile=blocks)
 
 
 def backward(
@@ -157,12 +140,8 @@ def backward(
     call: AttentionArgs,
     grads: Heads | None,
     target: Target,
-    tiles: tuple[AttentionTile, AttentionTile] | None = None,
 ) -> Iterator[Launch]:
-    """Return the launches that fill `grads`, if given, and add to call.dmask and call.dpadding.
-
-    `tiles`: for dk and dv, and for dq.
-    """
+    """Return the launches that fill `grads`, if given, and add to call.dmask and call.dpadding."""
     q, k, v = map(contiguous_rows, (q, k, v))
     dout = contiguous_rows(as_heads(dattn, call))
     widths = (q.shape[-1], v.shape[-1])
@@ -178,12 +157,10 @@ def backward(
     yield from launches
     heads = (q, k, v, dout, lse, delta)
     if grads is not None:
-        tiles = tiles or (
-            attention_tile("dkdv", target, max(widths), call),
-            attention_tile("dq", target, max(widths), call),
-        )
-        yield from _gradients(problem, heads, grads[1:], tiles[0], by_keys=True)
-        yield from _gradients(problem, heads, grads[:1], tiles[1], by_keys=False)
+        tile = attention_tile("dkdv", target, max(widths), call)
+        yield from _gradients(problem, heads, grads[1:], tile, by_keys=True)
+        tile = attention_tile("dq", target, max(widths), call)
+        yield from _gradients(problem, heads, grads[:1], tile, by_keys=False)
     tile = attention_tile("mask", target, max(widths), call)
     if call.dmask is not None:
         dmask = call.dmask if call.dmask.dim() == 4 else call.dmask[None, None]
@@ -193,14 +170,17 @@ def backward(
 
 
 def _gradients(
-    problem: Problem, heads: Given, grads: tuple[Tensor, ...], tile: AttentionTile, by_keys: bool
+    problem: Problem,
+    heads: tuple[Tensor, ...],
+    grads: tuple[Tensor, ...],
+    tile: AttentionTile,
+    by_keys: bool,
 ) -> Iterator[Launch]:
-    """Return the launches of dk and dv, a program a block of keys; or of dq, a program a tile."""
+    # Of dk and dv, a program is a block of keys; of dq, a tile of queries.
     call, (q, k, v, dout, lse, delta) = problem.call, heads
     widths = (q.shape[-1], v.shape[-1])
-    blocks, blocks_apart, launches = lists(problem, tile, by_keys)
+    listed, launches = lists(problem, tile, by_keys)
     yield from launches
-    listed = None if blocks is None else Lists(blocks, *blocks_apart)
     (q_in, do_in, k_in, v_in), strides, tma = _operands(problem, tile, (q, dout), (k, v))
     kernel = attention_dkdv_bwd_kernel if by_keys else attention_dq_bwd_kernel
     tiles = cdiv(call.q_len, tile.block_m), cdiv(call.kv_len, tile.block_n)
@@ -215,7 +195,7 @@ def _gradients(
     if parts > 1:
         sizes = [(b, h * parts, n, e) for b, h, n, e in (x.shape for x in grads)]
         made = tuple(scratch(lse, n) for n in sizes)
-    constants = _constants(tile, widths, partial, tma)
+    how, blocks = (tile.warps, tile.stages), _blocks(tile, widths, partial, tma)
     of_q, of_dout, of_k, of_v = strides
     apart = of_q, of_k, of_v, of_dout, *map(_strides, made)
     for wanted in ((made[0], None), (None, made[1])) if tile.split and by_keys else (made,):
@@ -223,7 +203,7 @@ def _gradients(
             q_in, k_in, v_in, do_in, lse, delta, problem.masks, bounds, call.lengths, listed,
             problem.site_key(), *wanted, apart, _sizes(problem, widths, parts), *problem.scalars(),
         )  # fmt: skip
-        yield Launch(kernel, (programs,), args, constants, tile.warps, tile.stages, q.device)
+        yield problem.launch(kernel, programs, args, *how, tile=blocks)
     for sums, grad in zip(made, grads, strict=True) if parts > 1 else ():
         batch, count, rows, width = grad.shape
         yield problem.launch(
@@ -233,12 +213,14 @@ def _gradients(
         )  # fmt: skip
 
 
-def _mask_grad(problem: Problem, heads: Given, dmask: Tensor, tile: AttentionTile) -> Launch:
+def _mask_grad(
+    problem: Problem, heads: tuple[Tensor, ...], dmask: Tensor, tile: AttentionTile
+) -> Launch:
     """Return the launch that adds to dmask (b, h, m, n); each size is 1 or that of the scores."""
     call, (q, k, v, dout, lse, delta) = problem.call, heads
     widths = (q.shape[-1], v.shape[-1])
-    blocks = cdiv(call.q_len, tile.block_m), cdiv(call.kv_len, tile.block_n)
-    counted = (call.batch, call.spec.num_heads, *blocks)
+    tiles = cdiv(call.q_len, tile.block_m), cdiv(call.kv_len, tile.block_n)
+    counted = (call.batch, call.spec.num_heads, *tiles)
     over = [n == 1 for n in dmask.shape]
     counts = tuple(1 if o else n for o, n in zip(over, counted, strict=True))
     spans = tuple(n if o else 1 for o, n in zip(over, counted, strict=True))
@@ -248,15 +230,11 @@ def _mask_grad(problem: Problem, heads: Given, dmask: Tensor, tile: AttentionTil
         tuple(map(_strides, (q, k, v, dout))), _sizes(problem, widths),
         *problem.scalars(),
     )  # fmt: skip
-    constants = {
-        "OVER_ROWS": over[2],
-        "OVER_COLS": over[3],
-        "tile": KernelTile(tile.block_m, tile.block_n, *_blocks_of(widths)),
-    }
-    grid = (counts[0] * counts[1] * counts[2] * counts[3],)
-    return Launch(
-        attention_mask_bwd_kernel, grid, args, constants, tile.warps, tile.stages, q.device
-    )
+    blocks = KernelTile(tile.block_m, tile.block_n, *_columns_of(widths))
+    return problem.launch(
+        attention_mask_bwd_kernel, math.prod(counts), args, tile.warps, tile.stages,
+        OVER_ROWS=over[2], OVER_COLS=over[3], tile=blocks,
+    )  # fmt: skip
 
 
 def _sizes(problem: Problem, widths: tuple[int, int], parts: int = 1) -> Sizes:
@@ -264,24 +242,19 @@ def _sizes(problem: Problem, widths: tuple[int, int], parts: int = 1) -> Sizes:
     return Sizes(heads, heads // call.spec.num_kv_heads, call.q_len, call.kv_len, *widths, parts)
 
 
-def _constants(
-    tile: AttentionTile, widths: tuple[int, int], partial: bool, tma: bool
-) -> dict[str, Any]:
-    e, v = _blocks_of(widths)
+def _blocks(tile: AttentionTile, widths: tuple[int, int], partial: bool, tma: bool) -> KernelTile:
+    e, v = _columns_of(widths)
     blocks = KernelTile(tile.block_m, tile.block_n, e, v, e == widths[0], v == widths[1], tma)
-    return {"tile": blocks._replace(PARTIAL=partial)}
+    return blocks._replace(PARTIAL=partial)
 
 
 def _padded(width: int) -> int:
     return max(16, power_of_2(width))
 
 
-def _blocks_of(widths: tuple[int, int]) -> tuple[int, int]:
-    """Return the columns of a tile of keys and of one of values, of these widths.
-
-    Values have no narrower tile than keys' first 128 columns: on an H100, compiled by Triton 3.6,
-    tiles of 64 and 32 columns read outside of shared memory.
-    """
+def _columns_of(widths: tuple[int, int]) -> tuple[int, int]:
+    # Values have no narrower tile than keys' first 128 columns: on an H100, compiled by Triton 3.6,
+    # tiles of 64 and 32 columns read outside of shared memory.
     e, v = map(_padded, widths)
     return e, max(v, min(e, 128))
 
@@ -297,7 +270,7 @@ def _operands(
         return heads, strides, False
     rows = [tile.block_m] * len(by_query) + [tile.block_n] * len(by_key)
     widths = by_query[0].shape[-1], by_key[-1].shape[-1]
-    columns = dict(zip(widths, _blocks_of(widths), strict=True))
+    columns = dict(zip(widths, _columns_of(widths), strict=True))
     described = [_described(x, n, columns[x.shape[-1]]) for x, n in zip(heads, rows, strict=True)]
     return described, strides, True
 
@@ -308,13 +281,12 @@ def _strides(x: Tensor) -> Strides:
 
 
 def _can_describe(x: Tensor) -> bool:
-    """Whether x allows a tensor descriptor: its address and strides are multiples of 16 bytes."""
+    # Its address and strides are multiples of 16 bytes.
     apart = [s for n, s in zip(x.shape[:3], x.stride(), strict=False) if n > 1]
     steps = all(s > 0 and s * x.element_size() % 16 == 0 for s in apart)
     return steps and x.data_ptr() % 16 == 0
 
 
 def _described(x: Tensor, rows: int, width: int) -> TensorDescriptor:
-    """Return a tensor descriptor of `x` in blocks (1, 1, rows, width)."""
     strides = [16 if n == 1 else s for n, s in zip(x.shape[:3], x.stride(), strict=False)]
     return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, width])

@@ -9,7 +9,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from fused_remat.kernels.attention import Masks, Scores
+from fused_remat.kernels.attention import Lists, Masks, Scores
 from fused_remat.kernels.attention_masks import (
     attention_blocks_fwd_kernel,
     attention_bounds_fwd_kernel,
@@ -33,7 +33,7 @@ _CONSTANT = {known: tl.constexpr(known) for known in (False, True)}
 MaskStrides = tuple[int, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Problem:
     """A call on a target: what its launches share."""
 
@@ -77,9 +77,11 @@ class Problem:
     def site_key(self) -> Tensor | None:
         return self.call.site_key if self.call.spec.dropout > 0.0 else None
 
-    def launch(self, kernel: Any, programs: int, args: tuple[Any, ...], **constants: Any) -> Launch:
-        """Return a launch of a kernel that has no row in the tile tables."""
-        return Launch(kernel, (programs,), args, constants, 8, 2, self.device)
+    def launch(
+        self, kernel: Any, programs: int, args: tuple[Any, ...], warps: int = 8, stages: int = 2,
+        **constants: Any,
+    ) -> Launch:  # fmt: skip
+        return Launch(kernel, (programs,), args, constants, warps, stages, self.device)
 
 
 def prepare(
@@ -90,28 +92,26 @@ def prepare(
         call = replace(call, lengths=call.lengths.contiguous())
     problem = Problem(call, target, q.device, _masks(call))
     launches: list[Launch] = []
-    bounds_q = bounds_k = shift = None
     if call.cu_q is not None:
         _, left, right = problem.interval
-        bounds_q, launch = _bounds(call, left, right, by_keys=False)
+        problem.bounds_q, launch = _bounds(call, left, right, by_keys=False)
         launches.append(launch)
         if backward:
-            bounds_k, launch = _bounds(call, left, right, by_keys=True)
+            problem.bounds_k, launch = _bounds(call, left, right, by_keys=True)
             launches.append(launch)
     if any(m is not None and m.is_floating_point() for m in (call.mask, call.padding)):
         batches, heads = problem.listed
         like = call.padding if call.mask is None else call.mask
         assert like is not None
         shift = scratch(like, (batches, heads, call.q_len))
-        args = (problem.masks, bounds_q, call.lengths, shift, heads, call.q_len, call.kv_len)
-        launches.append(
-            problem.launch(
-                attention_shift_fwd_kernel, cdiv(call.q_len, _TILE) * batches * heads,
-                (*args, *problem.interval, _FAR), BLOCK_M=_TILE, BLOCK_N=_TILE,
-            )
-        )  # fmt: skip
-    made = replace(problem, masks=_masks(call, shift), bounds_q=bounds_q, bounds_k=bounds_k)
-    return made, launches
+        sizes = heads, call.q_len, call.kv_len, *problem.interval, _FAR
+        args = (problem.masks, problem.bounds_q, call.lengths, shift, *sizes)
+        launches.append(problem.launch(
+            attention_shift_fwd_kernel, cdiv(call.q_len, _TILE) * batches * heads, args,
+            BLOCK_M=_TILE, BLOCK_N=_TILE,
+        ))  # fmt: skip
+        problem.masks = _masks(call, shift)
+    return problem, launches
 
 
 def _bounds(call: AttentionArgs, left: int, right: int, by_keys: bool) -> tuple[Tensor, Launch]:
@@ -129,7 +129,6 @@ def _bounds(call: AttentionArgs, left: int, right: int, by_keys: bool) -> tuple[
 
 
 def _masks(call: AttentionArgs, shift: Tensor | None = None) -> Masks:
-    """Return the masks as kernels take them, with `shift` for rows that are far from 0."""
     mask = padding = None
     mask_strides: MaskStrides = (0,) * 4
     padding_strides: MaskStrides = (0,) * 2
@@ -146,11 +145,11 @@ def _masks(call: AttentionArgs, shift: Tensor | None = None) -> Masks:
 
 def lists(
     problem: Problem, tile: AttentionTile, by_keys: bool
-) -> tuple[Tensor | None, MaskStrides, list[Launch]]:
-    """Return the blocks that masks let a kernel visit (or None), strides, and their launches."""
+) -> tuple[Lists | None, list[Launch]]:
+    """Return the blocks that masks let a kernel visit, None for all, and their launches."""
     call = problem.call
     if not call.masked:
-        return None, (0, 0), []
+        return None, []
     rows, cols = cdiv(call.q_len, tile.block_m), cdiv(call.kv_len, tile.block_n)
     if by_keys:
         rows, cols = cols, rows
@@ -162,11 +161,10 @@ def lists(
     args = (problem.masks, bounds, call.lengths, blocks, heads, call.q_len, call.kv_len)
     launch = problem.launch(
         attention_blocks_fwd_kernel, batches * heads * rows, args + problem.interval,
+        4 if tile.block_m * tile.block_n <= _FEW else 8,
         BY_KEYS=by_keys, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
     )  # fmt: skip
-    if tile.block_m * tile.block_n <= _FEW:
-        launch = replace(launch, num_warps=4)
-    return blocks, broadcast_strides(blocks)[:2], [launch]
+    return Lists(blocks, *broadcast_strides(blocks)[:2]), [launch]
 
 
 def broadcast_strides(x: Tensor) -> MaskStrides:

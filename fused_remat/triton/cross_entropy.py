@@ -19,38 +19,24 @@ from fused_remat.kernels.cross_entropy import (
 from fused_remat.steps import cross_entropy
 from fused_remat.steps.cross_entropy import (
     Columns,
-    CrossEntropyTargets,
-    Slopes,
     block_of,
     check_targets,
+    gradients,
     losses,
-    new_dweight,
+    slopes,
     spans,
-    sum_in,
 )
-from fused_remat.steps.linear import add_product
 from fused_remat.steps.operations import faster
-from fused_remat.triton.launch import (
-    INTERPRETED,
-    TARGET,
-    Launch,
-    Target,
-    cdiv,
-    run,
-    target_of,
-    vector,
-)
-from fused_remat.triton.products import launch_over
+from fused_remat.triton.launch import TARGET, Launch, Target, cdiv, run, target_of, vector
+from fused_remat.triton.products import launch_over, unsupported_dtype_reason
 from fused_remat.triton.tables import Tile, tile_for
 
 
 def _unsupported_reason(key: tuple[Any, ...]) -> str | None:
     dtype, _, x_shape, weight_shape = key
-    if dtype.itemsize > 2 and not INTERPRETED:
-        return f"products in {str(dtype)[6:]} are ATen's"
     if 0 in x_shape or max(*x_shape, *weight_shape) >= 2**31:
         return "a size is 0, or does not fit 32 bits"
-    return None
+    return unsupported_dtype_reason(dtype)
 
 
 @faster(
@@ -68,41 +54,29 @@ def cross_entropy_fwd_triton(x, weight, bias, call, out=None):
     if weight.dtype == x.dtype:
         rows, columns = min(tokens, max(rows, rows * columns // cdiv(vocab, 64))), vocab
     used = (call.target != call.ignore_index)[:, None]
-    made = [
-        _of_rows(x[lo:hi], weight, bias, call, call.target[lo:hi], columns, target)
-        for lo, hi in spans(tokens, rows)
-    ]
+
+    def of_rows(lo: int, hi: int) -> tuple[Tensor, Tensor, Tensor]:
+        picked = torch.zeros(hi - lo, dtype=torch.float32, device=x.device)
+        found: list[list[Tensor]] = [[], [], []]
+        for span in spans(vocab, columns):
+            block = Columns.of(weight, bias, span, x)
+            tile = tile_for("cross_entropy_fwd", target, hi - lo, len(block.weight))
+            shape = (cdiv(len(block.weight), tile.block_n), hi - lo)
+            parts = [picked.new_empty(shape) for _ in range(3 if call.label_smoothing else 2)]
+            totals = parts[2] if call.label_smoothing else None
+            operands = x[lo:hi], block.weight, block.bias, call.target[lo:hi]
+            given = *operands, call.softcap, block.first, *parts[:2], totals, picked
+            run(cross_entropy_fwd, *given, TARGET, tile)
+            for have, part in zip(found, parts, strict=False):
+                have.append(part)
+        highs, sums = (torch.cat(parts).t() for parts in found[:2])
+        total = torch.cat(found[2]).sum(0) if found[2] else picked
+        return losses(highs, sums, picked[:, None], total[:, None], vocab, call)
+
+    made = [of_rows(lo, hi) for lo, hi in spans(tokens, rows)]
     loss, *stats = (t[0] if len(t) == 1 else torch.cat(t) for t in zip(*made, strict=True))
     loss, high, log_sum = (t.masked_fill_(~used, 0) for t in (loss, *stats))
     return loss if out is None else out.copy_(loss), high, log_sum
-
-
-def _of_rows(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    call: CrossEntropyTargets,
-    labels: Tensor,
-    columns: int,
-    target: Target,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Losses and statistics of some tokens."""
-    tokens, vocab = x.shape[0], weight.shape[0]
-    picked = torch.zeros(tokens, dtype=torch.float32, device=x.device)
-    found: list[list[Tensor]] = [[], [], []]
-    for span in spans(vocab, columns):
-        block = Columns.of(weight, bias, span, x)
-        tile = tile_for("cross_entropy_fwd", target, tokens, len(block.weight))
-        shape = (cdiv(len(block.weight), tile.block_n), tokens)
-        parts = [picked.new_empty(shape) for _ in range(3 if call.label_smoothing else 2)]
-        totals = parts[2] if call.label_smoothing else None
-        operands = x, block.weight, block.bias, labels, call.softcap, block.first
-        run(cross_entropy_fwd, *operands, *parts[:2], totals, picked, TARGET, tile)
-        for have, part in zip(found, parts, strict=False):
-            have.append(part)
-    highs, sums = (torch.cat(parts).t() for parts in found[:2])
-    total = torch.cat(found[2]).sum(0) if found[2] else picked
-    return losses(highs, sums, picked[:, None], total[:, None], vocab, call)
 
 
 @faster(
@@ -112,40 +86,26 @@ def _of_rows(
     _unsupported_reason,
 )
 def cross_entropy_bwd_triton(dy, x, weight, bias, stats, call, needs_grad, exact=False):
-    (tokens, depth), vocab = x.shape, weight.shape[0]
+    tokens, vocab = x.shape[0], weight.shape[0]
     # dy is infinite for a mean over no token.
     dy = torch.where((call.target != call.ignore_index)[:, None], dy.float(), 0)
-    slopes = Slopes.of(dy, stats, vocab, call)
+    factors = slopes(dy, stats, vocab, call)
     rows, columns = block_of(tokens, vocab, call, x.device)
-    dx = dy.new_empty((tokens, depth)) if needs_grad[0] else None
-    dweight = new_dweight(weight, exact) if needs_grad[1] else None
-    dbias = dy.new_zeros(vocab) if needs_grad[2] else None
     # A tensor descriptor needs rows of multiples of 16 bytes, whatever the vocabulary.
     held = x.new_empty((min(rows, tokens), 8 * cdiv(columns, 8)))
-    for span in spans(vocab, columns):
-        block = Columns.of(weight, bias, span, x)
-        w, b = block.weight, block.bias
-        mine = None if dweight is None else dweight[slice(*span)]
-        dw = None if mine is None else sum_in(mine, x.dtype, cdiv(tokens, rows))
-        for lo, hi in spans(tokens, rows):
-            padded = held[: hi - lo, : 8 * cdiv(len(w), 8)]
-            dz = padded[:, : len(w)]
-            mass, spread, at_target = (
-                t[lo:hi, 0] for t in (slopes.mass, slopes.spread, slopes.target)
-            )
-            run(
-                cross_entropy_bwd, x[lo:hi], w, b, call.target[lo:hi], call.softcap, span[0],
-                (stats[0][lo:hi, 0], stats[1][lo:hi, 0]),
-                (mass, spread if call.label_smoothing else None, at_target), padded, TARGET,
-            )  # fmt: skip
-            if dbias is not None:
-                dbias[slice(*span)] += dz.sum(0, dtype=torch.float32)
-            if dw is not None:
-                add_product(dw, dz.t(), x[lo:hi], lo == 0)
-            if dx is not None:
-                add_product(dx[lo:hi], dz, w, span[0] == 0)
-        if mine is not None and dw is not None and dw is not mine:
-            mine.copy_(dw)
+
+    def dlogits(block: Columns, lo: int, hi: int) -> tuple[Tensor, Tensor]:
+        width = len(block.weight)
+        padded = held[: hi - lo, : 8 * cdiv(width, 8)]
+        mass, spread, at_target = (t[lo:hi, 0] for t in factors)
+        run(
+            cross_entropy_bwd, x[lo:hi], block.weight, block.bias, call.target[lo:hi], call.softcap,
+            block.first, (stats[0][lo:hi, 0], stats[1][lo:hi, 0]),
+            (mass, spread if call.label_smoothing else None, at_target), padded, TARGET,
+        )  # fmt: skip
+        return x[lo:hi], padded[:, :width]
+
+    dx, dweight, dbias = gradients(dlogits, x, weight, bias, tokens, call, needs_grad, exact)
     return None if dx is None else dx.to(x.dtype), dweight, dbias
 
 
@@ -161,7 +121,7 @@ def cross_entropy_fwd(
     totals: Tensor | None,
     picked: Tensor,
     at: Target,
-    tile: Tile | None = None,
+    tile: Tile,
 ) -> Launch:
     """Return the launch that fills `picked` with the targets' logits and the others from each tile.
 
@@ -169,7 +129,6 @@ def cross_entropy_fwd(
     of a tile's logits x @ weightᵀ + bias; weight holds the vocabulary from row `first` on.
     """
     (m, k), n = x.shape, weight.shape[0]
-    tile = tile or tile_for("cross_entropy_fwd", at, m, n)
     vectors = [vector(bias), vector(target), highs, sums, totals, picked]
     return launch_over(
         linear_cross_entropy_fwd_kernel, at, tile, [(x, "mk"), (weight, "nk")], vectors, [],
@@ -196,9 +155,8 @@ def cross_entropy_bwd(
     `stats`: each row's maximum and log of the sum; `slopes`: (mass, spread, at_target).
     """
     shape, k = (len(x), len(weight)), weight.shape[1]
-    tile = tile or tile_for("cross_entropy_bwd", at, *shape)
     return launch_over(
-        linear_cross_entropy_bwd_kernel, at, tile, [(x, "mk"), (weight, "nk")],
-        [vector(bias), vector(target), *stats, *slopes], [dz],
+        linear_cross_entropy_bwd_kernel, at, tile or "cross_entropy_bwd",
+        [(x, "mk"), (weight, "nk")], [vector(bias), vector(target), *stats, *slopes], [dz],
         (first, *shape, k, softcap or None), shape, (k,),
     )  # fmt: skip

@@ -233,11 +233,7 @@ def run(describe: Callable[..., Launch | Iterable[Launch]], *args: Any) -> None:
 
 
 def _read(
-    values: Iterable[Any],
-    key: list[Any],
-    seen: dict[int, int],
-    tensors: list[Tensor],
-    held: list[Any],
+    values: Any, key: list[Any], seen: dict[int, int], tensors: list[Tensor], held: list[Any]
 ) -> bool:
     """Add to the key all that launches depend on; return False for something unknown."""
     add = key.append
@@ -281,8 +277,6 @@ def _parts_of(kind: type) -> Callable[[Any], tuple[Any, ...]] | None:
 
 @dataclass(frozen=True)
 class _Plan:
-    """Frozen launches."""
-
     go: Callable[[list[Tensor], int], None] | None  # of tensors and stream; None: not freezable
     hooks: tuple[Any, ...]  # of the kernels, which Triton calls before each run; usually empty
     held: list[Any]  # the specs that the key names by identity
@@ -299,7 +293,6 @@ class _Plan:
 def _freeze(
     launches: Sequence[Launch], kernels: Sequence[Any], tensors: Sequence[Tensor], held: list[Any]
 ) -> _Plan:
-    """Return the launches as a function of the tensors."""
     hooks = tuple([launch.kernel.pre_run_hooks for launch in launches])
     plain = all(type(kernel) is CompiledKernel for kernel in kernels)
     if not (_KNOWN and plain and all(launch.fixed for launch in launches)):

@@ -43,7 +43,6 @@ _WIDE_BLOCK = 1 << 12
 
 
 def unsupported_reason(key: tuple[Any, ...]) -> str | None:
-    """Why the kernels cannot compute a norm; None if they can."""
     kind, _, _, width = key
     if kind not in KINDS:
         return f"there is no kernel for {kind}"
@@ -171,7 +170,7 @@ def _with_sums(
     (rows, width), block_m = x.shape, blocks["BLOCK_M"]
     strip = block_m * max(1, cdiv(rows, block_m * programs))
     programs = cdiv(rows, strip)
-    parts = _parts(dweight, programs), _parts(dbias, programs)
+    parts = [t if t is None else scratch(t, (programs, width)) for t in (dweight, dbias)]
     args = (*given, *parts, strip, rows, width)
     first = Launch(kernel, (*columns, programs), args, blocks, num_warps=warps, device=x.device)
     pairs = zip(parts, (dweight, dbias), strict=True)
@@ -189,10 +188,6 @@ def column_sum(parts: Tensor, total: Tensor, *others: tuple[Tensor, Tensor]) -> 
     return Launch(column_sum_kernel, grid, args, blocks, num_warps=2, device=total.device)
 
 
-def _parts(total: Tensor | None, programs: int) -> Tensor | None:
-    return None if total is None else scratch(total, (programs, total.shape[0]))
-
-
 def new_stats(kind: str, x: Tensor) -> tuple[Tensor, ...]:
     """Uninitialised statistics of x, for a kernel to fill."""
     shape, stats = (x.shape[0], 1), NORMS[kind].stats
@@ -200,6 +195,5 @@ def new_stats(kind: str, x: Tensor) -> tuple[Tensor, ...]:
 
 
 def _mean_rstd(kind: str, stats: tuple[Tensor, ...]) -> tuple[Tensor | None, Tensor | None]:
-    """Return the statistics as kernels take them."""
     given = dict(zip(NORMS[kind].stats, stats, strict=True))
     return given.get("mean"), given.get("rstd")

@@ -36,13 +36,12 @@ PAIRS: dict[str, tuple[Any, Any]] = {
 _TILE = 4096  # elements of a program
 
 
-def unsupported_reason(key: tuple[Any, ...]) -> str | None:
-    """Why the kernels cannot compute an activation; None if they can."""
+def unsupported_activation_reason(key: tuple[Any, ...]) -> str | None:
     act, *_ = key
     return None if act in PAIRS else f"{act} has no row in fused_remat.triton.pointwise.PAIRS"
 
 
-@faster(activation_fwd, "triton", "pointwise kernel", unsupported_reason)
+@faster(activation_fwd, "triton", "pointwise kernel", unsupported_activation_reason)
 def activation_fwd_triton(act, gate, up, mask):
     y = torch.empty_like(up, memory_format=torch.contiguous_format)
     if gate is None:
@@ -52,7 +51,7 @@ def activation_fwd_triton(act, gate, up, mask):
     return y
 
 
-@faster(activation_bwd, "triton", "pointwise kernel", unsupported_reason)
+@faster(activation_bwd, "triton", "pointwise kernel", unsupported_activation_reason)
 def activation_bwd_triton(act, dy, gate, up, mask, owned, needs_grad=(True, True)):
     first = dy if owned and dy.is_contiguous() else None
     if gate is None:
@@ -140,7 +139,6 @@ def gated_bwd(
 def _over(
     y: Tensor, kernel: Any, mask: DropoutMask | None, *matrices: Matrix | None, **constants: Any
 ) -> Launch:
-    """Return a launch over tiles of `y`."""
     rows, width = y.shape
     block_n = min(power_of_2(width), 2048)
     block_m = _TILE // block_n

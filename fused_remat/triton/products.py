@@ -1,7 +1,7 @@
 """Products with fused ends, in kernels (`kernels.linear`, `kernels.mlp`).
 
 x (M, K) and dy (M, D) are activations; weights are as in `nn.Linear`. A launch takes its tile from
-the tables unless one is given. First the operations, then their launches.
+the tables unless `tile` is given. First the operations, then their launches.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ from fused_remat.triton.pointwise import (
     dropout_add_fwd,
     gated_bwd,
     gated_fwd,
+    unsupported_activation_reason,
 )
 from fused_remat.triton.tables import Tile, family, tile_for
 
@@ -83,16 +84,18 @@ def linear_dw_triton(dy, x, into, partial, exact=False):
     return dw if into is None else into.add_(dw)
 
 
+def unsupported_dtype_reason(dtype: torch.dtype) -> str | None:
+    wide = dtype.itemsize > 2 and not INTERPRETED
+    return f"products in {str(dtype)[6:]} are ATen's" if wide else None
+
+
 def _unsupported_mlp_reason(key: tuple[Any, ...]) -> str | None:
-    act, dtype, *_ = key
-    if dtype.itemsize > 2 and not INTERPRETED:
-        return f"products in {str(dtype)[6:]} are ATen's"
-    return None if act in PAIRS else f"{act} has no row in fused_remat.triton.pointwise.PAIRS"
+    return unsupported_dtype_reason(key[1]) or unsupported_activation_reason(key)
 
 
 def _describe_mlp_up(key: tuple[Any, ...], *_: Any) -> str:
     description = "one kernel: product and activation"
-    if family(target_of(key[2])) not in tables.KEPT_MLP_UP_IN_KERNEL:
+    if family(target_of(key[2])) not in tables.MLP_IN_KERNELS:
         description += "; where a product is kept, ATen's addmm and a pointwise kernel"
     return description
 
@@ -100,7 +103,7 @@ def _describe_mlp_up(key: tuple[Any, ...], *_: Any) -> str:
 @faster(fused.mlp_up_fwd, "triton", _describe_mlp_up, _unsupported_mlp_reason)
 def mlp_up_fwd_triton(act, x, gate, up, mask, kept):
     y, target = x.new_empty((x.shape[0], up[0].shape[0])), target_of(x.device)
-    if any(kept) and family(target) not in tables.KEPT_MLP_UP_IN_KERNEL:
+    if any(kept) and family(target) not in tables.MLP_IN_KERNELS:
         pres = tuple([F.linear(x, *affine) for affine in (gate, up) if affine is not None])
         run(act_fwd if gate is None else gated_fwd, *pres, act, mask, y)
         return y, tuple([pre if keep else None for pre, keep in zip(pres, kept, strict=True)])
@@ -114,7 +117,7 @@ def mlp_up_fwd_triton(act, x, gate, up, mask, kept):
 
 def _describe_mlp_bwd(key: tuple[Any, ...], *_: Any) -> str:
     of = family(target_of(key[2]))
-    if of in tables.MLP_BWD_IN_ONE:
+    if of in tables.MLP_IN_KERNELS:
         return "one kernel: both products of a tile; what is rebuilt is not written"
     widest = tables.ACT_BWD_IN_END.get(of, 0)
     end = f"; up to {widest} columns and without a gate, one kernel for the last two"
@@ -124,7 +127,7 @@ def _describe_mlp_bwd(key: tuple[Any, ...], *_: Any) -> str:
 @faster(fused.mlp_bwd, "triton", _describe_mlp_bwd, _unsupported_mlp_reason)
 def mlp_bwd_triton(act, dy, x, gate, up, down, mask, needs_act):
     target = target_of(x.device)
-    if family(target) in tables.MLP_BWD_IN_ONE:
+    if family(target) in tables.MLP_IN_KERNELS:
         ups = (up,) if gate is None else (gate, up)
         dups = tuple([x.new_empty((x.shape[0], up[0].shape[0])) for _ in ups])
         y = torch.empty_like(dups[0]) if needs_act else None
@@ -183,11 +186,11 @@ def linear_fwd(
     tile: Tile | None = None,
 ) -> Launch:
     """Compute y = mask * act(x @ weightᵀ + bias); `pre`, if given, is filled with the product."""
-    tile = tile or tile_for("linear", target, *y.shape)
     n, k = weight.shape
     return launch_over(
-        linear_fwd_kernel, target, tile, [(x, "mk"), (weight, "nk")], [vector(bias)], [pre, y],
-        (*dropout_of(mask), y.shape[0], n, k), y.shape, (k,), ACT=PAIRS[act][0],
+        linear_fwd_kernel, target, tile or "linear", [(x, "mk"), (weight, "nk")],
+        [vector(bias)], [pre, y], (*dropout_of(mask), y.shape[0], n, k), y.shape, (k,),
+        ACT=PAIRS[act][0],
     )  # fmt: skip
 
 
@@ -208,12 +211,12 @@ def gated_mlp_fwd(
 
     `pres`, where given, are filled with both products.
     """
-    tile = tile or tile_for("gated_mlp_fwd", target, *y.shape)
     f, k = weight.shape
     return launch_over(
-        gated_mlp_fwd_kernel, target, tile, [(x, "mk"), (gate_weight, "nk"), (weight, "nk")],
-        [vector(gate_bias), vector(bias)], [*pres, y], (*dropout_of(mask), y.shape[0], f, k),
-        y.shape, (k,), absent=None, ACT=PAIRS[act][0],
+        gated_mlp_fwd_kernel, target, tile or "gated_mlp_fwd",
+        [(x, "mk"), (gate_weight, "nk"), (weight, "nk")], [vector(gate_bias), vector(bias)],
+        [*pres, y], (*dropout_of(mask), y.shape[0], f, k), y.shape, (k,), absent=None,
+        ACT=PAIRS[act][0],
     )  # fmt: skip
 
 
@@ -229,10 +232,10 @@ def linear_act_bwd(
     tile: Tile | None = None,
 ) -> Launch:
     """Return the results of `mlp_bwd`, given up; y or dup may be up."""
-    tile = tile or tile_for("linear_act_bwd", target, *dup.shape)
     d, f = out_weight.shape
     return launch_over(
-        linear_act_bwd_kernel, target, tile, [(dy, "mk"), (out_weight, "kn")], [], [up, y, dup],
+        linear_act_bwd_kernel, target, tile or "linear_act_bwd",
+        [(dy, "mk"), (out_weight, "kn")], [], [up, y, dup],
         (*dropout_of(mask), dup.shape[0], f, d), dup.shape, (d,), ACT=PAIRS[act][1],
     )  # fmt: skip
 
@@ -253,14 +256,14 @@ def mlp_bwd(
 
     `ups` and `dups` are of up; or of a gate and up: then y = mask * act(gate) * up.
     """
-    kernel = mlp_bwd_kernel if len(ups) == 1 else gated_mlp_bwd_kernel
-    tile = tile or tile_for("mlp_bwd" if len(ups) == 1 else "gated_mlp_bwd", target, *dups[0].shape)
+    gated = len(ups) == 2
+    kernel, row = (gated_mlp_bwd_kernel, "gated_mlp_bwd") if gated else (mlp_bwd_kernel, "mlp_bwd")
     weights, biases = zip(*ups, strict=True)
     (f, k), d = weights[0].shape, dy.shape[1]
     operands = [(x, "mk"), *((w, "nk") for w in weights), (dy, "mk"), (out_weight, "kn")]
     shape, sizes = dups[0].shape, (dups[0].shape[0], f, k, d)
     return launch_over(
-        kernel, target, tile, operands, list(map(vector, biases)), [y, *dups],
+        kernel, target, tile or row, operands, list(map(vector, biases)), [y, *dups],
         (*dropout_of(mask), *sizes), shape, (k, d), persistent=False, ACT=PAIRS[act][1],
     )  # fmt: skip
 
@@ -268,7 +271,7 @@ def mlp_bwd(
 def launch_over(
     kernel: Any,
     target: Target,
-    tile: Tile,
+    tile: Tile | str,
     operands: Sequence[tuple[Tensor, str]],
     vectors: Sequence[Tensor | None],
     ends: Sequence[Tensor | None],
@@ -279,12 +282,14 @@ def launch_over(
     absent: int | None = 0,
     **constants: Any,
 ) -> Launch:
-    """Return a launch over tiles of a result of this shape.
+    """Return a launch over tiles of a result of this shape; `tile`: one, or a row of the tables.
 
     `operands`: matrices, and the sides of the tile that divide them. `ends`: what the end of a tile
     reads and writes, in parts. `depths`: the lengths that products sum over. Matrices are tensor
     descriptors if the target has them and each allows one. `absent`: the row stride of None.
     """
+    if isinstance(tile, str):
+        tile = tile_for(tile, target, shape[0], shape[1])
     sides = {"m": tile.block_m, "n": tile.block_n, "k": tile.block_k}
     blocks = [[sides[side] for side in across] for _, across in operands]
     blocks += [[tile.block_m, tile.block_n // tile.parts] for _ in ends]

@@ -80,8 +80,9 @@ def rotary_fwd(
     blocks = _blocks(call, width, lanes, _FWD_PAIRS.get(family(target), _FWD_PAIRS_ELSEWHERE))
     _, groups = _groups(call, blocks["BLOCK_H"], values)
     args = (
-        operand(x), _angles(call), q_weight, k_weight, matrix(y), _place(call), call.seq_len,
-        x.shape[0], call.spec.num_heads, call.spec.num_kv_heads, groups, call.eps,
+        operand(x), _angles(call), q_weight, k_weight, matrix(y),
+        call.token0 % max(call.seq_len, 1), call.seq_len, x.shape[0], call.spec.num_heads,
+        call.spec.num_kv_heads, groups, call.eps,
     )  # fmt: skip
     constants = {"BACK": back, **blocks}
     grid = (cdiv(x.shape[0], blocks["BLOCK_M"]) * groups,)
@@ -111,7 +112,7 @@ def rotary_norm_bwd(
     parts = None if like is None else scratch(like, (summed * programs, width))
     args = (
         operand(dy), operand(x), _angles(call), *map(vector, call.norm_weights()), matrix(dx),
-        parts, _place(call), call.seq_len, strip, tokens, call.spec.num_heads,
+        parts, call.token0 % max(call.seq_len, 1), call.seq_len, strip, tokens, call.spec.num_heads,
         call.spec.num_kv_heads, call.eps,
     )  # fmt: skip
     grid = (groups, programs)
@@ -123,13 +124,8 @@ def rotary_norm_bwd(
     return launches
 
 
-def _place(call: RotaryTables) -> int:
-    """Return the position of the first token in its sequence."""
-    return call.token0 % max(call.seq_len, 1)
-
-
 def _angles(call: RotaryTables) -> Angles:
-    """Return cos and sin from the first token's sequence on."""
+    # From the first token's sequence on.
     cos, sin = call.cos, call.sin
     if cos is None or sin is None:
         return Angles(None, None, 0, 0)

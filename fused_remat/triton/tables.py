@@ -139,10 +139,11 @@ def tile_for(kernel: str, target: Target, rows: int, columns: int) -> Tile:
     return min(TILES[kernel][family(target)], key=cost)
 
 
-#: Families where an MLP's backward computes both products of a tile in one kernel. Elsewhere ATen
-#: computes the pre-activation first: tiles that leave room for two products are too small for the
-#: speed of the tensor cores.
-MLP_BWD_IN_ONE = frozenset({"ampere", "small", "hip", "interpreter"})
+#: Families where an MLP's backward computes both products of a tile in one kernel, and its forward
+#: a product and the activation though the product is kept. Elsewhere ATen computes these products:
+#: tiles that leave room for two are too small for the speed of the tensor cores; and nothing runs
+#: beside the end of such a forward, which writes as many bytes as the pass of an activation moves.
+MLP_IN_KERNELS = frozenset({"ampere", "small", "hip", "interpreter"})
 #: Family -> the widest dy whose product with the last weight ends in the activation's backward
 #: (`linear_act_bwd`), where no kernel computes both products and there is no gate. Two blocks then
 #: share a multiprocessor, one's end beside the other's product. For 128 x 128 elements and K
@@ -150,10 +151,6 @@ MLP_BWD_IN_ONE = frozenset({"ampere", "small", "hip", "interpreter"})
 #: about 11 K, and its pass over memory 7000: an estimate, by which they are equal at about 1400
 #: columns; no cache was measured. There is none with a gate: two blocks would find no registers.
 ACT_BWD_IN_END = {"hopper": 1024, "interpreter": 1 << 30}
-#: Families where a kernel computes an MLP's first product and the activation though the product is
-#: kept. Elsewhere ATen computes the product, and a pass the activation: nothing runs beside a
-#: kernel's end, and that of such a kernel writes as many bytes as the pass moves.
-KEPT_MLP_UP_IN_KERNEL = frozenset({"ampere", "small", "hip", "interpreter"})
 
 
 @dataclass(frozen=True)
@@ -177,7 +174,9 @@ ATTENTION_BY_ATEN = frozenset({"ampere", "small", "hopper", "blackwell", "hip"})
 
 
 def why_own_attention(target: Target, key: AttentionKey) -> str | None:
-    """Why our kernels run although PyTorch's could serve the call; None if PyTorch's run."""
+    """Return why our kernels run and not PyTorch's; None if PyTorch's run."""
+    if reason := attention_aten.unsupported_reason(key):
+        return reason
     if family(target) not in ATTENTION_BY_ATEN:
         return "ATen's fused kernels are not used on this target"
     if key.lengths:
@@ -221,7 +220,6 @@ ATTENTION_TILES: dict[str, dict[str, dict[int, dict[int, AttentionTile]]]] = {
         "ampere": _FORWARD,
         "small": _FORWARD,
         "hip": {
-            64: {0: _A(64, 64, 4, 1), 2: _A(64, 32, 4, 1)},
             128: {0: _A(64, 64, 4, 1), 2: _A(64, 32, 4, 1)},
             256: {0: _A(64, 32, 4, 1), 2: _A(32, 32, 4, 1)},
         },
@@ -292,17 +290,9 @@ ATTENTION_TILES: dict[str, dict[str, dict[int, dict[int, AttentionTile]]]] = {
     "mask": {
         "hopper": _MASK_GRADIENT,
         "blackwell": _MASK_GRADIENT,
-        "ampere": {
-            64: {0: _A(64, 32, 4, 2)},
-            128: {0: _A(16, 32, 4, 2)},
-            256: {0: _A(16, 32, 4, 2)},
-        },
-        "small": {
-            64: {0: _A(16, 32, 4, 2)},
-            128: {0: _A(16, 32, 4, 2)},
-            256: {0: _A(16, 32, 4, 2)},
-        },
-        "hip": {64: {0: _A(32, 32, 4, 1)}, 128: {0: _A(32, 32, 4, 1)}, 256: {0: _A(16, 32, 4, 1)}},
+        "ampere": {64: {0: _A(64, 32, 4, 2)}, 256: {0: _A(16, 32, 4, 2)}},
+        "small": {256: {0: _A(16, 32, 4, 2)}},
+        "hip": {128: {0: _A(32, 32, 4, 1)}, 256: {0: _A(16, 32, 4, 1)}},
     },
 }
 _INTERPRETED_ATTENTION = _A(16, 32, 4, 1)
@@ -349,7 +339,6 @@ def group_parts(target: Target, call: AttentionArgs, tile: AttentionTile) -> int
 
 
 def _programs(kernel: str, call: AttentionArgs, tile: AttentionTile) -> int:
-    """Return the number of programs with a tile, if groups are not divided."""
     if kernel == "dkdv":
         return cdiv(call.kv_len, tile.block_n) * call.batch * call.spec.num_kv_heads
     return cdiv(call.q_len, tile.block_m) * call.batch * call.spec.num_heads

@@ -136,7 +136,7 @@ def test_lists_of_blocks(by_keys):
     padding = (torch.arange(70) >= 50) & torch.tensor([[False], [True]])
     call = attention_call((2, 3, 3, 37, 70, 16), mask=mask, padding=padding, right=4, left=40)
     problem, before = attention_masks.prepare(torch.empty(2, 3, 37, 16), call, target(), True)
-    blocks, strides, launches = attention_masks.lists(problem, SMALL, by_keys)
+    (blocks, *strides), launches = attention_masks.lists(problem, SMALL, by_keys)
     for launch in before + launches:
         launch.run()
     assert blocks.shape[:2] == (2, 1) and strides[1] == 0

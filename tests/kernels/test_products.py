@@ -187,8 +187,7 @@ def test_an_mlp_in_passes_by_operations(gated, widest, needs_act, monkeypatch):
     """Where no kernel computes all: the product of dy ends in the activation, or a pass follows."""
     if COMPILED and not needs_act and widest:
         pytest.skip("as with the activation, and without its store")
-    monkeypatch.setattr(tables, "MLP_BWD_IN_ONE", frozenset())
-    monkeypatch.setattr(tables, "KEPT_MLP_UP_IN_KERNEL", frozenset())
+    monkeypatch.setattr(tables, "MLP_IN_KERNELS", frozenset())
     monkeypatch.setattr(tables, "ACT_BWD_IN_END", dict.fromkeys(tables.ACT_BWD_IN_END, widest))
     dtype, (m, f, k) = compiled(BF16, F32), at((1030, 520, 328), (48, 64, 328), (136, 200, 328))
     x, gate, up = normal(dtype, m, k), layer(dtype, f, k), layer(dtype, f, k)

@@ -103,9 +103,8 @@ def _steps(tokens: int, heads: int) -> None:
     torch.manual_seed(0)
     for policy, in_one in itertools.product(("full", "balanced"), (True, False)):
         families = frozenset(tables.FAMILIES.values())
-        tables.MLP_BWD_IN_ONE = families if in_one else frozenset()
+        tables.MLP_IN_KERNELS = families if in_one else frozenset()
         tables.ACT_BWD_IN_END = dict.fromkeys(tables.ACT_BWD_IN_END, width)
-        tables.KEPT_MLP_UP_IN_KERNEL = families
         tables.ATTENTION_BY_ATEN = frozenset()
         encoder = FusedRematLayer(
             width, heads, 456, 0.1, "gelu", batch_first=True, norm_first=True, policy=policy, **bf16
