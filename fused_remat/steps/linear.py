@@ -43,7 +43,7 @@ def widens(x: Tensor) -> bool:
 
 def describe_product(key: tuple[Any, ...], *_: Any, **__: Any) -> str:
     """Describe a product for `explain`; the key begins with its operands' dtype and device."""
-    dtype, device, *_ = key
+    dtype, device = key[:2]
     if not widens(torch.empty(0, dtype=dtype, device=device)):
         return "ATen's addmm"
     return f"ATen's addmm on float32 copies: this CPU has no {str(dtype)[6:]} products"

@@ -14,41 +14,18 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from fused_remat.kernels import attention_bwd as kernels
 from fused_remat.kernels.attention import Scores, Sizes, Strides, attention_fwd_kernel
 from fused_remat.kernels.attention import Tile as KernelTile
-from fused_remat.kernels.attention_bwd import (
-    attention_delta_bwd_kernel,
-    attention_dkdv_bwd_kernel,
-    attention_dq_bwd_kernel,
-    attention_sum_bwd_kernel,
-)
 from fused_remat.kernels.attention_masks import Sums, attention_mask_bwd_kernel
 from fused_remat.steps import attention
 from fused_remat.steps.attention import as_heads
 from fused_remat.steps.attention_call import AttentionArgs, AttentionKey, Heads
 from fused_remat.steps.operations import FAULTS, faster
+from fused_remat.triton import launch, tables
 from fused_remat.triton.attention_masks import Problem, lists, prepare
-from fused_remat.triton.launch import (
-    INTERPRETED,
-    TARGET,
-    Launch,
-    Target,
-    cdiv,
-    contiguous_rows,
-    power_of_2,
-    run,
-    scratch,
-    target_of,
-)
-from fused_remat.triton.tables import (
-    ATTENTION_BY_DESCRIPTORS,
-    AttentionTile,
-    attention_tile,
-    ends_early,
-    family,
-    group_parts,
-    why_own_attention,
-)
+from fused_remat.triton.launch import Launch, Target, cdiv, contiguous_rows, run, scratch, target_of
+from fused_remat.triton.tables import AttentionTile, attention_tile
 
 #: Options of `AttentionSpec` that the kernels support.
 _KNOWN = frozenset({"window", "align", "dropout", "true_means", *Scores._fields})
@@ -65,7 +42,7 @@ def unsupported_reason(key: AttentionKey) -> str | None:
         return f"they have no {unknown[0]}"
     if max(widths) > MAX_WIDTH:
         return f"a head has {max(widths)} elements, more than {MAX_WIDTH}"
-    if key.dtype == torch.float32 and not INTERPRETED:
+    if key.dtype == torch.float32 and not launch.INTERPRETED:
         return "float32 products are three TF32 products each, and no tile of them fits registers"
     if not spec.scale >= 0.0:
         return f"the scale {spec.scale} is negative"
@@ -75,7 +52,7 @@ def unsupported_reason(key: AttentionKey) -> str | None:
 
 
 def _unsupported_fwd_reason(key: AttentionKey) -> str | None:
-    own = why_own_attention(target_of(key.device), key)
+    own = tables.why_own_attention(target_of(key.device), key)
     return "" if own is None else unsupported_reason(key)
 
 
@@ -86,7 +63,7 @@ def _unsupported_bwd_reason(key: AttentionKey) -> str | None:
 
 
 def _describe(key: AttentionKey, *_: Any, **__: Any) -> str:
-    own = why_own_attention(target_of(key.device), key)
+    own = tables.why_own_attention(target_of(key.device), key)
     return f"kernel attention_fwd; attention_dkdv_bwd and attention_dq_bwd: {own}"
 
 
@@ -97,13 +74,13 @@ def attention_fwd_triton(q, k, v, call, out=None):
         out = torch.empty(shape, dtype=q.dtype, device=q.device)
     rows = (call.batch, call.spec.num_heads, call.q_len)
     lse = torch.empty(rows, dtype=torch.float32, device=q.device)
-    run(forward, q, k, v, call, out, lse, TARGET)
+    run(forward, q, k, v, call, out, lse, launch.TARGET)
     return out, lse
 
 
 @faster(attention.attention_bwd, "triton", _describe, _unsupported_bwd_reason)
 def attention_bwd_triton(dattn, q, k, v, attn, lse, call, grads):
-    run(backward, dattn, q, k, v, attn, lse, call, grads, TARGET)
+    run(backward, dattn, q, k, v, attn, lse, call, grads, launch.TARGET)
 
 
 def forward(
@@ -151,7 +128,8 @@ def backward(
     args: tuple[Any, ...] = (dout, out, delta, (_strides(dout), _strides(out)))
     problem, launches = prepare(q, call, target, True)
     yield problem.launch(
-        attention_delta_bwd_kernel, programs, (*args, call.spec.num_heads, call.q_len, widths[1]),
+        kernels.attention_delta_bwd_kernel, programs,
+        (*args, call.spec.num_heads, call.q_len, widths[1]),
         BLOCK_M=_SUM_ROWS, BLOCK_V=_padded(widths[1]),
     )  # fmt: skip
     yield from launches
@@ -182,11 +160,11 @@ def _gradients(
     listed, launches = lists(problem, tile, by_keys)
     yield from launches
     (q_in, do_in, k_in, v_in), strides, tma = _operands(problem, tile, (q, dout), (k, v))
-    kernel = attention_dkdv_bwd_kernel if by_keys else attention_dq_bwd_kernel
+    kernel = kernels.attention_dkdv_bwd_kernel if by_keys else kernels.attention_dq_bwd_kernel
     tiles = cdiv(call.q_len, tile.block_m), cdiv(call.kv_len, tile.block_n)
     parts, made = 1, grads
     if by_keys:
-        parts = group_parts(problem.target, call, tile)
+        parts = tables.group_parts(problem.target, call, tile)
         bounds, programs = problem.bounds_k, tiles[1] * call.batch * call.spec.num_kv_heads * parts
         partial = problem.is_partial(call.q_len, tile.block_m)
     else:
@@ -207,7 +185,7 @@ def _gradients(
     for sums, grad in zip(made, grads, strict=True) if parts > 1 else ():
         batch, count, rows, width = grad.shape
         yield problem.launch(
-            attention_sum_bwd_kernel, cdiv(rows, _SUM_ROWS) * batch * count,
+            kernels.attention_sum_bwd_kernel, cdiv(rows, _SUM_ROWS) * batch * count,
             (sums, grad, (_strides(sums), _strides(grad)), count, parts, rows, width),
             BLOCK_M=_SUM_ROWS, BLOCK_E=_padded(width),
         )  # fmt: skip
@@ -249,7 +227,7 @@ def _blocks(tile: AttentionTile, widths: tuple[int, int], partial: bool, tma: bo
 
 
 def _padded(width: int) -> int:
-    return max(16, power_of_2(width))
+    return max(16, launch.power_of_2(width))
 
 
 def _columns_of(widths: tuple[int, int]) -> tuple[int, int]:
@@ -265,8 +243,8 @@ def _operands(
     """Return heads as a kernel takes them, their strides, and whether they are descriptors."""
     heads = [*by_query, *by_key]
     strides = list(map(_strides, heads))
-    by_descriptors = tile.tma and family(problem.target) in ATTENTION_BY_DESCRIPTORS
-    if not by_descriptors or ends_early(problem.call) or not all(map(_can_describe, heads)):
+    by_descriptors = tile.tma and tables.family(problem.target) in tables.ATTENTION_BY_DESCRIPTORS
+    if not by_descriptors or tables.ends_early(problem.call) or not all(map(_can_describe, heads)):
         return heads, strides, False
     rows = [tile.block_m] * len(by_query) + [tile.block_n] * len(by_key)
     widths = by_query[0].shape[-1], by_key[-1].shape[-1]

@@ -17,15 +17,7 @@ from fused_remat.kernels.cross_entropy import (
     linear_cross_entropy_fwd_kernel,
 )
 from fused_remat.steps import cross_entropy
-from fused_remat.steps.cross_entropy import (
-    Columns,
-    block_of,
-    check_targets,
-    gradients,
-    losses,
-    slopes,
-    spans,
-)
+from fused_remat.steps.cross_entropy import Columns, block_of, gradients, spans
 from fused_remat.steps.operations import faster
 from fused_remat.triton.launch import TARGET, Launch, Target, cdiv, run, target_of, vector
 from fused_remat.triton.products import launch_over, unsupported_dtype_reason
@@ -48,7 +40,7 @@ def _unsupported_reason(key: tuple[Any, ...]) -> str | None:
 def cross_entropy_fwd_triton(x, weight, bias, call, out=None):
     target = target_of(x.device)
     tokens, vocab = x.shape[0], weight.shape[0]
-    check_targets(call, vocab)
+    cross_entropy.check_targets(call, vocab)
     rows, columns = block_of(tokens, vocab, call, x.device)
     # All columns at once, of so many tokens that the tiles' statistics are no larger than a block.
     if weight.dtype == x.dtype:
@@ -71,7 +63,7 @@ def cross_entropy_fwd_triton(x, weight, bias, call, out=None):
                 have.append(part)
         highs, sums = (torch.cat(parts).t() for parts in found[:2])
         total = torch.cat(found[2]).sum(0) if found[2] else picked
-        return losses(highs, sums, picked[:, None], total[:, None], vocab, call)
+        return cross_entropy.losses(highs, sums, picked[:, None], total[:, None], vocab, call)
 
     made = [of_rows(lo, hi) for lo, hi in spans(tokens, rows)]
     loss, *stats = (t[0] if len(t) == 1 else torch.cat(t) for t in zip(*made, strict=True))
@@ -89,7 +81,7 @@ def cross_entropy_bwd_triton(dy, x, weight, bias, stats, call, needs_grad, exact
     tokens, vocab = x.shape[0], weight.shape[0]
     # dy is infinite for a mean over no token.
     dy = torch.where((call.target != call.ignore_index)[:, None], dy.float(), 0)
-    factors = slopes(dy, stats, vocab, call)
+    factors = cross_entropy.slopes(dy, stats, vocab, call)
     rows, columns = block_of(tokens, vocab, call, x.device)
     # A tensor descriptor needs rows of multiples of 16 bytes, whatever the vocabulary.
     held = x.new_empty((min(rows, tokens), 8 * cdiv(columns, 8)))

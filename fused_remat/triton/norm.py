@@ -7,33 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_remat.kernels.norms import (
-    KINDS,
-    column_sum_kernel,
-    norm_bwd_kernel,
-    norm_fwd_kernel,
-    norm_params_bwd_kernel,
-    norm_wide_bwd_kernel,
-    norm_wide_fwd_kernel,
-)
+from fused_remat.kernels import norms
 from fused_remat.random import DropoutMask
 from fused_remat.spec import NormSpec
 from fused_remat.steps import norm
 from fused_remat.steps.norm import NORMS, shifted
 from fused_remat.steps.operations import faster
-from fused_remat.triton.launch import (
-    TARGET,
-    Launch,
-    Target,
-    cdiv,
-    dropout_of,
-    matrix,
-    operand,
-    power_of_2,
-    run,
-    scratch,
-    vector,
-)
+from fused_remat.triton import launch
+from fused_remat.triton.launch import Launch, Target, cdiv, dropout_of, matrix, operand, run, vector
 
 #: The widest row, in elements.
 MAX_WIDTH = 1 << 16
@@ -44,7 +25,7 @@ _WIDE_BLOCK = 1 << 12
 
 def unsupported_reason(key: tuple[Any, ...]) -> str | None:
     kind, _, _, width = key
-    if kind not in KINDS:
+    if kind not in norms.KINDS:
         return f"there is no kernel for {kind}"
     if not 0 < width <= MAX_WIDTH:
         return f"rows of {width} elements are not between 1 and {MAX_WIDTH}"
@@ -72,7 +53,7 @@ def norm_bwd_triton(spec, dy, x, stats, weight, needs_grad, add=None):
         for wanted in needs_grad[1:]
     )
     weight = shifted(weight, spec.offset)
-    run(norm_bwd, spec, dy, x, stats, weight, add, dx, dweight, dbias, TARGET)
+    run(norm_bwd, spec, dy, x, stats, weight, add, dx, dweight, dbias, launch.TARGET)
     return dx, dweight, dbias
 
 
@@ -100,15 +81,15 @@ def norm_fwd(
         assert residual is None
         wide = (operand(x), matrix(y), *vectors, width, spec.eps)
         constants["BLOCK_N"] = _WIDE_BLOCK
-        return Launch(norm_wide_fwd_kernel, (rows,), wide, constants, num_warps=8, device=y.device)
+        return Launch(norms.norm_wide_fwd_kernel, (rows,), wide, constants, 8, device=y.device)
     matrices = (operand(x), operand(residual), matrix(total), matrix(y))
     args = (*matrices, *vectors, *dropout_of(mask), rows, width, spec.eps)
-    block_n = power_of_2(width)
+    block_n = launch.power_of_2(width)
     block_m = max(1, 2048 // block_n)
     constants |= {"BLOCK_M": block_m, "BLOCK_N": block_n}
     warps = min(16, max(4, block_n // 512))
     return Launch(
-        norm_fwd_kernel, (cdiv(rows, block_m),), args, constants, num_warps=warps, device=y.device
+        norms.norm_fwd_kernel, (cdiv(rows, block_m),), args, constants, warps, device=y.device
     )
 
 
@@ -137,22 +118,20 @@ def norm_bwd(
         launches = []
         if dx is not None:
             args, wide = (*matrices, *vectors, width), kind | {"BLOCK_N": _WIDE_BLOCK}
-            launches = [
-                Launch(norm_wide_bwd_kernel, (rows,), args, wide, num_warps=8, device=x.device)
-            ]
+            launches = [Launch(norms.norm_wide_bwd_kernel, (rows,), args, wide, 8, device=x.device)]
         if dweight is not None or dbias is not None:
             columns, blocks = cdiv(width, 128), kind | {"BLOCK_M": 16, "BLOCK_N": 128}
             read, programs = (*matrices[:2], *vectors[1:]), cdiv(4 * target.sms, columns)
             launches += _with_sums(
-                norm_params_bwd_kernel, (columns,), programs, x, read, dweight, dbias, blocks
+                norms.norm_params_bwd_kernel, (columns,), programs, x, read, dweight, dbias, blocks
             )
         return launches
-    block_n = power_of_2(width)
+    block_n = launch.power_of_2(width)
     block_m, per_sm = max(1, 2048 // block_n), 4 if block_n <= 2048 else 2
     warps = min(16, max(4, block_n // 512))
     blocks = kind | {"BLOCK_M": block_m, "BLOCK_N": block_n}
     inputs, programs = (*matrices, *vectors), per_sm * target.sms
-    return _with_sums(norm_bwd_kernel, (), programs, x, inputs, dweight, dbias, blocks, warps)
+    return _with_sums(norms.norm_bwd_kernel, (), programs, x, inputs, dweight, dbias, blocks, warps)
 
 
 def _with_sums(
@@ -170,9 +149,9 @@ def _with_sums(
     (rows, width), block_m = x.shape, blocks["BLOCK_M"]
     strip = block_m * max(1, cdiv(rows, block_m * programs))
     programs = cdiv(rows, strip)
-    parts = [t if t is None else scratch(t, (programs, width)) for t in (dweight, dbias)]
+    parts = [t if t is None else launch.scratch(t, (programs, width)) for t in (dweight, dbias)]
     args = (*given, *parts, strip, rows, width)
-    first = Launch(kernel, (*columns, programs), args, blocks, num_warps=warps, device=x.device)
+    first = Launch(kernel, (*columns, programs), args, blocks, warps, device=x.device)
     pairs = zip(parts, (dweight, dbias), strict=True)
     wanted = [(part, total) for part, total in pairs if part is not None and total is not None]
     return [first, *([column_sum(*wanted[0], *wanted[1:])] if wanted else [])]
@@ -185,7 +164,7 @@ def column_sum(parts: Tensor, total: Tensor, *others: tuple[Tensor, Tensor]) -> 
     grid = (cdiv(width, 64), 1 + len(others))
     ((more, sums),) = others or ((None, None),)
     args = (parts, total, more, sums, programs, width)
-    return Launch(column_sum_kernel, grid, args, blocks, num_warps=2, device=total.device)
+    return Launch(norms.column_sum_kernel, grid, args, blocks, 2, device=total.device)
 
 
 def new_stats(kind: str, x: Tensor) -> tuple[Tensor, ...]:

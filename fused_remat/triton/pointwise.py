@@ -8,15 +8,9 @@ import torch
 from torch import Tensor
 
 from fused_remat.kernels import activations
+from fused_remat.kernels import pointwise as kernels
 from fused_remat.kernels.dropout import site_keys_fwd_kernel
-from fused_remat.kernels.pointwise import (
-    Matrix,
-    act_bwd_kernel,
-    act_fwd_kernel,
-    dropout_add_fwd_kernel,
-    gated_bwd_kernel,
-    gated_fwd_kernel,
-)
+from fused_remat.kernels.pointwise import Matrix
 from fused_remat.random import NUM_SITES, DropoutMask
 from fused_remat.steps.activation import activation_bwd, activation_fwd
 from fused_remat.steps.operations import faster
@@ -99,12 +93,12 @@ def dropout_add_fwd(
     x: Tensor, residual: Tensor | None, mask: DropoutMask | None, y: Tensor
 ) -> Launch:
     """Compute y = residual + mask * x."""
-    return _over(y, dropout_add_fwd_kernel, mask, operand(x), operand(residual), matrix(y))
+    return _over(y, kernels.dropout_add_fwd_kernel, mask, operand(x), operand(residual), matrix(y))
 
 
 def act_fwd(x: Tensor, act: str, mask: DropoutMask | None, y: Tensor) -> Launch:
     """Compute y = mask * act(x)."""
-    return _over(y, act_fwd_kernel, mask, operand(x), matrix(y), ACT=PAIRS[act][0])
+    return _over(y, kernels.act_fwd_kernel, mask, operand(x), matrix(y), ACT=PAIRS[act][0])
 
 
 def act_bwd(
@@ -112,13 +106,13 @@ def act_bwd(
 ) -> Launch:
     """Compute dx = mask * dy * act'(x); y = mask * act(x) if given."""
     matrices = operand(dy), operand(x), matrix(dx), matrix(y)
-    return _over(dx, act_bwd_kernel, mask, *matrices, ACT=PAIRS[act][1])
+    return _over(dx, kernels.act_bwd_kernel, mask, *matrices, ACT=PAIRS[act][1])
 
 
 def gated_fwd(gate: Tensor, up: Tensor, act: str, mask: DropoutMask | None, y: Tensor) -> Launch:
     """Compute y = mask * act(gate) * up."""
     matrices = operand(gate), operand(up), matrix(y)
-    return _over(y, gated_fwd_kernel, mask, *matrices, ACT=PAIRS[act][0])
+    return _over(y, kernels.gated_fwd_kernel, mask, *matrices, ACT=PAIRS[act][0])
 
 
 def gated_bwd(
@@ -133,7 +127,7 @@ def gated_bwd(
 ) -> Launch:
     """Compute dgate, dup and y of `gated_fwd`, those not None; dgate and y need `up`."""
     matrices = operand(dy), operand(gate), operand(up), matrix(dgate), matrix(dup), matrix(y)
-    return _over(dy, gated_bwd_kernel, mask, *matrices, ACT=PAIRS[act][1])
+    return _over(dy, kernels.gated_bwd_kernel, mask, *matrices, ACT=PAIRS[act][1])
 
 
 def _over(

@@ -28,7 +28,7 @@ from fused_remat.steps.linear import Affine
 from fused_remat.steps.norm import shifted
 from fused_remat.steps.operations import faster
 from fused_remat.triton import norm as norms
-from fused_remat.triton import tables
+from fused_remat.triton import pointwise, tables
 from fused_remat.triton.launch import (
     INTERPRETED,
     Launch,
@@ -40,15 +40,7 @@ from fused_remat.triton.launch import (
     target_of,
     vector,
 )
-from fused_remat.triton.pointwise import (
-    PAIRS,
-    act_bwd,
-    act_fwd,
-    dropout_add_fwd,
-    gated_bwd,
-    gated_fwd,
-    unsupported_activation_reason,
-)
+from fused_remat.triton.pointwise import PAIRS
 from fused_remat.triton.tables import Tile, family, tile_for
 
 
@@ -68,7 +60,7 @@ def linear_fwd_triton(x, weight, bias, residual=None, mask=None, out=None):
         return torch.addmm(bias, x, weight.t(), out=out)
     z = F.linear(x, weight, bias)
     y = z if out is None else out
-    run(dropout_add_fwd, z, residual, mask, y)
+    run(pointwise.dropout_add_fwd, z, residual, mask, y)
     return y
 
 
@@ -90,7 +82,7 @@ def unsupported_dtype_reason(dtype: torch.dtype) -> str | None:
 
 
 def _unsupported_mlp_reason(key: tuple[Any, ...]) -> str | None:
-    return unsupported_dtype_reason(key[1]) or unsupported_activation_reason(key)
+    return unsupported_dtype_reason(key[1]) or pointwise.unsupported_activation_reason(key)
 
 
 def _describe_mlp_up(key: tuple[Any, ...], *_: Any) -> str:
@@ -105,7 +97,7 @@ def mlp_up_fwd_triton(act, x, gate, up, mask, kept):
     y, target = x.new_empty((x.shape[0], up[0].shape[0])), target_of(x.device)
     if any(kept) and family(target) not in tables.MLP_IN_KERNELS:
         pres = tuple([F.linear(x, *affine) for affine in (gate, up) if affine is not None])
-        run(act_fwd if gate is None else gated_fwd, *pres, act, mask, y)
+        run(pointwise.act_fwd if gate is None else pointwise.gated_fwd, *pres, act, mask, y)
         return y, tuple([pre if keep else None for pre, keep in zip(pres, kept, strict=True)])
     products = tuple([torch.empty_like(y) if keep else None for keep in kept])
     if gate is None:
@@ -142,9 +134,9 @@ def mlp_bwd_triton(act, dy, x, gate, up, down, mask, needs_act):
         return y, None, dup
     dup = torch.mm(dy, down)
     if gate is None:
-        run(act_bwd, dup, pre, act, mask, dup, y)
+        run(pointwise.act_bwd, dup, pre, act, mask, dup, y)
     else:
-        run(gated_bwd, dup, dgate, pre, act, mask, dgate, dup, y)
+        run(pointwise.gated_bwd, dup, dgate, pre, act, mask, dgate, dup, y)
     return y, dgate, dup
 
 

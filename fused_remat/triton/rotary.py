@@ -11,18 +11,8 @@ from fused_remat.kernels.rotary import Angles, Pairs, rotary_fwd_kernel, rotary_
 from fused_remat.steps import rotary
 from fused_remat.steps.operations import faster
 from fused_remat.steps.rotary import RotaryTables
-from fused_remat.triton.launch import (
-    TARGET,
-    Launch,
-    Target,
-    cdiv,
-    matrix,
-    operand,
-    power_of_2,
-    run,
-    scratch,
-    vector,
-)
+from fused_remat.triton import launch
+from fused_remat.triton.launch import Launch, Target, cdiv, matrix, operand, run, vector
 from fused_remat.triton.norm import column_sum
 from fused_remat.triton.tables import family
 
@@ -44,7 +34,7 @@ def _unsupported_reason(key: tuple[Any, ...]) -> str | None:
 @faster(rotary.rotary_fwd, "triton", "kernel rotary_fwd", _unsupported_reason)
 def rotary_fwd_triton(x, call, out=None):
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
-    run(rotary_fwd, x, call, y, TARGET)
+    run(rotary_fwd, x, call, y, launch.TARGET)
     return y
 
 
@@ -56,14 +46,14 @@ def rotary_bwd_triton(dy, x, call, needs_grad, owned):
         dx = dy if in_place else torch.empty(dy.shape, dtype=dy.dtype, device=dy.device)
     if x is None:
         assert dx is not None
-        run(rotary_fwd, dy, call, dx, TARGET, True)
+        run(rotary_fwd, dy, call, dx, launch.TARGET, True)
         return dx, None, None
     dq_weight, dk_weight = (
         torch.empty(weight.shape, dtype=torch.float32, device=dy.device) if wanted else None
         for weight, wanted in zip((call.q_weight, call.k_weight), needs_grad[1:], strict=True)
         if weight is not None
     )
-    run(rotary_norm_bwd, dy, x, call, dx, dq_weight, dk_weight, TARGET)
+    run(rotary_norm_bwd, dy, x, call, dx, dq_weight, dk_weight, launch.TARGET)
     return dx, dq_weight, dk_weight
 
 
@@ -109,7 +99,7 @@ def rotary_norm_bwd(
     strip = block_m * max(1, cdiv(tokens, block_m * cdiv(4 * target.sms, summed)))
     programs = cdiv(tokens, strip)
     like = dq_weight if dq_weight is not None else dk_weight
-    parts = None if like is None else scratch(like, (summed * programs, width))
+    parts = None if like is None else launch.scratch(like, (summed * programs, width))
     args = (
         operand(dy), operand(x), _angles(call), *map(vector, call.norm_weights()), matrix(dx),
         parts, call.token0 % max(call.seq_len, 1), call.seq_len, strip, tokens, call.spec.num_heads,
@@ -139,9 +129,9 @@ def _angles(call: RotaryTables) -> Angles:
 
 def _blocks(call: RotaryTables, width: int, lanes: int, most: int) -> dict[str, Any]:
     """Return a program's tokens, its heads, which share rows of tables, and its pairs of a head."""
-    block_p, heads = power_of_2(lanes), call.spec.num_heads
+    block_p, heads = launch.power_of_2(lanes), call.spec.num_heads
     fits = [n for n in (8, 4) if heads % n == 0]
-    block_h = min(fits[0] if fits else min(8, power_of_2(heads)), max(1, most // block_p))
+    block_h = min(fits[0] if fits else min(8, launch.power_of_2(heads)), max(1, most // block_p))
     interleaved = call.spec.rotary is not None and call.spec.rotary.interleaved
     pairs = Pairs(width, call.rotated, lanes, interleaved, block_p)
     return {"BLOCK_M": max(1, most // (block_p * block_h)), "BLOCK_H": block_h, "pairs": pairs}

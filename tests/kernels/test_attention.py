@@ -233,7 +233,7 @@ def test_sizes(sizes, call, dtype):
 @pytest.mark.parametrize("call", ["causal dropout", "bias of heads", "packed", "lengths"])
 def test_groups_divided_among_programs(call, parts, monkeypatch):
     """Five query heads of a key head: parts are of as many, or the last has fewer, or none."""
-    monkeypatch.setattr(attention, "group_parts", lambda *_: parts)
+    monkeypatch.setattr(tables, "group_parts", lambda *_: parts)
     s = Sizes(b=1, h=5, kv=1)
     if call == "packed":
         check_packed(s, "head and tail", "causal")
