@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from fused_remat.autograd import partial
-from fused_remat.autograd.unchanged import check_unchanged
 from fused_remat.execution import executor
 from fused_remat.execution.prepare import Execution
 
@@ -117,6 +116,21 @@ def advance(block: Any, stages: Stages, dy: Tensor) -> list[Tensor | None]:
     return [grads.get(name) for name in names]
 
 
+def remaining(block: Any, dy: Tensor) -> list[Tensor | None]:
+    """Return the gradients that the block's own node returns, those of no delivery."""
+    names, needs_grad = block.execution.call.graph.tensors, block.execution.needs_grad
+    needs_grad -= block.delivered
+    if (stages := block.stages.get(_task())) is not None:
+        grads = advance(block, stages, dy)
+        del block.stages[_task()]
+        partial.finish(block, dy, grads, needs_grad)
+    elif _task() in block.rare:
+        grads = block.rare.pop(_task()) or [None] * len(names)
+    else:
+        return partial.backward(block, dy)
+    return [g if n in needs_grad else None for n, g in zip(names, grads, strict=True)]
+
+
 def rescued(rescue: Any, error: Exception, names: tuple[str, ...], dy: Tensor) -> list[Any] | None:
     """Return the gradients that a rescue computes where a block raised `error`, or None."""
     if rescue is None or not rescue.contains(error):
@@ -141,7 +155,7 @@ def is_hooked(execution: Execution, tensors: Sequence[Tensor | None]) -> bool:
 
 def _start(block: Any, dy: Tensor) -> Stages:
     execution, saved = block.execution, block.saved_tensors
-    check_unchanged(execution.call.graph.tensors, execution.given, block.dtypes, saved, dy)
+    executor.check_unchanged(execution.call.graph.tensors, execution.given, block.dtypes, saved, dy)
     count = len(execution.given)
     tensors, out, kept = saved[:count], saved[count], saved[count + 1 :]
     return executor.stages(

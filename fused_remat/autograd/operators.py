@@ -28,7 +28,6 @@ from fused_remat import random
 from fused_remat.autograd import replay_check
 from fused_remat.autograd.offload import fetched, hold, moved_names, start_out
 from fused_remat.autograd.partial import NO_DOUBLE_BACKWARD, round_vectors
-from fused_remat.autograd.unchanged import check_unchanged
 from fused_remat.execution import executor
 from fused_remat.execution.prepare import BlockConfig, Execution, prepare
 from fused_remat.graph.graph import Graph, sizes
@@ -41,14 +40,11 @@ from fused_remat.version import __version__
 
 
 def run(
-    graph: Graph,
-    policy: str | Policy,
-    tensors: Mapping[str, Tensor | None],
-    backend: str,
-    seq_first: bool,
-    preserve_strides: bool,
+    graph: Graph, policy: str | Policy, tensors: Mapping[str, Tensor | None], **options: Any
 ) -> Tensor:
     """Run a block through its operator, as `run_block` does in eager mode; Dynamo may trace it.
+
+    `options` are other fields of the `BlockConfig`.
 
     Raises: ValueError for a graph that no function marked `graph.text.block` has built.
     """
@@ -77,9 +73,8 @@ def run(
         given["seed"] = random.draw_seed(given["input"].device)
     dtypes = tuple([t.dtype for t in given.values()])
     call = _serialize_call(
-        graph.text, names, tuple(given), dtypes, tuple(needs_grad), backend, seq_first,
-        preserve_strides, offload,
-    )  # fmt: skip
+        graph.text, names, tuple(given), dtypes, tuple(needs_grad), offload, **options
+    )
     operator = getattr(torch.ops.fused_remat, _registered(graph.text))
     out: Tensor = operator(list(given.values()), call)[0]
     return out
@@ -128,10 +123,8 @@ def _serialize_call(
     names: tuple[str, ...],
     dtypes: tuple[torch.dtype, ...],
     needs_grad: tuple[str, ...],
-    backend: str,
-    seq_first: bool,
-    preserve_strides: bool,
     offload: tuple[str, ...],
+    **options: Any,
 ) -> str:
     """Return a call as text; `names` and `dtypes` are those of its tensors.
 
@@ -148,12 +141,9 @@ def _serialize_call(
         "save": sorted(kept_names(what, graph)),
         "offload": sorted(offload),
         "needs_grad": sorted(needs_grad),
-        "backend": backend,
-        "seq_first": seq_first,
-        "preserve_strides": preserve_strides,
         "dtypes": {n: str(d).removeprefix("torch.") for n, d in zip(names, dtypes, strict=True)},
     }
-    return json.dumps(fields)
+    return json.dumps(fields | options)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -314,7 +304,7 @@ def _backward(saved: list[Tensor], sizes: list[int], dy: Tensor, call: str) -> l
     whole = dict(zip(this.plan.kept, saved[count + this.plan.keeps_output :], strict=True))
     was = [shapes[name] for name in this.saved]
     dtypes = [this.dtypes[name] for name in this.saved]
-    check_unchanged(this.saved, was, dtypes, saved[:count], dy)
+    executor.check_unchanged(this.saved, was, dtypes, saved[:count], dy)
     tensors = this.aligned(this.saved, saved[:count])
     grads = executor.backward(execution, tensors, _split(execution, whole), out, dy)
     if dtype.itemsize == 2:
@@ -348,10 +338,6 @@ def _fake_backward(saved: list[Tensor], sizes: list[int], dy: Tensor, call: str)
     this = parse_call(call)
     shapes = dict(zip(this.dtypes, _shapes(sizes), strict=True))
     return [dy.new_empty(shapes[name], dtype=this.dtypes[name]) for name in this.asked]
-
-
-def _no_double_backward(ctx: Any, *grads: Any) -> Any:
-    raise RuntimeError(NO_DOUBLE_BACKWARD)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
@@ -390,6 +376,10 @@ def operators(kind: str) -> tuple[Any, Any]:
             "a block's kind must be an identifier that does not end in _backward, since it names "
             f"an operator; got {kind!r}"
         )
+
+    def no_double_backward(ctx: Any, *grads: Any) -> Any:
+        raise RuntimeError(NO_DOUBLE_BACKWARD)
+
     operator: Any = functools.partial(torch.library.custom_op, mutates_args=())
     schema = "(Tensor[] tensors, str call) -> Tensor[]"
     forward = operator(f"fused_remat::{kind}", _forward, schema=schema)
@@ -397,7 +387,7 @@ def operators(kind: str) -> tuple[Any, Any]:
     backward = operator(f"fused_remat::{kind}_backward", _backward, schema=schema)
     forward.register_fake(_fake_forward)
     backward.register_fake(_fake_backward)
-    backward.register_autograd(_no_double_backward)
+    backward.register_autograd(no_double_backward)
     forward.register_autograd(functools.partial(_autograd, kind), setup_context=_setup_context)
     return forward, backward
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_remat.execution.choose import has_faster, ops_for
+from fused_remat.execution import choose
 from fused_remat.execution.recording import Recordings
 from fused_remat.graph.graph import Graph, sizes
 from fused_remat.graph.schedule import Schedule, schedule
@@ -170,11 +170,11 @@ def prepare(
     """The execution for tensors of `shapes` on the device of `like`; the first of `dtype`, or of
     the dtype of `like`."""
     dtype = dtype or like.dtype
-    ops = ops_for(call.backend, like, call.graph.compute or dtype)
+    ops = choose.ops_for(call.backend, like, call.graph.compute or dtype)
     # Under deterministic algorithms every policy takes the same operation for a step.
     fuses = fused and not torch.are_deterministic_algorithms_enabled()
     asked = getattr(_CHUNKS, "tokens", None)
-    tokens, elements = (asked, 0) if asked else (ops.chunk_tokens(like.device, dtype), _ELEMENTS)
+    tokens, elements = (asked, 0) if asked else (choose.chunk_tokens(like.device, dtype), _ELEMENTS)
     return _prepare(call, ops, tokens, elements, like.device, fuses, dtype, tuple(shapes))
 
 
@@ -294,11 +294,13 @@ def _fusions(
     }
     found = set()
     for act in acts:
-        if has_faster(ops, mlp_bwd, (act, dtype, device)):
+        if choose.has_faster(ops, mlp_bwd, (act, dtype, device)):
             found.add(f"mlp_bwd {act}")
-        if has_faster(ops, mlp_up_fwd, (act, dtype, device)):
+        if choose.has_faster(ops, mlp_up_fwd, (act, dtype, device)):
             found.add(f"linear_act {act}")
     norms = {(n.spec.kind, widths[n.name]) for n in graph.nodes if isinstance(n, Norm)}
-    if norms and all(has_faster(ops, linear_norm_fwd, (k, dtype, device, n)) for k, n in norms):
+    if norms and all(
+        choose.has_faster(ops, linear_norm_fwd, (k, dtype, device, n)) for k, n in norms
+    ):
         found.add("linear_norm")
     return frozenset(found)

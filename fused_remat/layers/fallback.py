@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fused_remat.autograd.unchanged import changed
+from fused_remat.execution.executor import changed
 from fused_remat.layers.eligibility import wants_grad
 from fused_remat.layers.record import record_of
 

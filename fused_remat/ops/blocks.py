@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
 
 from fused_remat.autograd import run_block
 from fused_remat.graph.build import block_graph
@@ -22,7 +21,6 @@ from fused_remat.ops.checks import (
     check_tensor,
     check_weights,
     hidden_width,
-    lists_attention_options,
     masks_given,
     read_masks,
     seed_tensor,
@@ -30,7 +28,6 @@ from fused_remat.ops.checks import (
 from fused_remat.ops.parts import rotary_fields, rotary_tensors, split_rope
 from fused_remat.policies import Policy
 from fused_remat.spec import (
-    AttentionOptions,
     AttentionSpec,
     BlockSpec,
     BranchSpec,
@@ -113,7 +110,6 @@ def encoder_block(
     )  # fmt: skip
 
 
-@lists_attention_options
 def causal_block(
     x: Tensor,
     weights: Mapping[str, Tensor | None],
@@ -140,7 +136,9 @@ def causal_block(
     policy: str | Policy = "full",
     seed: int | Tensor | None = None,
     backend: str = "auto",
-    **options: Unpack[AttentionOptions],
+    window: tuple[int, int] = (-1, -1),
+    scale: float | None = None,
+    softcap: float = 0.0,
 ) -> Tensor:
     """Compute a block of a language model, by default Llama's, that keeps what `policy` names.
 
@@ -200,7 +198,7 @@ def causal_block(
         gated=weights.get("gate.weight") is not None,
         dropout=(check_p("attention_dropout_p", p_attention), p, p, p),
         loras=_lora_specs(lora, lora_dropout_p, x),
-        **attention_fields(*heads, is_causal, options),
+        **attention_fields(*heads, is_causal, window, scale, softcap),
         projection="split" if weights.get("qkv.weight") is None else "packed",
         rotary="cos" in tensors,
         interleaved=bool(rope_interleaved),
@@ -211,7 +209,6 @@ def causal_block(
     return run_block(block_graph(spec), policy, tensors, backend=backend)
 
 
-@lists_attention_options
 def attention_block(
     x: Tensor,
     norm_weight: Tensor | None,
@@ -240,7 +237,9 @@ def attention_block(
     policy: str | Policy = "full",
     seed: int | Tensor | None = None,
     backend: str = "auto",
-    **options: Unpack[AttentionOptions],
+    window: tuple[int, int] = (-1, -1),
+    scale: float | None = None,
+    softcap: float = 0.0,
 ) -> Tensor:
     """Compute x + dropout(proj(attention(qkv(norm(x))))), the first half of a pre-norm block.
 
@@ -275,7 +274,7 @@ def attention_block(
     tensors = _inputs(x, nhead, seed, attn_mask, key_padding_mask, key_lengths, cu_seqlens)
     tensors |= rotary_tensors(x, heads[2], *split_rope(rope), q_norm_weight, k_norm_weight)
     spec = AttentionSpec(
-        **attention_fields(*heads, is_causal, options),
+        **attention_fields(*heads, is_causal, window, scale, softcap),
         dropout=check_p("dropout_p", dropout_p),
         masks=masks_given(tensors),
         **rotary_fields(tensors, rope_interleaved, qk_norm_eps),

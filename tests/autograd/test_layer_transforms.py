@@ -1,12 +1,14 @@
-"""torch.func on the layer (item 29): what the stock layer does, in train and eval, unannounced.
+"""Items 24 to 29 of the drop-in contract: hooks, forward mode, changes in place, torch.func.
 
-`functional_call` without a transform is served: tests/layers/test_composition.py.
+What else gradients promise is tested of every operation, in tests/ops/test_every_op.py.
+`functional_call` without a transform runs as a block: tests/layers/test_composition.py.
 """
 
 import functools
 
 import pytest
 import torch
+import torch.autograd.forward_ad as fwAD
 from reference import X, make
 from torch.func import functional_call, grad, grad_and_value, jacrev, vjp, vmap
 from torch.testing import assert_close
@@ -76,3 +78,28 @@ def test_tensors_that_outlived_a_transform_are_as_any_other():
             assert torch.equal(call(wrapped), layer(plain))
             got = torch.autograd.grad(call(wrapped), wanted, dy, retain_graph=True)
             assert all(map(torch.equal, got, expected))
+
+
+def test_post_accumulate_hooks_fire_once_each():
+    _, fused = make()
+    fired = []
+    for name, p in fused.named_parameters():
+        p.register_post_accumulate_grad_hook(lambda p, name=name: fired.append(name))
+    fused(X).sum().backward()
+    assert sorted(fired) == sorted(n for n, _ in fused.named_parameters())
+
+
+def test_forward_mode_raises():
+    _, fused = make()
+    with fwAD.dual_level(), pytest.raises(RuntimeError, match="jvp"):
+        fused(fwAD.make_dual(X, torch.ones_like(X)))
+
+
+@pytest.mark.parametrize("x", [X, X[:, 0]], ids=["batch", "unbatched"])
+def test_the_output_may_be_changed_in_place_by_the_caller(x):
+    grads = []
+    for layer in make():
+        leaf = x.clone().requires_grad_()
+        y = layer(leaf).mul_(2.0).relu_()
+        grads.append(torch.autograd.grad(y.sum(), [leaf, *layer.parameters()]))
+    assert_close(*grads)
