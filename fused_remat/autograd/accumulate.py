@@ -31,11 +31,6 @@ def check_target(target: str | None) -> str | None:
     return target
 
 
-def wide_dtype(param: Tensor) -> torch.dtype:
-    """Return the dtype of the buffer: float32, or float64 for a float64 parameter."""
-    return torch.promote_types(param.dtype, torch.float32)
-
-
 def unsupported_param_reason(param: Tensor, target: str) -> str | None:
     """Return why gradients cannot go into `param.grad` or `param.main_grad`, or None."""
     if type(param) not in _PLAIN:
@@ -46,7 +41,7 @@ def unsupported_param_reason(param: Tensor, target: str) -> str | None:
         return "has tensor hooks, which would not be called"
     if param._post_accumulate_grad_hooks:
         return "has post-accumulate-grad hooks, which would not be called"
-    wide = wide_dtype(param)
+    wide = torch.promote_types(param.dtype, torch.float32)
     buffer = getattr(param, target, None)
     if buffer is not None:
         reason = _unsupported_buffer_reason(param, buffer, wide)
@@ -142,7 +137,8 @@ class Accumulation:
             params[name] = param
         for param in params.values():  # none was refused
             if getattr(param, self.target) is None:
-                param.grad = torch.zeros_like(param, dtype=wide_dtype(param))
+                wide = torch.promote_types(param.dtype, torch.float32)
+                param.grad = torch.zeros_like(param, dtype=wide)
         return {name: getattr(param, self.target) for name, param in params.items()}
 
 

@@ -59,7 +59,7 @@ class FusedRematBlock(torch.autograd.Function):
         tensors = tuple(inputs[: len(execution.given)] if given is None else given)
         x = tensors[0]
         assert x is not None
-        watch = None if extras is None else extras.note
+        watch = None if extras is None or extras.record is None else extras.record.note
         try:
             out, kept = executor.forward(execution, tensors, functions, watch)
         except Exception as error:

@@ -28,7 +28,6 @@ from fused_remat.autograd.segments import Replayed, Segment
 from fused_remat.execution import executor
 from fused_remat.execution.prepare import Execution
 from fused_remat.graph.schedule import schedule
-from fused_remat.steps.chunk import Chunk
 from fused_remat.steps.operations import warn
 
 _functorch = torch._C._functorch
@@ -53,11 +52,6 @@ class Extras:
     segment: Segment | None = None
     offload: frozenset[str] = frozenset()
     offloaded: OffloadRecord | None = None
-
-    @property
-    def note(self) -> Callable[[Any, Chunk], None] | None:
-        """Callback after every step of forward."""
-        return None if self.record is None else self.record.note
 
     def saves(self, rereads: Sequence[bool], out: Tensor) -> Sequence[bool]:
         """Return which tensors are saved: those that backward or another run of the block reads."""
