@@ -28,9 +28,9 @@ _NO_FUNCTIONS: Functions = {}
 _NO_DELIVERIES: Mapping[str, Sequence[Sequence[str]]] = {}
 _NOTHING: Sequence[Sequence[str]] = ((),)
 #: A chunk and the steps that run on it.
-BackwardPiece = tuple[Chunk, Collection[Step]]
+BackwardChunk = tuple[Chunk, Collection[Step]]
 #: With the rows of the output that they write, if any, and the names that are kept then.
-ForwardPiece = tuple[Chunk, Collection[Step], Tensor | None, tuple[str, ...]]
+ForwardChunk = tuple[Chunk, Collection[Step], Tensor | None, tuple[str, ...]]
 
 
 def forward(
@@ -40,7 +40,7 @@ def forward(
     watch: Watch | None = None,
     repeats: bool = True,
 ) -> tuple[Tensor, list[Tensor]]:
-    """The block's output, and what the schedule keeps, in the order of computation.
+    """Return the block's output, and what the schedule keeps, in the order of computation.
 
     The output is shaped like the first of `tensors` (of heads: side by side, (B, S, H*E)) except
     for its width. Neither it nor what is kept shares memory with the inputs. `functions` are the
@@ -49,7 +49,7 @@ def forward(
     """
     x = tensors[0]
     assert x is not None
-    if autocast_on(x):  # the graph says what is computed in which dtype
+    if autocast_on(x):  # the graph describes which dtype is used where
         with autocast_off(x):
             return forward(execution, tensors, functions, watch)
     observed, record = watch is not None or _is_observed(), execution.recordings
@@ -63,7 +63,7 @@ def forward(
     if not (execution.makes_output and x.is_contiguous()):
         out = empty_output(execution.call, width, execution.dtypes["output"], x)
     kept: list[Tensor] = []
-    for chunk, steps, rows, keeps in _forward_pieces(this, execution, out):
+    for chunk, steps, rows, keeps in _forward_chunks(this, execution, out):
         for step in steps:
             node = step.node
             assert node is not None
@@ -82,8 +82,8 @@ def forward(
     return out, kept
 
 
-def _forward_pieces(this: Pass, execution: Execution, out: Tensor | None) -> Iterator[ForwardPiece]:
-    """Each group, and after a group's own steps each of its tiles."""
+def _forward_chunks(this: Pass, execution: Execution, out: Tensor | None) -> Iterator[ForwardChunk]:
+    """Yield each group, and after a group's own steps each of its tiles."""
     plan, chunks = execution.plan, execution.chunks
     if out is None:  # one group without tiles
         whole = _group(this, chunks.groups[0], execution.shapes)
@@ -114,7 +114,7 @@ def backward(
     sink: Mapping[str, Tensor] | None = None,
     repeats: bool = True,
 ) -> list[Tensor | None]:
-    """Gradients of the call's tensors in its order; None where not asked for, and of `sink`.
+    """Return gradients of the call's tensors in its order; None where not needed, and of `sink`.
 
     `tensors` may be None where backward does not read them; `kept` is what `forward` returned;
     `out` the output, if the schedule keeps it. `watch` and `sink`: see `Pass`;
@@ -146,8 +146,10 @@ def stages(
     sink: Mapping[str, Tensor] | None = None,
     delivers: Mapping[str, Sequence[Sequence[str]]] = _NO_DELIVERIES,
 ) -> Iterator[dict[str, Tensor]]:
-    """Gradients by name: in and after each step that `delivers` names, those of its tensors; at
-    last, all others. Arguments as of `backward`, without autocast."""
+    """Yield gradients by name: those that `delivers` has for steps, in and after each; then others.
+
+    Arguments are those of `backward`, without autocast.
+    """
     observed = watch is not None or _is_observed()
     named = execution.named(tensors)
     if functions:
@@ -155,7 +157,7 @@ def stages(
         named = {**named, **{name: functions[name]() for name in params if name in functions}}
     this = Pass(execution, named, functions, dy, watch, sink)
     grads: dict[str, Tensor] = {}
-    for chunk, steps in _backward_pieces(this, execution, kept, out, dy, grads):
+    for chunk, steps in _backward_chunks(this, execution, kept, out, dy, grads):
         for step in steps:
             node = step.node
             assert node is not None
@@ -191,15 +193,15 @@ def stages(
     yield grads
 
 
-def _backward_pieces(
+def _backward_chunks(
     this: Pass,
     execution: Execution,
     kept: Sequence[Tensor],
     out: Tensor | None,
     dy: Tensor,
     grads: dict[str, Tensor],
-) -> Iterator[BackwardPiece]:
-    """Each group up to its tiles, its tiles, and the rest of it; `grads` takes the inputs'."""
+) -> Iterator[BackwardChunk]:
+    """Yield each group up to its tiles, its tiles, and the group again; inputs' go to `grads`."""
     plan, chunks, supply = execution.plan, execution.chunks, iter(kept)
     seq_first = execution.call.seq_first
     dy_BSD, out_BSD = (t.transpose(0, 1) if seq_first and t is not None else t for t in (dy, out))
@@ -224,8 +226,8 @@ def _backward_pieces(
 
 def _backward_tiles(
     this: Pass, execution: Execution, group: Chunk, supply: Iterator[Tensor]
-) -> Iterator[BackwardPiece]:
-    """A group's tiles, whose gradients of the group's activations are put together."""
+) -> Iterator[BackwardChunk]:
+    """Yield a group's tiles, and join their gradients of the group's activations."""
     plan, (dout, _) = execution.plan, group.take_grad("output")
     buffers = {name: group.empty(name) for name in plan.tile_gives}
     for lo, hi in execution.chunks.tiles(group.rows):
@@ -241,7 +243,7 @@ def _backward_tiles(
 
 
 def _group(this: Pass, seqs: tuple[int, int], inputs: Iterable[str]) -> Chunk:
-    """The chunk of a group of sequences, holding those of `inputs` that are there."""
+    """Return the chunk of a group of sequences, with those of `inputs` that are not None."""
     group = Chunk(this, seqs, (0, (seqs[1] - seqs[0]) * this.chunks.seq_len))
     for name in inputs:
         x = this.tensors.get(name)
@@ -255,12 +257,9 @@ def _of_group(x: Tensor, seqs: tuple[int, int]) -> Tensor:
 
 
 def _rows(x: Tensor, seqs: tuple[int, int]) -> Tensor:
-    """A group of (B, S, D) as a matrix of tokens: a view where the layout allows, else a copy.
-
-    Of heads (B, H, S, E), the group's heads.
-    """
-    mine = _of_group(x, seqs)
-    return mine if mine.dim() == 4 else mine.reshape(-1, mine.shape[-1])
+    """Return a group of (B, S, D) as a matrix of tokens, if possible a view; heads as they are."""
+    own = _of_group(x, seqs)
+    return own if own.dim() == 4 else own.reshape(-1, own.shape[-1])
 
 
 def _collect(
@@ -289,7 +288,7 @@ def _collect(
 
 
 def empty_output(call: BlockConfig, width: int, dtype: torch.dtype, x: Tensor) -> Tensor:
-    """An uninitialised output of `width` and `dtype` for the first input `x`."""
+    """Return an uninitialized output of `width` and `dtype` for the first input `x`."""
     if x.dim() == 4:
         return x.new_empty((*sizes(x.shape), width), dtype=dtype)
     if width != x.shape[-1]:
@@ -328,7 +327,7 @@ def autocast_on(x: Tensor) -> bool:
 
 
 def autocast_off(x: Tensor) -> AbstractContextManager[None]:
-    """The graph says what is computed in which dtype."""
+    """Return a context without autocast: the graph describes which dtype is used where."""
     if not autocast_on(x):
         return contextlib.nullcontext()
     return torch.autocast(x.device.type, enabled=False)

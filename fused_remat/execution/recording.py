@@ -42,19 +42,15 @@ class Unrepeatable(Exception):
 
 
 class Recordings:
-    """What is recorded of an execution's passes.
+    """Records of an execution's passes."""
 
-    Attributes:
-        passes: by kind, what repeats a pass, or how often it has run.
-        calls: how many operators the records have; `all_calls` is of all of them.
-        off: whether a pass could not be recorded: none is any more.
-    """
-
-    all_calls = 0
+    all_calls = 0  # operators in all records of the process
 
     def __init__(self) -> None:
+        # By kind, the function that repeats a pass, or how often the pass has run.
         self.passes: dict[Any, Callable[[Given], Any] | int] = {}
-        self.calls, self.off = 0, False
+        self.calls = 0  # operators in these records
+        self.off = False  # set once a pass could not be recorded: none is from then on
 
     def __del__(self) -> None:
         type(self).all_calls -= self.calls  # as the interpreter ends, the module has no names left
@@ -62,7 +58,7 @@ class Recordings:
     def find(
         self, name: str, given: Given, steps: Callable[[], Any]
     ) -> Callable[[Given], Any] | None:
-        """What repeats the pass `steps` on the tensors `given`, which it reads; None if nothing."""
+        """Return a function that repeats the pass `steps` on the tensors `given`, or None."""
         there = [t for t in given if t is not None]
         try:
             kind = (name, *map(type, given), *map(_dtype, there), *map(Tensor.stride, there))
@@ -98,7 +94,7 @@ class Recordings:
 
 
 def _is_watched() -> bool:
-    """Whether a mode looks at the calls, and may change them."""
+    """Return whether a mode sees the calls, and may change them."""
     return bool(torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack())
 
 
@@ -139,10 +135,7 @@ class _Recorder(TorchDispatchMode):
         return made
 
     def function(self, made: Any) -> Callable[[Given], Any] | None:
-        """What repeats the pass that returned `made`: a list, or a tensor and a list.
-
-        None if nothing can.
-        """
+        """Return a function that repeats the pass whose result is `made`, or None."""
         is_list = isinstance(made, list)
         if self.failed:
             return None
@@ -188,14 +181,14 @@ class _Recorder(TorchDispatchMode):
         return self.graph.insertNode(self.graph.create(name, values, outputs))
 
     def _name(self, t: Any, value: Any) -> None:
-        """From now on `value` is what the graph has of a tensor."""
+        """Let `value` stand for a tensor in the graph."""
         if isinstance(t, Tensor):
             self.values[id(t)] = weakref.ref(t), value
         elif t is not None:
             raise Unrepeatable
 
     def _value(self, arg: Any, kind: Any) -> Any:
-        """What the graph has of an argument of a type."""
+        """Return the graph's value for an argument of a type."""
         if isinstance(arg, Tensor):
             ref, value = self.values.get(id(arg), (None, None))
             if ref is None or ref() is not arg:

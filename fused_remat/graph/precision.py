@@ -40,7 +40,7 @@ def _mixed(graph: Graph, compute: torch.dtype) -> Graph:
 
 
 def in_precision(graph: Graph, compute: torch.dtype) -> Graph:
-    """`mixed_precision(graph, compute)`, of any graph; only that of one with a text has a text."""
+    """Return `mixed_precision(graph, compute)`, also for a graph without a text."""
     return mixed_precision(graph, compute) if graph.text else _mixed(graph, compute)
 
 

@@ -58,7 +58,7 @@ class Schedule:
 
     @functools.cached_property
     def _tiles(self) -> int:
-        """The index of the "tiles" step in backward; after the last where there is none."""
+        """Index of the "tiles" step in backward; that after the last if there is no such step."""
         return [step.kind for step in (*self.backward, _TILES)].index("tiles")
 
     @functools.cached_property
@@ -95,7 +95,7 @@ def _with_frees(steps: list[Draft], hold: Collection[str]) -> tuple[Step, ...]:
 
 
 def _needs_by_node(graph: Graph, needs_grad: Collection[str]) -> dict[str, frozenset[str]]:
-    """For each node that backward must run: which inputs and params it gives gradients of."""
+    """Return, for each node that backward runs, the inputs and params it gives gradients of."""
     reached = set(graph.inputs) & set(needs_grad)
     result: dict[str, frozenset[str]] = {}
     for node in graph.nodes:

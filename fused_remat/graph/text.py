@@ -93,7 +93,7 @@ def _read(text: str) -> Graph:
 
 
 def _graph_by(name: str, definition: int, text: str) -> Graph:
-    """`graph_of`, if the last definition of `name` is the given one."""
+    """Return `graph_of(text)`; raise RuntimeError if `name` has another definition by now."""
     if _DEFINITIONS[name] != definition:
         raise RuntimeError(
             f"{name!r} was defined again, and compiled code refers to it by name: give each "
