@@ -254,12 +254,14 @@ def _config(
     policy: str | Policy,
     exact_names: frozenset[str] | None,  # a part of the key alone
     needs: tuple[bool, ...],
-    *options: Any,
+    backend: str,
+    seq_first: bool,
+    preserve_strides: bool,
 ) -> BlockConfig:
     """Return the call in which the tensors that `needs` marks need a gradient."""
     needs_grad = frozenset(itertools.compress(graph.tensors, needs))
     save, offload = kept_names(policy, graph), offload_of(policy)
-    return BlockConfig(graph, save, needs_grad, *options, offload)
+    return BlockConfig(graph, save, needs_grad, backend, seq_first, preserve_strides, offload)
 
 
 _ATTENTION = F.scaled_dot_product_attention

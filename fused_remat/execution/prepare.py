@@ -92,7 +92,7 @@ class Execution(Layout):
     given: tuple[torch.Size | None, ...]
     # for each tensor of the call, whether backward reads its values again
     rereads: tuple[bool, ...]
-    fusions: frozenset[str]  # entries of `graph.fusions.FUSIONS` that the schedule uses
+    fusions: frozenset[str]  # those of `graph.fusions` in the schedule
     # by names of steps of backward, the tensors whose gradients autograd gets, in order
     # within that step, and at last after it: of large weights, which are not held together
     delivers: Mapping[str, tuple[tuple[str, ...], ...]]

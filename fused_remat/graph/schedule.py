@@ -156,7 +156,7 @@ def schedule(
 ) -> Schedule:
     """Return the schedule of `graph` where `save` is kept and gradients of `needs_grad` are needed.
 
-    `fusions`: rows of `graph.fusions.FUSIONS`, steps that the backend computes together.
+    `fusions`: those of `graph.fusions` that the backend has.
     """
     group_nodes, tile_nodes = _split(graph, tiled)
     by_node = _needs_by_node(graph, needs_grad)

@@ -73,11 +73,7 @@ def resolve_activation(
 
 
 def activation_name(activation: Any) -> str | None:
-    """Return the name in `ACTIVATIONS` of a function or a module without hooks, or None.
-
-    >>> activation_name(nn.GELU(approximate="tanh")), activation_name(torch.sin)
-    ('gelu_tanh', None)
-    """
+    """Return the name in `ACTIVATIONS` of a function or a module without hooks, or None."""
     if isinstance(activation, nn.Module) and has_hooks(activation):
         return None
     return activations.activation_name(activation)
@@ -95,12 +91,6 @@ def prepare(activation: Any, x: Tensor, autocast: torch.dtype | None = None) -> 
     One trial on `x` decides. It runs as the block will call the function: outside of autocast, or
     inside autocast to the dtype `autocast`, with the result rounded to the dtype of `x`. A module
     is called with the parameters and attributes that it has now.
-
-    >>> w = torch.full((3,), 0.1, requires_grad=True)
-    >>> prepare(lambda x: torch.where(x > 0, x, w * x), torch.zeros(2, 3)).captured
-    {'activation.0': tensor([0.1000, 0.1000, 0.1000], requires_grad=True)}
-    >>> prepare(lambda x: x + torch.rand_like(x), torch.zeros(2, 3))
-    'draws random numbers: it calls aten.rand_like.default'
     """
     fn = activation
     if isinstance(activation, nn.Module):
