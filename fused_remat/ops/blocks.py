@@ -83,10 +83,7 @@ def encoder_block(
     """
     _check_stream(x, weights)
     *lead, d_model = x.shape
-    if not isinstance(nhead, int):
-        raise TypeError(f"nhead must be an int, got {nhead!r}")
-    if nhead < 1 or d_model % nhead:
-        raise ValueError(f"nhead must divide x's width, got {nhead} and {d_model}")
+    check_heads(d_model, nhead, "x's width", "nhead")
     act = resolve_activation(activation, x, (1, 2, hidden_width(x, weights)))
     functions = {name: _on_batches(fn, lead) for name, fn in act.functions.items()}
     tensors = _inputs(x, nhead, seed, attn_mask, key_padding_mask)
@@ -354,12 +351,8 @@ def _lora_specs(given: Sequence[Update], p: float, x: Tensor) -> tuple[LoraSpec,
             size = f" of {len(update)}" if isinstance(update, tuple) else ""
             raise TypeError(f"lora takes (layer, A, B, scale), got {type(update).__name__}{size}")
         layer, a, b, scale = update
-        for name, matrix in (("A", a), ("B", b)):
-            check_tensor(f"{name} of {layer}", matrix, (x.dtype, torch.float32), x)
-        if a.dtype != b.dtype:
-            raise RuntimeError(
-                f"A of {layer} is {a.dtype} and B is {b.dtype}; both must have one dtype"
-            )
+        check_tensor(f"A of {layer}", a, (x.dtype, torch.float32), x)
+        check_tensor(f"B of {layer}", b, (a.dtype,), x, ", as A")
         dtype = None if a.dtype == x.dtype else a.dtype
         specs.append(LoraSpec(layer=layer, scale=float(scale), dropout=p, dtype=dtype))
     return tuple(specs)
