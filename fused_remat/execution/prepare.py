@@ -88,7 +88,7 @@ class Execution(Layout):
     device: torch.device
     plan: Schedule  # of forward and backward
     shapes: Mapping[str, tuple[int, ...]]  # of the inputs, batch first
-    # shapes of all tensors of the call, in its order, as they were given
+    # shapes of all tensors of the call, in its order
     given: tuple[torch.Size | None, ...]
     # for each tensor of the call, whether backward reads its values again
     rereads: tuple[bool, ...]
@@ -226,7 +226,7 @@ def _delivers(
 ) -> dict[str, tuple[tuple[str, ...], ...]]:
     """Return `Execution.delivers`: empty for several groups, which all add to each gradient.
 
-    Gradients of small weights take less memory than what a pass computes besides.
+    Gradients of small weights take less memory than what a pass computes anyway.
     """
     sizes = {name: math.prod(shapes[name]) for name in graph.params if name in needs_grad}
     total, rows = sum(sizes.values()), chunks.batch * chunks.seq_len

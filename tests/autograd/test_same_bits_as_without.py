@@ -1,7 +1,7 @@
 """What no feature changes: the bits of a stack of layers, in whatever way forward or backward run.
 
 Each feature (other presets, segments, offload, accumulation, the replay check) in each
-way, beside policy "full" without any of them. What a feature does besides is in its own file.
+way, compared with policy "full" without any of them. Its other effects are in its own file.
 """
 
 import contextlib
@@ -88,7 +88,7 @@ def each(way):
 
 
 def remat(model, regions=False):
-    """As torch_remat's documentation says for dropout: with a hook for torch's generator.
+    """As in torch_remat's documentation for dropout: with a hook for torch's generator.
 
     With regions, one layer's activations stay, and the others' are computed again.
     """
@@ -256,7 +256,7 @@ def test_kept_bytes(dropout, fallback, policy):
     x = torch.randn(2, 128, 32, requires_grad=True)
     for way in (plain, reentrant):
         way(layer, x)  # what is set up once
-        # Besides the output, the state of torch's generator for the replay (5056 bytes), and that
+        # Apart from the output, the state of torch's generator for the replay (5056 bytes), and that
         # of the fallback's own checkpoint; a few bytes for device indices.
         states = (1 + fallback) * torch.get_rng_state().nbytes
         kept = measure_allocations(lambda way=way: way(layer, x)).net - x.nbytes
