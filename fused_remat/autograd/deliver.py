@@ -46,20 +46,26 @@ class Delivery(torch.autograd.Function):
         if dy is None:
             return (None,) * (4 + len(ctx.dims))
         *_, block = nodes = _chain(ctx)
+        names = ctx.execution.call.graph.tensors
         if ctx.first and not partial.is_rare(block, dy) and all(map(partial.asks_all, nodes)):
-            block.stages[_task()] = _start(block, dy)
+            saved, count = block.saved_tensors, len(names)
+            executor.check_unchanged(names, ctx.execution.given, block.dtypes, saved, dy)
+            operands = saved[:count], saved[count + 1 :], saved[count], dy
+            block.stages[_task()] = executor.stages(
+                ctx.execution, *operands, block.functions, delivers=ctx.execution.delivers
+            )
         stages = block.stages.get(_task())
         if stages is None:  # a rare pass: its first node computes what all of them give
             if _task() not in block.rare:
                 asked = [_asked(node) for node in nodes[:-1]]
-                names = partial.asked(block).union(*asked)
-                block.rare[_task()] = partial.gradients(block, dy, names) if names else None
+                needed = partial.asked(block).union(*asked)
+                block.rare[_task()] = partial.gradients(block, dy, needed) if needed else None
             grads = block.rare[_task()]
             if grads is None:
                 return (None, None, None, dy, *(None for _ in ctx.dims))
         else:
             grads = partial.finish(block, dy, advance(block, stages, dy), frozenset(ctx.dims))
-        of = dict(zip(ctx.execution.call.graph.tensors, grads, strict=True))
+        of = dict(zip(names, grads, strict=True))
         found = [(of[name], dims) for name, dims in ctx.dims.items()]
         return (None, None, None, dy, *(g if g is None else g.transpose(*d) for g, d in found))
 
@@ -151,16 +157,6 @@ def is_hooked(execution: Execution, tensors: Sequence[Tensor | None]) -> bool:
             if leaf._backward_hooks or getattr(leaf, "_post_accumulate_grad_hooks", None):
                 return True
     return False
-
-
-def _start(block: Any, dy: Tensor) -> Stages:
-    execution, saved = block.execution, block.saved_tensors
-    executor.check_unchanged(execution.call.graph.tensors, execution.given, block.dtypes, saved, dy)
-    count = len(execution.given)
-    tensors, out, kept = saved[:count], saved[count], saved[count + 1 :]
-    return executor.stages(
-        execution, tensors, kept, out, dy, block.functions, delivers=execution.delivers
-    )
 
 
 def _chain(node: Any) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -85,7 +86,11 @@ def encoder_block(
     *lead, d_model = x.shape
     check_heads(d_model, nhead, "x's width", "nhead")
     act = resolve_activation(activation, x, (1, 2, hidden_width(x, weights)))
-    functions = {name: _on_batches(fn, lead) for name, fn in act.functions.items()}
+
+    def on_matrices(fn: Function, up: Tensor) -> Tensor:
+        return fn(up.view(*lead, -1)).reshape(up.shape)
+
+    functions = {name: functools.partial(on_matrices, fn) for name, fn in act.functions.items()}
     tensors = _inputs(x, nhead, seed, attn_mask, key_padding_mask)
     spec = nn_layer_spec(
         norm_first,
@@ -295,11 +300,6 @@ def _check_stream(
         raise TypeError(f"weights must map names to tensors, got {type(weights).__name__}")
     check_alike({"x": x, **{shown(name): t for name, t in weights.items()}})
     check_shape("x", x, ("B", "S", "D"))
-
-
-def _on_batches(fn: Function, lead: Sequence[int]) -> Function:
-    """Return `fn`, which takes tensors (*lead, F), for matrices (tokens, F)."""
-    return lambda up: fn(up.view(*lead, -1)).reshape(up.shape)
 
 
 def _heads(

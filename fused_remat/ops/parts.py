@@ -107,8 +107,11 @@ def gated_mlp(
         "gate.weight": gate_weight, "gate.bias": gate_bias, "fc1.weight": up_weight,
         "fc1.bias": up_bias, "fc2.weight": down_weight, "fc2.bias": down_bias,
     }  # fmt: skip
-    block = _mlp(x, weights, activation, dropout_p, seed, shown=_gated_name)
-    return run_tokens(*block, policy, backend)
+
+    def shown(name: str) -> str:
+        return argument_name(name).replace("fc1", "up").replace("fc2", "down")
+
+    return run_tokens(*_mlp(x, weights, activation, dropout_p, seed, shown=shown), policy, backend)
 
 
 def mlp_block(
@@ -327,10 +330,6 @@ def _mlp(
     check_weights(x, weights, spec, shown)
     tensors = {**weights, **act.captured, "input": x, "seed": seed_tensor(seed, x.device)}
     return block_graph(spec), tensors, act.functions
-
-
-def _gated_name(name: str) -> str:
-    return argument_name(name).replace("fc1", "up").replace("fc2", "down")
 
 
 def _norm(kind: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Block:

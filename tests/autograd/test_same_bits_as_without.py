@@ -256,7 +256,7 @@ def test_kept_bytes(dropout, fallback, policy):
     x = torch.randn(2, 128, 32, requires_grad=True)
     for way in (plain, reentrant):
         way(layer, x)  # what is set up once
-        # Apart from the output, the state of torch's generator for the replay (5056 bytes), and that
+        # Next to the output, the state of torch's generator for the replay (5056 bytes), and that
         # of the fallback's own checkpoint; a few bytes for device indices.
         states = (1 + fallback) * torch.get_rng_state().nbytes
         kept = measure_allocations(lambda way=way: way(layer, x)).net - x.nbytes
