@@ -203,6 +203,7 @@ def _backward_chunks(
 ) -> Iterator[BackwardChunk]:
     """Yield each group up to its tiles, its tiles, and the group again; inputs' go to `grads`."""
     plan, chunks, supply = execution.plan, execution.chunks, iter(kept)
+    before, free, after = plan.around_tiles
     seq_first = execution.call.seq_first
     dy_BSD, out_BSD = (t.transpose(0, 1) if seq_first and t is not None else t for t in (dy, out))
     assert dy_BSD is not None
@@ -212,12 +213,12 @@ def _backward_chunks(
         if out_BSD is not None:
             group["output"] = _rows(out_BSD, seqs)
         group.grads["output"] = (_rows(dy_BSD, seqs), False)
-        yield group, plan.backward_before
+        yield group, before
         if plan.tile_backward:
             yield from _backward_tiles(this, execution, group, supply)
-            for name in plan.freed_by_tiles:
+            for name in free:
                 group.pop(name, None)
-            yield group, plan.backward_after
+            yield group, after
         for name, shape in execution.shapes.items():
             if name in execution.needs_grad:
                 _collect(name, shape, group, chunks.group >= chunks.batch, dy_BSD, grads)

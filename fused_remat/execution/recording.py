@@ -37,10 +37,6 @@ ON = os.environ.get("FUSED_REMAT_RECORD", "1").lower() not in ("", "0", "false",
 _dtype = operator.attrgetter("dtype")
 
 
-class Unrepeatable(Exception):
-    """A pass does what its record could not repeat."""
-
-
 class Recordings:
     """Records of an execution's passes."""
 
@@ -71,8 +67,10 @@ class Recordings:
             if found or len(self.passes) < _MOST_KINDS:
                 self.passes[kind] = found + 1
             return None
-        if not ON or _is_watched() or Recordings.all_calls >= _MOST_CALLS:
+        if not ON or Recordings.all_calls >= _MOST_CALLS:
             return None
+        if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
+            return None  # a mode sees the calls, and may change them
         if len({*map(id, there)}) < len(there):  # one tensor given twice; later there may be two
             return None
         return functools.partial(self._record, kind, steps)
@@ -91,11 +89,6 @@ class Recordings:
         self.calls += calls
         Recordings.all_calls += calls
         return made
-
-
-def _is_watched() -> bool:
-    """Return whether a mode sees the calls, and may change them."""
-    return bool(torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack())
 
 
 _TENSOR = torch._C.TensorType.get()
@@ -154,7 +147,7 @@ class _Recorder(TorchDispatchMode):
             return
         self.calls += 1
         if torch.is_grad_enabled() != self.grad or self.calls > _MOST_CALLS:
-            raise Unrepeatable
+            raise NotImplementedError
         arguments, returns = schema.arguments, schema.returns
         named = dict(zip([a.name for a in arguments], args, strict=False)) | kwargs
         given = [named.get(a.name, a.default_value) for a in arguments]
@@ -169,7 +162,7 @@ class _Recorder(TorchDispatchMode):
         )
         found = node.schema()
         if found != str(schema) and (found == "(no schema)" or not (is_view or has_number)):
-            raise Unrepeatable
+            raise NotImplementedError
         if isinstance(made, list) and len(returns) == 1:
             node.outputsAt(0).setType(returns[0].type)
             node = self._add("prim::ListUnpack", [node.outputsAt(0)], len(made))
@@ -185,14 +178,14 @@ class _Recorder(TorchDispatchMode):
         if isinstance(t, Tensor):
             self.values[id(t)] = weakref.ref(t), value
         elif t is not None:
-            raise Unrepeatable
+            raise NotImplementedError
 
     def _value(self, arg: Any, kind: Any) -> Any:
         """Return the graph's value for an argument of a type."""
         if isinstance(arg, Tensor):
             ref, value = self.values.get(id(arg), (None, None))
             if ref is None or ref() is not arg:
-                raise Unrepeatable  # nobody knows how it was made
+                raise NotImplementedError  # nobody knows how it was made
             return value
         if isinstance(arg, (tuple, list)) and any(t is None or isinstance(t, Tensor) for t in arg):
             node = self._add("prim::ListConstruct", [self._value(t, _TENSOR) for t in arg], 1)

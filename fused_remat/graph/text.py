@@ -121,14 +121,12 @@ def _call(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
 
 
 def _written(value: Any) -> str:
-    if isinstance(value, bool) or value is None:
-        return str(value)
+    if value is None or isinstance(value, (bool, str)):
+        return repr(value)
     if isinstance(value, int):
         return str(operator.index(value))
     if isinstance(value, float):
         return repr(value.__float__())
-    if isinstance(value, str):
-        return repr(value)
     if isinstance(value, tuple):
         return "(" + "".join([_written(v) + ", " for v in value]) + ")"
     if isinstance(value, torch.dtype):
