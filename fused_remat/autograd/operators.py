@@ -208,9 +208,9 @@ def _joined(names: Sequence[str], execution: Execution, chunks: list[Tensor]) ->
         parts[name].append(chunks.pop().reshape(rows, execution.widths[name]))
     result = {}
     for name in names:
-        own = parts.pop(name)
-        if own:
-            result[name] = own[0].contiguous() if len(own) == 1 else torch.cat(own)
+        shape, dtype = (0, execution.widths[name]), execution.dtypes[name]  # without sequences
+        own = parts.pop(name) or [torch.empty(shape, dtype=dtype, device=execution.device)]
+        result[name] = own[0].contiguous() if len(own) == 1 else torch.cat(own)
     return result
 
 
@@ -252,7 +252,7 @@ def _forward(tensors: list[Tensor], call: str) -> list[Tensor]:
     # The input may be overwritten once the operator is done: it is copied while the block runs.
     inputs, leaving = start_out([x]) if "input" in moved else ([], None)
     out, chunks = executor.forward(execution, given)
-    joined = _joined(this.plan.kept, execution, chunks) or _empty_kept(this, given)
+    joined = _joined(this.plan.kept, execution, chunks)
     if leaving is not None:
         leaving.settle()
     if this.call.offload:
@@ -263,28 +263,19 @@ def _forward(tensors: list[Tensor], call: str) -> list[Tensor]:
     return [out, *joined.values(), *inputs]
 
 
-def _empty_kept(this: ParsedConfig, given: list[Tensor | None]) -> dict[str, Tensor]:
-    """Return what is kept, without values: matrices (tokens, width); sizes may be symbols."""
-    graph, x = this.call.graph, given[0]
-    assert x is not None
-    named = this.call.named_shapes([None if t is None else t.shape for t in given])
-    batch, lengths, widths = sizes(named["input"])[0], graph.lengths(named), graph.widths(named)
-    dtypes = graph.dtypes(x.dtype)
-    return {
-        name: x.new_empty((batch * lengths[name], widths[name]), dtype=dtypes[name])
-        for name in this.plan.kept
-    }
-
-
 def _fake_forward(tensors: list[Tensor], call: str) -> list[Tensor]:
-    this = parse_call(call)
+    this = parse_call(call)  # sizes of `tensors` may be symbols
     given = this.aligned(tuple(this.dtypes), tensors)
     x, graph = given[0], this.call.graph
     assert x is not None
     named = this.call.named_shapes([None if t is None else t.shape for t in given])
-    width, dtype = graph.widths(named)["output"], graph.dtypes(x.dtype)["output"]
-    out = executor.empty_output(this.call, width, dtype, x)
-    moved, kept = this.moved(x.device), _empty_kept(this, given)
+    batch, lengths, widths = sizes(named["input"])[0], graph.lengths(named), graph.widths(named)
+    dtypes, moved = graph.dtypes(x.dtype), this.moved(x.device)
+    out = executor.empty_output(this.call, widths["output"], dtypes["output"], x)
+    kept = {
+        name: x.new_empty((batch * lengths[name], widths[name]), dtype=dtypes[name])
+        for name in this.plan.kept
+    }
     for name in moved.intersection(kept):
         kept[name] = torch.empty_like(kept[name], device="cpu")
     inputs = [torch.empty_like(x, device="cpu")] if "input" in moved else []

@@ -101,7 +101,7 @@ def prepare(activation: Any, x: Tensor, autocast: torch.dtype | None = None) -> 
         fn = _with_present_state(activation)
     if autocast is not None:
         fn = _under_autocast(fn, x.device.type, autocast)
-    x, watch, generators = x.detach().requires_grad_(), _Watch(), _generator_states(x)
+    x, watch = x.detach().requires_grad_(), _Watch()
     try:
         with autocast_off(x), torch.enable_grad(), _without_hooks(), watch:
             y = fn(x.clone())  # it may work in place
@@ -110,11 +110,6 @@ def prepare(activation: Any, x: Tensor, autocast: torch.dtype | None = None) -> 
             return f"fails on an input of shape {tuple(x.shape)} ({error})"
     if watch.refused:  # even if the function caught the exception
         return watch.refused
-    if not all(map(torch.equal, generators, _generator_states(x))):
-        torch.set_rng_state(generators[0])
-        for state in generators[1:]:
-            torch.cuda.set_rng_state(state, x.device)
-        return "changes the state of a random number generator"
     if not isinstance(y, Tensor) or y.shape != x.shape or y.dtype != x.dtype:
         return "changes the shape or dtype of its input"
     captured = [t for t in leaves(y) if t is not x]
@@ -123,14 +118,6 @@ def prepare(activation: Any, x: Tensor, autocast: torch.dtype | None = None) -> 
         return "changes a tensor that it captured"
     named = dict(zip(captured_params(len(captured)), captured, strict=True))
     return Activation(USER_FUNCTION, named, {"activation": _guarded(fn, watch.versions)})
-
-
-def _generator_states(x: Tensor) -> list[Tensor]:
-    """Return the states of torch's generators for the CPU and, outside of capture, for CUDA."""
-    states = [torch.get_rng_state()]
-    if x.is_cuda and not torch.cuda.is_current_stream_capturing():
-        states.append(torch.cuda.get_rng_state(x.device))
-    return states
 
 
 class _Watch(TorchDispatchMode):
