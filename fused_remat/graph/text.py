@@ -44,6 +44,8 @@ def block(build: Callable[..., Graph]) -> Callable[..., Graph]:
     @functools.lru_cache(maxsize=1024)
     @functools.wraps(build)
     def cached(*args: Any, **kwargs: Any) -> Graph:
+        if any(isinstance(arg, Graph) and not arg.text for arg in args):
+            return build(*args, **kwargs)  # without a text, as the graph that it is made of
         text = _call(name, args, kwargs)  # built from the text: plain numbers, not numpy's
         plain, named = _arguments(ast.parse(text, mode="eval").body)
         return dataclasses.replace(build(*plain, **named), text=text)
