@@ -197,7 +197,7 @@ def train(model, steps):
 
 
 def as_one_process(case):
-    """Train on this rank's halves as well as on the whole; the warnings of fallbacks."""
+    """Train on halves of batches, and in one process on batches; the warnings of fallbacks."""
     make, wrap = CASES[case]
     model = make()
     alone = copy.deepcopy(model)
