@@ -14,10 +14,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.frontier import BASELINE, DATA, MEMORY_POINTS, Panel, family, title
+from bench.pages.frontier import BASELINE, DATA, MEMORY_POINTS, Panel, family, title
 from bench.tables import RESULTS, Row, fraction, measured_on
 
-#: Family -> colour by theme, marker, whether its points are joined. Okabe and Ito's palette.
+#: Family -> color, marker, whether its points are joined. Okabe and Ito's palette.
 STYLES: dict[str, tuple[str, str, bool]] = {
     "stock": ("#222222", "*", False),
     "checkpointing": ("#D55E00", "s", False),
@@ -25,7 +25,7 @@ STYLES: dict[str, tuple[str, str, bool]] = {
     "ours": ("#0072B2", "o", True),
     "ours, compiled": ("#E69F00", "P", True),
 }
-#: Theme -> text, faint lines, and the colour of each family.
+#: Theme -> text, faint lines, and the color of each family.
 THEMES: dict[str, dict[str, str]] = {
     "light": {"text": "#1f2328", "faint": "#d8dee4", "ours": "#0969da", "checkpointing": "#c2410c",
               "compile": "#8250df", "stock": "#1f2328"},
@@ -38,7 +38,10 @@ COLUMNS = 2
 
 @dataclass(frozen=True)
 class Picture:
-    """Files of a figure, the rows that they show, and a function that draws them."""
+    """Files of a figure, the rows that they show, and a function that draws and writes them.
+
+    It raises ImportError without matplotlib.
+    """
 
     files: tuple[Path, ...]
     rows: Any
@@ -48,10 +51,6 @@ class Picture:
         """Return the files that are missing or show other rows."""
         mark = _digest(self.rows).encode()
         return [path for path in self.files if not path.exists() or mark not in path.read_bytes()]
-
-    def write(self) -> None:
-        """Draw and write the files. Raises: ImportError without matplotlib."""
-        self.draw(self)
 
 
 def _digest(rows: Any) -> str:
@@ -83,22 +82,22 @@ def drawing(picture: Picture, width: float, height: float, **settings: Any) -> I
 
 
 def short(way: str) -> str:
-    """Return the label of a way, without what its family says."""
+    """Return the label of a way, without the name of its family."""
     if family(way).startswith("ours"):
         return way.split("_")[0]
     return way.removeprefix("compile_").replace("_", " ")
 
 
 def _label(axes: Any, points: Iterable[tuple[float, float, str, str]], **text: Any) -> None:
-    """Write labels (x, y, text, colour) to the right of points, moved up where they overlap."""
+    """Write labels (x, y, text, color) to the right of points, moved up where they overlap."""
     taken: list[tuple[float, float]] = []
-    for x, y, label, colour in sorted(points, key=lambda point: (point[1], point[0])):
+    for x, y, label, color in sorted(points, key=lambda point: (point[1], point[0])):
         at = axes.transData.transform((x, y))
         dy = 0.0
         while any(abs(at[0] - u) < 95 and abs(at[1] + dy - v) < 13 for u, v in taken):
             dy += 3.0
         taken.append((at[0], at[1] + dy))
-        axes.annotate(label, (x, y), (6, 72 / axes.figure.dpi * dy), color=colour, va="center",
+        axes.annotate(label, (x, y), (6, 72 / axes.figure.dpi * dy), color=color, va="center",
                       textcoords="offset points", **text)  # fmt: skip
 
 
@@ -119,10 +118,10 @@ def overview(panels: Mapping[str, list[Row]]) -> list[Picture]:
 
 
 def _draw_overview(theme: str, picture: Picture) -> None:
-    colours = THEMES[theme]
+    colors = THEMES[theme]
     parts = ("text.color", "axes.labelcolor", "xtick.color", "ytick.color")
-    settings = dict.fromkeys(parts, colours["text"]) | {
-        "font.size": 10.0, "axes.edgecolor": colours["faint"], "savefig.transparent": True,
+    settings = dict.fromkeys(parts, colors["text"]) | {
+        "font.size": 10.0, "axes.edgecolor": colors["faint"], "savefig.transparent": True,
         "figure.facecolor": "none", "axes.facecolor": "none",
     }  # fmt: skip
     with drawing(picture, 11.0, 4.9, **settings) as figure:
@@ -136,12 +135,12 @@ def _draw_overview(theme: str, picture: Picture) -> None:
             _relative_bytes(axes, [point["kept"] for point in means])
             axes.yaxis.set_major_locator(MultipleLocator(0.1))
             axes.yaxis.set_major_formatter(lambda y, _: f"{y:.1f}×")
-            axes.axhline(1.0, color=colours["faint"], linewidth=1.0, zorder=0)
+            axes.axhline(1.0, color=colors["faint"], linewidth=1.0, zorder=0)
             best: list[Row] = []  # those that are faster than all that keep no more
             for point in means:
                 if not best or point["time"] < best[-1]["time"]:
                     best.append(point)
-            axes.plot([p["kept"] for p in best], [p["time"] for p in best], color=colours["text"],
+            axes.plot([p["kept"] for p in best], [p["time"] for p in best], color=colors["text"],
                       linewidth=7, alpha=0.13, solid_capstyle="round", zorder=1)  # fmt: skip
             note = "lower left is better; hollow: a compiled preset"
             axes.text(1, 0.97, note, transform=axes.transAxes, fontsize=8.5, ha="right")
@@ -150,11 +149,11 @@ def _draw_overview(theme: str, picture: Picture) -> None:
                 name, _, compiled = point["family"].partition(", ")
                 face = {"markerfacecolor": "none"} if compiled else {}
                 axes.plot(point["kept"], point["time"], marker="o", markersize=8 if ours else 5.5,
-                          color=colours[name], zorder=3, **face)  # fmt: skip
+                          color=colors[name], zorder=3, **face)  # fmt: skip
         figure.canvas.draw()
         for axes, means in zip(grid, picture.rows.values(), strict=True):
-            _label(axes, [(p["kept"], p["time"], short(p["way"]), colours[p["family"]])
-                          for p in means if p["family"] in colours], fontsize=8.5)  # fmt: skip
+            _label(axes, [(p["kept"], p["time"], short(p["way"]), colors[p["family"]])
+                          for p in means if p["family"] in colors], fontsize=8.5)  # fmt: skip
 
 
 def frontier(folder: Path, panels: Sequence[Panel]) -> Picture:
@@ -190,13 +189,13 @@ def _draw_panel(axes: Any, panel: Panel) -> None:
     best = panel.frontier()
     axes.step([p.kept for p in best], [p.p50 for p in best], where="post", color="0.82",
               linewidth=4.0, zorder=1.5, label="frontier")  # fmt: skip
-    for name, (colour, marker, joined) in STYLES.items():
+    for name, (color, marker, joined) in STYLES.items():
         mine = sorted((p for p in panel.points if family(p.way) == name), key=lambda p: p.kept)
         if mine:
             xs, ys = [p.kept for p in mine], [p.p50 for p in mine]
             spread = [p.time["p20"] for p in mine], [p.time["p80"] for p in mine]
-            axes.vlines(xs, *spread, color=colour, linewidth=1.0, alpha=0.35)
-            axes.plot(xs, ys, color=colour, marker=marker, markersize=6, linewidth=0.9,
+            axes.vlines(xs, *spread, color=color, linewidth=1.0, alpha=0.35)
+            axes.plot(xs, ys, color=color, marker=marker, markersize=6, linewidth=0.9,
                       linestyle="-" if joined else "none", zorder=3,
                       label=f"stock ({BASELINE})" if name == "stock" else name)  # fmt: skip
     axes.axhline(1.0, color="0.6", linewidth=0.8, linestyle="--", zorder=1)

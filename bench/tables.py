@@ -26,6 +26,44 @@ def load(path: Path) -> Any:
     return json.loads(path.read_text())
 
 
+class ResultsFile:
+    """A JSON file with the machine and the config of the last run, and a row per measured case."""
+
+    def __init__(self, path: Path, machine: Row, config: Row) -> None:
+        self.path, self.machine, self.config = path, machine, config
+        self.rows: list[Row] = json.loads(path.read_text())["results"] if path.exists() else []
+
+    @property
+    def data(self) -> Row:
+        return {"machine": self.machine, "config": self.config, "results": self.rows}
+
+    @property
+    def own(self) -> list[Row]:
+        """Rows of this machine, commit, code and config, whatever the ways."""
+
+        def of(where: Row, how: Row) -> tuple[Row, Row]:
+            return {**where, "date": None}, {**how, "ways": None}
+
+        here = of(self.machine, self.config)
+        return [row for row in self.rows if of(row["machine"], row["config"]) == here]
+
+    def find(self, case: Row, ways: Iterable[str]) -> Row | None:
+        """Return the case's row if these ways were measured; one that failed is tried again."""
+        alike = (row for row in self.own if row["case"] == case and "ways" in row)
+        return next((row for row in alike if set(ways) <= set(row["ways"])), None)
+
+    def put(self, row: Row) -> None:
+        """Add or replace the row of a case, and write the file."""
+        new = row | {"machine": self.machine, "config": self.config}
+        cases = [old["case"] for old in self.rows]
+        at = cases.index(row["case"]) if row["case"] in cases else len(cases)
+        self.rows[at : at + 1] = [new]
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = self.path.with_suffix(".new")
+        unfinished.write_text(json.dumps(self.data, indent=1) + "\n")
+        unfinished.replace(self.path)
+
+
 def files(pattern: str, root: Path = RESULTS) -> list[Path]:
     """Return the files of a folder by name, then those of its folders, the last names first."""
     return [*sorted(root.glob(pattern)), *sorted(root.glob(f"*/{pattern}"), reverse=True)]
@@ -77,6 +115,17 @@ def machine_line(machine: Row) -> str:
     return f"Measured on {measured_on(machine, full=True)}{unknown}{changed}."
 
 
+def us(way: Row) -> dict[str, float] | None:
+    """Return the percentiles of a way's call or step in microseconds, or None."""
+    seconds: dict[str, float] = way.get("step_seconds", {})
+    return way.get("us") or {level: 1e6 * time for level, time in seconds.items()} or None
+
+
+def ratios(way: Row) -> dict[str, dict[str, float]]:
+    """Return the percentiles of a way's ratio to each baseline."""
+    return way.get("ratio") or way.get("step_ratio") or {}
+
+
 def number(value: float | None, digits: int = 0, unit: str = "") -> Cell:
     """Format with so many digits after the point; None of None."""
     return None if value is None else f"{value:,.{digits}f}{unit}"
@@ -100,11 +149,6 @@ def ms(seconds: float | None, digits: int = 0) -> Cell:
 def mib(nbytes: float | None, digits: int = 0) -> Cell:
     """Format bytes in MiB."""
     return number(nbytes and nbytes / MIB, digits, " MiB")
-
-
-def kib(nbytes: float) -> str:
-    """Format bytes in KiB."""
-    return f"{nbytes / 1024:,.1f} KiB"
 
 
 def times(quantiles: Mapping[str, float] | None, digits: int = 2, spread: bool = False) -> Cell:
@@ -176,15 +220,11 @@ def errors_of(rows: Iterable[Row], title: Callable[[Row], str]) -> list[str]:
 
 def heading(machine: Row, path: Path) -> str:
     """Return a heading: the device that a file or a folder was measured on, and its path."""
-    return f"### {machine.get('gpu') or machine['cpu']} (`{_in_results(path)}`)"
+    return f"### {machine.get('gpu') or machine['cpu']} (`{in_results(path)}`)"
 
 
-def picture(path: Path, text: str) -> str:
-    """Return the figure of a results file; `text` describes it."""
-    return f"![{text}]({_in_results(path.with_suffix('.png'))})"
-
-
-def _in_results(path: Path) -> str:
+def in_results(path: Path) -> str:
+    """Return the path of a results file from the root of the repository."""
     folder = "" if path.parent.name == RESULTS.name else f"{path.parent.name}/"
     return f"bench/results/{folder}{path.name}"
 

@@ -55,7 +55,7 @@ def notes(results: dict[str, Any]) -> str:
 
 
 def plot(results: dict[str, Any], path: Path) -> None:
-    """Write a plot of memory against time, a labelled point per way."""
+    """Write a plot of memory against time, a labeled point per way."""
     points = {
         way: (r["step_time_ratio"]["p50"], r["kept_bytes_per_token_per_layer"])
         for way, r in results["ways"].items()

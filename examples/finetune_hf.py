@@ -111,7 +111,7 @@ class Way(TrainerCallback):
         self.seconds.append(time.perf_counter() - self.start)
 
     def on_log(self, *args: Any, logs: dict[str, float], **kwargs: Any) -> None:
-        if "loss" in logs:  # of a step; the last logs are of the whole run
+        if "loss" in logs:  # of a step; the last logs are of the run
             self.losses.append(float(logs["loss"]))
 
 
@@ -119,7 +119,7 @@ def build(base: PreTrainedModel, name: str, mode: str, args: argparse.Namespace)
     """A copy of `base`, made ready in the way `name`."""
     model: Any = copy.deepcopy(base)
     if mode == "lora":
-        torch.manual_seed(0)  # the adapters start alike
+        torch.manual_seed(0)  # the same adapters at first
         model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **LORA))
     if name == "checkpoint":
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -183,7 +183,7 @@ def show(line: str) -> None:
 
 
 def rows(ways: list[Way], mode: str, loop: str) -> list[dict[str, Any]]:
-    """What was measured of each way, beside the first one."""
+    """Return the measurements of each way, compared with the first one."""
     return [
         {
             "mode": mode, "loop": loop, "way": way.name, "kept_bytes": way.kept_bytes,
@@ -197,7 +197,7 @@ def rows(ways: list[Way], mode: str, loop: str) -> list[dict[str, Any]]:
 
 
 def table(found: list[dict[str, Any]]) -> str:
-    """The rows as Markdown, each beside the first of its mode and loop."""
+    """Return the rows as Markdown, each compared with the first of its mode and loop."""
     head = ("fine-tuning", "loop", "way", "kept", "", "peak", "step", "", "loss", "differs by")
     cells = []
     for row in found:

@@ -3,7 +3,7 @@
 The ways: PyTorch's own layers (eager), the same under `torch.utils.checkpoint`, and the same after
 `fused_remat.convert` at each preset. The text is the English of Python's own manual, which ships
 with CPython (`pydoc_data.topics`). All ways start from the same weights and take the same batches
-in turn, one step each per round, so that what else the machine does falls on all of them alike.
+in turn, one step each per round, so that other work of the machine slows all of them equally.
 
     python examples/train_byte_lm.py                # under 4 minutes on 2 cores
     python examples/train_byte_lm.py --device cuda
@@ -81,7 +81,7 @@ QUICK = Sizes(d_model=64, dim_feedforward=256, layers=2, seq_len=64, batch=4, st
 
 
 class CheckpointedLayer(StockLayer):
-    """The stock layer under `torch.utils.checkpoint`: keeps its input, runs forward twice."""
+    """The stock layer under `torch.utils.checkpoint`: keeps its input, runs forward again."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         out: Tensor = checkpoint(super().forward, *args, use_reentrant=False, **kwargs)

@@ -1,7 +1,6 @@
 """Problems of `python -m bench kernels`, tiny: name -> its op, and a rig -> the problem."""
 
-from bench.kernels.attention import ATTENTION
-from bench.kernels.attention_problem import FORMS, Attention
+from bench.kernels.attention import ATTENTION, FORMS, Attention
 from bench.kernels.ops import LOSS, MLP, NORM, Loss, Mlp, Norm
 
 _MLPS = {"gelu": (False, "gelu"), "gelu_tanh": (False, "gelu_tanh"), "gated silu": (True, "silu")}

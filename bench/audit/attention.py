@@ -17,8 +17,6 @@ _B, _H, _S = 8, 16, 4096  # every multiprocessor has programs, but of "few progr
 _UNEVEN = 2001  # rows of a mask are then not aligned
 #: Kernels that compute products, which should be the tensor cores'.
 PRODUCTS = frozenset(f"attention_{n}" for n in ("fwd", "dkdv_bwd", "dq_bwd", "mask_bwd"))
-#: Calls that read through pointers, not tensor descriptors.
-POINTERS = frozenset({"lengths", "packed", "everything"})
 #: Calls that need the most registers each; the tiles of all widths should hold them.
 DEFAULTS = (
     "causal", "causal dropout", "mask padding dropout", "softcap window", "lengths",

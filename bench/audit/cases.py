@@ -6,7 +6,7 @@ audited is what runs. A case is "default" if ordinary tensors lead to it: aligne
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -24,11 +24,12 @@ from fused_remat.triton.tables import Tile
 
 #: Tokens; the width of a matrix that is passed over once; those of an MLP; rows of rotary tables.
 ROWS, WIDTH, PRODUCT, TABLE = 8192, 4096, (2048, 8192), 2048
+#: Widths of an MLP that are not multiples of any step along K, with unaligned rows.
+UNEVEN = (1000, 4001)
 FP32 = torch.float32
 _ACTS = tuple(pointwise.PAIRS)
 #: Names and launches of cases that ordinary tensors lead to, without matrix products.
 Named = Iterator[tuple[str, Launch]]
-UNEVEN = 1000  # not a multiple of any step along K, and rows not apart by multiples of 16 bytes
 
 #: Multiprocessors of a typical GPU of each architecture; 0 stands for gfx942.
 SMS = {
@@ -122,7 +123,7 @@ def mixed_cases(at: Target, dtype: torch.dtype) -> Named:
 
 
 def shifted_cases(at: Target, dtype: torch.dtype) -> Named:
-    """Weights in float32 beside activations of `dtype`: norms with an offset, norms of heads."""
+    """Float32 weights with activations of `dtype`: norms with an offset, norms of heads."""
     x, spec = meta(dtype, ROWS, 4096), NormSpec(kind="rms_norm")
     for kernel, fused, launch in _norm_launches(spec, x, x, meta(FP32, 4096), None, at):
         if kernel in ("norm_fwd", "norm_bwd"):
@@ -132,7 +133,7 @@ def shifted_cases(at: Target, dtype: torch.dtype) -> Named:
             yield f"{name} shifted", launch
 
 
-#: name -> query and key heads, width of a head, elements rotated, pairs of neighbours, norms.
+#: name -> query and key heads, width of a head, elements rotated, adjacent pairs, norms.
 ROTARY = {
     "half": (32, 8, 128, 128, False, False),
     "interleaved": (16, 16, 128, 128, True, False),
@@ -174,20 +175,29 @@ def _rotary_cases(name: str, at: Target, dtype: torch.dtype, norm_dtype: torch.d
 
 
 class Products:
-    """Operands of products over ROWS tokens, and the launches over them with a tile.
+    """Operands of products, by default those of the audit, and the launches over them with a tile.
 
     `launches(kernel, tile)`: of a kernel of `tables.TILES`, by what fuses with it.
     """
 
-    def __init__(self, at: Target, dtype: torch.dtype, even: bool) -> None:
-        d, f = PRODUCT if even else (UNEVEN, 4 * UNEVEN + 1)
-        self.at, self.keep = at, _keep(f)
-        self.x, self.dy = (meta(dtype, ROWS, d) for _ in range(2))
-        self.y, self.pre, self.other = (meta(dtype, ROWS, f) for _ in range(3))
-        self.up, self.down = meta(dtype, f, d), meta(dtype, d, f)
-        self.bias = meta(dtype, f)
-        self.labels = meta(torch.int64, ROWS)
+    def __init__(
+        self, at: Target, dtype: torch.dtype, sizes: tuple[int, ...] = (),
+        draw: Callable[..., Tensor] = meta,
+    ) -> None:  # fmt: skip
+        rows, d, f = sizes or (ROWS, *PRODUCT)
+        self.at, self.keep, self.draw = at, _keep(f), draw
+        self.x, self.dy = (draw(dtype, rows, d) for _ in range(2))
+        self.y, self.pre, self.other = (draw(dtype, rows, f) for _ in range(3))
+        self.up, self.down = draw(dtype, f, d), draw(dtype, d, f)
+        self.bias = draw(dtype, f)
+        self.labels = draw(torch.int64, rows)
+        self.columns = [draw(FP32, rows) for _ in range(5)]
         self.dropped = {f"{act} dropout": (self.keep, act) for act in _ACTS}
+
+    @property
+    def results(self) -> dict[str, Tensor]:
+        """Tensors that launches may write."""
+        return {"y": self.y, "pre": self.pre, "other": self.other, "picked": self.columns[0]}
 
     def launches(self, kernel: str, tile: Tile) -> dict[str, Launch]:
         if kernel.startswith("cross_entropy"):
@@ -202,11 +212,8 @@ class Products:
             given = self.x, self.up, self.bias, *end, self.y, self.at, tile
             return products.linear_fwd(*given)
 
-        found = {
-            "act": one(None, "gelu", None),
-            **{f"{name} pre": one(*end, self.pre) for name, end in self.dropped.items()},
-        }
-        return found
+        dropped = {f"{name} pre": one(*end, self.pre) for name, end in self.dropped.items()}
+        return {"act": one(None, "gelu", None), **dropped}
 
     def _gated(self, tile: Tile) -> dict[str, Launch]:
         """By dropout, activation, and what is kept of gate and up, as it is or not."""
@@ -216,15 +223,14 @@ class Products:
             given = self.x, *layer, *layer, keep, act, self.y, self.at, tile, pres
             return products.gated_mlp_fwd(*given)
 
-        found = {
+        return {
             "silu": one(None, "silu"),
             **{name: one(*end) for name, end in self.dropped.items()},
             "silu dropout pre": one(self.keep, "silu", (self.pre, self.other)),
         }
-        return found
 
     def _backward(self, kernel: str, tile: Tile) -> dict[str, Launch]:
-        """Of every activation with dropout, and of one without; act in the place of up."""
+        """Every activation with dropout, and one without; act is written over up."""
         gated = kernel.startswith("gated")
         act = "silu" if gated else "gelu"
         if kernel.endswith("mlp_bwd"):
@@ -240,8 +246,8 @@ class Products:
 
     def _loss(self, kernel: str, tile: Tile) -> dict[str, Launch]:
         """Return the loss of a head as wide as the MLP: plain, and with all options."""
-        columns = [meta(FP32, ROWS) for _ in range(5)]
-        rows = [meta(FP32, cdiv(len(self.up), tile.block_n), ROWS) for _ in range(3)]
+        blocks = cdiv(len(self.up), tile.block_n)
+        rows = [self.draw(FP32, blocks, len(self.x)) for _ in range(3)]
         found = {}
         for name, bias, softcap in (
             ("plain", None, 0.0),
@@ -249,10 +255,10 @@ class Products:
         ):
             given = self.x, self.up, bias, self.labels, softcap
             if kernel == "cross_entropy_fwd":
-                made = 0, *rows[:2], rows[2] if softcap else None, columns[0], self.at, tile
+                made = 0, *rows[:2], rows[2] if softcap else None, self.columns[0], self.at, tile
                 found[name] = cross_entropy.cross_entropy_fwd(*given, *made)
             else:
-                *stats, mass, spread, at_target = columns
+                *stats, mass, spread, at_target = self.columns
                 slopes = mass, spread if softcap else None, at_target
                 made = 8192, tuple(stats), slopes, self.y, self.at, tile
                 found[name] = cross_entropy.cross_entropy_bwd(*given, *made)
@@ -261,8 +267,8 @@ class Products:
 
 def gemm_cases(at: Target, dtype: torch.dtype) -> Iterator[Case]:
     """Products with their ends: every tile of the tables, even and uneven sizes, every end."""
-    for even in (True, False):
-        products = Products(at, dtype, even)
+    for even, widths in ((True, PRODUCT), (False, UNEVEN)):
+        products = Products(at, dtype, (ROWS, *widths))
         for kernel, by_family in tables.TILES.items():
             for tile in by_family.get(tables.family(at), ()):
                 for name, launch in products.launches(kernel, tile).items():

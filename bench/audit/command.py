@@ -3,9 +3,9 @@
 Registers, spills, shared memory, occupancy, tensor-core instructions, TMA and code size of each
 kernel in each configuration it can launch with, as a table and as JSON; and what
 `bench.audit.machine_code` reads of its products and loops. `--check` fails, in a default
-configuration, on a spill in a hot loop (of sm_90 on any), and on products that warps repeat without
-a row in `repeated.tsv`; on shared memory over the limit, on a 16-bit product without tensor cores,
-and on what exceeds its budget in `bench/audit/budgets.tsv` or leaves the tensor cores idle for
+configuration, on a spill in a hot loop (of sm_90 on any), and on products that warps repeat; on
+shared memory over the limit, on a 16-bit product without tensor cores, and on what exceeds its
+budget in `bench/audit/budgets.tsv` or leaves the tensor cores idle for
 longer. `--reuse FILE` takes from an earlier run's JSON what would be compiled from the same source
 with the same compiler.
 """
@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
-import fnmatch
 import functools
 import hashlib
 import itertools
@@ -184,15 +183,6 @@ def examine(case: audit_cases.Case, arch: int) -> dict[str, Any]:
     }
 
 
-#: Products that warps repeat all the same: target and case, with * for any letters; and why.
-REPEATED = Path(__file__).with_name("repeated.tsv")
-
-
-def _excused(row: Mapping[str, Any]) -> bool:
-    cases = (line.split("\t")[0] for line in REPEATED.read_text().splitlines()[1:])
-    return any(fnmatch.fnmatchcase(f"{row['target']} {row['name']}", case) for case in cases)
-
-
 def complaints(row: Mapping[str, Any], arch: int, budget: budgets.Budget | None) -> list[str]:
     if not arch:
         return []
@@ -203,7 +193,7 @@ def complaints(row: Mapping[str, Any], arch: int, budget: budgets.Budget | None)
         found.append(f"shared memory {row['shared']} over the limit {LIMITS[arch][0]}")
     if row["product"] and not row["tensor_core"]:
         found.append(f"no {TENSOR_CORES[arch]} in a product")
-    if row["default"] and row["repetition"] > 1 and not _excused(row):
+    if row["default"] and row["repetition"] > 1:
         found.append(f"warps compute a product {row['repetition']:g} times")
     if row["default"] and (spilled := sum(loop["spills"] for loop in row["loops"] or ())):
         found.append(f"{spilled} spills in a hot loop")
@@ -236,7 +226,6 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--check", action="store_true", help="exit with 1 if anything is wrong")
     parser.add_argument("--write-budgets", action="store_true", help="what is found is the budget")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes that compile")
     parser.add_argument("--reuse", type=Path, help="an audit.json whose rows of equal source hold")
     parser.add_argument("--out", type=Path, help="folder for audit.json")
     options = parser.parse_args(arguments)
@@ -258,7 +247,7 @@ def _examine(work: tuple[int, str, int]) -> dict[str, Any]:
 
 
 def _rows(
-    work: Sequence[tuple[int, str, int]], known: Mapping[str, dict[str, Any]], jobs: int
+    work: Sequence[tuple[int, str, int]], known: Mapping[str, dict[str, Any]]
 ) -> Iterator[dict[str, Any]]:
     """In order; what is not known is compiled in processes of its own, none if there is nothing."""
     cases = {one: _cases(*one[:2])[one[2]] for one in work}
@@ -268,7 +257,9 @@ def _rows(
         made: Iterator[dict[str, Any]] = iter(())
         if new:
             context = multiprocessing.get_context("spawn")
-            made = stack.enter_context(context.Pool(min(jobs, len(new)))).imap(_examine, new)
+            made = stack.enter_context(context.Pool(min(os.cpu_count() or 1, len(new)))).imap(
+                _examine, new
+            )
         for one, case in cases.items():
             target = {"target": f"{f'sm_{one[0]}' if one[0] else 'gfx942'} {one[1]}"}
             row = known.get(names[one]) or next(made)
@@ -293,9 +284,9 @@ def main(arguments: Sequence[str]) -> int:
     ]
     rows, wrong = [], []
     reused = json.loads(options.reuse.read_text()) if options.reuse is not None else {"rows": []}
-    same = reused.get("reader") == READER  # else the loops of what has some are read anew
+    same = reused.get("reader") == READER  # else loops are read again
     by_digest = {r.get("digest"): r for r in reused["rows"] if same or "registers" not in r}
-    found = progress(_rows(work, by_digest, options.jobs), len(work), "kernel")
+    found = progress(_rows(work, by_digest), len(work), "kernel")
     for (arch, _, _), row in zip(work, found, strict=True):
         rows.append(row)
         print(f"{row['target']:<12}{_line(row)}", flush=True)
@@ -306,8 +297,6 @@ def main(arguments: Sequence[str]) -> int:
         (options.out / "audit.json").write_text(_as_json(rows))
     if options.write_budgets:
         budgets.write(rows, triton.__version__)
-    else:
-        wrong += budgets.grown(rows, triton.__version__, known)
     same = sum(row["digest"] in by_digest for row in rows)
     print(f"\n{len(rows)} configurations, {len(wrong)} complaints, {same} reused", *wrong, sep="\n")
     return 1 if options.check and wrong else 0

@@ -38,9 +38,9 @@ from torch.utils.checkpoint import checkpoint
 from bench.measure.machine import environment, version
 from bench.measure.options import Parser, positive, progress
 from bench.measure.registry import Absent, described, refusal
-from bench.measure.results import ResultsFile, Row
 from bench.pages import architectures as report
 from bench.subjects.architectures import ARCHITECTURES, Batch, build
+from bench.tables import ResultsFile, Row
 from fused_remat import conversion, convert
 from fused_remat.execution.observe import OBSERVERS, BlockRun
 from fused_remat.graph.schedule import kept_bytes
@@ -82,30 +82,21 @@ def _adapted(model: Any, dora: bool = False) -> nn.Module:
     return adapted
 
 
-def _quantized(model: nn.Module, bits: int) -> nn.Module:
+def _quantized(model: nn.Module, kind: str, more: Batch, **options: Any) -> nn.Module:
     """Quantize the linear layers of a model's layers as bitsandbytes does, and add adapters."""
     bnb: Any = importlib.import_module("bitsandbytes").nn
     for layer in repeated_layers(model):
         for module in list(layer.modules()):
             for name, linear in list(module.named_children()):
                 if type(linear) is nn.Linear:
-                    setattr(module, name, _quantized_linear(bnb, linear, bits))
+                    sizes = linear.in_features, linear.out_features, linear.bias is not None
+                    new = getattr(bnb, kind)(*sizes, **more, **options)
+                    new.weight = type(new.weight)(
+                        linear.weight.data.clone(), requires_grad=False, **options
+                    )
+                    new.bias = linear.bias
+                    setattr(module, name, new.to("cpu"))
     return _adapted(model.requires_grad_(False))
-
-
-def _quantized_linear(bnb: Any, linear: nn.Linear, bits: int) -> nn.Module:
-    sizes, bias = (linear.in_features, linear.out_features), linear.bias is not None
-    if bits == 4:
-        new = bnb.Linear4bit(*sizes, bias, compute_dtype=torch.float32, quant_type="nf4")
-    else:
-        new = bnb.Linear8bitLt(*sizes, bias, has_fp16_weights=False)
-    kind = type(new.weight)
-    options = {"quant_type": "nf4"} if bits == 4 else {"has_fp16_weights": False}
-    new.weight = kind(linear.weight.data.clone(), requires_grad=False, **options)
-    if bias:
-        new.bias = linear.bias
-    quantized: nn.Module = new.to("cpu")
-    return quantized
 
 
 class Variant(NamedTuple):
@@ -121,7 +112,7 @@ def _cached(model: Any, batch: Batch) -> Batch:
 
 
 def _routed(model: Any, batch: Batch) -> Batch:
-    """Ask for the loss that balances the experts."""
+    """Request the loss that balances the experts."""
     if not hasattr(getattr(model, "config", None), "output_router_logits"):
         raise Absent("it gives no router logits")
     labels = batch.get("decoder_input_ids", batch["input_ids"])
@@ -135,8 +126,16 @@ VARIANTS = {
     "lora": Variant(_adapted, needs=("peft",)),
     "dora": Variant(functools.partial(_adapted, dora=True), needs=("peft",)),
     # Quantized weights are frozen, so that these have LoRA's adapters, too.
-    "nf4": Variant(functools.partial(_quantized, bits=4), needs=("peft", "bitsandbytes")),
-    "int8": Variant(functools.partial(_quantized, bits=8), needs=("peft", "bitsandbytes")),
+    "nf4": Variant(
+        lambda model: _quantized(
+            model, "Linear4bit", {"compute_dtype": torch.float32}, quant_type="nf4"
+        ),
+        needs=("peft", "bitsandbytes"),
+    ),
+    "int8": Variant(
+        lambda model: _quantized(model, "Linear8bitLt", {}, has_fp16_weights=False),
+        needs=("peft", "bitsandbytes"),
+    ),
 }
 
 
@@ -172,14 +171,6 @@ WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "own": checkpointed,
     "converted": lambda model: convert(model, policy="full"),
 }
-
-
-def layers_run(model: nn.Module) -> dict[str, int]:
-    """Count the layers by what their last call ran as: blocks, checkpointed, or plain."""
-    states = Counter[str]()
-    for kind in conversion(model):
-        states["blocks" if kind.state == "converted" else kind.state] += kind.count
-    return dict(states)
 
 
 def main_output(output: Any) -> Tensor:
@@ -239,11 +230,11 @@ def counting(found: list[int]) -> Iterator[None]:
 class Way:
     """A copy of a model in one way, and the measurements of its steps."""
 
-    def __init__(self, way: str, name: str, kind: str, tokens: int, dtype: torch.dtype) -> None:
+    def __init__(self, way: str, name: str, kind: str, tokens: int, wide: bool = False) -> None:
         model, batch = variant_of(name, kind, tokens)
-        if dtype != torch.float32:
-            model, batch = model.to(dtype), _cast(batch, dtype)
-        self.batch, self.found = batch, Row()
+        if wide:
+            model, batch = model.double(), {key: _double(x) for key, x in batch.items()}
+        self.batch = batch
         counts = [sum(p.numel() for p in m.parameters()) for m in repeated_layers(model)]
         self.largest = max(counts, default=0)
         with warnings.catch_warnings(record=True) as caught:
@@ -252,17 +243,14 @@ class Way:
                 model = checkpointed(model)
             self.model = WAYS[way](model)
             self.trained = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
-            for p in self.trained.values():
-                p.grad = torch.zeros_like(p)
-            for number in range(STEPS):
-                for p in self.trained.values():
-                    assert p.grad is not None
-                    p.grad.zero_()
-                found = step(self.model, batch)
-                if number == 0:
-                    self.found["first_peak"] = found["peak"]
-            self.found |= found
+            steps = [self._step() for _ in range(STEPS)]
+        self.found = steps[-1] | {"first_peak": steps[0]["peak"]}
         self.warned = [str(w.message) for w in caught]
+
+    def _step(self) -> Row:
+        for p in self.trained.values():
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad.zero_()
+        return step(self.model, self.batch)
 
     @property
     def grads(self) -> dict[str, Tensor]:
@@ -270,11 +258,8 @@ class Way:
         return {n: g.detach().double() for n, g in grads.items()}
 
 
-def _cast(batch: Batch, dtype: torch.dtype) -> Batch:
-    return {
-        key: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
-        for key, x in batch.items()
-    }
+def _double(x: Any) -> Any:
+    return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
 
 
 def distance(found: dict[str, Tensor], stock: dict[str, Tensor]) -> tuple[float, str]:
@@ -294,9 +279,7 @@ def repeated(found: Sequence[str], stock: Sequence[str]) -> list[str]:
 def measure(name: str, kind: str, tokens: int, rounds: int = ROUNDS) -> Row:
     """Return what the steps of a model take in every way; `rounds` of them are timed."""
     make = functools.partial(Way, name=name, kind=kind, tokens=tokens)
-    ways: dict[str, Way] = {}
-    row: Row = {"ways": {}}
-    ways["stock"] = make("stock", dtype=torch.float32)
+    ways, row = {"stock": make("stock")}, Row(ways={})
     stock = ways["stock"].grads
     if not all(bool(g.isfinite().all()) for g in stock.values()):
         raise Absent("its gradients are not finite")
@@ -304,8 +287,8 @@ def measure(name: str, kind: str, tokens: int, rounds: int = ROUNDS) -> Row:
     for way in ("own", "converted"):
         try:
             with counting(counts) if way == "converted" else contextlib.nullcontext():
-                ways[way] = make(way, dtype=torch.float32)
-        except Exception as error:  # of which the row says that it crashed
+                ways[way] = make(way)
+        except Exception as error:  # the row reports a crash
             row["ways"][way] = refusal(error)
             continue
         error, parameter = distance(ways[way].grads, stock)
@@ -313,15 +296,19 @@ def measure(name: str, kind: str, tokens: int, rounds: int = ROUNDS) -> Row:
     if "converted" in ways:
         new = ways["converted"]
         new.found["statistics"] = sum(counts) // STEPS
-        row["layers"], row["largest"] = layers_run(new.model), new.largest
-        notable = [k for k in conversion(new.model) if k.pieces or k.state != "converted"]
+        kinds = conversion(new.model)
+        states = Counter[str]()
+        for layer in kinds:
+            states["blocks" if layer.state == "converted" else layer.state] += layer.count
+        row["layers"], row["largest"] = dict(states), new.largest
+        notable = [k for k in kinds if k.pieces or k.state != "converted"]
         plain = [k.reason for k in notable if k.state == "plain"]
         row["effects"] = bool(plain) and all(reason.endswith(_EFFECTS) for reason in plain)
-        row["conversion"] = [str(kind) for kind in notable]
+        row["conversion"] = list(map(str, notable))
         row["repeated"] = repeated(new.warned, ways["stock"].warned)
         if new.found["gradient"] > ALLOWED:
             with contextlib.suppress(Exception):  # not every model runs in float64
-                wide = [make(way, dtype=torch.float64).grads for way in ("stock", "converted")]
+                wide = [make(way, wide=True).grads for way in ("stock", "converted")]
                 new.found["gradient64"], new.found["parameter"] = distance(wide[1], wide[0])
     times: dict[str, list[float]] = {way: [] for way in ways}
     for _ in range(rounds):

@@ -16,10 +16,9 @@ from collections.abc import Sequence
 
 from bench import figures
 from bench.commands.layers import cases, heads, measured, parser_of
-from bench.frontier import DATA, is_ours, panels, title
 from bench.measure.options import positive
-from bench.pages.frontier import RULES, brief, panel_table
-from bench.subjects.layer_ways import BASELINE, WAYS
+from bench.pages.frontier import DATA, RULES, brief, is_ours, panel_table, panels, title
+from bench.subjects.layers import BASELINE, WAYS
 
 
 def sweep(
@@ -66,10 +65,10 @@ def main(arguments: Sequence[str]) -> int:
     print("", *map(panel_table, drawn), RULES, brief(drawn), sep="\n\n")
     try:
         made = figures.frontier(args.out, drawn)
-        made.write()
+        made.draw(made)
     except (ValueError, ImportError) as error:
         print(f"python -m bench frontier: {error}", file=sys.stderr)
         return 2
     print("", args.out / DATA, *made.files, sep="\n")
-    complete = all(row and "failure" not in row["ways"][BASELINE] for row in rows)
+    complete = all(row and "error" not in row["ways"][BASELINE] for row in rows)
     return int(not complete or any(is_ours(way) for panel in drawn for way in panel.wrong))

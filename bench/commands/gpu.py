@@ -4,7 +4,7 @@
     TRITON_INTERPRET=1 python -m bench gpu --out DIR --dry-run
 
 Every case is checked against float64 before it is timed, and written to DIR/gpu.json at once. A
-case that fails is a row with its error; one that hangs, or leaves the device unusable, ends the
+case that fails is recorded with its error; one that hangs or breaks the device ends the
 process with status 3: give the same command again to continue. `--dry-run`: the full path at tiny
 sizes on this CPU, under Triton's interpreter; its times mean nothing.
 """
@@ -12,6 +12,7 @@ sizes on this CPU, under Triton's interpreter; its times mean nothing.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import gc
 import json
@@ -19,25 +20,25 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
+import triton
 
 from bench import figures
 from bench.audit import cases as audit_cases
-from bench.frontier import panels
-from bench.gpu import attention_tiles, kernels, layers, product_tiles, profile
+from bench.gpu import kernels, layers, profile, tiles
 from bench.measure import contest
 from bench.measure.case import DTYPES
 from bench.measure.contest import Contest, Entry, Rig
 from bench.measure.machine import environment
 from bench.measure.options import Parser
 from bench.measure.registry import described
-from bench.measure.results import ResultsFile, Row
-from bench.pages.gpu import failures, line, report
+from bench.pages.frontier import panels
+from bench.pages.gpu import line, report, title
 from bench.pages.kernels import ceilings as known_ceilings
-from bench.tables import current, load
+from bench.tables import ResultsFile, Row, current, errors_of, load
 from fused_remat.triton.launch import INTERPRETED, target_of
 
 #: The exit status after a case that hung or broke the device.
@@ -64,9 +65,17 @@ def precompile(rig: Rig) -> Row:
     launches, done = [case.launch for case in cases if case.default], 0
     if rig.dry:
         return {"found": {"kernels": len(launches), "compiled": 0}}
-    batch = 2 * (os.cpu_count() or 1)
+    batch, mode = 2 * (os.cpu_count() or 1), getattr(triton, "AsyncCompileMode", None)
     while done < len(launches) and time.perf_counter() - start < seconds:
-        contest.compile_together(launches[done : done + batch])
+        with contextlib.ExitStack() as stack:
+            pool = stack.enter_context(ThreadPoolExecutor(os.cpu_count()))
+            if mode is not None:  # an error shows where a kernel is launched
+                stack.enter_context(mode(pool, ignore_errors=True))
+            for launch in launches[done : done + batch]:
+                launch.kernel.warmup(
+                    *launch.args, grid=launch.grid, **launch.keywords,
+                    num_warps=launch.num_warps, num_stages=launch.num_stages,
+                )  # fmt: skip
         done += batch
     took = time.perf_counter() - start
     return {"found": {"kernels": len(launches), "compiled": min(done, len(launches)), "s": took}}
@@ -85,8 +94,7 @@ SECTIONS: dict[str, Section] = {
     "attention calls": Section(8.0, 8.0, kernels.special_entries),
     "norms": Section(5.0, 5.0, kernels.norm_entries),
     "frontier": Section(4.0, 20.0, layers.frontier_entries),
-    "tiles": Section(5.0, 10.0, product_tiles.tile_entries),
-    "attention tiles": Section(5.0, 15.0, attention_tiles.tile_entries),
+    "tiles": Section(5.0, 10.0, tiles.tile_entries),
     "compile": Section(6.0, 150.0, layers.compile_entries),
     "profile": Section(10.0, 30.0, profile.profile_entries),
 }
@@ -125,7 +133,7 @@ def run_entry(entry: Entry, section: str, rig: Rig, results: ResultsFile) -> Non
 
 
 def run_all(sections: Iterable[str], rig: Rig, results: ResultsFile) -> None:
-    """Each section's share of the time; what did not fit in it, if time is left in the end."""
+    """Run each section in its share of the time, then the rest while time remains."""
     done = {json.dumps(row["case"]) for row in results.own if "skipped" not in row}
     left, waiting = list(sections), []
     while left:
@@ -184,16 +192,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def draw(path: Path) -> str:
-    """Write the frontier of the layers' steps beside the results; what came of it, in a line."""
-    try:
-        made = figures.frontier(path.parent, panels(load(path)))
-        made.write()
-    except (OSError, ValueError, ImportError) as error:  # no layer was measured, no matplotlib
-        return f"no picture of the frontier: {error}"
-    return f"the frontier: {made.files[0]}"
-
-
 def main(arguments: Sequence[str]) -> int:
     """Measure, write gpu.json, gpu.txt and frontier.png, print the table; 1 if anything failed."""
     args = parse(arguments)
@@ -203,5 +201,10 @@ def main(arguments: Sequence[str]) -> int:
     rows = [row for row in current(load(path)) if row["config"] == args.config]
     text = report(rows)
     path.with_suffix(".txt").write_text(text + "\n")
-    print(text, f"\n{draw(path)}\n{path}", sep="\n")
-    return int(bool(failures(rows)))
+    print(text, f"\n{path}", sep="\n")
+    try:
+        picture = figures.frontier(args.out, panels(load(path)))
+        picture.draw(picture)
+    except (ValueError, ImportError) as error:  # no layer was measured, no matplotlib
+        print(f"no picture of the frontier: {error}")
+    return int(bool(errors_of(rows, title)))

@@ -1,25 +1,23 @@
-"""The host's time of a layer's training step: all that a small model waits for on a GPU.
+"""Measure the host's time of a layer's training step: all that a small model waits for on a GPU.
 
-`python -m bench host --beside ../other` runs this checkout and another one, in turns. Tensors are
-on "meta", where an ATen call costs its dispatch and an allocation, and Triton has a driver that
-compiles kernels and launches nothing. What a step takes beyond its own ATen calls, replayed alone,
-is the host time of the library, of Triton's Python and of autograd. A real driver's launcher is C.
-Not as on a GPU: attention without dropout is our kernels' here, PyTorch's there; the stock layer's
-dropout and RMSNorm are several ATen calls here, one each there.
-Times are of the thread, in which everything runs: what else the machine does is not in them.
+    python -m bench host --layers llama --ways stock full
+
+Tensors are on "meta", where an ATen call costs its dispatch and an allocation, and Triton has a
+driver that compiles kernels and launches nothing. What a step takes beyond its own ATen calls,
+replayed alone, is the host time of the library, of Triton's Python and of autograd. A real driver's
+launcher is C. Unlike on a GPU, attention without dropout runs in our kernels, and the stock layer's
+dropout and RMSNorm are several ATen calls each. Times are those of the thread: other work of the
+machine does not count.
 """
 
 from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import json
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,11 +26,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-PRESETS = ("none", "fast", "balanced", "lean", "full")
-WAYS = ("stock", *PRESETS)
+from bench.measure.machine import ROOT, machine
+from bench.measure.options import Parser, progress
+from bench.pages import host
+from fused_remat import FusedRematCausalLayer, FusedRematLayer
+from fused_remat.layers.plain_causal import CausalLayer
+from fused_remat.triton.launch import INTERPRETED
+
+WAYS = ("stock", "none", "fast", "balanced", "lean", "full")
 #: Layer -> batch, tokens, width, query heads, hidden width.
 SIZES = {"encoder": (2, 512, 768, 12, 3072), "llama": (2, 512, 1024, 16, 2816)}
-_CACHE = Path(__file__).parents[2] / "build" / "host"
 _STEPS = 10  # of a sample, of which the fastest counts: the machine's other work only adds
 
 
@@ -46,7 +49,7 @@ class _Stub:
         from triton.backends.compiler import GPUTarget
         from triton.backends.nvidia.compiler import CUDABackend
 
-        triton.knobs.cache.dir = str(_CACHE)  # of its own: these binaries are none
+        triton.knobs.cache.dir = str(ROOT / "build" / "host")  # its own: no real binaries
         CUDABackend.make_cubin = lambda self, src, metadata, opt, capability: b"none"
         target = GPUTarget("cuda", 90, 32)
         properties = {"max_shared_mem": 232448, "multiprocessor_count": 132, "warpSize": 32}
@@ -123,10 +126,7 @@ class _Calls(TorchDispatchMode):
 
 
 def _step(layer: str, way: str) -> Callable[[], None]:
-    """Forward and backward, and gradients dropped."""
-    from fused_remat import FusedRematCausalLayer, FusedRematLayer
-    from fused_remat.layers.plain_causal import CausalLayer
-
+    """Return a step that drops its gradients."""
     batch, tokens, width, heads, hidden = SIZES[layer]
     how: dict[str, Any] = {"device": "meta", "dtype": torch.bfloat16}
     module: nn.Module
@@ -157,7 +157,7 @@ def _step(layer: str, way: str) -> Callable[[], None]:
 
 
 def _fastest(run: Callable[[], None]) -> float:
-    """Microseconds."""
+    """Return the least microseconds of a sample's steps."""
     gc.disable()
     took = []
     for _ in range(_STEPS):
@@ -168,88 +168,41 @@ def _fastest(run: Callable[[], None]) -> float:
     return min(took)
 
 
-def worker() -> None:
-    """Serve a line at a time: "encoder full" is answered with a sample of it."""
-    from triton.runtime.driver import driver
-
-    stub, _library = _Stub(), _cheap_meta()
-    driver.set_active(stub)
-    made: dict[str, tuple[Callable[[], None], _Calls, int]] = {}
-    for line in sys.stdin:
-        case = line.strip()
-        if case not in made:
-            step, calls = _step(*case.split()), _Calls()
-            for _ in range(3):
-                step()
-            stub.launches = 0
-            step()
-            count = stub.launches
-            with calls:
-                step()
-            made[case] = step, calls, count
-        step, calls, count = made[case]
-        found = {"step": _fastest(step), "aten": _fastest(calls.replay)}
-        print(json.dumps(found | {"launches": count, "calls": len(calls.made)}), flush=True)
-
-
-def _start(checkout: Path) -> Callable[[str], dict[str, float]]:
-    """Start a process that runs a checkout's library, measured by this file."""
-    paths = [str(checkout), os.environ.get("PYTHONPATH", "")]
-    more = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | more
-    code = f"import runpy; runpy.run_path({__file__!r})['worker']()"
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-c", code], cwd=checkout, env=env, text=True, **pipes
-    )
-    assert process.stdin is not None and process.stdout is not None
-    given, answers = process.stdin, process.stdout
-
-    def ask(case: str) -> dict[str, float]:
-        print(case, file=given, flush=True)
-        found: dict[str, float] = json.loads(answers.readline())
-        return found
-
-    return ask
-
-
-def measure(checkouts: dict[str, Path], cases: Sequence[str], rounds: int) -> dict[str, Any]:
-    """Case -> checkout -> the fastest of all rounds, in which checkouts take turns."""
-    from bench.measure.clock import interleave
-
-    asks = {name: _start(path) for name, path in checkouts.items()}
-    found: dict[str, Any] = {}
-    for case in cases:
-        steps = {name: functools.partial(ask, case) for name, ask in asks.items()}
-        samples = interleave(steps, rounds, float("inf"))
-        rows = {
-            name: {key: min(s[key] for s in taken) for key in taken[0]}
-            for name, taken in samples.items()
-        }
-        for row in rows.values():
-            row["above"] = row["step"] - row["aten"]
-        found[case] = rows
-    return found
+def measure(stub: _Stub, layer: str, way: str, rounds: int) -> dict[str, float]:
+    """Return the microseconds of a step and of its ATen calls, the least of all rounds."""
+    step, calls = _step(layer, way), _Calls()
+    for _ in range(3):
+        step()
+    stub.launches = 0
+    step()
+    launches = stub.launches
+    with calls:
+        step()
+    samples = [(_fastest(step), _fastest(calls.replay)) for _ in range(rounds)]
+    least, aten = map(min, zip(*samples, strict=True))
+    counts = {"launches": launches, "calls": len(calls.made)}
+    return {"step": least, "aten": aten, **counts, "above": least - aten}
 
 
 def main(arguments: Sequence[str]) -> int:
-    from bench.measure.machine import ROOT, commit_of, machine
-    from bench.measure.options import Parser
-    from bench.pages import host
+    """Measure each layer in each way, write host.json and print its table."""
+    from triton.runtime.driver import driver
 
     parser = Parser("host", __doc__, "rounds", rounds=25)
-    parser.add("--beside", type=Path, help="another checkout, such as a worktree of a commit")
     parser.add("--layers", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     options = parser.parse(arguments)
-    checkouts = {"this": ROOT}
-    beside = None
-    if options.beside is not None:
-        checkouts["beside"] = options.beside.resolve()
-        beside = commit_of(options.beside) or "another"
-    cases = [f"{layer} {way}" for layer in options.layers for way in options.ways]
-    found = measure(checkouts, cases, options.rounds)
-    result = {"machine": machine("cpu"), "beside": beside, "results": found}
+    if INTERPRETED:
+        parser.error("unset TRITON_INTERPRET: the interpreter's time is no host time")
+    torch.set_num_threads(1)
+    stub, _library = _Stub(), _cheap_meta()
+    driver.set_active(stub)
+    cases = list(itertools.product(options.layers, options.ways))
+    found = {
+        f"{layer} {way}": {"this": measure(stub, layer, way, options.rounds)}
+        for layer, way in progress(cases, len(cases), "case")
+    }
+    result = {"machine": machine("cpu"), "beside": None, "results": found}
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "host.json").write_text(json.dumps(result, indent=1) + "\n")
     print(host.table(options.out / "host.json"))

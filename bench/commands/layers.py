@@ -3,7 +3,7 @@
     python -m bench layers --device cpu --publish
     python -m bench layers --dropout 0 --d-model 512 1024 --seq-len 512 2048 --ways stock full lean
 
-A step is forward and backward; gradients are added into `.grad`s that exist, the input wants one.
+A step is forward and backward; gradients are added into existing `.grad`s, the input's as well.
 Every way is checked before it is timed: a wrong one prints FAIL instead.
 """
 
@@ -14,15 +14,13 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from bench.measure.contest import Rig
 from bench.measure.machine import version
 from bench.measure.options import Parser, positive
 from bench.measure.registry import Registry
-from bench.measure.results import ResultsFile, Row
 from bench.measure.steps import measure, run
 from bench.pages.layers import case_table, title
-from bench.subjects.layer_ways import BASELINE, DEFAULT, WAYS
-from bench.subjects.layers import ACTIVATIONS, NORMS, Case
+from bench.subjects.layers import ACTIVATIONS, BASELINE, DEFAULT, NORMS, WAYS, Case
+from bench.tables import ResultsFile, Row
 
 Sizes = tuple[int, int, int, int]
 
@@ -36,8 +34,8 @@ SIZES: dict[str, tuple[Sizes, ...]] = {
 def grid(args: argparse.Namespace) -> list[Sizes]:
     """Return the sizes that the command line requests, each once.
 
-    An axis that is given takes the place of that of `SIZES`; without `--nhead`, heads stay as wide
-    as they are there.
+    A requested axis replaces that of `SIZES`; without `--nhead`, heads keep the width that they
+    have in `SIZES`.
     """
     every: dict[Sizes, None] = {}
     for batch, seq_len, width, nhead in SIZES[args.device]:
@@ -54,7 +52,7 @@ def cases(args: argparse.Namespace, sizes: Iterable[Sizes]) -> list[Case]:
 
 
 def heads(d_model: int, head_width: int) -> int:
-    """As wide as asked for. Raises: ValueError where that is no whole number of them."""
+    """Return the number of heads. Raises: ValueError unless their width divides d_model."""
     if d_model > head_width and d_model % head_width:
         raise ValueError(
             f"d_model {d_model} is no multiple of the width of a head, {head_width}: give --nhead"
@@ -97,11 +95,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 def measured(
     args: argparse.Namespace, file: str, *shown: Callable[[Row], str]
 ) -> tuple[ResultsFile, list[Row | None]]:
-    """As `run` has it; a row's title and table are `shown`."""
-
-    def one(case: Case, rig: Rig) -> Row:
-        return measure(case.subject(rig.device), WAYS, args.ways, rig)
-
+    """Run the cases; a row's title and table are `shown`."""
+    one = lambda case, rig: measure(case.subject(rig.device), WAYS, args.ways, rig)  # noqa: E731
     return run(args, file, one, *shown, torch_remat=version("torch-remat"))
 
 
@@ -109,7 +104,7 @@ def wrong_of_ours(row: Row | None, ways: Registry[Any], *groups: str) -> list[st
     """Whose wrong results are an error of this project: ours, and what all are compared with."""
     if row is None:
         return ["all"]
-    wrong = [name for name, found in row["ways"].items() if "failure" in found]
+    wrong = [name for name, found in row["ways"].items() if "error" in found]
     return [n for n in wrong if n == BASELINE or ways[n].traits["group"] in groups]
 
 

@@ -11,19 +11,127 @@ before it is measured: a wrong one prints FAIL.
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import functools
+import gc
 from collections.abc import Sequence
 
+import torch
+
 from bench.commands.layers import wrong_of_ours
-from bench.measure.contest import Rig
+from bench.measure.case import DTYPES
+from bench.measure.checks import Checks
+from bench.measure.contest import TOLERANCE, Rig
 from bench.measure.machine import version
-from bench.measure.models import Options, measure
 from bench.measure.options import Parser, positive
-from bench.measure.results import Row
-from bench.measure.steps import run
+from bench.measure.registry import Absent, WrongResultError
+from bench.measure.steps import Step, Steps, kept_bytes, peaks, run
 from bench.pages.models import case_table, title
-from bench.subjects.configs import MODELS
-from bench.subjects.model_ways import DEFAULT, WAYS
-from bench.subjects.models import Case
+from bench.subjects.models import (
+    BASELINE,
+    DEFAULT,
+    MODELS,
+    WAYS,
+    Case,
+    Forward,
+    Loss,
+    Subject,
+    build,
+    dropout_free,
+    fixed_bytes,
+)  # fmt: skip
+from bench.tables import Row
+from fused_remat.report.allocations import measure_allocations
+
+#: Layers, sequences and tokens of the model that is compared with float64: layers are equal, and
+#: float64 takes two to four times the memory.
+LAYERS, BATCH, TOKENS = 2, 2, 128
+#: Bytes that the float64 copy of the parameters may take; a larger vocabulary is cut.
+_LARGEST = 4 << 30
+_FEW_WORDS = {"vocab_size": 8192, "bos_token_id": 0, "eos_token_id": 0}
+#: Roundings accumulate in a model: a result may be off by so many single operations.
+_FACTOR = 3.0
+
+
+def measure(case: Case, rig: Rig, ways: Sequence[str], backend: str = "auto") -> Row:
+    """Return a row of the results file, without the case: check, weigh and time these ways."""
+    # What building such a model imports is frozen: every memory measurement collects garbage, and
+    # would visit all of transformers each time.
+    one = dataclasses.replace(case, layers=1, seq_len=1, tiny=True)
+    build(one.published, 1, DTYPES[case.dtype], "meta", case.lora)
+    gc.collect()
+    gc.freeze()
+    with Steps(rig) as steps:
+        small = dataclasses.replace(checked_subject(case, rig.device), backend=backend)
+        checks = Checks(small, _FACTOR * TOLERANCE[small.dtype])
+        for name in WAYS.select(ways):
+            steps.admit_way(WAYS[name], checks)
+        steps.forwards.clear()  # no forward of the small model remains
+        del checks, small
+        subject = dataclasses.replace(case.subject(rig.device), backend=backend)
+        _weigh(subject, steps)
+        steps.time(Step, subject, WAYS.baselines)
+        row = {"fixed_bytes": fixed_bytes(subject.module), "rounds": steps.rounds}
+    return row | {"ways": steps.rows}
+
+
+def checked_subject(case: Case, device: torch.device | str) -> Subject:
+    """Return the case's model for comparing results: few layers and tokens, no dropout."""
+    published = dropout_free(case.published)
+    seq_len = min(TOKENS, case.seq_len)
+    layers = min(LAYERS, case.layers)
+    model = build(published, layers, torch.float32, "meta", 0)
+    if 8 * sum(p.numel() for p in model.parameters()) > _LARGEST:
+        published = dataclasses.replace(published, values=published.values | _FEW_WORDS)
+    small = dataclasses.replace(case, layers=layers, batch=BATCH, seq_len=seq_len)
+    return small.subject(device, published)
+
+
+def memory(forward: Forward, subject: Subject, split: bool = True) -> Row:
+    """Return a step's loss, and bytes by the allocator, above those before the step."""
+    x, device, values = subject.x, subject.device, []
+    kept = kept_bytes(lambda: forward(x).value, subject, "allocator")
+    below = measure_allocations(lambda: forward.below_head(x), device).net if split else None
+
+    def backward(loss: Loss) -> None:
+        loss.backward()
+        values.append(loss.value.item())
+
+    step = peaks(lambda: forward(x), backward, device)
+    return {
+        "loss": values[0],
+        "kept_bytes": kept,
+        "kept_below_head_bytes": below,
+        "kept_bytes_per_token": kept / (subject.case.batch * subject.case.seq_len),
+        **step,
+        "fixed_bytes": fixed_bytes(subject.module),
+    }
+
+
+def _weigh(subject: Subject, steps: Steps) -> None:
+    """Measure the memory of the ways that are right, in the full model."""
+    dropout = any(v for k, v in subject.published.values.items() if "dropout" in k)
+    rows, allowed = steps.rows, 10 * TOLERANCE[subject.dtype]
+
+    def weigh(forward: Forward, name: str) -> Row:
+        try:
+            row = memory(forward, subject, not WAYS[name].traits["compiled"])
+        except torch.OutOfMemoryError as error:
+            raise Absent("out of memory at this batch") from error
+        if not dropout and BASELINE in steps.forwards and name != BASELINE:
+            loss, theirs = row["loss"], rows[BASELINE]["loss"]
+            error = abs(loss - theirs) / abs(theirs)
+            if not error <= allowed:
+                raise WrongResultError(
+                    f"the loss at the measured size is {loss:.6g}, the unconverted model's "
+                    f"{theirs:.6g}"
+                )
+            row["check"] = rows[name]["check"] | {"loss": error}
+        return row
+
+    for name in [name for name, row in rows.items() if "check" in row]:
+        finds = [] if steps.rig.dry else [functools.partial(weigh, name=name)]
+        steps.admit(name, functools.partial(WAYS[name].build, subject), *finds)
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -55,12 +163,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 def main(arguments: Sequence[str]) -> int:
     """Measure and print a table per case; 1 if a result of ours was wrong."""
     args = parse(arguments)
-    options = Options(args.ways)
-
-    def one(case: Case, rig: Rig) -> Row:
-        return measure(case, options, rig)
-
-    config = {"peft": version("peft")}
-    results, rows = run(args, f"model-{args.device}.json", one, title, case_table, **config)
+    file, peft = f"model-{args.device}.json", version("peft")
+    one = functools.partial(measure, ways=args.ways)
+    results, rows = run(args, file, one, title, case_table, peft=peft)
     print(f"\n{results.path}")
     return int(any(wrong_of_ours(row, WAYS, "ours", "loss") for row in rows))

@@ -14,10 +14,8 @@ is timed.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -26,11 +24,10 @@ from bench.measure.case import Forward, Subject
 from bench.measure.checks import Checks
 from bench.measure.contest import Rig
 from bench.measure.options import Parser, positive
-from bench.measure.results import Row
 from bench.measure.steps import Step, Steps, kept_bytes, peaks, run
 from bench.pages import plans as page
-from bench.subjects.layers import NORMS
 from bench.subjects.stacks import BASELINE, PEERS, Case, Stack, fused
+from bench.tables import Row
 from fused_remat.planner import BudgetError, Plan, plan
 from fused_remat.planner.chain import Choice
 
@@ -43,59 +40,27 @@ TABLES = {
 }
 
 
-def loss(subject: Subject, y: Tensor) -> Tensor:
-    """Return the loss of a stack's output; the gradient of the output is dy."""
-    return (y * subject.dy).sum()
-
-
-@dataclass
-class Entry:
-    """A plan to be run, and the budgets that it is the best for."""
-
-    plan: Plan
-    name: str
-    budgets: list[tuple[str, int]] = field(default_factory=list)  # peer, bytes
-
-    @property
-    def row(self) -> Row:
-        """The beginning of the plan's row."""
-        found = self.plan
-        predicted = {"peak_bytes": found.peak_bytes, "kept_bytes": found.kept_bytes,
-                     "seconds": found.seconds}  # fmt: skip
-        return {"family": "ours", "budgets": self.budgets, "predicted": predicted,
-                "segments": len(found.choice.segments)}  # fmt: skip
-
-
-def measured_plan(subject: Subject) -> Plan:
-    """Return the plan of a subject's stack, from one measurement."""
-    subject.clear()
-    stack = fused(subject.module, "full", subject.backend)
-    found = plan(stack, subject.x, loss=functools.partial(loss, subject))
-    subject.zero()
-    return found
-
-
-def within(base: Plan, budgets: Mapping[str, int]) -> tuple[list[Entry], list[Row]]:
+def within(base: Plan, budgets: Mapping[str, int]) -> tuple[dict[str, Plan], list[Row]]:
     """Return the best plan within each budget, each plan once, and a row per budget."""
-    entries: dict[Choice, Entry] = {}
+    plans: dict[str, Plan] = {}
+    names: dict[Choice, str] = {}
     rows = []
     for peer, nbytes in budgets.items():
         row: Row = {"method": "optimal", "of": peer, "budget_bytes": nbytes}
         try:
-            found = base.within(nbytes)
+            best = base.within(nbytes)
         except BudgetError as error:
             rows.append(row | {"least_bytes": error.least})
             continue
-        name = f"optimal_{len(entries) + 1}"
-        entry = entries.setdefault(found.choice, Entry(found, name))
-        entry.budgets.append((peer, nbytes))
-        rows.append(row | {"way": entry.name})
-    return list(entries.values()), rows
+        name = names.setdefault(best.choice, f"optimal_{len(names) + 1}")
+        plans[name] = best
+        rows.append(row | {"way": name})
+    return plans, rows
 
 
-def forward_of(subject: Subject, entry: Entry) -> Stack:
+def forward_of(subject: Subject, applied: Plan) -> Stack:
     """Return the model by a plan, on the subject's parameters."""
-    return entry.plan.apply(fused(subject.module, "full", subject.backend))
+    return applied.apply(fused(subject.module, "full", subject.backend))
 
 
 def peers(compiled: bool) -> list[str]:
@@ -103,48 +68,47 @@ def peers(compiled: bool) -> list[str]:
     return [name for name in PEERS if compiled or not PEERS[name].traits["compiled"]]
 
 
-def memory(forward: Forward, subject: Subject, resting: int, kept_by: str) -> Row:
-    """Return bytes kept from forward to backward, inputs included, and the peak of a step."""
-
-    def output() -> Tensor:
-        return loss(subject, forward(subject.x))
-
-    subject.clear()
-    kept = kept_bytes(output, subject, kept_by)
-    step = peaks(output, lambda y: y.backward(), subject.device)["step_peak_bytes"]
-    subject.zero()
-    return {"peak_bytes": resting + step, "kept_bytes": kept, "kept_by": kept_by}
-
-
-def measure(case: Case, names: Sequence[str], rig: Rig) -> Row:
+def measure(case: Case, rig: Rig, names: Sequence[str]) -> Row:
     """Return a row of the results file, without the case: peers, then plans, then all in turns."""
     subject = case.subject(rig.device)
-    base = measured_plan(subject)
+
+    def loss(y: Tensor) -> Tensor:
+        return (y * subject.dy).sum()
+
+    subject.clear()
+    base = plan(fused(subject.module, "full", subject.backend), subject.x, loss=loss)
+    subject.zero()
+
+    def weigh(forward: Forward, kept_by: str = "autograd") -> Row:
+        """Return bytes kept from forward to backward, inputs included, and the peak of a step."""
+
+        def output() -> Tensor:
+            return loss(forward(subject.x))
+
+        subject.clear()
+        kept = kept_bytes(output, subject, kept_by)
+        step = peaks(output, lambda y: y.backward(), subject.device)["step_peak_bytes"]
+        subject.zero()
+        return {"peak_bytes": base.chain.rests + step, "kept_bytes": kept, "kept_by": kept_by}
+
     with Steps(rig) as steps:
         checks = Checks(subject)  # its results in float64 are freed before anything is timed
-        weigh = functools.partial(memory, subject=subject, resting=base.chain.rests)
         for way in map(PEERS.__getitem__, names):
             weighed = functools.partial(weigh, kept_by=way.traits["kept_by"])
             steps.admit_way(way, checks, weighed, family=way.traits["family"])
         budgets = {n: w["peak_bytes"] for n, w in steps.rows.items() if "peak_bytes" in w}
-        entries, plans = within(base, budgets)
-        for entry in entries:
+        plans, rows = within(base, budgets)
+        for name, found in plans.items():
             steps.admit(
-                entry.name,
-                functools.partial(forward_of, subject, entry),
+                name,
+                functools.partial(forward_of, subject, found),
                 lambda forward: {"check": checks.check(forward, "ours")},
-                functools.partial(weigh, kept_by="autograd"),
-                **entry.row,
+                weigh,
+                family="ours",
+                predicted={k: getattr(found, k) for k in ("peak_bytes", "kept_bytes", "seconds")},
             )
         steps.time(Step, subject, [name for name in names if name in steps.forwards])
-    return {
-        "rounds": steps.rounds,
-        "baseline": BASELINE,
-        "resting": dict(base.chain.resting),
-        "frontier": [dataclasses.asdict(point) for point in base.frontier],
-        "plans": plans,
-        "ways": steps.rows,
-    }
+    return {"rounds": steps.rounds, "plans": rows, "ways": steps.rows}
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -161,32 +125,28 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--causal", action="store_true", help="with a causal mask")
     add("--dropout", type=float, default=0.0)
     add("--no-compile", action="store_true", help="without torch.compile, which takes long")
+    names = ("layers", "batch", "seq", "d_model")
+    parser.by_device(**dict(zip(names, zip(*SIZES.values(), strict=True), strict=False)))
     args = parser.parse(arguments)
     args.ways = peers(compiled=not args.no_compile)
-    layers, batch, seq, width, nhead = SIZES[args.device]
-    wide = args.d_model or width
-    norm = {first: name for name, first in NORMS.items()}[not args.post_norm]
+    *_, width, nhead = SIZES[args.device]
     with parser.usage_errors():
-        case = Case(
-            args.layers or layers, args.dtype, norm, args.dropout, args.batch or batch,
-            args.seq or seq, wide, args.nhead or heads(wide, width // nhead), args.causal,
-        )  # fmt: skip
-    args.cases = [case]
+        args.cases = [Case(
+            args.layers, args.dtype, "post" if args.post_norm else "pre", args.dropout, args.batch,
+            args.seq, args.d_model, args.nhead or heads(args.d_model, width // nhead), args.causal,
+        )]  # fmt: skip
     return args
 
 
 def main(arguments: Sequence[str]) -> int:
     """Measure and print the tables; 1 if a plan's result, or eager's, was wrong."""
     args = parse(arguments)
-
-    def one(case: Case, rig: Rig) -> Row:
-        return measure(case, args.ways, rig)
-
-    results, (row,) = run(args, f"plan-{args.device}.json", one, page.title)
+    file = f"plan-{args.device}.json"
+    results, (row,) = run(args, file, functools.partial(measure, names=args.ways), page.title)
     if row is None:
         return 1
     for heading, table in TABLES.items():
         print(f"\n{heading}\n\n{table(row)}")
     print(f"\n{results.path}")
     ways = row["ways"].items()
-    return int(any("failure" in way for name, way in ways if name == BASELINE or page.is_ours(way)))
+    return int(any("error" in way for name, way in ways if name == BASELINE or page.is_ours(way)))

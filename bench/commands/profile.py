@@ -1,4 +1,4 @@
-"""Where a training step of one layer spends its time, operator by operator, a way beside eager.
+"""Profile where a layer's training step spends its time, operator by operator, against eager.
 
 `python -m bench profile --way full --way fast --dtype bfloat16`: the steps take turns in one
 process under torch's profiler; the times are each operator's own (without what it calls), means
@@ -22,8 +22,7 @@ from bench.measure.clock import interleave
 from bench.measure.machine import machine
 from bench.measure.options import Parser
 from bench.measure.registry import Absent
-from bench.subjects.layer_ways import BASELINE, WAYS
-from bench.subjects.layers import Case
+from bench.subjects.layers import BASELINE, WAYS, Case
 from bench.tables import markdown
 
 #: Operator -> kind; what is in no kind is "the rest".

@@ -1,4 +1,4 @@
-"""The ops of `bench.kernels` at the sizes that tell most of a GPU: contests, a direction each.
+"""The ops of `bench.kernels` at a GPU's most important sizes: contests, a direction each.
 
 What compiles or tunes itself at its first call takes long to start: it has sections of its own.
 """
@@ -9,15 +9,14 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from bench.kernels.attention import ATTENTION
-from bench.kernels.attention_problem import FORMS, Attention
+from bench.kernels.attention import ATTENTION, FORMS, Attention
 from bench.kernels.ops import NORM, Norm
 from bench.kernels.problem import DIRECTIONS, Op, Problem, contests
 from bench.measure.contest import Entry, Rig
 
 TOKENS, D_MODEL = 16384, 2048  # of attention, at least the former
 GROUP = 4  # query heads to a key head, where they share one
-ELEMENTS = 1 << 26  # of a matrix: 128 MiB in bfloat16, twice an H200's cache
+ELEMENTS = 1 << 26  # of a matrix: 128 MiB in bfloat16, twice as large as an H200's cache
 WIDTHS = (1024, 2048, 4096, 8192, 16384, 65536)
 #: Providers that `torch.compile` makes, which take long to start.
 COMPILED = ("compile",)

@@ -1,6 +1,6 @@
 """Training steps of layers, models and plans on a GPU: which, in which order.
 
-Rows are those of `bench layers`, `model` and `plan`, with the keys of a contest's ways.
+Rows are those of `bench layers`, `model` and `plan`.
 """
 
 from __future__ import annotations
@@ -11,18 +11,14 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from bench.commands import plan
-from bench.measure.case import Subject, dtype_name
+from bench.commands import model, plan
+from bench.measure.case import dtype_name
 from bench.measure.contest import Entry, P, Rig
-from bench.measure.models import Options
-from bench.measure.models import measure as measure_model
-from bench.measure.steps import Step
 from bench.measure.steps import measure as measure_ways
 from bench.subjects import models, stacks
-from bench.subjects.configs import MODELS
-from bench.subjects.layer_ways import BUDGETS
-from bench.subjects.layer_ways import WAYS as LAYER_WAYS
-from bench.subjects.layers import Case
+from bench.subjects.layers import BUDGETS, Case
+from bench.subjects.layers import WAYS as LAYER_WAYS
+from bench.subjects.models import MODELS
 from fused_remat.policies import EXACT_PRESETS
 
 SEQ_LEN, HEAD_DIM = 2048, 128
@@ -51,48 +47,24 @@ MODELS_DRY = ("eager", "checkpoint", "liger", "full")
 _PLANS_LONGER = 5.0
 
 
-def measure(
-    subject: Subject, names: Sequence[str], rig: Rig, timer: type[Step] = Step, **beside: Any
-) -> dict[str, Any]:
-    """Return a row, with ratios to the baselines and `beside`."""
-    if rig.dry:
-        subject.backend, subject.compiler = "triton", "aot_eager_decomp_partition"
-    given = subject, LAYER_WAYS, names, rig.longer(_LONGER), timer
-    return as_contest(measure_ways(*given, **beside))
-
-
-def as_contest(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row whose ways have the keys of a contest's."""
-    words, ways = {"failure": "error", "unavailable": "absent"}, {}
-    for name, found in row["ways"].items():
-        ways[name] = {word: found[key] for key, word in words.items() if key in found}
-        if not ways[name]:
-            ways[name] = found | {
-                "us": {level: 1e6 * t for level, t in found["step_seconds"].items()},
-                "ratio": found["step_ratio"],
-                "host_us": 1e6 * found["host_seconds"]["p50"],
-            }
-    return row | {"ways": ways}
-
-
-def _entry(layer: Case, ways: Sequence[str], what: str = "", *timer: Any, **rest: Any) -> Entry:
+def _entry(layer: Case, ways: Sequence[str], what: str = "", beside: Sequence[str] = ()) -> Entry:
     """Return an encoder layer's case, and a function that measures it."""
 
     def run(rig: Rig) -> dict[str, Any]:
-        row = measure(layer.subject(rig.device), ways, rig, *timer, **rest)
+        subject = layer.subject(rig.device)
+        if rig.dry:
+            subject.backend, subject.compiler = "triton", "aot_eager_decomp_partition"
+        row = measure_ways(subject, LAYER_WAYS, ways, rig.longer(_LONGER), beside=beside)
         return {"layer": dataclasses.asdict(layer), **row}
 
-    told = {name: getattr(layer, name) for name in ("seq_len", "dropout")}
-    return {"name": f"{layer.norm}-norm{what}", "width": layer.d_model, **told}, run
-
-
-def tokens_of(width: int) -> int:
-    return 16384 if width <= 2048 else 8192
+    sizes = {"width": layer.d_model, "seq_len": layer.seq_len, "dropout": layer.dropout}
+    return {"name": f"{layer.norm}-norm{what}", **sizes}, run
 
 
 def encoder(rig: Rig, norm: str, width: int, dropout: float = 0.0) -> Case:
     """Return a causal encoder layer, head dim 128; dropout of the residuals and in the MLP."""
-    batch, seq_len = rig.size(tokens_of(width) // SEQ_LEN, 2), rig.size(SEQ_LEN, 9)
+    tokens = 16384 if width <= 2048 else 8192
+    batch, seq_len = rig.size(tokens // SEQ_LEN, 2), rig.size(SEQ_LEN, 9)
     return Case(
         dtype_name(rig.dtype), norm, dropout, batch, seq_len, width, rig.size(width // HEAD_DIM, 2),
         causal=True, attention_dropout=0.0,
@@ -107,13 +79,10 @@ def long_encoder(rig: Rig) -> Case:
 # --- what is measured, the most telling first
 
 
-def widths(rig: Rig) -> Sequence[int]:
-    return (32,) if rig.dry else WIDTHS
-
-
-def _grid(rig: Rig) -> Iterator[Case]:
-    for norm, width in itertools.product(("pre",) if rig.dry else ("pre", "post"), widths(rig)):
-        yield encoder(rig, norm, width)
+def _encoders(rig: Rig, dropout: float = 0.0) -> Iterator[Case]:
+    norms, widths = (("pre",), (32,)) if rig.dry else (("pre", "post"), WIDTHS)
+    for norm, width in itertools.product(norms, widths):
+        yield encoder(rig, norm, width, dropout)
 
 
 def _fewer(rig: Rig, ways: Sequence[str]) -> Sequence[str]:
@@ -122,15 +91,13 @@ def _fewer(rig: Rig, ways: Sequence[str]) -> Sequence[str]:
 
 def layer_entries(rig: Rig) -> Iterator[Entry]:
     for dropout in (0.0, P):
-        for norm in ("pre",) if rig.dry and dropout else ("pre", "post"):
-            for width in widths(rig):
-                ways = WAYS if (norm, dropout) == ("pre", 0.0) else _fewer(rig, WAYS)
-                yield _entry(encoder(rig, norm, width, dropout), ways, beside=("none",))
+        for layer in _encoders(rig, dropout):
+            yield _entry(layer, _fewer(rig, WAYS) if dropout else WAYS, beside=("none",))
 
 
 def frontier_entries(rig: Rig) -> Iterator[Entry]:
     """Short and long sequences at one width: with the layers', the sweep over S of the frontier."""
-    base = encoder(rig, "pre", widths(rig)[0])
+    base = next(_encoders(rig))
     for seq_len in (7,) if rig.dry else (16384, 512, 4096):
         batch = max(1, base.batch * base.seq_len // seq_len)
         layer = dataclasses.replace(base, batch=batch, seq_len=seq_len)
@@ -138,18 +105,18 @@ def frontier_entries(rig: Rig) -> Iterator[Entry]:
 
 
 def long_entries(rig: Rig) -> Iterator[Entry]:
-    """One long sequence, of which attention takes most of the time: presets beside each other."""
+    """One long sequence, of which attention takes most of the time: presets and eager."""
     ways = ("eager", "none") if rig.dry else LONG
     yield _entry(long_encoder(rig), ways, beside=("none",))
 
 
 def compile_entries(rig: Rig) -> Iterator[Entry]:
-    for layer in _grid(rig):
+    for layer in _encoders(rig):
         for what, ways in ((", compiled", COMPILED), (", budgets", BUDGETED)):
             yield _entry(layer, ways, what)
 
 
-# --- whole models, and plans
+# --- models and plans
 
 
 def model_entries(rig: Rig) -> Iterator[Entry]:
@@ -157,23 +124,22 @@ def model_entries(rig: Rig) -> Iterator[Entry]:
         yield {"name": "models"}, lambda rig: {"found": {"absent": "transformers is not installed"}}
         return
     for lora in (0,) if rig.dry else (0, RANK):
-        for model in list(BATCHES)[: 1 if rig.dry else None]:
-            for batch in BATCHES[model][: 1 if rig.dry or lora else None]:
-                yield _model_entry(rig, model, lora, batch)
+        for name in list(BATCHES)[: 1 if rig.dry else None]:
+            for batch in BATCHES[name][: 1 if rig.dry or lora else None]:
+                yield _model_entry(rig, name, lora, batch)
 
 
-def _model_entry(rig: Rig, model: str, lora: int, batch: int) -> Entry:
-    layers, batch = rig.size(MODELS[model].layers, 1), rig.size(batch, 1)
+def _model_entry(rig: Rig, name: str, lora: int, batch: int) -> Entry:
+    layers, batch = rig.size(MODELS[name].layers, 1), rig.size(batch, 1)
     seq_len, dtype = rig.size(MODEL_TOKENS, 5), dtype_name(rig.dtype)
-    case = models.Case(model, layers, batch, seq_len, dtype, lora, tiny=rig.dry)
+    case = models.Case(name, layers, batch, seq_len, dtype, lora, tiny=rig.dry)
     kind = f"LoRA {lora}" if lora else "full fine-tuning"
-    named = {"name": f"{model}, {kind}", "batch": batch}
-    ways = MODELS_DRY if rig.dry else MODEL_WAYS
-    options = Options(ways, backend="triton" if rig.dry else "auto")
+    named = {"name": f"{name}, {kind}", "batch": batch}
+    ways, backend = (MODELS_DRY, "triton") if rig.dry else (MODEL_WAYS, "auto")
 
     def run(rig: Rig) -> dict[str, Any]:
-        row = measure_model(case, options, rig.longer(_LONGER))
-        return {"model": dataclasses.asdict(case)} | _row(row, {"held_bytes": "kept_bytes"})
+        row = model.measure(case, rig.longer(_LONGER), ways, backend)
+        return {"model": dataclasses.asdict(case)} | row
 
     return named, run
 
@@ -185,16 +151,7 @@ def plan_entries(rig: Rig) -> Iterator[Entry]:
     case = stacks.Case(*kind, batch, seq_len, width, heads, causal=True)
 
     def run(rig: Rig) -> dict[str, Any]:
-        row = plan.measure(case, plan.peers(compiled=False), rig.longer(_PLANS_LONGER))
-        known = {"held_bytes": "kept_bytes", "step_peak_bytes": "peak_bytes"}
-        return {"stack": dataclasses.asdict(case)} | _row(row, known)
+        row = plan.measure(case, rig.longer(_PLANS_LONGER), plan.peers(compiled=False))
+        return {"stack": dataclasses.asdict(case)} | row
 
     yield {"name": "plans", "layers": layers, "width": width}, run
-
-
-def _row(row: dict[str, Any], known: dict[str, str]) -> dict[str, Any]:
-    """As rows of layers are, whose names of bytes are `known` here by others."""
-    made = as_contest(row)
-    for name, found in row["ways"].items():
-        made["ways"][name] |= {name: found[key] for name, key in known.items() if key in found}
-    return made

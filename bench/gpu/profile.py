@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import importlib
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,20 +18,18 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from bench.gpu.layers import WIDTHS, as_contest, encoder, long_encoder
+from bench.gpu.layers import WIDTHS, encoder, long_encoder
 from bench.measure.case import Forward, Subject
 from bench.measure.contest import Entry, Rig
 from bench.measure.steps import QueuedStep
 from bench.measure.steps import measure as measure_ways
-from bench.subjects.layer_ways import WAYS as LAYER_WAYS
+from bench.subjects.layers import WAYS as LAYER_WAYS
 from bench.subjects.layers import Case
 from fused_remat.policies import EXACT_PRESETS
 
 WAYS = ("eager", "compile", "checkpoint", *EXACT_PRESETS)
 #: Steps that are profiled, after one that is not.
 STEPS = 5
-#: Kernels that a row names, of those that take longest, and letters of their names.
-NAMED, LETTERS = 12, 160
 #: In the order of the tables; what no row below names is "other".
 KINDS = (
     "products", "attention", "norms", "pointwise", "reductions", "copies and fills", "other",
@@ -77,6 +74,7 @@ def ours() -> dict[str, str]:
     return found
 
 
+@functools.cache
 def kind_of(name: str) -> str:
     """Return the kind of a kernel, a copy or a fill, by its name."""
     own = re.fullmatch(r"(?:[\w.]+\.)?(\w+_kernel)(?:_\d\w*)?", name)
@@ -133,25 +131,12 @@ def busy(events: Sequence[Event]) -> float:
 
 
 def tally(events: Sequence[Event], steps: int) -> dict[str, Any]:
-    """Of a step, the mean of so many: what a way's row says of its kernels."""
-    counts = Counter(event.name for event in events)
-    us = dict.fromkeys(counts, 0.0)
-    for event in events:
-        us[event.name] += event.end - event.start
+    """Return a step's time by kind of kernel, the mean of so many."""
     by_kind = dict.fromkeys(KINDS, 0.0)
-    for name, time in us.items():
-        by_kind[kind_of(name)] += time / steps
-    named = [
-        {"name": name[:LETTERS], "kind": kind_of(name), "us": us[name] / steps,
-         "count": counts[name] / steps}
-        for name in sorted(us, key=lambda name: -us[name])[:NAMED]
-    ]  # fmt: skip
-    return {
-        "busy_us": busy(events) / steps,
-        "launches": len(events) / steps,
-        "kinds_us": by_kind,
-        "kernels": named,
-    }
+    for event in events:
+        by_kind[kind_of(event.name)] += (event.end - event.start) / steps
+    numbers = {"busy_us": busy(events) / steps, "launches": len(events) / steps}
+    return {**numbers, "kinds_us": by_kind}
 
 
 def profiled(forward: Forward, subject: Subject, steps: int) -> dict[str, Any]:
@@ -174,22 +159,19 @@ def profiled(forward: Forward, subject: Subject, steps: int) -> dict[str, Any]:
 def measure(case: Case, rig: Rig) -> dict[str, Any]:
     """Return a row: every way checked, timed back to back in turns, and then profiled.
 
-    Of each way besides `tally`: "us" of a step and "host_us" of its launch without the profiler,
-    and "gaps_us". In a dry run our ways are those of the eager backend.
+    Each way has `tally` and "gaps_us" as well. In a dry run ours are those of the eager backend.
     """
     subject = case.subject(rig.device)
     if rig.dry:
         subject.compiler = "aot_eager_decomp_partition"
-    given = subject, LAYER_WAYS, WAYS, rig, QueuedStep
-    row = as_contest(measure_ways(*given, beside=("none",)))
-    ways = row["ways"]
-    right = [name for name, found in ways.items() if "us" in found]
-    for index, name in enumerate(right):
+    row = measure_ways(subject, LAYER_WAYS, WAYS, rig, QueuedStep, beside=("none",))
+    right = {name: way for name, way in row["ways"].items() if "step_seconds" in way}
+    for index, (name, way) in enumerate(right.items()):
         forward = LAYER_WAYS[name].build(subject)
         if index == 0:
             profiled(forward, subject, 1)  # the profiler's own beginning
-        ways[name] |= profiled(forward, subject, 1 if rig.dry else STEPS)
-        ways[name]["gaps_us"] = ways[name]["us"]["p50"] - ways[name]["busy_us"]
+        way |= profiled(forward, subject, 1 if rig.dry else STEPS)
+        way["gaps_us"] = 1e6 * way["step_seconds"]["p50"] - way["busy_us"]
     return {"profiled": dataclasses.asdict(case), **row}
 
 

@@ -1,23 +1,156 @@
-"""Scaled dot-product attention over heads: out, and the gradients of q, k and v."""
+"""Scaled dot-product attention over heads: out, and the gradients of q, k and v.
+
+Operations are those of the scores that are seen; a causal mask hides half.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bench.kernels.attention_problem import Attention
 from bench.kernels.problem import DIRECTIONS, Function, Op, Problem, Size, Ways
-from bench.measure.contest import SETS, Results, Rig, Way
+from bench.measure.contest import Results, Rig, Way, Work
 from bench.measure.registry import Absent
 from fused_remat import ops
-from fused_remat.steps.attention_call import attention_key
+from fused_remat.spec import AttentionSpec
+from fused_remat.steps.attention_call import AttentionArgs, attention_key
 from fused_remat.triton import attention as triton
 from fused_remat.triton.launch import Launch
-from fused_remat.triton.tables import AttentionTile
+
+WINDOW = 1024  # keys; at most half of a sequence
+_PER_MILLE = (100, 20, 250, 130, 60, 300, 40, 100)  # of all tokens: lengths of packed sequences
+Heads = tuple[Tensor, Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Form:
+    """The keys that a query sees."""
+
+    causal: bool = False  # keys up to the query's own
+    window: bool = False  # of these, the last ones only
+    packed: bool = False  # sequences of different lengths, side by side in a batch of 1
+
+
+FORMS: dict[str, Form] = {
+    "causal": Form(causal=True),
+    "full": Form(),
+    "window": Form(causal=True, window=True),
+    "packed": Form(causal=True, packed=True),
+}
+
+
+@dataclass(eq=False)
+class Attention(Problem):
+    """q, k and v (B, heads, S, E), views of a packed projection; out (B, H, S, E)."""
+
+    #: Probabilities, their gradients and the output, which the backward reads, are rounded
+    #: too, some of them equally along a row of scores.
+    factor: ClassVar[float] = 2.5
+
+    batch: int
+    nhead: int
+    kv_heads: int
+    seq_len: int
+    head_dim: int
+
+    def __post_init__(self) -> None:
+        self.form = FORMS[self.name]
+
+    # --- operands
+
+    @property
+    def packed_shape(self) -> tuple[int, int, int, int]:
+        return self.batch, self.seq_len, self.nhead + 2 * self.kv_heads, self.head_dim
+
+    def heads(self, packed: Tensor) -> Heads:
+        counts = (self.nhead, self.kv_heads, self.kv_heads)
+        return packed.transpose(1, 2).split_with_sizes(counts, 1)
+
+    def as_heads(self, rows: Tensor) -> Tensor:
+        """(B·S, H·E) as (B, H, S, E), a view."""
+        return rows.view(self.batch, self.seq_len, self.nhead, self.head_dim).transpose(1, 2)
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        return self.batch * self.seq_len, self.nhead * self.head_dim
+
+    def draw(self) -> dict[str, Tensor]:
+        return dict(zip("qkv", self.heads(self.rig.normal(*self.packed_shape)), strict=True))
+
+    @functools.cached_property
+    def dys(self) -> list[Tensor]:
+        """Laid out as a projection's input gradient is."""
+        return [self.as_heads(self.rig.normal(*self.rows)) for _ in self.sets]
+
+    # --- what is seen
+
+    @property
+    def window(self) -> int:
+        """Keys that a query sees at most."""
+        return min(WINDOW, max(1, self.seq_len // 2)) if self.form.window else self.seq_len
+
+    @functools.cached_property
+    def cu(self) -> Tensor:
+        lengths = torch.tensor((0, *_PER_MILLE), device=self.rig.device)
+        return (lengths.cumsum(0) * self.seq_len // 1000).to(torch.int32)
+
+    @property
+    def longest(self) -> int:
+        return self.seq_len * max(_PER_MILLE) // 1000 + 1
+
+    @functools.cached_property
+    def mask(self) -> Tensor | None:
+        """True is seen, (S, S); None where SDPA needs none."""
+        if not (self.form.packed or self.form.window):
+            return None
+        position = torch.arange(self.seq_len, device=self.rig.device)
+        apart = position[:, None] - position
+        if self.form.window:
+            return (apart >= 0) & (apart < self.window)
+        document = torch.searchsorted(self.cu[1:].long(), position, right=True)
+        return (document[:, None] == document) & (apart >= 0)
+
+    @property
+    def share(self) -> float:
+        """Of the scores, seen; of a plain causal mask half, its diagonal as well."""
+        if self.mask is None:
+            return 0.5 if self.form.causal else 1.0
+        return self.mask.count_nonzero().item() / self.mask.numel()
+
+    @functools.cached_property
+    def call(self) -> AttentionArgs:
+        """The arguments of our kernels."""
+        form = self.form
+        options = {"cu_q": self.cu, "cu_k": self.cu} if form.packed else {}
+        window = self.window - 1 if form.window else -1, 0 if form.causal else -1
+        spec = AttentionSpec(
+            num_heads=self.nhead, num_kv_heads=self.kv_heads, head_dim=self.head_dim,
+            scale=self.head_dim**-0.5, window=window,
+        )  # fmt: skip
+        return AttentionArgs(spec, self.batch, self.seq_len, self.seq_len, **options)
+
+    # --- work and results
+
+    def work(self, direction: str) -> Work:
+        """Two products of what is seen, or five; q, k, v and out, and their gradients."""
+        batch, seq_len, heads, width = self.packed_shape
+        product = 2.0 * batch * self.nhead * seq_len**2 * width * self.share
+        size = float(batch * seq_len * (heads + self.nhead) * width * self.rig.dtype.itemsize)
+        products, sizes = {"fwd": (2, 1), "bwd": (5, 2)}[direction]
+        return Work(flops=products * product, bytes=sizes * size)
+
+    def reference(self, *inputs: Tensor) -> Tensor:
+        """Compute it by PyTorch's function with all arguments."""
+        causal = self.form.causal and self.mask is None
+        shared = self.nhead != self.kv_heads
+        return F.scaled_dot_product_attention(*inputs, self.mask, 0.0, causal, enable_gqa=shared)
 
 
 def of_model(rig: Rig, size: Size) -> Iterator[Problem]:
@@ -47,14 +180,14 @@ def _sdpa(p: Attention, backend: SDPBackend) -> Function:
                 return p.reference(*heads)
         except RuntimeError as error:
             if "No available kernel" in str(error):
-                raise Absent("it does not serve this call") from error
+                raise Absent("it does not support this call") from error
             raise
 
     return attend
 
 
 #: FlashAttention-2 as PyTorch has it; cuDNN's, which may find no plan for what PyTorch believes it
-#: serves; the memory-efficient one of xFormers.
+#: supports; the memory-efficient one of xFormers.
 for _name in ("flash", "cudnn", "efficient"):
     _kernel = functools.partial(_sdpa, backend=getattr(SDPBackend, f"{_name.upper()}_ATTENTION"))
     ATTENTION.provider(_name, needs="cuda", optional=_name == "cudnn")(_kernel)
@@ -91,61 +224,31 @@ def ours(p: Attention, backend: str) -> Function:
     return lambda q, k, v: ops.attention(q, k, v, None, 0.0, form.causal, **options)
 
 
-#: Of all launches, or of a kernel that is timed alone.
-_RESULTS = {"fwd": ("y",), "bwd": ("dq", "dk", "dv"), "dkdv": ("dk", "dv"), "dq": ("dq",)}
+def _kernels(p: Attention, direction: str) -> Way:
+    """Return our kernels of a direction, whatever the library would take; results are poisoned."""
+    target, shape = p.rig.target, (p.batch, p.nhead, p.seq_len)
 
-
-class Kernels:
-    """Our kernels of a direction, whatever the library would take; results are poisoned."""
-
-    def __init__(self, problem: Attention, direction: str) -> None:
-        rig, lse = problem.rig, (problem.batch, problem.nhead, problem.seq_len)
-        self.problem, self.direction = problem, direction
-        self.saved = [
-            (rig.poisoned(*problem.rows), rig.poisoned(*lse, dtype=torch.float32))
-            for _ in range(SETS)
-        ]
-        self.grads = problem.heads(rig.poisoned(*problem.packed_shape))
-
-    def forward(self, index: int, tile: AttentionTile | None = None) -> list[Launch]:
-        given = *self.problem.sets[index].values(), self.problem.call, *self.saved[index]
-        return list(triton.forward(*given, self.problem.rig.target, tile))
-
-    def launches(self, index: int, tile: AttentionTile | None = None) -> list[Launch]:
-        """All of the direction; of a backward, on what `forward` has to fill first."""
-        if self.direction == "fwd":
-            return self.forward(index, tile)
-        p, tiles = self.problem, None if tile is None else (tile, tile)
+    @functools.cache
+    def prepare(index: int) -> tuple[list[Launch], Results]:
+        out, lse = p.rig.poisoned(*p.rows), p.rig.poisoned(*shape, dtype=torch.float32)
+        operands = p.sets[index].values()
+        forward = list(triton.forward(*operands, p.call, out, lse, target))
+        results = {"y": p.as_heads(out)}
+        if direction == "fwd":
+            return forward, results
+        for launch in forward:
+            launch.run()
         dout = p.dys[index].transpose(1, 2).reshape(p.rows)  # a view
-        given = dout, *p.sets[index].values(), *self.saved[index], p.call, self.grads
-        return list(triton.backward(*given, p.rig.target, tiles))
+        grads = p.heads(p.rig.poisoned(*p.packed_shape))
+        backward = triton.backward(dout, *operands, out, lse, p.call, grads, target)
+        return list(backward), dict(zip(("dq", "dk", "dv"), grads, strict=True))
 
-    def way(
-        self, tile: AttentionTile | None = None, kernel: str = "", optional: bool = False
-    ) -> Way:
-        """All launches, or with a tile those of one kernel; `optional`: it may not compile."""
+    def run(given: tuple[list[Launch], Results]) -> Results:
+        for launch in given[0]:
+            launch.run()
+        return given[1]
 
-        @functools.cache
-        def execution(index: int) -> tuple[list[Launch], Results]:
-            for launch in self.forward(index) if self.direction == "bwd" else ():
-                launch.run()
-            mine = []
-            for launch in self.launches(index, tile):
-                if launch.kernel.fn.__name__.startswith(f"attention_{kernel}"):
-                    mine.append(launch)
-                else:
-                    launch.run()
-            assert mine, f"no launch is of attention_{kernel}: nothing would be timed"
-            made = dict(zip(_RESULTS["bwd"], self.grads, strict=True))
-            made["y"] = self.problem.as_heads(self.saved[index][0])
-            return mine, {name: made[name] for name in _RESULTS[kernel or self.direction]}
-
-        def run(given: tuple[list[Launch], Results]) -> Results:
-            for launch in given[0]:
-                launch.run()
-            return given[1]
-
-        return Way(run, optional=optional, prepare=execution)
+    return Way(run, prepare=prepare)
 
 
 @ATTENTION.provider("fused_remat kernel", needs="triton", ours=True)
@@ -154,4 +257,4 @@ def kernel(p: Attention) -> Ways:
     reason = triton.unsupported_reason(attention_key(q, v, p.call))
     if reason is not None:
         raise Absent(reason)
-    return {direction: Kernels(p, direction).way() for direction in DIRECTIONS}
+    return {direction: _kernels(p, direction) for direction in DIRECTIONS}

@@ -18,15 +18,14 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from bench.kernels.ops import OPS
-from bench.kernels.problem import DIRECTIONS, Problem, Size, at_tokens, contests, tiny
+from bench.kernels.problem import DIRECTIONS, Problem, at_tokens, contests, tiny
 from bench.measure.case import DTYPES, dtype_name
 from bench.measure.contest import CEILINGS, ROUNDS, Rig, ceiling, measure
 from bench.measure.machine import environment
 from bench.measure.options import Parser, positive, progress
 from bench.measure.registry import described
-from bench.measure.results import ResultsFile, Row
 from bench.pages import kernels as report
-from bench.tables import current
+from bench.tables import ResultsFile, Row, current, errors_of
 from fused_remat.scale.shapes import MODELS
 from fused_remat.triton.launch import INTERPRETED, target_of
 
@@ -34,17 +33,12 @@ from fused_remat.triton.launch import INTERPRETED, target_of
 TOKENS = {"cpu": 1024, "cuda": 16384}
 
 
-def sizes_of(args: argparse.Namespace) -> list[Size]:
-    """Return every model at its tokens."""
-    models = [tiny(MODELS[n]) if args.dry_run else MODELS[n] for n in args.models]
-    return [at_tokens(model, args.tokens) for model in models]
-
-
 def problems(rig: Rig, args: argparse.Namespace) -> Iterator[tuple[Row, Problem]]:
-    """All problems, op by op, and what tells their rows from others."""
+    """Yield all problems, op by op, each with the case of its rows."""
+    models = [tiny(MODELS[n]) if args.dry_run else MODELS[n] for n in args.models]
     for op in args.op:
         seen = set()
-        for size in sizes_of(args):
+        for size in (at_tokens(model, args.tokens) for model in models):
             where = {"model": size.model.name, "batch": size.batch, "seq_len": size.seq_len}
             for problem in OPS[op].of_model(rig, size):
                 key = (problem.name, *problem.sizes.items())
@@ -52,13 +46,6 @@ def problems(rig: Rig, args: argparse.Namespace) -> Iterator[tuple[Row, Problem]
                     seen.add(key)
                     how = {"dtype": dtype_name(rig.dtype), "sizes": problem.sizes}
                     yield {"op": op, "name": problem.name} | where | how, problem
-
-
-def rig_of(args: argparse.Namespace) -> Rig:
-    device = torch.device(args.device)
-    target = target_of(device) if device.type == "cuda" or INTERPRETED else None
-    much = {"seconds": args.seconds, "rounds": args.rounds}
-    return Rig(device, DTYPES[args.dtype], args.dry_run, target, **much)
 
 
 def find_ceilings(rig: Rig, results: ResultsFile, fresh: bool) -> None:
@@ -123,16 +110,19 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 def main(arguments: Sequence[str]) -> int:
     """Measure, print, and write `kernels-<device>.json`; 1 if a result was wrong."""
     args = parse(arguments)
-    rig = rig_of(args)
+    device = torch.device(args.device)
+    target = target_of(device) if device.type == "cuda" or INTERPRETED else None
+    much = {"seconds": args.seconds, "rounds": args.rounds}
+    rig = Rig(device, DTYPES[args.dtype], args.dry_run, target, **much)
     names = ("dtype", "rounds", "seconds", "dry_run")
     config = {name: getattr(args, name) for name in names}
-    path = args.out / f"kernels-{rig.device.type}.json"
-    results = ResultsFile(path, environment(rig.device), config)
+    path = args.out / f"kernels-{device.type}.json"
+    results = ResultsFile(path, environment(device), config)
     start = time.perf_counter()
     rows = run(args, rig, results)
     took, known = time.perf_counter() - start, sum("machine" in row for row in rows)
     print("", report.summary(report.entries(current(results.data))), sep="\n")
     print(f"\n{took:.0f} s, {known} of {len(rows)} known before; {path}")
-    wrong = report.failures(rows)
+    wrong = errors_of(rows, report.title)
     print(*wrong, sep="\n", file=sys.stderr) if wrong else None
     return 1 if wrong else 0

@@ -14,8 +14,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from bench.measure.checks import exact_in_blocks
 from bench.measure.contest import SETS, Contest, Results, Rig, Way, Work
-from bench.measure.registry import Absent, Provider, Registry
+from bench.measure.registry import Provider, Registry, refusal
 from fused_remat.scale.shapes import Model
 
 DIRECTIONS = ("fwd", "bwd")
@@ -65,7 +66,7 @@ class Problem:
 
     @functools.cached_property
     def sizes(self) -> dict[str, Any]:
-        """What tells its cases apart: what its subclass is made of."""
+        """The fields of its subclass, which distinguish its cases."""
         own = [field.name for field in dataclasses.fields(self)[2:] if field.init]
         return {name: getattr(self, name) for name in own}
 
@@ -102,7 +103,8 @@ class Problem:
     def _exact(self) -> tuple[Tensor, dict[str, Tensor]]:
         """The first set's output and gradients in float64."""
         leaves = {k: t.double().requires_grad_() for k, t in self.sets[0].items()}
-        y = self.reference(*leaves.values())
+        with exact_in_blocks():
+            y = self.reference(*leaves.values())
         grads = torch.autograd.grad(y, list(leaves.values()), self.dys[0].double())
         return y.detach(), _gradients(leaves, grads)
 
@@ -136,15 +138,6 @@ def through_autograd(function: Function, problem: Problem, optional: bool) -> di
         return {"y": y.detach(), **_gradients(problem.sets[0], grads)}
 
     return {"fwd": Way(forward, optional, inputs), "bwd": Way(backward, optional, graph)}
-
-
-def failing(error: Exception, optional: bool = False) -> Way:
-    """Return a way that raises: it could not be built, or its direction is Absent."""
-
-    def run(index: int) -> Results:
-        raise error
-
-    return Way(run, optional=optional)
 
 
 def _compiled(problem: Problem) -> Function:
@@ -191,18 +184,17 @@ def contests(
 ) -> Iterator[tuple[str, Contest]]:
     """Yield a contest for each direction, with all providers, or those of `names`."""
     built: dict[str, Ways] = {}
-    absent: dict[str, str] = {}
+    refused: dict[str, dict[str, str]] = {}
     for name in op if names is None else names:
         try:
             built[name] = ways_of(op[name], problem)
-        except (Absent, ImportError) as error:
-            absent[name] = str(error)
+        except ImportError as error:
+            refused[name] = {"absent": str(error)}
         except Exception as error:  # one broken provider must not cost the others' results
-            optional = bool(op[name].traits.get("optional"))
-            built[name] = dict.fromkeys(DIRECTIONS, failing(error, optional))
+            refused[name] = refusal(error, bool(op[name].traits.get("optional")))
     for direction in DIRECTIONS:
         ways = {name: made[direction] for name, made in built.items() if direction in made}
         yield direction, Contest(
             ways, functools.partial(problem.truth, direction), problem.work(direction),
-            op.baselines, problem.factor, absent,
+            op.baselines, problem.factor, refused,
         )  # fmt: skip

@@ -44,7 +44,7 @@ class Case:
 
 @dataclass
 class Subject:
-    """A module, what its training step is given, and how forwards of such a module are built.
+    """A module, the inputs of its training step, and how forwards of such a module are built.
 
     `stock` gives the module's own; `fused`, of a policy and a backend, ours on the same parameters.
     """
@@ -56,9 +56,9 @@ class Subject:
     stock: Callable[[nn.Module], Forward] = lambda module: module
     fused: Callable[[nn.Module, str, str], Forward] | None = None
     causal: bool = False  # every token sees itself and what is before it
-    masks: tuple[Tensor, ...] = ()  # the caller's own tensors, which no way is said to keep
+    masks: tuple[Tensor, ...] = ()  # the caller's own tensors, which count for no way
     fresh: bool = False  # no gradients are there when a step begins, as after `zero_grad()`
-    backend: str = "auto"  # what a preset runs on where its name says nothing
+    backend: str = "auto"  # what a preset runs on by default
     compiler: str = "inductor"  # `torch.compile`'s backend
 
     def __post_init__(self) -> None:

@@ -26,8 +26,8 @@ GROSS = {"output": 0.1, "gradient": 0.5}
 #: How far dropout may push an output, against how far it pushes the stock layer's: a few hundred
 #: elements are enough for that ratio to be well within these.
 SPREAD = (0.5, 2.0)
-#: Beside the largest gradient, the norm of one that float64 itself finds to be zero: a key's bias
-#: in softmax, where nothing is rotated.
+#: Relative to the largest gradient, the norm of one that is zero in float64 but for rounding: a
+#: key's bias in softmax, where nothing is rotated.
 _ZERO = 1e-6
 _MOST_SCORES = 2**31  # bytes of scores in float64 that are written at once
 
@@ -115,7 +115,7 @@ class Checks:
         }
         if subject.dropout:
             self._stock = results_of(subject.stock(subject.module), subject)
-            with exact_in_blocks():  # gradients wanted: the forward that is trained
+            with exact_in_blocks():  # with gradients: the forward that is trained
                 exact = subject.double()
                 self._plain = subject.stock(exact.module.eval())(exact.x).detach()
 

@@ -21,20 +21,19 @@ MOST_CALLS = 20
 _GPU_HERTZ = 2.0e9
 _SPARE_HOST_SECONDS = 20e-6
 WARMUP_ROUNDS = 2
-FEWEST_ROUNDS = 5  # whatever the time limit says, if as many are asked for
+FEWEST_ROUNDS = 5  # whatever the time limit, if as many are requested
 
-#: A call is prepared, untimed, and then run on what that gave.
-Prepare = Callable[[int], Any]
-Run = Callable[[Any], Any]
+#: A call is prepared, untimed, and then run on the result.
+Call = Callable[[Any], Any]
 
 
 class Clock:
     """Seconds of single calls on a device.
 
-    On a GPU none of them finds its inputs in the cache: before each, a buffer of twice the L2 is
+    On a GPU none of them finds its inputs in the cache: before each, a buffer of two L2 sizes is
     written. The calls of a sample are queued with events around each, and before each the device
     waits as long as the host takes to launch the call, so that launching does not show. The GPU's
-    clocks are left as they are. On a CPU caches are as the call before left them: the last
+    clocks are not changed. On a CPU caches are as the call before left them: the last
     one of somebody else's, then the same one's on another input set.
     """
 
@@ -50,7 +49,7 @@ class Clock:
         if self._buffer is not None:
             self._buffer.fill_(1)
 
-    def sampler(self, run: Run, prepare: Prepare, sets: int) -> Callable[[], float]:
+    def sampler(self, run: Call, prepare: Call, sets: int) -> Callable[[], float]:
         """Return a function that times `run(prepare(i))`, i in turn below `sets`, in seconds."""
         turns = itertools.cycle(range(sets))
         if self.device.type == "cuda":
@@ -67,7 +66,7 @@ class Clock:
         count = _calls(once())
         return lambda: sum(once() for _ in range(count)) / count
 
-    def _gpu_sampler(self, run: Run, prepare: Prepare, sets: int) -> Callable[[], float]:
+    def _gpu_sampler(self, run: Call, prepare: Call, sets: int) -> Callable[[], float]:
         host = 0.0
         for index in range(sets):  # the first may compile; the last is as all will be
             given = prepare(index)

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-import os
 import time
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from bench.measure.clock import Clock, T, interleave, quantiles, ratios
 from bench.measure.registry import WrongResultError, refusal
-from fused_remat.triton.launch import Launch, Target
+from fused_remat.triton.launch import Target
 
 P = 0.1  # of every dropout here
 #: Input sets of a contest, which calls take turns on.
@@ -41,7 +37,7 @@ class Rig:
 
     device: torch.device
     dtype: torch.dtype
-    dry: bool = False  # tiny sizes, one round: the whole path, but no measurement
+    dry: bool = False  # tiny sizes, one round: the full path, but no measurement
     target: Target | None = None  # of the kernels; None where there are none to launch
     ends: float = float("inf")  # `time.perf_counter()` at which everything should have ended
     seconds: float = 1.0  # of a contest, timed, at most, about
@@ -109,7 +105,7 @@ class Way:
     """
 
     run: Callable[[Any], Results]
-    optional: bool = False  # it may not serve here, but its results have to be right
+    optional: bool = False  # it may not apply here, but its results have to be right
     prepare: Callable[[int], Any] = lambda index: index
 
 
@@ -122,7 +118,7 @@ class Contest:
     work: Work  # of a call
     baselines: tuple[str, ...]  # ways that all are compared with
     factor: float = 1.0  # how many times `TOLERANCE` a result may be off
-    absent: Mapping[str, str] = field(default_factory=dict)  # who cannot take part -> why
+    refused: Mapping[str, dict[str, str]] = field(default_factory=dict)  # rows of the others
 
 
 #: A case, and what measures it, or builds the contest that is to be measured.
@@ -190,8 +186,7 @@ def admit(contest: Contest) -> dict[str, dict[str, Any]]:
             theirs = theirs or (errors(own, truth) if name in first else {})
         except Exception as error:  # one broken way must not cost the others' results
             found[name] = refusal(error, way.optional)
-    absent = {name: {"absent": why} for name, why in contest.absent.items()}
-    return {name: found[name] for name in contest.ways} | absent
+    return {name: found[name] for name in contest.ways} | dict(contest.refused)
 
 
 def measure(contest: Contest, rig: Rig) -> dict[str, Any]:
@@ -245,17 +240,3 @@ def ceiling(rig: Rig, unit: str) -> dict[str, Any]:
     rig.ceilings[unit] = work.rates(1e-6 * us["p20"])[unit]
     way = {"us": us, "ratio": {}, unit: rig.ceilings[unit]}
     return {"unit": unit, "work": dataclasses.asdict(work), "ways": {"torch": way}}
-
-
-def compile_together(launches: Iterable[Launch]) -> None:
-    """Compile them on all cores, where this Triton can; an error shows where one is launched."""
-    mode = getattr(triton, "AsyncCompileMode", None)
-    with contextlib.ExitStack() as stack:
-        pool = stack.enter_context(ThreadPoolExecutor(os.cpu_count()))
-        if mode is not None:
-            stack.enter_context(mode(pool, ignore_errors=True))
-        for launch in launches:
-            launch.kernel.warmup(
-                *launch.args, grid=launch.grid, **launch.keywords,
-                num_warps=launch.num_warps, num_stages=launch.num_stages,
-            )  # fmt: skip

@@ -27,11 +27,6 @@ def _output(*command: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def commit_of(folder: Path) -> str | None:
-    """Return the commit that is checked out in a folder; None outside a checkout."""
-    return _output("git", "-C", str(folder), "rev-parse", "--short=12", "HEAD")
-
-
 def checkout() -> tuple[str | None, bool]:
     """Return the commit, or None, and whether anything but results differs from it.
 
@@ -40,7 +35,7 @@ def checkout() -> tuple[str | None, bool]:
     status = ("git", "status", "--porcelain")
     changed = _output(*status, "--untracked-files=no", "--", ".", ":!bench/results")
     new = _output(*status, "--", *_CODE, ":!bench/results")
-    return commit_of(ROOT), bool(changed or new)
+    return _output("git", "rev-parse", "--short=12", "HEAD"), bool(changed or new)
 
 
 def source() -> str:

@@ -31,9 +31,9 @@ def progress(items: Iterable[T], total: int, unit: str) -> Iterable[T]:
 
 
 def positive(text: str) -> int:
-    """Parse a whole number from 1 on. Raises: ArgumentTypeError, whose text the user sees."""
+    """Parse an integer from 1 on. Raises: ArgumentTypeError, whose text the user sees."""
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number, at least 1, not {text}")
+        raise argparse.ArgumentTypeError(f"must be an integer of at least 1, not {text}")
     return int(text)
 
 

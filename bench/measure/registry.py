@@ -106,11 +106,7 @@ class Registry(dict[str, Provider[Build]]):
         found = (row.traits.get("group") for row in self.values())
         return tuple(dict.fromkeys(group for group in found if group is not None))
 
-    def select(
-        self,
-        names: Iterable[str],
-        in_group: Callable[[Provider[Build]], bool] = lambda provider: True,
-    ) -> list[str]:
+    def select(self, names: Iterable[str]) -> list[str]:
         """Return the ways requested by name or group, and the first baseline, in their order.
 
         Raises: ValueError for an unknown name.
@@ -122,7 +118,5 @@ class Registry(dict[str, Provider[Build]]):
             raise ValueError(f"unknown way {unknown[0]!r}; valid: {valid}")
         names |= set(self.baselines[:1])
         return [
-            name
-            for name, row in self.items()
-            if name in names or (row.traits.get("group") in names and in_group(row))
+            name for name, row in self.items() if name in names or row.traits.get("group") in names
         ]

@@ -18,7 +18,7 @@ from bench.measure.clock import Clock, quantiles, ratios
 from bench.measure.contest import Rig
 from bench.measure.machine import environment
 from bench.measure.registry import Provider, Registry, described, refusal
-from bench.measure.results import ResultsFile, Row
+from bench.tables import ResultsFile, Row
 from fused_remat.report.allocations import AllocationTrace, SavedBytes, measure_allocations
 
 _TIMED_SECONDS = 1e-2  # of a sample on a GPU, about
@@ -124,7 +124,7 @@ def kept_bytes(run: Callable[[], Any], subject: Subject, by: str = "autograd") -
 def peaks(
     run: Callable[[], Any], backward: Callable[[Any], Any], device: torch.device
 ) -> dict[str, int]:
-    """Peaks of a step above what is there before; backward's is above what forward left."""
+    """Return a step's peaks above the bytes at its start; backward's above those at its own."""
     with AllocationTrace(device) as trace:
         y = run()
         trace.mark("backward")
@@ -191,11 +191,8 @@ class Steps:
         self.admit(way.name, lambda: way.make(subject.device, subject), check, *finds, **said)
 
     def _refuse(self, name: str, error: Exception) -> None:
-        """`refusal` as rows of steps have it."""
         self.forwards.pop(name, None)
-        ((key, why),) = refusal(error).items()
-        word = {"absent": "unavailable", "error": "failure"}[key]
-        self.rows[name] = self._said[name] | {word: why.removeprefix("WrongResultError: ")}
+        self.rows[name] = self._said[name] | refusal(error)
 
     def time(self, timer: Callable[..., Step], subject: Subject, baselines: Sequence[str]) -> None:
         """Time all that are right in turns: percentiles, and of the step's ratio by round."""
@@ -203,7 +200,7 @@ class Steps:
         for name, forward in list(self.forwards.items()):
             try:
                 steps[name] = timer(forward, subject, self.rig.clock)
-            except Exception as error:  # as above: what cannot be captured as a graph, say
+            except Exception as error:  # as above
                 self._refuse(name, error)
         times = self.rig.in_turns(steps)
         self.rounds = max(map(len, times.values()), default=0)
@@ -226,9 +223,9 @@ def measure(
 ) -> dict[str, Any]:
     """Return {"rounds": int, "ways": {name: row}} of a layer's step in these ways.
 
-    What is found of a way is {"unavailable": why it cannot run here}, or {"failure": what is wrong
-    with its results}, of which nothing was measured, or {"check", what `memory` says, percentiles
-    of "forward_seconds", "backward_seconds", "step_seconds" and "host_seconds", and "step_ratio" to
+    A way's row is {"absent": why it cannot run here}, or {"error": what is wrong with its results},
+    of which nothing was measured, or {"check", the results of `memory`, percentiles of
+    "forward_seconds", "backward_seconds", "step_seconds" and "host_seconds", and "step_ratio" to
     each baseline that was measured and to those `beside`}. Memory is not measured in a dry run, nor
     of steps back to back.
     """

@@ -1,11 +1,15 @@
-"""What the compiler made of the kernels: tables of docs/tables/audit.md."""
+"""What the compiler made of the kernels, and what tests executed of them: tables of docs/tables."""
 
 from __future__ import annotations
 
-from bench.tables import RESULTS, Cell, Row, load, markdown
+import csv
+
+from bench.tables import RESULTS, Cell, Row, load, markdown, number
 
 AUDIT = RESULTS / "audit" / "audit.json"
 OTHERS = AUDIT.parent / "others" / "audit.json"
+#: Written by tests/executed.py.
+EXECUTED = RESULTS / "executed" / "executed.tsv"
 
 
 def table() -> str:
@@ -69,4 +73,23 @@ def spills() -> str:
         for name, rows in sorted(found.items())
     ]  # fmt: skip
     head = ("configuration", "targets", "bytes of stack a thread", "instructions")
+    return markdown(head, cells)
+
+
+def executed() -> str:
+    """Return the audit's default cases, and those that tests executed right, by target."""
+    cells: list[list[Cell]] = []
+    with EXECUTED.open() as file:
+        every = list(csv.DictReader(file, delimiter="\t"))
+    for target in sorted({row["target"] for row in every}):
+        rows = [row for row in every if row["target"] == target]
+        wrong = {row["case"] for row in rows if row["right"] != "1"}
+        right = [
+            {row["case"] for row in rows if row["default"] == default} - wrong for default in "10"
+        ]
+        cells.append(
+            [target, rows[0]["defaults"], *(str(len(cases)) for cases in (*right, wrong)),
+             number(len(rows))]
+        )  # fmt: skip
+    head = ("target", "default cases", "right", "others right", "wrong", "launches")
     return markdown(head, cells)

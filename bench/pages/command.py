@@ -17,8 +17,8 @@ from pathlib import Path
 
 from bench import figures
 from bench.figures import Picture
-from bench.frontier import sets
 from bench.measure.machine import ROOT
+from bench.pages.frontier import sets
 from bench.pages.overview import means
 from bench.pages.presets import Kept, block
 from bench.tables import RESULTS
@@ -96,7 +96,7 @@ def main(arguments: list[str]) -> int:
         try:
             for picture in pictures():
                 if picture.stale():
-                    picture.write()
+                    picture.draw(picture)
         except ImportError as error:  # no matplotlib
             print(f"python -m bench report: {error}", file=sys.stderr)
             return 2

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench import tables
-from bench.frontier import REMOVED
 from bench.gpu.profile import KINDS
+from bench.pages.frontier import REMOVED
 from bench.tables import MIB, RESULTS, Row
 from fused_remat.policies import EXACT_PRESETS
 
@@ -16,20 +16,23 @@ STEPS = ("checkpoint", "compile", *EXACT_PRESETS, "full_loss", "liger", "liger_c
 
 
 def _way(name: str, way: Row) -> str:
-    if "us" not in way:
+    us, ratios = tables.us(way), tables.ratios(way)
+    if us is None:
         return f"{name} {'absent' if 'absent' in way else 'FAIL'}"
-    text = f"{name} {way['us']['p50']:.0f}"
-    baseline = next(iter(way["ratio"]), name)
+    text = f"{name} {us['p50']:.0f}"
+    baseline = next(iter(ratios), name)
     if baseline != name:
-        text += f" {way['ratio'][baseline]['p50']:.2f}x"
+        text += f" {ratios[baseline]['p50']:.2f}x"
     if "of_ceiling" in way:
         text += f" {way['of_ceiling']:.0%}"
-    if way.get("step_peak_bytes") is not None:
-        text += f" {way['held_bytes'] / MIB:.0f}/{way['step_peak_bytes'] / MIB:.0f}M"
+    peak, held = (way.get(f"step_{key}", way.get(key)) for key in ("peak_bytes", "kept_bytes"))
+    if peak is not None:
+        text += f" {way.get('held_bytes', held) / MIB:.0f}/{peak / MIB:.0f}M"
     return text
 
 
-def _title(row: Row) -> str:
+def title(row: Row) -> str:
+    """Return a case in a few words."""
     case = dict(row["case"])
     return " ".join([case.pop("section"), case.pop("name"), *(f"{k}={v}" for k, v in case.items())])
 
@@ -38,32 +41,27 @@ def line(row: Row) -> str:
     """Return a row in a line: of each way what `report` explains."""
     for key in ("error", "skipped"):
         if key in row:
-            return f"{_title(row)}: {key.upper()} {row[key]}"
+            return f"{title(row)}: {key.upper()} {row[key]}"
     if "found" in row:
-        return f"{_title(row)}: " + ", ".join(f"{k} {v}" for k, v in row["found"].items())
-    return f"{_title(row)}: " + " | ".join(_way(*item) for item in row["ways"].items())
-
-
-def failures(rows: Sequence[Row]) -> list[str]:
-    """Return every error of the rows and of their ways, a line each."""
-    return tables.errors_of(rows, _title)
+        return f"{title(row)}: " + ", ".join(f"{k} {v}" for k, v in row["found"].items())
+    return f"{title(row)}: " + " | ".join(_way(*item) for item in row["ways"].items())
 
 
 def steps_table(rows: Sequence[Row]) -> str:
     """Return training steps, a line per case: eager's time, and the ratio of each way to it."""
-    steps = [row for row in rows if "us" in row.get("ways", {}).get("eager", {})]
-    ways = [name for name in STEPS if any("us" in row["ways"].get(name, {}) for row in steps)]
-    cells = []
-    for row in steps:
-        eager = tables.ms(1e-6 * row["ways"]["eager"]["us"]["p50"], 2)
-        cells.append([_title(row), eager, *(_ratio(row["ways"].get(name)) for name in ways)])
+    times = [(row, us) for row in rows if (us := tables.us(row.get("ways", {}).get("eager", {})))]
+    ways = [name for name in STEPS if any(tables.us(r["ways"].get(name, {})) for r, _ in times)]
+    cells = [
+        [title(row), tables.ms(1e-6 * us["p50"], 2), *(_ratio(row["ways"].get(n)) for n in ways)]
+        for row, us in times
+    ]
     return tables.markdown(("case", "eager", *ways), cells) if cells else ""
 
 
 def _ratio(way: Row | None) -> tables.Cell:
     if way is None or "absent" in way:
         return None
-    return "FAIL" if "error" in way else tables.times(way.get("ratio", {}).get("eager"))
+    return "FAIL" if "error" in way else tables.times(tables.ratios(way).get("eager"))
 
 
 def profile_table(row: Row) -> str:
@@ -75,19 +73,21 @@ def profile_table(row: Row) -> str:
     ways = {n: way for n, way in row["ways"].items() if "kinds_us" in way and n not in REMOVED}
     labels = (*KINDS, "busy", "gaps", "host", "step", "launches")
     rows = [[label, *(_profiled(way, label) for way in ways.values())] for label in labels]
-    return f"{_title(row)}, microseconds of a step\n{tables.terminal(['', *ways], rows)}"
+    return f"{title(row)}, microseconds of a step\n{tables.terminal(['', *ways], rows)}"
 
 
 def _profiled(way: Row, label: str) -> str:
-    found = {**way["kinds_us"], "step": way["us"]["p50"], "launches": way["launches"]}
-    return f"{found[label] if label in found else way[f'{label}_us']:.0f}"
+    host = way["host_us"] if "host_us" in way else 1e6 * way["host_seconds"]["p50"]
+    found = {**way["kinds_us"], "host": host, "launches": way["launches"]}
+    us = tables.us(way) if label == "step" else None
+    return f"{us['p50'] if us else found[label] if label in found else way[f'{label}_us']:.0f}"
 
 
 def report(rows: Sequence[Row]) -> str:
     """Return the text of a run: the machine, all rows, failures, profiled steps."""
     where = [tables.machine_line(row["machine"]) for row in rows[:1]]
     lines = [line(row) for row in rows if "ways" in row or "found" in row]
-    wrong, skipped = failures(rows), sum("skipped" in row for row in rows)
+    wrong, skipped = tables.errors_of(rows, title), sum("skipped" in row for row in rows)
     lines += [f"\n{len(wrong)} failures, {skipped} cases without time", *wrong]
     legend = "\nmicroseconds, ratio to the first, share of the ceiling or MiB held/peak"
     steps = ["\n" + profile_table(row) for row in rows if "profiled" in row and "ways" in row]

@@ -1,4 +1,4 @@
-"""The host's time of a layer's step (`bench host`), beside that of an earlier commit."""
+"""The host's time of a layer's step (`bench host`), and that of an earlier commit."""
 
 from __future__ import annotations
 

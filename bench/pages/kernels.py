@@ -57,11 +57,6 @@ def block(row: Row) -> str:
     return f"\n{title(row)}\n{tables.ways_table(row['ways'], COLUMNS, write=tables.terminal)}"
 
 
-def failures(rows: Sequence[Row]) -> list[str]:
-    """Return all errors, a line each."""
-    return tables.errors_of(rows, title)
-
-
 class Entry(NamedTuple):
     """A measured case: the least time that it takes, and the time of each provider (µs)."""
 
@@ -115,7 +110,7 @@ def entries(rows: Sequence[Row]) -> list[Entry]:
 
 
 def _name(case: Row, form: str) -> str:
-    """Return the words that tell the case from others of its op."""
+    """Return the words that distinguish the case from others of its op."""
     hidden = {"op", "section", "direction", "name", "model", "batch", "seq_len", "tokens", "sizes"}
     words = [form, *filter(None, [case.get("model")])]
     known = case | case.get("sizes", {})

@@ -1,4 +1,4 @@
-"""Whole models: every measured case."""
+"""Every measured case of a model's step."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from bench import tables
-from bench.subjects.configs import MODELS
+from bench.subjects.models import MODELS
 from bench.tables import MIB, RESULTS, Cell, Columns, Row
 
 FILE = "model-cpu.json"
 
 
 def rows_of(results: Row) -> list[Row]:
-    """Return the rows of whole models of a file's last run; `bench gpu` has other rows, too."""
+    """Return the rows of models of a file's last run; `bench gpu` has other rows, too."""
     rows = [row | {"case": row.get("model", row["case"])} for row in tables.current(results)]
     return [row for row in rows if "ways" in row and row["case"].get("model") in MODELS
             and "fixed_bytes" in row]  # fmt: skip
@@ -58,7 +58,8 @@ def case_table(row: Row) -> str:
 
 
 def _size(nbytes: float | None) -> Cell:
-    return tables.kib(nbytes) if nbytes is not None and nbytes < 10 * MIB else tables.mib(nbytes)
+    small = nbytes is not None and nbytes < 10 * MIB
+    return f"{nbytes / 1024:,.1f} KiB" if small else tables.mib(nbytes)
 
 
 def kept_share(way: Row, row: Row, what: str) -> float | None:

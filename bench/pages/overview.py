@@ -5,8 +5,8 @@ from __future__ import annotations
 from statistics import fmean, geometric_mean
 
 from bench import tables
-from bench.frontier import DATA, Panel, family, panels
 from bench.pages import plans
+from bench.pages.frontier import DATA, Panel, family, panels
 from bench.pages.presets import D, Kept, block, products, quoted
 from bench.tables import RESULTS, Cell, Row
 from fused_remat.policies import EXACT_PRESETS

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median_high
 from typing import NamedTuple
@@ -59,12 +59,8 @@ def _mib(nbytes: float | None) -> Cell:
     return tables.mib(nbytes, 1)
 
 
-def _predicted_mib(key: str, way: Row) -> Cell:
-    return _mib(way.get("predicted", {}).get(key))
-
-
-def _predicted_ms(way: Row) -> Cell:
-    return tables.ms(way.get("predicted", {}).get("seconds"), 1)
+def _predicted(key: str, show: Callable[[float | None], Cell]) -> Callable[[Row], Cell]:
+    return lambda way: show(way.get("predicted", {}).get(key))
 
 
 MEASURED: Columns = [
@@ -75,9 +71,9 @@ MEASURED: Columns = [
 COLUMNS: Columns = [
     *MEASURED,
     ("step", lambda way: tables.ms(way["step_seconds"]["p50"], 1)),
-    ("predicted: peak", lambda way: _predicted_mib("peak_bytes", way)),
-    ("kept", lambda way: _predicted_mib("kept_bytes", way)),
-    ("step", _predicted_ms),
+    ("predicted: peak", _predicted("peak_bytes", _mib)),
+    ("kept", _predicted("kept_bytes", _mib)),
+    ("step", _predicted("seconds", lambda seconds: tables.ms(seconds, 1))),
 ]
 
 
@@ -128,7 +124,7 @@ def error_table(row: Row) -> str:
 
 
 def percent(error: float, sign: str = "") -> str:
-    """Format an error with enough digits to tell a small one from none."""
+    """Format an error with enough digits to distinguish a small one from none."""
     if error == 0:
         return "0%"
     return format(error, f"{sign}.{1 if abs(error) >= 1e-3 else 3}%")

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from bench.tables import Cell, markdown
 from fused_remat.graph.build import block_graph
 from fused_remat.graph.graph import Graph
-from fused_remat.graph.schedule import schedule
+from fused_remat.graph.schedule import kept_bytes, schedule
 from fused_remat.layer_specs import nn_layer_spec, transformer_spec
 from fused_remat.policies import EXACT_PRESETS, kept_names
+from fused_remat.spec import LoraSpec, lora_params
+from fused_remat.steps.linear import Linear
 from fused_remat.steps.node import Node
 
 # Large enough for D**2 to stand for a GEMM and F = 4 D; sizes cancel out of the tables.
@@ -50,7 +53,7 @@ class Kept:
 
     Attributes:
         names: the input and what is kept, in the graph's order.
-        needs_grad: what a gradient is wanted of: inputs and weights, unless it is given.
+        needs_grad: names that need gradients: by default inputs and weights.
         nodes: what backward computes again, in its order.
         work: "16D² + attention"; D²·M/S is a product of the memory's tokens.
         size: bytes of a token at 16 bits, as "6D + 4D·M/S".
@@ -140,3 +143,51 @@ def transformer_table() -> str:
         graph, shapes = transformer(**options)
         rows += [[name, f'`"{p}"`', *Kept(graph, p, shapes).cells] for p in EXACT_PRESETS]
     return markdown(("norms and heads", "preset", "keeps", "bytes", "rebuilds"), rows)
+
+
+# --- LoRA
+
+#: Width and heads of Llama-3-8B's block, and a usual rank.
+LLAMA, RANK = (4096, 32), 16
+CASES = {
+    "All weights trained": (),
+    "LoRA on q and v": ("q", "v"),
+    "LoRA on all seven": ("q", "k", "v", "proj", "gate", "fc1", "fc2"),
+}
+
+
+def _case(title: str, layers: tuple[str, ...]) -> str:
+    """Return a table of the presets with updates of `layers`, or with all weights trained."""
+    loras = tuple([LoraSpec(layer=layer, scale=1.0) for layer in layers])
+    graph, shapes = transformer(*LLAMA, loras=loras)
+    width = LLAMA[0]
+    shapes |= {"input": (1, 1, width), "norm1.weight": (width,), "norm2.weight": (width,)}
+    wanted = frozenset({"input", *lora_params(len(layers))} if layers else shapes)
+    for i, layer in enumerate(layers):
+        out, into = shapes[f"{layer}.weight"]
+        shapes |= {f"lora.{i}.A": (RANK, into), f"lora.{i}.B": (out, RANK)}
+    elements = sum(math.prod(shapes[name]) for name in wanted - {"input"})
+    gradients = elements * (4 if layers else 2) / 2**20  # adapters' in float32
+    low = [f"{len(layers)} products with A"] if layers else []  # of all updates, for their B
+    rows = []
+    for preset in EXACT_PRESETS:
+        found = Kept(graph, preset, shapes, wanted)
+        again = {node.name: node for node in found.nodes}
+        kept = kept_bytes(graph, found.save, wanted, shapes, 2)
+        apart = [n for n in graph.nodes if isinstance(n, Linear) and n.name not in again]
+        flops = found.products
+        flops += sum(2 * math.prod(shapes[update.a]) for n in apart for update in n.updates)
+        shown = [node.name for node in graph.nodes if node.name in again]
+        rows.append([
+            f'`"{preset}"`', ", ".join(name for name in kept if "." not in name),
+            f"{sum(kept.values()) / 1024:.1f}", ", ".join([*shown, *low]) or "nothing",
+            f"{flops / products(graph, graph.nodes, shapes):.0%}",
+        ])  # fmt: skip
+    head = ("preset", "keeps", "KiB a token", "rebuilds", "of forward's products")
+    size = f"(weight gradients of a block: {gradients:.1f} MiB)"
+    return f"**{title}** {size}\n\n{markdown(head, rows)}"
+
+
+def lora_tables() -> str:
+    """Return a table for each of `CASES`."""
+    return "\n\n".join(_case(title, layers) for title, layers in CASES.items())

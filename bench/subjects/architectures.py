@@ -1,7 +1,9 @@
 """The models of `bench architectures`: language models, image towers, diffusion models, own code.
 
 Names of language models are those of their classes. All are random, of width 256 or more, in two
-layers or one of each type, and drop nothing.
+layers or one of each type, and drop nothing. No model of transformers has sizes of its own: each
+size goes to whichever attributes of a configuration bear one of its names, also in configurations
+within configurations.
 """
 
 from __future__ import annotations
@@ -10,23 +12,117 @@ import functools
 import importlib
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bench.subjects import generic
 from tests.tracing import models
 
-B, WIDTH = models.B, generic.WIDTH
+B = models.B
 Batch = dict[str, Any]
 #: Attributes of transformers' mappings from configurations to classes.
 TASKS = ("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM")
 #: More parameters are no small model: what a generic configuration did not make small.
 MOST_PARAMETERS = 100_000_000
 _PIXELS = {"image_size": 64, "patch_size": 8, "num_channels": 3}
+
+
+WIDTH, LAYERS, HEADS, EXPERTS, VOCAB, POSITIONS = 256, 2, 4, 4, 96, 256
+#: Ids from here to VOCAB are plain tokens: none marks padding, an image or a sound.
+FIRST = 24
+_HEAD = WIDTH // HEADS
+_MAMBA_HEADS = 16
+#: Sizes, each with the names of the attributes that get it.
+_NAMES: list[tuple[int, str]] = [
+    (WIDTH, """hidden_size d_model n_embd dim embed_dim embedding_size true_hidden_size
+        intra_bottleneck_size word_embed_proj_dim lru_width d_latents prediction_head_size
+        ple_embed_dim backbone_hidden_size entity_emb_size embedding_rank emb_dim
+        mamba_d_ssm"""),
+    (2 * WIDTH, """intermediate_size d_ff ffn_dim encoder_ffn_dim decoder_ffn_dim n_inner dim_ff dff
+        hidden_dim ffn_hidden_size intermediate_size_mlp dense_intermediate_size"""),
+    (WIDTH // 2, """moe_intermediate_size shared_expert_intermediate_size expert_ffn_hidden_size
+        shared_intermediate_size shared_experts_intermediate_size kv_lora_rank q_lora_rank
+        moe_shared_expert_intermediate_size o_lora_rank router_hidden_size ffn_size"""),
+    (LAYERS, """num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers depth
+        num_decoder_layers num_encoder_layers num_layers_per_stack num_self_attends_per_block
+        num_key_value_heads num_kv_heads n_groups mamba_n_groups mamba_ngroups n_group
+        expert_layer_period attn_layer_period o_groups num_global_key_value_heads
+        swa_num_key_value_heads t2u_encoder_layers t2u_decoder_layers speech_encoder_layers"""),
+    (HEADS, """num_attention_heads n_head n_heads num_heads encoder_attention_heads attention_heads
+        decoder_attention_heads linear_num_key_heads linear_num_value_heads index_n_heads
+        num_self_attention_heads num_cross_attention_heads swa_num_attention_heads
+        num_query_groups num_landmarks"""),
+    (EXPERTS, "num_experts num_local_experts n_routed_experts moe_num_experts zero_expert_num"),
+    (2, "num_experts_per_tok top_k_experts moe_topk moe_k index_topk_blocks"),
+    (1, """topk_group num_shared_experts n_shared_experts moe_num_shared_experts
+        first_k_dense_replace attn_layer_offset expert_layer_offset mamba_expand expand"""),
+    (_HEAD, """head_dim d_kv v_head_dim global_head_dim linear_key_head_dim linear_value_head_dim
+        qk_nope_head_dim dim_head index_head_dim swa_head_dim swa_v_head_dim attention_head_dim
+        attention_hidden_size"""),
+    (_HEAD // 2, "qk_rope_head_dim rotary_dim laurel_rank hidden_size_per_layer_input"),
+    (_MAMBA_HEADS, "mamba_n_heads mamba_num_heads n_mamba_heads"),
+    (WIDTH // _MAMBA_HEADS, "mamba_d_head mamba_head_dim mamba_headdim"),
+    (16, """mamba_d_state state_size ssm_state_size sliding_window attention_chunk_size chunk_size
+        attention_window_size window_size mamba_chunk_size index_topk block_size
+        index_block_size attention_window"""),
+    (VOCAB, """vocab_size src_vocab_size tgt_vocab_size vocab_size_per_layer_input
+        entity_vocab_size unpadded_vocab_size ngram_vocab_size_base t2u_vocab_size
+        char_vocab_size unit_hifi_gan_vocab_size encoder_hash_byte_group_vocab"""),
+    (POSITIONS, """max_position_embeddings n_positions n_ctx max_seq_len max_source_positions
+        max_target_positions context_length max_encoder_position_embeddings
+        max_decoder_position_embeddings original_max_position_embeddings"""),
+    (0, "num_kv_shared_layers zero_expert_num"),
+]  # fmt: skip
+_SIZES = {name: size for size, names in _NAMES for name in names.split()}
+#: Of latent attention, whose heads share no keys, and are described by their rotary part.
+_LATENT = {"num_key_value_heads": HEADS, "head_dim": _HEAD // 2}
+_MARKS = ("_token_id", "_token_index")
+_SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+
+
+def _arguments(config: type, **given: Any) -> dict[str, Any]:
+    """Return arguments of a configuration class: generic sizes, but for those given."""
+    sample: Any = config()
+    usuals, found = sample.to_dict(), dict[str, Any]()
+    sizes = _SIZES | (_LATENT if "kv_lora_rank" in usuals else {})
+    types = _types(usuals.get("layer_types") or usuals.get("layers_block_type") or ())
+    if usuals.get("num_kv_shared_layers"):
+        found["num_kv_shared_layers"], types = len(types), types * 2
+    for name, usual in usuals.items():
+        inner = getattr(sample, name, None) if isinstance(usual, dict) else None
+        if hasattr(inner, "model_type"):
+            found[name] = {"model_type": inner.model_type, **_arguments(type(inner))}
+        elif name in ("layer_types", "layers_block_type") and types:
+            found[name] = types
+        elif isinstance(usual, list) and len(usual) == usuals.get("num_hidden_layers", 0) > 2:
+            count = len(types) or LAYERS
+            found[name] = [sizes[name]] * count if name in sizes else usual[:count]
+        elif name in sizes and isinstance(usual, int | None) and not isinstance(usual, bool):
+            found.setdefault(name, sizes[name])
+        elif name.endswith(_MARKS) and isinstance(usual, int | None):
+            mark = 3 + sum(other.endswith(_MARKS) for other in found)
+            found[name] = _SPECIAL.get(name, mark % FIRST)
+        elif isinstance(usual, float) and any(part in name for part in ("drop", "mask_")):
+            found[name] = 0.0
+        elif name == "attention_types":
+            found[name] = [[kinds, LAYERS // len(kinds)] for kinds, _ in usual]
+    if types:
+        found["num_hidden_layers"] = len(types)
+    return found | {name: value for name, value in given.items() if name in usuals}
+
+
+def _types(usual: Sequence[str]) -> list[str]:
+    """Return types in their usual order up to the first of the last type, two in a row at most."""
+    found = list[str]()
+    for kind in usual:
+        if found[-2:] != [kind, kind]:
+            found.append(kind)
+        if set(found) == set(usual) and len(found) >= LAYERS:
+            break
+    return found
 
 
 class Architecture(NamedTuple):
@@ -43,7 +139,7 @@ def _normal(*shape: int) -> Tensor:
 
 def _ids(tokens: int) -> Tensor:
     generator = torch.Generator().manual_seed(1)
-    return torch.randint(generic.FIRST, generic.VOCAB, (B, tokens), generator=generator)
+    return torch.randint(FIRST, VOCAB, (B, tokens), generator=generator)
 
 
 # Transformers.
@@ -52,7 +148,7 @@ def _ids(tokens: int) -> Tensor:
 def _transformers(model: str, config: str, **given: Any) -> nn.Module:
     transformers = importlib.import_module("transformers")
     kind = getattr(transformers, config)
-    made = kind(**generic.arguments(kind, **given))
+    made = kind(**_arguments(kind, **given))
     built: nn.Module = getattr(transformers, model)._from_config(made)
     return built
 
@@ -111,96 +207,77 @@ TOWERS = {
 # Diffusers.
 
 
-def _diffuser(name: str, batch: Callable[[], Batch], **options: Any) -> Architecture:
+def _diffuser(name: str, inputs: Batch, **options: Any) -> Architecture:
     def make() -> nn.Module:
         kind: type[nn.Module] = getattr(importlib.import_module("diffusers"), name)
         return kind(**options)
 
-    return Architecture(make, lambda model, tokens: {**batch(), "return_dict": False}, "diffusers")
+    return Architecture(make, lambda model, tokens: {**inputs, "return_dict": False}, "diffusers")
+
+
+def _latents(*shape: int, **more: Any) -> Batch:
+    """Return latents of such a shape and a text for each."""
+    return {
+        "hidden_states": _normal(B, *shape),
+        "encoder_hidden_states": _normal(B, 16, 32),
+        **more,
+    }
 
 
 _HEADS: Batch = {"num_attention_heads": 4, "attention_head_dim": WIDTH // 4}
 _TIME = torch.tensor([100, 700])
 _LONG = torch.tensor([0.1, 0.7])
-
-
-def _coordinates(*sizes: int) -> Tensor:
-    """Return the coordinates of every token of a grid."""
-    return torch.cartesian_prod(torch.zeros(1), *(torch.arange(float(n)) for n in sizes))
-
+_POSITIONS = torch.cartesian_prod(torch.zeros(1), torch.arange(8.0), torch.arange(8.0))
 
 DIFFUSERS = {
     "flux": _diffuser(
         "FluxTransformer2DModel",
-        lambda: {
-            "hidden_states": _normal(B, 64, 16), "encoder_hidden_states": _normal(B, 16, 32),
-            "pooled_projections": _normal(B, 32), "timestep": _LONG, "img_ids": _coordinates(8, 8),
-            "txt_ids": torch.zeros(16, 3),
-        },
+        _latents(64, 16, pooled_projections=_normal(B, 32), timestep=_LONG, img_ids=_POSITIONS,
+                 txt_ids=torch.zeros(16, 3)),
         in_channels=16, num_layers=1, num_single_layers=1, joint_attention_dim=32,
         pooled_projection_dim=32, axes_dims_rope=(16, 24, 24), **_HEADS,
     ),
     "sd3": _diffuser(
         "SD3Transformer2DModel",
-        lambda: {
-            "hidden_states": _normal(B, 4, 16, 16), "encoder_hidden_states": _normal(B, 16, 32),
-            "pooled_projections": _normal(B, 64), "timestep": _TIME,
-        },
+        _latents(4, 16, 16, pooled_projections=_normal(B, 64), timestep=_TIME),
         sample_size=16, patch_size=2, in_channels=4, num_layers=2, joint_attention_dim=32,
         caption_projection_dim=WIDTH, pooled_projection_dim=64, out_channels=4,
         pos_embed_max_size=8, **_HEADS,
     ),
     "wan": _diffuser(
-        "WanTransformer3DModel",
-        lambda: {
-            "hidden_states": _normal(B, 4, 2, 16, 16), "encoder_hidden_states": _normal(B, 16, 32),
-            "timestep": _TIME,
-        },
+        "WanTransformer3DModel", _latents(4, 2, 16, 16, timestep=_TIME),
         patch_size=(1, 2, 2), in_channels=4, out_channels=4, text_dim=32, freq_dim=64, ffn_dim=512,
         num_layers=2, cross_attn_norm=True, **_HEADS,
     ),
     "qwen_image": _diffuser(
         "QwenImageTransformer2DModel",
-        lambda: {
-            "hidden_states": _normal(B, 64, 16), "encoder_hidden_states": _normal(B, 16, 32),
-            "encoder_hidden_states_mask": torch.ones(B, 16, dtype=torch.long), "timestep": _LONG,
-            "img_shapes": [[(1, 8, 8)]] * B,
-        },
+        _latents(64, 16, timestep=_LONG, img_shapes=[[(1, 8, 8)]] * B,
+                 encoder_hidden_states_mask=torch.ones(B, 16, dtype=torch.long)),
         patch_size=2, in_channels=16, out_channels=4, num_layers=2, joint_attention_dim=32,
         axes_dims_rope=(16, 24, 24), **_HEADS,
     ),
     "pixart": _diffuser(
         "PixArtTransformer2DModel",
-        lambda: {
-            "hidden_states": _normal(B, 4, 16, 16), "encoder_hidden_states": _normal(B, 16, 32),
-            "timestep": _TIME,
-            "added_cond_kwargs": {"resolution": None, "aspect_ratio": None},
-        },
+        _latents(4, 16, 16, timestep=_TIME,
+                 added_cond_kwargs={"resolution": None, "aspect_ratio": None}),
         sample_size=16, num_layers=2, in_channels=4, out_channels=8, patch_size=2,
         cross_attention_dim=WIDTH, caption_channels=32, **_HEADS,
     ),
     "dit": _diffuser(
         "DiTTransformer2DModel",
-        lambda: {
-            "hidden_states": _normal(B, 4, 16, 16), "timestep": _TIME,
-            "class_labels": torch.tensor([1, 2]),
-        },
+        {"hidden_states": _normal(B, 4, 16, 16), "timestep": _TIME,
+         "class_labels": torch.tensor([1, 2])},
         sample_size=16, num_layers=2, in_channels=4, out_channels=8, patch_size=2,
         num_embeds_ada_norm=1000, **_HEADS,
     ),
     "transformer_2d": _diffuser(
-        "Transformer2DModel",
-        lambda: {
-            "hidden_states": _normal(B, 64, 8, 8), "encoder_hidden_states": _normal(B, 16, 32),
-        },
+        "Transformer2DModel", _latents(64, 8, 8),
         in_channels=64, num_layers=2, cross_attention_dim=32, **_HEADS,
     ),
     "unet": _diffuser(
         "UNet2DConditionModel",
-        lambda: {
-            "sample": _normal(B, 4, 16, 16), "encoder_hidden_states": _normal(B, 16, 32),
-            "timestep": _TIME,
-        },
+        {"sample": _normal(B, 4, 16, 16), "encoder_hidden_states": _normal(B, 16, 32),
+         "timestep": _TIME},
         sample_size=16, in_channels=4, out_channels=4, block_out_channels=(256, 256),
         down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"), layers_per_block=1,
         up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"), cross_attention_dim=32,
@@ -235,28 +312,16 @@ OTHERS = {
 # As users write them.
 
 
-class ComplexRotaryBlock(nn.Module):
-    """A Llama's block whose rotary embedding is a product of complex numbers."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.attention_norm, self.ffn_norm = nn.RMSNorm(width), nn.RMSNorm(width)
-        self.wq, self.wk, self.wv, self.wo = (nn.Linear(width, width, bias=False) for _ in range(4))
-        self.w1, self.w3 = (nn.Linear(width, 2 * width, bias=False) for _ in range(2))
-        self.w2 = nn.Linear(2 * width, width, bias=False)
+class ComplexRotaryBlock(models.NanoBlock):
+    """nanoGPT's block with a rotary embedding that is a product of complex numbers."""
 
     def forward(self, x: Tensor, turns: Tensor) -> Tensor:
-        h = self.attention_norm(x)
-        q, k, v = (
-            w(h).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for w in (self.wq, self.wk, self.wv)
-        )
+        heads, qkv = self.attn.heads, self.attn.c_attn(self.ln_1(x)).chunk(3, -1)
+        q, k, v = (part.unflatten(-1, (heads, -1)).transpose(1, 2) for part in qkv)
         q, k = turned(q, turns), turned(k, turns)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.wo(y.transpose(1, 2).flatten(2))
-        h = self.ffn_norm(x)
-        return x + self.w2(F.silu(self.w1(h)) * self.w3(h))
+        x = x + self.attn.c_proj(y.transpose(1, 2).flatten(2))
+        return x + self.mlp(self.ln_2(x))
 
 
 def turned(x: Tensor, turns: Tensor) -> Tensor:
@@ -265,24 +330,18 @@ def turned(x: Tensor, turns: Tensor) -> Tensor:
     return torch.view_as_real(pairs * turns).flatten(-2)
 
 
-class ComplexRotary(nn.Module):
-    """A language model of those blocks."""
+class ComplexRotary(models.LanguageModel):
+    """A language model of those blocks, which get the turns of all positions."""
 
-    def __init__(self, width: int = WIDTH, heads: int = 4, layers: int = 2) -> None:
-        super().__init__()
-        self.half = width // heads // 2
-        self.tok_embeddings = nn.Embedding(generic.VOCAB, width)
-        self.layers = nn.ModuleList(ComplexRotaryBlock(width, heads) for _ in range(layers))
-        self.norm, self.output = nn.RMSNorm(width), nn.Linear(width, generic.VOCAB, bias=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.tok_embeddings(tokens)
-        steps = torch.arange(self.half, dtype=x.dtype) / self.half
-        angles = torch.outer(torch.arange(tokens.shape[1], dtype=x.dtype), math.e ** (-9.2 * steps))
+    def forward(self, idx: Tensor) -> Tensor:
+        x = self.wte(idx)
+        half = x.shape[-1] // self.h[0].attn.heads // 2
+        speeds = math.e ** (-9.2 * torch.arange(half, dtype=x.dtype) / half)
+        angles = torch.outer(torch.arange(idx.shape[1], dtype=x.dtype), speeds)
         turns = torch.polar(torch.ones_like(angles), angles)
-        for layer in self.layers:
-            x = layer(x, turns)
-        logits: Tensor = self.output(self.norm(x))
+        for block in self.h:
+            x = block(x, turns)
+        logits: Tensor = self.lm_head(self.ln_f(x))
         return logits
 
 
@@ -293,7 +352,7 @@ def _own(name: str, make: Callable[[], nn.Module]) -> Architecture:
 OWN = {
     "nanogpt": _own("idx", lambda: models.LanguageModel(models.NanoBlock, WIDTH)),
     "mingpt": _own("idx", lambda: models.LanguageModel(models.MiniBlock, WIDTH)),
-    "complex_rotary": _own("tokens", ComplexRotary),
+    "complex_rotary": _own("idx", lambda: ComplexRotary(ComplexRotaryBlock, WIDTH)),
     "adaln_dit": Architecture(
         lambda: models.DiT(WIDTH),
         lambda model, tokens: {"x": _normal(B, tokens, WIDTH), "c": _normal(B, WIDTH)},

@@ -1,27 +1,100 @@
-"""A model of transformers with random weights, and its data: what a model's step is measured on."""
+"""Models of transformers with random weights: sizes, data, and the ways to train them.
+
+Nothing is downloaded. A way takes a subject and returns its forward; all share parameters and
+gradients.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
+import functools
+import importlib
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
 from bench.measure import case
 from bench.measure.case import DTYPES, graph_of, perturb
-from bench.measure.registry import Absent
-from bench.subjects.configs import MODELS, Published, tiny
+from bench.measure.registry import Absent, Registry
+from fused_remat import convert
+from fused_remat.policies import EXACT_PRESETS
+from fused_remat.scale.shapes import MODELS as SIZES
+from fused_remat.scale.shapes import Model
+
+
+@dataclass(frozen=True)
+class Published:
+    """A model of transformers in published sizes."""
+
+    config: str  # the class of the values
+    task: str  # the class of the model, which computes its loss
+    values: dict[str, Any]
+
+    @property
+    def layers(self) -> int:
+        return self.values["num_hidden_layers"]
+
+    @property
+    def longest(self) -> int:
+        return self.values["max_position_embeddings"]
+
+
+def _causal(kind: str, sizes: Model, longest: int | None = None) -> Published:
+    return Published(f"{kind}Config", f"{kind}ForCausalLM", {
+        "hidden_size": sizes.d_model, "intermediate_size": sizes.d_ff,
+        "num_hidden_layers": sizes.layers, "num_attention_heads": sizes.nhead,
+        "num_key_value_heads": sizes.kv_heads, "vocab_size": sizes.vocab,
+        "max_position_embeddings": longest or sizes.seq_len, "tie_word_embeddings": sizes.tied,
+        "bos_token_id": 0, "eos_token_id": 0,
+    })  # fmt: skip
+
+
+_BERT = {
+    "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12,
+    "num_attention_heads": 12, "vocab_size": 30522, "max_position_embeddings": 512,
+    "hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1,
+}  # fmt: skip
+#: Not published: a small Llama for a CPU.
+_SMALL = dataclasses.replace(
+    SIZES["llama3-8b"], d_model=512, d_ff=1408, layers=8, nhead=8, kv_heads=2, vocab=4096
+)
+MODELS: dict[str, Published] = {
+    "smollm-135m": _causal("Llama", SIZES["smollm-135m"]),
+    "qwen2-1.5b": _causal("Qwen2", SIZES["qwen2-1.5b"], 131072),
+    "llama3-8b": _causal("Llama", SIZES["llama3-8b"]),
+    "llama-512": _causal("Llama", _SMALL),
+    "bert-base": Published("BertConfig", "BertForMaskedLM", _BERT),
+}
+
+
+def tiny(model: Published) -> Published:
+    """Return the same kind of model in sizes that show only whether it runs."""
+    sizes = {
+        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 96,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+    }  # fmt: skip
+    small = {key: value for key, value in sizes.items() if key in model.values}
+    return dataclasses.replace(model, values=model.values | small)
+
+
+def dropout_free(model: Published) -> Published:
+    zeros = {key: 0.0 for key in model.values if "dropout" in key}
+    return dataclasses.replace(model, values=model.values | zeros)
+
 
 Inputs = dict[str, Tensor]
 Around = Callable[[], AbstractContextManager[None]]
 
-#: Of the tokens, how many a masked language model has to tell: as in Devlin et al. 2018.
+#: Share of the tokens that a masked language model predicts (Devlin et al. 2018).
 _MASKED = 0.15
 #: A parameter, its gradient and AdamW's two moments.
 _COPIES = 4
@@ -55,7 +128,7 @@ class Case(case.Case):
         return tiny(MODELS[self.model]) if self.tiny else MODELS[self.model]
 
     def subject(self, device: torch.device | str, published: Published | None = None) -> Subject:
-        """Return the model with random weights, of another configuration if one is given."""
+        """Return the model with random weights, by default of the case's configuration."""
         published = published or self.published
         self.seed()
         model = build(published, self.layers, DTYPES[self.dtype], device, self.lora)
@@ -67,7 +140,7 @@ class Case(case.Case):
 def build(
     published: Published, layers: int, dtype: torch.dtype, device: torch.device | str, lora: int
 ) -> nn.Module:
-    """Return a model of transformers in training mode, with adapters if a rank is given."""
+    """Return a model of transformers in training mode, with adapters unless the rank is 0."""
     try:
         import transformers
     except ImportError as error:
@@ -167,3 +240,107 @@ def fixed_bytes(model: nn.Module) -> int:
     every = sum(p.nbytes for p in model.parameters())
     trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     return every + (_COPIES - 1) * trained
+
+
+Build = Callable[[Subject], Forward]
+
+#: In the order of the tables. Traits: `group`, by which ways are requested; `compiled`, whether
+#: it is for one batch alone, so that the largest cannot be searched for; and as of layers' ways,
+#: where nobody has dropout of its own.
+WAYS: Registry[Build] = Registry("model ways", group="stock", draws="stock", compiled=False)
+BASELINE = "eager"
+#: Measured by default: compiling a model takes minutes.
+DEFAULT = ("stock", "peers", "ours", "loss")
+LOSS_PRESETS = ("full", "lean", "fast")
+
+
+# --- Hugging Face's own
+
+
+@WAYS.provider(BASELINE, baseline=True)
+def eager(subject: Subject) -> Forward:
+    return Forward(subject.shared())
+
+
+def with_checkpoints(build: Build) -> Build:
+    """Turn on transformers' gradient checkpointing of every layer, as its Trainer does."""
+
+    def built(subject: Subject) -> Forward:
+        forward = build(subject)
+        model: Any = forward.model
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # its new name is not in older versions
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        if subject.case.lora:
+            model.enable_input_require_grads()
+        return forward
+
+    return built
+
+
+WAYS.provider("checkpoint", baseline=True)(with_checkpoints(eager))
+
+
+# --- Liger
+
+
+_peer = functools.partial(WAYS.provider, group="peers", module="liger_kernel", needs="cuda")
+
+
+@_peer("liger")
+def liger(subject: Subject) -> Forward:
+    """Liger's kernels, its fused head and loss included.
+
+    Its patch also replaces names in transformers' module, for good: here, while the way runs.
+    """
+    from liger_kernel.transformers import monkey_patch
+
+    model: Any = subject.shared()
+    stock = model.get_base_model() if subject.case.lora else model
+    kind = stock.config.model_type
+    patches = monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN
+    if kind not in patches:
+        raise Absent(f"has no kernels for {kind}")
+    module = importlib.import_module(type(stock).__module__)
+    names = undone(module, lambda: patches[kind](model=stock))
+    return Forward(model, functools.partial(mock.patch.multiple, module, **names))
+
+
+def undone(module: ModuleType, change: Callable[[], Any]) -> dict[str, Any]:
+    """Return the names of a module that a call changes, which are restored afterwards."""
+    before, names = dict(vars(module)), {}
+    try:
+        change()
+    finally:
+        names |= {name: v for name, v in vars(module).items() if before.get(name) is not v}
+        vars(module).update((name, before[name]) for name in names)
+    return names
+
+
+_peer("liger_checkpoint")(with_checkpoints(liger))
+
+
+# --- ours
+
+
+def _preset(subject: Subject, preset: str, loss: bool = False) -> Forward:
+    if loss and not subject.published.task.endswith("ForCausalLM"):
+        raise Absent("the fused loss is for causal language models")
+    model = subject.shared()
+    return Forward(convert(model, policy=preset, backend=subject.backend, loss=loss))
+
+
+for _name in EXACT_PRESETS:
+    WAYS.provider(_name, group="ours")(functools.partial(_preset, preset=_name))
+for _name in LOSS_PRESETS:
+    _build = functools.partial(_preset, preset=_name, loss=True)
+    WAYS.provider(f"{_name}_loss", group="loss")(_build)
+
+
+# --- compiled
+
+
+@WAYS.provider("compile", group="compiled", compiled=True)
+def compiled(subject: Subject) -> Forward:
+    model = torch.compile(subject.shared(), backend=subject.compiler, dynamic=False)
+    return Forward(model)  # type: ignore[arg-type]

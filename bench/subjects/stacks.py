@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from bench.measure import case
 from bench.measure.case import DTYPES, Forward, Subject, perturb
 from bench.measure.registry import Absent, Registry
-from bench.subjects import layer_ways, layers
+from bench.subjects import layers
 from bench.subjects.layers import NORMS
 
 VOCABULARY = 256  # bytes
@@ -96,7 +96,7 @@ def fused(module: Any, policy: str = "full", backend: str = "auto") -> Stack:
     return Stack(parts, module.mask, module.embedding, module.norm, module.head)
 
 
-#: In the order of the tables. Traits as of `layer_ways.WAYS`; `family`, of the picture.
+#: In the order of the tables. Traits as of `layers.WAYS`; `family`, of the picture.
 PEERS: Registry[Callable[[Subject], Forward]] = Registry(
     "peers of plans", family="checkpointing", draws="stock", kept_by="autograd", compiled=False,
 )  # fmt: skip
@@ -118,7 +118,7 @@ def _each(subject: Subject, way: str, every: int = 1) -> Forward:
 
     def built(layer: nn.Module) -> Forward:
         alone = dataclasses.replace(subject, module=layer, stock=stack.of)
-        return layer_ways.WAYS[way].build(alone)
+        return layers.WAYS[way].build(alone)
 
     forwards = [(stack.of if i % every else built)(o) for i, o in enumerate(stack.layers)]
     return lambda x: stack.through(x, forwards)
@@ -156,7 +156,7 @@ PEERS.provider(_way, kept_by="allocator")(functools.partial(_each, way=_way))
 
 
 def _compiled(subject: Subject, budget: float) -> Forward:
-    return layer_ways.Compiled(eager(subject), subject, budget)
+    return layers.Compiled(eager(subject), subject, budget)
 
 
 for _budget in BUDGETS:

@@ -1,7 +1,7 @@
 """Train a small language model with Hugging Face Accelerate, sharded by FSDP2.
 
 With `SHARDED_STATE_DICT` Accelerate's own checkpoint, `own-10`, has parameters and optimizer state
-as two of `torch.distributed.checkpoint`, and beside them the schedule and each rank's random state.
+as two of `torch.distributed.checkpoint`, next to the schedule and each rank's random state.
 `dcp-10` is one of everything, as titan_loop.py writes it.
 
     torchrun --nproc-per-node 2 examples/engines/accelerate_loop.py --out build/accelerate
@@ -40,7 +40,7 @@ def shard_on_cpus(plugin: FullyShardedDataParallelPlugin) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Build, resume if asked to, train."""
+    """Build, resume if requested, train."""
     args = tiny_lm.parse(__doc__, argv)
     device, plugin = tiny_lm.join(), fsdp2()
     accelerator = Accelerator(cpu=device.type == "cpu", fsdp_plugin=plugin)

@@ -4,7 +4,7 @@ ZeRO-3 gathers a module's parameters by hooks on it, around its forward and its 
 layer reads the parameters of its submodules without calling them, so that the layer has to be the
 unit: `set_z3_leaf_modules`. (Without it the submodules have hooks, and the layer runs in ordinary
 operations under checkpoint, with a `FusedRematWarning`: right, but slower.) The backward that
-rebuilds reads what ZeRO-3 gathered anew for it.
+rebuilds reads what ZeRO-3 gathered for it again.
 
     torchrun --nproc-per-node 2 examples/engines/deepspeed_zero3.py --out build/deepspeed
     torchrun --nproc-per-node 2 examples/engines/deepspeed_zero3.py --resume build/deepspeed/own-10
@@ -46,7 +46,7 @@ CONFIG = {
 
 
 def build(policy: str) -> Any:
-    """DeepSpeed's engine around the model, each of whose layers is gathered as a whole."""
+    """DeepSpeed's engine around the model, whose layers are each gathered at once."""
     tiny_lm.seed_all()
     model = TinyLM(policy)
     set_z3_leaf_modules(model, [FusedRematCausalLayer])
@@ -61,8 +61,8 @@ def build(policy: str) -> Any:
 class ZeroState:
     """What the DCP checkpoint has, `Stateful`: whole fp32 weights and moments by parameters' names.
 
-    Every rank asks for all of them; DCP writes each once. `others`, in this rank's own state, are
-    what DeepSpeed's own checkpoint has besides, too (its `client_state`).
+    Every rank passes all of them; DCP writes each once. `others`, in this rank's own state, are
+    what DeepSpeed's own checkpoint has as well (its `client_state`).
     """
 
     def __init__(self, engine: Any, others: OwnState) -> None:
@@ -121,7 +121,7 @@ class OwnState:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Build, resume if asked to, train."""
+    """Build, resume if requested, train."""
     args = tiny_lm.parse(__doc__, argv)
     device = tiny_lm.join()
     deepspeed.init_distributed(dist.get_backend())

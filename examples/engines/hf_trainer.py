@@ -73,7 +73,7 @@ def collate(windows: list[Tensor]) -> dict[str, Tensor]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Build, resume if asked to, train."""
+    """Build, resume if requested, train."""
     args = tiny_lm.parse(__doc__, argv)
     device = tiny_lm.join()
     settings = TrainingArguments(

@@ -69,7 +69,7 @@ class Language(pl.LightningModule):
 
 
 class SaveAt(Callback):
-    """One checkpoint, after the step that was asked for; `ModelCheckpoint` is for many."""
+    """Write one checkpoint, after the requested step; `ModelCheckpoint` is for many."""
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *rest: Any) -> None:
         args = module.args
@@ -78,7 +78,7 @@ class SaveAt(Callback):
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Build, resume if asked to, train."""
+    """Build, resume if requested, train."""
     args = tiny_lm.parse(__doc__, argv)
     device = tiny_lm.join()
     world = dist.get_world_size()

@@ -134,7 +134,7 @@ class RandomState:
 
 
 class TrainState:
-    """All that a start takes from the one before it, as `torch.distributed.checkpoint` wants it.
+    """All that a start takes from the one before it, in `torch.distributed.checkpoint`'s form.
 
     Parameters and optimizer state by their names, whatever shards or wraps them; `others` (a
     schedule, the batches) are the same in all ranks. Random state is not: an entry for each rank.
@@ -210,7 +210,7 @@ def leave() -> None:
 
 
 def seed_all() -> None:
-    """The weights start alike in all ranks: call this, build the model, then `seed_rank`."""
+    """Give all ranks the same weights: call this, build the model, then `seed_rank`."""
     torch.manual_seed(SEED)
 
 

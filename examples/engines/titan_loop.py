@@ -42,7 +42,7 @@ def parallelize(model: TinyLM, mesh: DeviceMesh, compiles: bool) -> TinyLM:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Build, resume if asked to, train."""
+    """Build, resume if requested, train."""
     compiles = {"action": "store_true", "help": "compile each layer"}
     args = tiny_lm.parse(__doc__, argv, compile=compiles, tensor={"type": int, "default": 1})
     device = tiny_lm.join()

@@ -20,7 +20,7 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential, set_checkpoint_early_stop
 
-from bench.subjects.layer_ways import RandomState
+from bench.subjects.layers import RandomState
 from fused_remat import FusedRematLayer, Policy, check_replay, ops
 from fused_remat.report.allocations import measure_allocations
 

@@ -1,17 +1,16 @@
-"""The commands at tiny sizes: what they ask for, measure, take up, and when they fail."""
+"""The commands at tiny sizes: their options, and when they fail."""
 
 import dataclasses
 import importlib.util
 import json
 
 import pytest
-import torch
 
 from bench.__main__ import COMMANDS, main
 from bench.audit import command as audit
 from bench.commands import frontier, layers, model, plan
-from bench.kernels import command as kernels
-from bench.subjects.layer_ways import WAYS
+from bench.measure.options import Parser
+from bench.subjects.layers import WAYS
 from bench.subjects.stacks import PEERS
 
 #: Of `bench layers`.
@@ -20,11 +19,6 @@ TINY = "--batch 2 --seq-len 9 --d-model 16 --nhead 2 --norm pre --rounds 2"
 
 def options(text):
     return ["--device", "cpu", *text.split()]
-
-
-def bench(folder, text, status=0):
-    assert layers.main([*options(f"{TINY} {text}"), "--out", str(folder)]) == status
-    return json.loads((folder / "layers-cpu.json").read_text())
 
 
 @pytest.mark.parametrize(("arguments", "status"), [([], 2), (["nonsense"], 2), (["--help"], 0)])
@@ -38,16 +32,19 @@ def test_the_help_has_a_line_per_command(arguments, status, capsys):
     assert any("--publish" in line for line in lines)
 
 
+def test_results_are_published_on_request():
+    for options, folder in (([], ("build", "bench")), (["--publish"], ("bench", "results"))):
+        args = Parser("it", "about", "device", folder="{device}").parse(["--device=cpu", *options])
+        assert args.out.parts[-3:] == (*folder, "cpu")
+
+
 #: Command -> what it refuses, each to be split at spaces.
 BAD = {
-    layers: ("--nhead=3", "--ways=fastest", "--d-model=511", "--dropout=1", "--rounds=0",
-             *(["--device=cuda"] * (not torch.cuda.is_available()))),
-    frontier: ("--seq-len=100", "--d-model=100", "--ways=fastest"),
-    model: ("--model=gpt5", "--ways=fastest", "--layers=31", "--seq=0",
-            "--lora=-1 --layers=1"),
-    plan: ("--d-model=100", "--nhead=5", "--dropout=1", "--seq=-1", "--dtype=int8"),
-    kernels: ("--device=tpu", "--op=nonsense", "--tokens=0", "--threads=0"),
-    audit: ("--arch=75", "--only=norm --write-budgets"),
+    layers: ("--nhead=3", "--ways=fastest", "--dropout=1", "--rounds=0"),
+    frontier: ("--seq-len=100", "--d-model=100"),
+    model: ("--layers=31", "--lora=-1 --layers=1"),
+    plan: ("--d-model=100", "--nhead=5"),
+    audit: ("--only=norm --write-budgets",),
 }  # fmt: skip
 
 
@@ -60,30 +57,6 @@ def test_bad_options_are_usage_errors(command, text, capsys):
     with pytest.raises(SystemExit, match="2"):
         command.main(text.split())
     assert "error: " in capsys.readouterr().err
-
-
-def test_a_run_is_taken_up_where_it_ended(tmp_path, monkeypatch, capsys):
-    """What is known is not measured again, and a case that cannot be measured costs no other."""
-    measured = []
-
-    def measure(subject, ways, names, rig):
-        measured.append((subject.x.shape[1], subject.dropout))
-        if subject.x.shape[1] == 8:
-            raise MemoryError("too large")
-        return {"rounds": 1, "ways": {name: {"unavailable": "not today"} for name in names}}
-
-    monkeypatch.setattr(layers, "measure", measure)
-    bench(tmp_path, "--ways full --dropout 0")
-    assert "absent: not today" in capsys.readouterr().out
-    assert len(bench(tmp_path, "--ways full --dropout 0 0.1")["results"]) == 2
-    assert "(in the file already, 1 rounds)" in capsys.readouterr().out
-    assert measured == [(9, 0.0), (9, 0.1)]
-    bench(tmp_path, "--ways lean --dropout 0")  # a way that the row lacks
-    assert len(bench(tmp_path, "--ways full --dropout 0.1 --fresh")["results"]) == 2
-    assert measured[2:] == [(9, 0.0), (9, 0.1)]
-    assert len(bench(tmp_path, "--seq-len 8 9 --ways lean --dropout 0", 1)["results"]) == 2
-    assert measured[4:] == [(8, 0.0)]
-    assert "(FAIL: MemoryError: too large)" in capsys.readouterr().out
 
 
 #: Command -> its registry, and options.
@@ -99,7 +72,7 @@ QUICK = {
 def test_no_speed_of_what_is_wrong_and_ours_fails_the_command(
     command, way, status, tmp_path, monkeypatch, capsys
 ):
-    """Of PyTorch's own, FAIL in the table says it; by eager all are judged."""
+    """Errors of PyTorch's own only show in the table; by eager all are judged."""
     pytest.importorskip("matplotlib")
     if way == "eager" and command is frontier:
         status = 2  # there is nothing to draw
@@ -117,5 +90,5 @@ def test_no_speed_of_what_is_wrong_and_ours_fails_the_command(
     assert command.main([*given, "--out", str(tmp_path)]) == status
     if command is layers:
         (row,) = json.loads((tmp_path / "layers-cpu.json").read_text())["results"]
-        assert list(row["ways"][way]) == ["failure"]
+        assert list(row["ways"][way]) == ["error"]
     assert status == 2 or "relative error of " in "".join(capsys.readouterr())

@@ -1,22 +1,14 @@
 """`python -m bench frontier`: who is on the frontier and who wins, the picture, and the files."""
 
-import pytest
-
-from bench.commands import frontier as command
 from bench.figures import STYLES
-from bench.frontier import DATA, Panel, Point, family, panels
-from bench.pages.command import stale_files
-from bench.pages.frontier import panel_table
-from bench.subjects.layer_ways import WAYS
-from bench.tables import load
+from bench.pages.frontier import Panel, Point, family, panel_table, panels
+from bench.subjects.layers import WAYS
 from fused_remat.policies import EXACT_PRESETS
 
 CASE = {
     "dtype": "float32", "norm": "pre", "dropout": 0.0, "batch": 4, "seq_len": 512, "d_model": 512,
     "nhead": 8, "activation": "gelu",
 }  # fmt: skip
-TINY = ["--device", "cpu", "--tokens", "16", "--seq-len", "8", "16", "--d-model", "16",
-        "--head-dim", "8", "--rounds", "2", "--seconds", "1"]  # fmt: skip
 
 
 def panel(spread=0.0, /, *, shape=None, **ways):
@@ -66,7 +58,7 @@ def test_what_is_wrong_or_absent_is_listed_and_no_point():
 
 
 def test_rows_of_bench_gpu_say_which_layer_and_are_put_together():
-    """Sections of one shape, each beside its own eager; steps without memory are no points."""
+    """Sections of one shape, each with its own eager; steps without memory are no points."""
     rows = [row(full=RIGHT), row(compile=RIGHT, full=RIGHT), row(compile={"error": "late"})]
     for index, found in enumerate(rows):
         found |= {"layer": found["case"], "case": {"section": str(index), "name": "pre-norm"}}
@@ -76,16 +68,3 @@ def test_rows_of_bench_gpu_say_which_layer_and_are_put_together():
     (found,) = panels({"machine": {"cpu": "a CPU"}, "results": [*rows, mlp, replayed]})
     assert [p.way for p in found.points] == ["eager", "full", "compile"]
     assert found.case == CASE and found.wrong == {"compile": "late"}
-
-
-def test_the_files_of_a_run_and_of_one_that_is_taken_up(tmp_path):
-    matplotlib = pytest.importorskip("matplotlib")
-    folder, settings = tmp_path / "frontier", dict(matplotlib.rcParams)
-    run = ["--out", str(folder), *TINY, "--ways", "checkpoint", "full", "lean"]
-    assert command.main(run) == 0 and stale_files(tmp_path) == []
-    found = panels(load(folder / DATA))
-    assert [len(p.points) for p in found] == [4, 4] and found[0].rounds == 2
-    assert (folder / "frontier.png").read_bytes().startswith(b"\x89PNG")
-    assert command.main([*run, "--seq-len", "4", "8"]) == 0 and stale_files(tmp_path) == []
-    assert [p.case["seq_len"] for p in panels(load(folder / DATA))] == [8, 16, 4]
-    assert dict(matplotlib.rcParams) == settings

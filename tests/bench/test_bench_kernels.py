@@ -1,20 +1,17 @@
 """`python -m bench kernels`, tiny: right and wrong results, the work counted, the command."""
 
 import json
-import re
 
 import pytest
 import torch
-import torch.nn.functional as F
 from kernel_problems import PROBLEMS
 from torch.utils.flop_counter import FlopCounterMode
 
 from bench.kernels import command
-from bench.kernels.attention_problem import FORMS, Attention
+from bench.kernels.attention import FORMS, Attention
 from bench.kernels.ops import MLP, OPS, Mlp, Norm
 from bench.kernels.problem import DIRECTIONS, Op, Problem, contests
 from bench.measure.contest import Rig, Work, admit
-from bench.pages import kernels as report
 
 #: All but `torch.compile`, which takes longer than all the rest.
 NAMES = [n for n in dict.fromkeys(n for op in OPS.values() for n in op) if n != "compile"]
@@ -66,55 +63,22 @@ class Doubled(Problem):
         return Work(bytes=2 * 4 * 3 * 4)
 
 
-def doubled():
-    return Doubled(rig_of(), "doubled")
-
-
-def causal():
-    return problem("causal")
-
-
-def causal_by(offset):
-    """Query i sees keys up to i + offset."""
-    mask = torch.ones(48, 48, dtype=torch.bool).tril(offset)
-    return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, mask)
-
-
 OFF = "WrongResultError: relative error of"
-WRONG = {
-    "a gradient": (doubled, lambda x: x + x.detach(), None, f"{OFF} dx is 0.5"),
-    "slightly": (doubled, lambda x: 2.001 * x, f"{OFF} y is 0.0005", OFF),
-    "shifted": (doubled, lambda x: 2.0 * x + 0.1, f"{OFF} y", f"{OFF} y"),
-    "right mask": (causal, causal_by(0), None, None),
-    "wrong mask": (causal, causal_by(1), OFF, OFF),
-}
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_result_is_an_error(name):
-    make, wrong, *messages = WRONG[name]
+@pytest.mark.parametrize(
+    ("wrong", "messages"),
+    [(lambda x: x + x.detach(), (None, f"{OFF} dx is 0.5")),
+     (lambda x: 2.001 * x, (f"{OFF} y is 0.0005", OFF))],
+)  # fmt: skip
+def test_a_wrong_result_is_an_error(wrong, messages):
     op = Op("it", lambda rig, size: (), stock=False)
     op.provider("aten", baseline=True)(lambda p: p.reference)
     op.provider("it")(lambda p: wrong)
-    for (direction, contest), message in zip(contests(op, make()), messages, strict=True):
+    found = contests(op, Doubled(rig_of(), "doubled"))
+    for (direction, contest), message in zip(found, messages, strict=True):
         row = admit(contest)["it"]
         assert "check" in row if message is None else message in row["error"], (direction, row)
-
-
-def test_a_provider_that_cannot_be_built_costs_no_other_results():
-    op = Op("it", lambda rig, size: (), stock=False)
-    op.provider("aten", baseline=True)(lambda p: p.reference)
-
-    def broken(p):
-        raise ValueError("no such version")
-
-    op.provider("broken")(broken)
-    op.provider("may fail", optional=True)(broken)
-    for _, contest in contests(op, doubled()):
-        rows = admit(contest)
-        assert "check" in rows["aten"]
-        assert rows["broken"] == {"error": "ValueError: no such version"}
-        assert rows["may fail"] == {"absent": "ValueError: no such version"}
 
 
 def flops(run):
@@ -163,13 +127,7 @@ def test_the_command_measures_every_op_both_ways(tmp_path):
     rows = json.loads((tmp_path / "kernels-cpu.json").read_text())["results"]
     found = {(row["case"]["op"], row["case"].get("direction")) for row in rows}
     assert found == {(op, way) for op in OPS for way in ("fwd", "bwd")} | {("ceilings", None)}
-    for row in rows:
-        if row["case"]["op"] != "ceilings":
-            ways = row["ways"]
-            assert {"us", "ratio", "check", "of_ceiling"} <= set(ways["aten"]), row["case"]
-            assert ways["aten"]["ratio"]["aten"]["p50"] == 1.0
-            assert any(n.startswith("fused_remat") for n, way in ways.items() if "us" in way)
-            assert row["floor_us"] > 0 and any(row["work"].values())
-    norm = next(row for row in rows if row["case"]["op"] == "norm")
-    reason = norm["ways"]["fused_remat triton"]["absent"]
-    assert re.search(f"^fused_remat triton +absent: {reason}$", report.block(norm), re.M)
+    for row in (row for row in rows if row["case"]["op"] != "ceilings"):
+        assert {"us", "ratio", "check", "of_ceiling"} <= set(row["ways"]["aten"]), row["case"]
+        assert any(n.startswith("fused_remat") for n, way in row["ways"].items() if "us" in way)
+        assert row["floor_us"] > 0 and any(row["work"].values())

@@ -10,11 +10,10 @@ import torch
 from bench.measure import clock, contest, machine
 from bench.measure.clock import interleave, quantiles, ratios, rotated
 from bench.measure.contest import Contest, Rig, Way, Work, check, measure
-from bench.measure.options import Parser
 from bench.measure.registry import Absent, Registry, WrongResultError
-from bench.measure.results import ResultsFile
+from bench.tables import ResultsFile
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+CPU = torch.device("cpu")
 ONES = {"y": torch.ones(2, dtype=torch.float64)}
 
 
@@ -30,38 +29,12 @@ def returning(y, **more):
 def test_ways_are_requested_by_name_or_group(monkeypatch):
     registry = Registry("it")
     registry.provider("theirs", baseline=True, group="stock")(lambda: "theirs")
-    registry.provider("ours", needs="cuda", group="mine")(lambda: "ours")
     registry.provider("kernel", needs="triton", group="mine")(lambda: "kernel")
-    assert list(registry) == ["theirs", "ours", "kernel"] and registry.baselines == ("theirs",)
-    assert registry.groups == ("stock", "mine")
-    assert registry.select(["kernel"]) == ["theirs", "kernel"]
-    assert registry.select(["mine"], lambda way: way.name != "ours") == ["theirs", "kernel"]
+    assert registry.select(["mine"]) == registry.select(["kernel"]) == ["theirs", "kernel"]
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    for name in ("ours", "kernel"):
-        assert registry[name].make(CUDA) == name
-        with pytest.raises(Absent, match="needs a CUDA device"):
-            registry[name].make(CPU)
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert registry["kernel"].make(CPU) == "kernel" and registry["ours"].unsupported_reason(CPU)
-
-
-def test_options_are_those_that_a_command_names(tmp_path, capsys):
-    parser = Parser("it", "about", "device rounds threads fresh", folder="{device}", rounds=7)
-    parser.several("dtype")
-    threads = torch.get_num_threads()
-    try:
-        args = parser.parse(["--device", "cpu", "--threads", "1"])
-        assert torch.get_num_threads() == 1
-    finally:
-        torch.set_num_threads(threads)
-    assert (args.rounds, args.dtype, args.fresh) == (7, ["float32"], False)
-    assert args.out == machine.ROOT / "build" / "bench" / "cpu"
-    published = parser.parse(["--device", "cpu", "--publish"]).out
-    assert published == machine.ROOT / "bench" / "results" / "cpu"
-    assert parser.parse(["--device", "cpu", "--out", str(tmp_path)]).out == tmp_path
-    for wrong in (["--rounds", "0"], ["--threads", "-1"], ["--seconds", "1"]):
-        with pytest.raises(SystemExit, match="2"):
-            parser.parse(["--device", "cpu", *wrong])
+    with pytest.raises(Absent, match="needs a CUDA device"):
+        registry["kernel"].make(CPU)
+    assert registry["kernel"].make(torch.device("cuda")) == "kernel"
 
 
 def test_an_error_is_allowed_that_the_baseline_makes_too():
@@ -104,7 +77,8 @@ def test_no_time_of_what_is_wrong_and_the_absent_are_listed(rig):
     }
     work = Work(flops=2e9, bytes=4e6)
     rig.ceilings |= {"TFLOP/s": 0.1, "GB/s": 10.0}
-    row = measure(Contest(ways, lambda: ONES, work, ("right",), absent={"theirs": "gone"}), rig)
+    theirs = {"theirs": {"absent": "gone"}}
+    row = measure(Contest(ways, lambda: ONES, work, ("right",), refused=theirs), rig)
     found = row["ways"]
     assert set(found["right"]) == {"check", "us", "ratio", "TFLOP/s", "GB/s", "of_ceiling"}
     for name in ("off", "off, optional"):

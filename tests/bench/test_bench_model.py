@@ -1,16 +1,14 @@
 """`python -m bench model` at tiny sizes."""
 
 import dataclasses
-import gc
 
 import pytest
 import torch
 
-from bench.measure import models as measure
+from bench.commands import model
 from bench.measure.contest import Rig
 from bench.pages import models as page
-from bench.subjects.model_ways import WAYS
-from bench.subjects.models import Case, Forward
+from bench.subjects.models import DEFAULT, WAYS, Case, Forward
 from fused_remat import convert
 
 pytest.importorskip("transformers")
@@ -19,26 +17,13 @@ TINY = Case("smollm-135m", 2, 2, 9, "float32", tiny=True)
 RIG = Rig(torch.device("cpu"), torch.float32, rounds=1)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _little_to_do():
-    """Memory measurements collect garbage: they do not visit what a first model loads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # on such sizes a second one only waits
-    dataclasses.replace(TINY, lora=2).subject("cpu")
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-    torch.set_num_threads(threads)
-
-
 def test_every_way_is_right_and_measured():
-    row = measure.measure(TINY, measure.Options(), RIG)
+    row = model.measure(TINY, RIG, DEFAULT)
     assert list(row["ways"]) == WAYS.select(("stock", "peers", "ours", "loss"))
     for name, found in row["ways"].items():
-        assert "failure" not in found, (name, found)
-        if "unavailable" in found:
-            assert name.startswith("liger") and found["unavailable"] == "needs a CUDA device"
+        assert "error" not in found, (name, found)
+        if "absent" in found:
+            assert name.startswith("liger") and found["absent"] == "needs a CUDA device"
             continue
         assert found["check"]["error"] <= found["check"]["allowed"]
         assert 0 < found["step_seconds"]["p20"] <= found["step_seconds"]["p80"]
@@ -52,17 +37,17 @@ def test_every_way_is_right_and_measured():
 
 def wrong_gradient(subject):
     """Right but for one norm, whose gradient is a thousandth too large."""
-    model = convert(subject.shared(), policy="full")
-    norm = model.model.layers[0].input_layernorm
+    converted = convert(subject.shared(), policy="full")
+    norm = converted.model.layers[0].input_layernorm
     weight = norm.weight
     del norm.weight
     norm.weight = weight * 1.001 - weight.detach() * 0.001
-    return Forward(model)
+    return Forward(converted)
 
 
 def test_a_wrong_way_is_a_failure_and_nothing_of_it_is_measured(monkeypatch):
     monkeypatch.setitem(WAYS, "fast", dataclasses.replace(WAYS["fast"], build=wrong_gradient))
-    found = measure.measure(TINY, measure.Options(["fast"]), RIG)
+    found = model.measure(TINY, RIG, ["fast"])
     failed = found["ways"]["fast"]
-    assert list(failed) == ["failure"] and "input_layernorm.weight is 0.00" in failed["failure"]
-    assert "| fast | FAIL: relative error of" in page.case_table(found)
+    assert list(failed) == ["error"] and "input_layernorm.weight is 0.00" in failed["error"]
+    assert "| fast | FAIL: WrongResultError: relative error of" in page.case_table(found)

@@ -1,9 +1,8 @@
-"""`python -m bench plan` at tiny sizes: plans beside their peers, and what is said of them."""
+"""`python -m bench plan` at tiny sizes: plans compared with their peers."""
 
 import dataclasses
 
 import pytest
-import torch
 
 from bench.commands import plan as command
 from bench.pages import plans as report
@@ -17,28 +16,12 @@ OPTIONS = ["--device", "cpu", "--layers", "3", "--batch", "2", "--seq", "8", "--
 PEER_NAMES = command.peers(compiled=False)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    """On such sizes a second one only waits, which takes long where others compute."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    """Of the results of a run of the command, without whose pictures it fails."""
-    pytest.importorskip("matplotlib")
-    found = tmp_path_factory.mktemp("plan")
-    assert command.main([*OPTIONS, "--out", str(found)]) == 0
-    return found / "plan-cpu.json"
-
-
-@pytest.fixture(scope="module")
-def row(path):
-    (found,) = load(path)["results"]
-    return dict(found)
+def row(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("plan")
+    assert command.main([*OPTIONS, "--out", str(folder)]) == 0
+    (found,) = load(folder / "plan-cpu.json")["results"]
+    return found
 
 
 def test_every_peer_is_measured_and_ours_within_its_peak(row):
@@ -64,6 +47,4 @@ def test_predictions_of_bytes_are_exact(row):
     for what in ("peak", "kept"):
         assert set(found[what]) == ours
         assert max(map(abs, found[what].values())) == 0, found[what]
-    for way in report.right(row).values():  # peaks count parameters and their gradients
-        assert way["peak_bytes"] > 2 * row["resting"]["parameters"]
-        assert way["kept_bytes"] < way["peak_bytes"]
+    assert all(way["kept_bytes"] < way["peak_bytes"] for way in report.right(row).values())

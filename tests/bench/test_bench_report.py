@@ -5,7 +5,7 @@ from pathlib import Path
 
 from bench import tables
 from bench.measure.machine import environment
-from bench.pages import command, kernels, overview, presets
+from bench.pages import kernels, presets
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -45,28 +45,10 @@ def test_a_kernel_beside_its_floor_and_its_best_peer():
     assert "(FAIL: fused_remat eager) | bwd | 20 µs | products | absent |" in text
 
 
-def test_parts_without_results_say_so(tmp_path):
-    parts = (
-        "frontier.readme frontier.section kernels.cpu kernels.gpu "
-        "layers.cases layers.profile models.section plans.readme "
-        "plans.section"
-    )
-    assert {command.part(name, root=tmp_path) for name in parts.split()} == {command.UNMEASURED}
-
-
 def test_the_drawn_block_is_the_graph():
     """docs/images/block.svg is drawn by hand."""
     names = re.findall(r'class="name">(\w+)<', (ROOT / "docs/images/block.svg").read_text())
     assert tuple(names) == ("input", *presets.block(True).names, "output")
-
-
-def test_links_of_a_part_fit_the_page_it_stands_on(monkeypatch):
-    part = "[a](bench/tables.py) [b](https://example.org) [c](elsewhere.md)"
-    monkeypatch.setattr(overview, "demo", lambda: part)
-    empty = "<!-- overview.demo:begin --><!-- overview.demo:end -->"
-    below = command.render(empty, ROOT / "docs" / "tables" / "page.md")
-    assert part.replace("bench/", "../../bench/") in below
-    assert part in command.render(empty, ROOT / "README.md")
 
 
 def test_a_way_without_numbers_is_a_sentence_and_widens_no_column():

@@ -30,7 +30,7 @@ def of(source, tmp_path):
 
 def test_marks_make_rows(tmp_path):
     made = table(of(FILE, tmp_path), {})
-    assert made.count("| what | works |") == 2  # groups without a mark are left out
+    assert made.count("| what | works |") == 2  # no groups without a mark
     one = "[test_it.py::test_one](test_it.py)"
     two = "[test_it.py::test_two](test_it.py)"
     assert f"| static graph | yes | {one}, {two} | two processes; no mask |" in made
@@ -41,13 +41,9 @@ def test_marks_make_rows(tmp_path):
 def test_what_works():
     cpu = Mark("a.py", "test_a", False, "", "DDP", "x")
     gpu, broken = cpu._replace(gpu=True), cpu._replace(fails="no such op")
-    there = {
-        "machine": {"gpu": "H100", "commit": "0123456789"},
-        "tests": {"a.py::test_a": "passed"},
-    }
-    failed = there | {"tests": {"a.py::test_a": "failed"}}
-    assert works([cpu], {}) == "yes"
+    ran = {"machine": {"gpu": "H100", "commit": "0123456789"}}
+    passed, failed = (ran | {"tests": {"a.py::test_a": how}} for how in ("passed", "failed"))
     assert works([cpu, broken], {}) == "yes, but not: no such op"
-    assert works([gpu], there) == "yes, on H100 at 0123456"
+    assert works([gpu], passed) == "yes, on H100 at 0123456"
     assert works([gpu], failed) == "no: failed on H100 at 0123456"
     assert works([cpu, gpu], {}) == "yes, on a CPU; by its GPU test, not yet run on hardware"

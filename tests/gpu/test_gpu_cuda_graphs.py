@@ -23,7 +23,7 @@ OTHER_MASKS = 0.1
 
 
 class Captured:
-    """A graph of `function()` and its backward from `dy`, and what every replay writes anew."""
+    """A graph of `function()` and its backward from `dy`, and what every replay writes."""
 
     def __init__(self, function, leaves, dy):
         self.leaves = leaves

@@ -76,7 +76,7 @@ def test_tensor_parallel(mesh, cls, options, sequence):
     other = copy.deepcopy(model)
     parallelize_module(other, mesh, tensor_parallel_plan(other, sequence=sequence))
     (y, expected), (same, found) = step(model, x), step(other, x)
-    # A bias and a residual are added after the sum over ranks, which is rounded once more.
+    # A bias and a residual are added after the sum over ranks, which is rounded again.
     assert error_of(same, y) < 2e-2
     expected, found = pack_attention(expected), pack_attention(found)
     for name, grad in expected.items():

@@ -1,6 +1,6 @@
 """Offload on a GPU: bits, bytes left on the device, pinned memory, compiled, planned.
 
-Where there is no GPU, a mover for the CPU stands in, and what reads CUDA's allocator is left out.
+Where there is no GPU, a mover for the CPU stands in, and what reads CUDA's allocator is skipped.
 On another stream: test_gpu_layers.py.
 """
 

@@ -5,7 +5,7 @@ compiled, bytes kept for backward by name.
 
 A depth is the number of frames from the library's outermost one (the layer's `forward`; in
 backward, what autograd calls) to a row of the operation table, or to the frame that launches, both
-counted. Frames of PyTorch and Triton are left out, and those of comprehensions, which Python has
+counted. Frames of PyTorch and Triton do not count, and those of comprehensions, which Python has
 only up to 3.11.
 
 No kernel runs: a launch is noted where Triton takes it, `InterpretedFunction.run`, and its key is
@@ -41,7 +41,7 @@ SHORT, LONG = 16, 600
 SIZES = ((4, 64), (4, 17), (4, 16), (4, 1), (1, 1), (4, 300), (2, 600), (3, 64))
 _COMPREHENSIONS = ("<listcomp>", "<dictcomp>", "<setcomp>")
 
-#: A layer, and the arguments of a call besides x (B, S, D).
+#: A layer, and the arguments of a call after x (B, S, D).
 Case = tuple[nn.Module, Callable[[Tensor], dict[str, Any]]]
 
 
@@ -213,7 +213,7 @@ def compiles(name: str) -> dict[str, int]:
 
 
 def versions() -> dict[str, str]:
-    """What calls and compilations depend on besides the library."""
+    """What calls and compilations depend on apart from the library."""
     packages = {name: version(name) for name in ("torch", "transformers", "triton")}
     return {"python": "{}.{}".format(*sys.version_info), **packages}
 

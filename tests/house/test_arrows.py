@@ -1,4 +1,4 @@
-"""Imports go one way between the rooms of the package, wherever in a file they stand."""
+"""Imports go one way between the packages of the library, wherever in a file they stand."""
 
 import ast
 import sys
@@ -16,8 +16,8 @@ LINE = (
 )  # fmt: skip
 LEAVES = ("layer_specs", "policies", "random", "spec", "version")
 
-# By room or file, what may be imported of the package. The longest prefix of a file's name is its
-# row, and a file with no row fails until it is placed.
+# What a package or a file may import of the library. The longest prefix of a file's name is its
+# entry, and a file without one fails until it is placed.
 ARROWS: dict[str, tuple[str, ...]] = {
     **{room: LINE[i:] + LEAVES for i, room in enumerate(LINE)},
     **dict.fromkeys(LEAVES, ()),

@@ -16,7 +16,7 @@ def lines_of(path):
 
 
 def totals():
-    """Lines of Python by package: those of `fused_remat`, its sum, and the folders beside it."""
+    """Lines of Python by package: those of `fused_remat`, its sum, and the other folders."""
     found = Counter()
     for path in FILES:
         package = path.relative_to(ROOT).parent

@@ -6,7 +6,7 @@ import triton.language as tl
 from kernel_problems import PROBLEMS
 from places import target
 
-from bench.kernels.attention_problem import FORMS
+from bench.kernels.attention import FORMS
 from bench.kernels.ops import MLP, Absent, Mlp
 from bench.kernels.problem import contests, ways_of
 from bench.measure.contest import Rig, admit, check

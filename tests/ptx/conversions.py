@@ -8,14 +8,13 @@ from .decode import Instruction
 from .lanes import Array, Registers, Step, dtype_of, instruction, pure
 from .numbers import HALF, f4, f8, flushed, u2, u4
 
-_WHOLE = {"rzi": np.trunc, "rni": np.rint, "rmi": np.floor, "rpi": np.ceil}
-_KNOWN = {"rn", "ftz", "sat", *_WHOLE}
+_WHOLE = {"rzi": np.trunc, "rmi": np.floor}
 
 
 @instruction("cvt")
 def _convert(i: Instruction, k: Registers) -> Step:
     *how, into, given = i.parts[1:]
-    if not set(how) <= _KNOWN or ("sat" in how and (into, given) != ("f32", "f32")):
+    if not set(how) <= {"rn", "ftz", *_WHOLE}:
         raise i.unknown()
     if into.endswith("x2"):  # the first operand is the upper half
         narrow = HALF[into.removesuffix("x2")][1]
@@ -36,8 +35,6 @@ def _convert(i: Instruction, k: Registers) -> Step:
             x = flushed(x)
         if whole is not None:
             x = whole(x)
-        if "sat" in how:  # NaN gives 0
-            x = np.fmin(np.fmax(x, f4(0)), f4(1))
         if floats == (False, True):  # clamped to the type's range
             limits = np.iinfo(target)
             nan = target(1) << target(63) if limits.bits == 64 else target(0)

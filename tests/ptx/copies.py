@@ -55,8 +55,6 @@ def _copy(i: Instruction, k: Registers) -> Step:
         return bulk(i, k)
     if i.opcode == "cp.async.commit_group":
         return lambda m, mask: _commit(m, mask)
-    if i.opcode == "cp.async.wait_all":
-        return lambda m, mask: (_commit(m, mask), _wait(m, 0, mask))[0]
     if i.opcode == "cp.async.wait_group":
         left = int(i.operands[0], 0)
         return lambda m, mask: _wait(m, left, mask)

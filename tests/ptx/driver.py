@@ -4,7 +4,7 @@
         kernel[grid](x, y, n, BLOCK=128)  # CPU tensors
     driver.launches  # what ran, and what each launch did
 
-The path is the real one: Triton specialises arguments, compiles and caches; what it would hand to
+The path is the real one: Triton specializes arguments, compiles and caches; what it would hand to
 ptxas is executed. A binary is the PTX itself.
 """
 
@@ -143,7 +143,7 @@ def _flat(signature: Sequence[Any], args: Sequence[Any], maps: Iterator[Any]) ->
 
 
 def _stages(backend=None, stages=None, options=None, language=None, capability=None):
-    """Triton's hook: ptxas is left out. Without arguments: what the cache tells this apart by."""
+    """Triton's hook, without ptxas. Without arguments: the key of this stage in the cache."""
     if stages is None:
         return "executed on a CPU", "executed on a CPU"
     stages["cubin"] = lambda ptx, metadata: ptx.encode()

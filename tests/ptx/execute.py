@@ -94,12 +94,12 @@ def _one_thread() -> Iterator[None]:
 
 
 def _parameter(memory: Global, number: int, kind: str, value: Any) -> Array:
-    """The bits of a parameter, one for all lanes; scratch memory that is not asked for is 0."""
+    """The bits of a parameter, one for all lanes; scratch memory that is not requested is 0."""
     if isinstance(value, TensorMap):
         memory.maps[number] = replace(value, address=memory.place(value.base))
         return np.zeros(8, np.uint8)
     if kind in ("f16", "f64") or (kind == "f32") != isinstance(value, float):
-        raise PTXError(f"parameter {number} is {kind}, and {value!r} was given")
+        raise PTXError(f"parameter {number} is {kind}, got {value!r}")
     if kind == "f32":
         return np.array([value], np.float32)
     if isinstance(value, Tensor):

@@ -135,7 +135,7 @@ def nearest(x: float | Fraction, kind: str) -> float:
 
 
 def exactly(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function in rational numbers; in floating point where these cannot say it."""
+    """The function in rational numbers; in floating point where these cannot express it."""
 
     def value(*xs: float) -> Any:
         exact = all(map(math.isfinite, xs)) and function(*map(Fraction, xs))
@@ -216,7 +216,7 @@ def check(
 
     `template`: "add.s32", or with its operands; `signature`: types of result and operands;
     `function`: gives an exact number, rounded here, an integer, taken modulo its size, or None
-    where the manual says nothing. With .ftz, operands and results are flushed here.
+    where the manual is silent. With .ftz, operands and results are flushed here.
     """
     packed = "x2 " in signature
     kinds = signature.split()

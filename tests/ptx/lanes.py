@@ -31,7 +31,7 @@ INSTRUCTIONS: dict[str, Handler] = {}
 UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 SIGNED = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
 FLOAT = {2: np.float16, 4: np.float32, 8: np.float64}
-#: Registers that hold what the machine says, by the names of PTX (chapter 10).
+#: Registers that describe the machine, by the names of PTX (chapter 10).
 SPECIAL = {name: 4 for name in ("%tid.x", "%laneid", "%warpid", "%ntid.x")} | {
     f"%{what}.{axis}": 4 for what in ("ctaid", "nctaid") for axis in "xyz"
 } | {"%tid.y": 4, "%tid.z": 4}  # fmt: skip

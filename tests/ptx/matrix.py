@@ -1,4 +1,4 @@
-"""Matrix instructions of a warp: PTX ISA 9.7.14.5 (fragments .7 and .8, mma .14, ldmatrix .15,
+"""Matrix instructions of a warp: PTX ISA 9.7.14.5 (fragments .8, mma .14, ldmatrix .15,
 stmatrix .16).
 
 Sums are of float32 in the order of a library's product; tensor cores have an order of their own.
@@ -51,11 +51,10 @@ def products(run: list[Instruction], k: Registers) -> Iterator[Step]:
 def _products(wave: list[Instruction], k: Registers) -> Step:
     i = wave[0]
     shape = re.fullmatch(
-        r"mma\.sync\.aligned\.m16n8k(8|16)\.row\.col\.f32\.(bf16|f16|tf32)\.\2\.f32", i.opcode
+        r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.(bf16|f16)\.\1\.f32", i.opcode
     )
-    if shape is None or i.guard or (shape[2] == "tf32") != (shape[1] == "8"):
+    if shape is None or i.guard:
         raise i.unknown()
-    depth, kind = int(shape[1]), shape[2]
     unique: list[dict[Any, int]] = [{}, {}]
     places = [
         [known.setdefault(w.operands[n + 1], len(known)) for w in wave]
@@ -68,7 +67,7 @@ def _products(wave: list[Instruction], k: Registers) -> Step:
     def step(m: Machine, mask: Mask) -> None:
         m.whole(mask, 32, i)
         stacks = [np.stack([_stack(m, read) for read in some]) for some in (*reads, accumulators)]
-        a, b, c = _operands(*stacks, m.warps, kind)
+        a, b, c = _operands(*stacks, m.warps, WIDEN[shape[1]])
         a, b = (x[at].reshape(-1, *x.shape[2:]) for x, at in zip((a, b), places, strict=True))
         d = product(a, b, c).reshape(len(wave), m.warps, 2, 8, 4, 2)
         d = np.ascontiguousarray(d.transpose(0, 2, 5, 1, 3, 4)).reshape(len(wave), 4, m.lanes)
@@ -76,7 +75,7 @@ def _products(wave: list[Instruction], k: Registers) -> Step:
             for x, write in zip(row, registers, strict=True):
                 write(m, x, mask)
         warps = m.warps if mask is None else int(mask.sum()) // 32
-        m.counts["multiply-adds"] += 16 * 8 * depth * warps * len(wave)
+        m.counts["multiply-adds"] += 16 * 8 * 16 * warps * len(wave)
 
     return step
 
@@ -85,23 +84,16 @@ def _stack(m: Machine, read: Any) -> Array:
     return np.stack([m.full(x) for x in read(m.R)])
 
 
-def _operands(a: Array, b: Array, c: Array, warps: int, kind: str) -> tuple[Array, Array, Array]:
+def _operands(a: Array, b: Array, c: Array, warps: int, widen: Any) -> tuple[Array, Array, Array]:
     """Fragments (n, registers, lanes) as matrices (n, warps, rows, columns); c as (n·warps, ...).
 
     A lane holds rows g and g + 8, g its number / 4, and columns 2t, 2t + 1, t its number % 4.
     """
-    if kind == "tf32":
-        a, b = ((x & u4(0xFFFFE000)).view(f4) for x in (a, b))
-        a = a.reshape(-1, 2, 2, warps, 8, 4).transpose(0, 3, 2, 4, 1, 5)
-        b = b.reshape(-1, 2, warps, 8, 4).transpose(0, 2, 1, 4, 3)
-        depth = 8
-    else:
-        a, b = (WIDEN[kind](x.view(u2)) for x in (a, b))
-        a = a.reshape(-1, 2, 2, warps, 8, 4, 2).transpose(0, 3, 2, 4, 1, 5, 6)
-        b = b.reshape(-1, 2, warps, 8, 4, 2).transpose(0, 2, 1, 4, 5, 3)
-        depth = 16
+    a, b = (widen(x.view(u2)) for x in (a, b))
+    a = a.reshape(-1, 2, 2, warps, 8, 4, 2).transpose(0, 3, 2, 4, 1, 5, 6)
+    b = b.reshape(-1, 2, warps, 8, 4, 2).transpose(0, 2, 1, 4, 5, 3)
     c = c.view(f4).reshape(-1, 2, 2, warps, 8, 4).transpose(0, 3, 1, 4, 5, 2)
-    a, b = a.reshape(-1, warps, 16, depth), b.reshape(-1, warps, depth, 8)
+    a, b = a.reshape(-1, warps, 16, 16), b.reshape(-1, warps, 16, 8)
     return a, b, c.reshape(-1, 16, 8)
 
 

@@ -29,7 +29,7 @@ class Barrier:
     bytes: int = 0
     phase: int = 0
     polled: int = 0  # times in this phase
-    copies: list[Callable[[], int]] = field(default_factory=list)  # each lands, and says its bytes
+    copies: list[Callable[[], int]] = field(default_factory=list)  # each returns its bytes
 
     def advance(self) -> None:
         if self.left == 0 and self.bytes == 0:

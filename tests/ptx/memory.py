@@ -8,15 +8,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .decode import Instruction
-from .lanes import PARAMETERS, SIGNED, UNSIGNED, Array, Mask, Registers, Step, instruction
+from .lanes import PARAMETERS, SIGNED, UNSIGNED, Array, Mask, Registers, Step, instruction, only
 from .spaces import REGION
 
 if TYPE_CHECKING:
     from .machine import Machine
 
 _VECTOR = {"v2": 2, "v4": 4, "v8": 8}
-#: What says how caches keep it, and orders of memory that a launch's end gives anyway.
-_HINTS = {"relaxed", "acquire", "gpu", "sys", "cta", "nc", "ca", "cg", "volatile", "weak"}
 
 
 class Access:
@@ -26,25 +24,18 @@ class Access:
         self.space = i.parts[1].split("::")[0]
         self.registers = registers if isinstance(registers, tuple) else (registers,)
         self.size, self.signed = int(re.findall(r"\d+", i.type)[-1]) // 8, i.type[0] == "s"
-        said = [p for p in i.parts[2:-1] if p not in _VECTOR and not p.startswith(("L1", "L2"))]
+        only(i, i.parts[1], *_VECTOR)
         number = next((_VECTOR[p] for p in i.parts if p in _VECTOR), 1)
-        if number != len(self.registers) or not {s.split("::")[0] for s in said} <= _HINTS | {""}:
+        if number != len(self.registers):
             raise i.unknown()
         if self.space in ("global", "shared"):
             wide = np.uint64 if self.space == "global" else np.uint32
             self.address = k.address(address, wide)
 
 
-@instruction("createpolicy")
-def _policy(i: Instruction, k: Registers) -> Step:
-    """What lines a cache keeps: 9.7.9.18. Nothing is cached here."""
-    write = k.write(i.operands[0], np.uint64)
-    return lambda m, mask: write(m, np.zeros(1, np.uint64), mask)
-
-
 @instruction("ld")
 def _load(i: Instruction, k: Registers) -> Step:
-    access = Access(i, k, *i.operands[:2])  # a third one is a cache's policy
+    access = Access(i, k, *i.operands)
     dtype = (SIGNED if access.signed else UNSIGNED)[access.size]
     writes = [k.write(text, dtype) for text in access.registers]
     if access.space == "param":

@@ -4,7 +4,7 @@
 
 A mutant is caught if the executor reports something, or stops, or results have other bits. Of the
 others some comparisons and guards decide the same in every lane of the launches;
-`equivalent.tsv` says which change nothing, and why; any that survives besides is an error.
+`equivalent.tsv` lists those that change nothing; any other that survives is an error.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .execute import How, Outcome, Program, TensorMap, execute
 from .lanes import Registers, Step, dtype_of, instruction
 
 KNOWN = Path(__file__).with_name("equivalent.tsv")
-Change = Callable[[Instruction], Instruction | None]  # None: it is left out
+Change = Callable[[Instruction], Instruction | None]  # None: it is deleted
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 PTX ISA 9.7.1 (integer), 9.7.3 (floating point), 9.7.4 (half precision), 9.7.6 and 9.7.7 (comparison
 and selection), 9.7.8 (logic and shift), 9.7.9.3-4 (mov), 9.7.9.7 (prmt), 9.7.9.20 (cvta).
-Approximate functions are as good as numpy's: their errors are not modelled.
+Approximate functions are as good as numpy's: their errors are not modeled.
 """
 
 from __future__ import annotations
@@ -103,37 +103,24 @@ def _half_fma(a: Array, b: Array, c: Array) -> Array:
     return (bits | (x != exact)).astype(u4).view(f4)
 
 
-def _fma_down(a: Array, b: Array, c: Array) -> Array:
-    """The largest number that is no larger than the sum."""
-    exact = _odd_sum(a.astype(f8) * b, c)
-    near = exact.astype(f4)
-    return np.where(near > exact, np.nextafter(near, f4(-np.inf)), near)
-
-
 def _quotient(a: Array, b: Array) -> Array:
-    """Towards zero; nothing is said of a divisor of zero, and lanes that are masked have some."""
+    """Towards zero; a divisor of zero is unspecified, and lanes that are masked have some."""
     b = np.where(b == 0, b.dtype.type(1), b)
     floor = a // b
     return floor + (((a < 0) != (b < 0)) & (floor * b != a)).astype(a.dtype)
 
 
-def _exact(function: Callable[[Array], Array]) -> Callable[[Array], Array]:
-    return lambda x: function(x.astype(f8)).astype(x.dtype)
-
-
 _ROUNDING = ("rn", "ftz", "approx", "full", "lo")
 _ARITHMETIC: dict[str, Callable[..., Array]] = {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "mad": lambda a, b, c: a * b + c,
-    "neg": np.negative, "abs": np.abs, "ex2": np.exp2, "lg2": np.log2, "sqrt": np.sqrt,
-    "rcp": lambda x: x.dtype.type(1) / x, "rsqrt": _exact(lambda x: 1 / np.sqrt(x)),
-    "tanh": np.tanh, "sin": np.sin, "cos": np.cos,
+    "neg": np.negative, "abs": np.abs, "ex2": np.exp2, "sqrt": np.sqrt,
 }  # fmt: skip
 
 
 @instruction(*_ARITHMETIC)
 def _arithmetic(i: Instruction, k: Registers) -> Step:
     name = i.parts[0]
-    if {"wide", "hi"} & set(i.parts):
+    if "wide" in i.parts:
         return _wide(i, k)
     only(i, *_ROUNDING)
     if name == "mad" and i.type[0] == "f":
@@ -142,15 +129,12 @@ def _arithmetic(i: Instruction, k: Registers) -> Step:
 
 
 def _wide(i: Instruction, k: Registers) -> Step:
-    """mul.wide, mad.wide: a result of twice the bits; mul.hi: its upper half."""
-    only(i, "wide", "hi")
+    """mul.wide, mad.wide: a result of twice as many bits."""
+    only(i, "wide")
     given = dtype_of(i.type)
     size = np.dtype(given).itemsize
     table = SIGNED if np.dtype(given).kind == "i" else UNSIGNED
     into = table[2 * size]
-    if "hi" in i.parts:
-        upper = lambda a, b: ((a.astype(into) * b.astype(into)) >> into(8 * size)).astype(given)  # noqa: E731
-        return pure(i, k, upper, given, given, given)
     if i.parts[0] == "mul":
         return pure(i, k, lambda a, b: a.astype(into) * b.astype(into), into, given, given)
     made = lambda a, b, c: a.astype(into) * b.astype(into) + c  # noqa: E731
@@ -159,11 +143,9 @@ def _wide(i: Instruction, k: Registers) -> Step:
 
 @instruction("fma")
 def _fused(i: Instruction, k: Registers) -> Step:
-    only(i, "rn", "rm", "ftz")
-    if i.type == "f64" or ("rm" in i.parts and i.type != "f32"):
+    only(i, "rn", "ftz")
+    if i.type == "f64":
         raise i.unknown()
-    if "rm" in i.parts:
-        return arithmetic(i, k, _fma_down)
     return arithmetic(i, k, _fma if i.type == "f32" else _half_fma)
 
 
@@ -178,16 +160,15 @@ def _division(i: Instruction, k: Registers) -> Step:
 
 @instruction("min", "max")
 def _extremes(i: Instruction, k: Registers) -> Step:
-    """Of a number and NaN the number, unless .NaN; -0 is less than 0."""
-    only(i, "ftz", "NaN", "relu")
+    """Of a number and NaN the number; -0 is less than 0."""
+    only(i, "ftz", "relu")
     name = i.parts[0]
     if "relu" in i.parts:
         least = np.minimum if name == "min" else np.maximum
         return arithmetic(i, k, lambda a, b: np.maximum(least(a, b), a.dtype.type(0)))
     if i.type[0] in "su":
         return arithmetic(i, k, np.minimum if name == "min" else np.maximum)
-    number = {"min": (np.fmin, np.minimum), "max": (np.fmax, np.maximum)}[name]["NaN" in i.parts]
-    sign = np.bitwise_or if name == "min" else np.bitwise_and
+    number, sign = {"min": (np.fmin, np.bitwise_or), "max": (np.fmax, np.bitwise_and)}[name]
 
     def extreme(a: Array, b: Array) -> Array:
         bits = UNSIGNED[a.itemsize]
@@ -196,46 +177,21 @@ def _extremes(i: Instruction, k: Registers) -> Step:
     return arithmetic(i, k, extreme)
 
 
-@instruction("copysign")
-def _copysign(i: Instruction, k: Registers) -> Step:
-    return arithmetic(i, k, lambda sign, x: np.copysign(x, sign))
-
-
 # --- comparison and selection
 
-_ORDERED = {
+_COMPARED = {
     "eq": np.equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
-    "lo": np.less, "ls": np.less_equal, "hi": np.greater, "hs": np.greater_equal,
+    "ne": lambda a, b: (a < b) | (a > b), "neu": np.not_equal,
 }  # fmt: skip
-_OPPOSITE = {"equ": "ne", "ltu": "ge", "leu": "gt", "gtu": "le", "geu": "lt"}
-
-
-def comparison(how: str) -> Callable[[Array, Array], Array]:
-    """PTX ISA 9.3.1.2: ordered ones are false where an operand is NaN, those with u are true."""
-    if how in _ORDERED:
-        return _ORDERED[how]
-    if how == "ne":
-        return lambda a, b: (a < b) | (a > b)
-    if how == "neu":
-        return np.not_equal
-    if how in ("nan", "num"):
-        return lambda a, b: (np.isnan(a) | np.isnan(b)) == (how == "nan")
-    opposite = comparison(_OPPOSITE[how])
-    return lambda a, b: ~opposite(a, b)
 
 
 @instruction("setp")
 def _setp(i: Instruction, k: Registers) -> Step:
-    _, how, *between, kind = i.parts
-    test, joined = comparison(how), [x for x in between if x != "ftz"]
-    if "ftz" in between:
-        plain = test
-        test = lambda a, b: plain(flushed(a), flushed(b))  # noqa: E731
-    join = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}
+    """PTX ISA 9.3.1.2: ordered comparisons are false where an operand is NaN, neu is true."""
+    only(i, i.parts[1])
+    test, kind = _COMPARED[i.parts[1]], i.type
     into = [text.strip() for text in i.operands[0].split("|")]
     half = kind.removesuffix("x2")
-    if "ftz" in between and kind != "f32":
-        raise i.unknown()
     if half in HALF:
         widen, size = HALF[half][0], u4 if kind.endswith("x2") else u2
         given = [k.read(text, size) for text in i.operands[1:3]]
@@ -247,15 +203,12 @@ def _setp(i: Instruction, k: Registers) -> Step:
                 parts = [widen((x >> size(shift)).astype(u2)) for x in (a, b)]
                 write(m, test(*parts), mask)
 
-        if joined or len(writes) != (2 if kind.endswith("x2") else 1):
+        if len(writes) != (2 if kind.endswith("x2") else 1):
             raise i.unknown()
         return step
     dtype = dtype_of(kind)
     if len(into) > 1:
         raise i.unknown("with two results")
-    if joined:
-        both = lambda a, b, c: join[joined[0]](test(a, b), c)  # noqa: E731
-        return pure(i, k, both, np.bool_, dtype, dtype, np.bool_)
     return pure(i, k, test, np.bool_, dtype, dtype)
 
 
@@ -275,22 +228,6 @@ def _logic(i: Instruction, k: Registers) -> Step:
     return arithmetic(i, k, _LOGIC[i.parts[0]])
 
 
-@instruction("lop3")
-def _lop3(i: Instruction, k: Registers) -> Step:
-    table = int(i.operands[4], 0)
-
-    def choose(a, b, c):
-        found = u4(0)
-        for case in range(8):
-            if table >> case & 1:
-                bits = (a if case & 4 else ~a) & (b if case & 2 else ~b) & (c if case & 1 else ~c)
-                found = found | bits
-        return found
-
-    short = Instruction(i.opcode, i.operands[:4], i.guard, i.line, i.source)
-    return pure(short, k, choose, u4, u4, u4, u4)
-
-
 @instruction("shl", "shr")
 def _shift(i: Instruction, k: Registers) -> Step:
     """Distances beyond the width give 0, or the sign."""
@@ -305,18 +242,6 @@ def _shift(i: Instruction, k: Registers) -> Step:
         return np.where(n >= bits, dtype(0), found)
 
     return pure(i, k, shifted, dtype, dtype, u4)
-
-
-@instruction("shf")
-def _funnel(i: Instruction, k: Registers) -> Step:
-    _, side, mode, _ = i.parts
-    limit = (lambda n: n & u4(31)) if mode == "wrap" else (lambda n: np.minimum(n, u4(32)))
-
-    def shifted(a, b, n):
-        both, n = (b.astype(u8) << u8(32)) | a, limit(n).astype(u8)
-        return (both << n >> u8(32) if side == "l" else both >> n).astype(u4)
-
-    return pure(i, k, shifted, u4, u4, u4, u4)
 
 
 @instruction("bfe")
@@ -335,11 +260,9 @@ def _field(i: Instruction, k: Registers) -> Step:
     return pure(i, k, field, dtype, dtype, u4, u4)
 
 
-@instruction("popc", "clz", "brev")
+@instruction("popc")
 def _counts(i: Instruction, k: Registers) -> Step:
     bits = UNSIGNED[int(i.type[1:]) // 8]
-    if i.parts[0] != "popc":
-        raise i.unknown()
     return pure(i, k, lambda a: np.bitwise_count(a).astype(u4), u4, bits)
 
 

@@ -25,7 +25,7 @@ class Program:
         blocks: the steps of each basic block, and where lanes go then.
         opcodes: of each basic block.
         warpgroups: whether it uses the asynchronous proxy: tensor maps, wgmma.
-        grain: bytes of shared memory that are told apart: the smallest element written there.
+        grain: bytes of shared memory that are distinguished: the smallest element written there.
     """
 
     def __init__(self, ptx: str | Code, shared: int) -> None:

@@ -204,7 +204,7 @@ class Global:
     def note_write(
         self, region: Region, at: Array, size: int, tag: Array, i: Instruction, same: Array
     ) -> None:
-        """`same`: which write what is there already; two warps may write equal values."""
+        """`same`: which write the present value; two warps may write equal values."""
         after_read, after_write = region.tags.write(grains(at, size, region.grain), tag)
         if after_read.any():
             self.reports.add("race: global write after read", i, after_read.sum())

@@ -68,7 +68,6 @@ EARLY = "read before a copy has been waited for"
         (copy(size=4) + READ.format(0), True),
         (copy(size=4) + "cp.async.commit_group;" + READ.format(0), True),
         (copy(size=4) + "cp.async.wait_group 0;" + READ.format(0), True),  # of no group yet
-        (copy(size=4) + "cp.async.wait_all;" + READ.format(0), False),
         (copy(size=4) + DONE + READ.format(0), False),
         (TWO + "cp.async.wait_group 2;" + READ.format(0), True),
         (TWO + "cp.async.wait_group 1;" + READ.format(0), False),

@@ -1,4 +1,4 @@
-"""The driver as the library meets it: who serves tensors on a CPU."""
+"""The driver as the library meets it: which backend runs tensors on a CPU."""
 
 import pytest
 import torch

@@ -111,7 +111,7 @@ def test_reports_of_matrices_in_shared_memory():
 # --- mma.sync
 
 
-def fragment_16(lane, i, operand):
+def fragment(lane, i, operand):
     """Row and column of element i of a lane: 9.7.14.5.8, of 16-bit operands."""
     group, thread = lane >> 2, lane % 4
     if operand == "a":
@@ -122,27 +122,12 @@ def fragment_16(lane, i, operand):
     return group if i < 2 else group + 8, thread * 2 + (i & 1)
 
 
-def fragment_8(lane, i, operand):
-    """9.7.14.5.7, of tf32 operands."""
-    group, thread = lane >> 2, lane % 4
-    if operand == "a":
-        return group if i in (0, 2) else group + 8, thread + (4 if i >= 2 else 0)
-    if operand == "b":
-        return thread + 4 * i, group
-    return fragment_16(lane, i, "c")
+KINDS = {"bf16": torch.bfloat16, "f16": torch.float16}
 
 
-KINDS = {
-    "bf16": (16, fragment_16, torch.bfloat16),
-    "f16": (16, fragment_16, torch.float16),
-    "tf32": (8, fragment_8, torch.float32),
-}
-
-
-def matrices(kind, a, b, c):
+def matrices(a, b, c):
     """From what lanes hold: a (16, k), b (k, 8) and c (16, 8) of each warp."""
-    depth, fragment, _ = KINDS[kind]
-    whole = [torch.zeros(WARPS, *shape) for shape in ((16, depth), (depth, 8), (16, 8))]
+    whole = [torch.zeros(WARPS, *shape) for shape in ((16, 16), (16, 8), (16, 8))]
     for name, held, matrix in zip("abc", (a, b, c), whole, strict=True):
         for lane in range(LANES):
             for i in range(held.shape[1]):
@@ -150,9 +135,8 @@ def matrices(kind, a, b, c):
     return whole
 
 
-def held(kind, matrix):
+def held(matrix):
     """What lanes hold of c."""
-    fragment = KINDS[kind][1]
     rows = [[matrix[(lane // 32, *fragment(lane % 32, i, "c"))] for i in range(4)]
             for lane in range(LANES)]  # fmt: skip
     return torch.tensor(rows)
@@ -160,16 +144,14 @@ def held(kind, matrix):
 
 def operands(kind):
     """Small integers, of which every sum is exact."""
-    depth, _, dtype = KINDS[kind]
-    count = 16 * depth // 32
     draw = lambda n: torch.randint(-8, 9, (LANES, n)).float()  # noqa: E731
-    return draw(count).to(dtype), draw(count // 2).to(dtype), draw(4)
+    return draw(8).to(KINDS[kind]), draw(4).to(KINDS[kind]), draw(4)
 
 
 def multiply(kind, d, c):
     """a is in %r8 to %r11, b in %r12 and %r13; d and c are the first registers."""
     return (
-        f"mma.sync.aligned.m16n8k{KINDS[kind][0]}.row.col.f32.{kind}.{kind}.f32 "
+        f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 "
         f"{registers(d, 4)}, {registers(8, 4)}, {registers(12, 2)}, {registers(c, 4)};\n"
     )
 
@@ -180,8 +162,6 @@ LOADS = load(0, 8, 4) + load(1, 12, 2) + load(2, 16, 4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_mma(kind):
     a, b, c = operands(kind)
-    if kind == "tf32":  # the lowest 13 bits are not looked at
-        a, b = ((x.view(torch.int32) | 0x1ABC).view(torch.float32) for x in (a, b))
     out = torch.zeros(LANES, 4)
     outcome = right(
         f"""{LOADS}
@@ -189,11 +169,9 @@ def test_mma(kind):
         {store(3, 20, 4)}""",
         a, b, c, out, threads=LANES,
     )  # fmt: skip
-    if kind == "tf32":
-        a, b = ((x.view(torch.int32) & ~0x1FFF).view(torch.float32) for x in (a, b))
-    whole_a, whole_b, whole_c = matrices(kind, a.float(), b.float(), c)
-    assert torch.equal(out, held(kind, whole_a @ whole_b + whole_c))
-    assert outcome.counts["multiply-adds"] == WARPS * 16 * 8 * KINDS[kind][0]
+    whole_a, whole_b, whole_c = matrices(a.float(), b.float(), c)
+    assert torch.equal(out, held(whole_a @ whole_b + whole_c))
+    assert outcome.counts["multiply-adds"] == WARPS * 16 * 8 * 16
 
 
 def test_products_that_follow_each_other():
@@ -207,9 +185,9 @@ def test_products_that_follow_each_other():
         f"{store(4, 180, 4)}",
         a, b, c, out, other, threads=LANES,
     )  # fmt: skip
-    whole_a, whole_b, whole_c = matrices("bf16", a.float(), b.float(), c)
-    assert torch.equal(out, held("bf16", 5 * (whole_a @ whole_b) + whole_c))
-    assert torch.equal(other, held("bf16", whole_a @ whole_b + whole_c))
+    whole_a, whole_b, whole_c = matrices(a.float(), b.float(), c)
+    assert torch.equal(out, held(5 * (whole_a @ whole_b) + whole_c))
+    assert torch.equal(other, held(whole_a @ whole_b + whole_c))
 
 
 def test_mma_of_some_warps():
@@ -224,8 +202,8 @@ def test_mma_of_some_warps():
         $OUT:""",
         a, b, c, out, threads=LANES,
     )  # fmt: skip
-    whole_a, whole_b, whole_c = matrices("f16", a.float(), b.float(), c)
-    assert torch.equal(out[32:], held("f16", whole_a @ whole_b + whole_c)[32:])
+    whole_a, whole_b, whole_c = matrices(a.float(), b.float(), c)
+    assert torch.equal(out[32:], held(whole_a @ whole_b + whole_c)[32:])
     assert (out[:32] == -1).all()
     part = f"setp.lt.s32 %p1, %r0, 16;\n@%p1 bra $OUT;\n{multiply('f16', 8, 16)}$OUT:"
     assert "by a part of its lanes" in reported(part)

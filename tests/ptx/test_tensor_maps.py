@@ -13,7 +13,7 @@ from .execute import TensorMap
 from .kernels import lanes, not_executed, reported, right, run
 from .test_mbarriers import ARRIVE, READY, WAIT
 
-#: 5.5.7: which of a line's pieces of 16 bytes is where, line after line of 128 bytes.
+#: 5.5.7: which of a line's 16-byte parts is where, line after line of 128 bytes.
 PIECES = {
     0: ["01234567"],
     1: ["01234567", "10325476"],

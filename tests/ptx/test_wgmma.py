@@ -11,7 +11,7 @@ from .test_matrix import registers
 from .test_tensor_maps import FENCE, between, swizzled
 
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
-#: Pieces of 16 bytes that a swizzle spans -> mode of a descriptor, swizzle of a tensor map.
+#: Parts of 16 bytes that a swizzle spans -> mode of a descriptor, swizzle of a tensor map.
 MODE, SWIZZLE = {1: 0, 8: 1, 4: 2, 2: 3}, {1: 0, 2: 1, 4: 2, 8: 3}
 A, B = 1024, 9216  # in shared memory, of at most 128 bytes for a row
 OPEN, COMMIT = "wgmma.fence.sync.aligned;", "wgmma.commit_group.sync.aligned;"

@@ -1,5 +1,5 @@
 """What the lanes of a warp do together, and fences: PTX ISA 9.7.9.6 (shfl), 9.7.13.4 (fence),
-9.7.13.9 (vote), 9.7.13.12 (redux), 9.7.13.13 (griddepcontrol), 9.7.13.14 (elect)."""
+9.7.13.12 (redux), 9.7.13.14 (elect)."""
 
 from __future__ import annotations
 
@@ -18,27 +18,16 @@ ALL = 0xFFFFFFFF
 _LANE = np.arange(32)
 
 
-def _nothing(m: Machine, mask: Mask) -> None:
-    """What this machine does in order anyway, or a hint."""
-
-
-@instruction("membar", "nanosleep", "griddepcontrol", "prefetch")
-def _hint(i: Instruction, k: Registers) -> Step:
-    return _nothing
-
-
 @instruction("fence")
 def _fence(i: Instruction, k: Registers) -> Step:
-    if i.opcode in ("fence.proxy.async", "fence.proxy.async.shared::cta"):
-
-        def step(m: Machine, mask: Mask) -> None:
-            lanes = m.taking(mask)
-            m.shared.fence(m.own[lanes], m.block_of[lanes])
-
-        return step
-    if i.parts[1] == "proxy":
+    if i.opcode not in ("fence.proxy.async", "fence.proxy.async.shared::cta"):
         raise i.unknown()
-    return _nothing
+
+    def step(m: Machine, mask: Mask) -> None:
+        lanes = m.taking(mask)
+        m.shared.fence(m.own[lanes], m.block_of[lanes])
+
+    return step
 
 
 def _together(i: Instruction, k: Registers) -> Step:
@@ -63,26 +52,21 @@ def _shuffle(i: Instruction, k: Registers) -> Step:
     if i.type != "b32" or "|" in into or edge >> 8:
         raise i.unknown()
     write, read, far = k.write(into, u4), k.read(given, u4), k.read(distance, u4)
-    moves = {
-        "bfly": lambda n: _LANE ^ n, "up": lambda n: _LANE - n, "down": lambda n: _LANE + n,
-        "idx": lambda n: n + 0 * _LANE,
-    }  # fmt: skip
+    move = {"bfly": lambda n: _LANE ^ n, "idx": lambda n: n + 0 * _LANE}[how]
 
     def step(m: Machine, mask: Mask) -> None:
         x, n = read(m.R), far(m.R).astype(i8) & 31
         together(m, mask)
         if x.size > 1:
-            source = moves[how](n.reshape(-1, 32) if n.size > 1 else n)
-            inside = source >= edge if how == "up" else source <= edge
-            source = np.broadcast_to(np.where(inside, source, _LANE), (m.warps, 32))
+            source = move(n.reshape(-1, 32) if n.size > 1 else n)
+            source = np.broadcast_to(np.where(source <= edge, source, _LANE), (m.warps, 32))
             x = np.take_along_axis(x.reshape(-1, 32), source, 1).reshape(-1)
         write(m, x, mask)
 
     return step
 
 
-_REDUCTIONS = {"add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and,
-               "or": np.bitwise_or, "xor": np.bitwise_xor}  # fmt: skip
+_REDUCTIONS = {"add": np.add, "min": np.minimum, "max": np.maximum}
 
 
 @instruction("redux")
@@ -97,21 +81,6 @@ def _reduce(i: Instruction, k: Registers) -> Step:
         together(m, mask)
         x = m.full(read(m.R)).reshape(-1, 32)
         write(m, np.repeat(function.reduce(x, axis=1, dtype=dtype), 32), mask)
-
-    return step
-
-
-@instruction("vote")
-def _vote(i: Instruction, k: Registers) -> Step:
-    together = _together(i, k)
-    if i.parts[2] != "ballot":
-        raise i.unknown()
-    read, write = k.read(i.operands[1], np.bool_), k.write(i.operands[0], u4)
-
-    def step(m: Machine, mask: Mask) -> None:
-        together(m, mask)
-        bits = m.full(read(m.R)).reshape(-1, 32).astype(u4) << _LANE.astype(u4)
-        write(m, np.repeat(np.bitwise_or.reduce(bits, 1), 32), mask)
 
     return step
 
