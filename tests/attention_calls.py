@@ -1,6 +1,9 @@
 """Calls of the attention operations, as the tests write them."""
 
+from collections.abc import Sequence
 from typing import Any
+
+from torch import Tensor
 
 from fused_remat.spec import AttentionSpec
 from fused_remat.steps.attention_call import AttentionArgs
@@ -24,3 +27,9 @@ def attention_call(
         scale=width**-0.5 if scale is None else scale, **given,
     )  # fmt: skip
     return AttentionArgs(spec, batch, q_len, kv_len, **options)
+
+
+def call_of(heads: Sequence[Tensor], **options: Any) -> AttentionArgs:
+    """Return a call over q and k, in which True excludes in a bool mask."""
+    (b, h, m, e), (_, kv, n, _) = heads[0].shape, heads[1].shape
+    return attention_call((b, h, kv, m, n, e), **{"true_means": "exclude", **options})

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from fused_remat.steps import cpu_choice
-from fused_remat.steps import onednn as _registers_products  # noqa: F401
 from fused_remat.steps.linear import cpu_has_native
 from fused_remat.steps.operations import (
     FAULTS,
@@ -55,10 +54,10 @@ def _triton() -> Backend | str:
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
     try:
-        from fused_remat.triton import launch_cache, unsupported_reason
+        from fused_remat.triton import launch, unsupported_reason
     except (ImportError, AttributeError) as error:
         return f"the installed Triton is too old or broken: {error}"
-    return Backend(unsupported_reason, forget=launch_cache.forget)
+    return Backend(unsupported_reason, forget=launch.forget)
 
 
 #: Name -> the backend, whose implementations it registers, or why it is not available. A new

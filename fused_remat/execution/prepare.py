@@ -22,15 +22,14 @@ from fused_remat.execution import choose
 from fused_remat.execution.recording import Recordings
 from fused_remat.graph.graph import Graph, sizes
 from fused_remat.graph.schedule import Schedule, schedule
-from fused_remat.spec import USER_FUNCTION
 from fused_remat.steps.activation import ACTIVATIONS, MLPActivation
 from fused_remat.steps.attention import Attention
 from fused_remat.steps.chunk import Chunks, Layout
+from fused_remat.steps.cpu_choice import linear_dx_onednn, linear_fwd_onednn
 from fused_remat.steps.fused import linear_norm_fwd, mlp_bwd, mlp_up_fwd
 from fused_remat.steps.linear import Linear
 from fused_remat.steps.node import Node
 from fused_remat.steps.norm import NORMS, Norm
-from fused_remat.steps.onednn import linear_dx_onednn, linear_fwd_onednn
 from fused_remat.steps.operations import OPERATIONS, Operations
 from fused_remat.steps.residual import Add, DrawMask
 from fused_remat.steps.rotary import Rotary
@@ -269,7 +268,7 @@ def _is_repeatable(node: Node) -> bool:
     if isinstance(node, Norm):
         entry = NORMS[node.spec.kind]
     elif isinstance(node, MLPActivation):
-        entry = ACTIVATIONS.get(node.act)
+        entry = ACTIVATIONS[node.act]
     return type(node) in _REPEATABLE and (entry is None or entry in _ENTRIES)
 
 
@@ -283,7 +282,7 @@ def _fusions(
     """Return the `graph.fusions` that the backend has; products are in `dtype`."""
     acts = {node.act for node in graph.nodes if isinstance(node, MLPActivation)}
     found = set()
-    for act in acts - {USER_FUNCTION}:
+    for act in acts:
         if choose.has_faster(ops, mlp_bwd, (act, dtype, device)):
             found.add(f"mlp_bwd {act}")
         if choose.has_faster(ops, mlp_up_fwd, (act, dtype, device)):

@@ -26,18 +26,13 @@ from fused_remat.spec import (
 from fused_remat.steps.activation import MLPActivation
 from fused_remat.steps.attention import Attention
 from fused_remat.steps.chunk import Part
-from fused_remat.steps.collective import (
-    SITES_OF_A_RANK,
-    AllGather,
-    AllGatherSequences,
-    ReduceScatter,
-    ReduceScatterSequences,
-)
+from fused_remat.steps.collective import SITES_OF_A_RANK, AllGather, ReduceScatter
 from fused_remat.steps.cross_entropy import LinearCrossEntropy
 from fused_remat.steps.linear import Linear
 from fused_remat.steps.low_rank import LowRank
 from fused_remat.steps.node import Node
 from fused_remat.steps.norm import Norm
+from fused_remat.steps.replay import Replay
 from fused_remat.steps.residual import Add, DrawMask
 from fused_remat.steps.rotary import Rotary
 
@@ -195,8 +190,8 @@ class BlockBuilder:
                 return name
             name = f"{x}.ordered" if node.name == name else name
         parallel = replace(self.parallel, sequence=False) if whole else self.parallel
-        kind = AllGatherSequences if in_order and parallel.sequence else AllGather
-        return self.add(kind(name=name, x=x, parallel=parallel))
+        ordered = in_order and parallel.sequence
+        return self.add(AllGather(name=name, x=x, parallel=parallel, per_sequence=ordered))
 
     def leave(
         self,
@@ -214,9 +209,12 @@ class BlockBuilder:
         weight, bias = linear_params(weights)
         made, partial = weights if residual else name, f"{weights}.partial"
         self.add(Linear(name=partial, x=x, weights=(weight,), biases=("",)))
-        kind = ReduceScatterSequences if in_order and self.parallel.sequence else ReduceScatter
-        own = "" if residual else role
-        self.add(kind(name=made, x=partial, bias=bias, parallel=self.parallel, role=own))
+        self.add(
+            ReduceScatter(
+                name=made, x=partial, bias=bias, parallel=self.parallel,
+                role="" if residual else role, per_sequence=in_order and self.parallel.sequence,
+            )
+        )  # fmt: skip
         return self.sum(name, made, residual, mask, role) if residual else name
 
     def attention(self, spec: AttentionSpec, x: str) -> str:
@@ -254,11 +252,15 @@ class BlockBuilder:
         gate = self.linear("gate", x, "gate", role="hidden") if spec.gated else ""
         up = self.linear("up", x, "fc1", role="hidden")
         mask = self.dropout("dropout_mlp", random.MLP, spec.dropout, "fc1.weight", x, divided=True)
-        user = spec.activation == USER_FUNCTION
+        if spec.activation != USER_FUNCTION:
+            act = MLPActivation(name="act", gate=gate, up=up, act=spec.activation, mask=mask)
+            return self.add(act)
+        captured = captured_params(spec.captured)
         return self.add(
-            MLPActivation(
-                name="act", gate=gate, up=up, act=spec.activation, mask=mask,
-                captured=captured_params(spec.captured), per_batch=user and spec.whole,
+            Replay(
+                name="act", xs=(up,), tensors=captured, mask=mask, function="activation",
+                captures=True, what="the caller's function", needed_for=((up, *captured),),
+                tokenwise=True, per_batch=spec.whole,
             )
         )  # fmt: skip
 

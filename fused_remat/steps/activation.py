@@ -1,7 +1,7 @@
 """Activations of an MLP: the table of functions, two operations, and the step.
 
-A new activation is a row of `ACTIVATIONS`. A user's own function needs no row:
-`steps.replay` runs it, and in backward again under autograd.
+A new activation is an entry of `ACTIVATIONS`. A user's own function needs none: it is a replay
+(`steps.replay`).
 """
 
 from __future__ import annotations
@@ -16,11 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fused_remat.random import DropoutMask
-from fused_remat.spec import USER_FUNCTION
-from fused_remat.steps import replay
-from fused_remat.steps.node import Input, Mask, Node, Params
+from fused_remat.steps.node import Input, Mask, Node
 from fused_remat.steps.operations import operation
-from fused_remat.steps.residual import dropout
 
 if TYPE_CHECKING:
     from fused_remat.steps.chunk import Chunk
@@ -43,7 +40,7 @@ class Activation:
 
 
 def _into(op: Any, dy: Tensor, out: Tensor | None, *args: object, **kwargs: object) -> Tensor:
-    """Call an ATen backward op that writes to `out`, if given; some ops lack such an overload."""
+    """Call an ATen backward op that writes to `out`; some ops lack such an overload."""
     result: Tensor
     if out is not None and hasattr(op, "grad_input"):
         result = op.grad_input(dy, *args, **kwargs, grad_input=out)
@@ -159,47 +156,20 @@ class MLPActivation(Node):
 
     gate: Input = ""
     up: Input
-    # a row of `ACTIVATIONS`; or `USER_FUNCTION` for the function that a call passes as
-    # `Pass.functions["activation"]`, so that graphs stay plain data. Autograd must be able to
-    # differentiate it.
-    act: str
+    act: str  # an entry of `ACTIVATIONS`
     mask: Mask = ""
-    # names of the other tensors that a user's function is differentiable in. The function
-    # reads them by itself (a closure, a module's parameters); they are params of the block so
-    # that they get gradients.
-    captured: Params = ()
-
-    @property
-    def description(self) -> tuple[str, str]:
-        if self.act != USER_FUNCTION:
-            return "", ""
-        return "the caller's function; it runs again in backward, under autograd", ""
 
     def needs(self, needs_grad: Collection[str]) -> tuple[str, ...]:
         if not self.gate:
             return (self.up, *self.masks)
         return (self.gate, *((self.up,) if self.gate in needs_grad else ()), *self.masks)
 
-    def rereads(self, needs_grad: Collection[str]) -> tuple[str, ...]:
-        return self.captured
-
     def forward(self, chunk: Chunk, out: Tensor | None = None) -> None:
-        mask = chunk.mask(self.mask)
-        if self.act == USER_FUNCTION:
-            y = replay.activation(chunk.owner.functions["activation"], chunk[self.up])
-            chunk.put(self.name, y if mask is None else torch.mul(y, mask.tensor()).to(y.dtype))
-            return
-        gate = chunk[self.gate] if self.gate else None
+        gate, mask = chunk[self.gate] if self.gate else None, chunk.mask(self.mask)
         chunk.put(self.name, chunk.ops[activation_fwd](self.act, gate, chunk[self.up], mask))
 
     def backward(self, chunk: Chunk, dy: Tensor, owned: bool, needs_grad: Collection[str]) -> None:
-        mask = chunk.mask(self.mask)
-        if self.act == USER_FUNCTION:
-            self._user_backward(
-                chunk, dy if mask is None else chunk.ops[dropout](dy, mask), needs_grad
-            )
-            return
-        gate = chunk[self.gate] if self.gate else None
+        gate, mask = chunk[self.gate] if self.gate else None, chunk.mask(self.mask)
         up = chunk[self.up] if not self.gate or self.gate in needs_grad else None
         marks = self.gate in needs_grad, self.up in needs_grad
         dgate, dup = chunk.ops[activation_bwd](self.act, dy, gate, up, mask, owned, marks)
@@ -207,15 +177,3 @@ class MLPActivation(Node):
             chunk.add_grad(self.gate, dgate, owned=True)
         if dup is not None:
             chunk.add_grad(self.up, dup, owned=True)
-
-    def _user_backward(self, chunk: Chunk, dy: Tensor, needs_grad: Collection[str]) -> None:
-        tensors = {name: chunk.param(name) for name in self.captured}
-        captured = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-        names = [name for name in captured if name in needs_grad]
-        names += [""] if self.up in needs_grad else []
-        function = chunk.owner.functions["activation"]
-        dx, grads = replay.activation_grads(function, dy, chunk[self.up], captured, names)
-        if dx is not None:
-            chunk.add_grad(self.up, *dx)
-        for name, grad in grads.items():
-            chunk.add_param_grad(name, grad)

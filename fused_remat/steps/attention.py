@@ -1,6 +1,6 @@
 """Attention over heads of any strides: two operations and the step.
 
-The operations run one of PyTorch's kernels where it can serve (`attention_aten`), else blocks of
+The operations run one of PyTorch's kernels where one applies (`attention_aten`), else blocks of
 query rows (`attention_blocked`). The call decides, never what is kept. A row whose keys are all
 excluded gives 0, not NaN. Variable-length sequences are calls of their own, one after the other.
 """
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 def attention_fwd(
     q: Tensor, k: Tensor, v: Tensor, call: AttentionArgs, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Attention over q (B, H, S_q, E), k and v (B, Hkv, S_k, E), of any strides.
+    """Return attention over q (B, H, S_q, E), k and v (B, Hkv, S_k, E), of any strides.
 
-    Returns attn (B*S_q, H*E) in the dtype of q, and lse, B*H*S_q elements in this order, in float32
-    (float64 for float64).
+    The result is attn (B*S_q, H*E) in the dtype of q, and lse, B*H*S_q elements in this order, in
+    float32 (float64 for float64).
     """
     shape = call.batch * call.q_len, call.spec.num_heads * v.shape[-1]
     if unsupported_call_reason(q, v, call) is None:
@@ -66,7 +66,7 @@ def attention_bwd(
     dattn: Tensor, q: Tensor, k: Tensor, v: Tensor, attn: Tensor, lse: Tensor, call: AttentionArgs,
     grads: Heads | None,
 ) -> None:  # fmt: skip
-    """Fill `grads`, shaped like q, k and v, if given; add to call.dmask and call.dpadding."""
+    """Fill `grads`, shaped like q, k and v, unless None; add to call.dmask and call.dpadding."""
     do, o = as_heads(dattn, call), as_heads(attn, call)
     if unsupported_call_reason(q, v, call) is None:
         if grads is not None:
@@ -83,7 +83,7 @@ def attention_bwd(
 
 
 def _varlen_forward(q: Tensor, k: Tensor, v: Tensor, call: AttentionArgs, out: Tensor) -> Tensor:
-    """`attention_fwd` of variable-length sequences; lse (H, S_q) is +inf for a token of none."""
+    """Run `attention_fwd` for each sequence; lse (H, S_q) is +inf for a token of none."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     lse = q.new_empty((call.spec.num_heads, call.q_len), dtype=dtype)
     bounds = call.bounds()  # on a GPU, the only wait for the device
@@ -100,7 +100,6 @@ def _varlen_backward(
     dattn: Tensor, q: Tensor, k: Tensor, v: Tensor, attn: Tensor, lse: Tensor, call: AttentionArgs,
     grads: Heads | None,
 ) -> None:  # fmt: skip
-    """`attention_bwd` of variable-length sequences."""
     lse = lse.view(call.spec.num_heads, call.q_len)
     bounds = call.bounds()  # waits for the device again
     for rows, keys, one in call.varlen_sequences(*bounds):
@@ -116,12 +115,12 @@ def _varlen_backward(
 
 
 def _outside(bounds: list[int]) -> tuple[slice, slice]:
-    """The tokens of no sequence: those before the first and after the last."""
+    """Return the tokens of no sequence: those before the first and after the last."""
     return slice(0, bounds[0]), slice(bounds[-1], None)
 
 
 def as_heads(x: Tensor, call: AttentionArgs) -> Tensor:
-    """A view of (B*S_q, H*E) as (B, H, S_q, E)."""
+    """Return a view of (B*S_q, H*E) as (B, H, S_q, E)."""
     width = x.shape[1] // call.spec.num_heads  # not -1, since there may be no rows
     return x.view(call.batch, call.q_len, call.spec.num_heads, width).transpose(1, 2)
 
@@ -129,18 +128,18 @@ def as_heads(x: Tensor, call: AttentionArgs) -> Tensor:
 def describe(
     key: AttentionKey, q: Tensor | None = None, v: Tensor | None = None, call: Any = None
 ) -> str:
-    """What serves in ATen, and why nothing faster does: of a key, or of a call's arguments."""
+    """Describe what runs in ATen, and why nothing faster does, for a key or a call's arguments."""
     why = unsupported_reason(key) if q is None or v is None else unsupported_call_reason(q, v, call)
-    if key.varlen and why:
-        said = "variable-length sequences, one at a time"
-        if q is None or v is None:
-            return said
-        found: dict[str, None] = {}
-        for rows, keys, one in call.varlen_sequences(*call.bounds()):
-            q_one, v_one = q[:, :, rows], v[:, :, keys]
-            found[describe(attention_key(q_one, v_one, one), q_one, v_one, one)] = None
-        return f"{said}: {'; '.join(found) or 'none'}"
-    return f"blocks of query rows: {why}" if why else attention_aten.describe(key)
+    if not (key.varlen and why):
+        return f"blocks of query rows: {why}" if why else attention_aten.describe(key)
+    description = "variable-length sequences, one at a time"
+    if q is None or v is None:
+        return description
+    each: dict[str, None] = {}
+    for rows, keys, one in call.varlen_sequences(*call.bounds()):
+        q_one, v_one = q[:, :, rows], v[:, :, keys]
+        each[describe(attention_key(q_one, v_one, one), q_one, v_one, one)] = None
+    return f"{description}: {'; '.join(each) or 'none'}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,11 +165,10 @@ class Attention(Node):
 
     @functools.cached_property
     def counts(self) -> dict[str, tuple[int, ...]]:
-        """The numbers of heads that lie side by side in each input: of q, k and v in this order."""
+        """Numbers of heads that lie side by side in each input, in the order q, k, v."""
         counts: dict[str, tuple[int, ...]] = {}
-        kv_heads = self.spec.num_kv_heads
-        given = (self.q, self.spec.num_heads), (self.k, kv_heads), (self.v, kv_heads)
-        for name, count in given:
+        heads, kv_heads = self.spec.num_heads, self.spec.num_kv_heads
+        for name, count in ((self.q, heads), (self.k, kv_heads), (self.v, kv_heads)):
             counts[name] = (*counts.get(name, ()), count)
         return counts
 
@@ -188,7 +186,7 @@ class Attention(Node):
 
     @functools.cached_property
     def cuts_keys(self) -> bool:
-        """Whether query i sees the keys 0 to i, so that no query sees those after S_q."""
+        """True if query i sees the keys 0 to i, so that no query sees those after S_q."""
         return self.spec.align == "start" and self.spec.window[1] == 0
 
     def width(self, widths: Mapping[str, int], shapes: Shapes) -> int:
@@ -245,7 +243,7 @@ class Attention(Node):
         return q, k, v
 
     def _buffers(self, chunk: Chunk) -> dict[str, Tensor]:
-        """Uninitialised gradients of the inputs, by name; zeros if some keys are not seen."""
+        """Return uninitialized gradients of the inputs; zeros if some keys are not seen."""
         lengths = chunk.owner.execution.lengths
         unseen = self.cuts_keys and lengths[self.k] > lengths[self.q]
         grads = {}
@@ -259,11 +257,7 @@ class Attention(Node):
     def call(
         self, chunk: Chunk, q: Tensor, k: Tensor, needs_grad: Collection[str]
     ) -> AttentionArgs:
-        """The call for the chunk's sequences.
-
-        The gradient of a mask in `needs_grad` is added, chunk by chunk, to a buffer as large as the
-        whole mask.
-        """
+        """Return the call for the chunk's sequences."""
         owner, (batch, _, q_len, _), kv_len = chunk.owner, q.shape, k.shape[2]
         if not self.params:
             return AttentionArgs(self.spec, batch, q_len, kv_len)
@@ -285,10 +279,7 @@ class Attention(Node):
         )  # fmt: skip
 
     def _part_of_mask(self, chunk: Chunk, mask: Tensor | None) -> Tensor | None:
-        """The part of a mask for the chunk's sequences: (S_q, S_k), or in four dimensions.
-
-        The mask is (S_q, S_k), (B*H, S_q, S_k), or broadcasts to (B, H, S_q, S_k).
-        """
+        # The mask is (S_q, S_k), (B*H, S_q, S_k), or broadcasts to (B, H, S_q, S_k).
         if mask is None or mask.dim() == 2:
             return mask
         if mask.dim() == 3:
@@ -297,7 +288,7 @@ class Attention(Node):
 
 
 def _mask_grad(chunk: Chunk, name: str, needs_grad: Collection[str]) -> Tensor | None:
-    """The buffer of a mask's gradient, allocated on first use; None if it is not needed."""
+    """Return a mask's gradient, to which all chunks add, or None if it is not needed."""
     if name not in needs_grad:
         return None
     grads = chunk.owner.param_grads
@@ -314,8 +305,8 @@ def _sequences(chunk: Chunk, x: Tensor | None) -> Tensor | None:
 
 
 def _empty_heads(x: Tensor) -> Tensor:
-    """Uninitialised heads laid out like x, but with contiguous rows, which kernels need."""
-    made = torch.empty_like(x.transpose(1, 2))
-    if made.stride(-1) != 1:
-        made = torch.empty_like(made, memory_format=torch.contiguous_format)
-    return made.transpose(1, 2)
+    """Return uninitialized heads in the layout of x, but with contiguous rows for kernels."""
+    heads = torch.empty_like(x.transpose(1, 2))
+    if heads.stride(-1) != 1:
+        heads = torch.empty_like(heads, memory_format=torch.contiguous_format)
+    return heads.transpose(1, 2)

@@ -3,9 +3,8 @@
 CPUs have a flash kernel. CUDA has a flash, a cuDNN and a memory-efficient kernel, among which
 PyTorch chooses (`kernel`). Masks run in cuDNN's or the efficient kernel; windows and
 variable-length sequences in flash. Flash and cuDNN support key heads that query heads share;
-another kernel is called once for each query head of a group. Where this version of PyTorch has
-other arguments than `SIGNATURES`, "public" runs: `scaled_dot_product_attention`, whose backward
-runs its forward again.
+another kernel is called once for each query head of a group. An operator that has other arguments
+than in `SIGNATURES` in this version of PyTorch is not called.
 """
 
 from __future__ import annotations
@@ -120,6 +119,8 @@ def unsupported_reason(key: AttentionKey) -> str | None:
         return f"{flash or 'causal'} with a mask or key lengths"
     if key.device.type == "cuda":
         return _unsupported_cuda_reason(key, flash)
+    if not has("cpu"):
+        return "this version of PyTorch has another operator"
     if flash or key.widths[0] != key.widths[1]:
         return flash or f"head dims differ: {key.widths}"
     if key.limited or not (causal or key.spec.num_heads > key.spec.num_kv_heads):
@@ -180,15 +181,14 @@ def describe(key: AttentionKey) -> str:
     if key.device.type == "cpu":
         return "ATen's flash kernel for CPUs"
     if name := kernel_of(key):
-        public = "PyTorch's scaled_dot_product_attention"
-        return public if name == "public" else f"ATen's {name} kernel"
+        return f"ATen's {name} kernel"
     return f"ATen's {kernel_of(key, members=True)} kernel, once for each query head of a group"
 
 
 def kernel(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, call: AttentionArgs | AttentionKey
 ) -> str:
-    """Return the kernel that PyTorch chooses on CUDA, or "public"; "" for none.
+    """Return the kernel that PyTorch chooses on CUDA, or "" for none.
 
     It is the kernel of a training step, in evaluation too: some can do a forward that their
     backward cannot undo.
@@ -203,7 +203,7 @@ def kernel(
             can = has("flash") and torch.version.hip is None
             return "flash" if can and can_use_flash_attention(params) else ""
         if not has("choice"):
-            return "public"
+            return ""
         try:
             choice = torch._fused_sdp_choice(
                 q, k, v, bias, 0.0, causal, scale=call.spec.scale, enable_gqa=shared
@@ -211,9 +211,7 @@ def kernel(
         except RuntimeError:  # all suitable kernels are switched off
             return ""
     name = _KERNELS.get(choice, "")
-    if shared and name == "efficient":
-        return ""
-    return name if not name or has(name) else "public"
+    return "" if not name or (shared and name == "efficient") or not has(name) else name
 
 
 @functools.lru_cache(maxsize=4096)
@@ -286,13 +284,16 @@ def backward(
 def _choose(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: AttentionArgs) -> Kernel:
     """Return the kernel for these heads and their merged mask."""
     shared = q.shape[1] != k.shape[1]
-    if q.is_cpu and has("cpu"):
+    if q.is_cpu:
         return Kernel("" if shared else "cpu", mask)
     bias, nothing = _bias(mask, q, k)
-    name = kernel(q, k, v, bias, call) if q.is_cuda else "public"
-    if not name and (flash := _only_for_flash(call)):
-        raise RuntimeError(f"{flash}: flash attention does not take heads of strides {q.stride()}")
-    return Kernel(name or ("" if shared else "public"), bias, nothing)
+    name = kernel(q, k, v, bias, call)
+    if not name and not shared:
+        raise RuntimeError(
+            f"fused_remat: PyTorch has no attention kernel for heads of strides {q.stride()}; "
+            'pass contiguous heads, or backend="triton"'
+        )
+    return Kernel(name, bias, nothing)
 
 
 def _members(x: Tensor | None, call: AttentionArgs) -> tuple[Any, ...]:
@@ -326,7 +327,7 @@ def _bias(mask: Tensor | None, q: Tensor, k: Tensor) -> tuple[Tensor | None, Ten
 
 
 def run(at: Kernel, q: Tensor, k: Tensor, v: Tensor, call: AttentionArgs) -> tuple[Tensor, Tensor]:
-    """Return attn (B, H, S_q, V), 0 in rows without a key, and lse (B, H, S_q), NaN of "public"."""
+    """Return attn (B, H, S_q, V), 0 in rows without a key, and lse (B, H, S_q)."""
     causal, scale = call.spec.window[1] == 0, call.spec.scale
     if at.name == "cpu":
         attn, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
@@ -339,15 +340,12 @@ def run(at: Kernel, q: Tensor, k: Tensor, v: Tensor, call: AttentionArgs) -> tup
             q, k, v, at.bias, True, 0.0, causal, scale=scale
         )
         lse = lse.reshape(q.shape[:3])
-    elif at.name == "efficient":
+    else:
         bias = None if at.bias is None else at.bias.expand(*q.shape[:3], k.shape[2])
         attn, lse, *_ = _aten._scaled_dot_product_efficient_attention(
             q, k, v, bias, True, 0.0, causal, scale=scale
         )
         lse = lse.narrow(-1, 0, q.shape[2]).clone()
-    else:
-        dtype = torch.promote_types(q.dtype, torch.float32)
-        attn, lse = _public(q, k, v, call, at.bias), q.new_full(q.shape[:3], torch.nan, dtype=dtype)
     return attn if at.nothing is None else attn.masked_fill(at.nothing, 0.0), lse
 
 
@@ -360,11 +358,6 @@ def run_backward(
     if nothing is not None:  # (B, S, H, E) in memory, as without a mask: cuDNN's plans expect it
         do = do.transpose(1, 2).masked_fill(nothing.transpose(1, 2), 0.0).transpose(1, 2)
     causal, scale = call.spec.window[1] == 0, call.spec.scale
-    if name == "public":
-        with torch.enable_grad():
-            q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-            attn = _public(q, k, v, call, bias)
-        return torch.autograd.grad(attn, (q, k, v), do)
     if name == "cpu":
         return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             do, q, k, v, o, lse, 0.0, causal, attn_mask=bias, scale=scale
@@ -391,13 +384,6 @@ def run_backward(
         do, q, k, v, bias, o, padded, unused, unused, 0.0, [True, True, True, False], causal,
         scale=scale,
     )[:3]  # fmt: skip
-
-
-def _public(q: Tensor, k: Tensor, v: Tensor, call: AttentionArgs, bias: Tensor | None) -> Tensor:
-    causal, shared = call.spec.window[1] == 0, q.shape[1] != k.shape[1]
-    return F.scaled_dot_product_attention(
-        q, k, v, bias, 0.0, causal, scale=call.spec.scale, enable_gqa=shared
-    )
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, call: AttentionArgs) -> tuple[Tensor, Tensor]:

@@ -1,8 +1,8 @@
 """Attention in blocks of query rows against the keys that they can see, in ATen ops.
 
-Serves every call. The largest temporary is a block of scores, never (S_q, S_k). The G query heads
-that share a key head are rows of one product, and N = B * Hkv products run at a time. A row whose
-keys are all excluded is 0, and so are its gradients.
+It supports every call. The largest temporary is a block of scores, never (S_q, S_k). The G query
+heads that share a key head are rows of one product, and N = B * Hkv products run at a time. A row
+whose keys are all excluded is 0, and so are its gradients.
 Scores are scaled so that probabilities are powers of 2: exp2 is faster than exp.
 Source: the backward of Dao et al. 2022 (arXiv 2205.14135), with dS = P * (dP - rowsum(dO * O)).
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ _LOG2_E = math.log2(math.e)
 
 
 def sequences(call: AttentionArgs) -> Iterator[tuple[slice, AttentionArgs]]:
-    """Parts of the batch: long sequences one at a time, read in place, with scores in cache."""
+    """Yield parts of the batch: long sequences one at a time, whose scores stay in cache."""
     call, everything = call.with_lengths_as_padding(), slice(None)
     if call.batch == 1 or call.q_len < _LONG:
         yield everything, call
@@ -62,7 +62,7 @@ def backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, call: AttentionArgs,
     grads: Heads | None,
 ) -> None:  # fmt: skip
-    """Fill `grads` (dq, dk, dv), if given; add the masks' gradients to the call's buffers."""
+    """Fill `grads` (dq, dk, dv) unless None; add the masks' gradients to the call's buffers."""
     acc = torch.promote_types(q.dtype, torch.float32)
     q, k, v, do, o = (_grouped(x, call, acc) for x in (q, k, v, do, o))
     unit = _unit(call)
@@ -72,14 +72,14 @@ def backward(
     blocks = _blocks(call)
     scratch = _Scratch(q, blocks, 3)
     for block in blocks:
-        if block.low == block.high:
+        if block.keys.start == block.keys.stop:
             if grads is not None:
                 grads[0][:, :, block.rows] = 0.0
             continue
         keys, do_rows = block.keys, _rows(do, block)
         q_rows = _rows(q, block) * (unit * call.spec.scale)
         probs, capped = _scores(q_rows, k, call, block, scratch.of(0, block))
-        if unit == 1.0:  # beside a mask's value far from 0, lse has lost the scores
+        if unit == 1.0:  # lse may have lost the scores to a mask's value far from 0
             probs.div_(_exponentials(probs, call)[1])
         else:
             probs.sub_(_rows(lse, block)).exp2_()
@@ -106,10 +106,7 @@ def backward(
 def _scores(
     q_rows: Tensor, k: Tensor, call: AttentionArgs, block: _Block, scores: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """The masked scores times `_unit`, in `scores`; the soft-cap's tanh, if any.
-
-    `q_rows`: a block's rows, times the scale and `_unit`.
-    """
+    """Return masked scores times `_unit`, in `scores`, and the soft-cap's tanh, if any."""
     torch.bmm(q_rows, k[:, 0, block.keys].transpose(1, 2), out=scores)
     capped = None
     if call.spec.softcap != 0.0:
@@ -141,19 +138,19 @@ def _exponentials(scores: Tensor, call: AttentionArgs) -> tuple[Tensor, Tensor]:
 
 
 def _unit(call: AttentionArgs) -> float:
-    """What scores are multiplied by: log2(e); 1 beside float masks, which that could overflow."""
+    """Return the factor of scores: log2(e), or 1 for float masks, which it could overflow."""
     masks = [mask for mask in (call.mask, call.padding) if mask is not None]
     return _LOG2_E if all(mask.dtype == torch.bool for mask in masks) else 1.0
 
 
 def _exclude(grid: Tensor, call: AttentionArgs, block: _Block) -> None:
     """Apply the window and both masks to the scores `grid` (B, H, rows, keys), in place."""
-    low, high = block.low, block.high
+    low, high = block.keys.start, block.keys.stop
     (left, right), offset = call.spec.window, call.offset
-    first = block.start + offset
+    first = block.rows.start + offset
     if right >= 0 and (edge := max(low, first + right + 1)) < high:
         _exclude_band(grid[..., edge - low :], first + right - edge, above=True)
-    if left >= 0 and (edge := min(high, block.stop - 1 + offset - left)) > low:
+    if left >= 0 and (edge := min(high, block.rows.stop - 1 + offset - left)) > low:
         _exclude_band(grid[..., : edge - low], first - left - low, above=False)
     if call.mask is not None:
         _mask(grid, _of_block(call.mask, block), call.spec.true_means == "attend")
@@ -169,7 +166,6 @@ def _exclude_band(grid: Tensor, diagonal: int, above: bool) -> None:
 
 
 def _of_block(mask: Tensor, block: _Block) -> Tensor:
-    """The rows and keys of a block in a mask, of which dimensions of size 1 stay whole."""
     mask = mask[..., block.keys] if mask.shape[-1] > 1 else mask
     return mask[..., block.rows, :] if mask.shape[-2] > 1 else mask
 
@@ -182,18 +178,17 @@ def _mask(grid: Tensor, mask: Tensor, true_attends: bool) -> None:
 
 
 def _dropout(block: _Block, call: AttentionArgs, out: Tensor) -> Tensor:
-    """The dropout mask of a block, in `out`."""
     assert call.site_key is not None
     random.keep_scale(
-        call.site_key, call.row0 + block.start, block.stop - block.start, block.high - block.low,
-        call.spec.dropout, out.dtype, call.batch * call.spec.num_heads,
-        call.head_rows or call.q_len, call.col0 + block.low, out=out,
+        call.site_key, call.row0 + block.rows.start, *block.shape, call.spec.dropout, out.dtype,
+        call.batch * call.spec.num_heads, call.head_rows or call.q_len,
+        call.col0 + block.keys.start, out=out,
     )  # fmt: skip
     return out
 
 
 def _add_mask_grads(dscores: Tensor, call: AttentionArgs, block: _Block) -> None:
-    grid = dscores.view(call.batch, call.spec.num_heads, -1, block.high - block.low)
+    grid = dscores.view(call.batch, call.spec.num_heads, *block.shape)
     if call.dmask is not None:
         target = _of_block(call.dmask, block)
         target.add_(grid.sum_to_size(target.shape))
@@ -201,22 +196,15 @@ def _add_mask_grads(dscores: Tensor, call: AttentionArgs, block: _Block) -> None
         call.dpadding[:, block.keys].add_(grid.sum((1, 2)))
 
 
-@dataclass(frozen=True)
-class _Block:
-    """Query rows from `start` to `stop`, and the keys from `low` to `high` that they can see."""
+class _Block(NamedTuple):
+    """Query rows, and the keys that they can see."""
 
-    start: int
-    stop: int
-    low: int
-    high: int
+    rows: slice
+    keys: slice
 
     @property
-    def rows(self) -> slice:
-        return slice(self.start, self.stop)
-
-    @property
-    def keys(self) -> slice:
-        return slice(self.low, self.high)
+    def shape(self) -> tuple[int, int]:
+        return self.rows.stop - self.rows.start, self.keys.stop - self.keys.start
 
 
 def _blocks(call: AttentionArgs) -> list[_Block]:
@@ -232,7 +220,7 @@ def _blocks(call: AttentionArgs) -> list[_Block]:
             low = max(0, start + offset - left)
         if right >= 0:
             high = min(high, stop + offset + right)
-        blocks.append(_Block(start, stop, low, max(low, high)))
+        blocks.append(_Block(slice(start, stop), slice(low, max(low, high))))
     return blocks
 
 
@@ -241,19 +229,19 @@ class _Scratch:
 
     def __init__(self, grouped: Tensor, blocks: list[_Block], count: int) -> None:
         self.groups, self.heads = grouped.shape[:2]
-        most = max(((b.stop - b.start) * (b.high - b.low) for b in blocks), default=0)
+        most = max((math.prod(block.shape) for block in blocks), default=0)
         self.flat = grouped.new_empty((count, self.groups * self.heads * most))
 
     def of(self, i: int, block: _Block) -> Tensor:
         """Matrix `i` for a block: (N, G*rows, keys)."""
-        rows, keys = block.stop - block.start, block.high - block.low
+        rows, keys = block.shape
         return self.flat[i, : self.groups * self.heads * rows * keys].view(
             self.groups, self.heads * rows, keys
         )
 
 
 def _grouped(x: Tensor, call: AttentionArgs, dtype: torch.dtype) -> Tensor:
-    """(B, H, S, E) as (N, G, S, E) in `dtype`: a view if it is one sequence, else a copy."""
+    # (B, H, S, E) as (N, G, S, E) in `dtype`: a view if it is one sequence, else a copy.
     group = x.shape[1] // call.spec.num_kv_heads
     if x.shape[0] == 1 and x.dtype == dtype and x.stride(-1) == 1:
         heads: Tensor = x[0].unflatten(0, (call.spec.num_kv_heads, group))
@@ -263,7 +251,6 @@ def _grouped(x: Tensor, call: AttentionArgs, dtype: torch.dtype) -> Tensor:
 
 
 def _rows(x: Tensor, block: _Block) -> Tensor:
-    """The rows of a block, (N, G*rows, width): a view if no heads share keys."""
     return x[:, :, block.rows].flatten(1, 2)
 
 

@@ -5,6 +5,7 @@ Implementations receive an `AttentionArgs`; the choice among them depends on an 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -46,7 +47,7 @@ class AttentionArgs:
     # cu_q, cu_k: (N + 1,) integers or None: variable-length sequences. The batch is 1 and
     # holds N sequences. Queries cu_q[n] to cu_q[n + 1] see keys cu_k[n] to cu_k[n + 1] only,
     # as if those were alone. A query of no sequence sees no key. Masks, and the rows and
-    # columns of dropout, are those of the whole batch: row (h, q), column k.
+    # columns of dropout, are those of the entire batch: row (h, q), column k.
     cu_q: Tensor | None = None
     cu_k: Tensor | None = None
     # head_rows, col0: for dropout in a part of another call: rows from one head to the next
@@ -60,12 +61,12 @@ class AttentionArgs:
 
     @property
     def limited(self) -> bool:
-        """Whether there are masks or key lengths."""
+        """True if there are masks or key lengths."""
         return self.lengths is not None or self.mask is not None or self.padding is not None
 
     @property
     def may_exclude_rows(self) -> bool:
-        """Whether there may be queries that see no key; in a call of one sequence each."""
+        """True if there may be queries that see no key; in a call of one sequence each."""
         (left, right), offset = self.spec.window, self.offset
         before, after = offset + right < 0, self.q_len - 1 + offset - left >= self.kv_len
         return self.limited or (right >= 0 and before) or (left >= 0 and after)
@@ -76,12 +77,11 @@ class AttentionArgs:
 
     @property
     def offset(self) -> int:
-        """Query i is at the position of key i + offset. It sees the keys from i + offset - left to
-        i + offset + right, where (left, right) is the spec's window."""
+        """Position of query 0 among the keys: query i sees keys i + offset - left to + right."""
         return 0 if self.spec.align == "start" else self.kv_len - self.q_len
 
     def part(self, seqs: slice, rows: slice, keys: slice, **changes: Any) -> AttentionArgs:
-        """The call of some sequences, queries and keys, with other `changes`. Masks are views."""
+        """Return the call of some sequences, queries and keys, and `changes`; masks are views."""
         for name in ("mask", "dmask"):
             mask = getattr(self, name)
             if mask is not None:
@@ -96,7 +96,7 @@ class AttentionArgs:
     def varlen_sequences(
         self, q_bounds: list[int], k_bounds: list[int]
     ) -> Iterator[tuple[slice, slice, AttentionArgs]]:
-        """The queries, the keys and the call of each variable-length sequence."""
+        """Yield the queries, the keys and the call of each variable-length sequence."""
         for n in range(len(q_bounds) - 1):
             rows, keys = slice(*q_bounds[n : n + 2]), slice(*k_bounds[n : n + 2])
             one = self.part(
@@ -107,13 +107,13 @@ class AttentionArgs:
             yield rows, keys, one
 
     def bounds(self) -> tuple[list[int], list[int]]:
-        """The values of `cu_q` and `cu_k`. On a GPU this waits for the device."""
+        """Return the values of `cu_q` and `cu_k`; on a GPU this waits for the device."""
         assert self.cu_q is not None and self.cu_k is not None
         q_bounds = bounds(self.cu_q, self.q_len, "cu_seqlens of the queries")
         return q_bounds, bounds(self.cu_k, self.kv_len, "cu_seqlens of the keys")
 
     def with_lengths_as_padding(self) -> AttentionArgs:
-        """The call with its key lengths as a part of its padding mask."""
+        """Return the call with its key lengths as a part of its padding mask."""
         if self.lengths is None:
             return self
         beyond = torch.arange(self.kv_len, device=self.lengths.device) >= self.lengths[:, None]
@@ -148,27 +148,25 @@ class AttentionArgs:
 
 
 def bounds(cu: Tensor, tokens: int, name: str) -> list[int]:
-    """The values of `cu` (N + 1,): sequence n is tokens bounds[n] to bounds[n + 1] of `tokens`.
+    """Return the values of `cu` (N + 1,): sequence n is tokens bounds[n] to bounds[n + 1].
 
     On a GPU this waits for the device.
 
     Raises: ValueError for values that decrease or are outside 0 to `tokens`.
     """
     values: list[int] = cu.tolist()
-    last = 0
-    for i, value in enumerate(values):
+    for i, (last, value) in enumerate(itertools.pairwise((0, *values))):
         if not 0 <= value <= tokens:
             raise ValueError(
                 f"{name}[{i}] is {value}, expected 0 to {tokens}, the number of tokens"
             )
         if value < last:
             raise ValueError(f"{name}[{i}] is {value}, less than {last} before it")
-        last = value
     return values
 
 
 class AttentionKey(NamedTuple):
-    """What the choice of an implementation may depend on."""
+    """All that the choice of an implementation may depend on."""
 
     spec: AttentionSpec
     batch: int  # batch, q_len, kv_len: B, S_q, S_k
@@ -202,13 +200,13 @@ def attention_key(q: Tensor, v: Tensor, call: AttentionArgs) -> AttentionKey:
 
 
 def flash_is_replaced() -> bool:
-    """Whether another implementation is activated in place of PyTorch's own flash kernel."""
+    """Return whether another implementation replaces PyTorch's own flash kernel."""
     current = getattr(torch.nn.attention, "current_flash_attention_impl", None)
     return current is not None and current() is not None
 
 
 def _switches() -> tuple[int, ...]:
-    """The global switches that decide which of PyTorch's attention kernels serves on CUDA."""
+    """Return the global switches by which PyTorch chooses its attention kernel on CUDA."""
     cuda = torch.backends.cuda
     return (
         torch.get_deterministic_debug_mode(),

@@ -1,4 +1,4 @@
-"""What a block's nodes work on: the activations and gradients of one group, or of one tile.
+"""The activations and gradients of one group, or of one tile, on which a block's nodes work.
 
 Tensors are matrices (tokens, width); token t of the call is (b, s) = divmod(t, S), whatever the
 layout of the caller's tensors. Inputs may also be heads (sequences, heads, tokens, width).
@@ -35,8 +35,10 @@ class Chunks:
 
     @classmethod
     def of(cls, batch: int, seq_len: int, limit: int, longest: int = 0) -> Chunks:
-        """Groups and tiles of about `limit` tokens, as even as they come; a group holds at least
-        one sequence. `longest`: tokens of a sequence in the block's longest activation."""
+        """Return groups and tiles of about `limit` tokens; a group has at least one sequence.
+
+        `longest`: tokens of a sequence in the block's longest activation.
+        """
         if batch * seq_len == 0:
             return cls(0, seq_len, 1, 1)
         groups = -(-batch // max(1, limit // max(seq_len, longest)))
@@ -50,7 +52,7 @@ class Chunks:
 
     @functools.cached_property
     def count(self) -> int:
-        """How many groups, or tiles of groups, there are at most."""
+        """Number of groups, or tiles of groups, at most."""
         return -(-self.batch // self.group) * -(-self.group * self.seq_len // self.tile)
 
     @functools.cached_property
@@ -68,9 +70,9 @@ class Chunks:
 class Layout:
     """Shapes, dtypes and operations of one call, as its steps see them."""
 
-    ops: Operations  # the operations of the backend that serves
+    ops: Operations  # the operations of the backend
     chunks: Chunks  # in which the call is computed
-    needs_grad: frozenset[str]  # inputs and params whose gradients are asked for
+    needs_grad: frozenset[str]  # inputs and params whose gradients are needed
     widths: Mapping[str, int]  # elements per token of every activation and statistic
     lengths: Mapping[str, int]  # tokens of a sequence of every input, activation and statistic
     dtypes: Mapping[str, torch.dtype]  # of every input, activation and statistic
@@ -78,7 +80,7 @@ class Layout:
     compute: torch.dtype | None
 
     def tile_rows(self, name: str, rows: int) -> int:
-        """The tokens that an activation of tiles has, of a tile of `rows` tokens of the input."""
+        """Return the tokens of an activation for a tile of `rows` tokens of the input."""
         length, seq_len = self.lengths[name], self.chunks.seq_len
         return rows if length == seq_len else rows * length // seq_len
 
@@ -132,16 +134,7 @@ class Chunk(dict[str, Tensor]):
     """
 
     __slots__ = (
-        "freeing",
-        "grads",
-        "lo",
-        "ops",
-        "owner",
-        "param",
-        "parent",
-        "rows",
-        "seqs",
-        "token0",
+        "freeing", "grads", "lo", "ops", "owner", "param", "parent", "rows", "seqs", "token0",
     )  # fmt: skip
 
     #: put(name, value): a rebuild computes kept statistics again. The bits are equal; the kept
@@ -170,36 +163,36 @@ class Chunk(dict[str, Tensor]):
         return value  # type: ignore[no-any-return]
 
     def rows_of(self, name: str) -> int:
-        """How many tokens an activation has here: a tile's, or those of the group's sequences."""
+        """Return the number of tokens of an activation in this chunk."""
         if self.parent is not None:
             return self.owner.execution.tile_rows(name, self.rows)
         return (self.seqs[1] - self.seqs[0]) * self.owner.execution.lengths[name]
 
     def first_row(self, name: str) -> int:
-        """The number of an activation's first token here, among all of the call."""
+        """Return the number of an activation's first token here, among all of the call."""
         if self.parent is not None:
             return self.owner.execution.tile_rows(name, self.token0)
         return self.seqs[0] * self.owner.execution.lengths[name]
 
     def empty(self, name: str) -> Tensor:
-        """A new matrix like the activation `name`, which need not be there."""
+        """Return an uninitialized matrix like the activation `name`, which need not exist."""
         owner = self.owner
         shape = (self.rows_of(name), owner.widths[name])
         return torch.empty(shape, dtype=self.dtype_of(name), device=owner.device)
 
     def last(self, name: str) -> Tensor:
-        """`self[name]`, read for the last time by this step; freed if no later step reads it."""
+        """Return `self[name]` for this step's last use; free it if no later step reads it."""
         value = self[name]
         if name in self.freeing:
             del self[name]
         return value
 
     def mask(self, name: str) -> random.DropoutMask | None:
-        """The dropout multiplier `name`; None for ""."""
+        """Return the dropout multiplier `name`, or None for ""."""
         return self[name] if name else None  # type: ignore[return-value]
 
     def dtype_of(self, name: str) -> torch.dtype:
-        """The dtype of an activation, which need not be there."""
+        """Return the dtype of an activation, which need not exist."""
         return self.owner.execution.dtypes[name]
 
     def add_grad(self, name: str, grad: Tensor, owned: bool) -> None:
@@ -227,19 +220,18 @@ class Chunk(dict[str, Tensor]):
         return grad if owned else grad.clone()
 
     def add_param_grad(self, name: str, grad: Tensor, part: Part | None = None) -> None:
-        have = self.owner.param_grads.get(name)
+        grads = self.owner.param_grads
         if part is not None:
             self.part_of_grad(name, part, grad.shape[1:], grad.dtype).add_(grad)
-            return
-        if have is None:
-            self.owner.param_grads[name] = grad
+        elif name in grads:
+            grads[name].add_(grad)
         else:
-            have.add_(grad)
+            grads[name] = grad
 
     def part_of_grad(
         self, name: str, part: Part, shape: tuple[int, ...], dtype: torch.dtype
     ) -> Tensor:
-        """The rows of a parameter's gradient that are a layer's, zero at first."""
+        """Return the rows of a parameter's gradient that belong to a layer, zero at first."""
         grads = self.owner.param_grads
         if name not in grads:
             grads[name] = torch.zeros((part[2], *shape), dtype=dtype, device=self.owner.device)

@@ -7,13 +7,13 @@ needs no communication in backward's rebuild.
 
 With `ParallelSpec.sequence`, the residual stream and its norms are divided by tokens, and the steps
 are an all-gather and a reduce-scatter (Korthikanti et al. 2022, arXiv 2205.05198). Without it every
-rank has the whole stream: forward of `AllGather` does nothing and its backward is an all-reduce;
+rank has the entire stream: forward of `AllGather` does nothing and its backward is an all-reduce;
 `ReduceScatter` is an all-reduce (Shoeybi et al. 2019, arXiv 1909.08053).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fused_remat.spec import ParallelSpec
 from fused_remat.steps.linear import bias_grad
-from fused_remat.steps.node import Input, Node, Param, Shapes
+from fused_remat.steps.node import Input, Node, Param
 
 if TYPE_CHECKING:
     from fused_remat.steps.chunk import Chunk
@@ -40,10 +40,12 @@ class CollectiveStep(Node):
 
     x: Input
     parallel: ParallelSpec
+    # as in `Node`: whether the tokens of each sequence stay in order, which attention needs
+    per_sequence: bool = False  # type: ignore[misc]
 
     @property
     def communication(self) -> tuple[str, str]:
-        """The collectives of forward and of backward; "" for none."""
+        """Collectives of forward and of backward; "" for none."""
         raise NotImplementedError
 
     @property
@@ -51,23 +53,15 @@ class CollectiveStep(Node):
         forward, backward = self.communication
         return forward or "nothing: every rank has all tokens", backward
 
-    def _batch(self, chunk: Chunk) -> int:
-        """The number of sequences whose rows stay together; 1 if the order of tokens is free."""
-        return chunk.seqs[1] - chunk.seqs[0] if self.per_sequence else 1
-
-    def _gather(self, chunk: Chunk, x: Tensor) -> Tensor:
-        return gather(x, self.parallel.group, self.parallel.size, self._batch(chunk))
-
-    def _scatter_sum(self, chunk: Chunk, x: Tensor) -> Tensor:
-        return scatter_sum(x, self.parallel.group, self.parallel.size, self._batch(chunk))
+    def _move(self, move: Callable[..., Tensor], chunk: Chunk, x: Tensor) -> Tensor:
+        """Return `gather` or `scatter_sum` of x, sequence by sequence if they stay in order."""
+        batch = chunk.seqs[1] - chunk.seqs[0] if self.per_sequence else 1
+        return move(x, self.parallel.group, self.parallel.size, batch)
 
 
 @dataclass(frozen=True, kw_only=True)
 class AllGather(CollectiveStep):
-    """name = the tokens x of all ranks, in any order: enough for an MLP.
-
-    Backward sums the gradients over ranks.
-    """
+    """name = the tokens x of all ranks; backward sums the gradients over ranks."""
 
     keepable: ClassVar[bool] = False
 
@@ -80,21 +74,14 @@ class AllGather(CollectiveStep):
 
     def forward(self, chunk: Chunk, out: Tensor | None = None) -> None:
         x = chunk[self.x] if self.compute is None else chunk[self.x].to(self.compute)
-        chunk.put(self.name, self._gather(chunk, x) if self.parallel.sequence else x)
+        chunk.put(self.name, self._move(gather, chunk, x) if self.parallel.sequence else x)
 
     def backward(self, chunk: Chunk, dy: Tensor, owned: bool, needs_grad: Collection[str]) -> None:
         if self.parallel.sequence:
-            dx = self._scatter_sum(chunk, dy)
+            dx = self._move(scatter_sum, chunk, dy)
         else:
             dx = total(dy, self.parallel.group, owned)
         chunk.add_grad(self.x, dx.to(chunk.dtype_of(self.x)), owned=True)
-
-
-@dataclass(frozen=True, kw_only=True)
-class AllGatherSequences(AllGather):
-    """`AllGather` that keeps the tokens of each sequence in order, which attention needs."""
-
-    per_sequence: ClassVar[bool] = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,17 +93,14 @@ class ReduceScatter(CollectiveStep):
     def length(self, lengths: Mapping[str, int]) -> int:
         return lengths[self.x] // (self.parallel.size if self.parallel.sequence else 1)
 
-    def width(self, widths: Mapping[str, int], shapes: Shapes) -> int:
-        return widths[self.x]
-
     @property
     def communication(self) -> tuple[str, str]:
         return ("reduce-scatter", "all-gather") if self.parallel.sequence else ("all-reduce", "")
 
     def forward(self, chunk: Chunk, out: Tensor | None = None) -> None:
-        x = chunk[self.x]
-        y = self._scatter_sum(chunk, x) if self.parallel.sequence else total(x, self.parallel.group)
-        bias = chunk.param(self.bias)
+        x, bias, parallel = chunk[self.x], chunk.param(self.bias), self.parallel
+        sequence = parallel.sequence
+        y = self._move(scatter_sum, chunk, x) if sequence else total(x, parallel.group)
         chunk.put(self.name, y if bias is None else y.add_(bias))
 
     def backward(self, chunk: Chunk, dy: Tensor, owned: bool, needs_grad: Collection[str]) -> None:
@@ -124,27 +108,17 @@ class ReduceScatter(CollectiveStep):
             chunk.add_param_grad(self.bias, chunk.ops[bias_grad](dy))
         if self.x in needs_grad:
             sequence = self.parallel.sequence
-            chunk.add_grad(self.x, self._gather(chunk, dy) if sequence else dy, owned or sequence)
+            dx = self._move(gather, chunk, dy) if sequence else dy
+            chunk.add_grad(self.x, dx, owned or sequence)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReduceScatterSequences(ReduceScatter):
-    """`ReduceScatter` of sequences whose tokens are in order."""
-
-    per_sequence: ClassVar[bool] = True
-
-
-def _collective(new: str, old: str) -> Any:
-    """Return a collective by its name since torch 2.13, or by its name before."""
-    return getattr(dist, new, None) or getattr(dist, old, None)
-
-
-_all_gather = _collective("all_gather_single", "all_gather_into_tensor")
-_reduce_scatter = _collective("reduce_scatter_single", "reduce_scatter_tensor")
+# Collectives by their names since torch 2.13, or before.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def in_context_parallel() -> bool:
-    """Whether torch's `context_parallel` has replaced `scaled_dot_product_attention`."""
+    """Return whether torch's `context_parallel` has replaced `scaled_dot_product_attention`."""
     module = F.scaled_dot_product_attention.__module__ or ""
     return module.startswith("torch.distributed.tensor.experimental")
 
@@ -153,15 +127,14 @@ vars(in_context_parallel)["_dynamo_marked_constant"] = True  # Dynamo calls it w
 
 
 def _group(name: str) -> Any:
-    """The process group. Not cached: a name is reused after all groups have been destroyed."""
     c10d: Any = dist.distributed_c10d
-    return c10d._resolve_process_group(name)
+    return c10d._resolve_process_group(name)  # not cached: a name is reused after all are destroyed
 
 
 def gather(
     x: Tensor, group: str, size: int, batch: int = 1, shape: Sequence[int] | None = None
 ) -> Tensor:
-    """The rows of all ranks; within each of `batch` sequences, ordered by rank.
+    """Return the rows of all ranks; within each of `batch` sequences, ordered by rank.
 
     Shapes: x (batch * S, W); returns (batch * size * S, W), or those elements in `shape`.
     """
@@ -176,7 +149,7 @@ def gather(
 
 
 def scatter_sum(x: Tensor, group: str, size: int, batch: int = 1) -> Tensor:
-    """This rank's rows of the sum over ranks: those that it contributes to `gather`.
+    """Return this rank's rows of the sum over ranks: those that it contributes to `gather`.
 
     Shapes: x (batch * size * S, W); returns (batch * S, W).
     """
@@ -189,14 +162,14 @@ def scatter_sum(x: Tensor, group: str, size: int, batch: int = 1) -> Tensor:
 
 
 def total(x: Tensor, group: str, owned: bool = False, largest: bool = False) -> Tensor:
-    """The sum over ranks, or the maximum if `largest`; in place if x is `owned` and contiguous."""
+    """Return the sum, or maximum, over ranks; in place if x is `owned` and contiguous."""
     y = x.contiguous() if owned else x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(y, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=_group(group))
     return y
 
 
 def first_ranks(x: Tensor, group: str) -> Tensor:
-    """A copy of the x of the group's first rank."""
+    """Return a copy of the x of the group's first rank."""
     y = x.clone()
     dist.broadcast(y, group=_group(group), group_src=0)
     return y

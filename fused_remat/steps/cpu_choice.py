@@ -1,19 +1,28 @@
-"""Which implementation of products and of attention runs on a CPU: one table, no timing.
+"""Which implementation of products and of attention runs on a CPU, and products other than ATen's.
 
-The choice follows from the processor, the dtype and the sizes. Forward, the rebuild in backward and
-every other process on the same machine make the same one. Each entry cites the result in
-`bench/results` that shows its gain; where no entry applies, PyTorch's own implementation runs.
+One table chooses, without timing, by the processor, the dtype and the sizes. Forward, the rebuild
+in backward and every other process on the same machine make the same choice. Each entry cites the
+result in `bench/results` that shows its gain; where no entry applies, PyTorch's own implementation
+runs. In float32 ATen's products are MKL's on x86, and oneDNN's are faster on some processors. In 16
+bits ATen's are oneDNN's, and on some processors two of half the columns each are faster. Weight
+gradients are ATen's.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import os
 import platform
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch.utils.flop_counter import flop_registry, register_flop_formula
+
+from fused_remat.steps import linear
+from fused_remat.steps.linear import LOW, linear_dx, linear_fwd
+from fused_remat.steps.operations import faster
 
 #: Environment variable -> the implementation that it can force instead of "aten".
 SETTINGS = {"FUSED_REMAT_CPU_PRODUCTS": "onednn", "FUSED_REMAT_CPU_ATTENTION": "blocks"}
@@ -83,20 +92,17 @@ def forced(setting: str) -> str:
     return value
 
 
-def rules_for(setting: str, dtype: torch.dtype | None = None) -> list[Rule]:
-    """Return the entries for this processor, of one dtype if that is not None."""
-    return [
-        rule
-        for rule in RULES
-        if (rule.setting, rule.vendor, rule.capability) == (setting, *processor())
-        and dtype in (None, rule.dtype)
-    ]
+def rules_for(setting: str) -> list[Rule]:
+    """Return the entries for this processor."""
+    key = setting, *processor()
+    return [rule for rule in RULES if (rule.setting, rule.vendor, rule.capability) == key]
 
 
 @functools.lru_cache(maxsize=4096)
 def applies(setting: str, dtype: torch.dtype, size: int) -> bool:
     """Return whether an entry for this processor has the dtype and the size."""
-    return any(rule.smallest <= size <= rule.largest for rule in rules_for(setting, dtype))
+    rules = rules_for(setting)
+    return any(r.dtype == dtype and r.smallest <= size <= r.largest for r in rules)
 
 
 def may_apply(setting: str) -> bool:
@@ -109,3 +115,92 @@ def forget() -> None:
     """Read the processor and the environment again."""
     for cached in (processor, forced, applies):
         cached.cache_clear()
+
+
+# The products of 16 bits that may run in halves: tokens, columns and multiply-adds.
+_TOKENS, _MOST_TOKENS, _LEAST_COLUMNS = 256, 2048, 128
+
+
+def _onednn() -> Any:
+    """Return oneDNN's product if PyTorch has it with the arguments of the calls here, else None."""
+    product = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+    if product is None or not torch.backends.mkldnn.is_available():
+        return None
+    if product not in flop_registry:
+        register_flop_formula(product)(_flops)
+    expected = ["X", "W", "B", "attr", "scalars", "algorithm"]
+    named = [argument.name for argument in product.default._schema.arguments]
+    return product.default if named == expected else None
+
+
+def _flops(x: Any, weight: Any, *_: Any, **__: Any) -> int:
+    """Return the floating-point operations of oneDNN's product of these shapes."""
+    return 2 * int(math.prod(x)) * int(weight[0])
+
+
+_ONEDNN = _onednn()
+
+
+_available = functools.partial(may_apply, PRODUCTS)
+
+
+def _unsupported_reason(backward: bool, key: tuple[Any, ...]) -> str | None:
+    dtype, device, *_, (tokens, *weight) = key
+    low, size = dtype in LOW, math.prod((tokens, *weight))
+    has = linear.cpu_has_native(dtype) if low else dtype == torch.float32 and _ONEDNN is not None
+    if device.type != "cpu" or not has or len(weight) != 2:
+        return ""
+    if size < SMALLEST_PRODUCT:
+        return "" if low else "slower at this size"
+    columns = weight[1] if backward else weight[0]
+    in_range = _TOKENS <= tokens < _MOST_TOKENS and size <= LARGEST_16_BIT
+    if low and not (in_range and columns >= _LEAST_COLUMNS):
+        return ""
+    if forced(PRODUCTS) == "onednn":
+        return None
+    chosen = applies(PRODUCTS, dtype, size)
+    return None if chosen else "" if low else "slower on this processor"
+
+
+def _describe(key: tuple[Any, ...], *_: Any, **__: Any) -> str:
+    return "ATen's addmm, half the columns at a time" if key[0] in LOW else "oneDNN's linear"
+
+
+@faster(
+    linear_fwd, "eager", name="oneDNN", available=_available, description=_describe,
+    unsupported_reason=functools.partial(_unsupported_reason, False),
+)  # fmt: skip
+def linear_fwd_onednn(x, weight, bias, residual=None, mask=None, out=None):
+    if x.dtype in LOW:
+        y = x.new_empty((x.shape[0], weight.shape[0])) if out is None else out
+        biases = (None, None) if bias is None else bias.chunk(2)
+        for half, rows, b in zip(y.chunk(2, 1), weight.chunk(2), biases, strict=True):
+            linear_fwd(x, rows, b, out=half)
+    elif not torch._C._get_mkldnn_enabled():
+        return linear_fwd(x, weight, bias, residual, mask, out)
+    else:
+        y = _ONEDNN(x, weight, bias, "none", [], "")
+    if mask is not None:
+        y.mul_(mask.tensor())
+    if residual is not None:
+        y.add_(residual)
+    return y if out is None or out is y else out.copy_(y)
+
+
+@faster(
+    linear_dx, "eager", name="oneDNN", available=_available, description=_describe,
+    unsupported_reason=functools.partial(_unsupported_reason, True),
+)  # fmt: skip
+def linear_dx_onednn(dy, weight, into=None):
+    if dy.dtype not in LOW:
+        if not torch._C._get_mkldnn_enabled():
+            return linear_dx(dy, weight, into)
+        dx = _ONEDNN(dy, weight.t(), None, "none", [], "")
+        return dx if into is None else into.add_(dx)
+    dx = dy.new_empty((dy.shape[0], weight.shape[1])) if into is None else into
+    for half, columns in zip(dx.chunk(2, 1), weight.chunk(2, 1), strict=True):
+        if into is None:
+            torch.mm(dy, columns, out=half)
+        else:
+            torch.addmm(half, dy, columns, out=half)
+    return dx

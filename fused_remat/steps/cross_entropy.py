@@ -2,7 +2,7 @@
 
 Logits are computed a block at a time: some tokens by some columns of the vocabulary. Columns are
 the outer loop, so a block of dweight is complete, and rounded, before the next one begins, and only
-dx (T, D) is summed in float32 as a whole. With tokens outside, all of dweight would be, which is as
+dx (T, D) is summed in float32 entirely. With tokens outside, all of dweight would be, which is as
 large as the vocabulary.
 
 Logits are float32 (float64 for float64). On a CPU, tokens with an ignored target cost nothing.
@@ -67,7 +67,7 @@ def cross_entropy_fwd(
     call: CrossEntropyTargets,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss of each token whose logits are x @ weight.T + bias, and two statistics.
+    """Return the loss of each token with logits x @ weight.T + bias, and two statistics.
 
     These are the logits' maximum and log(sum(exp(logits - maximum))). All are (T, 1), in float32
     (float64 for float64). A weight and a bias of another dtype than x are rounded to that of x.
@@ -84,14 +84,14 @@ def cross_entropy_fwd(
     highs, sums = like.new_empty((count, len(blocks))), like.new_empty((count, len(blocks)))
     picked, total = like.new_zeros((count, 1)), like.new_zeros((count, 1))
     for i, span in enumerate(blocks):
-        block = _Columns.of(weight, bias, span, x, wide)
+        block = Columns.of(weight, bias, span, x, wide)
         for lo, hi in spans(count, rows):
             z = block.logits(tokens.taken(x, lo, hi), call.softcap)
             at, inside = block.places(tokens.target[lo:hi])
             picked[lo:hi] += torch.where(inside, z.gather(1, at), 0)
             if call.label_smoothing:
                 total[lo:hi] += z.sum(1, keepdim=True)
-            # A whole row may be -inf: without the clamp, exp(-inf + inf) would be NaN.
+            # All of a row may be -inf: without the clamp, exp(-inf + inf) would be NaN.
             high = torch.amax(z, 1, keepdim=True).clamp_(min=torch.finfo(z.dtype).min)
             highs[lo:hi, i : i + 1] = high
             sums[lo:hi, i : i + 1] = z.sub_(high).exp_().sum(1, keepdim=True)
@@ -111,7 +111,7 @@ def cross_entropy_bwd(
     needs_grad: tuple[bool, ...],
     exact: bool = False,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """dx, dweight and dbias, summed in float32; one that `needs_grad` does not mark is None.
+    """Return dx, dweight and dbias, summed in float32; one that `needs_grad` does not mark is None.
 
     dweight has the dtype of weight; if `exact`, it has at least float32 and is not rounded.
     """
@@ -129,7 +129,7 @@ def cross_entropy_bwd(
     dweight = new_dweight(weight, exact) if needs_grad[1] else None
     dbias = high.new_zeros(vocab) if needs_grad[2] else None
     for span in spans(vocab, columns):
-        block = _Columns.of(weight, bias, span, x, wide)
+        block = Columns.of(weight, bias, span, x, wide)
         mine = None if dweight is None else dweight[slice(*span)]
         dw = None if mine is None else sum_in(mine, block.weight.dtype, -(-count // rows))
         for lo, hi in spans(count, rows):
@@ -215,7 +215,7 @@ class LinearCrossEntropy(Node):
             chunk.add_param_grad(self.bias, dbias)
 
     def call(self, chunk: Chunk) -> CrossEntropyTargets:
-        """The call for the chunk's tokens, of this rank's columns."""
+        """Return the call for the chunk's tokens, of this rank's columns."""
         target, weight, parallel = chunk.param(self.target), chunk.param(self.weight), self.parallel
         assert target is not None and weight is not None
         own = target.reshape(-1)[chunk.token0 : chunk.token0 + chunk.rows]
@@ -236,7 +236,7 @@ class LinearCrossEntropy(Node):
 
 
 def block_of(tokens: int, vocab: int, call: CrossEntropyTargets, device: torch.device) -> Span:
-    """Tokens and columns of a block: about square, which moves the fewest bytes."""
+    """Return tokens and columns of a block: about square, which moves the fewest bytes."""
     limit = call.logits or (_CPU_LOGITS if device.type == "cpu" else _DEVICE_LOGITS)
     rows = min(tokens, max(math.isqrt(limit), limit // vocab))
     columns = max(1, limit // max(rows, 1))
@@ -246,7 +246,7 @@ def block_of(tokens: int, vocab: int, call: CrossEntropyTargets, device: torch.d
 
 
 def spans(size: int, step: int) -> Iterator[Span]:
-    """Start and stop of the parts of `size`, each of `step`; the last may be shorter."""
+    """Yield start and stop of the parts of `size`, each of `step`; the last may be shorter."""
     for first in range(0, size, step):
         yield first, min(first + step, size)
 
@@ -293,7 +293,6 @@ def losses(
 def _of_all_ranks(
     high: Tensor, log_sum: Tensor, picked: Tensor, total: Tensor, group: str
 ) -> tuple[Tensor, ...]:
-    """`high`, `log_sum`, `picked` and `total` over the columns of all ranks."""
     top = collective.total(high, group, largest=True)
     sums = torch.stack((torch.exp(log_sum + (high - top)), picked, total))
     exps, picked, total = collective.total(sums, group, owned=True).unbind()
@@ -312,7 +311,7 @@ class Slopes:
     def of(
         cls, dy: Tensor, stats: tuple[Tensor, Tensor], vocab: int, call: CrossEntropyTargets
     ) -> Slopes:
-        """From `dy` (n, 1), the gradient of the losses; without the soft-cap's derivative."""
+        """Return the factors for losses' gradients `dy` (n, 1), without the soft-cap's slope."""
         mass = dy if not call.z_loss else dy * (1 + 2 * call.z_loss * (stats[0] + stats[1]))
         share = call.label_smoothing
         return cls(mass, dy * (-share / (call.classes or vocab)), dy * (share - 1))
@@ -355,11 +354,10 @@ class _Tokens:
         return cls(x, rows, call.target[rows], None)
 
     def taken(self, t: Tensor, lo: int, hi: int) -> Tensor:
-        """`t` of the processed tokens from lo to hi."""
         return t[lo:hi] if self.rows is None else t[self.rows[lo:hi]]
 
     def whole(self, t: Tensor) -> Tensor:
-        """`t` for all T tokens, with zeros for those that do not count."""
+        """Return `t` for all T tokens, with zeros for those that do not count."""
         if self.used is not None:
             return t.masked_fill_(~self.used, 0)
         if self.rows is None:
@@ -368,12 +366,12 @@ class _Tokens:
 
 
 def _is_read(target: Tensor) -> bool:
-    """Whether values may be read: without waiting for a device, and not of a fake tensor."""
+    # Without waiting for a device, and not of a fake tensor.
     return target.device.type == "cpu" and type(target) is Tensor
 
 
 @dataclass(frozen=True, eq=False)
-class _Columns:
+class Columns:
     """A block of columns: its weights in the dtype of products, and the number of the first."""
 
     weight: Tensor
@@ -381,8 +379,10 @@ class _Columns:
     first: int
 
     @classmethod
-    def of(cls, weight: Tensor, bias: Tensor | None, span: Span, x: Tensor, wide: bool) -> _Columns:
-        """Rounded to the dtype of `x`; then, if `wide`, converted to float32."""
+    def of(
+        cls, weight: Tensor, bias: Tensor | None, span: Span, x: Tensor, wide: bool = False
+    ) -> Columns:
+        """Round to the dtype of `x`; then, if `wide`, convert to float32."""
         parts = [None if t is None else t[slice(*span)].to(x.dtype) for t in (weight, bias)]
         if wide:
             parts = [None if t is None else t.float() for t in parts]
@@ -390,32 +390,32 @@ class _Columns:
         return cls(parts[0], parts[1], span[0])
 
     def logits(self, x: Tensor, softcap: float) -> Tensor:
-        """The logits of the tokens `x`, in at least float32."""
+        """Return the logits of the tokens `x`, in at least float32."""
         z = product(x.to(self.weight.dtype), self.weight.t())
         if self.bias is not None:
             z.add_(self.bias)
         return z.div_(softcap).tanh_().mul_(softcap) if softcap else z
 
     def places(self, target: Tensor) -> tuple[Tensor, Tensor]:
-        """The targets' columns within the block, (n, 1), and whether they are in it."""
+        """Return the targets' columns within the block, (n, 1), and whether they are in it."""
         at = (target - self.first)[:, None]
         inside = (at >= 0) & (at < len(self.weight))
         return at.clamp_(0, len(self.weight) - 1), inside
 
 
 def new_dweight(weight: Tensor, exact: bool) -> Tensor:
-    """An uninitialised gradient of `weight`; if `exact`, in at least float32."""
+    """Return an uninitialized gradient of `weight`; if `exact`, in at least float32."""
     wide = torch.promote_types(weight.dtype, torch.float32)
     return torch.empty(weight.shape, dtype=wide if exact else weight.dtype, device=weight.device)
 
 
 def sum_in(dweight: Tensor, dtype: torch.dtype, terms: int) -> Tensor:
-    """The tensor in which `terms` products of operands in `dtype` are summed for a part of dweight.
+    """Return the tensor in which `terms` products of operands in `dtype` are summed.
 
     That is `dweight` itself unless the sum would be rounded to 16 bits term by term.
     """
     alone = terms <= 1 and dweight.dtype == dtype
     if alone or dweight.dtype.itemsize > 2:
         return dweight.zero_() if terms == 0 else dweight
-    made = torch.empty if terms else torch.zeros
-    return made(dweight.shape, dtype=torch.float32, device=dweight.device)
+    new = torch.empty if terms else torch.zeros
+    return new(dweight.shape, dtype=torch.float32, device=dweight.device)

@@ -63,7 +63,7 @@ def mlp_bwd(
     mask: DropoutMask | None,
     needs_act: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    """y of `mlp_up_fwd` if `needs_act`, and the gradients of gate(x), if any, and of up(x).
+    """Return y of `mlp_up_fwd` if `needs_act`, and the gradients of gate(x) and of up(x).
 
     dy (T, D) is the gradient of the MLP's last layer, whose weight is `down`.
     """
@@ -91,9 +91,9 @@ def linear_norm_fwd(
     norm_bias: Tensor | None,
     out: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """total = residual + mask * (x @ weight.T + bias), norm(total) (in `out`), and its statistics.
+    """Return total = residual + mask * (x @ weight.T + bias), norm(total) and its statistics.
 
-    The sum has the dtype of the residual, which may differ from that of x.
+    The sum has the dtype of the residual, which may differ from that of x; `out` takes the norm.
     """
     if residual.dtype is x.dtype:
         total = linear_fwd(x, weight, bias, residual, mask)

@@ -28,7 +28,7 @@ LOW = (torch.bfloat16, torch.float16)
 
 @functools.cache
 def cpu_has_native(dtype: torch.dtype) -> bool:
-    """Whether this CPU has products of matrices in a dtype of 16 bits."""
+    """Return whether this CPU has products of matrices in a dtype of 16 bits."""
     if not torch.backends.mkldnn.is_available():
         return False
     if dtype == torch.bfloat16:
@@ -37,12 +37,12 @@ def cpu_has_native(dtype: torch.dtype) -> bool:
 
 
 def widens(x: Tensor) -> bool:
-    """Whether products of `x` run in float32: `x` has 16 bits, and this CPU lacks such products."""
+    """Return whether products of `x` run in float32: this CPU has none in the 16 bits of x."""
     return x.dtype in LOW and x.device.type == "cpu" and not cpu_has_native(x.dtype)
 
 
 def describe_product(dtype: torch.dtype, device: torch.device) -> str:
-    """What a product of operands in a dtype on a device runs, for `explain`."""
+    """Describe the product of operands in a dtype on a device, for `explain`."""
     if not widens(torch.empty(0, dtype=dtype, device=device)):
         return "ATen's addmm"
     return f"ATen's addmm on float32 copies: this CPU has no {str(dtype)[6:]} products"
@@ -56,7 +56,7 @@ def _key(
     mask: DropoutMask | None = None,
     out: Tensor | None = None,
 ) -> tuple[Any, ...]:
-    """Dtype, device, whether dropout or a residual follows the product, and its sizes."""
+    # The third is whether dropout or a residual follows the product.
     sizes = x.shape[0], *(() if weight is None else weight.shape)
     return x.dtype, x.device, residual is not None or mask is not None, sizes
 
@@ -70,7 +70,7 @@ def linear_fwd(
     mask: DropoutMask | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """residual + mask * (x @ weight.T + bias), in the dtype of x.
+    """Return residual + mask * (x @ weight.T + bias), in the dtype of x.
 
     Without a residual and a mask, `out` may be columns of a matrix.
     """
@@ -98,7 +98,7 @@ def linear_fwd(
     description=lambda key, *_, **__: describe_product(key[0], key[1]),
 )
 def linear_dx(dy: Tensor, weight: Tensor | None, into: Tensor | None = None) -> Tensor:
-    """dy @ weight, added to `into` in place if that is given. dy may be columns of a matrix."""
+    """Return dy @ weight, added in place to `into` unless None; dy may be columns of a matrix."""
     assert weight is not None
     if dy.dtype in LOW and widens(dy):
         dx = torch.mm(dy.float(), weight.float())
@@ -115,7 +115,7 @@ def linear_dx(dy: Tensor, weight: Tensor | None, into: Tensor | None = None) -> 
 def linear_dw(
     dy: Tensor, x: Tensor, into: Tensor | None, partial: bool, exact: bool = False
 ) -> Tensor:
-    """dy.T @ x, added to `into` in place if that is given.
+    """Return dy.T @ x, added in place to `into` unless None.
 
     `partial`: several products will be added, so the sum is float32. `exact`: the product itself is
     also float32, and is not rounded to 16 bits before it is added.
@@ -132,12 +132,12 @@ def linear_dw(
 
 @operation(key=lambda dy: (dy.dtype, dy.device), description="ATen's sum")
 def bias_grad(dy: Tensor) -> Tensor:
-    """The sum of dy over tokens, in float32 (float64 for float64)."""
+    """Return the sum of dy over tokens, in float32 (float64 for float64)."""
     return dy.sum(0, dtype=torch.float32) if dy.dtype in LOW else dy.sum(0)
 
 
 def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return a @ b in at least float32, in `out` if given.
+    """Return a @ b in float32 (float64), in `out` unless None.
 
     It is rounded to 16 bits before only where ATen has no other product.
     """
@@ -163,7 +163,6 @@ Affine = tuple[Tensor | None, Tensor | None]
 
 
 def rows_of(tensor: Tensor | None, part: Part | None) -> Tensor | None:
-    """A part of a tensor, as a view."""
     return tensor if tensor is None or part is None else tensor[part[0] : part[1]]
 
 
@@ -220,17 +219,17 @@ class Linear(Node):
 
     @functools.cached_property
     def weight(self) -> str:
-        """The weight of the one layer."""
+        """Weight of the one layer."""
         return self.weights[0]
 
     @functools.cached_property
     def bias(self) -> str:
-        """The bias of the one layer."""
+        """Bias of the one layer."""
         return self.biases[0]
 
     @functools.cached_property
     def plain(self) -> bool:
-        """Whether this is one layer without a residual, dropout or updates."""
+        """True for one layer without a residual, dropout or updates."""
         return not (self.sizes or self.residual or self.mask or self.updates)
 
     @functools.cached_property
@@ -283,12 +282,12 @@ class Linear(Node):
         return tuple(read)
 
     def affine(self, chunk: Chunk) -> Affine:
-        """The weight and the bias of the one layer."""
+        """Return the weight and the bias of the one layer."""
         weight, bias = chunk.param(self.weight), chunk.param(self.bias)
         return rows_of(weight, self.part), rows_of(bias, self.part)
 
     def operand(self, chunk: Chunk) -> Tensor:
-        """x in the dtype of the product."""
+        """Return x in the dtype of the product."""
         return chunk[self.x] if self.compute is None else chunk[self.x].to(self.compute)
 
     def forward(self, chunk: Chunk, out: Tensor | None = None) -> None:
@@ -314,7 +313,6 @@ class Linear(Node):
         chunk.put(self.name, y)
 
     def _layers(self, y: Tensor) -> list[tuple[str, str, Tensor]]:
-        """Each layer's weight, bias and columns of y."""
         return [*zip(self.weights, self.biases, y.split(self.sizes, 1), strict=True)]
 
     def backward(self, chunk: Chunk, dy: Tensor, owned: bool, needs_grad: Collection[str]) -> None:

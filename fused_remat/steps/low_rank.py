@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     description=lambda key, *_, **__: describe_product(*key),
 )
 def low_rank_add(y: Tensor, x: Tensor, weight: Tensor | None, scale: float) -> None:
-    """y += scale * x @ weight.T. y may be columns of a matrix, and may have a lower dtype."""
+    """Add scale * x @ weight.T to y, which may be columns, and may have a lower dtype."""
     assert weight is not None
     if x.dtype == y.dtype and not widens(x):
         torch.addmm(y, x, weight.t(), alpha=scale, out=y)
@@ -68,7 +68,6 @@ class LowRank:
         return y if self.columns is None else y[:, slice(*self.columns)]
 
     def _product(self, chunk: Chunk, linear: Node) -> Tensor:
-        """(mask * x) @ A.T, computed unless the chunk has it."""
         if self.low in chunk:
             return chunk[self.low]
         x, mask, weight = chunk[linear.inputs[0]], chunk.mask(self.mask), chunk.param(self.a)
@@ -131,7 +130,7 @@ _ROWS = 4096
 def _chunks(
     x: Tensor, converts: bool, mask: DropoutMask | None = None
 ) -> Iterator[tuple[slice, DropoutMask | None]]:
-    """Rows of x and their part of the mask: `_ROWS` at a time if they are converted, else all.
+    """Yield rows of x and their part of the mask: `_ROWS` at a time if they are converted.
 
     The part is a new object, so that the tensor which it makes is freed with the chunk.
     """

@@ -23,19 +23,20 @@ if TYPE_CHECKING:
 
 Shapes = Mapping[str, "tuple[int, ...]"]
 
-# What a field of a node names, said by its type; "" and () are for what is not there.
-#: An activation that the node is differentiable in.
+# A field's type describes what the field names; "" and () are for nothing.
+#: Activations that the node is differentiable in.
 Input = Annotated[str, "input"]
+Inputs = Annotated[tuple[str, ...], "input"]
 #: Tensors of the block (weights, masks) that its forward reads.
 Param = Annotated[str, "param"]
 Params = Annotated[tuple[str, ...], "param"]
-#: A dropout multiplier: an activation too, but not differentiable.
+#: A dropout multiplier: also an activation, but not differentiable.
 Mask = Annotated[str, "mask"]
-_KINDS = {"Input": "input", "Param": "param", "Params": "param", "Mask": "mask"}
+_KINDS = {"Input": "input", "Inputs": "input", "Param": "param", "Params": "param", "Mask": "mask"}
 
 
 def _kind(declared: Any) -> str:
-    """What a field of a declared type names: "input", "param", "mask", or "" for nothing."""
+    """Return "input", "param", "mask", or "" for a field of a declared type."""
     if isinstance(declared, str):  # where annotations are not evaluated
         return _KINDS.get(declared.rpartition(".")[2], "")
     return str(getattr(declared, "__metadata__", ("",))[0])
@@ -72,13 +73,9 @@ class Node:
     stats_follow: ClassVar[bool] = False
 
     def _named(self, kind: str) -> tuple[str, ...]:
-        """The names in the fields of a kind."""
-        found: list[str] = []
-        for field in fields(self):
-            if _kind(field.type) == kind:
-                value = getattr(self, field.name)
-                found += [value] if isinstance(value, str) else value
-        return tuple([name for name in found if name])
+        values = [getattr(self, f.name) for f in fields(self) if _kind(f.type) == kind]
+        names = [name for v in values for name in ((v,) if isinstance(v, str) else v)]
+        return tuple([name for name in names if name])
 
     @functools.cached_property
     def inputs(self) -> tuple[str, ...]:
@@ -97,17 +94,17 @@ class Node:
 
     @functools.cached_property
     def stats(self) -> tuple[str, ...]:
-        """Cheap statistics that its forward yields besides `name`."""
+        """Cheap statistics that its forward also yields."""
         return ()
 
     @property
     def transients(self) -> tuple[str, ...]:
-        """What else forward computes, which backward uses if the step has just been rebuilt."""
+        """Further results of forward, for a backward that follows the step's rebuild."""
         return ()
 
     @functools.cached_property
     def makes(self) -> tuple[str, ...]:
-        """The names that forward puts into the chunk."""
+        """Names that forward puts into the chunk."""
         return (self.name, *self.stats, *self.transients)
 
     @property
@@ -116,70 +113,65 @@ class Node:
 
     @property
     def casts(self) -> Mapping[str, torch.dtype]:
-        """The dtypes that params are converted to before a pass, where not as they are given."""
+        """Dtypes to which params are converted before a pass."""
         return {} if self.compute is None else dict.fromkeys(self.params, self.compute)
 
     @property
     def follows(self) -> str:
-        """The input of the block, or the activation, that has the same tokens."""
+        """Input of the block, or activation, that has the same tokens."""
         return self.inputs[0] if self.inputs else "input"
 
     @property
     def label(self) -> str:
-        """What its steps are called."""
+        """Name of its steps."""
         return self.name
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """The activations that forward reads."""
+        """Activations that forward reads."""
         return self.inputs + self.masks
 
     def needs(self, needs_grad: Collection[str]) -> tuple[str, ...]:
-        """Return the activations that backward reads for gradients of `needs_grad`, of inputs and
-        params."""
+        """Return the activations that backward reads for gradients of inputs and params."""
         return ()
 
     def rereads(self, needs_grad: Collection[str]) -> tuple[str, ...]:
-        """The params whose values backward reads."""
+        """Return the params whose values backward reads."""
         return ()
 
     def length(self, lengths: Mapping[str, int]) -> int:
-        """Tokens of a sequence, given those of inputs and earlier activations."""
+        """Return the tokens of a sequence, from those of inputs and earlier activations."""
         return lengths[self.follows]
 
     def width(self, widths: Mapping[str, int], shapes: Shapes) -> int:
-        """Elements per token, given the widths of earlier activations and the shapes of params."""
+        """Return elements per token, from widths of earlier activations and shapes of params."""
         return widths[self.inputs[0]]
 
     def stat_width(self, width: int) -> int:
-        """Elements per token, of which the activation has `width`, of each statistic.
-
-        They are float32, or float64 in a float64 block.
-        """
+        """Return elements per token of each statistic, in float32 (float64 for float64)."""
         return 1
 
     def flops(self, widths: Mapping[str, int], shapes: Shapes, seq_len: int) -> int:
-        """Floating-point operations per token of one forward; 0 for a pointwise step."""
+        """Return floating-point operations per token of a forward; 0 for a pointwise step."""
         return 0
 
     def reusing(self, spare: Collection[str]) -> Node:
-        """The node for a place where no later step reads the activations in `spare`.
+        """Return the node that may overwrite the activations `spare`.
 
-        It may overwrite them: the same pass computed them, and they are not kept.
+        The same pass computed them, they are not kept, and no later step reads them.
         """
         return self
 
     def in_order(self, names: Collection[str]) -> Sequence[Collection[str]]:
-        """Some of the params `names`, in the order in which `backward_in_parts` can complete their
-        gradients before it ends."""
+        """Return params whose gradients `backward_in_parts` completes early, in this order."""
         return ()
 
     def backward_choice(self, chunk: Chunk) -> tuple[Callable[..., Any], Any] | None:
-        """The operation that backward runs and its key, for `explain`."""
+        """Return the operation that backward runs and its key, for `explain`."""
         return None
 
     def forward(self, chunk: Chunk, out: Tensor | None = None) -> None:
-        """Put `name`, computed into `out` if that is given, and the statistics into the chunk."""
+        """Put `name`, computed into `out` unless None, and the statistics into the chunk."""
         raise NotImplementedError
 
     def backward(self, chunk: Chunk, dy: Tensor, owned: bool, needs_grad: Collection[str]) -> None:
@@ -197,5 +189,5 @@ class Node:
         needs_grad: Collection[str],
         parts: Sequence[Collection[str]],
     ) -> Iterator[None]:
-        """As `backward`, but stop where the gradients of each of the `parts` are complete."""
+        """Run `backward`, but yield when the gradients of each of the `parts` are complete."""
         raise NotImplementedError

@@ -51,17 +51,17 @@ def _wide(t: Tensor | None, fill: float, x: Tensor) -> Tensor:
 
 
 def _widens(x: Tensor, *affine: Tensor | None) -> bool:
-    """Whether a parameter has another dtype than x, which ATen's norm accepts on a CPU only."""
+    # A parameter of another dtype than x, which ATen's norm accepts on a CPU only.
     return any(t is not None and t.dtype is not x.dtype for t in affine)
 
 
 def layer_norm_fwd(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, stats: Stats | None = None
 ) -> tuple[Tensor, ...]:
-    """(x - mean) * rstd * weight + bias, mean, rstd. ATen computes statistics again if given."""
+    """Return (x - mean) * rstd * weight + bias, mean, rstd; ATen computes statistics always."""
     if x.dtype in LOW:
         if x.device.type == "cpu":
-            # Beside a low-precision affine, ATen's statistics are low precision too.
+            # With a low-precision affine, ATen's statistics are low precision too.
             weight, bias = _wide(weight, 1.0, x), _wide(bias, 0.0, x)
         elif _widens(x, weight, bias):
             y, *made = layer_norm_fwd(x.float(), weight, bias, eps)
@@ -73,7 +73,7 @@ def layer_norm_fwd(
 def layer_norm_bwd(
     dy: Tensor, x: Tensor, stats: Stats, weight: Tensor | None, needs_grad: Any
 ) -> Grads:
-    """ATen's own backward. Source: Ba, Kiros, Hinton 2016 (arXiv 1607.06450)."""
+    """Run ATen's own backward. Source: Ba, Kiros, Hinton 2016 (arXiv 1607.06450)."""
     dtype = x.dtype
     if dtype in LOW and (needs_grad[1] or needs_grad[2] or _widens(x, weight)):
         # ATen sums over tokens in the dtype of x on a CPU, and rounds to it on CUDA.
@@ -96,7 +96,7 @@ def layer_norm_bwd(
 def rms_norm_fwd(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, stats: Stats | None = None
 ) -> tuple[Tensor, ...]:
-    """x * rstd * weight + bias, and rstd = (mean(x**2) + eps) ** -0.5."""
+    """Return x * rstd * weight + bias, and rstd = (mean(x**2) + eps) ** -0.5."""
     wide = x.float() if x.dtype in LOW else x
     if stats is None:
         y = wide.square()
@@ -115,8 +115,10 @@ def rms_norm_fwd(
 def rms_norm_bwd(
     dy: Tensor, x: Tensor, stats: Stats, weight: Tensor | None, needs_grad: Any
 ) -> Grads:
-    """dweight = sum(dy * x * rstd) over tokens; dx = dy * weight * rstd + x * c, where
-    c = -rstd**3 * ((dy * x) @ weight) / D. One matrix is allocated."""
+    """Return dx = dy * weight * rstd + x * c, dweight = sum(dy * x * rstd) over tokens, and dbias.
+
+    Here c = -rstd**3 * ((dy * x) @ weight) / D. One matrix is allocated.
+    """
     (rstd,) = stats
     wide, x_wide = dy.to(rstd.dtype), x.to(rstd.dtype)
     dbias = wide.sum(0) if needs_grad[2] else None
@@ -147,7 +149,7 @@ NORMS: dict[str, NormRow] = {
 
 
 def shifted(weight: Tensor | None, offset: float) -> Tensor | None:
-    """weight + offset, in at least float32: near 1, 16 bits would round a small weight away."""
+    """Return weight + offset in float32 (float64): near 1, 16 bits would lose small weights."""
     if weight is None or offset == 0.0:
         return weight
     return weight.to(torch.promote_types(weight.dtype, torch.float32)) + offset
@@ -165,11 +167,10 @@ def norm_fwd(
     out: Tensor | None = None,
     stats: Stats | None = None,
 ) -> tuple[Tensor, ...]:
-    """The norm y (T, D) of x, and its statistics, each (T, 1) in float32 (float64 for float64).
+    """Return the norm y (T, D) of x, and its statistics, (T, 1) in float32 (float64 for float64).
 
     `out` may have a lower dtype than x. The weight and the bias may be float32 whatever the dtype
-    of x. `stats`, if given, are the statistics of x; an implementation may use them or compute them
-    again.
+    of x. `stats` are the statistics of x or None; an implementation may compute them again.
     """
     if spec.offset:
         weight = shifted(weight, spec.offset)
@@ -190,7 +191,7 @@ def norm_bwd(
     needs_grad: tuple[bool, ...],
     add: Tensor | None = None,
 ) -> Grads:
-    """dx + `add`, dweight and dbias; one that `needs_grad` does not mark is None.
+    """Return dx + `add`, dweight and dbias; one that `needs_grad` does not mark is None.
 
     dy may have a lower dtype than x.
     """
@@ -235,7 +236,7 @@ class Norm(Node):
         return (self.weight,) if self.needs(needs_grad) else ()
 
     def target(self, like: Tensor, out: Tensor | None) -> Tensor | None:
-        """A result of the right dtype: `out` if given, or None for a new one of `like`'s dtype."""
+        """Return `out`, or an uninitialized result, or None where the dtype is that of `like`."""
         if out is not None or self.compute is None or self.compute == like.dtype:
             return out
         return torch.empty(like.shape, dtype=self.compute, device=like.device)

@@ -11,7 +11,7 @@ works on every device and in every dtype. `faster` registers another implementat
     def linear_fwd_triton(x, weight): ...
 
 Contract of all operations: T is the number of tokens, D and F are widths. Results have the dtype
-of `x`, and equal inputs give equal bits. `out`, if given, is a contiguous matrix that receives the
+of `x`, and equal inputs give equal bits. `out` is None, or a contiguous matrix that receives the
 result. A weight or bias is None where the block has none. A `mask` describes the dropout multiplier
 of one site: an implementation makes a tensor of it, or draws the same bits where it needs them.
 """
@@ -41,7 +41,7 @@ class Fault(RuntimeError):
 
 
 #: Why an implementation is not chosen again: by operation, backend and key, what it raised when it
-#: could not be compiled or loaded. The operation itself serves in its place, on the same contract.
+#: could not be compiled or loaded. The operation itself runs instead, on the same contract.
 FAULTS: dict[tuple[Callable[..., Any], str, Any], str] = {}
 
 
@@ -51,10 +51,7 @@ def warn(message: str) -> None:
 
 
 def user_stacklevel() -> int:
-    """The `stacklevel` with which the caller's warning names the nearest line of the user's.
-
-    Frames of this package and of torch are skipped, however many they are.
-    """
+    """Return the `stacklevel` of the nearest line outside of this package and of torch."""
     frame: FrameType | None = sys._getframe(1)
     level = 1
     while frame is not None:
@@ -66,7 +63,7 @@ def user_stacklevel() -> int:
 
 
 def always(key: Any) -> str | None:
-    """The `unsupported_reason` of what always can."""
+    """Return None: the `unsupported_reason` of an implementation without limits."""
     return None
 
 
@@ -117,7 +114,6 @@ def operation(*, key: Callable[..., Any], description: Description) -> Callable[
 def faster(
     function: F,
     backend: str,
-    *,
     description: Description,
     unsupported_reason: Callable[[Any], str | None] = always,
     name: str = "",
@@ -148,7 +144,6 @@ def faster(
 
 
 def _parameters(function: Function) -> str:
-    """Names and defaults, as in a signature."""
     named = inspect.signature(function).parameters.values()
     return ", ".join([p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in named])
 

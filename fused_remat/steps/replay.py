@@ -1,13 +1,12 @@
-"""Functions of the caller's that run again in backward, under autograd.
+"""`Replay`: a step whose function runs again in backward, under autograd.
 
-`Replay` is a step that stands for what no other step computes: a mixer, experts, a convolution, a
-chain of pointwise operations. `activation` and `activation_grads` run a user's own activation. Both
-keep nothing: backward rebuilds the inputs that they read, as for any step.
+It stands for what no other step computes: a mixer, experts, a convolution, a chain of pointwise
+operations, a user's own activation. It keeps nothing: backward rebuilds the inputs that the
+function reads, as for any step.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +15,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from fused_remat.steps.node import Input, Node, Params, Shapes
+from fused_remat.steps.node import Inputs, Mask, Node, Params, Shapes
+from fused_remat.steps.residual import dropout
 
 if TYPE_CHECKING:
     from fused_remat.steps.chunk import Chunk
@@ -38,18 +38,22 @@ class At(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Replay(Node):
-    """name = function(inputs, tensors), a matrix (tokens, columns)."""
+    """name = mask * function(inputs, tensors), a matrix (tokens, columns)."""
 
-    xs: tuple[Input, ...] = ()  # the activations that the function reads
+    xs: Inputs  # the activations that the function reads
     tensors: Params = ()  # the tensors of the block that it reads
+    mask: Mask = ""
     # the name of the function in `Pass.functions`, called with the part (`At`), a list of the
     # inputs as matrices, and a list of the tensors. It must neither change them nor read
     # other tensors that need gradients.
     function: str
-    what: str  # what the function is, for messages and to tell graphs apart
-    columns: int  # the width of the result
+    # if True, it is called with the one input, and reads the tensors by itself (a closure, a
+    # module's parameters); they are params of the block so that they get gradients
+    captures: bool = False
+    what: str  # what the function is, for messages and to distinguish graphs
+    columns: int = 0  # the width of the result; 0 for that of the input
     # for each input, those of the inputs and tensors whose gradients depend on its value.
-    # Where none is asked for, backward calls the function with zeros in its place.
+    # Where no gradient of these is needed, backward calls the function with zeros instead.
     needed_for: tuple[tuple[str, ...], ...] = ()
     batched: tuple[str, ...] = ()  # those of the tensors whose first dimension is the batch
     tokenwise: bool = False  # whether each token's result depends on that token alone
@@ -57,10 +61,6 @@ class Replay(Node):
     chooses: bool = False  # type: ignore[misc]
     # the tensors, by the function's operations that read them last, from its last one
     stages: tuple[tuple[str, ...], ...] = ()
-
-    @functools.cached_property
-    def inputs(self) -> tuple[str, ...]:
-        return self.xs
 
     @property
     def per_sequence(self) -> bool:  # type: ignore[override]
@@ -76,13 +76,20 @@ class Replay(Node):
 
     def needs(self, needs_grad: Collection[str]) -> tuple[str, ...]:
         pairs = zip(self.xs, self.needed_for, strict=True)
-        return tuple([x for x, readers in pairs if not set(readers).isdisjoint(needs_grad)])
+        xs = [x for x, readers in pairs if not set(readers).isdisjoint(needs_grad)]
+        return (*xs, *self.masks)
 
     def rereads(self, needs_grad: Collection[str]) -> tuple[str, ...]:
         return self.tensors
 
     def width(self, widths: Mapping[str, int], shapes: Shapes) -> int:
-        return self.columns
+        return self.columns or widths[self.xs[0]]
+
+    def _run(
+        self, chunk: Chunk, at: At, xs: Sequence[Tensor], tensors: Sequence[Tensor | None]
+    ) -> Tensor:
+        function = chunk.owner.functions[self.function]
+        return _called(function, xs[0]) if self.captures else function(at, xs, tensors)
 
     def _tensors(self, chunk: Chunk) -> list[Tensor | None]:
         """Return the tensors; of those with a batch, the chunk's sequences."""
@@ -98,10 +105,10 @@ class Replay(Node):
         They are few where no token depends on another, so that temporaries stay small.
         """
         rows, widths = chunk.rows_of(self.name), chunk.owner.widths
-        width = self.columns + sum([widths[x] for x in self.xs])
+        width = sum([widths[name] for name in (self.name, *self.xs)])
         step = max(1, (_CACHED if chunk.owner.device.type == "cpu" else _DEVICE) // max(width, 1))
         first = chunk.first_row(self.name)
-        if rows <= step or not self.tokenwise:
+        if rows <= step or self.captures or not self.tokenwise:
             batch, tokens = 1, rows
             if chunk.parent is None:
                 batch = chunk.seqs[1] - chunk.seqs[0]
@@ -111,12 +118,11 @@ class Replay(Node):
         return [(At(1, hi - lo, first + lo), slice(lo, hi)) for lo, hi in spans]
 
     def forward(self, chunk: Chunk, out: Tensor | None = None) -> None:
-        run, given = chunk.owner.functions[self.function], self._tensors(chunk)
-        parts, y = self._spans(chunk), out
+        tensors, parts, y = self._tensors(chunk), self._spans(chunk), out
         for at, rows in parts:
             xs = [chunk[name][rows] for name in self.xs]
             with torch.no_grad():
-                made = run(at, xs, given).to(chunk.dtype_of(self.name))
+                made = self._run(chunk, at, xs, tensors).to(chunk.dtype_of(self.name))
             if y is None and len(parts) == 1:
                 memory = [x.untyped_storage().data_ptr() for x in xs]
                 own = made.is_contiguous() and made.untyped_storage().data_ptr() not in memory
@@ -125,7 +131,8 @@ class Replay(Node):
             y = chunk.empty(self.name) if y is None else y
             y[rows].copy_(made)
         assert y is not None
-        chunk.put(self.name, y)
+        mask = chunk.mask(self.mask)
+        chunk.put(self.name, y if mask is None else torch.mul(y, mask.tensor()).to(y.dtype))
 
     def in_order(self, names: Collection[str]) -> Sequence[Collection[str]]:
         return [[name for name in stage if name in names] for stage in self.stages[:-1]]
@@ -142,8 +149,10 @@ class Replay(Node):
         needs_grad: Collection[str],
         parts: Sequence[Collection[str]],
     ) -> Iterator[None]:
+        if (mask := chunk.mask(self.mask)) is not None:
+            dy = chunk.ops[dropout](dy, mask)
         given = [
-            None if t is None else t.detach().requires_grad_(name in needs_grad)
+            t if t is None or self.captures else t.detach().requires_grad_(name in needs_grad)
             for name, t in zip(self.tensors, self._tensors(chunk), strict=True)
         ]
         spans, whole = self._spans(chunk), dict[str, Tensor]()
@@ -195,16 +204,18 @@ class Replay(Node):
         wanted = {
             name: t
             for name, t in zip((*self.xs, *self.tensors), (*xs, *given), strict=True)
-            if t is not None and t.requires_grad
+            if t is not None and name in needs_grad
         }
-        run = functools.partial(chunk.owner.functions[self.function], at)
         with torch.enable_grad():
             try:
-                y = run(xs, given)
+                y = self._run(chunk, at, xs, given)
             except RuntimeError:
-                if len(read) == len(xs):
+                if set(self.xs) <= set(read):
                     raise
-                y = run([x.contiguous() for x in xs], given)  # for a view across rows
+                xs_again = [x.contiguous() for x in xs]  # for a view across rows
+                y = self._run(chunk, at, xs_again, given)
+        if self.captures:
+            _check_captured(y, (*xs, *given))
         edge = torch.autograd.graph.get_gradient_edge(y) if y.requires_grad else None
         dy = dy.to(y.dtype)
         del y  # its value is not needed
@@ -214,7 +225,8 @@ class Replay(Node):
             asked = [wanted[name] for name in names]
             grads: list[Tensor | None] = [None] * len(names)
             if edge is not None and names:
-                keep = names is not rest
+                # Captured tensors may have a graph of their own, which the next tile needs.
+                keep = self.captures or names is not rest
                 with hooks_off(asked):
                     grads[:] = torch.autograd.grad(
                         edge, asked, dy, retain_graph=keep, allow_unused=True
@@ -306,53 +318,15 @@ def _called(function: Function, x: Tensor) -> Tensor:
     return y
 
 
-def activation(function: Function, x: Tensor) -> Tensor:
-    """Return function(x), without autograd."""
-    with torch.no_grad():
-        return _called(function, x)
-
-
-def activation_grads(
-    function: Function, dy: Tensor, x: Tensor, captured: Mapping[str, Tensor], names: list[str]
-) -> tuple[tuple[Tensor, bool] | None, dict[str, Tensor]]:
-    """Return the gradients of x and of captured tensors by name; in `names`, "" is x.
-
-    That of x comes with whether it may be overwritten.
-
-    Raises: RuntimeError if the function reads a differentiable tensor that is not captured.
-    """
-    with torch.enable_grad():
-        x = x.detach().requires_grad_()
-        y = _called(function, x)
+def _check_captured(y: Tensor, known: Sequence[Tensor | None]) -> None:
+    """Check that `y` was computed from no other tensors that require gradients than the known."""
     # Compared by edge: hooks return a saved tensor as another object.
-    known = {torch.autograd.graph.get_gradient_edge(t) for t in (x, *captured.values())
-             if t.requires_grad}  # fmt: skip
-    stray = [t for t in leaves(y) if torch.autograd.graph.get_gradient_edge(t) not in known]
-    if stray:
-        raise RuntimeError(
-            "fused_remat: in backward, the activation function read a tensor of shape "
-            f"{tuple(stray[0].shape)} that it did not read in forward; it must read the same "
-            "tensors both times"
-        )
-    sources = {n: t for n, t in {"": x, **captured}.items() if n in names}
-    grads: tuple[Tensor | None, ...] = (None,) * len(sources)
-    if y.requires_grad:
-        # The graph is retained for the next tile: captured tensors may have a graph of their own.
-        with hooks_off(captured.values()):
-            grads = torch.autograd.grad(
-                y, list(sources.values()), dy, retain_graph=True, allow_unused=True
+    edge_of = torch.autograd.graph.get_gradient_edge
+    edges = {edge_of(t) for t in known if t is not None and t.requires_grad}
+    for stray in leaves(y):
+        if edge_of(stray) not in edges:
+            raise RuntimeError(
+                "fused_remat: in backward, the activation function read a tensor of shape "
+                f"{tuple(stray.shape)} that it did not read in forward; it must read the same "
+                "tensors both times"
             )
-    by_name = dict(zip(sources, grads, strict=True))
-    dx = by_name.pop("", None)
-    # Tiles are summed in float32. Copied, since autograd may return an expanded tensor.
-    params = {
-        name: grad.to(torch.promote_types(grad.dtype, torch.float32), copy=True)
-        for name, grad in by_name.items()
-        if grad is not None
-    }
-    if "" not in names:
-        return None, params
-    if dx is None:
-        return (torch.zeros_like(x), True), params
-    # dx may be dy itself, or a view of it.
-    return (dx, dx is not dy and dx._base is None and 0 not in dx.stride()), params

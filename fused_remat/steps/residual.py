@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def residual_add(
     x: Tensor, residual: Tensor, mask: DropoutMask | None, out: Tensor | None = None
 ) -> Tensor:
-    """residual + mask * x, rounded once to the dtype of the residual."""
+    """Return residual + mask * x, rounded once to the dtype of the residual."""
     if mask is None:
         return torch.add(x, residual, out=out)
     into = out if out is not None and out.dtype is mask.dtype else None
@@ -36,13 +36,13 @@ def residual_add(
 
 @operation(key=lambda x, *_: (x.dtype, x.device), description="pointwise, eager")
 def dropout(x: Tensor, mask: DropoutMask, dtype: torch.dtype | None = None) -> Tensor:
-    """mask * x as a new tensor, in `dtype` or in that of x."""
+    """Return mask * x as a new tensor, in `dtype` or in that of x."""
     return mask.tensor(keep=False).mul_(x).to(dtype or x.dtype)
 
 
 @operation(key=lambda seed, first: seed.device, description="pointwise, eager")
 def site_keys(seed: Tensor, first: int) -> tuple[Tensor, ...]:
-    """The keys of `random.NUM_SITES` sites from `first` on; keys and `seed` are int64 ()."""
+    """Return keys of `random.NUM_SITES` sites from `first` on; keys and `seed` are int64 ()."""
     return random.site_keys(seed, first)
 
 
@@ -65,10 +65,7 @@ class DrawMask(Node):
     p: float
     like: str  # an activation as wide as the mask, or a param with as many rows as the mask is wide
     of: str = "input"  # the input or activation whose tokens the mask has
-    description: ClassVar[tuple[str, str]] = (
-        "drawn from the seed by the counter-based generator",
-        "",
-    )
+    description: ClassVar[tuple[str, str]] = ("drawn by the counter-based generator", "")
     keepable: ClassVar[bool] = False
     params: ClassVar[tuple[str, ...]] = ("seed",)
 

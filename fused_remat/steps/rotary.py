@@ -41,32 +41,32 @@ class RotaryTables:
 
     @property
     def rotated(self) -> int:
-        """R, how many elements of a head are rotated."""
+        """Number R of elements of a head that are rotated."""
         return 0 if self.cos is None else 2 * self.cos.shape[-1]
 
     @property
     def eps(self) -> float:
-        """Of the norms of heads; 0 if there are none."""
+        """Constant of the norms of heads; 0 if there are none."""
         return self.spec.head_norm.eps if self.spec.head_norm else 0.0
 
     def width(self, x: Tensor) -> int:
-        """E, the width of a head of x."""
+        """Return E, the width of a head of x."""
         return x.shape[1] // (self.spec.num_heads + 2 * self.spec.num_kv_heads)
 
     def norm_weights(self) -> tuple[Tensor | None, Tensor | None]:
-        """The norms' weights, with the offset of the spec; None without norms."""
+        """Return the norms' weights, with the offset of the spec; None without norms."""
         offset = self.spec.head_norm.offset if self.spec.head_norm else 0.0
         return shifted(self.q_weight, offset), shifted(self.k_weight, offset)
 
 
 def _key(x: Tensor, call: RotaryTables, *_: Any) -> tuple[Any, ...]:
-    """Dtype, device, width of a head, and whether 32 bits can count the tokens."""
+    # The last is whether 32 bits can count the tokens.
     return x.dtype, x.device, call.width(x), x.shape[0] + call.seq_len < 2**31
 
 
 @operation(key=_key, description="pointwise, eager")
 def rotary_fwd(x: Tensor, call: RotaryTables, out: Tensor | None = None) -> Tensor:
-    """x (T, (H + 2·Hkv)·E) with its query and key heads normed and rotated; values are copied.
+    """Return x (T, (H + 2·Hkv)·E) with query and key heads normed and rotated, values copied.
 
     n = x * rstd * weight with norms, else n = x. A pair (n1, n2) of elements becomes
     (n1 * cos - n2 * sin, n2 * cos + n1 * sin). `out` may be x.
@@ -75,7 +75,7 @@ def rotary_fwd(x: Tensor, call: RotaryTables, out: Tensor | None = None) -> Tens
 
 
 def _forward(x: Tensor, call: RotaryTables, out: Tensor | None, back: bool = False) -> Tensor:
-    """`rotary_fwd`; with `back`, by the opposite angles: the inverse if there are no norms."""
+    """Run `rotary_fwd`; with `back`, by opposite angles: the inverse if there are no norms."""
     y = x.new_empty(x.shape) if out is None else out
     in_place = y is x and call.q_weight is None
     (source, values), (target, copied) = _split(x, call), _split(y, call)
@@ -94,7 +94,7 @@ def _forward(x: Tensor, call: RotaryTables, out: Tensor | None, back: bool = Fal
 def rotary_bwd(
     dy: Tensor, x: Tensor | None, call: RotaryTables, needs_grad: tuple[bool, ...], owned: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """dx and the gradients of both weights; one that `needs_grad` does not mark is None.
+    """Return dx and the gradients of both weights; one that `needs_grad` does not mark is None.
 
     With n = x * rstd, g = dy rotated back and w the weight: dw = sum(g * n) over tokens and heads,
     dx = rstd * (g * w - n * mean(g * w * n)). x is read only if there are norms. dy may be
@@ -125,7 +125,7 @@ def rotary_bwd(
 
 
 def _split(x: Tensor, call: RotaryTables) -> tuple[Tensor, Tensor]:
-    """Views of the query and key heads (T, H + Hkv, E), and of the value heads (T, Hkv, E)."""
+    """Return views of query and key heads (T, H + Hkv, E), and of value heads (T, Hkv, E)."""
     first = call.spec.num_heads + call.spec.num_kv_heads
     count, (rows, width) = first + call.spec.num_kv_heads, x.shape
     heads = x.view(rows, count, width // count)
@@ -137,21 +137,20 @@ def _by_kind(heads: Tensor, call: RotaryTables) -> tuple[Tensor, Tensor]:
 
 
 def _scale(heads: Tensor, call: RotaryTables) -> None:
-    """Multiply by the norms' weights in place."""
     for part, weight in zip(_by_kind(heads, call), call.norm_weights(), strict=True):
         assert weight is not None
         part.mul_(weight)
 
 
 def _normed(heads: Tensor, call: RotaryTables) -> tuple[Tensor, Tensor]:
-    """heads * rstd and rstd = (mean(heads**2) + eps) ** -0.5, over the width of a head."""
+    """Return heads * rstd and rstd = (mean(heads**2) + eps) ** -0.5 over the width."""
     wide = heads.to(torch.promote_types(heads.dtype, torch.float32))
     rstd = wide.square().mean(-1, keepdim=True).add_(call.eps).rsqrt_()
     return wide * rstd, rstd
 
 
 def _pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """Views of the first and the second elements of all pairs of x (..., R)."""
+    """Return views of the first and the second elements of all pairs of x (..., R)."""
     if interleaved:
         return x[..., 0::2], x[..., 1::2]
     return x.tensor_split(2, -1)  # type: ignore[return-value]
@@ -190,7 +189,7 @@ def _rotate(
 
 
 def _of_tokens(table: Tensor, call: RotaryTables, rows: int) -> Tensor:
-    """The rows (T, 1, R/2) of a table for the call's tokens: a view if they are consecutive."""
+    """Return rows (T, 1, R/2) of a table for the call's tokens: a view if consecutive."""
     if table.dim() == 3:
         flat = table.reshape(-1, table.shape[-1])
         return flat[call.token0 : call.token0 + rows, None]
@@ -246,7 +245,7 @@ class Rotary(Node):
                 chunk.add_param_grad(name, dweight)
 
     def call(self, chunk: Chunk) -> RotaryTables:
-        """The tables and weights for the chunk's tokens."""
+        """Return the tables and weights for the chunk's tokens."""
         param, seq_len = chunk.param, chunk.owner.execution.lengths[self.x]
         given = param(self.cos), param(self.sin), param(self.q_weight), param(self.k_weight)
         return RotaryTables(self.spec, *given, chunk.first_row(self.x), seq_len)

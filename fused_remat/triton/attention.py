@@ -29,19 +29,21 @@ from fused_remat.steps.operations import FAULTS, faster
 from fused_remat.triton.attention_masks import Problem, lists, prepare
 from fused_remat.triton.launch import (
     INTERPRETED,
+    TARGET,
     Launch,
     Target,
     cdiv,
     contiguous_rows,
     power_of_2,
+    run,
     scratch,
     target_of,
 )
-from fused_remat.triton.launch_cache import TARGET, run
 from fused_remat.triton.tables import (
     ATTENTION_BY_DESCRIPTORS,
     AttentionTile,
     attention_tile,
+    ends_early,
     family,
     group_parts,
     why_own_attention,
@@ -95,12 +97,7 @@ def _describe(key: AttentionKey, *_: Any, **__: Any) -> str:
     return f"kernel attention_fwd; attention_dkdv_bwd and attention_dq_bwd: {_why(key)}"
 
 
-@faster(
-    attention.attention_fwd,
-    "triton",
-    unsupported_reason=_unsupported_fwd_reason,
-    description=_describe,
-)
+@faster(attention.attention_fwd, "triton", _describe, _unsupported_fwd_reason)
 def attention_fwd_triton(q, k, v, call, out=None):
     if out is None:
         shape = (call.batch * call.q_len, call.spec.num_heads * v.shape[-1])
@@ -111,12 +108,7 @@ def attention_fwd_triton(q, k, v, call, out=None):
     return out, lse
 
 
-@faster(
-    attention.attention_bwd,
-    "triton",
-    unsupported_reason=_unsupported_bwd_reason,
-    description=_describe,
-)
+@faster(attention.attention_bwd, "triton", _describe, _unsupported_bwd_reason)
 def attention_bwd_triton(dattn, q, k, v, attn, lse, call, grads):
     run(backward, dattn, q, k, v, attn, lse, call, grads, TARGET)
 
@@ -276,8 +268,7 @@ def _constants(
     tile: AttentionTile, widths: tuple[int, int], partial: bool, tma: bool
 ) -> dict[str, Any]:
     e, v = _blocks_of(widths)
-    even_e, even_v = e == widths[0], v == widths[1]
-    blocks = KernelTile(tile.block_m, tile.block_n, e, v, even_e, even_v, tma)
+    blocks = KernelTile(tile.block_m, tile.block_n, e, v, e == widths[0], v == widths[1], tma)
     return {"tile": blocks._replace(PARTIAL=partial)}
 
 
@@ -302,7 +293,7 @@ def _operands(
     heads = [*by_query, *by_key]
     strides = list(map(_strides, heads))
     by_descriptors = tile.tma and family(problem.target) in ATTENTION_BY_DESCRIPTORS
-    if not by_descriptors or problem.in_rows or not all(map(_can_describe, heads)):
+    if not by_descriptors or ends_early(problem.call) or not all(map(_can_describe, heads)):
         return heads, strides, False
     rows = [tile.block_m] * len(by_query) + [tile.block_n] * len(by_key)
     widths = by_query[0].shape[-1], by_key[-1].shape[-1]

@@ -17,10 +17,9 @@ from fused_remat.kernels.attention_masks import (
 )
 from fused_remat.random import scale as dropout_scale
 from fused_remat.random import threshold
-from fused_remat.spec import AttentionSpec
 from fused_remat.steps.attention_call import AttentionArgs
 from fused_remat.triton.launch import Launch, Target, cdiv, scratch
-from fused_remat.triton.tables import AttentionTile
+from fused_remat.triton.tables import AttentionTile, ends_early
 
 # Rows whose intervals of variable-length sequences a program finds.
 _BOUNDS_ROWS = 128
@@ -48,19 +47,14 @@ class Problem:
 
     @property
     def interval(self) -> tuple[int, int, int]:
-        """offset, left and right, with sides of at most all positions, so that sums fit 32 bits."""
+        """Offset, left and right, of at most all positions, so that sums fit 32 bits."""
         (left, right), most = self.call.spec.window, self.call.q_len + self.call.kv_len
         left = min(left, most) if left >= 0 else most
         return self.call.offset, left, min(right, most) if right >= 0 else most
 
     @property
-    def in_rows(self) -> bool:
-        """Whether keys beyond a sequence must not be read: they may hold anything."""
-        return self.call.lengths is not None or self.call.cu_q is not None
-
-    @property
     def listed(self) -> tuple[int, int]:
-        """For how many batches and heads the masks differ."""
+        """Number of batches and of heads with masks of their own."""
         mask = self.call.mask
         batches, heads = mask.shape[:2] if mask is not None and mask.dim() == 4 else (1, 1)
         if self.call.padding is not None or self.call.lengths is not None:
@@ -68,15 +62,17 @@ class Problem:
         return batches, heads
 
     def is_partial(self, length: int, block: int) -> bool:
-        """Whether some block of `length` keys or queries may be seen in part only."""
-        limited = self.call.spec.window != (-1, -1) or self.in_rows
+        """Return whether some block of `length` keys or queries may be seen in part only."""
+        limited = self.call.spec.window != (-1, -1) or ends_early(self.call)
         return limited or self.call.masked or length % block != 0
 
     def scalars(self) -> tuple[Any, ...]:
         """Return the arguments score, offset, left, right, row0, threshold and keep_scale."""
-        p = self.call.spec.dropout
+        spec, p = self.call.spec, self.call.spec.dropout
         dropout = (self.call.row0, threshold(p), dropout_scale(p)) if p > 0.0 else (0, 0, 0.0)
-        return (scores_of(self.call.spec), *self.interval, *dropout)
+        given = {name for name in Scores._fields if name == "scale" or name in spec.options}
+        scores = Scores(**{n: getattr(spec, n) if n in given else None for n in Scores._fields})
+        return (scores, *self.interval, *dropout)
 
     def site_key(self) -> Tensor | None:
         return self.call.site_key if self.call.spec.dropout > 0.0 else None
@@ -84,12 +80,6 @@ class Problem:
     def launch(self, kernel: Any, programs: int, args: tuple[Any, ...], **constants: Any) -> Launch:
         """Return a launch of a kernel that has no row in the tile tables."""
         return Launch(kernel, (programs,), args, constants, 8, 2, self.device)
-
-
-def scores_of(spec: AttentionSpec) -> Scores:
-    """Return the options of the scores as kernels take them: None for an option that is not set."""
-    given = {name for name in Scores._fields if name == "scale" or name in spec.options}
-    return Scores(**{n: getattr(spec, n) if n in given else None for n in Scores._fields})
 
 
 def prepare(

@@ -18,6 +18,7 @@ from fused_remat.kernels.cross_entropy import (
 )
 from fused_remat.steps import cross_entropy
 from fused_remat.steps.cross_entropy import (
+    Columns,
     CrossEntropyTargets,
     Slopes,
     block_of,
@@ -29,8 +30,16 @@ from fused_remat.steps.cross_entropy import (
 )
 from fused_remat.steps.linear import add_product
 from fused_remat.steps.operations import faster
-from fused_remat.triton.launch import INTERPRETED, Launch, Target, cdiv, target_of, vector
-from fused_remat.triton.launch_cache import TARGET, run
+from fused_remat.triton.launch import (
+    INTERPRETED,
+    TARGET,
+    Launch,
+    Target,
+    cdiv,
+    run,
+    target_of,
+    vector,
+)
 from fused_remat.triton.products import launch_over
 from fused_remat.triton.tables import Tile, tile_for
 
@@ -44,19 +53,11 @@ def _unsupported_reason(key: tuple[Any, ...]) -> str | None:
     return None
 
 
-def _part(
-    weight: Tensor, bias: Tensor | None, span: tuple[int, int], x: Tensor
-) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias of some columns of the vocabulary, in the dtype of x."""
-    part = None if bias is None else bias[slice(*span)].to(x.dtype)
-    return weight[slice(*span)].to(x.dtype), part
-
-
 @faster(
     cross_entropy.cross_entropy_fwd,
     "triton",
-    unsupported_reason=_unsupported_reason,
-    description="kernel linear_cross_entropy_fwd; backward: a kernel per block and ATen's products",
+    "kernel linear_cross_entropy_fwd; backward: a kernel per block and ATen's products",
+    _unsupported_reason,
 )
 def cross_entropy_fwd_triton(x, weight, bias, call, out=None):
     target = target_of(x.device)
@@ -90,13 +91,13 @@ def _of_rows(
     picked = torch.zeros(tokens, dtype=torch.float32, device=x.device)
     found: list[list[Tensor]] = [[], [], []]
     for span in spans(vocab, columns):
-        w, b = _part(weight, bias, span, x)
-        tile = tile_for("cross_entropy_fwd", target, tokens, w.shape[0])
-        shape = (cdiv(w.shape[0], tile.block_n), tokens)
+        block = Columns.of(weight, bias, span, x)
+        tile = tile_for("cross_entropy_fwd", target, tokens, len(block.weight))
+        shape = (cdiv(len(block.weight), tile.block_n), tokens)
         parts = [picked.new_empty(shape) for _ in range(3 if call.label_smoothing else 2)]
         totals = parts[2] if call.label_smoothing else None
-        given = x, w, b, labels, call.softcap, span[0], parts[0], parts[1], totals, picked
-        run(cross_entropy_fwd, *given, TARGET, tile)
+        operands = x, block.weight, block.bias, labels, call.softcap, block.first
+        run(cross_entropy_fwd, *operands, *parts[:2], totals, picked, TARGET, tile)
         for have, part in zip(found, parts, strict=False):
             have.append(part)
     highs, sums = (torch.cat(parts).t() for parts in found[:2])
@@ -107,8 +108,8 @@ def _of_rows(
 @faster(
     cross_entropy.cross_entropy_bwd,
     "triton",
-    unsupported_reason=_unsupported_reason,
-    description="a kernel per block of logits, and ATen's products",
+    "a kernel per block of logits, and ATen's products",
+    _unsupported_reason,
 )
 def cross_entropy_bwd_triton(dy, x, weight, bias, stats, call, needs_grad, exact=False):
     (tokens, depth), vocab = x.shape, weight.shape[0]
@@ -122,7 +123,8 @@ def cross_entropy_bwd_triton(dy, x, weight, bias, stats, call, needs_grad, exact
     # A tensor descriptor needs rows of multiples of 16 bytes, whatever the vocabulary.
     held = x.new_empty((min(rows, tokens), 8 * cdiv(columns, 8)))
     for span in spans(vocab, columns):
-        w, b = _part(weight, bias, span, x)
+        block = Columns.of(weight, bias, span, x)
+        w, b = block.weight, block.bias
         mine = None if dweight is None else dweight[slice(*span)]
         dw = None if mine is None else sum_in(mine, x.dtype, cdiv(tokens, rows))
         for lo, hi in spans(tokens, rows):

@@ -22,6 +22,7 @@ from fused_remat.steps import norm
 from fused_remat.steps.norm import NORMS, shifted
 from fused_remat.steps.operations import faster
 from fused_remat.triton.launch import (
+    TARGET,
     Launch,
     Target,
     cdiv,
@@ -29,10 +30,10 @@ from fused_remat.triton.launch import (
     matrix,
     operand,
     power_of_2,
+    run,
     scratch,
     vector,
 )
-from fused_remat.triton.launch_cache import TARGET, run
 
 #: The widest row, in elements.
 MAX_WIDTH = 1 << 16
@@ -55,7 +56,7 @@ def _describe(key: tuple[Any, ...], *_: Any, **__: Any) -> str:
     return "kernel norm_fwd" if key[3] <= FWD_WIDTH else "kernel norm_wide_fwd"
 
 
-@faster(norm.norm_fwd, "triton", unsupported_reason=unsupported_reason, description=_describe)
+@faster(norm.norm_fwd, "triton", _describe, unsupported_reason)
 def norm_fwd_triton(spec, x, weight, bias, out=None, stats=None):
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     made = new_stats(spec.kind, x) if stats is None else stats
@@ -64,9 +65,7 @@ def norm_fwd_triton(spec, x, weight, bias, out=None, stats=None):
     return (y, *made)
 
 
-@faster(
-    norm.norm_bwd, "triton", unsupported_reason=unsupported_reason, description="kernel norm_bwd"
-)
+@faster(norm.norm_bwd, "triton", "kernel norm_bwd", unsupported_reason)
 def norm_bwd_triton(spec, dy, x, stats, weight, needs_grad, add=None):
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs_grad[0] else None
     dweight, dbias = (

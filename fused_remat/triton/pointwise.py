@@ -22,8 +22,7 @@ from fused_remat.steps.activation import activation_bwd, activation_fwd
 from fused_remat.steps.operations import faster
 from fused_remat.steps.residual import dropout, residual_add
 from fused_remat.steps.residual import site_keys as site_keys_of_seed
-from fused_remat.triton.launch import Launch, cdiv, dropout_of, matrix, operand, power_of_2
-from fused_remat.triton.launch_cache import run
+from fused_remat.triton.launch import Launch, cdiv, dropout_of, matrix, operand, power_of_2, run
 
 #: Activation -> its forward and backward for a tile. A new activation is a new row.
 PAIRS: dict[str, tuple[Any, Any]] = {
@@ -43,9 +42,7 @@ def unsupported_reason(key: tuple[Any, ...]) -> str | None:
     return None if act in PAIRS else f"{act} has no row in fused_remat.triton.pointwise.PAIRS"
 
 
-@faster(
-    activation_fwd, "triton", unsupported_reason=unsupported_reason, description="pointwise kernel"
-)
+@faster(activation_fwd, "triton", "pointwise kernel", unsupported_reason)
 def activation_fwd_triton(act, gate, up, mask):
     y = torch.empty_like(up, memory_format=torch.contiguous_format)
     if gate is None:
@@ -55,9 +52,7 @@ def activation_fwd_triton(act, gate, up, mask):
     return y
 
 
-@faster(
-    activation_bwd, "triton", unsupported_reason=unsupported_reason, description="pointwise kernel"
-)
+@faster(activation_bwd, "triton", "pointwise kernel", unsupported_reason)
 def activation_bwd_triton(act, dy, gate, up, mask, owned, needs_grad=(True, True)):
     first = dy if owned and dy.is_contiguous() else None
     if gate is None:
@@ -74,21 +69,21 @@ def activation_bwd_triton(act, dy, gate, up, mask, owned, needs_grad=(True, True
     return dgate, dup
 
 
-@faster(residual_add, "triton", description="pointwise kernel")
+@faster(residual_add, "triton", "pointwise kernel")
 def residual_add_triton(x, residual, mask, out=None):
     y = torch.empty(x.shape, dtype=residual.dtype, device=x.device) if out is None else out
     run(dropout_add_fwd, x, residual, mask, y)
     return y
 
 
-@faster(dropout, "triton", description="pointwise kernel")
+@faster(dropout, "triton", "pointwise kernel")
 def dropout_triton(x, mask, dtype=None):
     y = torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
     run(dropout_add_fwd, x, None, mask, y)
     return y
 
 
-@faster(site_keys_of_seed, "triton", description="pointwise kernel")
+@faster(site_keys_of_seed, "triton", "pointwise kernel")
 def site_keys_triton(seed, first):
     keys = torch.empty(NUM_SITES, dtype=torch.int64, device=seed.device)
     run(site_keys, seed, first, keys)

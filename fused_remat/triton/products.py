@@ -36,10 +36,10 @@ from fused_remat.triton.launch import (
     cdiv,
     contiguous_rows,
     dropout_of,
+    run,
     target_of,
     vector,
 )
-from fused_remat.triton.launch_cache import run
 from fused_remat.triton.pointwise import (
     PAIRS,
     act_bwd,
@@ -57,7 +57,7 @@ def _describe_linear(key: tuple[Any, ...], *_: Any, **__: Any) -> str:
     return "ATen's addmm: nothing follows that could be fused"
 
 
-@faster(linear.linear_fwd, "triton", description=_describe_linear)
+@faster(linear.linear_fwd, "triton", _describe_linear)
 def linear_fwd_triton(x, weight, bias, residual=None, mask=None, out=None):
     if residual is None and mask is None:
         if out is None:
@@ -77,12 +77,7 @@ def _unsupported_dw_reason(key: tuple[Any, ...]) -> str | None:
     return None if wide and dtype.itemsize == 2 and cuda else ""
 
 
-@faster(
-    linear.linear_dw,
-    "triton",
-    unsupported_reason=_unsupported_dw_reason,
-    description="ATen's mm, not rounded to 16 bits",
-)
+@faster(linear.linear_dw, "triton", "ATen's mm, not rounded to 16 bits", _unsupported_dw_reason)
 def linear_dw_triton(dy, x, into, partial, exact=False):
     dw = torch.mm(dy.t(), x, out_dtype=torch.float32)
     return dw if into is None else into.add_(dw)
@@ -102,12 +97,7 @@ def _describe_mlp_up(key: tuple[Any, ...], *_: Any) -> str:
     return description
 
 
-@faster(
-    fused.mlp_up_fwd,
-    "triton",
-    unsupported_reason=_unsupported_mlp_reason,
-    description=_describe_mlp_up,
-)
+@faster(fused.mlp_up_fwd, "triton", _describe_mlp_up, _unsupported_mlp_reason)
 def mlp_up_fwd_triton(act, x, gate, up, mask, kept):
     y, target = x.new_empty((x.shape[0], up[0].shape[0])), target_of(x.device)
     if any(kept) and family(target) not in tables.KEPT_MLP_UP_IN_KERNEL:
@@ -131,12 +121,7 @@ def _describe_mlp_bwd(key: tuple[Any, ...], *_: Any) -> str:
     return "ATen's addmm rebuilds; then ATen's mm and a pointwise kernel" + end * (widest > 0)
 
 
-@faster(
-    fused.mlp_bwd,
-    "triton",
-    unsupported_reason=_unsupported_mlp_reason,
-    description=_describe_mlp_bwd,
-)
+@faster(fused.mlp_bwd, "triton", _describe_mlp_bwd, _unsupported_mlp_reason)
 def mlp_bwd_triton(act, dy, x, gate, up, down, mask, needs_act):
     target = target_of(x.device)
     if family(target) in tables.MLP_BWD_IN_ONE:
@@ -168,9 +153,11 @@ def _unsupported_norm_reason(key: tuple[Any, ...]) -> str | None:
 
 
 @faster(
-    fused.linear_norm_fwd, "triton", unsupported_reason=_unsupported_norm_reason,
-    description="ATen's addmm, then kernel norm_fwd: dropout, residual and norm",
-)  # fmt: skip
+    fused.linear_norm_fwd,
+    "triton",
+    "ATen's addmm, then kernel norm_fwd: dropout, residual and norm",
+    _unsupported_norm_reason,
+)
 def linear_norm_fwd_triton(x, weight, bias, residual, mask, spec, norm_weight, norm_bias, out=None):
     product = F.linear(x, weight, bias)
     # The sum replaces the product: each program reads a whole tile before it writes it.

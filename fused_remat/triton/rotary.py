@@ -12,16 +12,17 @@ from fused_remat.steps import rotary
 from fused_remat.steps.operations import faster
 from fused_remat.steps.rotary import RotaryTables
 from fused_remat.triton.launch import (
+    TARGET,
     Launch,
     Target,
     cdiv,
     matrix,
     operand,
     power_of_2,
+    run,
     scratch,
     vector,
 )
-from fused_remat.triton.launch_cache import TARGET, run
 from fused_remat.triton.norm import column_sum
 from fused_remat.triton.tables import family
 
@@ -40,24 +41,14 @@ def _unsupported_reason(key: tuple[Any, ...]) -> str | None:
     return None if few else "the number of tokens does not fit 32 bits"
 
 
-@faster(
-    rotary.rotary_fwd,
-    "triton",
-    unsupported_reason=_unsupported_reason,
-    description="kernel rotary_fwd",
-)
+@faster(rotary.rotary_fwd, "triton", "kernel rotary_fwd", _unsupported_reason)
 def rotary_fwd_triton(x, call, out=None):
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     run(rotary_fwd, x, call, y, TARGET)
     return y
 
 
-@faster(
-    rotary.rotary_bwd,
-    "triton",
-    unsupported_reason=_unsupported_reason,
-    description="kernel rotary_norm_bwd",
-)
+@faster(rotary.rotary_bwd, "triton", "kernel rotary_norm_bwd", _unsupported_reason)
 def rotary_bwd_triton(dy, x, call, needs_grad, owned):
     dx = None
     if needs_grad[0]:
@@ -155,7 +146,8 @@ def _blocks(call: RotaryTables, width: int, lanes: int, most: int) -> dict[str, 
     block_p, heads = power_of_2(lanes), call.spec.num_heads
     fits = [n for n in (8, 4) if heads % n == 0]
     block_h = min(fits[0] if fits else min(8, power_of_2(heads)), max(1, most // block_p))
-    pairs = Pairs(width, call.rotated, lanes, _interleaved(call), block_p)
+    interleaved = call.spec.rotary is not None and call.spec.rotary.interleaved
+    pairs = Pairs(width, call.rotated, lanes, interleaved, block_p)
     return {"BLOCK_M": max(1, most // (block_p * block_h)), "BLOCK_H": block_h, "pairs": pairs}
 
 
@@ -163,7 +155,3 @@ def _groups(call: RotaryTables, block_h: int, values: bool) -> tuple[int, int]:
     """Return the number of groups of query heads, and of all heads that a launch covers."""
     of_queries, of_keys = cdiv(call.spec.num_heads, block_h), cdiv(call.spec.num_kv_heads, block_h)
     return of_queries, of_queries + (2 if values else 1) * of_keys
-
-
-def _interleaved(call: RotaryTables) -> bool:
-    return call.spec.rotary is not None and call.spec.rotary.interleaved

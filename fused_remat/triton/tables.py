@@ -194,6 +194,11 @@ def why_own_attention(target: Target, key: AttentionKey) -> str | None:
 
 
 _A = AttentionTile
+_FORWARD = {
+    64: {0: _A(128, 64, 8, 2)},
+    128: {0: _A(128, 64, 8, 2), 3: _A(32, 64, 8, 2)},
+    256: {0: _A(64, 64, 8, 1), 3: _A(32, 64, 8, 1)},
+}
 _MASK_GRADIENT = {
     64: {0: _A(64, 32, 4, 2)},
     128: {0: _A(64, 64, 8, 2)},
@@ -213,16 +218,8 @@ ATTENTION_TILES: dict[str, dict[str, dict[int, dict[int, AttentionTile]]]] = {
             128: {0: _A(128, 64, 4, 2), 1: _A(128, 32, 4, 2), 2: _A(64, 32, 8, 1)},
             256: {0: _A(128, 32, 8, 2), 2: _A(64, 32, 8, 2)},
         },
-        "ampere": {
-            64: {0: _A(128, 64, 8, 2)},
-            128: {0: _A(128, 64, 8, 2), 3: _A(32, 64, 8, 2)},
-            256: {0: _A(64, 64, 8, 1), 3: _A(32, 64, 8, 1)},
-        },
-        "small": {
-            64: {0: _A(128, 64, 8, 2)},
-            128: {0: _A(128, 64, 8, 2), 3: _A(32, 64, 8, 2)},
-            256: {0: _A(64, 64, 8, 1), 3: _A(32, 64, 8, 1)},
-        },
+        "ampere": _FORWARD,
+        "small": _FORWARD,
         "hip": {
             64: {0: _A(64, 64, 4, 1), 2: _A(64, 32, 4, 1)},
             128: {0: _A(64, 64, 4, 1), 2: _A(64, 32, 4, 1)},
@@ -314,14 +311,14 @@ _INTERPRETED_ATTENTION = _A(16, 32, 4, 1)
 def burdens(call: AttentionArgs) -> int:
     """Count options other than products that take registers, up to 2; masks count 3, or 4."""
     shared = call.spec.num_heads != call.spec.num_kv_heads
-    things = sum((call.spec.dropout > 0.0, call.spec.softcap != 0.0, _early(call), shared))
+    things = sum((call.spec.dropout > 0.0, call.spec.softcap != 0.0, ends_early(call), shared))
     if call.masked and things > 1:
         return 4
     return 3 if call.masked else min(2, things)
 
 
-def _early(call: AttentionArgs) -> bool:
-    """Whether keys end before the tensor does: they are loaded through pointers."""
+def ends_early(call: AttentionArgs) -> bool:
+    """Return whether keys end before the tensor does: what is beyond must not be read."""
     return call.lengths is not None or call.cu_q is not None
 
 
@@ -339,25 +336,25 @@ def attention_tile(kernel: str, target: Target, width: int, call: AttentionArgs)
     tile = fitting[max(n for n in fitting if n <= burdens(call))]
     large = kernel in ("fwd", "dq") and (tile.block_m, tile.warps) == (128, 8)
     few = large and _programs(kernel, call, tile) < _wanted(target, call)
-    if few and family(target) == "hopper" and tile.tma and not _early(call):
+    if few and family(target) == "hopper" and tile.tma and not ends_early(call):
         return replace(tile, block_m=64, warps=4)
     return tile
 
 
 def group_parts(target: Target, call: AttentionArgs, tile: AttentionTile) -> int:
-    """Among how many programs the query heads of a key head are divided, for dk and dv."""
+    """Return the number of programs for the query heads of a key head, for dk and dv."""
     group = call.spec.num_heads // call.spec.num_kv_heads
     parts = min(group, cdiv(_wanted(target, call), max(1, _programs("dkdv", call, tile))))
     return cdiv(group, cdiv(group, parts))
 
 
 def _programs(kernel: str, call: AttentionArgs, tile: AttentionTile) -> int:
-    """How many a kernel launches with a tile, if it does not divide groups."""
+    """Return the number of programs with a tile, if groups are not divided."""
     if kernel == "dkdv":
         return cdiv(call.kv_len, tile.block_n) * call.batch * call.spec.num_kv_heads
     return cdiv(call.q_len, tile.block_m) * call.batch * call.spec.num_heads
 
 
 def _wanted(target: Target, call: AttentionArgs) -> int:
-    """Programs that keep a GPU busy: two a multiprocessor where long and short even out."""
+    # Two a multiprocessor where long and short ones even out.
     return target.sms * (1 if call.spec.window == (-1, -1) else 2)

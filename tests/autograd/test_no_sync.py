@@ -61,15 +61,15 @@ def backend(request, monkeypatch):
     if arch:
         pytest.importorskip("triton", reason="Triton is not installed")
         from fused_remat import triton
-        from fused_remat.triton import launch, launch_cache
+        from fused_remat.triton import launch
 
         if launch.INTERPRETED:
             pytest.skip("Triton interprets kernels in this process")
         target = launch.Target("cuda", int(arch[0]), 132)
-        for module in (launch_cache, *(getattr(triton, name_of) for name_of in triton.__all__)):
+        for module in vars(triton).values():
             if hasattr(module, "target_of"):
                 monkeypatch.setattr(module, "target_of", lambda device: target)
-        monkeypatch.setattr(launch_cache, "_DRIVER", Driver)
+        monkeypatch.setattr(launch, "_DRIVER", Driver)
         monkeypatch.setattr(launch.Launch, "compiled", lambda self: None)
         monkeypatch.setitem(choose.BACKENDS, "triton", choose.Backend)
         launched = []

@@ -9,19 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from attention_calls import attention_call
+from attention_calls import call_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fused_remat.steps import attention_aten as operators
 from fused_remat.steps.attention import attention_fwd
 
 BF16, F32 = torch.bfloat16, torch.float32
-
-
-def call_of(heads, **options):
-    """A call over q and k, true where a bool mask excludes."""
-    (b, h, m, e), (_, kv, n, _) = heads[0].shape, heads[1].shape
-    return attention_call((b, h, kv, m, n, e), **{"true_means": "exclude", **options})
 
 
 SCHEMAS = [
@@ -92,18 +86,6 @@ def test_operators_are_called_as_their_schemas_say(case, kv_heads):
     assert [g.shape for g in grads] == [q.shape, k.shape, v.shape]
 
 
-def recorded(monkeypatch, name, forward):
-    """Calls of an operator, which `forward` stands for."""
-    calls = []
-
-    def stand_in(*args, **named):
-        calls.append((args, named))
-        return forward(*args, **named)
-
-    monkeypatch.setattr(operators, "_aten", SimpleNamespace(**{name: stand_in}))
-    return calls
-
-
 def flash_in_float64(q, k, v, cu_q, cu_k, max_q, max_k, p, causal, debug, **named):
     """What FlashAttention computes, from its documentation; rows outside sequences are NaN."""
     if cu_q is None:
@@ -150,7 +132,8 @@ def test_flash_is_asked_for_what_our_rows_compute(case, monkeypatch):
         options["cu_q"] = torch.tensor(options.pop("q_cu", bounds))
     call = call_of((q, k), **options)
     attn, lse = attention_fwd(q, k, v, call)
-    recorded(monkeypatch, "_flash_attention_forward", flash_in_float64)
+    aten = SimpleNamespace(_flash_attention_forward=flash_in_float64)
+    monkeypatch.setattr(operators, "_aten", aten)
     found, found_lse = operators.run(operators.Kernel("flash"), q, k, v, call)
     torch.testing.assert_close(found.transpose(1, 2).reshape(attn.shape), attn)
     torch.testing.assert_close(found_lse.reshape(-1), lse.reshape(-1))

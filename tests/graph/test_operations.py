@@ -14,15 +14,12 @@ from fused_remat.execution import choose
 from fused_remat.random import DropoutMask, site_keys
 from fused_remat.spec import NormSpec
 from fused_remat.steps import attention_aten, cpu_choice, linear
-from fused_remat.steps import onednn as onednn_products
 from fused_remat.steps.cpu_choice import ATTENTION, PRODUCTS
 from fused_remat.steps.linear import bias_grad
 from fused_remat.steps.norm import norm_fwd
 from fused_remat.steps.operations import OPERATIONS, faster
 
-needs_onednn = pytest.mark.skipif(
-    onednn_products._ONEDNN is None, reason="this PyTorch has no oneDNN"
-)
+needs_onednn = pytest.mark.skipif(cpu_choice._ONEDNN is None, reason="this PyTorch has no oneDNN")
 
 
 @pytest.fixture
@@ -46,11 +43,11 @@ def onednn(monkeypatch):
     """Record the shapes of oneDNN's products."""
     shapes = []
 
-    def product(x, weight, *rest, run=onednn_products._ONEDNN):
+    def product(x, weight, *rest, run=cpu_choice._ONEDNN):
         shapes.append((*x.shape, weight.shape[0]))
         return run(x, weight, *rest)
 
-    monkeypatch.setattr(onednn_products, "_ONEDNN", product)
+    monkeypatch.setattr(cpu_choice, "_ONEDNN", product)
     return shapes
 
 
@@ -106,7 +103,7 @@ def test_products_of_16_bits_in_halves_of_columns_are_right(width):
     dy, residual = torch.randn(2, 300, width, dtype=torch.bfloat16)
     mask = DropoutMask(site_keys(torch.tensor(0))[0], 0, 300, width, 0.5, torch.bfloat16)
     columns = torch.empty(300, 2 * width, dtype=torch.bfloat16)[:, width:]
-    forward, backward = onednn_products.linear_fwd_onednn, onednn_products.linear_dx_onednn
+    forward, backward = cpu_choice.linear_fwd_onednn, cpu_choice.linear_dx_onednn
     # Sums of 64 or more numbers, of deviation 8 to 23, rounded to 8 bits up to three times.
     close = functools.partial(torch.testing.assert_close, rtol=2e-2, atol=1e-1)
     for run, whole, operands in (
@@ -122,21 +119,6 @@ def test_products_of_16_bits_in_halves_of_columns_are_right(width):
     into = x.clone()
     assert backward(dy, weight, into) is into
     close(into, linear.linear_dx(dy, weight, x.clone()))
-
-
-def test_only_some_sizes_of_16_bits_run_in_halves(settings, monkeypatch):
-    settings("onednn")
-    monkeypatch.setattr(linear, "cpu_has_native", lambda dtype: True)
-    weight = torch.empty(256, 512).bfloat16()
-    for tokens in (600, 2048, 255):
-        x, dy = torch.empty(tokens, 512).bfloat16(), torch.empty(tokens, 256).bfloat16()
-        for operation, operands in (
-            (linear.linear_fwd, (x, weight, None)),
-            (linear.linear_dx, (dy, weight)),
-        ):
-            key = OPERATIONS[operation].key(*operands)
-            chosen = choose.choose(operation, "eager", key).run
-            assert (chosen is not operation) == (tokens == 600)
 
 
 @pytest.mark.parametrize("steps", [1, 10], ids=["by steps", "by a record"])
@@ -195,9 +177,10 @@ def test_the_processor_dtype_and_size_choose(settings, monkeypatch, processor):
         call = attention_call((1, 4, 2, length, length, 16), right=right)
         return attention_aten.unsupported_call_reason(q, q[:, :2], call) is not None
 
-    has = onednn_products._ONEDNN is not None
+    has = cpu_choice._ONEDNN is not None
     assert product(torch.float32) == (has and processor == AMD)
     assert product(torch.bfloat16) == (processor == INTEL)
+    assert not product(torch.bfloat16, 255) and not product(torch.bfloat16, 2048)
     assert not product(torch.float32, 8) and not product(torch.float16)
     assert attention(torch.float32, 512) == attention(torch.bfloat16, 128) == (processor == AMD)
     assert not attention(torch.float32, 128) and not attention(torch.bfloat16, 2048)
@@ -324,3 +307,10 @@ def test_an_option_that_library_kernels_do_not_know_is_refused():
     spec.__dict__["options"] = ("sinks",)
     call = dataclasses.replace(call, spec=spec)
     assert attention_aten.unsupported_call_reason(q, q, call) == "they have no sinks"
+
+
+def test_an_operator_with_other_arguments_is_not_called(monkeypatch):
+    q = torch.randn(1, 2, 4, 8)
+    monkeypatch.setattr(attention_aten, "has", lambda kernel: False)
+    found = attention_aten.unsupported_call_reason(q, q, attention_call((1, 2, 2, 4, 4, 8)))
+    assert found == "this version of PyTorch has another operator"

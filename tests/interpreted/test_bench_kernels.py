@@ -7,7 +7,7 @@ from kernel_problems import PROBLEMS
 from places import target
 
 from bench.kernels.attention import FORMS
-from bench.kernels.ops import MLP, Absent, Mlp
+from bench.kernels.ops import MLP, Mlp
 from bench.kernels.problem import contests, ways_of
 from bench.measure.contest import Rig, admit, check
 
@@ -41,9 +41,3 @@ def test_liger_is_right_both_ways(name, floats_are_tensors, monkeypatch):
         for _ in range(2):  # on the same inputs, whatever it writes to
             found = way.run(way.prepare(0))
             assert check({key: found[key] for key in truth}, truth)
-
-
-def test_liger_has_gated_mlps_only():
-    pytest.importorskip("liger_kernel", reason="Liger-Kernel is not installed")
-    with pytest.raises(Absent, match="it has gated MLPs only, of silu"):
-        MLP["liger"].build(Mlp(RIG, False, "silu", 2, 20, 24, 40))

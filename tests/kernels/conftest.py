@@ -19,15 +19,15 @@ def launches(monkeypatch):
     from ptx.driver import installed
 
     from fused_remat.execution import choose
-    from fused_remat.triton import launch_cache
+    from fused_remat.triton import launch
 
     choose.forget()
-    launch_cache.forget()
-    monkeypatch.setattr(launch_cache, "AT_ONCE", True)
+    launch.forget()
+    monkeypatch.setattr(launch, "AT_ONCE", True)
     with contextlib.nullcontext() if ON_GPU or EXECUTED else installed(90) as found:
         yield found
     choose.forget()
-    launch_cache.forget()
+    launch.forget()
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ On a GPU its three kernels; here the CPU's, and CUDA's as far as tensors without
 import pytest
 import reference
 import torch
-from attention_calls import attention_call
+from attention_calls import attention_call, call_of
 from places import BF16, DEVICE, ON_GPU, PLACE, at, deterministic, error_of, normal
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -27,12 +27,6 @@ F16, F32 = torch.float16, torch.float32
 TOLERANCE = {torch.bfloat16: 1e-2, F16: 1.5e-3, F32: 1e-4}
 B, H, S, E = at((2, 8, 1000, 64), (2, 4, 33, 8))
 cuda_only = pytest.mark.skipif(not ON_GPU, reason="needs CUDA's kernels")
-
-
-def call_of(heads, **options):
-    """A call over q, k and v, true where a bool mask excludes."""
-    (b, h, m, e), (_, kv, n, _) = heads[0].shape, heads[1].shape
-    return attention_call((b, h, kv, m, n, e), **{"true_means": "exclude", **options})
 
 
 def bounds_of(*bounds):
@@ -130,22 +124,6 @@ def test_results(case, dtype):
     for which, mine, true in zip(("attn", "dq", "dk", "dv"), (attn, *grads), truth, strict=True):
         error = error_of(mine, true)
         assert error <= TOLERANCE[dtype], f"relative error of {which} is {error:.1e}"
-
-
-@pytest.mark.parametrize(
-    "case", ["plain", "causal", "shared key heads", "padding of a whole sequence"]
-)
-def test_the_public_function_where_operators_are_not_known(case, monkeypatch):
-    """Its backward runs forward again: the same results, on every device."""
-    heads, options = RESULTS[case]
-    q, k, v = heads_of(F32, **heads)
-    call, dattn = call_of((q, k, v), **options(F32)), normal(F32, B * q.shape[2], H * E)
-    expected = by_library(call, q, k, v, dattn)
-    monkeypatch.setattr(attention_aten, "has", lambda kernel: False)
-    attn, lse, *grads = by_library(call, q, k, v, dattn)
-    assert lse.isnan().all(), "what reads it must not take it for a logsumexp"
-    for mine, other in zip((attn, *grads), (expected[0], *expected[2:]), strict=True):
-        assert error_of(mine, other) <= TOLERANCE[F32]
 
 
 # --- masks

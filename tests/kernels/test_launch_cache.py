@@ -15,7 +15,7 @@ from fused_remat.spec import AttentionSpec, NormSpec, RotarySpec
 from fused_remat.steps.norm import norm_bwd, norm_fwd
 from fused_remat.steps.residual import residual_add
 from fused_remat.steps.rotary import RotaryTables, rotary_fwd
-from fused_remat.triton import launch_cache, norm, pointwise
+from fused_remat.triton import launch, norm, pointwise
 from fused_remat.triton import rotary as rotary_triton
 
 pytestmark = [
@@ -106,7 +106,7 @@ def test_each_change_of_the_arguments_is_told_apart():
                 check(call)
             except AssertionError as error:
                 raise AssertionError(f"{name}: {error}") from error
-    copied = [plan for plan in launch_cache.PLANS.values() if plan.go is None]
+    copied = [plan for plan in launch.PLANS.values() if plan.go is None]
     assert len(copied) == 3, "a transposed matrix, a strided weight, tables of one storage"
 
 
@@ -114,7 +114,7 @@ def test_a_frozen_launch_is_neither_described_nor_bound(described):
     check(calls()["all gradients"])
     check(calls()["all gradients"])
     assert not described
-    (plan,) = launch_cache.PLANS.values()
+    (plan,) = launch.PLANS.values()
     assert plan.go is not None
 
 
@@ -132,7 +132,7 @@ def test_hooks_see_every_launch(described):
 
 
 def test_a_version_whose_launcher_is_not_known_is_used_as_documented(monkeypatch, described):
-    monkeypatch.setattr(launch_cache, "_KNOWN", False)
+    monkeypatch.setattr(launch, "_KNOWN", False)
     check(calls()["plain"])
     check(calls()["all gradients"])
     assert described == ["dropout_add_fwd_kernel", "norm_bwd_kernel", "column_sum_kernel"]
@@ -147,7 +147,7 @@ def test_plans_hold_no_tensor_and_keep_their_specs():
     del made, args, spec
     gc.collect()
     assert all(ref() is None for ref in there)
-    (plan,) = launch_cache.PLANS.values()
+    (plan,) = launch.PLANS.values()
     assert [id(held) for held in plan.held] == [name], "or another spec could have its identity"
 
 
@@ -158,21 +158,21 @@ def test_another_device_has_its_own_plans(launches):
     with installed(80):
         check(call)
     check(call)
-    assert len(launch_cache.PLANS) == 2
+    assert len(launch.PLANS) == 2
 
 
 def test_plans_are_bounded(monkeypatch):
-    monkeypatch.setattr(launch_cache, "_MOST", 2)
+    monkeypatch.setattr(launch, "_MOST", 2)
     for name in ("plain", "dropout", "another row"):
         check(calls()[name])
-    assert len(launch_cache.PLANS) <= 2
+    assert len(launch.PLANS) <= 2
 
 
 def test_what_returns_is_frozen(described, monkeypatch):
-    monkeypatch.setattr(launch_cache, "AT_ONCE", False)
+    monkeypatch.setattr(launch, "AT_ONCE", False)
     x = normal(torch.float32, 3, 48)
     results = [pointwise.residual_add_triton(x, x, None) for _ in range(4)]
     assert described == ["dropout_add_fwd_kernel"], "the first time; later it is frozen"
-    assert all(torch.equal(y, x + x) for y in results) and not launch_cache.SEEN
+    assert all(torch.equal(y, x + x) for y in results) and all(launch.PLANS.values())
     pointwise.residual_add_triton(x[:2], x[:2], None)
-    assert len(launch_cache.PLANS) == 1 and len(launch_cache.SEEN) == 1
+    assert [plan is None for plan in launch.PLANS.values()] == [False, True]

@@ -13,7 +13,7 @@ from fused_remat.spec import AttentionSpec, NormSpec, RotarySpec
 from fused_remat.steps.norm import norm_bwd, norm_fwd
 from fused_remat.steps.operations import Fault, FusedRematWarning
 from fused_remat.steps.rotary import RotaryTables, rotary_bwd
-from fused_remat.triton import launch_cache, tables
+from fused_remat.triton import launch, tables
 from fused_remat.triton.launch import Launch
 
 pytestmark = [
@@ -27,7 +27,7 @@ NO_ROOM = OutOfResources(300_000, 232_448, "shared memory")
 @pytest.fixture
 def launched(described, monkeypatch):
     """Names of the kernels that ran: they are not frozen."""
-    monkeypatch.setattr(launch_cache, "_KNOWN", False)
+    monkeypatch.setattr(launch, "_KNOWN", False)
     return described
 
 

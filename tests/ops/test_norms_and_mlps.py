@@ -17,9 +17,10 @@ from torch import nn
 from fused_remat import ops, random
 from fused_remat.autograd import run_block
 from fused_remat.graph.graph import Graph
-from fused_remat.spec import USER_FUNCTION, MLPSpec
+from fused_remat.spec import MLPSpec
 from fused_remat.steps import linear
-from fused_remat.steps.activation import ACTIVATIONS, MLPActivation
+from fused_remat.steps.activation import ACTIVATIONS
+from fused_remat.steps.replay import Replay
 from fused_remat.steps.residual import Add
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -172,9 +173,12 @@ def test_capturing_something_else_in_backward_raises():
 def test_the_callers_gradient_is_never_written_to(fn):
     """Nor is an expanded one, to which a residual's is added."""
     nodes = (
-        MLPActivation(name="a", up="input", act=USER_FUNCTION),
+        Replay(
+            name="a", xs=("input",), function="activation", captures=True, what="the function",
+            needed_for=(("input",),), tokenwise=True,
+        ),
         Add(name="output", x="a", residual="input"),
-    )
+    )  # fmt: skip
     y = run_block(Graph("custom", nodes, ()), "full", {"input": X}, functions={"activation": fn})
     dy = torch.ones_like(y)
     (dx,) = torch.autograd.grad(y, X, dy)

@@ -158,10 +158,10 @@ def installed(arch: int, sms: int = 0, **how: Any) -> Iterator[Driver]:
     """
     if triton.knobs.runtime.interpret:
         raise RuntimeError("unset TRITON_INTERPRET: interpreted kernels cannot be compiled")
-    from fused_remat.triton import launch_cache
+    from fused_remat.triton import launch
 
     made, was = Driver(arch, sms or GPUS[arch][0], How(**how)), triton_driver._active
-    at_once, launch_cache.AT_ONCE = launch_cache.AT_ONCE, True
+    at_once, launch.AT_ONCE = launch.AT_ONCE, True
     with triton.knobs.runtime.scope(), triton.knobs.cache.scope():
         triton.knobs.runtime.add_stages_inspection_hook = _stages
         triton.knobs.cache.dir = str(CACHE)
@@ -169,4 +169,4 @@ def installed(arch: int, sms: int = 0, **how: Any) -> Iterator[Driver]:
         try:
             yield made
         finally:
-            triton_driver._active, launch_cache.AT_ONCE = was, at_once
+            triton_driver._active, launch.AT_ONCE = was, at_once

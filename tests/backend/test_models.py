@@ -1,11 +1,11 @@
-"""Layers that were read, on kernels: a rotation, and a step that is replayed."""
+"""Models on kernels: traced layers, with a rotation and a replayed step, and Hugging Face's."""
 
 import copy
 
 import pytest
 import torch
 import torch.nn.functional as F
-from places import COMPILED, DEVICE, at
+from places import BF16, COMPILED, DEVICE, ON_GPU, at
 from torch import nn
 
 from fused_remat import convert
@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.filterwarnings("error::fused_remat.FusedRematWarning"),  # no fallback
 ]
-B, S, D, H = at((4, 512, 512, 8), (2, 9, 32, 2), (2, 40, 128, 2))
+B, S, D, H, HKV = at((4, 512, 1024, 16, 4), (2, 9, 32, 4, 2), (2, 40, 128, 4, 2))
 
 
 def heads(x):
@@ -77,7 +77,7 @@ class Model(nn.Module):
 @pytest.mark.skipif(COMPILED, reason="in float32 products and attention are ATen's there")
 @pytest.mark.parametrize("policy", ["full", "fast"])
 @pytest.mark.parametrize("layer, kind", [(Rotated, Rotary), (Gated, Replay)])
-def test_as_eager(layer, kind, policy):
+def test_traced_layers_train_as_eager(layer, kind, policy):
     torch.manual_seed(0)
     stock, ran = Model(layer).to(DEVICE), []
     x = torch.randn(B, S, D, device=DEVICE, requires_grad=True)
@@ -97,3 +97,28 @@ def test_as_eager(layer, kind, policy):
         for a, b in zip(mine, found[0], strict=True):
             # Three float32 computations of one thing.
             assert (a - b).norm() <= 3e-5 * b.norm()
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_hugging_face_model_trains_as_it_does_unconverted(padded):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=D, intermediate_size=3 * D, num_attention_heads=H, num_key_value_heads=HKV,
+        num_hidden_layers=2, vocab_size=1000 if ON_GPU else 50, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    stock = transformers.LlamaForCausalLM(config).to(DEVICE, BF16).train()
+    fused = convert(copy.deepcopy(stock), policy="lean", backend="triton", loss=True)
+    tokens = torch.randint(config.vocab_size, (B, S), device=DEVICE)
+    mask = torch.ones_like(tokens)
+    mask[0, : S // 2 if padded else 0] = 0
+    inputs = {"input_ids": tokens, "attention_mask": mask, "labels": tokens.where(mask > 0, -100)}
+    losses = []
+    for model in (stock, fused):
+        loss = model(**inputs, use_cache=False).loss
+        loss.backward()
+        losses.append(loss.item())
+    assert abs(losses[0] - losses[1]) < 2e-2  # roundings of logits to 16 bits
+    for (name, p), q in zip(stock.named_parameters(), fused.parameters(), strict=True):
+        difference = (p.grad.double() - q.grad.double()).norm() / p.grad.double().norm()
+        assert difference < 5e-2, name  # of two results in 16 bits, each some roundings off
