@@ -11,10 +11,9 @@ from typing import Literal, NamedTuple, TypeVar
 from torch import nn
 
 from fused_remat.execution.choose import check_name
-from fused_remat.huggingface import rows
 from fused_remat.huggingface.call import check_convertible
-from fused_remat.huggingface.head import HuggingFaceHead, head_class, supported_heads
-from fused_remat.huggingface.layer import FUSED, fused_class
+from fused_remat.huggingface.head import HEADS, HuggingFaceHead, head_class
+from fused_remat.huggingface.rows import FUSED, architecture_of, fused_class
 from fused_remat.layers import FusedLayer, FusedRematDecoderLayer, FusedRematLayer
 from fused_remat.layers.converted import ConvertedLayer, Replaced, around_layers
 from fused_remat.layers.eligibility import Unsupported, qualified
@@ -22,11 +21,11 @@ from fused_remat.layers.record import STATES, Ran, State, record_of
 from fused_remat.policies import Policy
 from fused_remat.report.units import run_name
 from fused_remat.steps.operations import warn
-from fused_remat.tracing.block import ReplayedSubmodule
 from fused_remat.tracing.call import Trace
 from fused_remat.tracing.discovery import first_batch_norm, repeated_layers
 from fused_remat.tracing.isolation import NOTES
 from fused_remat.tracing.layer import ROWS, TracedLayer, converted_class
+from fused_remat.tracing.program import ReplayedSubmodule
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -35,7 +34,7 @@ LAYERS: dict[type[nn.Module], type[FusedLayer]] = {
     nn.TransformerEncoderLayer: FusedRematLayer,
     nn.TransformerDecoderLayer: FusedRematDecoderLayer,
 }
-_STOCK = {fused: stock for stock, fused in LAYERS.items()}
+_FUSED = frozenset(LAYERS.values())
 
 
 def convert(
@@ -153,7 +152,7 @@ def _fused_layers(model: nn.Module) -> dict[str, FusedLayer]:
 def _eligible_layers(model: nn.Module) -> list[nn.Module]:
     """Return the layers that `convert` can convert, in the order of the model."""
     classes = {type(module) for module in model.modules()}
-    has_entry = {*LAYERS, *filter(rows.architecture_of, classes)}.difference(FUSED.values())
+    has_entry = {*LAYERS, *filter(architecture_of, classes)}.difference(FUSED.values())
     known = [module for module in model.modules() if type(module) in has_entry]
     within = {part for module in known for part in module.modules()}
     eligible = {*known, *(layer for layer in repeated_layers(model) if layer not in within)}
@@ -164,9 +163,11 @@ def _heads(model: nn.Module) -> list[nn.Module]:
     """Return the language models in `model` whose loss can be computed without logits."""
     heads = [module for module in model.modules() if head_class(type(module)) is not None]
     if not heads:
+        supported = ", ".join(layout.model for layout in HEADS)
         raise ValueError(
             f"loss=True: {type(model).__name__} contains no language model whose loss can be "
-            f"computed without logits; supported: {supported_heads()}"
+            f"computed without logits; supported: {supported}, and classes whose forward has their "
+            "code"
         )
     return heads
 
@@ -182,29 +183,13 @@ def _no_layers_message(model: nn.Module) -> str:
             "nn.LayerNorm or nn.GroupNorm"
         )
     already = f"; {count} are fused already: change them with set_policy" if count else ""
+    kinds = [type(m) for m in model.modules() if m is not model and not already]
+    counts = Counter(k.__name__ for k in kinds if not k.__module__.startswith("torch.nn."))
+    listed = ", ".join(f"{n} x {name}" for name, n in counts.most_common(8))
     return (
-        f"{name}{already or _layer_classes(model)}; a layer is torch.nn's or transformers', or an "
-        "element of a ModuleList or Sequential that has a norm and two matrices"
+        f"{name}{already}{listed and f'; it has {listed}'}; a layer is torch.nn's or transformers',"
+        " or an element of a ModuleList or Sequential that has a norm and two matrices"
     )
-
-
-def _layer_classes(model: nn.Module) -> str:
-    """Return the classes of repeated layers in `model`, for messages; else of innermost modules."""
-    counts = Counter[str]()
-    for stack in model.modules():
-        if isinstance(stack, nn.ModuleList | nn.Sequential):
-            counts.update({name: n for name, n in _classes(stack).items() if n > 1})
-    if not counts:
-        parents = [m for m in model.modules() if any(m.children())]
-        counts = _classes(m for m in parents if not any(any(c.children()) for c in m.children()))
-    listed = ", ".join(f"{n} x {name}" for name, n in counts.most_common())
-    return listed and f"; it has {listed}"
-
-
-def _classes(modules: Iterable[nn.Module]) -> Counter[str]:
-    """Count `modules` by class, without PyTorch's own classes."""
-    kinds = [type(module) for module in modules]
-    return Counter(k.__name__ for k in kinds if not k.__module__.startswith("torch.nn."))
 
 
 def _check_unpatched(layer: nn.Module) -> bool:
@@ -219,7 +204,7 @@ def _check_unpatched(layer: nn.Module) -> bool:
 
 def _row_class(layer: nn.Module) -> type[ConvertedLayer] | None:
     """Return the fused class of a layer of transformers whose entry applies; None for others."""
-    row = rows.architecture_of(type(layer))
+    row = architecture_of(type(layer))
     if row is None:
         return None
     try:
@@ -234,9 +219,8 @@ ROWS.append(_row_class)
 
 def _stock_of(layer: nn.Module) -> type[nn.Module] | None:
     """Return the class that `convert` replaced; None for a layer that it did not convert."""
-    if isinstance(layer, Replaced):
-        return layer.stock if "stock" in type(layer).__dict__ else None
-    return _STOCK.get(type(layer))  # type: ignore[arg-type]
+    kind = type(layer)
+    return vars(kind).get("stock") if issubclass(kind, Replaced) or kind in _FUSED else None
 
 
 def _revert_one(layer: nn.Module) -> None:

@@ -34,22 +34,8 @@ _ROWS = ("proj", "cross_proj", "fc2")
 _UNPACKED = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
 
 
-class _Shared:
-    """Parameters that several modules of a model share: they share the DTensors as well."""
-
-    def __init__(self, model: nn.Module | None = None) -> None:
-        holders: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
-        for module in () if model is None else model.modules():
-            for name, p in module._parameters.items():
-                if p is not None:
-                    holders.setdefault(p, []).append((module, name))
-        # Only shared ones: others would stay in memory until the entire model is divided.
-        self.holders = {p: names for p, names in holders.items() if len(names) > 1}
-        self.replacements: list[Any] = []
-
-    def is_replacement(self, p: Any) -> bool:
-        """Return whether `p` is the DTensor that replaced a shared parameter."""
-        return any(p is other for other in self.replacements)
+#: Parameters that several modules of a model share, with those modules and the names there.
+_Shared = dict[nn.Parameter, list[tuple[nn.Module, str]]]
 
 
 class _Style(ParallelStyle):
@@ -57,7 +43,8 @@ class _Style(ParallelStyle):
 
     def __init__(self, *, src_data_rank: int | None = 0) -> None:
         super().__init__()
-        self.src_data_rank, self._shared = src_data_rank, _Shared()
+        self.src_data_rank = src_data_rank
+        self._shared: _Shared = {}
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if device_mesh.ndim != 1:
@@ -75,7 +62,7 @@ class _Style(ParallelStyle):
     ) -> None:
         """Make a parameter a DTensor; raise ValueError if it is one with another placement."""
         p: Any = module._parameters[attribute]
-        if self._shared.is_replacement(p):
+        if isinstance(p, DTensor) and p in self._shared:
             if p.placements != (placement,):
                 raise ValueError(
                     f"modules share a parameter of shape {tuple(p.shape)}, which would be "
@@ -84,10 +71,11 @@ class _Style(ParallelStyle):
             return
         t = distribute_tensor(p.detach(), mesh, [placement], src_data_rank=self.src_data_rank)
         dtensor = nn.Parameter(t, p.requires_grad)
-        for holder, name in self._shared.holders.get(p, [(module, attribute)]):
+        holders = self._shared.pop(p, [])
+        for holder, name in holders or [(module, attribute)]:
             holder.register_parameter(name, dtensor)
-        if p in self._shared.holders:
-            self._shared.replacements.append(dtensor)
+        if holders:
+            self._shared[dtensor] = holders
 
 
 class LayerParallel(_Style):
@@ -302,10 +290,20 @@ def tensor_parallel_plan(
         plan[name] = _ParallelEmbedding() if shares else _Replicated()
         if isinstance(module, nn.MultiheadAttention):
             done.append(name)
-    shared = _Shared(model)
+    shared = _shared_parameters(model)
     for style in plan.values():
         style._shared = shared
     return dict(plan)
+
+
+def _shared_parameters(model: nn.Module) -> _Shared:
+    holders: _Shared = {}
+    for module in model.modules():
+        for name, p in module._parameters.items():
+            if p is not None and not isinstance(p, DTensor):
+                holders.setdefault(p, []).append((module, name))
+    # Only shared ones: others would stay in memory until the entire model is divided.
+    return {p: names for p, names in holders.items() if len(names) > 1}
 
 
 def _layers_plan(prefix: str, container: nn.Module, sequence: bool) -> dict[str, LayerParallel]:
@@ -424,9 +422,9 @@ def _check_sizes(
     for module, attribute, name in parameters:
         p: Any = module._parameters[attribute]
         its = f"{name} of the {kind} is"
-        if isinstance(p, DTensor) and not shared.is_replacement(p):
+        if isinstance(p, DTensor) and p not in shared:
             raise ValueError(f"{its} a DTensor already; apply the plan before fully_shard")
-        if attribute == "in_proj_weight" and p in shared.holders:
+        if attribute == "in_proj_weight" and p in shared:
             raise ValueError(f"{its} shared with another module, and cannot be split")
         if name == "qkv.weight" and not isinstance(module, nn.MultiheadAttention):
             raise ValueError(f"the {kind} has one weight for q, k and v, which cannot be divided")

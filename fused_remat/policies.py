@@ -1,6 +1,6 @@
 """What a block keeps between forward and backward: a preset, or a `Policy` of names.
 
-A preset is a row of `PRESETS`, which lists the roles of the activations that it keeps. Names are
+A preset is an entry of `PRESETS`, which lists the roles of the activations that it keeps. Names are
 those of the block's graph, such as "qkv". Every policy also keeps statistics (a norm's mean and
 rstd, attention's logsumexp with a kept `attn`) and the dropout seed if backward needs them.
 """
@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn
 
-#: Preset -> roles (`graph.build`) of the activations that it keeps besides the block's inputs. Of
-#: several rows, the first applies that names any activation of the block. A role that the block
-#: does not have adds nothing; "last normed" is the last activation of the role "normed".
+#: Preset -> roles (`graph.build`) of the activations that it keeps in addition to the block's
+#: inputs. Of several entries, the first applies that names any activation of the block. A role that
+#: the block does not have adds nothing; "last normed" is the last activation of the role "normed".
 #:
 #: Backward of a norm after a branch reads its input ("normed"). From "fast" on, presets keep what
 #: attention reads ("heads"): rotated heads, since rotating back reads nothing; or the projection,
@@ -26,7 +26,7 @@ PRESETS: dict[str, tuple[tuple[str, ...], ...]] = {
     "none": (("attention", "stream", "normed", "heads", "hidden"),),
 }
 
-#: Preset -> kind of block -> names kept: a user's own rows, which take precedence over `PRESETS`.
+#: Preset -> kind of block -> names kept: a user's own entries, which precede `PRESETS`.
 EXACT_PRESETS: dict[str, dict[str, frozenset[str]]] = {name: {} for name in PRESETS}
 
 #: The places of a block in a segment (`fused_remat.autograd.segments`).
@@ -129,23 +129,10 @@ def _offloaded(offload: Iterable[str], kept: Iterable[str], segment: str | None)
     return names
 
 
-class KeepableGraph(Protocol):
-    """What presets need of a graph: its kind, the names that may be kept, and their roles."""
-
-    @property
-    def kind(self) -> str: ...
-
-    @property
-    def names(self) -> tuple[str, ...]: ...
-
-    @property
-    def roles(self) -> Mapping[str, tuple[str, ...]]: ...
-
-
 def kept_names(
-    policy: str | Policy, graph: KeepableGraph, valid: Iterable[str] | None = None
+    policy: str | Policy, graph: Any, valid: Iterable[str] | None = None
 ) -> frozenset[str]:
-    """Return the names that `policy` keeps in a block; only of `valid`, if given.
+    """Return the names that `policy` keeps in a block of `graph`; of `valid` alone, unless None.
 
     Raises:
         ValueError: for an unknown preset, or a name that the block does not have. The message lists
@@ -160,8 +147,11 @@ def kept_names(
             raise ValueError(
                 f"unknown policy {policy!r}; valid presets: {', '.join(EXACT_PRESETS)}"
             )
-        row = EXACT_PRESETS[policy].get(graph.kind)
-        kept = _by_roles(PRESETS.get(policy, ()), graph.roles) if row is None else row
+        kept = EXACT_PRESETS[policy].get(graph.kind)
+        if kept is None:
+            entries, roles = PRESETS.get(policy, ()), graph.roles
+            named = (frozenset(n for role in e for n in roles.get(role, ())) for e in entries)
+            kept = next(filter(None, named), frozenset())
         _check_formats(kept)
         return frozenset(kept).intersection(names)
     if not isinstance(policy, Policy):
@@ -175,17 +165,6 @@ def kept_names(
             f"valid names: {', '.join(names)}"
         )
     return policy.save
-
-
-def _by_roles(
-    rows: tuple[tuple[str, ...], ...], roles: Mapping[str, tuple[str, ...]]
-) -> frozenset[str]:
-    """Return the names of the first row of roles that has any."""
-    for row in rows:
-        kept = frozenset(name for role in row for name in roles.get(role, ()))
-        if kept:
-            return kept
-    return frozenset()
 
 
 def offload_of(policy: str | Policy) -> frozenset[str]:

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -62,7 +63,7 @@ _ONE32, _SIXTEEN = np.uint32(1), np.uint32(16)
 
 
 def draw_seed(device: torch.device) -> Tensor:
-    """An int64 seed (), drawn from torch's default generator of `device` without waiting for it."""
+    """Draw an int64 seed () from torch's default generator of `device`, without waiting for it."""
     seed = torch.empty((), dtype=torch.int64, device=device)
     if torch.compiler.is_compiling():  # Dynamo supports the operator, not the method
         return torch.ops.aten.random_.default(seed)  # type: ignore[no-any-return]
@@ -70,12 +71,12 @@ def draw_seed(device: torch.device) -> Tensor:
 
 
 def threshold(p: float) -> int:
-    """An element survives if its 31-bit hash is below this."""
+    """Return the limit: an element survives if its 31-bit hash is below it."""
     return min(round((1.0 - p) * 2**31), 2**31 - 1)
 
 
 def scale(p: float) -> float:
-    """The factor of survivors: 1 / (1 - p); 0 at p = 1, where none survives."""
+    """Return the factor of survivors: 1 / (1 - p); 0 at p = 1, where none survives."""
     return 0.0 if p >= 1.0 else 1.0 / (1.0 - p)
 
 
@@ -91,7 +92,7 @@ def _is_small(key: Tensor, elements: int) -> bool:
 
 
 def site_keys(seed: Tensor, first: int = 0) -> tuple[Tensor, ...]:
-    """The keys of the NUM_SITES sites from `first` on; they and `seed` are int64 tensors ().
+    """Compute the keys of the NUM_SITES sites from `first` on; keys and `seed` are int64 ().
 
     >>> site_keys(torch.tensor(0))[ATTENTION].item()
     -2152535657050944081
@@ -115,11 +116,11 @@ def keep_scale(
     col0: int = 0,
     out: Tensor | None = None,
 ) -> Tensor:
-    """The dropout mask of rows x columns: `scale(p)` where an element survives, else 0.
+    """Compute the dropout mask of rows x columns: `scale(p)` where an element survives, else 0.
 
     Rows are `row0 + h * head_stride + i` for h < `heads` and i < `rows`, in this order; columns are
-    `col0` to `col0 + width`. `out`, if given, is a contiguous tensor in `dtype` with as many
-    elements as the result, and receives it.
+    `col0` to `col0 + width`. A contiguous tensor `out` in `dtype`, of as many elements, receives
+    the result.
 
     Shapes: site_key () int64; returns (heads * rows, width) in `dtype`, float32 or float64, on the
         device of the key.
@@ -154,31 +155,28 @@ def keep_scale(
     return wide if out is None else out.view(total, width).copy_(wide)
 
 
+@dataclass(eq=False, slots=True)
 class DropoutMask:
     """The dropout mask of one site, as the arguments of `keep_scale`, which makes the tensor.
-
-    Attributes:
-        site_key, row0, rows, width, p, dtype: those arguments.
 
     >>> DropoutMask(site_keys(torch.tensor(0))[MLP], 0, 1, 4, 0.5, torch.float32).tensor()
     tensor([[2., 0., 2., 0.]])
     """
 
-    __slots__ = ("_tensor", "dtype", "p", "row0", "rows", "site_key", "width")
-
-    def __init__(
-        self, site_key: Tensor, row0: int, rows: int, width: int, p: float, dtype: torch.dtype
-    ) -> None:
-        self.site_key, self.row0, self.rows, self.width = site_key, row0, rows, width
-        self.p, self.dtype = p, dtype
-        self._tensor: Tensor | None = None
+    site_key: Tensor
+    row0: int
+    rows: int
+    width: int
+    p: float
+    dtype: torch.dtype
+    _tensor: Tensor | None = None
 
     def of_rows(self, first: int, rows: int) -> DropoutMask:
-        """The mask of `rows` rows, from row `first` of this mask on."""
+        """Return the mask of `rows` rows, from row `first` of this mask on."""
         return DropoutMask(self.site_key, self.row0 + first, rows, self.width, self.p, self.dtype)
 
     def tensor(self, keep: bool = True) -> Tensor:
-        """The mask (rows, width): 0, or `scale(p)`.
+        """Return the mask (rows, width): 0, or `scale(p)`.
 
         It is computed once and kept by this object, unless `keep` is False: then the caller may
         write over it.
@@ -191,16 +189,11 @@ class DropoutMask:
         return mask
 
 
-def _halves(row_keys: Tensor) -> tuple[Tensor, Tensor]:
-    """k0 and k1 | 1 of each row, (rows, 1) int32."""
-    low, high = row_keys.to(torch.int32), (row_keys >> 32).to(torch.int32)
-    return low[:, None], high.bitwise_or_(1)[:, None]
-
-
 def _survivors(row_keys: Tensor, columns: Tensor, p: float, one: int, hashed: Tensor) -> None:
     """Fill `hashed` (int32) with `one` for survivors, else 0."""
     total, width = hashed.shape
-    k0, k1 = _halves(row_keys)
+    k0 = row_keys.to(torch.int32)[:, None]
+    k1 = (row_keys >> 32).to(torch.int32).bitwise_or_(1)[:, None]
     step = _CACHED // max(width, 1) if hashed.device.type == "cpu" else total
     step = max(1, min(step, total))
     shifted = torch.empty((step, width), dtype=torch.int32, device=hashed.device)
@@ -213,7 +206,7 @@ def _survivors(row_keys: Tensor, columns: Tensor, p: float, one: int, hashed: Te
 
 
 def _site_keys_numpy(seed: Tensor, first: int) -> Tensor:
-    """`site_keys`, to the bit, as one tensor."""
+    """Compute `site_keys`, to the bit, as one tensor."""
     keys = _mix64_numpy(seed.numpy().view(np.uint64) + _site_steps(first))
     return torch.from_numpy(keys.view(np.int64))
 
@@ -232,7 +225,7 @@ def _keep_scale_numpy(
     p: float,
     dtype: torch.dtype,
 ) -> Tensor:
-    """`keep_scale` in numpy: the same bits."""
+    """Compute `keep_scale` in numpy: the same bits."""
     row_keys = _mix64_numpy(_row_steps(*rows) + site_key.numpy().view(np.uint64))
     halves = row_keys.astype("<u8", copy=False).view("<u4").reshape(-1, 2)  # low, high
     x = _columns(*columns) ^ halves[:, :1]

@@ -4,7 +4,7 @@
     ├── branches: what is added to the residual stream, one after the other
     │   └── BranchSpec: AttentionSpec (RotarySpec, head norm) or MLPSpec; NormSpec; dropout
     ├── loras: LoraSpec, low-rank updates of linear layers
-    └── parallel: ParallelSpec, a rank's place in a tensor-parallel group
+    └── parallel: ParallelSpec, a rank of a tensor-parallel group
 
 `graph.build.block_graph` builds the graph of a BlockSpec; equal specs share one graph. Specs are
 immutable, hashable, and hold plain values only, so that a compiled program can name a block by its
@@ -24,7 +24,7 @@ import torch
 USER_FUNCTION = "custom"
 #: The masks of `AttentionSpec.masks`, in the order in which a spec names them.
 MASKS = ("mask", "padding", "lengths", "cu_seqlens")
-# Fields of an `AttentionSpec` that say where q, k, v and the masks come from.
+# Fields of an `AttentionSpec` that describe where q, k, v and the masks come from.
 _NOT_OF_SCORES = ("masks", "rotary", "head_norm", "projection", "keys")
 
 
@@ -256,7 +256,7 @@ class LoraSpec:
         layer: the layer's name: "qkv", "q", "proj", "gate", "fc1", "fc2", ...
         scale, dropout: the factor of the update; the dropout probability of its input.
         dtype: of A, B and the product between them; None for the block's. (PEFT keeps adapters in
-            float32 beside a model in 16 bits.)
+            float32 in a model of 16 bits.)
     """
 
     layer: str
@@ -375,7 +375,7 @@ class BlockSpec:
         return dict(itertools.chain(*shapes))
 
     def on_rank(self, parallel: ParallelSpec) -> BlockSpec:
-        """The block of one rank of a tensor-parallel group, with the rank's heads."""
+        """Return the block of one rank of a tensor-parallel group, with the rank's heads."""
         branches, size = [], parallel.size
         for branch in self.branches:
             op = branch.op

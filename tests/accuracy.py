@@ -1,4 +1,4 @@
-"""The rule for errors: as exact as PyTorch, beside float64 and up to a few roundings."""
+"""The rule for errors: as exact as PyTorch, compared with float64, up to a few roundings."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from torch import Tensor
 #: Relative L2 errors that PyTorch may be spared by chance, by the dtype that was computed in. Of
 #: 150,000 float32 gradients two of few elements were 11 and 8 epsilons off where PyTorch's were 3
 #: and 2; without AVX one was 18 off, PyTorch's 5: 10.4 more than 1.5 times as many. In 16 bits a
-#: result is itself rounded once or twice. In float64 PyTorch is its own truth: what is left is the
-#: order of sums, of gradients that cancel.
+#: result itself is rounded, at most two times. In float64 PyTorch is its own truth: what remains is
+#: the order of sums, of gradients that cancel.
 ROUNDINGS = {
     torch.float64: 1e-12,
     torch.float32: 12 * torch.finfo(torch.float32).eps,
     torch.bfloat16: 4 * torch.finfo(torch.bfloat16).eps,
     torch.float16: 4 * torch.finfo(torch.float16).eps,
 }
-#: A gradient smaller than this beside the largest is what is left of terms that cancel. That of the
-#: bias of keys is 0: softmax does not see a shift. It has no relative error of its own.
+#: A gradient smaller than this, relative to the largest, is what remains of terms that cancel. That
+#: of the bias of keys is 0: softmax does not see a shift. It has no relative error of its own.
 CANCELLED = 1e-3
 
 
 def scales(exact: Sequence[Tensor]) -> list[float]:
-    """What the error of an output, which comes first, and of each gradient is relative to."""
+    """Return what the errors of an output, which comes first, and of gradients are relative to."""
     norms = [t.norm().item() for t in exact]
     biggest = max([*norms[1:], 1e-3])
     return [norm if norm > CANCELLED * biggest else biggest for norm in norms]

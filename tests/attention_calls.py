@@ -19,7 +19,7 @@ def attention_call(
     p: float = 0.0,
     **options: Any,
 ) -> AttentionArgs:
-    """A call over (B, H, Hkv, S_q, S_k, E), without anything but for the options."""
+    """Return a call over (B, H, Hkv, S_q, S_k, E), without anything but for the options."""
     batch, heads, kv_heads, q_len, kv_len, width = sizes
     given = {name: options.pop(name) for name in OF_SPEC if name in options}
     spec = AttentionSpec(

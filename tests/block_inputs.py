@@ -23,7 +23,7 @@ from fused_remat.spec import BlockSpec
 def normal(
     *shape: int, dtype: torch.dtype = torch.float64, seed: int = 0, scale: float = 1.0
 ) -> Tensor:
-    """A leaf that requires grad; its values depend on `seed` and the shape alone."""
+    """Return a leaf that requires grad; its values depend on `seed` and the shape alone."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(shape, generator=generator, dtype=torch.float64)
     return (scale * values).to(dtype).requires_grad_()
@@ -116,7 +116,7 @@ def heads(
 
 
 def mask_of(kind: str, shape: Sequence[int], seed: int = 4) -> Tensor:
-    """A mask: "bool", "float", "float32", or a float64 leaf, "-inf" with keys that it excludes."""
+    """Return a mask, "bool", "float", "float32", or a float64 leaf; "-inf" excludes some keys."""
     values = normal(*shape, seed=seed)
     if kind == "bool":
         return (values > -0.5).detach()
@@ -149,7 +149,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def covering(factors: Mapping[str, Sequence[Any]], seed: int = 0) -> list[dict[str, Any]]:
-    """Combinations in which every two values of different factors meet at least once.
+    """Return combinations in which every two values of different factors meet.
 
     >>> len(covering({"a": (0, 1), "b": (0, 1), "c": (0, 1)}))
     4
@@ -223,7 +223,7 @@ def same_bits(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
 def calls(
     fn: Callable[[], object],
 ) -> list[tuple[function.BlockConfig, dict[str, tuple[int, ...]]]]:
-    """The blocks that `fn` runs with gradients, and the shapes of their tensors by name."""
+    """Return the blocks that `fn` runs with gradients, and the shapes of their tensors by name."""
     seen = []
 
     def observe(invocation):

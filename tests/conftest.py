@@ -104,7 +104,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):
 
 @pytest.fixture
 def floats_are_tensors(monkeypatch):
-    """The interpreter passes a kernel Python's floats; compiled, it gets float32 scalars."""
+    """Pass float32 scalars to kernels, as compiled ones get; the interpreter passes floats."""
     if not INTERPRETED:
         return
     import numpy as np
@@ -124,25 +124,21 @@ def floats_are_tensors(monkeypatch):
 
 @pytest.fixture(params=ROUTES)
 def routes(request, monkeypatch):
-    """A setting of the tables of routes."""
-    if request.param == "as on Hopper":
-        from fused_remat.triton import tables
+    """Set the tables of routes."""
+    if request.param not in ("as on Hopper", "kernels alone"):
+        return
+    from fused_remat.triton import tables
 
-        monkeypatch.setattr(tables, "MLP_BWD_IN_ONE", frozenset())
-        monkeypatch.setattr(tables, "KEPT_MLP_UP_IN_KERNEL", frozenset())
-        monkeypatch.setattr(tables, "ATTENTION_BY_ATEN", frozenset({"interpreter"}))
-    elif request.param == "kernels alone":
-        from fused_remat.triton import tables
-
-        families = frozenset(tables.FAMILIES.values())
-        monkeypatch.setattr(tables, "MLP_BWD_IN_ONE", families)
-        monkeypatch.setattr(tables, "KEPT_MLP_UP_IN_KERNEL", families)
-        monkeypatch.setattr(tables, "ATTENTION_BY_ATEN", frozenset())
+    hopper = request.param == "as on Hopper"
+    families = frozenset(() if hopper else tables.FAMILIES.values())
+    monkeypatch.setattr(tables, "MLP_BWD_IN_ONE", families)
+    monkeypatch.setattr(tables, "KEPT_MLP_UP_IN_KERNEL", families)
+    monkeypatch.setattr(tables, "ATTENTION_BY_ATEN", frozenset({"interpreter"} if hopper else ()))
 
 
 @pytest.fixture
 def poisoned():
-    """New memory is NaN."""
+    """Fill new memory with NaN."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -159,25 +155,25 @@ def one_thread():
 
 @pytest.fixture
 def served():
-    """Every call is served by the fused path: a fallback, which warns, would pass most tests."""
+    """Every call takes the fused path: a fallback, which warns, would pass most tests."""
     from fused_remat import FusedRematWarning
 
     with warnings.catch_warnings():
         warnings.simplefilter("error", FusedRematWarning)
-        warnings.filterwarnings("ignore", "Support for mismatched")
+        warnings.filterwarnings("ignore", "Support for mismatched")  # of the stock layer
         yield
 
 
 @pytest.fixture
 def pieces(monkeypatch):
-    """Groups of one sequence, tiles of four tokens, attention in blocks of one row."""
+    """Cut groups of one sequence, tiles of four tokens, attention in blocks of one row."""
     monkeypatch.setattr("fused_remat.execution.choose._CPU_TOKENS", 4)
     monkeypatch.setattr("fused_remat.steps.attention_blocked._BLOCK", 1)
 
 
 @pytest.fixture
 def blocks_run(monkeypatch):
-    """The graphs of blocks that ran and keep something for backward, by kind."""
+    """Return the graphs of blocks that ran and keep something for backward, by kind."""
     found = []
     observe = lambda invocation: found.append(invocation.call.graph.kind)  # noqa: E731
     monkeypatch.setattr("fused_remat.autograd.function.OBSERVERS", [observe])

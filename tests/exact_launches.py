@@ -43,9 +43,6 @@ class Maker:
         if isinstance(value, tuple):
             made = [self(v) for v in value]
             return type(value)(*made) if hasattr(value, "_fields") else tuple(made)
-        if isinstance(value, DropoutMask):
-            v = value
-            return DropoutMask(self(v.site_key), v.row0, v.rows, v.width, v.p, v.dtype)
         if isinstance(value, Tensor):
             if id(value) not in self.made:
                 self.made[id(value)] = self.new(value), value  # whose id nothing else may get
@@ -75,8 +72,7 @@ def wide(value: Any) -> Any:
         made = [wide(v) for v in value]
         return type(value)(*made) if hasattr(value, "_fields") else tuple(made)
     if isinstance(value, DropoutMask):
-        v = value
-        return DropoutMask(v.site_key, v.row0, v.rows, v.width, v.p, torch.float64)
+        return dataclasses.replace(value, dtype=torch.float64, _tensor=None)
     if isinstance(value, rotary.RotaryTables):
         names = ("cos", "sin", "q_weight", "k_weight")
         return dataclasses.replace(value, **{name: wide(getattr(value, name)) for name in names})
@@ -93,8 +89,8 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(v)
 
 
-# --- what each should give: pairs of a result and what it is in float64. `i` is what was given, in
-# float64; `o` is the same after the launch
+# --- what each should give: pairs of a result and its value in float64. `i` holds the arguments in
+# float64; `o` the same after the launch
 
 
 def norm_fwd(i, o):

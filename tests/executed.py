@@ -1,4 +1,4 @@
-"""The driver at the place "compiled", and a record of the audit's cases that were executed.
+"""The driver for PLACE "compiled", and a record of the audit's cases that were executed.
 
 FUSED_REMAT_EXECUTED names the record's file: a line of tab-separated `COLUMNS` for each launch.
 """
@@ -40,7 +40,7 @@ def install() -> contextlib.ExitStack:
 
 
 def took(case: str, dtype: str, sizes: str, defaults: Collection[str], least: int) -> None:
-    """The last launch was of a case of the audit, which has so many by default.
+    """Note that the last launch was of a case of the audit, which has so many by default.
 
     `least`: multiply-adds that its products need; 0 where they are not counted.
     """
@@ -55,7 +55,7 @@ def took(case: str, dtype: str, sizes: str, defaults: Collection[str], least: in
 
 
 def write(right: bool) -> None:
-    """A test is over: its launches are recorded, and forgotten."""
+    """Record the launches of a test that is over, and forget them."""
     driver.launches.clear()
     if RECORD and _LINES:
         import fcntl

@@ -51,7 +51,7 @@ MODELS = {
 
 
 def build(name: str, dtype: torch.dtype = torch.float64, how: str = "", **differences):
-    """A model in training mode, every parameter random; with sdpa where it can."""
+    """Return a model in training mode, every parameter random; with sdpa where it can."""
     config, model, options = MODELS[name]
     how = how or ("eager" if name == "gemma2" else "sdpa")
     torch.manual_seed(0)
@@ -65,7 +65,7 @@ def build(name: str, dtype: torch.dtype = torch.float64, how: str = "", **differ
 
 
 def inputs_of(name: str, padded: bool = True, dtype: torch.dtype = torch.float64) -> dict:
-    """What the model is called with: one row padded on the left, one on the right.
+    """Return what the model is called with: one row padded on the left, one on the right.
 
     Not on the left for Gemma-2: eager attention of float64 has NaN in rows without any key.
     """
@@ -98,7 +98,7 @@ def step(model: nn.Module, given: dict) -> dict[str, Tensor]:
 
 
 def in_float64(model: nn.Module) -> nn.Module:
-    """The model with transformers' RMSNorms, which are float32 always, in the dtype that it has."""
+    """Return the model with RMSNorms in its dtype; those of transformers are float32 always."""
     inside = {m for layer in fused_layers(model) for m in layer.modules()}
     for module in set(model.modules()) - inside:
         if type(module).__name__.endswith("RMSNorm"):
@@ -113,7 +113,7 @@ def _rms_norm(module, offset, eps):
 
 
 def distance(got: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
-    """Relative L2 errors; beside the largest of what is 0 but for rounding: a bias of keys."""
+    """L2 errors, relative: of what is 0 but for rounding (biases of keys), to the largest."""
     assert got.keys() == expected.keys()
     norms = {n: e.double().norm().item() for n, e in expected.items()}
     whole = max(norms.values())
@@ -140,7 +140,7 @@ def all_served():
 
 
 def served(model: nn.Module, given: dict) -> dict[str, Tensor]:
-    """A step of a converted model, all of whose layers run as blocks."""
+    """Return a step of a converted model, all of whose layers run as blocks."""
     with all_served():
         return step(model, given)
 
@@ -152,12 +152,12 @@ def fused_layers(model: nn.Module) -> list[FusedLayer]:
 def allowed(name):
     """float64 rounding (RoPE's tables are the same float32 numbers in both); but the softmax of
     eager attention, which Gemma-2 needs for its soft-cap, is float32 in transformers: a hundred
-    roundings, of gradients that are small beside the largest."""
+    roundings, of gradients much smaller than the largest."""
     return 1e-5 if name == "gemma2" else 1e-10
 
 
 def packed(name: str) -> tuple[dict, list[Tensor]]:
-    """Two sequences in one row, told apart by their positions; and each by itself."""
+    """Two sequences in one row, which their positions separate; and each by itself."""
     ids = inputs_of(name, padded=False)["input_ids"][:1]
     positions = torch.cat([torch.arange(5), torch.arange(S - 5)])[None]
     both = {"input_ids": ids, "position_ids": positions, "use_cache": False}

@@ -12,11 +12,11 @@ import torch
 from accuracy import check_error, scales
 from block_inputs import tables
 from reference import causal_block as plain
-from reference import masked_decoder, masked_encoder, randomize
+from reference import masked_layer, randomize
 from torch import Tensor, nn
 
 from fused_remat import FusedRematCausalLayer, FusedRematDecoderLayer, FusedRematLayer
-from fused_remat.layers.plain_causal import CausalLayer
+from fused_remat.layers.causal import CausalLayer
 
 D, H, F, B, S, M = 12, 3, 20, 4, 7, 5
 #: Mask, padding and causal hint of an attention, as each layer's forward names them.
@@ -24,13 +24,6 @@ SRC = ("src_mask", "src_key_padding_mask", "is_causal")
 TGT = ("tgt_mask", "tgt_key_padding_mask", "tgt_is_causal")
 MEMORY = ("memory_mask", "memory_key_padding_mask", "memory_is_causal")
 CAUSAL = ("attn_mask", "key_padding_mask", "")
-
-
-class PlainCausal(CausalLayer):
-    """The causal layer in ordinary operations, called as the fused one is."""
-
-    def forward(self, x, rope=None, **masks):
-        return super().forward(x, *(rope or (None, None)), **masks)
 
 
 @dataclass(frozen=True)
@@ -61,7 +54,7 @@ class Kind:
         return {**self.sizes, **self.options}[name]
 
     def pair(self, policy="full", seed=0, **options):
-        """A stock layer with random parameters, and a fused one with the same values."""
+        """Return a stock layer with random parameters, and a fused one with the same values."""
         options = {**self.sizes, "dropout": 0.0, **self.options, **options}
         torch.manual_seed(seed)
         stock = randomize(self.stock(**options), seed)
@@ -70,7 +63,7 @@ class Kind:
         return stock, fused
 
     def data(self, dtype=torch.float64, seq=S, memory=M, batch=B) -> list[Tensor]:
-        """The input (B, S, D), the decoder's memory (B, M, D), and the output's gradient."""
+        """Return the input (B, S, D), the decoder's memory (B, M, D), and the output's gradient."""
         generator = torch.Generator().manual_seed(seq)
         lengths = (seq, memory, seq) if self.has_memory else (seq, seq)
         width = self.size("d_model")
@@ -111,10 +104,10 @@ class Kind:
         return ~mask if self.is_causal and mask.dtype == torch.bool else mask
 
     def masked(self, layer: nn.Module, inputs: Sequence[Tensor], seed: Tensor) -> Tensor:
-        """The layer in plain autograd, dropout masks from the generator's definition."""
+        """Return the layer in plain autograd, dropout masks from the generator's definition."""
         if self.is_causal:
             return plain(*inputs, by_block(layer), layer.nhead, seed=int(seed), **as_op(layer))
-        return (masked_decoder if self.has_memory else masked_encoder)(layer, *inputs, seed)
+        return masked_layer(layer, seed, *inputs)
 
 
 def _values(how: str, size: tuple[int, ...], dtype, generator) -> Tensor:
@@ -154,7 +147,7 @@ FORMS = {
     "a query without keys": ("float row", "", False),
 }
 
-_CAUSAL = functools.partial(Kind, FusedRematCausalLayer, PlainCausal, masks=(CAUSAL,))
+_CAUSAL = functools.partial(Kind, FusedRematCausalLayer, CausalLayer, masks=(CAUSAL,))
 _HEADS = {"nhead": 4, "kv_heads": 2, "head_dim": 6}
 #: A causal layer as models have it.
 MODELS: dict[str, dict[str, Any]] = {
@@ -204,7 +197,7 @@ def run(
 
 
 def in_double(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The same masks in float64; tables of cos and sin stay as they are."""
+    """Return the same masks in float64; tables of cos and sin stay as they are."""
     return {
         name: m.detach().double().requires_grad_(m.requires_grad)
         if isinstance(m, Tensor) and m.is_floating_point()
@@ -216,7 +209,7 @@ def in_double(given: Mapping[str, Any]) -> dict[str, Any]:
 def check_errors(
     kind: Kind, stock, fused, *tensors: Tensor, low=None, floor=None, **given
 ) -> list[Tensor]:
-    """`check_error` of the fused layer beside the stock one and that in float64; its results.
+    """`check_error` of the fused layer, the stock one and that in float64; its results.
 
     A causal layer's vectors are taken together: its norms' dozen numbers are no sample.
     """
@@ -242,7 +235,7 @@ def check_errors(
 
 
 def by_block(layer: nn.Module) -> dict[str, Tensor]:
-    """A causal layer's parameters by the names of `ops.causal_block`."""
+    """Return a causal layer's parameters by the names of `ops.causal_block`."""
     named, names = {}, {"up": "fc1", "down": "fc2"}
     for name, p in layer.named_parameters():
         module, which = name.split(".")
@@ -251,7 +244,7 @@ def by_block(layer: nn.Module) -> dict[str, Tensor]:
 
 
 def as_op(layer: nn.Module) -> dict[str, Any]:
-    """What the op takes for what a causal layer was made with."""
+    """Return what the op takes for what a causal layer was made with."""
     window = -1 if layer.window is None else layer.window
     return {
         "kv_heads": layer.kv_heads, "is_causal": layer.is_causal, "window": (window, window),

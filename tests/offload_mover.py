@@ -21,7 +21,7 @@ class Copies(offload.InFlight):
 
 
 class RecordingMover:
-    """Copies synchronously and notes, in order, what it was asked: ("out", 2), ("back", 2), ...
+    """Copies synchronously and notes, in order, its calls: ("out", 2), ("back", 2), ...
 
     `label(host)`: the number of the call that made a copy.
     """
@@ -93,7 +93,7 @@ class LateMover(RecordingMover):
 
 @contextlib.contextmanager
 def moving(mover=None):
-    """What is offloaded from the CPU is copied by a mover; as if it were a device."""
+    """Copy what is offloaded from the CPU by a mover, as if it were a device."""
     with pytest.MonkeyPatch.context() as patch:
         mover = mover or RecordingMover()
         patch.setitem(offload.TRANSFERS, "cpu", mover)

@@ -71,7 +71,7 @@ class Case:
 
     @staticmethod
     def own(tensors: Tensors) -> list[Tensor]:
-        """What is the caller's and not counted as kept: weights, masks, lengths and tables."""
+        """Return what the caller owns, which does not count as kept: weights, masks, tables."""
         ends = ("weight", "bias", "slope", "mask", "padding")
         x = next(iter(tensors.values()))
         given = [t for name, t in tensors.items() if name.endswith(ends)]
@@ -213,7 +213,7 @@ GEMMA = block_shapes(split=False, placement="sandwich", qk_norm=True, qkv_bias=T
 
 
 def leaky(slope: Tensor) -> Callable[[Tensor], Tensor]:
-    """A smooth activation that captures a tensor."""
+    """Return a smooth activation that captures a tensor."""
     return lambda t: t * torch.sigmoid(t * slope) + slope
 
 
@@ -231,7 +231,7 @@ def named(t: Tensors) -> dict[str, Tensor | None]:
 def one_branch(
     op: AttentionSpec | MLPSpec, kind: str = "", p: float = 0.0, eps: float = 1e-3
 ) -> BlockSpec:
-    """A block of one branch, with a norm of `kind` and a residual, or with neither."""
+    """Return a block of one branch, with a norm of `kind` and a residual, or with neither."""
     norm = NormSpec(kind=kind, eps=eps) if kind else None
     branch = BranchSpec(op=op, norm=norm, dropout=p if kind else 0.0)
     return BlockSpec(kind="plain", branches=(branch,), residual=bool(kind))
@@ -248,7 +248,7 @@ Options = dict[str, object]
 def block_case(
     op: Callable[..., Tensor], shapes: Shapes, statistics: int, how: Options, plain: Options
 ) -> Case:
-    """The block of an encoder, a Llama or a Gemma; options of ours, and of PyTorch's."""
+    """Return the block of an encoder, a Llama or a Gemma; options of ours, and of PyTorch's."""
 
     def call(fn: Callable[..., Tensor], t: Tensors, p: float, **how: object) -> Tensor:
         weights = {name: tensor for name, tensor in t.items() if name != "x"}

@@ -9,6 +9,7 @@ implements have one contract.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -36,8 +37,8 @@ DEVICE = torch.device("cuda", 0) if ON_GPU else torch.device("cpu")
 BF16 = torch.float16 if INTERPRETED else torch.bfloat16
 #: Relative L2 error allowed. A rounding to bfloat16 is off by 1.6e-3 in the mean square; a result
 #: takes at most six, its own included, of independent values: 3.9e-3. float16 has three bits more.
-#: float32: sums of up to 64K terms in another order; tf32, which is not wanted, is off by 3e-4.
-#: Small matrices have no mean square: one element is off by a whole rounding, or by two; their sums
+#: float32: sums of up to 64K terms in another order; tf32, which is not allowed, is off by 3e-4.
+#: Small matrices have no mean square: one element is off by one rounding, or by two; their sums
 #: are short. ATen rounds to 16 bits after every operation.
 TOLERANCE = {
     "gpu": {torch.bfloat16: 4e-3, torch.float16: 5e-4, torch.float32: 1e-5},
@@ -59,7 +60,7 @@ def target() -> Any:
 
 
 def at(gpu: T, small: T, executed: T | None = None) -> T:
-    """`gpu` on a GPU, else `small`; `executed`, if given, where compiled kernels are executed."""
+    """`gpu` on a GPU, else `small`; `executed` where compiled kernels are executed."""
     return gpu if ON_GPU else executed if EXECUTED and executed is not None else small
 
 
@@ -71,7 +72,7 @@ def compiled(gpu: T, other: T) -> T:
 def sized(
     *gpu: int, tiny: tuple[int, ...] = (40, 24, 32), executed: tuple[int, ...] = (136, 200, 72)
 ) -> tuple[int, ...]:
-    """The sizes, but small where there is no GPU."""
+    """Return the sizes, but small where there is no GPU."""
     return at(gpu, tiny, executed)[: len(gpu)]
 
 
@@ -79,10 +80,10 @@ def sized(
 
 
 def run(function: Callable[..., T], *args: Any, odd: bool = False, **options: Any) -> T:
-    """An operation as this place runs it: by a kernel, which `choose` must find, or by its body.
+    """Run an operation as PLACE does: by a kernel, which `choose` must find, or by its body.
 
     Outputs of kernels are views of larger matrices, all of it NaN before; afterwards every element
-    of them is written and nothing beside them. Rows are `odd` elements apart, or wide loads'.
+    of them is written and nothing around them. Rows are `odd` elements apart, or wide loads'.
     """
     if PLACE == "aten":
         return function(*args, **options)
@@ -116,7 +117,7 @@ def _poisoned_empty(
 
 
 def served(function: Callable[..., T], *args: Any, **options: Any) -> T:
-    """An operation by whatever serves it here: there are dtypes and formats that no kernel has."""
+    """Run an operation by whatever supports it: there are dtypes that no kernel has."""
     if PLACE != "aten":
         function = ops_for("triton", torch.empty(1, device=DEVICE))[function]
     return function(*args, **options)
@@ -131,7 +132,7 @@ def normal(dtype: torch.dtype, *shape: int, scale: float = 1.0, shift: float = 0
 
 
 def misaligned(x: Tensor) -> Tensor:
-    """The same matrix, rows an odd number of elements apart: nothing for TMA or wide loads."""
+    """Return the same matrix, rows an odd number of elements apart, which TMA does not load."""
     wide = torch.empty(
         (x.shape[0], x.shape[1] + 1 + x.shape[1] % 2), dtype=x.dtype, device=x.device
     )
@@ -139,7 +140,7 @@ def misaligned(x: Tensor) -> Tensor:
 
 
 def far_apart(rows: int, width: int, offset: int = 0) -> Tensor:
-    """A random float16 matrix whose rows are 2**30 elements apart: the third needs 64 bits."""
+    """Return a random float16 matrix, rows 2**30 elements apart: the third needs 64 bits."""
     storage = torch.empty((rows - 1) * 2**30 + 4096, dtype=torch.float16, device=DEVICE)
     return storage.as_strided((rows, width), (2**30, 1), offset).copy_(
         normal(torch.float16, rows, width)
@@ -147,7 +148,7 @@ def far_apart(rows: int, width: int, offset: int = 0) -> Tensor:
 
 
 def poisoned(rows: int, width: int, dtype: torch.dtype, odd: bool = False) -> Tensor:
-    """A matrix of NaN inside a larger one of NaN; `check_written` sees what is written beside it.
+    """Return a matrix of NaN inside a larger one, so that `check_written` sees writes around it.
 
     `odd`: as `misaligned`.
     """
@@ -180,10 +181,10 @@ def mask_of(rows: int, width: int, p: float, row0: int = 2**32 - 3) -> DropoutMa
 
 
 def wide(mask: DropoutMask | None) -> DropoutMask | None:
-    """The same site in float64, for the exact result."""
+    """Return the same site in float64, for the exact result."""
     if mask is None:
         return None
-    return DropoutMask(mask.site_key, mask.row0, mask.rows, mask.width, mask.p, torch.float64)
+    return dataclasses.replace(mask, dtype=torch.float64, _tensor=None)
 
 
 def double(*tensors: Tensor | None) -> tuple[Any, ...]:
@@ -214,7 +215,7 @@ def check_error(
 
 
 def check_all(found: Any, exact: Any, factor: float = 1.0, float32: float | None = None) -> None:
-    """`check_error` of each, by another factor in float32 if given; None is where None is due."""
+    """`check_error` of each, or with the factor `float32`; None is where None is due."""
     for i, (mine, true) in enumerate(zip(found, exact, strict=True)):
         assert (mine is None) == (true is None), i
         if mine is not None:

@@ -50,7 +50,7 @@ def _join(rank: int, world: int, rendezvous: str) -> None:
 
 
 def _run(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> bytes:
-    """The result as bytes: as itself, a tensor would be shared with this process."""
+    """Return the result as bytes: as itself, a tensor would be shared with this process."""
     torch.manual_seed(0)
     try:
         return pickle.dumps(fn(*args, **kwargs))
@@ -71,7 +71,7 @@ class Processes:
         self._pids: list[int] = []
 
     def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list:
-        """What `fn`, a function of some test module, returns in each rank, all at the same time.
+        """Return what `fn`, a function of some test module, returns in each rank, run together.
 
         Raises: AssertionError with the traceback of every rank that failed, died or took longer
             than `LIMIT_S` seconds.
@@ -120,7 +120,7 @@ def _failure(answer: Future) -> str:
 
 
 def in_two_processes(test: Callable[..., None]) -> Callable[..., None]:
-    """A test whose body runs in both ranks of `two_processes`, at the same time."""
+    """Return a test whose body runs in both ranks of `two_processes`, at the same time."""
 
     @functools.wraps(test)
     def run(two_processes: Processes, **parameters: Any) -> None:
@@ -142,7 +142,7 @@ def _body(module: str, test: str, parameters: dict[str, Any]) -> None:
 
 
 def printed(*arguments: str | Path, cwd: Path = ROOT, **environment: str) -> str:
-    """What Python prints; all that it said if it fails."""
+    """Return what Python prints; with the errors if it fails."""
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | environment
     command = [sys.executable, *map(str, arguments)]
@@ -152,7 +152,7 @@ def printed(*arguments: str | Path, cwd: Path = ROOT, **environment: str) -> str
 
 
 def environment() -> dict[str, str]:
-    """What a rank needs to know, as torchrun tells it."""
+    """Return the variables that torchrun sets for a rank."""
     with socket.socket() as one:  # torchrun's `--standalone` would need the host's name to resolve
         one.bind(("127.0.0.1", 0))
         port = str(one.getsockname()[1])
@@ -163,6 +163,6 @@ def environment() -> dict[str, str]:
 
 
 def torchrun(*arguments: str) -> str:
-    """What a script prints in two processes."""
+    """Return what a script prints in two processes."""
     env = environment()
     return printed(*TORCHRUN.split(), env["MASTER_PORT"], *arguments, **env)

@@ -23,7 +23,7 @@ def quicken():
 
 
 def _patch_the_language_once(interpreter):
-    """A launch patches Triton's language.
+    """Patch Triton's language once for a launch.
 
     Every call of a device function would look through all of it again, for what the launch has left
     nothing of.

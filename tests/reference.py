@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fused_remat import FusedRematLayer, random
+from fused_remat.layer_specs import transformer_spec
 from fused_remat.spec import (
     USER_FUNCTION,
     AttentionSpec,
@@ -23,7 +24,6 @@ from fused_remat.spec import (
     LoraSpec,
     MLPSpec,
     NormSpec,
-    RotarySpec,
 )
 
 Tensors = Mapping[str, Tensor | None]
@@ -230,7 +230,7 @@ class _Block:
 
 
 def matrices(lora: Sequence[Update]) -> dict[str, Tensor]:
-    """A and B of low-rank updates by their names in a block."""
+    """Return A and B of low-rank updates by their names in a block."""
     named = {}
     for i, (_, a, b, _) in enumerate(lora):
         named |= {f"lora.{i}.A": a, f"lora.{i}.B": b}
@@ -238,9 +238,9 @@ def matrices(lora: Sequence[Update]) -> dict[str, Tensor]:
 
 
 def plain_block(spec: BlockSpec, tensors: Tensors, function: Function | None = None) -> Tensor:
-    """The block of `spec` on tensors by their names in its graph, as `run_block` takes them.
+    """Return the block of `spec` on tensors by their names in its graph, as `run_block` takes them.
 
-    `function`: the activation, where the spec says that it is a user's own.
+    `function`: the activation, if it is a user's own.
     """
     return _Block(spec, tensors, function).run()
 
@@ -257,36 +257,25 @@ def causal_block(
     window: tuple[int, int] = (-1, -1), scale: float | None = None, softcap: float = 0.0,
 ) -> Tensor:  # fmt: skip
     """`ops.causal_block`, and with other arguments `ops.encoder_block`."""
-    head_dim = weights["proj.weight"].shape[1] // nhead
-    of_stream = NormSpec(kind=norm, eps=eps, offset=norm_offset)
-    of_heads = NormSpec(
-        kind="rms_norm", eps=eps if qk_norm_eps is None else qk_norm_eps, offset=norm_offset
-    )
-    attends = AttentionSpec(
+    head_dim, named = weights["proj.weight"].shape[1] // nhead, isinstance(activation, str)
+    head_eps = eps if qk_norm_eps is None else qk_norm_eps
+    p_attention = dropout_p if attention_dropout_p is None else attention_dropout_p
+    loras = [LoraSpec(layer=n, scale=s, dropout=lora_dropout_p) for n, _, _, s in lora]
+    spec = transformer_spec(
+        norm, eps, activation if named else USER_FUNCTION, offset=norm_offset, placement=placement,
+        gated="gate.weight" in weights, dropout=(p_attention, dropout_p, dropout_p, dropout_p),
+        rotary=rope is not None, interleaved=rope_interleaved,
+        qk_norm_eps=head_eps if "q_norm.weight" in weights else None, loras=tuple(loras),
         num_heads=nhead, num_kv_heads=nhead if kv_heads is None else kv_heads, head_dim=head_dim,
-        scale=head_dim**-0.5 if scale is None else scale,
-        window=(window[0], 0 if is_causal else window[1]), softcap=softcap,
-        dropout=dropout_p if attention_dropout_p is None else attention_dropout_p,
-        rotary=None if rope is None else RotarySpec(interleaved=rope_interleaved),
-        head_norm=of_heads if "q_norm.weight" in weights else None,
+        scale=head_dim**-0.5 if scale is None else scale, softcap=softcap,
+        window=(window[0], 0 if is_causal else window[1]),
         projection="packed" if "qkv.weight" in weights else "split",
     )  # fmt: skip
-    named = isinstance(activation, str)
-    mlp = MLPSpec(
-        activation=activation if named else USER_FUNCTION, gated="gate.weight" in weights,
-        dropout=dropout_p,
-    )  # fmt: skip
-    branches = [
-        BranchSpec(op=op, norm=of_stream, placement=placement, dropout=dropout_p)
-        for op in (attends, mlp)
-    ]
-    loras = [LoraSpec(layer=n, scale=s, dropout=lora_dropout_p) for n, _, _, s in lora]
     cos, sin = (None, None) if rope is None else rope
     given = {
         "input": x, "mask": attn_mask, "padding": key_padding_mask, "lengths": key_lengths,
         "cu_q": cu_seqlens, "cos": cos, "sin": sin, "seed": seed,
     }  # fmt: skip
-    spec = BlockSpec(kind="plain", branches=tuple(branches), loras=tuple(loras))
     return plain_block(spec, {**weights, **matrices(lora), **given}, None if named else activation)
 
 
@@ -316,7 +305,7 @@ X = torch.randn(5, 2, 8, dtype=torch.float64, generator=torch.Generator().manual
 
 
 def randomize(module: nn.Module, seed: int = 0) -> nn.Module:
-    """Random values in every parameter: the stock initialisation has zero biases, unit norms."""
+    """Random values in every parameter: the stock initialization has zero biases, unit norms."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in module.parameters():
@@ -349,7 +338,7 @@ def run(layer: nn.Module, x: Tensor, dy: Tensor | None = None) -> list[Tensor]:
 
 
 def weights_of(layer: nn.Module) -> dict[str, Tensor | None]:
-    """The weights of a stock layer by their names in a block."""
+    """Return the weights of a stock layer by their names in a block."""
     made: dict[str, Tensor | None] = {}
     named = {"qkv": layer.self_attn, "cross": getattr(layer, "multihead_attn", None)}
     for name, attn in named.items():
@@ -364,8 +353,8 @@ def weights_of(layer: nn.Module) -> dict[str, Tensor | None]:
     return made
 
 
-def masked_decoder(layer: nn.Module, x: Tensor, memory: Tensor | None, seed: Tensor) -> Tensor:
-    """A stock layer on x (B, S, D) and memory (B, M, D), with the generator's dropout masks."""
+def masked_layer(layer: nn.Module, seed: Tensor, x: Tensor, memory: Tensor | None = None) -> Tensor:
+    """Return a stock layer's output on x (B, S, D), memory (B, M, D), with drawn dropout masks."""
 
     def attends(attn: nn.MultiheadAttention, keys: str = "input") -> AttentionSpec:
         return AttentionSpec(
@@ -385,8 +374,3 @@ def masked_decoder(layer: nn.Module, x: Tensor, memory: Tensor | None, seed: Ten
     spec = BlockSpec(kind="plain", branches=tuple(branches), inputs=("input", "memory"))
     given = {**weights_of(layer), "input": x, "memory": memory, "seed": seed}
     return plain_block(spec, given, layer.activation)
-
-
-def masked_encoder(layer: nn.TransformerEncoderLayer, x: Tensor, seed: Tensor) -> Tensor:
-    """As `masked_decoder`, on x (B, S, D)."""
-    return masked_decoder(layer, x, None, seed)

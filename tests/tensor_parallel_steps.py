@@ -69,13 +69,13 @@ def mesh_of(dims=("tensor",), shape=(2,)):
 
 
 def divided(model, sequence=False):
-    """A copy of the model by its plan, among the ranks of one group."""
+    """Return a copy of the model by its plan, among the ranks of one group."""
     other = copy.deepcopy(model)
     return parallelize_module(other, mesh_of(), tensor_parallel_plan(other, sequence=sequence))
 
 
 def whole(t):
-    """A sharded tensor gathered; others as they are."""
+    """Return a sharded tensor gathered; others as they are."""
     return t.full_tensor() if hasattr(t, "full_tensor") else t
 
 

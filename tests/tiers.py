@@ -12,7 +12,7 @@ MORE = int(os.environ.get("FUSED_REMAT_MORE_EXAMPLES", 1))
 
 
 def exhaustive(*values: Any) -> Any:
-    """A case of `parametrize` that another case stands for in `make test`.
+    """Return a case of `parametrize` that another case stands for in `make test`.
 
     >>> exhaustive(1, "a").values
     (1, 'a')
@@ -21,7 +21,7 @@ def exhaustive(*values: Any) -> Any:
 
 
 def executed(cases: Sequence[Any], *chosen: tuple[Any, ...]) -> list[Any]:
-    """The cases; those of the chosen values `make test` also runs on compiled kernels (`ptx`).
+    """Mark cases of the chosen values, which `make test` also runs on compiled kernels (`ptx`).
 
     >>> [len(case.marks) for case in executed(pairwise([1, 2], "a"), (2, "a"))]
     [0, 1]

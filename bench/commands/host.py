@@ -30,7 +30,7 @@ from bench.measure.machine import ROOT, machine
 from bench.measure.options import Parser, progress
 from bench.pages import host
 from fused_remat import FusedRematCausalLayer, FusedRematLayer
-from fused_remat.layers.plain_causal import CausalLayer
+from fused_remat.layers.causal import CausalLayer
 from fused_remat.triton.launch import INTERPRETED
 
 WAYS = ("stock", "none", "fast", "balanced", "lean", "full")
@@ -138,12 +138,12 @@ def _step(layer: str, way: str) -> Callable[[], None]:
         rope: tuple[Any, ...] = ()
     else:
         given: dict[str, Any] = {"kv_heads": heads // 4, **how}
-        table = torch.empty(2, 1, tokens, width // heads // 2, device="meta").unbind()
+        rope = (torch.empty(2, 1, tokens, width // heads // 2, device="meta").unbind(),)
         if way == "stock":
-            module, rope = CausalLayer(width, heads, hidden, **given), table
+            module = CausalLayer(width, heads, hidden, **given)
         else:
             given |= {"policy": way, "backend": "triton"}
-            module, rope = FusedRematCausalLayer(width, heads, hidden, **given), (table,)
+            module = FusedRematCausalLayer(width, heads, hidden, **given)
     x = torch.empty(batch, tokens, width, **how).requires_grad_()
     dy = torch.empty(batch, tokens, width, **how)
     wanted = [x, *module.parameters()]

@@ -10,5 +10,5 @@ EXAMPLE = "--model llama3-70b --mesh 8x8 --seq 8192 --batch 2"
 
 def example() -> str:
     """Return the command and its output."""
-    lines = "\n".join(scale.printed(scale.parse(EXAMPLE.split())))
+    lines = "\n".join(scale.lines(scale.estimated(scale.parse(EXAMPLE.split()))))
     return f"```\n$ python -m fused_remat scale {EXAMPLE}\n{lines}\n```"

@@ -56,8 +56,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         what = f"unknown command {name!r}" if name else "a command is missing"
         print(f"{_USAGE}\n\nerror: {what}; valid: {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
-    try:
-        return _run(name, rest)
+    try:  # only a command's own modules are imported
+        if name == "doctor":
+            from fused_remat.cli.doctor import main as run
+        elif name == "report":
+            from fused_remat.cli.report import main as run
+        elif name == "plan":
+            from fused_remat.cli.plan import main as run
+        else:
+            from fused_remat.cli.scale import main as run
+        return run(rest)
     except CommandError as error:
         if sys.flags.dev_mode and error.status == 2:
             raise
@@ -66,16 +74,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except torch.OutOfMemoryError as error:
         print(f"python -m fused_remat {name}: out of memory: {error}", file=sys.stderr)
         return 1
-
-
-def _run(name: str, arguments: Sequence[str]) -> int:
-    """Run a command; only its own modules are imported."""
-    if name == "doctor":
-        from fused_remat.cli.doctor import main as run
-    elif name == "report":
-        from fused_remat.cli.report import main as run
-    elif name == "plan":
-        from fused_remat.cli.plan import main as run
-    else:
-        from fused_remat.cli.scale import main as run
-    return run(arguments)

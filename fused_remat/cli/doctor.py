@@ -61,10 +61,11 @@ def main(arguments: Sequence[str]) -> int:
 
 def examine() -> dict[str, Any]:
     """Return everything that `doctor` prints, as plain data."""
-    steps = [_step(device["device"], dtype) for device in _devices() for dtype in _DTYPES]
+    devices = _devices()
+    steps = [_step(device["device"], dtype) for device in devices for dtype in _DTYPES]
     return {
         "fused_remat": __version__,
-        "devices": _devices(),
+        "devices": devices,
         "versions": {"python": platform.python_version()} | {p: _version(p) for p in _PACKAGES},
         "steps": steps,
         "replay_check": replay_check.ON,
@@ -99,10 +100,8 @@ def _version(package: str) -> str | None:
 def _step(device: str, dtype: torch.dtype) -> dict[str, Any]:
     """Run a `FusedRematLayer` on a device; return its backend, attention and gradient errors.
 
-    "unsupported" has the reason for every backend that cannot run. "error" is why the step raised
-    or did not take the fused path, or None. "difference" is the relative error of the gradients
-    compared with the stock layer in float64, "stock" that of the stock layer in `dtype`. "ok" means
-    that the first is at most double the second plus the dtype's eps.
+    "error" is why the step raised or did not take the fused path. "ok" means that "difference", the
+    relative error of the gradients, is at most double that of the stock layer plus the dtype's eps.
     """
     chosen = choose.ops_for("auto", torch.empty(1, device=device, dtype=dtype)).name
     others = [name for name in choose.BACKENDS if name != chosen]
@@ -176,23 +175,20 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
                      for d in found["devices"]]),
         ("versions", [[name, version or f"not installed; {_PACKAGES[name]}"]
                       for name, version in found["versions"].items()]),
-        ('backends that "auto" chooses', [[*_labels(step), step["backend"], "; ".join(
-            f"not {name}: {reason}" for name, reason in step["unsupported"].items())]
-            for step in steps]),
+        ('backends that "auto" chooses',
+         [[step["device"], step["dtype"], step["backend"],
+           "; ".join(f"not {name}: {reason}" for name, reason in step["unsupported"].items())]
+          for step in steps]),
         ("attention, with heads of width 64 and no masks",
-         [[*_labels(step), shown, step[key] or "unknown"] for step in steps
+         [[step["device"], step["dtype"], shown, step[key] or "unknown"] for step in steps
           for key, shown in (("attention", "no dropout"), ("attention_dropout", "dropout"))]),
         ("replay check", [[f"{check} (FUSED_REMAT_CHECK)"]]),
         ("gradients of a small step, compared with the stock layer in float64",
-         [[*_labels(step), *_result(step)] for step in steps]),
+         [[step["device"], step["dtype"], *_result(step)] for step in steps]),
     ):  # fmt: skip
         yield f"\n{title}"
         yield from (f"  {line}" for line in aligned(table, left=len(table[0])))
     yield "\nresult: ok" if found["ok"] else "\nresult: failed; see the small steps above"
-
-
-def _labels(step: dict[str, Any]) -> list[str]:
-    return [step["device"], step["dtype"]]
 
 
 def _result(step: dict[str, Any]) -> list[str]:

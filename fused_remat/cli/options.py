@@ -20,7 +20,7 @@ DTYPES = {
     "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32,
     "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32,
 }  # fmt: skip
-PICTURES = (".png", ".svg", ".pdf")
+_PICTURES = (".png", ".svg", ".pdf")
 
 
 class CommandError(Exception):
@@ -43,6 +43,7 @@ REMOVED = {
     **dict.fromkeys(("--devices", "--fewest-devices"), "give --mesh"),
     **dict.fromkeys(("--tflops", "--peak-tflops", "--bandwidth"), _COSTS),
     **dict.fromkeys(("--link-GBps", "--network-GBps"), _COSTS),
+    "'here'": _COSTS,  # of --hardware
 }
 
 
@@ -125,21 +126,18 @@ def check_outputs(args: argparse.Namespace) -> None:
         if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
             kind = "it is a folder" if path.is_dir() else "permission denied"
             raise CommandError(f"cannot write {str(path)!r}: {kind}")
-    if args.plot is not None and args.plot.suffix.lower() not in PICTURES:
-        raise CommandError(f"--plot writes {', '.join(PICTURES)} files, got {str(args.plot)!r}")
+    if args.plot is not None and args.plot.suffix.lower() not in _PICTURES:
+        raise CommandError(f"--plot writes {', '.join(_PICTURES)} files, got {str(args.plot)!r}")
     if args.plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise CommandError('--plot needs matplotlib: pip install "fused-remat[bench]"')
 
 
 def write_outputs(args: argparse.Namespace, result: Plan | MemoryReport) -> None:
-    """Write the requested files and print their names.
-
-    Raises: CommandError without matplotlib, or for a picture of an unknown kind.
-    """
+    """Write the requested files, which `check_outputs` checked, and print their names."""
     for path, write in ((args.json, result.to_json), (args.plot, result.plot)):
         if path is not None:
             try:
                 write(path)
-            except (OSError, ImportError, ValueError) as error:
+            except OSError as error:
                 raise CommandError(f"cannot write {str(path)!r}: {error}") from error
             print(f"wrote {path}")

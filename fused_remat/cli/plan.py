@@ -21,7 +21,7 @@ from fused_remat.cli.options import (
     write_outputs,
 )
 from fused_remat.cli.report import fuse
-from fused_remat.planner import BudgetError, Plan, plan
+from fused_remat.planner import BudgetError, Plan, Point, plan
 from fused_remat.planner.solve import METHODS
 from fused_remat.report.step import device_of
 from fused_remat.report.units import aligned, human, milliseconds
@@ -124,17 +124,16 @@ def comparison(measured: Plan, budget: int | None) -> str:
             needs = f": needs {human(error.least)}" if error.least > error.budget else ""
             table.append([method, "–", "–", "–", f"no plan within the budget{needs}"])
         else:
-            cells = _cells(planned.peak_bytes, planned.kept_bytes, planned.seconds)
-            table.append([method, *cells, ""])
+            table.append([method, *_cells(planned), ""])
     return "\n".join(aligned(table))
 
 
 def frontier(measured: Plan) -> str:
     """Return a table of the frontier: the fastest step within each peak."""
     table = [["frontier", "peak", "kept", "step"]]
-    table += [["", *_cells(p.peak_bytes, p.kept_bytes, p.seconds)] for p in measured.frontier]
+    table += [["", *_cells(point)] for point in measured.frontier]
     return "\n".join(aligned(table))
 
 
-def _cells(peak: int, kept: int, seconds: float) -> list[str]:
-    return [human(peak), human(kept), milliseconds(seconds)]
+def _cells(step: Plan | Point) -> list[str]:
+    return [human(step.peak_bytes), human(step.kept_bytes), milliseconds(step.seconds)]

@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +25,7 @@ from fused_remat.cli.options import (
 from fused_remat.policies import EXACT_PRESETS
 from fused_remat.report.units import aligned, human, milliseconds
 from fused_remat.scale.costs import FILE_KEYS, HARDWARE, Costs, of_file, rate_text
-from fused_remat.scale.estimate import (
-    BASELINES,
-    PLANNER,
-    Estimate,
-    estimate,
-    largest_batch,
-    largest_seq,
-)
+from fused_remat.scale.estimate import BASELINES, PLANNER, Estimate, estimate
 from fused_remat.scale.layout import Layout, mesh_of, padded
 from fused_remat.scale.memory import Setup
 from fused_remat.scale.shapes import LARGE, MODELS
@@ -53,20 +45,6 @@ examples:
 No model is allocated or run. The exit status is 1 if no policy fits.
 """
 _LANGUAGE = {n: m for n, m in (MODELS | LARGE).items() if m.causal and m.vocab}
-
-
-@dataclass(frozen=True)
-class Limits:
-    """The largest steps that fit.
-
-    Attributes:
-        batches: the largest batch of every policy.
-        policy, seq: the policy with the largest batch, and the longest sequence with it.
-    """
-
-    batches: Mapping[str, int]
-    policy: str
-    seq: int
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -106,27 +84,25 @@ def main(arguments: Sequence[str]) -> int:
     Raises: NothingFits if no policy fits; CommandError for a wrong model, mesh, size or file.
     """
     args = parse(arguments)
-    found, limits = _estimated(args)
-    if args.json:
-        print(json.dumps(as_data(found, limits), indent=1))
-    else:
-        print("\n".join(lines(found, limits)))
+    found = estimated(args)
+    print(json.dumps(_as_data(found), indent=1) if args.json else "\n".join(lines(found)))
     if not any(map(found.fits, found.rows.keys() - set(BASELINES))):
         raise NothingFits(f"no policy fits into {human(found.memory)}")
     return 0
 
 
-def printed(args: argparse.Namespace) -> Iterator[str]:
-    """Yield the lines that the command prints without --json. Raises: as `main`."""
-    return lines(*_estimated(args))
-
-
-def _estimated(args: argparse.Namespace) -> tuple[Estimate, Limits]:
+def estimated(args: argparse.Namespace) -> Estimate:
+    """Return the estimate that the options describe. Raises: CommandError for a wrong option."""
+    if args.policy not in ("all", *EXACT_PRESETS):
+        valid = ", ".join(EXACT_PRESETS)
+        raise CommandError(f"--policy is all or one of {valid}, got {args.policy!r}")
+    policies = tuple(EXACT_PRESETS) if args.policy == "all" else (args.policy,)
     try:
         setup, costs = _setup(args), _costs(args)
-        policies = _policies(args.policy)
-        found = estimate(setup, costs, _memory(args, costs), policies)
-        return found, _limits(found, policies)
+        memory = int(costs.memory.value)
+        if args.device_memory is not None:
+            memory = memory_of("--device-memory", args.device_memory)
+        return estimate(setup, costs, memory, policies)
     except ValueError as error:
         raise CommandError(str(error)) from error
 
@@ -144,14 +120,6 @@ def _setup(args: argparse.Namespace) -> Setup:
     )  # fmt: skip
 
 
-def _policies(text: str) -> tuple[str, ...]:
-    if text == "all":
-        return tuple(EXACT_PRESETS)
-    if text not in EXACT_PRESETS:
-        raise CommandError(f"--policy is all or one of {', '.join(EXACT_PRESETS)}, got {text!r}")
-    return (text,)
-
-
 def _costs(args: argparse.Namespace) -> Costs:
     costs = HARDWARE[args.hardware]
     if args.costs is not None:
@@ -167,31 +135,14 @@ def _costs(args: argparse.Namespace) -> Costs:
     return costs
 
 
-def _memory(args: argparse.Namespace, costs: Costs) -> int:
-    if args.device_memory is not None:
-        return memory_of("--device-memory", args.device_memory)
-    return int(costs.memory.value)
-
-
-def _limits(found: Estimate, policies: tuple[str, ...]) -> Limits:
-    setup, costs, memory = found.setup, found.costs, found.memory
-    names = [name for name in found.rows if name != PLANNER]
-    batches = {name: largest_batch(setup, costs, memory, name) for name in names}
-    best = max(policies, key=lambda name: (batches[name], -found.rows[name].step))
-    stream = setup.layout.stream
-    multiple = stream if 1024 % stream else 1024
-    longest = largest_seq(setup, costs, memory, best, multiple)
-    return Limits(batches, best, longest)
-
-
-def as_data(found: Estimate, limits: Limits) -> dict[str, Any]:
+def _as_data(found: Estimate) -> dict[str, Any]:
     """Return everything that is printed, as plain data in bytes and seconds."""
     setup = found.setup
     rows = {
         name: dataclasses.asdict(row)
         | {"peak": row.peak, "fits": found.fits(name), "step": row.step, "mfu": found.mfu(name)}
         | {"tokens_per_second": found.tokens_per_second(name)}
-        | {"largest_batch": limits.batches.get(name)}
+        | {"largest_batch": found.batches.get(name)}
         for name, row in found.rows.items()
     }
     return {
@@ -202,24 +153,23 @@ def as_data(found: Estimate, limits: Limits) -> dict[str, Any]:
         "seq": setup.seq,
         "device_memory": found.memory,
         "rows": rows,
-        "largest_seq": {"policy": limits.policy, "seq": limits.seq},
+        "largest_seq": {"policy": found.longest[0], "seq": found.longest[1]},
         "costs": dataclasses.asdict(found.costs),
     }
 
 
-def lines(found: Estimate, limits: Limits) -> Iterator[str]:
+def lines(found: Estimate) -> Iterator[str]:
     """Yield the lines to print."""
     yield from _head(found.setup, found)
     yield ""
-    yield from aligned(list(_table(found, limits)))
+    yield from aligned(list(_table(found)))
     yield ""
     if PLANNER in found.rows:
         yield f"the planner would choose: {found.rows[PLANNER].policy}"
     else:
         yield "the planner finds no policies that fit"
-    longest = (
-        f"{limits.seq} tokens, with policy {limits.policy!r}" if limits.seq else "nothing fits"
-    )
+    policy, seq = found.longest
+    longest = f"{seq} tokens, with policy {policy!r}" if seq else "nothing fits"
     yield f"longest sequence that fits at batch {found.setup.batch}: {longest}"
     yield ""
     presets = [preset for preset in found.rows if preset in EXACT_PRESETS]
@@ -249,14 +199,14 @@ def _head(setup: Setup, found: Estimate) -> Iterator[str]:
         yield f"vocabulary padded from {whole} to {setup.model.vocab} to divide it evenly"
 
 
-def _table(found: Estimate, limits: Limits) -> Iterator[list[str]]:
+def _table(found: Estimate) -> Iterator[list[str]]:
     """Yield the entries of the table: a line for every policy."""
     hosts = ["on the host"] if found.setup.offload else []
     yield ["policy", "kept", *hosts, "peak", "fits", "batch", "rebuilt", "collectives", "step",
            "tokens/s", "MFU"]  # fmt: skip
     for name, row in found.rows.items():
         forward, backward, _ = row.collectives
-        batch = limits.batches.get(name)
+        batch = found.batches.get(name)
         yield [
             name, human(row.kept), *[human(row.hosted) for _ in hosts], human(row.peak),
             "yes" if found.fits(name) else "no",

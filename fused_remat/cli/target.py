@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from fused_remat.cli.options import DTYPES, CommandError, add_dtype, add_sizes, check_sizes
 from fused_remat.report.units import device_memory, human
 from fused_remat.scale.models import build
-from fused_remat.scale.shapes import MODELS, Model
+from fused_remat.scale.shapes import MODELS
 
 #: Folders of files that the user did not write.
 _OTHERS = (
@@ -92,11 +92,9 @@ def load(args: argparse.Namespace, stock: bool = False) -> Target:
     check_sizes(args, "batch", "seq", "layers")
     if args.target in MODELS:
         return _built_in(args, stock)
-    if ":" not in args.target:
-        raise CommandError(
-            f"TARGET is {', '.join(MODELS)}, or module:function; got {args.target!r}"
-        )
-    return _own(args)
+    if ":" in args.target:
+        return _own(args)
+    raise CommandError(f"TARGET is {', '.join(MODELS)}, or module:function; got {args.target!r}")
 
 
 @contextlib.contextmanager
@@ -135,24 +133,9 @@ def _built_in(args: argparse.Namespace, stock: bool) -> Target:
         raise CommandError(f"--dropout must be in [0, 1), got {dropout}")
     batch, seq, most = args.batch or 1, args.seq or shape.seq_len, shape.layers
     shape = dataclasses.replace(shape, layers=args.layers or most)
-    _check_memory(shape, seq, dtype, device)
-    torch.manual_seed(0)
-    model, inputs = build(shape, batch, seq, dropout, stock, device, dtype)
-    layers = f"{shape.layers} of {most}" if shape.layers != most else f"{most}"
-    shown = f"{str(dtype).removeprefix('torch.')} on {device}, {_parameters(model)}"
-    title = f"{args.target}: {layers} layers, batch {batch}, sequence {seq}, {shown}"
-    return Target(title, model, inputs, {}, None)
-
-
-def _check_memory(shape: Model, seq: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise a CommandError if parameters and gradients do not fit; called before allocation."""
-
-    def count(layers: int) -> int:
-        small = dataclasses.replace(shape, layers=layers)
-        model, _ = build(small, 1, seq, 0.0, False, "meta", dtype)
-        return sum(p.numel() for p in model.parameters())
-
-    total = count(1) + (count(2) - count(1)) * (shape.layers - 1)
+    small, _ = build(dataclasses.replace(shape, layers=1), 1, seq, device="meta")
+    of_layer = sum(p.numel() for p in small.get_submodule("layers").parameters())
+    total = sum(p.numel() for p in small.parameters()) + (shape.layers - 1) * of_layer
     needed, memory = 2 * total * dtype.itemsize, device_memory(device)
     if needed > memory:
         raise CommandError(
@@ -160,6 +143,12 @@ def _check_memory(shape: Model, seq: int, dtype: torch.dtype, device: torch.devi
             f"take {human(needed)} with their gradients; {device} has {human(memory)}. Use fewer "
             "layers with --layers"
         )
+    torch.manual_seed(0)
+    model, inputs = build(shape, batch, seq, dropout, stock, device, dtype)
+    layers = f"{shape.layers} of {most}" if shape.layers != most else f"{most}"
+    shown = f"{str(dtype).removeprefix('torch.')} on {device}, {_parameters(model)}"
+    title = f"{args.target}: {layers} layers, batch {batch}, sequence {seq}, {shown}"
+    return Target(title, model, inputs, {}, None)
 
 
 def _parameters(model: nn.Module) -> str:
@@ -223,20 +212,15 @@ def _arguments(function: Callable[..., Any], args: argparse.Namespace) -> dict[s
 def _checked(target: str, value: Any) -> tuple[nn.Module, Any, Callable[[Any], Tensor] | None]:
     """Return (model, inputs, loss) if that is what a user's function returned."""
     parts = (*value, None)[:3] if isinstance(value, tuple) and len(value) in (2, 3) else (value,)
-    match parts:
-        case (nn.Module() as model, Tensor() | tuple() | list() as inputs, loss):
-            pass
-        case (nn.Module() as model, Mapping() as inputs, loss) if all(
-            isinstance(name, str) for name in inputs
-        ):
-            pass
-        case _:
-            kinds = ", ".join(type(part).__name__ for part in parts)
-            raise CommandError(
-                f"{target!r} must return (model, inputs) or (model, inputs, loss): a "
-                "torch.nn.Module, then a tensor, tuple, list or dict by names of arguments, then a "
-                f"function; got ({kinds})"
-            )
+    model, inputs, loss = (*parts, None, None)[:3]
+    named = isinstance(inputs, Mapping) and all(isinstance(name, str) for name in inputs)
+    if not isinstance(model, nn.Module) or not (isinstance(inputs, Tensor | tuple | list) or named):
+        kinds = ", ".join(type(part).__name__ for part in parts)
+        raise CommandError(
+            f"{target!r} must return (model, inputs) or (model, inputs, loss): a torch.nn.Module, "
+            "then a tensor, tuple, list or dict by names of arguments, then a function; got "
+            f"({kinds})"
+        )
     if loss is not None and not callable(loss):
         raise CommandError(f"the loss that {target!r} returns must be a function, got {loss!r}")
     return model, inputs, loss

@@ -2,34 +2,38 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fused_remat.graph.build import block_graph
-from fused_remat.huggingface.masks import read_masks
 from fused_remat.layer_specs import transformer_spec
 from fused_remat.layers.eligibility import (
+    PLAIN,
     RECORDERS,
     Unsupported,
     check_dropout,
+    check_mask,
     qualified,
     recorded,
 )
 from fused_remat.layers.read import BlockInputs, LayerMap, Parts
 from fused_remat.ops.activation import activation_name, has_hooks
-from fused_remat.spec import BlockSpec
 
 #: Arguments that a block uses, and those that do not change the result.
 _READ = ("hidden_states", "attention_mask", "position_embeddings", "is_causal")
+_VARLEN = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 _IGNORED = (
-    "position_ids", "cache_position", "use_cache", "output_hidden_states", "output_attentions",
-    "output_router_logits", "return_dict", "num_items_in_batch", "ignore_index", "shift_labels",
-    "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx",
+    *_VARLEN, "position_ids", "cache_position", "use_cache", "output_hidden_states",
+    "output_attentions", "output_router_logits", "return_dict", "num_items_in_batch",
+    "ignore_index", "shift_labels", "seq_idx",
 )  # fmt: skip
 _KNOWN = frozenset((*_READ, *_IGNORED))
+_SDPA = F.scaled_dot_product_attention
 #: In older versions of transformers, layers return tuples or have other submodules.
 _OLDEST = (5, 17)
 #: Activation classes of transformers by the names of `steps.activation`.
@@ -69,17 +73,6 @@ def check_forward(stock: type[nn.Module], layer_map: LayerMap) -> None:
         raise Unsupported(f"{stock.__name__}.forward was replaced")
 
 
-def example_spec(layer: nn.Module, layer_map: LayerMap) -> BlockSpec:
-    """Return a spec whose graph has the kind and the names of the layer's."""
-    return transformer_spec(
-        layer_map.norm, 1e-6, "relu", placement=layer_map.placement,
-        gated="gate" in layer_map.linears, num_heads=1, num_kv_heads=1, head_dim=1, scale=1.0,
-        projection="split" if "q" in layer_map.linears else "packed",
-        rotary=_rotates(layer_map.modules(layer)[layer_map.attention], layer_map),
-        qk_norm_eps=1e-6 if layer_map.head_norms else None,
-    )  # fmt: skip
-
-
 def describe(parts: Parts, arguments: Mapping[str, Any]) -> BlockInputs:
     """Return the block of a call with the arguments `arguments`."""
     layer_map, attention = parts.layer_map, parts.modules[parts.layer_map.attention]
@@ -87,8 +80,8 @@ def describe(parts: Parts, arguments: Mapping[str, Any]) -> BlockInputs:
     _check_arguments(arguments, attention)
     head_dim = int(getattr(attention, layer_map.numbers["head_dim"]))
     heads, kv_heads = _heads(parts, attention, head_dim)
-    masks = read_masks(attention, arguments, parts, _window(attention, layer_map), heads)
-    rope = _rope(parts, arguments, head_dim) if _rotates(attention, layer_map) else {}
+    masks, window, mask_tensors = read_masks(attention, arguments, parts, heads)
+    rope = _rope(parts, arguments, head_dim) if rotates(attention, layer_map) else {}
     softcap = (
         getattr(attention, layer_map.numbers["softcap"]) if "softcap" in layer_map.numbers else None
     )
@@ -109,13 +102,13 @@ def describe(parts: Parts, arguments: Mapping[str, Any]) -> BlockInputs:
         head_dim=head_dim,
         scale=float(attention.scaling),
         softcap=float(softcap or 0.0),
-        window=masks.window,
-        masks=masks.kinds,
+        window=window,
+        masks=masks,
         projection="split" if "q" in layer_map.linears else "packed",
         rotary=len(rope) > 0,
         qk_norm_eps=parts.one_head_eps(),
     )
-    tensors = {"input": parts.x, **parts.weights, **rope, **masks.tensors}
+    tensors = {"input": parts.x, **parts.weights, **rope, **mask_tensors}
     return BlockInputs(block_graph(spec), tensors, spec)
 
 
@@ -128,7 +121,7 @@ def _check_arguments(arguments: Mapping[str, Any], attention: nn.Module) -> None
             raise Unsupported(f"the call passes {name}, which a block does not support")
 
 
-def _rotates(attention: Any, layer_map: LayerMap) -> bool:
+def rotates(attention: Any, layer_map: LayerMap) -> bool:
     """Return whether the layer rotates its heads; some of SmolLM3's do not."""
     return layer_map.rotary and bool(attention.__dict__.get("use_rope", True))
 
@@ -167,14 +160,6 @@ def _heads(parts: Parts, attention: Any, head_dim: int) -> tuple[int, int]:
     return heads, kv_heads
 
 
-def _window(attention: Any, layer_map: LayerMap) -> int | None:
-    name = layer_map.numbers.get("window")
-    if name is None:
-        return None
-    window = getattr(attention if hasattr(attention, name) else attention.config, name, None)
-    return None if window is None else int(window)
-
-
 def _p_attention(attention: Any, layer_map: LayerMap) -> float:
     """Return the probability of dropout, which applies if the attention module itself trains."""
     if not attention.training:
@@ -199,3 +184,78 @@ def _activation(layer_map: LayerMap, modules: Mapping[str, Any]) -> str:
             f"the activation {layer_map.activation} is {shown}, unknown or with hooks"
         )
     return name
+
+
+# --- masks: their form depends on the config's attention implementation, and so does the meaning of
+# None: "sdpa" and flash attention are then causal if the module is, and "eager" has no mask at all.
+
+Masks = tuple[tuple[str, ...], tuple[int, int], dict[str, Tensor]]
+
+
+def read_masks(attention: Any, arguments: Mapping[str, Any], parts: Parts, heads: int) -> Masks:
+    """Return the masks of an `AttentionSpec` of so many `heads`, its window, and masks by name."""
+    # No mask's values are read: on a GPU that would wait for the device.
+    how = attention.config._attn_implementation
+    mask = arguments.get("attention_mask")
+    if _is_replaced(how):
+        raise Unsupported(f"the attention function {how!r} was replaced")
+    if how is not None and how.startswith("flash_attention_"):
+        return _flash(attention, arguments, parts)
+    if how not in ("sdpa", "eager"):
+        raise Unsupported(
+            f"the attention implementation is {how!r}; the fused path supports sdpa, eager and "
+            "flash attention"
+        )
+    if mask is None:
+        causal = how == "sdpa" and _is_causal(attention, arguments)
+        return (), (-1, 0 if causal else -1), {}
+    (batch, seq_len, _), bools = parts.x.shape, how == "sdpa"  # "eager" adds the mask to the scores
+    shapes = [(b, h, seq_len, seq_len) for b, h in itertools.product((1, batch), (1, heads))]
+    check_mask("attention_mask", mask, parts.x, parts.low, *shapes, bools=bools)
+    return ("mask",), (-1, -1), {"mask": mask}  # with a sliding window, if there is one
+
+
+def _is_replaced(how: str | None) -> bool:
+    """Return whether another function replaces transformers' own, as sequence parallelism's."""
+    # DeepSpeed replaces it in the table of names, PyTorch under SDPA's name.
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    function = ALL_ATTENTION_FUNCTIONS.get(how)
+    if function is not None and not function.__module__.startswith("transformers.integrations."):
+        return True
+    return how == "sdpa" and F.scaled_dot_product_attention is not _SDPA
+
+
+def _flash(attention: Any, arguments: Mapping[str, Any], parts: Parts) -> Masks:
+    """Return the masks of flash attention: padding (B, S), bounds of packed sequences, a window.
+
+    Outputs of padding queries, which nothing uses, are zeros there; a block computes attention.
+    """
+    batch, seq_len = parts.x.shape[:2]
+    causal, name = _is_causal(attention, arguments), parts.layer_map.numbers.get("window", "")
+    window = getattr(attention if hasattr(attention, name) else attention.config, name, None)
+    left = -1 if window is None or seq_len <= window else window - 1
+    limits = (left, 0 if causal else left)
+    mask = arguments.get("attention_mask")
+    if mask is not None:
+        if type(mask) not in PLAIN or tuple(mask.shape) != (batch, seq_len):
+            raise Unsupported(f"attention_mask is not a tensor of shape {(batch, seq_len)}")
+        return ("padding",), limits, {"padding": mask.eq(0)}
+    if all(arguments.get(name) is not None for name in _VARLEN):
+        bounds = {"cu_q": arguments["cu_seq_lens_q"], "cu_k": arguments["cu_seq_lens_k"]}
+        if batch != 1 or any(type(t) not in PLAIN or t.dim() != 1 for t in bounds.values()):
+            raise Unsupported("cu_seq_lens are not those of packed sequences in a batch of 1")
+        return ("cu_seqlens",), limits, bounds
+    positions = arguments.get("position_ids")
+    if batch == 1 and seq_len > 1 and isinstance(positions, Tensor):
+        if torch.compiler.is_compiling():
+            raise Unsupported("whether sequences are packed depends on the values of position_ids")
+        # As transformers does there, in every layer; on a GPU it waits for the device.
+        if not bool((positions.diff(dim=-1) == 1).all()):
+            raise Unsupported("sequences are packed without cu_seq_lens")
+    return (), limits, {}
+
+
+def _is_causal(attention: Any, arguments: Mapping[str, Any]) -> bool:
+    causal = arguments.get("is_causal")
+    return bool(getattr(attention, "is_causal", True) if causal is None else causal)

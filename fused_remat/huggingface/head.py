@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -29,45 +28,35 @@ from fused_remat.layers.eligibility import (
 )
 from fused_remat.layers.fused_layer import TRACED, is_traced
 from fused_remat.layers.modules import read_linear
-from fused_remat.layers.record import NOTES, record_of
+from fused_remat.layers.record import NOTES, record_of, warn, warn_compiled
 from fused_remat.layers.tensor_parallel import VocabularyParallelLinear
-from fused_remat.layers.warn import warn, warn_compiled
 from fused_remat.ops.activation import has_hooks
 from fused_remat.ops.cross_entropy import linear_cross_entropy
 
 
 @dataclass(frozen=True)
 class Head:
-    """Layout of a model class.
+    """Layout of a model class."""
 
-    Attributes:
-        package, model: module and name of the class.
-        body, head: names of submodules.
-        output: class of the output in `transformers.modeling_outputs`.
-        fields: fields of the body's output that are returned, in addition to `past_key_values`.
-        softcap: attribute of the config with the soft-cap of the logits, "" for none.
-    """
-
-    package: str
+    package: str  # module of the class, and its name
     model: str
-    body: str = "model"
+    body: str = "model"  # body, head: names of submodules
     head: str = "lm_head"
-    output: str = "CausalLMOutputWithPast"
+    output: str = "CausalLMOutputWithPast"  # its class in `transformers.modeling_outputs`
+    #: Fields of the body's output that are returned, in addition to `past_key_values`.
     fields: tuple[str, ...] = ("hidden_states", "attentions")
-    softcap: str = ""
+    softcap: str = ""  # attribute of the config with the soft-cap of the logits, if any
 
 
-def _layout(name: str, model: str = "", **differences: Any) -> Head:
-    package = f"transformers.models.{name}.modeling_{name}"
-    return Head(package, model, **differences)
-
-
+_MODELS = "transformers.models"
 #: Each stands for all model classes of transformers whose forward has the same code.
 HEADS = (
-    _layout("llama", "LlamaForCausalLM"),
-    _layout("gemma2", "Gemma2ForCausalLM", softcap="final_logit_softcapping"),
-    _layout(
-        "gpt2",
+    Head(f"{_MODELS}.llama.modeling_llama", "LlamaForCausalLM"),
+    Head(
+        f"{_MODELS}.gemma2.modeling_gemma2", "Gemma2ForCausalLM", softcap="final_logit_softcapping"
+    ),
+    Head(
+        f"{_MODELS}.gpt2.modeling_gpt2",
         "GPT2LMHeadModel",
         body="transformer",
         output="CausalLMOutputWithCrossAttentions",
@@ -86,11 +75,7 @@ def head_layout(stock: Any) -> Head | None:
     if not stock.__module__.startswith("transformers.models."):
         return None
     for layout in HEADS:
-        known = getattr(sys.modules.get(layout.package), layout.model, None)
-        if stock is known or (layout.package, layout.model) == (
-            stock.__module__,
-            stock.__qualname__,
-        ):
+        if (layout.package, layout.model) == (stock.__module__, stock.__qualname__):
             return layout
     if not stock.__name__.endswith("ForCausalLM"):
         return None
@@ -126,12 +111,6 @@ class HuggingFaceHead(Replaced):
     signature: ClassVar[inspect.Signature]  # of the stock forward
 
     loss_backend: str = "auto"
-
-    @staticmethod
-    def _new(stock: type[nn.Module]) -> nn.Module:
-        cls = head_class(stock)
-        assert cls is not None
-        return cls.__new__(cls)
 
     def __getstate__(self) -> dict[str, Any]:
         state: Any = super().__getstate__()
@@ -248,14 +227,8 @@ def head_class(stock: type[nn.Module]) -> type[HuggingFaceHead] | None:
         return None
     signature = inspect.signature(stock.forward)
     more = {"layout": layout, "signature": signature, "forward": _forward(stock)}
-    return class_of(stock, HuggingFaceHead, _CLASSES, **more)
-
-
-def supported_heads() -> str:
-    """Return the supported model classes, for messages."""
-    return (
-        f"{', '.join(layout.model for layout in HEADS)}, and classes whose forward has their code"
-    )
+    own = staticmethod(head_class)
+    return class_of(stock, HuggingFaceHead, _CLASSES, _class_for=own, **more)
 
 
 def _forward(stock: type[nn.Module]) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""The layouts of layers of transformers, by architecture.
+"""The layouts of layers of transformers, by architecture: their blocks need no trace.
 
 A new architecture is a new entry. Classes are known by name, so that nothing of transformers is
 imported; the numbers of a layer are read from its modules at every call.
@@ -8,8 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from fused_remat.huggingface.call import describe
+from torch import nn
+
+from fused_remat.huggingface.call import describe, rotates
+from fused_remat.layer_specs import transformer_spec
+from fused_remat.layers.converted import ConvertedLayer, class_of
 from fused_remat.layers.read import LayerMap
+from fused_remat.spec import BlockSpec
 
 
 def _package(name: str) -> str:
@@ -168,3 +173,51 @@ def supported() -> str:
     'Llama, Mistral, Qwen2, Qwen3, SmolLM3, Gemma-2, Gemma-3, GPT-2, BERT, RoBERTa, ViT'
     """
     return ", ".join(layer_map.name for layer_map in ARCHITECTURES.values())
+
+
+class HuggingFaceLayer(ConvertedLayer):
+    """Mixed in before a layer class of transformers by `fused_class`."""
+
+    _owner = "transformers' own"
+
+    def _example_spec(self) -> BlockSpec:
+        layer_map, modules = self._map, self._map.modules(self)
+        return transformer_spec(
+            layer_map.norm, 1e-6, "relu", placement=layer_map.placement,
+            gated="gate" in layer_map.linears, num_heads=1, num_kv_heads=1, head_dim=1, scale=1.0,
+            projection="split" if "q" in layer_map.linears else "packed",
+            rotary=rotates(modules[layer_map.attention], layer_map),
+            qk_norm_eps=1e-6 if layer_map.head_norms else None,
+        )  # fmt: skip
+
+    def _heads(self) -> dict[str, int]:
+        layer_map = self._map
+        modules = layer_map.modules(self)
+        width = int(getattr(modules[layer_map.attention], layer_map.numbers["head_dim"]))
+        kinds = {"heads": "q", "key and value heads": "k"}
+        return {
+            what: modules[layer_map.linears[name]].weight.shape[0] // width
+            for what, name in kinds.items()
+            if name in layer_map.linears
+        }
+
+    def _layer_index(self) -> int:
+        attention = self._map.modules(self)[self._map.attention]
+        return getattr(attention, "layer_idx", None) or 0
+
+
+#: By the stock class.
+FUSED: dict[type[nn.Module], type[HuggingFaceLayer]] = {}
+
+
+def fused_class(stock: type[nn.Module]) -> type[HuggingFaceLayer] | None:
+    """Return the class that replaces a layer class of transformers, always the same; or None.
+
+    It has the stock class's name, for wrap lists (`_no_split_modules`), and is a subclass, for
+    transformers' recorders.
+    """
+    layer_map = architecture_of(stock)
+    if layer_map is None:
+        return None
+    more = {"_map": layer_map, "_class_for": staticmethod(fused_class)}
+    return class_of(stock, HuggingFaceLayer, FUSED, **more)

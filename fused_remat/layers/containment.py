@@ -1,8 +1,4 @@
-"""Containment of failures: if a block raises, the layer's own forward runs instead.
-
-`Rescue` computes the gradients of one call of a layer by the layer's own forward if the block's
-backward raises an unexpected exception.
-"""
+"""Containment of failures: if a block raises, the layer's own forward runs instead."""
 
 from __future__ import annotations
 
@@ -10,7 +6,7 @@ import contextlib
 import functools
 import os
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -22,34 +18,20 @@ from fused_remat.layers.eligibility import parameters_of
 
 
 def is_contained(layer: nn.Module) -> bool:
-    """Return whether the own forward of `layer` may run instead of a block that fails.
-
-    With several processes it may not, since all have to run the same program.
-    """
-    if not (_distributed.is_available() and _distributed.is_initialized()):
+    """Return whether the own forward may run: several processes must run the same program."""
+    distributed: Any = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()):
         return True
-    return _distributed.get_world_size() == 1 and sharded_by(layer) is None
-
-
-_distributed = torch.distributed
+    return distributed.get_world_size() == 1 and sharded_by(layer) is None
 
 
 class Rescue:
-    """The own forward of a layer, `forward`, in place of its block's backward.
-
-    `failed` is called with the exception of the block; `count` is the number of `roots`.
-    """
+    """The own forward of a fused layer in place of its block's backward, with `count` `roots`."""
 
     def __init__(
-        self,
-        layer: nn.Module,
-        forward: Callable[..., Any],
-        arguments: Mapping[str, Any],
-        tensors: Mapping[str, Tensor | None],
-        failed: Callable[[Exception], object],
+        self, layer: Any, arguments: Mapping[str, Any], tensors: Mapping[str, Tensor | None]
     ) -> None:
-        self.layer, self.forward, self.failed = layer, forward, failed
-        self.training = layer.training
+        self.layer, self.training = layer, layer.training
         self.count, self._roots = 0, list[Any]()
         #: Index of the block's output among the leaves of the result, its view, and its layout.
         self.result: tuple[int, Any, Any] | None = None
@@ -78,10 +60,7 @@ class Rescue:
 
     @property
     def roots(self) -> list[Any]:
-        """Tensors that get a gradient instead of tensors of the block that were computed from them.
-
-        Examples are a transposed weight and a reshaped input.
-        """
+        """Tensors from which tensors of the block were computed, and that get gradients instead."""
         return [_alive(t) for t in self._roots]
 
     def _roots_of(self, derived: list[Tensor], args: Mapping[int, Any]) -> tuple[Tensor, ...]:
@@ -101,8 +80,10 @@ class Rescue:
     def returned(self, out: Tensor, result: Any) -> None:
         """Note the position of the block's output `out`, or of a view of it, in the `result`."""
         for value in self.arguments.values():
-            if type(value) in (tuple, list, dict) and any(map(_needs_grad, tree_leaves(value))):
-                return  # of which no gradient would be returned
+            if type(value) in (tuple, list, dict):
+                flat = type(value) is tuple and {Tensor}.issuperset(map(type, value))
+                if any(map(_needs_grad, value if flat else tree_leaves(value))):
+                    return  # of which no gradient would be returned
         for i, leaf in enumerate((out,) if result is out else tree_leaves(result)):
             if isinstance(leaf, Tensor) and leaf.data_ptr() == out.data_ptr():
                 self.result = i, (leaf.size(), leaf.stride(), 0), (out.size(), out.stride())
@@ -113,11 +94,9 @@ class Rescue:
         return is_unexpected(error) and is_contained(self.layer)
 
     def gradients(self, error: Exception, names: tuple[str, ...], dy: Tensor) -> list[Any] | None:
-        """Return the gradients of the block's tensors `names`, then those of `roots`.
-
-        Return None if the own forward cannot run, for example because an argument was freed.
-        """
-        if self.result is None or self.layer.training != self.training:
+        """Return the gradients of the block's `names`, then of `roots`; None if impossible."""
+        layer = self.layer
+        if self.result is None or layer.training != self.training:
             return None
         held = [v for v in (*self.arguments.values(), *self._roots) if v is not None]
         if any(_alive(value) is None for value in held):
@@ -133,24 +112,23 @@ class Rescue:
             return copies.setdefault(id(t), t.detach().requires_grad_())
 
         arguments = tree_map(copy, self.arguments)
-        state = {f"layer.{name}": copy(p) for name, p in self.layer.named_parameters()}
+        state = {f"layer.{name}": copy(p) for name, p in layer.named_parameters()}
         roots = [copies.get(id(t)) for t in self.roots]
         sources = {name: copies.get(id(_alive(t))) for name, t in self.sources.items()}
         wanted = list(dict.fromkeys(t for t in (*sources.values(), *roots) if t is not None))
         if len(wanted) < len({*map(id, sources.values()), *map(id, roots)}):
-            return None  # the activation function's own tensor, say
+            return None  # such as the activation function's own tensor
         i, view, (size, stride) = self.result
         cast = contextlib.nullcontext() if self.autocast is None else torch.autocast(*self.autocast)
         with torch.enable_grad(), cast:
-            caller = Caller(self.layer, functools.partial(self.forward, self.layer))
+            caller = Caller(layer, functools.partial(layer.stock.forward, layer))
             result = torch.func.functional_call(caller, state, (), arguments)
         like = torch.empty_strided(size, stride, dtype=dy.dtype, device=dy.device).copy_(dy)
         y = tree_leaves(result)[i]
-        found = torch.autograd.grad(
-            y, wanted, like.as_strided(*view).to(y.dtype), allow_unused=True
-        )
+        dy = like.as_strided(*view).to(y.dtype)
+        found = torch.autograd.grad(y, wanted, dy, allow_unused=True)
         grads = dict(zip(map(id, wanted), found, strict=True))
-        self.failed(error)
+        layer._block_failed(error)
         # A tensor under two names of the block gets its gradient once.
         ordered = (*(sources.get(name) for name in names), *roots)
         return [None if t is None else grads.pop(id(t), None) for t in ordered]
@@ -165,10 +143,7 @@ def _needs_grad(value: Any) -> bool:
 
 
 def is_unexpected(error: Exception) -> bool:
-    """Return whether `error` was not raised on purpose, so that the own forward may not raise it.
-
-    With FUSED_REMAT_STRICT=1 in the environment no error is unexpected.
-    """
+    """Return whether `error` was not raised on purpose: the own forward may succeed."""
     if os.environ.get("FUSED_REMAT_STRICT", "0") not in ("", "0"):
         return False
     # Errors of a device that is out of memory or lost, of this library, of the caller's functions.

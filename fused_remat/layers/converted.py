@@ -15,8 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from fused_remat.layers.eligibility import Reason, wants_grad
 from fused_remat.layers.fused_layer import FusedLayer, is_traced
 from fused_remat.layers.read import BlockInputs, read_block
-from fused_remat.layers.record import record_of
-from fused_remat.layers.warn import warn
+from fused_remat.layers.record import record_of, warn
 
 _IDLE = Reason("no gradients are required", quiet=True)
 #: Names of a cache among the arguments of layers.
@@ -33,18 +32,20 @@ class Replaced(nn.Module):
     """A module whose class `convert` has replaced; mixed in before that class by `class_of`."""
 
     stock: ClassVar[type[nn.Module]]
+    #: Function that returns the class which replaces `stock`.
+    _class_for: ClassVar[Callable[..., Any]]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced = super().__reduce_ex__(protocol)
         if "stock" not in type(self).__dict__:  # a user's subclass
             return reduced
         # By its stock class: this one's name is that of the stock one.
-        return (self._new, (self.stock,), *reduced[2:])
+        return (_empty, (self._class_for, self.stock), *reduced[2:])
 
-    @staticmethod
-    def _new(stock: type[nn.Module]) -> nn.Module:
-        """Return an empty module of the class that replaces `stock`; for unpickling."""
-        raise NotImplementedError
+
+def _empty(class_for: Callable[..., type[nn.Module]], stock: type[nn.Module]) -> nn.Module:
+    cls = class_for(stock)
+    return cls.__new__(cls)
 
 
 class ConvertedLayer(Replaced, FusedLayer):
@@ -56,10 +57,7 @@ class ConvertedLayer(Replaced, FusedLayer):
 
     @property
     def gradient_checkpointing(self) -> bool:
-        """Whether the model's checkpointing is enabled for the layer.
-
-        It applies if the layer's own forward runs; the policy decides what a block keeps.
-        """
+        """Whether the model's checkpointing is enabled; it applies if no block runs."""
         own = self.__dict__.get("gradient_checkpointing")
         stock: Any = self.stock
         return bool(stock.gradient_checkpointing if own is None else own)
@@ -108,11 +106,9 @@ class ConvertedLayer(Replaced, FusedLayer):
         return named if fits and self.positional[0] in named else None
 
     def _read(self, **arguments: Any) -> BlockInputs | Reason:
-        """Return the block of a training call; others run the stock forward, bit for bit.
-
-        Without gradients a block runs only if it draws dropout: the call may be the first run of
-        a reentrant checkpoint, whose replay, with gradients, has to draw the same numbers.
-        """
+        """Return the block of a training call; others run the stock forward, bit for bit."""
+        # Without gradients a block runs only if it draws dropout: the call may be the first run of
+        # a reentrant checkpoint, whose replay, with gradients, has to draw the same numbers.
         trains = torch.is_grad_enabled()
         if self._tensor_parallel is None:
             if trains and not wants_grad(*arguments.values()) and not self._trains():
@@ -131,8 +127,7 @@ class ConvertedLayer(Replaced, FusedLayer):
 
     def _why_cached(self, arguments: Mapping[str, Any]) -> Reason | None:
         """Return why the cache of a call excludes a block; None without a cache."""
-        caches = {n: v for n, v in arguments.items() if n in CACHES or hasattr(v, LENGTH)}
-        caches = {n: v for n, v in caches.items() if v is not None}
+        caches = _caches(arguments)
         if not caches:
             return None
         why = "the cache holds tokens"
@@ -143,15 +138,11 @@ class ConvertedLayer(Replaced, FusedLayer):
         return Reason(why if self._tensor_parallel is None else f"{why}; pass use_cache=False")
 
     def _without_idle_cache(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments, without a cache that is neither read nor filled.
-
-        Models hand their layers an empty cache by default, also in training. It is dropped then,
-        with transformers' own warning, by layers whose own checkpointing drops it. One that holds
-        tokens takes part in attention (prefix tuning), one that is filled in evaluation is the
-        caller's, and a layer that transformers never checkpoints may fill it for another module.
-        """
-        caches = {n: v for n, v in arguments.items() if n in CACHES or hasattr(v, LENGTH)}
-        caches = {n: v for n, v in caches.items() if v is not None}
+        """Return the arguments, without the empty cache that models pass in training by default."""
+        # A cache that holds tokens takes part in attention (prefix tuning), one that is filled in
+        # evaluation is the caller's, and a layer that transformers never checkpoints may fill it
+        # for another module.
+        caches = _caches(arguments)
         trains = torch.is_grad_enabled() or self._tensor_parallel is not None
         if not caches or not self.training or not trains or is_traced():
             return arguments
@@ -231,10 +222,7 @@ class ConvertedLayer(Replaced, FusedLayer):
 
 
 def around_layers(model: nn.Module, enabled: bool) -> None:
-    """Exclude fused layers from checkpointing by modules around them, or include them again.
-
-    Models of diffusers checkpoint their layers so; a fused layer would run its forward again.
-    """
+    """Exclude fused layers from checkpointing by modules around them (diffusers), or include."""
     for module in model.modules():
         run = vars(module).get("_gradient_checkpointing_func")
         is_ours = isinstance(run, functools.partial) and run.func is _unless_fused
@@ -244,11 +232,8 @@ def around_layers(model: nn.Module, enabled: bool) -> None:
 
 
 def _unless_fused(run: Callable[..., Any], part: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a module of a model under the model's checkpointing, `run`; a fused layer without it.
-
-    A layer whose own forward ran without checkpointing, since a second one would change something
-    again, stays under the model's checkpointing.
-    """
+    """Run a module of a model under the model's checkpointing, `run`; a fused layer without it."""
+    # A layer whose own forward ran without checkpointing stays under the model's.
     layer = getattr(part, "__self__", part)
     name = getattr(part, "__name__", "")
     is_call = part is layer or name in ("forward", "__call__", "_call_impl", "_wrapped_call_impl")
@@ -263,10 +248,7 @@ def class_of(
     classes: dict[type[nn.Module], type[Converted]],
     **more: Any,
 ) -> type[Converted]:
-    """Return the subclass of `base` and `stock` that replaces `stock`, with attributes `more`.
-
-    `classes` caches these classes.
-    """
+    """Return the class of `base` and `stock` that replaces `stock`, with `more`; cached."""
     if stock not in classes:
         forward = inspect.signature(stock.forward)
         params = [*forward.parameters.values()][1:]
@@ -304,6 +286,11 @@ def _forward(stock: type[nn.Module]) -> Callable[..., Any]:
         return self._call(**arguments)
 
     return forward
+
+
+def _caches(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    named = arguments.items()
+    return {n: v for n, v in named if v is not None and (n in CACHES or hasattr(v, LENGTH))}
 
 
 def _is_empty(cache: Any, index: int) -> bool:

@@ -19,10 +19,11 @@ from torch.nn.modules import module as _module
 from torch.utils._device import DeviceContext
 
 from fused_remat.autograd.shards import is_dtensor
+from fused_remat.execution.executor import autocast_on
 from fused_remat.layer_specs import cached
-from fused_remat.layers.precision import unsupported_autocast_reason
 from fused_remat.spec import BlockSpec
 from fused_remat.steps.collective import in_context_parallel
+from fused_remat.steps.linear import LOW
 
 PLAIN = (Tensor, nn.Parameter)
 _ATTENTION = F.scaled_dot_product_attention
@@ -46,6 +47,11 @@ _OBSERVERS = (
 )
 #: Module of transformers' recorders, hooks that act only while a model returns their outputs.
 RECORDERS = "transformers.utils.output_capturing"
+#: What autocast converts, on the devices where the fused path supports it.
+CASTABLE = (torch.float32, torch.bfloat16, torch.float16)
+_DEVICES = ("cpu", "cuda")
+#: What the names of norms in blocks begin with.
+_NORMS = ("norm", "post", "q_norm", "k_norm")
 
 
 class Unsupported(Exception):
@@ -54,16 +60,11 @@ class Unsupported(Exception):
 
 @dataclass(frozen=True)
 class Reason:
-    """The reason why a call runs the stock forward.
+    """The reason why a call runs the stock forward."""
 
-    Attributes:
-        text: reason, for messages.
-        quiet: whether the stock forward is intended, so that there is no warning.
-        once: whether a second forward would compute something else, or change other state again.
-    """
-
-    text: str
-    quiet: bool = False
+    text: str  # for messages
+    quiet: bool = False  # whether the stock forward is intended, so that there is no warning
+    #: Whether a second forward would compute something else, or change other state again.
     once: bool = False
 
 
@@ -122,11 +123,11 @@ def check_foreign_module(
     wrapped = not decorates and hasattr(forward, "__wrapped__")
     if "forward" in state or forward.__module__ != package or wrapped:
         raise Unsupported(f"{path}.forward was replaced")
-    if state["_forward_pre_hooks"] or state["_backward_hooks"] or state["_backward_pre_hooks"]:
-        raise Unsupported(f"{path} has hooks")
+    acts = state["_forward_pre_hooks"] or state["_backward_hooks"] or state["_backward_pre_hooks"]
     for hook in state["_forward_hooks"].values():
-        if getattr(hook, "__module__", None) != RECORDERS:
-            raise Unsupported(f"{path} has hooks")
+        acts = acts or getattr(hook, "__module__", None) != RECORDERS
+    if acts:
+        raise Unsupported(f"{path} has hooks")
 
 
 def recorded(hook: Any) -> str:
@@ -177,6 +178,24 @@ def check_input(x: Any, name: str, dims: tuple[int, ...]) -> None:
                 raise Unsupported(f"the function mode {qualified(type(mode))} is active")
 
 
+def check_mask(
+    name: str, mask: Any, x: Tensor, low: torch.dtype | None, *shapes: tuple[int, ...],
+    bools: bool = True,
+) -> None:  # fmt: skip
+    """Raise `Unsupported` unless a mask has one of `shapes`, and a dtype of the call's on `x`."""
+    if type(mask) not in PLAIN:
+        raise Unsupported(
+            f"{name} is {qualified(type(mask))}; the fused path supports torch.Tensor"
+        )
+    dtypes = (x.dtype, torch.float32, low, torch.bool if bools else None)
+    if mask.dtype not in dtypes or mask.device != x.device or tuple(mask.shape) not in shapes:
+        raise Unsupported(
+            f"{name} is {mask.dtype} of shape {tuple(mask.shape)} on {mask.device}, expected "
+            f"{'bool or ' if bools else ''}{x.dtype} of shape {' or '.join(map(str, shapes))} on "
+            f"{x.device}"
+        )
+
+
 def check_dropout(*probabilities: float) -> None:
     """Raise `Unsupported` unless all probabilities are between 0 and 1."""
     for p in probabilities:
@@ -190,11 +209,7 @@ def is_readable(param: Tensor) -> bool:
 
 
 def packed_as(module: nn.Module, param: Tensor) -> str:
-    """Return the class or dtype of a packed (e.g. quantized) parameter; "" if it is not packed.
-
-    Packed are classes other than PyTorch's, integers, floats of 8 bits, and all parameters of a
-    module with a `quant_state`.
-    """
+    """Return the class or dtype of a packed (e.g. quantized) parameter; "" if it is not packed."""
     if not (is_readable(param) or getattr(param, "_is_flat_param", False)):  # FSDP1's own
         return qualified(type(param))
     wide = param.is_complex() or (param.is_floating_point() and param.itemsize > 1)
@@ -211,17 +226,11 @@ def check_unpacked(module: nn.Module, path: str) -> None:
 
 
 def check_weights(
-    x: Tensor,
-    name: str,
-    weights: Mapping[str, Tensor | None],
-    spec: BlockSpec,
+    x: Tensor, layer_map: Any, weights: Mapping[str, Tensor | None], spec: BlockSpec,
     low: torch.dtype | None,
-    path_of: Callable[[str], str] = str,
-) -> None:
-    """Raise `Unsupported` unless the weights fit a block of `spec` on `x`, `name` in messages.
-
-    `low`: the dtype of autocast, None if it is off. `path_of`: the layer's name of a weight.
-    """
+) -> None:  # fmt: skip
+    """Raise `Unsupported` unless the weights of a layer fit a block of `spec` on `x`."""
+    name, path_of = layer_map.input, layer_map.path_of
     dtype, device, on_cpu = x.dtype, x.device, x.is_cpu
     for key, p in weights.items():
         if p is None:
@@ -238,9 +247,8 @@ def check_weights(
             raise Unsupported(
                 f"{name} is {x.dtype} on {x.device} but {path_of(key)} is {p.dtype} on {p.device}"
             )
-    reason = None if low is None else unsupported_autocast_reason(x, name, weights, low, path_of)
-    if reason is not None:
-        raise Unsupported(reason)
+    if low is not None:
+        check_autocast(x, name, weights, low, path_of)
     fc1 = weights["fc1.weight"]
     assert fc1 is not None  # a linear layer without a weight is not read
     expected = _shapes(spec, x.shape[-1], fc1.shape[0])
@@ -276,3 +284,70 @@ def wants_grad(*values: Any) -> bool:
     return torch.is_grad_enabled() and any(
         isinstance(value, Tensor) and value.requires_grad for value in values
     )
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The dtypes of one call under `torch.autocast`: those of the stock layer.
+
+    There autocast acts on every operator. Products take autocast's dtype and sums promote. Norms
+    compute in float32, which they also return on CUDA; on CPU they return the dtype of their input.
+    float64 is not converted.
+
+    Attributes:
+        stream: of the residual stream and of the result; the input is converted to it.
+        compute: of everything else; None for the dtype of the stream.
+        autocast: to what autocast converts where the user's own function runs; None if it is off.
+    """
+
+    stream: torch.dtype
+    compute: torch.dtype | None = None
+    autocast: torch.dtype | None = None
+
+
+def low_dtype(x: Tensor) -> torch.dtype | None:
+    """Return the dtype of autocast on the device of `x`; None if it is off."""
+    return torch.get_autocast_dtype(x.device.type) if autocast_on(x) else None
+
+
+def check_autocast(
+    x: Tensor,
+    name: str,
+    weights: Mapping[str, Tensor | None],
+    low: torch.dtype,
+    path_of: Callable[[str], str] = str,
+) -> None:
+    """Raise `Unsupported` unless the fused path supports these dtypes under autocast to `low`.
+
+    The stock layer raises for the same dtypes, except on other devices.
+    """
+    kind = x.device.type
+    if kind not in _DEVICES or low not in LOW:
+        raise Unsupported(
+            f"autocast to {low} on {kind} is on; the fused path supports autocast to 16 bits on "
+            f"{' and '.join(_DEVICES)}"
+        )
+    dtypes = {key: p.dtype for key, p in weights.items() if p is not None}
+    fit = (torch.float64,) if x.dtype == torch.float64 else CASTABLE
+    for key, dtype in dtypes.items():
+        if dtype not in fit:
+            which = f"{name} of {x.dtype}" if dtype in CASTABLE else f"{path_of(key)} of {dtype}"
+            other = f"{path_of(key)} is {dtype}" if dtype in CASTABLE else f"{name} is {x.dtype}"
+            raise Unsupported(f"autocast does not convert {which}, and {other}")
+    norms = {dtype for key, dtype in dtypes.items() if key.startswith(_NORMS)} - {torch.float64}
+    if kind == "cpu" and norms and norms != {torch.float32} and not norms == {x.dtype} == {low}:
+        shown = ", ".join(sorted(map(str, norms)))
+        raise Unsupported(f"the norms' parameters are {shown}, and autocast on CPU converts none")
+
+
+def precision_of(
+    x: Tensor, weights: Mapping[str, Tensor | None], low: torch.dtype, norm_first: bool
+) -> Precision:
+    """Return the dtypes of a call that passed `check_autocast`."""
+    if x.dtype == torch.float64:
+        return Precision(x.dtype, autocast=low)
+    # On CUDA a post-norm layer's last norm makes float32 of anything; else sums promote.
+    keeps = x.dtype == low and (norm_first or x.device.type == "cpu")
+    stream = low if keeps else torch.float32
+    plain = stream == low and all(p is None or p.dtype == low for p in weights.values())
+    return Precision(stream, None if plain else low, low)

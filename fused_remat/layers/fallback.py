@@ -10,19 +10,17 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from fused_remat.execution.executor import changed
-from fused_remat.layers.eligibility import wants_grad
+from fused_remat.layers.eligibility import PLAIN, wants_grad
 from fused_remat.layers.record import record_of
-
-_PLAIN = (Tensor, nn.Parameter)
 
 
 class Caller(nn.Module):
@@ -51,13 +49,13 @@ def without_changes(
     known, training = record_of(layer).changes, layer.training
     if known.get(training):
         return None, known[training]
-    is_first, state = training not in known, [*_state(layer)]
-    if is_first:  # the caller's tensors change once only
+    is_first = training not in known
+    if is_first:  # a change of a tensor with a gradient could not be undone
         copied = {id(t): t.clone() for t in arguments.values() if wants_grad(t)}
         arguments = {n: copied.get(id(t), t) for n, t in arguments.items()}
-    copies = [t.clone() if is_first else t for *_, t in state]
-    tensors = {n: t for n, t in arguments.items() if type(t) is Tensor and not t.is_inference()}
-    args = [(n, t, t._version) for n, t in tensors.items()]
+    args = {n: t for n, t in arguments.items() if type(t) is Tensor and not t.is_inference()}
+    state = [*_state(layer), *((name, args, name, t) for name, t in args.items())]
+    copies = [t.clone() if is_first and not t.requires_grad else t for *_, t in state]
     versions = [t._version for *_, t in state]
     device = _device_of(layer)
     random = generator_states(device) if is_first else []
@@ -70,7 +68,6 @@ def without_changes(
             if is_first:
                 owner[name] = t
                 t.detach().copy_(copy)
-    names += [name for name, t, version in args if t._version != version]
     if names and is_first:
         set_generator_states(random, device)
     known[training] = names
@@ -104,81 +101,57 @@ def _device_of(layer: nn.Module) -> torch.device:
     return next((t.device for t in (*layer.parameters(), *layer.buffers())), torch.device("cpu"))
 
 
-@contextlib.contextmanager
-def counted(layer: nn.Module) -> Iterator[Counter[str]]:
-    """Count the bytes that autograd saves inside, without parameters; each storage once."""
-    tensors = (*layer.parameters(), *layer.buffers())
-    own = {t.untyped_storage().data_ptr() for t in tensors if type(t) in _PLAIN}
+def kept_by(layer: nn.Module, out: Any, arguments: Mapping[str, Any]) -> str:
+    """Return what the graph of `out`, of a plain call of `layer`, keeps: each storage once."""
+    if _hooks_outside() is not None:  # a checkpoint's, or of offloading
+        return "its activations"
+    parameters = (*layer.parameters(), *layer.buffers())
+    own = {t.untyped_storage().data_ptr() for t in parameters if type(t) in PLAIN}
     held: dict[int, int] = {}
-    total = Counter[str]()
-    if not _hooks_are_enabled():
-        yield total
-        return
-    # Hooks around the layer (a checkpoint's, or of offloading) have no effect inside these.
-    pack_outside, unpack = _hooks_outside() or (_packed, _unpacked)
-
-    def pack(t: Tensor) -> Any:
-        plain = type(t) in _PLAIN and t.layout is torch.strided  # a DTensor has no storage
-        if plain and t.untyped_storage().data_ptr() not in own:
-            held[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-        return pack_outside(t)
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        yield total
-    total["bytes"] = sum(held.values())
-
-
-def _packed(t: Tensor) -> tuple[Tensor, int]:
-    # Detached: a node that held its own result would never be freed.
-    return t.detach(), 0 if t.is_inference() else t._version
-
-
-def _unpacked(packed: tuple[Tensor, int]) -> Tensor:
-    t, version = packed
-    if not t.is_inference() and t._version != version:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace "
-            f"operation: a tensor of shape {tuple(t.shape)} is at version {t._version}; expected "
-            f"version {version} instead"
-        )
-    return t
-
-
-_autograd: Any = torch._C._autograd
-
-
-def _hooks_are_enabled() -> bool:
-    enabled = getattr(_autograd, "_saved_tensors_hooks_is_enabled", lambda: True)
-    return bool(enabled())
+    seen = {t.grad_fn for t in tree_leaves(arguments) if isinstance(t, Tensor)} | {None}
+    waiting = [t.grad_fn for t in tree_leaves(out) if isinstance(t, Tensor)]
+    while waiting:
+        node: Any = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        waiting += [following for following, _ in node.next_functions]
+        for name in [name for name in dir(node) if name.startswith("_raw_saved_")]:
+            for saved in tree_leaves(getattr(node, name)):
+                t: Any = getattr(saved, "data", None)  # no tensor if hooks inside have packed it
+                if type(t) in PLAIN and t.layout is torch.strided:  # a DTensor has no storage
+                    held[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+    return f"{sum(n for key, n in held.items() if key not in own) / 2**20:.1f} MiB"
 
 
 def _hooks_outside() -> Any:
     """Return the active hooks on saved tensors, a pair, or None."""
-    top = getattr(_autograd, "_top_saved_tensors_default_hooks", None)
-    return None if top is None or not _hooks_are_enabled() else top(True)
+    autograd: Any = torch._C._autograd
+    top = getattr(autograd, "_top_saved_tensors_default_hooks", None)
+    enabled = getattr(autograd, "_saved_tensors_hooks_is_enabled", lambda: True)
+    return None if top is None or not enabled() else top(True)
 
 
 def checkpointed(
     layer: nn.Module, forward: Callable[..., Any], arguments: Mapping[str, Any]
 ) -> Any:
-    """Run `forward(**arguments)`, a method of `layer`, under non-reentrant checkpoint.
+    """Run a layer's `forward(**arguments)` under non-reentrant checkpoint.
 
-    Backward calls it again with the parameters and training flags that the layer has now.
-
-    Raises: RuntimeError in backward if a parameter or an argument was changed in place since, or
-        has another shape, dtype or device.
+    Backward calls it with the parameters and training flags of now, and raises RuntimeError if a
+    tensor was changed in place since, or has another shape, dtype or device.
     """
     # Sharded parameters (DTensors, and ZeRO-3's, which are empty until they are gathered) are left
     # to the hooks that gather them, which backward calls again; parameters that forward changes and
     # restores (adapters that add to weights), to the layer, as under PyTorch's checkpoint.
     record, device = record_of(layer), _device_of(layer)
     named = () if record.swaps_parameters else layer.named_parameters()
-    params = {n: p for n, p in named if type(p) in _PLAIN and not hasattr(p, "ds_id")}
+    params = {n: p for n, p in named if type(p) in PLAIN and not hasattr(p, "ds_id")}
     versions = [p._version for p in params.values()]
     states = generator_states(device) if params else []
     # `run` holds no tensor: checkpoint saves them, checks their versions, and lets hooks move them.
-    names, bound = tuple(arguments), tuple(params)
-    flat = (*arguments.values(), *params.values())
+    leaves, tree = tree_flatten_with_path((dict(arguments), params))
+    keys: list[Any] = [path[1] for path, _ in leaves]  # after the index of the dict
+    names, flat = [key.key for key in keys], [value for _, value in leaves]
     kinds = [_kind(value) for value in flat]
     training = [(module, module.training) for module in layer.modules()]
     caller = Caller(layer, forward)
@@ -186,16 +159,16 @@ def checkpointed(
 
     def run(*values: Any) -> Any:
         nonlocal is_first
-        named = dict(zip(names, values, strict=False))
+        arguments, state = tree_unflatten(values, tree)
         if is_first:
             is_first = False
-            return forward(**named)
-        for name, kind, value in zip((*names, *bound), kinds, values, strict=True):
+            return forward(**arguments)
+        for name, kind, value in zip(names, kinds, values, strict=True):
             if kind is not None and kind != _kind(value):
                 raise changed(name, kind, value)
-        state = {f"layer.{n}": p for n, p in zip(bound, values[len(names) :], strict=True)}
+        state = {f"layer.{n}": p for n, p in state.items()}
         with _training_flags(training):
-            return torch.func.functional_call(caller, state, (), named)
+            return torch.func.functional_call(caller, state, (), arguments)
 
     out = checkpoint(run, *flat, use_reentrant=False)
     if [p._version for p in params.values()] == versions:
@@ -206,7 +179,7 @@ def checkpointed(
 
 
 def _kind(value: Any) -> tuple[tuple[int, ...], torch.dtype, torch.device] | None:
-    plain = type(value) in _PLAIN
+    plain = type(value) in PLAIN
     return (tuple(value.shape), value.dtype, value.device) if plain else None
 
 
@@ -230,10 +203,8 @@ _before = True
 
 @contextlib.contextmanager
 def without_inference_kernels() -> Iterator[None]:
-    """Make PyTorch's layers call their submodules inside, in evaluation as well.
-
-    The switch is PyTorch's own, for the process. The last of several threads inside restores it.
-    """
+    """Make PyTorch's layers call their submodules inside, in evaluation as well."""
+    # The switch is PyTorch's own, for the process: the last of several threads inside restores it.
     global _count, _before
     with _lock:
         if _count == 0:

@@ -1,15 +1,12 @@
 """`FusedLayer`: a layer whose forward is a block, or the stock forward.
 
-`FusedLayer._call` is the one place where a call of any layer takes one of the two paths.
+`FusedLayer._call` decides for every call of any layer which of the two runs.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
-import warnings
-import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -27,11 +24,9 @@ from fused_remat.graph.precision import mixed_precision
 from fused_remat.layers.containment import Rescue
 from fused_remat.layers.eligibility import Reason, parameters_of, wants_grad
 from fused_remat.layers.read import BlockInputs, LayerMap, read_block
-from fused_remat.layers.record import NOTES, Ran, record_of
-from fused_remat.layers.warn import listed, warn, warn_compiled
+from fused_remat.layers.record import NOTES, listed, record_of, warn, warn_compiled
 from fused_remat.policies import Policy, kept_names
 from fused_remat.spec import BlockSpec
-from fused_remat.steps.operations import user_stacklevel
 
 if TYPE_CHECKING:
     from fused_remat.layers.tensor_parallel import TensorParallel
@@ -39,8 +34,6 @@ if TYPE_CHECKING:
 Layer = TypeVar("Layer", bound="FusedLayer")
 
 TRACED = Reason("the call is exported, transformed or traced", quiet=True)
-#: How often calls of layers whose class has its own forward have reached `FusedLayer._call`.
-_reached: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 
 
 class FusedLayer(nn.Module):
@@ -169,14 +162,14 @@ class FusedLayer(nn.Module):
     def _call(self, **arguments: Any) -> Any:
         """Run `forward(**arguments)` as a block, or as the stock forward if no block applies."""
         compiling = torch.compiler.is_compiling()
-        if self._has_own_forward and not compiling:
-            _reached[self] = _reached.get(self, 0) + 1
         parallel = self._tensor_parallel
         if parallel is not None and compiling:
             from fused_remat.autograd import graph_break
 
             return graph_break.eagerly(self._call, **arguments)
         record = None if compiling else record_of(self)
+        if record is not None:
+            record.reached = True
         if is_traced():
             inputs: BlockInputs | Reason = TRACED
         elif record is not None and record.failure:
@@ -184,7 +177,7 @@ class FusedLayer(nn.Module):
         elif parallel is None:
             inputs = self._read(**arguments)
         else:
-            inputs = parallel.read(self._read, self._map.input, self._tokens_dim, arguments)
+            inputs = parallel.read(self, arguments)
         if isinstance(inputs, Reason):
             return self._fall_back(inputs, compiling, arguments)
         graph, tensors, policy = inputs.graph, inputs.tensors, self._policy
@@ -198,12 +191,10 @@ class FusedLayer(nn.Module):
         accumulation = None
         if self._accumulate_into is not None:
             accumulation = self._accumulation(graph, compiling)
-        for text in () if compiling else inputs.warnings:
-            warnings.warn(text, stacklevel=user_stacklevel())
         trains, rescue = record is not None and torch.is_grad_enabled(), None
         failed: Reason | None = None
         if trains and parallel is None and not (accumulation or graph.uses_seed):
-            rescue = Rescue(self, self.stock.forward, arguments, tensors, self._block_failed)
+            rescue = Rescue(self, arguments, tensors)
         try:
             out = run_block(
                 graph,
@@ -222,8 +213,8 @@ class FusedLayer(nn.Module):
             failed = self._block_failed(failure.__cause__)
         if failed is not None:  # what the block had computed is freed by now
             return self._fall_back(failed, compiling, arguments)
-        if trains and out.requires_grad:
-            record_of(self).note("block", in_backward=_in_backward())
+        if record is not None and trains and out.requires_grad:
+            record.note("block")
         result: Any = out.squeeze(0) if inputs.unbatched else out
         if inputs.finish is not None:
             result = inputs.finish(out)
@@ -311,7 +302,7 @@ class FusedLayer(nn.Module):
             if not names:
                 if reason.text != record.failure:  # of which `_block_failed` has warned
                     warn(self, f"{runs} under {how}: {reason.text}")
-                self._note("checkpoint", reason)
+                record.note("checkpoint", reason.text)
                 return out
             kept = (
                 f"a second forward would update {listed(names)} again",
@@ -319,17 +310,13 @@ class FusedLayer(nn.Module):
             )
         # The first call of a layer may fill a table, and later ones run as blocks.
         quiet = record.number("plain") > 1 or (reason.once and record.last is None)
-        with contextlib.nullcontext() if quiet else fallback.counted(self) as total:
-            out = self._stock_forward(**arguments)
-        if total is not None:
-            mib, (why, remedy) = total["bytes"] / 2**20, kept
-            keeps = f"it keeps {mib:.1f} MiB for backward, since {why}; {remedy}"
-            warn(self, f"{runs}: {reason.text}; {keeps}")
-        self._note("plain", reason)
+        out = self._stock_forward(**arguments)
+        if not quiet:
+            why, remedy = kept
+            keeps = f"it keeps {fallback.kept_by(self, out, arguments)} for backward, since {why}"
+            warn(self, f"{runs}: {reason.text}; {keeps}; {remedy}")
+        record.note("plain", reason.text)
         return out
-
-    def _note(self, ran: Ran, reason: Reason) -> None:
-        record_of(self).note(ran, reason.text, _in_backward())
 
     def _why_kept(self, reason: Reason, arguments: Mapping[str, Any]) -> tuple[str, str] | None:
         """Return why the stock forward of a training call is not checkpointed, and a remedy."""
@@ -355,7 +342,7 @@ class FusedLayer(nn.Module):
             self._refuse_to_accumulate(reason)
             for observe in DECISIONS:
                 observe(self, reason)
-            self._note("plain", Reason(reason))
+            record_of(self).note("plain", reason)
             warn(
                 self,
                 f"saves no memory: {reason}, so its policy has no effect; call "
@@ -393,15 +380,13 @@ class FusedLayer(nn.Module):
 
     def _policy_of_segment(self, policy: Policy, compiling: bool) -> Policy:
         """Return `policy`, without its segment if layers before may be freed in backward."""
-        if compiling:
-            if policy.segment == "inner":
-                reason = "segments work in eager mode only"
-                warn_compiled(type(self).__name__, reason, "keeps its input")
-            return Policy(offload=policy.offload)
-        sharded_by = accumulate.sharded_by(self)
-        if sharded_by is None:
+        sharded_by = None if compiling else accumulate.sharded_by(self)
+        if not compiling and sharded_by is None:
             return policy
-        if policy.segment == "inner":
+        if policy.segment == "inner" and compiling:
+            reason = "segments work in eager mode only"
+            warn_compiled(type(self).__name__, reason, "keeps its input")
+        elif policy.segment == "inner":
             self._warn_of_kept_input(
                 f"{sharded_by} manages its parameters, and frees them before the next layer's "
                 "backward"
@@ -410,11 +395,6 @@ class FusedLayer(nn.Module):
 
     def _warn_of_kept_input(self, reason: str) -> None:
         warn(self, f"runs outside its segment, and keeps its input: {reason}")
-
-
-def _in_backward() -> bool:
-    """Return whether a checkpoint around the layer calls it again in backward."""
-    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def _base(cls: type[FusedLayer]) -> Any:
@@ -430,9 +410,10 @@ def _checked(forward: Callable[..., Any]) -> Callable[..., Any]:
         converted = not self._has_own_forward  # and is traced
         if converted or torch.compiler.is_compiling() or is_traced():
             return forward(self, *args, **kwargs)
-        before = _reached.get(self, 0)
+        record = record_of(self)
+        record.reached = False
         out = forward(self, *args, **kwargs)
-        if _reached.get(self, 0) == before:
+        if not record.reached:
             self._warn_of_own_forward(out, (*args, *kwargs.values()))
         return out
 

@@ -17,12 +17,12 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from fused_remat.autograd.shards import is_dtensor
 from fused_remat.layers.eligibility import (
+    Precision,
     Unsupported,
     check_foreign_module,
     check_module,
     qualified,
 )
-from fused_remat.layers.precision import Precision
 from fused_remat.ops.activation import Activation, activation_name, prepare
 from fused_remat.spec import LoraSpec, lora_params
 from fused_remat.steps.replay import Function
@@ -52,9 +52,6 @@ def read_linear(module: Any, path: str) -> Linear:
     """Return the weight, bias and updates of the linear layer `module`, `path` in messages.
 
     The updates are those of PEFT's active LoRA adapters, with their current mode and scaling.
-
-    Raises: Unsupported for variants (DoRA and others), adapters with a bias, quantized layers,
-        modules of other classes, with hooks or with a forward of their own.
     """
     is_linear = type(module) is nn.Linear
     if not is_linear:  # rarely; this runs at every call
@@ -136,18 +133,18 @@ def split_biases(
 def update_tensors(
     updates: Mapping[str, tuple[Update, ...]], dtype: torch.dtype | None
 ) -> tuple[dict[str, Tensor | None], tuple[LoraSpec, ...]]:
-    """Return the matrices of a block's low-rank updates by name, and their specs.
+    """Return the matrices of a block's low-rank updates (by layer) by name, and their specs.
 
-    `updates` are by layer. `dtype` is that of the layers' inputs; None under autocast, whose dtype
-    products have.
+    `dtype` is that of the layers' inputs; None under autocast, whose dtype products have.
     """
-    every = [(layer, update) for layer, group in updates.items() for update in group]
-    loras = []
-    for layer, update in every:
-        own = None if dtype is None or update.a.dtype == dtype else update.a.dtype
-        loras.append(LoraSpec(layer=layer, scale=update.scale, dropout=update.p, dtype=own))
-    matrices = [matrix for _, update in every for matrix in (update.a, update.b)]
-    return dict(zip(lora_params(len(every)), matrices, strict=True)), tuple(loras)
+    loras: list[LoraSpec] = []
+    matrices: list[Tensor] = []
+    for layer, group in updates.items():
+        for update in group:
+            own = None if dtype is None or update.a.dtype == dtype else update.a.dtype
+            loras.append(LoraSpec(layer=layer, scale=update.scale, dropout=update.p, dtype=own))
+            matrices += [update.a, update.b]
+    return dict(zip(lora_params(len(loras)), matrices, strict=True)), tuple(loras)
 
 
 def read_dropout(module: Any, path: str) -> float:
@@ -211,8 +208,6 @@ def read_projections(
     check_module(attn, path, nn.MultiheadAttention)
     if attn.embed_dim != width:
         raise Unsupported(f"{path} has embed_dim {attn.embed_dim} and the input width {width}")
-    if width % attn.num_heads:
-        raise Unsupported(f"{path} has {attn.num_heads} heads, which do not divide {width}")
     packed, *split, output = names
     if not attn._qkv_same_embed_dim and not attn.kdim == attn.vdim == width:
         raise Unsupported(f"{path} has kdim {attn.kdim} and vdim {attn.vdim}, expected {width}")
@@ -228,8 +223,6 @@ def read_projections(
     proj = modules[f"{path}.out_proj"]
     if type(proj) is not NonDynamicallyQuantizableLinear:
         proj = without_adapters(proj)
-    if proj is None:
-        raise Unsupported(f"{path}.out_proj is missing")
     if type(proj) is not NonDynamicallyQuantizableLinear:
         supported = qualified(NonDynamicallyQuantizableLinear)
         raise Unsupported(
@@ -242,8 +235,6 @@ def read_projections(
             raise Unsupported(f"{path} has no {name}")
     found[f"{output}.bias"] = bias
     bias = tensor_of(attn, "in_proj_bias")
-    if bias is not None and bias.shape != (3 * width,):
-        raise Unsupported(f"{path}.in_proj_bias has shape {tuple(bias.shape)}")
     found[f"{packed}.bias"] = bias
     if attn._qkv_same_embed_dim or is_dtensor(bias):
         return found
@@ -257,9 +248,7 @@ def read_activation(
 
     A function that is no entry of `ACTIVATIONS` is called once on one token, to see which tensors
     it captures. A block calls it on all tokens, in the layout of the stock layer: `seq_first` is
-    for x of (S, B, D). `precision` has the dtypes under autocast.
-
-    Raises: Unsupported if backward cannot call the function again.
+    for x of (S, B, D). Raises `Unsupported` if backward cannot call the function again.
     """
     name = activation_name(activation)
     if name is not None:

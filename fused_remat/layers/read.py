@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fused_remat.graph.graph import Graph
 from fused_remat.layers.eligibility import (
+    Precision,
     Reason,
     Unsupported,
     check_foreign_module,
@@ -22,6 +23,8 @@ from fused_remat.layers.eligibility import (
     check_input,
     check_module,
     check_weights,
+    low_dtype,
+    precision_of,
     qualified,
 )
 from fused_remat.layers.modules import (
@@ -32,7 +35,6 @@ from fused_remat.layers.modules import (
     read_projections,
     update_tensors,
 )
-from fused_remat.layers.precision import Precision, low_dtype, precision_of
 from fused_remat.spec import BlockSpec, LoraSpec
 from fused_remat.steps.norm import NORMS
 
@@ -145,29 +147,17 @@ def _one_of(values: list[float], what: str) -> float:
 
 @dataclass
 class BlockInputs:
-    """A call of a layer as a block.
-
-    Attributes:
-        tensors: inputs and weights by the names of `graph`.
-        spec: description of the block; None for a traced layer.
-        functions: custom activation function, if any.
-        seq_first, unbatched: whether the inputs are (S, B, D), or (S, D) passed as (1, S, D).
-        precision: dtypes under autocast, None if it is off.
-        warnings: warnings that PyTorch's own forward would show.
-        contiguous: whether the result is contiguous; else it has the strides of the input.
-        finish: function from the block's output to the layer's result, if they differ.
-    """
+    """A call of a layer as a block."""
 
     graph: Graph
-    tensors: Mapping[str, Tensor | None]
-    spec: BlockSpec | None = None
-    functions: Mapping[str, Any] = field(default_factory=dict)
-    seq_first: bool = False
-    unbatched: bool = False
-    precision: Precision | None = None
-    warnings: tuple[str, ...] = ()
-    contiguous: bool = False
-    finish: Callable[[Tensor], Any] | None = None
+    tensors: Mapping[str, Tensor | None]  # inputs and weights by the names of `graph`
+    spec: BlockSpec | None = None  # None for a traced layer
+    functions: Mapping[str, Any] = field(default_factory=dict)  # the user's own activation function
+    seq_first: bool = False  # whether the inputs are (S, B, D)
+    unbatched: bool = False  # whether they are (S, D), passed as (1, S, D)
+    precision: Precision | None = None  # dtypes under autocast, None if it is off
+    contiguous: bool = False  # whether the result is; else it has the strides of the input
+    finish: Callable[[Tensor], Any] | None = None  # from the block's output to the layer's result
 
 
 def read_block(
@@ -211,7 +201,7 @@ def _read(layer: Any, layer_map: LayerMap, arguments: Mapping[str, Any]) -> Bloc
     spec = inputs.spec
     assert spec is not None
     inputs.contiguous = spec.branches[-1].placement == "post"
-    check_weights(x, layer_map.input, weights, spec, low, layer_map.path_of)
+    check_weights(x, layer_map, weights, spec, low)
     if low is not None and inputs.precision is None:
         inputs.precision = parts.precision(spec.norm_first)
     return inputs
@@ -220,10 +210,7 @@ def _read(layer: Any, layer_map: LayerMap, arguments: Mapping[str, Any]) -> Bloc
 def _read_norms(
     layer_map: LayerMap, modules: Mapping[str, Any], width: int, weights: dict[str, Tensor | None]
 ) -> tuple[str, list[float], list[float]]:
-    """Return the kind of the norms over `width`, their eps, and those of heads' norms.
-
-    Their weights and biases are added to `weights`.
-    """
+    """Add the norms' parameters to `weights`; return their kind, their eps, and those of heads'."""
     kinds = {NORMS[kind].module: kind for kind in ((layer_map.norm,) if layer_map.norm else NORMS)}
     eps, first, first_path = [], None, ""
     for name, path in layer_map.norms.items():

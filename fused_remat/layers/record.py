@@ -1,15 +1,21 @@
-"""Records of layers: what their training calls ran as, and their paths in the model."""
+"""Records of layers (what their training calls ran as), and warnings, each shown once."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import re
+import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import torch
 from torch import nn
+
+from fused_remat.autograd.accumulate import sharded_by
+from fused_remat.steps.operations import FusedRematWarning, user_stacklevel
 
 #: How a training call runs: as a block; as the layer's own forward under checkpointing; or as that
 #: forward without checkpointing, which keeps all its activations.
@@ -24,6 +30,10 @@ NOTES = ("_record",)
 #: How many different reasons are counted for a layer; calls with others count together.
 _MOST_REASONS = 8
 _order = itertools.count(1)
+_LEAF = (
+    "; under DeepSpeed ZeRO-3, deepspeed.utils.set_z3_leaf_modules(model, [type(layer)]) before "
+    "deepspeed.initialize makes it gather the entire layer"
+)
 
 
 @dataclass(eq=False)
@@ -45,9 +55,11 @@ class Record:
     #: By the training flag, tensors that forward changes, so that it is not repeated.
     changes: dict[bool, list[str]] = field(default_factory=dict)
     swaps_parameters: bool = False  # whether forward changes parameters and restores them
+    reached: bool = False  # whether a forward of the layer's own class has reached `_call`
 
-    def note(self, ran: Ran, reason: str = "", in_backward: bool = False) -> None:
-        """Count a training call, unless it repeats one in backward."""
+    def note(self, ran: Ran, reason: str = "") -> None:
+        """Count a training call, unless a checkpoint around the layer repeats it in backward."""
+        in_backward = torch._C._current_graph_task_id() != -1
         if in_backward and self.in_forward:
             return
         self.last, self.reason = ran, reason
@@ -84,3 +96,38 @@ def noted_apart(layers: Iterable[nn.Module]) -> Iterator[None]:
             failure = record.failure
             vars(record).update(kept)
             record.failure = failure  # no later call runs as a block
+
+
+def warn(layer: nn.Module, message: str, category: type[Warning] = FusedRematWarning) -> None:
+    """Warn, at the user's line, that `layer` does `message`.
+
+    Each message is shown once for the layers of a class that were converted together.
+    """
+    record, name = record_of(layer), type(layer).__name__
+    key = f"{name} {re.sub(r'[0-9][^ ]*', '', message)}"  # numbers differ from layer to layer
+    if key in record.warned:
+        return
+    record.warned.add(key)
+    # ZeRO-3 gathers by hooks on the modules inside a layer, unless that is a leaf module.
+    is_leaf = getattr(layer, "_z3_leaf", False)
+    hint = _LEAF if not is_leaf and sharded_by(layer) == "ZeRO-3" else ""
+    who = f"{record.path} ({name})" if record.path else name
+    text = f"fused_remat: {who} {message}{hint}"
+    warnings.warn(text, category, stacklevel=user_stacklevel())
+
+
+def listed(names: Sequence[str], most: int = 3) -> str:
+    """Return names as text, the first few of many."""
+    shown = ", ".join(names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+
+
+def warn_compiled(layer: str, reason: str, keeps: str = "") -> None:
+    """Warn while compiling. What PyTorch's forward keeps is then the compiler's choice."""
+    what = keeps or "runs PyTorch's own forward and saves no memory"
+    text = f"fused_remat: {layer}, compiled, {what}: {reason}"
+    warnings.warn(text, FusedRematWarning, stacklevel=2)
+
+
+# Not traced by the compiler, but called.
+warn_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]

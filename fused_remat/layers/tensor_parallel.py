@@ -6,7 +6,8 @@ call is read by their whole shapes, as that of any layer, and then reduced to th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,11 +40,7 @@ class TensorParallel:
     lengths: set[int] | None = None
 
     def entered(self, x: Tensor, dim: int) -> Tensor:
-        """Return this rank's tokens of a layer's input, which are in dimension `dim`.
-
-        Raises: ValueError if the ranks' shares would differ; RuntimeError for an input that the
-            first layer has not divided.
-        """
+        """Return this rank's tokens of a layer's input, which are in dimension `dim`; checked."""
         if self.splits:
             count, size = x.shape[dim], self.place.size
             if count % size:
@@ -51,7 +48,7 @@ class TensorParallel:
                     f"sequence parallel: {count} tokens of a sequence cannot be divided evenly "
                     f"among {size} ranks; pad the sequences"
                 )
-            x = _Tokens.apply(x, dim, self.place, False)
+            x = _Part.apply(x, dim, self.place, False)
             if self.lengths is not None:
                 self.lengths.add(x.shape[dim])
         elif self.lengths is not None and x.shape[dim] not in self.lengths:
@@ -63,10 +60,7 @@ class TensorParallel:
         return x
 
     def whole(self, x: Tensor, dim: int) -> Tensor:
-        """Return a tensor of full sequences for this rank's tokens; it takes no memory.
-
-        A call is described by it: masks and tables are of full sequences.
-        """
+        """Return a tensor of full sequences, as masks and tables are; it takes no memory."""
         if not self.place.sequence or x.dim() <= dim:
             return x
         shape = list(x.shape)
@@ -75,20 +69,11 @@ class TensorParallel:
 
     def joined(self, x: Tensor, dim: int) -> Tensor:
         """Return the tokens of all ranks, on every rank."""
-        out: Tensor = _Tokens.apply(x, dim, self.place, True)
+        out: Tensor = _Part.apply(x, dim, self.place, True)
         return out
 
-    def read(
-        self,
-        read: Callable[..., BlockInputs | Reason],
-        name: str,
-        tokens_dim: Callable[[Tensor], int],
-        arguments: Mapping[str, Any],
-    ) -> BlockInputs | Reason:
-        """Return this rank's part of a call, whose input `name` becomes this rank's tokens.
-
-        Raises: ValueError, RuntimeError for an input that cannot be divided, or is a DTensor.
-        """
+    def read(self, layer: Any, arguments: Mapping[str, Any]) -> BlockInputs | Reason:
+        """Return this rank's part of a call of `layer`, whose input becomes this rank's tokens."""
         for value in arguments.values():
             if is_dtensor(value):
                 raise RuntimeError(
@@ -96,14 +81,15 @@ class TensorParallel:
                     f"DTensor of shape {tuple(value.shape)}; set use_local_output=True in the plan "
                     "of the module that returns it"
                 )
+        name = layer._map.input
         x = arguments[name]
         if not isinstance(x, Tensor) or x.is_nested or x.dim() not in (2, 3):
             raise ValueError(
                 f"{name} must be a tensor of 2 or 3 dimensions, got {type(x).__name__}"
             )
-        dim = tokens_dim(x)
+        dim = layer._tokens_dim(x)
         x = self.entered(x, dim)
-        inputs = read(**{**arguments, name: self.whole(x, dim)})
+        inputs: BlockInputs | Reason = layer._read(**{**arguments, name: self.whole(x, dim)})
         if isinstance(inputs, Reason):
             return inputs
         if inputs.spec is None:
@@ -127,8 +113,8 @@ class TensorParallel:
         return replace(inputs, spec=spec, graph=block_graph(spec), tensors=tensors)
 
 
-class _Tokens(torch.autograd.Function):
-    """A full tensor to this rank's tokens, or back if `joins`. Each is the other's backward."""
+class _Part(torch.autograd.Function):
+    """A full tensor to this rank's part of a dimension, or back if `joins`: opposite passes."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, place: ParallelSpec, joins: bool) -> Tensor:
@@ -147,11 +133,10 @@ def _own(x: Tensor, dim: int, place: ParallelSpec) -> Tensor:
 
 
 def _all(x: Tensor, dim: int, place: ParallelSpec) -> Tensor:
-    if dim == 0:
-        rows, shape = x.reshape(x.shape[0], -1), (place.size * x.shape[0], *x.shape[1:])
-        return collective.gather(rows, place.group, place.size, 1, shape)
-    rows, shape = x.reshape(-1, x.shape[-1]), (x.shape[0], place.size * x.shape[1], x.shape[-1])
-    return collective.gather(rows, place.group, place.size, x.shape[0], shape)
+    batch, shape = math.prod(x.shape[:dim]), list(x.shape)
+    rows = x.reshape(batch * shape[dim], math.prod(x.shape[dim:]) // max(shape[dim], 1))
+    shape[dim] *= place.size
+    return collective.gather(rows, place.group, place.size, batch, shape)
 
 
 def _unsupported_reason(inputs: BlockInputs, spec: BlockSpec) -> str | None:
@@ -202,10 +187,11 @@ class VocabularyParallelLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         weight: Any = self.weight
         mesh, own = weight.device_mesh, [weight] if self.bias is None else [weight, self.bias]
-        group = mesh.get_group().group_name
+        group, rank = mesh.get_group().group_name, mesh.get_local_rank()
         shards = local_shards(group, (False,) * len(own), own)
         logits = F.linear(_SharedInput.apply(input, group), *shards)
-        out: Tensor = _Columns.apply(logits, group, mesh.size(), mesh.get_local_rank())
+        place = ParallelSpec(group=group, size=mesh.size(), rank=rank, sequence=False)
+        out: Tensor = _Part.apply(logits, logits.dim() - 1, place, True)
         return out
 
 
@@ -220,18 +206,3 @@ class _SharedInput(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         return collective.total(dy, ctx.group), None
-
-
-class _Columns(torch.autograd.Function):
-    """The concatenated columns of all ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: str, size: int, rank: int) -> Tensor:
-        ctx.rank, ctx.width = rank, x.shape[-1]
-        rows = x.reshape(-1, x.shape[-1])
-        whole = collective.gather(rows, group, size).view(size, *rows.shape)
-        return whole.movedim(0, 1).reshape(*x.shape[:-1], -1)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
-        return dy.narrow(-1, ctx.rank * ctx.width, ctx.width).contiguous(), None, None, None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,16 +14,18 @@ from fused_remat.execution.observe import DECISIONS
 from fused_remat.graph.build import block_graph
 from fused_remat.layer_specs import nn_layer_spec
 from fused_remat.layers.eligibility import (
+    CASTABLE,
     PLAIN,
     Reason,
     Unsupported,
     check_dropout,
+    check_mask,
+    low_dtype,
     qualified,
     wants_grad,
 )
 from fused_remat.layers.fused_layer import FusedLayer
 from fused_remat.layers.modules import read_activation
-from fused_remat.layers.precision import CASTABLE, low_dtype
 from fused_remat.layers.read import BlockInputs, LayerMap, Parts, read_block
 from fused_remat.ops.activation import activation_name
 from fused_remat.policies import Policy
@@ -73,7 +76,18 @@ class _TorchLayer(FusedLayer):
             return super()._fall_back(reason, compiling, arguments)
         for observe in DECISIONS:
             observe(self, reason.text)
+        if reason is _NESTED and not self.training and self._is_paddable(arguments):
+            return _padded(self.forward, arguments["src"])
         return self.stock.forward(self, **arguments)  # which raises for most nested tensors
+
+    def _is_paddable(self, arguments: Mapping[str, Any]) -> bool:
+        """Return whether nested sequences have one width, and one is not empty; without masks."""
+        src, *others = [value for value in arguments.values() if value is not None]
+        if any(isinstance(value, Tensor) for value in others) or not src.is_floating_point():
+            return False
+        sequences = src.unbind() if src.layout is torch.strided and src.dim() == 3 else ()
+        one_width = len({sequence.shape[1] for sequence in sequences}) == 1
+        return self.self_attn.batch_first and one_width and any(map(len, sequences))
 
     def _heads(self) -> dict[str, int]:
         return {"heads": int(self.self_attn.num_heads)}
@@ -160,11 +174,9 @@ class FusedRematLayer(_TorchLayer, nn.TransformerEncoderLayer):
         return _EXACT if self._is_exact(one) else inputs
 
     def _is_exact(self, inputs: BlockInputs | Reason) -> bool:
-        """Return whether PyTorch's inference kernel computes this call; in eval, without masks.
-
-        It ignores adapters, dropout and an activation that `activation_relu_or_gelu` does not
-        match. It crashes on a missing bias or norm weight, unless all are missing.
-        """
+        """Return whether PyTorch's inference kernel computes this call; in eval, without masks."""
+        # It ignores adapters, dropout and an activation that `activation_relu_or_gelu` does not
+        # match. It crashes on a missing bias or norm weight, unless all are missing.
         if isinstance(inputs, Reason) or inputs.spec is None or inputs.spec.drops:
             return False
         flag = self.activation_relu_or_gelu
@@ -173,23 +185,6 @@ class FusedRematLayer(_TorchLayer, nn.TransformerEncoderLayer):
         if any(inputs.tensors.get(name) is None for name in inputs.spec.weights):
             return False
         return type(self.linear1) is nn.Linear and type(self.linear2) is nn.Linear
-
-    def _fall_back(self, reason: Reason, compiling: bool, arguments: Mapping[str, Any]) -> Any:
-        masked = arguments["src_mask"] is not None or arguments["src_key_padding_mask"] is not None
-        pads = reason is _NESTED and not (compiling or self.training or masked)
-        if not pads or not self._is_paddable(arguments["src"]):
-            return super()._fall_back(reason, compiling, arguments)
-        for observe in DECISIONS:
-            observe(self, reason.text)
-        return _padded(self.forward, arguments["src"])
-
-    def _is_paddable(self, src: Tensor) -> bool:
-        """Return whether a nested tensor has sequences of one width, one of them not empty."""
-        if src.layout is not torch.strided or src.dim() != 3 or not src.is_floating_point():
-            return False
-        sequences = src.unbind()
-        one_width = len({sequence.shape[1] for sequence in sequences}) == 1
-        return self.self_attn.batch_first and one_width and any(map(len, sequences))
 
     def _runs_kernel(self, src: Tensor) -> bool:
         """Return whether PyTorch's layer would run its inference kernel on `src`, exact or not."""
@@ -288,12 +283,10 @@ def _describe(parts: Parts, arguments: Mapping[str, Any]) -> BlockInputs:
     decodes = "memory" in arguments
     unbatched = x.dim() == 2
     seq_first = not unbatched and not attn.batch_first
-    hint = "tgt_is_causal" if decodes else "is_causal"
-    causal, masks, warnings = _masks(parts, arguments, name, hint, x)
-    inputs: dict[str, Tensor | None] = {"input": x, **masks}
+    causal, masks = _masks(parts, arguments, name, x)
+    inputs, dropout = {"input": x, **masks}, parts.dropout
     memory_causal = False
-    memory_masks: dict[str, Tensor | None] = {}
-    dropout = parts.dropout
+    memory_masks: dict[str, Tensor] = {}
     ps = [float(attn.dropout) if attn.training else 0.0, dropout["dropout1"]]
     if decodes:
         cross = parts.modules["multihead_attn"]
@@ -301,20 +294,16 @@ def _describe(parts: Parts, arguments: Mapping[str, Any]) -> BlockInputs:
             if getattr(cross, what) != getattr(attn, what):
                 raise Unsupported(f"multihead_attn differs from self_attn in {what}")
         _check_memory(parts, arguments["memory"], attn.batch_first)
-        memory_causal, memory_masks, more = _masks(
-            parts, arguments, "memory", "memory_is_causal", arguments["memory"]
-        )
-        warnings += more
-        inputs["memory"] = arguments["memory"]
+        inputs["memory"] = memory = arguments["memory"]
+        memory_causal, memory_masks = _masks(parts, arguments, "memory", memory)
         inputs |= {f"memory_{key}": mask for key, mask in memory_masks.items()}
         ps += [float(cross.dropout) if cross.training else 0.0, dropout["dropout2"]]
     ps += [dropout["dropout"], dropout["dropout3" if decodes else "dropout2"]]
     check_dropout(*ps[::2])
     if unbatched:
         for key in ("input", "memory", "padding", "memory_padding"):
-            t = inputs.get(key)
-            if t is not None:
-                inputs[key] = t.unsqueeze(0)
+            if key in inputs:
+                inputs[key] = inputs[key].unsqueeze(0)
     fc1 = parts.weights["fc1.weight"]
     assert fc1 is not None
     precision = None if parts.low is None else parts.precision(layer.norm_first)
@@ -329,65 +318,47 @@ def _describe(parts: Parts, arguments: Mapping[str, Any]) -> BlockInputs:
         tuple(parts.eps),
         tuple(ps),
         causal=causal,
-        masks=tuple([key for key, mask in masks.items() if mask is not None]),
+        masks=tuple(masks),
         memory_causal=memory_causal,
-        memory_masks=tuple([key for key, mask in memory_masks.items() if mask is not None]),
+        memory_masks=tuple(memory_masks),
         projection="packed" if attn._qkv_same_embed_dim else "split",
         captured=len(captured),
         loras=parts.loras,
     )
     return BlockInputs(
         block_graph(spec), {**parts.weights, **captured, **inputs}, spec, functions, seq_first,
-        unbatched, precision, tuple(warnings),
+        unbatched, precision,
     )  # fmt: skip
 
 
 def _masks(
-    parts: Parts, arguments: Mapping[str, Any], name: str, hint: str, keys: Tensor
-) -> tuple[bool, dict[str, Tensor | None], list[str]]:
-    """Return whether an attention is causal, its masks by the block's names, and warnings.
-
-    The names of the arguments begin with `name`; the input attends to `keys`.
-    """
+    parts: Parts, arguments: Mapping[str, Any], name: str, keys: Tensor
+) -> tuple[bool, dict[str, Tensor]]:
+    """Return whether attention to `keys` is causal, and its masks; arguments begin with `name`."""
     mask_name, padding_name = f"{name}_mask", f"{name}_key_padding_mask"
+    hint = "is_causal" if name == "src" else f"{name}_is_causal"
     mask, padding, is_causal = arguments[mask_name], arguments[padding_name], bool(arguments[hint])
     if is_causal and mask is None:
         raise Unsupported(f"{hint}=True needs a {mask_name}")
     if mask is None and padding is None:
-        return False, {"mask": None, "padding": None}, []
+        return False, {}
     x, attn = parts.x, parts.modules["self_attn"]
     causal = is_causal and padding is None  # as in PyTorch: the hint stands for the mask
     tokens = 1 if attn.batch_first and x.dim() == 3 else 0
     batch = 1 if x.dim() == 2 else x.shape[1 - tokens]
     grid = (x.shape[tokens], keys.shape[tokens])
+    masks: dict[str, Tensor] = {}
     if mask is not None:
         shapes = (grid, (batch * attn.num_heads, *grid))
         unchecked = causal and type(mask) in PLAIN and mask.dim() in (2, 3)
-        _check_mask(mask_name, mask, parts, (tuple(mask.shape),) if unchecked else shapes)
-    warnings = []
+        check_mask(mask_name, mask, x, parts.low, *((mask.shape,) if unchecked else shapes))
+        if not causal:
+            masks["mask"] = mask
     if padding is not None:
-        _check_mask(padding_name, padding, parts, (grid[1:] if x.dim() == 2 else (batch, grid[1]),))
-        if mask is not None and mask.dtype != padding.dtype:
-            warnings.append(  # in PyTorch's words
-                f"Support for mismatched {padding_name} ({padding.dtype}) and {mask_name} "
-                f"({mask.dtype}) is deprecated. Use same type for both instead."
-            )
-    return causal, {"mask": None if causal else mask, "padding": padding}, warnings
-
-
-def _check_mask(name: str, mask: Any, parts: Parts, shapes: tuple[tuple[int, ...], ...]) -> None:
-    """Raise `Unsupported` unless a mask has one of `shapes` and a supported dtype."""
-    x = parts.x
-    if type(mask) not in PLAIN:
-        raise Unsupported(
-            f"{name} is {qualified(type(mask))}; the fused path supports torch.Tensor"
-        )
-    dtypes = (torch.bool, x.dtype, torch.float32, parts.low)
-    if mask.dtype not in dtypes or mask.device != x.device or tuple(mask.shape) not in shapes:
-        raise Unsupported(
-            f"{name} is {mask.dtype} of shape {tuple(mask.shape)} on {mask.device}, expected bool "
-            f"or {x.dtype} of shape {' or '.join(map(str, shapes))} on {x.device}"
-        )
+        shape = grid[1:] if x.dim() == 2 else (batch, grid[1])
+        check_mask(padding_name, padding, x, parts.low, shape)
+        masks["padding"] = padding
+    return causal, masks
 
 
 def _check_memory(parts: Parts, memory: Any, batch_first: bool) -> None:
@@ -411,9 +382,8 @@ def _check_memory(parts: Parts, memory: Any, batch_first: bool) -> None:
 
 _SELF = {"self_attn": ("qkv", "q", "k", "v", "proj")}
 _CROSS = {"multihead_attn": ("cross", "cross_q", "cross_k", "cross_v", "cross_proj")}
-_PACKAGE = "torch.nn.modules.transformer"
 ENCODER = LayerMap(
-    package=_PACKAGE,
+    package="torch.nn.modules.transformer",
     layer="TransformerEncoderLayer",
     describe=_describe,
     input="src",
@@ -425,17 +395,13 @@ ENCODER = LayerMap(
     norm="layer_norm",
     dropouts={name: name for name in ("dropout", "dropout1", "dropout2")},
 )
-DECODER = LayerMap(
-    package=_PACKAGE,
+DECODER = replace(
+    ENCODER,
     layer="TransformerDecoderLayer",
-    describe=_describe,
     input="tgt",
-    dims=(2, 3),
     methods={n: getattr(nn.TransformerDecoderLayer, n) for n in (*ENCODER.methods, "_mha_block")},
     projections={**_SELF, **_CROSS},
-    linears={"fc1": "linear1", "fc2": "linear2"},
     norms={name: name for name in ("norm1", "norm2", "norm3")},
-    norm="layer_norm",
     dropouts={name: name for name in ("dropout", "dropout1", "dropout2", "dropout3")},
 )
 FusedRematLayer._map, FusedRematDecoderLayer._map = ENCODER, DECODER

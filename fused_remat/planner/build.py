@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -17,17 +18,15 @@ from fused_remat.autograd.offload import transfer_for
 from fused_remat.convert import convert, revert
 from fused_remat.layers import FusedLayer
 from fused_remat.layers.record import STATES
-from fused_remat.planner.calibration import Calibration, Example, HostLink, StepCost, calibrate
+from fused_remat.planner.calibration import Calibration, Example, calibrate
 from fused_remat.planner.chain import Chain, LayerOptions, Option
 from fused_remat.planner.measure import MeasuredStep, measure_step, predict_optimizer, state_bytes
 from fused_remat.planner.options import (
     Costs,
     costed_options,
-    forward_seconds,
     kept_by_name,
     options_for,
     with_offload,
-    with_peaks,
 )
 from fused_remat.planner.plan import Plan
 from fused_remat.planner.solve import METHODS, Policies, choose, policy_for
@@ -167,10 +166,10 @@ def plan(
     device = device_of(model, [inputs, kwargs])
     request.check(method, device)
     limit = None if budget is None else bytes_of(budget, device)
-    chain, steps = measure_chain(model, inputs, kwargs, request)
+    chain = measure_chain(model, inputs, kwargs, request)
     choice = choose(chain, limit, method, policies or {})
     shown = costs if isinstance(costs, str) else "measured"
-    return Plan(type(model).__name__, str(device), method, shown, limit, chain, choice, steps)
+    return Plan(type(model).__name__, str(device), method, shown, limit, chain, choice)
 
 
 def measure_chain(
@@ -180,13 +179,12 @@ def measure_chain(
     request: Request,
     timed: bool = True,
     update: tuple[int, int] | None = None,
-) -> tuple[Chain, tuple[StepCost, ...]]:
-    """Measure the chain that the methods choose from, and what the steps of its layers cost.
+) -> Chain:
+    """Measure the chain that the methods choose from. Raises: as `plan`.
 
     Args:
         timed: whether to time the step.
         update: the result of `predict_optimizer`, if it is known already.
-    Raises: as `plan`.
     """
     device, costs = device_of(model, [inputs, kwargs]), request.costs
     accumulates, optimizer = request.accumulates, request.optimizer
@@ -213,13 +211,6 @@ def measure_chain(
         by = calibration.analytic if costs == "analytic" else calibration.measured
         link = calibration.host_link() if request.offload else None
         calls = tuple(_calls(step, by, request, link))
-        blocks = [(call.layer, e) for call in step.calls if (e := call.example) is not None]
-        firsts = {example.key: (layer, example) for layer, example in reversed(blocks)}
-        steps = [
-            cost
-            for layer, example in reversed(firsts.values())
-            for cost in calibration.compare(layer, example, timed=costs != "analytic")
-        ]
     if update is None:
         update = (0, 0) if optimizer is None else predict_optimizer(optimizer)
     state, temporary = update
@@ -227,8 +218,7 @@ def measure_chain(
     resting = step.resting | ({"optimizer state": state} if state else {})
     if optimizer is not None and "others" in resting:  # the existing state was measured in it
         resting["others"] = max(0, resting["others"] - state_bytes(optimizer))
-    chain = Chain(calls, step.moments, resting, step.seconds, gradients + temporary, step.kept)
-    return chain, tuple(steps)
+    return Chain(calls, step.moments, resting, step.seconds, gradients + temporary, step.kept)
 
 
 @contextlib.contextmanager
@@ -245,61 +235,45 @@ def _converted(model: nn.Module) -> Iterator[dict[str, FusedLayer]]:
 
 
 def _calls(
-    step: MeasuredStep, costs: Costs, request: Request, link: HostLink | None
+    step: MeasuredStep, costs: Costs, request: Request, link: tuple[float, float] | None
 ) -> Iterator[LayerOptions]:
-    """Yield the measured calls with their options; equal calls are computed once."""
-    tables = _tables(step, costs, request)
-    shapes = Counter(layer for layer, _ in tables)
-    sizes: dict[Any, tuple[float, int]] = {}  # seconds of the forward, bytes of the input
-    offloading: dict[Any, tuple[Option, ...]] = {}
+    """Yield the measured calls with their options; equal calls are computed once.
+
+    All calls of a layer have the options of its first call.
+    """
+
+    @functools.cache
+    def saves_of(
+        example: Example, names: tuple[str, ...], policies: tuple[str | Policy, ...] | None
+    ) -> tuple[tuple[str, ...], ...]:
+        return tuple(o.save for o in costed_options(example, costs, names, policies))
+
+    @functools.cache
+    def options_of(
+        example: Example, saves: tuple[tuple[str, ...], ...], away: bool
+    ) -> tuple[Option, ...]:
+        options = options_for(example, costs, saves)
+        forward = costs(example, ()).forward
+        return with_offload(example, options, link, forward) if away and link else options
+
+    @functools.cache
+    def sizes_of(example: Example) -> tuple[float, int]:
+        return costs(example, ()).forward, kept_by_name(example, ()).get("input", 0)
+
+    firsts = {call.layer: call for call in reversed(step.calls)}
+    shapes = Counter(layer for layer, _ in {(call.layer, call.example) for call in step.calls})
     for call in step.calls:
-        example = call.example
-        if example is None:
+        example, first = call.example, firsts[call.layer].example
+        if example is None or first is None:
             only = Option((), call.kept, 0, 0, 0.0, preset=STATES[call.ran])
             yield LayerOptions(call.layer, call.kind, (only,), 0.0, 0, False, call.reason)
             continue
-        key, options = example.key, tables[call.layer, example.key]
-        if key not in sizes:
-            kept = kept_by_name(example, ()).get("input", 0)
-            sizes[key] = forward_seconds(example, costs), kept
-        seconds, nbytes = sizes[key]
-        if link is not None and shapes[call.layer] == 1:
-            if (key, options) not in offloading:
-                offloading[key, options] = with_offload(example, options, link, seconds)
-            options = offloading[key, options]
+        policies = None if request.options is None else tuple(request.options)
+        if request.policies is not None:
+            policy = policy_for(call.layer, request.policies)
+            policies = (Policy(policy.save) if isinstance(policy, Policy) else policy,)
+        saves = saves_of(first, call.names, policies)
+        options = options_of(example, saves, shapes[call.layer] == 1)
+        seconds, nbytes = sizes_of(example)
         linked = call.follows and request.segments and nbytes > 0
         yield LayerOptions(call.layer, call.kind, options, seconds, nbytes, linked)
-
-
-def _tables(
-    step: MeasuredStep, costs: Costs, request: Request
-) -> dict[tuple[str, Any], tuple[Option, ...]]:
-    """Return the options of each layer's calls, by layer and by the call's key.
-
-    If calls of a layer have several shapes, each has the options of all.
-    """
-    saves_of: dict[Any, list[tuple[str, ...]]] = {}
-    computed: dict[Any, tuple[Option, ...]] = {}
-    tables: dict[tuple[str, Any], tuple[Option, ...]] = {}
-    examples: dict[str, dict[Any, Example]] = {}
-    names = {call.layer: call.names for call in step.calls}
-    for call in step.calls:
-        if call.example is not None:
-            examples.setdefault(call.layer, {})[call.example.key] = call.example
-    for layer, shapes in examples.items():
-        policies = request.options
-        if request.policies is not None:
-            policy = policy_for(layer, request.policies)
-            policies = [Policy(policy.save) if isinstance(policy, Policy) else policy]
-        fixed = None if policies is None else tuple(policies)
-        for key, example in shapes.items():
-            if (key, fixed) not in saves_of:
-                options = costed_options(example, costs, names[layer], fixed)
-                saves_of[key, fixed] = [option.save for option in options]
-        saves = tuple(dict.fromkeys(save for key in shapes for save in saves_of[key, fixed]))
-        for key, example in shapes.items():
-            if (key, saves) not in computed:
-                options = options_for(example, costs, saves)
-                computed[key, saves] = with_peaks(example, options)
-            tables[layer, key] = computed[key, saves]
-    return tables

@@ -1,7 +1,4 @@
-"""Seconds of each step of a block: timed on the device, or computed from FLOPs and bytes.
-
-A plan's `steps` shows both, so that they can be compared.
-"""
+"""Seconds of the steps of a block: timed on the device, or computed from FLOPs and bytes."""
 
 from __future__ import annotations
 
@@ -10,9 +7,9 @@ import itertools
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,9 +22,6 @@ from fused_remat.graph.schedule import Schedule, Step, schedule
 from fused_remat.steps.chunk import Chunk
 
 _ROUNDS = 3  # of which the median counts
-
-#: Seconds of the steps of a call, by pass ("forward", "backward") and step ("compute qkv").
-Seconds = Mapping[tuple[str, str], float]
 
 _CALIBRATIONS: dict[tuple[object, ...], Calibration] = {}
 
@@ -59,48 +53,17 @@ def calibrate(device: torch.device | str = "cpu", again: bool = False) -> Calibr
     if again or key not in _CALIBRATIONS:
         large = torch.empty(1 << (28 if device.type == "cuda" else 24), device=device)
         into, small = torch.empty_like(large), torch.ones(1, device=device)
-        seconds = _best(lambda: into.copy_(large), device)
-        overhead = _best(lambda: [small + small for _ in range(100)], device) / 100
+        seconds = min(seconds_of(lambda: into.copy_(large), device))
+        overhead = min(seconds_of(lambda: [small + small for _ in range(100)], device)) / 100
         _CALIBRATIONS[key] = Calibration(device, 2.0 * large.nbytes / seconds, overhead)
     return _CALIBRATIONS[key]
 
 
-@dataclass(frozen=True)
-class StepCost:
-    """Seconds of one step of a layer that keeps its inputs alone.
+class Seconds(NamedTuple):
+    """Time of one forward and one backward of a call."""
 
-    Attributes:
-        layer: the first layer of its kind.
-        which, step: the pass ("forward" or "backward") and the step's name in `explain`
-            ("compute qkv").
-        measured: timed on the device; None if it was not timed or runs as part of another step.
-        analytic: computed from FLOPs and bytes.
-    """
-
-    layer: str
-    which: str
-    step: str
-    measured: float | None
-    analytic: float
-
-
-@dataclass(frozen=True)
-class HostLink:
-    """Bandwidth between a device and pinned host memory, in bytes per second."""
-
-    out: float  # from the device
-    back: float  # to the device
-
-    def exposed(self, nbytes: int, forward: float, backward: float) -> float:
-        """Return the seconds that a layer waits for copies of its `nbytes`.
-
-        Each copy runs while one equal layer computes, which takes `forward` or `backward` seconds,
-        so the layers share the link.
-
-        >>> HostLink(out=10.0, back=20.0).exposed(100, forward=8.0, backward=7.0)
-        2.0
-        """
-        return max(0.0, nbytes / self.out - forward) + max(0.0, nbytes / self.back - backward)
+    forward: float
+    backward: float
 
 
 @dataclass
@@ -112,54 +75,50 @@ class Calibration:
         bandwidth: bytes read and written per second in a large copy.
         overhead: seconds of the smallest operation.
         flops: FLOP/s of a large product, by dtype, for the dtypes measured so far.
-        link: link between a CUDA device and the host; None until `host_link` measures it.
+        link: bytes per second from a CUDA device to pinned host memory, and back; None until
+            `host_link` measures them.
     """
 
     device: torch.device
     bandwidth: float
     overhead: float
     flops: dict[torch.dtype, float] = field(default_factory=dict)
-    link: HostLink | None = None
+    link: tuple[float, float] | None = None
     _steps: dict[Any, dict[tuple[str, str], float]] = field(default_factory=dict, repr=False)
 
     def measured(self, example: Example, save: Iterable[str] = ()) -> Seconds:
-        """Return the seconds of every step, timed now or taken from an earlier equal call."""
+        """Return the time of a call, from steps timed now or in an earlier equal call."""
         known = self._steps.setdefault(example.key, {})
         plan = example.prepare(save).plan
-        needed = {(w, str(s)) for w in ("forward", "backward") for s in steps_of(plan, w)}
-        if not needed <= known.keys():
+        labels = [[(w, str(s)) for s in steps_of(plan, w)] for w in Seconds._fields]
+        if not known.keys() >= {*labels[0], *labels[1]}:
             known |= _timed(example, save) | known
-        return {label: known[label] for label in needed if label in known}
+        return Seconds(*(sum(known.get(label, 0.0) for label in of) for of in labels))
 
     def analytic(self, example: Example, save: Iterable[str] = ()) -> Seconds:
-        """Return the seconds of every step: the longer of FLOPs and bytes over the rates."""
+        """Return the time of a call: of each step the longer of FLOPs and bytes over the rates."""
         rate = self.rate(example.call.graph.compute or example.input.dtype)
-        return {
-            (which, str(step)): max(flops / rate, nbytes / self.bandwidth) + self.overhead
-            for which, step, flops, nbytes in work_of(example, save)
-        }
+        totals = dict.fromkeys(Seconds._fields, 0.0)
+        for which, _, flops, nbytes in work_of(example, save):
+            totals[which] += max(flops / rate, nbytes / self.bandwidth) + self.overhead
+        return Seconds(**totals)
 
-    def host_link(self) -> HostLink:
-        """Return the link to the host, measured once with copies of pinned memory.
-
-        Raises: ValueError if the device is not a CUDA device.
-        """
-        if self.link is None:
-            if self.device.type != "cuda":
-                raise ValueError(f"only CUDA devices have a link to the host, not {self.device}")
-            self.link = _measured_link(self.device)
+    def host_link(self) -> tuple[float, float]:
+        """Return `link`, measured at the first request with copies of pinned memory."""
+        if self.link is None:  # not yet run on hardware
+            here = torch.empty(1 << 28, dtype=torch.uint8, device=self.device)
+            host = torch.empty(here.shape, dtype=torch.uint8, pin_memory=True)
+            out = min(seconds_of(lambda: host.copy_(here, non_blocking=True), self.device))
+            back = min(seconds_of(lambda: here.copy_(host, non_blocking=True), self.device))
+            self.link = here.nbytes / out, here.nbytes / back
         return self.link
-
-    def compare(self, layer: str, example: Example, timed: bool = True) -> Iterator[StepCost]:
-        """Yield the costs of every step of a call of `layer`; only analytic ones if not `timed`."""
-        measured = self.measured(example) if timed else {}
-        for (which, step), seconds in self.analytic(example).items():
-            yield StepCost(layer, which, step, measured.get((which, step)), seconds)
 
     def rate(self, dtype: torch.dtype) -> float:
         """Return the FLOP/s of a large product in `dtype`, measured at the first request."""
         if dtype not in self.flops:
-            self.flops[dtype] = _product_rate(self.device, dtype)
+            n = 4096 if self.device.type == "cuda" else 1024
+            x, w = (torch.randn(n, n, device=self.device).to(dtype) for _ in range(2))
+            self.flops[dtype] = 2.0 * n**3 / min(seconds_of(lambda: x @ w, self.device))
         return self.flops[dtype]
 
 
@@ -290,31 +249,14 @@ def _timed(example: Example, save: Iterable[str]) -> dict[tuple[str, str], float
     return {label: statistics.median(r[label] for r in rounds[1:]) for label in labels}
 
 
-def _best(run: Callable[[], Any], device: torch.device) -> float:
-    """Return the seconds of the fastest of a few runs, after a warm-up."""
+def seconds_of(run: Callable[[], Any], device: torch.device, rounds: int = 5) -> list[float]:
+    """Return the seconds of each of a few runs, after a warm-up."""
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda _: None
-
-    def once() -> float:
+    seconds = []
+    for _ in range(rounds + 1):
         wait(device)
         begin = time.perf_counter()
         run()
         wait(device)
-        return time.perf_counter() - begin
-
-    once()
-    return min(once() for _ in range(5))
-
-
-def _product_rate(device: torch.device, dtype: torch.dtype) -> float:
-    n = 4096 if device.type == "cuda" else 1024
-    x, w = torch.randn(n, n, device=device).to(dtype), torch.randn(n, n, device=device).to(dtype)
-    return 2.0 * n**3 / _best(lambda: x @ w, device)
-
-
-def _measured_link(device: torch.device) -> HostLink:
-    """Not yet run on hardware."""
-    here = torch.empty(1 << 28, dtype=torch.uint8, device=device)
-    host = torch.empty(here.shape, dtype=torch.uint8, pin_memory=True)
-    out = _best(lambda: host.copy_(here, non_blocking=True), device)
-    back = _best(lambda: here.copy_(host, non_blocking=True), device)
-    return HostLink(here.nbytes / out, here.nbytes / back)
+        seconds.append(time.perf_counter() - begin)
+    return seconds[1:]

@@ -27,8 +27,7 @@ class Fit:
     Attributes:
         size: the largest argument of `make_batch` that fits.
         plan: the fastest plan for that size within the memory.
-        tried: peak in bytes of each size that was tried: of a step with every layer keeping its
-            input alone or, where that is too much, the least possible peak. None where the device
+        tried: the least possible peak in bytes of each size that was tried. None where the device
             ran out of memory.
     """
 
@@ -60,9 +59,8 @@ def fit(
         costs: as in `plan`, for the plan that is returned.
         options: further arguments of `plan`: optimizer, loss, accumulates, segments, options,
             offload.
-    Units: bytes. Each size is tried with one step on the device, every layer keeping its input
-        alone, growing until one does not fit. All options, which take longer to measure, are
-        measured for the sizes after that, as long as they make them fit.
+    Units: bytes. Each size is tried with a step on the device, every layer keeping its input
+        alone, and runs of each kind of layer; sizes grow until one does not fit.
     Raises: BudgetError if the smallest size does not fit; ValueError if `multiple` or `most` is not
         positive, or if batches do not grow with the size and there is no `most`; TypeError for an
         unknown option.
@@ -81,101 +79,73 @@ def fit(
     unknown = options.keys() - {field.name for field in dataclasses.fields(Request)}
     if unknown:
         raise TypeError(f"fit has no argument {', '.join(map(repr, sorted(unknown)))}")
-    limit = bytes_of(memory, device_of(model))
-    search = _Search(model, make_batch, multiple, Request("analytic", **options))
-    most = None if most is None else most // multiple
-    while True:
-        count = search.largest(limit, most)
-        args, kwargs = _arguments(make_batch(count * multiple))
+    request, limit = Request("analytic", **options), bytes_of(memory, device_of(model))
+    update = None if request.optimizer is None else predict_optimizer(request.optimizer)
+
+    def peak_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
         try:
-            fastest = plan(model, *args, budget=limit, costs=costs, **options, **kwargs)
-        except torch.OutOfMemoryError:  # while measuring the options of a layer
-            if count == 1:
-                raise
-            torch.cuda.empty_cache()
-            most = count - 1
-        else:
-            return Fit(count * multiple, fastest, search.tried())
-
-
-class _Search:
-    """Peaks by size, counted in multiples: with inputs kept alone, and the least of all options."""
-
-    def __init__(
-        self, model: nn.Module, make_batch: Callable[[int], Any], multiple: int, request: Request
-    ) -> None:
-        self._model, self._make_batch, self._multiple = model, make_batch, multiple
-        optimizer = request.optimizer
-        self._update = None if optimizer is None else predict_optimizer(optimizer)
-        self._requests = dataclasses.replace(request, options=()), request
-        self._peaks: tuple[dict[int, int | None], ...] = ({}, {})  # by request, then by size
-        self._elements: dict[int, int] = {}  # number of elements of the batches
-
-    def tried(self) -> dict[int, int | None]:
-        """Return the peak of each size that was tried."""
-        base, least = self._peaks
-        return {size * self._multiple: peak for size, peak in (base | least).items()}
-
-    def largest(self, limit: int, most: int | None) -> int:
-        """Return the largest number of multiples that fits, by inputs alone, then by all options.
-
-        Raises: BudgetError if not even one fits.
-        """
-        fits = 0
-        for i in range(len(self._requests)):
-            fits = self._grown(fits, limit, most, i)
-        if fits:
-            return fits
-        peak = self._peaks[1][1]
-        least = "more than the device has" if peak is None else f"{human(peak)} ({peak} bytes)"
-        message = (
-            f"not even a size of {self._multiple} fits into {human(limit)} ({limit} bytes): the "
-            f"least possible peak is {least}"
-        )
-        raise BudgetError(message, limit, peak or limit + 1, {})
-
-    def _grown(self, fits: int, limit: int, most: int | None, request: int) -> int:
-        """Grow by extrapolation from the last two peaks, at most fourfold, until a size fails."""
-        fails, peaks = None if most is None else most + 1, self._peaks[request]
-        while fails is None or fails - fits > 1:
-            size = self._next(fits, fails, limit, peaks)
-            if size not in peaks:
-                peaks[size] = self._peak(size, self._requests[request])
-            peak = peaks[size]
-            if peak is None or peak > limit:
-                fails = size
-                continue
-            if fails is None and fits > 0 and self._elements[size] <= self._elements[fits]:
-                raise ValueError(
-                    f"make_batch({size * self._multiple}) is no larger than "
-                    f"make_batch({fits * self._multiple}), which fits; give most= to end the search"
-                )
-            fits = size
-        return fits
-
-    def _next(
-        self, fits: int, fails: int | None, limit: int, peaks: Mapping[int, int | None]
-    ) -> int:
-        """Return the next size to try: above `fits`, and below `fails` if that is known."""
-        measured = sorted((size, peak) for size, peak in peaks.items() if peak is not None)
-        size = 4 * fits if fails is None else (fits + fails) // 2
-        if len(measured) < 2:
-            size = fits + 1
-        elif (growth := measured[-1][1] - measured[-2][1]) > 0:
-            (size0, peak0), (size1, _) = measured[-2:]
-            size = size0 + (limit - peak0) * (size1 - size0) // growth
-        size = max(fits + 1, min(size, 4 * max(fits, 1)))
-        return size if fails is None else min(size, fails - 1)
-
-    def _peak(self, size: int, request: Request) -> int | None:
-        args, kwargs = _arguments(self._make_batch(size * self._multiple))
-        self._elements[size] = sum(t.numel() for t in tensors_in([args, kwargs]))
-        try:
-            chain, _ = measure_chain(self._model, args, kwargs, request, False, self._update)
-            return chains.peak(chain, least_peak(chain))
+            chain = measure_chain(model, args, kwargs, request, False, update)
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
             return None
+        return chains.peak(chain, least_peak(chain))
+
+    tried = _search(make_batch, peak_of, limit, multiple, most)
+    fitting = [size for size, peak in tried.items() if peak is not None and peak <= limit]
+    if not fitting:
+        peak = tried[multiple]
+        least = "more than the device has" if peak is None else f"{human(peak)} ({peak} bytes)"
+        message = (
+            f"not even a size of {multiple} fits into {human(limit)} ({limit} bytes): the least "
+            f"possible peak is {least}"
+        )
+        raise BudgetError(message, limit, peak or limit + 1, {})
+    args, kwargs = _arguments(make_batch(max(fitting)))
+    fastest = plan(model, *args, budget=limit, costs=costs, **options, **kwargs)
+    return Fit(max(fitting), fastest, tried)
+
+
+def _search(
+    make_batch: Callable[[int], Any],
+    peak_of: Callable[[tuple[Any, ...], dict[str, Any]], int | None],
+    limit: int,
+    multiple: int,
+    most: int | None,
+) -> dict[int, int | None]:
+    """Return the peaks by size, up to the largest size that fits and the next one."""
+    peaks: dict[int, int | None] = {}  # by multiples
+    fits, fails, elements = 0, None if most is None else most // multiple + 1, 0
+    while fails is None or fails - fits > 1:
+        count = _next(fits, fails, limit, peaks)
+        args, kwargs = _arguments(make_batch(count * multiple))
+        peak = peaks[count] = peak_of(args, kwargs)
+        more = sum(t.numel() for t in tensors_in([args, kwargs]))
+        if peak is None or peak > limit:
+            fails = count
+        elif fails is None and fits and more <= elements:
+            raise ValueError(
+                f"make_batch({count * multiple}) is no larger than make_batch({fits * multiple}), "
+                "which fits; give most= to end the search"
+            )
+        else:
+            fits, elements = count, more
+    return {count * multiple: peak for count, peak in peaks.items()}
+
+
+def _next(fits: int, fails: int | None, limit: int, peaks: Mapping[int, int | None]) -> int:
+    """Return the next size to try: above `fits`, and below `fails` if that is known.
+
+    It is extrapolated from the last two peaks, but at most fourfold.
+    """
+    measured = sorted((size, peak) for size, peak in peaks.items() if peak is not None)
+    size = 4 * fits if fails is None else (fits + fails) // 2
+    if len(measured) < 2:
+        size = fits + 1
+    elif (growth := measured[-1][1] - measured[-2][1]) > 0:
+        (size0, peak0), (size1, _) = measured[-2:]
+        size = size0 + (limit - peak0) * (size1 - size0) // growth
+    size = max(fits + 1, min(size, 4 * max(fits, 1)))
+    return size if fails is None else min(size, fails - 1)
 
 
 def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

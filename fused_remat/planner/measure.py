@@ -8,11 +8,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import statistics
-import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,11 +24,9 @@ from fused_remat.autograd.function import is_block
 from fused_remat.execution.observe import BlockRun
 from fused_remat.layers import FusedLayer
 from fused_remat.layers.record import Ran
-from fused_remat.planner.calibration import Example
+from fused_remat.planner.calibration import Example, seconds_of
 from fused_remat.planner.chain import Moment
 from fused_remat.report.step import Step, device_of, losses_of, restored, run_step, tensors_in
-
-_ROUNDS = 3
 
 
 @dataclass(frozen=True)
@@ -48,14 +45,11 @@ class LayerExample:
     kept: int = 0  # bytes of all calls if it is no block; of its first call
 
 
-@dataclass(frozen=True)
-class MeasuredStep:
-    """One measured step.
+class MeasuredStep(NamedTuple):
+    """One measured step."""
 
-    The calls are those of fused layers in order, without those of blocks whose activations an outer
-    checkpoint drops, and those that backward does not reach.
-    """
-
+    # Of fused layers in order, without blocks whose activations an outer checkpoint drops, and
+    # those that backward does not reach.
     calls: tuple[LayerExample, ...]
     moments: tuple[Moment, ...]  # in order of time
     kept: int  # bytes between forward and backward, in the entire model
@@ -97,24 +91,18 @@ def _time_step(
     kwargs: dict[str, Any],
     loss: Callable[[Any], Tensor] | None,
 ) -> float:
-    """Return the seconds of a forward and backward: the median after one warm-up."""
-    device = device_of(model, [args, kwargs])
+    """Return the median seconds of a forward and backward."""
     inputs = list(tensors_in([args, kwargs]))
     targets = [t for t in (*model.parameters(), *inputs) if t.requires_grad and t.is_leaf]
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda _: None
+    device = device_of(model, inputs)
 
-    def once() -> float:
-        wait(device)
-        begin = time.perf_counter()
-        output = model(*args, **kwargs)
-        sums = losses_of(output, loss)
+    def run() -> None:
+        sums = losses_of(model(*args, **kwargs), loss)
         if sums and targets:
             torch.autograd.grad(sums, targets, allow_unused=True)
-        wait(device)
-        return time.perf_counter() - begin
 
     with torch.enable_grad(), restored(model, inputs, device):
-        return statistics.median([once() for _ in range(_ROUNDS + 1)][1:])
+        return statistics.median(seconds_of(run, device, rounds=3))
 
 
 def predict_optimizer(optimizer: Optimizer) -> tuple[int, int]:
@@ -142,9 +130,8 @@ def predict_optimizer(optimizer: Optimizer) -> tuple[int, int]:
                 fake.step()
         return max(state_bytes(optimizer), state_bytes(fake)), live.most
     except Exception as error:
-        have = state_bytes(optimizer)
-        if have:
-            return have, 0
+        if state := state_bytes(optimizer):
+            return state, 0
         raise ValueError(
             f"cannot predict the state of {type(optimizer).__name__} before its first step "
             f"({type(error).__name__}: {error}); call its step() once before planning"
@@ -161,7 +148,7 @@ def state_bytes(optimizer: Optimizer) -> int:
 
 @contextlib.contextmanager
 def base_policies(layers: dict[str, FusedLayer]) -> Iterator[None]:
-    """Within this context every layer keeps its inputs alone."""
+    """Let every layer keep its inputs alone within the context."""
     before = {name: layer.policy for name, layer in layers.items()}
     try:
         for layer in layers.values():
@@ -177,7 +164,7 @@ class _Capture:
 
     def __init__(self, layers: dict[str, FusedLayer]) -> None:
         self._layers = [*layers.items()]
-        self.found: dict[int, list[LayerExample]] = {}  # by the layer's index
+        self.calls: dict[int, list[LayerExample]] = {}  # by the layer's index
         self.examples: dict[Any, Example] = {}
         self._last: StorageWeakRef | None = None
 
@@ -194,8 +181,8 @@ class _Capture:
         name, module = self._layers[layer]
         # A layer that is traced at its first call has its names by now.
         names = module._example().names
-        measured = LayerExample(name, run.call.graph.kind, names, example, follows)
-        self.found.setdefault(layer, []).append(measured)
+        call = LayerExample(name, run.call.graph.kind, names, example, follows)
+        self.calls.setdefault(layer, []).append(call)
 
 
 def _kept_calls(
@@ -210,7 +197,7 @@ def _kept_calls(
     skipped = False
     for layer, number in dict.fromkeys((i, n) for which, i, n in labels if which == "forward"):
         call = None
-        blocks = capture.found.get(layer, [])
+        blocks = capture.calls.get(layer, [])
         if len(blocks) == step.calls[layer] and layer in step.predicted:
             call = blocks[number - 1]
         elif not blocks:

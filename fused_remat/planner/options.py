@@ -5,18 +5,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 
-from fused_remat.graph.graph import Graph
 from fused_remat.graph.schedule import kept_bytes, schedule
-from fused_remat.planner.calibration import Example, HostLink, Seconds
+from fused_remat.planner.calibration import Example, Seconds
 from fused_remat.planner.chain import Option
 from fused_remat.policies import EXACT_PRESETS, Policy, kept_names
 from fused_remat.report.allocations import AllocationTrace
 
 _SEARCHED = 10  # names of which all subsets are searched
 
-#: Seconds of every step of a call that keeps these names.
+#: Time of a call that keeps these names.
 Costs = Callable[[Example, Iterable[str]], Seconds]
 
 
@@ -24,30 +23,45 @@ def costed_options(
     example: Example,
     costs: Costs,
     names: tuple[str, ...],
-    policies: Sequence[str | Policy] | None = None,
+    policies: Iterable[str | Policy] | None = None,
 ) -> list[Option]:
     """Return the base, which keeps no names, then the sets that no other beats in bytes and time.
 
-    Their peaks are missing: `with_peaks` runs the call, and "meta" tensors cannot.
+    Their peaks are missing: `options_for` runs the call, and "meta" tensors cannot.
 
     Args:
         names: names that the layer's policy accepts; a call's graph may have more (adapters).
         policies: use exactly these instead, without their segments.
     """
-    graph = example.call.graph
+    graph, best = example.call.graph, list[Option]()
     if policies is None:
-        sets = _effective(example, _subsets(example, names))
-        options = _undominated([_costed(example, costs, save) for save in sets])
+        sets = _subsets(example, names)
     else:
-        sets = _effective(example, (kept_names(p, graph, names) for p in policies))
-        options = [_costed(example, costs, save) for save in sets]
-    base = _costed(example, costs, frozenset())
-    return [base, *sorted((o for o in options if o.save), key=_size)]
+        sets = (kept_names(policy, graph, names) for policy in policies)
+    for option in sorted(
+        (_costed(example, costs, s) for s in _effective(example, sets)), key=_size
+    ):
+        if policies is not None or not best or option.seconds < best[-1].seconds:
+            best.append(option)
+    return [_costed(example, costs, frozenset()), *(option for option in best if option.save)]
 
 
-def options_for(example: Example, costs: Costs, saves: Iterable[tuple[str, ...]]) -> list[Option]:
-    """Return an option for each of `saves`: all calls of one layer have the same options."""
-    return [_costed(example, costs, frozenset(save)) for save in saves]
+def options_for(
+    example: Example, costs: Costs, saves: Iterable[tuple[str, ...]]
+) -> tuple[Option, ...]:
+    """Return an option for each of `saves`, with the peaks of its passes: each is run once."""
+    options = [_costed(example, costs, frozenset(save)) for save in saves]
+    example.run(options[0].save)
+    with AllocationTrace(example.input.device, collect=False) as trace:
+        for i, option in enumerate(options):
+            trace.mark((i, "forward"))
+            example.run(option.save, functools.partial(trace.mark, (i, "backward")))
+            trace.mark(None)
+    above = {span.label: span.peak - span.start for span in trace.spans}
+    return tuple(
+        dataclasses.replace(option, forward=above[i, "forward"], backward=above[i, "backward"])
+        for i, option in enumerate(options)
+    )
 
 
 def _size(option: Option) -> tuple[int, float, tuple[str, ...]]:
@@ -55,24 +69,27 @@ def _size(option: Option) -> tuple[int, float, tuple[str, ...]]:
 
 
 def with_offload(
-    example: Example, options: Sequence[Option], link: HostLink, forward: float
+    example: Example, options: tuple[Option, ...], link: tuple[float, float], forward: float
 ) -> tuple[Option, ...]:
     """Return the options, then those that offload the input, or everything kept but statistics.
 
-    Options that another one beats in bytes and time are dropped. Peaks of these options do not
-    include copies in flight. `forward`: seconds of one forward.
+    A copy runs while one equal layer computes, so the layers share the link; what takes longer
+    counts. Options that another one beats in bytes and time are dropped. Peaks of these options do
+    not include copies in flight. `forward`: seconds of one forward.
     """
     moving = []
     for option in options:
         by_name = kept_by_name(example, option.save)
         for names in ({"input"}, {"input", *option.save}):
             moved = sum(n for name, n in by_name.items() if name in names)
+            hidden = zip(link, (forward, option.seconds), strict=True)
+            waits = sum(max(0.0, moved / rate - seconds) for rate, seconds in hidden)
             more = dataclasses.replace(
                 option,
                 offload=tuple(sorted(names)),
                 moved=moved,
                 kept=option.kept - moved,
-                seconds=option.seconds + link.exposed(moved, forward, option.seconds),
+                seconds=option.seconds + waits,
             )
             if not any(o.kept <= more.kept and o.seconds <= more.seconds for o in options):
                 moving.append(more)
@@ -87,17 +104,6 @@ def kept_by_name(example: Example, save: Iterable[str]) -> dict[str, int]:
     given = {name: t.element_size() for name, t in inputs if t is not None}
     itemsize = given[graph.inputs[0]]
     return dict(kept_bytes(graph, call.save, call.needs_grad, example.shapes, itemsize, given))
-
-
-def forward_seconds(example: Example, costs: Costs) -> float:
-    """Return the seconds of one forward."""
-    return sum(t for (which, _), t in costs(example, ()).items() if which == "forward")
-
-
-def preset_of(graph: Graph, save: Iterable[str]) -> str:
-    """Return the first preset that keeps exactly these names, or ""."""
-    wanted = frozenset(save)
-    return next((name for name in EXACT_PRESETS if kept_names(name, graph) == wanted), "")
 
 
 def _subsets(example: Example, names: tuple[str, ...]) -> Iterator[frozenset[str]]:
@@ -124,31 +130,7 @@ def _effective(example: Example, sets: Iterable[frozenset[str]]) -> list[frozens
 
 def _costed(example: Example, costs: Costs, save: frozenset[str]) -> Option:
     """Return the option with its bytes and time, without its peaks."""
-    seconds = sum(t for (which, _), t in costs(example, save).items() if which == "backward")
-    kept = sum(kept_by_name(example, save).values())
-    preset = preset_of(example.call.graph, save)
-    return Option(tuple(sorted(save)), kept, 0, 0, seconds, preset=preset)
-
-
-def _undominated(options: list[Option]) -> list[Option]:
-    """Return the options that no other one beats in both bytes and time."""
-    best: list[Option] = []
-    for option in sorted(options, key=_size):
-        if not best or option.seconds < best[-1].seconds:
-            best.append(option)
-    return best
-
-
-def with_peaks(example: Example, options: list[Option]) -> tuple[Option, ...]:
-    """Return the options with the peaks of their passes: each is run once on the device."""
-    example.run(options[0].save)
-    with AllocationTrace(example.input.device, collect=False) as trace:
-        for i, option in enumerate(options):
-            trace.mark((i, "forward"))
-            example.run(option.save, functools.partial(trace.mark, (i, "backward")))
-            trace.mark(None)
-    above = {span.label: span.peak - span.start for span in trace.spans}
-    return tuple(
-        dataclasses.replace(option, forward=above[i, "forward"], backward=above[i, "backward"])
-        for i, option in enumerate(options)
-    )
+    graph, kept = example.call.graph, sum(kept_by_name(example, save).values())
+    presets = (name for name in EXACT_PRESETS if kept_names(name, graph) == save)
+    seconds = costs(example, save).backward
+    return Option(tuple(sorted(save)), kept, 0, 0, seconds, preset=next(presets, ""))

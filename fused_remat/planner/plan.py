@@ -15,7 +15,6 @@ from torch import nn
 from fused_remat.convert import convert
 from fused_remat.layers import FusedLayer
 from fused_remat.planner import chain as chains
-from fused_remat.planner.calibration import StepCost
 from fused_remat.planner.chain import Chain, Choice, Event, Option
 from fused_remat.planner.solve import METHODS, choose, frontier, parts_at
 from fused_remat.policies import Policy
@@ -66,7 +65,7 @@ class Point:
     seconds: float
 
 
-@dataclass(frozen=True, eq=True)
+@dataclass(frozen=True)
 class Plan:
     """A policy for every fused layer of a model, and the memory and time of a step; see `plan`.
 
@@ -78,8 +77,6 @@ class Plan:
         method, costs: the method that chose the policies, and the costs that it used.
         budget: limit on the peak in bytes; None for no limit.
         chain, choice: the measured step, and the choice within it (`fused_remat.planner.chain`).
-        steps: costs of each step of each kind of layer: from FLOPs and bytes and, unless costs are
-            "analytic", timed.
     """
 
     model: str
@@ -89,7 +86,6 @@ class Plan:
     budget: int | None
     chain: Chain
     choice: Choice
-    steps: tuple[StepCost, ...] = ()
 
     @property
     def peak_bytes(self) -> int:
@@ -194,8 +190,7 @@ class Plan:
         lines += reason_lines([(r.name, r.label, r.reason) for r in self.layers])
         return "\n".join(lines)
 
-    def __str__(self) -> str:
-        return self.table()
+    __str__ = table
 
     def to_json(self, path: str | Path | None = None) -> str:
         """Return the plan as JSON, written to `path` if there is one; `from_json` reads it."""

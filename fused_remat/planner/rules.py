@@ -19,8 +19,6 @@ def greedy(chain: Chain, budget: int | None) -> Choice | None:
     fit. A change is a new option of a call or of all calls of a shared layer, or a new `save` of
     the replayed calls in a segment, which keeps no more bytes from forward to backward. Changes
     without more bytes come first, in order of time saved.
-
-    Raises: ValueError if the calls of one layer have different options.
     """
     longest = max(last - first for first, last in _runs(chain))
     cuts = ([s for run in _runs(chain) for s in _cut(run, n)] for n in range(1, longest + 1))
@@ -36,8 +34,6 @@ def uniform(chain: Chain, budget: int | None) -> Choice | None:
 
     The largest k that fits, which begins with no base options at all; None if all base options do
     not fit. All calls of a shared layer follow its first.
-
-    Raises: ValueError if the calls of one layer have different options.
     """
     n, units, fastest = len(chain.calls), _units(chain), dict[int, int]()
     for calls in units:
@@ -57,7 +53,6 @@ def sqrt(chain: Chain, budget: int | None) -> Choice | None:
     Calls outside segments, and those without a common `save`, have their base option. None if this
     does not fit.
 
-    Raises: ValueError if the calls of one layer have different options.
     Source: Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost (arXiv 1604.06174).
     """
     options: dict[int, int] = {}

@@ -92,24 +92,12 @@ def optimal(chain: Chain, budget: int | None) -> Choice | None:
 
     None if nothing fits. A budget of None is no limit. Exact, except where shared layers
     have more than `MOST_SHARED` combinations of options; then all of them have the same `save`.
-
-    Raises: ValueError if the calls of one layer have different options, or if other calls than the
-        preceding ones are alive in a call's moment.
-
-    >>> from fused_remat.planner.chain import LayerOptions, Moment, Option
-    >>> options = Option((), 2, 1, 3, 1.0), Option(("query",), 3, 1, 3, 0.25)
-    >>> calls = tuple(LayerOptions(f"layers.{i}", "", options, 2.0, 1, i > 0) for i in range(2))
-    >>> chain = Chain(calls, (Moment(-1, False, 4, 4, 2),), {"parameters": 10}, 20.0)
-    >>> optimal(chain, 15)
-    Choice(options=(0, 1), segments=())
-    >>> optimal(chain, 13)
-    Choice(options=(1, 0), segments=((0, 2),))
     """
     return _fastest(chain, _graphs(chain), budget)
 
 
 def least_peak(chain: Chain) -> Choice:
-    """Return the fastest of the choices with the least peak. Raises: as `optimal`."""
+    """Return the fastest of the choices with the least peak."""
     graphs = _graphs(chain)
     choice = _fastest(chain, graphs, chain.rests + min(graph.peak for graph in graphs))
     assert choice is not None  # some path has this peak
@@ -163,9 +151,8 @@ def _too_small(chain: Chain, choice: Choice, limit: int, method: str) -> BudgetE
     """Return the error with the least possible peak: that of `choice`."""
     top = max(chains.timeline(chain, choice), key=lambda event: event.peak)
     parts = dict(sorted(parts_at(chain, top).items(), key=lambda part: -part[1]))
-    layer = chain.calls[top.call].layer if top.call >= 0 else ""  # "" if the model is the layer
-    where = "outside the layers" if top.call < 0 else f"of {layer!r}" if layer else "of the model"
-    when = "the optimizer's step" if top.what == "update" else f"{top.what} {where}"
+    layer = chain.calls[top.call].layer or "the model" if top.call >= 0 else "other modules"
+    when = "the optimizer's step" if top.what == "update" else f"{top.what} of {layer}"
     shown = ", ".join(f"{name} {human(nbytes)}" for name, nbytes in parts.items())
     what = {"manual": "the peak of the policies is", "sqrt": "the peak of its segments is"}.get(
         method, "the peak of 'optimal' is" if top.peak <= limit else "the least possible peak is"

@@ -69,23 +69,15 @@ def steps(chain: Chain) -> list[Step]:
 
 
 def levels(chain: Chain) -> Levels:
-    """Return the moments, sorted by the steps that they bound.
-
-    Raises: ValueError if the calls alive in a call's moment are not those before it (and, in
-        backward, itself): the memory of such a moment does not follow from the path so far.
-    """
+    """Return the moments, sorted by the steps that they bound."""
     n = len(chain.calls)
     result = Levels(*([NEVER] * (n + outside) for outside in (0, 0, 0, 1, 1)))
     for m in chain.moments:
         if m.call < 0:
             bound, at = (result.after if m.backward else result.before), m.alive
-        elif m.alive == m.call + m.backward:
-            bound, at = (result.backward if m.backward else result.forward), m.call
         else:
-            raise ValueError(
-                f"call {m.call} has a moment with {m.alive} calls alive; expected "
-                f"{m.call + m.backward}"
-            )
+            assert m.alive == m.call + m.backward, "its memory follows from the path so far"
+            bound, at = (result.backward if m.backward else result.forward), m.call
         bound[at] = max(bound[at], m.peak)
         if m.call >= 0 and m.backward and result.replay[at] == NEVER:
             result.replay[at] = m.level
@@ -93,21 +85,14 @@ def levels(chain: Chain) -> Levels:
 
 
 def shared(chain: Chain) -> dict[str, list[int]]:
-    """Return the calls of every layer that is called more than once.
-
-    Raises: ValueError if the calls of one layer have different options.
-    """
+    """Return the calls of every layer that is called more than once; they have equal options."""
     calls: dict[str, list[int]] = {}
     for i, call in enumerate(chain.calls):
         calls.setdefault(call.layer, []).append(i)
-    for layer, indices in calls.items():
-        if len({tuple(o.save for o in chain.calls[i].options) for i in indices}) > 1:
-            raise ValueError(f"the calls of layer {layer!r} have different options")
     return {layer: indices for layer, indices in calls.items() if len(indices) > 1}
 
 
-def ticks(seconds: float) -> int:
-    """Return the seconds as an integer number of `TICKS`."""
+def _ticks(seconds: float) -> int:
     return round(seconds * TICKS)
 
 
@@ -122,7 +107,7 @@ def _alone(chain: Chain, bounds: Levels, i: int, tied: bool) -> Iterator[Step]:
             bounds.backward[i] + option.backward - base.backward + grows,
             bounds.between(i + 1) + grows,
         )
-        way = Way(need, ticks(option.seconds) - ticks(base.seconds), (o,))
+        way = Way(need, _ticks(option.seconds) - _ticks(base.seconds), (o,))
         ways.setdefault((grows, o if tied else -1), []).append(way)
     for (grows, _), equal in ways.items():
         yield _step(i, i + 1, grows, equal)
@@ -170,7 +155,9 @@ def _extended(
         if option.save not in replays or option.offload:
             continue
         path = replays[option.save]
-        more = ticks(chain.calls[i].forward_seconds) + ticks(option.seconds) - ticks(base.seconds)
+        more = (
+            _ticks(chain.calls[i].forward_seconds) + _ticks(option.seconds) - _ticks(base.seconds)
+        )
         kept = path.kept + option.kept - base.kept
         own = max(bounds.backward[i] + option.backward - base.backward, bounds.after[i + 1])
         yield (

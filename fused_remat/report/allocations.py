@@ -6,36 +6,20 @@ import contextlib
 import gc
 import os
 import threading
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch.profiler import DeviceType, ProfilerActivity, profile, record_function
 
-from fused_remat.report.saved import SavedBytes, predict_kept_bytes
-
-__all__ = [
-    "AllocationTrace",
-    "Allocations",
-    "SavedBytes",
-    "Span",
-    "measure_allocations",
-    "predict_kept_bytes",
-]
+from fused_remat.report.saved import SavedBytes as SavedBytes
 
 
-@dataclass(frozen=True)
-class Allocations:
-    """Bytes allocated while a function ran, above what was allocated before.
+class Allocations(NamedTuple):
+    """Bytes allocated while a function ran, above what was allocated before."""
 
-    Attributes:
-        peak: the largest amount at any moment.
-        net: what was still allocated at the end, including the function's result.
-    """
-
-    peak: int
-    net: int
+    peak: int  # the largest amount at any moment
+    net: int  # what was still allocated at the end, including the function's result
 
 
 def measure_allocations(fn: Callable[[], Any], device: torch.device | str = "cpu") -> Allocations:
@@ -53,18 +37,12 @@ def measure_allocations(fn: Callable[[], Any], device: torch.device | str = "cpu
     return Allocations(span.peak, span.end)
 
 
-@dataclass(frozen=True)
-class Span:
-    """Allocation between two marks, in bytes above what was allocated when the trace began.
+class Span(NamedTuple):
+    """Allocation between two marks, in bytes above what was allocated when the trace began."""
 
-    Attributes:
-        label: label of the mark at the span's beginning; None for the first span.
-        start, peak, end: bytes at the beginning, the most at any moment, and bytes at the end.
-    """
-
-    label: Any
+    label: Any  # of the mark at the span's beginning; None for the first span
     start: int
-    peak: int
+    peak: int  # the most at any moment
     end: int
 
 
@@ -133,7 +111,10 @@ class AllocationTrace:
                 torch.cuda.reset_peak_memory_stats(self.device)
             else:
                 self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-                with _silent_profiler():
+                with contextlib.ExitStack() as silent:  # it logs its first start and stop
+                    if _LOG_LEVEL not in os.environ:
+                        os.environ[_LOG_LEVEL] = "99"
+                        silent.callback(os.environ.pop, _LOG_LEVEL)
                     self._profile.__enter__()
             self._held = stack.pop_all()
         return self
@@ -174,16 +155,3 @@ class AllocationTrace:
                 level += nbytes
                 peak = max(peak, level)
         self.spans.append(Span(next(labels), start, peak, level))
-
-
-@contextlib.contextmanager
-def _silent_profiler() -> Iterator[None]:
-    """Keep torch's profiler, if it starts for the first time, from logging starts and stops."""
-    if _LOG_LEVEL in os.environ:
-        yield
-        return
-    os.environ[_LOG_LEVEL] = "99"
-    try:
-        yield
-    finally:
-        del os.environ[_LOG_LEVEL]

@@ -56,10 +56,8 @@ class BlockExplanation:
 
     def __str__(self) -> str:
         lines = [f"{self.name}: {self.title}"]
-        if not (self.reason or self.forward):
-            return lines[0]
-        if self.reason:
-            return f"{lines[0]}\n  not fused: {self.reason}"
+        if self.reason or not self.forward:
+            return "\n".join([*lines, *[f"  not fused: {self.reason}"] * bool(self.reason)])
         lines.append(f"  keeps: {', '.join(self.kept) or 'nothing'}")
         if self.offloaded:
             lines.append(f"  offloads to the host: {', '.join(self.offloaded)}")
@@ -149,25 +147,21 @@ class _Recorder:
         self._inside: list[str] = []  # names of the layers that are running
         self._blocks: dict[Pass, tuple[BlockExplanation, Chunk]] = {}  # with its first chunk
         self._steps: list[tuple[BlockExplanation, Node, list[str]]] = []
-        self._untraced: list[
-            tuple[BlockExplanation, nn.Module, Any, Any]
-        ] = []  # stock layers' calls
+        self._calls_of_stock: list[tuple[BlockExplanation, nn.Module, Any, Any]] = []
         self._thread = threading.get_ident()
         self._exit = contextlib.ExitStack()
 
     def __enter__(self) -> _Recorder:
-        lists: list[tuple[list[Any], Any]] = [
-            (TRACERS, self._trace), (DECISIONS, self._decided), (OBSERVERS, self._kept)
-        ]  # fmt: skip
-        for observers, observer in lists:
+        lists: tuple[list[Any], ...] = (TRACERS, DECISIONS, OBSERVERS)
+        for observers, observer in zip(
+            lists, (self._trace, self._decided, self._kept), strict=True
+        ):
             observers.append(observer)
             self._exit.callback(observers.remove, observer)
-        hooks = [layer.register_forward_pre_hook(self._enter) for layer in self._uncalled]
-        for layer in self._uncalled:
-            hooks.append(layer.register_forward_hook(self._leave, always_call=True))
-        for stock in self._stock:
-            hooks.append(stock.register_forward_pre_hook(self._note, with_kwargs=True))
-        for hook in hooks:
+        stock = [m.register_forward_pre_hook(self._note, with_kwargs=True) for m in self._stock]
+        before = [m.register_forward_pre_hook(self._enter) for m in self._uncalled]
+        after = [m.register_forward_hook(self._leave, always_call=True) for m in self._uncalled]
+        for hook in (*stock, *before, *after):
             self._exit.callback(hook.remove)
         return self
 
@@ -176,7 +170,7 @@ class _Recorder:
 
     def explanation(self) -> Explanation:
         """Return the explanations, with the implementations that the steps reported."""
-        for block, layer, args, kwargs in self._untraced:
+        for block, layer, args, kwargs in self._calls_of_stock:
             block.reason = description_if_converted(layer, args, kwargs)
         for block, node, reasons in self._steps:
             parts = ("; ".join(dict.fromkeys(reasons)), node.description[0])
@@ -190,7 +184,7 @@ class _Recorder:
     def _note(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note a call of a stock layer."""
         block = self._added(self._names[layer], f"{type(layer).__name__}, not converted")
-        self._untraced.append((block, layer, args, kwargs))
+        self._calls_of_stock.append((block, layer, args, kwargs))
 
     def _added(self, name: str, title: str, reason: str = "") -> BlockExplanation:
         self._found.append(BlockExplanation(name, title, reason=reason))
@@ -248,28 +242,25 @@ def _explained(chunk: Chunk, name: str) -> BlockExplanation:
     tiles = f", then tiles of {chunks.tile} tokens" if chunks.tiled else ""
     low, stream = execution.compute, chunk.owner.dtype
     dtypes = f", products in {str(low)[6:]}, stream in {str(stream)[6:]}" if low else ""
-    steps: list[str] = []
-    for step in plan.backward:
-        for one in plan.tile_backward if step.kind == "tiles" else (step,):
-            implementation = _backward_implementation(one, chunk)
-            steps.append(f"{one} ({implementation})" if implementation else str(one))
+    outer, inner = plan.backward, plan.tile_backward
+    steps = [one for step in outer for one in (inner if step.kind == "tiles" else (step,))]
     return BlockExplanation(
         name,
         f"{kind}, backend {_backend(chunk)}{dtypes}, {groups}{tiles}",
         kept=plan.kept_inputs + plan.kept + (("output",) if plan.keeps_output else ()),
-        backward=tuple(steps),
+        backward=tuple(_shown(step, chunk) for step in steps),
     )
 
 
-def _backward_implementation(step: Step, chunk: Chunk) -> str:
-    """Return what runs a step of backward, or "" for a rebuild."""
-    node = step.node
-    if node is None or step.kind != "backward":
-        return ""
-    operation = node.backward_choice(chunk)
-    if operation is None:
-        return node.description[1]
-    return choose(operation[0], chunk.ops.name, operation[1]).reason()
+def _shown(step: Step, chunk: Chunk) -> str:
+    """Return a step of backward with the implementation that runs, except for a rebuild."""
+    if step.node is None or step.kind != "backward":
+        return str(step)
+    if (operation := step.node.backward_choice(chunk)) is None:
+        implementation = step.node.description[1]
+    else:
+        implementation = choose(operation[0], chunk.ops.name, operation[1]).reason()
+    return f"{step} ({implementation})" if implementation else str(step)
 
 
 def _backend(chunk: Chunk) -> str:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from fused_remat.report import MemoryReport
+from typing import Any
 
 _MOST = 9  # activations with a color of their own
 
@@ -26,27 +23,27 @@ def _unit_of(largest: int) -> tuple[int, str]:
     return next((unit for unit in units if largest >= 2 * unit[0]), (2**10, "KiB"))
 
 
-def plot_report(report: MemoryReport, path: str | Path) -> None:
-    """Draw one bar per layer, stacked by activation; see `MemoryReport.plot`."""
-    layers, positions = report.layers, range(len(report.layers))
-    figure = _new_figure("MemoryReport.plot", 9.0, 1.6 + 0.34 * len(layers))
-    scale, unit = _unit_of(max((layer.kept_bytes for layer in layers), default=0))
-    axes = figure.add_subplot()
+def plot_report(
+    title: str, bars: Sequence[tuple[str, Sequence[tuple[str, int]]]], path: str | Path
+) -> None:
+    """Draw one bar per layer, of (activation, bytes); see `MemoryReport.plot`."""
+    figure = _new_figure("MemoryReport.plot", 9.0, 1.6 + 0.34 * len(bars))
+    scale, unit = _unit_of(max((sum(n for _, n in parts) for _, parts in bars), default=0))
     totals: dict[str, int] = {}
-    for activation in (a for layer in layers for a in layer.activations):
-        totals[activation.name] = totals.get(activation.name, 0) + activation.bytes
+    for name, nbytes in (part for _, parts in bars for part in parts):
+        totals[name] = totals.get(name, 0) + nbytes
     names = sorted(totals, key=lambda name: -totals[name])
+    axes, lefts = figure.add_subplot(), [0.0] * len(bars)
     groups = [*((name,) for name in names[:_MOST]), tuple(names[_MOST:])]
-    lefts = [0.0] * len(layers)
     for i, group in enumerate(filter(None, groups)):
         label, color = (group[0], f"C{i}") if i < _MOST else ("others", "0.75")
-        widths = [sum(a.bytes for a in x.activations if a.name in group) / scale for x in layers]
-        axes.barh(positions, widths, left=lefts, height=0.7, color=color, label=label)
+        widths = [sum(n for name, n in parts if name in group) / scale for _, parts in bars]
+        axes.barh(range(len(bars)), widths, left=lefts, height=0.7, color=color, label=label)
         lefts = [left + width for left, width in zip(lefts, widths, strict=True)]
-    axes.set_yticks(positions, [f"{layer.name} {layer.policy or ''}".strip() for layer in layers])
+    axes.set_yticks(range(len(bars)), [label for label, _ in bars])
     axes.invert_yaxis()
     axes.set_xlabel(f"kept for backward, {unit}")
-    axes.set_title(f"{report.model}: {report.kept_bytes / scale:,.1f} {unit} kept", fontsize=10)
+    axes.set_title(title, fontsize=10)
     figure.legend(loc="outside lower center", ncols=3, fontsize=7, frameon=False)
     figure.savefig(path, dpi=150)
 

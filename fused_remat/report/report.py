@@ -16,7 +16,7 @@ from fused_remat.layers.record import STATES, Ran
 from fused_remat.policies import Policy
 from fused_remat.report import files
 from fused_remat.report.saved import Saved
-from fused_remat.report.step import Step, arguments_of, choose_layers, run_step, tensors_in
+from fused_remat.report.step import Step, arguments_of, choose_layers, run_step
 from fused_remat.report.units import aligned, human, reason_lines, run_name
 
 _OTHER = "(other)"
@@ -96,14 +96,11 @@ class MemoryReport:
         layers: in the model's order; "(other)" comes last if something is outside the layers.
         peak_bytes: most bytes during forward and backward above what was allocated before
             (parameters, buffers, inputs); new gradients of parameters and inputs count.
-        tokens: number of tokens in the first input; None if it has fewer than two dimensions or
-            looks like an image.
     """
 
     model: str
     layers: tuple[LayerMemory, ...]
     peak_bytes: int
-    tokens: int | None
 
     @property
     def kept_bytes(self) -> int:
@@ -129,8 +126,7 @@ class MemoryReport:
                 same are listed once.
         """
         predicts = self.predicted_bytes is not None
-        heads = ["", "kept", *["predicted"] * predicts, *["per token"] * bool(self.tokens)]
-        rows = [[*heads, "forward peak", "backward peak"]]
+        rows = [["", "kept", *["predicted"] * predicts, "forward peak", "backward peak"]]
         shown: set[LayerMemory] = set()
         for kept, equal in itertools.groupby(self.layers, key=_without_name):
             group = list(equal)
@@ -144,29 +140,21 @@ class MemoryReport:
         rows.append(["total", *cells, "", ""])
         lines = [self.model, *aligned(rows)]
         lines.append(f"peak of the step: {human(self.peak_bytes)} above parameters and inputs")
-        lines += self._offloaded()
+        if self.offloaded_bytes:
+            lines.append(f"offloaded to host: {human(self.offloaded_bytes)}, not counted as kept")
+        elif any(_OFFLOAD in (layer.policy or "") for layer in self.layers):
+            lines.append("offloaded to host: nothing; on the CPU nothing moves")
         lines += reason_lines([(r.name, STATES[r.ran], r.reason) for r in self.layers])
         if activations and any(a.is_input for layer in self.layers for a in layer.activations):
             lines.append("* passed to the model by the caller")
         return "\n".join(lines)
 
-    def _offloaded(self) -> list[str]:
-        """Return the line on offloading, if something was offloaded or a policy requests it."""
-        if self.offloaded_bytes:
-            return [f"offloaded to host: {human(self.offloaded_bytes)}, not counted as kept"]
-        asked = any(_OFFLOAD in (layer.policy or "") for layer in self.layers)
-        return ["offloaded to host: nothing; on the CPU nothing moves"] if asked else []
-
     def _cells(self, kept: int, predicted: int | None) -> list[str]:
-        cells = [human(kept)]
-        if self.predicted_bytes is not None:
-            cells.append("–" if predicted is None else human(predicted))
-        if self.tokens:
-            cells.append(f"{kept / self.tokens:,.0f} B")
-        return cells
+        if self.predicted_bytes is None:
+            return [human(kept)]
+        return [human(kept), "–" if predicted is None else human(predicted)]
 
-    def __str__(self) -> str:
-        return self.table()
+    __str__ = table
 
     def to_json(self, path: str | Path | None = None) -> str:
         """Return the report as JSON, written to `path` if there is one; `from_json` reads it.
@@ -193,7 +181,12 @@ class MemoryReport:
         """
         from fused_remat.report.plot import plot_report
 
-        plot_report(self, path)
+        bars = [
+            (" ".join(filter(None, (layer.name, layer.policy))), layer.activations)
+            for layer in self.layers
+        ]
+        parts = [(label, [(a.name, a.bytes) for a in kept]) for label, kept in bars]
+        plot_report(f"{self.model}: {human(self.kept_bytes)} kept", parts, path)
 
 
 def memory_report(
@@ -220,9 +213,9 @@ def memory_report(
         loss: function of the model's output that replaces the sum; what it keeps counts.
 
     Units: bytes. Kept bytes are the storages that autograd saves, each once; parameters and buffers
-        do not count, inputs and masks do (a fused block predicts 0 for its masks). Peaks come from
-        torch's profiler on the CPU, which must not be running already, and from the allocator of
-        the first CUDA device, whose peak statistics are reset.
+        do not count, nor do sparse tensors; inputs and masks do (a fused block predicts 0 for its
+        masks). Peaks come from torch's profiler on the CPU, which must not be running already, and
+        from the allocator of the first CUDA device, whose peak statistics are reset.
     Raises: TypeError if the output has no floating-point tensor; ValueError if a pattern matches
         nothing or a module inside a fused or compiled layer, or if parameters are lazy;
         NotImplementedError on a device that is neither CPU nor CUDA; PyTorch's RuntimeError for
@@ -256,8 +249,7 @@ def memory_report(
     other = _layer(-1, _OTHER, None, step)
     if other.kept_bytes or max(other.forward_peak, other.backward_peak) > _SUM_BYTES:
         reports.append(other)
-    tokens = _tokens(tensors_in([inputs, kwargs]))
-    return MemoryReport(type(model).__name__, tuple(reports), step.peak, tokens)
+    return MemoryReport(type(model).__name__, tuple(reports), step.peak)
 
 
 def _layer(index: int, name: str, module: nn.Module | None, step: Step) -> LayerMemory:
@@ -313,16 +305,6 @@ def _policy(policy: str | Policy) -> str:
     segment = "" if policy.segment is None else f" {policy.segment} of segment"
     moved = f"{_OFFLOAD}{{{', '.join(sorted(policy.offload))}}}" if policy.offload else ""
     return f"{{{', '.join(sorted(policy.save))}}}{segment}{moved}"
-
-
-def _tokens(inputs: Iterator[Tensor]) -> int | None:
-    """Count the tokens of (B, S) integers or (B, S, D) or (B, D) floats; None for images."""
-    first = next(inputs, None)
-    if first is None or first.is_nested or first.dim() < 2 or not first.numel():
-        return None
-    if not first.is_floating_point():
-        return first.numel() if first.dim() == 2 else None
-    return first.numel() // first.shape[-1] if first.dim() <= 3 else None
 
 
 def _without_name(layer: LayerMemory) -> LayerMemory:

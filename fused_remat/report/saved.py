@@ -1,4 +1,4 @@
-"""Bytes that autograd saves: measured by layer and name, and predicted from a block's graph.
+"""Bytes that autograd saves, by layer and name.
 
 A record refers to storages weakly, so it does not delay freeing any memory.
 """
@@ -18,12 +18,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fused_remat.autograd.offload import moved_names
 from fused_remat.execution.observe import OBSERVERS, BlockRun
-from fused_remat.graph.graph import Graph
-from fused_remat.graph.precision import mixed_precision
 from fused_remat.graph.schedule import kept_bytes
-from fused_remat.policies import Policy, kept_names, offload_of
 
 #: Name for what non-reentrant `torch.utils.checkpoint` saves: the arguments of what it wraps.
 CHECKPOINT = "checkpoint"
@@ -32,28 +28,17 @@ _UNNAMED = "saved"
 
 @dataclass(eq=False, slots=True)
 class Saved:
-    """One storage that autograd saved.
+    """One storage that autograd saved."""
 
-    Attributes:
-        layer: index of the layer that was running; -1 outside the layers.
-        name: its name in a fused block's graph, or in autograd's ("AddmmBackward0.mat1").
-        fused: whether a fused block saved it.
-        shape, dtype: those of the tensor that was saved first; the shape is None if it is nested.
-        nbytes: size of the storage.
-        is_input: whether the caller passed it to the model.
-        offloaded: whether it is a copy in the host's memory.
-        by: indices of all layers that saved it.
-    """
-
-    layer: int
-    name: str
-    fused: bool
-    shape: tuple[int, ...] | None
+    layer: int  # index of the layer that was running; -1 outside the layers
+    name: str  # in a fused block's graph, or in autograd's ("AddmmBackward0.mat1")
+    fused: bool  # whether a fused block saved it
+    shape: tuple[int, ...] | None  # of the tensor that was saved first; None if it is nested
     dtype: torch.dtype
-    nbytes: int
-    is_input: bool
-    offloaded: bool = False
-    by: set[int] = field(default_factory=set)
+    nbytes: int  # of the storage
+    is_input: bool  # whether the caller passed it to the model
+    offloaded: bool = False  # whether it is a copy in the host's memory
+    by: set[int] = field(default_factory=set)  # indices of all layers that saved it
 
 
 @dataclass(eq=False, slots=True)
@@ -81,6 +66,7 @@ class SavedBytes:
     Args:
         exclude: tensors whose storages do not count, such as parameters and the caller's masks.
         inputs: tensors that the caller passes to the model; they are marked.
+        on_block: called with `layer` and the run of every fused block that keeps something.
 
     Attributes:
         layer: index of the layer that is running, set by the caller; -1 outside the layers.
@@ -94,8 +80,13 @@ class SavedBytes:
     256
     """
 
-    def __init__(self, exclude: Iterable[Tensor] = (), inputs: Iterable[Tensor] = ()) -> None:
-        self.layer = -1
+    def __init__(
+        self,
+        exclude: Iterable[Tensor] = (),
+        inputs: Iterable[Tensor] = (),
+        on_block: Callable[[int, BlockRun], None] | None = None,
+    ) -> None:
+        self.layer, self._on_block = -1, on_block
         self.predicted: dict[int, dict[str, int]] = {}
         self._exclude = {key for t in exclude for key in _storages(t)}
         self._inputs = {key for t in inputs for key in _storages(t)}
@@ -106,7 +97,7 @@ class SavedBytes:
         pack: Callable[[Tensor], _Held] = self._pack
         if "torch._dynamo" in sys.modules:  # slow to import; without it nothing is compiled
             pack = torch.compiler.disable(pack)
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(pack, _unpack)
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda held: held.tensor)
 
     def __enter__(self) -> SavedBytes:
         self._hooks.__enter__()  # raises if saved-tensor hooks are disabled
@@ -145,6 +136,8 @@ class SavedBytes:
         names = {key: name for name, t in _block_tensors(run) for key in _storages(t)}
         hosts = frozenset(key for _, t in run.offloaded for key in _storages(t))
         self._block = _Block(names, hosts, _predicted(run))
+        if self._on_block is not None:
+            self._on_block(self.layer, run)
 
     def _pack(self, t: Tensor) -> _Held:
         held = _Held(t, next(self._order))
@@ -181,54 +174,6 @@ class SavedBytes:
         return block.names[key]
 
 
-def predict_kept_bytes(
-    graph: Graph,
-    policy: str | Policy,
-    shapes: Mapping[str, tuple[int, ...]],
-    needs_grad: Iterable[str],
-    batch: int,
-    seq_len: int,
-    dtype: torch.dtype,
-    compute: torch.dtype | None = None,
-    input_dtypes: Mapping[str, torch.dtype] | None = None,
-    device: torch.device | str = "cpu",
-) -> dict[str, int]:
-    """Compute the bytes that one call of a block keeps for backward, by name, from its graph alone.
-
-    Args:
-        graph, policy: the block and its policy.
-        shapes: the shape of "input" (its last dimension is the width), of every other input
-            (complete) and of every parameter.
-        needs_grad: "input" and the parameters that need a gradient, by name.
-        dtype: dtype of the input; under autocast, of the residual stream.
-        compute: dtype in which autocast computes products; None without autocast.
-        input_dtypes: dtypes of other inputs ("memory") that differ from `dtype`.
-        device: where the block runs. Offloaded activations leave a CUDA device and do not count;
-            on the CPU nothing moves, so they count.
-
-    >>> from fused_remat.graph.build import block_graph
-    >>> from fused_remat.layer_specs import nn_layer_spec
-    >>> shapes = {"input": (8,), "qkv.weight": (24, 8), "proj.weight": (8, 8),
-    ...           "fc1.weight": (32, 8), "fc2.weight": (8, 32)}
-    >>> graph = block_graph(nn_layer_spec(True, 2, 4, "gelu"))
-    >>> predict_kept_bytes(graph, "full", shapes, ["input", "fc1.weight"],
-    ...                    batch=1, seq_len=10, dtype=torch.float32)["input"]
-    320
-    """
-    save = kept_names(policy, graph)
-    shapes = {**shapes, "input": (batch, seq_len, shapes["input"][-1])}
-    graph = graph if compute is None else mixed_precision(graph, compute)
-    sizes = {name: other.itemsize for name, other in (input_dtypes or {}).items()}
-    segment = None if isinstance(policy, str) else policy.segment
-    names = save if segment is None else frozenset()  # a segment keeps its first input alone
-    kept = dict(kept_bytes(graph, names, frozenset(needs_grad), shapes, dtype.itemsize, sizes))
-    if segment == "inner":
-        kept.pop(graph.inputs[0], None)
-    for name in moved_names(offload_of(policy), tuple(kept), torch.device(device)):
-        del kept[name]
-    return kept
-
-
 def _predicted(run: BlockRun) -> Mapping[str, int]:
     """Return the bytes that the block's graph predicts it keeps, by name."""
     call, execution = run.call, run.execution
@@ -254,23 +199,13 @@ def _saving_module() -> str:
     return str(frame.f_globals["__name__"])
 
 
-def _unpack(held: _Held) -> Tensor:
-    return held.tensor
-
-
 def _storages(t: Tensor) -> dict[StorageWeakRef, int]:
-    """Return the storages of `t` with their bytes; sparse tensors and subclasses have several."""
+    """Return the storages of `t` with their bytes; subclasses may have several."""
     if is_traceable_wrapper_subclass(t):
         inner, _ = t.__tensor_flatten__()
         held = [getattr(t, name) for name in inner]
         parts = [part for part in held if isinstance(part, Tensor)]  # a DTensor also holds a mesh
-    elif t.layout is torch.sparse_coo:
-        parts = [t._indices(), t._values()]
-    elif t.layout in (torch.sparse_csr, torch.sparse_bsr):
-        parts = [t.crow_indices(), t.col_indices(), t.values()]
-    elif t.layout in (torch.sparse_csc, torch.sparse_bsc):
-        parts = [t.ccol_indices(), t.row_indices(), t.values()]
-    elif t.layout is not torch.strided:  # mkldnn tensors are opaque
+    elif t.layout is not torch.strided:  # sparse, or opaque as mkldnn's
         return {}
     else:
         storage = t.untyped_storage()

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
-from fused_remat.execution.observe import OBSERVERS, BlockRun
+from fused_remat.execution.observe import BlockRun
 from fused_remat.layers import FusedLayer
 from fused_remat.layers.record import Ran, Record, noted_apart, record_of
 from fused_remat.report.allocations import AllocationTrace, Span
@@ -30,35 +30,36 @@ _MOST_RUNS = 3  # until layers are traced
 _FORWARD, _BACKWARD = "forward", "backward"
 _OUTSIDE = (-1, 0)  # the position of what runs outside all layers
 
-#: Called with the index of the running layer, -1 outside the layers, and the run of its block.
-OnBlock = Callable[[int, BlockRun], None]
-
 
 @dataclass(frozen=True)
 class Step:
-    """What was observed. Layers are indices into those that were watched, -1 outside them.
-
-    Attributes:
-        saved, predicted: as in `SavedBytes`.
-        calls: how often each layer was called.
-        ran: what each layer's last training call ran as, None without any, and why it was not a
-            block's.
-        peaks: by pass ("forward" or "backward") and layer, the most bytes above what was allocated
-            when one of the layer's calls began.
-        peak: the most bytes in the step, above what was allocated before it.
-        spans: the step in consecutive spans. The first label is None; the others are (pass, layer,
-            number of the layer's call).
-        ready: for each span, bytes of parameters whose gradients existed at its end.
-    """
+    """What was observed. Layers are indices into those that were watched, -1 outside them."""
 
     saved: list[Saved]
-    predicted: dict[int, dict[str, int]]
-    calls: list[int]
+    predicted: dict[int, dict[str, int]]  # as in `SavedBytes`
+    calls: list[int]  # how often each layer was called
+    # What each layer's last training call ran as, None without any, and why it was not a block's.
     ran: list[tuple[Ran | None, str]]
-    peaks: dict[tuple[str, int], int]
-    peak: int
+    # Consecutive; the first label is None, the others are (pass, layer, number of its call).
     spans: list[Span]
-    ready: list[int]
+    ready: list[int]  # for each span, bytes of parameters whose gradients existed at its end
+
+    @property
+    def peak(self) -> int:
+        """Most bytes in the step, above what was allocated before it."""
+        return max(span.peak for span in self.spans)
+
+    @functools.cached_property
+    def peaks(self) -> dict[tuple[str, int], int]:
+        """By pass and layer, the most bytes above those when one of the layer's calls began."""
+        peaks: dict[tuple[str, int], int] = {}
+        position, base = None, 0
+        for span in self.spans:
+            if span.label != position:
+                position, base = span.label, span.start
+            which, layer = position[:2] if position is not None else (_FORWARD, -1)
+            peaks[which, layer] = max(peaks.get((which, layer), 0), span.peak - base)
+        return peaks
 
 
 def run_step(
@@ -68,7 +69,7 @@ def run_step(
     kwargs: dict[str, Any],
     loss: Callable[[Any], Tensor] | None = None,
     accumulates: bool = False,
-    on_block: OnBlock | None = None,
+    on_block: Callable[[int, BlockRun], None] | None = None,
 ) -> Step:
     """Run `model(*args, **kwargs)` and backward from the sum of its output, watching `layers`.
 
@@ -76,16 +77,20 @@ def run_step(
         loss: function of the model's output that replaces the sum.
         accumulates: whether gradients of an earlier step exist and are added to. If not, there are
             no gradients at the start.
-        on_block: called for every fused block that keeps something for backward.
+        on_block: as in `SavedBytes`.
     """
     with torch.inference_mode(False), torch.enable_grad(), contextlib.ExitStack() as stack:
         if any(t.grad_fn is not None for t in tensors_in([args, kwargs])):
-            args, kwargs = tree_map(_detached, (args, kwargs))
+            args, kwargs = tree_map_only(  # intermediate results become leaves: backward ends there
+                Tensor,
+                lambda t: t if t.grad_fn is None else t.detach().requires_grad_(),
+                (args, kwargs),
+            )
         inputs = list(tensors_in([args, kwargs]))
         targets = [t for t in (*model.parameters(), *inputs) if t.requires_grad]
         device = device_of(model, inputs)
         trace_layers(model, args, kwargs)
-        record = SavedBytes([*model.parameters(), *model.buffers()], inputs)
+        record = SavedBytes([*model.parameters(), *model.buffers()], inputs, on_block)
         stack.enter_context(restored(model, inputs, device))
         if accumulates:
             for t in targets:
@@ -94,14 +99,6 @@ def run_step(
                     t.main_grad = torch.zeros_like(t.main_grad)  # type: ignore[attr-defined]
         trace = stack.enter_context(AllocationTrace(device))
         watch = stack.enter_context(_Watch(layers, record, trace))
-        if on_block is not None:
-            tell = on_block
-
-            def observe(run: BlockRun) -> None:
-                tell(record.layer, run)
-
-            OBSERVERS.append(observe)
-            stack.callback(OBSERVERS.remove, observe)
         with record:
             output = model(*args, **kwargs)
             sums = losses_of(output, loss)
@@ -118,9 +115,7 @@ def run_step(
             del grads
         notes = [record_of(m) if isinstance(m, FusedLayer) else Record() for m in layers]
         ran = [(note.last, note.reason) for note in notes]
-    peak, peaks = max(span.peak for span in trace.spans), _peaks(trace.spans)
-    predicted, ready = record.predicted, watch.ready()
-    return Step(saved, predicted, watch.calls, ran, peaks, peak, trace.spans, ready)
+    return Step(saved, record.predicted, watch.calls, ran, trace.spans, watch.ready())
 
 
 def trace_layers(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -137,25 +132,6 @@ def trace_layers(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
             model(*args, **kwargs)
         if [layer.last_trace for layer in layers] == before:
             break
-
-
-def _detached(value: Any) -> Any:
-    """Return an intermediate result becomes a leaf, so that backward ends there."""
-    if isinstance(value, Tensor) and value.grad_fn is not None:
-        return value.detach().requires_grad_()
-    return value
-
-
-def _peaks(spans: list[Span]) -> dict[tuple[str, int], int]:
-    """`Step.peaks`, from the spans."""
-    peaks: dict[tuple[str, int], int] = {}
-    position, base = None, 0
-    for span in spans:
-        if span.label != position:
-            position, base = span.label, span.start
-        which, layer = position[:2] if position is not None else (_FORWARD, -1)
-        peaks[which, layer] = max(peaks.get((which, layer), 0), span.peak - base)
-    return peaks
 
 
 def losses_of(output: Any, loss: Callable[[Any], Tensor] | None) -> list[Tensor]:

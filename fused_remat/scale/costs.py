@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,11 +24,6 @@ class Figure:
     def __str__(self) -> str:
         kind = "measured" if self.measured else "assumed, not measured"
         return f"{kind}: {self.source}"
-
-
-def _as_products(products: Figure) -> Figure:
-    """Return the rate of products, assumed for something that was not measured."""
-    return Figure(products.value, f"that of products ({products.source})")
 
 
 @dataclass(frozen=True)
@@ -62,15 +56,6 @@ class Costs:
     overhead: Figure
     node: int
     memory: Figure
-
-    def with_figures(self, given: Mapping[str, Figure]) -> Costs:
-        """Return these costs with other figures; a rate of products is also that of attention."""
-        known = dict(given)
-        if "products" in known:
-            for name in ("attention_forward", "attention_backward"):
-                known.setdefault(name, _as_products(known["products"]))
-        changes: dict[str, Any] = known
-        return dataclasses.replace(self, **changes)
 
     @property
     def figures(self) -> dict[str, Figure]:
@@ -151,5 +136,8 @@ def of_file(path: Path, base: Costs) -> Costs:
             if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
                 raise ValueError(f"{path}: {key} must be a positive number, got {value!r}")
             given[name] = Figure(value * unit, source, data.get("measured") is True)
-    name = str(data.get("name", path.stem))
-    return dataclasses.replace(base, name=name).with_figures(given)
+    if products := given.get("products"):  # also the rate of attention, if that is not given
+        assumed = Figure(products.value, f"that of products ({products.source})")
+        given = dict.fromkeys(("attention_forward", "attention_backward"), assumed) | given
+    changes: dict[str, Any] = {"name": str(data.get("name", path.stem)), **given}
+    return dataclasses.replace(base, **changes)

@@ -28,26 +28,16 @@ _UPDATE = {"adamw": 7, "sgd": 3, "none": 0}
 
 @dataclass(frozen=True)
 class Row:
-    """Memory and time of one device with a policy.
+    """Memory and time of one device with a policy."""
 
-    Attributes:
-        policy: the policy's name, or the planner's choice.
-        kept: bytes that all layers keep.
-        hosted: the part of them that waits in the host's memory.
-        memory: parts of the memory at the step's peak, in bytes; their sum is the peak.
-        seconds: parts of the step's time; their sum is the step's time.
-        collectives: tensor-parallel collectives of a layer: in forward, in backward, and those of
-            backward that rebuild.
-        rebuilt: FLOPs of rebuilding, relative to those of a step without it.
-    """
-
-    policy: str
-    kept: int
-    hosted: int
-    memory: Mapping[str, int]
-    seconds: Mapping[str, float]
+    policy: str  # the policy's name, or the planner's choice
+    kept: int  # bytes that all layers keep
+    hosted: int  # the part of them that waits in the host's memory
+    memory: Mapping[str, int]  # parts of the step's peak in bytes
+    seconds: Mapping[str, float]  # parts of the step's time
+    # Tensor-parallel collectives of a layer: in forward, in backward, and those that rebuild.
     collectives: tuple[float, float, float]
-    rebuilt: float
+    rebuilt: float  # FLOPs of rebuilding, relative to those of a step without it
 
     @property
     def peak(self) -> int:
@@ -81,6 +71,8 @@ class Estimate:
         rows: the baselines, the requested presets and the planner's choice by name; the planner's
             is missing if nothing fits.
         flops: FLOPs of the model in a step of all devices, without rebuilding.
+        batches: the largest batch that fits with every baseline and preset; 0 if none does.
+        longest: the preset with the largest batch, and the longest sequence that fits with it.
     """
 
     setup: Setup
@@ -88,6 +80,8 @@ class Estimate:
     memory: int
     rows: Mapping[str, Row]
     flops: float
+    batches: Mapping[str, int]
+    longest: tuple[str, int]
 
     def fits(self, name: str) -> bool:
         return self.rows[name].peak <= self.memory
@@ -128,10 +122,13 @@ def estimate(
         name: row_of(setup, costs, [way], Choice((0,) * setup.model.layers))
         for name, way in ways.items()
     }
+    batches = {name: largest_batch(setup, costs, memory, name) for name in rows}
+    best = max(policies, key=lambda name: (batches[name], -rows[name].step))
+    longest = best, largest_seq(setup, costs, memory, best)
     chosen = planned(setup, costs, memory)
     if chosen is not None:
         rows[PLANNER] = row_of(setup, costs, *chosen)
-    return Estimate(setup, costs, memory, rows, model_flops(setup, costs))
+    return Estimate(setup, costs, memory, rows, model_flops(setup, costs), batches, longest)
 
 
 def _check_names(setup: Setup, policies: Sequence[str]) -> None:
@@ -157,7 +154,7 @@ def way_of(setup: Setup, costs: Costs, name: str) -> Way:
         return made
     stream = sizes_of(setup.example)["input"]
     eager = setup.batch * kept_by_eager(setup.model, layout, setup.seq, setup.dtype)
-    backward = passes(setup.example, kept_names("none", graph)).backward
+    backward = passes(setup.example, kept_names("none", graph))[1]
     again = eager - stream if name == "checkpoint" else 0
     option = dataclasses.replace(
         made.option, kept=stream if name == "checkpoint" else eager, forward=eager + stream,
@@ -173,13 +170,14 @@ def way(setup: Setup, costs: Costs, save: Iterable[str], label: str) -> Way:
     """Return the way that keeps `save`, with `setup.offload` of it in the host's memory."""
     example, names = setup.example, frozenset(save)
     kept = kept_by_name(example, names)
-    found, most = tuple(works(example, names, costs, setup.layout)), passes(example, names)
+    found = tuple(works(example, names, costs, setup.layout))
+    in_forward, in_backward = passes(example, names)
     away = kept.keys() & setup.offload
     hosted = sum(kept[name] for name in away)
     backward = sum(w.seconds for w in found if w.which == "backward")
     option = Option(
-        tuple(sorted(names)), sum(kept.values()) - hosted, most.forward + hosted,
-        most.backward + 2 * hosted, backward,
+        tuple(sorted(names)), sum(kept.values()) - hosted, in_forward + hosted,
+        in_backward + 2 * hosted, backward,
     )  # fmt: skip
     return Way(label, option, hosted, found)
 
@@ -265,7 +263,10 @@ def step_seconds(setup: Setup, costs: Costs, chosen: list[tuple[Way, int]]) -> d
             hosted += n * max(0.0, way.hosted / costs.host.value - max(computes, comm))
     parts |= {"FSDP, seen": seen, "host, seen": hosted}
     parts["embedding and loss"] = _ends(setup, costs)
-    parts["optimizer"] = _update(setup, costs)
+    layout, p = setup.layout, setup.parameters
+    count = setup.model.layers * sharded(p.layer, layout) + sharded(p.root, layout)
+    nbytes = _UPDATE[setup.optimizer] * count * setup.param_dtype.itemsize
+    parts["optimizer"] = nbytes / costs.bandwidth.value
     return {name: seconds for name, seconds in parts.items() if seconds}
 
 
@@ -297,14 +298,6 @@ def _ends(setup: Setup, costs: Costs) -> float:
     return seconds
 
 
-def _update(setup: Setup, costs: Costs) -> float:
-    """Return the seconds of the optimizer's step."""
-    p = setup.parameters
-    count = setup.model.layers * sharded(p.layer, setup.layout) + sharded(p.root, setup.layout)
-    nbytes = _UPDATE[setup.optimizer] * count * setup.param_dtype.itemsize
-    return nbytes / costs.bandwidth.value
-
-
 def model_flops(setup: Setup, costs: Costs) -> float:
     """Return the FLOPs of a step of all devices; backward has double those of forward."""
     forward = sum(
@@ -321,7 +314,7 @@ def peak_of(setup: Setup, costs: Costs, policy: str) -> int:
     return chains.peak(chain_of(setup, [option]), Choice((0,) * setup.model.layers))
 
 
-def largest(fits: Callable[[int], bool], most: int = 1 << 20) -> int:
+def largest(fits: Callable[[int], bool], most: int) -> int:
     """Return the largest n up to `most` that fits, if all smaller ones do; 0 if 1 does not."""
     low, high = 0, 1
     while high <= most and fits(high):
@@ -335,15 +328,19 @@ def largest(fits: Callable[[int], bool], most: int = 1 << 20) -> int:
 
 def largest_batch(setup: Setup, costs: Costs, memory: int, policy: str) -> int:
     """Return the most sequences of `setup.seq` tokens per rank that fit; 0 if none do."""
-    return largest(
-        lambda n: peak_of(dataclasses.replace(setup, batch=n), costs, policy) <= memory, 1 << 12
-    )
+
+    def fits(n: int) -> bool:
+        return peak_of(dataclasses.replace(setup, batch=n), costs, policy) <= memory
+
+    return largest(fits, 1 << 12)
 
 
-def largest_seq(setup: Setup, costs: Costs, memory: int, policy: str, multiple: int = 1024) -> int:
+def largest_seq(setup: Setup, costs: Costs, memory: int, policy: str) -> int:
     """Return the most tokens per sequence that fit at `setup.batch`, in multiples; 0 if none do."""
-    found = largest(
-        lambda n: peak_of(dataclasses.replace(setup, seq=n * multiple), costs, policy) <= memory,
-        1 << 12,
-    )
-    return found * multiple
+    stream = setup.layout.stream
+    multiple = stream if 1024 % stream else 1024
+
+    def fits(n: int) -> bool:
+        return peak_of(dataclasses.replace(setup, seq=n * multiple), costs, policy) <= memory
+
+    return largest(fits, 1 << 12) * multiple

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,12 +13,11 @@ from fused_remat.execution.prepare import BlockConfig
 from fused_remat.graph.build import block_graph, linear_cross_entropy_graph
 from fused_remat.graph.graph import Graph
 from fused_remat.graph.schedule import schedule
-from fused_remat.layers.causal import read_call
+from fused_remat.layers.causal import CausalLayer, read_call
 from fused_remat.layers.eligibility import Reason
-from fused_remat.layers.plain_causal import CausalLayer
 from fused_remat.planner.calibration import Example, steps_of
 from fused_remat.report.saved import SavedBytes
-from fused_remat.scale.layout import Layout, layer_module, parameters_of, tables_of
+from fused_remat.scale.layout import Layout, on_meta, parameters_of
 from fused_remat.scale.shapes import Model
 from fused_remat.spec import ParallelSpec
 from fused_remat.steps.cross_entropy import LinearCrossEntropy
@@ -44,8 +42,9 @@ def example_of(model: Model, layout: Layout, batch: int, seq: int, dtype: torch.
     ((1, 1024, 8192), (1024, 8192))
     """
     whole = torch.empty(batch, seq, model.d_model, device="meta", dtype=dtype)
-    tables = tables_of(model, seq, dtype)
-    call = read_call(layer_module(model, seq, dtype), whole, *tables)
+    one: Any = on_meta(model, seq, dtype)
+    rope: Any = None if one.cos is None else (one.cos, one.sin)
+    call = read_call(one.layers[0], whole, rope)
     if isinstance(call, Reason):
         raise ValueError(f"a layer of {model.name} does not take the fused path: {call.text}")
     assert call.spec is not None
@@ -58,9 +57,8 @@ def example_of(model: Model, layout: Layout, batch: int, seq: int, dtype: torch.
         tensors |= _shards(model, layout, seq, dtype)
     graph = block_graph(spec)
     given = tuple(tensors.get(name) for name in graph.tensors)
-    named = zip(graph.tensors, given, strict=True)
-    given_too = ("cos", "sin")
-    needs_grad = frozenset(name for name, t in named if t is not None and name not in given_too)
+    present = {name for name, t in zip(graph.tensors, given, strict=True) if t is not None}
+    needs_grad = frozenset(present - {"cos", "sin"})
     return Example(BlockConfig(graph, frozenset(), needs_grad, "eager"), given, {})
 
 
@@ -92,29 +90,19 @@ def sizes_of(example: Example, save: Iterable[str] = ()) -> dict[str, int]:
     }
 
 
-@dataclass(frozen=True)
-class Passes:
-    """Most bytes of a layer's activations and their gradients during each pass.
+def passes(example: Example, save: Iterable[str]) -> tuple[int, int]:
+    """Return the most bytes of a rank's layer that keeps `save` in forward and in backward.
 
-    Attributes:
-        forward: includes what is kept and the output.
-        backward: includes the gradient of the output.
+    They are upper bounds for its activations and their gradients, all tokens at once. Forward
+    includes what is kept and the output, backward the gradient of the output.
     """
-
-    forward: int
-    backward: int
-
-
-def passes(example: Example, save: Iterable[str]) -> Passes:
-    """Return an upper bound for a rank's layer that keeps `save`: all tokens at once."""
     call = example.keeping(save)
     plan = schedule(call.graph, call.save, call.needs_grad, tiled=False)
     nbytes = sizes_of(example, call.save)
-    most = {}
+    most = []
     for which in ("forward", "backward"):
-        values: set[str] = set()
-        grads = {"output"} if which == "backward" else set()
-        most[which] = 0
+        values, grads = set[str](), {"output"} if which == "backward" else set()
+        peak = 0
         for step in steps_of(plan, which):
             node = step.node
             assert node is not None
@@ -122,11 +110,11 @@ def passes(example: Example, save: Iterable[str]) -> Passes:
                 values.update(node.makes)
             else:
                 grads.update(step.needs_grad.intersection(node.inputs))
-            now = sum(nbytes[n] for n in values) + sum(nbytes[n] for n in grads)
-            most[which] = max(most[which], now)
+            peak = max(peak, sum(nbytes[n] for of in (values, grads) for n in of))
             grads.discard(node.name if step.kind == "backward" else "")
             values.difference_update(step.free)
-    return Passes(most["forward"], most["backward"])
+        most.append(peak)
+    return most[0], most[1]
 
 
 @functools.lru_cache(maxsize=256)
@@ -164,9 +152,9 @@ def kept_by_eager(model: Model, layout: Layout, seq: int, dtype: torch.dtype) ->
             parts.proj, parts.down = _With(parts.proj, mine), _With(parts.down, mine)
         x = torch.empty(1, mine, model.d_model, dtype=dtype, requires_grad=True)
         half = model.head_dim // 2
-        tables = [torch.empty(seq, half) for _ in range(2)] if model.rope else []
-        with SavedBytes(exclude=[*layer.parameters(), *tables]) as saved:
-            layer(x, *tables)
+        rope = (torch.empty(seq, half), torch.empty(seq, half)) if model.rope else None
+        with SavedBytes(exclude=[*layer.parameters(), *(rope or ())]) as saved:
+            layer(x, rope)
         return saved.total
 
 

@@ -13,10 +13,8 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from fused_remat.scale import models
 from fused_remat.scale.shapes import Model
@@ -107,17 +105,11 @@ def rows_of(count: int, ranks: int, rank: int) -> int:
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter, and how it is divided.
+    """A parameter, and how it is divided."""
 
-    Attributes:
-        name: its name in the layer ("q.weight"), or in the model.
-        shape: the undivided shape.
-        split: the dimension that tensor-parallel ranks divide; None if each has all of it.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    split: int | None
+    name: str  # in the layer ("q.weight"), or in the model
+    shape: tuple[int, ...]  # undivided
+    split: int | None  # the dimension that tensor-parallel ranks divide; None if each has all of it
 
     def gathered(self, layout: Layout) -> tuple[int, ...]:
         """Return the shape that a tensor-parallel rank computes with, gathered over data ranks."""
@@ -212,14 +204,3 @@ def divides_head(parameters: Parameters, layout: Layout) -> bool:
                 f"{p.shape[0]} evenly; pad it"
             )
     return bool(split) and layout.mesh.tensor > 1
-
-
-def layer_module(model: Model, seq: int, dtype: torch.dtype) -> nn.Module:
-    """Return the layer of `on_meta`."""
-    return on_meta(model, seq, dtype).layers[0]
-
-
-def tables_of(model: Model, seq: int, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
-    """Return the rotary tables (cos, sin) of `on_meta`, or (None, None)."""
-    made: Any = on_meta(model, seq, dtype)
-    return made.cos, made.sin

@@ -30,9 +30,9 @@ from fused_remat.scale.layout import (
     Parameters,
     divides_head,
     gathered,
+    on_meta,
     parameters_of,
     sharded,
-    tables_of,
 )
 from fused_remat.scale.shapes import Model
 
@@ -153,8 +153,8 @@ def loss_bytes(setup: Setup) -> tuple[int, int]:
 def resting(setup: Setup) -> dict[str, int]:
     """Return the bytes allocated during the entire step, by what they hold."""
     p = setup.parameters
-    made = tables_of(setup.model, setup.seq, setup.dtype)
-    tables = sum(t.nbytes for t in made if t is not None)
+    one = on_meta(setup.model, setup.seq, setup.dtype)
+    tables = sum(t.nbytes for t in (one.cos, one.sin) if isinstance(t, torch.Tensor))
     parts = {
         "weights": weight_bytes(setup),
         "optimizer states": state_bytes(setup),
@@ -169,15 +169,11 @@ def resting(setup: Setup) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Stretch:
-    """A moment of the step, with the bytes of its parts other than resting and kept ones.
-
-    Attributes:
-        own: name of the transients of the running layer, which depend on its option; "" outside.
-    """
+    """A moment of the step, with the bytes of its parts other than resting and kept ones."""
 
     moment: Moment
     parts: dict[str, int]
-    own: str = ""
+    own: str = ""  # the transients of the running layer, which depend on its option; "" outside
 
 
 def stretches(setup: Setup, base: Option) -> Iterator[Stretch]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fused_remat import ops
 from fused_remat.layers import FusedRematCausalLayer, FusedRematLayer
-from fused_remat.layers.plain_causal import CausalLayer
+from fused_remat.layers.causal import CausalLayer
 from fused_remat.scale.shapes import Model
 
 #: Vision models: numbers per patch (16 × 16 pixels of 3 colors), and classes.
@@ -58,12 +58,8 @@ class LanguageModel(nn.Module):
         return ops.linear_cross_entropy(h, self.head.weight, targets)
 
     def _call(self, layer: nn.Module, h: Tensor) -> Tensor:
-        if not self.causal or self.cos is None:
-            out: Tensor = layer(h)
-        elif self.stock:
-            out = layer(h, self.cos, self.sin)
-        else:
-            out = layer(h, (self.cos, self.sin))
+        rotates = self.causal and self.cos is not None
+        out: Tensor = layer(h, (self.cos, self.sin)) if rotates else layer(h)
         return out
 
 

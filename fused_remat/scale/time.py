@@ -22,36 +22,15 @@ KINDS = ("products", "attention", "pointwise", "tensor parallel")
 
 @dataclass(frozen=True)
 class Work:
-    """One step of a layer on one device.
+    """One step of a layer on one device."""
 
-    Attributes:
-        which, step: the pass, and the step's name in `explain` ("compute qkv").
-        kind: one of `KINDS`.
-        rebuilt: whether backward repeats a computation of forward.
-        flops: FLOPs of products.
-        sent: bytes that the device sends within its tensor-parallel group.
-        collective: "all-gather", "reduce-scatter", "all-reduce", or "".
-        seconds: estimated time.
-    """
-
-    which: str
-    step: str
-    kind: str
-    rebuilt: bool
-    flops: float
-    sent: float
-    collective: str
-    seconds: float
-
-
-def sent_by(collective: str, nbytes: int, ranks: int) -> float:
-    """Return the bytes that a device sends in a ring, for a matrix of `nbytes` when gathered.
-
-    >>> sent_by("all-gather", 800, 8), sent_by("all-reduce", 800, 8), sent_by("", 800, 8)
-    (700.0, 1400.0, 0.0)
-    """
-    times = {"": 0, "all-reduce": 2}.get(collective, 1)
-    return times * nbytes * (ranks - 1) / ranks
+    which: str  # the pass
+    kind: str  # one of `KINDS`
+    rebuilt: bool  # whether backward repeats a computation of forward
+    flops: float  # of products
+    sent: float  # bytes that the device sends within its tensor-parallel group
+    collective: str  # "all-gather", "reduce-scatter", "all-reduce", or ""
+    seconds: float  # estimated
 
 
 def link_of(costs: Costs, layout: Layout, group: str) -> float:
@@ -72,16 +51,17 @@ def link_of(costs: Costs, layout: Layout, group: str) -> float:
 
 
 def works(example: Example, save: Iterable[str], costs: Costs, layout: Layout) -> Iterator[Work]:
-    """All steps of both passes of a rank's layer that keeps `save`."""
+    """Yield all steps of both passes of a rank's layer that keeps `save`."""
     bytes_of = sizes_of(example, save)
-    link = link_of(costs, layout, "tensor")
+    link, ranks = link_of(costs, layout, "tensor"), layout.mesh.tensor
     for which, step, flops, moved in work_of(example, save):
         node, backward = step.node, step.kind == "backward"
         collective, sent = "", 0.0
         if isinstance(node, CollectiveStep):
             collective = node.communication[backward]
-            matrix = max(bytes_of[node.name], bytes_of[node.x])
-            sent = sent_by(collective, matrix, layout.mesh.tensor)
+            # In a ring, for a matrix of so many bytes when gathered.
+            times, matrix = {"": 0, "all-reduce": 2}, max(bytes_of[node.name], bytes_of[node.x])
+            sent = times.get(collective, 1) * matrix * (ranks - 1) / ranks
             kind, seconds = KINDS[3], sent / link
         else:
             kind, rate = "products" if flops else "pointwise", costs.products
@@ -91,13 +71,16 @@ def works(example: Example, save: Iterable[str], costs: Costs, layout: Layout) -
             seconds = max(flops / rate.value, moved / costs.bandwidth.value)
         rebuilt = which == "backward" and not backward
         seconds += costs.overhead.value if collective or kind != KINDS[3] else 0.0
-        yield Work(which, str(step), kind, rebuilt, flops, sent, collective, seconds)
+        yield Work(which, kind, rebuilt, flops, sent, collective, seconds)
 
 
 def pricer(costs: Costs, layout: Layout) -> Callable[[Example, Iterable[str]], Seconds]:
-    """Return the costs that the planner takes: the seconds of `works` by pass and step."""
+    """Return the costs that the planner takes: the seconds of `works` by pass."""
 
     def seconds(example: Example, save: Iterable[str]) -> Seconds:
-        return {(w.which, w.step): w.seconds for w in works(example, save, costs, layout)}
+        totals = dict.fromkeys(Seconds._fields, 0.0)
+        for w in works(example, save, costs, layout):
+            totals[w.which] += w.seconds
+        return Seconds(**totals)
 
     return seconds

@@ -27,17 +27,14 @@ _UNSEEN = -1e4
 
 
 class Scores(NamedTuple):
-    """The computation of the scores before softmax from the product of queries and keys.
-
-    Attributes:
-        mask: the value that is added, or None.
-    """
+    """The computation of the scores before softmax from the product of queries and keys."""
 
     scale: float | None = None
     softcap: float = 0.0
     causal: bool = False
-    mask: Ref | None = None
+    mask: Ref | None = None  # the value that is added
     dropout: float = 0.0
+    fill: float | None = None  # with which the mask replaces scores (`TracedBlock.fills`)
 
 
 def from_call(t: Builder, number: int, op: Op) -> Build | None:
@@ -61,7 +58,7 @@ def from_softmax(t: Builder, number: int, op: Op) -> Build | None:
         if producer is None or producer.path is not None:
             return None
         read = [i for i in producer.reads if i in t.recording.live]
-        if not is_after and len(read) == 2 and producer.kind in {*MATMUL, "baddbmm"}:
+        if not is_after and len(read) == 2 and producer.kind in MATMUL:
             break
         if len(read) != 1:
             return None
@@ -76,7 +73,6 @@ def from_softmax(t: Builder, number: int, op: Op) -> Build | None:
         elif producer.name not in _SAME:
             return None
         n = read[0]
-    chain += [producer] if producer.name == "baddbmm" else []
     scores = _scores(t, producer, chain[::-1])
     if scores is None:
         return None
@@ -103,6 +99,8 @@ def _attention(
         return None
 
     def build() -> str:
+        if mask is not None and scores.fill is not None:
+            t.fills[mask.index] = scores.fill
         q, k, v = (t.build(n) for n in heads)
         k, v, shared = without_repeats(t, k, v, kv_heads)
         spec = AttentionSpec(
@@ -133,12 +131,8 @@ def _attention(
 
 
 def _scores(t: Builder, product: Op, chain: list[Op]) -> Scores | None:
-    """Return what a chain of operations does to scores, or None if that is no entry of `Scores`.
-
-    The chain may begin with the product itself (baddbmm).
-    """
-    recording, first = t.recording, product.outs[0]
-    assert first is not None
+    """Return what a chain of operations does to scores, or None if that is no entry of `Scores`."""
+    recording, (first,) = t.recording, product.writes
     if not all(op.kind in _ON_SCORES and op.path is None for op in chain):
         return None
     added = [n for op in chain for n in op.reads if n not in recording.live]
@@ -151,78 +145,57 @@ def _scores(t: Builder, product: Op, chain: list[Op]) -> Scores | None:
     caps = [i for i, op in enumerate(chain) if op.name == "tanh"]
 
     def slope(ops: list[Op], start: int, step: float = 1e-2) -> float:
-        zero = _after(t, product, base, ops, start).detach().double()
-        steps = _after(t, product, base + step, ops, start).detach().double() - zero
+        zero = _after(t, base, ops, start).detach().double()
+        steps = _after(t, base + step, ops, start).detach().double() - zero
         exact = zero.abs().nan_to_num(math.inf).argmin()  # a mask of -1e9 leaves few digits
         return float(steps.flatten()[exact]) / step
 
     try:
         if len(caps) == 1:
-            end = chain[caps[0]].outs[0]
-            assert end is not None
+            (end,) = chain[caps[0]].writes
             softcap = slope([op for op in chain[caps[0] + 1 :] if op.name in _SCALES][:1], end)
             scale = slope(chain[: caps[0]], first) * softcap
         elif not caps:
             softcap, scale = 0.0, slope(chain, first, 1.0)
         else:
             return None
-        constant = _after(t, product, base, chain, first)
+        constant = _after(t, base, chain, first)
     except RuntimeError:
         return None
     if not chain or not bool((constant != 0).any()):
         return Scores(scale, softcap)
-    mask = _added(t, chain, constant) or _mask(t, product, chain, first, constant)
+    mask = _added(t, chain, constant) or _mask(t, chain, first, constant)
     is_argument = not arguments.isdisjoint(t.roots(mask.index))
-    fills = any(op.kind in ("masked_fill", "where") for op in chain)
-    if fills and is_argument and bool(constant.isfinite().all()):
-        t.fills[mask.index] = float(constant.min())
     if not is_argument and _is_causal(constant):
         return Scores(scale, softcap, causal=True)
-    return Scores(scale, softcap, mask=mask)
+    fills = is_argument and any(op.kind in ("masked_fill", "where") for op in chain)
+    fill = float(constant.min()) if fills and bool(constant.isfinite().all()) else None
+    return Scores(scale, softcap, mask=mask, fill=fill)
 
 
 def _is_causal(mask: Tensor) -> bool:
     """Return whether values that are added to scores hide all later keys, and do no more."""
     queries, keys = mask.shape[-2:]
-    if queries != keys:
-        return False
     later = torch.ones(queries, keys, dtype=torch.bool, device=mask.device).triu(1)
     unseen = mask <= _UNSEEN
     others = mask.masked_fill(unseen, 0.0)
-    return torch.equal(unseen, later.expand_as(unseen)) and not bool(others.any())
+    same = queries == keys and torch.equal(unseen, later.expand_as(unseen))
+    return same and not bool(others.any())
 
 
-def _after(t: Builder, product: Op, value: Tensor, ops: list[Op], start: int) -> Tensor:
-    """Return what a chain of operations computes from scores `value`."""
-    values: dict[int, Any] = _Values(t.recording.values, t.recording.exact)
+def _after(t: Builder, value: Tensor, ops: list[Op], start: int) -> Tensor:
+    """Return what a chain of operations computes from scores `value`, of the number `start`."""
+    recording = t.recording
+    read = {n for op in ops for n in op.reads} - recording.live
+    recorded = {n: recording.values[n] for n in read}
+    values: dict[int, Any] = {
+        n: v.to(recording.exact) if v.is_floating_point() else v for n, v in recorded.items()
+    }
     values[start] = value
     for op in ops:
-        if op is product:
-            values[start] = _plus(value, values[op.args[0].index], **_weights(op))
-        else:
-            run_op(op, values, t.layer.get_submodule, t.recording.sizes, t.recording.exact)
-    out = ops[-1].outs[0] if ops else start
-    return values[out]  # type: ignore[index, no-any-return]
-
-
-class _Values(dict[int, Any]):
-    """Recorded values in another dtype, and other values under some numbers."""
-
-    def __init__(self, recorded: list[Tensor], dtype: torch.dtype) -> None:
-        super().__init__()
-        self.recorded, self.dtype = recorded, dtype
-
-    def __missing__(self, number: int) -> Tensor:
-        t = self.recorded[number]
-        return t.to(self.dtype) if t.is_floating_point() else t
-
-
-def _plus(scores: Tensor, bias: Tensor, beta: float = 1.0, alpha: float = 1.0) -> Tensor:
-    return alpha * scores + beta * bias
-
-
-def _weights(op: Op) -> dict[str, Any]:
-    return {name: op.kwargs.get(name, 1) for name in ("beta", "alpha")}
+        run_op(op, values, t.context)
+    result: Tensor = values[ops[-1].writes[0] if ops else start]
+    return result
 
 
 def _added(t: Builder, chain: list[Op], constant: Tensor) -> Ref | None:
@@ -237,7 +210,7 @@ def _added(t: Builder, chain: list[Op], constant: Tensor) -> Ref | None:
     return None
 
 
-def _mask(t: Builder, product: Op, chain: list[Op], first: int, constant: Tensor) -> Ref:
+def _mask(t: Builder, chain: list[Op], first: int, constant: Tensor) -> Ref:
     """Return what is added to the scores, as a new value: the chain on scores of zero."""
     recording, numbers = t.recording, dict[int, int]()
     device = recording.values[first].device
@@ -249,26 +222,20 @@ def _mask(t: Builder, product: Op, chain: list[Op], first: int, constant: Tensor
         return Ref(numbers.get(leaf.index, leaf.index)) if isinstance(leaf, Ref) else leaf
 
     shape, dtype = recording.shapes[first] or (), recording.dtypes[first]
-    if len(shape) == 4 and _is_shared(t, product, chain, first, constant):
+    if len(shape) == 4 and _is_shared(t, chain, first, constant):
         shape = (1, 1, *shape[2:])
     numbers[first] = t.new_value("zeros", zeros, shape, like=first, dtype=dtype)
-    last = first
     for op in chain:
-        if op is product:
-            args: Any = (Ref(numbers[first]), op.args[0])
-            numbers[first] = t.new_value("plus", _plus, args, like=first, **_weights(op))
-            continue
         args, kwargs = map_tree((op.args, op.kwargs), renumbered)
-        last = op.outs[0]  # type: ignore[assignment]
+        (last,) = op.writes
         numbers[last] = t.new_value(op.name, op.run, args, like=last, **kwargs)
     return Ref(numbers[last])
 
 
-def _is_shared(t: Builder, product: Op, chain: list[Op], first: int, constant: Tensor) -> bool:
+def _is_shared(t: Builder, chain: list[Op], first: int, constant: Tensor) -> bool:
     """Return whether scores of one sequence and head give the mask of all."""
     base = constant.new_zeros((1, 1, *constant.shape[-2:]))
     try:
-        mask = _after(t, product, base, chain, first)
-        return torch.equal(mask.expand_as(constant), constant)
+        return torch.equal(_after(t, base, chain, first).expand_as(constant), constant)
     except RuntimeError:
         return False

@@ -5,17 +5,17 @@ from __future__ import annotations
 import itertools
 import re
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from fused_remat.layers.eligibility import parameters_of
 from fused_remat.steps.node import Node
-from fused_remat.tracing.block import ReplayedSubmodule
-from fused_remat.tracing.program import Layout, Program, layout_of
+from fused_remat.tracing.program import Context, Layout, Program, ReplayedSubmodule, layout_of
+from fused_remat.tracing.samples import Arguments
 from fused_remat.tracing.values import STREAM, Op, Recording, Ref, Size, ops_for, refs
 
 #: A function that adds a step and returns its name.
@@ -29,16 +29,11 @@ CASTS = ("to", "float", "type_as", "type", "contiguous", "double")
 
 @dataclass(eq=False)
 class Builder:
-    """The values of one recording of `layer`, and the steps that they have become so far."""
+    """The values of one recording of a call of `layer`, and the steps that they became so far."""
 
     recording: Recording
     layer: nn.Module
-    x: int  # the residual stream's input
-    memory: int | None  # another activation that the layer reads
-    bounds: int | None  # of sequences of variable length; the recording has one sequence
-    tokens: int  # of a sequence in the recording
-    dtype: torch.dtype  # of the stream in the call
-    names: Sequence[str]  # of the arguments, by their leaves
+    call: Arguments
     drops: bool = True  # whether dropout acts
     mixes_dtypes: bool = True  # whether adapters compute in dtypes of their own; not in a proof
     nodes: dict[str, Node] = field(default_factory=dict)
@@ -55,12 +50,19 @@ class Builder:
     sites: int = SITE
 
     def __post_init__(self) -> None:
-        ops = self.recording.ops
+        ops, inputs, call = self.recording.ops, self.recording.inputs, self.call
         attentions = [op for op in ops if op.name == "scaled_dot_product_attention"]
         #: Values that attention reads or computes: their third dimension counts the tokens.
         self.heads = {n for op in attentions for n in (*refs(op.args[:3]), *op.outs)}
         self.uses = [n for op in ops for n in op.reads]
-        self.inputs = {"input": self.x} | ({} if self.memory is None else {"memory": self.memory})
+        indices = {"input": call.x, "memory": call.memory}
+        self.inputs: dict[str, Any] = {k: inputs[i] for k, i in indices.items() if i is not None}
+        #: Bounds of sequences of variable length; the recording has one sequence.
+        self.bounds = None if call.bounds is None else inputs[call.bounds]
+        self.tokens = self.recording.sizes.get("S", call.tokens)  # of a sequence
+        recording, device = self.recording, call.leaves[call.x].device
+        modules = self.layer.get_submodule
+        self.context = Context(modules, recording.sizes, recording.exact, device)
 
     @abstractmethod
     def step(self, number: int) -> Build | None:
@@ -91,7 +93,6 @@ class Builder:
         return isinstance(value, Ref) and value.index in self.recording.live
 
     def producer(self, number: int) -> Op | None:
-        """Return the operation that computes a value."""
         return self.recording.producers.get(number)
 
     def roots(self, number: int) -> set[int]:
@@ -109,37 +110,27 @@ class Builder:
         name: str,
         run: Callable[..., Tensor],
         args: Any,
+        like: int,
         result: Tensor | None = None,
-        like: int | None = None,
         **kwargs: Any,
     ) -> int:
-        """Add a value that an additional operation computes before the block.
-
-        Its shape is that of `result`, with the sizes of the first argument's, or that of the value
-        `like`.
-        """
+        """Add an operation before the block; its value is like another, or has `result`'s shape."""
         recording, number = self.recording, len(self.recording.values)
-        op = Op(name, run, tuple(args), kwargs, [number], "")
+        value, shape = recording.values[like], recording.shapes[like]
         if result is not None:
             sizes = {n.of(recording.sizes): n for n in args[1] if isinstance(n, Size)}
-            recording.values.append(result)
-            recording.shapes.append(tuple([sizes.get(n, n) for n in result.shape]))
-            recording.dtypes.append(recording.dtypes[args[0].index])
-        else:
-            assert like is not None
-            recording.values.append(recording.values[like])
-            recording.shapes.append(recording.shapes[like])
-            recording.dtypes.append(recording.dtypes[like])
-        recording.ops.append(op)
-        recording.producers[number] = op
+            value, shape = result, tuple([sizes.get(n, n) for n in result.shape])
+        recording.values.append(value)
+        recording.shapes.append(shape)
+        recording.dtypes.append(recording.dtypes[like])
+        recording.ops.append(Op(name, run, tuple(args), kwargs, [number], ""))
+        recording.producers[number] = recording.ops[-1]
         return number
 
     def param(self, number: int, transposed: bool = False) -> str:
         """Return the block's name of a value that is no activation."""
         own = self.recording.sources.get(number)
-        name = own or self.value_names.get(number) or self._name_of(number)
-        if own is None:
-            self.value_names[number] = name
+        name = own or self.value_names.setdefault(number, self._name_of(number))
         if transposed:
             name = f"{name}T" if own is None else f"{name}.T"
             self.transposed.add(name)
@@ -147,27 +138,28 @@ class Builder:
         return name
 
     def _name_of(self, number: int) -> str:
-        """Return a name for a value computed before the block.
-
-        It is that of the first argument, or else the first tensor of the layer, from which the
-        value is computed, without a dot, as names of weights have.
-        """
+        """Return a name: of an argument or tensor from which a value is computed, without dots."""
         recording, roots = self.recording, sorted(self.roots(number))
-        names = dict(zip(recording.inputs, self.names, strict=True))
+        names = dict(zip(recording.inputs, self.call.names, strict=True))
         arguments = [names[n] for n in roots if n in names and n not in recording.live]
         tensors = [recording.sources[n] for n in roots if n in recording.sources]
         name = re.sub(r"\W", "_", [*arguments, *tensors, "value"][0])
-        return _numbered(name, {*self.value_names.values(), *self.values, *self.nodes, *_RESERVED})
+        return self.unique(name, *self.values)
 
     # Steps.
 
-    def unique(self, name: str) -> str:
-        """Return `name`, with a number if another step has it."""
-        taken = {*self.nodes, *self.value_names.values(), *_RESERVED}
-        return _numbered(name or "step", taken)
+    def unique(self, name: str, *others: str) -> str:
+        """Return `name`, with a number if another step or value has it."""
+        taken = {*self.nodes, *self.value_names.values(), *_RESERVED, *others}
+        name = name or "step"
+        numbered = (f"{name}_{i}" for i in itertools.count(2))
+        return name if name not in taken else next(n for n in numbered if n not in taken)
+
+    def use_counts(self) -> Counter[str]:
+        """Return how many steps read each activation."""
+        return Counter(n for node in self.nodes.values() for n in (*node.inputs, *node.masks))
 
     def add(self, node: Node) -> str:
-        """Add a step and return its name."""
         self.nodes[node.name] = node
         return node.name
 
@@ -180,7 +172,6 @@ class Builder:
                 self.picks.pop(name, None)
 
     def site(self) -> int:
-        """Return a new dropout site."""
         self.sites += 1
         return self.sites
 
@@ -197,9 +188,3 @@ class Builder:
             number = op.args[0].index
             op = self.producer(number)
         return number
-
-
-def _numbered(name: str, taken: Collection[str]) -> str:
-    """Return `name`, with the first number that makes it unique if it is taken."""
-    numbered = (f"{name}_{i}" for i in itertools.count(2))
-    return name if name not in taken else next(n for n in numbered if n not in taken)

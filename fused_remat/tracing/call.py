@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,22 +13,23 @@ from torch import Tensor, nn
 
 from fused_remat.autograd import run_block
 from fused_remat.autograd.partial import not_differentiable
-from fused_remat.execution.prepare import chunks_of
 from fused_remat.graph.graph import Graph
 from fused_remat.layers.fallback import generator_states, set_generator_states
 from fused_remat.steps.replay import At
-from fused_remat.tracing.block import TracedBlock
-from fused_remat.tracing.isolation import replica
-from fused_remat.tracing.no_dropout import WithoutDropout
-from fused_remat.tracing.program import Modules, Program, leaf_value, run_op, unread_after
+from fused_remat.tracing.isolation import WithoutDropout, replica
+from fused_remat.tracing.program import (
+    Context,
+    Program,
+    TracedBlock,
+    leaf_value,
+    run_op,
+    unread_after,
+)
 from fused_remat.tracing.samples import Arguments
 from fused_remat.tracing.values import STREAM, Op, Size, Untraceable, leaves, map_tree
 
-#: Tokens of a chunk in proofs, at most a sequence, so that groups and tiles are proved too.
-_CHUNK = 12
 #: Values that are no activations and have at least as many elements are rebuilt in backward.
 _LARGE = 1 << 9
-
 #: The block's tensors and functions by name, and a function from its output to the layer's result.
 Bound = tuple[dict[str, Tensor | None], dict[str, Callable[..., Tensor]], Callable[[Tensor], Any]]
 
@@ -48,41 +49,38 @@ class Trace:
 
     @property
     def graph(self) -> Graph:
-        """The block's graph."""
         return self.block.graph
 
     def bind(
         self,
         layer: nn.Module,
-        named: Mapping[str, Tensor] | None,
+        named: Mapping[str, Tensor],
         arguments: Mapping[str, Any],
         random: bool = True,
     ) -> Bound:
-        """Return the block's tensors and functions for a call; `named` replace the layer's own.
-
-        Raises: Untraceable if the block would be wrong for these arguments.
-        """
+        """Return what the block reads in a call, or raise Untraceable if it would be wrong."""
         block, given = self.block, leaves(arguments)
         sizes, x = self.sizes(given), given[self.x]
         roots: dict[int, Any] = {}
         for number, name in block.sources.items():
-            own = (named or {}).get(name)
-            roots[number] = attribute(layer, name) if own is None else own
+            roots[number] = named[name] if name in named else attribute(layer, name)
         roots |= {n: t for n, t in zip(block.arguments, given, strict=True) if n is not None}
         for number, (shape, dtype) in block.stand_ins.items():
             size = [n.of(sizes) if isinstance(n, Size) else n for n in shape]
             like = x.dtype if dtype is STREAM else dtype
             roots[number] = torch.zeros((), dtype=like, device=x.device).expand(size)
         values, tensors = {**roots}, dict[str, Tensor | None]()
-        rebuild = functools.partial(Rebuild, values=roots, layer=layer, sizes=sizes, x=x)
+        context = Context(layer.get_submodule, sizes, x.dtype, x.device)
+        rebuild = functools.partial(Rebuild, values=roots, layer=layer, context=context)
         grads = torch.is_grad_enabled()
         live = [n for n, t in roots.items() if grads and isinstance(t, Tensor) and t.requires_grad]
         plan = block.plan(frozenset(live), _LARGE)
         if plan.outs:
-            attached = rebuild(plan.rebuilt, plan.outs).attached()
-            values.update(zip(plan.outs, attached, strict=True))
+            attached = rebuild(plan.rebuilt, plan.outs)
+            tensors_again = _Attached.apply(attached, *attached.roots.values())
+            values.update(zip(plan.outs, tensors_again, strict=True))
         for op, unread in zip(plan.rest, plan.unread, strict=True):
-            run_op(op, values, layer.get_submodule, sizes, x.dtype)
+            run_op(op, values, context)
             for number in unread:
                 del values[number]
         self._check_masks(values, given)
@@ -93,7 +91,7 @@ class Trace:
                 value = layout.matrix(value, sizes).view(batch, -1, layout.width)
             tensors[name] = value
         functions: dict[str, Callable[..., Tensor]] = {
-            name: _ReplayCall(program, layer, sizes, x, random).run
+            name: _replay(program, layer, context, random)
             for name, program in block.programs.items()
         }
         for name, number in block.values.items():
@@ -110,17 +108,15 @@ class Trace:
             plain = layout.factors == (("B",), ("S",), (out.shape[-1],))  # a segment knows it then
             y = out if plain else layout.value(out.reshape(-1, layout.width), sizes)
             known = {**values, number: y}
-            return map_tree(block.result, lambda leaf: leaf_value(leaf, known, sizes, x.dtype))
+            return map_tree(block.result, lambda leaf: leaf_value(leaf, known, context))
 
         return tensors, functions, result
 
     def _check_masks(self, values: Mapping[int, Any], given: Sequence[Any]) -> None:
-        """Raise Untraceable if a mask hides all keys from a query where the block would be wrong.
-
-        Layers of one kind have the same masks: only those of the first are copied from the device.
-        """
+        """Raise Untraceable if a mask that is a fill hides all keys from a query."""
         if not self.block.fills:
             return
+        # Layers of one kind have the same masks: those of the first alone are copied from a GPU.
         inputs = (self.x, self.memory)
         others = [t for i, t in enumerate(given) if isinstance(t, Tensor) and i not in inputs]
         pairs = zip(self._seen, others, strict=False)
@@ -135,15 +131,11 @@ class Trace:
     def run(
         self, layer: nn.Module, named: Mapping[str, Tensor], arguments: Mapping[str, Any]
     ) -> Any:
-        """Return the layer's result by the block, in small chunks and without dropout."""
+        """Return the layer's result by the block, without dropout."""
         tensors, functions, result = self.bind(layer, named, arguments, random=False)
-        given = leaves(arguments)
-        tokens = given[self.x].shape[:-1].numel() // self.sizes(given).get("B", 1)
-        with chunks_of(min(_CHUNK, tokens)):  # no less than a sequence
-            return result(run_block(self.graph, "full", tensors, functions=functions))
+        return result(run_block(self.graph, "full", tensors, functions=functions))
 
     def sizes(self, given: Sequence[Any]) -> dict[str, int]:
-        """Return the sizes of a call with these leaves of arguments."""
         sizes = dict(zip(self.axes, given[self.x].shape, strict=False))
         if self.memory is not None:
             sizes["M"] = given[self.memory].shape[self.axes.index("S")]
@@ -156,41 +148,27 @@ def attribute(layer: nn.Module, path: str) -> Any:
     return getattr(layer.get_submodule(module), name)
 
 
-class _ReplayCall:
-    """A program in one call, with the same random numbers in forward and backward."""
+def _replay(
+    program: Program, layer: nn.Module, context: Context, random: bool
+) -> Callable[..., Tensor]:
+    """Return a program in one call, with the same random numbers in forward and backward."""
+    context, known = context._replace(modules=_modules(program.ops, layer)), dict[int, Any]()
+    device, autocast = context.device, _autocast(context.device.type)
 
-    def __init__(
-        self, program: Program, layer: nn.Module, sizes: Mapping[str, int], x: Tensor, random: bool
-    ) -> None:
-        self.program, self.sizes, self.dtype = program, sizes, x.dtype
-        self.modules, self.autocast = modules_of(program.ops, layer), autocast_of(x.device.type)
-        self.drops, self.device = random, x.device
-        self.states: dict[int, list[Tensor]] = {}
+    def run(at: At, xs: Sequence[Tensor], tensors: Sequence[Tensor | None]) -> Tensor:
+        state: Any = contextlib.nullcontext()
+        if program.draws and at.first in known:
+            state = torch.random.fork_rng([device] if device.type == "cuda" else [])
+        with contextlib.nullcontext() if random else WithoutDropout(), state, autocast():
+            if program.draws:
+                set_generator_states(known.setdefault(at.first, generator_states(device)), device)
+            return program.run(context, at, xs, tensors)
 
-    def run(self, at: At, xs: Sequence[Tensor], tensors: Sequence[Tensor | None]) -> Tensor:
-        """Return the result for the tokens `at`."""
-        dropout = contextlib.nullcontext() if self.drops else WithoutDropout()
-        with dropout, self._random(at.first), self.autocast():
-            return self.program.run(self.modules, self.sizes, self.dtype, at, xs, tensors)
-
-    @contextlib.contextmanager
-    def _random(self, first: int) -> Iterator[None]:
-        if not self.program.draws:
-            yield
-        elif first not in self.states:
-            self.states[first] = generator_states(self.device)
-            yield
-        else:
-            with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
-                set_generator_states(self.states[first], self.device)
-                yield
+    return run
 
 
 class Rebuild:
-    """Operations that run in forward and again in backward, so that none of their results is kept.
-
-    They draw no random numbers, and run for the values `outs`.
-    """
+    """Operations that run in forward and again in backward, for the values `outs`."""
 
     def __init__(
         self,
@@ -198,11 +176,10 @@ class Rebuild:
         outs: tuple[int, ...],
         values: Mapping[int, Any],
         layer: nn.Module,
-        sizes: Mapping[str, int],
-        x: Tensor,
+        context: Context,
     ) -> None:
-        self.ops, self.outs, self.sizes, self.dtype = ops, outs, sizes, x.dtype
-        self.modules, self.autocast = modules_of(ops, layer), autocast_of(x.device.type)
+        self.ops, self.outs, self.autocast = ops, outs, _autocast(context.device.type)
+        self.context = context._replace(modules=_modules(ops, layer))
         numbers = {n for op in ops for n in op.reads} - {n for op in ops for n in op.outs}
         self.roots = {n: values[n] for n in numbers}
         self.versions = [t._version for t in self.roots.values()]
@@ -217,16 +194,13 @@ class Rebuild:
         values = {**roots}
         with self.autocast():
             for op, unread in zip(self.ops, unread_after(self.ops, self.outs), strict=True):
-                run_op(op, values, self.modules, self.sizes, self.dtype)
+                run_op(op, values, self.context)
                 for number in unread:
                     del values[number]
         return [values[n] for n in self.outs]
 
     def in_backward(self, transposed: bool = False) -> Tensor:
-        """Return the first of the values `outs`, or its transpose.
-
-        Raises: RuntimeError if a root was modified since forward.
-        """
+        """Return the first of the values `outs`, or raise if a root was modified since forward."""
         if [t._version for t in self.roots.values()] != self.versions:
             raise RuntimeError(
                 "fused_remat: an argument or a buffer from which a layer computes its mask was "
@@ -236,14 +210,9 @@ class Rebuild:
             (value,) = self.run(self.roots)
         return value.t() if transposed else value
 
-    def attached(self) -> Sequence[Tensor]:
-        """Return the values `outs`, differentiable in `roots`."""
-        values: Sequence[Tensor] = _Attached.apply(self, *self.roots.values())
-        return values
-
 
 class _Attached(torch.autograd.Function):
-    """The values of a `Rebuild`, of which autograd keeps the roots alone."""
+    """The values of a `Rebuild`, differentiable in its roots, which alone are kept."""
 
     @staticmethod
     def forward(ctx: Any, rebuild: Rebuild, *roots: Tensor) -> tuple[Tensor, ...]:
@@ -271,13 +240,13 @@ class _Attached(torch.autograd.Function):
         return (None, *(not_differentiable(result) if creates_graph else result))
 
 
-def modules_of(ops: Sequence[Op], layer: nn.Module) -> Modules:
+def _modules(ops: Sequence[Op], layer: nn.Module) -> Callable[[str], nn.Module]:
     """Return the submodules that operations call, by path, with their present attributes."""
     paths = [op.path for op in ops if op.path is not None]
     return {path: replica(layer.get_submodule(path)) for path in paths}.__getitem__
 
 
-def autocast_of(device: str) -> Callable[[], Any]:
+def _autocast(device: str) -> Callable[[], Any]:
     """Return a function that makes a context with the present autocast."""
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         return functools.partial(torch.autocast, device, dtype=torch.get_autocast_dtype(device))

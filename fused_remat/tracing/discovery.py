@@ -33,10 +33,7 @@ def first_batch_norm(model: nn.Module) -> tuple[str, nn.Module] | None:
 
 
 def is_fused(module: nn.Module) -> bool:
-    """Return whether a module is a fused layer.
-
-    A subclass whose own forward calls no other's is none.
-    """
+    """Return whether a module is a fused layer, whose own forward, if any, calls another's."""
     if not isinstance(module, FusedLayer):
         return False
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
@@ -59,9 +56,7 @@ def _layers(module: nn.Module, chosen: Callable[[nn.Module], bool]) -> Iterator[
 
 
 def _lists(module: nn.Module) -> list[nn.Module]:
-    return [
-        child for child in module.modules() if isinstance(child, _LISTS) and child is not module
-    ]
+    return [part for part in module.modules() if isinstance(part, _LISTS) and part is not module]
 
 
 def _divides(children: nn.Module, parent: nn.Module) -> bool:
@@ -69,10 +64,9 @@ def _divides(children: nn.Module, parent: nn.Module) -> bool:
     blocks = [child for child in children.children() if _has_norm(child)]
     if any(_mixes_pixels(part) for block in blocks for part in block.modules()):
         return True
-    has_layers = any(map(_is_layer, children.children()))
     kinds = {type(child) for child in children.children()}
     held, total = (sum([p.numel() for p in m.parameters()]) for m in (children, parent))
-    return has_layers and len(kinds) == 1 and 3 * held > 2 * total
+    return len(kinds) == 1 and 3 * held > 2 * total and any(map(_is_layer, children.children()))
 
 
 def _is_layer(module: nn.Module) -> bool:
@@ -95,7 +89,6 @@ def _is_batch_norm(module: nn.Module) -> bool:
 
 
 def _has_matrices(module: nn.Module) -> bool:
-    """Return whether a module has two matrices or more, and no batch norm."""
     return _has_any_matrices(module) and not any(map(_is_batch_norm, module.modules()))
 
 

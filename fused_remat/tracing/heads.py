@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,9 +17,9 @@ from fused_remat.steps.linear import Linear
 from fused_remat.steps.replay import Replay
 from fused_remat.steps.rotary import Rotary, RotaryTables, rotary_fwd
 from fused_remat.tracing.builder import Builder
+from fused_remat.tracing.program import leaf_value
 from fused_remat.tracing.replays import note_pick, run, sample
-from fused_remat.tracing.simplify import use_counts
-from fused_remat.tracing.values import Op, Ref, Size
+from fused_remat.tracing.values import Op, Ref, Size, map_tree
 
 #: Names of queries, keys and values.
 Heads = tuple[str, str, str]
@@ -47,8 +48,8 @@ def _repeats(t: Builder, name: str, heads: int) -> int:
 
 def _unrepeated(t: Builder, name: str, heads: int, shared: int) -> str:
     """Return a replay without the repetitions of its heads, or its input if that is equal."""
-    node, width = t.nodes[name], t.programs[name].layout.width // heads
-    assert isinstance(node, Replay)
+    node: Any = t.nodes[name]
+    width = t.programs[name].layout.width // heads
     pick = tuple([h * width + e for h in range(0, heads, shared) for e in range(width)])
     program = replace(t.programs[name], pick=pick)
     y, xs, _ = sample(t, program)
@@ -57,7 +58,7 @@ def _unrepeated(t: Builder, name: str, heads: int, shared: int) -> str:
     if len(xs) == 1 and program.only_moves:
         if xs[0].shape == y.shape and torch.equal(xs[0], y):
             t.remove(name)
-            return node.xs[0]
+            return str(node.xs[0])
         note_pick(t, name, y, xs)
     return name
 
@@ -84,15 +85,15 @@ def packed(
         qkv = _packed_linear(t, f"{inside}.qkv".lstrip("."), source, spec)
     if rotation is None:
         return qkv, qkv, qkv, spec
-    weights = [t.param(n) for n in rotation.weights] or ["", ""]
-    tables = t.param(rotation.cos), t.param(rotation.sin)
+    spec, cos, sin, norms = rotation
+    weights = [t.param(n) for n in norms] or ["", ""]
     rotated = t.add(
         Rotary(
-            name=t.unique(f"{inside}.rotated".lstrip(".")), x=qkv, spec=rotation.spec,
-            cos=tables[0], sin=tables[1], q_weight=weights[0], k_weight=weights[1],
+            name=t.unique(f"{inside}.rotated".lstrip(".")), x=qkv, spec=spec, cos=t.param(cos),
+            sin=t.param(sin), q_weight=weights[0], k_weight=weights[1],
         )
     )  # fmt: skip
-    return rotated, rotated, rotated, rotation.spec
+    return rotated, rotated, rotated, spec
 
 
 def _packed_linear(t: Builder, name: str, source: Heads, spec: AttentionSpec) -> str:
@@ -139,32 +140,24 @@ def _source(t: Builder, names: Heads, spec: AttentionSpec) -> Heads | None:
         return None
     if len(set(sources)) < 3 or len({n.x for n in layers}) > 1:
         return None
-    counts = use_counts(t.nodes)
+    counts = t.use_counts()
     uses = [int(name != source) for name, source in zip(names, sources, strict=True)]
     if [t.widths[name] for name in sources] != sizes or [counts[n] for n in sources] != uses:
         return None
     return q, k, v
 
 
-class _Rotation(NamedTuple):
-    """The spec of rotated attention, the numbers of its tables, and of its norms' weights."""
-
-    spec: AttentionSpec
-    cos: int
-    sin: int
-    weights: tuple[int, ...]
-
-
-def _rotation(t: Builder, names: Heads, source: Heads, spec: AttentionSpec) -> _Rotation | None:
-    """Return how queries and keys are rotated and normed, if as `steps.rotary` does."""
+def _rotation(
+    t: Builder, names: Heads, source: Heads, spec: AttentionSpec
+) -> tuple[AttentionSpec, int, int, tuple[int, ...]] | None:
+    """Return rotated attention, and the numbers of cosines, sines and weights of norms, or None."""
     q, k = (t.programs.get(name) for name in names[:2])
     if q is None or k is None or not (q.is_algebra and k.is_algebra):
         return None
-    q_norm, k_norm = _head_norm(q.ops), _head_norm(k.ops)
-    norm = q_norm[0] if q_norm else None
-    if norm != (k_norm[0] if k_norm else None):
+    (norm, *w_q), (k_norm, *w_k) = _head_norm(q.ops), _head_norm(k.ops)
+    if norm != k_norm:
         return None
-    weights = (q_norm[1], k_norm[1]) if q_norm and k_norm else ()
+    weights = (*w_q, *w_k)
     columns = [*spec.columns.values()]
     (y_q, (x_q,), _), (y_k, (x_k,), tensors) = sample(t, q), sample(t, k, seed=1)
     if len(set(source)) == 1:  # queries and keys are columns of one activation
@@ -172,55 +165,47 @@ def _rotation(t: Builder, names: Heads, source: Heads, spec: AttentionSpec) -> _
     else:
         values = x_k.new_zeros(len(x_k), columns[2][1] - columns[2][0])
         qkv = torch.cat([x_q, x_k, values], 1).detach()
-    norms = [t.recording.values[n].to(qkv) for n in weights]
-    w_q, w_k = norms if norms else (None, None)
+    recording = t.recording
+    known = functools.partial(leaf_value, values=recording.values, call=t.context)
+    q_weight, k_weight = [recording.values[n].to(qkv) for n in weights] or (None, None)
     slack = 1e-9 if y_q.dtype == y_k.dtype == torch.float64 else 1e-4
-    for cos, sin, table, interleaved in _tables(t, q.params):
-        c, s = (table.of(t, n).to(qkv) for n in (cos, sin))
+    for cos, sin, part, interleaved in _tables(t, q.params):
+        args = [(Ref(n), _table_shape(t, n), *part) for n in (cos, sin)]
+        tables = [_columns(*map_tree(arg, known)).detach() for arg in args]
+        c, s = (table.to(qkv) for table in tables)
         if 2 * c.shape[-1] > spec.head_dim or c.shape != s.shape:
             continue
         rotated = replace(spec, rotary=RotarySpec(interleaved=interleaved), head_norm=norm)
         with torch.no_grad():
-            out = rotary_fwd(qkv, RotaryTables(rotated, c, s, w_q, w_k, 0, c.shape[-2]))
+            out = rotary_fwd(qkv, RotaryTables(rotated, c, s, q_weight, k_weight, 0, c.shape[-2]))
         pairs = zip(columns, (y_q, y_k), strict=False)
         if all(torch.allclose(out[:, a:b], y.to(out), slack, slack) for (a, b), y in pairs):
             t.fix(cos, sin)
-            return _Rotation(rotated, table.add(t, cos), table.add(t, sin), weights)
+            numbers = zip((cos, sin), args, tables, strict=True)
+            cos, sin = (t.new_value("table", _columns, a, n, table) for n, a, table in numbers)
+            return rotated, cos, sin, weights
     return None
 
 
-def _head_norm(ops: tuple[Op, ...]) -> tuple[NormSpec, int] | None:
-    """Return the RMSNorm of heads among operations, and the number of its weight."""
+def _head_norm(ops: tuple[Op, ...]) -> tuple[Any, ...]:
+    """Return the RMSNorm of heads among operations and the number of its weight, or (None,)."""
     norms = [op for op in ops if isinstance(op.info, NormSpec) and op.info.kind == "rms_norm"]
     if len(norms) != 1 or len(norms[0].args) != 2:
-        return None
+        return (None,)
     return norms[0].info, norms[0].args[1].index
-
-
-class _Table(NamedTuple):
-    """The columns of a table of angles that hold each angle once."""
-
-    stop: int
-    step: int
-
-    def of(self, t: Builder, number: int) -> Tensor:
-        """Return the table (S, R/2) or (B, S, R/2) of a value, in the recording."""
-        sizes, shape = t.recording.sizes, _table_shape(t, number) or ()
-        shape = tuple([n.of(sizes) if isinstance(n, Size) else n for n in shape])
-        return _columns(t.recording.values[number].detach(), shape, *self)
-
-    def add(self, t: Builder, number: int) -> int:
-        """Add the table as a value of its own, and return its number."""
-        args = Ref(number), _table_shape(t, number), *self
-        return t.new_value("table", _columns, args, self.of(t, number))
 
 
 def _columns(t: Tensor, shape: tuple[int, ...], stop: int, step: int) -> Tensor:
     return t.reshape(shape)[..., :stop:step]
 
 
-def _tables(t: Builder, params: tuple[int, ...]) -> Iterator[tuple[int, int, _Table, bool]]:
-    """Yield pairs of values that may be cosines and sines, their columns, and if interleaved."""
+def _tables(
+    t: Builder, params: tuple[int, ...]
+) -> Iterator[tuple[int, int, tuple[int, int], bool]]:
+    """Yield pairs of values that may be cosines and sines, their columns, and if interleaved.
+
+    The columns, as a stop and a step, are those that hold each angle once.
+    """
     candidates = [n for n in params if _table_shape(t, n) is not None]
     for cos, sin in itertools.permutations(candidates, 2):
         value = t.recording.values[cos]
@@ -230,12 +215,9 @@ def _tables(t: Builder, params: tuple[int, ...]) -> Iterator[tuple[int, int, _Ta
         are_halves = is_even and torch.equal(value[..., :half], value[..., half:])
         if are_pairs and are_halves:  # all angles are equal by chance
             continue
-        options = [(_Table(width, 1), False), (_Table(width, 1), True)]
-        if are_pairs:
-            options = [(_Table(width, 2), True), (_Table(width, 2), False), *options]
-        if are_halves:
-            options = [(_Table(half, 1), False), (_Table(half, 1), True), *options]
-        yield from [(cos, sin, table, interleaved) for table, interleaved in options]
+        yield from [(cos, sin, (width, 2), is_pair) for is_pair in (True, False) if are_pairs]
+        yield from [(cos, sin, (half, 1), is_pair) for is_pair in (False, True) if are_halves]
+        yield from [(cos, sin, (width, 1), is_pair) for is_pair in (False, True)]
 
 
 def _table_shape(t: Builder, number: int) -> tuple[Any, ...] | None:

@@ -1,9 +1,10 @@
-"""Runs of a layer with other tensors that leave the layer, its arguments and modules unchanged."""
+"""Runs of a layer with other tensors, without dropout or effects."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import itertools
 import pickle
 import random
@@ -11,16 +12,19 @@ import sys
 import types
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from fused_remat.layers.eligibility import parameters_of
 from fused_remat.layers.fallback import Caller
 from fused_remat.layers.record import NOTES as RECORD
-from fused_remat.layers.warn import listed
+from fused_remat.layers.record import listed
 from fused_remat.tracing.state import get, shared_by
 from fused_remat.tracing.values import SHIFT, SideEffect, Untraceable, attributes, map_tree
 
@@ -74,7 +78,6 @@ def _copied(value: Any, copies: Mapping[nn.Module, Any], deep: bool) -> Any:
 def call_with(
     module: nn.Module, tensors: dict[str, Tensor], args: Any, kwargs: dict[str, Any]
 ) -> Any:
-    """Call a module with other tensors as its own."""
     return torch.func.functional_call(replica(module), tensors, args, kwargs)
 
 
@@ -89,15 +92,38 @@ def run_with(
     return torch.func.functional_call(Caller(layer, forward), tensors, (), dict(arguments))
 
 
-@contextlib.contextmanager
-def forward_only() -> Iterator[None]:
-    """Let code run as in training, but keep nothing for a backward pass.
+def tensors_of(layer: nn.Module, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors `named` and those that a layer has as plain attributes, by path."""
+    tensors, seen = dict(named), set(map(id, named.values()))
+    for path, module in layer.named_modules():
+        for name, value in vars(module).items():
+            name = f"{path}.{name}" if path else name
+            if isinstance(value, Tensor) and not (name in named or id(value) in seen):
+                tensors[name] = value
+                seen.add(id(value))
+    return tensors
 
-    Raises: Untraceable if the code runs a backward pass.
+
+def run_unchanged(
+    layer: nn.Module,
+    forward: Callable[..., Any],
+    named: Mapping[str, Tensor],
+    arguments: Mapping[str, Any],
+) -> Any:
+    """Run as `run_with`, in training mode, and keep nothing for a backward pass.
+
+    Raises: SideEffect if the forward changes more than its result; Untraceable if it changes
+        parameters alone, or runs a backward pass.
     """
+    tensors = tensors_of(layer, named)
+
+    def watched(**arguments: Any) -> Any:
+        with _unchanged(layer, arguments, tensors):
+            return forward(**arguments)
+
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda _: None, _no_backward)
     with torch.enable_grad(), hooks:
-        yield
+        return run_with(layer, watched, named, arguments)
 
 
 def _no_backward(_: Any) -> Tensor:
@@ -125,27 +151,17 @@ def renumbered(layer: nn.Module, names: Collection[str]) -> Iterator[None]:
 def check_effects(
     layer: nn.Module, forward: Callable[..., Any], arguments: Mapping[str, Any]
 ) -> None:
-    """Raise SideEffect if a call that is not traced changes more than its result.
-
-    `forward`, a function of the layer's class, runs on a replica with copies of the arguments.
-    Other errors that it raises are left to the layer's own forward.
-    """
+    """Raise SideEffect if a call, on a replica and copies, changes more than its result."""
     copy = replica(layer, deep=True)
     params = parameters_of(layer)
     named = {name: p.detach().requires_grad_(p.requires_grad) for name, p in params.items()}
     named |= {name: _cloned(b) for name, b in layer.named_buffers()}
     copies = map_tree(dict(arguments), _cloned)
-
-    def watched(**arguments: Any) -> None:
-        with unchanged([*map(vars, copy.modules()), arguments], shared_by(copy), named):
-            types.MethodType(forward, copy)(**arguments)
-
     try:
-        with forward_only():
-            run_with(copy, watched, named, copies)
+        run_unchanged(copy, types.MethodType(forward, copy), named, copies)
     except SideEffect:
         raise
-    except Exception:  # of the layer's own code
+    except Exception:  # which the layer's own forward then raises
         pass
 
 
@@ -157,23 +173,19 @@ def _cloned(leaf: Any) -> Any:
 
 
 @contextlib.contextmanager
-def unchanged(
-    roots: list[Any], shared: list[tuple[Any, str]], named: Mapping[str, Tensor]
+def _unchanged(
+    layer: nn.Module, arguments: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> Iterator[None]:
-    """Raise SideEffect if code inside changes something other than its result, and restore that.
+    """Raise, as `run_unchanged` does, if code inside has effects; undo those on objects.
 
-    Args:
-        roots: objects that must not change, nor anything that can be reached from them.
-        shared: names in classes and modules whose values must not change, nor what these hold.
-        named: tensors that must not be changed in place.
-
-    Raises: SideEffect; Untraceable if parameters alone change, as by adapters that add to weights
-        for a call.
+    No object may change that can be reached from the layer's modules or the arguments, no name of
+    their classes and Python modules that the layer reads, and none of the `tensors` in place.
     """
-    params = {id(own["_parameters"]) for own in roots if "_parameters" in own}
-    versions = [t._version for t in named.values()]
+    roots: list[Any] = [*map(vars, layer.modules()), arguments]
+    params = {id(module._parameters) for module in layer.modules()}
+    versions = [t._version for t in tensors.values()]
     holders, generators = _reachable(roots)
-    bound = [(owner, name, get(owner, name)) for owner, name in shared]
+    bound = [(owner, name, get(owner, name)) for owner, name in shared_by(layer)]
     held = [value for *_, value in bound]
     held += [v for value in held if _is_object(value) for v in attributes(value).values()]
     holders += [(h, _items(h)) for h in held if isinstance(h, _HOLDERS) or _is_object(h)]
@@ -193,7 +205,7 @@ def unchanged(
                 else:
                     setattr(owner, name, value)
         drew = _restore_generators(states)
-    for (name, t), version in zip(named.items(), versions, strict=True):
+    for (name, t), version in zip(tensors.items(), versions, strict=True):
         if t._version != version:
             (swapped if t.requires_grad else changed).append(name)
     changed = [name for name in changed if name not in swapped]  # a parameter, and then a buffer
@@ -227,10 +239,7 @@ def _restore_generators(before: list[tuple[Any, Any]]) -> bool:
 
 
 def _reachable(roots: list[Any]) -> tuple[list[tuple[Any, list[Any]]], list[Any]]:
-    """Return the containers and objects that can be reached, with their items, and generators.
-
-    The random generators are those among the objects, Python's and numpy's; not PyTorch's default.
-    """
+    """Return the containers and objects that can be reached, with their items; and generators."""
     generators: list[Any] = [random._inst, numpy.random.mtrand._rand]
     holders, seen, todo = list[tuple[Any, list[Any]]](), set[int](), [*roots]
     while todo:
@@ -284,3 +293,93 @@ def _restore(holder: Any, before: list[Any]) -> list[str]:
         holder.clear()
         (holder.update if isinstance(holder, set) else holder.extend)(before)
     return names
+
+
+_MULTI_HEAD = inspect.signature(F.multi_head_attention_forward)
+
+
+class WithoutDropout(TorchFunctionMode):
+    """A context in which dropout of any probability does nothing."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if is_dropout(func):
+            return args[0] if args else kwargs["input"]
+        if func is F.scaled_dot_product_attention:
+            return attention_without_dropout(*args, **kwargs)
+        if func is F.multi_head_attention_forward:
+            with self:
+                return multi_head_attention(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def is_dropout(func: Any) -> bool:
+    """Return whether a function drops single elements; `F.dropout2d` is a random operation."""
+    name = getattr(func, "__name__", "")
+    return func in (F.dropout, torch.dropout, torch.dropout_) or name in ("dropout", "dropout_")
+
+
+def attention_without_dropout(*args: Any, **kwargs: Any) -> Tensor:
+    """Compute `F.scaled_dot_product_attention` with a dropout probability of 0."""
+    zero = {"dropout_p": 0.0} if "dropout_p" in kwargs else {}
+    args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+    return F.scaled_dot_product_attention(*args, **{**kwargs, **zero})
+
+
+def multi_head_attention(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    """Compute `F.multi_head_attention_forward` by linear layers and one call of attention."""
+    bound = _MULTI_HEAD.bind(*args, **kwargs)
+    bound.apply_defaults()
+    call = SimpleNamespace(**bound.arguments)
+    if not (call.bias_k is call.bias_v is call.static_k is call.static_v is None) or (
+        call.add_zero_attn
+    ):
+        raise Untraceable("nn.MultiheadAttention with bias_k, add_zero_attn or static keys")
+    query, packed, bias = call.query, call.in_proj_weight, call.in_proj_bias
+    tokens, batch, width = query.shape
+    head_dim = width // call.num_heads
+    if query is call.key is call.value and not call.use_separate_proj_weight:
+        heads: Any = F.linear(query, packed, bias).chunk(3, -1)
+    else:
+        weights = (call.q_proj_weight, call.k_proj_weight, call.v_proj_weight)
+        if not call.use_separate_proj_weight:
+            weights = packed.chunk(3)
+        biases = (None, None, None) if bias is None else bias.chunk(3)
+        heads = map(F.linear, (query, call.key, call.value), weights, biases)
+    q, k, v = (x.reshape(-1, batch, call.num_heads, head_dim).permute(1, 2, 0, 3) for x in heads)
+    mask = call.attn_mask
+    if mask is not None and mask.dim() == 3:
+        mask = mask.view(batch, call.num_heads, *mask.shape[1:])
+    if call.key_padding_mask is not None:
+        padding = _added(call.key_padding_mask.view(batch, 1, 1, -1), query)
+        mask = padding if mask is None else padding + _added(mask, query)
+    elif mask is not None and mask.dtype == torch.bool:
+        mask = mask.logical_not()
+    p = call.dropout_p if call.training else 0.0
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=p)
+    out = out.permute(2, 0, 1, 3).reshape(tokens, batch, width)
+    y = F.linear(out, call.out_proj_weight, call.out_proj_bias)
+    if not call.need_weights:
+        return y, None
+    scores = q @ k.transpose(-1, -2) * head_dim**-0.5
+    if mask is not None:
+        scores = scores + _added(~mask if mask.dtype == torch.bool else mask, q)
+    probabilities = scores.softmax(-1)
+    return y, probabilities.mean(1) if call.average_attn_weights else probabilities
+
+
+def sum_with_product(
+    input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, alpha: float = 1
+) -> Tensor:
+    """Compute `torch.baddbmm` by a product, factors and a sum."""
+    product = torch.bmm(batch1, batch2)
+    product = product if alpha == 1 else product * alpha
+    return product + (input if beta == 1 else input * beta)
+
+
+def _added(hidden: Tensor, like: Tensor) -> Tensor:
+    if hidden.dtype != torch.bool:
+        return hidden
+    return torch.zeros_like(hidden, dtype=like.dtype).masked_fill(hidden, -torch.inf)

@@ -11,19 +11,20 @@ import enum
 import itertools
 import math
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from fused_remat.layers.eligibility import parameters_of
+from fused_remat.spec import NormSpec
 from fused_remat.steps.activation import ACTIVATIONS
 from fused_remat.tracing.isolation import call_with
-from fused_remat.tracing.recorder import Recorded
-from fused_remat.tracing.submodules import norm_function
+from fused_remat.tracing.recorder import Recorder
 from fused_remat.tracing.values import (
     STREAM,
     Limit,
@@ -42,41 +43,31 @@ from fused_remat.tracing.values import (
 _VALUES = (
     int, float, complex, str, bytes, type(None), type(...), type, enum.Enum, torch.dtype,
     torch.device, torch.layout, torch.memory_format, numpy.generic, types.BuiltinFunctionType,
-    types.FunctionType, type(STREAM), Limit,
+    types.FunctionType,
 )  # fmt: skip
 
 
 class Join:
-    """Two recordings of a layer, of samples that differ in every size and in dtype.
-
-    Args:
-        known: by path, what a submodule computes: a `NormSpec`, the name of an activation function,
-            or None.
-        opaque: the paths of submodules that become one operation, and why.
-    """
+    """Two recordings of a layer, of samples that differ in every size and in dtype."""
 
     def __init__(
         self,
         layer: nn.Module,
-        one: Recorded,
-        two: Recorded,
-        known: Mapping[str, Any],
-        opaque: Mapping[str, str],
+        one: Recorder,
+        two: Recorder,
+        known: Mapping[str, Any],  # the `known_function` of each submodule by path
+        opaque: Mapping[str, str],  # paths of submodules that become one operation, and why
     ) -> None:
         self.layer, self.known, self.opaque = layer, known, opaque
-        self.one, self.inputs, self.out = one.recorder, one.inputs, one.result
-        self.two, self.other_out = two.recorder, two.result
+        self.one, self.two = one, two
         self.sizes, self.other_sizes = one.sample.sizes, two.sample.sizes
         self.dtypes = one.sample.dtype, two.sample.dtype
         counts = range(1, len(self.sizes) + 1)
         self.products = [c for n in counts for c in itertools.combinations(self.sizes, n)]
 
     def joined(self) -> Recording:
-        """Return both as one recording.
-
-        Raises: Untraceable if the operations of the layer itself do not agree.
-        """
-        one, two, inputs = self.one, self.two, self.inputs
+        """Return both as one, or raise Untraceable if the layer's own operations do not agree."""
+        one, two, inputs = self.one, self.two, self.one.inputs
         self.ops: list[Op] = []
         #: By the number of a value in the first recording, that in the second.
         known = (*one.sources, *(n for n in inputs if n is not None))
@@ -92,7 +83,7 @@ class Join:
                 if t.dim() == u.dim():
                     sizes = zip(t.shape, u.shape, strict=True)
                     shapes[i] = tuple([self._size(a, b) for a, b in sizes])
-        result = self._tree(self.out, self.other_out)
+        result = self._tree(one.result, two.result)
         live = {n for n in one.live if n in producers or n in inputs}
         return Recording(
             one.values, shapes, dtypes, self.ops, producers, one.sources, inputs, live, result,
@@ -100,9 +91,7 @@ class Join:
         )  # fmt: skip
 
     def _span(self, one: Span, two: Span) -> None:
-        """Join the operations of two calls of a submodule."""
-        trouble = one.trouble or two.trouble
-        if trouble:
+        if trouble := one.trouble or two.trouble:
             raise Mismatch(trouble)
         if [_label(part) for part in one.inner] != [_label(part) for part in two.inner]:
             raise Mismatch("its operations depend on the size or on the dtype")
@@ -113,7 +102,6 @@ class Join:
                 self._op(a, b)
 
     def _module(self, a: Span, b: Span) -> None:
-        """Join two calls of a submodule: as a known function, as its operations, or as one."""
         known = self.known[a.path]
         if known is not None and len(a.args) == 1 and not a.kwargs and a.outs[:1] != [None]:
             self._known(a, b, known)
@@ -129,16 +117,13 @@ class Join:
             self._opaque(a, b, str(reason))
 
     def _known(self, a: Span, b: Span, known: Any) -> None:
-        """Add a norm or an activation function as one operation."""
-        args = self._tree(a.args, b.args)
-        module = self.layer.get_submodule(a.path)
-        own = {n: i for i, n in self.one.sources.items() if n.rpartition(".")[0] == a.path}
-        params = [Ref(own[f"{a.path}.{n}"]) for n in parameters_of(module, recurse=False)]
-        is_activation = isinstance(known, str)
-        run = ACTIVATIONS[known].fwd if is_activation else norm_function(known)
+        args, numbers = self._tree(a.args, b.args), {n: i for i, n in self.one.sources.items()}
+        params = parameters_of(self.layer.get_submodule(a.path), recurse=False)
+        own = [Ref(numbers[f"{a.path}.{n}"]) for n in params]
+        is_act = isinstance(known, str)
+        name, run = ("act", ACTIVATIONS[known].fwd) if is_act else ("norm", norm_function(known))
         self._outs(a.outs, b.outs)
-        name = "act" if is_activation else "norm"
-        self.ops.append(Op(name, run, (*args, *params), {}, list(a.outs), a.path, info=known))
+        self.ops.append(Op(name, run, (*args, *own), {}, list(a.outs), a.path, info=known))
 
     def _op(self, a: Op, b: Op) -> None:
         if (a.p, len(a.outs)) != (b.p, len(b.outs)):
@@ -148,7 +133,6 @@ class Join:
         self.ops.append(replace(a, args=args, kwargs=kwargs))
 
     def _opaque(self, a: Span, b: Span, reason: str) -> None:
-        """Add one operation that calls a submodule."""
         try:
             args, kwargs = self._tree(a.args, b.args), self._tree(a.kwargs, b.kwargs)
         except Mismatch:
@@ -166,7 +150,7 @@ class Join:
         op = Op(
             f"module {a.path}", call_with, (tensors, args, kwargs), {},
             [n if n not in given else None for n in a.outs], a.path, path=a.path, info=reason,
-            random=any(inner.random or inner.p for inner in a.ops()),
+            random=a.random,
         )  # fmt: skip
         self._outs(a.outs, b.outs)
         self.ops.append(op)
@@ -179,7 +163,6 @@ class Join:
                 self.numbers.setdefault(i, j)
 
     def _tree(self, one: Any, two: Any) -> Any:
-        """Return two trees of arguments as one."""
         a, b = leaves(one), leaves(two)
         if len(a) != len(b):
             raise Mismatch("the arguments of an operation differ")
@@ -187,7 +170,6 @@ class Join:
         return map_tree(one, lambda _: next(joined))
 
     def _leaf(self, a: Any, b: Any) -> Any:
-        """Return a leaf of the first recording and the same one of the second as one."""
         if isinstance(a, Ref) and isinstance(b, Ref):
             if self.numbers.get(a.index) != b.index:
                 raise Mismatch("operations read different values")
@@ -234,3 +216,111 @@ class Join:
 
 def _label(part: Op | Span) -> tuple[str, str]:
     return ("module", part.path) if isinstance(part, Span) else ("op", part.name)
+
+
+def known_function(module: nn.Module, dtype: torch.dtype) -> NormSpec | str | None:
+    """Return the norm, or the activation's name, that a module computes of an input, or None."""
+    params = parameters_of(module, recurse=False)
+    own = [v for n, v in vars(module).items() if isinstance(v, Tensor) and n not in params]
+    if type(module) in (nn.Dropout, nn.Identity, nn.Linear) or len(params) > 2 or own:
+        return None
+    if any(p.dim() != 1 for p in params.values()) or [*module.children(), *module.buffers()]:
+        return None
+    act = None
+    if not params and not hasattr(module, "normalized_shape"):
+        act = activation_of(module, torch.zeros(1, 1024, dtype=torch.float64))
+    return act or _norm_of(module, params, dtype)
+
+
+def activation_of(run: Callable[[Tensor], Tensor], like: Tensor) -> str | None:
+    """Return the entry of `ACTIVATIONS` that a function of a matrix `like` computes, or None."""
+    size, generator = like.numel(), torch.Generator().manual_seed(0)
+    tiny, large = torch.logspace(-8.0, -1.0, 29), torch.logspace(1.0, 30.0, 30)
+    some = torch.cat([torch.linspace(-9.0, 9.0, 1001), torch.randn(400, generator=generator)])
+    limits = torch.tensor([math.inf, -math.inf, math.nan])
+    x = torch.cat([tiny, -tiny, large, -large, some, some.new_zeros(1), limits]).to(like)
+    count = -(-len(x) // size) * size
+    x = x.repeat(-(-count // len(x)))[:count]
+
+    def with_slope(x: Tensor) -> tuple[Tensor, Tensor]:
+        x = x.view(like.shape).requires_grad_()
+        with torch.enable_grad():
+            y = run(x.clone())  # which it may change
+        if y.shape != x.shape:
+            raise ValueError
+        (slope,) = torch.autograd.grad(y.sum(), x)
+        return y.detach().reshape(-1), slope.reshape(-1)
+
+    try:
+        pairs = map(with_slope, x.split(size))
+        y, slope = (torch.cat(parts) for parts in zip(*pairs, strict=True))
+    except Exception:  # an activation function would not raise
+        return None
+    loose = 1.0 if y.dtype == torch.float64 else 1e3  # digits of float32
+    finite = x.isfinite()
+    for name, known in ACTIVATIONS.items():
+        if torch.allclose(known.fwd(x), y, 1e-9 * loose, 1e-9 * loose, equal_nan=True):
+            dx = known.bwd(torch.ones_like(x), x, None)
+            if torch.allclose(dx[finite], slope[finite], 1e-7 * loose, 1e-7 * loose):
+                return name
+    return None
+
+
+def norm_function(spec: NormSpec) -> Callable[..., Tensor]:
+    def run(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        if spec.kind == "layer_norm":
+            y = F.layer_norm(wide, x.shape[-1:], None, None, spec.eps)
+        else:
+            y = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + spec.eps)
+        if weight is not None:
+            y = y * (weight.to(wide.dtype) + spec.offset)
+        y = y if bias is None else y + bias
+        return y.to(x.dtype)
+
+    return run
+
+
+def _norm_of(module: nn.Module, params: Mapping[str, Any], dtype: torch.dtype) -> NormSpec | None:
+    shapes = {p.shape[0] for p in params.values()}
+    width = shapes.pop() if shapes else getattr(module, "normalized_shape", (16,))[-1]
+    if shapes:
+        return None
+    generator = torch.Generator().manual_seed(0)
+    dtype = torch.promote_types(dtype, torch.float32)
+    x = torch.randn(3, 4, width, generator=generator, dtype=dtype)
+    x[0, :, 0] = 1e4  # its result is as large as any can be
+    signs = torch.randn(2, width, generator=generator, dtype=dtype)
+    weights = (signs + 0.5 * signs.sign())[: len(params)]
+    no_bias = weights * torch.tensor([[1.0], [0.0]])[: len(weights)].to(x)
+
+    def tried(weights: Tensor, x: Tensor) -> Tensor | None:
+        named = dict(zip(params, weights, strict=True))
+        try:
+            with torch.no_grad():
+                y = torch.func.functional_call(module, named, (x,))
+        except Exception:  # a norm would not raise
+            return None
+        return y if isinstance(y, Tensor) and y.shape == x.shape else None
+
+    tiny = x * 1e-16  # their variance is negligible against eps
+    of_tiny = tried(no_bias, tiny)
+    numbers = {v for v in vars(module).values() if isinstance(v, float) and 0.0 < v < 1e-2}
+    if of_tiny is None:
+        return None
+    offsets = (0.0, 1.0) if params else (0.0,)
+    for kind, offset in itertools.product(("layer_norm", "rms_norm"), offsets):
+        centered = tiny - tiny.mean(-1, keepdim=True) if kind == "layer_norm" else tiny
+        scale = weights[0] + offset if len(weights) else 1.0
+        measured = float((centered * scale / of_tiny).square().median())
+        if not 0.0 < measured < 1.0:
+            continue
+        known = (*numbers, 1e-5, 1e-6, 1e-8, 1e-12, torch.finfo(dtype).eps)
+        eps = next((n for n in known if math.isclose(n, measured, rel_tol=1e-4)), measured)
+        spec = NormSpec(kind=kind, eps=eps, offset=offset)
+        run = norm_function(spec)
+        scales = ((1.0, 1.0), (1.0, 1e3), (1e-3, 1.0), (eps**0.5, 1.0), (1e5, 1.0))
+        pairs = [(run(a * x, *(b * weights)), tried(b * weights, a * x)) for a, b in scales]
+        if all(y is not None and (z - y).abs().max() <= 1e-5 * z.abs().max() for z, y in pairs):
+            return spec
+    return None

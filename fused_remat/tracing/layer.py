@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fused_remat.autograd import run_block
 from fused_remat.autograd.accumulate import Accumulation
 from fused_remat.execution.executor import autocast_off
 from fused_remat.execution.observe import unobserved
@@ -23,23 +23,24 @@ from fused_remat.graph.graph import Graph
 from fused_remat.layers.containment import is_contained, is_unexpected
 from fused_remat.layers.converted import CACHES, LENGTH, ConvertedLayer, class_of
 from fused_remat.layers.eligibility import (
+    Precision,
     Reason,
     Unsupported,
     check_global_hooks,
     check_input,
     is_readable,
+    low_dtype,
     parameters_of,
+    precision_of,
     qualified,
 )
 from fused_remat.layers.fused_layer import is_traced
-from fused_remat.layers.precision import Precision, low_dtype, precision_of
 from fused_remat.layers.read import BlockInputs
 from fused_remat.policies import Policy, kept_names
 from fused_remat.steps.norm import Norm
 from fused_remat.steps.residual import Add
 from fused_remat.tracing.call import Trace, attribute
-from fused_remat.tracing.isolation import NOTES, check_effects, replica
-from fused_remat.tracing.no_dropout import WithoutDropout
+from fused_remat.tracing.isolation import NOTES, WithoutDropout, check_effects, replica
 from fused_remat.tracing.samples import INDICES, Arguments, Dims
 from fused_remat.tracing.state import state_of
 from fused_remat.tracing.trace import CANNOT_RUN, trace_call
@@ -47,12 +48,9 @@ from fused_remat.tracing.values import SideEffect, Untraceable, leaves, map_tree
 
 #: Limits of relative differences between a block and its layer on real batches, by dtype.
 _FIRST = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
-
-#: Traces, or reasons where there is none: by the state of a layer and the arguments of a call, and
-#: by the dimensions of these; with the names of tensors whose values decide, and by those values.
-KNOWN: dict[
-    Any, dict[Dims, tuple[tuple[str | int, ...], dict[tuple[Any, ...], Trace | Reason]]]
-] = {}
+#: Traces, or reasons where there is none, by the state of a layer and the arguments of a call; each
+#: with the dimensions of these, the names of tensors whose values decide, and these values.
+KNOWN: dict[Any, list[tuple[Dims, tuple[str | int, ...], tuple[Any, ...], Trace | Reason]]] = {}
 #: Largest number of entries of `KNOWN`; of traces of one layer, which runs its own forward then.
 _MOST, _MOST_TRACES = 4096, 24
 #: Number of elements up to which tensors whose values decide are compared at every call.
@@ -135,18 +133,17 @@ class TracedLayer(ConvertedLayer):
                 check_input(leaf, "an argument", (*range(leaf.dim() + 1),))
             if active and not active[0].numel():
                 return Reason("its input is empty", quiet=True)
-            trace = self._trace(given)
+            self._last = trace = self._trace(given)
         except (Untraceable, Unsupported) as reason:
-            trace = Reason(str(reason))
+            self._last = trace = Reason(str(reason))
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # of an attribute's own code, say: training goes on as before
-            trace = Reason(f"tracing it raised {type(error).__name__}: {error}")
-        self._last = trace
+            self._last = trace = Reason(f"tracing it raised {type(error).__name__}: {error}")
         if isinstance(trace, Reason):
             return trace
         try:
-            tensors, functions, result = trace.bind(self, None, given)
+            tensors, functions, result = trace.bind(self, {}, given)
         except Untraceable as reason:
             self._last = Reason(str(reason))
             return self._last
@@ -173,14 +170,11 @@ class TracedLayer(ConvertedLayer):
         return super()._accumulation(graph, compiling)
 
     def _precision(self, trace: Trace, tensors: Mapping[str, Tensor | None]) -> Precision | None:
-        x = tensors["input"]
-        assert x is not None
+        x: Any = tensors["input"]
         low = low_dtype(x)
-        if low is None:
-            return None
-        is_norm_last = isinstance(trace.graph.nodes[-1], Norm)
         weights = {n: t for n, t in tensors.items() if t is not None and t.is_floating_point()}
-        return precision_of(x, weights, low, not is_norm_last)
+        ends_low = not isinstance(trace.graph.nodes[-1], Norm)
+        return None if low is None else precision_of(x, weights, low, ends_low)
 
     def _trace(self, given: Mapping[str, Any]) -> Trace | Reason:
         """Return the trace for a call; the layer is traced if the call is the first of its kind.
@@ -195,8 +189,7 @@ class TracedLayer(ConvertedLayer):
                 if free not in states:
                     states[free] = state_of(self, (*_OWN, *(INDICES if free else ())))
                 trace = self._trace_for(call, states[free], free)
-                if isinstance(trace, Trace):
-                    trace = self._compared(trace, call)
+                trace = self._compared(trace, call) if isinstance(trace, Trace) else trace
                 if isinstance(trace, Trace):
                     return trace
                 if vary[0] == "B":  # the batch second is a guess, whose reason tells nothing
@@ -207,54 +200,48 @@ class TracedLayer(ConvertedLayer):
 
     def _trace_for(self, call: Arguments, state: Any, free: bool) -> Trace | Reason:
         key: tuple[Any, ...] = state, call.key(free)
-        trace = self._known(call, KNOWN.get(key, {}))
+        trace = self._known(call, key)
         if trace is None and call.is_too_long:
             key = *key, "too long"
-            trace = self._known(call, KNOWN.get(key, {}))
-        if trace is None:
-            if self._notes_of().traces == _MOST_TRACES:
-                return Reason(
-                    f"it was traced {_MOST_TRACES} times, and its attributes, arguments or "
-                    "buffers have changed again; keep them the same between calls",
-                    once=isinstance(self._last, Reason) and self._last.once,
-                )
-            self._notes_of().traces += 1
-            with _tracing:
-                trace = self._first_trace(call, free)
-                dims = trace.dims if isinstance(trace, Trace) else call.dims
-                more = trace.fixed if isinstance(trace, Trace) else ()
-                by_dims = KNOWN.setdefault(key, {})
-                names, by_values = by_dims.get(dims, ((), {}))
-                if not set(names).issuperset(more):
-                    names, by_values = tuple({*names, *more}), {}
-                by_values[self._values_of(names, call)] = trace
-                by_dims[dims] = names, by_values
-                for table in (KNOWN, by_dims):
-                    if len(table) > _MOST:
-                        del table[next(iter(table))]
+            trace = self._known(call, key)
+        if trace is not None:
+            return trace
+        if self._notes_of().traces == _MOST_TRACES:
+            return Reason(
+                f"it was traced {_MOST_TRACES} times, and its attributes, arguments or "
+                "buffers have changed again; keep them the same between calls",
+                once=isinstance(self._last, Reason) and self._last.once,
+            )
+        self._notes_of().traces += 1
+        with _tracing:
+            trace = self._first_trace(call, free)
+            entries = KNOWN.setdefault(key, [])
+            names, dims = {n for d, ns, *_ in entries if d == call.dims for n in ns}, call.dims
+            if isinstance(trace, Trace):
+                names, dims = trace.fixed, trace.dims
+            entries.append((dims, (*names,), self._values_of(names, call), trace))
+            del entries[:-_MOST]
+            if len(KNOWN) > _MOST:
+                del KNOWN[next(iter(KNOWN))]
         return trace
 
-    def _known(self, call: Arguments, by_dims: Mapping[Dims, Any]) -> Trace | Reason | None:
+    def _known(self, call: Arguments, key: tuple[Any, ...]) -> Trace | Reason | None:
         """Return the trace of an earlier call whose dimensions may be those of this one."""
-        reason = None
-        for dims, (names, by_values) in [*by_dims.items()]:
-            if dims == call.dims or call.fits(dims):
-                trace = by_values.get(self._values_of(names, call))
+        reason, values_of = None, functools.cache(lambda names: self._values_of(names, call))
+        for dims, names, values, trace in [*KNOWN.get(key, ())]:
+            is_same = dims == call.dims
+            if (is_same or call.fits(dims)) and values_of(names) == values:
                 if isinstance(trace, Trace):
                     return trace
-                reason = trace if dims == call.dims else reason
+                reason = trace if is_same else reason
         return reason
 
     def _compared(self, trace: Trace, call: Arguments) -> Trace | Reason:
-        """Compare a block with this layer, unless it was on batches as large and as small.
-
-        The same sizes must also have been equal: others may take another branch of the layer's
-        code. Returns the trace, or why it is not used.
-        """
+        """Compare a block with this layer, unless it was on batches as large and as small."""
         checked, sizes = self._notes_of().checked, [call.batch, call.tokens]
         sizes += [call.sizes["M"]] if "M" in call.sizes else []
         numbers = [n.bit_length() for n in call.leaves if type(n) is int]
-        pairs = itertools.combinations(sizes, 2)
+        pairs = itertools.combinations(sizes, 2)  # equal sizes may take a branch of their own
         same = [n for a, b in pairs for n in (a == b, a != b)]
         now = (*sizes, math.prod(sizes[:2]), *(-n for n in sizes), max(numbers, default=0), *same)
         most, reason = checked.get(trace, ((-math.inf,) * len(now), None))
@@ -264,7 +251,7 @@ class TracedLayer(ConvertedLayer):
             checked[trace] = tuple(map(max, now, most)), reason
         return reason or trace
 
-    def _values_of(self, names: Sequence[str | int], call: Arguments) -> tuple[Any, ...]:
+    def _values_of(self, names: Iterable[str | int], call: Arguments) -> tuple[Any, ...]:
         """Return keys of the values of the layer's tensors of these names, and of arguments."""
         keys: list[Any] = []
         for name in names:
@@ -282,8 +269,7 @@ class TracedLayer(ConvertedLayer):
         return tuple(keys)
 
     def _replicate_for_data_parallel(self) -> Any:
-        """Return a replica, with the same notes."""
-        self._notes_of()
+        self._notes_of()  # which replicas share
         return super()._replicate_for_data_parallel()
 
     def _notes_of(self) -> _Notes:
@@ -293,10 +279,8 @@ class TracedLayer(ConvertedLayer):
     def _first_trace(self, call: Arguments, free: bool) -> Trace | Reason:
         """Trace the first call of a kind; return why if that fails."""
         try:
-            with (
-                _apart(call.leaves[call.x]),
-                torch.enable_grad(),
-            ):  # also in a checkpoint's first run
+            # With gradients also in a checkpoint's first run.
+            with _apart(call.leaves[call.x]), torch.enable_grad():
                 if not call.is_too_long:
                     return trace_call(self, self.stock.forward, call, free)
                 check_effects(self, self.stock.forward, call.given)
@@ -308,12 +292,9 @@ class TracedLayer(ConvertedLayer):
             return Reason(str(reason), once=isinstance(reason, SideEffect))
 
     def _why_different(self, trace: Trace, call: Arguments) -> str | None:
-        """Return how the block and the layer differ on real arguments, without dropout, or None.
-
-        Under autocast both compute in float32: in 16 bits they would round differently.
-        """
+        """Return how the block and the layer differ on real arguments, without dropout, or None."""
         x = call.leaves[trace.x]
-        autocast = low_dtype(x) is not None
+        autocast = low_dtype(x) is not None  # both compute in float32: 16 bits round differently
         given = map_tree(dict(call.given), _widened) if autocast else call.given
         with torch.no_grad(), _apart(x):
             state = torch.random.get_rng_state()
@@ -324,9 +305,7 @@ class TracedLayer(ConvertedLayer):
                 return None if autocast else f"it raises {type(error).__name__}: {error}"
             torch.random.set_rng_state(state)
             try:
-                tensors, functions, result = trace.plain.bind(self, None, given, random=False)
-                out = run_block(trace.plain.graph, "full", tensors, functions=functions)
-                actual = leaves(result(out))
+                actual = leaves(trace.plain.run(self, {}, given))
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # parameters of several dtypes
@@ -337,24 +316,16 @@ class TracedLayer(ConvertedLayer):
         if len(actual) != len(expected):
             return f"the layer has {len(expected)} results, its block {len(actual)}"
         for a, b in zip(actual, expected, strict=True):
-            if isinstance(a, Tensor) and isinstance(b, Tensor) and a.is_floating_point():
-                if a.dtype != b.dtype:
-                    return f"the block's result is {a.dtype}, the layer's {b.dtype}"
-                distance = math.inf
-                if a.shape == b.shape:
-                    a, b = a.detach(), b.detach()
-                    distance = float((a - b).norm()) / (float(b.norm()) or 1.0)
-                if not distance <= limit:
-                    return (
-                        f"the block differs by {distance:.1e} from the layer on a batch of "
-                        f"shape {tuple(x.shape)}"
-                    )
+            if not (isinstance(a, Tensor) and isinstance(b, Tensor) and a.is_floating_point()):
+                continue
+            distance = math.inf
+            if a.shape == b.shape and a.dtype == b.dtype:
+                a, b = a.detach(), b.detach()
+                distance = float((a - b).norm()) / (float(b.norm()) or 1.0)
+            if not distance <= limit:
+                batch = f"a batch of shape {tuple(x.shape)}"
+                return f"the block differs by {distance:.1e} from the layer on {batch}"
         return None
-
-    @staticmethod
-    def _new(stock: type[nn.Module]) -> nn.Module:
-        cls = traced_class(stock)
-        return cls.__new__(cls)
 
 
 #: Traced classes by the stock class.
@@ -365,7 +336,7 @@ ROWS: list[Callable[[nn.Module], type[ConvertedLayer] | None]] = []
 
 def traced_class(stock: type[nn.Module]) -> type[TracedLayer]:
     """Return the class that stands in for a layer class without a table entry."""
-    return class_of(stock, TracedLayer, _CLASSES)
+    return class_of(stock, TracedLayer, _CLASSES, _class_for=staticmethod(traced_class))
 
 
 def converted_class(layer: nn.Module) -> type[ConvertedLayer]:
@@ -383,13 +354,13 @@ def description_if_converted(
     for name in NOTES:
         converted.__dict__.pop(name, None)
     named = converted._named(args, kwargs)
-    if named is None:
-        return "convert runs it under checkpointing: its arguments do not fit forward"
-    given = {n: v for n, v in named.items() if n not in CACHES and not hasattr(v, LENGTH)}
-    call = converted._block(**given)
-    trace = converted.last_trace if isinstance(converted, TracedLayer) else None
+    call = Reason("its arguments do not fit forward")
+    if named is not None:
+        given = {n: v for n, v in named.items() if n not in CACHES and not hasattr(v, LENGTH)}
+        call = converted._block(**given)
     if isinstance(call, Reason):
         return f"convert runs it under checkpointing: {call.text}"
+    trace = converted.last_trace if isinstance(converted, TracedLayer) else None
     replayed = trace.block.replayed if isinstance(trace, Trace) else ()
     parts = [f"{name}, which is replayed ({why})" for name, why in replayed]
     steps = ", ".join([node.name for node in call.graph.nodes])
@@ -398,11 +369,7 @@ def description_if_converted(
 
 @contextlib.contextmanager
 def _apart(x: Tensor) -> Iterator[None]:
-    """Run code apart from the caller's step.
-
-    The step's random state, autocast, observers, and hooks on saved tensors, with which a
-    checkpoint counts them, do not notice it.
-    """
+    """Run code so that random state, autocast, observers and hooks of a step do not notice it."""
     # Detached: a node that held its own result would never be freed.
     same = torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda t: t)
     modes = _disable_current_modes()  # of a selective checkpoint
@@ -419,5 +386,4 @@ def _widened(leaf: Any) -> Any:
 
 
 def _key(t: Tensor) -> Any:
-    """Return a key of a tensor's values."""
     return tuple(t.shape), hash(t.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())

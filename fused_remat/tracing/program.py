@@ -1,4 +1,4 @@
-"""Recorded operations as functions of matrices (tokens, width), in a call of any size."""
+"""A layer as the graph of a block, and recorded operations as functions of matrices."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fused_remat.graph.graph import Graph
+from fused_remat.steps.linear import Linear
 from fused_remat.steps.replay import At
 from fused_remat.tracing.values import (
     ALGEBRA,
@@ -25,11 +27,18 @@ from fused_remat.tracing.values import (
     Size,
     leaves,
     map_tree,
+    ops_for,
     refs,
 )
 
-#: The submodules of a layer by their paths.
-Modules = Callable[[str], nn.Module]
+
+class Context(NamedTuple):
+    """A call in which recorded operations run."""
+
+    modules: Callable[[str], nn.Module]  # the submodules of the layer by their paths
+    sizes: Mapping[str, int]
+    dtype: torch.dtype  # of the residual stream
+    device: torch.device
 
 
 @dataclass(frozen=True)
@@ -43,7 +52,6 @@ class Layout:
 
     @property
     def flat(self) -> tuple[int | str, ...]:
-        """All factors in order."""
         return tuple(itertools.chain(*self.factors))
 
     @property
@@ -54,17 +62,15 @@ class Layout:
 
     @property
     def width(self) -> int:
-        """The width of the matrix."""
         return math.prod(self.features)
 
     @property
     def is_last(self) -> bool:
         """Whether the width is the last dimension, and that alone."""
-        if len(self.factors[-1]) != 1:
-            return False
         last = len(self.flat) - 1
         others = [n for i, n in enumerate(self.flat) if i not in (*self.tokens, last)]
-        return last not in self.tokens and all(n == 1 for n in others)
+        is_one_factor = len(self.factors[-1]) == 1 and last not in self.tokens
+        return is_one_factor and all(n == 1 for n in others)
 
     @property
     def _order(self) -> list[int]:
@@ -78,26 +84,20 @@ class Layout:
 
     def value(self, matrix: Tensor, sizes: Mapping[str, int]) -> Tensor:
         """Return the value that a matrix (tokens, width) represents."""
-        flat = [sizes[n] if isinstance(n, str) else n for n in self.flat]
-        order = self._order
-        inverse = [order.index(i) for i in range(len(order))]
-        sizes_left = iter(flat)
-        shape = [math.prod(itertools.islice(sizes_left, len(dim))) for dim in self.factors]
+        flat, order = [sizes[n] if isinstance(n, str) else n for n in self.flat], self._order
+        inverse, rest = [order.index(i) for i in range(len(order))], iter(flat)
+        shape = [math.prod(itertools.islice(rest, len(dim))) for dim in self.factors]
         return matrix.reshape([flat[i] for i in order]).permute(inverse).reshape(shape)
 
 
 def layout_of(shape: Sequence[Any] | None, names: Sequence[str], tokens: int) -> Layout | None:
-    """Return the layout of a value of a recorded shape, or None if it lacks the call's tokens.
-
-    Where neither "S" nor "M" is among `names`, a sequence of any call has so many `tokens`.
-    """
+    """Return the layout of a value of a recorded shape, or None if it lacks the call's tokens."""
     if shape is None:
         return None
     dims: list[tuple[int | str, ...]] = []
     for n in shape:
         if isinstance(n, Size):
-            one_factor = n.factor == 1 or n.names == ("B",)
-            if n.offset or not one_factor:
+            if n.offset or (n.factor > 1 and n.names != ("B",)):
                 return None
             dims.append((*n.names, *((n.factor,) if n.factor > 1 else ())))
         else:
@@ -106,7 +106,7 @@ def layout_of(shape: Sequence[Any] | None, names: Sequence[str], tokens: int) ->
     if sorted(n for n in flat if isinstance(n, str)) != sorted(names):
         return None
     indices = [flat.index(name) for name in names]
-    if "S" not in names and "M" not in names:
+    if "S" not in names and "M" not in names:  # a sequence of any call has so many `tokens`
         for i, n in enumerate(flat):
             if tokens > 1 and isinstance(n, int) and n > 1:
                 if tokens % n:
@@ -135,7 +135,6 @@ class Program:
 
     @property
     def draws(self) -> bool:
-        """Whether it draws random numbers."""
         return any(op.random or op.p for op in self.ops)
 
     @property
@@ -149,24 +148,19 @@ class Program:
         return all(op.kind in ALGEBRA for op in self.ops)
 
     def run(
-        self,
-        modules: Modules,
-        sizes: Mapping[str, int],
-        dtype: torch.dtype,
-        at: At,
-        xs: Sequence[Tensor],
-        tensors: Sequence[Tensor | None],
+        self, call: Context, at: At, xs: Sequence[Tensor], tensors: Sequence[Tensor | None]
     ) -> Tensor:
         """Return the result as a matrix, for the tokens `at`, of the activations as matrices."""
-        sizes = {**sizes, "B": at.batch}
+        sizes = {**call.sizes, "B": at.batch}
         if len(self.layout.names) > 1 or self.layout.names == ("S",):
             sizes[self.layout.names[-1]] = at.tokens
+        call = call._replace(sizes=sizes)
         values: dict[int, Any] = dict(zip(self.params, tensors, strict=True))
         for (number, layout), x in zip(self.sources, xs, strict=True):
             values[number] = layout.value(x, sizes)
         for op, unread in zip(self.ops, self._unread, strict=True):
             try:
-                run_op(op, values, modules, sizes, dtype)
+                run_op(op, values, call)
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError as error:
@@ -177,17 +171,15 @@ class Program:
         return y if self.pick is None else y[:, list(self.pick)]
 
 
-def leaf_value(
-    leaf: Any, values: Mapping[int, Any], sizes: Mapping[str, int], dtype: torch.dtype
-) -> Any:
-    """Return the value of a recorded leaf in a call with these values, sizes and stream's dtype."""
+def leaf_value(leaf: Any, values: Any, call: Context) -> Any:
+    """Return the value of a recorded leaf in a call."""
     if isinstance(leaf, Ref):
         return values[leaf.index]
     if isinstance(leaf, Size):
-        return leaf.of(sizes)
+        return leaf.of(call.sizes)
     if isinstance(leaf, Limit):
-        return leaf.sign * getattr(torch.finfo(dtype), leaf.name)
-    return dtype if leaf is STREAM else leaf
+        return leaf.sign * getattr(torch.finfo(call.dtype), leaf.name)
+    return call.dtype if leaf is STREAM else leaf
 
 
 def unread_after(ops: Sequence[Op], needed: Iterable[int]) -> list[list[int]]:
@@ -200,20 +192,18 @@ def unread_after(ops: Sequence[Op], needed: Iterable[int]) -> list[list[int]]:
     return unread[::-1]
 
 
-def run_op(
-    op: Op, values: dict[int, Any], modules: Modules, sizes: Mapping[str, int], dtype: torch.dtype
-) -> None:
-    """Run an operation on `values`, and add its results to them."""
+def run_op(op: Op, values: dict[int, Any], call: Context) -> None:
+    """Add the results of an operation to `values`."""
 
     def value(leaf: Any) -> Any:
         if isinstance(leaf, Limit):  # of the dtype that autocast gave to what is compared with it
             of = [values[n].dtype for n in refs(op.args[:1]) if values[n].is_floating_point()]
-            return leaf_value(leaf, values, sizes, of[0] if of else dtype)
-        return leaf_value(leaf, values, sizes, dtype)
+            return leaf_value(leaf, values, call._replace(dtype=[*of, call.dtype][0]))
+        return leaf_value(leaf, values, call)
 
     args, kwargs = map_tree(op.args, value), map_tree(op.kwargs, value)
     if op.path is not None:
-        result = op.run(modules(op.path), *args, **kwargs)
+        result = op.run(call.modules(op.path), *args, **kwargs)
     elif op.p:
         result = F.dropout(args[0], op.p)
     else:
@@ -221,3 +211,97 @@ def run_op(
     for number, leaf in zip(op.outs, leaves(result), strict=True):
         if number is not None:
             values[number] = leaf
+
+
+class ReplayedSubmodule(NamedTuple):
+    """A submodule, or a long chain of operations, that is replayed; and why it was not traced."""
+
+    name: str
+    why: str
+
+
+class Plan(NamedTuple):
+    """An order of the operations before a block, where some values they read need gradients."""
+
+    outs: tuple[int, ...]  # differentiable and large, or computed by way of large values
+    rebuilt: Sequence[Op]  # compute these, and run again in backward
+    rest: Sequence[Op]  # compute all others, after `rebuilt`
+    unread: Sequence[Sequence[int]]  # for each of the rest, values that nothing reads after it
+
+
+#: By number, the shape and the dtype of an activation.
+Shapes = dict[int, tuple[tuple[Any, ...], Any]]
+
+
+@dataclass(eq=False)
+class TracedBlock:
+    """A layer as the graph of a block."""
+
+    graph: Graph
+    before: list[Op]  # run at every call before the block
+    values: dict[str, int]  # that the block reads other than its inputs, by its names
+    transposed: set[str]  # those of these names that are the transpose of the value
+    programs: dict[str, Program]  # the functions of replays
+    inputs: dict[str, tuple[int, Layout]]
+    out: tuple[int, Layout]  # the result that the block computes
+    result: Any  # of the layer, with `Ref`s
+    arguments: list[int | None]  # by leaf; None for those that are no tensors
+    sources: dict[int, str]  # parameters, buffers and attributes of the layer
+    stand_ins: Shapes  # activations of which `before` reads the shape alone
+    replayed: tuple[ReplayedSubmodule, ...]
+    fixed: tuple[str, ...]  # names of the layer's tensors whose values decide what the block is
+    #: By the number of a mask, the value that replaces scores of keys that it hides. A query that
+    #: sees no key then has no gradient; it would have one where the mask is added.
+    fills: dict[int, float]
+    #: Elements of the differentiable results of `before`; infinite if the number follows from the
+    #: call, 0 for a view.
+    elements: dict[int, float]
+
+    def __post_init__(self) -> None:
+        self._producers = {n: op for op in self.before for n in op.writes}
+        self._chains: dict[int, Sequence[Op]] = {}
+        self._plans: dict[tuple[frozenset[int], int], Plan] = {}
+
+    def plan(self, live: frozenset[int], large: int) -> Plan:
+        """Return how `before` runs where `live` need gradients, and `large` values are not kept."""
+        if (live, large) not in self._plans:
+            others = [n for n in refs(self.result) if n != self.out[0]]
+            read, reached = [*self.values.values(), *others, *self.fills], {*live}
+            for op in self.before if live else ():
+                if not reached.isdisjoint(op.reads):
+                    reached.update(n for n in op.outs if n in self.elements)
+            costly = dict.fromkeys(n for n in read if n in reached and self._is_costly(n, large))
+            rest = self._ops(read, costly)
+            unread = unread_after(rest, {*read, *(number for number, _ in self.inputs.values())})
+            plan = Plan(tuple(costly), self._ops(costly), rest, unread)
+            self._plans[live, large] = plan
+        return self._plans[live, large]
+
+    def _is_costly(self, number: int, large: int) -> bool:
+        ops = self.chain(number)
+        most = max((self.elements.get(n, 0) for op in ops for n in op.writes), default=0)
+        return most >= large and all(op.path is None for op in ops)
+
+    def _ops(self, numbers: Any, known: Any = ()) -> list[Op]:
+        """Return the operations before the block that compute values from those `known`."""
+        ops, _ = ops_for(numbers, self._producers, known)
+        return [op for op in self.before if op in ops]
+
+    def chain(self, number: int) -> Sequence[Op]:
+        """Return the operations before the block that compute a value, if all can run again."""
+        if number not in self._chains:
+            ops = self._ops([number])
+            read = {number, *(n for op in ops for n in op.reads)}
+            fails = any(op.random for op in ops) or not read.isdisjoint(self.stand_ins)
+            self._chains[number] = [] if fails else ops
+        return self._chains[number]
+
+    @property
+    def draws(self) -> bool:
+        return self.graph.uses_seed or any(p.draws for p in self.programs.values())
+
+    @property
+    def mixes_dtypes(self) -> bool:
+        """Whether adapters compute in a dtype of their own."""
+        layers = [node for node in self.graph.nodes if isinstance(node, Linear)]
+        return any(update.dtype is not None for node in layers for update in node.updates)

@@ -6,8 +6,8 @@ import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,14 +16,14 @@ from torch.overrides import TorchFunctionMode
 
 from fused_remat.layers.eligibility import parameters_of
 from fused_remat.layers.fallback import generator_states
-from fused_remat.tracing.isolation import forward_only, run_with, unchanged
-from fused_remat.tracing.no_dropout import (
+from fused_remat.tracing.isolation import (
     attention_without_dropout,
-    has_dropout,
     is_dropout,
     multi_head_attention,
+    run_unchanged,
+    sum_with_product,
+    tensors_of,
 )
-from fused_remat.tracing.state import shared_by
 from fused_remat.tracing.values import (
     SHAPES,
     Op,
@@ -54,11 +54,12 @@ _OWN_BACKWARD = "it runs an autograd.Function, whose backward is its own"
 class Recorder(TorchFunctionMode):
     """A mode that records the operations of a layer while it is active."""
 
-    def __init__(
-        self, layer: nn.Module, named: Mapping[str, Tensor], device: torch.device, autocast: bool
-    ) -> None:
+    def __init__(self, layer: nn.Module, sample: Sample, autocast: bool) -> None:
         super().__init__()
-        self.layer, self.device, self.autocast = layer, device, autocast
+        self.layer, self.sample = layer, sample
+        self.autocast = autocast  # whether it seems on, so that code that tests for it is noticed
+        arguments = leaves(sample.arguments)
+        self.device = next(leaf.device for leaf in arguments if isinstance(leaf, Tensor))
         node = torch.zeros((), requires_grad=True).clone().grad_fn
         self.start = node._sequence_nr() if node is not None else 0
         self.foreign = ""  # why not even a replayed submodule may hold a tensor that is read
@@ -72,29 +73,33 @@ class Recorder(TorchFunctionMode):
         self.owned: set[int] = set()  # ids of results of submodules that run an autograd.Function
         self.fixed: set[str] = set()  # tensors whose values decide which operations run
         self.params = {*parameters_of(layer)}
-        self.views: dict[int, tuple[Tensor, list[Any]]] = {}  # by id, the base and the steps
+        #: By id of a view, its base, the steps to it, and the arguments of these.
+        self.views: dict[int, tuple[Tensor, list[Any], list[Any]]] = {}
         self.root = Span("")
         self.stack = [self.root]
         self.paths = {module: name for name, module in layer.named_modules()}
-        for name, tensor in named.items():
-            self._add_source(tensor, name)
-        for path, module in layer.named_modules():
-            for name, value in vars(module).items():
-                name = f"{path}.{name}" if path else name
-                if isinstance(value, Tensor) and not (name in named or id(value) in self.numbers):
-                    self._add_source(value, name)
+        for name, tensor in tensors_of(layer, sample.named).items():
+            number = self.new(tensor)
+            self.sources[number], self.roots[number] = name, frozenset((name,))
         strided = [t for t in self.values if t.layout is torch.strided]
-        self.memory = {t.untyped_storage().data_ptr() for t in strided}
+        self.memory = set(map(_pointer, strided))
+        self.result: Any = None  # of the layer, with `Ref`s
+        self.inputs: list[int | None] = []  # numbers of the arguments by leaf
+        for i, (leaf, is_active) in enumerate(zip(arguments, sample.active, strict=True)):
+            if not isinstance(leaf, Tensor):
+                self.inputs.append(None)
+                continue
+            number = self.numbers[id(leaf)] if id(leaf) in self.numbers else self.new(leaf)
+            self.inputs.append(number)
+            if i != sample.bounds:
+                self.roots[number] = frozenset(("argument",))
+            if is_active:
+                self.live.add(number)
 
     def new(self, tensor: Tensor) -> int:
-        """Give a tensor a number of its own."""
         self.numbers[id(tensor)] = len(self.values)
         self.values.append(tensor)  # which keeps the id
         return len(self.values) - 1
-
-    def _add_source(self, tensor: Tensor, name: str) -> None:
-        number = self.new(tensor)
-        self.sources[number], self.roots[number] = name, frozenset((name,))
 
     def number(self, tensor: Tensor) -> int:
         """Return the number of a tensor that an operation reads."""
@@ -105,7 +110,10 @@ class Recorder(TorchFunctionMode):
             computed = "it computes with a tensor that was created outside of PyTorch's functions"
             held = "it reads a tensor that is no parameter, buffer, attribute or argument"
             self.trouble(computed if tensor.requires_grad else held)
-            self.foreign = self.foreign or (held if self._is_older(tensor) else "")
+            with torch._C.DisableTorchFunction():
+                node = tensor.grad_fn
+            is_older = node is None or node._sequence_nr() < self.start  # than the recording
+            self.foreign = self.foreign or (held if is_older else "")
             number = self.new(tensor)
             if tensor.requires_grad:
                 self.live.add(number)
@@ -115,29 +123,23 @@ class Recorder(TorchFunctionMode):
             self.live.add(number)
         return number
 
-    def _is_older(self, tensor: Tensor) -> bool:
-        """Return whether a tensor existed before the recording."""
-        with torch._C.DisableTorchFunction():
-            node = tensor.grad_fn
-        return node is None or node._sequence_nr() < self.start
-
     def trouble(self, reason: str) -> None:
         """Note why the innermost submodule cannot be traced."""
         self.stack[-1].trouble = self.stack[-1].trouble or reason
 
     def encoded(self, tree: Any) -> Any:
-        """Return a tree with a `Ref` for each tensor."""
         return map_tree(tree, lambda a: Ref(self.number(a)) if isinstance(a, Tensor) else a)
 
     def add(
         self, name: str, run: Callable[..., Any], args: Any, kwargs: Any, result: Any, **more: Any
     ) -> None:
-        """Add an operation on encoded arguments."""
         op = Op(name, run, args, kwargs, [], self.stack[-1].path, **more)
         read = refs((args, kwargs))
         is_live = name not in SHAPES and not self.live.isdisjoint(read)
         roots = frozenset[str]().union(*[self.roots.get(n, frozenset()) for n in read])
         roots |= {"random"} if op.random else set()
+        for span in self.stack if op.random or op.p else ():
+            span.random = True
         for leaf in leaves(result):
             number = self.new(leaf) if isinstance(leaf, Tensor) else None
             op.outs.append(number)
@@ -146,7 +148,8 @@ class Recorder(TorchFunctionMode):
             self.roots[number] = roots
             if is_live:
                 self.live.add(number)
-            if is_live or self._is_large(leaf):
+            is_large = leaf.numel() > _SMALL and _pointer(leaf) not in self.memory  # as DoRA's
+            if is_live or is_large:
                 self.values[number] = hollow(leaf)
                 forget = functools.partial(self._forget, id(leaf))
                 self.results[number] = weakref.ref(leaf, forget)
@@ -154,10 +157,6 @@ class Recorder(TorchFunctionMode):
             tensor = None if n in self.live else self.results[n]()
             self.values[n] = self.values[n] if tensor is None else tensor
         self.stack[-1].inner.append(op)
-
-    def _is_large(self, t: Tensor) -> bool:
-        """Return whether a value takes memory of its own, as the matrices of DoRA do."""
-        return t.numel() > _SMALL and t.untyped_storage().data_ptr() not in self.memory
 
     def _forget(self, key: int, _: weakref.ref[Tensor]) -> None:
         """Forget a tensor that is freed, since a new one may get its id."""
@@ -169,12 +168,8 @@ class Recorder(TorchFunctionMode):
         """Return the known tensors that share memory with another one."""
         held = [ref() for ref in self.results.values()]
         known = {id(t): t for t in [*self.values, *held] if t is not None}
-        pointer = tensor.untyped_storage().data_ptr()
-        return [
-            t
-            for t in known.values()
-            if t.layout is torch.strided and t.untyped_storage().data_ptr() == pointer
-        ]
+        strided = [t for t in known.values() if t.layout is torch.strided]
+        return [t for t in strided if _pointer(t) == _pointer(tensor)]
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -187,6 +182,9 @@ class Recorder(TorchFunctionMode):
         if func is F.multi_head_attention_forward:
             with self:
                 return multi_head_attention(*args, **kwargs)
+        if name == "baddbmm" and kwargs.get("out") is None:
+            with self:
+                return sum_with_product(*args, **kwargs)
         if func is torch._native_multi_head_attention:
             self.trouble("it runs a fused kernel for inference")
         if name in _READS and args and isinstance(args[0], Tensor):
@@ -200,12 +198,13 @@ class Recorder(TorchFunctionMode):
         encoded, before = (self.encoded(args), self.encoded(kwargs)), generator_states(self.device)
         if func is F.scaled_dot_product_attention:
             result = attention_without_dropout(*args, **kwargs)
-            draws = has_dropout(*args, **kwargs)
+            draws = bool(kwargs.get("dropout_p", [*args[4:], 0.0][0]))
         else:
             result = func(*args, **kwargs)
             pairs = zip(before, generator_states(self.device), strict=True)
             draws = not all(torch.equal(a, b) for a, b in pairs)
-        if _is_in_place(name) and args and isinstance(args[0], Tensor):
+        is_in_place = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+        if is_in_place and args and isinstance(args[0], Tensor):
             self._change(name, func, args[0], *encoded, draws)
             return result
         if isinstance(result, Tensor) and any(a is result for a in leaves((args, kwargs))):
@@ -255,37 +254,33 @@ class Recorder(TorchFunctionMode):
         first = args[0] if args and isinstance(args[0], Tensor) else None
         if first is None or not first.numel():
             return
-        pointer = first.untyped_storage().data_ptr()
-        base, steps = self.views.get(id(first), (first, []))
+        base, steps, more = self.views.get(id(first), (first, [], []))
         for i, leaf in enumerate(leaves(result)):
-            if isinstance(leaf, Tensor) and leaf.untyped_storage().data_ptr() == pointer:
-                self.views[id(leaf)] = base, [*steps, (func, i, encoded[1:], kwargs)]
+            if isinstance(leaf, Tensor) and _pointer(leaf) == _pointer(first):
+                self.views[id(leaf)] = base, [*steps, (func, i)], [*more, (encoded[1:], kwargs)]
 
     def _change(
         self, name: str, func: Any, changed: Tensor, args: Any, kwargs: Any, draws: bool
     ) -> None:
         """Record an in-place operation: new values of a tensor, its base and all other views."""
-        base, steps = self.views.get(id(changed), (changed, []))
+        base, steps, more = self.views.get(id(changed), (changed, [], []))
 
         def changes(target: Tensor, view_args: Any, rest: Any, named: Any) -> Tensor:
             result = target.clone()
             func(_view(steps, result, view_args), *rest, **named)
             return result
 
-        before = Ref(self.number(base))
-        encoded = before, _arguments(steps), args[1:], kwargs
+        encoded = Ref(self.number(base)), more, args[1:], kwargs
         self.add(name, changes, encoded, {}, base, random=draws)
         for t in self._sharing(base):
-            view_base, view_steps = self.views.get(id(t), (None, []))
+            view_base, view_steps, view_args = self.views.get(id(t), (None, [], []))
             if view_base is base:
                 run = functools.partial(_view, view_steps)
-                now = Ref(self.numbers[id(base)])
-                self.add("view", run, (now, _arguments(view_steps)), {}, t)
+                self.add("view", run, (Ref(self.numbers[id(base)]), view_args), {}, t)
             elif t is not base and t.numel():
                 self.numbers[id(t)] = -1  # a view of unknown origin
 
     def call(self, module: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
-        """Record the call of a submodule."""
         span = Span(self.paths[module], self.encoded(args), self.encoded(kwargs))
         versions = [(t, t._version) for t in leaves((args, kwargs)) if isinstance(t, Tensor)]
         self.stack[-1].inner.append(span)
@@ -296,13 +291,12 @@ class Recorder(TorchFunctionMode):
             self.stack.pop()
         if any(t._version != version for t, version in versions):
             self.trouble(f"{span.path} changes its arguments in place")
-        tensors = [t if isinstance(t, Tensor) else None for t in leaves(result)]
-        own = [t for t in tensors if t is not None and _has_own_backward(t)]
-        if own:
-            span.trouble = span.trouble or _OWN_BACKWARD
-            self.owned.update(map(id, own))  # the trouble is the submodule's, not its readers'
-        numbers = [None if t is None else self.numbers.get(id(t)) for t in tensors]
-        span.outs = [n if n is None or n >= 0 else None for n in numbers]
+        for t in leaves(result):
+            number = self.numbers.get(id(t), -1) if isinstance(t, Tensor) else -1
+            span.outs.append(number if number >= 0 else None)
+            if isinstance(t, Tensor) and _has_own_backward(t):
+                span.trouble = span.trouble or _OWN_BACKWARD
+                self.owned.add(id(t))  # the trouble is the submodule's, not its readers'
         return result
 
 
@@ -316,124 +310,76 @@ def _has_own_backward(tensor: Tensor) -> bool:
         return isinstance(tensor.grad_fn, torch.autograd.function.BackwardCFunction)
 
 
-def _is_in_place(name: str) -> bool:
-    return name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
-
-
-def _arguments(steps: list[Any]) -> list[Any]:
-    """Return the arguments of the steps to a view, which may depend on the sizes of a call."""
-    return [(args, kwargs) for _, _, args, kwargs in steps]
+def _pointer(t: Tensor) -> int:
+    return t.untyped_storage().data_ptr()
 
 
 def _view(steps: list[Any], base: Tensor, arguments: list[Any]) -> Tensor:
     """Return a view of `base` by the same steps with other arguments."""
-    for (func, index, *_), (args, kwargs) in zip(steps, arguments, strict=True):
+    for (func, index), (args, kwargs) in zip(steps, arguments, strict=True):
         base = leaves(func(base, *args, **kwargs))[index]
     return base
 
 
-_ACTIVE = threading.local()
 _CALL = nn.Module.__call__
 _ENTER, _EXIT, _ENABLED = (
     torch.autocast.__enter__, torch.autocast.__exit__, torch.is_autocast_enabled
 )  # fmt: skip
-_patch = threading.Lock()
-
-
-class Recorded(NamedTuple):
-    """A recording: the numbers of the arguments by leaf, and the result with `Ref`s."""
-
-    recorder: Recorder
-    inputs: list[int | None]
-    result: Any
-    sample: Sample
 
 
 def record(
     layer: nn.Module, forward: Callable[..., Any], sample: Sample, autocast: bool
-) -> Recorded:
-    """Record `forward`, a method of `layer`, on a sample.
-
-    `autocast`: whether autocast seems to be on, so that code that tests for it is noticed.
-    """
-    given = leaves(sample.arguments)
-    device = next(leaf.device for leaf in given if isinstance(leaf, Tensor))
-    recorder = Recorder(layer, sample.named, device, autocast)
-    numbers: list[int | None] = []
-    for i, (leaf, is_active) in enumerate(zip(given, sample.active, strict=True)):
-        number = recorder.numbers.get(id(leaf)) if isinstance(leaf, Tensor) else None
-        if number is None and isinstance(leaf, Tensor):
-            number = recorder.new(leaf)
-        numbers.append(number)
-        if number is not None and i != sample.bounds:
-            recorder.roots[number] = frozenset(("argument",))
-        if number is not None and is_active:
-            recorder.live.add(number)
-
-    def watched(**arguments: Any) -> Any:
-        tensors = {name: recorder.values[i] for i, name in recorder.sources.items()}
-        with unchanged([*map(vars, layer.modules()), arguments], shared_by(layer), tensors):
-            return forward(**arguments)
-
-    with _recording(recorder), forward_only():
-        result = run_with(layer, watched, sample.named, sample.arguments)
+) -> Recorder:
+    """Record `forward`, a method of `layer`, on a sample."""
+    recorder = Recorder(layer, sample, autocast)
+    with _recording(recorder):
+        result = run_unchanged(layer, forward, sample.named, sample.arguments)
     if recorder.foreign:
         raise Untraceable(recorder.foreign)
     if type(map_tree(result, lambda leaf: leaf)) is not type(result):
         raise Untraceable(f"it returns {type(result).__name__}")
-    encoded = recorder.encoded(result)
+    recorder.result = recorder.encoded(result)
     for number in recorder.live:
         recorder.values[number] = hollow(recorder.values[number])
     recorder.views.clear()
-    return Recorded(recorder, numbers, encoded, sample)
+    return recorder
 
 
 @contextlib.contextmanager
 def _recording(recorder: Recorder) -> Iterator[None]:
+    """Record also calls of submodules, and uses of autocast, in this thread; one at a time."""
+    thread = threading.get_ident()
+
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        inner = module in recorder.paths and module is not recorder.layer
+        if thread != threading.get_ident() or not inner:
+            return _CALL(module, *args, **kwargs)
+        return recorder.call(module, _CALL, args, kwargs)
+
+    def enter(self: torch.autocast) -> Any:
+        if thread != threading.get_ident():
+            return _ENTER(self)
+        if self.device == recorder.device.type:
+            recorder.trouble("it switches autocast")
+        return self
+
+    def leave(self: torch.autocast, *raised: Any) -> Any:
+        return _EXIT(self, *raised) if thread != threading.get_ident() else False
+
+    def is_enabled(*device: str) -> bool:
+        return _ENABLED(*device) if thread != threading.get_ident() else recorder.autocast
+
     patches = (
-        (nn.Module, "__call__", _CALL, _call),
-        (torch, "is_autocast_enabled", _ENABLED, _is_enabled),
-        (torch.autocast, "__enter__", _ENTER, _enter), (torch.autocast, "__exit__", _EXIT, _exit),
+        (nn.Module, "__call__", _CALL, call), (torch, "is_autocast_enabled", _ENABLED, is_enabled),
+        (torch.autocast, "__enter__", _ENTER, enter), (torch.autocast, "__exit__", _EXIT, leave),
     )  # fmt: skip
-    with _patch:
-        _ACTIVE.recorder = recorder
-        for owner, name, _, new in patches:
-            setattr(owner, name, new)
-        try:
-            with recorder:
-                yield
-        finally:
-            _ACTIVE.recorder = None
-            recorder.results.clear()  # whose callbacks hold the recorder
-            for owner, name, old, _ in patches:
-                setattr(owner, name, old)
-
-
-def _active() -> Recorder | None:
-    """Return the recorder of this thread, if it is recording."""
-    return getattr(_ACTIVE, "recorder", None)
-
-
-def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    recorder = _active()
-    if recorder is None or module not in recorder.paths or module is recorder.layer:
-        return _CALL(module, *args, **kwargs)
-    return recorder.call(module, _CALL, args, kwargs)
-
-
-def _enter(self: torch.autocast) -> Any:
-    recorder = _active()
-    if recorder is None:
-        return _ENTER(self)
-    if self.device == recorder.device.type:
-        recorder.trouble("it switches autocast")
-    return self
-
-
-def _exit(self: torch.autocast, *raised: Any) -> Any:
-    return _EXIT(self, *raised) if _active() is None else False
-
-
-def _is_enabled(*device: str) -> bool:
-    recorder = _active()
-    return _ENABLED(*device) if recorder is None else recorder.autocast
+    for owner, name, _, new in patches:
+        setattr(owner, name, new)
+    try:
+        with recorder:
+            yield
+    finally:
+        thread = 0  # for modules that were imported inside, and hold one of the functions
+        recorder.results.clear()  # whose callbacks hold the recorder
+        for owner, name, old, _ in patches:
+            setattr(owner, name, old)

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from fused_remat.steps.activation import MLPActivation
 from fused_remat.steps.replay import At, Replay
-from fused_remat.tracing.block import ReplayedSubmodule
 from fused_remat.tracing.builder import Builder
-from fused_remat.tracing.program import Program
-from fused_remat.tracing.submodules import activation_of
+from fused_remat.tracing.join import activation_of
+from fused_remat.tracing.program import Program, ReplayedSubmodule
 from fused_remat.tracing.values import SHAPES, Op, Opaque, Size
 
 #: A replay of more operations than this, or of one of `HEAVY`, is named in reports.
@@ -29,16 +28,12 @@ _CHOICES = ("topk", "sort", "argsort", "argmax", "argmin", "one_hot", "gt", "ge"
 
 
 def replay(t: Builder, number: int) -> str:
-    """Add a value as a replay of the operations that compute it from the steps before it.
-
-    Returns the name of the activation: an input of the replay if it computes no other, or an
-    activation function if it computes that.
-    """
+    """Add a replay or an activation function that computes a value; return its name."""
     op, layout = t.producer(number), t.layout(number)
     assert op is not None
     if layout is None:
         raise Opaque(op.inside, f"the result of {op.name} has no dimension of tokens")
-    ops, sources, params = _region(t, number)
+    ops, sources, params = _region(t, number, op.inside)
     sources.sort(key=lambda n: getattr(t.layout(n), "names", ()) != layout.names)
     layouts = [known for n in sources if (known := t.layout(n)) is not None]
     xs = tuple([t.build(n) for n in sources])
@@ -51,24 +46,24 @@ def replay(t: Builder, number: int) -> str:
             return xs[0]
     if len(set(xs)) < len(xs):
         raise Opaque(op.inside, "it reads one activation in two layouts")
-    inside = _common([o.inside for o in ops])
-    if not (params or is_opaque) and layouts == [layout]:
-        act = _activation_by(t, program)
+    paths = [o.inside.split(".") for o in ops]  # to the innermost submodule that contains all
+    same = itertools.takewhile(lambda names: len(set(names)) == 1, zip(*paths, strict=False))
+    inside = ".".join([names[0] for names in same])
+    is_alone = layouts == [layout] and not (params or is_opaque or program.draws)
+    if is_alone and t.is_of_stream(number):
+        (like,) = sample(t, program)[1]
+        act = activation_of(lambda x: run(t, program, [x], []), like)
         if act is not None:
-            return t.add(
-                MLPActivation(name=t.unique(f"{inside}.act".lstrip(".")), up=xs[0], act=act)
-            )
-    shapes = [t.recording.shapes[n] for n in params]
-    if None in shapes:
+            name = t.unique(f"{inside}.act".lstrip("."))
+            return t.add(MLPActivation(name=name, up=xs[0], act=act))
+    shapes: dict[int, Any] = {n: t.recording.shapes[n] for n in params}
+    if None in shapes.values():
         raise Opaque(op.inside, "no size explains the shape of a value that it reads")
-    batched = [
-        (n, s) for n, s in zip(params, shapes, strict=True)
-        if any(isinstance(size, Size) and "B" in size.names for size in s or ())
-    ]  # fmt: skip
+    batched = [n for n, shape in shapes.items() if "B" in _sizes_in(shape)]
     per_batch = (
         program.draws
         or not _keeps_sizes(t, program, layout.names[:-1])
-        or any(s is not None and s[0] != Size(1, ("B",)) for _, s in batched)
+        or any(shapes[n][0] != Size(1, ("B",)) for n in batched)
     )
     path = str(op.path) if is_opaque else inside
     is_reported = is_opaque or len(ops) > _FEW or any(o.name in HEAVY for o in ops)
@@ -84,11 +79,12 @@ def replay(t: Builder, number: int) -> str:
             name=name, xs=xs, tensors=tensors, function=name,
             what=name if is_reported else " → ".join(kinds),
             columns=layout.width, per_batch=per_batch,
-            batched=() if per_batch else tuple([t.param(n) for n, _ in batched]),
+            batched=() if per_batch else tuple([t.param(n) for n in batched]),
             needed_for=_needed_for(t, program, (*xs, *tensors)),
             chooses=is_opaque or not kinds.keys().isdisjoint(_CHOICES),
             stages=_stages(t, ops, params),
-            tokenwise=not (is_opaque or per_batch) and _is_tokenwise(t, program, shapes),
+            tokenwise=not (is_opaque or per_batch or any(map(_sizes_in, shapes.values())))
+            and _is_tokenwise(t, program),
         )
     )  # fmt: skip
     t.programs[name] = program
@@ -97,7 +93,7 @@ def replay(t: Builder, number: int) -> str:
     return name
 
 
-def _region(t: Builder, target: int) -> tuple[list[Op], list[int], list[int]]:
+def _region(t: Builder, target: int, inside: str) -> tuple[list[Op], list[int], list[int]]:
     """Return the operations up to the next steps, and the activations and others they read."""
     live, ops = t.recording.live, set[Op]()
     sources, params, seen, todo = list[int](), list[int](), set[int](), [target]
@@ -116,23 +112,15 @@ def _region(t: Builder, target: int) -> tuple[list[Op], list[int], list[int]]:
         elif n in t.inputs.values() or (n != target and t.step(n) is not None):
             sources.append(n)
             if not t.recording.values[n].is_floating_point():
-                producer = t.producer(target)
-                raise Opaque(producer.inside if producer else "", "it reads indices of tokens")
+                raise Opaque(inside, "it reads indices of tokens")
         else:
             assert op is not None
             if op.path is not None and n != target:
-                parent = op.inside.rpartition(".")[0]
-                raise Opaque(parent, f"a result of {op.path} has no dimension of tokens")
+                reason = f"a result of {op.path} has no dimension of tokens"
+                raise Opaque(op.inside.rpartition(".")[0], reason)
             ops.add(op)
             todo += op.reads
     return [op for op in t.recording.ops if op in ops], sources[::-1], params[::-1]
-
-
-def _common(paths: list[str]) -> str:
-    """Return the path of the innermost submodule that contains all the paths."""
-    parts = [path.split(".") for path in paths]
-    same = itertools.takewhile(lambda names: len(set(names)) == 1, zip(*parts, strict=False))
-    return ".".join([names[0] for names in same])
 
 
 def _stages(t: Builder, ops: list[Op], params: list[int]) -> tuple[tuple[str, ...], ...]:
@@ -163,8 +151,8 @@ def sample(
     t: Builder, program: Program, seed: int = 0
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """Run a program on random activations; return its result, these, and the other values."""
-    sizes, device = t.recording.sizes, t.recording.values[t.x].device
-    generator, dtype = torch.Generator(device).manual_seed(seed), t.recording.exact
+    _, sizes, dtype, device = t.context
+    generator = torch.Generator(device).manual_seed(seed)
     xs = []
     for _, layout in program.sources:
         tokens = math.prod(sizes[n] for n in layout.names)
@@ -179,27 +167,19 @@ def sample(
 def run(
     t: Builder, program: Program, xs: list[Tensor], tensors: list[Tensor], at: At | None = None
 ) -> Tensor:
-    """Run a program with the recording's sizes."""
     sizes, names = t.recording.sizes, program.layout.names
     tokens = sizes[names[-1]] if names and names[-1] in ("S", "M") else t.tokens
-    at = at or At(sizes.get("B", 1), tokens, 0)
-    return program.run(t.layer.get_submodule, sizes, t.recording.exact, at, xs, tensors)
+    return program.run(t.context, at or At(sizes.get("B", 1), tokens, 0), xs, tensors)
 
 
-def _activation_by(t: Builder, program: Program) -> str | None:
-    """Return the entry of `ACTIVATIONS` that operations on one activation compute, or None."""
-    if program.draws or not t.is_of_stream(program.target):
-        return None
-    _, (like,), _ = sample(t, program)
-    return activation_of(lambda x: run(t, program, [x], []), like)
+def _sizes_in(shape: Sequence[Any]) -> set[str]:
+    return {name for n in shape if isinstance(n, Size) for name in n.names}
 
 
-def _is_tokenwise(t: Builder, program: Program, shapes: Sequence[Any]) -> bool:
+def _is_tokenwise(t: Builder, program: Program) -> bool:
     """Return whether each token's result depends on that token alone, by mixing tokens."""
     names = program.layout.names
     if names[-1:] != ("S",) or any(layout.names != names for _, layout in program.sources):
-        return False
-    if any(isinstance(n, Size) for shape in shapes for n in shape):
         return False
     if not _keeps_sizes(t, program, names):
         return False
@@ -214,16 +194,10 @@ def _is_tokenwise(t: Builder, program: Program, shapes: Sequence[Any]) -> bool:
 
 
 def _keeps_sizes(t: Builder, program: Program, names: Sequence[str]) -> bool:
-    """Return whether all that a program computes has a dimension for each of the sizes `names`.
-
-    A result that lacks one mixes the tokens, though a limit may hide it (`clamp`).
-    """
-    if program.is_algebra:
-        return True
+    """Return whether results have all sizes `names`, without which one mixes tokens."""
     live = [n for op in program.ops for n in op.writes if n in t.recording.live]
-    shapes = [t.recording.shapes[n] or () for n in live]
-    sizes = [{n for s in shape if isinstance(s, Size) for n in s.names} for shape in shapes]
-    return all(known.issuperset(names) for known in sizes)
+    sizes = (_sizes_in(t.recording.shapes[n] or ()) for n in live)
+    return program.is_algebra or all(known.issuperset(names) for known in sizes)
 
 
 def _needed_for(
@@ -233,7 +207,8 @@ def _needed_for(
     if program.draws or not program.is_algebra:
         return (names,) * len(program.sources)
     _, xs, tensors = sample(t, program)
-    tensors = [_moved(v) for v in tensors]  # a coefficient that is 0 may become another
+    # A coefficient that is 0 may become another.
+    tensors = [_moved(v) if v.requires_grad else v for v in tensors]
     y = run(t, program, xs, tensors)
     if not y.requires_grad:
         return ((),) * len(xs)
@@ -245,21 +220,18 @@ def _needed_for(
         inputs = [v for v in (*xs, *tensors) if v.requires_grad]
         return torch.autograd.grad(y, inputs, dy, allow_unused=True)
 
+    def is_other(g: Tensor | None, h: Tensor | None) -> bool:
+        return g is not h and (g is None or h is None or not g.equal(h))
+
     expected, needed = grads(y, xs), []
     for i, x in enumerate(xs):
         zeroed = [*xs[:i], torch.zeros_like(x).requires_grad_(), *xs[i + 1 :]]
         others = grads(run(t, program, zeroed, tensors), zeroed)
         pairs = zip(labels, expected, others, strict=True)
-        changes = (
-            n for n, g, h in pairs if g is not h and (g is None or h is None or not g.equal(h))
-        )
-        needed.append(tuple(changes))
+        needed.append(tuple([name for name, g, h in pairs if is_other(g, h)]))
     return tuple(needed)
 
 
 def _moved(t: Tensor) -> Tensor:
-    """Return other numbers near those of `t`."""
-    if not t.requires_grad:
-        return t
     step = torch.sin(1.0 + torch.arange(t.numel()).to(t)).view(t.shape)
     return (t.detach() + 0.1 * step).requires_grad_()

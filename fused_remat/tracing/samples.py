@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from fused_remat.layers.eligibility import parameters_of
-from fused_remat.tracing.state import exact, held_by, is_mutable
+from fused_remat.tracing.isolation import tensors_of
+from fused_remat.tracing.state import exact, may_change
 from fused_remat.tracing.values import Sample, Untraceable, leaves, map_tree
 
 _MASKS = ("mask", "bias", "alibi")
@@ -30,9 +31,9 @@ _SMALLEST = 5
 #: Number of other meanings of a call's dimensions that are tried.
 _MOST_OTHERS = 8
 
-#: The dimensions of each leaf of a call's arguments that is a tensor: names of sizes, with a
-#: factor before, or numbers.
-Dims = tuple[tuple[str | int, ...] | None, ...]
+#: The dimensions of each leaf of a call's arguments: names of sizes, with a factor before, or
+#: numbers; none if it is no tensor.
+Dims = tuple[tuple[str | int, ...], ...]
 
 
 class Arguments:
@@ -46,22 +47,22 @@ class Arguments:
     def __init__(self, given: Mapping[str, Any], vary: Sequence[str]) -> None:
         self.given, self.leaves = given, leaves(given)
         self.names = [name for name, value in given.items() for _ in leaves(value)]
-        found = [(i, t) for i, t in enumerate(self.leaves) if isinstance(t, Tensor)]
-        tensors = [i for i, t in found if t.is_floating_point()]
-        if not tensors:
+        tensors = [(i, t) for i, t in enumerate(self.leaves) if isinstance(t, Tensor)]
+        floats = [i for i, t in tensors if t.is_floating_point()]
+        if not floats:
             raise Untraceable("it has no floating-point argument")
         for name, value in zip(self.names, self.leaves, strict=True):
-            if hasattr(value, "__next__") or any(map(is_mutable, held_by(value))):
+            if may_change(value):
                 raise Untraceable(f"{name} is an iterator, or a function that may change something")
-        self.x, x = tensors[0], self.leaves[tensors[0]]
+        self.x, x = floats[0], self.leaves[floats[0]]
         if x.dim() not in (2, 3, 4):
             raise Untraceable(f"its input has shape {tuple(x.shape)}")
-        memories = [
-            i for i in tensors[1:]
+        memories = (
+            i for i in floats[1:]
             if self.names[i] in _MEMORY and self.leaves[i].dim() == 3 == x.dim()
             and self.leaves[i] is not x
-        ]  # fmt: skip
-        self.memory = memories[0] if memories else None
+        )  # fmt: skip
+        self.memory = next(memories, None)
         self.same = [i for i, t in enumerate(self.leaves) if t is x]
         self.axes = ("S",) if x.dim() == 2 else ("S", "B") if vary[0] == "S" else ("B", "S")
         sizes = dict(zip(self.axes, x.shape, strict=False))
@@ -77,17 +78,17 @@ class Arguments:
             sizes = {}
         self.sizes = {name: n for name, n in sizes.items() if name in vary}
         self.active = [i in (self.x, self.memory) for i in range(len(self.leaves))]
-        self.whole = [i for i, t in found if _is_whole(t)]
-        packed = [
-            i for i, t in found if "cu_seq" in self.names[i] and t.dim() == 1 and x.dim() == 2
-        ]
-        self.bounds = packed[0] if packed else None
+        self.whole = [i for i, t in tensors if _is_whole(t)]
+        packed = (
+            i for i, t in tensors if "cu_seq" in self.names[i] and t.dim() == 1 and x.dim() == 2
+        )
+        self.bounds = next(packed, None)
         self._options = [self._options_of(i, t) for i, t in enumerate(self.leaves)]
-        self.dims: Dims = tuple([o if o is None else o[0] for o in self._options])
+        self.dims: Dims = tuple([dims for dims, _ in self._options])
 
     def _options_of(self, i: int, t: Any) -> Any:
         if not isinstance(t, Tensor):
-            return None
+            return (), []
         name, is_memory = self.names[i], i == self.memory
         return _options(
             t.shape, t.is_floating_point(), any(word in name for word in _MASKS),
@@ -97,28 +98,28 @@ class Arguments:
 
     def others(self) -> Iterator[Arguments]:
         """Yield the call with other meanings of dimensions, where sizes are the same."""
-        numbers = {1, *[n for dims in self.dims for n in dims or () if isinstance(n, int)]}
+        numbers = {1, *[n for dims in self.dims for n in dims if isinstance(n, int)]}
         single = [
             (leaf, i, other)
-            for leaf, options in enumerate(self._options)
-            for i, others in enumerate(options[1] if options else ())
+            for leaf, (_, options) in enumerate(self._options)
+            for i, others in enumerate(options)
             for other in others
             if isinstance(other, str) or other in numbers
         ]
         pairs = [p for p in itertools.combinations(single, 2) if p[0][:2] != p[1][:2]]
         for changes in [*[(change,) for change in single], *pairs][:_MOST_OTHERS]:
-            dims = [None if d is None else [*d] for d in self.dims]
+            call, dims = copy.copy(self), [[*d] for d in self.dims]
             for leaf, i, other in changes:
-                dims[leaf][i] = other  # type: ignore[index]
-            call = copy.copy(self)
-            call.dims = tuple([None if d is None else tuple(d) for d in dims])
+                dims[leaf][i] = other
+            call.dims = tuple(map(tuple, dims))
             yield call
 
     def fits(self, dims: Dims) -> bool:
         """Return whether the dimensions of another call may be those of this one."""
         return all(
-            d is None or all(_size_of(s, self.sizes) == n for s, n in zip(d, t.shape, strict=True))
+            _size_of(size, self.sizes) == n
             for t, d in zip(self.leaves, dims, strict=True)
+            for size, n in zip(d, t.shape if d else (), strict=True)
         )
 
     @property
@@ -154,22 +155,15 @@ class Arguments:
         dtype: torch.dtype,
         seed: int,
         recorded: bool = False,
-        shift: int = 0,
-        params: torch.dtype | None = None,
-        varies: bool = True,
-        named: Mapping[str, Tensor] | None = None,
+        shift: int = 0,  # added to integers
+        params: torch.dtype | None = None,  # the dtype of parameters, if it is another
+        varies: bool = True,  # whether integer tensors are random
+        named: Mapping[str, Tensor] | None = None,  # the layer's tensors, if of another sample
     ) -> Sample:
-        """Return a call of other sizes, with random activations and parameters, in `dtype`.
+        """Return a call of other sizes, with random activations, masks and parameters, in `dtype`.
 
-        Masks have random values, so that no mask seems to do nothing.
-
-        Args:
-            recorded: whether packed tokens are one sequence, not two, and other arguments get
-                other values, equal where these were equal.
-            shift: a number that is added to integers.
-            params: the dtype of parameters, if it is another.
-            varies: whether integer tensors are random.
-            named: the layer's tensors, if they are those of another sample.
+        If it is `recorded`, packed tokens are one sequence, not two, and other arguments get other
+        values, equal where these were equal.
         """
         generator = torch.Generator().manual_seed(seed)
         random = functools.partial(_random, generator, dtype)
@@ -181,7 +175,7 @@ class Arguments:
             dims, name = self.dims[i], self.names[i]
             if i in self.same and streams:
                 return streams[0]
-            if not isinstance(leaf, Tensor) or dims is None:
+            if not isinstance(leaf, Tensor):
                 return leaf + shift if type(leaf) is int else leaf
             if i == self.bounds:
                 n = sizes["S"]
@@ -256,7 +250,6 @@ def _size_of(dim: str | int, sizes: Mapping[str, int]) -> int:
 def _random(
     generator: torch.Generator, dtype: torch.dtype, shape: Sequence[int], device: torch.device
 ) -> Tensor:
-    """Return normal random numbers that require a gradient."""
     count = math.prod(shape)
     t = torch.randn(min(count, _DRAWN), generator=generator, dtype=dtype).to(device)
     if count > _DRAWN:  # the same numbers again, never at the same index of a row
@@ -267,10 +260,7 @@ def _random(
 def _tensors(
     layer: nn.Module, random: Callable[..., Tensor], dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Return random parameters of a layer, and its buffers, in `dtype`.
-
-    Large parameters are windows of one storage, each from another element on.
-    """
+    """Return random parameters, large ones as windows of one storage, and the buffers."""
     named: dict[str, Tensor] = {}
     params = parameters_of(layer)
     large = [p for p in params.values() if p.dim() > 1 and p.numel() > _WINDOW]
@@ -312,16 +302,12 @@ def vary(layer: nn.Module) -> None:
 
 def constants(layer: nn.Module) -> dict[str, Tensor]:
     """Return buffers and attributes that hold one number, which may hide what a layer computes."""
-    tensors = {name: b for name, b in layer.named_buffers() if b.numel()}
-    for path, module in layer.named_modules():
-        own = {n: v for n, v in vars(module).items() if type(v) is Tensor and v.numel()}
-        tensors.update({f"{path}.{n}" if path else n: v for n, v in own.items()})
-    params = parameters_of(layer)
+    params, tensors = parameters_of(layer), tensors_of(layer, dict(layer.named_buffers()))
     return {
         n: t
         for n, t in tensors.items()
         if n not in params
-        and (t.is_floating_point() or t.dtype == torch.bool)
+        and (t.numel() and (t.is_floating_point() or t.dtype == torch.bool))
         and bool((t == t.reshape(-1)[0]).all())
     }
 

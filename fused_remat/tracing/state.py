@@ -53,7 +53,7 @@ def state_of(layer: nn.Module, excluded: Collection[str]) -> tuple[Any, ...]:
         check_unpacked(module, path)
         forward = own.get("forward", kind.forward)
         state += [path, weakref.ref(kind), exact(forward, seen), own["training"]]
-        state += numbers_of(kind)
+        state += [values.get(name) for values, name in _outside(kind)[1]]
         for name, value in own.items():
             if name not in _MODULE and name not in excluded:
                 state += [name, exact(value, seen)]
@@ -76,10 +76,7 @@ def _check_hooks(own: Mapping[str, Any], path: str) -> None:
 
 
 def exact(value: Any, seen: dict[int, Any]) -> Any:
-    """Return a key that equals another value's key only if code cannot tell the two values apart.
-
-    `seen`: by id, the keys of objects that were visited before.
-    """
+    """Return a key that equals another value's only if code cannot tell the two values apart."""
     kind = type(value)
     if kind in _PLAIN or isinstance(value, enum.Enum):
         return value if value == value else str(value)
@@ -139,29 +136,23 @@ class _Identity:
         return self.id
 
 
-def held_by(function: Any) -> list[Any]:
-    """Return the objects that a function holds by closure, by defaults, or as a list's method."""
-    cells, defaults = (getattr(function, n, None) or () for n in ("__closure__", "__defaults__"))
-    own = getattr(function, "__self__", None)
-    holder = [own] if isinstance(own, (list, dict, set, deque)) else []
-    return [*[cell.cell_contents for cell in cells], *defaults, *holder]
-
-
-def is_mutable(value: Any) -> bool:
-    """Return whether a value is neither a number, nor a class, a function or a tensor."""
+def may_change(value: Any) -> bool:
+    """Return whether a value is an iterator, or a function that holds objects it may change."""
+    cells, defaults = (getattr(value, n, None) or () for n in ("__closure__", "__defaults__"))
+    own = getattr(value, "__self__", None)
+    held = [*[cell.cell_contents for cell in cells], *defaults]
+    held += [own] if isinstance(own, (list, dict, set, deque)) else []
     plain = (type, Tensor, types.FunctionType, types.BuiltinFunctionType, *_NUMBERS)
-    return not isinstance(value, plain)
+    return hasattr(value, "__next__") or not all(isinstance(v, plain) for v in held)
 
 
 #: By class: the names that its functions read outside of any layer, each with its owner (a class,
 #: or the globals of a module); and those of them that were numbers, each with its namespace.
-_OUTSIDE: weakref.WeakKeyDictionary[type, list[tuple[Any, str]]] = weakref.WeakKeyDictionary()
-_NUMBERED: weakref.WeakKeyDictionary[type, list[tuple[Mapping[str, Any], str]]]
-_NUMBERED = weakref.WeakKeyDictionary()
+_OUTSIDE: weakref.WeakKeyDictionary[type, tuple[list[tuple[Any, str]], list[tuple[Any, str]]]]
+_OUTSIDE = weakref.WeakKeyDictionary()
 
 
-def _outside(kind: type) -> list[tuple[Any, str]]:
-    """Return attributes of a class, and the globals of its module that its functions read."""
+def _outside(kind: type) -> tuple[list[tuple[Any, str]], list[tuple[Any, str]]]:
     if kind not in _OUTSIDE:
         pairs, seen = list[tuple[Any, str]](), set[types.FunctionType]()
         own = [k for k in kind.__mro__ if not k.__module__.startswith(("torch.", "builtins"))]
@@ -178,7 +169,9 @@ def _outside(kind: type) -> list[tuple[Any, str]]:
                     todo += [(value.__globals__, n, package) for n in read]
             elif not name.startswith("__"):
                 pairs.append((owner, name))
-        _OUTSIDE[kind] = pairs
+        numbers = [(o, n) for o, n in pairs if type(get(o, n)) in _NUMBERS]
+        spaces = [(o if isinstance(o, dict) else vars(o), n) for o, n in numbers]
+        _OUTSIDE[kind] = pairs, spaces
     return _OUTSIDE[kind]
 
 
@@ -187,16 +180,7 @@ def get(owner: Any, name: str) -> Any:
     return (owner if isinstance(owner, dict) else vars(owner)).get(name)
 
 
-def numbers_of(kind: type) -> list[Any]:
-    """Return the numbers that a class's functions read from it and from their module."""
-    if kind not in _NUMBERED:
-        pairs = [(o, n) for o, n in _outside(kind) if type(get(o, n)) in _NUMBERS]
-        _NUMBERED[kind] = [(o if isinstance(o, dict) else vars(o), n) for o, n in pairs]
-    return [values.get(name) for values, name in _NUMBERED[kind]]
-
-
 def shared_by(layer: nn.Module) -> list[tuple[Any, str]]:
     """Return the names, with their owners, that classes of a layer's modules read outside of it."""
-    return [
-        pair for kind in {type(module) for module in layer.modules()} for pair in _outside(kind)
-    ]
+    kinds = {type(module) for module in layer.modules()}
+    return [pair for kind in kinds for pair in _outside(kind)[0]]

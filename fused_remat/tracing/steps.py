@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -47,8 +47,7 @@ def _linear(t: Builder, number: int, op: Op) -> Build | None:
             a, b = (t.recording.values[n] for n in (inner, source))
             if b.dim() == 2 and torch.equal(a, b.t()):
                 inner, transposed = source, False
-        w = t.param(inner, transposed)
-        own_bias = t.param(bias.index) if isinstance(bias, Ref) else ""
+        w, own_bias = t.param(inner, transposed), _param(t, bias)
         name = t.recording.sources.get(inner, "")
         name = name.removesuffix(".weight") if name.endswith(".weight") else op.inside
         return t.add(Linear(name=t.unique(name), x=input, weights=(w,), biases=(own_bias,)))
@@ -66,7 +65,8 @@ def _norm(t: Builder, number: int, op: Op) -> Build | None:
         args = {**dict(zip(names, op.args, strict=False)), **op.kwargs}
         eps = args.get("eps", 1e-5 if op.name == "layer_norm" else None)
         if eps is None:  # ATen's default
-            eps = torch.finfo(torch.promote_types(t.dtype, torch.float32)).eps
+            own = t.call.leaves[t.call.x].dtype
+            eps = torch.finfo(torch.promote_types(own, torch.float32)).eps
         is_over_width = len(args["normalized_shape"]) == 1
         spec = NormSpec(kind=op.name, eps=float(eps)) if is_over_width else None
         x, weight, bias = args["input"], args.get("weight"), args.get("bias")
@@ -77,33 +77,29 @@ def _norm(t: Builder, number: int, op: Op) -> Build | None:
         return None
 
     def build() -> str:
-        input = t.build(x.index)
-        w, b = (t.param(p.index) if isinstance(p, Ref) else "" for p in (weight, bias))
+        input, w, b = t.build(x.index), _param(t, weight), _param(t, bias)
         return t.add(Norm(name=t.unique(op.inside or "norm"), x=input, weight=w, bias=b, spec=spec))
 
     return build
 
 
+def _param(t: Builder, value: Any) -> str:
+    return t.param(value.index) if isinstance(value, Ref) else ""
+
+
 def _sum(t: Builder, number: int, op: Op) -> Build | None:
     """Trace a sum of activations as wide as the stream, or an update of a linear layer."""
-    update = _update(t, op)
-    if update is not None:
-        return lambda: _add_update(t, update)
+    if (update := _update(t, op)) is not None:
+        return lambda: _add_update(t, *update)
     terms = _terms(t, number)
     return None if terms is None else lambda: _add_sum(t, number, terms)
 
 
-class _Update(NamedTuple):
-    """A sum base + scale * B(A(dropout(x))) of a linear layer's result `base` and an update."""
+def _update(t: Builder, op: Op) -> tuple[int, int, int, float, float] | None:
+    """Return the numbers base, A, B, scale and p of base + scale * B(A(dropout(x))), or None.
 
-    base: int
-    a: int
-    b: int
-    scale: float
-    p: float
-
-
-def _update(t: Builder, op: Op) -> _Update | None:
+    `base` is the result of a linear layer of x.
+    """
     args = [*op.args, *op.kwargs.values()]
     if len(args) != 2 or not all(map(t.live, args)):
         return None
@@ -121,9 +117,9 @@ def _update(t: Builder, op: Op) -> _Update | None:
         dropout = t.producer(x)
         if dropout is not None and dropout.name == "dropout" and dropout.p:
             p, x = dropout.p, t.source(dropout.args[0].index)
-        input = _updated_input(t, t.source(base.index))
-        if input is not None and t.source(input) == x:
-            return _Update(base.index, down[1], up[1], scale, p)
+        layer = _layer(t, t.source(base.index))
+        if layer is not None and t.source(layer[0]) == x:
+            return base.index, down[1], up[1], scale, p
     return None
 
 
@@ -136,34 +132,22 @@ def _layer(t: Builder, number: int) -> tuple[int, int, int | None] | None:
     return x.index, weight.index, bias.index if isinstance(bias, Ref) else None
 
 
-def _updated_input(t: Builder, number: int) -> int | None:
-    """Return the input of a linear layer, with or without updates."""
-    layer, op = _layer(t, number), t.producer(number)
-    if layer is not None:
-        return layer[0]
-    update = _update(t, op) if op is not None and op.kind in ADD else None
-    return None if update is None else _updated_input(t, t.source(update.base))
-
-
-def _add_update(t: Builder, update: _Update) -> str:
-    name = t.build(update.base)
+def _add_update(t: Builder, base: int, a: int, b: int, scale: float, p: float) -> str:
+    name = t.build(base)
     node = t.nodes[name]
     assert isinstance(node, Linear)
     low, mask = f"{name}.low{len(node.updates)}", ""
-    if update.p and t.drops:
-        mask = _add_mask(t, f"{low}.mask", node.x, update.p)
-    own, weight = (_dtype(t, n) for n in (update.a, t.values[node.weight]))
+    if p and t.drops:
+        mask = _add_mask(t, f"{low}.mask", node.x, p)
+    params, names = parameters_of(t.layer), t.recording.sources
+    known = [params.get(names.get(n, "")) for n in (a, t.values[node.weight])]
+    own, weight = (None if param is None else param.dtype for param in known)
     adapter = LowRank(
-        a=t.param(update.a), b=t.param(update.b), low=low, scale=update.scale, mask=mask,
+        a=t.param(a), b=t.param(b), low=low, scale=scale, mask=mask,
         dtype=own if t.mixes_dtypes and own != weight else None,
     )  # fmt: skip
     t.nodes[name] = replace(node, updates=(*node.updates, adapter))
     return name
-
-
-def _dtype(t: Builder, number: int) -> torch.dtype | None:
-    param = parameters_of(t.layer).get(t.recording.sources.get(number, ""))
-    return None if param is None else param.dtype
 
 
 def _terms(t: Builder, number: int) -> list[int] | None:
@@ -245,7 +229,6 @@ def _activation(t: Builder, op: Op | None) -> tuple[str, Any] | None:
 
 
 def _act(t: Builder, number: int, op: Op) -> Build | None:
-    """Trace an activation function."""
     traced = _activation(t, op)
     if traced is None or not t.live(traced[1]):
         return None
@@ -258,7 +241,6 @@ def _act(t: Builder, number: int, op: Op) -> Build | None:
 
 
 def _product(t: Builder, number: int, op: Op) -> Build | None:
-    """Trace act(gate) * up."""
     args, layout = [*op.args, *op.kwargs.values()], t.layout(number)
     if len(args) != 2 or not all(map(t.live, args)):
         return None

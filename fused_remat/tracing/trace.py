@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from fused_remat.tracing.block import TracedBlock
+from fused_remat.execution.prepare import chunks_of
 from fused_remat.tracing.call import Trace
-from fused_remat.tracing.isolation import renumbered, replica
-from fused_remat.tracing.join import Join
-from fused_remat.tracing.prove import difference
-from fused_remat.tracing.recorder import Recorded, hollow, record
+from fused_remat.tracing.isolation import WithoutDropout, renumbered, replica, run_with
+from fused_remat.tracing.join import Join, known_function
+from fused_remat.tracing.recorder import Recorder, hollow, record
 from fused_remat.tracing.samples import INDICES, Arguments, constants, vary
-from fused_remat.tracing.submodules import known_function
 from fused_remat.tracing.tracer import Tracer
-from fused_remat.tracing.values import SHIFT, Opaque, Recording, SideEffect, Untraceable
+from fused_remat.tracing.values import (
+    SHIFT,
+    Opaque,
+    Recording,
+    Sample,
+    SideEffect,
+    Untraceable,
+    leaves,
+)
 
 #: Sizes of the two recordings and of the two proofs, of different remainders by small numbers.
 _SIZES = ({"B": 3, "S": 7, "M": 5}, {"B": 2, "S": 10, "M": 12})
@@ -35,6 +42,8 @@ _DTYPES = (
     (torch.float32, torch.bfloat16, torch.bfloat16),
     (torch.float32, torch.bfloat16, torch.float32),
 )
+#: Tokens of a chunk in proofs, at most a sequence, so that groups and tiles are proved too.
+_CHUNK = 12
 _MOST_REPLAYED = 24
 #: First words of the reason of a layer that raises at the sizes of the recordings.
 CANNOT_RUN = "its forward cannot run at another"
@@ -43,18 +52,15 @@ CANNOT_RUN = "its forward cannot run at another"
 def trace_call(
     layer: nn.Module, forward: Callable[..., Any], call: Arguments, free: bool = False
 ) -> Trace:
-    """Return the proved block of a call of `forward`, a function of a layer's class.
+    """Return the proved block of a call of `forward`, or raise Untraceable with the reason.
 
-    The layer does not change: a replica of it runs. `free`: whether the block must not depend on
-    integers among the arguments, nor on the layer's index in the model. Where dimensions of
-    the arguments have the same size, each meaning of them is tried until the layer runs.
-
-    Raises: Untraceable with the reason, if there is no such block.
+    `forward` is a function of the layer's class, and runs on a replica. `free`: whether the block
+    must not depend on integers among the arguments, nor on the layer's index in the model.
     """
     try:
         return _trace_one(layer, forward, call, free)
     except _CannotRun:
-        for other in call.others():
+        for other in call.others():  # dimensions of the same size may have another meaning
             with contextlib.suppress(Untraceable):
                 return _trace_one(layer, forward, other, free)
         raise
@@ -73,59 +79,53 @@ def _trace_one(layer: nn.Module, forward: Callable[..., Any], call: Arguments, f
     """Return the block of a call whose dimensions are those of `call.dims`."""
     reasons, fixed = list[Untraceable](), set[str | int]((*constants(layer), *call.whole))
     for varies in (True, False) if fixed else (True,):
-        for dtypes in _DTYPES if call.sizes else ():
+        for dtypes in _DTYPES:
             try:
                 copy = replica(layer, deep=True)
                 if varies:
                     vary(copy)
-                method = types.MethodType(forward, copy)
-                trace = _trace(copy, method, call, *dtypes, free, varies)
+                trace = _trace(copy, types.MethodType(forward, copy), call, dtypes, free, varies)
                 if varies and not fixed.isdisjoint(trace.fixed):  # the block of other values
                     break
-                if not varies:
-                    trace.fixed |= fixed
+                trace.fixed |= set() if varies else fixed
                 return trace
             except (torch.OutOfMemoryError, SideEffect):
                 raise
-            except Untraceable as reason:
+            except Exception as error:
+                text = f"its block raises {type(error).__name__} in a trial: {error}"
+                reason = error if isinstance(error, Untraceable) else Untraceable(text)
                 reason.__cause__ = reason.__context__ = None  # whose frames hold the recordings
                 reasons.append(reason.with_traceback(None))
                 if not isinstance(reason, _CannotRun) or reason.at_once:
                     break
-            except Exception as error:  # of the layer's own code, at another size
-                text = f"its block raises {type(error).__name__} in a trial: {error}"
-                reasons.append(Untraceable(text))
-                break
     # A later trial that fails for another reason tells more than one that cannot run.
-    reasons.sort(key=lambda reason: not isinstance(reason, _CannotRun))
-    last = reasons[-1] if reasons else Untraceable("its input has no tokens")
+    last = sorted(reasons, key=lambda reason: not isinstance(reason, _CannotRun))[-1]
     try:
         raise last
     finally:
-        del last, reasons  # whose traceback holds this frame, and the callers'
+        del last, reason, reasons  # whose traceback holds this frame, and the callers'
 
 
 def _trace(
     layer: nn.Module,
     forward: Callable[..., Any],
     call: Arguments,
-    exact: torch.dtype,
-    other: torch.dtype,
-    params: torch.dtype,
+    dtypes: tuple[torch.dtype, ...],
     free: bool,
     varies: bool,
 ) -> Trace:
-    """Return the block of a call, recorded and proved in the dtype `exact`, recorded in `other`."""
+    """Return the block of a call, recorded in two of the dtypes, and proved in the first."""
+    exact, other, params = dtypes
     shift, indices = SHIFT * free, INDICES if free else ()
     sample = functools.partial(call.sample, layer, varies=varies)
     own = call.leaves[call.x].dtype
 
-    def second(dtype: torch.dtype, params: torch.dtype) -> Recorded:
+    def second(dtype: torch.dtype, params: torch.dtype) -> Recorder:
         values = sample(_SIZES[1], dtype, 1, recorded=True, shift=shift, params=params)
         with renumbered(layer, indices):
-            recorded = record(layer, forward, values, autocast=True)
-        recorded.recorder.values[:] = map(hollow, recorded.recorder.values)  # nothing reads them
-        return recorded
+            recorder = record(layer, forward, values, autocast=True)
+        recorder.values[:] = map(hollow, recorder.values)  # nothing reads them
+        return recorder
 
     at_once = exact == torch.float32
     try:
@@ -141,20 +141,19 @@ def _trace(
             others.append(second(own, own))
     opaque = dict[str, str]()
     known = {path: known_function(m, own) for path, m in layer.named_modules() if path}
-    live = [one.recorder.values[n] for n in one.recorder.live]
-    narrow = exact == torch.float64 and any(t.dtype == torch.float32 for t in live)
+    narrow = exact == torch.float64 and any(one.values[n].dtype == torch.float32 for n in one.live)
     while True:
         try:
             joined = [Join(layer, one, two, known, opaque).joined for two in others]
             trace = _unproved(layer, joined[0], call, narrow)
             for other_join in joined[1:]:
                 other_join()
-            fused = functools.partial(trace.proved.run, layer)
             for i, sizes in enumerate(_PROOFS if "S" in call.sizes else _LONG_PROOFS):
                 # With the same parameters: they are as large as the layer's.
                 given = sample(sizes, exact, i + 2, shift=i * shift, named=one.sample.named)
-                with renumbered(layer, indices if i else ()):
-                    text = difference(layer, forward, fused, given, trace.narrow)
+                tokens = given.sizes.get("S", call.tokens)
+                with renumbered(layer, indices if i else ()), chunks_of(min(_CHUNK, tokens)):
+                    text = difference(layer, forward, trace.proved.run, given, trace.narrow)
                 if text is not None:
                     raise Untraceable(f"the traced block does not compute the same: {text}")
             return trace
@@ -172,21 +171,110 @@ def _unproved(
 ) -> Trace:
     """Return the block of two recordings, also without dropout and adapters' dtypes."""
 
-    def block_of(drops: bool, mixes_dtypes: bool) -> TracedBlock:
-        recording = joined()
-        indices = (call.x, call.memory, call.bounds)
-        x, memory, bounds = (None if i is None else recording.inputs[i] for i in indices)
-        assert x is not None
-        tokens = recording.sizes.get("S", call.tokens)
-        tracer = Tracer(
-            recording, layer, x, memory, bounds, tokens, call.leaves[call.x].dtype, call.names,
-            drops, mixes_dtypes,
-        )  # fmt: skip
-        return tracer.trace(f"read_{type(layer).__name__}")
+    def trace_of(drops: bool, mixes_dtypes: bool) -> Trace:
+        block = Tracer(joined(), layer, call, drops, mixes_dtypes).trace()
+        return Trace(block, call, narrow)
 
-    trace = Trace(block_of(True, True), call, narrow)
+    trace = trace_of(True, True)
     if trace.block.draws:
-        trace.plain = trace.proved = Trace(block_of(False, True), call, narrow)
+        trace.plain = trace.proved = trace_of(False, True)
     if trace.block.mixes_dtypes:
-        trace.proved = Trace(block_of(False, False), call, narrow)
+        trace.proved = trace_of(False, False)
     return trace
+
+
+#: Limits of relative differences: of the result, and of gradients.
+OUTPUT, GRADIENT = 1e-6, 5e-6
+#: Factor of these limits where a layer cannot run in float64, for float32's rounding.
+FLOAT32 = 20.0
+#: Factor of the limit of gradients where a layer computes some values in float32 whatever its
+#: input's dtype: at most 1.02 was measured, for the linear attention of Qwen3.5.
+NARROW = 2.0
+#: Gradients that are smaller than this part of the largest one are rounding errors of zero, such as
+#: those of the keys' bias.
+SMALL = 1e-9
+#: Number of sums by which larger gradients are compared.
+_SKETCHED = 4099
+_OUTPUT = "the output"
+
+
+def difference(
+    layer: nn.Module,
+    forward: Callable[..., Any],
+    fused: Callable[[nn.Module, Mapping[str, Tensor], Mapping[str, Any]], Any],
+    sample: Sample,
+    narrow: bool = False,
+) -> str | None:
+    """Return where `fused(layer, named, arguments)` differs from `forward`, its method, or None.
+
+    `narrow`: whether the layer computes in float32 whatever its input's dtype.
+    """
+    slack = 1.0 if sample.dtype == torch.float64 else FLOAT32
+    limits = OUTPUT * slack, GRADIENT * max(slack, NARROW * narrow)
+    state = torch.random.get_rng_state()
+    with WithoutDropout():
+        run = functools.partial(run_with, layer, forward)
+        expected = _results(run, sample.named, sample.arguments)
+    torch.random.set_rng_state(state)  # drop path draws before the block
+    actual = _results(functools.partial(fused, layer), sample.named, sample.arguments)
+    grads = [g for name, g in expected.items() if name != _OUTPUT]
+    largest = max((float(g.norm()) for g in grads if g is not None), default=0.0)
+    for name, b in expected.items():
+        a, is_output = actual[name], name == _OUTPUT
+        text = name if is_output else f"the gradient of {name}"
+        if a is not None and b is None:
+            return f"{text} is zero, not None"
+        norms = [0.0 if g is None else float(g.norm()) for g in (a, b)]
+        if not is_output and sum(norms) <= SMALL * largest * slack:
+            continue
+        distance = math.inf
+        if a is not None and b is not None and a.shape == b.shape:
+            distance = float((a - b).norm()) / (norms[1] or 1.0)
+        if not distance <= limits[not is_output]:
+            return f"{text} differs by {distance:.1e}"
+    return None
+
+
+def _results(
+    run: Callable[..., Any], named: Mapping[str, Tensor], arguments: Mapping[str, Any]
+) -> dict[str, Tensor | None]:
+    """Return the result of `run(named, arguments)`, and sketches of gradients, freed one by one."""
+    with torch.enable_grad():
+        result = [t for t in leaves(run(named, arguments)) if _is_differentiable(t)]
+    if not result:
+        return {_OUTPUT: None}
+    out = result[0]
+    generator = torch.Generator(out.device).manual_seed(1)
+    dy = torch.randn(out.shape, generator=generator, dtype=out.dtype, device=out.device)
+    tensors = {**{f"argument {i}": t for i, t in enumerate(leaves(arguments))}, **named}
+    inputs = {name: t for name, t in tensors.items() if _is_differentiable(t)}
+    sketches: dict[int, Tensor] = {}
+
+    def note(t: Tensor) -> None:
+        if t.grad is not None:
+            sketches[id(t)], t.grad = _sketch(t.grad), None
+
+    handles = [t.register_post_accumulate_grad_hook(note) for t in {*inputs.values()}]
+    try:
+        torch.autograd.backward(out, dy, inputs=[*inputs.values()])
+    finally:
+        for handle in handles:
+            handle.remove()
+    return {_OUTPUT: out.detach(), **{name: sketches.get(id(t)) for name, t in inputs.items()}}
+
+
+def _is_differentiable(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+def _sketch(grad: Tensor) -> Tensor:
+    """Return a count sketch of a gradient; distances of sketches are theirs within a tenth."""
+    if grad.numel() <= _SKETCHED:
+        return grad.clone()
+    generator = torch.Generator().manual_seed(3)
+    signs = torch.randint(0, 2, (_SKETCHED,), generator=generator).to(grad) * 2 - 1
+    sums = grad.new_zeros(_SKETCHED)
+    for i, part in enumerate(grad.reshape(-1).split(_SKETCHED)):
+        # Shifted, so that parts do not meet with the same signs.
+        sums[: len(part)] += part * signs.roll(i)[: len(part)]
+    return sums

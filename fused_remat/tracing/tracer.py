@@ -1,25 +1,29 @@
 """A tracer that turns a recording into the graph of a block, with the steps of `graph.build`.
 
-Every activation is traced backwards from the output. A norm, a linear layer, attention, a sum, an
-activation function of an MLP and dropout become that step (`steps.py`, `attention.py`). The
-operations between such steps become one `Replay`, which runs as it was recorded; so does a
-submodule that cannot be traced (`replays.py`). Values that do not depend on the layer's activations
-(masks, tables, a modulation) are computed at every call, before the block.
+Every activation is traced backwards from the output: by a rule to a step (`steps.py`), else to a
+`Replay` of the operations since the steps before it (`replays.py`). Values that do not depend on
+activations (masks, tables, a modulation) are computed at every call, before the block.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from fused_remat.graph.graph import Graph
+from fused_remat.steps.activation import MLPActivation
+from fused_remat.steps.attention import Attention
+from fused_remat.steps.linear import Linear
+from fused_remat.steps.node import Node
+from fused_remat.steps.norm import Norm
 from fused_remat.steps.replay import Replay
-from fused_remat.tracing.block import Shapes, TracedBlock
+from fused_remat.steps.residual import Add, DrawMask
+from fused_remat.steps.rotary import Rotary
 from fused_remat.tracing.builder import Build, Builder
-from fused_remat.tracing.program import Layout
+from fused_remat.tracing.program import Layout, Shapes, TracedBlock
 from fused_remat.tracing.replays import HEAVY, replay
-from fused_remat.tracing.simplify import simplified
 from fused_remat.tracing.steps import STEPS
 from fused_remat.tracing.values import Op, Ref, Size, Untraceable, map_tree, ops_for, refs
 
@@ -30,12 +34,8 @@ _SPLITS = ("chunk", "split", "tensor_split", "unbind")
 class Tracer(Builder):
     """A tracer of one recording."""
 
-    def trace(self, kind: str) -> TracedBlock:
-        """Return the block, as a graph of a kind.
-
-        Raises: Opaque for a submodule that has to be replayed as one; Untraceable if there is no
-            block.
-        """
+    def trace(self) -> TracedBlock:
+        """Return the block, or raise Opaque for a submodule to replay, or Untraceable."""
         recording, layouts = self.recording, {}
         for name, number in self.inputs.items():
             layout = self.layout(number)
@@ -52,8 +52,11 @@ class Tracer(Builder):
             last = replace(last, function="output")
             self.programs["output"] = self.programs.pop(name)
         self.nodes["output"] = last
-        nodes = simplified(self.nodes, self.picks)
+        _split_linears(self)
+        _join_sums(self)
+        nodes = _with_roles(_ordered(self.nodes))
         params = dict.fromkeys(p for node in nodes for p in node.params if p)
+        kind = f"read_{type(self.layer).__name__}"
         graph = Graph(kind, tuple(nodes), tuple(params), tuple(self.inputs))
         values = {name: n for name, n in self.values.items() if name in params}
         others = [n for n in refs(recording.result) if n not in recording.live]
@@ -107,9 +110,11 @@ class Tracer(Builder):
         """Return the operations that compute values from no activation, and stand-ins for those."""
         recording, stand_ins, needed = self.recording, Shapes(), [*needed]
         ops, _ = ops_for(needed, recording.producers, recording.live)
-        for op in ops:
-            if op.random:
-                self._check_noise(op)
+        for number in [n for op in ops if op.random for n in op.writes]:
+            shape = recording.shapes[number]
+            sizes = [n for n in shape or () if isinstance(n, Size) or n == self.tokens > 1]
+            if shape is None or any(n != Size(1, ("B",)) for n in sizes):  # not of drop path
+                raise Untraceable("it draws random numbers for every token, outside of dropout")
         for number in {*needed, *(n for op in ops for n in op.reads)} & recording.live:
             shape = recording.shapes[number]
             if shape is None:
@@ -117,16 +122,7 @@ class Tracer(Builder):
             stand_ins[number] = shape, recording.dtypes[number]
         return [op for op in recording.ops if op in ops], stand_ins
 
-    def _check_noise(self, op: Op) -> None:
-        """Raise Untraceable for noise per token; noise per sequence (drop path) is small."""
-        for number in op.outs:
-            shape = () if number is None else self.recording.shapes[number]
-            sizes = [n for n in shape or () if isinstance(n, Size) or n == self.tokens > 1]
-            if shape is None or any(n != Size(1, ("B",)) for n in sizes):
-                raise Untraceable("it draws random numbers for every token, outside of dropout")
-
     def build(self, number: int) -> str:
-        """Add the steps that compute a value, and return the name of that activation."""
         if number not in self.built:
             step, layout = self.step(number), self.layout(number)
             self.built[number] = replay(self, number) if step is None else step()
@@ -135,18 +131,102 @@ class Tracer(Builder):
         return self.built[number]
 
     def step(self, number: int) -> Build | None:
-        """Return a function that adds the step of a value, or None if it belongs to a replay."""
         op = self.producer(number)
         if op is None or self.layout(number) is None or not self.is_of_stream(number):
             return None
-        if op.path is not None:
-            return lambda: replay(self, number)
-        rule = STEPS.get(op.kind)
+        rule = STEPS.get(op.kind) if op.path is None else None
         build = None if rule is None else rule(self, number, op)
-        if build is None and op.name in HEAVY and self._is_split(number):
+        users = (user for user in self.recording.ops if user.name in _SPLITS)
+        is_split = op.name in HEAVY and any(number in refs(user.args[:1]) for user in users)
+        if op.path is not None or (build is None and is_split):
             return lambda: replay(self, number)  # once for all parts, and not for each
         return build
 
-    def _is_split(self, number: int) -> bool:
-        ops = self.recording.ops
-        return any(op.name in _SPLITS and number in refs(op.args[:1]) for op in ops)
+
+def _split_linears(t: Builder) -> None:
+    """Split linear layers of which others read columns alone, such as a packed gate."""
+    nodes, picks = t.nodes, t.picks
+    for name, node in [*nodes.items()]:
+        if not isinstance(node, Linear) or not node.plain or node.part is not None:
+            continue
+        users = [n.name for n in nodes.values() if name in n.inputs]
+        if not users or not all(n in picks and isinstance(nodes[n], Replay) for n in users):
+            continue
+        columns = sorted(picks[user][1:] for user in users)
+        ends = sorted({0, *itertools.chain(*columns)})
+        if columns != [*itertools.pairwise(ends)]:
+            continue
+        for user, first, last in [(n, *picks[n][1:]) for n in users]:
+            nodes[user] = replace(node, name=user, part=(first, last, ends[-1]))
+        del nodes[name]
+
+
+def _join_sums(t: Builder) -> None:
+    """Join dropout with the sum after it, and both with the linear layer before."""
+    nodes, count = t.nodes, t.use_counts()
+    for node in [*nodes.values()]:
+        if not isinstance(node, Add) or not node.residual:
+            continue
+        x = nodes.get(node.x)
+        if isinstance(x, Add) and not x.residual and count[x.name] == 1 and not node.mask:
+            node = nodes[node.name] = replace(node, x=x.x, mask=x.mask)
+            del nodes[x.name]
+            x = nodes.get(node.x)
+        if isinstance(x, Linear) and x.plain and count[x.name] == 1:
+            nodes[node.name] = replace(x, name=node.name, residual=node.residual, mask=node.mask)
+            mask = nodes.get(node.mask)
+            if isinstance(mask, DrawMask):  # the layer's result, which it was like, is gone
+                nodes[mask.name] = replace(mask, like=x.weight, of=x.x)
+            del nodes[x.name]
+
+
+def _ordered(nodes: Mapping[str, Node]) -> list[Node]:
+    """Return the nodes that the output depends on, each after its inputs.
+
+    The steps of a sum's residual come before those of the branch that is added to it: backward then
+    finishes the branch before it rebuilds anything for the residual.
+    """
+    done: dict[str, Node] = {}
+
+    def visit(node: Node) -> None:
+        if node.name in done:
+            return
+        likes = (node.like, node.of) if isinstance(node, DrawMask) else ()
+        for name in (getattr(node, "residual", ""), *node.inputs, *likes, *node.masks):
+            if name in nodes:
+                visit(nodes[name])
+        done[node.name] = node
+
+    visit(nodes["output"])
+    return [*done.values()]
+
+
+def _with_roles(nodes: list[Node]) -> list[Node]:
+    """Return the nodes with the roles by which presets keep them (`graph.build`)."""
+    roles: dict[str, str] = {}
+    by_name = {node.name: node for node in nodes}
+    residuals = {getattr(node, "residual", "") for node in nodes}
+    for node in nodes:
+        if isinstance(node, Attention):
+            for name in node.inputs:
+                head = by_name.get(name)
+                needs = head.needs(head.inputs) if isinstance(head, (Replay, Rotary)) else ()
+                source = needs[0] if len(needs) == 1 and needs[0] in by_name else name
+                roles.setdefault(source, "heads")
+        if isinstance(node, MLPActivation):
+            for name in filter(None, (node.gate, node.up)):
+                roles.setdefault(name, "hidden")
+        x = by_name.get(node.x) if isinstance(node, Norm) else None
+        if x is not None and x.name not in residuals:
+            residual = getattr(x, "residual", "")
+            if (residual and x.name != "output") or (
+                not residual and isinstance(x, (Linear, Replay))
+            ):
+                roles[x.name] = "normed"
+        ends_in_norm = isinstance(node, Add) and isinstance(by_name.get(node.x), Norm)
+        if getattr(node, "residual", "") and node.name != "output" and not ends_in_norm:
+            roles.setdefault(node.name, "stream")
+    return [
+        replace(node, role=roles[node.name]) if node.name in roles and not node.role else node
+        for node in nodes
+    ]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -76,30 +77,19 @@ class Size:
     offset: int = 0
 
     def of(self, sizes: Sizes) -> int:
-        """Return the number in a call with these sizes."""
-        n = self.factor
-        for name in self.names:
-            n *= sizes[name]
-        return n + self.offset
+        return self.factor * math.prod([sizes[name] for name in self.names]) + self.offset
 
 
-class _StreamDtype:
-    """The dtype of the residual stream."""
-
-    def __repr__(self) -> str:
-        return "the stream's dtype"
-
-
-STREAM = _StreamDtype()
-
-
-class Limit(NamedTuple):
+@dataclass(frozen=True)
+class Limit:
     """An attribute of `torch.finfo` of the residual stream's dtype."""
 
     name: str
     sign: float
 
 
+#: The dtype of the residual stream.
+STREAM = object()
 _LEAVES = {Ref, Size, Tensor, nn.Parameter, int, float, bool, str, type(None)}
 
 
@@ -107,9 +97,9 @@ def map_tree(tree: Any, leaf: Callable[[Any], Any]) -> Any:
     """Return `tree` with `leaf` applied to each leaf of its tuples, lists, dicts and slices."""
     if type(tree) in _LEAVES:
         return leaf(tree)
-    if isinstance(tree, tuple) and not isinstance(tree, Limit):
-        parts = [map_tree(part, leaf) for part in tree]
-        return type(tree)(*parts) if hasattr(tree, "_fields") else tuple(parts)
+    if isinstance(tree, tuple):
+        parts = tuple([map_tree(part, leaf) for part in tree])
+        return type(tree)(*parts) if hasattr(tree, "_fields") else parts
     if isinstance(tree, list):
         return [map_tree(part, leaf) for part in tree]
     if isinstance(tree, dict):
@@ -120,14 +110,12 @@ def map_tree(tree: Any, leaf: Callable[[Any], Any]) -> Any:
 
 
 def leaves(tree: Any) -> list[Any]:
-    """Return the leaves of a tree, in order."""
     result: list[Any] = []
     map_tree(tree, result.append)
     return result
 
 
 def refs(tree: Any) -> list[int]:
-    """Return the numbers of the values in a tree."""
     return [leaf.index for leaf in leaves(tree) if isinstance(leaf, Ref)]
 
 
@@ -159,17 +147,14 @@ class Op:
 
     @property
     def kind(self) -> str:
-        """The name without underscores at its ends."""
         return self.name.strip("_")
 
     @property
     def reads(self) -> list[int]:
-        """The numbers of the values among the arguments."""
         return refs((self.args, self.kwargs))
 
     @property
     def writes(self) -> list[int]:
-        """The numbers of the tensors among the results."""
         return [n for n in self.outs if n is not None]
 
 
@@ -202,14 +187,7 @@ class Span:
     outs: list[int | None] = field(default_factory=list)
     inner: list[Op | Span] = field(default_factory=list)
     trouble: str = ""
-
-    def ops(self) -> Iterator[Op]:
-        """Yield the operations in order, including those of calls inside."""
-        for part in self.inner:
-            if isinstance(part, Span):
-                yield from part.ops()
-            else:
-                yield part
+    random: bool = False  # whether an operation in it draws random numbers
 
 
 @dataclass(eq=False)

@@ -110,8 +110,7 @@ def test_captured_in_a_cuda_graph():
 
 @CUDA_ONLY
 def test_a_plan_offloads_within_its_budget():
-    link = calibrate(DEVICE).host_link()
-    assert link.out > 1e9 and link.back > 1e9
+    assert min(calibrate(DEVICE).host_link()) > 1e9
     model, x = stack("full", dropout=0.0), data()
     found = plan(model, x, offload=True, segments=False, accumulates=True)
     tight = found.within(found.frontier[0].peak_bytes)

@@ -121,7 +121,7 @@ def test_bounds_and_windows_of_flash_attention():
     model, given = build("mistral"), inputs_of("mistral")
     expected = step(in_float64(copy.deepcopy(model)), given)
     in_float64(convert(model))
-    # Not through the setter, which asks for the package: nothing of it is called.
+    # Not through the setter, which imports the package: nothing of it is called.
     model.config._attn_implementation_internal = "flash_attention_2"
     assert max(distance(served(model, given), expected).values()) < 1e-10
     bounds = torch.tensor([0, 5, S], dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""`convert(loss=True)`: language models of transformers that train without whole logits."""
+"""`convert(loss=True)`: language models of transformers that train without full logits."""
 
 import copy
 import warnings
@@ -26,7 +26,7 @@ def batch(seq=11):
 
 
 def step(model, **inputs):
-    """What the model returns, and every gradient."""
+    """Return what the model returns, and every gradient."""
     model.zero_grad(set_to_none=True)
     out = model(**inputs)
     out.loss.backward()

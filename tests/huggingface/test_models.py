@@ -13,7 +13,7 @@ from hf_models import IDS, build, close, fused_layers, step
 from torch.utils.checkpoint import checkpoint
 
 from fused_remat import FusedRematWarning, check_replay, convert, revert
-from fused_remat.huggingface.layer import HuggingFaceLayer
+from fused_remat.huggingface.rows import HuggingFaceLayer
 
 CLOSE = {"rtol": 1e-6, "atol": 1e-6}  # transformers' RMSNorm is float32 in a float64 model
 LOSS = pytest.mark.parametrize("loss", [False, True], ids=["layers", "loss, too"])
@@ -100,7 +100,7 @@ def test_gradient_checkpointing_does_not_rebuild_twice(model, blocks_run, reentr
     assert all(layer.gradient_checkpointing for layer in model.model.layers)
     close(step(model, IDS), expected)
     assert len(blocks_run) == 2 and not counts
-    # Where the block does not serve, transformers' checkpoint does, as the user asked.
+    # Without a block, the layer runs under transformers' checkpoint, as the user requested.
     model.model.layers[0].mlp.register_forward_hook(lambda *_: None)
     with pytest.warns(FusedRematWarning, match="mlp has hooks"):
         close(step(model, IDS), expected)

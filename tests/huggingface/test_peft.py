@@ -28,7 +28,7 @@ def adapted(model, config):
 
 
 def pair(config, policy="lean"):
-    """A Llama in float32 with adapters, and the same converted."""
+    """Return a Llama in float32 with adapters, and the same converted."""
     stock, fused = (adapted(build("llama", torch.float32), config) for _ in range(2))
     return stock, convert(fused, policy=policy)
 

@@ -30,11 +30,11 @@ class Change:
     updates: bool = False
     #: In evaluation without gradients PyTorch's own kernel is wrong, or raises (torch 2.13).
     breaks_eval: bool = False
-    #: What is told instead of the reason.
+    #: The warning that is shown instead of the reason.
     told: str = ""
 
     def layers(self, policy="full", **options) -> list[nn.Module]:
-        """The stock layer and the fused one with this change, with the same parameters."""
+        """Return the stock layer and the fused one with this change, with the same parameters."""
         made = []
         for base in (STOCK, FusedRematLayer):
             given = {"dropout": 0.0, "norm_first": True, "dtype": DOUBLE, **options}
@@ -49,7 +49,7 @@ class Change:
 
 @torch.no_grad()
 def error_of(layer, x, expected, **masks):
-    """The largest error; infinite where PyTorch's kernel misses a part of the layer, or has NaN."""
+    """Return the largest error; infinite where PyTorch's kernel misses a part, or has NaN."""
     try:
         found = layer(x, **masks)
     except AttributeError:
@@ -61,7 +61,7 @@ def error_of(layer, x, expected, **masks):
 
 
 class LoRA(nn.Module):
-    """As PEFT wraps a linear layer: its `weight` and `bias` show, and are not the whole story."""
+    """As PEFT wraps a linear layer: its `weight` and `bias` show, but do more than that."""
 
     def __init__(self, base):
         super().__init__()
@@ -84,7 +84,7 @@ def replace(name, new):
 
 
 def wrapped_method(owner, name):
-    """A method of the layer, or of the submodule `owner`, whose result is changed."""
+    """Return a method of the layer, or of the submodule `owner`, whose result is changed."""
 
     def surgery(layer):
         module = layer.get_submodule(owner)
@@ -191,31 +191,18 @@ HOOKS = {
 # --- subclasses
 
 
-class DropPath(nn.Module):
-    """Stochastic depth: whole samples skip the branch."""
-
-    def forward(self, x):
-        if not self.training:
-            return x
-        return x * (torch.rand(1, x.shape[1], 1, dtype=x.dtype) >= 0.3) / 0.7
-
-
-def drop_path_blocks(base):
-    class DropPathBlocks(base):
-        """DropPath and LayerScale on both branches, by the blocks."""
+def scaled_block(base):
+    class ScaledBlock(base):
+        """LayerScale on one branch, by its block."""
 
         def __init__(self, d_model, *args, **kwargs):
             super().__init__(d_model, *args, **kwargs)
-            self.drop_path = DropPath()
-            self.gamma = nn.Parameter(torch.full((2, d_model), 0.1, dtype=DOUBLE))
+            self.gamma = nn.Parameter(torch.full((d_model,), 0.1, dtype=DOUBLE))
 
         def _sa_block(self, *args, **kwargs):
-            return self.drop_path(self.gamma[0] * super()._sa_block(*args, **kwargs))
+            return self.gamma * super()._sa_block(*args, **kwargs)
 
-        def _ff_block(self, x):
-            return self.drop_path(self.gamma[1] * super()._ff_block(x))
-
-    return DropPathBlocks
+    return ScaledBlock
 
 
 def own_forward(base):
@@ -242,8 +229,8 @@ def own_defaults(base):
 
 
 SUBCLASSES = {
-    "a subclass with DropPath": Change(
-        "DropPathBlocks._sa_block is overridden", subclass=drop_path_blocks
+    "a subclass with LayerScale": Change(
+        "ScaledBlock._sa_block is overridden", subclass=scaled_block
     ),
     "a forward of its own": Change(  # which calls the submodules itself
         "",

@@ -1,4 +1,4 @@
-"""Activation functions without a row: served by the fused path, with what they capture."""
+"""Activation functions without an entry run on the fused path, with what they capture."""
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ FUNCTIONS = {
     pairwise(list(FUNCTIONS), [True, False], [True, False], ["full", "none"]),
 )
 def test_any_function_trains_as_in_the_stock_layer(name, batch_first, norm_first, policy):
-    """And where what it captures alone wants a gradient."""
+    """And where what it captures alone requires a gradient."""
     activation, captured = FUNCTIONS[name]()
     layers = pair(
         D, H, FF, 0.0, activation, batch_first=batch_first, norm_first=norm_first, dtype=DOUBLE,

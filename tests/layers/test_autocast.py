@@ -8,13 +8,13 @@ import torch
 import torch.nn.functional as F
 from accuracy import assert_bits, check_error
 from layer_kinds import KINDS, TORCH_NN, D, S, check_errors, run
-from reference import masked_encoder
+from reference import masked_layer
 from tiers import pairwise
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fused_remat import random
-from fused_remat.layers.precision import precision_of, unsupported_autocast_reason
+from fused_remat.layers.eligibility import Unsupported, check_autocast, precision_of
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 LOW = pytest.mark.parametrize("low", [BF16, FP16], ids=["bf16", "fp16"])
@@ -82,7 +82,7 @@ def test_dropout_is_that_of_the_seed(low, norms):
     for dtype in (FP32, FP64):
         leaves = [x.to(dtype).requires_grad_(), *fused.to(dtype).parameters()]
         with autocast(low, enabled=dtype is FP32):
-            y = masked_encoder(fused, leaves[0], seed)
+            y = masked_layer(fused, seed, leaves[0])
         expected.append([y.detach(), *torch.autograd.grad(y, leaves, dy.to(dtype))])
     check_error(found, *expected, computed=low)
 
@@ -137,7 +137,7 @@ def test_dtypes_on_cuda(src, low, norm_first, stream, weights):
     with FakeTensorMode(), torch.device("cuda"):
         x = torch.empty(2, 5, 24, dtype=src)
         params = {"norm1.weight": torch.empty(24, dtype=weights), "norm1.bias": None}
-        assert unsupported_autocast_reason(x, "src", params, low) is None
+        check_autocast(x, "src", params, low)
         assert precision_of(x, params, low, norm_first).stream == stream
 
 
@@ -262,6 +262,6 @@ def test_what_autocast_does_not_convert_falls_back_with_a_reason():
         fused.norm1.float()
         fused.linear1.double()
         assert "does not convert linear1.weight of torch.float64" in fused.why_not_fused(x)
-        assert "but self_attn.in_proj_weight is not" in fused.why_not_fused(x.double())
-    meta = torch.empty(1, device="meta")
-    assert "on meta is on" in unsupported_autocast_reason(meta, "src", {}, BF16)
+        assert "does not convert src of torch.float64, and self" in fused.why_not_fused(x.double())
+    with pytest.raises(Unsupported, match="on meta is on"):
+        check_autocast(torch.empty(1, device="meta"), "src", {}, BF16)

@@ -111,7 +111,7 @@ def test_weights_tied_between_two_layers(policy):
     for first, second in zip(make(policy), make(policy), strict=True):
         second.linear1.weight = first.linear1.weight
         second.self_attn.in_proj_weight = first.self_attn.in_proj_weight
-        second.norm1 = first.norm1  # a whole module in two places
+        second.norm1 = first.norm1  # one module of two layers
         grads.append(step(nn.Sequential(first, second)))
     assert_close(*grads)
 

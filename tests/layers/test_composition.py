@@ -75,7 +75,7 @@ def test_torch_func_export_and_tracing_are_ordinary_operations(name):
         torch.testing.assert_close(each[:, 0], stock(*inputs, **given).detach())
 
 
-#: Beginnings of the names of parameters that want a gradient, and how many of the inputs do.
+#: Beginnings of the names of parameters that require a gradient, and how many of the inputs do.
 WANTED = {
     "the first linear layer": (("linear1", "up"), 0),
     "norms": (("norm",), 0),
@@ -95,7 +95,7 @@ WANTED = {
 def test_frozen_parts_get_no_gradient_and_the_others_the_same(
     which, name, policy, low, tokens, monkeypatch
 ):
-    """What is wanted has the gradient that it has when everything is, bit for bit."""
+    """What is required has the gradient that it has when everything is, bit for bit."""
     monkeypatch.setattr("fused_remat.execution.choose._CPU_TOKENS", tokens)
     kind, (beginnings, wanted) = KINDS[name], WANTED[which]
     _, fused = kind.pair(policy)

@@ -140,21 +140,21 @@ def test_when_the_error_is_raised(monkeypatch, options):
 def test_an_error_of_the_users_activation_is_raised():
     def activation(x):
         if torch.is_grad_enabled():
-            raise ValueError("mine")
+            raise ValueError("own")
         return x.sin()
 
     _, fused = make(dropout=0.0)
     fused.activation = activation
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with pytest.raises(ValueError, match="mine"):
+        with pytest.raises(ValueError, match="own"):
             step_of(fused, X)
     assert not record_of(fused).failure
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_an_error_of_the_device_leaves_nothing_behind(monkeypatch, where):
-    """A step that is skipped for want of memory has freed it, without a garbage collection."""
+    """A step that is skipped for lack of memory has freed it, without a garbage collection."""
     inner, made = getattr(executor, where), []
 
     def run(*args, **kwargs):

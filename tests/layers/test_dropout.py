@@ -4,7 +4,7 @@ import pytest
 import torch
 from accuracy import assert_close
 from layer_kinds import KINDS, TORCH_NN, run
-from reference import EXACT_PRESETS, masked_encoder
+from reference import EXACT_PRESETS, masked_layer
 from torch import nn
 
 from fused_remat import random
@@ -16,7 +16,7 @@ SITES = {
 
 
 def drawn(manual_seed):
-    """The seed that a call draws after `torch.manual_seed(manual_seed)`, and the state then."""
+    """Return the seed that a call draws after `torch.manual_seed`, and the state then."""
     torch.manual_seed(manual_seed)
     found = random.draw_seed(torch.device("cpu")), torch.get_rng_state()
     torch.manual_seed(manual_seed)
@@ -24,7 +24,7 @@ def drawn(manual_seed):
 
 
 def set_p(layer, site, p):
-    """An attention's own number, or that of a dropout module."""
+    """Return an attention's own number, or that of a dropout module."""
     module = layer.get_submodule(site)
     setattr(module, "p" if isinstance(module, nn.Dropout) else "dropout", p)
 
@@ -88,4 +88,4 @@ def test_every_submodule_rules_its_own_dropout(site, how):
     set_p(reference, site, 0.0)
     x, _ = kind.data()
     seed, _ = drawn(2)
-    torch.testing.assert_close(fused(x), masked_encoder(reference, x, seed))
+    torch.testing.assert_close(fused(x), masked_layer(reference, seed, x))

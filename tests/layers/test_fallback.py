@@ -1,4 +1,4 @@
-"""What the fused path cannot serve: the stock layer's forward, the same numbers, one warning.
+"""What the fused path does not support: the stock layer's forward, the same numbers, one warning.
 
 The encoder layer's changes are rows of `changes.py`.
 """
@@ -87,7 +87,7 @@ def test_what_the_fused_path_cannot_serve_runs_under_checkpoint_with_one_warning
     assert [w.filename for w in seen] == [__file__]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for layer in (fused, stock):  # told once
+        for layer in (fused, stock):  # one warning
             torch.manual_seed(1)
             found.append(run(layer, *kind.data()))
         with SavedBytes(exclude=fused.parameters()) as saved:
@@ -118,6 +118,17 @@ def test_the_fallback_replays_what_the_first_run_read():
         grads.append(torch.autograd.grad(y, list(layer.parameters())))
         assert not any(m.training for m in layer.modules())
     assert_bits(*grads)
+
+
+@IGNORED
+def test_the_warning_of_a_plain_call_gives_the_bytes_that_it_keeps():
+    _, fused = pair_with_hook(policy="none", dropout=0.1)
+    x = torch.randn(900, 2, 8, dtype=DOUBLE)
+    with pytest.warns(FusedRematWarning) as shown:
+        fused(x)
+    with SavedBytes(exclude=fused.parameters()) as saved:
+        fused(x)
+    assert f"it keeps {saved.total / 2**20:.1f} MiB for" in str(shown[0].message)
 
 
 def multiplied(name):

@@ -11,74 +11,29 @@ from accuracy import assert_bits, assert_close, check_error
 from block_inputs import Block, calls, normal, results
 from layer_kinds import KINDS, run
 from peft import LoraConfig, inject_adapter_in_model
-from reference import EXACT_PRESETS
 from torch import nn
 
 from fused_remat import FusedRematLayer, ops
-from fused_remat.graph.schedule import kept_bytes, schedule
-from fused_remat.report.allocations import SavedBytes, measure_allocations
+from fused_remat.graph.schedule import schedule
 from fused_remat.steps.operations import FusedRematWarning
 
-BLOCK = Block()
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def options(block=BLOCK, seq=5, dtype=FP64, **more):
-    own = {"kv_heads": block.kv_heads, "placement": block.placement, "norm": block.norm}
-    return {"nhead": block.nhead, "rope": block.rope(seq, dtype), **own, **more}
-
-
-def frozen(weights):
-    return {name: w.detach() for name, w in weights.items()}
-
-
-# What is kept and rebuilt.
-
-
-def program(layers, policy, trained=(), p=0.0, fused=False):
-    """The program of a call whose base is frozen but for `trained`; of a whole group."""
-    x, w = normal(2, 5, BLOCK.d, seed=50), frozen(BLOCK.weights())
-    for name in trained:
-        w[name] = w[name].requires_grad_()
-    kw = options(lora=BLOCK.updates(layers), lora_dropout_p=p, policy=policy)
-    ((call, _),) = calls(lambda: ops.causal_block(x, w, **kw))
-    fusions = frozenset({"linear_act silu", "linear_norm", "mlp_bwd silu"} if fused else ())
-    return schedule(call.graph, call.save, frozenset(call.needs_grad), False, fusions)
-
-
 def test_a_frozen_base_keeps_and_rebuilds_nothing_for_itself():
-    steps = [str(step) for step in program(("q", "v"), "fast").backward]
-    # The MLP's activation and attention's own input are what weights alone would ask for.
+    block, x = Block(), normal(2, 5, 12, seed=50)
+    w = {name: w.detach() for name, w in block.weights().items()}
+    kw = {"nhead": block.nhead, "kv_heads": block.kv_heads, "rope": block.rope(5)}
+    lora = block.updates(("q", "v"))
+    ((call, _),) = calls(lambda: ops.causal_block(x, w, lora=lora, policy="fast", **kw))
+    backward = schedule(call.graph, call.save, frozenset(call.needs_grad), False, ()).backward
+    steps = [str(step) for step in backward]
+    # The MLP's activation and attention's own input are what weights alone would need.
     assert not {"compute act", "compute qkv", "compute attn"} & set(steps)
     after = steps[steps.index("backward rotated") + 1 :]
     assert after == ["compute norm1", "backward qkv", "backward norm1"]
-
-
-@pytest.mark.parametrize("p", [0.0, 0.3])
-@pytest.mark.parametrize("policy", EXACT_PRESETS)
-def test_kept_bytes_are_predicted_and_no_more_than_in_full_training(policy, p):
-    block = Block(d=48, head_dim=12, hidden=96)
-    x = normal(2, 40, block.d, seed=50, dtype=FP32)
-    w, lora = frozen(block.weights(FP32)), block.updates(("q", "v"), dtype=FP32)
-    kw = options(block, 40, FP32, policy=policy, lora_dropout_p=p)
-
-    def step():
-        return ops.causal_block(x, w, lora=lora, **kw)
-
-    def predicted(fn):
-        ((call, shapes),) = calls(fn)
-        return sum(kept_bytes(call.graph, call.save, call.needs_grad, shapes, 4).values())
-
-    own = [*w.values(), *kw["rope"], *(t for u in lora for t in u[1:3])]
-    with SavedBytes(exclude=own) as saved:
-        step()
-    assert saved.total == predicted(step)
-    assert measure_allocations(step).net == saved.total  # less x, which was there, plus the output
-    trained = {name: t.requires_grad_() for name, t in w.items()}
-    full = predicted(lambda: ops.causal_block(x, trained, **kw))
-    assert saved.total <= full + 8 * (p > 0)
 
 
 # Layers of torch.nn, with the real PEFT.
@@ -90,7 +45,7 @@ def adapted(layer, targets=("linear1", "linear2"), **config):
 
 
 def encoder(targets=("linear1", "linear2"), dtype=FP64, width=8, r=2, **config):
-    """A stock encoder layer with adapters, in `dtype`."""
+    """Return a stock encoder layer with adapters, in `dtype`."""
     torch.manual_seed(0)
     # GELU: at ReLU's kink a rounding decides between two gradients.
     layer = nn.TransformerEncoderLayer(width, 2, 2 * width, 0.0, "gelu", norm_first=True)
@@ -98,7 +53,7 @@ def encoder(targets=("linear1", "linear2"), dtype=FP64, width=8, r=2, **config):
 
 
 def grads(layer, *inputs):
-    """Output and gradients of all that wants one."""
+    """Output and gradients of all that requires one."""
     needs_grad = [*inputs, *(p for p in layer.parameters() if p.requires_grad)]
     return results(lambda: layer(*inputs), needs_grad)
 
@@ -162,7 +117,7 @@ def test_other_adapters_run_under_ordinary_rebuild(make, reason):
 @pytest.mark.parametrize("low", [None, BF16])
 @pytest.mark.usefixtures("served")
 def test_dtypes_of_adapters_on_a_layer(low):
-    """float32 adapters beside 16 bits, and under autocast: as exact as PEFT's own."""
+    """float32 adapters in layers of 16 bits, and under autocast: as exact as PEFT's own."""
     given = FP32 if low else BF16
     stock = encoder(dtype=given, width=16)
     for name, p in stock.named_parameters():

@@ -8,7 +8,7 @@ from reference import pair
 from torch import nn
 
 FLOAT64 = {"dropout": 0.0, "dtype": torch.float64}
-#: If the stock layer's defects are gone, docs/behaviour.md wants its paragraph removed.
+#: If the stock layer's defects are gone, a paragraph of docs/behaviour.md goes, too.
 IS_2_13 = torch.__version__.startswith("2.13")
 
 
@@ -33,7 +33,7 @@ def test_float32_mask_on_a_float64_layer(dropout):
 @pytest.mark.parametrize("mask_grad, dropout", [(True, 0.0), (False, 0.0), (False, 1e-9)])
 def test_large_finite_masks(value, mask_grad, dropout):
     """Rows whose every key is at -1e9 are uniform, in backward too (ATen's flash kernel, which the
-    stock layer takes when the mask wants no gradient, is off there by the number of keys)."""
+    stock layer takes when the mask requires no gradient, is off there by the number of keys)."""
     stock, fused = pair(16, 4, 32, dropout=0.0, batch_first=True)
     fused.self_attn.dropout = dropout
     x, ones, padding = torch.randn(2, 64, 16), torch.ones(2, 64, 16), torch.zeros(2, 64)
@@ -44,7 +44,7 @@ def test_large_finite_masks(value, mask_grad, dropout):
     )
     assert not IS_2_13 or value > -1e5 or relative(flash[1], exact[1]) > 0.1
     for a, b in zip(found, exact, strict=False):
-        # Beside -1e4, float32 holds a score to 2**-11; two paths, forward and backward, twice.
+        # Next to -1e4, float32 holds a score to 2**-11; two paths, each forward and backward.
         assert (a - b).norm() <= 4 * 2**-10 * b.norm() + 1e-5
 
 

@@ -1,7 +1,5 @@
 """Every layer gives its stock twin's results: the output, and every gradient."""
 
-import functools
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -69,7 +67,7 @@ def test_layouts(name, layout, bias, form):
 
 @pytest.mark.parametrize("name", KINDS)
 def test_strides_of_inputs_outputs_and_gradients(name):
-    """Views of every kind, and gradients that are expanded or permuted; in pieces and whole.
+    """Views of every kind, and gradients that are expanded or permuted; in chunks or not.
 
     Of parameters with a gap after every element.
     """
@@ -136,23 +134,6 @@ def test_empty_inputs_work_with_backward(name, batch, seq):
         if batch:
             alone = [t[0] for t in kind.data(FP64, seq)]
             assert_close(run(fused, *alone), run(stock, *alone))
-
-
-#: Every way to name those that have a row.
-ACTIVATIONS = [
-    "relu", "gelu", F.relu, torch.relu, F.gelu, functools.partial(F.gelu, approximate="tanh"),
-    F.silu, torch.tanh, F.tanh, nn.ReLU(), nn.GELU(), nn.GELU(approximate="tanh"), nn.SiLU(),
-    nn.Tanh(),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_activations(activation):
-    kind = TORCH_NN["encoder, post-norm"]
-    stock, fused = kind.pair(activation=activation, dtype=FP64)
-    expected = run(stock, *kind.data())
-    for fused.policy in EXACT_PRESETS:
-        assert_close(run(fused, *kind.data()), expected)
 
 
 @pytest.mark.parametrize("bias", [True, False])

@@ -3,7 +3,6 @@
 import copy
 import inspect
 import io
-import itertools
 import pickle
 
 import pytest
@@ -88,16 +87,6 @@ def test_moves_and_the_meta_device():
     third.to_empty(device="cpu").load_state_dict(layer.state_dict())
     for same in (other, third, layer.share_memory()):
         assert torch.equal(same(X), expected)
-    flags = torch.__future__
-    try:
-        for swap, overwrite in itertools.product((False, True), repeat=2):
-            flags.set_swap_module_params_on_conversion(swap)
-            flags.set_overwrite_module_params_on_conversion(overwrite)
-            assert layer.float()(X.float()).dtype == torch.float32
-            assert layer.double()(X).dtype == torch.float64
-    finally:
-        flags.set_swap_module_params_on_conversion(False)
-        flags.set_overwrite_module_params_on_conversion(False)
 
 
 def test_from_layer_shares_parameters_and_is_a_module_of_its_own():

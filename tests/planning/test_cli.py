@@ -210,6 +210,7 @@ def test_a_command_draws(capsys, command):
         ((*SMALL, "--seq", "0"), "--seq must be at least 1, got 0"),
         ((*SMALL, "--policy", "full", "--offload", "attn,mid"), "'attn', 'mid': not kept by 'full"),
         ((*SMALL, "--dtype", "fp32"), "give --costs FILE with products_tflops"),
+        ((*SMALL, "--hardware", "here"), "'here' was removed: give --costs FILE"),
         ((*SMALL, "--costs", "none.json"), "none.json"),
         (("plan", "vit-l", "--layers", 1, "--seq", 8, "--offload"), "offload=True on cpu"),
         *(((*ANY, "--budget", b), f" '{b}'") for b in ("much", "0.8", "101%", f"{2**63}")),

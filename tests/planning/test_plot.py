@@ -3,11 +3,10 @@
 import sys
 
 import pytest
-import torch
-from planned_models import X, planned, squared
-from report_models import LanguageModel, encoder, ids
+from planned_models import planned
+from report_models import LanguageModel, ids
 
-from fused_remat import Plan, convert, memory_report, plan
+from fused_remat import Plan, convert, memory_report
 
 pytestmark = pytest.mark.usefixtures("one_machine")
 
@@ -17,17 +16,9 @@ def tight():
     return fastest.within(fastest.frontier[0].peak_bytes)
 
 
-def one_layer():
-    model = encoder(1)
-    optimizer = torch.optim.AdamW(model.parameters())
-    return plan(model, X, loss=squared, optimizer=optimizer, accumulates=True, costs="analytic")
-
-
 DRAWN = {
-    "no budget": lambda: planned("pre-norm"),
     "segments": lambda: planned("pre-norm").within(None, "sqrt"),
     "a budget": tight,
-    "one layer": one_layer,
     "report": lambda: memory_report(convert(LanguageModel(3), every=2), ids()),
 }
 
@@ -52,7 +43,7 @@ def test_a_chart_shows_its_parts_and_changes_no_setting(name, tmp_path):
     assert matplotlib.get_backend(auto_select=False) == backend
 
 
-@pytest.mark.parametrize("drawn", ["no budget", "report"])
+@pytest.mark.parametrize("drawn", ["segments", "report"])
 def test_a_chart_needs_matplotlib(drawn, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r'plot needs matplotlib: pip install "fused-remat\[ben'):

@@ -102,7 +102,7 @@ def test_rows(model, x, expected):
         assert (row.policy is not None) == (row.kind == FUSED)
         assert (f"called {row.calls}×" in str(report)) == (row.calls > 1)
         assert names in (None, [a.name for a in row.activations])
-    assert report.kept_bytes == saved_bytes(model, x) and report.tokens == TOKENS
+    assert report.kept_bytes == saved_bytes(model, x)
     predicted = [row.predicted_bytes for row in report.layers if row.kind == FUSED]
     assert report.predicted_bytes == (sum(predicted) if predicted else None)
 
@@ -186,13 +186,6 @@ def test_inside_no_grad(fused):
         with mode():
             assert memory_report(model, x) == expected
     assert expected.kept_bytes > 0
-
-
-def test_sparse_and_subclass_tensors():
-    weight, x = nn.Parameter(torch.randn(6, 3)), torch.eye(6).to_sparse()
-    report = memory_report(Model(lambda self, x: torch.sparse.mm(x, self.w), w=weight), x)
-    assert report.kept_bytes == x._indices().nbytes + x._values().nbytes
-    assert all(a.is_input for a in report.layers[0].activations)
 
 
 # Peaks

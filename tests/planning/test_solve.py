@@ -322,14 +322,3 @@ def test_too_many_shared_layers_have_one_save(monkeypatch):
     monkeypatch.setattr(solve, "MOST_SHARED", 8)
     assert optimal(chain, 25) == Choice((0, 0, 0, 0))
     assert optimal(chain, 29) == Choice((1, 1, 1, 1))
-
-
-def test_chains_that_cannot_be_are_refused():
-    chain = called_twice("a", "a")
-    one, two = chain.calls
-    calls = one, replace(two, options=two.options[:2])
-    with pytest.raises(ValueError, match="the calls of layer 'a' have different options"):
-        optimal(replace(chain, calls=calls), None)
-    alive = replace(equal_layers(2), moments=(Moment(0, True, 1, 2, 2),))
-    with pytest.raises(ValueError, match="call 0 has a moment with 2 calls alive; expected 1"):
-        optimal(alive, None)

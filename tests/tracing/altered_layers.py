@@ -66,9 +66,6 @@ class Block(nn.Module):
         return self.mlp(x)
 
 
-# Random numbers.
-
-
 class Noise(Block):
     def branch(self, x: Tensor) -> Tensor:
         return self.mlp(x + 0.1 * torch.randn_like(x))
@@ -132,9 +129,6 @@ class Dropping(Block):
         return self.drop(self.mlp.down(self.drop(F.gelu(self.mlp.up(x)))))
 
 
-# State.
-
-
 class RunningMean(Block):
     def set_up(self, index: int) -> None:
         self.register_buffer("mean", torch.zeros(WIDTH))
@@ -143,9 +137,6 @@ class RunningMean(Block):
         with torch.no_grad():
             self.mean.mul_(0.9).add_(x.mean((0, 1)), alpha=0.1)
         return self.mlp(x - self.mean.clone())
-
-
-# Branches.
 
 
 class BranchOnSum(Block):
@@ -173,22 +164,9 @@ class BranchOnMask(Block):
         return y + self.mlp(self.norm2(y)) * mask[..., None].to(x.dtype)
 
 
-class BranchOnBuffer(Block):
-    def set_up(self, index: int) -> None:
-        self.register_buffer("enabled", torch.tensor(index == 0))
-
-    def branch(self, x: Tensor) -> Tensor:
-        return self.mlp(x) if self.enabled else 0.5 * self.mlp(x)
-
-
 class TrainFactor(Block):
     def branch(self, x: Tensor) -> Tensor:
         return self.mlp(x) * (1.5 if self.training else 1.0)
-
-
-class LengthBranch(Block):
-    def branch(self, x: Tensor) -> Tensor:
-        return self.mlp(x) * 0.25 if x.shape[1] > 100 else self.mlp(x)
 
 
 class IndexScale(Block):
@@ -197,17 +175,6 @@ class IndexScale(Block):
 
     def branch(self, x: Tensor) -> Tensor:
         return self.mlp(x) / (self.layer_idx + 1)
-
-
-class IndexBranch(IndexScale):
-    def branch(self, x: Tensor) -> Tensor:
-        return self.mlp(x) if self.layer_idx % 2 == 0 else x * 0.5
-
-
-class PowerArgument(Block):
-    def forward(self, x: Tensor, power: int = 0) -> Tensor:
-        x = x + self.attn(self.norm1(x))
-        return x + self.mlp(self.norm2(x)) * 0.5**power
 
 
 class ShiftArgument(Block):
@@ -269,19 +236,6 @@ class PlainTensor(Block):
         return self.mlp(x) * self.scale
 
 
-# Residuals, gates, gradients.
-
-
-class LearnedCoefficients(Block):
-    def set_up(self, index: int) -> None:
-        self.vector = nn.Parameter(torch.rand(WIDTH))
-        self.scalar = nn.Parameter(torch.tensor(0.7))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.vector * self.attn(self.norm1(x))
-        return self.scalar * x + self.mlp(self.norm2(x))
-
-
 class LearnedGate(Block):
     def set_up(self, index: int) -> None:
         self.gate = nn.Linear(WIDTH, WIDTH)
@@ -295,11 +249,6 @@ class WithoutGradient(Block):
         with torch.no_grad():
             scale = x.abs().mean(-1, keepdim=True)
         return self.mlp(x) * scale
-
-
-class Detached(Block):
-    def branch(self, x: Tensor) -> Tensor:
-        return self.mlp(x) * x.detach().abs().mean(-1, keepdim=True)
 
 
 class _Square(torch.autograd.Function):
@@ -317,7 +266,7 @@ class _Square(torch.autograd.Function):
 class ClippedByHook(Block):
     def branch(self, x: Tensor) -> Tensor:
         if x.requires_grad:
-            x.register_hook(lambda dy: dy.clamp(-50.0, 50.0))
+            x.register_hook(lambda dy: dy.clamp(-0.1, 0.1))
         return self.mlp(x)
 
 
@@ -333,9 +282,6 @@ class OwnFunctionMLP(MLP):
 
 class OwnFunctionPiece(Block):
     feed = OwnFunctionMLP
-
-
-# In place.
 
 
 class InPlace(Block):
@@ -364,49 +310,9 @@ class InPlaceArgument(Block):
         return super().forward(x)
 
 
-# Parts.
-
-
 class WeightNormed(Block):
     def set_up(self, index: int) -> None:
         nn.utils.parametrizations.weight_norm(self.mlp.up)
-
-
-class Convolution(Block):
-    def set_up(self, index: int) -> None:
-        self.conv = nn.Conv1d(24, 24, 3, padding=1, groups=2)
-
-    def branch(self, x: Tensor) -> Tensor:
-        hidden = self.conv(self.mlp.up(x).transpose(1, 2)).transpose(1, 2)
-        return self.mlp.down(F.silu(hidden))
-
-
-class FilledAttention(Attention):
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        n = q.shape[2]
-        later = torch.ones(n, n, dtype=torch.bool).triu(1)
-        scores = torch.matmul(q, k.transpose(-2, -1)) / 3.0
-        return torch.matmul(scores.masked_fill(later, -torch.inf).softmax(-1), v)
-
-
-class Filled(Block):
-    attention = FilledAttention
-
-
-class AddedMaskAttention(Attention):
-    def __init__(self, index: int = 0):
-        super().__init__(index)
-        ones = torch.ones(LONGEST, LONGEST)
-        far = (ones.tril() - ones.tril(-4)).logical_not()
-        self.register_buffer("mask", torch.zeros(LONGEST, LONGEST).masked_fill(far, -torch.inf))
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        n = q.shape[2]
-        return ((q * 0.3) @ k.transpose(-2, -1) + self.mask[:n, :n]).softmax(-1) @ v
-
-
-class AddedMask(Block):
-    attention = AddedMaskAttention
 
 
 class SoftmaxOverQueries(Attention):
@@ -443,23 +349,15 @@ class MaskArgument(Block):
         return x + self.mlp(self.norm2(x))
 
 
-class Cross(nn.Module):
+class CrossBias(nn.Module):
+    """The bias has no name that tells queries from keys."""
+
     def __init__(self, index: int = 0):
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.q, self.k = nn.Linear(WIDTH, WIDTH), nn.Linear(12, WIDTH)
         self.v, self.o = nn.Linear(12, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.mlp = MLP()
-
-    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
-        q, k, v = heads(self.q(self.norm1(x))), heads(self.k(memory)), heads(self.v(memory))
-        y = F.scaled_dot_product_attention(q, k, v)
-        x = x + self.o(y.transpose(1, 2).reshape(x.shape))
-        return x + self.mlp(self.norm2(x))
-
-
-class CrossBias(Cross):
-    """The bias has no name that tells queries from keys."""
 
     def forward(self, x: Tensor, memory: Tensor, bias: Tensor) -> Tensor:
         q, k, v = heads(self.q(self.norm1(x))), heads(self.k(memory)), heads(self.v(memory))
@@ -478,11 +376,6 @@ class HeadsInBatch(Block):
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         x = x + self.attn.o(y.transpose(1, 2).reshape(x.shape))
         return x + self.mlp(self.norm2(x))
-
-
-class Tuple(Block):
-    def forward(self, x: Tensor) -> tuple[Tensor, None, float]:
-        return super().forward(x), None, 2.0
 
 
 class TwoResults(Block):

@@ -40,18 +40,6 @@ class Multiplied(Layer):
         return x + self.mlp(self.norm(x)) * mask[..., None].to(x.dtype)
 
 
-class Kept(Layer):
-    """The argument has no name of a mask's."""
-
-    def forward(self, x: Tensor, keep: Tensor) -> Tensor:
-        return x + self.mlp(self.norm(x)) * keep[..., None]
-
-
-class Filled(Layer):
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        return x + self.mlp(self.norm(x).masked_fill(~mask[..., None], 0.0))
-
-
 class Scores(Layer):
     """Attention as Hugging Face's eager BERT computes it."""
 
@@ -73,13 +61,6 @@ class Scores(Layer):
         return scores + mask
 
 
-class Annotated(Scores):
-    """As the annotated transformer: a query that sees no key sees all, without gradient."""
-
-    def masked(self, scores: Tensor, mask: Tensor) -> Tensor:
-        return scores.masked_fill(mask[:, None, None, :] == 0, -1e9)
-
-
 class FilledScores(Scores):
     def masked(self, scores: Tensor, mask: Tensor) -> Tensor:
         return scores.masked_fill(mask[:, None, None, :] == 0, -1e9)
@@ -89,21 +70,12 @@ class CausalScores(Scores):
     causal = True
 
 
-class CausalFilledScores(FilledScores):
-    causal = True
-
-
 # Clamps that are reached later.
 
 
 class Clamped(Layer):
     def branch(self, x: Tensor) -> Tensor:
         return self.mlp.down(self.mlp.up(x).clamp(-8, 8))
-
-
-class Hardtanh(Layer):
-    def set_up(self, index: int) -> None:
-        self.act = nn.Hardtanh(0, 20)
 
 
 # What two layers of a class may differ in.
@@ -156,17 +128,9 @@ class Function(Layer):
         return x + self.mlp.down(function(self.mlp.up(self.norm(x))))
 
 
-class Divisor(Layer):
-    def forward(self, x: Tensor, divisor) -> Tensor:
-        return x + self.mlp(self.norm(x)) * (1.0 / int(divisor))
-
-
 class Factor(Layer):
     def forward(self, x: Tensor, factor: float) -> Tensor:
         return x + self.mlp(self.norm(x)) * factor
-
-
-# What a layer leaves behind.
 
 
 class Cached(Layer):
@@ -217,9 +181,6 @@ class AuxiliaryInArgument(Layer):
         return x + y
 
 
-# Dropout.
-
-
 class DroppedPlanes(Layer):
     """Each token's row is a plane."""
 
@@ -249,9 +210,6 @@ class Met(Layer):
         return self.drop(self.mlp(self.meeting(x)))
 
 
-# Branches.
-
-
 class FirstTokens(Layer):
     def branch(self, x: Tensor) -> Tensor:
         y = self.mlp(x)
@@ -276,9 +234,6 @@ class SignBranch(Layer):
     def branch(self, x: Tensor) -> Tensor:
         y = self.mlp(x) * self.alpha
         return y if self.alpha > 0 else -20 * y
-
-
-# Autocast.
 
 
 class MadeMask(Layer):
@@ -380,21 +335,6 @@ class Cumulated(Layer):
         return self.mlp(x).cumsum(1)
 
 
-# Errors of a layer's own, and arguments.
-
-
-class MultipleOf4(Layer):
-    above = 0
-
-    def branch(self, x: Tensor) -> Tensor:
-        assert x.shape[1] <= self.above or x.shape[1] % 4 == 0, "not a multiple of 4"
-        return self.mlp(x)
-
-
-class LongMultipleOf4(MultipleOf4):
-    above = 12
-
-
 class Division(Layer):
     def branch(self, x: Tensor) -> Tensor:
         return self.mlp(x) * (1 / (x.shape[1] // 16))
@@ -464,12 +404,6 @@ class Segments(Scores):
 
     def masked(self, scores: Tensor, mask: Tensor) -> Tensor:
         return scores.masked_fill(mask[:, None, :, None] != mask[:, None, None, :], -1e9)
-
-
-class Lengths(Scores):
-    def masked(self, scores: Tensor, mask: Tensor) -> Tensor:
-        seen = torch.arange(scores.shape[-1]) < mask[:, None]
-        return scores.masked_fill(~seen[:, None, None], -1e9)
 
 
 class Chosen(Layer):
@@ -608,13 +542,6 @@ class Slots:
         self.scale = scale
 
 
-class SlotsLosses(Layer):
-    def forward(self, x: Tensor, given: Slots) -> Tensor:
-        y = self.mlp(self.norm(x))
-        given.scale = given.scale + y.square().mean()
-        return x + y
-
-
 class Detached(Layer):
     """Parameters without a gradient."""
 
@@ -664,9 +591,6 @@ class DroppedInPlace(Layer):
         y = self.mlp(x) * 1.0
         F.dropout(y, 0.5, self.training, inplace=True)
         return y
-
-
-# Results.
 
 
 class Result(dict):

