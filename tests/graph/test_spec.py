@@ -84,6 +84,14 @@ def test_a_block_computes_its_description_in_every_policy(name, policy):
     )
 
 
+def test_an_output_gradient_that_a_residual_passes_on_is_never_written_to():
+    leaves = {"input": normal(B, S, D), **weights_of(SPECS["mlp first"])}
+    y = function.run_block(block_graph(SPECS["mlp first"]), "full", leaves)
+    dy = torch.ones_like(y)
+    torch.autograd.grad(y, list(leaves.values()), dy)
+    assert torch.equal(dy, torch.ones_like(dy))
+
+
 def test_presets_know_a_new_block_by_the_roles_of_its_activations():
     graph = block_graph(SPECS["one norm, gated"])
     assert graph.roles == {
