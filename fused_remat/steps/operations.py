@@ -26,8 +26,6 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-import torch
-
 F = TypeVar("F", bound=Callable[..., Any])
 Function = Callable[..., Any]
 #: What `explain` prints: a phrase, or a function of the key that also accepts the arguments.
@@ -151,18 +149,12 @@ def _parameters(function: Function) -> str:
 class Operations(dict[Function, Function]):
     """The implementations of one backend: `ops[norm_fwd]` is called like `norm_fwd`.
 
-    `chunk_tokens`: about how many tokens of a dtype on a device the backend processes at a time.
-    `serve`: returns the implementation of an operation on its first use.
+    `serve` returns the implementation of an operation on its first use.
     """
 
-    def __init__(
-        self,
-        name: str,
-        chunk_tokens: Callable[[torch.device, torch.dtype], int],
-        serve: Callable[[Function], Function],
-    ) -> None:
+    def __init__(self, name: str, serve: Callable[[Function], Function]) -> None:
         super().__init__()
-        self.name, self.chunk_tokens, self.serve = name, chunk_tokens, serve
+        self.name, self.serve = name, serve
 
     def __missing__(self, function: Function) -> Function:
         self[function] = served = self.serve(function)
