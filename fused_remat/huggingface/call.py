@@ -106,7 +106,7 @@ def describe(parts: Parts, arguments: Mapping[str, Any]) -> BlockInputs:
         masks=masks,
         projection="split" if "q" in layer_map.linears else "packed",
         rotary=len(rope) > 0,
-        qk_norm_eps=parts.one_head_eps(),
+        qk_norm_eps=parts.one_eps(of_heads=True),
     )
     tensors = {"input": parts.x, **parts.weights, **rope, **mask_tensors}
     return BlockInputs(block_graph(spec), tensors, spec)

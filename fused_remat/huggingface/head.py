@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -226,14 +226,7 @@ def head_class(stock: type[nn.Module]) -> type[HuggingFaceHead] | None:
     if layout is None:
         return None
     signature = inspect.signature(stock.forward)
-    more = {"layout": layout, "signature": signature, "forward": _forward(stock)}
+    forward = functools.wraps(stock.forward)(lambda self, *args, **kw: self._call(*args, **kw))
+    more = {"layout": layout, "signature": signature, "forward": forward}
     own = staticmethod(head_class)
     return class_of(stock, HuggingFaceHead, _CLASSES, _class_for=own, **more)
-
-
-def _forward(stock: type[nn.Module]) -> Callable[..., Any]:
-    @functools.wraps(stock.forward)
-    def forward(self: HuggingFaceHead, *args: Any, **kwargs: Any) -> Any:
-        return self._call(*args, **kwargs)
-
-    return forward

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fused_remat.graph.build import block_graph
+from fused_remat.graph.graph import Graph
 from fused_remat.layer_specs import transformer_spec
 from fused_remat.layers.eligibility import Reason
 from fused_remat.layers.fused_layer import FusedLayer
@@ -19,9 +20,12 @@ from fused_remat.ops.activation import ActivationLike, activation_name
 from fused_remat.ops.checks import check_heads, check_norm_kind, check_p, masks_given, read_masks
 from fused_remat.ops.parts import rotary_tensors, split_rope
 from fused_remat.policies import Policy
-from fused_remat.spec import AttentionOptions, BlockSpec, attention_fields, check_one_of
+from fused_remat.spec import AttentionOptions, attention_fields, check_one_of
 from fused_remat.steps.activation import ACTIVATIONS
 from fused_remat.steps.norm import NORMS
+
+#: Names of the arguments that are masks.
+_MASKS = ("attn_mask", "key_padding_mask", "key_lengths", "cu_seqlens")
 
 
 class CausalLayer(nn.Module):
@@ -113,7 +117,7 @@ class CausalLayer(nn.Module):
         cu_seqlens: Tensor | None = None,
     ) -> Tensor:
         """Compute `FusedRematCausalLayer.forward`."""
-        masks = (attn_mask, key_padding_mask, key_lengths, cu_seqlens)
+        masks = (attn_mask, key_padding_mask, key_lengths, cu_seqlens)  # as in `_MASKS`
         layer: Any = self
         post, sandwich = self.placement == "post", self.placement == "sandwich"
         y = _attended(layer, x if post else layer.norm1(x), rope, masks)
@@ -200,12 +204,13 @@ class FusedRematCausalLayer(FusedLayer, CausalLayer):
     def _map(self) -> LayerMap:  # type: ignore[override]
         return map_of(self)
 
-    def _example_spec(self) -> BlockSpec:
-        return transformer_spec(
+    def _example(self) -> Graph:
+        spec = transformer_spec(
             "rms_norm", 1e-6, "relu", placement=self.placement, gated=self.gate is not None,
             num_heads=1, num_kv_heads=1, head_dim=1, scale=1.0, projection="split", rotary=True,
             qk_norm_eps=None if self.q_norm is None else 1e-6,
         )  # fmt: skip
+        return block_graph(spec)
 
     def _heads(self) -> dict[str, int]:
         return {"heads": self.nhead, "key and value heads": self.kv_heads}
@@ -219,15 +224,7 @@ def map_of(layer: Any) -> LayerMap:
     return _MAPS[layer.gate is not None, layer.placement == "sandwich", layer.q_norm is not None]
 
 
-def read_call(
-    layer: Any,
-    x: Tensor,
-    rope: tuple[Tensor, Tensor] | None = None,
-    attn_mask: Tensor | None = None,
-    key_padding_mask: Tensor | None = None,
-    key_lengths: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-) -> BlockInputs | Reason:
+def read_call(layer: Any, x: Tensor, rope: Any = None, **masks: Any) -> BlockInputs | Reason:
     """Return the block of a call of a `CausalLayer`, or why the fused path does not support it."""
     if not isinstance(x, Tensor):
         raise TypeError(f"x must be a Tensor, got {type(x).__name__}")
@@ -239,7 +236,7 @@ def read_call(
     arguments = {
         "x": x,
         **rotary_tensors(x, layer.head_dim, *split_rope(rope), None, None),
-        **read_masks(x, grid, attn_mask, key_padding_mask, key_lengths, cu_seqlens),
+        **read_masks(x, grid, *map(masks.get, _MASKS)),
     }
     return read_block(layer, map_of(layer), arguments)
 
@@ -264,7 +261,7 @@ def _describe(parts: Parts, arguments: Mapping[str, Tensor | None]) -> BlockInpu
         projection="split",
         rotary="cos" in arguments,
         interleaved=layer.rope_interleaved,
-        qk_norm_eps=parts.one_head_eps(),
+        qk_norm_eps=parts.one_eps(of_heads=True),
         masks=masks_given(arguments),
     )
     tensors = {**parts.weights, **arguments}
@@ -321,8 +318,7 @@ def _attended(
         q, k = (_rotated(t, *rope, layer.rope_interleaved).to(v.dtype) for t in (q, k))
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     p = layer.attention_dropout if layer.training else 0.0
-    alone = all(mask is None for mask in masks) and layer.window is None
-    if alone and not layer.softcap:
+    if all(mask is None for mask in masks) and layer.window is None and not layer.softcap:
         y = F.scaled_dot_product_attention(
             q, k, v, None, p, layer.is_causal, enable_gqa=layer.nhead != layer.kv_heads
         )

@@ -20,6 +20,8 @@ from fused_remat.layers.record import record_of, warn
 _IDLE = Reason("no gradients are required", quiet=True)
 #: Names of a cache among the arguments of layers.
 CACHES = ("past_key_values", "past_key_value", "layer_past")
+#: Names of the attributes that number a model's layers.
+INDICES = ("layer_idx", "layer_id", "layer_number", "layer_index", "block_idx")
 #: A method of transformers' caches, which identifies them under other names.
 LENGTH = "get_seq_length"
 #: Attribute of a cache that a call did not fill: the index of the first such layer.
@@ -96,7 +98,8 @@ class ConvertedLayer(Replaced, FusedLayer):
 
     def _layer_index(self) -> int:
         """Return the layer's index in a cache."""
-        raise NotImplementedError
+        numbers = (getattr(m, name, None) for m in self.modules() for name in INDICES)
+        return next((n for n in numbers if isinstance(n, int)), 0)
 
     def _named(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return the arguments by name; None if they do not fit the signature."""

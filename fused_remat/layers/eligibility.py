@@ -293,16 +293,11 @@ class Precision:
     There autocast acts on every operator. Products take autocast's dtype and sums promote. Norms
     compute in float32, which they also return on CUDA; on CPU they return the dtype of their input.
     float64 is not converted.
-
-    Attributes:
-        stream: of the residual stream and of the result; the input is converted to it.
-        compute: of everything else; None for the dtype of the stream.
-        autocast: to what autocast converts where the user's own function runs; None if it is off.
     """
 
-    stream: torch.dtype
-    compute: torch.dtype | None = None
-    autocast: torch.dtype | None = None
+    stream: torch.dtype  # of the residual stream and of the result; the input is converted to it
+    compute: torch.dtype | None = None  # of everything else, if it is another
+    autocast: torch.dtype | None = None  # of autocast where the user's own function runs
 
 
 def low_dtype(x: Tensor) -> torch.dtype | None:

@@ -18,7 +18,6 @@ from fused_remat.autograd.function import BlockFailure
 from fused_remat.autograd.shards import is_dtensor
 from fused_remat.execution.choose import check_name
 from fused_remat.execution.observe import DECISIONS
-from fused_remat.graph.build import block_graph
 from fused_remat.graph.graph import Graph
 from fused_remat.graph.precision import in_precision
 from fused_remat.layers.containment import Rescue
@@ -26,7 +25,6 @@ from fused_remat.layers.eligibility import Reason, parameters_of, wants_grad
 from fused_remat.layers.read import BlockInputs, LayerMap, read_block
 from fused_remat.layers.record import NOTES, listed, record_of, warn, warn_compiled
 from fused_remat.policies import Policy, kept_names
-from fused_remat.spec import BlockSpec
 
 if TYPE_CHECKING:
     from fused_remat.layers.tensor_parallel import TensorParallel
@@ -53,8 +51,6 @@ class FusedLayer(nn.Module):
     _accumulate_into: str | None = None
     #: Division of the layer among ranks (`fused_remat.parallel`); None if it is not divided.
     _tensor_parallel: TensorParallel | None = None
-    #: Attributes that copies and pickles of a layer do not have.
-    _notes_names: ClassVar[tuple[str, ...]] = NOTES
     #: Whether a class derived from a layer of this package has its own forward.
     _has_own_forward: ClassVar[bool] = False
 
@@ -105,7 +101,7 @@ class FusedLayer(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         state: Any = super().__getstate__()
-        return {n: value for n, value in state.items() if n not in self._notes_names}
+        return {n: value for n, value in state.items() if n not in NOTES}
 
     def extra_repr(self) -> str:
         shown = f"policy={self._policy!r}, backend={self._backend!r}"
@@ -144,8 +140,8 @@ class FusedLayer(nn.Module):
         new._set_options(policy, backend, accumulate_into)
         return new
 
-    def _example_spec(self) -> BlockSpec:
-        """Return a spec whose graph has the kind and the names of the layer's."""
+    def _example(self) -> Graph:
+        """Return a graph that has the kind and the names of the layer's."""
         raise NotImplementedError
 
     def _heads(self) -> dict[str, int]:
@@ -155,9 +151,6 @@ class FusedLayer(nn.Module):
     def _tokens_dim(self, x: Tensor) -> int:
         """Return the dimension of the input that has the tokens of a sequence."""
         return 1
-
-    def _example(self) -> Graph:
-        return block_graph(self._example_spec())
 
     def _call(self, **arguments: Any) -> Any:
         """Run `forward(**arguments)` as a block, or as the stock forward if no block applies."""

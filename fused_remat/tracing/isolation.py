@@ -23,13 +23,10 @@ from torch.overrides import TorchFunctionMode
 
 from fused_remat.layers.eligibility import parameters_of
 from fused_remat.layers.fallback import Caller
-from fused_remat.layers.record import NOTES as RECORD
-from fused_remat.layers.record import listed
+from fused_remat.layers.record import NOTES, listed
 from fused_remat.tracing.state import get, shared_by
 from fused_remat.tracing.values import SHIFT, SideEffect, Untraceable, attributes, map_tree
 
-#: Attributes of a layer that is traced: its record, its trace, and notes of that.
-NOTES = (*RECORD, "_last", "_notes")
 _HOLDERS = (list, dict, set, deque)
 _LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy"} - {"__main__", "types"}
 

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from fused_remat.execution.prepare import chunks_of
+from fused_remat.layers.converted import INDICES
 from fused_remat.tracing.call import Trace
 from fused_remat.tracing.isolation import WithoutDropout, renumbered, replica, run_with
 from fused_remat.tracing.join import Join, known_function
 from fused_remat.tracing.recorder import Recorder, hollow, record
-from fused_remat.tracing.samples import INDICES, Arguments, constants, vary
+from fused_remat.tracing.samples import Arguments, constants, vary
 from fused_remat.tracing.tracer import Tracer
 from fused_remat.tracing.values import (
     SHIFT,

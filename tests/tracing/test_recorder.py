@@ -131,7 +131,7 @@ def told():
 
 def graphs(model: nn.Module) -> list[Graph]:
     """The blocks of the layers' last calls."""
-    last = [layer._last for layer in model.layers]
+    last = [layer.last_trace for layer in model.layers]
     return [known.graph for known in last if isinstance(known, Trace)]
 
 
@@ -354,7 +354,7 @@ def test_functions_that_are_nearly_an_activation(function, monkeypatch, told):
 def test_a_product_whose_result_is_parted_runs_once(told):
     stock, model = pair(altered.Experts)
     same_step(stock, model, normal(B, S, WIDTH))
-    programs = model.layers[0]._last.block.programs.values()
+    programs = model.layers[0].last_trace.block.programs.values()
     assert [op.name for p in programs for op in p.ops].count("bmm") == 2 and not told
 
 
