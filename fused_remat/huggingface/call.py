@@ -171,7 +171,6 @@ def _p_attention(attention: Any, layer_map: LayerMap) -> float:
 
 
 def _activation(layer_map: LayerMap, modules: Mapping[str, Any]) -> str:
-    """Return the name in `steps.activation` of the layer's activation, a module or a function."""
     path, _, attribute = layer_map.activation.rpartition(".")
     activation: Any = getattr(modules[path], attribute, None)
     kind, name = type(activation), activation_name(activation)

@@ -89,7 +89,6 @@ def head_layout(stock: Any) -> Head | None:
 
 
 def _code(model: Any) -> tuple[Any, ...]:
-    """Return the code of a model's forward, without strings."""
     code = inspect.unwrap(model.forward).__code__
     numbers = tuple([value for value in code.co_consts if not isinstance(value, str)])
     return code.co_code, code.co_names, code.co_varnames, numbers
@@ -174,7 +173,6 @@ class HuggingFaceHead(Replaced):
             raise Unsupported(f"the loss function is {name}")
 
     def _head(self) -> tuple[Tensor, Tensor | None]:
-        """Return the weight and bias of the head."""
         path = self.layout.head
         head: Any = self._modules.get(path)
         if type(head) is VocabularyParallelLinear and not has_hooks(head):

@@ -24,9 +24,6 @@ from fused_remat.spec import AttentionOptions, attention_fields, check_one_of
 from fused_remat.steps.activation import ACTIVATIONS
 from fused_remat.steps.norm import NORMS
 
-#: Names of the arguments that are masks.
-_MASKS = ("attn_mask", "key_padding_mask", "key_lengths", "cu_seqlens")
-
 
 class CausalLayer(nn.Module):
     """Attention and an MLP with norms and residuals.
@@ -104,6 +101,12 @@ class CausalLayer(nn.Module):
             setattr(self, name, nn.RMSNorm(self.head_dim, norm_eps, **factory) if qk_norm else None)
         self._set_options(policy, backend, accumulate_into)
 
+    @property
+    def _map(self) -> LayerMap:
+        layer: Any = self
+        head_norms = layer.q_norm is not None
+        return _MAPS[self.gate is not None, self.placement == "sandwich", head_norms]
+
     def _set_options(self, policy: str | Policy, backend: str, accumulate_into: str | None) -> None:
         """Do nothing; `FusedLayer` has these options."""
 
@@ -117,7 +120,7 @@ class CausalLayer(nn.Module):
         cu_seqlens: Tensor | None = None,
     ) -> Tensor:
         """Compute `FusedRematCausalLayer.forward`."""
-        masks = (attn_mask, key_padding_mask, key_lengths, cu_seqlens)  # as in `_MASKS`
+        masks = (attn_mask, key_padding_mask, key_lengths, cu_seqlens)
         layer: Any = self
         post, sandwich = self.placement == "post", self.placement == "sandwich"
         y = _attended(layer, x if post else layer.norm1(x), rope, masks)
@@ -200,10 +203,6 @@ class FusedRematCausalLayer(FusedLayer, CausalLayer):
         )  # fmt: skip
         return out
 
-    @property
-    def _map(self) -> LayerMap:  # type: ignore[override]
-        return map_of(self)
-
     def _example(self) -> Graph:
         spec = transformer_spec(
             "rms_norm", 1e-6, "relu", placement=self.placement, gated=self.gate is not None,
@@ -219,11 +218,6 @@ class FusedRematCausalLayer(FusedLayer, CausalLayer):
         return read_call(self, **arguments)
 
 
-def map_of(layer: Any) -> LayerMap:
-    """Return the layout of a `CausalLayer`: with or without gate, post-norms and head norms."""
-    return _MAPS[layer.gate is not None, layer.placement == "sandwich", layer.q_norm is not None]
-
-
 def read_call(layer: Any, x: Tensor, rope: Any = None, **masks: Any) -> BlockInputs | Reason:
     """Return the block of a call of a `CausalLayer`, or why the fused path does not support it."""
     if not isinstance(x, Tensor):
@@ -236,9 +230,12 @@ def read_call(layer: Any, x: Tensor, rope: Any = None, **masks: Any) -> BlockInp
     arguments = {
         "x": x,
         **rotary_tensors(x, layer.head_dim, *split_rope(rope), None, None),
-        **read_masks(x, grid, *map(masks.get, _MASKS)),
-    }
-    return read_block(layer, map_of(layer), arguments)
+        **read_masks(
+            x, grid, masks.get("attn_mask"), masks.get("key_padding_mask"),
+            masks.get("key_lengths"), masks.get("cu_seqlens"),
+        ),
+    }  # fmt: skip
+    return read_block(layer, layer._map, arguments)
 
 
 def _describe(parts: Parts, arguments: Mapping[str, Tensor | None]) -> BlockInputs:

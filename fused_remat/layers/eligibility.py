@@ -270,7 +270,6 @@ def check_weights(
 
 @cached
 def _shapes(spec: BlockSpec, width: int, hidden: int) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of weights and biases of a block of `width` with an MLP of `hidden`."""
     shapes: dict[str, tuple[int, ...]] = {}
     for name, (rows, columns) in spec.linear_shapes(width, hidden).items():
         shapes |= {f"{name}.weight": (rows, columns), f"{name}.bias": (rows,)}

@@ -20,7 +20,7 @@ from fused_remat.execution.choose import check_name
 from fused_remat.execution.observe import DECISIONS
 from fused_remat.graph.graph import Graph
 from fused_remat.graph.precision import in_precision
-from fused_remat.layers.containment import Rescue
+from fused_remat.layers import fallback
 from fused_remat.layers.eligibility import Reason, parameters_of, wants_grad
 from fused_remat.layers.read import BlockInputs, LayerMap, read_block
 from fused_remat.layers.record import NOTES, listed, record_of, warn, warn_compiled
@@ -187,7 +187,7 @@ class FusedLayer(nn.Module):
         trains, rescue = record is not None and torch.is_grad_enabled(), None
         failed: Reason | None = None
         if trains and parallel is None and not (accumulation or graph.uses_seed):
-            rescue = Rescue(self, arguments, tensors)
+            rescue = fallback.Rescue(self, arguments, tensors)
         try:
             out = run_block(
                 graph,
@@ -244,7 +244,6 @@ class FusedLayer(nn.Module):
         return self._unsupported_reason(**arguments)
 
     def _read(self, **arguments: Any) -> BlockInputs | Reason:
-        """Return the block of a call, or why the fused path does not support it."""
         return read_block(self, self._map, arguments)
 
     def _unsupported_reason(self, **arguments: Any) -> str | None:
@@ -278,15 +277,11 @@ class FusedLayer(nn.Module):
 
     def _stock_forward(self, **arguments: Any) -> Any:
         """Run the stock forward through the submodules, in evaluation as well."""
-        from fused_remat.layers.fallback import without_inference_kernels
-
-        with without_inference_kernels():
+        with fallback.without_inference_kernels():
             return self.stock.forward(self, **arguments)
 
     def _own_forward(self, reason: Reason, arguments: Mapping[str, Any]) -> Any:
         """Run the stock forward of a training call: under checkpointing, unless that is worse."""
-        from fused_remat.layers import fallback
-
         runs, record = f"runs {self._owner} forward", record_of(self)
         kept = self._why_kept(reason, arguments)
         if kept is None:
@@ -321,8 +316,6 @@ class FusedLayer(nn.Module):
 
     def _checkpointing(self) -> tuple[str, Callable[[Mapping[str, Any]], Any]]:
         """Return the name of a method of checkpointing, and the stock forward under it."""
-        from fused_remat.layers import fallback
-
         run = functools.partial(fallback.checkpointed, self, self._stock_forward)
         return "torch.utils.checkpoint", run
 
@@ -362,13 +355,11 @@ class FusedLayer(nn.Module):
         return accumulate.Accumulation(str(self._accumulate_into), names)
 
     def _refuse_to_accumulate(self, reason: str | None) -> None:
-        """Raise RuntimeError if gradients are to be accumulated, and `reason` forbids it."""
         target = self._accumulate_into
         if target is not None and reason is not None and self._trains():
             raise accumulate.refusal(target, reason)
 
     def _trains(self) -> bool:
-        """Return whether a gradient of one of the layer's parameters is required."""
         return wants_grad(*parameters_of(self).values())
 
     def _policy_of_segment(self, policy: Policy, compiling: bool) -> Policy:

@@ -227,7 +227,6 @@ def _read_norms(
 def _read_norm(
     norm: Any, path: str, layer_map: LayerMap, kinds: tuple[type, ...]
 ) -> tuple[nn.Module, float]:
-    """Return the norm that acts at `path`, and its eps."""
     if type(norm) not in kinds:
         norm = active_module(norm, path)
     if layer_map.norm_class:

@@ -278,7 +278,6 @@ def _padded(forward: Callable[..., Tensor], src: Tensor) -> Tensor:
 
 
 def _describe(parts: Parts, arguments: Mapping[str, Any]) -> BlockInputs:
-    """Return the block of a call of either layer."""
     layer, x, name = parts.layer, parts.x, parts.layer_map.input
     attn = parts.modules["self_attn"]
     decodes = "memory" in arguments
@@ -365,7 +364,6 @@ def _masks(
 
 
 def _check_memory(parts: Parts, memory: Any, batch_first: bool) -> None:
-    """Raise `Unsupported` unless the block can attend from its input to `memory`."""
     tgt = parts.x
     if type(memory) not in PLAIN or memory.is_nested:
         raise Unsupported(f"memory is a {qualified(type(memory))}, nested or of a subclass")

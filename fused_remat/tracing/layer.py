@@ -20,7 +20,6 @@ from fused_remat.autograd.accumulate import Accumulation
 from fused_remat.execution.executor import autocast_off
 from fused_remat.execution.observe import unobserved
 from fused_remat.graph.graph import Graph
-from fused_remat.layers.containment import is_contained, is_unexpected
 from fused_remat.layers.converted import CACHES, INDICES, LENGTH, ConvertedLayer, class_of
 from fused_remat.layers.eligibility import (
     Precision,
@@ -34,6 +33,7 @@ from fused_remat.layers.eligibility import (
     precision_of,
     qualified,
 )
+from fused_remat.layers.fallback import is_contained, is_unexpected
 from fused_remat.layers.fused_layer import is_traced
 from fused_remat.layers.read import BlockInputs
 from fused_remat.layers.record import NOTES
@@ -268,7 +268,6 @@ class TracedLayer(ConvertedLayer):
         return notes
 
     def _first_trace(self, call: Arguments, free: bool) -> Trace | Reason:
-        """Trace the first call of a kind; return why if that fails."""
         try:
             # With gradients also in a checkpoint's first run.
             with _apart(call.leaves[call.x]), torch.enable_grad():
@@ -326,7 +325,6 @@ ROWS: list[Callable[[nn.Module], type[ConvertedLayer] | None]] = []
 
 
 def traced_class(stock: type[nn.Module]) -> type[TracedLayer]:
-    """Return the class that stands in for a layer class without a table entry."""
     return class_of(stock, TracedLayer, _CLASSES, _class_for=staticmethod(traced_class))
 
 

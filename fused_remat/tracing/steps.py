@@ -192,7 +192,6 @@ def _add_sum(t: Builder, number: int, terms: list[int]) -> str:
 
 
 def _depends(t: Builder, y: str, x: str) -> bool:
-    """Return whether the activation y depends on another, x."""
     todo, seen = [y], set[str]()
     while todo:
         name = todo.pop()

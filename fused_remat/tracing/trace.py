@@ -77,7 +77,6 @@ class _CannotRun(Untraceable):
 
 
 def _trace_one(layer: nn.Module, forward: Callable[..., Any], call: Arguments, free: bool) -> Trace:
-    """Return the block of a call whose dimensions are those of `call.dims`."""
     reasons, fixed = list[Untraceable](), set[str | int]((*constants(layer), *call.whole))
     for varies in (True, False) if fixed else (True,):
         for dtypes in _DTYPES:
