@@ -226,14 +226,6 @@ def without_inference_kernels() -> Iterator[None]:
                 torch.backends.mha.set_fastpath_enabled(_before)
 
 
-def is_contained(layer: nn.Module) -> bool:
-    """Return whether the own forward may run: several processes must run the same program."""
-    distributed: Any = torch.distributed
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return True
-    return distributed.get_world_size() == 1 and sharded_by(layer) is None
-
-
 class Rescue:
     """The own forward of a fused layer in place of its block's backward, with `count` `roots`."""
 
@@ -291,7 +283,7 @@ class Rescue:
         for value in self.arguments.values():
             if type(value) in (tuple, list, dict):
                 flat = type(value) is tuple and {Tensor}.issuperset(map(type, value))
-                if any(map(_needs_grad, value if flat else tree_leaves(value))):
+                if any(map(needs_grad, value if flat else tree_leaves(value))):
                     return  # of which no gradient would be returned
         for i, leaf in enumerate((out,) if result is out else tree_leaves(result)):
             if isinstance(leaf, Tensor) and leaf.data_ptr() == out.data_ptr():
@@ -300,7 +292,7 @@ class Rescue:
 
     def contains(self, error: Exception) -> bool:
         """Return whether the run may continue after this exception of the block."""
-        return is_unexpected(error) and is_contained(self.layer)
+        return is_contained(self.layer, error)
 
     def gradients(self, error: Exception, names: tuple[str, ...], dy: Tensor) -> list[Any] | None:
         """Return the gradients of the block's `names`, then of `roots`; None if impossible."""
@@ -314,7 +306,7 @@ class Rescue:
 
         def copy(leaf: Any) -> Any:
             t = _alive(leaf)
-            if not _needs_grad(t):
+            if not needs_grad(t):
                 return t
             return copies.setdefault(id(t), t.detach().requires_grad_())
 
@@ -345,12 +337,12 @@ def _alive(value: Any) -> Any:
     return value() if isinstance(value, weakref.ref) else value
 
 
-def _needs_grad(value: Any) -> bool:
+def needs_grad(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
 
 
-def is_unexpected(error: Exception) -> bool:
-    """Return whether `error` was not raised on purpose: the own forward may succeed."""
+def is_contained(layer: nn.Module, error: Exception) -> bool:
+    """Return whether a layer's own forward may run where its block raised `error`."""
     if os.environ.get("FUSED_REMAT_STRICT", "0") not in ("", "0"):
         return False
     # Errors of a device that is out of memory or lost, of this library, of the caller's functions.
@@ -358,4 +350,9 @@ def is_unexpected(error: Exception) -> bool:
     text, callers = str(error), getattr(error, "callers", False)
     deliberate = text.startswith(("fused_remat", "replay check")) or callers
     lost = "CUDA error" in text or "DefaultCPUAllocator" in text
-    return not (isinstance(error, devices) or deliberate or lost)
+    if isinstance(error, devices) or deliberate or lost:
+        return False
+    distributed: Any = torch.distributed  # whose processes must run the same program
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return True
+    return distributed.get_world_size() == 1 and sharded_by(layer) is None

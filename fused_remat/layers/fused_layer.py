@@ -247,7 +247,6 @@ class FusedLayer(nn.Module):
         return read_block(self, self._map, arguments)
 
     def _unsupported_reason(self, **arguments: Any) -> str | None:
-        """Return why a call would not take the fused path; None if it would."""
         parallel = self._tensor_parallel
         if parallel is not None and not parallel.splits:
             x = arguments.get(self._map.input)

@@ -33,7 +33,7 @@ from fused_remat.layers.eligibility import (
     precision_of,
     qualified,
 )
-from fused_remat.layers.fallback import is_contained, is_unexpected
+from fused_remat.layers.fallback import is_contained
 from fused_remat.layers.fused_layer import is_traced
 from fused_remat.layers.read import BlockInputs
 from fused_remat.layers.record import NOTES
@@ -139,7 +139,7 @@ class TracedLayer(ConvertedLayer):
             self.last_trace = Reason(str(reason))
             return self.last_trace
         except Exception as error:
-            if not (is_contained(self) and is_unexpected(error)):
+            if not is_contained(self, error):
                 raise
             return self._block_failed(error)
         for name, t in tensors.items():

@@ -358,6 +358,28 @@ def test_a_product_whose_result_is_parted_runs_once(told):
     assert [op.name for p in programs for op in p.ops].count("bmm") == 2 and not told
 
 
+def test_two_updates_of_a_linear_layer_are_no_replays(told):
+    """As those of two active adapters of PEFT's LoRA."""
+
+    class Adapted(altered.Block):
+        def set_up(self, index: int) -> None:
+            self.low, self.high = (
+                nn.ModuleList(nn.Linear(*sizes, bias=False) for _ in range(2))
+                for sizes in ((WIDTH, 2), (2, WIDTH))
+            )
+
+        def branch(self, x: Tensor) -> Tensor:
+            y = self.attn.o(x)
+            for low, high in zip(self.low, self.high, strict=True):
+                y = y + high(low(x)) * 0.5
+            return F.gelu(y)
+
+    stock, model = pair(Adapted)
+    same_step(stock, model, normal(B, S, WIDTH))
+    updates = [len(getattr(node, "updates", ())) for node in graphs(model)[0].nodes]
+    assert max(updates) == 2 and not steps(model, Replay) and not told
+
+
 def test_what_is_added_comes_before_the_branch():
     """Backward is done with the branch before it goes on."""
 
