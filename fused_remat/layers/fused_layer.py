@@ -51,6 +51,8 @@ class FusedLayer(nn.Module):
     _accumulate_into: str | None = None
     #: Division of the layer among ranks (`fused_remat.parallel`); None if it is not divided.
     _tensor_parallel: TensorParallel | None = None
+    #: Whether a compiled call runs eagerly between two graphs, unless it is exported.
+    _breaks_graphs: ClassVar[bool] = False
     #: Whether a class derived from a layer of this package has its own forward.
     _has_own_forward: ClassVar[bool] = False
 
@@ -156,7 +158,7 @@ class FusedLayer(nn.Module):
         """Run `forward(**arguments)` as a block, or as the stock forward if no block applies."""
         compiling = torch.compiler.is_compiling()
         parallel = self._tensor_parallel
-        if parallel is not None and compiling:
+        if compiling and (parallel is not None or (self._breaks_graphs and not is_traced())):
             from fused_remat.autograd import graph_break
 
             return graph_break.eagerly(self._call, **arguments)

@@ -21,6 +21,7 @@ from fused_remat.layers.eligibility import (
     check_foreign_module,
     check_module,
     qualified,
+    wrong_class,
 )
 from fused_remat.ops.activation import Activation, activation_name, prepare
 from fused_remat.spec import LoraSpec, lora_params
@@ -194,11 +195,10 @@ def read_projections(
     """
     attn = modules[path]
     check_module(attn, path, nn.MultiheadAttention)
-    if attn.embed_dim != width:
-        raise Unsupported(f"{path} has embed_dim {attn.embed_dim} and the input width {width}")
     packed, *split, output = names
-    if not attn._qkv_same_embed_dim and not attn.kdim == attn.vdim == width:
-        raise Unsupported(f"{path} has kdim {attn.kdim} and vdim {attn.vdim}, expected {width}")
+    widths = attn.embed_dim, attn.kdim, attn.vdim
+    if widths != (width, width, width):
+        raise Unsupported(f"{path} has embed_dim, kdim and vdim {widths}, expected {width}")
     if attn.bias_k is not None or attn.add_zero_attn:
         raise Unsupported(f"{path} has add_bias_kv or add_zero_attn")
     found: dict[str, Tensor | None] = {}
@@ -208,14 +208,11 @@ def read_projections(
         for letter, name in zip("qkv", split, strict=True):
             found[f"{name}.weight"] = tensor_of(attn, f"{letter}_proj_weight")
     # PyTorch reads the output's weight and does not call it: an adapter on it does not act.
-    proj = modules[f"{path}.out_proj"]
-    if type(proj) is not NonDynamicallyQuantizableLinear:
+    proj, kind = modules[f"{path}.out_proj"], NonDynamicallyQuantizableLinear
+    if type(proj) is not kind:
         proj = without_adapters(proj)
-    if type(proj) is not NonDynamicallyQuantizableLinear:
-        supported = qualified(NonDynamicallyQuantizableLinear)
-        raise Unsupported(
-            f"{path}.out_proj is {qualified(type(proj))}; the fused path supports {supported}"
-        )
+    if type(proj) is not kind:
+        raise wrong_class(proj, f"{path}.out_proj", qualified(kind))
     weight, bias = affine_of(proj)
     found[f"{output}.weight"] = weight
     for name, tensor in found.items():

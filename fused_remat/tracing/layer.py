@@ -34,7 +34,6 @@ from fused_remat.layers.eligibility import (
     qualified,
 )
 from fused_remat.layers.fallback import is_contained
-from fused_remat.layers.fused_layer import is_traced
 from fused_remat.layers.read import BlockInputs
 from fused_remat.layers.record import NOTES
 from fused_remat.policies import Policy, kept_names
@@ -80,7 +79,7 @@ class _Notes:
 class TracedLayer(ConvertedLayer):
     """A layer of a class without a table entry; mixed in by `traced_class`."""
 
-    _owner = "its own"
+    _breaks_graphs = True
     #: Trace of the layer's last call, or the reason why there is none; None before a call.
     last_trace: Trace | Reason | None = None
 
@@ -106,13 +105,6 @@ class TracedLayer(ConvertedLayer):
             self.last_trace = Reason("its forward does not take its arguments by name")
             return None
         return super()._named(args, kwargs)
-
-    def _call(self, **given: Any) -> Any:
-        if torch.compiler.is_compiling() and not is_traced():
-            from fused_remat.autograd import graph_break
-
-            return graph_break.eagerly(self._call, **given)
-        return super()._call(**given)
 
     def _block(self, **given: Any) -> BlockInputs | Reason:
         if given.get("output_attentions"):
