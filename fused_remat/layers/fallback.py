@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map, t
 from torch.utils.checkpoint import checkpoint
 
 from fused_remat.autograd.accumulate import sharded_by
-from fused_remat.autograd.unchanged import changed
+from fused_remat.execution.executor import changed
 from fused_remat.layers.eligibility import PLAIN, parameters_of, wants_grad
 from fused_remat.layers.record import record_of
 
