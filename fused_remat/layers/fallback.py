@@ -1,7 +1,7 @@
 """The alternative to the fused path: a layer's own forward under `torch.utils.checkpoint`.
 
-If a block raises an exception that nobody expected, that forward runs in its place, in backward
-from the input that the block kept (`Rescue`).
+If a block raises an exception that nobody expected, that forward runs instead, in backward from the
+input that the block kept (`Rescue`).
 
 As under `torch.utils.checkpoint.checkpoint(use_reentrant=False)`, backward calls the submodules
 again, so their forward hooks fire again, and attributes have the values of that second call. The
@@ -227,7 +227,7 @@ def without_inference_kernels() -> Iterator[None]:
 
 
 class Rescue:
-    """The own forward of a fused layer in place of its block's backward, with `count` `roots`."""
+    """The own forward of a fused layer instead of its block's backward, with `count` `roots`."""
 
     def __init__(
         self, layer: Any, arguments: Mapping[str, Any], tensors: Mapping[str, Tensor | None]
