@@ -17,13 +17,12 @@ from fused_remat.huggingface.rows import FUSED, architecture_of, fused_class
 from fused_remat.layers import FusedLayer, FusedRematDecoderLayer, FusedRematLayer
 from fused_remat.layers.converted import ConvertedLayer, Replaced, around_layers
 from fused_remat.layers.eligibility import Unsupported, qualified
-from fused_remat.layers.record import STATES, Ran, State, record_of
+from fused_remat.layers.record import NOTES, STATES, Ran, State, record_of
 from fused_remat.policies import Policy
 from fused_remat.report.units import run_name
 from fused_remat.steps.operations import warn
 from fused_remat.tracing.call import Trace
 from fused_remat.tracing.discovery import first_batch_norm, repeated_layers
-from fused_remat.tracing.isolation import NOTES
 from fused_remat.tracing.layer import ROWS, TracedLayer, converted_class
 from fused_remat.tracing.program import ReplayedSubmodule
 

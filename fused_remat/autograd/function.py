@@ -145,7 +145,7 @@ def run_block(
     from torch's generator if the graph uses one and none is given. What needs a gradient is decided
     here, from grad mode. Autocast changes nothing: for a graph of two dtypes see `graph.precision`.
     `accumulation`: where weight gradients are added. `warn_of_input` is called with the reason why
-    a block inside a segment keeps its input. `rescue` (`layers.containment.Rescue`) computes the
+    a block inside a segment keeps its input. `rescue` (`layers.fallback.Rescue`) computes the
     gradients where backward raises an exception that nobody expected. Returns (B, S, width), in the
     layout and dtype of the input.
 

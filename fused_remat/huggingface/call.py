@@ -106,7 +106,7 @@ def describe(parts: Parts, arguments: Mapping[str, Any]) -> BlockInputs:
         masks=masks,
         projection="split" if "q" in layer_map.linears else "packed",
         rotary=len(rope) > 0,
-        qk_norm_eps=parts.one_head_eps(),
+        qk_norm_eps=parts.one_eps(of_heads=True),
     )
     tensors = {"input": parts.x, **parts.weights, **rope, **mask_tensors}
     return BlockInputs(block_graph(spec), tensors, spec)
@@ -171,7 +171,6 @@ def _p_attention(attention: Any, layer_map: LayerMap) -> float:
 
 
 def _activation(layer_map: LayerMap, modules: Mapping[str, Any]) -> str:
-    """Return the name in `steps.activation` of the layer's activation, a module or a function."""
     path, _, attribute = layer_map.activation.rpartition(".")
     activation: Any = getattr(modules[path], attribute, None)
     kind, name = type(activation), activation_name(activation)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -89,7 +89,6 @@ def head_layout(stock: Any) -> Head | None:
 
 
 def _code(model: Any) -> tuple[Any, ...]:
-    """Return the code of a model's forward, without strings."""
     code = inspect.unwrap(model.forward).__code__
     numbers = tuple([value for value in code.co_consts if not isinstance(value, str)])
     return code.co_code, code.co_names, code.co_varnames, numbers
@@ -174,7 +173,6 @@ class HuggingFaceHead(Replaced):
             raise Unsupported(f"the loss function is {name}")
 
     def _head(self) -> tuple[Tensor, Tensor | None]:
-        """Return the weight and bias of the head."""
         path = self.layout.head
         head: Any = self._modules.get(path)
         if type(head) is VocabularyParallelLinear and not has_hooks(head):
@@ -226,14 +224,7 @@ def head_class(stock: type[nn.Module]) -> type[HuggingFaceHead] | None:
     if layout is None:
         return None
     signature = inspect.signature(stock.forward)
-    more = {"layout": layout, "signature": signature, "forward": _forward(stock)}
+    forward = functools.wraps(stock.forward)(lambda self, *args, **kw: self._call(*args, **kw))
+    more = {"layout": layout, "signature": signature, "forward": forward}
     own = staticmethod(head_class)
     return class_of(stock, HuggingFaceHead, _CLASSES, _class_for=own, **more)
-
-
-def _forward(stock: type[nn.Module]) -> Callable[..., Any]:
-    @functools.wraps(stock.forward)
-    def forward(self: HuggingFaceHead, *args: Any, **kwargs: Any) -> Any:
-        return self._call(*args, **kwargs)
-
-    return forward

@@ -10,11 +10,12 @@ from typing import Any
 
 from torch import nn
 
+from fused_remat.graph.build import block_graph
+from fused_remat.graph.graph import Graph
 from fused_remat.huggingface.call import describe, rotates
 from fused_remat.layer_specs import transformer_spec
 from fused_remat.layers.converted import ConvertedLayer, class_of
 from fused_remat.layers.read import LayerMap
-from fused_remat.spec import BlockSpec
 
 
 def _package(name: str) -> str:
@@ -180,15 +181,16 @@ class HuggingFaceLayer(ConvertedLayer):
 
     _owner = "transformers' own"
 
-    def _example_spec(self) -> BlockSpec:
+    def _example(self) -> Graph:
         layer_map, modules = self._map, self._map.modules(self)
-        return transformer_spec(
+        spec = transformer_spec(
             layer_map.norm, 1e-6, "relu", placement=layer_map.placement,
             gated="gate" in layer_map.linears, num_heads=1, num_kv_heads=1, head_dim=1, scale=1.0,
             projection="split" if "q" in layer_map.linears else "packed",
             rotary=rotates(modules[layer_map.attention], layer_map),
             qk_norm_eps=1e-6 if layer_map.head_norms else None,
         )  # fmt: skip
+        return block_graph(spec)
 
     def _heads(self) -> dict[str, int]:
         layer_map = self._map
@@ -200,10 +202,6 @@ class HuggingFaceLayer(ConvertedLayer):
             for what, name in kinds.items()
             if name in layer_map.linears
         }
-
-    def _layer_index(self) -> int:
-        attention = self._map.modules(self)[self._map.attention]
-        return getattr(attention, "layer_idx", None) or 0
 
 
 #: By the stock class.

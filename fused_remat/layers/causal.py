@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fused_remat.graph.build import block_graph
+from fused_remat.graph.graph import Graph
 from fused_remat.layer_specs import transformer_spec
 from fused_remat.layers.eligibility import Reason
 from fused_remat.layers.fused_layer import FusedLayer
@@ -19,7 +20,7 @@ from fused_remat.ops.activation import ActivationLike, activation_name
 from fused_remat.ops.checks import check_heads, check_norm_kind, check_p, masks_given, read_masks
 from fused_remat.ops.parts import rotary_tensors, split_rope
 from fused_remat.policies import Policy
-from fused_remat.spec import BlockSpec, attention_fields, check_one_of
+from fused_remat.spec import attention_fields, check_one_of
 from fused_remat.steps.activation import ACTIVATIONS
 from fused_remat.steps.norm import NORMS
 
@@ -99,6 +100,12 @@ class CausalLayer(nn.Module):
         for name in ("q_norm", "k_norm"):
             setattr(self, name, nn.RMSNorm(self.head_dim, norm_eps, **factory) if qk_norm else None)
         self._set_options(policy, backend, accumulate_into)
+
+    @property
+    def _map(self) -> LayerMap:
+        layer: Any = self
+        head_norms = layer.q_norm is not None
+        return _MAPS[self.gate is not None, self.placement == "sandwich", head_norms]
 
     def _set_options(self, policy: str | Policy, backend: str, accumulate_into: str | None) -> None:
         """Do nothing; `FusedLayer` has these options."""
@@ -196,16 +203,13 @@ class FusedRematCausalLayer(FusedLayer, CausalLayer):
         )  # fmt: skip
         return out
 
-    @property
-    def _map(self) -> LayerMap:  # type: ignore[override]
-        return map_of(self)
-
-    def _example_spec(self) -> BlockSpec:
-        return transformer_spec(
+    def _example(self) -> Graph:
+        spec = transformer_spec(
             "rms_norm", 1e-6, "relu", placement=self.placement, gated=self.gate is not None,
             num_heads=1, num_kv_heads=1, head_dim=1, scale=1.0, projection="split", rotary=True,
             qk_norm_eps=None if self.q_norm is None else 1e-6,
         )  # fmt: skip
+        return block_graph(spec)
 
     def _heads(self) -> dict[str, int]:
         return {"heads": self.nhead, "key and value heads": self.kv_heads}
@@ -214,20 +218,7 @@ class FusedRematCausalLayer(FusedLayer, CausalLayer):
         return read_call(self, **arguments)
 
 
-def map_of(layer: Any) -> LayerMap:
-    """Return the layout of a `CausalLayer`: with or without gate, post-norms and head norms."""
-    return _MAPS[layer.gate is not None, layer.placement == "sandwich", layer.q_norm is not None]
-
-
-def read_call(
-    layer: Any,
-    x: Tensor,
-    rope: tuple[Tensor, Tensor] | None = None,
-    attn_mask: Tensor | None = None,
-    key_padding_mask: Tensor | None = None,
-    key_lengths: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-) -> BlockInputs | Reason:
+def read_call(layer: Any, x: Tensor, rope: Any = None, **masks: Any) -> BlockInputs | Reason:
     """Return the block of a call of a `CausalLayer`, or why the fused path does not support it."""
     if not isinstance(x, Tensor):
         raise TypeError(f"x must be a Tensor, got {type(x).__name__}")
@@ -239,9 +230,12 @@ def read_call(
     arguments = {
         "x": x,
         **rotary_tensors(x, layer.head_dim, *split_rope(rope), None, None),
-        **read_masks(x, grid, attn_mask, key_padding_mask, key_lengths, cu_seqlens),
-    }
-    return read_block(layer, map_of(layer), arguments)
+        **read_masks(
+            x, grid, masks.get("attn_mask"), masks.get("key_padding_mask"),
+            masks.get("key_lengths"), masks.get("cu_seqlens"),
+        ),
+    }  # fmt: skip
+    return read_block(layer, layer._map, arguments)
 
 
 def _describe(parts: Parts, arguments: Mapping[str, Tensor | None]) -> BlockInputs:
@@ -263,7 +257,7 @@ def _describe(parts: Parts, arguments: Mapping[str, Tensor | None]) -> BlockInpu
         projection="split",
         rotary="cos" in arguments,
         interleaved=layer.rope_interleaved,
-        qk_norm_eps=parts.one_head_eps(),
+        qk_norm_eps=parts.one_eps(of_heads=True),
         masks=masks_given(arguments),
     )
     tensors = {**parts.weights, **arguments}
@@ -320,8 +314,7 @@ def _attended(
         q, k = (_rotated(t, *rope, layer.rope_interleaved).to(v.dtype) for t in (q, k))
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     p = layer.attention_dropout if layer.training else 0.0
-    alone = all(mask is None for mask in masks) and layer.window is None
-    if alone and not layer.softcap:
+    if all(mask is None for mask in masks) and layer.window is None and not layer.softcap:
         y = F.scaled_dot_product_attention(
             q, k, v, None, p, layer.is_causal, enable_gqa=layer.nhead != layer.kv_heads
         )

@@ -20,6 +20,8 @@ from fused_remat.layers.record import record_of, warn
 _IDLE = Reason("no gradients are required", quiet=True)
 #: Names of a cache among the arguments of layers.
 CACHES = ("past_key_values", "past_key_value", "layer_past")
+#: Names of the attributes that number a model's layers.
+INDICES = ("layer_idx", "layer_id", "layer_number", "layer_index", "block_idx")
 #: A method of transformers' caches, which identifies them under other names.
 LENGTH = "get_seq_length"
 #: Attribute of a cache that a call did not fill: the index of the first such layer.
@@ -95,11 +97,10 @@ class ConvertedLayer(Replaced, FusedLayer):
         return self._unsupported_reason(**self._without_idle_cache(named))
 
     def _layer_index(self) -> int:
-        """Return the layer's index in a cache."""
-        raise NotImplementedError
+        numbers = (getattr(m, name, None) for m in self.modules() for name in INDICES)
+        return next((n for n in numbers if isinstance(n, int)), 0)
 
     def _named(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return the arguments by name; None if they do not fit the signature."""
         arguments = dict(zip(self.positional, args, strict=False))
         named = {**arguments, **kwargs}
         fits = len(args) <= len(self.positional) and len(named) == len(arguments) + len(kwargs)
@@ -122,7 +123,6 @@ class ConvertedLayer(Replaced, FusedLayer):
         return inputs if draws else _IDLE
 
     def _block(self, **arguments: Any) -> BlockInputs | Reason:
-        """Return the block of a training call, or why there is none."""
         return read_block(self, self._map, arguments)
 
     def _why_cached(self, arguments: Mapping[str, Any]) -> Reason | None:
@@ -199,7 +199,6 @@ class ConvertedLayer(Replaced, FusedLayer):
         return None if enabled and not reason.once else super()._why_kept(reason, arguments)
 
     def _is_enabled(self) -> bool:
-        """Return whether the model's own checkpointing applies to a call."""
         return self.training and bool(self.__dict__.get("gradient_checkpointing"))
 
     def _checkpointing(self) -> tuple[str, Callable[[Mapping[str, Any]], Any]]:
@@ -294,7 +293,6 @@ def _caches(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_empty(cache: Any, index: int) -> bool:
-    """Return whether a layer's entry of a cache holds no keys, values or states."""
     cache = getattr(cache, "self_attention_cache", cache)
     layers = getattr(cache, "layers", None)
     if layers is None:

@@ -95,7 +95,7 @@ def check_module(module: Any, path: str, *kinds: type) -> None:
     """Raise `Unsupported` unless calling `module` runs PyTorch's forward of one of `kinds`."""
     kind = type(module)
     if kind not in kinds:
-        raise _wrong_class(module, path, " or ".join([qualified(kind) for kind in kinds]))
+        raise wrong_class(module, path, " or ".join([qualified(kind) for kind in kinds]))
     state = module.__dict__
     if (
         state["_forward_hooks"]
@@ -118,7 +118,7 @@ def check_foreign_module(
     """
     kind = type(module)
     if (kind.__module__, kind.__qualname__) != (package, name):
-        raise _wrong_class(module, path, f"{package}.{name}")
+        raise wrong_class(module, path, f"{package}.{name}")
     state, forward = module.__dict__, kind.forward  # whose module is that of the patch
     wrapped = not decorates and hasattr(forward, "__wrapped__")
     if "forward" in state or forward.__module__ != package or wrapped:
@@ -141,7 +141,7 @@ def recorded(hook: Any) -> str:
     return key if key in requested else ""
 
 
-def _wrong_class(module: Any, path: str, supported: str) -> Unsupported:
+def wrong_class(module: Any, path: str, supported: str) -> Unsupported:
     if module is None:
         return Unsupported(f"{path} is missing")
     return Unsupported(f"{path} is {qualified(type(module))}; the fused path supports {supported}")
@@ -270,7 +270,6 @@ def check_weights(
 
 @cached
 def _shapes(spec: BlockSpec, width: int, hidden: int) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of weights and biases of a block of `width` with an MLP of `hidden`."""
     shapes: dict[str, tuple[int, ...]] = {}
     for name, (rows, columns) in spec.linear_shapes(width, hidden).items():
         shapes |= {f"{name}.weight": (rows, columns), f"{name}.bias": (rows,)}
@@ -293,16 +292,11 @@ class Precision:
     There autocast acts on every operator. Products take autocast's dtype and sums promote. Norms
     compute in float32, which they also return on CUDA; on CPU they return the dtype of their input.
     float64 is not converted.
-
-    Attributes:
-        stream: of the residual stream and of the result; the input is converted to it.
-        compute: of everything else; None for the dtype of the stream.
-        autocast: to what autocast converts where the user's own function runs; None if it is off.
     """
 
-    stream: torch.dtype
-    compute: torch.dtype | None = None
-    autocast: torch.dtype | None = None
+    stream: torch.dtype  # of the residual stream and of the result; the input is converted to it
+    compute: torch.dtype | None = None  # of everything else, if it is another
+    autocast: torch.dtype | None = None  # of autocast where the user's own function runs
 
 
 def low_dtype(x: Tensor) -> torch.dtype | None:
@@ -331,9 +325,8 @@ def check_autocast(
     fit = (torch.float64,) if x.dtype == torch.float64 else CASTABLE
     for key, dtype in dtypes.items():
         if dtype not in fit:
-            which = f"{name} of {x.dtype}" if dtype in CASTABLE else f"{path_of(key)} of {dtype}"
-            other = f"{path_of(key)} is {dtype}" if dtype in CASTABLE else f"{name} is {x.dtype}"
-            raise Unsupported(f"autocast does not convert {which}, and {other}")
+            both = f"{name} is {x.dtype} and {path_of(key)} is {dtype}"
+            raise Unsupported(f"{both}, and autocast does not convert one of them")
     norms = {dtype for key, dtype in dtypes.items() if key.startswith(_NORMS)} - {torch.float64}
     if kind == "cpu" and norms and norms != {torch.float32} and not norms == {x.dtype} == {low}:
         shown = ", ".join(sorted(map(str, norms)))

@@ -18,15 +18,13 @@ from fused_remat.autograd.function import BlockFailure
 from fused_remat.autograd.shards import is_dtensor
 from fused_remat.execution.choose import check_name
 from fused_remat.execution.observe import DECISIONS
-from fused_remat.graph.build import block_graph
 from fused_remat.graph.graph import Graph
 from fused_remat.graph.precision import mixed_precision
-from fused_remat.layers.containment import Rescue
+from fused_remat.layers import fallback
 from fused_remat.layers.eligibility import Reason, parameters_of, wants_grad
 from fused_remat.layers.read import BlockInputs, LayerMap, read_block
 from fused_remat.layers.record import NOTES, listed, record_of, warn, warn_compiled
 from fused_remat.policies import Policy, kept_names
-from fused_remat.spec import BlockSpec
 
 if TYPE_CHECKING:
     from fused_remat.layers.tensor_parallel import TensorParallel
@@ -53,8 +51,8 @@ class FusedLayer(nn.Module):
     _accumulate_into: str | None = None
     #: Division of the layer among ranks (`fused_remat.parallel`); None if it is not divided.
     _tensor_parallel: TensorParallel | None = None
-    #: Attributes that copies and pickles of a layer do not have.
-    _notes_names: ClassVar[tuple[str, ...]] = NOTES
+    #: Whether a compiled call runs eagerly between two graphs, unless it is exported.
+    _breaks_graphs: ClassVar[bool] = False
     #: Whether a class derived from a layer of this package has its own forward.
     _has_own_forward: ClassVar[bool] = False
 
@@ -105,7 +103,7 @@ class FusedLayer(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         state: Any = super().__getstate__()
-        return {n: value for n, value in state.items() if n not in self._notes_names}
+        return {n: value for n, value in state.items() if n not in NOTES}
 
     def extra_repr(self) -> str:
         shown = f"policy={self._policy!r}, backend={self._backend!r}"
@@ -144,8 +142,8 @@ class FusedLayer(nn.Module):
         new._set_options(policy, backend, accumulate_into)
         return new
 
-    def _example_spec(self) -> BlockSpec:
-        """Return a spec whose graph has the kind and the names of the layer's."""
+    def _example(self) -> Graph:
+        """Return a graph that has the kind and the names of the layer's."""
         raise NotImplementedError
 
     def _heads(self) -> dict[str, int]:
@@ -156,14 +154,11 @@ class FusedLayer(nn.Module):
         """Return the dimension of the input that has the tokens of a sequence."""
         return 1
 
-    def _example(self) -> Graph:
-        return block_graph(self._example_spec())
-
     def _call(self, **arguments: Any) -> Any:
         """Run `forward(**arguments)` as a block, or as the stock forward if no block applies."""
         compiling = torch.compiler.is_compiling()
         parallel = self._tensor_parallel
-        if parallel is not None and compiling:
+        if compiling and (parallel is not None or (self._breaks_graphs and not is_traced())):
             from fused_remat.autograd import graph_break
 
             return graph_break.eagerly(self._call, **arguments)
@@ -194,7 +189,7 @@ class FusedLayer(nn.Module):
         trains, rescue = record is not None and torch.is_grad_enabled(), None
         failed: Reason | None = None
         if trains and parallel is None and not (accumulation or graph.uses_seed):
-            rescue = Rescue(self, arguments, tensors)
+            rescue = fallback.Rescue(self, arguments, tensors)
         try:
             out = run_block(
                 graph,
@@ -251,11 +246,9 @@ class FusedLayer(nn.Module):
         return self._unsupported_reason(**arguments)
 
     def _read(self, **arguments: Any) -> BlockInputs | Reason:
-        """Return the block of a call, or why the fused path does not support it."""
         return read_block(self, self._map, arguments)
 
     def _unsupported_reason(self, **arguments: Any) -> str | None:
-        """Return why a call would not take the fused path; None if it would."""
         parallel = self._tensor_parallel
         if parallel is not None and not parallel.splits:
             x = arguments.get(self._map.input)
@@ -285,15 +278,11 @@ class FusedLayer(nn.Module):
 
     def _stock_forward(self, **arguments: Any) -> Any:
         """Run the stock forward through the submodules, in evaluation as well."""
-        from fused_remat.layers.fallback import without_inference_kernels
-
-        with without_inference_kernels():
+        with fallback.without_inference_kernels():
             return self.stock.forward(self, **arguments)
 
     def _own_forward(self, reason: Reason, arguments: Mapping[str, Any]) -> Any:
         """Run the stock forward of a training call: under checkpointing, unless that is worse."""
-        from fused_remat.layers import fallback
-
         runs, record = f"runs {self._owner} forward", record_of(self)
         kept = self._why_kept(reason, arguments)
         if kept is None:
@@ -328,8 +317,6 @@ class FusedLayer(nn.Module):
 
     def _checkpointing(self) -> tuple[str, Callable[[Mapping[str, Any]], Any]]:
         """Return the name of a method of checkpointing, and the stock forward under it."""
-        from fused_remat.layers import fallback
-
         run = functools.partial(fallback.checkpointed, self, self._stock_forward)
         return "torch.utils.checkpoint", run
 
@@ -369,13 +356,11 @@ class FusedLayer(nn.Module):
         return accumulate.Accumulation(str(self._accumulate_into), names)
 
     def _refuse_to_accumulate(self, reason: str | None) -> None:
-        """Raise RuntimeError if gradients are to be accumulated, and `reason` forbids it."""
         target = self._accumulate_into
         if target is not None and reason is not None and self._trains():
             raise accumulate.refusal(target, reason)
 
     def _trains(self) -> bool:
-        """Return whether a gradient of one of the layer's parameters is required."""
         return wants_grad(*parameters_of(self).values())
 
     def _policy_of_segment(self, policy: Policy, compiling: bool) -> Policy:

@@ -8,7 +8,6 @@ transformers are recognized by name; neither package is imported.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from fused_remat.layers.eligibility import (
     check_foreign_module,
     check_module,
     qualified,
+    wrong_class,
 )
 from fused_remat.ops.activation import Activation, activation_name, prepare
 from fused_remat.spec import LoraSpec, lora_params
@@ -34,16 +34,8 @@ _SAVED = ("peft.utils.other", "ModulesToSaveWrapper")
 _PACKED_BIASES = {"qkv.bias": ("q", "k", "v"), "cross.bias": ("cross_q", "cross_k", "cross_v")}
 
 
-@dataclass(frozen=True, eq=False)
-class Update:
-    """One active adapter: + scale * dropout_p(x) @ a.T @ b.T, a (rank, in), b (out, rank)."""
-
-    a: Tensor
-    b: Tensor
-    scale: float
-    p: float
-
-
+#: An active adapter (a, b, scale, p): + scale * dropout_p(x) @ a.T @ b.T; a (rank, in).
+Update = tuple[Tensor, Tensor, float, float]
 #: A layer computes x @ weight.T + bias, and its updates; weight is (out, in).
 Linear = tuple[Tensor, Tensor | None, tuple[Update, ...]]
 
@@ -72,7 +64,6 @@ def read_linear(module: Any, path: str) -> Linear:
 
 
 def _plain(module: Any, path: str) -> tuple[Tensor, Tensor | None]:
-    """Return the weight and bias of a layer that may not have adapters."""
     weight, bias, updates = read_linear(module, path)
     if updates:
         raise Unsupported(f"{path} has adapters itself")
@@ -140,10 +131,10 @@ def update_tensors(
     loras: list[LoraSpec] = []
     matrices: list[Tensor] = []
     for layer, group in updates.items():
-        for update in group:
-            own = None if dtype is None or update.a.dtype == dtype else update.a.dtype
-            loras.append(LoraSpec(layer=layer, scale=update.scale, dropout=update.p, dtype=own))
-            matrices += [update.a, update.b]
+        for a, b, scale, p in group:
+            own = None if dtype is None or a.dtype == dtype else a.dtype
+            loras.append(LoraSpec(layer=layer, scale=scale, dropout=p, dtype=own))
+            matrices += [a, b]
     return dict(zip(lora_params(len(loras)), matrices, strict=True)), tuple(loras)
 
 
@@ -163,7 +154,6 @@ def _is(module: Any, named: tuple[str, str]) -> bool:
 
 
 def _updates(module: Any, path: str, dtype: torch.dtype) -> tuple[Update, ...]:
-    """Return the updates by the active adapters of PEFT's LoRA on a layer of `dtype`."""
     if module._disable_adapters:
         if module.merged_adapters:  # PEFT's forward takes them out of the weight
             raise Unsupported(f"{path} has merged adapters while they are disabled")
@@ -177,7 +167,6 @@ def _updates(module: Any, path: str, dtype: torch.dtype) -> tuple[Update, ...]:
 
 
 def _update(module: Any, name: str, called: str, dtype: torch.dtype) -> Update:
-    """Return the update by one adapter of PEFT's LoRA, `called` in messages."""
     variant = getattr(module, "lora_variant", {}).get(name)
     if variant is not None or module.use_dora.get(name):
         kind = "DoRA" if variant is None else qualified(type(variant))
@@ -194,7 +183,7 @@ def _update(module: Any, name: str, called: str, dtype: torch.dtype) -> Update:
     scale = module.scaling[name]
     if type(scale) not in (int, float):
         raise Unsupported(f"the scaling of {called} is {qualified(type(scale))}; expected a number")
-    return Update(a, b, float(scale), p)
+    return a, b, float(scale), p
 
 
 def read_projections(
@@ -206,11 +195,10 @@ def read_projections(
     """
     attn = modules[path]
     check_module(attn, path, nn.MultiheadAttention)
-    if attn.embed_dim != width:
-        raise Unsupported(f"{path} has embed_dim {attn.embed_dim} and the input width {width}")
     packed, *split, output = names
-    if not attn._qkv_same_embed_dim and not attn.kdim == attn.vdim == width:
-        raise Unsupported(f"{path} has kdim {attn.kdim} and vdim {attn.vdim}, expected {width}")
+    widths = attn.embed_dim, attn.kdim, attn.vdim
+    if widths != (width, width, width):
+        raise Unsupported(f"{path} has embed_dim, kdim and vdim {widths}, expected {width}")
     if attn.bias_k is not None or attn.add_zero_attn:
         raise Unsupported(f"{path} has add_bias_kv or add_zero_attn")
     found: dict[str, Tensor | None] = {}
@@ -220,14 +208,11 @@ def read_projections(
         for letter, name in zip("qkv", split, strict=True):
             found[f"{name}.weight"] = tensor_of(attn, f"{letter}_proj_weight")
     # PyTorch reads the output's weight and does not call it: an adapter on it does not act.
-    proj = modules[f"{path}.out_proj"]
-    if type(proj) is not NonDynamicallyQuantizableLinear:
+    proj, kind = modules[f"{path}.out_proj"], NonDynamicallyQuantizableLinear
+    if type(proj) is not kind:
         proj = without_adapters(proj)
-    if type(proj) is not NonDynamicallyQuantizableLinear:
-        supported = qualified(NonDynamicallyQuantizableLinear)
-        raise Unsupported(
-            f"{path}.out_proj is {qualified(type(proj))}; the fused path supports {supported}"
-        )
+    if type(proj) is not kind:
+        raise wrong_class(proj, f"{path}.out_proj", qualified(kind))
     weight, bias = affine_of(proj)
     found[f"{output}.weight"] = weight
     for name, tensor in found.items():

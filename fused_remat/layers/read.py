@@ -124,25 +124,12 @@ class Parts:
     head_eps: list[float]
     dropout: Mapping[str, float]  # current probabilities, by the names in `LayerMap.dropouts`
 
-    def precision(self, norm_first: bool) -> Precision:
-        """Return the dtypes of the call, under autocast."""
-        assert self.low is not None
-        return precision_of(self.x, self.weights, self.low, norm_first)
-
-    def one_eps(self) -> float:
-        """Return the eps of all norms over the width."""
-        return _one_of(self.eps, "norms")
-
-    def one_head_eps(self) -> float | None:
-        """Return the eps of the norms of heads; None without any."""
-        return _one_of(self.head_eps, "norms of heads") if self.head_eps else None
-
-
-def _one_of(values: list[float], what: str) -> float:
-    first = values[0]
-    if values.count(first) < len(values):
-        raise Unsupported(f"the {what} differ in eps: {sorted(set(values))}")
-    return first
+    def one_eps(self, of_heads: bool = False) -> Any:
+        """Return the eps of all norms over the width, or of all norms of heads, if any."""
+        eps, what = (self.head_eps, "norms of heads") if of_heads else (self.eps, "norms")
+        if len(set(eps)) > 1:
+            raise Unsupported(f"the {what} differ in eps: {sorted(set(eps))}")
+        return eps[0] if eps else None
 
 
 @dataclass
@@ -203,7 +190,7 @@ def _read(layer: Any, layer_map: LayerMap, arguments: Mapping[str, Any]) -> Bloc
     inputs.contiguous = spec.branches[-1].placement == "post"
     check_weights(x, layer_map, weights, spec, low)
     if low is not None and inputs.precision is None:
-        inputs.precision = parts.precision(spec.norm_first)
+        inputs.precision = precision_of(x, weights, low, spec.norm_first)
     return inputs
 
 
@@ -240,7 +227,6 @@ def _read_norms(
 def _read_norm(
     norm: Any, path: str, layer_map: LayerMap, kinds: tuple[type, ...]
 ) -> tuple[nn.Module, float]:
-    """Return the norm that acts at `path`, and its eps."""
     if type(norm) not in kinds:
         norm = active_module(norm, path)
     if layer_map.norm_class:

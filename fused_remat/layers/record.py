@@ -26,7 +26,7 @@ STATES: dict[Ran | None, State] = {
     "block": "converted", "checkpoint": "checkpointed", "plain": "plain", None: "not called",
 }  # fmt: skip
 #: Attributes of a layer that hold notes about it; copies and pickles do not have them.
-NOTES = ("_record",)
+NOTES = ("_record", "last_trace", "_trace_notes")
 #: How many different reasons are counted for a layer; calls with others count together.
 _MOST_REASONS = 8
 _order = itertools.count(1)

@@ -155,7 +155,6 @@ def _unsupported_reason(inputs: BlockInputs, spec: BlockSpec) -> str | None:
 
 
 def _shards(tensors: Mapping[str, Tensor | None], place: ParallelSpec) -> dict[str, Tensor]:
-    """Return the local tensors of DTensors, by name."""
     named: dict[str, Any] = {name: t for name, t in tensors.items() if is_dtensor(t)}
     summed = []
     for name, t in named.items():

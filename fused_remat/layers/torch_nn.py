@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fused_remat.execution.observe import DECISIONS
 from fused_remat.graph.build import block_graph
+from fused_remat.graph.graph import Graph
 from fused_remat.layer_specs import nn_layer_spec
 from fused_remat.layers.eligibility import (
     CASTABLE,
@@ -21,6 +22,7 @@ from fused_remat.layers.eligibility import (
     check_dropout,
     check_mask,
     low_dtype,
+    precision_of,
     qualified,
     wants_grad,
 )
@@ -29,7 +31,6 @@ from fused_remat.layers.modules import read_activation
 from fused_remat.layers.read import BlockInputs, LayerMap, Parts, read_block
 from fused_remat.ops.activation import activation_name
 from fused_remat.policies import Policy
-from fused_remat.spec import BlockSpec
 
 _EXACT = Reason("evaluation without gradients is PyTorch's own if that is exact", quiet=True)
 _NESTED = Reason("an argument is a nested tensor", quiet=True)
@@ -155,8 +156,8 @@ class FusedRematLayer(_TorchLayer, nn.TransformerEncoderLayer):
             out = out.to(low)  # with any masks: the kernel has no float32 stream
         return out
 
-    def _example_spec(self) -> BlockSpec:
-        return nn_layer_spec(self.norm_first, 1, 1, "relu")
+    def _example(self) -> Graph:
+        return block_graph(nn_layer_spec(self.norm_first, 1, 1, "relu"))
 
     def _read(self, **arguments: Any) -> BlockInputs | Reason:
         """Return the block of a call; `_EXACT` or `_NESTED` if PyTorch's own kernel runs first."""
@@ -260,8 +261,8 @@ class FusedRematDecoderLayer(_TorchLayer, nn.TransformerDecoderLayer):
         )  # fmt: skip
         return out
 
-    def _example_spec(self) -> BlockSpec:
-        return nn_layer_spec(self.norm_first, 1, 1, "relu", (1e-5,) * 3)
+    def _example(self) -> Graph:
+        return block_graph(nn_layer_spec(self.norm_first, 1, 1, "relu", (1e-5,) * 3))
 
 
 def _padded(forward: Callable[..., Tensor], src: Tensor) -> Tensor:
@@ -277,7 +278,6 @@ def _padded(forward: Callable[..., Tensor], src: Tensor) -> Tensor:
 
 
 def _describe(parts: Parts, arguments: Mapping[str, Any]) -> BlockInputs:
-    """Return the block of a call of either layer."""
     layer, x, name = parts.layer, parts.x, parts.layer_map.input
     attn = parts.modules["self_attn"]
     decodes = "memory" in arguments
@@ -306,7 +306,9 @@ def _describe(parts: Parts, arguments: Mapping[str, Any]) -> BlockInputs:
                 inputs[key] = inputs[key].unsqueeze(0)
     fc1 = parts.weights["fc1.weight"]
     assert fc1 is not None
-    precision = None if parts.low is None else parts.precision(layer.norm_first)
+    precision = None
+    if parts.low is not None:
+        precision = precision_of(x, parts.weights, parts.low, layer.norm_first)
     activation, captured, functions = read_activation(
         layer.activation, x, fc1.shape[0], seq_first, precision
     )
@@ -362,7 +364,6 @@ def _masks(
 
 
 def _check_memory(parts: Parts, memory: Any, batch_first: bool) -> None:
-    """Raise `Unsupported` unless the block can attend from its input to `memory`."""
     tgt = parts.x
     if type(memory) not in PLAIN or memory.is_nested:
         raise Unsupported(f"memory is a {qualified(type(memory))}, nested or of a subclass")

@@ -38,7 +38,6 @@ class Scores(NamedTuple):
 
 
 def from_call(t: Builder, number: int, op: Op) -> Build | None:
-    """Trace `F.scaled_dot_product_attention`."""
     args = {**_DEFAULTS, **dict(zip(_ARGUMENTS, op.args, strict=False)), **op.kwargs}
     q, k, v, mask = (args[name] for name in _ARGUMENTS[:4])
     if t.live(mask) or not all(map(t.live, (q, k, v))):
@@ -184,7 +183,6 @@ def _is_causal(mask: Tensor) -> bool:
 
 
 def _after(t: Builder, value: Tensor, ops: list[Op], start: int) -> Tensor:
-    """Return what a chain of operations computes from scores `value`, of the number `start`."""
     recording = t.recording
     read = {n for op in ops for n in op.reads} - recording.live
     recorded = {n: recording.values[n] for n in read}

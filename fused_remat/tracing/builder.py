@@ -89,7 +89,6 @@ class Builder:
         return layout_of(shape, batch, self.tokens)
 
     def live(self, value: Any) -> bool:
-        """Return whether a leaf of an operation's arguments is an activation."""
         return isinstance(value, Ref) and value.index in self.recording.live
 
     def producer(self, number: int) -> Op | None:
@@ -138,7 +137,6 @@ class Builder:
         return name
 
     def _name_of(self, number: int) -> str:
-        """Return a name: of an argument or tensor from which a value is computed, without dots."""
         recording, roots = self.recording, sorted(self.roots(number))
         names = dict(zip(recording.inputs, self.call.names, strict=True))
         arguments = [names[n] for n in roots if n in names and n not in recording.live]
@@ -156,7 +154,6 @@ class Builder:
         return name if name not in taken else next(n for n in numbered if n not in taken)
 
     def use_counts(self) -> Counter[str]:
-        """Return how many steps read each activation."""
         return Counter(n for node in self.nodes.values() for n in (*node.inputs, *node.masks))
 
     def add(self, node: Node) -> str:

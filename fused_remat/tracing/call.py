@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from fused_remat.autograd import run_block
 from fused_remat.autograd.partial import not_differentiable
-from fused_remat.graph.graph import Graph
 from fused_remat.layers.fallback import generator_states, set_generator_states
 from fused_remat.steps.replay import At
 from fused_remat.tracing.isolation import WithoutDropout, replica
@@ -30,15 +29,13 @@ from fused_remat.tracing.values import STREAM, Op, Size, Untraceable, leaves, ma
 
 #: Values that are no activations and have at least as many elements are rebuilt in backward.
 _LARGE = 1 << 9
-#: The block's tensors and functions by name, and a function from its output to the layer's result.
-Bound = tuple[dict[str, Tensor | None], dict[str, Callable[..., Tensor]], Callable[[Tensor], Any]]
 
 
 class Trace:
     """A traced block, and how a call runs it."""
 
     def __init__(self, block: TracedBlock, call: Arguments, narrow: bool) -> None:
-        self.block, self.narrow, self.dims = block, narrow, call.dims
+        self.block, self.graph, self.narrow, self.dims = block, block.graph, narrow, call.dims
         self.x, self.memory, self.axes, self.names = call.x, call.memory, call.axes, {*call.sizes}
         #: Names of the layer's tensors, and indices of leaves of the arguments, with other values
         #: of which the layer is another block.
@@ -47,18 +44,14 @@ class Trace:
         #: The same without dropout, and also without the adapters' own dtypes.
         self.plain = self.proved = self
 
-    @property
-    def graph(self) -> Graph:
-        return self.block.graph
-
     def bind(
         self,
         layer: nn.Module,
         named: Mapping[str, Tensor],
         arguments: Mapping[str, Any],
         random: bool = True,
-    ) -> Bound:
-        """Return what the block reads in a call, or raise Untraceable if it would be wrong."""
+    ) -> tuple[dict[str, Tensor | None], dict[str, Callable[..., Tensor]], Callable[[Tensor], Any]]:
+        """Return what the block reads, and a function of its output; or raise Untraceable."""
         block, given = self.block, leaves(arguments)
         sizes, x = self.sizes(given), given[self.x]
         roots: dict[int, Any] = {}
@@ -143,7 +136,6 @@ class Trace:
 
 
 def attribute(layer: nn.Module, path: str) -> Any:
-    """Return an attribute of a layer's submodule, by its path."""
     module, _, name = path.rpartition(".")
     return getattr(layer.get_submodule(module), name)
 
@@ -241,13 +233,11 @@ class _Attached(torch.autograd.Function):
 
 
 def _modules(ops: Sequence[Op], layer: nn.Module) -> Callable[[str], nn.Module]:
-    """Return the submodules that operations call, by path, with their present attributes."""
     paths = [op.path for op in ops if op.path is not None]
     return {path: replica(layer.get_submodule(path)) for path in paths}.__getitem__
 
 
 def _autocast(device: str) -> Callable[[], Any]:
-    """Return a function that makes a context with the present autocast."""
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         return functools.partial(torch.autocast, device, dtype=torch.get_autocast_dtype(device))
     return contextlib.nullcontext

@@ -97,7 +97,6 @@ def packed(
 
 
 def _packed_linear(t: Builder, name: str, source: Heads, spec: AttentionSpec) -> str:
-    """Replace three linear layers by one of the three weights."""
     layers: list[Any] = [t.nodes[name] for name in source]
     columns = spec.columns.values()
     updates = [

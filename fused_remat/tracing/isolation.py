@@ -23,13 +23,10 @@ from torch.overrides import TorchFunctionMode
 
 from fused_remat.layers.eligibility import parameters_of
 from fused_remat.layers.fallback import Caller
-from fused_remat.layers.record import NOTES as RECORD
-from fused_remat.layers.record import listed
+from fused_remat.layers.record import NOTES, listed
 from fused_remat.tracing.state import get, shared_by
 from fused_remat.tracing.values import SHIFT, SideEffect, Untraceable, attributes, map_tree
 
-#: Attributes of a layer that is traced: its record, its trace, and notes of that.
-NOTES = (*RECORD, "_last", "_notes")
 _HOLDERS = (list, dict, set, deque)
 _LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy"} - {"__main__", "types"}
 
@@ -55,7 +52,6 @@ def replica(module: nn.Module, deep: bool = False) -> Any:
 
 
 def _copied(value: Any, copies: Mapping[nn.Module, Any], deep: bool) -> Any:
-    """Return an attribute for a replica that refers to the replica's modules."""
     kind = type(value)
     copy = functools.partial(_copied, copies=copies, deep=deep)
     if isinstance(value, nn.Module):
@@ -73,12 +69,6 @@ def _copied(value: Any, copies: Mapping[nn.Module, Any], deep: bool) -> Any:
     if deep and kind is Tensor:
         return value.detach().clone().requires_grad_(value.requires_grad)
     return value
-
-
-def call_with(
-    module: nn.Module, tensors: dict[str, Tensor], args: Any, kwargs: dict[str, Any]
-) -> Any:
-    return torch.func.functional_call(replica(module), tensors, args, kwargs)
 
 
 def run_with(
@@ -166,7 +156,6 @@ def check_effects(
 
 
 def _cloned(leaf: Any) -> Any:
-    """Return a copy of a tensor that may be changed in place, and anything else as it is."""
     if not isinstance(leaf, Tensor):
         return leaf
     return leaf.detach().requires_grad_(leaf.requires_grad).clone()
@@ -322,7 +311,6 @@ def is_dropout(func: Any) -> bool:
 
 
 def attention_without_dropout(*args: Any, **kwargs: Any) -> Tensor:
-    """Compute `F.scaled_dot_product_attention` with a dropout probability of 0."""
     zero = {"dropout_p": 0.0} if "dropout_p" in kwargs else {}
     args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
     return F.scaled_dot_product_attention(*args, **{**kwargs, **zero})

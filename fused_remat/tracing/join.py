@@ -19,11 +19,12 @@ import numpy
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from fused_remat.layers.eligibility import parameters_of
 from fused_remat.spec import NormSpec
 from fused_remat.steps.activation import ACTIVATIONS
-from fused_remat.tracing.isolation import call_with
+from fused_remat.tracing.isolation import replica
 from fused_remat.tracing.recorder import Recorder
 from fused_remat.tracing.values import (
     STREAM,
@@ -148,7 +149,8 @@ class Join:
                 raise Mismatch(f"{a.path} has a tensor with a gradient that is no parameter")
         given = refs((args, kwargs))
         op = Op(
-            f"module {a.path}", call_with, (tensors, args, kwargs), {},
+            f"module {a.path}", lambda module, *rest: functional_call(replica(module), *rest),
+            (tensors, args, kwargs), {},
             [n if n not in given else None for n in a.outs], a.path, path=a.path, info=reason,
             random=a.random,
         )  # fmt: skip
@@ -201,7 +203,6 @@ class Join:
         return a
 
     def _size(self, a: int, b: int) -> int | Size:
-        """Return two numbers as one, or as a function of the sizes of a call."""
         if a == b:
             return a
         for names in self.products:
@@ -298,7 +299,7 @@ def _norm_of(module: nn.Module, params: Mapping[str, Any], dtype: torch.dtype) -
         named = dict(zip(params, weights, strict=True))
         try:
             with torch.no_grad():
-                y = torch.func.functional_call(module, named, (x,))
+                y = functional_call(module, named, (x,))
         except Exception:  # a norm would not raise
             return None
         return y if isinstance(y, Tensor) and y.shape == x.shape else None

@@ -20,8 +20,7 @@ from fused_remat.autograd.accumulate import Accumulation
 from fused_remat.execution.executor import autocast_off
 from fused_remat.execution.observe import unobserved
 from fused_remat.graph.graph import Graph
-from fused_remat.layers.containment import is_contained, is_unexpected
-from fused_remat.layers.converted import CACHES, LENGTH, ConvertedLayer, class_of
+from fused_remat.layers.converted import CACHES, INDICES, LENGTH, ConvertedLayer, class_of
 from fused_remat.layers.eligibility import (
     Precision,
     Reason,
@@ -34,14 +33,15 @@ from fused_remat.layers.eligibility import (
     precision_of,
     qualified,
 )
-from fused_remat.layers.fused_layer import is_traced
+from fused_remat.layers.fallback import is_contained
 from fused_remat.layers.read import BlockInputs
+from fused_remat.layers.record import NOTES
 from fused_remat.policies import Policy, kept_names
 from fused_remat.steps.norm import Norm
 from fused_remat.steps.residual import Add
 from fused_remat.tracing.call import Trace, attribute
-from fused_remat.tracing.isolation import NOTES, WithoutDropout, check_effects, replica
-from fused_remat.tracing.samples import INDICES, Arguments, Dims
+from fused_remat.tracing.isolation import WithoutDropout, check_effects, replica
+from fused_remat.tracing.samples import Arguments, Dims
 from fused_remat.tracing.state import state_of
 from fused_remat.tracing.trace import CANNOT_RUN, trace_call
 from fused_remat.tracing.values import SideEffect, Untraceable, leaves, map_tree
@@ -79,10 +79,9 @@ class _Notes:
 class TracedLayer(ConvertedLayer):
     """A layer of a class without a table entry; mixed in by `traced_class`."""
 
-    _owner = "its own"
-    _notes_names = NOTES
+    _breaks_graphs = True
     #: Trace of the layer's last call, or the reason why there is none; None before a call.
-    _last: Trace | Reason | None = None
+    last_trace: Trace | Reason | None = None
 
     @property
     def policy(self) -> str | Policy:
@@ -91,37 +90,21 @@ class TracedLayer(ConvertedLayer):
 
     @policy.setter
     def policy(self, policy: str | Policy) -> None:
-        if isinstance(self._last, Trace) or not isinstance(policy, Policy):
+        if isinstance(self.last_trace, Trace) or not isinstance(policy, Policy):
             kept_names(policy, self._example())
         self._policy = policy
 
-    @property
-    def last_trace(self) -> Trace | Reason | None:
-        """The trace of the last call, or why it has none; None before a call."""
-        return self._last
-
     def _example(self) -> Graph:
-        return self._last.graph if isinstance(self._last, Trace) else _UNTRACED
+        return self.last_trace.graph if isinstance(self.last_trace, Trace) else _UNTRACED
 
     def _heads(self) -> dict[str, int]:
         return {}
 
-    def _layer_index(self) -> int:
-        numbers = [getattr(m, name, None) for m in self.modules() for name in INDICES]
-        return next((n for n in numbers if isinstance(n, int)), 0)
-
     def _named(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
         if not self.positional:
-            self._last = Reason("its forward does not take its arguments by name")
+            self.last_trace = Reason("its forward does not take its arguments by name")
             return None
         return super()._named(args, kwargs)
-
-    def _call(self, **given: Any) -> Any:
-        if torch.compiler.is_compiling() and not is_traced():
-            from fused_remat.autograd import graph_break
-
-            return graph_break.eagerly(self._call, **given)
-        return super()._call(**given)
 
     def _block(self, **given: Any) -> BlockInputs | Reason:
         if given.get("output_attentions"):
@@ -133,22 +116,22 @@ class TracedLayer(ConvertedLayer):
                 check_input(leaf, "an argument", (*range(leaf.dim() + 1),))
             if active and not active[0].numel():
                 return Reason("its input is empty", quiet=True)
-            self._last = trace = self._trace(given)
+            self.last_trace = trace = self._trace(given)
         except (Untraceable, Unsupported) as reason:
-            self._last = trace = Reason(str(reason))
+            self.last_trace = trace = Reason(str(reason))
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # of an attribute's own code, say: training goes on as before
-            self._last = trace = Reason(f"tracing it raised {type(error).__name__}: {error}")
+            self.last_trace = trace = Reason(f"tracing it raised {type(error).__name__}: {error}")
         if isinstance(trace, Reason):
             return trace
         try:
             tensors, functions, result = trace.bind(self, {}, given)
         except Untraceable as reason:
-            self._last = Reason(str(reason))
-            return self._last
+            self.last_trace = Reason(str(reason))
+            return self.last_trace
         except Exception as error:
-            if not (is_contained(self) and is_unexpected(error)):
+            if not is_contained(self, error):
                 raise
             return self._block_failed(error)
         for name, t in tensors.items():
@@ -160,7 +143,7 @@ class TracedLayer(ConvertedLayer):
         )
 
     def _accumulation(self, graph: Graph, compiling: bool) -> Accumulation:
-        trace = self._last
+        trace = self.last_trace
         if isinstance(trace, Trace) and self._accumulate_into == "main_grad":
             sources = trace.block.sources
             read = {sources.get(n) for op in trace.block.before for n in op.reads}
@@ -210,7 +193,7 @@ class TracedLayer(ConvertedLayer):
             return Reason(
                 f"it was traced {_MOST_TRACES} times, and its attributes, arguments or "
                 "buffers have changed again; keep them the same between calls",
-                once=isinstance(self._last, Reason) and self._last.once,
+                once=isinstance(self.last_trace, Reason) and self.last_trace.once,
             )
         self._notes_of().traces += 1
         with _tracing:
@@ -273,11 +256,10 @@ class TracedLayer(ConvertedLayer):
         return super()._replicate_for_data_parallel()
 
     def _notes_of(self) -> _Notes:
-        notes: _Notes = self.__dict__.setdefault("_notes", _Notes({}, {}))
+        notes: _Notes = self.__dict__.setdefault("_trace_notes", _Notes({}, {}))
         return notes
 
     def _first_trace(self, call: Arguments, free: bool) -> Trace | Reason:
-        """Trace the first call of a kind; return why if that fails."""
         try:
             # With gradients also in a checkpoint's first run.
             with _apart(call.leaves[call.x]), torch.enable_grad():
@@ -335,7 +317,6 @@ ROWS: list[Callable[[nn.Module], type[ConvertedLayer] | None]] = []
 
 
 def traced_class(stock: type[nn.Module]) -> type[TracedLayer]:
-    """Return the class that stands in for a layer class without a table entry."""
     return class_of(stock, TracedLayer, _CLASSES, _class_for=staticmethod(traced_class))
 
 

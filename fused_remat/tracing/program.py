@@ -172,7 +172,6 @@ class Program:
 
 
 def leaf_value(leaf: Any, values: Any, call: Context) -> Any:
-    """Return the value of a recorded leaf in a call."""
     if isinstance(leaf, Ref):
         return values[leaf.index]
     if isinstance(leaf, Size):

@@ -102,7 +102,6 @@ class Recorder(TorchFunctionMode):
         return len(self.values) - 1
 
     def number(self, tensor: Tensor) -> int:
-        """Return the number of a tensor that an operation reads."""
         number = self.numbers.get(id(tensor))
         if _has_own_backward(tensor) and id(tensor) not in self.owned:
             self.trouble(_OWN_BACKWARD)
@@ -315,7 +314,6 @@ def _pointer(t: Tensor) -> int:
 
 
 def _view(steps: list[Any], base: Tensor, arguments: list[Any]) -> Tensor:
-    """Return a view of `base` by the same steps with other arguments."""
     for (func, index), (args, kwargs) in zip(steps, arguments, strict=True):
         base = leaves(func(base, *args, **kwargs))[index]
     return base
@@ -330,7 +328,6 @@ _ENTER, _EXIT, _ENABLED = (
 def record(
     layer: nn.Module, forward: Callable[..., Any], sample: Sample, autocast: bool
 ) -> Recorder:
-    """Record `forward`, a method of `layer`, on a sample."""
     recorder = Recorder(layer, sample, autocast)
     with _recording(recorder):
         result = run_unchanged(layer, forward, sample.named, sample.arguments)

@@ -124,7 +124,6 @@ def _region(t: Builder, target: int, inside: str) -> tuple[list[Op], list[int], 
 
 
 def _stages(t: Builder, ops: list[Op], params: list[int]) -> tuple[tuple[str, ...], ...]:
-    """Return the names of values, by the operations that read them last, from the last one."""
     last = {n: i for i, op in enumerate(ops) for n in op.reads if n in params}
     stages: dict[int, list[str]] = {}
     for number in sorted(last, key=last.__getitem__, reverse=True):

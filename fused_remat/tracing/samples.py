@@ -19,8 +19,6 @@ from fused_remat.tracing.values import Sample, Untraceable, leaves, map_tree
 
 _MASKS = ("mask", "bias", "alibi")
 _MEMORY = ("encoder_hidden_states", "memory", "context", "encoder_output", "key_value_states", "xa")
-#: Names of the attributes that number a model's layers.
-INDICES = ("layer_idx", "layer_id", "layer_number", "layer_index", "block_idx")
 #: Number of random numbers drawn for a tensor: a prime, larger than most widths.
 _DRAWN = 65537
 #: Elements between the first ones of two large parameters: 16 times a prime. Smaller parameters

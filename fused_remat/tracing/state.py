@@ -63,7 +63,6 @@ def state_of(layer: nn.Module, excluded: Collection[str]) -> tuple[Any, ...]:
 
 
 def _check_hooks(own: Mapping[str, Any], path: str) -> None:
-    """Raise Unsupported for hooks on a submodule, or hooks that record scores."""
     if path and (own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]):
         raise Unsupported(f"{path} has hooks")
     for hook in own["_forward_hooks"].values():
@@ -176,11 +175,9 @@ def _outside(kind: type) -> tuple[list[tuple[Any, str]], list[tuple[Any, str]]]:
 
 
 def get(owner: Any, name: str) -> Any:
-    """Return the value that a class, or a dict, has under a name."""
     return (owner if isinstance(owner, dict) else vars(owner)).get(name)
 
 
 def shared_by(layer: nn.Module) -> list[tuple[Any, str]]:
-    """Return the names, with their owners, that classes of a layer's modules read outside of it."""
     kinds = {type(module) for module in layer.modules()}
     return [pair for kind in kinds for pair in _outside(kind)[0]]

@@ -117,10 +117,18 @@ def _update(t: Builder, op: Op) -> tuple[int, int, int, float, float] | None:
         dropout = t.producer(x)
         if dropout is not None and dropout.name == "dropout" and dropout.p:
             p, x = dropout.p, t.source(dropout.args[0].index)
-        layer = _layer(t, t.source(base.index))
-        if layer is not None and t.source(layer[0]) == x:
+        if _updated_input(t, t.source(base.index)) == x:
             return base.index, down[1], up[1], scale, p
     return None
+
+
+def _updated_input(t: Builder, number: int) -> int | None:
+    """Return the input of a linear layer, with or without updates."""
+    layer, op = _layer(t, number), t.producer(number)
+    if layer is not None:
+        return t.source(layer[0])
+    update = None if op is None or op.kind not in ADD else _update(t, op)
+    return None if update is None else _updated_input(t, t.source(update[0]))
 
 
 def _layer(t: Builder, number: int) -> tuple[int, int, int | None] | None:
@@ -184,7 +192,6 @@ def _add_sum(t: Builder, number: int, terms: list[int]) -> str:
 
 
 def _depends(t: Builder, y: str, x: str) -> bool:
-    """Return whether the activation y depends on another, x."""
     todo, seen = [y], set[str]()
     while todo:
         name = todo.pop()

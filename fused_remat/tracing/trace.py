@@ -13,11 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from fused_remat.execution.prepare import chunks_of
+from fused_remat.layers.converted import INDICES
+from fused_remat.layers.fallback import needs_grad
 from fused_remat.tracing.call import Trace
 from fused_remat.tracing.isolation import WithoutDropout, renumbered, replica, run_with
 from fused_remat.tracing.join import Join, known_function
 from fused_remat.tracing.recorder import Recorder, hollow, record
-from fused_remat.tracing.samples import INDICES, Arguments, constants, vary
+from fused_remat.tracing.samples import Arguments, constants, vary
 from fused_remat.tracing.tracer import Tracer
 from fused_remat.tracing.values import (
     SHIFT,
@@ -76,7 +78,6 @@ class _CannotRun(Untraceable):
 
 
 def _trace_one(layer: nn.Module, forward: Callable[..., Any], call: Arguments, free: bool) -> Trace:
-    """Return the block of a call whose dimensions are those of `call.dims`."""
     reasons, fixed = list[Untraceable](), set[str | int]((*constants(layer), *call.whole))
     for varies in (True, False) if fixed else (True,):
         for dtypes in _DTYPES:
@@ -240,14 +241,14 @@ def _results(
 ) -> dict[str, Tensor | None]:
     """Return the result of `run(named, arguments)`, and sketches of gradients, freed one by one."""
     with torch.enable_grad():
-        result = [t for t in leaves(run(named, arguments)) if _is_differentiable(t)]
+        result = [t for t in leaves(run(named, arguments)) if needs_grad(t)]
     if not result:
         return {_OUTPUT: None}
     out = result[0]
     generator = torch.Generator(out.device).manual_seed(1)
     dy = torch.randn(out.shape, generator=generator, dtype=out.dtype, device=out.device)
     tensors = {**{f"argument {i}": t for i, t in enumerate(leaves(arguments))}, **named}
-    inputs = {name: t for name, t in tensors.items() if _is_differentiable(t)}
+    inputs = {name: t for name, t in tensors.items() if needs_grad(t)}
     sketches: dict[int, Tensor] = {}
 
     def note(t: Tensor) -> None:
@@ -261,10 +262,6 @@ def _results(
         for handle in handles:
             handle.remove()
     return {_OUTPUT: out.detach(), **{name: sketches.get(id(t)) for name, t in inputs.items()}}
-
-
-def _is_differentiable(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.requires_grad
 
 
 def _sketch(grad: Tensor) -> Tensor:

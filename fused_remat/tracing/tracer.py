@@ -81,7 +81,6 @@ class Tracer(Builder):
         return elements
 
     def _target(self) -> tuple[int, Layout]:
-        """Return the one result that the block computes, which is not attention's scores."""
         recording = self.recording
         live = dict.fromkeys(n for n in refs(recording.result) if n in recording.live)
         scores = [n for n in live if self._is_scores(n)]

@@ -261,7 +261,7 @@ def test_what_autocast_does_not_convert_falls_back_with_a_reason():
         assert "norms' parameters are torch.bfloat16" in fused.why_not_fused(x)
         fused.norm1.float()
         fused.linear1.double()
-        assert "does not convert linear1.weight of torch.float64" in fused.why_not_fused(x)
-        assert "does not convert src of torch.float64, and self" in fused.why_not_fused(x.double())
+        assert "linear1.weight is torch.float64, and autocast" in fused.why_not_fused(x)
+        assert "src is torch.float64 and self_attn" in fused.why_not_fused(x.double())
     with pytest.raises(Unsupported, match="on meta is on"):
         check_autocast(torch.empty(1, device="meta"), "src", {}, BF16)

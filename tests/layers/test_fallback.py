@@ -191,7 +191,7 @@ def test_patched_classes_and_function_modes_are_noticed(monkeypatch):
     [
         ("text", "src is str; the fused path supports torch.Tensor"),
         (X.long(), "src is torch.int64; the fused path supports floating-point dtypes"),
-        (X[..., :6], "self_attn has embed_dim 8 and the input width 6"),
+        (X[..., :6], "self_attn has embed_dim, kdim and vdim (8, 8, 8), expected 6"),
         (
             X.float(),
             "src is torch.float32 on cpu but self_attn.in_proj_weight is torch.float64 on cpu",

@@ -131,7 +131,7 @@ def told():
 
 def graphs(model: nn.Module) -> list[Graph]:
     """The blocks of the layers' last calls."""
-    last = [layer._last for layer in model.layers]
+    last = [layer.last_trace for layer in model.layers]
     return [known.graph for known in last if isinstance(known, Trace)]
 
 
@@ -354,8 +354,30 @@ def test_functions_that_are_nearly_an_activation(function, monkeypatch, told):
 def test_a_product_whose_result_is_parted_runs_once(told):
     stock, model = pair(altered.Experts)
     same_step(stock, model, normal(B, S, WIDTH))
-    programs = model.layers[0]._last.block.programs.values()
+    programs = model.layers[0].last_trace.block.programs.values()
     assert [op.name for p in programs for op in p.ops].count("bmm") == 2 and not told
+
+
+def test_two_updates_of_a_linear_layer_are_no_replays(told):
+    """As those of two active adapters of PEFT's LoRA."""
+
+    class Adapted(altered.Block):
+        def set_up(self, index: int) -> None:
+            self.low, self.high = (
+                nn.ModuleList(nn.Linear(*sizes, bias=False) for _ in range(2))
+                for sizes in ((WIDTH, 2), (2, WIDTH))
+            )
+
+        def branch(self, x: Tensor) -> Tensor:
+            y = self.attn.o(x)
+            for low, high in zip(self.low, self.high, strict=True):
+                y = y + high(low(x)) * 0.5
+            return F.gelu(y)
+
+    stock, model = pair(Adapted)
+    same_step(stock, model, normal(B, S, WIDTH))
+    updates = [len(getattr(node, "updates", ())) for node in graphs(model)[0].nodes]
+    assert max(updates) == 2 and not steps(model, Replay) and not told
 
 
 def test_what_is_added_comes_before_the_branch():
