@@ -88,21 +88,6 @@ def check(model: Model, layout: Layout, seq: int) -> None:
         )
 
 
-def padded(model: Model, mesh: Mesh) -> Model:
-    """Return the model with a vocabulary padded so that tensor-parallel ranks divide it."""
-    return dataclasses.replace(model, vocab=-(-model.vocab // mesh.tensor) * mesh.tensor)
-
-
-def rows_of(count: int, ranks: int, rank: int) -> int:
-    """Return the rows of one rank when `torch.chunk` divides `count` rows, the last ones fewer.
-
-    >>> [rows_of(10, 4, rank) for rank in range(4)]
-    [3, 3, 3, 1]
-    """
-    most = -(-count // ranks)
-    return max(0, min(most, count - rank * most))
-
-
 @dataclass(frozen=True)
 class Parameter:
     """A parameter, and how it is divided."""
@@ -118,10 +103,10 @@ class Parameter:
             sizes[self.split] //= layout.mesh.tensor
         return tuple(sizes)
 
-    def shard(self, layout: Layout, data_rank: int = 0) -> tuple[int, ...]:
-        """Return the shape that a rank holds between steps: its rows of `gathered`."""
+    def shard(self, layout: Layout) -> tuple[int, ...]:
+        """Return the shape that data rank 0, which has the most rows, holds between steps."""
         first, *rest = self.gathered(layout)
-        return (rows_of(first, layout.mesh.data, data_rank), *rest)
+        return (-(-first // layout.mesh.data), *rest)
 
 
 @dataclass(frozen=True)
@@ -143,9 +128,9 @@ def gathered(parameters: tuple[Parameter, ...], layout: Layout) -> int:
     return sum(math.prod(p.gathered(layout)) for p in parameters)
 
 
-def sharded(parameters: tuple[Parameter, ...], layout: Layout, data_rank: int = 0) -> int:
+def sharded(parameters: tuple[Parameter, ...], layout: Layout) -> int:
     """Return the number of elements in a device's shards; those of data rank 0 are the largest."""
-    return sum(math.prod(p.shard(layout, data_rank)) for p in parameters)
+    return sum(math.prod(p.shard(layout)) for p in parameters)
 
 
 @functools.lru_cache(maxsize=64)
@@ -189,18 +174,3 @@ def _root(model: Model, found: dict[str, tuple[int, ...]], prefix: str) -> Itera
     for name, shape in found.items():
         if not name.startswith(prefix):
             yield Parameter(name, shape, 0 if name == divided else None)
-
-
-def divides_head(parameters: Parameters, layout: Layout) -> bool:
-    """Whether tensor-parallel ranks divide the vocabulary of the head.
-
-    Raises: ValueError if they do not divide it evenly.
-    """
-    split = [p for p in parameters.root if p.split is not None]
-    for p in split:
-        if p.shape[0] % layout.mesh.tensor:
-            raise ValueError(
-                f"{layout.mesh.tensor} tensor-parallel ranks cannot divide a vocabulary of "
-                f"{p.shape[0]} evenly; pad it"
-            )
-    return bool(split) and layout.mesh.tensor > 1
