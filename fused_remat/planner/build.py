@@ -110,9 +110,10 @@ def plan(
     Measures a few forwards and backwards of `model(*inputs, **kwargs)` with every layer keeping
     its input alone, and each kind of layer by itself with every option; computes the rest. The
     layers are the fused ones; a model without any is converted during the call. A layer that does
-    not run as a block, but under checkpointing or plainly, has this as its only option. Everything
-    else in the model is measured as it is. Policies, random state, buffers and `.grad` are
-    restored, and no training call is counted.
+    not run as a block, but under checkpointing or plainly, has this as its only option; one that is
+    called more than once in a step keeps its inputs alone, except with `policies`. Everything else
+    in the model is measured as it is. Policies, random state, buffers and `.grad` are restored, and
+    no training call is counted.
 
     Args:
         model, inputs, kwargs: those of a training step, in training mode, at the batch size of the

@@ -222,7 +222,8 @@ def memory_report(
         masks). Peaks come from torch's profiler on the CPU, which must not be running already, and
         from the allocator of the first CUDA device, whose peak statistics are reset.
     Raises: TypeError if the output has no floating-point tensor; ValueError if a pattern matches
-        nothing or a module inside a fused or compiled layer, or if parameters are lazy;
+        nothing or a module inside a fused or compiled layer, if one was compiled in place
+        (`module.compile()`), or if parameters are lazy;
         NotImplementedError on a device that is neither CPU nor CUDA; PyTorch's RuntimeError for
         reentrant checkpoints.
     Source: after `jax.ad_checkpoint.print_saved_residuals`.

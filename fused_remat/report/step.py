@@ -177,13 +177,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 def arguments_of(
     model: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a call: a lone dict is keyword arguments if they fit the model.
-
-    >>> arguments_of(nn.Linear(2, 2), ({"input": 1},), {})
-    ((), {'input': 1})
-    >>> arguments_of(nn.Linear(2, 2), ({"x": 1},), {})
-    (({'x': 1},), {})
-    """
+    """Return the arguments of a call: a lone dict is keyword arguments if they fit the model."""
     if kwargs or len(inputs) != 1 or not isinstance(inputs[0], Mapping):
         return inputs, kwargs
     batch = dict(inputs[0])

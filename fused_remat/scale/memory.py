@@ -18,12 +18,13 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from fused_remat.graph.build import linear_cross_entropy_graph
 from fused_remat.graph.schedule import kept_bytes
 from fused_remat.planner import chain as chains
 from fused_remat.planner.calibration import Example
 from fused_remat.planner.chain import Chain, Choice, LayerOptions, Moment, Option
 from fused_remat.planner.measure import predict_optimizer
-from fused_remat.scale.layer import example_of, loss_graph, sizes_of
+from fused_remat.scale.layer import example_of, sizes_of
 from fused_remat.scale.layout import (
     Layout,
     Parameter,
@@ -34,6 +35,7 @@ from fused_remat.scale.layout import (
     sharded,
 )
 from fused_remat.scale.shapes import Model
+from fused_remat.steps.cross_entropy import LinearCrossEntropy
 
 #: Logits in one of the two blocks that `ops.linear_cross_entropy` holds at a time on a GPU.
 _LOGITS = 1 << 26
@@ -130,7 +132,11 @@ def loss_bytes(setup: Setup) -> tuple[int, int]:
         "target": (setup.tokens, 1),
     }
     needs_grad = frozenset({"input", "head.weight"})
-    kept = kept_bytes(loss_graph(), frozenset(), needs_grad, shapes, setup.dtype.itemsize)
+    node = LinearCrossEntropy(
+        name="output", x="input", weight="head.weight", bias="head.bias", target="target"
+    )
+    graph = linear_cross_entropy_graph(node)
+    kept = kept_bytes(graph, frozenset(), needs_grad, shapes, setup.dtype.itemsize)
     wide = setup.tokens * model.d_model * 4  # the input's gradient is summed in float32
     block = 4 * min(_LOGITS, setup.tokens * vocab)
     return sum(kept.values()) - kept["input"], 2 * block + wide + stream
@@ -170,7 +176,9 @@ def stretches(setup: Setup, base: Option) -> Iterator[Stretch]:
     ahead = {"layers, gathered": 2 * layer} if setup.fsdp else {}
     reduced = sharded(p.layer, setup.layout) * setup.param_dtype.itemsize
     reducing = gathered(p.layer, setup.layout) * setup.param_dtype.itemsize
-    head = tuple(q for q in p.root if _comes_first_in_backward(q, setup.model))
+    # Backward reaches all of the root before the layers, but for an untied embedding.
+    after = ("positions.",) if setup.model.tied else ("embed.", "positions.")
+    head = tuple(q for q in p.root if not q.name.startswith(after))
     ready = 0 if setup.fsdp else sharded(head, setup.layout) * setup.param_dtype.itemsize
 
     def stretch(
@@ -200,12 +208,6 @@ def stretches(setup: Setup, base: Option) -> Iterator[Stretch]:
         made = ready + (layers - 1 - i + (not setup.fsdp)) * reduced
         yield stretch(i, True, i + 1, parts, made, "a layer's backward")
     yield stretch(-1, True, 0, {}, weight_bytes(setup))
-
-
-def _comes_first_in_backward(parameter: Parameter, model: Model) -> bool:
-    """Whether backward reaches it before the layers: all of the root but an untied embedding."""
-    embeds = parameter.name.startswith(("embed.", "positions."))
-    return not embeds or (model.tied and parameter.name == "embed.weight")
 
 
 def chain_of(setup: Setup, options: Sequence[Option], forward_seconds: float = 0.0) -> Chain:
