@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import itertools
 from dataclasses import MISSING, dataclass, fields, replace
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal
 
 import torch
 
@@ -161,37 +161,27 @@ class AttentionSpec:
         return {**shapes, proj: (width, self.num_heads * self.head_dim)}
 
 
-class AttentionOptions(TypedDict, total=False):
-    """Keywords of functions that set fields of `AttentionSpec`. `scale=None`: head_dim ** -0.5."""
-
-    window: tuple[int, int]
-    scale: float | None
-    softcap: float
-
-
 def attention_fields(
-    num_heads: int, num_kv_heads: int, head_dim: int, is_causal: bool, options: AttentionOptions
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    is_causal: bool,
+    window: tuple[int, int],
+    scale: float | None,
+    softcap: float,
 ) -> dict[str, Any]:
-    """Return the fields of an `AttentionSpec` from a function's arguments.
+    """Return fields of an `AttentionSpec` from a function's arguments.
 
-    Raises: TypeError for an unknown option, or a `window` that is not two ints.
+    Raises: TypeError for a `window` that is not two ints.
     """
-    valid = AttentionOptions.__annotations__
-    for name in options:
-        if name not in valid:
-            raise TypeError(
-                f"got an unexpected keyword argument {name!r}; the options of attention are "
-                f"{', '.join(valid)}"
-            )
-    window, scale = options.get("window", (-1, -1)), options.get("scale")
     if not isinstance(window, tuple) or [type(w) for w in window] != [int, int]:
         raise TypeError(f"window must be two ints, (left, right), got {window!r}")
     return {
         "num_heads": num_heads,
         "num_kv_heads": num_kv_heads,
         "head_dim": head_dim,
-        **{name: float(n) if isinstance(n, int) else n for name, n in options.items()},
         "scale": float(max(head_dim, 1)) ** -0.5 if scale is None else float(scale),
+        "softcap": float(softcap),
         "window": (window[0], 0 if is_causal else window[1]),
     }
 

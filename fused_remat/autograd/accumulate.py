@@ -31,19 +31,8 @@ def check_target(target: str | None) -> str | None:
     return target
 
 
-def wide_dtype(param: Tensor) -> torch.dtype:
-    """Return the dtype of the buffer: float32, or float64 for a float64 parameter."""
-    return torch.promote_types(param.dtype, torch.float32)
-
-
 def unsupported_param_reason(param: Tensor, target: str) -> str | None:
-    """Return why gradients cannot go into `param.grad` or `param.main_grad`, or None.
-
-    >>> unsupported_param_reason(nn.Parameter(torch.zeros(2, dtype=torch.bfloat16)), "main_grad")
-    'has no main_grad; set it to zeros of its shape in torch.float32'
-    >>> unsupported_param_reason(nn.Parameter(torch.zeros(2)) * 1, "grad")
-    'is not a leaf'
-    """
+    """Return why gradients cannot go into `param.grad` or `param.main_grad`, or None."""
     if type(param) not in _PLAIN:
         return f"is a {type(param).__name__}, not a plain parameter"
     if not param.is_leaf:  # functional_call, a parametrization, a view of a flat parameter
@@ -52,11 +41,11 @@ def unsupported_param_reason(param: Tensor, target: str) -> str | None:
         return "has tensor hooks, which would not be called"
     if param._post_accumulate_grad_hooks:
         return "has post-accumulate-grad hooks, which would not be called"
-    wide = wide_dtype(param)
+    wide = torch.promote_types(param.dtype, torch.float32)
     buffer = getattr(param, target, None)
     if buffer is not None:
         reason = _unsupported_buffer_reason(param, buffer, wide)
-        return None if reason is None else f"has a {target} {reason}"
+        return None if reason is None else f"has a {target} that is {reason}"
     if target == "main_grad":
         return f"has no main_grad; set it to zeros of its shape in {wide}"
     allowed = param.grad_dtype
@@ -66,19 +55,17 @@ def unsupported_param_reason(param: Tensor, target: str) -> str | None:
 
 
 def _unsupported_buffer_reason(param: Tensor, buffer: Any, wide: torch.dtype) -> str | None:
-    if type(buffer) not in _PLAIN or buffer.layout is not torch.strided:
-        return "that is not a dense tensor"
-    if buffer.is_inference():
-        return "that is an inference tensor, which cannot be added to"
-    if any(step == 0 and size > 1 for step, size in zip(buffer.stride(), buffer.shape)):  # noqa: B905
-        return "that is expanded: several of its elements share memory"
-    if buffer.requires_grad:
-        return "that requires a gradient itself"
-    if buffer.shape != param.shape:
-        return f"of shape {tuple(buffer.shape)}, expected {tuple(param.shape)}"
-    if buffer.dtype is not wide or buffer.device != param.device:
-        return f"that is {buffer.dtype} on {buffer.device}, expected {wide} on {param.device}"
-    return None
+    shape, found = param.shape, type(buffer).__name__
+    if type(buffer) in _PLAIN and buffer.layout is torch.strided:
+        dense = all(step or size < 2 for step, size in zip(buffer.stride(), buffer.shape))  # noqa: B905
+        fits = (buffer.dtype, buffer.shape, buffer.device) == (wide, shape, param.device)
+        if dense and fits and not (buffer.requires_grad or buffer.is_inference()):
+            return None
+        found = f"{buffer.dtype} of shape {tuple(buffer.shape)} on {buffer.device}"
+    return (
+        f"{found}; expected {wide} of shape {tuple(shape)} on {param.device}, dense, not expanded, "
+        "without requires_grad and not made in inference mode"
+    )
 
 
 def unsupported_engine_reason(layer: nn.Module) -> str | None:
@@ -97,11 +84,7 @@ def unsupported_engine_reason(layer: nn.Module) -> str | None:
 
 
 def sharded_by(layer: nn.Module) -> str | None:
-    """Return what manages parameters of `layer` only around its forward and backward, or None.
-
-    >>> sharded_by(nn.Linear(2, 2)) is None
-    True
-    """
+    """Return what manages parameters of `layer` only around its forward and backward, or None."""
     # Both FSDPs mark, for Dynamo, every module whose parameters they manage.
     if any(getattr(module, "_is_fsdp_managed_module", False) for module in layer.modules()):
         return "FSDP"
@@ -110,11 +93,7 @@ def sharded_by(layer: nn.Module) -> str | None:
 
 
 def refusal(target: str, reason: str) -> RuntimeError:
-    """Return the error to raise where gradients cannot go into `target`.
-
-    >>> refusal("grad", "fc1.weight is not a leaf")
-    RuntimeError("fused_remat: accumulate_into='grad' is not possible: fc1.weight is not a leaf")
-    """
+    """Return the error to raise where gradients cannot go into `target`."""
     return RuntimeError(f"fused_remat: accumulate_into={target!r} is not possible: {reason}")
 
 
@@ -158,7 +137,8 @@ class Accumulation:
             params[name] = param
         for param in params.values():  # none was refused
             if getattr(param, self.target) is None:
-                param.grad = torch.zeros_like(param, dtype=wide_dtype(param))
+                wide = torch.promote_types(param.dtype, torch.float32)
+                param.grad = torch.zeros_like(param, dtype=wide)
         return {name: getattr(param, self.target) for name, param in params.items()}
 
 

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from fused_remat.autograd import partial
-from fused_remat.autograd.unchanged import check_unchanged
 from fused_remat.execution import executor
 from fused_remat.execution.prepare import Execution
 
@@ -47,20 +46,26 @@ class Delivery(torch.autograd.Function):
         if dy is None:
             return (None,) * (4 + len(ctx.dims))
         *_, block = nodes = _chain(ctx)
+        names = ctx.execution.call.graph.tensors
         if ctx.first and not partial.is_rare(block, dy) and all(map(partial.asks_all, nodes)):
-            block.stages[_task()] = _start(block, dy)
+            saved, count = block.saved_tensors, len(names)
+            executor.check_unchanged(names, ctx.execution.given, block.dtypes, saved, dy)
+            operands = saved[:count], saved[count + 1 :], saved[count], dy
+            block.stages[_task()] = executor.stages(
+                ctx.execution, *operands, block.functions, delivers=ctx.execution.delivers
+            )
         stages = block.stages.get(_task())
         if stages is None:  # a rare pass: its first node computes what all of them give
             if _task() not in block.rare:
                 asked = [_asked(node) for node in nodes[:-1]]
-                names = partial.asked(block).union(*asked)
-                block.rare[_task()] = partial.gradients(block, dy, names) if names else None
+                needed = partial.asked(block).union(*asked)
+                block.rare[_task()] = partial.gradients(block, dy, needed) if needed else None
             grads = block.rare[_task()]
             if grads is None:
                 return (None, None, None, dy, *(None for _ in ctx.dims))
         else:
             grads = partial.finish(block, dy, advance(block, stages, dy), frozenset(ctx.dims))
-        of = dict(zip(ctx.execution.call.graph.tensors, grads, strict=True))
+        of = dict(zip(names, grads, strict=True))
         found = [(of[name], dims) for name, dims in ctx.dims.items()]
         return (None, None, None, dy, *(g if g is None else g.transpose(*d) for g, d in found))
 
@@ -117,6 +122,21 @@ def advance(block: Any, stages: Stages, dy: Tensor) -> list[Tensor | None]:
     return [grads.get(name) for name in names]
 
 
+def remaining(block: Any, dy: Tensor) -> list[Tensor | None]:
+    """Return the gradients that the block's own node returns, those of no delivery."""
+    names, needs_grad = block.execution.call.graph.tensors, block.execution.needs_grad
+    needs_grad -= block.delivered
+    if (stages := block.stages.get(_task())) is not None:
+        grads = advance(block, stages, dy)
+        del block.stages[_task()]
+        partial.finish(block, dy, grads, needs_grad)
+    elif _task() in block.rare:
+        grads = block.rare.pop(_task()) or [None] * len(names)
+    else:
+        return partial.backward(block, dy)
+    return [g if n in needs_grad else None for n, g in zip(names, grads, strict=True)]
+
+
 def rescued(rescue: Any, error: Exception, names: tuple[str, ...], dy: Tensor) -> list[Any] | None:
     """Return the gradients that a rescue computes where a block raised `error`, or None."""
     if rescue is None or not rescue.contains(error):
@@ -137,16 +157,6 @@ def is_hooked(execution: Execution, tensors: Sequence[Tensor | None]) -> bool:
             if leaf._backward_hooks or getattr(leaf, "_post_accumulate_grad_hooks", None):
                 return True
     return False
-
-
-def _start(block: Any, dy: Tensor) -> Stages:
-    execution, saved = block.execution, block.saved_tensors
-    check_unchanged(execution.call.graph.tensors, execution.given, block.dtypes, saved, dy)
-    count = len(execution.given)
-    tensors, out, kept = saved[:count], saved[count], saved[count + 1 :]
-    return executor.stages(
-        execution, tensors, kept, out, dy, block.functions, delivers=execution.delivers
-    )
 
 
 def _chain(node: Any) -> list[Any]:

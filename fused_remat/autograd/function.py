@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,20 +21,17 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 from fused_remat import random
 from fused_remat.autograd import deliver, operators, partial, replay_check
 from fused_remat.autograd.accumulate import Accumulation
-from fused_remat.autograd.extras import Extras
 from fused_remat.autograd.segments import begin
 from fused_remat.autograd.shards import is_dtensor
-from fused_remat.autograd.unchanged import check_unchanged
 from fused_remat.execution import executor
 from fused_remat.execution.observe import OBSERVERS, BlockRun, Functions, is_observed
 from fused_remat.execution.prepare import BlockConfig, Execution
 from fused_remat.graph.graph import Graph
-from fused_remat.policies import EXACT_PRESETS, Policy, kept_names
+from fused_remat.policies import EXACT_PRESETS, Policy, kept_names, offload_of
 from fused_remat.steps.collective import in_context_parallel
 from fused_remat.steps.operations import warn
 
 _functorch = torch._C._functorch
-_task: Callable[[], int] = torch._C._current_graph_task_id
 _NO_FUNCTIONS: Functions = {}
 
 
@@ -51,18 +48,18 @@ class FusedRematBlock(torch.autograd.Function):
         execution: Execution,
         functions: Functions,
         accumulation: Accumulation | None,
-        extras: Extras | None,
-        rescue: Rescue | None,
+        extras: partial.Extras | None,
+        rescue: Any | None,
         given: Sequence[Tensor | None] | None,
         *inputs: Tensor | None,
     ) -> Tensor:
-        ctx.delivered, ctx.stages, ctx.rescue = frozenset(), None, rescue
+        ctx.delivered, ctx.rescue = frozenset(), rescue
         if given is not None:  # inputs lack the tensors of `Delivery` nodes
             ctx.delivered = frozenset(itertools.chain(*execution.delivered))
         tensors = tuple(inputs[: len(execution.given)] if given is None else given)
         x = tensors[0]
         assert x is not None
-        watch = None if extras is None else extras.note
+        watch = None if extras is None or extras.record is None else extras.record.note
         try:
             out, kept = executor.forward(execution, tensors, functions, watch)
         except Exception as error:
@@ -93,32 +90,21 @@ class FusedRematBlock(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
         execution: Execution = ctx.execution
-        count, rescue = len(execution.given), ctx.rescue
+        count, rescue, names = len(execution.given), ctx.rescue, execution.call.graph.tensors
         others: Sequence[None] = () if rescue is None else (None,) * rescue.count
         if dy is None:
             return (*_NONE, *(None,) * count, *others)
-        stages = ctx.stages.get(_task()) if ctx.stages else None
-        if stages is not None:
-            grads = deliver.advance(ctx, stages, dy)
-            del ctx.stages[_task()]
-            rest = execution.needs_grad - ctx.delivered
-            partial.finish(ctx, dy, grads, rest)
-            names = execution.call.graph.tensors
-            kept = [g if n in rest else None for n, g in zip(names, grads, strict=True)]
-            return (*_NONE, *kept, *others)
-        if ctx.delivered and _task() in ctx.rare:
-            rest, grads = execution.needs_grad - ctx.delivered, ctx.rare.pop(_task())
-            pairs = zip(execution.call.graph.tensors, grads or (None,) * count, strict=True)
-            return (*_NONE, *(g if n in rest else None for n, g in pairs), *others)
-        if ctx.delivered or partial.is_rare(ctx, dy):
+        if ctx.delivered:
+            return (*_NONE, *deliver.remaining(ctx, dy), *others)
+        if partial.is_rare(ctx, dy):
             return (*_NONE, *partial.backward(ctx, dy), *others)
         saved = ctx.saved_tensors
-        check_unchanged(execution.call.graph.tensors, execution.given, ctx.dtypes, saved, dy)
+        executor.check_unchanged(names, execution.given, ctx.dtypes, saved, dy)
         tensors, out, kept = saved[:count], saved[count], saved[count + 1 :]
         try:
             grads = executor.backward(execution, tensors, kept, out, dy, ctx.functions)
         except Exception as error:
-            rescued = deliver.rescued(rescue, error, execution.call.graph.tensors, dy)
+            rescued = deliver.rescued(rescue, error, names, dy)
             if rescued is None:
                 raise
             return (*_NONE, *rescued)
@@ -132,25 +118,6 @@ _NONE = (None,) * 6
 
 class BlockFailure(Exception):
     """A block's forward raised the exception that is the cause of this one."""
-
-
-class Rescue(Protocol):
-    """A fallback that computes a call's gradients where its block's backward fails."""
-
-    count: int
-
-    @property
-    def roots(self) -> Sequence[Tensor]:
-        """`count` more tensors that get gradients."""
-        raise NotImplementedError
-
-    def contains(self, error: Exception) -> bool:
-        """Return whether the fallback can handle an exception of the block."""
-        raise NotImplementedError
-
-    def gradients(self, error: Exception, names: tuple[str, ...], dy: Tensor) -> list[Any] | None:
-        """Return the gradients of the block's tensors, then those of `roots`; None if it cannot."""
-        raise NotImplementedError
 
 
 def warn_of_kept_input(reason: str) -> None:
@@ -169,7 +136,7 @@ def run_block(
     functions: Functions | None = None,
     accumulation: Accumulation | None = None,
     warn_of_input: Callable[[str], None] = warn_of_kept_input,
-    rescue: Rescue | None = None,
+    rescue: Any | None = None,
 ) -> Tensor:
     """Run a block, differentiably, keeping what `policy` names for backward.
 
@@ -178,8 +145,9 @@ def run_block(
     from torch's generator if the graph uses one and none is given. What needs a gradient is decided
     here, from grad mode. Autocast changes nothing: for a graph of two dtypes see `graph.precision`.
     `accumulation`: where weight gradients are added. `warn_of_input` is called with the reason why
-    a block inside a segment keeps its input. `rescue` computes the gradients where backward raises
-    an exception that nobody expected. Returns (B, S, width), in the layout and dtype of the input.
+    a block inside a segment keeps its input. `rescue` (`layers.containment.Rescue`) computes the
+    gradients where backward raises an exception that nobody expected. Returns (B, S, width), in the
+    layout and dtype of the input.
 
     Raises: BlockFailure if there is a `rescue` and forward raises; RuntimeError inside torch.func
         transforms and context_parallel, and for DTensors.
@@ -187,14 +155,15 @@ def run_block(
     functions = functions or _NO_FUNCTIONS
     if torch.compiler.is_compiling() or _chosen_by_operator():
         return _as_operator(
-            graph, policy, tensors, backend, seq_first, preserve_strides, functions, accumulation
-        )
+            graph, policy, tensors, functions, accumulation,
+            backend=backend, seq_first=seq_first, preserve_strides=preserve_strides,
+        )  # fmt: skip
     if torch._C._are_functorch_transforms_active():
         raise RuntimeError(
             "fused_remat: a fused block cannot run inside torch.func transforms "
             "(grad, vjp, jacrev, vmap); use plain PyTorch operations there, or torch.autograd"
         )
-    kept = _resolve(graph, policy)
+    exact_names = _exact_names(graph, policy)
     # A wrapper that outlived its transform (torch.func) is the tensor that it wraps.
     given = [None if (t := tensors.get(n)) is None else _unwrapped(t) for n in graph.tensors]
     x = given[0]
@@ -208,25 +177,22 @@ def run_block(
     needs: tuple[bool, ...] = ()
     if torch.is_grad_enabled():
         needs = tuple([t is not None and t.requires_grad for t in given])
-    call = _call(graph, kept.save, needs, backend, seq_first, preserve_strides, kept.offload)
+    call = _config(graph, policy, exact_names, needs, backend, seq_first, preserve_strides)
     checked = replay_check.ON or replay_check.RECORDED
+    execution, extras = call.prepare(given, fused=not checked), None
     if not call.needs_grad:
-        execution = call.prepare(given, fused=not checked)
         return executor.forward(execution, given, functions)[0]
     if accumulation is not None:
         accumulation.check(tensors, call.needs_grad)
-    extras = None
-    if kept.segment is None and not (kept.offload or replay_check.ON):
-        execution = call.prepare(given, fused=not checked)
-    else:
-        extras = Extras(offload=kept.offload)
-        if kept.segment is not None:
-            whole = call.prepare(given, fused=not checked)
-            extras.segment = begin(kept.segment, whole, x, _NODE)
+    segment = None if isinstance(policy, str) else policy.segment
+    if segment is not None or call.offload or replay_check.ON:
+        extras = partial.Extras(offload=call.offload)
+        if segment is not None:
+            extras.segment = begin(segment, execution, x, _NODE)
             if extras.segment.why_kept:
                 warn_of_input(extras.segment.why_kept)
             call = dataclasses.replace(call, save=frozenset())
-        execution = call.prepare(given, fused=not checked)
+            execution = call.prepare(given, fused=not checked)
         if replay_check.ON:
             extras.record = replay_check.record_of(execution, graph.tensors, given)
     if extras is not None or accumulation is not None or graph.uses_seed:
@@ -249,23 +215,16 @@ def _as_operator(
     graph: Graph,
     policy: str | Policy,
     tensors: Mapping[str, Tensor | None],
-    backend: str,
-    seq_first: bool,
-    preserve_strides: bool,
     functions: Functions,
     accumulation: Accumulation | None,
+    **options: Any,
 ) -> Tensor:
-    """Run a block as an operator.
-
-    A block with functions, buffers or a traced graph has no text, and runs in eager mode.
-    """
+    """Run a block as an operator; one with functions, buffers or a traced graph in eager mode."""
     has_text = bool(graph.text) or torch.compiler.is_compiling()  # which raises without one
     if has_text and not functions and accumulation is None:
-        return operators.run(graph, policy, tensors, backend, seq_first, preserve_strides)
-    call = functools.partial(
-        run_block, graph, policy, tensors, backend=backend, seq_first=seq_first,
-        preserve_strides=preserve_strides, functions=functions, accumulation=accumulation,
-    )  # fmt: skip
+        return operators.run(graph, policy, tensors, **options)
+    options |= {"functions": functions, "accumulation": accumulation}
+    call = functools.partial(run_block, graph, policy, tensors, **options)
     if torch.compiler.is_compiling():
         from fused_remat.autograd import graph_break
 
@@ -279,44 +238,29 @@ _unwrapped: Callable[[Tensor], Tensor] = _functorch.unwrap_if_dead
 _apply = super(torch.autograd.Function, FusedRematBlock).apply
 
 
-class Kept(NamedTuple):
-    """A policy, resolved for a graph."""
-
-    save: frozenset[str]
-    offload: frozenset[str]  # of `save` and the inputs
-    segment: str | None
-
-
-def _resolve(graph: Graph, policy: str | Policy) -> Kept:
-    row: Collection[str] | None = None
-    if isinstance(policy, str) and policy in EXACT_PRESETS:  # a table that may change
-        row = EXACT_PRESETS[policy].get(graph.kind)
+def _exact_names(graph: Graph, policy: str | Policy) -> frozenset[str] | None:
+    """Return a user's names for a preset, from a table that may change; None without an entry."""
+    names: Collection[str] | None = None
+    if isinstance(policy, str) and policy in EXACT_PRESETS:
+        names = EXACT_PRESETS[policy].get(graph.kind)
     elif not isinstance(policy, Policy):
         kept_names(policy, graph)  # which raises
-    return _resolved(graph, policy, None if row is None else frozenset(row))
+    return None if names is None else frozenset(names)
 
 
 @functools.lru_cache(maxsize=4096)
-def _resolved(graph: Graph, policy: str | Policy, row: frozenset[str] | None) -> Kept:
-    """`_resolve`, cached; `row`: of a table that may change, so another row is another call."""
-    save = kept_names(policy, graph)
-    if isinstance(policy, str):
-        return Kept(save, frozenset(), None)
-    return Kept(save, policy.offload, policy.segment)
-
-
-@functools.lru_cache(maxsize=4096)
-def _call(
+def _config(
     graph: Graph,
-    save: frozenset[str],
+    policy: str | Policy,
+    exact_names: frozenset[str] | None,  # a part of the key alone
     needs: tuple[bool, ...],
     backend: str,
     seq_first: bool,
     preserve_strides: bool,
-    offload: frozenset[str],
 ) -> BlockConfig:
     """Return the call in which the tensors that `needs` marks need a gradient."""
     needs_grad = frozenset(itertools.compress(graph.tensors, needs))
+    save, offload = kept_names(policy, graph), offload_of(policy)
     return BlockConfig(graph, save, needs_grad, backend, seq_first, preserve_strides, offload)
 
 
@@ -336,11 +280,7 @@ def _check_plain(names: Sequence[str], given: Sequence[Any]) -> None:
 
 
 def is_block(node: object) -> bool:
-    """Return whether an autograd node is that of a block.
-
-    >>> is_block(torch.ones(1, requires_grad=True).exp().grad_fn)
-    False
-    """
+    """Return whether an autograd node is that of a block."""
     return isinstance(node, _NODE)
 
 

@@ -12,9 +12,5 @@ import torch
     reason="fused_remat: an activation function of the caller's own, or a tensor-parallel layer"
 )
 def eagerly(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """`fn(*args, **kwargs)` in eager mode.
-
-    >>> eagerly(max, 1, 2)
-    2
-    """
+    """Return `fn(*args, **kwargs)`, run in eager mode."""
     return fn(*args, **kwargs)

@@ -26,7 +26,8 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,19 +64,6 @@ class InFlight:
             self.settle()
 
 
-class Transfer(Protocol):
-    """Copies between a device and the host."""
-
-    def is_able(self, device: torch.device) -> bool:
-        """Return whether copying is possible now."""
-
-    def out(self, tensors: list[Tensor]) -> tuple[list[Tensor], InFlight]:
-        """Start copying to the host; return the host's tensors and the copies in flight."""
-
-    def back(self, hosts: list[Tensor], device: torch.device) -> InFlight:
-        """Start copying back to the device."""
-
-
 class CudaCopies(InFlight):
     """Copies of memory of `stream`, which started them and waits for `done`."""
 
@@ -106,18 +94,21 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-class CudaTransfer:
-    """Copies on the side stream of a CUDA device; not yet run on hardware."""
+class Transfer:
+    """Copies between a device and the host, on the side stream of a CUDA device."""
 
     def is_able(self, device: torch.device) -> bool:
+        """Return whether copying is possible now."""
         return not torch.cuda.is_current_stream_capturing()
 
     def out(self, tensors: list[Tensor]) -> tuple[list[Tensor], InFlight]:
+        """Start copying to the host; return the host's tensors and the copies in flight."""
         # Of freed host memory the allocator knows which streams still copy, and lets it wait.
         hosts = [torch.empty_like(t, device="cpu", pin_memory=True) for t in tensors]
         return hosts, _started(tensors, hosts, tensors)
 
     def back(self, hosts: list[Tensor], device: torch.device) -> InFlight:
+        """Start copying back to the device."""
         with torch.cuda.device(device):
             tensors = [torch.empty_like(host, device=device) for host in hosts]
         return _started(hosts, tensors, tensors)
@@ -139,7 +130,7 @@ def _started(sources: list[Tensor], targets: list[Tensor], on_device: list[Tenso
 
 
 #: Copies by device type; on others nothing moves.
-TRANSFERS: dict[str, Transfer] = {"cuda": CudaTransfer()}
+TRANSFERS: dict[str, Transfer] = {"cuda": Transfer()}
 
 
 def transfer_for(device: torch.device) -> Transfer | None:
@@ -180,82 +171,64 @@ def runs_now(node: Any) -> bool:
 # --- eager mode: one record for each call of a block
 
 
+@dataclass(eq=False)
 class OffloadRecord:
-    """The copies of one call of a block.
+    """The copies of one call of a block."""
 
-    Args:
-        transfer, device: what copies, from where.
-        node: the call's autograd node.
-        indices: indices of the copied tensors among those that the call saves.
-        hosts: the copies on the host, which autograd holds.
-        leaving: the same on the device, until the copies are done.
-        markers: how many saved tensors at the end stand for tensors of the caller.
-        before: returns the call that ran before, in the same thread on the same device.
-    """
-
-    def __init__(
-        self,
-        transfer: Transfer,
-        device: torch.device,
-        node: Any,
-        indices: Sequence[int],
-        hosts: Sequence[Tensor],
-        leaving: InFlight,
-        markers: int,
-        before: Reference,
-    ) -> None:
-        self._transfer, self._device = transfer, device
-        self.indices, self._markers = indices, markers
-        self._node, self._before = weakref.ref(node), before
-        self._hosts = [weakref.ref(host) for host in hosts]
-        # What the device has: what has not left, or, with the copies that it was made of, what was
-        # brought back. At most one: appending and popping are atomic, and backward may run in
-        # several threads.
-        self._there: list[tuple[list[Tensor] | None, InFlight]] = [(None, leaving)]
+    transfer: Transfer
+    device: torch.device
+    node: weakref.ref[Any]  # the call's autograd node
+    indices: Sequence[int]  # of the copied tensors among those that the call saves
+    hosts: Sequence[weakref.ref[Tensor]]  # the copies on the host, which autograd holds
+    # What the device has: what has not left, or, with the copies that it was made of, what was
+    # brought back. At most one: appending and popping are atomic, and backward may run in several
+    # threads.
+    present: list[tuple[list[Tensor] | None, InFlight]]
+    markers: int  # how many saved tensors at the end stand for tensors of the caller
+    before: Reference  # the call that ran before, in the same thread on the same device
 
     def returned(self, saved: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return what the call saved, on the device, from what autograd saved.
 
         Starts fetching for the block before this one, if this backward pass runs it.
         """
-        restored = list(saved[: len(saved) - self._markers])
+        restored = list(saved[: len(saved) - self.markers])
         hosts: list[Any] = [saved[index] for index in self.indices]
         # Before those of the block before: the copies are made in the order of their start.
-        copies = self._present(hosts) or self._transfer.back(hosts, self._device)
+        copies = self._fetched(hosts) or self.transfer.back(hosts, self.device)
         self._start_before()
         for index, t in zip(self.indices, copies.settle(), strict=True):
             restored[index] = t
         return restored
 
-    def _present(self, hosts: Sequence[Tensor]) -> InFlight | None:
+    def _fetched(self, hosts: Sequence[Tensor]) -> InFlight | None:
         """Return copies that have not left, or were fetched for these hosts, or None."""
-        for of, copies in self._taken():
-            if of is None or all(a is b for a, b in zip(of, hosts, strict=True)):
-                return copies
-        return None
+        of, copies = self.take()
+        is_own = of is None or all(a is b for a, b in zip(of, hosts, strict=True))
+        return copies if is_own else None
 
-    def _taken(self) -> list[tuple[list[Tensor] | None, InFlight]]:
+    def take(self) -> tuple[list[Tensor] | None, InFlight | None]:
         """Remove and return what the device holds."""
         try:
-            return [self._there.pop()]
+            return self.present.pop()
         except IndexError:
-            return []
+            return None, None
 
     def _start_before(self) -> None:
-        call = self._before()
+        call = self.before()
         for _ in range(_LOOK_BACK):
             if call is None:
                 return
-            if runs_now(call._node()):
+            if runs_now(call.node()):
                 return call._start()
-            call = call._before()
+            call = call.before()
 
     def _start(self) -> None:
         """Start fetching from the host, unless autograd or a hook holds other tensors."""
-        hosts = [host for ref in self._hosts if (host := ref()) is not None]
-        if self._there or len(hosts) < len(self._hosts):
+        hosts = [host for ref in self.hosts if (host := ref()) is not None]
+        if self.present or len(hosts) < len(self.hosts):
             return
-        self._there.append((hosts, self._transfer.back(hosts, self._device)))
+        self.present.append((hosts, self.transfer.back(hosts, self.device)))
         # A pass may end before it comes to this block. (One that raises leaves it there until the
         # graph goes, or another pass comes.)
         at_end = functools.partial(_release, weakref.ref(self))
@@ -269,7 +242,7 @@ Reference = Callable[[], OffloadRecord | None]
 def _release(reference: Reference) -> None:
     """Free what the device has of a call, once the device comes to this point."""
     record = reference()
-    for _, copies in () if record is None else record._taken():
+    if record is not None and (copies := record.take()[1]) is not None:
         copies.settle()
 
 
@@ -284,14 +257,9 @@ def move(
     saves: list[Tensor | None],
     callers: Collection[str],
 ) -> tuple[OffloadRecord | None, list[Tensor | None]]:
-    """Start moving what a call of a block saves under the names in `offload`.
+    """Start moving those of `saves` whose names are in `offload`, in a call's forward.
 
-    Args:
-        node: the call's autograd node, in whose forward this is called.
-        names, saves: what it is to save, and under which names.
-        callers: names of tensors that the caller can change.
-
-    Returns the record, on which `returned` is called in backward, or None if nothing moves; and
+    The caller can change the tensors `callers`. Returns a record, or None if nothing moves, and
     what to save instead.
     """
     moving: dict[int, Tensor] = {
@@ -312,7 +280,10 @@ def move(
         saves[index] = host
     last: Reference = vars(_LAST).get(str(device), lambda: None)
     _release(last)
-    record = OffloadRecord(transfer, device, node, indices, hosts, copies, len(markers), last)
+    record = OffloadRecord(
+        transfer, device, weakref.ref(node), indices, [weakref.ref(host) for host in hosts],
+        [(None, copies)], len(markers), last,
+    )  # fmt: skip
     vars(_LAST)[str(device)] = weakref.ref(record)
     return record, [*saves, *markers]
 
@@ -345,13 +316,7 @@ _HELD: dict[torch.device, InFlight] = {}
 def moved_names(
     offload: Collection[str], names: Sequence[str], device: torch.device
 ) -> frozenset[str]:
-    """Return the names that operators return on the host.
-
-    >>> moved_names({"qkv"}, ["input", "qkv"], torch.device("cuda"))
-    frozenset({'qkv'})
-    >>> moved_names({"qkv"}, ["input", "qkv"], torch.device("cpu"))
-    frozenset()
-    """
+    """Return the names that operators return on the host."""
     if not offload or transfer_for(device) is None:
         return frozenset()
     return frozenset(offload).intersection(names)

@@ -28,7 +28,6 @@ from fused_remat import random
 from fused_remat.autograd import replay_check
 from fused_remat.autograd.offload import fetched, hold, moved_names, start_out
 from fused_remat.autograd.partial import NO_DOUBLE_BACKWARD, round_vectors
-from fused_remat.autograd.unchanged import check_unchanged
 from fused_remat.execution import executor
 from fused_remat.execution.prepare import BlockConfig, Execution, prepare
 from fused_remat.graph.graph import Graph, sizes
@@ -41,14 +40,11 @@ from fused_remat.version import __version__
 
 
 def run(
-    graph: Graph,
-    policy: str | Policy,
-    tensors: Mapping[str, Tensor | None],
-    backend: str,
-    seq_first: bool,
-    preserve_strides: bool,
+    graph: Graph, policy: str | Policy, tensors: Mapping[str, Tensor | None], **options: Any
 ) -> Tensor:
     """Run a block through its operator, as `run_block` does in eager mode; Dynamo may trace it.
+
+    `options` are other fields of the `BlockConfig`.
 
     Raises: ValueError for a graph that no function marked `graph.text.block` has built.
     """
@@ -77,9 +73,8 @@ def run(
         given["seed"] = random.draw_seed(given["input"].device)
     dtypes = tuple([t.dtype for t in given.values()])
     call = _serialize_call(
-        graph.text, names, tuple(given), dtypes, tuple(needs_grad), backend, seq_first,
-        preserve_strides, offload,
-    )  # fmt: skip
+        graph.text, names, tuple(given), dtypes, tuple(needs_grad), offload, **options
+    )
     operator = getattr(torch.ops.fused_remat, _registered(graph.text))
     out: Tensor = operator(list(given.values()), call)[0]
     return out
@@ -128,10 +123,8 @@ def _serialize_call(
     names: tuple[str, ...],
     dtypes: tuple[torch.dtype, ...],
     needs_grad: tuple[str, ...],
-    backend: str,
-    seq_first: bool,
-    preserve_strides: bool,
     offload: tuple[str, ...],
+    **options: Any,
 ) -> str:
     """Return a call as text; `names` and `dtypes` are those of its tensors.
 
@@ -148,12 +141,9 @@ def _serialize_call(
         "save": sorted(kept_names(what, graph)),
         "offload": sorted(offload),
         "needs_grad": sorted(needs_grad),
-        "backend": backend,
-        "seq_first": seq_first,
-        "preserve_strides": preserve_strides,
         "dtypes": {n: str(d).removeprefix("torch.") for n, d in zip(names, dtypes, strict=True)},
     }
-    return json.dumps(fields)
+    return json.dumps(fields | options)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -218,9 +208,9 @@ def _joined(names: Sequence[str], execution: Execution, chunks: list[Tensor]) ->
         parts[name].append(chunks.pop().reshape(rows, execution.widths[name]))
     result = {}
     for name in names:
-        own = parts.pop(name)
-        if own:
-            result[name] = own[0].contiguous() if len(own) == 1 else torch.cat(own)
+        shape, dtype = (0, execution.widths[name]), execution.dtypes[name]  # without sequences
+        own = parts.pop(name) or [torch.empty(shape, dtype=dtype, device=execution.device)]
+        result[name] = own[0].contiguous() if len(own) == 1 else torch.cat(own)
     return result
 
 
@@ -262,7 +252,7 @@ def _forward(tensors: list[Tensor], call: str) -> list[Tensor]:
     # The input may be overwritten once the operator is done: it is copied while the block runs.
     inputs, leaving = start_out([x]) if "input" in moved else ([], None)
     out, chunks = executor.forward(execution, given)
-    joined = _joined(this.plan.kept, execution, chunks) or _empty_kept(this, given)
+    joined = _joined(this.plan.kept, execution, chunks)
     if leaving is not None:
         leaving.settle()
     if this.call.offload:
@@ -273,28 +263,19 @@ def _forward(tensors: list[Tensor], call: str) -> list[Tensor]:
     return [out, *joined.values(), *inputs]
 
 
-def _empty_kept(this: ParsedConfig, given: list[Tensor | None]) -> dict[str, Tensor]:
-    """Return what is kept, without values: matrices (tokens, width); sizes may be symbols."""
-    graph, x = this.call.graph, given[0]
-    assert x is not None
-    named = this.call.named_shapes([None if t is None else t.shape for t in given])
-    batch, lengths, widths = sizes(named["input"])[0], graph.lengths(named), graph.widths(named)
-    dtypes = graph.dtypes(x.dtype)
-    return {
-        name: x.new_empty((batch * lengths[name], widths[name]), dtype=dtypes[name])
-        for name in this.plan.kept
-    }
-
-
 def _fake_forward(tensors: list[Tensor], call: str) -> list[Tensor]:
-    this = parse_call(call)
+    this = parse_call(call)  # sizes of `tensors` may be symbols
     given = this.aligned(tuple(this.dtypes), tensors)
     x, graph = given[0], this.call.graph
     assert x is not None
     named = this.call.named_shapes([None if t is None else t.shape for t in given])
-    width, dtype = graph.widths(named)["output"], graph.dtypes(x.dtype)["output"]
-    out = executor.empty_output(this.call, width, dtype, x)
-    moved, kept = this.moved(x.device), _empty_kept(this, given)
+    batch, lengths, widths = sizes(named["input"])[0], graph.lengths(named), graph.widths(named)
+    dtypes, moved = graph.dtypes(x.dtype), this.moved(x.device)
+    out = executor.empty_output(this.call, widths["output"], dtypes["output"], x)
+    kept = {
+        name: x.new_empty((batch * lengths[name], widths[name]), dtype=dtypes[name])
+        for name in this.plan.kept
+    }
     for name in moved.intersection(kept):
         kept[name] = torch.empty_like(kept[name], device="cpu")
     inputs = [torch.empty_like(x, device="cpu")] if "input" in moved else []
@@ -314,7 +295,7 @@ def _backward(saved: list[Tensor], sizes: list[int], dy: Tensor, call: str) -> l
     whole = dict(zip(this.plan.kept, saved[count + this.plan.keeps_output :], strict=True))
     was = [shapes[name] for name in this.saved]
     dtypes = [this.dtypes[name] for name in this.saved]
-    check_unchanged(this.saved, was, dtypes, saved[:count], dy)
+    executor.check_unchanged(this.saved, was, dtypes, saved[:count], dy)
     tensors = this.aligned(this.saved, saved[:count])
     grads = executor.backward(execution, tensors, _split(execution, whole), out, dy)
     if dtype.itemsize == 2:
@@ -348,10 +329,6 @@ def _fake_backward(saved: list[Tensor], sizes: list[int], dy: Tensor, call: str)
     this = parse_call(call)
     shapes = dict(zip(this.dtypes, _shapes(sizes), strict=True))
     return [dy.new_empty(shapes[name], dtype=this.dtypes[name]) for name in this.asked]
-
-
-def _no_double_backward(ctx: Any, *grads: Any) -> Any:
-    raise RuntimeError(NO_DOUBLE_BACKWARD)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
@@ -390,6 +367,10 @@ def operators(kind: str) -> tuple[Any, Any]:
             "a block's kind must be an identifier that does not end in _backward, since it names "
             f"an operator; got {kind!r}"
         )
+
+    def no_double_backward(ctx: Any, *grads: Any) -> Any:
+        raise RuntimeError(NO_DOUBLE_BACKWARD)
+
     operator: Any = functools.partial(torch.library.custom_op, mutates_args=())
     schema = "(Tensor[] tensors, str call) -> Tensor[]"
     forward = operator(f"fused_remat::{kind}", _forward, schema=schema)
@@ -397,7 +378,7 @@ def operators(kind: str) -> tuple[Any, Any]:
     backward = operator(f"fused_remat::{kind}_backward", _backward, schema=schema)
     forward.register_fake(_fake_forward)
     backward.register_fake(_fake_backward)
-    backward.register_autograd(_no_double_backward)
+    backward.register_autograd(no_double_backward)
     forward.register_autograd(functools.partial(_autograd, kind), setup_context=_setup_context)
     return forward, backward
 

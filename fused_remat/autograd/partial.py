@@ -1,4 +1,7 @@
-"""Backward passes off the common path: partial gradients, batched gradients, double backward.
+"""Calls and backward passes off the common path.
+
+A call with segments, offload or the replay check has `Extras`: in forward they decide what is saved
+and where; in backward they restore it.
 
 Autograd requests all gradients of a node or some: `torch.autograd.grad(loss, inputs)`,
 `backward(inputs=...)`, and the zero-bubble schedules of pipeline parallelism, which compute the
@@ -10,15 +13,18 @@ passes therefore rebuilds and propagates inside the block again.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
+from fused_remat.autograd import segments
 from fused_remat.autograd.accumulate import Accumulation
-from fused_remat.autograd.extras import Extras, Saved
+from fused_remat.autograd.offload import OffloadRecord, move
+from fused_remat.autograd.replay_check import Record
+from fused_remat.autograd.segments import Replayed, Segment
 from fused_remat.execution import executor
 from fused_remat.execution.prepare import Execution
 from fused_remat.graph.schedule import schedule
@@ -27,6 +33,94 @@ from fused_remat.steps.operations import warn
 _functorch = torch._C._functorch
 _executes: Callable[[Any], bool] = torch._C._will_engine_execute_node
 _keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
+
+
+class Saved(NamedTuple):
+    """Operands of a backward pass."""
+
+    execution: Execution  # of a replayed block in a segment: one that keeps more
+    tensors: Sequence[Tensor | None]  # None where backward does not read them
+    output: Tensor | None
+    kept: Sequence[Tensor]
+
+
+@dataclass(eq=False)
+class Extras:
+    """Rare requests of one call."""
+
+    record: Record | None = None
+    segment: Segment | None = None
+    offload: frozenset[str] = frozenset()
+    offloaded: OffloadRecord | None = None
+
+    def saves(self, rereads: Sequence[bool], out: Tensor) -> Sequence[bool]:
+        """Return which tensors are saved: those that backward or another run of the block reads."""
+        if self.record is not None:
+            self.record.note_output(out)
+        if self.segment is None:
+            return rereads
+        self.segment.made = segments.state_of(out)
+        return (self.segment.input_kept, *(True for _ in rereads[1:]))
+
+    def moved(
+        self, ctx: Any, saved: list[Tensor | None]
+    ) -> tuple[list[Tensor | None], Sequence[tuple[str, Tensor]]]:
+        """Return what to save instead of `saved`, and the tensors on the host by name."""
+        if not self.offload:
+            return saved, ()
+        graph = ctx.execution.call.graph
+        names = [*graph.tensors, "output", *(name for name, _ in ctx.execution.kept_chunks())]
+        callers = {*graph.inputs, "output"}
+        self.offloaded, saved = move(ctx, self.offload, names, saved, callers)
+        indices = () if self.offloaded is None else self.offloaded.indices
+        return saved, [(names[i], t) for i in indices if (t := saved[i]) is not None]
+
+    def unpacked(self, node: Any, again: Replayed | None) -> Sequence[Tensor | None]:
+        """Return what a call saved, on the device; `again`: the result of its replay in this pass.
+
+        Each access of saved tensors unpacks all of them, so call this once.
+        """
+        if again is not None:
+            return again.saved
+        saved: Sequence[Tensor | None] = node.saved_tensors
+        return saved if self.offloaded is None else self.offloaded.returned(saved)
+
+    def restored(self, ctx: Any, dy: Tensor) -> Saved:
+        """Return what the call saved, on the device and checked."""
+        segment = self.segment
+        again = None if segment is None else segment.now()
+        saved = self.unpacked(ctx, again)
+        if segment is not None and not segment.input_kept:
+            x = segments.input_of(ctx) if again is None else again.input
+            saved = (x, *saved[1:])
+        execution: Execution = ctx.execution
+        names = execution.call.graph.tensors
+        executor.check_unchanged(names, execution.given, ctx.dtypes, saved, dy)
+        count = len(execution.given)
+        restored = Saved(execution, saved[:count], saved[count], saved[count + 1 :])  # type: ignore[arg-type]
+        if self.record is not None:
+            self._check(self.record, restored, ctx.functions)
+        if again is None:
+            return restored
+        return Saved(again.execution, restored.tensors, again.output, again.kept)
+
+    @staticmethod
+    def _check(record: Record, saved: Saved, functions: Any) -> None:
+        """Run the forward again and compare everything with what it computed."""
+        tensors, execution = record.compare_given(saved.tensors), saved.execution
+        x = tensors[0]
+        assert x is not None
+        with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+            executor.forward(execution, tensors, functions, record.compare)
+            # Last: under a checkpoint around the block, an earlier difference has raised above.
+            record.compare_kept(saved.output, saved.kept)
+
+    def done(self, keeps_graph: bool) -> None:
+        """Free copies after a backward pass, as autograd frees saved tensors."""
+        if not keeps_graph:
+            self.record = None
+        if self.segment is not None:
+            self.segment.replayed = None
 
 
 def is_rare(ctx: Any, dy: Tensor) -> bool:

@@ -72,7 +72,7 @@ def check_replay() -> Iterator[None]:
     >>> y.sum().backward()
     Traceback (most recent call last):
     fused_remat.ReplayError: replay check: norm, called at ...: 'norm.weight' differs at \
-(index 2): forward read 1, backward 3 (1 of 8 elements differs)
+(index 2): forward read 1, backward 3
     """
     global ON, _inside
     with _lock:
@@ -110,14 +110,7 @@ class _Part(NamedTuple):
 
 
 class Record:
-    """Copies of everything that one call of a block reads and computes, to compare with.
-
-    Args:
-        execution, names, tensors: of the call; `names` those of `tensors`.
-
-    Attributes:
-        tensors: copies of what the call was given.
-    """
+    """Copies of everything that one call of a block reads and computes, to compare with."""
 
     def __init__(
         self, execution: Execution, names: Sequence[str], tensors: Sequence[Tensor | None]
@@ -129,50 +122,40 @@ class Record:
         self._parts: dict[_Part, Tensor] = {}  # in the order of computation
         RECORDED.add(weakref.ref(self, RECORDED.discard))
 
-    def note(self, step: Step, frame: Chunk) -> None:
+    def note(self, step: Step, chunk: Chunk) -> None:
         """Copy what a step of forward has computed."""
-        for part, value in _made(step, frame):
-            self._parts[part] = value.clone()
+        self._parts.update((part, value.clone()) for part, value in _computed(step, chunk))
 
     def note_output(self, out: Tensor) -> None:
         if self.execution.plan.keeps_output:
             self._output = out.clone()
 
-    def compare(self, step: Step, frame: Chunk) -> None:
-        """Compare what a step of backward has computed again.
-
-        Raises: ReplayError if one bit differs from what `note` copied.
-        """
-        for part, value in _made(step, frame):
+    def compare(self, step: Step, chunk: Chunk) -> None:
+        """Raise ReplayError if a step computed again another bit than `note` copied."""
+        for part, value in _computed(step, chunk):
             self._compare(part.name, self._parts[part], value, ("forward", "rebuilt"), part)
 
     def compare_given(self, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Compare the tensors of the call that backward reads again; returns all of them.
-
-        Those that it does not read, None in `tensors`, are the copies.
+        """Return the call's tensors, compared: copies where backward does not read them.
 
         Raises: ReplayError if one bit differs from what forward read.
         """
         for name, t, copy in zip(self.names, tensors, self.tensors, strict=True):
             if t is not None and copy is not None:
                 self._compare(name, copy, t, ("forward read", "backward"))
-        given = zip(tensors, self.tensors, strict=True)
-        return [copy if t is None else t for t, copy in given]
+        pairs = zip(tensors, self.tensors, strict=True)
+        return [copy if t is None else t for t, copy in pairs]
 
     def compare_kept(self, out: Tensor | None, kept: Sequence[Tensor]) -> None:
-        """Compare the output, if it is kept, and the activations that are, as they came back.
-
-        Raises: ReplayError if one bit differs from what forward kept.
-        """
-        labels = ("forward", "kept")
+        """Raise ReplayError if the output or an activation was not kept bit for bit."""
         if out is not None and self._output is not None:
-            self._compare("output", self._output, out, labels)
+            self._compare("output", self._output, out, ("forward", "kept"))
         parts_of: dict[str, list[_Part]] = defaultdict(list)
         for part in self._parts:
             parts_of[part.name].append(part)
         for (name, _), value in zip(self.execution.kept_chunks(), kept, strict=True):
             part = parts_of[name].pop(0)
-            self._compare(name, self._parts[part], value, labels, part)
+            self._compare(name, self._parts[part], value, ("forward", "kept"), part)
 
     def _compare(
         self,
@@ -183,93 +166,45 @@ class Record:
         part: _Part | None = None,
     ) -> None:
         """Raise ReplayError if one bit differs; `labels` name the two values."""
-        found = _difference(before, now)
-        if found is None:
+        bits = [t.detach().contiguous().view(_BITS[t.element_size()]) for t in (before, now)]
+        if torch.equal(*bits):
             return
-        index = ", ".join(map(str, _unravel(found.first, before.shape)))
-        where = f"(index {index})" if index else "(its only element)"
-        if part is not None:
-            where = self._where(part, now, found.first)
-        total, count = before.numel(), found.elements
+        first = int((bits[0] != bits[1]).flatten().to(torch.uint8).argmax())
+        index = tuple(map(int, np.unravel_index(first, before.shape)))
+        where = f"index {', '.join(map(str, index))}" if index else "its only element"
+        digits = 17 if before.dtype == torch.float64 else 9  # enough to be unique
+        old, new = [f"{t[index].item():.{digits}g}" for t in (before, now)]
         raise ReplayError(
-            f"replay check: {self.caller}: {name!r} differs at {where}: "
-            f"{labels[0]} {found.before}, {labels[1]} {found.now} ({count} of {total} "
-            f"element{'s' if total != 1 else ''} differ{'s' if count == 1 else ''})"
+            f"replay check: {self.caller}: {name!r} differs at "
+            f"({where if part is None else self._where(part, now, first)}): "
+            f"{labels[0]} {old}, {labels[1]} {new}"
         )
 
     def _where(self, part: _Part, value: Tensor, index: int) -> str:
-        """Return the sequence and token of an element, and the group and tile if there are several.
+        """Return the sequence and token of an element.
 
         `value` is a matrix of tokens, or lse: (sequences, heads, tokens).
         """
-        (first, last), chunks = part.seqs, self.execution.chunks
-        seq_len = self.execution.lengths[part.name]
+        seq_len, width = self.execution.lengths[part.name], value.numel() // part.rows
         if value.dim() == 2 and value.shape[0] == part.rows:
-            row, channel = divmod(index, value.shape[1])
-            sequence, token = divmod(part.lo + row, seq_len)
-            named = {"sequence": first + sequence, "token": token, "channel": channel}
+            row, column = divmod(index, width)
+            (sequence, token), kind = divmod(part.lo + row, seq_len), "channel"
         else:
-            shape = (last - first, value.numel() // part.rows, seq_len)
-            sequence, head, token = _unravel(index, shape)
-            named = {"sequence": first + sequence, "head": head, "token": token}
-        parts = []
-        if chunks.group < chunks.batch:
-            groups = -(-chunks.batch // chunks.group)
-            parts.append(f"group {first // chunks.group + 1} of {groups}")
-        if part.rows < (last - first) * seq_len:
-            tiles = -(-(last - first) * chunks.seq_len // chunks.tile)
-            parts.append(f"tile {part.lo // chunks.tile + 1} of {tiles}")
-        where = ", ".join(f"{name} {i}" for name, i in named.items())
-        return f"({where}) in {', '.join(parts)}" if parts else f"({where})"
+            sequence, rest = divmod(index, width * seq_len)
+            (column, token), kind = divmod(rest, seq_len), "head"
+        return f"sequence {part.seqs[0] + sequence}, token {token}, {kind} {column}"
 
 
-def _made(step: Step, frame: Chunk) -> Iterator[tuple[_Part, Tensor]]:
-    """Return the activations, statistics and dropout masks that a step has put into its chunk."""
+def _computed(step: Step, chunk: Chunk) -> Iterator[tuple[_Part, Tensor]]:
+    """Yield the activations, statistics and dropout masks that a step has put into its chunk."""
     assert step.node is not None
     for name in step.node.makes:
-        value: Any = frame[name]
+        value: Any = chunk[name]
         value = value.tensor() if isinstance(value, DropoutMask) else value
-        yield _Part(name, frame.seqs, frame.lo, frame.rows_of(name)), value
-
-
-class _Difference(NamedTuple):
-    """The flat index and values of the first element that differs, and the number of them."""
-
-    first: int
-    before: str
-    now: str
-    elements: int
+        yield _Part(name, chunk.seqs, chunk.lo, chunk.rows_of(name)), value
 
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def _bits(t: Tensor) -> Tensor:
-    return t.detach().contiguous().view(_BITS[t.element_size()])
-
-
-def _difference(before: Tensor, now: Tensor) -> _Difference | None:
-    """Return how the bits of two tensors of one shape and dtype differ, or None."""
-    a, b = _bits(before), _bits(now)
-    if torch.equal(a, b):
-        return None
-    differs = (a != b).flatten()
-    first = int(differs.to(torch.uint8).argmax())
-    index = _unravel(first, before.shape)
-    shown = [_shown(t[index]) for t in (before, now)]
-    if shown[0] == shown[1]:  # NaNs
-        shown = [f"{s} (bits {t[index].item():#x})" for s, t in zip(shown, (a, b), strict=True)]
-    return _Difference(first, shown[0], shown[1], int(differs.sum()))
-
-
-def _shown(element: Tensor) -> str:
-    """Format an element with enough digits to be unique."""
-    value, digits = element.item(), 17 if element.dtype == torch.float64 else 9
-    return f"{value:.{digits}g}" if isinstance(value, float) else str(value)
-
-
-def _unravel(flat: int, shape: Sequence[int]) -> tuple[int, ...]:
-    return tuple(map(int, np.unravel_index(flat, shape)))
 
 
 def _caller(kind: str) -> str:

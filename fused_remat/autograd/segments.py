@@ -24,7 +24,6 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from fused_remat.autograd.offload import in_checkpoint
-from fused_remat.autograd.unchanged import check_unchanged
 from fused_remat.execution import executor
 from fused_remat.execution.prepare import Execution
 
@@ -47,15 +46,11 @@ class Segment:
 
 @dataclass(frozen=True, eq=False)
 class Replayed:
-    """The results of a replayed block.
+    """The results of a replayed block."""
 
-    Attributes:
-        task: the backward pass. In another pass the block runs once more: tensors may have changed.
-        saved: the node's own saved tensors, unpacked once in a pass: checkpoint's hooks raise the
-            second time, and hooks that offload would fetch them again.
-    """
-
-    task: int
+    task: int  # the backward pass; in another one tensors may have changed
+    # The node's saved tensors, unpacked once in a pass: checkpoint's hooks raise the second time,
+    # and hooks that offload would fetch them again.
     saved: Sequence[Tensor]
     execution: Execution
     input: Tensor
@@ -151,7 +146,7 @@ def _replay(node: Any, before: Replayed | None, x: Tensor | None) -> Tensor:
     if x is None:
         x = saved[0] if before is None else before.input
     tensors = (x, *saved[1:count])
-    check_unchanged(execution.call.graph.tensors, execution.given, node.dtypes, tensors, x)
+    executor.check_unchanged(execution.call.graph.tensors, execution.given, node.dtypes, tensors, x)
     watch = None
     if extras.record is not None:
         extras.record.compare_given(tensors)

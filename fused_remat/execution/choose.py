@@ -1,4 +1,4 @@
-"""Which implementation of an operation serves, and why: decided here and nowhere else.
+"""The choice of implementations of operations, and its reasons.
 
 A table of operations belongs to a backend. Where that has no faster implementation the table holds
 the operation itself, else a function that chooses once for each key.
@@ -34,7 +34,7 @@ _DEVICE_TOKENS = 16384
 
 
 def chunk_tokens(device: torch.device, dtype: torch.dtype) -> int:
-    """About how many tokens of this dtype to work on at a time (bounds the transients)."""
+    """Return about how many tokens of this dtype to compute at a time (bounds the transients)."""
     if device.type != "cpu":
         return _DEVICE_TOKENS
     return _CPU_TOKENS * (2 if dtype.itemsize == 2 and cpu_has_native(dtype) else 1)
@@ -42,14 +42,10 @@ def chunk_tokens(device: torch.device, dtype: torch.dtype) -> int:
 
 @dataclass(frozen=True)
 class Backend:
-    """A row of `BACKENDS`."""
+    """An entry of `BACKENDS`."""
 
     # why it cannot compute in a dtype on a device, or None if it can
-    unsupported_reason: Callable[[torch.device, torch.dtype], str | None] = lambda device, dtype: (
-        None
-    )
-    # about how many tokens it works on at a time, given device and dtype
-    chunk_tokens: Callable[[torch.device, torch.dtype], int] = chunk_tokens
+    unsupported_reason: Callable[[torch.device, torch.dtype], str | None] = lambda *_: None
     forget: Callable[[], None] = lambda: None  # called when a choice may differ
 
 
@@ -64,14 +60,14 @@ def _triton() -> Backend | str:
     return Backend(unsupported_reason, forget=launch.forget)
 
 
-#: Rows: name -> the backend, whose implementations it registers, or why there is none. A new
-#: backend is a new row: `BACKENDS["mine"] = Backend`, and its `operations.faster`.
+#: Name -> the backend, whose implementations it registers, or why it is not available. A new
+#: backend is a new entry: `BACKENDS["mine"] = Backend`, and its `operations.faster`.
 BACKENDS: dict[str, Callable[[], Backend | str]] = {"eager": Backend, "triton": _triton}
 
-#: Device type -> name that "auto" tries first; every other device, and what it refuses, is eager's.
+#: Device type -> name that "auto" tries first; otherwise "eager" runs.
 DEFAULTS: dict[str, str] = {"cuda": "triton"}
 
-#: The tables that have been asked for, by backend.
+#: The tables in use, by backend.
 TABLES: dict[str, Operations] = {}
 
 
@@ -79,13 +75,13 @@ TABLES: dict[str, Operations] = {}
 class Chosen:
     """An implementation for a key."""
 
-    run: Function  # the function that serves
-    key: Any  # key, description: for what, and what it runs
+    run: Function
+    key: Any
     description: Description
-    refused: str  # why the backend's own does not, or ""
+    refused: str  # why the backend's own does not run, or ""
 
     def reason(self, *args: Any, **kwargs: Any) -> str:
-        """What runs, and why nothing faster does; arguments, where there are any, say more."""
+        """Return what runs, for these arguments if any, and why nothing faster does."""
         text = self.description
         return (text if isinstance(text, str) else text(self.key, *args, **kwargs)) + self.refused
 
@@ -103,7 +99,7 @@ def choose(function: Function, backend: str, key: Any) -> Chosen:
 
 
 def _serve(name: str, function: Function) -> Function:
-    """What a backend's table holds for an operation."""
+    """Return the entry of a backend's table for an operation."""
     operation = OPERATIONS[function]
     if name not in operation.faster or not operation.faster[name].available():
         return function
@@ -121,8 +117,7 @@ def _serve(name: str, function: Function) -> Function:
         key = key_of(*args, **kwargs)
         FAULTS[function, name, key] = reason
         chosen.cache_clear()
-        said = choose(function, name, key).reason()
-        warn(f"{function.__name__} runs {said}")
+        warn(f"{function.__name__} runs {choose(function, name, key).reason()}")
         return chosen(key)(*args, **kwargs)
 
     return serve
@@ -130,27 +125,24 @@ def _serve(name: str, function: Function) -> Function:
 
 def _table(name: str) -> Operations:
     if name not in TABLES:
-        row = BACKENDS[name]()
-        assert isinstance(row, Backend)
-        serve = functools.partial(_serve, name)
-        TABLES[name] = Operations(name, row.chunk_tokens, serve)
+        TABLES[name] = Operations(name, functools.partial(_serve, name))
     return TABLES[name]
 
 
 def forget() -> None:
-    """Choose anew from now on; for who replaces a backend, or what it chooses by."""
+    """Drop all choices, as is necessary after a backend, or what it chooses by, was replaced."""
     FAULTS.clear()
     cpu_choice.forget()
     for name in TABLES:
-        row = BACKENDS[name]() if name in BACKENDS else ""
-        if isinstance(row, Backend):
-            row.forget()
+        backend = BACKENDS[name]() if name in BACKENDS else ""
+        if isinstance(backend, Backend):
+            backend.forget()
     TABLES.clear()
     _ops_for.cache_clear()
 
 
 def has_faster(ops: Operations, function: Function, key: Any) -> bool:
-    """Whether an implementation of the backend's own serves."""
+    """Return whether an implementation of the backend's own runs."""
     return ops[function] is not function and choose(function, ops.name, key).run is not function
 
 
@@ -162,10 +154,10 @@ def check_name(name: str) -> str:
 
 
 def ops_for(name: str, x: Tensor, dtype: torch.dtype | None = None) -> Operations:
-    """What computes on tensors like `x`, products in `dtype` if not in that of `x`.
+    """Return the operations for tensors like `x`, with products in `dtype` or that of `x`.
 
-    "auto" is the default of the device. Where a backend cannot serve, eager does; one warning says
-    so, except for a dtype that "auto" leaves to eager (float64), and tensor subclasses (fake ones).
+    "auto" is the default of the device. Where a backend cannot run, eager does, with one warning,
+    except for a dtype that "auto" leaves to eager (float64), and tensor subclasses (fake ones).
 
     Raises: ValueError if there is no such backend.
     """
@@ -173,19 +165,19 @@ def ops_for(name: str, x: Tensor, dtype: torch.dtype | None = None) -> Operation
 
 
 def unsupported_reason(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why a backend cannot compute in `dtype` on a device; None if it can."""
+    """Return why a backend cannot compute in `dtype` on a device; None if it can."""
     backend = BACKENDS[name]()
     return backend if isinstance(backend, str) else backend.unsupported_reason(device, dtype)
 
 
 @functools.cache
 def _ops_for(name: str, device: torch.device, dtype: torch.dtype, plain: bool) -> Operations:
-    asked = DEFAULTS.get(device.type, "eager") if check_name(name) == "auto" else name
+    chosen = DEFAULTS.get(device.type, "eager") if check_name(name) == "auto" else name
     if not plain:  # no memory that a kernel could be given
         return _table("eager")
-    reason = unsupported_reason(asked, device, dtype)
+    reason = unsupported_reason(chosen, device, dtype)
     if reason is None:
-        return _table(asked)
+        return _table(chosen)
     if name != "auto" or dtype != torch.float64:
-        warn(f"'eager' runs instead of backend {asked!r} for {dtype} on {device}: {reason}")
+        warn(f"'eager' runs instead of backend {chosen!r} for {dtype} on {device}: {reason}")
     return _table("eager")

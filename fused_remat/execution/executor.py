@@ -28,9 +28,9 @@ _NO_FUNCTIONS: Functions = {}
 _NO_DELIVERIES: Mapping[str, Sequence[Sequence[str]]] = {}
 _NOTHING: Sequence[Sequence[str]] = ((),)
 #: A chunk and the steps that run on it.
-BackwardPiece = tuple[Chunk, Collection[Step]]
+BackwardChunk = tuple[Chunk, Collection[Step]]
 #: With the rows of the output that they write, if any, and the names that are kept then.
-ForwardPiece = tuple[Chunk, Collection[Step], Tensor | None, tuple[str, ...]]
+ForwardChunk = tuple[Chunk, Collection[Step], Tensor | None, tuple[str, ...]]
 
 
 def forward(
@@ -40,7 +40,7 @@ def forward(
     watch: Watch | None = None,
     repeats: bool = True,
 ) -> tuple[Tensor, list[Tensor]]:
-    """The block's output, and what the schedule keeps, in the order of computation.
+    """Return the block's output, and what the schedule keeps, in the order of computation.
 
     The output is shaped like the first of `tensors` (of heads: side by side, (B, S, H*E)) except
     for its width. Neither it nor what is kept shares memory with the inputs. `functions` are the
@@ -49,7 +49,7 @@ def forward(
     """
     x = tensors[0]
     assert x is not None
-    if autocast_on(x):  # the graph says what is computed in which dtype
+    if autocast_on(x):  # the graph describes which dtype is used where
         with autocast_off(x):
             return forward(execution, tensors, functions, watch)
     observed, record = watch is not None or _is_observed(), execution.recordings
@@ -63,7 +63,7 @@ def forward(
     if not (execution.makes_output and x.is_contiguous()):
         out = empty_output(execution.call, width, execution.dtypes["output"], x)
     kept: list[Tensor] = []
-    for chunk, steps, rows, keeps in _forward_pieces(this, execution, out):
+    for chunk, steps, rows, keeps in _forward_chunks(this, execution, out):
         for step in steps:
             node = step.node
             assert node is not None
@@ -82,8 +82,8 @@ def forward(
     return out, kept
 
 
-def _forward_pieces(this: Pass, execution: Execution, out: Tensor | None) -> Iterator[ForwardPiece]:
-    """Each group, and after a group's own steps each of its tiles."""
+def _forward_chunks(this: Pass, execution: Execution, out: Tensor | None) -> Iterator[ForwardChunk]:
+    """Yield each group, and after a group's own steps each of its tiles."""
     plan, chunks = execution.plan, execution.chunks
     if out is None:  # one group without tiles
         whole = _group(this, chunks.groups[0], execution.shapes)
@@ -114,7 +114,7 @@ def backward(
     sink: Mapping[str, Tensor] | None = None,
     repeats: bool = True,
 ) -> list[Tensor | None]:
-    """Gradients of the call's tensors in its order; None where not asked for, and of `sink`.
+    """Return gradients of the call's tensors in its order; None where not needed, and of `sink`.
 
     `tensors` may be None where backward does not read them; `kept` is what `forward` returned;
     `out` the output, if the schedule keeps it. `watch` and `sink`: see `Pass`;
@@ -146,8 +146,10 @@ def stages(
     sink: Mapping[str, Tensor] | None = None,
     delivers: Mapping[str, Sequence[Sequence[str]]] = _NO_DELIVERIES,
 ) -> Iterator[dict[str, Tensor]]:
-    """Gradients by name: in and after each step that `delivers` names, those of its tensors; at
-    last, all others. Arguments as of `backward`, without autocast."""
+    """Yield gradients by name: those that `delivers` has for steps, in and after each; then others.
+
+    Arguments are those of `backward`, without autocast.
+    """
     observed = watch is not None or _is_observed()
     named = execution.named(tensors)
     if functions:
@@ -155,7 +157,7 @@ def stages(
         named = {**named, **{name: functions[name]() for name in params if name in functions}}
     this = Pass(execution, named, functions, dy, watch, sink)
     grads: dict[str, Tensor] = {}
-    for chunk, steps in _backward_pieces(this, execution, kept, out, dy, grads):
+    for chunk, steps in _backward_chunks(this, execution, kept, out, dy, grads):
         for step in steps:
             node = step.node
             assert node is not None
@@ -191,16 +193,17 @@ def stages(
     yield grads
 
 
-def _backward_pieces(
+def _backward_chunks(
     this: Pass,
     execution: Execution,
     kept: Sequence[Tensor],
     out: Tensor | None,
     dy: Tensor,
     grads: dict[str, Tensor],
-) -> Iterator[BackwardPiece]:
-    """Each group up to its tiles, its tiles, and the rest of it; `grads` takes the inputs'."""
+) -> Iterator[BackwardChunk]:
+    """Yield each group up to its tiles, its tiles, and the group again; inputs' go to `grads`."""
     plan, chunks, supply = execution.plan, execution.chunks, iter(kept)
+    before, free, after = plan.around_tiles
     seq_first = execution.call.seq_first
     dy_BSD, out_BSD = (t.transpose(0, 1) if seq_first and t is not None else t for t in (dy, out))
     assert dy_BSD is not None
@@ -210,12 +213,12 @@ def _backward_pieces(
         if out_BSD is not None:
             group["output"] = _rows(out_BSD, seqs)
         group.grads["output"] = (_rows(dy_BSD, seqs), False)
-        yield group, plan.backward_before
+        yield group, before
         if plan.tile_backward:
             yield from _backward_tiles(this, execution, group, supply)
-            for name in plan.freed_by_tiles:
+            for name in free:
                 group.pop(name, None)
-            yield group, plan.backward_after
+            yield group, after
         for name, shape in execution.shapes.items():
             if name in execution.needs_grad:
                 _collect(name, shape, group, chunks.group >= chunks.batch, dy_BSD, grads)
@@ -224,8 +227,8 @@ def _backward_pieces(
 
 def _backward_tiles(
     this: Pass, execution: Execution, group: Chunk, supply: Iterator[Tensor]
-) -> Iterator[BackwardPiece]:
-    """A group's tiles, whose gradients of the group's activations are put together."""
+) -> Iterator[BackwardChunk]:
+    """Yield a group's tiles, and join their gradients of the group's activations."""
     plan, (dout, _) = execution.plan, group.take_grad("output")
     buffers = {name: group.empty(name) for name in plan.tile_gives}
     for lo, hi in execution.chunks.tiles(group.rows):
@@ -241,7 +244,7 @@ def _backward_tiles(
 
 
 def _group(this: Pass, seqs: tuple[int, int], inputs: Iterable[str]) -> Chunk:
-    """The chunk of a group of sequences, holding those of `inputs` that are there."""
+    """Return the chunk of a group of sequences, with those of `inputs` that are not None."""
     group = Chunk(this, seqs, (0, (seqs[1] - seqs[0]) * this.chunks.seq_len))
     for name in inputs:
         x = this.tensors.get(name)
@@ -255,12 +258,9 @@ def _of_group(x: Tensor, seqs: tuple[int, int]) -> Tensor:
 
 
 def _rows(x: Tensor, seqs: tuple[int, int]) -> Tensor:
-    """A group of (B, S, D) as a matrix of tokens: a view where the layout allows, else a copy.
-
-    Of heads (B, H, S, E), the group's heads.
-    """
-    mine = _of_group(x, seqs)
-    return mine if mine.dim() == 4 else mine.reshape(-1, mine.shape[-1])
+    """Return a group of (B, S, D) as a matrix of tokens, if possible a view; heads as they are."""
+    own = _of_group(x, seqs)
+    return own if own.dim() == 4 else own.reshape(-1, own.shape[-1])
 
 
 def _collect(
@@ -289,7 +289,7 @@ def _collect(
 
 
 def empty_output(call: BlockConfig, width: int, dtype: torch.dtype, x: Tensor) -> Tensor:
-    """An uninitialised output of `width` and `dtype` for the first input `x`."""
+    """Return an uninitialized output of `width` and `dtype` for the first input `x`."""
     if x.dim() == 4:
         return x.new_empty((*sizes(x.shape), width), dtype=dtype)
     if width != x.shape[-1]:
@@ -328,7 +328,44 @@ def autocast_on(x: Tensor) -> bool:
 
 
 def autocast_off(x: Tensor) -> AbstractContextManager[None]:
-    """The graph says what is computed in which dtype."""
+    """Return a context without autocast: the graph describes which dtype is used where."""
     if not autocast_on(x):
         return contextlib.nullcontext()
     return torch.autocast(x.device.type, enabled=False)
+
+
+def check_unchanged(
+    names: Sequence[str],
+    shapes: Sequence[torch.Size | None],
+    dtypes: Sequence[torch.dtype | None],
+    tensors: Sequence[Tensor | None],
+    dy: Tensor,
+) -> None:
+    """Raise RuntimeError if a tensor has another shape, dtype or device than in forward.
+
+    Autograd detects changes in place, but not `p.data = ...`, which is how a module is moved and
+    cast. `shapes` and `dtypes` are those of forward, whose device is that of `dy`; `tensors`, which
+    may be longer, are None where backward does not read them.
+    """
+    # This runs in every backward, so devices are compared in the cheapest way.
+    is_cpu, index = dy.is_cpu, dy.get_device()
+    for i, (t, shape, dtype) in enumerate(zip(tensors, shapes, dtypes)):  # noqa: B905
+        if t is None:
+            continue
+        is_there = t.is_cpu if is_cpu else t.get_device() == index
+        # A scalar may be on another device, and a tensor that a user's function captures.
+        is_there = is_there or t.dim() == 0 or names[i].startswith("activation.")
+        if t.dtype is not dtype or t.shape != shape or not is_there:
+            raise changed(names[i], (tuple(shape or ()), dtype, dy.device), t)
+
+
+def changed(
+    name: str, was: tuple[tuple[int, ...], torch.dtype | None, torch.device], now: Tensor
+) -> RuntimeError:
+    """Return the error for a tensor that had another shape, dtype or device in forward."""
+    shape, dtype, device = was
+    return RuntimeError(
+        f"fused_remat: backward reads {name!r} again, which was {dtype} of shape {shape} on "
+        f"{device} in forward, and is {now.dtype} of shape {tuple(now.shape)} on {now.device} now: "
+        "do not move, cast or resize tensors between forward and backward"
+    )

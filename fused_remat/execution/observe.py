@@ -1,4 +1,4 @@
-"""Who is told what blocks do: reports, explanations, tests. The lists are usually empty."""
+"""Observers of blocks: reports, explanations, tests. The lists are usually empty."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ Functions = Mapping[str, Callable[..., Tensor]]
 class BlockRun(NamedTuple):
     """A call that keeps something for backward."""
 
-    execution: Execution  # execution, functions: what is computed, and the caller's own functions
+    execution: Execution
     functions: Functions
-    tensors: Sequence[Tensor | None]  # tensors, output: of the call
+    tensors: Sequence[Tensor | None]
     output: Tensor
     kept: Sequence[Tensor]  # kept activations other than `tensors` and `output`, chunk by chunk
     saves: Sequence[bool]  # for each of `tensors`, whether it is kept
-    offloaded: Sequence[tuple[str, Tensor]]  # by name, what of it is kept on the host
+    offloaded: Sequence[tuple[str, Tensor]]  # by name, those on the host
 
     @property
     def call(self) -> BlockConfig:
@@ -48,7 +48,7 @@ _thread = threading.local()
 
 @contextlib.contextmanager
 def unobserved() -> Iterator[None]:
-    """Nobody is told of the blocks and steps that run inside, in this thread."""
+    """Hide the blocks and steps that run inside, in this thread, from observers."""
     before, _thread.off = not is_observed(), True
     try:
         yield
@@ -57,5 +57,5 @@ def unobserved() -> Iterator[None]:
 
 
 def is_observed() -> bool:
-    """Whether this thread's runs are told to observers."""
+    """Return whether observers see this thread's runs."""
     return not getattr(_thread, "off", False)

@@ -1,8 +1,8 @@
-"""What a call of a block is, and what is worked out about it once, from shapes alone.
+"""The description of a call, and what follows from it and from shapes alone, computed once.
 
-A `BlockConfig` says what to compute, without tensors. An `Execution` adds everything that follows
-from shapes, dtypes and the device: operations, chunks, schedule, widths. Both are cached, and read
-no value of any tensor.
+A `BlockConfig` describes a computation, without tensors. An `Execution` adds everything that
+follows from shapes, dtypes and the device: operations, chunks, schedule, widths. Both are cached,
+and read no value of any tensor.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_remat.execution.choose import has_faster, ops_for
+from fused_remat.execution import choose
 from fused_remat.execution.recording import Recordings
 from fused_remat.graph.graph import Graph, sizes
 from fused_remat.graph.schedule import Schedule, schedule
@@ -35,13 +35,13 @@ from fused_remat.steps.residual import Add, DrawMask
 from fused_remat.steps.rotary import Rotary
 
 Shapes = Sequence[torch.Size | None]
-#: Steps that do nothing but call PyTorch on tensors of the block, and the rows that they read: a
-#: row of another's may depend on more.
+#: Steps that do nothing but call PyTorch on tensors of the block, and the entries of tables that
+#: they read: an entry of a user may depend on more.
 _REPEATABLE = frozenset((Norm, Linear, Attention, MLPActivation, Add, DrawMask, Rotary))
-_ROWS = (*NORMS.values(), *ACTIVATIONS.values())
+_ENTRIES = (*NORMS.values(), *ACTIVATIONS.values())
 
-# Blocks of cheap steps alone are computed at least so many elements at a time: to put smaller
-# chunks together takes as long as to compute them.
+# Blocks of cheap steps alone are computed at least so many elements at a time: joining smaller
+# chunks takes as long as computing them.
 _ELEMENTS = 1 << 21
 #: Weights of fewer elements are not worth another node of autograd.
 _DELIVERED = 1 << 18
@@ -49,18 +49,18 @@ _DELIVERED = 1 << 18
 
 @dataclass(frozen=True)
 class BlockConfig:
-    """What to compute, without tensors."""
+    """A computation, without tensors."""
 
     graph: Graph  # the block; its `tensors` name what a call passes, inputs first
     save: frozenset[str]  # names that the policy keeps
-    needs_grad: frozenset[str]  # inputs and params whose gradients are asked for
+    needs_grad: frozenset[str]  # inputs and params whose gradients are needed
     backend: str  # a registered name or "auto"
     seq_first: bool = False  # the inputs are (S, B, D) rather than (B, S, D)
     preserve_strides: bool = True  # the output keeps a dense input's strides; else it is contiguous
     offload: frozenset[str] = frozenset()  # names of what is copied to the host until backward
 
     def prepare(self, tensors: Sequence[Tensor | None], fused: bool = True) -> Execution:
-        """The execution for these tensors.
+        """Return the execution for these tensors.
 
         `fused=False`: each step is an operation of its own, as under deterministic algorithms, so
         that forward and backward of every policy run the same ones.
@@ -70,12 +70,9 @@ class BlockConfig:
         return prepare(self, x, [None if t is None else t.shape for t in tensors], fused)
 
     def named_shapes(self, shapes: Shapes) -> dict[str, tuple[int, ...]]:
-        """The shapes of the tensors that are there, by name; the inputs' batch first."""
-        named: dict[str, tuple[int, ...]] = {
-            name: shape
-            for name, shape in zip(self.graph.tensors, shapes, strict=True)
-            if shape is not None
-        }
+        """Return the shapes of the tensors that are not None, by name; the inputs' batch first."""
+        pairs = zip(self.graph.tensors, shapes, strict=True)
+        named: dict[str, tuple[int, ...]] = {n: shape for n, shape in pairs if shape is not None}
         for name in self.graph.inputs if self.seq_first else ():
             seq_len, batch, width = named[name]
             named[name] = (batch, seq_len, width)
@@ -86,17 +83,15 @@ class BlockConfig:
 class Execution(Layout):
     """A call with everything that follows from the shapes and dtypes of its tensors."""
 
-    call: BlockConfig  # what is computed
-    device: torch.device  # where
-    plan: Schedule  # the schedule of forward and backward
-    # the dtypes that params are converted to before a pass; usually empty
-    casts: Mapping[str, torch.dtype]
+    call: BlockConfig
+    device: torch.device
+    plan: Schedule  # of forward and backward
     shapes: Mapping[str, tuple[int, ...]]  # of the inputs, batch first
-    # shapes of all tensors of the call, in its order, as they were given
+    # shapes of all tensors of the call, in its order
     given: tuple[torch.Size | None, ...]
     # for each tensor of the call, whether backward reads its values again
     rereads: tuple[bool, ...]
-    fusions: frozenset[str]  # rows of `graph.fusions.FUSIONS` that the schedule uses
+    fusions: frozenset[str]  # those of `graph.fusions` in the schedule
     # by names of steps of backward, the tensors whose gradients autograd gets, in order
     # within that step, and at last after it: of large weights, which are not held together
     delivers: Mapping[str, tuple[tuple[str, ...], ...]]
@@ -105,32 +100,32 @@ class Execution(Layout):
 
     def __post_init__(self) -> None:
         on_cpu = self.ops.name == "eager" and self.device.type == "cpu"
-        runs = {row.faster["eager"].run for row in OPERATIONS.values() if "eager" in row.faster}
+        runs = {op.faster["eager"].run for op in OPERATIONS.values() if "eager" in op.faster}
         own = runs <= {linear_fwd_onednn, linear_dx_onednn}
         repeats = on_cpu and own and all(map(_is_repeatable, self.call.graph.nodes))
         object.__setattr__(self, "recordings", Recordings() if repeats else None)
 
     @functools.cached_property
     def delivered(self) -> tuple[tuple[str, ...], ...]:
-        """The tensors whose gradients autograd gets together, in order."""
+        """Tensors whose gradients autograd gets together, in order."""
         return tuple([names for parts in self.delivers.values() for names in parts if names])
 
     @functools.cached_property
     def makes_output(self) -> bool:
-        """Whether the last step's own result is the output: ATen's norms write into no other."""
+        """True if the last step's own result is the output: ATen's norms write into no other."""
         last = self.call.graph.nodes[-1]
         is_norm = isinstance(last, Norm) and last.name == "output" and _is_repeatable(last)
         plain = self.ops.name == "eager" and self.compute is None and not self.call.seq_first
         return is_norm and plain and len(self.chunks.groups) == 1 and not self.plan.tile_forward
 
     def named(self, tensors: Sequence[Tensor | None]) -> Mapping[str, Tensor | None]:
-        """Tensors by name, the inputs batch first and params in the dtypes that steps read."""
+        """Return tensors by name, inputs batch first and params in the dtypes that steps read."""
         graph = self.call.graph
         named = dict(zip(graph.tensors, tensors, strict=True))
         for name in graph.inputs if self.call.seq_first else ():
             x = named[name]
             named[name] = None if x is None else x.transpose(0, 1)
-        for name, dtype in self.casts.items():
+        for name, dtype in graph.casts.items():
             param = named[name]
             named[name] = None if param is None else param.to(dtype)
         return named
@@ -166,14 +161,13 @@ def prepare(
     fused: bool = True,
     dtype: torch.dtype | None = None,
 ) -> Execution:
-    """The execution for tensors of `shapes` on the device of `like`; the first of `dtype`, or of
-    the dtype of `like`."""
+    """Return the execution for `shapes` on the device of `like`, in `dtype` or that of `like`."""
     dtype = dtype or like.dtype
-    ops = ops_for(call.backend, like, call.graph.compute or dtype)
+    ops = choose.ops_for(call.backend, like, call.graph.compute or dtype)
     # Under deterministic algorithms every policy takes the same operation for a step.
     fuses = fused and not torch.are_deterministic_algorithms_enabled()
     asked = getattr(_CHUNKS, "tokens", None)
-    tokens, elements = (asked, 0) if asked else (ops.chunk_tokens(like.device, dtype), _ELEMENTS)
+    tokens, elements = (asked, 0) if asked else (choose.chunk_tokens(like.device, dtype), _ELEMENTS)
     return _prepare(call, ops, tokens, elements, like.device, fuses, dtype, tuple(shapes))
 
 
@@ -213,7 +207,6 @@ def _prepare(
         call=call,
         device=device,
         plan=plan,
-        casts=graph.casts,
         shapes={name: named[name] for name in graph.inputs},
         given=shapes,
         rereads=tuple([name in rereads for name in graph.tensors]),
@@ -230,8 +223,10 @@ def _delivers(
     widths: Mapping[str, int],
     chunks: Chunks,
 ) -> dict[str, tuple[tuple[str, ...], ...]]:
-    """`Execution.delivers`. Of several groups, each adds to the gradients of all tensors; and those
-    of small weights are less than what a pass computes besides."""
+    """Return `Execution.delivers`: empty for several groups, which all add to each gradient.
+
+    Gradients of small weights take less memory than what a pass computes anyway.
+    """
     sizes = {name: math.prod(shapes[name]) for name in graph.params if name in needs_grad}
     total, rows = sum(sizes.values()), chunks.batch * chunks.seq_len
     if len(chunks.groups) > 1 or total < max(_DELIVERED, rows * max(widths.values())):
@@ -240,7 +235,7 @@ def _delivers(
     for i, step in enumerate(plan.backward):
         for each in plan.tile_backward if step.kind == "tiles" else (step,):
             last.update(dict.fromkeys(each.needs_grad.intersection(sizes), i))
-    pending, found = list[str](), dict[str, tuple[tuple[str, ...], ...]]()
+    pending, delivers = list[str](), dict[str, tuple[tuple[str, ...], ...]]()
 
     def taken() -> tuple[str, ...]:
         names = tuple(pending) if 8 * sum([sizes[n] for n in pending]) >= total else ()
@@ -248,14 +243,14 @@ def _delivers(
         return names
 
     for i, step in enumerate(plan.backward):
-        mine, inner = [name for name, at in last.items() if at == i], list[tuple[str, ...]]()
-        for part in step.node.in_order(mine) if step.node and step.kind == "backward" else ():
+        names, inner = [name for name, at in last.items() if at == i], list[tuple[str, ...]]()
+        for part in step.node.in_order(names) if step.node and step.kind == "backward" else ():
             pending += part
-            mine = [name for name in mine if name not in part]
+            names = [name for name in names if name not in part]
             inner.append(taken())
-        pending += mine
+        pending += names
         after = taken() if step.kind == "backward" else ()
-        *inner, late = [names for names in inner if names] or [()]
+        *inner, late = [part for part in inner if part] or [()]
         if late and after:
             inner.append(late)
         elif late:  # alone it would keep the graph for little else
@@ -263,18 +258,18 @@ def _delivers(
             pending.clear()
         parts = (*inner, after if i + 1 < len(plan.backward) else ())  # the block gives the last
         if step.node and any(parts):
-            found[step.node.name] = parts
-    return found
+            delivers[step.node.name] = parts
+    return delivers
 
 
 def _is_repeatable(node: Node) -> bool:
-    """Whether a step makes the same calls for tensors of the same dtypes, shapes and strides."""
-    row: Any = None
+    """Return whether equal dtypes, shapes and strides let a step make the same calls."""
+    entry: Any = None
     if isinstance(node, Norm):
-        row = NORMS[node.spec.kind]
+        entry = NORMS[node.spec.kind]
     elif isinstance(node, MLPActivation):
-        row = ACTIVATIONS[node.act]
-    return type(node) in _REPEATABLE and (row is None or row in _ROWS)
+        entry = ACTIVATIONS[node.act]
+    return type(node) in _REPEATABLE and (entry is None or entry in _ENTRIES)
 
 
 def _fusions(
@@ -284,16 +279,17 @@ def _fusions(
     dtype: torch.dtype,
     device: torch.device,
 ) -> frozenset[str]:
-    """Rows of `graph.fusions.FUSIONS` for which the backend has an operation of its own, with the
-    name of the activation where there is one; products are in `dtype`."""
+    """Return the `graph.fusions` that the backend has; products are in `dtype`."""
     acts = {node.act for node in graph.nodes if isinstance(node, MLPActivation)}
     found = set()
     for act in acts:
-        if has_faster(ops, mlp_bwd, (act, dtype, device)):
+        if choose.has_faster(ops, mlp_bwd, (act, dtype, device)):
             found.add(f"mlp_bwd {act}")
-        if has_faster(ops, mlp_up_fwd, (act, dtype, device)):
+        if choose.has_faster(ops, mlp_up_fwd, (act, dtype, device)):
             found.add(f"linear_act {act}")
     norms = {(n.spec.kind, widths[n.name]) for n in graph.nodes if isinstance(n, Norm)}
-    if norms and all(has_faster(ops, linear_norm_fwd, (k, dtype, device, n)) for k, n in norms):
+    if norms and all(
+        choose.has_faster(ops, linear_norm_fwd, (k, dtype, device, n)) for k, n in norms
+    ):
         found.add("linear_norm")
     return frozenset(found)

@@ -37,24 +37,16 @@ ON = os.environ.get("FUSED_REMAT_RECORD", "1").lower() not in ("", "0", "false",
 _dtype = operator.attrgetter("dtype")
 
 
-class Unrepeatable(Exception):
-    """A pass does what its record could not repeat."""
-
-
 class Recordings:
-    """What is recorded of an execution's passes.
+    """Records of an execution's passes."""
 
-    Attributes:
-        passes: by kind, what repeats a pass, or how often it has run.
-        calls: how many operators the records have; `all_calls` is of all of them.
-        off: whether a pass could not be recorded: none is any more.
-    """
-
-    all_calls = 0
+    all_calls = 0  # operators in all records of the process
 
     def __init__(self) -> None:
+        # By kind, the function that repeats a pass, or how often the pass has run.
         self.passes: dict[Any, Callable[[Given], Any] | int] = {}
-        self.calls, self.off = 0, False
+        self.calls = 0  # operators in these records
+        self.off = False  # set once a pass could not be recorded: none is from then on
 
     def __del__(self) -> None:
         type(self).all_calls -= self.calls  # as the interpreter ends, the module has no names left
@@ -62,7 +54,7 @@ class Recordings:
     def find(
         self, name: str, given: Given, steps: Callable[[], Any]
     ) -> Callable[[Given], Any] | None:
-        """What repeats the pass `steps` on the tensors `given`, which it reads; None if nothing."""
+        """Return a function that repeats the pass `steps` on the tensors `given`, or None."""
         there = [t for t in given if t is not None]
         try:
             kind = (name, *map(type, given), *map(_dtype, there), *map(Tensor.stride, there))
@@ -75,8 +67,10 @@ class Recordings:
             if found or len(self.passes) < _MOST_KINDS:
                 self.passes[kind] = found + 1
             return None
-        if not ON or _is_watched() or Recordings.all_calls >= _MOST_CALLS:
+        if not ON or Recordings.all_calls >= _MOST_CALLS:
             return None
+        if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
+            return None  # a mode sees the calls, and may change them
         if len({*map(id, there)}) < len(there):  # one tensor given twice; later there may be two
             return None
         return functools.partial(self._record, kind, steps)
@@ -95,11 +89,6 @@ class Recordings:
         self.calls += calls
         Recordings.all_calls += calls
         return made
-
-
-def _is_watched() -> bool:
-    """Whether a mode looks at the calls, and may change them."""
-    return bool(torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack())
 
 
 _TENSOR = torch._C.TensorType.get()
@@ -139,10 +128,7 @@ class _Recorder(TorchDispatchMode):
         return made
 
     def function(self, made: Any) -> Callable[[Given], Any] | None:
-        """What repeats the pass that returned `made`: a list, or a tensor and a list.
-
-        None if nothing can.
-        """
+        """Return a function that repeats the pass whose result is `made`, or None."""
         is_list = isinstance(made, list)
         if self.failed:
             return None
@@ -161,7 +147,7 @@ class _Recorder(TorchDispatchMode):
             return
         self.calls += 1
         if torch.is_grad_enabled() != self.grad or self.calls > _MOST_CALLS:
-            raise Unrepeatable
+            raise NotImplementedError
         arguments, returns = schema.arguments, schema.returns
         named = dict(zip([a.name for a in arguments], args, strict=False)) | kwargs
         given = [named.get(a.name, a.default_value) for a in arguments]
@@ -176,7 +162,7 @@ class _Recorder(TorchDispatchMode):
         )
         found = node.schema()
         if found != str(schema) and (found == "(no schema)" or not (is_view or has_number)):
-            raise Unrepeatable
+            raise NotImplementedError
         if isinstance(made, list) and len(returns) == 1:
             node.outputsAt(0).setType(returns[0].type)
             node = self._add("prim::ListUnpack", [node.outputsAt(0)], len(made))
@@ -188,18 +174,18 @@ class _Recorder(TorchDispatchMode):
         return self.graph.insertNode(self.graph.create(name, values, outputs))
 
     def _name(self, t: Any, value: Any) -> None:
-        """From now on `value` is what the graph has of a tensor."""
+        """Let `value` stand for a tensor in the graph."""
         if isinstance(t, Tensor):
             self.values[id(t)] = weakref.ref(t), value
         elif t is not None:
-            raise Unrepeatable
+            raise NotImplementedError
 
     def _value(self, arg: Any, kind: Any) -> Any:
-        """What the graph has of an argument of a type."""
+        """Return the graph's value for an argument of a type."""
         if isinstance(arg, Tensor):
             ref, value = self.values.get(id(arg), (None, None))
             if ref is None or ref() is not arg:
-                raise Unrepeatable  # nobody knows how it was made
+                raise NotImplementedError  # nobody knows how it was made
             return value
         if isinstance(arg, (tuple, list)) and any(t is None or isinstance(t, Tensor) for t in arg):
             node = self._add("prim::ListConstruct", [self._value(t, _TENSOR) for t in arg], 1)

@@ -7,7 +7,7 @@ replaces them. A fusion changes neither what a policy keeps nor what backward re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from fused_remat.steps.activation import MLPActivation
@@ -57,72 +57,70 @@ def _replaced(steps: Steps, old: Sequence[Draft], node: Node, gone: Collection[s
     return [new if step is last else step for step in steps if step is last or step not in old]
 
 
-def linear_act(steps: Steps, fusions: Collection[str], held: Collection[str]) -> list[Draft]:
-    """Fuse the steps of `up` (and a gate) and `act` into one of `act`."""
-    for step in steps:
-        node = step.node
-        if step.kind != "compute" or not isinstance(node, MLPActivation):
-            continue
-        sources = [_computes(steps, name) for name in node.inputs]
-        if f"linear_act {node.act}" not in fusions or not _alike(sources):
-            continue
-        old = [s for s in (*sources, step) if s is not None]
-        at = steps.index(step)
-        others = {n: [u for u in _users(steps, n) if u not in old] for n in node.inputs}
-        used = [name for name in node.inputs if name in held or others[name]]
-        if any(steps.index(user) < at for name in used for user in others[name]):
-            continue  # a product is read before the activation is computed
-        new = MlpUp(
-            name=node.name,
-            ups=tuple([s.node for s in sources if s is not None and isinstance(s.node, Linear)]),
-            act=node,
-            kept=tuple([name in used for name in node.inputs]),
-        )
-        steps = _replaced(steps, old, new, set(node.inputs) - set(used))
-        return linear_act(steps, fusions, held)
-    return list(steps)
+def linear_act(
+    steps: Steps, step: Draft, fusions: Collection[str], held: Collection[str]
+) -> list[Draft] | None:
+    """Fuse the steps of `up` (and a gate) and `act`, which is `step`, into one of `act`."""
+    node = step.node
+    if step.kind != "compute" or not isinstance(node, MLPActivation):
+        return None
+    sources = [_computes(steps, name) for name in node.inputs]
+    if f"linear_act {node.act}" not in fusions or not _alike(sources):
+        return None
+    old = [s for s in (*sources, step) if s is not None]
+    at = steps.index(step)
+    others = {n: [u for u in _users(steps, n) if u not in old] for n in node.inputs}
+    used = [name for name in node.inputs if name in held or others[name]]
+    if any(steps.index(user) < at for name in used for user in others[name]):
+        return None  # a product is read before the activation is computed
+    new = MlpUp(
+        name=node.name,
+        ups=tuple([s.node for s in sources if s is not None and isinstance(s.node, Linear)]),
+        act=node,
+        kept=tuple([name in used for name in node.inputs]),
+    )
+    return _replaced(steps, old, new, set(node.inputs) - set(used))
 
 
-def linear_norm(steps: Steps, fusions: Collection[str], held: Collection[str]) -> list[Draft]:
-    """Fuse a linear layer with a residual and the norm of its sum."""
-    for step in steps:
-        node = step.node
-        if step.kind != "compute" or not isinstance(node, Norm) or "linear_norm" not in fusions:
-            continue
-        source = _computes(steps, node.x)
-        if source is None or not isinstance(source.node, Linear) or not source.node.residual:
-            continue
-        if _users(steps, node.x)[1] is not step:
-            continue  # another step reads the sum before the norm does
-        new = LinearNorm(name=node.name, linear=source.node, norm=node)
-        return linear_norm(_replaced(steps, [source, step], new, ()), fusions, held)
-    return list(steps)
+def linear_norm(
+    steps: Steps, step: Draft, fusions: Collection[str], held: Collection[str]
+) -> list[Draft] | None:
+    """Fuse a linear layer with a residual and the norm of its sum, which is `step`."""
+    node = step.node
+    if step.kind != "compute" or not isinstance(node, Norm) or "linear_norm" not in fusions:
+        return None
+    source = _computes(steps, node.x)
+    if source is None or not isinstance(source.node, Linear) or not source.node.residual:
+        return None
+    if _users(steps, node.x)[1] is not step:
+        return None  # another step reads the sum before the norm does
+    new = LinearNorm(name=node.name, linear=source.node, norm=node)
+    return _replaced(steps, [source, step], new, ())
 
 
-def mlp_bwd(steps: Steps, fusions: Collection[str], held: Collection[str]) -> list[Draft]:
+def mlp_bwd(
+    steps: Steps, step: Draft, fusions: Collection[str], held: Collection[str]
+) -> list[Draft] | None:
     """Fuse rebuilds of `up` (and a gate) and `act` with the backward of `out` and `act`."""
-    for step in steps:
-        node = step.node
-        if step.kind != "backward" or not isinstance(node, MLPActivation):
-            continue
-        if f"mlp_bwd {node.act}" not in fusions or not set(node.inputs) <= step.needs_grad:
-            continue
-        ups = [_computes(steps, name) for name in node.inputs]
-        out = _only_source(steps, step, node.name)
-        if out is None or not _alike(ups):
-            continue
-        layer, act = out.node, _computes(steps, node.name)
-        assert isinstance(layer, Linear)
-        if (act is not None) != (layer.weight in out.needs_grad):
-            continue  # the activation is kept
-        old = [s for s in (*ups, act, step, out) if s is not None]
-        if any(s not in old for name in (*node.inputs, node.name) for s in _users(steps, name)):
-            continue  # another step reads what would not be written
-        layers = tuple(s.node for s in ups if s is not None and isinstance(s.node, Linear))
-        new = MlpBackward(name=layer.name, ups=layers, act=node, out=layer)
-        steps = _replaced(steps, old, new, {*node.inputs, node.name})
-        return mlp_bwd(steps, fusions, held)
-    return list(steps)
+    node = step.node
+    if step.kind != "backward" or not isinstance(node, MLPActivation):
+        return None
+    if f"mlp_bwd {node.act}" not in fusions or not set(node.inputs) <= step.needs_grad:
+        return None
+    ups = [_computes(steps, name) for name in node.inputs]
+    out = _only_source(steps, step, node.name)
+    if out is None or not _alike(ups):
+        return None
+    layer, act = out.node, _computes(steps, node.name)
+    assert isinstance(layer, Linear)
+    if (act is not None) != (layer.weight in out.needs_grad):
+        return None  # the activation is kept
+    old = [s for s in (*ups, act, step, out) if s is not None]
+    if any(s not in old for name in (*node.inputs, node.name) for s in _users(steps, name)):
+        return None  # another step reads what would not be written
+    layers = tuple(s.node for s in ups if s is not None and isinstance(s.node, Linear))
+    new = MlpBackward(name=layer.name, ups=layers, act=node, out=layer)
+    return _replaced(steps, old, new, {*node.inputs, node.name})
 
 
 def _only_source(steps: Steps, taker: Draft, name: str) -> Draft | None:
@@ -142,19 +140,15 @@ def _only_source(steps: Steps, taker: Draft, name: str) -> Draft | None:
     return givers[0]
 
 
-#: Name -> rewrite(steps, fusions, held), applied in this order. `fusions` names those to apply; a
-#: fusion of an activation is named with it, as "mlp_bwd gelu". `held`: names that outlive the
-#: program.
-FUSIONS: dict[str, Callable[[Steps, Collection[str], Collection[str]], list[Draft]]] = {
-    "mlp_bwd": mlp_bwd,
-    "linear_act": linear_act,
-    "linear_norm": linear_norm,
-}
-
-
 def fuse(steps: Steps, fusions: Collection[str], held: Collection[str]) -> list[Draft]:
-    """Return `steps`, rewritten by the rows of `FUSIONS` that `fusions` names."""
-    if fusions:
-        for rewrite in FUSIONS.values():
-            steps = rewrite(steps, fusions, held)
+    """Return `steps` with the fusions that `fusions` names; an activation's as "mlp_bwd gelu".
+
+    `held`: names that outlive the program.
+    """
+    for rewrite in (mlp_bwd, linear_act, linear_norm) if fusions else ():
+        pending = [*steps]
+        while pending:
+            fused = rewrite(steps, pending.pop(0), fusions, held)
+            if fused is not None:
+                steps, pending = fused, [*fused]
     return list(steps)

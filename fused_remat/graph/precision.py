@@ -8,7 +8,6 @@ product, and gradients of the stream are summed in the stream's dtype.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 
 import torch
@@ -30,18 +29,8 @@ def mixed_precision(graph: Graph, compute: torch.dtype) -> Graph:
     Raises: NotImplementedError if a step other than a norm, linear layer, sum or collective reads
         or writes the stream.
     """
-    return _mixed(graph, compute)
-
-
-@functools.lru_cache(maxsize=256)
-def _mixed(graph: Graph, compute: torch.dtype) -> Graph:
     nodes = tuple([_in_precision(graph, node, compute) for node in graph.nodes])
     return replace(graph, nodes=nodes, compute=compute)
-
-
-def in_precision(graph: Graph, compute: torch.dtype) -> Graph:
-    """`mixed_precision(graph, compute)`, of any graph; only that of one with a text has a text."""
-    return mixed_precision(graph, compute) if graph.text else _mixed(graph, compute)
 
 
 def _in_precision(graph: Graph, node: Node, compute: torch.dtype) -> Node:

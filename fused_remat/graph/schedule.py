@@ -31,9 +31,6 @@ class Step:
         return f"{self.kind} {self.node.label}" if self.node is not None else self.kind
 
 
-_TILES = Step("tiles", None, frozenset(), ())
-
-
 @dataclass(frozen=True, eq=False)
 class Schedule:
     """The steps of one graph, for what is kept and which gradients are needed."""
@@ -50,28 +47,18 @@ class Schedule:
     tile_backward: tuple[Step, ...]
     tile_gives: tuple[str, ...]  # activations of the group of which tiles compute gradients
 
-    # A group's steps before its tiles and after them, for the executor.
-
     @functools.cached_property
     def group_forward(self) -> tuple[Step, ...]:
+        """Steps of a group before its tiles."""
         return self.forward[:-1] if self.tile_forward else self.forward
 
     @functools.cached_property
-    def _tiles(self) -> int:
-        """The index of the "tiles" step in backward; after the last where there is none."""
-        return [step.kind for step in (*self.backward, _TILES)].index("tiles")
-
-    @functools.cached_property
-    def backward_before(self) -> tuple[Step, ...]:
-        return self.backward[: self._tiles]
-
-    @functools.cached_property
-    def freed_by_tiles(self) -> tuple[str, ...]:
-        return self.backward[self._tiles].free
-
-    @functools.cached_property
-    def backward_after(self) -> tuple[Step, ...]:
-        return self.backward[self._tiles + 1 :]
+    def around_tiles(self) -> tuple[tuple[Step, ...], tuple[str, ...], tuple[Step, ...]]:
+        """Steps of backward before tiles, the names freed after these, and the steps after them."""
+        kinds = [step.kind for step in self.backward]
+        at = kinds.index("tiles") if "tiles" in kinds else len(kinds)
+        free = self.backward[at].free if at < len(kinds) else ()
+        return self.backward[:at], free, self.backward[at + 1 :]
 
 
 def _with_frees(steps: list[Draft], hold: Collection[str]) -> tuple[Step, ...]:
@@ -95,7 +82,7 @@ def _with_frees(steps: list[Draft], hold: Collection[str]) -> tuple[Step, ...]:
 
 
 def _needs_by_node(graph: Graph, needs_grad: Collection[str]) -> dict[str, frozenset[str]]:
-    """For each node that backward must run: which inputs and params it gives gradients of."""
+    """Return, for each node that backward runs, the inputs and params it gives gradients of."""
     reached = set(graph.inputs) & set(needs_grad)
     result: dict[str, frozenset[str]] = {}
     for node in graph.nodes:
@@ -156,7 +143,7 @@ def schedule(
 ) -> Schedule:
     """Return the schedule of `graph` where `save` is kept and gradients of `needs_grad` are needed.
 
-    `fusions`: rows of `graph.fusions.FUSIONS`, steps that the backend computes together.
+    `fusions`: those of `graph.fusions` that the backend has.
     """
     group_nodes, tile_nodes = _split(graph, tiled)
     by_node = _needs_by_node(graph, needs_grad)

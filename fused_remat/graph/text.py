@@ -44,6 +44,8 @@ def block(build: Callable[..., Graph]) -> Callable[..., Graph]:
     @functools.lru_cache(maxsize=1024)
     @functools.wraps(build)
     def cached(*args: Any, **kwargs: Any) -> Graph:
+        if any(isinstance(arg, Graph) and not arg.text for arg in args):
+            return build(*args, **kwargs)  # without a text, as the graph that it is made of
         text = _call(name, args, kwargs)  # built from the text: plain numbers, not numpy's
         plain, named = _arguments(ast.parse(text, mode="eval").body)
         return dataclasses.replace(build(*plain, **named), text=text)
@@ -93,7 +95,7 @@ def _read(text: str) -> Graph:
 
 
 def _graph_by(name: str, definition: int, text: str) -> Graph:
-    """`graph_of`, if the last definition of `name` is the given one."""
+    """Return `graph_of(text)`; raise RuntimeError if `name` has another definition by now."""
     if _DEFINITIONS[name] != definition:
         raise RuntimeError(
             f"{name!r} was defined again, and compiled code refers to it by name: give each "
@@ -121,14 +123,12 @@ def _call(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
 
 
 def _written(value: Any) -> str:
-    if isinstance(value, bool) or value is None:
-        return str(value)
+    if value is None or isinstance(value, (bool, str)):
+        return repr(value)
     if isinstance(value, int):
         return str(operator.index(value))
     if isinstance(value, float):
         return repr(value.__float__())
-    if isinstance(value, str):
-        return repr(value)
     if isinstance(value, tuple):
         return "(" + "".join([_written(v) + ", " for v in value]) + ")"
     if isinstance(value, torch.dtype):

@@ -19,7 +19,7 @@ from fused_remat.ops.activation import ActivationLike, activation_name
 from fused_remat.ops.checks import check_heads, check_norm_kind, check_p, masks_given, read_masks
 from fused_remat.ops.parts import rotary_tensors, split_rope
 from fused_remat.policies import Policy
-from fused_remat.spec import AttentionOptions, BlockSpec, attention_fields, check_one_of
+from fused_remat.spec import BlockSpec, attention_fields, check_one_of
 from fused_remat.steps.activation import ACTIVATIONS
 from fused_remat.steps.norm import NORMS
 
@@ -249,9 +249,8 @@ def _describe(parts: Parts, arguments: Mapping[str, Tensor | None]) -> BlockInpu
     p = check_p("dropout", layer.dropout) if layer.training else 0.0
     p_attention = check_p("attention_dropout", layer.attention_dropout)
     check_window(layer.window)  # -1 would mean no window to a block
-    options: AttentionOptions = {"softcap": float(layer.softcap)}
-    if layer.window is not None:
-        options["window"] = (layer.window, layer.window)
+    heads = layer.nhead, layer.kv_heads, layer.head_dim
+    window = (-1, -1) if layer.window is None else (layer.window, layer.window)
     spec = transformer_spec(
         parts.norm,
         parts.one_eps(),
@@ -260,7 +259,7 @@ def _describe(parts: Parts, arguments: Mapping[str, Tensor | None]) -> BlockInpu
         gated=layer.gate is not None,
         dropout=(p_attention if layer.training else 0.0, p, p, p),
         loras=parts.loras,
-        **attention_fields(layer.nhead, layer.kv_heads, layer.head_dim, layer.is_causal, options),
+        **attention_fields(*heads, layer.is_causal, window, None, layer.softcap),
         projection="split",
         rotary="cos" in arguments,
         interleaved=layer.rope_interleaved,

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from fused_remat.autograd.unchanged import changed
+from fused_remat.execution.executor import changed
 from fused_remat.layers.eligibility import PLAIN, wants_grad
 from fused_remat.layers.record import record_of
 

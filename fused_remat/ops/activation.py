@@ -73,11 +73,7 @@ def resolve_activation(
 
 
 def activation_name(activation: Any) -> str | None:
-    """Return the name in `ACTIVATIONS` of a function or a module without hooks, or None.
-
-    >>> activation_name(nn.GELU(approximate="tanh")), activation_name(torch.sin)
-    ('gelu_tanh', None)
-    """
+    """Return the name in `ACTIVATIONS` of a function or a module without hooks, or None."""
     if isinstance(activation, nn.Module) and has_hooks(activation):
         return None
     return activations.activation_name(activation)
@@ -95,12 +91,6 @@ def prepare(activation: Any, x: Tensor, autocast: torch.dtype | None = None) -> 
     One trial on `x` decides. It runs as the block will call the function: outside of autocast, or
     inside autocast to the dtype `autocast`, with the result rounded to the dtype of `x`. A module
     is called with the parameters and attributes that it has now.
-
-    >>> w = torch.full((3,), 0.1, requires_grad=True)
-    >>> prepare(lambda x: torch.where(x > 0, x, w * x), torch.zeros(2, 3)).captured
-    {'activation.0': tensor([0.1000, 0.1000, 0.1000], requires_grad=True)}
-    >>> prepare(lambda x: x + torch.rand_like(x), torch.zeros(2, 3))
-    'draws random numbers: it calls aten.rand_like.default'
     """
     fn = activation
     if isinstance(activation, nn.Module):
@@ -111,7 +101,7 @@ def prepare(activation: Any, x: Tensor, autocast: torch.dtype | None = None) -> 
         fn = _with_present_state(activation)
     if autocast is not None:
         fn = _under_autocast(fn, x.device.type, autocast)
-    x, watch, generators = x.detach().requires_grad_(), _Watch(), _generator_states(x)
+    x, watch = x.detach().requires_grad_(), _Watch()
     try:
         with autocast_off(x), torch.enable_grad(), _without_hooks(), watch:
             y = fn(x.clone())  # it may work in place
@@ -120,11 +110,6 @@ def prepare(activation: Any, x: Tensor, autocast: torch.dtype | None = None) -> 
             return f"fails on an input of shape {tuple(x.shape)} ({error})"
     if watch.refused:  # even if the function caught the exception
         return watch.refused
-    if not all(map(torch.equal, generators, _generator_states(x))):
-        torch.set_rng_state(generators[0])
-        for state in generators[1:]:
-            torch.cuda.set_rng_state(state, x.device)
-        return "changes the state of a random number generator"
     if not isinstance(y, Tensor) or y.shape != x.shape or y.dtype != x.dtype:
         return "changes the shape or dtype of its input"
     captured = [t for t in leaves(y) if t is not x]
@@ -133,14 +118,6 @@ def prepare(activation: Any, x: Tensor, autocast: torch.dtype | None = None) -> 
         return "changes a tensor that it captured"
     named = dict(zip(captured_params(len(captured)), captured, strict=True))
     return Activation(USER_FUNCTION, named, {"activation": _guarded(fn, watch.versions)})
-
-
-def _generator_states(x: Tensor) -> list[Tensor]:
-    """Return the states of torch's generators for the CPU and, outside of capture, for CUDA."""
-    states = [torch.get_rng_state()]
-    if x.is_cuda and not torch.cuda.is_current_stream_capturing():
-        states.append(torch.cuda.get_rng_state(x.device))
-    return states
 
 
 class _Watch(TorchDispatchMode):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from torch import Tensor
-from typing_extensions import Unpack
 
 from fused_remat.autograd import run_block
 from fused_remat.graph.build import attention_graph
@@ -12,16 +11,14 @@ from fused_remat.ops.checks import (
     check_heads,
     check_p,
     check_shape,
-    lists_attention_options,
     masks_given,
     read_masks,
     seed_tensor,
 )
 from fused_remat.policies import Policy
-from fused_remat.spec import AttentionOptions, AttentionSpec, attention_fields
+from fused_remat.spec import AttentionSpec, attention_fields
 
 
-@lists_attention_options
 def attention(
     query: Tensor,
     key: Tensor,
@@ -37,7 +34,9 @@ def attention(
     policy: str | Policy = "lean",
     seed: int | Tensor | None = None,
     backend: str = "auto",
-    **options: Unpack[AttentionOptions],
+    window: tuple[int, int] = (-1, -1),
+    scale: float | None = None,
+    softcap: float = 0.0,
 ) -> Tensor:
     """Compute dropout(softmax(scale * query @ key.T + mask)) @ value, in the layout of SDPA.
 
@@ -85,13 +84,18 @@ def attention(
     True
     """
     check_alike({"query": query, "key": key, "value": value})
-    _check_shapes(query, key, value)
+    check_shape("query", query, ("B", "heads", "S", "E"))
     batch, nhead, q_len, width = query.shape
-    grid = (batch, nhead, q_len, key.shape[2])
+    check_shape("key", key, (batch, "Hkv", "S_k", width), {"query": query})
+    kv_heads, kv_len = key.shape[1:3]
+    check_shape("value", value, (batch, kv_heads, kv_len, "Ev"), {"key": key})
+    names = f"H of query {tuple(query.shape)}", f"Hkv of key {tuple(key.shape)}"
+    check_heads(nhead, kv_heads, *names)
+    grid = (batch, nhead, q_len, kv_len)
     bounds = (cu_seqlens_q, cu_seqlens_k, "cu_seqlens_q")
     masks = read_masks(query, grid, attn_mask, key_padding_mask, key_lengths, *bounds)
     spec = AttentionSpec(
-        **attention_fields(nhead, key.shape[1], width, is_causal, options),
+        **attention_fields(nhead, kv_heads, width, is_causal, window, scale, softcap),
         dropout=check_p("dropout_p", dropout_p),
         masks=masks_given(masks),
     )
@@ -99,14 +103,3 @@ def attention(
     tensors["seed"] = seed_tensor(seed, query.device)
     out = run_block(attention_graph(spec), policy, tensors, backend=backend)
     return out.view(batch, q_len, nhead, value.shape[-1]).transpose(1, 2)
-
-
-def _check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
-    for name, t in (("query", query), ("key", key), ("value", value)):
-        check_shape(name, t, ("B", "heads", "S", "E"))
-    batch, nhead, _, width = query.shape
-    kv_heads, kv_len = key.shape[1:3]
-    check_shape("key", key, (batch, "Hkv", "S_k", width), {"query": query})
-    check_shape("value", value, (batch, kv_heads, kv_len, "Ev"), {"key": key})
-    names = f"H of query {tuple(query.shape)}", f"Hkv of key {tuple(key.shape)}"
-    check_heads(nhead, kv_heads, *names)

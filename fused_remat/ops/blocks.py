@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
 
 from fused_remat.autograd import run_block
 from fused_remat.graph.build import block_graph
@@ -22,7 +22,6 @@ from fused_remat.ops.checks import (
     check_tensor,
     check_weights,
     hidden_width,
-    lists_attention_options,
     masks_given,
     read_masks,
     seed_tensor,
@@ -30,7 +29,6 @@ from fused_remat.ops.checks import (
 from fused_remat.ops.parts import rotary_fields, rotary_tensors, split_rope
 from fused_remat.policies import Policy
 from fused_remat.spec import (
-    AttentionOptions,
     AttentionSpec,
     BlockSpec,
     BranchSpec,
@@ -86,12 +84,13 @@ def encoder_block(
     """
     _check_stream(x, weights)
     *lead, d_model = x.shape
-    if not isinstance(nhead, int):
-        raise TypeError(f"nhead must be an int, got {nhead!r}")
-    if nhead < 1 or d_model % nhead:
-        raise ValueError(f"nhead must divide x's width, got {nhead} and {d_model}")
+    check_heads(d_model, nhead, "x's width", "nhead")
     act = resolve_activation(activation, x, (1, 2, hidden_width(x, weights)))
-    functions = {name: _on_batches(fn, lead) for name, fn in act.functions.items()}
+
+    def on_matrices(fn: Function, up: Tensor) -> Tensor:
+        return fn(up.view(*lead, -1)).reshape(up.shape)
+
+    functions = {name: functools.partial(on_matrices, fn) for name, fn in act.functions.items()}
     tensors = _inputs(x, nhead, seed, attn_mask, key_padding_mask)
     spec = nn_layer_spec(
         norm_first,
@@ -113,7 +112,6 @@ def encoder_block(
     )  # fmt: skip
 
 
-@lists_attention_options
 def causal_block(
     x: Tensor,
     weights: Mapping[str, Tensor | None],
@@ -140,7 +138,9 @@ def causal_block(
     policy: str | Policy = "full",
     seed: int | Tensor | None = None,
     backend: str = "auto",
-    **options: Unpack[AttentionOptions],
+    window: tuple[int, int] = (-1, -1),
+    scale: float | None = None,
+    softcap: float = 0.0,
 ) -> Tensor:
     """Compute a block of a language model, by default Llama's, that keeps what `policy` names.
 
@@ -200,7 +200,7 @@ def causal_block(
         gated=weights.get("gate.weight") is not None,
         dropout=(check_p("attention_dropout_p", p_attention), p, p, p),
         loras=_lora_specs(lora, lora_dropout_p, x),
-        **attention_fields(*heads, is_causal, options),
+        **attention_fields(*heads, is_causal, window, scale, softcap),
         projection="split" if weights.get("qkv.weight") is None else "packed",
         rotary="cos" in tensors,
         interleaved=bool(rope_interleaved),
@@ -211,7 +211,6 @@ def causal_block(
     return run_block(block_graph(spec), policy, tensors, backend=backend)
 
 
-@lists_attention_options
 def attention_block(
     x: Tensor,
     norm_weight: Tensor | None,
@@ -240,7 +239,9 @@ def attention_block(
     policy: str | Policy = "full",
     seed: int | Tensor | None = None,
     backend: str = "auto",
-    **options: Unpack[AttentionOptions],
+    window: tuple[int, int] = (-1, -1),
+    scale: float | None = None,
+    softcap: float = 0.0,
 ) -> Tensor:
     """Compute x + dropout(proj(attention(qkv(norm(x))))), the first half of a pre-norm block.
 
@@ -275,7 +276,7 @@ def attention_block(
     tensors = _inputs(x, nhead, seed, attn_mask, key_padding_mask, key_lengths, cu_seqlens)
     tensors |= rotary_tensors(x, heads[2], *split_rope(rope), q_norm_weight, k_norm_weight)
     spec = AttentionSpec(
-        **attention_fields(*heads, is_causal, options),
+        **attention_fields(*heads, is_causal, window, scale, softcap),
         dropout=check_p("dropout_p", dropout_p),
         masks=masks_given(tensors),
         **rotary_fields(tensors, rope_interleaved, qk_norm_eps),
@@ -299,11 +300,6 @@ def _check_stream(
         raise TypeError(f"weights must map names to tensors, got {type(weights).__name__}")
     check_alike({"x": x, **{shown(name): t for name, t in weights.items()}})
     check_shape("x", x, ("B", "S", "D"))
-
-
-def _on_batches(fn: Function, lead: Sequence[int]) -> Function:
-    """Return `fn`, which takes tensors (*lead, F), for matrices (tokens, F)."""
-    return lambda up: fn(up.view(*lead, -1)).reshape(up.shape)
 
 
 def _heads(
@@ -355,12 +351,8 @@ def _lora_specs(given: Sequence[Update], p: float, x: Tensor) -> tuple[LoraSpec,
             size = f" of {len(update)}" if isinstance(update, tuple) else ""
             raise TypeError(f"lora takes (layer, A, B, scale), got {type(update).__name__}{size}")
         layer, a, b, scale = update
-        for name, matrix in (("A", a), ("B", b)):
-            check_tensor(f"{name} of {layer}", matrix, (x.dtype, torch.float32), x)
-        if a.dtype != b.dtype:
-            raise RuntimeError(
-                f"A of {layer} is {a.dtype} and B is {b.dtype}; both must have one dtype"
-            )
+        check_tensor(f"A of {layer}", a, (x.dtype, torch.float32), x)
+        check_tensor(f"B of {layer}", b, (a.dtype,), x, ", as A")
         dtype = None if a.dtype == x.dtype else a.dtype
         specs.append(LoraSpec(layer=layer, scale=float(scale), dropout=p, dtype=dtype))
     return tuple(specs)

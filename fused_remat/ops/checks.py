@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,37 +11,12 @@ from torch import Tensor
 from fused_remat.autograd import run_block
 from fused_remat.graph.graph import Graph
 from fused_remat.policies import Policy
-from fused_remat.spec import (
-    MASKS,
-    AttentionOptions,
-    AttentionSpec,
-    BlockSpec,
-    MLPSpec,
-    check_one_of,
-)
+from fused_remat.spec import MASKS, BlockSpec, MLPSpec, check_one_of
 from fused_remat.steps.attention_call import bounds
 from fused_remat.steps.norm import NORMS
 from fused_remat.steps.replay import Function
 
-Op = TypeVar("Op", bound=Callable[..., Any])
 Grid = tuple[int, int, int, int]  # (B, H, S_q, S_k)
-
-
-def lists_attention_options(op: Op) -> Op:
-    """Show the keywords that `op` takes as `**options: Unpack[AttentionOptions]` in its signature.
-
-    >>> from fused_remat.ops import attention
-    >>> inspect.signature(attention).parameters["softcap"].default
-    0.0
-    """
-    signature = inspect.signature(op)
-    parameters = [p for p in signature.parameters.values() if p.name != "options"]
-    for name, annotation in AttentionOptions.__annotations__.items():
-        default = None if name == "scale" else AttentionSpec.__dataclass_fields__[name].default
-        kind, shown = inspect.Parameter.KEYWORD_ONLY, annotation.__forward_arg__
-        parameters.append(inspect.Parameter(name, kind, default=default, annotation=shown))
-    op.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    return op
 
 
 def run_tokens(

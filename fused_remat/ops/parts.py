@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -107,8 +107,11 @@ def gated_mlp(
         "gate.weight": gate_weight, "gate.bias": gate_bias, "fc1.weight": up_weight,
         "fc1.bias": up_bias, "fc2.weight": down_weight, "fc2.bias": down_bias,
     }  # fmt: skip
-    block = _mlp(x, weights, activation, dropout_p, seed, shown=_gated_name)
-    return run_tokens(*block, policy, backend)
+
+    def shown(name: str) -> str:
+        return argument_name(name).replace("fc1", "up").replace("fc2", "down")
+
+    return run_tokens(*_mlp(x, weights, activation, dropout_p, seed, shown=shown), policy, backend)
 
 
 def mlp_block(
@@ -329,10 +332,6 @@ def _mlp(
     return block_graph(spec), tensors, act.functions
 
 
-def _gated_name(name: str) -> str:
-    return argument_name(name).replace("fc1", "up").replace("fc2", "down")
-
-
 def _norm(kind: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Block:
     check_alike({"x": x, "weight": weight, "bias": bias})
     for name, t in (("weight", weight), ("bias", bias)):
@@ -362,10 +361,9 @@ def rotary_tensors(
     """Return the tensors of a rotary step other than its input x (B, S, ...), by name, checked."""
     tensors: dict[str, Tensor] = {}
     if cos is not None or sin is not None:
-        c, s = _table("cos", cos, x, head_dim), _table("sin", sin, x, head_dim)
+        c = _table("cos", cos, x, head_dim, (x.dtype, torch.float32))
+        s = _table("sin", sin, x, head_dim, (c.dtype,))
         check_shape("sin", s, c.shape, {"cos": c})
-        if s.dtype != c.dtype:
-            raise RuntimeError(f"sin is {s.dtype} and cos {c.dtype}: both must have one dtype")
         tensors = {"cos": c, "sin": s}
     if (q_weight is None) != (k_weight is None):
         raise ValueError("q_norm_weight and k_norm_weight go together; one of them is None")
@@ -377,9 +375,11 @@ def rotary_tensors(
     return tensors
 
 
-def _table(name: str, table: Any, x: Tensor, head_dim: int) -> Tensor:
+def _table(
+    name: str, table: Any, x: Tensor, head_dim: int, dtypes: Sequence[torch.dtype]
+) -> Tensor:
     """Return a checked table, without a batch dimension of one."""
-    check_tensor(name, table, (x.dtype, torch.float32), x)
+    check_tensor(name, table, dtypes, x, "" if name == "cos" else ", as cos")
     if table.requires_grad and torch.is_grad_enabled():
         raise RuntimeError(
             f"{name} requires a gradient, and rotary tables get none: detach it, or call without "

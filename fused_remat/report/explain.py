@@ -122,7 +122,7 @@ class _Noted(Operations):
     """A backend's operations that record which implementation ran for each call, and why."""
 
     def __init__(self, ops: Operations) -> None:
-        super().__init__(ops.name, ops.chunk_tokens, ops.__getitem__)
+        super().__init__(ops.name, ops.__getitem__)
         self.reasons: list[str] = []
 
     def __getitem__(self, function: Function) -> Function:  # type: ignore[override]

@@ -26,8 +26,6 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-import torch
-
 F = TypeVar("F", bound=Callable[..., Any])
 Function = Callable[..., Any]
 #: What `explain` prints: a phrase, or a function of the key that also accepts the arguments.
@@ -155,19 +153,12 @@ class Operations(dict[Function, Function]):
 
     Attributes:
         name: the backend's name.
-        chunk_tokens: given a device and dtype, about how many tokens the backend processes at a
-            time.
         serve: returns the implementation of an operation on its first use.
     """
 
-    def __init__(
-        self,
-        name: str,
-        chunk_tokens: Callable[[torch.device, torch.dtype], int],
-        serve: Callable[[Function], Function],
-    ) -> None:
+    def __init__(self, name: str, serve: Callable[[Function], Function]) -> None:
         super().__init__()
-        self.name, self.chunk_tokens, self.serve = name, chunk_tokens, serve
+        self.name, self.serve = name, serve
 
     def __missing__(self, function: Function) -> Function:
         self[function] = served = self.serve(function)

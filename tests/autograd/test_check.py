@@ -101,11 +101,7 @@ def test_an_impure_activation_is_named(outer):
         y = checkpoint(layer, inputs(), use_reentrant=False) if outer else model(inputs())
     scale[0] = 2.0
     name = "FusedRematLayer" if outer else "encoder.layers.1 (FusedRematLayer)"
-    fails(
-        y,
-        f"{name}: 'act' differs at (sequence 0, token 0, channel 0): "
-        "forward #, rebuilt # (180 of 180 elements differ)",
-    )
+    fails(y, f"{name}: 'act' differs at (sequence 0, token 0, channel 0): forward #, rebuilt #")
 
 
 def test_changes_behind_autograds_back_are_named():
@@ -114,12 +110,12 @@ def test_changes_behind_autograds_back_are_named():
     line, name = Model.forward.__code__.co_firstlineno + 1, "encoder.layers.0 (FusedRematLayer)"
     for change, what, read in (
         (lambda: weight.data[3, 2].fill_(7.0), f"{name}: 'fc1.weight' differs at (index 3, 2)",
-         "#, backward 7 (1 of 96 elements differs)"),
+         "#, backward 7"),
         (lambda: array[0, 1].put(5, -0.0), f"{name}: 'input' differs at (index 0, 1, 5)",
-         "0, backward -0 (1 of 16 elements differs)"),
+         "0, backward -0"),
         (lambda: model.weight.data[6].fill_(3.0),
          f"norm, called at {__file__}:{line} in Model: 'norm.weight' differs at (index 6)",
-         "1, backward 3 (1 of 8 elements differs)"),
+         "1, backward 3"),
     ):  # fmt: skip
         with check_replay():
             y = model(x)
@@ -135,16 +131,12 @@ def test_what_hooks_and_callers_do_to_what_is_kept_is_named():
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t.float())
     with check_replay(), hooks, in_pieces(4):
         y = layer(inputs(batch=2))
-    fails(
-        y,
-        "FusedRematLayer: 'up' differs at (sequence 0, token 0, channel 0) in group 1 of 2, "
-        "tile 1 of 2: forward #, kept # (36 of 36 elements differ)",
-    )
+    fails(y, "FusedRematLayer: 'up' differs at (sequence 0, token 0, channel 0): forward #, kept #")
     q = normal(2, H, 5, 4)
     with check_replay():
         y = ops.attention(q, q, q)
     y.data[1, 1, 3, 2] = 9.0  # (B, H, S, E), of a matrix of heads side by side
-    with pytest.raises(ReplayError, match=r"'output' differs at \(index 1, 3, 6\): .* kept 9 "):
+    with pytest.raises(ReplayError, match=r"'output' differs at \(index 1, 3, 6\): .* kept 9$"):
         y.sum().backward()
 
 
@@ -176,20 +168,20 @@ class Flipping:
 
 
 #: The calls that have the other bit (of the forward run again, and of the policy's own rebuild
-#: after), what is said, and of how many elements.
+#: after), and the message.
 PLACES = {
-    "up": ((2, 3), "'up' differs at (sequence 0, token 3, channel 5)", 5 * FF),
-    "attn": ((2, 3), "'attn' differs at (sequence 0, token 1, channel 7)", 5 * D),
-    "lse": ((2, 3), "'attn.lse' differs at (sequence 0, head 1, token 4)", 5 * H),
+    "up": ((2, 3), "'up' differs at (sequence 0, token 3, channel 5)"),
+    "attn": ((2, 3), "'attn' differs at (sequence 0, token 1, channel 7)"),
+    "lse": ((2, 3), "'attn.lse' differs at (sequence 0, token 4, head 1)"),
     # There are two norms.
-    "norm1": ((3, 5), "'norm1' differs at (sequence 0, token 2, channel 6)", 5 * D),
-    "rstd": ((3,), "'norm1.rstd' differs at (sequence 0, token 4, channel 0)", 5),
+    "norm1": ((3, 5), "'norm1' differs at (sequence 0, token 2, channel 6)"),
+    "rstd": ((3,), "'norm1.rstd' differs at (sequence 0, token 4, channel 0)"),
 }
 
 
 @pytest.mark.parametrize("name, at", [(name, at) for name in PLACES for at in PLACES[name][0]])
 def test_one_bit_of_a_backends_rebuild_is_named(name, at, monkeypatch):
-    _, where, size = PLACES[name]
+    where = PLACES[name][1]
     flipping = Flipping(name, at)
     for function in (linear_fwd, attention_fwd, norm_fwd):
         run = getattr(flipping, function.__name__)
@@ -201,7 +193,7 @@ def test_one_bit_of_a_backends_rebuild_is_named(name, at, monkeypatch):
     layer.backend = "flipping"
     with check_replay():
         y = layer(inputs(batch=1))
-    fails(y, f"FusedRematLayer: {where}: forward #, rebuilt # (1 of {size} elements differs)")
+    fails(y, f"FusedRematLayer: {where}: forward #, rebuilt #")
 
 
 def test_nan_and_no_values_are_no_difference():

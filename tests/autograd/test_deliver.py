@@ -146,16 +146,6 @@ def test_a_pass_that_fails_after_a_delivery(small, monkeypatch):
         torch.testing.assert_close(p.grad, other, rtol=1e-4, atol=1e-5)  # of another program
 
 
-def test_a_transposed_weight_gets_its_gradient(small):
-    """The leaf gets the gradient, as the transpose's node would wait for younger ones."""
-    w = torch.randn(4, 8, requires_grad=True)
-    assert deliver._leaf(w.t()) == (w, (0, 1)) and deliver._leaf(w) == (w, (0, 0))
-    v = w.t()
-    v.register_hook(lambda g: g)
-    assert deliver._leaf(v) == (v, (0, 0))
-    assert deliver._leaf(w[:, :4])[1] == (0, 0)
-
-
 def test_weights_are_freed_before_the_next_ones():
     """A layer of 12 D² holds the gradients of the largest product alone, 4 D²."""
     D, tokens = 512, 16

@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fused_remat import FusedRematLayer
-from fused_remat.autograd.unchanged import check_unchanged
+from fused_remat.execution.executor import check_unchanged
 from fused_remat.report.allocations import measure_allocations
 
 D, H, FF = 8, 2, 12

@@ -173,6 +173,3 @@ def test_attention(name, policy, backend):
             ops.attention(q, k, v, **how)
     else:
         watched(lambda: ops.attention(q, k, v, **how), 0)
-
-
-# --- the eager backend on CUDA: ATen's kernels, on fake tensors of that device

@@ -1,7 +1,7 @@
 """What no feature changes: the bits of a stack of layers, in whatever way forward or backward run.
 
 Each feature (other presets, segments, offload, accumulation, the replay check) in each
-way, beside policy "full" without any of them. What a feature does besides is in its own file.
+way, compared with policy "full" without any of them. Its other effects are in its own file.
 """
 
 import contextlib
@@ -12,20 +12,23 @@ import itertools
 import pytest
 import torch
 from offload_mover import LateMover, moving
+from reference import EXACT_PRESETS
 from same_bits import assert_same_bits, step
 from segment_models import X, full, grads_of, place, segments_of, stack, unheeded
 from test_concurrency import together
+from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential, set_checkpoint_early_stop
 
 from bench.subjects.layers import RandomState
-from fused_remat import Policy, check_replay
+from fused_remat import FusedRematLayer, Policy, check_replay, ops
+from fused_remat.report.allocations import measure_allocations
 
 plain = functools.partial(checkpoint, use_reentrant=False)
 reentrant = functools.partial(checkpoint, use_reentrant=True)
 
 
-pytestmark = pytest.mark.usefixtures("one_thread", "served")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def offload(model):
@@ -85,7 +88,7 @@ def each(way):
 
 
 def remat(model, regions=False):
-    """As torch_remat's documentation says for dropout: with a hook for torch's generator.
+    """As in torch_remat's documentation for dropout: with a hook for torch's generator.
 
     With regions, one layer's activations stay, and the others' are computed again.
     """
@@ -167,6 +170,7 @@ FORWARDS = {
 @pytest.mark.composes("Outer checkpointing", "offload, with hooks on saved tensors (save_on_cpu)")
 @pytest.mark.composes("Outer checkpointing", "segments, with hooks on saved tensors (save_on_cpu)")
 @pytest.mark.filterwarnings("ignore:None of the inputs:UserWarning")  # the inner, reentrant
+@pytest.mark.usefixtures("served")
 @pytest.mark.parametrize("way", FORWARDS)
 @pytest.mark.parametrize("feature", FEATURES)
 def test_forward(feature, way):
@@ -174,6 +178,89 @@ def test_forward(feature, way):
     expected = step(model, model, X)
     with unheeded(), context:  # of a segment's layers behind a reentrant checkpoint
         assert_same_bits(step(FORWARDS[way](other), other, X), expected)
+
+
+REENTRANT = pytest.mark.parametrize("use_reentrant", [False, True], ids=["non-reentrant", "reent"])
+
+
+def mixed(**kwargs):
+    return stack(("full", "lean", "balanced"), mixed=True, **kwargs)
+
+
+def assert_alike(way, forward, module):
+    """A step of `way` has the bits of one of `forward`."""
+    assert_same_bits(step(way, module, X), step(forward, module, X))
+
+
+@pytest.mark.composes(
+    "Outer checkpointing",
+    "preserve_rng_state=False",
+    limits="without dropout, or with ops that are given a seed: as everywhere in PyTorch, the "
+    "second run draws anew",
+)
+@REENTRANT
+def test_without_the_random_state(use_reentrant):
+    way = functools.partial(checkpoint, use_reentrant=use_reentrant, preserve_rng_state=False)
+    model = mixed(dropout=0.0)
+    assert_alike(each(way)(model), model, model)
+    weights = nn.ParameterList(torch.randn(size) for size in ((12, 8), (8, 12)))
+
+    def mlp(x):
+        up, down = weights
+        return ops.mlp(x, up, None, down, None, dropout_p=0.5, seed=3)
+
+    assert_alike(functools.partial(way, mlp), mlp, weights)
+
+
+@pytest.mark.composes("Outer checkpointing", "the functional ops")
+@pytest.mark.parametrize("policy", EXACT_PRESETS)
+@REENTRANT
+def test_ops(use_reentrant, policy):
+    how = {"policy": policy, "dropout_p": 0.2}
+    sizes = (8,), (12, 8), (12, 8), (8, 12)
+    weights = nn.ParameterList(torch.randn(size) for size in sizes)
+
+    def forward(x):
+        norm, *linears = weights
+        q = x.unflatten(-1, (2, 4)).transpose(1, 2)
+        heads = ops.attention(q, q.sin(), q.cos(), is_causal=True, **how)
+        mid = ops.dropout_add(heads.transpose(1, 2).flatten(2), x, 0.2)
+        return ops.gated_mlp(ops.rms_norm(mid, norm), *linears, **how)
+
+    way = functools.partial(checkpoint, forward, use_reentrant=use_reentrant)
+    assert_alike(way, forward, weights)
+
+
+@pytest.mark.composes("Outer checkpointing", "a layer on its fallback path, itself a checkpoint")
+@pytest.mark.filterwarnings("ignore::fused_remat.FusedRematWarning")
+@pytest.mark.filterwarnings("ignore:None of the inputs:UserWarning")
+@pytest.mark.parametrize("way", [way for way in FORWARDS if way != "no determinism check"])
+def test_the_fallback(way):
+    model = stack(("fast", "none", "full"), mixed=True)
+    for layer in model:
+        layer.linear1.register_forward_hook(lambda module, args, y: y * 1.5)
+    assert_alike(FORWARDS[way](model), model, model)
+
+
+@pytest.mark.composes(
+    "Outer checkpointing", "inside a checkpoint nothing is kept but what goes into it"
+)
+@pytest.mark.parametrize("policy, dropout", [("full", 0.0), ("full", 0.1), ("none", 0.1)])
+@pytest.mark.parametrize("fallback", [False, True], ids=["fused", "fallback"])
+@pytest.mark.filterwarnings("ignore::fused_remat.FusedRematWarning")
+def test_kept_bytes(dropout, fallback, policy):
+    torch.manual_seed(0)
+    layer = FusedRematLayer(32, 2, 128, dropout, batch_first=True, policy=policy)
+    if fallback:
+        layer.linear1.register_forward_hook(lambda module, args, y: y * 1.5)
+    x = torch.randn(2, 128, 32, requires_grad=True)
+    for way in (plain, reentrant):
+        way(layer, x)  # what is set up once
+        # Next to the output, the state of torch's generator for the replay (5056 bytes), and that
+        # of the fallback's own checkpoint; a few bytes for device indices.
+        states = (1 + fallback) * torch.get_rng_state().nbytes
+        kept = measure_allocations(lambda way=way: way(layer, x)).net - x.nbytes
+        assert 0 <= kept <= states + 64 < x.nbytes
 
 
 # --- backward
@@ -271,6 +358,7 @@ BACKWARDS = {
 @pytest.mark.composes("Concurrency and faults", "one model in several threads, on the fused path")
 @pytest.mark.composes("Concurrency and faults", "segments in threads, of models or of one graph")
 @pytest.mark.composes("Concurrency and faults", "offload in threads, of models or of one graph")
+@pytest.mark.usefixtures("served")
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 @pytest.mark.parametrize(
     "feature, way",

@@ -37,16 +37,21 @@ REPLAYED = {
 }
 
 
+def replay_of(columns, *tensors, **options):
+    """Return a replay of "f" with x and `tensors` that makes the output."""
+    return Replay(
+        name="output", xs=("input",), tensors=tensors, function="f", what="f", columns=columns,
+        needed_for=(("input", *tensors),), **options,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("name", REPLAYED)
 @pytest.mark.parametrize("rows", [6, 3])
 def test_gradients_of_a_replay_share_no_memory(name, rows):
     """Gradients that autograd returns as one tensor, or as a view, are added to without harm."""
     function, (B, S, D) = REPLAYED[name], (2, rows, 4)
-    first = Replay(
-        name="mid", xs=("input",), tensors=("w",), function="f", what="f", columns=D,
-        needed_for=(("input", "w"),),
-    )  # fmt: skip
-    again = replace(first, name="output", xs=("mid",), needed_for=(("mid", "w"),))
+    again = replace(replay_of(D, "w"), xs=("mid",), needed_for=(("mid", "w"),))
+    first = replace(replay_of(D, "w"), name="mid")
     graph = Graph("replayed", (first, again), ("w",))
     torch.manual_seed(0)
     x, w = (torch.randn(n, D, dtype=torch.float64, requires_grad=True) for n in (B * S, S))
@@ -66,11 +71,7 @@ def test_a_replay_holds_each_gradient_once():
     """Experts: gradients of all, and no copies."""
     D, count = 256, 6
     names = tuple(f"w{i}" for i in range(count))
-    replay = Replay(
-        name="output", xs=("input",), tensors=names, function="f", what="f", columns=D,
-        needed_for=(("input", *names),),
-    )  # fmt: skip
-    graph = Graph("experts", (replay,), names)
+    graph = Graph("experts", (replay_of(D, *names),), names)
     run = lambda at, xs, ws: sum(xs[0] @ w for w in ws)  # noqa: E731
     tensors = {n: torch.randn(D, D, requires_grad=True) for n in names}
     x = torch.randn(1, 4, D, requires_grad=True)
@@ -84,11 +85,7 @@ def test_a_replay_holds_each_gradient_once():
 def test_a_replay_of_separate_tokens_runs_on_a_few_at_a_time():
     """What autograd keeps of a chain of pointwise operations stays small; results are the same."""
     T, D = 512, 1024
-    replay = Replay(
-        name="output", xs=("input",), tensors=("w",), function="f", what="f", columns=D,
-        needed_for=(("input", "w"),), tokenwise=True,
-    )  # fmt: skip
-    graph = Graph("pointwise", (replay,), ("w",))
+    graph = Graph("pointwise", (replay_of(D, "w", tokenwise=True),), ("w",))
 
     def chain(x, w):
         for _ in range(8):

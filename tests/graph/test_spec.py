@@ -1,9 +1,7 @@
 """Blocks that no layer has, from their description: what they compute, keep and are called."""
 
-import inspect
 import itertools
 import pickle
-import typing
 from dataclasses import replace
 
 import pytest
@@ -13,7 +11,7 @@ from block_inputs import compare, normal
 from reference import EXACT_PRESETS, plain_block
 from tiers import pairwise
 
-from fused_remat import Policy, ops, policies
+from fused_remat import Policy, policies
 from fused_remat.autograd import function
 from fused_remat.graph.build import attention_graph, block_graph
 from fused_remat.graph.text import graph_of
@@ -84,6 +82,14 @@ def test_a_block_computes_its_description_in_every_policy(name, policy):
         lambda: plain_block(spec, given),
         list(leaves.values()),
     )
+
+
+def test_an_output_gradient_that_a_residual_passes_on_is_never_written_to():
+    leaves = {"input": normal(B, S, D), **weights_of(SPECS["mlp first"])}
+    y = function.run_block(block_graph(SPECS["mlp first"]), "full", leaves)
+    dy = torch.ones_like(y)
+    torch.autograd.grad(y, list(leaves.values()), dy)
+    assert torch.equal(dy, torch.ones_like(dy))
 
 
 def test_presets_know_a_new_block_by_the_roles_of_its_activations():
@@ -176,11 +182,3 @@ def test_keys_that_no_query_sees_have_no_gradient():
         assert torch.equal(grad[:, :, 5:], torch.zeros(1, H, 2, 4))
     expected = F.scaled_dot_product_attention(q, k[:, :, :5], v[:, :, :5], is_causal=True)
     torch.testing.assert_close(y, expected.transpose(1, 2).flatten(2))
-
-
-def test_functions_list_the_options_of_attention():
-    for op in (ops.attention, ops.attention_block, ops.causal_block):
-        shown = inspect.signature(op).parameters
-        assert [shown[n].default for n in ("window", "scale", "softcap")] == [(-1, -1), None, 0.0]
-        assert "options" not in shown
-        assert typing.get_type_hints(op)["backend"] is str

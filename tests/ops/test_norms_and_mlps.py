@@ -1,16 +1,27 @@
-"""Norms, MLPs and the residual sum as functions: small values, roundings, activations by name."""
+"""Norms, MLPs and the residual sum as functions: small values, roundings, activations.
+
+Of activations of the caller: what they capture, and which are refused.
+"""
+
+import functools
 
 import pytest
 import torch
 import torch.nn.functional as F
-from block_inputs import check_beside, compare, in_pieces, normal
+from block_inputs import check_beside, compare, in_pieces, normal, results, same_bits
 from op_cases import FF, D, one_branch
-from reference import plain_block
+from reference import dropout, plain_block
+from tiers import pairwise
+from torch import nn
 
-from fused_remat import ops
+from fused_remat import ops, random
+from fused_remat.autograd import run_block
+from fused_remat.graph.graph import Graph
 from fused_remat.spec import MLPSpec
 from fused_remat.steps import linear
 from fused_remat.steps.activation import ACTIVATIONS
+from fused_remat.steps.replay import Replay
+from fused_remat.steps.residual import Add
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
@@ -80,8 +91,156 @@ def test_every_activation_by_name_plain_and_gated(name, p):
 
 def test_weight_gradients_of_pieces_are_summed_in_float32(monkeypatch):
     monkeypatch.setattr(linear, "widens", lambda x: False)  # as a CPU with products in bfloat16
-    x, up = torch.ones(512, 1, dtype=torch.bfloat16), torch.ones(1, 1, dtype=torch.bfloat16)
+    x, up = torch.ones(1024, 1, dtype=torch.bfloat16), torch.ones(1, 1, dtype=torch.bfloat16)
     down = up.clone().requires_grad_()
     with in_pieces(1):
         ops.mlp(x, up, None, down, None, "relu").sum().backward()
-    assert down.grad.item() == 512  # in bfloat16 256 + 1 is 256
+    assert down.grad.item() == 1024  # of two tokens each: in bfloat16 512 + 2 is 512
+
+
+# --- the caller's own activations
+
+X, W1, B1, W2 = normal(3, 5, D), normal(FF, D, scale=0.3), normal(FF), normal(D, FF, seed=1)
+
+
+def mlp(activation, p=0.0, **options):
+    return ops.mlp(X, W1, B1, W2, None, activation, p, seed=5, **options)
+
+
+def plain(activation, p=0.0):
+    return F.linear(dropout(activation(F.linear(X, W1, B1)), random.MLP, p, 5), W2)
+
+
+SLOPE = normal(FF, seed=3)
+DOUBLED = SLOPE * 2
+
+
+PRELU = nn.PReLU(dtype=torch.float64)
+FROZEN = nn.PReLU(dtype=torch.float64).requires_grad_(False)
+CUSTOM = {
+    "a function": (torch.sin, []),
+    "a parameter": (lambda t: t * torch.sigmoid(SLOPE * t), [SLOPE]),
+    "twice": (lambda t: torch.sin(t * SLOPE) * SLOPE, [SLOPE]),
+    "a product": (lambda t: torch.sin(t * DOUBLED), [SLOPE]),
+    "a module": (PRELU, [PRELU.weight]),
+    "a tied weight": (lambda t: torch.sin(t * W1.sum(-1)), []),
+    "a frozen module": (FROZEN, []),
+    "in place": (lambda t: t.mul_(2.0).sin_(), []),
+    "no gradient": (lambda t: t.detach().sin(), []),
+    "a constant": (lambda t: SLOPE.expand_as(t), [SLOPE]),
+    "a partial": (functools.partial(F.leaky_relu, negative_slope=0.3), []),
+}
+
+
+@pytest.mark.parametrize(
+    "kind, p, policy, tokens", pairwise(list(CUSTOM), [0.0, 0.3], ["full", "none"], [512, 4])
+)
+def test_any_activation_and_what_it_captures(kind, p, policy, tokens):
+    activation, captured = CUSTOM[kind]
+
+    def run(fn):
+        y = fn()
+        dy = normal(3, 5, D, seed=9).detach()
+        inputs = [X, W1, B1, W2, *captured]
+        how = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
+        return y, *torch.autograd.grad(y, inputs, dy, **how)
+
+    with in_pieces(tokens):
+        got = run(lambda: mlp(activation, p, policy=policy))
+    torch.testing.assert_close(got, run(lambda: plain(activation, p)))
+
+
+def test_hooks_of_a_captured_parameter_see_its_gradient_once_and_whole():
+    slope, seen = normal(FF, seed=3), []
+    slope.register_hook(lambda grad: seen.append(grad) or 3 * grad)
+    with in_pieces():
+        (got,) = torch.autograd.grad(mlp(lambda t: torch.sin(t * slope)).sum(), slope)
+    (expected,) = torch.autograd.grad(plain(lambda t: torch.sin(t * SLOPE)).sum(), SLOPE)
+    assert len(seen) == 1
+    torch.testing.assert_close(seen[0], expected)
+    torch.testing.assert_close(got, 3 * expected)
+
+
+def test_capturing_something_else_in_backward_raises():
+    captured = [SLOPE]
+    y = mlp(lambda t: t * captured[0])
+    captured[0] = normal(FF)
+    with pytest.raises(RuntimeError, match="did not read in forward"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("fn", [lambda t: t, lambda t: t.sum(-1, keepdim=True).expand_as(t)])
+def test_the_callers_gradient_is_never_written_to(fn):
+    """Nor is an expanded one, to which a residual's is added."""
+    nodes = (
+        Replay(
+            name="a", xs=("input",), function="activation", captures=True, what="the function",
+            needed_for=(("input",),), tokenwise=True,
+        ),
+        Add(name="output", x="a", residual="input"),
+    )  # fmt: skip
+    y = run_block(Graph("custom", nodes, ()), "full", {"input": X}, functions={"activation": fn})
+    dy = torch.ones_like(y)
+    (dx,) = torch.autograd.grad(y, X, dy)
+    assert torch.equal(dy, torch.ones_like(dy))
+    torch.testing.assert_close(dx, torch.autograd.grad((fn(X) + X).sum(), X)[0])
+
+
+def with_its_own_generator(t, generator=torch.Generator()):  # noqa: B008
+    return t + torch.rand(t.shape, generator=generator)  # torch's own stays as it is
+
+
+def that_catches_all(t):
+    try:
+        return t * torch.bernoulli(torch.full_like(t, 0.5))
+    except Exception:
+        return F.gelu(t)
+
+
+@torch.library.custom_op("fused_remat_tests::own_relu", mutates_args=())
+def own_relu(t: torch.Tensor) -> torch.Tensor:
+    return t.relu()
+
+
+@pytest.mark.parametrize(
+    ("activation", "message"),
+    [
+        (F.dropout, r"draws random numbers: it calls aten\."),
+        (lambda t: t + torch.randn(()), r"draws random numbers: it calls aten\.randn"),
+        (with_its_own_generator, r"draws random numbers: it calls aten\.rand"),
+        (that_catches_all, r"draws random numbers: it calls aten\.bernoulli"),
+        (own_relu, r"may draw random numbers: it calls fused_remat_tests\.own_relu"),
+        (lambda t: t[..., :4], "changes the shape"),
+        (lambda t: t.sum(-1, keepdim=True), "changes the shape"),
+        (lambda t: t.float(), "changes the shape or dtype"),
+        (lambda t: [t], "changes the shape"),
+        (lambda t: t @ torch.ones(3, 3).double(), r"fails on an input of shape \(2, 12\)"),
+        ("sigmoid", "unknown activation 'sigmoid'; valid: relu, gelu"),
+    ],
+)
+def test_activations_that_cannot_be_rebuilt_are_refused(activation, message):
+    state = torch.get_rng_state()
+    with pytest.raises(ValueError, match=message):
+        mlp(activation)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(
+    ("activation", "name"),
+    [(F.relu, "relu"), (nn.GELU("tanh"), "gelu_tanh"), (nn.SiLU(), "silu"), (F.gelu, "gelu"),
+     (functools.partial(F.gelu, approximate="tanh"), "gelu_tanh")],
+)  # fmt: skip
+def test_functions_with_a_name_are_that_name(activation, name):
+    assert torch.equal(mlp(activation), mlp(name))
+    gate = normal(FF, D)
+    gated = [ops.gated_mlp(X, gate, W1, W2, activation=a) for a in (activation, name)]
+    assert torch.equal(*gated)
+
+
+def test_an_activation_with_a_product_in_it_runs_outside_autocast_too():
+    inner = nn.Linear(FF, FF, dtype=torch.float32)
+    x, w1, w2 = (t.detach().float().requires_grad_() for t in (X, W1, W2))
+    outside = results(lambda: ops.mlp(x, w1, None, w2, None, inner), [x, inner.weight])
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = results(lambda: ops.mlp(x, w1, None, w2, None, inner), [x, inner.weight])
+    assert same_bits(outside, inside)

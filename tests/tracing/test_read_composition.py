@@ -1,7 +1,7 @@
 """Layers that are read, beside what else one does with a model: it is as with the stock layers.
 
 One architecture for each kind of block; loss and all gradients are those of the stock model.
-Under DDP and FSDP2: `test_ranks.py`; on kernels: `tests/backend/test_models.py`.
+Under DDP and FSDP2: `test_ranks.py`; on kernels: `tests/backend/test_models_on_kernels.py`.
 """
 
 import contextlib
