@@ -165,3 +165,8 @@ def kept_names(
             f"valid names: {', '.join(names)}"
         )
     return policy.save
+
+
+def offload_of(policy: str | Policy) -> frozenset[str]:
+    """Return the names that a policy offloads. A preset offloads none."""
+    return frozenset() if isinstance(policy, str) else policy.offload
