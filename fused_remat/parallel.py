@@ -41,9 +41,8 @@ _Shared = dict[nn.Parameter, list[tuple[nn.Module, str]]]
 class _Style(ParallelStyle):
     """A style whose module's parameters become DTensors, also in other modules that share them."""
 
-    def __init__(self, *, src_data_rank: int | None = 0) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.src_data_rank = src_data_rank
         self._shared: _Shared = {}
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -92,7 +91,6 @@ class LayerParallel(_Style):
             in order, and so are norms, residual sums and what is kept of them.
         split, join: with `sequence`, every rank has the entire input, which is divided first; the
             output is gathered on every rank.
-        src_data_rank: the rank whose parameters all ranks get; None where they are equal already.
 
     A call off the fused path raises RuntimeError: PyTorch's own forward does not support shards.
     Compiled, the layer runs outside the compiled graph. Each rank draws the dropout of divided
@@ -108,15 +106,8 @@ class LayerParallel(_Style):
     LayerParallel(sequence=True, split=False, join=False)
     """
 
-    def __init__(
-        self,
-        *,
-        sequence: bool = False,
-        split: bool = False,
-        join: bool = False,
-        src_data_rank: int | None = 0,
-    ) -> None:
-        super().__init__(src_data_rank=src_data_rank)
+    def __init__(self, *, sequence: bool = False, split: bool = False, join: bool = False) -> None:
+        super().__init__()
         if (split or join) and not sequence:
             raise ValueError("split and join need sequence=True")
         self.sequence, self.split, self.join = sequence, split, join
@@ -159,8 +150,7 @@ class VocabularyParallel(_Style):
     Raises (when applied): TypeError for another module; ValueError for a vocabulary that cannot be
         divided evenly.
 
-    >>> VocabularyParallel(src_data_rank=None).src_data_rank is None
-    True
+    >>> plan = {"head": VocabularyParallel()}  # for `parallelize_module`
     """
 
     def _divide(self, module: nn.Module, mesh: DeviceMesh) -> None:

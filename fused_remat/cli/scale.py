@@ -26,7 +26,7 @@ from fused_remat.policies import EXACT_PRESETS
 from fused_remat.report.units import aligned, human, milliseconds
 from fused_remat.scale.costs import FILE_KEYS, HARDWARE, Costs, of_file, rate_text
 from fused_remat.scale.estimate import BASELINES, PLANNER, Estimate, estimate
-from fused_remat.scale.layout import Layout, mesh_of, padded
+from fused_remat.scale.layout import Layout, mesh_of
 from fused_remat.scale.memory import Setup
 from fused_remat.scale.shapes import LARGE, MODELS
 
@@ -114,7 +114,7 @@ def _setup(args: argparse.Namespace) -> Setup:
     model, layout = _LANGUAGE[args.model], Layout(mesh_of(args.mesh), args.sequence_parallel)
     offload = tuple(name.strip() for name in args.offload.split(",") if name.strip())
     return Setup(
-        padded(model, layout.mesh), layout, args.batch or 1, args.seq or model.seq_len,
+        model, layout, args.batch or 1, args.seq or model.seq_len,
         DTYPES[args.dtype], DTYPES[args.param_dtype], args.optimizer, args.loss == "fused",
         offload, args.accumulates,
     )  # fmt: skip
@@ -205,7 +205,7 @@ def _table(found: Estimate) -> Iterator[list[str]]:
     yield ["policy", "kept", *hosts, "peak", "fits", "batch", "rebuilt", "collectives", "step",
            "tokens/s", "MFU"]  # fmt: skip
     for name, row in found.rows.items():
-        forward, backward, _ = row.collectives
+        forward, backward = row.collectives
         batch = found.batches.get(name)
         yield [
             name, human(row.kept), *[human(row.hosted) for _ in hosts], human(row.peak),

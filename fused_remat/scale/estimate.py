@@ -1,22 +1,28 @@
-"""Memory and time of a step on a mesh: for each policy, the planner's choice, and what fits."""
+"""Memory and time of a step on a mesh: for each policy, the planner's choice, and what fits.
+
+The steps of a rank's layer are those of its schedule under a policy, so the rebuilds of a preset
+count, with their collectives. A step takes its FLOPs over a rate or its bytes over the bandwidth,
+whichever is longer, as in `Calibration.analytic`; a collective takes its bytes over the link.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from fused_remat.planner import chain as chains
+from fused_remat.planner.calibration import Example, Seconds, work_of
 from fused_remat.planner.chain import Choice, Option
 from fused_remat.planner.options import costed_options, kept_by_name
 from fused_remat.planner.solve import optimal
 from fused_remat.policies import EXACT_PRESETS, kept_names
 from fused_remat.scale.costs import Costs
 from fused_remat.scale.layer import kept_by_eager, passes, sizes_of
-from fused_remat.scale.layout import check, divides_head, gathered, sharded
-from fused_remat.scale.memory import Setup, chain_of, loss_bytes, parts_at_peak
-from fused_remat.scale.time import KINDS, Work, link_of, pricer, works
+from fused_remat.scale.layout import Layout, check, gathered
+from fused_remat.scale.memory import Setup, chain_of, loss_bytes, parts_at_peak, weight_bytes
+from fused_remat.steps.collective import CollectiveStep
 
 #: Rows for plain PyTorch: autograd saves everything, or `torch.utils.checkpoint` wraps each layer.
 BASELINES = ("eager", "checkpoint")
@@ -24,6 +30,21 @@ BASELINES = ("eager", "checkpoint")
 PLANNER = "planner"
 #: Bytes that an optimizer's step reads and writes, in units of the parameters' bytes.
 _UPDATE = {"adamw": 7, "sgd": 3, "none": 0}
+#: Kinds of steps (`Work.kind`).
+KINDS = ("products", "attention", "pointwise", "tensor parallel")
+
+
+@dataclass(frozen=True)
+class Work:
+    """One step of a layer on one device."""
+
+    which: str  # the pass
+    kind: str  # one of `KINDS`
+    rebuilt: bool  # whether backward repeats a computation of forward
+    flops: float  # of products
+    sent: float  # bytes that the device sends within its tensor-parallel group
+    collective: str  # "all-gather", "reduce-scatter", "all-reduce", or ""
+    seconds: float  # estimated
 
 
 @dataclass(frozen=True)
@@ -35,8 +56,7 @@ class Row:
     hosted: int  # the part of them that waits in the host's memory
     memory: Mapping[str, int]  # parts of the step's peak in bytes
     seconds: Mapping[str, float]  # parts of the step's time
-    # Tensor-parallel collectives of a layer: in forward, in backward, and those that rebuild.
-    collectives: tuple[float, float, float]
+    collectives: tuple[float, float]  # tensor-parallel ones of a layer, in forward and in backward
     rebuilt: float  # FLOPs of rebuilding, relative to those of a step without it
 
     @property
@@ -101,6 +121,8 @@ def estimate(
 ) -> Estimate:
     """Estimate memory and time of a step for the baselines, `policies` and the planner's choice.
 
+    The vocabulary is padded so that tensor-parallel ranks divide it.
+
     Args:
         memory: bytes of a device.
     Raises: ValueError if the mesh does not divide the model, or none of `policies` keeps a name
@@ -115,7 +137,9 @@ def estimate(
     True
     """
     check(setup.model, setup.layout, setup.seq)
-    divides_head(setup.parameters, setup.layout)
+    tensor = setup.layout.mesh.tensor
+    padded = -(-setup.model.vocab // tensor) * tensor
+    setup = dataclasses.replace(setup, model=dataclasses.replace(setup.model, vocab=padded))
     _check_names(setup, policies)
     ways = {name: way_of(setup, costs, name) for name in (*BASELINES, *policies)}
     rows = {
@@ -223,24 +247,16 @@ def row_of(setup: Setup, costs: Costs, ways: Sequence[Way], choice: Choice) -> R
     labels = [w.label if n == layers else f"{n} × {w.label}" for w, n in chosen]
     forward = sum(w.flops for w in ways[0].works if w.which == "forward")
     rebuilt = sum(n * w.flops for way, n in chosen for w in way.works if w.rebuilt)
+    sent = [(w.which, n) for way, n in chosen for w in way.works if w.collective]
+    forth, back = (sum(n for of, n in sent if of == which) for which in ("forward", "backward"))
     return Row(
         ", ".join(labels),
         chains.kept_in_all(chain, choice) + sum(n * w.hosted for w, n in chosen),
         sum(n * way.hosted for way, n in chosen),
         parts_at_peak(setup, chain, choice),
         step_seconds(setup, costs, chosen),
-        _collectives(chosen, layers),
+        (forth / layers, back / layers),
         rebuilt / (3 * forward * layers),
-    )
-
-
-def _collectives(chosen: list[tuple[Way, int]], layers: int) -> tuple[float, float, float]:
-    """`Row.collectives`: means over the layers."""
-    works = [(w, n) for way, n in chosen for w in way.works if w.collective]
-    return (
-        sum(n for w, n in works if w.which == "forward") / layers,
-        sum(n for w, n in works if w.which == "backward") / layers,
-        sum(n for w, n in works if w.rebuilt) / layers,
     )
 
 
@@ -263,10 +279,7 @@ def step_seconds(setup: Setup, costs: Costs, chosen: list[tuple[Way, int]]) -> d
             hosted += n * max(0.0, way.hosted / costs.host.value - max(computes, comm))
     parts |= {"FSDP, seen": seen, "host, seen": hosted}
     parts["embedding and loss"] = _ends(setup, costs)
-    layout, p = setup.layout, setup.parameters
-    count = setup.model.layers * sharded(p.layer, layout) + sharded(p.root, layout)
-    nbytes = _UPDATE[setup.optimizer] * count * setup.param_dtype.itemsize
-    parts["optimizer"] = nbytes / costs.bandwidth.value
+    parts["optimizer"] = _UPDATE[setup.optimizer] * weight_bytes(setup) / costs.bandwidth.value
     return {name: seconds for name, seconds in parts.items() if seconds}
 
 
@@ -283,9 +296,8 @@ def _ends(setup: Setup, costs: Costs) -> float:
     vocabulary: of the gradient of the head's input, and of the rows of a tied embedding.
     """
     tensor, mesh = setup.layout.mesh.tensor, setup.layout.mesh
-    ranks = tensor if divides_head(setup.parameters, setup.layout) else 1
     products = 3 + setup.fused_loss
-    seconds = products * _head_flops(setup) / ranks / costs.products.value
+    seconds = products * _head_flops(setup) / tensor / costs.products.value
     stream = setup.tokens * setup.model.d_model * setup.dtype.itemsize
     logits = 0 if setup.fused_loss else 5 * loss_bytes(setup)[0]
     seconds += (10 * stream + logits) / costs.bandwidth.value
@@ -293,7 +305,7 @@ def _ends(setup: Setup, costs: Costs) -> float:
     moved = root * (setup.dtype.itemsize + setup.param_dtype.itemsize)
     seconds += moved * (mesh.data - 1) / mesh.data / link_of(costs, setup.layout, "data")
     if tensor > 1:
-        times = 2 * (setup.layout.stream > 1) + 2 * (ranks > 1) * (1 + setup.model.tied)
+        times = 2 * (setup.layout.stream > 1) + 2 * (1 + setup.model.tied)
         seconds += times * stream * (tensor - 1) / tensor / link_of(costs, setup.layout, "tensor")
     return seconds
 
@@ -308,8 +320,9 @@ def model_flops(setup: Setup, costs: Costs) -> float:
     return 3 * mesh.data * (layers + _head_flops(setup))
 
 
-def peak_of(setup: Setup, costs: Costs, policy: str) -> int:
-    """Return the bytes at the peak of a step in which every layer has this policy or baseline."""
+def peak_of(setup: Setup, costs: Costs, policy: str, **sizes: int) -> int:
+    """Return the peak in bytes of a step of `sizes` with this policy or baseline everywhere."""
+    setup = dataclasses.replace(setup, **sizes)  # type: ignore[arg-type]
     option = way_of(setup, costs, policy).option
     return chains.peak(chain_of(setup, [option]), Choice((0,) * setup.model.layers))
 
@@ -328,19 +341,65 @@ def largest(fits: Callable[[int], bool], most: int) -> int:
 
 def largest_batch(setup: Setup, costs: Costs, memory: int, policy: str) -> int:
     """Return the most sequences of `setup.seq` tokens per rank that fit; 0 if none do."""
-
-    def fits(n: int) -> bool:
-        return peak_of(dataclasses.replace(setup, batch=n), costs, policy) <= memory
-
-    return largest(fits, 1 << 12)
+    return largest(lambda n: peak_of(setup, costs, policy, batch=n) <= memory, 1 << 12)
 
 
 def largest_seq(setup: Setup, costs: Costs, memory: int, policy: str) -> int:
     """Return the most tokens per sequence that fit at `setup.batch`, in multiples; 0 if none do."""
     stream = setup.layout.stream
     multiple = stream if 1024 % stream else 1024
+    most = largest(lambda n: peak_of(setup, costs, policy, seq=n * multiple) <= memory, 1 << 12)
+    return most * multiple
 
-    def fits(n: int) -> bool:
-        return peak_of(dataclasses.replace(setup, seq=n * multiple), costs, policy) <= memory
 
-    return largest(fits, 1 << 12) * multiple
+def link_of(costs: Costs, layout: Layout, group: str) -> float:
+    """Return the bytes per second that a device sends in a ring of a group.
+
+    Tensor-parallel ranks are neighbors. In a data group that spans nodes, the ranks of one node
+    share what the node sends, each over its own network device.
+    """
+    mesh = layout.mesh
+    if group == "tensor":
+        spans = mesh.tensor > costs.node
+        beside = 1
+    else:
+        spans = mesh.devices > costs.node
+        beside = max(1, costs.node // mesh.tensor)
+    link = costs.link.value
+    return min(link, costs.network.value * beside) if spans else link
+
+
+def works(example: Example, save: Iterable[str], costs: Costs, layout: Layout) -> Iterator[Work]:
+    """Yield all steps of both passes of a rank's layer that keeps `save`."""
+    bytes_of = sizes_of(example, save)
+    link, ranks = link_of(costs, layout, "tensor"), layout.mesh.tensor
+    for which, step, flops, moved in work_of(example, save):
+        node, backward = step.node, step.kind == "backward"
+        collective, sent = "", 0.0
+        if isinstance(node, CollectiveStep):
+            collective = node.communication[backward]
+            # In a ring, for a matrix of so many bytes when gathered.
+            times, matrix = {"": 0, "all-reduce": 2}, max(bytes_of[node.name], bytes_of[node.x])
+            sent = times.get(collective, 1) * matrix * (ranks - 1) / ranks
+            kind, seconds = KINDS[3], sent / link
+        else:
+            kind, rate = "products" if flops else "pointwise", costs.products
+            if flops and node is not None and node.per_sequence:
+                kind = "attention"
+                rate = costs.attention_backward if backward else costs.attention_forward
+            seconds = max(flops / rate.value, moved / costs.bandwidth.value)
+        rebuilt = which == "backward" and not backward
+        seconds += costs.overhead.value if collective or kind != KINDS[3] else 0.0
+        yield Work(which, kind, rebuilt, flops, sent, collective, seconds)
+
+
+def pricer(costs: Costs, layout: Layout) -> Callable[[Example, Iterable[str]], Seconds]:
+    """Return the costs that the planner takes: the seconds of `works` by pass."""
+
+    def seconds(example: Example, save: Iterable[str]) -> Seconds:
+        totals = dict.fromkeys(Seconds._fields, 0.0)
+        for w in works(example, save, costs, layout):
+            totals[w.which] += w.seconds
+        return Seconds(**totals)
+
+    return seconds

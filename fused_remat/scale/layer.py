@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fused_remat.execution.prepare import BlockConfig
-from fused_remat.graph.build import block_graph, linear_cross_entropy_graph
-from fused_remat.graph.graph import Graph
+from fused_remat.graph.build import block_graph
 from fused_remat.graph.schedule import schedule
 from fused_remat.layers.causal import CausalLayer, read_call
 from fused_remat.layers.eligibility import Reason
@@ -20,7 +19,6 @@ from fused_remat.report.saved import SavedBytes
 from fused_remat.scale.layout import Layout, on_meta, parameters_of
 from fused_remat.scale.shapes import Model
 from fused_remat.spec import ParallelSpec
-from fused_remat.steps.cross_entropy import LinearCrossEntropy
 
 #: Names in a layer whose names in its block differ.
 _NAMES = {"up": "fc1", "down": "fc2"}
@@ -33,13 +31,6 @@ def example_of(model: Model, layout: Layout, batch: int, seq: int, dtype: torch.
     The graph is that of `FusedRematCausalLayer`, divided as `parallelize_module` divides it.
 
     Raises: ValueError if the layer does not take the fused path.
-
-    >>> from fused_remat.scale.shapes import LARGE
-    >>> from fused_remat.scale.layout import Mesh
-    >>> layout = Layout(Mesh(1, 8))
-    >>> example = example_of(LARGE["llama3-70b"], layout, 1, 8192, torch.bfloat16)
-    >>> tuple(example.shapes["input"]), tuple(example.shapes["q.weight"])
-    ((1, 1024, 8192), (1024, 8192))
     """
     whole = torch.empty(batch, seq, model.d_model, device="meta", dtype=dtype)
     one: Any = on_meta(model, seq, dtype)
@@ -69,14 +60,6 @@ def _shards(model: Model, layout: Layout, seq: int, dtype: torch.dtype) -> dict[
         name = f"{_NAMES.get(module, module)}.{kind}"
         shards[name] = torch.empty(p.gathered(layout), device="meta", dtype=dtype)
     return shards
-
-
-def loss_graph() -> Graph:
-    """Return the graph of `ops.linear_cross_entropy`."""
-    node = LinearCrossEntropy(
-        name="output", x="input", weight="head.weight", bias="head.bias", target="target"
-    )
-    return linear_cross_entropy_graph(node)
 
 
 def sizes_of(example: Example, save: Iterable[str] = ()) -> dict[str, int]:
@@ -124,12 +107,6 @@ def kept_by_eager(model: Model, layout: Layout, seq: int, dtype: torch.dtype) ->
     Each storage counts once. The layer is divided as PyTorch's tensor parallelism does it: inputs
     of linear layers are gathered, and saved. `nn.LayerNorm` stands for an RMSNorm, which on
     CPUs consists of operations that keep more than its GPU kernel.
-
-    >>> from fused_remat.scale.shapes import LARGE
-    >>> from fused_remat.scale.layout import Mesh
-    >>> whole = kept_by_eager(LARGE["llama3-70b"], Layout(Mesh(1, 1)), 8192, torch.bfloat16)
-    >>> whole / 8192 / 8192  # bytes a token and width
-    40.53...
     """
     from torch._subclasses.fake_tensor import FakeTensorMode  # slow to import
 

@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -33,9 +32,6 @@ class Mesh:
     @property
     def devices(self) -> int:
         return self.data * self.tensor
-
-    def __str__(self) -> str:
-        return f"{self.data}x{self.tensor}"
 
 
 def mesh_of(text: str) -> Mesh:
@@ -70,7 +66,7 @@ class Layout:
 
 def check(model: Model, layout: Layout, seq: int) -> None:
     """Raise a ValueError if the mesh does not divide heads, feed-forward or tokens evenly."""
-    tensor = layout.mesh.tensor
+    data, tensor = layout.mesh.data, layout.mesh.tensor
     for what, count in (
         ("query heads", model.nhead),
         ("key and value heads", model.kv_heads),
@@ -79,28 +75,13 @@ def check(model: Model, layout: Layout, seq: int) -> None:
         if count % tensor:
             raise ValueError(
                 f"{model.name} has {count} {what}, which {tensor} tensor-parallel ranks (of mesh "
-                f"{layout.mesh}) do not divide evenly"
+                f"{data}x{tensor}) do not divide evenly"
             )
     if seq % layout.stream:
         raise ValueError(
             f"sequence parallelism cannot divide {seq} tokens evenly among {layout.stream} ranks; "
             "choose another sequence length, or turn sequence parallelism off"
         )
-
-
-def padded(model: Model, mesh: Mesh) -> Model:
-    """Return the model with a vocabulary padded so that tensor-parallel ranks divide it."""
-    return dataclasses.replace(model, vocab=-(-model.vocab // mesh.tensor) * mesh.tensor)
-
-
-def rows_of(count: int, ranks: int, rank: int) -> int:
-    """Return the rows of one rank when `torch.chunk` divides `count` rows, the last ones fewer.
-
-    >>> [rows_of(10, 4, rank) for rank in range(4)]
-    [3, 3, 3, 1]
-    """
-    most = -(-count // ranks)
-    return max(0, min(most, count - rank * most))
 
 
 @dataclass(frozen=True)
@@ -118,10 +99,10 @@ class Parameter:
             sizes[self.split] //= layout.mesh.tensor
         return tuple(sizes)
 
-    def shard(self, layout: Layout, data_rank: int = 0) -> tuple[int, ...]:
-        """Return the shape that a rank holds between steps: its rows of `gathered`."""
+    def shard(self, layout: Layout) -> tuple[int, ...]:
+        """Return the shape that data rank 0, which has the most rows, holds between steps."""
         first, *rest = self.gathered(layout)
-        return (rows_of(first, layout.mesh.data, data_rank), *rest)
+        return (-(-first // layout.mesh.data), *rest)
 
 
 @dataclass(frozen=True)
@@ -143,9 +124,9 @@ def gathered(parameters: tuple[Parameter, ...], layout: Layout) -> int:
     return sum(math.prod(p.gathered(layout)) for p in parameters)
 
 
-def sharded(parameters: tuple[Parameter, ...], layout: Layout, data_rank: int = 0) -> int:
+def sharded(parameters: tuple[Parameter, ...], layout: Layout) -> int:
     """Return the number of elements in a device's shards; those of data rank 0 are the largest."""
-    return sum(math.prod(p.shard(layout, data_rank)) for p in parameters)
+    return sum(math.prod(p.shard(layout)) for p in parameters)
 
 
 @functools.lru_cache(maxsize=64)
@@ -164,43 +145,15 @@ def on_meta(model: Model, seq: int, dtype: torch.dtype) -> models.LanguageModel:
 
 @functools.lru_cache(maxsize=64)
 def parameters_of(model: Model, seq: int) -> Parameters:
-    """Parameters of a model for sequences of `seq` tokens, on which learned positions depend."""
-    made = on_meta(model, seq, torch.bfloat16)
-    prefix = "layers.0."
-    found = {name: tuple(p.shape) for name, p in made.named_parameters()}
-    layer = tuple(
-        Parameter(name.removeprefix(prefix), shape, _split(name.removeprefix(prefix)))
-        for name, shape in found.items()
-        if name.startswith(prefix)
-    )
-    return Parameters(layer, tuple(_root(model, found, prefix)), model.layers)
-
-
-def _split(name: str) -> int | None:
-    module, _, kind = name.rpartition(".")
-    if module in _ROWS:
-        return 0
-    return 1 if module in _COLUMNS and kind == "weight" else None
-
-
-def _root(model: Model, found: dict[str, tuple[int, ...]], prefix: str) -> Iterator[Parameter]:
-    """Yield the other parameters; the head, and a tied embedding, are divided by vocabulary."""
+    """Return the parameters of a model for `seq` tokens, on which learned positions depend."""
     divided = "embed.weight" if model.tied else "head.weight"
-    for name, shape in found.items():
-        if not name.startswith(prefix):
-            yield Parameter(name, shape, 0 if name == divided else None)
-
-
-def divides_head(parameters: Parameters, layout: Layout) -> bool:
-    """Whether tensor-parallel ranks divide the vocabulary of the head.
-
-    Raises: ValueError if they do not divide it evenly.
-    """
-    split = [p for p in parameters.root if p.split is not None]
-    for p in split:
-        if p.shape[0] % layout.mesh.tensor:
-            raise ValueError(
-                f"{layout.mesh.tensor} tensor-parallel ranks cannot divide a vocabulary of "
-                f"{p.shape[0]} evenly; pad it"
-            )
-    return bool(split) and layout.mesh.tensor > 1
+    layer, root = list[Parameter](), list[Parameter]()
+    for path, p in on_meta(model, seq, torch.bfloat16).named_parameters():
+        name, shape = path.removeprefix("layers.0."), tuple(p.shape)
+        if name == path:  # the head, and a tied embedding, are divided by vocabulary
+            root.append(Parameter(name, shape, 0 if name == divided else None))
+            continue
+        module, _, kind = name.rpartition(".")
+        by_columns = 1 if module in _COLUMNS and kind == "weight" else None
+        layer.append(Parameter(name, shape, 0 if module in _ROWS else by_columns))
+    return Parameters(tuple(layer), tuple(root), model.layers)

@@ -18,23 +18,24 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from fused_remat.graph.build import linear_cross_entropy_graph
 from fused_remat.graph.schedule import kept_bytes
 from fused_remat.planner import chain as chains
 from fused_remat.planner.calibration import Example
 from fused_remat.planner.chain import Chain, Choice, LayerOptions, Moment, Option
 from fused_remat.planner.measure import predict_optimizer
-from fused_remat.scale.layer import example_of, loss_graph, sizes_of
+from fused_remat.scale.layer import example_of, sizes_of
 from fused_remat.scale.layout import (
     Layout,
     Parameter,
     Parameters,
-    divides_head,
     gathered,
     on_meta,
     parameters_of,
     sharded,
 )
 from fused_remat.scale.shapes import Model
+from fused_remat.steps.cross_entropy import LinearCrossEntropy
 
 #: Logits in one of the two blocks that `ops.linear_cross_entropy` holds at a time on a GPU.
 _LOGITS = 1 << 26
@@ -88,39 +89,27 @@ class Setup:
         return self.batch * self.seq
 
 
-def weight_bytes(setup: Setup, data_rank: int = 0) -> int:
+def weight_bytes(setup: Setup) -> int:
     """Return the bytes of a device's shards of the weights."""
-    groups = _groups(setup.parameters)
-    count = sum(sharded(group, setup.layout, data_rank) * n for group, n in groups)
+    p, layout = setup.parameters, setup.layout
+    count = p.layers * sharded(p.layer, layout) + sharded(p.root, layout)
     return count * setup.param_dtype.itemsize
 
 
-def state_bytes(setup: Setup, data_rank: int = 0) -> int:
+def state_bytes(setup: Setup) -> int:
     """Return the bytes of the optimizer states of those shards, from fake tensors."""
-    return sum(
-        _state_of(group, setup.layout, setup.param_dtype, setup.optimizer, data_rank) * n
-        for group, n in _groups(setup.parameters)
-    )
-
-
-def _groups(p: Parameters) -> tuple[tuple[tuple[Parameter, ...], int], ...]:
-    """Return the parameters of one layer and those of the root, and how often they occur."""
-    return (p.layer, p.layers), (p.root, 1)
+    p, how = setup.parameters, (setup.layout, setup.param_dtype, setup.optimizer)
+    return p.layers * _state_of(p.layer, *how) + _state_of(p.root, *how)
 
 
 @functools.lru_cache(maxsize=256)
 def _state_of(
-    parameters: tuple[Parameter, ...],
-    layout: Layout,
-    dtype: torch.dtype,
-    optimizer: str,
-    data_rank: int,
+    parameters: tuple[Parameter, ...], layout: Layout, dtype: torch.dtype, optimizer: str
 ) -> int:
     if optimizer == "none":
         return 0
     shards = [
-        nn.Parameter(torch.empty(p.shard(layout, data_rank), device="meta", dtype=dtype))
-        for p in parameters
+        nn.Parameter(torch.empty(p.shard(layout), device="meta", dtype=dtype)) for p in parameters
     ]
     kind = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[optimizer]
     return predict_optimizer(kind(shards))[0]
@@ -131,9 +120,8 @@ def loss_bytes(setup: Setup) -> tuple[int, int]:
 
     Complete logits are held in `dtype`, in float32 if that differs, and as their log-softmax.
     """
-    model, tensor = setup.model, setup.layout.mesh.tensor
-    divided = divides_head(setup.parameters, setup.layout)
-    vocab = model.vocab // tensor if divided else model.vocab
+    model = setup.model
+    vocab = model.vocab // setup.layout.mesh.tensor
     stream = setup.tokens * model.d_model * setup.dtype.itemsize
     if not setup.fused_loss:
         low = setup.dtype.itemsize if setup.dtype.itemsize < 4 else 0
@@ -144,7 +132,11 @@ def loss_bytes(setup: Setup) -> tuple[int, int]:
         "target": (setup.tokens, 1),
     }
     needs_grad = frozenset({"input", "head.weight"})
-    kept = kept_bytes(loss_graph(), frozenset(), needs_grad, shapes, setup.dtype.itemsize)
+    node = LinearCrossEntropy(
+        name="output", x="input", weight="head.weight", bias="head.bias", target="target"
+    )
+    graph = linear_cross_entropy_graph(node)
+    kept = kept_bytes(graph, frozenset(), needs_grad, shapes, setup.dtype.itemsize)
     wide = setup.tokens * model.d_model * 4  # the input's gradient is summed in float32
     block = 4 * min(_LOGITS, setup.tokens * vocab)
     return sum(kept.values()) - kept["input"], 2 * block + wide + stream
@@ -184,7 +176,9 @@ def stretches(setup: Setup, base: Option) -> Iterator[Stretch]:
     ahead = {"layers, gathered": 2 * layer} if setup.fsdp else {}
     reduced = sharded(p.layer, setup.layout) * setup.param_dtype.itemsize
     reducing = gathered(p.layer, setup.layout) * setup.param_dtype.itemsize
-    head = tuple(q for q in p.root if _comes_first_in_backward(q, setup.model))
+    # Backward reaches all of the root before the layers, but for an untied embedding.
+    after = ("positions.",) if setup.model.tied else ("embed.", "positions.")
+    head = tuple(q for q in p.root if not q.name.startswith(after))
     ready = 0 if setup.fsdp else sharded(head, setup.layout) * setup.param_dtype.itemsize
 
     def stretch(
@@ -216,16 +210,8 @@ def stretches(setup: Setup, base: Option) -> Iterator[Stretch]:
     yield stretch(-1, True, 0, {}, weight_bytes(setup))
 
 
-def _comes_first_in_backward(parameter: Parameter, model: Model) -> bool:
-    """Whether backward reaches it before the layers: all of the root but an untied embedding."""
-    embeds = parameter.name.startswith(("embed.", "positions."))
-    return not embeds or (model.tied and parameter.name == "embed.weight")
-
-
-def chain_of(
-    setup: Setup, options: Sequence[Option], forward_seconds: float = 0.0, seconds: float = 0.0
-) -> Chain:
-    """Return the step as the planner's chain, with the first option as base and its `seconds`."""
+def chain_of(setup: Setup, options: Sequence[Option], forward_seconds: float = 0.0) -> Chain:
+    """Return the step as the planner's chain, with the first option as base; its time is 0."""
     stream = sizes_of(setup.example)["input"]
     kind = setup.example.call.graph.kind
     calls = tuple(
@@ -234,7 +220,7 @@ def chain_of(
     )
     moments = tuple(s.moment for s in stretches(setup, options[0]))
     kept = setup.model.layers * options[0].kept
-    return Chain(calls, moments, resting(setup), seconds, 0, kept)
+    return Chain(calls, moments, resting(setup), 0.0, 0, kept)
 
 
 def parts_at_peak(setup: Setup, chain: Chain, choice: Choice) -> dict[str, int]:

@@ -50,17 +50,13 @@ class LanguageModel(nn.Module):
         if self.positions is not None:
             h = h + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
         h = self.dropout(self.embed_norm(h))
+        rope = (self.cos, self.sin) if self.causal and self.cos is not None else None
         for layer in self.layers:
-            h = self._call(layer, h)
+            h = layer(h) if rope is None else layer(h, rope)
         h = self.norm(h)
         if self.stock:
             return F.cross_entropy(self.head(h).flatten(0, 1), targets.flatten())
         return ops.linear_cross_entropy(h, self.head.weight, targets)
-
-    def _call(self, layer: nn.Module, h: Tensor) -> Tensor:
-        rotates = self.causal and self.cos is not None
-        out: Tensor = layer(h, (self.cos, self.sin)) if rotates else layer(h)
-        return out
 
 
 class ImageClassifier(nn.Module):

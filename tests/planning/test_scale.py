@@ -7,12 +7,11 @@ from fused_remat.planner.chain import Choice, timeline
 from fused_remat.policies import EXACT_PRESETS
 from fused_remat.scale import HARDWARE, Layout, Mesh, Setup, estimate, models
 from fused_remat.scale.costs import of_file
-from fused_remat.scale.estimate import PLANNER, peak_of, way_of
+from fused_remat.scale.estimate import PLANNER, link_of, peak_of, way_of
 from fused_remat.scale.layer import kept_by_eager
 from fused_remat.scale.layout import parameters_of
 from fused_remat.scale.memory import chain_of, weight_bytes
 from fused_remat.scale.shapes import LARGE, MODELS
-from fused_remat.scale.time import link_of
 
 #: As published: model cards; Grattafiori et al. 2024 (Llama 3), Yang et al. 2025 (Qwen3), Brown et
 #: al. 2020 (GPT-3, with its positions: 174.6 B). Of bert-base without token types, pooler and the
@@ -87,7 +86,7 @@ def test_a_row_adds_up(found):
     assert found.rows["full"].kept == 80 * way_of(setup, H100, "full").option.kept
     full, none, eager = (found.rows[name] for name in ("full", "none", "eager"))
     assert full.kept < none.kept < eager.kept and full.rebuilt > 0.2 > none.rebuilt
-    assert eager.rebuilt == 0 == eager.collectives[2]
+    assert eager.rebuilt == 0
     assert eager.step <= none.step * (1 + 1e-9) and none.step <= full.step * (1 + 1e-9)
     assert 0 < found.mfu("none") < 0.75
 
