@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 
 from fused_remat.cli.options import DTYPES, CommandError, add_dtype, add_sizes, check_sizes
-from fused_remat.report.step import split_batch
 from fused_remat.report.units import device_memory, human
 from fused_remat.scale.models import build
 from fused_remat.scale.shapes import MODELS
@@ -167,7 +166,10 @@ def _own(args: argparse.Namespace) -> Target:
         value = function(**arguments)
     model, inputs, loss = _checked(args.target, value)
     title = f"{args.target}: {type(model).__name__}, {_parameters(model)}"
-    return Target(title, model, *split_batch(inputs), loss)
+    if isinstance(inputs, Mapping):
+        return Target(title, model, (), dict(inputs), loss)
+    positional = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
+    return Target(title, model, positional, {}, loss)
 
 
 def _find(target: str) -> Callable[..., Any]:

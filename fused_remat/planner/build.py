@@ -1,13 +1,12 @@
-"""`plan` finds a policy for every layer within a memory budget, `fit` the largest batch."""
+"""`plan`: from a model and a memory budget to a policy for every layer."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +18,6 @@ from fused_remat.autograd.offload import transfer_for
 from fused_remat.convert import convert, revert
 from fused_remat.layers import FusedLayer
 from fused_remat.layers.record import STATES
-from fused_remat.planner import chain as chains
 from fused_remat.planner.calibration import Calibration, Example, calibrate
 from fused_remat.planner.chain import Chain, LayerOptions, Option
 from fused_remat.planner.measure import MeasuredStep, measure_step, predict_optimizer, state_bytes
@@ -27,14 +25,14 @@ from fused_remat.planner.options import (
     Costs,
     costed_options,
     kept_by_name,
+    options_for,
     with_offload,
-    with_peaks,
 )
 from fused_remat.planner.plan import Plan
-from fused_remat.planner.solve import METHODS, BudgetError, Policies, choose, least_peak, policy_for
+from fused_remat.planner.solve import METHODS, Policies, choose, policy_for
 from fused_remat.policies import Policy
-from fused_remat.report.step import arguments_of, device_of, split_batch, tensors_in
-from fused_remat.report.units import Budget, bytes_of, human
+from fused_remat.report.step import arguments_of, device_of
+from fused_remat.report.units import Budget, bytes_of
 
 #: Held while a model is measured: its observers and timers would see blocks of other threads.
 _MEASURING = threading.RLock()
@@ -181,8 +179,14 @@ def measure_chain(
     kwargs: dict[str, Any],
     request: Request,
     timed: bool = True,
+    update: tuple[int, int] | None = None,
 ) -> Chain:
-    """Measure the chain that methods choose from, and its time if `timed`. Raises: as `plan`."""
+    """Measure the chain that the methods choose from. Raises: as `plan`.
+
+    Args:
+        timed: whether to time the step.
+        update: the result of `predict_optimizer`, if it is known already.
+    """
     device, costs = device_of(model, [inputs, kwargs]), request.costs
     accumulates, optimizer = request.accumulates, request.optimizer
     cuda = [device] if device.type == "cuda" else []
@@ -208,7 +212,9 @@ def measure_chain(
         by = calibration.analytic if costs == "analytic" else calibration.measured
         link = calibration.host_link() if request.offload else None
         calls = tuple(_calls(step, by, request, link))
-    state, temporary = (0, 0) if optimizer is None else predict_optimizer(optimizer)
+    if update is None:
+        update = (0, 0) if optimizer is None else predict_optimizer(optimizer)
+    state, temporary = update
     gradients = 0 if accumulates else max((m.gradients for m in step.moments), default=0)
     resting = step.resting | ({"optimizer state": state} if state else {})
     if optimizer is not None and "others" in resting:  # the existing state was measured in it
@@ -234,17 +240,20 @@ def _calls(
 ) -> Iterator[LayerOptions]:
     """Yield the measured calls with their options; equal calls are computed once.
 
-    A layer that is called more than once keeps its inputs alone, unless there are policies for it.
+    All calls of a layer have the options of its first call.
     """
 
     @functools.cache
+    def saves_of(
+        example: Example, names: tuple[str, ...], policies: tuple[str | Policy, ...] | None
+    ) -> tuple[tuple[str, ...], ...]:
+        return tuple(o.save for o in costed_options(example, costs, names, policies))
+
+    @functools.cache
     def options_of(
-        example: Example,
-        names: tuple[str, ...],
-        policies: tuple[str | Policy, ...] | None,
-        away: bool,
+        example: Example, saves: tuple[tuple[str, ...], ...], away: bool
     ) -> tuple[Option, ...]:
-        options = with_peaks(example, costed_options(example, costs, names, policies))
+        options = options_for(example, costs, saves)
         forward = costs(example, ()).forward
         return with_offload(example, options, link, forward) if away and link else options
 
@@ -252,149 +261,20 @@ def _calls(
     def sizes_of(example: Example) -> tuple[float, int]:
         return costs(example, ()).forward, kept_by_name(example, ()).get("input", 0)
 
-    times = Counter(call.layer for call in step.calls)
-    before = 0  # how often the layer of the preceding call is called
+    firsts = {call.layer: call for call in reversed(step.calls)}
+    shapes = Counter(layer for layer, _ in {(call.layer, call.example) for call in step.calls})
     for call in step.calls:
-        example, often, follows = call.example, times[call.layer], before == 1 and call.follows
-        before = often
-        if example is None:
+        example, first = call.example, firsts[call.layer].example
+        if example is None or first is None:
             only = Option((), call.kept, 0, 0, 0.0, preset=STATES[call.ran])
             yield LayerOptions(call.layer, call.kind, (only,), 0.0, 0, False, call.reason)
             continue
-        reason, policies = "", None if request.options is None else tuple(request.options)
+        policies = None if request.options is None else tuple(request.options)
         if request.policies is not None:
             policy = policy_for(call.layer, request.policies)
             policies = (Policy(policy.save) if isinstance(policy, Policy) else policy,)
-        elif often > 1:
-            reason, policies = f"called {often} times in a step", ()
-        options = options_of(example, call.names, policies, often == 1)
+        saves = saves_of(first, call.names, policies)
+        options = options_of(example, saves, shapes[call.layer] == 1)
         seconds, nbytes = sizes_of(example)
-        linked = follows and often == 1 and request.segments and nbytes > 0
-        yield LayerOptions(call.layer, call.kind, options, seconds, nbytes, linked, reason)
-
-
-@dataclass(frozen=True)
-class Fit:
-    """The result of `fit`.
-
-    Attributes:
-        size: the largest argument of `make_batch` that fits.
-        plan: the fastest plan for that size within the memory.
-        tried: the least possible peak in bytes of each size that was tried. None where the device
-            ran out of memory.
-    """
-
-    size: int
-    plan: Plan
-    tried: dict[int, int | None]
-
-
-def fit(
-    model: nn.Module,
-    make_batch: Callable[[int], Any],
-    memory: Budget,
-    *,
-    multiple: int = 1,
-    most: int | None = None,
-    costs: str | Calibration = "measured",
-    **options: Any,
-) -> Fit:
-    """Find the largest batch (or sequence) whose step fits into a memory budget, and its plan.
-
-    Args:
-        model: as in `plan`.
-        make_batch: function from a size to the model's inputs: a tensor, a tuple of arguments, or a
-            mapping of keyword arguments. It decides what the size counts, such as sequences or
-            tokens.
-        memory: as the budget of `plan`.
-        multiple: sizes are multiples of this.
-        most: largest size to try.
-        costs: as in `plan`, for the plan that is returned.
-        options: further arguments of `plan`: optimizer, loss, accumulates, segments, options,
-            offload.
-    Units: bytes. Each size is tried with a step on the device, every layer keeping its input
-        alone, and runs of each kind of layer; sizes grow until one does not fit.
-    Raises: BudgetError if the smallest size does not fit; ValueError if `multiple` or `most` is not
-        positive, or if batches do not grow with the size and there is no `most`; TypeError for an
-        unknown option.
-
-    >>> layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
-    >>> model = nn.TransformerEncoder(layer, num_layers=2, enable_nested_tensor=False)
-    >>> largest = fit(model, lambda size: torch.randn(size, 16, 32), memory="1MiB")
-    >>> largest.size > 2 and largest.plan.peak_bytes <= 2**20
-    True
-    """
-    for name, value in (("multiple", multiple), ("most", most)):
-        if value is not None and (not isinstance(value, int) or value < 1):
-            raise ValueError(f"{name}= is a positive int, got {value!r}")
-    if most is not None and most < multiple:
-        raise ValueError(f"most={most} is less than multiple={multiple}, so no size is allowed")
-    unknown = options.keys() - {field.name for field in dataclasses.fields(Request)}
-    if unknown:
-        raise TypeError(f"fit has no argument {', '.join(map(repr, sorted(unknown)))}")
-    request, limit = Request("analytic", **options), bytes_of(memory, device_of(model))
-
-    def peak_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-        try:
-            chain = measure_chain(model, args, kwargs, request, timed=False)
-        except torch.OutOfMemoryError:
-            torch.cuda.empty_cache()
-            return None
-        return chains.peak(chain, least_peak(chain))
-
-    tried = _search(make_batch, peak_of, limit, multiple, most)
-    fitting = [size for size, peak in tried.items() if peak is not None and peak <= limit]
-    if not fitting:
-        peak = tried[multiple]
-        least = "more than the device has" if peak is None else f"{human(peak)} ({peak} bytes)"
-        message = (
-            f"not even a size of {multiple} fits into {human(limit)} ({limit} bytes): the least "
-            f"possible peak is {least}"
-        )
-        raise BudgetError(message, limit, peak or limit + 1, {})
-    args, kwargs = split_batch(make_batch(max(fitting)))
-    fastest = plan(model, *args, budget=limit, costs=costs, **options, **kwargs)
-    return Fit(max(fitting), fastest, tried)
-
-
-def _search(
-    make_batch: Callable[[int], Any],
-    peak_of: Callable[[tuple[Any, ...], dict[str, Any]], int | None],
-    limit: int,
-    multiple: int,
-    most: int | None,
-) -> dict[int, int | None]:
-    """Return the peaks by size, up to the largest size that fits and the next one."""
-    peaks: dict[int, int | None] = {}  # by multiples
-    fits, fails, elements = 0, None if most is None else most // multiple + 1, 0
-    while fails is None or fails - fits > 1:
-        count = _next(fits, fails, limit, peaks)
-        args, kwargs = split_batch(make_batch(count * multiple))
-        peak = peaks[count] = peak_of(args, kwargs)
-        more = sum(t.numel() for t in tensors_in([args, kwargs]))
-        if peak is None or peak > limit:
-            fails = count
-        elif fails is None and fits and more <= elements:
-            raise ValueError(
-                f"make_batch({count * multiple}) is no larger than make_batch({fits * multiple}), "
-                "which fits; give most= to end the search"
-            )
-        else:
-            fits, elements = count, more
-    return {count * multiple: peak for count, peak in peaks.items()}
-
-
-def _next(fits: int, fails: int | None, limit: int, peaks: Mapping[int, int | None]) -> int:
-    """Return the next size to try: above `fits`, and below `fails` if that is known.
-
-    It is extrapolated from the last two peaks, but at most fourfold.
-    """
-    measured = sorted((size, peak) for size, peak in peaks.items() if peak is not None)
-    size = 4 * fits if fails is None else (fits + fails) // 2
-    if len(measured) < 2:
-        size = fits + 1
-    elif (growth := measured[-1][1] - measured[-2][1]) > 0:
-        (size0, peak0), (size1, _) = measured[-2:]
-        size = size0 + (limit - peak0) * (size1 - size0) // growth
-    size = max(fits + 1, min(size, 4 * max(fits, 1)))
-    return size if fails is None else min(size, fails - 1)
+        linked = call.follows and request.segments and nbytes > 0
+        yield LayerOptions(call.layer, call.kind, options, seconds, nbytes, linked)

@@ -40,13 +40,13 @@ class Option:
 class LayerOptions:
     """One call of a layer, with at least one option."""
 
-    layer: str  # qualified name; a layer that is called more than once has one option
+    layer: str  # qualified name; all calls of one layer have the same option
     kind: str  # of its block ("encoder_prenorm"), or the layer's class, for tables
     options: tuple[Option, ...]  # the first, the base, keeps only what every option keeps
     forward_seconds: float
     input: int  # bytes of its first input, which `kept` of every option includes unless offloaded
     linked: bool  # its first input is the preceding call's output, and nothing else holds it
-    reason: str = ""  # why it is no block, or why it has a single option
+    reason: str = ""  # why it is no block, and has a single option
 
     @property
     def base(self) -> Option:

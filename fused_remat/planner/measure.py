@@ -79,23 +79,30 @@ def measure_step(
                 f"{', '.join(map(repr, changed))} was not called as often in one step as in the "
                 "next; a plan needs layers that run in every step, so turn off layer dropping"
             )
-        inputs = list(tensors_in([args, kwargs]))
-        targets = [t for t in (*model.parameters(), *inputs) if t.requires_grad and t.is_leaf]
-        device, seconds = device_of(model, inputs), [0.0]
-
-        def run() -> None:
-            sums = losses_of(model(*args, **kwargs), loss)
-            if sums and targets:
-                torch.autograd.grad(sums, targets, allow_unused=True)
-
-        if timed:
-            with torch.enable_grad(), restored(model, inputs, device):
-                seconds = seconds_of(run, device, rounds=3)
+        seconds = _time_step(model, args, kwargs, loss) if timed else 0.0
     calls, index = _kept_calls(capture, step, layers)
     kept = sum(saved.nbytes for saved in step.saved)
-    return MeasuredStep(
-        calls, tuple(_moments(step, index)), kept, statistics.median(seconds), resting
-    )
+    return MeasuredStep(calls, tuple(_moments(step, index)), kept, seconds, resting)
+
+
+def _time_step(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    loss: Callable[[Any], Tensor] | None,
+) -> float:
+    """Return the median seconds of a forward and backward."""
+    inputs = list(tensors_in([args, kwargs]))
+    targets = [t for t in (*model.parameters(), *inputs) if t.requires_grad and t.is_leaf]
+    device = device_of(model, inputs)
+
+    def run() -> None:
+        sums = losses_of(model(*args, **kwargs), loss)
+        if sums and targets:
+            torch.autograd.grad(sums, targets, allow_unused=True)
+
+    with torch.enable_grad(), restored(model, inputs, device):
+        return statistics.median(seconds_of(run, device, rounds=3))
 
 
 def predict_optimizer(optimizer: Optimizer) -> tuple[int, int]:
@@ -110,10 +117,7 @@ def predict_optimizer(optimizer: Optimizer) -> tuple[int, int]:
 
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
-            groups = [dict(group) for group in optimizer.param_groups]
-            for group in groups:
-                group["params"] = [nn.Parameter(torch.empty_like(p)) for p in group["params"]]
-            fake = type(optimizer)(groups)  # type: ignore[call-arg]
+            fake = type(optimizer)(_fake_groups(optimizer))  # type: ignore[call-arg]
             for group in fake.param_groups:
                 for p in group["params"]:
                     p.grad = torch.empty_like(p)
@@ -267,6 +271,14 @@ def _buffer(p: Tensor) -> Tensor:
     """Return a tensor like the buffer that a parameter's gradient is added to."""
     main_grad = getattr(p, "main_grad", None)
     return main_grad if isinstance(main_grad, Tensor) else p
+
+
+def _fake_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
+    return [
+        {**{k: v for k, v in group.items() if k != "params"},
+         "params": [torch.nn.Parameter(torch.empty_like(p)) for p in group["params"]]}
+        for group in optimizer.param_groups
+    ]  # fmt: skip
 
 
 class _Live(TorchDispatchMode):

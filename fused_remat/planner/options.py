@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 
 from fused_remat.graph.schedule import kept_bytes, schedule
 from fused_remat.planner.calibration import Example, Seconds
@@ -27,7 +27,7 @@ def costed_options(
 ) -> list[Option]:
     """Return the base, which keeps no names, then the sets that no other beats in bytes and time.
 
-    Their peaks are missing: `with_peaks` runs the call, and "meta" tensors cannot.
+    Their peaks are missing: `options_for` runs the call, and "meta" tensors cannot.
 
     Args:
         names: names that the layer's policy accepts; a call's graph may have more (adapters).
@@ -46,8 +46,11 @@ def costed_options(
     return [_costed(example, costs, frozenset()), *(option for option in best if option.save)]
 
 
-def with_peaks(example: Example, options: Sequence[Option]) -> tuple[Option, ...]:
-    """Return the options with the peaks of their passes: each is run once."""
+def options_for(
+    example: Example, costs: Costs, saves: Iterable[tuple[str, ...]]
+) -> tuple[Option, ...]:
+    """Return an option for each of `saves`, with the peaks of its passes: each is run once."""
+    options = [_costed(example, costs, frozenset(save)) for save in saves]
     example.run(options[0].save)
     with AllocationTrace(example.input.device, collect=False) as trace:
         for i, option in enumerate(options):

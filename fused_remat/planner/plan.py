@@ -18,7 +18,7 @@ from fused_remat.planner import chain as chains
 from fused_remat.planner.chain import Chain, Choice, Event, Option
 from fused_remat.planner.solve import METHODS, choose, frontier, parts_at
 from fused_remat.policies import Policy
-from fused_remat.report.report import from_json, to_json
+from fused_remat.report import files
 from fused_remat.report.units import (
     Budget,
     aligned,
@@ -44,7 +44,7 @@ class LayerPlan:
         kept_bytes: bytes kept from forward to backward, over all calls.
         rebuild_seconds: time of backward above that of keeping everything useful, including the
             replay of a segment.
-        reason: why the layer does not run as a block, or has no choice; "" for others.
+        reason: why the layer does not run as a block; "" if it does.
     """
 
     name: str
@@ -136,11 +136,8 @@ class Plan:
     def within(self, budget: Budget | None, method: str = "optimal") -> Plan:
         """Another plan from the same measurements, for another budget or with another method.
 
-        Raises: as `plan`; ValueError for "manual", and for a plan by "manual": neither has the
-            other's options.
+        Raises: as `plan`; ValueError for "manual", whose options were not measured.
         """
-        if self.method == "manual":
-            raise ValueError("a manual plan has no other options: call plan() with another method")
         if method not in METHODS:
             raise ValueError(f"unknown method {method!r}; valid here: {', '.join(METHODS)}")
         limit = None if budget is None else bytes_of(budget, self.device)
@@ -197,7 +194,7 @@ class Plan:
 
     def to_json(self, path: str | Path | None = None) -> str:
         """Return the plan as JSON, written to `path` if there is one; `from_json` reads it."""
-        return to_json(self, path)
+        return files.to_json(self, path)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
@@ -205,7 +202,7 @@ class Plan:
 
         Raises: ValueError if the text is not a plan of this version.
         """
-        return from_json(cls, text)
+        return files.from_json(cls, text)
 
     def plot(self, path: str | Path) -> None:
         """Draw memory over the step, and this plan on the frontier, to `path` (.png, .svg, .pdf).

@@ -1,8 +1,8 @@
 """The fastest choice for a chain within a budget of bytes: exact, or by a simpler rule.
 
 The exact search covers an option for each call and all disjoint segments: runs of two or more
-calls, all but the first linked. All calls of a segment but the last have options with one `save`;
-the last one has its base.
+calls, all but the first linked, without layers that are called more than once. All calls of a
+segment but the last have options with one `save`; the last one has its base.
 
 It moves along the chain with labels: bytes kept, time, and most bytes at any moment so far. A label
 that keeps no less than another and is no faster can be dropped, since whatever follows the one can
@@ -15,21 +15,21 @@ from __future__ import annotations
 
 import fnmatch
 import itertools
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
-from math import isqrt
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
 
 from fused_remat.planner import chain as chains
 from fused_remat.planner.chain import Chain, Choice, Event, peak
-from fused_remat.planner.steps import NEVER, Numbers, Step, levels, steps
+from fused_remat.planner.rules import greedy, sqrt, uniform
+from fused_remat.planner.steps import NEVER, Numbers, Step, levels, shared, steps
 from fused_remat.policies import Policy
 from fused_remat.report.units import human
 
 ALL = -NEVER  # more bytes, or ticks, than any choice has
 POINTS = 24  # of the frontier, per level of offload
+MOST_SHARED = 4096  # combinations of options of shared layers that are searched one by one
 
 #: Shell patterns of layer names to policies; the first pattern that matches counts.
 Policies = Mapping[str, str | Policy]
@@ -74,12 +74,12 @@ def frontier(chain: Chain) -> list[Choice]:
     """Return optimal choices by peak, at equally spaced budgets from the least possible one."""
     choices: list[Choice] = []
     for level in chains.offload_levels(chain):
-        graph = _Graph(level)
-        low, high = level.rests + graph.peak, _fastest(level, graph, None)
+        graphs = _graphs(level)
+        low, high = level.rests + min(graph.peak for graph in graphs), _fastest(level, graphs, None)
         assert high is not None  # without a limit there is a choice
         span = peak(level, high) - low
         budgets = (low + span * i // (POINTS - 1) for i in range(POINTS))
-        choices += filter(None, (_fastest(level, graph, budget) for budget in budgets))
+        choices += filter(None, (_fastest(level, graphs, budget) for budget in budgets))
     best: list[Choice] = []
     for choice in sorted(choices, key=lambda c: (peak(chain, c), chains.seconds(chain, c))):
         if not best or chains.seconds(chain, choice) < chains.seconds(chain, best[-1]):
@@ -90,70 +90,18 @@ def frontier(chain: Chain) -> list[Choice]:
 def optimal(chain: Chain, budget: int | None) -> Choice | None:
     """Return the fastest choice with a peak within the budget, of the least peak among equals.
 
-    None if nothing fits. A budget of None is no limit.
+    None if nothing fits. A budget of None is no limit. Exact, except where shared layers
+    have more than `MOST_SHARED` combinations of options; then all of them have the same `save`.
     """
-    return _fastest(chain, _Graph(chain), budget)
+    return _fastest(chain, _graphs(chain), budget)
 
 
 def least_peak(chain: Chain) -> Choice:
     """Return the fastest of the choices with the least peak."""
-    graph = _Graph(chain)
-    choice = _fastest(chain, graph, chain.rests + graph.peak)
+    graphs = _graphs(chain)
+    choice = _fastest(chain, graphs, chain.rests + min(graph.peak for graph in graphs))
     assert choice is not None  # some path has this peak
     return choice
-
-
-def greedy(chain: Chain, budget: int | None) -> Choice | None:
-    """Start from the base options and repeat the change that fits and saves most time per byte.
-
-    If the base options do not fit, start from segments of 2 calls, of 3, and so on; None if none
-    fit. A change is a new option of a call, or a new `save` of the replayed calls in a segment,
-    which keeps no more bytes from forward to backward. Changes without more bytes come first, in
-    order of time saved.
-    """
-    longest = max(last - first for first, last in _runs(chain))
-    cuts = ([s for run in _runs(chain) for s in _cut(run, n)] for n in range(1, longest + 1))
-    begins = (Choice((0,) * len(chain.calls), tuple(cut)) for cut in cuts)
-    choice = next((begin for begin in begins if _fits(chain, begin, budget)), None)
-    while choice is not None and (better := _improved(chain, choice, budget)) is not None:
-        choice = better
-    return choice
-
-
-def uniform(chain: Chain, budget: int | None) -> Choice | None:
-    """Every k-th call, from the first, has its base option; the others have their fastest.
-
-    The largest k that fits, which begins with no base options at all; None if all base options do
-    not fit.
-    """
-    n, fastest = len(chain.calls), list[int]()
-    for i, call in enumerate(chain.calls):
-        fastest.append(min((_cost(chain, {i: o}), o) for o in range(len(call.options)))[1])
-    for k in range(n + 1, 0, -1):
-        choice = Choice(tuple(0 if i % k == 0 and k <= n else o for i, o in enumerate(fastest)))
-        if _fits(chain, choice, budget):
-            return choice
-    return None
-
-
-def sqrt(chain: Chain, budget: int | None) -> Choice | None:
-    """Cut every run of n linked calls into segments of ceil(√n), with their fastest `save`.
-
-    Calls outside segments, and those without a common `save`, have their base option. None if this
-    does not fit.
-
-    Source: Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost (arXiv 1604.06174).
-    """
-    options: dict[int, int] = {}
-    segments: list[tuple[int, int]] = []
-    for run in _runs(chain):
-        for segment in _cut(run, isqrt(run[1] - run[0] - 1) + 1):
-            fastest = min(_saves(chain, segment), key=lambda o: _cost(chain, o), default=None)
-            if fastest:
-                options |= fastest
-                segments.append(segment)
-    choice = Choice(tuple(options.get(i, 0) for i in range(len(chain.calls))), tuple(segments))
-    return choice if _fits(chain, choice, budget) else None
 
 
 METHODS: dict[str, Callable[[Chain, int | None], Choice | None]] = {
@@ -217,15 +165,17 @@ def _too_small(chain: Chain, choice: Choice, limit: int, method: str) -> BudgetE
 
 
 class _Graph:
-    """The steps of a chain, and lower bounds of what follows."""
+    """The steps of a chain with `fixed` options of some calls, and lower bounds of what follows."""
 
-    def __init__(self, chain: Chain) -> None:
+    def __init__(self, chain: Chain, every: list[Step], fixed: dict[int, int]) -> None:
         n = len(chain.calls)
         self.start = max(levels(chain).between(0), chain.update)  # bytes that no choice changes
         self.ends: list[list[Step]] = [[] for _ in range(n + 1)]  # by the boundary where they end
         # By boundary, bytes above those kept and time that every path from there needs at least.
         self.least, self.rest = [ALL] * n + [NEVER], [ALL] * n + [0]
-        for step in reversed(steps(chain)):
+        for step in reversed(every):
+            if fixed.get(step.first, step.ways[0].options[0]) != step.ways[0].options[0]:
+                continue
             self.ends[step.last].append(step)
             after = max(step.ways[0].need, step.grows + self.least[step.last])
             self.least[step.first] = min(self.least[step.first], after)
@@ -277,10 +227,8 @@ def _pareto(labels: _Labels) -> _Labels:
     return _Labels(*(column[order[first]] for column in labels))
 
 
-def _fastest(chain: Chain, graph: _Graph, budget: int | None) -> Choice | None:
-    """Return the fastest path within a budget; among equally fast ones, that of the least peak."""
-    room = ALL if budget is None else min(budget - chain.rests, ALL)
-    limit = graph.rest[0] if budget is None else ALL
+def _search(graph: _Graph, room: int, limit: int) -> tuple[int, int, Choice] | None:
+    """Return ticks, peak and choice of the fastest path within `room` bytes and `limit` ticks."""
     if graph.peak > room:
         return None
     zero = np.zeros(1, dtype=np.int64)
@@ -295,7 +243,7 @@ def _fastest(chain: Chain, graph: _Graph, budget: int | None) -> Choice | None:
     if not len(last.kept):
         return None
     best = int(np.lexsort((last.peak, last.ticks))[0])
-    return _path(graph, reached, best)
+    return int(last.ticks[best]), int(last.peak[best]), _path(graph, reached, best)
 
 
 def _path(graph: _Graph, reached: list[_Labels], label: int) -> Choice:
@@ -313,64 +261,32 @@ def _path(graph: _Graph, reached: list[_Labels], label: int) -> Choice:
     return Choice(tuple(options), tuple(segments))
 
 
-def _fits(chain: Chain, choice: Choice, budget: int | None) -> bool:
-    return budget is None or peak(chain, choice) <= budget
+def _graphs(chain: Chain) -> list[_Graph]:
+    """Return a graph for every choice of the shared layers' options, by their least time.
 
-
-def _cost(chain: Chain, options: Mapping[int, int]) -> tuple[float, int]:
-    """Return the seconds and bytes of some calls with these options."""
-    chosen = [chain.calls[i].options[o] for i, o in options.items()]
-    return sum(option.seconds for option in chosen), sum(option.kept for option in chosen)
-
-
-def _runs(chain: Chain) -> list[tuple[int, int]]:
-    """Return the longest runs of calls that could be one segment, including single calls."""
-    firsts = [i for i, call in enumerate(chain.calls) if not call.linked or i == 0]
-    return list(itertools.pairwise([*firsts, len(chain.calls)]))
-
-
-def _cut(run: tuple[int, int], length: int) -> Iterator[tuple[int, int]]:
-    """Yield a run cut into segments of equal length, without segments of a single call."""
-    for first in range(run[0], run[1], length):
-        last = min(first + length, run[1])
-        if last - first > 1:
-            yield first, last
-
-
-def _saves(chain: Chain, segment: tuple[int, int]) -> Iterator[dict[int, int]]:
-    """Yield options for all calls of a segment but the last, for each `save` that all have."""
-    tables = {
-        i: {o.save: at for at, o in enumerate(chain.calls[i].options) if not o.offload}
-        for i in range(segment[0], segment[1] - 1)
-    }
-    for save in tables[segment[0]]:
-        if all(save in table for table in tables.values()):
-            yield {i: table[save] for i, table in tables.items()}
-
-
-def _changes(chain: Chain, choice: Choice) -> Iterator[tuple[int, float, dict[int, int]]]:
-    """Yield every single change: additional bytes kept, seconds saved, and the new options."""
-    inside = {i for segment in choice.segments for i in range(*segment)}
-    moves = [
-        ({i: o}, False)
-        for i, call in enumerate(chain.calls)
-        if i not in inside
-        for o in range(len(call.options))
+    If there are too many, the options of all shared layers have a common `save`.
+    """
+    groups = list(shared(chain).values())
+    saves = [[o.save for o in chain.calls[calls[0]].options] for calls in groups]
+    picks: Iterable[tuple[int, ...]] = itertools.product(*(range(len(own)) for own in saves))
+    if np.prod([len(own) for own in saves], dtype=float) > MOST_SHARED:
+        common = [save for save in saves[0] if all(save in own for own in saves)]
+        picks = [tuple(own.index(save) for own in saves) for save in common]
+    every = steps(chain)
+    graphs = [
+        _Graph(chain, every, {i: o for calls, o in zip(groups, pick, strict=True) for i in calls})
+        for pick in picks
     ]
-    moves += [(options, True) for segment in choice.segments for options in _saves(chain, segment)]
-    for options, replayed in moves:
-        now = _cost(chain, {i: choice.options[i] for i in options})
-        then = _cost(chain, options)
-        yield 0 if replayed else then[1] - now[1], now[0] - then[0], options
+    return sorted(graphs, key=lambda graph: graph.rest[0])
 
 
-def _improved(chain: Chain, choice: Choice, budget: int | None) -> Choice | None:
-    """Return the choice after the best change that saves time and fits, or None."""
-    changes = [change for change in _changes(chain, choice) if change[1] > 0]
-    free = sorted((c for c in changes if c[0] <= 0), key=lambda c: -c[1])
-    paid = sorted((c for c in changes if c[0] > 0), key=lambda c: -c[1] / c[0])
-    tried = (
-        replace(choice, options=tuple(new.get(i, o) for i, o in enumerate(choice.options)))
-        for _, _, new in free + paid
-    )
-    return next((better for better in tried if _fits(chain, better, budget)), None)
+def _fastest(chain: Chain, graphs: list[_Graph], budget: int | None) -> Choice | None:
+    """Return the fastest path of all graphs; among equally fast ones, that of the least peak."""
+    room = ALL if budget is None else min(budget - chain.rests, ALL)
+    limit = min(graph.rest[0] for graph in graphs) if budget is None else ALL
+    best: tuple[int, int, Choice] | None = None
+    for graph in graphs:
+        path = _search(graph, room, limit)
+        if path is not None and (best is None or path[:2] < best[:2]):
+            best, limit = path, path[0]
+    return None if best is None else best[2]

@@ -59,12 +59,12 @@ class Levels:
 
 
 def steps(chain: Chain) -> list[Step]:
-    """Return the steps by their last call."""
-    bounds = levels(chain)
+    """Return the steps by their last call; shared layers have one option a step, no segments."""
+    bounds, tied = levels(chain), {i for calls in shared(chain).values() for i in calls}
     result: list[Step] = []
     for i in range(len(chain.calls)):
-        result += _alone(chain, bounds, i)
-        result += _segments(chain, bounds, i)
+        result += _alone(chain, bounds, i, i in tied)
+        result += _segments(chain, bounds, i, tied)
     return sorted(result, key=lambda step: step.last)
 
 
@@ -84,14 +84,22 @@ def levels(chain: Chain) -> Levels:
     return result
 
 
+def shared(chain: Chain) -> dict[str, list[int]]:
+    """Return the calls of every layer that is called more than once; they have equal options."""
+    calls: dict[str, list[int]] = {}
+    for i, call in enumerate(chain.calls):
+        calls.setdefault(call.layer, []).append(i)
+    return {layer: indices for layer, indices in calls.items() if len(indices) > 1}
+
+
 def _ticks(seconds: float) -> int:
     return round(seconds * TICKS)
 
 
-def _alone(chain: Chain, bounds: Levels, i: int) -> Iterator[Step]:
+def _alone(chain: Chain, bounds: Levels, i: int, tied: bool) -> Iterator[Step]:
     """Yield call i by itself: one step for all options that keep equally many bytes."""
     base = chain.calls[i].base
-    ways: dict[int, list[Way]] = {}
+    ways: dict[tuple[int, int], list[Way]] = {}
     for o, option in enumerate(chain.calls[i].options):
         grows = option.kept - base.kept
         need = max(
@@ -100,8 +108,8 @@ def _alone(chain: Chain, bounds: Levels, i: int) -> Iterator[Step]:
             bounds.between(i + 1) + grows,
         )
         way = Way(need, _ticks(option.seconds) - _ticks(base.seconds), (o,))
-        ways.setdefault(grows, []).append(way)
-    for grows, equal in ways.items():
+        ways.setdefault((grows, o if tied else -1), []).append(way)
+    for (grows, _), equal in ways.items():
         yield _step(i, i + 1, grows, equal)
 
 
@@ -115,13 +123,13 @@ class _Replay(NamedTuple):
     options: tuple[int, ...]
 
 
-def _segments(chain: Chain, bounds: Levels, first: int) -> Iterator[Step]:
+def _segments(chain: Chain, bounds: Levels, first: int, tied: set[int]) -> Iterator[Step]:
     """Yield the segments that begin at a call, as steps."""
     inputs = [0, *np.cumsum([call.input for call in chain.calls]).tolist()]
     replays = {o.save: _Replay(0, NEVER, NEVER, 0, ()) for o in chain.calls[first].options}
     forward = bounds.forward[first]
     for end in range(first + 1, len(chain.calls)):
-        if not chain.calls[end].linked:
+        if not chain.calls[end].linked or not tied.isdisjoint((first, end)):
             return
         # Call `end` is the last one of the segment, and call `end - 1` the last one replayed.
         replays = dict(_extended(chain, bounds, end - 1, inputs[end], replays))

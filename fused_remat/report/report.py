@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
-import json
-import types
-import typing
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor, nn
 
 from fused_remat.layers import FusedLayer
 from fused_remat.layers.record import STATES, Ran
 from fused_remat.policies import Policy
+from fused_remat.report import files
 from fused_remat.report.saved import Saved
 from fused_remat.report.step import Step, arguments_of, choose_layers, run_step
 from fused_remat.report.units import aligned, human, reason_lines, run_name
-
-Record = TypeVar("Record")
 
 _OTHER = "(other)"
 _MODEL = "(model)"
@@ -170,12 +165,12 @@ class MemoryReport:
         True
         """
         totals = ("kept_bytes", "predicted_bytes", "offloaded_bytes")
-        return to_json(self, path, **{name: getattr(self, name) for name in totals})
+        return files.to_json(self, path, **{name: getattr(self, name) for name in totals})
 
     @classmethod
     def from_json(cls, text: str) -> MemoryReport:
         """Return the report that `to_json` wrote. Raises: ValueError for any other text."""
-        return from_json(cls, text)
+        return files.from_json(cls, text)
 
     def plot(self, path: str | Path) -> None:
         """Draw one bar per layer, stacked by activation, to `path` (.png, .svg or .pdf).
@@ -333,47 +328,3 @@ def _describe(a: Activation) -> str:
     many = f", {a.count} of them" if a.count > 1 and a.shape is not None else ""
     where = " on the host" * a.offloaded
     return f"  {a.name} {shape} {a.dtype}{many}{where}{' *' * a.is_input}"
-
-
-def to_json(record: Any, path: str | Path | None = None, **more: Any) -> str:
-    """Return a dataclass and the entries `more` as JSON, written to `path` if there is one."""
-    text = json.dumps(dataclasses.asdict(record) | more, indent=1)
-    if path is not None:
-        Path(path).write_text(text + "\n", encoding="utf-8")
-    return text
-
-
-def from_json(kind: type[Record], text: str) -> Record:
-    """Return the record of the dataclass `kind` that `to_json` wrote.
-
-    Other entries of the text are ignored.
-
-    Raises: ValueError if the text is not JSON, or lacks a field of this version.
-    """
-    try:
-        record: Record = _value(kind, json.loads(text))
-    except (TypeError, KeyError, AttributeError) as error:
-        raise ValueError(
-            f"the text is not the JSON of a {kind.__name__} of this version of fused_remat: {error}"
-        ) from error
-    return record
-
-
-@functools.cache
-def _hints(kind: type) -> dict[str, Any]:
-    hints = typing.get_type_hints(kind)
-    return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
-
-
-def _value(kind: Any, data: Any) -> Any:
-    """Build a value of the type `kind` from plain data."""
-    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
-        return kind(**{name: _value(hint, data[name]) for name, hint in _hints(kind).items()})
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if origin is tuple:
-        kinds = itertools.repeat(arguments[0]) if arguments[-1] is ... else iter(arguments)
-        return tuple(map(_value, kinds, data))
-    if origin in (types.UnionType, typing.Union):
-        first = next(argument for argument in arguments if argument is not types.NoneType)
-        return None if data is None else _value(first, data)
-    return data

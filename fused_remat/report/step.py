@@ -188,13 +188,6 @@ def arguments_of(
     return (), batch
 
 
-def split_batch(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return a tensor, sequence or mapping as a model's positional and keyword arguments."""
-    if isinstance(batch, Mapping):
-        return (), dict(batch)
-    return (tuple(batch), {}) if isinstance(batch, (tuple, list)) else ((batch,), {})
-
-
 def device_of(model: nn.Module, inputs: Any = ()) -> torch.device:
     """Return the first device of parameters, buffers and inputs that is not the CPU, or the CPU."""
     tensors = [*model.parameters(), *model.buffers(), *tensors_in(inputs)]
@@ -242,21 +235,14 @@ class _Watch:
         self._stack = [_OUTSIDE]  # (layer, number of its call) of the calls that are running
         self._pass, self._running = _FORWARD, _OUTSIDE
         self._handles: list[RemovableHandle] = []
+        self._compiled: list[tuple[nn.Module, Any]] = []
         self._marks = 0
         self._ready: list[tuple[int, int]] = []  # (span, bytes) of gradients that became ready
 
     def __enter__(self) -> _Watch:
         try:
             for i, layer in enumerate(self._layers):
-                if layer._compiled_call_impl is not None:
-                    raise ValueError(
-                        f"a {type(layer).__name__} was compiled in place, and hooks would become "
-                        "part of its graph; call .compile() afterwards"
-                    )
-                before = functools.partial(self._before, i)
-                add = layer.register_forward_pre_hook
-                self._handles.append(add(before, prepend=True, with_kwargs=True))
-                self._handles.append(layer.register_forward_hook(self._after, always_call=True))
+                self._attach(layer, functools.partial(self._before, i))
         except Exception:  # a scripted module takes no hooks
             self.__exit__()
             raise
@@ -265,6 +251,28 @@ class _Watch:
     def __exit__(self, *error: Any) -> None:
         for handle in self._handles:
             handle.remove()
+        for layer, compiled in self._compiled:
+            layer._compiled_call_impl = compiled
+
+    def _attach(self, layer: nn.Module, before: Callable[..., None]) -> None:
+        compiled: Any = layer._compiled_call_impl
+        if compiled is None:
+            add = layer.register_forward_pre_hook
+            self._handles.append(add(before, prepend=True, with_kwargs=True))
+            self._handles.append(layer.register_forward_hook(self._after, always_call=True))
+            return
+
+        def call(*args: Any, **kwargs: Any) -> Any:  # hooks would become part of the graph
+            before(layer, args, kwargs)
+            output = None
+            try:
+                output = compiled(*args, **kwargs)
+                return output
+            finally:
+                self._after(layer, args, output)
+
+        self._compiled.append((layer, compiled))
+        layer._compiled_call_impl = call
 
     def backward(self, parameters: Iterable[Tensor]) -> None:
         """Backward begins; note when the gradients of `parameters` become ready."""

@@ -37,6 +37,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "execution.executor": ("execution", "graph", "steps", *LEAVES),
     "planner.chain": (),
     "planner.steps": ("planner.chain",),
+    "planner.rules": ("planner.chain", "planner.steps"),
     "report.plot": (),
     "scale.shapes": (),
 }

@@ -8,9 +8,9 @@ from offload_mover import moving
 from planned_models import example_of
 from report_models import encoder
 
-from fused_remat import Plan, Policy, convert, memory_report, plan
+from fused_remat import Plan, convert, memory_report, plan
 from fused_remat.planner.calibration import Calibration, Seconds
-from fused_remat.planner.options import costed_options, kept_by_name, with_offload
+from fused_remat.planner.options import kept_by_name, options_for, with_offload
 
 FREE, SLOW = (1e15, 1e15), (1e4, 1e4)
 
@@ -38,7 +38,7 @@ def free():
 
 def test_options_cost_what_nothing_hides():
     example = example_of(convert(encoder(1).layers[0]), data())
-    base, up = costed_options(example, lambda *_: Seconds(1.5, 2.0), ("up",), [Policy({"up"})])
+    base, up = options_for(example, lambda *_: Seconds(1.5, 2.0), [(), ("up",)])
     up = dataclasses.replace(up, seconds=0.5)
     sizes = kept_by_name(example, ("up",))
     link = sizes["input"] / 4.0, sizes["input"] / 3.0  # 4 s out and 3 s back

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiers import MORE
 
-from fused_remat.planner import BudgetError
+from fused_remat.planner import BudgetError, solve
 from fused_remat.planner.chain import (
     Chain,
     Choice,
@@ -34,6 +34,8 @@ def random_chain(seed):
     draw = random.Random(seed)
     n = draw.randint(1, 5)
     names = [f"layers.{i}" for i in range(n)]
+    if n > 2 and draw.random() < 0.4:
+        names[draw.randrange(1, n)] = names[0]
     more = 2 if n < 5 else 1  # options than the base
     saves = {name: [(), *draw.sample(SAVES, draw.randint(1, more))] for name in names}
     calls = tuple(random_call(draw, name, saves[name], i) for i, name in enumerate(names))
@@ -93,10 +95,12 @@ def random_moments(draw, calls):
 def valid(chain, choice):
     """Return whether a choice is valid, by another definition than the planner's search."""
     chosen = [call.options[o] for call, o in zip(chain.calls, choice.options, strict=True)]
+    names = [call.layer for call in chain.calls]
     inside = [i for segment in choice.segments for i in range(*segment)]
     return (
-        len(inside) == len(set(inside))
-        and not any(chosen[i].offload for i in inside)
+        len(set(zip(names, choice.options, strict=True))) == len(set(names))
+        and len(inside) == len(set(inside))
+        and all(names.count(names[i]) == 1 and not chosen[i].offload for i in inside)
         and all(
             last - first >= 2
             and all(chain.calls[i].linked for i in range(first + 1, last))
@@ -303,3 +307,18 @@ def test_timeline_of_what_is_offloaded():
 def test_a_method_chooses_by_its_rule(method, layers, budget, expected):
     found = METHODS[method](equal_layers(layers), budget)
     assert found == (Choice(expected) if isinstance(expected, tuple) else expected)
+
+
+def called_twice(*layers):
+    """A chain whose layers, by these names, may be called more than once."""
+    chain = equal_layers(len(layers))
+    calls = map(lambda call, name: replace(call, layer=name), chain.calls, layers)
+    return replace(chain, calls=tuple(calls))
+
+
+def test_too_many_shared_layers_have_one_save(monkeypatch):
+    chain = called_twice("a", "b", "a", "b")
+    assert optimal(chain, 25) == Choice((0, 1, 0, 1))
+    monkeypatch.setattr(solve, "MOST_SHARED", 8)
+    assert optimal(chain, 25) == Choice((0, 0, 0, 0))
+    assert optimal(chain, 29) == Choice((1, 1, 1, 1))
