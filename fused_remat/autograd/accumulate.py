@@ -62,6 +62,8 @@ def _unsupported_buffer_reason(param: Tensor, buffer: Any, wide: torch.dtype) ->
         if dense and fits and not (buffer.requires_grad or buffer.is_inference()):
             return None
         found = f"{buffer.dtype} of shape {tuple(buffer.shape)} on {buffer.device}"
+        found += ", expanded" * (not dense) + ", an inference tensor" * buffer.is_inference()
+        found += ", with requires_grad" * buffer.requires_grad
     return (
         f"{found}; expected {wide} of shape {tuple(shape)} on {param.device}, dense, not expanded, "
         "without requires_grad and not made in inference mode"

@@ -173,7 +173,10 @@ class Record:
         index = tuple(map(int, np.unravel_index(first, before.shape)))
         where = f"index {', '.join(map(str, index))}" if index else "its only element"
         digits = 17 if before.dtype == torch.float64 else 9  # enough to be unique
-        old, new = [f"{t[index].item():.{digits}g}" for t in (before, now)]
+        values = [t[index].item() for t in (before, now)]
+        old, new = [f"{v:.{digits}g}" if type(v) is float else str(v) for v in values]
+        if old == new:  # two NaNs
+            old, new = [f"{v} (bits {int(b[index]):#x})" for v, b in zip(values, bits)]  # noqa: B905
         raise ReplayError(
             f"replay check: {self.caller}: {name!r} differs at "
             f"({where if part is None else self._where(part, now, first)}): "

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
 from fused_remat.autograd.accumulate import sharded_by
@@ -62,7 +62,12 @@ def without_changes(
         arguments = {n: copied.get(id(t), t) for n, t in arguments.items()}
     args = {n: t for n, t in arguments.items() if type(t) is Tensor and not t.is_inference()}
     state = [*_state(layer), *((name, args, name, t) for name, t in args.items())]
-    copies = [t.clone() if is_first and not t.requires_grad else t for *_, t in state]
+    # What has gradients is copied above, and an expanded tensor cannot be changed in place.
+    expanded = [t.layout is torch.strided and 0 in t.stride() for *_, t in state]
+    copies = [
+        t.clone() if is_first and not (t.requires_grad or is_expanded) else t
+        for (*_, t), is_expanded in zip(state, expanded, strict=True)
+    ]
     versions = [t._version for *_, t in state]
     device = _device_of(layer)
     random = generator_states(device) if is_first else []
@@ -108,18 +113,24 @@ def _device_of(layer: nn.Module) -> torch.device:
     return next((t.device for t in (*layer.parameters(), *layer.buffers())), torch.device("cpu"))
 
 
-def kept_by(layer: nn.Module, out: Any, arguments: Mapping[str, Any]) -> str:
-    """Return what the graph of `out`, of a plain call of `layer`, keeps: each storage once."""
+def next_node() -> int:
+    """Return the sequence number of the next node of this thread's autograd graph."""
+    node = torch.zeros((), requires_grad=True).clone().grad_fn
+    return 0 if node is None else node._sequence_nr() + 1
+
+
+def kept_by(layer: nn.Module, out: Any, since: int) -> str:
+    """Return what the nodes behind `out` from `since` on keep for backward: each storage once."""
     if _hooks_outside() is not None:  # a checkpoint's, or of offloading
         return "its activations"
     parameters = (*layer.parameters(), *layer.buffers())
     own = {t.untyped_storage().data_ptr() for t in parameters if type(t) in PLAIN}
     held: dict[int, int] = {}
-    seen = {t.grad_fn for t in tree_leaves(arguments) if isinstance(t, Tensor)} | {None}
+    seen: set[Any] = {None}
     waiting = [t.grad_fn for t in tree_leaves(out) if isinstance(t, Tensor)]
     while waiting:
         node: Any = waiting.pop()
-        if node in seen:
+        if node in seen or node._sequence_nr() < since:
             continue
         seen.add(node)
         waiting += [following for following, _ in node.next_functions]
@@ -156,9 +167,9 @@ def checkpointed(
     versions = [p._version for p in params.values()]
     states = generator_states(device) if params else []
     # `run` holds no tensor: checkpoint saves them, checks their versions, and lets hooks move them.
-    leaves, tree = tree_flatten_with_path((dict(arguments), params))
-    keys: list[Any] = [path[1] for path, _ in leaves]  # after the index of the dict
-    names, flat = [key.key for key in keys], [value for _, value in leaves]
+    # Lists and dicts among the arguments are the caller's, to which forward may add.
+    names, bound = tuple(arguments), tuple(params)
+    flat = (*arguments.values(), *params.values())
     kinds = [_kind(value) for value in flat]
     training = [(module, module.training) for module in layer.modules()]
     caller = Caller(layer, forward)
@@ -166,16 +177,16 @@ def checkpointed(
 
     def run(*values: Any) -> Any:
         nonlocal is_first
-        arguments, state = tree_unflatten(values, tree)
+        named = dict(zip(names, values, strict=False))
         if is_first:
             is_first = False
-            return forward(**arguments)
-        for name, kind, value in zip(names, kinds, values, strict=True):
+            return forward(**named)
+        for name, kind, value in zip((*names, *bound), kinds, values, strict=True):
             if kind is not None and kind != _kind(value):
                 raise changed(name, kind, value)
-        state = {f"layer.{n}": p for n, p in state.items()}
+        state = {f"layer.{n}": p for n, p in zip(bound, values[len(names) :], strict=True)}
         with _training_flags(training):
-            return torch.func.functional_call(caller, state, (), arguments)
+            return torch.func.functional_call(caller, state, (), named)
 
     out = checkpoint(run, *flat, use_reentrant=False)
     if [p._version for p in params.values()] == versions:

@@ -164,7 +164,7 @@ class FusedLayer(nn.Module):
             return graph_break.eagerly(self._call, **arguments)
         record = None if compiling else record_of(self)
         if record is not None:
-            record.reached = True
+            record.reached += 1
         if is_traced():
             inputs: BlockInputs | Reason = TRACED
         elif record is not None and record.failure:
@@ -299,10 +299,11 @@ class FusedLayer(nn.Module):
             )
         # The first call of a layer may fill a table, and later ones run as blocks.
         quiet = record.number("plain") > 1 or (reason.once and record.last is None)
+        since = fallback.next_node()
         out = self._stock_forward(**arguments)
         if not quiet:
             why, remedy = kept
-            keeps = f"it keeps {fallback.kept_by(self, out, arguments)} for backward, since {why}"
+            keeps = f"it keeps {fallback.kept_by(self, out, since)} for backward, since {why}"
             warn(self, f"{runs}: {reason.text}; {keeps}; {remedy}")
         record.note("plain", reason.text)
         return out
@@ -396,9 +397,9 @@ def _checked(forward: Callable[..., Any]) -> Callable[..., Any]:
         if converted or torch.compiler.is_compiling() or is_traced():
             return forward(self, *args, **kwargs)
         record = record_of(self)
-        record.reached = False
+        before = record.reached
         out = forward(self, *args, **kwargs)
-        if not record.reached:
+        if record.reached == before:
             self._warn_of_own_forward(out, (*args, *kwargs.values()))
         return out
 

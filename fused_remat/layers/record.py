@@ -55,7 +55,7 @@ class Record:
     #: By the training flag, tensors that forward changes, so that it is not repeated.
     changes: dict[bool, list[str]] = field(default_factory=dict)
     swaps_parameters: bool = False  # whether forward changes parameters and restores them
-    reached: bool = False  # whether a forward of the layer's own class has reached `_call`
+    reached: int = 0  # how often forward has reached `FusedLayer._call`
 
     def note(self, ran: Ran, reason: str = "") -> None:
         """Count a training call, unless a checkpoint around the layer repeats it in backward."""

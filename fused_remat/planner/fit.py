@@ -27,8 +27,9 @@ class Fit:
     Attributes:
         size: the largest argument of `make_batch` that fits.
         plan: the fastest plan for that size within the memory.
-        tried: the least possible peak in bytes of each size that was tried. None where the device
-            ran out of memory.
+        tried: peak in bytes of each size that was tried: with every layer keeping its input alone
+            or, where that does not fit, the least possible one. None where the device ran out of
+            memory.
     """
 
     size: int
@@ -60,7 +61,7 @@ def fit(
         options: further arguments of `plan`: optimizer, loss, accumulates, segments, options,
             offload.
     Units: bytes. Each size is tried with a step on the device, every layer keeping its input
-        alone, and runs of each kind of layer; sizes grow until one does not fit.
+        alone; where that does not fit, with all options. Sizes grow until one does not fit.
     Raises: BudgetError if the smallest size does not fit; ValueError if `multiple` or `most` is not
         positive, or if batches do not grow with the size and there is no `most`; TypeError for an
         unknown option.
@@ -83,12 +84,18 @@ def fit(
     update = None if request.optimizer is None else predict_optimizer(request.optimizer)
 
     def peak_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-        try:
-            chain = measure_chain(model, args, kwargs, request, False, update)
-        except torch.OutOfMemoryError:
-            torch.cuda.empty_cache()
-            return None
-        return chains.peak(chain, least_peak(chain))
+        peak = None
+        for options in ((), request.options):  # all of them take longer
+            tried = dataclasses.replace(request, options=options)
+            try:
+                chain = measure_chain(model, args, kwargs, tried, False, update)
+            except torch.OutOfMemoryError:
+                torch.cuda.empty_cache()
+                continue
+            peak = chains.peak(chain, least_peak(chain))
+            if peak <= limit:
+                break
+        return peak
 
     tried = _search(make_batch, peak_of, limit, multiple, most)
     fitting = [size for size, peak in tried.items() if peak is not None and peak <= limit]

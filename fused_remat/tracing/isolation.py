@@ -364,6 +364,8 @@ def sum_with_product(
     """Compute `torch.baddbmm` by a product, factors and a sum."""
     product = torch.bmm(batch1, batch2)
     product = product if alpha == 1 else product * alpha
+    if beta == 0:  # of which `input` may be uninitialized
+        return product
     return product + (input if beta == 1 else input * beta)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fused_remat.layers.eligibility import parameters_of
-from fused_remat.layers.fallback import generator_states
+from fused_remat.layers.fallback import generator_states, next_node
 from fused_remat.tracing.isolation import (
     attention_without_dropout,
     is_dropout,
@@ -60,8 +60,7 @@ class Recorder(TorchFunctionMode):
         self.autocast = autocast  # whether it seems on, so that code that tests for it is noticed
         arguments = leaves(sample.arguments)
         self.device = next(leaf.device for leaf in arguments if isinstance(leaf, Tensor))
-        node = torch.zeros((), requires_grad=True).clone().grad_fn
-        self.start = node._sequence_nr() if node is not None else 0
+        self.start = next_node()
         self.foreign = ""  # why not even a replayed submodule may hold a tensor that is read
         self.values: list[Tensor] = []  # hollow if they depend on activations or are large
         self.numbers: dict[int, int] = {}  # by id; -1 if the tensor's present value is unknown

@@ -4,6 +4,7 @@ Each defect is shown on the stock layer too, so that we notice when PyTorch mend
 """
 
 import copy
+import threading
 import warnings
 
 import pytest
@@ -185,6 +186,25 @@ def test_the_switch_comes_back_after_an_exception(enabled):
         assert torch.backends.mha.get_fastpath_enabled() is enabled
     finally:
         torch.backends.mha.set_fastpath_enabled(True)
+
+
+def test_the_switch_and_threads():
+    """One thread leaves while another is inside: off until both are out, then as before."""
+    inside, leave = threading.Event(), threading.Event()
+
+    def other():
+        with fallback.without_inference_kernels():
+            inside.set()
+            leave.wait(10)
+
+    thread = threading.Thread(target=other)
+    with fallback.without_inference_kernels():
+        thread.start()
+        assert inside.wait(10)
+    assert not torch.backends.mha.get_fastpath_enabled()
+    leave.set()
+    thread.join()
+    assert torch.backends.mha.get_fastpath_enabled()
 
 
 @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])

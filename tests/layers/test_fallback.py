@@ -3,6 +3,7 @@
 The encoder layer's changes are rows of `changes.py`.
 """
 
+import copy
 import re
 import warnings
 
@@ -14,7 +15,7 @@ from reference import X, make
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from fused_remat import FusedRematWarning
+from fused_remat import FusedRematWarning, convert, revert
 from fused_remat.report.allocations import SavedBytes
 
 DOUBLE = torch.float64
@@ -166,6 +167,29 @@ def test_the_fallback_raises_when_a_parameter_or_the_input_changed(change, messa
     change(fused, x)
     with pytest.raises(RuntimeError, match=message):
         y.backward()
+
+
+class ThatFillsAList(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x, losses):
+        hidden = torch.relu(self.up(self.norm(x)))
+        losses.append(hidden.square().mean())
+        return x + self.down(hidden)
+
+
+@IGNORED
+def test_what_forward_adds_to_the_callers_list_has_gradients():
+    model = convert(nn.ModuleList([ThatFillsAList().double(), ThatFillsAList().double()]))
+    grads = []
+    for layers in (model, revert(copy.deepcopy(model))):
+        layers[0].up.register_forward_hook(lambda *_: None)  # not traced
+        losses: list[torch.Tensor] = []
+        layers[1](layers[0](X, losses), losses).sum().add(10 * sum(losses)).backward()
+        grads.append(layers[0].up.weight.grad)
+    assert_bits(*grads)
 
 
 def test_patched_classes_and_function_modes_are_noticed(monkeypatch):

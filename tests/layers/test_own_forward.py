@@ -1,6 +1,8 @@
 """Subclasses with their own forward: a warning that nothing is rebuilt, unless a block runs."""
 
+import sys
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -46,6 +48,17 @@ def texts_of(layer):
             layer(X.clone().requires_grad_())
     assert {(w.category, w.filename) for w in caught} <= {(FusedRematWarning, __file__)}
     return [str(w.message) for w in caught]
+
+
+def test_threads_that_share_a_layer_reach_its_block_each():
+    layer = Scaled(8, 2, 12, **OPTIONS, accumulate_into="grad")
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:  # a call that reached no block would raise
+            assert len(list(pool.map(layer, [X] * 200))) == 200
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def test_a_forward_that_reaches_no_block_warns_once():

@@ -310,7 +310,7 @@ def test_a_method_chooses_by_its_rule(method, layers, budget, expected):
 
 
 def called_twice(*layers):
-    """A chain whose layers, by these names, may be called more than once."""
+    """Return a chain whose layers, by these names, may be called more than once."""
     chain = equal_layers(len(layers))
     calls = map(lambda call, name: replace(call, layer=name), chain.calls, layers)
     return replace(chain, calls=tuple(calls))
