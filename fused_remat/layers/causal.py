@@ -218,7 +218,15 @@ class FusedRematCausalLayer(FusedLayer, CausalLayer):
         return read_call(self, **arguments)
 
 
-def read_call(layer: Any, x: Tensor, rope: Any = None, **masks: Any) -> BlockInputs | Reason:
+def read_call(
+    layer: Any,
+    x: Tensor,
+    rope: Any = None,
+    attn_mask: Any = None,
+    key_padding_mask: Any = None,
+    key_lengths: Any = None,
+    cu_seqlens: Any = None,
+) -> BlockInputs | Reason:
     """Return the block of a call of a `CausalLayer`, or why the fused path does not support it."""
     if not isinstance(x, Tensor):
         raise TypeError(f"x must be a Tensor, got {type(x).__name__}")
@@ -230,11 +238,8 @@ def read_call(layer: Any, x: Tensor, rope: Any = None, **masks: Any) -> BlockInp
     arguments = {
         "x": x,
         **rotary_tensors(x, layer.head_dim, *split_rope(rope), None, None),
-        **read_masks(
-            x, grid, masks.get("attn_mask"), masks.get("key_padding_mask"),
-            masks.get("key_lengths"), masks.get("cu_seqlens"),
-        ),
-    }  # fmt: skip
+        **read_masks(x, grid, attn_mask, key_padding_mask, key_lengths, cu_seqlens),
+    }
     return read_block(layer, layer._map, arguments)
 
 

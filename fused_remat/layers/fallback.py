@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from fused_remat.autograd.accumulate import sharded_by
@@ -63,11 +63,13 @@ def without_changes(
     args = {n: t for n, t in arguments.items() if type(t) is Tensor and not t.is_inference()}
     state = [*_state(layer), *((name, args, name, t) for name, t in args.items())]
     # What has gradients is copied above, and an expanded tensor cannot be changed in place.
-    expanded = [t.layout is torch.strided and 0 in t.stride() for *_, t in state]
     copies = [
-        t.clone() if is_first and not (t.requires_grad or is_expanded) else t
-        for (*_, t), is_expanded in zip(state, expanded, strict=True)
+        t.clone()
+        if is_first and not (t.requires_grad or (t.layout is torch.strided and 0 in t.stride()))
+        else t
+        for *_, t in state
     ]
+    contents = _contents(arguments) if is_first else []
     versions = [t._version for *_, t in state]
     device = _device_of(layer)
     random = generator_states(device) if is_first else []
@@ -82,6 +84,7 @@ def without_changes(
                 t.detach().copy_(copy)
     if names and is_first:
         set_generator_states(random, device)
+        _refill(contents)
     known[training] = names
     return out, names
 
@@ -93,6 +96,18 @@ def _state(layer: nn.Module) -> Iterator[tuple[str, dict[str, Any], str, Tensor]
             for name, t in owner.items():
                 if isinstance(t, Tensor) and not (t.requires_grad or t.is_inference()):
                     yield f"{path}.{name}".lstrip("."), owner, name, t
+
+
+def _contents(arguments: Mapping[str, Any]) -> list[tuple[Any, Any]]:
+    """Return the lists and dicts among arguments, each with a copy."""
+    return [(value, value.copy()) for value in arguments.values() if type(value) in (list, dict)]
+
+
+def _refill(contents: list[tuple[Any, Any]]) -> None:
+    """Restore the lists and dicts that `_contents` returned."""
+    for value, copy in contents:
+        value.clear()
+        (value.extend if type(value) is list else value.update)(copy)
 
 
 def generator_states(device: torch.device) -> list[Tensor]:
@@ -167,32 +182,32 @@ def checkpointed(
     versions = [p._version for p in params.values()]
     states = generator_states(device) if params else []
     # `run` holds no tensor: checkpoint saves them, checks their versions, and lets hooks move them.
-    # Lists and dicts among the arguments are the caller's, to which forward may add.
-    names, bound = tuple(arguments), tuple(params)
-    flat = (*arguments.values(), *params.values())
+    leaves, tree = tree_flatten_with_path((dict(arguments), params))
+    keys: list[Any] = [path[1] for path, _ in leaves]  # after the index of the dict
+    names, flat = [key.key for key in keys], [value for _, value in leaves]
     kinds = [_kind(value) for value in flat]
     training = [(module, module.training) for module in layer.modules()]
     caller = Caller(layer, forward)
-    is_first = True
+    # The caller's lists and dicts, to which forward may add; backward passes what they had.
+    given, contents = [dict(arguments)], _contents(arguments)
 
     def run(*values: Any) -> Any:
-        nonlocal is_first
-        named = dict(zip(names, values, strict=False))
-        if is_first:
-            is_first = False
-            return forward(**named)
-        for name, kind, value in zip((*names, *bound), kinds, values, strict=True):
+        if given:
+            return forward(**given.pop())
+        arguments, state = tree_unflatten(values, tree)
+        for name, kind, value in zip(names, kinds, values, strict=True):
             if kind is not None and kind != _kind(value):
                 raise changed(name, kind, value)
-        state = {f"layer.{n}": p for n, p in zip(bound, values[len(names) :], strict=True)}
+        state = {f"layer.{n}": p for n, p in state.items()}
         with _training_flags(training):
-            return torch.func.functional_call(caller, state, (), named)
+            return torch.func.functional_call(caller, state, (), arguments)
 
     out = checkpoint(run, *flat, use_reentrant=False)
     if [p._version for p in params.values()] == versions:
         return out
     record.swaps_parameters = True
     set_generator_states(states, device)
+    _refill(contents)
     return checkpointed(layer, forward, arguments)
 
 

@@ -299,7 +299,7 @@ class FusedLayer(nn.Module):
             )
         # The first call of a layer may fill a table, and later ones run as blocks.
         quiet = record.number("plain") > 1 or (reason.once and record.last is None)
-        since = fallback.next_node()
+        since = 0 if quiet else fallback.next_node()
         out = self._stock_forward(**arguments)
         if not quiet:
             why, remedy = kept

@@ -174,7 +174,7 @@ def gradients(
                 add_product(dw, z.t(), x_part, lo == 0)
             if dx is not None:
                 add_product(dx[lo:hi], z, block.weight, span[0] == 0)
-            del x_part
+            del x_part, z
         if mine is not None and dw is not None and dw is not mine:
             mine.copy_(dw)
     return dx, dweight, dbias

@@ -90,13 +90,13 @@ def _param(t: Builder, value: Any) -> str:
 def _sum(t: Builder, number: int, op: Op) -> Build | None:
     """Trace a sum of activations as wide as the stream, or an update of a linear layer."""
     if (update := _update(t, op)) is not None:
-        return lambda: _add_update(t, *update)
+        return lambda: _add_update(t, *update[:5])
     terms = _terms(t, number)
     return None if terms is None else lambda: _add_sum(t, number, terms)
 
 
-def _update(t: Builder, op: Op) -> tuple[int, int, int, float, float] | None:
-    """Return the numbers base, A, B, scale and p of base + scale * B(A(dropout(x))), or None.
+def _update(t: Builder, op: Op) -> tuple[int, int, int, float, float, int] | None:
+    """Return the numbers base, A, B, scale, p and x of base + scale * B(A(dropout(x))), or None.
 
     `base` is the result of a linear layer of x.
     """
@@ -118,7 +118,7 @@ def _update(t: Builder, op: Op) -> tuple[int, int, int, float, float] | None:
         if dropout is not None and dropout.name == "dropout" and dropout.p:
             p, x = dropout.p, t.source(dropout.args[0].index)
         if _updated_input(t, t.source(base.index)) == x:
-            return base.index, down[1], up[1], scale, p
+            return base.index, down[1], up[1], scale, p, x
     return None
 
 
@@ -128,7 +128,7 @@ def _updated_input(t: Builder, number: int) -> int | None:
     if layer is not None:
         return t.source(layer[0])
     update = None if op is None or op.kind not in ADD else _update(t, op)
-    return None if update is None else _updated_input(t, t.source(update[0]))
+    return None if update is None else update[-1]
 
 
 def _layer(t: Builder, number: int) -> tuple[int, int, int | None] | None:

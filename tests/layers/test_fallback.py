@@ -170,25 +170,37 @@ def test_the_fallback_raises_when_a_parameter_or_the_input_changed(change, messa
 
 
 class ThatFillsAList(nn.Module):
-    def __init__(self):
+    def __init__(self, counts):
         super().__init__()
+        self.counts = counts
+        self.register_buffer("calls", torch.zeros(()))
         self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
 
-    def forward(self, x, losses):
-        hidden = torch.relu(self.up(self.norm(x)))
-        losses.append(hidden.square().mean())
+    def forward(self, x, losses, scales):
+        if self.counts:
+            self.calls += 1
+        hidden = torch.relu(self.up(self.norm(x))) * scales[0]
+        losses.append(hidden.square().mean() + (losses[-1] if losses else 0))
         return x + self.down(hidden)
 
 
 @IGNORED
-def test_what_forward_adds_to_the_callers_list_has_gradients():
-    model = convert(nn.ModuleList([ThatFillsAList().double(), ThatFillsAList().double()]))
+@pytest.mark.parametrize("counts", [False, True])
+def test_the_callers_list_is_filled_once_and_tensors_in_tuples_do_not_change(counts):
+    model = convert(nn.ModuleList([ThatFillsAList(counts).double() for _ in range(2)]))
     grads = []
     for layers in (model, revert(copy.deepcopy(model))):
-        layers[0].up.register_forward_hook(lambda *_: None)  # not traced
-        losses: list[torch.Tensor] = []
-        layers[1](layers[0](X, losses), losses).sum().add(10 * sum(losses)).backward()
+        for layer in layers:
+            layer.up.register_forward_hook(lambda *_: None)  # not traced
+        losses, scales = [], (torch.ones((), dtype=DOUBLE),)
+        y = layers[1](layers[0](X, losses, scales), losses, scales).sum()
+        y.add(10 * sum(losses)).backward(retain_graph=not counts)
+        assert len(losses) == 2
         grads.append(layers[0].up.weight.grad)
+        if layers is model and not counts:
+            scales[0].mul_(2)
+            with pytest.raises(RuntimeError, match="inplace"):
+                y.backward()
     assert_bits(*grads)
 
 

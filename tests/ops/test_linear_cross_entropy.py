@@ -141,7 +141,8 @@ def test_logits_are_never_whole_and_a_frozen_head_has_no_gradient(dtype):
     assert block + statistics < 4 * tokens * vocab / 4
     frozen, trained = (backward for _, backward in peaks)
     assert frozen <= block + 6 * tokens * width + 64 * tokens  # dx in float32, and as it is given
-    assert trained <= frozen + weight.nbytes + 4 * 128 * width  # and a block of it in float32
+    # And a block of it in float32, while a block of logits is in 16 bits.
+    assert trained <= frozen + weight.nbytes + 4 * 128 * width + 2 * chunk
     assert trained >= frozen + 0.9 * weight.nbytes
 
 
