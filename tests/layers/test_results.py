@@ -170,6 +170,6 @@ def test_norm_weights_gradients_are_summed_in_float32(dtype, threads):
 @pytest.mark.parametrize("name", DECODERS)
 def test_gradients_of_parts_of_a_packed_weight_are_summed_in_float32(name, monkeypatch):
     """Of cross attention, over 512 groups; in bfloat16 every sum would be rounded."""
-    monkeypatch.setattr("fused_remat.execution.choose._CPU_TOKENS", 4)
+    monkeypatch.setattr("fused_remat.execution.choose.chunk_tokens", lambda device, dtype: 4)
     stock, fused = KINDS[name].pair(dtype=BF16)
     check_errors(KINDS[name], stock, fused, *KINDS[name].data(BF16, 2, 3, 1024))
