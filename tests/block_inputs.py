@@ -240,7 +240,7 @@ def calls(
 
 @contextmanager
 def in_pieces(tokens: int = 4) -> Iterator[None]:
-    """Divide the work, of any dtype, into groups and tiles of a few tokens, attention into blocks."""
+    """Divide work of any dtype into groups and tiles of a few tokens, attention into blocks."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fused_remat.execution.choose.chunk_tokens", lambda device, dtype: tokens)
         patch.setattr("fused_remat.execution.prepare._ELEMENTS", 1)  # of norms and rotations alone
