@@ -104,7 +104,7 @@ def _heads(call: AttentionArgs, dtype: torch.dtype) -> tuple[Tensor, ...]:
 def launches_of(
     width: int, given: dict[str, Any], at: Target, dtype: torch.dtype
 ) -> Iterator[tuple[str, Launch]]:
-    """Every launch of a forward and a backward, by its kernel's name; of dk and dv, which one."""
+    """Yield the launches of a forward and a backward by their kernels' names and results."""
     call = call_of(width, given)
     heads, gradients = _heads(call, dtype), _heads(call, dtype)
     out = meta(dtype, call.batch * call.q_len, call.spec.num_heads * width)
@@ -133,7 +133,7 @@ def case_name(kernel: str, width: int, variant: str, launch: Launch) -> str:
 
 
 def attention_cases(at: Target, dtype: torch.dtype) -> Iterator[Case]:
-    """Every width with the calls of `CALLS`: each kernel of a forward and a backward once.
+    """Yield every width with the calls of `CALLS`: each kernel of a forward and a backward once.
 
     For 16 bits: the kernels are not launched in float32.
     """

@@ -48,7 +48,7 @@ def _keep(width: int) -> DropoutMask:
 
 
 def tile_name(tile: Tile) -> str:
-    """Its sizes, in how many parts it ends, warps and stages.
+    """Return a tile's sizes, in how many parts it ends, warps and stages.
 
     >>> tile_name(Tile(128, 256, 64, 8, 3, parts=4))
     '128x256/4x64 w8 s3'
@@ -60,7 +60,7 @@ def tile_name(tile: Tile) -> str:
 def _norm_launches(
     spec: NormSpec, x: Tensor, low: Tensor, affine: Tensor, bias: Tensor | None, at: Target
 ) -> Iterator[tuple[str, str, Launch]]:
-    """Kernel, what is fused with it, and its launch: of a stream `x` to results like `low`."""
+    """Yield each kernel, its fusion and its launch: of a stream `x` to results like `low`."""
     width, stats = x.shape[1], tuple(meta(FP32, ROWS, 1) for _ in NORMS[spec.kind].stats)
     total, y = meta(x.dtype, *x.shape), meta(low.dtype, *x.shape)
     plain = spec, x, None, None, affine, bias, None, y, stats
@@ -75,7 +75,7 @@ def _norm_launches(
 
 
 def norm_cases(at: Target, dtype: torch.dtype) -> Named:
-    """Forward, with and without its fused sum, rebuild, backward; narrow and wide rows."""
+    """Yield forward, with and without its fused sum, rebuild, backward; narrow and wide rows."""
     for width in (512, 1024, 2048, 4096, 8192, 16384, 65536):
         x, affine = meta(dtype, ROWS, width), meta(dtype, width)
         for kind in NORMS:
@@ -86,7 +86,7 @@ def norm_cases(at: Target, dtype: torch.dtype) -> Named:
 
 
 def pointwise_cases(at: Target, dtype: torch.dtype) -> Named:
-    """One pass over a matrix each, with dropout; every activation."""
+    """Yield one pass over a matrix each, with dropout; every activation."""
     x, y, z = (meta(dtype, ROWS, WIDTH) for _ in range(3))
     keep = _keep(WIDTH)
     seed, keys = meta(torch.int64), meta(torch.int64, NUM_SITES)
@@ -104,7 +104,7 @@ def pointwise_cases(at: Target, dtype: torch.dtype) -> Named:
 
 
 def mixed_cases(at: Target, dtype: torch.dtype) -> Named:
-    """Under autocast to `dtype`: norms, sums and dropout's backward of a float32 stream."""
+    """Yield cases of autocast to `dtype`: norms, sums, dropout's backward of a float32 stream."""
     for width in (1024, 8192, 16384, 65536):
         x, y, z = (meta(FP32, ROWS, width) for _ in range(3))
         low, affine = meta(dtype, ROWS, width), meta(FP32, width)
@@ -123,7 +123,7 @@ def mixed_cases(at: Target, dtype: torch.dtype) -> Named:
 
 
 def shifted_cases(at: Target, dtype: torch.dtype) -> Named:
-    """Float32 weights with activations of `dtype`: norms with an offset, norms of heads."""
+    """Yield float32 weights with activations of `dtype`: norms with an offset, norms of heads."""
     x, spec = meta(dtype, ROWS, 4096), NormSpec(kind="rms_norm")
     for kernel, fused, launch in _norm_launches(spec, x, x, meta(FP32, 4096), None, at):
         if kernel in ("norm_fwd", "norm_bwd"):
@@ -147,7 +147,7 @@ ROTARY = {
 
 
 def rotary_cases(at: Target, dtype: torch.dtype) -> Named:
-    """Rotation of heads there and back, in place and not, float32 tables; with norms."""
+    """Yield rotations of heads there and back, in place and not, float32 tables; with norms."""
     for name in ROTARY:
         yield from _rotary_cases(name, at, dtype, dtype)
 
@@ -216,7 +216,7 @@ class Products:
         return {"act": one(None, "gelu", None), **dropped}
 
     def _gated(self, tile: Tile) -> dict[str, Launch]:
-        """By dropout, activation, and what is kept of gate and up, as it is or not."""
+        """Yield cases by dropout, activation, and what is kept of gate and up, as it is or not."""
         layer, nothing = (self.up, self.bias), (None, None)
 
         def one(keep: Any, act: str, pres: Any = nothing) -> Launch:
@@ -230,7 +230,7 @@ class Products:
         }
 
     def _backward(self, kernel: str, tile: Tile) -> dict[str, Launch]:
-        """Every activation with dropout, and one without; act is written over up."""
+        """Yield every activation with dropout, and one without; act is written over up."""
         gated = kernel.startswith("gated")
         act = "silu" if gated else "gelu"
         if kernel.endswith("mlp_bwd"):
@@ -266,7 +266,7 @@ class Products:
 
 
 def gemm_cases(at: Target, dtype: torch.dtype) -> Iterator[Case]:
-    """Products with their ends: every tile of the tables, even and uneven sizes, every end."""
+    """Yield products: every tile of the tables, even and uneven sizes, every end."""
     for even, widths in ((True, PRODUCT), (False, UNEVEN)):
         products = Products(at, dtype, (ROWS, *widths))
         for kernel, by_family in tables.TILES.items():
@@ -277,7 +277,7 @@ def gemm_cases(at: Target, dtype: torch.dtype) -> Iterator[Case]:
 
 
 def cases(at: Target, dtype: torch.dtype) -> Iterator[Case]:
-    """All cases of a target and dtype; products in float32 are ATen's and not among them."""
+    """Yield all cases of a target and dtype; products in float32 are ATen's and not among them."""
     makers = [norm_cases, pointwise_cases, rotary_cases]
     makers += [mixed_cases, shifted_cases] if dtype.itemsize == 2 else []
     for make in makers:

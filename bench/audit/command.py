@@ -123,7 +123,7 @@ def _text(kernel: triton.JITFunction[Any]) -> str:
 
 
 def digest(launch: Launch, arch: int) -> str:
-    """Of source, types, constants and options: what has the same is the same compiled kernel."""
+    """Return a hash of source, types, constants and options: equal kernels have equal ones."""
     made = source(launch)
     constants = [
         (place, _text(value) if isinstance(value, triton.JITFunction) else value)
@@ -211,7 +211,7 @@ def _line(row: Mapping[str, Any]) -> str:
 
 
 def _as_json(rows: Sequence[Mapping[str, Any]]) -> str:
-    """With a line for each row."""
+    """Return the rows as JSON, a line for each."""
     versions = {"triton": triton.__version__, "torch": torch.__version__, "reader": READER}
     made = json.dumps({**versions, "rows": []})
     return made.removesuffix("]}") + "\n" + ",\n".join(map(json.dumps, rows)) + "\n]}\n"
@@ -241,7 +241,7 @@ def _cases(arch: int, dtype: str) -> tuple[audit_cases.Case, ...]:
 
 
 def _examine(work: tuple[int, str, int]) -> dict[str, Any]:
-    """Of an architecture's and dtype's case number so and so, in a process of the pool."""
+    """Examine a case of an architecture and dtype by its number, in a process of the pool."""
     arch, dtype, index = work
     return examine(_cases(arch, dtype)[index], arch)
 
@@ -249,7 +249,7 @@ def _examine(work: tuple[int, str, int]) -> dict[str, Any]:
 def _rows(
     work: Sequence[tuple[int, str, int]], known: Mapping[str, dict[str, Any]]
 ) -> Iterator[dict[str, Any]]:
-    """In order; what is not known is compiled in processes of its own, none if there is nothing."""
+    """Yield rows in order; those not known are compiled in processes, started if any are."""
     cases = {one: _cases(*one[:2])[one[2]] for one in work}
     names = {one: digest(case.launch, one[0]) if known else "" for one, case in cases.items()}
     new = [one for one in work if names[one] not in known]

@@ -47,7 +47,7 @@ class Instruction(NamedTuple):
 
 
 def instructions(sass: str) -> list[Instruction]:
-    """Those of the listing's last function."""
+    """Return the instructions of the listing's last function."""
     pattern = r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:(@!?\w+)\s+)?([A-Z][A-Z0-9_.x]*)([^;]*)"
     found = re.findall(pattern, sass[sass.rfind("Function :") + 1 :], re.M)
     return [Instruction(int(at, 16), *rest) for at, *rest in found]
@@ -83,7 +83,7 @@ def _target(one: Instruction) -> int | None:
 
 
 def _blocks(code: Sequence[Instruction]) -> tuple[list[range], list[list[int]]]:
-    """Instructions without a branch among them, and the blocks that may follow each."""
+    """Return runs of instructions without a branch, and the blocks that may follow each."""
     at = {one.address: i for i, one in enumerate(code)}
     leaders, regions, ends = {0}, {}, {}
     for i, one in enumerate(code):
@@ -109,7 +109,7 @@ def _blocks(code: Sequence[Instruction]) -> tuple[list[range], list[list[int]]]:
 
 
 def _dominators(after: Sequence[Sequence[int]]) -> list[int]:
-    """Of each block, a bit for each block that all paths to it pass."""
+    """Return, for each block, a bit for each block that all paths to it pass."""
     everything = (1 << len(after)) - 1
     found = [1, *([everything] * (len(after) - 1))]
     before: list[list[int]] = [[] for _ in after]
@@ -156,7 +156,7 @@ def loops(code: Sequence[Instruction]) -> list[list[Instruction]]:
 
 
 def _described(body: Sequence[Instruction], place: int) -> tuple[int, int] | None:
-    """Rows and columns of a UTCHMMA, of which the descriptor is moved to a register before."""
+    """Return rows and columns of a UTCHMMA, whose descriptor is moved to a register before."""
     register = re.search(r"idesc\[(\w+)\]", body[place].operands)
     for one in reversed(body[:place]):
         if register and one.kind == "UMOV" and one.operands.split(",")[0].strip() == register[1]:
@@ -167,7 +167,7 @@ def _described(body: Sequence[Instruction], place: int) -> tuple[int, int] | Non
 
 
 def _products(body: Sequence[Instruction], warps: int) -> Iterator[tuple[float, float]]:
-    """Multiply-adds of each matrix instruction in a block, and bytes it reads of shared memory."""
+    """Yield a block's matrix instructions: multiply-adds, and bytes read of shared memory."""
     shape = None
     for i, one in enumerate(body):
         if one.kind == "HGMMA" and (size := re.search(r"(\d+)x(\d+)x(\d+)", one.name)):
@@ -182,7 +182,7 @@ def _products(body: Sequence[Instruction], warps: int) -> Iterator[tuple[float, 
 
 
 def _shared(one: Instruction) -> int:
-    """Bytes of shared memory that a warp reads or writes."""
+    """Return the bytes of shared memory that a warp reads or writes."""
     if one.kind in ("LDSM", "STSM"):
         several = re.search(r"88\.(\d)", one.name)
         return 128 * int(several[1]) if several else 128
@@ -193,7 +193,7 @@ def _shared(one: Instruction) -> int:
 
 
 def clocks(body: Sequence[Instruction], arch: int, warps: int) -> dict[str, float]:
-    """Of each unit, for an iteration of a block."""
+    """Return the clocks of each unit for an iteration of a block."""
     kinds = [one.kind for one in body]
     made = list(_products(body, warps))
     multiplies = (*_MULTIPLY, *(_FLOAT if arch == 80 else ()))

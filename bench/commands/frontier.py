@@ -24,7 +24,7 @@ from bench.subjects.layers import BASELINE, WAYS
 def sweep(
     tokens: int, seq_lens: list[int], d_models: list[int], head_dim: int
 ) -> list[tuple[int, int, int, int]]:
-    """(B, S, D, H): over S at the middle D, then over D at the middle S.
+    """Return (B, S, D, H): over S at the middle D, then over D at the middle S.
 
     >>> sweep(1024, [256, 1024], [64, 128], 32)
     [(4, 256, 128, 4), (1, 1024, 128, 4), (1, 1024, 64, 2)]
@@ -58,7 +58,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure every shape that the file has not, write the three files and print the tables."""
+    """Measure every shape that the file has not, write the files and print the tables."""
     args = parse(arguments)
     results, rows = measured(args, DATA, lambda row: title(row["case"]))
     drawn = panels(results.data)

@@ -68,7 +68,7 @@ def parser_of(
     ways: Sequence[str],
     **defaults: Any,
 ) -> Parser:
-    """Options of whatever measures layers; the defaults are for a case."""
+    """Return the parser of commands that measure layers."""
     parser = Parser(name, about, "device rounds seconds threads fresh", **defaults)
     parser.several("dtype")
     parser.several("norm", default=list(norms), choices=NORMS)
@@ -101,7 +101,7 @@ def measured(
 
 
 def wrong_of_ours(row: Row | None, ways: Registry[Any], *groups: str) -> list[str]:
-    """Whose wrong results are an error of this project: ours, and what all are compared with."""
+    """Return the ways whose wrong results are this project's error: ours and the baseline."""
     if row is None:
         return ["all"]
     wrong = [name for name, found in row["ways"].items() if "error" in found]

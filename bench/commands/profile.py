@@ -45,7 +45,7 @@ KIND_OF = {name: kind for kind, names in KINDS.items() for name in names}
 
 
 def measure(case: Case, ways: Sequence[str], rounds: int) -> dict[str, dict[str, float]]:
-    """Milliseconds a step by way and kind, and "step", the wall time under the profiler."""
+    """Return milliseconds a step by way and kind, and "step", the wall time under the profiler."""
     subject = case.subject("cpu")
     forwards = {}
     for name in ways:

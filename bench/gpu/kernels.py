@@ -55,7 +55,7 @@ def attention_entries(rig: Rig) -> Iterator[Entry]:
 
 
 def special_entries(rig: Rig) -> Iterator[Entry]:
-    """Every other form, shared heads; then short and long sequences and wide heads."""
+    """Yield every other form, shared heads; then short and long sequences and wide heads."""
     for seq_len in (64,) if rig.dry else (2048, 8192):
         yield from _attention(rig, "causal", seq_len, 128, GROUP)
         for form in FORMS:
@@ -74,7 +74,7 @@ def special_entries(rig: Rig) -> Iterator[Entry]:
 
 
 def norm_entries(rig: Rig) -> Iterator[Entry]:
-    """Every width; backward, which is a target, before forward."""
+    """Yield every width; backward, which is a target, before forward."""
     for width in (96,) if rig.dry else WIDTHS:
         tokens = rig.size(ELEMENTS // width, 64)
         for kind in ("layer_norm", "rms_norm"):

@@ -96,7 +96,7 @@ def layer_entries(rig: Rig) -> Iterator[Entry]:
 
 
 def frontier_entries(rig: Rig) -> Iterator[Entry]:
-    """Short and long sequences at one width: with the layers', the sweep over S of the frontier."""
+    """Yield short and long sequences at one width: with the layers', the frontier over S."""
     base = next(_encoders(rig))
     for seq_len in (7,) if rig.dry else (16384, 512, 4096):
         batch = max(1, base.batch * base.seq_len // seq_len)
@@ -105,7 +105,7 @@ def frontier_entries(rig: Rig) -> Iterator[Entry]:
 
 
 def long_entries(rig: Rig) -> Iterator[Entry]:
-    """One long sequence, of which attention takes most of the time: presets and eager."""
+    """Yield one long sequence, of which attention takes most of the time: presets and eager."""
     ways = ("eager", "none") if rig.dry else LONG
     yield _entry(long_encoder(rig), ways, beside=("none",))
 

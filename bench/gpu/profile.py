@@ -122,7 +122,7 @@ def _is_note(event: Any) -> bool:
 
 
 def busy(events: Sequence[Event]) -> float:
-    """Microseconds in which at least one of them ran."""
+    """Return the microseconds in which at least one of them ran."""
     total, until = 0.0, -float("inf")
     for event in sorted(events, key=lambda event: event.start):
         total += max(0.0, event.end - max(event.start, until))
@@ -140,7 +140,7 @@ def tally(events: Sequence[Event], steps: int) -> dict[str, Any]:
 
 
 def profiled(forward: Forward, subject: Subject, steps: int) -> dict[str, Any]:
-    """`tally` of so many steps of a way, after one that is not recorded."""
+    """Return the `tally` of so many steps of a way, after one that is not recorded."""
     x, dy = subject.x, subject.dy
     forward(x).backward(dy)
 

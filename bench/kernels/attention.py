@@ -74,7 +74,7 @@ class Attention(Problem):
         return packed.transpose(1, 2).split_with_sizes(counts, 1)
 
     def as_heads(self, rows: Tensor) -> Tensor:
-        """(B·S, H·E) as (B, H, S, E), a view."""
+        """Return (B·S, H·E) as (B, H, S, E), a view."""
         return rows.view(self.batch, self.seq_len, self.nhead, self.head_dim).transpose(1, 2)
 
     @property
@@ -139,7 +139,7 @@ class Attention(Problem):
     # --- work and results
 
     def work(self, direction: str) -> Work:
-        """Two products of what is seen, or five; q, k, v and out, and their gradients."""
+        """Count two products of what is seen, or five; q, k, v and out, and their gradients."""
         batch, seq_len, heads, width = self.packed_shape
         product = 2.0 * batch * self.nhead * seq_len**2 * width * self.share
         size = float(batch * seq_len * (heads + self.nhead) * width * self.rig.dtype.itemsize)
@@ -167,7 +167,7 @@ ATTENTION = Op("attention", of_model, stock=False)
 
 @ATTENTION.provider("aten", baseline=True)
 def aten(p: Attention) -> Function:
-    """scaled_dot_product_attention with the kernel that PyTorch chooses."""
+    """Call scaled_dot_product_attention with the kernel that PyTorch chooses."""
     return p.reference
 
 

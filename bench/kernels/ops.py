@@ -169,7 +169,7 @@ class Loss(Problem):
         return F.cross_entropy(wide, self.target).to(x.dtype)
 
     def work(self, direction: str) -> Work:
-        """One product, two backward, of logits that are not kept; x and weight, their gradients."""
+        """Count one product, two backward, no kept logits; x and weight, their gradients."""
         product = 2.0 * self.tokens * self.width * self.vocab
         given = (self.tokens + self.vocab) * self.width * self.rig.dtype.itemsize
         backward = direction == "bwd"
@@ -188,7 +188,7 @@ LOSS = Op("loss", _losses)
 
 @LOSS.provider("liger", module="liger_kernel", needs="cuda")
 def liger_loss(p: Loss) -> Function:
-    """Liger-Kernel's: gradients are computed in forward, and backward scales them."""
+    """Call Liger-Kernel's loss: forward computes the gradients, backward scales them."""
     from liger_kernel.ops import LigerFusedLinearCrossEntropyFunction
 
     apply = LigerFusedLinearCrossEntropyFunction.apply

@@ -41,7 +41,7 @@ class Size:
 
 
 def at_tokens(model: Model, tokens: int) -> Size:
-    """About so many tokens: whole sequences of the model's length, or one shorter sequence."""
+    """Return about so many tokens: sequences of the model's length, or one shorter sequence."""
     seq_len = min(model.seq_len, tokens)
     return Size(model, max(1, tokens // seq_len), seq_len)
 
@@ -71,7 +71,7 @@ class Problem:
         return {name: getattr(self, name) for name in own}
 
     def draw(self) -> dict[str, Tensor]:
-        """Fresh inputs, each of which gets a gradient: results are about as large as x."""
+        """Return fresh inputs, each of which gets a gradient: results are about as large as x."""
         drawn = {}
         for name, shape in self.shapes.items():
             matrix, vector = ("weight" in name and len(shape) == n for n in (2, 1))
@@ -85,7 +85,7 @@ class Problem:
         raise NotImplementedError
 
     def work(self, direction: str) -> Work:
-        """FLOPs of the products, and the fewest bytes: inputs read once, results written once."""
+        """Return FLOPs of the products, and the fewest bytes: each input and result once."""
         raise NotImplementedError
 
     @functools.cached_property
@@ -158,7 +158,7 @@ class Op(Registry[Build]):
             self.provider("compile")(_compiled)
 
     def ours(self, *forms: str) -> Callable[[Build], Build]:
-        """Ours, a function of the problem, a backend and a form: in ATen's operators and Triton."""
+        """Register ours for ATen and Triton: a function of the problem, a backend and a form."""
 
         def register(build: Build) -> Build:
             for backend, needs in (("eager", None), ("triton", "triton")):

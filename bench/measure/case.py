@@ -79,7 +79,7 @@ class Subject:
         return x | {name: p for name, p in self.module.named_parameters() if p.requires_grad}
 
     def zero(self) -> None:
-        """Gradients are there, and 0: a step adds to them."""
+        """Set all gradients to 0: a step adds to them."""
         for leaf in self.leaves().values():
             leaf.grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.zero_()
 
@@ -101,7 +101,7 @@ class Subject:
 
 
 def perturb(module: nn.Module) -> None:
-    """Random biases and norms, which are constants at first."""
+    """Randomize biases and norms, which are constants at first."""
     with torch.no_grad():
         for p in module.parameters():
             if p.dim() == 1:

@@ -42,7 +42,7 @@ def no_fallback() -> Iterator[None]:
 
 @contextlib.contextmanager
 def poisoned(active: bool = True) -> Iterator[None]:
-    """`torch.empty` is full of NaN: what is not written shows."""
+    """Fill `torch.empty` with NaN, which shows what is not written."""
     mode = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     if active:
@@ -146,7 +146,7 @@ class Checks:
             return {"against": "the spread of eager's dropout"} | self._as_itself(found)
 
     def _paired(self, found: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Results and the truth; what is zero but for rounding in one with its weight's."""
+        """Return results and the truth; a bias's gradient that is zero joins its weight's."""
         mine, truth = dict(found), dict(self._truth)
         norms = {name: t.norm().item() for name, t in truth.items() if name != "output"}
         for name, norm in norms.items():

@@ -94,7 +94,7 @@ class Clock:
 
 
 def _calls(seconds: float) -> int:
-    """How many calls that take so long each make a sample."""
+    """Return how many calls of this duration make a sample."""
     return max(1, min(MOST_CALLS, round(SAMPLE_SECONDS / seconds)))
 
 
@@ -107,7 +107,7 @@ def quantiles(values: Sequence[float]) -> dict[str, float]:
 def ratios(
     times: Mapping[str, Sequence[float]], baselines: Iterable[str]
 ) -> dict[str, dict[str, dict[str, float]]]:
-    """Percentiles of everyone's ratio, round by round, to each baseline that was timed."""
+    """Return percentiles of each one's ratio, round by round, to each baseline that was timed."""
     there = [name for name in baselines if name in times]
 
     def beside(mine: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:

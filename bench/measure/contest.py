@@ -89,7 +89,7 @@ class Work:
         return {unit: amount / seconds for unit, amount in self.amounts.items()}
 
     def floor(self, ceilings: Mapping[str, float]) -> float | None:
-        """Seconds in which no way can do it, at the ceilings; None where one is not known."""
+        """Return the least possible seconds at the ceilings; None where one is not known."""
         amounts = self.amounts
         if not amounts.keys() <= ceilings.keys():
             return None
@@ -126,7 +126,7 @@ Entry = tuple[dict[str, Any], Callable[[Rig], "dict[str, Any] | Contest"]]
 
 
 def errors(found: Results, truth: Results) -> dict[str, float]:
-    """Relative L2 errors by name; NaN of what is not finite or was not written."""
+    """Return relative L2 errors by name; NaN of what is not finite or was not written."""
     assert found, "a way without results cannot be checked"
     off = {}
     for name, value in found.items():
@@ -215,7 +215,7 @@ def measure(contest: Contest, rig: Rig) -> dict[str, Any]:
 
 
 def _copy(rig: Rig) -> tuple[Callable[[int], Any], Work]:
-    """Bytes read and written; far more than any cache holds."""
+    """Return a copy of far more bytes than any cache holds."""
     count = rig.size(1 << 30 if rig.device.type == "cuda" else 1 << 26, 1 << 10)
     x, y = rig.normal(count), rig.poisoned(count)
     return lambda index: y.copy_(x), Work(bytes=2.0 * x.nbytes)

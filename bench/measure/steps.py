@@ -106,7 +106,7 @@ def _event() -> torch.cuda.Event:
 
 
 def kept_bytes(run: Callable[[], Any], subject: Subject, by: str = "autograd") -> int:
-    """Bytes kept for backward by a forward, without parameters, buffers and the caller's masks.
+    """Return bytes that a forward keeps, without parameters, buffers and the caller's masks.
 
     Args:
         run: gives what has the autograd graph.

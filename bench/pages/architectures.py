@@ -16,18 +16,18 @@ MEASURES = {
 
 
 def ran(row: Row) -> bool:
-    """Whether the stock model runs, so that there is something to compare."""
+    """Return whether the stock model runs, so that a comparison is possible."""
     return "ways" in row
 
 
 def ratio(row: Row, measure: str) -> float | None:
-    """Of a converted step to one with the model's own checkpointing."""
+    """Return the ratio of a converted step to one with the model's own checkpointing."""
     own, new = (row["ways"][way].get(measure) for way in ("own", "converted"))
     return float(new / own) if new is not None and own else None
 
 
 def line(row: Row) -> str:
-    """Of a row, while it runs."""
+    """Return a row in a line, for a terminal."""
     name = f"{row['case']['name']} {row['case']['variant']}"
     if not ran(row):
         return f"{name}: not run: {row['absent'][:150]}"
@@ -38,12 +38,12 @@ def line(row: Row) -> str:
 
 
 def passes(row: Row) -> bool:
-    """Whether a converted step is compared with checkpointing, and passes every check."""
+    """Return whether a converted step is compared with checkpointing, and passes every check."""
     return not row["violations"] and not row.get("effects") and "kept" in row["ways"]["own"]
 
 
 def layers(row: Row) -> str:
-    """How many layers ran as blocks and under checkpointing."""
+    """Return how many layers ran as blocks and under checkpointing."""
     return ", ".join(f"{count} {state}" for state, count in row.get("layers", {}).items())
 
 
@@ -75,7 +75,7 @@ def _cells(rows: list[Row]) -> Iterable[Cell]:
 
 
 def table(file: Path = FILE) -> str:
-    """Where it ran, the variants, an entry for each architecture, and what did not run."""
+    """Return the machine, the variants, an entry per architecture, and those that did not run."""
     data = load(file)
     rows = [row for row in data["results"] if ran(row)]
     variants = list(dict.fromkeys(row["case"]["variant"] for row in rows))

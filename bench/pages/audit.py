@@ -61,7 +61,7 @@ def targets() -> str:
 
 
 def spills() -> str:
-    """Every default configuration that spills, and the targets where it does."""
+    """Return every default configuration that spills, and the targets where it does."""
     found: dict[str, list[Row]] = {}
     for row in _all_rows():
         if row.get("spills") or row.get("stack"):

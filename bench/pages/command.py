@@ -43,7 +43,7 @@ def render(text: str, page: Path) -> str:
     """Return a page's text with every generated part written again, its links relative to it."""
 
     def link(match: re.Match[str]) -> str:
-        """Parts link files from the root of the repository."""
+        """Return a link of a part, which starts at the repository's root, relative to the page."""
         target = ROOT / match[1]
         return f"]({os.path.relpath(target, page.parent)})" if target.exists() else match[0]
 

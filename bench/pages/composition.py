@@ -63,13 +63,13 @@ def _marks_of(tree: ast.Module, path: str) -> Iterator[Mark]:
 
 
 def _kind(node: ast.AST) -> str:
-    """ "gpu" for `pytest.mark.gpu`, called or not; something else for anything else."""
+    """Return the name of a mark, such as "gpu" for `pytest.mark.gpu`, called or not."""
     text = ast.unparse(node.func if isinstance(node, ast.Call) else node)
     return text.removeprefix("pytest.mark.")
 
 
 def _arguments(mark: Any) -> tuple[list[str], dict[str, str]]:
-    """Of a call, whose arguments are literals."""
+    """Return the arguments of a call, which are literals."""
     named = {word.arg: ast.literal_eval(word.value) for word in mark.keywords}
     return [ast.literal_eval(value) for value in mark.args], named
 

@@ -48,7 +48,7 @@ def family(way: str) -> str:
 
 
 def is_ours(way: str) -> bool:
-    """Whether it is a preset of FusedRemat."""
+    """Return whether it is a preset of FusedRemat."""
     return family(way).startswith(OURS)
 
 
@@ -128,7 +128,7 @@ def title(case: Row) -> str:
 
 
 def _kept(found: Row) -> float:
-    """Bytes kept: by autograd's account, or where that sees nothing, by the allocator's."""
+    """Return bytes kept: by autograd's account, or where that sees nothing, the allocator's."""
     return float(found.get("kept_bytes") or found.get("held_bytes") or 0.0)
 
 
@@ -137,7 +137,7 @@ def _ratio(found: Row) -> dict[str, float]:
 
 
 def panels(*files: Row) -> list[Panel]:
-    """Of the rows of layers' steps; eager's has to be there, since all is relative to it."""
+    """Return the panels of rows of layers' steps that have eager's, the baseline of all."""
     found: dict[str, Panel] = {}
     for row in (row for data in files for row in tables.current(data)):
         case = row.get("layer") or row["case"]  # rows of `bench gpu` have "layer"
@@ -150,7 +150,7 @@ def panels(*files: Row) -> list[Panel]:
 
 
 def sets(root: Path = RESULTS) -> dict[Path, list[Panel]]:
-    """Folder -> its frontier's panels, and those of layers' steps that a GPU's files hold."""
+    """Return panels by folder: its frontier's, and those of layers' steps in a GPU's files."""
     paths = sorted(root.glob(f"*/{DATA}"), key=lambda path: (path.parent.name != THIS_CPU, path))
     files = {path.parent: [load(path)] for path in paths}
     for folder, data in gpu_files(root):

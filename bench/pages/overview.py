@@ -25,7 +25,7 @@ def _panels() -> dict[str, list[Panel]]:
 
 
 def means() -> dict[str, list[Row]]:
-    """Of each way measured at all shapes: its kept bytes and step time relative to eager."""
+    """Return kept bytes and time, relative to eager, of each way measured at all shapes."""
     found = {}
     for title, shapes in _panels().items():
         by_way = [{point.way: point for point in shape.points} for shape in shapes]
@@ -41,7 +41,7 @@ def means() -> dict[str, list[Row]]:
 
 
 def caption() -> str:
-    """Of what the picture is."""
+    """Return the picture's caption."""
     with_dropout, without = _panels().values()
     machine = tables.measured_on({**with_dropout[0].machine, "commit": None})
     return (

@@ -106,7 +106,7 @@ class Kept:
 
 
 def products(graph: Graph, nodes: Iterable[Node], shapes: Shapes = SHAPES) -> int:
-    """FLOPs of a token in the nodes' products, attention apart."""
+    """Return FLOPs of a token in the nodes' products, attention apart."""
     widths = graph.widths(shapes)
     return sum(n.flops(widths, shapes, S) for n in nodes if not n.per_sequence)
 

@@ -159,7 +159,7 @@ def torch_remat(subject: Subject) -> Forward:
 
 
 class Compiled:
-    """A forward compiled whole, with its backward, for the subject's input.
+    """A forward compiled in one graph, with its backward, for the subject's input.
 
     Its code object is its own, so that Dynamo's cache of it, and the limit of that cache, are too.
     It compiles in the constructor, under the memory budget; a call that would have to compile
@@ -196,7 +196,7 @@ class Compiled:
 
 
 def _compiled(budget: float | None = None) -> Build:
-    """`torch.compile` of the stock layer, Inductor, static shapes."""
+    """Run `torch.compile` on the stock layer, Inductor, static shapes."""
     return lambda subject: Compiled(eager(subject), subject, budget)
 
 

@@ -156,7 +156,7 @@ def build(
 
 
 def adapted(model: nn.Module, rank: int) -> nn.Module:
-    """With PEFT's adapters on every linear of the layers; both of their matrices are random.
+    """Add PEFT's adapters to every linear of the layers; both of their matrices are random.
 
     As they begin, one of them zero, the other's gradient would be zero, and show nothing.
     """
@@ -209,7 +209,7 @@ class Forward:
 
 @dataclass
 class Subject(case.Subject):
-    """A model, its inputs by name, and where more of them come from."""
+    """A model, and its inputs by name."""
 
     stock: Callable[[nn.Module], Forward] = Forward
     case: Case = field(kw_only=True)
@@ -236,7 +236,7 @@ class Subject(case.Subject):
 
 
 def fixed_bytes(model: nn.Module) -> int:
-    """Parameters, gradients of those that are trained, and AdamW's two moments of them."""
+    """Return bytes of parameters, and of gradients and AdamW's moments of the trained ones."""
     every = sum(p.nbytes for p in model.parameters())
     trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     return every + (_COPIES - 1) * trained
@@ -289,7 +289,7 @@ _peer = functools.partial(WAYS.provider, group="peers", module="liger_kernel", n
 
 @_peer("liger")
 def liger(subject: Subject) -> Forward:
-    """Liger's kernels, its fused head and loss included.
+    """Run Liger's kernels, its fused head and loss included.
 
     Its patch also replaces names in transformers' module, for good: here, while the way runs.
     """

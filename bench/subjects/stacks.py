@@ -111,7 +111,7 @@ def eager(subject: Subject) -> Forward:
 
 
 def _each(subject: Subject, way: str, every: int = 1) -> Forward:
-    """Every so many layers as a way of layers has them, the first included; the others as stock."""
+    """Run every so many layers, from the first on, by a way of layers; the others as stock."""
     stack: Any = subject.module
     if every > 1 and len(stack.layers) <= every // 2:
         raise Absent(f"the same as every {every // 2}")
@@ -132,7 +132,7 @@ for _k in EVERY:
 
 @PEERS.provider("checkpoint_sqrt")
 def segments(subject: Subject) -> Forward:
-    """Around every segment of ⌈√n⌉ layers (Chen et al. 2016)."""
+    """Checkpoint every segment of ⌈√n⌉ layers (Chen et al. 2016)."""
     stack: Any = subject.module
     count = len(stack.layers)
     length = math.isqrt(count - 1) + 1
