@@ -69,7 +69,7 @@ class _Stub:
 
 
 def _cheap_meta() -> torch.library.Library:
-    """Meta kernels that cost what an allocation does; most of PyTorch's are Python of 50 µs.
+    """Register meta kernels as cheap as an allocation; most of PyTorch's are Python of 50 µs.
 
     Structured operators have C++ ones below them. Attention of the stock layer is PyTorch's flash.
     """
@@ -199,10 +199,10 @@ def main(arguments: Sequence[str]) -> int:
     driver.set_active(stub)
     cases = list(itertools.product(options.layers, options.ways))
     found = {
-        f"{layer} {way}": {"this": measure(stub, layer, way, options.rounds)}
+        f"{layer} {way}": measure(stub, layer, way, options.rounds)
         for layer, way in progress(cases, len(cases), "case")
     }
-    result = {"machine": machine("cpu"), "beside": None, "results": found}
+    result = {"machine": machine("cpu"), "results": found}
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "host.json").write_text(json.dumps(result, indent=1) + "\n")
     print(host.table(options.out / "host.json"))

@@ -1,4 +1,4 @@
-"""The host's time of a layer's step (`bench host`), and that of an earlier commit."""
+"""The host's time of a layer's step (`bench host`)."""
 
 from __future__ import annotations
 
@@ -10,17 +10,12 @@ FILE = RESULTS / "host.json"
 
 
 def table(file: Path = FILE) -> str:
-    """Of every layer and way: its time, that of its ATen calls, and what it takes beyond them."""
+    """Return times of layers by way: the step, its ATen calls alone, and the difference."""
     data = load(file)
     cells: list[list[Cell]] = []
     for case, found in data["results"].items():
-        here, there = found["this"], found.get("beside")
         layer, way = case.split()
-        numbers = [f"{here[key]:.0f}" for key in ("step", "aten", "above", "launches")]
-        if there is not None:
-            numbers.append("" if way == "stock" else f"{here['above'] / there['above']:.2f}")
+        numbers = [f"{found[key]:.0f}" for key in ("step", "aten", "above", "launches")]
         cells.append([layer, f"`{way}`", *numbers])
     head = ["layer", "way", "µs a step", "its ATen calls alone", "above", "kernels of ours"]
-    if data["beside"]:
-        head.append(f"above, to {data['beside'][:7]}'s")
     return f"{machine_line(data['machine'])}\n\n{markdown(head, cells)}"
