@@ -7,7 +7,7 @@ from pathlib import Path
 
 from bench import tables
 from bench.subjects.models import MODELS
-from bench.tables import MIB, RESULTS, Cell, Columns, Row
+from bench.tables import MIB, RESULTS, Cell, Row
 
 FILE = "model-cpu.json"
 
@@ -38,7 +38,7 @@ def case_table(row: Row) -> str:
     def share(what: str) -> Callable[[Row], Cell]:
         return lambda way: tables.number(kept_share(way, row, what), 3)
 
-    columns: Columns = [
+    columns = [
         ("step", lambda way: tables.ms(way["step_seconds"]["p50"])),
         ("vs eager", lambda way: tables.times(way["step_ratio"].get("eager"))),
         ("vs checkpoint", lambda way: tables.times(way["step_ratio"].get("checkpoint"))),
@@ -47,12 +47,13 @@ def case_table(row: Row) -> str:
         ("below the head", size("kept_below_head_bytes")),
         ("of eager's", share("kept_below_head_bytes")),
         ("peak", size("step_peak_bytes")),
-        ("largest batch", lambda way: tables.number(way.get("largest_batch"))),
-        ("tokens/s there", lambda way: tables.number(way.get("tokens_per_second"))),
     ]
+    cap = row.get("memory_cap")  # of rows of earlier commits
+    if cap:
+        columns.append(("largest batch", lambda way: tables.number(way.get("largest_batch"))))
+        columns.append(("tokens/s there", lambda way: tables.number(way.get("tokens_per_second"))))
     table = tables.ways_table(row["ways"], columns, "way")
     fixed = f"Parameters, gradients and AdamW's moments: {_size(row['fixed_bytes'])}"
-    cap = row.get("memory_cap")
     within = f", within the cap of {_size(cap)} as well" if cap else ""
     return f"{table}\n\n{fixed}{within}; {row['rounds']} rounds."
 
@@ -70,11 +71,11 @@ def kept_share(way: Row, row: Row, what: str) -> float | None:
 
 def section(root: Path = RESULTS) -> str:
     """Return the cases of every CPU, then of every GPU."""
-    files = [(path.parent, tables.load(path)) for path in tables.files(FILE, root)]
+    files = [(path, tables.load(path)) for path in tables.files(FILE, root)]
     parts = []
-    for folder, data in [*files, *tables.gpu_files(root)]:
+    for path, data in [*files, *tables.gpu_files(root)]:
         rows = rows_of(data)
         if rows:
-            parts += [tables.heading(data["machine"], folder), tables.machine_line(data["machine"])]
+            parts += [tables.heading(data["machine"], path), tables.machine_line(data["machine"])]
         parts += [tables.folded(title(row), case_table(row)) for row in rows]
     return "\n\n".join(parts)
