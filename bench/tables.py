@@ -31,7 +31,7 @@ class ResultsFile:
 
     def __init__(self, path: Path, machine: Row, config: Row) -> None:
         self.path, self.machine, self.config = path, machine, config
-        self.rows: list[Row] = json.loads(path.read_text())["results"] if path.exists() else []
+        self.rows: list[Row] = load(path)["results"] if path.exists() else []
 
     @property
     def data(self) -> Row:
@@ -49,8 +49,8 @@ class ResultsFile:
 
     def find(self, case: Row, ways: Iterable[str]) -> Row | None:
         """Return the case's row if these ways were measured; one that failed is tried again."""
-        alike = (row for row in self.own if row["case"] == case and "ways" in row)
-        return next((row for row in alike if set(ways) <= set(row["ways"])), None)
+        same = (row for row in self.own if row["case"] == case and "ways" in row)
+        return next((row for row in same if set(ways) <= set(row["ways"])), None)
 
     def put(self, row: Row) -> None:
         """Add or replace the row of a case, and write the file."""

@@ -54,8 +54,8 @@ def read() -> dict[Key, Budget]:
 def write(rows: Sequence[Mapping[str, Any]], triton: str) -> None:
     """Write the rows as budgets, in place of those of the same targets and cases."""
     found = summed(rows, triton)
-    anew = {(key[0], key[1], key[3]) for key in found}
-    kept = {key: one for key, one in read().items() if (key[0], key[1], key[3]) not in anew}
+    new = {(key[0], key[1], key[3]) for key in found}
+    kept = {key: one for key, one in read().items() if (key[0], key[1], key[3]) not in new}
     with BUDGETS.open("w", newline="") as file:
         writer = csv.writer(file, delimiter="\t", lineterminator="\n")
         writer.writerow((*_KEY, *_NUMBERS))

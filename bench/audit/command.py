@@ -263,8 +263,8 @@ def _rows(
         for one, case in cases.items():
             target = {"target": f"{f'sm_{one[0]}' if one[0] else 'gfx942'} {one[1]}"}
             row = known.get(names[one]) or next(made)
-            said = {"name": case.name, "default": case.default, "product": case.product}
-            yield target | row | said
+            named = {"name": case.name, "default": case.default, "product": case.product}
+            yield target | row | named
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -95,7 +95,7 @@ def measure(case: Case, rig: Rig, names: Sequence[str]) -> Row:
         checks = Checks(subject)  # its results in float64 are freed before anything is timed
         for way in map(PEERS.__getitem__, names):
             weighed = functools.partial(weigh, kept_by=way.traits["kept_by"])
-            steps.admit_way(way, checks, weighed, family=way.traits["family"])
+            steps.admit_way(way, checks, weighed)
         budgets = {n: w["peak_bytes"] for n, w in steps.rows.items() if "peak_bytes" in w}
         plans, rows = within(base, budgets)
         for name, found in plans.items():
@@ -104,7 +104,6 @@ def measure(case: Case, rig: Rig, names: Sequence[str]) -> Row:
                 functools.partial(forward_of, subject, found),
                 lambda forward: {"check": checks.check(forward, "ours")},
                 weigh,
-                family="ours",
                 predicted={k: getattr(found, k) for k in ("peak_bytes", "kept_bytes", "seconds")},
             )
         steps.time(Step, subject, [name for name in names if name in steps.forwards])
@@ -149,4 +148,4 @@ def main(arguments: Sequence[str]) -> int:
         print(f"\n{heading}\n\n{table(row)}")
     print(f"\n{results.path}")
     ways = row["ways"].items()
-    return int(any("error" in way for name, way in ways if name == BASELINE or page.is_ours(way)))
+    return int(any("error" in way for name, way in ways if name == BASELINE or "predicted" in way))

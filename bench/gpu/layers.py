@@ -47,14 +47,14 @@ MODELS_DRY = ("eager", "checkpoint", "liger", "full")
 _PLANS_LONGER = 5.0
 
 
-def _entry(layer: Case, ways: Sequence[str], what: str = "", beside: Sequence[str] = ()) -> Entry:
+def _entry(layer: Case, ways: Sequence[str], what: str = "", others: Sequence[str] = ()) -> Entry:
     """Return an encoder layer's case, and a function that measures it."""
 
     def run(rig: Rig) -> dict[str, Any]:
         subject = layer.subject(rig.device)
         if rig.dry:
             subject.backend, subject.compiler = "triton", "aot_eager_decomp_partition"
-        row = measure_ways(subject, LAYER_WAYS, ways, rig.longer(_LONGER), beside=beside)
+        row = measure_ways(subject, LAYER_WAYS, ways, rig.longer(_LONGER), others=others)
         return {"layer": dataclasses.asdict(layer), **row}
 
     sizes = {"width": layer.d_model, "seq_len": layer.seq_len, "dropout": layer.dropout}
@@ -92,7 +92,7 @@ def _fewer(rig: Rig, ways: Sequence[str]) -> Sequence[str]:
 def layer_entries(rig: Rig) -> Iterator[Entry]:
     for dropout in (0.0, P):
         for layer in _encoders(rig, dropout):
-            yield _entry(layer, _fewer(rig, WAYS) if dropout else WAYS, beside=("none",))
+            yield _entry(layer, _fewer(rig, WAYS) if dropout else WAYS, others=("none",))
 
 
 def frontier_entries(rig: Rig) -> Iterator[Entry]:
@@ -107,7 +107,7 @@ def frontier_entries(rig: Rig) -> Iterator[Entry]:
 def long_entries(rig: Rig) -> Iterator[Entry]:
     """Yield one long sequence, of which attention takes most of the time: presets and eager."""
     ways = ("eager", "none") if rig.dry else LONG
-    yield _entry(long_encoder(rig), ways, beside=("none",))
+    yield _entry(long_encoder(rig), ways, others=("none",))
 
 
 def compile_entries(rig: Rig) -> Iterator[Entry]:

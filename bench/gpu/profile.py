@@ -164,7 +164,7 @@ def measure(case: Case, rig: Rig) -> dict[str, Any]:
     subject = case.subject(rig.device)
     if rig.dry:
         subject.compiler = "aot_eager_decomp_partition"
-    row = measure_ways(subject, LAYER_WAYS, WAYS, rig, QueuedStep, beside=("none",))
+    row = measure_ways(subject, LAYER_WAYS, WAYS, rig, QueuedStep, others=("none",))
     right = {name: way for name, way in row["ways"].items() if "step_seconds" in way}
     for index, (name, way) in enumerate(right.items()):
         forward = LAYER_WAYS[name].build(subject)

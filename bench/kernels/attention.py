@@ -251,7 +251,7 @@ def _kernels(p: Attention, direction: str) -> Way:
     return Way(run, prepare=prepare)
 
 
-@ATTENTION.provider("fused_remat kernel", needs="triton", ours=True)
+@ATTENTION.provider("fused_remat kernel", needs="triton")
 def kernel(p: Attention) -> Ways:
     q, _, v = p.sets[0].values()
     reason = triton.unsupported_reason(attention_key(q, v, p.call))

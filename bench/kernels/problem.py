@@ -151,8 +151,8 @@ class Op(Registry[Build]):
     def __init__(
         self, name: str, of_model: Callable[[Rig, Size], Iterable[Problem]], stock: bool = True
     ) -> None:
-        super().__init__(name)
-        self.of_model = of_model
+        super().__init__()
+        self.name, self.of_model = name, of_model
         if stock:
             self.provider("aten", baseline=True)(lambda p: p.reference)
             self.provider("compile")(_compiled)
@@ -165,7 +165,7 @@ class Op(Registry[Build]):
                 for form in [[form] for form in forms] or [[]]:
                     name = " ".join(["fused_remat", backend, *form])
                     one = lambda p, given=(backend, *form): build(p, *given)  # noqa: E731
-                    self.provider(name, needs=needs, ours=True)(one)
+                    self.provider(name, needs=needs)(one)
             return build
 
         return register

@@ -55,7 +55,6 @@ class Subject:
     dropout: float = 0.0  # the module's
     stock: Callable[[nn.Module], Forward] = lambda module: module
     fused: Callable[[nn.Module, str, str], Forward] | None = None
-    causal: bool = False  # every token sees itself and what is before it
     masks: tuple[Tensor, ...] = ()  # the caller's own tensors, which count for no way
     fresh: bool = False  # no gradients are there when a step begins, as after `zero_grad()`
     backend: str = "auto"  # what a preset runs on by default

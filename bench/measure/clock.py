@@ -110,11 +110,11 @@ def ratios(
     """Return percentiles of each one's ratio, round by round, to each baseline that was timed."""
     there = [name for name in baselines if name in times]
 
-    def beside(mine: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
+    def relative(mine: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
         return quantiles([a / b for a, b in zip(mine, theirs, strict=True)])
 
     return {
-        name: {other: beside(mine, times[other]) for other in there}
+        name: {other: relative(mine, times[other]) for other in there}
         for name, mine in times.items()
     }  # fmt: skip
 

@@ -197,10 +197,10 @@ def measure(contest: Contest, rig: Rig) -> dict[str, Any]:
         {name: rig.clock.sampler(way.run, way.prepare, SETS) for name, way in right.items()}
     )
     work, floor = contest.work, contest.work.floor(rig.ceilings)
-    beside = ratios(times, contest.baselines)
+    relative = ratios(times, contest.baselines)
     for name, mine in times.items():
         us = quantiles([1e6 * seconds for seconds in mine])
-        rows[name] |= {"us": us, "ratio": beside[name], **work.rates(1e-6 * us["p50"])}
+        rows[name] |= {"us": us, "ratio": relative[name], **work.rates(1e-6 * us["p50"])}
         if floor is not None:
             rows[name]["of_ceiling"] = 1e6 * floor / us["p50"]
     return {

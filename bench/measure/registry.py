@@ -72,7 +72,7 @@ class Provider(Generic[Build]):
 class Registry(dict[str, Provider[Build]]):
     """Providers by name, in the order of the tables; `usual` are default traits.
 
-    >>> REVERSED = Registry("reversed")
+    >>> REVERSED = Registry()
     >>> @REVERSED.provider("slices", baseline=True)
     ... def slices(values):
     ...     return values[::-1]
@@ -80,9 +80,9 @@ class Registry(dict[str, Provider[Build]]):
     (('slices',), [2, 1])
     """
 
-    def __init__(self, name: str, **usual: Any) -> None:
+    def __init__(self, **usual: Any) -> None:
         super().__init__()
-        self.name, self.usual = name, usual
+        self.usual = usual
 
     def provider(
         self, name: str, *, baseline: bool = False, module: str | None = None,

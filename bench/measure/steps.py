@@ -158,7 +158,7 @@ class Steps:
         self.rig = rig
         self.rows: dict[str, dict[str, Any]] = {}
         self.forwards: dict[str, Forward] = {}
-        self._said: dict[str, dict[str, Any]] = {}
+        self._known: dict[str, dict[str, Any]] = {}
         self.rounds = 0
 
     def __enter__(self) -> Steps:
@@ -167,10 +167,10 @@ class Steps:
     def __exit__(self, *error: Any) -> None:
         torch._dynamo.reset()
 
-    def admit(self, name: str, build: Callable[[], Forward], *finds: Find, **said: Any) -> None:
-        """Build a way, and add to what is `said` of it what each of `finds` finds: checks first."""
-        said = self._said.setdefault(name, said)
-        row = self.rows.get(name, said)
+    def admit(self, name: str, build: Callable[[], Forward], *finds: Find, **known: Any) -> None:
+        """Build a way, and add the results of `finds`, checks first, to what is `known` of it."""
+        known = self._known.setdefault(name, known)
+        row = self.rows.get(name, known)
         try:
             with no_fallback():
                 self.forwards[name] = build()
@@ -180,19 +180,19 @@ class Steps:
         except Exception as error:  # one broken way must not cost the results of the others
             self._refuse(name, error)
 
-    def admit_way(self, way: Provider[Any], checks: Checks, *finds: Find, **said: Any) -> None:
+    def admit_way(self, way: Provider[Any], checks: Checks, *finds: Find) -> None:
         """Admit a way of a registry, whose traits describe its check."""
         subject, traits = checks.subject, way.traits
-        told = {name: traits[name] for name in ("draws", "compiled")}
+        kind = {name: traits[name] for name in ("draws", "compiled")}
 
         def check(forward: Forward) -> dict[str, Any]:
-            return {"check": checks.check(forward, **told)}
+            return {"check": checks.check(forward, **kind)}
 
-        self.admit(way.name, lambda: way.make(subject.device, subject), check, *finds, **said)
+        self.admit(way.name, lambda: way.make(subject.device, subject), check, *finds)
 
     def _refuse(self, name: str, error: Exception) -> None:
         self.forwards.pop(name, None)
-        self.rows[name] = self._said[name] | refusal(error)
+        self.rows[name] = self._known[name] | refusal(error)
 
     def time(self, timer: Callable[..., Step], subject: Subject, baselines: Sequence[str]) -> None:
         """Time all that are right in turns: percentiles, and of the step's ratio by round."""
@@ -204,13 +204,12 @@ class Steps:
                 self._refuse(name, error)
         times = self.rig.in_turns(steps)
         self.rounds = max(map(len, times.values()), default=0)
-        beside = ratios(
-            {name: [t["step"] for t in mine] for name, mine in times.items()}, baselines
-        )
+        seconds = {name: [t["step"] for t in mine] for name, mine in times.items()}
+        relative = ratios(seconds, baselines)
         for name, mine in times.items():
             for part in mine[0]:
                 self.rows[name][f"{part}_seconds"] = quantiles([t[part] for t in mine])
-            self.rows[name]["step_ratio"] = beside[name]
+            self.rows[name]["step_ratio"] = relative[name]
 
 
 def measure(
@@ -219,14 +218,14 @@ def measure(
     names: Sequence[str],
     rig: Rig,
     timer: type[Step] = Step,
-    beside: Sequence[str] = (),
+    others: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Return {"rounds": int, "ways": {name: row}} of a layer's step in these ways.
 
     A way's row is {"absent": why it cannot run here}, or {"error": what is wrong with its results},
     of which nothing was measured, or {"check", the results of `memory`, percentiles of
     "forward_seconds", "backward_seconds", "step_seconds" and "host_seconds", and "step_ratio" to
-    each baseline that was measured and to those `beside`}. Memory is not measured in a dry run, nor
+    each baseline that was measured and to `others`}. Memory is not measured in a dry run, nor
     of steps back to back.
     """
     with Steps(rig) as steps:
@@ -236,7 +235,7 @@ def measure(
             finds = [weigh] if timer is Step and not rig.dry else []
             steps.admit_way(ways[name], checks, *finds)
         del checks  # whose results in float64 are gone before anything is timed
-        steps.time(timer, subject, (*ways.baselines, *beside))
+        steps.time(timer, subject, (*ways.baselines, *others))
     return {"rounds": steps.rounds, "ways": steps.rows}
 
 

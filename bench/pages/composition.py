@@ -86,8 +86,8 @@ def works(row: list[Mark], outcomes: Mapping[str, Any]) -> str:
     found = "by its GPU test, not yet run on hardware"
     if "failed" in results or results == {"passed"}:
         machine = outcomes["machine"]
-        said = "no: failed" if "failed" in results else "yes,"
-        found = f"{said} on {machine['gpu']} at {machine['commit'][:7]}"
+        outcome = "no: failed" if "failed" in results else "yes,"
+        found = f"{outcome} on {machine['gpu']} at {machine['commit'][:7]}"
     return f"yes, on a CPU; {found}" if here else found
 
 

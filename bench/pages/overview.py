@@ -30,11 +30,11 @@ def means() -> dict[str, list[Row]]:
     for title, shapes in _panels().items():
         by_way = [{point.way: point for point in shape.points} for shape in shapes]
         ways = [way for way in by_way[0] if all(way in points for points in by_way)]
-        alike = {way: [points[way] for points in by_way] for way in ways}
+        shared = {way: [points[way] for points in by_way] for way in ways}
         rows = [
             {"way": way, "family": family(way), "kept": geometric_mean(p.kept for p in points),
              "time": geometric_mean(p.p50 for p in points)}
-            for way, points in alike.items()
+            for way, points in shared.items()
         ]  # fmt: skip
         found[title] = sorted(rows, key=lambda row: (row["kept"], row["time"]))
     return found

@@ -32,11 +32,6 @@ def right(row: Row) -> dict[str, Row]:
     return {name: way for name, way in row["ways"].items() if "step_ratio" in way}
 
 
-def is_ours(way: Row) -> bool:
-    """Return whether a way is a plan."""
-    return str(way["family"]).startswith("ours")
-
-
 class Rival(NamedTuple):
     """A peer, and our plan for a budget of the peer's peak."""
 

@@ -70,7 +70,7 @@ class Case(case.Case):
             layer.to(dtype),
             # clone: not halves of one storage, which would be counted in full for each
             x.to(dtype).clone(), dy.to(dtype).clone(), self.dropout, stock,
-            lambda *ours: stock(fused(*ours)), self.causal, masks,
+            lambda *ours: stock(fused(*ours)), masks,
         )  # fmt: skip
 
 
@@ -92,9 +92,7 @@ Build = Callable[[Subject], Forward]
 #: In the order of the tables. Traits: `draws`, whose dropout it draws at the same seed ("stock",
 #: "ours", or "own"); `group`, by which ways may be requested; `kept_by`, the account of what it
 #: keeps: "autograd", or the "allocator"; `compiled`, whether `torch.compile` made it.
-WAYS: Registry[Build] = Registry(
-    "layer ways", group="stock", draws="stock", kept_by="autograd", compiled=False,
-)  # fmt: skip
+WAYS: Registry[Build] = Registry(group="stock", draws="stock", kept_by="autograd", compiled=False)
 BASELINE = "eager"
 #: Measured by default.
 DEFAULT = ("stock", "compiled", "ours")

@@ -133,7 +133,7 @@ class Case(case.Case):
         self.seed()
         model = build(published, self.layers, DTYPES[self.dtype], device, self.lora)
         subject = Subject(model, {}, case=self, published=published)
-        subject.x = subject.inputs(self.batch)
+        subject.x = subject.inputs()
         return subject
 
 
@@ -214,20 +214,17 @@ class Subject(case.Subject):
     stock: Callable[[nn.Module], Forward] = Forward
     case: Case = field(kw_only=True)
     published: Published = field(kw_only=True)
-    generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(7))
 
-    def inputs(self, batch: int) -> Inputs:
-        """Return fresh random tokens, with their own labels."""
-        config, shape = self.published.values, (batch, self.case.seq_len)
-        tokens = self._integers(config["vocab_size"], shape)
+    def inputs(self) -> Inputs:
+        """Return random tokens, with their own labels."""
+        generator, shape = torch.Generator().manual_seed(7), (self.case.batch, self.case.seq_len)
+        words = self.published.values["vocab_size"]
+        tokens = torch.randint(words, shape, generator=generator).to(self.device)
         if self.published.task.endswith("ForCausalLM"):
             return {"input_ids": tokens, "labels": tokens.clone()}
-        hidden = torch.rand(shape, generator=self.generator).to(self.device) < _MASKED
+        hidden = torch.rand(shape, generator=generator).to(self.device) < _MASKED
         hidden[:, 0] = True  # somewhere, however short
         return {"input_ids": tokens, "labels": tokens.masked_fill(~hidden, -100)}
-
-    def _integers(self, below: int, shape: tuple[int, ...]) -> Tensor:
-        return torch.randint(below, shape, generator=self.generator).to(self.device)
 
     def shared(self) -> Any:
         """Return a copy of the modules on the same parameters and buffers, for one way."""
@@ -244,10 +241,9 @@ def fixed_bytes(model: nn.Module) -> int:
 
 Build = Callable[[Subject], Forward]
 
-#: In the order of the tables. Traits: `group`, by which ways are requested; `compiled`, whether
-#: it is for one batch alone, so that the largest cannot be searched for; and as of layers' ways,
-#: where nobody has dropout of its own.
-WAYS: Registry[Build] = Registry("model ways", group="stock", draws="stock", compiled=False)
+#: In the order of the tables. Traits: `group`, by which ways are requested; and as of layers'
+#: ways, where nobody has dropout of its own.
+WAYS: Registry[Build] = Registry(group="stock", draws="stock", compiled=False)
 BASELINE = "eager"
 #: Measured by default: compiling a model takes minutes.
 DEFAULT = ("stock", "peers", "ours", "loss")

@@ -1,6 +1,6 @@
 """The model that plans are compared on: an embedding, encoder layers, a head, a loss; their peers.
 
-Peers are builders in a registry, as those of layers, of whole stacks.
+Peers are builders in a registry, as those of layers.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Case(case.Case):
             dy = torch.randn(self.batch, self.seq_len) / self.seq_len
         dtype = DTYPES[self.dtype]
         given = stack.to(dtype), x, dy.to(dtype), self.dropout
-        return Subject(*given, fused=fused, causal=self.causal, fresh=True)
+        return Subject(*given, fused=fused, fresh=True)
 
 
 class Stack(nn.Module):
@@ -96,16 +96,16 @@ def fused(module: Any, policy: str = "full", backend: str = "auto") -> Stack:
     return Stack(parts, module.mask, module.embedding, module.norm, module.head)
 
 
-#: In the order of the tables. Traits as of `layers.WAYS`; `family`, of the picture.
+#: In the order of the tables. Traits as of `layers.WAYS`.
 PEERS: Registry[Callable[[Subject], Forward]] = Registry(
-    "peers of plans", family="checkpointing", draws="stock", kept_by="autograd", compiled=False,
+    draws="stock", kept_by="autograd", compiled=False
 )  # fmt: skip
 BASELINE = "eager"
 BUDGETS = (1.0, 0.75, 0.5, 0.25, 0.0)
 EVERY = (2, 4)
 
 
-@PEERS.provider(BASELINE, family="stock", baseline=True)
+@PEERS.provider(BASELINE, baseline=True)
 def eager(subject: Subject) -> Forward:
     return subject.module
 
@@ -161,5 +161,4 @@ def _compiled(subject: Subject, budget: float) -> Forward:
 
 for _budget in BUDGETS:
     _build = functools.partial(_compiled, budget=_budget)
-    _rest = {"family": "compile", "draws": "own", "compiled": True}
-    PEERS.provider(f"compile_budget_{_budget:g}", **_rest)(_build)
+    PEERS.provider(f"compile_budget_{_budget:g}", draws="own", compiled=True)(_build)

@@ -27,7 +27,7 @@ def returning(y, **more):
 
 
 def test_ways_are_requested_by_name_or_group(monkeypatch):
-    registry = Registry("it")
+    registry = Registry()
     registry.provider("theirs", baseline=True, group="stock")(lambda: "theirs")
     registry.provider("kernel", needs="triton", group="mine")(lambda: "kernel")
     assert registry.select(["mine"]) == registry.select(["kernel"]) == ["theirs", "kernel"]
