@@ -159,9 +159,9 @@ def times(quantiles: Mapping[str, float] | None, digits: int = 2, spread: bool =
     return f"{quantiles['p50']:.{digits}f}×{around}"
 
 
-def span(values: Collection[float], form: str = ".2f") -> str:
+def span(values: Collection[float]) -> str:
     """Format the least and the largest of values."""
-    low, high = format(min(values), form), format(max(values), form)
+    low, high = f"{min(values):.2f}", f"{max(values):.2f}"
     return low if low == high else f"{low} to {high}"
 
 

@@ -23,11 +23,11 @@ COMPILED = ("compile",)
 
 
 def entries_of(
-    op: Op, problem: Callable[[], Problem], names: Any = None, directions: Any = DIRECTIONS
+    op: Op, problem: Callable[[], Problem], directions: Any = DIRECTIONS
 ) -> Iterator[Entry]:
     """Yield an op's problem, built again for each direction, since one may wait for long."""
     made = problem()
-    names = [name for name in op if name not in COMPILED] if names is None else names
+    names = [name for name in op if name not in COMPILED]
     for direction in directions:
         build = lambda rig, d=direction: dict(contests(op, problem(), names))[d]  # noqa: E731
         yield {"name": f"{op.name}_{direction} {made.name}", **made.sizes}, build
@@ -36,15 +36,13 @@ def entries_of(
 # --- attention
 
 
-def _attention(
-    rig: Rig, form: str, seq_len: int, width: int, group: int = 1, names: Any = None
-) -> Iterator[Entry]:
+def _attention(rig: Rig, form: str, seq_len: int, width: int, group: int = 1) -> Iterator[Entry]:
     packed = FORMS[form].packed
     seq_len = rig.size(TOKENS if packed else seq_len, 48 if packed else 32)
     batch = rig.size(max(1, TOKENS // seq_len), 1)
     nhead = rig.size(D_MODEL // width, max(2, group))
     sizes = batch, nhead, nhead // group, seq_len, rig.size(width, 16)
-    yield from entries_of(ATTENTION, functools.partial(Attention, rig, form, *sizes), names)
+    yield from entries_of(ATTENTION, functools.partial(Attention, rig, form, *sizes))
 
 
 def attention_entries(rig: Rig) -> Iterator[Entry]:

@@ -54,13 +54,14 @@ def poisoned(active: bool = True) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def exact_in_blocks(most: int = _MOST_SCORES) -> Iterator[None]:
+def exact_in_blocks() -> Iterator[None]:
     """Compute float64 attention by ours, in blocks, where PyTorch's would write more scores."""
-    whole = F.scaled_dot_product_attention
+    stock = F.scaled_dot_product_attention
 
     def attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any) -> Tensor:
-        if q.dtype != torch.float64 or q.shape[:-1].numel() * k.shape[-2] * q.itemsize <= most:
-            return whole(q, k, v, *rest, **options)
+        nbytes = q.shape[:-1].numel() * k.shape[-2] * q.itemsize  # of the scores
+        if q.dtype != torch.float64 or nbytes <= _MOST_SCORES:
+            return stock(q, k, v, *rest, **options)
         options.pop("enable_gqa", None)
         return ops.attention(q, k, v, *rest, **options, backend="eager")
 
@@ -68,14 +69,14 @@ def exact_in_blocks(most: int = _MOST_SCORES) -> Iterator[None]:
     try:
         yield
     finally:
-        F.scaled_dot_product_attention = whole
+        F.scaled_dot_product_attention = stock
 
 
-def results_of(forward: Forward, subject: Subject, seed: int = SEED) -> dict[str, Tensor]:
-    """Return the output and all gradients of one step at a seed, by name."""
+def results_of(forward: Forward, subject: Subject) -> dict[str, Tensor]:
+    """Return the output and all gradients of one step at `SEED`, by name."""
     subject.zero()
     leaves = subject.leaves()
-    torch.manual_seed(seed)
+    torch.manual_seed(SEED)
     y = forward(subject.x)
     y.backward(subject.dy)
     return {"output": y.detach()} | {f"gradient of {n}": t.grad.clone() for n, t in leaves.items()}

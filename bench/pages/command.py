@@ -21,7 +21,6 @@ from bench.measure.machine import ROOT
 from bench.pages.frontier import sets
 from bench.pages.overview import means
 from bench.pages.presets import Kept, block
-from bench.tables import RESULTS
 from fused_remat.policies import EXACT_PRESETS
 
 UNMEASURED = "Not measured yet."
@@ -65,25 +64,24 @@ def stale_pages() -> dict[Path, str]:
     return {page: new for page, new in texts.items() if cells(new) != cells(page.read_text())}
 
 
-def pictures(root: Path = RESULTS) -> Iterator[Picture]:
-    """Yield the figures of a folder of results; with all results, those of the pages, too."""
-    for folder, panels in sets(root).items():
+def pictures() -> Iterator[Picture]:
+    """Yield the figures of folders of results and of pages."""
+    for folder, panels in sets().items():
         yield figures.frontier(folder, panels)
-    if root == RESULTS:
-        yield from figures.overview(means())
-        graph = block(True)
-        kept = {preset: Kept(graph, preset) for preset in EXACT_PRESETS}
-        entries = [
-            {"preset": preset, "kept": k.names, "rebuilt": [n.name for n in k.nodes],
-             "size": k.size, "work": k.work}
-            for preset, k in kept.items()
-        ]  # fmt: skip
-        yield figures.presets(DRAWN_BLOCK, ["input", *graph.names, "output"], entries)
+    yield from figures.overview(means())
+    graph = block(True)
+    kept = {preset: Kept(graph, preset) for preset in EXACT_PRESETS}
+    entries = [
+        {"preset": preset, "kept": k.names, "rebuilt": [n.name for n in k.nodes],
+         "size": k.size, "work": k.work}
+        for preset, k in kept.items()
+    ]  # fmt: skip
+    yield figures.presets(DRAWN_BLOCK, ["input", *graph.names, "output"], entries)
 
 
-def stale_files(root: Path = RESULTS) -> list[Path]:
+def stale_files() -> list[Path]:
     """Return the files of figures that are missing or show other data."""
-    return [path for picture in pictures(root) for path in picture.stale()]
+    return [path for picture in pictures() for path in picture.stale()]
 
 
 def main(arguments: list[str]) -> int:
