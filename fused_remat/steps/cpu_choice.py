@@ -50,7 +50,7 @@ class Rule(NamedTuple):
 
 
 #: 16-bit products in halves on Intel: "full" takes 1.13 × eager's time in bfloat16 at 81c55eb, and
-#: with full products 1.26 × at 76d650c. No gain in float16, nor on a Zen 4.
+#: with full products 1.25 × at 76d650c. No gain in float16, nor on a Zen 4.
 #: Attention: causal only. Heads that share keys without causality gain nothing in blocks.
 RULES = (
     Rule(
