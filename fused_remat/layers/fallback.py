@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from fused_remat.autograd.accumulate import sharded_by
@@ -43,23 +43,35 @@ class Caller(nn.Module):
 
 
 def without_changes(
-    layer: nn.Module, run: Callable[[Mapping[str, Any]], Any], arguments: Mapping[str, Any]
+    layer: nn.Module,
+    forward: Callable[..., Any],
+    run: Callable[[Callable[..., Any], Mapping[str, Any]], Any],
+    arguments: Mapping[str, Any],
 ) -> tuple[Any, list[str]]:
-    """Return `run(arguments)`, a checkpointed forward of `layer`, and the tensors that it changes.
+    """Return the result of a layer's `forward(**arguments)`, which `run` checkpoints, and changes.
 
-    A second forward would change them again. If the first call of a layer changes any, they and
-    the random state are restored; in later calls nothing runs.
+    Those are the names of tensors that it changes, and a second forward would change again. If the
+    first call of a layer changes any, they and the random state are restored; in later calls
+    nothing runs.
     """
     outer = _hooks_outside()
     if outer is not None and getattr(outer[0], "__module__", "") == checkpoint.__module__:
-        return run(arguments), []  # a checkpoint around the layer repeats it anyway
+        return run(forward, arguments), []  # a checkpoint around the layer repeats it anyway
     known, training = record_of(layer).changes, layer.training
     if known.get(training):
         return None, known[training]
-    is_first = training not in known
-    if is_first:  # a change of a tensor with a gradient could not be undone
+    is_first = copies_arguments = training not in known
+    names: list[str] = []
+
+    def watched(**arguments: Any) -> Any:
+        if not copies_arguments:
+            return forward(**arguments)
+        # A change of a tensor with a gradient could not be undone. `run` does not keep the copies.
         copied = {id(t): t.clone() for t in arguments.values() if wants_grad(t)}
-        arguments = {n: copied.get(id(t), t) for n, t in arguments.items()}
+        out = forward(**{n: copied.get(id(t), t) for n, t in arguments.items()})
+        names.extend(n for n, t in arguments.items() if id(t) in copied and copied[id(t)]._version)
+        return out
+
     args = {n: t for n, t in arguments.items() if type(t) is Tensor and not t.is_inference()}
     state = [*_state(layer), *((name, args, name, t) for name, t in args.items())]
     # What has gradients is copied above, and an expanded tensor cannot be changed in place.
@@ -73,7 +85,8 @@ def without_changes(
     versions = [t._version for *_, t in state]
     device = _device_of(layer)
     random = generator_states(device) if is_first else []
-    out, names = run(arguments), list[str]()
+    out = run(watched, arguments)
+    copies_arguments = False
     for (path, owner, name, t), version, copy in zip(state, versions, copies, strict=True):
         # An attribute that is assigned again (the last attention map) is no state of the next call.
         replaced = owner.get(name) is not t and "_buffers" not in owner
@@ -182,9 +195,12 @@ def checkpointed(
     versions = [p._version for p in params.values()]
     states = generator_states(device) if params else []
     # `run` holds no tensor: checkpoint saves them, checks their versions, and lets hooks move them.
-    leaves, tree = tree_flatten_with_path((dict(arguments), params))
-    keys: list[Any] = [path[1] for path, _ in leaves]  # after the index of the dict
-    names, flat = [key.key for key in keys], [value for _, value in leaves]
+    # An argument of several names is one object in backward, too.
+    of_id = {id(value): name for name, value in arguments.items()}
+    same = {name: of_id[id(value)] for name, value in arguments.items()}
+    parts = {name: arguments[name] for name in of_id.values()}, params
+    flat, tree = tree_flatten(parts)
+    names = [name for part in parts for name, value in part.items() for _ in tree_leaves(value)]
     kinds = [_kind(value) for value in flat]
     training = [(module, module.training) for module in layer.modules()]
     caller = Caller(layer, forward)
@@ -194,12 +210,13 @@ def checkpointed(
     def run(*values: Any) -> Any:
         if given:
             return forward(**given.pop())
-        arguments, state = tree_unflatten(values, tree)
+        own, state = tree_unflatten(values, tree)
         for name, kind, value in zip(names, kinds, values, strict=True):
             if kind is not None and kind != _kind(value):
                 raise changed(name, kind, value)
         state = {f"layer.{n}": p for n, p in state.items()}
         with _training_flags(training):
+            arguments = {name: own[source] for name, source in same.items()}
             return torch.func.functional_call(caller, state, (), arguments)
 
     out = checkpoint(run, *flat, use_reentrant=False)

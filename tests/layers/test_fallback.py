@@ -14,9 +14,10 @@ from layer_kinds import KINDS, D, F, run
 from reference import X, make
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import register_pytree_node
 
 from fused_remat import FusedRematWarning, convert, revert
-from fused_remat.report.allocations import SavedBytes
+from fused_remat.report.allocations import AllocationTrace, SavedBytes
 
 DOUBLE = torch.float64
 IGNORED = pytest.mark.filterwarnings("ignore::fused_remat.FusedRematWarning")
@@ -202,6 +203,64 @@ def test_the_callers_list_is_filled_once_and_tensors_in_tuples_do_not_change(cou
             with pytest.raises(RuntimeError, match="inplace"):
                 y.backward()
     assert_bits(*grads)
+
+
+class ThatReadsTwoNames(nn.Module):
+    """A layer that is given one list under two names, and a tensor in an object."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x, memory, states, same):
+        states.append(torch.relu(self.up(self.norm(x))))
+        return x + self.down(same[-1]) + torch.tanh(memory.tensor) * memory.tensor
+
+
+class Held:
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+
+# Without keys, as most libraries register their classes.
+register_pytree_node(Held, lambda held: ([held.tensor], None), lambda parts, _: Held(*parts))
+
+
+@IGNORED
+def test_arguments_keep_their_identity_and_need_no_keys():
+    model = convert(nn.ModuleList([ThatReadsTwoNames().double() for _ in range(2)]))
+    grads = []
+    for layers in (model, revert(copy.deepcopy(model))):
+        for layer in layers:
+            layer.up.register_forward_hook(lambda *_: None)  # not traced
+        y, states, memory = X, [], X.clone().requires_grad_()
+        for layer in layers:
+            y = layer(y, Held(memory), states, states)
+        y.sum().backward()
+        assert len(states) == 2
+        grads.append([memory.grad, *(p.grad for p in layers.parameters())])
+    assert_bits(*grads)
+
+
+class ThatAttends(ThatReadsTwoNames):
+    def forward(self, x, memory):
+        return x + self.down(torch.relu(self.up(self.norm(x)))) + torch.tanh(memory) * memory
+
+
+@IGNORED
+def test_the_first_call_keeps_no_copies_of_arguments():
+    model = convert(nn.ModuleList([ThatAttends() for _ in range(6)]))
+    for layer in model:
+        layer.up.register_forward_hook(lambda *_: None)  # not traced
+    x, memory, kept = torch.randn(2, 512, 8), torch.randn(2, 512, 8, requires_grad=True), []
+    for _ in range(2):
+        with AllocationTrace() as trace:
+            y = x
+            for layer in model:
+                y = layer(y, memory)
+        kept.append(trace.spans[0].end)
+        del y
+    assert kept[0] < kept[1] + memory.nbytes
 
 
 def test_patched_classes_and_function_modes_are_noticed(monkeypatch):
