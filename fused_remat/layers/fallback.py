@@ -25,28 +25,37 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from torch.utils.checkpoint import checkpoint
 
 from fused_remat.autograd.accumulate import sharded_by
+from fused_remat.autograd.offload import active_hooks, in_checkpoint
 from fused_remat.execution.executor import changed
 from fused_remat.layers.eligibility import PLAIN, parameters_of, wants_grad
 from fused_remat.layers.record import record_of
 
+Forward = Callable[..., Any]
+#: Runs a forward with arguments, and again in backward.
+Checkpoint = Callable[[Forward, Mapping[str, Any]], Any]
 
-class Caller(nn.Module):
+
+class _Caller(nn.Module):
     """A module for `functional_call`, whose forward is `forward`, with the layer's tensors."""
 
-    def __init__(self, layer: nn.Module, forward: Callable[..., Any]) -> None:
+    def __init__(self, layer: nn.Module, forward: Forward) -> None:
         super().__init__()
-        self.layer = layer
-        self._forward = forward
+        self.layer, self._forward = layer, forward
 
     def forward(self, *args: Any, **arguments: Any) -> Any:
         return self._forward(*args, **arguments)
 
 
+def run_with(
+    layer: nn.Module, forward: Forward, named: Mapping[str, Tensor], arguments: Mapping[str, Any]
+) -> Any:
+    """Call `forward`, a method of `layer`, with the tensors `named` as the layer's own."""
+    tensors = {f"layer.{name}": tensor for name, tensor in named.items()}
+    return torch.func.functional_call(_Caller(layer, forward), tensors, (), dict(arguments))
+
+
 def without_changes(
-    layer: nn.Module,
-    forward: Callable[..., Any],
-    run: Callable[[Callable[..., Any], Mapping[str, Any]], Any],
-    arguments: Mapping[str, Any],
+    layer: nn.Module, forward: Forward, run: Checkpoint, arguments: Mapping[str, Any]
 ) -> tuple[Any, list[str]]:
     """Return the result of a layer's `forward(**arguments)`, which `run` checkpoints, and changes.
 
@@ -54,14 +63,13 @@ def without_changes(
     first call of a layer changes any, they and the random state are restored; in later calls
     nothing runs.
     """
-    outer = _hooks_outside()
-    if outer is not None and getattr(outer[0], "__module__", "") == checkpoint.__module__:
+    if in_checkpoint():
         return run(forward, arguments), []  # a checkpoint around the layer repeats it anyway
     known, training = record_of(layer).changes, layer.training
     if known.get(training):
         return None, known[training]
     is_first = copies_arguments = training not in known
-    names: list[str] = []
+    names = list[str]()
 
     def watched(**arguments: Any) -> Any:
         if not copies_arguments:
@@ -149,7 +157,7 @@ def next_node() -> int:
 
 def kept_by(layer: nn.Module, out: Any, since: int) -> str:
     """Return what the nodes behind `out` from `since` on keep for backward: each storage once."""
-    if _hooks_outside() is not None:  # a checkpoint's, or of offloading
+    if active_hooks() is not None:  # a checkpoint's, or of offloading
         return "its activations"
     parameters = (*layer.parameters(), *layer.buffers())
     own = {t.untyped_storage().data_ptr() for t in parameters if type(t) in PLAIN}
@@ -170,17 +178,7 @@ def kept_by(layer: nn.Module, out: Any, since: int) -> str:
     return f"{sum(n for key, n in held.items() if key not in own) / 2**20:.1f} MiB"
 
 
-def _hooks_outside() -> Any:
-    """Return the active hooks on saved tensors, a pair, or None."""
-    autograd: Any = torch._C._autograd
-    top = getattr(autograd, "_top_saved_tensors_default_hooks", None)
-    enabled = getattr(autograd, "_saved_tensors_hooks_is_enabled", lambda: True)
-    return None if top is None or not enabled() else top(True)
-
-
-def checkpointed(
-    layer: nn.Module, forward: Callable[..., Any], arguments: Mapping[str, Any]
-) -> Any:
+def checkpointed(layer: nn.Module, forward: Forward, arguments: Mapping[str, Any]) -> Any:
     """Run a layer's `forward(**arguments)` under non-reentrant checkpoint.
 
     Backward calls it with the parameters and training flags of now, and raises RuntimeError if a
@@ -202,8 +200,7 @@ def checkpointed(
     flat, tree = tree_flatten(parts)
     names = [name for part in parts for name, value in part.items() for _ in tree_leaves(value)]
     kinds = [_kind(value) for value in flat]
-    training = [(module, module.training) for module in layer.modules()]
-    caller = Caller(layer, forward)
+    flags = [(module, "training", module.training) for module in layer.modules()]
     # The caller's lists and dicts, to which forward may add; backward passes what they had.
     given, contents = [dict(arguments)], _contents(arguments)
 
@@ -214,10 +211,9 @@ def checkpointed(
         for name, kind, value in zip(names, kinds, values, strict=True):
             if kind is not None and kind != _kind(value):
                 raise changed(name, kind, value)
-        state = {f"layer.{n}": p for n, p in state.items()}
-        with _training_flags(training):
-            arguments = {name: own[source] for name, source in same.items()}
-            return torch.func.functional_call(caller, state, (), arguments)
+        arguments = {name: own[source] for name, source in same.items()}
+        with attributes_as(flags):
+            return run_with(layer, forward, state, arguments)
 
     out = checkpoint(run, *flat, use_reentrant=False)
     if [p._version for p in params.values()] == versions:
@@ -234,15 +230,16 @@ def _kind(value: Any) -> tuple[tuple[int, ...], torch.dtype, torch.device] | Non
 
 
 @contextlib.contextmanager
-def _training_flags(flags: list[tuple[nn.Module, bool]]) -> Iterator[None]:
-    before = [(module, module.training) for module, _ in flags]
+def attributes_as(values: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Set attributes of objects, by name, to other values inside the context."""
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in values]
     try:
-        for module, training in flags:
-            module.training = training
+        for owner, name, value in values:
+            setattr(owner, name, value)
         yield
     finally:
-        for module, training in before:
-            module.training = training
+        for owner, name, value in before:
+            setattr(owner, name, value)
 
 
 _lock = threading.Lock()
@@ -354,7 +351,7 @@ class Rescue:
             return copies.setdefault(id(t), t.detach().requires_grad_())
 
         arguments = tree_map(copy, self.arguments)
-        state = {f"layer.{name}": copy(p) for name, p in layer.named_parameters()}
+        state = {name: copy(p) for name, p in layer.named_parameters()}
         roots = [copies.get(id(t)) for t in self.roots]
         sources = {name: copies.get(id(_alive(t))) for name, t in self.sources.items()}
         wanted = list(dict.fromkeys(t for t in (*sources.values(), *roots) if t is not None))
@@ -363,8 +360,8 @@ class Rescue:
         i, view, (size, stride) = self.result
         cast = contextlib.nullcontext() if self.autocast is None else torch.autocast(*self.autocast)
         with torch.enable_grad(), cast:
-            caller = Caller(layer, functools.partial(layer.stock.forward, layer))
-            result = torch.func.functional_call(caller, state, (), arguments)
+            forward = functools.partial(layer.stock.forward, layer)
+            result = run_with(layer, forward, state, arguments)
         like = torch.empty_strided(size, stride, dtype=dy.dtype, device=dy.device).copy_(dy)
         y = tree_leaves(result)[i]
         dy = like.as_strided(*view).to(y.dtype)

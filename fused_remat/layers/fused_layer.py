@@ -316,7 +316,7 @@ class FusedLayer(nn.Module):
             return "the policy 'none' keeps all activations", "other policies checkpoint"
         return None
 
-    def _checkpointing(self) -> tuple[str, Callable[[Callable[..., Any], Mapping[str, Any]], Any]]:
+    def _checkpointing(self) -> tuple[str, fallback.Checkpoint]:
         """Return the name of a method of checkpointing, and a function that runs a forward so."""
         return "torch.utils.checkpoint", functools.partial(fallback.checkpointed, self)
 
