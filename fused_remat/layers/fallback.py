@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from fused_remat.autograd.accumulate import sharded_by
 from fused_remat.autograd.offload import active_hooks, in_checkpoint
 from fused_remat.execution.executor import changed
-from fused_remat.layers.eligibility import PLAIN, parameters_of, wants_grad
+from fused_remat.layers.eligibility import PLAIN, parameters_of
 from fused_remat.layers.record import record_of
 
 Forward = Callable[..., Any]
@@ -75,7 +75,7 @@ def without_changes(
         if not copies_arguments:
             return forward(**arguments)
         # A change of a tensor with a gradient could not be undone. `run` does not keep the copies.
-        copied = {id(t): t.clone() for t in arguments.values() if wants_grad(t)}
+        copied = {id(t): t.clone() for t in arguments.values() if needs_grad(t)}
         out = forward(**{n: copied.get(id(t), t) for n, t in arguments.items()})
         names.extend(n for n, t in arguments.items() if id(t) in copied and copied[id(t)]._version)
         return out

@@ -174,16 +174,16 @@ class Replay(Node):
         yield from [None] * (len(parts) - len(first))
 
     def _leaves(
-        self, chunk: Chunk, rows: slice, count: int, needs_grad: Collection[str]
+        self, chunk: Chunk, rows: slice, dy: Tensor, needs_grad: Collection[str]
     ) -> list[Tensor]:
-        """Return `count` rows of the inputs as leaves; zeros where backward reads no value."""
+        """Return rows of the inputs as leaves; zeros where backward reads no value."""
         read, xs = self.needs(needs_grad), list[Tensor]()
         for name in self.xs:
             if name in read:
                 x = chunk[name][rows].detach()
             else:  # one row stands for all, with the strides within it
-                like = {"dtype": chunk.dtype_of(name), "device": chunk.owner.device}
-                x = torch.zeros(1, chunk.owner.widths[name], **like).expand(count, -1)
+                row = dy.new_zeros((1, chunk.owner.widths[name]), dtype=chunk.dtype_of(name))
+                x = row.expand(len(dy), -1)
             xs.append(x.requires_grad_(name in needs_grad))
         return xs
 
@@ -202,7 +202,7 @@ class Replay(Node):
         Each is held here until the next one is taken: those of experts are large. Those `first`
         come before others, with None after each part; the graph is kept until the last.
         """
-        xs = self._leaves(chunk, rows, len(dy), needs_grad)
+        xs = self._leaves(chunk, rows, dy, needs_grad)
         named = zip((*self.xs, *self.tensors), (*xs, *given), strict=True)
         wanted = {name: t for name, t in named if t is not None and name in needs_grad}
         with torch.enable_grad():
