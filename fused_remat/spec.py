@@ -153,7 +153,7 @@ class AttentionSpec:
         return "qk_norm_" if self.head_norm else "rotary_" if self.rotary else ""
 
     def linear_shapes(self, width: int, hidden: int) -> dict[str, tuple[int, int]]:
-        """(out, in) of every linear layer of a block of `width`."""
+        """Return (out, in) of every linear layer of a block of `width`."""
         *layers, proj = self.linears
         rows = {name: stop - start for name, (start, stop) in self.columns.items()}
         whole = sum(rows.values())
@@ -214,7 +214,7 @@ class MLPSpec:
         return ("gate", "fc1", "fc2") if self.gated else ("fc1", "fc2")
 
     def linear_shapes(self, width: int, hidden: int) -> dict[str, tuple[int, int]]:
-        """(out, in) of every linear layer, where the block is `width` and the MLP `hidden` wide."""
+        """Return (out, in) of every linear layer of a block of `width`, MLP `hidden` wide."""
         return {
             name: (width, hidden) if name == "fc2" else (hidden, width) for name in self.linears
         }
@@ -222,7 +222,7 @@ class MLPSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class BranchSpec:
-    """What is added to the residual stream: attention or an MLP, with its norm.
+    """A term of the residual stream: attention or an MLP, with its norm.
 
     Attributes:
         op: what the branch computes.
@@ -370,7 +370,7 @@ class BlockSpec:
         return names + lora_params(len(self.loras))
 
     def linear_shapes(self, width: int, hidden: int) -> dict[str, tuple[int, int]]:
-        """(out, in) of every linear layer of a block of `width` whose MLP is `hidden` wide."""
+        """Return (out, in) of every linear layer of a block of `width`, MLP `hidden` wide."""
         shapes = [branch.op.linear_shapes(width, hidden).items() for branch in self.branches]
         return dict(itertools.chain(*shapes))
 
@@ -402,10 +402,10 @@ KINDS = (
 
 
 def linear_params(*names: str) -> tuple[str, ...]:
-    """Names of the weight and the bias of each layer."""
+    """Return the names of the weight and the bias of each layer."""
     return tuple([f"{name}.{kind}" for name in names for kind in ("weight", "bias")])
 
 
 def lora_params(count: int) -> tuple[str, ...]:
-    """Names of the matrices A (rank, in) and B (out, rank) of `count` low-rank updates."""
+    """Return the names of the matrices A (rank, in) and B (out, rank) of `count` updates."""
     return tuple([f"lora.{i}.{matrix}" for i in range(count) for matrix in "AB"])

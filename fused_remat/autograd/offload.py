@@ -139,21 +139,21 @@ def transfer_for(device: torch.device) -> Transfer | None:
 
 
 _task: Callable[[], int] = torch._C._current_graph_task_id
-_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+#: Returns the active hooks on saved tensors, a pair, or None.
+active_hooks = functools.partial(torch._C._autograd._top_saved_tensors_default_hooks, True)
 
 
 def _copy_out(transfer: Transfer, tensors: list[Tensor]) -> tuple[list[Tensor], InFlight]:
     """Start copying out; wait where a hook on saved tensors will read the copies."""
     hosts, copies = transfer.out(tensors)
-    if _hooks(True) is not None:
+    if active_hooks() is not None:
         copies.synchronize()
     return hosts, copies
 
 
 def in_checkpoint() -> bool:
     """Return whether a non-reentrant `torch.utils.checkpoint` takes what is saved now."""
-    hooks = _hooks(True)
-    return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
+    return getattr((active_hooks() or [None])[0], "__module__", "") == "torch.utils.checkpoint"
 
 
 def runs_now(node: Any) -> bool:

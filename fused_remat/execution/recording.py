@@ -99,7 +99,7 @@ cpu_operator("view_of_dtype(Tensor(a) x, ScalarType dtype) -> Tensor(a)", Tensor
 
 
 class _Recorder(TorchDispatchMode):
-    """Writes the operators of one pass down as a graph. It holds no tensor."""
+    """A mode that writes down the operators of one pass as a graph. It holds no tensor."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

@@ -42,11 +42,12 @@ def _computes(steps: Steps, name: str) -> Draft | None:
     return None
 
 
-def _alike(steps: Sequence[Draft | None]) -> bool:
-    """Return whether all steps compute plain linear layers of the same input."""
-    nodes = [step.node for step in steps if step is not None and isinstance(step.node, Linear)]
-    plain = len(nodes) == len(steps) and all(node.plain for node in nodes)
-    return plain and len({node.x for node in nodes}) == 1
+def _linears(steps: Steps, names: Sequence[str]) -> tuple[list[Draft], tuple[Linear, ...]]:
+    """Return the steps of `names` and their nodes, if all are plain linear layers of one input."""
+    found = [step for name in names if (step := _computes(steps, name)) is not None]
+    nodes = tuple([s.node for s in found if isinstance(s.node, Linear) and s.node.plain])
+    alike = len(nodes) == len(names) and len({node.x for node in nodes}) == 1
+    return (found, nodes) if alike else ([], ())
 
 
 def _replaced(steps: Steps, old: Sequence[Draft], node: Node, gone: Collection[str]) -> list[Draft]:
@@ -64,20 +65,17 @@ def linear_act(
     node = step.node
     if step.kind != "compute" or not isinstance(node, MLPActivation):
         return None
-    sources = [_computes(steps, name) for name in node.inputs]
-    if f"linear_act {node.act}" not in fusions or not _alike(sources):
+    sources, ups = _linears(steps, node.inputs)
+    if f"linear_act {node.act}" not in fusions or not ups:
         return None
-    old = [s for s in (*sources, step) if s is not None]
+    old = [*sources, step]
     at = steps.index(step)
     others = {n: [u for u in _users(steps, n) if u not in old] for n in node.inputs}
     used = [name for name in node.inputs if name in held or others[name]]
     if any(steps.index(user) < at for name in used for user in others[name]):
         return None  # a product is read before the activation is computed
     new = MlpUp(
-        name=node.name,
-        ups=tuple([s.node for s in sources if s is not None and isinstance(s.node, Linear)]),
-        act=node,
-        kept=tuple([name in used for name in node.inputs]),
+        name=node.name, ups=ups, act=node, kept=tuple([name in used for name in node.inputs])
     )
     return _replaced(steps, old, new, set(node.inputs) - set(used))
 
@@ -107,19 +105,18 @@ def mlp_bwd(
         return None
     if f"mlp_bwd {node.act}" not in fusions or not set(node.inputs) <= step.needs_grad:
         return None
-    ups = [_computes(steps, name) for name in node.inputs]
+    sources, ups = _linears(steps, node.inputs)
     out = _only_source(steps, step, node.name)
-    if out is None or not _alike(ups):
+    if out is None or not ups:
         return None
     layer, act = out.node, _computes(steps, node.name)
     assert isinstance(layer, Linear)
     if (act is not None) != (layer.weight in out.needs_grad):
         return None  # the activation is kept
-    old = [s for s in (*ups, act, step, out) if s is not None]
+    old = [s for s in (*sources, act, step, out) if s is not None]
     if any(s not in old for name in (*node.inputs, node.name) for s in _users(steps, name)):
         return None  # another step reads what would not be written
-    layers = tuple(s.node for s in ups if s is not None and isinstance(s.node, Linear))
-    new = MlpBackward(name=layer.name, ups=layers, act=node, out=layer)
+    new = MlpBackward(name=layer.name, ups=ups, act=node, out=layer)
     return _replaced(steps, old, new, {*node.inputs, node.name})
 
 

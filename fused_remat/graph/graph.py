@@ -47,7 +47,7 @@ class Graph:
 
     @functools.cached_property
     def names(self) -> tuple[str, ...]:
-        """The activations that a policy may keep; the output, if its own backward asks for it."""
+        """The activations that a policy may keep; the output, if its own backward reads it."""
         *inner, last = self.nodes
         names = tuple(node.name for node in inner if node.keepable)
         return names + ((last.name,) if last.name in last.needs(last.inputs) else ())

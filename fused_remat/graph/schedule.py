@@ -1,7 +1,7 @@
 """The schedule of a block: what is kept, and the steps of forward and backward, in order.
 
-Backward is driven by demand. Each node, the last one first, asks for the activations that it reads.
-Those that were kept are there; others are rebuilt from their own inputs, once, and freed after
+Backward is driven by demand. Each node, the last one first, requires the activations that it reads.
+Those that were kept are available; others are rebuilt from their own inputs, once, and freed after
 their last use. None of this depends on a value, so a schedule is made once and cached, and
 `execution.executor` only runs its steps. The predicted memory is read from the same schedule.
 """

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from fused_remat.layers.eligibility import Reason, wants_grad
+from fused_remat.layers.fallback import Checkpoint, Forward
 from fused_remat.layers.fused_layer import FusedLayer, is_traced
 from fused_remat.layers.read import BlockInputs, read_block
 from fused_remat.layers.record import record_of, warn
@@ -201,21 +202,21 @@ class ConvertedLayer(Replaced, FusedLayer):
     def _is_enabled(self) -> bool:
         return self.training and bool(self.__dict__.get("gradient_checkpointing"))
 
-    def _checkpointing(self) -> tuple[str, Callable[[Mapping[str, Any]], Any]]:
+    def _checkpointing(self) -> tuple[str, Checkpoint]:
         own = self.__dict__.get("_gradient_checkpointing_func")
         if own is None or not (self.positional and self._is_enabled()):
             return super()._checkpointing()
         return "the model's own checkpointing", functools.partial(self._checkpointed, own)
 
-    def _checkpointed(self, own: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-        """Run the stock forward under `own`, a function like PyTorch's `checkpoint`."""
+    def _checkpointed(self, own: Forward, run: Forward, arguments: Mapping[str, Any]) -> Any:
+        """Return `run(**arguments)` under `own`, a function like PyTorch's `checkpoint`."""
         # Reentrant checkpointing, which may be its kind, sees gradients of positional arguments.
         first, *_ = self.positional
         by_position = {n: v for n, v in arguments.items() if n == first or wants_grad(v)}
         rest = {n: v for n, v in arguments.items() if n not in by_position}
 
         def forward(*values: Any) -> Any:
-            return self._stock_forward(**dict(zip(by_position, values, strict=True)), **rest)
+            return run(**dict(zip(by_position, values, strict=True)), **rest)
 
         return own(forward, *by_position.values())
 

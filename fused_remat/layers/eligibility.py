@@ -184,9 +184,7 @@ def check_mask(
 ) -> None:  # fmt: skip
     """Raise `Unsupported` unless a mask has one of `shapes`, and a dtype of the call's on `x`."""
     if type(mask) not in PLAIN:
-        raise Unsupported(
-            f"{name} is {qualified(type(mask))}; the fused path supports torch.Tensor"
-        )
+        raise wrong_class(mask, name, "torch.Tensor")
     dtypes = (x.dtype, torch.float32, low, torch.bool if bools else None)
     if mask.dtype not in dtypes or mask.device != x.device or tuple(mask.shape) not in shapes:
         raise Unsupported(
@@ -236,10 +234,7 @@ def check_weights(
         if p is None:
             continue
         if type(p) not in PLAIN and not is_dtensor(p):
-            kind = qualified(type(p))
-            raise Unsupported(
-                f"{path_of(key)} is {kind}; the fused path supports torch.nn.Parameter"
-            )
+            raise wrong_class(p, path_of(key), "torch.nn.Parameter")
         elsewhere = not p.is_cpu if on_cpu else p.device != device
         fits = p.dtype is dtype or low is not None
         # Adapters may be float32 on weights of 16 bits.

@@ -21,45 +21,65 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from fused_remat.autograd.accumulate import sharded_by
+from fused_remat.autograd.offload import active_hooks, in_checkpoint
 from fused_remat.execution.executor import changed
-from fused_remat.layers.eligibility import PLAIN, parameters_of, wants_grad
+from fused_remat.layers.eligibility import PLAIN, parameters_of
 from fused_remat.layers.record import record_of
 
+Forward = Callable[..., Any]
+#: Runs a forward with arguments, and again in backward.
+Checkpoint = Callable[[Forward, Mapping[str, Any]], Any]
 
-class Caller(nn.Module):
+
+class _Caller(nn.Module):
     """A module for `functional_call`, whose forward is `forward`, with the layer's tensors."""
 
-    def __init__(self, layer: nn.Module, forward: Callable[..., Any]) -> None:
+    def __init__(self, layer: nn.Module, forward: Forward) -> None:
         super().__init__()
-        self.layer = layer
-        self._forward = forward
+        self.layer, self._forward = layer, forward
 
     def forward(self, *args: Any, **arguments: Any) -> Any:
         return self._forward(*args, **arguments)
 
 
-def without_changes(
-    layer: nn.Module, run: Callable[[Mapping[str, Any]], Any], arguments: Mapping[str, Any]
-) -> tuple[Any, list[str]]:
-    """Return `run(arguments)`, a checkpointed forward of `layer`, and the tensors that it changes.
+def run_with(
+    layer: nn.Module, forward: Forward, named: Mapping[str, Tensor], arguments: Mapping[str, Any]
+) -> Any:
+    """Call `forward`, a method of `layer`, with the tensors `named` as the layer's own."""
+    tensors = {f"layer.{name}": tensor for name, tensor in named.items()}
+    return torch.func.functional_call(_Caller(layer, forward), tensors, (), dict(arguments))
 
-    A second forward would change them again. If the first call of a layer changes any, they and
-    the random state are restored; in later calls nothing runs.
+
+def without_changes(
+    layer: nn.Module, forward: Forward, run: Checkpoint, arguments: Mapping[str, Any]
+) -> tuple[Any, list[str]]:
+    """Return the result of a layer's `forward(**arguments)`, which `run` checkpoints, and changes.
+
+    Those are the names of tensors that it changes, and a second forward would change again. If the
+    first call of a layer changes any, they and the random state are restored; in later calls
+    nothing runs.
     """
-    outer = _hooks_outside()
-    if outer is not None and getattr(outer[0], "__module__", "") == checkpoint.__module__:
-        return run(arguments), []  # a checkpoint around the layer repeats it anyway
+    if in_checkpoint():
+        return run(forward, arguments), []  # a checkpoint around the layer repeats it anyway
     known, training = record_of(layer).changes, layer.training
     if known.get(training):
         return None, known[training]
-    is_first = training not in known
-    if is_first:  # a change of a tensor with a gradient could not be undone
-        copied = {id(t): t.clone() for t in arguments.values() if wants_grad(t)}
-        arguments = {n: copied.get(id(t), t) for n, t in arguments.items()}
+    is_first = copies_arguments = training not in known
+    names = list[str]()
+
+    def watched(**arguments: Any) -> Any:
+        if not copies_arguments:
+            return forward(**arguments)
+        # A change of a tensor with a gradient could not be undone. `run` does not keep the copies.
+        copied = {id(t): t.clone() for t in arguments.values() if needs_grad(t)}
+        out = forward(**{n: copied.get(id(t), t) for n, t in arguments.items()})
+        names.extend(n for n, t in arguments.items() if id(t) in copied and copied[id(t)]._version)
+        return out
+
     args = {n: t for n, t in arguments.items() if type(t) is Tensor and not t.is_inference()}
     state = [*_state(layer), *((name, args, name, t) for name, t in args.items())]
     # What has gradients is copied above, and an expanded tensor cannot be changed in place.
@@ -73,7 +93,8 @@ def without_changes(
     versions = [t._version for *_, t in state]
     device = _device_of(layer)
     random = generator_states(device) if is_first else []
-    out, names = run(arguments), list[str]()
+    out = run(watched, arguments)
+    copies_arguments = False
     for (path, owner, name, t), version, copy in zip(state, versions, copies, strict=True):
         # An attribute that is assigned again (the last attention map) is no state of the next call.
         replaced = owner.get(name) is not t and "_buffers" not in owner
@@ -136,7 +157,7 @@ def next_node() -> int:
 
 def kept_by(layer: nn.Module, out: Any, since: int) -> str:
     """Return what the nodes behind `out` from `since` on keep for backward: each storage once."""
-    if _hooks_outside() is not None:  # a checkpoint's, or of offloading
+    if active_hooks() is not None:  # a checkpoint's, or of offloading
         return "its activations"
     parameters = (*layer.parameters(), *layer.buffers())
     own = {t.untyped_storage().data_ptr() for t in parameters if type(t) in PLAIN}
@@ -157,17 +178,7 @@ def kept_by(layer: nn.Module, out: Any, since: int) -> str:
     return f"{sum(n for key, n in held.items() if key not in own) / 2**20:.1f} MiB"
 
 
-def _hooks_outside() -> Any:
-    """Return the active hooks on saved tensors, a pair, or None."""
-    autograd: Any = torch._C._autograd
-    top = getattr(autograd, "_top_saved_tensors_default_hooks", None)
-    enabled = getattr(autograd, "_saved_tensors_hooks_is_enabled", lambda: True)
-    return None if top is None or not enabled() else top(True)
-
-
-def checkpointed(
-    layer: nn.Module, forward: Callable[..., Any], arguments: Mapping[str, Any]
-) -> Any:
+def checkpointed(layer: nn.Module, forward: Forward, arguments: Mapping[str, Any]) -> Any:
     """Run a layer's `forward(**arguments)` under non-reentrant checkpoint.
 
     Backward calls it with the parameters and training flags of now, and raises RuntimeError if a
@@ -182,25 +193,27 @@ def checkpointed(
     versions = [p._version for p in params.values()]
     states = generator_states(device) if params else []
     # `run` holds no tensor: checkpoint saves them, checks their versions, and lets hooks move them.
-    leaves, tree = tree_flatten_with_path((dict(arguments), params))
-    keys: list[Any] = [path[1] for path, _ in leaves]  # after the index of the dict
-    names, flat = [key.key for key in keys], [value for _, value in leaves]
+    # An argument of several names is one object in backward, too.
+    of_id = {id(value): name for name, value in arguments.items()}
+    same = {name: of_id[id(value)] for name, value in arguments.items()}
+    parts = {name: arguments[name] for name in of_id.values()}, params
+    flat, tree = tree_flatten(parts)
+    names = [name for part in parts for name, value in part.items() for _ in tree_leaves(value)]
     kinds = [_kind(value) for value in flat]
-    training = [(module, module.training) for module in layer.modules()]
-    caller = Caller(layer, forward)
+    flags = [(module, "training", module.training) for module in layer.modules()]
     # The caller's lists and dicts, to which forward may add; backward passes what they had.
     given, contents = [dict(arguments)], _contents(arguments)
 
     def run(*values: Any) -> Any:
         if given:
             return forward(**given.pop())
-        arguments, state = tree_unflatten(values, tree)
+        own, state = tree_unflatten(values, tree)
         for name, kind, value in zip(names, kinds, values, strict=True):
             if kind is not None and kind != _kind(value):
                 raise changed(name, kind, value)
-        state = {f"layer.{n}": p for n, p in state.items()}
-        with _training_flags(training):
-            return torch.func.functional_call(caller, state, (), arguments)
+        arguments = {name: own[source] for name, source in same.items()}
+        with attributes_as(flags):
+            return run_with(layer, forward, state, arguments)
 
     out = checkpoint(run, *flat, use_reentrant=False)
     if [p._version for p in params.values()] == versions:
@@ -217,15 +230,16 @@ def _kind(value: Any) -> tuple[tuple[int, ...], torch.dtype, torch.device] | Non
 
 
 @contextlib.contextmanager
-def _training_flags(flags: list[tuple[nn.Module, bool]]) -> Iterator[None]:
-    before = [(module, module.training) for module, _ in flags]
+def attributes_as(values: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Set attributes of objects, by name, to other values inside the context."""
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in values]
     try:
-        for module, training in flags:
-            module.training = training
+        for owner, name, value in values:
+            setattr(owner, name, value)
         yield
     finally:
-        for module, training in before:
-            module.training = training
+        for owner, name, value in before:
+            setattr(owner, name, value)
 
 
 _lock = threading.Lock()
@@ -337,7 +351,7 @@ class Rescue:
             return copies.setdefault(id(t), t.detach().requires_grad_())
 
         arguments = tree_map(copy, self.arguments)
-        state = {f"layer.{name}": copy(p) for name, p in layer.named_parameters()}
+        state = {name: copy(p) for name, p in layer.named_parameters()}
         roots = [copies.get(id(t)) for t in self.roots]
         sources = {name: copies.get(id(_alive(t))) for name, t in self.sources.items()}
         wanted = list(dict.fromkeys(t for t in (*sources.values(), *roots) if t is not None))
@@ -346,8 +360,8 @@ class Rescue:
         i, view, (size, stride) = self.result
         cast = contextlib.nullcontext() if self.autocast is None else torch.autocast(*self.autocast)
         with torch.enable_grad(), cast:
-            caller = Caller(layer, functools.partial(layer.stock.forward, layer))
-            result = torch.func.functional_call(caller, state, (), arguments)
+            forward = functools.partial(layer.stock.forward, layer)
+            result = run_with(layer, forward, state, arguments)
         like = torch.empty_strided(size, stride, dtype=dy.dtype, device=dy.device).copy_(dy)
         y = tree_leaves(result)[i]
         dy = like.as_strided(*view).to(y.dtype)

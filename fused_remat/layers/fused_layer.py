@@ -287,7 +287,7 @@ class FusedLayer(nn.Module):
         kept = self._why_kept(reason, arguments)
         if kept is None:
             how, run = self._checkpointing()
-            out, names = fallback.without_changes(self, run, arguments)
+            out, names = fallback.without_changes(self, self._stock_forward, run, arguments)
             if not names:
                 if reason.text != record.failure:  # of which `_block_failed` has warned
                     warn(self, f"{runs} under {how}: {reason.text}")
@@ -316,10 +316,9 @@ class FusedLayer(nn.Module):
             return "the policy 'none' keeps all activations", "other policies checkpoint"
         return None
 
-    def _checkpointing(self) -> tuple[str, Callable[[Mapping[str, Any]], Any]]:
-        """Return the name of a method of checkpointing, and the stock forward under it."""
-        run = functools.partial(fallback.checkpointed, self, self._stock_forward)
-        return "torch.utils.checkpoint", run
+    def _checkpointing(self) -> tuple[str, fallback.Checkpoint]:
+        """Return the name of a method of checkpointing, and a function that runs a forward so."""
+        return "torch.utils.checkpoint", functools.partial(fallback.checkpointed, self)
 
     def _warn_of_own_forward(self, out: Any, values: tuple[Any, ...]) -> None:
         """Warn that only the forward of the layer's own class ran, if gradients are required."""

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Option:
-    """What one call of a layer may keep. The first option of a call was measured in the step.
+    """A set of names that a call may keep. The first option of a call was measured in the step.
 
     The options of a call without offload differ in `save`.
     """

@@ -33,7 +33,7 @@ _OUTSIDE = (-1, 0)  # the position of what runs outside all layers
 
 @dataclass(frozen=True)
 class Step:
-    """What was observed. Layers are indices into those that were watched, -1 outside them."""
+    """An observed step. Layers are indices into those that were watched, -1 outside them."""
 
     saved: list[Saved]
     predicted: dict[int, dict[str, int]]  # as in `SavedBytes`
@@ -161,7 +161,7 @@ def losses_of(output: Any, loss: Callable[[Any], Tensor] | None) -> list[Tensor]
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Tensors in nested lists, tuples, mappings and dataclasses."""
+    """Return the tensors in nested lists, tuples, mappings and dataclasses."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):

@@ -173,6 +173,20 @@ class Replay(Node):
             chunk.add_grad(name, grad, True)
         yield from [None] * (len(parts) - len(first))
 
+    def _leaves(
+        self, chunk: Chunk, rows: slice, dy: Tensor, needs_grad: Collection[str]
+    ) -> list[Tensor]:
+        """Return rows of the inputs as leaves; zeros where backward reads no value."""
+        read, xs = self.needs(needs_grad), list[Tensor]()
+        for name in self.xs:
+            if name in read:
+                x = chunk[name][rows].detach()
+            else:  # one row stands for all, with the strides within it
+                row = dy.new_zeros((1, chunk.owner.widths[name]), dtype=chunk.dtype_of(name))
+                x = row.expand(len(dy), -1)
+            xs.append(x.requires_grad_(name in needs_grad))
+        return xs
+
     def _grads(
         self,
         chunk: Chunk,
@@ -188,28 +202,16 @@ class Replay(Node):
         Each is held here until the next one is taken: those of experts are large. Those `first`
         come before others, with None after each part; the graph is kept until the last.
         """
-        read, xs = self.needs(needs_grad), list[Tensor]()
-        for name in self.xs:
-            if name in read:
-                x = chunk[name][rows].detach()
-            else:  # its value does not matter: one row stands for all, with the strides within it
-                shape = len(dy), chunk.owner.widths[name]
-                x = torch.zeros(1, shape[1], dtype=chunk.dtype_of(name), device=dy.device)
-                x = x.expand(shape)
-            xs.append(x.requires_grad_(name in needs_grad))
-        wanted = {
-            name: t
-            for name, t in zip((*self.xs, *self.tensors), (*xs, *given), strict=True)
-            if t is not None and name in needs_grad
-        }
+        xs = self._leaves(chunk, rows, dy, needs_grad)
+        named = zip((*self.xs, *self.tensors), (*xs, *given), strict=True)
+        wanted = {name: t for name, t in named if t is not None and name in needs_grad}
         with torch.enable_grad():
             try:
                 y = self._run(chunk, at, xs, given)
             except RuntimeError:
-                if set(self.xs) <= set(read):
+                if set(self.xs) <= set(self.needs(needs_grad)):
                     raise
-                xs_again = [x.contiguous() for x in xs]  # for a view across rows
-                y = self._run(chunk, at, xs_again, given)
+                y = self._run(chunk, at, [x.contiguous() for x in xs], given)  # views across rows
         if self.captures:
             _check_captured(y, (*xs, *given))
         edge = torch.autograd.graph.get_gradient_edge(y) if y.requires_grad else None
@@ -224,9 +226,7 @@ class Replay(Node):
                 # Captured tensors may have a graph of their own, which the next tile needs.
                 keep = self.captures or names is not rest
                 with hooks_off(asked):
-                    grads[:] = torch.autograd.grad(
-                        edge, asked, dy, retain_graph=keep, allow_unused=True
-                    )
+                    grads[:] = torch.autograd.grad(edge, asked, dy, keep, allow_unused=True)
             held = (dy, *xs, *given, *grads)
             memory = [t.untyped_storage().data_ptr() for t in held if t is not None]
             del held

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fused_remat.layers.eligibility import parameters_of
-from fused_remat.layers.fallback import Caller
+from fused_remat.layers.fallback import attributes_as, run_with
 from fused_remat.layers.record import NOTES, listed
 from fused_remat.tracing.state import get, shared_by
 from fused_remat.tracing.values import SHIFT, SideEffect, Untraceable, attributes, map_tree
@@ -71,17 +71,6 @@ def _copied(value: Any, copies: Mapping[nn.Module, Any], deep: bool) -> Any:
     return value
 
 
-def run_with(
-    layer: nn.Module,
-    forward: Callable[..., Any],
-    named: Mapping[str, Tensor],
-    arguments: Mapping[str, Any],
-) -> Any:
-    """Call `forward`, a method of `layer`, with the tensors `named` as the layer's own."""
-    tensors = {f"layer.{name}": tensor for name, tensor in named.items()}
-    return torch.func.functional_call(Caller(layer, forward), tensors, (), dict(arguments))
-
-
 def tensors_of(layer: nn.Module, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors `named` and those that a layer has as plain attributes, by path."""
     tensors, seen = dict(named), set(map(id, named.values()))
@@ -120,22 +109,11 @@ def _no_backward(_: Any) -> Tensor:
     raise Untraceable("its forward runs a backward pass")
 
 
-@contextlib.contextmanager
-def renumbered(layer: nn.Module, names: Collection[str]) -> Iterator[None]:
+def renumbered(layer: nn.Module, names: Collection[str]) -> contextlib.AbstractContextManager[None]:
     """Add `SHIFT` to the integers among attributes of these names inside the context."""
-    numbers = [
-        (module.__dict__, name, module.__dict__[name])
-        for module in layer.modules()
-        for name in names
-        if type(module.__dict__.get(name)) is int
-    ]
-    try:
-        for own, name, number in numbers:
-            own[name] = number + SHIFT
-        yield
-    finally:
-        for own, name, number in numbers:
-            own[name] = number
+    pairs = itertools.product(layer.modules(), names)
+    numbers = [(m, name, n + SHIFT) for m, name in pairs if type(n := vars(m).get(name)) is int]
+    return attributes_as(numbers)
 
 
 def check_effects(

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fused_remat.layers.eligibility import parameters_of
-from fused_remat.layers.fallback import generator_states, next_node
+from fused_remat.layers.fallback import attributes_as, generator_states, next_node
 from fused_remat.tracing.isolation import (
     attention_without_dropout,
     is_dropout,
@@ -366,16 +366,12 @@ def _recording(recorder: Recorder) -> Iterator[None]:
         return _ENABLED(*device) if thread != threading.get_ident() else recorder.autocast
 
     patches = (
-        (nn.Module, "__call__", _CALL, call), (torch, "is_autocast_enabled", _ENABLED, is_enabled),
-        (torch.autocast, "__enter__", _ENTER, enter), (torch.autocast, "__exit__", _EXIT, leave),
+        (nn.Module, "__call__", call), (torch, "is_autocast_enabled", is_enabled),
+        (torch.autocast, "__enter__", enter), (torch.autocast, "__exit__", leave),
     )  # fmt: skip
-    for owner, name, _, new in patches:
-        setattr(owner, name, new)
     try:
-        with recorder:
+        with attributes_as(patches), recorder:
             yield
     finally:
         thread = 0  # for modules that were imported inside, and hold one of the functions
         recorder.results.clear()  # whose callbacks hold the recorder
-        for owner, name, old, _ in patches:
-            setattr(owner, name, old)

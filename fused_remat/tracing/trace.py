@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from fused_remat.execution.prepare import chunks_of
 from fused_remat.layers.converted import INDICES
-from fused_remat.layers.fallback import needs_grad
+from fused_remat.layers.fallback import needs_grad, run_with
 from fused_remat.tracing.call import Trace
-from fused_remat.tracing.isolation import WithoutDropout, renumbered, replica, run_with
+from fused_remat.tracing.isolation import WithoutDropout, renumbered, replica
 from fused_remat.tracing.join import Join, known_function
 from fused_remat.tracing.recorder import Recorder, hollow, record
 from fused_remat.tracing.samples import Arguments, constants, vary

@@ -168,7 +168,7 @@ def lists(
 
 
 def broadcast_strides(x: Tensor) -> MaskStrides:
-    """Strides by which a dimension of size 1 is read as if it had any size."""
+    """Return strides by which a dimension of size 1 is read as if it had any size."""
     return tuple(0 if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True))
 
 

@@ -124,7 +124,7 @@ class Launch:
         )  # fmt: skip
 
     def compiled(self) -> Any:
-        """Triton's compiled kernel, loaded on the current device; nothing is launched.
+        """Return Triton's compiled kernel, loaded on the current device; nothing is launched.
 
         Raises: Fault if it cannot be compiled or loaded.
         """

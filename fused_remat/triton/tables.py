@@ -142,11 +142,11 @@ def tile_for(kernel: str, target: Target, rows: int, columns: int) -> Tile:
 #: Families where an MLP's backward computes both products of a tile in one kernel, and its forward
 #: a product and the activation though the product is kept. Elsewhere ATen computes these products:
 #: tiles that leave room for two are too small for the speed of the tensor cores; and nothing runs
-#: beside the end of such a forward, which writes as many bytes as the pass of an activation moves.
+#: during the end of such a forward, which writes as many bytes as the pass of an activation moves.
 MLP_IN_KERNELS = frozenset({"ampere", "small", "hip", "interpreter"})
 #: Family -> the widest dy whose product with the last weight ends in the activation's backward
 #: (`linear_act_bwd`), where no kernel computes both products and there is no gate. Two blocks then
-#: share a multiprocessor, one's end beside the other's product. For 128 x 128 elements and K
+#: share a multiprocessor, one's end during the other's product. For 128 x 128 elements and K
 #: columns of dy this takes 16 K clocks, which the second-level cache bounds; ATen's product takes
 #: about 11 K, and its pass over memory 7000: an estimate, by which they are equal at about 1400
 #: columns; no cache was measured. There is none with a gate: two blocks would find no registers.
@@ -168,8 +168,8 @@ class AttentionTile:
 #: Families whose attention kernels read through tensor descriptors. sm_120 has these too, but there
 #: operands then pass through registers, which spill.
 ATTENTION_BY_DESCRIPTORS = frozenset({"hopper", "blackwell", "interpreter"})
-#: Families where PyTorch's fused attention kernels run if they can serve, except as
-#: `why_own_attention` says.
+#: Families where PyTorch's fused attention kernels run where they apply, except as
+#: `why_own_attention` decides.
 ATTENTION_BY_ATEN = frozenset({"ampere", "small", "hopper", "blackwell", "hip"})
 
 
