@@ -164,10 +164,12 @@ def served():
 
 
 @pytest.fixture
-def pieces(monkeypatch):
-    """Cut groups of one sequence, tiles of four tokens, attention in blocks of one row."""
-    monkeypatch.setattr("fused_remat.execution.choose._CPU_TOKENS", 4)
-    monkeypatch.setattr("fused_remat.steps.attention_blocked._BLOCK", 1)
+def pieces():
+    """Cut groups of one sequence, tiles of four tokens, attention in blocks of 16 query rows."""
+    from block_inputs import in_pieces
+
+    with in_pieces():
+        yield
 
 
 @pytest.fixture

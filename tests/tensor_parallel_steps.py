@@ -90,13 +90,13 @@ def step(model, x, **kwargs):
     return y.detach(), x.grad, {name: whole(p.grad) for name, p in model.named_parameters()}
 
 
-def check(model, other, x, **kwargs):
+def check(model, other, x, close=CLOSE, **kwargs):
     """One step of both, which must agree, without leaving the fused path."""
     expected = step(model, x, **kwargs)
     with warnings.catch_warnings():
         warnings.simplefilter("error", FusedRematWarning)
         found = step(other, x, **kwargs)
-    assert_close([*found[:2], pack_attention(found[2])], [*expected], **CLOSE)
+    assert_close([*found[:2], pack_attention(found[2])], [*expected], **close)
 
 
 def options_of(kind, masks, width=D):

@@ -86,7 +86,7 @@ def part_of(inputs, params, part):
 )
 def test_a_part_is_that_part_of_the_whole(block, policy, tokens, monkeypatch):
     if tokens:  # groups of one sequence, and tiles
-        monkeypatch.setattr(choose, "_CPU_TOKENS", tokens)
+        monkeypatch.setattr(choose, "chunk_tokens", lambda *_: tokens)
     torch.manual_seed(0)
     y, inputs, params = BLOCKS[block](policy)
     dy, leaves = torch.linspace(0.5, 1.5, y.numel(), dtype=y.dtype).view(y.shape), inputs + params

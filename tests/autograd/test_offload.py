@@ -42,7 +42,7 @@ def policies(layer):
 
 @pytest.mark.parametrize(("kind", "tokens"), [*((kind, 512) for kind in KINDS), ("pre-norm", 7)])
 def test_every_layer_and_preset_bit_for_bit(kind, tokens, monkeypatch):
-    monkeypatch.setattr("fused_remat.execution.choose._CPU_TOKENS", tokens)
+    monkeypatch.setattr("fused_remat.execution.choose.chunk_tokens", lambda *_: tokens)
     (layer,), x, kwargs, more = layers_of(kind)
     for policy in policies(layer):
         layer.policy = Policy(save=policy.save)

@@ -40,7 +40,7 @@ pytestmark = pytest.mark.usefixtures("one_thread", "served")
 @pytest.mark.parametrize("tokens", [4, 512], ids=["in pieces", "whole"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_are_those_of_full(kind, tokens, monkeypatch):
-    monkeypatch.setattr("fused_remat.execution.choose._CPU_TOKENS", tokens)
+    monkeypatch.setattr("fused_remat.execution.choose.chunk_tokens", lambda *_: tokens)
     layers, x, kwargs, more = layers_of(kind, len(ALL), policy="full")
 
     def forward(x):

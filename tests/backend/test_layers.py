@@ -163,8 +163,7 @@ def test_dropout_is_the_eager_backends(name, dtype, policy, routes):
 
 
 @pytest.mark.parametrize("policy", EXACT_PRESETS)
-def test_sequences_one_at_a_time(policy, pieces, monkeypatch):
-    monkeypatch.setattr(choose, "_DEVICE_TOKENS", 4)
+def test_sequences_one_at_a_time(policy, pieces):
     _, fused = SUBJECTS["qwen3"].layers(0.2, policy, DTYPES[0 if COMPILED else 1])
     SUBJECTS["qwen3"].check(fused, eager_of(fused), DTYPES[0 if COMPILED else 1])
 

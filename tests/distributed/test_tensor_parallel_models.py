@@ -38,7 +38,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.testing import assert_close
 
-from fused_remat import FusedRematLayer, FusedRematWarning, convert, ops
+from fused_remat import FusedRematLayer, FusedRematWarning, convert, explain, ops
 from fused_remat.autograd.shards import is_dtensor
 from fused_remat.parallel import (
     LayerParallel,
@@ -290,3 +290,12 @@ def test_context_parallel():
         with pytest.raises(RuntimeError, match="inside context_parallel"):
             ops.attention(heads, heads, heads)
     assert layer.why_not_fused(x) is None
+
+
+@in_two_processes
+def test_explain_names_the_collectives():
+    layer = parallelize_module(
+        encoder("lean", dropout=0.0), mesh_of(), LayerParallel(sequence=True)
+    )
+    shown = str(explain(layer, torch.randn(B, S // 2, D, requires_grad=True)))
+    assert "all-gather" in shown and "reduce-scatter" in shown, shown

@@ -23,6 +23,16 @@ def test_without_grad_mode_no_policy_holds_more():
     assert peaks[0] == peaks[1]
 
 
+@pytest.mark.parametrize(("activation", "units"), [("relu", 12), ("gelu", 16)])
+def test_what_the_stock_layer_keeps(activation, units):
+    """24D and 32D bytes at 16 bits without dropout (docs/presets.md); statistics below 0.1."""
+    layer = nn.TransformerEncoderLayer(256, 4, 1024, 0.0, activation, batch_first=True).bfloat16()
+    x = torch.randn(2, 64, 256, dtype=torch.bfloat16, requires_grad=True)
+    with SavedBytes(exclude=layer.parameters()) as saved:
+        layer(x)
+    assert units <= saved.total / x.nbytes <= units + 0.1
+
+
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("norm_first, layers, dropout", pairwise([True, False], [1, 2], [0.0, 0.1]))
 def test_peak_of_a_whole_step(norm_first, layers, dropout):

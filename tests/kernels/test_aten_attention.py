@@ -144,6 +144,7 @@ def test_a_shifted_mask_changes_no_probability(shape, far):
     expected = (scores + mask).softmax(-1)
     seen = ~nothing.expand(2, 4, 7, 1)
     found = (scores + bias.double()).softmax(-1)
+    # The mask less its largest entry is rounded to float32.
     torch.testing.assert_close(found * seen, expected.nan_to_num() * seen, atol=1e-5, rtol=1e-5)
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from accuracy import assert_close
+from block_inputs import in_pieces
 from layer_kinds import KINDS, TORCH_NN, run
 from reference import EXACT_PRESETS, masked_layer
 from torch import nn
@@ -32,18 +33,20 @@ def set_p(layer, site, p):
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("policy", EXACT_PRESETS)
 @pytest.mark.parametrize("limit", [4, 512])
-def test_forward_and_backward_use_the_masks_of_the_definition(name, policy, limit, monkeypatch):
-    """Against plain autograd over explicit masks: any other mask anywhere would show."""
-    monkeypatch.setattr("fused_remat.execution.choose._CPU_TOKENS", limit)
-    monkeypatch.setattr("fused_remat.steps.attention_blocked._BLOCK", 1)
+def test_forward_and_backward_use_the_masks_of_the_definition(name, policy, limit):
+    """Against plain autograd over explicit masks: any other mask anywhere would show.
+
+    Of 20 queries, in two blocks of attention.
+    """
     kind = KINDS[name]
     _, fused = kind.pair(policy, dropout=0.3, dtype=torch.float64)
     if kind.is_causal:
         fused.attention_dropout = 0.1
     for i, site in enumerate(SITES.get(name.split(",")[0], ())):
         set_p(fused, site, 0.1 * (i + 1))  # each rules its own
-    (seed, state), (*inputs, dy) = drawn(11), kind.data()
-    got = run(fused, *inputs, dy)
+    (seed, state), (*inputs, dy) = drawn(11), kind.data(seq=20, memory=18, batch=2)
+    with in_pieces(limit):
+        got = run(fused, *inputs, dy)
     assert torch.equal(torch.get_rng_state(), state)  # one draw a call, none in backward
     leaves = [t.requires_grad_() for t in inputs]
     y = kind.masked(fused, leaves, seed)

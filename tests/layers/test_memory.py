@@ -56,7 +56,7 @@ def inputs_of(kind, *args, **kwargs):
 @pytest.mark.parametrize("tokens, dropout", [(4, 0.1), (512, 0.0)], ids=["pieces", "whole"])
 def test_kept_bytes_are_the_table_and_the_prediction(name, low, tokens, dropout, monkeypatch):
     """And rise from preset to preset."""
-    monkeypatch.setattr("fused_remat.execution.choose._CPU_TOKENS", tokens)
+    monkeypatch.setattr("fused_remat.execution.choose.chunk_tokens", lambda *_: tokens)
     kind = KINDS[name]
     _, layer = kind.pair(dim_feedforward=4 * D, dropout=dropout)
     rope, totals = {} if name == "qwen" else kind.given("tables", FP32), []

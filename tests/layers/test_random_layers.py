@@ -55,7 +55,8 @@ def check(seed, monkeypatch):
     tensors, given = kind.data(dtype, seq, batch=batch), kind.given(form, dtype, seq, batch=batch)
     if not options["batch_first"]:
         tensors = [t.transpose(0, 1) for t in tensors]
-    monkeypatch.setattr("fused_remat.execution.choose._CPU_TOKENS", r.choice((1, 7, 16, 64, 512)))
+    tokens = r.choice((1, 7, 16, 64, 512))
+    monkeypatch.setattr("fused_remat.execution.choose.chunk_tokens", lambda *_: tokens)
     monkeypatch.setattr(
         "fused_remat.steps.attention_blocked._BLOCK", r.choice((1, 1 << 10, 1 << 20))
     )

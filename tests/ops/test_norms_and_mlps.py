@@ -8,7 +8,7 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from block_inputs import check_beside, compare, in_pieces, normal, results, same_bits
+from block_inputs import calls, check_beside, compare, in_pieces, normal, results, same_bits
 from op_cases import FF, D, one_branch
 from reference import dropout, plain_block
 from tiers import pairwise
@@ -227,14 +227,17 @@ def test_activations_that_cannot_be_rebuilt_are_refused(activation, message):
 
 @pytest.mark.parametrize(
     ("activation", "name"),
-    [(F.relu, "relu"), (nn.GELU("tanh"), "gelu_tanh"), (nn.SiLU(), "silu"), (F.gelu, "gelu"),
+    [(F.relu, "relu"), (torch.relu, "relu"), (nn.ReLU(), "relu"), (F.gelu, "gelu"),
+     (nn.GELU(), "gelu"), (nn.GELU("tanh"), "gelu_tanh"), (F.silu, "silu"), (nn.SiLU(), "silu"),
+     (torch.tanh, "tanh"), (F.tanh, "tanh"), (nn.Tanh(), "tanh"),
      (functools.partial(F.gelu, approximate="tanh"), "gelu_tanh")],
 )  # fmt: skip
 def test_functions_with_a_name_are_that_name(activation, name):
-    assert torch.equal(mlp(activation), mlp(name))
     gate = normal(FF, D)
-    gated = [ops.gated_mlp(X, gate, W1, W2, activation=a) for a in (activation, name)]
-    assert torch.equal(*gated)
+    for run in (mlp, lambda a: ops.gated_mlp(X, gate, W1, W2, activation=a)):
+        assert torch.equal(run(activation), run(name))
+        ((block, _),), ((named, _),) = (calls(lambda: run(a)) for a in (activation, name))  # noqa: B023
+        assert block == named, "its derivative is autograd's"
 
 
 def test_an_activation_with_a_product_in_it_runs_outside_autocast_too():

@@ -53,7 +53,7 @@ def test_dtypes_of_autocast_are_said():
 
 
 def test_pieces_are_said(monkeypatch):
-    monkeypatch.setattr("fused_remat.execution.choose._CPU_TOKENS", 8)
+    monkeypatch.setattr("fused_remat.execution.choose.chunk_tokens", lambda *_: 8)
     (found,) = explain(layer(), X)
     assert "3 × 1 sequences, then tiles of 8 tokens" in found.title
     assert [name for name, _ in found.forward].count("up") == 1  # one chunk stands for all

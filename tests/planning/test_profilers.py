@@ -33,7 +33,7 @@ def test_products_are_counted_forward_and_backward(norm_first, policy, limit, mo
     Attention is not counted without dropout: PyTorch has no formula for its flash kernel for CPUs,
     for the stock layer neither.
     """
-    monkeypatch.setattr("fused_remat.execution.choose._CPU_TOKENS", limit)
+    monkeypatch.setattr("fused_remat.execution.choose.chunk_tokens", lambda *_: limit)
     layer = FusedRematLayer(
         D, H, 4 * D, 0.0, "gelu", norm_first=norm_first, batch_first=True, policy=policy
     )
