@@ -215,9 +215,9 @@ def counting(found: list[int]) -> Iterator[None]:
 
     def count(run: BlockRun) -> None:
         block = run.call
-        itemsize = next(t for t in run.tensors if t is not None).element_size()
+        dtypes = dict.fromkeys(block.graph.inputs, run.tensors[0].dtype)
         shapes = block.named_shapes(run.execution.given)
-        kept = kept_bytes(block.graph, block.save, block.needs_grad, shapes, itemsize)
+        kept = kept_bytes(block.graph, block.save, block.needs_grad, shapes, dtypes)
         found.append(sum(n for name, n in kept.items() if name.endswith((".mean", ".rstd"))))
 
     OBSERVERS.append(count)

@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
+
 from bench.tables import Cell, markdown
 from fused_remat.graph.build import block_graph
 from fused_remat.graph.graph import Graph
@@ -173,7 +175,7 @@ def _case(title: str, layers: tuple[str, ...]) -> str:
     for preset in EXACT_PRESETS:
         found = Kept(graph, preset, shapes, wanted)
         again = {node.name: node for node in found.nodes}
-        kept = kept_bytes(graph, found.save, wanted, shapes, 2)
+        kept = kept_bytes(graph, found.save, wanted, shapes, {"input": torch.bfloat16})
         apart = [n for n in graph.nodes if isinstance(n, Linear) and n.name not in again]
         flops = found.products
         flops += sum(2 * math.prod(shapes[update.a]) for n in apart for update in n.updates)

@@ -20,7 +20,7 @@ from fused_remat.execution.observe import TRACERS, Functions, is_observed
 from fused_remat.execution.prepare import BlockConfig, Execution
 from fused_remat.graph.graph import sizes
 from fused_remat.graph.schedule import Step
-from fused_remat.steps.chunk import Chunk, Pass
+from fused_remat.steps.chunk import Chunk, Pass, spans
 from fused_remat.steps.replay import Replay
 
 #: Called after a step that computes an activation, with its chunk.
@@ -97,7 +97,7 @@ def _forward_chunks(this: Pass, execution: Execution, out: Tensor | None) -> Ite
         shape = (group.rows, target.shape[-1])
         rows = target.view(shape) if is_view else target.new_empty(shape)
         yield group, plan.group_forward, rows, plan.kept_group
-        for lo, hi in chunks.tiles(group.rows) if plan.tile_forward else ():
+        for lo, hi in spans(group.rows, chunks.tile) if plan.tile_forward else ():
             yield Chunk(this, seqs, (lo, hi), group), plan.tile_forward, rows[lo:hi], plan.kept_tile
         if not is_view:
             target.copy_(rows.view(target.shape))
@@ -223,7 +223,7 @@ def _backward_chunks(
             yield group, after
         for name, shape in execution.shapes.items():
             if name in execution.needs_grad:
-                _collect(name, shape, group, chunks.group >= chunks.batch, dy_BSD, grads)
+                _collect(name, shape, group, dy_BSD, grads)
         del group
 
 
@@ -233,7 +233,7 @@ def _backward_tiles(
     """Yield a group's tiles, and join their gradients of the group's activations."""
     plan, (dout, _) = execution.plan, group.grads.pop("output")
     buffers = {name: group.empty(name) for name in plan.tile_gives}
-    for lo, hi in execution.chunks.tiles(group.rows):
+    for lo, hi in spans(group.rows, execution.chunks.tile):
         tile = Chunk(this, group.seqs, (lo, hi), group)
         tile.update([(name, next(supply)) for name in plan.kept_tile])
         tile.grads["output"] = (dout[lo:hi], False)
@@ -266,16 +266,11 @@ def _rows(x: Tensor, seqs: tuple[int, int]) -> Tensor:
 
 
 def _collect(
-    name: str,
-    shape: tuple[int, ...],
-    group: Chunk,
-    is_whole: bool,
-    dy: Tensor,
-    grads: dict[str, Tensor],
+    name: str, shape: tuple[int, ...], group: Chunk, dy: Tensor, grads: dict[str, Tensor]
 ) -> None:
-    """Put a group's gradient of an input into `grads`; `is_whole`: there is one group."""
+    """Put a group's gradient of an input into `grads`."""
     grad, owned = group.grads.pop(name)
-    if owned and is_whole:
+    if owned and group.seqs == (0, shape[0]):  # there is one group
         grads[name] = grad.view(shape)
         return
     if name not in grads:

@@ -24,7 +24,7 @@ from fused_remat.graph.graph import Graph, sizes
 from fused_remat.graph.schedule import Schedule, schedule
 from fused_remat.steps.activation import ACTIVATIONS, MLPActivation
 from fused_remat.steps.attention import Attention
-from fused_remat.steps.chunk import Chunks, Layout
+from fused_remat.steps.chunk import Chunks, Layout, spans
 from fused_remat.steps.cpu_choice import linear_dx_onednn, linear_fwd_onednn
 from fused_remat.steps.fused import linear_norm_fwd, mlp_bwd, mlp_up_fwd
 from fused_remat.steps.linear import Linear
@@ -132,13 +132,12 @@ class Execution(Layout):
 
     def kept_chunks(self) -> Iterator[tuple[str, int]]:
         """Yield the name and tokens of every kept chunk, in the order of computation."""
-        plan, chunks = self.plan, self.chunks
-        for first, last in chunks.groups:
+        plan, lengths, seq_len = self.plan, self.lengths, self.chunks.seq_len
+        for first, last in self.chunks.groups:
             count = last - first
-            yield from ((name, count * self.lengths[name]) for name in plan.kept_group)
-            if plan.kept_tile:
-                for lo, hi in chunks.tiles(count * chunks.seq_len):
-                    yield from ((name, self.tile_rows(name, hi - lo)) for name in plan.kept_tile)
+            yield from ((name, count * lengths[name]) for name in plan.kept_group)
+            for lo, hi in spans(count * seq_len, self.chunks.tile):
+                yield from ((n, (hi - lo) * lengths[n] // seq_len) for n in plan.kept_tile)
 
 
 _CHUNKS = threading.local()

@@ -7,6 +7,7 @@ attention's result, "heads" for what attention reads, "stream" for sums inside t
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -108,35 +109,27 @@ class BlockBuilder:
         """Add name = residual + mask * (x @ weight.T + bias), of one layer or several side by side.
 
         `sizes`: output columns of each of several layers. The step includes low-rank updates of the
-        layers; then dropout and the sum with the residual are a step after it.
+        layers. After several layers or updates, dropout and the sum with the residual are a step of
+        their own.
         """
-        updates = [] if part is not None else self._updates(x, layers, sizes)
-        separate = bool(updates and residual)
-        if updates and mask and not separate:
-            raise ValueError(
-                f"dropout after layers with low-rank updates ({', '.join(layers)}) needs a residual"
-            )
-        params = [linear_params(layer) for layer in layers]
+        updated = part is None and any(lora.layer in layers for lora in self.loras)
+        if (updated or sizes) and (residual or mask):
+            made = self.linear(layers[0], x, *layers, sizes=sizes)
+            return self.sum(name, made, residual, mask, role)
+        weights, biases = zip(*map(linear_params, layers), strict=True)
         node = Linear(
-            name=layers[0] if separate else name,
-            x=x,
-            residual="" if separate else residual,
-            weights=tuple([weight for weight, _ in params]),
-            biases=tuple([bias for _, bias in params]),
-            mask="" if separate else mask,
-            sizes=sizes,
-            part=part,
-            updates=tuple(updates),
-            role="" if separate else role,
-        )
-        made = self.add(node)
-        return self.sum(name, made, residual, mask, role) if separate else made
+            name=name, x=x, residual=residual, weights=weights, biases=biases, mask=mask,
+            sizes=sizes, part=part, role=role,
+            updates=self._updates(x, layers, sizes) if updated else (),
+        )  # fmt: skip
+        return self.add(node)
 
-    def _updates(self, x: str, layers: tuple[str, ...], sizes: tuple[int, ...]) -> list[LowRank]:
-        """Return the low-rank updates of the layers."""
-        ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
-        columns = dict(zip(layers, zip([0, *ends], ends, strict=False), strict=False))
-        updates = []
+    def _updates(
+        self, x: str, layers: tuple[str, ...], sizes: tuple[int, ...]
+    ) -> tuple[LowRank, ...]:
+        """Return the low-rank updates of the layers, whose masks are added."""
+        ends = itertools.pairwise((0, *itertools.accumulate(sizes)))
+        columns, updates = dict(zip(layers, ends, strict=False)), []
         for i, lora in enumerate(self.loras):
             if lora.layer in layers:
                 low = f"lora.{i}"
@@ -146,7 +139,7 @@ class BlockBuilder:
                     columns=columns.get(lora.layer), dtype=lora.dtype,
                 )  # fmt: skip
                 updates.append(update)
-        return updates
+        return tuple(updates)
 
     def projections(self, name: str, x: str, spec: AttentionSpec, names: str, role: str) -> str:
         """Add the projections of those of q, k and v in `names`, which have separate weights."""
@@ -194,28 +187,32 @@ class BlockBuilder:
         return self.add(AllGather(name=name, x=x, parallel=parallel, per_sequence=ordered))
 
     def leave(
-        self,
-        name: str,
-        x: str,
-        weights: str,
-        residual: str = "",
-        mask: str = "",
-        in_order: bool = False,
-        role: str = "",
+        self, name: str, x: str, weights: str, residual: str = "", mask: str = "", role: str = ""
     ) -> str:
-        """Add the linear layer at the end of a branch, with the sum over ranks."""
+        """Add the linear layer at the end of a branch, with the sum over ranks.
+
+        It divides the tokens among ranks in the order in which the branch gathered them.
+        """
         if self.parallel is None:
             return self.linear(name, x, weights, residual=residual, mask=mask, role=role)
         weight, bias = linear_params(weights)
-        made, partial = weights if residual else name, f"{weights}.partial"
+        separate = bool(residual or mask)
+        made, partial = weights if separate else name, f"{weights}.partial"
         self.add(Linear(name=partial, x=x, weights=(weight,), biases=("",)))
         self.add(
             ReduceScatter(
                 name=made, x=partial, bias=bias, parallel=self.parallel,
-                role="" if residual else role, per_sequence=in_order and self.parallel.sequence,
+                role="" if separate else role, per_sequence=self._is_in_order(x),
             )
         )  # fmt: skip
-        return self.sum(name, made, residual, mask, role) if residual else name
+        return self.sum(name, made, residual, mask, role) if separate else name
+
+    def _is_in_order(self, x: str) -> bool:
+        """Return whether all ranks' tokens of x were gathered in the order of sequences."""
+        nodes = {node.name: node for node in self.nodes}
+        while x in nodes and not isinstance(nodes[x], AllGather):
+            x = nodes[x].follows
+        return x in nodes and bool(nodes[x].per_sequence)
 
     def attention(self, spec: AttentionSpec, x: str) -> str:
         """Add attention to x with its projections of q, k and v, and rotation."""
@@ -311,7 +308,6 @@ def block_graph(spec: BlockSpec) -> Graph:
             read = b.norm(f"norm{number}", before, branch.norm)
         elif not branch.parallel:
             read = stream
-        attends = isinstance(branch.op, AttentionSpec)
         if isinstance(branch.op, AttentionSpec):
             made = b.attention(branch.op, read)
             end = _ATTENTION if branch.op.keys == "input" else _CROSS
@@ -319,17 +315,15 @@ def block_graph(spec: BlockSpec) -> Graph:
             made, end = b.mlp(branch.op, read), _MLP
         mask = b.dropout(end.mask, end.site, branch.dropout, f"{end.layer}.weight")
         if not spec.residual:
-            b.leave(after, made, end.layer, mask=mask, in_order=attends)
+            b.leave(after, made, end.layer, mask=mask)
         elif branch.norm is None or branch.placement == "pre":
             role = "" if i == n else "stream"
-            b.leave(after, made, end.layer, stream, mask, in_order=attends, role=role)
+            b.leave(after, made, end.layer, stream, mask, role)
         elif branch.placement == "post":
-            total = b.leave(
-                f"sum{number}", made, end.layer, stream, mask, in_order=attends, role="normed"
-            )
+            total = b.leave(f"sum{number}", made, end.layer, stream, mask, role="normed")
             b.norm(after, total, branch.norm, weights=f"norm{number}")
         else:
-            total = b.leave(end.name, made, end.layer, in_order=attends, role="normed")
+            total = b.leave(end.name, made, end.layer, role="normed")
             b.sum(after, b.norm(f"post{number}", total, branch.norm), stream, mask)
         stream = after
     return b.graph(spec.kind, spec.inputs)

@@ -44,9 +44,8 @@ def _in_precision(graph: Graph, node: Node, compute: torch.dtype) -> Node:
         return replace(node, compute=compute)
     if isinstance(node, (CollectiveStep, Replay)) and not inside:
         return replace(node, compute=compute)
-    if isinstance(node, (Add, Replay)):
-        return node
-    if isinstance(node, DrawMask) or not graph.stream.intersection((node.name, *node.inputs)):
+    reads_stream = graph.stream.intersection((node.name, *node.inputs))
+    if isinstance(node, (Add, Replay, DrawMask)) or not reads_stream:
         return node
     raise NotImplementedError(
         f"{graph.kind} cannot run under autocast: the step {node.name!r} "

@@ -13,6 +13,8 @@ import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
+import torch
+
 from fused_remat.graph.fusions import Draft, fuse
 from fused_remat.graph.graph import Graph, sizes
 from fused_remat.steps.node import Node, Shapes
@@ -83,13 +85,12 @@ def _with_frees(steps: list[Draft], hold: Collection[str]) -> tuple[Step, ...]:
     return tuple(result)
 
 
-def _needs_by_node(graph: Graph, needs_grad: Collection[str]) -> dict[str, frozenset[str]]:
+def _needs_by_node(graph: Graph, needs_grad: frozenset[str]) -> dict[str, frozenset[str]]:
     """Return, for each node that backward runs, the inputs and params it gives gradients of."""
-    reached = set(graph.inputs) & set(needs_grad)
+    reached = set(needs_grad.intersection(graph.inputs))
     result: dict[str, frozenset[str]] = {}
     for node in graph.nodes:
-        needed = frozenset(n for n in node.inputs if n in reached)
-        needed |= frozenset(n for n in node.params if n in needs_grad)
+        needed = needs_grad.intersection(node.params).union(reached.intersection(node.inputs))
         if needed:
             reached.add(node.name)
             result[node.name] = needed
@@ -208,27 +209,18 @@ def kept_bytes(
     save: frozenset[str],
     needs_grad: frozenset[str],
     shapes: Shapes,
-    itemsize: int,
-    input_itemsizes: Mapping[str, int] | None = None,
-) -> Mapping[str, int]:
+    input_dtypes: Mapping[str, torch.dtype],
+) -> dict[str, int]:
     """Return the bytes that one call keeps, by name: inputs, activations, statistics and the seed.
 
-    `itemsize` is that of the first input's dtype, `input_itemsizes` those of others that differ.
     Attention masks and rotary tables are the caller's own tensors and are not counted.
     """
     plan = schedule(graph, save, needs_grad, tiled=False)
-    widths = graph.widths(shapes)
-    batch, lengths = sizes(shapes[graph.inputs[0]])[0], graph.lengths(shapes)
-    stats = {s for node in graph.nodes for s in node.stats}
-    low = graph.compute.itemsize if graph.compute else itemsize
-    of_input = input_itemsizes or {}
-    result = {
-        name: math.prod(shapes[name]) * of_input.get(name, itemsize) for name in plan.kept_inputs
-    }
+    first, widths, lengths = graph.inputs[0], graph.widths(shapes), graph.lengths(shapes)
+    batch, dtypes = sizes(shapes[first])[0], graph.dtypes(input_dtypes[first])
+    result = {n: math.prod(shapes[n]) * input_dtypes[n].itemsize for n in plan.kept_inputs}
     for name in plan.kept + (("output",) if plan.keeps_output else ()):
-        size = itemsize if name in graph.stream else low
-        size = max(itemsize, 4) if name in stats else size
-        result[name] = batch * lengths[name] * widths[name] * size
+        result[name] = batch * lengths[name] * widths[name] * dtypes[name].itemsize
     if "seed" in plan.saved_params:
         result["seed"] = 8
     return result

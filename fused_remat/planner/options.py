@@ -101,9 +101,8 @@ def kept_by_name(example: Example, save: Iterable[str]) -> dict[str, int]:
     call = example.keeping(save)
     graph = call.graph
     inputs = zip(graph.inputs, example.tensors[: len(graph.inputs)], strict=True)
-    given = {name: t.element_size() for name, t in inputs if t is not None}
-    itemsize = given[graph.inputs[0]]
-    return dict(kept_bytes(graph, call.save, call.needs_grad, example.shapes, itemsize, given))
+    dtypes = {name: t.dtype for name, t in inputs if t is not None}
+    return kept_bytes(graph, call.save, call.needs_grad, example.shapes, dtypes)
 
 
 def _subsets(example: Example, names: tuple[str, ...]) -> Iterator[frozenset[str]]:

@@ -180,9 +180,8 @@ def _predicted(run: BlockRun) -> Mapping[str, int]:
     named = zip(call.graph.tensors, run.tensors, strict=True)
     tensors = {name: t for name, t in named if t is not None}
     shapes = {name: tuple(t.shape) for name, t in tensors.items()} | {**execution.shapes}
-    sizes = {name: tensors[name].element_size() for name in call.graph.inputs}
-    first = call.graph.inputs[0]
-    kept = dict(kept_bytes(call.graph, call.save, call.needs_grad, shapes, sizes[first], sizes))
+    dtypes = {name: tensors[name].dtype for name in call.graph.inputs}
+    kept = kept_bytes(call.graph, call.save, call.needs_grad, shapes, dtypes)
     for name, saved in zip(call.graph.tensors, run.saves, strict=True):
         if not saved:
             kept.pop(name, None)

@@ -136,7 +136,7 @@ def loss_bytes(setup: Setup) -> tuple[int, int]:
         name="output", x="input", weight="head.weight", bias="head.bias", target="target"
     )
     graph = linear_cross_entropy_graph(node)
-    kept = kept_bytes(graph, frozenset(), needs_grad, shapes, setup.dtype.itemsize)
+    kept = kept_bytes(graph, frozenset(), needs_grad, shapes, {"input": setup.dtype})
     wide = setup.tokens * model.d_model * 4  # the input's gradient is summed in float32
     block = 4 * min(_LOGITS, setup.tokens * vocab)
     return sum(kept.values()) - kept["input"], 2 * block + wide + stream

@@ -248,8 +248,8 @@ class Attention(Node):
         unseen = self.cuts_keys and lengths[self.k] > lengths[self.q]
         grads = {}
         for name in self.inputs:
-            x = chunk.get(name)
-            grads[name] = chunk.empty(name) if x is None or x.dim() == 2 else _empty_heads(x)
+            x = chunk[name]
+            grads[name] = chunk.empty(name) if x.dim() == 2 else _empty_heads(x)
             if unseen and name in (self.k, self.v):
                 grads[name].zero_()
         return grads

@@ -21,6 +21,12 @@ from fused_remat.steps.operations import Operations
 Part = tuple[int, int, int]
 
 
+def spans(size: int, step: int) -> Iterator[tuple[int, int]]:
+    """Yield start and stop of the parts of `size`, each of `step`; the last may be shorter."""
+    for first in range(0, size, step):
+        yield first, min(first + step, size)
+
+
 @dataclass(frozen=True)
 class Chunks:
     """Sizes of one call: B sequences of S tokens, `group` sequences and `tile` tokens at a time.
@@ -58,12 +64,7 @@ class Chunks:
     @functools.cached_property
     def groups(self) -> tuple[tuple[int, int], ...]:
         """The first sequence of every group, and that after its last."""
-        starts = range(0, self.batch, self.group)
-        return tuple([(start, min(start + self.group, self.batch)) for start in starts])
-
-    def tiles(self, rows: int) -> Iterator[tuple[int, int]]:
-        for start in range(0, rows, self.tile):
-            yield start, min(start + self.tile, rows)
+        return tuple(spans(self.batch, self.group))
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,11 +79,6 @@ class Layout:
     dtypes: Mapping[str, torch.dtype]  # of every input, activation and statistic
     # under autocast, the dtype outside the residual stream; None for the input's
     compute: torch.dtype | None
-
-    def tile_rows(self, name: str, rows: int) -> int:
-        """Return the tokens of an activation for a tile of `rows` tokens of the input."""
-        length, seq_len = self.lengths[name], self.chunks.seq_len
-        return rows if length == seq_len else rows * length // seq_len
 
 
 class Pass:
@@ -161,15 +157,11 @@ class Chunk(dict[str, Tensor]):
 
     def rows_of(self, name: str) -> int:
         """Return the number of tokens of an activation in this chunk."""
-        if self.parent is not None:
-            return self.owner.execution.tile_rows(name, self.rows)
-        return (self.seqs[1] - self.seqs[0]) * self.owner.execution.lengths[name]
+        return self.rows * self.owner.execution.lengths[name] // self.owner.chunks.seq_len
 
     def first_row(self, name: str) -> int:
         """Return the number of an activation's first token here, among all of the call."""
-        if self.parent is not None:
-            return self.owner.execution.tile_rows(name, self.token0)
-        return self.seqs[0] * self.owner.execution.lengths[name]
+        return self.token0 * self.owner.execution.lengths[name] // self.owner.chunks.seq_len
 
     def empty(self, name: str) -> Tensor:
         """Return an uninitialized matrix like the activation `name`, which need not exist."""

@@ -105,10 +105,10 @@ def applies(setting: str, dtype: torch.dtype, size: int) -> bool:
     return any(r.dtype == dtype and r.smallest <= size <= r.largest for r in rules)
 
 
-def may_apply(setting: str) -> bool:
-    """Return whether ATen's implementation has an alternative in this process at all."""
-    choice = forced(setting)
-    return choice != "aten" and (choice != "" or bool(rules_for(setting)))
+def _available() -> bool:
+    """Return whether ATen's products have an alternative in this process at all."""
+    choice = forced(PRODUCTS)
+    return choice != "aten" and (choice != "" or bool(rules_for(PRODUCTS)))
 
 
 def forget() -> None:
@@ -134,7 +134,6 @@ def _onednn() -> Any:
 
 
 _ONEDNN = _onednn()
-_available = functools.partial(may_apply, PRODUCTS)
 
 
 def _unsupported_reason(backward: bool, key: tuple[Any, ...]) -> str | None:

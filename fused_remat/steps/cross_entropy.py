@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from fused_remat.spec import ParallelSpec
 from fused_remat.steps import collective, linear
+from fused_remat.steps.chunk import spans
 from fused_remat.steps.linear import add_product, product
 from fused_remat.steps.node import Input, Node, Param, Shapes
 from fused_remat.steps.operations import operation
@@ -273,12 +274,6 @@ def block_of(tokens: int, vocab: int, call: CrossEntropyTargets, device: torch.d
     if columns >= 64:
         columns -= columns % 64
     return max(rows, 1), min(vocab, columns)
-
-
-def spans(size: int, step: int) -> Iterator[Span]:
-    """Yield start and stop of the parts of `size`, each of `step`; the last may be shorter."""
-    for first in range(0, size, step):
-        yield first, min(first + step, size)
 
 
 def check_targets(call: CrossEntropyTargets, vocab: int) -> None:

@@ -208,7 +208,8 @@ class Linear(Node):
     sizes: tuple[int, ...] = ()  # output columns of each layer, if there are several
     # the rows of the weight and bias that are this layer's, if it shares them with others
     part: Part | None = None
-    # low-rank updates (`low_rank.LowRank`). A step with updates has no residual and no mask.
+    # low-rank updates (`low_rank.LowRank`). A step of several layers, or with updates, has no
+    # residual and no mask.
     updates: tuple[Any, ...] = ()
 
     @functools.cached_property

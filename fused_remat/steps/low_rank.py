@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fused_remat.random import DropoutMask
+from fused_remat.steps.chunk import spans
 from fused_remat.steps.linear import (
     add_weight_grad,
     describe_product,
@@ -131,10 +132,7 @@ def _chunks(
 
     The part is a new object, so that the tensor which it makes is freed with the chunk.
     """
-    rows = x.shape[0]
-    step = _ROWS if converts else max(rows, 1)
-    for start in range(0, rows, step):
-        stop = min(start + step, rows)
+    for start, stop in spans(x.shape[0], _ROWS if converts else max(x.shape[0], 1)):
         yield slice(start, stop), None if mask is None else mask.of_rows(start, stop - start)
 
 

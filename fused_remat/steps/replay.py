@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from fused_remat.steps.chunk import spans
 from fused_remat.steps.node import Inputs, Mask, Node, Params, Shapes
 from fused_remat.steps.residual import dropout
 
@@ -115,8 +116,7 @@ class Replay(Node):
                 batch = chunk.seqs[1] - chunk.seqs[0]
                 tokens = chunk.owner.execution.lengths[self.name]
             return [(At(batch, tokens, first), slice(rows))]
-        spans = [(lo, min(lo + step, rows)) for lo in range(0, rows, step)]
-        return [(At(1, hi - lo, first + lo), slice(lo, hi)) for lo, hi in spans]
+        return [(At(1, hi - lo, first + lo), slice(lo, hi)) for lo, hi in spans(rows, step)]
 
     def forward(self, chunk: Chunk, out: Tensor | None = None) -> None:
         tensors, parts, y = self._tensors(chunk), self._spans(chunk), out
@@ -152,16 +152,16 @@ class Replay(Node):
             t if t is None or self.captures else t.detach().requires_grad_(name in needs_grad)
             for name, t in zip(self.tensors, self._tensors(chunk), strict=True)
         ]
-        spans, whole = self._spans(chunk), dict[str, Tensor]()
-        first = parts if len(spans) == 1 else ()
-        for at, rows in spans:
+        calls, whole = self._spans(chunk), dict[str, Tensor]()
+        first = parts if len(calls) == 1 else ()
+        for at, rows in calls:
             part = chunk, at, rows, given, dy[rows], needs_grad, first
             for name, grad, mine in self._grads(*part):
                 if grad is None:
                     yield
                 elif name in self.tensors:
-                    self._add_param_grad(chunk, name, grad, mine, len(spans) > 1)
-                elif len(spans) == 1:
+                    self._add_param_grad(chunk, name, grad, mine, len(calls) > 1)
+                elif len(calls) == 1:
                     chunk.add_grad(name, grad, mine)
                 else:
                     if name not in whole:

@@ -17,7 +17,8 @@ from fused_remat.kernels.cross_entropy import (
     linear_cross_entropy_fwd_kernel,
 )
 from fused_remat.steps import cross_entropy
-from fused_remat.steps.cross_entropy import Columns, block_of, gradients, spans
+from fused_remat.steps.chunk import spans
+from fused_remat.steps.cross_entropy import Columns, block_of, gradients
 from fused_remat.steps.operations import faster
 from fused_remat.triton.launch import TARGET, Launch, Target, cdiv, run, target_of, vector
 from fused_remat.triton.products import launch_over, unsupported_dtype_reason

@@ -71,10 +71,10 @@ def target_of(device: torch.device) -> Target:
 
     Raises: RuntimeError if kernels cannot run there.
     """
-    if device.type == "cuda" and not INTERPRETED:
-        return _device_target(torch.cuda.current_device() if device.index is None else device.index)
     if INTERPRETED:
         return Target("interpreter", 90, 3)
+    if device.type == "cuda":
+        return _device_target(torch.cuda.current_device() if device.index is None else device.index)
     if (driven := _driven(device)) is not None:
         return driven
     raise RuntimeError(
@@ -340,7 +340,8 @@ class _Places:
         if isinstance(value, TensorDescriptor):
             rest = {name: part for name, part in vars(value).items() if name != "base"}
             return f"described({self.constant(rest)}, {self.source(value.base)})"
-        if isinstance(value, tuple) and _has_tensors(value):
+        leaves = tree_leaves(value) if isinstance(value, tuple) else ()
+        if any(isinstance(leaf, Tensor | TensorDescriptor) for leaf in leaves):
             return f"({''.join([f'{self.source(part)}, ' for part in value])})"
         return self.constant(value)
 
@@ -366,13 +367,6 @@ class _Places:
         where = f"t[{near[0]}].storage_offset() + {apart // x.itemsize}"
         shape, stride = map(self.constant, (x.shape, x.stride()))
         return f"t[{near[0]}].as_strided({shape}, {stride}, {where})"
-
-
-def _has_tensors(values: tuple[Any, ...]) -> bool:
-    return any(
-        _has_tensors(x) if isinstance(x, tuple) else isinstance(x, Tensor | TensorDescriptor)
-        for x in values
-    )
 
 
 def _described(fields: dict[str, Any], base: Tensor) -> TensorDescriptor:

@@ -168,7 +168,7 @@ def column_sum(parts: Tensor, total: Tensor, *others: tuple[Tensor, Tensor]) -> 
 
 
 def new_stats(kind: str, x: Tensor) -> tuple[Tensor, ...]:
-    """Uninitialised statistics of x, for a kernel to fill."""
+    """Return uninitialized statistics of x, for a kernel to fill."""
     shape, stats = (x.shape[0], 1), NORMS[kind].stats
     return tuple([torch.empty(shape, dtype=torch.float32, device=x.device) for _ in stats])
 

@@ -52,11 +52,8 @@ def activation_bwd_triton(act, dy, gate, up, mask, owned, needs_grad=(True, True
         dx = torch.empty(up.shape, dtype=up.dtype, device=up.device) if first is None else first
         run(act_bwd, dy, up, act, mask, dx)
         return None, dx
-    shape, dtype, device = gate.shape, gate.dtype, gate.device
-    dup = torch.empty(shape, dtype=dtype, device=device) if needs_grad[1] else None
-    dgate = None
-    if needs_grad[0]:
-        dgate = torch.empty(shape, dtype=dtype, device=device) if first is None else first
+    dup = gate.new_empty(gate.shape) if needs_grad[1] else None
+    dgate = (gate.new_empty(gate.shape) if first is None else first) if needs_grad[0] else None
     if dgate is not None or dup is not None:
         run(gated_bwd, dy, gate, up, act, mask, dgate, dup)
     return dgate, dup

@@ -51,7 +51,6 @@ def rotary_bwd_triton(dy, x, call, needs_grad, owned):
     dq_weight, dk_weight = (
         torch.empty(weight.shape, dtype=torch.float32, device=dy.device) if wanted else None
         for weight, wanted in zip((call.q_weight, call.k_weight), needs_grad[1:], strict=True)
-        if weight is not None
     )
     run(rotary_norm_bwd, dy, x, call, dx, dq_weight, dk_weight, launch.TARGET)
     return dx, dq_weight, dk_weight

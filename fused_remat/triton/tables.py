@@ -1,8 +1,9 @@
 """Tables of the tiles that kernels take, and of what runs in a kernel rather than in ATen.
 
-Nothing is tuned at run time: to tune, change a row. No row has been measured on hardware yet: tiles
-are the largest that compile without spills (`python -m bench audit`), and what runs where follows
-from counted bytes and operations (`docs/kernels.md`).
+Nothing is tuned at run time: to tune, change an entry. Tiles are the largest that compile without
+spills (`python -m bench audit`), and what runs where follows from counted bytes and operations
+(`docs/kernels.md`). Of the hardware, one H100 has compared tiles of Hopper
+(`bench/results/2026-11-27-h100-9bb90cd`).
 """
 
 from __future__ import annotations

@@ -32,9 +32,11 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 from fused_remat import FusedRematDecoderLayer, FusedRematLayer, Policy, check_replay, memory_report
-from fused_remat.autograd.function import OBSERVERS
+from fused_remat.autograd.function import OBSERVERS, run_block
+from fused_remat.graph.build import block_graph
 from fused_remat.parallel import LayerParallel, pack_attention
 from fused_remat.report.allocations import SavedBytes
+from fused_remat.spec import AttentionSpec, BlockSpec, BranchSpec, MLPSpec, NormSpec, ParallelSpec
 
 SEQUENCE = pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
 
@@ -187,6 +189,34 @@ def test_kept_bytes(policy, sequence):
     lse = 0 if policy == "full" else S * H // 2
     table = 4 * B * (D * (stream + heads) + 4 * tokens + lse)
     assert saved.total == report.kept_bytes == report.predicted_bytes == table
+
+
+@SEQUENCE
+@in_two_processes
+def test_branches_that_read_one_gathered_norm(sequence):
+    rank, group = dist.get_rank(), dist.group.WORLD.group_name
+    attention = AttentionSpec(num_heads=2, num_kv_heads=2, head_dim=4, scale=0.5)
+    branches = (
+        BranchSpec(op=attention, norm=NormSpec()),
+        BranchSpec(op=MLPSpec(activation="gelu"), parallel=True),
+    )
+    spec = BlockSpec(kind="beside", branches=branches)
+    shapes = spec.linear_shapes(D, 12)
+    full = {f"{name}.weight": given(i, shape) for i, (name, shape) in enumerate(shapes.items())}
+    own = {n: w.chunk(2, int(n in ("proj.weight", "fc2.weight")))[rank] for n, w in full.items()}
+    own["qkv.weight"] = full["qkv.weight"].view(3, 2, 4, D)[:, rank].reshape(12, D)
+
+    def part(x):
+        return x.chunk(2, 1)[rank] if sequence else x
+
+    x, dy, results = given(), given(7), []
+    place = ParallelSpec(group=group, size=2, rank=rank, sequence=sequence)
+    for block, weights, cut in ((spec, full, lambda t: t), (spec.on_rank(place), own, part)):
+        leaf = cut(x).clone().requires_grad_()
+        y = run_block(block_graph(block), "lean", {"input": leaf, **weights})
+        y.backward(cut(dy))
+        results.append((y, leaf.grad))
+    assert_close(results[1], tuple(map(part, results[0])), **CLOSE)
 
 
 @pytest.mark.composes("Tensor parallel", "segments")

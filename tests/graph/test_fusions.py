@@ -105,6 +105,10 @@ ODD = {
         b.linear("up", "input", "up"), gelu(b), b.linear("one", "act", "down"),
         b.linear("output", "act", "other", residual="one"),
     ),
+    "a layer of some rows of a weight": lambda b: (
+        b.linear("up", "input", "square"), gelu(b),
+        b.linear("output", "act", "up", part=(0, 8, 16)),
+    ),
     "a residual made after act": lambda b: (
         b.linear("up", "input", "up"), gelu(b), b.linear("r", "input", "square"),
         b.linear("output", "act", "down", residual="r"),

@@ -11,10 +11,10 @@ from block_inputs import compare, normal
 from reference import EXACT_PRESETS, plain_block
 from tiers import pairwise
 
-from fused_remat import Policy, policies
+from fused_remat import Policy, policies, random
 from fused_remat.autograd import function
-from fused_remat.graph.build import attention_graph, block_graph
-from fused_remat.graph.text import graph_of
+from fused_remat.graph.build import BlockBuilder, attention_graph, block_graph
+from fused_remat.graph.text import block, graph_of
 from fused_remat.layer_specs import nn_layer_spec, transformer_spec
 from fused_remat.policies import kept_names
 from fused_remat.spec import (
@@ -112,6 +112,31 @@ def test_ranks_gather_what_parallel_branches_read_once():
             n.name for n in block_graph(spec).nodes if n.name.endswith((".all", ".ordered"))
         ]
         assert len(gathered) == (1 if branches[1].parallel else 2)
+
+
+def test_dropout_without_a_residual():
+    one = BlockSpec(kind="one", branches=(BranchSpec(op=MLP, dropout=0.3),), residual=False)
+    for spec in (one, one.on_rank(PLACE), replace(one, loras=(LoraSpec(layer="fc2", scale=1.0),))):
+        last = block_graph(spec).nodes[-1]
+        assert last.name == "output" and last.mask == "dropout2"
+
+
+@block
+def side_by_side(residual):
+    b = BlockBuilder()
+    mask = b.dropout("mask", random.RESIDUAL1, 0.5, "input")
+    b.linear("output", "input", "a", "b", sizes=(3, 5), residual=residual, mask=mask)
+    return b.graph("side_by_side")
+
+
+@pytest.mark.parametrize("residual", ["input", ""])
+def test_dropout_and_the_residual_of_several_layers(residual):
+    x, weights = normal(B, S, D), [normal(3, D, seed=1), normal(5, D, seed=2)]
+    named = {"input": x, "a.weight": weights[0], "b.weight": weights[1], "seed": torch.tensor(3)}
+    made = function.run_block(side_by_side(residual), "lean", named) - (x if residual else 0.0)
+    kept = made != 0.0
+    assert 0.2 < kept.double().mean() < 0.8
+    torch.testing.assert_close(made[kept], 2.0 * F.linear(x, torch.cat(weights))[kept])
 
 
 ONE, ENCODER = BranchSpec(op=MLP), nn_layer_spec(True, 2, 4, "gelu", loras=UPDATE)

@@ -174,7 +174,8 @@ def test_kept_bytes_are_the_graphs_prediction(any_case, dtype, p):
             return any_case.op(tensors, p, policy=policy)
 
         ((call, shapes),) = calls(run)
-        kept = kept_bytes(call.graph, call.save, call.needs_grad, shapes, dtype.itemsize)
+        dtypes = dict.fromkeys(call.graph.inputs, dtype)
+        kept = kept_bytes(call.graph, call.save, call.needs_grad, shapes, dtypes)
         with SavedBytes(exclude=any_case.own(tensors)) as saved:
             output = run()
         assert saved.total == sum(kept.values())

@@ -113,9 +113,9 @@ def test_a_converted_model_gives_the_same_and_keeps_what_is_predicted(name, poli
     assert bool(runs) == (name not in NO_BLOCK)
     for run in runs:
         block, execution = run.call, run.execution
-        itemsize = run.tensors[0].element_size()
+        dtypes = dict.fromkeys(block.graph.inputs, run.tensors[0].dtype)
         shapes = block.named_shapes(execution.given)
-        predicted = kept_bytes(block.graph, block.save, block.needs_grad, shapes, itemsize)
+        predicted = kept_bytes(block.graph, block.save, block.needs_grad, shapes, dtypes)
         inputs = sum(predicted.get(input, 0) for input in block.graph.inputs)
         output = run.output.nbytes if execution.plan.keeps_output else 0
         seed = predicted.get("seed", 0)
