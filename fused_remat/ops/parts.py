@@ -11,7 +11,7 @@ from torch import Tensor
 from fused_remat.autograd import run_block
 from fused_remat.graph.build import block_graph, dropout_add_graph, norm_graph, rotary_graph
 from fused_remat.graph.graph import Graph
-from fused_remat.ops.activation import ActivationLike, resolve_activation
+from fused_remat.ops.activation import ActivationLike, known_activation, resolve_activation
 from fused_remat.ops.checks import (
     argument_name,
     check_alike,
@@ -318,7 +318,9 @@ def _mlp(
     check_alike({"x": x, **{shown(name): t for name, t in weights.items()}})
     gated = "gate.weight" in weights
     hidden = hidden_width(x, weights, shown)
-    act = resolve_activation(activation, x, (2, hidden), "a gated MLP" if gated else "")
+    if gated:
+        activation = known_activation(activation)
+    act = resolve_activation(activation, x, (2, hidden))
     p = check_p("dropout_p", dropout_p)
     branch = BranchSpec(
         op=MLPSpec(activation=act.name, gated=gated, captured=len(act.captured), dropout=p),
