@@ -270,10 +270,9 @@ class LayerKind:
             return f"{layers}: not called in training yet"
         if self.pieces:
             named = "; ".join(f"{name} ({why})" for name, why in self.pieces)
-            many = "submodule" if len(self.pieces) == 1 else "submodules"
-            layers += (
-                f" with {len(self.pieces)} replayed {many}, which backward runs again: {named}"
-            )
+            count = len(self.pieces)
+            parts = f"{count} replayed submodule{'s' * (count != 1)}"
+            layers += f" with {parts}, which backward runs again: {named}"
         elif self.state != "converted":
             layers += f" ({run_name(self.layers)})"
         return f"{self.state} {layers}: {_listed(self.calls)}"

@@ -32,8 +32,6 @@ from fused_remat.spec import ParallelSpec
 _COLUMNS = ("q", "k", "v", "gate", "fc1", "cross_q", "cross_k", "cross_v")
 _ROWS = ("proj", "cross_proj", "fc2")
 _UNPACKED = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
-
-
 #: Parameters that several modules of a model share, with those modules and the names there.
 _Shared = dict[nn.Parameter, list[tuple[nn.Module, str]]]
 

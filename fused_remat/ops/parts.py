@@ -259,7 +259,7 @@ def rotary(
         heads, which stay unchanged; returns the same in qkv.dtype. cos and sin (S, R/2) or
         (B, S, R/2), of qkv's dtype or float32; they rotate the first R elements of each head,
         R <= E. Both None: nothing is rotated. Hkv is `kv_heads`, or H.
-    interleaved: (x1, x2) are neighbours, elements 2i and 2i + 1 (GPT-J); else i and i + R/2
+    interleaved: (x1, x2) are neighbors, elements 2i and 2i + 1 (GPT-J); else i and i + R/2
         (GPT-NeoX, and LLaMA in Hugging Face's layout).
     q_norm_weight, k_norm_weight: (E,) of an RMSNorm with `eps` of each query and key head before
         the rotation (Qwen3); both or neither.
