@@ -13,7 +13,7 @@ from torch import nn
 from fused_remat.execution.choose import check_name
 from fused_remat.huggingface.call import check_convertible
 from fused_remat.huggingface.head import HEADS, HuggingFaceHead, head_class
-from fused_remat.huggingface.rows import FUSED, architecture_of, fused_class
+from fused_remat.huggingface.rows import architecture_of, fused_class
 from fused_remat.layers import FusedLayer, FusedRematDecoderLayer, FusedRematLayer
 from fused_remat.layers.converted import ConvertedLayer, Replaced, around_layers
 from fused_remat.layers.eligibility import Unsupported, qualified
@@ -150,9 +150,8 @@ def _fused_layers(model: nn.Module) -> dict[str, FusedLayer]:
 
 def _eligible_layers(model: nn.Module) -> list[nn.Module]:
     """Return the layers that `convert` can convert, in the order of the model."""
-    classes = {type(module) for module in model.modules()}
-    has_entry = {*LAYERS, *filter(architecture_of, classes)}.difference(FUSED.values())
-    known = [module for module in model.modules() if type(module) in has_entry]
+    stock = [module for module in model.modules() if not isinstance(module, FusedLayer)]
+    known = [m for m in stock if type(m) in LAYERS or architecture_of(type(m)) is not None]
     within = {part for module in known for part in module.modules()}
     eligible = {*known, *(layer for layer in repeated_layers(model) if layer not in within)}
     return [module for module in model.modules() if module in eligible]
@@ -161,7 +160,7 @@ def _eligible_layers(model: nn.Module) -> list[nn.Module]:
 def _heads(model: nn.Module) -> list[nn.Module]:
     """Return the language models in `model` whose loss can be computed without logits."""
     heads = [module for module in model.modules() if head_class(type(module)) is not None]
-    if not heads:
+    if not heads and not any(isinstance(module, HuggingFaceHead) for module in model.modules()):
         supported = ", ".join(layout.model for layout in HEADS)
         raise ValueError(
             f"loss=True: {type(model).__name__} contains no language model whose loss can be "
@@ -271,10 +270,9 @@ class LayerKind:
             return f"{layers}: not called in training yet"
         if self.pieces:
             named = "; ".join(f"{name} ({why})" for name, why in self.pieces)
-            many = "submodule" if len(self.pieces) == 1 else "submodules"
-            layers += (
-                f" with {len(self.pieces)} replayed {many}, which backward runs again: {named}"
-            )
+            count = len(self.pieces)
+            parts = f"{count} replayed submodule{'s' * (count != 1)}"
+            layers += f" with {parts}, which backward runs again: {named}"
         elif self.state != "converted":
             layers += f" ({run_name(self.layers)})"
         return f"{self.state} {layers}: {_listed(self.calls)}"

@@ -32,8 +32,6 @@ from fused_remat.spec import ParallelSpec
 _COLUMNS = ("q", "k", "v", "gate", "fc1", "cross_q", "cross_k", "cross_v")
 _ROWS = ("proj", "cross_proj", "fc2")
 _UNPACKED = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
-
-
 #: Parameters that several modules of a model share, with those modules and the names there.
 _Shared = dict[nn.Parameter, list[tuple[nn.Module, str]]]
 
@@ -97,9 +95,9 @@ class LayerParallel(_Style):
     activations; of others, all ranks draw the same. `accumulate_into`, low-rank updates and
     activation functions without a name are not supported.
 
-    Raises (when applied): TypeError for a module that is not a fused layer; ValueError for heads or
-        widths that cannot be divided evenly, packed projections (GPT-2), adapters, and parameters
-        that are DTensors already (divide before `fully_shard`).
+    Raises (when applied): TypeError for a module that is not a fused layer; ValueError for a traced
+        layer, heads or widths that cannot be divided evenly, packed projections (GPT-2), adapters,
+        and parameters that are DTensors already (divide before `fully_shard`).
     Source: Shoeybi et al. 2019 (arXiv 1909.08053), Korthikanti et al. 2022 (arXiv 2205.05198).
 
     >>> LayerParallel(sequence=True)
@@ -118,10 +116,13 @@ class LayerParallel(_Style):
         return f"LayerParallel(sequence={self.sequence}, split={self.split}, join={self.join})"
 
     def _divide(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        kind = type(module).__name__
         if not isinstance(module, FusedLayer):
-            raise TypeError(f"LayerParallel takes a fused layer, got a {type(module).__name__}")
+            raise TypeError(f"LayerParallel takes a fused layer, got a {kind}")
+        if not hasattr(module, "_map"):
+            raise ValueError(f"the {kind} is traced; only layers with a table entry can be divided")
         if module._tensor_parallel is not None:
-            raise ValueError(f"the {type(module).__name__} is divided among ranks already")
+            raise ValueError(f"the {kind} is divided among ranks already")
         if module.accumulate_into is not None:
             raise ValueError(
                 f"accumulate_into={module.accumulate_into!r}: the gradients of a divided layer are "
@@ -133,9 +134,8 @@ class LayerParallel(_Style):
                 _unpack(child)
         for child, attribute, name in _parameters(module):
             self._distribute(child, attribute, mesh, _placement(name))
-        group, rank = mesh.get_group().group_name, mesh.get_local_rank()
-        parallel = ParallelSpec(group=group, size=mesh.size(), rank=rank, sequence=self.sequence)
-        module._tensor_parallel = TensorParallel(parallel, self.split, self.join, self._lengths)
+        place = ParallelSpec.of(mesh, self.sequence)
+        module._tensor_parallel = TensorParallel(place, self.split, self.join, self._lengths)
         if self._encoder is not None:  # it would hand nested tensors to layers in evaluation
             self._encoder.use_nested_tensor = False
 

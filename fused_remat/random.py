@@ -1,4 +1,4 @@
-"""The random numbers of dropout and of stochastic rounding: the same bits in every backend.
+"""The random numbers of dropout: the same bits in every backend.
 
 Masks are never stored. Whether the element (row, col) of a dropout site survives is a function of
 (seed, site, row, col) only:
@@ -10,7 +10,7 @@ Masks are never stored. Whether the element (row, col) of a dropout site survive
     x = (x ^ (x >> 16)) * MUL32                                           logical shift
     the element survives  iff  (x & 0x7fffffff) < round((1 - p) * 2**31)
 
-`mix64` is SplitMix64's finaliser (Steele, Lea, Flood 2014). Rows have 64 bits, so a tensor may hold
+`mix64` is SplitMix64's finalizer (Steele, Lea, Flood 2014). Rows have 64 bits, so a tensor may hold
 more than 2**32 elements; columns are below 2**31. At a site of tokens, row = b * S + s, whatever
 the memory layout, and col is the channel; in attention, row = (b * H + h) * S_q + q, and col is the
 key. `tests/graph/test_random.py` has test vectors.

@@ -39,7 +39,7 @@ class NormSpec:
     """A norm over the width.
 
     Attributes:
-        kind: a row of `steps.norm.NORMS`, such as "layer_norm" or "rms_norm".
+        kind: a key of `steps.norm.NORMS`, such as "layer_norm" or "rms_norm".
         eps: added to the variance.
         offset: added to the weight in float32 (1 for Gemma, whose weights are close to 0).
     """
@@ -104,9 +104,9 @@ class AttentionSpec:
     @functools.cached_property
     def options(self) -> tuple[str, ...]:
         """Names of the options of scores and probabilities that do not have their defaults."""
-        rows = [row for row in fields(self) if row.default is not MISSING]
-        given = [row.name for row in rows if getattr(self, row.name) != row.default]
-        return tuple([name for name in given if name not in _NOT_OF_SCORES])
+        optional = [f for f in fields(self) if f.default is not MISSING]
+        chosen = [f.name for f in optional if getattr(self, f.name) != f.default]
+        return tuple([name for name in chosen if name not in _NOT_OF_SCORES])
 
     def __post_init__(self) -> None:
         check_one_of("align", self.align, "start", "end")
@@ -139,7 +139,7 @@ class AttentionSpec:
         prefix = "" if self.keys == "input" else "cross_"
         heads, kv_heads = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         ends = (0, heads, heads + kv_heads, heads + 2 * kv_heads)
-        return {f"{prefix}{name}": ends[i : i + 2] for i, name in enumerate("qkv")}  # type: ignore[misc]
+        return {f"{prefix}{name}": (ends[i], ends[i + 1]) for i, name in enumerate("qkv")}
 
     @property
     def linears(self) -> tuple[str, ...]:
@@ -191,7 +191,7 @@ class MLPSpec:
     """An MLP: fc2(dropout(activation(fc1(x)))), or fc2(dropout(activation(gate(x)) * fc1(x))).
 
     Attributes:
-        activation: a row of `steps.activation.ACTIVATIONS`, or `USER_FUNCTION`.
+        activation: a key of `steps.activation.ACTIVATIONS`, or `USER_FUNCTION`.
         gated: whether there is a gate.
         dropout: probability, after the activation.
         captured: how many tensors a user's function captures.
@@ -267,7 +267,7 @@ class LoraSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelSpec:
-    """A rank's place in a tensor-parallel group.
+    """A rank of a tensor-parallel group.
 
     Attributes:
         group: the name of the process group.
@@ -278,7 +278,13 @@ class ParallelSpec:
     group: str
     size: int
     rank: int
-    sequence: bool
+    sequence: bool = False
+
+    @classmethod
+    def of(cls, mesh: Any, sequence: bool = False) -> ParallelSpec:
+        """Return the rank of this process in a `DeviceMesh` of one dimension."""
+        group, rank = mesh.get_group().group_name, mesh.get_local_rank()
+        return cls(group=group, size=mesh.size(), rank=rank, sequence=sequence)
 
 
 @dataclass(frozen=True, kw_only=True)

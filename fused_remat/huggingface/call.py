@@ -185,14 +185,14 @@ def _activation(layer_map: LayerMap, modules: Mapping[str, Any]) -> str:
     return name
 
 
-# --- masks: their form depends on the config's attention implementation, and so does the meaning of
-# None: "sdpa" and flash attention are then causal if the module is, and "eager" has no mask at all.
-
+#: Names of masks, window, and masks by name. The form of a mask depends on the config's attention
+#: implementation, and so does the meaning of None: "sdpa" and flash attention are then causal if
+#: the module is, and "eager" has no mask at all.
 Masks = tuple[tuple[str, ...], tuple[int, int], dict[str, Tensor]]
 
 
 def read_masks(attention: Any, arguments: Mapping[str, Any], parts: Parts, heads: int) -> Masks:
-    """Return the masks of an `AttentionSpec` of so many `heads`, its window, and masks by name."""
+    """Return the masks of a call with so many `heads`."""
     # No mask's values are read: on a GPU that would wait for the device.
     how = attention.config._attn_implementation
     mask = arguments.get("attention_mask")

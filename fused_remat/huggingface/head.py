@@ -214,10 +214,6 @@ class HuggingFaceHead(Replaced):
         return kind(loss=loss, past_key_values=outputs.past_key_values, **rest)
 
 
-#: By the stock class.
-_CLASSES: dict[type[nn.Module], type[HuggingFaceHead]] = {}
-
-
 def head_class(stock: type[nn.Module]) -> type[HuggingFaceHead] | None:
     """Return the class that replaces a model class of transformers; None where there is none."""
     layout = None if issubclass(stock, HuggingFaceHead) else head_layout(stock)  # type: ignore[arg-type]
@@ -226,5 +222,4 @@ def head_class(stock: type[nn.Module]) -> type[HuggingFaceHead] | None:
     signature = inspect.signature(stock.forward)
     forward = functools.wraps(stock.forward)(lambda self, *args, **kw: self._call(*args, **kw))
     more = {"layout": layout, "signature": signature, "forward": forward}
-    own = staticmethod(head_class)
-    return class_of(stock, HuggingFaceHead, _CLASSES, _class_for=own, **more)
+    return class_of(stock, HuggingFaceHead, _class_for=staticmethod(head_class), **more)

@@ -39,8 +39,6 @@ _SANDWICH = {
     "post2": "post_feedforward_layernorm",
 }
 _HEAD_NORMS = {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
-
-
 _NUMBERS = {"head_dim": "head_dim", "dropout": "attention_dropout"}
 
 
@@ -167,15 +165,6 @@ def architecture_of(cls: type) -> LayerMap | None:
     return ARCHITECTURES.get((cls.__module__, cls.__qualname__))
 
 
-def supported() -> str:
-    """Return the names of the supported architectures, for messages.
-
-    >>> supported()
-    'Llama, Mistral, Qwen2, Qwen3, SmolLM3, Gemma-2, Gemma-3, GPT-2, BERT, RoBERTa, ViT'
-    """
-    return ", ".join(layer_map.name for layer_map in ARCHITECTURES.values())
-
-
 class HuggingFaceLayer(ConvertedLayer):
     """Mixed in before a layer class of transformers by `fused_class`."""
 
@@ -204,12 +193,8 @@ class HuggingFaceLayer(ConvertedLayer):
         }
 
 
-#: By the stock class.
-FUSED: dict[type[nn.Module], type[HuggingFaceLayer]] = {}
-
-
 def fused_class(stock: type[nn.Module]) -> type[HuggingFaceLayer] | None:
-    """Return the class that replaces a layer class of transformers, always the same; or None.
+    """Return the class that replaces a layer class of transformers; None without an entry.
 
     It has the stock class's name, for wrap lists (`_no_split_modules`), and is a subclass, for
     transformers' recorders.
@@ -217,5 +202,5 @@ def fused_class(stock: type[nn.Module]) -> type[HuggingFaceLayer] | None:
     layer_map = architecture_of(stock)
     if layer_map is None:
         return None
-    more = {"_map": layer_map, "_class_for": staticmethod(fused_class)}
-    return class_of(stock, HuggingFaceLayer, FUSED, **more)
+    own = staticmethod(fused_class)
+    return class_of(stock, HuggingFaceLayer, _map=layer_map, _class_for=own)

@@ -16,7 +16,7 @@ from fused_remat.layer_specs import transformer_spec
 from fused_remat.layers.eligibility import Reason
 from fused_remat.layers.fused_layer import FusedLayer
 from fused_remat.layers.read import BlockInputs, LayerMap, Parts, read_block
-from fused_remat.ops.activation import ActivationLike, activation_name
+from fused_remat.ops.activation import ActivationLike, known_activation
 from fused_remat.ops.checks import check_heads, check_norm_kind, check_p, masks_given, read_masks
 from fused_remat.ops.parts import rotary_tensors, split_rope
 from fused_remat.policies import Policy
@@ -81,7 +81,7 @@ class CausalLayer(nn.Module):
         self.dropout = check_p("dropout", dropout)
         p = self.dropout if attention_dropout is None else attention_dropout
         self.attention_dropout = check_p("attention_dropout", p)
-        self.activation = _named(activation)
+        self.activation = known_activation(activation)
         self.window, self.softcap, self.is_causal = window, float(softcap), bool(is_causal)
         self.rope_interleaved, self.placement = bool(rope_interleaved), placement
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -274,8 +274,6 @@ def _layer_map(gated: bool, sandwich: bool, normed_heads: bool) -> LayerMap:
     norms = ("norm1", "post1", "norm2", "post2") if sandwich else ("norm1", "norm2")
     linears = ("q", "k", "v", "proj", "gate") if gated else ("q", "k", "v", "proj")
     return LayerMap(
-        package=CausalLayer.__module__,
-        layer=CausalLayer.__qualname__,
         describe=_describe,
         input="x",
         linears={**{name: name for name in linears}, "fc1": "up", "fc2": "down"},
@@ -292,14 +290,6 @@ def check_window(window: int | None) -> None:
     """Raise ValueError unless `window` is None or a count of keys."""
     if window is not None and (type(window) is not int or window < 0):
         raise ValueError(f"window must be a count of keys or None, got {window!r}")
-
-
-def _named(activation: ActivationLike) -> str:
-    name = activation if isinstance(activation, str) else activation_name(activation)
-    if name not in ACTIVATIONS:
-        shown = ", ".join(ACTIVATIONS)
-        raise ValueError(f"unknown activation {activation!r}; valid: {shown}, and their functions")
-    return name
 
 
 def _mlp(layer: Any, x: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from fused_remat.layers.read import BlockInputs, read_block
 from fused_remat.layers.record import record_of, warn
 
 _IDLE = Reason("no gradients are required", quiet=True)
+_UNNAMED = Reason("the call passes arguments without a name, or omits the first one")
 #: Names of a cache among the arguments of layers.
 CACHES = ("past_key_values", "past_key_value", "layer_past")
 #: Names of the attributes that number a model's layers.
@@ -187,9 +188,9 @@ class ConvertedLayer(Replaced, FusedLayer):
             )
 
     def _stock_forward(self, **arguments: Any) -> Any:
-        if not self.positional:  # of `_forward`, where they have no names
-            return self.stock.forward(self, *arguments["args"], **arguments["kwargs"])
-        return self.stock.forward(self, **arguments)
+        args = [value for name, value in arguments.items() if name.isdigit()]  # of `_forward`
+        named = {name: value for name, value in arguments.items() if not name.isdigit()}
+        return self.stock.forward(self, *args, **named)
 
     def _why_kept(self, reason: Reason, arguments: Mapping[str, Any]) -> tuple[str, str] | None:
         if self._why_cached(arguments) and not getattr(self, "_can_checkpoint_with_cache", False):
@@ -212,8 +213,9 @@ class ConvertedLayer(Replaced, FusedLayer):
         """Return `run(**arguments)` under `own`, a function like PyTorch's `checkpoint`."""
         # Reentrant checkpointing, which may be its kind, sees gradients of positional arguments.
         first, *_ = self.positional
-        by_position = {n: v for n, v in arguments.items() if n == first or wants_grad(v)}
-        rest = {n: v for n, v in arguments.items() if n not in by_position}
+        given = arguments.items()
+        by_position = {n: v for n, v in given if n == first or n.isdigit() or wants_grad(v)}
+        rest = {n: v for n, v in given if n not in by_position}
 
         def forward(*values: Any) -> Any:
             return run(**dict(zip(by_position, values, strict=True)), **rest)
@@ -242,14 +244,13 @@ def _unless_fused(run: Callable[..., Any], part: Any, *args: Any, **kwargs: Any)
     return run(part, *args, **kwargs)
 
 
-def class_of(
-    stock: type[nn.Module],
-    base: type[Converted],
-    classes: dict[type[nn.Module], type[Converted]],
-    **more: Any,
-) -> type[Converted]:
+#: Classes that replace others, by their base and their stock class.
+_CLASSES: dict[tuple[type[nn.Module], type[nn.Module]], Any] = {}
+
+
+def class_of(stock: type[nn.Module], base: type[Converted], **more: Any) -> type[Converted]:
     """Return the class of `base` and `stock` that replaces `stock`, with `more`; cached."""
-    if stock not in classes:
+    if (base, stock) not in _CLASSES:
         forward = inspect.signature(stock.forward)
         params = [*forward.parameters.values()][1:]
         names = [p.name for p in params if p.kind is p.POSITIONAL_OR_KEYWORD]
@@ -265,8 +266,9 @@ def class_of(
             namespace["__call__"] = nn.Module.__call__
         new: Any = type(stock.__name__, (base, stock), namespace)
         new._has_own_forward = False
-        return classes.setdefault(stock, new)  # of two threads, the first one's
-    return classes[stock]
+        _CLASSES.setdefault((base, stock), new)  # of two threads, the first one's
+    found: type[Converted] = _CLASSES[base, stock]
+    return found
 
 
 def _forward(stock: type[nn.Module]) -> Callable[..., Any]:
@@ -274,11 +276,14 @@ def _forward(stock: type[nn.Module]) -> Callable[..., Any]:
     def forward(self: ConvertedLayer, *args: Any, **kwargs: Any) -> Any:
         named = self._named(args, kwargs)
         if named is None:
-            if self.positional or is_traced():
-                return self.stock.forward(self, *args, **kwargs)  # which raises TypeError
-            reason = Reason("its forward does not take its arguments by name")
-            arguments = {"args": args, "kwargs": kwargs}
-            return self._fall_back(reason, torch.compiler.is_compiling(), arguments)
+            if is_traced():
+                return self.stock.forward(self, *args, **kwargs)
+            if torch.compiler.is_compiling():
+                from fused_remat.autograd import graph_break
+
+                return graph_break.eagerly(forward, self, *args, **kwargs)
+            unnamed = {str(i): value for i, value in enumerate(args)}
+            return self._fall_back(_UNNAMED, False, {**unnamed, **kwargs})
         arguments = self._without_idle_cache(named)
         cache = named.get("past_key_values")
         if cache is not None:

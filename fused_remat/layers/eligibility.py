@@ -20,6 +20,7 @@ from torch.utils._device import DeviceContext
 
 from fused_remat.execution.executor import autocast_on
 from fused_remat.layer_specs import cached
+from fused_remat.ops.checks import CASTABLE
 from fused_remat.spec import BlockSpec
 from fused_remat.steps.collective import in_context_parallel, is_dtensor
 from fused_remat.steps.linear import LOW
@@ -46,8 +47,7 @@ _OBSERVERS = (
 )
 #: Module of transformers' recorders, hooks that act only while a model returns their outputs.
 RECORDERS = "transformers.utils.output_capturing"
-#: What autocast converts, on the devices where the fused path supports it.
-CASTABLE = (torch.float32, torch.bfloat16, torch.float16)
+#: Devices on which the fused path supports autocast.
 _DEVICES = ("cpu", "cuda")
 #: What the names of norms in blocks begin with.
 _NORMS = ("norm", "post", "q_norm", "k_norm")
@@ -272,11 +272,14 @@ def _shapes(spec: BlockSpec, width: int, hidden: int) -> dict[str, tuple[int, ..
     return shapes | {f"{name}_norm.weight": (spec.attention.head_dim,) for name in "qk"}
 
 
+def needs_grad(value: Any) -> bool:
+    """Return whether `value` is a tensor that requires a gradient."""
+    return isinstance(value, Tensor) and value.requires_grad
+
+
 def wants_grad(*values: Any) -> bool:
-    """Return whether grad mode is on and one of `values` is a tensor that requires a gradient."""
-    return torch.is_grad_enabled() and any(
-        isinstance(value, Tensor) and value.requires_grad for value in values
-    )
+    """Return whether grad mode is on and one of `values` requires a gradient."""
+    return torch.is_grad_enabled() and any(map(needs_grad, values))
 
 
 @dataclass(frozen=True)

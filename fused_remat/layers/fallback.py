@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from fused_remat.autograd.accumulate import sharded_by
 from fused_remat.autograd.engine import active_hooks, in_checkpoint
 from fused_remat.execution.executor import changed
-from fused_remat.layers.eligibility import PLAIN, parameters_of
+from fused_remat.layers.eligibility import PLAIN, needs_grad, parameters_of
 from fused_remat.layers.record import record_of
 
 Forward = Callable[..., Any]
@@ -375,10 +375,6 @@ class Rescue:
 
 def _alive(value: Any) -> Any:
     return value() if isinstance(value, weakref.ref) else value
-
-
-def needs_grad(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.requires_grad
 
 
 def is_contained(layer: nn.Module, error: Exception) -> bool:

@@ -22,10 +22,9 @@ from fused_remat.layers.eligibility import (
     qualified,
     wrong_class,
 )
-from fused_remat.ops.activation import Activation, activation_name, prepare
+from fused_remat.ops.activation import Activation, activation_name, on_matrices, prepare
 from fused_remat.spec import LoraSpec, lora_params
 from fused_remat.steps.collective import is_dtensor
-from fused_remat.steps.replay import Function
 
 _CONV1D = ("transformers.pytorch_utils", "Conv1D")
 _LORA = ("peft.tuners.lora.layer", "Linear")
@@ -245,19 +244,5 @@ def read_activation(
     prepared = prepare(activation, token, None if precision is None else precision.autocast)
     if isinstance(prepared, str):
         raise Unsupported(f"the activation function {prepared}")
-    function = _on_matrices(prepared.functions["activation"], tuple(x.shape[:-1]), seq_first)
+    function = on_matrices(prepared.functions["activation"], x.shape[:-1], seq_first)
     return prepared._replace(functions={"activation": function})
-
-
-def _on_matrices(function: Function, lead: tuple[int, ...], seq_first: bool) -> Function:
-    """Return `function`, which takes tensors (*lead, F), as a function of matrices (tokens, F)."""
-
-    def call(up: Tensor) -> Tensor:
-        if seq_first:
-            y = function(up.view(lead[1], lead[0], -1).transpose(0, 1).contiguous())
-            y = y.transpose(0, 1) if y.dim() == 3 else y
-        else:
-            y = function(up.view(*lead, -1))
-        return y.reshape(up.shape) if y.numel() == up.numel() else y
-
-    return call

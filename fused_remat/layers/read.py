@@ -43,8 +43,8 @@ from fused_remat.steps.norm import NORMS
 class LayerMap:
     """Layout of a layer class: where it has the modules of its block. Paths lead from the layer."""
 
-    package: str  # module of the class, and its name
-    layer: str
+    package: str = ""  # module of a class of transformers, and its name
+    layer: str = ""
     describe: Callable[[Parts, Mapping[str, Any]], BlockInputs]
     name: str = ""  # of the architecture, for messages
     input: str = "hidden_states"  # forward's argument that the block transforms

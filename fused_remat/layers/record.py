@@ -116,10 +116,10 @@ def warn(layer: nn.Module, message: str, category: type[Warning] = FusedRematWar
     warnings.warn(text, category, stacklevel=user_stacklevel())
 
 
-def listed(names: Sequence[str], most: int = 3) -> str:
-    """Return names as text, the first few of many."""
-    shown = ", ".join(names[:most])
-    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+def listed(names: Sequence[str]) -> str:
+    """Return names as text, the first three of many."""
+    shown = ", ".join(names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
 
 
 def warn_compiled(layer: str, reason: str, keeps: str = "") -> None:

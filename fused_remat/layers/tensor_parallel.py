@@ -1,7 +1,7 @@
 """Calls of a layer that is divided among ranks: this rank's tokens, heads and shards.
 
 The parameters of such a layer are DTensors of a tensor-parallel mesh (`fused_remat.parallel`). A
-call is read by their whole shapes, as that of any layer, and then reduced to this rank's part.
+call is read by their full shapes, as that of any layer, and then reduced to this rank's part.
 """
 
 from __future__ import annotations
@@ -93,13 +93,13 @@ class TensorParallel:
         inputs: BlockInputs | Reason = layer._read(**{**arguments, name: self.whole(x, dim)})
         if isinstance(inputs, Reason):
             return inputs
-        if inputs.spec is None:
-            return Reason("a traced layer cannot be divided among ranks")
-        return self._own_part(inputs, inputs.spec, x.unsqueeze(0) if inputs.unbatched else x)
+        return self._own_part(inputs, x.unsqueeze(0) if inputs.unbatched else x)
 
-    def _own_part(self, inputs: BlockInputs, spec: BlockSpec, x: Tensor) -> BlockInputs:
+    def _own_part(self, inputs: BlockInputs, x: Tensor) -> BlockInputs:
         """Return this rank's part of a call that was read by full shapes; `x` is its own input."""
-        reason, place = _unsupported_reason(inputs, spec), self.place
+        spec, place = inputs.spec, self.place
+        assert spec is not None  # a traced layer is not divided
+        reason = _unsupported_reason(inputs, spec)
         if reason is not None:
             raise RuntimeError(f"fused_remat: a tensor-parallel layer cannot run: {reason}")
         tensors = {**inputs.tensors, "input": x}
@@ -186,11 +186,10 @@ class VocabularyParallelLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         weight: Any = self.weight
-        mesh, own = weight.device_mesh, [weight] if self.bias is None else [weight, self.bias]
-        group, rank = mesh.get_group().group_name, mesh.get_local_rank()
-        shards = local_shards(group, (False,) * len(own), own)
-        logits = F.linear(_SharedInput.apply(input, group), *shards)
-        place = ParallelSpec(group=group, size=mesh.size(), rank=rank, sequence=False)
+        place = ParallelSpec.of(weight.device_mesh)
+        own = [weight] if self.bias is None else [weight, self.bias]
+        shards = local_shards(place.group, (False,) * len(own), own)
+        logits = F.linear(_SharedInput.apply(input, place.group), *shards)
         out: Tensor = _Part.apply(logits, logits.dim() - 1, place, True)
         return out
 

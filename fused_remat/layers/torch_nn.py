@@ -15,7 +15,6 @@ from fused_remat.graph.build import block_graph
 from fused_remat.graph.graph import Graph
 from fused_remat.layer_specs import nn_layer_spec
 from fused_remat.layers.eligibility import (
-    CASTABLE,
     PLAIN,
     Reason,
     Unsupported,
@@ -30,6 +29,7 @@ from fused_remat.layers.fused_layer import FusedLayer
 from fused_remat.layers.modules import read_activation
 from fused_remat.layers.read import BlockInputs, LayerMap, Parts, read_block
 from fused_remat.ops.activation import activation_name
+from fused_remat.ops.checks import CASTABLE
 from fused_remat.policies import Policy
 
 _EXACT = Reason("evaluation without gradients is PyTorch's own if that is exact", quiet=True)
@@ -384,8 +384,6 @@ def _check_memory(parts: Parts, memory: Any, batch_first: bool) -> None:
 _SELF = {"self_attn": ("qkv", "q", "k", "v", "proj")}
 _CROSS = {"multihead_attn": ("cross", "cross_q", "cross_k", "cross_v", "cross_proj")}
 ENCODER = LayerMap(
-    package="torch.nn.modules.transformer",
-    layer="TransformerEncoderLayer",
     describe=_describe,
     input="src",
     dims=(2, 3),
@@ -398,7 +396,6 @@ ENCODER = LayerMap(
 )
 DECODER = replace(
     ENCODER,
-    layer="TransformerDecoderLayer",
     input="tgt",
     methods={n: getattr(nn.TransformerDecoderLayer, n) for n in (*ENCODER.methods, "_mha_block")},
     projections={**_SELF, **_CROSS},

@@ -10,7 +10,7 @@ captured tensor that is changed in place before backward raises there.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -37,30 +37,29 @@ class Activation(NamedTuple):
     functions: Mapping[str, Function]  # one without an entry there, as backward can call it again
 
 
-def resolve_activation(
-    activation: ActivationLike, x: Tensor, shape: tuple[int, ...], names_only: str = ""
-) -> Activation:
+def known_activation(activation: ActivationLike, others: str = "their functions") -> str:
+    """Return the name in `ACTIVATIONS` of an activation; raise ValueError without one.
+
+    `others` ends the message: what is valid in addition to names.
+    """
+    name = activation if isinstance(activation, str) else activation_name(activation)
+    if name not in activations.ACTIVATIONS:
+        valid = ", ".join(activations.ACTIVATIONS)
+        raise ValueError(f"unknown activation {activation!r}; valid: {valid}, and {others}")
+    return name
+
+
+def resolve_activation(activation: ActivationLike, x: Tensor, shape: tuple[int, ...]) -> Activation:
     """Return `activation` for a block of `x`; try an unknown function on zeros of `shape`.
 
-    `names_only`: for the message, the caller that accepts known activations only.
-
-    Raises: ValueError for an unknown name, a function that backward cannot call again, and an
-        unknown function if `names_only`; TypeError for neither a string nor a callable.
+    Raises: ValueError for an unknown name and a function that backward cannot call again; TypeError
+        for neither a string nor a callable.
     """
-    valid = ", ".join(activations.ACTIVATIONS)
-    if isinstance(activation, str):
-        if activation not in activations.ACTIVATIONS:
-            raise ValueError(f"unknown activation {activation!r}; valid: {valid}, or a function")
-        return Activation(activation, {}, {})
-    if not callable(activation):
+    if not isinstance(activation, str) and not callable(activation):
         raise TypeError(f"activation must be a name or a function, got {activation!r}")
-    name = activation_name(activation)
+    name = activation if isinstance(activation, str) else activation_name(activation)
     if name is not None:
-        return Activation(name, {}, {})
-    if names_only:
-        raise ValueError(
-            f"{names_only} takes the name of an activation, got {activation!r}; valid: {valid}"
-        )
+        return Activation(known_activation(name, "functions"), {}, {})
     trial: Any = prepare
     if torch.compiler.is_compiling():
         from fused_remat.autograd import graph_break
@@ -118,6 +117,23 @@ def prepare(activation: Any, x: Tensor, autocast: torch.dtype | None = None) -> 
         return "changes a tensor that it captured"
     named = dict(zip(captured_params(len(captured)), captured, strict=True))
     return Activation(USER_FUNCTION, named, {"activation": _guarded(fn, watch.versions)})
+
+
+def on_matrices(function: Function, lead: Sequence[int], seq_first: bool = False) -> Function:
+    """Return `function`, which takes tensors (*lead, F), as a function of matrices (tokens, F).
+
+    `seq_first`: `lead` is (S, B), and the tokens of a matrix go by sequences.
+    """
+
+    def call(up: Tensor) -> Tensor:
+        if seq_first:
+            y = function(up.view(lead[1], lead[0], -1).transpose(0, 1).contiguous())
+            y = y.transpose(0, 1) if y.dim() == 3 else y
+        else:
+            y = function(up.view(*lead, -1))
+        return y.reshape(up.shape) if y.numel() == up.numel() else y
+
+    return call
 
 
 class _Watch(TorchDispatchMode):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -11,7 +10,12 @@ from torch import Tensor
 from fused_remat.autograd import run_block
 from fused_remat.graph.build import block_graph
 from fused_remat.layer_specs import nn_layer_spec, transformer_spec
-from fused_remat.ops.activation import ActivationLike, resolve_activation
+from fused_remat.ops.activation import (
+    ActivationLike,
+    known_activation,
+    on_matrices,
+    resolve_activation,
+)
 from fused_remat.ops.checks import (
     argument_name,
     check_alike,
@@ -37,7 +41,6 @@ from fused_remat.spec import (
     attention_fields,
     lora_params,
 )
-from fused_remat.steps.replay import Function
 
 #: A low-rank update: the name of a layer, A (rank, in), B (out, rank), scale.
 Update = tuple[str, Tensor, Tensor, float]
@@ -86,11 +89,7 @@ def encoder_block(
     *lead, d_model = x.shape
     check_heads(d_model, nhead, "x's width", "nhead")
     act = resolve_activation(activation, x, (1, 2, hidden_width(x, weights)))
-
-    def on_matrices(fn: Function, up: Tensor) -> Tensor:
-        return fn(up.view(*lead, -1)).reshape(up.shape)
-
-    functions = {name: functools.partial(on_matrices, fn) for name, fn in act.functions.items()}
+    functions = {name: on_matrices(fn, lead) for name, fn in act.functions.items()}
     tensors = _inputs(x, nhead, seed, attn_mask, key_padding_mask)
     spec = nn_layer_spec(
         norm_first,
@@ -194,7 +193,7 @@ def causal_block(
     spec = transformer_spec(
         check_norm_kind(norm),
         float(eps),
-        resolve_activation(activation, x, (), names_only="a causal block").name,
+        known_activation(activation),
         offset=float(norm_offset),
         placement=placement,
         gated=weights.get("gate.weight") is not None,

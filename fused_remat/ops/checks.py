@@ -16,6 +16,9 @@ from fused_remat.steps.attention_call import bounds
 from fused_remat.steps.norm import NORMS
 from fused_remat.steps.replay import Function
 
+#: What autocast converts.
+CASTABLE = (torch.float32, torch.bfloat16, torch.float16)
+
 Grid = tuple[int, int, int, int]  # (B, H, S_q, S_k)
 
 

@@ -12,13 +12,10 @@ from torch import Tensor
 from fused_remat.autograd.shards import local_shards
 from fused_remat.execution.executor import autocast_on
 from fused_remat.graph.build import linear_cross_entropy_graph
-from fused_remat.ops.checks import check_alike, check_shape, check_tensor, run_tokens
+from fused_remat.ops.checks import CASTABLE, check_alike, check_shape, check_tensor, run_tokens
 from fused_remat.spec import ParallelSpec
 from fused_remat.steps.collective import is_dtensor
 from fused_remat.steps.cross_entropy import CrossEntropyTargets, LinearCrossEntropy, check_targets
-
-#: What autocast converts.
-_CASTABLE = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def linear_cross_entropy(
@@ -109,16 +106,14 @@ def _own_columns(weight: Any, bias: Any) -> tuple[ParallelSpec, Tensor, Tensor |
                 "a vocabulary divided among ranks takes weight and bias as DTensors, "
                 f"(Shard(dim=0),) on one dimension of a mesh; {name} is {shown}"
             )
-    mesh = weight.device_mesh
-    size, rank = mesh.size(), mesh.get_local_rank()
-    if weight.shape[0] % size:
+    place, vocabulary = ParallelSpec.of(weight.device_mesh), weight.shape[0]
+    if vocabulary % place.size:
         raise ValueError(
-            f"a vocabulary of {weight.shape[0]} cannot be divided evenly among {size} ranks: pad it"
+            f"a vocabulary of {vocabulary} cannot be divided evenly among {place.size} ranks: "
+            "pad it"
         )
-    group = mesh.get_group().group_name
-    shards = local_shards(group, (False,) * len(given), list(given.values()))
-    spec = ParallelSpec(group=group, size=size, rank=rank, sequence=False)
-    return spec, shards[0], None if bias is None else shards[1]
+    shards = local_shards(place.group, (False,) * len(given), list(given.values()))
+    return place, shards[0], None if bias is None else shards[1]
 
 
 def _check_options(
@@ -142,9 +137,9 @@ def _checked(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor
     check_alike({"hidden": hidden})
     dtypes: tuple[torch.dtype, ...] = (hidden.dtype,)
     why = ", as hidden"
-    if autocast_on(hidden) and hidden.dtype in _CASTABLE:
+    if autocast_on(hidden) and hidden.dtype in CASTABLE:
         low = torch.get_autocast_dtype(hidden.device.type)
-        dtypes, why = _CASTABLE, f", which autocast converts to {low}"
+        dtypes, why = CASTABLE, f", which autocast converts to {low}"
         hidden = hidden.to(low)  # weights are rounded block by block, without a copy of the head
     check_tensor("weight", weight, dtypes, hidden, why)
     if bias is not None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from fused_remat.autograd import run_block
 from fused_remat.graph.build import block_graph, dropout_add_graph, norm_graph, rotary_graph
 from fused_remat.graph.graph import Graph
-from fused_remat.ops.activation import ActivationLike, resolve_activation
+from fused_remat.ops.activation import ActivationLike, known_activation, resolve_activation
 from fused_remat.ops.checks import (
     argument_name,
     check_alike,
@@ -259,7 +259,7 @@ def rotary(
         heads, which stay unchanged; returns the same in qkv.dtype. cos and sin (S, R/2) or
         (B, S, R/2), of qkv's dtype or float32; they rotate the first R elements of each head,
         R <= E. Both None: nothing is rotated. Hkv is `kv_heads`, or H.
-    interleaved: (x1, x2) are neighbours, elements 2i and 2i + 1 (GPT-J); else i and i + R/2
+    interleaved: (x1, x2) are neighbors, elements 2i and 2i + 1 (GPT-J); else i and i + R/2
         (GPT-NeoX, and LLaMA in Hugging Face's layout).
     q_norm_weight, k_norm_weight: (E,) of an RMSNorm with `eps` of each query and key head before
         the rotation (Qwen3); both or neither.
@@ -318,7 +318,9 @@ def _mlp(
     check_alike({"x": x, **{shown(name): t for name, t in weights.items()}})
     gated = "gate.weight" in weights
     hidden = hidden_width(x, weights, shown)
-    act = resolve_activation(activation, x, (2, hidden), "a gated MLP" if gated else "")
+    if gated:
+        activation = known_activation(activation)
+    act = resolve_activation(activation, x, (2, hidden))
     p = check_p("dropout_p", dropout_p)
     branch = BranchSpec(
         op=MLPSpec(activation=act.name, gated=gated, captured=len(act.captured), dropout=p),

@@ -310,14 +310,12 @@ class TracedLayer(ConvertedLayer):
         return None
 
 
-#: Traced classes by the stock class.
-_CLASSES: dict[type[nn.Module], type[TracedLayer]] = {}
 #: Functions that return the class that stands in for a layer with a table entry, or None.
 ROWS: list[Callable[[nn.Module], type[ConvertedLayer] | None]] = []
 
 
 def traced_class(stock: type[nn.Module]) -> type[TracedLayer]:
-    return class_of(stock, TracedLayer, _CLASSES, _class_for=staticmethod(traced_class))
+    return class_of(stock, TracedLayer, _class_for=staticmethod(traced_class))
 
 
 def converted_class(layer: nn.Module) -> type[ConvertedLayer]:

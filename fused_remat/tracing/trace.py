@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from fused_remat.execution.prepare import chunks_of
 from fused_remat.layers.converted import INDICES
-from fused_remat.layers.fallback import needs_grad, run_with
+from fused_remat.layers.eligibility import needs_grad
+from fused_remat.layers.fallback import run_with
 from fused_remat.tracing.call import Trace
 from fused_remat.tracing.isolation import WithoutDropout, renumbered, replica
 from fused_remat.tracing.join import Join, known_function

@@ -217,6 +217,12 @@ def test_transformer_encoder():
     assert_close(divided(layer, sequence=True)(x), layer(x))
 
 
+class Traced(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(D), nn.Linear(D, 12), nn.Linear(12, D)
+
+
 @pytest.mark.composes("Tensor parallel", "what is not divided, and DTensors elsewhere: an error")
 @in_two_processes
 def test_errors():
@@ -244,6 +250,8 @@ def test_errors():
     labels = torch.zeros(B, S).long()
     for error, message, call in (
         (TypeError, "takes a fused layer, got a Linear", lambda: split(nn.Linear(2, 2))),
+        (ValueError, "Traced is traced; only layers with a table entry",
+         lambda: split(convert(Traced()))),
         (ValueError, "3 heads cannot be divided evenly among 2",
          lambda: split(FusedRematLayer(6, 3, 12))),
         (ValueError, "accumulate_into='grad'",

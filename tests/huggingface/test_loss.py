@@ -147,6 +147,8 @@ def test_models_without_a_head_are_told():
     model = LlamaForSequenceClassification(LlamaConfig(**MODELS["llama"][2]))
     with pytest.raises(ValueError, match=r"no language model .* LlamaForCausalLM"):
         convert(model, loss=True)
+    with pytest.raises(ValueError, match="2 are fused already"):
+        convert(convert(llama(), loss=True), loss=True)
 
 
 def loss_of(model):

@@ -112,6 +112,8 @@ def test_what_the_row_of_an_architecture_lacks_is_read(name, differences, blocks
     got = step(convert(model), inputs_of(name))
     assert not fused_layers(model) or len(blocks_run) >= 2
     close(got, expected)
+    with pytest.raises(ValueError, match="2 are fused already"):
+        convert(model)
 
 
 def own_forward(model, monkeypatch):

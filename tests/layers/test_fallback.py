@@ -16,7 +16,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import register_pytree_node
 
-from fused_remat import FusedRematWarning, convert, revert
+from fused_remat import FusedRematWarning, conversion, convert, revert
 from fused_remat.report.allocations import SavedBytes
 
 DOUBLE = torch.float64
@@ -235,3 +235,37 @@ def test_patched_classes_and_function_modes_are_noticed(monkeypatch):
 )
 def test_reasons_name_the_input(src, reason):
     assert make()[1].why_not_fused(src) == reason
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def computed(self, x, scale):
+        return x + scale * self.down(torch.relu(self.up(self.norm(x))))
+
+
+FORWARDS = {
+    "positional": lambda self, x, scale, /: self.computed(x, scale),
+    "args": lambda self, x, *scales: self.computed(x, *scales),
+    "keywords": lambda self, x=None, scale=None, y=None: self.computed(y, scale),
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", FORWARDS)
+def test_arguments_without_names_are_checkpointed(name, compiled):
+    kind = type("Scaled", (Scaled,), {"forward": FORWARDS[name]})
+    stock = nn.ModuleList([kind().double()])
+    model = convert(copy.deepcopy(stock))
+    x, scale = (torch.randn(n, 8, dtype=DOUBLE, requires_grad=True) for n in (3, 1))
+    args, kwargs = ((), {"scale": scale, "y": x}) if name == "keywords" else ((x, scale), {})
+    run = torch.compile(model[0], backend="eager") if compiled else model[0]
+    with pytest.warns(FusedRematWarning, match="under torch.utils.checkpoint: the call passes arg"):
+        y = run(*args, **kwargs)
+    inputs = (x, scale, *model.parameters())
+    got = torch.autograd.grad(y.square().sum(), inputs)
+    y = stock[0](*args, **kwargs)
+    assert_bits(got, torch.autograd.grad(y.square().sum(), (x, scale, *stock.parameters())))
+    assert conversion(model)[0].state == "checkpointed"
