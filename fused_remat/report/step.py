@@ -188,6 +188,13 @@ def arguments_of(
     return (), batch
 
 
+def batch_arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return a batch as the positional and keyword arguments of a call."""
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    return (tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)), {}
+
+
 def device_of(model: nn.Module, inputs: Any = ()) -> torch.device:
     """Return the first device of parameters, buffers and inputs that is not the CPU, or the CPU."""
     tensors = [*model.parameters(), *model.buffers(), *tensors_in(inputs)]
@@ -204,8 +211,8 @@ def restored(model: nn.Module, inputs: Iterable[Tensor], device: torch.device) -
     buffers = [(m, n, b, b.detach().clone()) for m in model.modules()
                for n, b in m._buffers.items() if b is not None]  # fmt: skip
     leaves = [t for t in (*model.parameters(), *inputs) if t.is_leaf]
-    grads = [(t, t.grad) for t in leaves]
-    wide = [(t, t.main_grad) for t in leaves if hasattr(t, "main_grad")]
+    names = ("grad", "main_grad")
+    grads = [(t, name, getattr(t, name)) for t in leaves for name in names if hasattr(t, name)]
     cuda = {t.device.index for t in (*leaves, *inputs) if t.device.type == "cuda"}
     if device.type == "cuda" and device.index is not None:
         cuda.add(device.index)
@@ -219,11 +226,9 @@ def restored(model: nn.Module, inputs: Iterable[Tensor], device: torch.device) -
             for module, name, buffer, value in buffers:
                 module._buffers[name] = buffer
                 buffer.data.copy_(value)  # .data: graphs that saved the buffer stay valid
-            for t, grad in grads:
-                if t.grad is not grad:
-                    t.grad = grad
-            for t, main_grad in wide:
-                t.main_grad = main_grad
+            for t, name, grad in grads:
+                if getattr(t, name, None) is not grad:
+                    setattr(t, name, grad)
 
 
 class _Watch:
