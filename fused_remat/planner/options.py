@@ -7,7 +7,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 
-from fused_remat.graph.schedule import kept_bytes, schedule
+from fused_remat.graph.schedule import schedule
 from fused_remat.planner.calibration import Example, Seconds
 from fused_remat.planner.chain import Option
 from fused_remat.policies import EXACT_PRESETS, Policy, kept_names
@@ -98,12 +98,7 @@ def with_offload(
 
 def kept_by_name(example: Example, save: Iterable[str]) -> dict[str, int]:
     """Return the bytes that a call keeps for backward, by name, as its graph predicts."""
-    call = example.keeping(save)
-    graph = call.graph
-    inputs = zip(graph.inputs, example.tensors[: len(graph.inputs)], strict=True)
-    given = {name: t.element_size() for name, t in inputs if t is not None}
-    itemsize = given[graph.inputs[0]]
-    return dict(kept_bytes(graph, call.save, call.needs_grad, example.shapes, itemsize, given))
+    return example.keeping(save).kept_bytes(example.tensors)
 
 
 def _subsets(example: Example, names: tuple[str, ...]) -> Iterator[frozenset[str]]:

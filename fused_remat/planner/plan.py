@@ -12,8 +12,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from fused_remat.convert import convert
-from fused_remat.layers import FusedLayer
+from fused_remat.convert import convert, fused_layers
 from fused_remat.planner import chain as chains
 from fused_remat.planner.chain import Chain, Choice, Event, Option
 from fused_remat.planner.solve import METHODS, choose, frontier, parts_at
@@ -150,9 +149,9 @@ class Plan:
         Raises: ValueError if it lacks layers that the plan is for, or a layer rejects its policy;
             then no policy changes.
         """
-        if not any(isinstance(m, FusedLayer) for m in model.modules()):
+        if not fused_layers(model):
             convert(model)
-        layers = {n: m for n, m in model.named_modules() if isinstance(m, FusedLayer)}
+        layers = fused_layers(model)
         missing = [name for name in self.policies if name not in layers]
         if missing:
             raise ValueError(

@@ -243,13 +243,11 @@ def _explained(chunk: Chunk, name: str) -> BlockExplanation:
     tiles = f", then tiles of {chunks.tile} tokens" if chunks.tiled else ""
     low, stream = execution.compute, chunk.owner.dtype
     dtypes = f", products in {str(low)[6:]}, stream in {str(stream)[6:]}" if low else ""
-    outer, inner = plan.backward, plan.tile_backward
-    steps = [one for step in outer for one in (inner if step.kind == "tiles" else (step,))]
     return BlockExplanation(
         name,
         f"{kind}, backend {_backend(chunk)}{dtypes}, {groups}{tiles}",
         kept=plan.kept_inputs + plan.kept + (("output",) if plan.keeps_output else ()),
-        backward=tuple(_shown(step, chunk) for step in steps),
+        backward=tuple(_shown(step, chunk) for step in plan.steps("backward")),
     )
 
 

@@ -19,7 +19,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fused_remat.execution.observe import OBSERVERS, BlockRun
-from fused_remat.graph.schedule import kept_bytes
 
 #: Name for what non-reentrant `torch.utils.checkpoint` saves: the arguments of what it wraps.
 CHECKPOINT = "checkpoint"
@@ -176,18 +175,12 @@ class SavedBytes:
 
 def _predicted(run: BlockRun) -> Mapping[str, int]:
     """Return the bytes that the block's graph predicts it keeps, by name."""
-    call, execution = run.call, run.execution
-    named = zip(call.graph.tensors, run.tensors, strict=True)
-    tensors = {name: t for name, t in named if t is not None}
-    shapes = {name: tuple(t.shape) for name, t in tensors.items()} | {**execution.shapes}
-    sizes = {name: tensors[name].element_size() for name in call.graph.inputs}
-    first = call.graph.inputs[0]
-    kept = dict(kept_bytes(call.graph, call.save, call.needs_grad, shapes, sizes[first], sizes))
-    for name, saved in zip(call.graph.tensors, run.saves, strict=True):
+    graph, kept = run.call.graph, run.call.kept_bytes(run.tensors)
+    for name, t, saved in zip(graph.tensors, run.tensors, run.saves, strict=True):
         if not saved:
             kept.pop(name, None)
-        elif name in tensors and name in (*call.graph.inputs, "seed"):  # also in a segment
-            kept.setdefault(name, tensors[name].numel() * tensors[name].element_size())
+        elif t is not None and name in (*graph.inputs, "seed"):  # also in a segment
+            kept.setdefault(name, t.nbytes)
     return kept
 
 
