@@ -123,14 +123,8 @@ class Plan:
     @functools.cached_property
     def frontier(self) -> tuple[Point, ...]:
         """The fastest steps for every budget, from the least possible peak to no limit."""
-        return tuple(
-            Point(
-                chains.peak(self.chain, choice),
-                chains.kept_in_all(self.chain, choice),
-                chains.seconds(self.chain, choice),
-            )
-            for choice in frontier(self.chain)
-        )
+        plans = (dataclasses.replace(self, choice=choice) for choice in frontier(self.chain))
+        return tuple(Point(plan.peak_bytes, plan.kept_bytes, plan.seconds) for plan in plans)
 
     def within(self, budget: Budget | None, method: str = "optimal") -> Plan:
         """Another plan from the same measurements, for another budget or with another method.

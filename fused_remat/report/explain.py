@@ -15,7 +15,7 @@ from fused_remat.execution.prepare import Execution
 from fused_remat.graph.schedule import Step
 from fused_remat.layers.fused_layer import FusedLayer
 from fused_remat.layers.record import record_of
-from fused_remat.report.step import arguments_of, device_of, restored, tensors_in, trace_layers
+from fused_remat.report.step import arguments_of, restored, tensors_in, trace_layers
 from fused_remat.steps.chunk import Chunk, Pass
 from fused_remat.steps.fused import MlpBackward, mlp_bwd
 from fused_remat.steps.node import Node
@@ -114,7 +114,7 @@ def explain(model: nn.Module, *inputs: Any, **kwargs: Any) -> Explanation:
     inputs, kwargs = arguments_of(model, inputs, kwargs)
     tensors = list(tensors_in([inputs, kwargs]))
     trace_layers(model, inputs, kwargs)
-    with _Recorder(model) as recorder, restored(model, tensors, device_of(model, tensors)):
+    with _Recorder(model) as recorder, restored(model, tensors):
         model(*inputs, **kwargs)
     return recorder.explanation()
 

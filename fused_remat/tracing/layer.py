@@ -331,10 +331,8 @@ def description_if_converted(
     layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> str:
     """Return how a stock layer would run a call after `convert`."""
-    converted = replica(layer)
+    converted = replica(layer, deep=True)
     converted.__class__ = converted_class(layer)
-    for name in NOTES:
-        converted.__dict__.pop(name, None)
     named = converted._named(args, kwargs)
     call = Reason("its arguments do not fit forward")
     if named is not None:
