@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import statistics
 import time
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -153,10 +154,10 @@ class Example:
         """Identifies equal calls, which take equal memory and time."""
         given = tuple(None if t is None else (t.shape, t.dtype, t.stride()) for t in self.tensors)
         # A traced layer has functions of its own, of programs that equal layers share. Those that
-        # make a tensor again are no steps.
+        # make a tensor again are no steps. Keys outlive the model, which a function may hold.
         functions = [
-            (name, "" if name in self.call.graph.params else getattr(function, "program", function))
-            for name, function in sorted(self.functions.items(), key=lambda named: named[0])
+            (name, name in self.call.graph.params or weakref.ref(getattr(run, "program", run)))
+            for name, run in sorted(self.functions.items(), key=lambda named: named[0])
         ]
         return self.call, given, tuple(functions)
 

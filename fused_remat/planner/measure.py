@@ -161,7 +161,8 @@ class _Capture:
             return
         x = run.tensors[0]
         assert x is not None
-        tensors = tuple(None if t is None else t.detach() for t in run.tensors)
+        # Leaves as they are: an activation function reads those that it captured.
+        tensors = tuple(t if t is None or t.is_leaf else t.detach() for t in run.tensors)
         example = Example(run.call, tensors, run.functions)
         example = self.examples.setdefault(example.key, example)
         follows = is_block(x.grad_fn) and StorageWeakRef(x.untyped_storage()) == self._last

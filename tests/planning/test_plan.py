@@ -1,5 +1,7 @@
 """Plans against reality: kept bytes exact, peaks as allocated, budgets kept, nothing disturbed."""
 
+import gc
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -236,6 +238,16 @@ def test_equal_traced_layers_are_timed_once():
     found = plan(nn.Sequential(Sine(), Sine(), Sine()), x, loss=squared)
     assert [call.reason for call in found.chain.calls] == [""] * 3
     assert len({call.options for call in found.chain.calls}) == 1
+
+
+def test_an_activation_function_with_a_parameter_is_planned_and_not_held():
+    model = encoder(2, activation=nn.PReLU())
+    found = plan(model, X, loss=squared)
+    assert [call.reason for call in found.chain.calls] == [""] * 2
+    weight = weakref.ref(model.layers[0].activation.weight)
+    del model
+    gc.collect()
+    assert weight() is None
 
 
 @pytest.mark.parametrize(
