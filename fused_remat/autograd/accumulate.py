@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fused_remat.autograd.offload import runs_now
+from fused_remat.autograd.engine import runs_now
 
 TARGETS = ("grad", "main_grad")
 _PLAIN = (Tensor, nn.Parameter)

@@ -9,17 +9,17 @@ its tensors are complete. Autograd adds those to `.grad`, and frees them, before
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fused_remat.autograd import partial
+from fused_remat.autograd.engine import asked, asks_all, current_pass, is_rare, takes
+from fused_remat.autograd.gradients import finish
 from fused_remat.execution import executor
 from fused_remat.execution.prepare import Execution
 
-_task: Callable[[], int] = torch._C._current_graph_task_id
 #: A backward pass that has been started: it yields gradients by name, the block's own at last.
 Stages = Iterator[Mapping[str, Tensor]]
 Dims = tuple[int, int]
@@ -47,24 +47,26 @@ class Delivery(torch.autograd.Function):
             return (None,) * (4 + len(ctx.dims))
         *_, block = nodes = _chain(ctx)
         names = ctx.execution.call.graph.tensors
-        if ctx.first and not partial.is_rare(block, dy) and all(map(partial.asks_all, nodes)):
+        if ctx.first and not is_rare(block, dy) and all(map(asks_all, nodes)):
             saved, count = block.saved_tensors, len(names)
             executor.check_unchanged(names, ctx.execution.given, block.dtypes, saved, dy)
             operands = saved[:count], saved[count + 1 :], saved[count], dy
-            block.stages[_task()] = executor.stages(
+            block.stages[current_pass()] = executor.stages(
                 ctx.execution, *operands, block.functions, delivers=ctx.execution.delivers
             )
-        stages = block.stages.get(_task())
+        stages = block.stages.get(current_pass())
         if stages is None:  # a rare pass: its first node computes what all of them give
-            if _task() not in block.rare:
-                asked = [_asked(node) for node in nodes[:-1]]
-                needed = partial.asked(block).union(*asked)
-                block.rare[_task()] = partial.gradients(block, dy, needed) if needed else None
-            grads = block.rare[_task()]
+            if current_pass() not in block.rare:
+                from fused_remat.autograd import partial
+
+                needed = asked(block).union(*map(_asked, nodes[:-1]))
+                grads = partial.gradients(block, dy, needed) if needed else None
+                block.rare[current_pass()] = grads
+            grads = block.rare[current_pass()]
             if grads is None:
                 return (None, None, None, dy, *(None for _ in ctx.dims))
         else:
-            grads = partial.finish(block, dy, advance(block, stages, dy), frozenset(ctx.dims))
+            grads = finish(block, dy, advance(block, stages, dy), frozenset(ctx.dims))
         of = dict(zip(names, grads, strict=True))
         found = [(of[name], dims) for name, dims in ctx.dims.items()]
         return (None, None, None, dy, *(g if g is None else g.transpose(*d) for g, d in found))
@@ -115,10 +117,10 @@ def advance(block: Any, stages: Stages, dy: Tensor) -> list[Tensor | None]:
     except Exception as error:
         found = rescued(block.rescue, error, names, dy)
         if found is None:
-            del block.stages[_task()]
+            del block.stages[current_pass()]
             raise
         grads = dict(zip(names, found, strict=True))
-        block.stages[_task()] = itertools.repeat(grads)
+        block.stages[current_pass()] = itertools.repeat(grads)
     return [grads.get(name) for name in names]
 
 
@@ -126,13 +128,15 @@ def remaining(block: Any, dy: Tensor) -> list[Tensor | None]:
     """Return the gradients that the block's own node returns, those of no delivery."""
     names, needs_grad = block.execution.call.graph.tensors, block.execution.needs_grad
     needs_grad -= block.delivered
-    if (stages := block.stages.get(_task())) is not None:
+    if (stages := block.stages.get(current_pass())) is not None:
         grads = advance(block, stages, dy)
-        del block.stages[_task()]
-        partial.finish(block, dy, grads, needs_grad)
-    elif _task() in block.rare:
-        grads = block.rare.pop(_task()) or [None] * len(names)
+        del block.stages[current_pass()]
+        finish(block, dy, grads, needs_grad)
+    elif current_pass() in block.rare:
+        grads = block.rare.pop(current_pass()) or [None] * len(names)
     else:
+        from fused_remat.autograd import partial
+
         return partial.backward(block, dy)
     return [g if n in needs_grad else None for n, g in zip(names, grads, strict=True)]
 
@@ -170,4 +174,4 @@ def _chain(node: Any) -> list[Any]:
 def _asked(ctx: Any) -> frozenset[str]:
     """Return the names of a node's tensors whose gradients the present pass takes."""
     pairs = zip(ctx.dims, ctx.next_functions[1:], strict=True)
-    return frozenset(name for name, (node, _) in pairs if node is None or partial.takes(node))
+    return frozenset(name for name, (node, _) in pairs if node is None or takes(node))

@@ -6,11 +6,10 @@ The compiler and selective checkpointing, which decide by operator, get an opera
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -19,17 +18,18 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from fused_remat import random
-from fused_remat.autograd import deliver, operators, partial, replay_check
-from fused_remat.autograd.accumulate import Accumulation
-from fused_remat.autograd.segments import begin
-from fused_remat.autograd.shards import is_dtensor
+from fused_remat.autograd import deliver, engine, gradients
 from fused_remat.execution import executor
-from fused_remat.execution.observe import OBSERVERS, BlockRun, Functions, is_observed
+from fused_remat.execution.observe import CHECKS, OBSERVERS, BlockRun, Functions, is_observed
 from fused_remat.execution.prepare import BlockConfig, Execution
 from fused_remat.graph.graph import Graph
 from fused_remat.policies import EXACT_PRESETS, Policy, kept_names, offload_of
-from fused_remat.steps.collective import in_context_parallel
+from fused_remat.steps.collective import in_context_parallel, is_dtensor
 from fused_remat.steps.operations import warn
+
+if TYPE_CHECKING:
+    from fused_remat.autograd.accumulate import Accumulation
+    from fused_remat.autograd.partial import Extras
 
 _functorch = torch._C._functorch
 _NO_FUNCTIONS: Functions = {}
@@ -48,7 +48,7 @@ class FusedRematBlock(torch.autograd.Function):
         execution: Execution,
         functions: Functions,
         accumulation: Accumulation | None,
-        extras: partial.Extras | None,
+        extras: Extras | None,
         rescue: Any | None,
         given: Sequence[Tensor | None] | None,
         *inputs: Tensor | None,
@@ -68,7 +68,7 @@ class FusedRematBlock(torch.autograd.Function):
             raise BlockFailure from error
         ctx.execution, ctx.functions, ctx.accumulation = execution, functions, accumulation
         ctx.extras = extras
-        ctx.rounds = partial.rounds(tensors) if x.dtype.itemsize == 2 else None
+        ctx.rounds = gradients.rounds(tensors) if x.dtype.itemsize == 2 else None
         ctx.set_materialize_grads(False)
         saves = execution.rereads if extras is None else extras.saves(execution.rereads, out)
         if functions:  # backward calls them again for their tensors
@@ -96,7 +96,9 @@ class FusedRematBlock(torch.autograd.Function):
             return (*_NONE, *(None,) * count, *others)
         if ctx.delivered:
             return (*_NONE, *deliver.remaining(ctx, dy), *others)
-        if partial.is_rare(ctx, dy):
+        if engine.is_rare(ctx, dy):
+            from fused_remat.autograd import partial
+
             return (*_NONE, *partial.backward(ctx, dy), *others)
         saved = ctx.saved_tensors
         executor.check_unchanged(names, execution.given, ctx.dtypes, saved, dy)
@@ -108,7 +110,7 @@ class FusedRematBlock(torch.autograd.Function):
             if rescued is None:
                 raise
             return (*_NONE, *rescued)
-        partial.finish(ctx, dy, grads, execution.needs_grad)
+        gradients.finish(ctx, dy, grads, execution.needs_grad)
         return (*_NONE, *grads, *others)
 
 
@@ -142,7 +144,7 @@ def run_block(
 
     `tensors` maps the names of `graph.tensors` to tensors: "input" (B, S, D), or (S, B, D) if
     `seq_first`, or heads (B, H, S, E); absent or None where the block has none. "seed" is drawn
-    from torch's generator if the graph uses one and none is given. What needs a gradient is decided
+    from torch's generator if the graph uses one and it is absent. What needs a gradient is decided
     here, from grad mode. Autocast changes nothing: for a graph of two dtypes see `graph.precision`.
     `accumulation`: where weight gradients are added. `warn_of_input` is called with the reason why
     a block inside a segment keeps its input. `rescue` (`layers.fallback.Rescue`) computes the
@@ -178,23 +180,17 @@ def run_block(
     if torch.is_grad_enabled():
         needs = tuple([t is not None and t.requires_grad for t in given])
     call = _config(graph, policy, exact_names, needs, backend, seq_first, preserve_strides)
-    checked = replay_check.ON or replay_check.RECORDED
+    checked = bool(CHECKS)
     execution, extras = call.prepare(given, fused=not checked), None
     if not call.needs_grad:
         return executor.forward(execution, given, functions)[0]
     if accumulation is not None:
         accumulation.check(tensors, call.needs_grad)
     segment = None if isinstance(policy, str) else policy.segment
-    if segment is not None or call.offload or replay_check.ON:
-        extras = partial.Extras(offload=call.offload)
-        if segment is not None:
-            extras.segment = begin(segment, execution, x, _NODE)
-            if extras.segment.why_kept:
-                warn_of_input(extras.segment.why_kept)
-            call = dataclasses.replace(call, save=frozenset())
-            execution = call.prepare(given, fused=not checked)
-        if replay_check.ON:
-            extras.record = replay_check.record_of(execution, graph.tensors, given)
+    if segment is not None or call.offload or checked:
+        from fused_remat.autograd import partial
+
+        extras, execution = partial.begin(segment, execution, given, _NODE, warn_of_input)
     if extras is not None or accumulation is not None or graph.uses_seed:
         rescue = None  # dropout was drawn, or gradients were added to: the step cannot be repeated
     roots: Sequence[Tensor] = rescue.roots if rescue is not None and rescue.count else []
@@ -222,6 +218,8 @@ def _as_operator(
     """Run a block as an operator; one with functions, buffers or a traced graph in eager mode."""
     has_text = bool(graph.text) or torch.compiler.is_compiling()  # which raises without one
     if has_text and not functions and accumulation is None:
+        from fused_remat.autograd import operators
+
         return operators.run(graph, policy, tensors, **options)
     options |= {"functions": functions, "accumulation": accumulation}
     call = functools.partial(run_block, graph, policy, tensors, **options)
@@ -274,7 +272,7 @@ def _check_plain(names: Sequence[str], given: Sequence[Any]) -> None:
         if is_dtensor(t):
             raise RuntimeError(
                 f"fused_remat: {name} is a DTensor, {t.placements} on {t.device_mesh}; a block "
-                "takes this rank's plain tensors: use to_local(), or divide the layer as a whole "
+                "takes this rank's plain tensors: use to_local(), or divide the layer "
                 "with fused_remat.parallel.LayerParallel"
             )
 

@@ -32,6 +32,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fused_remat.autograd.engine import active_hooks, current_pass, in_checkpoint, runs_now
+
 #: How many blocks back the one whose backward is next is looked for.
 _LOOK_BACK = 256
 
@@ -138,34 +140,12 @@ def transfer_for(device: torch.device) -> Transfer | None:
     return TRANSFERS.get(device.type)
 
 
-_task: Callable[[], int] = torch._C._current_graph_task_id
-#: Returns the active hooks on saved tensors, a pair, or None.
-active_hooks = functools.partial(torch._C._autograd._top_saved_tensors_default_hooks, True)
-
-
 def _copy_out(transfer: Transfer, tensors: list[Tensor]) -> tuple[list[Tensor], InFlight]:
     """Start copying out; wait where a hook on saved tensors will read the copies."""
     hosts, copies = transfer.out(tensors)
     if active_hooks() is not None:
         copies.synchronize()
     return hosts, copies
-
-
-def in_checkpoint() -> bool:
-    """Return whether a non-reentrant `torch.utils.checkpoint` takes what is saved now."""
-    return getattr((active_hooks() or [None])[0], "__module__", "") == "torch.utils.checkpoint"
-
-
-def runs_now(node: Any) -> bool:
-    """Return whether the present backward pass runs `node`.
-
-    False where it returns the gradient of the leaf `node` (`torch.autograd.grad`) instead of
-    accumulating it, and where no pass of autograd's engine runs (a compiled one).
-    """
-    try:
-        return node is not None and bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:
-        return False
 
 
 # --- eager mode: one record for each call of a block
@@ -267,7 +247,7 @@ def move(
         for i, (name, t) in enumerate(zip(names, saves, strict=True))
         if t is not None and name in offload and _is_movable(t)
     }
-    if not moving or _task() != -1 or in_checkpoint():
+    if not moving or current_pass() != -1 or in_checkpoint():
         return None, saves
     indices, leaving = list(moving), list(moving.values())
     device = leaving[0].device

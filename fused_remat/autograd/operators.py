@@ -25,10 +25,10 @@ import torch
 from torch import Tensor
 
 from fused_remat import random
-from fused_remat.autograd import replay_check
+from fused_remat.autograd.gradients import NO_DOUBLE_BACKWARD, round_vectors
 from fused_remat.autograd.offload import fetched, hold, moved_names, start_out
-from fused_remat.autograd.partial import NO_DOUBLE_BACKWARD, round_vectors
 from fused_remat.execution import executor
+from fused_remat.execution.observe import is_checked
 from fused_remat.execution.prepare import BlockConfig, Execution, prepare
 from fused_remat.graph.graph import Graph, sizes
 from fused_remat.graph.schedule import Schedule, schedule
@@ -238,7 +238,7 @@ def _shapes(flat: Sequence[int]) -> list[torch.Size]:
 
 
 def _forward(tensors: list[Tensor], call: str) -> list[Tensor]:
-    if replay_check.ON:
+    if is_checked():
         warn(
             "the replay check does not cover blocks under torch.compile or selective "
             "checkpointing; run it without them"

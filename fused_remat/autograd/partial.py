@@ -12,27 +12,27 @@ passes therefore rebuilds and propagates inside the block again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
 
-from fused_remat.autograd import segments
+from fused_remat.autograd import replay_check, segments
 from fused_remat.autograd.accumulate import Accumulation
+from fused_remat.autograd.engine import asked, edges_of, keeps_graph
+from fused_remat.autograd.gradients import finish, not_differentiable
 from fused_remat.autograd.offload import OffloadRecord, move
 from fused_remat.autograd.replay_check import Record
 from fused_remat.autograd.segments import Replayed, Segment
 from fused_remat.execution import executor
+from fused_remat.execution.observe import CHECKS, is_checked
 from fused_remat.execution.prepare import Execution
 from fused_remat.graph.schedule import schedule
 from fused_remat.steps.operations import warn
 
 _functorch = torch._C._functorch
-_executes: Callable[[Any], bool] = torch._C._will_engine_execute_node
-_keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 
 
 class Saved(NamedTuple):
@@ -123,17 +123,28 @@ class Extras:
             self.segment.replayed = None
 
 
-def is_rare(ctx: Any, dy: Tensor) -> bool:
-    """Return whether a backward pass needs more than all gradients of a call without extras."""
-    return (
-        ctx.extras is not None
-        or ctx.accumulation is not None
-        or torch.is_grad_enabled()
-        or torch.compiler.is_compiling()
-        or _functorch.is_legacy_batchedtensor(dy)
-        or _functorch.is_batchedtensor(dy)
-        or not asks_all(ctx)
-    )
+def begin(
+    segment: str | None,
+    execution: Execution,
+    tensors: Sequence[Tensor | None],
+    node_type: type,
+    warn_of_input: Callable[[str], None],
+) -> tuple[Extras | None, Execution]:
+    """Return the extras of a call with `tensors`, None if it has none, and what to execute."""
+    call, x = execution.call, tensors[0]
+    assert x is not None
+    if segment is None and not call.offload and not is_checked():
+        return None, execution
+    extras = Extras(offload=call.offload)
+    if segment is not None:
+        extras.segment = segments.begin(segment, execution, x, node_type)
+        if extras.segment.why_kept:
+            warn_of_input(extras.segment.why_kept)
+        call = replace(call, save=frozenset())
+        execution = call.prepare(tensors, fused=not CHECKS)
+    if is_checked():
+        extras.record = replay_check.record_of(execution, call.graph.tensors, tensors)
+    return extras, execution
 
 
 def backward(ctx: Any, dy: Tensor) -> list[Tensor | None]:
@@ -148,7 +159,7 @@ def backward(ctx: Any, dy: Tensor) -> list[Tensor | None]:
 def _backward(ctx: Any, dy: Tensor) -> list[Tensor | None]:
     grads = gradients(ctx, dy, asked(ctx))
     if ctx.extras is not None:
-        ctx.extras.done(_keeps_graph())
+        ctx.extras.done(keeps_graph())
     return grads
 
 
@@ -159,51 +170,6 @@ def gradients(ctx: Any, dy: Tensor, needs_grad: frozenset[str]) -> list[Tensor |
     with torch.no_grad():
         grads = _grads(ctx, saved, dy, needs_grad, creates_graph)
     return not_differentiable(grads) if creates_graph else grads
-
-
-def asks_all(ctx: Any) -> bool:
-    """Return whether the present backward pass takes all gradients of a node."""
-    if not issubclass(type(ctx), BackwardCFunction):  # compiled autograd
-        return True
-    nodes = iter([node for node, _ in ctx.next_functions if node is not None])
-    while True:
-        try:
-            return all(map(_executes, nodes))
-        except (RuntimeError, TypeError):
-            continue  # this node's gradient is taken (see `takes`)
-
-
-def asked(ctx: Any) -> frozenset[str]:
-    """Return which of the call's `needs_grad` the present backward pass takes; all if unknown.
-
-    The engine knows which nodes a pass executes. A partial pass omits the nodes behind gradients
-    that were not requested; an ordinary `backward()` executes every node that it can reach.
-    """
-    needs_grad: frozenset[str] = ctx.execution.needs_grad
-    needs_grad -= ctx.delivered
-    if asks_all(ctx):
-        return needs_grad
-    names = [name for name, node in _edges(ctx) if node is None or takes(node)]
-    return needs_grad.intersection(names) or needs_grad
-
-
-def _edges(ctx: Any) -> Iterator[tuple[str, Any]]:
-    """Return the names of the call's tensors with the nodes that take their gradients."""
-    execution: Execution = ctx.execution
-    given = zip(execution.call.graph.tensors, execution.given, strict=True)
-    names = [n for n, shape in given if shape is not None and n not in ctx.delivered]
-    # After the call's tensors, the node may have those of a rescue (`run_block`).
-    return ((name, node) for name, (node, _) in zip(names, ctx.next_functions))  # noqa: B905
-
-
-def takes(node: Any) -> bool:
-    """Return whether the present pass takes the gradient that goes to `node`."""
-    try:
-        return bool(_executes(node))
-    except (RuntimeError, TypeError):
-        # Raised for a leaf whose gradient torch.autograd.grad returns. After any other error, the
-        # engine drops gradients that it does not need.
-        return True
 
 
 def _grads(
@@ -246,60 +212,6 @@ def _narrowed(
     return replace(execution, call=call, plan=plan, needs_grad=needs_grad), reads
 
 
-def rounds(
-    tensors: Sequence[Tensor | None],
-) -> tuple[torch.dtype, list[torch.dtype | Tensor | None]]:
-    """Return the first tensor's dtype, and for each vector that needs a gradient a leaf or dtype.
-
-    The `grad_dtype` of a leaf may change until backward.
-    """
-    x = tensors[0]
-    assert x is not None
-    vectors = [t if t is not None and t.dim() == 1 and t.requires_grad else None for t in tensors]
-    return x.dtype, [t if t is None or t.is_leaf else t.dtype for t in vectors]
-
-
-def finish(
-    ctx: Any,
-    dy: Tensor,
-    grads: list[Tensor | None],
-    needs_grad: frozenset[str],
-    sink: Collection[str] = (),
-) -> list[Tensor | None]:
-    """Round the gradients of vectors, and fill in zeros for `needs_grad` without influence.
-
-    None stays for tensors that the call has not read, and for `sink`.
-    """
-    if ctx.rounds is not None:
-        low, of = ctx.rounds
-        round_vectors(grads, low, [t.grad_dtype if isinstance(t, Tensor) else t for t in of])
-    graph = ctx.execution.call.graph
-    unread = {*sink, *(graph.unsure if dy.numel() else ())}
-    for i, name in enumerate(graph.tensors):
-        if grads[i] is None and name in needs_grad and name not in unread:
-            grads[i] = dy.new_zeros(ctx.execution.given[i])
-    return grads
-
-
-def round_vectors(
-    grads: list[Tensor | None], low: torch.dtype, dtypes: Sequence[torch.dtype | None]
-) -> None:
-    """Round float32 gradients of biases and norms to `low`, all in one kernel.
-
-    `dtypes`, one for each of `grads`, selects them. Autograd would launch a kernel for each. It
-    rounds matrices itself, and frees one before it rounds the next.
-    """
-    wide: dict[int, Tensor] = {}
-    for i, (grad, dtype) in enumerate(zip(grads, dtypes, strict=True)):
-        if dtype is low and grad is not None and grad.dtype is torch.float32 and grad.dim() == 1:
-            wide[i] = grad
-    if wide:
-        rounded = [torch.empty_like(grad, dtype=low) for grad in wide.values()]
-        torch._foreach_copy_(rounded, list(wide.values()))
-        for i, grad in zip(wide, rounded, strict=True):
-            grads[i] = grad
-
-
 def _buffers(ctx: Any, needs_grad: frozenset[str], creates_graph: bool) -> dict[str, Tensor] | None:
     """Return the buffers to add gradients to, or None for a call that does not accumulate.
 
@@ -308,7 +220,7 @@ def _buffers(ctx: Any, needs_grad: frozenset[str], creates_graph: bool) -> dict[
     accumulation: Accumulation | None = ctx.accumulation
     if accumulation is None:
         return None
-    buffers = accumulation.buffers(_edges(ctx), creates_graph)
+    buffers = accumulation.buffers(edges_of(ctx), creates_graph)
     execution: Execution = ctx.execution
     if (
         not buffers
@@ -322,23 +234,6 @@ def _buffers(ctx: Any, needs_grad: frozenset[str], creates_graph: bool) -> dict[
             '1F1B schedule with accumulate_into="main_grad"'
         )
     return buffers
-
-
-NO_DOUBLE_BACKWARD = (
-    "fused_remat: double backward is not supported: the gradients of a fused block cannot be "
-    "differentiated"
-)
-
-
-def not_differentiable(grads: list[Tensor | None]) -> list[Tensor | None]:
-    """Return gradients that raise when differentiated (backward ran with create_graph=True).
-
-    Not `once_differentiable`: that leaves gradients constant, silently, when dy needs no gradient.
-    """
-    error = torch._C._functions.DelayedError(NO_DOUBLE_BACKWARD.encode(), len(grads))
-    inputs: list[Any] = [None if g is None else g.detach().requires_grad_() for g in grads]
-    outputs = error(*inputs)
-    return [outputs] if isinstance(outputs, Tensor) else list(outputs)
 
 
 def _batching(dy: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor] | None]:

@@ -28,21 +28,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fused_remat.execution.observe import CHECKS
 from fused_remat.execution.prepare import Execution
 from fused_remat.graph.schedule import Step
 from fused_remat.random import DropoutMask
 from fused_remat.steps.chunk import Chunk
 from fused_remat.steps.operations import warn
 
-#: Whether calls are checked: set by `check_replay`, and at import by FUSED_REMAT_CHECK.
-ON: bool = os.environ.get("FUSED_REMAT_CHECK", "").lower() not in ("", "0", "false", "no", "off")
-
-#: Records of calls whose backward may follow: until then, a call may be a replay.
-RECORDED: set[weakref.ref[Record]] = set()
-
-_always = ON
+#: How often the check was switched on: by the environment, and by contexts that are active.
+_count = int(os.environ.get("FUSED_REMAT_CHECK", "").lower() not in ("", "0", "false", "no", "off"))
+CHECKS.update(["on"] * _count)
 _lock = threading.Lock()
-_inside = 0
 
 
 class ReplayError(RuntimeError):
@@ -74,16 +70,17 @@ def check_replay() -> Iterator[None]:
     fused_remat.ReplayError: replay check: norm, called at ...: 'norm.weight' differs at \
 (index 2): forward read 1, backward 3
     """
-    global ON, _inside
+    global _count
     with _lock:
-        _inside += 1
-        ON = True
+        _count += 1
+        CHECKS.add("on")
     try:
         yield
     finally:
         with _lock:
-            _inside -= 1
-            ON = _always or _inside > 0
+            _count -= 1
+            if not _count:
+                CHECKS.discard("on")
 
 
 def record_of(
@@ -120,7 +117,7 @@ class Record:
         self.tensors = [None if t is None else t.detach().clone() for t in tensors]
         self._output: Tensor | None = None
         self._parts: dict[_Part, Tensor] = {}  # in the order of computation
-        RECORDED.add(weakref.ref(self, RECORDED.discard))
+        CHECKS.add(weakref.ref(self, CHECKS.discard))
 
     def note(self, step: Step, chunk: Chunk) -> None:
         """Copy what a step of forward has computed."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from fused_remat.autograd.offload import in_checkpoint
+from fused_remat.autograd.engine import current_pass, in_checkpoint
 from fused_remat.execution import executor
 from fused_remat.execution.prepare import Execution
 
@@ -41,7 +41,7 @@ class Segment:
     def now(self) -> Replayed | None:
         """Return the replay of the block in this backward pass, or None."""
         replayed = self.replayed  # read once: other threads may be in a pass of theirs
-        return None if replayed is None or replayed.task != _task() else replayed
+        return None if replayed is None or replayed.task != current_pass() else replayed
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +65,7 @@ def begin(place: str, execution: Execution, x: Tensor, node_type: type) -> Segme
         return Segment(execution, input_kept=True)
     why = _unsupported_linked_reason(x, node_type)
     # No warning for an input without a gradient, nor for a checkpoint's replay in backward.
-    warns = x.requires_grad and _task() == -1
+    warns = x.requires_grad and current_pass() == -1
     return Segment(execution, input_kept=bool(why), why_kept=why if warns else "")
 
 
@@ -87,9 +87,6 @@ def state_of(x: Tensor) -> tuple[int, int]:
     return x._version, x.untyped_storage()._cdata
 
 
-_task: Callable[[], int] = torch._C._current_graph_task_id
-
-
 def input_of(ctx: Any) -> Tensor:
     """Return the first input of a block that did not keep it; the blocks before it run again.
 
@@ -107,7 +104,7 @@ def input_of(ctx: Any) -> Tensor:
         kept, before = node.extras.segment.input_kept, node.extras.segment.now()
         nodes.append((node, before))
     # torch.autograd.grad may not run all of them in this pass.
-    at_end = functools.partial(_forget, [node.extras.segment for node, _ in nodes], _task())
+    at_end = functools.partial(_forget, [node.extras.segment for node, _ in nodes], current_pass())
     torch.autograd.Variable._execution_engine.queue_callback(at_end)
     x: Tensor | None = None
     with torch.no_grad():
@@ -155,7 +152,7 @@ def _replay(node: Any, before: Replayed | None, x: Tensor | None) -> Tensor:
     out, kept = executor.forward(whole, tensors, node.functions, watch)
     keeps = out if whole.plan.keeps_output else None
     merged = list(_merged(execution, saved[count + 1 :], whole, kept))
-    segment.replayed = Replayed(_task(), saved, whole, x, keeps, merged)
+    segment.replayed = Replayed(current_pass(), saved, whole, x, keeps, merged)
     return out
 
 

@@ -15,12 +15,6 @@ from torch import Tensor
 from fused_remat.steps import collective
 
 
-def is_dtensor(value: Any) -> bool:
-    """Return whether a value is a DTensor, without importing torch.distributed."""
-    cls = type(value)
-    return cls.__name__ == "DTensor" and cls.__module__.startswith("torch.distributed.")
-
-
 def local_shards(group: str, summed: Sequence[bool], params: Iterable[Any]) -> tuple[Tensor, ...]:
     """Return this rank's shards of the DTensors `params`, differentiably.
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fused_remat.autograd import replay_check
 from fused_remat.cli.options import new_parser
 from fused_remat.execution import choose
+from fused_remat.execution.observe import is_checked
 from fused_remat.layers import FusedRematLayer, FusedRematWarning
 from fused_remat.report.explain import explain
 from fused_remat.report.units import aligned, device_memory, human
@@ -67,7 +67,7 @@ def examine() -> dict[str, Any]:
         "devices": devices,
         "versions": _versions(),
         "steps": steps,
-        "replay_check": replay_check.ON,
+        "replay_check": is_checked(),
         "ok": all(step["ok"] for step in steps),
     }
 

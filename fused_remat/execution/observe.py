@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -43,6 +43,10 @@ TRACERS: list[Callable[[Step, Chunk], None]] = []
 #: Called with each layer that does not take the fused path, and why.
 DECISIONS: list[Callable[[nn.Module, str], None]] = []
 
+#: "on" where the replay check is, and records of its calls whose backward may follow: until then, a
+#: call may be a replay.
+CHECKS: set[Any] = set()
+
 _thread = threading.local()
 
 
@@ -59,3 +63,8 @@ def unobserved() -> Iterator[None]:
 def is_observed() -> bool:
     """Return whether observers see this thread's runs."""
     return not getattr(_thread, "off", False)
+
+
+def is_checked() -> bool:
+    """Return whether calls are under the replay check."""
+    return "on" in CHECKS

@@ -71,7 +71,7 @@ class Recordings:
             return None
         if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
             return None  # a mode sees the calls, and may change them
-        if len({*map(id, there)}) < len(there):  # one tensor given twice; later there may be two
+        if len({*map(id, there)}) < len(there):  # one tensor for two inputs; later there may be two
             return None
         return functools.partial(self._record, kind, steps)
 
@@ -155,7 +155,7 @@ class _Recorder(TorchDispatchMode):
         is_view = schema.name == "aten::view" and schema.overload_name == "dtype"
         name = "fused_remat::view_of_dtype" if is_view else schema.name
         node = self._add(name, values, len(returns))
-        # With a number in the place of a tensor it is another overload, which computes the same.
+        # With a number instead of a tensor it is another overload, which computes the same.
         has_number = any(
             a.type == _TENSOR and isinstance(arg, (int, float))
             for arg, a in zip(given, arguments, strict=True)

@@ -18,11 +18,10 @@ from torch import Tensor, nn
 from torch.nn.modules import module as _module
 from torch.utils._device import DeviceContext
 
-from fused_remat.autograd.shards import is_dtensor
 from fused_remat.execution.executor import autocast_on
 from fused_remat.layer_specs import cached
 from fused_remat.spec import BlockSpec
-from fused_remat.steps.collective import in_context_parallel
+from fused_remat.steps.collective import in_context_parallel, is_dtensor
 from fused_remat.steps.linear import LOW
 
 PLAIN = (Tensor, nn.Parameter)

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from torch.utils.checkpoint import checkpoint
 
 from fused_remat.autograd.accumulate import sharded_by
-from fused_remat.autograd.offload import active_hooks, in_checkpoint
+from fused_remat.autograd.engine import active_hooks, in_checkpoint
 from fused_remat.execution.executor import changed
 from fused_remat.layers.eligibility import PLAIN, parameters_of
 from fused_remat.layers.record import record_of

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from fused_remat.autograd import accumulate, run_block
 from fused_remat.autograd.function import BlockFailure
-from fused_remat.autograd.shards import is_dtensor
 from fused_remat.execution.choose import check_name
 from fused_remat.execution.observe import DECISIONS
 from fused_remat.graph.graph import Graph
@@ -25,6 +24,7 @@ from fused_remat.layers.eligibility import Reason, parameters_of, wants_grad
 from fused_remat.layers.read import BlockInputs, LayerMap, read_block
 from fused_remat.layers.record import NOTES, listed, record_of, warn, warn_compiled
 from fused_remat.policies import Policy, kept_names
+from fused_remat.steps.collective import is_dtensor
 
 if TYPE_CHECKING:
     from fused_remat.layers.tensor_parallel import TensorParallel
@@ -197,7 +197,7 @@ class FusedLayer(nn.Module):
                 tensors,
                 backend=self._backend,
                 seq_first=inputs.seq_first,
-                preserve_strides=not inputs.contiguous,
+                preserve_strides=inputs.preserve_strides,
                 functions=inputs.functions,
                 accumulation=accumulation,
                 warn_of_input=self._warn_of_kept_input,

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from fused_remat.autograd.shards import is_dtensor
 from fused_remat.layers.eligibility import (
     Precision,
     Unsupported,
@@ -25,6 +24,7 @@ from fused_remat.layers.eligibility import (
 )
 from fused_remat.ops.activation import Activation, activation_name, prepare
 from fused_remat.spec import LoraSpec, lora_params
+from fused_remat.steps.collective import is_dtensor
 from fused_remat.steps.replay import Function
 
 _CONV1D = ("transformers.pytorch_utils", "Conv1D")

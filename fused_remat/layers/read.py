@@ -143,7 +143,7 @@ class BlockInputs:
     seq_first: bool = False  # whether the inputs are (S, B, D)
     unbatched: bool = False  # whether they are (S, D), passed as (1, S, D)
     precision: Precision | None = None  # dtypes under autocast, None if it is off
-    contiguous: bool = False  # whether the result is; else it has the strides of the input
+    preserve_strides: bool = True  # of the input, in the result; else it is contiguous
     finish: Callable[[Tensor], Any] | None = None  # from the block's output to the layer's result
 
 
@@ -187,7 +187,7 @@ def _read(layer: Any, layer_map: LayerMap, arguments: Mapping[str, Any]) -> Bloc
     inputs = layer_map.describe(parts, arguments)
     spec = inputs.spec
     assert spec is not None
-    inputs.contiguous = spec.branches[-1].placement == "post"
+    inputs.preserve_strides = spec.branches[-1].placement != "post"
     check_weights(x, layer_map, weights, spec, low)
     if low is not None and inputs.precision is None:
         inputs.precision = precision_of(x, weights, low, spec.norm_first)

@@ -16,13 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fused_remat import random
-from fused_remat.autograd.shards import is_dtensor, local_shards
+from fused_remat.autograd.shards import local_shards
 from fused_remat.graph.build import block_graph
 from fused_remat.layers.eligibility import Reason
 from fused_remat.layers.modules import split_biases
 from fused_remat.layers.read import BlockInputs
 from fused_remat.spec import BlockSpec, ParallelSpec
 from fused_remat.steps import collective
+from fused_remat.steps.collective import is_dtensor
 
 #: Parameters that all ranks have, and whose gradient each rank computes for its own heads.
 _OF_HEADS = ("q_norm.weight", "k_norm.weight", "qkv.bias", "cross.bias")

@@ -9,11 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fused_remat.autograd.shards import is_dtensor, local_shards
+from fused_remat.autograd.shards import local_shards
 from fused_remat.execution.executor import autocast_on
 from fused_remat.graph.build import linear_cross_entropy_graph
 from fused_remat.ops.checks import check_alike, check_shape, check_tensor, run_tokens
 from fused_remat.spec import ParallelSpec
+from fused_remat.steps.collective import is_dtensor
 from fused_remat.steps.cross_entropy import CrossEntropyTargets, LinearCrossEntropy, check_targets
 
 #: What autocast converts.

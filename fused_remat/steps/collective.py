@@ -126,6 +126,12 @@ def in_context_parallel() -> bool:
 vars(in_context_parallel)["_dynamo_marked_constant"] = True  # Dynamo calls it without tracing
 
 
+def is_dtensor(value: Any) -> bool:
+    """Return whether a value is a DTensor, without importing what defines it."""
+    cls = type(value)
+    return cls.__name__ == "DTensor" and cls.__module__.startswith("torch.distributed.")
+
+
 def _group(name: str) -> Any:
     c10d: Any = dist.distributed_c10d
     return c10d._resolve_process_group(name)  # not cached: a name is reused after all are destroyed

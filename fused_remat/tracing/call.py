@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fused_remat.autograd import run_block
-from fused_remat.autograd.partial import not_differentiable
+from fused_remat.autograd.gradients import not_differentiable
 from fused_remat.layers.fallback import generator_states, set_generator_states
 from fused_remat.steps.replay import At
 from fused_remat.tracing.isolation import WithoutDropout, replica

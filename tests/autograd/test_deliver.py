@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from fused_remat import FusedRematLayer, FusedRematWarning
@@ -146,15 +147,22 @@ def test_a_pass_that_fails_after_a_delivery(small, monkeypatch):
         torch.testing.assert_close(p.grad, other, rtol=1e-4, atol=1e-5)  # of another program
 
 
-def test_weights_are_freed_before_the_next_ones():
-    """A layer of 12 D² holds the gradients of the largest product alone, 4 D²."""
+@pytest.mark.parametrize("transposed", [False, True])
+def test_weights_are_freed_before_the_next_ones(transposed):
+    """A layer of 12 D² holds the gradients of the largest product alone, 4 D².
+
+    GPT-2 stores the transposes of its weights.
+    """
     D, tokens = 512, 16
     torch.manual_seed(0)
     layer = FusedRematLayer(D, 8, 4 * D, 0.0, batch_first=True, norm_first=True)
     x = torch.randn(1, tokens, D, requires_grad=True)
+    matrices = {n: p.detach().t().clone() for n, p in layer.named_parameters() if p.dim() == 2}
+    leaves = {n: t.requires_grad_() for n, t in matrices.items() if transposed}
 
     def backward():
-        layer(x).sum().backward()
+        weights = {n: t.t() for n, t in leaves.items()}
+        functional_call(layer, weights, (x,)).sum().backward()
 
     backward()  # allocates .grad
     unit = D * D * 4

@@ -39,7 +39,6 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.testing import assert_close
 
 from fused_remat import FusedRematLayer, FusedRematWarning, convert, explain, ops
-from fused_remat.autograd.shards import is_dtensor
 from fused_remat.parallel import (
     LayerParallel,
     VocabularyParallel,
@@ -47,6 +46,7 @@ from fused_remat.parallel import (
     tensor_parallel_plan,
     unpack_attention,
 )
+from fused_remat.steps.collective import is_dtensor
 
 
 @pytest.mark.composes("Tensor parallel", "vocabulary-parallel loss, and the head's logits")

@@ -5,7 +5,7 @@ import torch
 from torch.func import functional_call
 
 from fused_remat import FusedRematLayer
-from fused_remat.autograd import operators, partial
+from fused_remat.autograd import gradients, operators
 
 LOW = (torch.bfloat16, torch.float16)
 
@@ -23,7 +23,7 @@ def grads_of(layer, dtype=torch.bfloat16):
     return {"x": x.grad} | {n: p.grad for n, p in layer.named_parameters() if p.grad is not None}
 
 
-def assert_autograd_gives(found, layer, monkeypatch, where=partial):
+def assert_autograd_gives(found, layer, monkeypatch, where=gradients):
     """The same gradients, also in dtype, where autograd rounds them."""
     asked = []
     monkeypatch.setattr(where, "round_vectors", lambda *given: asked.append(given))
@@ -77,7 +77,7 @@ def test_parameters_that_are_no_leaves(monkeypatch):
         return torch.autograd.grad(loss, list(wide.values()))
 
     found = grads()
-    monkeypatch.setattr(partial, "round_vectors", lambda *given: None)
+    monkeypatch.setattr(gradients, "round_vectors", lambda *given: None)
     assert all(map(torch.equal, found, grads()))
 
 

@@ -2,8 +2,9 @@
 
 import ast
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from processes import ROOT, printed
@@ -66,11 +67,11 @@ def runtime_nodes(node: ast.AST) -> Iterator[ast.AST]:
             yield from runtime_nodes(child)
 
 
-def imports_of(name: str, types: bool = False) -> set[str]:
-    """Return what a module imports when it runs, for `types` too; `from a import b` gives `a.b`."""
+def imports_of(name: str, nodes: Callable[[Any], Iterable[ast.AST]] = runtime_nodes) -> set[str]:
+    """Return what a module imports, among `nodes` of its tree; `from a import b` gives `a.b`."""
     found, source = set(), MODULES[name].read_text(encoding="utf-8")
     assert "import_module(" not in source, "imports are statements"
-    for node in (ast.walk if types else runtime_nodes)(ast.parse(source)):
+    for node in nodes(ast.parse(source)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -93,13 +94,13 @@ def test_arrows_go_one_way(name):
     assert not wrong, f"{name} may import {ARROWS[row]}, and imports {sorted(wrong)}"
 
 
-@pytest.mark.parametrize("within_package, types", [("", False), ("steps", True)])
-def test_no_files_import_each_other_in_a_circle(within_package, types):
+@pytest.mark.parametrize("within_package, nodes", [("", runtime_nodes), ("steps", ast.walk)])
+def test_no_files_import_each_other_in_a_circle(within_package, nodes):
     """At run time, imports in functions included; in `steps`, imports for types as well."""
     rest = {}
     for name in MODULES:
         if not within_package or within(name, within_package):
-            found = imports_of(name, types)
+            found = imports_of(name, nodes)
             ours = [i.removeprefix("fused_remat.") for i in found if within(i, "fused_remat")]
             targets = {i if i in MODULES else i.rpartition(".")[0] for i in ours}
             rest[name] = targets & MODULES.keys() - {name}
@@ -107,6 +108,24 @@ def test_no_files_import_each_other_in_a_circle(within_package, types):
         for name in free:
             del rest[name]
     assert not rest, f"these files import each other in a circle, or import one: {sorted(rest)}"
+
+
+#: What runs at every call of a layer and in its backward, and what only some calls request.
+COMMON = (
+    "layers.eligibility", "layers.fallback", "layers.fused_layer", "layers.modules", "layers.read",
+    "autograd.deliver", "autograd.engine", "autograd.function", "autograd.gradients", "execution",
+)  # fmt: skip
+RARE = (
+    "autograd.graph_break", "autograd.offload", "autograd.operators", "autograd.partial",
+    "autograd.replay_check", "autograd.segments", "autograd.shards", "layers.converted",
+    "layers.tensor_parallel", "parallel", "planner", "report", "tracing",
+)  # fmt: skip
+
+
+def test_the_common_path_imports_nothing_for_rare_requests():
+    for name in (name for name in MODULES if within(name, *COMMON)):
+        found = {i.removeprefix("fused_remat.") for i in imports_of(name, lambda tree: tree.body)}
+        assert not {i for i in found if within(i, *RARE)}, name
 
 
 def test_kernels_import_triton_and_each_other_only():

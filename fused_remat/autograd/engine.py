@@ -1,0 +1,97 @@
+"""The present pass of autograd's engine, and the hooks on what it saves."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+
+from fused_remat.execution.prepare import Execution
+
+_functorch = torch._C._functorch
+_executes: Callable[[Any], bool] = torch._C._will_engine_execute_node
+#: Returns a number of the backward pass that this thread runs, -1 outside of one.
+current_pass: Callable[[], int] = torch._C._current_graph_task_id
+#: Returns whether that pass keeps its graph for another one.
+keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
+#: Returns the active hooks on saved tensors, a pair, or None.
+active_hooks = functools.partial(torch._C._autograd._top_saved_tensors_default_hooks, True)
+
+
+def in_checkpoint() -> bool:
+    """Return whether a non-reentrant `torch.utils.checkpoint` takes what is saved now."""
+    return getattr((active_hooks() or [None])[0], "__module__", "") == "torch.utils.checkpoint"
+
+
+def runs_now(node: Any) -> bool:
+    """Return whether the present backward pass runs `node`.
+
+    False where it returns the gradient of the leaf `node` (`torch.autograd.grad`) instead of
+    accumulating it, and where no pass of autograd's engine runs (a compiled one).
+    """
+    try:
+        return node is not None and bool(_executes(node))
+    except RuntimeError:
+        return False
+
+
+def is_rare(ctx: Any, dy: Tensor) -> bool:
+    """Return whether a backward pass needs more than all gradients of a call without extras."""
+    return (
+        ctx.extras is not None
+        or ctx.accumulation is not None
+        or torch.is_grad_enabled()
+        or torch.compiler.is_compiling()
+        or _functorch.is_legacy_batchedtensor(dy)
+        or _functorch.is_batchedtensor(dy)
+        or not asks_all(ctx)
+    )
+
+
+def asks_all(ctx: Any) -> bool:
+    """Return whether the present backward pass takes all gradients of a node."""
+    if not issubclass(type(ctx), BackwardCFunction):  # compiled autograd
+        return True
+    nodes = iter([node for node, _ in ctx.next_functions if node is not None])
+    while True:
+        try:
+            return all(map(_executes, nodes))
+        except (RuntimeError, TypeError):
+            continue  # this node's gradient is taken (see `takes`)
+
+
+def asked(ctx: Any) -> frozenset[str]:
+    """Return which of the call's `needs_grad` the present backward pass takes; all if unknown.
+
+    The engine knows which nodes a pass executes. A partial pass omits the nodes behind gradients
+    that were not requested; an ordinary `backward()` executes every node that it can reach.
+    """
+    needs_grad: frozenset[str] = ctx.execution.needs_grad
+    needs_grad -= ctx.delivered
+    if asks_all(ctx):
+        return needs_grad
+    names = [name for name, node in edges_of(ctx) if node is None or takes(node)]
+    return needs_grad.intersection(names) or needs_grad
+
+
+def edges_of(ctx: Any) -> Iterator[tuple[str, Any]]:
+    """Return the names of the call's tensors with the nodes that take their gradients."""
+    execution: Execution = ctx.execution
+    given = zip(execution.call.graph.tensors, execution.given, strict=True)
+    names = [n for n, shape in given if shape is not None and n not in ctx.delivered]
+    # After the call's tensors, the node may have those of a rescue (`run_block`).
+    return ((name, node) for name, (node, _) in zip(names, ctx.next_functions))  # noqa: B905
+
+
+def takes(node: Any) -> bool:
+    """Return whether the present pass takes the gradient that goes to `node`."""
+    try:
+        return bool(_executes(node))
+    except (RuntimeError, TypeError):
+        # Raised for a leaf whose gradient torch.autograd.grad returns. After any other error, the
+        # engine drops gradients that it does not need.
+        return True
