@@ -118,7 +118,7 @@ def revert(model: Model) -> Model:
     for module in list(model.modules()):
         if _stock_of(module) is not None:
             _revert_one(module)
-    around_layers(model, len(_fused_layers(model)) > 0)
+    around_layers(model, len(fused_layers(model)) > 0)
     return model
 
 
@@ -133,7 +133,7 @@ def set_policy(model: Model, pattern: str, policy: str | Policy) -> Model:
     >>> [layer.policy for layer in model.layers]
     ['fast', 'full']
     """
-    layers = _fused_layers(model)
+    layers = fused_layers(model)
     matching = [layer for name, layer in layers.items() if fnmatch.fnmatchcase(name, pattern)]
     if not matching:
         names = ", ".join(map(repr, layers)) or "none"
@@ -143,7 +143,7 @@ def set_policy(model: Model, pattern: str, policy: str | Policy) -> Model:
     return model
 
 
-def _fused_layers(model: nn.Module) -> dict[str, FusedLayer]:
+def fused_layers(model: nn.Module) -> dict[str, FusedLayer]:
     """Return the fused layers of `model` by qualified name."""
     return {name: m for name, m in model.named_modules() if isinstance(m, FusedLayer)}
 
@@ -171,7 +171,7 @@ def _heads(model: nn.Module) -> list[nn.Module]:
 
 
 def _no_layers_message(model: nn.Module) -> str:
-    name, count = f"{type(model).__name__} has no layer to convert", len(_fused_layers(model))
+    name, count = f"{type(model).__name__} has no layer to convert", len(fused_layers(model))
     blocking = None if count else first_batch_norm(model)
     if blocking is not None:
         path, norm = blocking
@@ -342,7 +342,7 @@ def conversion(model: nn.Module) -> Conversion:
     2 × TransformerEncoderLayer: not converted
     """
     groups: dict[tuple[str, State, tuple[ReplayedSubmodule, ...], str], dict[str, FusedLayer]] = {}
-    for path, layer in _fused_layers(model).items():
+    for path, layer in fused_layers(model).items():
         groups.setdefault(_key(layer), {})[path or type(layer).__name__] = layer
     stock = {*repeated_layers(model), *(m for m in model.modules() if type(m) in LAYERS)}
     others = Counter(
@@ -377,7 +377,7 @@ def _losses(model: nn.Module) -> Iterator[LossHead]:
             continue
         record = record_of(module)
         state: HeadState = "not called"
-        layers = map(record_of, _fused_layers(module).values())
+        layers = map(record_of, fused_layers(module).values())
         latest = max(layers, key=lambda layer: layer.order, default=record)
         if latest.order > record.order or (record.last is None and latest.last is not None):
             state, body = "bypassed", f"{name}.{module.layout.body}"

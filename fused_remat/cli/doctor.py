@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import json
 import platform
 import warnings
@@ -66,7 +65,7 @@ def examine() -> dict[str, Any]:
     return {
         "fused_remat": __version__,
         "devices": devices,
-        "versions": {"python": platform.python_version()} | {p: _version(p) for p in _PACKAGES},
+        "versions": _versions(),
         "steps": steps,
         "replay_check": is_checked(),
         "ok": all(step["ok"] for step in steps),
@@ -89,12 +88,12 @@ def _devices() -> list[dict[str, Any]]:
     return found
 
 
-def _version(package: str) -> str | None:
-    if importlib.util.find_spec(package) is None:
-        return None
-    if package == "torch":
-        return str(torch.__version__)  # including the CUDA version that it was built for
-    return importlib.metadata.version(package)
+def _versions() -> dict[str, str | None]:
+    """Return the versions of the packages; some have another name where they are distributed."""
+    names = importlib.metadata.packages_distributions()
+    known = {p: importlib.metadata.version(names[p][0]) if p in names else None for p in _PACKAGES}
+    # That of torch includes the CUDA version that it was built for.
+    return {"python": platform.python_version(), **known, "torch": str(torch.__version__)}
 
 
 def _step(device: str, dtype: torch.dtype) -> dict[str, Any]:

@@ -15,8 +15,7 @@ from fused_remat.cli.options import (
     new_parser,
     write_outputs,
 )
-from fused_remat.convert import convert, set_policy
-from fused_remat.layers import FusedLayer
+from fused_remat.convert import convert, fused_layers, set_policy
 from fused_remat.policies import EXACT_PRESETS, Policy
 from fused_remat.report import memory_report
 
@@ -92,7 +91,7 @@ def fuse(model: nn.Module, policy: str | Policy | None) -> None:
     Raises: CommandError if no layer can be converted, or a layer lacks the policy's names.
     """
     try:
-        if not any(isinstance(m, FusedLayer) for m in model.modules()):
+        if not fused_layers(model):
             convert(model, "full" if policy is None else policy)
         elif policy is not None:
             set_policy(model, "*", policy)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from fused_remat.cli.options import DTYPES, CommandError, add_dtype, add_sizes, check_sizes
+from fused_remat.report.step import batch_arguments
 from fused_remat.report.units import device_memory, human
 from fused_remat.scale.models import build
 from fused_remat.scale.shapes import MODELS
@@ -166,10 +167,7 @@ def _own(args: argparse.Namespace) -> Target:
         value = function(**arguments)
     model, inputs, loss = _checked(args.target, value)
     title = f"{args.target}: {type(model).__name__}, {_parameters(model)}"
-    if isinstance(inputs, Mapping):
-        return Target(title, model, (), dict(inputs), loss)
-    positional = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
-    return Target(title, model, positional, {}, loss)
+    return Target(title, model, *batch_arguments(inputs), loss)
 
 
 def _find(target: str) -> Callable[..., Any]:
@@ -211,7 +209,7 @@ def _arguments(function: Callable[..., Any], args: argparse.Namespace) -> dict[s
 
 def _checked(target: str, value: Any) -> tuple[nn.Module, Any, Callable[[Any], Tensor] | None]:
     """Return (model, inputs, loss) if that is what a user's function returned."""
-    parts = (*value, None)[:3] if isinstance(value, tuple) and len(value) in (2, 3) else (value,)
+    parts = value if isinstance(value, tuple) and len(value) in (2, 3) else (value,)
     model, inputs, loss = (*parts, None, None)[:3]
     named = isinstance(inputs, Mapping) and all(isinstance(name, str) for name in inputs)
     if not isinstance(model, nn.Module) or not (isinstance(inputs, Tensor | tuple | list) or named):

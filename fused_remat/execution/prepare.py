@@ -21,7 +21,7 @@ from torch import Tensor
 from fused_remat.execution import choose
 from fused_remat.execution.recording import Recordings
 from fused_remat.graph.graph import Graph, sizes
-from fused_remat.graph.schedule import Schedule, schedule
+from fused_remat.graph.schedule import Schedule, kept_bytes, schedule
 from fused_remat.steps.activation import ACTIVATIONS, MLPActivation
 from fused_remat.steps.attention import Attention
 from fused_remat.steps.chunk import Chunks, Layout, spans
@@ -77,6 +77,13 @@ class BlockConfig:
             seq_len, batch, width = named[name]
             named[name] = (batch, seq_len, width)
         return named
+
+    def kept_bytes(self, tensors: Sequence[Tensor | None]) -> dict[str, int]:
+        """Return the bytes that a call with these tensors keeps for backward, by name."""
+        graph, shapes = self.graph, [None if t is None else t.shape for t in tensors]
+        pairs = zip(graph.inputs, tensors, strict=False)
+        dtypes = {name: t.dtype for name, t in pairs if t is not None}
+        return kept_bytes(graph, self.save, self.needs_grad, self.named_shapes(shapes), dtypes)
 
 
 @dataclass(frozen=True, eq=False)

@@ -50,6 +50,12 @@ class Schedule:
     tile_backward: tuple[Step, ...]
     tile_gives: tuple[str, ...]  # activations of the group of which tiles compute gradients
 
+    def steps(self, which: str) -> list[Step]:
+        """Return the steps of forward or backward in order, including those that run per tile."""
+        outer = self.forward if which == "forward" else self.backward
+        inner = self.tile_forward if which == "forward" else self.tile_backward
+        return [s for step in outer for s in (inner if step.kind == "tiles" else (step,))]
+
     @functools.cached_property
     def group_forward(self) -> tuple[Step, ...]:
         """Steps of a group before its tiles."""

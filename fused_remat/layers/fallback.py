@@ -16,7 +16,7 @@ import functools
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -162,20 +162,37 @@ def kept_by(layer: nn.Module, out: Any, since: int) -> str:
     parameters = (*layer.parameters(), *layer.buffers())
     own = {t.untyped_storage().data_ptr() for t in parameters if type(t) in PLAIN}
     held: dict[int, int] = {}
+    for _, t in packed_by([t for t in tree_leaves(out) if isinstance(t, Tensor)], since):
+        # No tensor if hooks inside have packed it; a DTensor has no storage.
+        if type(t) in PLAIN and t.layout is torch.strided:
+            held[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+    return f"{sum(n for key, n in held.items() if key not in own) / 2**20:.1f} MiB"
+
+
+def packed_by(outputs: Iterable[Tensor], since: int = 0) -> Iterator[tuple[str, Any]]:
+    """Yield what the nodes behind `outputs` from `since` on keep, with autograd's names for it.
+
+    Nothing is unpacked, so the hooks of a checkpoint or of the user do not run.
+    """
     seen: set[Any] = {None}
-    waiting = [t.grad_fn for t in tree_leaves(out) if isinstance(t, Tensor)]
+    waiting: list[Any] = [t.grad_fn for t in outputs]
     while waiting:
-        node: Any = waiting.pop()
+        node = waiting.pop()
         if node in seen or node._sequence_nr() < since:
             continue
         seen.add(node)
         waiting += [following for following, _ in node.next_functions]
-        for name in [name for name in dir(node) if name.startswith("_raw_saved_")]:
-            for saved in tree_leaves(getattr(node, name)):
-                t: Any = getattr(saved, "data", None)  # no tensor if hooks inside have packed it
-                if type(t) in PLAIN and t.layout is torch.strided:  # a DTensor has no storage
-                    held[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-    return f"{sum(n for key, n in held.items() if key not in own) / 2**20:.1f} MiB"
+        for attribute in _raw_attributes(node.__class__):
+            raw = getattr(node, attribute)
+            name = f"{node.name()}.{attribute.removeprefix('_raw_saved_')}"
+            parts = raw if isinstance(raw, (tuple, list)) else (raw,)
+            for i, part in enumerate(parts):
+                yield name if part is raw else f"{name}[{i}]", getattr(part, "data", None)
+
+
+@functools.cache
+def _raw_attributes(node: type) -> list[str]:
+    return [name for name in dir(node) if name.startswith("_raw_saved_")]
 
 
 def checkpointed(layer: nn.Module, forward: Forward, arguments: Mapping[str, Any]) -> Any:

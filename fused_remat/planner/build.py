@@ -6,7 +6,7 @@ import contextlib
 import functools
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fused_remat.autograd.offload import transfer_for
-from fused_remat.convert import convert, revert
+from fused_remat.convert import convert, fused_layers, revert
 from fused_remat.layers import FusedLayer
 from fused_remat.layers.record import STATES
 from fused_remat.planner.calibration import Calibration, Example, calibrate
@@ -59,6 +59,7 @@ class Request:
         checks: tuple[tuple[str, object, Any, str], ...] = (
             ("optimizer", self.optimizer, Optimizer | None, "torch Optimizer"),
             ("loss", self.loss, Callable | None, "function of the output"),
+            ("policies", self.policies, Mapping | None, "mapping of patterns to policies"),
             ("options", options, list | tuple | None, "list of policies"),
             ("offload", self.offload, bool, "bool"),
         )
@@ -225,11 +226,11 @@ def measure_chain(
 @contextlib.contextmanager
 def _converted(model: nn.Module) -> Iterator[dict[str, FusedLayer]]:
     """Convert a model that has no fused layers for the time of the context; yield the layers."""
-    stock = not any(isinstance(m, FusedLayer) for m in model.modules())
+    stock = not fused_layers(model)
     if stock:
         convert(model)
     try:
-        yield {n: m for n, m in model.named_modules() if isinstance(m, FusedLayer)}
+        yield fused_layers(model)
     finally:
         if stock:
             revert(model)
@@ -244,22 +245,17 @@ def _calls(
     """
 
     @functools.cache
-    def saves_of(
-        example: Example, names: tuple[str, ...], policies: tuple[str | Policy, ...] | None
-    ) -> tuple[tuple[str, ...], ...]:
-        return tuple(o.save for o in costed_options(example, costs, names, policies))
-
-    @functools.cache
     def options_of(
-        example: Example, saves: tuple[tuple[str, ...], ...], away: bool
+        example: Example,
+        first: Example,
+        names: tuple[str, ...],
+        policies: tuple[str | Policy, ...] | None,
+        away: bool,
     ) -> tuple[Option, ...]:
+        saves = [option.save for option in costed_options(first, costs, names, policies)]
         options = options_for(example, costs, saves)
         forward = costs(example, ()).forward
         return with_offload(example, options, link, forward) if away and link else options
-
-    @functools.cache
-    def sizes_of(example: Example) -> tuple[float, int]:
-        return costs(example, ()).forward, kept_by_name(example, ()).get("input", 0)
 
     firsts = {call.layer: call for call in reversed(step.calls)}
     shapes = Counter(layer for layer, _ in {(call.layer, call.example) for call in step.calls})
@@ -273,8 +269,7 @@ def _calls(
         if request.policies is not None:
             policy = policy_for(call.layer, request.policies)
             policies = (Policy(policy.save) if isinstance(policy, Policy) else policy,)
-        saves = saves_of(first, call.names, policies)
-        options = options_of(example, saves, shapes[call.layer] == 1)
-        seconds, nbytes = sizes_of(example)
+        options = options_of(example, first, call.names, policies, shapes[call.layer] == 1)
+        seconds, nbytes = costs(example, ()).forward, kept_by_name(example, ()).get("input", 0)
         linked = call.follows and request.segments and nbytes > 0
         yield LayerOptions(call.layer, call.kind, options, seconds, nbytes, linked)

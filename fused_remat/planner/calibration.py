@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import statistics
 import time
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from fused_remat.execution import executor
 from fused_remat.execution.observe import TRACERS, Functions
 from fused_remat.execution.prepare import BlockConfig, Execution
 from fused_remat.graph.graph import sizes
-from fused_remat.graph.schedule import Schedule, Step, schedule
+from fused_remat.graph.schedule import Step, schedule
 from fused_remat.steps.chunk import Chunk
 
 _ROUNDS = 3  # of which the median counts
@@ -90,7 +91,7 @@ class Calibration:
         """Return the time of a call, from steps timed now or in an earlier equal call."""
         known = self._steps.setdefault(example.key, {})
         plan = example.prepare(save).plan
-        labels = [[(w, str(s)) for s in steps_of(plan, w)] for w in Seconds._fields]
+        labels = [[(w, str(s)) for s in plan.steps(w)] for w in Seconds._fields]
         if not known.keys() >= {*labels[0], *labels[1]}:
             known |= _timed(example, save) | known
         return Seconds(*(sum(known.get(label, 0.0) for label in of) for of in labels))
@@ -105,7 +106,7 @@ class Calibration:
 
     def host_link(self) -> tuple[float, float]:
         """Return `link`, measured at the first request with copies of pinned memory."""
-        if self.link is None:  # not yet run on hardware
+        if self.link is None:
             here = torch.empty(1 << 28, dtype=torch.uint8, device=self.device)
             host = torch.empty(here.shape, dtype=torch.uint8, pin_memory=True)
             out = min(seconds_of(lambda: host.copy_(here, non_blocking=True), self.device))
@@ -152,8 +153,13 @@ class Example:
     def key(self) -> tuple[Any, ...]:
         """Identifies equal calls, which take equal memory and time."""
         given = tuple(None if t is None else (t.shape, t.dtype, t.stride()) for t in self.tensors)
-        functions = tuple(sorted(self.functions.items(), key=lambda named: named[0]))
-        return self.call, given, functions
+        # A traced layer has functions of its own, of programs that equal layers share. Those that
+        # make a tensor again are no steps. Keys outlive the model, which a function may hold.
+        functions = [
+            (name, name in self.call.graph.params or weakref.ref(getattr(run, "program", run)))
+            for name, run in sorted(self.functions.items(), key=lambda named: named[0])
+        ]
+        return self.call, given, tuple(functions)
 
     def run(self, save: Iterable[str], between: Callable[[], None] = lambda: None) -> None:
         """Run forward, then `between`, then backward from a random gradient."""
@@ -168,13 +174,6 @@ class Example:
             executor.backward(execution, again, kept, saved, dy, self.functions)
 
 
-def steps_of(plan: Schedule, which: str) -> list[Step]:
-    """Return the steps of a pass in order, including those that run once per tile."""
-    outer = plan.forward if which == "forward" else plan.backward
-    inner = plan.tile_forward if which == "forward" else plan.tile_backward
-    return [s for step in outer for s in (inner if step.kind == "tiles" else (step,))]
-
-
 def work_of(example: Example, save: Iterable[str]) -> Iterator[tuple[str, Step, float, float]]:
     """Yield pass, step, FLOPs and bytes for every step of a call that keeps `save`."""
     call, shapes, dtype = example.keeping(save), example.shapes, example.input.dtype
@@ -183,7 +182,7 @@ def work_of(example: Example, save: Iterable[str]) -> Iterator[tuple[str, Step, 
     compute = graph.compute or dtype
     widths, lengths, dtypes = graph.widths(shapes), graph.lengths(shapes), graph.dtypes(dtype)
     batch = sizes(shapes[graph.inputs[0]])[0]
-    for which, step in ((w, s) for w in ("forward", "backward") for s in steps_of(plan, w)):
+    for which, step in ((w, s) for w in Seconds._fields for s in plan.steps(w)):
         node = step.node
         assert node is not None
         length = lengths[node.name]

@@ -16,7 +16,7 @@ from fused_remat.planner.calibration import Calibration
 from fused_remat.planner.measure import predict_optimizer
 from fused_remat.planner.plan import Plan
 from fused_remat.planner.solve import BudgetError, least_peak
-from fused_remat.report.step import device_of, tensors_in
+from fused_remat.report.step import batch_arguments, device_of, tensors_in
 from fused_remat.report.units import Budget, bytes_of, human
 
 
@@ -80,7 +80,9 @@ def fit(
     unknown = options.keys() - {field.name for field in dataclasses.fields(Request)}
     if unknown:
         raise TypeError(f"fit has no argument {', '.join(map(repr, sorted(unknown)))}")
-    request, limit = Request("analytic", **options), bytes_of(memory, device_of(model))
+    request, device = Request("analytic", **options), device_of(model)
+    request.check("optimal", device)
+    limit = bytes_of(memory, device)
     update = None if request.optimizer is None else predict_optimizer(request.optimizer)
 
     def peak_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
@@ -107,7 +109,7 @@ def fit(
             f"possible peak is {least}"
         )
         raise BudgetError(message, limit, peak or limit + 1, {})
-    args, kwargs = _arguments(make_batch(max(fitting)))
+    args, kwargs = batch_arguments(make_batch(max(fitting)))
     fastest = plan(model, *args, budget=limit, costs=costs, **options, **kwargs)
     return Fit(max(fitting), fastest, tried)
 
@@ -124,7 +126,7 @@ def _search(
     fits, fails, elements = 0, None if most is None else most // multiple + 1, 0
     while fails is None or fails - fits > 1:
         count = _next(fits, fails, limit, peaks)
-        args, kwargs = _arguments(make_batch(count * multiple))
+        args, kwargs = batch_arguments(make_batch(count * multiple))
         peak = peaks[count] = peak_of(args, kwargs)
         more = sum(t.numel() for t in tensors_in([args, kwargs]))
         if peak is None or peak > limit:
@@ -153,10 +155,3 @@ def _next(fits: int, fails: int | None, limit: int, peaks: Mapping[int, int | No
         size = size0 + (limit - peak0) * (size1 - size0) // growth
     size = max(fits + 1, min(size, 4 * max(fits, 1)))
     return size if fails is None else min(size, fails - 1)
-
-
-def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return a batch as positional and keyword arguments of the model."""
-    if isinstance(batch, Mapping):
-        return (), dict(batch)
-    return (tuple(batch), {}) if isinstance(batch, (tuple, list)) else ((batch,), {})

@@ -5,7 +5,6 @@ Predicts the memory of the optimizer's step as well.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import statistics
 import weakref
@@ -23,6 +22,7 @@ from torch.utils._pytree import tree_iter
 from fused_remat.autograd.function import is_block
 from fused_remat.execution.observe import BlockRun
 from fused_remat.layers import FusedLayer
+from fused_remat.layers.fallback import attributes_as
 from fused_remat.layers.record import Ran
 from fused_remat.planner.calibration import Example, seconds_of
 from fused_remat.planner.chain import Moment
@@ -69,7 +69,8 @@ def measure_step(
     """Run the step a few times to measure its calls, its memory and, if `timed`, its time."""
     modules: list[nn.Module] = list(layers.values())
     capture = _Capture(layers)
-    with base_policies(layers):
+    # Not by the setter: policies of layers that were not traced yet are put back unchecked.
+    with attributes_as([(layer, "_policy", "full") for layer in layers.values()]):
         first = run_step(model, modules, args, kwargs, loss, accumulates, capture)
         resting = _resting(model, [args, kwargs], accumulates, capture.examples.values())
         step = run_step(model, modules, args, kwargs, loss, accumulates)
@@ -101,7 +102,7 @@ def _time_step(
         if sums and targets:
             torch.autograd.grad(sums, targets, allow_unused=True)
 
-    with torch.enable_grad(), restored(model, inputs, device):
+    with torch.enable_grad(), restored(model, inputs):
         return statistics.median(seconds_of(run, device, rounds=3))
 
 
@@ -117,7 +118,11 @@ def predict_optimizer(optimizer: Optimizer) -> tuple[int, int]:
 
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
-            fake = type(optimizer)(_fake_groups(optimizer))  # type: ignore[call-arg]
+            groups = [
+                {**group, "params": [nn.Parameter(torch.empty_like(p)) for p in group["params"]]}
+                for group in optimizer.param_groups
+            ]
+            fake = type(optimizer)(groups)  # type: ignore[call-arg]
             for group in fake.param_groups:
                 for p in group["params"]:
                     p.grad = torch.empty_like(p)
@@ -142,19 +147,6 @@ def state_bytes(optimizer: Optimizer) -> int:
     return sum({s._cdata: s.nbytes() for s in storages}.values())
 
 
-@contextlib.contextmanager
-def base_policies(layers: dict[str, FusedLayer]) -> Iterator[None]:
-    """Let every layer keep its inputs alone within the context."""
-    before = {name: layer.policy for name, layer in layers.items()}
-    try:
-        for layer in layers.values():
-            layer.policy = "full"
-        yield
-    finally:
-        for name, layer in layers.items():
-            layer._policy = before[name]  # as it was: its names may have been set unchecked
-
-
 class _Capture:
     """Collects the calls of fused layers while a step runs."""
 
@@ -169,7 +161,8 @@ class _Capture:
             return
         x = run.tensors[0]
         assert x is not None
-        tensors = tuple(None if t is None else t.detach() for t in run.tensors)
+        # Leaves as they are: an activation function reads those that it captured.
+        tensors = tuple(t if t is None or t.is_leaf else t.detach() for t in run.tensors)
         example = Example(run.call, tensors, run.functions)
         example = self.examples.setdefault(example.key, example)
         follows = is_block(x.grad_fn) and StorageWeakRef(x.untyped_storage()) == self._last
@@ -271,14 +264,6 @@ def _buffer(p: Tensor) -> Tensor:
     """Return a tensor like the buffer that a parameter's gradient is added to."""
     main_grad = getattr(p, "main_grad", None)
     return main_grad if isinstance(main_grad, Tensor) else p
-
-
-def _fake_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
-    return [
-        {**{k: v for k, v in group.items() if k != "params"},
-         "params": [torch.nn.Parameter(torch.empty_like(p)) for p in group["params"]]}
-        for group in optimizer.param_groups
-    ]  # fmt: skip
 
 
 class _Live(TorchDispatchMode):

@@ -6,8 +6,9 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator
+from operator import attrgetter
 
-from fused_remat.graph.schedule import kept_bytes, schedule
+from fused_remat.graph.schedule import schedule
 from fused_remat.planner.calibration import Example, Seconds
 from fused_remat.planner.chain import Option
 from fused_remat.policies import EXACT_PRESETS, Policy, kept_names
@@ -38,9 +39,8 @@ def costed_options(
         sets = _subsets(example, names)
     else:
         sets = (kept_names(policy, graph, names) for policy in policies)
-    for option in sorted(
-        (_costed(example, costs, s) for s in _effective(example, sets)), key=_size
-    ):
+    costed = [_costed(example, costs, save) for save in _effective(example, sets)]
+    for option in sorted(costed, key=attrgetter("kept", "seconds", "save")):
         if policies is not None or not best or option.seconds < best[-1].seconds:
             best.append(option)
     return [_costed(example, costs, frozenset()), *(option for option in best if option.save)]
@@ -62,10 +62,6 @@ def options_for(
         dataclasses.replace(option, forward=above[i, "forward"], backward=above[i, "backward"])
         for i, option in enumerate(options)
     )
-
-
-def _size(option: Option) -> tuple[int, float, tuple[str, ...]]:
-    return option.kept, option.seconds, option.save
 
 
 def with_offload(
@@ -98,11 +94,7 @@ def with_offload(
 
 def kept_by_name(example: Example, save: Iterable[str]) -> dict[str, int]:
     """Return the bytes that a call keeps for backward, by name, as its graph predicts."""
-    call = example.keeping(save)
-    graph = call.graph
-    inputs = zip(graph.inputs, example.tensors[: len(graph.inputs)], strict=True)
-    dtypes = {name: t.dtype for name, t in inputs if t is not None}
-    return kept_bytes(graph, call.save, call.needs_grad, example.shapes, dtypes)
+    return example.keeping(save).kept_bytes(example.tensors)
 
 
 def _subsets(example: Example, names: tuple[str, ...]) -> Iterator[frozenset[str]]:

@@ -12,8 +12,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from fused_remat.convert import convert
-from fused_remat.layers import FusedLayer
+from fused_remat.convert import convert, fused_layers
 from fused_remat.planner import chain as chains
 from fused_remat.planner.chain import Chain, Choice, Event, Option
 from fused_remat.planner.solve import METHODS, choose, frontier, parts_at
@@ -124,14 +123,8 @@ class Plan:
     @functools.cached_property
     def frontier(self) -> tuple[Point, ...]:
         """The fastest steps for every budget, from the least possible peak to no limit."""
-        return tuple(
-            Point(
-                chains.peak(self.chain, choice),
-                chains.kept_in_all(self.chain, choice),
-                chains.seconds(self.chain, choice),
-            )
-            for choice in frontier(self.chain)
-        )
+        plans = (dataclasses.replace(self, choice=choice) for choice in frontier(self.chain))
+        return tuple(Point(plan.peak_bytes, plan.kept_bytes, plan.seconds) for plan in plans)
 
     def within(self, budget: Budget | None, method: str = "optimal") -> Plan:
         """Another plan from the same measurements, for another budget or with another method.
@@ -150,9 +143,9 @@ class Plan:
         Raises: ValueError if it lacks layers that the plan is for, or a layer rejects its policy;
             then no policy changes.
         """
-        if not any(isinstance(m, FusedLayer) for m in model.modules()):
+        if not fused_layers(model):
             convert(model)
-        layers = {n: m for n, m in model.named_modules() if isinstance(m, FusedLayer)}
+        layers = fused_layers(model)
         missing = [name for name in self.policies if name not in layers]
         if missing:
             raise ValueError(

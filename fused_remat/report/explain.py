@@ -15,7 +15,7 @@ from fused_remat.execution.prepare import Execution
 from fused_remat.graph.schedule import Step
 from fused_remat.layers.fused_layer import FusedLayer
 from fused_remat.layers.record import record_of
-from fused_remat.report.step import arguments_of, device_of, restored, tensors_in, trace_layers
+from fused_remat.report.step import arguments_of, restored, tensors_in, trace_layers
 from fused_remat.steps.chunk import Chunk, Pass
 from fused_remat.steps.fused import MlpBackward, mlp_bwd
 from fused_remat.steps.node import Node
@@ -114,7 +114,7 @@ def explain(model: nn.Module, *inputs: Any, **kwargs: Any) -> Explanation:
     inputs, kwargs = arguments_of(model, inputs, kwargs)
     tensors = list(tensors_in([inputs, kwargs]))
     trace_layers(model, inputs, kwargs)
-    with _Recorder(model) as recorder, restored(model, tensors, device_of(model, tensors)):
+    with _Recorder(model) as recorder, restored(model, tensors):
         model(*inputs, **kwargs)
     return recorder.explanation()
 
@@ -243,13 +243,11 @@ def _explained(chunk: Chunk, name: str) -> BlockExplanation:
     tiles = f", then tiles of {chunks.tile} tokens" if chunks.tiled else ""
     low, stream = execution.compute, chunk.owner.dtype
     dtypes = f", products in {str(low)[6:]}, stream in {str(stream)[6:]}" if low else ""
-    outer, inner = plan.backward, plan.tile_backward
-    steps = [one for step in outer for one in (inner if step.kind == "tiles" else (step,))]
     return BlockExplanation(
         name,
         f"{kind}, backend {_backend(chunk)}{dtypes}, {groups}{tiles}",
         kept=plan.kept_inputs + plan.kept + (("output",) if plan.keeps_output else ()),
-        backward=tuple(_shown(step, chunk) for step in steps),
+        backward=tuple(_shown(step, chunk) for step in plan.steps("backward")),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -128,7 +129,8 @@ class MemoryReport:
         predicts = self.predicted_bytes is not None
         rows = [["", "kept", *["predicted"] * predicts, "forward peak", "backward peak"]]
         shown: set[LayerMemory] = set()
-        for kept, equal in itertools.groupby(self.layers, key=_without_name):
+        without = functools.partial(dataclasses.replace, name="", forward_peak=0, backward_peak=0)
+        for kept, equal in itertools.groupby(self.layers, key=without):
             group = list(equal)
             peaks = [max(g.forward_peak for g in group), max(g.backward_peak for g in group)]
             cells = self._cells(kept.kept_bytes, kept.predicted_bytes)
@@ -306,11 +308,6 @@ def _policy(policy: str | Policy) -> str:
     segment = "" if policy.segment is None else f" {policy.segment} of segment"
     moved = f"{_OFFLOAD}{{{', '.join(sorted(policy.offload))}}}" if policy.offload else ""
     return f"{{{', '.join(sorted(policy.save))}}}{segment}{moved}"
-
-
-def _without_name(layer: LayerMemory) -> LayerMemory:
-    """Return what equal layers have in common: everything but their names and peaks."""
-    return dataclasses.replace(layer, name="", forward_peak=0, backward_peak=0)
 
 
 def _title(group: list[LayerMemory]) -> str:

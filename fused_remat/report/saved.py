@@ -5,7 +5,6 @@ A record refers to storages weakly, so it does not delay freeing any memory.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import sys
 import threading
@@ -19,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fused_remat.execution.observe import OBSERVERS, BlockRun
-from fused_remat.graph.schedule import kept_bytes
+from fused_remat.layers.fallback import packed_by
 
 #: Name for what non-reentrant `torch.utils.checkpoint` saves: the arguments of what it wraps.
 CHECKPOINT = "checkpoint"
@@ -123,8 +122,8 @@ class SavedBytes:
 
     def named(self, outputs: Iterable[Tensor]) -> list[Saved]:
         """Return the storages that are still alive, named after the graph of `outputs`."""
-        names = sorted(_names(outputs), key=lambda name: name[0].order)
-        for held, name in names:
+        packed = [(held, name) for name, held in packed_by(outputs) if isinstance(held, _Held)]
+        for held, name in sorted(packed, key=lambda pair: pair[0].order):
             for saved in held.saved:
                 if saved.name == _UNNAMED:
                     saved.name = name
@@ -176,17 +175,12 @@ class SavedBytes:
 
 def _predicted(run: BlockRun) -> Mapping[str, int]:
     """Return the bytes that the block's graph predicts it keeps, by name."""
-    call, execution = run.call, run.execution
-    named = zip(call.graph.tensors, run.tensors, strict=True)
-    tensors = {name: t for name, t in named if t is not None}
-    shapes = {name: tuple(t.shape) for name, t in tensors.items()} | {**execution.shapes}
-    dtypes = {name: tensors[name].dtype for name in call.graph.inputs}
-    kept = kept_bytes(call.graph, call.save, call.needs_grad, shapes, dtypes)
-    for name, saved in zip(call.graph.tensors, run.saves, strict=True):
+    graph, kept = run.call.graph, run.call.kept_bytes(run.tensors)
+    for name, t, saved in zip(graph.tensors, run.tensors, run.saves, strict=True):
         if not saved:
             kept.pop(name, None)
-        elif name in tensors and name in (*call.graph.inputs, "seed"):  # also in a segment
-            kept.setdefault(name, tensors[name].numel() * tensors[name].element_size())
+        elif t is not None and name in (*graph.inputs, "seed"):  # also in a segment
+            kept.setdefault(name, t.nbytes)
     return kept
 
 
@@ -222,31 +216,3 @@ def _block_tensors(run: BlockRun) -> Iterator[tuple[str, Tensor]]:
     if execution.plan.keeps_output:
         yield "output", output
     yield from zip((name for name, _ in execution.kept_chunks()), kept, strict=True)
-
-
-def _names(outputs: Iterable[Tensor]) -> Iterator[tuple[_Held, str]]:
-    """Yield what `SavedBytes` packed with autograd's names for it, walking back from `outputs`.
-
-    Nothing is unpacked, so the hooks of a checkpoint or of the user do not run.
-    """
-    waiting = [t.grad_fn for t in outputs]
-    seen: set[Any] = {None}
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        waiting += [following for following, _ in node.next_functions]
-        for attribute in _raw_attributes(type(node)):
-            raw = getattr(node, attribute)
-            name = f"{node.name()}.{attribute.removeprefix('_raw_saved_')}"
-            parts = raw if isinstance(raw, (tuple, list)) else (raw,)
-            for i, part in enumerate(parts):
-                held = getattr(part, "data", None)
-                if isinstance(held, _Held):
-                    yield held, name if part is raw else f"{name}[{i}]"
-
-
-@functools.cache
-def _raw_attributes(node: type) -> tuple[str, ...]:
-    return tuple(name for name in dir(node) if name.startswith("_raw_saved_"))

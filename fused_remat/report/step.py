@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fused_remat.execution.observe import BlockRun
 from fused_remat.layers import FusedLayer
+from fused_remat.layers.fallback import attributes_as
 from fused_remat.layers.record import Ran, Record, noted_apart, record_of
 from fused_remat.report.allocations import AllocationTrace, Span
 from fused_remat.report.saved import Saved, SavedBytes
@@ -91,7 +92,7 @@ def run_step(
         device = device_of(model, inputs)
         trace_layers(model, args, kwargs)
         record = SavedBytes([*model.parameters(), *model.buffers()], inputs, on_block)
-        stack.enter_context(restored(model, inputs, device))
+        stack.enter_context(restored(model, inputs))
         if accumulates:
             for t in targets:
                 t.grad = torch.zeros_like(t)
@@ -128,7 +129,7 @@ def trace_layers(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     inputs = list(tensors_in([args, kwargs]))
     for _ in range(_MOST_RUNS if layers else 0):
         before = [layer.last_trace for layer in layers]
-        with restored(model, inputs, device_of(model, inputs)):
+        with restored(model, inputs):
             model(*args, **kwargs)
         if [layer.last_trace for layer in layers] == before:
             break
@@ -188,6 +189,13 @@ def arguments_of(
     return (), batch
 
 
+def batch_arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return a batch as the positional and keyword arguments of a call."""
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    return (tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)), {}
+
+
 def device_of(model: nn.Module, inputs: Any = ()) -> torch.device:
     """Return the first device of parameters, buffers and inputs that is not the CPU, or the CPU."""
     tensors = [*model.parameters(), *model.buffers(), *tensors_in(inputs)]
@@ -195,7 +203,7 @@ def device_of(model: nn.Module, inputs: Any = ()) -> torch.device:
 
 
 @contextlib.contextmanager
-def restored(model: nn.Module, inputs: Iterable[Tensor], device: torch.device) -> Iterator[None]:
+def restored(model: nn.Module, inputs: list[Tensor]) -> Iterator[None]:
     """Restore random state, training modes, buffers and `.grad` afterwards, also after an error.
 
     Training calls inside are not counted.
@@ -204,11 +212,10 @@ def restored(model: nn.Module, inputs: Iterable[Tensor], device: torch.device) -
     buffers = [(m, n, b, b.detach().clone()) for m in model.modules()
                for n, b in m._buffers.items() if b is not None]  # fmt: skip
     leaves = [t for t in (*model.parameters(), *inputs) if t.is_leaf]
-    grads = [(t, t.grad) for t in leaves]
-    wide = [(t, t.main_grad) for t in leaves if hasattr(t, "main_grad")]
-    cuda = {t.device.index for t in (*leaves, *inputs) if t.device.type == "cuda"}
-    if device.type == "cuda" and device.index is not None:
-        cuda.add(device.index)
+    names = ("grad", "main_grad")
+    grads = [(t, name, getattr(t, name)) for t in leaves for name in names if hasattr(t, name)]
+    tensors = (*model.parameters(), *model.buffers(), *inputs)
+    cuda = {t.device.index for t in tensors if t.is_cuda}
     noted = [m for m in model.modules() if isinstance(m, FusedLayer) or "_record" in vars(m)]
     with torch.random.fork_rng(devices=sorted(cuda)), noted_apart(noted):
         try:
@@ -219,11 +226,9 @@ def restored(model: nn.Module, inputs: Iterable[Tensor], device: torch.device) -
             for module, name, buffer, value in buffers:
                 module._buffers[name] = buffer
                 buffer.data.copy_(value)  # .data: graphs that saved the buffer stay valid
-            for t, grad in grads:
-                if t.grad is not grad:
-                    t.grad = grad
-            for t, main_grad in wide:
-                t.main_grad = main_grad
+            for t, name, grad in grads:
+                if getattr(t, name, None) is not grad:
+                    setattr(t, name, grad)
 
 
 class _Watch:
@@ -234,32 +239,29 @@ class _Watch:
         self._layers, self._record, self._trace = layers, record, trace
         self._stack = [_OUTSIDE]  # (layer, number of its call) of the calls that are running
         self._pass, self._running = _FORWARD, _OUTSIDE
-        self._handles: list[RemovableHandle] = []
-        self._compiled: list[tuple[nn.Module, Any]] = []
+        self._exit = contextlib.ExitStack()  # removes the hooks
         self._marks = 0
         self._ready: list[tuple[int, int]] = []  # (span, bytes) of gradients that became ready
 
     def __enter__(self) -> _Watch:
-        try:
+        with self._exit:  # a scripted module takes no hooks
             for i, layer in enumerate(self._layers):
                 self._attach(layer, functools.partial(self._before, i))
-        except Exception:  # a scripted module takes no hooks
-            self.__exit__()
-            raise
+            self._exit = self._exit.pop_all()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        for handle in self._handles:
-            handle.remove()
-        for layer, compiled in self._compiled:
-            layer._compiled_call_impl = compiled
+        self._exit.close()
+
+    def _hold(self, handle: RemovableHandle) -> None:
+        self._exit.callback(handle.remove)
 
     def _attach(self, layer: nn.Module, before: Callable[..., None]) -> None:
         compiled: Any = layer._compiled_call_impl
         if compiled is None:
             add = layer.register_forward_pre_hook
-            self._handles.append(add(before, prepend=True, with_kwargs=True))
-            self._handles.append(layer.register_forward_hook(self._after, always_call=True))
+            self._hold(add(before, prepend=True, with_kwargs=True))
+            self._hold(layer.register_forward_hook(self._after, always_call=True))
             return
 
         def call(*args: Any, **kwargs: Any) -> Any:  # hooks would become part of the graph
@@ -271,8 +273,7 @@ class _Watch:
             finally:
                 self._after(layer, args, output)
 
-        self._compiled.append((layer, compiled))
-        layer._compiled_call_impl = call
+        self._exit.enter_context(attributes_as([(layer, "_compiled_call_impl", call)]))
 
     def backward(self, parameters: Iterable[Tensor]) -> None:
         """Backward begins; note when the gradients of `parameters` become ready."""
@@ -283,7 +284,7 @@ class _Watch:
             self._ready.append((self._marks, nbytes))
 
         for p in parameters:
-            self._handles.append(p.register_hook(functools.partial(hook, p.nbytes)))
+            self._hold(p.register_hook(functools.partial(hook, p.nbytes)))
 
     def ready(self) -> list[int]:
         """For each span, bytes of gradients that existed at its end."""
@@ -308,7 +309,7 @@ class _Watch:
         self._record.claim(inputs)
         for t in inputs:
             if t.grad_fn is not None:  # its hook runs after all of the layer's own nodes
-                self._handles.append(t.register_hook(lambda _: self._leave(position)))
+                self._hold(t.register_hook(lambda _: self._leave(position)))
         self._mark(position)
 
     def _leave(self, position: tuple[int, int]) -> None:
@@ -321,7 +322,7 @@ class _Watch:
         position = self._stack.pop()
         for t in tensors_in(output):
             if t.requires_grad:
-                self._handles.append(t.register_hook(lambda _: self._mark(position)))
+                self._hold(t.register_hook(lambda _: self._mark(position)))
         self._record.layer = self._stack[-1][0]
         self._mark(self._stack[-1])
 

@@ -14,7 +14,7 @@ from fused_remat.graph.build import block_graph
 from fused_remat.graph.schedule import schedule
 from fused_remat.layers.causal import CausalLayer, read_call
 from fused_remat.layers.eligibility import Reason
-from fused_remat.planner.calibration import Example, steps_of
+from fused_remat.planner.calibration import Example
 from fused_remat.report.saved import SavedBytes
 from fused_remat.scale.layout import Layout, on_meta, parameters_of
 from fused_remat.scale.shapes import Model
@@ -86,7 +86,7 @@ def passes(example: Example, save: Iterable[str]) -> tuple[int, int]:
     for which in ("forward", "backward"):
         values, grads = set[str](), {"output"} if which == "backward" else set()
         peak = 0
-        for step in steps_of(plan, which):
+        for step in plan.steps(which):
             node = step.node
             assert node is not None
             if step.kind == "compute":

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -56,7 +57,7 @@ class Trace:
         sizes, x = self.sizes(given), given[self.x]
         roots: dict[int, Any] = {}
         for number, name in block.sources.items():
-            roots[number] = named[name] if name in named else attribute(layer, name)
+            roots[number] = named[name] if name in named else attrgetter(name)(layer)
         roots |= {n: t for n, t in zip(block.arguments, given, strict=True) if n is not None}
         for number, (shape, dtype) in block.stand_ins.items():
             size = [n.of(sizes) if isinstance(n, Size) else n for n in shape]
@@ -135,11 +136,6 @@ class Trace:
         return {name: n for name, n in sizes.items() if name in self.names}
 
 
-def attribute(layer: nn.Module, path: str) -> Any:
-    module, _, name = path.rpartition(".")
-    return getattr(layer.get_submodule(module), name)
-
-
 def _replay(
     program: Program, layer: nn.Module, context: Context, random: bool
 ) -> Callable[..., Tensor]:
@@ -156,6 +152,7 @@ def _replay(
                 set_generator_states(known.setdefault(at.first, generator_states(device)), device)
             return program.run(context, at, xs, tensors)
 
+    run.program = program  # type: ignore[attr-defined]  # by which the planner compares layers
     return run
 
 

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -33,13 +34,13 @@ from fused_remat.layers.eligibility import (
     precision_of,
     qualified,
 )
-from fused_remat.layers.fallback import is_contained
+from fused_remat.layers.fallback import generator_states, is_contained, set_generator_states
 from fused_remat.layers.read import BlockInputs
 from fused_remat.layers.record import NOTES
 from fused_remat.policies import Policy, kept_names
 from fused_remat.steps.norm import Norm
 from fused_remat.steps.residual import Add
-from fused_remat.tracing.call import Trace, attribute
+from fused_remat.tracing.call import Trace
 from fused_remat.tracing.isolation import WithoutDropout, check_effects, replica
 from fused_remat.tracing.samples import Arguments, Dims
 from fused_remat.tracing.state import state_of
@@ -241,7 +242,7 @@ class TracedLayer(ConvertedLayer):
             if isinstance(name, int):
                 keys.append((name, _key(call.leaves[name])))
                 continue
-            t = attribute(self, name)
+            t = attrgetter(name)(self)
             noted = self._notes_of().values.get(name)
             version = t._version, t.data_ptr()
             small = t.device.type == "cpu" and t.numel() <= _SMALL  # `.data` has no version
@@ -279,13 +280,13 @@ class TracedLayer(ConvertedLayer):
         autocast = low_dtype(x) is not None  # both compute in float32: 16 bits round differently
         given = map_tree(dict(call.given), _widened) if autocast else call.given
         with torch.no_grad(), _apart(x):
-            state = torch.random.get_rng_state()
+            states = generator_states(x.device)
             try:
                 with WithoutDropout():
                     expected = leaves(self.stock.forward(self, **given))
             except Exception as error:  # which the layer's own forward then raises
                 return None if autocast else f"it raises {type(error).__name__}: {error}"
-            torch.random.set_rng_state(state)
+            set_generator_states(states, x.device)
             try:
                 actual = leaves(trace.plain.run(self, {}, given))
             except torch.OutOfMemoryError:
@@ -328,10 +329,8 @@ def description_if_converted(
     layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> str:
     """Return how a stock layer would run a call after `convert`."""
-    converted = replica(layer)
+    converted = replica(layer, deep=True)
     converted.__class__ = converted_class(layer)
-    for name in NOTES:
-        converted.__dict__.pop(name, None)
     named = converted._named(args, kwargs)
     call = Reason("its arguments do not fit forward")
     if named is not None:

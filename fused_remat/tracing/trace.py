@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fused_remat.execution.prepare import chunks_of
 from fused_remat.layers.converted import INDICES
 from fused_remat.layers.eligibility import needs_grad
-from fused_remat.layers.fallback import run_with
+from fused_remat.layers.fallback import generator_states, run_with, set_generator_states
 from fused_remat.tracing.call import Trace
 from fused_remat.tracing.isolation import WithoutDropout, renumbered, replica
 from fused_remat.tracing.join import Join, known_function
@@ -213,11 +213,12 @@ def difference(
     """
     slack = 1.0 if sample.dtype == torch.float64 else FLOAT32
     limits = OUTPUT * slack, GRADIENT * max(slack, NARROW * narrow)
-    state = torch.random.get_rng_state()
+    device = next(t.device for t in leaves(sample.arguments) if isinstance(t, Tensor))
+    states = generator_states(device)
     with WithoutDropout():
         run = functools.partial(run_with, layer, forward)
         expected = _results(run, sample.named, sample.arguments)
-    torch.random.set_rng_state(state)  # drop path draws before the block
+    set_generator_states(states, device)  # drop path draws before the block
     actual = _results(functools.partial(fused, layer), sample.named, sample.arguments)
     grads = [g for name, g in expected.items() if name != _OUTPUT]
     largest = max((float(g.norm()) for g in grads if g is not None), default=0.0)

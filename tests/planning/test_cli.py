@@ -12,7 +12,7 @@ from processes import ROOT, printed
 from torch import nn
 
 from fused_remat import MemoryReport, Plan
-from fused_remat.cli import COMMANDS, main, plan, report, scale
+from fused_remat.cli import COMMANDS, doctor, main, plan, report, scale
 from fused_remat.scale import models
 from fused_remat.scale.shapes import MODELS
 
@@ -87,14 +87,21 @@ def test_the_module_and_the_installed_command_are_the_same():
     assert 'fused-remat = "fused_remat.cli:main"' in (ROOT / "pyproject.toml").read_text()
 
 
-def test_doctor_as_json_has_every_device_and_dtype(capsys):
+def test_doctor_as_json_has_every_device_and_dtype(capsys, mine, monkeypatch):
+    """And the version of a package that is distributed under another name."""
+    info = mine / "pytorch_gizmo-1.2.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Name: pytorch-gizmo\nVersion: 1.2\n")
+    (info / "top_level.txt").write_text("gizmo\n")
+    monkeypatch.syspath_prepend(mine)
+    monkeypatch.setitem(doctor._PACKAGES, "gizmo", "")
     status, text, _ = said(capsys, "doctor", "--json")
     found = json.loads(text)
     assert (status, found["ok"]) == (0, True)
     steps = [(step["device"], step["dtype"]) for step in found["steps"]]
     dtypes = ("float32", "bfloat16", "float16")
     assert steps == [(d["device"], dtype) for d in found["devices"] for dtype in dtypes]
-    assert found["versions"]["torch"] == torch.__version__
+    assert found["versions"]["torch"] == torch.__version__ and found["versions"]["gizmo"] == "1.2"
     assert found["steps"][0]["backend"] == "eager" and found["steps"][0]["attention"]
 
 
@@ -188,11 +195,11 @@ def test_a_command_draws(capsys, command):
         (("no_such_module:step",), "No module named 'no_such_module'"),
         (("mine_for_cli:nothing",), "its functions: step, with_loss"),
         (("mine_for_cli:one",), "then a function; got (Linear)"),
-        (("mine_for_cli:no_model",), "got (str, Tensor, NoneType)"),
+        (("mine_for_cli:no_model",), "got (str, Tensor)"),
         (("mine_for_cli:no_loss",), "must be a function, got 0.5"),
         (("mine_for_cli:raises",), "RuntimeError: boom (mine_for_cli.py, line"),
         (("mine_for_cli:bad_loss",), "ZeroDivisionError: division by zero (mine_for_cli.py, line"),
-        (("mine_for_cli:numbered",), "got (TransformerEncoder, dict, NoneType)"),
+        (("mine_for_cli:numbered",), "got (TransformerEncoder, dict)"),
         (("broken_for_cli:step",), "NameError: name 'undefined' is not defined"),
         (("mine_for_cli:linear",), "no layer to convert"),
         (("mine_for_cli:wants_more", "--seq", 4), "requires 'heads'"),

@@ -29,6 +29,7 @@ def test_fit_finds_the_largest_batch_that_fits():
     ("make", "options", "error", "match"),
     [
         (batch, {"method": "greedy"}, TypeError, "fit has no argument 'method'"),
+        (batch, {"offload": True}, ValueError, "offload=True on cpu: .* nothing can be moved"),
         (lambda size: batch(8)[:size], {"costs": "analytic"}, ValueError,
          r"is no larger than make_batch\(8\), which fits"),
     ],

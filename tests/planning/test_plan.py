@@ -1,5 +1,7 @@
 """Plans against reality: kept bytes exact, peaks as allocated, budgets kept, nothing disturbed."""
 
+import gc
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -17,7 +19,7 @@ from planned_models import (
     squared,
 )
 from processes import printed
-from report_models import Model, encoder, traced
+from report_models import Model, TracedLayer, encoder, traced
 from torch import nn
 
 from fused_remat import (
@@ -223,6 +225,31 @@ def test_measured_and_analytic_costs():
         assert min(seconds(example)) > 0 and seconds(example, {"up"})[1] < seconds(example)[1]
 
 
+class Sine(TracedLayer):
+    """A layer whose activation function is replayed."""
+
+    def forward(self, x):
+        return x + self.down(self.up(self.norm1(x)).sin())
+
+
+def test_equal_traced_layers_are_timed_once():
+    """They replay by functions of their own, of one program."""
+    x = X.clone().requires_grad_()
+    found = plan(nn.Sequential(Sine(), Sine(), Sine()), x, loss=squared)
+    assert [call.reason for call in found.chain.calls] == [""] * 3
+    assert len({call.options for call in found.chain.calls}) == 1
+
+
+def test_an_activation_function_with_a_parameter_is_planned_and_not_held():
+    model = encoder(2, activation=nn.PReLU())
+    found = plan(model, X, loss=squared)
+    assert [call.reason for call in found.chain.calls] == [""] * 2
+    weight = weakref.ref(model.layers[0].activation.weight)
+    del model
+    gc.collect()
+    assert weight() is None
+
+
 @pytest.mark.parametrize(
     ("make", "options"),
     [
@@ -262,6 +289,7 @@ HERE = r"offload=\{'input'\}.*with offload=True"
         ({"costs": "guess"}, ValueError, "got 'guess'"),
         ({"method": "manual"}, ValueError, "policies="),
         ({"options": "full"}, TypeError, "list of policies, got 'full'"),
+        ({"policies": ["full"]}, TypeError, r"mapping of patterns to policies, got \['full'\]"),
         ({"loss": torch.ones(1)}, TypeError, "loss= must be a function of the output, got tensor"),
         ({"options": ["fastest"]}, ValueError, "unknown policy 'fastest'"),
         ({"lossy": True}, TypeError, "lossy= was removed; plans choose among exact presets"),
