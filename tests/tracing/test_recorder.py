@@ -556,6 +556,12 @@ def test_source_and_target_are_equally_long(first, told):
     assert trace_counts(model) == [1, 0]
 
 
+def test_an_index_that_cannot_be_set():
+    stock, model = pair(altered.FixedIndex)
+    same_step(stock, model, normal(B, S, WIDTH))
+    assert trace_counts(model) == [1, 0]
+
+
 @pytest.mark.parametrize("sizes", [((1, 7), (1, 9), (B, 7)), ((B, 7), (1, 7), (7, 7), (1, HEADS))])
 def test_a_batch_of_one_sequence(sizes, told):
     stock, model = pair(altered.HeadsInBatch)
