@@ -6,6 +6,7 @@ Every test trains one step of a converted model, and of a copy that is not conve
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import random
 import weakref
@@ -16,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from altered_layers import HEADS, LONGEST, WIDTH
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from fused_remat import conversion, convert, revert
 from fused_remat.execution import observe
@@ -289,10 +291,18 @@ def test_hook_on_a_submodule(told):
     assert told.reasons() == {"mlp.up has hooks"}
 
 
-def test_argument_changed_in_place():
-    """The model reads the tensor that it has called its first layer with."""
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_argument_changed_in_place(reentrant):
+    """The model reads the tensor that it has called its first layer with.
+
+    `reentrant`: converted layers run it under a checkpoint of the model's.
+    """
     made = []
     for model in pair(altered.InPlaceArgument):
+        model.layers[0].gradient_checkpointing = reentrant
+        model.layers[0]._gradient_checkpointing_func = functools.partial(
+            checkpoint, use_reentrant=True
+        )
         x = normal(B, S, WIDTH).requires_grad_()
         y = x * 1.0
         out = model.layers[0](y)
