@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 
 from fused_remat.autograd.engine import asked, asks_all, current_pass, is_rare, takes
 from fused_remat.autograd.gradients import finish
@@ -45,6 +46,11 @@ class Delivery(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
         if dy is None:
             return (None,) * (4 + len(ctx.dims))
+        if not issubclass(type(ctx), BackwardCFunction):
+            raise RuntimeError(
+                "fused_remat: compiled autograd cannot run a block of large weights whose forward "
+                "ran before it was enabled; enable it around forward too, or compile forward"
+            )
         *_, block = nodes = _chain(ctx)
         names = ctx.execution.call.graph.tensors
         if ctx.first and not is_rare(block, dy) and all(map(asks_all, nodes)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -37,6 +38,12 @@ def runs_now(node: Any) -> bool:
         return node is not None and bool(_executes(node))
     except RuntimeError:
         return False
+
+
+def is_compiled() -> bool:
+    """Return whether compiled autograd, which frees what all nodes saved first, is enabled."""
+    compiler = sys.modules.get("torch._dynamo.compiled_autograd")
+    return bool(getattr(compiler, "compiled_autograd_enabled", False))
 
 
 def is_rare(ctx: Any, dy: Tensor) -> bool:

@@ -195,7 +195,8 @@ def run_block(
         rescue = None  # dropout was drawn, or gradients were added to: the step cannot be repeated
     roots: Sequence[Tensor] = rescue.roots if rescue is not None and rescue.count else []
     plain = accumulation is None and extras is None and not checked
-    if plain and execution.delivers and not deliver.is_hooked(execution, given):
+    delivers = plain and execution.delivers and not engine.is_compiled()
+    if delivers and not deliver.is_hooked(execution, given):
         if roots:  # whose gradients would wait for the block's own node
             rescue, roots = None, []
         late = frozenset(itertools.chain(*execution.delivered))

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fused_remat.layers.eligibility import parameters_of
-from fused_remat.layers.fallback import attributes_as, run_with
+from fused_remat.layers.fallback import run_with
 from fused_remat.layers.record import NOTES, listed
 from fused_remat.tracing.state import get, shared_by
 from fused_remat.tracing.values import SHIFT, SideEffect, Untraceable, attributes, map_tree
@@ -109,11 +109,21 @@ def _no_backward(_: Any) -> Tensor:
     raise Untraceable("its forward runs a backward pass")
 
 
-def renumbered(layer: nn.Module, names: Collection[str]) -> contextlib.AbstractContextManager[None]:
-    """Add `SHIFT` to the integers among attributes of these names inside the context."""
-    pairs = itertools.product(layer.modules(), names)
-    numbers = [(m, name, n + SHIFT) for m, name in pairs if type(n := vars(m).get(name)) is int]
-    return attributes_as(numbers)
+@contextlib.contextmanager
+def renumbered(layer: nn.Module, names: Collection[str]) -> Iterator[None]:
+    """Add `SHIFT` to the integers among attributes of these names inside the context.
+
+    Not by `setattr`: a layer's class may not let its index be set.
+    """
+    pairs = itertools.product(map(vars, layer.modules()), names)
+    numbers = [(own, name, own[name]) for own, name in pairs if type(own.get(name)) is int]
+    try:
+        for own, name, number in numbers:
+            own[name] = number + SHIFT
+        yield
+    finally:
+        for own, name, number in numbers:
+            own[name] = number
 
 
 def check_effects(

@@ -225,6 +225,17 @@ def test_the_environment_variable(value):
     assert expected in done.stdout, done.stderr[-2000:]
 
 
+def test_a_context_within_another():
+    layer = layer_of()
+    with check_replay():
+        with check_replay():
+            pass
+        y = layer(inputs())
+    layer.norm1.weight.data[1] = 2.0
+    with pytest.raises(ReplayError, match=r"norm1\.weight"):
+        y.sum().backward()
+
+
 def test_the_copies_go_with_what_autograd_saved():
     x = inputs().requires_grad_()
     layer = Model().encoder.layers[0]

@@ -147,6 +147,21 @@ def test_a_pass_that_fails_after_a_delivery(small, monkeypatch):
         torch.testing.assert_close(p.grad, other, rtol=1e-4, atol=1e-5)  # of another program
 
 
+@pytest.mark.parametrize("around_forward", [True, False])
+def test_compiled_autograd(around_forward, small):
+    """It frees the saved tensors of all nodes first, so a call under it delivers nothing."""
+    layer, (x, dy) = layer_of("pre-norm"), inputs()
+    leaves = x, *layer.parameters()
+    expected, y = torch.autograd.grad(layer(x), leaves, dy), layer(x)
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+        if around_forward:
+            layer(x).backward(dy)
+            assert all(torch.equal(t.grad, g) for t, g in zip(leaves, expected, strict=True))
+        else:
+            with pytest.raises(RuntimeError, match="enable it around forward too"):
+                y.backward(dy)
+
+
 @pytest.mark.parametrize("transposed", [False, True])
 def test_weights_are_freed_before_the_next_ones(transposed):
     """A layer of 12 D² holds the gradients of the largest product alone, 4 D².

@@ -179,7 +179,7 @@ class ThatFillsAList(nn.Module):
             self.calls += 1
         hidden = torch.relu(self.up(self.norm(x))) * scales[0]
         losses.append(hidden.square().mean() + (losses[-1] if losses else 0))
-        return x + self.down(hidden) + same[-1] + held[0]
+        return x + self.down(hidden * same[-1]) + held[0]  # a replay ends at `down`
 
 
 @IGNORED

@@ -177,6 +177,15 @@ class IndexScale(Block):
         return self.mlp(x) / (self.layer_idx + 1)
 
 
+class FixedIndex(Block):
+    def set_up(self, index: int) -> None:
+        vars(self)["layer_idx"] = index
+
+    @property
+    def layer_idx(self) -> int:
+        return vars(self)["layer_idx"]
+
+
 class ShiftArgument(Block):
     """A whole number that is used as the recorder expects sizes to be."""
 

@@ -6,6 +6,7 @@ Every test trains one step of a converted model, and of a copy that is not conve
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import random
 import weakref
@@ -16,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from altered_layers import HEADS, LONGEST, WIDTH
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from fused_remat import conversion, convert, revert
 from fused_remat.execution import observe
@@ -289,10 +291,18 @@ def test_hook_on_a_submodule(told):
     assert told.reasons() == {"mlp.up has hooks"}
 
 
-def test_argument_changed_in_place():
-    """The model reads the tensor that it has called its first layer with."""
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_argument_changed_in_place(reentrant):
+    """The model reads the tensor that it has called its first layer with.
+
+    `reentrant`: converted layers run it under a checkpoint of the model's.
+    """
     made = []
     for model in pair(altered.InPlaceArgument):
+        model.layers[0].gradient_checkpointing = reentrant
+        model.layers[0]._gradient_checkpointing_func = functools.partial(
+            checkpoint, use_reentrant=True
+        )
         x = normal(B, S, WIDTH).requires_grad_()
         y = x * 1.0
         out = model.layers[0](y)
@@ -553,6 +563,12 @@ def test_source_and_target_are_equally_long(first, told):
         x, memory, bias = normal(b, s, WIDTH), normal(b, m, 12), normal(1, HEADS, s, m)
         same_step(stock, model, x, memory, bias)
     assert not told.reasons()
+    assert trace_counts(model) == [1, 0]
+
+
+def test_an_index_that_cannot_be_set():
+    stock, model = pair(altered.FixedIndex)
+    same_step(stock, model, normal(B, S, WIDTH))
     assert trace_counts(model) == [1, 0]
 
 
