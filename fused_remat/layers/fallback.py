@@ -77,7 +77,7 @@ def without_changes(
         # A change of a tensor with a gradient could not be undone. `run` does not keep the copies.
         copied = {id(t): t.clone() for t in arguments.values() if needs_grad(t)}
         out = forward(**{n: copied.get(id(t), t) for n, t in arguments.items()})
-        names.extend(n for n, t in arguments.items() if id(t) in copied and copied[id(t)]._version)
+        names[:] = [n for n, t in arguments.items() if id(t) in copied and copied[id(t)]._version]
         return out
 
     args = {n: t for n, t in arguments.items() if type(t) is Tensor and not t.is_inference()}
