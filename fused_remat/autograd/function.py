@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from fused_remat.autograd.partial import Extras
 
 _functorch = torch._C._functorch
-_NO_FUNCTIONS: Functions = {}
 
 
 class FusedRematBlock(torch.autograd.Function):
@@ -154,7 +153,7 @@ def run_block(
     Raises: BlockFailure if there is a `rescue` and forward raises; RuntimeError inside torch.func
         transforms and context_parallel, and for DTensors.
     """
-    functions = functions or _NO_FUNCTIONS
+    functions = functions or {}
     if torch.compiler.is_compiling() or _chosen_by_operator():
         return _as_operator(
             graph, policy, tensors, functions, accumulation,

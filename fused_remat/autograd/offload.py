@@ -131,13 +131,8 @@ def _started(sources: list[Tensor], targets: list[Tensor], on_device: list[Tenso
     return CudaCopies(on_device, stream, done)
 
 
-#: Copies by device type; on others nothing moves.
+#: Transfers by device type; on others nothing moves.
 TRANSFERS: dict[str, Transfer] = {"cuda": Transfer()}
-
-
-def transfer_for(device: torch.device) -> Transfer | None:
-    """Return the transfer of a device, or None where nothing moves."""
-    return TRANSFERS.get(device.type)
 
 
 def _copy_out(transfer: Transfer, tensors: list[Tensor]) -> tuple[list[Tensor], InFlight]:
@@ -146,9 +141,6 @@ def _copy_out(transfer: Transfer, tensors: list[Tensor]) -> tuple[list[Tensor], 
     if active_hooks() is not None:
         copies.synchronize()
     return hosts, copies
-
-
-# --- eager mode: one record for each call of a block
 
 
 @dataclass(eq=False)
@@ -251,7 +243,7 @@ def move(
         return None, saves
     indices, leaving = list(moving), list(moving.values())
     device = leaving[0].device
-    transfer = transfer_for(device)
+    transfer = TRANSFERS.get(device.type)
     if transfer is None or not transfer.is_able(device):
         return None, saves
     markers = [_marker(t) for i, t in moving.items() if names[i] in callers]
@@ -285,21 +277,9 @@ def _marker(t: Tensor) -> Tensor:
     return marker
 
 
-# --- operators, which take and return tensors only
-
-
 #: What the last operator has still in flight, by device. Backward's is called in another thread;
 #: what one thread drops for another is settled by its stream.
 _HELD: dict[torch.device, InFlight] = {}
-
-
-def moved_names(
-    offload: Collection[str], names: Sequence[str], device: torch.device
-) -> frozenset[str]:
-    """Return the names that operators return on the host."""
-    if not offload or transfer_for(device) is None:
-        return frozenset()
-    return frozenset(offload).intersection(names)
 
 
 def start_out(tensors: list[Tensor]) -> tuple[list[Tensor], InFlight]:
@@ -307,8 +287,7 @@ def start_out(tensors: list[Tensor]) -> tuple[list[Tensor], InFlight]:
 
     Raises: RuntimeError while a CUDA graph is captured.
     """
-    transfer = transfer_for(tensors[0].device)
-    assert transfer is not None
+    transfer = TRANSFERS[tensors[0].device.type]
     if not transfer.is_able(tensors[0].device):
         raise RuntimeError(
             "fused_remat: a compiled block with Policy(offload=...) copies tensors to the host, "
@@ -328,5 +307,4 @@ def hold(copies: InFlight | None, device: torch.device) -> None:
 
 def fetched(hosts: list[Tensor], device: torch.device) -> list[Tensor]:
     """Fetch the tensors of an operator to the device."""
-    transfer = transfer_for(device) if hosts else None
-    return [] if transfer is None else transfer.back(hosts, device).settle()
+    return TRANSFERS[device.type].back(hosts, device).settle() if hosts else []

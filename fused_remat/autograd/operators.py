@@ -26,7 +26,7 @@ from torch import Tensor
 
 from fused_remat import random
 from fused_remat.autograd.gradients import NO_DOUBLE_BACKWARD, round_vectors
-from fused_remat.autograd.offload import fetched, hold, moved_names, start_out
+from fused_remat.autograd.offload import TRANSFERS, fetched, hold, start_out
 from fused_remat.execution import executor
 from fused_remat.execution.observe import is_checked
 from fused_remat.execution.prepare import BlockConfig, Execution, prepare
@@ -109,7 +109,7 @@ class ParsedConfig:
     def moved(self, device: torch.device) -> frozenset[str]:
         """Return the kept names, and the input, that are returned on the host."""
         names = (*self.plan.kept, *(n for n in self.saved if n in self.call.graph.inputs))
-        return moved_names(self.call.offload, names, device)
+        return self.call.offload.intersection(names if device.type in TRANSFERS else ())
 
     def aligned(self, names: Sequence[str], values: Sequence[Any]) -> list[Any]:
         """Return `values` of `names` in the order of the graph's tensors; None for the others."""
@@ -222,9 +222,6 @@ def _split(execution: Execution, whole: Mapping[str, Tensor]) -> list[Tensor]:
         chunks.append(whole[name][at[name] : at[name] + rows])
         at[name] += rows
     return chunks
-
-
-# --- the operators
 
 
 def _shapes(flat: Sequence[int]) -> list[torch.Size]:

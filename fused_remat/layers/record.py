@@ -11,10 +11,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-import torch
 from torch import nn
 
 from fused_remat.autograd.accumulate import sharded_by
+from fused_remat.autograd.engine import current_pass
 from fused_remat.steps.operations import FusedRematWarning, user_stacklevel
 
 #: How a training call runs: as a block; as the layer's own forward under checkpointing; or as that
@@ -59,7 +59,7 @@ class Record:
 
     def note(self, ran: Ran, reason: str = "") -> None:
         """Count a training call, unless a checkpoint around the layer repeats it in backward."""
-        in_backward = torch._C._current_graph_task_id() != -1
+        in_backward = current_pass() != -1
         if in_backward and self.in_forward:
             return
         self.last, self.reason = ran, reason

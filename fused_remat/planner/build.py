@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fused_remat.autograd.offload import transfer_for
+from fused_remat.autograd.offload import TRANSFERS
 from fused_remat.convert import convert, fused_layers, revert
 from fused_remat.layers import FusedLayer
 from fused_remat.layers.record import STATES
@@ -82,7 +82,7 @@ class Request:
                 f"method='manual' needs policies=, and no other method takes them; got "
                 f"method={method!r}, policies={self.policies!r}"
             )
-        if self.offload and transfer_for(device) is None:
+        if self.offload and device.type not in TRANSFERS:
             raise ValueError(
                 f"offload=True on {device}: what is kept is in the host's memory already, so "
                 "nothing can be moved; plan without offload"
