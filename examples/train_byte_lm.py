@@ -5,7 +5,7 @@ The ways: PyTorch's own layers (eager), the same under `torch.utils.checkpoint`,
 with CPython (`pydoc_data.topics`). All ways start from the same weights and take the same batches
 in turn, one step each per round, so that other work of the machine slows all of them equally.
 
-    python examples/train_byte_lm.py                # under 4 minutes on 2 cores
+    python examples/train_byte_lm.py                # 3 to 5 minutes on 2 cores
     python examples/train_byte_lm.py --device cuda
 """
 

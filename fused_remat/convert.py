@@ -299,7 +299,7 @@ class LossHead:
 
     def __str__(self) -> str:
         if self.state == "not requested":
-            why = "computed from logits, since convert was called without loss=True"
+            why = "computed from logits; convert(model, loss=True) computes it without them"
         elif self.state == "not called":
             why = "not computed in training yet"
         elif self.state == "fused":

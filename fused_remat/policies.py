@@ -109,8 +109,8 @@ def _check_formats(names: Iterable[str]) -> None:
 def _removed(what: str) -> NoReturn:
     """Raise ValueError for `what`, a policy with a storage format."""
     raise ValueError(
-        f"unknown policy: {what} has a storage format, and formats (8 bits) were removed; use the "
-        'exact preset "balanced" or "fast", or Policy(save=...) with names alone'
+        f"unknown policy: {what} was removed, with all formats of 8 bits; use the exact preset "
+        '"balanced" or "fast", or Policy(save=...) with names alone'
     )
 
 

@@ -27,7 +27,14 @@ from bench.tables import markdown
 
 #: Operator -> kind; what is in no kind is "the rest".
 KINDS = {
-    "products": ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::addmm_"),
+    "products": (
+        "aten::mm",
+        "aten::addmm",
+        "aten::bmm",
+        "aten::baddbmm",
+        "aten::addmm_",
+        "mkldnn::_linear_pointwise",
+    ),
     "attention": (
         "aten::_scaled_dot_product_flash_attention_for_cpu",
         "aten::_scaled_dot_product_flash_attention_for_cpu_backward",

@@ -77,7 +77,7 @@ class Explanation(list[BlockExplanation]):
     """All calls in order, then fused layers that were not called; prints as text."""
 
     def __str__(self) -> str:
-        return "\n".join(str(block) for block in self)
+        return "\n".join(map(str, self)) or "no layer ran as a block: convert the model first"
 
     __repr__ = __str__
 

@@ -31,9 +31,9 @@ def from_json(kind: type[Record], text: str) -> Record:
     """
     try:
         record: Record = _value(kind, json.loads(text))
-    except (TypeError, KeyError, AttributeError) as error:
+    except (TypeError, KeyError, AttributeError, ValueError) as error:
         raise ValueError(
-            f"the text is not the JSON of a {kind.__name__} of this version of fused_remat: {error}"
+            f"{text!r:.60} is not the JSON text of a {kind.__name__} of this version: {error}"
         ) from error
     return record
 

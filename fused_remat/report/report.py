@@ -141,7 +141,8 @@ class MemoryReport:
         cells = self._cells(self.kept_bytes, self.predicted_bytes)
         rows.append(["total", *cells, "", ""])
         lines = [self.model, *aligned(rows)]
-        lines.append(f"peak of the step: {human(self.peak_bytes)} above parameters and inputs")
+        peak = f"{human(self.peak_bytes)} above parameters and inputs, gradients included"
+        lines.append(f"peak of the step: {peak}")
         if self.offloaded_bytes:
             lines.append(f"offloaded to host: {human(self.offloaded_bytes)}, not counted as kept")
         elif any(_OFFLOAD in (layer.policy or "") for layer in self.layers):

@@ -49,7 +49,7 @@ def _linear(t: Builder, number: int, op: Op) -> Build | None:
                 inner, transposed = source, False
         w, own_bias = t.param(inner, transposed), _param(t, bias)
         name = t.recording.sources.get(inner, "")
-        name = name.removesuffix(".weight") if name.endswith(".weight") else op.inside
+        name = name[:-7] if name.endswith((".weight", "_weight")) else op.inside
         return t.add(Linear(name=t.unique(name), x=input, weights=(w,), biases=(own_bias,)))
 
     return build

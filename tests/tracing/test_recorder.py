@@ -323,6 +323,8 @@ def test_multihead_attention():
         {"mask": added}, {"mask": each}, {"mask": each, "padding": padding},
     ):  # fmt: skip
         same_step(stock, model, normal(B, S, WIDTH), **given)
+    names = [node.name for node in graphs(model)[0].nodes]
+    assert names.index("attn.in_proj") < names.index("attn")  # "attn" is attention's output
 
 
 ACTIVATIONS = {
