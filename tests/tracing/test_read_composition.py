@@ -571,9 +571,9 @@ def test_converted_on_the_meta_device(name, served):
     assert_same(name, step(fused, batch), step(stock, batch))
 
 
-@every
+@pytest.mark.parametrize("name", ["olmo2", "mixtral", "dinov2", "t5"])
 @pytest.mark.composes("Concurrency and faults", "layers that are read, by two threads at a time")
-def test_threads(name, served):
+def test_threads(name, served, one_thread):
     """Threads that train one model, which both read."""
     stock, fused, batch = pair(name)
     expected, found, wrong = step(stock, batch), [], []
