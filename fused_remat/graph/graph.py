@@ -92,7 +92,7 @@ class Graph:
 
     @functools.cached_property
     def casts(self) -> Mapping[str, torch.dtype]:
-        """The dtypes that params are converted to before a pass, where not as they are given."""
+        """The dtypes that params are converted to before a pass, where that is not their own."""
         return {name: dtype for node in self.nodes for name, dtype in node.casts.items()}
 
     def dtypes(self, dtype: torch.dtype) -> dict[str, torch.dtype]:

@@ -4,7 +4,7 @@ All of them keep for backward their inputs and what `policy` names, and rebuild 
 (`linear_cross_entropy`, which takes no policy, keeps two numbers a token). They take `seed=` (of
 dropout; None draws one from torch's generator) and `backend=`. They apply dropout whenever its
 probability is not 0: pass 0.0 in evaluation. They compute in the dtype of their inputs, also under
-autocast, which only `linear_cross_entropy` follows. They cannot be differentiated twice, nor inside
+autocast, which only `linear_cross_entropy` follows. They support neither double backward nor
 torch.func transforms. An input that is not three-dimensional, and that no view makes a matrix of
 tokens (a transposed one), is copied, and the copy is what is kept.
 """

@@ -242,7 +242,7 @@ def _lengths(
         return {"lengths": key_lengths}
     if cu_q is None:
         if cu_k is not None:
-            raise ValueError(f"cu_seqlens_k is given without {name}")
+            raise ValueError(f"cu_seqlens_k needs {name}")
         return {}
     if batch != 1:
         raise ValueError(f"{name} needs all sequences in a batch of 1, got a batch of {batch}")

@@ -53,7 +53,7 @@ def linear_cross_entropy(
         frozen, which then has no buffer either).
     Raises: ValueError for shapes that do not fit, an unknown reduction, z_loss, softcap or chunk
         out of range; RuntimeError for mixed dtypes or devices, a target that is not int64 and
-        label_smoothing outside [0, 1]; IndexError for a target that is no row (on a CPU; elsewhere
+        label_smoothing outside [0, 1]; IndexError for a target out of range (on a CPU; elsewhere
         the device asserts).
     Source: Wijmans et al. 2024 (cut cross-entropy); Szegedy et al. 2016 (label smoothing);
         Chowdhery et al. 2022 (z-loss).
@@ -146,7 +146,7 @@ def _checked(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor
         check_tensor("bias", bias, dtypes, hidden, why)
     check_shape("weight", weight, ("V", hidden.shape[-1]), {"hidden": hidden})
     if weight.shape[0] < 1:
-        raise ValueError(f"weight must have a row for each class, got shape {tuple(weight.shape)}")
+        raise ValueError(f"weight needs one row per class, got shape {tuple(weight.shape)}")
     check_shape("bias", bias, weight.shape[:1], {"weight": weight})
     check_tensor("target", target, (torch.int64,), hidden, ": class indices")
     check_shape("target", target, hidden.shape[:-1], {"hidden": hidden})

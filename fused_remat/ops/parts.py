@@ -140,7 +140,7 @@ def mlp_block(
 
     Shapes: x (..., D), norm_weight and norm_bias (D,) or None, fc1_weight and gate_weight (F, D),
         fc2_weight (D, F), biases (F,), (D,) or None; returns (..., D) in x.dtype.
-    norm: "layer_norm" or "rms_norm" (a bias is added there too, if given).
+    norm: "layer_norm" or "rms_norm" (which also adds a bias, if there is one).
     activation, seed: as in `mlp`; a gated MLP takes a name.
     Units: bytes kept = the input and the norm's statistics (policy "none": and F elements a token,
         2·F if gated).
@@ -161,7 +161,7 @@ def mlp_block(
     if gate_weight is not None:
         weights |= {"gate.weight": gate_weight, "gate.bias": gate_bias}
     elif gate_bias is not None:
-        raise ValueError("gate_bias is given without gate_weight")
+        raise ValueError("gate_bias needs gate_weight")
     spec = NormSpec(kind=check_norm_kind(norm), eps=float(eps))
     block = _mlp(x, weights, activation, dropout_p, seed, spec, residual_dropout_p)
     return run_tokens(*block, policy, backend)

@@ -35,7 +35,7 @@ def replica(module: nn.Module, deep: bool = False) -> Any:
     """Return a module with the same tensors and attributes, whose tensors may be replaced.
 
     Threads that call the module do not see it. `deep`: tensor attributes may also be changed in
-    place, and notes of the conversion are left out.
+    place, and not the notes of the conversion.
     """
     # Not by calling the class: FSDP's returns another one.
     copies: dict[nn.Module, Any] = {old: object.__new__(type(old)) for old in module.modules()}

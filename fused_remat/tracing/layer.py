@@ -122,7 +122,7 @@ class TracedLayer(ConvertedLayer):
             self.last_trace = trace = Reason(str(reason))
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # of an attribute's own code, say: training goes on as before
+        except Exception as error:  # such as one of an attribute's own code: training continues
             self.last_trace = trace = Reason(f"tracing it raised {type(error).__name__}: {error}")
         if isinstance(trace, Reason):
             return trace
@@ -176,7 +176,7 @@ class TracedLayer(ConvertedLayer):
                 trace = self._compared(trace, call) if isinstance(trace, Trace) else trace
                 if isinstance(trace, Trace):
                     return trace
-                if vary[0] == "B":  # the batch second is a guess, whose reason tells nothing
+                if vary[0] == "B":  # the batch second is a guess, whose reason means nothing
                     reasons.append(trace)
         effects = [r for r in reasons if r.once]  # decide how the layer runs
         trials = [r for r in reasons if not r.text.startswith(CANNOT_RUN)]

@@ -37,7 +37,7 @@ _MODULE = frozenset(nn.Module().__dict__)
 def state_of(layer: nn.Module, excluded: Collection[str]) -> tuple[Any, ...]:
     """Return all that a trace depends on other than the arguments: classes, flags, numbers, shapes.
 
-    `excluded`: names of attributes that are left out.
+    `excluded`: names of attributes to ignore.
 
     Raises: Unsupported for a submodule with hooks, which a block would not call, or with packed
         parameters, which it would not read.
@@ -75,7 +75,7 @@ def _check_hooks(own: Mapping[str, Any], path: str) -> None:
 
 
 def exact(value: Any, seen: dict[int, Any]) -> Any:
-    """Return a key that equals another value's only if code cannot tell the two values apart."""
+    """Return a key that equals another value's only if code cannot distinguish the two values."""
     kind = type(value)
     if kind in _PLAIN or isinstance(value, enum.Enum):
         return value if value == value else str(value)

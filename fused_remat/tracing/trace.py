@@ -100,7 +100,7 @@ def _trace_one(layer: nn.Module, forward: Callable[..., Any], call: Arguments, f
                 reasons.append(reason.with_traceback(None))
                 if not isinstance(reason, _CannotRun) or reason.at_once:
                     break
-    # A later trial that fails for another reason tells more than one that cannot run.
+    # A later trial that fails for another reason explains more than one that cannot run.
     last = sorted(reasons, key=lambda reason: not isinstance(reason, _CannotRun))[-1]
     try:
         raise last

@@ -118,7 +118,7 @@ def backward(
     grads: Heads | None,
     target: Target,
 ) -> Iterator[Launch]:
-    """Return the launches that fill `grads`, if given, and add to call.dmask and call.dpadding."""
+    """Return the launches that fill `grads`, if any, and add to call.dmask and call.dpadding."""
     q, k, v = map(contiguous_rows, (q, k, v))
     dout = contiguous_rows(as_heads(dattn, call))
     widths = (q.shape[-1], v.shape[-1])

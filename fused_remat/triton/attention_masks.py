@@ -23,7 +23,7 @@ from fused_remat.triton.tables import AttentionTile, ends_early
 
 # Rows whose intervals of variable-length sequences a program finds.
 _BOUNDS_ROWS = 128
-# A mask that adds more than this to a whole row is shifted to add 0: scores would lose digits.
+# A mask that adds more than this to all of a row is shifted to add 0: scores would lose digits.
 _FAR = 128.0
 # Tiles of the kernels that read masks alone.
 _TILE = 64

@@ -282,7 +282,7 @@ class _Plan:
     held: list[Any]  # the specs that the key names by identity
 
     def applies(self) -> bool:
-        """Return whether no hooks, of a profiler, say, must run, as in `JITFunction.run`."""
+        """Return whether no hooks, such as a profiler's, must run, as in `JITFunction.run`."""
         try:
             hooks = _RUNTIME.launch_enter_hook.calls or _RUNTIME.launch_exit_hook.calls
         except AttributeError:  # set to something else

@@ -18,7 +18,7 @@ from fused_remat.triton.launch import Launch, Target, cdiv, dropout_of, matrix, 
 
 #: The widest row, in elements.
 MAX_WIDTH = 1 << 16
-#: The widest rows that forward and backward hold in registers; wider ones are read twice.
+#: The widest rows that forward and backward hold in registers; wider ones are read two times.
 FWD_WIDTH, BWD_WIDTH = 1 << 14, 1 << 13
 _WIDE_BLOCK = 1 << 12
 

@@ -101,7 +101,7 @@ def act_fwd(x: Tensor, act: str, mask: DropoutMask | None, y: Tensor) -> Launch:
 def act_bwd(
     dy: Tensor, x: Tensor, act: str, mask: DropoutMask | None, dx: Tensor, y: Tensor | None = None
 ) -> Launch:
-    """Compute dx = mask * dy * act'(x); y = mask * act(x) if given."""
+    """Compute dx = mask * dy * act'(x); y = mask * act(x) if requested."""
     matrices = operand(dy), operand(x), matrix(dx), matrix(y)
     return _over(dx, kernels.act_bwd_kernel, mask, *matrices, ACT=PAIRS[act][1])
 

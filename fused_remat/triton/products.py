@@ -1,7 +1,7 @@
 """Products with fused ends, in kernels (`kernels.linear`, `kernels.mlp`).
 
 x (M, K) and dy (M, D) are activations; weights are as in `nn.Linear`. A launch takes its tile from
-the tables unless `tile` is given. First the operations, then their launches.
+the tables unless there is a `tile`. First the operations, then their launches.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def _unsupported_norm_reason(key: tuple[Any, ...]) -> str | None:
 )
 def linear_norm_fwd_triton(x, weight, bias, residual, mask, spec, norm_weight, norm_bias, out=None):
     product = F.linear(x, weight, bias)
-    # The sum replaces the product: each program reads a whole tile before it writes it.
+    # The sum replaces the product: each program reads an entire tile before it writes it.
     total = product
     if residual.dtype is not product.dtype:
         total = torch.empty(product.shape, dtype=residual.dtype, device=product.device)
@@ -177,7 +177,7 @@ def linear_fwd(
     target: Target,
     tile: Tile | None = None,
 ) -> Launch:
-    """Compute y = mask * act(x @ weightᵀ + bias); `pre`, if given, is filled with the product."""
+    """Compute y = mask * act(x @ weightᵀ + bias); `pre`, if any, is filled with the product."""
     n, k = weight.shape
     return launch_over(
         linear_fwd_kernel, target, tile or "linear", [(x, "mk"), (weight, "nk")],

@@ -124,9 +124,9 @@ TILES: dict[str, dict[str, tuple[Tile, ...]]] = {
 }
 
 
-#: What a row or column of operands costs, in elements of the tile. Operands of a
-#: tile of 128 x 128 then count twice its elements, and a tile of 64 x 64 has 0.6 of its speed: on
-#: Hopper the second-level cache alone would make it 0.5, on Ampere it stays at 0.7.
+#: What a row or column of operands costs, in elements of the tile. Operands of a tile of 128 x 128
+#: then count as 2 times its elements, and a tile of 64 x 64 has 0.6 of its speed: on Hopper the
+#: second-level cache alone would make it 0.5, on Ampere it stays at 0.7.
 _OPERAND = 128
 
 
