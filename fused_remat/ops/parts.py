@@ -140,7 +140,7 @@ def mlp_block(
 
     Shapes: x (..., D), norm_weight and norm_bias (D,) or None, fc1_weight and gate_weight (F, D),
         fc2_weight (D, F), biases (F,), (D,) or None; returns (..., D) in x.dtype.
-    norm: "layer_norm" or "rms_norm" (which also adds a bias, if there is one).
+    norm: "layer_norm" or "rms_norm", each with an optional bias.
     activation, seed: as in `mlp`; a gated MLP takes a name.
     Units: bytes kept = the input and the norm's statistics (policy "none": and F elements a token,
         2·F if gated).
