@@ -91,7 +91,7 @@ REFUSED = [
     ("mlp", {"activation": HOOKED}, "has hooks"),
     ("gated_mlp", {"activation": torch.sin}, "unknown activation | and their functions"),
     ("gated_mlp", {"gate_weight": [5, 8]}, "gate_weight | (5, 8) | (4, 8)"),
-    ("mlp_block", {"gate_bias": [4]}, "gate_bias | without | gate_weight"),
+    ("mlp_block", {"gate_bias": [4]}, "gate_bias | needs | gate_weight"),
     ("mlp_block", {"norm": "batch"}, "'layer_norm' | 'rms_norm' | 'batch'"),
     # --- attention and its block
     ("attention", {"query": [4, 5, 8]}, "query | (4, 5, 8) | (B, heads, S, E)"),
