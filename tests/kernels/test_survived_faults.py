@@ -61,7 +61,7 @@ def recorded(call):
 
 def close(got, expected):
     for one, other in zip(got, expected, strict=True):
-        # Roundings to 16 bits, in other places.
+        # Other values are rounded to 16 bits.
         torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
 
 
@@ -124,7 +124,7 @@ def check_block(block):
     got, said = recorded(lambda: block("triton"))
     for one, other in zip(got, expected, strict=True):
         error = (one.float() - other.float()).norm() / other.float().norm()
-        assert error < 2e-2  # roundings to 16 bits, in other places
+        assert error < 2e-2  # other values are rounded to 16 bits
     return said
 
 

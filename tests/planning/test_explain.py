@@ -100,6 +100,12 @@ def test_layers_before_their_first_step():
             assert before.reason == f"convert makes it a block: {names}"
 
 
+def test_a_model_without_blocks():
+    assert str(explain(nn.Linear(2, 2), torch.zeros(1, 2))) == (
+        "no layer ran as a block: convert the model first"
+    )
+
+
 def test_layers_that_are_not_called_come_last():
     model = convert(Model(lambda self, x: self.layers[1](x), layers=traced()))
     called, *others = explain(model, data())

@@ -182,8 +182,9 @@ def test_a_plan_is_read_back_from_its_json(tmp_path):
     assert again.within(found.peak_bytes).choice == found.choice
     model = again.apply(given("mixed")[0])
     assert {n: m.policy for n, m in model.named_modules() if n in found.policies} == found.policies
-    with pytest.raises(ValueError, match="is not the JSON text of a Plan"):
-        Plan.from_json("{}")
+    for text in ("{}", "plan.json"):  # a path is no text
+        with pytest.raises(ValueError, match=f"'{text}' is not the JSON text of a Plan"):
+            Plan.from_json(text)
 
 
 def test_applying_to_another_model_raises_and_changes_nothing():
