@@ -16,7 +16,8 @@ from fused_remat.layers.eligibility import parameters_of
 from fused_remat.steps.node import Node
 from fused_remat.tracing.program import Context, Layout, Program, ReplayedSubmodule, layout_of
 from fused_remat.tracing.samples import Arguments
-from fused_remat.tracing.values import STREAM, Op, Recording, Ref, Size, ops_for, refs
+from fused_remat.tracing.sizes import Size
+from fused_remat.tracing.values import STREAM, Op, Recording, Ref, ops_for, refs
 
 #: A function that adds a step and returns its name.
 Build = Callable[[], str]

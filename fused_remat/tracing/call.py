@@ -26,7 +26,8 @@ from fused_remat.tracing.program import (
     unread_after,
 )
 from fused_remat.tracing.samples import Arguments
-from fused_remat.tracing.values import STREAM, Op, Size, Untraceable, leaves, map_tree
+from fused_remat.tracing.sizes import Size, Sizes, evaluated
+from fused_remat.tracing.values import STREAM, Op, Untraceable, leaves, map_tree
 
 #: Values that are no activations and have at least as many elements are rebuilt in backward.
 _LARGE = 1 << 9
@@ -41,9 +42,16 @@ class Trace:
         #: Names of the layer's tensors, and indices of leaves of the arguments, with other values
         #: of which the layer is another block.
         self.fixed: set[str | int] = {*block.fixed}
+        #: Conditions on the sizes of a call, with their outcomes where this trace applies.
+        self.conditions: Mapping[str, bool] = {}
         self._seen: list[tuple[weakref.ref[Tensor], int]] = []
         #: The same without dropout, and also without the adapters' own dtypes.
         self.plain = self.proved = self
+
+    def holds(self, sizes: Sizes) -> bool:
+        """Return whether the layer takes the recorded branches at these sizes."""
+        tested = self.conditions.items()
+        return all(evaluated(text, sizes) == outcome for text, outcome in tested)
 
     def bind(
         self,

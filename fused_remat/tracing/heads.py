@@ -19,7 +19,8 @@ from fused_remat.steps.rotary import Rotary, RotaryTables, rotary_fwd
 from fused_remat.tracing.builder import Builder
 from fused_remat.tracing.program import leaf_value
 from fused_remat.tracing.replays import note_pick, run, sample
-from fused_remat.tracing.values import Op, Ref, Size, map_tree
+from fused_remat.tracing.sizes import Size
+from fused_remat.tracing.values import Op, Ref, map_tree
 
 #: Names of queries, keys and values.
 Heads = tuple[str, str, str]

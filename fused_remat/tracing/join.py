@@ -11,7 +11,7 @@ import enum
 import itertools
 import math
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +26,7 @@ from fused_remat.spec import NormSpec
 from fused_remat.steps.activation import ACTIVATIONS
 from fused_remat.tracing.isolation import replica
 from fused_remat.tracing.recorder import Recorder
+from fused_remat.tracing.sizes import Size, product
 from fused_remat.tracing.values import (
     STREAM,
     Limit,
@@ -33,7 +34,6 @@ from fused_remat.tracing.values import (
     Op,
     Recording,
     Ref,
-    Size,
     Span,
     leaves,
     map_tree,
@@ -61,10 +61,8 @@ class Join:
     ) -> None:
         self.layer, self.known, self.opaque = layer, known, opaque
         self.one, self.two = one, two
-        self.sizes, self.other_sizes = one.sample.sizes, two.sample.sizes
+        self.choices = one.sample.sizes, two.sample.sizes
         self.dtypes = one.sample.dtype, two.sample.dtype
-        counts = range(1, len(self.sizes) + 1)
-        self.products = [c for n in counts for c in itertools.combinations(self.sizes, n)]
 
     def joined(self) -> Recording:
         """Return both as one, or raise Untraceable if the layer's own operations do not agree."""
@@ -82,13 +80,13 @@ class Join:
             with contextlib.suppress(Mismatch):
                 dtypes[i] = self._leaf(t.dtype, u.dtype)
                 if t.dim() == u.dim():
-                    sizes = zip(t.shape, u.shape, strict=True)
-                    shapes[i] = tuple([self._size(a, b) for a, b in sizes])
+                    sizes: Any = zip(one.shape(i) or t.shape, u.shape, strict=True)
+                    shapes[i] = tuple([self._leaf(a, b) for a, b in sizes])
         result = self._tree(one.result, two.result)
         live = {n for n in one.live if n in producers or n in inputs}
         return Recording(
             one.values, shapes, dtypes, self.ops, producers, one.sources, inputs, live, result,
-            self.sizes, max(self.dtypes, key=lambda d: d.itemsize), one.fixed | two.fixed,
+            self.choices[0], max(self.dtypes, key=lambda d: d.itemsize), one.fixed | two.fixed,
         )  # fmt: skip
 
     def _span(self, one: Span, two: Span) -> None:
@@ -176,6 +174,10 @@ class Join:
             if self.numbers.get(a.index) != b.index:
                 raise Mismatch("operations read different values")
             return a
+        if isinstance(a, Size) and isinstance(b, (int, float)):
+            if a.of(self.choices[1]) != b:
+                raise Mismatch("it computes a number that its formula does not explain")
+            return a
         if type(a) is type(b) is int:
             return self._size(a, b)
         if isinstance(a, torch.dtype) and a != b:
@@ -203,16 +205,16 @@ class Join:
         return a
 
     def _size(self, a: int, b: int) -> int | Size:
+        """Return a number that PyTorch or Python computed without a trace of its formula."""
         if a == b:
             return a
-        for names in self.products:
-            p, q = (math.prod(s[n] for n in names) for s in (self.sizes, self.other_sizes))
-            if a % p == 0 and b % q == 0 and a // p == b // q:
-                return Size(a // p, names)
-        for name in self.sizes:
-            if a - self.sizes[name] == b - self.other_sizes[name]:
-                return Size(1, (name,), a - self.sizes[name])
-        raise Mismatch("it computes a number that no size of the call explains")
+        space, (_, other) = self.one.space, self.choices
+        known = space.known.items() if space is not None else ()
+        same = (size for at, size in known if at[0] == a and size and size.of(other) == b)
+        size = product(self.choices, (a, b)) or next(same, None)
+        if size is None:
+            raise Mismatch("it computes a number that no size of the call explains")
+        return size
 
 
 def _label(part: Op | Span) -> tuple[str, str]:

@@ -215,9 +215,10 @@ class TracedLayer(ConvertedLayer):
         for dims, names, values, trace in [*KNOWN.get(key, ())]:
             is_same = dims == call.dims
             if (is_same or call.fits(dims)) and values_of(names) == values:
-                if isinstance(trace, Trace):
+                if not isinstance(trace, Trace):
+                    reason = trace if is_same else reason
+                elif trace.holds(call.sizes):
                     return trace
-                reason = trace if is_same else reason
         return reason
 
     def _compared(self, trace: Trace, call: Arguments) -> Trace | Reason:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from fused_remat.graph.graph import Graph
 from fused_remat.steps.linear import Linear
 from fused_remat.steps.replay import At
+from fused_remat.tracing.sizes import Size
 from fused_remat.tracing.values import (
     ALGEBRA,
     MOVES,
@@ -24,7 +25,6 @@ from fused_remat.tracing.values import (
     Op,
     Opaque,
     Ref,
-    Size,
     leaves,
     map_tree,
     ops_for,

@@ -24,6 +24,7 @@ from fused_remat.tracing.isolation import (
     sum_with_product,
     tensors_of,
 )
+from fused_remat.tracing.sizes import Number, Real, Size, Sizes, Space, plain
 from fused_remat.tracing.values import (
     SHAPES,
     Op,
@@ -45,6 +46,7 @@ _READS = (
 _IN_PLACE = (
     "__setitem__", "__iadd__", "__imul__", "__isub__", "__itruediv__", "__iand__", "__ior__",
 )  # fmt: skip
+_SHAPES = (Tensor.shape.__get__, Tensor.size, Tensor.numel, Tensor.nelement)  # type: ignore[attr-defined]
 _SETTERS = ("__set__", "requires_grad_", "retain_grad", "backward", "__delete__")
 #: Results with more elements are not held, unless an operation on activations reads them.
 _SMALL = 1 << 12
@@ -76,10 +78,15 @@ class Recorder(TorchFunctionMode):
         self.views: dict[int, tuple[Tensor, list[Any], list[Any]]] = {}
         self.root = Span("")
         self.stack = [self.root]
+        #: Formulas of sizes, if they are looked for; by number, tensors on "meta" at other sizes.
+        self.space = Space([sample.sizes, *sample.others]) if sample.others else None
+        self.metas: dict[int, list[Tensor]] = {}
+        self.lost = ""  # an operation that does not run on these
         self.paths = {module: name for name, module in layer.named_modules()}
         for name, tensor in tensors_of(layer, sample.named).items():
             number = self.new(tensor)
             self.sources[number], self.roots[number] = name, frozenset((name,))
+            self.metas[number] = [torch.empty_like(tensor, device="meta")] * len(sample.others)
         strided = [t for t in self.values if t.layout is torch.strided]
         self.memory = set(map(_pointer, strided))
         self.result: Any = None  # of the layer, with `Ref`s
@@ -90,6 +97,11 @@ class Recorder(TorchFunctionMode):
                 continue
             number = self.numbers[id(leaf)] if id(leaf) in self.numbers else self.new(leaf)
             self.inputs.append(number)
+            shapes = [
+                [n.of(sizes) if isinstance(n, Size) else n for n in sample.shapes[i]]
+                for sizes in sample.others
+            ]
+            self.metas[number] = [leaf.new_empty(shape, device="meta") for shape in shapes]
             if i != sample.bounds:
                 self.roots[number] = frozenset(("argument",))
             if is_active:
@@ -126,7 +138,55 @@ class Recorder(TorchFunctionMode):
         self.stack[-1].trouble = self.stack[-1].trouble or reason
 
     def encoded(self, tree: Any) -> Any:
-        return map_tree(tree, lambda a: Ref(self.number(a)) if isinstance(a, Tensor) else a)
+        def leaf(a: Any) -> Any:
+            return a.size if isinstance(a, Number | Real) else a
+
+        return map_tree(tree, lambda a: Ref(self.number(a)) if isinstance(a, Tensor) else leaf(a))
+
+    def shape(self, number: int) -> list[Any] | None:
+        """Return the sizes of a value, with a `Size` where one follows from the call's; or None."""
+        metas = [t.shape for t in self.metas.get(number, ())]
+        if self.space is None or not metas:
+            return None
+        return [self.space.size(at) for at in zip(self.values[number].shape, *metas, strict=True)]
+
+    def _sizes(self, func: Any, args: Any) -> Any:
+        """Return the result of a function that reads a tensor's shape, with known formulas."""
+        number, result = self.numbers.get(id(args[0]), -1), func(*args)
+        metas = self.metas.get(number)
+        if self.space is None or not metas:
+            return result
+        pairs = zip(*map(leaves, (result, *[func(t, *args[1:]) for t in metas])), strict=True)
+        numbers = [self.space.number(at) for at in pairs]
+        return torch.Size(numbers) if isinstance(result, torch.Size) else numbers[0]
+
+    def _run_on_meta(self, op: Op) -> None:
+        """Note an operation's results at other sizes, if all that it reads is known there."""
+        space = self.space
+        if space is None or not all(n in self.metas for n in op.reads):
+            return
+        found: list[list[Tensor]] = [[] for _ in op.outs]
+        for i, sizes in enumerate(space.choices[1:]):
+
+            def value(leaf: Any, i: int = i, sizes: Sizes = sizes) -> Any:
+                if isinstance(leaf, Ref):
+                    return self.metas[leaf.index][i]
+                if isinstance(leaf, torch.device):
+                    return torch.device("meta")
+                return leaf.of(sizes) if isinstance(leaf, Size) else leaf
+
+            args, kwargs = map_tree((op.args, op.kwargs), value)
+            try:
+                with torch.device("meta"), torch.no_grad():
+                    results = leaves(op.run(*args, **kwargs))
+            except Exception:  # no meta kernel, or sizes that the operation refuses
+                self.lost = self.lost or op.name
+                return
+            for metas, t in zip(found, results, strict=False):
+                metas.append(t)
+        for number, metas in zip(op.outs, found, strict=True):
+            if number is not None and len(metas) == len(space.choices) - 1:
+                self.metas[number] = [t.to("meta") for t in metas]
 
     def add(
         self, name: str, run: Callable[..., Any], args: Any, kwargs: Any, result: Any, **more: Any
@@ -155,6 +215,7 @@ class Recorder(TorchFunctionMode):
             tensor = None if n in self.live else self.results[n]()
             self.values[n] = self.values[n] if tensor is None else tensor
         self.stack[-1].inner.append(op)
+        self._run_on_meta(op)
 
     def _forget(self, key: int, _: weakref.ref[Tensor]) -> None:
         """Forget a tensor that is freed, since a new one may get its id."""
@@ -175,6 +236,8 @@ class Recorder(TorchFunctionMode):
         kwargs, name = kwargs or {}, getattr(func, "__name__", str(func))
         if name in _SETTERS:
             return func(*args, **kwargs)
+        if func in _SHAPES and not kwargs:
+            return self._sizes(func, args)
         if is_dropout(func):
             return self._dropout(func, *args, **kwargs)
         if func is F.multi_head_attention_forward:
@@ -194,6 +257,8 @@ class Recorder(TorchFunctionMode):
         if kwargs.get("out") is not None:
             self.trouble("it writes to a tensor that is passed as `out`")
         encoded, before = (self.encoded(args), self.encoded(kwargs)), generator_states(self.device)
+        if self.space is not None:
+            args, kwargs = map_tree((args, kwargs), plain)
         if func is F.scaled_dot_product_attention:
             result = attention_without_dropout(*args, **kwargs)
             draws = bool(kwargs.get("dropout_p", [*args[4:], 0.0][0]))

@@ -15,7 +15,8 @@ from fused_remat.steps.replay import At, Replay
 from fused_remat.tracing.builder import Builder
 from fused_remat.tracing.join import activation_of
 from fused_remat.tracing.program import Program, ReplayedSubmodule
-from fused_remat.tracing.values import SHAPES, Op, Opaque, Size
+from fused_remat.tracing.sizes import Size
+from fused_remat.tracing.values import SHAPES, Op, Opaque
 
 #: A replay of more operations than this, or of one of `HEAVY`, is named in reports.
 _FEW = 24

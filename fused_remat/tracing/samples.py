@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fused_remat.layers.eligibility import parameters_of
 from fused_remat.tracing.isolation import tensors_of
+from fused_remat.tracing.sizes import Size, Sizes
 from fused_remat.tracing.state import exact, may_change
 from fused_remat.tracing.values import Sample, Untraceable, leaves, map_tree
 
@@ -157,6 +158,7 @@ class Arguments:
         params: torch.dtype | None = None,  # the dtype of parameters, if it is another
         varies: bool = True,  # whether integer tensors are random
         named: Mapping[str, Tensor] | None = None,  # the layer's tensors, if of another sample
+        others: Sequence[Sizes] = (),  # choices of sizes at which a recording finds formulas
     ) -> Sample:
         """Return a call of other sizes, with random activations, masks and parameters, in `dtype`.
 
@@ -203,7 +205,9 @@ class Arguments:
         if named is None:
             named = _tensors(layer, random, params or dtype)
         arguments = map_tree(dict(self.given), value)
-        return Sample(sizes, dtype, named, arguments, self.active, self.bounds)
+        others = [{name: each[name] for name in self.sizes} for each in others]
+        dims = [[_size(n) for n in dims] for dims in self.dims]
+        return Sample(sizes, dtype, named, arguments, self.active, self.bounds, dims, others)
 
 
 @functools.lru_cache(1024)
@@ -243,6 +247,10 @@ def _options(
 def _size_of(dim: str | int, sizes: Mapping[str, int]) -> int:
     """Return the size of a dimension (`Arguments.dims`), or -1 for a length the call lacks."""
     return dim if isinstance(dim, int) else sizes.get(dim[-1], -1) * int(dim[:-1] or 1)
+
+
+def _size(dim: str | int) -> int | Size:
+    return dim if isinstance(dim, int) else Size(int(dim[:-1] or 1), (dim[-1],))
 
 
 def _random(

@@ -21,6 +21,7 @@ from fused_remat.tracing.isolation import WithoutDropout, renumbered, replica
 from fused_remat.tracing.join import Join, known_function
 from fused_remat.tracing.recorder import Recorder, hollow, record
 from fused_remat.tracing.samples import Arguments, constants, vary
+from fused_remat.tracing.sizes import WITHOUT_DATA, Size, Sizes, Space, choose, evaluated
 from fused_remat.tracing.tracer import Tracer
 from fused_remat.tracing.values import (
     SHIFT,
@@ -32,11 +33,10 @@ from fused_remat.tracing.values import (
     leaves,
 )
 
-#: Sizes of the two recordings and of the two proofs, of different remainders by small numbers.
-_SIZES = ({"B": 3, "S": 7, "M": 5}, {"B": 2, "S": 10, "M": 12})
-_PROOFS = ({"B": 3, "S": 13, "M": 6}, {"B": 2, "S": 17, "M": 9})
 #: Sizes of the two proofs of a layer that is traced at the call's own length.
 _LONG_PROOFS = ({"B": 2}, {"B": 2})
+#: Most branches by conditions on sizes that are tried until one is that of the call.
+_MOST_BRANCHES = 6
 #: Dtypes of the first recording and of the proofs, of the second recording, and of its parameters.
 #: The last two are for layers that ATen cannot run in float64 (experts as one grouped product), and
 #: for those that convert some parameters themselves.
@@ -123,7 +123,9 @@ def _trace(
     own = call.leaves[call.x].dtype
 
     def second(dtype: torch.dtype, params: torch.dtype) -> Recorder:
-        values = sample(_SIZES[1], dtype, 1, recorded=True, shift=shift, params=params)
+        first = one.sample.sizes
+        sizes = choose(call.sizes, space.conditions, formulas, [first]) or first
+        values = sample(sizes, dtype, 1, recorded=True, shift=shift, params=params)
         with renumbered(layer, indices):
             recorder = record(layer, forward, values, autocast=True)
         recorder.values[:] = map(hollow, recorder.values)  # nothing reads them
@@ -131,7 +133,8 @@ def _trace(
 
     at_once = exact == torch.float32
     try:
-        one = record(layer, forward, sample(_SIZES[0], exact, 0, recorded=True), autocast=False)
+        one, space = _first(layer, forward, call, sample, exact)
+        formulas = [size for size in space.known.values() if size is not None and size.formula]
         at_once = False
         others = [second(other, params)]
     except (Untraceable, torch.OutOfMemoryError):
@@ -150,7 +153,9 @@ def _trace(
             trace = _unproved(layer, joined[0], call, narrow)
             for other_join in joined[1:]:
                 other_join()
-            for i, sizes in enumerate(_PROOFS if "S" in call.sizes else _LONG_PROOFS):
+            trace.conditions = space.conditions
+            chosen = [r.sample.sizes for r in (one, others[0])]
+            for i, sizes in enumerate(_proofs(call, space.conditions, formulas, chosen)):
                 # With the same parameters: they are as large as the layer's.
                 given = sample(sizes, exact, i + 2, shift=i * shift, named=one.sample.named)
                 tokens = given.sizes.get("S", call.tokens)
@@ -166,6 +171,45 @@ def _trace(
             if not path or len(opaque) >= _MOST_REPLAYED:
                 raise Untraceable(str(reason)) from None
             opaque[path] = reason.reason if path == reason.path else str(reason)
+
+
+def _first(
+    layer: nn.Module,
+    forward: Callable[..., Any],
+    call: Arguments,
+    sample: Callable[..., Sample],
+    exact: torch.dtype,
+) -> tuple[Recorder, Space]:
+    """Return a recording of the branches that the call takes, and the formulas of its sizes."""
+    conditions: dict[str, bool] = {}
+    for _ in range(_MOST_BRANCHES):
+        sizes = choose(call.sizes, conditions, (), ())
+        found = list[Recorder]()
+        for others in WITHOUT_DATA if sizes is not None else ():
+            values = sample(sizes, exact, 0, recorded=True, others=others)
+            found.append(record(layer, forward, values, autocast=False))
+            if not found[-1].lost:
+                break
+        recorder = next((r for r in found if not r.lost), next(iter(found), None))
+        if recorder is None or recorder.space is None:
+            break
+        now = recorder.space.conditions
+        conditions |= {text: bool(evaluated(text, call.sizes)) for text in now}
+        if all(conditions[text] == outcome for text, outcome in now.items()):
+            return recorder, recorder.space
+    raise Untraceable(f"no small call takes its branches by {' and '.join(conditions)}")
+
+
+def _proofs(
+    call: Arguments, conditions: Mapping[str, bool], formulas: list[Size], earlier: list[Sizes]
+) -> list[Sizes]:
+    """Return two choices of sizes other than the earlier ones."""
+    if "S" not in call.sizes:
+        return [*_LONG_PROOFS]
+    for _ in range(2):
+        sizes = choose(call.sizes, conditions, formulas, earlier)
+        earlier = [*earlier, *([] if sizes is None else [sizes])]
+    return earlier[-2:]
 
 
 def _unproved(

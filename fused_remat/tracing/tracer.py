@@ -24,8 +24,9 @@ from fused_remat.steps.rotary import Rotary
 from fused_remat.tracing.builder import Build, Builder
 from fused_remat.tracing.program import Layout, Shapes, TracedBlock
 from fused_remat.tracing.replays import HEAVY, replay
+from fused_remat.tracing.sizes import Size
 from fused_remat.tracing.steps import STEPS
-from fused_remat.tracing.values import Op, Ref, Size, Untraceable, map_tree, ops_for, refs
+from fused_remat.tracing.values import Op, Ref, Untraceable, map_tree, ops_for, refs
 
 #: Operations whose results are parts of their input, next to each other.
 _SPLITS = ("chunk", "split", "tensor_split", "unbind")

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-Sizes = Mapping[str, int]
+from fused_remat.tracing.sizes import Size, Sizes
+
 #: Offset added to integers that a layer should not depend on; no size of a call explains it.
 SHIFT = 1009
 
@@ -66,18 +66,6 @@ class Ref:
     """A recorded value, by its number."""
 
     index: int
-
-
-@dataclass(frozen=True)
-class Size:
-    """A number that follows from the sizes of a call: factor * product of `names` + offset."""
-
-    factor: int
-    names: tuple[str, ...]
-    offset: int = 0
-
-    def of(self, sizes: Sizes) -> int:
-        return self.factor * math.prod([sizes[name] for name in self.names]) + self.offset
 
 
 @dataclass(frozen=True)
@@ -217,3 +205,5 @@ class Sample(NamedTuple):
     arguments: Mapping[str, Any]
     active: list[bool]  # whether each leaf of the arguments is an activation
     bounds: int | None = None  # index of the leaf that holds the bounds of packed sequences
+    shapes: Sequence[Sequence[Any]] = ()  # of the arguments by leaf, with `Size`s
+    others: Sequence[Sizes] = ()  # choices of sizes at which formulas are found
