@@ -238,7 +238,7 @@ class _Attached(torch.autograd.Function):
 
 
 def _modules(ops: Sequence[Op], layer: nn.Module) -> Callable[[str], nn.Module]:
-    paths = [op.path for op in ops if op.path is not None]
+    paths = [op.module for op in ops if op.module is not None]
     return {path: replica(layer.get_submodule(path)) for path in paths}.__getitem__
 
 

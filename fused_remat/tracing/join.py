@@ -11,7 +11,7 @@ import enum
 import itertools
 import math
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -101,13 +101,13 @@ class Join:
                 self._op(a, b)
 
     def _module(self, a: Span, b: Span) -> None:
-        known = self.known[a.path]
+        known = None if a.function else self.known[a.path]
         if known is not None and len(a.args) == 1 and not a.kwargs and a.outs[:1] != [None]:
             self._known(a, b, known)
             return
         count, numbers = len(self.ops), dict(self.numbers)
         try:
-            if a.path in self.opaque:
+            if a.path in self.opaque and not a.function:
                 raise Mismatch(self.opaque[a.path])
             self._span(a, b)
         except Mismatch as reason:
@@ -136,6 +136,9 @@ class Join:
             args, kwargs = self._tree(a.args, b.args), self._tree(a.kwargs, b.kwargs)
         except Mismatch:
             raise Mismatch(f"{a.path}: {reason}") from None
+        if a.function is not None:
+            self._function(a, b, args, kwargs, reason)
+            return
         prefix, module = f"{a.path}.", self.layer.get_submodule(a.path)
         held = {*parameters_of(module), *[n for n, _ in module.named_buffers()]}
         tensors = {}
@@ -151,6 +154,19 @@ class Join:
             (tensors, args, kwargs), {},
             [n if n not in given else None for n in a.outs], a.path, path=a.path, info=reason,
             random=a.random,
+        )  # fmt: skip
+        self._outs(a.outs, b.outs)
+        self.ops.append(op)
+
+    def _function(self, a: Span, b: Span, args: Any, kwargs: Any, reason: str) -> None:
+        reads, writes = _values_in(a)
+        function: Any = a.function
+        if a.fixed or reads - writes - {*refs((args, kwargs))}:
+            raise Mismatch(reason)
+        name = f"{a.path}.{function.__name__}".lstrip(".")
+        op = Op(
+            f"function {name}", function, args, kwargs, [*a.outs], a.path, path=a.path, info=reason,
+            random=a.random, function=name,
         )  # fmt: skip
         self._outs(a.outs, b.outs)
         self.ops.append(op)
@@ -218,7 +234,19 @@ class Join:
 
 
 def _label(part: Op | Span) -> tuple[str, str]:
-    return ("module", part.path) if isinstance(part, Span) else ("op", part.name)
+    if isinstance(part, Op):
+        return "op", part.name
+    return ("module", part.path) if part.function is None else ("function", part.function.__name__)
+
+
+def _values_in(span: Span) -> tuple[set[int], set[int]]:
+    """Return the values that operations in a call read, and those that they compute."""
+    reads, writes = set[int](), set[int]()
+    for part in span.inner:
+        more = (part.reads, part.writes) if isinstance(part, Op) else _values_in(part)
+        reads.update(more[0])
+        writes.update(more[1])
+    return reads, writes
 
 
 def known_function(module: nn.Module, dtype: torch.dtype) -> NormSpec | str | None:

@@ -201,8 +201,8 @@ def run_op(op: Op, values: dict[int, Any], call: Context) -> None:
         return leaf_value(leaf, values, call)
 
     args, kwargs = map_tree(op.args, value), map_tree(op.kwargs, value)
-    if op.path is not None:
-        result = op.run(call.modules(op.path), *args, **kwargs)
+    if op.module is not None:
+        result = op.run(call.modules(op.module), *args, **kwargs)
     elif op.p:
         result = F.dropout(args[0], op.p)
     else:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import threading
+import types
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -81,7 +83,6 @@ class Recorder(TorchFunctionMode):
         #: Formulas of sizes, if they are looked for; by number, tensors on "meta" at other sizes.
         self.space = Space([sample.sizes, *sample.others]) if sample.others else None
         self.metas: dict[int, list[Tensor]] = {}
-        self.lost = ""  # an operation that does not run on these
         self.paths = {module: name for name, module in layer.named_modules()}
         for name, tensor in tensors_of(layer, sample.named).items():
             number = self.new(tensor)
@@ -180,7 +181,7 @@ class Recorder(TorchFunctionMode):
                 with torch.device("meta"), torch.no_grad():
                     results = leaves(op.run(*args, **kwargs))
             except Exception:  # no meta kernel, or sizes that the operation refuses
-                self.lost = self.lost or op.name
+                space.lost = space.lost or op.name
                 return
             for metas, t in zip(found, results, strict=False):
                 metas.append(t)
@@ -343,17 +344,20 @@ class Recorder(TorchFunctionMode):
             elif t is not base and t.numel():
                 self.numbers[id(t)] = -1  # a view of unknown origin
 
-    def call(self, module: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
-        span = Span(self.paths[module], self.encoded(args), self.encoded(kwargs))
+    def call(self, path: str, run: Any, args: Any, kwargs: Any, function: Any = None) -> Any:
+        """Run a submodule, or a function of the submodule that runs now, and note the call."""
+        span = Span(path, self.encoded(args), self.encoded(kwargs), function=function)
         versions = [(t, t._version) for t in leaves((args, kwargs)) if isinstance(t, Tensor)]
         self.stack[-1].inner.append(span)
         self.stack.append(span)
         try:
-            result = forward(module, *args, **kwargs)
+            result = run(*args, **kwargs)
         finally:
             self.stack.pop()
         if any(t._version != version for t, version in versions):
-            self.trouble(f"{span.path} changes its arguments in place")
+            span.fixed = f"{path} changes its arguments in place"
+            if function is None:
+                self.trouble(span.fixed)
         for t in leaves(result):
             number = self.numbers.get(id(t), -1) if isinstance(t, Tensor) else -1
             span.outs.append(number if number >= 0 else None)
@@ -415,7 +419,18 @@ def _recording(recorder: Recorder) -> Iterator[None]:
         inner = module in recorder.paths and module is not recorder.layer
         if thread != threading.get_ident() or not inner:
             return _CALL(module, *args, **kwargs)
-        return recorder.call(module, _CALL, args, kwargs)
+        run = functools.partial(_CALL, module)
+        return recorder.call(recorder.paths[module], run, args, kwargs)
+
+    def noted(function: Any) -> Any:
+        @functools.wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            tensors = any(isinstance(leaf, Tensor) for leaf in leaves((args, kwargs)))
+            if thread != threading.get_ident() or not tensors:
+                return function(*args, **kwargs)
+            return recorder.call(recorder.stack[-1].path, function, args, kwargs, function)
+
+        return run
 
     def enter(self: torch.autocast) -> Any:
         if thread != threading.get_ident():
@@ -434,8 +449,16 @@ def _recording(recorder: Recorder) -> Iterator[None]:
         (nn.Module, "__call__", call), (torch, "is_autocast_enabled", is_enabled),
         (torch.autocast, "__enter__", enter), (torch.autocast, "__exit__", leave),
     )  # fmt: skip
+    packages = {type(module).__module__ for module in recorder.paths}
+    functions = [
+        (sys.modules[package], name, noted(value))
+        for package in packages & sys.modules.keys()
+        if not package.startswith("torch.")
+        for name, value in vars(sys.modules[package]).items()
+        if type(value) is types.FunctionType and value.__module__ == package
+    ]
     try:
-        with attributes_as(patches), recorder:
+        with attributes_as((*patches, *functions)), recorder:
             yield
     finally:
         thread = 0  # for modules that were imported inside, and hold one of the functions

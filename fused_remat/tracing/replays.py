@@ -66,7 +66,7 @@ def replay(t: Builder, number: int) -> str:
         or not _keeps_sizes(t, program, layout.names[:-1])
         or any(shapes[n][0] != Size(1, ("B",)) for n in batched)
     )
-    path = str(op.path) if is_opaque else inside
+    path = op.function or str(op.path) if is_opaque else inside
     is_reported = is_opaque or len(ops) > _FEW or any(o.name in HEAVY for o in ops)
     name = path or "forward" if is_reported else f"{path}.{op.kind}".lstrip(".")
     name, kinds = t.unique(name), dict.fromkeys(o.kind for o in ops)
@@ -117,7 +117,7 @@ def _region(t: Builder, target: int, inside: str) -> tuple[list[Op], list[int], 
         else:
             assert op is not None
             if op.path is not None and n != target:
-                reason = f"a result of {op.path} has no dimension of tokens"
+                reason = f"a result of {op.function or op.path} has no dimension of tokens"
                 raise Opaque(op.inside.rpartition(".")[0], reason)
             ops.add(op)
             todo += op.reads

@@ -61,6 +61,7 @@ class Space:
     known: dict[tuple[Any, ...], Size | None] = field(default_factory=dict)
     #: The conditions on sizes that the layer's code tested, with their outcomes.
     conditions: dict[str, bool] = field(default_factory=dict)
+    lost: str = ""  # an operation that does not run without data, at other sizes
 
     def __post_init__(self) -> None:
         for name in self.choices[0]:
@@ -150,7 +151,10 @@ class _Known:
         texts = [n.size.text if isinstance(n, _Known) else repr(n) for n in (self, *others)]
         formula = text.format(*texts)
         if isinstance(now, bool):
-            same = bool(others) and ats[0] == self.at
+            # A size that no formula was found for looks like the number that it is.
+            same = bool(others) and (
+                ats[0] == self.at or (self.space.lost and others[0] == self.at[0])
+            )
             return now if same else self.space.test(formula, now)
         return self.space.number(values, self._simple(run, *others) or self.space.formula(formula))
 

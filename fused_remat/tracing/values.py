@@ -130,12 +130,18 @@ class Op:
     inside: str  # the path of the submodule that runs it
     p: float | None = None  # of dropout
     random: bool = False
-    path: str | None = None  # of an opaque submodule
+    path: str | None = None  # of an opaque submodule, or of that which calls an opaque function
     info: Any = None  # a norm's spec, an activation's name, or why a submodule is opaque
+    function: str = ""  # the name of an opaque function
 
     @property
     def kind(self) -> str:
         return self.name.strip("_")
+
+    @property
+    def module(self) -> str | None:
+        """The path of the submodule that `run` takes first."""
+        return None if self.function else self.path
 
     @property
     def reads(self) -> list[int]:
@@ -167,15 +173,17 @@ def ops_for(
 
 @dataclass(eq=False)
 class Span:
-    """A submodule's call: the operations and calls in it, its arguments and its result."""
+    """A call of a submodule, or of a function in it: the operations in it, and what it takes."""
 
-    path: str
+    path: str  # of the submodule
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
     outs: list[int | None] = field(default_factory=list)
     inner: list[Op | Span] = field(default_factory=list)
     trouble: str = ""
     random: bool = False  # whether an operation in it draws random numbers
+    function: Callable[..., Any] | None = None  # if it is a call of one
+    fixed: str = ""  # why it cannot become one operation
 
 
 @dataclass(eq=False)
