@@ -154,10 +154,13 @@ def _trace(
             for other_join in joined[1:]:
                 other_join()
             trace.conditions = space.conditions
+            tensors = one.sample.named.items()
             chosen = [r.sample.sizes for r in (one, others[0])]
             for i, sizes in enumerate(_proofs(call, space.conditions, formulas, chosen)):
-                # With the same parameters: they are as large as the layer's.
-                given = sample(sizes, exact, i + 2, shift=i * shift, named=one.sample.named)
+                # With the same parameters, which are as large as the layer's; and their gradients
+                # once, unless they are small.
+                named = {n: t.detach() if i and t.numel() > _SMALL else t for n, t in tensors}
+                given = sample(sizes, exact, i + 2, shift=i * shift, named=named)
                 tokens = given.sizes.get("S", call.tokens)
                 with renumbered(layer, indices if i else ()), chunks_of(min(_CHUNK, tokens)):
                     text = difference(layer, forward, trace.proved.run, given, trace.narrow)
@@ -240,8 +243,8 @@ NARROW = 10.0
 #: Gradients that are smaller than this part of the largest one are rounding errors of zero, such as
 #: those of the keys' bias; the second where some values are in float32.
 SMALL = 1e-9, 1e-6
-#: Number of sums by which larger gradients are compared.
-_SKETCHED = 4099
+#: Elements up to which gradients are compared; larger ones by products with so many vectors.
+_SMALL, _VECTORS = 4096, 8
 _OUTPUT = "the output"
 
 
@@ -312,13 +315,13 @@ def _results(
 
 
 def _sketch(grad: Tensor) -> Tensor:
-    """Return a count sketch of a gradient; distances of sketches are theirs within a tenth."""
-    if grad.numel() <= _SKETCHED:
+    """Return products of a large gradient with random vectors.
+
+    Their distance is that of the gradients times a number that is below a tenth once in 10^7.
+    """
+    if grad.numel() <= _SMALL:
         return grad.clone()
-    generator = torch.Generator().manual_seed(3)
-    signs = torch.randint(0, 2, (_SKETCHED,), generator=generator).to(grad) * 2 - 1
-    sums = grad.new_zeros(_SKETCHED)
-    for i, part in enumerate(grad.reshape(-1).split(_SKETCHED)):
-        # Shifted, so that parts do not meet with the same signs.
-        sums[: len(part)] += part * signs.roll(i)[: len(part)]
-    return sums
+    matrix, generator = grad.reshape(len(grad), -1), torch.Generator().manual_seed(3)
+    vectors = torch.randn(matrix.shape[1], _VECTORS, generator=generator) / _VECTORS**0.5
+    products: Tensor = matrix @ vectors.to(grad)
+    return products
