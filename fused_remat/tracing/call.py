@@ -36,8 +36,8 @@ _LARGE = 1 << 9
 class Trace:
     """A traced block, and how a call runs it."""
 
-    def __init__(self, block: TracedBlock, call: Arguments, narrow: bool) -> None:
-        self.block, self.graph, self.narrow, self.dims = block, block.graph, narrow, call.dims
+    def __init__(self, block: TracedBlock, call: Arguments) -> None:
+        self.block, self.graph, self.dims = block, block.graph, call.dims
         self.x, self.memory, self.axes, self.names = call.x, call.memory, call.axes, {*call.sizes}
         #: Names of the layer's tensors, and indices of leaves of the arguments, with other values
         #: of which the layer is another block.

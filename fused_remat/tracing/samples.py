@@ -147,6 +147,24 @@ class Arguments:
         tree = map_tree(self.given, lambda leaf: None)
         return (*parts, repr(tree), tuple(self.sizes), self.axes, *self.same)
 
+    def own(self, layer: nn.Module, widens: bool) -> Sample:
+        """Return the call itself, of at most two sequences; in float32 if 16 bits are widened."""
+        known: dict[int, Any] = {}  # a tensor that is several arguments stays one
+        dims = iter(self.dims)
+
+        def own(leaf: Any) -> Any:
+            names = next(dims)
+            if isinstance(leaf, Tensor) and id(leaf) not in known:
+                known[id(leaf)] = _first_two(leaf, names, widens)
+            return known.get(id(leaf), leaf)
+
+        arguments = map_tree(dict(self.given), own)
+        x = leaves(arguments)[self.x]
+        params = parameters_of(layer)
+        named = {n: p.detach().requires_grad_(p.requires_grad) for n, p in params.items()}
+        named |= dict(layer.named_buffers())
+        return Sample(self.sizes, x.dtype, named, arguments, self.active)
+
     def sample(
         self,
         layer: nn.Module,
@@ -247,6 +265,16 @@ def _options(
 def _size_of(dim: str | int, sizes: Mapping[str, int]) -> int:
     """Return the size of a dimension (`Arguments.dims`), or -1 for a length the call lacks."""
     return dim if isinstance(dim, int) else sizes.get(dim[-1], -1) * int(dim[:-1] or 1)
+
+
+def _first_two(t: Tensor, dims: Sequence[str | int], widens: bool) -> Tensor:
+    first = t.detach()
+    for i, dim in enumerate(dims):
+        if isinstance(dim, str) and dim[-1] == "B":
+            first = first.narrow(i, 0, min(2 * int(dim[:-1] or 1), first.shape[i]))
+    if widens and t.is_floating_point() and t.itemsize < 4:
+        first = first.float()
+    return first.requires_grad_(t.requires_grad)
 
 
 def _size(dim: str | int) -> int | Size:
