@@ -7,8 +7,8 @@ import functools
 import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Collection, Iterable, Mapping
-from itertools import chain, compress, repeat
+from collections.abc import Callable, Iterable, Mapping
+from itertools import chain, groupby, repeat
 from operator import attrgetter, is_, itemgetter, methodcaller
 from typing import Any
 
@@ -16,6 +16,7 @@ import numpy
 from torch import Tensor, nn
 
 from fused_remat.layers.converted import ConvertedLayer
+from fused_remat.layers.record import NOTES
 from fused_remat.tracing.state import MACHINERY, MODULE, PLAIN, check_hooks, exact, outside
 
 _HOOKS = itemgetter(
@@ -24,10 +25,10 @@ _HOOKS = itemgetter(
 _CHILDREN, _TENSORS = itemgetter("_modules"), itemgetter("_parameters", "_buffers")
 _FIELDS = attrgetter("__code__", "__module__", "__defaults__", "__kwdefaults__")
 _CONTENTS, _FORWARD = attrgetter("cell_contents"), attrgetter("forward")
-_VALUES, _flat = methodcaller("values"), chain.from_iterable
+_SHAPE, _VALUES, _flat = attrgetter("shape", "dtype"), methodcaller("values"), chain.from_iterable
 _LISTS, _DICTS = (list, set, deque), (dict, OrderedDict, defaultdict)
-#: Names that every module has, and that `state_of` does not read as attributes.
-_UNREAD = MODULE - {"training", "_is_full_backward_hook"}
+#: Attributes that each module has and that decide what it computes.
+_FLAGS = ("training", "_is_full_backward_hook")
 #: Classes whose subclasses may iterate and compare as they like.
 _BUILT_IN = (
     int, float, str, tuple, list, set, frozenset, deque, dict, numpy.ndarray, functools.partial,
@@ -39,27 +40,39 @@ _MOST = 1 << 12
 class Watch:
     """What `state_of` reads of a layer, and what its objects hold, to be compared by identity.
 
-    Parameters and buffers are compared by class, shape and dtype. The layer, its modules and its
+    Parameters and buffers are compared by class, shape and dtype. The layer, its modules and their
     tensors are held weakly.
 
     Raises: TypeError for an object that may change where this does not look.
     """
 
-    def __init__(self, layer: nn.Module, excluded: Collection[str]) -> None:
+    def __init__(self, layer: nn.Module) -> None:
         #: By the signature of a call: its trace, and names and values of tensors that decide.
         self.calls: dict[Any, tuple[Any, ...]] = {}
-        inner = dict(layer.named_modules())
-        self._paths, modules = [*inner], [*inner.values()]
+        self._layer = weakref.ref(layer)
+        inner, unread = dict(layer.named_modules()), MODULE.union(NOTES)
+        names = {p: (*_FLAGS, *[n for n in vars(m) if n not in unread]) for p, m in inner.items()}
+        self._paths = sorted(names, key=names.__getitem__)
+        modules = [inner[path] for path in self._paths]
+        self._modules = [*map(weakref.ref, modules)]
+        indices = {m: i for i, m in enumerate([*modules, None])}
+        self._kids = [indices[child] for m in modules for child in m._modules.values()]
+        #: Functions that get the attributes of the modules from `start` to `stop`.
+        self._getters: list[tuple[Callable[[Any], Any], int, int]] = []
+        for own, paths in groupby(self._paths, names.__getitem__):
+            start = self._getters[-1][2] if self._getters else 0
+            self._getters.append((itemgetter(*own), start, start + len([*paths])))
+        #: Indices of modules with notes, which come and go.
+        self._noted = [i for i, m in enumerate(modules) if not vars(m).keys().isdisjoint(NOTES)]
         kinds = {m.stock if isinstance(m, ConvertedLayer) else type(m) for m in modules}
         pairs = [pair for kind in kinds for pair in outside(kind)[1]]
         self._kinds: list[Any] = [*kinds]
         self._outside = [*{(id(s), name): (s.get, name) for s, name in pairs}.values()]
         self._objects, self._functions, self._cells = list[Any](), list[Any](), list[Any]()
         self._lists, self._dicts = list[Any](), list[Any]()
-        unread, seen = _UNREAD.union(excluded), set(map(id, modules))
-        own = [*map(vars, modules)]
-        todo = [v for values in own for name, v in values.items() if name not in unread]
+        todo = [vars(inner[path])[n] for path, own in names.items() for n in own]
         todo += map(_FORWARD, kinds)
+        seen = set(map(id, modules))
         while todo:
             value = todo.pop()
             if id(value) in seen:
@@ -67,19 +80,13 @@ class Watch:
             if len(seen) == _MOST:
                 raise TypeError("the layer holds too many objects")
             seen.add(id(value))
-            if isinstance(value, nn.Module):  # outside of the layer
-                modules.append(value)
-            else:
-                todo += self._parts(value)
-        self._modules = [*map(weakref.ref, modules)]
-        now, self._equal = self._read(modules)
-        read = [name not in unread for values in map(vars, modules) for name in values]
-        read += repeat(True, len(now) - len(read))
-        held = [i for i, v in enumerate(now) if read[i] and isinstance(v, (nn.Module, Tensor))]
-        self._weak = [(i, weakref.ref(now[i]), _key(now[i])) for i in held]
-        for i in held:
-            read[i] = False
-        self._selected, self._saved = read, [*compress(now, read)]
+            todo += self._parts(value)
+        self._saved, _, self._equal = self._read(modules)
+        self._weak = list[tuple[int, weakref.ref[Any], Any]]()
+        for i, value in enumerate(self._saved):
+            if isinstance(value, (nn.Module, Tensor)):
+                self._weak.append((i, weakref.ref(value), _key(value)))
+                self._saved[i] = None
 
     def is_current(self, layer: nn.Module) -> bool:
         """Return whether `state_of` would make the same of the layer as when this was made.
@@ -87,45 +94,56 @@ class Watch:
         Raises: Unsupported, as `state_of` does for hooks.
         """
         modules = [ref() for ref in self._modules]
-        if modules[0] is not layer or None in modules:
+        if self._layer() is not layer or None in modules:
             return False
-        own = [*map(vars, modules[: len(self._paths)])]
+        own = [*map(vars, modules)]
         if any(_flat(map(_HOOKS, own))):
             for path, values in zip(self._paths, own, strict=True):
                 check_hooks(values, path)
-        now, equal = self._read(modules)
-        if equal != self._equal or not all(map(is_, compress(now, self._selected), self._saved)):
+        try:
+            now, kids, equal = self._read(modules)
+        except (AttributeError, KeyError, ValueError):  # of an attribute or a cell that is gone
             return False
-        weak = [(now[i], ref(), key) for i, ref, key in self._weak]
-        return all(v is t is not None and _key(v) == key for v, t, key in weak)
+        modules.append(None)
+        if equal != self._equal or not all(map(is_, kids, [modules[i] for i in self._kids])):
+            return False
+        for i, ref, key in self._weak:
+            value, now[i] = now[i], None
+            if value is None or value is not ref() or _key(value) != key:
+                return False
+        return all(map(is_, now, self._saved))
 
-    def _read(self, modules: list[Any]) -> tuple[list[Any], tuple[Any, ...]]:
-        """Return the objects that are compared by identity, and what is compared by value."""
+    def _read(self, modules: list[Any]) -> tuple[list[Any], Iterable[Any], tuple[Any, ...]]:
+        """Return what is compared by identity, the modules' children, and what is compared."""
         own = [*map(vars, modules)]
-        inner = own[: len(self._paths)]
-        children, tensors = [*map(_CHILDREN, inner)], [*_flat(map(_TENSORS, inner))]
-        own += map(object.__getattribute__, self._objects, repeat("__dict__"))
+        children, tensors = [*map(_CHILDREN, own)], [*_flat(map(_TENSORS, own))]
+        sizes = [*map(len, chain(own, children, tensors, self._lists))]
+        children, tensors = [*filter(None, children)], [*filter(None, tensors)]
+        objects = [*map(object.__getattribute__, self._objects, repeat("__dict__"))]
+        params = [*_flat(map(_VALUES, tensors))]
         now = [
-            *_flat(map(_VALUES, own)),
-            *_flat(map(_VALUES, children)),
+            *_flat(_flat([map(get, own[start:stop]) for get, start, stop in self._getters])),
+            *_flat(map(_VALUES, objects)),
             *_flat(map(_VALUES, self._dicts)),
             *_flat(self._lists),
-            *map(type, modules),
-            *map(type, self._objects),
+            *map(type, chain(modules, self._objects, params)),
             *_flat(map(_FIELDS, self._functions)),
             *map(_CONTENTS, self._cells),
             *map(_FORWARD, self._kinds),
             *[get(name) for get, name in self._outside],
         ]
-        named = [*own, *children, *tensors]
-        sizes, names = [*map(len, named), *map(len, self._lists)], [*_flat(named)]
-        shapes = [t is None or (type(t), t.shape, t.dtype) for t in _flat(map(_VALUES, tensors))]
-        return now, (sizes, names, shapes)
+        sizes += map(len, objects)
+        names = [*_flat(chain(objects, children, tensors, [own[i] for i in self._noted]))]
+        shapes = [*map(_SHAPE, [t for t in params if t is not None])]
+        return now, _flat(map(_VALUES, children)), (sizes, names, shapes)
 
     def _parts(self, value: Any) -> Iterable[Any]:
         """Return what `exact` reads of a value, and note how to read it again."""
         kind = type(value)
         if kind in PLAIN or isinstance(value, (enum.Enum, type, Tensor, numpy.generic)):
+            return ()
+        if isinstance(value, nn.Module):  # outside of the layer
+            self._objects.append(value)
             return ()
         if kind in _LISTS:
             self._lists.append(value)
@@ -167,33 +185,32 @@ def signed(arguments: Mapping[str, Any]) -> tuple[tuple[Any, ...], list[Any]]:
     Calls of one signature have the same structure, tensors of the same classes, shapes, dtypes and
     devices, the same other values, and the same leaves that are the first floating-point tensor.
     """
-    found: list[Any] = []
-    leaves: list[Any] = []
-    for name, value in arguments.items():
-        found.append(name)
-        _sign(value, found, leaves)
+    found, leaves, todo = [*arguments], list[Any](), [*arguments.values()][::-1]
+    while todo:
+        tree = todo.pop()
+        kind = type(tree)
+        found.append(kind)
+        if isinstance(tree, Tensor):
+            leaves.append(tree)
+            found += (tree.is_nested or tree.shape, tree.dtype, tree.device)
+        elif kind in PLAIN:
+            leaves.append(tree)
+            found.append(tree)
+        elif isinstance(tree, (tuple, list)):
+            found.append(len(tree))
+            todo += tree[::-1]
+        elif isinstance(tree, dict):
+            found += (len(tree), *tree)
+            todo += [*tree.values()][::-1]
+        elif isinstance(tree, slice):
+            todo += (tree.step, tree.stop, tree.start)
+        else:
+            leaves.append(tree)
+            found.append(exact(tree, {}))
     x = first_float(leaves)
     return (*found, *[leaf is x for leaf in leaves]), leaves
 
 
 def first_float(leaves: Iterable[Any]) -> Any:
+    """Return the first floating-point tensor; None without one."""
     return next((t for t in leaves if isinstance(t, Tensor) and t.is_floating_point()), None)
-
-
-def _sign(tree: Any, found: list[Any], leaves: list[Any]) -> None:
-    kind = type(tree)
-    found.append(kind)
-    if isinstance(tree, Tensor):
-        leaves.append(tree)
-        found += tree.is_nested or tree.shape, tree.dtype, tree.device
-    elif isinstance(tree, (tuple, list, dict, slice)):
-        parts = (tree.start, tree.stop, tree.step) if isinstance(tree, slice) else tree
-        if isinstance(tree, dict):
-            found += tree
-            parts = tree.values()
-        found.append(len(parts))
-        for part in parts:
-            _sign(part, found, leaves)
-    else:
-        leaves.append(tree)
-        found.append(tree if kind in PLAIN else exact(tree, {}))

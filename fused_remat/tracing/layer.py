@@ -124,7 +124,7 @@ class TracedLayer(ConvertedLayer):
             trace = self._trace(given)
             if isinstance(trace, Reason) and trace.quiet:
                 return trace
-            self.last_trace = trace
+            vars(self)["last_trace"] = trace
         except (Untraceable, Unsupported) as reason:
             self.last_trace = trace = Reason(str(reason))
         except torch.OutOfMemoryError:
@@ -202,7 +202,7 @@ class TracedLayer(ConvertedLayer):
             notes.patience -= 1
             vars(self).setdefault("last_trace", None)
             with contextlib.suppress(Exception):  # of an attribute's own code, too
-                notes.watch = Watch(self, _OWN)
+                notes.watch = Watch(self)
         return notes.watch
 
     def _new_trace(self, given: Mapping[str, Any]) -> Trace | Reason:
