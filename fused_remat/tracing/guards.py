@@ -9,7 +9,7 @@ import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain, groupby, repeat
-from operator import attrgetter, is_, itemgetter, methodcaller
+from operator import attrgetter, is_, is_not, itemgetter, methodcaller
 from typing import Any
 
 import numpy
@@ -31,7 +31,8 @@ _LISTS, _DICTS = (list, set, deque), (dict, OrderedDict, defaultdict)
 _FLAGS = ("training", "_is_full_backward_hook")
 #: Classes whose subclasses may iterate and compare as they like.
 _BUILT_IN = (
-    int, float, str, tuple, list, set, frozenset, deque, dict, numpy.ndarray, functools.partial,
+    int, float, str, tuple, list, set, frozenset, deque, dict, numpy.ndarray, numpy.generic,
+    functools.partial,
 )  # fmt: skip
 #: Largest number of objects that are watched.
 _MOST = 1 << 12
@@ -94,7 +95,7 @@ class Watch:
         Raises: Unsupported, as `state_of` does for hooks.
         """
         modules = [ref() for ref in self._modules]
-        if self._layer() is not layer or None in modules:
+        if self._layer() is not layer or not all(map(is_not, modules, repeat(None))):
             return False
         own = [*map(vars, modules)]
         if any(_flat(map(_HOOKS, own))):
@@ -140,20 +141,20 @@ class Watch:
     def _parts(self, value: Any) -> Iterable[Any]:
         """Return what `exact` reads of a value, and note how to read it again."""
         kind = type(value)
-        if kind in PLAIN or isinstance(value, (enum.Enum, type, Tensor, numpy.generic)):
+        if kind in PLAIN or isinstance(value, (enum.Enum, type, Tensor, numpy.number)):
             return ()
         if isinstance(value, nn.Module):  # outside of the layer
             self._objects.append(value)
             return ()
         if kind in _LISTS:
             self._lists.append(value)
-            return value
+            return [*value]
         if kind in _DICTS:
             self._lists.append(value)
             self._dicts.append(value)
             return chain(*value.items())
         if kind is frozenset or (isinstance(value, tuple) and kind.__iter__ is tuple.__iter__):
-            return value
+            return [*value]
         if kind is types.MethodType:
             return value.__func__, value.__self__
         if kind is functools.partial:
@@ -166,10 +167,12 @@ class Watch:
             return ()
         own = getattr(value, "__dict__", None)
         has_slots = any(vars(k).get("__slots__") for k in kind.__mro__)
-        if isinstance(value, _BUILT_IN) or has_slots or not (own is None or type(own) is dict):
+        if isinstance(value, _BUILT_IN) or has_slots:
             raise TypeError(f"{kind} may change where a watch does not look")
         if own is None:
             return ()
+        if type(own) is not dict or own is not object.__getattribute__(value, "__dict__"):
+            raise TypeError(f"{kind} has attributes of its own kind")
         self._objects.append(value)
         return chain(*own.items())
 
@@ -185,7 +188,8 @@ def signed(arguments: Mapping[str, Any]) -> tuple[tuple[Any, ...], list[Any]]:
     Calls of one signature have the same structure, tensors of the same classes, shapes, dtypes and
     devices, the same other values, and the same leaves that are the first floating-point tensor.
     """
-    found, leaves, todo = [*arguments], list[Any](), [*arguments.values()][::-1]
+    found: list[Any] = [*arguments]
+    leaves, todo = list[Any](), [*arguments.values()][::-1]
     while todo:
         tree = todo.pop()
         kind = type(tree)
@@ -198,7 +202,7 @@ def signed(arguments: Mapping[str, Any]) -> tuple[tuple[Any, ...], list[Any]]:
             found.append(tree)
         elif isinstance(tree, (tuple, list)):
             found.append(len(tree))
-            todo += tree[::-1]
+            todo += [*tree][::-1]
         elif isinstance(tree, dict):
             found += (len(tree), *tree)
             todo += [*tree.values()][::-1]

@@ -61,7 +61,6 @@ _SMALL = 4096
 _MOST_CALLS = 64
 #: Number of calls in a row between which a layer may change before it is watched no more.
 _PATIENCE = 8
-_UNKNOWN = (None, (), ())
 _DIMS = (*range(65),)
 #: Attributes of a layer that belong to this library or to transformers.
 _OWN = (*NOTES, "_policy", "_backend", "_accumulate_into", "_is_hf_initialized")
@@ -174,9 +173,12 @@ class TracedLayer(ConvertedLayer):
         if x is not None:
             check_input(x, "an argument", _DIMS)
         watch = self._watched()
-        trace, names, values = watch.calls.get(signature, _UNKNOWN) if watch else _UNKNOWN
-        if trace is not None and self._values_of(names, flat) == values:
-            return trace
+        trace: Trace | Reason
+        known = None if watch is None else watch.calls.get(signature)
+        if known is not None:
+            trace, names, values = known
+            if self._values_of(names, flat) == values:
+                return trace
         for leaf in flat:
             if isinstance(leaf, Tensor) and leaf.is_floating_point():
                 check_input(leaf, "an argument", _DIMS)
@@ -185,20 +187,22 @@ class TracedLayer(ConvertedLayer):
         trace = self._new_trace(given)
         if isinstance(trace, Trace) and watch is not None:
             names = (*trace.fixed,)
+            if len(watch.calls) >= _MOST_CALLS:
+                watch.calls = {}
             watch.calls[signature] = trace, names, self._values_of(names, flat)
-            if len(watch.calls) > _MOST_CALLS:
-                del watch.calls[next(iter(watch.calls))]
         return trace
 
     def _watched(self) -> Watch | None:
         """Return what is known of calls of the layer as it is; None if this cannot be told."""
+        if "_is_replica" in vars(self):  # of nn.DataParallel: for one call
+            return None
         notes = self._notes_of()
         watch = notes.watch
         if watch is not None and watch.is_current(self):
             notes.patience = _PATIENCE
             return watch
         notes.watch = None
-        if notes.patience and "_is_replica" not in vars(self):
+        if notes.patience:
             notes.patience -= 1
             vars(self).setdefault("last_trace", None)
             with contextlib.suppress(Exception):  # of an attribute's own code, too
@@ -303,7 +307,8 @@ class TracedLayer(ConvertedLayer):
         return super()._replicate_for_data_parallel()
 
     def _notes_of(self) -> _Notes:
-        notes: _Notes = self.__dict__.setdefault("_trace_notes", _Notes({}, {}))
+        own = vars(self)
+        notes: _Notes = own.get("_trace_notes") or own.setdefault("_trace_notes", _Notes({}, {}))
         return notes
 
     def _first_trace(self, call: Arguments, free: bool) -> Trace | Reason:
