@@ -1,6 +1,7 @@
 """Measure the host's time of a layer's training step: all that a small model waits for on a GPU.
 
     python -m bench host --layers llama --ways stock full
+    python -m bench host --layers llama --ways full --guards ViT
 
 Tensors are on "meta", where an ATen call costs its dispatch and an allocation, and Triton has a
 driver that compiles kernels and launches nothing. What a step takes beyond its own ATen calls,
@@ -8,6 +9,9 @@ replayed alone, is the host time of the library, of Triton's Python and of autog
 launcher is C. Unlike on a GPU, attention without dropout runs in our kernels, and the stock layer's
 dropout and RMSNorm are several ATen calls each. Times are those of the thread: other work of the
 machine does not count.
+
+Guards are what a call of a traced layer tests before its block runs: whether the layer and the
+arguments are those of which a trace is known. They are measured in small models on the CPU.
 """
 
 from __future__ import annotations
@@ -16,9 +20,11 @@ import functools
 import gc
 import itertools
 import json
+import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 import torch._meta_registrations
@@ -31,6 +37,8 @@ from bench.measure.options import Parser, progress
 from bench.pages import host
 from fused_remat import FusedRematCausalLayer, FusedRematLayer
 from fused_remat.layers.causal import CausalLayer
+from fused_remat.tracing.call import Trace
+from fused_remat.tracing.layer import TracedLayer, traced_class
 from fused_remat.triton.launch import INTERPRETED
 
 WAYS = ("stock", "none", "fast", "balanced", "lean", "full")
@@ -168,6 +176,73 @@ def _fastest(run: Callable[[], None]) -> float:
     return min(took)
 
 
+_TEXT = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+}  # fmt: skip
+_IMAGE = {"image_size": 32, "patch_size": 4, "num_channels": 1}
+#: Models whose layers have guards: the task of the class, its layers' names, and its configuration.
+TRACED: dict[str, tuple[str, tuple[str, ...], Mapping[str, Any]]] = {
+    "Llama": ("ForCausalLM", ("LlamaDecoderLayer",), _TEXT),
+    "Bert": ("ForMaskedLM", ("BertLayer",), _TEXT),
+    "ViT": ("ForImageClassification", ("ViTLayer",), {**_TEXT, **_IMAGE}),
+    "T5": ("ForConditionalGeneration", ("T5Block",), {
+        "vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4,
+        "decoder_start_token_id": 0,
+    }),
+    "Mixtral": ("ForCausalLM", ("MixtralDecoderLayer",), _TEXT),
+    "Swin": ("ForImageClassification", ("SwinLayer",), {
+        "embed_dim": 32, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4, **_IMAGE,
+    }),
+}  # fmt: skip
+
+
+def guards(name: str, rounds: int) -> dict[str, float]:
+    """Return the microseconds from the beginning of a traced layer's call to its trace's `bind`.
+
+    Raises: RuntimeError if a layer is not traced.
+    """
+    import transformers
+
+    task, kinds, values = TRACED[name]
+    config = getattr(transformers, f"{name}Config")(**values)
+    model = getattr(transformers, f"{name}{task}")(config).train()
+    layers: list[Any] = [m for m in model.modules() if type(m).__name__ in kinds]
+    for layer in layers:
+        layer.__class__ = traced_class(type(layer))
+    ids = torch.randint(3, 64, (4, 16), generator=torch.Generator().manual_seed(0))
+    batch: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    batch["attention_mask"][1, 12:] = 0
+    if "image_size" in values:
+        batch = {"pixel_values": torch.randn(4, 1, 32, 32)}
+    elif name == "T5":
+        batch["labels"] = ids
+    began, took = 0.0, list[float]()
+    block, bind = TracedLayer._block, Trace.bind
+
+    def timed_block(layer: TracedLayer, **arguments: Any) -> Any:
+        nonlocal began
+        began = time.thread_time()
+        return block(layer, **arguments)
+
+    def timed_bind(trace: Trace, layer: nn.Module, *arguments: Any, **more: Any) -> Any:
+        took.append(1e6 * (time.thread_time() - began))
+        return bind(trace, layer, *arguments, **more)
+
+    patched = mock.patch.multiple
+    with patched(TracedLayer, _block=timed_block), patched(Trace, bind=timed_bind):
+        for _ in range(3):  # in which the layers are traced
+            model(**batch)
+        took.clear()
+        gc.disable()
+        for _ in range(rounds):
+            model(**batch)
+        gc.enable()
+    if len(took) != rounds * len(layers):
+        raise RuntimeError(f"{len(took)} of {rounds * len(layers)} calls of {kinds} ran as blocks")
+    return {"median": statistics.median(took), "least": min(took), "calls": len(took)}
+
+
 def measure(stub: _Stub, layer: str, way: str, rounds: int) -> dict[str, float]:
     """Return the microseconds of a step and of its ATen calls, the least of all rounds."""
     step, calls = _step(layer, way), _Calls()
@@ -185,24 +260,26 @@ def measure(stub: _Stub, layer: str, way: str, rounds: int) -> dict[str, float]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure each layer in each way, write host.json and print its table."""
+    """Measure each layer in each way, write host.json and print its tables."""
     from triton.runtime.driver import driver
 
     parser = Parser("host", __doc__, "rounds", rounds=25)
     parser.add("--layers", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add("--guards", nargs="*", choices=TRACED, default=list(TRACED))
     options = parser.parse(arguments)
     if INTERPRETED:
         parser.error("unset TRITON_INTERPRET: the interpreter's time is no host time")
     torch.set_num_threads(1)
-    stub, _library = _Stub(), _cheap_meta()
+    of_guards = {name: guards(name, options.rounds) for name in options.guards}
+    stub, _library = _Stub(), _cheap_meta()  # from here on PyTorch's attention computes nothing
     driver.set_active(stub)
     cases = list(itertools.product(options.layers, options.ways))
     found = {
         f"{layer} {way}": measure(stub, layer, way, options.rounds)
         for layer, way in progress(cases, len(cases), "case")
     }
-    result = {"machine": machine("cpu"), "results": found}
+    result = {"machine": machine("cpu"), "results": found, "guards": of_guards}
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "host.json").write_text(json.dumps(result, indent=1) + "\n")
     print(host.table(options.out / "host.json"))

@@ -10,7 +10,10 @@ FILE = RESULTS / "host.json"
 
 
 def table(file: Path = FILE) -> str:
-    """Return times of layers by way: the step, its ATen calls alone, and the difference."""
+    """Return times of layers by way: the step, its ATen calls alone, and the difference.
+
+    With a table of the guards of traced layers, if they were measured.
+    """
     data = load(file)
     cells: list[list[Cell]] = []
     for case, found in data["results"].items():
@@ -18,4 +21,9 @@ def table(file: Path = FILE) -> str:
         numbers = [f"{found[key]:.0f}" for key in ("step", "aten", "above", "launches")]
         cells.append([layer, f"`{way}`", *numbers])
     head = ["layer", "way", "µs a step", "its ATen calls alone", "above", "kernels of ours"]
-    return f"{machine_line(data['machine'])}\n\n{markdown(head, cells)}"
+    parts = [machine_line(data["machine"]), markdown(head, cells)]
+    if data.get("guards"):
+        names = ("median", "least", "calls")
+        cells = [[n, *[f"{row[key]:.0f}" for key in names]] for n, row in data["guards"].items()]
+        parts.append(markdown(["traced layer", "µs of guards a call", "least", "calls"], cells))
+    return "\n\n".join(parts)

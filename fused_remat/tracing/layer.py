@@ -8,7 +8,7 @@ import itertools
 import math
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -41,6 +41,7 @@ from fused_remat.policies import Policy, kept_names
 from fused_remat.steps.norm import Norm
 from fused_remat.steps.residual import Add
 from fused_remat.tracing.call import Trace
+from fused_remat.tracing.guards import Watch, first_float, signed
 from fused_remat.tracing.isolation import WithoutDropout, check_effects, replica
 from fused_remat.tracing.samples import Arguments, Dims
 from fused_remat.tracing.state import state_of
@@ -56,6 +57,11 @@ KNOWN: dict[Any, list[tuple[Dims, tuple[str | int, ...], tuple[Any, ...], Trace 
 _MOST, _MOST_TRACES = 4096, 24
 #: Number of elements up to which tensors whose values decide are compared at every call.
 _SMALL = 4096
+#: Largest number of signatures of calls of a layer whose trace is noted.
+_MOST_CALLS = 64
+#: Number of calls in a row between which a layer may change before it is watched no more.
+_PATIENCE = 8
+_DIMS = (*range(65),)
 #: Attributes of a layer that belong to this library or to transformers.
 _OWN = (*NOTES, "_policy", "_backend", "_accumulate_into", "_is_hf_initialized")
 #: Stand-in for the block of a layer that was not called yet: nothing can be kept by name.
@@ -75,6 +81,8 @@ class _Notes:
     #: By trace, the sizes at which it was compared (`_compared`), and why it is not used.
     checked: dict[Trace, tuple[tuple[float, ...], Reason | None]]
     traces: int = 0
+    watch: Watch | None = None
+    patience: int = _PATIENCE  # number of watches to make, of which none was of use
 
 
 class TracedLayer(ConvertedLayer):
@@ -112,12 +120,10 @@ class TracedLayer(ConvertedLayer):
             return Reason("the call requests attention weights, which a block does not compute")
         try:
             check_global_hooks()
-            active = [t for t in leaves(given) if isinstance(t, Tensor) and t.is_floating_point()]
-            for leaf in active:
-                check_input(leaf, "an argument", (*range(leaf.dim() + 1),))
-            if active and not active[0].numel():
-                return Reason("its input is empty", quiet=True)
-            self.last_trace = trace = self._trace(given)
+            trace = self._trace(given)
+            if isinstance(trace, Reason) and trace.quiet:
+                return trace
+            vars(self)["last_trace"] = trace
         except (Untraceable, Unsupported) as reason:
             self.last_trace = trace = Reason(str(reason))
         except torch.OutOfMemoryError:
@@ -161,6 +167,49 @@ class TracedLayer(ConvertedLayer):
         return None if low is None else precision_of(x, weights, low, ends_low)
 
     def _trace(self, given: Mapping[str, Any]) -> Trace | Reason:
+        """Return the trace for a call: the one of an earlier call like it, or `_new_trace`."""
+        signature, flat = signed(given)
+        x = first_float(flat)
+        if x is not None:
+            check_input(x, "an argument", _DIMS)
+        watch = self._watched()
+        trace: Trace | Reason
+        known = None if watch is None else watch.calls.get(signature)
+        if known is not None:
+            trace, names, values = known
+            if self._values_of(names, flat) == values:
+                return trace
+        for leaf in flat:
+            if isinstance(leaf, Tensor) and leaf.is_floating_point():
+                check_input(leaf, "an argument", _DIMS)
+        if x is not None and not x.numel():
+            return Reason("its input is empty", quiet=True)
+        trace = self._new_trace(given)
+        if isinstance(trace, Trace) and watch is not None:
+            names = (*trace.fixed,)
+            if len(watch.calls) >= _MOST_CALLS:
+                watch.calls = {}
+            watch.calls[signature] = trace, names, self._values_of(names, flat)
+        return trace
+
+    def _watched(self) -> Watch | None:
+        """Return what is known of calls of the layer as it is; None if this cannot be told."""
+        if "_is_replica" in vars(self):  # of nn.DataParallel: for one call
+            return None
+        notes = self._notes_of()
+        watch = notes.watch
+        if watch is not None and watch.is_current(self):
+            notes.patience = _PATIENCE
+            return watch
+        notes.watch = None
+        if notes.patience:
+            notes.patience -= 1
+            vars(self).setdefault("last_trace", None)
+            with contextlib.suppress(Exception):  # of an attribute's own code, too
+                notes.watch = Watch(self)
+        return notes.watch
+
+    def _new_trace(self, given: Mapping[str, Any]) -> Trace | Reason:
         """Return the trace for a call; the layer is traced if the call is the first of its kind.
 
         The trace is for any length, integer arguments and index in the model, if the layer computes
@@ -203,7 +252,7 @@ class TracedLayer(ConvertedLayer):
             names, dims = {n for d, ns, *_ in entries if d == call.dims for n in ns}, call.dims
             if isinstance(trace, Trace):
                 names, dims = trace.fixed, trace.dims
-            entries.append((dims, (*names,), self._values_of(names, call), trace))
+            entries.append((dims, (*names,), self._values_of(names, call.leaves), trace))
             del entries[:-_MOST]
             if len(KNOWN) > _MOST:
                 del KNOWN[next(iter(KNOWN))]
@@ -211,7 +260,7 @@ class TracedLayer(ConvertedLayer):
 
     def _known(self, call: Arguments, key: tuple[Any, ...]) -> Trace | Reason | None:
         """Return the trace of an earlier call whose dimensions may be those of this one."""
-        reason, values_of = None, functools.cache(lambda names: self._values_of(names, call))
+        reason, values_of = None, functools.cache(lambda names: self._values_of(names, call.leaves))
         for dims, names, values, trace in [*KNOWN.get(key, ())]:
             is_same = dims == call.dims
             if (is_same or call.fits(dims)) and values_of(names) == values:
@@ -233,15 +282,16 @@ class TracedLayer(ConvertedLayer):
         if reason is None and any(a > b for a, b in zip(now, most, strict=True)):
             text = self._why_different(trace, call)
             reason = None if text is None else Reason(text)
+            self._notes_of().watch = self._notes_of().watch if text is None else None
             checked[trace] = tuple(map(max, now, most)), reason
         return reason or trace
 
-    def _values_of(self, names: Iterable[str | int], call: Arguments) -> tuple[Any, ...]:
+    def _values_of(self, names: Iterable[str | int], given: Sequence[Any]) -> tuple[Any, ...]:
         """Return keys of the values of the layer's tensors of these names, and of arguments."""
         keys: list[Any] = []
         for name in names:
             if isinstance(name, int):
-                keys.append((name, _key(call.leaves[name])))
+                keys.append((name, _key(given[name])))
                 continue
             t = attrgetter(name)(self)
             noted = self._notes_of().values.get(name)
@@ -258,7 +308,8 @@ class TracedLayer(ConvertedLayer):
         return super()._replicate_for_data_parallel()
 
     def _notes_of(self) -> _Notes:
-        notes: _Notes = self.__dict__.setdefault("_trace_notes", _Notes({}, {}))
+        own = vars(self)
+        notes: _Notes = own.get("_trace_notes") or own.setdefault("_trace_notes", _Notes({}, {}))
         return notes
 
     def _first_trace(self, call: Arguments, free: bool) -> Trace | Reason:

@@ -27,11 +27,11 @@ from fused_remat.layers.eligibility import (
 from fused_remat.tracing.values import attributes
 
 _NUMBERS = (int, float, bool, str, type(None))
-_PLAIN = {*_NUMBERS, bytes, complex, torch.dtype, torch.device, types.BuiltinFunctionType}
+PLAIN = {*_NUMBERS, bytes, complex, torch.dtype, torch.device, types.BuiltinFunctionType}
 #: Modules of a device mesh, or of a state of FSDP.
-_MACHINERY = ("torch.distributed.", "torch._", "torch.utils.")
+MACHINERY = ("torch.distributed.", "torch._", "torch.utils.")
 #: Attributes that every module has.
-_MODULE = frozenset(nn.Module().__dict__)
+MODULE = frozenset(nn.Module().__dict__)
 
 
 def state_of(layer: nn.Module, excluded: Collection[str]) -> tuple[Any, ...]:
@@ -46,23 +46,23 @@ def state_of(layer: nn.Module, excluded: Collection[str]) -> tuple[Any, ...]:
     seen: dict[int, Any] = {id(module): path for path, module in modules}
     for path, module in modules:
         own = module.__dict__
-        _check_hooks(own, path)
+        check_hooks(own, path)
         kind = module.stock if isinstance(module, ConvertedLayer) else type(module)
         if "training" not in own:
             raise Unsupported(f"{path or 'it'} is {qualified(kind)}, which has compiled code")
         check_unpacked(module, path)
         forward = own.get("forward", kind.forward)
         state += [path, weakref.ref(kind), exact(forward, seen), own["training"]]
-        state += [values.get(name) for values, name in _outside(kind)[1]]
+        state += [values.get(name) for values, name in outside(kind)[1]]
         for name, value in own.items():
-            if name not in _MODULE and name not in excluded:
+            if name not in MODULE and name not in excluded:
                 state += [name, exact(value, seen)]
         for tensors in (own["_parameters"], own["_buffers"]):
             state += [(n, None if t is None else (t.shape, t.dtype)) for n, t in tensors.items()]
     return tuple(state)
 
 
-def _check_hooks(own: Mapping[str, Any], path: str) -> None:
+def check_hooks(own: Mapping[str, Any], path: str) -> None:
     if path and (own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]):
         raise Unsupported(f"{path} has hooks")
     for hook in own["_forward_hooks"].values():
@@ -77,7 +77,7 @@ def _check_hooks(own: Mapping[str, Any], path: str) -> None:
 def exact(value: Any, seen: dict[int, Any]) -> Any:
     """Return a key that equals another value's only if code cannot distinguish the two values."""
     kind = type(value)
-    if kind in _PLAIN or isinstance(value, enum.Enum):
+    if kind in PLAIN or isinstance(value, enum.Enum):
         return value if value == value else str(value)
     if isinstance(value, type):
         return weakref.ref(value)
@@ -106,10 +106,10 @@ def exact(value: Any, seen: dict[int, Any]) -> Any:
         cells = [cell.cell_contents for cell in value.__closure__ or ()]
         parts = value.__module__, value.__defaults__, value.__kwdefaults__, *cells
         return value.__code__, *[exact(part, seen) for part in parts]
-    elif kind.__module__.startswith(_MACHINERY):
+    elif kind.__module__.startswith(MACHINERY):
         return kind  # it does not decide what is computed
     elif isinstance(value, nn.Module):  # outside of the layer
-        numbers = {n: v for n, v in vars(value).items() if type(v) in _PLAIN}
+        numbers = {n: v for n, v in vars(value).items() if type(v) in PLAIN}
         return _Identity(value), *numbers.items()
     elif own := attributes(value):
         parts = itertools.chain(*own.items())
@@ -151,7 +151,7 @@ _OUTSIDE: weakref.WeakKeyDictionary[type, tuple[list[tuple[Any, str]], list[tupl
 _OUTSIDE = weakref.WeakKeyDictionary()
 
 
-def _outside(kind: type) -> tuple[list[tuple[Any, str]], list[tuple[Any, str]]]:
+def outside(kind: type) -> tuple[list[tuple[Any, str]], list[tuple[Any, str]]]:
     if kind not in _OUTSIDE:
         pairs, seen = list[tuple[Any, str]](), set[types.FunctionType]()
         own = [k for k in kind.__mro__ if not k.__module__.startswith(("torch.", "builtins"))]
@@ -180,4 +180,4 @@ def get(owner: Any, name: str) -> Any:
 
 def shared_by(layer: nn.Module) -> list[tuple[Any, str]]:
     kinds = {type(module) for module in layer.modules()}
-    return [pair for kind in kinds for pair in _outside(kind)[0]]
+    return [pair for kind in kinds for pair in outside(kind)[0]]
