@@ -61,6 +61,7 @@ ACCEPTED = [
     ("wrongly tokenwise", "*: self_attn.*", "what attention reads is not cut into tiles"),
     ("wrongly tokenwise", "*: attention.cat*", "what attention reads is not cut into tiles"),
     ("wrongly tokenwise", "modernbert: attn.to*", "what attention reads is not cut into tiles"),
+    ("rotation interleaved, or not", "gpt_neox: *", "a head has one pair that is rotated"),
     ("wrongly tokenwise", "swin: *", "what is before a step that mixes tokens is not cut"),
     ("wrongly tokenwise", "dit: *", "a tile is of one sequence, whose condition it gets"),
 ]
