@@ -86,6 +86,8 @@ def packed(
     if rotation is None and (q.rest or k.rest or v is None):
         return *names, spec
     joined = [q, k, *([v] if v is not None and v.rest is None else [])]
+    if v is not None and v.rest is not None:
+        joined = _split(t, f"{inside}.qk".lstrip("."), names, (q, k, v))
     qkv = _joined(t, f"{inside}.qkv".lstrip("."), names[: len(joined)], joined, rotation is None)
     if qkv is None:
         return *names, spec
@@ -134,6 +136,32 @@ def _part(t: Builder, name: str) -> _Part | None:
     return _Part(node.xs[0], columns, replace(program, ops=tuple(ops), sources=(sources,)))
 
 
+def _split(t: Builder, name: str, heads: Heads, parts: tuple[_Part, _Part, _Part]) -> list[_Part]:
+    """Return queries and keys, of a linear layer of their own if the packed one can be split.
+
+    Values that a replay changes are then the result of another part.
+    """
+    (q, k, v), values = parts, heads[2]
+    node, width = t.nodes.get(q.source), t.widths[q.source]
+    is_packed = [*q.columns, *k.columns, *v.columns] == [*range(width)]
+    if {q.source} != {k.source, v.source} or t.use_counts()[q.source] != 3 or not is_packed:
+        return [q, k]
+    if v.rest is None or not isinstance(node, Linear) or not node.plain or node.part is not None:
+        return [q, k]
+    ends = (0, len(q.columns) + len(k.columns), width)
+    names = [name, f"{values}.linear"]
+    for i, (first, last) in enumerate(itertools.pairwise(ends)):
+        part = replace(node, name=t.unique(names[i]), part=(first, last, width))
+        names[i] = t.add(part)
+        t.widths[part.name] = last - first
+    old: Any = t.nodes[values]
+    needed = [[names[1] if n == node.name else n for n in group] for group in old.needed_for]
+    t.nodes[values] = replace(old, xs=(names[1],), needed_for=tuple(map(tuple, needed)))
+    t.programs[values] = v.rest
+    t.remove(*heads[:2], node.name)
+    return [part._replace(source=names[0]) for part in (q, k)]
+
+
 def _joined(
     t: Builder, name: str, names: tuple[str, ...], parts: list[_Part], in_order: bool
 ) -> str | None:
@@ -144,9 +172,10 @@ def _joined(
         is_all = columns == [*range(t.widths[source])]
         if not is_all and (in_order or sorted(columns) != [*range(t.widths[source])]):
             return None
-        program = t.programs[names[0]]
+        if not is_all:
+            source = add_columns(t, name, source, t.programs[names[0]].sources[0], columns)
         t.remove(*names)
-        return source if is_all else add_columns(t, name, source, program.sources[0], columns)
+        return source
     layers = [n for part in parts if isinstance(n := t.nodes.get(part.source), Linear)]
     if len({n.name for n in layers}) < len(parts) or len({n.x for n in layers}) > 1:
         return None
@@ -261,7 +290,8 @@ def _drawn(seed: int, value: Tensor) -> Tensor:
     if not (value.is_floating_point() or value.is_complex()):
         return value
     generator = torch.Generator(value.device).manual_seed(seed)
-    return value.new_empty(value.shape).normal_(generator=generator)
+    like = value.float() if value.dtype == torch.float64 else value  # which a layer may round to
+    return torch.empty_like(like).normal_(generator=generator).to(value.dtype)
 
 
 def _tables(
@@ -345,7 +375,7 @@ def _parts(
 
 
 def _flat(value: Tensor, lead: Sequence[int]) -> Tensor:
-    real = torch.view_as_real(value) if value.is_complex() else value
+    real = torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
     return real.reshape(*lead, -1)
 
 

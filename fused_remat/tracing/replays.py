@@ -73,7 +73,7 @@ def replay(t: Builder, number: int) -> str:
     if is_reported:
         heavy = ", ".join(dict.fromkeys(o.kind for o in ops if o.name in HEAVY))
         why = str(op.info) if is_opaque else f"it runs {heavy or f'{len(ops)} operations'}"
-        t.replayed[path] = ReplayedSubmodule(path or "forward", why)
+        t.replayed[name] = ReplayedSubmodule(path or "forward", why)
     tensors = tuple([t.param(n) for n in params])
     t.add(
         Replay(
