@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fused_remat.execution.prepare import chunks_of
 from fused_remat.layers.converted import INDICES
-from fused_remat.layers.eligibility import low_dtype, needs_grad
+from fused_remat.layers.eligibility import needs_grad
 from fused_remat.layers.fallback import generator_states, run_with, set_generator_states
 from fused_remat.tracing.call import Trace
 from fused_remat.tracing.isolation import WithoutDropout, renumbered, replica
@@ -154,7 +154,7 @@ def _trace(
             trace = _unproved(layer, joined[0], call)
             for other_join in joined[1:]:
                 other_join()
-            trace.conditions = space.conditions
+            trace.conditions, trace.limits = space.conditions, limits
             tensors = one.sample.named.items()
             chosen = [r.sample.sizes for r in (one, others[0])]
             for i, sizes in enumerate(_proofs(call, space.conditions, formulas, chosen)):
@@ -257,29 +257,33 @@ _SMALL, _VECTORS = 4096, 8
 
 
 def why_different(
-    trace: Trace, layer: nn.Module, forward: Callable[..., Any], call: Arguments
+    trace: Trace, layer: nn.Module, forward: Callable[..., Any], call: Arguments, widens: bool
 ) -> str | None:
     """Return how a block and its layer differ in a call of two sequences at most, or None.
 
-    Both compute the result and all gradients, without dropout; under autocast in float32, since
-    they round differently in 16 bits.
+    Both compute the result and all gradients, without dropout; if it `widens` 16 bits, in float32,
+    since under autocast they round differently.
     """
-    autocast = low_dtype(call.leaves[trace.x]) is not None
-    sample = call.own(layer, widens=autocast)
-    limits = {**_OWN, **_OWN_LOW}.get(sample.dtype, _OWN_LOW[torch.bfloat16])
-    if sample.dtype.itemsize == 2 and trace.graph.unsure:
-        limits = _UNSURE
-    copy = replica(layer, deep=True)
-    try:
-        text = difference(copy, types.MethodType(forward, copy), trace.plain.run, sample, limits)
-    except torch.OutOfMemoryError:
-        raise
-    except _Raised as error:  # as the layer's own forward then does
-        return None if not autocast else f"it raises {error}"
-    except Exception as error:  # parameters of several dtypes
-        return f"the block cannot run where the layer can: {error}"
-    where = f"on a batch of shape {tuple(call.leaves[trace.x].shape)}"
-    return None if text is None else f"the block differs from the layer {where}: {text}"
+    copy, most = replica(layer, deep=True), 2
+    forward = types.MethodType(forward, copy)
+    while True:
+        sample = call.own(layer, most, widens)
+        limits = {**_OWN, **_OWN_LOW}.get(sample.dtype, _OWN_LOW[torch.bfloat16])
+        if sample.dtype.itemsize == 2 and trace.graph.unsure:
+            limits = _UNSURE
+        try:
+            text = difference(copy, forward, trace.plain.run, sample, limits)
+        except torch.OutOfMemoryError:
+            raise
+        except _Raised as error:  # as the layer's own forward then does
+            if most < call.batch:  # which part of an argument is a sequence's is not known
+                most = call.batch
+                continue
+            text = f"it raises {error}" if widens else None
+        except Exception as error:  # parameters of several dtypes
+            return f"the block cannot run where the layer can: {error}"
+        where = f"on a batch of shape {tuple(call.leaves[trace.x].shape)}"
+        return text and f"the block differs from the layer {where}: {text}"
 
 
 class _Raised(Exception):

@@ -274,7 +274,7 @@ def test_replicas_have_plain_tensors_for_parameters(name, replicate, served, unr
         loss.backward()
         found = {n: p.grad for n, p in fused.named_parameters() if p.grad is not None}
         assert_same(name, {"loss": loss.detach(), **found}, expected)
-        assert all(len(layer._notes_of().checked) == 1 for layer in layers)
+        assert all(len(layer.last_trace.compared) == 1 for layer in layers)
         traces.append([layer._notes_of().traces for layer in layers])
     assert any(traces[0]) and traces[0] == traces[1]
 
