@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
+import operator
 import types
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -95,6 +97,8 @@ def _trace_one(layer: nn.Module, forward: Callable[..., Any], call: Arguments, f
                 raise
             except Exception as error:
                 text = f"its block raises {type(error).__name__} in a trial: {error}"
+                if isinstance(error, _Raised):
+                    text = f"its forward raises at other sizes: {error}"
                 reason = error if isinstance(error, Untraceable) else Untraceable(text)
                 reason.__cause__ = reason.__context__ = None  # whose frames hold the recordings
                 reasons.append(reason.with_traceback(None))
@@ -286,7 +290,7 @@ def why_different(
         return text and f"the block differs from the layer {where}: {text}"
 
 
-class _Raised(Exception):
+class _Raised(RuntimeError):
     """An error of a layer's own forward or backward."""
 
 
@@ -312,6 +316,8 @@ def difference(
     if len(actual) != len(expected):
         return f"the layer has {len(expected)} results, its block {len(actual)}"
     for a, b in zip(actual, expected, strict=True):
+        if not (isinstance(a, Tensor) and isinstance(b, Tensor) and b.is_floating_point()):
+            continue  # such as scores, which a model of transformers drops
         if not (distance := _distance(a, b, 0.0)) <= limits.output:
             return f"the output differs by {distance:.1e}"
     largest = max((float(g.norm()) for g in grads.values() if g is not None), default=0.0)
@@ -337,16 +343,15 @@ def _distance(a: Tensor | None, b: Tensor | None, zero: float) -> float:
 
 def _results(
     run: Callable[..., Any], named: Mapping[str, Tensor], arguments: Mapping[str, Any]
-) -> tuple[list[Tensor], dict[str, Tensor | None]]:
+) -> tuple[list[Any], dict[str, Tensor | None]]:
     """Return the results of a run, and sketches of gradients, which are freed one by one."""
     with torch.enable_grad():
         results = leaves(run(named, arguments))
-    floats = [t for t in results if isinstance(t, Tensor) and t.is_floating_point()]
-    out = next(filter(needs_grad, floats), None)
+    out = next(filter(needs_grad, results), None)
     tensors = {**{f"argument {i}": t for i, t in enumerate(leaves(arguments))}, **named}
     inputs = {name: t for name, t in tensors.items() if needs_grad(t)}
     if out is None:
-        return floats, dict.fromkeys(inputs)
+        return results, dict.fromkeys(inputs)
     generator = torch.Generator(out.device).manual_seed(1)
     dy = torch.randn(out.shape, generator=generator, dtype=out.dtype, device=out.device)
     sketches: dict[int, Tensor] = {}
@@ -362,7 +367,7 @@ def _results(
         for handle in handles:
             handle.remove()
     grads = {name: sketches.get(id(t)) for name, t in inputs.items()}
-    return [t.detach() for t in floats], grads
+    return [t.detach() if isinstance(t, Tensor) else t for t in results], grads
 
 
 def _sketch(grad: Tensor) -> Tensor:
@@ -372,7 +377,7 @@ def _sketch(grad: Tensor) -> Tensor:
     """
     if grad.numel() <= _SMALL:
         return grad.clone()
-    matrix, generator = grad.reshape(len(grad), -1), torch.Generator().manual_seed(3)
-    vectors = torch.randn(matrix.shape[1], _VECTORS, generator=generator) / _VECTORS**0.5
-    products: Tensor = matrix @ vectors.to(grad)
+    columns = next(n for n in itertools.accumulate(grad.shape[::-1], operator.mul) if n >= 64)
+    vectors = torch.randn(columns, _VECTORS, generator=torch.Generator().manual_seed(3))
+    products: Tensor = grad.reshape(-1, columns) @ (vectors / _VECTORS**0.5).to(grad)
     return products
