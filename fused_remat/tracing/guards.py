@@ -19,16 +19,16 @@ from fused_remat.layers.converted import ConvertedLayer
 from fused_remat.layers.record import NOTES
 from fused_remat.tracing.state import MACHINERY, MODULE, PLAIN, check_hooks, exact, outside
 
-_HOOKS = itemgetter(
-    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
-)
-_CHILDREN, _TENSORS = itemgetter("_modules"), itemgetter("_parameters", "_buffers")
-_FIELDS = attrgetter("__code__", "__module__", "__defaults__", "__kwdefaults__")
+#: Each module's hooks, submodules, parameters and buffers.
+_HELD = itemgetter(
+    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
+    "_modules", "_parameters", "_buffers",
+)  # fmt: skip
+_FIELDS = attrgetter("__code__", "__defaults__", "__kwdefaults__")
 _CONTENTS, _FORWARD = attrgetter("cell_contents"), attrgetter("forward")
 _SHAPE, _VALUES, _flat = attrgetter("shape", "dtype"), methodcaller("values"), chain.from_iterable
+_IS_TENSOR = functools.partial(is_not, None)
 _LISTS, _DICTS = (list, set, deque), (dict, OrderedDict, defaultdict)
-#: Attributes that each module has and that decide what it computes.
-_FLAGS = ("training", "_is_full_backward_hook")
 #: Classes whose subclasses may iterate and compare as they like.
 _BUILT_IN = (
     int, float, str, tuple, list, set, frozenset, deque, dict, numpy.ndarray, numpy.generic,
@@ -52,7 +52,7 @@ class Watch:
         self.calls: dict[Any, tuple[Any, ...]] = {}
         self._layer = weakref.ref(layer)
         inner, unread = dict(layer.named_modules()), MODULE.union(NOTES)
-        names = {p: (*_FLAGS, *[n for n in vars(m) if n not in unread]) for p, m in inner.items()}
+        names = {p: [n for n in vars(m) if n not in unread] for p, m in inner.items()}
         self._paths = sorted(names, key=names.__getitem__)
         modules = [inner[path] for path in self._paths]
         self._modules = [*map(weakref.ref, modules)]
@@ -62,7 +62,8 @@ class Watch:
         self._getters: list[tuple[Callable[[Any], Any], int, int]] = []
         for own, paths in groupby(self._paths, names.__getitem__):
             start = self._getters[-1][2] if self._getters else 0
-            self._getters.append((itemgetter(*own), start, start + len([*paths])))
+            get = itemgetter("training", *(own or ["training"]))  # of two names, a tuple
+            self._getters.append((get, start, start + len([*paths])))
         #: Indices of modules with notes, which come and go.
         self._noted = [i for i, m in enumerate(modules) if not vars(m).keys().isdisjoint(NOTES)]
         kinds = {m.stock if isinstance(m, ConvertedLayer) else type(m) for m in modules}
@@ -82,7 +83,8 @@ class Watch:
                 raise TypeError("the layer holds too many objects")
             seen.add(id(value))
             todo += self._parts(value)
-        self._saved, _, self._equal = self._read(modules)
+        now, _, self._equal = self._read(modules)
+        self._saved = [*now]
         self._weak = list[tuple[int, weakref.ref[Any], Any]]()
         for i, value in enumerate(self._saved):
             if isinstance(value, (nn.Module, Tensor)):
@@ -97,46 +99,46 @@ class Watch:
         modules = [ref() for ref in self._modules]
         if self._layer() is not layer or not all(map(is_not, modules, repeat(None))):
             return False
-        own = [*map(vars, modules)]
-        if any(_flat(map(_HOOKS, own))):
-            for path, values in zip(self._paths, own, strict=True):
-                check_hooks(values, path)
         try:
             now, kids, equal = self._read(modules)
         except (AttributeError, KeyError, ValueError):  # of an attribute or a cell that is gone
             return False
-        modules.append(None)
-        if equal != self._equal or not all(map(is_, kids, [modules[i] for i in self._kids])):
+        pool = [*modules, None]
+        if equal != self._equal or not all(map(is_, kids, [pool[i] for i in self._kids])):
             return False
-        for i, ref, key in self._weak:
-            value, now[i] = now[i], None
-            if value is None or value is not ref() or _key(value) != key:
-                return False
+        if self._weak:
+            now = [*now]
+            for i, ref, key in self._weak:
+                value, now[i] = now[i], None
+                if value is None or value is not ref() or _key(value) != key:
+                    return False
         return all(map(is_, now, self._saved))
 
-    def _read(self, modules: list[Any]) -> tuple[list[Any], Iterable[Any], tuple[Any, ...]]:
+    def _read(self, modules: list[Any]) -> tuple[Any, Iterable[Any], tuple[Any, ...]]:
         """Return what is compared by identity, the modules' children, and what is compared."""
         own = [*map(vars, modules)]
-        children, tensors = [*map(_CHILDREN, own)], [*_flat(map(_TENSORS, own))]
-        sizes = [*map(len, chain(own, children, tensors, self._lists))]
-        children, tensors = [*filter(None, children)], [*filter(None, tensors)]
+        *hooks, children, params, buffers = zip(*map(_HELD, own), strict=True)
+        if any(_flat(hooks)):
+            for path, values in zip(self._paths, own, strict=True):
+                check_hooks(values, path)
         objects = [*map(object.__getattribute__, self._objects, repeat("__dict__"))]
-        params = [*_flat(map(_VALUES, tensors))]
-        now = [
-            *_flat(_flat([map(get, own[start:stop]) for get, start, stop in self._getters])),
-            *_flat(map(_VALUES, objects)),
-            *_flat(map(_VALUES, self._dicts)),
-            *_flat(self._lists),
-            *map(type, chain(modules, self._objects, params)),
-            *_flat(map(_FIELDS, self._functions)),
-            *map(_CONTENTS, self._cells),
-            *map(_FORWARD, self._kinds),
-            *[get(name) for get, name in self._outside],
-        ]
-        sizes += map(len, objects)
-        names = [*_flat(chain(objects, children, tensors, [own[i] for i in self._noted]))]
-        shapes = [*map(_SHAPE, [t for t in params if t is not None])]
-        return now, _flat(map(_VALUES, children)), (sizes, names, shapes)
+        sizes = [*map(len, chain(own, children, params, buffers, objects, self._lists))]
+        parents, owners = [*filter(None, children)], [*filter(None, params + buffers)]
+        tensors = [*_flat(map(_VALUES, owners))]
+        now = chain(
+            _flat(_flat([map(get, own[start:stop]) for get, start, stop in self._getters])),
+            _flat(map(_VALUES, objects)),
+            _flat(map(_VALUES, self._dicts)),
+            _flat(self._lists),
+            map(type, chain(modules, self._objects, tensors)),
+            _flat(map(_FIELDS, self._functions)),
+            map(_CONTENTS, self._cells),
+            map(_FORWARD, self._kinds),
+            [get(name) for get, name in self._outside],
+        )
+        names = [*_flat(chain(objects, parents, owners, [own[i] for i in self._noted]))]
+        shapes = [*map(_SHAPE, filter(_IS_TENSOR, tensors))]
+        return now, _flat(map(_VALUES, parents)), (sizes, names, shapes)
 
     def _parts(self, value: Any) -> Iterable[Any]:
         """Return what `exact` reads of a value, and note how to read it again."""
@@ -162,7 +164,7 @@ class Watch:
         if kind is types.FunctionType:
             self._functions.append(value)
             self._cells += value.__closure__ or ()
-            return *_FIELDS(value), *[cell.cell_contents for cell in value.__closure__ or ()]
+            return *_FIELDS(value), *map(_CONTENTS, value.__closure__ or ())
         if kind.__module__.startswith(MACHINERY) and not isinstance(value, _BUILT_IN):
             return ()
         own = getattr(value, "__dict__", None)
