@@ -7,8 +7,8 @@ import functools
 import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
-from itertools import chain, groupby, repeat
+from collections.abc import Iterable, Mapping
+from itertools import chain, repeat
 from operator import attrgetter, is_, is_not, itemgetter, methodcaller
 from typing import Any
 
@@ -17,7 +17,15 @@ from torch import Tensor, nn
 
 from fused_remat.layers.converted import ConvertedLayer
 from fused_remat.layers.record import NOTES
-from fused_remat.tracing.state import MACHINERY, MODULE, PLAIN, check_hooks, exact, outside
+from fused_remat.tracing.state import (
+    MACHINERY,
+    MODULE,
+    PLAIN,
+    check_hooks,
+    exact,
+    outside,
+    parts_of,
+)
 
 #: Each module's hooks, submodules, parameters and buffers.
 _HELD = itemgetter(
@@ -29,6 +37,7 @@ _CONTENTS, _FORWARD = attrgetter("cell_contents"), attrgetter("forward")
 _SHAPE, _VALUES, _flat = attrgetter("shape", "dtype"), methodcaller("values"), chain.from_iterable
 _IS_TENSOR = functools.partial(is_not, None)
 _LISTS, _DICTS = (list, set, deque), (dict, OrderedDict, defaultdict)
+_FIXED = (frozenset, types.MethodType, functools.partial)
 #: Classes whose subclasses may iterate and compare as they like.
 _BUILT_IN = (
     int, float, str, tuple, list, set, frozenset, deque, dict, numpy.ndarray, numpy.generic,
@@ -52,18 +61,13 @@ class Watch:
         self.calls: dict[Any, tuple[Any, ...]] = {}
         self._layer = weakref.ref(layer)
         inner, unread = dict(layer.named_modules()), MODULE.union(NOTES)
-        names = {p: [n for n in vars(m) if n not in unread] for p, m in inner.items()}
-        self._paths = sorted(names, key=names.__getitem__)
-        modules = [inner[path] for path in self._paths]
+        self._paths, modules = [*inner], [*inner.values()]
+        names = [[n for n in vars(m) if n not in unread] for m in modules]
         self._modules = [*map(weakref.ref, modules)]
         indices = {m: i for i, m in enumerate([*modules, None])}
         self._kids = [indices[child] for m in modules for child in m._modules.values()]
-        #: Functions that get the attributes of the modules from `start` to `stop`.
-        self._getters: list[tuple[Callable[[Any], Any], int, int]] = []
-        for own, paths in groupby(self._paths, names.__getitem__):
-            start = self._getters[-1][2] if self._getters else 0
-            get = itemgetter("training", *(own or ["training"]))  # of two names, a tuple
-            self._getters.append((get, start, start + len([*paths])))
+        #: Functions that get the attributes of each module; of two names, a tuple.
+        self._getters = [itemgetter("training", *(own or ["training"])) for own in names]
         #: Indices of modules with notes, which come and go.
         self._noted = [i for i, m in enumerate(modules) if not vars(m).keys().isdisjoint(NOTES)]
         kinds = {m.stock if isinstance(m, ConvertedLayer) else type(m) for m in modules}
@@ -72,7 +76,7 @@ class Watch:
         self._outside = [*{(id(s), name): (s.get, name) for s, name in pairs}.values()]
         self._objects, self._functions, self._cells = list[Any](), list[Any](), list[Any]()
         self._lists, self._dicts = list[Any](), list[Any]()
-        todo = [vars(inner[path])[n] for path, own in names.items() for n in own]
+        todo = [vars(m)[n] for m, own in zip(modules, names, strict=True) for n in own]
         todo += map(_FORWARD, kinds)
         seen = set(map(id, modules))
         while todo:
@@ -85,7 +89,7 @@ class Watch:
             todo += self._parts(value)
         now, _, self._equal = self._read(modules)
         self._saved = [*now]
-        self._weak = list[tuple[int, weakref.ref[Any], Any]]()
+        self._weak: list[tuple[int, weakref.ref[Any], Any]] = []
         for i, value in enumerate(self._saved):
             if isinstance(value, (nn.Module, Tensor)):
                 self._weak.append((i, weakref.ref(value), _key(value)))
@@ -126,7 +130,7 @@ class Watch:
         parents, owners = [*filter(None, children)], [*filter(None, params + buffers)]
         tensors = [*_flat(map(_VALUES, owners))]
         now = chain(
-            _flat(_flat([map(get, own[start:stop]) for get, start, stop in self._getters])),
+            _flat([get(values) for get, values in zip(self._getters, own, strict=True)]),
             _flat(map(_VALUES, objects)),
             _flat(map(_VALUES, self._dicts)),
             _flat(self._lists),
@@ -145,38 +149,27 @@ class Watch:
         kind = type(value)
         if kind in PLAIN or isinstance(value, (enum.Enum, type, Tensor, numpy.number)):
             return ()
-        if isinstance(value, nn.Module):  # outside of the layer
-            self._objects.append(value)
-            return ()
-        if kind in _LISTS:
-            self._lists.append(value)
-            return [*value]
-        if kind in _DICTS:
-            self._lists.append(value)
-            self._dicts.append(value)
-            return chain(*value.items())
-        if kind is frozenset or (isinstance(value, tuple) and kind.__iter__ is tuple.__iter__):
-            return [*value]
-        if kind is types.MethodType:
-            return value.__func__, value.__self__
-        if kind is functools.partial:
-            return value.func, value.args, value.keywords
         if kind is types.FunctionType:
             self._functions.append(value)
             self._cells += value.__closure__ or ()
-            return *_FIELDS(value), *map(_CONTENTS, value.__closure__ or ())
-        if kind.__module__.startswith(MACHINERY) and not isinstance(value, _BUILT_IN):
+        elif kind in _LISTS or kind in _DICTS:
+            self._lists.append(value)
+            self._dicts += [value] if kind in _DICTS else []
+        elif isinstance(value, nn.Module):  # outside of the layer
+            self._objects.append(value)
             return ()
-        own = getattr(value, "__dict__", None)
-        has_slots = any(vars(k).get("__slots__") for k in kind.__mro__)
-        if isinstance(value, _BUILT_IN) or has_slots:
-            raise TypeError(f"{kind} may change where a watch does not look")
-        if own is None:
-            return ()
-        if type(own) is not dict or own is not object.__getattribute__(value, "__dict__"):
-            raise TypeError(f"{kind} has attributes of its own kind")
-        self._objects.append(value)
-        return chain(*own.items())
+        elif not (kind in _FIXED or getattr(kind, "__iter__", None) is tuple.__iter__):
+            if kind.__module__.startswith(MACHINERY) and not isinstance(value, _BUILT_IN):
+                return ()
+            own = getattr(value, "__dict__", None)
+            if isinstance(value, _BUILT_IN) or any(vars(k).get("__slots__") for k in kind.__mro__):
+                raise TypeError(f"{kind} may change where a watch does not look")
+            if own is None:
+                return ()
+            if type(own) is not dict or own is not object.__getattribute__(value, "__dict__"):
+                raise TypeError(f"{kind} has attributes of its own kind")
+            self._objects.append(value)
+        return parts_of(value)
 
 
 def _key(value: Any) -> Any:

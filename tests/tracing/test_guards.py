@@ -33,7 +33,7 @@ def _nothing_known():
 
 
 def held(value, **more):
-    """A layer with an attribute that holds a value."""
+    """Return a layer with an attribute that holds a value."""
     layer = hard.Layer()
     layer.held = value
     vars(layer).update(more)
@@ -225,7 +225,7 @@ def test_nothing_is_kept_alive():
 
 @pytest.fixture
 def slow(monkeypatch):
-    """Notes when a state is computed."""
+    """Note when a state is computed."""
     calls = []
     monkeypatch.setattr(layer_module, "state_of", lambda *a: calls.append(1) or state_of(*a))
     return calls
