@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import gc
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 
 import altered_layers as altered
 import hard_layers as hard
+import hf_models
 import numpy as np
 import pytest
 import torch
@@ -289,3 +291,30 @@ def test_a_layer_that_changes_at_each_call_is_watched_no_more(slow):
         layer(*x_of(seed=i)).sum().backward()
         assert slow
     assert layer._notes_of().watch is None
+
+
+def test_adapters_are_switched(slow):
+    peft = pytest.importorskip("peft")
+    stock = hf_models.build("llama")
+    options = {"target_modules": ["q_proj", "up_proj"], "init_lora_weights": False}
+    torch.manual_seed(0)
+    stock = peft.get_peft_model(stock, peft.LoraConfig(r=2, **options))
+    stock.add_adapter("other", peft.LoraConfig(r=3, **options))
+    stock, model = stock.double(), copy.deepcopy(stock).double()
+    for layer in model.base_model.model.model.layers:
+        layer.__class__ = traced_class(type(layer))
+    batch = hf_models.inputs_of("llama")
+    for change in (None, "other", "disabled", "default", None):
+        slow.clear()
+        found = []
+        for each in (stock, model):
+            each.zero_grad()
+            if change not in (None, "disabled"):
+                each.set_adapter(change)
+            context = each.disable_adapter() if change == "disabled" else contextlib.nullcontext()
+            with context:
+                y = each(**batch, use_cache=False).logits
+            y.square().mean().backward() if y.requires_grad else None
+            found.append([y, *[p.grad for p in each.parameters()]])
+        torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)  # norms are in float32
+    assert not slow
