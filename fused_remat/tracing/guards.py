@@ -105,18 +105,17 @@ class Watch:
             return False
         try:
             now, kids, equal = self._read(modules)
-        except (AttributeError, KeyError, ValueError):  # of an attribute or a cell that is gone
-            return False
-        pool = [*modules, None]
-        if equal != self._equal or not all(map(is_, kids, [pool[i] for i in self._kids])):
-            return False
-        if self._weak:
-            now = [*now]
+            pool = [*modules, None]
+            if equal != self._equal or not all(map(is_, kids, [pool[i] for i in self._kids])):
+                return False
+            now = [*now] if self._weak else now
             for i, ref, key in self._weak:
                 value, now[i] = now[i], None
                 if value is None or value is not ref() or _key(value) != key:
                     return False
-        return all(map(is_, now, self._saved))
+            return all(map(is_, now, self._saved))
+        except (AttributeError, KeyError, ValueError, RuntimeError):  # of what is gone or changing
+            return False
 
     def _read(self, modules: list[Any]) -> tuple[Any, Iterable[Any], tuple[Any, ...]]:
         """Return what is compared by identity, the modules' children, and what is compared."""
@@ -177,8 +176,8 @@ def _key(value: Any) -> Any:
     return (value.shape, value.dtype, value.requires_grad) if isinstance(value, Tensor) else None
 
 
-def signed(arguments: Mapping[str, Any]) -> tuple[tuple[Any, ...], list[Any]]:
-    """Return the signature of a call's arguments, and their leaves.
+def signed(arguments: Mapping[str, Any]) -> tuple[tuple[Any, ...], list[Any], Any]:
+    """Return the signature of a call's arguments, their leaves, and the first float tensor.
 
     Calls of one signature have the same structure, tensors of the same classes, shapes, dtypes and
     devices, the same other values, and the same leaves that are the first floating-point tensor.
@@ -206,10 +205,5 @@ def signed(arguments: Mapping[str, Any]) -> tuple[tuple[Any, ...], list[Any]]:
         else:
             leaves.append(tree)
             found.append(exact(tree, {}))
-    x = first_float(leaves)
-    return (*found, *[leaf is x for leaf in leaves]), leaves
-
-
-def first_float(leaves: Iterable[Any]) -> Any:
-    """Return the first floating-point tensor; None without one."""
-    return next((t for t in leaves if isinstance(t, Tensor) and t.is_floating_point()), None)
+    x = next((t for t in leaves if isinstance(t, Tensor) and t.is_floating_point()), None)
+    return (*found, *[leaf is x for leaf in leaves]), leaves, x

@@ -41,7 +41,7 @@ from fused_remat.policies import Policy, kept_names
 from fused_remat.steps.norm import Norm
 from fused_remat.steps.residual import Add
 from fused_remat.tracing.call import Trace
-from fused_remat.tracing.guards import Watch, first_float, signed
+from fused_remat.tracing.guards import Watch, signed
 from fused_remat.tracing.isolation import WithoutDropout, check_effects, replica
 from fused_remat.tracing.samples import Arguments, Dims
 from fused_remat.tracing.state import state_of
@@ -168,8 +168,7 @@ class TracedLayer(ConvertedLayer):
 
     def _trace(self, given: Mapping[str, Any]) -> Trace | Reason:
         """Return the trace for a call: the one of an earlier call like it, or `_new_trace`."""
-        signature, flat = signed(given)
-        x = first_float(flat)
+        signature, flat, x = signed(given)
         if x is not None:
             check_input(x, "an argument", _DIMS)
         watch = self._watched()
@@ -202,9 +201,8 @@ class TracedLayer(ConvertedLayer):
             notes.patience = _PATIENCE
             return watch
         notes.watch = None
-        if notes.patience:
+        if notes.patience and isinstance(self.last_trace, Trace):
             notes.patience -= 1
-            vars(self).setdefault("last_trace", None)
             with contextlib.suppress(Exception):  # of an attribute's own code, too
                 notes.watch = Watch(self)
         return notes.watch
@@ -281,7 +279,8 @@ class TracedLayer(ConvertedLayer):
         if reason is None and any(a > b for a, b in zip(now, most, strict=True)):
             text = self._why_different(trace, call)
             reason = None if text is None else Reason(text)
-            self._notes_of().watch = self._notes_of().watch if text is None else None
+            if text is not None:
+                self._notes_of().watch = None
             checked[trace] = tuple(map(max, now, most)), reason
         return reason or trace
 
