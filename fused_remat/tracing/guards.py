@@ -35,6 +35,7 @@ _HELD = itemgetter(
 _FIELDS = attrgetter("__code__", "__defaults__", "__kwdefaults__")
 _CONTENTS, _FORWARD = attrgetter("cell_contents"), attrgetter("forward")
 _SHAPE, _VALUES, _flat = attrgetter("shape", "dtype"), methodcaller("values"), chain.from_iterable
+_KEY = attrgetter("shape", "dtype", "requires_grad")
 _IS_TENSOR = functools.partial(is_not, None)
 _LISTS, _DICTS = (list, set, deque), (dict, OrderedDict, defaultdict)
 _FIXED = (frozenset, types.MethodType, functools.partial)
@@ -50,8 +51,8 @@ _MOST = 1 << 12
 class Watch:
     """What `state_of` reads of a layer, and what its objects hold, to be compared by identity.
 
-    Parameters and buffers are compared by class, shape and dtype. The layer, its modules and their
-    tensors are held weakly.
+    Parameters and buffers are compared by class, shape and dtype. A watch belongs to the notes of
+    its layer, which alone it holds weakly: what the layer held is freed by the next call.
 
     Raises: TypeError for an object that may change where this does not look.
     """
@@ -59,13 +60,11 @@ class Watch:
     def __init__(self, layer: nn.Module) -> None:
         #: By the signature of a call: its trace, and names and values of tensors that decide.
         self.calls: dict[Any, tuple[Any, ...]] = {}
-        self._layer = weakref.ref(layer)
-        inner, unread = dict(layer.named_modules()), MODULE.union(NOTES)
-        self._paths, modules = [*inner], [*inner.values()]
+        self._layer, unread = weakref.ref(layer), MODULE.union(NOTES)
+        (root, _), *inner = layer.named_modules()
+        self._paths, self._modules = [root, *dict(inner)], [module for _, module in inner]
+        modules = [layer, *self._modules]
         names = [[n for n in vars(m) if n not in unread] for m in modules]
-        self._modules = [*map(weakref.ref, modules)]
-        indices = {m: i for i, m in enumerate([*modules, None])}
-        self._kids = [indices[child] for m in modules for child in m._modules.values()]
         #: Functions that get the attributes of each module; of two names, a tuple.
         self._getters = [itemgetter("training", *(own or ["training"])) for own in names]
         #: Indices of modules with notes, which come and go.
@@ -75,7 +74,7 @@ class Watch:
         self._kinds: list[Any] = [*kinds]
         self._outside = [*{(id(s), name): (s.get, name) for s, name in pairs}.values()]
         self._objects, self._functions, self._cells = list[Any](), list[Any](), list[Any]()
-        self._lists, self._dicts = list[Any](), list[Any]()
+        self._lists, self._dicts, self._tensors = list[Any](), list[Any](), list[Any]()
         todo = [vars(m)[n] for m, own in zip(modules, names, strict=True) for n in own]
         todo += map(_FORWARD, kinds)
         seen = set(map(id, modules))
@@ -87,38 +86,25 @@ class Watch:
                 raise TypeError("the layer holds too many objects")
             seen.add(id(value))
             todo += self._parts(value)
-        now, _, self._equal = self._read(modules)
+        now, self._equal = self._read(layer)
         self._saved = [*now]
-        self._weak: list[tuple[int, weakref.ref[Any], Any]] = []
-        for i, value in enumerate(self._saved):
-            if isinstance(value, (nn.Module, Tensor)):
-                self._weak.append((i, weakref.ref(value), _key(value)))
-                self._saved[i] = None
 
     def is_current(self, layer: nn.Module) -> bool:
         """Return whether `state_of` would make the same of the layer as when this was made.
 
         Raises: Unsupported, as `state_of` does for hooks.
         """
-        modules = [ref() for ref in self._modules]
-        if self._layer() is not layer or not all(map(is_not, modules, repeat(None))):
+        if self._layer() is not layer:
             return False
         try:
-            now, kids, equal = self._read(modules)
-            pool = [*modules, None]
-            if equal != self._equal or not all(map(is_, kids, [pool[i] for i in self._kids])):
-                return False
-            now = [*now] if self._weak else now
-            for i, ref, key in self._weak:
-                value, now[i] = now[i], None
-                if value is None or value is not ref() or _key(value) != key:
-                    return False
-            return all(map(is_, now, self._saved))
+            now, equal = self._read(layer)
+            return equal == self._equal and all(map(is_, now, self._saved))
         except (AttributeError, KeyError, ValueError, RuntimeError):  # of what is gone or changing
             return False
 
-    def _read(self, modules: list[Any]) -> tuple[Any, Iterable[Any], tuple[Any, ...]]:
-        """Return what is compared by identity, the modules' children, and what is compared."""
+    def _read(self, layer: nn.Module) -> tuple[Iterable[Any], tuple[Any, ...]]:
+        """Return what is compared by identity, and what is compared by value."""
+        modules = [layer, *self._modules]
         own = [*map(vars, modules)]
         *hooks, children, params, buffers = zip(*map(_HELD, own), strict=True)
         if any(_flat(hooks)):
@@ -130,8 +116,7 @@ class Watch:
         tensors = [*_flat(map(_VALUES, owners))]
         now = chain(
             _flat([get(values) for get, values in zip(self._getters, own, strict=True)]),
-            _flat(map(_VALUES, objects)),
-            _flat(map(_VALUES, self._dicts)),
+            _flat(map(_VALUES, chain(parents, objects, self._dicts))),
             _flat(self._lists),
             map(type, chain(modules, self._objects, tensors)),
             _flat(map(_FIELDS, self._functions)),
@@ -141,12 +126,15 @@ class Watch:
         )
         names = [*_flat(chain(objects, parents, owners, [own[i] for i in self._noted]))]
         shapes = [*map(_SHAPE, filter(_IS_TENSOR, tensors))]
-        return now, _flat(map(_VALUES, parents)), (sizes, names, shapes)
+        return now, (sizes, names, shapes, [*map(_KEY, self._tensors)])
 
     def _parts(self, value: Any) -> Iterable[Any]:
         """Return what `exact` reads of a value, and note how to read it again."""
         kind = type(value)
-        if kind in PLAIN or isinstance(value, (enum.Enum, type, Tensor, numpy.number)):
+        if kind in PLAIN or isinstance(value, (enum.Enum, type, numpy.number)):
+            return ()
+        if isinstance(value, Tensor):
+            self._tensors.append(value)
             return ()
         if kind is types.FunctionType:
             self._functions.append(value)
@@ -169,11 +157,6 @@ class Watch:
                 raise TypeError(f"{kind} has attributes of its own kind")
             self._objects.append(value)
         return parts_of(value)
-
-
-def _key(value: Any) -> Any:
-    """Return what `exact` reads of a tensor; None of a module."""
-    return (value.shape, value.dtype, value.requires_grad) if isinstance(value, Tensor) else None
 
 
 def signed(arguments: Mapping[str, Any]) -> tuple[tuple[Any, ...], list[Any], Any]:

@@ -176,7 +176,7 @@ class TracedLayer(ConvertedLayer):
         known = None if watch is None else watch.calls.get(signature)
         if known is not None:
             trace, names, values = known
-            if self._values_of(names, flat) == values:
+            if not names or self._values_of(names, flat) == values:
                 return trace
         for leaf in flat:
             if isinstance(leaf, Tensor) and leaf.is_floating_point():
