@@ -192,7 +192,7 @@ class TracedLayer(ConvertedLayer):
         return trace
 
     def _watched(self) -> Watch | None:
-        """Return what is known of calls of the layer as it is; None if this cannot be told."""
+        """Return the watch of the layer as it is, with what is known of calls; or None."""
         if "_is_replica" in vars(self):  # of nn.DataParallel: for one call
             return None
         notes = self._notes_of()
