@@ -39,7 +39,7 @@ from fused_remat.policies import Policy, kept_names
 from fused_remat.steps.norm import Norm
 from fused_remat.steps.residual import Add
 from fused_remat.tracing.call import Trace
-from fused_remat.tracing.guards import Watch, first_float, signed
+from fused_remat.tracing.guards import Watch, signed
 from fused_remat.tracing.isolation import check_effects, replica
 from fused_remat.tracing.samples import Arguments, Dims
 from fused_remat.tracing.state import state_of
@@ -162,16 +162,16 @@ class TracedLayer(ConvertedLayer):
 
     def _trace(self, given: Mapping[str, Any]) -> Trace | Reason:
         """Return the trace for a call: the one of an earlier call like it, or `_new_trace`."""
-        signature, flat = signed(given)
-        x = first_float(flat)
+        signature, flat, x = signed(given)
         if x is not None:
             check_input(x, "an argument", _DIMS)
+            signature = *signature, low_dtype(x)
         watch = self._watched()
         trace: Trace | Reason
         known = None if watch is None else watch.calls.get(signature)
         if known is not None:
             trace, names, values = known
-            if self._values_of(names, flat) == values:
+            if not names or self._values_of(names, flat) == values:
                 return trace
         for leaf in flat:
             if isinstance(leaf, Tensor) and leaf.is_floating_point():
@@ -187,7 +187,7 @@ class TracedLayer(ConvertedLayer):
         return trace
 
     def _watched(self) -> Watch | None:
-        """Return what is known of calls of the layer as it is; None if this cannot be told."""
+        """Return the watch of the layer as it is, with what is known of calls; or None."""
         if "_is_replica" in vars(self):  # of nn.DataParallel: for one call
             return None
         notes = self._notes_of()
@@ -196,9 +196,8 @@ class TracedLayer(ConvertedLayer):
             notes.patience = _PATIENCE
             return watch
         notes.watch = None
-        if notes.patience:
+        if notes.patience and isinstance(self.last_trace, Trace):
             notes.patience -= 1
-            vars(self).setdefault("last_trace", None)
             with contextlib.suppress(Exception):  # of an attribute's own code, too
                 notes.watch = Watch(self)
         return notes.watch
@@ -273,7 +272,6 @@ class TracedLayer(ConvertedLayer):
                 with _apart(x):
                     text = why_different(trace, self, self.stock.forward, call, bool(kind[1]))
                 trace.compared[kind] = None if text is None else Reason(text)
-                self._notes_of().watch = None  # of a layer that may have changed itself
         return trace.compared[kind] or trace
 
     def _values_of(self, names: Iterable[str | int], given: Sequence[Any]) -> tuple[Any, ...]:
