@@ -148,6 +148,9 @@ def _replay(node: Any, before: Replayed | None, x: Tensor | None) -> Tensor:
     if extras.record is not None:
         extras.record.compare_given(tensors)
         watch = extras.record.compare
+    names, functions = execution.call.graph.tensors, node.functions
+    pairs = zip(names, tensors, strict=True)  # what is not kept is computed again
+    tensors = tuple([functions[n]() if t is None and n in functions else t for n, t in pairs])
     whole = segment.execution
     out, kept = executor.forward(whole, tensors, node.functions, watch)
     keeps = out if whole.plan.keeps_output else None

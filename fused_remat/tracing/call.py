@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fused_remat.autograd import run_block
 from fused_remat.autograd.gradients import not_differentiable
+from fused_remat.layers.eligibility import Reason
 from fused_remat.layers.fallback import generator_states, set_generator_states
 from fused_remat.steps.replay import At
 from fused_remat.tracing.isolation import WithoutDropout, replica
@@ -44,6 +45,9 @@ class Trace:
         self.fixed: set[str | int] = {*block.fixed}
         #: Conditions on the sizes of a call, with their outcomes where this trace applies.
         self.conditions: Mapping[str, bool] = {}
+        self.limits: Any = None  # of the differences that its proof allowed
+        #: By the dtypes of an input and of autocast, why a block was not equal to its layer.
+        self.compared: dict[Any, Reason | None] = {}
         self._seen: list[tuple[weakref.ref[Tensor], int]] = []
         #: The same without dropout, and also without the adapters' own dtypes.
         self.plain = self.proved = self

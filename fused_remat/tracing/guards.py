@@ -7,8 +7,8 @@ import functools
 import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
-from itertools import chain, groupby, repeat
+from collections.abc import Iterable, Mapping
+from itertools import chain, repeat
 from operator import attrgetter, is_, is_not, itemgetter, methodcaller
 from typing import Any
 
@@ -17,18 +17,28 @@ from torch import Tensor, nn
 
 from fused_remat.layers.converted import ConvertedLayer
 from fused_remat.layers.record import NOTES
-from fused_remat.tracing.state import MACHINERY, MODULE, PLAIN, check_hooks, exact, outside
-
-_HOOKS = itemgetter(
-    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+from fused_remat.tracing.state import (
+    MACHINERY,
+    MODULE,
+    PLAIN,
+    check_hooks,
+    exact,
+    outside,
+    parts_of,
 )
-_CHILDREN, _TENSORS = itemgetter("_modules"), itemgetter("_parameters", "_buffers")
-_FIELDS = attrgetter("__code__", "__module__", "__defaults__", "__kwdefaults__")
+
+#: Each module's hooks, submodules, parameters and buffers.
+_HELD = itemgetter(
+    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
+    "_modules", "_parameters", "_buffers",
+)  # fmt: skip
+_FIELDS = attrgetter("__code__", "__defaults__", "__kwdefaults__")
 _CONTENTS, _FORWARD = attrgetter("cell_contents"), attrgetter("forward")
 _SHAPE, _VALUES, _flat = attrgetter("shape", "dtype"), methodcaller("values"), chain.from_iterable
+_KEY = attrgetter("shape", "dtype", "requires_grad")
+_IS_TENSOR = functools.partial(is_not, None)
 _LISTS, _DICTS = (list, set, deque), (dict, OrderedDict, defaultdict)
-#: Attributes that each module has and that decide what it computes.
-_FLAGS = ("training", "_is_full_backward_hook")
+_FIXED = (frozenset, types.MethodType, functools.partial)
 #: Classes whose subclasses may iterate and compare as they like.
 _BUILT_IN = (
     int, float, str, tuple, list, set, frozenset, deque, dict, numpy.ndarray, numpy.generic,
@@ -41,8 +51,8 @@ _MOST = 1 << 12
 class Watch:
     """What `state_of` reads of a layer, and what its objects hold, to be compared by identity.
 
-    Parameters and buffers are compared by class, shape and dtype. The layer, its modules and their
-    tensors are held weakly.
+    Parameters and buffers are compared by class, shape and dtype. A watch belongs to the notes of
+    its layer, which alone it holds weakly: what the layer held is freed by the next call.
 
     Raises: TypeError for an object that may change where this does not look.
     """
@@ -50,19 +60,13 @@ class Watch:
     def __init__(self, layer: nn.Module) -> None:
         #: By the signature of a call: its trace, and names and values of tensors that decide.
         self.calls: dict[Any, tuple[Any, ...]] = {}
-        self._layer = weakref.ref(layer)
-        inner, unread = dict(layer.named_modules()), MODULE.union(NOTES)
-        names = {p: (*_FLAGS, *[n for n in vars(m) if n not in unread]) for p, m in inner.items()}
-        self._paths = sorted(names, key=names.__getitem__)
-        modules = [inner[path] for path in self._paths]
-        self._modules = [*map(weakref.ref, modules)]
-        indices = {m: i for i, m in enumerate([*modules, None])}
-        self._kids = [indices[child] for m in modules for child in m._modules.values()]
-        #: Functions that get the attributes of the modules from `start` to `stop`.
-        self._getters: list[tuple[Callable[[Any], Any], int, int]] = []
-        for own, paths in groupby(self._paths, names.__getitem__):
-            start = self._getters[-1][2] if self._getters else 0
-            self._getters.append((itemgetter(*own), start, start + len([*paths])))
+        self._layer, unread = weakref.ref(layer), MODULE.union(NOTES)
+        (root, _), *inner = layer.named_modules()
+        self._paths, self._modules = [root, *dict(inner)], [module for _, module in inner]
+        modules = [layer, *self._modules]
+        names = [[n for n in vars(m) if n not in unread] for m in modules]
+        #: Functions that get the attributes of each module; of two names, a tuple.
+        self._getters = [itemgetter("training", *(own or ["training"])) for own in names]
         #: Indices of modules with notes, which come and go.
         self._noted = [i for i, m in enumerate(modules) if not vars(m).keys().isdisjoint(NOTES)]
         kinds = {m.stock if isinstance(m, ConvertedLayer) else type(m) for m in modules}
@@ -70,8 +74,8 @@ class Watch:
         self._kinds: list[Any] = [*kinds]
         self._outside = [*{(id(s), name): (s.get, name) for s, name in pairs}.values()]
         self._objects, self._functions, self._cells = list[Any](), list[Any](), list[Any]()
-        self._lists, self._dicts = list[Any](), list[Any]()
-        todo = [vars(inner[path])[n] for path, own in names.items() for n in own]
+        self._lists, self._dicts, self._tensors = list[Any](), list[Any](), list[Any]()
+        todo = [vars(m)[n] for m, own in zip(modules, names, strict=True) for n in own]
         todo += map(_FORWARD, kinds)
         seen = set(map(id, modules))
         while todo:
@@ -82,108 +86,81 @@ class Watch:
                 raise TypeError("the layer holds too many objects")
             seen.add(id(value))
             todo += self._parts(value)
-        self._saved, _, self._equal = self._read(modules)
-        self._weak = list[tuple[int, weakref.ref[Any], Any]]()
-        for i, value in enumerate(self._saved):
-            if isinstance(value, (nn.Module, Tensor)):
-                self._weak.append((i, weakref.ref(value), _key(value)))
-                self._saved[i] = None
+        now, self._equal = self._read(layer)
+        self._saved = [*now]
 
     def is_current(self, layer: nn.Module) -> bool:
         """Return whether `state_of` would make the same of the layer as when this was made.
 
         Raises: Unsupported, as `state_of` does for hooks.
         """
-        modules = [ref() for ref in self._modules]
-        if self._layer() is not layer or not all(map(is_not, modules, repeat(None))):
+        if self._layer() is not layer:
             return False
+        try:
+            now, equal = self._read(layer)
+            return equal == self._equal and all(map(is_, now, self._saved))
+        except (AttributeError, KeyError, ValueError, RuntimeError):  # of what is gone or changing
+            return False
+
+    def _read(self, layer: nn.Module) -> tuple[Iterable[Any], tuple[Any, ...]]:
+        """Return what is compared by identity, and what is compared by value."""
+        modules = [layer, *self._modules]
         own = [*map(vars, modules)]
-        if any(_flat(map(_HOOKS, own))):
+        *hooks, children, params, buffers = zip(*map(_HELD, own), strict=True)
+        if any(_flat(hooks)):
             for path, values in zip(self._paths, own, strict=True):
                 check_hooks(values, path)
-        try:
-            now, kids, equal = self._read(modules)
-        except (AttributeError, KeyError, ValueError):  # of an attribute or a cell that is gone
-            return False
-        modules.append(None)
-        if equal != self._equal or not all(map(is_, kids, [modules[i] for i in self._kids])):
-            return False
-        for i, ref, key in self._weak:
-            value, now[i] = now[i], None
-            if value is None or value is not ref() or _key(value) != key:
-                return False
-        return all(map(is_, now, self._saved))
-
-    def _read(self, modules: list[Any]) -> tuple[list[Any], Iterable[Any], tuple[Any, ...]]:
-        """Return what is compared by identity, the modules' children, and what is compared."""
-        own = [*map(vars, modules)]
-        children, tensors = [*map(_CHILDREN, own)], [*_flat(map(_TENSORS, own))]
-        sizes = [*map(len, chain(own, children, tensors, self._lists))]
-        children, tensors = [*filter(None, children)], [*filter(None, tensors)]
         objects = [*map(object.__getattribute__, self._objects, repeat("__dict__"))]
-        params = [*_flat(map(_VALUES, tensors))]
-        now = [
-            *_flat(_flat([map(get, own[start:stop]) for get, start, stop in self._getters])),
-            *_flat(map(_VALUES, objects)),
-            *_flat(map(_VALUES, self._dicts)),
-            *_flat(self._lists),
-            *map(type, chain(modules, self._objects, params)),
-            *_flat(map(_FIELDS, self._functions)),
-            *map(_CONTENTS, self._cells),
-            *map(_FORWARD, self._kinds),
-            *[get(name) for get, name in self._outside],
-        ]
-        sizes += map(len, objects)
-        names = [*_flat(chain(objects, children, tensors, [own[i] for i in self._noted]))]
-        shapes = [*map(_SHAPE, [t for t in params if t is not None])]
-        return now, _flat(map(_VALUES, children)), (sizes, names, shapes)
+        sizes = [*map(len, chain(own, children, params, buffers, objects, self._lists))]
+        parents, owners = [*filter(None, children)], [*filter(None, params + buffers)]
+        tensors = [*_flat(map(_VALUES, owners))]
+        now = chain(
+            _flat([get(values) for get, values in zip(self._getters, own, strict=True)]),
+            _flat(map(_VALUES, chain(parents, objects, self._dicts))),
+            _flat(self._lists),
+            map(type, chain(modules, self._objects, tensors)),
+            _flat(map(_FIELDS, self._functions)),
+            map(_CONTENTS, self._cells),
+            map(_FORWARD, self._kinds),
+            [get(name) for get, name in self._outside],
+        )
+        names = [*_flat(chain(objects, parents, owners, [own[i] for i in self._noted]))]
+        shapes = [*map(_SHAPE, filter(_IS_TENSOR, tensors))]
+        return now, (sizes, names, shapes, [*map(_KEY, self._tensors)])
 
     def _parts(self, value: Any) -> Iterable[Any]:
         """Return what `exact` reads of a value, and note how to read it again."""
         kind = type(value)
-        if kind in PLAIN or isinstance(value, (enum.Enum, type, Tensor, numpy.number)):
+        if kind in PLAIN or isinstance(value, (enum.Enum, type, numpy.number)):
             return ()
-        if isinstance(value, nn.Module):  # outside of the layer
-            self._objects.append(value)
+        if isinstance(value, Tensor):
+            self._tensors.append(value)
             return ()
-        if kind in _LISTS:
-            self._lists.append(value)
-            return [*value]
-        if kind in _DICTS:
-            self._lists.append(value)
-            self._dicts.append(value)
-            return chain(*value.items())
-        if kind is frozenset or (isinstance(value, tuple) and kind.__iter__ is tuple.__iter__):
-            return [*value]
-        if kind is types.MethodType:
-            return value.__func__, value.__self__
-        if kind is functools.partial:
-            return value.func, value.args, value.keywords
         if kind is types.FunctionType:
             self._functions.append(value)
             self._cells += value.__closure__ or ()
-            return *_FIELDS(value), *[cell.cell_contents for cell in value.__closure__ or ()]
-        if kind.__module__.startswith(MACHINERY) and not isinstance(value, _BUILT_IN):
+        elif kind in _LISTS or kind in _DICTS:
+            self._lists.append(value)
+            self._dicts += [value] if kind in _DICTS else []
+        elif isinstance(value, nn.Module):  # outside of the layer
+            self._objects.append(value)
             return ()
-        own = getattr(value, "__dict__", None)
-        has_slots = any(vars(k).get("__slots__") for k in kind.__mro__)
-        if isinstance(value, _BUILT_IN) or has_slots:
-            raise TypeError(f"{kind} may change where a watch does not look")
-        if own is None:
-            return ()
-        if type(own) is not dict or own is not object.__getattribute__(value, "__dict__"):
-            raise TypeError(f"{kind} has attributes of its own kind")
-        self._objects.append(value)
-        return chain(*own.items())
+        elif not (kind in _FIXED or getattr(kind, "__iter__", None) is tuple.__iter__):
+            if kind.__module__.startswith(MACHINERY) and not isinstance(value, _BUILT_IN):
+                return ()
+            own = getattr(value, "__dict__", None)
+            if isinstance(value, _BUILT_IN) or any(vars(k).get("__slots__") for k in kind.__mro__):
+                raise TypeError(f"{kind} may change where a watch does not look")
+            if own is None:
+                return ()
+            if type(own) is not dict or own is not object.__getattribute__(value, "__dict__"):
+                raise TypeError(f"{kind} has attributes of its own kind")
+            self._objects.append(value)
+        return parts_of(value)
 
 
-def _key(value: Any) -> Any:
-    """Return what `exact` reads of a tensor; None of a module."""
-    return (value.shape, value.dtype, value.requires_grad) if isinstance(value, Tensor) else None
-
-
-def signed(arguments: Mapping[str, Any]) -> tuple[tuple[Any, ...], list[Any]]:
-    """Return the signature of a call's arguments, and their leaves.
+def signed(arguments: Mapping[str, Any]) -> tuple[tuple[Any, ...], list[Any], Any]:
+    """Return the signature of a call's arguments, their leaves, and the first float tensor.
 
     Calls of one signature have the same structure, tensors of the same classes, shapes, dtypes and
     devices, the same other values, and the same leaves that are the first floating-point tensor.
@@ -211,10 +188,5 @@ def signed(arguments: Mapping[str, Any]) -> tuple[tuple[Any, ...], list[Any]]:
         else:
             leaves.append(tree)
             found.append(exact(tree, {}))
-    x = first_float(leaves)
-    return (*found, *[leaf is x for leaf in leaves]), leaves
-
-
-def first_float(leaves: Iterable[Any]) -> Any:
-    """Return the first floating-point tensor; None without one."""
-    return next((t for t in leaves if isinstance(t, Tensor) and t.is_floating_point()), None)
+    x = next((t for t in leaves if isinstance(t, Tensor) and t.is_floating_point()), None)
+    return (*found, *[leaf is x for leaf in leaves]), leaves, x

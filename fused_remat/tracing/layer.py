@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
-import math
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -34,22 +32,20 @@ from fused_remat.layers.eligibility import (
     precision_of,
     qualified,
 )
-from fused_remat.layers.fallback import generator_states, is_contained, set_generator_states
+from fused_remat.layers.fallback import is_contained
 from fused_remat.layers.read import BlockInputs
 from fused_remat.layers.record import NOTES
 from fused_remat.policies import Policy, kept_names
 from fused_remat.steps.norm import Norm
 from fused_remat.steps.residual import Add
 from fused_remat.tracing.call import Trace
-from fused_remat.tracing.guards import Watch, first_float, signed
-from fused_remat.tracing.isolation import WithoutDropout, check_effects, replica
+from fused_remat.tracing.guards import Watch, signed
+from fused_remat.tracing.isolation import check_effects, replica
 from fused_remat.tracing.samples import Arguments, Dims
 from fused_remat.tracing.state import state_of
-from fused_remat.tracing.trace import CANNOT_RUN, trace_call
-from fused_remat.tracing.values import SideEffect, Untraceable, leaves, map_tree
+from fused_remat.tracing.trace import CANNOT_RUN, trace_call, why_different
+from fused_remat.tracing.values import SideEffect, Untraceable
 
-#: Limits of relative differences between a block and its layer on real batches, by dtype.
-_FIRST = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 #: Traces, or reasons where there is none, by the state of a layer and the arguments of a call; each
 #: with the dimensions of these, the names of tensors whose values decide, and these values.
 KNOWN: dict[Any, list[tuple[Dims, tuple[str | int, ...], tuple[Any, ...], Trace | Reason]]] = {}
@@ -78,8 +74,6 @@ class _Notes:
 
     #: By name, a tensor whose values decide, its version, and a key of its values.
     values: dict[str, Any]
-    #: By trace, the sizes at which it was compared (`_compared`), and why it is not used.
-    checked: dict[Trace, tuple[tuple[float, ...], Reason | None]]
     traces: int = 0
     watch: Watch | None = None
     patience: int = _PATIENCE  # number of watches to make, of which none was of use
@@ -168,16 +162,16 @@ class TracedLayer(ConvertedLayer):
 
     def _trace(self, given: Mapping[str, Any]) -> Trace | Reason:
         """Return the trace for a call: the one of an earlier call like it, or `_new_trace`."""
-        signature, flat = signed(given)
-        x = first_float(flat)
+        signature, flat, x = signed(given)
         if x is not None:
             check_input(x, "an argument", _DIMS)
+            signature = *signature, low_dtype(x)
         watch = self._watched()
         trace: Trace | Reason
         known = None if watch is None else watch.calls.get(signature)
         if known is not None:
             trace, names, values = known
-            if self._values_of(names, flat) == values:
+            if not names or self._values_of(names, flat) == values:
                 return trace
         for leaf in flat:
             if isinstance(leaf, Tensor) and leaf.is_floating_point():
@@ -193,7 +187,7 @@ class TracedLayer(ConvertedLayer):
         return trace
 
     def _watched(self) -> Watch | None:
-        """Return what is known of calls of the layer as it is; None if this cannot be told."""
+        """Return the watch of the layer as it is, with what is known of calls; or None."""
         if "_is_replica" in vars(self):  # of nn.DataParallel: for one call
             return None
         notes = self._notes_of()
@@ -202,9 +196,8 @@ class TracedLayer(ConvertedLayer):
             notes.patience = _PATIENCE
             return watch
         notes.watch = None
-        if notes.patience:
+        if notes.patience and isinstance(self.last_trace, Trace):
             notes.patience -= 1
-            vars(self).setdefault("last_trace", None)
             with contextlib.suppress(Exception):  # of an attribute's own code, too
                 notes.watch = Watch(self)
         return notes.watch
@@ -271,20 +264,15 @@ class TracedLayer(ConvertedLayer):
         return reason
 
     def _compared(self, trace: Trace, call: Arguments) -> Trace | Reason:
-        """Compare a block with this layer, unless it was on batches as large and as small."""
-        checked, sizes = self._notes_of().checked, [call.batch, call.tokens]
-        sizes += [call.sizes["M"]] if "M" in call.sizes else []
-        numbers = [n.bit_length() for n in call.leaves if type(n) is int]
-        pairs = itertools.combinations(sizes, 2)  # equal sizes may take a branch of their own
-        same = [n for a, b in pairs for n in (a == b, a != b)]
-        now = (*sizes, math.prod(sizes[:2]), *(-n for n in sizes), max(numbers, default=0), *same)
-        most, reason = checked.get(trace, ((-math.inf,) * len(now), None))
-        if reason is None and any(a > b for a, b in zip(now, most, strict=True)):
-            text = self._why_different(trace, call)
-            reason = None if text is None else Reason(text)
-            self._notes_of().watch = self._notes_of().watch if text is None else None
-            checked[trace] = tuple(map(max, now, most)), reason
-        return reason or trace
+        """Return the trace unless the block is not equal to the layer in its first call."""
+        x = call.leaves[call.x]
+        kind = x.dtype, low_dtype(x)
+        with _tracing:
+            if kind not in trace.compared:
+                with _apart(x):
+                    text = why_different(trace, self, self.stock.forward, call, bool(kind[1]))
+                trace.compared[kind] = None if text is None else Reason(text)
+        return trace.compared[kind] or trace
 
     def _values_of(self, names: Iterable[str | int], given: Sequence[Any]) -> tuple[Any, ...]:
         """Return keys of the values of the layer's tensors of these names, and of arguments."""
@@ -309,7 +297,7 @@ class TracedLayer(ConvertedLayer):
 
     def _notes_of(self) -> _Notes:
         own = vars(self)
-        notes: _Notes = own.get("_trace_notes") or own.setdefault("_trace_notes", _Notes({}, {}))
+        notes: _Notes = own.get("_trace_notes") or own.setdefault("_trace_notes", _Notes({}))
         return notes
 
     def _first_trace(self, call: Arguments, free: bool) -> Trace | Reason:
@@ -325,42 +313,6 @@ class TracedLayer(ConvertedLayer):
                 )
         except Untraceable as reason:
             return Reason(str(reason), once=isinstance(reason, SideEffect))
-
-    def _why_different(self, trace: Trace, call: Arguments) -> str | None:
-        """Return how the block and the layer differ on real arguments, without dropout, or None."""
-        x = call.leaves[trace.x]
-        autocast = low_dtype(x) is not None  # both compute in float32: 16 bits round differently
-        given = map_tree(dict(call.given), _widened) if autocast else call.given
-        with torch.no_grad(), _apart(x):
-            states = generator_states(x.device)
-            try:
-                with WithoutDropout():
-                    expected = leaves(self.stock.forward(self, **given))
-            except Exception as error:  # which the layer's own forward then raises
-                return None if autocast else f"it raises {type(error).__name__}: {error}"
-            set_generator_states(states, x.device)
-            try:
-                actual = leaves(trace.plain.run(self, {}, given))
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as error:  # parameters of several dtypes
-                return f"the block cannot run where the layer can: {error}"
-        limit = _FIRST.get(x.dtype, 4e-2)
-        if x.itemsize == 2 and trace.graph.unsure:  # experts: rounding may choose others
-            limit = 0.4
-        if len(actual) != len(expected):
-            return f"the layer has {len(expected)} results, its block {len(actual)}"
-        for a, b in zip(actual, expected, strict=True):
-            if not (isinstance(a, Tensor) and isinstance(b, Tensor) and a.is_floating_point()):
-                continue
-            distance = math.inf
-            if a.shape == b.shape and a.dtype == b.dtype:
-                a, b = a.detach(), b.detach()
-                distance = float((a - b).norm()) / (float(b.norm()) or 1.0)
-            if not distance <= limit:
-                batch = f"a batch of shape {tuple(x.shape)}"
-                return f"the block differs by {distance:.1e} from the layer on {batch}"
-        return None
 
 
 #: Functions that return the class that stands in for a layer with a table entry, or None.
@@ -408,11 +360,6 @@ def _apart(x: Tensor) -> Iterator[None]:
     devices = [x.device] if x.is_cuda else []
     with eager, unobserved(), modes, same, autocast_off(x), torch.random.fork_rng(devices):
         yield
-
-
-def _widened(leaf: Any) -> Any:
-    is_low = isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.itemsize < 4
-    return leaf.float() if is_low else leaf
 
 
 def _key(t: Tensor) -> Any:

@@ -147,15 +147,15 @@ class Arguments:
         tree = map_tree(self.given, lambda leaf: None)
         return (*parts, repr(tree), tuple(self.sizes), self.axes, *self.same)
 
-    def own(self, layer: nn.Module, widens: bool) -> Sample:
-        """Return the call itself, of at most two sequences; in float32 if 16 bits are widened."""
+    def own(self, layer: nn.Module, most: int, widens: bool) -> Sample:
+        """Return the call itself, of at `most` so many sequences; in float32 if it `widens`."""
         known: dict[int, Any] = {}  # a tensor that is several arguments stays one
         dims = iter(self.dims)
 
         def own(leaf: Any) -> Any:
             names = next(dims)
             if isinstance(leaf, Tensor) and id(leaf) not in known:
-                known[id(leaf)] = _first_two(leaf, names, widens)
+                known[id(leaf)] = _first(leaf, names, most, widens)
             return known.get(id(leaf), leaf)
 
         arguments = map_tree(dict(self.given), own)
@@ -267,11 +267,11 @@ def _size_of(dim: str | int, sizes: Mapping[str, int]) -> int:
     return dim if isinstance(dim, int) else sizes.get(dim[-1], -1) * int(dim[:-1] or 1)
 
 
-def _first_two(t: Tensor, dims: Sequence[str | int], widens: bool) -> Tensor:
+def _first(t: Tensor, dims: Sequence[str | int], most: int, widens: bool) -> Tensor:
     first = t.detach()
     for i, dim in enumerate(dims):
         if isinstance(dim, str) and dim[-1] == "B":
-            first = first.narrow(i, 0, min(2 * int(dim[:-1] or 1), first.shape[i]))
+            first = first.narrow(i, 0, min(most * int(dim[:-1] or 1), first.shape[i]))
     if widens and t.is_floating_point() and t.itemsize < 4:
         first = first.float()
     return first.requires_grad_(t.requires_grad)

@@ -30,6 +30,9 @@ _NUMBERS = (int, float, bool, str, type(None))
 PLAIN = {*_NUMBERS, bytes, complex, torch.dtype, torch.device, types.BuiltinFunctionType}
 #: Modules of a device mesh, or of a state of FSDP.
 MACHINERY = ("torch.distributed.", "torch._", "torch.utils.")
+_CONTAINERS = (
+    tuple, list, set, frozenset, deque, dict, types.MethodType, functools.partial,
+)  # fmt: skip
 #: Attributes that every module has.
 MODULE = frozenset(nn.Module().__dict__)
 
@@ -91,31 +94,36 @@ def exact(value: Any, seen: dict[int, Any]) -> Any:
     if isinstance(value, numpy.ndarray):
         held = repr(value) if value.dtype == object else value.tobytes()
         return value.shape, str(value.dtype), held
-    parts: Any = None
-    if isinstance(value, (tuple, list, set, frozenset, deque)):
-        parts = sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value
-    elif isinstance(value, dict):
-        parts = itertools.chain(*value.items())
-    elif isinstance(value, types.MethodType):
-        parts = value.__func__, value.__self__
-    elif isinstance(value, functools.partial):
-        parts = value.func, value.args, value.keywords
-    elif isinstance(value, types.FunctionType):
+    if isinstance(value, types.FunctionType):
         if not (value.__closure__ or value.__defaults__ or value.__kwdefaults__):
             return value
-        cells = [cell.cell_contents for cell in value.__closure__ or ()]
-        parts = value.__module__, value.__defaults__, value.__kwdefaults__, *cells
-        return value.__code__, *[exact(part, seen) for part in parts]
-    elif kind.__module__.startswith(MACHINERY):
+        return value.__code__, value.__module__, *[exact(part, seen) for part in parts_of(value)]
+    is_container = isinstance(value, _CONTAINERS)
+    if not is_container and kind.__module__.startswith(MACHINERY):
         return kind  # it does not decide what is computed
-    elif isinstance(value, nn.Module):  # outside of the layer
+    if isinstance(value, nn.Module):  # outside of the layer
         numbers = {n: v for n, v in vars(value).items() if type(v) in PLAIN}
         return _Identity(value), *numbers.items()
-    elif own := attributes(value):
-        parts = itertools.chain(*own.items())
-    if parts is not None:
+    parts = parts_of(value)
+    if is_container or parts:
         return weakref.ref(kind), *[exact(part, seen) for part in parts]
     return _Identity(value)
+
+
+def parts_of(value: Any) -> list[Any]:
+    """Return the objects that a value consists of: items, attributes, or what a function holds."""
+    if isinstance(value, (set, frozenset)):
+        return sorted(value, key=repr)
+    if isinstance(value, (tuple, list, deque)):
+        return [*value]
+    if isinstance(value, types.MethodType):
+        return [value.__func__, value.__self__]
+    if isinstance(value, functools.partial):
+        return [value.func, value.args, value.keywords]
+    if isinstance(value, types.FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or ()]
+        return [value.__defaults__, value.__kwdefaults__, *cells]
+    return [*itertools.chain(*(value if isinstance(value, dict) else attributes(value)).items())]
 
 
 class _Identity:

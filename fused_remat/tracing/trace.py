@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
+import operator
 import types
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -14,7 +16,7 @@ from torch import Tensor, nn
 
 from fused_remat.execution.prepare import chunks_of
 from fused_remat.layers.converted import INDICES
-from fused_remat.layers.eligibility import low_dtype, needs_grad
+from fused_remat.layers.eligibility import needs_grad
 from fused_remat.layers.fallback import generator_states, run_with, set_generator_states
 from fused_remat.tracing.call import Trace
 from fused_remat.tracing.isolation import WithoutDropout, renumbered, replica
@@ -95,6 +97,8 @@ def _trace_one(layer: nn.Module, forward: Callable[..., Any], call: Arguments, f
                 raise
             except Exception as error:
                 text = f"its block raises {type(error).__name__} in a trial: {error}"
+                if isinstance(error, _Raised):
+                    text = f"its forward raises at other sizes: {error}"
                 reason = error if isinstance(error, Untraceable) else Untraceable(text)
                 reason.__cause__ = reason.__context__ = None  # whose frames hold the recordings
                 reasons.append(reason.with_traceback(None))
@@ -154,7 +158,7 @@ def _trace(
             trace = _unproved(layer, joined[0], call)
             for other_join in joined[1:]:
                 other_join()
-            trace.conditions = space.conditions
+            trace.conditions, trace.limits = space.conditions, limits
             tensors = one.sample.named.items()
             chosen = [r.sample.sizes for r in (one, others[0])]
             for i, sizes in enumerate(_proofs(call, space.conditions, formulas, chosen)):
@@ -257,32 +261,36 @@ _SMALL, _VECTORS = 4096, 8
 
 
 def why_different(
-    trace: Trace, layer: nn.Module, forward: Callable[..., Any], call: Arguments
+    trace: Trace, layer: nn.Module, forward: Callable[..., Any], call: Arguments, widens: bool
 ) -> str | None:
     """Return how a block and its layer differ in a call of two sequences at most, or None.
 
-    Both compute the result and all gradients, without dropout; under autocast in float32, since
-    they round differently in 16 bits.
+    Both compute the result and all gradients, without dropout; if it `widens` 16 bits, in float32,
+    since under autocast they round differently.
     """
-    autocast = low_dtype(call.leaves[trace.x]) is not None
-    sample = call.own(layer, widens=autocast)
-    limits = {**_OWN, **_OWN_LOW}.get(sample.dtype, _OWN_LOW[torch.bfloat16])
-    if sample.dtype.itemsize == 2 and trace.graph.unsure:
-        limits = _UNSURE
-    copy = replica(layer, deep=True)
-    try:
-        text = difference(copy, types.MethodType(forward, copy), trace.plain.run, sample, limits)
-    except torch.OutOfMemoryError:
-        raise
-    except _Raised as error:  # as the layer's own forward then does
-        return None if not autocast else f"it raises {error}"
-    except Exception as error:  # parameters of several dtypes
-        return f"the block cannot run where the layer can: {error}"
-    where = f"on a batch of shape {tuple(call.leaves[trace.x].shape)}"
-    return None if text is None else f"the block differs from the layer {where}: {text}"
+    copy, most = replica(layer, deep=True), 2
+    forward = types.MethodType(forward, copy)
+    while True:
+        sample = call.own(layer, most, widens)
+        limits = {**_OWN, **_OWN_LOW}.get(sample.dtype, _OWN_LOW[torch.bfloat16])
+        if sample.dtype.itemsize == 2 and trace.graph.unsure:
+            limits = _UNSURE
+        try:
+            text = difference(copy, forward, trace.plain.run, sample, limits)
+        except torch.OutOfMemoryError:
+            raise
+        except _Raised as error:  # as the layer's own forward then does
+            if most < call.batch:  # which part of an argument is a sequence's is not known
+                most = call.batch
+                continue
+            text = f"it raises {error}" if widens else None
+        except Exception as error:  # parameters of several dtypes
+            return f"the block cannot run where the layer can: {error}"
+        where = f"on a batch of shape {tuple(call.leaves[trace.x].shape)}"
+        return text and f"the block differs from the layer {where}: {text}"
 
 
-class _Raised(Exception):
+class _Raised(RuntimeError):
     """An error of a layer's own forward or backward."""
 
 
@@ -308,6 +316,8 @@ def difference(
     if len(actual) != len(expected):
         return f"the layer has {len(expected)} results, its block {len(actual)}"
     for a, b in zip(actual, expected, strict=True):
+        if not (isinstance(a, Tensor) and isinstance(b, Tensor) and b.is_floating_point()):
+            continue  # such as scores, which a model of transformers drops
         if not (distance := _distance(a, b, 0.0)) <= limits.output:
             return f"the output differs by {distance:.1e}"
     largest = max((float(g.norm()) for g in grads.values() if g is not None), default=0.0)
@@ -333,16 +343,15 @@ def _distance(a: Tensor | None, b: Tensor | None, zero: float) -> float:
 
 def _results(
     run: Callable[..., Any], named: Mapping[str, Tensor], arguments: Mapping[str, Any]
-) -> tuple[list[Tensor], dict[str, Tensor | None]]:
+) -> tuple[list[Any], dict[str, Tensor | None]]:
     """Return the results of a run, and sketches of gradients, which are freed one by one."""
     with torch.enable_grad():
         results = leaves(run(named, arguments))
-    floats = [t for t in results if isinstance(t, Tensor) and t.is_floating_point()]
-    out = next(filter(needs_grad, floats), None)
+    out = next(filter(needs_grad, results), None)
     tensors = {**{f"argument {i}": t for i, t in enumerate(leaves(arguments))}, **named}
     inputs = {name: t for name, t in tensors.items() if needs_grad(t)}
     if out is None:
-        return floats, dict.fromkeys(inputs)
+        return results, dict.fromkeys(inputs)
     generator = torch.Generator(out.device).manual_seed(1)
     dy = torch.randn(out.shape, generator=generator, dtype=out.dtype, device=out.device)
     sketches: dict[int, Tensor] = {}
@@ -358,7 +367,7 @@ def _results(
         for handle in handles:
             handle.remove()
     grads = {name: sketches.get(id(t)) for name, t in inputs.items()}
-    return [t.detach() for t in floats], grads
+    return [t.detach() if isinstance(t, Tensor) else t for t in results], grads
 
 
 def _sketch(grad: Tensor) -> Tensor:
@@ -368,7 +377,7 @@ def _sketch(grad: Tensor) -> Tensor:
     """
     if grad.numel() <= _SMALL:
         return grad.clone()
-    matrix, generator = grad.reshape(len(grad), -1), torch.Generator().manual_seed(3)
-    vectors = torch.randn(matrix.shape[1], _VECTORS, generator=generator) / _VECTORS**0.5
-    products: Tensor = matrix @ vectors.to(grad)
+    columns = next(n for n in itertools.accumulate(grad.shape[::-1], operator.mul) if n >= 64)
+    vectors = torch.randn(columns, _VECTORS, generator=torch.Generator().manual_seed(3))
+    products: Tensor = grad.reshape(-1, columns) @ (vectors / _VECTORS**0.5).to(grad)
     return products

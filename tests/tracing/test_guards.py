@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import gc
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 
 import altered_layers as altered
 import hard_layers as hard
+import hf_models
 import numpy as np
 import pytest
 import torch
@@ -33,7 +35,7 @@ def _nothing_known():
 
 
 def held(value, **more):
-    """A layer with an attribute that holds a value."""
+    """Return a layer with an attribute that holds a value."""
     layer = hard.Layer()
     layer.held = value
     vars(layer).update(more)
@@ -186,6 +188,13 @@ def test_what_is_no_change():
     assert not watch.is_current(copy.copy(layer))
 
 
+def test_a_cell_is_emptied():
+    layer = held(scaled(1.0))
+    watch = Watch(layer)
+    del layer.held.__closure__[0].cell_contents
+    assert not watch.is_current(layer)
+
+
 def test_a_hook_is_noticed():
     layer = hard.Layer()
     watch = Watch(layer)
@@ -211,21 +220,18 @@ def test_objects_that_are_not_watched():
 
 def test_nothing_is_kept_alive():
     layer = held(torch.zeros(3))
-    watch = Watch(layer)
-    refs = [weakref.ref(t) for t in (layer.held, layer.mlp, layer.mlp.up.weight)]
+    layer.watch = None
+    layer._trace_notes = Watch(layer)
+    refs = [weakref.ref(t) for t in (layer, layer.held, layer.mlp, layer.norm.weight)]
     gc.disable()
-    layer.held = layer.mlp = None
-    assert [ref() for ref in refs] == [None] * 3
-    assert not watch.is_current(layer)
-    refs = [weakref.ref(layer), weakref.ref(layer.norm.weight)]
     del layer
-    assert [ref() for ref in refs] == [None] * 2
+    assert [ref() for ref in refs] == [None] * 4
     gc.enable()
 
 
 @pytest.fixture
 def slow(monkeypatch):
-    """Notes when a state is computed."""
+    """Note when a state is computed."""
     calls = []
     monkeypatch.setattr(layer_module, "state_of", lambda *a: calls.append(1) or state_of(*a))
     return calls
@@ -255,13 +261,12 @@ def test_a_layer_changes_after_two_calls(name, slow):
 
 def test_arguments_change(slow):
     stock, model = pair(altered.ShiftArgument)
-    for i in range(2):
+    for i in range(3):
         for shift, sizes in ((0, (B, S)), (1, (B, S)), (1, (3, 8)), (5, (B, S))):
             x = normal(*sizes, WIDTH, seed=i)
             expected, found = (step(each, x, shift=shift) for each in (stock, model))
             assert all(torch.allclose(found[n], t) for n, t in expected.items())
-        if i:
-            assert not slow
+        assert bool(slow) == (i < 2)
         slow.clear()
 
 
@@ -277,7 +282,8 @@ def test_signatures():
     ]  # fmt: skip
     assert len({signed(call)[0] for call in calls}) == len(calls)
     assert signed(calls[9])[0] == signed({"x": y, "y": x})[0]
-    assert signed({"x": [1, (x, {"a": y, "b": slice(2)})]})[1][:3] == [1, x, y]
+    _, leaves, first = signed({"x": [1, (x, {"a": y, "b": slice(2)})]})
+    assert first is x and leaves[0] == 1 and leaves[1] is x and leaves[2] is y
 
 
 def test_a_layer_that_changes_at_each_call_is_watched_no_more(slow):
@@ -289,3 +295,30 @@ def test_a_layer_that_changes_at_each_call_is_watched_no_more(slow):
         layer(*x_of(seed=i)).sum().backward()
         assert slow
     assert layer._notes_of().watch is None
+
+
+def test_adapters_are_switched(slow):
+    peft = pytest.importorskip("peft")
+    stock = hf_models.build("llama")
+    options = {"target_modules": ["q_proj", "up_proj"], "init_lora_weights": False}
+    torch.manual_seed(0)
+    stock = peft.get_peft_model(stock, peft.LoraConfig(r=2, **options))
+    stock.add_adapter("other", peft.LoraConfig(r=3, **options))
+    stock, model = stock.double(), copy.deepcopy(stock).double()
+    for layer in model.base_model.model.model.layers:
+        layer.__class__ = traced_class(type(layer))
+    batch = hf_models.inputs_of("llama")
+    for change in (None, "other", "disabled", "default", None):
+        slow.clear()
+        found = []
+        for each in (stock, model):
+            each.zero_grad()
+            if change not in (None, "disabled"):
+                each.set_adapter(change)
+            context = each.disable_adapter() if change == "disabled" else contextlib.nullcontext()
+            with context:
+                y = each(**batch, use_cache=False).logits
+            y.square().mean().backward() if y.requires_grad else None
+            found.append([y, *[p.grad for p in each.parameters()]])
+        torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)  # norms are in float32
+    assert not slow

@@ -32,7 +32,7 @@ from fused_remat.steps.replay import Replay
 from fused_remat.steps.rotary import Rotary
 from fused_remat.tracing.call import Trace
 from fused_remat.tracing.samples import Arguments
-from fused_remat.tracing.trace import _CHUNK, difference, trace_call
+from fused_remat.tracing.trace import _CHUNK, SINGLE, difference, trace_call
 from fused_remat.tracing.values import Sample, Untraceable
 
 #: As the sizes that a proof chooses for layers without conditions on them.
@@ -475,7 +475,8 @@ def is_rejected(
     forward = types.MethodType(type(layer.layer).forward, layer.layer)
     for sample in layer.proofs:
         try:
-            found = difference(layer.layer, forward, fused, sample, trace.narrow)
+            limits = trace.limits if sample.dtype == torch.float64 else SINGLE
+            found = difference(layer.layer, forward, fused, sample, limits)
         except (RuntimeError, ValueError, IndexError, KeyError, AssertionError) as error:
             return f"{type(error).__name__}: {error}"
         if found is not None:
