@@ -176,6 +176,7 @@ class Arguments:
         params: torch.dtype | None = None,  # the dtype of parameters, if it is another
         varies: bool = True,  # whether integer tensors are random
         named: Mapping[str, Tensor] | None = None,  # the layer's tensors, if of another sample
+        scale: float = 1.0,  # of activations
         others: Sequence[Sizes] = (),  # choices of sizes at which a recording finds formulas
     ) -> Sample:
         """Return a call of other sizes, with random activations, masks and parameters, in `dtype`.
@@ -201,7 +202,8 @@ class Arguments:
                 return torch.tensor(ends, dtype=leaf.dtype, device=leaf.device)
             shape = [_size_of(n, sizes) for n in dims]
             if self.active[i] or (leaf.is_floating_point() and leaf.requires_grad):
-                streams.append(random(shape, leaf.device))
+                stream = random(shape, leaf.device).detach() * scale
+                streams.append(stream.requires_grad_())
                 return streams[-1]
             t = leaf.detach()
             for dim, n in enumerate(shape):
