@@ -169,7 +169,11 @@ def _rotation(
     known = functools.partial(leaf_value, values=recording.values, call=t.context)
     q_weight, k_weight = [recording.values[n].to(qkv) for n in weights] or (None, None)
     slack = 1e-9 if y_q.dtype == y_k.dtype == torch.float64 else 1e-4
+    arguments = {n for n in recording.inputs if n is not None}
+    given = {n for n in (*q.params, *k.params) if not arguments.isdisjoint(t.roots(n))}
     for cos, sin, part, interleaved in _tables(t, q.params):
+        if not given <= {cos, sin}:  # such as a scale that is 1 at the first positions
+            continue
         args = [(Ref(n), _table_shape(t, n), *part) for n in (cos, sin)]
         tables = [_columns(*map_tree(arg, known)).detach() for arg in args]
         c, s = (table.to(qkv) for table in tables)
