@@ -162,8 +162,9 @@ def _scores(t: Builder, product: Op, chain: list[Op]) -> Scores | None:
         constant = _after(t, base, chain, first)
     except RuntimeError:
         return None
-    if not chain or not bool((constant != 0).any()):
-        return Scores(scale, softcap)
+    given = [n for n in added if not arguments.isdisjoint(t.roots(n))]
+    if not bool((constant != 0).any()):  # other arguments may hide keys
+        return None if given else Scores(scale, softcap)
     mask = _added(t, chain, constant) or _mask(t, chain, first, constant)
     is_argument = not arguments.isdisjoint(t.roots(mask.index))
     if not is_argument and _is_causal(constant):

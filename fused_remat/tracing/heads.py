@@ -236,10 +236,15 @@ def _rotation(
     else:
         return None
     if values is recorded:
-        of_q, of_k = ({r for n in p.params for r in t.roots(n)} for p in (q, k))
-        if of_q - {q_weight} != of_k - {k_weight}:  # tables that are equal now may differ later
+        read = [ref.index for refs, *_ in tables for ref in refs]
+        of_q, of_k, of_tables = (
+            {r for n in numbers for r in t.roots(n)} for numbers in (q.params, k.params, read)
+        )
+        arguments = (of_q | of_k).intersection(t.recording.inputs)
+        # Tables that are equal now may differ later, and a scale may be 1 at the first positions.
+        if of_q - {q_weight} != of_k - {k_weight} or not arguments <= of_tables:
             return None
-        t.fix(*[ref.index for refs, *_ in tables for ref in refs])
+        t.fix(*read)
     made = [
         t.new_value("table", _table, (*args, STREAM), args[0][0].index, table)
         for args, table in zip(tables, (cos, sin), strict=True)

@@ -176,6 +176,7 @@ class Arguments:
         params: torch.dtype | None = None,  # the dtype of parameters, if it is another
         varies: bool = True,  # whether integer tensors are random
         named: Mapping[str, Tensor] | None = None,  # the layer's tensors, if of another sample
+        scale: float = 1.0,  # of activations
         others: Sequence[Sizes] = (),  # choices of sizes at which a recording finds formulas
     ) -> Sample:
         """Return a call of other sizes, with random activations, masks and parameters, in `dtype`.
@@ -201,7 +202,8 @@ class Arguments:
                 return torch.tensor(ends, dtype=leaf.dtype, device=leaf.device)
             shape = [_size_of(n, sizes) for n in dims]
             if self.active[i] or (leaf.is_floating_point() and leaf.requires_grad):
-                streams.append(random(shape, leaf.device))
+                stream = random(shape, leaf.device).detach() * scale
+                streams.append(stream.requires_grad_())
                 return streams[-1]
             t = leaf.detach()
             for dim, n in enumerate(shape):
@@ -214,10 +216,14 @@ class Arguments:
             if _is_whole(t):
                 return _numbers(t, generator) if varies and "cu_seq" not in name else t.clone()
             t = _cast(t, dtype)
-            is_square = sum(n in ("S", "M") for n in dims) == 2
-            if (is_mask or is_square) and not t.is_complex():
+            lengths = sum(n in ("S", "M") for n in dims)
+            is_binary = t.dim() and (is_mask or lengths) and bool(((t == 0) | (t == 1)).all())
+            if (is_mask or is_binary or lengths == 2) and not t.is_complex():
                 noise = torch.randn(t.shape, generator=generator, dtype=dtype).to(t.device)
-                return torch.where(t < -1.0, t, t + 0.3 * noise)
+                noisy = torch.where(t < -1.0, t, t + 0.3 * noise)
+                if is_binary:  # may be compared with 0 or 1, or added
+                    noisy[..., 1::3], noisy[..., 2::3] = 0.0, 1.0
+                return noisy
             return t + 0.25 * torch.sin(3.0 * t + 1.0) if recorded else t
 
         if named is None:

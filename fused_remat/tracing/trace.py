@@ -165,7 +165,8 @@ def _trace(
                 # With the same parameters, which are as large as the layer's; and their gradients
                 # once, unless they are small.
                 named = {n: t.detach() if i and t.numel() > _SMALL else t for n, t in tensors}
-                given = sample(sizes, exact, i + 2, shift=i * shift, named=named)
+                scale = (1.0, SMALL)[i]
+                given = sample(sizes, exact, i + 2, shift=i * shift, named=named, scale=scale)
                 tokens = given.sizes.get("S", call.tokens)
                 with renumbered(layer, indices if i else ()), chunks_of(min(_CHUNK, tokens)):
                     text = difference(layer, forward, trace.proved.run, given, limits)
@@ -256,6 +257,8 @@ _OWN = {torch.float64: Limits(1e-6, 1e-5, 1e-6), torch.float32: Limits(1e-4, 1e-
 _OWN_LOW = {torch.float16: Limits(1e-2, 1e-1, 1e-2), torch.bfloat16: Limits(4e-2, 2e-1, 4e-2)}
 #: Of 16 bits where experts are chosen: rounding may choose others.
 _UNSURE = Limits(0.4, math.inf, math.inf)
+#: Scale of the second proof's activations, where a norm's eps counts.
+SMALL = 0.1
 #: Elements up to which gradients are compared; larger ones by products with so many vectors.
 _SMALL, _VECTORS = 4096, 8
 

@@ -57,8 +57,10 @@ class Tracer(Builder):
         _join_sums(self)
         nodes = _with_roles(_ordered(self.nodes))
         params = dict.fromkeys(p for node in nodes for p in node.params if p)
+        read = {"input", *(name for node in nodes for name in node.inputs)}
+        layouts = {name: layout for name, layout in layouts.items() if name in read}
         kind = f"read_{type(self.layer).__name__}"
-        graph = Graph(kind, tuple(nodes), tuple(params), tuple(self.inputs))
+        graph = Graph(kind, tuple(nodes), tuple(params), tuple(layouts))
         values = {name: n for name, n in self.values.items() if name in params}
         others = [n for n in refs(recording.result) if n not in recording.live]
         before, stand_ins = self._before([*values.values(), *others])

@@ -66,6 +66,28 @@ class FilledScores(Scores):
         return scores.masked_fill(mask[:, None, None, :] == 0, -1e9)
 
 
+class KindScores(Scores):
+    """Tokens of kind 2 are hidden; in the first batch all may be of kind 1."""
+
+    def masked(self, scores: Tensor, mask: Tensor) -> Tensor:
+        return scores.masked_fill(mask[:, None, None, :] == 2, -1e9)
+
+
+class ScaledByPosition(Scores):
+    """Rotated queries have a factor that is 1 at the first positions, as Ministral 3's."""
+
+    def forward(self, x: Tensor, positions: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+        q, k, v = (heads(t) for t in self.qkv(self.norm(x)).chunk(3, -1))
+        q, k = (t * tables[0] + t.roll(2, -1) * self.signs * tables[1] for t in (q, k))
+        scale = 1 + torch.log(1 + torch.floor(positions / 64))
+        y = F.scaled_dot_product_attention(q * scale[:, None, :, None], k, v)
+        return x + self.mlp(y.transpose(1, 2).reshape(x.shape))
+
+    def set_up(self, index: int) -> None:
+        super().set_up(index)
+        self.register_buffer("signs", torch.tensor([-1.0, -1.0, 1.0, 1.0]))
+
+
 class CausalScores(Scores):
     causal = True
 
@@ -634,3 +656,8 @@ class Called(Layer):
             given(y.square().mean())
             return x + y
         return x + next(given) * y
+
+
+class UnreadMemory(Layer):
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        return x + self.mlp(self.norm(x))

@@ -102,6 +102,10 @@ def single_pair(name: str) -> tuple[nn.Module, nn.Module]:
     return stock, model
 
 
+def kinds(seen: Tensor) -> Tensor:
+    return 2 - seen.long()
+
+
 def added(seen: Tensor) -> Tensor:
     return (1.0 - seen[:, None, None, :].double()) * -1e9
 
@@ -109,6 +113,7 @@ def added(seen: Tensor) -> Tensor:
 MASKS = [
     ("Multiplied", Tensor.long), ("Multiplied", Tensor.bool), ("Multiplied", Tensor.double),
     ("Scores", added), ("FilledScores", Tensor.long), ("CausalScores", added),
+    ("FilledScores", Tensor.double), ("KindScores", kinds),
 ]  # fmt: skip
 
 
@@ -119,6 +124,16 @@ def test_padding_comes_later_or_first(name, mask, is_padded_first):
     seen[1][:, 12:], seen[1][0, 5:] = 0, 0
     calls = [(*x_of(seed=i), mask(seen[(i + is_padded_first) % 2])) for i in range(3)]
     compare(*pair(getattr(hard, name)), *calls)
+
+
+def test_positions_are_larger_later():
+    angles = torch.outer(torch.arange(200.0), torch.tensor([1.0, 0.1, 1.0, 0.1])).double()
+    starts = (0, 100, 0)
+    calls = [
+        (*x_of(), torch.arange(n, n + S).expand(B, S), (at.cos()[n : n + S], at.sin()[n : n + S]))
+        for n, at in zip(starts, [angles] * 3, strict=True)
+    ]
+    compare(*pair(hard.ScaledByPosition), *calls)
 
 
 def test_weights_grow_until_a_clamp_is_reached():

@@ -32,11 +32,11 @@ from fused_remat.steps.replay import Replay
 from fused_remat.steps.rotary import Rotary
 from fused_remat.tracing.call import Trace
 from fused_remat.tracing.samples import Arguments
-from fused_remat.tracing.trace import _CHUNK, SINGLE, difference, trace_call
+from fused_remat.tracing.trace import _CHUNK, SINGLE, SMALL, difference, trace_call
 from fused_remat.tracing.values import Sample, Untraceable
 
 #: As the sizes that a proof chooses for layers without conditions on them.
-SIZES = ({"B": 4, "S": 13, "M": 6}, {"B": 1, "S": 17, "M": 9})
+SIZES = ({"B": 4, "S": 6, "M": 9}, {"B": 1, "S": 13, "M": 6})
 LAYERS = (
     "llama", "gemma2", "gpt2", "bert", "cohere2", "olmo2", "dinov2", "t5", "t5_gated", "phi3",
     "gpt_neox", "dit", "whisper", "mixtral", "qwen3", "bloom", "modernbert", "granite", "swin",
@@ -441,7 +441,8 @@ def traced_layers(name: str) -> Iterator[Layer]:
 
 
 def proofs_of(call: Arguments, layer: nn.Module, dtype: torch.dtype) -> list[Sample]:
-    return [call.sample(layer, s, dtype, i) for i, s in enumerate(SIZES, 2)]
+    pairs = zip(SIZES, (1.0, SMALL), strict=True)
+    return [call.sample(layer, s, dtype, i, scale=x) for i, (s, x) in enumerate(pairs, 2)]
 
 
 def used(nodes: list[Node]) -> list[Node]:

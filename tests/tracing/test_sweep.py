@@ -26,8 +26,8 @@ PIECES = {
     "qwen3_moe": {"mlp"},
     "gpt_oss": {"self_attn", "mlp"},
     "deepseek_v3": {"mlp"},
-    "qwen3_next": {"linear_attn.torch_chunk_gated_delta_rule", "mlp"},
-    "jamba": {"mamba.mamba_selective_scan", "feed_forward"},
+    "qwen3_next": {"linear_attn", "linear_attn.torch_chunk_gated_delta_rule", "mlp"},
+    "jamba": {"mamba", "mamba.mamba_selective_scan", "feed_forward"},
     "mamba2": {"mixer"},
     "deberta_v2": {"attention.self"},
 }
