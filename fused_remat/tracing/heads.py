@@ -244,7 +244,7 @@ def _rotation(
         # Tables that are equal now may differ later, and a scale may be 1 at the first positions.
         if of_q - {q_weight} != of_k - {k_weight} or not arguments <= of_tables:
             return None
-        t.fix(*read)
+        t.fix(*q.params, *k.params)
     made = [
         t.new_value("table", _table, (*args, STREAM), args[0][0].index, table)
         for args, table in zip(tables, (cos, sin), strict=True)

@@ -133,7 +133,7 @@ ROTATIONS: dict[str, tuple[Callable[..., Tensor], Callable[[int, int], tuple[Ten
 
 
 def norm(x: Tensor) -> Tensor:
-    return F.rms_norm(x, (x.shape[-1],))
+    return F.rms_norm(x, (x.shape[-1],), eps=1e-6)
 
 
 class Rotating(nn.Module):
