@@ -97,7 +97,7 @@ def layout_of(shape: Sequence[Any] | None, names: Sequence[str], tokens: int) ->
     dims: list[tuple[int | str, ...]] = []
     for n in shape:
         if isinstance(n, Size):
-            if n.offset or (n.factor > 1 and n.names != ("B",)):
+            if n.offset or n.formula or (n.factor > 1 and n.names != ("B",)):
                 return None
             dims.append((*n.names, *((n.factor,) if n.factor > 1 else ())))
         else:

@@ -69,7 +69,7 @@ EXPLAINED = {
         "Dynamo unrolls a loop over tokens, which a replay runs"
     ),
     r"whisper compiled again": "Dynamo takes equal lengths of text and sound for one size",
-    r"(ConvBert|Funnel|GraniteMoeSWA|GraniteSWA|LongT5|T5Gemma2)\w+ traced again": (
+    r"(ConvBert|Funnel|GraniteMoeSWA|GraniteSWA|T5Gemma2)\w+ traced again": (
         "a number that Dynamo has as an expression of sizes is one of this length alone"
     ),
     # Random numbers.
