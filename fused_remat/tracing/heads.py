@@ -236,13 +236,10 @@ def _rotation(
     else:
         return None
     if values is recorded:
-        read = [ref.index for refs, *_ in tables for ref in refs]
-        of_q, of_k, of_tables = (
-            {r for n in numbers for r in t.roots(n)} for numbers in (q.params, k.params, read)
-        )
-        arguments = (of_q | of_k).intersection(t.recording.inputs)
-        # Tables that are equal now may differ later, and a scale may be 1 at the first positions.
-        if of_q - {q_weight} != of_k - {k_weight} or not arguments <= of_tables:
+        used = [ref.index for refs, *_ in tables for ref in refs]
+        read, of_tables = ({r for n in ns for r in t.roots(n)} for ns in (numbers, used))
+        # Another table may be equal in this call alone, and a scale may be 1.
+        if not read.intersection(t.recording.inputs) <= of_tables:
             return None
         t.fix(*q.params, *k.params)
     made = [
