@@ -127,6 +127,20 @@ def test_backward(heads, dtype, needs_grad, interleaved, batched):
         assert same[0].data_ptr() == owned.data_ptr()
 
 
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("heads", [(4, 2, 8, 8), (3, 1, 10, 4)], ids=str)
+def test_without_values(heads, norm):
+    """The rows end with the keys, and the results are those of rows with values."""
+    x, call = tokens_of(heads), call_of(heads, interleaved=True, norm=norm)
+    rest, last = dataclasses.replace(call, values=False), (heads[0] + heads[1]) * heads[2]
+    assert_bits([run(rotary_fwd, x[:, :last], rest)], [run(rotary_fwd, x, call)[:, :last]])
+    marks = (True, norm, norm)
+    dx, *dweights = backward(x, x if norm else None, call, marks)
+    part = x[:, :last]
+    found = backward(part, part if norm else None, rest, marks)
+    assert_bits(found, [dx[:, :last], *dweights])
+
+
 @NORM
 @INTERLEAVED
 def test_layouts_that_are_read_as_they_are_or_copied(norm, interleaved):
