@@ -38,6 +38,7 @@ class RotaryTables:
     # sequence: token t of the call is (b, s) = divmod(t, seq_len)
     token0: int
     seq_len: int
+    values: bool = True  # whether value heads follow the key heads
 
     @property
     def rotated(self) -> int:
@@ -51,7 +52,7 @@ class RotaryTables:
 
     def width(self, x: Tensor) -> int:
         """Return E, the width of a head of x."""
-        return x.shape[1] // (self.spec.num_heads + 2 * self.spec.num_kv_heads)
+        return x.shape[1] // (self.spec.num_heads + (1 + self.values) * self.spec.num_kv_heads)
 
     def norm_weights(self) -> tuple[Tensor | None, Tensor | None]:
         """Return the norms' weights, with the offset of the spec; None without norms."""
@@ -68,8 +69,8 @@ def _key(x: Tensor, call: RotaryTables, *_: Any) -> tuple[Any, ...]:
 def rotary_fwd(x: Tensor, call: RotaryTables, out: Tensor | None = None) -> Tensor:
     """Return x (T, (H + 2·Hkv)·E) with query and key heads normed and rotated, values copied.
 
-    n = x * rstd * weight with norms, else n = x. A pair (n1, n2) of elements becomes
-    (n1 * cos - n2 * sin, n2 * cos + n1 * sin). `out` may be x.
+    Without values, x is (T, (H + Hkv)·E). n = x * rstd * weight with norms, else n = x. A pair
+    (n1, n2) of elements becomes (n1 * cos - n2 * sin, n2 * cos + n1 * sin). `out` may be x.
     """
     return _forward(x, call, out)
 
@@ -125,11 +126,10 @@ def rotary_bwd(
 
 
 def _split(x: Tensor, call: RotaryTables) -> tuple[Tensor, Tensor]:
-    """Return views of query and key heads (T, H + Hkv, E), and of value heads (T, Hkv, E)."""
+    """Return views of query and key heads (T, H + Hkv, E), and of value heads, if any."""
     first = call.spec.num_heads + call.spec.num_kv_heads
-    count, (rows, width) = first + call.spec.num_kv_heads, x.shape
-    heads = x.view(rows, count, width // count)
-    return heads.narrow(1, 0, first), heads.narrow(1, first, call.spec.num_kv_heads)
+    heads = x.view(len(x), first + call.values * call.spec.num_kv_heads, call.width(x))
+    return heads[:, :first], heads[:, first:]
 
 
 def _by_kind(heads: Tensor, call: RotaryTables) -> tuple[Tensor, Tensor]:
@@ -207,13 +207,14 @@ class Rotary(Node):
     computes the statistics again.
     """
 
-    x: Input  # the packed projection: query heads, key heads, value heads
+    x: Input  # the packed projection: query heads, key heads, and value heads if `values`
     spec: AttentionSpec  # the attention that reads the heads
     cos: Param = ""  # cos, sin: names of the tables, both "" for no rotation
     sin: Param = ""
     q_weight: Param = ""  # q_weight, k_weight: names of the norms' weights, both "" for no norm
     k_weight: Param = ""
     in_place: bool = False  # whether the result is written over x
+    values: bool = True
 
     @property
     def description(self) -> tuple[str, str]:
@@ -244,4 +245,4 @@ class Rotary(Node):
         """Return the tables and weights for the chunk's tokens."""
         param, seq_len = chunk.param, chunk.owner.execution.lengths[self.x]
         given = param(self.cos), param(self.sin), param(self.q_weight), param(self.k_weight)
-        return RotaryTables(self.spec, *given, chunk.first_row(self.x), seq_len)
+        return RotaryTables(self.spec, *given, chunk.first_row(self.x), seq_len, self.values)

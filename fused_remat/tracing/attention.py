@@ -13,7 +13,7 @@ from fused_remat.steps.attention import Attention
 from fused_remat.tracing.builder import CASTS, Build, Builder
 from fused_remat.tracing.heads import packed, without_repeats
 from fused_remat.tracing.program import run_op
-from fused_remat.tracing.values import ADD, ALGEBRA, MATMUL, Op, Ref, map_tree
+from fused_remat.tracing.values import ADD, ALGEBRA, MATMUL, Op, Ref, map_tree, refs
 
 _ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 _DEFAULTS = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None}
@@ -56,7 +56,8 @@ def from_softmax(t: Builder, number: int, op: Op) -> Build | None:
         producer = t.producer(n)
         if producer is None or producer.path is not None:
             return None
-        read = [i for i in producer.reads if i in t.recording.live]
+        args = producer.args[:1] if producer.name in CASTS else (producer.args, producer.kwargs)
+        read = [i for i in refs(args) if i in t.recording.live]
         if not is_after and len(read) == 2 and producer.kind in MATMUL:
             break
         if len(read) != 1:

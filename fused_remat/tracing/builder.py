@@ -168,6 +168,8 @@ class Builder:
                 self.nodes.pop(name, None)
                 self.programs.pop(name, None)
                 self.picks.pop(name, None)
+                self.replayed.pop(name, None)
+                self.built = {n: built for n, built in self.built.items() if built != name}
 
     def site(self) -> int:
         self.sites += 1

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,13 +17,15 @@ from fused_remat.steps.linear import Linear
 from fused_remat.steps.replay import Replay
 from fused_remat.steps.rotary import Rotary, RotaryTables, rotary_fwd
 from fused_remat.tracing.builder import Builder
-from fused_remat.tracing.program import leaf_value
-from fused_remat.tracing.replays import note_pick, run, sample
+from fused_remat.tracing.program import Program, leaf_value
+from fused_remat.tracing.replays import add_columns, note_pick, run, sample
 from fused_remat.tracing.sizes import Size
-from fused_remat.tracing.values import Op, Ref, map_tree
+from fused_remat.tracing.values import MOVES, STREAM, Op, Ref, map_tree
 
 #: Names of queries, keys and values.
 Heads = tuple[str, str, str]
+#: Most parts from which a table is built.
+_MOST_PARTS = 8
 
 
 def without_repeats(t: Builder, k: str, v: str, heads: int) -> tuple[str, str, int]:
@@ -51,11 +53,11 @@ def _unrepeated(t: Builder, name: str, heads: int, shared: int) -> str:
     """Return a replay without the repetitions of its heads, or its input if that is equal."""
     node: Any = t.nodes[name]
     width = t.programs[name].layout.width // heads
-    pick = tuple([h * width + e for h in range(0, heads, shared) for e in range(width)])
+    pick = tuple([(h * width, (h + 1) * width) for h in range(0, heads, shared)])
     program = replace(t.programs[name], pick=pick)
     y, xs, _ = sample(t, program)
-    t.widths[name] = len(pick)
-    t.programs[name], t.nodes[name] = program, replace(node, columns=len(pick))
+    t.widths[name] = y.shape[1]
+    t.programs[name], t.nodes[name] = program, replace(node, columns=y.shape[1])
     if len(xs) == 1 and program.only_moves:
         if xs[0].shape == y.shape and torch.equal(xs[0], y):
             t.remove(name)
@@ -64,173 +66,333 @@ def _unrepeated(t: Builder, name: str, heads: int, shared: int) -> str:
     return name
 
 
+class _Part(NamedTuple):
+    """Queries, keys or values as columns of an activation, and what is computed from them."""
+
+    source: str
+    columns: Sequence[int]
+    rest: Program | None = None
+
+
 def packed(
     t: Builder, inside: str, names: Heads, spec: AttentionSpec
 ) -> tuple[str, str, str, AttentionSpec]:
-    """Return q, k and v as one activation, rotated by a step, where they are equal to that."""
-    picks = [pick for name in names if (pick := t.picks.get(name))]
-    if [pick[1:] for pick in picks] == [*spec.columns.values()]:
-        parent = picks[0][0]
-        if {pick[0] for pick in picks} == {parent} and t.widths[parent] == picks[2][2]:
-            t.remove(*names)
-            return parent, parent, parent, spec
-    source = _source(t, names, spec)
-    if source is None:
+    """Return q, k and v, as one activation and rotated by a step where they are equal to that."""
+    parts = [_part(t, name) for name in names]
+    q, k, v = parts
+    if q is None or k is None:
         return *names, spec
-    rotation = _rotation(t, names, source, spec)
-    if rotation is None and any(isinstance(t.nodes[name], Replay) for name in names[:2]):
+    rotation = None if q.rest is None or k.rest is None else _rotation(t, q.rest, k.rest, spec)
+    if rotation is None and (q.rest or k.rest or v is None):
         return *names, spec
-    t.remove(*[name for name in names if isinstance(t.nodes[name], Replay)])
-    qkv = source[0]
-    if len(set(source)) > 1:
-        qkv = _packed_linear(t, f"{inside}.qkv".lstrip("."), source, spec)
+    joined = [q, k, *([v] if v is not None and v.rest is None else [])]
+    if v is not None and v.rest is not None:
+        joined = _split(t, f"{inside}.qk".lstrip("."), names, (q, k, v))
+    qkv = _joined(t, f"{inside}.qkv".lstrip("."), names[: len(joined)], joined, rotation is None)
+    if qkv is None:
+        return *names, spec
     if rotation is None:
         return qkv, qkv, qkv, spec
-    spec, cos, sin, norms = rotation
-    weights = [t.param(n) for n in norms] or ["", ""]
+    spec, (cos, sin), weights = rotation
     rotated = t.add(
         Rotary(
             name=t.unique(f"{inside}.rotated".lstrip(".")), x=qkv, spec=spec, cos=t.param(cos),
-            sin=t.param(sin), q_weight=weights[0], k_weight=weights[1],
+            sin=t.param(sin), q_weight=weights[0], k_weight=weights[1], values=len(joined) > 2,
         )
     )  # fmt: skip
-    return rotated, rotated, rotated, spec
+    return rotated, rotated, rotated if len(joined) > 2 else names[2], spec
 
 
-def _packed_linear(t: Builder, name: str, source: Heads, spec: AttentionSpec) -> str:
-    layers: list[Any] = [t.nodes[name] for name in source]
-    columns = spec.columns.values()
+def _part(t: Builder, name: str) -> _Part | None:
+    """Return the columns that a linear layer computes, or that a replay reads; or None."""
+    node, program = t.nodes.get(name), t.programs.get(name)
+    if program is None:
+        return _Part(name, range(t.widths[name])) if isinstance(node, Linear) else None
+    if not isinstance(node, Replay) or len(node.xs) != 1:
+        return None
+    ((number, layout),), chain = program.sources, list[Op]()
+    moved = Program((), program.sources, (), number, layout)
+    while True:
+        users = [op for op in program.ops if number in op.reads]
+        if len(users) != 1 or users[0].kind not in MOVES or users[0].reads != [number]:
+            break
+        read = {n for op in program.ops for n in op.reads} | {program.target}
+        outs, chain = [n for n in users[0].writes if n in read], [*chain, users[0]]
+        if len(outs) != 1:
+            break
+        (number,), known = outs, t.layout(outs[0])
+        is_real = t.recording.values[number].is_floating_point()
+        if known is not None and is_real and t.is_of_stream(number):
+            moved = Program(tuple(chain), program.sources, (), number, known)
+    is_all = moved.target == program.target
+    y, (x,), _ = sample(t, replace(moved, pick=program.pick) if is_all else moved)
+    index = {value: i for i, value in enumerate(x[0].tolist())}
+    columns = [index.get(value, -1) for value in y[0].tolist()]
+    if len({*columns}) < len(columns) or not torch.equal(x[:, columns], y):
+        return None
+    if is_all:
+        return _Part(node.xs[0], columns)
+    ops, sources = [op for op in program.ops if op not in moved.ops], (moved.target, moved.layout)
+    return _Part(node.xs[0], columns, replace(program, ops=tuple(ops), sources=(sources,)))
+
+
+def _split(t: Builder, name: str, heads: Heads, parts: tuple[_Part, _Part, _Part]) -> list[_Part]:
+    """Return queries and keys, of a linear layer of their own if the packed one can be split.
+
+    Values that a replay changes are then the result of another part.
+    """
+    (q, k, v), values = parts, heads[2]
+    node, width = t.nodes.get(q.source), t.widths[q.source]
+    is_packed = [*q.columns, *k.columns, *v.columns] == [*range(width)]
+    if {q.source} != {k.source, v.source} or t.use_counts()[q.source] != 3 or not is_packed:
+        return [q, k]
+    if v.rest is None or not isinstance(node, Linear) or not node.plain or node.part is not None:
+        return [q, k]
+    ends = (0, len(q.columns) + len(k.columns), width)
+    names = [name, f"{values}.linear"]
+    for i, (first, last) in enumerate(itertools.pairwise(ends)):
+        part = replace(node, name=t.unique(names[i]), part=(first, last, width))
+        names[i] = t.add(part)
+        t.widths[part.name] = last - first
+    old: Any = t.nodes[values]
+    needed = [[names[1] if n == node.name else n for n in group] for group in old.needed_for]
+    t.nodes[values] = replace(old, xs=(names[1],), needed_for=tuple(map(tuple, needed)))
+    t.programs[values] = v.rest
+    t.remove(*heads[:2], node.name)
+    return [part._replace(source=names[0]) for part in (q, k)]
+
+
+def _joined(
+    t: Builder, name: str, names: tuple[str, ...], parts: list[_Part], in_order: bool
+) -> str | None:
+    """Return one activation with the columns of all parts, or None."""
+    (source, *others) = dict.fromkeys(part.source for part in parts)
+    columns = [*itertools.chain(*[part.columns for part in parts])]
+    if not others:
+        is_all = columns == [*range(t.widths[source])]
+        if not is_all and (in_order or sorted(columns) != [*range(t.widths[source])]):
+            return None
+        if not is_all:
+            source = add_columns(t, name, source, t.programs[names[0]].sources[0], columns)
+        t.remove(*names)
+        return source
+    layers = [n for part in parts if isinstance(n := t.nodes.get(part.source), Linear)]
+    if len({n.name for n in layers}) < len(parts) or len({n.x for n in layers}) > 1:
+        return None
+    if any(n.sizes or n.residual or n.mask or n.part for n in layers):
+        return None
+    counts = t.use_counts()
+    for own, part in zip(names, parts, strict=True):
+        is_whole = [*part.columns] == [*range(t.widths[part.source])]
+        if not is_whole or counts[part.source] != int(own != part.source):
+            return None
+    t.remove(*[own for own in names if isinstance(t.nodes[own], Replay)])
+    ends = [0, *itertools.accumulate(len(part.columns) for part in parts)]
     updates = [
-        replace(update, columns=part)
-        for layer, part in zip(layers, columns, strict=True)
+        replace(update, columns=span)
+        for layer, span in zip(layers, itertools.pairwise(ends), strict=True)
         for update in layer.updates
     ]
     name = t.unique(name)
-    t.remove(*source)
+    t.remove(*[n.name for n in layers])
     return t.add(
         Linear(
             name=name, x=layers[0].x, weights=tuple([n.weight for n in layers]),
             biases=tuple([n.bias for n in layers]),
-            sizes=tuple([last - first for first, last in columns]), updates=tuple(updates),
+            sizes=tuple([len(part.columns) for part in parts]), updates=tuple(updates),
         )
     )  # fmt: skip
 
 
-def _source(t: Builder, names: Heads, spec: AttentionSpec) -> Heads | None:
-    """Return the source of q, k and v: one activation, or three linear layers of one."""
-    sources = []
-    for name in names:
-        node = t.nodes.get(name)
-        if name in t.picks:
-            sources.append(t.picks[name][0])
-        elif isinstance(node, Replay) and len(node.xs) == 1:
-            sources.append(node.xs[0])
-        elif isinstance(node, Linear):
-            sources.append(name)
-        else:
-            return None
-    if isinstance(t.nodes[names[2]], Replay) and names[2] not in t.picks:
-        return None  # the step rotates queries and keys, and leaves values unchanged
-    sizes = [last - first for first, last in spec.columns.values()]
-    q, k, v = sources
-    if len(set(sources)) == 1 and t.widths[q] == sum(sizes) and names[2] in t.picks:
-        return q, q, q
-    layers = [node for name in sources if isinstance(node := t.nodes.get(name), Linear)]
-    if len(layers) < 3 or any(n.sizes or n.residual or n.mask or n.part for n in layers):
-        return None
-    if len(set(sources)) < 3 or len({n.x for n in layers}) > 1:
-        return None
-    counts = t.use_counts()
-    uses = [int(name != source) for name, source in zip(names, sources, strict=True)]
-    if [t.widths[name] for name in sources] != sizes or [counts[n] for n in sources] != uses:
-        return None
-    return q, k, v
-
-
 def _rotation(
-    t: Builder, names: Heads, source: Heads, spec: AttentionSpec
-) -> tuple[AttentionSpec, int, int, tuple[int, ...]] | None:
-    """Return rotated attention, and the numbers of cosines, sines and weights of norms, or None."""
-    q, k = (t.programs.get(name) for name in names[:2])
-    if q is None or k is None or not (q.is_algebra and k.is_algebra):
+    t: Builder, q: Program, k: Program, spec: AttentionSpec
+) -> tuple[AttentionSpec, list[int], list[str]] | None:
+    """Return rotated attention, the numbers of its tables, and weights of norms, or None."""
+    (q_heads, norm, q_weight), (k_heads, k_norm, k_weight) = _head_norm(t, q), _head_norm(t, k)
+    if norm != k_norm or not (q_heads.is_algebra and k_heads.is_algebra):
         return None
-    (norm, *w_q), (k_norm, *w_k) = _head_norm(q.ops), _head_norm(k.ops)
-    if norm != k_norm:
+    (_, (x_q,), q_tensors), (_, (x_k,), k_tensors) = sample(t, q), sample(t, k, seed=1)
+    numbers, x = (*q.params, *k.params), torch.cat([x_q, x_k], 1).detach()
+    recorded = {n: v.detach() for n, v in zip(numbers, (*q_tensors, *k_tensors), strict=True)}
+    drawn = {n: _drawn(n, v) for n, v in recorded.items()}
+    found = _tables(t, q_heads, spec.head_dim, drawn, len(x))
+    if found is None:
         return None
-    weights = (*w_q, *w_k)
-    columns = [*spec.columns.values()]
-    (y_q, (x_q,), _), (y_k, (x_k,), tensors) = sample(t, q), sample(t, k, seed=1)
-    if len(set(source)) == 1:  # queries and keys are columns of one activation
-        y_k, qkv = run(t, k, [x_q], tensors), x_q.detach()
+    interleaved, tables = found
+    rotated = replace(spec, rotary=RotarySpec(interleaved=interleaved), head_norm=norm)
+    written = [t.recording.values[n] for op in (*q.ops, *k.ops) for n in op.writes]
+    is_exact = all(v.dtype in (torch.float64, torch.complex128) for v in written)
+    slack = 1e-6 if is_exact else 1e-4  # more than what the eps of a norm adds in float32
+    for values in (drawn, recorded):  # what holds for any tables does not depend on their values
+        known = functools.partial(leaf_value, values=values, call=t.context)
+        cos, sin = (_table(*map_tree((*args, x.dtype), known)) for args in tables)
+        ones = x.new_ones(spec.head_dim)
+        w_q, w_k = (values.get(n, ones) if norm else None for n in (q_weight, k_weight))
+        call = RotaryTables(rotated, cos, sin, w_q, w_k, 0, cos.shape[-2], False)
+        heads = [run(t, p, [x_p], [values[n] for n in p.params]) for p, x_p in ((q, x_q), (k, x_k))]
+        out = rotary_fwd(x, call)
+        if torch.allclose(out, torch.cat(heads, 1).to(out), slack, slack):
+            break
     else:
-        values = x_k.new_zeros(len(x_k), columns[2][1] - columns[2][0])
-        qkv = torch.cat([x_q, x_k, values], 1).detach()
-    recording = t.recording
-    known = functools.partial(leaf_value, values=recording.values, call=t.context)
-    q_weight, k_weight = [recording.values[n].to(qkv) for n in weights] or (None, None)
-    slack = 1e-9 if y_q.dtype == y_k.dtype == torch.float64 else 1e-4
-    arguments = {n for n in recording.inputs if n is not None}
-    given = {n for n in (*q.params, *k.params) if not arguments.isdisjoint(t.roots(n))}
-    for cos, sin, part, interleaved in _tables(t, q.params):
-        if not given <= {cos, sin}:  # such as a scale that is 1 at the first positions
-            continue
-        args = [(Ref(n), _table_shape(t, n), *part) for n in (cos, sin)]
-        tables = [_columns(*map_tree(arg, known)).detach() for arg in args]
-        c, s = (table.to(qkv) for table in tables)
-        if 2 * c.shape[-1] > spec.head_dim or c.shape != s.shape:
-            continue
-        rotated = replace(spec, rotary=RotarySpec(interleaved=interleaved), head_norm=norm)
-        with torch.no_grad():
-            out = rotary_fwd(qkv, RotaryTables(rotated, c, s, q_weight, k_weight, 0, c.shape[-2]))
-        pairs = zip(columns, (y_q, y_k), strict=False)
-        if all(torch.allclose(out[:, a:b], y.to(out), slack, slack) for (a, b), y in pairs):
-            t.fix(cos, sin)
-            numbers = zip((cos, sin), args, tables, strict=True)
-            cos, sin = (t.new_value("table", _columns, a, n, table) for n, a, table in numbers)
-            return rotated, cos, sin, weights
-    return None
+        return None
+    if values is recorded:
+        used = [ref.index for refs, *_ in tables for ref in refs]
+        read, of_tables = ({r for n in ns for r in t.roots(n)} for ns in (numbers, used))
+        # Another table may be equal in this call alone, and a scale may be 1.
+        if not read.intersection(t.recording.inputs) <= of_tables:
+            return None
+        t.fix(*q.params, *k.params)
+    made = [
+        t.new_value("table", _table, (*args, STREAM), args[0][0].index, table)
+        for args, table in zip(tables, (cos, sin), strict=True)
+    ]
+    weights = [n for n in (q_weight, k_weight) if norm]
+    if -1 in weights:  # ones, on the device of a table
+        args = Ref(made[0]), (spec.head_dim,)
+        number = t.new_value("ones", Tensor.new_ones, args, made[0], ones, dtype=STREAM)
+        weights = [number if n < 0 else n for n in weights]
+    return rotated, made, [t.param(n) for n in weights] or ["", ""]
 
 
-def _head_norm(ops: tuple[Op, ...]) -> tuple[Any, ...]:
-    """Return the RMSNorm of heads among operations and the number of its weight, or (None,)."""
-    norms = [op for op in ops if isinstance(op.info, NormSpec) and op.info.kind == "rms_norm"]
-    if len(norms) != 1 or len(norms[0].args) != 2:
-        return (None,)
-    return norms[0].info, norms[0].args[1].index
+def norm_of(t: Builder, op: Op) -> tuple[NormSpec | None, Any, Any, Any]:
+    """Return the norm over the last dimension that an operation computes, its input and weights."""
+    if op.name == "norm":
+        return op.info, *(*op.args, None, None)[:3]
+    if op.name not in ("layer_norm", "rms_norm"):
+        return (None,) * 4
+    affine = ("weight", "bias") if op.name == "layer_norm" else ("weight",)
+    names = ("input", "normalized_shape", *affine, "eps")
+    args = {**dict(zip(names, op.args, strict=False)), **op.kwargs}
+    eps = args.get("eps", 1e-5 if op.name == "layer_norm" else None)
+    if eps is None:  # ATen's default
+        own = t.call.leaves[t.call.x].dtype
+        eps = torch.finfo(torch.promote_types(own, torch.float32)).eps
+    is_over_last = len(args["normalized_shape"]) == 1
+    spec = NormSpec(kind=op.name, eps=float(eps)) if is_over_last else None
+    return spec, args["input"], args.get("weight"), args.get("bias")
 
 
-def _columns(t: Tensor, shape: tuple[int, ...], stop: int, step: int) -> Tensor:
-    return t.reshape(shape)[..., :stop:step]
+def _head_norm(t: Builder, program: Program) -> tuple[Program, NormSpec | None, int]:
+    """Return a program without its RMSNorm of heads, that norm, and the number of its weight.
+
+    The number is -1 without a weight.
+    """
+    for op in program.ops:
+        spec, x, weight, bias = norm_of(t, op)
+        if spec is not None and spec.kind == "rms_norm" and bias is None:
+            nothing = replace(op, name="norm", run=lambda x: x, args=(x,), kwargs={})
+            ops = tuple([nothing if other is op else other for other in program.ops])
+            number = weight.index if isinstance(weight, Ref) else -1
+            return replace(program, ops=ops), spec, number
+    return program, None, -1
+
+
+def _drawn(seed: int, value: Tensor) -> Tensor:
+    """Return random numbers like the elements of a value; itself if these are integers."""
+    if not (value.is_floating_point() or value.is_complex()):
+        return value
+    generator = torch.Generator(value.device).manual_seed(seed)
+    like = value.float() if value.dtype == torch.float64 else value  # which a layer may round to
+    return torch.empty_like(like).normal_(generator=generator).to(value.dtype)
 
 
 def _tables(
-    t: Builder, params: tuple[int, ...]
-) -> Iterator[tuple[int, int, tuple[int, int], bool]]:
-    """Yield pairs of values that may be cosines and sines, their columns, and if interleaved.
+    t: Builder, program: Program, width: int, drawn: Mapping[int, Tensor], rows: int
+) -> tuple[bool, tuple[Any, Any]] | None:
+    """Return whether pairs of a head are adjacent, and the arguments of `_table` for both tables.
 
-    The columns, as a stop and a step, are those that hold each angle once.
+    A program that rotates turns the pairs (1, 0) of a head into cosines and sines. Which columns of
+    which values these are is seen in values that are `drawn`, where all numbers differ.
     """
-    candidates = [n for n in params if _table_shape(t, n) is not None]
-    for cos, sin in itertools.permutations(candidates, 2):
-        value = t.recording.values[cos]
-        width, half = value.shape[-1], value.shape[-1] // 2
-        is_even = width % 2 == 0
-        are_pairs = is_even and torch.equal(value[..., ::2], value[..., 1::2])
-        are_halves = is_even and torch.equal(value[..., :half], value[..., half:])
-        if are_pairs and are_halves:  # all angles are equal by chance
-            continue
-        yield from [(cos, sin, (width, 2), is_pair) for is_pair in (True, False) if are_pairs]
-        yield from [(cos, sin, (half, 1), is_pair) for is_pair in (False, True) if are_halves]
-        yield from [(cos, sin, (width, 1), is_pair) for is_pair in (False, True)]
+    tensors, heads = [drawn[n] for n in program.params], program.sources[0][1].width // width
 
+    def turned(ones: slice) -> list[float]:
+        x = torch.zeros(rows, heads, width, dtype=t.context.dtype, device=t.context.device)
+        x[..., ones] = 1.0
+        y = run(t, program, [x.flatten(1)], tensors).detach()
+        row: list[float] = y[0, :width].tolist()
+        return row
 
-def _table_shape(t: Builder, number: int) -> tuple[Any, ...] | None:
-    """Return the shape of a table (B, S, R) or (S, R) without dimensions of 1, or None."""
-    value, shape = t.recording.values[number], t.recording.shapes[number]
-    if shape is None or not value.is_floating_point():
+    partners = [i for i, value in enumerate(turned(slice(1))) if i and value]
+    if width % 2 or len(partners) > 1:
         return None
-    kept = tuple([n for n in shape if n != 1])
+    half = [*partners, 1][0]
+    firsts, seconds = slice(half), slice(half, 2 * half)
+    if half == 1:
+        firsts, seconds = slice(0, None, 2), slice(1, None, 2)
+    row = turned(firsts)
+    pairs = [*zip(row[firsts], row[seconds], strict=True)]
+    while half == 1 and pairs and pairs[-1] == (1.0, 0.0):
+        pairs.pop()
+    if not pairs:
+        return None
+    leads, where = dict[int, Any](), {1.0: (-1, 0, 1.0), 0.0: (-1, 0, 0.0)}
+    sizes = functools.partial(leaf_value, values=drawn, call=t.context)
+    for n in program.params:
+        if lead := _lead(t, n):
+            leads[n] = lead
+            first = _flat(drawn[n], map_tree(lead, sizes)).flatten(0, -2)[0]
+            for i, value in enumerate(first.tolist()):
+                where |= {value: (n, i, 1.0), -value: (n, i, -1.0)}
+    cos, sin = (_parts(column, where, leads) for column in zip(*pairs, strict=True))
+    return None if cos is None or sin is None else (half == 1, (cos, sin))
+
+
+def _lead(t: Builder, number: int) -> tuple[Any, ...]:
+    """Return the dimensions of the tokens of a table, (B, S) or (S,), or ()."""
+    value, shape = t.recording.values[number], t.recording.shapes[number] or ()
     tokens = Size(1, ("S",)) if "S" in t.recording.sizes else t.tokens
-    if len(kept) not in (2, 3) or kept[-2] != tokens or not isinstance(kept[-1], int):
+    kept = tuple([n for n in shape if n != 1])
+    lead = kept[: kept.index(tokens) + 1] if tokens in kept[:2] else ()
+    is_plain = lead in ((tokens,), (Size(1, ("B",)), tokens)) and not value.requires_grad
+    is_number = value.is_floating_point() or value.is_complex()
+    columns = kept[len(lead) :]
+    return lead if is_plain and is_number and not any(isinstance(n, Size) for n in columns) else ()
+
+
+def _parts(
+    row: Sequence[float], where: Mapping[float, tuple[int, int, float]], leads: Mapping[int, Any]
+) -> tuple[Any, Any, Any] | None:
+    """Return the arguments of `_table` for a table whose first row is `row`, or None.
+
+    `where`: by number in a row, the value that has it, or -1 if none, its column and its factor.
+    """
+    groups: list[tuple[int, int, int, int, float]] = []
+    for value in row:
+        if value not in where:
+            return None
+        n, column, factor = where[value]
+        if groups and (groups[-1][0], groups[-1][-1]) == (n, factor):
+            _, first, count, step, _ = groups[-1]
+            step = column - first if count == 1 else step
+            if n < 0 or (step > 0 and column == first + count * step):
+                groups[-1] = n, first, count + 1, step, factor
+                continue
+        groups.append((n, column, 1, 1, factor))
+    numbers = [*dict.fromkeys(n for n, *_ in groups if n >= 0)]
+    if len(groups) > _MOST_PARTS or len({leads[n] for n in numbers}) != 1:
         return None
-    return kept if len(kept) == 2 or kept[0] == Size(1, ("B",)) else None
+    parts = [(numbers.index(n) if n >= 0 else n, *rest) for n, *rest in groups]
+    return tuple(map(Ref, numbers)), leads[numbers[0]], tuple(parts)
+
+
+def _flat(value: Tensor, lead: Sequence[int]) -> Tensor:
+    real = torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
+    return real.reshape(*lead, -1)
+
+
+def _table(
+    values: Sequence[Tensor], lead: Sequence[int], parts: Sequence[Any], dtype: torch.dtype
+) -> Tensor:
+    """Return columns of values side by side; a view, if they are regular columns of one value.
+
+    Each part is the index of a value, or -1 for ones, the first column, the number and the step of
+    columns, and a factor.
+    """
+    flat, columns = [_flat(value, lead) for value in values], list[Tensor]()
+    for i, first, count, step, factor in parts:
+        ones = flat[0].new_ones(()).expand(*lead, count)
+        x = ones if i < 0 else flat[i][..., first : first + count * step : step]
+        columns.append(x if factor == 1.0 else factor * x)
+    table = columns[0] if len(columns) == 1 else torch.cat(columns, -1)
+    return table.float() if table.dtype == torch.float64 != dtype else table

@@ -127,7 +127,8 @@ class Program:
     params: tuple[int, ...]  # the other values that it reads
     target: int
     layout: Layout
-    pick: tuple[int, ...] | None = None  # columns of the result that are kept, None for all
+    #: Spans of the result's columns, in the order in which they are returned; None for all.
+    pick: tuple[tuple[int, int], ...] | None = None
 
     @functools.cached_property
     def _unread(self) -> list[list[int]]:
@@ -168,7 +169,7 @@ class Program:
             for number in unread:
                 del values[number]
         y = self.layout.matrix(values[self.target], sizes)
-        return y if self.pick is None else y[:, list(self.pick)]
+        return y if self.pick is None else torch.cat([y[:, a:b] for a, b in self.pick], 1)
 
 
 def leaf_value(leaf: Any, values: Any, call: Context) -> Any:

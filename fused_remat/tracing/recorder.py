@@ -146,10 +146,10 @@ class Recorder(TorchFunctionMode):
 
     def shape(self, number: int) -> list[Any] | None:
         """Return the sizes of a value, with a `Size` where one follows from the call's; or None."""
-        metas = [t.shape for t in self.metas.get(number, ())]
-        if self.space is None or not metas:
+        shapes = [t.shape for t in (self.values[number], *self.metas.get(number, ()))]
+        if self.space is None or len(shapes) == 1 or len({*map(len, shapes)}) > 1:
             return None
-        return [self.space.size(at) for at in zip(self.values[number].shape, *metas, strict=True)]
+        return [self.space.size(at) for at in zip(*shapes, strict=True)]
 
     def _sizes(self, func: Any, args: Any) -> Any:
         """Return the result of a function that reads a tensor's shape, with known formulas."""
@@ -255,6 +255,8 @@ class Recorder(TorchFunctionMode):
             self.trouble("it registers a hook on a tensor")
         if kwargs.get("inplace"):
             kwargs = {**kwargs, "inplace": False}
+        if name == "type_as" and self.number(args[0]) not in self.live:
+            func, name, args = torch.Tensor.to, "to", (args[0], args[1].dtype)
         if kwargs.get("out") is not None:
             self.trouble("it writes to a tensor that is passed as `out`")
         encoded, before = (self.encoded(args), self.encoded(kwargs)), generator_states(self.device)

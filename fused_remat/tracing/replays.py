@@ -14,7 +14,7 @@ from fused_remat.steps.activation import MLPActivation
 from fused_remat.steps.replay import At, Replay
 from fused_remat.tracing.builder import Builder
 from fused_remat.tracing.join import activation_of
-from fused_remat.tracing.program import Program, ReplayedSubmodule
+from fused_remat.tracing.program import Layout, Program, ReplayedSubmodule
 from fused_remat.tracing.sizes import Size
 from fused_remat.tracing.values import SHAPES, Op, Opaque
 
@@ -73,7 +73,7 @@ def replay(t: Builder, number: int) -> str:
     if is_reported:
         heavy = ", ".join(dict.fromkeys(o.kind for o in ops if o.name in HEAVY))
         why = str(op.info) if is_opaque else f"it runs {heavy or f'{len(ops)} operations'}"
-        t.replayed[path] = ReplayedSubmodule(path or "forward", why)
+        t.replayed[name] = ReplayedSubmodule(path or "forward", why)
     tensors = tuple([t.param(n) for n in params])
     t.add(
         Replay(
@@ -92,6 +92,21 @@ def replay(t: Builder, number: int) -> str:
     if moved is not None:
         note_pick(t, name, moved, [x])
     return name
+
+
+def add_columns(t: Builder, name: str, x: str, of: tuple[int, Layout], columns: list[int]) -> str:
+    """Add a replay that returns columns of an activation x, the value `of`, in another order."""
+    ends = [i for i in range(1, len(columns)) if columns[i] != columns[i - 1] + 1]
+    spans = itertools.pairwise((0, *ends, len(columns)))
+    pick = tuple([(columns[a], columns[b - 1] + 1) for a, b in spans])
+    program, name = Program((), (of,), (), *of, pick), t.unique(name)
+    t.programs[name], t.widths[name] = program, len(columns)
+    return t.add(
+        Replay(
+            name=name, xs=(x,), function=name, what="columns in another order",
+            columns=len(columns), needed_for=((),), tokenwise=_is_tokenwise(t, program),
+        )
+    )  # fmt: skip
 
 
 def _region(t: Builder, target: int, inside: str) -> tuple[list[Op], list[int], list[int]]:

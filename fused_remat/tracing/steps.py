@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from fused_remat.layers.eligibility import parameters_of
-from fused_remat.spec import NormSpec
 from fused_remat.steps.activation import ACTIVATIONS, MLPActivation
 from fused_remat.steps.linear import Linear
 from fused_remat.steps.low_rank import LowRank
@@ -21,6 +20,7 @@ from fused_remat.steps.norm import Norm
 from fused_remat.steps.residual import Add, DrawMask
 from fused_remat.tracing import attention
 from fused_remat.tracing.builder import Build, Builder
+from fused_remat.tracing.heads import norm_of
 from fused_remat.tracing.replays import replay
 from fused_remat.tracing.values import ADD, MATMUL, Op, Ref, refs
 
@@ -57,19 +57,7 @@ def _linear(t: Builder, number: int, op: Op) -> Build | None:
 
 def _norm(t: Builder, number: int, op: Op) -> Build | None:
     """Trace a norm's module, F.layer_norm or F.rms_norm over the width."""
-    if op.name == "norm":
-        spec, (x, weight, bias) = op.info, (*op.args, None, None)[:3]
-    else:
-        affine = ("weight", "bias") if op.name == "layer_norm" else ("weight",)
-        names = ("input", "normalized_shape", *affine, "eps")
-        args = {**dict(zip(names, op.args, strict=False)), **op.kwargs}
-        eps = args.get("eps", 1e-5 if op.name == "layer_norm" else None)
-        if eps is None:  # ATen's default
-            own = t.call.leaves[t.call.x].dtype
-            eps = torch.finfo(torch.promote_types(own, torch.float32)).eps
-        is_over_width = len(args["normalized_shape"]) == 1
-        spec = NormSpec(kind=op.name, eps=float(eps)) if is_over_width else None
-        x, weight, bias = args["input"], args.get("weight"), args.get("bias")
+    spec, x, weight, bias = norm_of(t, op)
     if spec is None or not t.live(x) or t.live(weight) or t.live(bias):
         return None
     layout = t.layout(number)

@@ -64,10 +64,11 @@ class Tracer(Builder):
         values = {name: n for name, n in self.values.items() if name in params}
         others = [n for n in refs(recording.result) if n not in recording.live]
         before, stand_ins = self._before([*values.values(), *others])
+        replayed = {part.name: part for part in self.replayed.values()}
         return TracedBlock(
             graph, before, values, self.transposed, self.programs, layouts, (target, layout),
             recording.result, recording.inputs, recording.sources, stand_ins,
-            tuple(self.replayed.values()), tuple(sorted(recording.fixed)), self.fills,
+            (*replayed.values(),), tuple(sorted(recording.fixed)), self.fills,
             self._elements(before),
         )  # fmt: skip
 

@@ -63,9 +63,10 @@ def rotary_fwd(
 
     y may be x.
     """
-    values = y is not x
+    copies = y is not x
+    values = copies and call.values
     width, (q_weight, k_weight) = call.width(x), map(vector, call.norm_weights())
-    lanes = cdiv(width, 2) if values or q_weight is not None else call.rotated // 2
+    lanes = cdiv(width, 2) if copies or q_weight is not None else call.rotated // 2
     blocks = _blocks(call, width, lanes, _FWD_PAIRS.get(family(target), _FWD_PAIRS_ELSEWHERE))
     _, groups = _groups(call, blocks["BLOCK_H"], values)
     args = (
@@ -88,7 +89,7 @@ def rotary_norm_bwd(
     target: Target,
 ) -> list[Launch]:
     """Return the launches of dx, which may be dy, and the norm weights' gradients (float32)."""
-    values = dx is not None and dx is not dy
+    values = call.values and dx is not None and dx is not dy
     tokens, width = x.shape[0], call.width(x)
     blocks = _blocks(call, width, cdiv(width, 2), _BWD_PAIRS)
     block_m = blocks["BLOCK_M"]

@@ -130,6 +130,16 @@ def test_titan_loop(titan, tmp_path):
 
 
 @pytest.mark.composes(
+    "Engines",
+    "the same loop with layers of torchtitan's Llama 3; DCP",
+    limits="with PyTorch's attention in place of its own; run where torchtitan is installed",
+)
+def test_titan_loop_of_titans_llama(processes, tmp_path):
+    pytest.importorskip("torchtitan.models.llama3")
+    starts(processes, "titan_loop", tmp_path, "dcp-10", flags=("--model=llama3",))
+
+
+@pytest.mark.composes(
     "Engines", "the same loop with tensor and sequence parallel: two ranks have one batch; DCP"
 )
 def test_titan_loop_divided(processes, titan, tmp_path):

@@ -56,11 +56,8 @@ ACCEPTED = [
     ("a mask dropped", "t5*: layer.1.EncDecAttention", "the mask of the call hides nothing"),
     ("branch x (1 + 1e-5)", "mixtral: *", "it is proved in float32, with a tolerance of 2e-5"),
     ("needed for nothing", "*: self_attn.*", "tables do not ask for gradients"),
-    ("needed for nothing", "*: attention.cat*", "tables do not ask for gradients"),
-    ("needed for nothing", "modernbert: attn.to*", "tables do not ask for gradients"),
     ("wrongly tokenwise", "*: self_attn.*", "what attention reads is not cut into tiles"),
-    ("wrongly tokenwise", "*: attention.cat*", "what attention reads is not cut into tiles"),
-    ("wrongly tokenwise", "modernbert: attn.to*", "what attention reads is not cut into tiles"),
+    ("rotation interleaved, or not", "gpt_neox: *", "a head has one pair that is rotated"),
     ("wrongly tokenwise", "swin: *", "what is before a step that mixes tokens is not cut"),
     ("wrongly tokenwise", "dit: *", "a tile is of one sequence, whose condition it gets"),
 ]
