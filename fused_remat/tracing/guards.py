@@ -7,9 +7,9 @@ import functools
 import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from itertools import chain, repeat
-from operator import attrgetter, is_, is_not, itemgetter, methodcaller
+from operator import attrgetter, is_, itemgetter
 from typing import Any
 
 import numpy
@@ -34,9 +34,8 @@ _HELD = itemgetter(
 )  # fmt: skip
 _FIELDS = attrgetter("__code__", "__defaults__", "__kwdefaults__")
 _CONTENTS, _FORWARD = attrgetter("cell_contents"), attrgetter("forward")
-_SHAPE, _VALUES, _flat = attrgetter("shape", "dtype"), methodcaller("values"), chain.from_iterable
-_KEY = attrgetter("shape", "dtype", "requires_grad")
-_IS_TENSOR = functools.partial(is_not, None)
+_SHAPE, _KEY = attrgetter("shape", "dtype"), attrgetter("shape", "dtype", "requires_grad")
+_GONE, _flat = object(), chain.from_iterable
 _LISTS, _DICTS = (list, set, deque), (dict, OrderedDict, defaultdict)
 _FIXED = (frozenset, types.MethodType, functools.partial)
 #: Classes whose subclasses may iterate and compare as they like.
@@ -60,22 +59,26 @@ class Watch:
     def __init__(self, layer: nn.Module) -> None:
         #: By the signature of a call: its trace, and names and values of tensors that decide.
         self.calls: dict[Any, tuple[Any, ...]] = {}
-        self._layer, unread = weakref.ref(layer), MODULE.union(NOTES)
+        self._layer = weakref.ref(layer)
+        unread = MODULE.union(NOTES) - {"training"}
         (root, _), *inner = layer.named_modules()
         self._paths, self._modules = [root, *dict(inner)], [module for _, module in inner]
         modules = [layer, *self._modules]
         names = [[n for n in vars(m) if n not in unread] for m in modules]
-        #: Functions that get the attributes of each module; of two names, a tuple.
-        self._getters = [itemgetter("training", *(own or ["training"])) for own in names]
-        #: Indices of modules with notes, which come and go.
-        self._noted = [i for i, m in enumerate(modules) if not vars(m).keys().isdisjoint(NOTES)]
+        #: Keys of the layer's attributes; dictionaries, and by entry one of them, and its key.
+        self._own, self._sized = names[0], list[Any]()
+        self._holders, self._keys = list[Any](), list[Any](self._own)
+        for module, keys in zip(modules[1:], names[1:], strict=True):
+            self._hold(vars(module), keys)
+        for module in modules:
+            self._hold(module._modules, module._modules)
         kinds = {m.stock if isinstance(m, ConvertedLayer) else type(m) for m in modules}
         pairs = [pair for kind in kinds for pair in outside(kind)[1]]
         self._kinds: list[Any] = [*kinds]
         self._outside = [*{(id(s), name): (s.get, name) for s, name in pairs}.values()]
         self._objects, self._functions, self._cells = list[Any](), list[Any](), list[Any]()
         self._lists, self._dicts, self._tensors = list[Any](), list[Any](), list[Any]()
-        todo = [vars(m)[n] for m, own in zip(modules, names, strict=True) for n in own]
+        todo = [vars(m)[name] for m, own in zip(modules, names, strict=True) for name in own]
         todo += map(_FORWARD, kinds)
         seen = set(map(id, modules))
         while todo:
@@ -102,30 +105,36 @@ class Watch:
         except (AttributeError, KeyError, ValueError, RuntimeError):  # of what is gone or changing
             return False
 
+    def _hold(self, held: Mapping[Any, Any], keys: Collection[Any]) -> None:
+        self._sized.append(held)
+        self._holders += repeat(held, len(keys))
+        self._keys += keys
+
     def _read(self, layer: nn.Module) -> tuple[Iterable[Any], tuple[Any, ...]]:
         """Return what is compared by identity, and what is compared by value."""
-        modules = [layer, *self._modules]
-        own = [*map(vars, modules)]
+        own = [vars(layer), *map(vars, self._modules)]
         *hooks, children, params, buffers = zip(*map(_HELD, own), strict=True)
         if any(_flat(hooks)):
             for path, values in zip(self._paths, own, strict=True):
                 check_hooks(values, path)
-        objects = [*map(object.__getattribute__, self._objects, repeat("__dict__"))]
-        sizes = [*map(len, chain(own, children, params, buffers, objects, self._lists))]
-        parents, owners = [*filter(None, children)], [*filter(None, params + buffers)]
-        tensors = [*_flat(map(_VALUES, owners))]
+        tables = [*filter(None, params + buffers)]
+        tensors = [*_flat(map(dict.values, tables))]
+        holders = chain(repeat(own[0], len(self._own)), self._holders)
         now = chain(
-            _flat([get(values) for get, values in zip(self._getters, own, strict=True)]),
-            _flat(map(_VALUES, chain(parents, objects, self._dicts))),
+            map(dict.get, holders, self._keys, repeat(_GONE)),
+            children,
+            own[1:],
+            map(object.__getattribute__, self._objects, repeat("__dict__")),
             _flat(self._lists),
-            map(type, chain(modules, self._objects, tensors)),
+            map(type, chain((layer,), self._modules, self._objects, tensors)),
             _flat(map(_FIELDS, self._functions)),
             map(_CONTENTS, self._cells),
             map(_FORWARD, self._kinds),
             [get(name) for get, name in self._outside],
         )
-        names = [*_flat(chain(objects, parents, owners, [own[i] for i in self._noted]))]
-        shapes = [*map(_SHAPE, filter(_IS_TENSOR, tensors))]
+        sizes = [len(own[0]), *map(len, self._sized), *map(len, self._lists)]
+        names = [*_flat(tables), *_flat(self._dicts)]
+        shapes = [_SHAPE(t) for t in tensors if t is not None]
         return now, (sizes, names, shapes, [*map(_KEY, self._tensors)])
 
     def _parts(self, value: Any) -> Iterable[Any]:
@@ -139,11 +148,14 @@ class Watch:
         if kind is types.FunctionType:
             self._functions.append(value)
             self._cells += value.__closure__ or ()
-        elif kind in _LISTS or kind in _DICTS:
+        elif kind in _LISTS:
             self._lists.append(value)
-            self._dicts += [value] if kind in _DICTS else []
+        elif kind in _DICTS:
+            self._hold(value, value)
+            self._dicts.append(value)
         elif isinstance(value, nn.Module):  # outside of the layer
             self._objects.append(value)
+            self._hold(vars(value), vars(value))
             return ()
         elif not (kind in _FIXED or getattr(kind, "__iter__", None) is tuple.__iter__):
             if kind.__module__.startswith(MACHINERY) and not isinstance(value, _BUILT_IN):
@@ -156,6 +168,7 @@ class Watch:
             if type(own) is not dict or own is not object.__getattribute__(value, "__dict__"):
                 raise TypeError(f"{kind} has attributes of its own kind")
             self._objects.append(value)
+            self._hold(own, own)
         return parts_of(value)
 
 
