@@ -63,9 +63,9 @@ _OWN = (*NOTES, "_policy", "_backend", "_accumulate_into", "_is_hf_initialized")
 #: Stand-in for the block of a layer that was not called yet: nothing can be kept by name.
 _UNTRACED = Graph("untraced", (Add(name="output", x="input"),), ())
 _tracing = threading.RLock()
-#: Sizes of a call for any of which a layer is traced, the first dimension's first; at last for this
-#: length alone.
-SIZES = (("B", "S", "M"), ("S", "B", "M"), ("B",))
+#: Sizes of a call for any of which a layer is traced, the first dimension's first; then for a batch
+#: of one alone, and at last for this length alone.
+SIZES = (("B", "S", "M"), ("S", "B", "M"), ("1", "S", "M"), ("B",))
 
 
 @dataclass
@@ -211,6 +211,8 @@ class TracedLayer(ConvertedLayer):
         reasons, states = list[Reason](), dict[bool, Any]()
         for vary in SIZES:
             call = Arguments(given, vary)
+            if vary[0] == "1" and call.batch > 1:
+                continue
             for free in (True, False) if call.sizes else ():
                 if free not in states:
                     states[free] = state_of(self, (*_OWN, *(INDICES if free else ())))

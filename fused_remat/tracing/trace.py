@@ -258,7 +258,7 @@ _OWN_LOW = {torch.float16: Limits(1e-2, 1e-1, 1e-2), torch.bfloat16: Limits(4e-2
 #: Of 16 bits where experts are chosen: rounding may choose others.
 _UNSURE = Limits(0.4, math.inf, math.inf)
 #: Scale of the second proof's activations, where a norm's eps counts.
-SMALL = 0.1
+SMALL = 0.4
 #: Elements up to which gradients are compared; larger ones by products with so many vectors.
 _SMALL, _VECTORS = 4096, 8
 
