@@ -23,7 +23,7 @@ from fused_remat.tracing.isolation import WithoutDropout, renumbered, replica
 from fused_remat.tracing.join import Join, known_function
 from fused_remat.tracing.recorder import Recorder, hollow, record
 from fused_remat.tracing.samples import Arguments, constants, vary
-from fused_remat.tracing.sizes import WITHOUT_DATA, Size, Sizes, Space, choose, evaluated
+from fused_remat.tracing.sizes import WITHOUT_DATA, Size, Sizes, Space, choose, evaluated, moved
 from fused_remat.tracing.tracer import Tracer
 from fused_remat.tracing.values import (
     SHIFT,
@@ -139,6 +139,7 @@ def _trace(
     try:
         one, space = _first(layer, forward, call, sample, exact)
         formulas = [size for size in space.known.values() if size is not None and size.formula]
+        formulas += space.counts
         at_once = False
         others = [second(other, params)]
     except (Untraceable, torch.OutOfMemoryError):
@@ -158,7 +159,8 @@ def _trace(
             trace = _unproved(layer, joined[0], call)
             for other_join in joined[1:]:
                 other_join()
-            trace.conditions, trace.limits = space.conditions, limits
+            trace.limits = limits
+            trace.conditions = {**space.conditions, **_unvaried(space, [one, *others])}
             tensors = one.sample.named.items()
             chosen = [r.sample.sizes for r in (one, others[0])]
             for i, sizes in enumerate(_proofs(call, space.conditions, formulas, chosen)):
@@ -197,6 +199,7 @@ def _first(
             break
         found = list[tuple[Recorder, Space]]()
         for others in WITHOUT_DATA:
+            others = [moved(choice, conditions) for choice in others]
             values = sample(sizes, exact, 0, recorded=True, others=others)
             recorder = record(layer, forward, values, autocast=False)
             assert recorder.space is not None
@@ -204,10 +207,18 @@ def _first(
             if not recorder.space.lost:
                 break
         recorder, space = next((pair for pair in found if not pair[1].lost), found[0])
+        numbers = {f"{text} == {evaluated(text, call.sizes)}" for text in space.plain}
+        space.conditions |= {text: bool(evaluated(text, sizes)) for text in numbers}
         conditions |= {text: bool(evaluated(text, call.sizes)) for text in space.conditions}
         if all(conditions[text] == outcome for text, outcome in space.conditions.items()):
             return recorder, space
     raise Untraceable(f"no small call takes its branches by {' and '.join(conditions)}")
+
+
+def _unvaried(space: Space, recorders: list[Recorder]) -> dict[str, bool]:
+    """Return the conditions that loops have as many steps as in all of the recordings."""
+    steps = [(c.text, {c.of(r.sample.sizes) for r in recorders}) for c in space.counts]
+    return {f"{text} == {n}": True for text, (n, *more) in steps if not more}
 
 
 def _proofs(
