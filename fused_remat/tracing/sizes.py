@@ -164,7 +164,7 @@ class _Known:
             return now if same else self.space.test(formula, now)
         return self.space.number(values, self._simple(run, *others) or self.space.formula(formula))
 
-    def _simple(self, run: Any, other: Any = None) -> Size | None:
+    def _simple(self, run: Any, other: Any = None, *_: Any) -> Size | None:
         """Return a product of sizes, or the sum of a size and a number, as no formula; or None."""
         one, two = self.size, other.size if isinstance(other, _Known) else other
         if one.formula or one.offset:

@@ -85,10 +85,11 @@ def _trace_one(layer: nn.Module, forward: Callable[..., Any], call: Arguments, f
     for varies in (True, False) if fixed else (True,):
         for dtypes in _DTYPES:
             try:
-                copy = replica(layer, deep=True)
+                copy, conditions = replica(layer, deep=True), dict[str, bool]()
                 if varies:
                     vary(copy)
-                trace = _trace(copy, types.MethodType(forward, copy), call, dtypes, free, varies)
+                run = types.MethodType(forward, copy)
+                trace = _trace(copy, run, call, dtypes, free, varies, conditions)
                 if varies and not fixed.isdisjoint(trace.fixed):  # the block of other values
                     break
                 trace.fixed |= set() if varies else fixed
@@ -100,6 +101,7 @@ def _trace_one(layer: nn.Module, forward: Callable[..., Any], call: Arguments, f
                 if isinstance(error, _Raised):
                     text = f"its forward raises at other sizes: {error}"
                 reason = error if isinstance(error, Untraceable) else Untraceable(text)
+                reason.conditions = conditions
                 reason.__cause__ = reason.__context__ = None  # whose frames hold the recordings
                 reasons.append(reason.with_traceback(None))
                 if not isinstance(reason, _CannotRun) or reason.at_once:
@@ -119,6 +121,7 @@ def _trace(
     dtypes: tuple[torch.dtype, ...],
     free: bool,
     varies: bool,
+    conditions: dict[str, bool],  # on sizes, with their outcomes in the call, once they are known
 ) -> Trace:
     """Return the block of a call, recorded in two of the dtypes, and proved in the first."""
     exact, other, params = dtypes
@@ -137,7 +140,7 @@ def _trace(
 
     at_once = exact == torch.float32
     try:
-        one, space = _first(layer, forward, call, sample, exact)
+        one, space = _first(layer, forward, call, sample, exact, conditions)
         formulas = [size for size in space.known.values() if size is not None and size.formula]
         formulas += space.counts
         at_once = False
@@ -190,9 +193,9 @@ def _first(
     call: Arguments,
     sample: Callable[..., Sample],
     exact: torch.dtype,
+    conditions: dict[str, bool],
 ) -> tuple[Recorder, Space]:
     """Return a recording of the branches that the call takes, and the formulas of its sizes."""
-    conditions: dict[str, bool] = {}
     for _ in range(_MOST_BRANCHES):
         sizes = choose(call.sizes, conditions, (), ())
         if sizes is None:
@@ -209,7 +212,7 @@ def _first(
         recorder, space = next((pair for pair in found if not pair[1].lost), found[0])
         numbers = {f"{text} == {evaluated(text, call.sizes)}" for text in space.plain}
         space.conditions |= {text: bool(evaluated(text, sizes)) for text in numbers}
-        conditions |= {text: bool(evaluated(text, call.sizes)) for text in space.conditions}
+        conditions.update({t: bool(evaluated(t, call.sizes)) for t in space.conditions})
         if all(conditions[text] == outcome for text, outcome in space.conditions.items()):
             return recorder, space
     raise Untraceable(f"no small call takes its branches by {' and '.join(conditions)}")
