@@ -214,6 +214,7 @@ def _first(
         space.conditions |= {text: bool(evaluated(text, sizes)) for text in numbers}
         conditions.update({t: bool(evaluated(t, call.sizes)) for t in space.conditions})
         if all(conditions[text] == outcome for text, outcome in space.conditions.items()):
+            space.conditions |= conditions  # also those by which two sizes are equal
             return recorder, space
     raise Untraceable(f"no small call takes its branches by {' and '.join(conditions)}")
 
