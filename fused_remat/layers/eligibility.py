@@ -65,6 +65,8 @@ class Reason:
     quiet: bool = False  # whether the stock forward is intended, so that there is no warning
     #: Whether a second forward would compute something else, or change other state again.
     once: bool = False
+    #: Conditions on the sizes of a call, with their outcomes where a trace failed.
+    conditions: tuple[tuple[str, bool], ...] = ()
 
 
 def qualified(kind: type) -> str:

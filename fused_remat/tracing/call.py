@@ -27,7 +27,7 @@ from fused_remat.tracing.program import (
     unread_after,
 )
 from fused_remat.tracing.samples import Arguments
-from fused_remat.tracing.sizes import Size, Sizes, evaluated
+from fused_remat.tracing.sizes import Size, Sizes, meets
 from fused_remat.tracing.values import STREAM, Op, Untraceable, leaves, map_tree
 
 #: Values that are no activations and have at least as many elements are rebuilt in backward.
@@ -54,8 +54,7 @@ class Trace:
 
     def holds(self, sizes: Sizes) -> bool:
         """Return whether the layer takes the recorded branches at these sizes."""
-        tested = self.conditions.items()
-        return all(evaluated(text, sizes) == outcome for text, outcome in tested)
+        return meets(sizes, self.conditions)
 
     def bind(
         self,

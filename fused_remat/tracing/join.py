@@ -80,8 +80,8 @@ class Join:
             with contextlib.suppress(Mismatch):
                 dtypes[i] = self._leaf(t.dtype, u.dtype)
                 if t.dim() == u.dim():
-                    sizes: Any = zip(one.shape(i) or t.shape, u.shape, strict=True)
-                    shapes[i] = tuple([self._leaf(a, b) for a, b in sizes])
+                    sizes: Any = zip(one.shape(i) or t.shape, t.shape, u.shape, strict=True)
+                    shapes[i] = tuple([self._dimension(*each) for each in sizes])
         result = self._tree(one.result, two.result)
         live = {n for n in one.live if n in producers or n in inputs}
         return Recording(
@@ -161,11 +161,13 @@ class Join:
     def _function(self, a: Span, b: Span, args: Any, kwargs: Any, reason: str) -> None:
         reads, writes = _values_in(a)
         function: Any = a.function
-        if a.fixed or reads - writes - {*refs((args, kwargs))}:
+        given = {*refs((args, kwargs))}
+        if a.fixed or reads - writes - given:
             raise Mismatch(reason)
         name = f"{a.path}.{function.__name__}".lstrip(".")
         op = Op(
-            f"function {name}", function, args, kwargs, [*a.outs], a.path, path=a.path, info=reason,
+            f"function {name}", function, args, kwargs,
+            [n if n not in given else None for n in a.outs], a.path, path=a.path, info=reason,
             random=a.random, function=name,
         )  # fmt: skip
         self._outs(a.outs, b.outs)
@@ -175,8 +177,8 @@ class Join:
         if [n is None for n in one] != [n is None for n in two]:
             raise Mismatch("the results differ")
         for i, j in zip(one, two, strict=True):
-            if i is not None and j is not None:
-                self.numbers.setdefault(i, j)
+            if i is not None and self.numbers.setdefault(i, j) != j:
+                raise Mismatch("the results differ")  # one is an argument
 
     def _tree(self, one: Any, two: Any) -> Any:
         a, b = leaves(one), leaves(two)
@@ -219,6 +221,13 @@ class Join:
         if not (math.isnan(a) and math.isnan(b)):
             raise Mismatch("it computes a number that depends on the input's size or dtype")
         return a
+
+    def _dimension(self, formula: Any, a: int, b: int) -> Any:
+        """Return a size of a value; its formula is wrong after a loop over chunks."""
+        try:
+            return self._leaf(formula, b)
+        except Mismatch:
+            return self._size(a, b)
 
     def _size(self, a: int, b: int) -> int | Size:
         """Return a number that PyTorch or Python computed without a trace of its formula."""

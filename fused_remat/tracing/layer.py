@@ -42,6 +42,7 @@ from fused_remat.tracing.call import Trace
 from fused_remat.tracing.guards import Watch, signed
 from fused_remat.tracing.isolation import check_effects, replica
 from fused_remat.tracing.samples import Arguments, Dims
+from fused_remat.tracing.sizes import meets
 from fused_remat.tracing.state import state_of
 from fused_remat.tracing.trace import CANNOT_RUN, trace_call, why_different
 from fused_remat.tracing.values import SideEffect, Untraceable
@@ -260,7 +261,8 @@ class TracedLayer(ConvertedLayer):
             is_same = dims == call.dims
             if (is_same or call.fits(dims)) and values_of(names) == values:
                 if not isinstance(trace, Trace):
-                    reason = trace if is_same else reason
+                    applies = is_same and meets(call.sizes, dict(trace.conditions))
+                    reason = trace if applies else reason
                 elif trace.holds(call.sizes):
                     return trace
         return reason
@@ -314,7 +316,8 @@ class TracedLayer(ConvertedLayer):
                     f"size {call.batch}; it is traced at a larger one"
                 )
         except Untraceable as reason:
-            return Reason(str(reason), once=isinstance(reason, SideEffect))
+            tested = (*reason.conditions.items(),)
+            return Reason(str(reason), once=isinstance(reason, SideEffect), conditions=tested)
 
 
 #: Functions that return the class that stands in for a layer with a table entry, or None.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import sys
 import threading
 import types
@@ -26,7 +27,7 @@ from fused_remat.tracing.isolation import (
     sum_with_product,
     tensors_of,
 )
-from fused_remat.tracing.sizes import Number, Real, Size, Sizes, Space, plain
+from fused_remat.tracing.sizes import MATH, Number, Real, Size, Sizes, Space, loop, plain, traced
 from fused_remat.tracing.values import (
     SHAPES,
     Op,
@@ -182,6 +183,9 @@ class Recorder(TorchFunctionMode):
                     results = leaves(op.run(*args, **kwargs))
             except Exception:  # no meta kernel, or sizes that the operation refuses
                 space.lost = space.lost or op.name
+                return
+            if len(results) != len(op.outs):
+                self.trouble(f"the size decides how many results {op.name} has")
                 return
             for metas, t in zip(found, results, strict=False):
                 metas.append(t)
@@ -389,6 +393,19 @@ def _view(steps: list[Any], base: Tensor, arguments: list[Any]) -> Tensor:
     return base
 
 
+def _length(value: Any) -> int:
+    """Return the length of a value, with the formula of a tensor's."""
+    return value.shape[0] if isinstance(value, Tensor) and value.dim() else len(value)
+
+
+def _of_sizes(value: Any) -> Any:
+    """Return what stands in for `math` or a function of it, or None for anything else."""
+    if value is math:
+        return MATH
+    is_math = type(value) is types.BuiltinFunctionType and value.__module__ == "math"
+    return traced(f"math.{value.__name__}", value) if is_math else None
+
+
 _CALL = nn.Module.__call__
 _ENTER, _EXIT, _ENABLED = (
     torch.autocast.__enter__, torch.autocast.__exit__, torch.is_autocast_enabled
@@ -451,17 +468,30 @@ def _recording(recorder: Recorder) -> Iterator[None]:
         (nn.Module, "__call__", call), (torch, "is_autocast_enabled", is_enabled),
         (torch.autocast, "__enter__", enter), (torch.autocast, "__exit__", leave),
     )  # fmt: skip
-    packages = {type(module).__module__ for module in recorder.paths}
+    packages = {type(module).__module__ for module in recorder.paths} & sys.modules.keys()
+    own = [sys.modules[package] for package in packages if not package.startswith("torch.")]
     functions = [
-        (sys.modules[package], name, noted(value))
-        for package in packages & sys.modules.keys()
-        if not package.startswith("torch.")
-        for name, value in vars(sys.modules[package]).items()
-        if type(value) is types.FunctionType and value.__module__ == package
+        (module, name, changed)
+        for module in own
+        for name, value in vars(module).items()
+        if (changed := _of_sizes(value)) is not None
+        or (
+            type(value) is types.FunctionType
+            and value.__module__ == module.__name__
+            and (changed := noted(value)) is not None
+        )
     ]
+    builtins = {"range": loop, "len": _length}
     try:
+        for module in own:
+            for name, value in builtins.items():
+                vars(module).setdefault(name, value)
         with attributes_as((*patches, *functions)), recorder:
             yield
     finally:
+        for module in own:
+            for name, value in builtins.items():
+                if vars(module).get(name) is value:
+                    delattr(module, name)
         thread = 0  # for modules that were imported inside, and hold one of the functions
         recorder.results.clear()  # whose callbacks hold the recorder

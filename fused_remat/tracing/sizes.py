@@ -13,6 +13,7 @@ import functools
 import itertools
 import math
 import operator
+import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,7 +45,7 @@ class Size:
 
 
 def evaluated(formula: str, sizes: Sizes) -> Any:
-    return eval(_compiled(formula), {"math": math}, dict(sizes))
+    return eval(_compiled(formula), {"math": math, "inf": math.inf, "nan": math.nan}, dict(sizes))
 
 
 @functools.lru_cache(4096)
@@ -62,6 +63,9 @@ class Space:
     #: The conditions on sizes that the layer's code tested, with their outcomes.
     conditions: dict[str, bool] = field(default_factory=dict)
     lost: str = ""  # an operation that does not run without data, at other sizes
+    #: Formulas of numbers that the code uses as plain ones, so that branches on them are not seen.
+    plain: set[str] = field(default_factory=set)
+    counts: list[Size] = field(default_factory=list)  # of the iterations of its loops
 
     def __post_init__(self) -> None:
         for name in self.choices[0]:
@@ -142,6 +146,8 @@ class _Known:
     def _with(self, run: Callable[..., Any], text: str, *others: Any) -> Any:
         if not all(isinstance(n, (int, float)) for n in others):
             return NotImplemented
+        # NumPy's and an enumeration's numbers have names of their own in formulas.
+        others = tuple([n if isinstance(n, _Known) else _simplest(n) for n in others])
         ats = [getattr(n, "at", (n,) * len(self.at)) for n in others]
         now = run(self.at[0], *[at[0] for at in ats])
         try:
@@ -153,14 +159,14 @@ class _Known:
         if isinstance(now, bool):
             # A size that no formula was found for looks like the number that it is.
             same = bool(others) and (
-                ats[0] == self.at or (self.space.lost and others[0] == self.at[0])
+                texts[0] == texts[1] or (bool(self.space.lost) and others[0] == self.at[0])
             )
             return now if same else self.space.test(formula, now)
         return self.space.number(values, self._simple(run, *others) or self.space.formula(formula))
 
-    def _simple(self, run: Any, other: Any = None) -> Size | None:
+    def _simple(self, run: Any, other: Any = None, *_: Any) -> Size | None:
         """Return a product of sizes, or the sum of a size and a number, as no formula; or None."""
-        one, two = self.size, getattr(other, "size", other)
+        one, two = self.size, other.size if isinstance(other, _Known) else other
         if one.formula or one.offset:
             return None
         if isinstance(two, Size) and run is operator.mul and not (two.formula or two.offset):
@@ -175,6 +181,23 @@ class _Known:
     def __hash__(self) -> int:
         return hash(self.at[0])
 
+    def __pos__(self) -> Any:
+        return self
+
+    def __divmod__(self, other: Any) -> Any:
+        return self // other, self % other
+
+    def __rdivmod__(self, other: Any) -> Any:
+        return other // self, other % self
+
+    def __int__(self) -> int:
+        self.space.plain.add(f"int({self.size.text})")
+        return int(self.at[0])
+
+    def __float__(self) -> float:
+        self.space.plain.add(f"float({self.size.text})")
+        return float(self.at[0])
+
     def __reduce__(self) -> Any:  # of copies, too
         return type(self.at[0]), (self.at[0],)
 
@@ -187,6 +210,10 @@ class Real(_Known, float):
     """A float, such as a quotient of sizes."""
 
 
+def _simplest(number: Any) -> Any:
+    return float(number) if isinstance(number, float) else int(number)
+
+
 def plain(number: Any) -> Any:
     """Return a number without its formula, or anything else as it is."""
     return number.at[0] if isinstance(number, _Known) else number
@@ -195,6 +222,7 @@ def plain(number: Any) -> Any:
 _BINARY = {
     "add": "+", "sub": "-", "mul": "*", "floordiv": "//", "truediv": "/", "mod": "%", "pow": "**",
     "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!=",
+    "and": "&", "or": "|", "xor": "^", "lshift": "<<", "rshift": ">>",
 }  # fmt: skip
 _UNARY: dict[str, Callable[..., Any]] = {
     "abs": abs, "round": round, "bool": bool, "ceil": math.ceil, "floor": math.floor,
@@ -203,8 +231,11 @@ _UNARY: dict[str, Callable[..., Any]] = {
 
 
 def _define(name: str, run: Callable[..., Any], text: str) -> None:
+    def method(self: Any, *others: Any) -> Any:
+        return self._with(run, text.replace("...", ", {}" * len(others)), *others)
+
     for kind in (Number, Real):
-        setattr(kind, f"__{name}__", lambda self, *others: self._with(run, text, *others))
+        setattr(kind, f"__{name}__", method)
 
 
 def _swapped(run: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
@@ -212,14 +243,45 @@ def _swapped(run: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 
 
 for _name, _symbol in _BINARY.items():
-    _run = getattr(operator, _name)
+    _run = getattr(operator, f"__{_name}__")
     _define(_name, _run, f"({{}} {_symbol} {{}})")
     if hasattr(int, f"__r{_name}__"):
         _define(f"r{_name}", _swapped(_run), f"({{1}} {_symbol} {{0}})")
 for _name, _run in _UNARY.items():
     _where = "math." if _run.__module__ == "math" else ""
-    _define(_name, _run, f"{_where}{_name}({{}})")
+    _define(_name, _run, f"{_where}{_name}({{}}...)")
 _define("neg", operator.neg, "(-{})")
+_define("invert", operator.invert, "(~{})")
+
+
+def traced(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of numbers, by its name in formulas, that knows the formulas of results."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        known = next((n for n in args if isinstance(n, _Known)), None)
+        if known is None or kwargs:
+            return run(*args, **kwargs)
+        numbers = ", ".join([f"{{{i}}}" for i in range(1, len(args) + 1)])
+        text = f"{name}({numbers}){')' * name.count('(')}"
+        result = known._with(lambda _, *rest: run(*rest), text, *args)
+        return run(*map(plain, args)) if result is NotImplemented else result
+
+    return call
+
+
+def loop(*args: Any) -> range:
+    """Return a range, and note the number of its steps."""
+    count = _steps(*args)
+    if isinstance(count, _Known):
+        count.space.counts.append(count.size)
+    return range(*map(plain, args))
+
+
+_steps = traced("len(range", lambda *args: len(range(*args)))
+#: Python's `math`, whose functions know the formulas of numbers.
+MATH = types.SimpleNamespace(
+    **{n: traced(f"math.{n}", f) if callable(f) else f for n, f in vars(math).items()}
+)
 
 
 #: Small choices, of different remainders by small numbers, and large ones without data.
@@ -236,6 +298,17 @@ WITHOUT_DATA = (
 _LONGEST = 160
 
 
+def moved(sizes: Sizes, conditions: Mapping[str, bool]) -> Sizes:
+    """Return the nearest sizes that meet the conditions, or the same ones if none do."""
+    lengths = range(sizes["S"], sizes["S"] + _LONGEST)
+    near = [{**sizes, "S": n, "M": m} for n in lengths for m in (sizes["M"], n)]
+    return next((each for each in near if meets(each, conditions)), sizes)
+
+
+def meets(sizes: Sizes, conditions: Mapping[str, bool]) -> bool:
+    return all(evaluated(text, sizes) == outcome for text, outcome in conditions.items())
+
+
 def choose(
     own: Sizes, conditions: Mapping[str, bool], formulas: Collection[Size], earlier: Sequence[Sizes]
 ) -> Sizes | None:
@@ -247,7 +320,7 @@ def choose(
     seen = [{n.of(sizes) for sizes in earlier} for n in numbers]
     best, most = None, -1
     for sizes in _candidates(own):
-        if all(evaluated(text, sizes) == outcome for text, outcome in conditions.items()):
+        if meets(sizes, conditions):
             score = sum(n.of(sizes) not in values for n, values in zip(numbers, seen, strict=True))
             best, most = (sizes, score) if score > most else (best, most)
             if most == len(numbers):

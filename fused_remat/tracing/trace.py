@@ -23,7 +23,7 @@ from fused_remat.tracing.isolation import WithoutDropout, renumbered, replica
 from fused_remat.tracing.join import Join, known_function
 from fused_remat.tracing.recorder import Recorder, hollow, record
 from fused_remat.tracing.samples import Arguments, constants, vary
-from fused_remat.tracing.sizes import WITHOUT_DATA, Size, Sizes, Space, choose, evaluated
+from fused_remat.tracing.sizes import WITHOUT_DATA, Size, Sizes, Space, choose, evaluated, moved
 from fused_remat.tracing.tracer import Tracer
 from fused_remat.tracing.values import (
     SHIFT,
@@ -85,10 +85,11 @@ def _trace_one(layer: nn.Module, forward: Callable[..., Any], call: Arguments, f
     for varies in (True, False) if fixed else (True,):
         for dtypes in _DTYPES:
             try:
-                copy = replica(layer, deep=True)
+                copy, conditions = replica(layer, deep=True), dict[str, bool]()
                 if varies:
                     vary(copy)
-                trace = _trace(copy, types.MethodType(forward, copy), call, dtypes, free, varies)
+                run = types.MethodType(forward, copy)
+                trace = _trace(copy, run, call, dtypes, free, varies, conditions)
                 if varies and not fixed.isdisjoint(trace.fixed):  # the block of other values
                     break
                 trace.fixed |= set() if varies else fixed
@@ -100,6 +101,7 @@ def _trace_one(layer: nn.Module, forward: Callable[..., Any], call: Arguments, f
                 if isinstance(error, _Raised):
                     text = f"its forward raises at other sizes: {error}"
                 reason = error if isinstance(error, Untraceable) else Untraceable(text)
+                reason.conditions = conditions
                 reason.__cause__ = reason.__context__ = None  # whose frames hold the recordings
                 reasons.append(reason.with_traceback(None))
                 if not isinstance(reason, _CannotRun) or reason.at_once:
@@ -119,6 +121,7 @@ def _trace(
     dtypes: tuple[torch.dtype, ...],
     free: bool,
     varies: bool,
+    conditions: dict[str, bool],  # on sizes, with their outcomes in the call, once they are known
 ) -> Trace:
     """Return the block of a call, recorded in two of the dtypes, and proved in the first."""
     exact, other, params = dtypes
@@ -137,8 +140,9 @@ def _trace(
 
     at_once = exact == torch.float32
     try:
-        one, space = _first(layer, forward, call, sample, exact)
+        one, space = _first(layer, forward, call, sample, exact, conditions)
         formulas = [size for size in space.known.values() if size is not None and size.formula]
+        formulas += space.counts
         at_once = False
         others = [second(other, params)]
     except (Untraceable, torch.OutOfMemoryError):
@@ -158,7 +162,8 @@ def _trace(
             trace = _unproved(layer, joined[0], call)
             for other_join in joined[1:]:
                 other_join()
-            trace.conditions, trace.limits = space.conditions, limits
+            trace.limits = limits
+            trace.conditions = {**space.conditions, **_unvaried(space, [one, *others])}
             tensors = one.sample.named.items()
             chosen = [r.sample.sizes for r in (one, others[0])]
             for i, sizes in enumerate(_proofs(call, space.conditions, formulas, chosen)):
@@ -188,15 +193,16 @@ def _first(
     call: Arguments,
     sample: Callable[..., Sample],
     exact: torch.dtype,
+    conditions: dict[str, bool],
 ) -> tuple[Recorder, Space]:
     """Return a recording of the branches that the call takes, and the formulas of its sizes."""
-    conditions: dict[str, bool] = {}
     for _ in range(_MOST_BRANCHES):
         sizes = choose(call.sizes, conditions, (), ())
         if sizes is None:
             break
         found = list[tuple[Recorder, Space]]()
         for others in WITHOUT_DATA:
+            others = [moved(choice, conditions) for choice in others]
             values = sample(sizes, exact, 0, recorded=True, others=others)
             recorder = record(layer, forward, values, autocast=False)
             assert recorder.space is not None
@@ -204,10 +210,19 @@ def _first(
             if not recorder.space.lost:
                 break
         recorder, space = next((pair for pair in found if not pair[1].lost), found[0])
-        conditions |= {text: bool(evaluated(text, call.sizes)) for text in space.conditions}
+        numbers = {f"{text} == {evaluated(text, call.sizes)}" for text in space.plain}
+        space.conditions |= {text: bool(evaluated(text, sizes)) for text in numbers}
+        conditions.update({t: bool(evaluated(t, call.sizes)) for t in space.conditions})
         if all(conditions[text] == outcome for text, outcome in space.conditions.items()):
+            space.conditions |= conditions  # also those by which two sizes are equal
             return recorder, space
     raise Untraceable(f"no small call takes its branches by {' and '.join(conditions)}")
+
+
+def _unvaried(space: Space, recorders: list[Recorder]) -> dict[str, bool]:
+    """Return the conditions that loops have as many steps as in all of the recordings."""
+    steps = [(c.text, {c.of(r.sample.sizes) for r in recorders}) for c in space.counts]
+    return {f"{text} == {n}": True for text, (n, *more) in steps if not more}
 
 
 def _proofs(

@@ -44,6 +44,8 @@ ALGEBRA = MOVES | ADD | MATMUL | {
 class Untraceable(Exception):
     """A reason why the operations of a layer cannot be traced as a block."""
 
+    conditions: Mapping[str, bool] = {}  # on sizes, with their outcomes in the call
+
 
 class SideEffect(Untraceable):
     """A forward that changes more than its result, so that a second one would differ."""
