@@ -281,12 +281,14 @@ _SMALL, _VECTORS = 4096, 8
 def why_different(
     trace: Trace, layer: nn.Module, forward: Callable[..., Any], call: Arguments, widens: bool
 ) -> str | None:
-    """Return how a block and its layer differ in a call of two sequences at most, or None.
+    """Return how a block and its layer differ in a call of at most two sequences, or None.
+
+    They are at most half of the batch, so that a first step does not take twice the time.
 
     Both compute the result and all gradients, without dropout; if it `widens` 16 bits, in float32,
     since under autocast they round differently.
     """
-    copy, most = replica(layer, deep=True), 2
+    copy, most = replica(layer, deep=True), max(1, min(2, call.batch // 2))
     forward = types.MethodType(forward, copy)
     while True:
         sample = call.own(layer, most, widens)
