@@ -468,8 +468,9 @@ def _recording(recorder: Recorder) -> Iterator[None]:
         (nn.Module, "__call__", call), (torch, "is_autocast_enabled", is_enabled),
         (torch.autocast, "__enter__", enter), (torch.autocast, "__exit__", leave),
     )  # fmt: skip
-    packages = {type(module).__module__ for module in recorder.paths} & sys.modules.keys()
-    own = [sys.modules[package] for package in packages if not package.startswith("torch.")]
+    packages = {type(module).__module__ for module in recorder.paths}
+    known = [sys.modules.get(package) for package in packages if package[:6] != "torch."]
+    own = [module for module in known if isinstance(module, types.ModuleType)]
     functions = [
         (module, name, changed)
         for module in own

@@ -51,7 +51,7 @@ def replay(t: Builder, number: int) -> str:
     same = itertools.takewhile(lambda names: len(set(names)) == 1, zip(*paths, strict=False))
     inside = ".".join([names[0] for names in same])
     draws = {o for o in ops if o.random or o.p}
-    if any(draws.intersection(known.ops) for known in t.programs.values()):
+    if t.drops and any(draws.intersection(known.ops) for known in t.programs.values()):
         path = inside.rpartition(".")[0] if op.module else inside
         raise Opaque(path, "several of its steps read what random numbers decide")
     is_alone = layouts == [layout] and not (params or is_opaque or program.draws)
