@@ -115,7 +115,7 @@ class Replay(Node):
             if chunk.parent is None:
                 batch = chunk.seqs[1] - chunk.seqs[0]
                 tokens = chunk.owner.execution.lengths[self.name]
-            return [(At(batch, tokens, first), slice(rows))]
+            return [(At(batch, tokens, first), slice(None))]  # a memory has rows of its own
         return [(At(1, hi - lo, first + lo), slice(lo, hi)) for lo, hi in spans(rows, step)]
 
     def forward(self, chunk: Chunk, out: Tensor | None = None) -> None:
@@ -183,7 +183,8 @@ class Replay(Node):
                 x = chunk[name][rows].detach()
             else:  # one row stands for all, with the strides within it
                 row = dy.new_zeros((1, chunk.owner.widths[name]), dtype=chunk.dtype_of(name))
-                x = row.expand(len(dy), -1)
+                count = chunk.rows_of(name) if rows == slice(None) else len(dy)
+                x = row.expand(count, -1)
             xs.append(x.requires_grad_(name in needs_grad))
         return xs
 

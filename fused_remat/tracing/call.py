@@ -46,7 +46,8 @@ class Trace:
         #: Conditions on the sizes of a call, with their outcomes where this trace applies.
         self.conditions: Mapping[str, bool] = {}
         self.limits: Any = None  # of the differences that its proof allowed
-        #: By the dtypes of an input and of autocast, why a block was not equal to its layer.
+        #: By the dtypes of an input and of autocast, alone and with a call's sizes, why a block
+        #: was not equal to its layer.
         self.compared: dict[Any, Reason | None] = {}
         self._seen: list[tuple[weakref.ref[Tensor], int]] = []
         #: The same without dropout, and also without the adapters' own dtypes.

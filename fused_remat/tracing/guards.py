@@ -134,8 +134,9 @@ class Watch:
         )
         sizes = [len(own[0]), *map(len, self._sized), *map(len, self._lists)]
         names = [*_flat(tables), *_flat(self._dicts)]
-        shapes = [_SHAPE(t) for t in tensors if t is not None]
-        return now, (sizes, names, shapes, [*map(_KEY, self._tensors)])
+        shapes, ids = [_SHAPE(t) for t in tensors if t is not None], list(map(id, tensors))
+        tied = [*map(ids.index, ids)] if len({*ids}) < len(ids) else ()
+        return now, (sizes, names, shapes, tied, [*map(_KEY, self._tensors)])
 
     def _parts(self, value: Any) -> Iterable[Any]:
         """Return what `exact` reads of a value, and note how to read it again."""

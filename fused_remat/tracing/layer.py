@@ -268,15 +268,28 @@ class TracedLayer(ConvertedLayer):
         return reason
 
     def _compared(self, trace: Trace, call: Arguments) -> Trace | Reason:
-        """Return the trace unless the block is not equal to the layer in its first call."""
+        """Return the trace unless the block is not equal to the layer.
+
+        In the first call of a dtype the result and all gradients are compared; in the first of each
+        sizes the result, since C code and other Python modules may branch on a size unseen.
+        """
         x = call.leaves[call.x]
         kind = x.dtype, low_dtype(x)
-        with _tracing:
-            if kind not in trace.compared:
-                with _apart(x):
-                    text = why_different(trace, self, self.stock.forward, call, bool(kind[1]))
-                trace.compared[kind] = None if text is None else Reason(text)
-        return trace.compared[kind] or trace
+        numbers = (n.bit_length() for n in call.leaves if type(n) is int)
+        for key in (kind, (*kind, call.batch, call.tokens, *call.sizes.values(), *numbers)):
+            with _tracing:
+                if key not in trace.compared:
+                    if len(trace.compared) > _MOST:
+                        trace.compared.clear()
+                    with _apart(x):
+                        whole = key is not kind
+                        run = trace, self, self.stock.forward, call, bool(kind[1]), whole
+                        text = why_different(*run)
+                    trace.compared[key] = None if text is None else Reason(text)
+                reason = trace.compared[key]
+            if reason is not None:
+                return reason
+        return trace
 
     def _values_of(self, names: Iterable[str | int], given: Sequence[Any]) -> tuple[Any, ...]:
         """Return keys of the values of the layer's tensors of these names, and of arguments."""

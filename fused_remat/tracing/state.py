@@ -45,7 +45,7 @@ def state_of(layer: nn.Module, excluded: Collection[str]) -> tuple[Any, ...]:
     Raises: Unsupported for a submodule with hooks, which a block would not call, or with packed
         parameters, which it would not read.
     """
-    state, modules = list[Any](), [*layer.named_modules()]
+    state, modules, ids = list[Any](), [*layer.named_modules()], dict[int, int]()
     seen: dict[int, Any] = {id(module): path for path, module in modules}
     for path, module in modules:
         own = module.__dict__
@@ -61,7 +61,9 @@ def state_of(layer: nn.Module, excluded: Collection[str]) -> tuple[Any, ...]:
             if name not in MODULE and name not in excluded:
                 state += [name, exact(value, seen)]
         for tensors in (own["_parameters"], own["_buffers"]):
-            state += [(n, None if t is None else (t.shape, t.dtype)) for n, t in tensors.items()]
+            for n, t in tensors.items():  # with the index of one that is the same
+                same = ids.setdefault(id(t), len(ids))
+                state.append((n, None if t is None else (t.shape, t.dtype, same)))
     return tuple(state)
 
 

@@ -21,7 +21,8 @@ from fused_remat.layers.fallback import generator_states, run_with, set_generato
 from fused_remat.tracing.call import Trace
 from fused_remat.tracing.isolation import WithoutDropout, renumbered, replica
 from fused_remat.tracing.join import Join, known_function
-from fused_remat.tracing.recorder import Recorder, hollow, record
+from fused_remat.tracing.recorder import Recorder, hollow
+from fused_remat.tracing.recording import record
 from fused_remat.tracing.samples import Arguments, constants, vary
 from fused_remat.tracing.sizes import WITHOUT_DATA, Size, Sizes, Space, choose, evaluated, moved
 from fused_remat.tracing.tracer import Tracer
@@ -201,8 +202,8 @@ def _first(
         if sizes is None:
             break
         found = list[tuple[Recorder, Space]]()
-        for others in WITHOUT_DATA:
-            others = [moved(choice, conditions) for choice in others]
+        for choices in WITHOUT_DATA:
+            others = [moved(choice, conditions) for choice in choices]
             values = sample(sizes, exact, 0, recorded=True, others=others)
             recorder = record(layer, forward, values, autocast=False)
             assert recorder.space is not None
@@ -268,8 +269,8 @@ EXACT, SINGLE, NARROW = (
     Limits(1e-6, 5e-6, 1e-9), Limits(2e-5, 1e-4, 2e-8), Limits(1e-6, 5e-5, 1e-6),
 )  # fmt: skip
 #: Of a call of the layer itself, by dtype.
-_OWN = {torch.float64: Limits(1e-6, 1e-5, 1e-6), torch.float32: Limits(1e-4, 1e-3, 1e-4)}
-_OWN_LOW = {torch.float16: Limits(1e-2, 1e-1, 1e-2), torch.bfloat16: Limits(4e-2, 2e-1, 4e-2)}
+_OWN = {torch.float64: Limits(1e-6, 1e-4, 1e-6), torch.float32: Limits(1e-4, 1e-2, 1e-3)}
+_OWN_LOW = {torch.float16: Limits(1e-2, 1e-1, 1e-2), torch.bfloat16: Limits(4e-2, 3e-1, 4e-2)}
 #: Of 16 bits where experts are chosen: rounding may choose others.
 _UNSURE = Limits(0.4, math.inf, math.inf)
 #: Scale of the second proof's activations, where a norm's eps counts.
@@ -279,16 +280,21 @@ _SMALL, _VECTORS = 4096, 8
 
 
 def why_different(
-    trace: Trace, layer: nn.Module, forward: Callable[..., Any], call: Arguments, widens: bool
+    trace: Trace,
+    layer: nn.Module,
+    forward: Callable[..., Any],
+    call: Arguments,
+    widens: bool,
+    whole: bool,
 ) -> str | None:
-    """Return how a block and its layer differ in a call of at most two sequences, or None.
+    """Return how a block and its layer differ in a call, or None.
 
-    They are at most half of the batch, so that a first step does not take twice the time.
-
-    Both compute the result and all gradients, without dropout; if it `widens` 16 bits, in float32,
-    since under autocast they round differently.
+    Without dropout, both compute the result of the `whole` batch; or the result and all gradients
+    of at most two sequences and half of the batch, so that a first step does not take twice the
+    time. If it `widens` 16 bits, in float32, since under autocast they round differently.
     """
     copy, most = replica(layer, deep=True), max(1, min(2, call.batch // 2))
+    most = call.batch if whole else most
     forward = types.MethodType(forward, copy)
     while True:
         sample = call.own(layer, most, widens)
@@ -296,7 +302,7 @@ def why_different(
         if sample.dtype.itemsize == 2 and trace.graph.unsure:
             limits = _UNSURE
         try:
-            text = difference(copy, forward, trace.plain.run, sample, limits)
+            text = difference(copy, forward, trace.plain.run, sample, limits, not whole)
         except torch.OutOfMemoryError:
             raise
         except _Raised as error:  # as the layer's own forward then does
@@ -320,19 +326,23 @@ def difference(
     fused: Callable[[nn.Module, Mapping[str, Tensor], Mapping[str, Any]], Any],
     sample: Sample,
     limits: Limits,
+    gradients: bool = True,
 ) -> str | None:
-    """Return where `fused(layer, named, arguments)` differs from `forward`, its method, or None."""
+    """Return where `fused(layer, named, arguments)` differs from `forward`, its method, or None.
+
+    `gradients`: whether gradients are compared, too.
+    """
     device = next(t.device for t in leaves(sample.arguments) if isinstance(t, Tensor))
     states = generator_states(device)
     try:
         with WithoutDropout():
             run = functools.partial(run_with, layer, forward)
-            expected, grads = _results(run, sample.named, sample.arguments)
+            expected, grads = _results(run, sample.named, sample.arguments, gradients)
     except Exception as error:
         raise _Raised(f"{type(error).__name__}: {error}") from error
     set_generator_states(states, device)  # drop path draws before the block
     run = functools.partial(fused, layer)
-    actual, found = _results(run, sample.named, sample.arguments)
+    actual, found = _results(run, sample.named, sample.arguments, gradients)
     if len(actual) != len(expected):
         return f"the layer has {len(expected)} results, its block {len(actual)}"
     for a, b in zip(actual, expected, strict=True):
@@ -362,11 +372,16 @@ def _distance(a: Tensor | None, b: Tensor | None, zero: float) -> float:
 
 
 def _results(
-    run: Callable[..., Any], named: Mapping[str, Tensor], arguments: Mapping[str, Any]
+    run: Callable[..., Any],
+    named: Mapping[str, Tensor],
+    arguments: Mapping[str, Any],
+    gradients: bool,
 ) -> tuple[list[Any], dict[str, Tensor | None]]:
     """Return the results of a run, and sketches of gradients, which are freed one by one."""
-    with torch.enable_grad():
+    with torch.set_grad_enabled(gradients):
         results = leaves(run(named, arguments))
+    if not gradients:
+        return results, {}
     out = next(filter(needs_grad, results), None)
     tensors = {**{f"argument {i}": t for i, t in enumerate(leaves(arguments))}, **named}
     inputs = {name: t for name, t in tensors.items() if needs_grad(t)}

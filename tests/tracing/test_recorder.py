@@ -30,7 +30,7 @@ from fused_remat.steps.residual import Add
 from fused_remat.tracing import layer as layer_module
 from fused_remat.tracing.call import Trace
 from fused_remat.tracing.layer import KNOWN
-from fused_remat.tracing.recorder import record
+from fused_remat.tracing.recording import record
 from fused_remat.tracing.values import Sample
 
 pytestmark = pytest.mark.filterwarnings("ignore::fused_remat.FusedRematWarning")

@@ -1,0 +1,130 @@
+"""Runs of a layer that are recorded: calls of submodules, functions and autocast in them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fused_remat.layers.fallback import attributes_as
+from fused_remat.tracing.isolation import run_unchanged
+from fused_remat.tracing.recorder import Recorder, hollow
+from fused_remat.tracing.sizes import MATH, loop, traced
+from fused_remat.tracing.values import Sample, Untraceable, leaves, map_tree
+
+#: One recording at a time: it replaces names of PyTorch and of the layer's own Python modules.
+_lock = threading.RLock()
+
+
+def _length(value: Any) -> int:
+    """Return the length of a value, with the formula of a tensor's."""
+    return value.shape[0] if isinstance(value, Tensor) and value.dim() else len(value)
+
+
+def _of_sizes(value: Any) -> Any:
+    """Return what stands in for `math` or a function of it, or None for anything else."""
+    if value is math:
+        return MATH
+    is_math = type(value) is types.BuiltinFunctionType and value.__module__ == "math"
+    return traced(f"math.{value.__name__}", value) if is_math else None
+
+
+_CALL = nn.Module.__call__
+_ENTER, _EXIT, _ENABLED = (
+    torch.autocast.__enter__, torch.autocast.__exit__, torch.is_autocast_enabled
+)  # fmt: skip
+
+
+def record(
+    layer: nn.Module, forward: Callable[..., Any], sample: Sample, autocast: bool
+) -> Recorder:
+    recorder = Recorder(layer, sample, autocast)
+    with _lock, _recording(recorder):
+        result = run_unchanged(layer, forward, sample.named, sample.arguments)
+    if recorder.foreign:
+        raise Untraceable(recorder.foreign)
+    if type(map_tree(result, lambda leaf: leaf)) is not type(result):
+        raise Untraceable(f"it returns {type(result).__name__}")
+    recorder.result = recorder.encoded(result)
+    for number in recorder.live:
+        recorder.values[number] = hollow(recorder.values[number])
+    recorder.views.clear()
+    return recorder
+
+
+@contextlib.contextmanager
+def _recording(recorder: Recorder) -> Iterator[None]:
+    """Record also calls of submodules, and uses of autocast, in this thread; one at a time."""
+    thread = threading.get_ident()
+
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        inner = module in recorder.paths and module is not recorder.layer
+        if thread != threading.get_ident() or not inner:
+            return _CALL(module, *args, **kwargs)
+        run = functools.partial(_CALL, module)
+        return recorder.call(recorder.paths[module], run, args, kwargs)
+
+    def noted(function: Any) -> Any:
+        @functools.wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            tensors = any(isinstance(leaf, Tensor) for leaf in leaves((args, kwargs)))
+            if thread != threading.get_ident() or not tensors:
+                return function(*args, **kwargs)
+            return recorder.call(recorder.stack[-1].path, function, args, kwargs, function)
+
+        return run
+
+    def enter(self: torch.autocast) -> Any:
+        if thread != threading.get_ident():
+            return _ENTER(self)
+        if self.device == recorder.device.type:
+            recorder.trouble("it switches autocast")
+        return self
+
+    def leave(self: torch.autocast, *raised: Any) -> Any:
+        return _EXIT(self, *raised) if thread != threading.get_ident() else False
+
+    def is_enabled(*device: str) -> bool:
+        return _ENABLED(*device) if thread != threading.get_ident() else recorder.autocast
+
+    patches = (
+        (nn.Module, "__call__", call), (torch, "is_autocast_enabled", is_enabled),
+        (torch.autocast, "__enter__", enter), (torch.autocast, "__exit__", leave),
+    )  # fmt: skip
+    packages = {kind.__module__ for module in recorder.paths for kind in type(module).__mro__}
+    packages -= {"builtins"}
+    known = [sys.modules.get(package) for package in packages if package[:6] != "torch."]
+    own = [module for module in known if isinstance(module, types.ModuleType)]
+    functions = [
+        (module, name, changed)
+        for module in own
+        for name, value in vars(module).items()
+        if (changed := _of_sizes(value)) is not None
+        or (
+            type(value) is types.FunctionType
+            and value.__module__ == module.__name__
+            and (changed := noted(value)) is not None
+        )
+    ]
+    builtins = {"range": loop, "len": _length}
+    try:
+        for module in own:
+            for name, value in builtins.items():
+                vars(module).setdefault(name, value)
+        with attributes_as((*patches, *functions)), recorder:
+            yield
+    finally:
+        for module in own:
+            for name, value in builtins.items():
+                if vars(module).get(name) is value:
+                    delattr(module, name)
+        thread = 0  # for modules that were imported inside, and hold one of the functions
+        recorder.results.clear()  # whose callbacks hold the recorder
