@@ -177,7 +177,7 @@ class Join:
         if [n is None for n in one] != [n is None for n in two]:
             raise Mismatch("the results differ")
         for i, j in zip(one, two, strict=True):
-            if i is not None and self.numbers.setdefault(i, j) != j:
+            if i is not None and j is not None and self.numbers.setdefault(i, j) != j:
                 raise Mismatch("the results differ")  # one is an argument
 
     def _tree(self, one: Any, two: Any) -> Any:

@@ -202,8 +202,8 @@ def _first(
             break
         found = list[tuple[Recorder, Space]]()
         for others in WITHOUT_DATA:
-            others = [moved(choice, conditions) for choice in others]
-            values = sample(sizes, exact, 0, recorded=True, others=others)
+            near = [moved(choice, conditions) for choice in others]
+            values = sample(sizes, exact, 0, recorded=True, others=near)
             recorder = record(layer, forward, values, autocast=False)
             assert recorder.space is not None
             found.append((recorder, recorder.space))
@@ -283,13 +283,15 @@ def why_different(
 ) -> str | None:
     """Return how a block and its layer differ in a call of at most two sequences, or None.
 
-    They are at most half of the batch, so that a first step does not take twice the time.
+    They are at most half of the batch, so that a first step does not take double the time.
 
     Both compute the result and all gradients, without dropout; if it `widens` 16 bits, in float32,
     since under autocast they round differently.
     """
     copy, most = replica(layer, deep=True), max(1, min(2, call.batch // 2))
     forward = types.MethodType(forward, copy)
+    if not trace.holds({**call.sizes, "B": most}):  # so few take another branch
+        most = call.batch
     while True:
         sample = call.own(layer, most, widens)
         limits = {**_OWN, **_OWN_LOW}.get(sample.dtype, _OWN_LOW[torch.bfloat16])

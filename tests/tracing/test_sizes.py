@@ -179,7 +179,7 @@ LAYERS = {
     "pooled": (lambda y, s: pooled(y), 1),
     "strided": (lambda y, s: y[:, ::2].repeat_interleave(2, 1)[:, : y.shape[1]], 1),
     "window": (lambda y, s: local(y, 8, min(8, y.shape[1])), 2),
-    "window's edge": (lambda y, s: local(y, 8, min(y.shape[1], 8)), 5),  # three attempts at 8
+    "window's edge": (lambda y, s: local(y, 8, min(y.shape[1], 8)), 6),  # four attempts at 8
     "long": (lambda y, s: either(y.shape[1] > 64, y), 2),
     "odd": (lambda y, s: either(y.shape[1] % 2 == 1, y), 2),
     "one": (lambda y, s: either(y.shape[0] == 1, y), 2),
