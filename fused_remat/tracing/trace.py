@@ -290,12 +290,14 @@ def why_different(
     """Return how a block and its layer differ in a call, or None.
 
     Without dropout, both compute the result of the `whole` batch; or the result and all gradients
-    of at most two sequences and half of the batch, so that a first step does not take twice the
-    time. If it `widens` 16 bits, in float32, since under autocast they round differently.
+    of at most two sequences and half of the batch, so that a first step does not take double
+    the time. If it `widens` 16 bits, in float32, since under autocast they round differently.
     """
     copy, most = replica(layer, deep=True), max(1, min(2, call.batch // 2))
     most = call.batch if whole else most
     forward = types.MethodType(forward, copy)
+    if not trace.holds({**call.sizes, "B": most}):  # so few take another branch
+        most = call.batch
     while True:
         sample = call.own(layer, most, widens)
         limits = {**_OWN, **_OWN_LOW}.get(sample.dtype, _OWN_LOW[torch.bfloat16])

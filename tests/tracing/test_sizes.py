@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import enum
 import math
+import operator
 import pickle
 import sys
 import threading
@@ -70,18 +71,18 @@ def test_numbers(texts):
 def test_comparisons_are_conditions():
     space = Space([{"B": 3, "S": 7}, {"B": 11, "S": 70001}, {"B": 5, "S": 104729}])
     B, S = (space.number(tuple(c[n] for c in space.choices)) for n in "BS")
-    assert S % 2 == 1 and math.inf > S and numpy.float64(3) < S and min(S, 64) is S and S != B
+    assert S % 2 == 1 and min(S, 64) is S and S != B
+    assert operator.lt(S, math.inf) and operator.gt(S, numpy.float64(3))
     assert max(S, 64) == 64 and not S & 32 and S in (1, 7) and {S: 1}[7] == {7: 1}[S] == 1
     texts = {"((S % 2) == 1)", "(S < inf)", "(S > 3.0)", "(S > 64)", "(S != B)", "bool((S & 32))"}
     assert texts <= space.conditions.keys()
     assert all(evaluated(t, {"B": 3, "S": 7}) == is_so for t, is_so in space.conditions.items())
     for same in (copy.copy(S), copy.deepcopy([S])[0], pickle.loads(pickle.dumps(S))):
         assert type(same) is int and same == 7
-    assert (
-        not space.plain and (int(S / 2), float(S)) == (3, 7.0) and [*loop(0, S, 2)] == [0, 2, 4, 6]
-    )
+    assert not space.plain
+    assert (int(S / 2), float(S), [*loop(0, S, 4)]) == (3, 7.0, [0, 4])
     assert space.plain == {"int((S / 2))", "float(S)"}
-    assert [n.of({"S": 33}) for n in space.counts] == [17]
+    assert [n.of({"S": 33}) for n in space.counts] == [9]
 
 
 @pytest.mark.parametrize(
@@ -178,7 +179,7 @@ LAYERS = {
     "pooled": (lambda y, s: pooled(y), 1),
     "strided": (lambda y, s: y[:, ::2].repeat_interleave(2, 1)[:, : y.shape[1]], 1),
     "window": (lambda y, s: local(y, 8, min(8, y.shape[1])), 2),
-    "window's edge": (lambda y, s: local(y, 8, min(y.shape[1], 8)), 5),  # three attempts at 8
+    "window's edge": (lambda y, s: local(y, 8, min(y.shape[1], 8)), 6),  # four attempts at 8
     "long": (lambda y, s: either(y.shape[1] > 64, y), 2),
     "odd": (lambda y, s: either(y.shape[1] % 2 == 1, y), 2),
     "one": (lambda y, s: either(y.shape[0] == 1, y), 2),
