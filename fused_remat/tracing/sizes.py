@@ -291,7 +291,7 @@ _SMALL = (
 )  # fmt: skip
 #: Choices at which formulas are found; the second ones for layers of limited length.
 WITHOUT_DATA = (
-    ({"B": 11, "S": 70001, "M": 60013}, {"B": 5, "S": 104729, "M": 50021}),
+    ({"B": 1009, "S": 70001, "M": 60013}, {"B": 499, "S": 104729, "M": 50021}),
     ({"B": 5, "S": 11, "M": 13}, {"B": 4, "S": 16, "M": 8}),
 )
 #: Longest sequence of a small choice, other than the call's own.

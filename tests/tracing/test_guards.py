@@ -20,10 +20,12 @@ import torch.nn.functional as F
 from altered_layers import WIDTH
 from test_hard_layers import B, S, compare, x_of
 from test_recorder import normal, pair, step
-from torch import nn
+from torch import Tensor, nn
 
+from fused_remat import convert
 from fused_remat.layers.eligibility import Unsupported
 from fused_remat.tracing import layer as layer_module
+from fused_remat.tracing.call import Trace
 from fused_remat.tracing.guards import Watch, signed
 from fused_remat.tracing.layer import _OWN, KNOWN, traced_class
 from fused_remat.tracing.state import state_of
@@ -268,6 +270,29 @@ def test_arguments_change(slow):
             assert all(torch.allclose(found[n], t) for n, t in expected.items())
         assert bool(slow) == (i < 2)
         slow.clear()
+
+
+def test_tied_weights():
+    """A trace of a layer whose two matrices are one tensor is no trace of a layer of two."""
+
+    class Two(nn.Module):
+        def __init__(self, ties: bool):
+            super().__init__()
+            self.norm, self.a, self.b = nn.LayerNorm(8), nn.Linear(8, 8), nn.Linear(8, 8)
+            self.b.weight = self.a.weight if ties else self.b.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.norm(x)
+            return x + torch.sigmoid(self.a(y)) * self.b(y)
+
+    stock = nn.Sequential(*[Two(ties) for ties in (True, False, True)]).double()
+    model, x = convert(copy.deepcopy(stock)), normal(B, S, 8)
+    for _ in range(2):
+        expected, found = (step(each, x) for each in (stock, model))
+        assert all(torch.allclose(found[n], t) for n, t in expected.items())
+        for each in (stock, model):
+            each[2].b.weight = nn.Parameter(0.5 * each[2].a.weight.detach())
+    assert all(isinstance(layer.last_trace, Trace) for layer in model)
 
 
 def test_signatures():

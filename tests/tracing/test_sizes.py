@@ -342,6 +342,32 @@ def test_refused_by_the_comparison(change, reason, monkeypatch):
     assert told.reasons() and all(reason in text for text in told.reasons()), told.reasons()
 
 
+@pytest.mark.parametrize(
+    "unseen",
+    [
+        lambda x: x.shape[:-1].numel() > 60,
+        lambda x: {20: 2.0}.get(x.shape[1], 1.0) > 1.0,
+        lambda x: x.shape[1].bit_length() > 4,
+        lambda x: f"{x.shape[0]}x{x.shape[1]}" == "3x20",
+        lambda x: x.nbytes > 8000,
+        lambda x: 0.5 * x.shape[1] > 9.0,
+        lambda x: int(torch.arange(x.shape[1]).max()) > 15,
+    ],
+)
+def test_branches_that_no_condition_shows(unseen):
+    """In the first call of each sizes, the result is compared with the layer's own."""
+
+    class Branches(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            y = x + self.attn(self.norm1(x))
+            z = self.mlp(self.norm2(y))
+            return y + (2.0 * z if unseen(x) else z)
+
+    stock, model = pair(Branches)
+    for b, s in ((2, 6), (3, 20), (2, 6), (1, 9), (4, 20)):
+        same_step(stock, model, normal(b, s, WIDTH))
+
+
 def test_a_tensor_is_two_arguments():
     class Two(Block):
         def forward(self, x: Tensor, other: Tensor) -> Tensor:
