@@ -115,7 +115,7 @@ class Replay(Node):
             if chunk.parent is None:
                 batch = chunk.seqs[1] - chunk.seqs[0]
                 tokens = chunk.owner.execution.lengths[self.name]
-            return [(At(batch, tokens, first), slice(None))]  # a memory has rows of its own
+            return [(At(batch, tokens, first), slice(None))]  # a memory has other rows
         return [(At(1, hi - lo, first + lo), slice(lo, hi)) for lo, hi in spans(rows, step)]
 
     def forward(self, chunk: Chunk, out: Tensor | None = None) -> None:

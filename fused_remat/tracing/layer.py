@@ -276,15 +276,17 @@ class TracedLayer(ConvertedLayer):
         x = call.leaves[call.x]
         kind = x.dtype, low_dtype(x)
         numbers = (n.bit_length() for n in call.leaves if type(n) is int)
-        for key in (kind, (*kind, call.batch, call.tokens, *call.sizes.values(), *numbers)):
+        sizes = *kind, call.batch, call.tokens, *call.sizes.values(), *numbers
+        for key in (kind, sizes):
             with _tracing:
                 if key not in trace.compared:
                     if len(trace.compared) > _MOST:
                         trace.compared.clear()
+                    entire, run = key is sizes, (trace, self, self.stock.forward, call)
                     with _apart(x):
-                        whole = key is not kind
-                        run = trace, self, self.stock.forward, call, bool(kind[1]), whole
-                        text = why_different(*run)
+                        text = why_different(*run, bool(kind[1]), entire)
+                    if call.batch == 1:  # the first comparison is of the entire batch
+                        trace.compared[sizes] = None
                     trace.compared[key] = None if text is None else Reason(text)
                 reason = trace.compared[key]
             if reason is not None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fused_remat.layers.fallback import attributes_as
 from fused_remat.tracing.isolation import run_unchanged
 from fused_remat.tracing.recorder import Recorder, hollow
-from fused_remat.tracing.sizes import MATH, loop, traced
+from fused_remat.tracing.sizes import MATH, Loop, traced
 from fused_remat.tracing.values import Sample, Untraceable, leaves, map_tree
 
 #: One recording at a time: it replaces names of PyTorch and of the layer's own Python modules.
@@ -29,14 +29,6 @@ def _length(value: Any) -> int:
     return value.shape[0] if isinstance(value, Tensor) and value.dim() else len(value)
 
 
-def _of_sizes(value: Any) -> Any:
-    """Return what stands in for `math` or a function of it, or None for anything else."""
-    if value is math:
-        return MATH
-    is_math = type(value) is types.BuiltinFunctionType and value.__module__ == "math"
-    return traced(f"math.{value.__name__}", value) if is_math else None
-
-
 _CALL = nn.Module.__call__
 _ENTER, _EXIT, _ENABLED = (
     torch.autocast.__enter__, torch.autocast.__exit__, torch.is_autocast_enabled
@@ -46,6 +38,7 @@ _ENTER, _EXIT, _ENABLED = (
 def record(
     layer: nn.Module, forward: Callable[..., Any], sample: Sample, autocast: bool
 ) -> Recorder:
+    """Return the recording of a call; `autocast`: whether autocast seems on."""
     recorder = Recorder(layer, sample, autocast)
     with _lock, _recording(recorder):
         result = run_unchanged(layer, forward, sample.named, sample.arguments)
@@ -71,6 +64,15 @@ def _recording(recorder: Recorder) -> Iterator[None]:
             return _CALL(module, *args, **kwargs)
         run = functools.partial(_CALL, module)
         return recorder.call(recorder.paths[module], run, args, kwargs)
+
+    def stand_in(module: types.ModuleType, value: Any) -> Any:
+        """Return what replaces a name's value while it is recorded; None for most."""
+        if value is math:
+            return MATH
+        if type(value) is types.BuiltinFunctionType and value.__module__ == "math":
+            return traced(f"math.{value.__name__}", value)
+        is_own = type(value) is types.FunctionType and value.__module__ == module.__name__
+        return noted(value) if is_own else None
 
     def noted(function: Any) -> Any:
         @functools.wraps(function)
@@ -100,21 +102,12 @@ def _recording(recorder: Recorder) -> Iterator[None]:
         (torch.autocast, "__enter__", enter), (torch.autocast, "__exit__", leave),
     )  # fmt: skip
     packages = {kind.__module__ for module in recorder.paths for kind in type(module).__mro__}
-    packages -= {"builtins"}
+    packages.discard("builtins")
     known = [sys.modules.get(package) for package in packages if package[:6] != "torch."]
     own = [module for module in known if isinstance(module, types.ModuleType)]
-    functions = [
-        (module, name, changed)
-        for module in own
-        for name, value in vars(module).items()
-        if (changed := _of_sizes(value)) is not None
-        or (
-            type(value) is types.FunctionType
-            and value.__module__ == module.__name__
-            and (changed := noted(value)) is not None
-        )
-    ]
-    builtins = {"range": loop, "len": _length}
+    names = [(module, name, value) for module in own for name, value in vars(module).items()]
+    functions = [(m, n, new) for m, n, v in names if (new := stand_in(m, v)) is not None]
+    builtins = {"range": Loop, "len": _length}
     try:
         for module in own:
             for name, value in builtins.items():

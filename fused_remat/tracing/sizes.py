@@ -34,17 +34,20 @@ class Size:
     formula: str = ""
 
     def of(self, sizes: Sizes) -> Any:
+        """Return the number at a choice of sizes."""
         if self.formula:
             return evaluated(self.formula, sizes)
         return self.factor * math.prod([sizes[name] for name in self.names]) + self.offset
 
     @property
     def text(self) -> str:
+        """The number as a formula in Python."""
         product = "*".join([str(self.factor)] * (self.factor != 1) + [*self.names])
         return self.formula or (f"({product} + {self.offset})" if self.offset else product)
 
 
 def evaluated(formula: str, sizes: Sizes) -> Any:
+    """Return the value of a formula at a choice of sizes."""
     return eval(_compiled(formula), {"math": math, "inf": math.inf, "nan": math.nan}, dict(sizes))
 
 
@@ -80,6 +83,7 @@ class Space:
         return self.known[at]
 
     def formula(self, text: str) -> Size:
+        """Return the number of a formula."""
         return Size(1, tuple([name for name in self.choices[0] if name in text]), 0, text)
 
     def _combined(self, at: tuple[int, ...]) -> Size | None:
@@ -104,6 +108,7 @@ class Space:
         return (Number if isinstance(at[0], int) else Real)._of(self, at, size)
 
     def test(self, text: str, outcome: bool) -> bool:
+        """Note a condition, and return its outcome."""
         self.conditions[text] = outcome
         return outcome
 
@@ -146,8 +151,12 @@ class _Known:
     def _with(self, run: Callable[..., Any], text: str, *others: Any) -> Any:
         if not all(isinstance(n, (int, float)) for n in others):
             return NotImplemented
-        # NumPy's and an enumeration's numbers have names of their own in formulas.
-        others = tuple([n if isinstance(n, _Known) else _simplest(n) for n in others])
+        # NumPy's and an enumeration's numbers have names of their own in formulas; a cache may hold
+        # numbers of an earlier recording.
+        is_own = [getattr(n, "space", None) is self.space for n in others]
+        others = tuple(
+            [n if own else _simplest(plain(n)) for n, own in zip(others, is_own, strict=True)]
+        )
         ats = [getattr(n, "at", (n,) * len(self.at)) for n in others]
         now = run(self.at[0], *[at[0] for at in ats])
         try:
@@ -269,12 +278,19 @@ def traced(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def loop(*args: Any) -> range:
-    """Return a range, and note the number of its steps."""
-    count = _steps(*args)
-    if isinstance(count, _Known):
-        count.space.counts.append(count.size)
-    return range(*map(plain, args))
+class _Ranges(type):
+    def __call__(cls, *args: Any) -> range:
+        count = _steps(*args)
+        if isinstance(count, _Known):
+            count.space.counts.append(count.size)
+        return range(*map(plain, args))
+
+    def __instancecheck__(cls, value: Any) -> bool:
+        return isinstance(value, range)
+
+
+class Loop(metaclass=_Ranges):
+    """Stands in for `range`, and notes the number of its steps."""
 
 
 _steps = traced("len(range", lambda *args: len(range(*args)))
@@ -306,6 +322,7 @@ def moved(sizes: Sizes, conditions: Mapping[str, bool]) -> Sizes:
 
 
 def meets(sizes: Sizes, conditions: Mapping[str, bool]) -> bool:
+    """Return whether all conditions have the same outcomes at a choice of sizes."""
     return all(evaluated(text, sizes) == outcome for text, outcome in conditions.items())
 
 

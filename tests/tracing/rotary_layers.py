@@ -185,8 +185,8 @@ class Positions(Rotating):
         if not positions:
             turn = self.cache[:length].view(1, length, 1, -1)
         else:
-            (at,), whole = positions, self.cache[None, :, None].expand(batch, -1, -1, -1)
-            turn = whole.gather(1, at.view(*at.shape, 1, 1).expand(-1, -1, 1, whole.shape[-1]))
+            (at,), table = positions, self.cache[None, :, None].expand(batch, -1, -1, -1)
+            turn = table.gather(1, at.view(*at.shape, 1, 1).expand(-1, -1, 1, table.shape[-1]))
         return turned(q, turn), turned(k, turn)
 
 

@@ -135,6 +135,23 @@ def differences(layer: nn.Module, calls: list[Call]) -> dict[str, str]:
     mine.products["result", mine.of("output")] = None
     theirs.products["result", known.get(id(expected[0][out]), (0, Flow("?")))[1]] = None
 
+    found, count = different_flows(mine, theirs), len(graphs)
+    for call in calls[1:]:
+        results.append(run(other, call))
+        expected.append(run(compiled, call))
+    for i, (a, b) in enumerate(zip(results, expected, strict=True)):
+        y = b[out].detach()
+        distance = float((a[out].detach() - y).norm() / y.norm())
+        if not distance <= (1e-6 if y.dtype == torch.float64 else 2e-5):
+            found[f"numbers of call {i}"] = f"{distance:.1e}"
+    again = other.last_trace is not trace, len(graphs) > count
+    if again[0] != again[1]:
+        found["traced again" if again[0] else "compiled again"] = "for the other size"
+    return found
+
+
+def different_flows(mine: BlockFlows, theirs: Flows) -> dict[str, str]:
+    """Return how products, dropouts and attention of two readings differ."""
     found, texts = dict[str, str](), {**mine.texts, **theirs.texts}
     for label in dict.fromkeys(label for label, _ in (*mine.products, *theirs.products)):
         a, b = ({flow for name, flow in each.products if name == label} for each in (mine, theirs))
@@ -150,18 +167,6 @@ def differences(layer: nn.Module, calls: list[Call]) -> dict[str, str]:
     heads = mine.attentions, theirs.attentions
     if len(heads[0]) == len(heads[1]) and heads[0] != heads[1]:
         found["attention"] = "{} in the block, {} compiled".format(*heads)
-    count = len(graphs)
-    for call in calls[1:]:
-        results.append(run(other, call))
-        expected.append(run(compiled, call))
-    for i, (a, b) in enumerate(zip(results, expected, strict=True)):
-        y = b[out].detach()
-        distance = float((a[out].detach() - y).norm() / y.norm())
-        if not distance <= (1e-6 if y.dtype == torch.float64 else 2e-5):
-            found[f"numbers of call {i}"] = f"{distance:.1e}"
-    again = other.last_trace is not trace, len(graphs) > count
-    if again[0] != again[1]:
-        found["traced again" if again[0] else "compiled again"] = "for the other size"
     return found
 
 

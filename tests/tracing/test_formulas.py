@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from fused_remat.execution import observe
 from fused_remat.steps.replay import Replay
 from fused_remat.tracing.layer import KNOWN
-from fused_remat.tracing.sizes import WITHOUT_DATA, Space, choose, evaluated, loop, moved, plain
+from fused_remat.tracing.sizes import WITHOUT_DATA, Loop, Space, choose, evaluated, moved, plain
 
 pytestmark = pytest.mark.filterwarnings("ignore::fused_remat.FusedRematWarning")
 SIZES = ((2, 6), (2, 7), (1, 8), (3, 9), (1, 41), (2, 70), (2, 33), (2, 12), (1, 16))
@@ -80,7 +80,8 @@ def test_comparisons_are_conditions():
     for same in (copy.copy(S), copy.deepcopy([S])[0], pickle.loads(pickle.dumps(S))):
         assert type(same) is int and same == 7
     assert not space.plain
-    assert (int(S / 2), float(S), [*loop(0, S, 4)]) == (3, 7.0, [0, 4])
+    assert (int(S / 2), float(S), [*Loop(0, S, 4)]) == (3, 7.0, [0, 4])
+    assert isinstance(range(2), Loop) and not isinstance(2, Loop)
     assert space.plain == {"int((S / 2))", "float(S)"}
     assert [n.of({"S": 33}) for n in space.counts] == [9]
 
@@ -188,7 +189,7 @@ LAYERS = {
     "bit": (lambda y, s: either(bool(y.shape[1] & 32), y), 2),
     "log": (lambda y, s: either(math.log2(y.shape[1]) > 5, y), 2),
     "root": (lambda y, s: either(math.sqrt(y.shape[1]) > 5, y), 2),
-    "whole": (lambda y, s: either(int(y.shape[1] * 0.5) > 20, y), 7),  # one per number of `int`
+    "integer": (lambda y, s: either(int(y.shape[1] * 0.5) > 20, y), 7),  # one per number of `int`
     "halves": (lambda y, s: halves(y), 7),
     "unlimited": (lambda y, s: either(y.shape[1] > math.inf, y), 1),
     "log scale": (lambda y, s: y * math.log(y.shape[1]), 1),

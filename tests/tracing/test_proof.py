@@ -32,7 +32,7 @@ from fused_remat.steps.replay import Replay
 from fused_remat.steps.rotary import Rotary
 from fused_remat.tracing.call import Trace
 from fused_remat.tracing.samples import Arguments
-from fused_remat.tracing.trace import _CHUNK, SINGLE, SMALL, difference, trace_call
+from fused_remat.tracing.trace import _CHUNK, SCALES, SINGLE, difference, trace_call
 from fused_remat.tracing.values import Sample, Untraceable
 
 #: As the sizes that a proof chooses for layers without conditions on them.
@@ -437,7 +437,7 @@ def traced_layers(name: str) -> Iterator[Layer]:
 
 
 def proofs_of(call: Arguments, layer: nn.Module, dtype: torch.dtype) -> list[Sample]:
-    pairs = zip(SIZES, (1.0, SMALL), strict=True)
+    pairs = zip(SIZES, SCALES, strict=True)
     return [call.sample(layer, s, dtype, i, scale=x) for i, (s, x) in enumerate(pairs, 2)]
 
 
