@@ -125,9 +125,11 @@ class Recorder(TorchFunctionMode):
 
     def encoded(self, tree: Any) -> Any:
         def leaf(a: Any) -> Any:
+            if isinstance(a, Tensor):
+                return Ref(self.number(a))
             return a.size if isinstance(a, Number | Real) else a
 
-        return map_tree(tree, lambda a: Ref(self.number(a)) if isinstance(a, Tensor) else leaf(a))
+        return map_tree(tree, leaf)
 
     def shape(self, number: int) -> list[Any] | None:
         """Return the sizes of a value, with a `Size` where one follows from the call's; or None."""
