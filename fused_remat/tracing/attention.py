@@ -13,7 +13,7 @@ from fused_remat.steps.attention import Attention
 from fused_remat.tracing.builder import CASTS, Build, Builder
 from fused_remat.tracing.heads import packed, without_repeats
 from fused_remat.tracing.program import run_op
-from fused_remat.tracing.values import ADD, ALGEBRA, MATMUL, Op, Ref, map_tree, refs
+from fused_remat.tracing.values import ADD, ALGEBRA, EXACT, MATMUL, Op, Ref, map_tree, refs
 
 _ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 _DEFAULTS = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None}
@@ -141,7 +141,7 @@ def _scores(t: Builder, product: Op, chain: list[Op]) -> Scores | None:
     if not all(arguments.isdisjoint(t.roots(n)) for n in factors):
         return None
     t.fix(*added)
-    base = torch.zeros_like(recording.values[first], dtype=recording.exact)
+    base = torch.zeros_like(recording.values[first], dtype=EXACT)
     caps = [i for i, op in enumerate(chain) if op.name == "tanh"]
 
     def slope(ops: list[Op], start: int, step: float = 1e-2) -> float:
@@ -189,7 +189,7 @@ def _after(t: Builder, value: Tensor, ops: list[Op], start: int) -> Tensor:
     read = {n for op in ops for n in op.reads} - recording.live
     recorded = {n: recording.values[n] for n in read}
     values: dict[int, Any] = {
-        n: v.to(recording.exact) if v.is_floating_point() else v for n, v in recorded.items()
+        n: v.to(EXACT) if v.is_floating_point() else v for n, v in recorded.items()
     }
     values[start] = value
     for op in ops:

@@ -17,7 +17,7 @@ from fused_remat.steps.node import Node
 from fused_remat.tracing.program import Context, Layout, Program, ReplayedSubmodule, layout_of
 from fused_remat.tracing.samples import Arguments
 from fused_remat.tracing.sizes import Size
-from fused_remat.tracing.values import STREAM, Op, Recording, Ref, ops_for, refs
+from fused_remat.tracing.values import EXACT, STREAM, Op, Recording, Ref, ops_for, refs
 
 #: A function that adds a step and returns its name.
 Build = Callable[[], str]
@@ -63,7 +63,7 @@ class Builder:
         self.tokens = self.recording.sizes.get("S", call.tokens)  # of a sequence
         recording, device = self.recording, call.leaves[call.x].device
         modules = self.layer.get_submodule
-        self.context = Context(modules, recording.sizes, recording.exact, device)
+        self.context = Context(modules, recording.sizes, EXACT, device)
 
     @abstractmethod
     def step(self, number: int) -> Build | None:

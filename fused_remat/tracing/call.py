@@ -17,7 +17,7 @@ from fused_remat.autograd.gradients import not_differentiable
 from fused_remat.layers.eligibility import Reason
 from fused_remat.layers.fallback import generator_states, set_generator_states
 from fused_remat.steps.replay import At
-from fused_remat.tracing.isolation import WithoutDropout, replica
+from fused_remat.tracing.isolation import Trial, replica
 from fused_remat.tracing.program import (
     Context,
     Program,
@@ -28,7 +28,7 @@ from fused_remat.tracing.program import (
 )
 from fused_remat.tracing.samples import Arguments
 from fused_remat.tracing.sizes import Size, Sizes, meets
-from fused_remat.tracing.values import STREAM, Op, Untraceable, leaves, map_tree
+from fused_remat.tracing.values import EXACT, STREAM, Op, Untraceable, leaves, map_tree
 
 #: Values that are no activations and have at least as many elements are rebuilt in backward.
 _LARGE = 1 << 9
@@ -45,7 +45,6 @@ class Trace:
         self.fixed: set[str | int] = {*block.fixed}
         #: Conditions on the sizes of a call, with their outcomes where this trace applies.
         self.conditions: Mapping[str, bool] = {}
-        self.limits: Any = None  # of the differences that its proof allowed
         #: By the dtypes of an input and of autocast, alone and with a call's sizes, why a block
         #: was not equal to its layer.
         self.compared: dict[Any, Reason | None] = {}
@@ -62,9 +61,12 @@ class Trace:
         layer: nn.Module,
         named: Mapping[str, Tensor],
         arguments: Mapping[str, Any],
-        random: bool = True,
+        mode: Callable[[], Any] = contextlib.nullcontext,
     ) -> tuple[dict[str, Tensor | None], dict[str, Callable[..., Tensor]], Callable[[Tensor], Any]]:
-        """Return what the block reads, and a function of its output; or raise Untraceable."""
+        """Return what the block reads, and a function of its output; or raise Untraceable.
+
+        `mode`: makes a context of recorded operations.
+        """
         block, given = self.block, leaves(arguments)
         sizes, x = self.sizes(given), given[self.x]
         roots: dict[int, Any] = {}
@@ -77,7 +79,7 @@ class Trace:
             roots[number] = torch.zeros((), dtype=like, device=x.device).expand(size)
         values, tensors = {**roots}, dict[str, Tensor | None]()
         context = Context(layer.get_submodule, sizes, x.dtype, x.device)
-        rebuild = functools.partial(Rebuild, values=roots, layer=layer, context=context)
+        rebuild = functools.partial(Rebuild, values=roots, layer=layer, context=context, mode=mode)
         grads = torch.is_grad_enabled()
         live = [n for n, t in roots.items() if grads and isinstance(t, Tensor) and t.requires_grad]
         plan = block.plan(frozenset(live), _LARGE)
@@ -85,10 +87,11 @@ class Trace:
             attached = rebuild(plan.rebuilt, plan.outs)
             tensors_again = _Attached.apply(attached, *attached.roots.values())
             values.update(zip(plan.outs, tensors_again, strict=True))
-        for op, unread in zip(plan.rest, plan.unread, strict=True):
-            run_op(op, values, context)
-            for number in unread:
-                del values[number]
+        with mode():
+            for op, unread in zip(plan.rest, plan.unread, strict=True):
+                run_op(op, values, context)
+                for number in unread:
+                    del values[number]
         self._check_masks(values, given)
         for name, (number, layout) in block.inputs.items():
             value = values[number]
@@ -97,8 +100,7 @@ class Trace:
                 value = layout.matrix(value, sizes).view(batch, -1, layout.width)
             tensors[name] = value
         functions: dict[str, Callable[..., Tensor]] = {
-            name: _replay(program, layer, context, random)
-            for name, program in block.programs.items()
+            name: _replay(program, layer, context, mode) for name, program in block.programs.items()
         }
         for name, number in block.values.items():
             value, ops, transposed = values[number], block.chain(number), name in block.transposed
@@ -138,7 +140,8 @@ class Trace:
         self, layer: nn.Module, named: Mapping[str, Tensor], arguments: Mapping[str, Any]
     ) -> Any:
         """Return the layer's result by the block, without dropout."""
-        tensors, functions, result = self.bind(layer, named, arguments, random=False)
+        mode = functools.partial(Trial, leaves(arguments)[self.x].dtype == EXACT)
+        tensors, functions, result = self.bind(layer, named, arguments, mode)
         return result(run_block(self.graph, "full", tensors, functions=functions))
 
     def sizes(self, given: Sequence[Any]) -> dict[str, int]:
@@ -149,7 +152,7 @@ class Trace:
 
 
 def _replay(
-    program: Program, layer: nn.Module, context: Context, random: bool
+    program: Program, layer: nn.Module, context: Context, mode: Callable[[], Any]
 ) -> Callable[..., Tensor]:
     """Return a program in one call, with the same random numbers in forward and backward."""
     context, known = context._replace(modules=_modules(program.ops, layer)), dict[int, Any]()
@@ -159,7 +162,7 @@ def _replay(
         state: Any = contextlib.nullcontext()
         if program.draws and at.first in known:
             state = torch.random.fork_rng([device] if device.type == "cuda" else [])
-        with contextlib.nullcontext() if random else WithoutDropout(), state, autocast():
+        with mode(), state, autocast():
             if program.draws:
                 set_generator_states(known.setdefault(at.first, generator_states(device)), device)
             return program.run(context, at, xs, tensors)
@@ -178,8 +181,10 @@ class Rebuild:
         values: Mapping[int, Any],
         layer: nn.Module,
         context: Context,
+        mode: Callable[[], Any],
     ) -> None:
-        self.ops, self.outs, self.autocast = ops, outs, _autocast(context.device.type)
+        self.ops, self.outs, self.mode = ops, outs, mode
+        self.autocast = _autocast(context.device.type)
         self.context = context._replace(modules=_modules(ops, layer))
         numbers = {n for op in ops for n in op.reads} - {n for op in ops for n in op.outs}
         self.roots = {n: values[n] for n in numbers}
@@ -193,7 +198,7 @@ class Rebuild:
     def run(self, roots: Mapping[int, Any]) -> list[Tensor]:
         """Return the values `outs`."""
         values = {**roots}
-        with self.autocast():
+        with self.mode(), self.autocast():
             for op, unread in zip(self.ops, unread_after(self.ops, self.outs), strict=True):
                 run_op(op, values, self.context)
                 for number in unread:

@@ -10,19 +10,36 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
 from fused_remat.layers.eligibility import parameters_of
 from fused_remat.layers.fallback import generator_states, next_node
 from fused_remat.tracing.isolation import (
     attention_without_dropout,
+    in_float64,
     is_dropout,
     multi_head_attention,
+    replica,
     sum_with_product,
     tensors_of,
 )
-from fused_remat.tracing.sizes import Number, Real, Size, Sizes, Space, plain
-from fused_remat.tracing.values import SHAPES, Op, Ref, Sample, Span, leaves, map_tree, refs
+from fused_remat.tracing.sizes import Number, Real, Size, Space, plain
+from fused_remat.tracing.values import (
+    EXACT,
+    SHAPES,
+    STREAM,
+    Limit,
+    Op,
+    Ref,
+    Sample,
+    Span,
+    Untraceable,
+    leaves,
+    limit,
+    map_tree,
+    refs,
+)
 
 #: Functions that read a tensor's values in Python.
 _READS = (
@@ -35,6 +52,10 @@ _IN_PLACE = (
 )  # fmt: skip
 _SHAPES = (Tensor.shape.__get__, Tensor.size, Tensor.numel, Tensor.nelement)  # type: ignore[attr-defined]
 _SETTERS = ("__set__", "requires_grad_", "retain_grad", "backward", "__delete__")
+#: Sizes below which an operation may run on zeros.
+_FEW = 100
+#: Steps of the loops of a call that are run again at other sizes.
+_MOST_STEPS = 1 << 12
 #: Results with more elements are not held, unless an operation on activations reads them.
 _SMALL = 1 << 12
 _OWN_BACKWARD = "it runs an autograd.Function, whose backward is its own"
@@ -43,13 +64,12 @@ _OWN_BACKWARD = "it runs an autograd.Function, whose backward is its own"
 class Recorder(TorchFunctionMode):
     """A mode that records the operations of a layer while it is active."""
 
-    def __init__(self, layer: nn.Module, sample: Sample, autocast: bool) -> None:
+    def __init__(self, layer: nn.Module, sample: Sample) -> None:
         super().__init__()
         self.layer, self.sample = layer, sample
-        self.autocast = autocast  # whether it seems on, so that code that tests for it is noticed
         arguments = leaves(sample.arguments)
         self.device = next(leaf.device for leaf in arguments if isinstance(leaf, Tensor))
-        self.start = next_node()
+        self.start, self.is_paused = next_node(), False
         self.foreign = ""  # why not even a replayed submodule may hold a tensor that is read
         self.values: list[Tensor] = []  # hollow if they depend on activations or are large
         self.numbers: dict[int, int] = {}  # by id; -1 if the tensor's present value is unknown
@@ -88,7 +108,10 @@ class Recorder(TorchFunctionMode):
                 for sizes in sample.others
             ]
             self.metas[number] = [leaf.new_empty(shape, device="meta") for shape in shapes]
-            if i != sample.bounds:
+            if i == sample.bounds:  # of one sequence, whose length may be read
+                ends = [[0, sizes["S"]] for sizes in sample.others]
+                self.metas[number] = [torch.tensor(end, dtype=leaf.dtype) for end in ends]
+            else:
                 self.roots[number] = frozenset(("argument",))
             if is_active:
                 self.live.add(number)
@@ -127,57 +150,76 @@ class Recorder(TorchFunctionMode):
         def leaf(a: Any) -> Any:
             if isinstance(a, Tensor):
                 return Ref(self.number(a))
-            return a.size if isinstance(a, Number | Real) else a
+            if isinstance(a, Number | Real):
+                return a.size
+            return STREAM if a is EXACT else limit(a) if type(a) is float else a
 
         return map_tree(tree, leaf)
 
-    def shape(self, number: int) -> list[Any] | None:
+    def shape(self, number: int) -> tuple[Any, ...] | None:
         """Return the sizes of a value, with a `Size` where one follows from the call's; or None."""
         shapes = [t.shape for t in (self.values[number], *self.metas.get(number, ()))]
         if self.space is None or len(shapes) == 1 or len({*map(len, shapes)}) > 1:
             return None
-        return [self.space.size(at) for at in zip(*shapes, strict=True)]
+        shape = tuple([self.space.size(at) for at in zip(*shapes, strict=True)])
+        return None if None in shape else shape
 
     def _sizes(self, func: Any, args: Any) -> Any:
-        """Return the result of a function that reads a tensor's shape, with known formulas."""
-        number, result = self.numbers.get(id(args[0]), -1), func(*args)
-        metas = self.metas.get(number)
-        if self.space is None or not metas:
+        """Return what a function reads of a tensor, with known formulas: its shape, or numbers."""
+        metas, result = self.metas.get(self.numbers.get(id(args[0]), -1)), func(*args)
+        if self.space is None or not metas or (func not in _SHAPES and metas[0].is_meta):
             return result
         pairs = zip(*map(leaves, (result, *[func(t, *args[1:]) for t in metas])), strict=True)
-        numbers = [self.space.number(at) for at in pairs]
-        return torch.Size(numbers) if isinstance(result, torch.Size) else numbers[0]
+        numbers = iter([self.space.number(at) for at in pairs])
+        known = map_tree(
+            tuple(result) if isinstance(result, tuple) else result, lambda _: next(numbers)
+        )
+        return torch.Size(known) if isinstance(result, tuple) else known
 
     def _run_on_meta(self, op: Op) -> None:
         """Note an operation's results at other sizes, if all that it reads is known there."""
         space = self.space
         if space is None or not all(n in self.metas for n in op.reads):
             return
-        found: list[list[Tensor]] = [[] for _ in op.outs]
-        for i, sizes in enumerate(space.choices[1:]):
-
-            def value(leaf: Any, i: int = i, sizes: Sizes = sizes) -> Any:
-                if isinstance(leaf, Ref):
-                    return self.metas[leaf.index][i]
-                if isinstance(leaf, torch.device):
-                    return torch.device("meta")
-                return leaf.of(sizes) if isinstance(leaf, Size) else leaf
-
-            args, kwargs = map_tree((op.args, op.kwargs), value)
-            try:
-                with torch.device("meta"), torch.no_grad():
-                    results = leaves(op.run(*args, **kwargs))
-            except Exception:  # no meta kernel, or sizes that the operation refuses
+        found = [self._run_at(op, i, torch.device("meta")) for i in range(len(space.choices) - 1)]
+        if None in found:  # no kernel for "meta", or sizes that the operation refuses
+            if max(space.choices[-1].values(), default=0) < _FEW:
+                found = [self._run_at(op, i, self.device) for i in range(len(space.choices) - 1)]
+                found = [None if t is None else [_meta(leaf) for leaf in t] for t in found]
+            if None in found:
                 space.lost = space.lost or op.name
                 return
-            if len(results) != len(op.outs):
-                self.trouble(f"the size decides how many results {op.name} has")
-                return
-            for metas, t in zip(found, results, strict=False):
-                metas.append(t)
-        for number, metas in zip(op.outs, found, strict=True):
-            if number is not None and len(metas) == len(space.choices) - 1:
-                self.metas[number] = [t.to("meta") for t in metas]
+        if any(len(results or ()) != len(op.outs) for results in found):
+            self.trouble(f"the size decides how many results {op.name} has")
+            return
+        metas: list[Tensor]
+        for number, *metas in zip(op.outs, *found, strict=True):
+            if number is not None:
+                self.metas[number] = metas
+
+    def _run_at(self, op: Op, choice: int, device: torch.device) -> list[Any] | None:
+        """Return an operation's results at another choice of sizes, of zeros; None if it raises."""
+        assert self.space is not None
+        sizes = self.space.choices[1 + choice]
+
+        def value(leaf: Any) -> Any:
+            if isinstance(leaf, Ref):
+                t = self.metas[leaf.index][choice]
+                if device.type == "meta":
+                    return t
+                return torch.zeros_like(t, device=device) if t.is_meta else t.to(device)
+            if isinstance(leaf, torch.device):
+                return device
+            if isinstance(leaf, Size):
+                return leaf.of(sizes)
+            return leaf.of(EXACT) if isinstance(leaf, Limit) else EXACT if leaf is STREAM else leaf
+
+        args, kwargs = map_tree((op.args, op.kwargs), value)
+        try:
+            with device, torch.no_grad():
+                return leaves(op.run(*args, **kwargs))
+        except Exception:
+            return None
 
     def add(
         self, name: str, run: Callable[..., Any], args: Any, kwargs: Any, result: Any, **more: Any
@@ -225,7 +267,7 @@ class Recorder(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", str(func))
-        if name in _SETTERS:
+        if name in _SETTERS or self.is_paused:
             return func(*args, **kwargs)
         if func in _SHAPES and not kwargs:
             return self._sizes(func, args)
@@ -237,10 +279,13 @@ class Recorder(TorchFunctionMode):
         if name == "baddbmm" and kwargs.get("out") is None:
             with self:
                 return sum_with_product(*args, **kwargs)
+        func = in_float64(func)
         if func is torch._native_multi_head_attention:
             self.trouble("it runs a fused kernel for inference")
         if name in _READS and args and isinstance(args[0], Tensor):
             self._read(name.strip("_"), self.number(args[0]))
+            if name in ("item", "tolist"):
+                return self._sizes(func, args)
         if name == "register_hook":
             self.trouble("it registers a hook on a tensor")
         if kwargs.get("inplace"):
@@ -342,10 +387,13 @@ class Recorder(TorchFunctionMode):
         versions = [(t, t._version) for t in leaves((args, kwargs)) if isinstance(t, Tensor)]
         self.stack[-1].inner.append(span)
         self.stack.append(span)
+        counts = [] if self.space is None else self.space.counts
+        known = len(counts)
         try:
             result = run(*args, **kwargs)
         finally:
             self.stack.pop()
+        loops, counts[known:] = counts[known:], []
         if any(t._version != version for t, version in versions):
             span.fixed = f"{path} changes its arguments in place"
             if function is None:
@@ -356,12 +404,51 @@ class Recorder(TorchFunctionMode):
             if isinstance(t, Tensor) and _has_own_backward(t):
                 span.trouble = span.trouble or _OWN_BACKWARD
                 self.owned.add(id(t))  # the trouble is the submodule's, not its readers'
+        if loops:
+            span.trouble = span.trouble or "its operations depend on the size"
+            self._run_again(span, loops)
         return result
+
+    def _run_again(self, span: Span, loops: list[Size]) -> None:
+        """Note the results at other sizes, with other numbers of steps, of a call that `loops`."""
+        assert self.space is not None
+        op = Op(span.path, span.function, span.args, span.kwargs, span.outs, span.path)  # type: ignore[arg-type]
+        if span.function is None:
+            module, own = self.layer.get_submodule(span.path), self.tensors_of(span.path)
+            op.run, op.args = functools.partial(call_replica, module), (own, op.args, op.kwargs)
+            op.kwargs = {}
+        steps = [sum(loop.of(sizes) for loop in loops) for sizes in self.space.choices]
+        for n in op.writes:
+            self.metas.pop(n, None)
+        if max(steps) > _MOST_STEPS:
+            self.space.lost = self.space.lost or "loop"
+            return
+        self.is_paused = True
+        try:
+            self._run_on_meta(op)
+        finally:
+            self.is_paused = False
+
+    def tensors_of(self, path: str) -> dict[str, Ref]:
+        """Return the parameters and buffers of a submodule by name."""
+        prefix, module, tensors = f"{path}.", self.layer.get_submodule(path), dict[str, Ref]()
+        held = {*parameters_of(module), *[n for n, _ in module.named_buffers()]}
+        for i, name in self.sources.items():
+            own = name.removeprefix(prefix)
+            if own != name and own in held:
+                tensors[own] = Ref(i)
+            elif own != name and self.values[i].requires_grad:
+                raise Untraceable(f"{path} has a tensor with a gradient that is no parameter")
+        return tensors
 
 
 def hollow(t: Tensor) -> Tensor:
     """Return a tensor of the same shape and dtype that takes no memory."""
     return t.detach().new_zeros(()).expand(t.shape)
+
+
+def _meta(leaf: Any) -> Any:
+    return leaf.to("meta") if isinstance(leaf, Tensor) else leaf
 
 
 def _has_own_backward(tensor: Tensor) -> bool:
@@ -371,6 +458,11 @@ def _has_own_backward(tensor: Tensor) -> bool:
 
 def _pointer(t: Tensor) -> int:
     return t.untyped_storage().data_ptr()
+
+
+def call_replica(module: nn.Module, *arguments: Any) -> Any:
+    """Run a submodule with tensors that replace its own, of the first argument."""
+    return functional_call(replica(module), *arguments)
 
 
 def _view(steps: list[Any], base: Tensor, arguments: list[Any]) -> Tensor:

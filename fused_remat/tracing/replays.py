@@ -13,7 +13,7 @@ from torch import Tensor
 from fused_remat.steps.activation import MLPActivation
 from fused_remat.steps.replay import At, Replay
 from fused_remat.tracing.builder import Builder
-from fused_remat.tracing.join import activation_of
+from fused_remat.tracing.functions import activation_of
 from fused_remat.tracing.program import Layout, Program, ReplayedSubmodule
 from fused_remat.tracing.sizes import Size
 from fused_remat.tracing.values import SHAPES, Op, Opaque

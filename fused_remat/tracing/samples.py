@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,8 +26,6 @@ _DRAWN = 65537
 _WINDOW = 16 * 257
 #: Smallest number of tokens in a sequence of a sample.
 _SMALLEST = 5
-#: Number of other meanings of a call's dimensions that are tried.
-_MOST_OTHERS = 8
 
 #: The dimensions of each leaf of a call's arguments: names of sizes, with a factor before, or
 #: numbers; none if it is no tensor.
@@ -82,36 +79,17 @@ class Arguments:
             i for i, t in tensors if "cu_seq" in self.names[i] and t.dim() == 1 and x.dim() == 2
         )
         self.bounds = next(packed, None)
-        self._options = [self._options_of(i, t) for i, t in enumerate(self.leaves)]
-        self.dims: Dims = tuple([dims for dims, _ in self._options])
+        self.dims: Dims = tuple([self._dims_of(i, t) for i, t in enumerate(self.leaves)])
 
-    def _options_of(self, i: int, t: Any) -> Any:
+    def _dims_of(self, i: int, t: Any) -> tuple[str | int, ...]:
         if not isinstance(t, Tensor):
-            return (), []
-        name, is_memory = self.names[i], i == self.memory
-        return _options(
+            return ()
+        name = self.names[i]
+        return _dims(
             t.shape, t.is_floating_point(), any(word in name for word in _MASKS),
-            "encoder" in name or is_memory, self.axes == ("S", "B"),
-            i in self.same or is_memory, tuple(self.sizes.items()),
+            "encoder" in name or i == self.memory, self.axes == ("S", "B"),
+            tuple(self.sizes.items()),
         )  # fmt: skip
-
-    def others(self) -> Iterator[Arguments]:
-        """Yield the call with other meanings of dimensions, where sizes are the same."""
-        numbers = {1, *[n for dims in self.dims for n in dims if isinstance(n, int)]}
-        single = [
-            (leaf, i, other)
-            for leaf, (_, options) in enumerate(self._options)
-            for i, others in enumerate(options)
-            for other in others
-            if isinstance(other, str) or other in numbers
-        ]
-        pairs = [p for p in itertools.combinations(single, 2) if p[0][:2] != p[1][:2]]
-        for changes in [*[(change,) for change in single], *pairs][:_MOST_OTHERS]:
-            call, dims = copy.copy(self), [[*d] for d in self.dims]
-            for leaf, i, other in changes:
-                dims[leaf][i] = other
-            call.dims = tuple(map(tuple, dims))
-            yield call
 
     def fits(self, dims: Dims) -> bool:
         """Return whether the dimensions of another call may be those of this one."""
@@ -173,10 +151,9 @@ class Arguments:
         seed: int,
         recorded: bool = False,
         shift: int = 0,  # added to integers
-        params: torch.dtype | None = None,  # the dtype of parameters, if it is another
         varies: bool = True,  # whether integer tensors are random
         named: Mapping[str, Tensor] | None = None,  # the layer's tensors, if of another sample
-        scale: float = 1.0,  # of activations
+        scale: float = 1.0,  # of every other token of activations
         others: Sequence[Sizes] = (),  # choices of sizes at which a recording finds formulas
     ) -> Sample:
         """Return a call of other sizes, with random activations, masks and parameters, in `dtype`.
@@ -202,7 +179,8 @@ class Arguments:
                 return torch.tensor(ends, dtype=leaf.dtype, device=leaf.device)
             shape = [_size_of(n, sizes) for n in dims]
             if self.active[i] or (leaf.is_floating_point() and leaf.requires_grad):
-                stream = random(shape, leaf.device).detach() * scale
+                stream = random(shape, leaf.device).detach()
+                stream[..., ::2, :] *= scale
                 streams.append(stream.requires_grad_())
                 return streams[-1]
             t = leaf.detach()
@@ -227,7 +205,7 @@ class Arguments:
             return t + 0.25 * torch.sin(3.0 * t + 1.0) if recorded else t
 
         if named is None:
-            named = _tensors(layer, random, params or dtype)
+            named = _tensors(layer, random, dtype)
         arguments = map_tree(dict(self.given), value)
         others = [{name: each[name] for name in self.sizes} for each in others]
         dims = [[_size(n) for n in dims] for dims in self.dims]
@@ -235,37 +213,32 @@ class Arguments:
 
 
 @functools.lru_cache(1024)
-def _options(
+def _dims(
     shape: Sequence[int],
     is_float: bool,
     is_mask: bool,
     of_memory: bool,
     swapped: bool,
-    is_known: bool,
     lengths: tuple[tuple[str, int], ...],
-) -> tuple[tuple[str | int, ...], list[list[str | int]]]:
-    """Return the likeliest dimensions of an argument, and the alternatives of each."""
+) -> tuple[str | int, ...]:
+    """Return the likeliest dimensions of an argument."""
     sizes, last = dict(lengths), len(shape) - 1
     batch, is_mask = sizes.get("B", 0), is_mask or last == 3
     features = is_float and last > 0 and not is_mask
     swapped = swapped and features and last > 1
-    options: list[list[str | int]] = []
+    dims: list[str | int] = []
     for i, n in enumerate(shape):
         queries = is_mask and last > 1 and i == last - 1
-        names = ("M", "S") if of_memory and not queries else ("S", "M")
-        order: tuple[str | int, ...] = names
+        order: tuple[str | int, ...] = ("M", "S") if of_memory and not queries else ("S", "M")
         if (features and i == last) or (last == 3 and i == 1 and n in shape[2:]):
-            order = (n, *names)  # a width, or heads, as many as tokens
+            order = (n,)  # a width, or heads, as many as tokens
         elif swapped and i == 1:
             order = ("B",)
         elif i == 0 and "B" in sizes and not swapped:
-            heads = (f"{n // max(batch, 1)}B",) if last == 2 and n > batch else ()
-            other = (n, *heads) if batch == 1 else (*heads, n)
-            order = ("B", *names) if last < 2 else ("B", *other, *names)
-        same = [s for s in (*order, n) if isinstance(s, int) or _size_of(s, sizes) == n]
-        options.append([*dict.fromkeys(same)])
-    likeliest = tuple([n for n, *_ in options])
-    return likeliest, [] if is_known else [others for _, *others in options]
+            heads = (f"{n // max(batch, 1)}B",) if last == 2 and n > batch > 1 else ()
+            order = ("B", *(order if last < 2 else heads))
+        dims.append(next(s for s in (*order, n) if _size_of(s, sizes) == n))
+    return tuple(dims)
 
 
 def _size_of(dim: str | int, sizes: Mapping[str, int]) -> int:

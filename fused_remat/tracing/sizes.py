@@ -302,8 +302,8 @@ MATH = types.SimpleNamespace(
 
 #: Small choices, of different remainders by small numbers, and large ones without data.
 _SMALL = (
-    {"B": 3, "S": 7, "M": 5}, {"B": 2, "S": 10, "M": 12}, {"B": 4, "S": 6, "M": 9},
-    {"B": 1, "S": 13, "M": 6},
+    {"B": 3, "S": 7, "M": 5}, {"B": 2, "S": 13, "M": 6}, {"B": 4, "S": 6, "M": 9},
+    {"B": 1, "S": 10, "M": 12},
 )  # fmt: skip
 #: Choices at which formulas are found; the second ones for layers of limited length.
 WITHOUT_DATA = (
