@@ -54,11 +54,12 @@ class Assembly:
         recorder, ops = self.recorder, self._ops(self.recorder.root)
         producers, inputs = {n: op for op in ops for n in op.writes}, recorder.inputs
         used = {*producers, *recorder.sources, *(n for n in inputs if n is not None)}
-        shapes = [recorder.shape(n) if n in used else None for n in range(len(recorder.values))]
-        dtypes = [STREAM if t.dtype == EXACT else t.dtype for t in recorder.values]
+        values = [*recorder.values]
+        shapes = [recorder.metas.shape(n, t) if n in used else None for n, t in enumerate(values)]
+        dtypes = [STREAM if t.dtype == EXACT else t.dtype for t in values]
         live = {n for n in recorder.live if n in producers or n in inputs}
         return Recording(
-            [*recorder.values], shapes, dtypes, ops, producers, recorder.sources, inputs, live,
+            values, shapes, dtypes, ops, producers, recorder.sources, inputs, live,
             recorder.result, recorder.sample.sizes, {*recorder.fixed},
         )  # fmt: skip
 

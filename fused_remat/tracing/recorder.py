@@ -24,12 +24,12 @@ from fused_remat.tracing.isolation import (
     sum_with_product,
     tensors_of,
 )
-from fused_remat.tracing.sizes import Number, Real, Size, Space, plain
+from fused_remat.tracing.metas import Metas
+from fused_remat.tracing.sizes import Number, Real, Size, Space, plain, shape_at
 from fused_remat.tracing.values import (
     EXACT,
     SHAPES,
     STREAM,
-    Limit,
     Op,
     Ref,
     Sample,
@@ -52,10 +52,6 @@ _IN_PLACE = (
 )  # fmt: skip
 _SHAPES = (Tensor.shape.__get__, Tensor.size, Tensor.numel, Tensor.nelement)  # type: ignore[attr-defined]
 _SETTERS = ("__set__", "requires_grad_", "retain_grad", "backward", "__delete__")
-#: Sizes below which an operation may run on zeros.
-_FEW = 100
-#: Steps of the loops of a call that are run again at other sizes.
-_MOST_STEPS = 1 << 12
 #: Results with more elements are not held, unless an operation on activations reads them.
 _SMALL = 1 << 12
 _OWN_BACKWARD = "it runs an autograd.Function, whose backward is its own"
@@ -85,14 +81,13 @@ class Recorder(TorchFunctionMode):
         self.views: dict[int, tuple[Tensor, list[Any], list[Any]]] = {}
         self.root = Span("")
         self.stack = [self.root]
-        #: Formulas of sizes, if they are looked for; by number, tensors on "meta" at other sizes.
-        self.space = Space([sample.sizes, *sample.others]) if sample.others else None
-        self.metas: dict[int, list[Tensor]] = {}
+        self.space = Space([sample.sizes, *sample.others])
+        self.metas = Metas(self.space, self.device)
         self.paths = {module: name for name, module in layer.named_modules()}
         for name, tensor in tensors_of(layer, sample.named).items():
             number = self.new(tensor)
             self.sources[number], self.roots[number] = name, frozenset((name,))
-            self.metas[number] = [torch.empty_like(tensor, device="meta")] * len(sample.others)
+            self.metas.known[number] = [tensor.to("meta")] * len(sample.others)
         strided = [t for t in self.values if t.layout is torch.strided]
         self.memory = set(map(_pointer, strided))
         self.result: Any = None  # of the layer, with `Ref`s
@@ -103,16 +98,15 @@ class Recorder(TorchFunctionMode):
                 continue
             number = self.numbers[id(leaf)] if id(leaf) in self.numbers else self.new(leaf)
             self.inputs.append(number)
-            shapes = [
-                [n.of(sizes) if isinstance(n, Size) else n for n in sample.shapes[i]]
-                for sizes in sample.others
-            ]
-            self.metas[number] = [leaf.new_empty(shape, device="meta") for shape in shapes]
             if i == sample.bounds:  # of one sequence, whose length may be read
                 ends = [[0, sizes["S"]] for sizes in sample.others]
-                self.metas[number] = [torch.tensor(end, dtype=leaf.dtype) for end in ends]
+                self.metas.known[number] = [torch.tensor(end, dtype=leaf.dtype) for end in ends]
             else:
                 self.roots[number] = frozenset(("argument",))
+                self.metas.known[number] = [
+                    leaf.new_empty(shape_at(sample.shapes[i], sizes), device="meta")
+                    for sizes in sample.others
+                ]
             if is_active:
                 self.live.add(number)
 
@@ -156,71 +150,6 @@ class Recorder(TorchFunctionMode):
 
         return map_tree(tree, leaf)
 
-    def shape(self, number: int) -> tuple[Any, ...] | None:
-        """Return the sizes of a value, with a `Size` where one follows from the call's; or None."""
-        shapes = [t.shape for t in (self.values[number], *self.metas.get(number, ()))]
-        if self.space is None or len(shapes) == 1 or len({*map(len, shapes)}) > 1:
-            return None
-        shape = tuple([self.space.size(at) for at in zip(*shapes, strict=True)])
-        return None if None in shape else shape
-
-    def _sizes(self, func: Any, args: Any) -> Any:
-        """Return what a function reads of a tensor, with known formulas: its shape, or numbers."""
-        metas, result = self.metas.get(self.numbers.get(id(args[0]), -1)), func(*args)
-        if self.space is None or not metas or (func not in _SHAPES and metas[0].is_meta):
-            return result
-        pairs = zip(*map(leaves, (result, *[func(t, *args[1:]) for t in metas])), strict=True)
-        numbers = iter([self.space.number(at) for at in pairs])
-        known = map_tree(
-            tuple(result) if isinstance(result, tuple) else result, lambda _: next(numbers)
-        )
-        return torch.Size(known) if isinstance(result, tuple) else known
-
-    def _run_on_meta(self, op: Op) -> None:
-        """Note an operation's results at other sizes, if all that it reads is known there."""
-        space = self.space
-        if space is None or not all(n in self.metas for n in op.reads):
-            return
-        found = [self._run_at(op, i, torch.device("meta")) for i in range(len(space.choices) - 1)]
-        if None in found:  # no kernel for "meta", or sizes that the operation refuses
-            if max(space.choices[-1].values(), default=0) < _FEW:
-                found = [self._run_at(op, i, self.device) for i in range(len(space.choices) - 1)]
-                found = [None if t is None else [_meta(leaf) for leaf in t] for t in found]
-            if None in found:
-                space.lost = space.lost or op.name
-                return
-        if any(len(results or ()) != len(op.outs) for results in found):
-            self.trouble(f"the size decides how many results {op.name} has")
-            return
-        metas: list[Tensor]
-        for number, *metas in zip(op.outs, *found, strict=True):
-            if number is not None:
-                self.metas[number] = metas
-
-    def _run_at(self, op: Op, choice: int, device: torch.device) -> list[Any] | None:
-        """Return an operation's results at another choice of sizes, of zeros; None if it raises."""
-        assert self.space is not None
-        sizes = self.space.choices[1 + choice]
-
-        def value(leaf: Any) -> Any:
-            if isinstance(leaf, Ref):
-                t = self.metas[leaf.index][choice]
-                if device.type == "meta":
-                    return t
-                return torch.zeros_like(t, device=device) if t.is_meta else t.to(device)
-            if isinstance(leaf, torch.device):
-                return device
-            if isinstance(leaf, Size):
-                return leaf.of(sizes)
-            return leaf.of(EXACT) if isinstance(leaf, Limit) else EXACT if leaf is STREAM else leaf
-
-        args, kwargs = map_tree((op.args, op.kwargs), value)
-        try:
-            with device, torch.no_grad():
-                return leaves(op.run(*args, **kwargs))
-        except Exception:
-            return None
-
     def add(
         self, name: str, run: Callable[..., Any], args: Any, kwargs: Any, result: Any, **more: Any
     ) -> None:
@@ -248,7 +177,8 @@ class Recorder(TorchFunctionMode):
             tensor = None if n in self.live else self.results[n]()
             self.values[n] = self.values[n] if tensor is None else tensor
         self.stack[-1].inner.append(op)
-        self._run_on_meta(op)
+        if matter := self.metas.run(op):
+            self.trouble(matter)
 
     def _forget(self, key: int, _: weakref.ref[Tensor]) -> None:
         """Forget a tensor that is freed, since a new one may get its id."""
@@ -270,7 +200,7 @@ class Recorder(TorchFunctionMode):
         if name in _SETTERS or self.is_paused:
             return func(*args, **kwargs)
         if func in _SHAPES and not kwargs:
-            return self._sizes(func, args)
+            return self.metas.read(func, self.numbers.get(id(args[0]), -1), args)
         if is_dropout(func):
             return self._dropout(func, *args, **kwargs)
         if func is F.multi_head_attention_forward:
@@ -285,7 +215,7 @@ class Recorder(TorchFunctionMode):
         if name in _READS and args and isinstance(args[0], Tensor):
             self._read(name.strip("_"), self.number(args[0]))
             if name in ("item", "tolist"):
-                return self._sizes(func, args)
+                return self.metas.read(func, self.numbers.get(id(args[0]), -1), args)
         if name == "register_hook":
             self.trouble("it registers a hook on a tensor")
         if kwargs.get("inplace"):
@@ -295,8 +225,7 @@ class Recorder(TorchFunctionMode):
         if kwargs.get("out") is not None:
             self.trouble("it writes to a tensor that is passed as `out`")
         encoded, before = (self.encoded(args), self.encoded(kwargs)), generator_states(self.device)
-        if self.space is not None:
-            args, kwargs = map_tree((args, kwargs), plain)
+        args, kwargs = map_tree((args, kwargs), plain)
         if func is F.scaled_dot_product_attention:
             result = attention_without_dropout(*args, **kwargs)
             draws = bool(kwargs.get("dropout_p", [*args[4:], 0.0][0]))
@@ -387,7 +316,7 @@ class Recorder(TorchFunctionMode):
         versions = [(t, t._version) for t in leaves((args, kwargs)) if isinstance(t, Tensor)]
         self.stack[-1].inner.append(span)
         self.stack.append(span)
-        counts = [] if self.space is None else self.space.counts
+        counts, lost = self.space.counts, self.space.lost
         known = len(counts)
         try:
             result = run(*args, **kwargs)
@@ -406,26 +335,20 @@ class Recorder(TorchFunctionMode):
                 self.owned.add(id(t))  # the trouble is the submodule's, not its readers'
         if loops:
             span.trouble = span.trouble or "its operations depend on the size"
+        if loops or not self.metas.known.keys() >= {n for n in span.outs if n is not None}:
+            self.space.lost = lost
             self._run_again(span, loops)
         return result
 
     def _run_again(self, span: Span, loops: list[Size]) -> None:
-        """Note the results at other sizes, with other numbers of steps, of a call that `loops`."""
-        assert self.space is not None
-        op = Op(span.path, span.function, span.args, span.kwargs, span.outs, span.path)  # type: ignore[arg-type]
-        if span.function is None:
-            module, own = self.layer.get_submodule(span.path), self.tensors_of(span.path)
-            op.run, op.args = functools.partial(call_replica, module), (own, op.args, op.kwargs)
-            op.kwargs = {}
-        steps = [sum(loop.of(sizes) for loop in loops) for sizes in self.space.choices]
-        for n in op.writes:
-            self.metas.pop(n, None)
-        if max(steps) > _MOST_STEPS:
-            self.space.lost = self.space.lost or "loop"
-            return
+        run, args, kwargs = span.function, span.args, span.kwargs
+        if run is None:
+            run = functools.partial(call_replica, self.layer.get_submodule(span.path))
+            args, kwargs = (self.tensors_of(span.path), args, kwargs), {}
         self.is_paused = True
         try:
-            self._run_on_meta(op)
+            op = Op(span.label, run, args, kwargs, span.outs, span.path)
+            self.metas.run_again(op, loops)
         finally:
             self.is_paused = False
 
@@ -445,10 +368,6 @@ class Recorder(TorchFunctionMode):
 def hollow(t: Tensor) -> Tensor:
     """Return a tensor of the same shape and dtype that takes no memory."""
     return t.detach().new_zeros(()).expand(t.shape)
-
-
-def _meta(leaf: Any) -> Any:
-    return leaf.to("meta") if isinstance(leaf, Tensor) else leaf
 
 
 def _has_own_backward(tensor: Tensor) -> bool:

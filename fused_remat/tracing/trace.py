@@ -106,7 +106,7 @@ def _trace(
         raise
     except Exception as error:  # whatever the layer raises at these sizes
         what = "batch size or length" if "S" in call.sizes else "batch size"
-        raise Untraceable(f"{CANNOT_RUN} {what} ({type(error).__name__})") from error
+        raise Untraceable(f"{CANNOT_RUN} {what} in float64 ({type(error).__name__})") from error
     formulas = [size for size in space.known.values() if size is not None and size.formula]
     known = {path: known_function(m, own) for path, m in layer.named_modules() if path}
     opaque, first = dict[str, str](), recorder.sample
@@ -145,15 +145,12 @@ def _recorded(
         sizes = choose(call.sizes, conditions, (), ())
         if sizes is None:
             break
-        found = list[tuple[Recorder, Space]]()
         for choices in WITHOUT_DATA:
             others = [moved(choice, conditions) for choice in choices]
             recorder = record(layer, forward, sample(sizes, EXACT, 0, recorded=True, others=others))
-            assert recorder.space is not None
-            found.append((recorder, recorder.space))
-            if not recorder.space.lost:
+            space = recorder.space
+            if not space.lost:
                 break
-        recorder, space = next((pair for pair in found if not pair[1].lost), found[0])
         numbers = {*space.plain, *(size.text for size in space.counts)}
         numbers = {f"{text} == {evaluated(text, call.sizes)}" for text in numbers}
         space.conditions |= {text: bool(evaluated(text, sizes)) for text in numbers}
