@@ -217,17 +217,16 @@ def why_different(
     layer: nn.Module,
     forward: Callable[..., Any],
     call: Arguments,
+    most: int,
     widens: bool,
-    entire: bool,
+    gradients: bool,
 ) -> str | None:
-    """Return how a block and its layer differ in a call, or None.
+    """Return how a block and its layer differ in at most so many sequences of a call, or None.
 
-    Without dropout, both compute the result of the `entire` batch; or the result and all gradients
-    of at most two sequences and half of the batch, so that a first step does not take double
-    the time. If it `widens` 16 bits, in float32, since under autocast they round differently.
+    Both run without dropout. If it `widens` 16 bits, they do in float32, since under autocast they
+    round differently. `gradients`: whether these are compared, too.
     """
-    copy, most = replica(layer, deep=True), max(1, min(2, call.batch // 2))
-    most = call.batch if entire else most
+    copy = replica(layer, deep=True)
     forward = types.MethodType(forward, copy)
     if not trace.holds({**call.sizes, "B": most}):  # so few take another branch
         most = call.batch
@@ -237,7 +236,7 @@ def why_different(
         if sample.dtype.itemsize == 2 and trace.graph.unsure:
             limits = _UNSURE
         try:
-            text = difference(copy, forward, trace.plain.run, sample, limits, not entire)
+            text = difference(copy, forward, trace.plain.run, sample, limits, gradients)
         except torch.OutOfMemoryError:
             raise
         except _Raised as error:  # as the layer's own forward then does
