@@ -6,7 +6,7 @@ import itertools
 import re
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,8 +39,6 @@ class Builder:
     mixes_dtypes: bool = True  # whether adapters compute in dtypes of their own; not in a proof
     nodes: dict[str, Node] = field(default_factory=dict)
     programs: dict[str, Program] = field(default_factory=dict)  # the functions of replays
-    #: By the name of a replay that is columns of another activation: that, and which columns.
-    picks: dict[str, tuple[str, int, int]] = field(default_factory=dict)
     built: dict[int, str] = field(default_factory=dict)  # activations by the number of the value
     widths: dict[str, int] = field(default_factory=dict)  # of activations
     values: dict[str, int] = field(default_factory=dict)  # as in `TracedBlock`, as the next three
@@ -61,6 +59,7 @@ class Builder:
         #: Bounds of sequences of variable length; the recording has one sequence.
         self.bounds = None if call.bounds is None else inputs[call.bounds]
         self.tokens = self.recording.sizes.get("S", call.tokens)  # of a sequence
+        self.token_size = Size(1, ("S",)) if "S" in self.recording.sizes else self.tokens
         recording, device = self.recording, call.leaves[call.x].device
         modules = self.layer.get_submodule
         self.context = Context(modules, recording.sizes, recording.exact, device)
@@ -112,14 +111,17 @@ class Builder:
         args: Any,
         like: int,
         result: Tensor | None = None,
+        lead: Sequence[Any] = (),
         **kwargs: Any,
     ) -> int:
-        """Add an operation before the block; its value is like another, or has `result`'s shape."""
+        """Add an operation before the block; its value is like another, or `result`.
+
+        `lead`: the first sizes of `result`, which follow from those of a call.
+        """
         recording, number = self.recording, len(self.recording.values)
         value, shape = recording.values[like], recording.shapes[like]
         if result is not None:
-            sizes = {n.of(recording.sizes): n for n in args[1] if isinstance(n, Size)}
-            value, shape = result, tuple([sizes.get(n, n) for n in result.shape])
+            value, shape = result, (*lead, *result.shape[len(lead) :])
         recording.values.append(value)
         recording.shapes.append(shape)
         recording.dtypes.append(recording.dtypes[like])
@@ -167,7 +169,6 @@ class Builder:
             if not any(name in node.inputs for node in self.nodes.values()):
                 self.nodes.pop(name, None)
                 self.programs.pop(name, None)
-                self.picks.pop(name, None)
                 self.replayed.pop(name, None)
                 self.built = {n: built for n, built in self.built.items() if built != name}
 

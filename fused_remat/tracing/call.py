@@ -23,7 +23,7 @@ from fused_remat.tracing.program import (
     Program,
     TracedBlock,
     leaf_value,
-    run_op,
+    run_ops,
     unread_after,
 )
 from fused_remat.tracing.samples import Arguments
@@ -85,16 +85,12 @@ class Trace:
             attached = rebuild(plan.rebuilt, plan.outs)
             tensors_again = _Attached.apply(attached, *attached.roots.values())
             values.update(zip(plan.outs, tensors_again, strict=True))
-        for op, unread in zip(plan.rest, plan.unread, strict=True):
-            run_op(op, values, context)
-            for number in unread:
-                del values[number]
+        run_ops(plan.rest, plan.unread, values, context)
         self._check_masks(values, given)
         for name, (number, layout) in block.inputs.items():
             value = values[number]
             if value.dim() != 3 or layout.tokens != (0, 1):
-                batch = sizes.get("B", 1)
-                value = layout.matrix(value, sizes).view(batch, -1, layout.width)
+                value = layout.matrix(value, sizes, (sizes.get("B", 1), -1))
             tensors[name] = value
         functions: dict[str, Callable[..., Tensor]] = {
             name: _replay(program, layer, context, random)
@@ -194,10 +190,7 @@ class Rebuild:
         """Return the values `outs`."""
         values = {**roots}
         with self.autocast():
-            for op, unread in zip(self.ops, unread_after(self.ops, self.outs), strict=True):
-                run_op(op, values, self.context)
-                for number in unread:
-                    del values[number]
+            run_ops(self.ops, unread_after(self.ops, self.outs), values, self.context)
         return [values[n] for n in self.outs]
 
     def in_backward(self, transposed: bool = False) -> Tensor:

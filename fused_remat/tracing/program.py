@@ -76,11 +76,12 @@ class Layout:
     def _order(self) -> list[int]:
         return [*self.tokens, *[i for i in range(len(self.flat)) if i not in self.tokens]]
 
-    def matrix(self, value: Tensor, sizes: Mapping[str, int]) -> Tensor:
-        """Return a value as a matrix (tokens, width)."""
+    def matrix(
+        self, value: Tensor, sizes: Mapping[str, int], lead: Sequence[int] = (-1,)
+    ) -> Tensor:
+        """Return a value as a matrix (tokens, width), or with `lead` as the sizes of tokens."""
         flat = [sizes[n] if isinstance(n, str) else n for n in self.flat]
-        count = math.prod([flat[i] for i in self.tokens])
-        return value.reshape(flat).permute(self._order).reshape(count, self.width)
+        return value.reshape(flat).permute(self._order).reshape(*lead, self.width)
 
     def value(self, matrix: Tensor, sizes: Mapping[str, int]) -> Tensor:
         """Return the value that a matrix (tokens, width) represents."""
@@ -135,6 +136,11 @@ class Program:
         return unread_after(self.ops, (self.target,))
 
     @property
+    def reads(self) -> set[int]:
+        """The values that its operations read, and the result."""
+        return {self.target, *[n for op in self.ops for n in op.reads]}
+
+    @property
     def draws(self) -> bool:
         return any(op.random or op.p for op in self.ops)
 
@@ -155,19 +161,10 @@ class Program:
         sizes = {**call.sizes, "B": at.batch}
         if len(self.layout.names) > 1 or self.layout.names == ("S",):
             sizes[self.layout.names[-1]] = at.tokens
-        call = call._replace(sizes=sizes)
         values: dict[int, Any] = dict(zip(self.params, tensors, strict=True))
         for (number, layout), x in zip(self.sources, xs, strict=True):
             values[number] = layout.value(x, sizes)
-        for op, unread in zip(self.ops, self._unread, strict=True):
-            try:
-                run_op(op, values, call)
-            except torch.OutOfMemoryError:
-                raise
-            except RuntimeError as error:
-                raise Opaque(op.inside, f"{op.name} cannot be run by itself: {error}") from error
-            for number in unread:
-                del values[number]
+        run_ops(self.ops, self._unread, values, call._replace(sizes=sizes))
         y = self.layout.matrix(values[self.target], sizes)
         return y if self.pick is None else torch.cat([y[:, a:b] for a, b in self.pick], 1)
 
@@ -190,6 +187,21 @@ def unread_after(ops: Sequence[Op], needed: Iterable[int]) -> list[list[int]]:
         unread.append([*(touched - seen)])
         seen |= touched
     return unread[::-1]
+
+
+def run_ops(
+    ops: Sequence[Op], unread: Sequence[Sequence[int]], values: dict[int, Any], call: Context
+) -> None:
+    """Run operations on `values`, of which those that are `unread` after each are freed."""
+    for op, numbers in zip(ops, unread, strict=True):
+        try:
+            run_op(op, values, call)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise Opaque(op.inside, f"{op.name} cannot be run by itself: {error}") from error
+        for number in numbers:
+            del values[number]
 
 
 def run_op(op: Op, values: dict[int, Any], call: Context) -> None:

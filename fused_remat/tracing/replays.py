@@ -40,11 +40,9 @@ def replay(t: Builder, number: int) -> str:
     xs = tuple([t.build(n) for n in sources])
     pairs = tuple(zip(sources, layouts, strict=True))
     program = Program(tuple(ops), pairs, tuple(params), number, layout)
-    is_opaque, moved = op.path is not None, None
-    if len(xs) == 1 and program.only_moves:
-        moved, (x,), _ = sample(t, program)
-        if moved.shape == x.shape and torch.equal(moved, x):
-            return xs[0]
+    is_opaque = op.path is not None
+    if len(xs) == 1 and columns_of(t, program) == [*range(t.widths[xs[0]])]:
+        return xs[0]
     if len(set(xs)) < len(xs):
         raise Opaque(op.inside, "it reads one activation in two layouts")
     paths = [o.inside.split(".") for o in ops]  # to the innermost submodule that contains all
@@ -93,8 +91,6 @@ def replay(t: Builder, number: int) -> str:
         )
     )  # fmt: skip
     t.programs[name] = program
-    if moved is not None:
-        note_pick(t, name, moved, [x])
     return name
 
 
@@ -151,18 +147,6 @@ def _stages(t: Builder, ops: list[Op], params: list[int]) -> tuple[tuple[str, ..
     return tuple(map(tuple, stages.values()))
 
 
-def note_pick(t: Builder, name: str, y: Tensor, xs: list[Tensor]) -> None:
-    """Note whether the result `y` of a replay is adjacent columns of its input."""
-    t.widths[name] = y.shape[1]
-    node = t.nodes.get(name)
-    if len(xs) != 1 or not isinstance(node, Replay):
-        return
-    same = (xs[0] == y[:, :1]).all(0).nonzero()
-    first = int(same[0]) if len(same) else 0
-    if torch.equal(xs[0][:, first : first + y.shape[1]], y):
-        t.picks[name] = node.xs[0], first, first + y.shape[1]
-
-
 # Trials.
 
 
@@ -181,6 +165,17 @@ def sample(
     tensors = [t.recording.values[n].detach() for n in program.params]
     tensors = [v.to(dtype).requires_grad_() if v.is_floating_point() else v for v in tensors]
     return run(t, program, xs, tensors), xs, tensors
+
+
+def columns_of(t: Builder, program: Program) -> list[int] | None:
+    """Return the columns of its one input that a program returns, or None if it is no choice."""
+    if len(program.sources) != 1 or not program.only_moves:
+        return None
+    y, (x,), _ = sample(t, program)
+    index = {tuple(column): i for i, column in enumerate(x[:4].t().tolist())}
+    columns = [index.get(tuple(column), -1) for column in y[:4].t().tolist()]
+    is_same = x.dtype == y.dtype and -1 not in columns and torch.equal(x[:, columns], y)
+    return columns if is_same else None
 
 
 def run(
