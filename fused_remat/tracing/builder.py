@@ -152,7 +152,7 @@ class Builder:
     def unique(self, name: str, *others: str) -> str:
         """Return `name`, with a number if another step or value has it."""
         taken = {*self.nodes, *self.value_names.values(), *_RESERVED, *others}
-        name = name or "step"
+        name = name.lstrip(".") or "step"
         numbered = (f"{name}_{i}" for i in itertools.count(2))
         return name if name not in taken else next(n for n in numbered if n not in taken)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import posixpath
 from collections.abc import Sequence
 from typing import Any
 
@@ -45,9 +46,8 @@ def replay(t: Builder, number: int) -> str:
         return xs[0]
     if len(set(xs)) < len(xs):
         raise Opaque(op.inside, "it reads one activation in two layouts")
-    paths = [o.inside.split(".") for o in ops]  # to the innermost submodule that contains all
-    same = itertools.takewhile(lambda names: len(set(names)) == 1, zip(*paths, strict=False))
-    inside = ".".join([names[0] for names in same])
+    paths = [o.inside.replace(".", "/") for o in ops]
+    inside = posixpath.commonpath(paths).replace("/", ".")  # of the innermost module of all
     draws = {o for o in ops if o.random or o.p}
     if t.drops and any(draws.intersection(known.ops) for known in t.programs.values()):
         path = inside.rpartition(".")[0] if op.module else inside
@@ -220,29 +220,27 @@ def _needed_for(
     """Return for each activation the names whose gradients depend on its value, by trial."""
     if program.draws or not program.is_algebra:
         return (names,) * len(program.sources)
-    _, xs, tensors = sample(t, program)
-    # A coefficient that is 0 may become another.
-    tensors = [_moved(v) if v.requires_grad else v for v in tensors]
-    y = run(t, program, xs, tensors)
+    y, xs, tensors = sample(t, program)
     if not y.requires_grad:
         return ((),) * len(xs)
-    generator = torch.Generator(y.device).manual_seed(1)
-    dy = torch.randn(y.shape, generator=generator, dtype=y.dtype, device=y.device)
-    labels = [n for n, v in zip(names, (*xs, *tensors), strict=True) if v.requires_grad]
+    # A coefficient that is 0 may become another.
+    tensors = [_moved(v) if v.requires_grad else v for v in tensors]
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=y.dtype).to(y)
 
-    def grads(y: Tensor, xs: list[Tensor]) -> tuple[Tensor | None, ...]:
-        inputs = [v for v in (*xs, *tensors) if v.requires_grad]
-        return torch.autograd.grad(y, inputs, dy, allow_unused=True)
+    def grads(xs: list[Tensor]) -> dict[str, Tensor | None]:
+        pairs = zip(names, (*xs, *tensors), strict=True)
+        inputs = {name: v for name, v in pairs if v.requires_grad}
+        y = run(t, program, xs, tensors)
+        found = torch.autograd.grad(y, [*inputs.values()], dy, allow_unused=True)
+        return dict(zip(inputs, found, strict=True))
 
     def is_other(g: Tensor | None, h: Tensor | None) -> bool:
         return g is not h and (g is None or h is None or not g.equal(h))
 
-    expected, needed = grads(y, xs), []
+    expected, needed = grads(xs), []
     for i, x in enumerate(xs):
-        zeroed = [*xs[:i], torch.zeros_like(x).requires_grad_(), *xs[i + 1 :]]
-        others = grads(run(t, program, zeroed, tensors), zeroed)
-        pairs = zip(labels, expected, others, strict=True)
-        needed.append(tuple([name for name, g, h in pairs if is_other(g, h)]))
+        others = grads([*xs[:i], torch.zeros_like(x).requires_grad_(), *xs[i + 1 :]])
+        needed.append(tuple([name for name, g in expected.items() if is_other(g, others[name])]))
     return tuple(needed)
 
 
