@@ -119,9 +119,9 @@ def _attention(
         bounds = "" if t.bounds is None else t.param(t.bounds)
         return t.add(
             Attention(
-                name=t.unique(op.inside or "attention"), q=q, k=k, v=v, spec=spec, site=t.site(),
+                name=t.unique(op.inside or "attention"), q=q, k=k, v=v, spec=spec,
                 mask="" if mask is None else t.param(mask.index), cu_q=bounds, cu_k=bounds,
-                role="attention",
+                site=next(t.sites), role="attention",
             )
         )  # fmt: skip
 

@@ -6,7 +6,7 @@ import itertools
 import re
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +24,7 @@ Build = Callable[[], str]
 #: Names that mean something else in a block.
 _RESERVED = ("input", "memory", "output", "seed")
 #: First site of the dropouts of a traced block.
-SITE = 1 << 12
+_SITE = (1 << 12) + 1
 CASTS = ("to", "float", "type_as", "type", "contiguous", "double")
 
 
@@ -46,7 +46,7 @@ class Builder:
     replayed: dict[str, ReplayedSubmodule] = field(default_factory=dict)
     fills: dict[int, float] = field(default_factory=dict)
     value_names: dict[int, str] = field(default_factory=dict)  # of no tensor of the layer
-    sites: int = SITE
+    sites: Iterator[int] = field(default_factory=lambda: itertools.count(_SITE))
 
     def __post_init__(self) -> None:
         ops, inputs, call = self.recording.ops, self.recording.inputs, self.call
@@ -77,16 +77,13 @@ class Builder:
     def layout(self, number: int) -> Layout | None:
         """Return the layout of an activation, or None if it lacks the call's tokens."""
         shape, sizes = self.recording.shapes[number], self.recording.sizes
-        batch = ["B"] if "B" in sizes else []
-        if "S" in sizes:
-            layout = layout_of(shape, [*batch, "S"], self.tokens)
-            if layout is None and "M" in sizes:
-                layout = layout_of(shape, [*batch, "M"], self.tokens)
-            return layout
-        four = shape if number in self.heads and shape is not None and len(shape) == 4 else (0,) * 4
-        if (four[0], four[2]) == (Size(1, ("B",)), self.tokens):
+        four = shape if number in self.heads and shape and len(shape) == 4 else (0,) * 4
+        if "S" not in sizes and (four[0], four[2]) == (Size(1, ("B",)), self.tokens):
             return Layout((("B",), *[(n,) for n in four[1:]]), (0, 2), ("B",))
-        return layout_of(shape, batch, self.tokens)
+        batch = ["B"] if "B" in sizes else []
+        choices = [[*batch, name] for name in ("S", "M") if name in sizes] or [batch]
+        layouts = (layout_of(shape, names, self.tokens) for names in choices)
+        return next(filter(None, layouts), None)
 
     def live(self, value: Any) -> bool:
         return isinstance(value, Ref) and value.index in self.recording.live
@@ -171,10 +168,6 @@ class Builder:
                 self.programs.pop(name, None)
                 self.replayed.pop(name, None)
                 self.built = {n: built for n, built in self.built.items() if built != name}
-
-    def site(self) -> int:
-        self.sites += 1
-        return self.sites
 
     def is_of_stream(self, number: int) -> bool:
         """Return whether a value has the stream's dtype, the only one in which steps compute."""

@@ -18,14 +18,7 @@ from fused_remat.layers.eligibility import Reason
 from fused_remat.layers.fallback import generator_states, set_generator_states
 from fused_remat.steps.replay import At
 from fused_remat.tracing.isolation import WithoutDropout, replica
-from fused_remat.tracing.program import (
-    Context,
-    Program,
-    TracedBlock,
-    leaf_value,
-    run_ops,
-    unread_after,
-)
+from fused_remat.tracing.program import Context, Operations, Program, TracedBlock, leaf_value
 from fused_remat.tracing.samples import Arguments
 from fused_remat.tracing.sizes import Size, Sizes, meets
 from fused_remat.tracing.values import STREAM, Op, Untraceable, leaves, map_tree
@@ -80,12 +73,12 @@ class Trace:
         rebuild = functools.partial(Rebuild, values=roots, layer=layer, context=context)
         grads = torch.is_grad_enabled()
         live = [n for n, t in roots.items() if grads and isinstance(t, Tensor) and t.requires_grad]
-        plan = block.plan(frozenset(live), _LARGE)
-        if plan.outs:
-            attached = rebuild(plan.rebuilt, plan.outs)
+        rebuilt, rest = block.plan(frozenset(live), _LARGE)
+        if rebuilt.outs:
+            attached = rebuild(rebuilt)
             tensors_again = _Attached.apply(attached, *attached.roots.values())
-            values.update(zip(plan.outs, tensors_again, strict=True))
-        run_ops(plan.rest, plan.unread, values, context)
+            values.update(zip(rebuilt.outs, tensors_again, strict=True))
+        rest.run(values, context)
         self._check_masks(values, given)
         for name, (number, layout) in block.inputs.items():
             value = values[number]
@@ -97,11 +90,15 @@ class Trace:
             for name, program in block.programs.items()
         }
         for name, number in block.values.items():
-            value, ops, transposed = values[number], block.chain(number), name in block.transposed
+            value, chain, transposed = (
+                values[number],
+                block.chains[number],
+                name in block.transposed,
+            )
             tensors[name] = value.t() if transposed else value
-            free = number in plan.outs or not value.requires_grad
-            if ops and value.numel() >= _LARGE and free:
-                again = rebuild(ops, (number,))
+            free = number in rebuilt.outs or not value.requires_grad
+            if chain.ops and value.numel() >= _LARGE and free:
+                again = rebuild(chain)
                 if not again.shares(value):
                     functions[name] = functools.partial(again.in_backward, transposed)
 
@@ -165,20 +162,14 @@ def _replay(
 
 
 class Rebuild:
-    """Operations that run in forward and again in backward, for the values `outs`."""
+    """Operations that run in forward and again in backward."""
 
     def __init__(
-        self,
-        ops: Sequence[Op],
-        outs: tuple[int, ...],
-        values: Mapping[int, Any],
-        layer: nn.Module,
-        context: Context,
+        self, operations: Operations, values: Mapping[int, Any], layer: nn.Module, context: Context
     ) -> None:
-        self.ops, self.outs, self.autocast = ops, outs, _autocast(context.device.type)
-        self.context = context._replace(modules=_modules(ops, layer))
-        numbers = {n for op in ops for n in op.reads} - {n for op in ops for n in op.outs}
-        self.roots = {n: values[n] for n in numbers}
+        self.operations, self.autocast = operations, _autocast(context.device.type)
+        self.context = context._replace(modules=_modules(operations.ops, layer))
+        self.roots = {n: values[n] for n in operations.roots}
         self.versions = [t._version for t in self.roots.values()]
 
     def shares(self, value: Tensor) -> bool:
@@ -187,14 +178,14 @@ class Rebuild:
         return any(t.untyped_storage().data_ptr() == pointer for t in self.roots.values())
 
     def run(self, roots: Mapping[int, Any]) -> list[Tensor]:
-        """Return the values `outs`."""
+        """Return the values that the operations compute."""
         values = {**roots}
         with self.autocast():
-            run_ops(self.ops, unread_after(self.ops, self.outs), values, self.context)
-        return [values[n] for n in self.outs]
+            self.operations.run(values, self.context)
+        return [values[n] for n in self.operations.outs]
 
     def in_backward(self, transposed: bool = False) -> Tensor:
-        """Return the first of the values `outs`, or raise if a root was modified since forward."""
+        """Return the one value, or raise if a root was modified since forward."""
         if [t._version for t in self.roots.values()] != self.versions:
             raise RuntimeError(
                 "fused_remat: an argument or a buffer from which a layer computes its mask was "

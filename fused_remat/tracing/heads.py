@@ -42,9 +42,9 @@ def _repeats(t: Builder, name: str, heads: int) -> int:
     if program is None:
         return 1
     y = sample(t, program)[0].view(-1, heads, program.layout.width // heads)
-    for count in range(heads, 1, -1):
-        groups = y.unflatten(1, (-1, count)) if heads % count == 0 else None
-        if groups is not None and bool((groups == groups[:, :, :1]).all()):
+    for count in [n for n in range(heads, 1, -1) if heads % n == 0]:
+        groups = y.unflatten(1, (-1, count))
+        if bool((groups == groups[:, :, :1]).all()):
             return count
     return 1
 
@@ -83,8 +83,8 @@ def packed(
         return *names, spec
     parts = [q, k]
     if v is not None:
-        parts = [q, k, v] if with_values else _split(t, f"{inside}.qk".lstrip("."), names, q, k, v)
-    name, is_rotated = f"{inside}.qkv".lstrip("."), rotation is not None
+        parts = [q, k, v] if with_values else _split(t, f"{inside}.qk", names, q, k, v)
+    name, is_rotated = f"{inside}.qkv", rotation is not None
     qkv = _joined(t, name, names[: len(parts)], parts, any_order=is_rotated)
     if qkv is None:
         return *names, spec
@@ -93,7 +93,7 @@ def packed(
     spec, (cos, sin), weights = rotation
     rotated = t.add(
         Rotary(
-            name=t.unique(f"{inside}.rotated".lstrip(".")), x=qkv, spec=spec, cos=t.param(cos),
+            name=t.unique(f"{inside}.rotated"), x=qkv, spec=spec, cos=t.param(cos),
             sin=t.param(sin), q_weight=weights[0], k_weight=weights[1], values=with_values,
         )
     )  # fmt: skip
@@ -108,7 +108,8 @@ def _part(t: Builder, name: str) -> _Part | None:
     if len(program.sources) != 1:
         return None
     ((number, layout),), chain = program.sources, list[Op]()
-    moved, read = Program((), program.sources, (), number, layout), program.reads
+    moved = Program((), program.sources, (), number, layout)
+    read = {program.target, *[n for op in program.ops for n in op.reads]}
     while True:  # as far as each operation moves what alone the later ones read
         users = [op for op in program.ops if number in op.reads]
         if len(users) != 1 or users[0].kind not in MOVES or users[0].reads != [number]:
@@ -144,6 +145,8 @@ def _split(t: Builder, name: str, heads: Heads, q: _Part, k: _Part, v: _Part) ->
     both = t.add(replace(node, name=t.unique(name), part=(0, first, width)))
     t.add(replace(node, part=(first, width, width)))
     t.widths |= {both: first, node.name: width - first}
+    ((number, _),) = t.programs[heads[2]].sources
+    del t.built[number]  # all columns, which another step may read
     t.programs[heads[2]] = v.rest
     t.remove(*heads[:2])
     return [part._replace(source=both) for part in (q, k)]
@@ -328,12 +331,14 @@ def _tables(
 def _lead(t: Builder, number: int) -> tuple[Any, ...]:
     """Return the dimensions of the tokens of a table, (B, S) or (S,), or ()."""
     value, shape = t.recording.values[number], t.recording.shapes[number] or ()
-    kept, tokens = tuple([n for n in shape if n != 1]), t.token_size
-    lead = kept[: kept.index(tokens) + 1] if tokens in kept[:2] else ()
-    is_plain = lead[:-1] in ((), (Size(1, ("B",)),)) and not value.requires_grad
-    is_number = value.is_floating_point() or value.is_complex()
-    columns = kept[len(lead) :]
-    return lead if is_plain and is_number and not any(isinstance(n, Size) for n in columns) else ()
+    if value.requires_grad or not (value.is_floating_point() or value.is_complex()):
+        return ()
+    kept, batch = [n for n in shape if n != 1], Size(1, ("B",))
+    for lead in ([batch, t.token_size], [t.token_size]):
+        columns = kept[len(lead) :]
+        if kept == [*lead, *columns] and not any(isinstance(n, Size) for n in columns):
+            return tuple(lead)
+    return ()
 
 
 def _arguments(
@@ -345,22 +350,23 @@ def _arguments(
     """
     if not where.keys() >= {*row}:
         return None
-    entries = [*enumerate(where[value] for value in row)]
+    entries = [where[value] for value in row]
+    steps = (b[1] - a[1] for a, b in itertools.pairwise(entries) if a[0] == b[0] >= 0)
+    step = max(1, next(steps, 1))
 
-    def parts_of(step: int) -> list[tuple[int, int, int, int, float]]:
-        def start(entry: Any) -> tuple[int, int, float]:
-            i, (n, column, factor) = entry
-            return n, 0 if n < 0 else column - i * step, factor
+    def start(entry: Any) -> tuple[int, int, float]:
+        i, (n, column, factor) = entry
+        return n, 0 if n < 0 else column - i * step, factor
 
-        groups = [[*group] for _, group in itertools.groupby(entries, start)]
-        return [(n, first, len(g), step, factor) for g in groups for _, (n, first, factor) in g[:1]]
-
-    parts = min(parts_of(1), parts_of(2), key=len)
-    numbers = [*dict.fromkeys(n for n, *_ in parts if n >= 0)]
-    if len(parts) > _MOST_PARTS or len({leads[n] for n in numbers}) != 1:
+    groups = [[*group] for _, group in itertools.groupby(enumerate(entries), start)]
+    numbers = [*dict.fromkeys(n for n, *_ in entries if n >= 0)]
+    if len(groups) > _MOST_PARTS or len({leads[n] for n in numbers}) != 1:
         return None
-    indices = [(numbers.index(n) if n >= 0 else n, *rest) for n, *rest in parts]
-    return tuple(map(Ref, numbers)), leads[numbers[0]], tuple(indices)
+    parts = list[tuple[int, int, int, int, float]]()
+    for group in groups:
+        _, (n, first, factor) = group[0]
+        parts.append((numbers.index(n) if n >= 0 else n, first, len(group), step, factor))
+    return tuple(map(Ref, numbers)), leads[numbers[0]], tuple(parts)
 
 
 def _flat(value: Tensor, lead: Sequence[int]) -> Tensor:

@@ -57,7 +57,7 @@ def replay(t: Builder, number: int) -> str:
         (like,) = sample(t, program)[1]
         act = activation_of(lambda x: run(t, program, [x], []), like)
         if act is not None:
-            name = t.unique(f"{inside}.act".lstrip("."))
+            name = t.unique(f"{inside}.act")
             return t.add(MLPActivation(name=name, up=xs[0], act=act))
     shapes: dict[int, Any] = {n: t.recording.shapes[n] for n in params}
     if None in shapes.values():
@@ -70,7 +70,7 @@ def replay(t: Builder, number: int) -> str:
     )
     path = op.function or str(op.path) if is_opaque else inside
     is_reported = is_opaque or len(ops) > _FEW or any(o.name in HEAVY for o in ops)
-    name = path or "forward" if is_reported else f"{path}.{op.kind}".lstrip(".")
+    name = path or "forward" if is_reported else f"{path}.{op.kind}"
     name, kinds = t.unique(name), dict.fromkeys(o.kind for o in ops)
     if is_reported:
         heavy = ", ".join(dict.fromkeys(o.kind for o in ops if o.name in HEAVY))

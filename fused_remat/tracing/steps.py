@@ -197,7 +197,7 @@ def _dropout(t: Builder, number: int, op: Op) -> Build | None:
 
 
 def _add_mask(t: Builder, name: str, x: str, p: float) -> str:
-    return t.add(DrawMask(name=t.unique(name), site=t.site(), p=p, like=x, of=x))
+    return t.add(DrawMask(name=t.unique(name), site=next(t.sites), p=p, like=x, of=x))
 
 
 def _activation(t: Builder, op: Op | None) -> tuple[str, Any] | None:
@@ -238,7 +238,7 @@ def _product(t: Builder, number: int, op: Op) -> Build | None:
 
             def build(gate: int = gate.index, up: int = up, act: str = act) -> str:
                 inputs = t.build(gate), t.build(up)
-                name = t.unique(f"{op.inside}.act".lstrip("."))
+                name = t.unique(f"{op.inside}.act")
                 return t.add(MLPActivation(name=name, gate=inputs[0], up=inputs[1], act=act))
 
             return build
