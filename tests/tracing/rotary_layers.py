@@ -307,6 +307,15 @@ class PackedValueEmbedding(ValueEmbedding):
         return heads.chunk(3, -2)
 
 
+class Unrotated(PackedValueEmbedding):
+    """Queries and keys are columns of the projection, and values are changed."""
+
+    def forward(self, x: Tensor, other: Tensor) -> Tensor:
+        q, k, v = self.heads(x)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, self.value(v, x, other)))
+        return x + self.o(self.attend(q, k, v).transpose(1, 2).reshape(x.shape))
+
+
 class GatedValueEmbedding(Nano):
     def __init__(self) -> None:
         super().__init__()

@@ -205,6 +205,14 @@ def test_variants_of_nanogpt(kind, dtype):
     assert attention.spec.softcap == pytest.approx(15.0 if kind is layers.SoftCapped else 0.0)
 
 
+def test_a_packed_projection_without_a_rotation_whose_values_are_changed():
+    stock, model = pair(layers.Unrotated, torch.float64)
+    for b, s in SHAPES:
+        x, other = (normal(b, s, WIDTH, seed=i) for i in range(2))
+        same_step(stock, model, x, other.requires_grad_(), tolerance=1e-6)
+    assert sequence(model) == "Linear Replay Replay Replay Attention Linear"
+
+
 @pytest.mark.parametrize("name", ["llama3", "deepseek_v3"])
 def test_layers_of_torchtitan(name):
     """With PyTorch's attention in place of its own, which needs masks, and without experts."""
