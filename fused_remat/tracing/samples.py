@@ -236,7 +236,7 @@ def _dims(
             order = ("B",)
         elif i == 0 and "B" in sizes and not swapped:
             heads = (f"{n // max(batch, 1)}B",) if last == 2 and n > batch > 1 else ()
-            order = ("B", *(order if last < 2 else heads))
+            order = ("B", *order, *heads)
         dims.append(next(s for s in (*order, n) if _size_of(s, sizes) == n))
     return tuple(dims)
 
