@@ -322,7 +322,6 @@ class Recorder(TorchFunctionMode):
             result = run(*args, **kwargs)
         finally:
             self.stack.pop()
-        loops, counts[known:] = counts[known:], []
         if any(t._version != version for t, version in versions):
             span.fixed = f"{path} changes its arguments in place"
             if function is None:
@@ -333,22 +332,26 @@ class Recorder(TorchFunctionMode):
             if isinstance(t, Tensor) and _has_own_backward(t):
                 span.trouble = span.trouble or _OWN_BACKWARD
                 self.owned.add(id(t))  # the trouble is the submodule's, not its readers'
-        if loops:
+        if loops := counts[known:]:
             span.trouble = span.trouble or "its operations depend on the size"
+            self.space.lost = lost  # where the loop has other numbers of steps
         if loops or not self.metas.known.keys() >= {n for n in span.outs if n is not None}:
-            self.space.lost = lost
             self._run_again(span, loops)
+        if not self.space.lost:
+            del counts[known:]
         return result
 
     def _run_again(self, span: Span, loops: list[Size]) -> None:
         run, args, kwargs = span.function, span.args, span.kwargs
-        if run is None:
-            run = functools.partial(call_replica, self.layer.get_submodule(span.path))
-            args, kwargs = (self.tensors_of(span.path), args, kwargs), {}
         self.is_paused = True
         try:
+            if run is None:
+                run = functools.partial(call_replica, self.layer.get_submodule(span.path))
+                args, kwargs = (self.tensors_of(span.path), args, kwargs), {}
             op = Op(span.label, run, args, kwargs, span.outs, span.path)
             self.metas.run_again(op, loops)
+        except Untraceable as reason:
+            self.space.lost = str(reason)
         finally:
             self.is_paused = False
 

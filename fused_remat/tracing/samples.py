@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -79,17 +80,32 @@ class Arguments:
             i for i, t in tensors if "cu_seq" in self.names[i] and t.dim() == 1 and x.dim() == 2
         )
         self.bounds = next(packed, None)
-        self.dims: Dims = tuple([self._dims_of(i, t) for i, t in enumerate(self.leaves)])
+        self._options = [self._options_of(i, t) for i, t in enumerate(self.leaves)]
+        self.dims: Dims = tuple([tuple([n for n, *_ in dims]) for dims in self._options])
 
-    def _dims_of(self, i: int, t: Any) -> tuple[str | int, ...]:
+    def _options_of(self, i: int, t: Any) -> list[list[str | int]]:
         if not isinstance(t, Tensor):
-            return ()
-        name = self.names[i]
-        return _dims(
+            return []
+        name, is_memory = self.names[i], i == self.memory
+        options = _options(
             t.shape, t.is_floating_point(), any(word in name for word in _MASKS),
-            "encoder" in name or i == self.memory, self.axes == ("S", "B"),
-            tuple(self.sizes.items()),
+            "encoder" in name or is_memory, self.axes == ("S", "B"), tuple(self.sizes.items()),
         )  # fmt: skip
+        return [dims[:1] for dims in options] if i in self.same or is_memory else options
+
+    def others(self) -> Iterator[Arguments]:
+        """Yield the call with other meanings of dimensions, where sizes are the same."""
+        pairs = [
+            (i, j, dims) for i, each in enumerate(self._options) for j, dims in enumerate(each)
+        ]
+        changes = [(i, j, n) for i, j, (_, *rest) in pairs for n in rest]
+        changes.sort(key=lambda change: isinstance(change[-1], int))
+        for several in (*[(change,) for change in changes], *itertools.combinations(changes, 2)):
+            call, dims = copy.copy(self), [[*each] for each in self.dims]
+            for i, j, n in several:
+                dims[i][j] = n
+            call.dims = tuple(map(tuple, dims))
+            yield call
 
     def fits(self, dims: Dims) -> bool:
         """Return whether the dimensions of another call may be those of this one."""
@@ -213,32 +229,32 @@ class Arguments:
 
 
 @functools.lru_cache(1024)
-def _dims(
+def _options(
     shape: Sequence[int],
     is_float: bool,
     is_mask: bool,
     of_memory: bool,
     swapped: bool,
     lengths: tuple[tuple[str, int], ...],
-) -> tuple[str | int, ...]:
-    """Return the likeliest dimensions of an argument."""
+) -> list[list[str | int]]:
+    """Return what each dimension of an argument may be, the likeliest first."""
     sizes, last = dict(lengths), len(shape) - 1
     batch, is_mask = sizes.get("B", 0), is_mask or last == 3
     features = is_float and last > 0 and not is_mask
     swapped = swapped and features and last > 1
-    dims: list[str | int] = []
+    options: list[list[str | int]] = []
     for i, n in enumerate(shape):
         queries = is_mask and last > 1 and i == last - 1
         order: tuple[str | int, ...] = ("M", "S") if of_memory and not queries else ("S", "M")
         if (features and i == last) or (last == 3 and i == 1 and n in shape[2:]):
-            order = (n,)  # a width, or heads, as many as tokens
+            order = (n, *order)  # a width, or heads, as many as tokens
         elif swapped and i == 1:
             order = ("B",)
         elif i == 0 and "B" in sizes and not swapped:
-            heads = (f"{n // max(batch, 1)}B",) if last == 2 and n > batch > 1 else ()
-            order = ("B", *order, *heads)
-        dims.append(next(s for s in (*order, n) if _size_of(s, sizes) == n))
-    return tuple(dims)
+            heads = (f"{n // max(batch, 1)}B",) if last == 2 and n > batch else ()
+            order = ("B", *order, *((n,) if batch == 1 else ()), *heads)
+        options.append([*dict.fromkeys(s for s in (*order, n) if _size_of(s, sizes) == n)])
+    return options
 
 
 def _size_of(dim: str | int, sizes: Mapping[str, int]) -> int:

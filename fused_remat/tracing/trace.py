@@ -46,6 +46,8 @@ _MOST_BRANCHES = 6
 #: Tokens of a chunk in a proof, at most a sequence, so that groups and tiles are proved too.
 _CHUNK = 12
 _MOST_REPLAYED = 24
+#: Most other meanings of a call's dimensions that are tried.
+_MOST_OTHERS = 8
 #: First words of the reason of a layer that raises at the sizes of the recordings.
 CANNOT_RUN = "its forward cannot run at another"
 
@@ -58,6 +60,20 @@ def trace_call(
     `forward` is a function of the layer's class, and runs on a replica. `free`: whether the block
     must not depend on integers among the arguments, nor on the layer's index in the model.
     """
+    try:
+        return _trace_one(layer, forward, call, free)
+    except _CannotRun:
+        for other in itertools.islice(call.others(), _MOST_OTHERS):
+            with contextlib.suppress(Untraceable):
+                return _trace_one(layer, forward, other, free)
+        raise
+
+
+class _CannotRun(Untraceable):
+    """An error of the layer in a recording, in which a dimension may have the wrong meaning."""
+
+
+def _trace_one(layer: nn.Module, forward: Callable[..., Any], call: Arguments, free: bool) -> Trace:
     fixed = set[str | int]((*constants(layer), *call.whole))
     for varies in (True, False) if fixed else (True,):
         copy, conditions = replica(layer, deep=True), dict[str, bool]()
@@ -106,7 +122,7 @@ def _trace(
         raise
     except Exception as error:  # whatever the layer raises at these sizes
         what = "batch size or length" if "S" in call.sizes else "batch size"
-        raise Untraceable(f"{CANNOT_RUN} {what} in float64 ({type(error).__name__})") from error
+        raise _CannotRun(f"{CANNOT_RUN} {what} in float64 ({type(error).__name__})") from error
     formulas = [size for size in space.known.values() if size is not None and size.formula]
     known = {path: known_function(m, own) for path, m in layer.named_modules() if path}
     opaque, first = dict[str, str](), recorder.sample
