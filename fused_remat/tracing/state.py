@@ -83,7 +83,7 @@ def exact(value: Any, seen: dict[int, Any]) -> Any:
     """Return a key that equals another value's only if code cannot distinguish the two values."""
     kind = type(value)
     if kind in PLAIN or isinstance(value, enum.Enum):
-        return value if value == value else str(value)
+        return kind, value if value == value else str(value)
     if isinstance(value, type):
         return weakref.ref(value)
     if id(value) in seen:

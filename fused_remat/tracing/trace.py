@@ -316,7 +316,7 @@ def difference(
 
 def _distance(a: Tensor | None, b: Tensor | None, zero: float) -> float:
     """Return the relative distance of two tensors, 0 if none is larger than `zero`."""
-    norms = [0.0 if t is None else float(t.norm()) for t in (a, b)]
+    norms = [0.0 if t is None else float(t.detach().norm()) for t in (a, b)]
     if sum(norms) <= zero:
         return 0.0
     if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype:
