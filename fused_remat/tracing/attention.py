@@ -14,7 +14,7 @@ from fused_remat.steps.attention import Attention
 from fused_remat.tracing.builder import CASTS, Build, Builder
 from fused_remat.tracing.heads import packed, without_repeats
 from fused_remat.tracing.program import run_op
-from fused_remat.tracing.values import ADD, ALGEBRA, EXACT, MATMUL, Op, Ref, map_tree, refs
+from fused_remat.tracing.values import ADD, ALGEBRA, MATMUL, Op, Ref, map_tree, refs
 
 _ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 _DEFAULTS = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None}
@@ -142,7 +142,7 @@ def _scores(t: Builder, product: Op, chain: list[Op]) -> Scores | None:
     if not all(arguments.isdisjoint(t.roots(n)) for n in factors):
         return None
     t.fix(*added)
-    base = torch.zeros_like(recording.values[first], dtype=EXACT)
+    base = torch.zeros_like(recording.values[first], dtype=recording.exact)
     caps = [i for i, op in enumerate(chain) if op.name == "tanh"]
 
     def slope(ops: list[Op], start: int, step: float = 1e-2) -> float:

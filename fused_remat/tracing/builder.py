@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from fused_remat.layers.eligibility import parameters_of
@@ -19,7 +20,7 @@ from fused_remat.tracing.isolation import Trial
 from fused_remat.tracing.program import Context, Layout, Program, ReplayedSubmodule, layout_of
 from fused_remat.tracing.samples import Arguments
 from fused_remat.tracing.sizes import Size
-from fused_remat.tracing.values import EXACT, STREAM, Op, Recording, Ref, ops_for, refs
+from fused_remat.tracing.values import STREAM, Op, Recording, Ref, ops_for, refs
 
 #: A function that adds a step and returns its name.
 Build = Callable[[], str]
@@ -64,8 +65,8 @@ class Builder:
         self.token_size = Size(1, ("S",)) if "S" in self.recording.sizes else self.tokens
         recording, device = self.recording, call.leaves[call.x].device
         modules = self.layer.get_submodule
-        exact = functools.partial(Trial, exact=True)
-        self.context = Context(modules, recording.sizes, EXACT, device, exact)
+        mode = functools.partial(Trial, exact=recording.exact == torch.float64)
+        self.context = Context(modules, recording.sizes, recording.exact, device, mode)
 
     @abstractmethod
     def step(self, number: int) -> Build | None:

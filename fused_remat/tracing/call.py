@@ -17,11 +17,11 @@ from fused_remat.autograd.gradients import not_differentiable
 from fused_remat.layers.eligibility import Reason
 from fused_remat.layers.fallback import generator_states, set_generator_states
 from fused_remat.steps.replay import At
-from fused_remat.tracing.isolation import Trial, replica
+from fused_remat.tracing.isolation import replica
 from fused_remat.tracing.program import Context, Operations, Program, TracedBlock, leaf_value
 from fused_remat.tracing.samples import Arguments
 from fused_remat.tracing.sizes import Size, Sizes, meets
-from fused_remat.tracing.values import EXACT, STREAM, Op, Untraceable, leaves, map_tree
+from fused_remat.tracing.values import STREAM, Op, Untraceable, leaves, map_tree
 
 #: Values that are no activations and have at least as many elements are rebuilt in backward.
 _LARGE = 1 << 9
@@ -129,10 +129,13 @@ class Trace:
         self._seen = [(weakref.ref(t), t._version) for t in others]
 
     def run(
-        self, layer: nn.Module, named: Mapping[str, Tensor], arguments: Mapping[str, Any]
+        self,
+        layer: nn.Module,
+        named: Mapping[str, Tensor],
+        arguments: Mapping[str, Any],
+        mode: Callable[[], Any],
     ) -> Any:
         """Return the layer's result by the block, without dropout."""
-        mode = functools.partial(Trial, leaves(arguments)[self.x].dtype == EXACT)
         tensors, functions, result = self.bind(layer, named, arguments, mode)
         return result(run_block(self.graph, "full", tensors, functions=functions))
 

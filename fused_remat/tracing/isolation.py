@@ -25,7 +25,7 @@ from fused_remat.layers.eligibility import parameters_of
 from fused_remat.layers.fallback import run_with
 from fused_remat.layers.record import NOTES, listed
 from fused_remat.tracing.state import get, shared_by
-from fused_remat.tracing.values import EXACT, SHIFT, SideEffect, Untraceable, attributes, map_tree
+from fused_remat.tracing.values import SHIFT, SideEffect, Untraceable, attributes, map_tree
 
 _HOLDERS = (list, dict, set, deque)
 _LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy"} - {"__main__", "types"}
@@ -276,7 +276,7 @@ _MULTI_HEAD = inspect.signature(F.multi_head_attention_forward)
 
 
 class Trial(TorchFunctionMode):
-    """A context in which dropout does nothing, and float32 is float64 if the trial is `exact`."""
+    """A context in which dropout does nothing; if it is `exact`, float32 is float64."""
 
     def __init__(self, exact: bool) -> None:
         super().__init__()
@@ -286,17 +286,30 @@ class Trial(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self.exact:
-            args, kwargs = map_tree((args, kwargs), lambda a: EXACT if a is torch.float32 else a)
-            func = Tensor.double if func is Tensor.float else func
         if is_dropout(func):
             return args[0] if args else kwargs["input"]
-        if func is F.scaled_dot_product_attention:
-            return attention_without_dropout(*args, **kwargs)
         if func is F.multi_head_attention_forward:
             with self:
                 return multi_head_attention(*args, **kwargs)
-        return in_float64(func)(*args, **kwargs)
+        if self.exact:
+            args, kwargs = map_tree(
+                (args, kwargs), lambda a: _WIDE.get(a, a) if type(a) is torch.dtype else a
+            )
+            func = Tensor.double if func is Tensor.float else func
+        if func is F.scaled_dot_product_attention:
+            return attention_without_dropout(*args, **kwargs)
+        result = in_float64(func)(*args, **kwargs)
+        return map_tree(result, _widened) if self.exact else result
+
+
+#: Dtypes that stand in for others in an exact trial.
+_WIDE = {torch.float32: torch.float64, torch.complex64: torch.complex128}
+
+
+def _widened(leaf: Any) -> Any:
+    """Return a tensor in the dtype that stands in for its own, or anything else as it is."""
+    is_narrow = isinstance(leaf, Tensor) and leaf.dtype in _WIDE
+    return leaf.to(_WIDE[leaf.dtype]) if is_narrow else leaf
 
 
 def is_dropout(func: Any) -> bool:

@@ -199,7 +199,7 @@ def leaf_value(leaf: Any, values: Any, call: Context) -> Any:
     if isinstance(leaf, Size):
         return leaf.of(call.sizes)
     if isinstance(leaf, Limit):
-        return leaf.of(call.dtype)
+        return leaf.sign * getattr(torch.finfo(call.dtype), leaf.name)
     return call.dtype if leaf is STREAM else leaf
 
 

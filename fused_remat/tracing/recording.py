@@ -40,9 +40,11 @@ _ENTER, _EXIT, _ENABLED = (
 )  # fmt: skip
 
 
-def record(layer: nn.Module, forward: Callable[..., Any], sample: Sample) -> Recorder:
-    """Return the recording of a call."""
-    recorder = Recorder(layer, sample)
+def record(
+    layer: nn.Module, forward: Callable[..., Any], sample: Sample, autocast: bool
+) -> Recorder:
+    """Return the recording of a call; `autocast`: whether autocast seems on."""
+    recorder = Recorder(layer, sample, autocast)
     with _lock, _recording(recorder):
         result = run_unchanged(layer, forward, sample.named, sample.arguments)
     if recorder.foreign:
@@ -63,7 +65,7 @@ def _recording(recorder: Recorder) -> Iterator[None]:
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         inner = module in recorder.paths and module is not recorder.layer
-        if thread != threading.get_ident() or recorder.is_paused or not inner:
+        if thread != threading.get_ident() or not inner:
             return _CALL(module, *args, **kwargs)
         run = functools.partial(_CALL, module)
         return recorder.call(recorder.paths[module], run, args, kwargs)
@@ -81,7 +83,7 @@ def _recording(recorder: Recorder) -> Iterator[None]:
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
             tensors = any(isinstance(leaf, Tensor) for leaf in leaves((args, kwargs)))
-            if thread != threading.get_ident() or recorder.is_paused or not tensors:
+            if thread != threading.get_ident() or not tensors:
                 return function(*args, **kwargs)
             return recorder.call(recorder.stack[-1].path, function, args, kwargs, function)
 
@@ -98,10 +100,7 @@ def _recording(recorder: Recorder) -> Iterator[None]:
         return _EXIT(self, *raised) if thread != threading.get_ident() else False
 
     def is_enabled(*device: str) -> bool:
-        if thread != threading.get_ident():
-            return _ENABLED(*device)
-        recorder.trouble("it asks whether autocast is on")
-        return False
+        return _ENABLED(*device) if thread != threading.get_ident() else recorder.autocast
 
     patches = (
         (nn.Module, "__call__", call), (torch, "is_autocast_enabled", is_enabled),

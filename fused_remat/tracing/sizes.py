@@ -46,11 +46,6 @@ class Size:
         return self.formula or (f"({product} + {self.offset})" if self.offset else product)
 
 
-def shape_at(shape: Sequence[Any], sizes: Sizes) -> list[int]:
-    """Return a shape with `Size`s at a choice of sizes."""
-    return [n.of(sizes) if isinstance(n, Size) else n for n in shape]
-
-
 def evaluated(formula: str, sizes: Sizes) -> Any:
     """Return the value of a formula at a choice of sizes."""
     return eval(_compiled(formula), {"math": math, "inf": math.inf, "nan": math.nan}, dict(sizes))
@@ -307,8 +302,8 @@ MATH = types.SimpleNamespace(
 
 #: Small choices, of different remainders by small numbers, and large ones without data.
 _SMALL = (
-    {"B": 3, "S": 7, "M": 5}, {"B": 2, "S": 13, "M": 6}, {"B": 4, "S": 6, "M": 9},
-    {"B": 1, "S": 10, "M": 12},
+    {"B": 3, "S": 7, "M": 5}, {"B": 4, "S": 10, "M": 12}, {"B": 2, "S": 13, "M": 6},
+    {"B": 1, "S": 6, "M": 9},
 )  # fmt: skip
 #: Choices at which formulas are found; the second ones for layers of limited length.
 WITHOUT_DATA = (

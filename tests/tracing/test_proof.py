@@ -34,7 +34,7 @@ from fused_remat.steps.rotary import Rotary
 from fused_remat.tracing.call import Trace
 from fused_remat.tracing.isolation import Trial
 from fused_remat.tracing.samples import Arguments
-from fused_remat.tracing.trace import _CHUNK, LIMITS, SCALE, difference, trace_call
+from fused_remat.tracing.trace import _CHUNK, EXACT, SCALE, difference, trace_call
 from fused_remat.tracing.values import Sample, Untraceable
 
 #: As the sizes that a proof chooses for layers without conditions on them.
@@ -466,7 +466,7 @@ def is_rejected(
 
     forward = types.MethodType(type(layer.layer).forward, layer.layer)
     try:
-        return difference(layer.layer, forward, fused, layer.proof, LIMITS)
+        return difference(layer.layer, forward, fused, layer.proof, EXACT, mode)
     except (RuntimeError, ValueError, IndexError, KeyError, AssertionError) as error:
         return f"{type(error).__name__}: {error}"
 
