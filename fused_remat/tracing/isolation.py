@@ -385,8 +385,10 @@ def in_float64(func: Any) -> Any:
 
 def _grouped_product(func: Any, x: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Compute a product of rows with the matrix of their group, one group after the other."""
-    offs = kwargs.get("offs", [*args, None][0])
-    if x.dtype != torch.float64 or (x.dim(), weight.dim()) != (2, 3) or offs is None:
+    offs, *more = (kwargs.get("offs"), *args) if "offs" in kwargs else (*args, None)
+    more += [value for name, value in kwargs.items() if name != "offs"]
+    is_plain = (x.dim(), weight.dim()) == (2, 3) and offs is not None
+    if x.dtype != torch.float64 or not is_plain or any(value is not None for value in more):
         result: Tensor = func(x, weight, *args, **kwargs)
         return result
     if x.is_meta:

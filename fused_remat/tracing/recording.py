@@ -114,11 +114,11 @@ def _recording(recorder: Recorder) -> Iterator[None]:
     own = [space for space in spaces.values() if space.get("__name__") in names]
     builtins = {"range": Loop, "len": _length}
     stand_ins = [
-        (space, name, value, builtins.get(name) if value is _MISSING else stand_in(space, value))
+        (space, name, value, new)
         for space in own
         for name, value in {**dict.fromkeys(builtins, _MISSING), **space}.items()
+        if (new := builtins[name] if value is _MISSING else stand_in(space, value)) is not None
     ]
-    stand_ins = [each for each in stand_ins if each[-1] is not None]
     try:
         for space, name, _, new in stand_ins:
             space[name] = new

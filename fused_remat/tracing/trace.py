@@ -52,6 +52,8 @@ _DTYPES = (
 #: Tokens of a chunk in a proof, at most a sequence, so that groups and tiles are proved too.
 _CHUNK = 12
 _MOST_REPLAYED = 24
+#: Most other meanings of a call's dimensions that are tried.
+_MOST_OTHERS = 8
 #: First words of the reason of a layer that raises at the sizes of the recordings.
 CANNOT_RUN = "its forward cannot run at another"
 
@@ -67,19 +69,14 @@ def trace_call(
     try:
         return _trace_one(layer, forward, call, free)
     except _CannotRun:
-        for other in call.others():  # dimensions of the same size may have another meaning
+        for other in itertools.islice(call.others(), _MOST_OTHERS):
             with contextlib.suppress(Untraceable):
                 return _trace_one(layer, forward, other, free)
         raise
 
 
 class _CannotRun(Untraceable):
-    """An error of the layer in a recording; `at_once` if in the first, in any dtype."""
-
-    def __init__(self, call: Arguments, error: Exception, at_once: bool) -> None:
-        sizes = "batch size or length" if "S" in call.sizes else "batch size"
-        super().__init__(f"{CANNOT_RUN} {sizes} ({type(error).__name__})")
-        self.at_once = at_once
+    """An error of the layer in a recording."""
 
 
 def _trace_one(layer: nn.Module, forward: Callable[..., Any], call: Arguments, free: bool) -> Trace:
@@ -106,7 +103,7 @@ def _trace_one(layer: nn.Module, forward: Callable[..., Any], call: Arguments, f
                 reason.conditions = conditions
                 reason.__cause__ = reason.__context__ = None  # whose frames hold the recordings
                 reasons.append(reason.with_traceback(None))
-                if not isinstance(reason, _CannotRun) or reason.at_once:
+                if not isinstance(reason, _CannotRun):
                     break
     # A later trial that fails for another reason explains more than one that cannot run.
     last = sorted(reasons, key=lambda reason: not isinstance(reason, _CannotRun))[-1]
@@ -140,17 +137,16 @@ def _trace(
         recorder.values[:] = map(hollow, recorder.values)  # nothing reads them
         return recorder
 
-    at_once = exact == torch.float32
     try:
         one, space = _first(layer, forward, call, sample, exact, conditions)
         formulas = [size for size in space.known.values() if size is not None and size.formula]
         formulas += space.counts
-        at_once = False
         others = [second(other, params)]
     except (Untraceable, torch.OutOfMemoryError):
         raise
     except Exception as error:  # whatever the layer raises at these sizes
-        raise _CannotRun(call, error, at_once) from error
+        what = "batch size or length" if "S" in call.sizes else "batch size"
+        raise _CannotRun(f"{CANNOT_RUN} {what} ({type(error).__name__})") from error
     if own.itemsize < 4 and own != other:  # for which the layer may have operations of their own
         with contextlib.suppress(RuntimeError):  # parameters of several dtypes
             others.append(second(own, own))
@@ -195,16 +191,13 @@ def _first(
         sizes = choose(call.sizes, conditions, (), ())
         if sizes is None:
             break
-        found = list[tuple[Recorder, Space]]()
         for choices in WITHOUT_DATA:
             others = [moved(choice, conditions) for choice in choices]
             values = sample(sizes, exact, 0, recorded=True, others=others)
             recorder = record(layer, forward, values, autocast=False)
-            assert recorder.space is not None
-            found.append((recorder, recorder.space))
-            if not recorder.space.lost:
+            space: Any = recorder.space
+            if not space.lost:
                 break
-        recorder, space = next((pair for pair in found if not pair[1].lost), found[0])
         numbers = {f"{text} == {evaluated(text, call.sizes)}" for text in space.plain}
         space.conditions |= {text: bool(evaluated(text, sizes)) for text in numbers}
         conditions.update({t: bool(evaluated(t, call.sizes)) for t in space.conditions})
@@ -247,9 +240,8 @@ def _disproof(
     text: str | None = None
     for exact, limits in ((True, EXACT), (False, NARROW)) if is_double else ((False, SINGLE),):
         mode = functools.partial(Trial, exact)
-        run = functools.partial(trace.run, mode=mode)
         try:
-            text = difference(layer, forward, run, given, limits, mode)
+            text = difference(layer, forward, trace.run, given, limits, mode)
         except RuntimeError:
             if not exact:
                 raise
@@ -314,8 +306,7 @@ def why_different(
         if sample.dtype.itemsize == 2 and trace.graph.unsure:
             limits = _UNSURE
         try:
-            mode = functools.partial(Trial, exact=False)
-            run = functools.partial(trace.plain.run, mode=mode)
+            mode, run = functools.partial(Trial, exact=False), trace.plain.run
             text = difference(copy, forward, run, sample, limits, mode, not entire)
         except torch.OutOfMemoryError:
             raise
@@ -337,15 +328,15 @@ class _Raised(RuntimeError):
 def difference(
     layer: nn.Module,
     forward: Callable[..., Any],
-    fused: Callable[[nn.Module, Mapping[str, Tensor], Mapping[str, Any]], Any],
+    fused: Callable[..., Any],
     sample: Sample,
     limits: Limits,
     mode: Callable[[], Any],
     gradients: bool = True,
 ) -> str | None:
-    """Return where `fused(layer, named, arguments)` differs from `forward`, its method, or None.
+    """Return where `fused(layer, named, arguments, mode)` differs from `forward`, or None.
 
-    `mode`: makes the context in which the layer runs. `gradients`: whether these are compared, too.
+    `mode`: makes the context in which both run. `gradients`: whether these are compared, too.
     """
     device = next(t.device for t in leaves(sample.arguments) if isinstance(t, Tensor))
     states = generator_states(device)
@@ -356,7 +347,7 @@ def difference(
     except Exception as error:
         raise _Raised(f"{type(error).__name__}: {error}") from error
     set_generator_states(states, device)  # drop path draws before the block
-    run = functools.partial(fused, layer)
+    run = functools.partial(fused, layer, mode=mode)
     actual, found = _results(run, sample.named, sample.arguments, gradients)
     if len(actual) != len(expected):
         return f"the layer has {len(expected)} results, its block {len(actual)}"

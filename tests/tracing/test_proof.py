@@ -456,7 +456,7 @@ def is_rejected(
 
     mode = functools.partial(Trial, exact=True)
 
-    def fused(module: nn.Module, named: Mapping[str, Tensor], given: Mapping[str, Any]) -> Any:
+    def fused(module: nn.Module, named: Mapping[str, Tensor], given: Any, mode: Any) -> Any:
         tensors, functions, result = trace.bind(module, named, given, mode)
         if wrong is not None:
             tensors |= {n: made(tensors[n]) for n, made in wrong.tensors.items()}
