@@ -74,6 +74,7 @@ SHARED = nn.Linear(2, 2)
 #: A layer, and a change of its state.
 CHANGES = {
     "a number": (lambda: held(1.0), lambda m: setattr(m, "held", 2.0)),
+    "a flag for a number": (lambda: held(1), lambda m: setattr(m, "held", True)),
     "a number of a submodule": (hard.Layer, lambda m: setattr(m.norm, "eps", 0.1)),
     "a new attribute": (hard.Layer, lambda m: setattr(m, "more", None)),
     "a deleted attribute": (lambda: held(1.0), lambda m: delattr(m, "held")),
