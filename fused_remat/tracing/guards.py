@@ -66,8 +66,9 @@ class Watch:
         state_of(layer, NOTES, seen)
         self._layer, modules = weakref.ref(layer), [*layer.modules()]
         self._paths, self._inner = [path for path, _ in layer.named_modules()], modules[1:]
-        tables = [table for m in modules for table in (m._parameters, m._buffers)]
-        self._tables, self._tensors = [*filter(None, tables)], list[Tensor]()
+        tables: list[Any] = [t for m in modules for t in (m._parameters, m._buffers)]
+        self._tables: list[Any] = [*filter(None, tables)]
+        self._tensors = list[Tensor]()
         #: Objects whose class and dictionary are compared; dictionaries whose keys are; all whose
         #: sizes are; and by the function that returns what objects hold, these.
         self._objects, self._dicts, self._sized = list[Any](), list[Any](), list[Any](tables)
