@@ -68,10 +68,11 @@ class Watch:
         self._paths, self._inner = [path for path, _ in layer.named_modules()], modules[1:]
         tables: list[Any] = [t for m in modules for t in (m._parameters, m._buffers)]
         self._tables: list[Any] = [*filter(None, tables)]
+        self._empty = [table for table in tables if not table]
         self._tensors = list[Tensor]()
         #: Objects whose class and dictionary are compared; dictionaries whose keys are; all whose
         #: sizes are; and by the function that returns what objects hold, these.
-        self._objects, self._dicts, self._sized = list[Any](), list[Any](), list[Any](tables)
+        self._objects, self._dicts, self._sized = list[Any](), list[Any](), [*self._tables]
         self._held = defaultdict[Any, list[Any]](list)
         root, *names = [[n for n in vars(module) if n not in _UNREAD] for module in modules]
         self._own = _entries(*root)
@@ -100,6 +101,8 @@ class Watch:
             for path, values in zip(self._paths, own, strict=True):
                 check_hooks(values, path)
         try:
+            if any(self._empty):
+                return False
             equal, now = self._by_value(own), self._by_identity(layer, own)
             return equal == self._equal and all(map(is_, now, self._saved))
         except (AttributeError, KeyError, ValueError, RuntimeError):  # of what is gone or changing
@@ -110,6 +113,8 @@ class Watch:
         kind = type(value)
         if isinstance(value, Tensor):
             self._tensors.append(value)
+        elif kind in (*_DICTS, *_LISTS) and not value:
+            self._empty.append(value)
         elif kind in _READERS:
             self._held[_READERS[kind]].append(value)
             self._sized += [value] if kind in (*_DICTS, *_LISTS) else []
