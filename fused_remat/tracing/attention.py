@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from fused_remat.steps.attention import Attention
 from fused_remat.tracing.builder import CASTS, Build, Builder
 from fused_remat.tracing.heads import packed, without_repeats
 from fused_remat.tracing.program import run_op
-from fused_remat.tracing.values import ADD, ALGEBRA, MATMUL, Op, Ref, map_tree, refs
+from fused_remat.tracing.values import ADD, ALGEBRA, EXACT, MATMUL, Op, Ref, map_tree, refs
 
 _ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 _DEFAULTS = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None}
@@ -118,9 +119,9 @@ def _attention(
         bounds = "" if t.bounds is None else t.param(t.bounds)
         return t.add(
             Attention(
-                name=t.unique(op.inside or "attention"), q=q, k=k, v=v, spec=spec, site=t.site(),
+                name=t.unique(op.inside or "attention"), q=q, k=k, v=v, spec=spec,
                 mask="" if mask is None else t.param(mask.index), cu_q=bounds, cu_k=bounds,
-                role="attention",
+                site=next(t.sites), role="attention",
             )
         )  # fmt: skip
 
@@ -141,7 +142,7 @@ def _scores(t: Builder, product: Op, chain: list[Op]) -> Scores | None:
     if not all(arguments.isdisjoint(t.roots(n)) for n in factors):
         return None
     t.fix(*added)
-    base = torch.zeros_like(recording.values[first], dtype=recording.exact)
+    base = torch.zeros_like(recording.values[first], dtype=EXACT)
     caps = [i for i, op in enumerate(chain) if op.name == "tanh"]
 
     def slope(ops: list[Op], start: int, step: float = 1e-2) -> float:
@@ -188,9 +189,7 @@ def _after(t: Builder, value: Tensor, ops: list[Op], start: int) -> Tensor:
     recording = t.recording
     read = {n for op in ops for n in op.reads} - recording.live
     recorded = {n: recording.values[n] for n in read}
-    values: dict[int, Any] = {
-        n: v.to(recording.exact) if v.is_floating_point() else v for n, v in recorded.items()
-    }
+    values = {n: v.to(t.context.dtype) if v.is_floating_point() else v for n, v in recorded.items()}
     values[start] = value
     for op in ops:
         run_op(op, values, t.context)
@@ -213,29 +212,20 @@ def _added(t: Builder, chain: list[Op], constant: Tensor) -> Ref | None:
 def _mask(t: Builder, chain: list[Op], first: int, constant: Tensor) -> Ref:
     """Return what is added to the scores, as a new value: the chain on scores of zero."""
     recording, numbers = t.recording, dict[int, int]()
-    device = recording.values[first].device
-
-    def zeros(*sizes: int, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(sizes, dtype=dtype, device=device)
+    shape: tuple[Any, ...] = recording.shapes[first] or ()
+    if len(shape) == 4:
+        base = constant.new_zeros((1, 1, *constant.shape[-2:]))
+        with contextlib.suppress(RuntimeError):  # which needs all sequences and heads
+            if torch.equal(_after(t, base, chain, first).expand_as(constant), constant):
+                shape = (1, 1, *shape[2:])
 
     def renumbered(leaf: Any) -> Any:
         return Ref(numbers.get(leaf.index, leaf.index)) if isinstance(leaf, Ref) else leaf
 
-    shape, dtype = recording.shapes[first] or (), recording.dtypes[first]
-    if len(shape) == 4 and _is_shared(t, chain, first, constant):
-        shape = (1, 1, *shape[2:])
-    numbers[first] = t.new_value("zeros", zeros, shape, like=first, dtype=dtype)
+    more = {"dtype": recording.dtypes[first], "device": recording.values[first].device}
+    numbers[first] = t.new_value("zeros", torch.zeros, (shape,), like=first, **more)
     for op in chain:
         args, kwargs = map_tree((op.args, op.kwargs), renumbered)
         (last,) = op.writes
         numbers[last] = t.new_value(op.name, op.run, args, like=last, **kwargs)
     return Ref(numbers[last])
-
-
-def _is_shared(t: Builder, chain: list[Op], first: int, constant: Tensor) -> bool:
-    """Return whether scores of one sequence and head give the mask of all."""
-    base = constant.new_zeros((1, 1, *constant.shape[-2:]))
-    try:
-        return torch.equal(_after(t, base, chain, first).expand_as(constant), constant)
-    except RuntimeError:
-        return False

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,17 +15,18 @@ from torch import Tensor, nn
 
 from fused_remat.layers.eligibility import parameters_of
 from fused_remat.steps.node import Node
+from fused_remat.tracing.isolation import Trial
 from fused_remat.tracing.program import Context, Layout, Program, ReplayedSubmodule, layout_of
 from fused_remat.tracing.samples import Arguments
 from fused_remat.tracing.sizes import Size
-from fused_remat.tracing.values import STREAM, Op, Recording, Ref, ops_for, refs
+from fused_remat.tracing.values import EXACT, STREAM, Op, Recording, Ref, ops_for, refs
 
 #: A function that adds a step and returns its name.
 Build = Callable[[], str]
 #: Names that mean something else in a block.
 _RESERVED = ("input", "memory", "output", "seed")
 #: First site of the dropouts of a traced block.
-SITE = 1 << 12
+_SITE = (1 << 12) + 1
 CASTS = ("to", "float", "type_as", "type", "contiguous", "double")
 
 
@@ -39,8 +41,6 @@ class Builder:
     mixes_dtypes: bool = True  # whether adapters compute in dtypes of their own; not in a proof
     nodes: dict[str, Node] = field(default_factory=dict)
     programs: dict[str, Program] = field(default_factory=dict)  # the functions of replays
-    #: By the name of a replay that is columns of another activation: that, and which columns.
-    picks: dict[str, tuple[str, int, int]] = field(default_factory=dict)
     built: dict[int, str] = field(default_factory=dict)  # activations by the number of the value
     widths: dict[str, int] = field(default_factory=dict)  # of activations
     values: dict[str, int] = field(default_factory=dict)  # as in `TracedBlock`, as the next three
@@ -48,7 +48,7 @@ class Builder:
     replayed: dict[str, ReplayedSubmodule] = field(default_factory=dict)
     fills: dict[int, float] = field(default_factory=dict)
     value_names: dict[int, str] = field(default_factory=dict)  # of no tensor of the layer
-    sites: int = SITE
+    sites: Iterator[int] = field(default_factory=lambda: itertools.count(_SITE))
 
     def __post_init__(self) -> None:
         ops, inputs, call = self.recording.ops, self.recording.inputs, self.call
@@ -61,9 +61,11 @@ class Builder:
         #: Bounds of sequences of variable length; the recording has one sequence.
         self.bounds = None if call.bounds is None else inputs[call.bounds]
         self.tokens = self.recording.sizes.get("S", call.tokens)  # of a sequence
+        self.token_size = Size(1, ("S",)) if "S" in self.recording.sizes else self.tokens
         recording, device = self.recording, call.leaves[call.x].device
         modules = self.layer.get_submodule
-        self.context = Context(modules, recording.sizes, recording.exact, device)
+        exact = functools.partial(Trial, exact=True)
+        self.context = Context(modules, recording.sizes, EXACT, device, exact)
 
     @abstractmethod
     def step(self, number: int) -> Build | None:
@@ -78,16 +80,13 @@ class Builder:
     def layout(self, number: int) -> Layout | None:
         """Return the layout of an activation, or None if it lacks the call's tokens."""
         shape, sizes = self.recording.shapes[number], self.recording.sizes
-        batch = ["B"] if "B" in sizes else []
-        if "S" in sizes:
-            layout = layout_of(shape, [*batch, "S"], self.tokens)
-            if layout is None and "M" in sizes:
-                layout = layout_of(shape, [*batch, "M"], self.tokens)
-            return layout
-        four = shape if number in self.heads and shape is not None and len(shape) == 4 else (0,) * 4
-        if (four[0], four[2]) == (Size(1, ("B",)), self.tokens):
+        four = shape if number in self.heads and shape and len(shape) == 4 else (0,) * 4
+        if "S" not in sizes and (four[0], four[2]) == (Size(1, ("B",)), self.tokens):
             return Layout((("B",), *[(n,) for n in four[1:]]), (0, 2), ("B",))
-        return layout_of(shape, batch, self.tokens)
+        batch = ["B"] if "B" in sizes else []
+        choices = [[*batch, name] for name in ("S", "M") if name in sizes] or [batch]
+        layouts = (layout_of(shape, names, self.tokens) for names in choices)
+        return next(filter(None, layouts), None)
 
     def live(self, value: Any) -> bool:
         return isinstance(value, Ref) and value.index in self.recording.live
@@ -112,14 +111,17 @@ class Builder:
         args: Any,
         like: int,
         result: Tensor | None = None,
+        lead: Sequence[Any] = (),
         **kwargs: Any,
     ) -> int:
-        """Add an operation before the block; its value is like another, or has `result`'s shape."""
+        """Add an operation before the block; its value is like another, or `result`.
+
+        `lead`: the first sizes of `result`, which follow from those of a call.
+        """
         recording, number = self.recording, len(self.recording.values)
         value, shape = recording.values[like], recording.shapes[like]
         if result is not None:
-            sizes = {n.of(recording.sizes): n for n in args[1] if isinstance(n, Size)}
-            value, shape = result, tuple([sizes.get(n, n) for n in result.shape])
+            value, shape = result, (*lead, *result.shape[len(lead) :])
         recording.values.append(value)
         recording.shapes.append(shape)
         recording.dtypes.append(recording.dtypes[like])
@@ -150,7 +152,7 @@ class Builder:
     def unique(self, name: str, *others: str) -> str:
         """Return `name`, with a number if another step or value has it."""
         taken = {*self.nodes, *self.value_names.values(), *_RESERVED, *others}
-        name = name or "step"
+        name = name.lstrip(".") or "step"
         numbered = (f"{name}_{i}" for i in itertools.count(2))
         return name if name not in taken else next(n for n in numbered if n not in taken)
 
@@ -167,13 +169,8 @@ class Builder:
             if not any(name in node.inputs for node in self.nodes.values()):
                 self.nodes.pop(name, None)
                 self.programs.pop(name, None)
-                self.picks.pop(name, None)
                 self.replayed.pop(name, None)
                 self.built = {n: built for n, built in self.built.items() if built != name}
-
-    def site(self) -> int:
-        self.sites += 1
-        return self.sites
 
     def is_of_stream(self, number: int) -> bool:
         """Return whether a value has the stream's dtype, the only one in which steps compute."""

@@ -17,18 +17,11 @@ from fused_remat.autograd.gradients import not_differentiable
 from fused_remat.layers.eligibility import Reason
 from fused_remat.layers.fallback import generator_states, set_generator_states
 from fused_remat.steps.replay import At
-from fused_remat.tracing.isolation import WithoutDropout, replica
-from fused_remat.tracing.program import (
-    Context,
-    Program,
-    TracedBlock,
-    leaf_value,
-    run_op,
-    unread_after,
-)
+from fused_remat.tracing.isolation import Trial, replica
+from fused_remat.tracing.program import Context, Operations, Program, TracedBlock, leaf_value
 from fused_remat.tracing.samples import Arguments
 from fused_remat.tracing.sizes import Size, Sizes, meets
-from fused_remat.tracing.values import STREAM, Op, Untraceable, leaves, map_tree
+from fused_remat.tracing.values import EXACT, STREAM, Op, Untraceable, leaves, map_tree
 
 #: Values that are no activations and have at least as many elements are rebuilt in backward.
 _LARGE = 1 << 9
@@ -45,7 +38,6 @@ class Trace:
         self.fixed: set[str | int] = {*block.fixed}
         #: Conditions on the sizes of a call, with their outcomes where this trace applies.
         self.conditions: Mapping[str, bool] = {}
-        self.limits: Any = None  # of the differences that its proof allowed
         #: By the dtypes of an input and of autocast, alone and with a call's sizes, why a block
         #: was not equal to its layer.
         self.compared: dict[Any, Reason | None] = {}
@@ -62,9 +54,12 @@ class Trace:
         layer: nn.Module,
         named: Mapping[str, Tensor],
         arguments: Mapping[str, Any],
-        random: bool = True,
+        mode: Callable[[], Any] = contextlib.nullcontext,
     ) -> tuple[dict[str, Tensor | None], dict[str, Callable[..., Tensor]], Callable[[Tensor], Any]]:
-        """Return what the block reads, and a function of its output; or raise Untraceable."""
+        """Return what the block reads, and a function of its output; or raise Untraceable.
+
+        `mode`: makes a context in which recorded operations run.
+        """
         block, given = self.block, leaves(arguments)
         sizes, x = self.sizes(given), given[self.x]
         roots: dict[int, Any] = {}
@@ -76,36 +71,35 @@ class Trace:
             like = x.dtype if dtype is STREAM else dtype
             roots[number] = torch.zeros((), dtype=like, device=x.device).expand(size)
         values, tensors = {**roots}, dict[str, Tensor | None]()
-        context = Context(layer.get_submodule, sizes, x.dtype, x.device)
+        context = Context(layer.get_submodule, sizes, x.dtype, x.device, mode)
         rebuild = functools.partial(Rebuild, values=roots, layer=layer, context=context)
         grads = torch.is_grad_enabled()
         live = [n for n, t in roots.items() if grads and isinstance(t, Tensor) and t.requires_grad]
-        plan = block.plan(frozenset(live), _LARGE)
-        if plan.outs:
-            attached = rebuild(plan.rebuilt, plan.outs)
+        rebuilt, rest = block.plan(frozenset(live), _LARGE)
+        if rebuilt.outs:
+            attached = rebuild(rebuilt)
             tensors_again = _Attached.apply(attached, *attached.roots.values())
-            values.update(zip(plan.outs, tensors_again, strict=True))
-        for op, unread in zip(plan.rest, plan.unread, strict=True):
-            run_op(op, values, context)
-            for number in unread:
-                del values[number]
+            values.update(zip(rebuilt.outs, tensors_again, strict=True))
+        rest.run(values, context)
         self._check_masks(values, given)
         for name, (number, layout) in block.inputs.items():
             value = values[number]
             if value.dim() != 3 or layout.tokens != (0, 1):
-                batch = sizes.get("B", 1)
-                value = layout.matrix(value, sizes).view(batch, -1, layout.width)
+                value = layout.matrix(value, sizes, (sizes.get("B", 1), -1))
             tensors[name] = value
         functions: dict[str, Callable[..., Tensor]] = {
-            name: _replay(program, layer, context, random)
-            for name, program in block.programs.items()
+            name: _replay(program, layer, context) for name, program in block.programs.items()
         }
         for name, number in block.values.items():
-            value, ops, transposed = values[number], block.chain(number), name in block.transposed
+            value, chain, transposed = (
+                values[number],
+                block.chains[number],
+                name in block.transposed,
+            )
             tensors[name] = value.t() if transposed else value
-            free = number in plan.outs or not value.requires_grad
-            if ops and value.numel() >= _LARGE and free:
-                again = rebuild(ops, (number,))
+            free = number in rebuilt.outs or not value.requires_grad
+            if chain.ops and value.numel() >= _LARGE and free:
+                again = rebuild(chain)
                 if not again.shares(value):
                     functions[name] = functools.partial(again.in_backward, transposed)
 
@@ -138,7 +132,8 @@ class Trace:
         self, layer: nn.Module, named: Mapping[str, Tensor], arguments: Mapping[str, Any]
     ) -> Any:
         """Return the layer's result by the block, without dropout."""
-        tensors, functions, result = self.bind(layer, named, arguments, random=False)
+        mode = functools.partial(Trial, leaves(arguments)[self.x].dtype == EXACT)
+        tensors, functions, result = self.bind(layer, named, arguments, mode)
         return result(run_block(self.graph, "full", tensors, functions=functions))
 
     def sizes(self, given: Sequence[Any]) -> dict[str, int]:
@@ -148,9 +143,7 @@ class Trace:
         return {name: n for name, n in sizes.items() if name in self.names}
 
 
-def _replay(
-    program: Program, layer: nn.Module, context: Context, random: bool
-) -> Callable[..., Tensor]:
+def _replay(program: Program, layer: nn.Module, context: Context) -> Callable[..., Tensor]:
     """Return a program in one call, with the same random numbers in forward and backward."""
     context, known = context._replace(modules=_modules(program.ops, layer)), dict[int, Any]()
     device, autocast = context.device, _autocast(context.device.type)
@@ -159,7 +152,7 @@ def _replay(
         state: Any = contextlib.nullcontext()
         if program.draws and at.first in known:
             state = torch.random.fork_rng([device] if device.type == "cuda" else [])
-        with contextlib.nullcontext() if random else WithoutDropout(), state, autocast():
+        with state, autocast():
             if program.draws:
                 set_generator_states(known.setdefault(at.first, generator_states(device)), device)
             return program.run(context, at, xs, tensors)
@@ -169,20 +162,14 @@ def _replay(
 
 
 class Rebuild:
-    """Operations that run in forward and again in backward, for the values `outs`."""
+    """Operations that run in forward and again in backward."""
 
     def __init__(
-        self,
-        ops: Sequence[Op],
-        outs: tuple[int, ...],
-        values: Mapping[int, Any],
-        layer: nn.Module,
-        context: Context,
+        self, operations: Operations, values: Mapping[int, Any], layer: nn.Module, context: Context
     ) -> None:
-        self.ops, self.outs, self.autocast = ops, outs, _autocast(context.device.type)
-        self.context = context._replace(modules=_modules(ops, layer))
-        numbers = {n for op in ops for n in op.reads} - {n for op in ops for n in op.outs}
-        self.roots = {n: values[n] for n in numbers}
+        self.operations, self.autocast = operations, _autocast(context.device.type)
+        self.context = context._replace(modules=_modules(operations.ops, layer))
+        self.roots = {n: values[n] for n in operations.roots}
         self.versions = [t._version for t in self.roots.values()]
 
     def shares(self, value: Tensor) -> bool:
@@ -191,17 +178,14 @@ class Rebuild:
         return any(t.untyped_storage().data_ptr() == pointer for t in self.roots.values())
 
     def run(self, roots: Mapping[int, Any]) -> list[Tensor]:
-        """Return the values `outs`."""
+        """Return the values that the operations compute."""
         values = {**roots}
         with self.autocast():
-            for op, unread in zip(self.ops, unread_after(self.ops, self.outs), strict=True):
-                run_op(op, values, self.context)
-                for number in unread:
-                    del values[number]
-        return [values[n] for n in self.outs]
+            self.operations.run(values, self.context)
+        return [values[n] for n in self.operations.outs]
 
     def in_backward(self, transposed: bool = False) -> Tensor:
-        """Return the first of the values `outs`, or raise if a root was modified since forward."""
+        """Return the one value, or raise if a root was modified since forward."""
         if [t._version for t in self.roots.values()] != self.versions:
             raise RuntimeError(
                 "fused_remat: an argument or a buffer from which a layer computes its mask was "

@@ -18,9 +18,9 @@ from fused_remat.steps.replay import Replay
 from fused_remat.steps.rotary import Rotary, RotaryTables, rotary_fwd
 from fused_remat.tracing.builder import Builder
 from fused_remat.tracing.program import Program, leaf_value
-from fused_remat.tracing.replays import add_columns, note_pick, run, sample
+from fused_remat.tracing.replays import add_columns, columns_of, run, sample
 from fused_remat.tracing.sizes import Size
-from fused_remat.tracing.values import MOVES, STREAM, Op, Ref, map_tree
+from fused_remat.tracing.values import MOVES, STREAM, Op, Ref, map_tree, refs
 
 #: Names of queries, keys and values.
 Heads = tuple[str, str, str]
@@ -42,9 +42,9 @@ def _repeats(t: Builder, name: str, heads: int) -> int:
     if program is None:
         return 1
     y = sample(t, program)[0].view(-1, heads, program.layout.width // heads)
-    for count in range(heads, 1, -1):
-        groups = y.unflatten(1, (-1, count)) if heads % count == 0 else None
-        if groups is not None and bool((groups == groups[:, :, :1]).all()):
+    for count in [n for n in range(heads, 1, -1) if heads % n == 0]:
+        groups = y.unflatten(1, (-1, count))
+        if bool((groups == groups[:, :, :1]).all()):
             return count
     return 1
 
@@ -54,15 +54,11 @@ def _unrepeated(t: Builder, name: str, heads: int, shared: int) -> str:
     node: Any = t.nodes[name]
     width = t.programs[name].layout.width // heads
     pick = tuple([(h * width, (h + 1) * width) for h in range(0, heads, shared)])
-    program = replace(t.programs[name], pick=pick)
-    y, xs, _ = sample(t, program)
-    t.widths[name] = y.shape[1]
-    t.programs[name], t.nodes[name] = program, replace(node, columns=y.shape[1])
-    if len(xs) == 1 and program.only_moves:
-        if xs[0].shape == y.shape and torch.equal(xs[0], y):
-            t.remove(name)
-            return str(node.xs[0])
-        note_pick(t, name, y, xs)
+    program, t.widths[name] = replace(t.programs[name], pick=pick), heads // shared * width
+    if columns_of(t, program) == [*range(t.widths[node.xs[0]])]:
+        t.remove(name)
+        return str(node.xs[0])
+    t.programs[name], t.nodes[name] = program, replace(node, columns=t.widths[name])
     return name
 
 
@@ -78,17 +74,18 @@ def packed(
     t: Builder, inside: str, names: Heads, spec: AttentionSpec
 ) -> tuple[str, str, str, AttentionSpec]:
     """Return q, k and v, as one activation and rotated by a step where they are equal to that."""
-    parts = [_part(t, name) for name in names]
-    q, k, v = parts
+    q, k, v = (_part(t, name) for name in names)
     if q is None or k is None:
         return *names, spec
     rotation = None if q.rest is None or k.rest is None else _rotation(t, q.rest, k.rest, spec)
-    if rotation is None and (q.rest or k.rest or v is None):
+    with_values = v is not None and v.rest is None
+    if rotation is None and (q.rest or k.rest or not with_values):
         return *names, spec
-    joined = [q, k, *([v] if v is not None and v.rest is None else [])]
-    if v is not None and v.rest is not None:
-        joined = _split(t, f"{inside}.qk".lstrip("."), names, (q, k, v))
-    qkv = _joined(t, f"{inside}.qkv".lstrip("."), names[: len(joined)], joined, rotation is None)
+    parts = [q, k]
+    if v is not None:
+        parts = [q, k, v] if with_values else _split(t, f"{inside}.qk", names, q, k, v)
+    name, is_rotated = f"{inside}.qkv", rotation is not None
+    qkv = _joined(t, name, names[: len(parts)], parts, any_order=is_rotated)
     if qkv is None:
         return *names, spec
     if rotation is None:
@@ -96,27 +93,27 @@ def packed(
     spec, (cos, sin), weights = rotation
     rotated = t.add(
         Rotary(
-            name=t.unique(f"{inside}.rotated".lstrip(".")), x=qkv, spec=spec, cos=t.param(cos),
-            sin=t.param(sin), q_weight=weights[0], k_weight=weights[1], values=len(joined) > 2,
+            name=t.unique(f"{inside}.rotated"), x=qkv, spec=spec, cos=t.param(cos),
+            sin=t.param(sin), q_weight=weights[0], k_weight=weights[1], values=with_values,
         )
     )  # fmt: skip
-    return rotated, rotated, rotated if len(joined) > 2 else names[2], spec
+    return rotated, rotated, rotated if with_values else names[2], spec
 
 
 def _part(t: Builder, name: str) -> _Part | None:
     """Return the columns that a linear layer computes, or that a replay reads; or None."""
-    node, program = t.nodes.get(name), t.programs.get(name)
+    program = t.programs.get(name)
     if program is None:
-        return _Part(name, range(t.widths[name])) if isinstance(node, Linear) else None
-    if not isinstance(node, Replay) or len(node.xs) != 1:
+        return _Part(name, range(t.widths[name])) if isinstance(t.nodes.get(name), Linear) else None
+    if len(program.sources) != 1:
         return None
     ((number, layout),), chain = program.sources, list[Op]()
     moved = Program((), program.sources, (), number, layout)
-    while True:
+    read = {program.target, *[n for op in program.ops for n in op.reads]}
+    while True:  # as far as each operation moves what alone the later ones read
         users = [op for op in program.ops if number in op.reads]
         if len(users) != 1 or users[0].kind not in MOVES or users[0].reads != [number]:
             break
-        read = {n for op in program.ops for n in op.reads} | {program.target}
         outs, chain = [n for n in users[0].writes if n in read], [*chain, users[0]]
         if len(outs) != 1:
             break
@@ -124,55 +121,48 @@ def _part(t: Builder, name: str) -> _Part | None:
         is_real = t.recording.values[number].is_floating_point()
         if known is not None and is_real and t.is_of_stream(number):
             moved = Program(tuple(chain), program.sources, (), number, known)
-    is_all = moved.target == program.target
-    y, (x,), _ = sample(t, replace(moved, pick=program.pick) if is_all else moved)
-    index = {value: i for i, value in enumerate(x[0].tolist())}
-    columns = [index.get(value, -1) for value in y[0].tolist()]
-    if len({*columns}) < len(columns) or not torch.equal(x[:, columns], y):
+    is_all, rest = moved.target == program.target, None
+    columns = columns_of(t, replace(moved, pick=program.pick) if is_all else moved)
+    if columns is None or len({*columns}) < len(columns):
         return None
-    if is_all:
-        return _Part(node.xs[0], columns)
-    ops, sources = [op for op in program.ops if op not in moved.ops], (moved.target, moved.layout)
-    return _Part(node.xs[0], columns, replace(program, ops=tuple(ops), sources=(sources,)))
+    if not is_all:
+        ops = tuple([op for op in program.ops if op not in moved.ops])
+        rest = replace(program, ops=ops, sources=((moved.target, moved.layout),))
+    return _Part(t.nodes[name].inputs[0], columns, rest)
 
 
-def _split(t: Builder, name: str, heads: Heads, parts: tuple[_Part, _Part, _Part]) -> list[_Part]:
+def _split(t: Builder, name: str, heads: Heads, q: _Part, k: _Part, v: _Part) -> list[_Part]:
     """Return queries and keys, of a linear layer of their own if the packed one can be split.
 
-    Values that a replay changes are then the result of another part.
+    That layer then computes the values alone, which a replay changes.
     """
-    (q, k, v), values = parts, heads[2]
-    node, width = t.nodes.get(q.source), t.widths[q.source]
+    node, width, first = t.nodes[q.source], t.widths[q.source], len(q.columns) + len(k.columns)
     is_packed = [*q.columns, *k.columns, *v.columns] == [*range(width)]
     if {q.source} != {k.source, v.source} or t.use_counts()[q.source] != 3 or not is_packed:
         return [q, k]
     if v.rest is None or not isinstance(node, Linear) or not node.plain or node.part is not None:
         return [q, k]
-    ends = (0, len(q.columns) + len(k.columns), width)
-    names = [name, f"{values}.linear"]
-    for i, (first, last) in enumerate(itertools.pairwise(ends)):
-        part = replace(node, name=t.unique(names[i]), part=(first, last, width))
-        names[i] = t.add(part)
-        t.widths[part.name] = last - first
-    old: Any = t.nodes[values]
-    needed = [[names[1] if n == node.name else n for n in group] for group in old.needed_for]
-    t.nodes[values] = replace(old, xs=(names[1],), needed_for=tuple(map(tuple, needed)))
-    t.programs[values] = v.rest
-    t.remove(*heads[:2], node.name)
-    return [part._replace(source=names[0]) for part in (q, k)]
+    both = t.add(replace(node, name=t.unique(name), part=(0, first, width)))
+    t.add(replace(node, part=(first, width, width)))
+    t.widths |= {both: first, node.name: width - first}
+    ((number, _),) = t.programs[heads[2]].sources
+    del t.built[number]  # all columns, which another step may read
+    t.programs[heads[2]] = v.rest
+    t.remove(*heads[:2])
+    return [part._replace(source=both) for part in (q, k)]
 
 
 def _joined(
-    t: Builder, name: str, names: tuple[str, ...], parts: list[_Part], in_order: bool
+    t: Builder, name: str, names: tuple[str, ...], parts: list[_Part], any_order: bool
 ) -> str | None:
     """Return one activation with the columns of all parts, or None."""
     (source, *others) = dict.fromkeys(part.source for part in parts)
     columns = [*itertools.chain(*[part.columns for part in parts])]
     if not others:
-        is_all = columns == [*range(t.widths[source])]
-        if not is_all and (in_order or sorted(columns) != [*range(t.widths[source])]):
+        every = [*range(t.widths[source])]
+        if columns != every and not (any_order and sorted(columns) == every):
             return None
-        if not is_all:
+        if columns != every:
             source = add_columns(t, name, source, t.programs[names[0]].sources[0], columns)
         t.remove(*names)
         return source
@@ -187,10 +177,11 @@ def _joined(
         if not is_whole or counts[part.source] != int(own != part.source):
             return None
     t.remove(*[own for own in names if isinstance(t.nodes[own], Replay)])
-    ends = [0, *itertools.accumulate(len(part.columns) for part in parts)]
+    sizes = tuple([len(part.columns) for part in parts])
+    spans = itertools.pairwise((0, *itertools.accumulate(sizes)))
     updates = [
         replace(update, columns=span)
-        for layer, span in zip(layers, itertools.pairwise(ends), strict=True)
+        for layer, span in zip(layers, spans, strict=True)
         for update in layer.updates
     ]
     name = t.unique(name)
@@ -198,8 +189,7 @@ def _joined(
     return t.add(
         Linear(
             name=name, x=layers[0].x, weights=tuple([n.weight for n in layers]),
-            biases=tuple([n.bias for n in layers]),
-            sizes=tuple([len(part.columns) for part in parts]), updates=tuple(updates),
+            biases=tuple([n.bias for n in layers]), sizes=sizes, updates=tuple(updates),
         )
     )  # fmt: skip
 
@@ -220,9 +210,6 @@ def _rotation(
         return None
     interleaved, tables = found
     rotated = replace(spec, rotary=RotarySpec(interleaved=interleaved), head_norm=norm)
-    written = [t.recording.values[n] for op in (*q.ops, *k.ops) for n in op.writes]
-    is_exact = all(v.dtype in (torch.float64, torch.complex128) for v in written)
-    slack = 1e-6 if is_exact else 1e-4  # more than what the eps of a norm adds in float32
     for values in (drawn, recorded):  # what holds for any tables does not depend on their values
         known = functools.partial(leaf_value, values=values, call=t.context)
         cos, sin = (_table(*map_tree((*args, x.dtype), known)) for args in tables)
@@ -231,19 +218,19 @@ def _rotation(
         call = RotaryTables(rotated, cos, sin, w_q, w_k, 0, cos.shape[-2], False)
         heads = [run(t, p, [x_p], [values[n] for n in p.params]) for p, x_p in ((q, x_q), (k, x_k))]
         out = rotary_fwd(x, call)
-        if torch.allclose(out, torch.cat(heads, 1).to(out), slack, slack):
+        if torch.allclose(out, torch.cat(heads, 1).to(out), 1e-6, 1e-6):
             break
     else:
         return None
     if values is recorded:
-        used = [ref.index for refs, *_ in tables for ref in refs]
+        used = refs(tables)
         read, of_tables = ({r for n in ns for r in t.roots(n)} for ns in (numbers, used))
         # Another table may be equal in this call alone, and a scale may be 1.
         if not read.intersection(t.recording.inputs) <= of_tables:
             return None
         t.fix(*q.params, *k.params)
     made = [
-        t.new_value("table", _table, (*args, STREAM), args[0][0].index, table)
+        t.new_value("table", _table, (*args, STREAM), refs(args)[0], table, args[1])
         for args, table in zip(tables, (cos, sin), strict=True)
     ]
     weights = [n for n in (q_weight, k_weight) if norm]
@@ -292,8 +279,7 @@ def _drawn(seed: int, value: Tensor) -> Tensor:
     if not (value.is_floating_point() or value.is_complex()):
         return value
     generator = torch.Generator(value.device).manual_seed(seed)
-    like = value.float() if value.dtype == torch.float64 else value  # which a layer may round to
-    return torch.empty_like(like).normal_(generator=generator).to(value.dtype)
+    return torch.empty_like(value).normal_(generator=generator)
 
 
 def _tables(
@@ -334,45 +320,48 @@ def _tables(
             first = _flat(drawn[n], map_tree(lead, sizes)).flatten(0, -2)[0]
             for i, value in enumerate(first.tolist()):
                 where |= {value: (n, i, 1.0), -value: (n, i, -1.0)}
-    cos, sin = (_parts(column, where, leads) for column in zip(*pairs, strict=True))
+    cos, sin = (_arguments(column, where, leads) for column in zip(*pairs, strict=True))
     return None if cos is None or sin is None else (half == 1, (cos, sin))
 
 
 def _lead(t: Builder, number: int) -> tuple[Any, ...]:
     """Return the dimensions of the tokens of a table, (B, S) or (S,), or ()."""
     value, shape = t.recording.values[number], t.recording.shapes[number] or ()
-    tokens = Size(1, ("S",)) if "S" in t.recording.sizes else t.tokens
-    kept = tuple([n for n in shape if n != 1])
-    lead = kept[: kept.index(tokens) + 1] if tokens in kept[:2] else ()
-    is_plain = lead in ((tokens,), (Size(1, ("B",)), tokens)) and not value.requires_grad
-    is_number = value.is_floating_point() or value.is_complex()
-    columns = kept[len(lead) :]
-    return lead if is_plain and is_number and not any(isinstance(n, Size) for n in columns) else ()
+    if value.requires_grad or not (value.is_floating_point() or value.is_complex()):
+        return ()
+    kept, batch = [n for n in shape if n != 1], Size(1, ("B",))
+    for lead in ([batch, t.token_size], [t.token_size]):
+        columns = kept[len(lead) :]
+        if kept == [*lead, *columns] and not any(isinstance(n, Size) for n in columns):
+            return tuple(lead)
+    return ()
 
 
-def _parts(
+def _arguments(
     row: Sequence[float], where: Mapping[float, tuple[int, int, float]], leads: Mapping[int, Any]
 ) -> tuple[Any, Any, Any] | None:
     """Return the arguments of `_table` for a table whose first row is `row`, or None.
 
     `where`: by number in a row, the value that has it, or -1 if none, its column and its factor.
     """
-    groups: list[tuple[int, int, int, int, float]] = []
-    for value in row:
-        if value not in where:
-            return None
-        n, column, factor = where[value]
-        if groups and (groups[-1][0], groups[-1][-1]) == (n, factor):
-            _, first, count, step, _ = groups[-1]
-            step = column - first if count == 1 else step
-            if n < 0 or (step > 0 and column == first + count * step):
-                groups[-1] = n, first, count + 1, step, factor
-                continue
-        groups.append((n, column, 1, 1, factor))
-    numbers = [*dict.fromkeys(n for n, *_ in groups if n >= 0)]
+    if not where.keys() >= {*row}:
+        return None
+    entries = [where[value] for value in row]
+    steps = (b[1] - a[1] for a, b in itertools.pairwise(entries) if a[0] == b[0] >= 0)
+    step = max(1, next(steps, 1))
+
+    def start(entry: Any) -> tuple[int, int, float]:
+        i, (n, column, factor) = entry
+        return n, 0 if n < 0 else column - i * step, factor
+
+    groups = [[*group] for _, group in itertools.groupby(enumerate(entries), start)]
+    numbers = [*dict.fromkeys(n for n, *_ in entries if n >= 0)]
     if len(groups) > _MOST_PARTS or len({leads[n] for n in numbers}) != 1:
         return None
-    parts = [(numbers.index(n) if n >= 0 else n, *rest) for n, *rest in groups]
+    parts = list[tuple[int, int, int, int, float]]()
+    for group in groups:
+        _, (n, first, factor) = group[0]
+        parts.append((numbers.index(n) if n >= 0 else n, first, len(group), step, factor))
     return tuple(map(Ref, numbers)), leads[numbers[0]], tuple(parts)
 
 

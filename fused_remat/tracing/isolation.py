@@ -26,7 +26,7 @@ from fused_remat.layers.eligibility import parameters_of
 from fused_remat.layers.fallback import run_with
 from fused_remat.layers.record import NOTES, listed
 from fused_remat.tracing.state import get, parts_of, shared_by
-from fused_remat.tracing.values import SHIFT, SideEffect, Untraceable, attributes, map_tree
+from fused_remat.tracing.values import EXACT, SHIFT, SideEffect, Untraceable, attributes, map_tree
 
 _HOLDERS = (list, dict, set, deque)
 _LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy"} - {"__main__", "types"}
@@ -264,13 +264,20 @@ def _restore(holder: Any, before: list[Any]) -> list[str]:
 _MULTI_HEAD = inspect.signature(F.multi_head_attention_forward)
 
 
-class WithoutDropout(TorchFunctionMode):
-    """A context in which dropout of any probability does nothing."""
+class Trial(TorchFunctionMode):
+    """A context in which dropout does nothing, and float32 is float64 if the trial is `exact`."""
+
+    def __init__(self, exact: bool) -> None:
+        super().__init__()
+        self.exact = exact
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self.exact:
+            args, kwargs = map_tree((args, kwargs), lambda a: EXACT if a is torch.float32 else a)
+            func = Tensor.double if func is Tensor.float else func
         if is_dropout(func):
             return args[0] if args else kwargs["input"]
         if func is F.scaled_dot_product_attention:
@@ -278,7 +285,7 @@ class WithoutDropout(TorchFunctionMode):
         if func is F.multi_head_attention_forward:
             with self:
                 return multi_head_attention(*args, **kwargs)
-        return func(*args, **kwargs)
+        return in_float64(func)(*args, **kwargs)
 
 
 def is_dropout(func: Any) -> bool:
@@ -344,6 +351,25 @@ def sum_with_product(
     if beta == 0:  # of which `input` may be uninitialized
         return product
     return product + (input if beta == 1 else input * beta)
+
+
+def in_float64(func: Any) -> Any:
+    """Return a function that also runs in float64, in which ATen has no grouped product."""
+    is_grouped = getattr(func, "__name__", "") in ("grouped_mm", "_grouped_mm")
+    return functools.partial(_grouped_product, func) if is_grouped else func
+
+
+def _grouped_product(func: Any, x: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Compute a product of rows with the matrix of their group, one group after the other."""
+    offs = kwargs.get("offs", [*args, None][0])
+    if x.dtype != torch.float64 or (x.dim(), weight.dim()) != (2, 3) or offs is None:
+        result: Tensor = func(x, weight, *args, **kwargs)
+        return result
+    if x.is_meta:
+        return x.new_empty(len(x), weight.shape[2])
+    ends = [0, *offs.tolist()]
+    parts = [x[a:b] @ w for a, b, w in zip(ends[:-1], ends[1:], weight, strict=True)]
+    return torch.cat([*parts, x[ends[-1] :] @ torch.zeros_like(weight[0])])
 
 
 def _added(hidden: Tensor, like: Tensor) -> Tensor:

@@ -270,25 +270,28 @@ class TracedLayer(ConvertedLayer):
     def _compared(self, trace: Trace, call: Arguments) -> Trace | Reason:
         """Return the trace unless the block is not equal to the layer.
 
-        In the first call of a dtype the result and all gradients are compared; in the first of each
-        sizes the result, since C code and other Python modules may branch on a size unseen.
+        In the first call of a dtype the result and all gradients of at most two sequences and half
+        of the batch are compared, so that a first step does not take double the time; the result
+        alone of as many at each other length, and of each other batch, since C code and other
+        Python modules may branch on a size unseen.
         """
-        x = call.leaves[call.x]
+        x, few = call.leaves[call.x], max(1, min(2, call.batch // 2))
         kind = x.dtype, low_dtype(x)
-        numbers = (n.bit_length() for n in call.leaves if type(n) is int)
-        sizes = *kind, call.batch, call.tokens, *call.sizes.values(), *numbers
-        for key in (kind, sizes):
+        lengths = *[n for name, n in call.sizes.items() if name != "B"], call.tokens
+        numbers = *lengths, *(n.bit_length() for n in call.leaves if type(n) is int)
+        cases = {kind: few, (*kind, few, numbers): few, (*kind, call.batch): call.batch}
+        for case, most in cases.items():
             with _tracing:
-                if key not in trace.compared:
+                if case not in trace.compared:
                     if len(trace.compared) > _MOST:
                         trace.compared.clear()
-                    entire, run = key is sizes, (trace, self, self.stock.forward, call)
+                    run = trace, self, self.stock.forward, call, most
                     with _apart(x):
-                        text = why_different(*run, bool(kind[1]), entire)
-                    if call.batch == 1:  # the first comparison is of the entire batch
-                        trace.compared[sizes] = None
-                    trace.compared[key] = None if text is None else Reason(text)
-                reason = trace.compared[key]
+                        text = why_different(*run, widens=bool(kind[1]), gradients=case == kind)
+                    if case == kind:  # which is one of the others, too
+                        trace.compared |= {other: None for other, n in cases.items() if n == few}
+                    trace.compared[case] = None if text is None else Reason(text)
+                reason = trace.compared[case]
             if reason is not None:
                 return reason
         return trace

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
@@ -39,6 +40,7 @@ class Context(NamedTuple):
     sizes: Mapping[str, int]
     dtype: torch.dtype  # of the residual stream
     device: torch.device
+    mode: Callable[[], Any] = contextlib.nullcontext  # makes a context in which they run
 
 
 @dataclass(frozen=True)
@@ -76,11 +78,12 @@ class Layout:
     def _order(self) -> list[int]:
         return [*self.tokens, *[i for i in range(len(self.flat)) if i not in self.tokens]]
 
-    def matrix(self, value: Tensor, sizes: Mapping[str, int]) -> Tensor:
-        """Return a value as a matrix (tokens, width)."""
+    def matrix(
+        self, value: Tensor, sizes: Mapping[str, int], lead: Sequence[int] = (-1,)
+    ) -> Tensor:
+        """Return a value as a matrix (tokens, width), or with `lead` as the sizes of tokens."""
         flat = [sizes[n] if isinstance(n, str) else n for n in self.flat]
-        count = math.prod([flat[i] for i in self.tokens])
-        return value.reshape(flat).permute(self._order).reshape(count, self.width)
+        return value.reshape(flat).permute(self._order).reshape(*lead, self.width)
 
     def value(self, matrix: Tensor, sizes: Mapping[str, int]) -> Tensor:
         """Return the value that a matrix (tokens, width) represents."""
@@ -118,6 +121,33 @@ def layout_of(shape: Sequence[Any] | None, names: Sequence[str], tokens: int) ->
     return Layout(tuple(dims), tuple(indices), tuple(names))
 
 
+class Operations:
+    """Operations in the order in which they run, which compute values `outs` from `roots`."""
+
+    def __init__(self, ops: Sequence[Op], outs: Iterable[int]) -> None:
+        self.ops, self.outs = ops, (*outs,)
+        self.roots = {n for op in ops for n in op.reads} - {n for op in ops for n in op.writes}
+        seen = {*self.outs}
+        self._unread = list[set[int]]()  # after each, values that no later one reads
+        for op in reversed(ops):
+            self._unread.insert(0, {*op.reads, *op.writes} - seen)
+            seen |= self._unread[0]
+
+    def run(self, values: dict[int, Any], call: Context) -> None:
+        """Add the results to `values`, without those that nothing reads later."""
+        with call.mode():
+            for op, unread in zip(self.ops, self._unread, strict=True):
+                try:
+                    run_op(op, values, call)
+                except torch.OutOfMemoryError:
+                    raise
+                except RuntimeError as error:
+                    text = f"{op.name} cannot be run by itself: {error}"
+                    raise Opaque(op.inside, text) from error
+                for number in unread:
+                    del values[number]
+
+
 @dataclass(frozen=True, eq=False)
 class Program:
     """Recorded operations as a function of some values."""
@@ -131,8 +161,8 @@ class Program:
     pick: tuple[tuple[int, int], ...] | None = None
 
     @functools.cached_property
-    def _unread(self) -> list[list[int]]:
-        return unread_after(self.ops, (self.target,))
+    def _sequence(self) -> Operations:
+        return Operations(self.ops, (self.target,))
 
     @property
     def draws(self) -> bool:
@@ -155,19 +185,10 @@ class Program:
         sizes = {**call.sizes, "B": at.batch}
         if len(self.layout.names) > 1 or self.layout.names == ("S",):
             sizes[self.layout.names[-1]] = at.tokens
-        call = call._replace(sizes=sizes)
         values: dict[int, Any] = dict(zip(self.params, tensors, strict=True))
         for (number, layout), x in zip(self.sources, xs, strict=True):
             values[number] = layout.value(x, sizes)
-        for op, unread in zip(self.ops, self._unread, strict=True):
-            try:
-                run_op(op, values, call)
-            except torch.OutOfMemoryError:
-                raise
-            except RuntimeError as error:
-                raise Opaque(op.inside, f"{op.name} cannot be run by itself: {error}") from error
-            for number in unread:
-                del values[number]
+        self._sequence.run(values, call._replace(sizes=sizes))
         y = self.layout.matrix(values[self.target], sizes)
         return y if self.pick is None else torch.cat([y[:, a:b] for a, b in self.pick], 1)
 
@@ -178,18 +199,8 @@ def leaf_value(leaf: Any, values: Any, call: Context) -> Any:
     if isinstance(leaf, Size):
         return leaf.of(call.sizes)
     if isinstance(leaf, Limit):
-        return leaf.sign * getattr(torch.finfo(call.dtype), leaf.name)
+        return leaf.of(call.dtype)
     return call.dtype if leaf is STREAM else leaf
-
-
-def unread_after(ops: Sequence[Op], needed: Iterable[int]) -> list[list[int]]:
-    """Return for each operation the values that no later one reads, except those `needed`."""
-    seen, unread = {*needed}, []
-    for op in reversed(ops):
-        touched = {*op.reads, *op.writes}
-        unread.append([*(touched - seen)])
-        seen |= touched
-    return unread[::-1]
 
 
 def run_op(op: Op, values: dict[int, Any], call: Context) -> None:
@@ -218,15 +229,6 @@ class ReplayedSubmodule(NamedTuple):
 
     name: str
     why: str
-
-
-class Plan(NamedTuple):
-    """An order of the operations before a block, where some values they read need gradients."""
-
-    outs: tuple[int, ...]  # differentiable and large, or computed by way of large values
-    rebuilt: Sequence[Op]  # compute these, and run again in backward
-    rest: Sequence[Op]  # compute all others, after `rebuilt`
-    unread: Sequence[Sequence[int]]  # for each of the rest, values that nothing reads after it
 
 
 #: By number, the shape and the dtype of an activation.
@@ -259,42 +261,45 @@ class TracedBlock:
 
     def __post_init__(self) -> None:
         self._producers = {n: op for op in self.before for n in op.writes}
-        self._chains: dict[int, Sequence[Op]] = {}
-        self._plans: dict[tuple[frozenset[int], int], Plan] = {}
+        others = [n for n in refs(self.result) if n != self.out[0]]
+        self._read = [*self.values.values(), *others, *self.fills]
+        #: By number, the operations that compute a value, if they can run again.
+        self.chains = {n: Operations(self._chain(n), (n,)) for n in self._read}
+        self._plans: dict[Any, tuple[Operations, Operations]] = {}
 
-    def plan(self, live: frozenset[int], large: int) -> Plan:
-        """Return how `before` runs where `live` need gradients, and `large` values are not kept."""
+    def plan(self, live: frozenset[int], large: int) -> tuple[Operations, Operations]:
+        """Return `before` in two parts, for a call in which `live` values need gradients.
+
+        The first computes differentiable values that are `large`, or computed by way of such: it
+        runs again in backward. The second, after it, computes all others.
+        """
         if (live, large) not in self._plans:
-            others = [n for n in refs(self.result) if n != self.out[0]]
-            read, reached = [*self.values.values(), *others, *self.fills], {*live}
+            reached = {*live}
             for op in self.before if live else ():
                 if not reached.isdisjoint(op.reads):
                     reached.update(n for n in op.outs if n in self.elements)
-            costly = dict.fromkeys(n for n in read if n in reached and self._is_costly(n, large))
-            rest = self._ops(read, costly)
-            unread = unread_after(rest, {*read, *(number for number, _ in self.inputs.values())})
-            plan = Plan(tuple(costly), self._ops(costly), rest, unread)
-            self._plans[live, large] = plan
+            costly = dict.fromkeys(n for n in self._read if n in reached and self._most(n) >= large)
+            needed = {*self._read, *(number for number, _ in self.inputs.values())}
+            rest = Operations(self._ops(self._read, costly), needed)
+            self._plans[live, large] = Operations(self._ops(costly), costly), rest
         return self._plans[live, large]
 
-    def _is_costly(self, number: int, large: int) -> bool:
-        ops = self.chain(number)
-        most = max((self.elements.get(n, 0) for op in ops for n in op.writes), default=0)
-        return most >= large and all(op.path is None for op in ops)
+    def _most(self, number: int) -> float:
+        """Return the most elements of a value in a chain, or 0 for one that runs submodules."""
+        ops = self.chains[number].ops
+        written = [n for op in ops for n in op.writes if not any(op.path for op in ops)]
+        return max((self.elements.get(n, 0) for n in written), default=0)
 
     def _ops(self, numbers: Any, known: Any = ()) -> list[Op]:
         """Return the operations before the block that compute values from those `known`."""
         ops, _ = ops_for(numbers, self._producers, known)
         return [op for op in self.before if op in ops]
 
-    def chain(self, number: int) -> Sequence[Op]:
-        """Return the operations before the block that compute a value, if all can run again."""
-        if number not in self._chains:
-            ops = self._ops([number])
-            read = {number, *(n for op in ops for n in op.reads)}
-            fails = any(op.random for op in ops) or not read.isdisjoint(self.stand_ins)
-            self._chains[number] = [] if fails else ops
-        return self._chains[number]
+    def _chain(self, number: int) -> list[Op]:
+        ops = self._ops([number])
+        read = {number, *(n for op in ops for n in op.reads)}
+        fails = any(op.random for op in ops) or not read.isdisjoint(self.stand_ins)
+        return [] if fails else ops
 
     @property
     def draws(self) -> bool:

@@ -10,19 +10,36 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
 from fused_remat.layers.eligibility import parameters_of
 from fused_remat.layers.fallback import generator_states, next_node
 from fused_remat.tracing.isolation import (
     attention_without_dropout,
+    in_float64,
     is_dropout,
     multi_head_attention,
+    replica,
     sum_with_product,
     tensors_of,
 )
-from fused_remat.tracing.sizes import Number, Real, Size, Sizes, Space, plain
-from fused_remat.tracing.values import SHAPES, Op, Ref, Sample, Span, leaves, map_tree, refs
+from fused_remat.tracing.metas import Metas
+from fused_remat.tracing.sizes import Number, Real, Size, Space, plain, shape_at
+from fused_remat.tracing.values import (
+    EXACT,
+    SHAPES,
+    STREAM,
+    Op,
+    Ref,
+    Sample,
+    Span,
+    Untraceable,
+    leaves,
+    limit,
+    map_tree,
+    refs,
+)
 
 #: Functions that read a tensor's values in Python.
 _READS = (
@@ -43,13 +60,12 @@ _OWN_BACKWARD = "it runs an autograd.Function, whose backward is its own"
 class Recorder(TorchFunctionMode):
     """A mode that records the operations of a layer while it is active."""
 
-    def __init__(self, layer: nn.Module, sample: Sample, autocast: bool) -> None:
+    def __init__(self, layer: nn.Module, sample: Sample) -> None:
         super().__init__()
         self.layer, self.sample = layer, sample
-        self.autocast = autocast  # whether it seems on, so that code that tests for it is noticed
         arguments = leaves(sample.arguments)
         self.device = next(leaf.device for leaf in arguments if isinstance(leaf, Tensor))
-        self.start = next_node()
+        self.start, self.is_paused = next_node(), False
         self.foreign = ""  # why not even a replayed submodule may hold a tensor that is read
         self.values: list[Tensor] = []  # hollow if they depend on activations or are large
         self.numbers: dict[int, int] = {}  # by id; -1 if the tensor's present value is unknown
@@ -65,14 +81,13 @@ class Recorder(TorchFunctionMode):
         self.views: dict[int, tuple[Tensor, list[Any], list[Any]]] = {}
         self.root = Span("")
         self.stack = [self.root]
-        #: Formulas of sizes, if they are looked for; by number, tensors on "meta" at other sizes.
-        self.space = Space([sample.sizes, *sample.others]) if sample.others else None
-        self.metas: dict[int, list[Tensor]] = {}
+        self.space = Space([sample.sizes, *sample.others])
+        self.metas = Metas(self.space, self.device)
         self.paths = {module: name for name, module in layer.named_modules()}
         for name, tensor in tensors_of(layer, sample.named).items():
             number = self.new(tensor)
             self.sources[number], self.roots[number] = name, frozenset((name,))
-            self.metas[number] = [torch.empty_like(tensor, device="meta")] * len(sample.others)
+            self.metas.known[number] = [tensor.to("meta")] * len(sample.others)
         strided = [t for t in self.values if t.layout is torch.strided]
         self.memory = set(map(_pointer, strided))
         self.result: Any = None  # of the layer, with `Ref`s
@@ -83,13 +98,15 @@ class Recorder(TorchFunctionMode):
                 continue
             number = self.numbers[id(leaf)] if id(leaf) in self.numbers else self.new(leaf)
             self.inputs.append(number)
-            shapes = [
-                [n.of(sizes) if isinstance(n, Size) else n for n in sample.shapes[i]]
-                for sizes in sample.others
-            ]
-            self.metas[number] = [leaf.new_empty(shape, device="meta") for shape in shapes]
-            if i != sample.bounds:
+            if i == sample.bounds:  # of one sequence, whose length may be read
+                ends = [[0, sizes["S"]] for sizes in sample.others]
+                self.metas.known[number] = [torch.tensor(end, dtype=leaf.dtype) for end in ends]
+            else:
                 self.roots[number] = frozenset(("argument",))
+                self.metas.known[number] = [
+                    leaf.new_empty(shape_at(sample.shapes[i], sizes), device="meta")
+                    for sizes in sample.others
+                ]
             if is_active:
                 self.live.add(number)
 
@@ -127,57 +144,11 @@ class Recorder(TorchFunctionMode):
         def leaf(a: Any) -> Any:
             if isinstance(a, Tensor):
                 return Ref(self.number(a))
-            return a.size if isinstance(a, Number | Real) else a
+            if isinstance(a, Number | Real):
+                return a.size
+            return STREAM if a is EXACT else limit(a) if type(a) is float else a
 
         return map_tree(tree, leaf)
-
-    def shape(self, number: int) -> list[Any] | None:
-        """Return the sizes of a value, with a `Size` where one follows from the call's; or None."""
-        shapes = [t.shape for t in (self.values[number], *self.metas.get(number, ()))]
-        if self.space is None or len(shapes) == 1 or len({*map(len, shapes)}) > 1:
-            return None
-        return [self.space.size(at) for at in zip(*shapes, strict=True)]
-
-    def _sizes(self, func: Any, args: Any) -> Any:
-        """Return the result of a function that reads a tensor's shape, with known formulas."""
-        number, result = self.numbers.get(id(args[0]), -1), func(*args)
-        metas = self.metas.get(number)
-        if self.space is None or not metas:
-            return result
-        pairs = zip(*map(leaves, (result, *[func(t, *args[1:]) for t in metas])), strict=True)
-        numbers = [self.space.number(at) for at in pairs]
-        return torch.Size(numbers) if isinstance(result, torch.Size) else numbers[0]
-
-    def _run_on_meta(self, op: Op) -> None:
-        """Note an operation's results at other sizes, if all that it reads is known there."""
-        space = self.space
-        if space is None or not all(n in self.metas for n in op.reads):
-            return
-        found: list[list[Tensor]] = [[] for _ in op.outs]
-        for i, sizes in enumerate(space.choices[1:]):
-
-            def value(leaf: Any, i: int = i, sizes: Sizes = sizes) -> Any:
-                if isinstance(leaf, Ref):
-                    return self.metas[leaf.index][i]
-                if isinstance(leaf, torch.device):
-                    return torch.device("meta")
-                return leaf.of(sizes) if isinstance(leaf, Size) else leaf
-
-            args, kwargs = map_tree((op.args, op.kwargs), value)
-            try:
-                with torch.device("meta"), torch.no_grad():
-                    results = leaves(op.run(*args, **kwargs))
-            except Exception:  # no meta kernel, or sizes that the operation refuses
-                space.lost = space.lost or op.name
-                return
-            if len(results) != len(op.outs):
-                self.trouble(f"the size decides how many results {op.name} has")
-                return
-            for metas, t in zip(found, results, strict=False):
-                metas.append(t)
-        for number, metas in zip(op.outs, found, strict=True):
-            if number is not None and len(metas) == len(space.choices) - 1:
-                self.metas[number] = [t.to("meta") for t in metas]
 
     def add(
         self, name: str, run: Callable[..., Any], args: Any, kwargs: Any, result: Any, **more: Any
@@ -206,7 +177,8 @@ class Recorder(TorchFunctionMode):
             tensor = None if n in self.live else self.results[n]()
             self.values[n] = self.values[n] if tensor is None else tensor
         self.stack[-1].inner.append(op)
-        self._run_on_meta(op)
+        if matter := self.metas.run(op):
+            self.trouble(matter)
 
     def _forget(self, key: int, _: weakref.ref[Tensor]) -> None:
         """Forget a tensor that is freed, since a new one may get its id."""
@@ -225,10 +197,10 @@ class Recorder(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", str(func))
-        if name in _SETTERS:
+        if name in _SETTERS or self.is_paused:
             return func(*args, **kwargs)
         if func in _SHAPES and not kwargs:
-            return self._sizes(func, args)
+            return self.metas.read(func, self.numbers.get(id(args[0]), -1), args)
         if is_dropout(func):
             return self._dropout(func, *args, **kwargs)
         if func is F.multi_head_attention_forward:
@@ -237,10 +209,13 @@ class Recorder(TorchFunctionMode):
         if name == "baddbmm" and kwargs.get("out") is None:
             with self:
                 return sum_with_product(*args, **kwargs)
+        func = in_float64(func)
         if func is torch._native_multi_head_attention:
             self.trouble("it runs a fused kernel for inference")
         if name in _READS and args and isinstance(args[0], Tensor):
             self._read(name.strip("_"), self.number(args[0]))
+            if name in ("item", "tolist"):
+                return self.metas.read(func, self.numbers.get(id(args[0]), -1), args)
         if name == "register_hook":
             self.trouble("it registers a hook on a tensor")
         if kwargs.get("inplace"):
@@ -250,8 +225,7 @@ class Recorder(TorchFunctionMode):
         if kwargs.get("out") is not None:
             self.trouble("it writes to a tensor that is passed as `out`")
         encoded, before = (self.encoded(args), self.encoded(kwargs)), generator_states(self.device)
-        if self.space is not None:
-            args, kwargs = map_tree((args, kwargs), plain)
+        args, kwargs = map_tree((args, kwargs), plain)
         if func is F.scaled_dot_product_attention:
             result = attention_without_dropout(*args, **kwargs)
             draws = bool(kwargs.get("dropout_p", [*args[4:], 0.0][0]))
@@ -342,6 +316,8 @@ class Recorder(TorchFunctionMode):
         versions = [(t, t._version) for t in leaves((args, kwargs)) if isinstance(t, Tensor)]
         self.stack[-1].inner.append(span)
         self.stack.append(span)
+        counts, lost = self.space.counts, self.space.lost
+        known = len(counts)
         try:
             result = run(*args, **kwargs)
         finally:
@@ -356,7 +332,40 @@ class Recorder(TorchFunctionMode):
             if isinstance(t, Tensor) and _has_own_backward(t):
                 span.trouble = span.trouble or _OWN_BACKWARD
                 self.owned.add(id(t))  # the trouble is the submodule's, not its readers'
+        if loops := counts[known:]:
+            span.trouble = span.trouble or "its operations depend on the size"
+            self.space.lost = lost  # where the loop has other numbers of steps
+        if loops or not self.metas.known.keys() >= {n for n in span.outs if n is not None}:
+            self._run_again(span, loops)
+        if not self.space.lost:
+            del counts[known:]
         return result
+
+    def _run_again(self, span: Span, loops: list[Size]) -> None:
+        run, args, kwargs = span.function, span.args, span.kwargs
+        self.is_paused = True
+        try:
+            if run is None:
+                run = functools.partial(call_replica, self.layer.get_submodule(span.path))
+                args, kwargs = (self.tensors_of(span.path), args, kwargs), {}
+            op = Op(span.label, run, args, kwargs, span.outs, span.path)
+            self.metas.run_again(op, loops)
+        except Untraceable as reason:
+            self.space.lost = str(reason)
+        finally:
+            self.is_paused = False
+
+    def tensors_of(self, path: str) -> dict[str, Ref]:
+        """Return the parameters and buffers of a submodule by name."""
+        prefix, module, tensors = f"{path}.", self.layer.get_submodule(path), dict[str, Ref]()
+        held = {*parameters_of(module), *[n for n, _ in module.named_buffers()]}
+        for i, name in self.sources.items():
+            own = name.removeprefix(prefix)
+            if own != name and own in held:
+                tensors[own] = Ref(i)
+            elif own != name and self.values[i].requires_grad:
+                raise Untraceable(f"{path} has a tensor with a gradient that is no parameter")
+        return tensors
 
 
 def hollow(t: Tensor) -> Tensor:
@@ -371,6 +380,11 @@ def _has_own_backward(tensor: Tensor) -> bool:
 
 def _pointer(t: Tensor) -> int:
     return t.untyped_storage().data_ptr()
+
+
+def call_replica(module: nn.Module, *arguments: Any) -> Any:
+    """Run a submodule with tensors that replace its own, of the first argument."""
+    return functional_call(replica(module), *arguments)
 
 
 def _view(steps: list[Any], base: Tensor, arguments: list[Any]) -> Tensor:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import math
-import sys
 import threading
 import types
 from collections.abc import Callable, Iterator
@@ -29,17 +29,20 @@ def _length(value: Any) -> int:
     return value.shape[0] if isinstance(value, Tensor) and value.dim() else len(value)
 
 
+def _is_function(value: Any) -> bool:
+    return type(value) is types.FunctionType
+
+
+_MISSING = object()
 _CALL = nn.Module.__call__
 _ENTER, _EXIT, _ENABLED = (
     torch.autocast.__enter__, torch.autocast.__exit__, torch.is_autocast_enabled
 )  # fmt: skip
 
 
-def record(
-    layer: nn.Module, forward: Callable[..., Any], sample: Sample, autocast: bool
-) -> Recorder:
-    """Return the recording of a call; `autocast`: whether autocast seems on."""
-    recorder = Recorder(layer, sample, autocast)
+def record(layer: nn.Module, forward: Callable[..., Any], sample: Sample) -> Recorder:
+    """Return the recording of a call."""
+    recorder = Recorder(layer, sample)
     with _lock, _recording(recorder):
         result = run_unchanged(layer, forward, sample.named, sample.arguments)
     if recorder.foreign:
@@ -60,25 +63,25 @@ def _recording(recorder: Recorder) -> Iterator[None]:
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         inner = module in recorder.paths and module is not recorder.layer
-        if thread != threading.get_ident() or not inner:
+        if thread != threading.get_ident() or recorder.is_paused or not inner:
             return _CALL(module, *args, **kwargs)
         run = functools.partial(_CALL, module)
         return recorder.call(recorder.paths[module], run, args, kwargs)
 
-    def stand_in(module: types.ModuleType, value: Any) -> Any:
+    def stand_in(space: dict[str, Any], value: Any) -> Any:
         """Return what replaces a name's value while it is recorded; None for most."""
         if value is math:
             return MATH
         if type(value) is types.BuiltinFunctionType and value.__module__ == "math":
             return traced(f"math.{value.__name__}", value)
-        is_own = type(value) is types.FunctionType and value.__module__ == module.__name__
+        is_own = _is_function(value) and value.__module__ == space["__name__"]
         return noted(value) if is_own else None
 
     def noted(function: Any) -> Any:
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
             tensors = any(isinstance(leaf, Tensor) for leaf in leaves((args, kwargs)))
-            if thread != threading.get_ident() or not tensors:
+            if thread != threading.get_ident() or recorder.is_paused or not tensors:
                 return function(*args, **kwargs)
             return recorder.call(recorder.stack[-1].path, function, args, kwargs, function)
 
@@ -95,29 +98,37 @@ def _recording(recorder: Recorder) -> Iterator[None]:
         return _EXIT(self, *raised) if thread != threading.get_ident() else False
 
     def is_enabled(*device: str) -> bool:
-        return _ENABLED(*device) if thread != threading.get_ident() else recorder.autocast
+        if thread != threading.get_ident():
+            return _ENABLED(*device)
+        recorder.trouble("it asks whether autocast is on")
+        return False
 
     patches = (
         (nn.Module, "__call__", call), (torch, "is_autocast_enabled", is_enabled),
         (torch.autocast, "__enter__", enter), (torch.autocast, "__exit__", leave),
     )  # fmt: skip
-    packages = {kind.__module__ for module in recorder.paths for kind in type(module).__mro__}
-    packages.discard("builtins")
-    known = [sys.modules.get(package) for package in packages if package[:6] != "torch."]
-    own = [module for module in known if isinstance(module, types.ModuleType)]
-    names = [(module, name, value) for module in own for name, value in vars(module).items()]
-    functions = [(m, n, new) for m, n, v in names if (new := stand_in(m, v)) is not None]
+    kinds = {kind for module in recorder.paths for kind in type(module).__mro__}
+    kinds = {kind for kind in kinds if not kind.__module__.startswith("torch.")}
+    functions = [inspect.unwrap(f) for k in kinds for f in vars(k).values() if _is_function(f)]
+    spaces = {id(f.__globals__): f.__globals__ for f in functions if _is_function(f)}
+    names = {kind.__module__ for kind in kinds}
+    own = [space for space in spaces.values() if space.get("__name__") in names]
     builtins = {"range": Loop, "len": _length}
+    stand_ins = [
+        (space, name, value, builtins.get(name) if value is _MISSING else stand_in(space, value))
+        for space in own
+        for name, value in {**dict.fromkeys(builtins, _MISSING), **space}.items()
+    ]
+    stand_ins = [each for each in stand_ins if each[-1] is not None]
     try:
-        for module in own:
-            for name, value in builtins.items():
-                vars(module).setdefault(name, value)
-        with attributes_as((*patches, *functions)), recorder:
+        for space, name, _, new in stand_ins:
+            space[name] = new
+        with attributes_as(patches), recorder:
             yield
     finally:
-        for module in own:
-            for name, value in builtins.items():
-                if vars(module).get(name) is value:
-                    delattr(module, name)
+        for space, name, value, _ in stand_ins:
+            space[name] = value
+            if value is _MISSING:
+                del space[name]
         thread = 0  # for modules that were imported inside, and hold one of the functions
         recorder.results.clear()  # whose callbacks hold the recorder

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import posixpath
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from fused_remat.steps.activation import MLPActivation
 from fused_remat.steps.replay import At, Replay
 from fused_remat.tracing.builder import Builder
-from fused_remat.tracing.join import activation_of
+from fused_remat.tracing.functions import activation_of
 from fused_remat.tracing.program import Layout, Program, ReplayedSubmodule
 from fused_remat.tracing.sizes import Size
 from fused_remat.tracing.values import SHAPES, Op, Opaque
@@ -40,16 +41,13 @@ def replay(t: Builder, number: int) -> str:
     xs = tuple([t.build(n) for n in sources])
     pairs = tuple(zip(sources, layouts, strict=True))
     program = Program(tuple(ops), pairs, tuple(params), number, layout)
-    is_opaque, moved = op.path is not None, None
-    if len(xs) == 1 and program.only_moves:
-        moved, (x,), _ = sample(t, program)
-        if moved.shape == x.shape and torch.equal(moved, x):
-            return xs[0]
+    is_opaque = op.path is not None
+    if len(xs) == 1 and columns_of(t, program) == [*range(t.widths[xs[0]])]:
+        return xs[0]
     if len(set(xs)) < len(xs):
         raise Opaque(op.inside, "it reads one activation in two layouts")
-    paths = [o.inside.split(".") for o in ops]  # to the innermost submodule that contains all
-    same = itertools.takewhile(lambda names: len(set(names)) == 1, zip(*paths, strict=False))
-    inside = ".".join([names[0] for names in same])
+    paths = [o.inside.replace(".", "/") for o in ops]
+    inside = posixpath.commonpath(paths).replace("/", ".")  # of the innermost module of all
     draws = {o for o in ops if o.random or o.p}
     if t.drops and any(draws.intersection(known.ops) for known in t.programs.values()):
         path = inside.rpartition(".")[0] if op.module else inside
@@ -59,7 +57,7 @@ def replay(t: Builder, number: int) -> str:
         (like,) = sample(t, program)[1]
         act = activation_of(lambda x: run(t, program, [x], []), like)
         if act is not None:
-            name = t.unique(f"{inside}.act".lstrip("."))
+            name = t.unique(f"{inside}.act")
             return t.add(MLPActivation(name=name, up=xs[0], act=act))
     shapes: dict[int, Any] = {n: t.recording.shapes[n] for n in params}
     if None in shapes.values():
@@ -72,7 +70,7 @@ def replay(t: Builder, number: int) -> str:
     )
     path = op.function or str(op.path) if is_opaque else inside
     is_reported = is_opaque or len(ops) > _FEW or any(o.name in HEAVY for o in ops)
-    name = path or "forward" if is_reported else f"{path}.{op.kind}".lstrip(".")
+    name = path or "forward" if is_reported else f"{path}.{op.kind}"
     name, kinds = t.unique(name), dict.fromkeys(o.kind for o in ops)
     if is_reported:
         heavy = ", ".join(dict.fromkeys(o.kind for o in ops if o.name in HEAVY))
@@ -93,8 +91,6 @@ def replay(t: Builder, number: int) -> str:
         )
     )  # fmt: skip
     t.programs[name] = program
-    if moved is not None:
-        note_pick(t, name, moved, [x])
     return name
 
 
@@ -151,18 +147,6 @@ def _stages(t: Builder, ops: list[Op], params: list[int]) -> tuple[tuple[str, ..
     return tuple(map(tuple, stages.values()))
 
 
-def note_pick(t: Builder, name: str, y: Tensor, xs: list[Tensor]) -> None:
-    """Note whether the result `y` of a replay is adjacent columns of its input."""
-    t.widths[name] = y.shape[1]
-    node = t.nodes.get(name)
-    if len(xs) != 1 or not isinstance(node, Replay):
-        return
-    same = (xs[0] == y[:, :1]).all(0).nonzero()
-    first = int(same[0]) if len(same) else 0
-    if torch.equal(xs[0][:, first : first + y.shape[1]], y):
-        t.picks[name] = node.xs[0], first, first + y.shape[1]
-
-
 # Trials.
 
 
@@ -170,7 +154,7 @@ def sample(
     t: Builder, program: Program, seed: int = 0
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """Run a program on random activations; return its result, these, and the other values."""
-    _, sizes, dtype, device = t.context
+    _, sizes, dtype, device, _ = t.context
     generator = torch.Generator(device).manual_seed(seed)
     xs = []
     for _, layout in program.sources:
@@ -181,6 +165,17 @@ def sample(
     tensors = [t.recording.values[n].detach() for n in program.params]
     tensors = [v.to(dtype).requires_grad_() if v.is_floating_point() else v for v in tensors]
     return run(t, program, xs, tensors), xs, tensors
+
+
+def columns_of(t: Builder, program: Program) -> list[int] | None:
+    """Return the columns of its one input that a program returns, or None if it is no choice."""
+    if len(program.sources) != 1 or not program.only_moves:
+        return None
+    y, (x,), _ = sample(t, program)
+    index = {tuple(column): i for i, column in enumerate(x[:4].t().tolist())}
+    columns = [index.get(tuple(column), -1) for column in y[:4].t().tolist()]
+    is_same = x.dtype == y.dtype and -1 not in columns and torch.equal(x[:, columns], y)
+    return columns if is_same else None
 
 
 def run(
@@ -225,29 +220,27 @@ def _needed_for(
     """Return for each activation the names whose gradients depend on its value, by trial."""
     if program.draws or not program.is_algebra:
         return (names,) * len(program.sources)
-    _, xs, tensors = sample(t, program)
-    # A coefficient that is 0 may become another.
-    tensors = [_moved(v) if v.requires_grad else v for v in tensors]
-    y = run(t, program, xs, tensors)
+    y, xs, tensors = sample(t, program)
     if not y.requires_grad:
         return ((),) * len(xs)
-    generator = torch.Generator(y.device).manual_seed(1)
-    dy = torch.randn(y.shape, generator=generator, dtype=y.dtype, device=y.device)
-    labels = [n for n, v in zip(names, (*xs, *tensors), strict=True) if v.requires_grad]
+    # A coefficient that is 0 may become another.
+    tensors = [_moved(v) if v.requires_grad else v for v in tensors]
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=y.dtype).to(y)
 
-    def grads(y: Tensor, xs: list[Tensor]) -> tuple[Tensor | None, ...]:
-        inputs = [v for v in (*xs, *tensors) if v.requires_grad]
-        return torch.autograd.grad(y, inputs, dy, allow_unused=True)
+    def grads(xs: list[Tensor]) -> dict[str, Tensor | None]:
+        pairs = zip(names, (*xs, *tensors), strict=True)
+        inputs = {name: v for name, v in pairs if v.requires_grad}
+        y = run(t, program, xs, tensors)
+        found = torch.autograd.grad(y, [*inputs.values()], dy, allow_unused=True)
+        return dict(zip(inputs, found, strict=True))
 
     def is_other(g: Tensor | None, h: Tensor | None) -> bool:
         return g is not h and (g is None or h is None or not g.equal(h))
 
-    expected, needed = grads(y, xs), []
+    expected, needed = grads(xs), []
     for i, x in enumerate(xs):
-        zeroed = [*xs[:i], torch.zeros_like(x).requires_grad_(), *xs[i + 1 :]]
-        others = grads(run(t, program, zeroed, tensors), zeroed)
-        pairs = zip(labels, expected, others, strict=True)
-        needed.append(tuple([name for name, g, h in pairs if is_other(g, h)]))
+        others = grads([*xs[:i], torch.zeros_like(x).requires_grad_(), *xs[i + 1 :]])
+        needed.append(tuple([name for name, g in expected.items() if is_other(g, others[name])]))
     return tuple(needed)
 
 

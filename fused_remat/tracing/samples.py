@@ -27,8 +27,6 @@ _DRAWN = 65537
 _WINDOW = 16 * 257
 #: Smallest number of tokens in a sequence of a sample.
 _SMALLEST = 5
-#: Number of other meanings of a call's dimensions that are tried.
-_MOST_OTHERS = 8
 
 #: The dimensions of each leaf of a call's arguments: names of sizes, with a factor before, or
 #: numbers; none if it is no tensor.
@@ -83,33 +81,29 @@ class Arguments:
         )
         self.bounds = next(packed, None)
         self._options = [self._options_of(i, t) for i, t in enumerate(self.leaves)]
-        self.dims: Dims = tuple([dims for dims, _ in self._options])
+        self.dims: Dims = tuple([tuple([n for n, *_ in dims]) for dims in self._options])
 
-    def _options_of(self, i: int, t: Any) -> Any:
+    def _options_of(self, i: int, t: Any) -> list[list[str | int]]:
         if not isinstance(t, Tensor):
-            return (), []
+            return []
         name, is_memory = self.names[i], i == self.memory
-        return _options(
+        options = _options(
             t.shape, t.is_floating_point(), any(word in name for word in _MASKS),
-            "encoder" in name or is_memory, self.axes == ("S", "B"),
-            i in self.same or is_memory, tuple(self.sizes.items()),
+            "encoder" in name or is_memory, self.axes == ("S", "B"), tuple(self.sizes.items()),
         )  # fmt: skip
+        return [dims[:1] for dims in options] if i in self.same or is_memory else options
 
     def others(self) -> Iterator[Arguments]:
         """Yield the call with other meanings of dimensions, where sizes are the same."""
-        numbers = {1, *[n for dims in self.dims for n in dims if isinstance(n, int)]}
-        single = [
-            (leaf, i, other)
-            for leaf, (_, options) in enumerate(self._options)
-            for i, others in enumerate(options)
-            for other in others
-            if isinstance(other, str) or other in numbers
+        pairs = [
+            (i, j, dims) for i, each in enumerate(self._options) for j, dims in enumerate(each)
         ]
-        pairs = [p for p in itertools.combinations(single, 2) if p[0][:2] != p[1][:2]]
-        for changes in [*[(change,) for change in single], *pairs][:_MOST_OTHERS]:
-            call, dims = copy.copy(self), [[*d] for d in self.dims]
-            for leaf, i, other in changes:
-                dims[leaf][i] = other
+        changes = [(i, j, n) for i, j, (_, *rest) in pairs for n in rest]
+        changes.sort(key=lambda change: isinstance(change[-1], int))
+        for several in (*[(change,) for change in changes], *itertools.combinations(changes, 2)):
+            call, dims = copy.copy(self), [[*each] for each in self.dims]
+            for i, j, n in several:
+                dims[i][j] = n
             call.dims = tuple(map(tuple, dims))
             yield call
 
@@ -173,10 +167,9 @@ class Arguments:
         seed: int,
         recorded: bool = False,
         shift: int = 0,  # added to integers
-        params: torch.dtype | None = None,  # the dtype of parameters, if it is another
         varies: bool = True,  # whether integer tensors are random
         named: Mapping[str, Tensor] | None = None,  # the layer's tensors, if of another sample
-        scale: float = 1.0,  # of activations
+        scale: float = 1.0,  # of every other token of activations
         others: Sequence[Sizes] = (),  # choices of sizes at which a recording finds formulas
     ) -> Sample:
         """Return a call of other sizes, with random activations, masks and parameters, in `dtype`.
@@ -202,7 +195,8 @@ class Arguments:
                 return torch.tensor(ends, dtype=leaf.dtype, device=leaf.device)
             shape = [_size_of(n, sizes) for n in dims]
             if self.active[i] or (leaf.is_floating_point() and leaf.requires_grad):
-                stream = random(shape, leaf.device).detach() * scale
+                stream = random(shape, leaf.device).detach()
+                stream[..., ::2, :] *= scale
                 streams.append(stream.requires_grad_())
                 return streams[-1]
             t = leaf.detach()
@@ -227,7 +221,7 @@ class Arguments:
             return t + 0.25 * torch.sin(3.0 * t + 1.0) if recorded else t
 
         if named is None:
-            named = _tensors(layer, random, params or dtype)
+            named = _tensors(layer, random, dtype)
         arguments = map_tree(dict(self.given), value)
         others = [{name: each[name] for name in self.sizes} for each in others]
         dims = [[_size(n) for n in dims] for dims in self.dims]
@@ -241,10 +235,9 @@ def _options(
     is_mask: bool,
     of_memory: bool,
     swapped: bool,
-    is_known: bool,
     lengths: tuple[tuple[str, int], ...],
-) -> tuple[tuple[str | int, ...], list[list[str | int]]]:
-    """Return the likeliest dimensions of an argument, and the alternatives of each."""
+) -> list[list[str | int]]:
+    """Return what each dimension of an argument may be, the likeliest first."""
     sizes, last = dict(lengths), len(shape) - 1
     batch, is_mask = sizes.get("B", 0), is_mask or last == 3
     features = is_float and last > 0 and not is_mask
@@ -252,20 +245,16 @@ def _options(
     options: list[list[str | int]] = []
     for i, n in enumerate(shape):
         queries = is_mask and last > 1 and i == last - 1
-        names = ("M", "S") if of_memory and not queries else ("S", "M")
-        order: tuple[str | int, ...] = names
+        order: tuple[str | int, ...] = ("M", "S") if of_memory and not queries else ("S", "M")
         if (features and i == last) or (last == 3 and i == 1 and n in shape[2:]):
-            order = (n, *names)  # a width, or heads, as many as tokens
+            order = (n, *order)  # a width, or heads, as many as tokens
         elif swapped and i == 1:
             order = ("B",)
         elif i == 0 and "B" in sizes and not swapped:
             heads = (f"{n // max(batch, 1)}B",) if last == 2 and n > batch else ()
-            other = (n, *heads) if batch == 1 else (*heads, n)
-            order = ("B", *names) if last < 2 else ("B", *other, *names)
-        same = [s for s in (*order, n) if isinstance(s, int) or _size_of(s, sizes) == n]
-        options.append([*dict.fromkeys(same)])
-    likeliest = tuple([n for n, *_ in options])
-    return likeliest, [] if is_known else [others for _, *others in options]
+            order = ("B", *order, *((n,) if batch == 1 else ()), *heads)
+        options.append([*dict.fromkeys(s for s in (*order, n) if _size_of(s, sizes) == n)])
+    return options
 
 
 def _size_of(dim: str | int, sizes: Mapping[str, int]) -> int:

@@ -46,6 +46,11 @@ class Size:
         return self.formula or (f"({product} + {self.offset})" if self.offset else product)
 
 
+def shape_at(shape: Sequence[Any], sizes: Sizes) -> list[int]:
+    """Return a shape with `Size`s at a choice of sizes."""
+    return [n.of(sizes) if isinstance(n, Size) else n for n in shape]
+
+
 def evaluated(formula: str, sizes: Sizes) -> Any:
     """Return the value of a formula at a choice of sizes."""
     return eval(_compiled(formula), {"math": math, "inf": math.inf, "nan": math.nan}, dict(sizes))
@@ -302,12 +307,12 @@ MATH = types.SimpleNamespace(
 
 #: Small choices, of different remainders by small numbers, and large ones without data.
 _SMALL = (
-    {"B": 3, "S": 7, "M": 5}, {"B": 2, "S": 10, "M": 12}, {"B": 4, "S": 6, "M": 9},
-    {"B": 1, "S": 13, "M": 6},
+    {"B": 3, "S": 7, "M": 5}, {"B": 2, "S": 13, "M": 6}, {"B": 4, "S": 6, "M": 9},
+    {"B": 1, "S": 10, "M": 12},
 )  # fmt: skip
 #: Choices at which formulas are found; the second ones for layers of limited length.
 WITHOUT_DATA = (
-    ({"B": 1009, "S": 70001, "M": 60013}, {"B": 499, "S": 104729, "M": 50021}),
+    ({"B": 13, "S": 521, "M": 409}, {"B": 11, "S": 1021, "M": 769}),
     ({"B": 5, "S": 11, "M": 13}, {"B": 4, "S": 16, "M": 8}),
 )
 #: Longest sequence of a small choice, other than the call's own.

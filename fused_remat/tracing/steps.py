@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -75,71 +75,80 @@ def _param(t: Builder, value: Any) -> str:
     return t.param(value.index) if isinstance(value, Ref) else ""
 
 
+def _operands(t: Builder, op: Op | None) -> list[int]:
+    """Return the two activations that an operation reads, or nothing if these are not all."""
+    args = [] if op is None else [*op.args, *op.kwargs.values()]
+    return [arg.index for arg in args] if len(args) == 2 and all(map(t.live, args)) else []
+
+
+class _Update(NamedTuple):
+    """The numbers of base + scale * B(A(dropout(x))), where `base` is a linear layer of x."""
+
+    base: int
+    a: int
+    b: int
+    scale: float
+    p: float
+    x: int
+
+
 def _sum(t: Builder, number: int, op: Op) -> Build | None:
     """Trace a sum of activations as wide as the stream, or an update of a linear layer."""
     if (update := _update(t, op)) is not None:
-        return lambda: _add_update(t, *update[:5])
+        return lambda: _add_update(t, update)
     terms = _terms(t, number)
     return None if terms is None else lambda: _add_sum(t, number, terms)
 
 
-def _update(t: Builder, op: Op) -> tuple[int, int, int, float, float, int] | None:
-    """Return the numbers base, A, B, scale, p and x of base + scale * B(A(dropout(x))), or None.
-
-    `base` is the result of a linear layer of x.
-    """
-    args = [*op.args, *op.kwargs.values()]
-    if len(args) != 2 or not all(map(t.live, args)):
-        return None
-    for base, other in (args, args[::-1]):
-        scale, n = 1.0, t.source(other.index)
-        producer = t.producer(n)
-        factor = producer.args[1] if producer is not None and producer.kind in _MUL else None
-        if producer is not None and isinstance(factor, (int, float)):
-            scale, n = float(factor), t.source(producer.args[0].index)
+def _update(t: Builder, op: Op | None) -> _Update | None:
+    args = _operands(t, op)
+    for base, other in zip(args, args[::-1], strict=True):
+        scale, n = 1.0, t.source(other)
+        product = t.producer(n)
+        factor = product.args[1] if product is not None and product.kind in _MUL else None
+        if product is not None and isinstance(factor, (int, float)):
+            scale, n = float(factor), t.source(product.args[0].index)
         up = _layer(t, n)
-        down = None if up is None else _layer(t, t.source(up[0]))
+        down = None if up is None else _layer(t, up[0])
         if up is None or down is None or up[2] is not None or down[2] is not None:
             continue
-        p, x = 0.0, t.source(down[0])
-        dropout = t.producer(x)
+        p, n = 0.0, down[0]
+        dropout = t.producer(n)
         if dropout is not None and dropout.name == "dropout" and dropout.p:
-            p, x = dropout.p, t.source(dropout.args[0].index)
-        if _updated_input(t, t.source(base.index)) == x:
-            return base.index, down[1], up[1], scale, p, x
+            p, n = dropout.p, t.source(dropout.args[0].index)
+        if _updated_input(t, t.source(base)) == n:
+            return _Update(base, down[1], up[1], scale, p, n)
     return None
 
 
 def _updated_input(t: Builder, number: int) -> int | None:
     """Return the input of a linear layer, with or without updates."""
     layer, op = _layer(t, number), t.producer(number)
-    if layer is not None:
-        return t.source(layer[0])
-    update = None if op is None or op.kind not in ADD else _update(t, op)
-    return None if update is None else update[-1]
+    update = _update(t, op) if op is not None and op.kind in ADD else None
+    return layer[0] if layer is not None else update and update.x
 
 
-def _layer(t: Builder, number: int) -> tuple[int, int, int | None] | None:
-    """Return the numbers of x, weight and bias of a value that `F.linear` computes."""
+def _layer(t: Builder, number: int) -> tuple[int, int, Ref | None] | None:
+    """Return x, weight and bias of a value that `F.linear` computes, or None."""
     op = t.producer(number)
     if op is None or op.name != "linear" or _linear(t, number, op) is None:
         return None
     x, weight, bias = [*op.args, *op.kwargs.values(), None][:3]
-    return x.index, weight.index, bias.index if isinstance(bias, Ref) else None
+    return t.source(x.index), weight.index, bias
 
 
-def _add_update(t: Builder, base: int, a: int, b: int, scale: float, p: float) -> str:
-    name = t.build(base)
+def _add_update(t: Builder, update: _Update) -> str:
+    name = t.build(update.base)
     node = t.nodes[name]
     assert isinstance(node, Linear)
     low, mask = f"{name}.low{len(node.updates)}", ""
-    if p and t.drops:
-        mask = _add_mask(t, f"{low}.mask", node.x, p)
+    if update.p and t.drops:
+        mask = _add_mask(t, f"{low}.mask", node.x, update.p)
     params, names = parameters_of(t.layer), t.recording.sources
-    known = [params.get(names.get(n, "")) for n in (a, t.values[node.weight])]
+    known = [params.get(names.get(n, "")) for n in (update.a, t.values[node.weight])]
     own, weight = (None if param is None else param.dtype for param in known)
     adapter = LowRank(
-        a=t.param(a), b=t.param(b), low=low, scale=scale, mask=mask,
+        a=t.param(update.a), b=t.param(update.b), low=low, scale=update.scale, mask=mask,
         dtype=own if t.mixes_dtypes and own != weight else None,
     )  # fmt: skip
     t.nodes[name] = replace(node, updates=(*node.updates, adapter))
@@ -148,47 +157,30 @@ def _add_update(t: Builder, base: int, a: int, b: int, scale: float, p: float) -
 
 def _terms(t: Builder, number: int) -> list[int] | None:
     """Return the terms of a sum no wider than the stream, and of those that nothing else reads."""
-    op = t.producer(number)
+    op, layout = t.producer(number), t.layout(number)
     if op is None or op.kind not in ADD or op.path is not None or _update(t, op):
         return None
-    args, layout = [*op.args, *op.kwargs.values()], t.layout(number)
-    if len(args) != 2 or not all(map(t.live, args)) or layout is None or not layout.is_last:
+    args = _operands(t, op)
+    if len({*args}) < 2 or layout is None or not layout.is_last:
         return None
-    a, b = (arg.index for arg in args)
-    if a == b or t.layout(a) != layout or t.layout(b) != layout:
+    if any(t.layout(arg) != layout for arg in args):
         return None
     if layout.width > t.widths["input"]:  # within an activation
         return None
-    terms = []
-    for term in (a, b):
-        inner = _terms(t, term) if t.uses.count(term) == 1 else None
-        terms += inner or [term]
-    return terms
+    inner = [_terms(t, arg) if t.uses.count(arg) == 1 else None for arg in args]
+    return [n for arg, terms in zip(args, inner, strict=True) for n in terms or [arg]]
 
 
 def _add_sum(t: Builder, number: int, terms: list[int]) -> str:
-    """Add the terms to the residual stream one after the other, as blocks do."""
+    """Add the terms to the residual stream, the earliest of them, one after the other."""
     names = [t.build(term) for term in terms]
     if len(set(names)) < len(names):
         return replay(t, number)
-    earlier = (n for n in names if n in t.inputs or any(_depends(t, o, n) for o in names))
-    stream = next(earlier, names[0])
+    stream = min(names, key=[*t.inputs, *t.nodes].index)
     for name in [n for n in names if n != stream]:
         stream = t.add(Add(name=t.unique("mid"), x=name, residual=stream))
         t.widths[stream] = t.widths[name]
     return stream
-
-
-def _depends(t: Builder, y: str, x: str) -> bool:
-    todo, seen = [y], set[str]()
-    while todo:
-        name = todo.pop()
-        if name == x != y:
-            return True
-        if name in t.nodes and name not in seen:
-            seen.add(name)
-            todo += t.nodes[name].inputs
-    return False
 
 
 def _dropout(t: Builder, number: int, op: Op) -> Build | None:
@@ -205,7 +197,7 @@ def _dropout(t: Builder, number: int, op: Op) -> Build | None:
 
 
 def _add_mask(t: Builder, name: str, x: str, p: float) -> str:
-    return t.add(DrawMask(name=t.unique(name), site=t.site(), p=p, like=x, of=x))
+    return t.add(DrawMask(name=t.unique(name), site=next(t.sites), p=p, like=x, of=x))
 
 
 def _activation(t: Builder, op: Op | None) -> tuple[str, Any] | None:
@@ -236,19 +228,17 @@ def _act(t: Builder, number: int, op: Op) -> Build | None:
 
 
 def _product(t: Builder, number: int, op: Op) -> Build | None:
-    args, layout = [*op.args, *op.kwargs.values()], t.layout(number)
-    if len(args) != 2 or not all(map(t.live, args)):
-        return None
-    for one, up in (args, args[::-1]):
-        traced = _activation(t, t.producer(t.source(one.index)))
+    args, layout = _operands(t, op), t.layout(number)
+    for one, up in zip(args, args[::-1], strict=True):
+        traced = _activation(t, t.producer(t.source(one)))
         if traced is None:
             continue
         act, gate = traced
-        if t.live(gate) and layout == t.layout(gate.index) == t.layout(up.index):
+        if t.live(gate) and layout == t.layout(gate.index) == t.layout(up):
 
-            def build(gate: int = gate.index, up: int = up.index, act: str = act) -> str:
+            def build(gate: int = gate.index, up: int = up, act: str = act) -> str:
                 inputs = t.build(gate), t.build(up)
-                name = t.unique(f"{op.inside}.act".lstrip("."))
+                name = t.unique(f"{op.inside}.act")
                 return t.add(MLPActivation(name=name, gate=inputs[0], up=inputs[1], act=act))
 
             return build

@@ -1,4 +1,4 @@
-"""The trace of a layer's first call of a kind: two recordings, their block, and its proof."""
+"""The trace of a layer's first call of a kind: a recording, its block, and the proof."""
 
 from __future__ import annotations
 
@@ -18,39 +18,36 @@ from fused_remat.execution.prepare import chunks_of
 from fused_remat.layers.converted import INDICES
 from fused_remat.layers.eligibility import needs_grad
 from fused_remat.layers.fallback import generator_states, run_with, set_generator_states
+from fused_remat.tracing.assembly import Assembly
 from fused_remat.tracing.call import Trace
-from fused_remat.tracing.isolation import WithoutDropout, renumbered, replica
-from fused_remat.tracing.join import Join, known_function
-from fused_remat.tracing.recorder import Recorder, hollow
+from fused_remat.tracing.functions import known_function
+from fused_remat.tracing.isolation import Trial, renumbered, replica
+from fused_remat.tracing.recorder import Recorder
 from fused_remat.tracing.recording import record
 from fused_remat.tracing.samples import Arguments, constants, vary
-from fused_remat.tracing.sizes import WITHOUT_DATA, Size, Sizes, Space, choose, evaluated, moved
+from fused_remat.tracing.sizes import WITHOUT_DATA, Space, choose, evaluated, moved
 from fused_remat.tracing.tracer import Tracer
 from fused_remat.tracing.values import (
+    EXACT,
     SHIFT,
     Opaque,
     Recording,
     Sample,
     SideEffect,
+    Span,
     Untraceable,
     leaves,
 )
 
-#: Sizes of the two proofs of a layer that is traced at the call's own length.
-_LONG_PROOFS = ({"B": 2}, {"B": 2})
+#: Sizes of the proof of a layer that is traced at the call's own length.
+_LONG_PROOF = {"B": 2}
 #: Most branches by conditions on sizes that are tried until one is that of the call.
 _MOST_BRANCHES = 6
-#: Dtypes of the first recording and of the proofs, of the second recording, and of its parameters.
-#: The last two are for layers that ATen cannot run in float64 (experts as one grouped product), and
-#: for those that convert some parameters themselves.
-_DTYPES = (
-    (torch.float64, torch.float32, torch.float32),
-    (torch.float32, torch.bfloat16, torch.bfloat16),
-    (torch.float32, torch.bfloat16, torch.float32),
-)
-#: Tokens of a chunk in proofs, at most a sequence, so that groups and tiles are proved too.
+#: Tokens of a chunk in a proof, at most a sequence, so that groups and tiles are proved too.
 _CHUNK = 12
 _MOST_REPLAYED = 24
+#: Most other meanings of a call's dimensions that are tried.
+_MOST_OTHERS = 8
 #: First words of the reason of a layer that raises at the sizes of the recordings.
 CANNOT_RUN = "its forward cannot run at another"
 
@@ -66,117 +63,82 @@ def trace_call(
     try:
         return _trace_one(layer, forward, call, free)
     except _CannotRun:
-        for other in call.others():  # dimensions of the same size may have another meaning
+        for other in itertools.islice(call.others(), _MOST_OTHERS):
             with contextlib.suppress(Untraceable):
                 return _trace_one(layer, forward, other, free)
         raise
 
 
 class _CannotRun(Untraceable):
-    """An error of the layer in a recording; `at_once` if in the first, in any dtype."""
-
-    def __init__(self, call: Arguments, error: Exception, at_once: bool) -> None:
-        sizes = "batch size or length" if "S" in call.sizes else "batch size"
-        super().__init__(f"{CANNOT_RUN} {sizes} ({type(error).__name__})")
-        self.at_once = at_once
+    """An error of the layer in a recording, in which a dimension may have the wrong meaning."""
 
 
 def _trace_one(layer: nn.Module, forward: Callable[..., Any], call: Arguments, free: bool) -> Trace:
-    reasons, fixed = list[Untraceable](), set[str | int]((*constants(layer), *call.whole))
+    fixed = set[str | int]((*constants(layer), *call.whole))
     for varies in (True, False) if fixed else (True,):
-        for dtypes in _DTYPES:
-            try:
-                copy, conditions = replica(layer, deep=True), dict[str, bool]()
-                if varies:
-                    vary(copy)
-                run = types.MethodType(forward, copy)
-                trace = _trace(copy, run, call, dtypes, free, varies, conditions)
-                if varies and not fixed.isdisjoint(trace.fixed):  # the block of other values
-                    break
+        copy, conditions = replica(layer, deep=True), dict[str, bool]()
+        if varies:
+            vary(copy)
+        try:
+            run = types.MethodType(forward, copy)
+            trace = _trace(copy, run, call, free, varies, conditions)
+            if not varies or fixed.isdisjoint(trace.fixed):  # else it is the block of other values
                 trace.fixed |= set() if varies else fixed
                 return trace
-            except (torch.OutOfMemoryError, SideEffect):
-                raise
-            except Exception as error:
-                text = f"its block raises {type(error).__name__} in a trial: {error}"
-                if isinstance(error, _Raised):
-                    text = f"its forward raises at other sizes: {error}"
-                reason = error if isinstance(error, Untraceable) else Untraceable(text)
-                reason.conditions = conditions
-                reason.__cause__ = reason.__context__ = None  # whose frames hold the recordings
-                reasons.append(reason.with_traceback(None))
-                if not isinstance(reason, _CannotRun) or reason.at_once:
-                    break
-    # A later trial that fails for another reason explains more than one that cannot run.
-    last = sorted(reasons, key=lambda reason: not isinstance(reason, _CannotRun))[-1]
+        except (torch.OutOfMemoryError, SideEffect):
+            raise
+        except Exception as error:
+            text = f"its block raises {type(error).__name__} in a trial: {error}"
+            if isinstance(error, _Raised):
+                text = f"its forward raises at other sizes: {error}"
+            reason = error if isinstance(error, Untraceable) else Untraceable(text)
+            reason.conditions = conditions
+            reason.__cause__ = reason.__context__ = None  # whose frames hold the recordings
+            last = reason.with_traceback(None)
     try:
         raise last
     finally:
-        del last, reason, reasons  # whose traceback holds this frame, and the callers'
+        del last, reason  # whose traceback holds this frame, and the callers'
 
 
 def _trace(
     layer: nn.Module,
     forward: Callable[..., Any],
     call: Arguments,
-    dtypes: tuple[torch.dtype, ...],
     free: bool,
     varies: bool,
     conditions: dict[str, bool],  # on sizes, with their outcomes in the call, once they are known
 ) -> Trace:
-    """Return the block of a call, recorded in two of the dtypes, and proved in the first."""
-    exact, other, params = dtypes
-    shift, indices = SHIFT * free, INDICES if free else ()
+    """Return the block of a call, recorded and proved in float64."""
     sample = functools.partial(call.sample, layer, varies=varies)
-    own = call.leaves[call.x].dtype
-
-    def second(dtype: torch.dtype, params: torch.dtype) -> Recorder:
-        first = one.sample.sizes
-        sizes = choose(call.sizes, space.conditions, formulas, [first]) or first
-        values = sample(sizes, dtype, 1, recorded=True, shift=shift, params=params)
-        with renumbered(layer, indices):
-            recorder = record(layer, forward, values, autocast=True)
-        recorder.values[:] = map(hollow, recorder.values)  # nothing reads them
-        return recorder
-
-    at_once = exact == torch.float32
+    own, indices = call.leaves[call.x].dtype, INDICES if free else ()
     try:
-        one, space = _first(layer, forward, call, sample, exact, conditions)
-        formulas = [size for size in space.known.values() if size is not None and size.formula]
-        formulas += space.counts
-        at_once = False
-        others = [second(other, params)]
+        recorder, space = _recorded(layer, forward, call, sample, conditions)
+        if own.itemsize < 4:  # for which the layer may have operations of their own
+            with contextlib.suppress(RuntimeError):  # parameters of several dtypes
+                values = sample(recorder.sample.sizes, own, 0, recorded=True)
+                _note_others(recorder.root, record(layer, forward, values).root)
     except (Untraceable, torch.OutOfMemoryError):
         raise
     except Exception as error:  # whatever the layer raises at these sizes
-        raise _CannotRun(call, error, at_once) from error
-    if own.itemsize < 4 and own != other:  # for which the layer may have operations of their own
-        with contextlib.suppress(RuntimeError):  # parameters of several dtypes
-            others.append(second(own, own))
-    opaque = dict[str, str]()
+        what = "batch size or length" if "S" in call.sizes else "batch size"
+        raise _CannotRun(f"{CANNOT_RUN} {what} in float64 ({type(error).__name__})") from error
+    formulas = [size for size in space.known.values() if size is not None and size.formula]
     known = {path: known_function(m, own) for path, m in layer.named_modules() if path}
-    narrow = any(one.values[n].dtype == torch.float32 for n in one.live)
-    limits = SINGLE if exact == torch.float32 else NARROW if narrow else EXACT
+    opaque, first = dict[str, str](), recorder.sample
+    # Of the same parameters, which are as large as the layer's.
+    sizes = choose(call.sizes, space.conditions, formulas, [first.sizes]) or _LONG_PROOF
+    shift = SHIFT * free
+    given = sample(sizes, EXACT, 1, shift=shift, named=first.named, scale=SCALE)
     while True:
         try:
-            joined = [Join(layer, one, two, known, opaque).joined for two in others]
-            trace = _unproved(layer, joined[0], call)
-            for other_join in joined[1:]:
-                other_join()
-            trace.limits = limits
-            trace.conditions = {**space.conditions, **_unvaried(space, [one, *others])}
-            tensors = one.sample.named.items()
-            chosen = [r.sample.sizes for r in (one, others[0])]
-            for i, sizes in enumerate(_proofs(call, space.conditions, formulas, chosen)):
-                # With the same parameters, which are as large as the layer's; and their gradients
-                # once, unless they are small.
-                named = {n: t.detach() if i and t.numel() > _SMALL else t for n, t in tensors}
-                given = sample(sizes, exact, i + 2, shift=i * shift, named=named, scale=SCALES[i])
-                tokens = given.sizes.get("S", call.tokens)
-                with renumbered(layer, indices if i else ()), chunks_of(min(_CHUNK, tokens)):
-                    text = difference(layer, forward, trace.proved.run, given, limits)
-                if text is not None:
-                    raise Untraceable(f"the traced block does not compute the same: {text}")
+            trace = _unproved(layer, Assembly(layer, recorder, known, opaque).recording, call)
+            trace.conditions = space.conditions
+            tokens = given.sizes.get("S", call.tokens)
+            with renumbered(layer, indices), chunks_of(min(_CHUNK, tokens)):
+                text = difference(layer, forward, trace.proved.run, given, LIMITS)
+            if text is not None:
+                raise Untraceable(f"the traced block does not compute the same: {text}")
             return trace
         except Opaque as reason:
             path = reason.path.rpartition(".")[0] if reason.path in opaque else reason.path
@@ -187,12 +149,11 @@ def _trace(
             opaque[path] = reason.reason if path == reason.path else str(reason)
 
 
-def _first(
+def _recorded(
     layer: nn.Module,
     forward: Callable[..., Any],
     call: Arguments,
     sample: Callable[..., Sample],
-    exact: torch.dtype,
     conditions: dict[str, bool],
 ) -> tuple[Recorder, Space]:
     """Return a recording of the branches that the call takes, and the formulas of its sizes."""
@@ -200,17 +161,14 @@ def _first(
         sizes = choose(call.sizes, conditions, (), ())
         if sizes is None:
             break
-        found = list[tuple[Recorder, Space]]()
         for choices in WITHOUT_DATA:
             others = [moved(choice, conditions) for choice in choices]
-            values = sample(sizes, exact, 0, recorded=True, others=others)
-            recorder = record(layer, forward, values, autocast=False)
-            assert recorder.space is not None
-            found.append((recorder, recorder.space))
-            if not recorder.space.lost:
+            recorder = record(layer, forward, sample(sizes, EXACT, 0, recorded=True, others=others))
+            space = recorder.space
+            if not space.lost:
                 break
-        recorder, space = next((pair for pair in found if not pair[1].lost), found[0])
-        numbers = {f"{text} == {evaluated(text, call.sizes)}" for text in space.plain}
+        numbers = {*space.plain, *(size.text for size in space.counts)}
+        numbers = {f"{text} == {evaluated(text, call.sizes)}" for text in numbers}
         space.conditions |= {text: bool(evaluated(text, sizes)) for text in numbers}
         conditions.update({t: bool(evaluated(t, call.sizes)) for t in space.conditions})
         if all(conditions[text] == outcome for text, outcome in space.conditions.items()):
@@ -219,29 +177,21 @@ def _first(
     raise Untraceable(f"no small call takes its branches by {' and '.join(conditions)}")
 
 
-def _unvaried(space: Space, recorders: list[Recorder]) -> dict[str, bool]:
-    """Return the conditions that loops have as many steps as in all of the recordings."""
-    steps = [(c.text, {c.of(r.sample.sizes) for r in recorders}) for c in space.counts]
-    return {f"{text} == {n}": True for text, (n, *more) in steps if not more}
+def _note_others(one: Span, two: Span) -> None:
+    """Note as trouble where a recording in another dtype has other operations."""
+    parts = [*zip(one.inner, two.inner, strict=False)]
+    if len(one.inner) != len(two.inner) or any(a.label != b.label for a, b in parts):
+        one.trouble = one.trouble or "its operations depend on the dtype"
+    for a, b in parts:
+        if isinstance(a, Span) and isinstance(b, Span):
+            _note_others(a, b)
 
 
-def _proofs(
-    call: Arguments, conditions: Mapping[str, bool], formulas: list[Size], earlier: list[Sizes]
-) -> list[Sizes]:
-    """Return two choices of sizes other than the earlier ones."""
-    if "S" not in call.sizes:
-        return [*_LONG_PROOFS]
-    for _ in range(2):
-        sizes = choose(call.sizes, conditions, formulas, earlier)
-        earlier = [*earlier, *([] if sizes is None else [sizes])]
-    return earlier[-2:]
-
-
-def _unproved(layer: nn.Module, joined: Callable[[], Recording], call: Arguments) -> Trace:
-    """Return the block of two recordings, also without dropout and adapters' dtypes."""
+def _unproved(layer: nn.Module, recording: Callable[[], Recording], call: Arguments) -> Trace:
+    """Return the block of a recording, also without dropout and adapters' dtypes."""
 
     def trace_of(drops: bool, mixes_dtypes: bool) -> Trace:
-        block = Tracer(joined(), layer, call, drops, mixes_dtypes).trace()
+        block = Tracer(recording(), layer, call, drops, mixes_dtypes).trace()
         return Trace(block, call)
 
     trace = trace_of(True, True)
@@ -261,12 +211,8 @@ class Limits(NamedTuple):
     zero: float
 
 
-#: Of a proof in float64; of one in float32, where a layer cannot run in float64; and of gradients
-#: where it computes some values in float32 whatever its input's dtype: at most 2.4e-5 was measured,
-#: for the linear attention of OLMo hybrid.
-EXACT, SINGLE, NARROW = (
-    Limits(1e-6, 5e-6, 1e-9), Limits(2e-5, 1e-4, 2e-8), Limits(1e-6, 5e-5, 1e-6),
-)  # fmt: skip
+#: Of a proof.
+LIMITS = Limits(1e-6, 5e-6, 1e-9)
 #: Of a call of the layer itself, by dtype; it shows wrong steps, not wrong digits. Of the models of
 #: `tests/tracing` gradients differed by 4.9e-6 in float32, 1.2e-2 in float16 (M2M100) and 0.19 in
 #: bfloat16 (T5) at most.
@@ -276,8 +222,8 @@ _OWN = {
 }  # fmt: skip
 #: Of 16 bits where experts are chosen: rounding may choose others.
 _UNSURE = Limits(0.4, math.inf, math.inf)
-#: Scales of the activations of the proofs: where they are smaller, a norm's eps counts more.
-SCALES = 1.0, 0.4
+#: Scale of every other token of a proof: where activations are smaller, a norm's eps counts more.
+SCALE = 0.4
 #: Elements up to which gradients are compared; larger ones by products with so many vectors.
 _SMALL, _VECTORS = 4096, 8
 
@@ -287,17 +233,16 @@ def why_different(
     layer: nn.Module,
     forward: Callable[..., Any],
     call: Arguments,
+    most: int,
     widens: bool,
-    entire: bool,
+    gradients: bool,
 ) -> str | None:
-    """Return how a block and its layer differ in a call, or None.
+    """Return how a block and its layer differ in at most so many sequences of a call, or None.
 
-    Without dropout, both compute the result of the `entire` batch; or the result and all gradients
-    of at most two sequences and half of the batch, so that a first step does not take double
-    the time. If it `widens` 16 bits, in float32, since under autocast they round differently.
+    Both run without dropout. If it `widens` 16 bits, they do in float32, since under autocast they
+    round differently. `gradients`: whether these are compared, too.
     """
-    copy, most = replica(layer, deep=True), max(1, min(2, call.batch // 2))
-    most = call.batch if entire else most
+    copy = replica(layer, deep=True)
     forward = types.MethodType(forward, copy)
     if not trace.holds({**call.sizes, "B": most}):  # so few take another branch
         most = call.batch
@@ -307,7 +252,7 @@ def why_different(
         if sample.dtype.itemsize == 2 and trace.graph.unsure:
             limits = _UNSURE
         try:
-            text = difference(copy, forward, trace.plain.run, sample, limits, not entire)
+            text = difference(copy, forward, trace.plain.run, sample, limits, gradients)
         except torch.OutOfMemoryError:
             raise
         except _Raised as error:  # as the layer's own forward then does
@@ -340,7 +285,7 @@ def difference(
     device = next(t.device for t in leaves(sample.arguments) if isinstance(t, Tensor))
     states = generator_states(device)
     try:
-        with WithoutDropout():
+        with Trial(sample.dtype == EXACT):
             run = functools.partial(run_with, layer, forward)
             expected, grads = _results(run, sample.named, sample.arguments, gradients)
     except Exception as error:

@@ -23,7 +23,7 @@ from fused_remat.steps.residual import Add, DrawMask
 from fused_remat.steps.rotary import Rotary
 from fused_remat.tracing.builder import Build, Builder
 from fused_remat.tracing.program import Layout, Shapes, TracedBlock
-from fused_remat.tracing.replays import HEAVY, replay
+from fused_remat.tracing.replays import HEAVY, columns_of, replay
 from fused_remat.tracing.sizes import Size
 from fused_remat.tracing.steps import STEPS
 from fused_remat.tracing.values import Op, Ref, Untraceable, map_tree, ops_for, refs
@@ -148,20 +148,26 @@ class Tracer(Builder):
 
 def _split_linears(t: Builder) -> None:
     """Split linear layers of which others read columns alone, such as a packed gate."""
-    nodes, picks = t.nodes, t.picks
+    nodes = t.nodes
     for name, node in [*nodes.items()]:
         if not isinstance(node, Linear) or not node.plain or node.part is not None:
             continue
-        users = [n.name for n in nodes.values() if name in n.inputs]
-        if not users or not all(n in picks and isinstance(nodes[n], Replay) for n in users):
+        users = [n for n in nodes.values() if name in n.inputs]
+        spans = [span for user in users if (span := _span_of(t, user)) is not None]
+        ends = sorted({0, *itertools.chain(*spans)})
+        if not users or len(spans) < len(users) or sorted(spans) != [*itertools.pairwise(ends)]:
             continue
-        columns = sorted(picks[user][1:] for user in users)
-        ends = sorted({0, *itertools.chain(*columns)})
-        if columns != [*itertools.pairwise(ends)]:
-            continue
-        for user, first, last in [(n, *picks[n][1:]) for n in users]:
-            nodes[user] = replace(node, name=user, part=(first, last, ends[-1]))
+        for user, span in zip(users, spans, strict=True):
+            nodes[user.name] = replace(node, name=user.name, part=(*span, ends[-1]))
         del nodes[name]
+
+
+def _span_of(t: Builder, node: Node) -> tuple[int, int] | None:
+    """Return the first column and the end of adjacent ones that a replay picks, or None."""
+    columns = columns_of(t, t.programs[node.name]) if isinstance(node, Replay) else None
+    if not columns or columns != [*range(columns[0], columns[-1] + 1)]:
+        return None
+    return columns[0], columns[-1] + 1
 
 
 def _join_sums(t: Builder) -> None:

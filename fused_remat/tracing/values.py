@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -51,10 +52,6 @@ class SideEffect(Untraceable):
     """A forward that changes more than its result, so that a second one would differ."""
 
 
-class Mismatch(Untraceable):
-    """A difference between the two recordings that no size and no dtype explains."""
-
-
 class Opaque(RuntimeError):
     """An operation that cannot be traced; the submodule at `path` has to be replayed."""
 
@@ -70,12 +67,31 @@ class Ref:
     index: int
 
 
+#: The dtype of recordings and proofs, in which the residual stream's dtype is not mistaken.
+EXACT = torch.float64
+
+
 @dataclass(frozen=True)
 class Limit:
-    """An attribute of `torch.finfo` of the residual stream's dtype."""
+    """A multiple of an attribute of `torch.finfo` of the residual stream's dtype."""
 
     name: str
-    sign: float
+    factor: float
+
+    def of(self, dtype: torch.dtype) -> float:
+        """Return the number in a dtype."""
+        return float(self.factor * getattr(torch.finfo(dtype), self.name))
+
+
+def limit(number: float) -> float | Limit:
+    """Return a number of a recording as a limit of its dtype, if it is one."""
+    info = torch.finfo(EXACT)
+    if 1e300 < abs(number) < math.inf:
+        return Limit("max", number / info.max)
+    if 0.0 < abs(number) < 1e-300:
+        return Limit("tiny", number / info.tiny)
+    times = number / info.eps
+    return Limit("eps", times) if times and times.is_integer() and abs(times) <= 64 else number
 
 
 #: The dtype of the residual stream.
@@ -137,6 +153,10 @@ class Op:
     function: str = ""  # the name of an opaque function
 
     @property
+    def label(self) -> str:
+        return f"operation {self.name}"
+
+    @property
     def kind(self) -> str:
         return self.name.strip("_")
 
@@ -187,13 +207,17 @@ class Span:
     function: Callable[..., Any] | None = None  # if it is a call of one
     fixed: str = ""  # why it cannot become one operation
 
+    @property
+    def label(self) -> str:
+        return f"function {self.function.__name__}" if self.function else f"module {self.path}"
+
 
 @dataclass(eq=False)
 class Recording:
-    """Two recordings of a layer, joined."""
+    """The operations of a layer, some of which are those of an opaque submodule or function."""
 
-    values: list[Tensor]  # of the first recording, by number
-    shapes: list[tuple[Any, ...] | None]  # with `Size`s; None where the recordings do not agree
+    values: list[Tensor]  # by number
+    shapes: list[tuple[Any, ...] | None]  # with `Size`s; None where no size explains it
     dtypes: list[Any]  # `STREAM` for the residual stream's
     ops: list[Op]
     producers: dict[int, Op]  # by the number of a value
@@ -201,8 +225,7 @@ class Recording:
     inputs: list[int | None]  # by leaf of the arguments; None for those that are no tensors
     live: set[int]  # values that depend on the activations among the arguments
     result: Any  # with `Ref`s
-    sizes: Sizes  # of the first recording
-    exact: torch.dtype  # in which operations are tried
+    sizes: Sizes
     fixed: set[str]  # names of the layer's tensors whose values decide what it runs
 
 

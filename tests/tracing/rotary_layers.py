@@ -80,10 +80,6 @@ def _wide(x: Tensor, turn: Tensor) -> Tensor:
     return torch.view_as_real(pairs * turn[None, :, None]).flatten(3).to(x.dtype)
 
 
-def _inside(x: Tensor) -> Tensor:
-    return turned(x, turns(x.shape[1])[:, None])
-
-
 #: By name, a rotation of heads (B, S, H, E), and its tables for a batch of sequences.
 ROTATIONS: dict[str, tuple[Callable[..., Tensor], Callable[[int, int], tuple[Tensor, ...]]]] = {
     "(S, R/2)": (lambda x, t: turned(x, t[None, :, None]), lambda b, s: (turns(s),)),
@@ -100,7 +96,7 @@ ROTATIONS: dict[str, tuple[Callable[..., Tensor], Callable[[int, int], tuple[Ten
         lambda x, a: turned(x, torch.polar(torch.ones_like(a), a)[:, None]),
         lambda b, s: (angles(s),),
     ),
-    "in the layer": (_inside, lambda b, s: ()),
+    "in the layer": (lambda x: turned(x, turns(x.shape[1])[:, None]), lambda b, s: ()),
     "the opposite turn": (
         lambda x, t: turned(x, t[:, None].conj()), lambda b, s: (turns(s),),
     ),
@@ -270,10 +266,9 @@ class Nano(nn.Module):
 
     def rotated(self, x: Tensor) -> Tensor:
         cos, sin = (t[None, : x.shape[1], None] for t in (self.cos, self.sin))
-        return turned_halves(x.float(), cos, sin).type_as(x)
+        return turned_halves(norm(x).float(), cos, sin).type_as(x)
 
-    def heads(self, x: Tensor) -> tuple[Tensor, ...]:
-        return tuple(layer(x).unflatten(-1, (-1, HEAD)) for layer in (self.q, self.k, self.v))
+    heads = Rotating.heads
 
     def value(self, v: Tensor, *_: Tensor) -> Tensor:
         return v
@@ -284,7 +279,7 @@ class Nano(nn.Module):
     def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
         y = norm(x)
         q, k, v = self.heads(y)
-        q, k, v = self.rotated(norm(q)), self.rotated(norm(k)), self.value(v, y, other)
+        q, k, v = self.rotated(q), self.rotated(k), self.value(v, y, other)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         x = x + self.o(self.attend(q, k, v).transpose(1, 2).reshape(x.shape))
         return x + self.down(F.relu(self.up(norm(x))).square())
@@ -305,6 +300,11 @@ class PackedValueEmbedding(ValueEmbedding):
     def heads(self, x: Tensor) -> tuple[Tensor, ...]:
         heads = F.linear(x, self.qkv.flatten(end_dim=1).type_as(x)).view(*x.shape[:2], -1, HEAD)
         return heads.chunk(3, -2)
+
+
+class Unrotated(PackedValueEmbedding):
+    def rotated(self, x: Tensor) -> Tensor:
+        return x
 
 
 class GatedValueEmbedding(Nano):
@@ -339,5 +339,6 @@ class SoftCapped(Nano):
 
 
 NANO = (
-    Nano, ValueEmbedding, PackedValueEmbedding, GatedValueEmbedding, Skip, Mixed, SoftCapped
+    Nano, ValueEmbedding, PackedValueEmbedding, Unrotated, GatedValueEmbedding, Skip, Mixed,
+    SoftCapped,
 )  # fmt: skip

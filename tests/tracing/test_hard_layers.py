@@ -345,7 +345,7 @@ def test_what_raises_in_the_stock_layer_raises():
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("OfOneSize", "its forward cannot run at another batch size or length (RuntimeError)"),
+        ("OfOneSize", "its forward cannot run at another batch size or length in float64 (RuntimeError)"),
         ("Counting", "it was traced 24 times"),
     ],
 )

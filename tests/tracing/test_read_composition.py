@@ -277,7 +277,7 @@ def test_replicas_have_plain_tensors_for_parameters(name, replicate, served, unr
         found = {n: p.grad for n, p in fused.named_parameters() if p.grad is not None}
         assert_same(name, {"loss": loss.detach(), **found}, expected)
         known = [trace for entries in KNOWN.values() for *_, trace in entries]
-        assert all(len(trace.compared) == 2 for trace in known if isinstance(trace, Trace))
+        assert all(len(trace.compared) == 3 for trace in known if isinstance(trace, Trace))
         traces.append([layer._notes_of().traces for layer in layers])
     assert any(traces[0]) and traces[0] == traces[1]
 

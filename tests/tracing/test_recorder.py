@@ -425,7 +425,7 @@ def test_results_are_held_as_long_as_the_layer_holds_them(of):
     x = normal(64, 64, WIDTH).requires_grad_()
     sample = Sample({}, x.dtype, named, {"x": x}, [True])
     with AllocationTrace() as trace:
-        recorder = record(layer, layer.forward, sample, autocast=False)
+        recorder = record(layer, layer.forward, sample)
     assert trace.spans[0].peak < 12 * x.nbytes and trace.spans[0].end < x.nbytes
     assert [tuple(recorder.values[n].shape) for n in recorder.live][-1] == (64, 64, WIDTH)
 
