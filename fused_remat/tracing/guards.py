@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import enum
 import functools
 import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Collection, Iterable, Mapping
-from itertools import chain, repeat
+from collections.abc import Mapping
+from itertools import chain
 from operator import attrgetter, is_, itemgetter
 from typing import Any
 
@@ -18,30 +17,34 @@ from torch import Tensor, nn
 from fused_remat.layers.converted import ConvertedLayer
 from fused_remat.layers.record import NOTES
 from fused_remat.tracing.state import (
+    FIELDS,
     MACHINERY,
     MODULE,
     PLAIN,
     check_hooks,
     exact,
     outside,
-    parts_of,
+    state_of,
 )
 
-#: Each module's hooks, submodules, parameters and buffers.
-_HELD = itemgetter(
-    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
-    "_modules", "_parameters", "_buffers",
-)  # fmt: skip
-_FIELDS = attrgetter("__code__", "__defaults__", "__kwdefaults__")
-_CONTENTS, _FORWARD = attrgetter("cell_contents"), attrgetter("forward")
-_SHAPE, _KEY = attrgetter("shape", "dtype"), attrgetter("shape", "dtype", "requires_grad")
-_GONE, _flat = object(), chain.from_iterable
-_LISTS, _DICTS = (list, set, deque), (dict, OrderedDict, defaultdict)
-_FIXED = (frozenset, types.MethodType, functools.partial)
+_HOOKS = itemgetter(
+    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+)
+#: Attributes of modules that do not decide what is computed, other than hooks.
+_UNREAD = MODULE.union(NOTES) - {"training", "_modules", "_parameters", "_buffers"}
+_FORWARD, _flat = attrgetter("forward"), chain.from_iterable
+_entries = functools.cache(itemgetter)  # watches share the functions, which stay in the cache
+_DICTS, _LISTS = (dict, OrderedDict, defaultdict), (list, set, deque, frozenset)
+#: By class, a function that returns what an object holds.
+_READERS: dict[type, Any] = {
+    **dict.fromkeys(_DICTS, dict.values),
+    **dict.fromkeys(_LISTS, iter),
+    **{kind: attrgetter(*names, "__class__") for kind, names in FIELDS.items()},
+    types.FunctionType: attrgetter("__code__", "__defaults__", "__kwdefaults__"),  # may be set
+}
 #: Classes whose subclasses may iterate and compare as they like.
 _BUILT_IN = (
-    int, float, str, tuple, list, set, frozenset, deque, dict, numpy.ndarray, numpy.generic,
-    functools.partial,
+    int, float, str, tuple, dict, *_LISTS, numpy.ndarray, numpy.generic, functools.partial,
 )  # fmt: skip
 #: Largest number of objects that are watched.
 _MOST = 1 << 12
@@ -59,38 +62,32 @@ class Watch:
     def __init__(self, layer: nn.Module) -> None:
         #: By the signature of a call: its trace, and names and values of tensors that decide.
         self.calls: dict[Any, tuple[Any, ...]] = {}
-        self._layer = weakref.ref(layer)
-        unread = MODULE.union(NOTES) - {"training"}
-        (root, _), *inner = layer.named_modules()
-        self._paths, self._modules = [root, *dict(inner)], [module for _, module in inner]
-        modules = [layer, *self._modules]
-        names = [[n for n in vars(m) if n not in unread] for m in modules]
-        #: Keys of the layer's attributes; dictionaries, and by entry one of them, and its key.
-        self._own, self._sized = names[0], list[Any]()
-        self._holders, self._keys = list[Any](), list[Any](self._own)
-        for module, keys in zip(modules[1:], names[1:], strict=True):
-            self._hold(vars(module), keys)
-        for module in modules:
-            self._hold(module._modules, module._modules)
-        kinds = {m.stock if isinstance(m, ConvertedLayer) else type(m) for m in modules}
-        pairs = [pair for kind in kinds for pair in outside(kind)[1]]
-        self._kinds: list[Any] = [*kinds]
+        seen = dict[int, Any]()
+        state_of(layer, NOTES, seen)
+        self._layer, modules = weakref.ref(layer), [*layer.modules()]
+        self._paths, self._inner = [path for path, _ in layer.named_modules()], modules[1:]
+        tables: list[Any] = [t for m in modules for t in (m._parameters, m._buffers)]
+        self._tables: list[Any] = [*filter(None, tables)]
+        self._empty = [table for table in tables if not table]
+        self._tensors = list[Tensor]()
+        #: Objects whose class and dictionary are compared; dictionaries whose keys are; all whose
+        #: sizes are; and by the function that returns what objects hold, these.
+        self._objects, self._dicts, self._sized = list[Any](), list[Any](), [*self._tables]
+        self._held = defaultdict[Any, list[Any]](list)
+        root, *names = [[n for n in vars(module) if n not in _UNREAD] for module in modules]
+        self._own = _entries(*root)
+        for module, read in zip(self._inner, names, strict=True):
+            self._held[_entries(*read)].append(vars(module))
+        self._kinds = {m.stock if isinstance(m, ConvertedLayer) else type(m) for m in modules}
+        pairs = [pair for kind in self._kinds for pair in outside(kind)[1]]
         self._outside = [*{(id(s), name): (s.get, name) for s, name in pairs}.values()]
-        self._objects, self._functions, self._cells = list[Any](), list[Any](), list[Any]()
-        self._lists, self._dicts, self._tensors = list[Any](), list[Any](), list[Any]()
-        todo = [vars(m)[name] for m, own in zip(modules, names, strict=True) for name in own]
-        todo += map(_FORWARD, kinds)
-        seen = set(map(id, modules))
-        while todo:
-            value = todo.pop()
-            if id(value) in seen:
-                continue
-            if len(seen) == _MOST:
-                raise TypeError("the layer holds too many objects")
-            seen.add(id(value))
-            todo += self._parts(value)
-        now, self._equal = self._read(layer)
-        self._saved = [*now]
+        if len(seen) > _MOST:
+            raise TypeError("the layer holds too many objects")
+        objects = [value for _, value in seen.values()][len(modules) :]
+        for value in [*[module._modules for module in modules], *objects]:
+            self._watch(value)
+        own = [*map(vars, modules)]
+        self._saved, self._equal = self._by_identity(layer, own), self._by_value(own)
 
     def is_current(self, layer: nn.Module) -> bool:
         """Return whether `state_of` would make the same of the layer as when this was made.
@@ -99,78 +96,59 @@ class Watch:
         """
         if self._layer() is not layer:
             return False
+        own = [vars(layer), *map(vars, self._inner)]
+        if any(_flat(map(_HOOKS, own))):
+            for path, values in zip(self._paths, own, strict=True):
+                check_hooks(values, path)
         try:
-            now, equal = self._read(layer)
+            if any(self._empty):
+                return False
+            equal, now = self._by_value(own), self._by_identity(layer, own)
             return equal == self._equal and all(map(is_, now, self._saved))
         except (AttributeError, KeyError, ValueError, RuntimeError):  # of what is gone or changing
             return False
 
-    def _hold(self, held: Mapping[Any, Any], keys: Collection[Any]) -> None:
-        self._sized.append(held)
-        self._holders += repeat(held, len(keys))
-        self._keys += keys
-
-    def _read(self, layer: nn.Module) -> tuple[Iterable[Any], tuple[Any, ...]]:
-        """Return what is compared by identity, and what is compared by value."""
-        own = [vars(layer), *map(vars, self._modules)]
-        *hooks, children, params, buffers = zip(*map(_HELD, own), strict=True)
-        if any(_flat(hooks)):
-            for path, values in zip(self._paths, own, strict=True):
-                check_hooks(values, path)
-        tables = [*filter(None, params + buffers)]
-        tensors = [*_flat(map(dict.values, tables))]
-        holders = chain(repeat(own[0], len(self._own)), self._holders)
-        now = chain(
-            map(dict.get, holders, self._keys, repeat(_GONE)),
-            children,
-            own[1:],
-            map(object.__getattribute__, self._objects, repeat("__dict__")),
-            _flat(self._lists),
-            map(type, chain((layer,), self._modules, self._objects, tensors)),
-            _flat(map(_FIELDS, self._functions)),
-            map(_CONTENTS, self._cells),
-            map(_FORWARD, self._kinds),
-            [get(name) for get, name in self._outside],
-        )
-        sizes = [len(own[0]), *map(len, self._sized), *map(len, self._lists)]
-        names = [*_flat(tables), *_flat(self._dicts)]
-        shapes, ids = [_SHAPE(t) for t in tensors if t is not None], list(map(id, tensors))
-        tied = [*map(ids.index, ids)] if len({*ids}) < len(ids) else ()
-        return now, (sizes, names, shapes, tied, [*map(_KEY, self._tensors)])
-
-    def _parts(self, value: Any) -> Iterable[Any]:
-        """Return what `exact` reads of a value, and note how to read it again."""
+    def _watch(self, value: Any) -> None:
+        """Note how to read what an object holds."""
         kind = type(value)
-        if kind in PLAIN or isinstance(value, (enum.Enum, type, numpy.number)):
-            return ()
         if isinstance(value, Tensor):
             self._tensors.append(value)
-            return ()
-        if kind is types.FunctionType:
-            self._functions.append(value)
-            self._cells += value.__closure__ or ()
-        elif kind in _LISTS:
-            self._lists.append(value)
-        elif kind in _DICTS:
-            self._hold(value, value)
-            self._dicts.append(value)
-        elif isinstance(value, nn.Module):  # outside of the layer
-            self._objects.append(value)
-            self._hold(vars(value), vars(value))
-            return ()
-        elif not (kind in _FIXED or getattr(kind, "__iter__", None) is tuple.__iter__):
-            if kind.__module__.startswith(MACHINERY) and not isinstance(value, _BUILT_IN):
-                return ()
-            own = getattr(value, "__dict__", None)
-            if isinstance(value, _BUILT_IN) or any(vars(k).get("__slots__") for k in kind.__mro__):
-                raise TypeError(f"{kind} may change where a watch does not look")
-            if own is None:
-                return ()
-            if type(own) is not dict or own is not object.__getattribute__(value, "__dict__"):
+        elif kind in (*_DICTS, *_LISTS) and not value:
+            self._empty.append(value)
+        elif kind in _READERS:
+            self._held[_READERS[kind]].append(value)
+            self._sized += [value] if kind in (*_DICTS, *_LISTS) else []
+            self._dicts += [value] if kind in _DICTS else []
+        elif issubclass(kind, numpy.number) or getattr(kind, "__iter__", 0) is tuple.__iter__:
+            return
+        elif isinstance(value, _BUILT_IN) or any(vars(k).get("__slots__") for k in kind.__mro__):
+            raise TypeError(f"{kind} may change where a watch does not look")
+        elif hasattr(value, "__dict__") and not kind.__module__.startswith(MACHINERY):
+            own = object.__getattribute__(value, "__dict__")
+            if type(own) is not dict or own is not vars(value):
                 raise TypeError(f"{kind} has attributes of its own kind")
             self._objects.append(value)
-            self._hold(own, own)
-        return parts_of(value)
+            self._watch(own)
+
+    def _by_identity(self, layer: nn.Module, own: list[Any]) -> list[Any]:
+        now = [type(layer), *self._own(own[0]), *own[1:], *map(vars, self._objects)]
+        now += map(type, chain(self._inner, self._objects))
+        now += map(_FORWARD, self._kinds)
+        now += [get(name) for get, name in self._outside]
+        for read, objects in self._held.items():
+            now += _flat(map(read, objects))
+        return now
+
+    def _by_value(self, own: list[Any]) -> tuple[Any, ...]:
+        params = [*_flat(map(dict.values, self._tables))]
+        ids = [id(t) for t in params if t is not None]
+        return (
+            [*map(len, own), *map(len, self._sized)],
+            [*_flat(self._tables), *_flat(self._dicts)],
+            [None if t is None else (type(t), t.shape, t.dtype) for t in params],
+            [*map(ids.index, ids)] if len({*ids}) < len(ids) else [],  # which are tied
+            [(t.shape, t.dtype, t.requires_grad) for t in self._tensors],
+        )
 
 
 def signed(arguments: Mapping[str, Any]) -> tuple[tuple[Any, ...], list[Any], Any]:

@@ -12,6 +12,7 @@ import sys
 import types
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
+from operator import is_
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from fused_remat.layers.eligibility import parameters_of
 from fused_remat.layers.fallback import run_with
 from fused_remat.layers.record import NOTES, listed
-from fused_remat.tracing.state import get, shared_by
+from fused_remat.tracing.state import get, parts_of, shared_by
 from fused_remat.tracing.values import SHIFT, SideEffect, Untraceable, attributes, map_tree
 
 _HOLDERS = (list, dict, set, deque)
@@ -62,10 +63,8 @@ def _copied(value: Any, copies: Mapping[nn.Module, Any], deep: bool) -> Any:
         return functools.partial(copy(value.func), *copy(value.args), **copy(value.keywords))
     if kind is dict:
         return {key: copy(part) for key, part in value.items()}
-    if kind in (list, tuple):
+    if kind in (list, tuple, set):
         return kind(map(copy, value))
-    if kind is set:
-        return {*value}
     if deep and kind is Tensor:
         return value.detach().clone().requires_grad_(value.requires_grad)
     return value
@@ -158,14 +157,14 @@ def _unchanged(
     No object may change that can be reached from the layer's modules or the arguments, no name of
     their classes and Python modules that the layer reads, and none of the `tensors` in place.
     """
-    roots: list[Any] = [*map(vars, layer.modules()), arguments]
     params = {id(module._parameters) for module in layer.modules()}
     versions = [t._version for t in tensors.values()]
-    holders, generators = _reachable(roots)
     bound = [(owner, name, get(owner, name)) for owner, name in shared_by(layer)]
     held = [value for *_, value in bound]
     held += [v for value in held if _is_object(value) for v in attributes(value).values()]
-    holders += [(h, _items(h)) for h in held if isinstance(h, _HOLDERS) or _is_object(h)]
+    reached, generators = _reachable([*map(vars, layer.modules()), arguments])
+    held = [*reached, *[h for h in held if isinstance(h, _HOLDERS) or _is_object(h)]]
+    holders = [(holder, parts_of(holder)) for holder in held]
     states = [(g, _generators()[type(g)][0](g)) for g in generators]
     changed, swapped = list[str](), list[str]()
     try:
@@ -210,15 +209,15 @@ def _generators() -> dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any],
 def _restore_generators(before: list[tuple[Any, Any]]) -> bool:
     """Return whether random generators have another state than before, which is restored."""
     changed = [pickle.dumps(_generators()[type(g)][0](g)) != pickle.dumps(s) for g, s in before]
-    for generator, state in before if any(changed) else ():
+    for generator, state in itertools.compress(before, changed):
         _generators()[type(generator)][1](generator, state)
     return any(changed)
 
 
-def _reachable(roots: list[Any]) -> tuple[list[tuple[Any, list[Any]]], list[Any]]:
-    """Return the containers and objects that can be reached, with their items; and generators."""
+def _reachable(roots: list[Any]) -> tuple[list[Any], list[Any]]:
+    """Return the containers and objects with slots that can be reached, and the generators."""
     generators: list[Any] = [random._inst, numpy.random.mtrand._rand]
-    holders, seen, todo = list[tuple[Any, list[Any]]](), set[int](), [*roots]
+    holders, seen, todo = list[Any](), set[int](), [*roots]
     while todo:
         value = todo.pop()
         if id(value) in seen or isinstance(value, (Tensor, type, types.ModuleType)):
@@ -231,8 +230,8 @@ def _reachable(roots: list[Any]) -> tuple[list[tuple[Any, list[Any]]], list[Any]
         elif hasattr(value, "__dict__") and not isinstance(value, _HOLDERS):
             todo.append(vars(value))
         elif isinstance(value, _HOLDERS) or _is_object(value):
-            holders.append((value, _items(value)))
-            todo += holders[-1][1]
+            holders.append(value)
+            todo += parts_of(value)
     return holders, generators
 
 
@@ -242,34 +241,24 @@ def _is_object(value: Any) -> bool:
     return package not in _LIBRARIES and bool(attributes(value))
 
 
-def _items(holder: Any) -> list[Any]:
-    if isinstance(holder, _HOLDERS) and not isinstance(holder, dict):
-        return [*holder]
-    pairs = holder if isinstance(holder, dict) else attributes(holder)
-    return [*itertools.chain(*pairs.items())]
-
-
 def _restore(holder: Any, before: list[Any]) -> list[str]:
     """Restore a container or object; return the keys that had changed, or its class's name."""
-    now = _items(holder)
-    if len(now) == len(before) and all(a is b for a, b in zip(now, before, strict=True)):
+    now = parts_of(holder)
+    if len(now) == len(before) and all(map(is_, now, before)):
         return []
-    names = [type(holder).__name__]
-    if not isinstance(holder, _HOLDERS):
-        names = []
-        for name, value in zip(before[::2], before[1::2], strict=True):
-            if getattr(holder, name, holder) is not value:
-                names.append(name)
-                setattr(holder, name, value)
-    elif isinstance(holder, dict):
-        old, new = (dict(zip(i[::2], i[1::2], strict=True)) for i in (before, now))
-        names = [str(k) for k in {**old, **new} if old.get(k, holder) is not new.get(k, holder)]
-        holder.clear()
-        holder.update(old)
-    else:
+    if isinstance(holder, _HOLDERS) and not isinstance(holder, dict):
         holder.clear()
         (holder.update if isinstance(holder, set) else holder.extend)(before)
-    return names
+        return [type(holder).__name__]
+    old, new = (dict(zip(i[::2], i[1::2], strict=True)) for i in (before, now))
+    if isinstance(holder, dict):
+        holder.clear()
+        holder.update(old)
+        return [str(k) for k in {**old, **new} if old.get(k, holder) is not new.get(k, holder)]
+    changed = [name for name in old if new.get(name, holder) is not old[name]]
+    for name in changed:
+        setattr(holder, name, old[name])
+    return changed
 
 
 _MULTI_HEAD = inspect.signature(F.multi_head_attention_forward)

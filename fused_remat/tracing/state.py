@@ -27,26 +27,36 @@ from fused_remat.layers.eligibility import (
 from fused_remat.tracing.values import attributes
 
 _NUMBERS = (int, float, bool, str, type(None))
-PLAIN = {*_NUMBERS, bytes, complex, torch.dtype, torch.device, types.BuiltinFunctionType}
+PLAIN = {
+    *_NUMBERS, bytes, complex, torch.dtype, torch.device, types.BuiltinFunctionType, types.CodeType,
+}  # fmt: skip
 #: Modules of a device mesh, or of a state of FSDP.
 MACHINERY = ("torch.distributed.", "torch._", "torch.utils.")
-_CONTAINERS = (
-    tuple, list, set, frozenset, deque, dict, types.MethodType, functools.partial,
-)  # fmt: skip
+_CONTAINERS = (tuple, list, set, frozenset, deque, dict)
+#: Names of the attributes that objects of a class consist of.
+FIELDS: dict[type, tuple[str, ...]] = {
+    types.FunctionType: ("__module__", "__code__", "__defaults__", "__kwdefaults__", "__closure__"),
+    types.CellType: ("cell_contents",),
+    types.MethodType: ("__func__", "__self__"),
+    functools.partial: ("func", "args", "keywords"),
+}
 #: Attributes that every module has.
 MODULE = frozenset(nn.Module().__dict__)
 
 
-def state_of(layer: nn.Module, excluded: Collection[str]) -> tuple[Any, ...]:
+def state_of(
+    layer: nn.Module, excluded: Collection[str], seen: dict[int, Any] | None = None
+) -> tuple[Any, ...]:
     """Return all that a trace depends on other than the arguments: classes, flags, numbers, shapes.
 
-    `excluded`: names of attributes to ignore.
+    `excluded`: names of attributes to ignore. `seen` is filled as by `exact`.
 
     Raises: Unsupported for a submodule with hooks, which a block would not call, or with packed
         parameters, which it would not read.
     """
     state, modules, ids = list[Any](), [*layer.named_modules()], dict[int, int]()
-    seen: dict[int, Any] = {id(module): path for path, module in modules}
+    seen = {} if seen is None else seen
+    seen |= {id(module): (path, module) for path, module in modules}
     for path, module in modules:
         own = module.__dict__
         check_hooks(own, path)
@@ -80,15 +90,18 @@ def check_hooks(own: Mapping[str, Any], path: str) -> None:
 
 
 def exact(value: Any, seen: dict[int, Any]) -> Any:
-    """Return a key that equals another value's only if code cannot distinguish the two values."""
+    """Return a key that equals another value's only if code cannot distinguish the two values.
+
+    `seen`: by its id, each object that the value consists of, and what stands for it in the key.
+    """
     kind = type(value)
     if kind in PLAIN or isinstance(value, enum.Enum):
         return kind, value if value == value else str(value)
     if isinstance(value, type):
         return weakref.ref(value)
     if id(value) in seen:
-        return seen[id(value)]
-    seen[id(value)] = len(seen)
+        return seen[id(value)][0]
+    seen[id(value)] = len(seen), value
     if isinstance(value, Tensor):
         return value.shape, value.dtype, value.requires_grad
     if isinstance(value, (numpy.generic, int, float, str)):  # of a class of its own
@@ -96,10 +109,10 @@ def exact(value: Any, seen: dict[int, Any]) -> Any:
     if isinstance(value, numpy.ndarray):
         held = repr(value) if value.dtype == object else value.tobytes()
         return value.shape, str(value.dtype), held
-    if isinstance(value, types.FunctionType):
-        if not (value.__closure__ or value.__defaults__ or value.__kwdefaults__):
-            return value
-        return value.__code__, value.__module__, *[exact(part, seen) for part in parts_of(value)]
+    if kind is types.FunctionType and not (
+        value.__closure__ or value.__defaults__ or value.__kwdefaults__
+    ):
+        return value
     is_container = isinstance(value, _CONTAINERS)
     if not is_container and kind.__module__.startswith(MACHINERY):
         return kind  # it does not decide what is computed
@@ -107,6 +120,8 @@ def exact(value: Any, seen: dict[int, Any]) -> Any:
         numbers = {n: v for n, v in vars(value).items() if type(v) in PLAIN}
         return _Identity(value), *numbers.items()
     parts = parts_of(value)
+    if isinstance(value, (set, frozenset)):
+        parts.sort(key=repr)
     if is_container or parts:
         return weakref.ref(kind), *[exact(part, seen) for part in parts]
     return _Identity(value)
@@ -114,18 +129,13 @@ def exact(value: Any, seen: dict[int, Any]) -> Any:
 
 def parts_of(value: Any) -> list[Any]:
     """Return the objects that a value consists of: items, attributes, or what a function holds."""
-    if isinstance(value, (set, frozenset)):
-        return sorted(value, key=repr)
-    if isinstance(value, (tuple, list, deque)):
+    for kind, names in FIELDS.items():
+        if isinstance(value, kind):
+            return [getattr(value, name) for name in names]
+    if isinstance(value, _CONTAINERS) and not isinstance(value, dict):
         return [*value]
-    if isinstance(value, types.MethodType):
-        return [value.__func__, value.__self__]
-    if isinstance(value, functools.partial):
-        return [value.func, value.args, value.keywords]
-    if isinstance(value, types.FunctionType):
-        cells = [cell.cell_contents for cell in value.__closure__ or ()]
-        return [value.__defaults__, value.__kwdefaults__, *cells]
-    return [*itertools.chain(*(value if isinstance(value, dict) else attributes(value)).items())]
+    pairs = value if isinstance(value, dict) else attributes(value)
+    return [*itertools.chain(*pairs.items())]
 
 
 class _Identity:

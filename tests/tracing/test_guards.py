@@ -126,9 +126,7 @@ CHANGES = {
     "aliases": (
         lambda: held(None, a=torch.zeros(2), b=torch.zeros(2)), lambda m: setattr(m, "a", m.b),
     ),
-    "a tensor's gradient": (
-        lambda: held(torch.zeros(2)), lambda m: m.held.requires_grad_(),
-    ),
+    "a tensor's gradient": (lambda: held(torch.zeros(2)), lambda m: m.held.requires_grad_()),
     "a tensor for None": (lambda: held(torch.zeros(2)), lambda m: setattr(m, "held", None)),
     "a buffer": (
         lambda: altered.BufferMask(0), lambda m: m.attn.register_buffer("seen", torch.ones(3)),
