@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import re
 from abc import abstractmethod
@@ -11,12 +10,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from fused_remat.layers.eligibility import parameters_of
 from fused_remat.steps.node import Node
-from fused_remat.tracing.isolation import Trial
 from fused_remat.tracing.program import Context, Layout, Program, ReplayedSubmodule, layout_of
 from fused_remat.tracing.samples import Arguments
 from fused_remat.tracing.sizes import Size
@@ -65,8 +62,7 @@ class Builder:
         self.token_size = Size(1, ("S",)) if "S" in self.recording.sizes else self.tokens
         recording, device = self.recording, call.leaves[call.x].device
         modules = self.layer.get_submodule
-        mode = functools.partial(Trial, exact=recording.exact == torch.float64)
-        self.context = Context(modules, recording.sizes, recording.exact, device, mode)
+        self.context = Context(modules, recording.sizes, recording.exact, device)
 
     @abstractmethod
     def step(self, number: int) -> Build | None:

@@ -69,11 +69,11 @@ def replay(t: Builder, number: int) -> str:
         or any(shapes[n][0] != Size(1, ("B",)) for n in batched)
     )
     path = op.function or str(op.path) if is_opaque else inside
-    heavy = ", ".join(dict.fromkeys(o.kind for o in ops if o.name in HEAVY))
-    is_reported = bool(is_opaque or len(ops) > _FEW or heavy)
+    is_reported = is_opaque or len(ops) > _FEW or any(o.name in HEAVY for o in ops)
     name = path or "forward" if is_reported else f"{path}.{op.kind}"
     name, kinds = t.unique(name), dict.fromkeys(o.kind for o in ops)
     if is_reported:
+        heavy = ", ".join(dict.fromkeys(o.kind for o in ops if o.name in HEAVY))
         why = str(op.info) if is_opaque else f"it runs {heavy or f'{len(ops)} operations'}"
         t.replayed[name] = ReplayedSubmodule(path or "forward", why)
     tensors = tuple([t.param(n) for n in params])
@@ -86,8 +86,7 @@ def replay(t: Builder, number: int) -> str:
             needed_for=_needed_for(t, program, (*xs, *tensors)),
             chooses=is_opaque or not kinds.keys().isdisjoint(_CHOICES),
             stages=_stages(t, ops, params),
-            # Tiles of a product would each have a gradient as large as its weights.
-            tokenwise=not (is_opaque or per_batch or heavy or any(map(_sizes_in, shapes.values())))
+            tokenwise=not (is_opaque or per_batch or any(map(_sizes_in, shapes.values())))
             and _is_tokenwise(t, program),
         )
     )  # fmt: skip
