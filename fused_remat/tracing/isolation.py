@@ -373,7 +373,7 @@ def in_float64(func: Any) -> Any:
 
 
 def _grouped_product(func: Any, x: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Compute a product of rows with the matrix of their group, one group after the other."""
+    """Compute a product of rows with the matrix of their group by one of padded groups."""
     offs, *more = (kwargs.get("offs"), *args) if "offs" in kwargs else (*args, None)
     more += [value for name, value in kwargs.items() if name != "offs"]
     is_plain = (x.dim(), weight.dim()) == (2, 3) and offs is not None
@@ -382,9 +382,14 @@ def _grouped_product(func: Any, x: Tensor, weight: Tensor, *args: Any, **kwargs:
         return result
     if x.is_meta:
         return x.new_empty(len(x), weight.shape[2])
-    ends = [0, *offs.tolist()]
-    parts = [x[a:b] @ w for a, b, w in zip(ends[:-1], ends[1:], weight, strict=True)]
-    return torch.cat([*parts, x[ends[-1] :] @ torch.zeros_like(weight[0])])
+    first = torch.cat([offs.new_zeros(1), offs[:-1]])
+    rows = first[:, None] + torch.arange(int((offs - first).max()), device=x.device)
+    inside = rows < offs[:, None]
+    groups = torch.where(inside[..., None], x[rows.clamp(max=len(x) - 1)], 0.0)
+    # The gradient of a weight that is transposed has the weight's own strides.
+    is_own = weight.stride(-1) == 1
+    y = torch.bmm(groups, weight) if is_own else torch.bmm(weight.mT, groups.mT).mT
+    return x.new_zeros(len(x), weight.shape[2]).index_put((rows[inside],), y[inside])
 
 
 def _added(hidden: Tensor, like: Tensor) -> Tensor:

@@ -32,6 +32,7 @@ from fused_remat.execution.prepare import chunks_of
 from fused_remat.steps.attention import Attention
 from fused_remat.tracing import call as call_module
 from fused_remat.tracing import layer as layer_module
+from fused_remat.tracing.isolation import in_float64
 from fused_remat.tracing.layer import KNOWN
 
 B, S = 2, 20
@@ -758,3 +759,12 @@ def test_a_model_is_asked_for_what_its_layers_make(name, asked):
             more = out.router_logits if asked == "output_router_logits" else out.attentions
         found.append([out.loss, *more, *(p.grad for p in each.parameters())])
     torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("ends", [(2, 2, 5, 7), (0, 0, 0, 6)])
+def test_grouped_products_in_float64(ends):
+    x, weight = torch.randn(7, 5).double(), torch.randn(4, 3, 5).double().mT
+    y = in_float64(F.grouped_mm)(x, weight, offs=torch.tensor(ends, dtype=torch.int32))
+    spans = zip((0, *ends), ends, weight, strict=False)
+    expected = torch.cat([*[x[a:b] @ w for a, b, w in spans], x.new_zeros(7 - ends[-1], 3)])
+    torch.testing.assert_close(y, expected)
