@@ -373,7 +373,7 @@ def in_float64(func: Any) -> Any:
 
 
 def _grouped_product(func: Any, x: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Compute a product of rows with the matrix of their group by one of padded groups."""
+    """Compute a product of rows with the matrix of their group, one group after the other."""
     offs, *more = (kwargs.get("offs"), *args) if "offs" in kwargs else (*args, None)
     more += [value for name, value in kwargs.items() if name != "offs"]
     is_plain = (x.dim(), weight.dim()) == (2, 3) and offs is not None
@@ -382,14 +382,29 @@ def _grouped_product(func: Any, x: Tensor, weight: Tensor, *args: Any, **kwargs:
         return result
     if x.is_meta:
         return x.new_empty(len(x), weight.shape[2])
-    first = torch.cat([offs.new_zeros(1), offs[:-1]])
-    rows = first[:, None] + torch.arange(int((offs - first).max()), device=x.device)
-    inside = rows < offs[:, None]
-    groups = torch.where(inside[..., None], x[rows.clamp(max=len(x) - 1)], 0.0)
-    # The gradient of a weight that is transposed has the weight's own strides.
-    is_own = weight.stride(-1) == 1
-    y = torch.bmm(groups, weight) if is_own else torch.bmm(weight.mT, groups.mT).mT
-    return x.new_zeros(len(x), weight.shape[2]).index_put((rows[inside],), y[inside])
+    y: Tensor = _GroupedProduct.apply(x, weight, offs.tolist())
+    return y.clone()  # in which no recording sees a backward of its own
+
+
+class _GroupedProduct(torch.autograd.Function):
+    """Products of rows with the matrix of their group, whose gradient is computed in one place."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, ends: list[int]) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.groups = [slice(a, b) for a, b in itertools.pairwise((0, *ends))]
+        y = x.new_zeros(len(x), weight.shape[2])
+        for rows, matrix in zip(ctx.groups, weight, strict=True):
+            y[rows] = x[rows] @ matrix
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight = ctx.saved_tensors
+        dx, dw = torch.zeros_like(x), torch.empty_like(weight)
+        for i, rows in enumerate(ctx.groups):
+            dx[rows], dw[i] = dy[rows] @ weight[i].mT, x[rows].mT @ dy[rows]
+        return dx, dw, None
 
 
 def _added(hidden: Tensor, like: Tensor) -> Tensor:
