@@ -91,11 +91,8 @@ class Trace:
             name: _replay(program, layer, context) for name, program in block.programs.items()
         }
         for name, number in block.values.items():
-            value, chain, transposed = (
-                values[number],
-                block.chains[number],
-                name in block.transposed,
-            )
+            value, chain = values[number], block.chains[number]
+            transposed = name in block.transposed
             tensors[name] = value.t() if transposed else value
             free = number in rebuilt.outs or not value.requires_grad
             if chain.ops and value.numel() >= _LARGE and free:

@@ -26,7 +26,7 @@ from fused_remat.layers.eligibility import parameters_of
 from fused_remat.layers.fallback import run_with
 from fused_remat.layers.record import NOTES, listed
 from fused_remat.tracing.state import get, parts_of, shared_by
-from fused_remat.tracing.values import SHIFT, SideEffect, Untraceable, attributes, map_tree
+from fused_remat.tracing.values import SHIFT, SideEffect, Untraceable, attributes, leaves, map_tree
 
 _HOLDERS = (list, dict, set, deque)
 _LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy"} - {"__main__", "types"}
@@ -264,6 +264,10 @@ def _restore(holder: Any, before: list[Any]) -> list[str]:
 _MULTI_HEAD = inspect.signature(F.multi_head_attention_forward)
 
 
+#: Dtypes that stand in for others in an exact trial.
+_WIDE = {torch.float32: torch.float64, torch.complex64: torch.complex128}
+
+
 class Trial(TorchFunctionMode):
     """A context in which dropout does nothing; if it is `exact`, float32 is float64."""
 
@@ -281,24 +285,21 @@ class Trial(TorchFunctionMode):
             with self:
                 return multi_head_attention(*args, **kwargs)
         if self.exact:
-            args, kwargs = map_tree(
-                (args, kwargs), lambda a: _WIDE.get(a, a) if type(a) is torch.dtype else a
-            )
+            args, kwargs = map_tree((args, kwargs), _wide)
             func = Tensor.double if func is Tensor.float else func
         if func is F.scaled_dot_product_attention:
             return attention_without_dropout(*args, **kwargs)
         result = in_float64(func)(*args, **kwargs)
-        return map_tree(result, _widened) if self.exact else result
+        narrow = self.exact and any(_widened(leaf) is not leaf for leaf in leaves(result))
+        return map_tree(result, _widened) if narrow else result  # else of its own class
 
 
-#: Dtypes that stand in for others in an exact trial.
-_WIDE = {torch.float32: torch.float64, torch.complex64: torch.complex128}
+def _wide(leaf: Any) -> Any:
+    return _WIDE.get(leaf, leaf) if type(leaf) is torch.dtype else leaf
 
 
 def _widened(leaf: Any) -> Any:
-    """Return a tensor in the dtype that stands in for its own, or anything else as it is."""
-    is_narrow = isinstance(leaf, Tensor) and leaf.dtype in _WIDE
-    return leaf.to(_WIDE[leaf.dtype]) if is_narrow else leaf
+    return leaf.to(_WIDE[leaf.dtype]) if isinstance(leaf, Tensor) and leaf.dtype in _WIDE else leaf
 
 
 def is_dropout(func: Any) -> bool:
@@ -387,7 +388,7 @@ def _grouped_product(func: Any, x: Tensor, weight: Tensor, *args: Any, **kwargs:
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """Products of rows with the matrix of their group, whose gradient is computed in one place."""
+    """Products of rows with the matrix of their group; backward makes one gradient of all."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, ends: list[int]) -> Tensor:
