@@ -125,15 +125,9 @@ class Trace:
                 raise Untraceable("its mask hides all keys from a query")
         self._seen = [(weakref.ref(t), t._version) for t in others]
 
-    def run(
-        self,
-        layer: nn.Module,
-        named: Mapping[str, Tensor],
-        arguments: Mapping[str, Any],
-        mode: Callable[[], Any],
-    ) -> Any:
-        """Return the layer's result by the block, without dropout."""
-        tensors, functions, result = self.bind(layer, named, arguments, mode)
+    def run(self, *call: Any, **more: Any) -> Any:
+        """Return the layer's result by the block, for what `bind` takes."""
+        tensors, functions, result = self.bind(*call, **more)
         return result(run_block(self.graph, "full", tensors, functions=functions))
 
     def sizes(self, given: Sequence[Any]) -> dict[str, int]:

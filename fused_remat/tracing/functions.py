@@ -66,6 +66,8 @@ def activation_of(run: Callable[[Tensor], Tensor], like: Tensor) -> str | None:
 
 
 def norm_function(spec: NormSpec) -> Callable[..., Tensor]:
+    """Return a norm as a function of its input, weight and bias."""
+
     def run(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         if spec.kind == "layer_norm":

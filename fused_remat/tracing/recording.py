@@ -29,10 +29,6 @@ def _length(value: Any) -> int:
     return value.shape[0] if isinstance(value, Tensor) and value.dim() else len(value)
 
 
-def _is_function(value: Any) -> bool:
-    return type(value) is types.FunctionType
-
-
 _MISSING = object()
 _CALL = nn.Module.__call__
 _ENTER, _EXIT, _ENABLED = (
@@ -70,15 +66,6 @@ def _recording(recorder: Recorder) -> Iterator[None]:
         run = functools.partial(_CALL, module)
         return recorder.call(recorder.paths[module], run, args, kwargs)
 
-    def stand_in(space: dict[str, Any], value: Any) -> Any:
-        """Return what replaces a name's value while it is recorded; None for most."""
-        if value is math:
-            return MATH
-        if type(value) is types.BuiltinFunctionType and value.__module__ == "math":
-            return traced(f"math.{value.__name__}", value)
-        is_own = _is_function(value) and value.__module__ == space["__name__"]
-        return noted(value) if is_own else None
-
     def noted(function: Any) -> Any:
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -106,19 +93,7 @@ def _recording(recorder: Recorder) -> Iterator[None]:
         (nn.Module, "__call__", call), (torch, "is_autocast_enabled", is_enabled),
         (torch.autocast, "__enter__", enter), (torch.autocast, "__exit__", leave),
     )  # fmt: skip
-    kinds = {kind for module in recorder.paths for kind in type(module).__mro__}
-    kinds = {kind for kind in kinds if not kind.__module__.startswith("torch.")}
-    functions = [inspect.unwrap(f) for k in kinds for f in vars(k).values() if _is_function(f)]
-    spaces = {id(f.__globals__): f.__globals__ for f in functions if _is_function(f)}
-    names = {kind.__module__ for kind in kinds}
-    own = [space for space in spaces.values() if space.get("__name__") in names]
-    builtins = {"range": Loop, "len": _length}
-    stand_ins = [
-        (space, name, value, new)
-        for space in own
-        for name, value in {**dict.fromkeys(builtins, _MISSING), **space}.items()
-        if (new := builtins[name] if value is _MISSING else stand_in(space, value)) is not None
-    ]
+    stand_ins = _stand_ins(recorder, noted)
     try:
         for space, name, _, new in stand_ins:
             space[name] = new
@@ -131,3 +106,37 @@ def _recording(recorder: Recorder) -> Iterator[None]:
                 del space[name]
         thread = 0  # for modules that were imported inside, and hold one of the functions
         recorder.results.clear()  # whose callbacks hold the recorder
+
+
+def _stand_ins(
+    recorder: Recorder, noted: Callable[[Any], Any]
+) -> list[tuple[dict[str, Any], str, Any, Any]]:
+    """Return the globals, name, value and stand-in of each name that a recording replaces.
+
+    They are those of the Python modules of the layer's classes, which `sys.modules` may not have.
+    """
+    kinds = {kind for module in recorder.paths for kind in type(module).__mro__}
+    kinds = {kind for kind in kinds if not kind.__module__.startswith("torch.")}
+    functions = [
+        inspect.unwrap(f) for k in kinds for f in vars(k).values() if inspect.isfunction(f)
+    ]
+    spaces = {id(f.__globals__): f.__globals__ for f in functions if inspect.isfunction(f)}
+    names, builtins = {kind.__module__ for kind in kinds}, {"range": Loop, "len": _length}
+
+    def stand_in(space: dict[str, Any], name: str, value: Any) -> Any:
+        if value is _MISSING:
+            return builtins[name]
+        if value is math:
+            return MATH
+        if type(value) is types.BuiltinFunctionType and value.__module__ == "math":
+            return traced(f"math.{value.__name__}", value)
+        is_own = inspect.isfunction(value) and value.__module__ == space["__name__"]
+        return noted(value) if is_own else None
+
+    return [
+        (space, name, value, new)
+        for space in spaces.values()
+        if space.get("__name__") in names
+        for name, value in {**dict.fromkeys(builtins, _MISSING), **space}.items()
+        if (new := stand_in(space, name, value)) is not None
+    ]

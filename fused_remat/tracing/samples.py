@@ -95,12 +95,15 @@ class Arguments:
 
     def others(self) -> Iterator[Arguments]:
         """Yield the call with other meanings of dimensions, where sizes are the same."""
-        pairs = [
-            (i, j, dims) for i, each in enumerate(self._options) for j, dims in enumerate(each)
+        changes = [
+            (i, j, n)
+            for i, options in enumerate(self._options)
+            for j, (_, *rest) in enumerate(options)
+            for n in rest
         ]
-        changes = [(i, j, n) for i, j, (_, *rest) in pairs for n in rest]
-        changes.sort(key=lambda change: isinstance(change[-1], int))
-        for several in (*[(change,) for change in changes], *itertools.combinations(changes, 2)):
+        changes.sort(key=lambda change: isinstance(change[-1], int))  # names of sizes first
+        pairs = [p for p in itertools.combinations(changes, 2) if p[0][:2] != p[1][:2]]
+        for several in (*[(change,) for change in changes], *pairs):
             call, dims = copy.copy(self), [[*each] for each in self.dims]
             for i, j, n in several:
                 dims[i][j] = n

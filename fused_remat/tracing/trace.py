@@ -25,7 +25,7 @@ from fused_remat.tracing.join import Join
 from fused_remat.tracing.recorder import Recorder, hollow
 from fused_remat.tracing.recording import record
 from fused_remat.tracing.samples import Arguments, constants, vary
-from fused_remat.tracing.sizes import WITHOUT_DATA, Space, choose, evaluated, moved
+from fused_remat.tracing.sizes import WITHOUT_DATA, Sizes, Space, choose, evaluated, moved
 from fused_remat.tracing.tracer import Tracer
 from fused_remat.tracing.values import (
     SHIFT,
@@ -37,8 +37,6 @@ from fused_remat.tracing.values import (
     leaves,
 )
 
-#: Sizes of the proof of a layer that is traced at the call's own length.
-_LONG_PROOF = {"B": 2}
 #: Most branches by conditions on sizes that are tried until one is that of the call.
 _MOST_BRANCHES = 6
 #: Dtypes of the first recording and of the proof, of the second recording, and of its parameters.
@@ -128,10 +126,12 @@ def _trace(
     sample = functools.partial(call.sample, layer, varies=varies)
     own = call.leaves[call.x].dtype
 
+    def other_sizes(*recorders: Recorder) -> Sizes:
+        earlier = [recorder.sample.sizes for recorder in recorders]
+        return choose(call.sizes, space.conditions, formulas, earlier) or earlier[0]
+
     def second(dtype: torch.dtype, params: torch.dtype) -> Recorder:
-        first = one.sample.sizes
-        sizes = choose(call.sizes, space.conditions, formulas, [first]) or first
-        values = sample(sizes, dtype, 1, recorded=True, shift=shift, params=params)
+        values = sample(other_sizes(one), dtype, 1, recorded=True, shift=shift, params=params)
         with renumbered(layer, indices):
             recorder = record(layer, forward, values, autocast=True)
         recorder.values[:] = map(hollow, recorder.values)  # nothing reads them
@@ -154,10 +154,8 @@ def _trace(
     literal = SINGLE if exact == torch.float32 else NARROW if narrow else EXACT
     opaque = dict[str, str]()
     known = {path: known_function(m, own) for path, m in layer.named_modules() if path}
-    # With the same parameters, which are as large as the layer's.
-    chosen = [r.sample.sizes for r in (one, others[0])]
-    sizes = choose(call.sizes, space.conditions, formulas, chosen) or _LONG_PROOF
-    given = sample(sizes, exact, 2, shift=shift, named=one.sample.named, scale=SCALE)
+    sizes, named = other_sizes(one, others[0]), one.sample.named  # a copy of these takes memory
+    given = sample(sizes, exact, 2, shift=shift, named=named, scale=SCALE)
     while True:
         try:
             joined = [Join(layer, one, two, known, opaque).joined for two in others]
