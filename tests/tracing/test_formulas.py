@@ -458,6 +458,5 @@ def test_functions_of_one_name_in_two_modules(known, monkeypatch):
     stock, model = pair(Both)
     for b, s in SIZES[:5]:
         same_step(stock, model, normal(b, s, WIDTH))
-    expected = ["one.scan", "two.scan"]
-    assert [n for n in steps(model, Replay) if n in expected] == expected
+    assert [n for n in steps(model, Replay) if ".scan" in n] == ["one.scan", "two.scan"]
     assert trace_counts(model) == [1, 0]

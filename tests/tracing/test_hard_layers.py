@@ -763,15 +763,12 @@ def test_a_model_is_asked_for_what_its_layers_make(name, asked):
 
 @pytest.mark.parametrize("ends", [(2, 2, 5, 7), (0, 0, 0, 6)])
 def test_grouped_products_in_float64(ends):
-    x, weight = torch.randn(7, 5).double(), torch.randn(4, 3, 5).double()
-
     def product(x: Tensor, weight: Tensor) -> Tensor:
-        offs = torch.tensor(ends, dtype=torch.int32)
-        return in_float64(F.grouped_mm)(x, weight.mT, offs=offs)
+        return in_float64(F.grouped_mm)(x, weight.mT, offs=torch.tensor(ends, dtype=torch.int32))
 
-    spans = zip((0, *ends), ends, weight, strict=False)
-    expected = torch.cat([*[x[a:b] @ w.T for a, b, w in spans], x.new_zeros(7 - ends[-1], 3)])
-    torch.testing.assert_close(product(x, weight), expected)
-    inputs = x.requires_grad_(), weight.requires_grad_()
-    assert torch.autograd.gradcheck(product, inputs)
-    assert torch.autograd.grad(product(*inputs).sum(), weight)[0].is_contiguous()
+    x, weight = (torch.randn(s).double().requires_grad_() for s in ((7, 5), (4, 3, 5)))
+    y = product(x, weight)
+    for first, last, matrix in zip((0, *ends), ends, weight, strict=False):
+        torch.testing.assert_close(y[first:last], x[first:last] @ matrix.T)
+    assert torch.autograd.gradcheck(product, (x, weight)) and not y[ends[-1] :].any()
+    assert torch.autograd.grad(y.sum(), weight)[0].is_contiguous()

@@ -417,17 +417,13 @@ def traced_layers(name: str) -> Iterator[Layer]:
                 trace = trace_call(layer, type(layer).forward, call).proved
             except Untraceable:
                 continue
-            what = (
-                type(layer),
-                trace.graph.kind,
-                [str(n).split("mask=")[0] for n in trace.graph.nodes],
-            )
+            nodes = [str(n).split("mask=")[0] for n in trace.graph.nodes]
+            what = type(layer), trace.graph.kind, nodes
             if str(what) not in seen:
                 seen.add(str(what))
                 proof = call.sample(layer, SIZES, torch.float64, 2, scale=SCALE)
                 made = Layer(name, layer, trace, proof)
-                text = f"{name}: what was read of {type(layer).__name__} is rejected"
-                assert is_rejected(made, None) is None, text
+                assert is_rejected(made, None) is None, (name, type(layer))
                 yield made
             break
         else:
