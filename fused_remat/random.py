@@ -237,13 +237,18 @@ def _keep_scale_numpy(
     return torch.from_numpy((x < limit) * factor)
 
 
+#: Functions of the operators that `cpu_operator` defines, by their qualified names.
+CPU_KERNELS: dict[str, Callable[..., Tensor]] = {}
+
+
 def cpu_operator(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> None:
     """Define an operator of the namespace fused_remat, once in a process.
 
-    The record of a pass can repeat it (`execution/recording.py`). `fake` makes results without
+    A program of a pass calls `kernel` itself (`execution/program.py`). `fake` makes results without
     values, of the same shapes.
     """
     name, _, rest = schema.partition("(")
+    CPU_KERNELS[f"fused_remat::{name}"] = kernel
     if not hasattr(torch.ops.fused_remat, name):
         torch.library.define(f"fused_remat::{name}", f"({rest}")
         torch.library.impl(f"fused_remat::{name}", "cpu", kernel)

@@ -58,7 +58,7 @@ class Delivery(torch.autograd.Function):
             executor.check_unchanged(names, ctx.execution.given, block.dtypes, saved, dy)
             operands = saved[:count], saved[count + 1 :], saved[count], dy
             block.stages[current_pass()] = executor.stages(
-                ctx.execution, *operands, block.functions, delivers=ctx.execution.delivers
+                ctx.execution, *operands, block.functions
             )
         stages = block.stages.get(current_pass())
         if stages is None:  # a rare pass: its first node computes what all of them give

@@ -35,11 +35,13 @@ def finish(
     """
     if ctx.rounds is not None:
         low, of = ctx.rounds
-        round_vectors(grads, low, [t.grad_dtype if isinstance(t, Tensor) else t for t in of])
+        vectors = [t if g is not None else None for t, g in zip(of, grads, strict=True)]
+        round_vectors(grads, low, [t.grad_dtype if isinstance(t, Tensor) else t for t in vectors])
     graph = ctx.execution.call.graph
-    unread = {*sink, *(graph.unsure if dy.numel() else ())}
-    for i, name in enumerate(graph.tensors):
-        if grads[i] is None and name in needs_grad and name not in unread:
+    names = zip(graph.tensors, grads, strict=True)
+    for name in [name for name, grad in names if grad is None and name in needs_grad]:
+        if name not in sink and not (dy.numel() and name in graph.unsure):
+            i = graph.tensors.index(name)
             grads[i] = dy.new_zeros(ctx.execution.given[i])
     return grads
 

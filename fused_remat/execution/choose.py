@@ -47,6 +47,9 @@ class Backend:
     # why it cannot compute in a dtype on a device, or None if it can
     unsupported_reason: Callable[[torch.device, torch.dtype], str | None] = lambda *_: None
     forget: Callable[[], None] = lambda: None  # called when a choice may differ
+    # what programs of passes depend on in addition to tensors; None where none may run
+    state: Callable[[torch.device], tuple[Any, ...] | None] = lambda _: None
+    stream: Callable[[], Any] = lambda: None  # on which programs launch
 
 
 @functools.cache
@@ -57,12 +60,15 @@ def _triton() -> Backend | str:
         from fused_remat.triton import launch
     except (ImportError, AttributeError) as error:
         return f"the installed Triton is too old or broken: {error}"
-    return Backend(launch.unsupported_reason, forget=launch.forget)
+    return Backend(launch.unsupported_reason, launch.forget, launch.state, launch.stream)
 
 
 #: Name -> the backend, whose implementations it registers, or why it is not available. A new
 #: backend is a new entry: `BACKENDS["mine"] = Backend`, and its `operations.faster`.
-BACKENDS: dict[str, Callable[[], Backend | str]] = {"eager": Backend, "triton": _triton}
+BACKENDS: dict[str, Callable[[], Backend | str]] = {
+    "eager": lambda: Backend(state=lambda _: ()),
+    "triton": _triton,
+}
 
 #: Device type -> name that "auto" tries first; otherwise "eager" runs.
 DEFAULTS: dict[str, str] = {"cuda": "triton"}
@@ -162,6 +168,13 @@ def ops_for(name: str, x: Tensor, dtype: torch.dtype | None = None) -> Operation
     Raises: ValueError if there is no such backend.
     """
     return _ops_for(name, x.device, dtype or x.dtype, type(x) in (Tensor, nn.Parameter))
+
+
+def backend_of(ops: Operations) -> Backend:
+    """Return the backend whose operations `ops` are."""
+    backend = BACKENDS[ops.name]()
+    assert isinstance(backend, Backend)
+    return backend
 
 
 def unsupported_reason(name: str, device: torch.device, dtype: torch.dtype) -> str | None:

@@ -12,12 +12,14 @@ import contextlib
 import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fused_remat.execution.observe import TRACERS, Functions, is_observed
 from fused_remat.execution.prepare import BlockConfig, Execution
+from fused_remat.execution.program import text_of
 from fused_remat.graph.graph import sizes
 from fused_remat.graph.schedule import Step
 from fused_remat.steps.chunk import Chunk, Pass, spans
@@ -45,20 +47,20 @@ def forward(
 
     The output is shaped like the first of `tensors` (of heads: side by side, (B, S, H*E)) except
     for its width. Neither it nor what is kept shares memory with the inputs. `functions` are the
-    caller's own; `watch` is called after every step, with the step and its chunk. `repeats`: a pass
-    that was recorded may be repeated from its record.
+    caller's own; `watch` is called after every step, with the step and its chunk. `repeats`: a
+    program may make the pass.
     """
     x = tensors[0]
     assert x is not None
     if autocast_on(x):  # the graph describes which dtype is used where
         with autocast_off(x):
             return forward(execution, tensors, functions, watch)
-    observed, record = watch is not None or _is_observed(), execution.recordings
-    if repeats and record is not None and not (record.off or functions or observed):
-        run = functools.partial(forward, execution, tensors, repeats=False)
-        recorded = record.find("forward", tensors, run)
-        if recorded is not None:
-            return recorded(tensors)  # type: ignore[no-any-return]
+    observed = watch is not None or _is_observed()
+    if repeats and not (functions or observed or isinstance(execution.programs, str)):
+        program = execution.programs.find("forward", tensors)
+        if program is not None:
+            run = functools.partial(forward, execution, tensors, repeats=False)
+            return program(tensors, run)  # type: ignore[no-any-return]
     this = Pass(execution, execution.named(tensors), functions, x, watch)
     width, out = execution.widths["output"], None
     if not (execution.makes_output and x.is_contiguous()):
@@ -113,26 +115,25 @@ def backward(
     functions: Functions = _NO_FUNCTIONS,
     watch: Watch | None = None,
     sink: Mapping[str, Tensor] | None = None,
-    repeats: bool = True,
 ) -> list[Tensor | None]:
     """Return gradients of the call's tensors in its order; None where not needed, and of `sink`.
 
     `tensors` may be None where backward does not read them; `kept` is what `forward` returned;
-    `out` the output, if the schedule keeps it. `watch` and `sink`: see `Pass`;
-    `repeats`: see `forward`.
+    `out` the output, if the schedule keeps it. `watch` and `sink`: see `Pass`.
     """
     if autocast_on(dy):  # backward may be called inside autocast
         with autocast_off(dy):
             return backward(execution, tensors, kept, out, dy, functions, watch, sink)
-    observed, record = watch is not None or _is_observed(), execution.recordings
-    special = functions or observed or sink is not None
-    if repeats and record is not None and not (record.off or special):
-        run = functools.partial(backward, execution, tensors, kept, out, dy, repeats=False)
-        given = (*tensors, *kept, out, dy)
-        recorded = record.find("backward", given, run)
-        if recorded is not None:
-            return recorded(given)  # type: ignore[no-any-return]
-    *_, grads = stages(execution, tensors, kept, out, dy, functions, watch, sink)
+
+    def steps() -> dict[str, Tensor]:
+        *_, grads = _stages(execution, tensors, kept, out, dy, functions, watch, sink)
+        return grads
+
+    special = functions or watch is not None or sink is not None or _is_observed()
+    program, given = None, (*tensors, *kept, out, dy)
+    if not (special or isinstance(execution.programs, str)):
+        program = execution.programs.find("backward", given)
+    grads = steps() if program is None else program(given, steps)
     return [grads.pop(name, None) for name in execution.call.graph.tensors]
 
 
@@ -143,14 +144,33 @@ def stages(
     out: Tensor | None,
     dy: Tensor,
     functions: Functions = _NO_FUNCTIONS,
+) -> Iterator[dict[str, Tensor]]:
+    """Return an iterator of gradients by name: those of each delivery in its order, and others.
+
+    Arguments are those of `backward`, without autocast.
+    """
+    arguments = execution, tensors, kept, out, dy, functions
+    steps = functools.partial(_stages, *arguments, delivers=execution.delivers)
+    if not (functions or _is_observed() or isinstance(execution.programs, str)):
+        given = (*tensors, *kept, out, dy)
+        program = execution.programs.find("stages", given)
+        if program is not None:
+            return program(given, steps)  # type: ignore[no-any-return]
+    return steps()
+
+
+def _stages(
+    execution: Execution,
+    tensors: Sequence[Tensor | None],
+    kept: Sequence[Tensor],
+    out: Tensor | None,
+    dy: Tensor,
+    functions: Functions = _NO_FUNCTIONS,
     watch: Watch | None = None,
     sink: Mapping[str, Tensor] | None = None,
     delivers: Mapping[str, Sequence[Sequence[str]]] = _NO_DELIVERIES,
 ) -> Iterator[dict[str, Tensor]]:
-    """Yield gradients by name: those that `delivers` has for steps, in and after each; then others.
-
-    Arguments are those of `backward`, without autocast.
-    """
+    """Yield gradients by name: those that `delivers` has for each step; then others."""
     observed = watch is not None or _is_observed()
     named = execution.named(tensors)
     if functions:
@@ -293,6 +313,27 @@ def empty_output(call: BlockConfig, width: int, dtype: torch.dtype, x: Tensor) -
         return x.new_empty((*x.shape[:-1], width), dtype=dtype)
     layout = torch.preserve_format if call.preserve_strides else torch.contiguous_format
     return torch.empty_like(x, dtype=dtype, memory_format=layout)
+
+
+def program_text(execution: Execution, tensors: Sequence[Tensor | None]) -> str:
+    """Run both passes, and return the text of their programs, or a comment why there are none."""
+    programs = execution.programs
+    if isinstance(programs, str) or programs.backend.state(execution.device) is None:
+        reason = programs if isinstance(programs, str) else "hooks observe launches of kernels"
+        return f"# no program: {reason}\n"
+    steps = functools.partial(forward, execution, tensors, repeats=False)
+    text, (out, kept) = text_of(programs, "forward", tensors, steps)
+    read = [t if again else None for t, again in zip(tensors, execution.rereads, strict=True)]
+    parts = read, kept, out if execution.plan.keeps_output else None, torch.ones_like(out)
+
+    def stages() -> Any:
+        grads = _stages(execution, *parts, delivers=execution.delivers)
+        return grads if execution.delivers else [*grads][-1]
+
+    if not execution.needs_grad:
+        return text
+    name, given = "stages" if execution.delivers else "backward", (*read, *kept, *parts[2:])
+    return f"{text}\n{text_of(programs, name, given, stages)[0]}"
 
 
 def _is_observed() -> bool:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
 
-from fused_remat.execution.prepare import BlockConfig, Execution
 from fused_remat.graph.schedule import Step
 from fused_remat.steps.chunk import Chunk
+
+if TYPE_CHECKING:
+    from fused_remat.execution.prepare import BlockConfig, Execution
 
 #: The caller's own functions: of an activation, or of replays (`steps.replay`). One that has the
 #: name of a tensor of the block makes that tensor again in backward, and the tensor is not kept.

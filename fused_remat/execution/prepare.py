@@ -19,13 +19,12 @@ import torch
 from torch import Tensor
 
 from fused_remat.execution import choose
-from fused_remat.execution.recording import Recordings
+from fused_remat.execution.program import Programs
 from fused_remat.graph.graph import Graph, sizes
 from fused_remat.graph.schedule import Schedule, kept_bytes, schedule
 from fused_remat.steps.activation import ACTIVATIONS, MLPActivation
 from fused_remat.steps.attention import Attention
 from fused_remat.steps.chunk import Chunks, Layout, spans
-from fused_remat.steps.cpu_choice import linear_dx_onednn, linear_fwd_onednn
 from fused_remat.steps.fused import linear_norm_fwd, mlp_bwd, mlp_up_fwd
 from fused_remat.steps.linear import Linear
 from fused_remat.steps.node import Node
@@ -102,15 +101,15 @@ class Execution(Layout):
     # by names of steps of backward, the tensors whose gradients autograd gets, in order
     # within that step, and at last after it: of large weights, which are not held together
     delivers: Mapping[str, tuple[tuple[str, ...], ...]]
-    # of its passes; None on other backends, and where a step may do more than call PyTorch
-    recordings: Recordings | None = field(init=False)
+    programs: Programs | str = field(init=False)  # of passes, or why they run as steps alone
 
     def __post_init__(self) -> None:
-        on_cpu = self.ops.name == "eager" and self.device.type == "cpu"
-        runs = {op.faster["eager"].run for op in OPERATIONS.values() if "eager" in op.faster}
-        own = runs <= {linear_fwd_onednn, linear_dx_onednn}
-        repeats = on_cpu and own and all(map(_is_repeatable, self.call.graph.nodes))
-        object.__setattr__(self, "recordings", Recordings() if repeats else None)
+        runs = [op.faster.get(self.ops.name) for op in OPERATIONS.values()]
+        other = [x.run for x in runs if x and not x.run.__module__.startswith("fused_remat.")]
+        steps = [node.label for node in self.call.graph.nodes if not _is_repeatable(node)]
+        reason = "".join([f"{run.__qualname__} implements an operation" for run in other[:1]])
+        reason = reason or "".join([f"{step} may do more than call PyTorch" for step in steps[:1]])
+        object.__setattr__(self, "programs", reason or Programs(self))
 
     @functools.cached_property
     def delivered(self) -> tuple[tuple[str, ...], ...]:

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from fused_remat.execution.choose import DEFAULTS, choose, unsupported_reason
+from fused_remat.execution.executor import program_text
 from fused_remat.execution.observe import DECISIONS, OBSERVERS, TRACERS, BlockRun
 from fused_remat.execution.prepare import Execution
 from fused_remat.graph.schedule import Step
@@ -45,6 +46,8 @@ class BlockExplanation:
             segment, "compute input" runs the preceding blocks again.
         reason: why it was not a block, or "".
         offloaded: the kept names that wait in the host's memory.
+        code: the programs of both passes as Python, if `explain` was called with `code=True`; a
+            comment with the reason where a pass has none.
     """
 
     name: str
@@ -54,6 +57,7 @@ class BlockExplanation:
     backward: tuple[str, ...] = ()
     reason: str = ""
     offloaded: tuple[str, ...] = ()
+    code: str = ""
 
     def __str__(self) -> str:
         lines = [f"{self.name}: {self.title}"]
@@ -70,7 +74,7 @@ class BlockExplanation:
         if self.backward:
             shown = [step.replace("compute ", "rebuild ") for step in self.backward]
             lines.append("  backward: " + ", ".join(shown))
-        return "\n".join(lines)
+        return "\n".join([*lines, *["", self.code] * bool(self.code)])
 
 
 class Explanation(list[BlockExplanation]):
@@ -82,7 +86,7 @@ class Explanation(list[BlockExplanation]):
     __repr__ = __str__
 
 
-def explain(model: nn.Module, *inputs: Any, **kwargs: Any) -> Explanation:
+def explain(model: nn.Module, *inputs: Any, code: bool = False, **kwargs: Any) -> Explanation:
     """Run `model(*inputs, **kwargs)` once and explain what each fused block in it does, and why.
 
     For every call: what is kept for backward, which implementation runs each step of the forward
@@ -91,6 +95,9 @@ def explain(model: nn.Module, *inputs: Any, **kwargs: Any) -> Explanation:
     make of it. Print the result. Torch's random state, buffers and `.grad` are restored afterwards,
     and no training call is counted. Layers that are traced at their first call are traced by
     another run before.
+
+    code: also print the programs of both passes (`docs/how-it-works.md`), two functions of Python
+        that later passes run instead of the steps. Each block runs both passes once more for that.
 
     Raises: whatever the model raises.
 
@@ -114,7 +121,7 @@ def explain(model: nn.Module, *inputs: Any, **kwargs: Any) -> Explanation:
     inputs, kwargs = arguments_of(model, inputs, kwargs)
     tensors = list(tensors_in([inputs, kwargs]))
     trace_layers(model, inputs, kwargs)
-    with _Recorder(model) as recorder, restored(model, tensors):
+    with _Recorder(model, code) as recorder, restored(model, tensors):
         model(*inputs, **kwargs)
     return recorder.explanation()
 
@@ -138,8 +145,8 @@ class _Noted(Operations):
 class _Recorder:
     """Observes one run of a model in this thread, and collects an explanation of every call."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._stock = repeated_layers(model)
+    def __init__(self, model: nn.Module, code: bool) -> None:
+        self._stock, self._code = repeated_layers(model), code
         self._names = {m: n or type(m).__name__ for n, m in model.named_modules()}
         #: The explanations of running layers that are not blocks, and their records' order before.
         self._others: dict[nn.Module, tuple[BlockExplanation, int]] = {}
@@ -151,6 +158,7 @@ class _Recorder:
         self._calls_of_stock: list[tuple[BlockExplanation, nn.Module, Any, Any]] = []
         self._thread = threading.get_ident()
         self._exit = contextlib.ExitStack()
+        self._is_writing = False  # the programs of a block, whose passes run for that
 
     def __enter__(self) -> _Recorder:
         lists: tuple[list[Any], ...] = (TRACERS, DECISIONS, OBSERVERS)
@@ -211,7 +219,8 @@ class _Recorder:
             self._others[layer] = block, record_of(layer).order
 
     def _trace(self, step: Step, chunk: Chunk) -> None:
-        if step.node is None or step.kind != "compute" or threading.get_ident() != self._thread:
+        is_other = threading.get_ident() != self._thread or self._is_writing
+        if step.node is None or step.kind != "compute" or is_other:
             return
         if chunk.owner not in self._blocks:
             block = _explained(chunk, self._inside[-1] if self._inside else "(op)")
@@ -232,6 +241,12 @@ class _Recorder:
         if not run.saves[0] and name in block.kept:
             block.kept = tuple(kept for kept in block.kept if kept != name)
             block.backward = (f"compute {name}", *block.backward)
+        if self._code and not block.code:
+            self._is_writing = True
+            block.code = "# no program: a function of the caller runs in it"
+            if not run.functions:
+                block.code = program_text(run.execution, run.tensors)
+            self._is_writing = False
 
 
 def _explained(chunk: Chunk, name: str) -> BlockExplanation:

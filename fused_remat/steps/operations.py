@@ -45,6 +45,11 @@ class Fault(RuntimeError):
 FAULTS: dict[tuple[Callable[..., Any], str, Any], str] = {}
 
 
+#: By thread, what records the launches of a pass. It is called with a name, the frozen launch (None
+#: where there is none yet), hooks of its kernels, the stream and tensors, and launches.
+LAUNCH_RECORDERS: dict[int, Callable[..., None]] = {}
+
+
 def warn(message: str) -> None:
     """Warn at the user's line."""
     warnings.warn(f"fused_remat: {message}", FusedRematWarning, stacklevel=user_stacklevel())

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -28,7 +29,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from fused_remat.kernels.pointwise import Matrix
 from fused_remat.random import DropoutMask, scale, threshold
 from fused_remat.spec import AttentionSpec, NormSpec
-from fused_remat.steps.operations import Fault
+from fused_remat.steps.operations import LAUNCH_RECORDERS, Fault
 
 #: Whether Triton interprets kernels, on CPU tensors. It reads TRITON_INTERPRET=1 at import.
 INTERPRETED: bool = triton.knobs.runtime.interpret
@@ -225,11 +226,56 @@ def run(describe: Callable[..., Launch | Iterable[Launch]], *args: Any) -> None:
                 plan = None if is_new else _freeze(launches, kernels, tensors, held)
                 PLANS[known] = plan
         if plan is None or not plan.applies():
+            _note(describe, None, (), 0, tensors)
             for launch in launches:
                 launch.run()
             return
     assert plan.go is not None
-    plan.go(tensors, driver.get_current_stream(index))
+    stream = driver.get_current_stream(index)
+    if not (LAUNCH_RECORDERS and _note(describe, plan.go, plan.hooks, stream, tensors)):
+        plan.go(stream, *tensors)
+
+
+def _note(
+    describe: Any, go: Any, hooks: Sequence[Any], stream: int, tensors: Sequence[Tensor]
+) -> bool:
+    """Give a launch to what records the pass of this thread; return whether it launched."""
+    recorder = LAUNCH_RECORDERS.get(threading.get_ident())
+    if recorder is None:
+        return False
+    name = describe.__name__.strip("_")
+    if name in ("forward", "backward"):
+        name = f"{describe.__module__.rpartition('.')[2]}_{name}"
+    recorder(name, go, hooks, stream, *tensors)
+    return True
+
+
+def state(device: torch.device) -> tuple[Any, ...] | None:
+    """Return what frozen launches depend on in addition to tensors; None if hooks observe them.
+
+    None also if another device than `device` is current.
+    """
+    if INTERPRETED or not _hooks_are_empty():
+        return None
+    driver = _DRIVER.active
+    index = driver.get_current_device()
+    if device.type == "cuda" and device.index != index:
+        return None
+    return driver, index, _RUNTIME.add_stages_inspection_hook, _RUNTIME.debug
+
+
+def stream() -> int:
+    """Return the current stream of the current device."""
+    driver = _DRIVER.active
+    return driver.get_current_stream(driver.get_current_device())  # type: ignore[no-any-return]
+
+
+def _hooks_are_empty() -> bool:
+    """Return whether no hooks, such as a profiler's, observe launches."""
+    try:
+        return not (_RUNTIME.launch_enter_hook.calls or _RUNTIME.launch_exit_hook.calls)
+    except AttributeError:  # set to something else
+        return False
 
 
 def _read(
@@ -277,17 +323,13 @@ def _parts_of(kind: type) -> Callable[[Any], tuple[Any, ...]] | None:
 
 @dataclass(frozen=True)
 class _Plan:
-    go: Callable[[list[Tensor], int], None] | None  # of tensors and stream; None: not freezable
+    go: Callable[..., None] | None  # of a stream and tensors; None: not freezable
     hooks: tuple[Any, ...]  # of the kernels, which Triton calls before each run; usually empty
     held: list[Any]  # the specs that the key names by identity
 
     def applies(self) -> bool:
-        """Return whether no hooks, such as a profiler's, must run, as in `JITFunction.run`."""
-        try:
-            hooks = _RUNTIME.launch_enter_hook.calls or _RUNTIME.launch_exit_hook.calls
-        except AttributeError:  # set to something else
-            return False
-        return self.go is not None and not hooks and not any(self.hooks)
+        """Return whether no hooks must run, as in `JITFunction.run`."""
+        return self.go is not None and not any(self.hooks) and _hooks_are_empty()
 
 
 def _freeze(
@@ -312,13 +354,14 @@ def _freeze(
             return _Plan(None, hooks, held)
         start_args = f"{x}, {y}, {z}, stream, {function}, {packed}, None, None, None"
         calls.append(f" {start}({start_args}{args})")
-    lines = ["def go(t, stream):", *places.scratch, *calls, " return"]
+    given = "".join([f", t{n}" for n in range(len(tensors))])
+    lines = [f"def go(stream{given}):", *places.scratch, *calls, " return"]
     exec("\n".join(lines), places.names)
     return _Plan(places.names["go"], hooks, held)
 
 
 class _Places:
-    """Arguments of launches as source text, in which `t` holds the tensors."""
+    """Arguments of launches as source text, in which `t0` to `tn` are the tensors."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.tensors = list(tensors)
@@ -348,12 +391,13 @@ class _Places:
     def _tensor(self, x: Tensor) -> str:
         same = [n for n, t in enumerate(self.tensors) if t is x]
         if same:
-            return f"t[{same[0]}]"
+            return f"t{same[0]}"
         if hasattr(x, "is_scratch"):
             shape, dtype = map(self.constant, (x.shape, x.dtype))
-            self.scratch.append(f" t.append(t[0].new_empty({shape}, dtype={dtype}))")
+            name = f"t{len(self.tensors)}"
+            self.scratch.append(f" {name} = t0.new_empty({shape}, dtype={dtype})")
             self.tensors.append(x)
-            return f"t[{len(self.tensors) - 1}]"
+            return name
         storage = x.untyped_storage()._cdata
         near = [n for n, t in enumerate(self.tensors) if t.untyped_storage()._cdata == storage]
         if len(near) != 1:  # of several, one may be elsewhere another time
@@ -361,12 +405,12 @@ class _Places:
         base = self.tensors[near[0]]
         apart = x.storage_offset() * x.itemsize - base.storage_offset() * base.itemsize
         if apart == 0:  # a kernel takes its address, and the strides are numbers
-            return f"t[{near[0]}]"
+            return f"t{near[0]}"
         if x.dtype != base.dtype:
             raise LookupError
-        where = f"t[{near[0]}].storage_offset() + {apart // x.itemsize}"
+        where = f"t{near[0]}.storage_offset() + {apart // x.itemsize}"
         shape, stride = map(self.constant, (x.shape, x.stride()))
-        return f"t[{near[0]}].as_strided({shape}, {stride}, {where})"
+        return f"t{near[0]}.as_strided({shape}, {stride}, {where})"
 
 
 def _described(fields: dict[str, Any], base: Tensor) -> TensorDescriptor:

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from fused_remat import FusedRematCausalLayer, convert, memory_report
-from fused_remat.execution.recording import FEW
+from fused_remat.execution.program import FEW
 from fused_remat.policies import EXACT_PRESETS
 from fused_remat.steps.operations import OPERATIONS
 

@@ -1,0 +1,254 @@
+"""Programs of passes: what a pass runs, written down as Python once it has run a few times.
+
+What a pass calls follows from the execution and from the dtypes, strides and alignments of its
+tensors, unless a step looks at values. Most of a small block's time is that of the Python between
+the calls, so after a few passes of a kind one is recorded (`calls.py`) and written as a function of
+straight lines (`source.py`), which later passes call. The first run of a program is recorded too:
+one that does not make the calls of the steps, on the same tensors, is dropped.
+
+A pass has no program if it reads a tensor's values in Python, makes a tensor from numbers, or
+changes the grad mode; where a function or dispatch mode is active; and where observers, a profiler
+or hooks on kernel launches see every step. It runs its steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fused_remat.execution.calls import Recorder, UnrepeatableError, Yield
+from fused_remat.execution.choose import backend_of
+from fused_remat.execution.source import Source
+
+if TYPE_CHECKING:
+    from fused_remat.execution.prepare import Execution
+
+Given = Sequence[Tensor | None]
+#: What a pass returns: the output and what is kept, gradients by name, or an iterator of these.
+Made = Any
+Steps = Callable[[], Made]
+#: Called with a recorder, a result as values, and whether it is the last of the pass.
+Note = Callable[[Recorder, Any, bool], None]
+#: How often a pass runs before it is recorded, which takes longer than a pass.
+FEW = 8
+#: How many kinds of passes are recorded of an execution at most.
+_MOST_KINDS = 16
+#: How many lines a program has at most, and all programs of a process, at about 3 KB each.
+_MOST_LINES, _MOST_LINES_IN_ALL = 2_000, 24_000
+#: Whether anything is recorded. Without it, a debugger sees every pass go through the steps.
+ON = os.environ.get("FUSED_REMAT_PROGRAMS", "1").lower() not in ("", "0", "false", "no", "off")
+_dtype, _stride = operator.attrgetter("dtype"), Tensor.stride
+#: Calls ATen below autograd, whose kernels would find nothing to do; private, so it may be missing.
+_below: Callable[[], Any] = getattr(torch._C, "_AutoDispatchBelowAutograd", contextlib.nullcontext)
+
+
+class Programs:
+    """The programs of an execution's passes."""
+
+    all_lines = 0  # in all programs of the process
+
+    def __init__(self, execution: Execution) -> None:
+        self.backend, self.device = backend_of(execution.ops), execution.device
+        self.names = execution.call.graph.tensors
+        self.kept = tuple([name for name, _ in execution.kept_chunks()])
+        self.deliveries = len(execution.delivered)
+        #: By kind, a program, or how often the pass has run.
+        self.passes: dict[Any, Program | int] = {}
+        self.lines = 0  # in these programs
+        self.reason = ""  # set once a pass could not be written down: none is from then on
+
+    def __del__(self) -> None:
+        type(self).all_lines -= self.lines  # as the interpreter ends, the module has no names left
+
+    def find(self, name: str, given: Given) -> Callable[[Given, Steps], Made] | None:
+        """Return a function that makes a pass from its tensors, or its steps; None for its steps.
+
+        `name`: "forward", "backward" or "stages", a backward that yields gradients.
+        """
+        if self.reason or torch._C._len_torch_function_stack():
+            return None
+        state = self.backend.state(self.device)
+        if state is None or torch._C._len_torch_dispatch_stack():
+            return None
+        tensors = [t for t in given if t is not None]
+        try:
+            kind = (name, state, *map(type, given), *map(_dtype, tensors), *map(_stride, tensors))
+        except RuntimeError:  # of a layout that has no strides
+            return None
+        if state:  # launches are specialized by alignment
+            kind += tuple([t.data_ptr() & 15 for t in tensors])
+        found = self.passes.get(kind, 0)
+        if not isinstance(found, int):
+            return found if not any(found.hooks) else None
+        if found < FEW:
+            if found or len(self.passes) < _MOST_KINDS:
+                self.passes[kind] = found + 1
+            return None
+        if not ON or Programs.all_lines >= _MOST_LINES_IN_ALL:
+            return None
+        if len({*map(id, tensors)}) < len(tensors):  # one for two inputs; later there may be two
+            return None
+        return functools.partial(self._record, kind, name)
+
+    def _record(self, kind: Any, name: str, given: Given, steps: Steps) -> Made:
+        def keep(recorder: Recorder, result: Any, is_last: bool) -> None:
+            if not is_last:
+                return
+            try:
+                program = Program(self, name, recorder, result)
+            except UnrepeatableError as error:
+                self.give_up(str(error))
+                return
+            if isinstance(self.passes.get(kind, 0), int):  # no other thread has written it since
+                self.passes[kind] = program
+                self.lines += len(recorder.lines)
+                Programs.all_lines += len(recorder.lines)
+
+        return self.follow(name, self.recorder(name, given), steps, keep)
+
+    def recorder(self, name: str, given: Given) -> Recorder:
+        """Return a recorder of a pass."""
+        if name == "forward":
+            return Recorder(given, self.names, name)
+        return Recorder(given, (*self.names, *self.kept, "output", "dy"), "backward")
+
+    def give_up(self, reason: str) -> None:
+        """Run steps from now on."""
+        self.reason, self.passes = reason, {}
+
+    def follow(self, name: str, recorder: Recorder, run: Steps, note: Note) -> Made:
+        """Run and record a pass; `note` is called with its results."""
+        if name == "stages":
+            return self._follow_stages(recorder, run(), note)
+        with recorder:
+            made = run()
+        note(recorder, self._result(recorder, made), True)
+        return made
+
+    def _follow_stages(self, recorder: Recorder, run: Iterator[Made], note: Note) -> Iterator[Made]:
+        for i in range(self.deliveries + 1):
+            with recorder:
+                made = [next(run)]
+            result, is_last = self._result(recorder, made[0]), i == self.deliveries
+            if not is_last:
+                recorder.lines.append(Yield(result))
+            note(recorder, result, is_last)
+            yield made.pop()  # autograd adds to what nothing else refers to
+
+    def _result(self, recorder: Recorder, made: Made) -> Any:
+        """Return a result with values for tensors, which it names."""
+        with contextlib.suppress(UnrepeatableError):
+            if isinstance(made, dict):
+                for name, grad in made.items():
+                    recorder.name(grad, f"d_{name}")
+                return recorder.encoded(made)
+            out, kept = made
+            for t, name in zip((out, *kept), ("output", *self.kept), strict=True):
+                recorder.name(t, name)
+            return recorder.encoded(out), list(recorder.encoded(kept))
+        recorder.failed = recorder.failed or "a result of unknown origin"
+        return None
+
+
+class Program:
+    """A program of a pass. Its first run is compared with the steps that it was written from."""
+
+    def __init__(self, programs: Programs, name: str, recorder: Recorder, result: Any) -> None:
+        if recorder.failed:
+            raise UnrepeatableError(recorder.failed)
+        if len(recorder.lines) > _MOST_LINES:
+            raise UnrepeatableError(f"it makes more than {_MOST_LINES} calls")
+        self.programs, self.name = programs, name
+        self.calls: list[Any] | None = recorder.calls(result)  # None once they were compared
+        self.source = Source(recorder, result)
+        self.go = self.source.function()
+        self.hooks = self.source.hooks
+
+    def __call__(self, given: Given, steps: Steps) -> Made:
+        """Make the pass, by `steps` if the program does not do the same."""
+        args = (*given, self.programs.backend.stream()) if self.source.launches else given
+        if self.calls is not None:
+            return self._compared(given, args, steps)
+        if self.name == "stages":
+            return _stages(self.go(*args))
+        with _below():
+            return self.go(*args)
+
+    def _compared(self, given: Given, args: Sequence[Any], steps: Steps) -> Made:
+        recorder, calls = self.programs.recorder(self.name, given), self.calls
+        direct = functools.partial(functools.partial, recorder.direct)
+        run = functools.partial(self.source.function(direct), *args)
+
+        def compare(recorder: Recorder, result: Any, is_last: bool) -> None:
+            found = recorder.calls(result if is_last else None)
+            if recorder.failed or found != (calls or [])[: len(found)]:
+                raise UnrepeatableError(recorder.failed or "other calls")
+            if is_last:
+                self.calls = None
+
+        follow = functools.partial(self.programs.follow, self.name, recorder, run, compare)
+        if self.name == "stages":
+            return self._compared_stages(follow(), steps)
+        try:
+            return follow()
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            self.programs.give_up(f"its program fails: {error}")
+            return steps()
+
+    def _compared_stages(self, run: Iterator[Made], steps: Steps) -> Iterator[Made]:
+        count = 0
+        try:
+            for _ in range(self.programs.deliveries + 1):
+                made = [next(run)]
+                count += 1
+                yield made.pop()
+            return
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            self.programs.give_up(f"its program fails: {error}")
+        rest = steps()
+        for _ in range(count):
+            next(rest)
+        yield from rest
+
+
+def text_of(programs: Programs, name: str, given: Given, steps: Steps) -> tuple[str, Made]:
+    """Run a pass, and return the text of its program, or a comment why not, and its result.
+
+    It runs up to three times, where it launches kernels for the first time.
+    """
+    text, made = "#", None
+    for _ in range(3):
+        recorder = programs.recorder(name, given)
+
+        def note(recorder: Recorder, result: Any, is_last: bool) -> None:
+            nonlocal text
+            if is_last:
+                reason = f"# no program of {recorder.title}: {recorder.failed}\n"
+                text = reason if recorder.failed else Source(recorder, result).text
+
+        made = programs.follow(name, recorder, steps, note)
+        made = [*made] if name == "stages" else made
+        if text[0] != "#":
+            break
+    return text, made
+
+
+def _stages(run: Iterator[Made]) -> Iterator[Made]:
+    """Yield gradients that a program yields; autograd runs between them."""
+    while True:
+        with _below():
+            made = [next(run, None)]
+        if made[0] is None:
+            return
+        yield made.pop()
