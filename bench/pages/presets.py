@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from bench.tables import Cell, markdown
+from fused_remat import FusedRematLayer, explain
 from fused_remat.graph.build import block_graph
 from fused_remat.graph.graph import Graph
 from fused_remat.graph.schedule import kept_bytes, schedule
@@ -193,3 +194,10 @@ def _case(title: str, layers: tuple[str, ...]) -> str:
 def lora_tables() -> str:
     """Return a table for each of `CASES`."""
     return "\n\n".join(_case(title, layers) for title, layers in CASES.items())
+
+
+def programs() -> str:
+    """Return the programs of a pre-norm encoder layer under `full`."""
+    layer = FusedRematLayer(64, 4, 256, 0.0, "gelu", batch_first=True, norm_first=True)
+    (block,) = explain(layer, torch.zeros(2, 16, 64, requires_grad=True), code=True)
+    return f"```text\n{block.code}```"

@@ -44,7 +44,7 @@ class Value:
         self.ref, self.name, self.hint = weakref.ref(t), name, ""
         self.layout = tuple(t.shape), t.stride(), t.dtype, t.device, t.storage_offset()
         self.storage = object() if storage is None else storage  # equal for tensors that share one
-        # For the program: the view to write in its place, what it is equal to, and its uses.
+        # For the program: the view to write instead, what it is equal to, and its uses.
         self.inline: Call | None = None
         self.same_as: Value | None = None
         self.uses = 0

@@ -103,8 +103,8 @@ class Programs:
                 return
             try:
                 program = Program(self, name, recorder, result)
-            except UnrepeatableError as error:
-                self.give_up(str(error))
+            except Exception as error:  # what the steps made is right all the same
+                self.give_up(str(error) or type(error).__name__)
                 return
             if isinstance(self.passes.get(kind, 0), int):  # no other thread has written it since
                 self.passes[kind] = program

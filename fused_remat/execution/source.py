@@ -23,7 +23,7 @@ from fused_remat.execution.calls import Call, Direct, Recorder, Value, Yield, id
 _numbers = itertools.count(1)
 _T = torch.ops.aten.t.default
 #: Methods that take sizes one by one.
-_OF_SIZES = ("view", "expand", "permute")
+_OF_SIZES = ("view", "expand", "permute", "sum")
 _OWN = ("stream", "grads")  # names of a program that are no tensors
 #: Modules with ATen's functions, the fastest first.
 _MODULES = (torch, getattr(torch._C, "_nn", torch))
@@ -180,9 +180,10 @@ class Source:
         is_method = args and isinstance(args[0], Value) and schema.arguments[0].name == "self"
         if is_method and hasattr(Tensor, name) and "out" not in kwargs:
             first, *args = args
-            is_one = name == "sum" and args and len(args[0]) == 1
-            if len(args) == 1 and (is_one or name in _OF_SIZES):  # numbers are faster than a tuple
-                args = args[0]
+            if len(args) == 1 and isinstance(args[0], tuple) and name in _OF_SIZES:
+                args = (
+                    args[0] if name != "sum" or len(args[0]) == 1 else args
+                )  # faster than a tuple
             return f"{self._text(first)}.{name}({self._arguments(args, kwargs)})"
         for module in _MODULES:
             if type(function := getattr(module, name, None)) is BuiltinFunctionType:
@@ -314,7 +315,7 @@ def _values(x: Any) -> Iterator[Value]:
 
 
 def _roots(x: Any) -> Iterator[Value]:
-    """Yield the values within `x`, those of a view in its place."""
+    """Yield the values within `x`, and instead of a view those that it is made of."""
     for value in _values(x):
         if value.inline is None:
             yield value

@@ -97,7 +97,7 @@ def explain(model: nn.Module, *inputs: Any, code: bool = False, **kwargs: Any) -
     another run before.
 
     code: also print the programs of both passes (`docs/how-it-works.md`), two functions of Python
-        that later passes run instead of the steps. Each block runs both passes once more for that.
+        that later passes run instead of the steps. Each block runs both passes again for that.
 
     Raises: whatever the model raises.
 

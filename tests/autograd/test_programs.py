@@ -79,7 +79,7 @@ def same(found, expected):
 
 
 def check(layer, *calls, **options):
-    """Each call's programs run twice, and give what the steps gave."""
+    """Each call runs its programs two times, which give what the steps gave."""
     expected = [step(layer, *call, **options) for call in calls]
     for _ in range(2):
         for call, first in zip(calls, expected, strict=True):
@@ -339,7 +339,7 @@ def test_parameters_of_other_dtype_memory_and_requirement():
 
 
 def test_one_tensor_for_two_inputs():
-    """Is no reason to read one of two tensors twice, later."""
+    """It is no reason to read one tensor instead of two, later."""
     heads = [torch.randn(1, 2, 5, 8, requires_grad=True) for _ in range(3)]
     for _ in range(3):
         ops.attention(heads[0], heads[0], heads[0])

@@ -164,7 +164,7 @@ def calls(name: str, seq: int) -> dict[str, int]:
         sys.setprofile(None)
         which = "forward"
 
-    for _ in range(FEW + 2):  # what is done once, and what a record is made of
+    for _ in range(FEW + 2):  # what is done once, and what programs are written from
         step()
     gc.disable()
     step(note)
