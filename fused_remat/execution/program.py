@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fused_remat.execution.calls import Recorder, UnrepeatableError, Yield
 from fused_remat.execution.choose import backend_of
-from fused_remat.execution.source import Source
+from fused_remat.execution.source import source_of
 
 if TYPE_CHECKING:
     from fused_remat.execution.prepare import Execution
@@ -167,13 +167,15 @@ class Program:
             raise UnrepeatableError(f"it makes more than {_MOST_LINES} calls")
         self.programs, self.name = programs, name
         self.calls: list[Any] | None = recorder.calls(result)  # None once they were compared
-        self.source = Source(recorder, result)
+        self.source = source_of(recorder, result)
         self.go = self.source.function()
-        self.hooks = self.source.hooks
+        self.launches = any(function.launches for function in self.source.direct)
+        #: Of its kernels, which Triton calls before each launch; usually empty.
+        self.hooks = [hook for function in self.source.direct for hook in function.hooks]
 
     def __call__(self, given: Given, steps: Steps) -> Made:
         """Make the pass, by `steps` if the program does not do the same."""
-        args = (*given, self.programs.backend.stream()) if self.source.launches else given
+        args = (*given, self.programs.backend.stream()) if self.launches else given
         if self.calls is not None:
             return self._compared(given, args, steps)
         if self.name == "stages":
@@ -235,7 +237,7 @@ def text_of(programs: Programs, name: str, given: Given, steps: Steps) -> tuple[
             nonlocal text
             if is_last:
                 reason = f"# no program of {recorder.title}: {recorder.failed}\n"
-                text = reason if recorder.failed else Source(recorder, result).text
+                text = reason if recorder.failed else source_of(recorder, result).text
 
         made = programs.follow(name, recorder, steps, note)
         made = [*made] if name == "stages" else made

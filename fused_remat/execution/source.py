@@ -6,11 +6,14 @@ lines of a step, and `del` follows a tensor's last use.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import keyword
 import linecache
 import math
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import BuiltinFunctionType
 from typing import Any
 
@@ -29,64 +32,65 @@ _OWN = ("stream", "grads")  # names of a program that are no tensors
 _MODULES = (torch, getattr(torch._C, "_nn", torch))
 
 
+@dataclass(frozen=True)
 class Source:
-    """The text of a program, and what its names stand for.
+    """The text of a program, and what its names stand for."""
 
-    `result` is what the pass returns, with values for tensors.
-    """
+    title: str
+    text: str
+    names: Mapping[str, Any]
 
-    def __init__(self, recorder: Recorder, result: Any) -> None:
-        self.recorder, self.names = recorder, dict[str, Any]()
-        given = [line.values for line in recorder.lines if isinstance(line, Yield)]
-        results = set(_values([result, given]))
-        lines = _without_duplicates(recorder.lines, results)
-        lines = _without_unused_views(lines, results)
-        self.lines = _inline_views(lines, results)
-        self.locals = {
-            "stream",
-            recorder.title,
-            *[value.name for value in recorder.inputs if value is not None],
-        }
-        direct = [
-            line.target for line in self.lines if isinstance(line, Call) and line.kind == "direct"
-        ]
-        self.launches = any(function.launches for function in direct)
-        #: Of its kernels, which Triton calls before each launch; usually empty.
-        self.hooks = tuple([hook for function in direct for hook in function.hooks])
-        body = list(self._body(result))
-        arguments = [f"_{i}" if v is None else v.name for i, v in enumerate(recorder.inputs)]
-        arguments += ["stream"] * self.launches
-        body.append(("yield " if self.is_generator else "return ") + self._text(result))
-        head = f"def {recorder.title}({', '.join(arguments)}):"
-        self.text = "\n    ".join([head, *body]) + "\n"
-
-    @property
-    def is_generator(self) -> bool:
-        """True if backward gives gradients before it ends."""
-        return any(isinstance(line, Yield) for line in self.lines)
+    @functools.cached_property
+    def direct(self) -> list[Direct]:
+        """Functions that the program calls itself."""
+        return [value for value in self.names.values() if isinstance(value, Direct)]
 
     def function(self, replace: Callable[[Direct], Callable[..., Any]] | None = None) -> Any:
         """Return the compiled function; `replace` gives another function for a direct one."""
-        file = f"<fused_remat {self.recorder.title} {next(_numbers)}>"
-        if replace is None:  # tracebacks and debuggers show it
-            linecache.cache[file] = len(self.text), None, self.text.splitlines(True), file
+        file = f"<fused_remat {self.title} {next(_numbers)}>"
         names = dict(self.names)
         for name, value in self.names.items():
             if isinstance(value, Direct):
                 names[name] = value.run if replace is None else replace(value)
         exec(compile(self.text, file, "exec"), names)
-        return names[self.recorder.title]
+        function = names[self.title]
+        linecache.cache[file] = len(self.text), None, self.text.splitlines(True), file
+        weakref.finalize(function, linecache.cache.pop, file, None)
+        return function
+
+
+def source_of(recorder: Recorder, result: Any) -> Source:
+    """Return the program of a recorded pass that returns `result`, with values for tensors."""
+    writer = _Writer(recorder, result)
+    return Source(recorder.title, writer.text, writer.names)
+
+
+class _Writer:
+    def __init__(self, recorder: Recorder, result: Any) -> None:
+        given = [line.values for line in recorder.lines if isinstance(line, Yield)]
+        results = set(_values([result, given]))
+        lines = _without_duplicates(recorder.lines, results)
+        self.lines = _inline_views(_without_unused_views(lines, results), results)
+        self.inputs = [value for value in recorder.inputs if value is not None]
+        self.names: dict[str, Any] = {}  # in the program's namespace
+        self.locals = {*_OWN, recorder.title, *[value.name for value in self.inputs]}
+        arguments = [f"_{i}" if v is None else v.name for i, v in enumerate(recorder.inputs)]
+        body = list(self._body(result))
+        launches = any(isinstance(x, Direct) and x.launches for x in self.names.values())
+        head = f"def {recorder.title}({', '.join(arguments + ['stream'] * launches)}):"
+        end = f"{'yield' if given else 'return'} {self._text(result)}"
+        self.text = "\n    ".join([head, *body, end]) + "\n"
 
     def _body(self, result: Any) -> Iterator[str]:
         """Yield the lines, and name the values."""
         last: dict[Value, int] = {}
         for i, line in enumerate(self.lines):
             last.update(dict.fromkeys(_roots(_parts(line)), i))
-        last.update(dict.fromkeys(_roots([result, self.recorder.inputs]), len(self.lines)))
+        last.update(dict.fromkeys(_roots([result, self.inputs]), len(self.lines)))
         dies: dict[int, list[Value]] = {}
         for value, i in last.items():
             dies.setdefault(i, []).append(value)
-        live = {value.name: value for value in self.recorder.inputs if value is not None}
+        live = {value.name: value for value in self.inputs}
         comment = ""
         for i, line in enumerate(self.lines):
             if isinstance(line, str):
@@ -166,6 +170,7 @@ class Source:
         if call.kind == "empty":
             assert call.single is not None
             return self._empty(call.single)
+        args: Sequence[Any]
         args, kwargs = _without_defaults(call)
         operator = getattr(call.target, "_op", call.target)  # without a frame of Python
         if not schema.name.startswith("aten::"):
