@@ -26,6 +26,7 @@ from torch import Tensor
 from fused_remat.execution.calls import Recorder, UnrepeatableError, Yield
 from fused_remat.execution.choose import backend_of
 from fused_remat.execution.source import source_of
+from fused_remat.steps.attention_call import switches
 
 if TYPE_CHECKING:
     from fused_remat.execution.prepare import Execution
@@ -40,10 +41,11 @@ Note = Callable[[Recorder, Any, bool], None]
 FEW = 8
 #: How many kinds of passes are recorded of an execution at most.
 _MOST_KINDS = 16
-#: How many lines a program has at most, and all programs of a process, at about 3 KB each.
-_MOST_LINES, _MOST_LINES_IN_ALL = 2_000, 24_000
+#: How many lines a program has at most, and all programs of a process, at about 0.4 KB each.
+_MOST_LINES, _MOST_LINES_IN_ALL = 2_000, 100_000
 #: Whether anything is recorded. Without it, a debugger sees every pass go through the steps.
 ON = os.environ.get("FUSED_REMAT_PROGRAMS", "1").lower() not in ("", "0", "false", "no", "off")
+_has_mkldnn: Callable[[], bool] = torch._C._get_mkldnn_enabled
 _dtype, _stride = operator.attrgetter("dtype"), Tensor.stride
 #: Calls ATen below autograd, whose kernels would find nothing to do; private, so it may be missing.
 _below: Callable[[], Any] = getattr(torch._C, "_AutoDispatchBelowAutograd", contextlib.nullcontext)
@@ -59,6 +61,7 @@ class Programs:
         self.names = execution.call.graph.tensors
         self.kept = tuple([name for name, _ in execution.kept_chunks()])
         self.deliveries = len(execution.delivered)
+        self.on_cuda, self.launches = self.device.type == "cuda", execution.ops.name != "eager"
         #: By kind, a program, or how often the pass has run.
         self.passes: dict[Any, Program | int] = {}
         self.lines = 0  # in these programs
@@ -77,12 +80,16 @@ class Programs:
         state = self.backend.state(self.device)
         if state is None or torch._C._len_torch_dispatch_stack():
             return None
+        if self.on_cuda:  # what steps choose implementations by
+            state += switches()
+        elif not _has_mkldnn():
+            state += (False,)
         tensors = [t for t in given if t is not None]
         try:
             kind = (name, state, *map(type, given), *map(_dtype, tensors), *map(_stride, tensors))
         except RuntimeError:  # of a layout that has no strides
             return None
-        if state:  # launches are specialized by alignment
+        if self.launches:  # which are specialized by alignment
             kind += tuple([t.data_ptr() & 15 for t in tensors])
         found = self.passes.get(kind, 0)
         if not isinstance(found, int):

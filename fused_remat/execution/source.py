@@ -185,10 +185,9 @@ class _Writer:
         is_method = args and isinstance(args[0], Value) and schema.arguments[0].name == "self"
         if is_method and hasattr(Tensor, name) and "out" not in kwargs:
             first, *args = args
-            if len(args) == 1 and isinstance(args[0], tuple) and name in _OF_SIZES:
-                args = (
-                    args[0] if name != "sum" or len(args[0]) == 1 else args
-                )  # faster than a tuple
+            sizes = args[0] if len(args) == 1 and name in _OF_SIZES else None
+            if isinstance(sizes, tuple) and (name != "sum" or len(sizes) == 1):
+                args = sizes  # one by one, which is faster
             return f"{self._text(first)}.{name}({self._arguments(args, kwargs)})"
         for module in _MODULES:
             if type(function := getattr(module, name, None)) is BuiltinFunctionType:

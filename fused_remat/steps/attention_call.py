@@ -194,7 +194,7 @@ def attention_key(q: Tensor, v: Tensor, call: AttentionArgs) -> AttentionKey:
     return AttentionKey(
         call.spec, call.batch, call.q_len, call.kv_len, (q.shape[3], v.shape[3]), masks,
         call.lengths is not None, call.cu_q is not None, call.mask_grad, q.dtype, device,
-        _switches() if device.type == "cuda" else (),
+        switches() if device.type == "cuda" else (),
     )  # fmt: skip
 
 
@@ -204,7 +204,8 @@ def flash_is_replaced() -> bool:
     return current is not None and current() is not None
 
 
-def _switches() -> tuple[int, ...]:
+def switches() -> tuple[int, ...]:
+    """Return PyTorch's switches by which attention on CUDA devices is chosen."""
     cuda = torch.backends.cuda
     return (
         torch.get_deterministic_debug_mode(),

@@ -261,7 +261,8 @@ def state(device: torch.device) -> tuple[Any, ...] | None:
     index = driver.get_current_device()
     if device.type == "cuda" and device.index != index:
         return None
-    return driver, index, _RUNTIME.add_stages_inspection_hook, _RUNTIME.debug
+    precision = torch.backends.cuda.matmul.fp32_precision
+    return driver, index, _RUNTIME.add_stages_inspection_hook, _RUNTIME.debug, precision
 
 
 def stream() -> int:

@@ -1,5 +1,6 @@
 """Programs of passes (`execution.program`) give what their steps give, and run where they may."""
 
+import contextlib
 import copy
 import dataclasses
 import gc
@@ -366,3 +367,22 @@ def test_a_program_holds_no_tensor():
         ]
         assert not any(isinstance(t, torch.Tensor) for t in held)
         assert not any(isinstance(t, torch.Tensor) for t in found.go.__globals__.values())
+
+
+def test_switches_of_pytorch_are_noticed():
+    layer, x = encoder(), batch(1)
+    check(layer, (x,))
+    before = len(execution_of(layer, x).programs.passes)
+    with torch.backends.mkldnn.flags(enabled=False):
+        check(layer, (x,))
+    assert len(execution_of(layer, x).programs.passes) == before + 2
+    check(layer, (x,))
+
+
+def test_without_private_interfaces(monkeypatch):
+    """Programs run through autograd's kernels, which find nothing to do."""
+    monkeypatch.setattr(program, "_below", contextlib.nullcontext)
+    layer, x = FusedRematLayer(24, 2, 52, 0.0, batch_first=True), torch.randn(3, 5, 24)
+    check(layer, (x,))
+    for name in ("_AutoDispatchBelowAutograd", "_get_mkldnn_enabled", "_nn"):
+        assert hasattr(torch._C, name)
