@@ -4,8 +4,9 @@
     python -m bench host --layers llama --ways full --guards ViT
 
 Tensors are on "meta", where an ATen call costs its dispatch and an allocation, and Triton has a
-driver that compiles kernels and launches nothing. What a step takes beyond its own ATen calls,
-replayed alone, is the host time of the library, of Triton's Python and of autograd. A real driver's
+driver that compiles kernels and launches nothing. A step runs as programs of its passes, and in
+turns with that without programs. What a step takes beyond its own ATen calls (those without
+programs), replayed alone, is the host time of the library, of Triton's Python and of autograd. A real driver's
 launcher is C. Unlike on a GPU, attention without dropout runs in our kernels, and the stock layer's
 dropout and RMSNorm are several ATen calls each. Times are those of the thread: other work of the
 machine does not count.
@@ -36,6 +37,7 @@ from bench.measure.machine import ROOT, machine
 from bench.measure.options import Parser, progress
 from bench.pages import host
 from fused_remat import FusedRematCausalLayer, FusedRematLayer
+from fused_remat.execution.program import FEW, Programs
 from fused_remat.layers.causal import CausalLayer
 from fused_remat.tracing.call import Trace
 from fused_remat.tracing.layer import TracedLayer, traced_class
@@ -244,19 +246,28 @@ def guards(name: str, rounds: int) -> dict[str, float]:
 
 
 def measure(stub: _Stub, layer: str, way: str, rounds: int) -> dict[str, float]:
-    """Return the microseconds of a step and of its ATen calls, the least of all rounds."""
+    """Return the microseconds of a step, without programs too, and of its ATen calls.
+
+    Each is the least of all rounds, in which they take turns.
+    """
     step, calls = _step(layer, way), _Calls()
-    for _ in range(3):
+    for _ in range(FEW + 3):  # until programs run
         step()
     stub.launches = 0
     step()
     launches = stub.launches
     with calls:
         step()
-    samples = [(_fastest(step), _fastest(calls.replay)) for _ in range(rounds)]
-    least, aten = map(min, zip(*samples, strict=True))
+    without = mock.patch.object(Programs, "find", lambda *_: None)
+
+    def steps() -> float:
+        with without:
+            return _fastest(step)
+
+    samples = [(_fastest(step), steps(), _fastest(calls.replay)) for _ in range(rounds)]
+    least, by_steps, aten = map(min, zip(*samples, strict=True))
     counts = {"launches": launches, "calls": len(calls.made)}
-    return {"step": least, "aten": aten, **counts, "above": least - aten}
+    return {"step": least, "steps": by_steps, "aten": aten, **counts, "above": least - aten}
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -18,9 +18,10 @@ def table(file: Path = FILE) -> str:
     cells: list[list[Cell]] = []
     for case, found in data["results"].items():
         layer, way = case.split()
-        numbers = [f"{found[key]:.0f}" for key in ("step", "aten", "above", "launches")]
+        numbers = [f"{found[key]:.0f}" for key in ("step", "steps", "aten", "above", "launches")]
         cells.append([layer, f"`{way}`", *numbers])
-    head = ["layer", "way", "µs a step", "its ATen calls alone", "above", "kernels of ours"]
+    head = ["layer", "way", "µs a step", "without programs", "its ATen calls alone", "above"]
+    head.append("kernels of ours")
     parts = [machine_line(data["machine"]), markdown(head, cells)]
     if data.get("guards"):
         names = ("median", "least", "calls")
