@@ -124,15 +124,20 @@ def _draw_overview(theme: str, picture: Picture) -> None:
         "font.size": 10.0, "axes.edgecolor": colors["faint"], "savefig.transparent": True,
         "figure.facecolor": "none", "axes.facecolor": "none",
     }  # fmt: skip
-    with drawing(picture, 11.0, 4.9, **settings) as figure:
+    rows = -(-len(picture.rows) // 3)
+    with drawing(picture, 12.5, 4.9 * rows, **settings) as figure:
         from matplotlib.ticker import MultipleLocator
 
-        grid = figure.subplots(1, len(picture.rows))
-        figure.supxlabel("memory kept for backward, relative to eager", fontsize=10)
+        grid = list(figure.subplots(rows, -(-len(picture.rows) // rows), squeeze=False).flat)
+        note = "memory kept for backward, relative to eager; lower left is better"
+        if any(p["family"] == "ours, compiled" for means in picture.rows.values() for p in means):
+            note += "; hollow: a compiled preset"
+        figure.supxlabel(note, fontsize=10)
         grid[0].set_ylabel("step time, relative to eager")
         for axes, (name, means) in zip(grid, picture.rows.items(), strict=True):
             axes.set_title(name, loc="left", fontsize=12, fontweight="bold")
             _relative_bytes(axes, [point["kept"] for point in means])
+            axes.set_xlim(right=3.2)
             axes.yaxis.set_major_locator(MultipleLocator(0.1))
             axes.yaxis.set_major_formatter(lambda y, _: f"{y:.1f}×")
             axes.axhline(1.0, color=colors["faint"], linewidth=1.0, zorder=0)
@@ -142,18 +147,22 @@ def _draw_overview(theme: str, picture: Picture) -> None:
                     best.append(point)
             axes.plot([p["kept"] for p in best], [p["time"] for p in best], color=colors["text"],
                       linewidth=7, alpha=0.13, solid_capstyle="round", zorder=1)  # fmt: skip
-            note = "lower left is better; hollow: a compiled preset"
-            axes.text(1, 0.97, note, transform=axes.transAxes, fontsize=8.5, ha="right")
             for point in means:
                 ours = point["family"] == "ours"
                 name, _, compiled = point["family"].partition(", ")
                 face = {"markerfacecolor": "none"} if compiled else {}
                 axes.plot(point["kept"], point["time"], marker="o", markersize=8 if ours else 5.5,
                           color=colors[name], zorder=3, **face)  # fmt: skip
+                if ours:  # nothing is below the front
+                    axes.annotate(short(point["way"]), (point["kept"], point["time"]),
+                                  (-3, -13 if point in best else 8), ha="center", fontsize=9,
+                                  textcoords="offset points", color=colors[name])  # fmt: skip
+            axes.margins(y=0.08)
         figure.canvas.draw()
         for axes, means in zip(grid, picture.rows.values(), strict=True):
             _label(axes, [(p["kept"], p["time"], short(p["way"]), colors[p["family"]])
-                          for p in means if p["family"] in colors], fontsize=8.5)  # fmt: skip
+                          for p in means if p["family"] in set(colors) - {"ours"}],
+                   fontsize=8.5)  # fmt: skip
 
 
 def frontier(folder: Path, panels: Sequence[Panel]) -> Picture:

@@ -5,8 +5,8 @@
 
 Tensors are on "meta", where an ATen call costs its dispatch and an allocation, and Triton has a
 driver that compiles kernels and launches nothing. A step runs as programs of its passes, and in
-turns with that without programs. What a step takes beyond its own ATen calls (those without
-programs), replayed alone, is the host time of the library, of Triton's Python and of autograd. A real driver's
+turns with that without programs. What a step takes beyond its ATen calls (those of its steps),
+replayed alone, is the host time of the library, of Triton's Python and of autograd. A real driver's
 launcher is C. Unlike on a GPU, attention without dropout runs in our kernels, and the stock layer's
 dropout and RMSNorm are several ATen calls each. Times are those of the thread: other work of the
 machine does not count.

@@ -14,7 +14,7 @@ import argparse
 import dataclasses
 import functools
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -53,8 +53,17 @@ _FEW_WORDS = {"vocab_size": 8192, "bos_token_id": 0, "eos_token_id": 0}
 _FACTOR = 3.0
 
 
-def measure(case: Case, rig: Rig, ways: Sequence[str], backend: str = "auto") -> Row:
-    """Return a row of the results file, without the case: check, weigh and time these ways."""
+def measure(
+    case: Case,
+    rig: Rig,
+    ways: Sequence[str],
+    backend: str = "auto",
+    find: Callable[[Forward, Subject], Row] = lambda *_: {},
+) -> Row:
+    """Return a row of the results file, without the case: check, weigh and time these ways.
+
+    `find` adds to a way's row, after all were timed.
+    """
     # What building such a model imports is frozen: every memory measurement collects garbage, and
     # would visit all of transformers each time.
     one = dataclasses.replace(case, layers=1, seq_len=1, tiny=True)
@@ -70,7 +79,9 @@ def measure(case: Case, rig: Rig, ways: Sequence[str], backend: str = "auto") ->
         del checks, small
         subject = dataclasses.replace(case.subject(rig.device), backend=backend)
         _weigh(subject, steps)
-        steps.time(Step, subject, WAYS.baselines)
+        steps.time(Step, subject, (*WAYS.baselines, "liger_checkpoint"))
+        for name, forward in steps.forwards.items():
+            steps.rows[name] |= find(forward, subject)
         row = {"fixed_bytes": fixed_bytes(subject.module), "rounds": steps.rounds}
     return row | {"ways": steps.rows}
 

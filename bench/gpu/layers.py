@@ -26,7 +26,7 @@ WIDTHS = (2048, 1024, 4096)
 _STOCK = ("eager", "checkpoint")
 _PEERS = ("selective_matmuls", "torch_remat")
 WAYS = (*_STOCK, *_PEERS, *EXACT_PRESETS)
-COMPILED = (*_STOCK, "compile", "full", "full_compiled", "fast", "fast_compiled")
+COMPILED = (*_STOCK, "compile", "full", "full_compiled", "lean", "lean_compiled", "none")
 #: Of one long sequence.
 LONG_LEN, LONG = 32768, (*_STOCK, *EXACT_PRESETS)
 _BUDGETS = tuple(f"compile_budget_{budget:g}" for budget in BUDGETS)
@@ -35,14 +35,21 @@ BUDGETED = (*_STOCK, "compile", *_BUDGETS, "full", "lean", "fast")
 DRY = ("eager", "checkpoint", "full", "none")
 _LONGER = 2.5  # than a kernel's contest, for steps take longer
 
-#: Model -> batches of sequences of `MODEL_TOKENS`; where eager's does not fit, it is absent.
-BATCHES = {"smollm-135m": (8, 200), "qwen2-1.5b": (4,)}
 MODEL_TOKENS = 2048
 RANK = 16
 _HF = ("eager", "checkpoint", "liger", "liger_checkpoint")
-MODEL_WAYS = (*_HF, "full", "lean", "fast", "full_loss", "fast_loss")
+_LOSS = ("full_loss", "lean_loss", "fast_loss")
+MODEL_WAYS = (*_HF, "full", "lean", "fast", *_LOSS)
+#: Of SmolLM-135M: what is special, batch, ways; what does not fit is absent.
+LOSS_CASES = (
+    ("with its loss", 8, (*_HF, *_LOSS)),
+    ("with its loss, large batch", 200, ("liger_checkpoint", *_LOSS)),
+    ("with its loss, by chunk", 200, [f"full_loss_chunk_{tokens}" for tokens in models.CHUNKS]),
+)
+#: Model, rank of LoRA, batch.
+MODELS_MEASURED = (("qwen2-1.5b", 0, 4), ("qwen2-1.5b", RANK, 4), ("smollm-135m", RANK, 8))
 #: Of all of them in a dry run: the interpreter is slow.
-MODELS_DRY = ("eager", "checkpoint", "liger", "full")
+MODELS_DRY = ("eager", "checkpoint", "liger", "full", "full_loss", "full_loss_chunk_16384")
 #: Than a kernel's contest, for there are many ways.
 _PLANS_LONGER = 5.0
 
@@ -90,9 +97,15 @@ def _fewer(rig: Rig, ways: Sequence[str]) -> Sequence[str]:
 
 
 def layer_entries(rig: Rig) -> Iterator[Entry]:
-    for dropout in (0.0, P):
-        for layer in _encoders(rig, dropout):
-            yield _entry(layer, _fewer(rig, WAYS) if dropout else WAYS, others=("none",))
+    """Yield pre-norm and post-norm layers without dropout."""
+    for layer in _encoders(rig):
+        yield _entry(layer, WAYS, others=("none",))
+
+
+def dropout_entries(rig: Rig) -> Iterator[Entry]:
+    """Yield the same layers with dropout."""
+    for layer in _encoders(rig, P):
+        yield _entry(layer, _fewer(rig, WAYS), others=("none",))
 
 
 def frontier_entries(rig: Rig) -> Iterator[Entry]:
@@ -111,7 +124,8 @@ def long_entries(rig: Rig) -> Iterator[Entry]:
 
 
 def compile_entries(rig: Rig) -> Iterator[Entry]:
-    for layer in _encoders(rig):
+    """Yield pre-norm layers, compiled and not, then with memory budgets."""
+    for layer in (layer for layer in _encoders(rig) if layer.norm == "pre"):
         for what, ways in ((", compiled", COMPILED), (", budgets", BUDGETED)):
             yield _entry(layer, ways, what)
 
@@ -119,26 +133,37 @@ def compile_entries(rig: Rig) -> Iterator[Entry]:
 # --- models and plans
 
 
+def loss_entries(rig: Rig) -> Iterator[Entry]:
+    """Yield SmolLM-135M with its loss at a small and a large batch, and by size of chunks."""
+    for what, batch, ways in LOSS_CASES:
+        yield _model_entry(rig, model_case(rig, "smollm-135m", 0, batch), ways, what)
+
+
 def model_entries(rig: Rig) -> Iterator[Entry]:
-    if importlib.util.find_spec("transformers") is None:
-        yield {"name": "models"}, lambda rig: {"found": {"absent": "transformers is not installed"}}
-        return
-    for lora in (0,) if rig.dry else (0, RANK):
-        for name in list(BATCHES)[: 1 if rig.dry else None]:
-            for batch in BATCHES[name][: 1 if rig.dry or lora else None]:
-                yield _model_entry(rig, name, lora, batch)
+    """Yield Qwen2-1.5B, then both models with LoRA."""
+    for given in MODELS_MEASURED[: 1 if rig.dry else None]:
+        yield _model_entry(rig, model_case(rig, *given), MODEL_WAYS)
 
 
-def _model_entry(rig: Rig, name: str, lora: int, batch: int) -> Entry:
+def model_case(rig: Rig, name: str, lora: int, batch: int) -> models.Case:
     layers, batch = rig.size(MODELS[name].layers, 1), rig.size(batch, 1)
     seq_len, dtype = rig.size(MODEL_TOKENS, 5), dtype_name(rig.dtype)
-    case = models.Case(name, layers, batch, seq_len, dtype, lora, tiny=rig.dry)
-    kind = f"LoRA {lora}" if lora else "full fine-tuning"
-    named = {"name": f"{name}, {kind}", "batch": batch}
-    ways, backend = (MODELS_DRY, "triton") if rig.dry else (MODEL_WAYS, "auto")
+    return models.Case(name, layers, batch, seq_len, dtype, lora, tiny=rig.dry)
+
+
+def _model_entry(rig: Rig, case: models.Case, ways: Sequence[str], what: str = "") -> Entry:
+    kind = what or (f"LoRA {case.lora}" if case.lora else "full fine-tuning")
+    named = {"name": f"{case.model}, {kind}", "batch": case.batch}
+    backend = "triton" if rig.dry else "auto"
+    ways = [way for way in ways if way in MODELS_DRY] if rig.dry else ways
 
     def run(rig: Rig) -> dict[str, Any]:
-        row = model.measure(case, rig.longer(_LONGER), ways, backend)
+        # Few rounds where a step takes seconds.
+        rounds = 3 if case.batch > 100 else rig.rounds
+        longer = dataclasses.replace(rig.longer(_LONGER), rounds=rounds)
+        if importlib.util.find_spec("transformers") is None:
+            return {"found": {"absent": "transformers is not installed"}}
+        row = model.measure(case, longer, ways, backend)
         return {"model": dataclasses.asdict(case)} | row
 
     return named, run

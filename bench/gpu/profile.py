@@ -156,22 +156,21 @@ def profiled(forward: Forward, subject: Subject, steps: int) -> dict[str, Any]:
 # --- what is measured
 
 
-def measure(case: Case, rig: Rig) -> dict[str, Any]:
+def measure(case: Case, rig: Rig, ways: Sequence[str] = WAYS) -> dict[str, Any]:
     """Return a row: every way checked, timed back to back in turns, and then profiled.
 
-    Each way has `tally` and "gaps_us" as well. In a dry run ours are those of the eager backend.
+    Each way has `tally` as well. In a dry run ours are those of the eager backend.
     """
     subject = case.subject(rig.device)
     if rig.dry:
         subject.compiler = "aot_eager_decomp_partition"
-    row = measure_ways(subject, LAYER_WAYS, WAYS, rig, QueuedStep, others=("none",))
+    row = measure_ways(subject, LAYER_WAYS, ways, rig, QueuedStep, others=("none",))
     right = {name: way for name, way in row["ways"].items() if "step_seconds" in way}
     for index, (name, way) in enumerate(right.items()):
         forward = LAYER_WAYS[name].build(subject)
         if index == 0:
             profiled(forward, subject, 1)  # the profiler's own beginning
         way |= profiled(forward, subject, 1 if rig.dry else STEPS)
-        way["gaps_us"] = 1e6 * way["step_seconds"]["p50"] - way["busy_us"]
     return {"profiled": dataclasses.asdict(case), **row}
 
 

@@ -1,7 +1,7 @@
 """Contests of tiles: kernels with products, with all tiles that their tables have for a GPU.
 
 Operands are the audit's. Results are compared with those of a table's first tile, which tests
-compare with float64.
+compare with float64. And each kernel of attention, as the tables divide it and as it might be.
 """
 
 from __future__ import annotations
@@ -13,13 +13,32 @@ import torch
 from torch import Tensor
 
 from bench.audit.cases import Products, tile_name
+from bench.kernels.attention import Attention, kernels
 from bench.measure.contest import Contest, Entry, Results, Rig, Way, Work
-from fused_remat.triton.tables import TILES, Tile, family
+from fused_remat.triton.tables import TILES, AttentionTile, Tile, attention_tile, family
 
 #: Tokens, width and hidden width of an MLP; and in a dry run.
 SIZES, DRY = (8192, 2048, 8192), (32, 64, 96)
 #: Kernel -> how many products it computes, where that is not one.
 COUNTS = {"gated_mlp_fwd": 2, "mlp_bwd": 2, "gated_mlp_bwd": 3}
+
+_T = AttentionTile
+#: Kernel -> its direction, and its products as a share of those that the direction counts: the
+#: scores and their gradients are computed in both kernels of a backward.
+ATTENTION = {"fwd": ("fwd", 1.0), "dkdv": ("bwd", 4 / 5), "dq": ("bwd", 3 / 5)}
+#: Family -> kernel -> tiles that are compared with that of the tables.
+CANDIDATES: dict[str, dict[str, tuple[AttentionTile, ...]]] = {
+    "hopper": {
+        "fwd": (_T(128, 128, 8, 3), _T(128, 64, 8, 3), _T(128, 64, 4, 3), _T(64, 64, 4, 3)),
+        "dkdv": (_T(64, 128, 8, 3), _T(64, 64, 4, 2), _T(64, 64, 8, 2), _T(128, 64, 8, 2)),
+        "dq": (_T(128, 128, 8, 3), _T(128, 64, 8, 2), _T(128, 64, 8, 3), _T(64, 64, 4, 3)),
+    },
+    "interpreter": {"fwd": (_T(32, 16, 4, 1),), "dkdv": (_T(16, 16, 4, 1, split=True),)},
+}
+#: Form, head dim of the contests, the most telling first.
+ATTENTION_CASES = (
+    ("causal", 128), ("causal", 64), ("window", 64), ("bias", 128), ("padding", 128),
+)  # fmt: skip
 
 
 def contest(rig: Rig, kernel: str, tiles: Sequence[Tile]) -> Contest:
@@ -67,3 +86,31 @@ def tile_entries(rig: Rig) -> Iterator[Entry]:
         if tiles := by_family.get(family(rig.target), ()):
             case = {"name": f"tiles of {kernel}", "tokens": tokens, "width": width}
             yield case, functools.partial(contest, kernel=kernel, tiles=tiles)
+
+
+def _attention_name(tile: AttentionTile) -> str:
+    split = " split" if tile.split else ""
+    return f"{tile.block_m}x{tile.block_n} w{tile.warps} s{tile.stages}{split}"
+
+
+def attention_contest(rig: Rig, kernel: str, form: str, *sizes: int) -> Contest:
+    """Return a kernel of attention with the tables' tile, the baseline, and with other tiles."""
+    p, (direction, share) = Attention(rig, form, *sizes), ATTENTION[kernel]
+    assert rig.target is not None
+    first = attention_tile(kernel, rig.target, p.head_dim, p.call)
+    tiles = dict.fromkeys((first, *CANDIDATES.get(family(rig.target), {}).get(kernel, ())))
+    ways = {_attention_name(tile): kernels(p, direction, kernel, tile) for tile in tiles}
+    work = Work(flops=share * p.work(direction).flops)
+    truth = functools.partial(p.truth, direction)
+    return Contest(ways, truth, work, (_attention_name(first),), p.factor)
+
+
+def attention_entries(rig: Rig) -> Iterator[Entry]:
+    """Yield every kernel of attention, by form and head dim."""
+    for form, width in ATTENTION_CASES:
+        seq_len, heads = rig.size(4096, 32), rig.size(2048 // width, 2)
+        sizes = rig.size(4, 1), heads, heads, seq_len, rig.size(width, 16)
+        for kernel in ATTENTION:
+            case = {"name": f"tiles of attention_{kernel} {form}", "head_dim": width}
+            given = kernel, form, *sizes
+            yield case, lambda rig, given=given: attention_contest(rig, *given)

@@ -8,7 +8,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -23,8 +24,10 @@ from fused_remat.spec import AttentionSpec
 from fused_remat.steps.attention_call import AttentionArgs, attention_key
 from fused_remat.triton import attention as triton
 from fused_remat.triton.launch import Launch
+from fused_remat.triton.tables import AttentionTile
 
 WINDOW = 1024  # keys; at most half of a sequence
+PADDED = 7  # keys of a sequence, where some are excluded
 _PER_MILLE = (100, 20, 250, 130, 60, 300, 40, 100)  # of all tokens: lengths of packed sequences
 Heads = tuple[Tensor, Tensor, Tensor]
 
@@ -36,6 +39,8 @@ class Form:
     causal: bool = False  # keys up to the query's own
     window: bool = False  # of these, the last ones only
     packed: bool = False  # sequences of different lengths, side by side in a batch of 1
+    bias: bool = False  # a dense float mask is added to the scores
+    padded: bool = False  # the last keys of a sequence are excluded
 
 
 FORMS: dict[str, Form] = {
@@ -43,6 +48,8 @@ FORMS: dict[str, Form] = {
     "full": Form(),
     "window": Form(causal=True, window=True),
     "packed": Form(causal=True, packed=True),
+    "bias": Form(bias=True),
+    "padding": Form(padded=True),
 }
 
 
@@ -107,7 +114,12 @@ class Attention(Problem):
 
     @functools.cached_property
     def mask(self) -> Tensor | None:
-        """True is seen, (S, S); None where SDPA needs none."""
+        """True is seen, (S, S) or (B, 1, 1, S), or added; None where SDPA needs none."""
+        if self.form.bias:
+            return self.rig.normal(self.seq_len, self.seq_len)
+        if self.form.padded:
+            seen = torch.arange(self.seq_len, device=self.rig.device) < self.seq_len - PADDED
+            return seen.expand(self.batch, 1, 1, -1)
         if not (self.form.packed or self.form.window):
             return None
         position = torch.arange(self.seq_len, device=self.rig.device)
@@ -120,7 +132,7 @@ class Attention(Problem):
     @property
     def share(self) -> float:
         """Of the scores, seen; of a plain causal mask half, its diagonal as well."""
-        if self.mask is None:
+        if self.mask is None or self.form.bias:
             return 0.5 if self.form.causal else 1.0
         return self.mask.count_nonzero().item() / self.mask.numel()
 
@@ -129,6 +141,8 @@ class Attention(Problem):
         """The arguments of our kernels."""
         form = self.form
         options = {"cu_q": self.cu, "cu_k": self.cu} if form.packed else {}
+        if self.mask is not None and (form.bias or form.padded):
+            options = {"mask": self.mask} if form.bias else {"padding": ~self.mask[:, 0, 0]}
         window = self.window - 1 if form.window else -1, 0 if form.causal else -1
         spec = AttentionSpec(
             num_heads=self.nhead, num_kv_heads=self.kv_heads, head_dim=self.head_dim,
@@ -149,8 +163,10 @@ class Attention(Problem):
     def reference(self, *inputs: Tensor) -> Tensor:
         """Compute it by PyTorch's function with all arguments."""
         causal = self.form.causal and self.mask is None
-        shared = self.nhead != self.kv_heads
-        return F.scaled_dot_product_attention(*inputs, self.mask, 0.0, causal, enable_gqa=shared)
+        shared, mask = self.nhead != self.kv_heads, self.mask
+        if mask is not None and self.form.bias:
+            mask = mask.to(inputs[0].dtype)
+        return F.scaled_dot_product_attention(*inputs, mask, 0.0, causal, enable_gqa=shared)
 
 
 def of_model(rig: Rig, size: Size) -> Iterator[Problem]:
@@ -220,35 +236,53 @@ def ours(p: Attention, backend: str) -> Function:
     options = {
         "cu_seqlens_q": p.cu if form.packed else None,
         "window": (p.window - 1, 0) if form.window else (-1, -1), "backend": backend,
+        "attn_mask": p.mask if form.bias or form.padded else None,
     }  # fmt: skip
-    return lambda q, k, v: ops.attention(q, k, v, None, 0.0, form.causal, **options)
+    return lambda q, k, v: ops.attention(q, k, v, is_causal=form.causal, **options)
 
 
-def _kernels(p: Attention, direction: str) -> Way:
-    """Return our kernels of a direction, whatever the library would take; results are poisoned."""
+def kernels(
+    p: Attention, direction: str, kernel: str = "", tile: AttentionTile | None = None
+) -> Way:
+    """Return our kernels of a direction, whatever the library would take; results are poisoned.
+
+    kernel: the only one that is timed ("fwd", "dkdv", "dq"), in `tile`, which may not compile.
+    """
     target, shape = p.rig.target, (p.batch, p.nhead, p.seq_len)
+    choose = triton.attention_tile
+
+    def chosen(name: str, *given: Any) -> AttentionTile:
+        return tile if tile and name == kernel else choose(name, *given)
 
     @functools.cache
     def prepare(index: int) -> tuple[list[Launch], Results]:
         out, lse = p.rig.poisoned(*p.rows), p.rig.poisoned(*shape, dtype=torch.float32)
         operands = p.sets[index].values()
-        forward = list(triton.forward(*operands, p.call, out, lse, target))
+        with mock.patch.object(triton, "attention_tile", chosen):
+            timed = list(triton.forward(*operands, p.call, out, lse, target))
         results = {"y": p.as_heads(out)}
-        if direction == "fwd":
-            return forward, results
-        for launch in forward:
-            launch.run()
-        dout = p.dys[index].transpose(1, 2).reshape(p.rows)  # a view
-        grads = p.heads(p.rig.poisoned(*p.packed_shape))
-        backward = triton.backward(dout, *operands, out, lse, p.call, grads, target)
-        return list(backward), dict(zip(("dq", "dk", "dv"), grads, strict=True))
+        if direction == "bwd":
+            for launch in timed:
+                launch.run()
+            dout = p.dys[index].transpose(1, 2).reshape(p.rows)  # a view
+            grads = p.heads(p.rig.poisoned(*p.packed_shape))
+            given = dout, *operands, out, lse, p.call, grads, target
+            with mock.patch.object(triton, "attention_tile", chosen):
+                timed = list(triton.backward(*given))
+            results = dict(zip(("dq", "dk", "dv"), grads, strict=True))
+        for launch in timed:
+            if kernel and f"attention_{kernel}" not in launch.kernel.__name__:
+                launch.run()
+        timed = [launch for launch in timed if f"attention_{kernel}" in launch.kernel.__name__]
+        names = {"dkdv": ("dk", "dv"), "dq": ("dq",)}.get(kernel, tuple(results))
+        return timed, {name: results[name] for name in names}
 
     def run(given: tuple[list[Launch], Results]) -> Results:
         for launch in given[0]:
             launch.run()
         return given[1]
 
-    return Way(run, prepare=prepare)
+    return Way(run, optional=tile is not None, prepare=prepare)
 
 
 @ATTENTION.provider("fused_remat kernel", needs="triton")
@@ -257,4 +291,4 @@ def kernel(p: Attention) -> Ways:
     reason = triton.unsupported_reason(attention_key(q, v, p.call))
     if reason is not None:
         raise Absent(reason)
-    return {direction: _kernels(p, direction) for direction in DIRECTIONS}
+    return {direction: kernels(p, direction) for direction in DIRECTIONS}

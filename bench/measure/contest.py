@@ -7,6 +7,7 @@ import functools
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ class Rig:
     seconds: float = 1.0  # of a contest, timed, at most, about
     rounds: int = ROUNDS  # of a contest, at most
     ceilings: dict[str, float] = field(default_factory=dict)  # by unit: the most of it
+    out: Path | None = None  # folder of results
 
     @property
     def left(self) -> float:

@@ -19,7 +19,7 @@ from bench import figures
 from bench.figures import Picture
 from bench.measure.machine import ROOT
 from bench.pages.frontier import sets
-from bench.pages.overview import means
+from bench.pages.overview import shown
 from bench.pages.presets import Kept, block
 from fused_remat.policies import EXACT_PRESETS
 
@@ -68,7 +68,7 @@ def pictures() -> Iterator[Picture]:
     """Yield the figures of folders of results and of pages."""
     for folder, panels in sets().items():
         yield figures.frontier(folder, panels)
-    yield from figures.overview(means())
+    yield from figures.overview(shown())
     graph = block(True)
     kept = {preset: Kept(graph, preset) for preset in EXACT_PRESETS}
     entries = [

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.measure.machine import ROOT
-from bench.tables import RESULTS, files, load, markdown
+from bench.tables import files, load, markdown
 
 #: What the tests on a GPU gave there; written by `make gpu` (`bench.gpu.outcomes`).
-OUTCOMES = RESULTS / "gpu" / "tests.json"
+OUTCOMES = "tests.json"
 GROUPS = (
     "torch.compile", "torch.export", "Autocast", "DDP", "FSDP2", "FSDP1", "Tensor parallel",
     "Pipeline parallel", "Engines",
@@ -95,7 +95,7 @@ def table(found: Iterable[Mark] | None = None, outcomes: Mapping[str, Any] | Non
     """Return a heading and a table for each group that has a mark, in the order of `GROUPS`."""
     if found is None or outcomes is None:
         found = marks(sorted((ROOT / "tests").rglob("test_*.py")))
-        every = [load(path) for path in files(OUTCOMES.name)]
+        every = [load(path) for path in files(OUTCOMES)]
         outcomes = max(every, key=lambda found: str(found["machine"]["date"]), default={})
     rows: dict[str, dict[str, list[Mark]]] = {group: {} for group in GROUPS}
     for mark in found:

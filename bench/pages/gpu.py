@@ -79,8 +79,9 @@ def profile_table(row: Row) -> str:
 def _profiled(way: Row, label: str) -> str:
     host = way["host_us"] if "host_us" in way else 1e6 * way["host_seconds"]["p50"]
     found = {**way["kinds_us"], "host": host, "launches": way["launches"]}
-    us = tables.us(way) if label == "step" else None
-    return f"{us['p50'] if us else found[label] if label in found else way[f'{label}_us']:.0f}"
+    step = (tables.us(way) or {"p50": way["busy_us"]})["p50"]
+    found |= {"step": step, "busy": way["busy_us"], "gaps": step - way["busy_us"]}
+    return f"{found[label]:.0f}"
 
 
 def report(rows: Sequence[Row]) -> str:

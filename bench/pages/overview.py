@@ -1,80 +1,196 @@
-"""The README's generated parts: what its picture shows, and the presets in words."""
+"""The README's generated parts: its picture and headline, an H100's first, and the presets."""
 
 from __future__ import annotations
 
-from statistics import fmean, geometric_mean
+import functools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import geometric_mean
+from typing import Any
 
 from bench import tables
-from bench.pages import plans
-from bench.pages.frontier import DATA, Panel, family, panels
+from bench.pages import models, plans
+from bench.pages.frontier import DATA, Panel, Point, family, panels
 from bench.pages.presets import D, Kept, block, products, quoted
 from bench.tables import RESULTS, Cell, Row
 from fused_remat.policies import EXACT_PRESETS
 
 DEMO = RESULTS / "demo-cpu" / "demo.json"
-WITHOUT_DROPOUT = "No dropout"
-#: A panel's title -> its measurements.
-PANELS = {
-    "Dropout 0.1": RESULTS / "frontier-dropout-cpu" / DATA,
-    WITHOUT_DROPOUT: RESULTS / "frontier-cpu" / DATA,
+WIDTHS, PICTURED = (1024, 2048, 4096), 2048
+#: Title of a panel of the picture -> norm and dropout of the layer.
+KINDS = {
+    f"{norm.capitalize()}-norm{f', dropout {p}' * bool(p)}": (norm, p)
+    for p in (0.0, 0.1)
+    for norm in ("pre", "post")
 }
+#: Ways that a panel of the picture shows at least.
+_NEEDED = {"eager", "checkpoint", *EXACT_PRESETS}
 
 
-def _panels() -> dict[str, list[Panel]]:
-    return {title: panels(tables.load(path)) for title, path in PANELS.items()}
+@functools.cache
+def _encoders() -> tuple[tuple[Path, Panel], ...]:
+    """Return folders and steps of encoder layers on a GPU, S = 2048, the newest first."""
+    return tuple(
+        (folder, panel)
+        for folder, data in tables.gpu_files()
+        for panel in panels(data)
+        if panel.case["seq_len"] == 2048 and {p.way for p in panel.points} >= _NEEDED
+    )
 
 
-def means() -> dict[str, list[Row]]:
-    """Return kept bytes and time, relative to eager, of each way measured at all shapes."""
-    found = {}
-    for title, shapes in _panels().items():
-        by_way = [{point.way: point for point in shape.points} for shape in shapes]
-        ways = [way for way in by_way[0] if all(way in points for points in by_way)]
-        shared = {way: [points[way] for points in by_way] for way in ways}
-        rows = [
-            {"way": way, "family": family(way), "kept": geometric_mean(p.kept for p in points),
-             "time": geometric_mean(p.p50 for p in points)}
-            for way, points in shared.items()
-        ]  # fmt: skip
-        found[title] = sorted(rows, key=lambda row: (row["kept"], row["time"]))
-    return found
+def _encoder(norm: str, dropout: float, width: int) -> tuple[Path, Panel] | None:
+    """Return the newest measurement of a layer of this kind, and its folder."""
+    sought = {"norm": norm, "dropout": dropout, "d_model": width}
+    return next((found for found in _encoders() if sought.items() <= found[1].case.items()), None)
+
+
+def _widths() -> tuple[Row, list[dict[str, Point]]]:
+    """Return the newest machine that measured pre-norm layers at all `WIDTHS`, and their ways."""
+    for folder in dict.fromkeys(folder for folder, _ in _encoders()):
+        found = {
+            panel.case["d_model"]: panel
+            for where, panel in _encoders()
+            if where == folder and (panel.case["norm"], panel.case["dropout"]) == ("pre", 0.0)
+        }
+        if set(WIDTHS) <= set(found):
+            ways = [{p.way: p for p in found[width].points} for width in WIDTHS]
+            return found[WIDTHS[0]].machine, ways
+    raise FileNotFoundError("no GPU has measured all widths")
+
+
+def _pictured() -> dict[str, tuple[Path, Panel]]:
+    found = {title: _encoder(*kind, PICTURED) for title, kind in KINDS.items()}
+    return {title: pair for title, pair in found.items() if pair}
+
+
+def shown() -> dict[str, list[Row]]:
+    """Return the picture's panels: bytes and time of every way, relative to eager."""
+    return {
+        title: [
+            {"way": p.way, "family": family(p.way), "kept": p.kept, "time": p.p50}
+            for p in sorted(panel.points, key=lambda p: (p.kept, p.p50))
+        ]
+        for title, (_, panel) in _pictured().items()
+    }
 
 
 def caption() -> str:
     """Return the picture's caption."""
-    with_dropout, without = _panels().values()
-    machine = tables.measured_on({**with_dropout[0].machine, "commit": None})
+    titles: dict[Path, list[str]] = {}
+    machines, case = {}, {}
+    for title, (folder, panel) in _pictured().items():
+        titles.setdefault(folder, []).append(title)
+        machines[tables.measured_on({**panel.machine, "commit": None})] = None
+        case = case or panel.case
+    names = [f"`{tables.in_results(path)}` ({'; '.join(of)})" for path, of in titles.items()]
     return (
-        f"Training methods for an `nn.TransformerEncoderLayer` (float32, {machine}): means over "
-        f"{len(with_dropout)} shapes with dropout and {len(without)} without. The band is the "
-        "Pareto front."
+        f"Training methods for an `nn.TransformerEncoderLayer` on {' and '.join(machines)}: "
+        f"{case['dtype']}, D = {case['d_model']}, S = {case['seq_len']}, B = {case['batch']}, "
+        f"causal; compiled methods where measured ([all steps](docs/tables/gpu.md), from "
+        f"{', '.join(names)}). The band is the Pareto front."
     )
 
 
 def headline() -> str:
-    """Return three lines: figures of the demo, of a Llama with its loss, of plans."""
-    found, every = tables.load(DEMO), tables.load(RESULTS / "plan-cpu.json")["results"]
+    """Return lines with figures of layers and models on a GPU, of the CPU demo, and of plans."""
+    return "\n".join([_layers(), _loss(), _demo(), _plans()])
+
+
+def _listed(values: Sequence[Any]) -> str:
+    *first, last = map(str, values)
+    return f"{', '.join(first)} and {last}"
+
+
+def _layers() -> str:
+    """Return the times of `full` and of checkpointing on a GPU, by width."""
+    machine, by_way = _widths()
+    full, slower = (
+        _listed([f"{ways[name].p50:.2f}×" for ways in by_way]) for name in ("full", "checkpoint")
+    )
+    return (
+        f"- **Checkpointing's memory, at about eager's time.** On one GPU "
+        f"({tables.measured_on(machine)}; bfloat16, pre-norm, no dropout, S = 2048) "
+        f"`\"full\"` keeps {by_way[0]['full'].kept:.0%} of eager's bytes, and takes {full} eager's "
+        f"time at D = {_listed(WIDTHS)}; `torch.utils.checkpoint`: {slower}."
+    )
+
+
+def _models() -> Iterator[tuple[Row, Row]]:
+    """Yield machines and rows of models of every GPU that were fully trained, the newest first."""
+    for _, data in tables.gpu_files():
+        rows = models.rows_of(data)
+        yield from ((data["machine"], row) for row in rows if not row["case"]["lora"])
+
+
+def _loss() -> str:
+    """Return a model's step with its loss compared with Liger's, and the largest batch's."""
+    machine, row = next(
+        (machine, row)
+        for machine, row in _models()
+        if row["case"]["model"] == "qwen2-1.5b"
+        and all("step_seconds" in row["ways"].get(way, {}) for way in ("liger", "full_loss"))
+    )
+    c, time, peak = row["case"], {}, {}
+    for name, way in row["ways"].items():
+        if "step_seconds" in way:
+            time[name] = way["step_seconds"]["p50"]
+            peak[name] = way["step_peak_bytes"]
+
+    def both(way: str) -> str:
+        return f"{1e3 * time[way]:.0f} ms, {peak[way] / 2**30:.1f} GiB"
+
+    return (
+        f"- **The loss too.** There, a step of Qwen2-1.5B with `loss=True` (all weights trained, "
+        f"{c['batch']} × {c['seq_len']} tokens, commit {machine['commit'][:7]}) takes "
+        f"{time['full_loss'] / time['liger']:.2f}× the time of Liger's kernels without "
+        f"checkpointing at {peak['full_loss'] / peak['liger']:.2f}× its peak: {both('full_loss')} "
+        f"above weights and gradients instead of {both('liger')}; Liger with checkpointing "
+        f"{both('liger_checkpoint')}, eager {both('eager')}.{_largest()}"
+    )
+
+
+def _largest() -> str:
+    """Return a sentence on tokens a second of the largest batches within a cap, if measured."""
+    for _, row in _models():
+        rates = {n: w["tokens_per_second"] for n, w in row["ways"].items() if "largest_batch" in w}
+        if {"full_loss", "liger_checkpoint"} <= set(rates):
+            return (
+                f" Not everywhere: with `{row['case']['model']}` at the largest batch in "
+                f"{row['memory_cap'] / 2**30:.0f} GiB it reaches "
+                f"{rates['full_loss'] / rates['liger_checkpoint']:.2f}× the tokens a second of "
+                "Liger with checkpointing."
+            )
+    return ""
+
+
+def _demo() -> str:
+    """Return the demo's figures, and the times of presets without dropout, on CPUs."""
+    found = tables.load(DEMO)
     way = {name: _measured(way) for name, way in found["ways"].items()}
     (eager, _), (checkpoint, slower), (full, time) = way["eager"], way["checkpoint"], way["full"]
-    ours = sorted(str(way[name][1]) for name in way if name in EXACT_PRESETS)
-    without = [p["time"] for p in means()[WITHOUT_DROPOUT] if p["way"] in EXACT_PRESETS]
-    adapted = [row for row in _models() if row["case"]["lora"]]
-    llamas = (row for row in adapted if row["case"]["model"] == "smollm-135m")
-    lora = max(llamas, key=lambda row: row["case"]["layers"])  # `make bench` measures two layers
-    tuned = [_measured(lora["ways"][name]) for name in ("eager", "checkpoint", "full_loss")]
-    off = [error for row in every for error in plans.errors(row)["peak"].values()]
+    cpu = panels(tables.load(RESULTS / "frontier-cpu" / DATA))
+    times = [
+        geometric_mean(p.p50 for panel in cpu for p in panel.points if p.way == name)
+        for name in EXACT_PRESETS
+    ]
+    return (
+        f"- **On a CPU too.** A step of the demo (byte-level language model, dropout "
+        f"{found['sizes']['dropout']}, on {tables.measured_on(found['machine'])}) peaks at {full} "
+        f"instead of {eager} at {time} eager's time; checkpointing: {checkpoint}, {slower}. Layers "
+        f"without dropout take {min(times):.2f}× to {max(times):.2f}× on "
+        f"{tables.measured_on(cpu[0].machine)}."
+    )
+
+
+def _plans() -> str:
+    found = tables.load(RESULTS / "plan-cpu.json")
+    off = [error for row in found["results"] for error in plans.errors(row)["peak"].values()]
     worst = max(map(abs, off))
-    return f"""- **Checkpointing's memory, at about its time or less.** A step of the demo \
-(byte-level language model, dropout {found["sizes"]["dropout"]}, on \
-{tables.measured_on(found["machine"])}) peaks at {full} instead of {eager}, and takes {time} \
-eager's time; `torch.utils.checkpoint`: {checkpoint}, {slower}. Presets take {ours[0]} to \
-{ours[-1]}; without dropout, in the picture, {min(without):.2f}× to {max(without):.2f}×.
-- **The loss too.** LoRA on a Llama (SmolLM-135M's shape, {lora["case"]["seq_len"]} tokens, \
-`loss=True`) peaks at {tuned[2][0]} instead of {tuned[0][0]}, at {tuned[2][1]}; with transformers' \
-checkpointing at {tuned[1][0]}, {tuned[1][1]}.
-- **Plans to a budget.** `plan(model, x, budget=...)` finds the fastest policies that fit. \
-{len(off)} plans were run; the measured peak was \
-{"the predicted one, to the byte" if worst == 0 else f"{worst:.1%} off at most"}."""
+    return (
+        "- **Plans to a budget.** `plan(model, x, budget=...)` finds the fastest policies that "
+        f"fit. {len(off)} plans were run ({tables.measured_on(found['machine'])}); the measured "
+        f"peak was {'the predicted one, to the byte' if not worst else f'{worst:.1%} off at most'}."
+    )
 
 
 def demo() -> str:
@@ -86,11 +202,6 @@ def demo() -> str:
         for name, way in tables.load(DEMO)["ways"].items()
     ]  # fmt: skip
     return tables.markdown(head, rows)
-
-
-def _models() -> list[Row]:
-    paths = tables.files("model-cpu.json")
-    return [row for path in paths for row in tables.load(path)["results"]]
 
 
 #: Name of an activation -> what it is.
@@ -106,13 +217,9 @@ WORDS = {
 def presets_table() -> str:
     """Return the presets of a pre-norm encoder layer in words, with eager and checkpoint."""
     graph, ran = block(True), tables.load(DEMO)["ways"]
-    # Bytes of a token that eager keeps at 16 bits, in widths D, as measured in float32.
-    eager = fmean(
-        point.kept_bytes_per_token / panel.case["d_model"] / 2
-        for panel in _panels()[WITHOUT_DROPOUT]
-        for point in panel.points
-        if point.way == "eager"
-    )
+    machine, by_way = _widths()
+    # Bytes of a token that eager keeps at 16 bits, in widths D.
+    eager = by_way[0]["eager"].kept_bytes_per_token / WIDTHS[0]
     forward = products(graph, graph.nodes)
     # Where nothing after the last product is saved (dropout's mask is), checkpoint stops before it.
     last = products(graph, graph.nodes[-1:])
@@ -129,9 +236,12 @@ def presets_table() -> str:
         rows.append([quoted(preset), _words(kept.names, before), f"{share:.0%}", rebuilt])
         before = kept.names
     for row, way in zip(rows, ("eager", "checkpoint", *EXACT_PRESETS), strict=True):
-        row += _measured(ran.get(way, {}))
+        times = " / ".join(f"{ways[way].p50:.2f}" for ways in by_way)
+        row += [f"{times} ×", *_measured(ran.get(way, {}))]
+    gpu, widths = machine["gpu"].removeprefix("NVIDIA "), " / ".join(map(str, WIDTHS))
     head = ("policy", "keeps for backward", "memory kept", "products rebuilt")
-    return tables.markdown((*head, "demo: peak", "step"), rows)
+    measured = (f"{gpu}: step, D = {widths}", "CPU demo: peak", "step")
+    return tables.markdown((*head, *measured), rows)
 
 
 def _measured(way: Row) -> tuple[Cell, Cell]:

@@ -26,6 +26,7 @@ from bench.measure import case
 from bench.measure.case import DTYPES, graph_of, perturb
 from bench.measure.registry import Absent, Registry
 from fused_remat import convert
+from fused_remat.execution.prepare import chunks_of
 from fused_remat.policies import EXACT_PRESETS
 from fused_remat.scale.shapes import MODELS as SIZES
 from fused_remat.scale.shapes import Model
@@ -248,6 +249,8 @@ BASELINE = "eager"
 #: Measured by default: compiling a model takes minutes.
 DEFAULT = ("stock", "peers", "ours", "loss")
 LOSS_PRESETS = ("full", "lean", "fast")
+#: Tokens of a chunk, as `full_loss_chunk_16384`.
+CHUNKS = (16384, 65536, 131072)
 
 
 # --- Hugging Face's own
@@ -319,11 +322,13 @@ _peer("liger_checkpoint")(with_checkpoints(liger))
 # --- ours
 
 
-def _preset(subject: Subject, preset: str, loss: bool = False) -> Forward:
+def _preset(
+    subject: Subject, preset: str, loss: bool = False, around: Around = contextlib.nullcontext
+) -> Forward:
     if loss and not subject.published.task.endswith("ForCausalLM"):
         raise Absent("the fused loss is for causal language models")
     model = subject.shared()
-    return Forward(convert(model, policy=preset, backend=subject.backend, loss=loss))
+    return Forward(convert(model, policy=preset, backend=subject.backend, loss=loss), around)
 
 
 for _name in EXACT_PRESETS:
@@ -331,6 +336,10 @@ for _name in EXACT_PRESETS:
 for _name in LOSS_PRESETS:
     _build = functools.partial(_preset, preset=_name, loss=True)
     WAYS.provider(f"{_name}_loss", group="loss")(_build)
+for _tokens in CHUNKS:
+    _around = functools.partial(chunks_of, _tokens)
+    _build = functools.partial(_preset, preset="full", loss=True, around=_around)
+    WAYS.provider(f"full_loss_chunk_{_tokens}", group="chunks")(_build)
 
 
 # --- compiled

@@ -3,12 +3,15 @@
 import dataclasses
 import importlib.util
 import json
+import subprocess
+import sys
 
 import pytest
 
 from bench.__main__ import COMMANDS, main
 from bench.audit import command as audit
-from bench.commands import frontier, layers, model, plan
+from bench.commands import frontier, gpu, layers, model, plan
+from bench.measure.machine import ROOT
 from bench.measure.options import Parser
 from bench.subjects.layers import WAYS
 from bench.subjects.stacks import PEERS
@@ -30,6 +33,19 @@ def test_the_help_has_a_line_per_command(arguments, status, capsys):
         assert all(text in line for text in (command.measures, command.takes, command.writes))
         assert importlib.util.find_spec(command.module)
     assert any("--publish" in line for line in lines)
+
+
+def test_the_plan_of_a_gpu_is_printed_without_loading_torch():
+    code = (
+        "import sys; from bench.__main__ import main; main(['gpu', '--list']); "
+        "assert not {'torch', 'numpy', 'triton'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()[1:]
+    assert [line[:17].strip() for line in lines] == list(gpu.SECTIONS)
+    total = sum(section.minutes for section in gpu.SECTIONS.values())
+    assert f" {total:.1f}  " in lines[-1]
 
 
 def test_results_are_published_on_request():

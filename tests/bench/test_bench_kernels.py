@@ -43,9 +43,11 @@ def test_truth_of_attention_is_softmax_of_the_keys_that_are_seen(form):
     """Against scores written out."""
     made = problem(form)
     q, k, v = (t.double() for t in made.sets[0].values())
-    seen = torch.ones(48, 48, dtype=torch.bool) if made.mask is None else made.mask
+    bias = made.mask.double() if made.form.bias else 0.0
+    plain = made.mask is None or made.form.bias
+    seen = torch.ones(48, 48, dtype=torch.bool) if plain else made.mask
     seen = seen.tril() if made.form.causal else seen
-    scores = (q @ k.transpose(-1, -2) / 4.0).masked_fill(~seen, -torch.inf)
+    scores = (q @ k.transpose(-1, -2) / 4.0 + bias).masked_fill(~seen, -torch.inf)
     half = made.form.causal and made.mask is None  # its diagonal is counted as half of it
     assert made.share == pytest.approx(seen.double().mean().item() - 0.5 * half / 48, abs=1e-12)
     assert torch.allclose(made.truth("fwd")["y"], scores.softmax(-1) @ v, atol=1e-12)

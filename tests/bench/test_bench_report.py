@@ -5,7 +5,8 @@ from pathlib import Path
 
 from bench import tables
 from bench.measure.machine import environment
-from bench.pages import kernels, presets
+from bench.pages import kernels, overview, presets, targets
+from fused_remat.policies import EXACT_PRESETS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -63,3 +64,22 @@ def test_a_way_without_numbers_is_a_sentence_and_widens_no_column():
         "eager     1     -",
         "none   FAIL: relative error of output is 1",
     ]
+
+
+def test_a_target_below_its_bound_is_dropped():
+    values = {8: targets.Value(0.9, "gpu-1234567", 0.8), 16: targets.Value(1.2, "gpu-7654321", 1.1)}
+    target = targets.Target("it", values.get, {8: 1.0, 16: 1.0, 32: 1.0})
+    outcomes = "≤ 1.00 / – / 1.00", "yes / dropped / –", "0.80 / 1.10 / –", "1234567, 7654321"
+    assert target.cells() == ["it", "D = 8 / 16 / 32", "0.90 / 1.20 / –", *outcomes]
+    assert target._replace(at_least=True).cells()[3:5] == ["≥ 1.00 / – / 1.00", "no / dropped / –"]
+
+
+def test_the_first_page_shows_a_gpu_with_every_preset():
+    """The newest results of each kind of layer; the caption names the machine of all panels."""
+    shown = overview.shown()
+    assert {"Pre-norm", "Post-norm", "Pre-norm, dropout 0.1"} <= set(shown)
+    for rows in shown.values():
+        assert {"eager", "checkpoint", *EXACT_PRESETS} <= {row["way"] for row in rows}
+        assert [row["kept"] for row in rows] == sorted(row["kept"] for row in rows)
+    (machine,) = {panel.machine["gpu"] for _, panel in overview._encoders()}
+    assert machine in overview.caption() and machine in overview.headline()
