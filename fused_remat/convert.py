@@ -315,14 +315,17 @@ class Conversion(list[LayerKind]):
 
     Attributes:
         losses: state of each loss that can be computed without logits.
+        advice: on the policy, for the last training calls; or "".
     """
 
-    def __init__(self, kinds: Iterable[LayerKind], losses: Iterable[LossHead]) -> None:
+    def __init__(
+        self, kinds: Iterable[LayerKind], losses: Iterable[LossHead], advice: str = ""
+    ) -> None:
         super().__init__(kinds)
-        self.losses = tuple(losses)
+        self.losses, self.advice = tuple(losses), advice
 
     def __str__(self) -> str:
-        return "\n".join(map(str, (*self, *self.losses)))
+        return "\n".join(filter(None, map(str, (*self, *self.losses, self.advice))))
 
     __repr__ = __str__
 
@@ -353,7 +356,8 @@ def conversion(model: nn.Module) -> Conversion:
         for (name, state, pieces, reason), group in groups.items()
     ]
     kinds += [LayerKind(name, count, "stock") for name, count in others.items()]
-    return Conversion(kinds, _losses(model))
+    advice = max((record_of(layer).advice for layer in fused_layers(model).values()), default="")
+    return Conversion(kinds, _losses(model), advice)
 
 
 def _key(layer: FusedLayer) -> tuple[str, State, tuple[ReplayedSubmodule, ...], str]:

@@ -29,6 +29,13 @@ PRESETS: dict[str, tuple[tuple[str, ...], ...]] = {
 #: Preset -> kind of block -> names kept: a user's own entries, which precede `PRESETS`.
 EXACT_PRESETS: dict[str, dict[str, frozenset[str]]] = {name: {} for name in PRESETS}
 
+#: Tokens of a sequence from which "lean" is recommended over "full" (docs/performance.md).
+LONG_SEQUENCE = 8192
+ADVICE = (
+    f'advice: on sequences of {LONG_SEQUENCE:,} tokens or more, policy "lean" takes less time than '
+    "\"full\": it also keeps attention's output, so that attention's forward runs once a step"
+)
+
 #: The places of a block in a segment (`fused_remat.autograd.segments`).
 SEGMENT_PLACES = ("first", "inner")
 
@@ -165,6 +172,28 @@ def kept_names(
             f"valid names: {', '.join(names)}"
         )
     return policy.save
+
+
+def long_attentions(graph: Any, tokens: int) -> frozenset[str]:
+    """Return the attentions over long sequences that "lean" keeps; `tokens` are of a sequence.
+
+    Not those within a window or within packed documents, which cost less.
+    """
+    if tokens < LONG_SEQUENCE:
+        return frozenset()
+    long = [
+        node.name
+        for node in graph.nodes
+        if node.role == "attention" and not node.cu_q
+        if node.spec.window[0] < 0 or node.spec.window[0] >= LONG_SEQUENCE
+    ]
+    return kept_names("lean", graph).intersection(long)
+
+
+def advice(policy: str | Policy, graph: Any, tokens: int) -> str:
+    """Return `ADVICE` where `policy` repeats an attention that "lean" would keep, otherwise ""."""
+    long = long_attentions(graph, tokens)
+    return ADVICE if long and not long <= kept_names(policy, graph) else ""
 
 
 def offload_of(policy: str | Policy) -> frozenset[str]:

@@ -1,8 +1,10 @@
 """LayerNorm and RMSNorm: forward, rebuild from statistics, backward; rows of up to 64K elements.
 
-Statistics and arithmetic are float32 whatever the dtypes. A row fits a tile (`norm_fwd_kernel`,
-`norm_bwd_kernel`), or is walked in blocks (`norm_wide_*`). KIND is one of `KINDS`; RMSNorm has the
-mean 0. Matrices are `kernels.pointwise.Matrix`; an argument that a call has no use for is None.
+Statistics and arithmetic are float32 whatever the dtypes. A row is held in one tile, or in equal
+ones side by side, since the width of a tile is a power of two: 1536 columns are three of 512
+(`norm_fwd_kernel`, `norm_bwd_kernel`). Wider rows are walked in blocks (`norm_wide_*`). KIND is one
+of `KINDS`; RMSNorm has the mean 0. Matrices are `kernels.pointwise.Matrix`; an argument that a call
+has no use for is None.
 The gradients of weight and bias are summed over rows in two stages, without atomics: each program
 sums its own rows into a row of partials, and `column_sum_kernel` adds those.
 """
@@ -39,44 +41,79 @@ def _load_stats(mean_ptr, rstd_ptr, offs_m, mask_m):
     return mean, rstd
 
 
+@triton.jit
+def _columns(BLOCKS: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return the columns of a row's tiles."""
+    columns = ()
+    for i in tl.static_range(BLOCKS):
+        columns = columns + (i * BLOCK_N + tl.arange(0, BLOCK_N),)
+    return columns
+
+
+@triton.jit
+def _row_sum(tiles):
+    """Return the sums of rows over the columns of all tiles: threads exchange only once."""
+    total = tiles[0]
+    for i in tl.static_range(1, len(tiles)):
+        total += tiles[i]
+    return tl.sum(total, 1)
+
+
+@triton.jit
+def _row_dot(tiles, others):
+    """Return the sums of rows of products."""
+    total = tiles[0] * others[0]
+    for i in tl.static_range(1, len(tiles)):
+        total += tiles[i] * others[i]
+    return tl.sum(total, 1)
+
+
 @seeded
 def norm_fwd_kernel(
     x, residual, total, y, weight_ptr, bias_ptr, mean_ptr, rstd_ptr,
     site_key_ptr, row0, threshold, scale, M, N, eps,
-    KIND: tl.constexpr, HAS_STATS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    KIND: tl.constexpr, HAS_STATS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Compute y = norm(total), total = residual + keep * x rounded to its dtype; or y = norm(x).
 
     Shapes: x, residual, total, y (M, N); weight, bias (N,); mean, rstd (M,) float32, written, or
-        read where HAS_STATS (a rebuild). BLOCK_N >= N. Grid (cdiv(M, BLOCK_M),).
+        read where HAS_STATS (a rebuild). BLOCKS * BLOCK_N >= N. Grid (cdiv(M, BLOCK_M),).
     Units: bytes moved = 2·M·N elements, 4 with a residual.
     Source: Ba, Kiros, Hinton 2016; Zhang, Sennrich 2019.
     """
     offs_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    offs_n = tl.arange(0, BLOCK_N)
-    mask_m, mask_n = offs_m < M, offs_n < N
-    mask = mask_m[:, None] & mask_n[None, :]
-    tile = load_wide(x, offs_m, offs_n, mask)
-    if residual is not None:
-        tile *= keep_tile(Site(site_key_ptr, row0, threshold, scale), offs_m, offs_n)
-        tile += load_wide(residual, offs_m, offs_n, mask)
-        store_narrow(total, offs_m, offs_n, mask, tile)
-        tile = tile.to(total.data.dtype.element_ty).to(tl.float32)
+    mask_m = offs_m < M
+    columns, tiles = _columns(BLOCKS, BLOCK_N), ()
+    for i in tl.static_range(BLOCKS):
+        mask = mask_m[:, None] & (columns[i] < N)[None, :]
+        tile = load_wide(x, offs_m, columns[i], mask)
+        if residual is not None:
+            tile *= keep_tile(Site(site_key_ptr, row0, threshold, scale), offs_m, columns[i])
+            tile += load_wide(residual, offs_m, columns[i], mask)
+            store_narrow(total, offs_m, columns[i], mask, tile)
+            tile = tile.to(total.data.dtype.element_ty).to(tl.float32)
+        tiles = tiles + (tile,)
     if HAS_STATS:
         mean, rstd = _load_stats(mean_ptr, rstd_ptr, offs_m, mask_m)
     else:
         if KIND == "layer_norm":
-            mean = tl.sum(tile, 1) / N
+            mean = _row_sum(tiles) / N
             tl.store(mean_ptr + offs_m, mean, mask=mask_m)
         else:
             mean = tl.zeros([BLOCK_M], tl.float32)
-        from_mean = tile
-        if KIND == "layer_norm":
-            from_mean = tl.where(mask_n[None, :], tile - mean[:, None], 0.0)
-        rstd = 1.0 / tl.sqrt(tl.sum(from_mean * from_mean, 1) / N + eps)
+        squares = ()
+        for i in tl.static_range(BLOCKS):
+            from_mean = tiles[i]
+            if KIND == "layer_norm":
+                from_mean = tl.where((columns[i] < N)[None, :], from_mean - mean[:, None], 0.0)
+            squares = squares + (from_mean * from_mean,)
+        rstd = 1.0 / tl.sqrt(_row_sum(squares) / N + eps)
         tl.store(rstd_ptr + offs_m, rstd, mask=mask_m)
-    normed = _normed(tile, mean, rstd, weight_ptr, bias_ptr, offs_n, mask_n)
-    store_narrow(y, offs_m, offs_n, mask, normed)
+    for i in tl.static_range(BLOCKS):
+        mask_n = columns[i] < N
+        normed = _normed(tiles[i], mean, rstd, weight_ptr, bias_ptr, columns[i], mask_n)
+        store_narrow(y, offs_m, columns[i], mask_m[:, None] & mask_n[None, :], normed)
 
 
 @triton.jit
@@ -155,42 +192,50 @@ def _store_dx(g, normed, mean_g, mean_gn, rstd, add, dx, offs_m, offs_n, mask):
 @triton.jit
 def norm_bwd_kernel(
     dy, x, add, dx, weight_ptr, mean_ptr, rstd_ptr, dweight_ptr, dbias_ptr, rows, M, N,
-    KIND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    KIND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Compute dx = the norm's gradient + add; each program's part of dweight and dbias.
 
     Shapes: dy, x, add, dx (M, N); mean (None: RMSNorm), rstd (M,) float32; dweight, dbias (P, N)
         float32, a row a program. Program p does rows p·`rows` to (p+1)·`rows`, a multiple of
-        BLOCK_M. BLOCK_N >= N. Grid (P,), P = cdiv(M, rows).
+        BLOCK_M. BLOCKS * BLOCK_N >= N. Grid (P,), P = cdiv(M, rows).
     Units: bytes moved = 3·M·N elements, 4 with `add`.
     """
-    offs_n = tl.arange(0, BLOCK_N)
-    mask_n = offs_n < N
-    dweight = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    dbias = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    weight = _load_weight(weight_ptr, offs_n, mask_n)
+    columns, weights, dweights, dbiases = _columns(BLOCKS, BLOCK_N), (), (), ()
+    for i in tl.static_range(BLOCKS):
+        weights = weights + (_load_weight(weight_ptr, columns[i], columns[i] < N),)
+        dweights = dweights + (tl.zeros([BLOCK_M, BLOCK_N], tl.float32),)
+        dbiases = dbiases + (tl.zeros([BLOCK_M, BLOCK_N], tl.float32),)
     first = tl.program_id(0).to(tl.int64) * rows
     for start in range(0, rows, BLOCK_M):
         offs_m = first + start + tl.arange(0, BLOCK_M)
         mask_m = offs_m < M
-        mask = mask_m[:, None] & mask_n[None, :]
         mean, rstd = _load_stats(mean_ptr, rstd_ptr, offs_m, mask_m)
-        grad, g, normed = _load_bwd(dy, x, weight, mean, rstd, offs_m, offs_n, mask)
+        grads, gs, norms, new_dweights, new_dbiases = (), (), (), (), ()
+        for i in tl.static_range(BLOCKS):
+            mask = mask_m[:, None] & (columns[i] < N)[None, :]
+            read = offs_m, columns[i], mask
+            grad, g, normed = _load_bwd(dy, x, weights[i], mean, rstd, *read)
+            grads, gs, norms = grads + (grad,), gs + (g,), norms + (normed,)
         if dx is not None:
             mean_g = tl.zeros_like(rstd)
             if KIND == "layer_norm":
-                mean_g = tl.sum(g, 1) / N
-            mean_gn = tl.sum(g * normed, 1) / N
-            _store_dx(g, normed, mean_g, mean_gn, rstd, add, dx, offs_m, offs_n, mask)
+                mean_g = _row_sum(gs) / N
+            mean_gn = _row_dot(gs, norms) / N
+            for i in tl.static_range(BLOCKS):
+                mask = mask_m[:, None] & (columns[i] < N)[None, :]
+                read = offs_m, columns[i], mask
+                _store_dx(gs[i], norms[i], mean_g, mean_gn, rstd, add, dx, *read)
+        for i in tl.static_range(BLOCKS):
+            new_dweights = new_dweights + (dweights[i] + grads[i] * norms[i],)
+            new_dbiases = new_dbiases + (dbiases[i] + grads[i],)
+        dweights, dbiases = new_dweights, new_dbiases
+    at = tl.program_id(0).to(tl.int64) * N
+    for i in tl.static_range(BLOCKS):
         if dweight_ptr is not None:
-            dweight += grad * normed
+            tl.store(dweight_ptr + at + columns[i], tl.sum(dweights[i], 0), mask=columns[i] < N)
         if dbias_ptr is not None:
-            dbias += grad
-    at = tl.program_id(0).to(tl.int64) * N + offs_n
-    if dweight_ptr is not None:
-        tl.store(dweight_ptr + at, tl.sum(dweight, 0), mask=mask_n)
-    if dbias_ptr is not None:
-        tl.store(dbias_ptr + at, tl.sum(dbias, 0), mask=mask_n)
+            tl.store(dbias_ptr + at + columns[i], tl.sum(dbiases[i], 0), mask=columns[i] < N)
 
 
 @triton.jit

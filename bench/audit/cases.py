@@ -76,7 +76,7 @@ def _norm_launches(
 
 def norm_cases(at: Target, dtype: torch.dtype) -> Named:
     """Yield forward, with and without its fused sum, rebuild, backward; narrow and wide rows."""
-    for width in (512, 1024, 2048, 4096, 8192, 16384, 65536):
+    for width in (512, 576, 1024, 1536, 2048, 4096, 8192, 16384, 65536):
         x, affine = meta(dtype, ROWS, width), meta(dtype, width)
         for kind in NORMS:
             found = _norm_launches(NormSpec(kind=kind), x, x, affine, affine, at)

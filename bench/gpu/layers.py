@@ -37,9 +37,13 @@ _LONGER = 2.5  # than a kernel's contest, for steps take longer
 
 MODEL_TOKENS = 2048
 RANK = 16
-_HF = ("eager", "checkpoint", "liger", "liger_checkpoint")
+_CHECKPOINTS = ("checkpoint", "checkpoint_every_2", "checkpoint_offload", "save_on_cpu")
+_LIGER = ("liger", "liger_checkpoint")
+_HF = ("eager", "checkpoint", *_LIGER)
 _LOSS = ("full_loss", "lean_loss", "fast_loss")
-MODEL_WAYS = (*_HF, "full", "lean", "fast", *_LOSS)
+MODEL_WAYS = (
+    "eager", *_CHECKPOINTS, "trl", "trl_checkpoint", *_LIGER, "full", "lean", "fast", *_LOSS,
+)  # fmt: skip
 #: Of SmolLM-135M: what is special, batch, ways; what does not fit is absent.
 LOSS_CASES = (
     ("with its loss", 8, (*_HF, *_LOSS)),

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from bench.kernels.attention import ATTENTION
-from bench.kernels.problem import Function, Op, Problem, Size
-from bench.measure.contest import Rig, Work
+from bench.kernels.problem import Function, Op, Problem, Size, Ways, through_autograd
+from bench.measure.contest import Results, Rig, Way, Work
 from bench.measure.registry import Absent
 from fused_remat import ops
 from fused_remat.steps.activation import ACTIVATIONS
@@ -134,6 +135,47 @@ def liger_mlp(p: Mlp) -> Function:
     return lambda x, gate, up, down: F.linear(apply(F.linear(x, gate), F.linear(x, up)), down)
 
 
+@MLP.provider("quack", module="quack", needs="cuda", optional=True)
+def quack_mlp(p: Mlp) -> Ways:
+    """Call QuACK's MLP, which keeps its input alone, as "full" does.
+
+    Its gate and up are one weight, [gate; up]: joined, and its gradient divided, off the clock.
+    """
+    known = {"silu": "swiglu", "gelu_tanh": "geglu", "relu": "reglu"}
+    if not p.gated or p.act not in known:
+        raise Absent(f"recomputed, it has no biases, and gates are of {', '.join(known)}")
+    from quack.mlp import mlp_func
+
+    def mlp(x: Tensor, both: Tensor, down: Tensor) -> Tensor:
+        return mlp_func(x, both, down, known[p.act], recompute=True, concat_layout=True)
+
+    return {name: divided(way) for name, way in through_autograd(mlp, Joined(p), True).items()}
+
+
+class Joined(Problem):
+    """A gated MLP's inputs with the weights of gate and up in one."""
+
+    def __init__(self, mlp: Mlp) -> None:
+        super().__init__(mlp.rig, mlp.name)
+        self.dys = mlp.dys
+        self.sets = [
+            {"x": x, "both": torch.cat((gate, up)), "down_weight": down}
+            for x, gate, up, down in (inputs.values() for inputs in mlp.sets)
+        ]
+
+
+def divided(way: Way) -> Way:
+    """Return a way that divides the gradient of `both` into those of gate and up."""
+
+    def run(given: Any) -> Results:
+        found = dict(way.run(given))
+        if "dboth" in found:
+            found["dgate_weight"], found["dup_weight"] = found.pop("dboth").chunk(2)
+        return found
+
+    return dataclasses.replace(way, run=run)
+
+
 @MLP.ours("none", "full")
 def our_mlp(p: Mlp, backend: str, policy: str) -> Function:
     """Keep the hidden half ("none") or its input ("full")."""
@@ -193,6 +235,30 @@ def liger_loss(p: Loss) -> Function:
 
     apply = LigerFusedLinearCrossEntropyFunction.apply
     return lambda x, weight: apply(x, weight, p.target)[0].to(x.dtype)
+
+
+@LOSS.provider("liger_scaled", module="liger_kernel", needs="cuda", optional=True)
+def liger_scaled_loss(p: Loss) -> Function:
+    """Call Liger-Kernel's newest loss, a token's at a time: in CuTe DSL on Hopper, else in ATen."""
+    from liger_kernel.ops import LigerFusedLinearScaledCrossEntropyFunction
+
+    apply = LigerFusedLinearScaledCrossEntropyFunction.apply
+    return lambda x, weight: apply(x, weight, p.target).mean().to(x.dtype)
+
+
+@LOSS.provider("trl", module="trl")
+def trl_loss(p: Loss) -> Function:
+    """Call TRL's log-probabilities, in blocks of as many columns as its trainers take."""
+    from trl.kernels import ChunkedLogProbFunction
+
+    columns, logit_scale = 32768, 1.0
+    rest = p.target, 1.0, columns, None, logit_scale, ("log_probs",)
+
+    def loss(x: Tensor, weight: Tensor) -> Tensor:
+        log_probs, *_ = ChunkedLogProbFunction.apply(x, weight, None, *rest)
+        return -log_probs.mean().to(x.dtype)
+
+    return loss
 
 
 @LOSS.ours()

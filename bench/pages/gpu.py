@@ -9,10 +9,13 @@ from bench import tables
 from bench.gpu.profile import KINDS
 from bench.pages.frontier import REMOVED
 from bench.tables import MIB, RESULTS, Row
-from fused_remat.policies import EXACT_PRESETS
+from fused_remat.policies import EXACT_PRESETS, LONG_SEQUENCE
 
 #: Ways whose step times are columns of the page, if any row has them.
-STEPS = ("checkpoint", "compile", *EXACT_PRESETS, "full_loss", "liger", "liger_checkpoint")
+STEPS = (
+    "checkpoint", "checkpoint_offload", "save_on_cpu", "compile", *EXACT_PRESETS, "full_loss",
+    "trl", "trl_checkpoint", "liger", "liger_checkpoint",
+)  # fmt: skip
 
 
 def _way(name: str, way: Row) -> str:
@@ -93,6 +96,25 @@ def report(rows: Sequence[Row]) -> str:
     legend = "\nmicroseconds, ratio to the first, share of the ceiling or MiB held/peak"
     steps = ["\n" + profile_table(row) for row in rows if "profiled" in row and "ways" in row]
     return "\n".join([*where, legend, *lines, *steps])
+
+
+def long_sequences(root: Path = RESULTS) -> str:
+    """Return `lean` compared with `full` in every measured layer of long sequences."""
+    head = ("run", "S", "D", "norm", "`full`", "`lean`", "`lean` of `full`", "kept bytes per token")
+    cells: list[list[tables.Cell]] = []
+    for _, data in tables.gpu_files(root):
+        for row in tables.current(data):
+            layer, ways = row.get("layer", {}), row.get("ways", {})
+            times = [tables.us(ways.get(name, {})) for name in ("full", "lean")]
+            if layer.get("seq_len", 0) < LONG_SEQUENCE or None in times:
+                continue
+            full, lean = (time["p50"] for time in times if time is not None)
+            kept = (tables.number(ways[n]["kept_bytes_per_token"]) for n in ("full", "lean"))
+            sizes = [str(layer["seq_len"]), str(layer["d_model"]), layer["norm"]]
+            shown = [tables.ms(1e-6 * us, 1) for us in (full, lean)]
+            where, share = tables.measured_on(data["machine"]), f"{lean / full:.2f}×"
+            cells.append([where, *sizes, *shown, share, " → ".join(map(str, kept))])
+    return tables.markdown(head, cells) if cells else ""
 
 
 def section(root: Path = RESULTS) -> str:

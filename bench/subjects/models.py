@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import importlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -194,10 +194,11 @@ class Forward:
 
     model: nn.Module  # of the way's own, on the subject's parameters
     around: Around = contextlib.nullcontext  # what forward and backward run in
+    options: Mapping[str, Any] = field(default_factory=dict)  # arguments in addition to the inputs
 
     def __call__(self, x: Inputs) -> Loss:
         with self.around():
-            return Loss(self.model(**x).loss, self.around)
+            return Loss(self.model(**x, **self.options).loss, self.around)
 
     def below_head(self, x: Inputs) -> Any:
         """Return the autograd node of the head's input, which holds all that is kept up to it."""
@@ -261,15 +262,17 @@ def eager(subject: Subject) -> Forward:
     return Forward(subject.shared())
 
 
-def with_checkpoints(build: Build) -> Build:
+def with_checkpoints(build: Build, **options: Any) -> Build:
     """Turn on transformers' gradient checkpointing of every layer, as its Trainer does."""
 
     def built(subject: Subject) -> Forward:
         forward = build(subject)
         model: Any = forward.model
+        if options and not hasattr(model, "activation_checkpointing_enable"):
+            raise Absent(f"this version of transformers does not have {', '.join(options)}")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # its new name is not in older versions
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.gradient_checkpointing_enable({"use_reentrant": False}, **options)
         if subject.case.lora:
             model.enable_input_require_grads()
         return forward
@@ -278,12 +281,43 @@ def with_checkpoints(build: Build) -> Build:
 
 
 WAYS.provider("checkpoint", baseline=True)(with_checkpoints(eager))
+_more = functools.partial(WAYS.provider, group="peers")
+_more("checkpoint_every_2")(with_checkpoints(eager, every_n_layers=2))
+_more("checkpoint_offload", needs="cuda")(with_checkpoints(eager, offload=True))
+
+
+@_more("save_on_cpu", needs="cuda")
+def saved_on_cpu(subject: Subject) -> Forward:
+    """Move everything that autograd saves to pinned memory, by PyTorch's own hooks."""
+    pinned = subject.device.type == "cuda"
+    around = functools.partial(torch.autograd.graph.save_on_cpu, pin_memory=pinned)
+    return Forward(subject.shared(), around)
+
+
+# --- TRL
+
+
+@_more("trl", module="trl")
+def trl(subject: Subject) -> Forward:
+    """Run TRL's head, which computes log-probabilities from one block of logits after another."""
+    if not subject.published.task.endswith("ForCausalLM"):
+        raise Absent("its head is for causal language models")
+    try:
+        from trl.trainer.utils import add_fused_lm_head
+    except ImportError as error:
+        raise Absent(f"this installation of trl lacks its head or a dependency: {error}") from error
+    model: Any = subject.shared()
+    add_fused_lm_head(model.get_base_model() if subject.case.lora else model)
+    return Forward(model, options={"fused_lm_head": True})
+
+
+_more("trl_checkpoint", module="trl")(with_checkpoints(trl))
 
 
 # --- Liger
 
 
-_peer = functools.partial(WAYS.provider, group="peers", module="liger_kernel", needs="cuda")
+_peer = functools.partial(_more, module="liger_kernel", needs="cuda")
 
 
 @_peer("liger")

@@ -23,7 +23,7 @@ from fused_remat.layers import fallback
 from fused_remat.layers.eligibility import Reason, parameters_of, wants_grad
 from fused_remat.layers.read import BlockInputs, LayerMap, read_block
 from fused_remat.layers.record import NOTES, listed, record_of, warn, warn_compiled
-from fused_remat.policies import Policy, kept_names
+from fused_remat.policies import LONG_SEQUENCE, Policy, advice, kept_names
 from fused_remat.steps.collective import is_dtensor
 
 if TYPE_CHECKING:
@@ -210,6 +210,9 @@ class FusedLayer(nn.Module):
             return self._fall_back(failed, compiling, arguments)
         if record is not None and trains and out.requires_grad:
             record.note("block")
+            tokens = out.shape[0 if inputs.seq_first else 1]
+            if record.advice or tokens >= LONG_SEQUENCE:
+                record.advise(advice(policy, graph, tokens))
         result: Any = out.squeeze(0) if inputs.unbatched else out
         if inputs.finish is not None:
             result = inputs.finish(out)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import re
 import warnings
 from collections import Counter
@@ -45,6 +46,7 @@ class Record:
     calls: Counter[tuple[Ran, str]] = field(default_factory=Counter)
     last: Ran | None = None  # what the last training call ran as
     reason: str = ""  # why that was not a block
+    advice: str = ""  # on the policy of the last block
     order: int = 0  # of the last call in forward, among the calls of all layers
     #: Whether a call was noted in forward. If not, reentrant checkpointing around the layer, whose
     #: forward has no gradients, makes a call in backward the first to train.
@@ -69,6 +71,13 @@ class Record:
             reason = "other reasons"
         self.calls[ran, reason] += 1
 
+    def advise(self, advice: str) -> None:
+        """Note the advice on a block, and log it once for layers that were converted together."""
+        self.advice = advice
+        if advice and advice not in self.warned:
+            self.warned.add(advice)
+            logging.getLogger("fused_remat").info(advice)
+
     def number(self, ran: Ran) -> int:
         """Return how many training calls ran as `ran`."""
         return sum(count for (what, _), count in self.calls.items() if what == ran)
@@ -89,7 +98,7 @@ def noted_apart(layers: Iterable[nn.Module]) -> Iterator[None]:
     before = [(record := record_of(layer), dict(vars(record))) for layer in layers]
     try:
         for record, _ in before:
-            vars(record).update(calls=Counter(), last=None, reason="", in_forward=False)
+            vars(record).update(calls=Counter(), last=None, reason="", in_forward=False, advice="")
         yield
     finally:
         for record, kept in before:

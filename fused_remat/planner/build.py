@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from fused_remat.autograd.offload import TRANSFERS
 from fused_remat.convert import convert, fused_layers, revert
+from fused_remat.graph.graph import sizes
 from fused_remat.layers import FusedLayer
 from fused_remat.layers.record import STATES
 from fused_remat.planner.calibration import Calibration, Example, calibrate
@@ -30,7 +31,7 @@ from fused_remat.planner.options import (
 )
 from fused_remat.planner.plan import Plan
 from fused_remat.planner.solve import METHODS, Policies, choose, policy_for
-from fused_remat.policies import Policy
+from fused_remat.policies import Policy, long_attentions
 from fused_remat.report.step import arguments_of, device_of
 from fused_remat.report.units import Budget, bytes_of
 
@@ -272,4 +273,7 @@ def _calls(
         options = options_of(example, first, call.names, policies, shapes[call.layer] == 1)
         seconds, nbytes = costs(example, ()).forward, kept_by_name(example, ()).get("input", 0)
         linked = call.follows and request.segments and nbytes > 0
-        yield LayerOptions(call.layer, call.kind, options, seconds, nbytes, linked)
+        graph, shapes_of = example.call.graph, example.shapes
+        long = sorted(long_attentions(graph, sizes(shapes_of[graph.inputs[0]])[1]))
+        given = options, seconds, nbytes, linked
+        yield LayerOptions(call.layer, call.kind, *given, long=tuple(long))

@@ -47,6 +47,7 @@ class LayerOptions:
     input: int  # bytes of its first input, which `kept` of every option includes unless offloaded
     linked: bool  # its first input is the preceding call's output, and nothing else holds it
     reason: str = ""  # why it is no block, and has a single option
+    long: tuple[str, ...] = ()  # attentions over long sequences (`policies.long_attentions`)
 
     @property
     def base(self) -> Option:

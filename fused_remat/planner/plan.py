@@ -16,7 +16,7 @@ from fused_remat.convert import convert, fused_layers
 from fused_remat.planner import chain as chains
 from fused_remat.planner.chain import Chain, Choice, Event, Option
 from fused_remat.planner.solve import METHODS, choose, frontier, parts_at
-from fused_remat.policies import Policy
+from fused_remat.policies import ADVICE, Policy
 from fused_remat.report import files
 from fused_remat.report.units import (
     Budget,
@@ -116,6 +116,13 @@ class Plan:
         """Parts of the peak, in bytes: "kept" by the layers, "at work" for everything temporary."""
         return parts_at(self.chain, max(self.timeline(), key=lambda event: event.peak))
 
+    @property
+    def advice(self) -> str:
+        """Advice on long sequences whose attention runs again in backward, or ""."""
+        policies = self.policies
+        again = (set(call.long) - policies[call.layer].save for call in self.chain.calls)
+        return ADVICE if any(again) else ""
+
     def timeline(self) -> list[Event]:
         """Return the predicted step, span by span."""
         return list(chains.timeline(self.chain, self.choice))
@@ -181,7 +188,7 @@ class Plan:
             f"{milliseconds(self.chain.seconds)})",
         ]
         lines += reason_lines([(r.name, r.label, r.reason) for r in self.layers])
-        return "\n".join(lines)
+        return "\n".join([*lines, *filter(None, [self.advice])])
 
     __str__ = table
 

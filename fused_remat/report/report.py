@@ -97,11 +97,13 @@ class MemoryReport:
         layers: in the model's order; "(other)" comes last if something is outside the layers.
         peak_bytes: most bytes during forward and backward above what was allocated before
             (parameters, buffers, inputs); new gradients of parameters and inputs count.
+        advice: on the layers' policies, or "".
     """
 
     model: str
     layers: tuple[LayerMemory, ...]
     peak_bytes: int
+    advice: str = ""
 
     @property
     def kept_bytes(self) -> int:
@@ -150,6 +152,7 @@ class MemoryReport:
         lines += reason_lines([(r.name, STATES[r.ran], r.reason) for r in self.layers])
         if activations and any(a.is_input for layer in self.layers for a in layer.activations):
             lines.append("* passed to the model by the caller")
+        lines += filter(None, [self.advice])
         return "\n".join(lines)
 
     def _cells(self, kept: int, predicted: int | None) -> list[str]:
@@ -253,7 +256,7 @@ def memory_report(
     other = _layer(-1, _OTHER, None, step)
     if other.kept_bytes or max(other.forward_peak, other.backward_peak) > _SUM_BYTES:
         reports.append(other)
-    return MemoryReport(type(model).__name__, tuple(reports), step.peak)
+    return MemoryReport(type(model).__name__, tuple(reports), step.peak, step.advice)
 
 
 def _layer(index: int, name: str, module: nn.Module | None, step: Step) -> LayerMemory:

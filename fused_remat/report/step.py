@@ -41,6 +41,7 @@ class Step:
     calls: list[int]  # how often each layer was called
     # What each layer's last training call ran as, None without any, and why it was not a block's.
     ran: list[tuple[Ran | None, str]]
+    advice: str  # on the layers' policies
     # Consecutive; the first label is None, the others are (pass, layer, number of its call).
     spans: list[Span]
     ready: list[int]  # for each span, bytes of parameters whose gradients existed at its end
@@ -116,7 +117,8 @@ def run_step(
             del grads
         notes = [record_of(m) if isinstance(m, FusedLayer) else Record() for m in layers]
         ran = [(note.last, note.reason) for note in notes]
-    return Step(saved, record.predicted, watch.calls, ran, trace.spans, watch.ready())
+        advice = max((note.advice for note in notes), default="")
+    return Step(saved, record.predicted, watch.calls, ran, advice, trace.spans, watch.ready())
 
 
 def trace_layers(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from fused_remat.steps.activation import activation_bwd, activation_fwd
 from fused_remat.steps.operations import faster
 from fused_remat.steps.residual import dropout, residual_add
 from fused_remat.steps.residual import site_keys as site_keys_of_seed
-from fused_remat.triton.launch import Launch, cdiv, dropout_of, matrix, operand, power_of_2, run
+from fused_remat.triton.launch import Launch, cdiv, dropout_of, matrix, operand, run
 
 #: Activation -> its forward and backward for a tile. A new activation is a new row.
 PAIRS: dict[str, tuple[Any, Any]] = {
@@ -131,9 +132,22 @@ def _over(
     y: Tensor, kernel: Any, mask: DropoutMask | None, *matrices: Matrix | None, **constants: Any
 ) -> Launch:
     rows, width = y.shape
-    block_n = min(power_of_2(width), 2048)
+    block_n = _columns(width)
     block_m = _TILE // block_n
     grid = (cdiv(rows, block_m) * cdiv(width, block_n),)
     constants |= {"BLOCK_M": block_m, "BLOCK_N": block_n}
     args = (*matrices, *dropout_of(mask), rows, width)
     return Launch(kernel, grid, args, constants, num_warps=8, device=y.device)
+
+
+@functools.cache
+def _columns(width: int) -> int:
+    """Return the columns of a tile: so few that little of a row's last tile is idle.
+
+    At least a row's 64, or 128 bytes of 16-bit elements, which is what a warp reads at once.
+
+    >>> [_columns(width) for width in (576, 1536, 4096, 11008)]
+    [64, 512, 2048, 1024]
+    """
+    sizes = [1 << n for n in range(11, 5, -1)]
+    return min(sizes, key=lambda n: cdiv(width, n) * (n + 8))

@@ -1,9 +1,13 @@
 """`python -m bench kernels`, tiny: right and wrong results, the work counted, the command."""
 
 import json
+import sys
+from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from kernel_problems import PROBLEMS
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -11,7 +15,7 @@ from bench.kernels import command
 from bench.kernels.attention import FORMS, Attention
 from bench.kernels.ops import MLP, OPS, Mlp, Norm
 from bench.kernels.problem import DIRECTIONS, Op, Problem, contests
-from bench.measure.contest import Rig, Work, admit
+from bench.measure.contest import Contest, Rig, Work, admit
 
 #: All but `torch.compile`, which takes longer than all the rest.
 NAMES = [n for n in dict.fromkeys(n for op in OPS.values() for n in op) if n != "compile"]
@@ -31,11 +35,30 @@ def problem(name, dtype=torch.float32):
 def test_every_provider_is_right_both_ways_or_absent_with_a_reason(name, dtype):
     op, made = PROBLEMS[name][0], problem(name, dtype)
     expected = {"aten"} | {n for n in op if n.startswith("fused_remat eager")}
+    expected |= {"trl"} & op.keys() if find_spec("trl") else set()
     for direction, contest in contests(op, made, [n for n in op if n in NAMES]):
         rows = admit(contest)
         assert {n for n, row in rows.items() if "check" in row} == expected, (direction, rows)
         for row in (rows[n] for n in rows.keys() - expected):
             assert "CUDA" in row["absent"] or "not installed" in row["absent"], row
+
+
+def test_weights_that_quack_joins_have_their_own_gradients(monkeypatch):
+    """With the signature of its function, in PyTorch: it needs a GPU itself."""
+
+    def mlp_func(x, both, down, activation, recompute, concat_layout):
+        assert (activation, recompute, concat_layout) == ("swiglu", True, True)
+        gate, up = F.linear(x, both).chunk(2, -1)
+        return F.linear(F.silu(gate) * up, down)
+
+    monkeypatch.setitem(sys.modules, "quack", SimpleNamespace(__path__=[]))
+    monkeypatch.setitem(sys.modules, "quack.mlp", SimpleNamespace(mlp_func=mlp_func))
+    made = problem("gated silu")
+    for direction, way in MLP["quack"].build(made).items():
+        contest = Contest({"quack": way}, lambda d=direction: made.truth(d), Work(), ())
+        assert "check" in admit(contest)["quack"]
+        found = way.run(way.prepare(0))
+        assert found.keys() == made.truth(direction).keys()
 
 
 @pytest.mark.parametrize("form", FORMS)

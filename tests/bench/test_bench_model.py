@@ -23,7 +23,9 @@ def test_every_way_is_right_and_measured():
     for name, found in row["ways"].items():
         assert "error" not in found, (name, found)
         if "absent" in found:
-            assert name.startswith("liger") and found["absent"] == "needs a CUDA device"
+            on_gpu = name.startswith("liger") or name in ("checkpoint_offload", "save_on_cpu")
+            missing = name.startswith("trl") and found["absent"] == "trl is not installed"
+            assert missing or (on_gpu and found["absent"] == "needs a CUDA device")
             continue
         assert found["check"]["error"] <= found["check"]["allowed"]
         assert 0 < found["step_seconds"]["p20"] <= found["step_seconds"]["p80"]
@@ -33,6 +35,22 @@ def test_every_way_is_right_and_measured():
     assert below["full"] < below["none"] < below["eager"] <= ways["eager"]["kept_bytes"] - logits
     assert row["fixed_bytes"] == 4 * sum(p.nbytes for p in TINY.subject("cpu").module.parameters())
     assert ways["full_loss"]["kept_bytes"] < below["full"] + logits
+
+
+def test_every_second_layer_is_checkpointed():
+    layers = WAYS["checkpoint_every_2"].build(TINY.subject("cpu")).model.model.layers
+    assert [layer.gradient_checkpointing for layer in layers] == [True, False]
+
+
+def test_what_is_saved_on_the_cpu_comes_back():
+    subject = TINY.subject("cpu")
+    results = []
+    for name in ("eager", "save_on_cpu"):
+        subject.zero()
+        loss = WAYS[name].build(subject)(subject.x)
+        loss.backward()
+        results.append([loss.value, *(t.grad.clone() for t in subject.leaves().values())])
+    assert all(map(torch.equal, *results))
 
 
 def wrong_gradient(subject):
