@@ -1,10 +1,9 @@
 """An MLP's hidden half: forward, and backward from its input.
 
 Forward: act(x @ w1ᵀ + b1), gated or (`kernels.linear`) plain. Backward ends in the activation and
-the gradient of the pre-activation: `linear_act_bwd_kernel` reads a pre-activation that was computed
-again before; the `mlp_bwd` kernels compute both products of a tile, one after the other, and never
-write one. Arguments as in `kernels.linear`; `keep` is dropout's multiplier. All are persistent but
-the `mlp_bwd` kernels, whose two inner loops leave no registers for an outer one.
+the gradient of the pre-activation: its kernels compute both products of a tile, one after the
+other, and write neither. Arguments as in `kernels.linear`; `keep` is dropout's multiplier. Forward
+is persistent; the two inner loops of backward leave no registers for an outer one.
 """
 
 import triton
@@ -102,38 +101,6 @@ def _finish_bwd(
         store_tile(dup, row, col, M, F, d_tile, TMA)
         if act.data is not None:
             store_tile(act, row, col, M, F, y_tile * keep, TMA)
-
-
-@seeded
-def linear_act_bwd_kernel(
-    dy, w2, up, act, dup, strides, site_key_ptr, row0, threshold, scale, M, F, D,
-    ACT: tl.constexpr, tile: tl.constexpr,
-):  # fmt: skip
-    """Compute a product that ends in the activation's backward, where up was computed before.
-
-    act = keep * f(up) and dup = keep * (dy @ w2) * f'(up).
-
-    Shapes: dy (M, D), w2 (D, F), all others (M, F); act may be None. act or dup may be up: a tile
-        is read before it is written.
-    Units: FLOPs = 2·M·F·D; bytes moved = 3·M·F elements.
-    """
-    dy, w2, up = Matrix(dy, strides[0]), Matrix(w2, strides[1]), Matrix(up, strides[2])
-    act, dup = Matrix(act, strides[3]), Matrix(dup, strides[4])
-    site = Site(site_key_ptr, row0, threshold, scale)
-    PARTS: tl.constexpr = tile.PARTS
-    WIDTH: tl.constexpr = tile.BLOCK_N // tile.PARTS
-    tiles = tl.cdiv(M, tile.BLOCK_M) * tl.cdiv(F, tile.BLOCK_N)
-    for number in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        row, col = tile_at(number, M, F, tile)
-        dact = product(dy, w2, row, col, M, F, D, True, tile)
-        keys = row_keys(site, row, tile.BLOCK_M)
-        for index in tl.static_range(PARTS):
-            at = col + index * WIDTH
-            up_tile = load_tile(up, row, at, M, F, tile.BLOCK_M, WIDTH, False, tile.TMA)
-            _finish_bwd(
-                part(dact, index, PARTS), None, up_tile, site, keys, act, None, dup, row, at, M, F,
-                ACT, tile.TMA,
-            )  # fmt: skip
 
 
 @seeded

@@ -101,6 +101,37 @@ def act_bwd_kernel(
 
 
 @seeded
+def act_sum_bwd_kernel(
+    dy, x, dx, y, sums_ptr, site_key_ptr, row0, threshold, scale, M, N,
+    ACT: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Compute what `act_bwd_kernel` does, and the sums of dx over each program's rows.
+
+    Without x, dx = keep * dy.
+    Shapes: as there; sums (P, N) float32, P = cdiv(M, ROWS). ROWS is a multiple of BLOCK_M.
+        Grid (P * cdiv(N, BLOCK_N),).
+    Units: bytes moved = 3·M·N elements, 4 with y.
+    """
+    blocks_n = tl.cdiv(N, BLOCK_N)
+    part = tl.program_id(0) // blocks_n
+    offs_n = (tl.program_id(0) % blocks_n) * BLOCK_N + tl.arange(0, BLOCK_N)
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(0, ROWS, BLOCK_M):
+        offs_m = part.to(tl.int64) * ROWS + start + tl.arange(0, BLOCK_M)
+        mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
+        keep = keep_tile(Site(site_key_ptr, row0, threshold, scale), offs_m, offs_n)
+        grad = load_wide(dy, offs_m, offs_n, mask) * keep
+        if x is not None:
+            grad, act = ACT(grad, load_wide(x, offs_m, offs_n, mask))
+            if y is not None:
+                store_narrow(y, offs_m, offs_n, mask, act * keep)
+        store_narrow(dx, offs_m, offs_n, mask, grad)
+        total += grad
+    at = part.to(tl.int64) * N + offs_n
+    tl.store(sums_ptr + at, tl.sum(total, 0), mask=offs_n < N)
+
+
+@seeded
 def gated_fwd_kernel(
     gate, up, y, site_key_ptr, row0, threshold, scale, M, N,
     ACT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,

@@ -8,7 +8,8 @@ program holds a head as two tiles, x1 and x2, whatever R is; values likewise, an
 A program works on BLOCK_M tokens of up to BLOCK_H heads of one kind, which share the tables' rows.
 It reads all of its elements before it writes any: y may be x. LANES pairs of a head are read and
 written: R/2 in place without norms, else cdiv(E, 2). An argument that a call has no use for is
-None. Rows of heads are `kernels.pointwise.Matrix`.
+None. Rows of heads are `kernels.pointwise.Matrix`; or queries, keys and values are tensors of their
+own, as attention's backward gives their gradients (`Heads`).
 """
 
 from typing import Any, NamedTuple
@@ -36,6 +37,17 @@ class Angles(NamedTuple):
     stride_s: Any
 
 
+class Heads(NamedTuple):
+    """Heads (B, H, S, E) of queries, keys and values: pointers, and strides of B, H and S."""
+
+    q_ptr: Any
+    k_ptr: Any
+    v_ptr: Any
+    of_q: Any
+    of_k: Any
+    of_v: Any
+
+
 @triton.jit
 def _heads_of(group, H, KV, BLOCK_H: tl.constexpr):
     """Kind (0 query, 1 key, 2 value), head numbers in the row, and which exist, of a group.
@@ -61,6 +73,23 @@ def _pair_offsets(pairs: tl.constexpr, LANES: tl.constexpr):
         first = tl.where(lanes < pairs.R // 2, lanes, lanes + pairs.R // 2)
         second = lanes + pairs.R // 2 + tl.where(lanes < pairs.R // 2, 0, rest)
     return first, second, lanes < LANES, (lanes < LANES) & (second < pairs.E)
+
+
+@triton.jit
+def _load_heads(x, kind, offs_m, offs_h, mask, S, H, KV, pairs: tl.constexpr):
+    """Return pairs of `Heads` of one kind, float32, of the tokens (b, s) = divmod(offs_m, S)."""
+    x_ptr = x.q_ptr
+    if kind == 1:
+        x_ptr = x.k_ptr
+    if kind == 2:
+        x_ptr = x.v_ptr
+    stride_b = tl.where(kind == 0, x.of_q[0], tl.where(kind == 1, x.of_k[0], x.of_v[0]))
+    stride_h = tl.where(kind == 0, x.of_q[1], tl.where(kind == 1, x.of_k[1], x.of_v[1]))
+    stride_s = tl.where(kind == 0, x.of_q[2], tl.where(kind == 1, x.of_k[2], x.of_v[2]))
+    offs_h -= tl.where(kind == 0, 0, H + (kind - 1) * KV)
+    rows = (offs_m // S).to(tl.int64) * stride_b + (offs_m % S).to(tl.int64) * stride_s
+    rows = rows[:, None] + offs_h.to(tl.int64)[None, :] * stride_h
+    return _load_pairs(x_ptr, rows, mask, pairs)
 
 
 @triton.jit
@@ -175,17 +204,57 @@ def rotary_fwd_kernel(
 
 
 @triton.jit(do_not_specialize=["place0"])
+def rotary_pack_bwd_kernel(
+    dy, angles, dx, sums_ptr, place0, S, M, H, KV, groups,
+    pairs: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """Compute dx = dy, queries and keys rotated back; and the sum of each program's tokens.
+
+    Shapes: dy `Heads`; dx (M, (H + 2·KV)·E); sums (P, (H + 2·KV)·E) float32, P = cdiv(M, ROWS), or
+        None; the rest as in `rotary_fwd_kernel`. ROWS: tokens of a program, a multiple of BLOCK_M.
+        Grid (P * groups,), `groups` of BLOCK_H heads: of queries, keys and values.
+    Units: bytes moved = 2·M·(H + 2·KV)·E elements; tables.
+    """
+    pid = tl.program_id(0)
+    kind, offs_h, mask_h = _heads_of(pid % groups, H, KV, BLOCK_H)
+    inside = (offs_h * pairs.E)[None, :]
+    BLOCK_P: tl.constexpr = pairs.BLOCK_P
+    sum1 = tl.zeros([BLOCK_M, BLOCK_H, BLOCK_P], tl.float32)
+    sum2 = tl.zeros([BLOCK_M, BLOCK_H, BLOCK_P], tl.float32)
+    for start in range(0, ROWS, BLOCK_M):
+        offs_m = (pid // groups) * ROWS + start + tl.arange(0, BLOCK_M)
+        mask_m = offs_m < M
+        mask = mask_m[:, None] & mask_h[None, :]
+        x1, x2 = _load_heads(dy, kind, offs_m, offs_h, mask, S, H, KV, pairs)
+        if pairs.R > 0:  # noqa: SIM102 (known when it is compiled)
+            if kind < 2:
+                x1, x2 = _rotated(x1, x2, angles, place0 + offs_m, S, mask_m, pairs, True)
+        rows = offs_m.to(tl.int64)[:, None] * dx.stride + inside
+        _store_pairs(dx.data, rows, mask, x1, x2, pairs)
+        sum1 += x1
+        sum2 += x2
+    if sums_ptr is not None:
+        first, second, has1, has2 = _pair_offsets(pairs, pairs.LANES)
+        at = (pid // groups).to(tl.int64) * ((H + 2 * KV) * pairs.E) + (offs_h * pairs.E)[:, None]
+        mask = mask_h[:, None]
+        tl.store(sums_ptr + at + first[None, :], tl.sum(sum1, 0), mask=mask & has1[None, :])
+        tl.store(sums_ptr + at + second[None, :], tl.sum(sum2, 0), mask=mask & has2[None, :])
+
+
+@triton.jit(do_not_specialize=["place0"])
 def rotary_norm_bwd_kernel(
-    dy, x, angles, q_weight_ptr, k_weight_ptr, dx, dweight_ptr, place0, S, rows, M, H, KV, eps,
+    dy, heads, x, angles, q_weight_ptr, k_weight_ptr, dx, dweight_ptr,
+    place0, S, rows, M, H, KV, eps,
     pairs: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradient of `rotary_fwd_kernel` with norms: dx, and parts of dweight.
 
     With n = x * rstd, g = dy rotated back and w the weight: dx = rstd * (g w - n mean(g w n)), and
     dweight = g n summed over tokens and heads. Statistics are computed again.
-    Shapes: dy, x, dx (M, (H + 2·KV)·E), dx may be dy; dweight (groups of queries and keys, P, E)
-        float32. Program (group, p) does tokens p·`rows` to (p+1)·`rows`, a multiple of BLOCK_M.
-        Grid (groups, P), P = cdiv(M, rows); groups of values unless in place.
+    Shapes: dy, x, dx (M, (H + 2·KV)·E), dx may be dy; or dy is None, and is in `Heads`; dweight
+        (groups of queries and keys, P, E) float32. Program (group, p) does tokens p·`rows` to
+        (p+1)·`rows`, a multiple of BLOCK_M. Grid (groups, P), P = cdiv(M, rows); groups of values
+        unless in place.
     Units: bytes moved = 3·M·(H + KV)·E elements, and 2·M·KV·E for values; tables.
     """
     kind, offs_h, mask_h = _heads_of(tl.program_id(0), H, KV, BLOCK_H)
@@ -198,8 +267,10 @@ def rotary_norm_bwd_kernel(
         offs_m = tl.program_id(1) * rows + start + tl.arange(0, BLOCK_M)
         mask_m, row = offs_m < M, offs_m.to(tl.int64)[:, None]
         mask = mask_m[:, None] & mask_h[None, :]
-        at = row * dy.stride + inside
-        dx1, dx2 = _load_pairs(dy.data, at, mask, pairs)
+        if heads is not None:
+            dx1, dx2 = _load_heads(heads, kind, offs_m, offs_h, mask, S, H, KV, pairs)
+        else:
+            dx1, dx2 = _load_pairs(dy.data, row * dy.stride + inside, mask, pairs)
         if kind < 2:
             at = row * x.stride + inside
             n1, n2 = _load_pairs(x.data, at, mask, pairs)

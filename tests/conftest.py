@@ -138,8 +138,11 @@ def routes(request, monkeypatch):
     from fused_remat.triton import tables
 
     hopper = request.param == "as on Hopper"
-    families = frozenset(() if hopper else tables.FAMILIES.values())
+    families = frozenset(() if hopper else tables.TILES["mlp_bwd"])
     monkeypatch.setattr(tables, "MLP_IN_KERNELS", families)
+    if hopper:
+        widest = {"interpreter": tables.MLP_UP_IN_KERNEL["hopper"]}
+        monkeypatch.setattr(tables, "MLP_UP_IN_KERNEL", widest)
     monkeypatch.setattr(tables, "ATTENTION_BY_ATEN", frozenset({"interpreter"} if hopper else ()))
 
 

@@ -128,13 +128,34 @@ def act_bwd(i, o):
         yield o.y, activation_fwd(i.act, None, i.x, i.mask)
 
 
+def act_sum_bwd(i, o):
+    if i.x is None:
+        exact = dropout(i.dy, i.mask)
+    else:
+        exact = activation_bwd(i.act, i.dy, None, i.x, i.mask, False)[1]
+    yield from ((o.dx, exact), (o.total, exact.sum(0)))
+    if o.y is not None:
+        yield o.y, activation_fwd(i.act, None, i.x, i.mask)
+
+
+def pack_heads(i, o):
+    yield o.dx, rotary_packed(i)
+    if o.sums is not None:
+        yield o.sums, rotary_packed(i).sum(0)
+
+
+def rotary_packed(i):
+    packed = torch.cat([x.transpose(1, 2) for x in i.heads], 2).flatten(0, 1).flatten(1)
+    return rotary.rotary_bwd(packed, None, i.call, (True, False, False), False)[0]
+
+
 def gated_fwd(i, o):
     yield o.y, activation_fwd(i.act, i.gate, i.up, i.mask)
 
 
 def gated_bwd(i, o):
     exact = activation_bwd(i.act, i.dy, i.gate, i.up, i.mask, False)
-    yield from zip((o.dgate, o.dup), exact, strict=True)
+    yield from zip((o.dgate, o.dup), exact[:2], strict=True)
     if o.y is not None:
         yield o.y, activation_fwd(i.act, i.gate, i.up, i.mask)
 
@@ -147,7 +168,7 @@ def rotary_fwd(i, o):
 
 
 def rotary_norm_bwd(i, o):
-    exact = rotary.rotary_bwd(i.dy, i.x, i.call, (True,) * 3, False)
+    exact = rotary.rotary_bwd(i.dy, i.x, i.call, (True,) * 3, True, i.heads)
     yield from zip((o.dx, o.dq_weight, o.dk_weight), exact, strict=True)
 
 
@@ -172,16 +193,10 @@ def gated_mlp_fwd(i, o):
             yield kept, pre
 
 
-def linear_act_bwd(i, o):
-    yield o.y, activation_fwd(i.act, None, i.up, i.mask)
-    exact = activation_bwd(i.act, linear_dx(i.dy, i.out_weight), None, i.up, i.mask, False)
-    yield o.dup, exact[-1]
-
-
 def mlp_bwd(i, o):
     gate, up = ([None] + [rounded(o, linear_fwd(i.x, *layer)) for layer in i.ups])[-2:]
     yield o.y, activation_fwd(i.act, gate, up, i.mask)
-    exact = activation_bwd(i.act, linear_dx(i.dy, i.out_weight), gate, up, i.mask, False)
+    exact = activation_bwd(i.act, linear_dx(i.dy, i.out_weight), gate, up, i.mask, False)[:2]
     yield from zip(o.dups, exact[-len(o.dups) :], strict=True)
 
 
@@ -213,11 +228,12 @@ def cross_entropy_bwd(i, o):
 EXACT = {
     norms.norm_fwd: norm_fwd, norms.norm_bwd: norm_bwd, pointwise.act_fwd: act_fwd,
     pointwise.dropout_add_fwd: dropout_add_fwd, pointwise.act_bwd: act_bwd,
+    pointwise.act_sum_bwd: act_sum_bwd, rotaries.pack_heads: pack_heads,
     pointwise.site_keys: site_keys,
     pointwise.gated_fwd: gated_fwd, pointwise.gated_bwd: gated_bwd,
     rotaries.rotary_fwd: rotary_fwd, rotaries.rotary_norm_bwd: rotary_norm_bwd,
     products.linear_fwd: linear, products.gated_mlp_fwd: gated_mlp_fwd,
-    products.linear_act_bwd: linear_act_bwd, products.mlp_bwd: mlp_bwd,
+    products.mlp_bwd: mlp_bwd,
     cross_entropy.cross_entropy_fwd: cross_entropy_fwd,
     cross_entropy.cross_entropy_bwd: cross_entropy_bwd,
 }  # fmt: skip

@@ -7,6 +7,7 @@ audited is what runs. A case is "default" if ordinary tensors lead to it: aligne
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -94,9 +95,15 @@ def pointwise_cases(at: Target, dtype: torch.dtype) -> Named:
     yield "dropout_add_fwd", pointwise.dropout_add_fwd(x, y, None, z)
     yield "dropout_add_fwd dropout", pointwise.dropout_add_fwd(x, y, keep, z)
     yield "dropout_bwd", pointwise.dropout_add_fwd(x, None, keep, z)
+    total = meta(FP32, WIDTH)
+    yield "dropout_sum_bwd", pointwise.act_sum_bwd(x, None, None, keep, z, total)[0]
     for act in _ACTS:
         yield f"act_fwd {act} dropout", pointwise.act_fwd(x, act, keep, z)
         yield f"act_bwd {act} dropout", pointwise.act_bwd(x, y, act, keep, z)
+        if act == "gelu":
+            yield f"act_sum_bwd {act}", pointwise.act_sum_bwd(x, y, act, None, x, total, y)[0]
+            given = x, y, act, keep, x, total
+            yield f"act_sum_bwd {act} dropout", pointwise.act_sum_bwd(*given)[0]
         yield f"act_bwd {act} dropout y", pointwise.act_bwd(x, y, act, keep, x, y)
         yield f"gated_fwd {act} dropout", pointwise.gated_fwd(x, y, act, keep, z)
         yield f"gated_bwd {act} dropout", pointwise.gated_bwd(x, y, z, act, keep, x, z)
@@ -165,12 +172,24 @@ def _rotary_cases(name: str, at: Target, dtype: torch.dtype, norm_dtype: torch.d
     call = RotaryTables(spec, cos, sin, *weights, 0, TABLE)
     yield f"rotary_fwd {name}", rotary.rotary_fwd(x, call, y, at)
     yield f"rotary_fwd {name} in place", rotary.rotary_fwd(x, call, x, at)
+    batch, count = cdiv(ROWS, TABLE), nhead + 2 * kv_heads  # of whole sequences
+    rows = meta(dtype, batch, TABLE, count, width).transpose(1, 2)
+    heads = rows.split((nhead, kv_heads, kv_heads), 1)
+    u, v = (meta(dtype, batch * TABLE, count * width) for _ in range(2))
     if not norm:
         yield f"rotary_bwd {name}", rotary.rotary_fwd(x, call, x, at, True)
+        yield f"rotary_pack_bwd {name}", rotary.pack_heads(heads, call, v, None)[0]
+        if name == "half":
+            totals, plain = meta(FP32, x.shape[1]), replace(call, cos=None, sin=None)
+            for suffix, tables in ((" sums", call), (" sums alone", plain)):
+                launch, _ = rotary.pack_heads(heads, tables, v, totals)
+                yield f"rotary_pack_bwd {name}{suffix}", launch
         return
     sums = (meta(FP32, width), meta(FP32, width))
-    for suffix, dx in (("", z), (" in place", y)):
-        launch, *_ = rotary.rotary_norm_bwd(y, x, call, dx, *sums, at)
+    for suffix, dy, kept, dx, given in (
+        ("", y, x, z, None), (" in place", y, x, y, None), (" heads", v, u, v, heads),
+    ):  # fmt: skip
+        launch, *_ = rotary.rotary_norm_bwd(dy, kept, call, dx, *sums, at, given)
         yield f"rotary_norm_bwd {name}{suffix}", launch
 
 
@@ -233,16 +252,10 @@ class Products:
         """Yield every activation with dropout, and one without; act is written over up."""
         gated = kernel.startswith("gated")
         act = "silu" if gated else "gelu"
-        if kernel.endswith("mlp_bwd"):
-            make = products.mlp_bwd
-            given = self.x, ((self.up, self.bias),) * (1 + gated), self.dy, self.down
-            made = self.y, (self.pre, self.other) if gated else (self.pre,), self.at, tile
-        else:
-            make = products.linear_act_bwd
-            given = self.dy, self.down, self.y
-            made = self.y, self.pre, self.at, tile
+        given = self.x, ((self.up, self.bias),) * (1 + gated), self.dy, self.down
+        made = self.y, (self.pre, self.other) if gated else (self.pre,), self.at, tile
         ends = {act: (None, act), **self.dropped}
-        return {name: make(*given, *end, *made) for name, end in ends.items()}
+        return {name: products.mlp_bwd(*given, *end, *made) for name, end in ends.items()}
 
     def _loss(self, kernel: str, tile: Tile) -> dict[str, Launch]:
         """Return the loss of a head as wide as the MLP: plain, and with all options."""

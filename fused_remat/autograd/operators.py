@@ -305,8 +305,9 @@ def _backward(saved: list[Tensor], sizes: list[int], dy: Tensor, call: str) -> l
             result.append(dy.new_zeros(shapes[name], dtype=dtype))
         else:
             grad = grad.to(dtype).contiguous()
-            # Results of an operator share no memory; rows of a joint weight gradient do.
-            shared = grad.untyped_storage().nbytes() > grad.nbytes
+            # Results of an operator share no memory; rows of a joint weight gradient do, and dy.
+            storage = grad.untyped_storage()
+            shared = storage.nbytes() > grad.nbytes or storage._cdata == dy.untyped_storage()._cdata
             result.append(grad.clone() if shared else grad)
     return result
 

@@ -234,7 +234,8 @@ def _backward_chunks(
         group.update([(name, next(supply)) for name in plan.kept_group])
         if out_BSD is not None:
             group["output"] = _rows(out_BSD, seqs)
-        group.grads["output"] = (_rows(dy_BSD, seqs), False)
+        rows = _rows(dy_BSD, seqs)
+        group.grads["output"] = (rows, False)
         yield group, before
         if plan.tile_backward:
             yield from _backward_tiles(this, execution, group, supply)
@@ -243,8 +244,8 @@ def _backward_chunks(
             yield group, after
         for name, shape in execution.shapes.items():
             if name in execution.needs_grad:
-                _collect(name, shape, group, dy_BSD, grads)
-        del group
+                _collect(name, shape, group, dy_BSD, rows, grads)
+        del group, rows
 
 
 def _backward_tiles(
@@ -286,12 +287,20 @@ def _rows(x: Tensor, seqs: tuple[int, int]) -> Tensor:
 
 
 def _collect(
-    name: str, shape: tuple[int, ...], group: Chunk, dy: Tensor, grads: dict[str, Tensor]
+    name: str,
+    shape: tuple[int, ...],
+    group: Chunk,
+    dy: Tensor,
+    rows: Tensor,
+    grads: dict[str, Tensor],
 ) -> None:
-    """Put a group's gradient of an input into `grads`."""
+    """Put a group's gradient of an input into `grads`: dy itself where it is `rows`, all of dy's.
+
+    Autograd changes in place no gradient that anything else holds.
+    """
     grad, owned = group.grads.pop(name)
-    if owned and group.seqs == (0, shape[0]):  # there is one group
-        grads[name] = grad.view(shape)
+    if group.seqs == (0, shape[0]) and (owned or (grad is rows and 0 not in dy.stride())):
+        grads[name] = grad.view(shape) if owned else dy  # there is one group
         return
     if name not in grads:
         if len(shape) == 4:

@@ -209,6 +209,7 @@ def _prepare(
         lengths=lengths,
         dtypes=graph.dtypes(dtype),
         compute=graph.compute,
+        **_given_once(ops, graph, call.needs_grad),
         call=call,
         device=device,
         plan=plan,
@@ -218,6 +219,26 @@ def _prepare(
         fusions=fusions,
         delivers=_delivers(graph, plan, call.needs_grad, named, widths, chunks),
     )
+
+
+def _given_once(
+    ops: Operations, graph: Graph, needs_grad: frozenset[str]
+) -> dict[str, frozenset[str]]:
+    """Return `Layout.summed` and `Layout.loose`: empty for "eager", which gains nothing."""
+    readers: dict[str, list[Node]] = {}
+    for node in graph.nodes if ops.name != "eager" else ():
+        for name in node.inputs:
+            readers.setdefault(name, []).append(node)
+    once = [node for node in graph.nodes if len(readers.get(node.name, ())) == 1]
+    summed = [
+        n.name for n in once if isinstance(n, Linear) and not (n.mask or n.residual)
+        if not needs_grad.isdisjoint(n.biases)
+    ]  # fmt: skip
+    loose = [
+        n.name for n in once if isinstance(n, Rotary) and n.values
+        if isinstance(readers[n.name][0], Attention)
+    ]  # fmt: skip
+    return {"summed": frozenset(summed), "loose": frozenset(loose)}
 
 
 def _delivers(

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fused_remat.random import DropoutMask
+from fused_remat.steps.linear import bias_grad
 from fused_remat.steps.node import Input, Mask, Node
 from fused_remat.steps.operations import operation
 
@@ -110,7 +111,7 @@ def activation_fwd(act: str, gate: Tensor | None, up: Tensor, mask: DropoutMask 
     return y if mask is None else y.mul_(mask.tensor())
 
 
-@operation(key=lambda act, dy, *_: (act, dy.dtype, dy.device), description="pointwise, eager")
+@operation(key=lambda act, dy, *_, **__: (act, dy.dtype, dy.device), description="pointwise, eager")
 def activation_bwd(
     act: str,
     dy: Tensor,
@@ -119,11 +120,13 @@ def activation_bwd(
     mask: DropoutMask | None,
     owned: bool,
     needs_grad: tuple[bool, bool] = (True, True),
-) -> tuple[Tensor | None, Tensor | None]:
+    needs_sum: bool = False,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return the gradients of gate and up; one that `needs_grad` does not mark is None.
 
-    `up` is read only for the gradient of a gate, or where there is none; else it may be None. dy
-    may be overwritten if `owned`.
+    At last the sum of up's over tokens, as `bias_grad` does, if `needs_sum` and there is no gate,
+    else None. `up` is read only for the gradient of a gate, or where there is none; else it may be
+    None. dy may be overwritten if `owned`.
     """
     row = ACTIVATIONS[act]
     if mask is not None:
@@ -131,13 +134,14 @@ def activation_bwd(
         owned = True
     if gate is None:
         assert up is not None
-        return None, row.bwd(dy, up, dy if owned else None)
+        dx = row.bwd(dy, up, dy if owned else None)
+        return None, dx, bias_grad(dx) if needs_sum else None
     dup = row.fwd(gate).mul_(dy) if needs_grad[1] else None
     if not needs_grad[0]:
-        return None, dup
+        return None, dup, None
     assert up is not None
     dy = dy.mul_(up) if owned else dy * up
-    return row.bwd(dy, gate, dy), dup
+    return row.bwd(dy, gate, dy), dup, None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,8 +166,10 @@ class MLPActivation(Node):
         gate, mask = chunk[self.gate] if self.gate else None, chunk.mask(self.mask)
         up = chunk[self.up] if not self.gate or self.gate in needs_grad else None
         marks = self.gate in needs_grad, self.up in needs_grad
-        dgate, dup = chunk.ops[activation_bwd](self.act, dy, gate, up, mask, owned, marks)
+        needs_sum = self.up in chunk.owner.execution.summed
+        given = self.act, dy, gate, up, mask, owned, marks, needs_sum
+        dgate, dup, total = chunk.ops[activation_bwd](*given)
         if dgate is not None:
             chunk.add_grad(self.gate, dgate, owned=True)
         if dup is not None:
-            chunk.add_grad(self.up, dup, owned=True)
+            chunk.add_grad(self.up, dup, owned=True, total=total)

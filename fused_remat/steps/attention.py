@@ -22,6 +22,7 @@ from fused_remat.steps.attention_call import AttentionArgs, AttentionKey, Heads,
 from fused_remat.steps.node import Input, Node, Param, Shapes
 from fused_remat.steps.operations import operation
 from fused_remat.steps.residual import site_key
+from fused_remat.steps.rotary import RotaryTables, pack_heads
 
 if TYPE_CHECKING:
     from fused_remat.steps.chunk import Chunk
@@ -59,27 +60,32 @@ def attention_fwd(
 
 
 @operation(
-    key=lambda dattn, q, k, v, attn, lse, call, grads: attention_key(q, v, call),
+    key=lambda dattn, q, k, v, attn, lse, call, grads, own=False: attention_key(q, v, call),
     description=lambda key, *_: describe(key),
 )
 def attention_bwd(
     dattn: Tensor, q: Tensor, k: Tensor, v: Tensor, attn: Tensor, lse: Tensor, call: AttentionArgs,
-    grads: Heads | None,
-) -> None:  # fmt: skip
-    """Fill `grads`, shaped like q, k and v, unless None; add to call.dmask and call.dpadding."""
+    grads: Heads | None, own: bool = False,
+) -> Heads | None:  # fmt: skip
+    """Fill and return `grads`, shaped like q, k and v, unless None; add to the masks' gradients.
+
+    These are call.dmask and call.dpadding. `own`: gradients of the same shapes and dtypes may be
+    returned instead, of any strides, and `grads` be left as they are.
+    """
     do, o = as_heads(dattn, call), as_heads(attn, call)
     if unsupported_call_reason(q, v, call) is None:
         if grads is not None:
-            attention_aten.backward(do, q, k, v, o, lse, call, grads)
-        return
+            return attention_aten.backward(do, q, k, v, o, lse, call, grads, own)
+        return grads
     if call.cu_q is not None:
         _varlen_backward(dattn, q, k, v, attn, lse, call, grads)
-        return
+        return grads
     lse = lse.view(call.batch, call.spec.num_heads, call.q_len)
     for part, one in attention_blocked.sequences(call):
         mine = None if grads is None else (grads[0][part], grads[1][part], grads[2][part])
         heads = do[part], q[part], k[part], v[part], o[part]
         attention_blocked.backward(*heads, lse[part], one, mine)
+    return grads
 
 
 def _varlen_forward(q: Tensor, k: Tensor, v: Tensor, call: AttentionArgs, out: Tensor) -> Tensor:
@@ -220,10 +226,22 @@ class Attention(Node):
         grads = self._buffers(chunk) if not {*self.inputs}.isdisjoint(needs_grad) else None
         heads = None if grads is None else self._views(chunk, grads)
         attn, lse = chunk[self.name], chunk[self.stats[0]]
-        chunk.ops[attention_bwd](dy, q, k, v, attn, lse, call, heads)
+        own = len(self.counts) == 1 and chunk.ops.name != "eager" and chunk[self.q].dim() == 2
+        made = chunk.ops[attention_bwd](dy, q, k, v, attn, lse, call, heads, own)
+        total = None if made is heads else self._pack(chunk, made, grads)
         for name, grad in (grads or {}).items():
             if name in needs_grad:
-                chunk.add_grad(name, grad, owned=True)
+                chunk.add_grad(name, grad, True, total)
+
+    def _pack(self, chunk: Chunk, heads: Heads | None, grads: Any) -> Tensor | None:
+        """Put heads side by side into the one gradient, or leave that to the step that is next."""
+        assert heads is not None
+        layout = chunk.owner.execution
+        if self.q in layout.loose:
+            chunk.heads[self.q] = heads
+            return None
+        call = RotaryTables(self.spec, None, None, None, None, 0, heads[0].shape[2])
+        return chunk.ops[pack_heads](heads, call, grads[self.q], self.q in layout.summed)
 
     def _views(self, chunk: Chunk, tensors: Mapping[str, Tensor]) -> Heads:
         """Return q (B, H, S, E), k and v (B, Hkv, S, E) as views of `tensors`, by inputs' names."""

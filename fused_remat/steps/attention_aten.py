@@ -256,9 +256,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: AttentionArgs) -> tuple[Tenso
 
 def backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, call: AttentionArgs,
-    grads: Heads,
-) -> None:  # fmt: skip
-    """Fill `grads`: dq, dk, dv."""
+    grads: Heads, own: bool = False,
+) -> Heads:  # fmt: skip
+    """Return dq, dk and dv: `grads`, or PyTorch's own tensors if `own` and of the same dtype."""
     if widens(q):
         do, q, k, v, o = do.float(), q.float(), k.float(), v.float(), o.float()
     do, q, k, v, o = [x if x.stride(-1) == 1 else x.contiguous() for x in (do, q, k, v, o)]
@@ -266,9 +266,12 @@ def backward(
     mask = call.merged_mask(q.dtype)
     at = _choose(q, k, v, mask, call)
     if at.name:
-        for grad, one in zip(grads, run_backward(at, do, q, k, v, o, lse, call), strict=True):
+        q, k, v = run_backward(at, do, q, k, v, o, lse, call)
+        if own and q.dtype is grads[0].dtype:
+            return q, k, v
+        for grad, one in zip(grads, (q, k, v), strict=True):
             grad.copy_(one)
-        return
+        return grads
     sums: list[Tensor] = []
     per_head = [_members(t, call) for t in (do, q, o, lse, grads[0], mask)]
     for do_one, q_one, o_one, lse_one, dq_one, mask_one in zip(*per_head, strict=True):
@@ -278,6 +281,7 @@ def backward(
         sums = rest if not sums else [a.add_(b) for a, b in zip(sums, rest, strict=True)]
     grads[1].copy_(sums[0])
     grads[2].copy_(sums[1])
+    return grads
 
 
 def _choose(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: AttentionArgs) -> Kernel:

@@ -79,6 +79,11 @@ class Layout:
     dtypes: Mapping[str, torch.dtype]  # of every input, activation and statistic
     # under autocast, the dtype outside the residual stream; None for the input's
     compute: torch.dtype | None
+    # activations of linear layers whose gradient's columns are summed for a bias, and of rotations
+    # whose gradient attention may leave as heads: those to which one step gives a gradient; of
+    # backends with a faster `pack_heads` or sums
+    summed: frozenset[str]
+    loose: frozenset[str]
 
 
 class Pass:
@@ -126,7 +131,8 @@ class Chunk(dict[str, Tensor]):
     """
 
     __slots__ = (
-        "freeing", "grads", "lo", "ops", "owner", "param", "parent", "rows", "seqs", "token0",
+        "freeing", "grads", "heads", "lo", "ops", "owner", "param", "parent", "rows", "seqs",
+        "sums", "token0",
     )  # fmt: skip
 
     #: put(name, value): a rebuild computes kept statistics again. The bits are equal; the kept
@@ -143,6 +149,9 @@ class Chunk(dict[str, Tensor]):
         self.param = owner.tensors.get  # a tensor of the block that is no activation, or None
         #: Gradients of activations, and whether each may be overwritten.
         self.grads: dict[str, tuple[Tensor, bool]] = {}
+        #: Of complete gradients: sums of their columns, and heads not packed into them yet.
+        self.sums: dict[str, Tensor] = {}
+        self.heads: dict[str, Any] = {}
         self.freeing: tuple[str, ...] = ()  # names that no step after the present one reads
 
     def __missing__(self, name: str) -> Tensor:
@@ -184,8 +193,13 @@ class Chunk(dict[str, Tensor]):
         """Return the dtype of an activation, which need not exist."""
         return self.owner.execution.dtypes[name]
 
-    def add_grad(self, name: str, grad: Tensor, owned: bool) -> None:
-        """Add to the gradient of an activation. `owned`: `grad` may be overwritten later."""
+    def add_grad(self, name: str, grad: Tensor, owned: bool, total: Tensor | None = None) -> None:
+        """Add to the gradient of an activation. `owned`: `grad` may be overwritten later.
+
+        `total`: the sum of its columns, of names in `Layout.summed`.
+        """
+        if total is not None:
+            self.sums[name] = total
         have = self.grads.get(name)
         if have is None:
             self.grads[name] = (grad, owned)

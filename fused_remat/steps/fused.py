@@ -21,13 +21,14 @@ from fused_remat.steps.linear import (
     Linear,
     add_weight_grad,
     bias_grad,
+    dropped,
     linear_dx,
     linear_fwd,
 )
 from fused_remat.steps.node import Node
 from fused_remat.steps.norm import Norm, norm_fwd
 from fused_remat.steps.operations import operation
-from fused_remat.steps.residual import dropout, residual_add
+from fused_remat.steps.residual import residual_add
 
 if TYPE_CHECKING:
     from fused_remat.steps.chunk import Chunk
@@ -62,16 +63,19 @@ def mlp_bwd(
     down: Tensor | None,
     mask: DropoutMask | None,
     needs_act: bool,
-) -> tuple[Tensor | None, Tensor | None, Tensor]:
+    needs_sum: bool = False,
+) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]:
     """Return y of `mlp_up_fwd` if `needs_act`, and the gradients of gate(x) and of up(x).
 
-    dy (T, D) is the gradient of the MLP's last layer, whose weight is `down`.
+    At last the sum of up(x)'s over tokens, as in `activation_bwd`. dy (T, D) is the gradient of the
+    MLP's last layer, whose weight is `down`.
     """
     g, u = None if gate is None else linear_fwd(x, *gate), linear_fwd(x, *up)
     y = activation_fwd(act, g, u, mask) if needs_act else None
-    dgate, dup = activation_bwd(act, linear_dx(dy, down), g, u, mask, owned=True)
+    grads = activation_bwd(act, linear_dx(dy, down), g, u, mask, True, needs_sum=needs_sum)
+    dgate, dup, total = grads
     assert dup is not None
-    return y, dgate, dup
+    return y, dgate, dup, total
 
 
 @operation(
@@ -174,19 +178,20 @@ class MlpBackward(Node):
 
     def backward(self, chunk: Chunk, dy: Tensor, owned: bool, needs_grad: Collection[str]) -> None:
         out, x = self.out, self.ups[0].operand(chunk)
-        mask, dtype = chunk.mask(out.mask), out.compute or dy.dtype
-        dz = dy.to(dtype) if mask is None else chunk.ops[dropout](dy, mask, dtype)
+        dz = dropped(chunk, dy, out, needs_grad)
         *gates, up = [layer.affine(chunk) for layer in self.ups]
-        act, *dups = chunk.ops[mlp_bwd](
+        act, *dups, total = chunk.ops[mlp_bwd](
             self.act.act, dz, x, gates[0] if gates else None, up, chunk.param(out.weight),
             chunk.mask(self.act.mask), out.weight in needs_grad,
+            self.act.up in chunk.owner.execution.summed,
         )  # fmt: skip
         for layer, dup in zip(self.ups, dups if gates else dups[1:], strict=True):
             assert dup is not None
-            chunk.add_grad(layer.name, dup, owned=True)
+            chunk.add_grad(layer.name, dup, True, total if layer is self.ups[-1] else None)
         if act is not None:
             add_weight_grad(chunk, out.weight, dz, act)
         if out.bias in needs_grad:
-            chunk.add_param_grad(out.bias, chunk.ops[bias_grad](dz))
+            total = chunk.sums.pop(out.name, None)
+            chunk.add_param_grad(out.bias, chunk.ops[bias_grad](dz) if total is None else total)
         if out.residual in needs_grad:
             chunk.add_grad(out.residual, dy, owned)

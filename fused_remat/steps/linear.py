@@ -8,7 +8,7 @@ a chunk and one weight, and live for one product.
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,6 +128,26 @@ def linear_dw(
 def bias_grad(dy: Tensor) -> Tensor:
     """Return the sum of dy over tokens, in float32 (float64 for float64)."""
     return dy.sum(0, dtype=torch.float32) if dy.dtype in LOW else dy.sum(0)
+
+
+@operation(key=lambda x, *_: (x.dtype, x.device), description="pointwise, and ATen's sum")
+def dropout_sum(
+    x: Tensor, mask: DropoutMask, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return `dropout` of x, and the `bias_grad` of that."""
+    y = dropout(x, mask, dtype)
+    return y, bias_grad(y)
+
+
+def dropped(chunk: Chunk, dy: Tensor, layer: Linear, needs_grad: Collection[str]) -> Tensor:
+    """Return dy through the layer's dropout, in the product's dtype; note its sum if needed."""
+    mask, dtype = chunk.mask(layer.mask), layer.compute or dy.dtype
+    if mask is None:
+        return dy.to(dtype)
+    if chunk.ops.name == "eager" or layer.bias not in needs_grad:
+        return chunk.ops[dropout](dy, mask, dtype)
+    dz, chunk.sums[layer.name] = chunk.ops[dropout_sum](dy, mask, dtype)
+    return dz
 
 
 def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
@@ -307,6 +327,19 @@ class Linear(Node):
             update.add_to(y, chunk, self)
         chunk.put(self.name, y)
 
+    def _add_bias_grads(
+        self, chunk: Chunk, layers: Sequence[tuple[str, str, Tensor]], needs_grad: Collection[str]
+    ) -> None:
+        total = chunk.sums.pop(self.name, None)  # where another step has it
+        totals = [total]
+        if total is not None and self.sizes:  # each with a version counter of its own
+            totals = [part.data for part in total.split(self.sizes)]
+        for i, (_, bias, dz) in enumerate(layers):
+            if bias in needs_grad:
+                given = totals[i] if total is not None else None
+                grad = chunk.ops[bias_grad](dz) if given is None else given
+                chunk.add_param_grad(bias, grad, self.part)
+
     def _layers(self, y: Tensor) -> list[tuple[str, str, Tensor]]:
         return [*zip(self.weights, self.biases, y.split(self.sizes, 1), strict=True)]
 
@@ -315,12 +348,9 @@ class Linear(Node):
         for update in self.updates:
             dlows.append(update.backward_b(chunk, self, dy, needs_grad))
         if self.x in needs_grad or not self._affine.isdisjoint(needs_grad):
-            mask, dz = chunk.mask(self.mask) if self.mask else None, dy
-            if mask is not None:
-                dz = chunk.ops[dropout](dy, mask, self.compute)
-            elif self.compute is not None:
-                dz = dy.to(self.compute)
+            dz = dropped(chunk, dy, self, needs_grad) if self.mask or self.compute else dy
             layers = self._layers(dz) if self.sizes else ((self.weight, self.bias, dz),)
+            part = dz
             wanted = self._weights.intersection(needs_grad)
             if wanted:
                 x = chunk[self.x] if self.updates else chunk.last(self.x)
@@ -332,9 +362,7 @@ class Linear(Node):
                         if weight in wanted:
                             add_weight_grad(chunk, weight, part, x, self.part)
                 del x
-            for _, bias, part in layers:
-                if bias in needs_grad:
-                    chunk.add_param_grad(bias, chunk.ops[bias_grad](part), self.part)
+            self._add_bias_grads(chunk, layers, needs_grad)
             if self.x in needs_grad:
                 dx = chunk.sum_of_grads(self.x, dz.dtype)
                 for weight, _, part in layers:

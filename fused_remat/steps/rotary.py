@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from fused_remat.spec import AttentionSpec
+from fused_remat.steps.attention_call import Heads
+from fused_remat.steps.linear import bias_grad
 from fused_remat.steps.node import Input, Node, Param
 from fused_remat.steps.norm import shifted
 from fused_remat.steps.operations import operation
@@ -93,19 +95,26 @@ def _forward(x: Tensor, call: RotaryTables, out: Tensor | None, back: bool = Fal
 
 @operation(key=lambda dy, x, call, *_: _key(dy, call), description="pointwise, eager")
 def rotary_bwd(
-    dy: Tensor, x: Tensor | None, call: RotaryTables, needs_grad: tuple[bool, ...], owned: bool
+    dy: Tensor,
+    x: Tensor | None,
+    call: RotaryTables,
+    needs_grad: tuple[bool, ...],
+    owned: bool,
+    heads: Heads | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return dx and the gradients of both weights; one that `needs_grad` does not mark is None.
 
     With n = x * rstd, g = dy rotated back and w the weight: dw = sum(g * n) over tokens and heads,
     dx = rstd * (g * w - n * mean(g * w * n)). x is read only if there are norms. dy may be
-    overwritten if `owned`.
+    overwritten if `owned`. With `heads`, as in `pack_heads`, there are norms, and dy holds nothing.
     """
+    if heads is not None:
+        _copy(heads, dy)
     if call.q_weight is None:
         return _forward(dy, call, dy if owned else None, back=True), None, None
     assert x is not None
-    (dheads, dvalues), (heads, _) = _split(dy, call), _split(x, call)
-    normed, rstd = _normed(heads, call)
+    (dheads, dvalues), (rows, _) = _split(dy, call), _split(x, call)
+    normed, rstd = _normed(rows, call)
     g = dheads.to(normed.dtype, copy=True)
     _rotate(dheads, call, True, g)
     product = g * normed
@@ -123,6 +132,31 @@ def rotary_bwd(
     if dx is not dy:
         copied.copy_(dvalues)
     return dx, dq_weight, dk_weight
+
+
+@operation(
+    key=lambda heads, call, out, needs_sum: (
+        out.dtype, out.device, heads[0].shape[3], out.shape[0] + call.seq_len < 2**31
+    ),
+    description="copies, then pointwise, eager",
+)  # fmt: skip
+def pack_heads(heads: Heads, call: RotaryTables, out: Tensor, needs_sum: bool) -> Tensor | None:
+    """Fill out (T, (H + 2·Hkv)·E) with gradients of heads, those of queries and keys rotated back.
+
+    The heads are (B, H, S, E) of any strides, T = B·S; the tables have no norms, and value heads.
+    Returns the sum of `out` over tokens as `bias_grad` does if `needs_sum`, else None.
+    """
+    _copy(heads, out)
+    if call.rotated:
+        _forward(out, call, out, back=True)
+    return bias_grad(out) if needs_sum else None
+
+
+def _copy(heads: Heads, out: Tensor) -> None:
+    batch, _, tokens, width = heads[0].shape
+    views = out.view(batch, tokens, -1, width).transpose(1, 2)
+    for target, x in zip(views.split([x.shape[1] for x in heads], 1), heads, strict=True):
+        target.copy_(x)
 
 
 def _split(x: Tensor, call: RotaryTables) -> tuple[Tensor, Tensor]:
@@ -232,9 +266,16 @@ class Rotary(Node):
         chunk.put(self.name, chunk.ops[rotary_fwd](x, self.call(chunk), out))
 
     def backward(self, chunk: Chunk, dy: Tensor, owned: bool, needs_grad: Collection[str]) -> None:
+        heads = chunk.heads.pop(self.name, None)
+        if heads is not None and not self.q_weight:
+            call, needs_sum = self.call(chunk), self.x in chunk.owner.execution.summed
+            total = chunk.ops[pack_heads](heads, call, dy, needs_sum)
+            chunk.add_grad(self.x, dy, owned=True, total=total)
+            return
         x = chunk[self.x] if self.q_weight else None
         marks = (self.x in needs_grad, self.q_weight in needs_grad, self.k_weight in needs_grad)
-        dx, *dweights = chunk.ops[rotary_bwd](dy, x, self.call(chunk), marks, owned)
+        given = dy, x, self.call(chunk), marks, owned
+        dx, *dweights = chunk.ops[rotary_bwd](*given, *(() if heads is None else (heads,)))
         if dx is not None:
             chunk.add_grad(self.x, dx, owned=True)
         for name, dweight in zip((self.q_weight, self.k_weight), dweights, strict=True):

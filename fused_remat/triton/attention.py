@@ -79,8 +79,9 @@ def attention_fwd_triton(q, k, v, call, out=None):
 
 
 @faster(attention.attention_bwd, "triton", _describe, _unsupported_bwd_reason)
-def attention_bwd_triton(dattn, q, k, v, attn, lse, call, grads):
+def attention_bwd_triton(dattn, q, k, v, attn, lse, call, grads, own=False):
     run(backward, dattn, q, k, v, attn, lse, call, grads, launch.TARGET)
+    return grads
 
 
 def forward(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from fused_remat.spec import NormSpec
 from fused_remat.steps import norm
 from fused_remat.steps.norm import NORMS, shifted
 from fused_remat.steps.operations import faster
-from fused_remat.triton import launch
+from fused_remat.triton import launch, tables
 from fused_remat.triton.launch import Launch, Target, cdiv, dropout_of, matrix, operand, run, vector
 
 #: The widest row, in elements.
@@ -122,27 +123,28 @@ def norm_bwd(
                 norms.norm_params_bwd_kernel, (columns,), programs, x, read, dweight, dbias, blocks
             )
         return launches
-    blocks, warps = _tiles(width, most=16)
-    inputs, programs = (*matrices, *vectors), (4 if width <= 2048 else 2) * target.sms
-    blocks = kind | blocks
+    threads = tables.NORM_BWD_THREADS.get(tables.family(target), 128)
+    tiles, warps = _tiles(width, most=16, threads=threads)
+    per_sm = 4 if math.prod(tiles.values()) <= 2048 else 2
+    inputs, programs, blocks = (*matrices, *vectors), per_sm * target.sms, kind | tiles
     return _with_sums(norms.norm_bwd_kernel, (), programs, x, inputs, dweight, dbias, blocks, warps)
 
 
-def _tiles(width: int, most: int) -> tuple[dict[str, int], int]:
+def _tiles(width: int, most: int, threads: int = 128) -> tuple[dict[str, int], int]:
     """Return the tiles of rows that are held in registers, and the warps of a program.
 
     Three or five tiles instead of four or eight where these are enough, so that few lanes are idle:
-    640 are for 576 columns, 1536 for 1536. A thread holds at most so many elements of a matrix,
-    unless a row is too wide; backward also holds sums.
+    640 are for 576 columns, 1536 for 1536. A thread, of at least so many, holds at most so many
+    elements of a matrix, unless a row is too wide; backward also holds sums.
     """
     lanes, blocks, parts = launch.power_of_2(width), 1, 1
     if lanes >= 512 and 4 * width <= 3 * lanes:
         blocks, parts = (5, 8) if 8 * width <= 5 * lanes else (3, 4)
     block_n = lanes // parts
     row = blocks * block_n
-    rows = max(1, most * 128 // row)
+    rows = max(1, most * threads // row)
     block_m = launch.power_of_2(rows + 1) // 2
-    warps = min(16, max(4, launch.power_of_2(cdiv(row, most * 32))))
+    warps = min(16, max(threads // 32, launch.power_of_2(cdiv(row, most * 32))))
     return {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCKS": blocks}, warps
 
 

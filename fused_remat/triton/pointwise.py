@@ -14,10 +14,12 @@ from fused_remat.kernels.dropout import site_keys_fwd_kernel
 from fused_remat.kernels.pointwise import Matrix
 from fused_remat.random import NUM_SITES, DropoutMask
 from fused_remat.steps.activation import activation_bwd, activation_fwd
+from fused_remat.steps.linear import dropout_sum
 from fused_remat.steps.operations import faster
 from fused_remat.steps.residual import dropout, residual_add
 from fused_remat.steps.residual import site_keys as site_keys_of_seed
-from fused_remat.triton.launch import Launch, cdiv, dropout_of, matrix, operand, run
+from fused_remat.triton.launch import Launch, cdiv, dropout_of, matrix, operand, run, scratch
+from fused_remat.triton.norm import column_sum
 
 #: Activation -> its forward and backward for a tile. A new activation is a new row.
 PAIRS: dict[str, tuple[Any, Any]] = {
@@ -29,6 +31,8 @@ PAIRS: dict[str, tuple[Any, Any]] = {
     "tanh": (activations.tanh_fwd, activations.tanh_bwd),
 }
 _TILE = 4096  # elements of a program
+# Where columns are summed, a program's tile, and its rows: then the sums are 2% of its bytes.
+_SUM_TILE, _SUM_ROWS = {"BLOCK_M": 16, "BLOCK_N": 128}, 128
 
 
 def unsupported_activation_reason(key: tuple[Any, ...]) -> str | None:
@@ -47,17 +51,21 @@ def activation_fwd_triton(act, gate, up, mask):
 
 
 @faster(activation_bwd, "triton", "pointwise kernel", unsupported_activation_reason)
-def activation_bwd_triton(act, dy, gate, up, mask, owned, needs_grad=(True, True)):
+def activation_bwd_triton(act, dy, gate, up, mask, owned, needs_grad=(True, True), needs_sum=False):
     first = dy if owned and dy.is_contiguous() else None
     if gate is None:
         dx = torch.empty(up.shape, dtype=up.dtype, device=up.device) if first is None else first
-        run(act_bwd, dy, up, act, mask, dx)
-        return None, dx
+        if not needs_sum:
+            run(act_bwd, dy, up, act, mask, dx)
+            return None, dx, None
+        total = torch.empty(dx.shape[1], device=dx.device)
+        run(act_sum_bwd, dy, up, act, mask, dx, total)
+        return None, dx, total
     dup = gate.new_empty(gate.shape) if needs_grad[1] else None
     dgate = (gate.new_empty(gate.shape) if first is None else first) if needs_grad[0] else None
     if dgate is not None or dup is not None:
         run(gated_bwd, dy, gate, up, act, mask, dgate, dup)
-    return dgate, dup
+    return dgate, dup, None
 
 
 @faster(residual_add, "triton", "pointwise kernel")
@@ -72,6 +80,14 @@ def dropout_triton(x, mask, dtype=None):
     y = torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
     run(dropout_add_fwd, x, None, mask, y)
     return y
+
+
+@faster(dropout_sum, "triton", "pointwise kernel")
+def dropout_sum_triton(x, mask, dtype=None):
+    y = torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
+    total = torch.empty(y.shape[1], device=y.device)
+    run(act_sum_bwd, x, None, None, mask, y, total)
+    return y, total
 
 
 @faster(site_keys_of_seed, "triton", "pointwise kernel")
@@ -105,6 +121,27 @@ def act_bwd(
     """Compute dx = mask * dy * act'(x); y = mask * act(x) if requested."""
     matrices = operand(dy), operand(x), matrix(dx), matrix(y)
     return _over(dx, kernels.act_bwd_kernel, mask, *matrices, ACT=PAIRS[act][1])
+
+
+def act_sum_bwd(
+    dy: Tensor,
+    x: Tensor | None,
+    act: str | None,
+    mask: DropoutMask | None,
+    dx: Tensor,
+    total: Tensor,
+    y: Tensor | None = None,
+) -> list[Launch]:
+    """Compute what `act_bwd` does, or dx = mask * dy; and the sum of dx over rows, float32."""
+    rows, width = dx.shape
+    parts = scratch(total, (cdiv(rows, _SUM_ROWS), width))
+    matrices = operand(dy), operand(x), matrix(dx), matrix(y)
+    constants = {"ACT": None if act is None else PAIRS[act][1], "ROWS": _SUM_ROWS, **_SUM_TILE}
+    grid = (len(parts) * cdiv(width, _SUM_TILE["BLOCK_N"]),)
+    args = (*matrices, parts, *dropout_of(mask), rows, width)
+    kernel = kernels.act_sum_bwd_kernel
+    first = Launch(kernel, grid, args, constants, num_warps=4, device=dx.device)
+    return [first, column_sum(parts, total)]
 
 
 def gated_fwd(gate: Tensor, up: Tensor, act: str, mask: DropoutMask | None, y: Tensor) -> Launch:

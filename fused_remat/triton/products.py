@@ -16,12 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fused_remat.kernels.linear import Tile as KernelTile
 from fused_remat.kernels.linear import linear_fwd_kernel
-from fused_remat.kernels.mlp import (
-    gated_mlp_bwd_kernel,
-    gated_mlp_fwd_kernel,
-    linear_act_bwd_kernel,
-    mlp_bwd_kernel,
-)
+from fused_remat.kernels.mlp import gated_mlp_bwd_kernel, gated_mlp_fwd_kernel, mlp_bwd_kernel
 from fused_remat.random import DropoutMask
 from fused_remat.steps import fused, linear
 from fused_remat.steps.linear import Affine
@@ -86,19 +81,25 @@ def _unsupported_mlp_reason(key: tuple[Any, ...]) -> str | None:
 
 
 def _describe_mlp_up(key: tuple[Any, ...], *_: Any) -> str:
-    description = "one kernel: product and activation"
-    if family(target_of(key[2])) not in tables.MLP_IN_KERNELS:
-        description += "; where a product is kept, ATen's addmm and a pointwise kernel"
-    return description
+    description, of = "one kernel: product and activation", family(target_of(key[2]))
+    if of in tables.MLP_IN_KERNELS:
+        return description
+    split = "ATen's addmm and a pointwise kernel"
+    if of in tables.MLP_UP_IN_KERNEL:
+        widest = tables.MLP_UP_IN_KERNEL[of][1]
+        return f"{split}; with a gate and up to {widest} columns, {description} if none is kept"
+    return f"{description}; where a product is kept, {split}"
 
 
 @faster(fused.mlp_up_fwd, "triton", _describe_mlp_up, _unsupported_mlp_reason)
 def mlp_up_fwd_triton(act, x, gate, up, mask, kept):
-    y, target = x.new_empty((x.shape[0], up[0].shape[0])), target_of(x.device)
-    if any(kept) and family(target) not in tables.MLP_IN_KERNELS:
+    target = target_of(x.device)
+    if not tables.mlp_up_in_kernel(target, x.shape[1], gate is not None, any(kept)):
         pres = tuple([F.linear(x, *affine) for affine in (gate, up) if affine is not None])
+        y = torch.empty_like(pres[-1]) if kept[-1] else pres[-1]
         run(pointwise.act_fwd if gate is None else pointwise.gated_fwd, *pres, act, mask, y)
         return y, tuple([pre if keep else None for pre, keep in zip(pres, kept, strict=True)])
+    y = x.new_empty((x.shape[0], up[0].shape[0]))
     products = tuple([torch.empty_like(y) if keep else None for keep in kept])
     if gate is None:
         run(linear_fwd, x, *up, mask, act, products[0], y, target)
@@ -108,36 +109,34 @@ def mlp_up_fwd_triton(act, x, gate, up, mask, kept):
 
 
 def _describe_mlp_bwd(key: tuple[Any, ...], *_: Any) -> str:
-    of = family(target_of(key[2]))
-    if of in tables.MLP_IN_KERNELS:
+    if family(target_of(key[2])) in tables.MLP_IN_KERNELS:
         return "one kernel: both products of a tile; what is rebuilt is not written"
-    widest = tables.ACT_BWD_IN_END.get(of, 0)
-    end = f"; up to {widest} columns and without a gate, one kernel for the last two"
-    return "ATen's addmm rebuilds; then ATen's mm and a pointwise kernel" + end * (widest > 0)
+    return "ATen's addmm rebuilds; then ATen's mm and a pointwise kernel"
 
 
 @faster(fused.mlp_bwd, "triton", _describe_mlp_bwd, _unsupported_mlp_reason)
-def mlp_bwd_triton(act, dy, x, gate, up, down, mask, needs_act):
+def mlp_bwd_triton(act, dy, x, gate, up, down, mask, needs_act, needs_sum=False):
     target = target_of(x.device)
     if family(target) in tables.MLP_IN_KERNELS:
         ups = (up,) if gate is None else (gate, up)
         dups = tuple([x.new_empty((x.shape[0], up[0].shape[0])) for _ in ups])
         y = torch.empty_like(dups[0]) if needs_act else None
         run(mlp_bwd, x, ups, dy, down, mask, act, y, dups, target)
-        return y, None if gate is None else dups[0], dups[-1]
+        total = linear.bias_grad(dups[-1]) if needs_sum and gate is None else None
+        return y, None if gate is None else dups[0], dups[-1], total
     # Results take the place of what they are computed from.
     pre, dgate = F.linear(x, *up), None if gate is None else F.linear(x, *gate)
     y = pre if needs_act else None
-    if gate is None and dy.shape[1] <= tables.ACT_BWD_IN_END.get(family(target), 0):
-        dup = torch.empty_like(pre) if needs_act else pre
-        run(linear_act_bwd, dy, down, pre, mask, act, y, dup, target)
-        return y, None, dup
     dup = torch.mm(dy, down)
+    if gate is None and needs_sum:
+        total = torch.empty(dup.shape[1], device=dup.device)
+        run(pointwise.act_sum_bwd, dup, pre, act, mask, dup, total, y)
+        return y, None, dup, total
     if gate is None:
         run(pointwise.act_bwd, dup, pre, act, mask, dup, y)
-    else:
-        run(pointwise.gated_bwd, dup, dgate, pre, act, mask, dgate, dup, y)
-    return y, dgate, dup
+        return y, None, dup, None
+    run(pointwise.gated_bwd, dup, dgate, pre, act, mask, dgate, dup, y)
+    return y, dgate, dup, None
 
 
 def _unsupported_norm_reason(key: tuple[Any, ...]) -> str | None:
@@ -209,26 +208,6 @@ def gated_mlp_fwd(
         [(x, "mk"), (gate_weight, "nk"), (weight, "nk")], [vector(gate_bias), vector(bias)],
         [*pres, y], (*dropout_of(mask), y.shape[0], f, k), y.shape, (k,), absent=None,
         ACT=PAIRS[act][0],
-    )  # fmt: skip
-
-
-def linear_act_bwd(
-    dy: Tensor,
-    out_weight: Tensor,
-    up: Tensor,
-    mask: DropoutMask | None,
-    act: str,
-    y: Tensor | None,
-    dup: Tensor,
-    target: Target,
-    tile: Tile | None = None,
-) -> Launch:
-    """Return the results of `mlp_bwd`, given up; y or dup may be up."""
-    d, f = out_weight.shape
-    return launch_over(
-        linear_act_bwd_kernel, target, tile or "linear_act_bwd",
-        [(dy, "mk"), (out_weight, "kn")], [], [up, y, dup],
-        (*dropout_of(mask), dup.shape[0], f, d), dup.shape, (d,), ACT=PAIRS[act][1],
     )  # fmt: skip
 
 

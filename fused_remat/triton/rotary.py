@@ -7,7 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_remat.kernels.rotary import Angles, Pairs, rotary_fwd_kernel, rotary_norm_bwd_kernel
+from fused_remat.kernels.rotary import (
+    Angles,
+    Heads,
+    Pairs,
+    rotary_fwd_kernel,
+    rotary_norm_bwd_kernel,
+    rotary_pack_bwd_kernel,
+)
 from fused_remat.steps import rotary
 from fused_remat.steps.operations import faster
 from fused_remat.steps.rotary import RotaryTables
@@ -22,6 +29,9 @@ MAX_HEAD = 1 << 11
 # Blackwell, 2048 need too many registers. A program of backward also holds sums.
 _FWD_PAIRS = {"blackwell": 1024}
 _FWD_PAIRS_ELSEWHERE, _BWD_PAIRS = 2048, 1024
+# Tokens whose sums a program of `rotary_pack_bwd_kernel` adds: then the sums are 3% of its bytes,
+# and there are programs enough.
+_SUMMED = 64
 
 
 def _unsupported_reason(key: tuple[Any, ...]) -> str | None:
@@ -39,21 +49,28 @@ def rotary_fwd_triton(x, call, out=None):
 
 
 @faster(rotary.rotary_bwd, "triton", "kernel rotary_norm_bwd", _unsupported_reason)
-def rotary_bwd_triton(dy, x, call, needs_grad, owned):
+def rotary_bwd_triton(dy, x, call, needs_grad, owned, heads=None):
     dx = None
     if needs_grad[0]:
         in_place = owned and dy.is_contiguous()
         dx = dy if in_place else torch.empty(dy.shape, dtype=dy.dtype, device=dy.device)
     if x is None:
-        assert dx is not None
+        assert dx is not None and heads is None
         run(rotary_fwd, dy, call, dx, launch.TARGET, True)
         return dx, None, None
     dq_weight, dk_weight = (
         torch.empty(weight.shape, dtype=torch.float32, device=dy.device) if wanted else None
         for weight, wanted in zip((call.q_weight, call.k_weight), needs_grad[1:], strict=True)
     )
-    run(rotary_norm_bwd, dy, x, call, dx, dq_weight, dk_weight, launch.TARGET)
+    run(rotary_norm_bwd, dy, x, call, dx, dq_weight, dk_weight, launch.TARGET, heads)
     return dx, dq_weight, dk_weight
+
+
+@faster(rotary.pack_heads, "triton", "kernel rotary_pack_bwd", _unsupported_reason)
+def pack_heads_triton(heads, call, out, needs_sum):
+    sums = torch.empty(out.shape[1], device=out.device) if needs_sum else None
+    run(pack_heads, heads, call, out, sums)
+    return sums
 
 
 def rotary_fwd(
@@ -79,6 +96,28 @@ def rotary_fwd(
     return Launch(rotary_fwd_kernel, grid, args, constants, device=y.device)
 
 
+def pack_heads(
+    heads: tuple[Tensor, Tensor, Tensor], call: RotaryTables, dx: Tensor, sums: Tensor | None
+) -> list[Launch]:
+    """Return the launches of dx, and of its columns' sums (float32) unless None."""
+    tokens, (*_, seq_len, width) = dx.shape[0], heads[0].shape
+    blocks = _blocks(call, width, cdiv(width, 2), _BWD_PAIRS)
+    _, groups = _groups(call, blocks["BLOCK_H"], values=True)
+    rows = max(_SUMMED, blocks["BLOCK_M"]) if sums is not None else blocks["BLOCK_M"]
+    programs = cdiv(tokens, rows)
+    parts = None if sums is None else launch.scratch(sums, (programs, dx.shape[1]))
+    args = (
+        _heads(heads), _angles(call), matrix(dx), parts,
+        call.token0 % max(call.seq_len, 1), seq_len, tokens, call.spec.num_heads,
+        call.spec.num_kv_heads, groups,
+    )  # fmt: skip
+    grid, constants = (programs * groups,), {"ROWS": rows, **blocks}
+    launches = [Launch(rotary_pack_bwd_kernel, grid, args, constants, device=dx.device)]
+    if sums is not None and parts is not None:
+        launches.append(column_sum(parts, sums))
+    return launches
+
+
 def rotary_norm_bwd(
     dy: Tensor,
     x: Tensor,
@@ -87,9 +126,13 @@ def rotary_norm_bwd(
     dq_weight: Tensor | None,
     dk_weight: Tensor | None,
     target: Target,
+    heads: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> list[Launch]:
-    """Return the launches of dx, which may be dy, and the norm weights' gradients (float32)."""
-    values = call.values and dx is not None and dx is not dy
+    """Return the launches of dx, which may be dy, and the norm weights' gradients (float32).
+
+    `heads`: what dy should hold, of any strides.
+    """
+    values = call.values and dx is not None and (dx is not dy or heads is not None)
     tokens, width = x.shape[0], call.width(x)
     blocks = _blocks(call, width, cdiv(width, 2), _BWD_PAIRS)
     block_m = blocks["BLOCK_M"]
@@ -101,7 +144,8 @@ def rotary_norm_bwd(
     like = dq_weight if dq_weight is not None else dk_weight
     parts = None if like is None else launch.scratch(like, (summed * programs, width))
     args = (
-        operand(dy), operand(x), _angles(call), *map(vector, call.norm_weights()), matrix(dx),
+        None if heads else operand(dy), None if heads is None else _heads(heads), operand(x),
+        _angles(call), *map(vector, call.norm_weights()), matrix(dx),
         parts, call.token0 % max(call.seq_len, 1), call.seq_len, strip, tokens, call.spec.num_heads,
         call.spec.num_kv_heads, call.eps,
     )  # fmt: skip
@@ -112,6 +156,11 @@ def rotary_norm_bwd(
         sums = ((dq_weight, parts[:ends]), (dk_weight, parts[ends:]))
         launches += [column_sum(part, total) for total, part in sums if total is not None]
     return launches
+
+
+def _heads(heads: tuple[Tensor, Tensor, Tensor]) -> Heads:
+    found = tuple(map(launch.contiguous_rows, heads))
+    return Heads(*found, *(x.stride()[:3] for x in found))
 
 
 def _angles(call: RotaryTables) -> Angles:

@@ -2,8 +2,8 @@
 
 Nothing is tuned at run time: to tune, change an entry. Tiles are the largest that compile without
 spills (`python -m bench audit`), and what runs where follows from counted bytes and operations
-(`docs/kernels.md`). Of the hardware, one H100 has compared tiles of Hopper
-(`bench/results/2026-11-27-h100-9bb90cd`).
+(`docs/kernels.md`). Of the hardware, one H100 has compared tiles and routes of Hopper: a comment
+that begins with a result's name, such as 9bb90cd, quotes `bench/results/2026-11-27-h100-9bb90cd`.
 """
 
 from __future__ import annotations
@@ -52,12 +52,6 @@ _OTHERS = {
 #: where another route computes the same.
 TILES: dict[str, dict[str, tuple[Tile, ...]]] = {
     "linear": {
-        "hopper": (
-            Tile(128, 256, 64, 8, 3, parts=4),
-            Tile(128, 128, 64, 8, 4),
-            Tile(64, 128, 64, 4, 4),
-            Tile(64, 64, 64, 4, 4),
-        ),
         "blackwell": (
             Tile(128, 256, 64, 8, 3, parts=8),
             Tile(128, 128, 64, 8, 4),
@@ -73,29 +67,20 @@ TILES: dict[str, dict[str, tuple[Tile, ...]]] = {
         "hip": (Tile(64, 64, 32, 4, 2),),
         "interpreter": _INTERPRETED,
     },
-    "linear_act_bwd": {
-        "hopper": (
-            Tile(128, 128, 64, 4, 3, parts=8),  # two on a multiprocessor: one ends, one computes
-            Tile(64, 64, 64, 4, 4, parts=2),
-        ),
-        "interpreter": _INTERPRETED,
-    },
     "mlp_bwd": {
-        # Of Hopper to compare routes on hardware (`bench gpu`); no default takes it.
-        "hopper": (Tile(128, 128, 64, 8, 3, parts=8), Tile(64, 64, 64, 4, 4, parts=2)),
         "ampere": (Tile(128, 128, 32, 8, 4, parts=8), Tile(64, 64, 32, 4, 4, parts=2)),
         "small": (Tile(128, 64, 32, 8, 3, parts=2), Tile(64, 64, 32, 4, 3, parts=2)),
         "hip": (Tile(128, 128, 32, 8, 2, parts=4), Tile(64, 64, 32, 4, 2, parts=2)),
         "interpreter": _INTERPRETED,
     },
     "gated_mlp_bwd": {
-        "hopper": (Tile(128, 64, 64, 8, 4), Tile(64, 64, 64, 4, 3, parts=2)),
         "ampere": (Tile(128, 64, 32, 8, 3, parts=2), Tile(64, 64, 32, 4, 3, parts=4)),
         "small": (Tile(128, 64, 32, 8, 2, parts=2), Tile(64, 64, 32, 4, 2, parts=4)),
         "hip": (Tile(64, 64, 32, 4, 1),),
         "interpreter": _INTERPRETED,
     },
     "cross_entropy_fwd": {
+        # 9bb90cd, "tiles of cross_entropy_fwd": 460, 512 and 605 us, in this order.
         "hopper": (
             Tile(128, 256, 64, 8, 3, parts=8),
             Tile(128, 128, 64, 8, 4),
@@ -109,6 +94,7 @@ TILES: dict[str, dict[str, tuple[Tile, ...]]] = {
         **_OTHERS,
     },
     "cross_entropy_bwd": {
+        # 9bb90cd, "tiles of cross_entropy_bwd": 464, 537 and 561 us, in this order.
         "hopper": (
             Tile(128, 256, 64, 8, 3, parts=4),
             Tile(128, 128, 64, 8, 4),
@@ -141,17 +127,30 @@ def tile_for(kernel: str, target: Target, rows: int, columns: int) -> Tile:
 
 
 #: Families where an MLP's backward computes both products of a tile in one kernel, and its forward
-#: a product and the activation though the product is kept. Elsewhere ATen computes these products:
-#: tiles that leave room for two are too small for the speed of the tensor cores; and nothing runs
-#: during the end of such a forward, which writes as many bytes as the pass of an activation moves.
+#: a product and the activation though the product is kept. Elsewhere ATen computes these products,
+#: and one pass follows. 12c2171, "mlp_bwd gelu" at widths of 1024, 2048 and 4096: 293, 912 and
+#: 3286 us against 415, 1420 and 5417 in one kernel; "gated_mlp_bwd silu": 436, 1366 and 5232
+#: against 530, 1835 and 7581.
 MLP_IN_KERNELS = frozenset({"ampere", "small", "hip", "interpreter"})
-#: Family -> the widest dy whose product with the last weight ends in the activation's backward
-#: (`linear_act_bwd`), where no kernel computes both products and there is no gate. Two blocks then
-#: share a multiprocessor, one's end during the other's product. For 128 x 128 elements and K
-#: columns of dy this takes 16 K clocks, which the second-level cache bounds; ATen's product takes
-#: about 11 K, and its pass over memory 7000: an estimate, by which they are equal at about 1400
-#: columns; no cache was measured. There is none with a gate: two blocks would find no registers.
-ACT_BWD_IN_END = {"hopper": 1024, "interpreter": 1 << 30}
+#: Family -> the widest input, without and with a gate, of which one kernel computes an MLP's first
+#: products and the activation, where no product is kept; in other families of any width. 12c2171,
+#: "linear + gelu" at 1024, 2048 and 4096: 159, 492 and 1852 us against 154, 458 and 1765 of ATen
+#: and a pass; "gated_mlp_fwd silu": 256, 893 and 3450 against 272, 868 and 3454.
+MLP_UP_IN_KERNEL = {"hopper": (0, 1024)}
+
+
+def mlp_up_in_kernel(target: Target, width: int, gated: bool, kept: bool) -> bool:
+    """Return whether one kernel computes the first products, `width` deep, and the activation."""
+    of = family(target)
+    if kept or of in MLP_IN_KERNELS:
+        return of in MLP_IN_KERNELS
+    return of not in MLP_UP_IN_KERNEL or width <= MLP_UP_IN_KERNEL[of][gated]
+
+
+#: Family -> threads of a program in a norm's backward, of 16 elements each. 49b8b42, "norm_bwd
+#: layer_norm" of 2**26 elements on Hopper: rows of 4096 in tiles of 4096 elements take 191 us, rows
+#: of 1024 and 2048 in tiles of 2048 elements 346 and 294. In larger ones they are not measured.
+NORM_BWD_THREADS = {"hopper": 256}
 
 
 @dataclass(frozen=True)
@@ -210,7 +209,13 @@ ATTENTION_TILES: dict[str, dict[str, dict[int, dict[int, AttentionTile]]]] = {
     "fwd": {
         "hopper": {
             64: {0: _A(128, 128, 8, 3), 3: _A(128, 64, 8, 2)},
-            128: {0: _A(128, 128, 8, 2), 2: _A(128, 64, 8, 2), 3: _A(128, 32, 8, 2)},
+            # 9bb90cd, "tiles of attention_fwd causal", without burdens: 584 us, 735 of the next.
+            128: {
+                0: _A(64, 64, 4, 3),
+                1: _A(128, 128, 8, 2),
+                2: _A(128, 64, 8, 2),
+                3: _A(128, 32, 8, 2),
+            },
             256: {0: _A(128, 64, 8, 2), 1: _A(128, 32, 8, 2), 3: _A(128, 16, 8, 2)},
         },
         "blackwell": {
@@ -228,7 +233,8 @@ ATTENTION_TILES: dict[str, dict[str, dict[int, dict[int, AttentionTile]]]] = {
     "dkdv": {
         "hopper": {
             64: {0: _A(64, 128, 8, 3), 4: _A(32, 128, 8, 2)},
-            128: {0: _A(64, 128, 8, 2), 1: _A(32, 128, 8, 2), 4: _A(32, 128, 8, 2, split=True)},
+            # 9bb90cd, "tiles of attention_dkdv causal", without burdens: 957 us, 64 x 128 1126.
+            128: {0: _A(64, 64, 4, 2), 1: _A(32, 128, 8, 2), 4: _A(32, 128, 8, 2, split=True)},
             256: {
                 0: _A(32, 128, 8, 2, split=True, tma=False),
                 1: _A(16, 128, 8, 2, split=True),

@@ -52,7 +52,8 @@ def rows(tmp_path_factory):
 def test_every_default_configuration_for_hopper_is_clean(rows):
     products = [row for row in rows if row["product"]]
     assert all(row["tensor_core"] for row in products)
-    assert {row["name"].split()[0] for row in products} == set(TILES) | PRODUCTS
+    kernels = {name for name, tiles in TILES.items() if "hopper" in tiles}
+    assert {row["name"].split()[0] for row in products} == kernels | PRODUCTS
     pointers = {row["name"] for row in products if not row["tma"]}
     assert pointers == {row["name"] for row in products if reads_through_pointers(row["name"])}
 
@@ -218,8 +219,8 @@ launches = list(launches_of(80, variants(dtype)["mask padding dropout"], at, dty
 for case in audit_cases.cases(at, dtype):
     if case.name in (
         "norm_fwd layer_norm 512 dropout residual", "gated_bwd silu dropout",
-        "rotary_norm_bwd norm half", "linear act 64x64x64 w4 s4",
-        "gated_mlp_bwd silu dropout 64x64/2x64 w4 s3",
+        "rotary_norm_bwd norm half", "gated_mlp_fwd silu 64x64x64 w4 s4",
+        "cross_entropy_bwd plain 64x128/2x64 w4 s4",
     ):
         launches.append((case.name, case.launch))
 assert len(launches) >= 10

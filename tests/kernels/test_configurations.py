@@ -47,8 +47,8 @@ AUDITED = {name: getattr(audit_attention, name) for name in ATTENTION["ragged"]}
 #: Of which cases, rows if not those, and multiprocessors, tried in turn: of them depends into how
 #: many parts sums are divided, and whether Triton knows that number to be a multiple of 16.
 SPREADS = [
-    ("norm", 16, 1), ("norm", 32, 1), ("", None, 3), ("", 64, 1), ("", 256, 4), ("", 64, 8),
-    ("", 144, 12), ("", 80, 132),
+    ("norm", 16, 1), ("norm", 32, 1), ("column_sum", 128, 8), ("", None, 3), ("", 64, 1),
+    ("", 256, 4), ("", 64, 8), ("", 144, 12), ("", 80, 132),
 ]  # fmt: skip
 
 

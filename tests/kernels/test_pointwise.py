@@ -4,6 +4,7 @@ import pytest
 import torch
 from places import (
     BF16,
+    COMPILED,
     DEVICE,
     PLACE,
     at,
@@ -29,10 +30,11 @@ from places import (
 from fused_remat import random
 from fused_remat.spec import NormSpec
 from fused_remat.steps.activation import ACTIVATIONS, activation_bwd, activation_fwd
-from fused_remat.steps.linear import linear_fwd
+from fused_remat.steps.linear import dropout_sum, linear_fwd
 from fused_remat.steps.norm import norm_fwd
 from fused_remat.steps.residual import dropout, residual_add, site_keys
 from fused_remat.triton import norm, pointwise, products
+from fused_remat.triton.tables import Tile
 
 DTYPES = [BF16, torch.float32]
 SMALL = [(1, 1), (5, 63), (3, 1000), (70, 33)]
@@ -65,6 +67,9 @@ def test_dropout_and_residual(shape, layout, dtype, p):
     y = run(residual_add, x, residual, mask, odd=odd)
     check_error(y, residual_add(*double(x, residual), wide(mask)))
     if mask is not None:
+        dx, total = run(dropout_sum, x, mask, odd=odd)
+        check_error(total, dropout(x.double(), wide(mask)).sum(0), dtype=dtype)
+        check_error(dx, dropout(x.double(), wide(mask)))
         dx = run(dropout, x, mask, odd=odd)
         check_error(dx, dropout(x.double(), wide(mask)))
         assert torch.equal(dx == 0, (mask.tensor() == 0) | (x == 0)), "the bits of the definition"
@@ -79,11 +84,15 @@ def test_activation(act, p, dtype, shape):
     mask = mask_of(*shape, p)
     exact = activation_fwd(act, None, x.double(), wide(mask))
     check_error(run(activation_fwd, act, None, x, mask), exact)
-    none, dx = run(activation_bwd, act, dy, None, x, mask, False)
-    check_error(dx, activation_bwd(act, dy.double(), None, x.double(), wide(mask), False)[1])
-    assert none is None
-    owned = dy.clone()
-    _, same = run(activation_bwd, act, owned, None, x, mask, True)
+    none, dx, total = run(activation_bwd, act, dy, None, x, mask, False)
+    exact_dx = activation_bwd(act, dy.double(), None, x.double(), wide(mask), False)[1]
+    check_error(dx, exact_dx)
+    assert none is None and total is None
+    _, dx, total = run(activation_bwd, act, dy, None, x, mask, False, needs_sum=True)
+    check_error(dx, exact_dx)
+    check_error(total, exact_dx.sum(0), dtype=dtype)
+    owned, dx = dy.clone(), run(activation_bwd, act, dy, None, x, mask, False)[1]
+    _, same, _ = run(activation_bwd, act, owned, None, x, mask, True)
     assert torch.equal(same, dx) and same.data_ptr() == owned.data_ptr()
     if PLACE != "aten":  # a kernel may compute the activation again on the way
         dx, again = poisoned(*shape, dtype), poisoned(*shape, dtype)
@@ -91,6 +100,10 @@ def test_activation(act, p, dtype, shape):
         check_written(again)
         check_written(dx)
         assert torch.equal(dx, same)
+        check_error(again, exact)
+        again.fill_(torch.nan)
+        pointwise.act_sum_bwd(dy, x, act, mask, dx, total, again)[0].run()
+        check_written(again)
         check_error(again, exact)
 
 
@@ -161,7 +174,8 @@ def test_outputs_whose_rows_are_more_than_2_31_elements_apart(kernel):
     x, y = normal(torch.float16, 3, 64), far_apart(3, 64).fill_(torch.nan)
     if kernel == "linear":
         weight = normal(torch.float16, 64, 64)
-        launch = products.linear_fwd(x, weight, None, None, "relu", None, y, target())
+        tile = Tile(64, 64, 32, 4, 2) if COMPILED else None  # Hopper has none of its own
+        launch = products.linear_fwd(x, weight, None, None, "relu", None, y, target(), tile)
         exact = linear_fwd(*double(x, weight), None).relu()
     elif kernel == "norm":
         stats, spec = (nan(3, 1),), NormSpec(kind="rms_norm")

@@ -46,9 +46,14 @@ TILES = tables.TILES["linear"]["interpreter"] if PLACE == "interpreter" else (No
 #: Kernels of an MLP's backward that this target has tiles of.
 BACKWARDS = [
     name
-    for name in ("mlp_bwd", "gated_mlp_bwd", "linear_act_bwd")
+    for name in ("mlp_bwd", "gated_mlp_bwd")
     if PLACE == "aten" or tables.family(target()) in tables.TILES[name]
 ]
+needs_tiles = pytest.mark.skipif(
+    PLACE != "aten" and tables.family(target()) not in tables.TILES["linear"],
+    reason="ATen computes these products on this target",
+)
+FAMILIES = ("interpreter", *tables.FAMILIES.values())
 ENDS = ["no bias", "act", "pre", "dropout", "dropout pre"]
 
 
@@ -81,6 +86,7 @@ def has_descriptors(k, dtype):
 
 
 @pytest.mark.gpu
+@needs_tiles
 @pytest.mark.parametrize("shape, dtype, tile, end", cases(ENDS), **ids)
 def test_linear(shape, dtype, tile, end):
     m, n, k = shape
@@ -101,6 +107,7 @@ def test_linear(shape, dtype, tile, end):
 
 
 @pytest.mark.gpu
+@needs_tiles
 def test_float32_is_not_tf32():
     m, n, k = sized(1030, 520, 328)
     x, (weight, bias), y = normal(F32, m, k), layer(F32, n, k), poisoned(m, n, F32)
@@ -137,18 +144,14 @@ def test_mlp_backward(shape, dtype, tile, p, kernel):
     gate_pre, pre = (linear_fwd(*double(x, *w)).to(dtype) for w in (gate, up))
     if not gated:
         gate_pre = dgate = None
-    if kernel != "linear_act_bwd":
-        ups, dups = ((gate, up), (dgate, dup)) if gated else ((up,), (dup,))
-        products.mlp_bwd(x, ups, dy, down, mask, act, y, dups, target(), tile).run()
-    else:  # a result in the place of what it is made of
-        y.copy_(pre)
-        products.linear_act_bwd(dy, down, y, mask, act, y, dup, target(), tile).run()
+    ups, dups = ((gate, up), (dgate, dup)) if gated else ((up,), (dup,))
+    products.mlp_bwd(x, ups, dy, down, mask, act, y, dups, target(), tile).run()
     for result in filter(lambda t: t is not None, (y, dgate, dup)):
         check_written(result)
     pres, dact = double(gate_pre, pre), linear_dx(*double(dy, down))
     check_error(y, activation_fwd(act, *pres, wide(mask)), compiled(1, 4))
     exact = activation_bwd(act, dact, *pres, wide(mask), False, (True, True))
-    check_all((dgate, dup), exact, compiled(1, 4))
+    check_all((dgate, dup), exact[:2], compiled(1, 4))
 
 
 # --- the operations, by whatever serves them
@@ -182,39 +185,45 @@ def test_a_products_end_and_gradients_by_operations(dtype, routes):
 
 
 @pytest.mark.parametrize("needs_act", [True, False])
-@pytest.mark.parametrize("gated, widest", [(False, 0), (False, 328), (False, 327), (True, 328)])
-def test_an_mlp_in_passes_by_operations(gated, widest, needs_act, monkeypatch):
-    """Where no kernel computes all: the product of dy ends in the activation, or a pass follows."""
-    if COMPILED and not needs_act and widest:
+@pytest.mark.parametrize("kept", [(True, False), (False, False), (False, True)])
+@pytest.mark.parametrize("gated", [False, True])
+def test_an_mlp_in_passes_by_operations(gated, kept, needs_act, monkeypatch):
+    """Where ATen computes all products, and passes follow."""
+    if COMPILED and not needs_act and gated:
         pytest.skip("as with the activation, and without its store")
     monkeypatch.setattr(tables, "MLP_IN_KERNELS", frozenset())
-    monkeypatch.setattr(tables, "ACT_BWD_IN_END", dict.fromkeys(tables.ACT_BWD_IN_END, widest))
+    monkeypatch.setattr(tables, "MLP_UP_IN_KERNEL", dict.fromkeys(FAMILIES, (0, 0)))
     dtype, (m, f, k) = compiled(BF16, F32), at((1030, 520, 328), (48, 64, 328), (136, 200, 328))
     x, gate, up = normal(dtype, m, k), layer(dtype, f, k), layer(dtype, f, k)
     dy, down, mask = normal(dtype, m, k), layer(dtype, k, f)[0], mask_of(m, f, 0.3)
     act, gate = ("silu", gate) if gated else ("gelu", None)
-    kept = (True, False)[1 - gated :]
+    kept = kept[1 - gated :]
     y, pres = served(fused.mlp_up_fwd, act, x, gate, up, mask, kept)
     exact = [rounded(linear_fwd(*double(x, *w)), dtype) for w in (gate, up) if w is not None]
     exact_y = activation_fwd(act, exact[0] if gated else None, exact[-1], wide(mask))
     check_error(y, exact_y, 4)
     assert [p is not None for p in pres] == [*kept]
-    if gated:
-        check_error(pres[0], exact[0], 2)
-    given = act, dy, x, gate, up, down, mask, needs_act
+    for pre, wanted in zip(pres, exact, strict=True):
+        if pre is not None:
+            check_error(pre, wanted, 2)
+    given = act, dy, x, gate, up, down, mask, needs_act, not gated
     y, *grads = served(fused.mlp_bwd, *given)
     assert (y is not None) == needs_act
     if needs_act:
         check_error(y, exact_y, 4)
     pair = exact if gated else (None, *exact)
     dact = linear_dx(*double(dy, down))
-    check_all(grads, activation_bwd(act, dact, *pair, wide(mask), False, (True, True)), 4)
+    *exact, total = activation_bwd(act, dact, *pair, wide(mask), False, needs_sum=not gated)
+    check_all(grads[:2], exact, 4)
+    if not gated:
+        check_error(grads[2], total, 4, dtype=dtype)
 
 
 # --- layouts, tiles
 
 
 @pytest.mark.gpu
+@needs_tiles
 @pytest.mark.parametrize("how", ["expanded", "transposed", "misaligned"])
 def test_operands_of_any_layout(how):
     m, f, k = at((1030, 520, 328), (48, 64, 96), (136, 200, 72))
@@ -241,11 +250,12 @@ def test_operands_of_any_layout(how):
 @pytest.mark.parametrize("offset", [0, 1], ids=["descriptors", "pointers"])
 def test_rows_more_than_2_31_elements_apart(offset):
     x, (weight, bias), y = far_apart(3, 96, offset), layer(F16, 64, 96), poisoned(3, 64, F16)
-    launch = products.linear_fwd(x, weight, bias, None, "relu", None, y, target())
+    launch = products.gated_mlp_fwd(x, weight, bias, weight, bias, None, "relu", y, target())
     assert launch.constants["TMA"] == (target().has_tma and offset == 0)
     launch.run()
     check_written(y)
-    check_error(y, linear_fwd(*double(x, weight, bias)).relu(), compiled(1, 4))
+    pre = rounded(linear_fwd(*double(x, weight, bias)), F16)
+    check_error(y, pre.relu() * pre, compiled(1, 4))
 
 
 @pytest.mark.gpu
@@ -254,8 +264,9 @@ def test_rows_that_end_within_16_bytes():
     """Bulk stores would write on to the end of these (triton#11583)."""
     x, (weight, bias), y = normal(BF16, 40, 64), layer(BF16, 33, 64), poisoned(40, 33, BF16)
     assert y.data_ptr() % 16 == y.stride(0) * y.element_size() % 16 == 0
-    launch = products.linear_fwd(x, weight, bias, None, "relu", None, y, target())
+    launch = products.gated_mlp_fwd(x, weight, bias, weight, bias, None, "relu", y, target())
     assert not launch.constants["TMA"]
     launch.run()
     check_written(y)
-    check_error(y, linear_fwd(*double(x, weight, bias)).relu(), compiled(1, 4))
+    pre = rounded(linear_fwd(*double(x, weight, bias)), BF16)
+    check_error(y, pre.relu() * pre, compiled(1, 4))

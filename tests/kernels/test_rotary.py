@@ -24,7 +24,7 @@ from places import (
 from tiers import pairwise
 
 from fused_remat.spec import AttentionSpec, NormSpec, RotarySpec
-from fused_remat.steps.rotary import RotaryTables, rotary_bwd, rotary_fwd
+from fused_remat.steps.rotary import RotaryTables, pack_heads, rotary_bwd, rotary_fwd
 from fused_remat.triton import rotary
 
 F32 = torch.float32
@@ -125,6 +125,43 @@ def test_backward(heads, dtype, needs_grad, interleaved, batched):
     assert_bits(same, found, "in place, and in another run")
     if marks[0] and (PLACE != "aten" or not norm):
         assert same[0].data_ptr() == owned.data_ptr()
+
+
+LAYOUTS = ["(B, H, S, E)", "(B, S, H, E)", "columns apart"]
+
+
+@pytest.mark.parametrize(
+    "heads, dtype, layout, interleaved, batched",
+    cases(HEADS, DTYPES, LAYOUTS, [False, True], BATCHED),
+    **ids,
+)
+def test_heads_are_packed_rotated_back_and_summed(heads, dtype, layout, interleaved, batched):
+    """As attention's backward leaves them: in any layout, which changes no bit."""
+    nhead, kv_heads, width, _ = heads
+    batch, (seq, total) = 3, (SEQ, (nhead + 2 * kv_heads) * width)
+    call = call_of(heads, dtype, interleaved, batched=batched)
+    call = dataclasses.replace(call, token0=SEQ if batched else 0)
+    given = [normal(dtype, batch, n, seq, width) for n in (nhead, kv_heads, kv_heads)]
+    same = {
+        "(B, H, S, E)": lambda x: x,
+        "(B, S, H, E)": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+        "columns apart": lambda x: torch.stack((x, x), -1)[..., 0],
+    }[layout]
+    packed = torch.cat([x.transpose(1, 2) for x in given], 2).reshape(-1, total)
+    for tables in (call, dataclasses.replace(call, cos=None, sin=None)):
+        exact = exact_backward(packed, None, tables, (True, False, False))[0]
+        dx, again = (misaligned(torch.full_like(packed, torch.nan)) for _ in "xy")
+        sums = run(pack_heads, tuple(map(same, given)), tables, dx, True)
+        check_error(dx, exact, 1 if tables is call else 0)
+        check_error(sums, exact.sum(0), dtype=F32 if PLACE != "aten" else dtype)
+        assert run(pack_heads, tuple(given), tables, again, False) is None
+        assert_bits([dx], [again])
+    x, dx = tokens_of(heads, dtype, len(packed)), torch.full_like(packed, torch.nan)
+    call = call_of(heads, dtype, interleaved, True, batched)
+    call = dataclasses.replace(call, token0=SEQ if batched else 0)
+    found = run(rotary_bwd, dx, x, call, (True,) * 3, True, tuple(map(same, given)))
+    assert PLACE == "aten" or found[0] is dx
+    assert_bits(found, backward(packed, x, call, (True,) * 3), "norms read heads, too")
 
 
 @pytest.mark.parametrize("norm", [False, True])

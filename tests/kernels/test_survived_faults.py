@@ -132,7 +132,7 @@ def check_block(block):
     ("block", "name"),
     [
         (ops_mlp, "linear_fwd_kernel"),
-        (ops_mlp, "linear_act_bwd_kernel"),
+        (ops_mlp, "act_bwd_kernel"),
         (ops_attention, "attention_fwd_kernel"),
         (ops_attention, "attention_dkdv_bwd_kernel"),
         (ops_far_mask, "attention_fwd_kernel"),

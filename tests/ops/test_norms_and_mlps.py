@@ -64,6 +64,24 @@ def test_rms_norm_gradients_where_the_cube_of_rstd_is_no_float32(scale):
 # --- the sum with a residual
 
 
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_dropout_add_returns_the_gradient_of_its_sum_without_a_copy(p):
+    """To the residual; what is not dense, or has been compiled, is copied."""
+    x, residual = (torch.randn(2, 5, 8, requires_grad=True) for _ in "xr")
+    dy = torch.randn(2, 5, 8)
+    y = ops.dropout_add(x, residual, p, seed=1)
+    dx, same = torch.autograd.grad(y, (x, residual), dy)
+    assert same.data_ptr() == dy.data_ptr() and torch.equal(same, dy)
+    expected = ops.dropout_add(dy, torch.zeros_like(dy), p, seed=1)
+    torch.testing.assert_close(dx, expected)
+    y = ops.dropout_add(x, residual, p, seed=1)
+    (copy,) = torch.autograd.grad(y, residual, dy[:1, :1].expand_as(dy))
+    assert copy.is_contiguous() and torch.equal(copy, dy[:1, :1].expand_as(dy))
+    ops.dropout_add(x, residual, p, seed=1).backward(dy)
+    residual.grad.zero_()
+    assert torch.equal(dy, same) and dy.abs().sum() > 0, "the caller's gradient is its own"
+
+
 def test_dropout_add_rounds_once():
     """The sum in float32, where adding a rounded product would be off by one rounding more."""
     x, residual = normal(64, D, dtype=torch.bfloat16), normal(64, D, dtype=torch.bfloat16, seed=1)

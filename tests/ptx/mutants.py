@@ -102,9 +102,7 @@ def _steps(tokens: int, heads: int) -> None:
     bf16, width = {"dtype": torch.bfloat16, "backend": "triton"}, 64 * heads
     torch.manual_seed(0)
     for policy, in_one in itertools.product(("full", "balanced"), (True, False)):
-        families = frozenset(tables.FAMILIES.values())
-        tables.MLP_IN_KERNELS = families if in_one else frozenset()
-        tables.ACT_BWD_IN_END = dict.fromkeys(tables.ACT_BWD_IN_END, width)
+        tables.MLP_IN_KERNELS = frozenset(tables.TILES["mlp_bwd"] if in_one else ())
         tables.ATTENTION_BY_ATEN = frozenset()
         encoder = FusedRematLayer(
             width, heads, 456, 0.1, "gelu", batch_first=True, norm_first=True, policy=policy, **bf16
