@@ -42,7 +42,7 @@ def convert(
     every: int = 1,
     backend: str = "auto",
     accumulate_into: str | None = None,
-    loss: bool = False,
+    loss: bool | Literal["grad_in_forward"] = False,
 ) -> Model:
     """Convert every eligible layer of `model` to a fused layer, in place, and return `model`.
 
@@ -61,11 +61,12 @@ def convert(
         every: convert every k-th eligible layer, starting with the first.
         loss: a causal language model of transformers computes its loss by
             `ops.linear_cross_entropy`, without the full logits, in training calls with labels;
-            the `logits` of the output are then None, with one warning.
+            the `logits` of the output are then None, with one warning. "grad_in_forward": its
+            gradients are computed with it, as the option of `ops.linear_cross_entropy` describes.
 
     Raises: ValueError if there is no eligible layer (the message lists the layers of `model`, and
         what is supported), or with `loss` no such model; for an unknown policy, backend or
-        accumulate_into, or if `every` is not a positive int; TypeError if `loss` is not a bool.
+        accumulate_into, or if `every` is not a positive int; TypeError for another `loss`.
 
     >>> import torch
     >>> layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
@@ -75,8 +76,8 @@ def convert(
     """
     if not isinstance(every, int) or isinstance(every, bool) or every < 1:
         raise ValueError(f"every must be a positive int, got {every!r}")
-    if not isinstance(loss, bool):
-        raise TypeError(f"loss must be True or False, got {loss!r}")
+    if not isinstance(loss, bool) and loss != "grad_in_forward":
+        raise TypeError(f"loss must be True, False or 'grad_in_forward', got {loss!r}")
     check_name(backend)
     layers = _eligible_layers(model)
     heads = _heads(model) if loss else []
@@ -101,6 +102,7 @@ def convert(
     for head in heads:
         head.__class__ = head_class(type(head))  # type: ignore[assignment]
         head.loss_backend = backend  # type: ignore[assignment]
+        head.loss_grad_in_forward = loss == "grad_in_forward"  # type: ignore[assignment]
         record_of(head).path = paths[head]
     around_layers(model, True)
     return model
@@ -223,7 +225,8 @@ def _stock_of(layer: nn.Module) -> type[nn.Module] | None:
 
 def _revert_one(layer: nn.Module) -> None:
     layer.__class__ = _stock_of(layer)  # type: ignore[assignment]
-    for name in ("_policy", "_backend", "_accumulate_into", *NOTES, "loss_backend"):
+    own = ("_policy", "_backend", "_accumulate_into", "loss_backend", "loss_grad_in_forward")
+    for name in (*own, *NOTES):
         layer.__dict__.pop(name, None)
 
 

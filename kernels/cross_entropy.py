@@ -11,7 +11,7 @@ import triton.language as tl
 
 from fused_remat.kernels.activations import tanh_fwd
 from fused_remat.kernels.linear import add_bias, part, product, store_tile, tile_at
-from fused_remat.kernels.pointwise import Matrix
+from fused_remat.kernels.pointwise import Matrix, load_wide, store_narrow, tile_offsets
 
 
 @triton.jit
@@ -25,19 +25,19 @@ def _logits(acc, index: tl.constexpr, PARTS: tl.constexpr, bias_ptr, left, N, so
 
 @triton.jit(do_not_specialize=["first"])
 def linear_cross_entropy_fwd_kernel(
-    x, w, bias_ptr, target_ptr, high_ptr, sum_ptr, total_ptr, picked_ptr, strides, first, M, N, K,
-    softcap, tile: tl.constexpr,
+    x, w, bias_ptr, target_ptr, high_ptr, sum_ptr, total_ptr, picked_ptr, exps, strides, first,
+    M, N, K, softcap, tile: tl.constexpr,
 ):  # fmt: skip
     """Of each row and each BLOCK_N columns of z = cap(x @ wᵀ + bias): max, sum(exp(z - max)).
 
     Also sum(z) where total is not None, and picked, the column of the row's target, which one tile
-    writes: what no tile does keeps what is there.
+    writes: what no tile does keeps what is there. And exp(z - max), where exps is not None.
 
     Shapes: x (M, K), w (N, K), bias (N,), target (M,) int64; high, sum and total (tiles, M), picked
-        (M,), all float32. Grid: any.
-    Units: FLOPs = 2·M·N·K; bytes written = 8·M·N / BLOCK_N (12 with total).
+        (M,), all float32; exps (M, N). Grid: any.
+    Units: FLOPs = 2·M·N·K; bytes written = 8·M·N / BLOCK_N (12 with total), and exps.
     """
-    x, w = Matrix(x, strides[0]), Matrix(w, strides[1])
+    x, w, exps = Matrix(x, strides[0]), Matrix(w, strides[1]), Matrix(exps, strides[2])
     PARTS: tl.constexpr = tile.PARTS
     BLOCK_M: tl.constexpr = tile.BLOCK_M
     BLOCK_N: tl.constexpr = tile.BLOCK_N
@@ -50,7 +50,7 @@ def linear_cross_entropy_fwd_kernel(
         at = tl.load(target_ptr + offs_m, mask=mask_m, other=-1) - first
         # The least number, where a row is -inf: no exp(-inf + inf).
         high = tl.full([BLOCK_M], -3.4028234663852886e38, tl.float32)
-        exps = tl.zeros([BLOCK_M], tl.float32)
+        sums = tl.zeros([BLOCK_M], tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         picked = tl.zeros([BLOCK_M], tl.float32)
         for index in tl.static_range(PARTS):
@@ -62,15 +62,53 @@ def linear_cross_entropy_fwd_kernel(
                 total += tl.sum(tl.where((offs_n < N)[None, :], z, 0.0), 1)
             z = tl.where((offs_n < N)[None, :], z, float("-inf"))
             higher = tl.maximum(high, tl.max(z, 1))
-            exps = exps * tl.exp(high - higher) + tl.sum(tl.exp(z - higher[:, None]), 1)
+            sums = sums * tl.exp(high - higher) + tl.sum(tl.exp(z - higher[:, None]), 1)
             high = higher
         place = (col // BLOCK_N).to(tl.int64) * M + offs_m
         tl.store(high_ptr + place, high, mask=mask_m)
-        tl.store(sum_ptr + place, exps, mask=mask_m)
+        tl.store(sum_ptr + place, sums, mask=mask_m)
         if total_ptr is not None:
             tl.store(total_ptr + place, total, mask=mask_m)
         here = (at >= col) & (at < col + BLOCK_N) & (at < N)
         tl.store(picked_ptr + offs_m, picked, mask=mask_m & here)
+        if exps.data is not None:
+            for index in tl.static_range(PARTS):
+                left = col + index * (BLOCK_N // PARTS)
+                z = _logits(acc, index, PARTS, bias_ptr, left, N, softcap)
+                store_tile(exps, row, left, M, N, tl.exp(z - high[:, None]), tile.TMA)
+
+
+@triton.jit
+def cross_entropy_grad_kernel(
+    exps, target_ptr, tile_high_ptr, high_ptr, log_sum_ptr, mass_ptr, spread_ptr, at_target_ptr,
+    M, N, softcap, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Replace exps, of the forward's tiles of BLOCK_N columns, by the gradient of the logits.
+
+    That is the backward's. Where softmax - 1 is almost 0, exps is a tile's largest, 1: exact.
+
+    Shapes: exps (M, N); tile_high (tiles, M) float32; others as the backward's.
+    Units: bytes moved = 2·M·N elements.
+    Source: softmax(z) = exp(z - tile_high) * exp(tile_high - high - log_sum).
+    """
+    offs_m, offs_n, mask = tile_offsets(M, N, BLOCK_M, BLOCK_N)
+    mask_m, place = offs_m < M, (tl.program_id(0) % tl.cdiv(N, BLOCK_N)).to(tl.int64) * M + offs_m
+    at = offs_n[None, :] == tl.load(target_ptr + offs_m, mask=mask_m, other=-1)[:, None]
+    total = tl.load(high_ptr + offs_m, mask=mask_m, other=0.0)
+    total += tl.load(log_sum_ptr + offs_m, mask=mask_m, other=0.0)
+    tile_high = tl.load(tile_high_ptr + place, mask=mask_m, other=0.0)
+    mass = tl.load(mass_ptr + offs_m, mask=mask_m, other=0.0)[:, None]
+    at_target = tl.load(at_target_ptr + offs_m, mask=mask_m, other=0.0)[:, None]
+    tile = load_wide(exps, offs_m, offs_n, mask)
+    softmax = tile * tl.exp(tile_high - total)[:, None]
+    grad = tl.where(mass == 0.0, 0.0, softmax * mass) + tl.where(at, at_target, 0.0)
+    if spread_ptr is not None:
+        grad += tl.load(spread_ptr + offs_m, mask=mask_m, other=0.0)[:, None]
+    if softcap is not None:
+        z = tl.log(tl.maximum(tile, 1e-37)) + tile_high[:, None]
+        cap = tl.maximum(z, -softcap) / softcap
+        grad *= tl.where(mass == 0.0, 0.0, 1.0 - cap * cap)
+    store_narrow(exps, offs_m, offs_n, mask, grad)
 
 
 @triton.jit(do_not_specialize=["first"])

@@ -243,7 +243,7 @@ def in_pieces(tokens: int = 4) -> Iterator[None]:
     """Divide work of any dtype into groups and tiles of a few tokens, attention into blocks."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fused_remat.execution.choose.chunk_tokens", lambda device, dtype: tokens)
-        patch.setattr("fused_remat.execution.prepare._ELEMENTS", 1)  # of norms and rotations alone
+        patch.setattr("fused_remat.execution.choose.CPU_ELEMENTS", (1, 1))
         patch.setattr("fused_remat.steps.attention_blocked._BLOCK", 1)
         patch.setattr("fused_remat.steps.attention_blocked._LONG", 1)
         yield

@@ -23,7 +23,7 @@ from fused_remat.triton import rotary as rotaries
 #: Names of what launches write.
 RESULTS = {
     "y", "total", "pre", "pres", "dx", "dweight", "dbias", "dgate", "dup", "dups", "dz", "highs",
-    "sums", "totals", "picked", "dq_weight", "dk_weight",
+    "sums", "totals", "picked", "exps", "dq_weight", "dk_weight",
 }  # fmt: skip
 
 
@@ -214,6 +214,23 @@ def cross_entropy_fwd(i, o):
     if o.totals is not None:
         yield o.totals, torch.stack([tile.sum(1) for tile in tiles])
     yield o.picked, z.gather(1, i.target[:, None] - i.first)[:, 0]
+    if o.exps is not None:
+        tops = o.highs.repeat_interleave(i.tile.block_n, 0)[: z.shape[1]].t()
+        yield o.exps, (z - tops).exp()
+
+
+def cross_entropy_grad(i, o):
+    high, log_sum = i.stats
+    tops = i.highs.repeat_interleave(i.block_n, 0)[: i.held.shape[1]].t()
+    at, total = i.target[:, None], (high + log_sum)[:, None]
+    softmax = i.held * (tops - total).exp()
+    mass, spread, at_target = i.slopes
+    exact = softmax * mass[:, None] + (0 if spread is None else spread[:, None])
+    exact.scatter_add_(1, at, at_target[:, None])
+    if i.softcap:
+        z = i.held.log() + tops
+        exact *= 1 - (z.clamp(min=-i.softcap) / i.softcap) ** 2
+    yield o.held, exact
 
 
 def cross_entropy_bwd(i, o):
@@ -236,4 +253,5 @@ EXACT = {
     products.mlp_bwd: mlp_bwd,
     cross_entropy.cross_entropy_fwd: cross_entropy_fwd,
     cross_entropy.cross_entropy_bwd: cross_entropy_bwd,
+    cross_entropy.cross_entropy_grad: cross_entropy_grad,
 }  # fmt: skip

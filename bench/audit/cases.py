@@ -110,6 +110,18 @@ def pointwise_cases(at: Target, dtype: torch.dtype) -> Named:
         yield f"gated_bwd {act} dropout y", pointwise.gated_bwd(x, y, z, act, keep, y, x, z)
 
 
+def loss_cases(at: Target, dtype: torch.dtype) -> Named:
+    """Yield the pass that makes the gradient of logits, for tiles of each width."""
+    held, labels = meta(dtype, ROWS, WIDTH), meta(torch.int64, ROWS)
+    one = [meta(FP32, ROWS) for _ in range(5)]
+    for block_n in (64, 128, 256):
+        highs = meta(FP32, cdiv(WIDTH, block_n), ROWS)
+        for name, softcap in (("plain", 0.0), ("softcap smoothing", 30.0)):
+            slopes = one[2], one[3] if softcap else None, one[4]
+            given = held, labels, softcap, highs, (one[0], one[1]), slopes, block_n
+            yield f"cross_entropy_grad {name} {block_n}", cross_entropy.cross_entropy_grad(*given)
+
+
 def mixed_cases(at: Target, dtype: torch.dtype) -> Named:
     """Yield cases of autocast to `dtype`: norms, sums, dropout's backward of a float32 stream."""
     for width in (1024, 8192, 16384, 65536):
@@ -267,9 +279,10 @@ class Products:
             ("bias softcap smoothing", self.bias, 30.0),
         ):
             given = self.x, self.up, bias, self.labels, softcap
-            if kernel == "cross_entropy_fwd":
+            if kernel != "cross_entropy_bwd":
                 made = 0, *rows[:2], rows[2] if softcap else None, self.columns[0], self.at, tile
-                found[name] = cross_entropy.cross_entropy_fwd(*given, *made)
+                exps = self.y if kernel == "cross_entropy_exps" else None
+                found[name] = cross_entropy.cross_entropy_fwd(*given, *made, exps)
             else:
                 *stats, mass, spread, at_target = self.columns
                 slopes = mass, spread if softcap else None, at_target
@@ -292,7 +305,7 @@ def gemm_cases(at: Target, dtype: torch.dtype) -> Iterator[Case]:
 def cases(at: Target, dtype: torch.dtype) -> Iterator[Case]:
     """Yield all cases of a target and dtype; products in float32 are ATen's and not among them."""
     makers = [norm_cases, pointwise_cases, rotary_cases]
-    makers += [mixed_cases, shifted_cases] if dtype.itemsize == 2 else []
+    makers += [loss_cases, mixed_cases, shifted_cases] if dtype.itemsize == 2 else []
     for make in makers:
         yield from (Case(name, launch, True, False) for name, launch in make(at, dtype))
     if dtype.itemsize == 2:

@@ -31,6 +31,10 @@ from fused_remat.steps.operations import (
 # Larger chunks read the weights fewer times, and have larger transients.
 _CPU_TOKENS = 512  # of 4 bytes an element
 _DEVICE_TOKENS = 16384
+#: Elements of its widest activation up to which a chunk has more tokens: of blocks of cheap steps
+#: alone, and of others. Joining small chunks takes as long as computing cheap steps; on devices,
+#: narrow blocks would launch small kernels, and sum the weights' gradients in many parts.
+CPU_ELEMENTS, DEVICE_ELEMENTS = (1 << 21, 0), (1 << 27, 1 << 27)
 
 
 def chunk_tokens(device: torch.device, dtype: torch.dtype) -> int:

@@ -36,6 +36,18 @@ class BlockRun(NamedTuple):
         return self.execution.call
 
 
+class LossRun(NamedTuple):
+    """A loss that computed its gradients in forward."""
+
+    backend: str
+    implementation: str
+    kept: Mapping[str, Tensor]  # the gradients, by name
+    predicted: Mapping[str, int]  # their bytes, from the shapes and dtypes of the call
+
+
+#: Called when such a loss is about to save its gradients.
+LOSSES: list[Callable[[LossRun], None]] = []
+
 #: Called when a block is about to save what it keeps.
 OBSERVERS: list[Callable[[BlockRun], None]] = []
 

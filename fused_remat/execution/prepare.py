@@ -30,6 +30,7 @@ from fused_remat.steps.linear import Linear
 from fused_remat.steps.node import Node
 from fused_remat.steps.norm import NORMS, Norm
 from fused_remat.steps.operations import OPERATIONS, Operations
+from fused_remat.steps.replay import Replay
 from fused_remat.steps.residual import Add, DrawMask
 from fused_remat.steps.rotary import Rotary
 
@@ -39,9 +40,6 @@ Shapes = Sequence[torch.Size | None]
 _REPEATABLE = frozenset((Norm, Linear, Attention, MLPActivation, Add, DrawMask, Rotary))
 _ENTRIES = (*NORMS.values(), *ACTIVATIONS.values())
 
-# Blocks of cheap steps alone are computed at least so many elements at a time: joining smaller
-# chunks takes as long as computing them.
-_ELEMENTS = 1 << 21
 #: Weights of fewer elements are not worth another node of autograd.
 _DELIVERED = 1 << 18
 
@@ -172,7 +170,10 @@ def prepare(
     # Under deterministic algorithms every policy takes the same operation for a step.
     fuses = fused and not torch.are_deterministic_algorithms_enabled()
     asked = getattr(_CHUNKS, "tokens", None)
-    tokens, elements = (asked, 0) if asked else (choose.chunk_tokens(like.device, dtype), _ELEMENTS)
+    tokens, elements = asked, (0, 0)
+    if not asked:
+        tokens = choose.chunk_tokens(like.device, dtype)
+        elements = choose.CPU_ELEMENTS if like.is_cpu else choose.DEVICE_ELEMENTS
     return _prepare(call, ops, tokens, elements, like.device, fuses, dtype, tuple(shapes))
 
 
@@ -181,7 +182,7 @@ def _prepare(
     call: BlockConfig,
     ops: Operations,
     chunk_tokens: int,
-    elements: int,
+    elements: tuple[int, int],
     device: torch.device,
     fuses: bool,
     dtype: torch.dtype,
@@ -194,8 +195,10 @@ def _prepare(
     if any(node.per_batch for node in graph.nodes):
         chunk_tokens = batch * longest
     widths = graph.widths(named)
-    if all(isinstance(node, Add | DrawMask | Norm | Rotary) for node in graph.nodes):
-        chunk_tokens = max(chunk_tokens, elements // max(1, *widths.values()))
+    cheap = all(isinstance(node, Add | DrawMask | Norm | Rotary) for node in graph.nodes)
+    # A function that is replayed may have wider activations than those that are known.
+    if cheap or not any(isinstance(node, Replay) for node in graph.nodes):
+        chunk_tokens = max(chunk_tokens, elements[not cheap] // max(1, *widths.values()))
     chunks = Chunks.of(batch, seq_len, chunk_tokens, longest)
     fuses = fuses and not any(node.chooses for node in graph.nodes)
     fusions = _fusions(ops, graph, widths, graph.compute or dtype, device) if fuses else frozenset()

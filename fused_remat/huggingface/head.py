@@ -110,6 +110,7 @@ class HuggingFaceHead(Replaced):
     signature: ClassVar[inspect.Signature]  # of the stock forward
 
     loss_backend: str = "auto"
+    loss_grad_in_forward: bool = False  # as in `ops.linear_cross_entropy`
 
     def __getstate__(self) -> dict[str, Any]:
         state: Any = super().__getstate__()
@@ -205,6 +206,7 @@ class HuggingFaceHead(Replaced):
             softcap=float(softcap or 0.0),
             reduction="mean" if count is None else "sum",
             shift=True,
+            grad_in_forward=self.loss_grad_in_forward,
             backend=self.loss_backend,
         )
         if count is not None:

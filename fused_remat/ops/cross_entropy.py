@@ -9,13 +9,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fused_remat.autograd.loss import LossWithGradients
 from fused_remat.autograd.shards import local_shards
-from fused_remat.execution.executor import autocast_on
+from fused_remat.execution.choose import choose, ops_for
+from fused_remat.execution.executor import autocast_off, autocast_on
+from fused_remat.execution.observe import LossRun
 from fused_remat.graph.build import linear_cross_entropy_graph
 from fused_remat.ops.checks import CASTABLE, check_alike, check_shape, check_tensor, run_tokens
 from fused_remat.spec import ParallelSpec
 from fused_remat.steps.collective import is_dtensor
-from fused_remat.steps.cross_entropy import CrossEntropyTargets, LinearCrossEntropy, check_targets
+from fused_remat.steps.cross_entropy import (
+    CrossEntropyTargets,
+    LinearCrossEntropy,
+    check_targets,
+    key_of,
+)
+from fused_remat.steps.loss_grads import Grads, cross_entropy_grads, kept_bytes
+
+#: Names of gradients that are kept, in reports.
+_GRADS = ("input's gradient", "head.weight's gradient", "head.bias's gradient")
 
 
 def linear_cross_entropy(
@@ -31,6 +43,7 @@ def linear_cross_entropy(
     reduction: str = "mean",
     shift: bool = False,
     chunk: int | None = None,
+    grad_in_forward: bool = False,
     backend: str = "auto",
 ) -> Tensor:
     """Compute cross_entropy(cap(hidden @ weight.T + bias), target) + z_loss · logsumexp².
@@ -46,15 +59,23 @@ def linear_cross_entropy(
         the next one along the last dimension, as in language models: the first token is not
         predicted, and the last predicts nothing.
     softcap: cap(z) = softcap · tanh(z / softcap), as in Gemma 2; 0 for none.
-    chunk: about how many logits to hold at a time; None for 2²⁰ on a CPU, 2²⁶ elsewhere.
+    chunk: at most about how many logits to hold at a time; None for 2²⁰ on a CPU, and elsewhere for
+        512 MiB of them. On a GPU blocks are of so many tokens and columns that waves are full.
+    grad_in_forward: compute the gradients with the loss, as three products of logits' size instead
+        of four, and keep them, not hidden, until backward, which multiplies them by the loss's
+        gradient (one more rounding unless that is a power of 2). Only for "mean" and "sum"; nothing
+        changes without grad mode, and in compiled functions gradients are computed in backward.
+        All columns of `chunk` logits are held at a time. See docs/kernels.md for when it is faster.
     Autocast: hidden, weight and bias are rounded to its dtype, as `F.linear` would.
     Units: bytes kept = hidden, and 8 a token (maximum and log of the sum, float32; 16 for float64);
         FLOPs = 2·V·D a token forward, 6·V·D backward (less 2·V·D each if hidden or weight is
-        frozen, which then has no buffer either).
-    Raises: ValueError for shapes that do not fit, an unknown reduction, z_loss, softcap or chunk
-        out of range; RuntimeError for mixed dtypes or devices, a target that is not int64 and
-        label_smoothing outside [0, 1]; IndexError for a target out of range (on a CPU; elsewhere
-        the device asserts).
+        frozen, which then has no buffer either). With grad_in_forward: bytes kept = the gradients
+        of hidden, weight and bias (float32 for float16), FLOPs = 6·V·D a token forward; in forward
+        the weight's gradient is also summed in float32.
+    Raises: ValueError for shapes that do not fit, an unknown reduction, grad_in_forward with
+        "none", and z_loss, softcap or chunk out of range; RuntimeError for mixed dtypes or devices,
+        a target that is not int64 and label_smoothing outside [0, 1]; IndexError for a target out
+        of range (on a CPU; elsewhere the device asserts).
     Source: Wijmans et al. 2024 (cut cross-entropy); Szegedy et al. 2016 (label smoothing);
         Chowdhery et al. 2022 (z-loss).
 
@@ -65,6 +86,11 @@ def linear_cross_entropy(
     True
     """
     _check_options(label_smoothing, z_loss, softcap, reduction, chunk)
+    if grad_in_forward and reduction == "none":
+        raise ValueError(
+            'grad_in_forward=True with reduction="none": the gradients of a loss for each token '
+            'depend on factors that only backward has; use "mean" or "sum"'
+        )
     parallel = None
     if is_dtensor(weight):
         parallel, weight, bias = _own_columns(weight, bias)
@@ -87,6 +113,8 @@ def linear_cross_entropy(
         logits=chunk or 0,
         parallel=parallel,
     )
+    if grad_in_forward and _trains(hidden, weight, bias):
+        return _with_gradients(node, hidden, weight, bias, target, reduction, backend)
     tensors = {"input": hidden, "head.weight": weight, "head.bias": bias, "target": target}
     graph = linear_cross_entropy_graph(node)
     loss = run_tokens(graph, tensors, {}, "full", backend).squeeze(-1)
@@ -94,6 +122,46 @@ def linear_cross_entropy(
         return loss
     total = loss.sum()
     return total if reduction == "sum" else total / (target != ignore_index).sum()
+
+
+def _trains(*tensors: Tensor | None) -> bool:
+    """Return whether a gradient will be taken in eager mode, outside of torch.func transforms."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return False
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def _with_gradients(
+    node: LinearCrossEntropy,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    reduction: str,
+    backend: str,
+) -> Tensor:
+    """Return the loss, whose gradients are computed now."""
+    x, given = hidden.reshape(-1, hidden.shape[-1]), (weight, bias)
+    needs_grad = tuple([t is not None and t.requires_grad for t in (x, *given)])
+    call, ops = node.targets(target.reshape(-1), weight), ops_for(backend, x)
+
+    def compute() -> tuple[Tensor, Grads]:
+        with autocast_off(x):
+            count = None if reduction == "sum" else (target != node.ignore_index).sum()
+            wide = torch.promote_types(x.dtype, torch.float32)
+            scale = None if count is None else count.clamp(min=1).to(wide).reciprocal()
+            loss, grads = ops[cross_entropy_grads](x, *given, call, scale, needs_grad)
+            total = loss.sum()
+            return total if count is None else total / count, grads
+
+    def describe(grads: Grads) -> LossRun:
+        chosen = choose(cross_entropy_grads, ops.name, key_of(x, weight)).reason()
+        kept = {n: t for n, t in zip(_GRADS, grads, strict=True) if t is not None}
+        predicted = zip(_GRADS, kept_bytes(x, weight, bias, needs_grad), strict=True)
+        return LossRun(ops.name, chosen, kept, {n: count for n, count in predicted if count})
+
+    loss: Tensor = LossWithGradients.apply(compute, describe, x, *given)
+    return loss
 
 
 def _own_columns(weight: Any, bias: Any) -> tuple[ParallelSpec, Tensor, Tensor | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import threading
 from collections import Counter
@@ -17,7 +18,9 @@ from torch.optim import Optimizer
 from fused_remat.autograd.offload import TRANSFERS
 from fused_remat.convert import convert, fused_layers, revert
 from fused_remat.graph.graph import sizes
+from fused_remat.huggingface.head import HuggingFaceHead
 from fused_remat.layers import FusedLayer
+from fused_remat.layers.fallback import attributes_as
 from fused_remat.layers.record import STATES
 from fused_remat.planner.calibration import Calibration, Example, calibrate
 from fused_remat.planner.chain import Chain, LayerOptions, Option
@@ -30,7 +33,7 @@ from fused_remat.planner.options import (
     with_offload,
 )
 from fused_remat.planner.plan import Plan
-from fused_remat.planner.solve import METHODS, Policies, choose, policy_for
+from fused_remat.planner.solve import METHODS, Policies, choose_chain, policy_for
 from fused_remat.policies import Policy, long_attentions
 from fused_remat.report.step import arguments_of, device_of
 from fused_remat.report.units import Budget, bytes_of
@@ -112,7 +115,9 @@ def plan(
     layers are the fused ones; a model without any is converted during the call. A layer that does
     not run as a block, but under checkpointing or plainly, has this as its only option; one that is
     called more than once in a step keeps its inputs alone, except with `policies`. Everything else
-    in the model is measured as it is. Policies, random state, buffers and `.grad` are restored, and
+    in the model is measured as it is, except for the loss of a model that `convert` converted with
+    `loss`: steps with its gradients in forward and in backward are measured, and the faster one
+    that fits is chosen. Policies, random state, buffers and `.grad` are restored, and
     no training call is counted.
 
     Args:
@@ -169,10 +174,27 @@ def plan(
     device = device_of(model, [inputs, kwargs])
     request.check(method, device)
     limit = None if budget is None else bytes_of(budget, device)
-    chain = measure_chain(model, inputs, kwargs, request)
-    choice = choose(chain, limit, method, policies or {})
+    measured = measure_chains(model, inputs, kwargs, request)
+    chain, choice, other = choose_chain(measured, limit, method, policies or {})
     shown = costs if isinstance(costs, str) else "measured"
-    return Plan(type(model).__name__, str(device), method, shown, limit, chain, choice)
+    return Plan(type(model).__name__, str(device), method, shown, limit, chain, choice, other)
+
+
+def measure_chains(
+    model: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any], request: Request
+) -> list[Chain]:
+    """Measure the chain with the gradients of a fused loss in backward, and in forward.
+
+    There is one chain where the model has no such loss, or its step does not compute it.
+    """
+    heads = [module for module in model.modules() if isinstance(module, HuggingFaceHead)]
+    chains = []
+    for early in (False, True) if heads else (False,):
+        with attributes_as([(head, "loss_grad_in_forward", early) for head in heads]):
+            chain = measure_chain(model, inputs, kwargs, request)
+        chains.append(dataclasses.replace(chain, grad_in_forward=early))
+    same = len(chains) > 1 and chains[0].moments == chains[1].moments
+    return chains[:1] if same else chains
 
 
 def measure_chain(

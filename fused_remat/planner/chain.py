@@ -87,6 +87,7 @@ class Chain:
     seconds: float
     update: int = 0  # most bytes during the optimizer's step, above the resting bytes
     kept: int = 0  # bytes between forward and backward, in the entire model
+    grad_in_forward: bool = False  # whether the loss computes its gradients in forward
 
     @property
     def rests(self) -> int:

@@ -13,9 +13,10 @@ from typing import TypeVar
 from torch import nn
 
 from fused_remat.convert import convert, fused_layers
+from fused_remat.huggingface.head import HuggingFaceHead
 from fused_remat.planner import chain as chains
 from fused_remat.planner.chain import Chain, Choice, Event, Option
-from fused_remat.planner.solve import METHODS, choose, frontier, parts_at
+from fused_remat.planner.solve import METHODS, choose_chain, frontier, parts_at
 from fused_remat.policies import ADVICE, Policy
 from fused_remat.report import files
 from fused_remat.report.units import (
@@ -76,6 +77,8 @@ class Plan:
         method, costs: the method that chose the policies, and the costs that it used.
         budget: limit on the peak in bytes; None for no limit.
         chain, choice: the measured step, and the choice within it (`fused_remat.planner.chain`).
+        other: the step in which a fused loss computes its gradients in the other pass; None without
+            such a loss.
     """
 
     model: str
@@ -85,6 +88,11 @@ class Plan:
     budget: int | None
     chain: Chain
     choice: Choice
+    other: Chain | None = None
+
+    @property
+    def _chains(self) -> list[Chain]:
+        return [self.chain] if self.other is None else [self.chain, self.other]
 
     @property
     def peak_bytes(self) -> int:
@@ -130,8 +138,13 @@ class Plan:
     @functools.cached_property
     def frontier(self) -> tuple[Point, ...]:
         """The fastest steps for every budget, from the least possible peak to no limit."""
-        plans = (dataclasses.replace(self, choice=choice) for choice in frontier(self.chain))
-        return tuple(Point(plan.peak_bytes, plan.kept_bytes, plan.seconds) for plan in plans)
+        points: list[Point] = []
+        pairs = [(chain, choice) for chain in self._chains for choice in frontier(chain)]
+        for of in sorted(pairs, key=lambda pair: (chains.peak(*pair), chains.seconds(*pair))):
+            point = Point(chains.peak(*of), chains.kept_in_all(*of), chains.seconds(*of))
+            if not points or point.seconds < points[-1].seconds:
+                points.append(point)
+        return tuple(points)
 
     def within(self, budget: Budget | None, method: str = "optimal") -> Plan:
         """Another plan from the same measurements, for another budget or with another method.
@@ -141,11 +154,14 @@ class Plan:
         if method not in METHODS:
             raise ValueError(f"unknown method {method!r}; valid here: {', '.join(METHODS)}")
         limit = None if budget is None else bytes_of(budget, self.device)
-        choice = choose(self.chain, limit, method, {})
-        return dataclasses.replace(self, method=method, budget=limit, choice=choice)
+        chain, choice, other = choose_chain(self._chains, limit, method, {})
+        plan = dataclasses.replace(self, chain=chain, choice=choice, other=other)
+        return dataclasses.replace(plan, method=method, budget=limit)
 
     def apply(self, model: Model) -> Model:
         """Set the policies in `model`, which is converted if it has no fused layer; returns it.
+
+        Also set in which pass a fused loss computes its gradients, if the plan chose that.
 
         Raises: ValueError if it lacks layers that the plan is for, or a layer rejects its policy;
             then no policy changes.
@@ -167,6 +183,9 @@ class Plan:
             for name, old in before.items():
                 layers[name].policy = old
             raise
+        for module in model.modules() if self.other is not None else ():
+            if isinstance(module, HuggingFaceHead):
+                module.loss_grad_in_forward = self.chain.grad_in_forward
         return model
 
     def table(self) -> str:
@@ -187,6 +206,9 @@ class Plan:
             f"step: {milliseconds(self.seconds)} (every layer keeping its input alone: "
             f"{milliseconds(self.chain.seconds)})",
         ]
+        if self.other is not None:
+            where = "forward" if self.chain.grad_in_forward else "backward"
+            lines.append(f"loss: its gradients are computed in {where}")
         lines += reason_lines([(r.name, r.label, r.reason) for r in self.layers])
         return "\n".join([*lines, *filter(None, [self.advice])])
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import fnmatch
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -68,6 +68,25 @@ def choose(chain: Chain, limit: int | None, method: str, policies: Policies) -> 
     single = (sqrt(level, None) for level in variants)
     least = [c for c in single if c] if method == "sqrt" else [*map(least_peak, variants)]
     raise _too_small(chain, min(least, key=lambda c: peak(chain, c)), limit, method)
+
+
+def choose_chain(
+    measured: Sequence[Chain], limit: int | None, method: str, policies: Policies
+) -> tuple[Chain, Choice, Chain | None]:
+    """Return the fastest of the chains with its choice, and the other one, if there are two.
+
+    Raises: as `choose`, with the least peak of all.
+    """
+    found, errors = list[tuple[Chain, Choice]](), list[BudgetError]()
+    for chain in measured:
+        try:
+            found.append((chain, choose(chain, limit, method, policies)))
+        except BudgetError as error:
+            errors.append(error)
+    if not found:
+        raise min(errors, key=lambda error: error.least)
+    chain, choice = min(found, key=lambda pair: (chains.seconds(*pair), peak(*pair)))
+    return chain, choice, next((c for c in measured if c is not chain), None)
 
 
 def frontier(chain: Chain) -> list[Choice]:

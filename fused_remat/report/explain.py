@@ -11,7 +11,7 @@ from torch import nn
 
 from fused_remat.execution.choose import DEFAULTS, choose, unsupported_reason
 from fused_remat.execution.executor import program_text
-from fused_remat.execution.observe import DECISIONS, OBSERVERS, TRACERS, BlockRun
+from fused_remat.execution.observe import DECISIONS, LOSSES, OBSERVERS, TRACERS, BlockRun, LossRun
 from fused_remat.execution.prepare import Execution
 from fused_remat.graph.schedule import Step
 from fused_remat.layers.fused_layer import FusedLayer
@@ -161,10 +161,9 @@ class _Recorder:
         self._is_writing = False  # the programs of a block, whose passes run for that
 
     def __enter__(self) -> _Recorder:
-        lists: tuple[list[Any], ...] = (TRACERS, DECISIONS, OBSERVERS)
-        for observers, observer in zip(
-            lists, (self._trace, self._decided, self._kept), strict=True
-        ):
+        lists: tuple[list[Any], ...] = (TRACERS, DECISIONS, OBSERVERS, LOSSES)
+        own = self._trace, self._decided, self._kept, self._loss
+        for observers, observer in zip(lists, own, strict=True):
             observers.append(observer)
             self._exit.callback(observers.remove, observer)
         stock = [m.register_forward_pre_hook(self._note, with_kwargs=True) for m in self._stock]
@@ -230,6 +229,14 @@ class _Recorder:
         if chunk is first or (chunk.parent is first and chunk.lo == 0):  # one chunk for all
             chunk.ops = ops = _Noted(first.owner.ops)
             self._steps.append((block, step.node, ops.reasons))
+
+    def _loss(self, run: LossRun) -> None:
+        """Note a loss whose gradients were computed in forward."""
+        if threading.get_ident() == self._thread:
+            title = f"linear_cross_entropy, backend {run.backend}, gradients in forward"
+            block = self._added(self._inside[-1] if self._inside else "(op)", title)
+            block.kept, block.forward = tuple(run.kept), [("output", run.implementation)]
+            block.backward = ("multiply by the gradient of the loss",)
 
     def _kept(self, run: BlockRun) -> None:
         """Note what a block offloads, and that a block inside a segment drops its input."""

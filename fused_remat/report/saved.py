@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fused_remat.execution.observe import OBSERVERS, BlockRun
+from fused_remat.execution.observe import LOSSES, OBSERVERS, BlockRun, LossRun
 from fused_remat.layers.fallback import packed_by
 
 #: Name for what non-reentrant `torch.utils.checkpoint` saves: the arguments of what it wraps.
@@ -101,11 +101,13 @@ class SavedBytes:
     def __enter__(self) -> SavedBytes:
         self._hooks.__enter__()  # raises if saved-tensor hooks are disabled
         OBSERVERS.append(self._observe)
+        LOSSES.append(self._observe_loss)
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._hooks.__exit__(*error)
         OBSERVERS.remove(self._observe)
+        LOSSES.remove(self._observe_loss)
         self._block = None
 
     @property
@@ -137,6 +139,11 @@ class SavedBytes:
         self._block = _Block(names, hosts, _predicted(run))
         if self._on_block is not None:
             self._on_block(self.layer, run)
+
+    def _observe_loss(self, run: LossRun) -> None:
+        if threading.get_ident() == self._thread:
+            names = {key: name for name, t in run.kept.items() for key in _storages(t)}
+            self._block = _Block(names, frozenset(), run.predicted)
 
     def _pack(self, t: Tensor) -> _Held:
         held = _Held(t, next(self._order))

@@ -36,9 +36,8 @@ from fused_remat.scale.layout import (
 )
 from fused_remat.scale.shapes import Model
 from fused_remat.steps.cross_entropy import LinearCrossEntropy
+from fused_remat.steps.logit_blocks import DEVICE_BYTES, block_shape
 
-#: Logits in one of the two blocks that `ops.linear_cross_entropy` holds at a time on a GPU.
-_LOGITS = 1 << 26
 OPTIMIZERS = ("adamw", "sgd", "none")
 
 
@@ -138,8 +137,12 @@ def loss_bytes(setup: Setup) -> tuple[int, int]:
     graph = linear_cross_entropy_graph(node)
     kept = kept_bytes(graph, frozenset(), needs_grad, shapes, {"input": setup.dtype})
     wide = setup.tokens * model.d_model * 4  # the input's gradient is summed in float32
-    block = 4 * min(_LOGITS, setup.tokens * vocab)
-    return sum(kept.values()) - kept["input"], 2 * block + wide + stream
+    # A block of logits' gradients, and one of the weight's gradient in float32; in float32 two
+    # blocks, logits among them.
+    itemsize = setup.dtype.itemsize
+    rows, columns = block_shape(setup.tokens, vocab, DEVICE_BYTES // itemsize, model.d_model, 0)
+    block = rows * columns * itemsize * (1 if itemsize == 2 else 2) + 4 * columns * model.d_model
+    return sum(kept.values()) - kept["input"], block + wide + stream
 
 
 def resting(setup: Setup) -> dict[str, int]:

@@ -23,16 +23,12 @@ from fused_remat.spec import ParallelSpec
 from fused_remat.steps import collective, linear
 from fused_remat.steps.chunk import spans
 from fused_remat.steps.linear import add_product, product
+from fused_remat.steps.logit_blocks import Span, block_of
 from fused_remat.steps.node import Input, Node, Param, Shapes
 from fused_remat.steps.operations import operation
 
 if TYPE_CHECKING:
     from fused_remat.steps.chunk import Chunk
-
-Span = tuple[int, int]
-# Larger blocks read the weights fewer times, and need more memory.
-_CPU_LOGITS = 1 << 20
-_DEVICE_LOGITS = 1 << 26
 
 
 @dataclass(eq=False, slots=True)
@@ -52,15 +48,17 @@ class CrossEntropyTargets:
     classes: int = 0  # the number of columns of all ranks; 0 for those of the weight
 
 
-def _key(x: Tensor, weight: Tensor) -> tuple[Any, ...]:
+def key_of(x: Tensor, weight: Tensor) -> tuple[Any, ...]:
+    """Return what the choice of an implementation depends on."""
     return x.dtype, x.device, x.shape, weight.shape
 
 
-def _describe(key: tuple[Any, ...], *_: Any, **__: Any) -> str:
+def describe_blocks(key: tuple[Any, ...], *_: Any, **__: Any) -> str:
+    """Describe the operations for `explain`."""
     return f"blocks of logits, {linear.describe_product(key)}"
 
 
-@operation(key=lambda x, weight, *_, **__: _key(x, weight), description=_describe)
+@operation(key=lambda x, weight, *_, **__: key_of(x, weight), description=describe_blocks)
 def cross_entropy_fwd(
     x: Tensor,
     weight: Tensor,
@@ -77,9 +75,9 @@ def cross_entropy_fwd(
     Raises: IndexError on a CPU for a target out of range; on other devices, the device asserts.
     """
     check_targets(call, len(weight))
-    tokens, wide = _Tokens.of(x, call), linear.widens(x)
+    tokens, wide = Tokens.of(x, call), linear.widens(x)
     count, vocab = len(tokens.target), len(weight)
-    rows, columns = block_of(count, vocab, call, x.device)
+    rows, columns = block_of(count, vocab, call.logits, x)
     blocks = list(spans(vocab, columns))
     like = x.new_empty(0, dtype=torch.promote_types(x.dtype, torch.float32))
     highs, sums = like.new_empty((count, len(blocks))), like.new_empty((count, len(blocks)))
@@ -101,7 +99,7 @@ def cross_entropy_fwd(
     return loss if out is None else out.copy_(loss), high, log_sum
 
 
-@operation(key=lambda dy, x, weight, *_: _key(x, weight), description=_describe)
+@operation(key=lambda dy, x, weight, *_: key_of(x, weight), description=describe_blocks)
 def cross_entropy_bwd(
     dy: Tensor,
     x: Tensor,
@@ -116,7 +114,7 @@ def cross_entropy_bwd(
 
     dweight has the dtype of weight; if `exact`, it has at least float32 and is not rounded.
     """
-    tokens, wide = _Tokens.of(x, call), linear.widens(x)
+    tokens, wide = Tokens.of(x, call), linear.widens(x)
     count, vocab = len(tokens.target), len(weight)
     dy = tokens.taken(dy, 0, count).to(stats[0].dtype)
     if tokens.used is not None:  # dy is infinite for a mean over no token
@@ -137,7 +135,8 @@ def cross_entropy_bwd(
         z.scatter_add_(1, at, torch.where(inside, at_target[lo:hi], 0))
         return x_part, z if cap is None else z.mul_(cap)  # of the logits before the soft-cap
 
-    dx, dweight, dbias = gradients(dlogits, x, weight, bias, count, call, needs_grad, exact, wide)
+    shape = block_of(count, vocab, call.logits, x)
+    dx, dweight, dbias = gradients(dlogits, x, weight, bias, count, shape, needs_grad, exact, wide)
     return None if dx is None else tokens.whole(dx.to(x.dtype)), dweight, dbias
 
 
@@ -147,17 +146,17 @@ def gradients(
     weight: Tensor,
     bias: Tensor | None,
     count: int,
-    call: CrossEntropyTargets,
+    shape: Span,
     needs_grad: tuple[bool, ...],
     exact: bool,
     wide: bool = False,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return the results of `cross_entropy_bwd` for `count` tokens, but dx in at least float32.
 
-    `dlogits(block, lo, hi)` returns tokens lo to hi, and the gradient of their logits.
+    `dlogits(columns, lo, hi)` returns tokens lo to hi, and the gradient of their logits; `shape`
+    is that of blocks.
     """
-    vocab, dtype = len(weight), torch.promote_types(x.dtype, torch.float32)
-    rows, columns = block_of(count, vocab, call, x.device)
+    vocab, dtype, (rows, columns) = len(weight), torch.promote_types(x.dtype, torch.float32), shape
     dx = x.new_empty((count, x.shape[1]), dtype=dtype) if needs_grad[0] else None
     wide_dweight = torch.promote_types(weight.dtype, torch.float32) if exact else weight.dtype
     dweight = x.new_empty(weight.shape, dtype=wide_dweight) if needs_grad[1] else None
@@ -247,11 +246,14 @@ class LinearCrossEntropy(Node):
 
     def call(self, chunk: Chunk) -> CrossEntropyTargets:
         """Return the call for the chunk's tokens, of this rank's columns."""
-        target, weight, parallel = chunk.param(self.target), chunk.param(self.weight), self.parallel
+        target, weight = chunk.param(self.target), chunk.param(self.weight)
         assert target is not None and weight is not None
-        own = target.reshape(-1)[chunk.token0 : chunk.token0 + chunk.rows]
+        return self.targets(target.reshape(-1)[chunk.token0 : chunk.token0 + chunk.rows], weight)
+
+    def targets(self, target: Tensor, weight: Tensor) -> CrossEntropyTargets:
+        """Return the call for tokens with these targets, of this rank's columns `weight`."""
         options = self.ignore_index, self.label_smoothing, self.z_loss, self.softcap, self.logits
-        call = CrossEntropyTargets(own, *options)
+        call, parallel = CrossEntropyTargets(target, *options), self.parallel
         if parallel is None:
             return call
         count = weight.shape[0]
@@ -264,16 +266,6 @@ class LinearCrossEntropy(Node):
             group=parallel.group,
             classes=count * parallel.size,
         )
-
-
-def block_of(tokens: int, vocab: int, call: CrossEntropyTargets, device: torch.device) -> Span:
-    """Return tokens and columns of a block: about square, which moves the fewest bytes."""
-    limit = call.logits or (_CPU_LOGITS if device.type == "cpu" else _DEVICE_LOGITS)
-    rows = min(tokens, max(math.isqrt(limit), limit // vocab))
-    columns = max(1, limit // max(rows, 1))
-    if columns >= 64:
-        columns -= columns % 64
-    return max(rows, 1), min(vocab, columns)
 
 
 def check_targets(call: CrossEntropyTargets, vocab: int) -> None:
@@ -337,7 +329,7 @@ def slopes(
 
 
 @dataclass(frozen=True, eq=False)
-class _Tokens:
+class Tokens:
     """The n tokens that are processed: those that count, if reading the targets needs no wait."""
 
     x: Tensor  # (T, D), of all tokens
@@ -346,7 +338,7 @@ class _Tokens:
     used: Tensor | None  # (n, 1), which of them count; None if all do
 
     @classmethod
-    def of(cls, x: Tensor, call: CrossEntropyTargets) -> _Tokens:
+    def of(cls, x: Tensor, call: CrossEntropyTargets) -> Tokens:
         used = call.target != call.ignore_index
         if not _is_read(call.target):
             return cls(x, None, call.target, used[:, None])
@@ -356,6 +348,7 @@ class _Tokens:
         return cls(x, rows, call.target[rows], None)
 
     def taken(self, t: Tensor, lo: int, hi: int) -> Tensor:
+        """Return rows `lo` to `hi` of the processed tokens' rows of `t`."""
         return t[lo:hi] if self.rows is None else t[self.rows[lo:hi]]
 
     def whole(self, t: Tensor) -> Tensor:

@@ -2,7 +2,9 @@
 
 Forward is one kernel, or one per block of columns if the weights are rounded first. Backward
 computes the logits' gradient a block at a time, in the dtype of x and in the order of
-`steps.cross_entropy`; ATen's products take it. First the operations, then their launches.
+`steps.cross_entropy`; ATen's products take it. Where gradients are computed in forward, a block of
+all columns is written as exp(logits - its tile's maximum), in the dtype of x, and one pass replaces
+it by the logits' gradient. First the operations, then their launches.
 """
 
 from __future__ import annotations
@@ -13,16 +15,20 @@ import torch
 from torch import Tensor
 
 from fused_remat.kernels.cross_entropy import (
+    cross_entropy_grad_kernel,
     linear_cross_entropy_bwd_kernel,
     linear_cross_entropy_fwd_kernel,
 )
-from fused_remat.steps import cross_entropy
+from fused_remat.steps import collective, cross_entropy, loss_grads
 from fused_remat.steps.chunk import spans
-from fused_remat.steps.cross_entropy import Columns, block_of, gradients
+from fused_remat.steps.cross_entropy import Columns, gradients
+from fused_remat.steps.logit_blocks import block_of, rows_of
 from fused_remat.steps.operations import faster
-from fused_remat.triton.launch import TARGET, Launch, Target, cdiv, run, target_of, vector
+from fused_remat.triton.launch import TARGET, Launch, Target, cdiv, matrix, run, target_of, vector
 from fused_remat.triton.products import launch_over, unsupported_dtype_reason
-from fused_remat.triton.tables import Tile, tile_for
+from fused_remat.triton.tables import TILES, Tile, family, tile_for
+
+_TILE = 4096  # elements of a program of one pass
 
 
 def _unsupported_reason(key: tuple[Any, ...]) -> str | None:
@@ -42,10 +48,11 @@ def cross_entropy_fwd_triton(x, weight, bias, call, out=None):
     target = target_of(x.device)
     tokens, vocab = x.shape[0], weight.shape[0]
     cross_entropy.check_targets(call, vocab)
-    rows, columns = block_of(tokens, vocab, call, x.device)
+    rows, columns = block_of(tokens, vocab, call.logits, x, x.element_size())
     # All columns at once, of so many tokens that the tiles' statistics are no larger than a block.
     if weight.dtype == x.dtype:
-        rows, columns = min(tokens, max(rows, rows * columns // cdiv(vocab, 64))), vocab
+        most = rows * columns * x.element_size() // (8 * cdiv(vocab, 64))
+        rows, columns = min(tokens, max(rows, most)), vocab
     used = (call.target != call.ignore_index)[:, None]
 
     def of_rows(lo: int, hi: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -83,7 +90,7 @@ def cross_entropy_bwd_triton(dy, x, weight, bias, stats, call, needs_grad, exact
     # dy is infinite for a mean over no token.
     dy = torch.where((call.target != call.ignore_index)[:, None], dy.float(), 0)
     factors = cross_entropy.slopes(dy, stats, vocab, call)
-    rows, columns = block_of(tokens, vocab, call, x.device)
+    rows, columns = block_of(tokens, vocab, call.logits, x, x.element_size())
     # A tensor descriptor needs rows of multiples of 16 bytes, whatever the vocabulary.
     held = x.new_empty((min(rows, tokens), 8 * cdiv(columns, 8)))
 
@@ -98,8 +105,53 @@ def cross_entropy_bwd_triton(dy, x, weight, bias, stats, call, needs_grad, exact
         )  # fmt: skip
         return x[lo:hi], padded[:, :width]
 
-    dx, dweight, dbias = gradients(dlogits, x, weight, bias, tokens, call, needs_grad, exact)
+    dx, dweight, dbias = gradients(
+        dlogits, x, weight, bias, tokens, (rows, columns), needs_grad, exact
+    )
     return None if dx is None else dx.to(x.dtype), dweight, dbias
+
+
+@faster(
+    loss_grads.cross_entropy_grads,
+    "triton",
+    "kernels linear_cross_entropy_fwd and cross_entropy_grad, and ATen's products",
+    _unsupported_reason,
+)
+def cross_entropy_grads_triton(x, weight, bias, call, scale, needs_grad):
+    target, (tokens, vocab) = target_of(x.device), (len(x), len(weight))
+    # exp(z - maximum) in float16 has no logarithm where it is 0, and smoothing needs z.
+    lossy = call.softcap and call.label_smoothing and x.dtype == torch.float16
+    if lossy or family(target) not in TILES["cross_entropy_exps"]:
+        return loss_grads.cross_entropy_grads(x, weight, bias, call, scale, needs_grad)
+    cross_entropy.check_targets(call, vocab)
+    columns, used = Columns.of(weight, bias, (0, vocab), x), call.target != call.ignore_index
+    rows = rows_of(tokens, vocab, call.logits, x, x.element_size())
+    # A tensor descriptor needs rows of multiples of 16 bytes, whatever the vocabulary.
+    held = x.new_empty((rows, 8 * cdiv(vocab, 8)))
+
+    def of_rows(lo: int, hi: int) -> tuple[Tensor, Tensor, Tensor]:
+        x_part, labels, exps = x[lo:hi], call.target[lo:hi], held[: hi - lo]
+        tile = tile_for("cross_entropy_exps", target, hi - lo, vocab)
+        picked = torch.zeros(hi - lo, dtype=torch.float32, device=x.device)
+        parts = [picked.new_empty((cdiv(vocab, tile.block_n), hi - lo)) for _ in range(3)]
+        highs, sums, totals = *parts[:2], parts[2] if call.label_smoothing else None
+        given = x_part, columns.weight, columns.bias, labels, call.softcap, 0
+        run(cross_entropy_fwd, *given, highs, sums, totals, picked, TARGET, tile, exps)
+        total = picked if totals is None else totals.sum(0)
+        found = highs.t(), sums.t(), picked[:, None], total[:, None]
+        loss, high, log_sum = cross_entropy.losses(*found, vocab, call)
+        factors = cross_entropy.slopes(used[lo:hi, None].float(), (high, log_sum), vocab, call)
+        mass, spread, at_target = (t[:, 0] for t in factors)
+        slopes, z = (mass, spread if call.label_smoothing else None, at_target), exps[:, :vocab]
+        stats = high[:, 0], log_sum[:, 0]
+        run(cross_entropy_grad, z, labels, call.softcap, highs, stats, slopes, tile.block_n)
+        return loss, x_part, z
+
+    given = x, columns, weight, bias, tokens, rows, scale, needs_grad
+    loss, (dx, *others) = loss_grads.by_rows(of_rows, *given)
+    if dx is not None and call.group:
+        dx = collective.total(dx, call.group, owned=True)
+    return loss.masked_fill_(~used[:, None], 0), (dx, *others)
 
 
 def cross_entropy_fwd(
@@ -115,18 +167,40 @@ def cross_entropy_fwd(
     picked: Tensor,
     at: Target,
     tile: Tile,
+    exps: Tensor | None = None,
 ) -> Launch:
     """Return the launch that fills `picked` with the targets' logits and the others from each tile.
 
     `highs`, `sums` and `totals` (tiles, M) are the maximum, sum(exp(logits - maximum)) and the sum
-    of a tile's logits x @ weightᵀ + bias; weight holds the vocabulary from row `first` on.
+    of a tile's logits x @ weightᵀ + bias; weight holds the vocabulary from row `first` on. `exps`
+    (M, V) are exp(logits - the tile's maximum); it may be wider, as dz of `cross_entropy_bwd`.
     """
     (m, k), n = x.shape, weight.shape[0]
     vectors = [vector(bias), vector(target), highs, sums, totals, picked]
     return launch_over(
-        linear_cross_entropy_fwd_kernel, at, tile, [(x, "mk"), (weight, "nk")], vectors, [],
+        linear_cross_entropy_fwd_kernel, at, tile, [(x, "mk"), (weight, "nk")], vectors, [exps],
         (first, m, n, k, softcap or None), (m, n), (k,),
     )  # fmt: skip
+
+
+def cross_entropy_grad(
+    held: Tensor,
+    target: Tensor,
+    softcap: float,
+    highs: Tensor,
+    stats: tuple[Tensor, Tensor],
+    slopes: tuple[Tensor, Tensor | None, Tensor],
+    block_n: int,
+) -> Launch:
+    """Replace `held`, exps of `cross_entropy_fwd` and its tiles of `block_n`, by logits' gradient.
+
+    `highs` (tiles, M) are the forward's; others as in `cross_entropy_bwd`.
+    """
+    (m, n), block_m = held.shape, max(1, _TILE // block_n)
+    vectors = vector(target), highs, *stats, *slopes
+    blocks, grid = {"BLOCK_M": block_m, "BLOCK_N": block_n}, (cdiv(m, block_m) * cdiv(n, block_n),)
+    args = (matrix(held), *vectors, m, n, softcap or None)
+    return Launch(cross_entropy_grad_kernel, grid, args, blocks, num_warps=8, device=held.device)
 
 
 def cross_entropy_bwd(

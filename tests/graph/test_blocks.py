@@ -6,13 +6,14 @@ import pytest
 import torch
 from reference import EXACT_PRESETS
 
-from fused_remat.execution.prepare import BlockConfig, chunks_of
-from fused_remat.graph.build import block_graph, norm_graph
+from fused_remat.execution.prepare import BlockConfig, chunks_of, prepare
+from fused_remat.graph.build import BlockBuilder, block_graph, norm_graph
 from fused_remat.graph.schedule import schedule
 from fused_remat.layer_specs import nn_layer_spec, transformer_spec
 from fused_remat.policies import kept_names
 from fused_remat.spec import BlockSpec, BranchSpec, MLPSpec, NormSpec
 from fused_remat.steps.chunk import Chunks, spans
+from fused_remat.steps.replay import Replay
 
 PRE = block_graph(nn_layer_spec(True, 2, 4, "gelu"))
 POST = block_graph(nn_layer_spec(False, 2, 4, "gelu"))
@@ -157,3 +158,37 @@ def test_cheap_steps_alone_run_in_larger_pieces_unless_told_otherwise():
     assert call.prepare([x, None, None]).chunks.group == 2048
     with chunks_of(16):
         assert call.prepare([x, None, None]).chunks.group == 16
+
+
+#: SmolLM-135M's layer in 16 bits.
+SMALL = {**FIELDS, "num_heads": 9, "num_kv_heads": 3, "head_dim": 64, "scale": 0.125}
+
+
+@pytest.mark.parametrize(
+    ("width", "hidden", "device", "group"),
+    [
+        # 2^27 elements of the hidden width are 87,381 tokens: 42 sequences of 2048
+        (576, 1536, "meta", 42),
+        (4096, 14336, "meta", 8),  # 16,384 tokens at least
+        (576, 1536, "cpu", 1),
+    ],
+)
+def test_chunks_on_devices_are_sized_by_elements(width, hidden, device, group):
+    graph = block_graph(transformer_spec("rms_norm", 1e-6, **SMALL))
+    shapes = {"input": (247, 2048, width), "qkv.weight": (960, width), "proj.weight": (width, 576)}
+    shapes |= dict.fromkeys(("gate.weight", "fc1.weight"), (hidden, width))
+    shapes |= {"fc2.weight": (width, hidden)}
+    shapes |= dict.fromkeys(("cos", "sin"), (2048, 32))
+    given = [torch.Size(shapes[n]) if n in shapes else None for n in graph.tensors]
+    call = BlockConfig(graph, *[frozenset()] * 2, "eager")
+    chunks = prepare(call, torch.empty(0, device=device, dtype=torch.bfloat16), given).chunks
+    assert chunks.group == group and chunks.tiled == (device == "cpu")
+
+
+def test_chunks_of_replayed_functions_keep_their_number_of_tokens():
+    """Their own activations, which may be wider than all others, are not known."""
+    b = BlockBuilder()
+    b.add(Replay(name="output", xs=("input",), function="mixer", what="a mixer", needed_for=((),)))
+    call = BlockConfig(b.graph("mixer"), *[frozenset()] * 2, "eager")
+    x = torch.empty(64, 1024, 16, device="meta")
+    assert call.prepare([x]).chunks.group == 16

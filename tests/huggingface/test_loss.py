@@ -9,7 +9,7 @@ from hf_models import MODELS, VOCAB, build, reasons
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
-from fused_remat import FusedRematWarning, conversion, convert, explain, memory_report
+from fused_remat import FusedRematWarning, conversion, convert, explain, memory_report, revert
 from fused_remat.report.allocations import AllocationTrace
 
 
@@ -50,9 +50,10 @@ def compare(model, fused, **inputs):
 def test_loss_and_gradients_are_transformers_own(name, items):
     softcap = {"final_logit_softcapping": 0.5} if name == "gemma2" else {}
     model = build(name, tie_word_embeddings=True, **softcap)
-    fused = convert(copy.deepcopy(model), policy="lean", loss=True)
-    assert type(fused).__name__ == type(model).__name__ and isinstance(fused, type(model))
-    compare(model, fused, **batch(), **({} if items is None else {"num_items_in_batch": items}))
+    for loss in (True, "grad_in_forward"):
+        fused = convert(copy.deepcopy(model), policy="lean", loss=loss)
+        assert type(fused).__name__ == type(model).__name__ and isinstance(fused, type(model))
+        compare(model, fused, **batch(), **({} if items is None else {"num_items_in_batch": items}))
 
 
 def test_one_warning_tells_of_missing_logits():
@@ -141,6 +142,24 @@ def test_no_whole_logits_in_a_step():
         step(fused, **inputs)
     logits = inputs["input_ids"].numel() * 20_000 * 4
     assert max(span.peak for span in trace.spans) < logits / 2
+
+
+def test_gradients_in_forward_are_reported():
+    """With predicted bytes equal to the kept ones, and explained; `revert` forgets the option."""
+    model, inputs = convert(llama(), loss="grad_in_forward"), batch()
+    report = memory_report(model, loss=lambda output: output.loss, **inputs)
+    other = report.layers[-1]
+    kept = {a.name: (a.bytes, a.predicted) for a in other.activations if "gradient" in a.name}
+    tokens, width = inputs["input_ids"].numel(), model.config.hidden_size
+    sizes = 4 * tokens * width, 4 * VOCAB * width
+    names = "input's gradient", "head.weight's gradient"
+    assert kept == {name: (size, size) for name, size in zip(names, sizes, strict=True)}
+    assert other.predicted_bytes == sum(sizes)
+    shown = str(explain(model, **inputs))
+    assert "linear_cross_entropy, backend eager, gradients in forward" in shown
+    assert not revert(model).__dict__.keys() & {"loss_backend", "loss_grad_in_forward"}
+    with pytest.raises(TypeError, match="'grad_in_forward', got 'forward'"):
+        convert(model, loss="forward")
 
 
 def test_models_without_a_head_are_told():

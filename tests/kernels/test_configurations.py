@@ -150,6 +150,9 @@ def given_of(call: Call) -> SimpleNamespace:
         setattr(given, name, made(value))
     if call.function in (cross_entropy.cross_entropy_fwd, cross_entropy.cross_entropy_bwd):
         given.target.random_(given.weight.shape[0]).add_(given.first)
+    if call.function is cross_entropy.cross_entropy_grad:
+        given.target.random_(given.held.shape[1])
+        given.held.uniform_(0.01, 1.0)
     if hasattr(given, "stats") and hasattr(given, "spec"):
         stats = norm.norm_fwd(given.spec, given.x.double(), None, None)[1:]
         for mine, true in zip(given.stats, stats, strict=True):

@@ -11,7 +11,7 @@ from tiers import exhaustive, pairwise
 
 from fused_remat import ops
 from fused_remat.report.allocations import AllocationTrace, SavedBytes
-from fused_remat.steps import cross_entropy
+from fused_remat.steps import logit_blocks
 
 TOKENS, WIDTH, VOCAB = (3, 7), 12, 53
 #: Many blocks, the last ones smaller: 6 tokens by 6 columns or so.
@@ -147,14 +147,41 @@ def test_logits_are_never_whole_and_a_frozen_head_has_no_gradient(dtype):
 
 
 def test_blocks_are_as_large_as_the_limit_allows():
-    call = cross_entropy.CrossEntropyTargets(torch.zeros(0), -100, 0.0, 0.0, 0.0, 0)
+    """A number of logits on a CPU, and bytes on devices."""
     sizes = itertools.product((0, 1, 100, 10_000, 1_000_000), (1, 1000, 262_144))
-    for (tokens, vocab), (kind, limit) in itertools.product(
-        sizes, (("cpu", 1 << 20), ("cuda", 1 << 26))
-    ):
-        rows, columns = cross_entropy.block_of(tokens, vocab, call, torch.device(kind))
+    kinds = (("cpu", 4, 1 << 20), ("meta", 4, 1 << 27), ("meta", 2, 1 << 28))
+    for (tokens, vocab), (kind, itemsize, limit) in itertools.product(sizes, kinds):
+        x = torch.empty(tokens, 576, device=kind)
+        rows, columns = logit_blocks.block_of(tokens, vocab, 0, x, itemsize)
         assert 1 <= rows <= max(tokens, 1) and 1 <= columns <= vocab
         assert min(0.9 * limit, max(tokens, 1) * vocab) <= rows * columns <= limit
+
+
+def used(total, rows, width):
+    """Return the share of 132 multiprocessors' waves that products of the parts fill."""
+    tile = min((256, 192, 128), key=lambda n: -(-width // n) * n)
+    parts = [min(rows, total - at) for at in range(0, total, rows)]
+    tiles = [-(-part // 128) * -(-width // tile) for part in parts]
+    return sum(tiles) / sum(-(-n // 132) * 132 for n in tiles)
+
+
+@pytest.mark.parametrize("width", [576, 1536, 2048, 4096])
+@pytest.mark.parametrize("tokens", [8192, 65_536, 505_856])
+@pytest.mark.parametrize("vocab", [49_152, 151_936])
+def test_blocks_fill_waves(tokens, vocab, width):
+    """Of 132 multiprocessors, and no other number of tokens within the limit would fill more."""
+    assert 0.72 < used(8192, 8192, 576) < 0.73  # as blocks of 2^26 logits did
+    rows, columns = logit_blocks.block_shape(tokens, vocab, 1 << 28, width, 132)
+    assert rows * columns <= 1 << 28
+    most = min(tokens, 1 << 14)
+    if rows < tokens:
+        others = [used(tokens, n, width) for n in range(most, most // 2, -128)]
+        assert used(tokens, rows, width) == max(others) > 0.96
+        assert used(vocab, columns, width) > 0.9
+    else:
+        assert rows == tokens
+    plain = logit_blocks.block_shape(tokens, vocab, 1 << 28, width, 0)
+    assert plain[0] == most  # where the number of multiprocessors is unknown
 
 
 # --- autograd, compilers, checks

@@ -8,7 +8,7 @@ from report_models import Model, encoder, traced
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fused_remat import FusedRematLayer, plan
+from fused_remat import FusedRematLayer, convert, plan
 from fused_remat.autograd.function import OBSERVERS
 from fused_remat.planner.calibration import Example
 from fused_remat.report.step import run_step
@@ -74,6 +74,10 @@ def llama():
     return build("llama", torch.float32, num_hidden_layers=4)
 
 
+def with_fused_loss():
+    return convert(llama(), loss=True)
+
+
 def with_adapters():
     peft = pytest.importorskip("peft")
     return peft.get_peft_model(llama(), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
@@ -111,6 +115,7 @@ CASES = {
     "checkpointed": (partly_checkpointed, (X,), squared),
     "detached": (detached, (X,), squared),
     "llama": (llama, LABELLED, hf_loss),
+    "llama with a fused loss": (with_fused_loss, LABELLED, hf_loss),
     "llama with adapters": (with_adapters, LABELLED, hf_loss),
     "traced": (traced, (X,), squared),
     "traced, one checkpointed": (lambda: traced([1]), (X,), squared),

@@ -1,5 +1,6 @@
 """Plans against reality: kept bytes exact, peaks as allocated, budgets kept, nothing disturbed."""
 
+import dataclasses
 import gc
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -49,6 +50,29 @@ def test_kept_bytes_are_exact_and_peaks_hold(case):
         assert_holds(made, model, args, kwargs, loss)
     if case == "detached":
         assert list(found[0].policies) == ["layers.2", "layers.3"]
+
+
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_gradients_of_a_loss_are_planned_in_either_pass(accumulates):
+    """Both hold, the faster one that fits is chosen, and `apply` sets it."""
+    model, args, kwargs, loss = given("llama with a fused loss")
+    found = plan(model, loss=loss, costs="analytic", accumulates=accumulates, **kwargs)
+    late, early = sorted(found._chains, key=lambda chain: chain.grad_in_forward)
+    assert early.kept != late.kept and found.other is not None
+    for chains in ((late, early), (early, late)):
+        fast, slow = (dataclasses.replace(c, seconds=n) for n, c in enumerate(chains, 5))
+        best = dataclasses.replace(found, chain=slow, other=fast).within(None)
+        assert best.chain == fast and best.other == slow
+        assert Plan.from_json(best.to_json()) == best
+        if not accumulates:
+            assert_holds(best, model, args, kwargs, loss)
+        assert best.apply(model).loss_grad_in_forward == fast.grad_in_forward
+        where = "forward" if fast.grad_in_forward else "backward"
+        assert f"loss: its gradients are computed in {where}" in best.table()
+        least = min(best.frontier, key=lambda point: point.peak_bytes)
+        assert best.within(least.peak_bytes).peak_bytes <= least.peak_bytes
+        with pytest.raises(ValueError, match=f"is .* \\({least.peak_bytes} bytes\\)"):
+            best.within(least.peak_bytes - 1)
 
 
 @pytest.mark.parametrize("method", ["optimal", "greedy", "uniform", "sqrt"])
