@@ -20,7 +20,8 @@ from fused_remat.steps.norm import NORMS
 from fused_remat.steps.rotary import RotaryTables
 from fused_remat.triton import cross_entropy, pointwise, products, rotary, tables
 from fused_remat.triton import norm as norms
-from fused_remat.triton.launch import Launch, Target, cdiv
+from fused_remat.triton.launch import Launch, Target
+from fused_remat.triton.operands import cdiv
 from fused_remat.triton.tables import Tile
 
 #: Tokens; the width of a matrix that is passed over once; those of an MLP; rows of rotary tables.

@@ -24,7 +24,8 @@ from fused_remat.steps.attention_call import AttentionArgs, AttentionKey, Heads
 from fused_remat.steps.operations import FAULTS, faster
 from fused_remat.triton import launch, tables
 from fused_remat.triton.attention_masks import Problem, lists, prepare
-from fused_remat.triton.launch import Launch, Target, cdiv, contiguous_rows, run, scratch, target_of
+from fused_remat.triton.launch import Launch, Target, run, scratch, target_of
+from fused_remat.triton.operands import cdiv, contiguous_rows, power_of_2
 from fused_remat.triton.tables import AttentionTile, attention_tile
 
 #: Options of `AttentionSpec` that the kernels support.
@@ -228,7 +229,7 @@ def _blocks(tile: AttentionTile, widths: tuple[int, int], partial: bool, tma: bo
 
 
 def _padded(width: int) -> int:
-    return max(16, launch.power_of_2(width))
+    return max(16, power_of_2(width))
 
 
 def _columns_of(widths: tuple[int, int]) -> tuple[int, int]:

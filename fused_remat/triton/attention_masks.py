@@ -18,7 +18,8 @@ from fused_remat.kernels.attention_masks import (
 from fused_remat.random import scale as dropout_scale
 from fused_remat.random import threshold
 from fused_remat.steps.attention_call import AttentionArgs
-from fused_remat.triton.launch import Launch, Target, cdiv, scratch
+from fused_remat.triton.launch import Launch, Target, scratch
+from fused_remat.triton.operands import cdiv
 from fused_remat.triton.tables import AttentionTile, ends_early
 
 # Rows whose intervals of variable-length sequences a program finds.

@@ -24,7 +24,8 @@ from fused_remat.steps.chunk import spans
 from fused_remat.steps.cross_entropy import Columns, gradients
 from fused_remat.steps.logit_blocks import block_of, rows_of
 from fused_remat.steps.operations import faster
-from fused_remat.triton.launch import TARGET, Launch, Target, cdiv, matrix, run, target_of, vector
+from fused_remat.triton.launch import TARGET, Launch, Target, run, target_of
+from fused_remat.triton.operands import cdiv, matrix, vector
 from fused_remat.triton.products import launch_over, unsupported_dtype_reason
 from fused_remat.triton.tables import TILES, Tile, family, tile_for
 

@@ -15,7 +15,8 @@ from fused_remat.steps import norm
 from fused_remat.steps.norm import NORMS, shifted
 from fused_remat.steps.operations import faster
 from fused_remat.triton import launch, tables
-from fused_remat.triton.launch import Launch, Target, cdiv, dropout_of, matrix, operand, run, vector
+from fused_remat.triton.launch import Launch, Target, run
+from fused_remat.triton.operands import cdiv, dropout_of, matrix, operand, power_of_2, vector
 
 #: The widest row, in elements.
 MAX_WIDTH = 1 << 16
@@ -137,14 +138,14 @@ def _tiles(width: int, most: int, threads: int = 128) -> tuple[dict[str, int], i
     640 are for 576 columns, 1536 for 1536. A thread, of at least so many, holds at most so many
     elements of a matrix, unless a row is too wide; backward also holds sums.
     """
-    lanes, blocks, parts = launch.power_of_2(width), 1, 1
+    lanes, blocks, parts = power_of_2(width), 1, 1
     if lanes >= 512 and 4 * width <= 3 * lanes:
         blocks, parts = (5, 8) if 8 * width <= 5 * lanes else (3, 4)
     block_n = lanes // parts
     row = blocks * block_n
     rows = max(1, most * threads // row)
-    block_m = launch.power_of_2(rows + 1) // 2
-    warps = min(16, max(threads // 32, launch.power_of_2(cdiv(row, most * 32))))
+    block_m = power_of_2(rows + 1) // 2
+    warps = min(16, max(threads // 32, power_of_2(cdiv(row, most * 32))))
     return {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCKS": blocks}, warps
 
 

@@ -18,8 +18,9 @@ from fused_remat.steps.linear import dropout_sum
 from fused_remat.steps.operations import faster
 from fused_remat.steps.residual import dropout, residual_add
 from fused_remat.steps.residual import site_keys as site_keys_of_seed
-from fused_remat.triton.launch import Launch, cdiv, dropout_of, matrix, operand, run, scratch
+from fused_remat.triton.launch import Launch, run, scratch
 from fused_remat.triton.norm import column_sum
+from fused_remat.triton.operands import cdiv, dropout_of, matrix, operand
 
 #: Activation -> its forward and backward for a tile. A new activation is a new row.
 PAIRS: dict[str, tuple[Any, Any]] = {

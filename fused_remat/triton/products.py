@@ -24,17 +24,8 @@ from fused_remat.steps.norm import shifted
 from fused_remat.steps.operations import faster
 from fused_remat.triton import norm as norms
 from fused_remat.triton import pointwise, tables
-from fused_remat.triton.launch import (
-    INTERPRETED,
-    Launch,
-    Target,
-    cdiv,
-    contiguous_rows,
-    dropout_of,
-    run,
-    target_of,
-    vector,
-)
+from fused_remat.triton.launch import INTERPRETED, Launch, Target, run, target_of
+from fused_remat.triton.operands import cdiv, contiguous_rows, dropout_of, vector
 from fused_remat.triton.pointwise import PAIRS
 from fused_remat.triton.tables import Tile, family, tile_for
 

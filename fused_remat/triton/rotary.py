@@ -19,8 +19,9 @@ from fused_remat.steps import rotary
 from fused_remat.steps.operations import faster
 from fused_remat.steps.rotary import RotaryTables
 from fused_remat.triton import launch
-from fused_remat.triton.launch import Launch, Target, cdiv, matrix, operand, run, vector
+from fused_remat.triton.launch import Launch, Target, run
 from fused_remat.triton.norm import column_sum
+from fused_remat.triton.operands import cdiv, contiguous_rows, matrix, operand, power_of_2, vector
 from fused_remat.triton.tables import family
 
 #: The widest head, in elements: a program holds at least one head.
@@ -159,7 +160,7 @@ def rotary_norm_bwd(
 
 
 def _heads(heads: tuple[Tensor, Tensor, Tensor]) -> Heads:
-    found = tuple(map(launch.contiguous_rows, heads))
+    found = tuple(map(contiguous_rows, heads))
     return Heads(*found, *(x.stride()[:3] for x in found))
 
 
@@ -178,9 +179,9 @@ def _angles(call: RotaryTables) -> Angles:
 
 def _blocks(call: RotaryTables, width: int, lanes: int, most: int) -> dict[str, Any]:
     """Return a program's tokens, its heads, which share rows of tables, and its pairs of a head."""
-    block_p, heads = launch.power_of_2(lanes), call.spec.num_heads
+    block_p, heads = power_of_2(lanes), call.spec.num_heads
     fits = [n for n in (8, 4) if heads % n == 0]
-    block_h = min(fits[0] if fits else min(8, launch.power_of_2(heads)), max(1, most // block_p))
+    block_h = min(fits[0] if fits else min(8, power_of_2(heads)), max(1, most // block_p))
     interleaved = call.spec.rotary is not None and call.spec.rotary.interleaved
     pairs = Pairs(width, call.rotated, lanes, interleaved, block_p)
     return {"BLOCK_M": max(1, most // (block_p * block_h)), "BLOCK_H": block_h, "pairs": pairs}

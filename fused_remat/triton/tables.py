@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 
 from fused_remat.steps import attention_aten
 from fused_remat.steps.attention_call import AttentionArgs, AttentionKey, flash_is_replaced
-from fused_remat.triton.launch import Target, cdiv
+from fused_remat.triton.launch import Target
+from fused_remat.triton.operands import cdiv
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,45 @@
+"""Tensors, dropout masks and sizes as kernels take them."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fused_remat.kernels.pointwise import Matrix
+from fused_remat.random import DropoutMask, scale, threshold
+
+
+def contiguous_rows(x: Tensor) -> Tensor:
+    """Return x (..., N) with contiguous rows, any distance apart: itself or a copy."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def vector(x: Tensor | None) -> Tensor | None:
+    """Return x (N,) as a contiguous vector: itself or a copy."""
+    return None if x is None else contiguous_rows(x)
+
+
+def matrix(x: Tensor | None) -> Matrix | None:
+    """Return x (M, N), whose rows are contiguous, as kernels take it."""
+    return None if x is None else Matrix(x, x.stride(0))
+
+
+def operand(x: Tensor | None) -> Matrix | None:
+    """Return x (M, N) as kernels read it, with contiguous rows."""
+    return None if x is None else matrix(contiguous_rows(x))
+
+
+def dropout_of(mask: DropoutMask | None) -> tuple[Tensor | None, int, int, float]:
+    """Return the site's key, first row, threshold and scale as kernels take them."""
+    if mask is None:
+        return None, 0, 0, 0.0
+    return mask.site_key, mask.row0, threshold(mask.p), scale(mask.p)
+
+
+def cdiv(a: int, b: int) -> int:
+    """Return a / b, rounded up."""
+    return -(-a // b)
+
+
+def power_of_2(n: int) -> int:
+    """Return the least power of two that is at least `n`."""
+    return 1 << max(n - 1, 0).bit_length()
