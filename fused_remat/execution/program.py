@@ -42,7 +42,7 @@ FEW = 8
 #: How many kinds of passes are recorded of an execution at most.
 _MOST_KINDS = 16
 #: How many lines a program has at most, and all programs of a process, at about 0.4 KB each.
-_MOST_LINES, _MOST_LINES_IN_ALL = 2_000, 100_000
+_MOST_LINES, _MOST_LINES_IN_ALL = 2_500, 100_000
 #: Whether anything is recorded. Without it, a debugger sees every pass go through the steps.
 ON = os.environ.get("FUSED_REMAT_PROGRAMS", "1").lower() not in ("", "0", "false", "no", "off")
 _has_mkldnn: Callable[[], bool] = torch._C._get_mkldnn_enabled
@@ -115,8 +115,8 @@ class Programs:
                 return
             if isinstance(self.passes.get(kind, 0), int):  # no other thread has written it since
                 self.passes[kind] = program
-                self.lines += len(recorder.lines)
-                Programs.all_lines += len(recorder.lines)
+                self.lines += program.lines
+                Programs.all_lines += program.lines
 
         return self.follow(name, self.recorder(name, given), steps, keep)
 
@@ -170,11 +170,12 @@ class Program:
     def __init__(self, programs: Programs, name: str, recorder: Recorder, result: Any) -> None:
         if recorder.failed:
             raise UnrepeatableError(recorder.failed)
-        if len(recorder.lines) > _MOST_LINES:
-            raise UnrepeatableError(f"it makes more than {_MOST_LINES} calls")
         self.programs, self.name = programs, name
         self.calls: list[Any] | None = recorder.calls(result)  # None once they were compared
         self.source = source_of(recorder, result)
+        self.lines = self.source.text.count("\n")
+        if self.lines > _MOST_LINES:
+            raise UnrepeatableError(f"its program has {self.lines} lines, above {_MOST_LINES}")
         self.go = self.source.function()
         self.launches = any(function.launches for function in self.source.direct)
         #: Of its kernels, which Triton calls before each launch; usually empty.
