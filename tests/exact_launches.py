@@ -221,7 +221,7 @@ def cross_entropy_fwd(i, o):
 
 def cross_entropy_grad(i, o):
     high, log_sum = i.stats
-    tops = i.highs.repeat_interleave(i.block_n, 0)[: i.held.shape[1]].t()
+    tops = i.tops.repeat_interleave(i.block_n, 0)[: i.held.shape[1]].t()
     at, total = i.target[:, None], (high + log_sum)[:, None]
     softmax = i.held * (tops - total).exp()
     mass, spread, at_target = i.slopes

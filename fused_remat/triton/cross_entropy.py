@@ -188,17 +188,17 @@ def cross_entropy_grad(
     held: Tensor,
     target: Tensor,
     softcap: float,
-    highs: Tensor,
+    tops: Tensor,
     stats: tuple[Tensor, Tensor],
     slopes: tuple[Tensor, Tensor | None, Tensor],
     block_n: int,
 ) -> Launch:
     """Replace `held`, exps of `cross_entropy_fwd` and its tiles of `block_n`, by logits' gradient.
 
-    `highs` (tiles, M) are the forward's; others as in `cross_entropy_bwd`.
+    `tops` (tiles, M) are the forward's `highs`; others as in `cross_entropy_bwd`.
     """
     (m, n), block_m = held.shape, max(1, _TILE // block_n)
-    vectors = vector(target), highs, *stats, *slopes
+    vectors = vector(target), tops, *stats, *slopes
     blocks, grid = {"BLOCK_M": block_m, "BLOCK_N": block_n}, (cdiv(m, block_m) * cdiv(n, block_n),)
     args = (matrix(held), *vectors, m, n, softcap or None)
     return Launch(cross_entropy_grad_kernel, grid, args, blocks, num_warps=8, device=held.device)
