@@ -203,7 +203,8 @@ def norm_bwd_kernel(
     """
     columns, weights, dweights, dbiases = _columns(BLOCKS, BLOCK_N), (), (), ()
     for i in tl.static_range(BLOCKS):
-        weights = weights + (_load_weight(weight_ptr, columns[i], columns[i] < N),)
+        if weight_ptr is not None:  # a tuple holds no None
+            weights = weights + (_load_weight(weight_ptr, columns[i], columns[i] < N),)
         dweights = dweights + (tl.zeros([BLOCK_M, BLOCK_N], tl.float32),)
         dbiases = dbiases + (tl.zeros([BLOCK_M, BLOCK_N], tl.float32),)
     first = tl.program_id(0).to(tl.int64) * rows
@@ -215,7 +216,8 @@ def norm_bwd_kernel(
         for i in tl.static_range(BLOCKS):
             mask = mask_m[:, None] & (columns[i] < N)[None, :]
             read = offs_m, columns[i], mask
-            grad, g, normed = _load_bwd(dy, x, weights[i], mean, rstd, *read)
+            weight = weight_ptr if weight_ptr is None else weights[i]
+            grad, g, normed = _load_bwd(dy, x, weight, mean, rstd, *read)
             grads, gs, norms = grads + (grad,), gs + (g,), norms + (normed,)
         if dx is not None:
             mean_g = tl.zeros_like(rstd)

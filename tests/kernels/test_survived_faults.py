@@ -131,7 +131,7 @@ def check_block(block):
 @pytest.mark.parametrize(
     ("block", "name"),
     [
-        (ops_mlp, "linear_fwd_kernel"),
+        (ops_mlp, "act_fwd_kernel"),
         (ops_mlp, "act_bwd_kernel"),
         (ops_attention, "attention_fwd_kernel"),
         (ops_attention, "attention_dkdv_bwd_kernel"),
