@@ -19,7 +19,7 @@ from fused_remat.execution.observe import TRACERS
 from fused_remat.graph.schedule import Step
 from fused_remat.random import CPU_KERNELS, DropoutMask
 from fused_remat.steps.chunk import Chunk
-from fused_remat.steps.operations import LAUNCH_RECORDERS
+from fused_remat.steps.operations import RECORDERS, unrecorded
 
 #: Operators that allocate without computing, all by the layout of their result.
 _EMPTY = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
@@ -27,6 +27,8 @@ _EMPTY = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_stride
 _IGNORED = ("profiler::", "aten::promote_types", "mkldnn::_is_mkldnn_")
 #: Names of variables that name nothing.
 _VAGUE = frozenset(("self", "x", "t", "made", "result", "value", "out"))
+#: End of the reason for a launch that runs the first or second time.
+NOT_FROZEN = " is not frozen yet"
 #: Functions that read a tensor's values without an operator.
 _READS = frozenset((Tensor.tolist, Tensor.numpy, Tensor.__array__))
 
@@ -115,7 +117,7 @@ class Recorder(TorchDispatchMode):
         return False  # which would import the compiler, for seconds
 
     def __enter__(self) -> Recorder:
-        LAUNCH_RECORDERS[threading.get_ident()] = self._launch
+        RECORDERS[threading.get_ident()] = self
         TRACERS.append(self._trace)
         self._reads.__enter__()
         super().__enter__()
@@ -125,7 +127,7 @@ class Recorder(TorchDispatchMode):
         super().__exit__(*error)
         self._reads.__exit__(*error)
         TRACERS.remove(self._trace)
-        del LAUNCH_RECORDERS[threading.get_ident()]
+        del RECORDERS[threading.get_ident()]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.is_paused:
@@ -135,6 +137,9 @@ class Recorder(TorchDispatchMode):
             return self.direct(
                 Direct(kernel, kernel.__name__.strip("_").removesuffix("_numpy")), *args
             )
+        made = self._decomposed(func, args, kwargs or {})
+        if made is not NotImplemented:
+            return made
         made = func(*args, **(kwargs or {}))
         if not self.failed and not func._schema.name.startswith(_IGNORED):
             try:
@@ -143,13 +148,18 @@ class Recorder(TorchDispatchMode):
                 self.failed = str(error)
         return made
 
+    def _decomposed(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run an operator that others make up, which arrives whole below autograd, as those."""
+        super().__enter__()
+        try:
+            return func.decompose(*args, **kwargs)
+        finally:
+            super().__exit__(None, None, None)
+
     def direct(self, function: Direct, *args: Any) -> Any:
         """Run a function whose own calls are not recorded, and record it."""
-        self.is_paused = True
-        try:
+        with unrecorded():
             made = function.run(*args)
-        finally:
-            self.is_paused = False
         try:
             given = [self.encoded(a) for a in (args[1:] if function.launches else args)]
             result = self._new(made, "") if isinstance(made, Tensor) else None
@@ -211,6 +221,7 @@ class Recorder(TorchDispatchMode):
         name, given = schema.name.removeprefix("aten::"), (self.encoded(args), self.encoded(kwargs))
         aliases = [r.alias_info for r in schema.returns]
         is_view = bool(aliases) and all(a is not None and not a.is_write for a in aliases)
+        is_view = is_view and all(_shares(t, args[0]) for t in (made if several else (made,)))
         kind = "empty" if name in _EMPTY else "view" if is_view else "call"
         storage = given[0][0].storage if is_view else None
         results: list[Value | None] = []
@@ -224,17 +235,19 @@ class Recorder(TorchDispatchMode):
         made = (results if any(results) else None) if several else results[0]
         self.lines.append(Call(func, kind, *given, made))
 
-    def _launch(self, name: str, run: Any, hooks: Sequence[Any], *args: Any) -> None:
+    def launch(self, name: str, run: Any, hooks: Sequence[Any], *args: Any) -> None:
         """Launch `run(*args)`; None for what is not frozen yet, which is launched elsewhere."""
         if run is None:
-            self.failed = self.failed or f"{name}, which is not frozen"
+            self.failed = self.failed or f"{name}{NOT_FROZEN}"
         else:
             self.direct(Direct(run, name, True, tuple(hooks)), *args)
 
     def _trace(self, step: Step, chunk: Chunk) -> None:
         """Name what has been computed, and begin the lines of a step."""
-        if LAUNCH_RECORDERS.get(threading.get_ident()) != self._launch:
+        if RECORDERS.get(threading.get_ident()) is not self:
             return
+        for name, t in chunk.owner.tensors.items():  # casts of parameters
+            self.name(t, f"{name}_{str(None if t is None else t.dtype).removeprefix('torch.')}")
         for name, x in dict[str, Any](chunk).items():
             if isinstance(x, DropoutMask):
                 self.name(x.site_key, f"{name}_key")
@@ -279,6 +292,12 @@ def _by_schema(call: Call) -> list[Any]:
     return [given.get(a.name, a.default_value) for a in declared]
 
 
+def _shares(t: Any, base: Any) -> bool:
+    """Return whether a result is a view: it has the memory of the first argument."""
+    tensors = isinstance(t, Tensor) and isinstance(base, Tensor)
+    return tensors and t.untyped_storage()._cdata == base.untyped_storage()._cdata
+
+
 def _local_name(t: Tensor) -> str:
     """Return the name of a variable of a step that holds `t`, or ""."""
     frame = sys._getframe(2)
@@ -287,7 +306,10 @@ def _local_name(t: Tensor) -> str:
         if room.startswith("fused_remat.execution.executor"):
             return ""
         if room.startswith("fused_remat.") and room != __name__:
-            found = [n for n, value in frame.f_locals.items() if value is t and n not in _VAGUE]
+            variables = frame.f_locals
+            found = [n for n, value in variables.items() if value is t and n not in _VAGUE]
+            if isinstance(variables, dict):  # a copy, which the frame would hold until it ends
+                variables.clear()
             if found:
                 return found[0]
         frame = frame.f_back

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fused_remat.execution.calls import Recorder, UnrepeatableError, Yield
+from fused_remat.execution.calls import NOT_FROZEN, Recorder, UnrepeatableError, Yield
 from fused_remat.execution.choose import backend_of
 from fused_remat.execution.source import source_of
 from fused_remat.steps.attention_call import switches
@@ -47,8 +47,10 @@ _MOST_LINES, _MOST_LINES_IN_ALL = 2_500, 100_000
 ON = os.environ.get("FUSED_REMAT_PROGRAMS", "1").lower() not in ("", "0", "false", "no", "off")
 _has_mkldnn: Callable[[], bool] = torch._C._get_mkldnn_enabled
 _dtype, _stride = operator.attrgetter("dtype"), Tensor.stride
-#: Calls ATen below autograd, whose kernels would find nothing to do; private, so it may be missing.
-_below: Callable[[], Any] = getattr(torch._C, "_AutoDispatchBelowAutograd", contextlib.nullcontext)
+#: Calls ATen below autograd's kernels, which would find nothing to do; private, it may be missing.
+_below: Callable[[], Any] = getattr(
+    torch._C, "_AutoDispatchBelowADInplaceOrView", contextlib.nullcontext
+)
 
 
 class Programs:
@@ -62,10 +64,9 @@ class Programs:
         self.kept = tuple([name for name, _ in execution.kept_chunks()])
         self.deliveries = len(execution.delivered)
         self.on_cuda, self.launches = self.device.type == "cuda", execution.ops.name != "eager"
-        #: By kind, a program, or how often the pass has run.
-        self.passes: dict[Any, Program | int] = {}
-        self.lines = 0  # in these programs
-        self.reason = ""  # set once a pass could not be written down: none is from then on
+        #: By kind, a program, why there is none, or how often the pass has run.
+        self.passes: dict[Any, Program | str | int] = {}
+        self.lines, self.retries = 0, 3  # lines in these programs, and further attempts
 
     def __del__(self) -> None:
         type(self).all_lines -= self.lines  # as the interpreter ends, the module has no names left
@@ -75,7 +76,7 @@ class Programs:
 
         `name`: "forward", "backward" or "stages", a backward that yields gradients.
         """
-        if self.reason or torch._C._len_torch_function_stack():
+        if not ON or torch._C._len_torch_function_stack():
             return None
         state = self.backend.state(self.device)
         if state is None or torch._C._len_torch_dispatch_stack():
@@ -92,26 +93,35 @@ class Programs:
         if self.launches:  # which are specialized by alignment
             kind += tuple([t.data_ptr() & 15 for t in tensors])
         found = self.passes.get(kind, 0)
-        if not isinstance(found, int):
+        if isinstance(found, Program):
             return found if not any(found.hooks) else None
+        if isinstance(found, str):
+            return None
         if found < FEW:
-            if found or len(self.passes) < _MOST_KINDS:
-                self.passes[kind] = found + 1
+            self._count(kind, found + 1)
             return None
-        if not ON or Programs.all_lines >= _MOST_LINES_IN_ALL:
-            return None
-        if len({*map(id, tensors)}) < len(tensors):  # one for two inputs; later there may be two
+        if Programs.all_lines >= _MOST_LINES_IN_ALL or is_doubled(tensors):
             return None
         return functools.partial(self._record, kind, name)
+
+    def _count(self, kind: Any, times: int) -> None:
+        """Note how often a pass has run, instead of another one that has run a few times."""
+        if times == 1 and len(self.passes) >= _MOST_KINDS:
+            few = [key for key, found in list(self.passes.items()) if isinstance(found, int)]
+            if not few:
+                return
+            self.passes.pop(few[0], None)
+        if isinstance(self.passes.get(kind, 0), int):
+            self.passes[kind] = times
 
     def _record(self, kind: Any, name: str, given: Given, steps: Steps) -> Made:
         def keep(recorder: Recorder, result: Any, is_last: bool) -> None:
             if not is_last:
                 return
             try:
-                program = Program(self, name, recorder, result)
+                program = Program(self, kind, recorder, result)
             except Exception as error:  # what the steps made is right all the same
-                self.give_up(str(error) or type(error).__name__)
+                self.give_up(kind, str(error) or type(error).__name__)
                 return
             if isinstance(self.passes.get(kind, 0), int):  # no other thread has written it since
                 self.passes[kind] = program
@@ -126,9 +136,16 @@ class Programs:
             return Recorder(given, self.names, name)
         return Recorder(given, (*self.names, *self.kept, "output", "dy"), "backward")
 
-    def give_up(self, reason: str) -> None:
-        """Run steps from now on."""
-        self.reason, self.passes = reason, {}
+    def give_up(self, kind: Any, reason: str) -> None:
+        """Run the steps of a pass from now on, unless its launches may be frozen next time."""
+        again = reason.endswith(NOT_FROZEN) and self.retries > 0
+        self.retries -= again
+        self.passes[kind] = 0 if again else reason
+
+    @property
+    def reason(self) -> str:
+        """Why a pass has no program, or ""."""
+        return next((found for found in self.passes.values() if isinstance(found, str)), "")
 
     def follow(self, name: str, recorder: Recorder, run: Steps, note: Note) -> Made:
         """Run and record a pass; `note` is called with its results."""
@@ -167,15 +184,15 @@ class Programs:
 class Program:
     """A program of a pass. Its first run is compared with the steps that it was written from."""
 
-    def __init__(self, programs: Programs, name: str, recorder: Recorder, result: Any) -> None:
+    def __init__(self, programs: Programs, kind: Any, recorder: Recorder, result: Any) -> None:
         if recorder.failed:
             raise UnrepeatableError(recorder.failed)
-        self.programs, self.name = programs, name
+        self.programs, self.kind, self.name = programs, kind, kind[0]
         self.calls: list[Any] | None = recorder.calls(result)  # None once they were compared
         self.source = source_of(recorder, result)
         self.lines = self.source.text.count("\n")
         if self.lines > _MOST_LINES:
-            raise UnrepeatableError(f"its program has {self.lines} lines, above {_MOST_LINES}")
+            raise UnrepeatableError(_too_long(self.lines))
         self.go = self.source.function()
         self.launches = any(function.launches for function in self.source.direct)
         #: Of its kernels, which Triton calls before each launch; usually empty.
@@ -184,21 +201,21 @@ class Program:
     def __call__(self, given: Given, steps: Steps) -> Made:
         """Make the pass, by `steps` if the program does not do the same."""
         args = (*given, self.programs.backend.stream()) if self.launches else given
-        if self.calls is not None:
-            return self._compared(given, args, steps)
+        if (calls := self.calls) is not None:  # of which another thread may make None
+            return self._compared(calls, given, args, steps)
         if self.name == "stages":
             return _stages(self.go(*args))
         with _below():
             return self.go(*args)
 
-    def _compared(self, given: Given, args: Sequence[Any], steps: Steps) -> Made:
-        recorder, calls = self.programs.recorder(self.name, given), self.calls
+    def _compared(self, calls: list[Any], given: Given, args: Sequence[Any], steps: Steps) -> Made:
+        recorder = self.programs.recorder(self.name, given)
         direct = functools.partial(functools.partial, recorder.direct)
         run = functools.partial(self.source.function(direct), *args)
 
         def compare(recorder: Recorder, result: Any, is_last: bool) -> None:
             found = recorder.calls(result if is_last else None)
-            if recorder.failed or found != (calls or [])[: len(found)]:
+            if recorder.failed or found != calls[: len(found)]:
                 raise UnrepeatableError(recorder.failed or "other calls")
             if is_last:
                 self.calls = None
@@ -210,9 +227,10 @@ class Program:
             return follow()
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:
-            self.programs.give_up(f"its program fails: {error}")
-            return steps()
+        except Exception as error:  # whose traceback holds what the program computed
+            reason = f"its program fails: {error}"
+        self.programs.give_up(self.kind, reason)
+        return steps()
 
     def _compared_stages(self, run: Iterator[Made], steps: Steps) -> Iterator[Made]:
         count = 0
@@ -225,11 +243,27 @@ class Program:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            self.programs.give_up(f"its program fails: {error}")
+            self.programs.give_up(self.kind, f"its program fails: {error}")
         rest = steps()
         for _ in range(count):
             next(rest)
         yield from rest
+
+
+def _too_long(lines: int) -> str:
+    return f"its program has {lines} lines, above {_MOST_LINES}" if lines > _MOST_LINES else ""
+
+
+def _reason_against(text: str, given: Given) -> str:
+    """Return why a pass runs its steps although it has a program, or ""."""
+    doubled = is_doubled([t for t in given if t is not None])
+    off = "" if ON else "FUSED_REMAT_PROGRAMS=0 turns programs off"
+    return off or _too_long(text.count("\n")) or ("one tensor has two names" if doubled else "")
+
+
+def is_doubled(tensors: Sequence[Tensor]) -> bool:
+    """Return whether one tensor is passed for two inputs, for which there may be two later."""
+    return len({*map(id, tensors)}) < len(tensors)
 
 
 def text_of(programs: Programs, name: str, given: Given, steps: Steps) -> tuple[str, Made]:
@@ -244,8 +278,9 @@ def text_of(programs: Programs, name: str, given: Given, steps: Steps) -> tuple[
         def note(recorder: Recorder, result: Any, is_last: bool) -> None:
             nonlocal text
             if is_last:
-                reason = f"# no program of {recorder.title}: {recorder.failed}\n"
-                text = reason if recorder.failed else source_of(recorder, result).text
+                source = "" if recorder.failed else source_of(recorder, result).text
+                failed = recorder.failed or _reason_against(source, given)
+                text = f"# no program of {recorder.title}: {failed}\n" if failed else source
 
         made = programs.follow(name, recorder, steps, note)
         made = [*made] if name == "stages" else made

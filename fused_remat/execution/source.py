@@ -173,7 +173,8 @@ class _Writer:
         args: Sequence[Any]
         args, kwargs = _without_defaults(call)
         operator = getattr(call.target, "_op", call.target)  # without a frame of Python
-        if not schema.name.startswith("aten::"):
+        takes_dtype = any(a.name == "out_dtype" for a in schema.arguments)  # no method does
+        if not schema.name.startswith("aten::") or takes_dtype:
             return self._function(operator, name.replace("::", "_"), args, kwargs)
         if name == "slice" and len(args) in (3, 4) and args[1] >= 0 and (args[2] or 0) >= 0:
             assert call.single is not None

@@ -21,6 +21,7 @@ from torch.nn.attention import SDPBackend
 from fused_remat.steps import cpu_choice
 from fused_remat.steps.attention_call import AttentionArgs, AttentionKey, Heads, attention_key
 from fused_remat.steps.linear import widens
+from fused_remat.steps.operations import unrecorded
 
 _aten = torch.ops.aten
 _SCALED, _WINDOWED, _MASKED = "scale", "scale window_size_left window_size_right", "attn_mask scale"
@@ -195,7 +196,7 @@ def kernel(
     shared, causal = q.shape[1] != k.shape[1], call.spec.window[1] == 0
     if q.is_inference():  # which cannot be made to require a gradient
         q = torch.empty_strided(q.shape, q.stride(), dtype=q.dtype, device=q.device)
-    with torch.enable_grad():
+    with unrecorded(), torch.enable_grad():
         q = q.detach().requires_grad_()
         if _only_for_flash(call):
             params = SDPAParams(q, k, v, bias, 0.0, False, shared)

@@ -18,10 +18,12 @@ of one site: an implementation makes a tensor of it, or draws the same bits wher
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import sys
+import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -45,9 +47,22 @@ class Fault(RuntimeError):
 FAULTS: dict[tuple[Callable[..., Any], str, Any], str] = {}
 
 
-#: By thread, what records the launches of a pass. It is called with a name, the frozen launch (None
-#: where there is none yet), hooks of its kernels, the stream and tensors, and launches.
-LAUNCH_RECORDERS: dict[int, Callable[..., None]] = {}
+#: By thread, what records the calls of a pass (`execution.calls.Recorder`).
+RECORDERS: dict[int, Any] = {}
+
+
+@contextlib.contextmanager
+def unrecorded() -> Iterator[None]:
+    """Hide calls inside from a recorder: those of a choice, which follows from dtypes and sizes."""
+    recorder = RECORDERS.get(threading.get_ident())
+    before = recorder is None or recorder.is_paused
+    if recorder is not None:
+        recorder.is_paused = True
+    try:
+        yield
+    finally:
+        if recorder is not None:
+            recorder.is_paused = before
 
 
 def warn(message: str) -> None:

@@ -27,7 +27,7 @@ from triton.compiler import CompiledKernel
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fused_remat.spec import AttentionSpec, NormSpec
-from fused_remat.steps.operations import LAUNCH_RECORDERS, Fault
+from fused_remat.steps.operations import RECORDERS, Fault
 
 #: Whether Triton interprets kernels, on CPU tensors. It reads TRITON_INTERPRET=1 at import.
 INTERPRETED: bool = triton.knobs.runtime.interpret
@@ -230,7 +230,7 @@ def run(describe: Callable[..., Launch | Iterable[Launch]], *args: Any) -> None:
             return
     assert plan.go is not None
     stream = driver.get_current_stream(index)
-    if not (LAUNCH_RECORDERS and _note(describe, plan.go, plan.hooks, stream, tensors)):
+    if not (RECORDERS and _note(describe, plan.go, plan.hooks, stream, tensors)):
         plan.go(stream, *tensors)
 
 
@@ -238,13 +238,13 @@ def _note(
     describe: Any, go: Any, hooks: Sequence[Any], stream: int, tensors: Sequence[Tensor]
 ) -> bool:
     """Give a launch to what records the pass of this thread; return whether it launched."""
-    recorder = LAUNCH_RECORDERS.get(threading.get_ident())
+    recorder = RECORDERS.get(threading.get_ident())
     if recorder is None:
         return False
     name = describe.__name__.strip("_")
     if name in ("forward", "backward"):
         name = f"{describe.__module__.rpartition('.')[2]}_{name}"
-    recorder(name, go, hooks, stream, *tensors)
+    recorder.launch(name, go, hooks, stream, *tensors)
     return True
 
 
