@@ -182,7 +182,11 @@ def _no_layers_message(model: nn.Module) -> str:
             "would update twice in a step; use a norm without running statistics, such as "
             "nn.LayerNorm or nn.GroupNorm"
         )
-    already = f"; {count} are fused already: change them with set_policy" if count else ""
+    already = (
+        f"; {count} are fused already: change them with set_policy, or revert(model) first"
+        if count
+        else ""
+    )
     kinds = [type(m) for m in model.modules() if m is not model and not already]
     counts = Counter(k.__name__ for k in kinds if not k.__module__.startswith("torch.nn."))
     listed = ", ".join(f"{n} x {name}" for name, n in counts.most_common(8))

@@ -32,8 +32,8 @@ EXACT_PRESETS: dict[str, dict[str, frozenset[str]]] = {name: {} for name in PRES
 #: Tokens of a sequence from which "lean" is recommended over "full" (docs/performance.md).
 LONG_SEQUENCE = 8192
 ADVICE = (
-    f'advice: on sequences of {LONG_SEQUENCE:,} tokens or more, policy "lean" takes less time than '
-    "\"full\": it also keeps attention's output, so that attention's forward runs once a step"
+    f'advice: on sequences of {LONG_SEQUENCE:,} tokens or more, prefer "lean" to "full" where '
+    "memory allows: for twice as many bytes, backward does not compute attention again"
 )
 
 #: The places of a block in a segment (`fused_remat.autograd.segments`).

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -81,7 +81,13 @@ class Explanation(list[BlockExplanation]):
     """All calls in order, then fused layers that were not called; prints as text."""
 
     def __str__(self) -> str:
-        return "\n".join(map(str, self)) or "no layer ran as a block: convert the model first"
+        first: dict[str, str] = {}
+        blocks = [
+            b if first.setdefault(b.code, b.name) == b.name or not b.code
+            else replace(b, code=f"# its programs are those of {first[b.code]}")
+            for b in self
+        ]  # fmt: skip
+        return "\n".join(map(str, blocks)) or "no layer ran as a block: convert the model first"
 
     __repr__ = __str__
 
