@@ -149,7 +149,7 @@ class Recorder(TorchDispatchMode):
         return made
 
     def _decomposed(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Run an operator that others make up, which arrives whole below autograd, as those."""
+        """Run a composite operator, which arrives undivided below autograd, as its parts."""
         super().__enter__()
         try:
             return func.decompose(*args, **kwargs)

@@ -354,7 +354,7 @@ def test_parameters_of_other_dtype_memory_and_requirement():
 
 
 def test_copies_are_no_views_below_autograd():
-    """There, operators that others make up arrive whole, and say that their result is a view."""
+    """There, composite operators arrive undivided, and their schemas describe a copy as a view."""
     x = torch.ones(3, dtype=torch.float64)
 
     def steps():
