@@ -35,7 +35,7 @@ COMMANDS = {
                              "converted models and their own checkpointing", "hours",
                              "architectures.json"),
     "gpu": Command("bench.commands.gpu", "kernels, layers and models on one GPU",
-                   "--minutes", "gpu/"),
+                   "8 minutes (--minutes)", "gpu/"),
     "host": Command("bench.commands.host", "host time of a layer's step, without a GPU",
                     "2 minutes", "host.json"),
     "profile": Command("bench.commands.profile", "a layer's step on a CPU, operator by operator",

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.pages.frontier import BASELINE, DATA, MEMORY_POINTS, Panel, family, title
+from bench.pages.frontier import BASELINE, DATA, MEMORY_POINTS, SLACK, Panel, family, title
 from bench.tables import RESULTS, Row, fraction, measured_on
 
 #: Family -> color, marker, whether its points are joined. Okabe and Ito's palette.
@@ -141,10 +141,10 @@ def _draw_overview(theme: str, picture: Picture) -> None:
             axes.yaxis.set_major_locator(MultipleLocator(0.1))
             axes.yaxis.set_major_formatter(lambda y, _: f"{y:.1f}×")
             axes.axhline(1.0, color=colors["faint"], linewidth=1.0, zorder=0)
-            best: list[Row] = []  # those that are faster than all that keep no more
-            for point in means:
-                if not best or point["time"] < best[-1]["time"]:
-                    best.append(point)
+            best = [  # those that are faster than all that keep no more
+                a for a in means
+                if all(a["time"] <= b["time"] or b["kept"] > a["kept"] * (1 + SLACK) for b in means)
+            ]  # fmt: skip
             axes.plot([p["kept"] for p in best], [p["time"] for p in best], color=colors["text"],
                       linewidth=7, alpha=0.13, solid_capstyle="round", zorder=1)  # fmt: skip
             for point in means:

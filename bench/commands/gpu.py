@@ -1,4 +1,4 @@
-"""Tests, kernels, layers and models on one GPU, in an order that a cut cannot spoil.
+"""Tests, kernels, layers and models on one GPU; an interrupted run is still useful.
 
     python -m bench gpu --list
     python -m bench gpu --out bench/results/gpu --minutes 4
@@ -63,10 +63,15 @@ SECTIONS: dict[str, Section] = {
 
 def listed() -> str:
     """Return the plan: a line per section, with the minute at which it ends."""
-    lines, ends = [f"{'section':<17}minutes  ends at  measures"], 0.0
+    lines, ends = [f"{'section':<17}minutes  ends at  measures"], [0.0]
     for name, section in SECTIONS.items():
-        ends += section.minutes
-        lines.append(f"{name:<17}{section.minutes:7.1f}  {ends:7.1f}  {section.measures}")
+        ends.append(ends[-1] + section.minutes)
+        lines.append(f"{name:<17}{section.minutes:7.1f}  {ends[-1]:7.1f}  {section.measures}")
+    four, eight = (sum(start < 0.9 * minutes for start in ends[:-1]) for minutes in (4, 8))
+    lines.append(
+        f"\nWith --minutes 4 the first {four} sections run, with 8 (the default) {eight}; a "
+        "tenth is a reserve.\nWhere they take less than their minutes, more run."
+    )
     return "\n".join(lines)
 
 

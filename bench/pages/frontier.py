@@ -160,8 +160,8 @@ def sets(root: Path = RESULTS) -> dict[Path, list[Panel]]:
 
 
 RULES = (
-    "Time is a training step's (median ratio to eager, all ways in turns), memory what is kept for "
-    f"backward; a memory point allows {SLACK:.0%} more, for statistics. The frontier: no "
+    "Time is a training step's (median ratio to eager, all methods interleaved), memory what is "
+    f"kept for backward; a memory point allows {SLACK:.0%} more, for statistics. The frontier: no "
     "other way is as fast within the same bytes."
 )
 

@@ -100,7 +100,7 @@ def report(rows: Sequence[Row]) -> str:
 
 def long_sequences(root: Path = RESULTS) -> str:
     """Return `lean` compared with `full` in every measured layer of long sequences."""
-    head = ("run", "S", "D", "norm", "`full`", "`lean`", "`lean` of `full`", "kept bytes per token")
+    head = ("run", "S", "D", "norm", "`full`", "`lean`", "`lean` / `full`", "kept bytes per token")
     cells: list[list[tables.Cell]] = []
     for _, data in tables.gpu_files(root):
         for row in tables.current(data):

@@ -10,7 +10,7 @@ from typing import Any
 
 from bench import tables
 from bench.pages import models, plans
-from bench.pages.frontier import DATA, Panel, Point, family, panels
+from bench.pages.frontier import DATA, SLACK, Panel, Point, family, panels
 from bench.pages.presets import D, Kept, block, products, quoted
 from bench.tables import RESULTS, Cell, Row
 from fused_remat.policies import EXACT_PRESETS
@@ -86,14 +86,17 @@ def caption() -> str:
     return (
         f"Training methods for an `nn.TransformerEncoderLayer` on {' and '.join(machines)}: "
         f"{case['dtype']}, D = {case['d_model']}, S = {case['seq_len']}, B = {case['batch']}, "
-        f"causal; compiled methods where measured ([all steps](docs/tables/gpu.md), from "
-        f"{', '.join(names)}). The band is the Pareto front."
+        f"causal ([all steps](docs/tables/gpu.md), from {', '.join(names)}). Blue: FusedRemat. "
+        "Purple: `torch.compile`, where measured (budget: `activation_memory_budget`). Orange: "
+        "checkpointing, by `torch.utils.checkpoint` or the package torch-remat, of all but matrix "
+        "products (selective matmuls), or of attention alone. Gray band: no other method is both "
+        f"faster and smaller; bytes within {SLACK:.0%} count as equal."
     )
 
 
 def headline() -> str:
     """Return lines with figures of layers and models on a GPU, of the CPU demo, and of plans."""
-    return "\n".join([_layers(), _loss(), _demo(), _plans()])
+    return "\n".join([layers(), _loss(), _demo(), _plans()])
 
 
 def _listed(values: Sequence[Any]) -> str:
@@ -101,8 +104,8 @@ def _listed(values: Sequence[Any]) -> str:
     return f"{', '.join(first)} and {last}"
 
 
-def _layers() -> str:
-    """Return the times of `full` and of checkpointing on a GPU, by width."""
+def layers() -> str:
+    """Return the times of `full`, of checkpointing and of compiled layers on a GPU, by width."""
     machine, by_way = _widths()
     full, slower = (
         _listed([f"{ways[name].p50:.2f}×" for ways in by_way]) for name in ("full", "checkpoint")
@@ -111,7 +114,27 @@ def _layers() -> str:
         f"- **Checkpointing's memory, at about eager's time.** On one GPU "
         f"({tables.measured_on(machine)}; bfloat16, pre-norm, no dropout, S = 2048) "
         f"`\"full\"` keeps {by_way[0]['full'].kept:.0%} of eager's bytes, and takes {full} eager's "
-        f"time at D = {_listed(WIDTHS)}; `torch.utils.checkpoint`: {slower}."
+        f"time at D = {_listed(WIDTHS)}; `torch.utils.checkpoint`: {slower}.{_compiled(by_way)} "
+        "GPU figures are of the commits named; the code has changed since."
+    )
+
+
+def _compiled(by_way: list[dict[str, Point]]) -> str:
+    """Return a sentence on `torch.compile` with and without a budget, if the picture has them."""
+    ways = by_way[WIDTHS.index(PICTURED)]
+    found = {w: p["compile"] for w, p in zip(WIDTHS, by_way, strict=True) if "compile" in p}
+    alone = {width: f"{point.p50:.2f}×" for width, point in found.items()}
+    budgets = [p for p in ways.values() if p.way.startswith("compile_budget")]
+    over = []
+    for preset in (ways[name] for name in EXACT_PRESETS):
+        fits = [p.p50 for p in budgets if p.kept <= preset.kept * (1 + SLACK)]
+        over += [min(fits) / preset.p50] if fits else []
+    if len(alone) < 2 or not over:
+        return ""
+    return (
+        f" `torch.compile` keeps everything and takes {_listed([*alone.values()])} at D = "
+        f"{_listed([*alone])}. Where its `activation_memory_budget` limits it to the bytes of a "
+        f"preset, it takes {min(over):.2f}× to {max(over):.2f}× the preset's time (D = {PICTURED})."
     )
 
 
@@ -131,6 +154,7 @@ def _loss() -> str:
         and all("step_seconds" in row["ways"].get(way, {}) for way in ("liger", "full_loss"))
     )
     c, time, peak = row["case"], {}, {}
+    where = "the same GPU" if machine["gpu"] == _widths()[0]["gpu"] else machine["gpu"]
     for name, way in row["ways"].items():
         if "step_seconds" in way:
             time[name] = way["step_seconds"]["p50"]
@@ -140,8 +164,8 @@ def _loss() -> str:
         return f"{1e3 * time[way]:.0f} ms, {peak[way] / 2**30:.1f} GiB"
 
     return (
-        f"- **The loss too.** There, a step of Qwen2-1.5B with `loss=True` (all weights trained, "
-        f"{c['batch']} × {c['seq_len']} tokens, commit {machine['commit'][:7]}) takes "
+        f"- **The loss too.** On {where}, a step of Qwen2-1.5B with `loss=True` (all weights "
+        f"trained, {c['batch']} × {c['seq_len']} tokens, commit {machine['commit'][:7]}) takes "
         f"{time['full_loss'] / time['liger']:.2f}× the time of Liger's kernels without "
         f"checkpointing at {peak['full_loss'] / peak['liger']:.2f}× its peak: {both('full_loss')} "
         f"above weights and gradients instead of {both('liger')}; Liger with checkpointing "
@@ -216,7 +240,7 @@ WORDS = {
 
 def presets_table() -> str:
     """Return the presets of a pre-norm encoder layer in words, with eager and checkpoint."""
-    graph, ran = block(True), tables.load(DEMO)["ways"]
+    graph, found = block(True), tables.load(DEMO)
     machine, by_way = _widths()
     # Bytes of a token that eager keeps at 16 bits, in widths D.
     eager = by_way[0]["eager"].kept_bytes_per_token / WIDTHS[0]
@@ -237,11 +261,20 @@ def presets_table() -> str:
         before = kept.names
     for row, way in zip(rows, ("eager", "checkpoint", *EXACT_PRESETS), strict=True):
         times = " / ".join(f"{ways[way].p50:.2f}" for ways in by_way)
-        row += [f"{times} ×", *_measured(ran.get(way, {}))]
+        row += [f"{times} ×", *_measured(found["ways"].get(way, {}))]
     gpu, widths = machine["gpu"].removeprefix("NVIDIA "), " / ".join(map(str, WIDTHS))
     head = ("policy", "keeps for backward", "memory kept", "products rebuilt")
     measured = (f"{gpu}: step, D = {widths}", "CPU demo: peak", "step")
-    return tables.markdown((*head, *measured), rows)
+    measured_at = ((p.machine, p.case["d_model"], p.case) for _, p in _encoders())
+    case = next(c for where, width, c in measured_at if (where, width) == (machine, WIDTHS[1]))
+    unit = 2**30 / case["batch"] / case["seq_len"]  # from bytes of a token to GiB
+    gib = [by_way[1][way].kept_bytes_per_token / unit for way in ("eager", "full")]
+    return (
+        f"{tables.markdown((*head, *measured), rows)}\n\n{gpu}: {case['dtype']}, S = "
+        f"{case['seq_len']}, no dropout; CPU demo: dropout {found['sizes']['dropout']}, "
+        f"{tables.measured_on(found['machine'])}. A layer of D = {WIDTHS[1]}, B = {case['batch']} "
+        f'keeps {gib[0]:.2f} GiB in eager, {gib[1]:.2f} GiB under `"full"`.'
+    )
 
 
 def _measured(way: Row) -> tuple[Cell, Cell]:

@@ -166,4 +166,6 @@ def table(targets: tuple[Target, ...] = TARGETS) -> str:
     machines = dict.fromkeys(data["machine"]["gpu"] for _, data in tables.gpu_files())
     head = ("target", "at", "measured", "limit", "met", "bound", "results")
     where = f"The newest results of each case, measured on {', '.join(machines)}."
-    return f"{where}\n\n{tables.markdown(head, [target.cells() for target in targets])}"
+    rows = [target.cells() for target in targets]
+    met = sum(set(str(row[4]).split(" / ")) == {"yes"} for row in rows)
+    return f"{where} Targets met: {met} of {len(rows)}.\n\n{tables.markdown(head, rows)}"

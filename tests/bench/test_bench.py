@@ -42,10 +42,10 @@ def test_the_plan_of_a_gpu_is_printed_without_loading_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()[1:]
+    (_, *lines), (note, _) = (part.splitlines() for part in done.stdout.split("\n\n"))
     assert [line[:17].strip() for line in lines] == list(gpu.SECTIONS)
     total = sum(section.minutes for section in gpu.SECTIONS.values())
-    assert f" {total:.1f}  " in lines[-1]
+    assert f" {total:.1f}  " in lines[-1] and "--minutes 4 the first 3 sections" in note
 
 
 def test_results_are_published_on_request():

@@ -83,3 +83,4 @@ def test_the_first_page_shows_a_gpu_with_every_preset():
         assert [row["kept"] for row in rows] == sorted(row["kept"] for row in rows)
     (machine,) = {panel.machine["gpu"] for _, panel in overview._encoders()}
     assert machine in overview.caption() and machine in overview.headline()
+    assert "`torch.compile` keeps everything" in overview.layers()
