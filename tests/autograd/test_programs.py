@@ -5,6 +5,7 @@ import copy
 import dataclasses
 import gc
 import threading
+import weakref
 
 import pytest
 import torch
@@ -122,8 +123,14 @@ def test_both_passes_run_no_step(monkeypatch):
 def test_gradients_of_large_weights_are_delivered_by_a_program():
     layer, x = large(), batch(1, width=384)
     check(layer, (x,))
-    text = programs(layer, x)["stages"].source.text
-    assert text.count("yield") == len(execution_of(layer, x).delivered) + 1 > 2
+    found = programs(layer, x)["stages"]
+    execution = execution_of(layer, x)
+    assert found.source.text.count("yield") == len(execution.delivered) + 1 > 2
+    tensors = [None if s is None else torch.randn(s) for s in execution.given]
+    out, kept = executor.forward(execution, tensors)
+    stages = found((*tensors, *kept, out, torch.ones_like(out)), None)
+    given = [weakref.ref(grad) for grad in next(stages).values()]
+    assert given and all(ref() is None for ref in given), "or autograd would copy it"
 
 
 @pytest.mark.parametrize("make", [encoder, causal, large], ids=["encoder", "causal", "large"])
@@ -365,7 +372,9 @@ def test_copies_are_no_views_below_autograd():
     for mode in (torch.no_grad, torch.inference_mode):
         with mode(), Recorder([x], ["x"], "forward") as recorder:
             y = steps()
-        found = source_of(recorder, recorder.encoded(y)).function()(x)
+        source = source_of(recorder, recorder.encoded(y))
+        assert "contiguous" not in source.text
+        found = source.function()(x)
         assert found.equal(y) and y.equal(steps())
     layer, x = FusedRematLayer(24, 2, 56, 0.0, batch_first=True), torch.randn(3, 5, 24)
     for mode in (torch.no_grad, torch.inference_mode, torch.no_grad, torch.inference_mode):
