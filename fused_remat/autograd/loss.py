@@ -21,6 +21,8 @@ _CPU_ELEMENTS, _DEVICE_ELEMENTS = 1 << 20, 1 << 28
 class LossWithGradients(torch.autograd.Function):
     """A loss () whose forward computes its gradients; backward multiplies them by its own.
 
+    It does so in place, if the graph is not kept, which hooks on saved tensors may notice.
+
     `apply(compute, describe, *tensors)`; `compute()` returns the loss and the gradients of
     `tensors`, which may be of a wider dtype, and which nobody else may hold. `describe(grads)` is
     for observers.
@@ -44,7 +46,8 @@ class LossWithGradients(torch.autograd.Function):
     def backward(ctx: Any, factor: Tensor) -> Grads:
         owned = not (torch.is_grad_enabled() or keeps_graph())
         pairs = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        grads = [None if t is None else scaled(t, factor, dtype, owned) for t, dtype in pairs]
+        with torch.no_grad():
+            grads = [None if t is None else scaled(t, factor, dtype, owned) for t, dtype in pairs]
         return (None, None, *(not_differentiable(grads) if torch.is_grad_enabled() else grads))
 
 

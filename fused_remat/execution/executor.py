@@ -296,10 +296,12 @@ def _collect(
 ) -> None:
     """Put a group's gradient of an input into `grads`: dy itself where it is `rows`, all of dy's.
 
-    Autograd changes in place no gradient that anything else holds.
+    Autograd changes in place no gradient that anything else holds. But where tensors are reshaped,
+    it makes views of dy, each a tensor of its own with the memory of all.
     """
     grad, owned = group.grads.pop(name)
-    if group.seqs == (0, shape[0]) and (owned or (grad is rows and 0 not in dy.stride())):
+    is_dy = grad is rows and 0 not in dy.stride() and dy._base is None
+    if group.seqs == (0, shape[0]) and (owned or is_dy):
         grads[name] = grad.view(shape) if owned else dy  # there is one group
         return
     if name not in grads:

@@ -87,7 +87,15 @@ class Programs:
             state += (False,)
         tensors = [t for t in given if t is not None]
         try:
-            kind = (name, state, *map(type, given), *map(_dtype, tensors), *map(_stride, tensors))
+            is_view = name != "forward" and given[-1]._base is not None  # type: ignore[union-attr]
+            kind = (
+                name,
+                is_view,
+                state,
+                *map(type, given),
+                *map(_dtype, tensors),
+                *map(_stride, tensors),
+            )
         except RuntimeError:  # of a layout that has no strides
             return None
         if self.launches:  # which are specialized by alignment

@@ -207,3 +207,19 @@ def test_a_loss_for_each_token_is_refused():
     *leaves, target = operands()
     with pytest.raises(ValueError, match="only backward has"):
         loss_of(leaves, target, reduction="none")
+
+
+def test_a_factor_that_requires_a_gradient():
+    """As of a loss with a learned weight, also with create_graph."""
+    hidden, weight = torch.randn(6, 8, requires_grad=True), torch.randn(23, 8, requires_grad=True)
+    target, found = torch.randint(23, (6,)), []
+    for early in (False, True):
+        scale = torch.zeros((), requires_grad=True)
+        loss = ops.linear_cross_entropy(hidden, weight, target, grad_in_forward=early)
+        wanted = hidden, weight, scale
+        grads = torch.autograd.grad((-scale).exp() * loss + scale, wanted, create_graph=True)
+        found.append(grads)
+        with pytest.raises(RuntimeError, match="double backward"):
+            grads[0].sum().backward()
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)

@@ -16,6 +16,7 @@ from torch import nn
 
 from fused_remat import ops, random
 from fused_remat.autograd import run_block
+from fused_remat.execution import program
 from fused_remat.graph.graph import Graph
 from fused_remat.spec import MLPSpec
 from fused_remat.steps import linear
@@ -80,6 +81,24 @@ def test_dropout_add_returns_the_gradient_of_its_sum_without_a_copy(p):
     ops.dropout_add(x, residual, p, seed=1).backward(dy)
     residual.grad.zero_()
     assert torch.equal(dy, same) and dy.abs().sum() > 0, "the caller's gradient is its own"
+
+
+@pytest.mark.parametrize("p", [0.0, 0.5])
+@pytest.mark.parametrize("shape", [(8,), (5, 8), (2, 5, 8), (2, 3, 5, 8)])
+@pytest.mark.parametrize("few", [0, 1 << 30])
+def test_gradients_of_dropout_add_are_tensors_of_their_own(p, shape, few, monkeypatch):
+    """Also where the op reshapes, with programs made of passes without views, and without."""
+    monkeypatch.setattr(program, "FEW", few)
+    x, residual, dy = torch.zeros(shape), torch.zeros(shape), torch.ones(shape)
+    for t in (x.requires_grad_(), residual.requires_grad_()):
+        ops.dropout_add(t.view(-1, 1, 8), residual.view(-1, 1, 8), p, seed=1).sum().backward()
+    residual.grad = x.grad = None
+    for n in (1, 2, 3):
+        ops.dropout_add(x, residual, p, seed=1).backward(dy)
+        assert torch.equal(residual.grad, n * torch.ones(shape))
+    assert torch.equal(dy, torch.ones(shape))
+    x.grad.zero_()
+    assert residual.grad.min() == 3.0
 
 
 def test_dropout_add_rounds_once():
