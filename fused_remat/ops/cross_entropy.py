@@ -60,7 +60,8 @@ def linear_cross_entropy(
         predicted, and the last predicts nothing.
     softcap: cap(z) = softcap · tanh(z / softcap), as in Gemma 2; 0 for none.
     chunk: at most about how many logits to hold at a time; None for 2²⁰ on a CPU, and elsewhere for
-        512 MiB of them. On a GPU blocks are of so many tokens and columns that waves are full.
+        512 MiB of them. On a GPU blocks are of so many tokens and columns that waves are full. With
+        grad_in_forward and None, a block on a CPU has at least 256 tokens.
     grad_in_forward: compute the gradients with the loss, as three products of logits' size instead
         of four, and keep them, not hidden, until backward, which multiplies them by the loss's
         gradient (one more rounding unless that is a power of 2). Only for "mean" and "sum"; nothing

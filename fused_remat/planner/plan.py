@@ -163,8 +163,8 @@ class Plan:
 
         Also set in which pass a fused loss computes its gradients, if the plan chose that.
 
-        Raises: ValueError if it lacks layers that the plan is for, or a layer rejects its policy;
-            then no policy changes.
+        Raises: ValueError if it lacks layers that the plan is for, or its fused loss, or a layer
+            rejects its policy; then no policy changes.
         """
         if not fused_layers(model):
             convert(model)
@@ -175,6 +175,12 @@ class Plan:
                 f"the plan is for layers that {type(model).__name__} does not have: "
                 f"{', '.join(map(repr, missing))}; fused layers: {', '.join(map(repr, layers))}"
             )
+        heads = [m for m in model.modules() if isinstance(m, HuggingFaceHead)]
+        if self.other is not None and not heads:
+            raise ValueError(
+                f"the plan is for a fused loss, and that of {type(model).__name__} is not: "
+                "convert(model, loss=True) first"
+            )
         before = {name: layers[name].policy for name in self.policies}
         try:
             for name, policy in self.policies.items():
@@ -183,9 +189,8 @@ class Plan:
             for name, old in before.items():
                 layers[name].policy = old
             raise
-        for module in model.modules() if self.other is not None else ():
-            if isinstance(module, HuggingFaceHead):
-                module.loss_grad_in_forward = self.chain.grad_in_forward
+        for head in heads if self.other is not None else ():
+            head.loss_grad_in_forward = self.chain.grad_in_forward
         return model
 
     def table(self) -> str:

@@ -121,7 +121,8 @@ def by_rows(
         del x_part, z
     if scale is not None:
         for grad in (dw, dbias):
-            _ = None if grad is None else grad.mul_(scale)
+            if grad is not None:
+                grad.mul_(scale)
     if dweight is not None and dw is not None and dw is not dweight:
         dweight.copy_(dw)
     if dbias is not None and bias is not None:

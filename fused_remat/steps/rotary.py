@@ -274,8 +274,7 @@ class Rotary(Node):
             return
         x = chunk[self.x] if self.q_weight else None
         marks = (self.x in needs_grad, self.q_weight in needs_grad, self.k_weight in needs_grad)
-        given = dy, x, self.call(chunk), marks, owned
-        dx, *dweights = chunk.ops[rotary_bwd](*given, *(() if heads is None else (heads,)))
+        dx, *dweights = chunk.ops[rotary_bwd](dy, x, self.call(chunk), marks, owned, heads)
         if dx is not None:
             chunk.add_grad(self.x, dx, owned=True)
         for name, dweight in zip((self.q_weight, self.k_weight), dweights, strict=True):
