@@ -49,10 +49,9 @@ from fused_remat.tracing.discovery import repeated_layers
 from tests.tracing import models
 
 #: A gradient further than this from the stock model's, relative to its norm, is wrong. Sums in
-#: another order change 1e-6 of most in float32, and up to 1.2e-4 of those of scalars and of norms
-#: of heads, whose terms cancel (Qwen3-Next's A_log, on an Intel Xeon); transformers computes those
-#: in float32 even in a float64 model.
-ALLOWED = 2e-4
+#: another order change 1e-6 of most in float32, and up to 5e-5 of those of scalars and of norms of
+#: heads, whose terms cancel; transformers computes those in float32 even in a float64 model.
+ALLOWED = 1e-4
 #: Kept bytes, and the peak, as multiples of checkpointing's.
 KEPT, PEAK = 1.02, 1.05
 #: Bytes for each parameter of the largest layer that the first step may take beyond: a float64 copy

@@ -17,6 +17,7 @@ arguments are those of which a trace is known. They are measured in small models
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import itertools
@@ -37,8 +38,10 @@ from bench.measure.machine import ROOT, machine
 from bench.measure.options import Parser, progress
 from bench.pages import host
 from fused_remat import FusedRematCausalLayer, FusedRematLayer
+from fused_remat.execution.prepare import chunks_of
 from fused_remat.execution.program import FEW, Programs
 from fused_remat.layers.causal import CausalLayer
+from fused_remat.planner.measure import LiveBytes
 from fused_remat.tracing.call import Trace
 from fused_remat.tracing.layer import TracedLayer, traced_class
 from fused_remat.triton.launch import INTERPRETED
@@ -270,6 +273,39 @@ def measure(stub: _Stub, layer: str, way: str, rounds: int) -> dict[str, float]:
     return {"step": least, "steps": by_steps, "aten": aten, **counts, "above": least - aten}
 
 
+def chunk_counts(stub: _Stub) -> dict[str, dict[str, int]]:
+    """Return counts of a step of a layer as narrow as SmolLM-135M's, by the size of its chunks.
+
+    Launches are those of our kernels and of ATen; bytes are the most that the step holds at once.
+    """
+    batch, tokens, width, heads, hidden = 247, 2048, 576, 9, 1536
+    how: dict[str, Any] = {"device": "meta", "dtype": torch.bfloat16}
+    layer = FusedRematCausalLayer(width, heads, hidden, kv_heads=3, backend="triton", **how)
+    rope = torch.empty(2, 1, tokens, width // heads // 2, device="meta").unbind()
+    x = torch.empty(batch, tokens, width, **how).requires_grad_()
+    dy, wanted, found = torch.empty_like(x), [x, *layer.parameters()], {}
+
+    def step() -> int:
+        y = layer(x, rope)
+        y.backward(dy)
+        for tensor in wanted:
+            tensor.grad = None
+        return int(y.grad_fn.execution.chunks.count)
+
+    for name, limit in (("16,384 tokens", 16_384), ("2²⁷ elements", 0)):
+        calls, live = _Calls(), LiveBytes()
+        with chunks_of(limit) if limit else contextlib.nullcontext():
+            with live:
+                count = step()
+            stub.launches = 0
+            with calls:
+                step()
+        aten = [func for func, _, _ in calls.made if not (func.is_view or "empty" in func.name())]
+        launches = stub.launches + len(aten)
+        found[name] = {"chunks": count, "launches": launches, "bytes": live.most}
+    return found
+
+
 def main(arguments: Sequence[str]) -> int:
     """Measure each layer in each way, write host.json and print its tables."""
     from triton.runtime.driver import driver
@@ -291,6 +327,7 @@ def main(arguments: Sequence[str]) -> int:
         for layer, way in progress(cases, len(cases), "case")
     }
     result = {"machine": machine("cpu"), "results": found, "guards": of_guards}
+    result["chunks"] = chunk_counts(stub)
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "host.json").write_text(json.dumps(result, indent=1) + "\n")
     print(host.table(options.out / "host.json"))

@@ -28,3 +28,13 @@ def table(file: Path = FILE) -> str:
         cells = [[n, *[f"{row[key]:.0f}" for key in names]] for n, row in data["guards"].items()]
         parts.append(markdown(["traced layer", "µs of guards a call", "least", "calls"], cells))
     return "\n\n".join(parts)
+
+
+def chunks(file: Path = FILE) -> str:
+    """Return what a step of a narrow layer counts, by the size of its chunks."""
+    data = load(file)
+    cells: list[list[Cell]] = [
+        [f"{n['chunks']} of {name}", f"{n['launches']:,}", f"{n['bytes'] / 2**20:,.0f} MiB"]
+        for name, n in data["chunks"].items()
+    ]
+    return markdown(["chunks", "launches of a step", "most bytes at once"], cells)

@@ -41,14 +41,14 @@ def forward(
     tensors: Sequence[Tensor | None],
     functions: Functions = _NO_FUNCTIONS,
     watch: Watch | None = None,
-    repeats: bool = True,
+    by_steps: bool = False,
 ) -> tuple[Tensor, list[Tensor]]:
     """Return the block's output, and what the schedule keeps, in the order of computation.
 
     The output is shaped like the first of `tensors` (of heads: side by side, (B, S, H*E)) except
     for its width. Neither it nor what is kept shares memory with the inputs. `functions` are the
-    caller's own; `watch` is called after every step, with the step and its chunk. `repeats`: a
-    program may make the pass.
+    caller's own; `watch` is called after every step, with the step and its chunk. `by_steps`: no
+    program makes the pass.
     """
     x = tensors[0]
     assert x is not None
@@ -56,10 +56,10 @@ def forward(
         with autocast_off(x):
             return forward(execution, tensors, functions, watch)
     observed = watch is not None or _is_observed()
-    if repeats and not (functions or observed or isinstance(execution.programs, str)):
+    if not (by_steps or functions or observed or isinstance(execution.programs, str)):
         program = execution.programs.find("forward", tensors)
         if program is not None:
-            run = functools.partial(forward, execution, tensors, repeats=False)
+            run = functools.partial(forward, execution, tensors, by_steps=True)
             return program(tensors, run)  # type: ignore[no-any-return]
     this = Pass(execution, execution.named(tensors), functions, x, watch)
     width, out = execution.widths["output"], None
@@ -332,7 +332,7 @@ def program_text(execution: Execution, tensors: Sequence[Tensor | None]) -> str:
     if isinstance(programs, str) or programs.backend.state(execution.device) is None:
         reason = programs if isinstance(programs, str) else "hooks observe launches of kernels"
         return f"# no program: {reason}\n"
-    steps = functools.partial(forward, execution, tensors, repeats=False)
+    steps = functools.partial(forward, execution, tensors, by_steps=True)
     text, (out, kept) = text_of(programs, "forward", tensors, steps)
     read = [t if again else None for t, again in zip(tensors, execution.rereads, strict=True)]
     parts = read, kept, out if execution.plan.keeps_output else None, torch.ones_like(out)

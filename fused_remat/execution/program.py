@@ -1,10 +1,10 @@
-"""Programs of passes: what a pass runs, written down as Python once it has run a few times.
+"""Programs of passes: the calls of a pass as straight-line Python, once it has run a few times.
 
 What a pass calls follows from the execution and from the dtypes, strides and alignments of its
 tensors, unless a step looks at values. Most of a small block's time is that of the Python between
-the calls, so after a few passes of a kind one is recorded (`calls.py`) and written as a function of
-straight lines (`source.py`), which later passes call. The first run of a program is recorded too:
-one that does not make the calls of the steps, on the same tensors, is dropped.
+the calls, so after a few passes of a kind one is recorded (`calls.py`) and written as a function
+(`source.py`), which later passes call. The first run of a program is checked: if its calls differ
+from those of the steps, it is discarded.
 
 A pass has no program if it reads a tensor's values in Python, makes a tensor from numbers, or
 changes the grad mode; where a function or dispatch mode is active; and where observers, a profiler
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 Given = Sequence[Tensor | None]
 #: What a pass returns: the output and what is kept, gradients by name, or an iterator of these.
-Made = Any
-Steps = Callable[[], Made]
+Result = Any
+Steps = Callable[[], Result]
 #: Called with a recorder, a result as values, and whether it is the last of the pass.
 Note = Callable[[Recorder, Any, bool], None]
 #: How often a pass runs before it is recorded, which takes longer than a pass.
@@ -71,7 +71,7 @@ class Programs:
     def __del__(self) -> None:
         type(self).all_lines -= self.lines  # as the interpreter ends, the module has no names left
 
-    def find(self, name: str, given: Given) -> Callable[[Given, Steps], Made] | None:
+    def find(self, name: str, given: Given) -> Callable[[Given, Steps], Result] | None:
         """Return a function that makes a pass from its tensors, or its steps; None for its steps.
 
         `name`: "forward", "backward" or "stages", a backward that yields gradients.
@@ -122,7 +122,7 @@ class Programs:
         if isinstance(self.passes.get(kind, 0), int):
             self.passes[kind] = times
 
-    def _record(self, kind: Any, name: str, given: Given, steps: Steps) -> Made:
+    def _record(self, kind: Any, name: str, given: Given, steps: Steps) -> Result:
         def keep(recorder: Recorder, result: Any, is_last: bool) -> None:
             if not is_last:
                 return
@@ -155,7 +155,7 @@ class Programs:
         """Why a pass has no program, or ""."""
         return next((found for found in self.passes.values() if isinstance(found, str)), "")
 
-    def follow(self, name: str, recorder: Recorder, run: Steps, note: Note) -> Made:
+    def follow(self, name: str, recorder: Recorder, run: Steps, note: Note) -> Result:
         """Run and record a pass; `note` is called with its results."""
         if name == "stages":
             return self._follow_stages(recorder, run(), note)
@@ -164,7 +164,9 @@ class Programs:
         note(recorder, self._result(recorder, made), True)
         return made
 
-    def _follow_stages(self, recorder: Recorder, run: Iterator[Made], note: Note) -> Iterator[Made]:
+    def _follow_stages(
+        self, recorder: Recorder, run: Iterator[Result], note: Note
+    ) -> Iterator[Result]:
         for i in range(self.deliveries + 1):
             with recorder:
                 made = [next(run)]
@@ -174,7 +176,7 @@ class Programs:
             note(recorder, result, is_last)
             yield made.pop()  # autograd adds to what nothing else refers to
 
-    def _result(self, recorder: Recorder, made: Made) -> Any:
+    def _result(self, recorder: Recorder, made: Result) -> Any:
         """Return a result with values for tensors, which it names."""
         with contextlib.suppress(UnrepeatableError):
             if isinstance(made, dict):
@@ -206,7 +208,7 @@ class Program:
         #: Of its kernels, which Triton calls before each launch; usually empty.
         self.hooks = [hook for function in self.source.direct for hook in function.hooks]
 
-    def __call__(self, given: Given, steps: Steps) -> Made:
+    def __call__(self, given: Given, steps: Steps) -> Result:
         """Make the pass, by `steps` if the program does not do the same."""
         args = (*given, self.programs.backend.stream()) if self.launches else given
         if (calls := self.calls) is not None:  # of which another thread may make None
@@ -216,7 +218,9 @@ class Program:
         with _below():
             return self.go(*args)
 
-    def _compared(self, calls: list[Any], given: Given, args: Sequence[Any], steps: Steps) -> Made:
+    def _compared(
+        self, calls: list[Any], given: Given, args: Sequence[Any], steps: Steps
+    ) -> Result:
         recorder = self.programs.recorder(self.name, given)
         direct = functools.partial(functools.partial, recorder.direct)
         run = functools.partial(self.source.function(direct), *args)
@@ -240,7 +244,7 @@ class Program:
         self.programs.give_up(self.kind, reason)
         return steps()
 
-    def _compared_stages(self, run: Iterator[Made], steps: Steps) -> Iterator[Made]:
+    def _compared_stages(self, run: Iterator[Result], steps: Steps) -> Iterator[Result]:
         count = 0
         try:
             for _ in range(self.programs.deliveries + 1):
@@ -274,7 +278,7 @@ def is_doubled(tensors: Sequence[Tensor]) -> bool:
     return len({*map(id, tensors)}) < len(tensors)
 
 
-def text_of(programs: Programs, name: str, given: Given, steps: Steps) -> tuple[str, Made]:
+def text_of(programs: Programs, name: str, given: Given, steps: Steps) -> tuple[str, Result]:
     """Run a pass, and return the text of its program, or a comment why not, and its result.
 
     It runs up to three times, where it launches kernels for the first time.
@@ -297,7 +301,7 @@ def text_of(programs: Programs, name: str, given: Given, steps: Steps) -> tuple[
     return text, made
 
 
-def _stages(run: Iterator[Made]) -> Iterator[Made]:
+def _stages(run: Iterator[Result]) -> Iterator[Result]:
     """Yield gradients that a program yields; autograd runs between them."""
     while True:
         with _below():

@@ -1,4 +1,4 @@
-"""A pass program: a pass as a function of generated Python, a straight line of calls.
+"""The source of a pass program: a function of Python without branches, generated from its calls.
 
 Each line is a call of ATen, by its fastest form, or of a frozen kernel launch. A comment begins the
 lines of a step, and `del` follows a tensor's last use.
@@ -137,13 +137,7 @@ class _Writer:
         if isinstance(x, list):
             return "[" + ", ".join(map(self._text, x)) + "]"
         if isinstance(x, tuple):
-            return (
-                "("
-                + "".join([f"{self._text(v)}, " for v in x]).removesuffix(
-                    ", " if len(x) > 1 else " "
-                )
-                + ")"
-            )
+            return f"({', '.join(map(self._text, x))}{',' * (len(x) == 1)})"
         if x is None or type(x) in (int, bool, str) or (type(x) is float and math.isfinite(x)):
             return repr(x)
         return self._constant(x, identifier(str(x).removeprefix("torch.")))

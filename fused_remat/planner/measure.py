@@ -127,7 +127,7 @@ def predict_optimizer(optimizer: Optimizer) -> tuple[int, int]:
                 for p in group["params"]:
                     p.grad = torch.empty_like(p)
             fake.step()
-            with _Live() as live:
+            with LiveBytes() as live:
                 fake.step()
         return max(state_bytes(optimizer), state_bytes(fake)), live.most
     except Exception as error:
@@ -266,7 +266,7 @@ def _buffer(p: Tensor) -> Tensor:
     return main_grad if isinstance(main_grad, Tensor) else p
 
 
-class _Live(TorchDispatchMode):
+class LiveBytes(TorchDispatchMode):
     """Counts the bytes of live storages that operators returned, and the most at any moment."""
 
     def __init__(self) -> None:

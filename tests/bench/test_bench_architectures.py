@@ -42,7 +42,7 @@ def test_what_is_worse_is_a_violation():
 
     assert found() == found(kept=1028, peak=1050, first_peak=1120, gradient=9e-5) == set()
     assert found(kept=1029, peak=1051, first_peak=1121) == {"kept", "peak", "first_peak"}
-    assert found(gradient=3e-4) == {"gradients"} and found(gradient=3e-4, gradient64=1e-9) == set()
+    assert found(gradient=2e-4) == {"gradients"} and found(gradient=2e-4, gradient64=1e-9) == set()
     assert set(architectures.violations(row | {"repeated": ["again"]})) == {"warnings"}
     plain = row | {"layers": {"plain": 1}}
     assert set(architectures.violations(plain)) == {"plain"}

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from bench.measure.machine import ROOT
-from bench.pages.host import table
+from bench.pages.host import chunks, table
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -23,6 +23,9 @@ def test_launches_and_calls_are_counted(tmp_path):
     results, guards = data["results"], data["guards"]["ViT"]
     assert guards["calls"] == 2 and 0 < guards["least"] <= guards["median"]
     assert "traced layer" in table(tmp_path / "host.json")
+    before, now = data["chunks"].values()
+    assert before["chunks"] == 31 > 4 * now["chunks"] and before["launches"] > 4 * now["launches"]
+    assert before["bytes"] < now["bytes"] and "MiB" in chunks(tmp_path / "host.json")
     for case, one in results.items():
         assert one["above"] == one["step"] - one["aten"] and one["calls"] > 50
         assert (one["launches"] > 10) == (case == "llama full")

@@ -15,11 +15,18 @@ from reference import EXACT_PRESETS
 from torch import nn
 
 from fused_remat import ops
+from fused_remat.execution import program
 
 pytestmark = [pytest.mark.gpu, CUDA_ONLY, NO_FALLBACK]
 BACKEND = pytest.mark.parametrize("backend", ["triton", "eager"])
 #: Results under other masks, at dropout 0.5, are much further apart than APART.
 OTHER_MASKS = 0.1
+
+
+@pytest.fixture(autouse=True, params=[1 << 30, 1], ids=["steps", "programs"])
+def captured_passes(request, monkeypatch):
+    """Capture steps, or programs, which are recorded and compared before."""
+    monkeypatch.setattr(program, "FEW", request.param)
 
 
 class Captured:

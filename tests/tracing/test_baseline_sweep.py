@@ -23,8 +23,9 @@ CHOSEN = {
     "dora": "LlamaForCausalLM",
 }
 #: What is still worse, by name and variant, and how many times as large as with checkpointing it
-#: may be: bytes that are kept, and the peaks of a step and of the first one. Remove an entry with
-#: its fault. Peaks also depend on the library that computes a product, which each process times.
+#: may be: bytes that are kept, and the peaks of a step and of the first one; or how far a gradient
+#: may be from the stock model's. Remove an entry with its fault. Peaks also depend on the library
+#: that computes a product.
 KNOWN: dict[str, dict[str, dict[str, float]]] = {
     # The batch is tried as the second dimension, with sizes that the layer pads or has fixed.
     "LongT5ForConditionalGeneration": {"bare": {"first_peak": 13.6}, "dora": {"first_peak":
@@ -53,6 +54,8 @@ KNOWN: dict[str, dict[str, dict[str, float]]] = {
         {"first_peak": 3.07}},
     "torchvision_vit": {"bare": {"first_peak": 6.61}, "lora": {"peak": 1.09, "first_peak":
         13.88}},
+    # Terms of A_log's gradient cancel, in float32 on some CPUs: 1.2e-4 of it on an Intel Xeon.
+    "Qwen3NextForCausalLM": {"bare": {"gradients": 1.5e-4}, "cache": {"gradients": 1.5e-4}},
     # The states that a step writes are no activations.
     "RecurrentGemmaForCausalLM": {"nf4": {"kept": 1, "peak": 1.18}, "int8": {"kept": 1, "peak":
         1.14}},
@@ -92,4 +95,4 @@ def test_never_worse_than_checkpointing(name, variant):
     limits = KNOWN.get(name, {}).get(variant, {})
     assert {check: t for check, t in row["violations"].items() if check not in limits} == {}
     for check, text in row["violations"].items():
-        assert float(text.partition("×")[0]) <= limits[check], text
+        assert float(text.partition("×")[0].split()[0]) <= limits[check], text
