@@ -331,13 +331,12 @@ class Linear(Node):
         self, chunk: Chunk, layers: Sequence[tuple[str, str, Tensor]], needs_grad: Collection[str]
     ) -> None:
         total = chunk.sums.pop(self.name, None)  # where another step has it
-        totals = [total]
+        totals = [total] * len(layers)
         if total is not None and self.sizes:  # each with a version counter of its own
             totals = [part.data for part in total.split(self.sizes)]
-        for i, (_, bias, dz) in enumerate(layers):
+        for (_, bias, dz), known in zip(layers, totals, strict=True):
             if bias in needs_grad:
-                given = totals[i] if total is not None else None
-                grad = chunk.ops[bias_grad](dz) if given is None else given
+                grad = chunk.ops[bias_grad](dz) if known is None else known
                 chunk.add_param_grad(bias, grad, self.part)
 
     def _layers(self, y: Tensor) -> list[tuple[str, str, Tensor]]:
@@ -350,7 +349,7 @@ class Linear(Node):
         if self.x in needs_grad or not self._affine.isdisjoint(needs_grad):
             dz = dropped(chunk, dy, self, needs_grad) if self.mask or self.compute else dy
             layers = self._layers(dz) if self.sizes else ((self.weight, self.bias, dz),)
-            part = dz
+            part = dz  # which a loop may not set
             wanted = self._weights.intersection(needs_grad)
             if wanted:
                 x = chunk[self.x] if self.updates else chunk.last(self.x)
