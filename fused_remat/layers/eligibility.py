@@ -110,19 +110,20 @@ def check_module(module: Any, path: str, *kinds: type) -> None:
 
 
 def check_foreign_module(
-    module: Any, path: str, package: str, name: str, decorates: bool = False
+    module: Any, path: str, package: str, name: str, decorates: bool = False, source: str = ""
 ) -> None:
     """Raise `Unsupported` unless calling `module` runs what `package` wrote for its class `name`.
 
     `decorates`: the package decorates its forwards; else a decorator means that it was patched.
-    Hooks by which transformers records outputs are allowed.
+    `source`: the Python module of its forward, if not `package`. Hooks by which transformers
+    records outputs are allowed.
     """
     kind = type(module)
     if (kind.__module__, kind.__qualname__) != (package, name):
         raise wrong_class(module, path, f"{package}.{name}")
     state, forward = module.__dict__, kind.forward  # whose module is that of the patch
     wrapped = not decorates and hasattr(forward, "__wrapped__")
-    if "forward" in state or forward.__module__ != package or wrapped:
+    if "forward" in state or forward.__module__ != (source or package) or wrapped:
         raise Unsupported(f"{path}.forward was replaced")
     acts = state["_forward_pre_hooks"] or state["_backward_hooks"] or state["_backward_pre_hooks"]
     for hook in state["_forward_hooks"].values():
@@ -231,7 +232,8 @@ def check_weights(
     """Raise `Unsupported` unless the weights of a layer fit a block of `spec` on `x`."""
     name, path_of = layer_map.input, layer_map.path_of
     dtype, device, on_cpu = x.dtype, x.device, x.is_cpu
-    for key, p in weights.items():
+    floating = unpacked(weights, spec)
+    for key, p in floating.items():
         if p is None:
             continue
         if type(p) not in PLAIN and not is_dtensor(p):
@@ -244,15 +246,15 @@ def check_weights(
                 f"{name} is {x.dtype} on {x.device} but {path_of(key)} is {p.dtype} on {p.device}"
             )
     if low is not None:
-        check_autocast(x, name, weights, low, path_of)
-    fc1 = weights["fc1.weight"]
+        check_autocast(x, name, floating, low, path_of)
+    packed, fc1 = dict(spec.packed), weights["fc1.weight"]
     assert fc1 is not None  # a linear layer without a weight is not read
-    expected = _shapes(spec, x.shape[-1], fc1.shape[0])
-    for key, p in weights.items():
-        if p is not None and key in expected and p.shape != expected[key]:
-            raise Unsupported(
-                f"{path_of(key)} has shape {tuple(p.shape)}, expected {expected[key]}"
-            )
+    hidden = packed["fc1"].shape[0] if "fc1" in packed else fc1.shape[0]
+    expected = _shapes(spec, x.shape[-1], hidden)
+    shapes = [(key, p.shape) for key, p in floating.items() if p is not None]
+    for key, shape in (*shapes, *[(f"{layer}.weight", own.shape) for layer, own in spec.packed]):
+        if key in expected and shape != expected[key]:
+            raise Unsupported(f"{path_of(key)} has shape {tuple(shape)}, expected {expected[key]}")
     for i, lora in enumerate(spec.loras):
         a, b = weights[f"lora.{i}.A"], weights[f"lora.{i}.B"]
         out, columns = expected[f"{lora.layer}.weight"]
@@ -262,6 +264,14 @@ def check_weights(
                 f"an adapter of {path_of(lora.layer + '.weight')} has matrices {tuple(a.shape)} "
                 f"and {tuple(b.shape)}, expected (rank, {columns}) and ({out}, rank)"
             )
+
+
+def unpacked(weights: Mapping[str, Tensor | None], spec: BlockSpec) -> Mapping[str, Tensor | None]:
+    """Return the weights of a block but the tensors of quantized ones."""
+    if not spec.packed:
+        return weights
+    names = {n for layer, packed in spec.packed for n in packed.names(f"{layer}.weight")}
+    return {name: t for name, t in weights.items() if name not in names}
 
 
 @cached
