@@ -233,13 +233,14 @@ def check_weights(
     name, path_of = layer_map.input, layer_map.path_of
     dtype, device, on_cpu = x.dtype, x.device, x.is_cpu
     floating = unpacked(weights, spec)
+    biases = {f"{layer}.bias" for layer, _ in spec.packed}  # in the dtype of the product
     for key, p in floating.items():
         if p is None:
             continue
         if type(p) not in PLAIN and not is_dtensor(p):
             raise wrong_class(p, path_of(key), "torch.nn.Parameter")
         elsewhere = not p.is_cpu if on_cpu else p.device != device
-        fits = p.dtype is dtype or low is not None
+        fits = p.dtype is dtype or low is not None or key in biases
         # Adapters may be float32 on weights of 16 bits.
         if elsewhere or not (fits or (key.startswith("lora.") and p.dtype is torch.float32)):
             raise Unsupported(

@@ -106,7 +106,7 @@ def tensor_of(module: Any, name: str) -> Tensor | None:
 
 def without_adapters(module: Any) -> Any:
     """Return the layer that PEFT's LoRA wraps; `module` if it is none."""
-    while _name(module) in _LORA:
+    while has_adapters(module):
         module = module._modules["base_layer"]
     return module
 
@@ -161,6 +161,11 @@ def read_dropout(module: Any, path: str) -> float:
     if not 0.0 <= p <= 1.0:
         raise Unsupported(f"{path} has the probability {p}, outside [0, 1]")
     return p
+
+
+def has_adapters(module: Any) -> bool:
+    """Return whether a module is a linear layer with adapters of PEFT's LoRA."""
+    return _name(module) in _LORA
 
 
 def _name(module: Any) -> tuple[str, str]:

@@ -20,6 +20,7 @@ from fused_remat.layers.eligibility import (
     Unsupported,
     check_foreign_module,
     check_module,
+    parameters_of,
     qualified,
 )
 from fused_remat.spec import PackedSpec
@@ -75,6 +76,15 @@ def reader_of(module: Any) -> Callable[[Any, str], Packed] | None:
     return read
 
 
+def unpacked_parameters(layer: nn.Module) -> dict[str, Tensor]:
+    """Return a module's parameters by name, except quantized weights."""
+    paths = tuple([f"{path}." for path, module in layer.named_modules() if reader_of(module)])
+    params = parameters_of(layer)
+    return {
+        n: p for n, p in params.items() if n.endswith(".bias") or not n.startswith(paths or (" ",))
+    }
+
+
 def _difference(module: Any, packed: Packed, x: Tensor) -> str | None:
     """Return how a module and its format differ for random tokens, or None."""
     spec, generator = packed.spec, torch.Generator().manual_seed(0)
@@ -110,18 +120,22 @@ def _checked(
     path: str, spec: PackedSpec, param: Tensor, tensors: Sequence[Tensor], blocks: Sequence[Any]
 ) -> Packed:
     """Return a packed weight after checks; `blocks`: what has blocks, its elements, size, count."""
+    error: Exception | None = None
     if param.requires_grad:
-        raise RuntimeError(
+        error = RuntimeError(
             f"{path}.weight is quantized ({spec.kind}) and has requires_grad=True, but a quantized "
             "weight cannot be trained: call requires_grad_(False) on it, and train an adapter"
         )
     for what, elements, size, count in blocks:
         if math.ceil(elements / size) != count:
-            raise ValueError(
+            error = ValueError(
                 f"{path}.weight: {what} has {elements} elements in blocks of {size}, which is "
-                f"{math.ceil(elements / size)} blocks, but it has scales of {count} blocks (of "
-                f"{elements / max(count, 1):g}); quantize the weight again"
+                f"{math.ceil(elements / size)} blocks, but it has scales of {count} blocks, of "
+                f"{elements / max(count, 1):g} elements; quantize the weight again"
             )
+    if error is not None:
+        error.callers = True  # type: ignore[attr-defined]  # no block's own, which is contained
+        raise error
     for t in tensors:
         if type(t) not in PLAIN:
             raise Unsupported(f"{path}.weight is {qualified(type(t))}")
