@@ -63,6 +63,7 @@ class Reason:
 
     text: str  # for messages
     quiet: bool = False  # whether the stock forward is intended, so that there is no warning
+    uncompiled: bool = False  # whether the reason is that the call is compiled
     #: Whether a second forward would compute something else, or change other state again.
     once: bool = False
     #: Conditions on the sizes of a call, with their outcomes where a trace failed.

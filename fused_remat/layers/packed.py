@@ -53,6 +53,8 @@ def packed_weight(module: Any, path: str, x: Tensor) -> Packed | None:
     read = reader_of(module)
     if read is None:
         return None
+    if torch.compiler.is_compiling():  # which traces neither the trial nor the libraries' classes
+        raise Unsupported(f"{path}.weight is quantized", "not compiled")
     found: Packed = read(module, path)
     for t in found.tensors:
         if t.device != x.device:

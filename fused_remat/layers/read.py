@@ -163,7 +163,7 @@ def read_block(
     try:
         return _read(layer, layer_map, arguments)
     except Unsupported as reason:
-        return Reason(reason.args[0])
+        return Reason(reason.args[0], uncompiled="not compiled" in reason.args)
 
 
 def _read(layer: Any, layer_map: LayerMap, arguments: Mapping[str, Any]) -> BlockInputs:
@@ -178,18 +178,19 @@ def _read(layer: Any, layer_map: LayerMap, arguments: Mapping[str, Any]) -> Bloc
     for path, name in layer_map.containers.items():
         check_foreign_module(modules[path], path, layer_map.package, name, decorates=True)
     low, updates = low_dtype(x), {}
-    packed = dict[str, PackedSpec]()
+    packed: dict[str, PackedSpec] = {}  # not dict[...](), which Dynamo does not trace
     weights: dict[str, Tensor | None] = {}
     for path, names in layer_map.projections.items():
         weights |= read_projections(modules, path, names, x.shape[-1])
     for name, path in layer_map.linears.items():
-        weight, weights[f"{name}.bias"], adapters = read_linear(modules[path], path, x)
+        weight, bias, adapters = read_linear(modules[path], path, x)
         if isinstance(weight, Packed):
             packed[name] = weight.spec
             names = weight.spec.names(f"{name}.weight")
             weights.update(zip(names, weight.tensors, strict=True))
         else:
             weights[f"{name}.weight"] = weight
+        weights[f"{name}.bias"] = bias
         if adapters:
             updates[name] = adapters
     norm, eps, head_eps = _read_norms(layer_map, modules, x.shape[-1], weights)
