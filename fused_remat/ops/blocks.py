@@ -377,4 +377,4 @@ def _weights(
         check_shape(f"A of {layer}", a, ("rank", width), {f"{layer}.weight": weight})
         check_shape(f"B of {layer}", b, (out, a.shape[0]), {"A": a, f"{layer}.weight": weight})
     matrices = [matrix for _, a, b, _ in lora for matrix in (a, b)]
-    return {**weights, **dict(zip(lora_params(len(lora)), matrices, strict=True))}
+    return {**weights, **dict(zip(lora_params(spec.loras), matrices, strict=True))}
