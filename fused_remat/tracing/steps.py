@@ -14,6 +14,7 @@ import torch
 
 from fused_remat.layers.eligibility import parameters_of
 from fused_remat.steps.activation import ACTIVATIONS, MLPActivation
+from fused_remat.steps.dora import Dora
 from fused_remat.steps.linear import Linear
 from fused_remat.steps.low_rank import LowRank
 from fused_remat.steps.norm import Norm
@@ -53,6 +54,37 @@ def _linear(t: Builder, number: int, op: Op) -> Build | None:
         return t.add(Linear(name=t.unique(name), x=input, weights=(w,), biases=(own_bias,)))
 
     return build
+
+
+def _dora(t: Builder, number: int, op: Op) -> Build | None:
+    """Trace a linear layer with DoRA."""
+    x, *params = op.args
+    if not t.live(x) or any(map(t.live, params)):
+        return None
+    if not all((layout := t.layout(n)) and layout.is_last for n in (number, x.index)):
+        return None
+
+    def build() -> str:
+        input, name = t.build(x.index), t.unique(op.inside)
+        weight, bias, a, b, magnitude = (_param(t, value) for value in params)
+        mask = _add_mask(t, f"{name}.mask", input, op.p) if op.p and t.drops else ""
+        update = Dora(
+            a=a, b=b, low=f"{name}.low", scale=op.info.scale, mask=mask, magnitude=magnitude,
+            weight=weight, bias=bias, dtype=_own_dtype(t, params[2].index, params[0].index),
+        )  # fmt: skip
+        return t.add(
+            Linear(name=name, x=input, weights=(weight,), biases=(bias,), updates=(update,))
+        )
+
+    return build
+
+
+def _own_dtype(t: Builder, matrix: int, weight: int) -> torch.dtype | None:
+    """Return the dtype of an adapter's matrix if it is not that of its layer's weight."""
+    params, names = parameters_of(t.layer), t.recording.sources
+    known = [params.get(names.get(n, "")) for n in (matrix, weight)]
+    own, other = (None if param is None else param.dtype for param in known)
+    return own if t.mixes_dtypes and own != other else None
 
 
 def _norm(t: Builder, number: int, op: Op) -> Build | None:
@@ -144,12 +176,9 @@ def _add_update(t: Builder, update: _Update) -> str:
     low, mask = f"{name}.low{len(node.updates)}", ""
     if update.p and t.drops:
         mask = _add_mask(t, f"{low}.mask", node.x, update.p)
-    params, names = parameters_of(t.layer), t.recording.sources
-    known = [params.get(names.get(n, "")) for n in (update.a, t.values[node.weight])]
-    own, weight = (None if param is None else param.dtype for param in known)
     adapter = LowRank(
         a=t.param(update.a), b=t.param(update.b), low=low, scale=update.scale, mask=mask,
-        dtype=own if t.mixes_dtypes and own != weight else None,
+        dtype=_own_dtype(t, update.a, t.values[node.weight]),
     )  # fmt: skip
     t.nodes[name] = replace(node, updates=(*node.updates, adapter))
     return name
@@ -248,6 +277,7 @@ def _product(t: Builder, number: int, op: Op) -> Build | None:
 #: Rules by the names of operations without underscores.
 STEPS: Mapping[str, Callable[[Builder, int, Op], Build | None]] = {
     "linear": _linear,
+    "dora": _dora,
     "addmm": _linear,
     "norm": _norm,
     "layer_norm": _norm,
