@@ -324,6 +324,10 @@ class BlockSpec:
                 )
         if not self.residual and (len(self.branches) > 1 or self.branches[0].placement != "pre"):
             raise ValueError("without a residual, a block has one branch, with placement 'pre'")
+        layers = [lora.layer for lora in self.loras]
+        for layer in [lora.layer for lora in self.loras if lora.dora]:
+            if layers.count(layer) > 1:
+                raise ValueError(f"DoRA must be the only low-rank update of its layer, {layer!r}")
         if self.loras and self.parallel is not None:
             raise ValueError("low-rank updates cannot be divided among ranks")
 
