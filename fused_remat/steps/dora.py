@@ -92,17 +92,20 @@ class Dora(LowRank):
         return dy * self._scale(chunk)[0] if self.mask else dy
 
     def add_to(self, y: Tensor, chunk: Chunk, linear: Node) -> None:
-        if not self.mask:
-            super().add_to(y, chunk, linear)
-            scale_columns(self._columns(y), self._scale(chunk)[0], chunk.param(self.bias))
-            return
         low, b, (scale, _) = self._product(chunk, linear), chunk.param(self.b), self._scale(chunk)
         assert b is not None
-        scaled = (b * scale[:, None]).to(b.dtype)
-        for rows, z in self._dropped(chunk, linear):
+        scaled = (b * scale[:, None]).to(b.dtype) if self.mask else b
+        parts = chunks_of_rows(y, y.dtype != low.dtype)
+        for rows, z in self._dropped(chunk, linear) if self.mask else parts:
             mine = self._columns(y[rows])
-            mine.addcmul_(chunk.ops[linear_fwd](z, chunk.param(self.weight), None), scale - 1)
-            chunk.ops[low_rank_add](mine, low[rows], scaled, self.scale)
+            wide = mine.to(low.dtype)  # rounded once, at the end
+            if isinstance(z, Tensor):
+                wide.addcmul_(chunk.ops[linear_fwd](z, chunk.param(self.weight), None), scale - 1)
+            chunk.ops[low_rank_add](wide, low[rows], scaled, self.scale)
+            if not self.mask:
+                scale_columns(wide, scale, chunk.param(self.bias))
+            if wide is not mine:
+                mine.copy_(wide)
         chunk.put(self.low, low)
 
     def _dropped(self, chunk: Chunk, linear: Node) -> Iterator[tuple[slice, Tensor]]:
