@@ -262,9 +262,6 @@ def check_weights(
                 f"an adapter of {path_of(lora.layer + '.weight')} has matrices {tuple(a.shape)} "
                 f"and {tuple(b.shape)}, expected (rank, {columns}) and ({out}, rank)"
             )
-        m = weights[f"lora.{i}.M"] if lora.dora else None
-        if m is not None and m.shape != (out,):
-            raise Unsupported(f"lora.{i} has magnitudes {tuple(m.shape)}, expected {(out,)}")
 
 
 @cached

@@ -66,16 +66,7 @@ def scale_grad(dy: Tensor, y: Tensor, bias: Tensor | None) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Dora(LowRank):
-    """One update of a linear layer that has no other."""
-
-    @property
-    def matrices(self) -> tuple[str, ...]:
-        return (self.a, self.b, self.weight) if self.mask else (self.a, self.b)
-
-    @property
-    def scaled_by(self) -> tuple[str, ...]:
-        names = (self.weight, self.bias, self.a, self.b, self.magnitude)
-        return tuple([name for name in names if name])
+    """The one update of a linear layer, whose columns it scales."""
 
     def _scale(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
         """Return the scale of columns and the norms, computed once in a pass."""
@@ -146,10 +137,6 @@ class Dora(LowRank):
             for rows, z in self._dropped(chunk, linear):
                 add_weight_grad(chunk, self.weight, dy[rows], z, partial=True)
         if x in needs_grad:
-            dx, dtype, mask = (
-                chunk.ops[linear_dx](dy, weight),
-                chunk.dtype_of(x),
-                chunk.mask(self.mask),
-            )
+            dx, mask = chunk.ops[linear_dx](dy, weight), chunk.mask(self.mask)
             assert mask is not None
-            chunk.add_grad(x, chunk.ops[dropout](dx, mask, dtype), owned=True)
+            chunk.add_grad(x, chunk.ops[dropout](dx, mask, chunk.dtype_of(x)), owned=True)

@@ -8,6 +8,7 @@ a chunk and one weight, and live for one product.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -285,7 +286,9 @@ class Linear(Node):
 
     def flops(self, widths: Mapping[str, int], shapes: Shapes, seq_len: int) -> int:
         columns = shapes[self.weights[0]][1]
-        low = sum(shapes[m][0] * shapes[m][1] for u in self.updates for m in u.matrices)
+        # DoRA multiplies what dropout leaves by the weight, too.
+        updates = [(u.a, u.b, u.mask and u.weight) for u in self.updates]
+        low = sum(math.prod(shapes[m]) for names in updates for m in names if m)
         return 2 * (self.width(widths, shapes) * columns + low)
 
     def needs(self, needs_grad: Collection[str]) -> tuple[str, ...]:
@@ -300,8 +303,8 @@ class Linear(Node):
         for u in self.updates:
             read += [u.a] if self.x in needs_grad or u.b in needs_grad else []
             read += [u.b] if self.x in needs_grad or u.a in needs_grad else []
-            read += u.scaled_by
-        return tuple(read)
+            read += [u.weight, u.bias, *u.params] if u.magnitude else []
+        return tuple([name for name in read if name])
 
     def affine(self, chunk: Chunk) -> Affine:
         """Return the weight and the bias of the one layer."""

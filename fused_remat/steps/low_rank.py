@@ -63,16 +63,6 @@ class LowRank:
         """Tensors of the block that are the update's own."""
         return (self.a, self.b, *filter(None, (self.magnitude,)))
 
-    @property
-    def scaled_by(self) -> tuple[str, ...]:
-        """Tensors of the block that a scale of columns and its gradient are computed of."""
-        return ()
-
-    @property
-    def matrices(self) -> tuple[str, ...]:
-        """Matrices that it multiplies by."""
-        return self.a, self.b
-
     def add_to(self, y: Tensor, chunk: Chunk, linear: Node) -> None:
         """Add the update to y, the result of the step, in place."""
         low = self._product(chunk, linear)

@@ -29,20 +29,13 @@ class AdaptedLinear(NamedTuple):
     scale: float
     p: float  # of dropout
 
-    def run(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        a: Tensor,
-        b: Tensor,
-        magnitudes: Tensor,
-    ) -> Tensor:
+    def run(self, x: Tensor, *params: Any) -> Tensor:
         """Compute the layer (`steps.dora`)."""
+        weight, bias, a, b, magnitudes = params
         scale = magnitudes / row_norms(weight.detach(), a.detach(), b.detach(), self.scale)
         z = F.dropout(x, self.p)
         low = F.linear(F.linear(z.to(a.dtype), a), b) * self.scale
-        y = F.linear(x, weight, bias)
+        y: Tensor = F.linear(x, weight, bias)
         return (y + (scale - 1) * F.linear(z, weight) + scale * low).to(y.dtype)
 
 
