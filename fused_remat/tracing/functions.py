@@ -35,8 +35,9 @@ class AdaptedLinear(NamedTuple):
         scale = magnitudes / row_norms(weight.detach(), a.detach(), b.detach(), self.scale)
         z = F.dropout(x, self.p)
         low = F.linear(F.linear(z.to(a.dtype), a), b) * self.scale
-        y: Tensor = F.linear(x, weight, bias)
-        return (y + (scale - 1) * F.linear(z, weight) + scale * low).to(y.dtype)
+        y = F.linear(x, weight, bias)
+        wide: Tensor = y + (scale - 1) * F.linear(z, weight) + scale * low
+        return wide.to(y.dtype)
 
 
 Known = NormSpec | AdaptedLinear | str
