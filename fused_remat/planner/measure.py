@@ -119,8 +119,9 @@ def predict_optimizer(optimizer: Optimizer) -> tuple[int, int]:
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
             groups = [
-                {**group, "params": [nn.Parameter(torch.empty_like(p)) for p in group["params"]]}
+                {**group, "params": [nn.Parameter(torch.empty_like(p)) for p in params]}
                 for group in optimizer.param_groups
+                if (params := [p for p in group["params"] if p.requires_grad])
             ]
             fake = type(optimizer)(groups)  # type: ignore[call-arg]
             for group in fake.param_groups:

@@ -208,7 +208,8 @@ def device_of(model: nn.Module, inputs: Any = ()) -> torch.device:
 def restored(model: nn.Module, inputs: list[Tensor]) -> Iterator[None]:
     """Restore random state, training modes, buffers and `.grad` afterwards, also after an error.
 
-    Training calls inside are not counted.
+    Training calls inside are not counted. Inside, transformers' checkpointing is not reentrant:
+    reentrant backward ignores `autograd.grad`, and keeps the same bytes.
     """
     modes = [(module, module.training) for module in model.modules()]
     buffers = [(m, n, b, b.detach().clone()) for m in model.modules()
@@ -219,7 +220,11 @@ def restored(model: nn.Module, inputs: list[Tensor]) -> Iterator[None]:
     tensors = (*model.parameters(), *model.buffers(), *inputs)
     cuda = {t.device.index for t in tensors if t.is_cuda}
     noted = [m for m in model.modules() if isinstance(m, FusedLayer) or "_record" in vars(m)]
-    with torch.random.fork_rng(devices=sorted(cuda)), noted_apart(noted):
+    with (
+        torch.random.fork_rng(devices=sorted(cuda)),
+        noted_apart(noted),
+        attributes_as(list(_not_reentrant(model))),
+    ):
         try:
             yield
         finally:
@@ -231,6 +236,16 @@ def restored(model: nn.Module, inputs: list[Tensor]) -> Iterator[None]:
             for t, name, grad in grads:
                 if getattr(t, name, None) is not grad:
                     setattr(t, name, grad)
+
+
+def _not_reentrant(model: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
+    """Yield replacements of the reentrant checkpoint functions that transformers has set."""
+    name = "_gradient_checkpointing_func"
+    for module in model.modules():
+        run = vars(module).get(name)
+        if isinstance(run, functools.partial) and run.keywords.get("use_reentrant", not run.args):
+            options = {**run.keywords, "use_reentrant": False}
+            yield module, name, functools.partial(run.func, *run.args, **options)
 
 
 class _Watch:

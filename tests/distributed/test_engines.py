@@ -162,11 +162,21 @@ def test_accelerate(processes, tmp_path):
 
 @pytest.mark.composes(
     "Engines",
-    "Hugging Face `Trainer` of a converted Llama with dropout: DDP; its checkpoint, and DCP",
-    limits="FSDP not tried",
+    "Hugging Face `Trainer` of a Llama with dropout, converted by a callback: DDP; its checkpoint, "
+    "and DCP",
 )
 def test_hf_trainer(processes, tmp_path):
     starts(processes, "hf_trainer", tmp_path, "checkpoint-10", "checkpoint-10/dcp")
+
+
+@pytest.mark.composes(
+    "Engines",
+    "Hugging Face `Trainer` of a Llama, converted by a callback: FSDP2, whose own checkpointing "
+    "the callback switches off; its checkpoint",
+    limits="on CPUs by setting Accelerate's state, since it takes the plugin to GPUs only",
+)
+def test_hf_trainer_with_fsdp2(processes, tmp_path):
+    starts(processes, "hf_trainer", tmp_path, "checkpoint-10", flags=("--fsdp",))
 
 
 @pytest.mark.composes(
