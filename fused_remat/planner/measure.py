@@ -26,7 +26,15 @@ from fused_remat.layers.fallback import attributes_as
 from fused_remat.layers.record import Ran
 from fused_remat.planner.calibration import Example, seconds_of
 from fused_remat.planner.chain import Moment
-from fused_remat.report.step import Step, device_of, losses_of, restored, run_step, tensors_in
+from fused_remat.report.step import (
+    Step,
+    device_of,
+    losses_of,
+    restored,
+    run_step,
+    tensors_in,
+    weights_of,
+)
 
 
 @dataclass(frozen=True)
@@ -247,8 +255,8 @@ def _resting(
 
     trained = [p for p in model.parameters() if p.requires_grad and p.device.type == device.type]
     resting = {
-        "parameters": new(model.parameters()),
         "buffers": new(model.buffers()),
+        "parameters": new(weights_of(model)),
         "inputs": new(tensors_in(inputs)),
         "gradients": sum(_buffer(p).nbytes for p in trained) if accumulates else 0,
     }

@@ -92,7 +92,7 @@ def run_step(
         targets = [t for t in (*model.parameters(), *inputs) if t.requires_grad]
         device = device_of(model, inputs)
         trace_layers(model, args, kwargs)
-        record = SavedBytes([*model.parameters(), *model.buffers()], inputs, on_block)
+        record = SavedBytes(weights_of(model), inputs, on_block)
         stack.enter_context(restored(model, inputs))
         if accumulates:
             for t in targets:
@@ -175,6 +175,19 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for entry in dataclasses.fields(value):
             yield from tensors_in(getattr(value, entry.name, None))
+
+
+def weights_of(model: nn.Module) -> Iterator[Tensor]:
+    """Yield parameters, buffers, and the scales and codes of quantized weights."""
+    yield from (*model.parameters(), *model.buffers())
+    for module in model.modules():
+        yield from tensors_in(getattr(module, "meta", None))  # HQQ's
+    for p in model.parameters():
+        owner: Any = p  # bitsandbytes' weight, then the states of its 4 bits
+        while owner is not None:
+            names = ("SCB", "absmax", "code", "offset")
+            yield from tensors_in([getattr(owner, name, None) for name in names])
+            owner = getattr(owner, "quant_state", getattr(owner, "state2", None))
 
 
 def arguments_of(

@@ -51,8 +51,8 @@ def settings(folder: Path, **options: Any) -> dict[str, Any]:
     """Return arguments of a run on the CPU."""
     own = {
         "output_dir": str(folder), "max_steps": STEPS, "per_device_train_batch_size": BATCH,
-        "learning_rate": 0.1, "optim": "sgd", "logging_steps": 1, "save_strategy": "no", "report_to": [],
-        "use_cpu": True, "disable_tqdm": True, "dataloader_pin_memory": False,
+        "learning_rate": 0.1, "optim": "sgd", "logging_steps": 1, "save_strategy": "no",
+        "use_cpu": True, "disable_tqdm": True, "dataloader_pin_memory": False, "report_to": [],
     }  # fmt: skip
     return {**own, **options}
 
