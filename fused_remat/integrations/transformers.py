@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from typing import Any, Literal
 
 from accelerate.state import AcceleratorState
@@ -18,7 +17,7 @@ from fused_remat.execution.observe import OBSERVERS, BlockRun
 from fused_remat.layers import FusedRematLayer
 from fused_remat.policies import Policy
 from fused_remat.report.units import human
-from fused_remat.steps.operations import FusedRematWarning
+from fused_remat.steps.operations import warn
 
 _logger = logging.get_logger("transformers.fused_remat")
 
@@ -55,18 +54,15 @@ class FusedRematCallback(TrainerCallback):  # type: ignore[misc]
         check_loss(loss)
         self.policy, self.loss = policy, loss
         self._is_logged = False
-        self._kept = self._inputs = self._stock = 0  # bytes of the first batch
 
     def on_init_end(
         self, args: TrainingArguments, state: Any, control: Any, model: nn.Module, **kwargs: Any
     ) -> None:
         """Convert the model of the constructor."""
         if fused_layers(model):
-            warnings.warn(
-                f"fused_remat: {type(model).__name__} was converted before, so that policy and "
-                "loss of FusedRematCallback have no effect; leave out convert(model)",
-                FusedRematWarning,
-                stacklevel=5,
+            warn(
+                f"{type(model).__name__} was converted before, so that policy and loss of "
+                "FusedRematCallback have no effect; leave out convert(model)"
             )
         self.on_train_begin(args, state, control, model)
 
@@ -90,8 +86,10 @@ class FusedRematCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
         """Observe the blocks of the first step."""
-        if not self._is_logged and self._observe not in OBSERVERS:
-            OBSERVERS.append(self._observe)
+        if not self._is_logged:
+            self._kept = self._inputs = self._stock = 0  # bytes of the first batch
+            if self._observe not in OBSERVERS:  # a step that failed leaves it
+                OBSERVERS.append(self._observe)
 
     def _observe(self, run: BlockRun) -> None:
         x, call = run.tensors[0], run.call

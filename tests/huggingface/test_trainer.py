@@ -12,6 +12,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from peft import LoraConfig
+from processes import ROOT
 from tokenizers import Tokenizer, models
 from transformers import (
     AutoModelForCausalLM,
@@ -242,3 +243,11 @@ def test_a_plain_loop_of_accelerate():
     model = convert(llama(), "lean", loss=True)
     assert run(model) == pytest.approx(run(llama()), rel=1e-5)
     assert conversion(model)[0].calls[0].number == STEPS * LAYERS
+
+
+def test_the_page_shows_what_its_code_logs(logged, tmp_path, monkeypatch):
+    page = (ROOT / "docs" / "trainer.md").read_text(encoding="utf-8")
+    code, shown = re.search(r"```python\n(.*?)```.*?```\n(.*?)```", page, re.DOTALL).groups()
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code, "trainer.md", "exec"), {})
+    assert logged == [shown.rstrip()]
