@@ -50,7 +50,10 @@ def _linear(t: Builder, number: int, op: Op) -> Build | None:
         w, own_bias = t.param(inner, transposed), _param(t, bias)
         name = t.recording.sources.get(inner, "")
         name = name[:-7] if name.endswith((".weight", "_weight")) else op.inside
-        return t.add(Linear(name=t.unique(name), x=input, weights=(w,), biases=(own_bias,)))
+        packed = (t.formats[w],) if w in t.formats else ()
+        return t.add(
+            Linear(name=t.unique(name), x=input, weights=(w,), biases=(own_bias,), packed=packed)
+        )
 
     return build
 
