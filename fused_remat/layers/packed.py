@@ -24,7 +24,7 @@ from fused_remat.layers.eligibility import (
     qualified,
 )
 from fused_remat.spec import PackedSpec
-from fused_remat.steps.packed import FORMATS, dequantize
+from fused_remat.steps.packed import dequantize, packed_product
 
 
 class Packed(NamedTuple):
@@ -99,11 +99,9 @@ def _difference(module: Any, packed: Packed, x: Tensor) -> str | None:
             (dx,) = torch.autograd.grad(y, given, dy)
             bias = module.bias
             dtype = spec.compute or x.dtype
-            run = FORMATS[spec.kind].product if x.is_cuda else None
             own, own_bias = given.detach().to(dtype), None if bias is None else bias.to(dtype)
-            if run is not None:
-                mine = run(spec, packed.tensors, own, own_bias)
-            else:
+            mine = packed_product(spec, packed.tensors, own, own_bias)
+            if mine is None:
                 mine = F.linear(own, dequantize(spec, packed.tensors, dtype), own_bias)
             mine_dx = dy.to(dtype) @ dequantize(spec, packed.tensors, spec.dtype or dtype).to(dtype)
     except torch.OutOfMemoryError:

@@ -22,7 +22,7 @@ from fused_remat.spec import PackedSpec
 from fused_remat.steps.chunk import Chunk, Part
 from fused_remat.steps.node import Input, Mask, Node, Params, Shapes
 from fused_remat.steps.operations import operation
-from fused_remat.steps.packed import FORMATS, dequantize
+from fused_remat.steps.packed import dequantize, packed_product
 from fused_remat.steps.residual import dropout, residual_add
 
 #: The dtypes of 16 bits.
@@ -346,11 +346,11 @@ class Linear(Node):
         spec, bias, dtype = self.packed[i], chunk.param(self.biases[i]), x.dtype
         x = x.to(self._product_dtype(i, dtype))
         bias = None if bias is None else rows_of(bias, self.part).to(x.dtype)  # type: ignore[union-attr]
-        run = FORMATS[spec.kind].product if spec and x.is_cuda and self.part is None else None
-        if run is not None and spec is not None:
+        y = None
+        if spec is not None and x.is_cuda and self.part is None:
             tensors: Any = [chunk.param(name) for name in spec.names(self.weights[i])]
-            y = run(spec, tensors, x, bias)
-        else:
+            y = chunk.ops[packed_product](spec, tensors, x, bias)
+        if y is None:
             into = out if x.dtype == dtype else None
             y = chunk.ops[linear_fwd](x, self.base_weight(chunk, i, x.dtype), bias, out=into)
         return y.to(dtype) if out is None or y is out else out.copy_(y)
