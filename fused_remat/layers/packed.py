@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +41,7 @@ _TOKENS = 8
 #: By class, format, device and dtype, why a format does not compute what its module does.
 _TESTED: dict[Any, str | None] = {}
 _spec = functools.lru_cache(1024)(PackedSpec)
+_without_compute = functools.lru_cache(1024)(functools.partial(replace, compute=None))
 
 
 def packed_weight(module: Any, path: str, x: Tensor) -> Packed | None:
@@ -62,9 +64,10 @@ def packed_weight(module: Any, path: str, x: Tensor) -> Packed | None:
     key = type(module), found.spec, x.device, x.dtype, module.training
     if key not in _TESTED:
         _TESTED[key] = _difference(module, found, x)
-        found = read(module, path)  # a module's first call may settle its dtype
     if (reason := _TESTED[key]) is not None:
         raise Unsupported(f"{path} is {qualified(type(module))}, and {reason}")
+    if found.spec.compute == x.dtype:  # as before the module's first call, which may set it
+        return Packed(_without_compute(found.spec), found.tensors)
     return found
 
 
@@ -110,7 +113,7 @@ def _difference(module: Any, packed: Packed, x: Tensor) -> str | None:
         return f"a trial of its format raises {type(error).__name__}: {error}"
     limit = max(_LIMITS[d] for d in (x.dtype, dtype, spec.dtype or dtype))
     for what, a, b in (("result", mine, y), ("gradient", mine_dx, dx)):
-        distance = float((a.double() - b.double()).norm() / b.double().norm())
+        distance = float((a - b).detach().double().norm() / b.detach().double().norm())
         if not distance <= limit:
             return f"its weight as a block dequantizes it gives another {what} ({distance:.0e})"
     return None
