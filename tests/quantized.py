@@ -73,6 +73,9 @@ def quantize(
         if type(module) is nn.Linear and not path.endswith(("lm_head", *but)):
             parent, _, leaf = path.rpartition(".")
             setattr(model.get_submodule(parent), leaf, FORMATS[name](module, compute))
+    # By which PEFT chooses its classes, and transformers' loader sets.
+    model.is_loaded_in_4bit = name.startswith(("nf4", "fp4"))
+    model.is_loaded_in_8bit = name.startswith("bitsandbytes")
     return model
 
 

@@ -151,12 +151,11 @@ def _bnb_4bit(module: Any, path: str) -> Packed:
     state = getattr(weight, "quant_state", None) or module.quant_state
     if state is None:
         raise Unsupported(f"{path} is not quantized yet: move it to its device")
-    if getattr(state, "packing_format_for_cpu", False) or (
-        weight.is_cpu and not module.training and module.support_avx512bf16_for_cpu
-    ):
+    if getattr(state, "packing_format_for_cpu", False):
         raise Unsupported(
-            f"{path} is in evaluation mode, in which bitsandbytes packs weights for inference on "
-            "this CPU; call train() before the first forward"
+            f"bitsandbytes has packed {path}.weight for inference on this CPU, and its own forward "
+            "then gives its input no gradient; load the model again, and call train() before the "
+            "first forward"
         )
     shape, inner = tuple(state.shape), state.state2
     blocks = [("the weight", math.prod(shape), state.blocksize, state.absmax.numel())]

@@ -233,16 +233,32 @@ def test_a_format_that_computes_something_else_is_not_used(name, monkeypatch):
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def test_bitsandbytes_in_evaluation_mode_is_not_read():
-    """On some CPUs it then packs weights for inference, whose gradients would be missing."""
-    _, fused = pair("llama", "nf4")
+@pytest.mark.parametrize("name", ["llama", "phi3"])
+def test_bitsandbytes_does_not_pack_weights_for_inference(name):
+    """On CPUs with AVX512-BF16, in evaluation mode: its own gradients would then be missing."""
+    stock, fused = pair(name, "nf4")
+    expected, given = step(stock, IDS), {**IDS, "use_cache": False}
     for module in fused.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = True
     fused.eval()
     fused.enable_input_require_grads()
-    with pytest.warns(FusedRematWarning, match=r"evaluation mode.* call train\(\)"):
-        step(fused, IDS)
+    if name == "phi3":
+        with pytest.warns(FusedRematWarning, match=r"evaluation mode.* call train\(\)"):
+            step(fused, given)
+    else:
+        served(fused, given)
+    fused.train()
+    assert max(distance(served(fused, IDS), expected).values()) < LIMITS[F32]
+
+
+def test_weights_that_were_packed_for_inference_are_not_read():
+    _, fused = pair("llama", "nf4")
+    state = next(m for m in fused.modules() if "quant_state" in vars(m)).weight.quant_state
+    state.packing_format_for_cpu = True
+    x = torch.randn(2, 12, 32)
+    layer = fused.base_model.model.model.layers[0]
+    assert "packed self_attn.q_proj.base_layer.weight" in layer._unsupported_reason(hidden_states=x)
 
 
 @pytest.mark.parametrize("form, name", [("nf4", "bnb_4bit"), ("nf4, one level", "bnb_4bit")])
