@@ -16,6 +16,7 @@ from fused_remat.spec import (
     LoraSpec,
     MLPSpec,
     NormSpec,
+    PackedSpec,
     RotarySpec,
 )
 
@@ -56,6 +57,7 @@ def nn_layer_spec(
     projection: Literal["packed", "split"] = "packed",
     captured: int = 0,
     loras: tuple[LoraSpec, ...] = (),
+    packed: tuple[tuple[str, PackedSpec], ...] = (),
 ) -> BlockSpec:
     """Return the block of an `nn.TransformerEncoderLayer`; of a decoder layer for three norms.
 
@@ -94,6 +96,7 @@ def nn_layer_spec(
         branches=tuple(branches),
         inputs=("input", "memory") if decodes else ("input",),
         loras=loras,
+        packed=packed,
     )
 
 
@@ -111,6 +114,7 @@ def transformer_spec(
     interleaved: bool = False,
     qk_norm_eps: float | None = None,
     loras: tuple[LoraSpec, ...] = (),
+    packed: tuple[tuple[str, PackedSpec], ...] = (),
     **attention: Any,
 ) -> BlockSpec:
     """Return the block of a language or vision model: attention and an MLP, norms of one kind.
@@ -142,4 +146,5 @@ def transformer_spec(
             BranchSpec(op=mlp, norm=spec, placement=placement, dropout=p_second),
         ),
         loras=loras,
+        packed=packed,
     )

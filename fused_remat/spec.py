@@ -4,6 +4,7 @@
     ├── branches: what is added to the residual stream, one after the other
     │   └── BranchSpec: AttentionSpec (RotarySpec, head norm) or MLPSpec; NormSpec; dropout
     ├── loras: LoraSpec, low-rank updates of linear layers
+    ├── packed: PackedSpec, frozen quantized weights of linear layers
     └── parallel: ParallelSpec, a rank of a tensor-parallel group
 
 `graph.build.block_graph` builds the graph of a BlockSpec; equal specs share one graph. Specs are
@@ -270,6 +271,32 @@ class LoraSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PackedSpec:
+    """A frozen quantized weight, of which each product dequantizes a copy that is then freed.
+
+    Attributes:
+        kind: a key of `steps.packed.FORMATS`.
+        shape: (out, in) of the weight.
+        dtype: of the copy in backward, which is then converted to that of the product; None for
+            that of the product.
+        compute: of the product; None for that of the layer's input.
+        parts: names of the tensors that describe the weight, in addition to its own.
+        options: other values that the format needs, such as a block size.
+    """
+
+    kind: str
+    shape: tuple[int, int]
+    dtype: torch.dtype | None = None
+    compute: torch.dtype | None = None
+    parts: tuple[str, ...] = ()
+    options: tuple[Any, ...] = ()
+
+    def names(self, weight: str) -> tuple[str, ...]:
+        """Return the names of all tensors of the weight named `weight`."""
+        return (weight, *[f"{weight}.{part}" for part in self.parts])
+
+
+@dataclass(frozen=True, kw_only=True)
 class ParallelSpec:
     """A rank of a tensor-parallel group.
 
@@ -304,6 +331,7 @@ class BlockSpec:
             the magnitudes of DoRA "lora.i.M".
         parallel: the ranks that divide heads and hidden units, or None. The spec's numbers of heads
             are those of one rank.
+        packed: the names of linear layers whose weights are quantized, each with its format.
     """
 
     kind: str
@@ -312,6 +340,7 @@ class BlockSpec:
     residual: bool = True
     loras: tuple[LoraSpec, ...] = ()
     parallel: ParallelSpec | None = None
+    packed: tuple[tuple[str, PackedSpec], ...] = ()
 
     def __post_init__(self) -> None:
         if not self.branches:
@@ -328,8 +357,9 @@ class BlockSpec:
         for layer in [lora.layer for lora in self.loras if lora.dora]:
             if layers.count(layer) > 1:
                 raise ValueError(f"DoRA must be the only low-rank update of its layer, {layer!r}")
-        if self.loras and self.parallel is not None:
-            raise ValueError("low-rank updates cannot be divided among ranks")
+        if (self.loras or self.packed) and self.parallel is not None:
+            what = "low-rank updates" if self.loras else "quantized weights"
+            raise ValueError(f"{what} cannot be divided among ranks")
 
     def __getstate__(self) -> dict[str, Any]:
         # Hashes of strings differ between processes.
@@ -338,7 +368,8 @@ class BlockSpec:
     def __hash__(self) -> int:
         found: int | None = self.__dict__.get("_hash")
         if found is None:
-            found = hash((self.kind, self.branches, self.inputs, self.loras, self.parallel))
+            parts = self.kind, self.branches, self.inputs, self.loras, self.parallel, self.packed
+            found = hash(parts)
             object.__setattr__(self, "_hash", found)
         return found
 
@@ -382,6 +413,8 @@ class BlockSpec:
         ops = [branch.op for branch in self.branches]
         if any(isinstance(op, AttentionSpec) and op.head_norm is not None for op in ops):
             names += ("q_norm.weight", "k_norm.weight")
+        for layer, packed in self.packed:
+            names += packed.names(f"{layer}.weight")[1:]
         return names + lora_params(self.loras)
 
     def linear_shapes(self, width: int, hidden: int) -> dict[str, tuple[int, int]]:

@@ -67,9 +67,13 @@ class BlockConfig:
         return prepare(self, x, [None if t is None else t.shape for t in tensors], fused)
 
     def named_shapes(self, shapes: Shapes) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the tensors that are not None, by name; the inputs' batch first."""
+        """Return the shapes of the tensors that are not None, by name; the inputs' batch first.
+
+        That of a quantized weight is the shape of the weight, (out, in).
+        """
         pairs = zip(self.graph.tensors, shapes, strict=True)
         named: dict[str, tuple[int, ...]] = {n: shape for n, shape in pairs if shape is not None}
+        named |= self.graph.packed
         for name in self.graph.inputs if self.seq_first else ():
             seq_len, batch, width = named[name]
             named[name] = (batch, seq_len, width)

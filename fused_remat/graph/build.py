@@ -21,6 +21,7 @@ from fused_remat.spec import (
     LoraSpec,
     MLPSpec,
     NormSpec,
+    PackedSpec,
     ParallelSpec,
     linear_params,
 )
@@ -64,6 +65,7 @@ class BlockBuilder:
     Args:
         loras: low-rank updates; each is added with the linear layer that it updates.
         parallel: the ranks among which branches are divided, or None.
+        packed: the formats of linear layers with a quantized weight, by name.
 
     >>> b = BlockBuilder()
     >>> x = b.norm("norm", "input", NormSpec(kind="rms_norm"))
@@ -74,10 +76,13 @@ class BlockBuilder:
     """
 
     def __init__(
-        self, loras: tuple[LoraSpec, ...] = (), parallel: ParallelSpec | None = None
+        self,
+        loras: tuple[LoraSpec, ...] = (),
+        parallel: ParallelSpec | None = None,
+        packed: tuple[tuple[str, PackedSpec], ...] = (),
     ) -> None:
         self.nodes: list[Node] = []
-        self.loras, self.parallel = loras, parallel
+        self.loras, self.parallel, self.packed = loras, parallel, dict(packed)
 
     def add(self, node: Node) -> str:
         """Add a node. Raises: ValueError if another node has its name."""
@@ -110,18 +115,20 @@ class BlockBuilder:
         """Add name = residual + mask * (x @ weight.T + bias), of one layer or several side by side.
 
         `sizes`: output columns of each of several layers. The step includes low-rank updates of the
-        layers. After several layers or updates, dropout and the sum with the residual are a step of
-        their own.
+        layers. After several layers, updates or a quantized weight, dropout and the sum with the
+        residual are a step of their own.
         """
         updated = part is None and any(lora.layer in layers for lora in self.loras)
-        if (updated or sizes) and (residual or mask):
+        packed = tuple([self.packed.get(layer) for layer in layers])
+        packed = packed if any(packed) else ()
+        if (updated or sizes or packed) and (residual or mask):
             made = self.linear(layers[0], x, *layers, sizes=sizes)
             return self.sum(name, made, residual, mask, role)
         weights, biases = zip(*map(linear_params, layers), strict=True)
         node = Linear(
             name=name, x=x, residual=residual, weights=weights, biases=biases, mask=mask,
             sizes=sizes, part=part, role=role,
-            updates=self._updates(x, layers, sizes) if updated else (),
+            updates=self._updates(x, layers, sizes) if updated else (), packed=packed,
         )  # fmt: skip
         return self.add(node)
 
@@ -303,7 +310,7 @@ def block_graph(spec: BlockSpec) -> Graph:
             raise ValueError(
                 f"no layer {lora.layer!r} for a low-rank update; valid: {', '.join(layers)}"
             )
-    b, n = BlockBuilder(spec.loras, spec.parallel), len(spec.branches)
+    b, n = BlockBuilder(spec.loras, spec.parallel, spec.packed), len(spec.branches)
     stream = before = read = spec.inputs[0]  # `before`: what the last branch read
     for i, branch in enumerate(spec.branches, 1):
         number = str(i) if n > 1 else ""

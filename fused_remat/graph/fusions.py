@@ -128,7 +128,7 @@ def _only_source(steps: Steps, taker: Draft, name: str) -> Draft | None:
     node = givers[0].node
     if not isinstance(node, Linear) or node.x != name or node.residual == name:
         return None
-    if node.sizes or node.updates or node.part is not None:
+    if node.sizes or node.updates or node.packed or node.part is not None:
         return None
     between = steps[steps.index(givers[0]) + 1 : steps.index(taker)]
     takes = {s.node.name for s in between if s.kind == "backward" and s.node is not None}

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from fused_remat.steps.linear import Linear
 from fused_remat.steps.node import Node, Shapes
 from fused_remat.steps.norm import Norm
 from fused_remat.steps.replay import Replay
@@ -30,6 +31,13 @@ class Graph:
         """A hash of everything that is computed: graphs that differ have different digests."""
         what = (self.kind, self.nodes, self.params, self.inputs, self.compute)
         return hashlib.sha256(repr(what).encode()).hexdigest()[:16]
+
+    @functools.cached_property
+    def packed(self) -> Mapping[str, tuple[int, int]]:
+        """The shapes of quantized weights by name, whose tensors have others."""
+        nodes = [node for node in self.nodes if isinstance(node, Linear) and node.packed]
+        pairs = [pair for n in nodes for pair in zip(n.weights, n.packed, strict=True)]
+        return {name: spec.shape for name, spec in pairs if spec is not None}
 
     @functools.cached_property
     def unsure(self) -> frozenset[str]:

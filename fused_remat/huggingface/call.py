@@ -97,6 +97,7 @@ def describe(parts: Parts, arguments: Mapping[str, Any]) -> BlockInputs:
         gated="gate" in layer_map.linears,
         dropout=(p_attention, dropout("residual1", 0.0), 0.0, dropout("residual2", 0.0)),
         loras=parts.loras,
+        packed=parts.packed,
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
@@ -151,9 +152,7 @@ def _heads(parts: Parts, attention: Any, head_dim: int) -> tuple[int, int]:
     """Return the numbers of query heads, and of key and value heads, by the shapes of weights."""
     if "qkv" in parts.layer_map.linears:
         return attention.num_heads, attention.num_heads
-    q, k = parts.weights["q.weight"], parts.weights["k.weight"]
-    assert q is not None and k is not None
-    heads, kv_heads = q.shape[0] // head_dim, k.shape[0] // head_dim
+    heads, kv_heads = parts.rows["q"] // head_dim, parts.rows["k"] // head_dim
     groups = attention.__dict__.get("num_key_value_groups", 1)
     if heads != kv_heads * groups:
         raise Unsupported(f"{heads} query heads share {kv_heads} key heads in groups of {groups}")

@@ -28,6 +28,7 @@ from fused_remat.layers.eligibility import (
 )
 from fused_remat.layers.fused_layer import TRACED, is_traced
 from fused_remat.layers.modules import read_linear
+from fused_remat.layers.packed import Packed
 from fused_remat.layers.record import NOTES, record_of, warn, warn_compiled
 from fused_remat.layers.tensor_parallel import VocabularyParallelLinear
 from fused_remat.ops.activation import has_hooks
@@ -181,7 +182,7 @@ class HuggingFaceHead(Replaced):
         weight, bias, updates = read_linear(head, path)
         if updates:
             raise Unsupported(f"{path} has low-rank updates")
-        if not is_readable(weight):
+        if isinstance(weight, Packed) or not is_readable(weight):
             raise Unsupported(f"{path}.weight is {qualified(type(weight))}")
         return weight, bias
 

@@ -258,6 +258,7 @@ def _describe(parts: Parts, arguments: Mapping[str, Tensor | None]) -> BlockInpu
         gated=layer.gate is not None,
         dropout=(p_attention if layer.training else 0.0, p, p, p),
         loras=parts.loras,
+        packed=parts.packed,
         **attention_fields(*heads, layer.is_causal, window, None, layer.softcap),
         projection="split",
         rotary="cos" in arguments,

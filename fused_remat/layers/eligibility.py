@@ -63,6 +63,7 @@ class Reason:
 
     text: str  # for messages
     quiet: bool = False  # whether the stock forward is intended, so that there is no warning
+    uncompiled: bool = False  # whether the reason is that the call is compiled
     #: Whether a second forward would compute something else, or change other state again.
     once: bool = False
     #: Conditions on the sizes of a call, with their outcomes where a trace failed.
@@ -110,19 +111,20 @@ def check_module(module: Any, path: str, *kinds: type) -> None:
 
 
 def check_foreign_module(
-    module: Any, path: str, package: str, name: str, decorates: bool = False
+    module: Any, path: str, package: str, name: str, decorates: bool = False, source: str = ""
 ) -> None:
     """Raise `Unsupported` unless calling `module` runs what `package` wrote for its class `name`.
 
     `decorates`: the package decorates its forwards; else a decorator means that it was patched.
-    Hooks by which transformers records outputs are allowed.
+    `source`: the Python module of its forward, if not `package`. Hooks by which transformers
+    records outputs are allowed.
     """
     kind = type(module)
     if (kind.__module__, kind.__qualname__) != (package, name):
         raise wrong_class(module, path, f"{package}.{name}")
     state, forward = module.__dict__, kind.forward  # whose module is that of the patch
     wrapped = not decorates and hasattr(forward, "__wrapped__")
-    if "forward" in state or forward.__module__ != package or wrapped:
+    if "forward" in state or forward.__module__ != (source or package) or wrapped:
         raise Unsupported(f"{path}.forward was replaced")
     acts = state["_forward_pre_hooks"] or state["_backward_hooks"] or state["_backward_pre_hooks"]
     for hook in state["_forward_hooks"].values():
@@ -231,27 +233,37 @@ def check_weights(
     """Raise `Unsupported` unless the weights of a layer fit a block of `spec` on `x`."""
     name, path_of = layer_map.input, layer_map.path_of
     dtype, device, on_cpu = x.dtype, x.device, x.is_cpu
-    for key, p in weights.items():
+    floating = unpacked(weights, spec) if spec.packed else weights
+    packed, fc1 = dict(spec.packed), weights["fc1.weight"]
+    for key, p in floating.items():
         if p is None:
             continue
         if type(p) not in PLAIN and not is_dtensor(p):
             raise wrong_class(p, path_of(key), "torch.nn.Parameter")
         elsewhere = not p.is_cpu if on_cpu else p.device != device
         fits = p.dtype is dtype or low is not None
+        if packed and key.endswith(".bias"):  # may have the dtype of the product
+            fits = fits or key[:-5] in packed
         # Adapters may be float32 on weights of 16 bits.
         if elsewhere or not (fits or (key.startswith("lora.") and p.dtype is torch.float32)):
             raise Unsupported(
                 f"{name} is {x.dtype} on {x.device} but {path_of(key)} is {p.dtype} on {p.device}"
             )
     if low is not None:
-        check_autocast(x, name, weights, low, path_of)
-    fc1 = weights["fc1.weight"]
+        check_autocast(x, name, floating, low, path_of)
     assert fc1 is not None  # a linear layer without a weight is not read
-    expected = _shapes(spec, x.shape[-1], fc1.shape[0])
-    for key, p in weights.items():
+    hidden = packed["fc1"].shape[0] if "fc1" in packed else fc1.shape[0]
+    expected = _shapes(spec, x.shape[-1], hidden)
+    for key, p in floating.items():
         if p is not None and key in expected and p.shape != expected[key]:
             raise Unsupported(
                 f"{path_of(key)} has shape {tuple(p.shape)}, expected {expected[key]}"
+            )
+    for layer, own in packed.items():
+        if own.shape != expected[f"{layer}.weight"]:
+            raise Unsupported(
+                f"{path_of(layer + '.weight')} has shape {own.shape}, expected "
+                f"{expected[f'{layer}.weight']}"
             )
     for i, lora in enumerate(spec.loras):
         a, b = weights[f"lora.{i}.A"], weights[f"lora.{i}.B"]
@@ -262,6 +274,12 @@ def check_weights(
                 f"an adapter of {path_of(lora.layer + '.weight')} has matrices {tuple(a.shape)} "
                 f"and {tuple(b.shape)}, expected (rank, {columns}) and ({out}, rank)"
             )
+
+
+def unpacked(weights: Mapping[str, Tensor | None], spec: BlockSpec) -> Mapping[str, Tensor | None]:
+    """Return the weights of a block but the tensors of quantized ones."""
+    names = {n for layer, packed in spec.packed for n in packed.names(f"{layer}.weight")}
+    return {name: t for name, t in weights.items() if name not in names}
 
 
 @cached

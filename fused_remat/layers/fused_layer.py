@@ -159,9 +159,7 @@ class FusedLayer(nn.Module):
         compiling = torch.compiler.is_compiling()
         parallel = self._tensor_parallel
         if compiling and (parallel is not None or (self._breaks_graphs and not is_traced())):
-            from fused_remat.autograd import graph_break
-
-            return graph_break.eagerly(self._call, **arguments)
+            return self._in_eager_mode(**arguments)
         record = None if compiling else record_of(self)
         if record is not None:
             record.reached += 1
@@ -174,6 +172,8 @@ class FusedLayer(nn.Module):
         else:
             inputs = parallel.read(self, arguments)
         if isinstance(inputs, Reason):
+            if inputs.uncompiled:
+                return self._in_eager_mode(**arguments)
             return self._fall_back(inputs, compiling, arguments)
         graph, tensors, policy = inputs.graph, inputs.tensors, self._policy
         if inputs.precision is not None:
@@ -221,6 +221,12 @@ class FusedLayer(nn.Module):
         if rescue is not None:
             rescue.returned(out, result)
         return result
+
+    def _in_eager_mode(self, **arguments: Any) -> Any:
+        """Run a call that is compiled in eager mode, between two graphs."""
+        from fused_remat.autograd import graph_break
+
+        return graph_break.eagerly(self._call, **arguments)
 
     def _block_failed(self, error: Exception) -> Reason:
         """Note, and warn, that the layer's block raised `error`: no later call runs as a block."""

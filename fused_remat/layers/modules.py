@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from fused_remat.layers.eligibility import (
+    PLAIN,
     Precision,
     Unsupported,
     check_foreign_module,
@@ -22,12 +23,20 @@ from fused_remat.layers.eligibility import (
     qualified,
     wrong_class,
 )
+from fused_remat.layers.packed import Packed, packed_weight
 from fused_remat.ops.activation import Activation, activation_name, on_matrices, prepare
 from fused_remat.spec import LoraSpec, lora_params
 from fused_remat.steps.collective import is_dtensor
 
 _CONV1D = ("transformers.pytorch_utils", "Conv1D")
-_LORA = ("peft.tuners.lora.layer", "Linear")
+#: By class, the layers of PEFT that compute what `_updates` reads; each with its forward's module.
+_LORA = {
+    (f"peft.tuners.lora.{module}", name): f"peft.tuners.lora.{source}"
+    for module, name, source in (
+        ("layer", "Linear", "layer"), ("bnb", "Linear4bit", "bnb"), ("bnb", "Linear8bitLt", "bnb"),
+        ("torchao", "TorchaoLoraLinear", "layer"), ("hqq", "HqqLoraLinear", "hqq"),
+    )
+}  # fmt: skip
 _DORA = ("peft.tuners.lora.variants", "DoraLinearVariant")
 _MAGNITUDES = ("peft.tuners.lora.dora", "DoraLinearLayer")
 _SAVED = ("peft.utils.other", "ModulesToSaveWrapper")
@@ -39,22 +48,32 @@ _PACKED_BIASES = {"qkv.bias": ("q", "k", "v"), "cross.bias": ("cross_q", "cross_
 #: magnitudes m (out,), or None.
 Update = tuple[Tensor, Tensor, float, float, Tensor | None]
 #: A layer computes x @ weight.T + bias, and its updates; weight is (out, in).
-Linear = tuple[Tensor, Tensor | None, tuple[Update, ...]]
+Linear = tuple[Tensor | Packed, Tensor | None, tuple[Update, ...]]
 
 
-def read_linear(module: Any, path: str) -> Linear:
+def read_linear(module: Any, path: str, x: Tensor | None = None) -> Linear:
     """Return the weight, bias and updates of the linear layer `module`, `path` in messages.
 
-    The updates are those of PEFT's active LoRA adapters, with their current mode and scaling.
+    The updates are those of PEFT's active LoRA adapters, with their current mode and scaling. `x`
+    has the dtype and device of the layer's input; without it, quantized weights are not read.
     """
     is_linear = type(module) is nn.Linear
     if not is_linear:  # rarely; this runs at every call
         module = active_module(module, path)
-        if _is(module, _LORA):
-            check_foreign_module(module, path, *_LORA)
-            base, base_bias = _plain(module._modules["base_layer"], f"{path}.base_layer")
-            return base, base_bias, _updates(module, path, base.dtype)
-    is_conv1d = not is_linear and _is(module, _CONV1D)
+        source = _LORA.get(_name(module))
+        if source is not None:
+            check_foreign_module(module, path, *_name(module), source=source)
+            base, base_bias, inner = read_linear(
+                module._modules["base_layer"], f"{path}.base_layer", x
+            )
+            if inner:
+                raise Unsupported(f"{path}.base_layer has adapters itself")
+            like: Any = x if isinstance(base, Packed) else base
+            return base, base_bias, _updates(module, path, like.dtype)
+        packed = None if x is None else packed_weight(module, path, x)
+        if packed is not None:
+            return packed, tensor_of(module, "bias"), ()
+    is_conv1d = not is_linear and _name(module) == _CONV1D
     if is_conv1d:
         check_foreign_module(module, path, *_CONV1D)
     else:
@@ -62,14 +81,11 @@ def read_linear(module: Any, path: str) -> Linear:
     weight, bias = affine_of(module)
     if weight is None:
         raise Unsupported(f"{path} has no weight")
+    if is_linear and type(weight) not in PLAIN and x is not None:
+        packed = packed_weight(module, path, x)
+        if packed is not None:
+            return packed, bias, ()
     return weight.t() if is_conv1d else weight, bias, ()
-
-
-def _plain(module: Any, path: str) -> tuple[Tensor, Tensor | None]:
-    weight, bias, updates = read_linear(module, path)
-    if updates:
-        raise Unsupported(f"{path} has adapters itself")
-    return weight, bias
 
 
 def affine_of(module: Any) -> tuple[Tensor | None, Tensor | None]:
@@ -93,14 +109,14 @@ def tensor_of(module: Any, name: str) -> Tensor | None:
 
 def without_adapters(module: Any) -> Any:
     """Return the layer that PEFT's LoRA wraps; `module` if it is none."""
-    while isinstance(module, nn.Module) and _is(module, _LORA):
+    while has_adapters(module):
         module = module._modules["base_layer"]
     return module
 
 
 def active_module(module: Any, path: str) -> Any:
     """Return the active copy of `module` if PEFT trains one (modules_to_save), else `module`."""
-    if not isinstance(module, nn.Module) or not _is(module, _SAVED):
+    if not isinstance(module, nn.Module) or _name(module) != _SAVED:
         return module
     check_foreign_module(module, path, *_SAVED)
     wrapper: Any = module
@@ -151,9 +167,14 @@ def read_dropout(module: Any, path: str) -> float:
     return p
 
 
-def _is(module: Any, named: tuple[str, str]) -> bool:
+def has_adapters(module: Any) -> bool:
+    """Return whether a module is a linear layer with adapters of PEFT's LoRA."""
+    return _name(module) in _LORA
+
+
+def _name(module: Any) -> tuple[str, str]:
     kind = type(module)
-    return (kind.__module__, kind.__qualname__) == named
+    return kind.__module__, kind.__qualname__
 
 
 def _updates(module: Any, path: str, dtype: torch.dtype) -> tuple[Update, ...]:
@@ -173,13 +194,18 @@ def _updates(module: Any, path: str, dtype: torch.dtype) -> tuple[Update, ...]:
 
 def _update(module: Any, name: str, called: str, dtype: torch.dtype) -> Update:
     variant = getattr(module, "lora_variant", {}).get(name)
-    if not _is(variant, _DORA) and (variant is not None or module.use_dora.get(name)):
+    if _name(variant) != _DORA and (variant is not None or module.use_dora.get(name)):
         kind = "DoRA" if variant is None else qualified(type(variant))
         raise Unsupported(f"{called} is {kind}; the fused path supports LoRA and DoRA")
-    a, a_bias = _plain(module.lora_A._modules[name], f"A of {called}")
-    b, b_bias = _plain(module.lora_B._modules[name], f"B of {called}")
-    if a_bias is not None or b_bias is not None:
-        raise Unsupported(f"{called} has a bias")
+    matrices = []
+    for letter, layers in (("A", module.lora_A), ("B", module.lora_B)):
+        layer = layers._modules[name]
+        check_module(layer, f"{letter} of {called}", nn.Linear)
+        weight, bias = affine_of(layer)
+        if bias is not None or weight is None:
+            raise Unsupported(f"{called} has {'no weight' if weight is None else 'a bias'}")
+        matrices.append(weight)
+    a, b = matrices
     if a.dtype != b.dtype:
         raise Unsupported(f"{called} has A of {a.dtype} and B of {b.dtype}")
     if a.dtype != dtype and not getattr(module, "cast_input_dtype_enabled", True):

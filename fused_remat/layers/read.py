@@ -26,6 +26,7 @@ from fused_remat.layers.eligibility import (
     low_dtype,
     precision_of,
     qualified,
+    unpacked,
 )
 from fused_remat.layers.modules import (
     active_module,
@@ -35,7 +36,8 @@ from fused_remat.layers.modules import (
     read_projections,
     update_tensors,
 )
-from fused_remat.spec import BlockSpec, LoraSpec
+from fused_remat.layers.packed import Packed
+from fused_remat.spec import BlockSpec, LoraSpec, PackedSpec
 from fused_remat.steps.norm import NORMS
 
 
@@ -119,6 +121,8 @@ class Parts:
     low: torch.dtype | None  # dtype of autocast, None if it is off
     weights: dict[str, Tensor | None]  # by the block's names
     loras: tuple[LoraSpec, ...]
+    rows: Mapping[str, int]  # outputs of linear layers, by name
+    packed: tuple[tuple[str, PackedSpec], ...]  # formats of quantized weights
     norm: str  # kind of the norms
     eps: list[float]
     head_eps: list[float]
@@ -154,7 +158,7 @@ def read_block(
     try:
         return _read(layer, layer_map, arguments)
     except Unsupported as reason:
-        return Reason(reason.args[0])
+        return Reason(reason.args[0], uncompiled="not compiled" in reason.args)
 
 
 def _read(layer: Any, layer_map: LayerMap, arguments: Mapping[str, Any]) -> BlockInputs:
@@ -169,12 +173,21 @@ def _read(layer: Any, layer_map: LayerMap, arguments: Mapping[str, Any]) -> Bloc
     for path, name in layer_map.containers.items():
         check_foreign_module(modules[path], path, layer_map.package, name, decorates=True)
     low, updates = low_dtype(x), {}
+    # Not dict[...](), which Dynamo does not trace.
+    packed: dict[str, PackedSpec] = {}
+    rows: dict[str, int] = {}
     weights: dict[str, Tensor | None] = {}
     for path, names in layer_map.projections.items():
         weights |= read_projections(modules, path, names, x.shape[-1])
     for name, path in layer_map.linears.items():
-        weight, bias, adapters = read_linear(modules[path], path)
-        weights[f"{name}.weight"], weights[f"{name}.bias"] = weight, bias
+        weight, bias, adapters = read_linear(modules[path], path, x)
+        if isinstance(weight, Packed):
+            packed[name], rows[name] = weight.spec, weight.spec.shape[0]
+            names = weight.spec.names(f"{name}.weight")
+            weights.update(zip(names, weight.tensors, strict=True))
+        else:
+            weights[f"{name}.weight"], rows[name] = weight, weight.shape[0]
+        weights[f"{name}.bias"] = bias
         if adapters:
             updates[name] = adapters
     norm, eps, head_eps = _read_norms(layer_map, modules, x.shape[-1], weights)
@@ -183,14 +196,18 @@ def _read(layer: Any, layer_map: LayerMap, arguments: Mapping[str, Any]) -> Bloc
     if updates:
         matrices, loras = update_tensors(updates, x.dtype if low is None else None)
         weights |= matrices
-    parts = Parts(layer, layer_map, modules, x, low, weights, loras, norm, eps, head_eps, dropout)
+    parts = Parts(
+        layer, layer_map, modules, x, low, weights, loras, rows, (*packed.items(),), norm, eps,
+        head_eps, dropout,
+    )  # fmt: skip
     inputs = layer_map.describe(parts, arguments)
     spec = inputs.spec
     assert spec is not None
     inputs.preserve_strides = spec.branches[-1].placement != "post"
     check_weights(x, layer_map, weights, spec, low)
     if low is not None and inputs.precision is None:
-        inputs.precision = precision_of(x, weights, low, spec.norm_first)
+        floating = unpacked(weights, spec) if packed else weights
+        inputs.precision = precision_of(x, floating, low, spec.norm_first)
     return inputs
 
 

@@ -304,13 +304,11 @@ def _describe(parts: Parts, arguments: Mapping[str, Any]) -> BlockInputs:
         for key in ("input", "memory", "padding", "memory_padding"):
             if key in inputs:
                 inputs[key] = inputs[key].unsqueeze(0)
-    fc1 = parts.weights["fc1.weight"]
-    assert fc1 is not None
     precision = None
     if parts.low is not None:
         precision = precision_of(x, parts.weights, parts.low, layer.norm_first)
     activation, captured, functions = read_activation(
-        layer.activation, x, fc1.shape[0], seq_first, precision
+        layer.activation, x, parts.rows["fc1"], seq_first, precision
     )
     spec = nn_layer_spec(
         bool(layer.norm_first),
@@ -326,6 +324,7 @@ def _describe(parts: Parts, arguments: Mapping[str, Any]) -> BlockInputs:
         projection="packed" if attn._qkv_same_embed_dim else "split",
         captured=len(captured),
         loras=parts.loras,
+        packed=parts.packed,
     )
     return BlockInputs(
         block_graph(spec), {**parts.weights, **captured, **inputs}, spec, functions, seq_first,

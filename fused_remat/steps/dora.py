@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -68,22 +68,32 @@ def scale_grad(dy: Tensor, y: Tensor, bias: Tensor | None) -> Tensor:
 class Dora(LowRank):
     """The one update of a linear layer, whose columns it scales."""
 
-    def _scale(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
+    def _weight(self, chunk: Chunk, linear: Any) -> Tensor:
+        """Return the layer's weight, in the dtype of its input if it is quantized."""
+        dtype = linear.compute or chunk.dtype_of(linear.x)
+        weight: Tensor = linear.base_weight(chunk, linear.weights.index(self.weight), dtype, True)
+        return weight
+
+    def _scale(self, chunk: Chunk, linear: Node) -> tuple[Tensor, Tensor]:
         """Return the scale of columns and the norms, computed once in a pass."""
         scales = chunk.owner.scales
         if self.low not in scales:
-            weight, a, b, m = (chunk.param(n) for n in (self.weight, *self.params))
-            assert weight is not None and a is not None and b is not None and m is not None
-            norms = row_norms(weight, a, b, self.scale)
+            a, b, m = (chunk.param(name) for name in self.params)
+            assert a is not None and b is not None and m is not None
+            norms = row_norms(self._weight(chunk, linear), a, b, self.scale)
             scales[self.low] = m / norms, norms
         return scales[self.low]
 
-    def _scaled(self, chunk: Chunk, dy: Tensor) -> Tensor:
+    def _scaled(self, chunk: Chunk, linear: Node, dy: Tensor) -> Tensor:
         # Without dropout it is scaled already, for all that needs it.
-        return dy * self._scale(chunk)[0] if self.mask else dy
+        return dy * self._scale(chunk, linear)[0] if self.mask else dy
 
     def add_to(self, y: Tensor, chunk: Chunk, linear: Node) -> None:
-        low, b, (scale, _) = self._product(chunk, linear), chunk.param(self.b), self._scale(chunk)
+        low, b = self._product(chunk, linear), chunk.param(self.b)
+        (scale, _), weight = (
+            self._scale(chunk, linear),
+            self._weight(chunk, linear) if self.mask else None,
+        )
         assert b is not None
         scaled = (b * scale[:, None]).to(b.dtype) if self.mask else b
         parts = chunks_of_rows(y, y.dtype != low.dtype)
@@ -91,7 +101,7 @@ class Dora(LowRank):
             mine = self._columns(y[rows])
             wide = mine.to(low.dtype)  # rounded once, at the end
             if isinstance(z, Tensor):
-                wide.addcmul_(chunk.ops[linear_fwd](z, chunk.param(self.weight), None), scale - 1)
+                wide.addcmul_(chunk.ops[linear_fwd](z, weight, None), scale - 1)
             chunk.ops[low_rank_add](wide, low[rows], scaled, self.scale)
             if not self.mask:
                 scale_columns(wide, scale, chunk.param(self.bias))
@@ -118,13 +128,13 @@ class Dora(LowRank):
             assert m is not None
             total = scale_grad(own, y, chunk.param(self.bias))
             chunk.add_param_grad(self.magnitude, total / m)
-        own.mul_(self._scale(chunk)[0])
+        own.mul_(self._scale(chunk, linear)[0])
 
     def _backward_dropped(
         self, chunk: Chunk, linear: Node, dy: Tensor, needs_grad: Collection[str]
     ) -> None:
-        x, b, weight = linear.inputs[0], chunk.param(self.b), chunk.param(self.weight)
-        scale, norms = self._scale(chunk)
+        x, b, weight = linear.inputs[0], chunk.param(self.b), self._weight(chunk, linear)
+        scale, norms = self._scale(chunk, linear)
         if self.magnitude in needs_grad:
             low = self._product(chunk, linear)
             for rows, z in self._dropped(chunk, linear):

@@ -18,9 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fused_remat.random import DropoutMask
+from fused_remat.spec import PackedSpec
 from fused_remat.steps.chunk import Chunk, Part
 from fused_remat.steps.node import Input, Mask, Node, Params, Shapes
 from fused_remat.steps.operations import operation
+from fused_remat.steps.packed import dequantize, packed_product
 from fused_remat.steps.residual import dropout, residual_add
 
 #: The dtypes of 16 bits.
@@ -232,6 +234,9 @@ class Linear(Node):
     # low-rank updates (`low_rank.LowRank`). A step of several layers, or with updates, has no
     # residual and no mask.
     updates: tuple[Any, ...] = ()
+    # for each layer, the format of its weight, or None; () if no weight is quantized. Such a step
+    # has no residual and no mask.
+    packed: tuple[PackedSpec | None, ...] = ()
 
     @functools.cached_property
     def weight(self) -> str:
@@ -245,8 +250,8 @@ class Linear(Node):
 
     @functools.cached_property
     def plain(self) -> bool:
-        """True for one layer without a residual, dropout or updates."""
-        return not (self.sizes or self.residual or self.mask or self.updates)
+        """True for one layer without a residual, dropout, updates or a quantized weight."""
+        return not (self.sizes or self.residual or self.mask or self.updates or self.packed)
 
     @functools.cached_property
     def _weights(self) -> frozenset[str]:
@@ -259,7 +264,12 @@ class Linear(Node):
     @functools.cached_property
     def params(self) -> tuple[str, ...]:
         names = (*self.weights, *self.biases, *[n for u in self.updates for n in u.params])
-        return tuple([name for name in names if name])
+        return tuple(dict.fromkeys([name for name in (*names, *self._packed_names) if name]))
+
+    @functools.cached_property
+    def _packed_names(self) -> tuple[str, ...]:
+        pairs = zip(self.packed, self.weights, strict=False)
+        return tuple([name for spec, weight in pairs if spec for name in spec.names(weight)])
 
     @functools.cached_property
     def masks(self) -> tuple[str, ...]:
@@ -271,8 +281,8 @@ class Linear(Node):
 
     @property
     def casts(self) -> Mapping[str, torch.dtype]:
-        wide = {update.magnitude for update in self.updates}
-        return {name: dtype for name, dtype in super().casts.items() if name not in wide}
+        kept = {update.magnitude for update in self.updates}.union(self._packed_names)
+        return {name: dtype for name, dtype in super().casts.items() if name not in kept}
 
     @property
     def description(self) -> tuple[str, str]:
@@ -301,11 +311,11 @@ class Linear(Node):
         return (*x, *(self.masks if wanted else ()), *((self.name,) if own else ()))
 
     def rereads(self, needs_grad: Collection[str]) -> tuple[str, ...]:
-        read = [*self.weights] if self.x in needs_grad else []
+        read = [*self.weights, *self._packed_names] if self.x in needs_grad else []
         for u in self.updates:
             read += [u.a] if self.x in needs_grad or u.b in needs_grad else []
             read += [u.b] if self.x in needs_grad or u.a in needs_grad else []
-            read += [u.weight, u.bias, *u.params] if u.magnitude else []
+            read += [u.weight, *self._packed_names, u.bias, *u.params] if u.magnitude else []
         return tuple([name for name in read if name])
 
     def affine(self, chunk: Chunk) -> Affine:
@@ -317,6 +327,45 @@ class Linear(Node):
         """Return x in the dtype of the product."""
         return chunk[self.x] if self.compute is None else chunk[self.x].to(self.compute)
 
+    def base_weight(
+        self, chunk: Chunk, i: int, dtype: torch.dtype, backward: bool = False
+    ) -> Tensor:
+        """Return the weight of the i-th layer; a copy in `dtype` if it is quantized."""
+        weight, spec = chunk.param(self.weights[i]), self.packed[i] if self.packed else None
+        assert weight is not None
+        if spec is not None:
+            tensors: Any = [chunk.param(name) for name in spec.names(self.weights[i])]
+            first = spec.dtype or dtype if backward else dtype
+            weight = chunk.ops[dequantize](spec, tensors, first).to(dtype)
+        return weight if self.part is None else weight[self.part[0] : self.part[1]]
+
+    def _product_dtype(self, i: int, dtype: torch.dtype) -> torch.dtype:
+        spec = self.packed[i]
+        return dtype if spec is None or self.compute is not None else spec.compute or dtype
+
+    def _packed_fwd(self, chunk: Chunk, i: int, x: Tensor, out: Tensor | None) -> Tensor:
+        """Return the product of the i-th layer, in `out` unless None, in the dtype of x."""
+        spec, bias, dtype = self.packed[i], chunk.param(self.biases[i]), x.dtype
+        x = x.to(self._product_dtype(i, dtype))
+        bias = None if bias is None else rows_of(bias, self.part).to(x.dtype)  # type: ignore[union-attr]
+        y = None
+        if spec is not None and x.is_cuda and self.part is None:
+            tensors: Any = [chunk.param(name) for name in spec.names(self.weights[i])]
+            y = chunk.ops[packed_product](spec, tensors, x, bias)
+        if y is None:
+            into = out if x.dtype == dtype else None
+            y = chunk.ops[linear_fwd](x, self.base_weight(chunk, i, x.dtype), bias, out=into)
+        return y.to(dtype) if out is None or y is out else out.copy_(y)
+
+    def _packed_dx(self, chunk: Chunk, i: int, dy: Tensor, into: Tensor | None) -> Tensor:
+        """Return the gradient of x by the i-th layer, added in place to `into` unless None."""
+        dtype = self._product_dtype(i, dy.dtype)
+        weight = self.base_weight(chunk, i, dtype, backward=True)
+        if dtype == dy.dtype:
+            return chunk.ops[linear_dx](dy, weight, into)
+        dx = chunk.ops[linear_dx](dy.to(dtype), weight)
+        return dx.to(dy.dtype) if into is None else into.add_(dx)
+
     def forward(self, chunk: Chunk, out: Tensor | None = None) -> None:
         x = chunk[self.x] if self.compute is None else chunk[self.x].to(self.compute)
         residual = chunk[self.residual] if self.residual else None
@@ -327,8 +376,13 @@ class Linear(Node):
             weight, bias = self.affine(chunk)
         if self.sizes:
             y = x.new_empty((x.shape[0], sum(self.sizes))) if out is None else out
-            for w, b, columns in self._layers(y):
-                chunk.ops[linear_fwd](x, chunk.param(w), chunk.param(b), out=columns)
+            for i, (w, b, columns) in enumerate(self._layers(y)):
+                if self.packed:
+                    self._packed_fwd(chunk, i, x, columns)
+                else:
+                    chunk.ops[linear_fwd](x, chunk.param(w), chunk.param(b), out=columns)
+        elif self.packed:
+            y = self._packed_fwd(chunk, 0, x, out)
         elif residual is not None and self.compute is not None:
             product = chunk.ops[linear_fwd](x, weight, bias)
             del x
@@ -390,7 +444,10 @@ class Linear(Node):
             self._add_bias_grads(chunk, layers, needs_grad)
             if self.x in needs_grad:
                 dx = chunk.sum_of_grads(self.x, dz.dtype)
-                for weight, _, part in layers:
+                for i, (weight, _, part) in enumerate(layers):
+                    if self.packed:
+                        dx = self._packed_dx(chunk, i, part, dx)
+                        continue
                     w = chunk.param(weight)
                     w = w if self.part is None else rows_of(w, self.part)
                     dx = chunk.ops[linear_dx](part, w, dx)

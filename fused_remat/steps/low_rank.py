@@ -74,7 +74,7 @@ class LowRank:
     def _columns(self, y: Tensor) -> Tensor:
         return y if self.columns is None else y[:, slice(*self.columns)]
 
-    def _scaled(self, chunk: Chunk, dy: Tensor) -> Tensor:
+    def _scaled(self, chunk: Chunk, linear: Node, dy: Tensor) -> Tensor:
         return dy
 
     def _product(self, chunk: Chunk, linear: Node) -> Tensor:
@@ -97,7 +97,7 @@ class LowRank:
         needs_low = linear.inputs[0] in needs_grad or self.a in needs_grad
         low = self._product(chunk, linear) if self.b in needs_grad else None
         for rows, _ in chunks_of_rows(dy, dy.dtype != dtype):
-            mine = self._scaled(chunk, self._columns(dy[rows])).to(dtype)
+            mine = self._scaled(chunk, linear, self._columns(dy[rows])).to(dtype)
             if low is not None:
                 add_weight_grad(chunk, self.b, mine, low[rows] * self.scale)
             if needs_low:

@@ -6,13 +6,14 @@ import itertools
 import re
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
 
 from fused_remat.layers.eligibility import parameters_of
+from fused_remat.spec import PackedSpec
 from fused_remat.steps.node import Node
 from fused_remat.tracing.program import Context, Layout, Program, ReplayedSubmodule, layout_of
 from fused_remat.tracing.samples import Arguments
@@ -25,7 +26,7 @@ Build = Callable[[], str]
 _RESERVED = ("input", "memory", "output", "seed")
 #: First site of the dropouts of a traced block.
 _SITE = (1 << 12) + 1
-CASTS = ("to", "float", "type_as", "type", "contiguous", "double")
+CASTS = ("to", "float", "type_as", "type", "contiguous", "double", "clone")
 
 
 @dataclass(eq=False)
@@ -37,6 +38,7 @@ class Builder:
     call: Arguments
     drops: bool = True  # whether dropout acts
     mixes_dtypes: bool = True  # whether adapters compute in dtypes of their own; not in a proof
+    formats: Mapping[str, PackedSpec] = field(default_factory=dict)  # of weights; none in a proof
     nodes: dict[str, Node] = field(default_factory=dict)
     programs: dict[str, Program] = field(default_factory=dict)  # the functions of replays
     built: dict[int, str] = field(default_factory=dict)  # activations by the number of the value

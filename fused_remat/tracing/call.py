@@ -16,6 +16,7 @@ from fused_remat.autograd import run_block
 from fused_remat.autograd.gradients import not_differentiable
 from fused_remat.layers.eligibility import Reason
 from fused_remat.layers.fallback import generator_states, set_generator_states
+from fused_remat.layers.packed import Packed, packed_weight
 from fused_remat.steps.replay import At
 from fused_remat.tracing.isolation import replica
 from fused_remat.tracing.program import Context, Operations, Program, TracedBlock, leaf_value
@@ -62,9 +63,18 @@ class Trace:
         """
         block, given = self.block, leaves(arguments)
         sizes, x = self.sizes(given), given[self.x]
-        roots: dict[int, Any] = {}
+        roots, packed = dict[int, Any](), dict[str, Packed]()
+        for name, spec in block.formats.items():
+            path = name.removesuffix(".weight")
+            own = packed_weight(layer.get_submodule(path), path, x)
+            if own is None or own.spec != spec:
+                raise Untraceable(f"the format of {name} has changed since the layer was traced")
+            packed[name] = own
         for number, name in block.sources.items():
-            roots[number] = named[name] if name in named else attrgetter(name)(layer)
+            if name in packed:
+                roots[number] = packed[name].tensors[0]
+            else:
+                roots[number] = named[name] if name in named else attrgetter(name)(layer)
         roots |= {n: t for n, t in zip(block.arguments, given, strict=True) if n is not None}
         for number, (shape, dtype) in block.stand_ins.items():
             size = [n.of(sizes) if isinstance(n, Size) else n for n in shape]
@@ -90,6 +100,8 @@ class Trace:
         functions: dict[str, Callable[..., Tensor]] = {
             name: _replay(program, layer, context) for name, program in block.programs.items()
         }
+        for name, own in packed.items():
+            tensors.update(zip(own.spec.names(name), own.tensors, strict=True))
         for name, number in block.values.items():
             value, chain = values[number], block.chains[number]
             transposed = name in block.transposed

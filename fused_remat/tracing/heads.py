@@ -184,12 +184,14 @@ def _joined(
         for layer, span in zip(layers, spans, strict=True)
         for update in layer.updates
     ]
+    packed = tuple([spec for n in layers for spec in n.packed or (None,)])
     name = t.unique(name)
     t.remove(*[n.name for n in layers])
     return t.add(
         Linear(
             name=name, x=layers[0].x, weights=tuple([n.weight for n in layers]),
             biases=tuple([n.bias for n in layers]), sizes=sizes, updates=tuple(updates),
+            packed=packed if any(packed) else (),
         )
     )  # fmt: skip
 

@@ -41,6 +41,7 @@ from fused_remat.steps.residual import Add
 from fused_remat.tracing.call import Trace
 from fused_remat.tracing.guards import Watch, signed
 from fused_remat.tracing.isolation import check_effects, replica
+from fused_remat.tracing.quantized import Formats, packed_weights, unquantized
 from fused_remat.tracing.samples import Arguments, Dims
 from fused_remat.tracing.sizes import meets
 from fused_remat.tracing.state import state_of
@@ -124,6 +125,8 @@ class TracedLayer(ConvertedLayer):
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # such as one of an attribute's own code: training continues
+            if getattr(error, "callers", False):
+                raise
             self.last_trace = trace = Reason(f"tracing it raised {type(error).__name__}: {error}")
         if isinstance(trace, Reason):
             return trace
@@ -228,7 +231,13 @@ class TracedLayer(ConvertedLayer):
         return [*effects, *trials, *reasons][0]
 
     def _trace_for(self, call: Arguments, state: Any, free: bool) -> Trace | Reason:
-        key: tuple[Any, ...] = state, call.key(free)
+        x = call.leaves[call.x]
+        formats = {name: own.spec for name, own in packed_weights(self, x).items()}
+        key: tuple[Any, ...] = (
+            state,
+            call.key(free),
+            *((x.dtype, *formats.items()) if formats else ()),
+        )
         trace = self._known(call, key)
         if trace is None and call.is_too_long:
             key = *key, "too long"
@@ -243,7 +252,7 @@ class TracedLayer(ConvertedLayer):
             )
         self._notes_of().traces += 1
         with _tracing:
-            trace = self._first_trace(call, free)
+            trace = self._first_trace(call, free, formats)
             entries = KNOWN.setdefault(key, [])
             names, dims = {n for d, ns, *_ in entries if d == call.dims for n in ns}, call.dims
             if isinstance(trace, Trace):
@@ -319,13 +328,14 @@ class TracedLayer(ConvertedLayer):
         notes: _Notes = own.get("_trace_notes") or own.setdefault("_trace_notes", _Notes({}))
         return notes
 
-    def _first_trace(self, call: Arguments, free: bool) -> Trace | Reason:
+    def _first_trace(self, call: Arguments, free: bool, formats: Formats) -> Trace | Reason:
         try:
             # With gradients also in a checkpoint's first run.
             with _apart(call.leaves[call.x]), torch.enable_grad():
                 if not call.is_too_long:
-                    return trace_call(self, self.stock.forward, call, free)
-                check_effects(self, self.stock.forward, call.given)
+                    return trace_call(self, self.stock.forward, call, free, formats)
+                copy = unquantized(self, formats, call.leaves[call.x])
+                check_effects(copy, self.stock.forward, call.given)
                 return Reason(
                     f"a trace at its {call.tokens} tokens takes more memory than a step at batch "
                     f"size {call.batch}; it is traced at a larger one"

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fused_remat.graph.graph import Graph
+from fused_remat.spec import PackedSpec
 from fused_remat.steps.linear import Linear
 from fused_remat.steps.replay import At
 from fused_remat.tracing.sizes import Size
@@ -258,6 +259,8 @@ class TracedBlock:
     #: Elements of the differentiable results of `before`; infinite if the number follows from the
     #: call, 0 for a view.
     elements: dict[int, float]
+    #: Formats of quantized weights by name.
+    formats: Mapping[str, PackedSpec]
 
     def __post_init__(self) -> None:
         self._producers = {n: op for op in self.before for n in op.writes}

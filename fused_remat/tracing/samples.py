@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fused_remat.layers.eligibility import parameters_of
+from fused_remat.layers.packed import unpacked_parameters
 from fused_remat.tracing.isolation import tensors_of
 from fused_remat.tracing.sizes import Size, Sizes
 from fused_remat.tracing.state import exact, may_change
@@ -157,7 +158,7 @@ class Arguments:
 
         arguments = map_tree(dict(self.given), own)
         x = leaves(arguments)[self.x]
-        params = parameters_of(layer)
+        params = unpacked_parameters(layer)
         named = {n: p.detach().requires_grad_(p.requires_grad) for n, p in params.items()}
         named |= dict(layer.named_buffers())
         return Sample(self.sizes, x.dtype, named, arguments, self.active)

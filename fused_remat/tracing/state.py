@@ -24,6 +24,7 @@ from fused_remat.layers.eligibility import (
     qualified,
     recorded,
 )
+from fused_remat.layers.packed import reader_of
 from fused_remat.tracing.values import attributes
 
 _NUMBERS = (int, float, bool, str, type(None))
@@ -63,7 +64,11 @@ def state_of(
         kind = module.stock if isinstance(module, ConvertedLayer) else type(module)
         if "training" not in own:
             raise Unsupported(f"{path or 'it'} is {qualified(kind)}, which has compiled code")
-        check_unpacked(module, path)
+        read = reader_of(module)
+        if read is None:
+            check_unpacked(module, path)
+        else:
+            read(module, path)  # which may raise; a trace is known by the formats, too
         forward = own.get("forward", kind.forward)
         state += [path, weakref.ref(kind), exact(forward, seen), own["training"]]
         state += [values.get(name) for values, name in outside(kind)[1]]

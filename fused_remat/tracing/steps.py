@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fused_remat.layers.eligibility import parameters_of
+from fused_remat.spec import PackedSpec
 from fused_remat.steps.activation import ACTIVATIONS, MLPActivation
 from fused_remat.steps.dora import Dora
 from fused_remat.steps.linear import Linear
@@ -51,7 +52,10 @@ def _linear(t: Builder, number: int, op: Op) -> Build | None:
         w, own_bias = t.param(inner, transposed), _param(t, bias)
         name = t.recording.sources.get(inner, "")
         name = name[:-7] if name.endswith((".weight", "_weight")) else op.inside
-        return t.add(Linear(name=t.unique(name), x=input, weights=(w,), biases=(own_bias,)))
+        packed = _formats(t, w)
+        return t.add(
+            Linear(name=t.unique(name), x=input, weights=(w,), biases=(own_bias,), packed=packed)
+        )
 
     return build
 
@@ -73,10 +77,17 @@ def _dora(t: Builder, number: int, op: Op) -> Build | None:
             weight=weight, bias=bias, dtype=_own_dtype(t, params[2].index, params[0].index),
         )  # fmt: skip
         return t.add(
-            Linear(name=name, x=input, weights=(weight,), biases=(bias,), updates=(update,))
-        )
+            Linear(
+                name=name, x=input, weights=(weight,), biases=(bias,), updates=(update,),
+                packed=_formats(t, weight),
+            )
+        )  # fmt: skip
 
     return build
+
+
+def _formats(t: Builder, weight: str) -> tuple[PackedSpec, ...]:
+    return (t.formats[weight],) if weight in t.formats else ()
 
 
 def _own_dtype(t: Builder, matrix: int, weight: int) -> torch.dtype | None:

@@ -22,6 +22,7 @@ from fused_remat.tracing.call import Trace
 from fused_remat.tracing.functions import known_function
 from fused_remat.tracing.isolation import Trial, renumbered, replica
 from fused_remat.tracing.join import Join
+from fused_remat.tracing.quantized import Formats, unquantized
 from fused_remat.tracing.recorder import Recorder, hollow
 from fused_remat.tracing.recording import record
 from fused_remat.tracing.samples import Arguments, constants, vary
@@ -57,19 +58,26 @@ CANNOT_RUN = "its forward cannot run at another"
 
 
 def trace_call(
-    layer: nn.Module, forward: Callable[..., Any], call: Arguments, free: bool = False
+    layer: nn.Module,
+    forward: Callable[..., Any],
+    call: Arguments,
+    free: bool = False,
+    formats: Formats | None = None,
 ) -> Trace:
     """Return the proved block of a call of `forward`, or raise Untraceable with the reason.
 
     `forward` is a function of the layer's class, and runs on a replica. `free`: whether the block
     must not depend on integers among the arguments, nor on the layer's index in the model.
+    `formats`: those of quantized weights, in place of which plain layers are traced.
     """
+    formats = formats or {}
+    layer = unquantized(layer, formats, call.leaves[call.x])
     try:
-        return _trace_one(layer, forward, call, free)
+        return _trace_one(layer, forward, call, free, formats)
     except _CannotRun:
         for other in itertools.islice(call.others(), _MOST_OTHERS):
             with contextlib.suppress(Untraceable):
-                return _trace_one(layer, forward, other, free)
+                return _trace_one(layer, forward, other, free, formats)
         raise
 
 
@@ -77,7 +85,9 @@ class _CannotRun(Untraceable):
     """An error of the layer in a recording."""
 
 
-def _trace_one(layer: nn.Module, forward: Callable[..., Any], call: Arguments, free: bool) -> Trace:
+def _trace_one(
+    layer: nn.Module, forward: Callable[..., Any], call: Arguments, free: bool, formats: Formats
+) -> Trace:
     reasons, fixed = list[Untraceable](), set[str | int]((*constants(layer), *call.whole))
     for varies in (True, False) if fixed else (True,):
         for dtypes in _DTYPES:
@@ -86,7 +96,7 @@ def _trace_one(layer: nn.Module, forward: Callable[..., Any], call: Arguments, f
                 if varies:
                     vary(copy)
                 run = types.MethodType(forward, copy)
-                trace = _trace(copy, run, call, dtypes, free, varies, conditions)
+                trace = _trace(copy, run, call, dtypes, free, varies, conditions, formats)
                 if varies and not fixed.isdisjoint(trace.fixed):  # the block of other values
                     break
                 trace.fixed |= set() if varies else fixed
@@ -119,6 +129,7 @@ def _trace(
     free: bool,
     varies: bool,
     conditions: dict[str, bool],  # on sizes, with their outcomes in the call, once they are known
+    formats: Formats,
 ) -> Trace:
     """Return the block of a call, recorded in two of the dtypes, and proved in the first."""
     exact, other, params = dtypes
@@ -159,7 +170,7 @@ def _trace(
     while True:
         try:
             joined = [Join(layer, one, two, known, opaque).joined for two in others]
-            trace = _unproved(layer, joined[0], call)
+            trace = _unproved(layer, joined[0], call, formats)
             for other_join in joined[1:]:
                 other_join()
             trace.conditions = {**space.conditions, **_unvaried(space, [one, *others])}
@@ -213,17 +224,20 @@ def _unvaried(space: Space, recorders: list[Recorder]) -> dict[str, bool]:
     return {f"{text} == {n}": True for text, (n, *more) in steps if not more}
 
 
-def _unproved(layer: nn.Module, joined: Callable[[], Recording], call: Arguments) -> Trace:
-    """Return the block of two recordings, also without dropout and adapters' dtypes."""
+def _unproved(
+    layer: nn.Module, joined: Callable[[], Recording], call: Arguments, formats: Formats
+) -> Trace:
+    """Return the block of two recordings, also without dropout, adapters' dtypes and formats."""
 
     def trace_of(drops: bool, mixes_dtypes: bool) -> Trace:
-        block = Tracer(joined(), layer, call, drops, mixes_dtypes).trace()
+        own = formats if mixes_dtypes else {}
+        block = Tracer(joined(), layer, call, drops, mixes_dtypes, own).trace()
         return Trace(block, call)
 
     trace = trace_of(True, True)
     if trace.block.draws:
         trace.plain = trace.proved = trace_of(False, True)
-    if trace.block.mixes_dtypes:
+    if trace.block.mixes_dtypes or formats:
         trace.proved = trace_of(False, False)
     return trace
 

@@ -23,6 +23,7 @@ from fused_remat.steps.residual import Add, DrawMask
 from fused_remat.steps.rotary import Rotary
 from fused_remat.tracing.builder import Build, Builder
 from fused_remat.tracing.program import Layout, Shapes, TracedBlock
+from fused_remat.tracing.quantized import check_reads
 from fused_remat.tracing.replays import HEAVY, columns_of, replay
 from fused_remat.tracing.sizes import Size
 from fused_remat.tracing.steps import STEPS
@@ -56,6 +57,7 @@ class Tracer(Builder):
         _split_linears(self)
         _join_sums(self)
         nodes = _with_roles(_ordered(self.nodes))
+        check_reads(self, nodes)
         params = dict.fromkeys(p for node in nodes for p in node.params if p)
         read = {"input", *(name for node in nodes for name in node.inputs)}
         layouts = {name: layout for name, layout in layouts.items() if name in read}
@@ -69,7 +71,7 @@ class Tracer(Builder):
             graph, before, values, self.transposed, self.programs, layouts, (target, layout),
             recording.result, recording.inputs, recording.sources, stand_ins,
             (*replayed.values(),), tuple(sorted(recording.fixed)), self.fills,
-            self._elements(before),
+            self._elements(before), self.formats,
         )  # fmt: skip
 
     def _elements(self, before: list[Op]) -> dict[int, float]:
