@@ -19,7 +19,9 @@ from torch.utils.hooks import RemovableHandle
 
 from fused_remat.execution.observe import BlockRun
 from fused_remat.layers import FusedLayer
+from fused_remat.layers.eligibility import Unsupported
 from fused_remat.layers.fallback import attributes_as
+from fused_remat.layers.packed import reader_of
 from fused_remat.layers.record import Ran, Record, noted_apart, record_of
 from fused_remat.report.allocations import AllocationTrace, Span
 from fused_remat.report.saved import Saved, SavedBytes
@@ -178,16 +180,12 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def weights_of(model: nn.Module) -> Iterator[Tensor]:
-    """Yield parameters, buffers, and the scales and codes of quantized weights."""
+    """Yield parameters, buffers, and what belongs to quantized weights, such as their scales."""
     yield from (*model.parameters(), *model.buffers())
     for module in model.modules():
-        yield from tensors_in(getattr(module, "meta", None))  # HQQ's
-    for p in model.parameters():
-        owner: Any = p  # bitsandbytes' weight, then the states of its 4 bits
-        while owner is not None:
-            names = ("SCB", "absmax", "code", "offset")
-            yield from tensors_in([getattr(owner, name, None) for name in names])
-            owner = getattr(owner, "quant_state", getattr(owner, "state2", None))
+        read = reader_of(module)
+        with contextlib.suppress(Unsupported, RuntimeError, ValueError):  # which the model raises
+            yield from read(module, "").tensors if read is not None else ()
 
 
 def arguments_of(
