@@ -322,3 +322,28 @@ def test_a_compiled_layer_runs_between_graphs():
         warnings.simplefilter("error", FusedRematWarning)
         y = torch.compile(call, backend="aot_eager")(x)
     assert torch.equal(torch.autograd.grad(y.square().sum(), x)[0], expected[0])
+
+
+def test_the_dtype_of_products():
+    """In float32 the result would differ by the roundings that bfloat16 makes."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 12, 32)
+    results = []
+    for compute in (BF16, F32):
+        _, fused = pair("llama", "nf4", compute=compute)
+        layer, tables = fused.base_model.model.model.layers[0], fused.base_model.model.model
+        tables = tables.rotary_emb(x, torch.arange(12)[None])
+        stock = copy.deepcopy(fused).base_model.model.model.layers[0].eval()
+        call = {"position_embeddings": tables, "attention_mask": None}
+        y = layer(x.clone().requires_grad_(), **call)
+        with torch.enable_grad():
+            expected = stock.stock.forward(stock, x.clone().requires_grad_(), **call)
+        results.append((y, expected))
+    (low, expected), (full, _) = results
+    assert (low - expected).norm() < 0.3 * (low - full).norm()
+
+
+def test_formats_do_not_share_a_trace():
+    torch.manual_seed(0)
+    for form in ("nf4", "fp4", "nf4, one level"):
+        check(*pair("olmo2", form), LIMITS[F32])
