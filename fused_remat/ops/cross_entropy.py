@@ -40,13 +40,16 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     softcap: float = 0.0,
+    logit_scale: float = 1.0,
     reduction: str = "mean",
     shift: bool = False,
     chunk: int | None = None,
     grad_in_forward: bool = False,
     backend: str = "auto",
 ) -> Tensor:
-    """Compute cross_entropy(cap(hidden @ weight.T + bias), target) + z_loss · logsumexp².
+    """Compute cross_entropy(logits, target) + z_loss · logsumexp² of a linear layer's logits.
+
+    logits = cap(logit_scale · (hidden @ weight.T + bias)).
 
     Equals `F.cross_entropy` of logits in float32, as Hugging Face computes it: the mean is over
     tokens that are not ignored, NaN if there is none; ignored tokens are 0 in "none"; label
@@ -59,6 +62,7 @@ def linear_cross_entropy(
         the next one along the last dimension, as in language models: the first token is not
         predicted, and the last predicts nothing.
     softcap: cap(z) = softcap · tanh(z / softcap), as in Gemma 2; 0 for none.
+    logit_scale: a factor of logits before the soft-cap, as in Cohere (Granite divides by it).
     chunk: at most about how many logits to hold at a time; None for 2²⁰ on a CPU, and elsewhere for
         512 MiB of them. On a GPU blocks are of so many tokens and columns that waves are full. With
         grad_in_forward and None, a block on a CPU has at least 256 tokens.
@@ -74,9 +78,9 @@ def linear_cross_entropy(
         of hidden, weight and bias (float32 for float16), FLOPs = 6·V·D a token forward; in forward
         the weight's gradient is also summed in float32.
     Raises: ValueError for shapes that do not fit, an unknown reduction, grad_in_forward with
-        "none", and z_loss, softcap or chunk out of range; RuntimeError for mixed dtypes or devices,
-        a target that is not int64 and label_smoothing outside [0, 1]; IndexError for a target out
-        of range (on a CPU; elsewhere the device asserts).
+        "none", and z_loss, softcap, logit_scale or chunk out of range; RuntimeError for mixed
+        dtypes or devices, a target that is not int64 and label_smoothing outside [0, 1];
+        IndexError for a target out of range (on a CPU; elsewhere the device asserts).
     Source: Wijmans et al. 2024 (cut cross-entropy); Szegedy et al. 2016 (label smoothing);
         Chowdhery et al. 2022 (z-loss).
 
@@ -86,7 +90,7 @@ def linear_cross_entropy(
     >>> torch.allclose(loss, F.cross_entropy((hidden @ weight.T).view(6, -1), labels.view(-1)))
     True
     """
-    _check_options(label_smoothing, z_loss, softcap, reduction, chunk)
+    _check_options(label_smoothing, z_loss, softcap, logit_scale, reduction, chunk)
     if grad_in_forward and reduction == "none":
         raise ValueError(
             'grad_in_forward=True with reduction="none": the gradients of a loss for each token '
@@ -112,6 +116,7 @@ def linear_cross_entropy(
         z_loss=float(z_loss),
         softcap=float(softcap),
         logits=chunk or 0,
+        logit_scale=float(logit_scale),
         parallel=parallel,
     )
     if grad_in_forward and _trains(hidden, weight, bias):
@@ -186,7 +191,12 @@ def _own_columns(weight: Any, bias: Any) -> tuple[ParallelSpec, Tensor, Tensor |
 
 
 def _check_options(
-    label_smoothing: float, z_loss: float, softcap: float, reduction: str, chunk: int | None
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float,
+    logit_scale: float,
+    reduction: str,
+    chunk: int | None,
 ) -> None:
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(
@@ -197,6 +207,8 @@ def _check_options(
     for name, value in (("z_loss", z_loss), ("softcap", softcap)):
         if not 0.0 <= value < math.inf:
             raise ValueError(f"{name} must be 0 or positive and finite, got {value}")
+    if not 0.0 < logit_scale < math.inf:
+        raise ValueError(f"logit_scale must be positive and finite, got {logit_scale}")
     if chunk is not None and (not isinstance(chunk, int) or isinstance(chunk, bool) or chunk < 1):
         raise ValueError(f"chunk must be a positive number of logits or None, got {chunk!r}")
 

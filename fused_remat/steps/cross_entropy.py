@@ -46,6 +46,7 @@ class CrossEntropyTargets:
     # of this rank, or a negative number, not `ignore_index`, for another rank's.
     group: str = ""
     classes: int = 0  # the number of columns of all ranks; 0 for those of the weight
+    logit_scale: float = 1.0  # the factor of x @ weight.T + bias, before the soft-cap
 
 
 def key_of(x: Tensor, weight: Tensor) -> tuple[Any, ...]:
@@ -85,7 +86,7 @@ def cross_entropy_fwd(
     for i, span in enumerate(blocks):
         block = Columns.of(weight, bias, span, x, wide)
         for lo, hi in spans(count, rows):
-            z = block.logits(tokens.taken(x, lo, hi), call.softcap)
+            z = block.logits(tokens.taken(x, lo, hi), call)
             at, inside = block.places(tokens.target[lo:hi])
             picked[lo:hi] += torch.where(inside, z.gather(1, at), 0)
             if call.label_smoothing:
@@ -126,7 +127,7 @@ def cross_entropy_bwd(
 
     def dlogits(block: Columns, lo: int, hi: int) -> tuple[Tensor, Tensor]:
         x_part = tokens.taken(x, lo, hi).to(block.weight.dtype)
-        z = block.logits(x_part, call.softcap)
+        z = block.logits(x_part, call)
         cap = 1 - (z / call.softcap).square_() if call.softcap else None
         z.sub_(high[lo:hi]).sub_(log_sum[lo:hi]).exp_().mul_(mass[lo:hi])
         if call.label_smoothing:
@@ -193,12 +194,14 @@ class LinearCrossEntropy(Node):
     weight: Param
     bias: Param
     target: Param
-    # ignore_index, label_smoothing, z_loss, softcap, logits: as in `CrossEntropyTargets`
+    # ignore_index, label_smoothing, z_loss, softcap, logits, logit_scale: as in
+    # `CrossEntropyTargets`
     ignore_index: int = -100
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     softcap: float = 0.0
     logits: int = 0
+    logit_scale: float = 1.0
     # the ranks among which the vocabulary is divided evenly; None for one rank
     parallel: ParallelSpec | None = None
     per_batch: bool = True
@@ -253,7 +256,8 @@ class LinearCrossEntropy(Node):
     def targets(self, target: Tensor, weight: Tensor) -> CrossEntropyTargets:
         """Return the call for tokens with these targets, of this rank's columns `weight`."""
         options = self.ignore_index, self.label_smoothing, self.z_loss, self.softcap, self.logits
-        call, parallel = CrossEntropyTargets(target, *options), self.parallel
+        call = CrossEntropyTargets(target, *options, logit_scale=self.logit_scale)
+        parallel = self.parallel
         if parallel is None:
             return call
         count = weight.shape[0]
@@ -323,6 +327,7 @@ def slopes(
 
     `dy` (n, 1) are the gradients of the losses. The soft-cap's slope is another factor.
     """
+    dy = dy if call.logit_scale == 1.0 else dy * call.logit_scale
     mass = dy if not call.z_loss else dy * (1 + 2 * call.z_loss * (stats[0] + stats[1]))
     share = call.label_smoothing
     return mass, dy * (-share / (call.classes or vocab)), dy * (share - 1)
@@ -384,12 +389,15 @@ class Columns:
         assert parts[0] is not None
         return cls(parts[0], parts[1], span[0])
 
-    def logits(self, x: Tensor, softcap: float) -> Tensor:
+    def logits(self, x: Tensor, call: CrossEntropyTargets) -> Tensor:
         """Return the logits of the tokens `x`, in at least float32."""
+        scale, softcap = call.logit_scale, call.softcap
         z = product(x.to(self.weight.dtype), self.weight.t())
         if self.bias is not None:
             z.add_(self.bias)
-        return z.div_(softcap).tanh_().mul_(softcap) if softcap else z
+        if softcap:
+            return z.mul_(scale / softcap).tanh_().mul_(softcap)
+        return z if scale == 1.0 else z.mul_(scale)
 
     def places(self, target: Tensor) -> tuple[Tensor, Tensor]:
         """Return the targets' columns within the block, (n, 1), and whether they are in it."""

@@ -57,7 +57,7 @@ def cross_entropy_grads(
 
     def of_rows(lo: int, hi: int) -> tuple[Tensor, Tensor, Tensor]:
         x_part = tokens.taken(x, lo, hi).to(columns.weight.dtype)
-        z = columns.logits(x_part, call.softcap)
+        z = columns.logits(x_part, call)
         at, inside = columns.places(tokens.target[lo:hi])
         picked = torch.where(inside, z.gather(1, at), 0)
         total = z.sum(1, keepdim=True) if call.label_smoothing else picked

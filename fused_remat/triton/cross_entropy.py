@@ -67,7 +67,7 @@ def cross_entropy_fwd_triton(x, weight, bias, call, out=None):
             totals = parts[2] if call.label_smoothing else None
             operands = x[lo:hi], block.weight, block.bias, call.target[lo:hi]
             given = *operands, call.softcap, block.first, *parts[:2], totals, picked
-            run(cross_entropy_fwd, *given, TARGET, tile)
+            run(cross_entropy_fwd, *given, TARGET, tile, None, call.logit_scale)
             for have, part in zip(found, parts, strict=False):
                 have.append(part)
         highs, sums = (torch.cat(parts).t() for parts in found[:2])
@@ -103,6 +103,7 @@ def cross_entropy_bwd_triton(dy, x, weight, bias, stats, call, needs_grad, exact
             cross_entropy_bwd, x[lo:hi], block.weight, block.bias, call.target[lo:hi], call.softcap,
             block.first, (stats[0][lo:hi, 0], stats[1][lo:hi, 0]),
             (mass, spread if call.label_smoothing else None, at_target), padded, TARGET,
+            None, call.logit_scale,
         )  # fmt: skip
         return x[lo:hi], padded[:, :width]
 
@@ -137,7 +138,8 @@ def cross_entropy_grads_triton(x, weight, bias, call, scale, needs_grad):
         parts = [picked.new_empty((cdiv(vocab, tile.block_n), hi - lo)) for _ in range(3)]
         highs, sums, totals = *parts[:2], parts[2] if call.label_smoothing else None
         given = x_part, columns.weight, columns.bias, labels, call.softcap, 0
-        run(cross_entropy_fwd, *given, highs, sums, totals, picked, TARGET, tile, exps)
+        made = highs, sums, totals, picked, TARGET, tile, exps, call.logit_scale
+        run(cross_entropy_fwd, *given, *made)
         total = picked if totals is None else totals.sum(0)
         found = highs.t(), sums.t(), picked[:, None], total[:, None]
         loss, high, log_sum = cross_entropy.losses(*found, vocab, call)
@@ -169,18 +171,20 @@ def cross_entropy_fwd(
     at: Target,
     tile: Tile,
     exps: Tensor | None = None,
+    scale: float = 1.0,
 ) -> Launch:
     """Return the launch that fills `picked` with the targets' logits and the others from each tile.
 
     `highs`, `sums` and `totals` (tiles, M) are the maximum, sum(exp(logits - maximum)) and the sum
-    of a tile's logits x @ weightᵀ + bias; weight holds the vocabulary from row `first` on. `exps`
-    (M, V) are exp(logits - the tile's maximum); it may be wider, as dz of `cross_entropy_bwd`.
+    of a tile's logits scale * (x @ weightᵀ + bias); weight holds the vocabulary from row `first`
+    on. `exps` (M, V) are exp(logits - the tile's maximum); it may be wider, as dz of
+    `cross_entropy_bwd`.
     """
     (m, k), n = x.shape, weight.shape[0]
     vectors = [vector(bias), vector(target), highs, sums, totals, picked]
     return launch_over(
         linear_cross_entropy_fwd_kernel, at, tile, [(x, "mk"), (weight, "nk")], vectors, [exps],
-        (first, m, n, k, softcap or None), (m, n), (k,),
+        (first, m, n, k, None if scale == 1.0 else scale, softcap or None), (m, n), (k,),
     )  # fmt: skip
 
 
@@ -216,9 +220,11 @@ def cross_entropy_bwd(
     dz: Tensor,
     at: Target,
     tile: Tile | None = None,
+    scale: float = 1.0,
 ) -> Launch:
-    """Compute dz = softmax(z) * mass + spread, + at_target at targets, z = x @ weightᵀ + bias.
+    """Compute dz = softmax(z) * mass + spread, + at_target at targets.
 
+    z = scale * (x @ weightᵀ + bias), which `slopes` are multiplied by as well.
     dz (M, V) may be wider than the vocabulary: what it has more may be written.
     `stats`: each row's maximum and log of the sum; `slopes`: (mass, spread, at_target).
     """
@@ -226,5 +232,5 @@ def cross_entropy_bwd(
     return launch_over(
         linear_cross_entropy_bwd_kernel, at, tile or "cross_entropy_bwd",
         [(x, "mk"), (weight, "nk")], [vector(bias), vector(target), *stats, *slopes], [dz],
-        (first, *shape, k, softcap or None), shape, (k,),
+        (first, *shape, k, None if scale == 1.0 else scale, softcap or None), shape, (k,),
     )  # fmt: skip

@@ -59,7 +59,7 @@ def test_vocabulary(bias):
     labels = torch.randint(0, 20, (B, S))
     labels[0, 0], labels[1, 2] = 3, 13
     for ignored in (-100, 3, 13):  # a class of either rank, too
-        every = {"label_smoothing": 0.1, "z_loss": 1e-2, "softcap": 3.0}
+        every = {"label_smoothing": 0.1, "z_loss": 1e-2, "softcap": 3.0, "logit_scale": 0.7}
         for options in ({}, every, {**every, "grad_in_forward": True}):
             losses, grads = [], []
             for m in (head, other):

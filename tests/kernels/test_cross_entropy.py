@@ -41,6 +41,7 @@ INDEX = pytest.mark.parametrize("index", range(compiled(3, 2)))
 OPTIONS = {
     "plain": {},
     "all": {"label_smoothing": 0.1, "z_loss": at(1e-3, 0.01), "softcap": at(10.0, 3.0)},
+    "scaled": {"softcap": at(10.0, 3.0), "logit_scale": 1.7},
 }
 ALL = pytest.mark.parametrize("softcap", [0.0, 3.0], ids=["plain", "all"])
 BACKENDS = {"gpu": ["triton", "eager"], "aten": ["eager"]}.get(PLACE, ["triton"])
