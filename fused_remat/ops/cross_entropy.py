@@ -18,13 +18,9 @@ from fused_remat.graph.build import linear_cross_entropy_graph
 from fused_remat.ops.checks import CASTABLE, check_alike, check_shape, check_tensor, run_tokens
 from fused_remat.spec import ParallelSpec
 from fused_remat.steps.collective import is_dtensor
-from fused_remat.steps.cross_entropy import (
-    CrossEntropyTargets,
-    LinearCrossEntropy,
-    check_targets,
-    key_of,
-)
+from fused_remat.steps.cross_entropy import LinearCrossEntropy, check_targets, key_of
 from fused_remat.steps.loss_grads import Grads, cross_entropy_grads, kept_bytes
+from fused_remat.steps.token_losses import CrossEntropyTargets
 
 #: Names of gradients that are kept, in reports.
 _GRADS = ("input's gradient", "head.weight's gradient", "head.bias's gradient")

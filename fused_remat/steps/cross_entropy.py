@@ -27,6 +27,7 @@ from fused_remat.steps.logit_blocks import Span, block_of
 from fused_remat.steps.node import Input, Node, Param, Shapes
 from fused_remat.steps.operations import operation
 from fused_remat.steps.token_losses import (
+    CrossEntropyTargets,
     exponentials,
     is_read,
     losses,
@@ -38,26 +39,6 @@ from fused_remat.steps.token_losses import (
 
 if TYPE_CHECKING:
     from fused_remat.steps.chunk import Chunk
-
-
-@dataclass(eq=False, slots=True)
-class CrossEntropyTargets:
-    """Targets and options of a cross-entropy over the logits of T tokens."""
-
-    # (T,) int64, the column of each token's target; the loss is 0 where it is `ignore_index`
-    target: Tensor
-    ignore_index: int
-    label_smoothing: float  # the share of each target that is spread over all columns
-    z_loss: float  # the factor of logsumexp², which is added to each token's loss
-    softcap: float  # logits become softcap * tanh(logits / softcap); 0 for none
-    logits: int  # about how many logits to hold at a time; 0 for a number that suits the device
-    # of the ranks among which the columns are divided; "" for none. A target is then a column
-    # of this rank, or a negative number, not `ignore_index`, for another rank's.
-    group: str = ""
-    classes: int = 0  # the number of columns of all ranks; 0 for those of the weight
-    logit_scale: float = 1.0  # the factor of x @ weight.T + bias, before the soft-cap
-    # what is returned after each token's loss, names of `token_losses.REDUCTIONS`
-    outputs: tuple[str, ...] = ()
 
 
 def key_of(x: Tensor, weight: Tensor, outputs: tuple[str, ...] = ()) -> tuple[Any, ...]:

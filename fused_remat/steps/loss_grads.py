@@ -15,7 +15,6 @@ from fused_remat.steps import collective, linear
 from fused_remat.steps.chunk import spans
 from fused_remat.steps.cross_entropy import (
     Columns,
-    CrossEntropyTargets,
     Tokens,
     check_targets,
     describe_blocks,
@@ -25,7 +24,7 @@ from fused_remat.steps.cross_entropy import (
 from fused_remat.steps.linear import add_product, product
 from fused_remat.steps.logit_blocks import rows_of
 from fused_remat.steps.operations import operation
-from fused_remat.steps.token_losses import losses, slopes
+from fused_remat.steps.token_losses import CrossEntropyTargets, losses, slopes
 
 Grads = tuple[Tensor | None, Tensor | None, Tensor | None]
 #: Of tokens `lo` to `hi`: their losses, they themselves, and the gradients of their logits.

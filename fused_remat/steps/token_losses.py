@@ -6,15 +6,12 @@ All follow from reductions of blocks of columns, which one pass over the logits 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from fused_remat.steps import collective
-
-if TYPE_CHECKING:
-    from fused_remat.steps.cross_entropy import CrossEntropyTargets
 
 #: Each output and the reduction of blocks of logits z with maximum `top` that it needs: sum(exp(z
 #: - top) * (z - top)), sum(exp(z - top)²), or the first column of the maximum.
@@ -25,6 +22,26 @@ REDUCTIONS = {
     "is_top1": "first",  # 1 if the target is the first column of the largest logit, else 0
 }
 _LEAST = -1e4  # exp of it is 0 in every dtype, and so is 0 times it
+
+
+@dataclass(eq=False, slots=True)
+class CrossEntropyTargets:
+    """Targets and options of a cross-entropy over the logits of T tokens."""
+
+    # (T,) int64, the column of each token's target; the loss is 0 where it is `ignore_index`
+    target: Tensor
+    ignore_index: int
+    label_smoothing: float  # the share of each target that is spread over all columns
+    z_loss: float  # the factor of logsumexp², which is added to each token's loss
+    softcap: float  # logits become softcap * tanh(logits / softcap); 0 for none
+    logits: int  # about how many logits to hold at a time; 0 for a number that suits the device
+    # of the ranks among which the columns are divided; "" for none. A target is then a column
+    # of this rank, or a negative number, not `ignore_index`, for another rank's.
+    group: str = ""
+    classes: int = 0  # the number of columns of all ranks; 0 for those of the weight
+    logit_scale: float = 1.0  # the factor of x @ weight.T + bias, before the soft-cap
+    # what is returned after each token's loss, names of `REDUCTIONS`
+    outputs: tuple[str, ...] = ()
 
 
 def reductions(
