@@ -56,3 +56,14 @@ def test_every_way_of_fine_tuning_has_the_losses_of_the_unconverted_model(tmp_pa
         # float32's rounding of a loss near 6, and what two steps make of other roundings.
         assert row["largest_loss_difference"] < 1e-5, row
         assert f"| {row['mode']} | {row['loop']} | {row['way']} |" in text
+
+
+@pytest.mark.composes("Hugging Face", "TRL: GRPO, with `integrations.trl` and converted layers")
+def test_grpo_logs_what_it_logs_without_fused_remat(tmp_path):
+    pytest.importorskip("trl")
+    found, text = found_by(tmp_path, "grpo.py", "--compare --steps 2 --length 6 --json found.json")
+    assert "2 × LlamaDecoderLayer: 4 fused training calls" in text
+    for ours, theirs in zip(found["fused"], found["stock"], strict=True):
+        for name in ("loss", "grad_norm", "entropy", "reward", "completions/mean_length"):
+            # Of float32, after a step of Adam.
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-5), name

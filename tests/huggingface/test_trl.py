@@ -47,12 +47,15 @@ def compare_runs(kind, folder, ours=None, **options):
     return made
 
 
+@pytest.mark.composes(
+    "Hugging Face", "TRL: SFT, DPO, KTO, GRPO and RLOO, with `integrations.trl`", limits="TRL 1.16"
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_trainers(kind, tmp_path):
     compare_runs(kind, tmp_path, **OPTIONS.get(kind, {}))
 
 
-@pytest.mark.composes("TRL's trainers, `integrations.trl`", "converted layers, with LoRA")
+@pytest.mark.composes("PEFT", "TRL's trainers with `integrations.trl`, LoRA and converted layers")
 @pytest.mark.parametrize("kind", ["GRPO", *map(exhaustive, ("SFT", "DPO", "KTO", "RLOO"))])
 def test_converted_layers_with_lora(kind, tmp_path):
     given = {**OPTIONS.get(kind, {}), "peft_config": LORA()}
