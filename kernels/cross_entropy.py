@@ -2,8 +2,8 @@
 
 Forward ends each tile of the product with what a softmax needs of its columns; backward ends it
 with the logits' gradient. A row is a token, a column a class; `first` is the number of the first
-column, where w is a part of the vocabulary. z is soft-capped unless `softcap` is None. Arguments as
-in `kernels.linear`.
+column, where w is a part of the vocabulary. Logits z = cap(scale * (x @ wᵀ + bias)); a None among
+scale and softcap has no part in them. Arguments as in `kernels.linear`.
 """
 
 import triton
@@ -15,9 +15,11 @@ from fused_remat.kernels.pointwise import Matrix, load_wide, store_narrow, tile_
 
 
 @triton.jit
-def _logits(acc, index: tl.constexpr, PARTS: tl.constexpr, bias_ptr, left, N, softcap):
+def _logits(acc, index: tl.constexpr, PARTS: tl.constexpr, bias_ptr, left, N, scale, softcap):
     """Part `index` of a tile of logits, whose first column is `left`."""
     z = add_bias(part(acc, index, PARTS), bias_ptr, left, N)
+    if scale is not None:
+        z *= scale
     if softcap is not None:
         z = softcap * tanh_fwd(z / softcap)
     return z
@@ -26,9 +28,9 @@ def _logits(acc, index: tl.constexpr, PARTS: tl.constexpr, bias_ptr, left, N, so
 @triton.jit(do_not_specialize=["first"])
 def linear_cross_entropy_fwd_kernel(
     x, w, bias_ptr, target_ptr, high_ptr, sum_ptr, total_ptr, picked_ptr, exps, strides, first,
-    M, N, K, softcap, tile: tl.constexpr,
+    M, N, K, scale, softcap, tile: tl.constexpr,
 ):  # fmt: skip
-    """Of each row and each BLOCK_N columns of z = cap(x @ wᵀ + bias): max, sum(exp(z - max)).
+    """Of each row and each BLOCK_N columns of logits z: max, sum(exp(z - max)).
 
     Also sum(z) where total is not None, and picked, the column of the row's target, which one tile
     writes: what no tile does keeps what is there. And exp(z - max), where exps is not None.
@@ -55,7 +57,7 @@ def linear_cross_entropy_fwd_kernel(
         picked = tl.zeros([BLOCK_M], tl.float32)
         for index in tl.static_range(PARTS):
             left = col + index * (BLOCK_N // PARTS)
-            z = _logits(acc, index, PARTS, bias_ptr, left, N, softcap)
+            z = _logits(acc, index, PARTS, bias_ptr, left, N, scale, softcap)
             offs_n = left + tl.arange(0, BLOCK_N // PARTS)
             picked += tl.sum(tl.where(offs_n[None, :] == at[:, None], z, 0.0), 1)
             if total_ptr is not None:
@@ -74,7 +76,7 @@ def linear_cross_entropy_fwd_kernel(
         if exps.data is not None:
             for index in tl.static_range(PARTS):
                 left = col + index * (BLOCK_N // PARTS)
-                z = _logits(acc, index, PARTS, bias_ptr, left, N, softcap)
+                z = _logits(acc, index, PARTS, bias_ptr, left, N, scale, softcap)
                 store_tile(exps, row, left, M, N, tl.exp(z - high[:, None]), tile.TMA)
 
 
@@ -114,7 +116,7 @@ def cross_entropy_grad_kernel(
 @triton.jit(do_not_specialize=["first"])
 def linear_cross_entropy_bwd_kernel(
     x, w, bias_ptr, target_ptr, high_ptr, log_sum_ptr, mass_ptr, spread_ptr, at_target_ptr, dz,
-    strides, first, M, N, K, softcap, tile: tl.constexpr,
+    strides, first, M, N, K, scale, softcap, tile: tl.constexpr,
 ):  # fmt: skip
     """Compute dz = (softmax(z) * mass + spread + at_target at the row's target) * dcap.
 
@@ -141,7 +143,7 @@ def linear_cross_entropy_bwd_kernel(
         at_target = tl.load(at_target_ptr + offs_m, mask=mask_m, other=0.0)[:, None]
         for index in tl.static_range(PARTS):
             left = col + index * (BLOCK_N // PARTS)
-            z = _logits(acc, index, PARTS, bias_ptr, left, N, softcap)
+            z = _logits(acc, index, PARTS, bias_ptr, left, N, scale, softcap)
             grad = tl.where(mass == 0.0, 0.0, tl.exp(z - high - log_sum) * mass)
             if spread_ptr is not None:
                 grad += tl.load(spread_ptr + offs_m, mask=mask_m, other=0.0)[:, None]

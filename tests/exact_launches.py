@@ -201,7 +201,7 @@ def mlp_bwd(i, o):
 
 
 def logits(i):
-    z = linear_fwd(i.x, i.weight, i.bias)
+    z = getattr(i, "scale", 1.0) * linear_fwd(i.x, i.weight, i.bias)
     return i.softcap * torch.tanh(z / i.softcap) if i.softcap else z
 
 

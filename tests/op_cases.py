@@ -456,7 +456,7 @@ def rotary_block_case(heads: Heads) -> Case:
 
 def loss(fn: Callable[..., Tensor], t: Tensors, **how: object) -> Tensor:
     given = (t["x"], t["head.weight"], targets(t["x"].shape[:-1]), t["head.bias"])
-    options = {"label_smoothing": 0.2, "z_loss": 0.1, "softcap": 2.0}
+    options = {"label_smoothing": 0.2, "z_loss": 0.1, "softcap": 2.0, "logit_scale": 1.7}
     return fn(*given, **options, reduction="none", **how)
 
 

@@ -292,11 +292,11 @@ def causal_block(
 def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, *,
     label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float = 0.0,
-    reduction: str = "mean", ignore_index: int = -100,
+    logit_scale: float = 1.0, reduction: str = "mean", ignore_index: int = -100,
 ) -> Tensor:  # fmt: skip
     """`ops.linear_cross_entropy`, logits whole, in float32 at least, as Hugging Face has them."""
     logits = F.linear(hidden, weight, bias).reshape(-1, len(weight))
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logits = logit_scale * logits.to(torch.promote_types(logits.dtype, torch.float32))
     logits = softcap * torch.tanh(logits / softcap) if softcap else logits
     options = {"label_smoothing": label_smoothing, "ignore_index": ignore_index}
     loss = F.cross_entropy(logits, target.flatten(), reduction="none", **options)

@@ -275,20 +275,20 @@ class Products:
         blocks = cdiv(len(self.up), tile.block_n)
         rows = [self.draw(FP32, blocks, len(self.x)) for _ in range(3)]
         found = {}
-        for name, bias, softcap in (
-            ("plain", None, 0.0),
-            ("bias softcap smoothing", self.bias, 30.0),
+        for name, bias, softcap, scale in (
+            ("plain", None, 0.0, 1.0),
+            ("bias softcap smoothing", self.bias, 30.0, 0.5),
         ):
             given = self.x, self.up, bias, self.labels, softcap
             if kernel != "cross_entropy_bwd":
                 made = 0, *rows[:2], rows[2] if softcap else None, self.columns[0], self.at, tile
                 exps = self.y if kernel == "cross_entropy_exps" else None
-                found[name] = cross_entropy.cross_entropy_fwd(*given, *made, exps)
+                found[name] = cross_entropy.cross_entropy_fwd(*given, *made, exps, scale)
             else:
                 *stats, mass, spread, at_target = self.columns
                 slopes = mass, spread if softcap else None, at_target
                 made = 8192, tuple(stats), slopes, self.y, self.at, tile
-                found[name] = cross_entropy.cross_entropy_bwd(*given, *made)
+                found[name] = cross_entropy.cross_entropy_bwd(*given, *made, scale)
         return found
 
 

@@ -59,7 +59,7 @@ def test_vocabulary(bias):
     labels = torch.randint(0, 20, (B, S))
     labels[0, 0], labels[1, 2] = 3, 13
     for ignored in (-100, 3, 13):  # a class of either rank, too
-        every = {"label_smoothing": 0.1, "z_loss": 1e-2, "softcap": 3.0}
+        every = {"label_smoothing": 0.1, "z_loss": 1e-2, "softcap": 3.0, "logit_scale": 0.7}
         for options in ({}, every, {**every, "grad_in_forward": True}):
             losses, grads = [], []
             for m in (head, other):
@@ -73,6 +73,15 @@ def test_vocabulary(bias):
                 grads.append([x.grad, *(whole(p.grad) for p in m.parameters())])
             assert_close(*losses, **CLOSE)
             assert_close(*grads, **CLOSE)
+    results = []
+    for m in (head, other):
+        x = given(1).requires_grad_()
+        m.zero_grad()
+        options = {"bias": m.bias, "temperature": 0.7, "softcap": 3.0, "entropy": True}
+        log_probs, entropy = ops.token_log_probs(x, m.weight, labels, **options)
+        (log_probs.sum() + 0.3 * entropy.square().sum()).backward()
+        results.append([log_probs, entropy, x.grad, *(whole(p.grad) for p in m.parameters())])
+    assert_close(*results, **CLOSE)
     x, y = given(1).requires_grad_(), given(1).requires_grad_()
     head.zero_grad(), other.zero_grad()
     (head(x).sigmoid().sum() + other(y).sigmoid().sum()).backward()

@@ -65,3 +65,14 @@ def test_fine_tuning_has_the_losses_of_checkpointing_and_no_higher_peak(script, 
     assert bytes_of(peak) <= bytes_of(own_peak)
     # Statistics of norms and of attention are kept as well.
     assert bytes_of(kept) <= 1.2 * bytes_of(own_kept)
+
+
+@pytest.mark.composes("Hugging Face", "TRL: GRPO, with `integrations.trl` and converted layers")
+def test_grpo_logs_what_it_logs_without_fused_remat(tmp_path):
+    pytest.importorskip("trl")
+    found, text = found_by(tmp_path, "grpo.py", "--compare --steps 2 --length 6 --json found.json")
+    assert "2 × LlamaDecoderLayer: 4 fused training calls" in text
+    for ours, theirs in zip(found["fused"], found["stock"], strict=True):
+        for name in ("loss", "grad_norm", "entropy", "reward", "completions/mean_length"):
+            # Of float32, after a step of Adam.
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-5), name

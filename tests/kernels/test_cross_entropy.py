@@ -23,7 +23,7 @@ from places import (
 )  # fmt: skip
 
 from fused_remat import ops
-from fused_remat.steps.cross_entropy import CrossEntropyTargets, losses
+from fused_remat.steps.token_losses import CrossEntropyTargets, losses
 from fused_remat.triton import cross_entropy as kernels
 from fused_remat.triton import tables
 
@@ -41,6 +41,7 @@ INDEX = pytest.mark.parametrize("index", range(compiled(3, 2)))
 OPTIONS = {
     "plain": {},
     "all": {"label_smoothing": 0.1, "z_loss": at(1e-3, 0.01), "softcap": at(10.0, 3.0)},
+    "scaled": {"softcap": at(10.0, 3.0), "logit_scale": 1.7},
 }
 ALL = pytest.mark.parametrize("softcap", [0.0, 3.0], ids=["plain", "all"])
 BACKENDS = {"gpu": ["triton", "eager"], "aten": ["eager"]}.get(PLACE, ["triton"])

@@ -21,7 +21,8 @@ OPTIONS = {
     "smoothed": {"label_smoothing": 0.1},
     "z-loss": {"z_loss": 0.01},
     "softcap": {"softcap": 3.0},
-    "all": {"label_smoothing": 0.2, "z_loss": 0.1, "softcap": 2.0},
+    "scaled": {"logit_scale": 0.3},
+    "all": {"label_smoothing": 0.2, "z_loss": 0.1, "softcap": 2.0, "logit_scale": 1.7},
     "a class is ignored": {"ignore_index": 0},
 }
 

@@ -195,6 +195,7 @@ REFUSED = [
         ({"reduction": "avg"}, "'avg' is not a valid value"),
         ({"z_loss": -1.0}, "z_loss must be 0 or positive"),
         ({"softcap": float("inf")}, "softcap must be | got inf"),
+        ({"logit_scale": 0.0}, "logit_scale must be positive | got 0.0"),
         ({"chunk": 0}, "chunk must be a positive number"),
     ]),
 ]  # fmt: skip
