@@ -115,6 +115,17 @@ class Dora(LowRank):
         for rows, mask in chunks_of_rows(x, True, chunk.mask(self.mask)):
             yield rows, dropped_rows(chunk, x[rows], mask, dtype)
 
+    def before_scales(
+        self, chunk: Chunk, linear: Any, dy: Tensor, owned: bool, needs_grad: Collection[str]
+    ) -> tuple[Tensor, Collection[str]]:
+        """Return the gradient of what the step's updates scale, and what still needs one."""
+        scales = [update for update in linear.updates if update.magnitude]
+        dy = dy if owned or all(update.mask for update in scales) else dy.clone()
+        linear.add_bias_grads(chunk, linear.layers(dy), needs_grad)
+        for update in scales:
+            update.backward_scale(chunk, linear, dy, needs_grad)
+        return dy, set(needs_grad).difference(linear.biases)
+
     def backward_scale(
         self, chunk: Chunk, linear: Node, dy: Tensor, needs_grad: Collection[str]
     ) -> None:

@@ -348,13 +348,10 @@ class Linear(Node):
         x = chunk[self.x] if self.compute is None else chunk[self.x].to(self.compute)
         residual = chunk[self.residual] if self.residual else None
         mask = chunk.mask(self.mask) if self.mask else None
-        if self.part is None:
-            weight, bias = chunk.param(self.weight), chunk.param(self.bias)
-        else:
-            weight, bias = self.affine(chunk)
+        weight, bias = self.affine(chunk)
         if self.sizes:
             y = x.new_empty((x.shape[0], sum(self.sizes))) if out is None else out
-            for i, (w, b, columns) in enumerate(self._layers(y)):
+            for i, (w, b, columns) in enumerate(self.layers(y)):
                 if self.packed:
                     self._packed_fwd(chunk, i, x, columns)
                 else:
@@ -371,7 +368,7 @@ class Linear(Node):
             update.add_to(y, chunk, self)
         chunk.put(self.name, y)
 
-    def _add_bias_grads(
+    def add_bias_grads(
         self, chunk: Chunk, layers: Sequence[tuple[str, str, Tensor]], needs_grad: Collection[str]
     ) -> None:
         total = chunk.sums.pop(self.name, None)  # where another step has it
@@ -383,30 +380,21 @@ class Linear(Node):
                 grad = chunk.ops[bias_grad](dz) if known is None else known
                 chunk.add_param_grad(bias, grad, self.part)
 
-    def _layers(self, y: Tensor) -> list[tuple[str, str, Tensor]]:
-        return [*zip(self.weights, self.biases, y.split(self.sizes, 1), strict=True)]
-
-    def _before_scales(
-        self, chunk: Chunk, dy: Tensor, owned: bool, needs_grad: Collection[str]
-    ) -> tuple[Tensor, Collection[str]]:
-        """Return the gradient of what DoRA scales, and what still needs a gradient."""
-        scales = [update for update in self.updates if update.magnitude]
-        dy = dy if owned or all(update.mask for update in scales) else dy.clone()
-        layers = self._layers(dy) if self.sizes else ((self.weight, self.bias, dy),)
-        self._add_bias_grads(chunk, layers, needs_grad)
-        for update in scales:
-            update.backward_scale(chunk, self, dy, needs_grad)
-        return dy, set(needs_grad).difference(self.biases)
+    def layers(self, y: Tensor) -> list[tuple[str, str, Tensor]]:
+        """Return the weight, the bias and the columns of y of each layer."""
+        columns = y.split(self.sizes, 1) if self.sizes else (y,)
+        return [*zip(self.weights, self.biases, columns, strict=True)]
 
     def backward(self, chunk: Chunk, dy: Tensor, owned: bool, needs_grad: Collection[str]) -> None:
-        if any(update.magnitude for update in self.updates):
-            dy, needs_grad = self._before_scales(chunk, dy, owned, needs_grad)
+        scales = [update for update in self.updates if update.magnitude]
+        if scales:
+            dy, needs_grad = scales[0].before_scales(chunk, self, dy, owned, needs_grad)
         dlows = []
         for update in self.updates:
             dlows.append(update.backward_b(chunk, self, dy, needs_grad))
         if self.x in needs_grad or not self._affine.isdisjoint(needs_grad):
             dz = dropped(chunk, dy, self, needs_grad) if self.mask or self.compute else dy
-            layers = self._layers(dz) if self.sizes else ((self.weight, self.bias, dz),)
+            layers = self.layers(dz)
             part = dz  # which a loop may not set
             wanted = self._weights.intersection(needs_grad)
             if wanted:
@@ -419,15 +407,14 @@ class Linear(Node):
                         if weight in wanted:
                             add_weight_grad(chunk, weight, part, x, self.part)
                 del x
-            self._add_bias_grads(chunk, layers, needs_grad)
+            self.add_bias_grads(chunk, layers, needs_grad)
             if self.x in needs_grad:
                 dx = chunk.sum_of_grads(self.x, dz.dtype)
                 for i, (weight, _, part) in enumerate(layers):
                     if self.packed:
                         dx = self._packed_dx(chunk, i, part, dx)
                         continue
-                    w = chunk.param(weight)
-                    w = w if self.part is None else rows_of(w, self.part)
+                    w = rows_of(chunk.param(weight), self.part)
                     dx = chunk.ops[linear_dx](part, w, dx)
                 assert dx is not None
                 dx = dx if self.compute is None else dx.to(chunk.dtype_of(self.x))
