@@ -40,6 +40,31 @@ def cached(build: Callable[P, Spec]) -> Callable[P, Spec]:
     return built
 
 
+def attention_fields(
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    is_causal: bool,
+    window: tuple[int, int],
+    scale: float | None,
+    softcap: float,
+) -> dict[str, Any]:
+    """Return fields of an `AttentionSpec` from a function's arguments.
+
+    Raises: TypeError for a `window` that is not two ints.
+    """
+    if not isinstance(window, tuple) or [type(w) for w in window] != [int, int]:
+        raise TypeError(f"window must be two ints, (left, right), got {window!r}")
+    return {
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "scale": float(max(head_dim, 1)) ** -0.5 if scale is None else float(scale),
+        "softcap": float(softcap),
+        "window": (window[0], 0 if is_causal else window[1]),
+    }
+
+
 @cached
 def nn_layer_spec(
     norm_first: bool,

@@ -163,31 +163,6 @@ class AttentionSpec:
         return {**shapes, proj: (width, self.num_heads * self.head_dim)}
 
 
-def attention_fields(
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    is_causal: bool,
-    window: tuple[int, int],
-    scale: float | None,
-    softcap: float,
-) -> dict[str, Any]:
-    """Return fields of an `AttentionSpec` from a function's arguments.
-
-    Raises: TypeError for a `window` that is not two ints.
-    """
-    if not isinstance(window, tuple) or [type(w) for w in window] != [int, int]:
-        raise TypeError(f"window must be two ints, (left, right), got {window!r}")
-    return {
-        "num_heads": num_heads,
-        "num_kv_heads": num_kv_heads,
-        "head_dim": head_dim,
-        "scale": float(max(head_dim, 1)) ** -0.5 if scale is None else float(scale),
-        "softcap": float(softcap),
-        "window": (window[0], 0 if is_causal else window[1]),
-    }
-
-
 @dataclass(frozen=True, kw_only=True)
 class MLPSpec:
     """An MLP: fc2(dropout(activation(fc1(x)))), or fc2(dropout(activation(gate(x)) * fc1(x))).

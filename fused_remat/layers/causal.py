@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fused_remat.graph.build import block_graph
 from fused_remat.graph.graph import Graph
-from fused_remat.layer_specs import transformer_spec
+from fused_remat.layer_specs import attention_fields, transformer_spec
 from fused_remat.layers.eligibility import Reason
 from fused_remat.layers.fused_layer import FusedLayer
 from fused_remat.layers.read import BlockInputs, LayerMap, Parts, read_block
@@ -20,7 +20,7 @@ from fused_remat.ops.activation import ActivationLike, known_activation
 from fused_remat.ops.checks import check_heads, check_norm_kind, check_p, masks_given, read_masks
 from fused_remat.ops.parts import rotary_tensors, split_rope
 from fused_remat.policies import Policy
-from fused_remat.spec import attention_fields, check_one_of
+from fused_remat.spec import check_one_of
 from fused_remat.steps.activation import ACTIVATIONS
 from fused_remat.steps.norm import NORMS
 

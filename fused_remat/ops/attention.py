@@ -6,6 +6,7 @@ from torch import Tensor
 
 from fused_remat.autograd import run_block
 from fused_remat.graph.build import attention_graph
+from fused_remat.layer_specs import attention_fields
 from fused_remat.ops.checks import (
     check_alike,
     check_heads,
@@ -16,7 +17,7 @@ from fused_remat.ops.checks import (
     seed_tensor,
 )
 from fused_remat.policies import Policy
-from fused_remat.spec import AttentionSpec, attention_fields
+from fused_remat.spec import AttentionSpec
 
 
 def attention(

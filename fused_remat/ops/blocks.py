@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fused_remat.autograd import run_block
 from fused_remat.graph.build import block_graph
-from fused_remat.layer_specs import nn_layer_spec, transformer_spec
+from fused_remat.layer_specs import attention_fields, nn_layer_spec, transformer_spec
 from fused_remat.ops.activation import (
     ActivationLike,
     known_activation,
@@ -32,15 +32,7 @@ from fused_remat.ops.checks import (
 )
 from fused_remat.ops.parts import rotary_fields, rotary_tensors, split_rope
 from fused_remat.policies import Policy
-from fused_remat.spec import (
-    AttentionSpec,
-    BlockSpec,
-    BranchSpec,
-    LoraSpec,
-    NormSpec,
-    attention_fields,
-    lora_params,
-)
+from fused_remat.spec import AttentionSpec, BlockSpec, BranchSpec, LoraSpec, NormSpec, lora_params
 
 #: A low-rank update: the name of a layer, A (rank, in), B (out, rank), scale; DoRA's magnitudes.
 Update = tuple[str, Tensor, Tensor, float] | tuple[str, Tensor, Tensor, float, Tensor]
