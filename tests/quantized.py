@@ -1,4 +1,4 @@
-"""Quantized linear layers of bitsandbytes, torchao and HQQ in the place of plain ones."""
+"""Quantized linear layers of bitsandbytes, torchao and HQQ instead of plain ones."""
 
 from __future__ import annotations
 
