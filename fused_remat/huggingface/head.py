@@ -25,10 +25,11 @@ from fused_remat.layers.fused_layer import TRACED, is_traced
 from fused_remat.layers.record import NOTES, record_of, warn, warn_compiled
 
 _IDLE = Reason("the model does not train", quiet=True)
-_UNREAD = (
-    "no loss is computed in the call, which has no labels or ignores them; its caller computes "
-    "the loss. Pass labels, and set model.loss_function for label smoothing or a loss of your own; "
-    "for TRL's trainers use fused_remat.integrations.trl"
+_UNREAD = "the call computes no loss from them"
+_ADVICE = (
+    "; pass labels, and set model.loss_function instead of computing a loss from outputs.logits "
+    "(as Trainer's label_smoothing_factor does); for TRL's trainers use "
+    "fused_remat.integrations.trl"
 )
 _NO_LOGITS = (
     "returns logits=None where it trains: convert(model, loss=True) computes the loss without "
@@ -56,51 +57,53 @@ class HuggingFaceHead(Replaced):
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         """Run `forward(*args, **kwargs)`, in training with a head whose logits are deferred."""
         compiling = torch.compiler.is_compiling()
-        reason = self._why_stock()
-        if reason is not None:
+        if compiling:
+            return self._run(compiling, *args, **kwargs)
+        before, _calls.inside = is_called(), True
+        try:
+            return self._run(compiling, *args, **kwargs)
+        finally:
+            _calls.inside = before
+
+    def _run(self, compiling: bool, *args: Any, **kwargs: Any) -> Any:
+        reason = _IDLE
+        if self.training and wants_grad(*parameters_of(self).values()):
+            reason = TRACED if is_traced() else Reason("" if compiling else record_of(self).failure)
+        if reason.text:
+            result = self.stock.forward(self, *args, **kwargs)
+            if reason not in (_IDLE, TRACED):
+                record_of(self).note("plain", reason.text)
             for observe in DECISIONS:
                 observe(self, reason.text)
-            return self.stock.forward(self, *args, **kwargs)
-        head = DeferredHead(
-            self.get_submodule(self.loss_head), self.loss_head, self.loss_backend,
-            self.loss_grad_in_forward,
-        )  # fmt: skip
-        replica = _replica(self, self.loss_head, head)
-        if not compiling:
-            before, _calls.inside = is_called(), True
-        try:
-            result = _finished(self.stock.forward(replica, *args, **kwargs), head)
-        finally:
-            if not compiling:
-                _calls.inside = before
-                _write_back(self, self.loss_head, replica)
-        self._note(head, compiling)
+            return result
+        path, early = self.loss_head, self.loss_grad_in_forward
+        head = DeferredHead(self.get_submodule(path), path, self.loss_backend, early)
+        replica = _replica(self, path, head)
+        result = _finished(self.stock.forward(replica, *args, **kwargs), head)
+        reason_text = head.reason or ("" if head.losses else f"it does not call {path}")
+        if compiling:
+            if reason_text:
+                warn_compiled(type(self).__name__, reason_text)
+            return result
+        _write_back(self, path, replica)
+        self._note(head, reason_text)
         return result
 
-    def _why_stock(self) -> Reason | None:
-        if not self.training or not wants_grad(*parameters_of(self).values()):
-            return _IDLE
-        if is_traced():
-            return TRACED
-        failure = "" if torch.compiler.is_compiling() else record_of(self).failure
-        return Reason(failure) if failure else None
-
-    def _note(self, head: DeferredHead, compiling: bool) -> None:
-        """Note, and warn of, what a call did."""
-        reason = head.reason or ("" if head.losses else f"its loss does not call {self.loss_head}")
+    def _note(self, head: DeferredHead, reason: str) -> None:
+        """Note, and warn of, what a call did; `reason` is why it computed logits."""
+        record = record_of(self)
         if not reason:
-            if not compiling:
-                warn(self, _NO_LOGITS, UserWarning)  # nothing is slower
-                record_of(self).note("block")
-            return
-        if compiling:
-            warn_compiled(type(self).__name__, reason)
+            warn(self, _NO_LOGITS, UserWarning)  # nothing is slower
+            record.note("block")
             return
         for observe in DECISIONS:
             observe(self, reason)
         size = f" ({head.nbytes / 2**20:.1f} MiB in float32)" if head.nbytes else ""
-        warn(self, f"runs its own head and loss, with full logits{size}: {reason}")
-        record_of(self).note("plain", reason)
+        advice = _ADVICE if reason == _UNREAD else ""
+        warn(self, f"runs its own head and loss, with full logits{size}: {reason}{advice}")
+        record.note("plain", reason)
+        if head.losses:  # the logits were computed again after a loss
+            record.failure = reason
 
 
 def _replica(module: nn.Module, path: str, head: Any) -> Any:
@@ -169,14 +172,15 @@ def language_models(model: nn.Module) -> dict[nn.Module, str]:
 def _head_path(model: Any) -> str:
     if isinstance(model, HuggingFaceHead):
         return model.loss_head
-    if not _takes_labels(type(model)):
+    kind: Any = type(model)
+    if not _takes_labels(kind):
         return ""
     head = model.get_output_embeddings()
     return next((path for path, module in model.named_modules() if module is head), "")
 
 
 @functools.cache
-def _takes_labels(kind: Any) -> bool:
+def _takes_labels(kind: type[nn.Module]) -> bool:
     names = [(base.__module__, base.__name__) for base in kind.__mro__]
     if ("transformers.modeling_utils", "PreTrainedModel") not in names:
         return False

@@ -29,6 +29,8 @@ from fused_remat.ops.cross_entropy import linear_cross_entropy
 _LINEAR = ("torch", "peft", "bitsandbytes", "torchao", "hqq")
 #: Least number of tokens, and number of logits on a CPU and elsewhere, in a call of such a head.
 _TOKENS, _LOGITS = 256, (2**20, 2**27)
+#: The weight and bias of a head, and its number of words.
+Parts = tuple[Tensor | None, Tensor | None, int]
 
 
 class DeferredHead:
@@ -50,36 +52,32 @@ class DeferredHead:
 
     def __call__(self, hidden: Tensor) -> Any:
         try:
-            weight, bias, size = _parts(self._head, self._path, hidden)
+            parts = _parts(self._head, self._path, hidden)
         except Unsupported as reason:
             return self._logits(hidden, str(reason))
-        logits = DeferredLogits(hidden, size, lambda reason: self._logits(hidden, reason))
-        logits._loss = lambda *args: self._loss(weight, bias, *args)
-        return logits
+        return DeferredLogits(self, parts, hidden, lambda reason: self._logits(hidden, reason))
 
     def _logits(self, hidden: Tensor, reason: str) -> Tensor:
         logits: Tensor = self._head(hidden)
         self.reason, self.nbytes = self.reason or reason, self.nbytes + 4 * logits.numel()
         return logits
 
-    def _loss(
-        self, weight: Tensor | None, bias: Tensor | None, logits: DeferredLogits, target: Tensor,
-        options: dict[str, Any],
-    ) -> Tensor | None:  # fmt: skip
-        """Return the cross-entropy; None where `F.cross_entropy` would raise, or read weights."""
+    def loss(self, logits: DeferredLogits, parts: Parts, target: Any, **options: Any) -> Any:
+        """Return the cross-entropy; None where `F.cross_entropy` has to compute or refuse it."""
         hidden, known = logits.hidden, ("ignore_index", "reduction", "label_smoothing")
         if any(value is not None for name, value in options.items() if name not in known):
             return None
         fits = hidden.dim() == 2 and isinstance(target, Tensor) and target.dtype == torch.int64
         if self.reason or not fits or target.shape != hidden.shape[:1]:
             return None
-        options = {name: options[name] for name in known if name in options}
         self.losses += 1
+        options = {name: options[name] for name in known if name in options}
+        weight, bias, _ = parts
         if weight is None:
             return self._loss_in_parts(logits, target, **options)
-        more = {**options, **self._options, **logits.scaling()}
-        more["grad_in_forward"] &= options.get("reduction") != "none"
-        return linear_cross_entropy(hidden, weight, target, bias, **more)
+        options |= {**self._options, **logits.scaling()}
+        options["grad_in_forward"] &= options.get("reduction") != "none"
+        return linear_cross_entropy(hidden, weight, target, bias, **options)
 
     def _loss_in_parts(
         self, logits: DeferredLogits, target: Tensor, reduction: str = "mean", **options: Any
@@ -90,7 +88,8 @@ class DeferredHead:
 
         def loss_of(x: Tensor, labels: Tensor) -> Tensor:
             y = head(x)
-            y = y.to(torch.promote_types(y.dtype, torch.float32)) * scale
+            y = y.to(torch.promote_types(y.dtype, torch.float32))
+            y = y * scale if scale != 1.0 else y
             y = cap * torch.tanh(y / cap) if cap else y
             return F.cross_entropy(y, labels, reduction="none", **options)
 
@@ -104,7 +103,7 @@ class DeferredHead:
         return total if reduction == "sum" else total / (target != ignored).sum()
 
 
-def _parts(head: Any, path: str, hidden: Tensor) -> tuple[Tensor | None, Tensor | None, int]:
+def _parts(head: Any, path: str, hidden: Tensor) -> Parts:
     """Return the weight and bias of a head, and its number of words.
 
     The weight is None where the head has to be called, on some tokens at a time. Raises
@@ -139,19 +138,18 @@ class DeferredLogits:
         shape, dtype, device: of the logits.
     """
 
-    _loss: Callable[..., Tensor | None]
-
-    def __init__(self, hidden: Tensor, size: int, compute: Callable[[str], Tensor]) -> None:
-        self.hidden, self._size, self._compute = hidden, size, compute
-        self._autocast = _autocast(hidden)
-        enabled, self.dtype = self._autocast
-        self.dtype = self.dtype if enabled else hidden.dtype
+    def __init__(
+        self, head: DeferredHead, parts: Parts, hidden: Tensor, compute: Callable[[str], Tensor]
+    ) -> None:
+        self.hidden, self._head, self._parts, self._compute = hidden, head, parts, compute
+        self._autocast = enabled, low = _autocast(hidden)
+        self.dtype = low if enabled else hidden.dtype
         self._scale, self._cap = 1.0, 0.0
         self._logits: Tensor | None = None
 
     @property
     def shape(self) -> torch.Size:
-        return torch.Size((*self.hidden.shape[:-1], self._size))
+        return torch.Size((*self.hidden.shape[:-1], self._parts[2]))
 
     @property
     def device(self) -> torch.device:
@@ -184,41 +182,44 @@ class DeferredLogits:
 
     def _as_called(self) -> Any:
         """Return autocast as it was when the head was called."""
-        enabled, dtype = self._autocast
-        same = _autocast(self.hidden) == self._autocast
-        return contextlib.nullcontext() if same else torch.autocast(self.device.type, dtype, enabled)
+        if _autocast(self.hidden) == self._autocast:
+            return contextlib.nullcontext()
+        enabled, low = self._autocast
+        return torch.autocast(self.device.type, low, enabled)
 
     def _then(self, name: str, *args: Any, hidden: Tensor | None = None) -> DeferredLogits:
         """Return the result of a method, whose logits have these hidden states."""
-        new = DeferredLogits(
-            self.hidden if hidden is None else hidden,
-            self._size,
-            lambda reason: getattr(self.logits(reason), name)(*args),
-        )
-        new._autocast, new.dtype, new._loss = self._autocast, self.dtype, self._loss
+
+        def compute(reason: str) -> Tensor:
+            result: Tensor = getattr(self.logits(reason), name)(*args)
+            return result
+
+        hidden = self.hidden if hidden is None else hidden
+        new = DeferredLogits(self._head, self._parts, hidden, compute)
+        new._autocast, new.dtype = self._autocast, self.dtype
         new._scale, new._cap = self._scale, self._cap
         return new
 
     def _method(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        logits = self.logits(f"its loss calls Tensor.{name} on them")
+        logits = self.logits(f"its loss uses Tensor.{name}")
         return getattr(logits, name)(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        return getattr(self.logits(f"its loss reads Tensor.{name}"), name)
+        return getattr(self.logits(f"its loss uses Tensor.{name}"), name)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         first, *rest = args or (None,)
         if func is F.cross_entropy and isinstance(first, DeferredLogits) and len(rest) == 1:
             with first._as_called():
-                loss = first._loss(first, *rest, kwargs or {})
+                loss = first._head.loss(first, first._parts, *rest, **kwargs or {})
             if loss is not None:
                 return loss
-        if func is torch.tanh and not (rest or kwargs):
+        if func is torch.tanh and isinstance(first, DeferredLogits):
             return first.tanh()
-        reason = f"its loss calls {getattr(func, '__name__', func)} on them"
+        reason = f"its loss uses {getattr(func, '__name__', func)}"
         args, kwargs = tree_map(
             lambda x: x.logits(reason) if isinstance(x, DeferredLogits) else x,
             (tuple(args), kwargs or {}),
@@ -227,25 +228,21 @@ class DeferredLogits:
 
     # What a loss does to logits first.
 
-    def __mul__(self, factor: Any) -> Any:
-        if type(factor) not in (int, float) or not 0 < factor < math.inf:
-            return self._method("__mul__", factor)
-        new = self._then("__mul__", factor)
+    def _scaled(self, name: str, number: Any, power: int) -> Any:
+        if type(number) not in (int, float) or not 0 < number < math.inf:
+            return self._method(name, number)
+        new = self._then(name, number)
         if self._cap:
-            new._cap *= factor
+            new._cap *= number**power
         else:
-            new._scale *= factor
+            new._scale *= number**power
         return new
 
+    def __mul__(self, factor: Any) -> Any:
+        return self._scaled("__mul__", factor, 1)
+
     def __truediv__(self, divisor: Any) -> Any:
-        if type(divisor) not in (int, float) or not 0 < divisor < math.inf:
-            return self._method("__truediv__", divisor)
-        new = self._then("__truediv__", divisor)
-        if self._cap:
-            new._cap /= divisor
-        else:
-            new._scale /= divisor
-        return new
+        return self._scaled("__truediv__", divisor, -1)
 
     __rmul__ = __imul__ = __mul__
     __itruediv__ = __truediv__
@@ -275,10 +272,9 @@ class DeferredLogits:
         return self._then("contiguous")
 
     def view(self, *shape: Any) -> Any:
-        shape = shape[0] if isinstance(shape[0], (tuple, list)) else shape
-        *leading, size = shape
+        *leading, size = shape[0] if isinstance(shape[0], (tuple, list)) else shape
         count = math.prod(self.hidden.shape[:-1])
-        if size != self._size or not (-1 in leading or math.prod(leading) == count):
+        if size != self._parts[2] or not (-1 in leading or math.prod(leading) == count):
             return self._method("view", *shape)
         hidden = self.hidden.reshape(*leading, self.hidden.shape[-1])
         return self._then("reshape", *shape, hidden=hidden)

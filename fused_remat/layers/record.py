@@ -101,8 +101,8 @@ def noted_apart(layers: Iterable[nn.Module]) -> Iterator[None]:
     before = [(record := record_of(layer), dict(vars(record))) for layer in layers]
     try:
         for record, _ in before:
-            fresh = {"calls": Counter(), "last": None, "reason": "", "advice": ""}
-            vars(record).update(fresh, in_forward=False, watch=None)
+            vars(record).update(calls=Counter(), last=None, reason="", in_forward=False, advice="")
+            record.watch = None
         yield
     finally:
         for record, kept in before:
