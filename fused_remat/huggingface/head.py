@@ -8,10 +8,11 @@ the output are None. Every other call, generation and evaluation among them, is 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -57,36 +58,41 @@ class HuggingFaceHead(Replaced):
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         """Run `forward(*args, **kwargs)`, in training with a head whose logits are deferred."""
         compiling = torch.compiler.is_compiling()
-        if compiling:
-            return self._run(compiling, *args, **kwargs)
-        before, _calls.inside = is_called(), True
-        try:
-            return self._run(compiling, *args, **kwargs)
-        finally:
-            _calls.inside = before
-
-    def _run(self, compiling: bool, *args: Any, **kwargs: Any) -> Any:
-        reason = _IDLE
-        if self.training and wants_grad(*parameters_of(self).values()):
-            reason = TRACED if is_traced() else Reason("" if compiling else record_of(self).failure)
-        if reason.text:
+        with contextlib.nullcontext() if compiling else loss_computed():
+            reason = self._stock_reason(compiling)
+            if reason is None:
+                return self._run(compiling, args, kwargs)
             result = self.stock.forward(self, *args, **kwargs)
-            if reason not in (_IDLE, TRACED):
-                record_of(self).note("plain", reason.text)
-            for observe in DECISIONS:
-                observe(self, reason.text)
-            return result
-        path, early = self.loss_head, self.loss_grad_in_forward
-        head = DeferredHead(self.get_submodule(path), path, self.loss_backend, early)
+        for observe in DECISIONS:
+            observe(self, reason.text)
+        if not reason.quiet:
+            record_of(self).note("plain", reason.text)
+        return result
+
+    def _stock_reason(self, compiling: bool) -> Reason | None:
+        if not self.training or not wants_grad(*parameters_of(self).values()):
+            return _IDLE
+        if is_traced():
+            return TRACED
+        failure = "" if compiling else record_of(self).failure
+        return Reason(failure) if failure else None
+
+    def _run(self, compiling: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        path, before = self.loss_head, dict(self.__dict__)
+        head = DeferredHead(
+            self.get_submodule(path), path, self.loss_backend, self.loss_grad_in_forward
+        )
         replica = _replica(self, path, head)
         result = _finished(self.stock.forward(replica, *args, **kwargs), head)
-        reason_text = head.reason or ("" if head.losses else f"it does not call {path}")
+        reason = head.reason or ("" if head.losses else f"it does not call {path}")
         if compiling:
-            if reason_text:
-                warn_compiled(type(self).__name__, reason_text)
+            if reason:
+                warn_compiled(type(self).__name__, reason, "computes full logits")
             return result
-        _write_back(self, path, replica)
-        self._note(head, reason_text)
+        for name, value in replica.__dict__.items():  # what the forward has set
+            if name != path.partition(".")[0] and before.get(name, _calls) is not value:
+                self.__dict__[name] = value
+        self._note(head, reason)
         return result
 
     def _note(self, head: DeferredHead, reason: str) -> None:
@@ -116,16 +122,6 @@ def _replica(module: nn.Module, path: str, head: Any) -> Any:
     return replica
 
 
-def _write_back(module: Any, path: str, replica: Any) -> None:
-    """Set the attributes that a forward set on a replica."""
-    name, _, rest = path.partition(".")
-    for key, value in replica.__dict__.items():
-        if key != name and module.__dict__.get(key, _calls) is not value:
-            module.__dict__[key] = value
-    if rest:
-        _write_back(module._modules[name], rest, replica.__dict__[name])
-
-
 def _finished(output: Any, head: DeferredHead) -> Any:
     """Return the output of a forward, without logits or with computed ones."""
     if isinstance(output, DeferredLogits):
@@ -138,14 +134,19 @@ def _finished(output: Any, head: DeferredHead) -> Any:
     return output
 
 
-def is_called() -> bool:
-    """Return whether this thread runs the forward of a `HuggingFaceHead`."""
-    return getattr(_calls, "inside", False)
+@contextlib.contextmanager
+def loss_computed() -> Iterator[None]:
+    """Let this thread call the layers of a model inside without a warning that it is bypassed."""
+    before, _calls.inside = getattr(_calls, "inside", False), True
+    try:
+        yield
+    finally:
+        _calls.inside = before
 
 
 def warn_if_bypassed(model: HuggingFaceHead) -> None:
     """Warn if a layer of `model` that trains is not called by it."""
-    if not is_called():
+    if not getattr(_calls, "inside", False):
         warn(model, _BYPASSED.format(f"{type(model).__name__}.{body_of(model)}"))
 
 

@@ -217,7 +217,7 @@ class DeferredLogits:
                 loss = first._head.loss(first, first._parts, *rest, **kwargs or {})
             if loss is not None:
                 return loss
-        if func is torch.tanh and isinstance(first, DeferredLogits):
+        if func is torch.tanh and isinstance(first, DeferredLogits) and not kwargs:
             return first.tanh()
         reason = f"its loss uses {getattr(func, '__name__', func)}"
         args, kwargs = tree_map(
