@@ -38,6 +38,8 @@ COMMANDS = {
                    "8 minutes (--minutes)", "gpu/"),
     "host": Command("bench.commands.host", "host time of a layer's step, without a GPU",
                     "2 minutes", "host.json"),
+    "log_probs": Command("bench.commands.log_probs", "log-probabilities of tokens, and TRL's",
+                         "20 minutes", "log_probs.json"),
     "profile": Command("bench.commands.profile", "a layer's step on a CPU, operator by operator",
                        "1 minute", "profile-cpu.json"),
     "audit": Command("bench.audit.command", "registers, spills and tensor cores of every kernel",

@@ -29,8 +29,8 @@ _IDLE = Reason("the model does not train", quiet=True)
 _UNREAD = "the call computes no loss from them"
 _ADVICE = (
     "; pass labels, and set model.loss_function instead of computing a loss from outputs.logits "
-    "(as Trainer's label_smoothing_factor does); for TRL's trainers use "
-    "fused_remat.integrations.trl"
+    "(as Trainer's label_smoothing_factor does); run TRL's trainers in "
+    "fused_remat.integrations.trl.fused_lm_head()"
 )
 _NO_LOGITS = (
     "returns logits=None where it trains: convert(model, loss=True) computes the loss without "
@@ -38,8 +38,8 @@ _NO_LOGITS = (
 )
 _BYPASSED = (
     "is bypassed, and loss=True has no effect: a training step called {} without it, and computes "
-    "the loss itself. Call the model with labels; for TRL's trainers use "
-    "fused_remat.integrations.trl"
+    "the loss itself. Call the model with labels; run TRL's trainers in "
+    "fused_remat.integrations.trl.fused_lm_head()"
 )
 _calls = threading.local()
 

@@ -1,12 +1,12 @@
 """Plain functions on tensors, for research code and for the layers.
 
 All of them keep for backward their inputs and what `policy` names, and rebuild the rest on demand
-(`linear_cross_entropy`, which takes no policy, keeps two numbers a token). They take `seed=` (of
-dropout; None draws one from torch's generator) and `backend=`. They apply dropout whenever its
-probability is not 0: pass 0.0 in evaluation. They compute in the dtype of their inputs, also under
-autocast, which only `linear_cross_entropy` follows. They support neither double backward nor
-torch.func transforms. An input that is not three-dimensional, and that no view makes a matrix of
-tokens (a transposed one), is copied, and the copy is what is kept.
+(`linear_cross_entropy` and `token_log_probs`, which take no policy, keep two or three numbers a
+token). They take `seed=` (of dropout; None draws one from torch's generator) and `backend=`. They
+apply dropout whenever its probability is not 0: pass 0.0 in evaluation. They compute in the dtype
+of their inputs, also under autocast, which only the two losses follow. They support neither double
+backward nor torch.func transforms. An input that is not three-dimensional, and that no view makes a
+matrix of tokens (a transposed one), is copied, and the copy is what is kept.
 """
 
 from fused_remat.ops.attention import attention
@@ -21,6 +21,7 @@ from fused_remat.ops.parts import (
     rms_norm,
     rotary,
 )
+from fused_remat.ops.token_log_probs import token_log_probs
 
 __all__ = [
     "attention",
@@ -35,4 +36,5 @@ __all__ = [
     "mlp_block",
     "rms_norm",
     "rotary",
+    "token_log_probs",
 ]

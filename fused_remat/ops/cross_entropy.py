@@ -18,13 +18,9 @@ from fused_remat.graph.build import linear_cross_entropy_graph
 from fused_remat.ops.checks import CASTABLE, check_alike, check_shape, check_tensor, run_tokens
 from fused_remat.spec import ParallelSpec
 from fused_remat.steps.collective import is_dtensor
-from fused_remat.steps.cross_entropy import (
-    CrossEntropyTargets,
-    LinearCrossEntropy,
-    check_targets,
-    key_of,
-)
+from fused_remat.steps.cross_entropy import LinearCrossEntropy, check_targets, key_of
 from fused_remat.steps.loss_grads import Grads, cross_entropy_grads, kept_bytes
+from fused_remat.steps.token_losses import CrossEntropyTargets
 
 #: Names of gradients that are kept, in reports.
 _GRADS = ("input's gradient", "head.weight's gradient", "head.bias's gradient")
@@ -90,44 +86,51 @@ def linear_cross_entropy(
     >>> torch.allclose(loss, F.cross_entropy((hidden @ weight.T).view(6, -1), labels.view(-1)))
     True
     """
-    _check_options(label_smoothing, z_loss, softcap, logit_scale, reduction, chunk)
+    check_options(label_smoothing, z_loss, softcap, logit_scale, reduction, chunk)
     if grad_in_forward and reduction == "none":
         raise ValueError(
             'grad_in_forward=True with reduction="none": the gradients of a loss for each token '
             'depend on factors that only backward has; use "mean" or "sum"'
         )
-    parallel = None
-    if is_dtensor(weight):
-        parallel, weight, bias = _own_columns(weight, bias)
-    hidden = _checked(hidden, weight, bias, target)
-    if parallel is not None:
-        targets = CrossEntropyTargets(target.reshape(-1), ignore_index, 0.0, 0.0, 0.0, 0)
-        check_targets(targets, len(weight) * parallel.size)
-    if shift:
-        target = F.pad(target, (0, 1), value=ignore_index)[..., 1:]
-    node = LinearCrossEntropy(
-        name="output",
-        x="input",
-        weight="head.weight",
-        bias="head.bias",
-        target="target",
+    node, tensors = prepare(
+        hidden,
+        weight,
+        target,
+        bias,
         ignore_index=ignore_index,
         label_smoothing=float(label_smoothing),
         z_loss=float(z_loss),
         softcap=float(softcap),
         logits=chunk or 0,
         logit_scale=float(logit_scale),
-        parallel=parallel,
     )
-    if grad_in_forward and _trains(hidden, weight, bias):
-        return _with_gradients(node, hidden, weight, bias, target, reduction, backend)
-    tensors = {"input": hidden, "head.weight": weight, "head.bias": bias, "target": target}
-    graph = linear_cross_entropy_graph(node)
-    loss = run_tokens(graph, tensors, {}, "full", backend).squeeze(-1)
+    if shift:
+        target = F.pad(target, (0, 1), value=ignore_index)[..., 1:]
+        tensors["target"] = target
+    if grad_in_forward and _trains(*tensors.values()):
+        return _with_gradients(node, tensors, reduction, backend)
+    loss = run_tokens(linear_cross_entropy_graph(node), tensors, {}, "full", backend).squeeze(-1)
     if reduction == "none":
         return loss
     total = loss.sum()
     return total if reduction == "sum" else total / (target != ignore_index).sum()
+
+
+def prepare(
+    hidden: Tensor, weight: Any, target: Tensor, bias: Any, **options: Any
+) -> tuple[LinearCrossEntropy, dict[str, Tensor | None]]:
+    """Return the step with `options`, and its tensors, after all checks."""
+    parallel = None
+    if is_dtensor(weight):
+        parallel, weight, bias = _own_columns(weight, bias)
+    hidden = _checked(hidden, weight, bias, target)
+    if parallel is not None:
+        targets = CrossEntropyTargets(target.reshape(-1), options["ignore_index"], 0.0, 0.0, 0.0, 0)
+        check_targets(targets, len(weight) * parallel.size)
+    names = "input", "head.weight", "head.bias", "target"
+    fields = dict(zip(("x", "weight", "bias", "target"), names, strict=True)) | options
+    node = LinearCrossEntropy(name="output", parallel=parallel, **fields)
+    return node, dict(zip(names, (hidden, weight, bias, target), strict=True))
 
 
 def _trains(*tensors: Tensor | None) -> bool:
@@ -138,15 +141,11 @@ def _trains(*tensors: Tensor | None) -> bool:
 
 
 def _with_gradients(
-    node: LinearCrossEntropy,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    reduction: str,
-    backend: str,
+    node: LinearCrossEntropy, tensors: dict[str, Tensor | None], reduction: str, backend: str
 ) -> Tensor:
     """Return the loss, whose gradients are computed now."""
+    hidden, weight, bias, target = tensors.values()
+    assert hidden is not None and weight is not None and target is not None
     x, given = hidden.reshape(-1, hidden.shape[-1]), (weight, bias)
     needs_grad = tuple([t is not None and t.requires_grad for t in (x, *given)])
     call, ops = node.targets(target.reshape(-1), weight), ops_for(backend, x)
@@ -190,7 +189,7 @@ def _own_columns(weight: Any, bias: Any) -> tuple[ParallelSpec, Tensor, Tensor |
     return place, shards[0], None if bias is None else shards[1]
 
 
-def _check_options(
+def check_options(
     label_smoothing: float,
     z_loss: float,
     softcap: float,

@@ -26,32 +26,24 @@ from fused_remat.steps.linear import add_product, product
 from fused_remat.steps.logit_blocks import Span, block_of
 from fused_remat.steps.node import Input, Node, Param, Shapes
 from fused_remat.steps.operations import operation
+from fused_remat.steps.token_losses import (
+    CrossEntropyTargets,
+    exponentials,
+    is_read,
+    losses,
+    maximum,
+    reductions,
+    slopes,
+    softmax_grad,
+)
 
 if TYPE_CHECKING:
     from fused_remat.steps.chunk import Chunk
 
 
-@dataclass(eq=False, slots=True)
-class CrossEntropyTargets:
-    """Targets and options of a cross-entropy over the logits of T tokens."""
-
-    # (T,) int64, the column of each token's target; the loss is 0 where it is `ignore_index`
-    target: Tensor
-    ignore_index: int
-    label_smoothing: float  # the share of each target that is spread over all columns
-    z_loss: float  # the factor of logsumexp², which is added to each token's loss
-    softcap: float  # logits become softcap * tanh(logits / softcap); 0 for none
-    logits: int  # about how many logits to hold at a time; 0 for a number that suits the device
-    # of the ranks among which the columns are divided; "" for none. A target is then a column
-    # of this rank, or a negative number, not `ignore_index`, for another rank's.
-    group: str = ""
-    classes: int = 0  # the number of columns of all ranks; 0 for those of the weight
-    logit_scale: float = 1.0  # the factor of x @ weight.T + bias, before the soft-cap
-
-
-def key_of(x: Tensor, weight: Tensor) -> tuple[Any, ...]:
+def key_of(x: Tensor, weight: Tensor, outputs: tuple[str, ...] = ()) -> tuple[Any, ...]:
     """Return what the choice of an implementation depends on."""
-    return x.dtype, x.device, x.shape, weight.shape
+    return x.dtype, x.device, x.shape, weight.shape, outputs
 
 
 def describe_blocks(key: tuple[Any, ...], *_: Any, **__: Any) -> str:
@@ -59,19 +51,23 @@ def describe_blocks(key: tuple[Any, ...], *_: Any, **__: Any) -> str:
     return f"blocks of logits, {linear.describe_product(key)}"
 
 
-@operation(key=lambda x, weight, *_, **__: key_of(x, weight), description=describe_blocks)
+@operation(
+    key=lambda x, weight, bias, call, *_: key_of(x, weight, call.outputs),
+    description=describe_blocks,
+)
 def cross_entropy_fwd(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     call: CrossEntropyTargets,
     out: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Return the loss of each token with logits x @ weight.T + bias, and two statistics.
 
     These are the logits' maximum and log(sum(exp(logits - maximum))). All are (T, 1), in float32
     (float64 for float64). A weight and a bias of another dtype than x are rounded to that of x.
-    Statistics of ignored tokens are 0.
+    All are 0 for ignored tokens. With `call.outputs` these are columns after the loss, and the
+    entropy is also a statistic.
 
     Raises: IndexError on a CPU for a target out of range; on other devices, the device asserts.
     """
@@ -83,30 +79,35 @@ def cross_entropy_fwd(
     like = x.new_empty(0, dtype=torch.promote_types(x.dtype, torch.float32))
     highs, sums = like.new_empty((count, len(blocks))), like.new_empty((count, len(blocks)))
     picked, total = like.new_zeros((count, 1)), like.new_zeros((count, 1))
+    parts = reductions(call.outputs, like, count, len(blocks))
     for i, span in enumerate(blocks):
         block = Columns.of(weight, bias, span, x, wide)
         for lo, hi in spans(count, rows):
             z = block.logits(tokens.taken(x, lo, hi), call)
             at, inside = block.places(tokens.target[lo:hi])
             picked[lo:hi] += torch.where(inside, z.gather(1, at), 0)
-            if call.label_smoothing:
+            if call.label_smoothing or "mean_logits" in call.outputs:
                 total[lo:hi] += z.sum(1, keepdim=True)
+            made = {name: part[lo:hi, i : i + 1] for name, part in parts.items()}
             # All of a row may be -inf: without the clamp, exp(-inf + inf) would be NaN.
-            high = torch.amax(z, 1, keepdim=True).clamp_(min=torch.finfo(z.dtype).min)
+            high = maximum(z, span[0], made).clamp_(min=torch.finfo(z.dtype).min)
             highs[lo:hi, i : i + 1] = high
-            sums[lo:hi, i : i + 1] = z.sub_(high).exp_().sum(1, keepdim=True)
-    loss, *stats = losses(highs, sums, picked, total, vocab, call)
-    loss, high, log_sum = (tokens.whole(t) for t in (loss, *stats))
-    return loss if out is None else out.copy_(loss), high, log_sum
+            sums[lo:hi, i : i + 1] = exponentials(z.sub_(high), made).sum(1, keepdim=True)
+    call = replace(call, target=tokens.target)
+    found = [tokens.whole(t) for t in losses(highs, sums, picked, total, vocab, call, parts)]
+    return found[0] if out is None else out.copy_(found[0]), *found[1:]
 
 
-@operation(key=lambda dy, x, weight, *_: key_of(x, weight), description=describe_blocks)
+@operation(
+    key=lambda dy, x, weight, bias, stats, call, *_: key_of(x, weight, call.outputs),
+    description=describe_blocks,
+)
 def cross_entropy_bwd(
     dy: Tensor,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    stats: tuple[Tensor, Tensor],
+    stats: tuple[Tensor, ...],
     call: CrossEntropyTargets,
     needs_grad: tuple[bool, ...],
     exact: bool = False,
@@ -120,8 +121,9 @@ def cross_entropy_bwd(
     dy = tokens.taken(dy, 0, count).to(stats[0].dtype)
     if tokens.used is not None:  # dy is infinite for a mean over no token
         dy = torch.where(tokens.used, dy, 0)
-    high, log_sum = (tokens.taken(s, 0, count) for s in stats)
-    mass, spread, at_target = slopes(dy, (high, log_sum), vocab, call)
+    stats = tuple([tokens.taken(s, 0, count) for s in stats])
+    mass, spread, at_target, entropy = slopes(dy, stats, vocab, call)
+    high, log_sum = stats[:2]
     if tokens.used is not None:  # without statistics exp(z) could be infinite, and inf * 0 is NaN
         high = high.masked_fill(~tokens.used, math.inf)
 
@@ -129,7 +131,8 @@ def cross_entropy_bwd(
         x_part = tokens.taken(x, lo, hi).to(block.weight.dtype)
         z = block.logits(x_part, call)
         cap = 1 - (z / call.softcap).square_() if call.softcap else None
-        z.sub_(high[lo:hi]).sub_(log_sum[lo:hi]).exp_().mul_(mass[lo:hi])
+        z.sub_(high[lo:hi]).sub_(log_sum[lo:hi])
+        softmax_grad(z, mass[lo:hi], None if entropy is None else entropy[lo:hi])
         if call.label_smoothing:
             z.add_(spread[lo:hi])
         at, inside = block.places(tokens.target[lo:hi])
@@ -183,10 +186,11 @@ def gradients(
 
 @dataclass(frozen=True, kw_only=True)
 class LinearCrossEntropy(Node):
-    """name = the loss of each token whose logits are x @ weight.T + bias: one element per token.
+    """name = the loss of each token whose logits are x @ weight.T + bias, and `outputs`.
 
     Backward computes the logits again, a block at a time, from x and two statistics: their maximum
-    and log(sum(exp(logits - maximum))). The operation forms the blocks, over all tokens.
+    and log(sum(exp(logits - maximum))); with the entropy, from it as well. The operation forms the
+    blocks, over all tokens.
     """
 
     x: Input
@@ -194,14 +198,15 @@ class LinearCrossEntropy(Node):
     weight: Param
     bias: Param
     target: Param
-    # ignore_index, label_smoothing, z_loss, softcap, logits, logit_scale: as in
-    # `CrossEntropyTargets`
+    # ignore_index, label_smoothing, z_loss, softcap, logits, logit_scale, outputs: as in
+    # `CrossEntropyTargets`; outputs other than the entropy have no gradient
     ignore_index: int = -100
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     softcap: float = 0.0
     logits: int = 0
     logit_scale: float = 1.0
+    outputs: tuple[str, ...] = ()
     # the ranks among which the vocabulary is divided evenly; None for one rank
     parallel: ParallelSpec | None = None
     per_batch: bool = True
@@ -209,10 +214,11 @@ class LinearCrossEntropy(Node):
 
     @functools.cached_property
     def stats(self) -> tuple[str, ...]:
-        return (f"{self.name}.max", f"{self.name}.log_sum")
+        names = ("max", "log_sum", *(["entropy"] if "entropy" in self.outputs else []))
+        return tuple([f"{self.name}.{name}" for name in names])
 
     def width(self, widths: Mapping[str, int], shapes: Shapes) -> int:
-        return 1
+        return 1 + len(self.outputs)
 
     def flops(self, widths: Mapping[str, int], shapes: Shapes, seq_len: int) -> int:
         return 2 * shapes[self.weight][0] * shapes[self.weight][1]
@@ -233,7 +239,7 @@ class LinearCrossEntropy(Node):
     def backward(self, chunk: Chunk, dy: Tensor, owned: bool, needs_grad: Collection[str]) -> None:
         x, weight, bias = chunk[self.x], chunk.param(self.weight), chunk.param(self.bias)
         assert weight is not None
-        stats = chunk[self.stats[0]], chunk[self.stats[1]]
+        stats = tuple([chunk[name] for name in self.stats])
         marks = self.x in needs_grad, self.weight in needs_grad, self.bias in needs_grad
         dx, dweight, dbias = chunk.ops[cross_entropy_bwd](
             dy, x, weight, bias, stats, self.call(chunk), marks, chunk.owner.exact
@@ -256,8 +262,8 @@ class LinearCrossEntropy(Node):
     def targets(self, target: Tensor, weight: Tensor) -> CrossEntropyTargets:
         """Return the call for tokens with these targets, of this rank's columns `weight`."""
         options = self.ignore_index, self.label_smoothing, self.z_loss, self.softcap, self.logits
-        call = CrossEntropyTargets(target, *options, logit_scale=self.logit_scale)
-        parallel = self.parallel
+        more, parallel = ("", 0, self.logit_scale, self.outputs), self.parallel
+        call = CrossEntropyTargets(target, *options, *more)
         if parallel is None:
             return call
         count = weight.shape[0]
@@ -281,56 +287,12 @@ def check_targets(call: CrossEntropyTargets, vocab: int) -> None:
     if call.group:  # checked by who divided the columns
         return
     wrong = ((target < 0) | (target >= vocab)) & (target != call.ignore_index)
-    if not _is_read(target):
+    if not is_read(target):
         torch._assert_async(
             ~wrong.any(), "fused_remat: a target of a cross-entropy is out of bounds"
         )
     elif bool(wrong.any()):
         raise IndexError(f"Target {int(target[wrong][0])} is out of bounds.")
-
-
-def losses(
-    tops: Tensor, sums: Tensor, picked: Tensor, total: Tensor, vocab: int, call: CrossEntropyTargets
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return losses and the two statistics, (n, 1), from those of the blocks of columns.
-
-    `tops` and `sums` (n, blocks) are max and sum(exp(logits - max)) of each block; `picked` is the
-    target's logit, `total` the sum of all logits, (n, 1).
-    """
-    high = tops.amax(1, keepdim=True)
-    log_sum = (sums * torch.exp(tops - high)).sum(1, keepdim=True).log_()
-    if call.group:
-        high, log_sum, picked, total = _of_all_ranks(high, log_sum, picked, total, call.group)
-    # Not lse - picked, which is all rounding where the target has nearly all of the mass.
-    loss = (high - picked).add_(log_sum)
-    if call.label_smoothing:
-        spread = (high - total / (call.classes or vocab)).add_(log_sum)
-        loss.lerp_(spread, call.label_smoothing)
-    if call.z_loss:
-        loss.add_((high + log_sum).square_(), alpha=call.z_loss)
-    return loss, high, log_sum
-
-
-def _of_all_ranks(
-    high: Tensor, log_sum: Tensor, picked: Tensor, total: Tensor, group: str
-) -> tuple[Tensor, ...]:
-    top = collective.total(high, group, largest=True)
-    sums = torch.stack((torch.exp(log_sum + (high - top)), picked, total))
-    exps, picked, total = collective.total(sums, group, owned=True).unbind()
-    return top, exps.log(), picked, total
-
-
-def slopes(
-    dy: Tensor, stats: tuple[Tensor, Tensor], vocab: int, call: CrossEntropyTargets
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return factors of a logit's gradient: softmax * the 1st + the 2nd, and + the 3rd at a target.
-
-    `dy` (n, 1) are the gradients of the losses. The soft-cap's slope is another factor.
-    """
-    dy = dy if call.logit_scale == 1.0 else dy * call.logit_scale
-    mass = dy if not call.z_loss else dy * (1 + 2 * call.z_loss * (stats[0] + stats[1]))
-    share = call.label_smoothing
-    return mass, dy * (-share / (call.classes or vocab)), dy * (share - 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -345,7 +307,7 @@ class Tokens:
     @classmethod
     def of(cls, x: Tensor, call: CrossEntropyTargets) -> Tokens:
         used = call.target != call.ignore_index
-        if not _is_read(call.target):
+        if not is_read(call.target):
             return cls(x, None, call.target, used[:, None])
         if bool(used.all()):
             return cls(x, None, call.target, None)
@@ -363,11 +325,6 @@ class Tokens:
         if self.rows is None:
             return t
         return t.new_zeros((len(self.x), t.shape[1])).index_copy_(0, self.rows, t)
-
-
-def _is_read(target: Tensor) -> bool:
-    # Without waiting for a device, and not of a fake tensor.
-    return target.device.type == "cpu" and type(target) is Tensor
 
 
 @dataclass(frozen=True, eq=False)

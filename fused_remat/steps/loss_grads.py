@@ -15,18 +15,16 @@ from fused_remat.steps import collective, linear
 from fused_remat.steps.chunk import spans
 from fused_remat.steps.cross_entropy import (
     Columns,
-    CrossEntropyTargets,
     Tokens,
     check_targets,
     describe_blocks,
     key_of,
-    losses,
-    slopes,
     sum_in,
 )
 from fused_remat.steps.linear import add_product, product
 from fused_remat.steps.logit_blocks import rows_of
 from fused_remat.steps.operations import operation
+from fused_remat.steps.token_losses import CrossEntropyTargets, losses, slopes
 
 Grads = tuple[Tensor | None, Tensor | None, Tensor | None]
 #: Of tokens `lo` to `hi`: their losses, they themselves, and the gradients of their logits.
@@ -68,7 +66,7 @@ def cross_entropy_grads(
         dy = torch.ones_like(loss)
         if tokens.used is not None:  # exp(z) could be infinite, and inf * 0 is NaN
             dy.masked_fill_(~tokens.used[lo:hi], 0)
-        mass, spread, at_target = slopes(dy, (high, log_sum), vocab, call)
+        mass, spread, at_target, _ = slopes(dy, (high, log_sum), vocab, call)
         if call.group:  # the maximum of all ranks
             z.add_(top - high)
         z.sub_(log_sum).exp_().mul_(mass)

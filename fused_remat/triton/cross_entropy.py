@@ -19,7 +19,7 @@ from fused_remat.kernels.cross_entropy import (
     linear_cross_entropy_bwd_kernel,
     linear_cross_entropy_fwd_kernel,
 )
-from fused_remat.steps import collective, cross_entropy, loss_grads
+from fused_remat.steps import collective, cross_entropy, loss_grads, token_losses
 from fused_remat.steps.chunk import spans
 from fused_remat.steps.cross_entropy import Columns, gradients
 from fused_remat.steps.logit_blocks import block_of, rows_of
@@ -33,7 +33,9 @@ _TILE = 4096  # elements of a program of one pass
 
 
 def _unsupported_reason(key: tuple[Any, ...]) -> str | None:
-    dtype, _, x_shape, weight_shape = key
+    dtype, _, x_shape, weight_shape, outputs = key
+    if outputs:
+        return f"no kernel returns {' or '.join(outputs)}"
     if 0 in x_shape or max(*x_shape, *weight_shape) >= 2**31:
         return "a size is 0, or does not fit 32 bits"
     return unsupported_dtype_reason(dtype)
@@ -56,7 +58,7 @@ def cross_entropy_fwd_triton(x, weight, bias, call, out=None):
         rows, columns = min(tokens, max(rows, most)), vocab
     used = (call.target != call.ignore_index)[:, None]
 
-    def of_rows(lo: int, hi: int) -> tuple[Tensor, Tensor, Tensor]:
+    def of_rows(lo: int, hi: int) -> tuple[Tensor, ...]:
         picked = torch.zeros(hi - lo, dtype=torch.float32, device=x.device)
         found: list[list[Tensor]] = [[], [], []]
         for span in spans(vocab, columns):
@@ -72,7 +74,7 @@ def cross_entropy_fwd_triton(x, weight, bias, call, out=None):
                 have.append(part)
         highs, sums = (torch.cat(parts).t() for parts in found[:2])
         total = torch.cat(found[2]).sum(0) if found[2] else picked
-        return cross_entropy.losses(highs, sums, picked[:, None], total[:, None], vocab, call)
+        return token_losses.losses(highs, sums, picked[:, None], total[:, None], vocab, call)
 
     made = [of_rows(lo, hi) for lo, hi in spans(tokens, rows)]
     loss, *stats = (t[0] if len(t) == 1 else torch.cat(t) for t in zip(*made, strict=True))
@@ -90,7 +92,7 @@ def cross_entropy_bwd_triton(dy, x, weight, bias, stats, call, needs_grad, exact
     tokens, vocab = x.shape[0], weight.shape[0]
     # dy is infinite for a mean over no token.
     dy = torch.where((call.target != call.ignore_index)[:, None], dy.float(), 0)
-    factors = cross_entropy.slopes(dy, stats, vocab, call)
+    factors = token_losses.slopes(dy, stats, vocab, call)
     rows, columns = block_of(tokens, vocab, call.logits, x, x.element_size())
     # A tensor descriptor needs rows of multiples of 16 bytes, whatever the vocabulary.
     held = x.new_empty((min(rows, tokens), 8 * cdiv(columns, 8)))
@@ -98,7 +100,7 @@ def cross_entropy_bwd_triton(dy, x, weight, bias, stats, call, needs_grad, exact
     def dlogits(block: Columns, lo: int, hi: int) -> tuple[Tensor, Tensor]:
         width = len(block.weight)
         padded = held[: hi - lo, : 8 * cdiv(width, 8)]
-        mass, spread, at_target = (t[lo:hi, 0] for t in factors)
+        mass, spread, at_target = (t[lo:hi, 0] for t in factors[:3])
         run(
             cross_entropy_bwd, x[lo:hi], block.weight, block.bias, call.target[lo:hi], call.softcap,
             block.first, (stats[0][lo:hi, 0], stats[1][lo:hi, 0]),
@@ -142,9 +144,9 @@ def cross_entropy_grads_triton(x, weight, bias, call, scale, needs_grad):
         run(cross_entropy_fwd, *given, *made)
         total = picked if totals is None else totals.sum(0)
         found = highs.t(), sums.t(), picked[:, None], total[:, None]
-        loss, high, log_sum = cross_entropy.losses(*found, vocab, call)
-        factors = cross_entropy.slopes(used[lo:hi, None].float(), (high, log_sum), vocab, call)
-        mass, spread, at_target = (t[:, 0] for t in factors)
+        loss, high, log_sum = token_losses.losses(*found, vocab, call)
+        factors = token_losses.slopes(used[lo:hi, None].float(), (high, log_sum), vocab, call)
+        mass, spread, at_target = (t[:, 0] for t in factors[:3])
         slopes, z = (mass, spread if call.label_smoothing else None, at_target), exps[:, :vocab]
         stats = high[:, 0], log_sum[:, 0]
         run(cross_entropy_grad, z, labels, call.softcap, highs, stats, slopes, tile.block_n)

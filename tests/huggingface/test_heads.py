@@ -1,5 +1,6 @@
 """`convert(loss=True)` with heads that have no readable weight, and in trainers."""
 
+import contextlib
 import copy
 import threading
 import warnings
@@ -234,18 +235,24 @@ def test_label_smoothing_in_trainer(tmp_path):
 
 def test_trl_computes_the_loss_itself(tmp_path):
     """It replaces the model's forward by one that calls the base model; one warning tells of it."""
+    from fused_remat.integrations.trl import fused_lm_head
+
     trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
     words = tokenizers.models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w3")
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizers.Tokenizer(words), pad_token="w0", eos_token="w2"
     )
     data = datasets.Dataset.from_list([{"input_ids": row["input_ids"].tolist()} for row in DATA])
-    model = convert(llama(), loss=True)
-    trainer = trl.SFTTrainer(
-        model, arguments(tmp_path, trl.SFTConfig, bf16=False), train_dataset=data,
-        processing_class=tokenizer,
-    )  # fmt: skip
-    with pytest.warns(FusedRematWarning, match=r"bypassed.*integrations\.trl") as shown:
-        trainer.train()
-    assert sum("bypassed" in str(w.message) for w in shown) == 1
-    assert loss_of(model)[0] == "bypassed"
+    for inside in (False, True):
+        model = convert(llama(), loss=True)
+        trainer = trl.SFTTrainer(
+            model, arguments(tmp_path, trl.SFTConfig, bf16=False), train_dataset=data,
+            processing_class=tokenizer,
+        )  # fmt: skip
+        with warnings.catch_warnings(record=True) as shown:
+            warnings.simplefilter("always")
+            with fused_lm_head() if inside else contextlib.nullcontext():
+                trainer.train()
+        told = [str(w.message) for w in shown if "bypassed" in str(w.message)]
+        assert inside or ["fused_lm_head()" in text for text in told] == [True]
+        assert not (inside and told) and loss_of(model)[0] == "bypassed"

@@ -23,7 +23,7 @@ from places import (
 )  # fmt: skip
 
 from fused_remat import ops
-from fused_remat.steps.cross_entropy import CrossEntropyTargets, losses
+from fused_remat.steps.token_losses import CrossEntropyTargets, losses
 from fused_remat.triton import cross_entropy as kernels
 from fused_remat.triton import tables
 
