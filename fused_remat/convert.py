@@ -180,7 +180,7 @@ def _heads(model: nn.Module) -> dict[nn.Module, str]:
 
 
 def _watch(model: nn.Module) -> None:
-    """Let the first fused layer of each converted language model tell if it is called without."""
+    """Let the first fused layer of each converted language model check that it calls the layer."""
     for head in language_models(model):
         layers = fused_layers(head).values()
         if isinstance(head, HuggingFaceHead) and layers:

@@ -226,15 +226,15 @@ def test_label_smoothing_in_trainer(tmp_path):
         with warnings.catch_warnings(record=True) as shown:
             warnings.simplefilter("always")
             trainer.train()
-        told = [str(w.message) for w in shown if w.category is FusedRematWarning]
-        assert own or ["label_smoothing_factor" in text for text in told] == [True]
+        messages = [str(w.message) for w in shown if w.category is FusedRematWarning]
+        assert own or ["label_smoothing_factor" in text for text in messages] == [True]
         assert loss_of(model)[0] == ("fused" if own else "bypassed")
         losses.append([row["loss"] for row in trainer.state.log_history if "loss" in row])
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
 def test_trl_computes_the_loss_itself(tmp_path):
-    """It replaces the model's forward by one that calls the base model; one warning tells of it."""
+    """It replaces the model's forward by one that calls the base model; with one warning."""
     from fused_remat.integrations.trl import fused_lm_head
 
     trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
@@ -253,6 +253,6 @@ def test_trl_computes_the_loss_itself(tmp_path):
             warnings.simplefilter("always")
             with fused_lm_head() if inside else contextlib.nullcontext():
                 trainer.train()
-        told = [str(w.message) for w in shown if "bypassed" in str(w.message)]
-        assert inside or ["fused_lm_head()" in text for text in told] == [True]
-        assert not (inside and told) and loss_of(model)[0] == "bypassed"
+        messages = [str(w.message) for w in shown if "bypassed" in str(w.message)]
+        assert inside or ["fused_lm_head()" in text for text in messages] == [True]
+        assert not (inside and messages) and loss_of(model)[0] == "bypassed"

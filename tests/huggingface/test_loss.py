@@ -97,13 +97,13 @@ def test_a_frozen_head_and_a_head_with_a_bias():
 
 @pytest.mark.parametrize("inputs", [{"labels": None}, {"logits_to_keep": 3, "labels": None}])
 def test_a_call_without_labels_has_logits(inputs):
-    """Whoever computes the loss from them is told what to use instead, once."""
+    """One warning names what to use instead of a loss from logits."""
     model, inputs = llama(), batch() | inputs
     expected = model(**inputs).logits
     model = convert(model, loss=True)
-    with reasons() as told, pytest.warns(FusedRematWarning, match="set model.loss_function"):
+    with reasons() as found, pytest.warns(FusedRematWarning, match="set model.loss_function"):
         logits = model(**inputs).logits
-    assert told == ["the call computes no loss from them"]
+    assert found == ["the call computes no loss from them"]
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)  # the layers' rounding
     with warnings.catch_warnings():
         warnings.simplefilter("error", FusedRematWarning)

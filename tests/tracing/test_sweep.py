@@ -181,7 +181,7 @@ _MAMBA = {
     "mamba_chunk_size": 8,
 }  # fmt: skip
 _MIXED = {**models._DECODER, "num_experts_per_tok": 2}
-#: Language models whose loss is computed without logits, besides those of the sweep.
+#: More language models whose loss is computed without logits.
 HEADS = {
     "nemotron": models._hf("Nemotron", models._DECODER),
     "bamba": models._hf("Bamba", {**models._DECODER, **_MAMBA, "attn_layer_indices": [1]}),
