@@ -25,8 +25,12 @@ from fused_remat.layers.tensor_parallel import VocabularyParallelLinear
 from fused_remat.ops.activation import has_hooks
 from fused_remat.ops.cross_entropy import linear_cross_entropy
 
-#: Packages whose linear layers compute each token apart, without a readable weight or with more.
-_LINEAR = ("torch", "peft", "bitsandbytes", "torchao", "hqq")
+#: Packages and classes whose linear layers compute each token apart and have no state.
+_PACKAGES = ("peft", "bitsandbytes", "hqq")
+_CLASSES = (
+    nn.Linear, nn.Dropout, nn.Identity, nn.ModuleDict, nn.ModuleList, nn.ParameterDict,
+    nn.ParameterList,
+)  # fmt: skip
 #: Least number of tokens, and number of logits on a CPU and elsewhere, in a call of such a head.
 _TOKENS, _LOGITS = 256, (2**20, 2**27)
 #: The weight and bias of a head, and its number of words.
@@ -122,12 +126,16 @@ def _parts(head: Any, path: str, hidden: Tensor) -> Parts:
         raise Unsupported(f"{path} has low-rank updates")
     except Unsupported:
         layer = active_module(head, path)
-        size, modules = getattr(layer, "out_features", None), [*layer.modules()]
-        linear = all(type(m).__module__.partition(".")[0] in _LINEAR for m in modules)
-        patched = any(has_hooks(m) or "forward" in vars(m) for m in modules)
-        if torch.compiler.is_compiling() or patched or not linear or not isinstance(size, int):
+        size = getattr(layer, "out_features", None)
+        known = all(map(_is_called_apart, layer.modules()))
+        if torch.compiler.is_compiling() or not (known and isinstance(size, int)):
             raise
         return None, None, size
+
+
+def _is_called_apart(module: nn.Module) -> bool:
+    known = type(module) in _CLASSES or type(module).__module__.partition(".")[0] in _PACKAGES
+    return known and not has_hooks(module) and "forward" not in vars(module)
 
 
 class DeferredLogits:

@@ -96,6 +96,17 @@ def test_heads_that_are_called_on_some_tokens_at_a_time(name, tokens, monkeypatc
         torch.testing.assert_close(grads, wanted, rtol=1e-4, atol=1e-6)
 
 
+def test_a_head_with_state_is_called_once():
+    model = llama(tie_word_embeddings=False)
+    nn.utils.parametrizations.spectral_norm(model.lm_head)
+    fused = convert(copy.deepcopy(model), loss=True)
+    with pytest.warns(FusedRematWarning, match=r"full logits .*: lm_head is .*Parametrized"):
+        out = fused(**batch())
+    torch.testing.assert_close(out.loss, model(**batch()).loss, rtol=1e-6, atol=1e-6)
+    for (name, mine), theirs in zip(fused.named_buffers(), model.buffers(), strict=True):
+        torch.testing.assert_close(mine, theirs, msg=name)
+
+
 @pytest.mark.parametrize(
     ("name", "change"),
     [("gemma2", lambda model: model), ("gemma2", adapters()), ("cohere", lambda model: model)],
