@@ -131,7 +131,8 @@ def sliced(logits, labels, vocab_size, **kwargs):
 
 
 def weighted(logits, labels, vocab_size, **kwargs):
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), torch.ones(vocab_size))
+    weight = torch.linspace(0.5, 2.0, vocab_size)
+    return F.cross_entropy(logits.view(-1, vocab_size), labels.flatten(), weight)
 
 
 def of_every_token(logits, labels, vocab_size, **kwargs):
@@ -155,7 +156,7 @@ def of_changed_logits(logits, labels, vocab_size, **kwargs):
 @pytest.mark.parametrize(
     ("loss", "reads"),
     [
-        (smoothed, ""), (sliced, ""), (of_every_token, ""), (weighted, "flatten"),
+        (smoothed, ""), (sliced, ""), (of_every_token, ""), (weighted, "cross_entropy"),
         (with_z_loss, "logsumexp"), (in_the_classes_dimension, "transpose"),
         (of_changed_logits, "__setitem__"),
     ],
