@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,13 @@ from torch import nn
 
 from fused_remat.execution.choose import check_name
 from fused_remat.huggingface.call import check_convertible
-from fused_remat.huggingface.head import HEADS, HuggingFaceHead, head_class
+from fused_remat.huggingface.head import (
+    HuggingFaceHead,
+    body_of,
+    head_class,
+    language_models,
+    warn_if_bypassed,
+)
 from fused_remat.huggingface.rows import architecture_of, fused_class
 from fused_remat.layers import FusedLayer, FusedRematDecoderLayer, FusedRematLayer
 from fused_remat.layers.converted import ConvertedLayer, Replaced, around_layers
@@ -59,10 +66,10 @@ def convert(
         model: changed in place.
         policy, backend, accumulate_into: of every layer, as in `FusedRematLayer`.
         every: convert every k-th eligible layer, starting with the first.
-        loss: a causal language model of transformers computes its loss by
-            `ops.linear_cross_entropy`, without the full logits, in training calls with labels;
-            the `logits` of the output are then None, with one warning. "grad_in_forward": its
-            gradients are computed with it, as the option of `ops.linear_cross_entropy` describes.
+        loss: a language model of transformers computes its loss by `ops.linear_cross_entropy`,
+            without the full logits, in training calls with labels; the `logits` of the output are
+            then None, with one warning. "grad_in_forward": its gradients are computed with it, as
+            the option of `ops.linear_cross_entropy` describes.
 
     Raises: ValueError if there is no eligible layer (the message lists the layers of `model`, and
         what is supported), or with `loss` no such model; for an unknown policy, backend or
@@ -79,7 +86,7 @@ def convert(
     check_loss(loss)
     check_name(backend)
     layers = _eligible_layers(model)
-    heads = _heads(model) if loss else []
+    heads = _heads(model) if loss else {}
     if not (layers or heads):
         raise ValueError(_no_layers_message(model))
     paths, warned = {module: path for path, module in model.named_modules()}, set[str]()
@@ -98,11 +105,12 @@ def convert(
         for module in converted:
             _revert_one(module)
         raise
-    for head in heads:
-        head.__class__ = head_class(type(head))  # type: ignore[assignment]
-        head.loss_backend = backend  # type: ignore[assignment]
-        head.loss_grad_in_forward = loss == "grad_in_forward"  # type: ignore[assignment]
+    for head, path in heads.items():
+        head.__class__ = head_class(type(head))
+        own = {"loss_backend": backend, "loss_grad_in_forward": loss == "grad_in_forward"}
+        head.__dict__.update(own, loss_head=path)
         record_of(head).path = paths[head]
+    _watch(model)
     around_layers(model, True)
     return model
 
@@ -164,17 +172,24 @@ def _eligible_layers(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if module in eligible]
 
 
-def _heads(model: nn.Module) -> list[nn.Module]:
-    """Return the language models in `model` whose loss can be computed without logits."""
-    heads = [module for module in model.modules() if head_class(type(module)) is not None]
-    if not heads and not any(isinstance(module, HuggingFaceHead) for module in model.modules()):
-        supported = ", ".join(layout.model for layout in HEADS)
+def _heads(model: nn.Module) -> dict[nn.Module, str]:
+    """Return the unconverted language models in `model`, with the paths of their heads."""
+    heads = language_models(model)
+    if not heads:
         raise ValueError(
-            f"loss=True: {type(model).__name__} contains no language model whose loss can be "
-            f"computed without logits; supported: {supported}, and classes whose forward has their "
-            "code"
+            f"loss=True: {type(model).__name__} contains no model of transformers that takes "
+            "labels and has a head (get_output_embeddings()); for other models use "
+            "ops.linear_cross_entropy"
         )
-    return heads
+    return {head: path for head, path in heads.items() if not isinstance(head, HuggingFaceHead)}
+
+
+def _watch(model: nn.Module) -> None:
+    """Let the first fused layer of each converted language model check that it calls the layer."""
+    for head in language_models(model):
+        layers = fused_layers(head).values()
+        if isinstance(head, HuggingFaceHead) and layers:
+            record_of(next(iter(layers))).watch = functools.partial(warn_if_bypassed, head)
 
 
 def _no_layers_message(model: nn.Module) -> str:
@@ -234,8 +249,8 @@ def _stock_of(layer: nn.Module) -> type[nn.Module] | None:
 
 def _revert_one(layer: nn.Module) -> None:
     layer.__class__ = _stock_of(layer)  # type: ignore[assignment]
-    own = ("_policy", "_backend", "_accumulate_into", "loss_backend", "loss_grad_in_forward")
-    for name in (*own, *NOTES):
+    own = ("_policy", "_backend", "_accumulate_into")
+    for name in (*own, "loss_head", "loss_backend", "loss_grad_in_forward", *NOTES):
         layer.__dict__.pop(name, None)
 
 
@@ -385,18 +400,17 @@ def _key(layer: FusedLayer) -> tuple[str, State, tuple[ReplayedSubmodule, ...], 
 
 def _losses(model: nn.Module) -> Iterator[LossHead]:
     """Yield the states of the language models in `model`."""
-    for module in model.modules():
+    for module in language_models(model):
         name, reason = type(module).__name__, ""
         if not isinstance(module, HuggingFaceHead):
-            if head_class(type(module)) is not None:
-                yield LossHead(name, "not requested")
+            yield LossHead(name, "not requested")
             continue
         record = record_of(module)
         state: HeadState = "not called"
         layers = map(record_of, fused_layers(module).values())
         latest = max(layers, key=lambda layer: layer.order, default=record)
         if latest.order > record.order or (record.last is None and latest.last is not None):
-            state, body = "bypassed", f"{name}.{module.layout.body}"
+            state, body = "bypassed", f"{name}.{body_of(module)}"
             reason = f"the last training step called {body} without {name}"
         elif record.last is not None:
             state, reason = "fused" if record.last == "block" else "bypassed", record.reason

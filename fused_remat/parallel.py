@@ -330,7 +330,7 @@ def _heads_of(model: nn.Module, head: str | None) -> dict[str, nn.Module]:
             raise AttributeError(f"head={head!r}: {error}") from None
     for prefix, module in model.named_modules():
         if isinstance(module, HuggingFaceHead):
-            name = f"{prefix}.{module.layout.head}".lstrip(".")
+            name = f"{prefix}.{module.loss_head}".lstrip(".")
             own = model.get_submodule(name)
             if type(own) is nn.Linear:
                 heads[name] = own

@@ -1,115 +1,53 @@
 """Language models of transformers whose loss is computed without the full logits.
 
-A model's class is swapped as a layer's is: same object, same name. Where a call trains and has
-labels, the head's product and the loss are `ops.linear_cross_entropy`, and the `logits` of the
-output are None. Every other call, generation and evaluation among them, is transformers' own.
+A model's class is swapped as a layer's is: same object, same name. In a training call the stock
+forward runs with a head whose logits are deferred (`huggingface.logits`): where the model's loss is
+a cross-entropy, the head's product and the loss are `ops.linear_cross_entropy`, and the `logits` of
+the output are None. Every other call, generation and evaluation among them, is transformers' own.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fused_remat.execution.observe import DECISIONS
+from fused_remat.huggingface.logits import DeferredHead, DeferredLogits
 from fused_remat.layers.converted import Replaced, class_of
-from fused_remat.layers.eligibility import (
-    Reason,
-    Unsupported,
-    is_readable,
-    parameters_of,
-    qualified,
-    wants_grad,
-)
+from fused_remat.layers.eligibility import Reason, parameters_of, wants_grad
 from fused_remat.layers.fused_layer import TRACED, is_traced
-from fused_remat.layers.modules import read_linear
-from fused_remat.layers.packed import Packed
 from fused_remat.layers.record import NOTES, record_of, warn, warn_compiled
-from fused_remat.layers.tensor_parallel import VocabularyParallelLinear
-from fused_remat.ops.activation import has_hooks
-from fused_remat.ops.cross_entropy import linear_cross_entropy
-
-
-@dataclass(frozen=True)
-class Head:
-    """Layout of a model class."""
-
-    package: str  # module of the class, and its name
-    model: str
-    body: str = "model"  # body, head: names of submodules
-    head: str = "lm_head"
-    output: str = "CausalLMOutputWithPast"  # its class in `transformers.modeling_outputs`
-    #: Fields of the body's output that are returned, in addition to `past_key_values`.
-    fields: tuple[str, ...] = ("hidden_states", "attentions")
-    softcap: str = ""  # attribute of the config with the soft-cap of the logits, if any
-
-
-_MODELS = "transformers.models"
-#: Each stands for all model classes of transformers whose forward has the same code.
-HEADS = (
-    Head(f"{_MODELS}.llama.modeling_llama", "LlamaForCausalLM"),
-    Head(
-        f"{_MODELS}.gemma2.modeling_gemma2", "Gemma2ForCausalLM", softcap="final_logit_softcapping"
-    ),
-    Head(
-        f"{_MODELS}.gpt2.modeling_gpt2",
-        "GPT2LMHeadModel",
-        body="transformer",
-        output="CausalLMOutputWithCrossAttentions",
-        fields=("hidden_states", "attentions", "cross_attentions"),
-    ),
-)
-
-
-@functools.cache
-def head_layout(stock: Any) -> Head | None:
-    """Return the entry of a model class; None without one.
-
-    Most language models of transformers have a copy of another model's forward, so they are
-    recognized by its code, without strings.
-    """
-    if not stock.__module__.startswith("transformers.models."):
-        return None
-    for layout in HEADS:
-        if (layout.package, layout.model) == (stock.__module__, stock.__qualname__):
-            return layout
-    if not stock.__name__.endswith("ForCausalLM"):
-        return None
-    from transformers.models.gemma2.modeling_gemma2 import Gemma2ForCausalLM
-    from transformers.models.llama.modeling_llama import LlamaForCausalLM
-
-    for layout, reference in zip(HEADS, (LlamaForCausalLM, Gemma2ForCausalLM), strict=False):
-        if _code(stock) == _code(reference):
-            return layout
-    return None
-
-
-def _code(model: Any) -> tuple[Any, ...]:
-    code = inspect.unwrap(model.forward).__code__
-    numbers = tuple([value for value in code.co_consts if not isinstance(value, str)])
-    return code.co_code, code.co_names, code.co_varnames, numbers
-
 
 _IDLE = Reason("the model does not train", quiet=True)
-_UNFIT = Reason("its arguments do not fit", quiet=True)  # so that the stock forward raises
-_UNLABELLED = Reason("the call has no labels", quiet=True)
+_UNREAD = "the call computes no loss from them"
+_ADVICE = (
+    "; pass labels, and set model.loss_function instead of computing a loss from outputs.logits "
+    "(as Trainer's label_smoothing_factor does); run TRL's trainers in "
+    "fused_remat.integrations.trl.fused_lm_head()"
+)
 _NO_LOGITS = (
     "returns logits=None where it trains: convert(model, loss=True) computes the loss without "
     "them; convert with loss=False if your training code reads outputs.logits"
 )
+_BYPASSED = (
+    "is bypassed, and loss=True has no effect: a training step called {} without it, and computes "
+    "the loss itself. Call the model with labels; run TRL's trainers in "
+    "fused_remat.integrations.trl.fused_lm_head()"
+)
+_calls = threading.local()
 
 
 class HuggingFaceHead(Replaced):
     """Mixed in before a model class of transformers by `head_class`."""
 
-    layout: ClassVar[Head]
-    signature: ClassVar[inspect.Signature]  # of the stock forward
-
+    loss_head: str = "lm_head"  # path of the head
     loss_backend: str = "auto"
     loss_grad_in_forward: bool = False  # as in `ops.linear_cross_entropy`
 
@@ -118,111 +56,139 @@ class HuggingFaceHead(Replaced):
         return {n: value for n, value in state.items() if n not in NOTES}
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
-        """Run `forward(*args, **kwargs)`: with the fused loss, or transformers' own."""
-        inputs, compiling = self._read(args, kwargs), torch.compiler.is_compiling()
-        if not isinstance(inputs, Reason):
-            result = self._with_fused_loss(*inputs)
-            if not compiling:
-                warn(self, _NO_LOGITS, UserWarning)  # nothing is slower
-                record_of(self).note("block")
-            return result
+        """Run `forward(*args, **kwargs)`, in training with a head whose logits are deferred."""
+        compiling = torch.compiler.is_compiling()
+        with contextlib.nullcontext() if compiling else loss_computed():
+            reason = self._stock_reason(compiling)
+            if reason is None:
+                return self._run(compiling, args, kwargs)
+            result = self.stock.forward(self, *args, **kwargs)
         for observe in DECISIONS:
-            observe(self, inputs.text)
-        if not inputs.quiet and compiling:
-            warn_compiled(type(self).__name__, inputs.text)
-        elif not inputs.quiet:
-            warn(self, f"runs its own head and loss, with full logits: {inputs.text}")
-        result = self.stock.forward(self, *args, **kwargs)
-        if not compiling and inputs not in (_IDLE, TRACED):
-            record_of(self).note("plain", inputs.text)
+            observe(self, reason.text)
+        if not reason.quiet:
+            record_of(self).note("plain", reason.text)
         return result
 
-    def _read(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> tuple[dict[str, Any], Tensor, Tensor | None] | Reason:
-        """Return the arguments, and the head's weight and bias; or why transformers' loss runs."""
+    def _stock_reason(self, compiling: bool) -> Reason | None:
         if not self.training or not wants_grad(*parameters_of(self).values()):
             return _IDLE
         if is_traced():
             return TRACED
-        try:
-            bound = self.signature.bind(self, *args, **kwargs).arguments
-        except TypeError:
-            return _UNFIT
-        extra = bound.pop("kwargs", {})
-        arguments = {**dict(list(bound.items())[1:]), **extra}
-        if not isinstance(arguments.get("labels"), Tensor):
-            return _UNLABELLED
-        try:
-            self._check(arguments)
-            return arguments, *self._head()
-        except Unsupported as reason:
-            return Reason(str(reason))
+        failure = "" if compiling else record_of(self).failure
+        return Reason(failure) if failure else None
 
-    def _check(self, arguments: Mapping[str, Any]) -> None:
-        """Raise `Unsupported` for a call or a loss that needs the full logits."""
-        from transformers.loss.loss_utils import ForCausalLMLoss
-
-        keeps = arguments.get("logits_to_keep", 0)
-        if not isinstance(keeps, int) or keeps != 0:
-            raise Unsupported("the call requests a part of the logits")
-        if arguments.get("return_dict") is False or not getattr(self.config, "return_dict", True):
-            raise Unsupported("the call requests a tuple")
-        if arguments.get("shift_labels") is not None:
-            raise Unsupported("the call passes shift_labels")
-        if self.loss_function is not ForCausalLMLoss:
-            name = getattr(self.loss_function, "__name__", type(self.loss_function).__name__)
-            raise Unsupported(f"the loss function is {name}")
-
-    def _head(self) -> tuple[Tensor, Tensor | None]:
-        path = self.layout.head
-        head: Any = self._modules.get(path)
-        if type(head) is VocabularyParallelLinear and not has_hooks(head):
-            return head.weight, head.bias
-        weight, bias, updates = read_linear(head, path)
-        if updates:
-            raise Unsupported(f"{path} has low-rank updates")
-        if isinstance(weight, Packed) or not is_readable(weight):
-            raise Unsupported(f"{path}.weight is {qualified(type(weight))}")
-        return weight, bias
-
-    def _with_fused_loss(
-        self, arguments: dict[str, Any], weight: Tensor, bias: Tensor | None
-    ) -> Any:
-        """Return the output of the stock forward, without logits."""
-        from transformers import modeling_outputs
-
-        labels = arguments.pop("labels")
-        arguments.pop("logits_to_keep", None)
-        body: Any = self._modules[self.layout.body]
-        outputs = body(**arguments)
-        hidden, count = outputs[0], arguments.get("num_items_in_batch")
-        softcap = getattr(self.config, self.layout.softcap) if self.layout.softcap else None
-        loss = linear_cross_entropy(
-            hidden,
-            weight,
-            labels.to(hidden.device),
-            bias,
-            ignore_index=arguments.get("ignore_index", -100),
-            softcap=float(softcap or 0.0),
-            reduction="mean" if count is None else "sum",
-            shift=True,
-            grad_in_forward=self.loss_grad_in_forward,
-            backend=self.loss_backend,
+    def _run(self, compiling: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        path, before = self.loss_head, dict(self.__dict__)
+        head = DeferredHead(
+            self.get_submodule(path), path, self.loss_backend, self.loss_grad_in_forward
         )
-        if count is not None:
-            loss = loss / (count.to(loss.device) if isinstance(count, Tensor) else count)
-        kind = getattr(modeling_outputs, self.layout.output)
-        rest = {name: getattr(outputs, name, None) for name in self.layout.fields}
-        return kind(loss=loss, past_key_values=outputs.past_key_values, **rest)
+        replica = _replica(self, path, head)
+        result = _finished(self.stock.forward(replica, *args, **kwargs), head)
+        reason = head.reason or ("" if head.losses else f"it does not call {path}")
+        if compiling:
+            if reason:
+                warn_compiled(type(self).__name__, reason, "computes full logits")
+            return result
+        for name, value in replica.__dict__.items():  # what the forward has set
+            if name != path.partition(".")[0] and before.get(name, _calls) is not value:
+                self.__dict__[name] = value
+        self._note(head, reason)
+        return result
+
+    def _note(self, head: DeferredHead, reason: str) -> None:
+        """Note, and warn of, what a call did; `reason` is why it computed logits."""
+        record = record_of(self)
+        if not reason:
+            warn(self, _NO_LOGITS, UserWarning)  # nothing is slower
+            record.note("block")
+            return
+        for observe in DECISIONS:
+            observe(self, reason)
+        size = f" ({head.nbytes / 2**20:.1f} MiB in float32)" if head.nbytes else ""
+        advice = _ADVICE if reason == _UNREAD else ""
+        warn(self, f"runs its own head and loss, with full logits{size}: {reason}{advice}")
+        record.note("plain", reason)
+        if head.losses:  # the logits were computed again after a loss
+            record.failure = reason
 
 
-def head_class(stock: type[nn.Module]) -> type[HuggingFaceHead] | None:
-    """Return the class that replaces a model class of transformers; None where there is none."""
-    layout = None if issubclass(stock, HuggingFaceHead) else head_layout(stock)  # type: ignore[arg-type]
-    if layout is None:
-        return None
-    signature = inspect.signature(stock.forward)
+def _replica(module: nn.Module, path: str, head: Any) -> Any:
+    """Return a shallow copy of `module` whose submodule at `path` is `head`."""
+    name, _, rest = path.partition(".")
+    replica: Any = object.__new__(type(module))
+    replica.__dict__.update(module.__dict__)
+    inner: Any = module._modules[name]
+    replica.__dict__[name] = _replica(inner, rest, head) if rest else head
+    return replica
+
+
+def _finished(output: Any, head: DeferredHead) -> Any:
+    """Return the output of a forward, without logits or with computed ones."""
+    if isinstance(output, DeferredLogits):
+        is_read = head.losses and not output.is_computed()
+        return None if is_read else output.logits(_UNREAD)
+    if type(output) is tuple:
+        return tuple([_finished(value, head) for value in output])
+    if isinstance(output, Mapping):
+        return type(output)(**{key: _finished(value, head) for key, value in output.items()})
+    return output
+
+
+@contextlib.contextmanager
+def loss_computed() -> Iterator[None]:
+    """Let this thread call the layers of a model inside without a warning that it is bypassed."""
+    before, _calls.inside = getattr(_calls, "inside", False), True
+    try:
+        yield
+    finally:
+        _calls.inside = before
+
+
+def warn_if_bypassed(model: HuggingFaceHead) -> None:
+    """Warn if a layer of `model` that trains is not called by it."""
+    if not getattr(_calls, "inside", False):
+        warn(model, _BYPASSED.format(f"{type(model).__name__}.{body_of(model)}"))
+
+
+def body_of(model: nn.Module) -> str:
+    """Return the name of the submodule that has the layers of a model of transformers."""
+    return str(getattr(model, "base_model_prefix", "") or "model")
+
+
+def language_models(model: nn.Module) -> dict[nn.Module, str]:
+    """Return the models of transformers in `model` that compute a loss, with paths of their heads.
+
+    Models within them, such as the language model of one that sees images, are not among them.
+    """
+    found: dict[nn.Module, str] = {}
+    inside: set[nn.Module] = set()
+    for module in model.modules():
+        path = "" if module in inside else _head_path(module)
+        if path:
+            found[module] = path
+            inside.update(module.modules())
+    return found
+
+
+def _head_path(model: Any) -> str:
+    if isinstance(model, HuggingFaceHead):
+        return model.loss_head
+    kind: Any = type(model)
+    if not _takes_labels(kind):
+        return ""
+    head = model.get_output_embeddings()
+    return next((path for path, module in model.named_modules() if module is head), "")
+
+
+@functools.cache
+def _takes_labels(kind: type[nn.Module]) -> bool:
+    names = [(base.__module__, base.__name__) for base in kind.__mro__]
+    if ("transformers.modeling_utils", "PreTrainedModel") not in names:
+        return False
+    return "labels" in inspect.signature(kind.forward).parameters
+
+
+def head_class(stock: type[nn.Module]) -> type[HuggingFaceHead]:
+    """Return the class that replaces a model class of transformers."""
     forward = functools.wraps(stock.forward)(lambda self, *args, **kw: self._call(*args, **kw))
-    more = {"layout": layout, "signature": signature, "forward": forward}
-    return class_of(stock, HuggingFaceHead, _class_for=staticmethod(head_class), **more)
+    return class_of(stock, HuggingFaceHead, _class_for=staticmethod(head_class), forward=forward)

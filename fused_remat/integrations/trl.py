@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from fused_remat.execution.executor import autocast_on
+from fused_remat.huggingface.head import loss_computed
 from fused_remat.ops.token_log_probs import token_losses
 from fused_remat.steps.operations import warn
 
@@ -47,7 +48,8 @@ def fused_lm_head(backend: str = "auto") -> Iterator[None]:
     stock = utils._ChunkedLogProbFunction
     utils._ChunkedLogProbFunction = _Function(stock, backend)
     try:
-        yield
+        with loss_computed():
+            yield
     finally:
         utils._ChunkedLogProbFunction = stock
 

@@ -8,7 +8,7 @@ import logging
 import re
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -58,6 +58,7 @@ class Record:
     changes: dict[bool, list[str]] = field(default_factory=dict)
     swaps_parameters: bool = False  # whether forward changes parameters and restores them
     reached: int = 0  # how often forward has reached `FusedLayer._call`
+    watch: Callable[[], None] | None = None  # called with each training call in forward
 
     def note(self, ran: Ran, reason: str = "") -> None:
         """Count a training call, unless a checkpoint around the layer repeats it in backward."""
@@ -67,6 +68,8 @@ class Record:
         self.last, self.reason = ran, reason
         if not in_backward:
             self.in_forward, self.order = True, next(_order)
+            if self.watch is not None:
+                self.watch()
         if (ran, reason) not in self.calls and len(self.calls) >= _MOST_REASONS:
             reason = "other reasons"
         self.calls[ran, reason] += 1
@@ -99,6 +102,7 @@ def noted_apart(layers: Iterable[nn.Module]) -> Iterator[None]:
     try:
         for record, _ in before:
             vars(record).update(calls=Counter(), last=None, reason="", in_forward=False, advice="")
+            record.watch = None
         yield
     finally:
         for record, kept in before:
