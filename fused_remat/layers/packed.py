@@ -111,7 +111,7 @@ def _difference(module: Any, packed: Packed, x: Tensor) -> str | None:
     except Exception as error:
         return f"a trial of its format raises {type(error).__name__}: {error}"
     limit = max(_LIMITS[d] for d in (x.dtype, dtype, spec.dtype or dtype))
-    for what, a, b in (("result", mine, y), ("gradient", mine_dx, dx)):
+    for what, a, b in (("result", mine, y.detach()), ("gradient", mine_dx, dx)):
         distance = float((a.double() - b.double()).norm() / b.double().norm())
         if not distance <= limit:
             return f"its weight as a block dequantizes it gives another {what} ({distance:.0e})"
