@@ -76,8 +76,7 @@ def convert(
     """
     if not isinstance(every, int) or isinstance(every, bool) or every < 1:
         raise ValueError(f"every must be a positive int, got {every!r}")
-    if not isinstance(loss, bool) and loss != "grad_in_forward":
-        raise TypeError(f"loss must be True, False or 'grad_in_forward', got {loss!r}")
+    check_loss(loss)
     check_name(backend)
     layers = _eligible_layers(model)
     heads = _heads(model) if loss else []
@@ -148,6 +147,12 @@ def set_policy(model: Model, pattern: str, policy: str | Policy) -> Model:
 def fused_layers(model: nn.Module) -> dict[str, FusedLayer]:
     """Return the fused layers of `model` by qualified name."""
     return {name: m for name, m in model.named_modules() if isinstance(m, FusedLayer)}
+
+
+def check_loss(loss: object) -> None:
+    """Raise TypeError unless `loss` is a value of `convert`'s argument."""
+    if not isinstance(loss, bool) and loss != "grad_in_forward":
+        raise TypeError(f"loss must be True, False or 'grad_in_forward', got {loss!r}")
 
 
 def _eligible_layers(model: nn.Module) -> list[nn.Module]:

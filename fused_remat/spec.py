@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, Literal
 
@@ -258,12 +259,15 @@ class LoraSpec:
         scale, dropout: the factor of the update; the dropout probability of its input.
         dtype: of A, B and the product between them; None for the block's. (PEFT keeps adapters in
             float32 in a model of 16 bits.)
+        dora: whether the layer's output columns are then scaled (`steps.dora`). It is the only
+            update of its layer.
     """
 
     layer: str
     scale: float
     dropout: float = 0.0
     dtype: torch.dtype | None = None
+    dora: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -323,7 +327,8 @@ class BlockSpec:
         branches: in the order of computation.
         inputs: names of the inputs. The first is the stream; attention reads the others.
         residual: whether branches are added to the stream; else the one branch is the output.
-        loras: low-rank updates; the matrices of the i-th are "lora.i.A" and "lora.i.B".
+        loras: low-rank updates; the matrices of the i-th are "lora.i.A" and "lora.i.B",
+            the magnitudes of DoRA "lora.i.M".
         parallel: the ranks that divide heads and hidden units, or None. The spec's numbers of heads
             are those of one rank.
         packed: the names of linear layers whose weights are quantized, each with its format.
@@ -348,6 +353,10 @@ class BlockSpec:
                 )
         if not self.residual and (len(self.branches) > 1 or self.branches[0].placement != "pre"):
             raise ValueError("without a residual, a block has one branch, with placement 'pre'")
+        layers = [lora.layer for lora in self.loras]
+        for layer in [lora.layer for lora in self.loras if lora.dora]:
+            if layers.count(layer) > 1:
+                raise ValueError(f"DoRA must be the only low-rank update of its layer, {layer!r}")
         if (self.loras or self.packed) and self.parallel is not None:
             what = "low-rank updates" if self.loras else "quantized weights"
             raise ValueError(f"{what} cannot be divided among ranks")
@@ -406,7 +415,7 @@ class BlockSpec:
             names += ("q_norm.weight", "k_norm.weight")
         for layer, packed in self.packed:
             names += packed.names(f"{layer}.weight")[1:]
-        return names + lora_params(len(self.loras))
+        return names + lora_params(self.loras)
 
     def linear_shapes(self, width: int, hidden: int) -> dict[str, tuple[int, int]]:
         """Return (out, in) of every linear layer of a block of `width`, MLP `hidden` wide."""
@@ -445,6 +454,7 @@ def linear_params(*names: str) -> tuple[str, ...]:
     return tuple([f"{name}.{kind}" for name in names for kind in ("weight", "bias")])
 
 
-def lora_params(count: int) -> tuple[str, ...]:
-    """Return the names of the matrices A (rank, in) and B (out, rank) of `count` updates."""
-    return tuple([f"lora.{i}.{matrix}" for i in range(count) for matrix in "AB"])
+def lora_params(loras: Sequence[LoraSpec]) -> tuple[str, ...]:
+    """Return the names of A (rank, in), B (out, rank) and DoRA's magnitudes (out,) of updates."""
+    kinds = ["ABM" if lora.dora else "AB" for lora in loras]
+    return tuple([f"lora.{i}.{matrix}" for i, kind in enumerate(kinds) for matrix in kind])

@@ -86,14 +86,20 @@ class Block:
         return made
 
     def updates(
-        self, layers: Sequence[str] = (), rank: int = 3, dtype: torch.dtype = torch.float64
+        self,
+        layers: Sequence[str] = (),
+        rank: int = 3,
+        dtype: torch.dtype = torch.float64,
+        dora: bool = False,
     ) -> list[Update]:
         """Low-rank updates of `layers`, all linear ones if none are named; leaves."""
         made = []
         for i, name in enumerate(layers or self.linears):
             out, width = self.linears[name]
             a = normal(rank, width, seed=100 + i, scale=width**-0.5, dtype=dtype)
-            made.append((name, a, normal(out, rank, seed=200 + i, dtype=dtype), 0.5 + 0.25 * i))
+            update = (name, a, normal(out, rank, seed=200 + i, dtype=dtype), 0.5 + 0.25 * i)
+            magnitudes = normal(out, seed=300 + i, dtype=dtype).detach().abs() + 0.5
+            made.append((*update, magnitudes.requires_grad_()) if dora else update)
         return made
 
     def rope(self, seq: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:

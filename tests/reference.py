@@ -28,8 +28,9 @@ from fused_remat.spec import (
 
 Tensors = Mapping[str, Tensor | None]
 Function = Callable[[Tensor], Tensor]
-#: layer, A (rank, in), B (out, rank), scale; as `ops.causal_block(lora=...)`.
-Update = tuple[str, Tensor, Tensor, float]
+#: layer, A (rank, in), B (out, rank), scale, and DoRA's magnitudes; as
+#: `ops.causal_block(lora=...)`.
+Update = tuple[str | Tensor | float, ...]
 
 ACTIVATIONS: dict[str, Function] = {
     "silu": F.silu,
@@ -161,7 +162,13 @@ class _Block:
             if lora.layer == name:
                 a, b = self.tensors[f"lora.{i}.A"], self.tensors[f"lora.{i}.B"]
                 low = self.drop(x, random.LORA + i, lora.dropout)
-                y = y + lora.scale * low.to(a.dtype) @ a.T @ b.T
+                added = lora.scale * low.to(a.dtype) @ a.T @ b.T
+                if lora.dora:  # as PEFT computes it
+                    weight = self.tensors[f"{name}.weight"]
+                    norms = (weight + lora.scale * b @ a).norm(dim=1).detach()
+                    c = self.tensors[f"lora.{i}.M"] / norms
+                    added = (c - 1) * F.linear(low, weight) + c * added
+                y = y + added
         return y.to(x.dtype)
 
     def heads(self, op: AttentionSpec, x: Tensor) -> list[Tensor]:
@@ -232,8 +239,9 @@ class _Block:
 def matrices(lora: Sequence[Update]) -> dict[str, Tensor]:
     """Return A and B of low-rank updates by their names in a block."""
     named = {}
-    for i, (_, a, b, _) in enumerate(lora):
-        named |= {f"lora.{i}.A": a, f"lora.{i}.B": b}
+    for i, (_, *tensors) in enumerate(lora):
+        named |= dict(zip([f"lora.{i}.{name}" for name in "AB M"], tensors, strict=False))
+        del named[f"lora.{i}. "]  # the scale
     return named
 
 
@@ -260,7 +268,9 @@ def causal_block(
     head_dim, named = weights["proj.weight"].shape[1] // nhead, isinstance(activation, str)
     head_eps = eps if qk_norm_eps is None else qk_norm_eps
     p_attention = dropout_p if attention_dropout_p is None else attention_dropout_p
-    loras = [LoraSpec(layer=n, scale=s, dropout=lora_dropout_p) for n, _, _, s in lora]
+    loras = [
+        LoraSpec(layer=n, scale=s, dropout=lora_dropout_p, dora=bool(m)) for n, _, _, s, *m in lora
+    ]
     spec = transformer_spec(
         norm, eps, activation if named else USER_FUNCTION, offset=norm_offset, placement=placement,
         gated="gate.weight" in weights, dropout=(p_attention, dropout_p, dropout_p, dropout_p),

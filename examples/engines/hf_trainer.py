@@ -1,4 +1,4 @@
-"""Train a converted Llama, attention dropout on, with Hugging Face's `Trainer`: DDP.
+"""Train a converted Llama, attention dropout on, with Hugging Face's `Trainer`: DDP, or FSDP2.
 
 `Trainer`'s own checkpoint, `checkpoint-10`, has weights, optimizer state, schedule, the place in
 the data and every rank's random state. In it, `dcp` is one of `torch.distributed.checkpoint`:
@@ -8,6 +8,9 @@ resuming from that takes weights, optimizer state and schedule from there, the r
     torchrun --nproc-per-node 2 examples/engines/hf_trainer.py --resume build/trainer/checkpoint-10
     torchrun --nproc-per-node 2 examples/engines/hf_trainer.py \\
         --resume build/trainer/checkpoint-10/dcp
+
+`--fsdp` shards layers by FSDP2. Accelerate takes it to GPUs only; `shard_on_cpus` is for trying it
+without one.
 """
 
 from __future__ import annotations
@@ -18,22 +21,27 @@ from typing import Any
 
 import tiny_lm
 import torch
+from accelerate import FullyShardedDataParallelPlugin
+from accelerate_loop import shard_on_cpus
 from tiny_lm import Losses, TrainState, Windows
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from fused_remat import convert
+from fused_remat.integrations.transformers import FusedRematCallback
+
+#: The callback switches off what would run blocks a second time.
+FSDP2 = {"state_dict_type": "SHARDED_STATE_DICT", "activation_checkpointing": True}
 
 
-def llama(policy: str) -> nn.Module:
-    """A Llama over bytes, converted: each of its layers is a block."""
+def llama() -> nn.Module:
+    """A Llama over bytes."""
     tiny_lm.seed_all()
     config = LlamaConfig(
         vocab_size=tiny_lm.VOCABULARY, hidden_size=tiny_lm.WIDTH, num_hidden_layers=tiny_lm.LAYERS,
         intermediate_size=2 * tiny_lm.WIDTH, num_attention_heads=tiny_lm.HEADS,
         num_key_value_heads=tiny_lm.HEADS // 2, attention_dropout=0.1, use_cache=False,
     )  # fmt: skip
-    return convert(LlamaForCausalLM(config).train(), policy=policy)
+    return LlamaForCausalLM(config).train()
 
 
 class DcpTrainer(Trainer):
@@ -41,6 +49,13 @@ class DcpTrainer(Trainer):
 
     dcp: Path | None = None  #: what to resume from, instead of Trainer's own files
     losses: Losses
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        if self.args.fsdp and self.args.use_cpu:
+            plugin = FullyShardedDataParallelPlugin(**self.args.fsdp_plugin_args)
+            shard_on_cpus(plugin)
+            self.is_fsdp_enabled = True
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         loss = super().compute_loss(*args, **kwargs)
@@ -74,17 +89,21 @@ def collate(windows: list[Tensor]) -> dict[str, Tensor]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Build, resume if requested, train."""
-    args = tiny_lm.parse(__doc__, argv)
+    fsdp = {"action": "store_true", "help": "shard layers by FSDP2"}
+    args = tiny_lm.parse(__doc__, argv, fsdp=fsdp)
     device = tiny_lm.join()
     settings = TrainingArguments(
         output_dir=str(args.out), max_steps=args.steps, save_steps=args.save_at, seed=tiny_lm.SEED,
         per_device_train_batch_size=tiny_lm.BATCH, learning_rate=tiny_lm.LEARNING_RATE,
         warmup_steps=tiny_lm.WARMUP_STEPS, max_grad_norm=tiny_lm.CLIP, report_to=[],
         use_cpu=device.type == "cpu", ddp_find_unused_parameters=False, disable_tqdm=True,
-        dataloader_pin_memory=False,
+        dataloader_pin_memory=False, fsdp=args.fsdp or None,
+        fsdp_config=FSDP2 if args.fsdp else None,
     )  # fmt: skip
-    model = llama(args.policy)
-    trainer = DcpTrainer(model, settings, train_dataset=Windows(), data_collator=collate)
+    trainer = DcpTrainer(
+        llama(), settings, train_dataset=Windows(), data_collator=collate,
+        callbacks=[FusedRematCallback(args.policy)],
+    )  # fmt: skip
     own, first = args.resume, 0
     if own is not None:
         trainer.dcp, own = (own, own.parent) if own.name == "dcp" else (None, own)

@@ -30,6 +30,7 @@ from fused_remat.steps.attention import Attention
 from fused_remat.steps.chunk import Part
 from fused_remat.steps.collective import SITES_OF_A_RANK, AllGather, ReduceScatter
 from fused_remat.steps.cross_entropy import LinearCrossEntropy
+from fused_remat.steps.dora import Dora
 from fused_remat.steps.linear import Linear
 from fused_remat.steps.low_rank import LowRank
 from fused_remat.steps.node import Node
@@ -134,16 +135,20 @@ class BlockBuilder:
     def _updates(
         self, x: str, layers: tuple[str, ...], sizes: tuple[int, ...]
     ) -> tuple[LowRank, ...]:
-        """Return the low-rank updates of the layers, whose masks are added."""
+        """Return the updates of the layers, whose masks are added."""
         ends = itertools.pairwise((0, *itertools.accumulate(sizes)))
         columns, updates = dict(zip(layers, ends, strict=False)), []
         for i, lora in enumerate(self.loras):
             if lora.layer in layers:
                 low = f"lora.{i}"
                 mask = self.dropout(f"dropout.{low}", random.LORA + i, lora.dropout, x)
-                update = LowRank(
+                kind, names = LowRank, dict[str, str]()
+                if lora.dora:
+                    affine = zip(("weight", "bias"), linear_params(lora.layer), strict=True)
+                    kind, names = Dora, dict(affine, magnitude=f"{low}.M")
+                update = kind(
                     a=f"{low}.A", b=f"{low}.B", low=low, scale=lora.scale, mask=mask,
-                    columns=columns.get(lora.layer), dtype=lora.dtype,
+                    columns=columns.get(lora.layer), dtype=lora.dtype, **names,
                 )  # fmt: skip
                 updates.append(update)
         return tuple(updates)

@@ -152,7 +152,7 @@ def _heads(parts: Parts, attention: Any, head_dim: int) -> tuple[int, int]:
     """Return the numbers of query heads, and of key and value heads, by the shapes of weights."""
     if "qkv" in parts.layer_map.linears:
         return attention.num_heads, attention.num_heads
-    heads, kv_heads = parts.rows("q") // head_dim, parts.rows("k") // head_dim
+    heads, kv_heads = parts.rows["q"] // head_dim, parts.rows["k"] // head_dim
     groups = attention.__dict__.get("num_key_value_groups", 1)
     if heads != kv_heads * groups:
         raise Unsupported(f"{heads} query heads share {kv_heads} key heads in groups of {groups}")

@@ -233,15 +233,17 @@ def check_weights(
     """Raise `Unsupported` unless the weights of a layer fit a block of `spec` on `x`."""
     name, path_of = layer_map.input, layer_map.path_of
     dtype, device, on_cpu = x.dtype, x.device, x.is_cpu
-    floating = unpacked(weights, spec)
-    biases = {f"{layer}.bias" for layer, _ in spec.packed}  # in the dtype of the product
+    floating = unpacked(weights, spec) if spec.packed else weights
+    packed, fc1 = dict(spec.packed), weights["fc1.weight"]
     for key, p in floating.items():
         if p is None:
             continue
         if type(p) not in PLAIN and not is_dtensor(p):
             raise wrong_class(p, path_of(key), "torch.nn.Parameter")
         elsewhere = not p.is_cpu if on_cpu else p.device != device
-        fits = p.dtype is dtype or low is not None or key in biases
+        fits = p.dtype is dtype or low is not None
+        if packed and key.endswith(".bias"):  # may have the dtype of the product
+            fits = fits or key[:-5] in packed
         # Adapters may be float32 on weights of 16 bits.
         if elsewhere or not (fits or (key.startswith("lora.") and p.dtype is torch.float32)):
             raise Unsupported(
@@ -249,14 +251,20 @@ def check_weights(
             )
     if low is not None:
         check_autocast(x, name, floating, low, path_of)
-    packed, fc1 = dict(spec.packed), weights["fc1.weight"]
     assert fc1 is not None  # a linear layer without a weight is not read
     hidden = packed["fc1"].shape[0] if "fc1" in packed else fc1.shape[0]
     expected = _shapes(spec, x.shape[-1], hidden)
-    shapes = [(key, p.shape) for key, p in floating.items() if p is not None]
-    for key, shape in (*shapes, *[(f"{layer}.weight", own.shape) for layer, own in spec.packed]):
-        if key in expected and shape != expected[key]:
-            raise Unsupported(f"{path_of(key)} has shape {tuple(shape)}, expected {expected[key]}")
+    for key, p in floating.items():
+        if p is not None and key in expected and p.shape != expected[key]:
+            raise Unsupported(
+                f"{path_of(key)} has shape {tuple(p.shape)}, expected {expected[key]}"
+            )
+    for layer, own in packed.items():
+        if own.shape != expected[f"{layer}.weight"]:
+            raise Unsupported(
+                f"{path_of(layer + '.weight')} has shape {own.shape}, expected "
+                f"{expected[f'{layer}.weight']}"
+            )
     for i, lora in enumerate(spec.loras):
         a, b = weights[f"lora.{i}.A"], weights[f"lora.{i}.B"]
         out, columns = expected[f"{lora.layer}.weight"]
@@ -270,8 +278,6 @@ def check_weights(
 
 def unpacked(weights: Mapping[str, Tensor | None], spec: BlockSpec) -> Mapping[str, Tensor | None]:
     """Return the weights of a block but the tensors of quantized ones."""
-    if not spec.packed:
-        return weights
     names = {n for layer, packed in spec.packed for n in packed.names(f"{layer}.weight")}
     return {name: t for name, t in weights.items() if name not in names}
 

@@ -5,8 +5,8 @@ input that the block kept (`Rescue`).
 
 As under `torch.utils.checkpoint.checkpoint(use_reentrant=False)`, backward calls the submodules
 again, so their forward hooks fire again, and attributes have the values of that second call. The
-parameters, their versions and the training flags are those of forward. A forward that updates
-buffers in training is not repeated, and runs without checkpointing.
+parameters, their versions, the training flags and PEFT's active adapters are those of forward. A
+forward that updates buffers in training is not repeated, and runs without checkpointing.
 """
 
 from __future__ import annotations
@@ -29,6 +29,9 @@ from fused_remat.autograd.engine import active_hooks, in_checkpoint
 from fused_remat.execution.executor import changed
 from fused_remat.layers.eligibility import PLAIN, needs_grad, parameters_of
 from fused_remat.layers.record import record_of
+
+#: Attributes of modules that backward sets as they were in forward; the last two are PEFT's.
+_FLAGS = frozenset(("training", "_active_adapter", "_disable_adapters"))
 
 Forward = Callable[..., Any]
 #: Runs a forward with arguments, and again in backward.
@@ -198,7 +201,7 @@ def _raw_attributes(node: type) -> list[str]:
 def checkpointed(layer: nn.Module, forward: Forward, arguments: Mapping[str, Any]) -> Any:
     """Run a layer's `forward(**arguments)` under non-reentrant checkpoint.
 
-    Backward calls it with the parameters and training flags of now, and raises RuntimeError if a
+    Backward calls it with the parameters and flags of now, and raises RuntimeError if a
     tensor was changed in place since, or has another shape, dtype or device.
     """
     # Sharded parameters (DTensors, and ZeRO-3's, which are empty until they are gathered) are left
@@ -217,7 +220,11 @@ def checkpointed(layer: nn.Module, forward: Forward, arguments: Mapping[str, Any
     flat, tree = tree_flatten(parts)
     names = [name for part in parts for name, value in part.items() for _ in tree_leaves(value)]
     kinds = [_kind(value) for value in flat]
-    flags = [(module, "training", module.training) for module in layer.modules()]
+    flags = [
+        (module, name, vars(module)[name])
+        for module in layer.modules()
+        for name in _FLAGS.intersection(vars(module))
+    ]
     # The caller's lists and dicts, to which forward may add; backward passes what they had.
     given, contents = [dict(arguments)], _contents(arguments)
 

@@ -37,13 +37,16 @@ _LORA = {
         ("torchao", "TorchaoLoraLinear", "layer"), ("hqq", "HqqLoraLinear", "hqq"),
     )
 }  # fmt: skip
+_DORA = ("peft.tuners.lora.variants", "DoraLinearVariant")
+_MAGNITUDES = ("peft.tuners.lora.dora", "DoraLinearLayer")
 _SAVED = ("peft.utils.other", "ModulesToSaveWrapper")
 #: Biases of packed projections, by the layers that have parts of them.
 _PACKED_BIASES = {"qkv.bias": ("q", "k", "v"), "cross.bias": ("cross_q", "cross_k", "cross_v")}
 
 
-#: An active adapter (a, b, scale, p): + scale * dropout_p(x) @ a.T @ b.T; a (rank, in).
-Update = tuple[Tensor, Tensor, float, float]
+#: An active adapter (a, b, scale, p, m): + scale * dropout_p(x) @ a.T @ b.T; a (rank, in); DoRA's
+#: magnitudes m (out,), or None.
+Update = tuple[Tensor, Tensor, float, float, Tensor | None]
 #: A layer computes x @ weight.T + bias, and its updates; weight is (out, in).
 Linear = tuple[Tensor | Packed, Tensor | None, tuple[Update, ...]]
 
@@ -146,11 +149,12 @@ def update_tensors(
     loras: list[LoraSpec] = []
     matrices: list[Tensor] = []
     for layer, group in updates.items():
-        for a, b, scale, p in group:
+        for a, b, scale, p, m in group:
             own = None if dtype is None or a.dtype == dtype else a.dtype
-            loras.append(LoraSpec(layer=layer, scale=scale, dropout=p, dtype=own))
-            matrices += [a, b]
-    return dict(zip(lora_params(len(loras)), matrices, strict=True)), tuple(loras)
+            is_dora = m is not None
+            loras.append(LoraSpec(layer=layer, scale=scale, dropout=p, dtype=own, dora=is_dora))
+            matrices += [a, b] if m is None else [a, b, m]
+    return dict(zip(lora_params(loras), matrices, strict=True)), tuple(loras)
 
 
 def read_dropout(module: Any, path: str) -> float:
@@ -181,6 +185,8 @@ def _updates(module: Any, path: str, dtype: torch.dtype) -> tuple[Update, ...]:
     if module.merged_adapters:
         return ()
     active = [name for name in module.active_adapters if name in module.lora_A]
+    if len(active) > 1 and any(module.use_dora.get(name) for name in active):
+        raise Unsupported(f"{path} has several active adapters, one of which is DoRA")
     return tuple(
         [_update(module, name, f"the adapter {name!r} of {path}", dtype) for name in active]
     )
@@ -188,9 +194,9 @@ def _updates(module: Any, path: str, dtype: torch.dtype) -> tuple[Update, ...]:
 
 def _update(module: Any, name: str, called: str, dtype: torch.dtype) -> Update:
     variant = getattr(module, "lora_variant", {}).get(name)
-    if variant is not None or module.use_dora.get(name):
+    if _name(variant) != _DORA and (variant is not None or module.use_dora.get(name)):
         kind = "DoRA" if variant is None else qualified(type(variant))
-        raise Unsupported(f"{called} is {kind}; the fused path supports plain LoRA")
+        raise Unsupported(f"{called} is {kind}; the fused path supports LoRA and DoRA")
     matrices = []
     for letter, layers in (("A", module.lora_A), ("B", module.lora_B)):
         layer = layers._modules[name]
@@ -208,7 +214,18 @@ def _update(module: Any, name: str, called: str, dtype: torch.dtype) -> Update:
     scale = module.scaling[name]
     if type(scale) not in (int, float):
         raise Unsupported(f"the scaling of {called} is {qualified(type(scale))}; expected a number")
-    return a, b, float(scale), p
+    return a, b, float(scale), p, None if variant is None else _magnitudes(module, name, called)
+
+
+def _magnitudes(module: Any, name: str, called: str) -> Tensor:
+    """Return DoRA's magnitudes."""
+    scaling, dropout = module.lora_magnitude_vector._modules[name], module.lora_dropout[name]
+    check_foreign_module(scaling, f"the magnitudes of {called}", *_MAGNITUDES)
+    if module.training != dropout.training and not isinstance(dropout, nn.Identity):
+        raise Unsupported(f"{called} and its dropout differ in training mode")
+    magnitudes = tensor_of(scaling, "weight")
+    assert magnitudes is not None
+    return magnitudes
 
 
 def read_projections(

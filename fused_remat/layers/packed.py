@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ from fused_remat.layers.eligibility import (
     qualified,
 )
 from fused_remat.spec import PackedSpec
-from fused_remat.steps.packed import FORMATS, dequantize
+from fused_remat.steps.packed import dequantize, packed_product
 
 
 class Packed(NamedTuple):
@@ -40,6 +41,7 @@ _TOKENS = 8
 #: By class, format, device and dtype, why a format does not compute what its module does.
 _TESTED: dict[Any, str | None] = {}
 _spec = functools.lru_cache(1024)(PackedSpec)
+_without_compute = functools.lru_cache(1024)(functools.partial(replace, compute=None))
 
 
 def packed_weight(module: Any, path: str, x: Tensor) -> Packed | None:
@@ -62,9 +64,10 @@ def packed_weight(module: Any, path: str, x: Tensor) -> Packed | None:
     key = type(module), found.spec, x.device, x.dtype, module.training
     if key not in _TESTED:
         _TESTED[key] = _difference(module, found, x)
-        found = read(module, path)  # a module's first call may settle its dtype
     if (reason := _TESTED[key]) is not None:
         raise Unsupported(f"{path} is {qualified(type(module))}, and {reason}")
+    if found.spec.compute == x.dtype:  # as before the module's first call, which may set it
+        return Packed(_without_compute(found.spec), found.tensors)
     return found
 
 
@@ -99,11 +102,9 @@ def _difference(module: Any, packed: Packed, x: Tensor) -> str | None:
             (dx,) = torch.autograd.grad(y, given, dy)
             bias = module.bias
             dtype = spec.compute or x.dtype
-            run = FORMATS[spec.kind].product if x.is_cuda else None
             own, own_bias = given.detach().to(dtype), None if bias is None else bias.to(dtype)
-            if run is not None:
-                mine = run(spec, packed.tensors, own, own_bias)
-            else:
+            mine = packed_product(spec, packed.tensors, own, own_bias)
+            if mine is None:
                 mine = F.linear(own, dequantize(spec, packed.tensors, dtype), own_bias)
             mine_dx = dy.to(dtype) @ dequantize(spec, packed.tensors, spec.dtype or dtype).to(dtype)
     except torch.OutOfMemoryError:
@@ -111,8 +112,8 @@ def _difference(module: Any, packed: Packed, x: Tensor) -> str | None:
     except Exception as error:
         return f"a trial of its format raises {type(error).__name__}: {error}"
     limit = max(_LIMITS[d] for d in (x.dtype, dtype, spec.dtype or dtype))
-    for what, a, b in (("result", mine, y.detach()), ("gradient", mine_dx, dx)):
-        distance = float((a.double() - b.double()).norm() / b.double().norm())
+    for what, a, b in (("result", mine, y), ("gradient", mine_dx, dx)):
+        distance = float((a - b).detach().double().norm() / b.detach().double().norm())
         if not distance <= limit:
             return f"its weight as a block dequantizes it gives another {what} ({distance:.0e})"
     return None
@@ -150,12 +151,11 @@ def _bnb_4bit(module: Any, path: str) -> Packed:
     state = getattr(weight, "quant_state", None) or module.quant_state
     if state is None:
         raise Unsupported(f"{path} is not quantized yet: move it to its device")
-    if getattr(state, "packing_format_for_cpu", False) or (
-        weight.is_cpu and not module.training and module.support_avx512bf16_for_cpu
-    ):
+    if getattr(state, "packing_format_for_cpu", False):
         raise Unsupported(
-            f"{path} is in evaluation mode, in which bitsandbytes packs weights for inference on "
-            "this CPU; call train() before the first forward"
+            f"bitsandbytes has packed {path}.weight for inference on this CPU, and its own forward "
+            "then gives its input no gradient; load the model again, and call train() before the "
+            "first forward"
         )
     shape, inner = tuple(state.shape), state.state2
     blocks = [("the weight", math.prod(shape), state.blocksize, state.absmax.numel())]

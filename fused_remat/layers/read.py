@@ -121,17 +121,12 @@ class Parts:
     low: torch.dtype | None  # dtype of autocast, None if it is off
     weights: dict[str, Tensor | None]  # by the block's names
     loras: tuple[LoraSpec, ...]
+    rows: Mapping[str, int]  # outputs of linear layers, by name
     packed: tuple[tuple[str, PackedSpec], ...]  # formats of quantized weights
     norm: str  # kind of the norms
     eps: list[float]
     head_eps: list[float]
     dropout: Mapping[str, float]  # current probabilities, by the names in `LayerMap.dropouts`
-
-    def rows(self, layer: str) -> int:
-        """Return the number of outputs of a linear layer, by the block's name."""
-        weight, packed = self.weights[f"{layer}.weight"], dict(self.packed)
-        assert weight is not None  # a linear layer without a weight is not read
-        return packed[layer].shape[0] if layer in packed else weight.shape[0]
 
     def one_eps(self, of_heads: bool = False) -> Any:
         """Return the eps of all norms over the width, or of all norms of heads, if any."""
@@ -178,18 +173,20 @@ def _read(layer: Any, layer_map: LayerMap, arguments: Mapping[str, Any]) -> Bloc
     for path, name in layer_map.containers.items():
         check_foreign_module(modules[path], path, layer_map.package, name, decorates=True)
     low, updates = low_dtype(x), {}
-    packed: dict[str, PackedSpec] = {}  # not dict[...](), which Dynamo does not trace
+    # Not dict[...](), which Dynamo does not trace.
+    packed: dict[str, PackedSpec] = {}
+    rows: dict[str, int] = {}
     weights: dict[str, Tensor | None] = {}
     for path, names in layer_map.projections.items():
         weights |= read_projections(modules, path, names, x.shape[-1])
     for name, path in layer_map.linears.items():
         weight, bias, adapters = read_linear(modules[path], path, x)
         if isinstance(weight, Packed):
-            packed[name] = weight.spec
+            packed[name], rows[name] = weight.spec, weight.spec.shape[0]
             names = weight.spec.names(f"{name}.weight")
             weights.update(zip(names, weight.tensors, strict=True))
         else:
-            weights[f"{name}.weight"] = weight
+            weights[f"{name}.weight"], rows[name] = weight, weight.shape[0]
         weights[f"{name}.bias"] = bias
         if adapters:
             updates[name] = adapters
@@ -200,8 +197,8 @@ def _read(layer: Any, layer_map: LayerMap, arguments: Mapping[str, Any]) -> Bloc
         matrices, loras = update_tensors(updates, x.dtype if low is None else None)
         weights |= matrices
     parts = Parts(
-        layer, layer_map, modules, x, low, weights, loras, (*packed.items(),), norm, eps, head_eps,
-        dropout,
+        layer, layer_map, modules, x, low, weights, loras, rows, (*packed.items(),), norm, eps,
+        head_eps, dropout,
     )  # fmt: skip
     inputs = layer_map.describe(parts, arguments)
     spec = inputs.spec
@@ -209,7 +206,8 @@ def _read(layer: Any, layer_map: LayerMap, arguments: Mapping[str, Any]) -> Bloc
     inputs.preserve_strides = spec.branches[-1].placement != "post"
     check_weights(x, layer_map, weights, spec, low)
     if low is not None and inputs.precision is None:
-        inputs.precision = precision_of(x, unpacked(weights, spec), low, spec.norm_first)
+        floating = unpacked(weights, spec) if packed else weights
+        inputs.precision = precision_of(x, floating, low, spec.norm_first)
     return inputs
 
 

@@ -308,7 +308,7 @@ def _describe(parts: Parts, arguments: Mapping[str, Any]) -> BlockInputs:
     if parts.low is not None:
         precision = precision_of(x, parts.weights, parts.low, layer.norm_first)
     activation, captured, functions = read_activation(
-        layer.activation, x, parts.rows("fc1"), seq_first, precision
+        layer.activation, x, parts.rows["fc1"], seq_first, precision
     )
     spec = nn_layer_spec(
         bool(layer.norm_first),

@@ -42,8 +42,8 @@ from fused_remat.spec import (
     lora_params,
 )
 
-#: A low-rank update: the name of a layer, A (rank, in), B (out, rank), scale.
-Update = tuple[str, Tensor, Tensor, float]
+#: A low-rank update: the name of a layer, A (rank, in), B (out, rank), scale; DoRA's magnitudes.
+Update = tuple[str, Tensor, Tensor, float] | tuple[str, Tensor, Tensor, float, Tensor]
 
 
 def encoder_block(
@@ -165,7 +165,8 @@ def causal_block(
     is_causal, window, attn_mask, key_padding_mask, key_lengths, scale, softcap: as in `attention`.
         cu_seqlens: as its cu_seqlens_q.
     lora: (layer, A, B, scale): adds scale * dropout(x) @ A.T @ B.T to a layer of the names above;
-        A (rank, in), B (out, rank), in x.dtype or float32. lora_dropout_p: of x, for each update.
+        A (rank, in), B (out, rank), in x.dtype or float32. With magnitudes (out,) as a fifth, it is
+        DoRA, and the layer's only update. lora_dropout_p: of x, for each update.
     Units: bytes kept a token at 16 bits = 2·D (full), 2·(D + H·E) (lean), 4·D + 2·H·E (balanced),
         and 2·(H + 2·Hkv)·E (fast), and 4·F (none; 2·F not gated), plus statistics.
     Raises: ValueError for shapes that do not fit, unknown or missing weights, an unknown policy,
@@ -346,14 +347,16 @@ def _lora_specs(given: Sequence[Update], p: float, x: Tensor) -> tuple[LoraSpec,
     """Return the specs of low-rank updates in a block of `x`, with dropout `p` of their inputs."""
     p, specs = check_p("lora_dropout_p", p), []
     for update in given:
-        if not isinstance(update, tuple) or len(update) != 4:
+        if not isinstance(update, tuple) or len(update) not in (4, 5):
             size = f" of {len(update)}" if isinstance(update, tuple) else ""
             raise TypeError(f"lora takes (layer, A, B, scale), got {type(update).__name__}{size}")
-        layer, a, b, scale = update
+        layer, a, b, scale, *magnitudes = update
         check_tensor(f"A of {layer}", a, (x.dtype, torch.float32), x)
         check_tensor(f"B of {layer}", b, (a.dtype,), x, ", as A")
-        dtype = None if a.dtype == x.dtype else a.dtype
-        specs.append(LoraSpec(layer=layer, scale=float(scale), dropout=p, dtype=dtype))
+        for m in magnitudes:
+            check_tensor(f"magnitudes of {layer}", m, (x.dtype, torch.float32), x)
+        own, is_dora = None if a.dtype == x.dtype else a.dtype, bool(magnitudes)
+        specs.append(LoraSpec(layer=layer, scale=float(scale), dropout=p, dtype=own, dora=is_dora))
     return tuple(specs)
 
 
@@ -366,7 +369,7 @@ def _weights(
         valid = ", ".join(sorted(spec.weights))
         raise ValueError(f"unknown weights {unknown}; valid: {valid}")
     check_weights(x, weights, spec)
-    for layer, a, b, _ in lora:
+    for layer, a, b, _, *magnitudes in lora:
         if layer not in spec.linears:
             raise ValueError(
                 f"lora: there is no layer {layer!r} to update; valid: {', '.join(spec.linears)}"
@@ -376,5 +379,7 @@ def _weights(
         out, width = weight.shape
         check_shape(f"A of {layer}", a, ("rank", width), {f"{layer}.weight": weight})
         check_shape(f"B of {layer}", b, (out, a.shape[0]), {"A": a, f"{layer}.weight": weight})
-    matrices = [matrix for _, a, b, _ in lora for matrix in (a, b)]
-    return {**weights, **dict(zip(lora_params(len(lora)), matrices, strict=True))}
+        for m in magnitudes:
+            check_shape(f"magnitudes of {layer}", m, (out,), {f"{layer}.weight": weight})
+    matrices = [matrix for _, a, b, _, *rest in lora for matrix in (a, b, *rest)]
+    return {**weights, **dict(zip(lora_params(spec.loras), matrices, strict=True))}

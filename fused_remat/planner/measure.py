@@ -26,7 +26,15 @@ from fused_remat.layers.fallback import attributes_as
 from fused_remat.layers.record import Ran
 from fused_remat.planner.calibration import Example, seconds_of
 from fused_remat.planner.chain import Moment
-from fused_remat.report.step import Step, device_of, losses_of, restored, run_step, tensors_in
+from fused_remat.report.step import (
+    Step,
+    device_of,
+    losses_of,
+    restored,
+    run_step,
+    tensors_in,
+    weights_of,
+)
 
 
 @dataclass(frozen=True)
@@ -119,8 +127,9 @@ def predict_optimizer(optimizer: Optimizer) -> tuple[int, int]:
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
             groups = [
-                {**group, "params": [nn.Parameter(torch.empty_like(p)) for p in group["params"]]}
+                {**group, "params": [nn.Parameter(torch.empty_like(p)) for p in params]}
                 for group in optimizer.param_groups
+                if (params := [p for p in group["params"] if p.requires_grad])
             ]
             fake = type(optimizer)(groups)  # type: ignore[call-arg]
             for group in fake.param_groups:
@@ -246,8 +255,8 @@ def _resting(
 
     trained = [p for p in model.parameters() if p.requires_grad and p.device.type == device.type]
     resting = {
-        "parameters": new(model.parameters()),
         "buffers": new(model.buffers()),
+        "parameters": new(weights_of(model)),
         "inputs": new(tensors_in(inputs)),
         "gradients": sum(_buffer(p).nbytes for p in trained) if accumulates else 0,
     }

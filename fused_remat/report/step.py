@@ -92,7 +92,7 @@ def run_step(
         targets = [t for t in (*model.parameters(), *inputs) if t.requires_grad]
         device = device_of(model, inputs)
         trace_layers(model, args, kwargs)
-        record = SavedBytes([*model.parameters(), *model.buffers()], inputs, on_block)
+        record = SavedBytes(weights_of(model), inputs, on_block)
         stack.enter_context(restored(model, inputs))
         if accumulates:
             for t in targets:
@@ -177,6 +177,19 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(getattr(value, entry.name, None))
 
 
+def weights_of(model: nn.Module) -> Iterator[Tensor]:
+    """Yield parameters, buffers, and the scales and codes of quantized weights."""
+    yield from (*model.parameters(), *model.buffers())
+    for module in model.modules():
+        yield from tensors_in(getattr(module, "meta", None))  # HQQ's
+    for p in model.parameters():
+        owner: Any = p  # bitsandbytes' weight, then the states of its 4 bits
+        while owner is not None:
+            names = ("SCB", "absmax", "code", "offset")
+            yield from tensors_in([getattr(owner, name, None) for name in names])
+            owner = getattr(owner, "quant_state", getattr(owner, "state2", None))
+
+
 def arguments_of(
     model: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -208,7 +221,8 @@ def device_of(model: nn.Module, inputs: Any = ()) -> torch.device:
 def restored(model: nn.Module, inputs: list[Tensor]) -> Iterator[None]:
     """Restore random state, training modes, buffers and `.grad` afterwards, also after an error.
 
-    Training calls inside are not counted.
+    Training calls inside are not counted. Inside, transformers' checkpointing is not reentrant:
+    reentrant backward ignores `autograd.grad`, and keeps the same bytes.
     """
     modes = [(module, module.training) for module in model.modules()]
     buffers = [(m, n, b, b.detach().clone()) for m in model.modules()
@@ -219,7 +233,11 @@ def restored(model: nn.Module, inputs: list[Tensor]) -> Iterator[None]:
     tensors = (*model.parameters(), *model.buffers(), *inputs)
     cuda = {t.device.index for t in tensors if t.is_cuda}
     noted = [m for m in model.modules() if isinstance(m, FusedLayer) or "_record" in vars(m)]
-    with torch.random.fork_rng(devices=sorted(cuda)), noted_apart(noted):
+    with (
+        torch.random.fork_rng(devices=sorted(cuda)),
+        noted_apart(noted),
+        attributes_as(list(_not_reentrant(model))),
+    ):
         try:
             yield
         finally:
@@ -231,6 +249,16 @@ def restored(model: nn.Module, inputs: list[Tensor]) -> Iterator[None]:
             for t, name, grad in grads:
                 if getattr(t, name, None) is not grad:
                     setattr(t, name, grad)
+
+
+def _not_reentrant(model: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
+    """Yield replacements of the reentrant checkpoint functions that transformers has set."""
+    name = "_gradient_checkpointing_func"
+    for module in model.modules():
+        run = vars(module).get(name)
+        if isinstance(run, functools.partial) and run.keywords.get("use_reentrant", not run.args):
+            options = {**run.keywords, "use_reentrant": False}
+            yield module, name, functools.partial(run.func, *run.args, **options)
 
 
 class _Watch:

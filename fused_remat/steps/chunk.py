@@ -115,6 +115,7 @@ class Pass:
         self.joint_grads: dict[tuple[str, ...], Tensor] = {}
         self.watch = watch
         self.site_keys: dict[int, tuple[Tensor, ...]] = {}  # by the first site (`site_key`)
+        self.scales: dict[str, tuple[Tensor, Tensor]] = {}  # of DoRA, by the update's product
 
     def take_grads(self, names: Collection[str]) -> dict[str, Tensor]:
         """Remove and return gradients that are complete."""

@@ -8,6 +8,7 @@ a chunk and one weight, and live for one product.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,7 @@ from fused_remat.spec import PackedSpec
 from fused_remat.steps.chunk import Chunk, Part
 from fused_remat.steps.node import Input, Mask, Node, Params, Shapes
 from fused_remat.steps.operations import operation
-from fused_remat.steps.packed import FORMATS, dequantize
+from fused_remat.steps.packed import dequantize, packed_product
 from fused_remat.steps.residual import dropout, residual_add
 
 #: The dtypes of 16 bits.
@@ -262,18 +263,13 @@ class Linear(Node):
 
     @functools.cached_property
     def params(self) -> tuple[str, ...]:
-        names = (*self.weights, *self.biases, *[n for u in self.updates for n in (u.a, u.b)])
+        names = (*self.weights, *self.biases, *[n for u in self.updates for n in u.params])
         return tuple(dict.fromkeys([name for name in (*names, *self._packed_names) if name]))
 
     @functools.cached_property
     def _packed_names(self) -> tuple[str, ...]:
         pairs = zip(self.packed, self.weights, strict=False)
         return tuple([name for spec, weight in pairs if spec for name in spec.names(weight)])
-
-    @property
-    def casts(self) -> Mapping[str, torch.dtype]:
-        casts = super().casts
-        return {name: dtype for name, dtype in casts.items() if name not in self._packed_names}
 
     @functools.cached_property
     def masks(self) -> tuple[str, ...]:
@@ -282,6 +278,11 @@ class Linear(Node):
     @property
     def transients(self) -> tuple[str, ...]:
         return tuple([update.low for update in self.updates])
+
+    @property
+    def casts(self) -> Mapping[str, torch.dtype]:
+        kept = {update.magnitude for update in self.updates}.union(self._packed_names)
+        return {name: dtype for name, dtype in super().casts.items() if name not in kept}
 
     @property
     def description(self) -> tuple[str, str]:
@@ -295,21 +296,25 @@ class Linear(Node):
 
     def flops(self, widths: Mapping[str, int], shapes: Shapes, seq_len: int) -> int:
         columns = shapes[self.weights[0]][1]
-        low = sum(shapes[m][0] * shapes[m][1] for u in self.updates for m in (u.a, u.b))
+        # DoRA multiplies what dropout leaves by the weight, too.
+        updates = [(u.a, u.b, u.mask and u.weight) for u in self.updates]
+        low = sum(math.prod(shapes[m]) for names in updates for m in names if m)
         return 2 * (self.width(widths, shapes) * columns + low)
 
     def needs(self, needs_grad: Collection[str]) -> tuple[str, ...]:
         wanted = not {self.x, *self.params}.isdisjoint(needs_grad)
-        updated = any(u.a in needs_grad or u.b in needs_grad for u in self.updates)
+        updated = any(name in needs_grad for u in self.updates for name in u.params)
         x = (self.x,) if updated or not self._weights.isdisjoint(needs_grad) else ()
-        return (*x, *(self.masks if wanted else ()))
+        own = any(u.magnitude in needs_grad and not u.mask for u in self.updates)
+        return (*x, *(self.masks if wanted else ()), *((self.name,) if own else ()))
 
     def rereads(self, needs_grad: Collection[str]) -> tuple[str, ...]:
         read = [*self.weights, *self._packed_names] if self.x in needs_grad else []
         for u in self.updates:
             read += [u.a] if self.x in needs_grad or u.b in needs_grad else []
             read += [u.b] if self.x in needs_grad or u.a in needs_grad else []
-        return tuple(read)
+            read += [u.weight, *self._packed_names, u.bias, *u.params] if u.magnitude else []
+        return tuple([name for name in read if name])
 
     def affine(self, chunk: Chunk) -> Affine:
         """Return the weight and the bias of the one layer."""
@@ -341,11 +346,11 @@ class Linear(Node):
         spec, bias, dtype = self.packed[i], chunk.param(self.biases[i]), x.dtype
         x = x.to(self._product_dtype(i, dtype))
         bias = None if bias is None else rows_of(bias, self.part).to(x.dtype)  # type: ignore[union-attr]
-        run = FORMATS[spec.kind].product if spec and x.is_cuda and self.part is None else None
-        if run is not None and spec is not None:
+        y = None
+        if spec is not None and x.is_cuda and self.part is None:
             tensors: Any = [chunk.param(name) for name in spec.names(self.weights[i])]
-            y = run(spec, tensors, x, bias)
-        else:
+            y = chunk.ops[packed_product](spec, tensors, x, bias)
+        if y is None:
             into = out if x.dtype == dtype else None
             y = chunk.ops[linear_fwd](x, self.base_weight(chunk, i, x.dtype), bias, out=into)
         return y.to(dtype) if out is None or y is out else out.copy_(y)
@@ -401,7 +406,21 @@ class Linear(Node):
     def _layers(self, y: Tensor) -> list[tuple[str, str, Tensor]]:
         return [*zip(self.weights, self.biases, y.split(self.sizes, 1), strict=True)]
 
+    def _before_scales(
+        self, chunk: Chunk, dy: Tensor, owned: bool, needs_grad: Collection[str]
+    ) -> tuple[Tensor, Collection[str]]:
+        """Return the gradient of what DoRA scales, and what still needs a gradient."""
+        scales = [update for update in self.updates if update.magnitude]
+        dy = dy if owned or all(update.mask for update in scales) else dy.clone()
+        layers = self._layers(dy) if self.sizes else ((self.weight, self.bias, dy),)
+        self._add_bias_grads(chunk, layers, needs_grad)
+        for update in scales:
+            update.backward_scale(chunk, self, dy, needs_grad)
+        return dy, set(needs_grad).difference(self.biases)
+
     def backward(self, chunk: Chunk, dy: Tensor, owned: bool, needs_grad: Collection[str]) -> None:
+        if any(update.magnitude for update in self.updates):
+            dy, needs_grad = self._before_scales(chunk, dy, owned, needs_grad)
         dlows = []
         for update in self.updates:
             dlows.append(update.backward_b(chunk, self, dy, needs_grad))

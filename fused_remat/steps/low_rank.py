@@ -53,17 +53,29 @@ class LowRank:
     columns: tuple[int, int] | None = None
     # of the matrices and of the product between them; None for the step's dtype
     dtype: torch.dtype | None = None
+    # names of DoRA's magnitudes, and of the layer's weight and bias (`dora.Dora`); "" for LoRA
+    magnitude: str = ""
+    weight: str = ""
+    bias: str = ""
+
+    @property
+    def params(self) -> tuple[str, ...]:
+        """Tensors of the block that are the update's own."""
+        return (self.a, self.b, *filter(None, (self.magnitude,)))
 
     def add_to(self, y: Tensor, chunk: Chunk, linear: Node) -> None:
         """Add the update to y, the result of the step, in place."""
         low = self._product(chunk, linear)
-        for rows, _ in _chunks(y, y.dtype != low.dtype):
+        for rows, _ in chunks_of_rows(y, y.dtype != low.dtype):
             mine = self._columns(y[rows])
             chunk.ops[low_rank_add](mine, low[rows], chunk.param(self.b), self.scale)
         chunk.put(self.low, low)
 
     def _columns(self, y: Tensor) -> Tensor:
         return y if self.columns is None else y[:, slice(*self.columns)]
+
+    def _scaled(self, chunk: Chunk, linear: Node, dy: Tensor) -> Tensor:
+        return dy
 
     def _product(self, chunk: Chunk, linear: Node) -> Tensor:
         if self.low in chunk:
@@ -72,8 +84,8 @@ class LowRank:
         assert weight is not None
         dtype = self.dtype or linear.compute or x.dtype
         low = x.new_empty((x.shape[0], weight.shape[0]), dtype=dtype)
-        for rows, mine in _chunks(x, x.dtype != dtype, mask):
-            operand = _dropped(chunk, x[rows], mine, dtype)
+        for rows, mine in chunks_of_rows(x, x.dtype != dtype, mask):
+            operand = dropped_rows(chunk, x[rows], mine, dtype)
             chunk.ops[linear_fwd](operand, weight, None, out=low[rows])
         return low
 
@@ -84,8 +96,8 @@ class LowRank:
         dtype, parts = self.dtype or dy.dtype, []
         needs_low = linear.inputs[0] in needs_grad or self.a in needs_grad
         low = self._product(chunk, linear) if self.b in needs_grad else None
-        for rows, _ in _chunks(dy, dy.dtype != dtype):
-            mine = self._columns(dy[rows]).to(dtype)
+        for rows, _ in chunks_of_rows(dy, dy.dtype != dtype):
+            mine = self._scaled(chunk, linear, self._columns(dy[rows])).to(dtype)
             if low is not None:
                 add_weight_grad(chunk, self.b, mine, low[rows] * self.scale)
             if needs_low:
@@ -104,9 +116,11 @@ class LowRank:
             dx = chunk.sum_of_grads(linear.inputs[0], chunk.dtype_of(linear.inputs[0]))
             assert dx is not None
         x = chunk[linear.inputs[0]] if self.a in needs_grad else None
-        for rows, mine in _chunks(dlow, chunk.dtype_of(linear.inputs[0]) != dlow.dtype, mask):
+        for rows, mine in chunks_of_rows(
+            dlow, chunk.dtype_of(linear.inputs[0]) != dlow.dtype, mask
+        ):
             if x is not None:
-                operand = _dropped(chunk, x[rows], mine, dlow.dtype)
+                operand = dropped_rows(chunk, x[rows], mine, dlow.dtype)
                 cut = rows.stop - rows.start < dlow.shape[0]
                 add_weight_grad(chunk, self.a, dlow[rows], operand, partial=cut)
                 del operand
@@ -125,7 +139,7 @@ class LowRank:
 _ROWS = 4096
 
 
-def _chunks(
+def chunks_of_rows(
     x: Tensor, converts: bool, mask: DropoutMask | None = None
 ) -> Iterator[tuple[slice, DropoutMask | None]]:
     """Yield rows of x and their part of the mask: `_ROWS` at a time if they are converted.
@@ -136,5 +150,5 @@ def _chunks(
         yield slice(start, stop), None if mask is None else mask.of_rows(start, stop - start)
 
 
-def _dropped(chunk: Chunk, x: Tensor, mask: DropoutMask | None, dtype: torch.dtype) -> Tensor:
+def dropped_rows(chunk: Chunk, x: Tensor, mask: DropoutMask | None, dtype: torch.dtype) -> Tensor:
     return x.to(dtype) if mask is None else chunk.ops[dropout](x, mask, dtype)

@@ -24,7 +24,7 @@ class Format(NamedTuple):
     library: str  # its package
     #: Returns the weight (out, in) of the tensors named by a spec, if possible in a dtype.
     dequantize: Callable[[PackedSpec, Tensors, torch.dtype], Tensor]
-    #: Computes x @ weight.T + bias on CUDA as the library does, by a function of its own.
+    #: Computes x @ weight.T + bias as the library does on CUDA.
     product: Callable[[PackedSpec, Tensors, Tensor, Tensor | None], Tensor] | None = None
 
 
@@ -38,6 +38,18 @@ def _describe(key: tuple[Any, ...], *_: Any, **__: Any) -> str:
 def dequantize(spec: PackedSpec, tensors: Tensors, dtype: torch.dtype) -> Tensor:
     """Return the weight (out, in) in `dtype`; `tensors` are those of `spec.names`."""
     return FORMATS[spec.kind].dequantize(spec, tensors, dtype).to(dtype)
+
+
+@operation(key=lambda spec, tensors, x, bias: (spec.kind, x.dtype, x.device), description=_describe)
+def packed_product(
+    spec: PackedSpec, tensors: Tensors, x: Tensor, bias: Tensor | None
+) -> Tensor | None:
+    """Return x @ weight.T + bias by one function of the library, where its module calls one.
+
+    That is on CUDA; None elsewhere.
+    """
+    run = FORMATS[spec.kind].product if x.is_cuda else None
+    return None if run is None else run(spec, tensors, x, bias)
 
 
 def _4bit(spec: PackedSpec, tensors: Tensors, dtype: torch.dtype) -> Tensor:

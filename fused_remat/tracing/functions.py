@@ -1,25 +1,53 @@
-"""Norms and activations that a module or a function computes, recognized by what it returns."""
+"""Functions that a module computes as one operation.
+
+Norms and activations are recognized by what they return, PEFT's DoRA by its modules.
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fused_remat.layers.eligibility import parameters_of
+from fused_remat.layers.eligibility import Unsupported, parameters_of
+from fused_remat.layers.modules import read_linear
 from fused_remat.spec import NormSpec
 from fused_remat.steps.activation import ACTIVATIONS
+from fused_remat.steps.dora import row_norms
 
 
-def known_function(module: nn.Module, dtype: torch.dtype) -> NormSpec | str | None:
-    """Return the norm, or the activation's name, that a module computes of an input, or None."""
+class AdaptedLinear(NamedTuple):
+    """A linear layer with DoRA."""
+
+    names: tuple[str, ...]  # of weight, bias ("" for none), A, B and magnitudes
+    scale: float
+    p: float  # of dropout
+
+    def run(self, x: Tensor, *params: Any) -> Tensor:
+        """Compute the layer (`steps.dora`)."""
+        weight, bias, a, b, magnitudes = params
+        scale = magnitudes / row_norms(weight.detach(), a.detach(), b.detach(), self.scale)
+        z = F.dropout(x, self.p)
+        low = F.linear(F.linear(z.to(a.dtype), a), b) * self.scale
+        y = F.linear(x, weight, bias)
+        wide: Tensor = y + (scale - 1) * F.linear(z, weight) + scale * low
+        return wide.to(y.dtype)
+
+
+Known = NormSpec | AdaptedLinear | str
+
+
+def known_function(module: nn.Module, path: str, dtype: torch.dtype) -> Known | None:
+    """Return the norm, adapted layer or name of an activation that a module computes, or None."""
     params = parameters_of(module, recurse=False)
+    if hasattr(module, "lora_magnitude_vector"):
+        return _adapted(module, path)
     own = [v for n, v in vars(module).items() if isinstance(v, Tensor) and n not in params]
     if type(module) in (nn.Dropout, nn.Identity, nn.Linear) or len(params) > 2 or own:
         return None
@@ -29,6 +57,20 @@ def known_function(module: nn.Module, dtype: torch.dtype) -> NormSpec | str | No
     if not params and not hasattr(module, "normalized_shape"):
         act = activation_of(module, torch.zeros(1, 1024, dtype=torch.float64))
     return act or _norm_of(module, params, dtype)
+
+
+def _adapted(module: nn.Module, path: str) -> AdaptedLinear | None:
+    try:
+        weight, bias, updates = read_linear(module, path)
+    except Unsupported:
+        return None
+    if len(updates) != 1 or updates[0][4] is None:
+        return None
+    (a, b, scale, p, magnitudes), names = updates[0], {id(None): ""}
+    names |= {id(param): name for name, param in parameters_of(module).items()}
+    own = [names.get(id(t)) for t in (weight, bias, a, b, magnitudes)]
+    known = [name for name in own if name is not None]  # a transposed weight is none of them
+    return AdaptedLinear(tuple(known), scale, p) if len(known) == len(own) else None
 
 
 def activation_of(run: Callable[[Tensor], Tensor], like: Tensor) -> str | None:

@@ -21,7 +21,7 @@ from torch.func import functional_call
 
 from fused_remat.layers.eligibility import parameters_of
 from fused_remat.steps.activation import ACTIVATIONS
-from fused_remat.tracing.functions import norm_function
+from fused_remat.tracing.functions import AdaptedLinear, norm_function
 from fused_remat.tracing.isolation import replica
 from fused_remat.tracing.recorder import Recorder
 from fused_remat.tracing.sizes import Size, product
@@ -115,12 +115,17 @@ class Join:
 
     def _known(self, a: Span, b: Span, known: Any) -> None:
         args, numbers = self._tree(a.args, b.args), {n: i for i, n in self.one.sources.items()}
-        params = parameters_of(self.layer.get_submodule(a.path), recurse=False)
-        own = [Ref(numbers[f"{a.path}.{n}"]) for n in params]
-        is_act = isinstance(known, str)
-        name, run = ("act", ACTIVATIONS[known].fwd) if is_act else ("norm", norm_function(known))
+        params: Any = parameters_of(self.layer.get_submodule(a.path), recurse=False)
+        run: Any
+        if isinstance(known, AdaptedLinear):
+            name, run, p, params = "dora", known.run, known.p, known.names
+        elif isinstance(known, str):
+            name, run, p = "act", ACTIVATIONS[known].fwd, None
+        else:
+            name, run, p = "norm", norm_function(known), None
+        own = [Ref(numbers[f"{a.path}.{n}"]) if n else None for n in params]
         self._outs(a.outs, b.outs)
-        self.ops.append(Op(name, run, (*args, *own), {}, list(a.outs), a.path, info=known))
+        self.ops.append(Op(name, run, (*args, *own), {}, list(a.outs), a.path, p, info=known))
 
     def _op(self, a: Op, b: Op) -> None:
         if (a.p, len(a.outs)) != (b.p, len(b.outs)):

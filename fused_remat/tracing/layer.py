@@ -233,7 +233,11 @@ class TracedLayer(ConvertedLayer):
     def _trace_for(self, call: Arguments, state: Any, free: bool) -> Trace | Reason:
         x = call.leaves[call.x]
         formats = {name: own.spec for name, own in packed_weights(self, x).items()}
-        key: tuple[Any, ...] = state, call.key(free), *((x.dtype,) if formats else ())
+        key: tuple[Any, ...] = (
+            state,
+            call.key(free),
+            *((x.dtype, *formats.items()) if formats else ()),
+        )
         trace = self._known(call, key)
         if trace is None and call.is_too_long:
             key = *key, "too long"

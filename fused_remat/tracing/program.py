@@ -216,7 +216,7 @@ def run_op(op: Op, values: dict[int, Any], call: Context) -> None:
     args, kwargs = map_tree(op.args, value), map_tree(op.kwargs, value)
     if op.module is not None:
         result = op.run(call.modules(op.module), *args, **kwargs)
-    elif op.p:
+    elif op.p and op.name == "dropout":
         result = F.dropout(args[0], op.p)
     else:
         result = op.run(*args, **kwargs)

@@ -29,6 +29,12 @@ def packed_weights(layer: nn.Module, x: Tensor) -> dict[str, Packed]:
     found = dict[str, Packed]()
     for path, module in layer.named_modules():
         packed = packed_weight(module, path, x)
+        packs = getattr(module, "support_avx512bf16_for_cpu", False) and x.is_cpu
+        if packs and not module.training:
+            raise Untraceable(
+                f"{path} is in evaluation mode, in which a call for a comparison would let "
+                "bitsandbytes pack its weight for inference on this CPU; call train()"
+            )
         if packed is not None:
             found[f"{path}.weight"] = packed
     return found

@@ -22,7 +22,7 @@ from fused_remat.tracing.values import SHAPES, Op, Opaque
 #: A replay of more operations than this, or of one of `HEAVY`, is named in reports.
 _FEW = 24
 HEAVY = (
-    "matmul", "__matmul__", "bmm", "mm", "einsum", "baddbmm", "linear", "conv1d", "conv2d",
+    "matmul", "__matmul__", "bmm", "mm", "einsum", "baddbmm", "linear", "dora", "conv1d", "conv2d",
     "grouped_mm", "_grouped_mm", "softmax", "topk", "scatter", "index_add",
 )  # fmt: skip
 #: Operations that choose by values: another bit in their input may change the choice.

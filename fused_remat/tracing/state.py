@@ -68,7 +68,7 @@ def state_of(
         if read is None:
             check_unpacked(module, path)
         else:
-            state.append(read(module, path).spec)
+            read(module, path)  # which may raise; a trace is known by the formats, too
         forward = own.get("forward", kind.forward)
         state += [path, weakref.ref(kind), exact(forward, seen), own["training"]]
         state += [values.get(name) for values, name in outside(kind)[1]]

@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 import torch
 
 from fused_remat.layers.eligibility import parameters_of
+from fused_remat.spec import PackedSpec
 from fused_remat.steps.activation import ACTIVATIONS, MLPActivation
+from fused_remat.steps.dora import Dora
 from fused_remat.steps.linear import Linear
 from fused_remat.steps.low_rank import LowRank
 from fused_remat.steps.norm import Norm
@@ -50,12 +52,50 @@ def _linear(t: Builder, number: int, op: Op) -> Build | None:
         w, own_bias = t.param(inner, transposed), _param(t, bias)
         name = t.recording.sources.get(inner, "")
         name = name[:-7] if name.endswith((".weight", "_weight")) else op.inside
-        packed = (t.formats[w],) if w in t.formats else ()
+        packed = _formats(t, w)
         return t.add(
             Linear(name=t.unique(name), x=input, weights=(w,), biases=(own_bias,), packed=packed)
         )
 
     return build
+
+
+def _dora(t: Builder, number: int, op: Op) -> Build | None:
+    """Trace a linear layer with DoRA."""
+    x, *params = op.args
+    if not t.live(x) or any(map(t.live, params)):
+        return None
+    if not all((layout := t.layout(n)) and layout.is_last for n in (number, x.index)):
+        return None
+
+    def build() -> str:
+        input, name = t.build(x.index), t.unique(op.inside)
+        weight, bias, a, b, magnitude = (_param(t, value) for value in params)
+        mask = _add_mask(t, f"{name}.mask", input, op.p) if op.p and t.drops else ""
+        update = Dora(
+            a=a, b=b, low=f"{name}.low", scale=op.info.scale, mask=mask, magnitude=magnitude,
+            weight=weight, bias=bias, dtype=_own_dtype(t, params[2].index, params[0].index),
+        )  # fmt: skip
+        return t.add(
+            Linear(
+                name=name, x=input, weights=(weight,), biases=(bias,), updates=(update,),
+                packed=_formats(t, weight),
+            )
+        )  # fmt: skip
+
+    return build
+
+
+def _formats(t: Builder, weight: str) -> tuple[PackedSpec, ...]:
+    return (t.formats[weight],) if weight in t.formats else ()
+
+
+def _own_dtype(t: Builder, matrix: int, weight: int) -> torch.dtype | None:
+    """Return the dtype of an adapter's matrix if it is not that of its layer's weight."""
+    params, names = parameters_of(t.layer), t.recording.sources
+    known = [params.get(names.get(n, "")) for n in (matrix, weight)]
+    own, other = (None if param is None else param.dtype for param in known)
+    return own if t.mixes_dtypes and own != other else None
 
 
 def _norm(t: Builder, number: int, op: Op) -> Build | None:
@@ -147,12 +187,9 @@ def _add_update(t: Builder, update: _Update) -> str:
     low, mask = f"{name}.low{len(node.updates)}", ""
     if update.p and t.drops:
         mask = _add_mask(t, f"{low}.mask", node.x, update.p)
-    params, names = parameters_of(t.layer), t.recording.sources
-    known = [params.get(names.get(n, "")) for n in (update.a, t.values[node.weight])]
-    own, weight = (None if param is None else param.dtype for param in known)
     adapter = LowRank(
         a=t.param(update.a), b=t.param(update.b), low=low, scale=update.scale, mask=mask,
-        dtype=own if t.mixes_dtypes and own != weight else None,
+        dtype=_own_dtype(t, update.a, t.values[node.weight]),
     )  # fmt: skip
     t.nodes[name] = replace(node, updates=(*node.updates, adapter))
     return name
@@ -251,6 +288,7 @@ def _product(t: Builder, number: int, op: Op) -> Build | None:
 #: Rules by the names of operations without underscores.
 STEPS: Mapping[str, Callable[[Builder, int, Op], Build | None]] = {
     "linear": _linear,
+    "dora": _dora,
     "addmm": _linear,
     "norm": _norm,
     "layer_norm": _norm,

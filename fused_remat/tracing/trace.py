@@ -164,7 +164,7 @@ def _trace(
     narrow = any(one.values[n].dtype == torch.float32 for n in one.live)
     literal = SINGLE if exact == torch.float32 else NARROW if narrow else EXACT
     opaque = dict[str, str]()
-    known = {path: known_function(m, own) for path, m in layer.named_modules() if path}
+    known = {path: known_function(m, path, own) for path, m in layer.named_modules() if path}
     sizes, named = other_sizes(one, others[0]), one.sample.named  # a copy of these takes memory
     given = sample(sizes, exact, 2, shift=shift, named=named, scale=SCALE)
     while True:

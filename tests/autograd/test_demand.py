@@ -42,12 +42,12 @@ def cross_entropy(policy):
     return ops.linear_cross_entropy(x, weight, targets), [x], [weight]
 
 
-def lora(policy):
+def lora(policy, dora=False, p=0.3):
     block = Block(qk_norm=True)
-    x, weights, updates = normal(3, 5, block.d, seed=50), block.weights(), block.updates()
+    x, weights, updates = normal(3, 5, block.d, seed=50), block.weights(), block.updates(dora=dora)
     params = list(leaves(x, weights, updates).values())
     kwargs = {"nhead": block.nhead, "kv_heads": block.kv_heads, "rope": block.rope(5)}
-    more = {"lora": updates, "lora_dropout_p": 0.3, "seed": 7, "policy": policy}
+    more = {"lora": updates, "lora_dropout_p": p, "seed": 7, "policy": policy}
     return ops.causal_block(x, weights, **kwargs, **more), [x], [p for p in params if p is not x]
 
 
@@ -65,6 +65,8 @@ BLOCKS = {
     "cross entropy": cross_entropy,
     "frozen": frozen,
     "lora": lora,
+    "dora": functools.partial(lora, dora=True),
+    "dora without dropout": functools.partial(lora, dora=True, p=0.0),
 }
 
 

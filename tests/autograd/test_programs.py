@@ -9,6 +9,7 @@ import weakref
 
 import pytest
 import torch
+from peft import LoraConfig, inject_adapter_in_model
 from processes import printed
 from reference import EXACT_PRESETS
 from torch import nn
@@ -95,8 +96,14 @@ def check(layer, *calls, **options):
         assert len(programs(layer, *call)) == 2
 
 
+def dora(**options):
+    targets, rest = ["q", "v", "o", "up", "down"], {"use_dora": True, "init_lora_weights": False}
+    config = LoraConfig(r=2, target_modules=targets, **rest)
+    return inject_adapter_in_model(config, causal(**options))
+
+
 @pytest.mark.parametrize("policy", EXACT_PRESETS)
-@pytest.mark.parametrize("make", [encoder, causal], ids=["encoder", "causal"])
+@pytest.mark.parametrize("make", [encoder, causal, dora], ids=["encoder", "causal", "dora"])
 def test_every_policy(make, policy):
     layer = make(policy=policy)
     check(layer, (batch(1),), (batch(2),))

@@ -3,10 +3,13 @@
 import pytest
 import torch
 from accuracy import assert_bits, check_error
-from block_inputs import normal, results
+from block_inputs import Block, leaves, normal, results
 from op_cases import CASES, ROTARY, ROTARY_BLOCKS
 from places import PLACE
+from reference import causal_block
 from tiers import pairwise
+
+from fused_remat import ops
 
 pytestmark = pytest.mark.skipif(PLACE != "interpreter", reason="needs TRITON_INTERPRET=1")
 EVERY = CASES | ROTARY | ROTARY_BLOCKS
@@ -36,3 +39,30 @@ def test_errors_are_no_larger_than_pytorchs(name, p, dtype, policy, routes):
     truth = results(lambda: case.plain(wide, p, 7), [*wide.values()], dy.double())
     ours, peer = ([t.to(dtype) for t in found] for found in ((y.detach(), *grads), peer))
     check_error(ours, peer, truth, ["output", *tensors])
+
+
+@pytest.mark.parametrize("p, dtype", [(0.0, torch.float16), (0.3, torch.float32)])
+def test_dora(p, dtype):
+    """Its matrices are in float32."""
+    block, found = Block(qkv_bias=True), []
+    given = {"x": normal(2, 9, block.d), **block.weights()}
+    lora, options = block.updates(dora=True), {"seed": 5, "lora_dropout_p": p, "kv_heads": 2}
+    for op, widest, more in (
+        (ops.causal_block, torch.float32, {"policy": "full", "backend": "triton"}),
+        (causal_block, torch.float32, {}),
+        (causal_block, torch.float64, {}),
+    ):
+        own = widest if widest == torch.float64 else dtype
+        x, *rest = [t.detach().to(dtype).to(own).requires_grad_() for t in given.values()]
+        weights = dict(zip(list(given)[1:], rest, strict=True))
+        updates = [
+            (name, *[t if isinstance(t, float) else as_leaf(t, widest) for t in more_of])
+            for name, *more_of in lora
+        ]
+        call = lambda: op(x, weights, block.nhead, lora=updates, **options, **more)  # noqa: B023, E731
+        found.append(results(call, [*leaves(x, weights, updates).values()]))
+    check_error(*found, ["y", *leaves(x, weights, updates)])
+
+
+def as_leaf(t, dtype):
+    return t.detach().float().to(dtype).requires_grad_()

@@ -27,8 +27,9 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import fully_shard
 
-from fused_remat import FusedRematCausalLayer, FusedRematWarning, Policy, convert
+from fused_remat import FusedRematCausalLayer, FusedRematWarning, Policy, conversion, convert
 from fused_remat.autograd.function import OBSERVERS
+from fused_remat.integrations.transformers import FusedRematCallback
 
 DEEPSPEED = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="no DeepSpeed")
 SCRIPTS = ROOT / "examples" / "engines"
@@ -162,11 +163,21 @@ def test_accelerate(processes, tmp_path):
 
 @pytest.mark.composes(
     "Engines",
-    "Hugging Face `Trainer` of a converted Llama with dropout: DDP; its checkpoint, and DCP",
-    limits="FSDP not tried",
+    "Hugging Face `Trainer` of a Llama with dropout, converted by a callback: DDP; its checkpoint, "
+    "and DCP",
 )
 def test_hf_trainer(processes, tmp_path):
     starts(processes, "hf_trainer", tmp_path, "checkpoint-10", "checkpoint-10/dcp")
+
+
+@pytest.mark.composes(
+    "Engines",
+    "Hugging Face `Trainer` of a Llama, converted by a callback: FSDP2, whose own checkpointing "
+    "the callback switches off; its checkpoint",
+    limits="on CPUs by setting Accelerate's state, since it takes the plugin to GPUs only",
+)
+def test_hf_trainer_with_fsdp2(processes, tmp_path):
+    starts(processes, "hf_trainer", tmp_path, "checkpoint-10", flags=("--fsdp",))
 
 
 @pytest.mark.composes(
@@ -191,6 +202,47 @@ def test_deepspeed(processes, titan, tmp_path):
     for line, expected in zip(found, losses(titan), strict=True):
         # Another order in which gradients and their norm are summed, in float32, over 20 steps.
         assert line["losses"] == pytest.approx(expected["losses"], rel=1e-5)
+
+
+def train_under_zero3(folder: Path) -> tuple[str, list[float]]:
+    """Train a Llama by Trainer with the callback; return its conversion and the losses."""
+    if str(SCRIPTS) not in sys.path:
+        sys.path.insert(0, str(SCRIPTS))
+    import hf_trainer
+    from accelerate.state import AcceleratorState
+    from transformers import PrinterCallback, Trainer, TrainingArguments
+
+    deepspeed_here()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    config = {**ZERO3, "zero_force_ds_cpu_optimizer": False}
+    with of_torchrun(), warnings.catch_warnings():
+        warnings.simplefilter("error", FusedRematWarning)
+        settings = TrainingArguments(
+            output_dir=str(folder), max_steps=3, per_device_train_batch_size=2, optim="sgd",
+            learning_rate=0.1, report_to=[], use_cpu=True, disable_tqdm=True, logging_steps=1,
+            dataloader_pin_memory=False, deepspeed=config, save_strategy="no",
+        )  # fmt: skip
+        trainer = Trainer(
+            hf_trainer.llama(), settings, train_dataset=hf_trainer.Windows(),
+            data_collator=hf_trainer.collate, callbacks=[FusedRematCallback("lean")],
+        )  # fmt: skip
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+    logs = trainer.state.log_history
+    found = str(conversion(trainer.model)), [log["loss"] for log in logs if "loss" in log]
+    trainer.model_wrapped.destroy()
+    return found
+
+
+@pytest.mark.composes(
+    "Engines", "DeepSpeed ZeRO-3 by Hugging Face `Trainer`: the callback makes layers leaf modules"
+)
+@DEEPSPEED
+def test_the_callback_under_zero3(processes, tmp_path):
+    found = processes.run(train_under_zero3, tmp_path)
+    for text, losses in found:
+        assert text.startswith("converted 2 × LlamaDecoderLayer: 6 fused training calls\n")
+        assert losses[2] < losses[0]
 
 
 # --- models of other kinds: DCP checkpoints, and what ZeRO-3 does to their layers

@@ -12,7 +12,7 @@ from processes import ROOT, printed
 # A room may import those after it, and itself; a room stands for everything in it. `tests/` and
 # `bench/` may import anything.
 LINE = (
-    "cli", "scale", "planner", "convert", "parallel", "huggingface", "report",
+    "cli", "scale", "integrations", "planner", "convert", "parallel", "huggingface", "report",
     "tracing", "layers", "ops", "autograd", "execution", "graph", "triton", "steps",
 )  # fmt: skip
 LEAVES = ("layer_specs", "policies", "random", "spec", "version")

@@ -43,14 +43,15 @@ def check_alike(fused, stock):
 
 @pytest.mark.composes("PEFT", "adapters on all linear layers of eleven architectures")
 @pytest.mark.composes(
-    "Hugging Face", "PEFT's LoRA, before conversion and after", "DoRA and others: ordinary rebuild"
+    "Hugging Face", "PEFT's LoRA and DoRA, before conversion and after", "others: ordinary rebuild"
 )
 @pytest.mark.parametrize(
     "name, targets", [*((name, "all-linear") for name in MODELS), ("llama", ["q_proj", "v_proj"])]
 )
+@pytest.mark.parametrize("use_dora", [False, True])
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False")
-def test_before_conversion_and_after(name, targets):
-    config, given = lora(targets, r=2), inputs_of(name)
+def test_before_conversion_and_after(name, targets, use_dora):
+    config, given = lora(targets, r=2, use_dora=use_dora), inputs_of(name)
     stock = adapted(build(name), config)
     names = [n for n, _ in stock.named_parameters()]
     expected = step(in_float64(stock), given)
@@ -61,7 +62,7 @@ def test_before_conversion_and_after(name, targets):
         assert all("lora" in n for n in got if n != "logits")
         assert max(distance(got, expected).values()) < allowed(name)
         if name == "llama":
-            assert len(got) == 1 + 2 * 2 * (2 if "q_proj" in targets else len(ALL))
+            assert len(got) == 1 + 2 * (2 + use_dora) * (2 if "q_proj" in targets else len(ALL))
 
 
 def test_every_state_of_two_adapters():

@@ -92,7 +92,7 @@ VARIATIONS = covering(
         "keys": tuple(KEYS),
         "is_causal": (True, False),
         "softcap": (0.0, 2.0),
-        "lora": (False, True),
+        "lora": ("", "lora", "dora"),
         "dropout_p": (0.0, 0.3),
         "tokens": (512, 8),
     }
@@ -113,8 +113,9 @@ def given(v):
         how["rope"] = tables(*lead, 3 if v["rope"] == "whole" else 2)
         how["rope_interleaved"] = "interleaved" in v["rope"]
     if v["lora"]:
-        every = [*block.linears, "fc2"]  # fc2 has two updates
-        how |= {"lora": block.updates(every), "lora_dropout_p": v["dropout_p"]}
+        every = [*block.linears, *["fc2"] * (v["lora"] == "lora")]  # fc2 has two updates
+        updates = block.updates(every, dora=v["lora"] == "dora")
+        how |= {"lora": updates, "lora_dropout_p": v["dropout_p"]}
     leaves = list(leaves_of(x, weights, how.get("lora", ())).values())
     if v["keys"] == "float mask":
         leaves.append(KEYS["float mask"]["attn_mask"])

@@ -1,0 +1,1 @@
+"""FusedRemat in other libraries' trainers; a module here imports the library of its name."""
