@@ -156,19 +156,21 @@ CASES = {
     "All weights trained": (),
     "LoRA on q and v": ("q", "v"),
     "LoRA on all seven": ("q", "k", "v", "proj", "gate", "fc1", "fc2"),
+    "DoRA on all seven": ("q", "k", "v", "proj", "gate", "fc1", "fc2"),
 }
 
 
 def _case(title: str, layers: tuple[str, ...]) -> str:
     """Return a table of the presets with updates of `layers`, or with all weights trained."""
-    loras = tuple([LoraSpec(layer=layer, scale=1.0) for layer in layers])
+    dora = title.startswith("DoRA")
+    loras = tuple([LoraSpec(layer=layer, scale=1.0, dora=dora) for layer in layers])
     graph, shapes = transformer(*LLAMA, loras=loras)
     width = LLAMA[0]
     shapes |= {"input": (1, 1, width), "norm1.weight": (width,), "norm2.weight": (width,)}
-    wanted = frozenset({"input", *lora_params(len(layers))} if layers else shapes)
+    wanted = frozenset({"input", *lora_params(loras)} if layers else shapes)
     for i, layer in enumerate(layers):
         out, into = shapes[f"{layer}.weight"]
-        shapes |= {f"lora.{i}.A": (RANK, into), f"lora.{i}.B": (out, RANK)}
+        shapes |= {f"lora.{i}.A": (RANK, into), f"lora.{i}.B": (out, RANK), f"lora.{i}.M": (out,)}
     elements = sum(math.prod(shapes[name]) for name in wanted - {"input"})
     gradients = elements * (4 if layers else 2) / 2**20  # adapters' in float32
     low = [f"{len(layers)} products with A"] if layers else []  # of all updates, for their B

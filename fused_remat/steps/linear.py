@@ -286,6 +286,8 @@ class Linear(Node):
 
     @property
     def description(self) -> tuple[str, str]:
+        if any(update.magnitude for update in self.updates):
+            return "columns scaled by DoRA", ""
         mixed = self.compute is not None and self.residual
         return "added to the residual in the stream's dtype" if mixed else "", ""
 
