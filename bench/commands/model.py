@@ -2,10 +2,11 @@
 
     python -m bench model --model smollm-135m --device cpu
     python -m bench model --model qwen2-1.5b --layers 4 --lora 0 16 --ways stock full fast
+    python -m bench model --model phi3-512 --lora 16 --adapter lora dora nf4 int8
 
 Weights are random, of the published configuration; nothing is downloaded. A step is forward and
 backward; gradients are added into existing ones. The loss and gradients of every way are checked
-before it is measured: a wrong one prints FAIL.
+before it is measured, and with adapters the losses of 30 steps: a wrong one prints FAIL.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ _LARGEST = 4 << 30
 _FEW_WORDS = {"vocab_size": 8192, "bos_token_id": 0, "eos_token_id": 0}
 #: Roundings accumulate in a model: a result may be off by so many single operations.
 _FACTOR = 3.0
-#: Of AdamW, with adapters, on one sequence: every way's losses are compared with the stock model's.
+#: Of AdamW, with adapters, on one sequence: our losses are compared with the stock model's.
 _STEPS, _RATE = 30, 2e-4
 
 
@@ -76,7 +77,8 @@ def measure(
         checks = Checks(small, _FACTOR * TOLERANCE[small.dtype])
         train = functools.partial(_train, subject=small, stock=[])
         for name in WAYS.select(ways):
-            steps.admit_way(WAYS[name], checks, *([train] if case.lora else []))
+            ours = name == BASELINE or WAYS[name].traits["group"] in ("ours", "loss")
+            steps.admit_way(WAYS[name], checks, *([train] if case.lora and ours else []))
         steps.forwards.clear()  # no forward of the small model remains
         del checks, small
         subject = dataclasses.replace(case.subject(rig.device), backend=backend)
@@ -188,6 +190,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     args = parser.parse(arguments)
     with parser.usage_errors():
         args.ways = WAYS.select(args.ways)
+        args.cases = []
         grid = itertools.product(args.model, args.dtype, args.batch, args.lora, args.adapter)
         for name, dtype, batch, rank, adapter in grid:
             model = MODELS[name]

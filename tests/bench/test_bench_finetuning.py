@@ -4,9 +4,7 @@ import pytest
 import torch
 
 from bench.commands.model import memory
-from bench.pages import finetuning as page
 from bench.subjects.models import ADAPTERS, WAYS, Case
-from bench.tables import ResultsFile
 
 pytest.importorskip("peft")
 
