@@ -10,6 +10,8 @@ from bench.commands import model
 from bench.measure.contest import Rig
 from bench.pages.finetuning import KEPT, Entry
 from bench.subjects.models import ADAPTERS, WAYS, Case
+from fused_remat.execution.observe import OBSERVERS
+from fused_remat.steps.replay import Replay
 
 pytest.importorskip("peft")
 
@@ -67,3 +69,18 @@ def test_quantized_weights_are_compared_with_float64_and_losses_with_the_stock_m
     entry = Entry(row, {"aten": row})
     assert entry.ratio("aten", "full", KEPT) < 1.0
     assert entry.ratio("onednn", "full", KEPT) is None
+
+
+@pytest.mark.parametrize("adapter", ["lora", "nf4"])
+@pytest.mark.parametrize("name", ["phi3-512", "glm4-512"])
+def test_a_packed_gate_with_adapters_is_two_products(name, adapter):
+    subject, graphs = case_of(name, adapter).subject("cpu"), []
+    forward = WAYS["full"].build(subject)
+    gradients(forward, subject)
+    OBSERVERS.append(lambda run: graphs.append(run.call.graph))
+    try:
+        gradients(forward, subject)
+    finally:
+        OBSERVERS.pop()
+    assert graphs
+    assert not [n.name for graph in graphs for n in graph.nodes if isinstance(n, Replay)]
