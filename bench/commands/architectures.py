@@ -40,6 +40,7 @@ from bench.measure.options import Parser, positive, progress
 from bench.measure.registry import Absent, described, refusal
 from bench.pages import architectures as report
 from bench.subjects.architectures import ARCHITECTURES, Batch, build
+from bench.subjects.models import quantize
 from bench.tables import ResultsFile, Row
 from fused_remat import conversion, convert
 from fused_remat.execution.observe import OBSERVERS, BlockRun
@@ -82,21 +83,10 @@ def _adapted(model: Any, dora: bool = False) -> nn.Module:
     return adapted
 
 
-def _quantized(model: nn.Module, kind: str, more: Batch, **options: Any) -> nn.Module:
+def _quantized(model: nn.Module, kind: str) -> nn.Module:
     """Quantize the linear layers of a model's layers as bitsandbytes does, and add adapters."""
-    bnb: Any = importlib.import_module("bitsandbytes").nn
-    for layer in repeated_layers(model):
-        for module in list(layer.modules()):
-            for name, linear in list(module.named_children()):
-                if type(linear) is nn.Linear:
-                    sizes = linear.in_features, linear.out_features, linear.bias is not None
-                    new = getattr(bnb, kind)(*sizes, **more, **options)
-                    new.weight = type(new.weight)(
-                        linear.weight.data.clone(), requires_grad=False, **options
-                    )
-                    new.bias = linear.bias
-                    setattr(module, name, new.to("cpu"))
-    return _adapted(model.requires_grad_(False))
+    quantize(model, kind)
+    return _adapted(model)
 
 
 class Variant(NamedTuple):
@@ -126,16 +116,10 @@ VARIANTS = {
     "lora": Variant(_adapted, needs=("peft",)),
     "dora": Variant(functools.partial(_adapted, dora=True), needs=("peft",)),
     # Quantized weights are frozen, so that these have LoRA's adapters, too.
-    "nf4": Variant(
-        lambda model: _quantized(
-            model, "Linear4bit", {"compute_dtype": torch.float32}, quant_type="nf4"
-        ),
-        needs=("peft", "bitsandbytes"),
-    ),
-    "int8": Variant(
-        lambda model: _quantized(model, "Linear8bitLt", {}, has_fp16_weights=False),
-        needs=("peft", "bitsandbytes"),
-    ),
+    **{
+        kind: Variant(functools.partial(_quantized, kind=kind), needs=("peft", "bitsandbytes"))
+        for kind in ("nf4", "int8")
+    },
 }
 
 

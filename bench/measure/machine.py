@@ -17,7 +17,9 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 _CODE = ("fused_remat", "kernels", "bench")
 #: Packages that are compared, or that what is compared is made with.
-PEERS = ("triton", "liger-kernel", "torch-remat", "transformers")
+PEERS = (
+    "triton", "liger-kernel", "torch-remat", "transformers", "peft", "trl", "bitsandbytes",
+)  # fmt: skip
 
 
 def _output(*command: str) -> str | None:

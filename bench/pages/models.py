@@ -10,6 +10,8 @@ from bench.subjects.models import MODELS
 from bench.tables import MIB, RESULTS, Cell, Row
 
 FILE = "model-cpu.json"
+#: What is trained, by the kind of adapters; bitsandbytes quantizes.
+NAMES = {"lora": "LoRA", "dora": "DoRA", "nf4": "LoRA on NF4 (QLoRA)", "int8": "LoRA on int8"}
 
 
 def rows_of(results: Row) -> list[Row]:
@@ -24,7 +26,8 @@ def title(row: Row) -> str:
     c = row["case"]
     published = MODELS[c["model"]].layers
     layers = "all" if c["layers"] == published else f"{c['layers']} of {published}"
-    kind = f"LoRA of rank {c['lora']}" if c["lora"] else "full fine-tuning"
+    adapter = NAMES[c.get("adapter") or "lora"]
+    kind = f"{adapter} of rank {c['lora']}" if c["lora"] else "full fine-tuning"
     sizes = f"B = {c['batch']}, S = {c['seq_len']}"
     return f"{c['model']}, {layers} layers, {kind}, {c['dtype']}, {sizes}"
 
@@ -74,7 +77,7 @@ def section(root: Path = RESULTS) -> str:
     files = [(path, tables.load(path)) for path in tables.files(FILE, root)]
     parts = []
     for path, data in [*files, *tables.gpu_files(root)]:
-        rows = rows_of(data)
+        rows = [row for row in rows_of(data) if not row["case"].get("adapter")]
         if rows:
             parts += [tables.heading(data["machine"], path), tables.machine_line(data["machine"])]
         parts += [tables.folded(title(row), case_table(row)) for row in rows]

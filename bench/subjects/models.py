@@ -30,6 +30,7 @@ from fused_remat.execution.prepare import chunks_of
 from fused_remat.policies import EXACT_PRESETS
 from fused_remat.scale.shapes import MODELS as SIZES
 from fused_remat.scale.shapes import Model
+from fused_remat.tracing.discovery import repeated_layers
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,19 @@ def _causal(kind: str, sizes: Model, longest: int | None = None) -> Published:
     })  # fmt: skip
 
 
+def _scaled(kind: str, d_ff: int, *heads: int, **more: Any) -> Published:
+    """Return a small model 512 wide, near the proportions of its family's smallest; not published.
+
+    heads: of queries, of keys, and their width.
+    """
+    sizes = Model(
+        kind, 512, *heads, d_ff, "", "", True, False, True, 2048, True, 4096, 2, False, False
+    )  # fmt: skip
+    published = _causal(kind, sizes)
+    values = {"head_dim": heads[-1], "pad_token_id": 0, **more}
+    return dataclasses.replace(published, values=published.values | values)
+
+
 _BERT = {
     "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12,
     "num_attention_heads": 12, "vocab_size": 30522, "max_position_embeddings": 512,
@@ -73,8 +87,15 @@ MODELS: dict[str, Published] = {
     "qwen2-1.5b": _causal("Qwen2", SIZES["qwen2-1.5b"], 131072),
     "llama3-8b": _causal("Llama", SIZES["llama3-8b"]),
     "llama-512": _causal("Llama", _SMALL),
+    "qwen3-512": _scaled("Qwen3", 1536, 8, 4, 128, tie_word_embeddings=True),
+    "phi3-512": _scaled("Phi3", 1408, 8, 8, 64),
+    "gemma2-512": _scaled("Gemma2", 2048, 4, 2, 128, tie_word_embeddings=True),
+    "glm4-512": _scaled("Glm4", 1728, 8, 2, 64, attention_bias=True),
+    "olmo2-512": _scaled("Olmo2", 2048, 4, 4, 128),
     "bert-base": Published("BertConfig", "BertForMaskedLM", _BERT),
 }
+#: What has trained low-rank updates: a model's linear layers, or those of bitsandbytes.
+ADAPTERS = ("lora", "dora", "nf4", "int8")
 
 
 def tiny(model: Published) -> Published:
@@ -82,6 +103,7 @@ def tiny(model: Published) -> Published:
     sizes = {
         "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 96,
         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+        "head_dim": 8,
     }  # fmt: skip
     small = {key: value for key, value in sizes.items() if key in model.values}
     return dataclasses.replace(model, values=model.values | small)
@@ -106,7 +128,7 @@ class Case(case.Case):
     """A model and the size of its step.
 
     lora: the rank of adapters on every linear of the layers, whose base weights are frozen; 0:
-    every parameter is trained.
+    every parameter is trained. adapter: their kind, of `ADAPTERS`, "lora" if empty.
     """
 
     model: str  # a key of `MODELS`
@@ -115,11 +137,12 @@ class Case(case.Case):
     seq_len: int
     dtype: str  # of parameters and activations, a key of `DTYPES`
     lora: int = 0
+    adapter: str = ""
     tiny: bool = False  # in sizes that show nothing but whether it runs
 
     def __post_init__(self) -> None:
-        if min(self.layers, self.batch, self.seq_len) < 1 or self.lora < 0:
-            raise ValueError(f"sizes must be positive, the rank at least 0: {self}")
+        if min(self.layers, self.batch, self.seq_len) < 1 or self.lora < bool(self.adapter):
+            raise ValueError(f"sizes must be positive, a rank too if there are adapters: {self}")
         layers = self.published.layers
         if self.layers > layers:
             raise ValueError(f"{self.model} has {layers} layers, got {self.layers}")
@@ -132,15 +155,17 @@ class Case(case.Case):
         """Return the model with random weights, by default of the case's configuration."""
         published = published or self.published
         self.seed()
-        model = build(published, self.layers, DTYPES[self.dtype], device, self.lora)
+        kind = self.lora, self.adapter
+        model = build(published, self.layers, DTYPES[self.dtype], device, *kind)
         subject = Subject(model, {}, case=self, published=published)
         subject.x = subject.inputs()
         return subject
 
 
 def build(
-    published: Published, layers: int, dtype: torch.dtype, device: torch.device | str, lora: int
-) -> nn.Module:
+    published: Published, layers: int, dtype: torch.dtype, device: torch.device | str,
+    lora: int = 0, adapter: str = "",
+) -> nn.Module:  # fmt: skip
     """Return a model of transformers in training mode, with adapters unless the rank is 0."""
     try:
         import transformers
@@ -151,12 +176,55 @@ def build(
     config.use_cache = False
     with torch.device(device):
         model = getattr(transformers, published.task)._from_config(config, dtype=dtype)
-        model = adapted(model, lora) if lora else model
+        if adapter in ("nf4", "int8"):
+            quantize(model, adapter)
+        model = adapted(model, lora, adapter == "dora") if lora else model
         perturb(model)
     return model.train()
 
 
-def adapted(model: nn.Module, rank: int) -> nn.Module:
+def quantize(model: nn.Module, kind: str) -> None:
+    """Replace the linear layers of a model's layers by bitsandbytes' of "nf4" or "int8"."""
+    try:
+        bnb: Any = importlib.import_module("bitsandbytes").nn
+    except ImportError as error:
+        raise Absent("bitsandbytes is not installed") from error
+
+    def quantized(linear: nn.Linear) -> nn.Module:
+        sizes, weight = (linear.in_features, linear.out_features), linear.weight.detach()
+        if kind == "nf4":
+            new = bnb.Linear4bit(*sizes, False, weight.dtype, quant_type="nf4")
+            new.weight = bnb.Params4bit(weight, False, quant_type="nf4", module=new)
+        else:
+            new = bnb.Linear8bitLt(*sizes, False, has_fp16_weights=False)
+            new.weight = bnb.Int8Params(weight, requires_grad=False)
+        new.bias = linear.bias
+        new = new.to(weight.device)
+        if kind == "int8":  # at the first call one of several copies would take this from the rest
+            new.init_8bit_state()
+        return new  # type: ignore[no-any-return]
+
+    for layer in repeated_layers(model.requires_grad_(False)):
+        for module in list(layer.modules()):
+            for name, linear in list(module.named_children()):
+                if type(linear) is nn.Linear:
+                    setattr(module, name, quantized(linear))
+
+
+def _dense(linear: Any, dtype: torch.dtype) -> nn.Linear:
+    """Return a quantized layer in float64, with the weight of its products in `dtype`."""
+    bias, linear.bias = linear.bias, None
+    new = nn.Linear(linear.in_features, linear.out_features, bias is not None, dtype=torch.float64)
+    with torch.no_grad():
+        unit = torch.eye(linear.in_features, dtype=dtype, device=linear.weight.device)
+        new.weight = nn.Parameter(linear(unit).T.double(), requires_grad=False)
+    if bias is not None:
+        new.bias = nn.Parameter(bias.detach().double(), requires_grad=bias.requires_grad)
+    linear.bias = bias
+    return new
+
+
+def adapted(model: nn.Module, rank: int, dora: bool = False) -> nn.Module:
     """Add PEFT's adapters to every linear of the layers; both of their matrices are random.
 
     As they begin, one of them zero, the other's gradient would be zero, and show nothing.
@@ -166,8 +234,9 @@ def adapted(model: nn.Module, rank: int) -> nn.Module:
     except ImportError as error:
         raise Absent("peft is not installed") from error
     config = LoraConfig(
-        r=rank, lora_alpha=2 * rank, target_modules="all-linear", init_lora_weights=False
-    )
+        r=rank, lora_alpha=2 * rank, target_modules="all-linear", init_lora_weights=False,
+        use_dora=dora,
+    )  # fmt: skip
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of names in transformers that PEFT uses
         return get_peft_model(model, config)
@@ -227,6 +296,13 @@ class Subject(case.Subject):
         hidden = torch.rand(shape, generator=generator).to(self.device) < _MASKED
         hidden[:, 0] = True  # somewhere, however short
         return {"input_ids": tokens, "labels": tokens.masked_fill(~hidden, -100)}
+
+    def double(self) -> Subject:
+        exact: Any = super().double()
+        for path, linear in list(self.module.named_modules()):
+            if type(linear).__module__ == "bitsandbytes.nn.modules":
+                exact.module.set_submodule(path, _dense(linear, self.dtype))
+        return exact  # type: ignore[no-any-return]
 
     def shared(self) -> Any:
         """Return a copy of the modules on the same parameters and buffers, for one way."""

@@ -142,7 +142,7 @@ class BlockBuilder:
             if lora.layer in layers:
                 low = f"lora.{i}"
                 mask = self.dropout(f"dropout.{low}", random.LORA + i, lora.dropout, x)
-                kind, names = LowRank, dict[str, str]()
+                kind, names = LowRank, dict[str, Any]()
                 if lora.dora:
                     affine = zip(("weight", "bias"), linear_params(lora.layer), strict=True)
                     kind, names = Dora, dict(affine, magnitude=f"{low}.M")

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from fused_remat.random import DropoutMask
-from fused_remat.steps.chunk import spans
+from fused_remat.steps.chunk import Part, spans
 from fused_remat.steps.linear import (
     add_weight_grad,
     describe_product,
     linear_dx,
     linear_fwd,
+    rows_of,
     widens,
 )
 from fused_remat.steps.node import Node
@@ -51,6 +52,7 @@ class LowRank:
     mask: str = ""  # name of the dropout mask of x, "" for none
     # start and stop of the columns of y that the update is added to; None for all
     columns: tuple[int, int] | None = None
+    part: Part | None = None  # the rows of B that are this update's, if others have the rest
     # of the matrices and of the product between them; None for the step's dtype
     dtype: torch.dtype | None = None
     # names of DoRA's magnitudes, and of the layer's weight and bias (`dora.Dora`); "" for LoRA
@@ -68,7 +70,8 @@ class LowRank:
         low = self._product(chunk, linear)
         for rows, _ in chunks_of_rows(y, y.dtype != low.dtype):
             mine = self._columns(y[rows])
-            chunk.ops[low_rank_add](mine, low[rows], chunk.param(self.b), self.scale)
+            b = rows_of(chunk.param(self.b), self.part)
+            chunk.ops[low_rank_add](mine, low[rows], b, self.scale)
         chunk.put(self.low, low)
 
     def _columns(self, y: Tensor) -> Tensor:
@@ -99,9 +102,10 @@ class LowRank:
         for rows, _ in chunks_of_rows(dy, dy.dtype != dtype):
             mine = self._scaled(chunk, linear, self._columns(dy[rows])).to(dtype)
             if low is not None:
-                add_weight_grad(chunk, self.b, mine, low[rows] * self.scale)
+                add_weight_grad(chunk, self.b, mine, low[rows] * self.scale, self.part)
             if needs_low:
-                parts.append(chunk.ops[linear_dx](mine, chunk.param(self.b)).mul_(self.scale))
+                b = rows_of(chunk.param(self.b), self.part)
+                parts.append(chunk.ops[linear_dx](mine, b).mul_(self.scale))
         if not needs_low:
             return None
         return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -152,7 +152,9 @@ def _split_linears(t: Builder) -> None:
     """Split linear layers of which others read columns alone, such as a packed gate."""
     nodes = t.nodes
     for name, node in [*nodes.items()]:
-        if not isinstance(node, Linear) or not node.plain or node.part is not None:
+        if not isinstance(node, Linear) or node.part is not None:
+            continue
+        if not replace(node, updates=(), packed=()).plain or any(u.magnitude for u in node.updates):
             continue
         users = [n for n in nodes.values() if name in n.inputs]
         spans = [span for user in users if (span := _span_of(t, user)) is not None]
@@ -160,7 +162,9 @@ def _split_linears(t: Builder) -> None:
         if not users or len(spans) < len(users) or sorted(spans) != [*itertools.pairwise(ends)]:
             continue
         for user, span in zip(users, spans, strict=True):
-            nodes[user.name] = replace(node, name=user.name, part=(*span, ends[-1]))
+            part = (*span, ends[-1])
+            updates = [replace(u, low=f"{u.low}.{user.name}", part=part) for u in node.updates]
+            nodes[user.name] = replace(node, name=user.name, part=part, updates=tuple(updates))
         del nodes[name]
 
 
