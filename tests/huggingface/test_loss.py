@@ -7,9 +7,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hf_models import MODELS, VOCAB, build, reasons
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from torch import nn
-from transformers import LlamaConfig, LlamaForSequenceClassification
+from torch.utils.checkpoint import checkpoint
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+from transformers.modeling_outputs import CausalLMOutput
 
 from fused_remat import FusedRematWarning, conversion, convert, explain, memory_report, revert
 from fused_remat.report.allocations import AllocationTrace
@@ -130,6 +132,26 @@ def sliced(logits, labels, vocab_size, **kwargs):
     return 3.0 * nn.CrossEntropyLoss()(logits[answers], labels[answers])
 
 
+def flattened(logits, labels, vocab_size, **kwargs):
+    """Name no vocabulary, or no tokens; measure the perplexity first."""
+    with torch.no_grad():
+        perplexity = F.cross_entropy(logits.flatten(0, 1), labels.flatten()).exp()
+    return F.cross_entropy(logits.view(labels.numel(), -1), labels.flatten()) + 0 * perplexity
+
+
+def measured(logits, labels, vocab_size, **kwargs):
+    with torch.no_grad():
+        accuracy = (logits.argmax(-1) == labels).float().mean()
+    return sliced(logits, labels, vocab_size) + accuracy
+
+
+def scaled_in_place(logits, labels, vocab_size, **kwargs):
+    flat = logits.view(-1, vocab_size)
+    flat *= 2.0
+    flat /= 3.0
+    return sliced(logits, labels, vocab_size)
+
+
 def weighted(logits, labels, vocab_size, **kwargs):
     weight = torch.linspace(0.5, 2.0, vocab_size)
     return F.cross_entropy(logits.view(-1, vocab_size), labels.flatten(), weight)
@@ -156,7 +178,8 @@ def of_changed_logits(logits, labels, vocab_size, **kwargs):
 @pytest.mark.parametrize(
     ("loss", "reads"),
     [
-        (smoothed, ""), (sliced, ""), (of_every_token, ""), (weighted, "cross_entropy"),
+        (smoothed, ""), (sliced, ""), (of_every_token, ""), (flattened, ""),
+        (weighted, "cross_entropy"), (measured, "argmax"), (scaled_in_place, "__imul__"),
         (with_z_loss, "logsumexp"), (in_the_classes_dimension, "transpose"),
         (of_changed_logits, "__setitem__"),
     ],
@@ -181,6 +204,35 @@ def test_a_loss_of_the_users_own(loss, reads, early):
     assert loss_of(fused)[0] == "bypassed" and reads in loss_of(fused)[1]
 
 
+class OwnCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, labels):
+        loss = F.cross_entropy(logits, labels)
+        ctx.save_for_backward((logits.softmax(-1) - F.one_hot(labels, VOCAB)) / len(labels))
+        return loss
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy * ctx.saved_tensors[0], None
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_loss_in_an_autograd_function_is_refused(reentrant):
+    """No gradient would reach the logits, silently if another loss is added."""
+
+    def loss_of(logits, labels, vocab_size, **kwargs):
+        given = logits.view(-1, vocab_size), labels.clamp(min=0).flatten()
+        if reentrant:
+            return checkpoint(F.cross_entropy, *given, use_reentrant=True)
+        return OwnCrossEntropy.apply(*given)
+
+    model = llama()
+    model.loss_function = loss_of
+    step(model, **batch())
+    with pytest.raises(TypeError, match=r"autograd\.Function .* convert\(model, loss=False\)"):
+        convert(model, loss=True)(**batch())
+
+
 def test_a_head_with_hooks_is_called():
     model = convert(llama(), loss=True)
     seen = []
@@ -199,6 +251,31 @@ def test_peft_before_and_after():
     model = adapted(llama())
     for fused in (convert(adapted(llama()), loss=True), adapted(convert(llama(), loss=True))):
         compare(model, fused, **batch())
+
+
+@pytest.mark.parametrize("kind", [PromptTuningConfig, PrefixTuningConfig])
+def test_a_frozen_model_of_trained_prompts(kind):
+    torch.manual_seed(2)
+    model = get_peft_model(llama(), kind(task_type="CAUSAL_LM", num_virtual_tokens=2)).train()
+    fused = convert(copy.deepcopy(model), loss=True)
+    compare(model, fused, **batch())
+    assert loss_of(fused) == ("fused", "")
+    frozen = convert(llama().requires_grad_(False), loss=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert frozen(**batch(), use_cache=False).logits is not None
+
+
+class Keyword(LlamaForCausalLM):
+    def forward(self, input_ids, labels=None):
+        logits = self.lm_head(input=self.model(input_ids, use_cache=False)[0])
+        loss = self.loss_function(logits, labels, VOCAB)
+        return CausalLMOutput(loss=loss, logits=logits)
+
+
+def test_a_head_that_is_called_with_a_keyword():
+    model = Keyword(llama().config).train()
+    compare(model, convert(copy.deepcopy(model), loss=True), **batch())
 
 
 def test_no_whole_logits_in_a_step():
