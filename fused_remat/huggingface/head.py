@@ -37,8 +37,9 @@ _NO_LOGITS = (
     "them; convert with loss=False if your training code reads outputs.logits"
 )
 _BYPASSED = (
-    "is bypassed, and loss=True has no effect: a training step called {} without it, and computes "
-    "the loss itself. Call the model with labels; run TRL's trainers in "
+    "is bypassed, and loss=True has no effect: a training step called layers of {} without it, and "
+    "computes the loss itself. Call the model with labels; convert it before "
+    "accelerator.prepare(model); run TRL's trainers in "
     "fused_remat.integrations.trl.fused_lm_head()"
 )
 _calls = threading.local()
@@ -151,12 +152,7 @@ def loss_computed() -> Iterator[None]:
 def warn_if_bypassed(model: HuggingFaceHead) -> None:
     """Warn if a layer of `model` that trains is not called by it."""
     if not getattr(_calls, "inside", False):
-        warn(model, _BYPASSED.format(f"{type(model).__name__}.{body_of(model)}"))
-
-
-def body_of(model: nn.Module) -> str:
-    """Return the name of the submodule that has the layers of a model of transformers."""
-    return str(getattr(model, "base_model_prefix", "") or "model")
+        warn(model, _BYPASSED.format(type(model).__name__))
 
 
 def language_models(model: nn.Module) -> dict[nn.Module, str]:

@@ -10,7 +10,13 @@ from hf_models import MODELS, VOCAB, build, reasons
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 from transformers.modeling_outputs import CausalLMOutput
 
 from fused_remat import FusedRematWarning, conversion, convert, explain, memory_report, revert
@@ -321,6 +327,17 @@ def loss_of(model):
     return loss.state, loss.reason
 
 
+def test_an_encoder_may_be_called_first():
+    sizes = {"vocab_size": VOCAB, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 1}
+    config = T5Config(**sizes, num_heads=4, decoder_start_token_id=0)
+    fused, given = convert(T5ForConditionalGeneration(config).train(), loss=True), batch()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FusedRematWarning)
+        encoded = fused.get_encoder()(given["input_ids"])
+        fused(encoder_outputs=encoded, labels=given["labels"]).loss.backward()
+    assert loss_of(fused) == ("fused", "")
+
+
 def test_conversion_tells_what_the_loss_was_computed_by():
     model, inputs = convert(llama(), loss=True), batch()
     assert loss_of(convert(llama())) == ("not requested", "")
@@ -337,9 +354,9 @@ def test_conversion_tells_what_the_loss_was_computed_by():
     with torch.no_grad():
         model(**inputs)
     assert loss_of(model)[0] == "fused"
-    with pytest.warns(FusedRematWarning, match=r"bypassed.*LlamaForCausalLM\.model without it"):
+    with pytest.warns(FusedRematWarning, match=r"bypassed.*layers of LlamaForCausalLM"):
         model.model(**inputs).last_hidden_state.sum().backward()  # as trainers of TRL do
-    reason = "the last training step called LlamaForCausalLM.model without LlamaForCausalLM"
+    reason = "the last training step called layers of LlamaForCausalLM without it"
     assert loss_of(model) == ("bypassed", reason)
     model(**inputs).logits.sum().backward()
     assert loss_of(model) == ("bypassed", "the call computes no loss from them")
