@@ -314,9 +314,9 @@ class LossHead:
     Attributes:
         name: name of its class.
         state: how the last training step computed the loss: "fused" (without logits), or
-            "bypassed" (from logits). "not called": no training call yet. "not requested":
-            `convert` was called without loss=True.
-        reason: why the loss was computed from logits.
+            "bypassed" (from logits, or by the trainer). "not called": no training call yet. "not
+            requested": `convert` was called without loss=True.
+        reason: why the loss was bypassed.
         calls: numbers of training calls that computed the fused loss ("block"), and logits
             ("plain").
     """
@@ -328,14 +328,14 @@ class LossHead:
 
     def __str__(self) -> str:
         if self.state == "not requested":
-            why = "computed from logits; convert(model, loss=True) computes it without them"
+            why = "not converted; convert(model, loss=True) computes it without logits"
         elif self.state == "not called":
             why = "not computed in training yet"
         elif self.state == "fused":
             fused = [call for call in self.calls if call.ran == "block"]
             why = f"computed without logits in {_number(fused)}"
         else:
-            why = f"computed from logits, although loss=True: {self.reason}"
+            why = f"bypassed, although loss=True: {self.reason}"
         return f"loss of {self.name}: {why}"
 
 
