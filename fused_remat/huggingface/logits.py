@@ -27,6 +27,7 @@ from fused_remat.layers.eligibility import (
     qualified,
     wants_grad,
 )
+from fused_remat.layers.fallback import attributes_as, flags_of
 from fused_remat.layers.modules import active_module, read_linear
 from fused_remat.layers.packed import Packed
 from fused_remat.layers.tensor_parallel import VocabularyParallelLinear
@@ -101,10 +102,12 @@ class DeferredHead:
     ) -> Tensor:
         """Return the cross-entropy of a head that is called, again in backward, on some tokens."""
         head, scaling = self._head, logits.scaling()
-        scale, cap = scaling["logit_scale"], scaling["softcap"]
+        scale, cap, flags = scaling["logit_scale"], scaling["softcap"], flags_of(head)
+        flags += [(p, "requires_grad", p.requires_grad) for p in head.parameters()]
 
         def loss_of(x: Tensor, labels: Tensor) -> Tensor:
-            y = head(x)
+            with attributes_as(flags):
+                y = head(x)
             y = y.to(torch.promote_types(y.dtype, torch.float32))
             y = y * scale if scale != 1.0 else y
             y = cap * torch.tanh(y / cap) if cap else y
