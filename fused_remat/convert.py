@@ -328,7 +328,7 @@ class LossHead:
 
     def __str__(self) -> str:
         if self.state == "not requested":
-            why = "not converted; convert(model, loss=True) computes it without logits"
+            why = "not converted; convert(model, loss=True) computes it in blocks of logits"
         elif self.state == "not called":
             why = "not computed in training yet"
         elif self.state == "fused":

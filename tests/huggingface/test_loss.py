@@ -341,6 +341,7 @@ def test_an_encoder_may_be_called_first():
 def test_conversion_tells_what_the_loss_was_computed_by():
     model, inputs = convert(llama(), loss=True), batch()
     assert loss_of(convert(llama())) == ("not requested", "")
+    assert "not converted; convert(model, loss=True)" in str(conversion(convert(llama())))
     assert loss_of(model) == ("not called", "")
     explain(model, **inputs)
     memory_report(model, **inputs)
