@@ -15,7 +15,6 @@ from fused_remat.execution.choose import check_name
 from fused_remat.huggingface.call import check_convertible
 from fused_remat.huggingface.head import (
     HuggingFaceHead,
-    body_of,
     head_class,
     language_models,
     warn_if_bypassed,
@@ -185,11 +184,14 @@ def _heads(model: nn.Module) -> dict[nn.Module, str]:
 
 
 def _watch(model: nn.Module) -> None:
-    """Let the first fused layer of each converted language model check that it calls the layer."""
+    """Let the last fused layer of each converted language model check that it calls the layer.
+
+    A step may call an encoder, whose layers come first, by itself.
+    """
     for head in language_models(model):
-        layers = fused_layers(head).values()
+        layers = [*fused_layers(head).values()]
         if isinstance(head, HuggingFaceHead) and layers:
-            record_of(next(iter(layers))).watch = functools.partial(warn_if_bypassed, head)
+            record_of(layers[-1]).watch = functools.partial(warn_if_bypassed, head)
 
 
 def _no_layers_message(model: nn.Module) -> str:
@@ -312,9 +314,9 @@ class LossHead:
     Attributes:
         name: name of its class.
         state: how the last training step computed the loss: "fused" (without logits), or
-            "bypassed" (from logits). "not called": no training call yet. "not requested":
-            `convert` was called without loss=True.
-        reason: why the loss was computed from logits.
+            "bypassed" (from logits, or by the trainer). "not called": no training call yet. "not
+            requested": `convert` was called without loss=True.
+        reason: why the loss was bypassed.
         calls: numbers of training calls that computed the fused loss ("block"), and logits
             ("plain").
     """
@@ -326,14 +328,14 @@ class LossHead:
 
     def __str__(self) -> str:
         if self.state == "not requested":
-            why = "computed from logits; convert(model, loss=True) computes it without them"
+            why = "not converted; convert(model, loss=True) computes it in blocks of logits"
         elif self.state == "not called":
             why = "not computed in training yet"
         elif self.state == "fused":
             fused = [call for call in self.calls if call.ran == "block"]
             why = f"computed without logits in {_number(fused)}"
         else:
-            why = f"computed from logits, although loss=True: {self.reason}"
+            why = f"bypassed, although loss=True: {self.reason}"
         return f"loss of {self.name}: {why}"
 
 
@@ -410,8 +412,8 @@ def _losses(model: nn.Module) -> Iterator[LossHead]:
         layers = map(record_of, fused_layers(module).values())
         latest = max(layers, key=lambda layer: layer.order, default=record)
         if latest.order > record.order or (record.last is None and latest.last is not None):
-            state, body = "bypassed", f"{name}.{body_of(module)}"
-            reason = f"the last training step called {body} without {name}"
+            state = "bypassed"
+            reason = f"the last training step called layers of {name} without it"
         elif record.last is not None:
             state, reason = "fused" if record.last == "block" else "bypassed", record.reason
         yield LossHead(name, state, reason, _calls_of([module]))

@@ -21,7 +21,7 @@ from torch import nn
 from fused_remat.execution.observe import DECISIONS
 from fused_remat.huggingface.logits import DeferredHead, DeferredLogits
 from fused_remat.layers.converted import Replaced, class_of
-from fused_remat.layers.eligibility import Reason, parameters_of, wants_grad
+from fused_remat.layers.eligibility import Reason
 from fused_remat.layers.fused_layer import TRACED, is_traced
 from fused_remat.layers.record import NOTES, record_of, warn, warn_compiled
 
@@ -37,8 +37,9 @@ _NO_LOGITS = (
     "them; convert with loss=False if your training code reads outputs.logits"
 )
 _BYPASSED = (
-    "is bypassed, and loss=True has no effect: a training step called {} without it, and computes "
-    "the loss itself. Call the model with labels; run TRL's trainers in "
+    "is bypassed, and loss=True has no effect: a training step called layers of {} without it, and "
+    "computes the loss itself. Call the model with labels; convert it before "
+    "accelerator.prepare(model); run TRL's trainers in "
     "fused_remat.integrations.trl.fused_lm_head()"
 )
 _calls = threading.local()
@@ -70,7 +71,7 @@ class HuggingFaceHead(Replaced):
         return result
 
     def _stock_reason(self, compiling: bool) -> Reason | None:
-        if not self.training or not wants_grad(*parameters_of(self).values()):
+        if not (self.training and torch.is_grad_enabled()):
             return _IDLE
         if is_traced():
             return TRACED
@@ -85,8 +86,10 @@ class HuggingFaceHead(Replaced):
         replica = _replica(self, path, head)
         result = _finished(self.stock.forward(replica, *args, **kwargs), head)
         reason = head.reason or ("" if head.losses else f"it does not call {path}")
+        if head.is_idle and not (head.reason or head.losses):
+            reason = _IDLE.text
         if compiling:
-            if reason:
+            if reason not in ("", _IDLE.text):
                 warn_compiled(type(self).__name__, reason, "computes full logits")
             return result
         for name, value in replica.__dict__.items():  # what the forward has set
@@ -104,6 +107,8 @@ class HuggingFaceHead(Replaced):
             return
         for observe in DECISIONS:
             observe(self, reason)
+        if reason == _IDLE.text:
+            return
         size = f" ({head.nbytes / 2**20:.1f} MiB in float32)" if head.nbytes else ""
         advice = _ADVICE if reason == _UNREAD else ""
         warn(self, f"runs its own head and loss, with full logits{size}: {reason}{advice}")
@@ -147,12 +152,7 @@ def loss_computed() -> Iterator[None]:
 def warn_if_bypassed(model: HuggingFaceHead) -> None:
     """Warn if a layer of `model` that trains is not called by it."""
     if not getattr(_calls, "inside", False):
-        warn(model, _BYPASSED.format(f"{type(model).__name__}.{body_of(model)}"))
-
-
-def body_of(model: nn.Module) -> str:
-    """Return the name of the submodule that has the layers of a model of transformers."""
-    return str(getattr(model, "base_model_prefix", "") or "model")
+        warn(model, _BYPASSED.format(type(model).__name__))
 
 
 def language_models(model: nn.Module) -> dict[nn.Module, str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
-from fused_remat.layers.eligibility import Unsupported, is_readable, qualified
+from fused_remat.layers.eligibility import (
+    Unsupported,
+    is_readable,
+    parameters_of,
+    qualified,
+    wants_grad,
+)
+from fused_remat.layers.fallback import attributes_as, flags_of
 from fused_remat.layers.modules import active_module, read_linear
 from fused_remat.layers.packed import Packed
 from fused_remat.layers.tensor_parallel import VocabularyParallelLinear
@@ -45,22 +53,27 @@ class DeferredHead:
         losses: number of losses that were computed without logits.
         reason: why logits were computed; "" if they were not.
         nbytes: their bytes in float32.
+        is_idle: whether the head was called without gradients, and so by itself.
     """
 
     def __init__(self, head: nn.Module, path: str, backend: str, grad_in_forward: bool) -> None:
         self._head, self._path = head, path
         self._options = {"backend": backend, "grad_in_forward": grad_in_forward}
-        self.losses, self.reason, self.nbytes = 0, "", 0
+        self.losses, self.reason, self.nbytes, self.is_idle = 0, "", 0, False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._head, name)
 
-    def __call__(self, hidden: Tensor) -> Any:
+    def __call__(self, input: Tensor, *args: Any, **kwargs: Any) -> Any:  # as nn.Linear names it
+        is_idle = not wants_grad(input, *parameters_of(self._head).values())
+        self.is_idle |= is_idle
+        if is_idle or args or kwargs:
+            return self._head(input, *args, **kwargs)
         try:
-            parts = _parts(self._head, self._path, hidden)
+            parts = _parts(self._head, self._path, input)
         except Unsupported as reason:
-            return self._logits(hidden, str(reason))
-        return DeferredLogits(self, parts, hidden, lambda reason: self._logits(hidden, reason))
+            return self._logits(input, str(reason))
+        return DeferredLogits(self, parts, input, lambda reason: self._logits(input, reason))
 
     def _logits(self, hidden: Tensor, reason: str) -> Tensor:
         logits: Tensor = self._head(hidden)
@@ -89,10 +102,12 @@ class DeferredHead:
     ) -> Tensor:
         """Return the cross-entropy of a head that is called, again in backward, on some tokens."""
         head, scaling = self._head, logits.scaling()
-        scale, cap = scaling["logit_scale"], scaling["softcap"]
+        scale, cap, flags = scaling["logit_scale"], scaling["softcap"], flags_of(head)
+        flags += [(p, "requires_grad", p.requires_grad) for p in head.parameters()]
 
         def loss_of(x: Tensor, labels: Tensor) -> Tensor:
-            y = head(x)
+            with attributes_as(flags):
+                y = head(x)
             y = y.to(torch.promote_types(y.dtype, torch.float32))
             y = y * scale if scale != 1.0 else y
             y = cap * torch.tanh(y / cap) if cap else y
@@ -181,7 +196,7 @@ class DeferredLogits:
     def logits(self, reason: str) -> Tensor:
         """Return the logits, computed at the first call."""
         if self._logits is None:
-            with self._as_called():
+            with self._as_called(), torch.enable_grad():
                 self._logits = self._compute(reason)
         return self._logits
 
@@ -190,7 +205,17 @@ class DeferredLogits:
         return self._logits is not None
 
     def _as_called(self) -> Any:
-        """Return autocast as it was when the head was called."""
+        """Return autocast as it was when the head was called.
+
+        Raises: TypeError in an autograd.Function, whose gradient would not reach the logits.
+        """
+        traced = torch.compiler.is_compiling()
+        if not (traced or torch.is_grad_enabled()) and _is_in_function():
+            raise TypeError(
+                "loss=True: an autograd.Function (a kernel for the loss, or reentrant "
+                "checkpointing of it) reads logits, to which it would pass no gradient; compute "
+                "the loss by F.cross_entropy, or convert(model, loss=False)"
+            )
         if _autocast(self.hidden) == self._autocast:
             return contextlib.nullcontext()
         enabled, low = self._autocast
@@ -253,8 +278,7 @@ class DeferredLogits:
     def __truediv__(self, divisor: Any) -> Any:
         return self._scaled("__truediv__", divisor, -1)
 
-    __rmul__ = __imul__ = __mul__
-    __itruediv__ = __truediv__
+    __rmul__ = __mul__
 
     def tanh(self) -> Any:
         if self._cap:
@@ -283,15 +307,22 @@ class DeferredLogits:
     def view(self, *shape: Any) -> Any:
         *leading, size = shape[0] if isinstance(shape[0], (tuple, list)) else shape
         count = math.prod(self.hidden.shape[:-1])
-        if size != self._parts[2] or not (-1 in leading or math.prod(leading) == count):
+        known = size == self._parts[2] and -1 in leading
+        if not known and (size not in (-1, self._parts[2]) or math.prod(leading) != count):
             return self._method("view", *shape)
         hidden = self.hidden.reshape(*leading, self.hidden.shape[-1])
         return self._then("reshape", *shape, hidden=hidden)
 
     reshape = view
 
+    def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Any:
+        if end_dim % self.dim() == self.dim() - 1:
+            return self._method("flatten", start_dim, end_dim)
+        hidden = self.hidden.flatten(start_dim, end_dim)
+        return self._then("flatten", start_dim, end_dim, hidden=hidden)
+
     def __getitem__(self, index: Any) -> Any:
-        items = index if isinstance(index, tuple) else (index,)
+        items = index if isinstance(index, tuple) and index else (index,)
         dims = [x.dim() if isinstance(x, Tensor) and x.dtype == torch.bool else 1 for x in items]
         from_the_end = any(item is Ellipsis for item in items[:-1])
         is_all = isinstance(items[-1], slice) and items[-1] == slice(None)
@@ -300,15 +331,20 @@ class DeferredLogits:
         return self._then("__getitem__", index, hidden=self.hidden[index])
 
 
+def _is_in_function() -> bool:
+    apply = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+    return any(frame.f_code is apply for frame, _ in traceback.walk_stack(None))
+
+
 def _autocast(x: Tensor) -> tuple[bool, torch.dtype]:
     kind = x.device.type
     return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
 
 
 #: Operators of tensors that compute logits.
-_OPERATORS = """abs add and array bool contains eq float floordiv ge gt iadd idiv index int invert
-    isub iter le len lt matmul mod ne neg or pos pow radd rmatmul rpow rsub rtruediv setitem sub
-    xor"""
+_OPERATORS = """abs add and array bool contains eq float floordiv ge gt iadd imul index int invert
+    isub iter itruediv le len lt matmul mod ne neg or pos pow radd rmatmul rpow rsub rtruediv
+    setitem sub xor"""
 
 
 def _computing(name: str) -> Any:

@@ -220,11 +220,7 @@ def checkpointed(layer: nn.Module, forward: Forward, arguments: Mapping[str, Any
     flat, tree = tree_flatten(parts)
     names = [name for part in parts for name, value in part.items() for _ in tree_leaves(value)]
     kinds = [_kind(value) for value in flat]
-    flags = [
-        (module, name, vars(module)[name])
-        for module in layer.modules()
-        for name in _FLAGS.intersection(vars(module))
-    ]
+    flags = flags_of(layer)
     # The caller's lists and dicts, to which forward may add; backward passes what they had.
     given, contents = [dict(arguments)], _contents(arguments)
 
@@ -251,6 +247,15 @@ def checkpointed(layer: nn.Module, forward: Forward, arguments: Mapping[str, Any
 def _kind(value: Any) -> tuple[tuple[int, ...], torch.dtype, torch.device] | None:
     plain = type(value) in PLAIN
     return (tuple(value.shape), value.dtype, value.device) if plain else None
+
+
+def flags_of(layer: nn.Module) -> list[tuple[Any, str, Any]]:
+    """Return the attributes of modules that a forward in backward has to set as they are now."""
+    return [
+        (module, name, vars(module)[name])
+        for module in layer.modules()
+        for name in _FLAGS.intersection(vars(module))
+    ]
 
 
 @contextlib.contextmanager

@@ -291,7 +291,10 @@ def check_targets(call: CrossEntropyTargets, vocab: int) -> None:
             ~wrong.any(), "fused_remat: a target of a cross-entropy is out of bounds"
         )
     elif bool(wrong.any()):
-        raise IndexError(f"Target {int(target[wrong][0])} is out of bounds.")
+        raise IndexError(
+            f"Target {int(target[wrong][0])} is out of bounds: the logits have {vocab} columns. "
+            f"Pass {call.ignore_index} (ignore_index) for a token that does not count"
+        )
 
 
 @dataclass(frozen=True, eq=False)

@@ -96,6 +96,24 @@ def test_heads_that_are_called_on_some_tokens_at_a_time(name, tokens, monkeypatc
         torch.testing.assert_close(grads, wanted, rtol=1e-4, atol=1e-6)
 
 
+def test_adapters_are_switched_before_backward():
+    """The head runs again in backward, with the adapter and the dropout of forward."""
+    models = [adapters(lora_dropout=0.5)(llama(tie_word_embeddings=False)) for _ in range(2)]
+    grads = []
+    for model in (models[0], convert(models[1], loss=True)):
+        torch.manual_seed(3)
+        model.add_adapter("other", model.peft_config["default"])
+        norm = model.get_base_model().model.norm.weight.requires_grad_()
+        out = model(**batch())
+        model.set_adapter("other")
+        norm.requires_grad_()  # which PEFT has turned off
+        with model.eval().disable_adapter():
+            out.loss.backward()
+        grads.append(norm.grad)
+    assert out.logits is None
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-6)
+
+
 def test_a_head_with_state_is_called_once():
     model = llama(tie_word_embeddings=False)
     nn.utils.parametrizations.spectral_norm(model.lm_head)

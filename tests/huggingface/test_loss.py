@@ -7,9 +7,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hf_models import MODELS, VOCAB, build, reasons
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from torch import nn
-from transformers import LlamaConfig, LlamaForSequenceClassification
+from torch.utils.checkpoint import checkpoint
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+from transformers.modeling_outputs import CausalLMOutput
 
 from fused_remat import FusedRematWarning, conversion, convert, explain, memory_report, revert
 from fused_remat.report.allocations import AllocationTrace
@@ -130,6 +138,26 @@ def sliced(logits, labels, vocab_size, **kwargs):
     return 3.0 * nn.CrossEntropyLoss()(logits[answers], labels[answers])
 
 
+def flattened(logits, labels, vocab_size, **kwargs):
+    """Name no vocabulary, or no tokens; measure the perplexity first."""
+    with torch.no_grad():
+        perplexity = F.cross_entropy(logits.flatten(0, 1), labels.flatten()).exp()
+    return F.cross_entropy(logits.view(labels.numel(), -1), labels.flatten()) + 0 * perplexity
+
+
+def measured(logits, labels, vocab_size, **kwargs):
+    with torch.no_grad():
+        accuracy = (logits.argmax(-1) == labels).float().mean()
+    return sliced(logits, labels, vocab_size) + accuracy
+
+
+def scaled_in_place(logits, labels, vocab_size, **kwargs):
+    flat = logits.view(-1, vocab_size)
+    flat *= 2.0
+    flat /= 3.0
+    return sliced(logits, labels, vocab_size)
+
+
 def weighted(logits, labels, vocab_size, **kwargs):
     weight = torch.linspace(0.5, 2.0, vocab_size)
     return F.cross_entropy(logits.view(-1, vocab_size), labels.flatten(), weight)
@@ -156,7 +184,8 @@ def of_changed_logits(logits, labels, vocab_size, **kwargs):
 @pytest.mark.parametrize(
     ("loss", "reads"),
     [
-        (smoothed, ""), (sliced, ""), (of_every_token, ""), (weighted, "cross_entropy"),
+        (smoothed, ""), (sliced, ""), (of_every_token, ""), (flattened, ""),
+        (weighted, "cross_entropy"), (measured, "argmax"), (scaled_in_place, "__imul__"),
         (with_z_loss, "logsumexp"), (in_the_classes_dimension, "transpose"),
         (of_changed_logits, "__setitem__"),
     ],
@@ -181,6 +210,35 @@ def test_a_loss_of_the_users_own(loss, reads, early):
     assert loss_of(fused)[0] == "bypassed" and reads in loss_of(fused)[1]
 
 
+class OwnCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, labels):
+        loss = F.cross_entropy(logits, labels)
+        ctx.save_for_backward((logits.softmax(-1) - F.one_hot(labels, VOCAB)) / len(labels))
+        return loss
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy * ctx.saved_tensors[0], None
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_loss_in_an_autograd_function_is_refused(reentrant):
+    """No gradient would reach the logits, silently if another loss is added."""
+
+    def loss_of(logits, labels, vocab_size, **kwargs):
+        given = logits.view(-1, vocab_size), labels.clamp(min=0).flatten()
+        if reentrant:
+            return checkpoint(F.cross_entropy, *given, use_reentrant=True)
+        return OwnCrossEntropy.apply(*given)
+
+    model = llama()
+    model.loss_function = loss_of
+    step(model, **batch())
+    with pytest.raises(TypeError, match=r"autograd\.Function .* convert\(model, loss=False\)"):
+        convert(model, loss=True)(**batch())
+
+
 def test_a_head_with_hooks_is_called():
     model = convert(llama(), loss=True)
     seen = []
@@ -199,6 +257,31 @@ def test_peft_before_and_after():
     model = adapted(llama())
     for fused in (convert(adapted(llama()), loss=True), adapted(convert(llama(), loss=True))):
         compare(model, fused, **batch())
+
+
+@pytest.mark.parametrize("kind", [PromptTuningConfig, PrefixTuningConfig])
+def test_a_frozen_model_of_trained_prompts(kind):
+    torch.manual_seed(2)
+    model = get_peft_model(llama(), kind(task_type="CAUSAL_LM", num_virtual_tokens=2)).train()
+    fused = convert(copy.deepcopy(model), loss=True)
+    compare(model, fused, **batch())
+    assert loss_of(fused) == ("fused", "")
+    frozen = convert(llama().requires_grad_(False), loss=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert frozen(**batch(), use_cache=False).logits is not None
+
+
+class Keyword(LlamaForCausalLM):
+    def forward(self, input_ids, labels=None):
+        logits = self.lm_head(input=self.model(input_ids, use_cache=False)[0])
+        loss = self.loss_function(logits, labels, VOCAB)
+        return CausalLMOutput(loss=loss, logits=logits)
+
+
+def test_a_head_that_is_called_with_a_keyword():
+    model = Keyword(llama().config).train()
+    compare(model, convert(copy.deepcopy(model), loss=True), **batch())
 
 
 def test_no_whole_logits_in_a_step():
@@ -244,9 +327,21 @@ def loss_of(model):
     return loss.state, loss.reason
 
 
+def test_an_encoder_may_be_called_first():
+    sizes = {"vocab_size": VOCAB, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 1}
+    config = T5Config(**sizes, num_heads=4, decoder_start_token_id=0)
+    fused, given = convert(T5ForConditionalGeneration(config).train(), loss=True), batch()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FusedRematWarning)
+        encoded = fused.get_encoder()(given["input_ids"])
+        fused(encoder_outputs=encoded, labels=given["labels"]).loss.backward()
+    assert loss_of(fused) == ("fused", "")
+
+
 def test_conversion_tells_what_the_loss_was_computed_by():
     model, inputs = convert(llama(), loss=True), batch()
     assert loss_of(convert(llama())) == ("not requested", "")
+    assert "not converted; convert(model, loss=True)" in str(conversion(convert(llama())))
     assert loss_of(model) == ("not called", "")
     explain(model, **inputs)
     memory_report(model, **inputs)
@@ -260,9 +355,9 @@ def test_conversion_tells_what_the_loss_was_computed_by():
     with torch.no_grad():
         model(**inputs)
     assert loss_of(model)[0] == "fused"
-    with pytest.warns(FusedRematWarning, match=r"bypassed.*LlamaForCausalLM\.model without it"):
+    with pytest.warns(FusedRematWarning, match=r"bypassed.*layers of LlamaForCausalLM"):
         model.model(**inputs).last_hidden_state.sum().backward()  # as trainers of TRL do
-    reason = "the last training step called LlamaForCausalLM.model without LlamaForCausalLM"
+    reason = "the last training step called layers of LlamaForCausalLM without it"
     assert loss_of(model) == ("bypassed", reason)
     model(**inputs).logits.sum().backward()
     assert loss_of(model) == ("bypassed", "the call computes no loss from them")
