@@ -309,7 +309,9 @@ def why_different(
         most = call.batch
     while True:
         sample = call.own(layer, most, widens)
-        limits = _OWN.get(sample.dtype, _OWN[torch.bfloat16])
+        products = [spec.compute or sample.dtype for spec in trace.block.formats.values()]
+        narrow = min((sample.dtype, *products), key=lambda dtype: dtype.itemsize)
+        limits = _OWN.get(narrow, _OWN[torch.bfloat16])
         if sample.dtype.itemsize == 2 and trace.graph.unsure:
             limits = _UNSURE
         try:
