@@ -292,8 +292,10 @@ class TracedLayer(ConvertedLayer):
                     if len(trace.compared) > _MOST:
                         trace.compared.clear()
                     entire, run = key is sizes, (trace, self, self.stock.forward, call)
+                    # A library's products of quantized weights may insist on their dtype.
+                    widens = bool(kind[1]) and not trace.block.formats
                     with _apart(x):
-                        text = why_different(*run, bool(kind[1]), entire)
+                        text = why_different(*run, widens, entire)
                     if call.batch == 1:  # the first comparison is of the entire batch
                         trace.compared[sizes] = None
                     trace.compared[key] = None if text is None else Reason(text)

@@ -347,3 +347,10 @@ def test_formats_do_not_share_a_trace():
     torch.manual_seed(0)
     for form in ("nf4", "fp4", "nf4, one level"):
         check(*pair("olmo2", form), LIMITS[F32])
+
+
+@pytest.mark.parametrize("form", ["torchao int8", "torchao int4", "nf4"])
+def test_a_model_of_16_bits_under_autocast(form):
+    """Its comparison with the layer is in 16 bits: torchao's products take no other dtype."""
+    with torch.autocast("cpu", BF16):
+        check(*pair("phi3", form, BF16), LIMITS[BF16])
