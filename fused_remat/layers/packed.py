@@ -157,7 +157,7 @@ def _bnb_4bit(module: Any, path: str) -> Packed:
             "then gives its input no gradient; load the model again, and call train() before the "
             "first forward"
         )
-    shape, inner = tuple(state.shape), state.state2
+    shape, inner = tuple(state.shape), getattr(state, "state2", None)
     blocks = [("the weight", math.prod(shape), state.blocksize, state.absmax.numel())]
     tensors, parts = [weight.detach(), state.absmax], ["absmax"]
     if inner is not None:
