@@ -205,7 +205,7 @@ ROUTED = {"mixtral", "qwen3_moe", "gpt_oss", "qwen3_next", "jamba", "granite_moe
 
 
 @pytest.mark.parametrize("adapted", [False, True], ids=["bare", "LoRA"])
-@pytest.mark.parametrize("name", [*(models.MODELS.keys() - HEADLESS), *HEADS])
+@pytest.mark.parametrize("name", [*sorted(models.MODELS.keys() - HEADLESS), *HEADS])
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out")
 def test_the_loss_without_logits(name, adapted):
     """Logits that a model scales, caps or slices; a loss to which it adds others."""
