@@ -61,7 +61,9 @@ def test_dora(p, dtype):
         ]
         call = lambda: op(x, weights, block.nhead, lora=updates, **options, **more)  # noqa: B023, E731
         found.append(results(call, [*leaves(x, weights, updates).values()]))
-    check_error(*found, ["y", *leaves(x, weights, updates)])
+    # The magnitudes' gradient is that of the result without its bias, which is rounded with it.
+    floor = torch.finfo(dtype).eps if dtype == torch.float16 else None
+    check_error(*found, ["y", *leaves(x, weights, updates)], floor=floor)
 
 
 def as_leaf(t, dtype):
