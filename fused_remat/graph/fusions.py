@@ -8,11 +8,12 @@ replaces them. A fusion changes neither what a policy keeps nor what backward re
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fused_remat.steps.activation import MLPActivation
 from fused_remat.steps.fused import LinearNorm, MlpBackward, MlpUp
 from fused_remat.steps.linear import Linear
+from fused_remat.steps.mixture import ExpertsBackward, ExpertsDown, ExpertsForward, ExpertsUp
 from fused_remat.steps.node import Node
 from fused_remat.steps.norm import Norm
 
@@ -137,12 +138,44 @@ def _only_source(steps: Steps, taker: Draft, name: str) -> Draft | None:
     return givers[0]
 
 
+def experts(
+    steps: Steps, step: Draft, fusions: Collection[str], held: Collection[str]
+) -> list[Draft] | None:
+    """Fuse both steps of experts in forward, or in backward, where nothing else reads their result.
+
+    Forward and backward of every policy do so: each product is the same.
+    """
+    node = step.node
+    if not isinstance(node, ExpertsDown):
+        return None
+    rebuilt = _computes(steps, node.pre)
+    up = rebuilt and rebuilt.node
+    if step.kind == "compute":
+        if rebuilt is None or node.pre in held or len(_users(steps, node.pre)) > 2:
+            return None
+        assert isinstance(up, ExpertsUp)
+        fused: Node = ExpertsForward(name=node.name, up=up, down=node)
+        return _replaced(steps, [rebuilt, step], fused, {node.pre})
+    givers = [s for s in steps if s.kind == "backward" and isinstance(s.node, ExpertsUp)]
+    given = [s for s in givers if s.node is not None and s.node.name == node.pre]
+    if not given or node.pre not in step.needs_grad:
+        return None
+    up = given[0].node
+    assert isinstance(up, ExpertsUp)
+    old = [s for s in (rebuilt, step, given[0]) if s is not None]
+    rebuilds = rebuilt is not None
+    fused = ExpertsBackward(name=node.name, up=up, down=node, rebuilds=rebuilds)
+    steps = _replaced(steps, old, fused, {node.pre} if rebuilds else ())
+    needs = step.needs_grad | given[0].needs_grad
+    return [replace(s, needs_grad=needs) if s.node is fused else s for s in steps]
+
+
 def fuse(steps: Steps, fusions: Collection[str], held: Collection[str]) -> list[Draft]:
     """Return `steps` with the fusions that `fusions` names; an activation's as "mlp_bwd gelu".
 
     `held`: names that outlive the program.
     """
-    for rewrite in (mlp_bwd, linear_act, linear_norm) if fusions else ():
+    for rewrite in (experts, *((mlp_bwd, linear_act, linear_norm) if fusions else ())):
         pending = [*steps]
         while pending:
             fused = rewrite(steps, pending.pop(0), fusions, held)

@@ -110,7 +110,7 @@ class Graph:
         for node in self.nodes:
             narrow = dtype if node.name in self.stream else low
             dtypes[node.name] = wide if node.widens else narrow
-            dtypes.update(dict.fromkeys(node.stats, wide))
+            dtypes.update(dict.fromkeys(node.stats, node.stat_dtype or wide))
         return dtypes
 
     def widths(self, shapes: Shapes) -> dict[str, int]:

@@ -16,6 +16,7 @@ from fused_remat.graph.graph import Graph
 from fused_remat.graph.text import block
 from fused_remat.steps.collective import CollectiveStep
 from fused_remat.steps.linear import Linear
+from fused_remat.steps.mixture import ExpertsDown, ExpertsUp
 from fused_remat.steps.node import Node
 from fused_remat.steps.norm import Norm
 from fused_remat.steps.replay import Replay
@@ -41,6 +42,8 @@ def _in_precision(graph: Graph, node: Node, compute: torch.dtype) -> Node:
         updates = tuple([replace(update, dtype=None) for update in node.updates])
         return replace(node, compute=compute, updates=updates)
     if isinstance(node, Add) and node.x not in graph.stream:
+        return replace(node, compute=compute)
+    if isinstance(node, (ExpertsUp, ExpertsDown)):
         return replace(node, compute=compute)
     if isinstance(node, (CollectiveStep, Replay)) and not inside:
         return replace(node, compute=compute)

@@ -86,6 +86,11 @@ class Node:
         return ()
 
     @property
+    def stat_dtype(self) -> torch.dtype | None:
+        """Dtype of the statistics; None for float32, or float64 for float64."""
+        return None
+
+    @property
     def transients(self) -> tuple[str, ...]:
         """Further results of forward, for a backward that follows the step's rebuild."""
         return ()

@@ -1,0 +1,101 @@
+"""Descriptions of mixtures of experts as plain data: the router, the experts, and a branch of both.
+
+MoESpec: operation of a `spec.BranchSpec`
+├── RouterSpec: which experts a token is sent to, and with which weights
+├── ExpertsSpec: what each expert computes
+└── MLPSpec: a shared expert, which all tokens are sent to
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+#: Activations of an expert's gate that are no rows of `steps.activation.ACTIVATIONS`.
+CLAMPED = "clamped_swish"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterSpec:
+    """A choice of `top_k` of `experts` for each token, by scores of the router's logits.
+
+    Attributes:
+        experts, top_k: the number of experts, and of those that a token is sent to.
+        scores: "softmax" or "sigmoid" of all logits, of which the largest are chosen; or
+            "top_k_softmax": the softmax of the chosen logits (gpt-oss).
+        normalize: whether a token's weights are divided by their sum.
+        scale: factor of the weights.
+        groups, top_groups: with `groups` of experts next to each other, only those of the
+            `top_groups` best groups are chosen (DeepSeek).
+        best: how many of a group's best scores are summed to compare it with others.
+        corrected: whether a bias, the param "router.correction" (E,), is added to the scores by
+            which experts are chosen, not to the weights.
+        jitter: in training, the router's input is multiplied by random numbers from 1 - jitter
+            to 1 + jitter.
+    """
+
+    experts: int
+    top_k: int
+    scores: Literal["softmax", "sigmoid", "top_k_softmax"] = "softmax"
+    normalize: bool = False
+    scale: float = 1.0
+    groups: int = 1
+    top_groups: int = 1
+    best: int = 1
+    corrected: bool = False
+    jitter: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.scores not in ("softmax", "sigmoid", "top_k_softmax"):
+            raise ValueError(
+                f"scores must be 'softmax', 'sigmoid' or 'top_k_softmax', got {self.scores!r}"
+            )
+        if not 1 <= self.top_k <= self.experts:
+            raise ValueError(
+                f"top_k must be from 1 to the number of experts, {self.experts}, got {self.top_k}"
+            )
+        if self.experts % self.groups or not 1 <= self.top_groups <= self.groups:
+            raise ValueError(
+                f"groups must divide the {self.experts} experts, and top_groups be at most that "
+                f"number, got groups={self.groups} and top_groups={self.top_groups}"
+            )
+        if self.top_k > self.top_groups * (self.experts // self.groups):
+            raise ValueError(
+                f"top_k={self.top_k} is more than the experts of {self.top_groups} groups"
+            )
+        if not 0.0 <= self.jitter < 1.0:
+            raise ValueError(f"jitter must be from 0 to 1, got {self.jitter}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsSpec:
+    """Experts with stacked weights: y = sum of weight * down(act(up(x))) over a token's experts.
+
+    Attributes:
+        experts, top_k: as in `RouterSpec`.
+        activation: a row of `steps.activation.ACTIVATIONS`, of up(x), or of the gate; or
+            "clamped_swish": (min(max(up, -limit), limit) + 1) * g * sigmoid(alpha * g), where g is
+            min(gate, limit) (gpt-oss).
+        gated: whether the first product has a gate and an up projection, side by side.
+        interleaved: whether their columns alternate, gate first, instead.
+        transposed: whether stacks are (E, in, out), instead of (E, out, in).
+        weighs_input: whether weights multiply an expert's input, instead of its result (Llama 4).
+        limit, alpha: of "clamped_swish".
+    """
+
+    experts: int
+    top_k: int
+    activation: str = "silu"
+    gated: bool = True
+    interleaved: bool = False
+    transposed: bool = False
+    weighs_input: bool = False
+    limit: float = 0.0
+    alpha: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.activation == CLAMPED and not (self.gated and self.limit > 0.0):
+            raise ValueError(
+                f"{CLAMPED!r} needs gated=True and a positive limit, got gated={self.gated} and "
+                f"limit={self.limit}"
+            )

@@ -1,0 +1,115 @@
+"""Routing: which experts each token is sent to, and with which weights.
+
+The chosen experts are statistics: they are always kept, so that no rounding in a rebuild can choose
+others. Backward runs the router again, under autograd, with these experts.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from fused_remat.moe_spec import RouterSpec
+from fused_remat.steps.node import Shapes
+from fused_remat.steps.replay import At, Replay
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from fused_remat.steps.chunk import Chunk
+
+
+def index_dtype(experts: int) -> torch.dtype:
+    """Return the smallest dtype that has the indices of experts, and one of none."""
+    return torch.uint8 if experts < 256 else torch.int32
+
+
+def route(
+    spec: RouterSpec, logits: Tensor, correction: Tensor | None, chosen: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the weights (T, k), in at least float32, and the experts (T, k) of `logits` (T, E).
+
+    `chosen`: the experts, if they are known.
+    """
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    scores = wide
+    if spec.scores != "top_k_softmax":
+        scores = wide.softmax(-1) if spec.scores == "softmax" else wide.sigmoid()
+    if chosen is None:
+        chosen = _chosen(spec, scores.detach(), correction)
+    weights = scores.gather(1, chosen.long())
+    if spec.scores == "top_k_softmax":
+        weights = weights.softmax(-1)
+    if spec.normalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return weights if spec.scale == 1.0 else weights * spec.scale, chosen
+
+
+def _chosen(spec: RouterSpec, scores: Tensor, correction: Tensor | None) -> Tensor:
+    """Return the experts with the largest scores, of the best groups."""
+    if correction is not None:
+        scores = scores + correction.detach()
+    if spec.groups > 1:
+        grouped = scores.view(len(scores), spec.groups, -1)
+        best = grouped.topk(spec.best, -1).values.sum(-1).topk(spec.top_groups, -1).indices
+        kept = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter_(1, best, True)
+        grouped = grouped.masked_fill(~kept.unsqueeze(-1), -torch.inf)
+        scores = grouped.view_as(scores)
+    return scores.topk(spec.top_k, -1).indices
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routing(Replay):
+    """name = the weights of a token's experts (T, k), whose numbers are the statistic `chosen`.
+
+    Without a `router`, the function is called with the numbers, or None, as a fourth argument, and
+    returns both.
+    """
+
+    chosen: str
+    experts: int
+    top_k: int
+    router: RouterSpec | None = None  # else a function of the caller
+
+    widens = True
+
+    @functools.cached_property
+    def stats(self) -> tuple[str, ...]:
+        return (self.chosen,)
+
+    @property
+    def stat_dtype(self) -> torch.dtype:
+        return index_dtype(self.experts)
+
+    def stat_width(self, width: int) -> int:
+        return self.top_k
+
+    def width(self, widths: Mapping[str, int], shapes: Shapes) -> int:
+        return self.top_k
+
+    def _run(
+        self, chunk: Chunk, at: At, xs: Sequence[Tensor], tensors: Sequence[Tensor | None]
+    ) -> Tensor:
+        known = chunk.get(self.chosen)
+        if self.router is not None:
+            weights, chosen = route(self.router, xs[0], [*tensors, None][0], known)
+        else:
+            function = chunk.owner.functions[self.function]
+            weights, chosen = function(at, xs, tensors, known)
+        if known is None:  # an index of no expert drops the pair
+            none = (chosen < 0) | (chosen >= self.experts)
+            chosen = torch.where(none, self.experts, chosen)
+            chunk.put(self.chosen, chosen.to(self.stat_dtype))
+        return weights
+
+    def _spans(self, chunk: Chunk) -> list[tuple[At, slice]]:
+        rows, batch = chunk.rows_of(self.name), 1
+        if chunk.parent is None:
+            batch = chunk.seqs[1] - chunk.seqs[0]
+            rows = chunk.owner.execution.lengths[self.name]
+        return [(At(batch, rows, chunk.first_row(self.name)), slice(None))]
