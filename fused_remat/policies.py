@@ -17,13 +17,15 @@ from typing import Any, NoReturn
 #:
 #: Backward of a norm after a branch reads its input ("normed"). From "fast" on, presets keep what
 #: attention reads ("heads"): rotated heads, since rotating back reads nothing; or the projection,
-#: where heads are normed and backward of that norm reads it.
+#: where heads are normed and backward of that norm reads it. Of a mixture of experts, "balanced"
+#: keeps the weights of each token's experts ("routing"), "fast" also their pre-activations
+#: ("experts"); every preset keeps which experts were chosen.
 PRESETS: dict[str, tuple[tuple[str, ...], ...]] = {
     "full": ((),),
     "lean": (("last normed",), ("attention",)),
-    "balanced": (("attention", "stream", "last normed"),),
-    "fast": (("attention", "stream", "normed", "heads"),),
-    "none": (("attention", "stream", "normed", "heads", "hidden"),),
+    "balanced": (("attention", "stream", "last normed", "routing"),),
+    "fast": (("attention", "stream", "normed", "heads", "routing", "experts"),),
+    "none": (("attention", "stream", "normed", "heads", "routing", "experts", "hidden"),),
 }
 
 #: Preset -> kind of block -> names kept: a user's own entries, which precede `PRESETS`.

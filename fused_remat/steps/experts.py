@@ -293,7 +293,7 @@ def _add_down(
     down: Stack,
     y: Tensor,
 ) -> None:
-    act = _activation(spec, pre)
+    act = activation(spec, pre)
     if not spec.weighs_input:
         we = _weights(weights, rows)
         if down.bias is None:
@@ -314,7 +314,7 @@ def columns(spec: ExpertsSpec, pre: Tensor) -> tuple[Tensor, Tensor]:
     return gate, up
 
 
-def _activation(spec: ExpertsSpec, pre: Tensor) -> Tensor:
+def activation(spec: ExpertsSpec, pre: Tensor) -> Tensor:
     """Return the activation of pre-activations, a new tensor."""
     if not spec.gated:
         return ACTIVATIONS[spec.activation].fwd(pre)
@@ -325,7 +325,7 @@ def _activation(spec: ExpertsSpec, pre: Tensor) -> Tensor:
     return torch.sigmoid(gate * spec.alpha).mul_(gate).mul_(up.add_(1.0))
 
 
-def _activation_bwd(spec: ExpertsSpec, dact: Tensor, pre: Tensor) -> Tensor:
+def activation_bwd(spec: ExpertsSpec, dact: Tensor, pre: Tensor) -> Tensor:
     """Return the gradient of pre-activations; `dact` is overwritten."""
     d = torch.empty_like(pre)
     if not spec.gated:
@@ -388,7 +388,7 @@ def bwd(
         del dye
         if needs_up:
             assert dact is not None
-            d = _activation_bwd(spec, dact, pre_e)
+            d = activation_bwd(spec, dact, pre_e)
             del dact, pre_e
             dxe = _stack_bwd(
                 products, d, scaled, up, up_grads, rows.expert,
@@ -442,7 +442,7 @@ def _down_bwd(
     needs_act: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients of one expert's activation and of its weights, or None."""
-    act = _activation(spec, pre)
+    act = activation(spec, pre)
     if spec.weighs_input:
         dact = _stack_bwd(products, dy, act, down, grads, expert, needs_act)
         return dact, None

@@ -154,14 +154,14 @@ def _replay(program: Program, layer: nn.Module, context: Context) -> Callable[..
     context, known = context._replace(modules=_modules(program.ops, layer)), dict[int, Any]()
     device, autocast = context.device, _autocast(context.device.type)
 
-    def run(at: At, xs: Sequence[Tensor], tensors: Sequence[Tensor | None]) -> Tensor:
+    def run(at: At, xs: Sequence[Tensor], tensors: Sequence[Tensor | None], *more: Any) -> Any:
         state: Any = contextlib.nullcontext()
         if program.draws and at.first in known:
             state = torch.random.fork_rng([device] if device.type == "cuda" else [])
         with state, autocast():
             if program.draws:
                 set_generator_states(known.setdefault(at.first, generator_states(device)), device)
-            return program.run(context, at, xs, tensors)
+            return program.run(context, at, xs, tensors, *more)
 
     run.program = program  # type: ignore[attr-defined]  # by which the planner compares layers
     return run

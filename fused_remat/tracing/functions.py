@@ -20,6 +20,7 @@ from fused_remat.layers.modules import read_linear
 from fused_remat.spec import NormSpec
 from fused_remat.steps.activation import ACTIVATIONS
 from fused_remat.steps.dora import row_norms
+from fused_remat.tracing.experts import KnownExperts, known_experts
 
 
 class AdaptedLinear(NamedTuple):
@@ -40,7 +41,7 @@ class AdaptedLinear(NamedTuple):
         return wide.to(y.dtype)
 
 
-Known = NormSpec | AdaptedLinear | str
+Known = NormSpec | AdaptedLinear | KnownExperts | str
 
 
 def known_function(module: nn.Module, path: str, dtype: torch.dtype) -> Known | None:
@@ -48,6 +49,8 @@ def known_function(module: nn.Module, path: str, dtype: torch.dtype) -> Known | 
     params = parameters_of(module, recurse=False)
     if hasattr(module, "lora_magnitude_vector"):
         return _adapted(module, path)
+    if hasattr(module, "_apply_gate"):
+        return known_experts(module)
     own = [v for n, v in vars(module).items() if isinstance(v, Tensor) and n not in params]
     if type(module) in (nn.Dropout, nn.Identity, nn.Linear) or len(params) > 2 or own:
         return None

@@ -21,6 +21,7 @@ from torch.func import functional_call
 
 from fused_remat.layers.eligibility import parameters_of
 from fused_remat.steps.activation import ACTIVATIONS
+from fused_remat.tracing.experts import KnownExperts
 from fused_remat.tracing.functions import AdaptedLinear, norm_function
 from fused_remat.tracing.isolation import replica
 from fused_remat.tracing.recorder import Recorder
@@ -100,7 +101,9 @@ class Join:
 
     def _module(self, a: Span, b: Span) -> None:
         known = None if a.function else self.known[a.path]
-        if known is not None and len(a.args) == 1 and not a.kwargs and a.outs[:1] != [None]:
+        is_experts, given = isinstance(known, KnownExperts), (len(a.args), len(a.kwargs))
+        takes = sum(given) == 3 if is_experts else given == (1, 0)
+        if known is not None and takes and a.outs[:1] != [None]:
             self._known(a, b, known)
             return
         count, numbers = len(self.ops), dict(self.numbers)
@@ -115,10 +118,14 @@ class Join:
 
     def _known(self, a: Span, b: Span, known: Any) -> None:
         args, numbers = self._tree(a.args, b.args), {n: i for i, n in self.one.sources.items()}
+        if isinstance(known, KnownExperts):
+            args = known.given(args, self._tree(a.kwargs, b.kwargs))
         params: Any = parameters_of(self.layer.get_submodule(a.path), recurse=False)
         run: Any
         if isinstance(known, AdaptedLinear):
             name, run, p, params = "dora", known.run, known.p, known.names
+        elif isinstance(known, KnownExperts):
+            name, run, p, params = "experts", known.run, None, known.names
         elif isinstance(known, str):
             name, run, p = "act", ACTIVATIONS[known].fwd, None
         else:

@@ -183,15 +183,22 @@ class Program:
         self, call: Context, at: At, xs: Sequence[Tensor], tensors: Sequence[Tensor | None]
     ) -> Tensor:
         """Return the result as a matrix, for the tokens `at`, of the activations as matrices."""
+        sizes, values = self.given(call, at, xs, tensors)
+        self._sequence.run(values, call._replace(sizes=sizes))
+        y = self.layout.matrix(values[self.target], sizes)
+        return y if self.pick is None else torch.cat([y[:, a:b] for a, b in self.pick], 1)
+
+    def given(
+        self, call: Context, at: At, xs: Sequence[Tensor], tensors: Sequence[Tensor | None]
+    ) -> tuple[dict[str, int], dict[int, Any]]:
+        """Return the sizes of a call, and the values that the operations read."""
         sizes = {**call.sizes, "B": at.batch}
         if len(self.layout.names) > 1 or self.layout.names == ("S",):
             sizes[self.layout.names[-1]] = at.tokens
         values: dict[int, Any] = dict(zip(self.params, tensors, strict=True))
         for (number, layout), x in zip(self.sources, xs, strict=True):
             values[number] = layout.value(x, sizes)
-        self._sequence.run(values, call._replace(sizes=sizes))
-        y = self.layout.matrix(values[self.target], sizes)
-        return y if self.pick is None else torch.cat([y[:, a:b] for a, b in self.pick], 1)
+        return sizes, values
 
 
 def leaf_value(leaf: Any, values: Any, call: Context) -> Any:

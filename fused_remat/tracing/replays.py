@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import posixpath
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ HEAVY = (
     "grouped_mm", "_grouped_mm", "softmax", "topk", "scatter", "index_add",
 )  # fmt: skip
 #: Operations that choose by values: another bit in their input may change the choice.
-_CHOICES = ("topk", "sort", "argsort", "argmax", "argmin", "one_hot", "gt", "ge", "lt", "le", "eq")
+CHOICES = ("topk", "sort", "argsort", "argmax", "argmin", "one_hot", "gt", "ge", "lt", "le", "eq")
 
 
 def replay(t: Builder, number: int) -> str:
@@ -35,7 +35,7 @@ def replay(t: Builder, number: int) -> str:
     assert op is not None
     if layout is None:
         raise Opaque(op.inside, f"the result of {op.name} has no dimension of tokens")
-    ops, sources, params = _region(t, number, op.inside)
+    ops, sources, params = region(t, (number,), op.inside)
     sources.sort(key=lambda n: getattr(t.layout(n), "names", ()) != layout.names)
     layouts = [known for n in sources if (known := t.layout(n)) is not None]
     xs = tuple([t.build(n) for n in sources])
@@ -84,7 +84,7 @@ def replay(t: Builder, number: int) -> str:
             columns=layout.width, per_batch=per_batch,
             batched=() if per_batch else tuple([t.param(n) for n in batched]),
             needed_for=_needed_for(t, program, (*xs, *tensors)),
-            chooses=is_opaque or not kinds.keys().isdisjoint(_CHOICES),
+            chooses=is_opaque or not kinds.keys().isdisjoint(CHOICES),
             stages=_stages(t, ops, params),
             tokenwise=not (is_opaque or per_batch or any(map(_sizes_in, shapes.values())))
             and _is_tokenwise(t, program),
@@ -109,10 +109,15 @@ def add_columns(t: Builder, name: str, x: str, of: tuple[int, Layout], columns: 
     )  # fmt: skip
 
 
-def _region(t: Builder, target: int, inside: str) -> tuple[list[Op], list[int], list[int]]:
-    """Return the operations up to the next steps, and the activations and others they read."""
+def region(
+    t: Builder, targets: Collection[int], inside: str, known: Collection[int] = ()
+) -> tuple[list[Op], list[int], list[int]]:
+    """Return the operations up to the next steps, and the activations and others they read.
+
+    `known`: activations in addition to steps.
+    """
     live, ops = t.recording.live, set[Op]()
-    sources, params, seen, todo = list[int](), list[int](), set[int](), [target]
+    sources, params, seen, todo = list[int](), list[int](), set[int](), [*targets]
     while todo:
         n = todo.pop()
         if n in seen:
@@ -125,13 +130,13 @@ def _region(t: Builder, target: int, inside: str) -> tuple[list[Op], list[int], 
                 continue
             ops.add(op)  # like an activation, whose dtype autocast decides
             todo += op.reads
-        elif n in t.inputs.values() or (n != target and t.step(n) is not None):
+        elif n in (*t.inputs.values(), *known) or (n not in targets and t.step(n) is not None):
             sources.append(n)
             if not t.recording.values[n].is_floating_point():
                 raise Opaque(inside, "it reads indices of tokens")
         else:
             assert op is not None
-            if op.path is not None and n != target:
+            if op.path is not None and n not in targets:
                 reason = f"a result of {op.function or op.path} has no dimension of tokens"
                 raise Opaque(op.inside.rpartition(".")[0], reason)
             ops.add(op)

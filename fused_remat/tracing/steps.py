@@ -20,7 +20,7 @@ from fused_remat.steps.linear import Linear
 from fused_remat.steps.low_rank import LowRank
 from fused_remat.steps.norm import Norm
 from fused_remat.steps.residual import Add, DrawMask
-from fused_remat.tracing import attention
+from fused_remat.tracing import attention, mixture
 from fused_remat.tracing.builder import Build, Builder
 from fused_remat.tracing.heads import norm_of
 from fused_remat.tracing.replays import replay
@@ -289,6 +289,7 @@ def _product(t: Builder, number: int, op: Op) -> Build | None:
 STEPS: Mapping[str, Callable[[Builder, int, Op], Build | None]] = {
     "linear": _linear,
     "dora": _dora,
+    "experts": mixture.from_call,
     "addmm": _linear,
     "norm": _norm,
     "layer_norm": _norm,

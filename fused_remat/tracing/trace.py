@@ -18,6 +18,7 @@ from fused_remat.execution.prepare import chunks_of
 from fused_remat.layers.converted import INDICES
 from fused_remat.layers.eligibility import needs_grad
 from fused_remat.layers.fallback import generator_states, run_with, set_generator_states
+from fused_remat.steps.routing import Routing
 from fused_remat.tracing.call import Trace
 from fused_remat.tracing.functions import known_function
 from fused_remat.tracing.isolation import Trial, renumbered, replica
@@ -312,7 +313,8 @@ def why_different(
         products = [spec.compute or sample.dtype for spec in trace.block.formats.values()]
         narrow = min((sample.dtype, *products), key=lambda dtype: dtype.itemsize)
         limits = _OWN.get(narrow, _OWN[torch.bfloat16])
-        if sample.dtype.itemsize == 2 and trace.graph.unsure:
+        chooses = trace.graph.unsure or any(isinstance(n, Routing) for n in trace.graph.nodes)
+        if sample.dtype.itemsize == 2 and chooses:
             limits = _UNSURE
         try:
             mode, run = functools.partial(Trial, exact=False), trace.plain.run

@@ -202,6 +202,7 @@ def _ordered(nodes: Mapping[str, Node]) -> list[Node]:
     finishes the branch before it rebuilds anything for the residual.
     """
     done: dict[str, Node] = {}
+    nodes = {**nodes, **{stat: node for node in nodes.values() for stat in node.stats}}
 
     def visit(node: Node) -> None:
         if node.name in done:

@@ -1,0 +1,107 @@
+"""Experts as transformers writes them: one module of stacked weights, with a class attribute each.
+
+Whatever implementation the model's configuration names, the module computes the same function of
+tokens, indices and weights; its gate is recognized by what it returns.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fused_remat.layers.eligibility import parameters_of
+from fused_remat.moe_spec import CLAMPED, ExpertsSpec
+from fused_remat.steps.activation import ACTIVATIONS
+from fused_remat.steps.experts import ATEN, Order, Stack, activation, activation_bwd, experts_order
+from fused_remat.steps.experts import fwd as experts_fwd
+
+
+class KnownExperts(NamedTuple):
+    """A module of experts."""
+
+    spec: ExpertsSpec  # whose `top_k` a call decides
+    names: tuple[str, ...]  # of both stacks and their biases, "" for none
+    arguments: tuple[str, ...]  # of its forward: tokens, indices and weights
+
+    def given(self, args: Any, kwargs: Any) -> tuple[Any, ...]:
+        """Return the three arguments of a call in order."""
+        named = {**dict(zip(self.arguments, args, strict=False)), **kwargs}
+        return tuple([named[name] for name in self.arguments])
+
+    def run(self, x: Tensor, chosen: Tensor, weights: Tensor, *stacks: Any) -> Tensor:
+        """Compute the experts, without gradients."""
+        spec = self.with_top_k(chosen.shape[-1])
+        up, down = (Stack(w, b, spec.transposed) for w, b in (stacks[:2], stacks[2:]))
+        order: Order = experts_order(chosen, spec.experts)
+        with torch.no_grad():
+            return experts_fwd(ATEN, spec, x, weights, order, up, down)
+
+    def with_top_k(self, top_k: int) -> ExpertsSpec:
+        """Return the spec of a call."""
+        fields = {name: getattr(self.spec, name) for name in self.spec.__dataclass_fields__}
+        return ExpertsSpec(**fields | {"top_k": top_k})
+
+
+def known_experts(module: Any) -> KnownExperts | None:
+    """Return what a module of experts computes, or None if that is not known."""
+    flags = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "num_experts")
+    own: list[Any] = [getattr(module, name, None) for name in flags]
+    if None in own or getattr(module, "has_post_expert_norm", False):
+        return None
+    if getattr(module, "_is_expert_parallel", False) or "forward" in vars(module):
+        return None
+    gated, biased, transposed, _, experts = own
+    stacks = ("gate_up_proj" if gated else "up_proj", "down_proj")
+    names = [n for stack in stacks for n in (stack, f"{stack}_bias" if biased else "")]
+    params, arguments = parameters_of(module, recurse=False), _arguments(module)
+    if {*params} != {*filter(None, names)} or len(arguments) != 3:
+        return None
+    dims = [params[name].dim() for name in names if name]
+    if dims != ([3, 2, 3, 2] if biased else [3, 3]):
+        return None
+    for spec in _specs(module, int(experts), bool(gated), bool(transposed)):
+        if _computes(module, spec):
+            return KnownExperts(spec, tuple(names), arguments)
+    return None
+
+
+def _arguments(module: nn.Module) -> tuple[str, ...]:
+    forward = inspect.unwrap(type(module).forward)
+    return tuple(inspect.signature(forward).parameters)[1:]
+
+
+def _specs(module: Any, experts: int, gated: bool, transposed: bool) -> Iterator[ExpertsSpec]:
+    """Yield specs that the module's gate may compute."""
+    given: Any = {"experts": experts, "top_k": 1, "gated": gated, "transposed": transposed}
+    orders = ({"interleaved": False}, {"interleaved": True}) if gated else ({},)
+    for order in orders:
+        for name in ACTIVATIONS:
+            yield ExpertsSpec(activation=name, **given, **order)
+    numbers = [v for v in vars(module).values() if isinstance(v, float) and v > 0.0]
+    for order in orders if gated else ():
+        for limit in numbers:
+            for alpha in numbers:
+                yield ExpertsSpec(activation=CLAMPED, limit=limit, alpha=alpha, **given, **order)
+
+
+def _computes(module: Any, spec: ExpertsSpec) -> bool:
+    """Return whether a spec's activation, and its slope, are those of the module."""
+    generator = torch.Generator().manual_seed(0)
+    scales = torch.tensor([1e-3, 0.3, 1.0, 4.0, 30.0], dtype=torch.float64).repeat_interleave(40)
+    x = torch.randn(200, 16, generator=generator, dtype=torch.float64) * scales.unsqueeze(1)
+    x.requires_grad_()
+    run: Any = module._apply_gate if spec.gated else getattr(module, "act_fn", None)
+    try:
+        with torch.enable_grad():
+            y = run(x)
+            dy = torch.randn(y.shape, generator=generator, dtype=y.dtype)
+            (slope,) = torch.autograd.grad(y, x, dy)
+        found = activation(spec, x.detach())
+        same = found.shape == y.shape and torch.allclose(found, y, 1e-9, 1e-9)
+        return same and torch.allclose(activation_bwd(spec, dy, x.detach()), slope, 1e-7, 1e-7)
+    except Exception:  # a gate would not raise
+        return False
