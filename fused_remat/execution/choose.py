@@ -35,6 +35,8 @@ _DEVICE_TOKENS = 16384
 #: alone, and of others. Joining small chunks takes as long as computing cheap steps; on devices,
 #: narrow blocks would launch small kernels, and sum the weights' gradients in many parts.
 CPU_ELEMENTS, DEVICE_ELEMENTS = (1 << 21, 0), (1 << 27, 1 << 27)
+#: Times as many tokens that a chunk of experts has at most: each is sent only some of them.
+CPU_EXPERTS = 4
 
 
 def chunk_tokens(device: torch.device, dtype: torch.dtype) -> int:

@@ -27,6 +27,7 @@ from fused_remat.steps.attention import Attention
 from fused_remat.steps.chunk import Chunks, Layout, spans
 from fused_remat.steps.fused import linear_norm_fwd, mlp_bwd, mlp_up_fwd
 from fused_remat.steps.linear import Linear
+from fused_remat.steps.mixture import ExpertsDown
 from fused_remat.steps.node import Node
 from fused_remat.steps.norm import NORMS, Norm
 from fused_remat.steps.operations import OPERATIONS, Operations
@@ -203,6 +204,9 @@ def _prepare(
     # A function that is replayed may have wider activations than those that are known.
     if cheap or not any(isinstance(node, Replay) for node in graph.nodes):
         chunk_tokens = max(chunk_tokens, elements[not cheap] // max(1, *widths.values()))
+    if device.type == "cpu" and elements[0]:
+        shares = [n.spec.experts // n.spec.top_k for n in graph.nodes if isinstance(n, ExpertsDown)]
+        chunk_tokens *= min(choose.CPU_EXPERTS, max([1, *shares]))
     chunks = Chunks.of(batch, seq_len, chunk_tokens, longest)
     fuses = fuses and not any(node.chooses for node in graph.nodes)
     fusions = _fusions(ops, graph, widths, graph.compute or dtype, device) if fuses else frozenset()

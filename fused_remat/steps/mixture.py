@@ -17,10 +17,6 @@ from torch import Tensor
 from fused_remat.moe_spec import ExpertsSpec
 from fused_remat.spec import PackedSpec
 from fused_remat.steps.experts import (
-    Adapter,
-    Into,
-    Stack,
-    StackGrads,
     experts_bwd,
     experts_down_fwd,
     experts_fwd,
@@ -28,6 +24,7 @@ from fused_remat.steps.experts import (
     experts_up_fwd,
 )
 from fused_remat.steps.node import Input, Mask, Node, Shapes
+from fused_remat.steps.stacks import Adapter, Into, Stack, StackGrads
 
 if TYPE_CHECKING:
     from fused_remat.steps.chunk import Chunk

@@ -1,0 +1,349 @@
+"""Experts one after the other, by any products of matrices.
+
+The rows of an expert's tokens are gathered once, and no transient is larger than the tokens of one
+expert. The numbers of tokens are read on the host, once for an operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fused_remat.moe_spec import CLAMPED, ExpertsSpec
+from fused_remat.steps.activation import ACTIVATIONS
+from fused_remat.steps.linear import LOW, linear_dw, linear_dx, linear_fwd, widens
+from fused_remat.steps.stacks import Into, Order, Stack, StackGrads
+
+
+class Products(NamedTuple):
+    """Products of one expert's rows."""
+
+    fwd: Callable[..., Tensor]  # x, weight, bias, out=None
+    dx: Callable[..., Tensor]  # dy, weight
+    dw: Callable[[Tensor, Tensor, Tensor, Into], object]  # dy, x, the expert's gradient, of `Into`
+
+
+def _dw(dy: Tensor, x: Tensor, grad: Tensor, into: Into) -> None:
+    if not into.fresh:
+        linear_dw(dy, x, grad, True, into.exact)
+    elif into.exact or grad.dtype != x.dtype or widens(x):
+        grad.copy_(linear_dw(dy, x, None, True, into.exact))
+    else:
+        torch.mm(dy.t(), x, out=grad)
+
+
+ATEN = Products(linear_fwd, linear_dx, _dw)
+
+
+class _Rows(NamedTuple):
+    """The pairs of one expert."""
+
+    expert: int
+    span: slice  # of the pairs in order
+    tokens: Tensor
+    weights: Tensor  # (rows, 1); none where the operation has none
+
+
+def _experts(
+    spec: ExpertsSpec, order: Order, weights: Tensor | None, *grads: StackGrads
+) -> Iterator[_Rows]:
+    """Yield the experts that have tokens, and set the gradients of the others to 0."""
+    fresh = [into.grad for each in grads for into in each.buffers if into.fresh]
+    tokens, start = order.pairs // spec.top_k, 0
+    column = tokens if weights is None else weights.reshape(-1)[order.pairs].unsqueeze(1)
+    for expert, end in enumerate(order.ends.tolist()):
+        if end > start:
+            yield _Rows(expert, slice(start, end), tokens[start:end], column[start:end])
+        else:
+            for grad in fresh:
+                grad[expert].zero_()
+        start = end
+
+
+def up_fwd(
+    products: Products,
+    spec: ExpertsSpec,
+    x: Tensor,
+    weights: Tensor | None,
+    order: Order,
+    up: Stack,
+) -> Tensor:
+    """Compute `experts_up_fwd` by `products`."""
+    pre = x.new_empty((len(order.pairs), up.out_features))
+    for rows in _experts(spec, order, weights):
+        _product(products, _input(spec, x, rows), up, rows.expert, pre[rows.span])
+    return pre
+
+
+def down_fwd(
+    products: Products, spec: ExpertsSpec, pre: Tensor, weights: Tensor, order: Order, down: Stack
+) -> Tensor:
+    """Compute `experts_down_fwd` by `products`."""
+    y = zeros(pre, len(weights), down.out_features)
+    for rows in _experts(spec, order, weights):
+        _add_down(products, spec, pre[rows.span], rows, down, y)
+    return y.to(pre.dtype)
+
+
+def fwd(
+    products: Products,
+    spec: ExpertsSpec,
+    x: Tensor,
+    weights: Tensor,
+    order: Order,
+    up: Stack,
+    down: Stack,
+) -> Tensor:
+    """Compute `experts_fwd` by `products`."""
+    y = zeros(x, len(weights), down.out_features)
+    for rows in _experts(spec, order, weights):
+        pre = _product(products, _input(spec, x, rows), up, rows.expert)
+        _add_down(products, spec, pre, rows, down, y)
+        del pre
+    return y.to(x.dtype)
+
+
+def zeros(like: Tensor, rows: int, width: int) -> Tensor:
+    """Return zeros to which experts are added, in at least float32."""
+    dtype = torch.float32 if like.dtype in LOW else like.dtype
+    return torch.zeros((rows, width), dtype=dtype, device=like.device)
+
+
+def _input(spec: ExpertsSpec, x: Tensor, rows: _Rows) -> Tensor:
+    xe = x[rows.tokens]
+    return xe.mul_(rows.weights) if spec.weighs_input else xe
+
+
+def _product(
+    products: Products, x: Tensor, stack: Stack, expert: int, out: Tensor | None = None
+) -> Tensor:
+    """Return x @ matrix.T + bias, with low-rank updates."""
+    bias = None if stack.bias is None else stack.bias[expert].to(x.dtype)
+    y = products.fwd(x, stack.matrix(expert, x.dtype), bias, out=out)
+    for adapter in stack.adapters:
+        low = F.linear(x, adapter.a[expert].to(x.dtype))
+        y.addmm_(low, adapter.b[expert].t().to(x.dtype), alpha=adapter.scale)
+    return y
+
+
+def _add_down(
+    products: Products, spec: ExpertsSpec, pre: Tensor, rows: _Rows, down: Stack, y: Tensor
+) -> None:
+    act = activation(spec, pre)
+    before = not spec.weighs_input and down.bias is None
+    if before:
+        act.mul_(rows.weights)
+    ye = _product(products, act, down, rows.expert).to(y.dtype)
+    y.index_add_(0, rows.tokens, ye if before or spec.weighs_input else ye.mul_(rows.weights))
+
+
+def columns(spec: ExpertsSpec, pre: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the columns of the gate and of the up projection, as views."""
+    if spec.interleaved:
+        return pre[:, ::2], pre[:, 1::2]
+    gate, up = pre.chunk(2, 1)
+    return gate, up
+
+
+def activation(spec: ExpertsSpec, pre: Tensor) -> Tensor:
+    """Return the activation of pre-activations, a new tensor."""
+    if not spec.gated:
+        return ACTIVATIONS[spec.activation].fwd(pre)
+    gate, up = columns(spec, pre)
+    if spec.activation != CLAMPED:
+        return ACTIVATIONS[spec.activation].fwd(gate).mul_(up)
+    gate, up = gate.clamp(max=spec.limit), up.clamp(-spec.limit, spec.limit)
+    return torch.sigmoid(gate * spec.alpha).mul_(gate).mul_(up.add_(1.0))
+
+
+def activation_vjp(spec: ExpertsSpec, pre: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """Return the activation, and a function of its gradient that returns that of `pre`.
+
+    The function overwrites its argument.
+    """
+    if not spec.gated:
+        entry = ACTIVATIONS[spec.activation]
+        return entry.fwd(pre), lambda dact: entry.bwd(dact, pre, dact)
+    gate, up = columns(spec, pre)
+    if spec.activation == CLAMPED:
+        return _clamped_vjp(spec, pre, gate, up)
+    row = ACTIVATIONS[spec.activation]
+    value = row.fwd(gate)
+
+    def vjp(dact: Tensor) -> Tensor:
+        d = torch.empty_like(pre)
+        dgate, dup = columns(spec, d)
+        torch.mul(dact, value, out=dup)
+        row.bwd(dact.mul_(up), gate, dgate)
+        return d
+
+    return value * up, vjp
+
+
+def _clamped_vjp(
+    spec: ExpertsSpec, pre: Tensor, gate: Tensor, up: Tensor
+) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    low, high = -spec.limit, spec.limit
+    g, u = gate.clamp(max=high), up.clamp(low, high).add_(1.0)
+    s = torch.sigmoid(g * spec.alpha)
+    value = g * s
+
+    def vjp(dact: Tensor) -> Tensor:
+        d = torch.empty_like(pre)
+        dgate, dup = columns(spec, d)
+        torch.mul(dact, value, out=dup)
+        dup.masked_fill_((up < low) | (up > high), 0.0)
+        slope = (1.0 - s).mul_(value).mul_(spec.alpha).add_(s)  # of g * sigmoid(alpha * g)
+        torch.mul(dact.mul_(u), slope, out=dgate)
+        dgate.masked_fill_(gate > high, 0.0)
+        return d
+
+    return value * u, vjp
+
+
+def bwd(
+    products: Products,
+    spec: ExpertsSpec,
+    dy: Tensor,
+    x: Tensor | None,
+    pre: Tensor | None,
+    weights: Tensor,
+    order: Order,
+    up: Stack,
+    down: Stack,
+    needs_x: bool,
+    needs_weights: bool,
+    up_grads: StackGrads,
+    down_grads: StackGrads,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Compute `experts_bwd` by `products`."""
+    like = dy if x is None else x
+    dx = zeros(like, *like.shape) if needs_x else None
+    sums = zeros(weights, len(order.pairs), 1) if needs_weights else None  # in order
+    needs_input = needs_x or (needs_weights and spec.weighs_input)
+    needs_up = needs_input or up_grads.needed
+    for rows in _experts(spec, order, weights, up_grads, down_grads):
+        xe = None if x is None else x[rows.tokens]
+        scaled = (xe * rows.weights).to(xe.dtype) if spec.weighs_input and xe is not None else xe
+        if pre is None:
+            assert scaled is not None
+            pre_e = _product(products, scaled, up, rows.expert)
+        else:
+            pre_e = pre[rows.span]
+        act, vjp = activation_vjp(spec, pre_e)
+        dact, dwe = _down_bwd(
+            products, spec, dy[rows.tokens], act, rows, down, down_grads, needs_up or needs_weights
+        )
+        del act, pre_e
+        if needs_up:
+            assert dact is not None
+            d = vjp(dact)
+            del dact, vjp
+            dxe = _stack_bwd(products, d, scaled, up, up_grads, rows.expert, needs_input)
+            if spec.weighs_input and dxe is not None:
+                assert xe is not None
+                dwe = dot(dxe, xe)
+                dxe.mul_(rows.weights)
+            if dx is not None:
+                assert dxe is not None
+                dx.index_add_(0, rows.tokens, dxe.to(dx.dtype))
+            del d, dxe
+        if sums is not None:
+            assert dwe is not None
+            sums[rows.span] = dwe
+    return None if dx is None else dx.to(like.dtype), unsorted(sums, weights, order)
+
+
+def unsorted(sums: Tensor | None, weights: Tensor, order: Order) -> Tensor | None:
+    """Return numbers of the pairs (P, 1), which are in order, like the weights (T, k)."""
+    if sums is None:
+        return None
+    dw = torch.empty_like(weights, memory_format=torch.contiguous_format)
+    dw.view(-1)[order.pairs] = sums.view(-1).to(dw.dtype)
+    return dw
+
+
+def dot(a: Tensor, b: Tensor) -> Tensor:
+    """Return the products of rows (P, 1), summed in at least float32."""
+    dtype = torch.float32 if a.dtype in LOW else a.dtype
+    return (a * b).sum(-1, keepdim=True, dtype=dtype)
+
+
+def _down_bwd(
+    products: Products,
+    spec: ExpertsSpec,
+    dy: Tensor,
+    act: Tensor,
+    rows: _Rows,
+    down: Stack,
+    grads: StackGrads,
+    needs_act: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients of one expert's activation, which is overwritten, and its weights."""
+    if spec.weighs_input:
+        return _stack_bwd(products, dy, act, down, grads, rows.expert, needs_act), None
+    p = _dx(products, dy, down, rows.expert) if needs_act else None
+    dw = None if p is None else dot(p, act)
+    if dw is not None and down.bias is not None:
+        dw += dot(dy, down.bias[rows.expert].to(dy.dtype).expand_as(dy))
+    if grads.needed:
+        act.mul_(rows.weights)
+        _add_stack_grads(products, dy, act, down, grads, rows.expert, rows.weights)
+    return None if p is None else p.mul_(rows.weights), dw
+
+
+def _stack_bwd(
+    products: Products,
+    dy: Tensor,
+    x: Tensor | None,
+    stack: Stack,
+    grads: StackGrads,
+    expert: int,
+    needs_x: bool,
+) -> Tensor | None:
+    """Add the gradients of an expert's matrix, bias and updates; return that of x if needed."""
+    if grads.needed:
+        _add_stack_grads(products, dy, x, stack, grads, expert, None)
+    return _dx(products, dy, stack, expert) if needs_x else None
+
+
+def _dx(products: Products, dy: Tensor, stack: Stack, expert: int) -> Tensor:
+    dx = products.dx(dy, stack.matrix(expert, dy.dtype))
+    for adapter in stack.adapters:
+        low = dy @ adapter.b[expert].to(dy.dtype)
+        dx.addmm_(low, adapter.a[expert].to(dy.dtype), alpha=adapter.scale)
+    return dx
+
+
+def _add_stack_grads(
+    products: Products,
+    dy: Tensor,
+    x: Tensor | None,
+    stack: Stack,
+    grads: StackGrads,
+    expert: int,
+    weights: Tensor | None,
+) -> None:
+    """Add the gradients of an expert's matrix, bias and updates; `weights` are those of dy."""
+    if grads.bias is not None:
+        wide = dy.to(torch.promote_types(dy.dtype, torch.float32))
+        total = wide.sum(0) if weights is None else (wide * weights).sum(0)
+        grad = grads.bias.grad[expert]
+        grad.copy_(total) if grads.bias.fresh else grad.add_(total)
+    if grads.weight is not None:
+        assert x is not None
+        pair = (x, dy) if stack.transposed else (dy, x)
+        products.dw(*pair, grads.weight.grad[expert], grads.weight)
+    for adapter, (da, db) in zip(stack.adapters, grads.adapters, strict=bool(grads.adapters)):
+        assert x is not None
+        a, b = adapter.a[expert].to(x.dtype), adapter.b[expert].to(x.dtype)
+        if db is not None:
+            low = F.linear(x, a).mul_(adapter.scale)
+            products.dw(dy, low, db.grad[expert], db)
+        if da is not None:
+            dlow = (dy @ b).mul_(adapter.scale)
+            products.dw(dlow, x, da.grad[expert], da)

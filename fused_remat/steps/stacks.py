@@ -1,0 +1,84 @@
+"""Stacks of the matrices of all experts, their gradients, and the order of pairs by expert.
+
+T tokens have k experts each: P = T * k pairs of a token and one of its experts.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fused_remat.spec import PackedSpec
+from fused_remat.steps.packed import dequantize
+
+
+class Order(NamedTuple):
+    """The pairs sorted by expert: the numbers of pairs (P,), and where each expert's end (E,)."""
+
+    pairs: Tensor  # int64: t * k + j
+    ends: Tensor  # int32
+
+
+class Adapter(NamedTuple):
+    """Low-rank updates of all experts, + scale * b @ a: (E, rank, in) and (E, out, rank)."""
+
+    a: Tensor
+    b: Tensor
+    scale: float
+
+
+class Stack(NamedTuple):
+    """The matrices of all experts, with their biases (E, out) and low-rank updates."""
+
+    weight: Tensor  # (E, out, in), or (E, in, out) if transposed; bytes of a quantized one
+    bias: Tensor | None = None
+    transposed: bool = False
+    adapters: tuple[Adapter, ...] = ()
+    packed: PackedSpec | None = None  # of one expert's matrix; its other tensors follow
+    parts: tuple[Tensor, ...] = ()
+
+    @property
+    def out_features(self) -> int:
+        shape = self.packed.shape if self.packed else self.weight.shape[1:]
+        return int(shape[1 if self.transposed else 0])
+
+    @property
+    def is_plain(self) -> bool:
+        return not (self.adapters or self.packed)
+
+    def matrix(self, expert: int, dtype: torch.dtype) -> Tensor:
+        """Return the matrix (out, in) of an expert; of a quantized one, a copy in `dtype`."""
+        if self.packed is None:
+            matrix = self.weight[expert].to(dtype)
+        else:
+            own = (t[expert] if t.dim() else t for t in (self.weight, *self.parts))
+            matrix = dequantize(self.packed, [*own], dtype)
+        return matrix.t() if self.transposed else matrix
+
+
+class Into(NamedTuple):
+    """A buffer of a gradient, whose first dimension counts the experts."""
+
+    grad: Tensor
+    fresh: bool  # uninitialized, rather than added to
+    exact: bool = False  # products of 16 bits are computed in float32
+
+
+class StackGrads(NamedTuple):
+    """Buffers of the gradients of a stack, like its tensors; None for those not needed."""
+
+    weight: Into | None = None
+    bias: Into | None = None
+    adapters: tuple[tuple[Into | None, Into | None], ...] = ()
+
+    @property
+    def buffers(self) -> list[Into]:
+        every = (self.weight, self.bias, *[part for pair in self.adapters for part in pair])
+        return [into for into in every if into is not None]
+
+    @property
+    def needed(self) -> bool:
+        """Whether any gradient is needed."""
+        return bool(self.buffers)
