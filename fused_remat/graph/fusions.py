@@ -106,6 +106,8 @@ def mlp_bwd(
         return None
     if f"mlp_bwd {node.act}" not in fusions or not set(node.inputs) <= step.needs_grad:
         return None
+    if node.name in held:  # whose gradient the caller adds to
+        return None
     sources, ups = _linears(steps, node.inputs)
     out = _only_source(steps, step, node.name)
     if out is None or not ups:

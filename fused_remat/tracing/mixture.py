@@ -111,7 +111,7 @@ def from_call(t: Builder, number: int, op: Op) -> Build | None:
 
 def _routing(t: Builder, inside: str, x: int, chosen: int, weights: int, experts: int) -> Routing:
     """Add the router that chooses experts for x."""
-    ops, sources, params = region(t, (weights, chosen), inside, (x,))
+    ops, sources, params = region(t, (weights, chosen), inside, (x, *t.records.values()))
     layouts: dict[int, Any] = {n: t.layout(n) for n in (*sources, weights, chosen)}
     shapes = [t.recording.shapes[n] for n in params]
     if None in [*layouts.values(), *shapes]:
