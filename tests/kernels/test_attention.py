@@ -152,6 +152,10 @@ CALLS = {
     },
     "dropout": lambda s: {"dropout_p": 0.2, "seed": 3},
     "causal dropout": lambda s: {"dropout_p": 0.2, "seed": 3, "is_causal": True},
+    "sinks": lambda s: {
+        "attn_mask": far_rows(s).clamp(max=200.0), "sinks": normal(s.dtype, s.h),
+    },
+    "sinks and dropout": lambda s: {"sinks": normal(s.dtype, s.h), "dropout_p": 0.2, "seed": 3},
 }  # fmt: skip
 
 
