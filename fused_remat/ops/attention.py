@@ -62,7 +62,7 @@ def attention(
     window: (left, right), how many keys before and after its own position a query sees; -1: no
         limit.
     scale: of the scores, None for E ** -0.5. softcap: scores become softcap * tanh(s / softcap).
-    sinks: (H,), a score of each head that takes part in every softmax without a value, as of gpt-oss;
+    sinks: (H,), a score of each head that takes part in every softmax and has no value (gpt-oss);
         gets its gradient if it requires one.
     A row whose keys are all excluded is 0.
     policy: "full" keeps query, key and value only; all other presets keep the output too (which the
