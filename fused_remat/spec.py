@@ -78,6 +78,8 @@ class AttentionSpec:
             position, where their numbers differ.
         softcap: limit of the scores; 0 for none.
         dropout: probability, of attention's probabilities.
+        sinks: whether each head has a learned score, the param "sinks" (H,), that takes part in
+            softmax and has no value (gpt-oss).
         masks: those of `MASKS` that a call passes.
         true_means: whether a query sees a key where a bool "mask" is True ("attend", as in
             `scaled_dot_product_attention`) or does not ("exclude", as in `nn.Transformer`).
@@ -96,6 +98,7 @@ class AttentionSpec:
     align: Literal["start", "end"] = "end"
     softcap: float = 0.0
     dropout: float = 0.0
+    sinks: bool = False
     masks: tuple[str, ...] = ()
     true_means: Literal["attend", "exclude"] = "attend"
     rotary: RotarySpec | None = None

@@ -281,6 +281,8 @@ def attention_node(
     masks: dict[str, Any] = {m: prefix + m for m in spec.masks if m != "cu_seqlens"}
     if "cu_seqlens" in spec.masks:
         masks |= {"cu_q": "cu_q", "cu_k": "cu_k"}
+    if spec.sinks:
+        masks["sinks"] = prefix + "sinks"
     return Attention(name=name, q=q, k=k, v=v, spec=spec, site=site, role="attention", **masks)
 
 
