@@ -215,15 +215,35 @@ class ExpertsDown(_Experts):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExpertsForward(Node):
-    """Both steps of experts, without writing the pre-activations."""
+class _Joined(Node):
+    """Both steps of experts."""
 
     up: ExpertsUp
     down: ExpertsDown
 
+    @functools.cached_property
+    def inputs(self) -> tuple[str, ...]:
+        return (self.up.x, self.down.weights)
+
+    @functools.cached_property
+    def params(self) -> tuple[str, ...]:
+        return (*self.up.params, *self.down.params)
+
     @property
     def reads(self) -> tuple[str, ...]:
-        return (*self.up.reads, self.down.weights)
+        return (*self.inputs, self.up.chosen)
+
+    def flops(self, widths: Mapping[str, int], shapes: Shapes, seq_len: int) -> int:
+        return self.up.flops(widths, shapes, seq_len) + self.down.flops(widths, shapes, seq_len)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsForward(_Joined):
+    """Both steps of experts, without writing the pre-activations."""
+
+    @property
+    def label(self) -> str:
+        return f"{self.up.name} and {self.down.name}"
 
     def forward(self, chunk: Chunk, out: Tensor | None = None) -> None:
         up, down, spec = self.up, self.down, self.down.spec
@@ -234,16 +254,19 @@ class ExpertsForward(Node):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExpertsBackward(Node):
+class ExpertsBackward(_Joined):
     """Backward of both steps of experts; `rebuilds`: their pre-activations are computed again."""
 
-    up: ExpertsUp
-    down: ExpertsDown
     rebuilds: bool
 
     @property
     def label(self) -> str:
-        return f"{self.down.name} and {self.up.name}"
+        up = f"{self.up.name}, computed again" if self.rebuilds else self.up.name
+        return f"{self.down.name} and {up}"
+
+    def flops(self, widths: Mapping[str, int], shapes: Shapes, seq_len: int) -> int:
+        again = self.up.flops(widths, shapes, seq_len) // 2 if self.rebuilds else 0
+        return super().flops(widths, shapes, seq_len) + again
 
     def backward(self, chunk: Chunk, dy: Tensor, owned: bool, needs_grad: Collection[str]) -> None:
         pre = None if self.rebuilds else chunk[self.up.name]

@@ -15,7 +15,7 @@ from fused_remat.steps.routing import Routing
 from fused_remat.tracing.builder import Build, Builder
 from fused_remat.tracing.experts import KnownExperts
 from fused_remat.tracing.program import Context, Layout, Operations, Program
-from fused_remat.tracing.replays import CHOICES, region
+from fused_remat.tracing.replays import CHOICES, is_tokenwise, region, sizes_in
 from fused_remat.tracing.values import Op, Opaque, Ref, ops_for
 
 
@@ -123,12 +123,21 @@ def _routing(t: Builder, inside: str, x: int, chosen: int, weights: int, experts
     program = RoutingProgram(
         tuple(ops), pairs, tuple(params), weights, layouts[weights], chosen=chosen, of=of
     )
+    alone = _is_alone(t, program, shapes)
     name, tensors = t.unique(f"{inside}.routing"), tuple([t.param(n) for n in params])
     node = Routing(
         name=name, xs=xs, tensors=tensors, function=name, what="the router", role="routing",
         needed_for=((*xs, *tensors),) * len(xs), chosen=f"{name}.experts", experts=experts,
-        top_k=top_k, chooses=program.chooses, tokenwise=True,
+        top_k=top_k, chooses=program.chooses, tokenwise=alone, per_batch=not alone,
     )  # fmt: skip
     t.add(node)
     t.programs[name], t.widths[name] = program, node.top_k
     return node
+
+
+def _is_alone(t: Builder, program: Program, shapes: Sequence[Any]) -> bool:
+    """Return whether each token is routed alone, so that the block may be cut."""
+    plain = Program(program.ops, program.sources, program.params, program.target, program.layout)
+    if program.draws or any(op.path is not None for op in program.ops):
+        return False
+    return not any(map(sizes_in, shapes)) and is_tokenwise(t, plain)

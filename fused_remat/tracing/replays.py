@@ -62,7 +62,7 @@ def replay(t: Builder, number: int) -> str:
     shapes: dict[int, Any] = {n: t.recording.shapes[n] for n in params}
     if None in shapes.values():
         raise Opaque(op.inside, "no size explains the shape of a value that it reads")
-    batched = [n for n, shape in shapes.items() if "B" in _sizes_in(shape)]
+    batched = [n for n, shape in shapes.items() if "B" in sizes_in(shape)]
     per_batch = (
         program.draws
         or not _keeps_sizes(t, program, layout.names[:-1])
@@ -86,8 +86,8 @@ def replay(t: Builder, number: int) -> str:
             needed_for=_needed_for(t, program, (*xs, *tensors)),
             chooses=is_opaque or not kinds.keys().isdisjoint(CHOICES),
             stages=_stages(t, ops, params),
-            tokenwise=not (is_opaque or per_batch or any(map(_sizes_in, shapes.values())))
-            and _is_tokenwise(t, program),
+            tokenwise=not (is_opaque or per_batch or any(map(sizes_in, shapes.values())))
+            and is_tokenwise(t, program),
         )
     )  # fmt: skip
     t.programs[name] = program
@@ -104,7 +104,7 @@ def add_columns(t: Builder, name: str, x: str, of: tuple[int, Layout], columns: 
     return t.add(
         Replay(
             name=name, xs=(x,), function=name, what="columns in another order",
-            columns=len(columns), needed_for=((),), tokenwise=_is_tokenwise(t, program),
+            columns=len(columns), needed_for=((),), tokenwise=is_tokenwise(t, program),
         )
     )  # fmt: skip
 
@@ -191,11 +191,11 @@ def run(
     return program.run(t.context, at or At(sizes.get("B", 1), tokens, 0), xs, tensors)
 
 
-def _sizes_in(shape: Sequence[Any]) -> set[str]:
+def sizes_in(shape: Sequence[Any]) -> set[str]:
     return {name for n in shape if isinstance(n, Size) for name in n.names}
 
 
-def _is_tokenwise(t: Builder, program: Program) -> bool:
+def is_tokenwise(t: Builder, program: Program) -> bool:
     """Return whether each token's result depends on that token alone, by mixing tokens."""
     names = program.layout.names
     if names[-1:] != ("S",) or any(layout.names != names for _, layout in program.sources):
@@ -215,7 +215,7 @@ def _is_tokenwise(t: Builder, program: Program) -> bool:
 def _keeps_sizes(t: Builder, program: Program, names: Sequence[str]) -> bool:
     """Return whether results have all sizes `names`, without which one mixes tokens."""
     live = [n for op in program.ops for n in op.writes if n in t.recording.live]
-    sizes = (_sizes_in(t.recording.shapes[n] or ()) for n in live)
+    sizes = (sizes_in(t.recording.shapes[n] or ()) for n in live)
     return program.is_algebra or all(known.issuperset(names) for known in sizes)
 
 
