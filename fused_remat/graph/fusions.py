@@ -164,6 +164,8 @@ def experts(
     assert isinstance(up, ExpertsUp)
     old = [s for s in (rebuilt, step, given[0]) if s is not None]
     rebuilds = rebuilt is not None
+    if any(s not in old for s in _users(steps, node.pre)):  # a norm's rebuild reads the sum
+        old, rebuilds = [step, given[0]], False
     fused = ExpertsBackward(name=node.name, up=up, down=node, rebuilds=rebuilds)
     steps = _replaced(steps, old, fused, {node.pre} if rebuilds else ())
     needs = step.needs_grad | given[0].needs_grad
