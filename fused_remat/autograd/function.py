@@ -186,9 +186,10 @@ def run_block(
     checked = bool(CHECKS)
     execution, extras = call.prepare(given, fused=not checked), None
     if not call.needs_grad:
-        out, kept = executor.forward(execution, given, functions)
-        both: Any = (out, *sides_of(execution, out, kept)) if graph.side_outputs else out
-        return both  # type: ignore[no-any-return]
+        y, kept = executor.forward(execution, given, functions)
+        if graph.side_outputs:
+            return (y, *sides_of(execution, y, kept))  # type: ignore[return-value]
+        return y
     if accumulation is not None:
         accumulation.check(tensors, call.needs_grad)
     segment = None if isinstance(policy, str) else policy.segment
@@ -209,7 +210,7 @@ def run_block(
             rescue, roots = None, []
         late = frozenset(itertools.chain(*execution.delivered))
         rest = [None if n in late else t for n, t in zip(graph.tensors, given, strict=True)]
-        out = _apply(execution, functions, None, None, rescue, given, *rest, *roots)
+        out: Tensor = _apply(execution, functions, None, None, rescue, given, *rest, *roots)
         if (block := out.grad_fn) is not None:
             out = deliver.deliver(block, out, dict(zip(graph.tensors, given, strict=True)))
             return _with_sides(graph, block, out)  # type: ignore[no-any-return]
