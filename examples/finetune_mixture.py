@@ -23,8 +23,8 @@ def tiny_mixture() -> Qwen3MoeForCausalLM:
     """Build a Qwen3-MoE over bytes, with random weights: 16 experts, 4 for each token."""
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
-        vocab_size=256, hidden_size=128, moe_intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=32, num_experts=16,
+        vocab_size=256, hidden_size=256, moe_intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=64, num_experts=16,
         num_experts_per_tok=4, norm_topk_prob=True, use_cache=False,
     )  # fmt: skip
     return Qwen3MoeForCausalLM(config)
