@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fused_remat.steps import cpu_choice
+from fused_remat.steps import cpu_choice, experts_cpu  # noqa: F401
 from fused_remat.steps.linear import cpu_has_native
 from fused_remat.steps.operations import (
     FAULTS,

@@ -5,7 +5,8 @@ in backward and every other process on the same machine make the same choice. Ea
 result in `bench/results` that shows its gain; where no entry applies, PyTorch's own implementation
 runs. In float32 ATen's products are MKL's on x86, and oneDNN's are faster on some processors. In 16
 bits ATen's are oneDNN's, and on some processors two of half the columns each are faster. Weight
-gradients are ATen's.
+gradients of linear layers are ATen's. Experts take oneDNN's products, for weight gradients as well,
+where linear layers of an expert's average rows do (`experts_cpu`).
 """
 
 from __future__ import annotations
@@ -51,6 +52,8 @@ class Rule(NamedTuple):
 
 #: 16-bit products in halves on Intel: "full" takes 1.13 × eager's time in bfloat16 at 81c55eb, and
 #: with full products 1.25 × at 76d650c. No gain in float16, nor on a Zen 4.
+#: Of experts' products on AMD no committed result exists: a trial by hand on a Zen 5 gained. In
+#: float32 on Intel ATen's are faster, and in bfloat16 on AMX halves of columns gain nothing.
 #: Attention: causal only. Heads that share keys without causality gain nothing in blocks.
 RULES = (
     Rule(

@@ -2,9 +2,10 @@
 
 T tokens have k experts each: P = T * k pairs. `Order` sorts them. An index below 0, or of no
 expert, drops the pair; such pairs come last and are never computed. A stack holds the matrices of
-all experts. The bodies of the operations run one expert after the other: the rows of its tokens are
-gathered once, and no transient is larger than the tokens of one expert. They read the numbers of
-tokens on the host; on a device with grouped products (`grouped`) nothing does.
+all experts. The bodies of the operations run grouped products where these read nothing on the host,
+else one expert after the other: then the host reads the numbers of tokens, once for an operation.
+On a GPU of compute capability 9 or 10 the former run in bfloat16, if the matrices are plain and of
+widths in multiples of 16; float64, adapters, quantized matrices and other GPUs take the loop.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fused_remat.moe_spec import ExpertsSpec
+from fused_remat.steps import experts_grouped as grouped
 from fused_remat.steps.experts_loop import ATEN, bwd, down_fwd, fwd, up_fwd
 from fused_remat.steps.operations import operation
 from fused_remat.steps.stacks import Order, Stack, StackGrads
@@ -49,7 +51,11 @@ def key(
 
 def describe(key: Any, *_: Any, **__: Any) -> str:
     """Describe experts for `explain`."""
-    return "ATen's products, one expert after the other"
+    reason = grouped.unsupported_reason(key)
+    if reason is None:
+        return "PyTorch's grouped products"
+    loop = "ATen's products, one expert after the other"
+    return loop + (f"; not grouped products: {reason}" if reason else "")
 
 
 # The pre-activations of all pairs in their order are kept as (T, k * columns).
@@ -61,6 +67,8 @@ def experts_up_fwd(
 
     x (T, D); `weights` (T, k) are read if they weigh the input.
     """
+    if grouped.supports(key(spec, x, order, up), up):
+        return grouped.up_fwd(spec, x, weights, order, up)
     return up_fwd(ATEN, spec, x, weights, order, up)
 
 
@@ -71,6 +79,8 @@ def experts_down_fwd(
     spec: ExpertsSpec, pre: Tensor, weights: Tensor, order: Order, down: Stack
 ) -> Tensor:
     """Return the sum (T, D) of each token's experts, from `experts_up_fwd`, in the dtype of pre."""
+    if grouped.supports(key(spec, pre, order, down), down):
+        return grouped.down_fwd(spec, pre, weights, order, down)
     return down_fwd(ATEN, spec, pre, weights, order, down)
 
 
@@ -82,6 +92,9 @@ def experts_fwd(
     spec: ExpertsSpec, x: Tensor, weights: Tensor, order: Order, up: Stack, down: Stack
 ) -> Tensor:
     """Return `experts_down_fwd` of `experts_up_fwd`, without writing the pre-activations."""
+    if grouped.supports(key(spec, x, order, up, down), up, down):
+        pre = grouped.up_fwd(spec, x, weights, order, up)
+        return grouped.down_fwd(spec, pre, weights, order, down)
     return fwd(ATEN, spec, x, weights, order, up, down)
 
 
@@ -110,4 +123,6 @@ def experts_bwd(
     of forward is repeated for it.
     """
     args = spec, dy, x, pre, weights, order, up, down, needs_x, needs_weights, up_grads, down_grads
+    if grouped.supports(key(spec, dy, order, up, down), up, down, up_grads, down_grads):
+        return grouped.bwd(*args)
     return bwd(ATEN, *args)
