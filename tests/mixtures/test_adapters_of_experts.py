@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import functools
 import gc
 import weakref
 from typing import Any
@@ -10,13 +12,18 @@ from typing import Any
 import bitsandbytes.functional as bnb
 import pytest
 import torch
+import transformers
+from bitsandbytes.nn.parametrize import replace_parameter_4bit
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fused_remat import conversion, convert
 from fused_remat.autograd import run_block
 from fused_remat.graph.build import BlockBuilder
 from fused_remat.moe_spec import ExpertsSpec, RouterSpec
 from fused_remat.policies import Policy
+from fused_remat.report.allocations import measure_allocations
 from fused_remat.spec import PackedSpec
 from fused_remat.steps.linear import Linear
 from fused_remat.steps.mixture import ExpertAdapter, ExpertsDown, ExpertStack, ExpertsUp
@@ -265,3 +272,192 @@ def test_one_expert_at_a_time_is_dequantized() -> None:
         gradients(run_block(graph, "full", tensors), tensors, ["input"])
     assert matrices.calls == 5 * EXPERTS  # up and down, up again, and both in backward
     assert matrices.most == 2 * HIDDEN * WIDTH
+
+
+# Models of transformers with PEFT's adapters.
+
+SIZES = {
+    "vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "num_experts_per_tok": 2, "use_cache": False,
+}  # fmt: skip
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_moe": (
+        "Qwen3Moe", {"num_experts": 6, "moe_intermediate_size": 64, "intermediate_size": 64}
+    ),
+    "mixtral": ("Mixtral", {"num_local_experts": 6, "intermediate_size": 64}),
+    "gpt_oss": ("GptOss", {"num_local_experts": 6, "intermediate_size": 64, "pad_token_id": 0}),
+}  # fmt: skip
+STACKS = ("gate_up_proj", "down_proj")
+TARGETS = [f"mlp.experts.{name}" for name in STACKS]
+
+
+def model_of(name: str) -> Any:
+    kind, sizes = MODELS[name]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**SIZES, **sizes)
+    return getattr(transformers, f"{kind}ForCausalLM")(config)
+
+
+def adapted(model: Any, **options: Any) -> Any:
+    given = {"r": 3, "lora_alpha": 5, "target_modules": ["q_proj", "v_proj", "o_proj"]}
+    config = LoraConfig(**{**given, "target_parameters": TARGETS, **options})
+    model = get_peft_model(model, config)
+    with torch.no_grad():
+        for n, p in model.named_parameters():
+            if "lora_B" in n:
+                p.normal_(0.0, 0.05)
+    return model.train()
+
+
+def batch(length: int = 12) -> dict[str, Tensor]:
+    ids = torch.randint(64, (2, length), generator=torch.Generator().manual_seed(3))
+    return {"input_ids": ids, "labels": ids}
+
+
+def train(model: Any, steps: int = 3) -> tuple[list[float], dict[str, Tensor]]:
+    """Return losses, and the gradients of the last step."""
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    optimizer, losses = torch.optim.SGD([*trained.values()], lr=0.1), []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = model(**batch()).loss
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+    assert all(p.grad is not None for p in trained.values())
+    return losses, {n: p.grad for n, p in trained.items() if p.grad is not None}
+
+
+def check_steps(stock: Any, model: Any, steps: int = 3) -> None:
+    """Train both, and compare losses and all gradients within the rounding of float32."""
+    (losses, expected), (found_losses, found) = train(stock, steps), train(model, steps)
+    assert "checkpointed" not in str(conversion(model)) and "replayed" not in str(conversion(model))
+    assert found_losses == pytest.approx(losses, rel=1e-5)
+    for name, grad in expected.items():
+        error = (found[name] - grad).norm() / grad.norm()
+        assert error < 1e-4, f"{name}: {error}"
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_models_with_adapters_train_as_stock(name: str) -> None:
+    stock = adapted(model_of(name), use_rslora=True)
+    check_steps(stock, convert(copy.deepcopy(stock)))
+
+
+def test_adapters_on_the_router_and_switched_adapters() -> None:
+    stock = adapted(model_of("qwen3_moe"), target_parameters=[*TARGETS, "mlp.gate.weight"])
+    check_steps(stock, convert(copy.deepcopy(stock)), 1)
+    stock = adapted(model_of("qwen3_moe"))
+    stock.add_adapter("other", stock.peft_config["default"])
+    for p in [p for n, p in stock.named_parameters() if ".other." in n and "lora_B" in n]:
+        torch.nn.init.normal_(p, 0.0, 0.05)
+    model = convert(copy.deepcopy(stock))
+    for active in ("default", "other", ["default", "other"]):
+        for each in (stock, model):
+            each.base_model.set_adapter(active)
+            each.base_model.requires_grad_(True)
+            for n, p in each.named_parameters():
+                p.requires_grad_("lora_" in n and any(f".{a}." in n for a in listed(active)))
+        check_steps(stock, model, 1)
+
+
+def listed(active: Any) -> list[str]:
+    return [active] if isinstance(active, str) else active
+
+
+def test_disabled_and_merged_adapters() -> None:
+    stock = adapted(model_of("mixtral"))
+    model, given = convert(copy.deepcopy(stock)), batch()
+    for each in (stock, model):
+        each.model.get_input_embeddings().weight.requires_grad_()
+    check_steps(stock, model, 1)
+
+    def gradient(each: Any) -> tuple[float, Tensor]:
+        weight = each.model.get_input_embeddings().weight
+        loss = each(**given).loss
+        return loss.item(), torch.autograd.grad(loss, weight)[0]
+
+    with stock.disable_adapter(), model.disable_adapter():
+        off, found_off = gradient(stock), gradient(model)
+    on = gradient(model)
+    for each in (stock, model):
+        each.merge_adapter()
+    merged, found_merged = gradient(stock), gradient(model)
+    for each in (stock, model):
+        each.unmerge_adapter()
+    for a, b in ((found_off, off), (found_merged, merged), (found_merged, on)):
+        assert a[0] == pytest.approx(b[0], rel=1e-5)
+        torch.testing.assert_close(a[1], b[1], rtol=1e-3, atol=1e-6)
+    assert off[0] != pytest.approx(merged[0], rel=1e-5)
+    check_steps(stock, model, 1)
+    losses = [each.merge_and_unload()(**given).loss.item() for each in (stock, model)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_training_resumes(tmp_path: Any) -> None:
+    model = convert(adapted(model_of("gpt_oss")))
+    train(model, 1)
+    model.save_pretrained(tmp_path)
+    losses, grads = train(model, 1)
+    again = PeftModel.from_pretrained(model_of("gpt_oss"), tmp_path, is_trainable=True)
+    found_losses, found = train(convert(again.train()), 1)
+    assert found_losses == pytest.approx(losses, rel=1e-6)
+    for name, grad in grads.items():
+        torch.testing.assert_close(found[name], grad, rtol=1e-4, atol=1e-7)
+
+
+def quantized(model: Any) -> Any:
+    """Quantize the stacks of a model to NF4, in PEFT's wrappers or without them."""
+    for module in [m for m in model.modules() if type(m).__name__.endswith("Experts")]:
+        for name in STACKS:
+            replace_parameter_4bit(module, name, compress_statistics=True, quant_type="nf4")
+    return model
+
+
+def test_quantized_experts_train_as_stock() -> None:
+    stock = quantized(adapted(model_of("qwen3_moe"), target_parameters=None))
+    check_steps(stock, convert(copy.deepcopy(stock)))
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "qwen3_moe"])
+def test_adapters_of_quantized_experts(name: str) -> None:
+    """Compare with plain weights of the same values: PEFT 0.21 itself fails in its second call."""
+    stock = adapted(model_of(name))
+    model = quantized(copy.deepcopy(stock))
+    experts = [
+        [m for m in each.modules() if type(m).__name__.endswith("Experts")]
+        for each in (stock, model)
+    ]
+    for plain_module, module in zip(*experts, strict=True):
+        for parameter in STACKS:
+            getattr(plain_module, parameter).data.copy_(getattr(module, parameter))
+    check_steps(stock, convert(model))
+
+
+def test_nothing_is_kept_for_adapters() -> None:
+    """Kept: as many bytes as without adapters. At the peak, fewer than own checkpointing."""
+    plain_model = model_of("qwen3_moe")
+    stock = adapted(copy.deepcopy(plain_model))
+    each = {
+        "plain": convert(plain_model.requires_grad_(False).train()),
+        "fused": convert(copy.deepcopy(stock)),
+        "packed": convert(quantized(copy.deepcopy(stock))),
+        "stock": stock,
+    }
+    plain_model.get_input_embeddings().weight.requires_grad_()
+    stock.gradient_checkpointing_enable({"use_reentrant": False})
+    given, kept, peaks = batch(64), {}, {}
+    for name, model in each.items():
+        model.enable_input_require_grads()
+        for _ in range(2):
+            model(**given).loss.backward()
+        held: list[Any] = []
+        run = functools.partial(model, **given)
+        kept[name] = measure_allocations(lambda run=run, held=held: held.append(run()), "cpu").net
+        held.clear()
+        step = measure_allocations(lambda run=run: run().loss.backward(), "cpu")
+        peaks[name] = step.peak
+    assert kept["fused"] <= kept["plain"]
+    assert kept["packed"] <= kept["plain"]
+    assert peaks["fused"] <= peaks["stock"]
+    assert peaks["packed"] <= peaks["stock"]
