@@ -258,7 +258,7 @@ class PackedSpec:
 
     Attributes:
         kind: a key of `steps.packed.FORMATS`.
-        shape: (out, in) of the weight.
+        shape: (out, in) of the weight; (E, rows, columns) of a stack of experts' matrices.
         dtype: of the copy in backward, which is then converted to that of the product; None for
             that of the product.
         compute: of the product; None for that of the layer's input.
@@ -267,7 +267,7 @@ class PackedSpec:
     """
 
     kind: str
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     dtype: torch.dtype | None = None
     compute: torch.dtype | None = None
     parts: tuple[str, ...] = ()

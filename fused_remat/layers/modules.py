@@ -29,7 +29,7 @@ from fused_remat.spec import LoraSpec, lora_params
 from fused_remat.steps.collective import is_dtensor
 
 _CONV1D = ("transformers.pytorch_utils", "Conv1D")
-#: By class, the layers of PEFT that compute what `_updates` reads; each with its forward's module.
+#: By class, the layers of PEFT that compute what `updates_of` reads; each with its forward's module.
 _LORA = {
     (f"peft.tuners.lora.{module}", name): f"peft.tuners.lora.{source}"
     for module, name, source in (
@@ -69,7 +69,7 @@ def read_linear(module: Any, path: str, x: Tensor | None = None) -> Linear:
             if inner:
                 raise Unsupported(f"{path}.base_layer has adapters itself")
             like: Any = x if isinstance(base, Packed) else base
-            return base, base_bias, _updates(module, path, like.dtype)
+            return base, base_bias, updates_of(module, path, like.dtype)
         packed = None if x is None else packed_weight(module, path, x)
         if packed is not None:
             return packed, tensor_of(module, "bias"), ()
@@ -177,7 +177,8 @@ def _name(module: Any) -> tuple[str, str]:
     return kind.__module__, kind.__qualname__
 
 
-def _updates(module: Any, path: str, dtype: torch.dtype) -> tuple[Update, ...]:
+def updates_of(module: Any, path: str, dtype: torch.dtype) -> tuple[Update, ...]:
+    """Return the active adapters of a layer of PEFT's LoRA."""
     if module._disable_adapters:
         if module.merged_adapters:  # PEFT's forward takes them out of the weight
             raise Unsupported(f"{path} has merged adapters while they are disabled")

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from fused_remat.layers.eligibility import (
     PLAIN,
@@ -25,7 +26,7 @@ from fused_remat.layers.eligibility import (
     qualified,
 )
 from fused_remat.spec import PackedSpec
-from fused_remat.steps.packed import dequantize, packed_product
+from fused_remat.steps.packed import dequantize, of_experts, packed_product
 
 
 class Packed(NamedTuple):
@@ -38,6 +39,7 @@ class Packed(NamedTuple):
 #: Relative differences of a product by a format from that of its module, which are rounding errors.
 _LIMITS = {torch.float64: 1e-5, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 _TOKENS = 8
+_STACK = ("bitsandbytes.nn.parametrize", "Bnb4bitParametrization")
 #: By class, format, device and dtype, why a format does not compute what its module does.
 _TESTED: dict[Any, str | None] = {}
 _spec = functools.lru_cache(1024)(PackedSpec)
@@ -74,11 +76,18 @@ def packed_weight(module: Any, path: str, x: Tensor) -> Packed | None:
 def reader_of(module: Any) -> Callable[[Any, str], Packed] | None:
     """Return the function that reads a module's quantized weight, or None if it has none."""
     kind = type(module)
-    read = _READERS.get((kind.__module__, kind.__qualname__))
+    read = _READERS.get(_kind(module))
+    if kind is ParametrizationList and _kind(module[0]) == _STACK:
+        return _bnb_stack
     if read is None and kind is nn.Linear:
         weight = type(module._parameters.get("weight"))
         read = _torchao if weight.__module__.startswith("torchao.") else None
     return read
+
+
+def _kind(module: Any) -> tuple[str, str]:
+    kind = type(module)
+    return kind.__module__, kind.__qualname__
 
 
 def unpacked_parameters(layer: nn.Module) -> dict[str, Tensor]:
@@ -96,6 +105,9 @@ def _difference(module: Any, packed: Packed, x: Tensor) -> str | None:
     random = functools.partial(torch.randn, generator=generator)
     given = random(_TOKENS, spec.shape[1]).to(x.device, x.dtype).requires_grad_()
     dy = random(_TOKENS, spec.shape[0]).to(given)
+    if type(module) is ParametrizationList:
+        with torch.no_grad():
+            return _stack_difference(module, packed)
     try:
         with torch.enable_grad(), torch.autocast(x.device.type, enabled=False):
             y = type(module).forward(module, given)
@@ -116,6 +128,15 @@ def _difference(module: Any, packed: Packed, x: Tensor) -> str | None:
         distance = float((a - b).detach().double().norm() / b.detach().double().norm())
         if not distance <= limit:
             return f"its weight as a block dequantizes it gives another {what} ({distance:.0e})"
+    return None
+
+
+def _stack_difference(module: Any, packed: Packed) -> str | None:
+    entire, (spec, tensors) = module(), of_experts(*packed)
+    for expert, matrix in enumerate(entire):
+        own = dequantize(spec, [t[expert] for t in tensors], matrix.dtype)
+        if not torch.equal(own, matrix):
+            return f"expert {expert} alone has other elements, for rows of {spec.shape[1]} elements"
     return None
 
 
@@ -151,6 +172,28 @@ def _bnb_4bit(module: Any, path: str) -> Packed:
     state = getattr(weight, "quant_state", None) or module.quant_state
     if state is None:
         raise Unsupported(f"{path} is not quantized yet: move it to its device")
+    return _with_state(
+        path, weight, state, module.compute_dtype if module.compute_type_is_set else None
+    )
+
+
+def _bnb_stack(module: Any, path: str) -> Packed:
+    """Read a stack of experts' matrices that `bitsandbytes.nn.parametrize` quantized."""
+    if len(module) > 1:
+        raise Unsupported(
+            f"{path} has {len(module)} parametrizations, one of which dequantizes it; PEFT 0.21 "
+            "leaves its own behind in each forward"
+        )
+    shape, size = module[0].quant_state.shape, module[0].quant_state.blocksize
+    if len(shape) != 3 or math.prod(shape[1:]) % size:
+        raise Unsupported(
+            f"{path} has shape {tuple(shape)} in blocks of {size} elements, which do not end where "
+            "experts do"
+        )
+    return _with_state(path, module.original, module[0].quant_state, None)
+
+
+def _with_state(path: str, weight: Any, state: Any, compute: torch.dtype | None) -> Packed:
     if getattr(state, "packing_format_for_cpu", False):
         raise Unsupported(
             f"bitsandbytes has packed {path}.weight for inference on this CPU, and its own forward "
@@ -166,7 +209,7 @@ def _bnb_4bit(module: Any, path: str) -> Packed:
         parts += ["nested_code", "nested_absmax", "offset"]
     spec = _spec(
         kind="bnb_4bit", shape=shape, dtype=state.dtype, parts=tuple(parts),
-        compute=module.compute_dtype if module.compute_type_is_set else None,
+        compute=compute,
         options=(state.blocksize, state.quant_type, 0 if inner is None else inner.blocksize),
     )  # fmt: skip
     return _checked(path, spec, weight, tensors, blocks)

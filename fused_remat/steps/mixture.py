@@ -24,6 +24,7 @@ from fused_remat.steps.experts import (
     experts_up_fwd,
 )
 from fused_remat.steps.node import Input, Mask, Node, Shapes
+from fused_remat.steps.packed import of_experts
 from fused_remat.steps.stacks import Adapter, Into, Stack, StackGrads
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ class ExpertStack:
     weight: str
     bias: str = ""
     adapters: tuple[ExpertAdapter, ...] = ()
-    packed: PackedSpec | None = None
+    packed: PackedSpec | None = None  # of the entire stack
 
     @functools.cached_property
     def params(self) -> tuple[str, ...]:
@@ -80,14 +81,11 @@ class ExpertStack:
                 for low in self.adapters
             ]
         )
-        parts = [
-            read(name)
-            for name in self.params[1:]
-            if self.packed and name.startswith(f"{self.weight}.")
-        ]
-        return Stack(
-            read(self.weight), read(self.bias), spec.transposed, adapters, self.packed, tuple(parts)
-        )
+        weight, bias, packed, parts = read(self.weight), read(self.bias), self.packed, list[Tensor]()
+        if packed is not None:
+            own = [read(name) for name in packed.names(self.weight)]
+            packed, (weight, *parts) = of_experts(packed, own)
+        return Stack(weight, bias, spec.transposed, adapters, packed, tuple(parts))
 
     def grads(
         self, chunk: Chunk, spec: ExpertsSpec, needs_grad: Collection[str], dtype: torch.dtype

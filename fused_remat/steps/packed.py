@@ -6,7 +6,9 @@ copy in its own dtype and frees it, so that nothing but the packed weight is kep
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -52,14 +54,34 @@ def packed_product(
     return None if run is None else run(spec, tensors, x, bias)
 
 
-def _4bit(spec: PackedSpec, tensors: Tensors, dtype: torch.dtype) -> Tensor:
-    (weight, absmax, *nested), (blocksize, quant_type, outer) = tensors, spec.options
-    ops: Any = torch.ops.bitsandbytes
-    if nested:  # the maxima of blocks are quantized, too
+def of_experts(spec: PackedSpec, tensors: Tensors) -> tuple[PackedSpec, Tensors]:
+    """Return the format of one expert's matrix in a stack, and the tensors (E, ...) of all.
+
+    Nested maxima are dequantized, since their blocks do not end where experts do.
+    """
+    return _of_one(spec), [t.view(spec.shape[0], -1) for t in (tensors[0], _maxima(spec, tensors))]
+
+
+@functools.lru_cache(256)
+def _of_one(spec: PackedSpec) -> PackedSpec:
+    options = (*spec.options[:2], 0)
+    return replace(spec, shape=spec.shape[1:], parts=("absmax",), options=options)
+
+
+def _maxima(spec: PackedSpec, tensors: Tensors) -> Tensor:
+    """Return the maxima of blocks of 4 bits, which may be quantized, too."""
+    _, absmax, *nested = tensors
+    if nested:
         code, scale, offset = nested
-        decode = ops.dequantize_blockwise.default
-        absmax = decode(absmax, scale, code, outer, torch.float32).add_(offset)
-    given = weight, absmax, blocksize, quant_type, list(spec.shape), dtype
+        decode: Any = torch.ops.bitsandbytes.dequantize_blockwise.default
+        absmax = decode(absmax, scale, code, spec.options[2], torch.float32).add_(offset)
+    return absmax
+
+
+def _4bit(spec: PackedSpec, tensors: Tensors, dtype: torch.dtype) -> Tensor:
+    blocksize, quant_type, _ = spec.options
+    ops: Any = torch.ops.bitsandbytes
+    given = tensors[0], _maxima(spec, tensors), blocksize, quant_type, list(spec.shape), dtype
     return ops.dequantize_4bit.default(*given)  # type: ignore[no-any-return]
 
 

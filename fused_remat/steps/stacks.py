@@ -36,7 +36,7 @@ class Stack(NamedTuple):
     bias: Tensor | None = None
     transposed: bool = False
     adapters: tuple[Adapter, ...] = ()
-    packed: PackedSpec | None = None  # of one expert's matrix; its other tensors follow
+    packed: PackedSpec | None = None  # of one expert's matrix; weight and parts are (E, ...)
     parts: tuple[Tensor, ...] = ()
 
     @property
@@ -53,8 +53,8 @@ class Stack(NamedTuple):
         if self.packed is None:
             matrix = self.weight[expert].to(dtype)
         else:
-            own = (t[expert] if t.dim() else t for t in (self.weight, *self.parts))
-            matrix = dequantize(self.packed, [*own], dtype)
+            own = [t[expert] for t in (self.weight, *self.parts)]
+            matrix = dequantize(self.packed, own, self.packed.dtype or dtype).to(dtype)
         return matrix.t() if self.transposed else matrix
 
 

@@ -16,10 +16,11 @@ from fused_remat.autograd import run_block
 from fused_remat.autograd.gradients import not_differentiable
 from fused_remat.layers.eligibility import Reason
 from fused_remat.layers.fallback import generator_states, set_generator_states
-from fused_remat.layers.packed import Packed, packed_weight
+from fused_remat.layers.packed import Packed
 from fused_remat.steps.replay import At
 from fused_remat.tracing.isolation import replica
 from fused_remat.tracing.program import Context, Operations, Program, TracedBlock, leaf_value
+from fused_remat.tracing.quantized import packed_at
 from fused_remat.tracing.samples import Arguments
 from fused_remat.tracing.sizes import Size, Sizes, meets
 from fused_remat.tracing.state import record
@@ -66,8 +67,7 @@ class Trace:
         sizes, x = self.sizes(given), given[self.x]
         roots, packed = dict[int, Any](), dict[str, Packed]()
         for name, spec in block.formats.items():
-            path = name.removesuffix(".weight")
-            own = packed_weight(layer.get_submodule(path), path, x)
+            own = packed_at(layer, name, x)
             if own is None or own.spec != spec:
                 raise Untraceable(f"the format of {name} has changed since the layer was traced")
             packed[name] = own

@@ -7,27 +7,30 @@ tokens, indices and weights; its gate is recognized by what it returns.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from fused_remat.layers.eligibility import parameters_of
+from fused_remat.layers.eligibility import Unsupported, parameters_of
+from fused_remat.layers.expert_stacks import unwrapped
 from fused_remat.moe_spec import CLAMPED, ExpertsSpec
 from fused_remat.steps.activation import ACTIVATIONS
 from fused_remat.steps.experts import experts_order
 from fused_remat.steps.experts_loop import ATEN, activation_vjp
 from fused_remat.steps.experts_loop import fwd as experts_fwd
-from fused_remat.steps.stacks import Order, Stack
+from fused_remat.steps.mixture import ExpertAdapter
+from fused_remat.steps.stacks import Adapter, Order, Stack
 
 
 class KnownExperts(NamedTuple):
     """A module of experts."""
 
     spec: ExpertsSpec  # whose `top_k` a call decides
-    names: tuple[str, ...]  # of both stacks and their biases, "" for none
+    names: tuple[str, ...]  # of both stacks and their biases, "" for none; A and B of updates
     arguments: tuple[str, ...]  # of its forward: tokens, indices and weights
+    updates: tuple[tuple[int, float], ...] = ()  # the stack, 0 or 1, and scale of each
 
     def given(self, args: Any, kwargs: Any) -> tuple[Any, ...]:
         """Return the three arguments of a call in order."""
@@ -37,10 +40,22 @@ class KnownExperts(NamedTuple):
     def run(self, x: Tensor, chosen: Tensor, weights: Tensor, *stacks: Any) -> Tensor:
         """Compute the experts, without gradients."""
         spec = self.with_top_k(chosen.shape[-1])
-        up, down = (Stack(w, b, spec.transposed) for w, b in (stacks[:2], stacks[2:]))
+        lows: Any = ([], [])
+        low = ExpertAdapter
+        for (i, scale), a, b in self.with_updates(stacks):
+            pair = low.a_of(a, spec.experts), low.b_of(b, spec.experts)
+            lows[i].append(Adapter(*pair, scale))
+        up, down = (
+            Stack(*stacks[i : i + 2], spec.transposed, tuple(own))
+            for i, own in zip((0, 2), lows, strict=True)
+        )
         order: Order = experts_order(chosen, spec.experts)
         with torch.no_grad():
             return experts_fwd(ATEN, spec, x, weights, order, up, down)
+
+    def with_updates(self, tensors: Sequence[Any]) -> Iterator[tuple[tuple[int, float], Any, Any]]:
+        """Yield each update, with those of the tensors of `names` that are its A and B."""
+        return zip(self.updates, tensors[4::2], tensors[5::2], strict=True)
 
     def with_top_k(self, top_k: int) -> ExpertsSpec:
         """Return the spec of a call."""
@@ -50,6 +65,10 @@ class KnownExperts(NamedTuple):
 
 def known_experts(module: Any) -> KnownExperts | None:
     """Return what a module of experts computes, or None if that is not known."""
+    try:
+        module, prefix, updates = unwrapped(module)
+    except Unsupported:
+        return None
     flags = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "num_experts")
     own: list[Any] = [getattr(module, name, None) for name in flags]
     if None in own or getattr(module, "has_post_expert_norm", False):
@@ -65,9 +84,15 @@ def known_experts(module: Any) -> KnownExperts | None:
     dims = [params[name].dim() for name in names if name]
     if dims != ([3, 2, 3, 2] if biased else [3, 3]):
         return None
+    if not {u.parameter for u in updates} <= {*stacks}:
+        return None
+    own = [stacks.index(u.parameter) for u in updates]
+    names = [prefix + name if name else "" for name in names]
+    names += [name for u in updates for name in (u.a, u.b)]
+    low = tuple([(i, u.scale) for i, u in zip(own, updates, strict=True)])
     for spec in _specs(module, int(experts), bool(gated), bool(transposed)):
         if _computes(module, spec):
-            return KnownExperts(spec, tuple(names), arguments)
+            return KnownExperts(spec, tuple(names), arguments, low)
     return None
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fused_remat.layers.eligibility import Unsupported, parameters_of
+from fused_remat.layers.expert_stacks import is_wrapper
 from fused_remat.layers.modules import read_linear
 from fused_remat.spec import NormSpec
 from fused_remat.steps.activation import ACTIVATIONS
@@ -47,10 +48,10 @@ Known = NormSpec | AdaptedLinear | KnownExperts | str
 def known_function(module: nn.Module, path: str, dtype: torch.dtype) -> Known | None:
     """Return the norm, adapted layer or name of an activation that a module computes, or None."""
     params = parameters_of(module, recurse=False)
+    if hasattr(module, "_apply_gate") or is_wrapper(module):
+        return known_experts(module)
     if hasattr(module, "lora_magnitude_vector"):
         return _adapted(module, path)
-    if hasattr(module, "_apply_gate"):
-        return known_experts(module)
     own = [v for n, v in vars(module).items() if isinstance(v, Tensor) and n not in params]
     if type(module) in (nn.Dropout, nn.Identity, nn.Linear) or len(params) > 2 or own:
         return None

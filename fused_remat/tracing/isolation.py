@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fused_remat.layers.eligibility import parameters_of
+from fused_remat.layers.expert_stacks import functional
 from fused_remat.layers.fallback import run_with
 from fused_remat.layers.record import NOTES, listed
 from fused_remat.tracing.state import get, parts_of, shared_by
@@ -38,8 +39,10 @@ def replica(module: nn.Module, deep: bool = False) -> Any:
     Threads that call the module do not see it. `deep`: tensor attributes may also be changed in
     place, and not the notes of the conversion.
     """
-    # Not by calling the class: FSDP's returns another one.
-    copies: dict[nn.Module, Any] = {old: object.__new__(type(old)) for old in module.modules()}
+    # Not by calling the class: FSDP's returns another one. PEFT's changes its parameters.
+    copies: dict[nn.Module, Any] = {
+        old: object.__new__(functional(type(old))) for old in module.modules()
+    }
     for old, new in copies.items():
         params = parameters_of(old, recurse=False) if deep else {}
         for name, value in old.__dict__.items():

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from fused_remat.layers.eligibility import parameters_of
-from fused_remat.steps.mixture import ExpertsDown, ExpertStack, ExpertsUp
+from fused_remat.steps.mixture import ExpertAdapter, ExpertsDown, ExpertStack, ExpertsUp
 from fused_remat.steps.replay import At
 from fused_remat.steps.routing import Routing
 from fused_remat.tracing.builder import Build, Builder
@@ -95,10 +95,17 @@ def from_call(t: Builder, number: int, op: Op) -> Build | None:
         inside = op.inside.rpartition(".")[0]
         input = t.build(x.index)
         routing = _routing(t, inside, x.index, chosen.index, weights.index, spec.experts)
+        lows: Any = ([], [])
+        for (i, scale), a, b in known.with_updates(stacks):
+            low = ExpertAdapter(a=t.param(a.index), b=t.param(b.index), scale=scale)
+            lows[i].append(low)
         up, down = (
-            ExpertStack(weight=t.param(w.index), bias="" if b is None else t.param(b.index))
-            for w, b in (stacks[:2], stacks[2:])
-        )
+            ExpertStack(
+                weight=(weight := t.param(w.index)), bias="" if b is None else t.param(b.index),
+                adapters=tuple(own), packed=t.formats.get(weight),
+            )
+            for w, b, own in zip(stacks[:4:2], stacks[1:4:2], lows, strict=True)
+        )  # fmt: skip
         numbers = routing.chosen
         name = t.unique(op.inside)
         given: Any = {"chosen": numbers, "spec": spec}

@@ -27,6 +27,7 @@ from fused_remat.layers.eligibility import (
     qualified,
     recorded,
 )
+from fused_remat.layers.expert_stacks import class_of
 from fused_remat.layers.packed import reader_of
 from fused_remat.tracing.values import attributes
 
@@ -64,7 +65,7 @@ def state_of(
     for path, module in modules:
         own = module.__dict__
         check_hooks(own, path)
-        kind = module.stock if isinstance(module, ConvertedLayer) else type(module)
+        kind = module.stock if isinstance(module, ConvertedLayer) else class_of(module)
         if "training" not in own:
             raise Unsupported(f"{path or 'it'} is {qualified(kind)}, which has compiled code")
         read = reader_of(module)
@@ -86,9 +87,12 @@ def state_of(
 
 
 def check_hooks(own: Mapping[str, Any], path: str) -> None:
-    if path and (own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]):
+    before = [hook for hook in own["_forward_pre_hooks"].values() if not _only_caches(hook)]
+    if path and (before or own["_backward_hooks"] or own["_backward_pre_hooks"]):
         raise Unsupported(f"{path} has hooks")
     for hook in own["_forward_hooks"].values():
+        if _only_caches(hook):
+            continue
         if getattr(hook, "__module__", None) == RECORDERS:
             requested = recorded(hook)
             if requested not in ("", ROUTER_LOGITS) and (path or requested != "hidden_states"):
@@ -114,6 +118,11 @@ def record(router: nn.Module, x: Tensor, logits: Tensor) -> None:
         if getattr(hook, "__module__", None) == RECORDERS and recorded(hook) == ROUTER_LOGITS:
             index: int = inspect.getclosurevars(hook).nonlocals["index"]
             hook(router, (x,), (*[None] * index, logits))
+
+
+def _only_caches(hook: Any) -> bool:
+    """Return whether a hook is bitsandbytes', by which stacks are dequantized once per forward."""
+    return getattr(hook, "__module__", None) == "bitsandbytes.nn.parametrize"
 
 
 def exact(value: Any, seen: dict[int, Any]) -> Any:
