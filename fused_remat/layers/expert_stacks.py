@@ -87,4 +87,3 @@ def _forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         weights.setdefault(name, getattr(base, name))
     vars(plain).update(weights)
     return plain(x, *args, **kwargs)
-

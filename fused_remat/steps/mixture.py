@@ -81,7 +81,12 @@ class ExpertStack:
                 for low in self.adapters
             ]
         )
-        weight, bias, packed, parts = read(self.weight), read(self.bias), self.packed, list[Tensor]()
+        weight, bias, packed, parts = (
+            read(self.weight),
+            read(self.bias),
+            self.packed,
+            list[Tensor](),
+        )
         if packed is not None:
             own = [read(name) for name in packed.names(self.weight)]
             packed, (weight, *parts) = of_experts(packed, own)

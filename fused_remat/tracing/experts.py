@@ -6,8 +6,9 @@ tokens, indices and weights; its gate is recognized by what it returns.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -59,8 +60,7 @@ class KnownExperts(NamedTuple):
 
     def with_top_k(self, top_k: int) -> ExpertsSpec:
         """Return the spec of a call."""
-        fields = {name: getattr(self.spec, name) for name in self.spec.__dataclass_fields__}
-        return ExpertsSpec(**fields | {"top_k": top_k})
+        return dataclasses.replace(self.spec, top_k=top_k)
 
 
 def known_experts(module: Any) -> KnownExperts | None:
@@ -91,9 +91,51 @@ def known_experts(module: Any) -> KnownExperts | None:
     names += [name for u in updates for name in (u.a, u.b)]
     low = tuple([(i, u.scale) for i, u in zip(own, updates, strict=True)])
     for spec in _specs(module, int(experts), bool(gated), bool(transposed)):
-        if _computes(module, spec):
+        if _computes(module._apply_gate if gated else getattr(module, "act_fn", None), spec):
             return KnownExperts(spec, tuple(names), arguments, low)
     return None
+
+
+# Llama 4 computes every expert on every token, whose inputs are 0 for experts that are not chosen.
+
+
+def dense_experts(module: Any) -> KnownExperts | None:
+    """Return `known_experts` of a module that `dense_run` calls with indices and weights."""
+    if type(module).__name__ != "Llama4TextExperts":
+        return None
+
+    def gate(x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, -1)
+        act: Tensor = module.act_fn(gate)
+        return up * act
+
+    for spec in _specs(module, len(module.down_proj), True, True):
+        if _computes(gate, spec):
+            weighs = dataclasses.replace(spec, weighs_input=True)
+            names = ("gate_up_proj", "", "down_proj", "")
+            return KnownExperts(weighs, names, ("x", "chosen", "weights"))
+    return None
+
+
+def dense_run(module: Any, given: int) -> Callable[..., Any] | None:
+    """Return what runs in place of Llama 4's mixture, or of its experts if three are `given`."""
+
+    def mixture(x: Tensor) -> tuple[Tensor, Tensor]:
+        x = x.reshape(-1, module.hidden_dim)
+        _, logits = module.router(x)
+        _, chosen = torch.topk(logits, module.top_k, dim=1)
+        weights = torch.sigmoid(logits.gather(1, chosen).float()).to(logits.dtype)
+        return module.shared_expert(x) + module.experts(x, chosen, weights), logits
+
+    def experts(x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        scores = torch.zeros(len(x), len(module.down_proj)).to(weights).scatter(1, chosen, weights)
+        y: Tensor = module.forward((x * scores.t().unsqueeze(-1)).reshape(-1, x.shape[1]))
+        return y.view(-1, *x.shape).sum(0)
+
+    name = type(module).__name__
+    if name == "Llama4TextExperts" and given == 3:
+        return experts
+    return mixture if name == "Llama4TextMoe" and given == 1 else None
 
 
 def _arguments(module: nn.Module) -> tuple[str, ...]:
@@ -115,13 +157,12 @@ def _specs(module: Any, experts: int, gated: bool, transposed: bool) -> Iterator
                 yield ExpertsSpec(activation=CLAMPED, limit=limit, alpha=alpha, **given, **order)
 
 
-def _computes(module: Any, spec: ExpertsSpec) -> bool:
-    """Return whether a spec's activation, and its slope, are those of the module."""
+def _computes(run: Any, spec: ExpertsSpec) -> bool:
+    """Return whether a spec's activation, and its slope, are those of a module's gate."""
     generator = torch.Generator().manual_seed(0)
     scales = torch.tensor([1e-3, 0.3, 1.0, 4.0, 30.0], dtype=torch.float64).repeat_interleave(40)
     x = torch.randn(200, 16, generator=generator, dtype=torch.float64) * scales.unsqueeze(1)
     x.requires_grad_()
-    run: Any = module._apply_gate if spec.gated else getattr(module, "act_fn", None)
     try:
         with torch.enable_grad():
             y = run(x)

@@ -21,7 +21,7 @@ from fused_remat.layers.modules import read_linear
 from fused_remat.spec import NormSpec
 from fused_remat.steps.activation import ACTIVATIONS
 from fused_remat.steps.dora import row_norms
-from fused_remat.tracing.experts import KnownExperts, known_experts
+from fused_remat.tracing.experts import KnownExperts, dense_experts, known_experts
 
 
 class AdaptedLinear(NamedTuple):
@@ -52,6 +52,8 @@ def known_function(module: nn.Module, path: str, dtype: torch.dtype) -> Known | 
         return known_experts(module)
     if hasattr(module, "lora_magnitude_vector"):
         return _adapted(module, path)
+    if (experts := dense_experts(module)) is not None:
+        return experts
     own = [v for n, v in vars(module).items() if isinstance(v, Tensor) and n not in params]
     if type(module) in (nn.Dropout, nn.Identity, nn.Linear) or len(params) > 2 or own:
         return None

@@ -110,8 +110,11 @@ def from_call(t: Builder, number: int, op: Op) -> Build | None:
         name = t.unique(op.inside)
         given: Any = {"chosen": numbers, "spec": spec}
         pre = t.add(
-            ExpertsUp(name=t.unique(f"{name}.up"), x=input, stack=up, role="experts", **given)
-        )
+            ExpertsUp(
+                name=t.unique(f"{name}.up"), x=input, stack=up, role="experts",
+                weights=routing.name if spec.weighs_input else "", **given,
+            )
+        )  # fmt: skip
         return t.add(ExpertsDown(name=name, pre=pre, weights=routing.name, stack=down, **given))
 
     return build

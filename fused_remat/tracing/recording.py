@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fused_remat.layers.fallback import attributes_as
+from fused_remat.tracing.experts import dense_run
 from fused_remat.tracing.isolation import run_unchanged
 from fused_remat.tracing.recorder import Recorder, hollow
 from fused_remat.tracing.sizes import MATH, Loop, traced
@@ -63,7 +64,7 @@ def _recording(recorder: Recorder) -> Iterator[None]:
         inner = module in recorder.paths and module is not recorder.layer
         if thread != threading.get_ident() or not inner:
             return _CALL(module, *args, **kwargs)
-        run = functools.partial(_CALL, module)
+        run = dense_run(module, len(args)) or functools.partial(_CALL, module)
         return recorder.call(recorder.paths[module], run, args, kwargs)
 
     def noted(function: Any) -> Any:
