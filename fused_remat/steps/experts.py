@@ -126,3 +126,29 @@ def experts_bwd(
     if grouped.supports(key(spec, dy, order, up, down), up, down, up_grads, down_grads):
         return grouped.bwd(*args)
     return bwd(ATEN, *args)
+
+
+@operation(
+    key=lambda spec, dy, x, pre, weights, order, up, down, *_: key(spec, dy, order, up, down),
+    description=describe,
+)
+def experts_bwd_stages(
+    spec: ExpertsSpec,
+    dy: Tensor,
+    x: Tensor | None,
+    pre: Tensor | None,
+    weights: Tensor,
+    order: Order,
+    up: Stack,
+    down: Stack,
+    needs_x: bool,
+    needs_weights: bool,
+    up_grads: StackGrads,
+    down_grads: StackGrads,
+) -> Iterator[tuple[Tensor | None, Tensor | None]]:
+    """Yield what `experts_bwd` returns, after a pair of None when down's gradients are complete.
+
+    Those of `up` may be None until then. The gradients of the pre-activations of all pairs exist.
+    """
+    args = spec, dy, x, pre, weights, order, up, down, needs_x, needs_weights, up_grads, down_grads
+    return bwd_stages(ATEN, *args)
