@@ -8,8 +8,11 @@ MoESpec: operation of a `spec.BranchSpec`
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+from dataclasses import dataclass, fields
 from typing import Literal
+
+from fused_remat.spec import USER_FUNCTION, MLPSpec, linear_params
 
 #: Activations of an expert's gate that are no rows of `steps.activation.ACTIVATIONS`.
 CLAMPED = "clamped_swish"
@@ -99,3 +102,88 @@ class ExpertsSpec:
                 f"{CLAMPED!r} needs gated=True and a positive limit, got gated={self.gated} and "
                 f"limit={self.limit}"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoESpec:
+    """A mixture of experts: the weighted sum of a token's experts, and of a shared expert.
+
+    A dense MLP that is added to them is a branch of its own, with `BranchSpec.parallel`.
+
+    Attributes:
+        router: the choice of experts; it also counts them.
+        activation, gated, interleaved, transposed, weighs_input, limit, alpha: of each expert, as
+            in `ExpertsSpec`.
+        shared: an MLP that all tokens go through, or None.
+        shared_gate: whether its result is multiplied by sigmoid of a linear layer of one column,
+            "shared_router" (Qwen2-MoE).
+
+    The layers are "router", and of the shared expert "shared_router", "shared_gate", "shared_fc1"
+    and "shared_fc2"; the stacks are "experts_up" and "experts_down".
+    """
+
+    router: RouterSpec
+    activation: str = "silu"
+    gated: bool = True
+    interleaved: bool = False
+    transposed: bool = False
+    weighs_input: bool = False
+    limit: float = 0.0
+    alpha: float = 0.0
+    shared: MLPSpec | None = None
+    shared_gate: bool = False
+
+    def __post_init__(self) -> None:
+        shared = self.shared
+        if shared is None and self.shared_gate:
+            raise ValueError("shared_gate=True needs a shared expert, got shared=None")
+        if shared is not None and (shared.dropout or shared.activation == USER_FUNCTION):
+            raise ValueError(
+                "a shared expert needs the name of an activation and no dropout, got "
+                f"activation={shared.activation!r} and dropout={shared.dropout}"
+            )
+        _ = self.experts  # which checks the fields
+
+    @functools.cached_property
+    def experts(self) -> ExpertsSpec:
+        """The experts without the router."""
+        own = {f.name for f in fields(self)}
+        named = {f.name: getattr(self, f.name) for f in fields(ExpertsSpec) if f.name in own}
+        return ExpertsSpec(experts=self.router.experts, top_k=self.router.top_k, **named)
+
+    @property
+    def dropout(self) -> float:
+        """The probability of dropout inside the mixture: there is none."""
+        return 0.0
+
+    @property
+    def linears(self) -> tuple[str, ...]:
+        """Names of the linear layers."""
+        shared = self.shared.linears if self.shared else ()
+        gate = ("shared_router",) if self.shared_gate else ()
+        return ("router", *gate, *[f"shared_{name}" for name in shared])
+
+    @property
+    def weights(self) -> tuple[str, ...]:
+        """Names of the tensors that no linear layer has."""
+        correction = ("router.correction",) if self.router.corrected else ()
+        return (*correction, *linear_params("experts_up", "experts_down"))
+
+    def linear_shapes(self, width: int, hidden: int) -> dict[str, tuple[int, int]]:
+        """Return (out, in) of every linear layer; `hidden` units of the shared expert."""
+        shapes = {"router": (self.router.experts, width)}
+        if self.shared_gate:
+            shapes["shared_router"] = (1, width)
+        for name, shape in self.shared.linear_shapes(width, hidden).items() if self.shared else ():
+            shapes[f"shared_{name}"] = shape
+        return shapes
+
+    def stack_shapes(self, width: int, hidden: int) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of `weights`; `hidden` units of each expert."""
+        experts, rows = self.router.experts, hidden * (2 if self.gated else 1)
+        shapes: dict[str, tuple[int, ...]] = {"router.correction": (experts,)}
+        for name, out, columns in (("up", rows, width), ("down", width, hidden)):
+            matrix = (columns, out) if self.transposed else (out, columns)
+            shapes |= {f"experts_{name}.weight": (experts, *matrix)}
+            shapes |= {f"experts_{name}.bias": (experts, out)}
+        return shapes

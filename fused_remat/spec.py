@@ -2,7 +2,8 @@
 
     BlockSpec
     ├── branches: what is added to the residual stream, one after the other
-    │   └── BranchSpec: AttentionSpec (RotarySpec, head norm) or MLPSpec; NormSpec; dropout
+    │   └── BranchSpec: AttentionSpec (RotarySpec, head norm), MLPSpec, or a mixture of experts
+    │       (`moe_spec.MoESpec`); NormSpec; dropout
     ├── loras: LoraSpec, low-rank updates of linear layers
     ├── packed: PackedSpec, frozen quantized weights of linear layers
     └── parallel: ParallelSpec, a rank of a tensor-parallel group
@@ -18,9 +19,12 @@ import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+
+if TYPE_CHECKING:
+    from fused_remat.moe_spec import MoESpec
 
 #: The name of an activation that is a user's own function.
 USER_FUNCTION = "custom"
@@ -78,6 +82,8 @@ class AttentionSpec:
             position, where their numbers differ.
         softcap: limit of the scores; 0 for none.
         dropout: probability, of attention's probabilities.
+        sinks: whether each head has a learned score, the param "sinks" (H,), that takes part in
+            softmax and has no value (gpt-oss).
         masks: those of `MASKS` that a call passes.
         true_means: whether a query sees a key where a bool "mask" is True ("attend", as in
             `scaled_dot_product_attention`) or does not ("exclude", as in `nn.Transformer`).
@@ -96,6 +102,7 @@ class AttentionSpec:
     align: Literal["start", "end"] = "end"
     softcap: float = 0.0
     dropout: float = 0.0
+    sinks: bool = False
     masks: tuple[str, ...] = ()
     true_means: Literal["attend", "exclude"] = "attend"
     rotary: RotarySpec | None = None
@@ -199,7 +206,7 @@ class MLPSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class BranchSpec:
-    """A term of the residual stream: attention or an MLP, with its norm.
+    """A term of the residual stream: attention, an MLP or a mixture of experts, with its norm.
 
     Attributes:
         op: what the branch computes.
@@ -211,7 +218,7 @@ class BranchSpec:
             that branch. Without a norm of its own, it reads the result of that branch's norm.
     """
 
-    op: AttentionSpec | MLPSpec
+    op: AttentionSpec | MLPSpec | MoESpec
     norm: NormSpec | None = None
     placement: str = "pre"
     dropout: float = 0.0
@@ -335,6 +342,9 @@ class BlockSpec:
         if (self.loras or self.packed) and self.parallel is not None:
             what = "low-rank updates" if self.loras else "quantized weights"
             raise ValueError(f"{what} cannot be divided among ranks")
+        kinds = (AttentionSpec, MLPSpec)
+        if self.parallel is not None and any(not isinstance(b.op, kinds) for b in self.branches):
+            raise ValueError("experts cannot be divided among ranks: leave parallel=None")
 
     def __getstate__(self) -> dict[str, Any]:
         # Hashes of strings differ between processes.
@@ -388,6 +398,8 @@ class BlockSpec:
         ops = [branch.op for branch in self.branches]
         if any(isinstance(op, AttentionSpec) and op.head_norm is not None for op in ops):
             names += ("q_norm.weight", "k_norm.weight")
+        for op in ops:
+            names += () if isinstance(op, AttentionSpec | MLPSpec) else op.weights
         for layer, packed in self.packed:
             names += packed.names(f"{layer}.weight")[1:]
         return names + lora_params(self.loras)
@@ -418,8 +430,9 @@ _HEADS = ("", "rotary_", "qk_norm_")
 KINDS = (
     *(f"{layer}_{placement}" for layer in ("encoder", "decoder") for placement in _PLACEMENTS[:2]),
     *(f"{heads}transformer_{placement}" for heads in _HEADS for placement in _PLACEMENTS),
+    *(f"{heads}moe_transformer_{placement}" for heads in _HEADS for placement in _PLACEMENTS),
     *(f"{heads}attention_block" for heads in _HEADS),
-    "mlp", "mlp_block", "gated_mlp", "gated_mlp_block",
+    "mlp", "mlp_block", "gated_mlp", "gated_mlp_block", "moe",
     "attention", "dropout_add", "linear_cross_entropy", "norm", "rotary",
 )  # fmt: skip
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import block_inputs
 import torch
 from block_inputs import normal
+from plain_moe import plain_moe
 from reference import (
     Tensors,
     attention,
@@ -22,6 +24,7 @@ from reference import (
 from torch import Tensor
 
 from fused_remat import ops, random
+from fused_remat.moe_spec import MoESpec, RouterSpec
 from fused_remat.spec import (
     USER_FUNCTION,
     AttentionSpec,
@@ -346,6 +349,32 @@ def attention_block_case(
 
 HEADS_OF_BLOCK = AttentionSpec(num_heads=H, num_kv_heads=KV, head_dim=E, scale=E**-0.5)
 RMS = NormSpec(kind="rms_norm", eps=1e-6)
+EXPERTS = 5
+
+
+def moe_case(router: Options, bias: bool = False, shared: bool = False, **how: Any) -> Case:
+    """A mixture of experts; `how`: options of the experts, `router`: of the router."""
+    spec = MoESpec(
+        router=RouterSpec(experts=EXPERTS, top_k=2, **router), shared_gate=shared,
+        shared=MLPSpec(activation="silu", gated=True) if shared else None, **how,
+    )  # fmt: skip
+    own = spec.stack_shapes(D, FF)
+    shapes = X | {f"{name}.weight": s for name, s in spec.linear_shapes(D, FF).items()}
+    shapes |= {name: own[name] for name in spec.weights if bias or "bias" not in name}
+    shapes |= {"router.bias": (EXPERTS,)} if bias else {}
+
+    def call(t: Tensors, p: float, **kw: object) -> Tensor:
+        given = {
+            n.replace("experts_", "").replace("fc1", "up").replace("fc2", "down"): t[n] for n in t
+        }
+        return ops.moe(**named(given), top_k=2, **router, **how, **kw)
+
+    def expected(t: Tensors, p: float, seed: int) -> Tensor:
+        x = t["x"]
+        return plain_moe(spec, x.reshape(-1, D), t)[0].view_as(x)
+
+    return Case(call, expected, shapes, (D, 0), dropout=False)
+
 
 CASES: dict[str, Case] = {
     "layer_norm": Case(
@@ -367,6 +396,11 @@ CASES: dict[str, Case] = {
         lambda t, p, seed: t["residual"] + dropout(t["x"], random.RESIDUAL1, p, seed),
         X | {"residual": ("B", "S", D)},
         (0, 0),
+    ),
+    "moe": moe_case({"normalize": True, "scale": 1.5}, shared=True),
+    "moe_clamped": moe_case(
+        {"scores": "top_k_softmax"}, bias=True, activation="clamped_swish", limit=1.0, alpha=1.7,
+        interleaved=True, transposed=True,
     ),
     "mlp": mlp_case(ops.mlp, X | FC, "gelu"),
     "mlp_custom": mlp_case(ops.mlp, X | FC | {"slope": (FF,)}, USER_FUNCTION),

@@ -107,7 +107,8 @@ def attention(
     is_causal: bool = False, *, key_padding_mask: Tensor | None = None,
     key_lengths: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None, window: tuple[int, int] = (-1, -1),
-    scale: float | None = None, softcap: float = 0.0, seed: int | Tensor | None = 0,
+    scale: float | None = None, softcap: float = 0.0, sinks: Tensor | None = None,
+    seed: int | Tensor | None = 0,
     align: str = "end", true_means: str = "attend", site: int = random.ATTENTION,
 ) -> Tensor:  # fmt: skip
     """`ops.attention`; the last three arguments are for blocks."""
@@ -134,8 +135,10 @@ def attention(
         scores = scores.masked_fill(key_padding_mask[:, None, None], -torch.inf)
     elif key_padding_mask is not None:
         scores = scores + key_padding_mask[:, None, None]
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
     dead = (scores == -torch.inf).all(-1, keepdim=True)
-    probs = scores.masked_fill(dead, 0.0).softmax(-1).masked_fill(dead, 0.0)
+    probs = scores.masked_fill(dead, 0.0).softmax(-1).masked_fill(dead, 0.0)[..., : grid[1]]
     return (dropout(probs, site, dropout_p, seed) @ v).to(q.dtype)
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from fused_remat.autograd.engine import asked, asks_all, current_pass, is_rare, takes
+from fused_remat.autograd.engine import asked, asks_all, current_pass, is_rare, side_grads, takes
 from fused_remat.autograd.gradients import finish
 from fused_remat.execution import executor
 from fused_remat.execution.prepare import Execution
@@ -58,7 +58,7 @@ class Delivery(torch.autograd.Function):
             executor.check_unchanged(names, ctx.execution.given, block.dtypes, saved, dy)
             operands = saved[:count], saved[count + 1 :], saved[count], dy
             block.stages[current_pass()] = executor.stages(
-                ctx.execution, *operands, block.functions
+                ctx.execution, *operands, block.functions, side_grads(block)
             )
         stages = block.stages.get(current_pass())
         if stages is None:  # a rare pass: its first node computes what all of them give
@@ -167,6 +167,11 @@ def is_hooked(execution: Execution, tensors: Sequence[Tensor | None]) -> bool:
             if leaf._backward_hooks or getattr(leaf, "_post_accumulate_grad_hooks", None):
                 return True
     return False
+
+
+def block_of(node: Any) -> Any:
+    """Return the node of a block behind `node`, the first of its deliveries or itself."""
+    return _chain(node)[-1]
 
 
 def _chain(node: Any) -> list[Any]:

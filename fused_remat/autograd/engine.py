@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -102,3 +102,9 @@ def takes(node: Any) -> bool:
         # Raised for a leaf whose gradient torch.autograd.grad returns. After any other error, the
         # engine drops gradients that it does not need.
         return True
+
+
+def side_grads(block: Any) -> Mapping[str, Tensor] | None:
+    """Return the gradients of a block's side outputs in the present pass, by name."""
+    number, grads = getattr(block, "side", (None, None))
+    return grads if number is not None and number == current_pass() else None

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 
 from fused_remat import random
 from fused_remat.autograd import deliver, engine, gradients
+from fused_remat.autograd.sides import SideOutputs, sides_of
 from fused_remat.execution import executor
 from fused_remat.execution.observe import CHECKS, OBSERVERS, BlockRun, Functions, is_observed
 from fused_remat.execution.prepare import BlockConfig, Execution
@@ -65,6 +66,8 @@ class FusedRematBlock(torch.autograd.Function):
             if rescue is None or not rescue.contains(error):
                 raise
             raise BlockFailure from error
+        if execution.call.graph.side_outputs:
+            ctx.side_outputs = sides_of(execution, out, kept)
         ctx.execution, ctx.functions, ctx.accumulation = execution, functions, accumulation
         ctx.extras = extras
         ctx.rounds = gradients.rounds(tensors) if x.dtype.itemsize == 2 else None
@@ -103,7 +106,8 @@ class FusedRematBlock(torch.autograd.Function):
         executor.check_unchanged(names, execution.given, ctx.dtypes, saved, dy)
         tensors, out, kept = saved[:count], saved[count], saved[count + 1 :]
         try:
-            grads = executor.backward(execution, tensors, kept, out, dy, ctx.functions)
+            given = execution, tensors, kept, out, dy, ctx.functions
+            grads = executor.backward(*given, side=engine.side_grads(ctx))
         except Exception as error:
             rescued = deliver.rescued(rescue, error, names, dy)
             if rescued is None:
@@ -148,7 +152,7 @@ def run_block(
     `accumulation`: where weight gradients are added. `warn_of_input` is called with the reason why
     a block inside a segment keeps its input. `rescue` (`layers.fallback.Rescue`) computes the
     gradients where backward raises an exception that nobody expected. Returns (B, S, width), in the
-    layout and dtype of the input.
+    layout and dtype of the input; with `graph.side_outputs`, a tuple of that and these.
 
     Raises: BlockFailure if there is a `rescue` and forward raises; RuntimeError inside torch.func
         transforms and context_parallel, and for DTensors.
@@ -182,10 +186,16 @@ def run_block(
     checked = bool(CHECKS)
     execution, extras = call.prepare(given, fused=not checked), None
     if not call.needs_grad:
-        return executor.forward(execution, given, functions)[0]
+        y, kept = executor.forward(execution, given, functions)
+        if graph.side_outputs:
+            return (y, *sides_of(execution, y, kept))  # type: ignore[return-value]
+        return y
     if accumulation is not None:
         accumulation.check(tensors, call.needs_grad)
     segment = None if isinstance(policy, str) else policy.segment
+    if segment is not None and graph.side_outputs:
+        segment = None
+        warn_of_input("it returns router logits, too")
     if segment is not None or call.offload or checked:
         from fused_remat.autograd import partial
 
@@ -201,10 +211,22 @@ def run_block(
         late = frozenset(itertools.chain(*execution.delivered))
         rest = [None if n in late else t for n, t in zip(graph.tensors, given, strict=True)]
         out: Tensor = _apply(execution, functions, None, None, rescue, given, *rest, *roots)
-        if out.grad_fn is not None:
-            return deliver.deliver(out.grad_fn, out, dict(zip(graph.tensors, given, strict=True)))
+        if (block := out.grad_fn) is not None:
+            out = deliver.deliver(block, out, dict(zip(graph.tensors, given, strict=True)))
+            return _with_sides(graph, block, out)  # type: ignore[no-any-return]
     out = _apply(execution, functions, accumulation, extras, rescue, None, *given, *roots)
+    if graph.side_outputs:
+        return _with_sides(graph, out.grad_fn, out)  # type: ignore[no-any-return]
     return out
+
+
+def _with_sides(graph: Graph, block: Any, out: Tensor) -> Any:
+    """Return the output of a block whose node is `block`, and its side outputs, if any."""
+    if not graph.side_outputs:
+        return out
+    sides = block.side_outputs
+    del block.side_outputs
+    return SideOutputs.apply(graph.side_outputs, out, *sides)
 
 
 def _as_operator(
@@ -217,7 +239,7 @@ def _as_operator(
 ) -> Tensor:
     """Run a block as an operator; one with functions, buffers or a traced graph in eager mode."""
     has_text = bool(graph.text) or torch.compiler.is_compiling()  # which raises without one
-    if has_text and not functions and accumulation is None:
+    if has_text and not (functions or graph.side_outputs) and accumulation is None:
         from fused_remat.autograd import operators
 
         return operators.run(graph, policy, tensors, **options)

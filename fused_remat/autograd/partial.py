@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fused_remat.autograd import replay_check, segments
 from fused_remat.autograd.accumulate import Accumulation
-from fused_remat.autograd.engine import asked, edges_of, keeps_graph
+from fused_remat.autograd.engine import asked, edges_of, keeps_graph, side_grads
 from fused_remat.autograd.gradients import finish, not_differentiable
 from fused_remat.autograd.offload import OffloadRecord, move
 from fused_remat.autograd.replay_check import Record
@@ -181,6 +181,11 @@ def _grads(
     """
     unbatched, rebatch = _batching(dy)
     if rebatch is not None:
+        if side_grads(ctx):
+            raise RuntimeError(
+                "fused_remat: gradients of router logits cannot be batched; call "
+                "torch.autograd.grad without is_grads_batched"
+            )
         each = [_grads(ctx, saved, one, needs_grad, creates_graph) for one in unbatched.unbind()]
         return [
             None if grads[0] is None else rebatch(torch.stack(grads))
@@ -192,7 +197,8 @@ def _grads(
     sink = _buffers(ctx, needs_grad, creates_graph)
     record = None if ctx.extras is None else ctx.extras.record
     watch = None if record is None else record.compare
-    grads = executor.backward(execution, tensors, kept, out, dy, ctx.functions, watch, sink)
+    side = side_grads(ctx)
+    grads = executor.backward(execution, tensors, kept, out, dy, ctx.functions, watch, sink, side)
     return finish(ctx, dy, grads, needs_grad, sink or ())
 
 

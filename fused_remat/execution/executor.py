@@ -30,6 +30,8 @@ Watch = Callable[[Step, Chunk], None]
 _NO_FUNCTIONS: Functions = {}
 _NO_DELIVERIES: Mapping[str, Sequence[Sequence[str]]] = {}
 _NOTHING: Sequence[Sequence[str]] = ((),)
+#: Gradients of side outputs by name, laid out as the side outputs.
+SideGrads = Mapping[str, Tensor] | None
 #: A chunk and the steps that run on it.
 BackwardChunk = tuple[Chunk, Collection[Step]]
 #: With the rows of the output that they write, if any, and the names that are kept then.
@@ -115,21 +117,23 @@ def backward(
     functions: Functions = _NO_FUNCTIONS,
     watch: Watch | None = None,
     sink: Mapping[str, Tensor] | None = None,
+    side: SideGrads = None,
 ) -> list[Tensor | None]:
     """Return gradients of the call's tensors in its order; None where not needed, and of `sink`.
 
     `tensors` may be None where backward does not read them; `kept` is what `forward` returned;
-    `out` the output, if the schedule keeps it. `watch` and `sink`: see `Pass`.
+    `out` the output, if the schedule keeps it. `watch` and `sink`: see `Pass`. `side`: gradients of
+    side outputs, by name.
     """
     if autocast_on(dy):  # backward may be called inside autocast
         with autocast_off(dy):
-            return backward(execution, tensors, kept, out, dy, functions, watch, sink)
+            return backward(execution, tensors, kept, out, dy, functions, watch, sink, side)
 
     def steps() -> dict[str, Tensor]:
-        *_, grads = _stages(execution, tensors, kept, out, dy, functions, watch, sink)
+        *_, grads = _stages(execution, tensors, kept, out, dy, functions, side, watch, sink)
         return grads
 
-    special = functions or watch is not None or sink is not None or _is_observed()
+    special = functions or watch is not None or sink is not None or side or _is_observed()
     program, given = None, (*tensors, *kept, out, dy)
     if not (special or isinstance(execution.programs, str)):
         program = execution.programs.find("backward", given)
@@ -144,14 +148,15 @@ def stages(
     out: Tensor | None,
     dy: Tensor,
     functions: Functions = _NO_FUNCTIONS,
+    side: SideGrads = None,
 ) -> Iterator[dict[str, Tensor]]:
     """Return an iterator of gradients by name: those of each delivery in its order, and others.
 
     Arguments are those of `backward`, without autocast.
     """
-    arguments = execution, tensors, kept, out, dy, functions
+    arguments = execution, tensors, kept, out, dy, functions, side
     steps = functools.partial(_stages, *arguments, delivers=execution.delivers)
-    if not (functions or _is_observed() or isinstance(execution.programs, str)):
+    if not (functions or side or _is_observed() or isinstance(execution.programs, str)):
         given = (*tensors, *kept, out, dy)
         program = execution.programs.find("stages", given)
         if program is not None:
@@ -166,6 +171,7 @@ def _stages(
     out: Tensor | None,
     dy: Tensor,
     functions: Functions = _NO_FUNCTIONS,
+    side: SideGrads = None,
     watch: Watch | None = None,
     sink: Mapping[str, Tensor] | None = None,
     delivers: Mapping[str, Sequence[Sequence[str]]] = _NO_DELIVERIES,
@@ -178,7 +184,7 @@ def _stages(
         named = {**named, **{name: functions[name]() for name in params if name in functions}}
     this = Pass(execution, named, functions, dy, watch, sink)
     grads: dict[str, Tensor] = {}
-    for chunk, steps in _backward_chunks(this, execution, kept, out, dy, grads):
+    for chunk, steps in _backward_chunks(this, execution, kept, out, dy, grads, side):
         for step in steps:
             node = step.node
             assert node is not None
@@ -222,6 +228,7 @@ def _backward_chunks(
     out: Tensor | None,
     dy: Tensor,
     grads: dict[str, Tensor],
+    side: SideGrads,
 ) -> Iterator[BackwardChunk]:
     """Yield each group up to its tiles, its tiles, and the group again; inputs' go to `grads`."""
     plan, chunks, supply = execution.plan, execution.chunks, iter(kept)
@@ -236,9 +243,12 @@ def _backward_chunks(
             group["output"] = _rows(out_BSD, seqs)
         rows = _rows(dy_BSD, seqs)
         group.grads["output"] = (rows, False)
+        for name, grad in side.items() if side else ():
+            own = _rows(grad.transpose(0, 1) if seq_first else grad, seqs)
+            group.grads[name] = (own, False)  # a tile takes its rows
         yield group, before
         if plan.tile_backward:
-            yield from _backward_tiles(this, execution, group, supply)
+            yield from _backward_tiles(this, execution, group, supply, side or ())
             for name in free:
                 group.pop(name, None)
             yield group, after
@@ -249,15 +259,17 @@ def _backward_chunks(
 
 
 def _backward_tiles(
-    this: Pass, execution: Execution, group: Chunk, supply: Iterator[Tensor]
+    this: Pass, execution: Execution, group: Chunk, supply: Iterator[Tensor], side: Collection[str]
 ) -> Iterator[BackwardChunk]:
     """Yield a group's tiles, and join their gradients of the group's activations."""
     plan, (dout, _) = execution.plan, group.grads.pop("output")
     buffers = {name: group.empty(name) for name in plan.tile_gives}
+    side_grads = {name: group.grads.pop(name)[0] for name in plan.kept_tile if name in side}
     for lo, hi in spans(group.rows, execution.chunks.tile):
         tile = Chunk(this, group.seqs, (lo, hi), group)
         tile.update([(name, next(supply)) for name in plan.kept_tile])
         tile.grads["output"] = (dout[lo:hi], False)
+        tile.grads.update({name: (grad[lo:hi], False) for name, grad in side_grads.items()})
         yield tile, plan.tile_backward
         for name, buffer in buffers.items():
             buffer[lo:hi].copy_(tile.grads.pop(name)[0])

@@ -240,7 +240,8 @@ def _given_once(
     for node in graph.nodes if ops.name != "eager" else ():
         for name in node.inputs:
             readers.setdefault(name, []).append(node)
-    once = [node for node in graph.nodes if len(readers.get(node.name, ())) == 1]
+    names = {name for name, nodes in readers.items() if len(nodes) == 1} - {*graph.side_outputs}
+    once = [node for node in graph.nodes if node.name in names]
     summed = [
         n.name for n in once if isinstance(n, Linear) and not (n.mask or n.residual)
         if not needs_grad.isdisjoint(n.biases)

@@ -2,7 +2,8 @@
 
 Every activation has a name, and a role if presets (`policies.PRESETS`) refer to it: "attention" for
 attention's result, "heads" for what attention reads, "stream" for sums inside the residual stream,
-"normed" for what a norm after a branch reads, "hidden" for what the MLP's activation reads.
+"normed" for what a norm after a branch reads, "hidden" for what the MLP's activation reads; and of
+a mixture of experts those of `graph.build_moe`.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from fused_remat import random
+from fused_remat.graph.build_moe import add_moe
 from fused_remat.graph.graph import Graph
 from fused_remat.graph.text import block, register_dataclass
+from fused_remat.moe_spec import MoESpec
 from fused_remat.spec import (
     USER_FUNCTION,
     AttentionSpec,
@@ -43,7 +46,7 @@ from fused_remat.steps.rotary import Rotary
 class _End(NamedTuple):
     """The end of a branch: its last linear layer, and the dropout of what it adds."""
 
-    layer: str  # names the layer's weights
+    layer: str  # names the layer's weights; "" for a branch that does not end with one
     name: str  # of the layer's result, if that is not added to the stream at once
     mask: str
     site: int
@@ -52,6 +55,7 @@ class _End(NamedTuple):
 _ATTENTION = _End("proj", "proj", "dropout1", random.RESIDUAL1)
 _CROSS = _End("cross_proj", "cross_proj", "dropout_cross", random.CROSS_RESIDUAL)
 _MLP = _End("fc2", "down", "dropout2", random.RESIDUAL2)
+_MOE = _End("", "", "dropout2", random.RESIDUAL2)
 
 
 def captured_params(count: int) -> tuple[str, ...]:
@@ -201,10 +205,12 @@ class BlockBuilder:
     def leave(
         self, name: str, x: str, weights: str, residual: str = "", mask: str = "", role: str = ""
     ) -> str:
-        """Add the linear layer at the end of a branch, with the sum over ranks.
+        """Add the linear layer at the end of a branch, if it has one, with the sum over ranks.
 
         It divides the tokens among ranks in the order in which the branch gathered them.
         """
+        if not weights:
+            return self.sum(name, x, residual, mask, role) if residual or mask else x
         if self.parallel is None:
             return self.linear(name, x, weights, residual=residual, mask=mask, role=role)
         weight, bias = linear_params(weights)
@@ -255,14 +261,17 @@ class BlockBuilder:
         site, masks = self.site(random.CROSS_ATTENTION), f"{spec.keys}_"
         return self.add(attention_node("cross", query, keys_values, keys_values, spec, site, masks))
 
-    def mlp(self, spec: MLPSpec, x: str) -> str:
-        """Add the MLP up to its activation: everything but the last linear layer."""
-        x = self.gather(x, in_order=False)
-        gate = self.linear("gate", x, "gate", role="hidden") if spec.gated else ""
-        up = self.linear("up", x, "fc1", role="hidden")
+    def mlp(self, spec: MLPSpec, x: str, prefix: str = "") -> str:
+        """Add the MLP up to its activation: everything but the last linear layer.
+
+        `prefix`: of the names of its layers and steps, where it is no branch of its own.
+        """
+        x, p = self.gather(x, in_order=False), prefix
+        gate = self.linear(f"{p}gate", x, f"{p}gate", role="hidden") if spec.gated else ""
+        up = self.linear(f"{p}up", x, f"{p}fc1", role="hidden")
         mask = self.dropout("dropout_mlp", random.MLP, spec.dropout, "fc1.weight", x, divided=True)
         if spec.activation != USER_FUNCTION:
-            act = MLPActivation(name="act", gate=gate, up=up, act=spec.activation, mask=mask)
+            act = MLPActivation(name=f"{p}act", gate=gate, up=up, act=spec.activation, mask=mask)
             return self.add(act)
         captured = captured_params(spec.captured)
         return self.add(
@@ -281,6 +290,8 @@ def attention_node(
     masks: dict[str, Any] = {m: prefix + m for m in spec.masks if m != "cu_seqlens"}
     if "cu_seqlens" in spec.masks:
         masks |= {"cu_q": "cu_q", "cu_k": "cu_k"}
+    if spec.sinks:
+        masks["sinks"] = prefix + "sinks"
     return Attention(name=name, q=q, k=k, v=v, spec=spec, site=site, role="attention", **masks)
 
 
@@ -323,9 +334,14 @@ def block_graph(spec: BlockSpec) -> Graph:
         if isinstance(branch.op, AttentionSpec):
             made = b.attention(branch.op, read)
             end = _ATTENTION if branch.op.keys == "input" else _CROSS
+        elif isinstance(branch.op, MoESpec):
+            name = "" if spec.residual or branch.dropout else after
+            role = "normed" if branch.placement == "sandwich" else ""
+            made, end = add_moe(b, branch.op, read, name, role), _MOE
         else:
             made, end = b.mlp(branch.op, read), _MLP
-        mask = b.dropout(end.mask, end.site, branch.dropout, f"{end.layer}.weight")
+        like = f"{end.layer}.weight" if end.layer else made
+        mask = b.dropout(end.mask, end.site, branch.dropout, like)
         if not spec.residual:
             b.leave(after, made, end.layer, mask=mask)
         elif branch.norm is None or branch.placement == "pre":

@@ -106,6 +106,8 @@ def mlp_bwd(
         return None
     if f"mlp_bwd {node.act}" not in fusions or not set(node.inputs) <= step.needs_grad:
         return None
+    if node.name in held:  # whose gradient the caller adds to
+        return None
     sources, ups = _linears(steps, node.inputs)
     out = _only_source(steps, step, node.name)
     if out is None or not ups:
@@ -148,10 +150,10 @@ def experts(
     node = step.node
     if not isinstance(node, ExpertsDown):
         return None
-    rebuilt = _computes(steps, node.pre)
+    rebuilt, users = _computes(steps, node.pre), _users(steps, node.pre)
     up = rebuilt and rebuilt.node
     if step.kind == "compute":
-        if rebuilt is None or node.pre in held or len(_users(steps, node.pre)) > 2:
+        if rebuilt is None or node.pre in held or len(users) > 2:
             return None
         assert isinstance(up, ExpertsUp)
         fused: Node = ExpertsForward(name=node.name, up=up, down=node)
@@ -163,7 +165,9 @@ def experts(
     up = given[0].node
     assert isinstance(up, ExpertsUp)
     old = [s for s in (rebuilt, step, given[0]) if s is not None]
-    rebuilds = rebuilt is not None
+    rebuilds = rebuilt is not None and all(user in old for user in users)
+    if rebuilt is not None and not rebuilds:  # the sum is rebuilt, too
+        old.remove(rebuilt)
     fused = ExpertsBackward(name=node.name, up=up, down=node, rebuilds=rebuilds)
     steps = _replaced(steps, old, fused, {node.pre} if rebuilds else ())
     needs = step.needs_grad | given[0].needs_grad

@@ -25,11 +25,21 @@ class Graph:
     inputs: tuple[str, ...] = ("input",)  # others may be of another length (`source`)
     text: str = ""  # the call of a `@block` that built it (`graph.text`)
     compute: torch.dtype | None = None  # of what is not in the stream; None for the input's
+    # names of activations that a call returns after the output, each read by another node
+    side_outputs: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        read = {name for node in self.nodes for name in node.inputs}
+        if lost := [name for name in self.side_outputs if name not in read & {*self.producer}]:
+            raise ValueError(
+                f"side output {lost[0]!r} of {self.kind!r} is no activation that another step "
+                f"reads; choose from {', '.join(sorted(read & {*self.producer}))}"
+            )
 
     @functools.cached_property
     def digest(self) -> str:
         """A hash of everything that is computed: graphs that differ have different digests."""
-        what = (self.kind, self.nodes, self.params, self.inputs, self.compute)
+        what = (self.kind, self.nodes, self.params, self.inputs, self.compute, self.side_outputs)
         return hashlib.sha256(repr(what).encode()).hexdigest()[:16]
 
     @functools.cached_property

@@ -156,9 +156,9 @@ def schedule(
     """
     group_nodes, tile_nodes = _split(graph, tiled)
     by_node = _needs_by_node(graph, needs_grad)
-    may_keep = set(save)
+    may_keep, side = {*save, *graph.side_outputs}, frozenset(graph.side_outputs)
     for node in graph.nodes:
-        if not node.stats_follow or node.name in save:
+        if not node.stats_follow or node.name in may_keep:
             may_keep.update(node.stats)
     group_names = {*graph.inputs} | {n for node in group_nodes for n in (node.name, *node.stats)}
 
@@ -179,7 +179,8 @@ def schedule(
 
     touched = tile.touched | group.touched
     order = [n for node in graph.nodes for n in (node.name, *node.stats)]
-    kept = tuple(n for n in order if n in may_keep and n in touched and n != "output")
+    held_back = side | (may_keep & touched) - {"output"}
+    kept = tuple(n for n in order if n in held_back)
     reread = {p for node in tile.rebuilt + group.rebuilt for p in node.params}
     for name, needed in by_node.items():
         reread.update(graph.producer[name].rereads(needed))
@@ -199,9 +200,9 @@ def schedule(
         keeps_output="output" in may_keep and "output" in touched,
         saved_params=tuple(p for p in graph.params if p in reread),
         forward=_with_frees(fuse(group_fwd, fusions, held), held),
-        backward=_with_frees(fuse(group.steps, fusions, ()), ()),
+        backward=_with_frees(fuse(group.steps, fusions, side), ()),
         tile_forward=_with_frees(fuse(tile_fwd, fusions, tile_held), tile_held),
-        tile_backward=_with_frees(fuse(tile.steps, fusions, group_names), group_names),
+        tile_backward=_with_frees(fuse(tile.steps, fusions, group_names | side), group_names),
         tile_gives=tuple(sorted(gives)),
     )
 

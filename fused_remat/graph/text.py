@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from fused_remat import spec
+from fused_remat import moe_spec, spec
 from fused_remat.graph.graph import Graph
 
 Class = TypeVar("Class", bound=type)
@@ -107,7 +107,7 @@ def _graph_by(name: str, definition: int, text: str) -> Graph:
 for _called in (graph_of, _graph_by):  # Dynamo calls them without tracing
     vars(_called)["_dynamo_marked_constant"] = True
 
-for _spec in vars(spec).values():
+for _spec in (*vars(spec).values(), *vars(moe_spec).values()):
     if dataclasses.is_dataclass(_spec) and isinstance(_spec, type):
         register_dataclass(_spec)
 

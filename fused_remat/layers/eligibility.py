@@ -7,8 +7,10 @@ overrides. Bad input is also a reason: the stock forward then raises its own err
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +49,8 @@ _OBSERVERS = (
 )
 #: Module of transformers' recorders, hooks that act only while a model returns their outputs.
 RECORDERS = "transformers.utils.output_capturing"
+#: The one of these outputs that a block returns.
+ROUTER_LOGITS = "router_logits"
 #: Devices on which the fused path supports autocast.
 _DEVICES = ("cpu", "cuda")
 #: What the names of norms in blocks begin with.
@@ -133,13 +137,29 @@ def check_foreign_module(
         raise Unsupported(f"{path} has hooks")
 
 
+def is_recording() -> bool:
+    """Return whether transformers records outputs of submodules now."""
+    capturing = sys.modules.get(RECORDERS)
+    return capturing is not None and bool(capturing._active_collector.get())
+
+
+@contextlib.contextmanager
+def unrecorded_outputs() -> Iterator[None]:
+    """Hide calls of submodules inside from the recorders of transformers."""
+    collector: Any = sys.modules[RECORDERS]._active_collector if is_recording() else None
+    token = None if collector is None else collector.set(None)
+    try:
+        yield
+    finally:
+        if collector is not None:
+            collector.reset(token)
+
+
 def recorded(hook: Any) -> str:
     """Return the key of the model's output that a recorder of transformers records now, or ""."""
-    from transformers.utils import output_capturing
-
-    requested = output_capturing._active_collector.get()
-    if not requested:
+    if not is_recording():
         return ""
+    requested = sys.modules[RECORDERS]._active_collector.get()
     key: str = inspect.getclosurevars(hook).nonlocals["key"]
     return key if key in requested else ""
 

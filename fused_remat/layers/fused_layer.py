@@ -208,6 +208,9 @@ class FusedLayer(nn.Module):
             failed = self._block_failed(failure.__cause__)
         if failed is not None:  # what the block had computed is freed by now
             return self._fall_back(failed, compiling, arguments)
+        sides: Any = ()
+        if graph.side_outputs:
+            out, *sides = out
         if record is not None and trains and out.requires_grad:
             record.note("block")
             tokens = out.shape[0 if inputs.seq_first else 1]
@@ -215,10 +218,10 @@ class FusedLayer(nn.Module):
                 record.advise(advice(policy, graph, tokens))
         result: Any = out.squeeze(0) if inputs.unbatched else out
         if inputs.finish is not None:
-            result = inputs.finish(out)
+            result = inputs.finish(out, *sides)
         elif parallel is not None and parallel.joins:
             result = parallel.joined(result, self._tokens_dim(result))
-        if rescue is not None:
+        if rescue is not None and not sides:  # whose gradients it would not have
             rescue.returned(out, result)
         return result
 

@@ -12,6 +12,7 @@ matrix of tokens (a transposed one), is copied, and the copy is what is kept.
 from fused_remat.ops.attention import attention
 from fused_remat.ops.blocks import attention_block, causal_block, encoder_block
 from fused_remat.ops.cross_entropy import linear_cross_entropy
+from fused_remat.ops.moe import load_balancing_loss, moe, router_z_loss
 from fused_remat.ops.parts import (
     dropout_add,
     gated_mlp,
@@ -32,9 +33,12 @@ __all__ = [
     "gated_mlp",
     "layer_norm",
     "linear_cross_entropy",
+    "load_balancing_loss",
     "mlp",
     "mlp_block",
+    "moe",
     "rms_norm",
     "rotary",
+    "router_z_loss",
     "token_log_probs",
 ]

@@ -38,6 +38,7 @@ def attention(
     window: tuple[int, int] = (-1, -1),
     scale: float | None = None,
     softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Compute dropout(softmax(scale * query @ key.T + mask)) @ value, in the layout of SDPA.
 
@@ -61,6 +62,8 @@ def attention(
     window: (left, right), how many keys before and after its own position a query sees; -1: no
         limit.
     scale: of the scores, None for E ** -0.5. softcap: scores become softcap * tanh(s / softcap).
+    sinks: (H,), a score of each head that takes part in every softmax and has no value (gpt-oss);
+        gets its gradient if it requires one.
     A row whose keys are all excluded is 0.
     policy: "full" keeps query, key and value only; all other presets keep the output too (which the
         caller's next layer holds anyway) and its logsumexp.
@@ -99,8 +102,13 @@ def attention(
         **attention_fields(nhead, kv_heads, width, is_causal, window, scale, softcap),
         dropout=check_p("dropout_p", dropout_p),
         masks=masks_given(masks),
+        sinks=sinks is not None,
     )
     tensors = {"input": query, "key": key, "value": value, **masks}
+    if sinks is not None:
+        check_alike({"query": query, "sinks": sinks})
+        check_shape("sinks", sinks, (nhead,), {"query": query})
+        tensors["sinks"] = sinks
     tensors["seed"] = seed_tensor(seed, query.device)
     out = run_block(attention_graph(spec), policy, tensors, backend=backend)
     return out.view(batch, q_len, nhead, value.shape[-1]).transpose(1, 2)

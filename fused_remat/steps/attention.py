@@ -131,6 +131,30 @@ def as_heads(x: Tensor, call: AttentionArgs) -> Tensor:
     return x.view(call.batch, call.q_len, call.spec.num_heads, width).transpose(1, 2)
 
 
+def add_sinks(attn: Tensor, lse: Tensor, sinks: Tensor | None, call: AttentionArgs) -> Tensor:
+    """Scale `attn` to what it is with `sinks` (H,) in the softmax, in place; return their lse.
+
+    The backward of attention without sinks is exact with both: its probabilities are exp(s - lse),
+    and the sums of their products with gradients are dattn . attn.
+    """
+    assert sinks is not None
+    at = lse.view(call.batch, call.spec.num_heads, call.q_len)
+    own = sinks.to(lse.dtype).unsqueeze(1)
+    as_heads(attn, call).mul_((at - own).sigmoid().unsqueeze(-1))  # of no key: lse is +inf
+    return torch.logaddexp(at, own).view_as(lse)
+
+
+def sinks_grad(
+    dattn: Tensor, attn: Tensor, lse: Tensor, sinks: Tensor | None, call: AttentionArgs
+) -> Tensor:
+    """Return the gradient (H,) of sinks from the results of `add_sinks`."""
+    assert sinks is not None
+    at = lse.view(call.batch, call.spec.num_heads, call.q_len)
+    probs = (sinks.to(lse.dtype).unsqueeze(1) - at).exp()
+    delta = (as_heads(dattn, call).to(lse.dtype) * as_heads(attn, call)).sum(-1)
+    return delta.mul_(probs).sum((0, 2)).neg_()
+
+
 def describe(
     key: AttentionKey, q: Tensor | None = None, v: Tensor | None = None, call: Any = None
 ) -> str:
@@ -166,6 +190,7 @@ class Attention(Node):
     lengths: Param = ""
     cu_q: Param = ""
     cu_k: Param = ""
+    sinks: Param = ""  # scores (H,) of no key, if the spec has them
     per_sequence: ClassVar[bool] = True
     stats_follow: ClassVar[bool] = True
 
@@ -217,6 +242,8 @@ class Attention(Node):
         q, k, v = self._views(chunk, chunk)
         call = self.call(chunk, q, k, ())
         attn, lse = chunk.ops[attention_fwd](q, k, v, call, out)
+        if self.sinks:
+            lse = add_sinks(attn, lse, chunk.param(self.sinks), call)
         chunk.put(self.name, attn)
         chunk.put(self.stats[0], lse)
 
@@ -226,6 +253,9 @@ class Attention(Node):
         grads = self._buffers(chunk) if not {*self.inputs}.isdisjoint(needs_grad) else None
         heads = None if grads is None else self._views(chunk, grads)
         attn, lse = chunk[self.name], chunk[self.stats[0]]
+        if self.sinks in needs_grad:
+            dsinks = sinks_grad(dy, attn, lse, chunk.param(self.sinks), call)
+            chunk.add_param_grad(self.sinks, dsinks)
         own = len(self.counts) == 1 and chunk.ops.name != "eager" and chunk[self.q].dim() == 2
         made = chunk.ops[attention_bwd](dy, q, k, v, attn, lse, call, heads, own)
         total = None if made is heads else self._pack(chunk, made, grads)

@@ -69,7 +69,8 @@ _FAR = 128.0
 # The CPU's flash kernel is wrong for a row whose largest mask value is finite and below this: its
 # logsumexp is the rounded mask value, and its backward is off by up to the number of keys.
 _FAR_ROW = -1e3
-_SUPPORTED_OPTIONS = frozenset({"scale", "window", "align", "true_means"})  # of `AttentionSpec`
+#: Of `AttentionSpec`.
+_SUPPORTED_OPTIONS = frozenset({"scale", "window", "align", "true_means", "sinks"})
 
 
 class Kernel(NamedTuple):
@@ -289,7 +290,7 @@ def _choose(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: Attentio
     shared = q.shape[1] != k.shape[1]
     if q.is_cpu:
         return Kernel("" if shared else "cpu", mask)
-    bias, nothing = _bias(mask, q, k)
+    bias, nothing = _bias(mask, q, k, call.spec.sinks)
     name = kernel(q, k, v, bias, call)
     if not name and not shared:
         raise RuntimeError(
@@ -307,21 +308,24 @@ def _members(x: Tensor | None, call: AttentionArgs) -> tuple[Any, ...]:
     return tuple(x.unflatten(1, (call.spec.num_kv_heads, group)).unbind(2))
 
 
-def _bias(mask: Tensor | None, q: Tensor, k: Tensor) -> tuple[Tensor | None, Tensor | None]:
+def _bias(
+    mask: Tensor | None, q: Tensor, k: Tensor, sinks: bool
+) -> tuple[Tensor | None, Tensor | None]:
     """Return the mask as CUDA's kernels take it, and the rows that see no key.
 
     The mask is (B, h, S_q, S_k), where h is 1 for all heads; the rows (B or 1, h, S_q or 1, 1). A
     row whose maximum is far from 0 is shifted to a maximum of 0, which changes no probability: next
     to a mask value of -1e9 the kernel's logsumexp would lose the scores. Other rows are not
-    shifted, since that would round a 16-bit mask. A row that sees no key is made to see all.
+    shifted, since that would round a 16-bit mask. A row that sees no key is made to see all. With
+    `sinks` a shift would count, and a row far below 0 sees its sink alone.
     """
     if mask is None:
         return None, None
     if mask.dim() == 2:
         mask = mask.expand(1, 1, -1, -1)
     top = mask.amax(-1, keepdim=True)
-    nothing = top == -torch.inf
-    shift = top.masked_fill(top.abs() <= _FAR, 0.0).masked_fill(nothing, 0.0)
+    nothing = top < -_FAR if sinks else top == -torch.inf
+    shift = top.masked_fill((top.abs() <= _FAR) | nothing | sinks, 0.0)
     shifted = (mask - shift).masked_fill(nothing, 0.0).to(q.dtype)
     length, heads = k.shape[2], mask.shape[1]
     wide = shifted.expand(*shifted.shape[:-1], length)

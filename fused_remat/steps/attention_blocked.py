@@ -79,10 +79,11 @@ def backward(
         keys, do_rows = block.keys, _rows(do, block)
         q_rows = _rows(q, block) * (unit * call.spec.scale)
         probs, capped = _scores(q_rows, k, call, block, scratch.of(0, block))
-        if unit == 1.0:  # lse may have lost the scores to a mask's value far from 0
+        if unit == 1.0 and not call.spec.sinks:  # lse may have lost the scores to a far mask value
             probs.div_(_exponentials(probs, call)[1])
         else:
-            probs.sub_(_rows(lse, block)).exp2_()
+            probs.sub_(_rows(lse, block))
+            (probs.mul_(_LOG2_E) if unit == 1.0 else probs).exp2_()
         dprobs = scratch.of(1, block)
         torch.bmm(do_rows, v[:, 0, keys].transpose(1, 2), out=dprobs)
         dropped = probs

@@ -302,3 +302,30 @@ def experts_backward(
         chunk.add_grad(up.x, dx.to(chunk.dtype_of(up.x)), owned=True)
     if dweights is not None:
         chunk.add_grad(down.weights, dweights, owned=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SigmoidScale(Node):
+    """name = x * sigmoid(gate), where the gate has one column."""
+
+    x: Input
+    gate: Input
+
+    def needs(self, needs_grad: Collection[str]) -> tuple[str, ...]:
+        return (self.x, self.gate) if self.gate in needs_grad else (self.gate,)
+
+    def forward(self, chunk: Chunk, out: Tensor | None = None) -> None:
+        x = chunk[self.x]
+        chunk.put(self.name, torch.mul(x, chunk[self.gate].sigmoid().to(x.dtype), out=out))
+
+    def backward(self, chunk: Chunk, dy: Tensor, owned: bool, needs_grad: Collection[str]) -> None:
+        wide = torch.promote_types(dy.dtype, torch.float32)
+        gate = chunk[self.gate].to(wide).sigmoid()
+        if self.gate in needs_grad:
+            dot = (dy * chunk[self.x]).sum(-1, keepdim=True, dtype=wide)
+            dgate = dot.mul_(gate).mul_(1.0 - gate).to(chunk.dtype_of(self.gate))
+            chunk.add_grad(self.gate, dgate, owned=True)
+        if self.x in needs_grad:
+            gate = gate.to(dy.dtype)
+            dx = dy.mul_(gate) if owned else dy * gate
+            chunk.add_grad(self.x, dx, owned=True)

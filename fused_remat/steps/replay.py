@@ -62,6 +62,7 @@ class Replay(Node):
     tokenwise: bool = False  # whether each token's result depends on that token alone
     # as in `Node`
     chooses: bool = False  # type: ignore[misc]
+    widens: bool = False  # type: ignore[misc]
     # the tensors, by the function's operations that read them last, from its last one
     stages: tuple[tuple[str, ...], ...] = ()
 

@@ -76,7 +76,7 @@ class Routing(Replay):
     top_k: int
     router: RouterSpec | None = None  # else a function of the caller
 
-    widens = True
+    widens: bool = True  # type: ignore[misc]
 
     @functools.cached_property
     def stats(self) -> tuple[str, ...]:

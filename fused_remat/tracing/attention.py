@@ -21,6 +21,7 @@ _DEFAULTS = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": N
 _SCALES = ("mul", "__mul__", "__rmul__", "mul_", "div", "__truediv__", "div_", "true_divide")
 #: Operations that do not change probabilities.
 _SAME = (*CASTS, "view", "reshape", "nan_to_num")
+_ALL_BUT_LAST = (..., slice(None, -1))
 #: Operations on scores whose effect on large scores is known.
 _ON_SCORES = {*ALGEBRA, "tanh", "nan_to_num"}
 #: Scores to which this or less is added are those of keys that a query does not see.
@@ -36,6 +37,7 @@ class Scores(NamedTuple):
     mask: Ref | None = None  # the value that is added
     dropout: float = 0.0
     fill: float | None = None  # with which the mask replaces scores (`TracedBlock.fills`)
+    sinks: int | None = None  # the value (H,) of scores next to those of keys
 
 
 def from_call(t: Builder, number: int, op: Op) -> Build | None:
@@ -48,10 +50,14 @@ def from_call(t: Builder, number: int, op: Op) -> Build | None:
 
 
 def from_softmax(t: Builder, number: int, op: Op) -> Build | None:
-    """Trace matmul(softmax(f(matmul(q, k))), v), where f changes the scores."""
+    """Trace matmul(softmax(f(matmul(q, k))), v), where f changes the scores.
+
+    With sinks, softmax is that of the scores and one more column, which is dropped.
+    """
     if len(op.args) != 2 or not all(map(t.live, op.args)):
         return None
     p, n, is_after = 0.0, op.args[0].index, True
+    drops_last, sinks = False, None
     chain: list[Op] = []
     while True:  # from the product with the values back to that of queries and keys
         producer = t.producer(n)
@@ -59,6 +65,9 @@ def from_softmax(t: Builder, number: int, op: Op) -> Build | None:
             return None
         args = producer.args[:1] if producer.name in CASTS else (producer.args, producer.kwargs)
         read = [i for i in refs(args) if i in t.recording.live]
+        if not is_after and not chain and _subtracts_maximum(t, producer):
+            n = read[0]
+            continue
         if not is_after and len(read) == 2 and producer.kind in MATMUL:
             break
         if len(read) != 1:
@@ -69,15 +78,48 @@ def from_softmax(t: Builder, number: int, op: Op) -> Build | None:
             is_after = False
         elif producer.name == "dropout" and is_after:
             p = producer.p or 0.0
+        elif is_after and not drops_last and producer.args[1:] == (_ALL_BUT_LAST,):
+            drops_last = True
+        elif not is_after and not chain and drops_last and sinks is None:
+            sinks = _sinks(t, producer)
+            chain += [producer] if sinks is None else []
         elif not is_after:
             chain.append(producer)
         elif producer.name not in _SAME:
             return None
         n = read[0]
     scores = _scores(t, producer, chain[::-1])
-    if scores is None:
+    if scores is None or drops_last != (sinks is not None):
         return None
-    return _attention(t, number, op, (*read, op.args[1].index), scores._replace(dropout=p))
+    scores = scores._replace(dropout=p, sinks=sinks)
+    return _attention(t, number, op, (*read, op.args[1].index), scores)
+
+
+def _subtracts_maximum(t: Builder, op: Op) -> bool:
+    """Return whether an operation subtracts each row's maximum, which softmax ignores."""
+    if op.kind != "sub" or len(op.args) != 2 or op.kwargs or not all(map(t.live, op.args)):
+        return False
+    top = t.producer(op.args[1].index)
+    if top is None or top.name not in ("max", "amax") or top.args[:1] != op.args[:1]:
+        return False
+    dim = top.kwargs.get("dim", (*top.args, None, None)[1])
+    keeps = top.kwargs.get("keepdim", (*top.args, None, None)[2])
+    return dim in (-1, 3) and keeps is True and top.outs[0] == op.args[1].index
+
+
+def _sinks(t: Builder, op: Op) -> int | None:
+    """Return the scores (H,) that an operation appends to those of keys, or None."""
+    if op.kind not in ("cat", "concat") or len(op.args[0]) != 2 or t.live(op.args[0][1]):
+        return None
+    if op.kwargs.get("dim", (*op.args, None)[1]) not in (-1, 3):
+        return None
+    source = next(iter(t.roots(op.args[0][1].index)), -1)
+    if source not in t.recording.sources:
+        return None
+    own, value = t.recording.values[source], t.recording.values[op.args[0][1].index]
+    same = own.dim() == 1 and value.dim() == 4 and value.shape[1] == len(own)
+    same = same and torch.equal(own.view(-1, 1, 1).expand(value.shape).to(value), value)
+    return source if same and value.shape[-1] == 1 else None
 
 
 def _attention(
@@ -111,6 +153,7 @@ def _attention(
             scale=width**-0.5 if scores.scale is None else float(scores.scale),
             softcap=scores.softcap,
             dropout=scores.dropout if t.drops else 0.0,
+            sinks=scores.sinks is not None,
             window=(-1, 0 if scores.causal else -1),
             align="start" if layouts[1].names != layouts[0].names else "end",
             masks=("mask",) * (mask is not None) + ("cu_seqlens",) * (t.bounds is not None),
@@ -122,6 +165,7 @@ def _attention(
                 name=t.unique(op.inside or "attention"), q=q, k=k, v=v, spec=spec,
                 mask="" if mask is None else t.param(mask.index), cu_q=bounds, cu_k=bounds,
                 site=next(t.sites), role="attention",
+                sinks="" if scores.sinks is None else t.param(scores.sinks),
             )
         )  # fmt: skip
 

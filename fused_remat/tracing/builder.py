@@ -18,7 +18,7 @@ from fused_remat.steps.node import Node
 from fused_remat.tracing.program import Context, Layout, Program, ReplayedSubmodule, layout_of
 from fused_remat.tracing.samples import Arguments
 from fused_remat.tracing.sizes import Size
-from fused_remat.tracing.values import STREAM, Op, Recording, Ref, ops_for, refs
+from fused_remat.tracing.values import STREAM, Op, Recording, Ref, Untraceable, ops_for, refs
 
 #: A function that adds a step and returns its name.
 Build = Callable[[], str]
@@ -64,7 +64,19 @@ class Builder:
         self.token_size = Size(1, ("S",)) if "S" in self.recording.sizes else self.tokens
         recording, device = self.recording, call.leaves[call.x].device
         modules = self.layer.get_submodule
+        #: The router logits that the call returns, too, by the paths of the routers.
+        self.records = {path: self._recorded(path, i) for path, i in call.records}
         self.context = Context(modules, recording.sizes, recording.exact, device)
+
+    def _recorded(self, path: str, index: int) -> int:
+        """Return the value that a submodule returns as one of its results."""
+        outs = self.recording.outs.get(path, [])
+        number = outs[index] if index < len(outs) else None
+        if number is None or self.layout(number) is None or number not in self.recording.live:
+            raise Untraceable(
+                f"the call requests a result of {path}, which a block does not compute"
+            )
+        return number
 
     @abstractmethod
     def step(self, number: int) -> Build | None:

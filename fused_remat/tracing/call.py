@@ -22,6 +22,7 @@ from fused_remat.tracing.isolation import replica
 from fused_remat.tracing.program import Context, Operations, Program, TracedBlock, leaf_value
 from fused_remat.tracing.samples import Arguments
 from fused_remat.tracing.sizes import Size, Sizes, meets
+from fused_remat.tracing.state import record
 from fused_remat.tracing.values import STREAM, Op, Untraceable, leaves, map_tree
 
 #: Values that are no activations and have at least as many elements are rebuilt in backward.
@@ -56,7 +57,7 @@ class Trace:
         named: Mapping[str, Tensor],
         arguments: Mapping[str, Any],
         mode: Callable[[], Any] = contextlib.nullcontext,
-    ) -> tuple[dict[str, Tensor | None], dict[str, Callable[..., Tensor]], Callable[[Tensor], Any]]:
+    ) -> tuple[dict[str, Tensor | None], dict[str, Callable[..., Tensor]], Callable[..., Any]]:
         """Return what the block reads, and a function of its output; or raise Untraceable.
 
         `mode`: makes a context in which recorded operations run.
@@ -112,8 +113,11 @@ class Trace:
                 if not again.shares(value):
                     functions[name] = functools.partial(again.in_backward, transposed)
 
-        def result(out: Tensor) -> Any:
+        def result(out: Tensor, *sides: Tensor) -> Any:
             number, layout = block.out
+            for (path, of), side in zip(block.records.items(), sides, strict=True):
+                logits = of.value(side.reshape(-1, of.width), sizes)
+                record(layer.get_submodule(path), x, logits)
             plain = layout.factors == (("B",), ("S",), (out.shape[-1],))  # a segment knows it then
             y = out if plain else layout.value(out.reshape(-1, layout.width), sizes)
             known = {**values, number: y}
@@ -140,7 +144,8 @@ class Trace:
     def run(self, *call: Any, **more: Any) -> Any:
         """Return the layer's result by the block, for what `bind` takes."""
         tensors, functions, result = self.bind(*call, **more)
-        return result(run_block(self.graph, "full", tensors, functions=functions))
+        out = run_block(self.graph, "full", tensors, functions=functions)
+        return result(*out if self.graph.side_outputs else (out,))
 
     def sizes(self, given: Sequence[Any]) -> dict[str, int]:
         sizes = dict(zip(self.axes, given[self.x].shape, strict=False))

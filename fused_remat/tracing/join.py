@@ -67,6 +67,7 @@ class Join:
         """Return both as one, or raise Untraceable if the layer's own operations do not agree."""
         one, two, inputs = self.one, self.two, self.one.inputs
         self.ops: list[Op] = []
+        self.outs = dict[str, list[int | None]]()
         #: By the number of a value in the first recording, that in the second.
         known = (*one.sources, *(n for n in inputs if n is not None))
         self.numbers: dict[int, int] = {i: i for i in known}
@@ -86,6 +87,7 @@ class Join:
         return Recording(
             one.values, shapes, dtypes, self.ops, producers, one.sources, inputs, live, result,
             self.choices[0], max(self.dtypes, key=lambda d: d.itemsize), one.fixed | two.fixed,
+            self.outs,
         )  # fmt: skip
 
     def _span(self, one: Span, two: Span) -> None:
@@ -101,6 +103,8 @@ class Join:
 
     def _module(self, a: Span, b: Span) -> None:
         known = None if a.function else self.known[a.path]
+        if a.function is None:
+            self.outs[a.path] = a.outs
         is_experts, given = isinstance(known, KnownExperts), (len(a.args), len(a.kwargs))
         takes = sum(given) == 3 if is_experts else given == (1, 0)
         if known is not None and takes and a.outs[:1] != [None]:

@@ -27,10 +27,12 @@ from fused_remat.layers.eligibility import (
     check_global_hooks,
     check_input,
     is_readable,
+    is_recording,
     low_dtype,
     parameters_of,
     precision_of,
     qualified,
+    unrecorded_outputs,
 )
 from fused_remat.layers.fallback import is_contained
 from fused_remat.layers.read import BlockInputs
@@ -44,7 +46,7 @@ from fused_remat.tracing.isolation import check_effects, replica
 from fused_remat.tracing.quantized import Formats, packed_weights, unquantized
 from fused_remat.tracing.samples import Arguments, Dims
 from fused_remat.tracing.sizes import meets
-from fused_remat.tracing.state import state_of
+from fused_remat.tracing.state import records_of, state_of
 from fused_remat.tracing.trace import CANNOT_RUN, trace_call, why_different
 from fused_remat.tracing.values import SideEffect, Untraceable
 
@@ -167,9 +169,10 @@ class TracedLayer(ConvertedLayer):
     def _trace(self, given: Mapping[str, Any]) -> Trace | Reason:
         """Return the trace for a call: the one of an earlier call like it, or `_new_trace`."""
         signature, flat, x = signed(given)
+        records = records_of(self) if is_recording() else ()
         if x is not None:
             check_input(x, "an argument", _DIMS)
-            signature = *signature, low_dtype(x)
+            signature = *signature, low_dtype(x), records
         watch = self._watched()
         trace: Trace | Reason
         known = None if watch is None else watch.calls.get(signature)
@@ -182,7 +185,7 @@ class TracedLayer(ConvertedLayer):
                 check_input(leaf, "an argument", _DIMS)
         if x is not None and not x.numel():
             return Reason("its input is empty", quiet=True)
-        trace = self._new_trace(given)
+        trace = self._new_trace(given, records)
         if isinstance(trace, Trace) and watch is not None:
             names = (*trace.fixed,)
             if len(watch.calls) >= _MOST_CALLS:
@@ -206,7 +209,7 @@ class TracedLayer(ConvertedLayer):
                 notes.watch = Watch(self)
         return notes.watch
 
-    def _new_trace(self, given: Mapping[str, Any]) -> Trace | Reason:
+    def _new_trace(self, given: Mapping[str, Any], records: Any) -> Trace | Reason:
         """Return the trace for a call; the layer is traced if the call is the first of its kind.
 
         The trace is for any length, integer arguments and index in the model, if the layer computes
@@ -214,7 +217,7 @@ class TracedLayer(ConvertedLayer):
         """
         reasons, states = list[Reason](), dict[bool, Any]()
         for vary in SIZES:
-            call = Arguments(given, vary)
+            call = Arguments(given, vary, records)
             if vary[0] == "1" and call.batch > 1:
                 continue
             for free in (True, False) if call.sizes else ():
@@ -390,7 +393,15 @@ def _apart(x: Tensor) -> Iterator[None]:
     compiles = "torch._dynamo" in sys.modules  # functions of the layer's own
     eager = torch.compiler.set_stance("force_eager") if compiles else contextlib.nullcontext()
     devices = [x.device] if x.is_cuda else []
-    with eager, unobserved(), modes, same, autocast_off(x), torch.random.fork_rng(devices):
+    with (
+        unrecorded_outputs(),
+        eager,
+        unobserved(),
+        modes,
+        same,
+        autocast_off(x),
+        torch.random.fork_rng(devices),
+    ):
         yield
 
 

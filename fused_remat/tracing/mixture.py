@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from fused_remat.layers.eligibility import parameters_of
 from fused_remat.steps.mixture import ExpertsDown, ExpertStack, ExpertsUp
 from fused_remat.steps.replay import At
 from fused_remat.steps.routing import Routing
@@ -111,7 +112,7 @@ def from_call(t: Builder, number: int, op: Op) -> Build | None:
 
 def _routing(t: Builder, inside: str, x: int, chosen: int, weights: int, experts: int) -> Routing:
     """Add the router that chooses experts for x."""
-    ops, sources, params = region(t, (weights, chosen), inside, (x,))
+    ops, sources, params = region(t, (weights, chosen), inside, (x, *t.records.values()))
     layouts: dict[int, Any] = {n: t.layout(n) for n in (*sources, weights, chosen)}
     shapes = [t.recording.shapes[n] for n in params]
     if None in [*layouts.values(), *shapes]:
@@ -124,7 +125,9 @@ def _routing(t: Builder, inside: str, x: int, chosen: int, weights: int, experts
         tuple(ops), pairs, tuple(params), weights, layouts[weights], chosen=chosen, of=of
     )
     alone = _is_alone(t, program, shapes)
-    name, tensors = t.unique(f"{inside}.routing"), tuple([t.param(n) for n in params])
+    weighed = {n for op in program.known for n in op.reads}
+    name = t.unique(f"{inside}.routing")
+    tensors = tuple([t.param(n if n in weighed else _detached(t, n)) for n in params])
     node = Routing(
         name=name, xs=xs, tensors=tensors, function=name, what="the router", role="routing",
         needed_for=((*xs, *tensors),) * len(xs), chosen=f"{name}.experts", experts=experts,
@@ -133,6 +136,13 @@ def _routing(t: Builder, inside: str, x: int, chosen: int, weights: int, experts
     t.add(node)
     t.programs[name], t.widths[name] = program, node.top_k
     return node
+
+
+def _detached(t: Builder, n: int) -> int:
+    """Return a parameter by which experts are chosen alone, without a gradient."""
+    if t.recording.sources.get(n) not in parameters_of(t.layer):
+        return n
+    return t.new_value("detach", Tensor.detach, (Ref(n),), like=n)
 
 
 def _is_alone(t: Builder, program: Program, shapes: Sequence[Any]) -> bool:

@@ -268,6 +268,8 @@ class TracedBlock:
     elements: dict[int, float]
     #: Formats of quantized weights by name.
     formats: Mapping[str, PackedSpec]
+    #: Routers whose logits the block returns, too, by path, and the layouts of these.
+    records: Mapping[str, Layout]
 
     def __post_init__(self) -> None:
         self._producers = {n: op for op in self.before for n in op.writes}

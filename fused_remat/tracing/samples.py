@@ -40,10 +40,17 @@ class Arguments:
     Leaves of the arguments are known by their indices: the residual stream's input `x`, the
     `memory` and the `bounds` of sequences of variable length, if any, integer tensors (`whole`),
     and all that are the `same` as x. `axes` are the names of x's first dimensions.
+    `records`: submodules whose router logits the call returns, too, by path, and their index in the
+    result of each.
     """
 
-    def __init__(self, given: Mapping[str, Any], vary: Sequence[str]) -> None:
-        self.given, self.leaves = given, leaves(given)
+    def __init__(
+        self,
+        given: Mapping[str, Any],
+        vary: Sequence[str],
+        records: tuple[tuple[str, int], ...] = (),
+    ) -> None:
+        self.given, self.leaves, self.records = given, leaves(given), records
         self.names = [name for name, value in given.items() for _ in leaves(value)]
         tensors = [(i, t) for i, t in enumerate(self.leaves) if isinstance(t, Tensor)]
         floats = [i for i, t in tensors if t.is_floating_point()]
@@ -143,7 +150,7 @@ class Arguments:
             else:
                 parts.append(int if type(leaf) is int and free else exact(leaf, {}))
         tree = map_tree(self.given, lambda leaf: None)
-        return (*parts, repr(tree), tuple(self.sizes), self.axes, *self.same)
+        return (*parts, repr(tree), tuple(self.sizes), self.axes, *self.same, self.records)
 
     def own(self, layer: nn.Module, most: int, widens: bool) -> Sample:
         """Return the call itself, of at `most` so many sequences; in float32 if it `widens`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dis
 import enum
 import functools
+import inspect
 import itertools
 import types
 import weakref
@@ -19,8 +20,10 @@ from torch import Tensor, nn
 from fused_remat.layers.converted import ConvertedLayer
 from fused_remat.layers.eligibility import (
     RECORDERS,
+    ROUTER_LOGITS,
     Unsupported,
     check_unpacked,
+    is_recording,
     qualified,
     recorded,
 )
@@ -88,10 +91,29 @@ def check_hooks(own: Mapping[str, Any], path: str) -> None:
     for hook in own["_forward_hooks"].values():
         if getattr(hook, "__module__", None) == RECORDERS:
             requested = recorded(hook)
-            if requested and (path or requested != "hidden_states"):
+            if requested not in ("", ROUTER_LOGITS) and (path or requested != "hidden_states"):
                 raise Unsupported(f"the call requests {requested}, which a block does not compute")
         elif path:
             raise Unsupported(f"{path} has hooks")
+
+
+def records_of(layer: nn.Module) -> tuple[tuple[str, int], ...]:
+    """Return the submodules whose router logits transformers records now, and which result."""
+    found = []
+    for path, module in layer.named_modules() if is_recording() else ():
+        for hook in module._forward_hooks.values():
+            if getattr(hook, "__module__", None) == RECORDERS and recorded(hook) == ROUTER_LOGITS:
+                index: int = inspect.getclosurevars(hook).nonlocals["index"]
+                found.append((path, index))
+    return tuple(found)
+
+
+def record(router: nn.Module, x: Tensor, logits: Tensor) -> None:
+    """Call the recorders of a router as if it had been called with `x`."""
+    for hook in router._forward_hooks.values():
+        if getattr(hook, "__module__", None) == RECORDERS and recorded(hook) == ROUTER_LOGITS:
+            index: int = inspect.getclosurevars(hook).nonlocals["index"]
+            hook(router, (x,), (*[None] * index, logits))
 
 
 def exact(value: Any, seen: dict[int, Any]) -> Any:

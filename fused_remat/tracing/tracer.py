@@ -49,6 +49,7 @@ class Tracer(Builder):
         name = self.build(target)
         if name in self.inputs:
             raise Untraceable("its result is its input")
+        sides = tuple([self._side(number) for number in self.records.values()])
         last = replace(self.nodes.pop(name), name="output")
         if isinstance(last, Replay):
             last = replace(last, function="output")
@@ -62,7 +63,7 @@ class Tracer(Builder):
         read = {"input", *(name for node in nodes for name in node.inputs)}
         layouts = {name: layout for name, layout in layouts.items() if name in read}
         kind = f"read_{type(self.layer).__name__}"
-        graph = Graph(kind, tuple(nodes), tuple(params), tuple(layouts))
+        graph = Graph(kind, tuple(nodes), tuple(params), tuple(layouts), side_outputs=sides)
         values = {name: n for name, n in self.values.items() if name in params}
         others = [n for n in refs(recording.result) if n not in recording.live]
         before, stand_ins = self._before([*values.values(), *others])
@@ -72,7 +73,18 @@ class Tracer(Builder):
             recording.result, recording.inputs, recording.sources, stand_ins,
             (*replayed.values(),), tuple(sorted(recording.fixed)), self.fills,
             self._elements(before), self.formats,
+            {p: of for p, n in self.records.items() if (of := self.layout(n)) is not None},
         )  # fmt: skip
+
+    def _side(self, number: int) -> str:
+        """Add the steps that compute a value that the layer also returns, in its own dtype."""
+        name = self.build(number)
+        node = self.nodes.get(name)
+        if node is None or name == self.built.get(self._target()[0]):
+            raise Untraceable("it returns its input or its result twice")
+        if isinstance(node, Replay) and not self.is_of_stream(number):
+            self.nodes[name] = replace(node, widens=True)
+        return name
 
     def _elements(self, before: list[Op]) -> dict[int, float]:
         recording, elements = self.recording, dict[int, float]()

@@ -204,6 +204,7 @@ class Recording:
     sizes: Sizes  # of the first recording
     exact: torch.dtype  # in which operations are tried
     fixed: set[str]  # names of the layer's tensors whose values decide what it runs
+    outs: dict[str, list[int | None]]  # the results of submodules by path, of their last calls
 
 
 class Sample(NamedTuple):

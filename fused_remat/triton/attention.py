@@ -29,7 +29,7 @@ from fused_remat.triton.operands import cdiv, contiguous_rows, power_of_2
 from fused_remat.triton.tables import AttentionTile, attention_tile
 
 #: Options of `AttentionSpec` that the kernels support.
-_KNOWN = frozenset({"window", "align", "dropout", "true_means", *Scores._fields})
+_KNOWN = frozenset({"window", "align", "dropout", "true_means", "sinks", *Scores._fields})
 #: The widest head that fits into a tile.
 MAX_WIDTH = 256
 # Rows of a tile that sums delta = rowsum(dout * out), or the parts of dk or dv.

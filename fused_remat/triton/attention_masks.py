@@ -100,7 +100,8 @@ def prepare(
         if backward:
             problem.bounds_k, launch = _bounds(call, left, right, by_keys=True)
             launches.append(launch)
-    if any(m is not None and m.is_floating_point() for m in (call.mask, call.padding)):
+    added = any(m is not None and m.is_floating_point() for m in (call.mask, call.padding))
+    if added and not call.spec.sinks:  # next to which a shift would count
         batches, heads = problem.listed
         like = call.padding if call.mask is None else call.mask
         assert like is not None

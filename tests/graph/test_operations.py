@@ -313,9 +313,9 @@ def test_an_option_that_library_kernels_do_not_know_is_refused():
     assert attention_aten.unsupported_call_reason(q, q, call) is None
     assert call.spec.options == ()
     spec = dataclasses.replace(call.spec)
-    spec.__dict__["options"] = ("sinks",)
+    spec.__dict__["options"] = ("bias",)
     call = dataclasses.replace(call, spec=spec)
-    assert attention_aten.unsupported_call_reason(q, q, call) == "they have no sinks"
+    assert attention_aten.unsupported_call_reason(q, q, call) == "they have no bias"
 
 
 def test_an_operator_with_other_arguments_is_not_called(monkeypatch):

@@ -47,7 +47,9 @@ _WAY = re.compile(r"^(\w+): layers keep (\S+ \S+), .*; peak (\S+ \S+); losses (.
 
 
 @pytest.mark.composes("Hugging Face", "`Trainer` with `FusedRematCallback`: LoRA and QLoRA")
-@pytest.mark.parametrize("script", ["trainer.py --lora --loss", "finetune_qlora.py"])
+@pytest.mark.parametrize(
+    "script", ["trainer.py --lora --loss", "finetune_qlora.py", "finetune_mixture.py --loss"]
+)
 def test_fine_tuning_has_the_losses_of_checkpointing_and_no_higher_peak(script, tmp_path):
     name, *options = script.split()
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 60)

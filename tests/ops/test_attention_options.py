@@ -51,6 +51,7 @@ CALLS = covering(
         "window": ((-1, -1), (0, 0), (2, 0), (0, 3), (-1, 2), (4, -1), (100, 100)),
         "is_causal": (False, True),
         "softcap": (0.0, 1.5),
+        "sinks": (False, True),
         "scale": (None, 0.7),
         "dropout_p": (0.0, 0.3),
         "policy": ("full", "lean"),
@@ -78,17 +79,18 @@ def test_any_options_together(call):
     if call["mask"] is not None:
         args.append(mask_of(call["kind"], [grid[dim] for dim in call["mask"]]))
     padding = call["padding"] and mask_of(call["padding"], (batch, kv_len), seed=8)
+    sinks = normal(4, seed=9) if call["sinks"] else None
     options, lay = {n: call[n] for n in OPTIONS} | where | {"seed": 7}, LAYOUTS[call["layout"]]
 
     def run(fn, **how):
         given = {"key_padding_mask": padding if padding is None else lay(padding), **options}
-        return fn(*map(lay, args), **given, **how)
+        return fn(*map(lay, args), **given, sinks=sinks, **how)
 
     with in_pieces(call["tokens"]):
         compare(
             lambda: run(ops.attention, policy=call["policy"]),
             lambda: run(attention),
-            wanted(*args, padding),
+            wanted(*args, padding, sinks),
         )
 
 
