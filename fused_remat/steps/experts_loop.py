@@ -294,18 +294,22 @@ def bwd(*args: Any) -> tuple[Tensor | None, Tensor | None]:
     return both.result()
 
 
-def bwd_stages(*args: Any) -> Iterator[tuple[Tensor | None, Tensor | None]]:
-    """Compute `experts_bwd_stages` by `products`, the first argument."""
-    both = _Backward(*args)
+def bwd_stages(products: Products, *args: Any) -> Iterator[tuple[Tensor | None, Tensor | None]]:
+    """Compute `experts_bwd_stages` by `products`."""
+    up_grads, given = args[-2], (*args[:-2], StackGrads(), args[-1])
+    both = _Backward(products, *given)
+    del args, given  # the gradients that the caller takes are not held here
+    both.needs_up = both.needs_act = True
     ds = both.dy.new_empty((len(both.order.pairs), both.up.out_features))
     for rows in both.experts(both.down_grads):
         d = both.second(rows, both.input(rows)[1])
-        if d is not None:
-            ds[rows.span] = d
+        assert d is not None
+        ds[rows.span] = d
         del d
     both.down_grads = StackGrads()
     yield None, None
-    for rows in both.experts(both.up_grads) if both.needs_up else ():
+    both.up_grads = up_grads()
+    for rows in both.experts(both.up_grads):
         both.first(rows, ds[rows.span], *both.input(rows))
     yield both.result()
 
