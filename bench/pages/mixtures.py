@@ -82,13 +82,12 @@ def targets(root: Path = RESULTS) -> str:
 def bytes_per_token(root: Path = RESULTS) -> str:
     """Return what experts of published sizes keep for a token and layer in 16 bits, by formula.
 
-    Of the pairs (k experts a token, width D, experts of width n), without the router: transformers'
-    grouped products keep the gathered input, the gate and up projections, its activation, both
-    factors, and the results that weights multiply.
+    k experts a token, width D, experts of width n, without the router. Everything: the input, as
+    it is and gathered, the gate and up projections, the activation, the experts' results.
     """
     head = "a token and layer, 16 bits", *MIXTURES
     entries: dict[str, Callable[[int, int, int], int]] = {
-        "keeping everything": lambda d, n, k: 2 * d + 4 * k * d + 8 * k * n,
+        "keeping everything": lambda d, n, k: 2 * d + 4 * k * d + 6 * k * n,
         "SonicMoE (published: 2D + 4kn bytes)": lambda d, n, k: 2 * d + 4 * k * n,
         "`fast`, `none`: the input and the pre-activations": lambda d, n, k: 2 * d + 4 * k * n,
         "`full`, `lean`: the input, checkpointing's as well": lambda d, n, k: 2 * d,
