@@ -29,6 +29,8 @@ COMMANDS = {
                         "30 minutes", "frontier-DEVICE/"),
     "model": Command("bench.commands.model", "time and memory of a Hugging Face model's step",
                      "10 minutes", "model-DEVICE.json"),
+    "mixtures": Command("bench.commands.mixtures", "time and memory of a layer with experts",
+                        "10 minutes", "mixtures-DEVICE.json"),
     "plan": Command("bench.commands.plan", "plans and their peers at equal peaks",
                     "5 minutes", "plan-DEVICE.json"),
     "architectures": Command("bench.commands.architectures",

@@ -60,7 +60,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 def main(arguments: Sequence[str]) -> int:
     """Measure every shape that the file has not, write the files and print the tables."""
     args = parse(arguments)
-    results, rows = measured(args, DATA, lambda row: title(row["case"]))
+    results, rows = measured(args, DATA, WAYS, lambda row: title(row["case"]))
     drawn = panels(results.data)
     print("", *map(panel_table, drawn), RULES, brief(drawn), sep="\n\n")
     try:

@@ -93,10 +93,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def measured(
-    args: argparse.Namespace, file: str, *shown: Callable[[Row], str]
+    args: argparse.Namespace, file: str, ways: Registry[Any], *shown: Callable[[Row], str]
 ) -> tuple[ResultsFile, list[Row | None]]:
-    """Run the cases; a row's title and table are `shown`."""
-    one = lambda case, rig: measure(case.subject(rig.device), WAYS, args.ways, rig)  # noqa: E731
+    """Run the cases in ways of a registry; a row's title and table are `shown`."""
+    one = lambda case, rig: measure(case.subject(rig.device), ways, args.ways, rig)  # noqa: E731
     return run(args, file, one, *shown, torch_remat=version("torch-remat"))
 
 
@@ -111,6 +111,6 @@ def wrong_of_ours(row: Row | None, ways: Registry[Any], *groups: str) -> list[st
 def main(arguments: Sequence[str]) -> int:
     """Measure the grid, print a table per case."""
     args = parse(arguments)
-    results, rows = measured(args, f"layers-{args.device}.json", title, case_table)
+    results, rows = measured(args, f"layers-{args.device}.json", WAYS, title, case_table)
     print(f"\n{results.path}")
     return int(any(wrong_of_ours(row, WAYS, "ours") for row in rows))

@@ -305,9 +305,13 @@ class Subject(case.Subject):
         return exact  # type: ignore[no-any-return]
 
     def shared(self) -> Any:
-        """Return a copy of the modules on the same parameters and buffers, for one way."""
-        same = {id(t): t for t in (*self.module.parameters(), *self.module.buffers())}
-        return copy.deepcopy(self.module, same)
+        return shared(self.module)
+
+
+def shared(module: nn.Module) -> Any:
+    """Return a copy of the modules on the same parameters and buffers, for one way."""
+    same: Any = {id(t): t for t in (*module.parameters(), *module.buffers())}
+    return copy.deepcopy(module, same)
 
 
 def fixed_bytes(model: nn.Module) -> int:

@@ -10,6 +10,7 @@ widths in multiples of 16; float64, adapters, quantized matrices and other GPUs 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from fused_remat.moe_spec import ExpertsSpec
 from fused_remat.steps import experts_grouped as grouped
-from fused_remat.steps.experts_loop import ATEN, bwd, down_fwd, fwd, up_fwd
+from fused_remat.steps.experts_loop import ATEN, bwd, bwd_stages, down_fwd, fwd, up_fwd
 from fused_remat.steps.operations import operation
 from fused_remat.steps.stacks import Order, Stack, StackGrads
 
@@ -126,3 +127,29 @@ def experts_bwd(
     if grouped.supports(key(spec, dy, order, up, down), up, down, up_grads, down_grads):
         return grouped.bwd(*args)
     return bwd(ATEN, *args)
+
+
+@operation(
+    key=lambda spec, dy, x, pre, weights, order, up, down, *_: key(spec, dy, order, up, down),
+    description=describe,
+)
+def experts_bwd_stages(
+    spec: ExpertsSpec,
+    dy: Tensor,
+    x: Tensor | None,
+    pre: Tensor | None,
+    weights: Tensor,
+    order: Order,
+    up: Stack,
+    down: Stack,
+    needs_x: bool,
+    needs_weights: bool,
+    up_grads: Callable[[], StackGrads],
+    down_grads: StackGrads,
+) -> Iterator[tuple[Tensor | None, Tensor | None]]:
+    """Yield what `experts_bwd` returns, after a pair of None when down's gradients are complete.
+
+    Then `up_grads` is called. The gradients of the pre-activations of all pairs exist at once.
+    """
+    args = spec, dy, x, pre, weights, order, up, down, needs_x, needs_weights, up_grads, down_grads
+    return bwd_stages(ATEN, *args)

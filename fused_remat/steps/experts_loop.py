@@ -7,7 +7,7 @@ expert. The numbers of tokens are read on the host, once for an operation.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -205,57 +205,113 @@ def _clamped_vjp(
     return value * u, vjp
 
 
-def bwd(
-    products: Products,
-    spec: ExpertsSpec,
-    dy: Tensor,
-    x: Tensor | None,
-    pre: Tensor | None,
-    weights: Tensor,
-    order: Order,
-    up: Stack,
-    down: Stack,
-    needs_x: bool,
-    needs_weights: bool,
-    up_grads: StackGrads,
-    down_grads: StackGrads,
-) -> tuple[Tensor | None, Tensor | None]:
-    """Compute `experts_bwd` by `products`."""
-    like = dy if x is None else x
-    dx = zeros(like, *like.shape) if needs_x else None
-    sums = zeros(weights, len(order.pairs), 1) if needs_weights else None  # in order
-    needs_input = needs_x or (needs_weights and spec.weighs_input)
-    needs_up = needs_input or up_grads.needed
-    for rows in _experts(spec, order, weights, up_grads, down_grads):
-        xe = None if x is None else x[rows.tokens]
-        scaled = (xe * rows.weights).to(xe.dtype) if spec.weighs_input and xe is not None else xe
-        if pre is None:
+class _Backward:
+    """Backward of both products, an expert at a time."""
+
+    def __init__(
+        self,
+        products: Products,
+        spec: ExpertsSpec,
+        dy: Tensor,
+        x: Tensor | None,
+        pre: Tensor | None,
+        weights: Tensor,
+        order: Order,
+        up: Stack,
+        down: Stack,
+        needs_x: bool,
+        needs_weights: bool,
+        up_grads: StackGrads,
+        down_grads: StackGrads,
+    ) -> None:
+        self.products, self.spec, self.dy, self.x, self.pre = products, spec, dy, x, pre
+        self.weights, self.order, self.up, self.down = weights, order, up, down
+        self.up_grads, self.down_grads = up_grads, down_grads
+        self.like = dy if x is None else x
+        self.dx = zeros(self.like, *self.like.shape) if needs_x else None
+        # of the weights' gradients, in order
+        self.sums = zeros(weights, len(order.pairs), 1) if needs_weights else None
+        self.needs_input = needs_x or (needs_weights and spec.weighs_input)
+        self.needs_up = self.needs_input or up_grads.needed
+        self.needs_act = self.needs_up or needs_weights
+
+    def experts(self, *grads: StackGrads) -> Iterator[_Rows]:
+        return _experts(self.spec, self.order, self.weights, *grads)
+
+    def input(self, rows: _Rows) -> tuple[Tensor | None, Tensor | None]:
+        """Return the rows of x, and what the first product reads."""
+        xe = None if self.x is None else self.x[rows.tokens]
+        if xe is None or not self.spec.weighs_input:
+            return xe, xe
+        return xe, (xe * rows.weights).to(xe.dtype)
+
+    def second(self, rows: _Rows, scaled: Tensor | None) -> Tensor | None:
+        """Add the gradients of the second product; return that of the pre-activations."""
+        if self.pre is None:
             assert scaled is not None
-            pre_e = _product(products, scaled, up, rows.expert)
+            pre = _product(self.products, scaled, self.up, rows.expert)
         else:
-            pre_e = pre[rows.span]
-        act, vjp = activation_vjp(spec, pre_e)
-        dact, dwe = _down_bwd(
-            products, spec, dy[rows.tokens], act, rows, down, down_grads, needs_up or needs_weights
-        )
-        del act, pre_e
-        if needs_up:
-            assert dact is not None
-            d = vjp(dact)
-            del dact, vjp
-            dxe = _stack_bwd(products, d, scaled, up, up_grads, rows.expert, needs_input)
-            if spec.weighs_input and dxe is not None:
+            pre = self.pre[rows.span]
+        act, vjp = activation_vjp(self.spec, pre)
+        given = self.products, self.spec, self.dy[rows.tokens], act, rows
+        dact, dweights = _down_bwd(*given, self.down, self.down_grads, self.needs_act)
+        del act, pre, given
+        if self.sums is not None and dweights is not None:
+            self.sums[rows.span] = dweights
+        if not self.needs_up:
+            return None
+        assert dact is not None
+        return vjp(dact)
+
+    def first(self, rows: _Rows, d: Tensor, xe: Tensor | None, scaled: Tensor | None) -> None:
+        """Add the gradients of the first product, from that of its result."""
+        given = self.products, d, scaled, self.up, self.up_grads, rows.expert
+        dxe = _stack_bwd(*given, self.needs_input)
+        if dxe is None:
+            return
+        if self.spec.weighs_input:
+            if self.sums is not None:
                 assert xe is not None
-                dwe = dot(dxe, xe)
-                dxe.mul_(rows.weights)
-            if dx is not None:
-                assert dxe is not None
-                dx.index_add_(0, rows.tokens, dxe.to(dx.dtype))
-            del d, dxe
-        if sums is not None:
-            assert dwe is not None
-            sums[rows.span] = dwe
-    return None if dx is None else dx.to(like.dtype), unsorted(sums, weights, order)
+                self.sums[rows.span] = dot(dxe, xe)
+            dxe.mul_(rows.weights)
+        if self.dx is not None:
+            self.dx.index_add_(0, rows.tokens, dxe.to(self.dx.dtype))
+
+    def result(self) -> tuple[Tensor | None, Tensor | None]:
+        dx = None if self.dx is None else self.dx.to(self.like.dtype)
+        return dx, unsorted(self.sums, self.weights, self.order)
+
+
+def bwd(*args: Any) -> tuple[Tensor | None, Tensor | None]:
+    """Compute `experts_bwd` by `products`, the first argument."""
+    both = _Backward(*args)
+    for rows in both.experts(both.up_grads, both.down_grads):
+        xe, scaled = both.input(rows)
+        d = both.second(rows, scaled)
+        if d is not None:
+            both.first(rows, d, xe, scaled)
+        del d, xe, scaled
+    return both.result()
+
+
+def bwd_stages(products: Products, *args: Any) -> Iterator[tuple[Tensor | None, Tensor | None]]:
+    """Compute `experts_bwd_stages` by `products`."""
+    up_grads, given = args[-2], (*args[:-2], StackGrads(), args[-1])
+    both = _Backward(products, *given)
+    del args, given  # the gradients that the caller takes are not held here
+    both.needs_up = both.needs_act = True
+    ds = both.dy.new_empty((len(both.order.pairs), both.up.out_features))
+    for rows in both.experts(both.down_grads):
+        d = both.second(rows, both.input(rows)[1])
+        assert d is not None
+        ds[rows.span] = d
+        del d
+    both.down_grads = StackGrads()
+    yield None, None
+    both.up_grads = up_grads()
+    for rows in both.experts(both.up_grads):
+        both.first(rows, ds[rows.span], *both.input(rows))
+    yield both.result()
 
 
 def unsorted(sums: Tensor | None, weights: Tensor, order: Order) -> Tensor | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from fused_remat.moe_spec import ExpertsSpec
 from fused_remat.spec import PackedSpec
 from fused_remat.steps.experts import (
     experts_bwd,
+    experts_bwd_stages,
     experts_down_fwd,
     experts_fwd,
     experts_order,
@@ -214,7 +215,8 @@ class ExpertsDown(_Experts):
         chunk.put(self.name, y.to(chunk.dtype_of(self.name)) if out is None else out.copy_(y))
 
     def backward(self, chunk: Chunk, dy: Tensor, owned: bool, needs_grad: Collection[str]) -> None:
-        experts_backward(chunk, None, self, dy, needs_grad, chunk[self.pre])
+        for _ in experts_backward(chunk, None, self, dy, needs_grad, chunk[self.pre]):
+            pass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,9 +273,25 @@ class ExpertsBackward(_Joined):
         again = self.up.flops(widths, shapes, seq_len) // 2 if self.rebuilds else 0
         return super().flops(widths, shapes, seq_len) + again
 
+    def in_order(self, names: Collection[str]) -> Sequence[Collection[str]]:
+        first, last = ([n for n in o.stack.params if n in names] for o in (self.down, self.up))
+        return [first] if first and last else ()
+
     def backward(self, chunk: Chunk, dy: Tensor, owned: bool, needs_grad: Collection[str]) -> None:
+        for _ in self.backward_in_parts(chunk, dy, owned, needs_grad, ()):
+            pass
+
+    def backward_in_parts(
+        self,
+        chunk: Chunk,
+        dy: Tensor,
+        owned: bool,
+        needs_grad: Collection[str],
+        parts: Sequence[Collection[str]],
+    ) -> Iterator[None]:
+        """Run `backward`, but yield when the gradients of each of the `parts` are complete."""
         pre = None if self.rebuilds else chunk[self.up.name]
-        experts_backward(chunk, self.up, self.down, dy, needs_grad, pre)
+        yield from experts_backward(chunk, self.up, self.down, dy, needs_grad, pre, parts)
 
 
 def experts_backward(
@@ -283,28 +301,41 @@ def experts_backward(
     dy: Tensor,
     needs_grad: Collection[str],
     pre: Tensor | None,
-) -> None:
-    """Add the gradients of both steps; of the second alone where `up` is None."""
+    parts: Sequence[Collection[str]] = (),
+) -> Iterator[None]:
+    """Add the gradients of both steps; of the second alone where `up` is None.
+
+    Yields when the gradients of each of the `parts` are complete.
+    """
     spec, weights = down.spec, chunk[down.weights]
     order = chunk.ops[experts_order](chunk[down.chosen], spec.experts)
     dy = dy.to(down.compute or dy.dtype)
-    x, up_stack, up_grads = None, Stack(dy), StackGrads()
+    x, up_stack = None, Stack(dy)
+    up_grads: Callable[[], StackGrads] = StackGrads
     if up is not None:
         needs = up.needs(needs_grad)
         x = up.operand(chunk, up.x) if pre is None or up.x in needs else None
         up_stack = up.stack.tensors(chunk, spec)
-        up_grads = up.stack.grads(chunk, spec, needs_grad, dy.dtype)
-    down_stack = down.stack.tensors(chunk, spec)
-    dx, dweights = chunk.ops[experts_bwd](
+        up_grads = functools.partial(up.stack.grads, chunk, spec, needs_grad, dy.dtype)
+    given = (
         spec, dy, x, None if pre is None else pre.view(len(order.pairs), -1), weights, order,
-        up_stack, down_stack, up is not None and up.x in needs_grad, down.weights in needs_grad,
-        up_grads, down.stack.grads(chunk, spec, needs_grad, dy.dtype),
+        up_stack, down.stack.tensors(chunk, spec), up is not None and up.x in needs_grad,
+        down.weights in needs_grad,
     )  # fmt: skip
+    down_grads = functools.partial(down.stack.grads, chunk, spec, needs_grad, dy.dtype)
+    if parts and dy.is_cpu and chunk.ops.name == "eager":
+        results = chunk.ops[experts_bwd_stages](*given, up_grads, down_grads())
+        next(results)
+        yield
+        parts, (dx, dweights) = (), next(results)
+    else:
+        dx, dweights = chunk.ops[experts_bwd](*given, up_grads(), down_grads())
     if dx is not None:
         assert up is not None
         chunk.add_grad(up.x, dx.to(chunk.dtype_of(up.x)), owned=True)
     if dweights is not None:
         chunk.add_grad(down.weights, dweights, owned=True)
+    yield from [None] * len(parts)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -150,7 +150,7 @@ class Node:
         return 0
 
     def in_order(self, names: Collection[str]) -> Sequence[Collection[str]]:
-        """Return params whose gradients `Replay.backward_in_parts` completes early, in order."""
+        """Return params whose gradients `backward_in_parts` completes early, in order."""
         return ()
 
     def forward(self, chunk: Chunk, out: Tensor | None = None) -> None:
