@@ -1,4 +1,4 @@
-"""Experts by oneDNN's products, on CPUs where the table of `cpu_choice` says so.
+"""Experts by oneDNN's products, on CPUs where the table of `cpu_choice` has them.
 
 The choice depends on the rows that an expert has on average: those that a batch sends it would make
 it differ from step to step.
