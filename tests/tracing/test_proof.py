@@ -27,10 +27,12 @@ from fused_remat.graph.graph import Graph
 from fused_remat.steps.activation import MLPActivation
 from fused_remat.steps.attention import Attention
 from fused_remat.steps.linear import Linear
+from fused_remat.steps.mixture import ExpertsDown
 from fused_remat.steps.node import Node
 from fused_remat.steps.norm import Norm
 from fused_remat.steps.replay import Replay
 from fused_remat.steps.rotary import Rotary
+from fused_remat.steps.routing import Routing
 from fused_remat.tracing.call import Trace
 from fused_remat.tracing.isolation import Trial
 from fused_remat.tracing.samples import Arguments
@@ -104,6 +106,8 @@ class Layer(NamedTuple):
             return last - first
         if isinstance(node, Attention):
             return node.spec.num_heads * node.spec.head_dim
+        if isinstance(node, ExpertsDown):
+            return node.features({n: self.shape(n) for n in node.params})[0]
         return self.width(node.up if isinstance(node, MLPActivation) else node.x)
 
 
@@ -222,6 +226,14 @@ CHANGES |= {
     "a replay x (1 + 1e-4)": lambda layer: (
         wrapped(layer, n, lambda run: lambda *given: run(*given) * (1.0 + 1e-4))
         for n in layer.of(Replay)
+        if not isinstance(n, Routing)  # which returns experts, too
+    ),
+    "experts": with_fields(
+        ExpertsDown,
+        lambda n: [
+            {"spec": replace(n.spec, **change)}
+            for change in ({"interleaved": True}, {"activation": "relu"})
+        ],
     ),
 }
 
@@ -385,7 +397,7 @@ def _detached(layer):
         for i in range(len(node.xs)):
 
             def lost(run, i=i):
-                return lambda at, xs, ts: run(at, [*xs[:i], xs[i].detach(), *xs[i + 1 :]], ts)
+                return lambda at, xs, *rest: run(at, [*xs[:i], xs[i].detach(), *xs[i + 1 :]], *rest)
 
             yield wrapped(layer, node, lost, f"{node.name} {node.xs[i]}")
 
