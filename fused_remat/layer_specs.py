@@ -9,6 +9,7 @@ from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 
+from fused_remat.moe_spec import MoESpec
 from fused_remat.spec import (
     AttentionSpec,
     BlockSpec,
@@ -134,6 +135,7 @@ def transformer_spec(
     offset: float = 0.0,
     placement: str = "pre",
     gated: bool = False,
+    moe: MoESpec | None = None,
     dropout: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0),
     rotary: bool = False,
     interleaved: bool = False,
@@ -147,6 +149,7 @@ def transformer_spec(
     Args:
         norm, eps, offset, placement: of the norms of both branches.
         activation, gated: of the MLP.
+        moe: a mixture of experts instead of the MLP, or None.
         dropout: probabilities of attention, of what attention adds, of the MLP, of what it adds.
         rotary, interleaved: whether query and key heads are rotated, and `RotarySpec.interleaved`.
         qk_norm_eps: of an RMSNorm of query and key heads before the rotation; None for no norm.
@@ -162,10 +165,11 @@ def transformer_spec(
         head_norm=head_norm,
         **attention,
     )
-    mlp = MLPSpec(activation=activation, gated=gated, dropout=p_mlp)
+    mlp = moe or MLPSpec(activation=activation, gated=gated, dropout=p_mlp)
     spec = NormSpec(kind=norm, eps=eps, offset=offset)
+    kind = f"{op.heads_kind}{'moe_' if moe else ''}transformer_{placement}"
     return BlockSpec(
-        kind=f"{op.heads_kind}transformer_{placement}{'' if placement == 'sandwich' else 'norm'}",
+        kind=f"{kind}{'' if placement == 'sandwich' else 'norm'}",
         branches=(
             BranchSpec(op=op, norm=spec, placement=placement, dropout=p_first),
             BranchSpec(op=mlp, norm=spec, placement=placement, dropout=p_second),

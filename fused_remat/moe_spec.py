@@ -8,8 +8,7 @@ MoESpec: operation of a `spec.BranchSpec`
 
 from __future__ import annotations
 
-import functools
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Literal
 
 from fused_remat.spec import USER_FUNCTION, MLPSpec, linear_params
@@ -144,12 +143,20 @@ class MoESpec:
             )
         _ = self.experts  # which checks the fields
 
-    @functools.cached_property
+    @property
     def experts(self) -> ExpertsSpec:
         """The experts without the router."""
-        own = {f.name for f in fields(self)}
-        named = {f.name: getattr(self, f.name) for f in fields(ExpertsSpec) if f.name in own}
-        return ExpertsSpec(experts=self.router.experts, top_k=self.router.top_k, **named)
+        return ExpertsSpec(
+            experts=self.router.experts,
+            top_k=self.router.top_k,
+            activation=self.activation,
+            gated=self.gated,
+            interleaved=self.interleaved,
+            transposed=self.transposed,
+            weighs_input=self.weighs_input,
+            limit=self.limit,
+            alpha=self.alpha,
+        )
 
     @property
     def dropout(self) -> float:

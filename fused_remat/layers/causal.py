@@ -14,8 +14,10 @@ from fused_remat.graph.build import block_graph
 from fused_remat.graph.graph import Graph
 from fused_remat.layer_specs import attention_fields, transformer_spec
 from fused_remat.layers.eligibility import Reason
+from fused_remat.layers.experts import StackedExperts, add_experts, mixture, moe_of
 from fused_remat.layers.fused_layer import FusedLayer
 from fused_remat.layers.read import BlockInputs, LayerMap, Parts, read_block
+from fused_remat.moe_spec import RouterSpec
 from fused_remat.ops.activation import ActivationLike, known_activation
 from fused_remat.ops.checks import check_heads, check_norm_kind, check_p, masks_given, read_masks
 from fused_remat.ops.parts import rotary_tensors, split_rope
@@ -26,7 +28,7 @@ from fused_remat.steps.norm import NORMS
 
 
 class CausalLayer(nn.Module):
-    """Attention and an MLP with norms and residuals.
+    """Attention and an MLP, or a mixture of experts, with norms and residuals.
 
     The constructor is that of `FusedRematCausalLayer`, whose docstring describes it; policy,
     backend and accumulate_into have no effect here.
@@ -35,6 +37,9 @@ class CausalLayer(nn.Module):
     >>> layer(torch.randn(2, 5, 16)).shape
     torch.Size([2, 5, 16])
     """
+
+    #: Choice of experts; a class attribute, for layers that were pickled before there were any.
+    routing: RouterSpec | None = None
 
     def __init__(
         self,
@@ -58,6 +63,9 @@ class CausalLayer(nn.Module):
         is_causal: bool = True,
         rope_interleaved: bool = False,
         placement: str = "pre",
+        experts: RouterSpec | None = None,
+        shared_feedforward: int = 0,
+        shared_gate: bool = False,
         policy: str | Policy = "full",
         backend: str = "auto",
         accumulate_into: str | None = None,
@@ -91,9 +99,16 @@ class CausalLayer(nn.Module):
         self.k = nn.Linear(d_model, keys, qkv_bias, **factory)
         self.v = nn.Linear(d_model, keys, qkv_bias, **factory)
         self.proj = nn.Linear(queries, d_model, bias, **factory)
-        self.gate = nn.Linear(d_model, dim_feedforward, bias, **factory) if gated else None
-        self.up = nn.Linear(d_model, dim_feedforward, bias, **factory)
-        self.down = nn.Linear(dim_feedforward, d_model, bias, **factory)
+        if experts is not None:
+            self.routing, self.gate = experts, None
+            sizes = dim_feedforward, shared_feedforward, bool(shared_gate)
+            add_experts(self, experts, *sizes, gated, bias, factory)
+        elif shared_feedforward or shared_gate:
+            raise ValueError("shared_feedforward and shared_gate need experts, got experts=None")
+        else:
+            self.gate = nn.Linear(d_model, dim_feedforward, bias, **factory) if gated else None
+            self.up = nn.Linear(d_model, dim_feedforward, bias, **factory)
+            self.down = nn.Linear(dim_feedforward, d_model, bias, **factory)
         affine = factory if norm == "rms_norm" else {**factory, "bias": bias}
         for name in ("norm1", "norm2", *(("post1", "post2") if placement == "sandwich" else ())):
             setattr(self, name, NORMS[norm].module(d_model, norm_eps, **affine))
@@ -105,7 +120,10 @@ class CausalLayer(nn.Module):
     def _map(self) -> LayerMap:
         layer: Any = self
         head_norms = layer.q_norm is not None
-        return _MAPS[self.gate is not None, self.placement == "sandwich", head_norms]
+        mlp: tuple[str, ...] = ("gate", "up", "down") if self.gate is not None else ("up", "down")
+        if self.routing is not None:
+            mlp = tuple([name for name in _MIXTURE if name in self._modules])
+        return _MAPS[mlp, self.placement == "sandwich", head_norms]
 
     def _set_options(self, policy: str | Policy, backend: str, accumulate_into: str | None) -> None:
         """Do nothing; `FusedLayer` has these options."""
@@ -126,7 +144,8 @@ class CausalLayer(nn.Module):
         y = _attended(layer, x if post else layer.norm1(x), rope, masks)
         y = F.dropout(layer.post1(y) if sandwich else y, layer.dropout, layer.training)
         mid = layer.norm1(x + y) if post else x + y
-        y = _mlp(layer, mid if post else layer.norm2(mid))
+        read = mid if post else layer.norm2(mid)
+        y = _mlp(layer, read) if layer.routing is None else mixture(layer, read)[0]
         y = F.dropout(layer.post2(y) if sandwich else y, layer.dropout, layer.training)
         out: Tensor = layer.norm2(mid + y) if post else mid + y
         return out
@@ -152,7 +171,11 @@ class FusedRematCausalLayer(FusedLayer, CausalLayer):
         norm, norm_eps: "rms_norm" or "layer_norm"; qk_norm: an RMSNorm of each query and key head
             (Qwen3). placement: "pre"; "post": after the sums; "sandwich": before and after each
             half (Gemma-2).
-        gated: act(gate) * up, else act(up). bias: of linear layers (and LayerNorms); qkv_bias: of
+        gated: act(gate) * up, else act(up). experts: a mixture of experts instead of the MLP, with
+            dim_feedforward hidden units each, which this `RouterSpec` chooses from;
+            shared_feedforward: hidden units of a shared expert, 0 for none; shared_gate: its result
+            is multiplied by sigmoid(shared_router(x)) (Qwen2-MoE). Experts have no dropout inside.
+        bias: of linear layers (and LayerNorms); qkv_bias: of
             q, k and v, None for `bias` (True in Qwen2).
         window: number of keys before its own position that a query attends to (and after it, if
             not causal); None for all. softcap: of the scores, 0 for none. attention_dropout: of
@@ -207,7 +230,7 @@ class FusedRematCausalLayer(FusedLayer, CausalLayer):
         spec = transformer_spec(
             "rms_norm", 1e-6, "relu", placement=self.placement, gated=self.gate is not None,
             num_heads=1, num_kv_heads=1, head_dim=1, scale=1.0, projection="split", rotary=True,
-            qk_norm_eps=None if self.q_norm is None else 1e-6,
+            qk_norm_eps=None if self.q_norm is None else 1e-6, moe=moe_of(self),
         )  # fmt: skip
         return block_graph(spec)
 
@@ -256,6 +279,7 @@ def _describe(parts: Parts, arguments: Mapping[str, Tensor | None]) -> BlockInpu
         layer.activation,
         placement=layer.placement,
         gated=layer.gate is not None,
+        moe=moe_of(layer),
         dropout=(p_attention if layer.training else 0.0, p, p, p),
         loras=parts.loras,
         packed=parts.packed,
@@ -266,25 +290,41 @@ def _describe(parts: Parts, arguments: Mapping[str, Tensor | None]) -> BlockInpu
         qk_norm_eps=parts.one_eps(of_heads=True),
         masks=masks_given(arguments),
     )
+    if layer.routing is not None:
+        parts.weights |= layer.experts.tensors()
+        parts.weights["router.correction"] = layer._buffers.get("router_correction")
     tensors = {**parts.weights, **arguments}
     tensors["input"] = tensors.pop("x")
     return BlockInputs(block_graph(spec), tensors, spec)
 
 
-def _layer_map(gated: bool, sandwich: bool, normed_heads: bool) -> LayerMap:
+#: Linear layers of mixtures of experts, in order.
+_MIXTURE = ("router", "shared_router", "shared_gate", "shared_up", "shared_down")
+#: By the linear layers of the MLP: with and without a gate, or a mixture.
+_MLPS = (
+    ("up", "down"), ("gate", "up", "down"), ("router",), ("router", *_MIXTURE[3:]),
+    ("router", *_MIXTURE[2:]), (*_MIXTURE[:2], *_MIXTURE[3:]), _MIXTURE,
+)  # fmt: skip
+
+
+def _layer_map(mlp: tuple[str, ...], sandwich: bool, normed_heads: bool) -> LayerMap:
     norms = ("norm1", "post1", "norm2", "post2") if sandwich else ("norm1", "norm2")
-    linears = ("q", "k", "v", "proj", "gate") if gated else ("q", "k", "v", "proj")
+    linears = {name: name for name in ("q", "k", "v", "proj")}
+    linears |= {name.replace("up", "fc1").replace("down", "fc2"): name for name in mlp}
+    mixes = "router" in mlp
     return LayerMap(
         describe=_describe,
         input="x",
-        linears={**{name: name for name in linears}, "fc1": "up", "fc2": "down"},
+        package=StackedExperts.__module__,
+        containers={"experts": StackedExperts.__qualname__} if mixes else {},
+        linears=linears,
         norms={name: name for name in norms},
         head_norms={name: name for name in ("q_norm", "k_norm") if normed_heads},
     )
 
 
-#: By whether the MLP is gated, norms are before and after, and heads are normed.
-_MAPS = {key: _layer_map(*key) for key in itertools.product((False, True), repeat=3)}
+#: By the MLP, whether norms are before and after, and whether heads are normed.
+_MAPS = {key: _layer_map(*key) for key in itertools.product(_MLPS, (False, True), (False, True))}
 
 
 def check_window(window: int | None) -> None:

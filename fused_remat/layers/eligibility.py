@@ -22,8 +22,9 @@ from torch.utils._device import DeviceContext
 
 from fused_remat.execution.executor import autocast_on
 from fused_remat.layer_specs import cached
+from fused_remat.moe_spec import MoESpec
 from fused_remat.ops.checks import CASTABLE
-from fused_remat.spec import BlockSpec
+from fused_remat.spec import BlockSpec, PackedSpec
 from fused_remat.steps.collective import in_context_parallel, is_dtensor
 from fused_remat.steps.linear import LOW
 
@@ -254,7 +255,7 @@ def check_weights(
     name, path_of = layer_map.input, layer_map.path_of
     dtype, device, on_cpu = x.dtype, x.device, x.is_cpu
     floating = unpacked(weights, spec) if spec.packed else weights
-    packed, fc1 = dict(spec.packed), weights["fc1.weight"]
+    packed = dict(spec.packed)
     for key, p in floating.items():
         if p is None:
             continue
@@ -264,16 +265,15 @@ def check_weights(
         fits = p.dtype is dtype or low is not None
         if packed and key.endswith(".bias"):  # may have the dtype of the product
             fits = fits or key[:-5] in packed
-        # Adapters may be float32 on weights of 16 bits.
-        if elsewhere or not (fits or (key.startswith("lora.") and p.dtype is torch.float32)):
+        # Adapters may be float32 on weights of 16 bits, and so may the bias of choices.
+        wide = key.startswith(("lora.", "router.correction")) and p.dtype is torch.float32
+        if elsewhere or not (fits or wide):
             raise Unsupported(
                 f"{name} is {x.dtype} on {x.device} but {path_of(key)} is {p.dtype} on {p.device}"
             )
     if low is not None:
         check_autocast(x, name, floating, low, path_of)
-    assert fc1 is not None  # a linear layer without a weight is not read
-    hidden = packed["fc1"].shape[0] if "fc1" in packed else fc1.shape[0]
-    expected = _shapes(spec, x.shape[-1], hidden)
+    expected = _shapes(spec, x.shape[-1], *_hidden(weights, packed))
     for key, p in floating.items():
         if p is not None and key in expected and p.shape != expected[key]:
             raise Unsupported(
@@ -302,13 +302,33 @@ def unpacked(weights: Mapping[str, Tensor | None], spec: BlockSpec) -> Mapping[s
     return {name: t for name, t in weights.items() if name not in names}
 
 
+def _hidden(
+    weights: Mapping[str, Tensor | None], packed: Mapping[str, PackedSpec]
+) -> tuple[int, int]:
+    """Return the hidden units of the MLP or the shared expert, and of each of other experts."""
+    sizes = [0, 0]
+    for name in ("fc1", "shared_fc1"):
+        weight = weights.get(f"{name}.weight")
+        if weight is not None:
+            sizes[0] = packed[name].shape[0] if name in packed else weight.shape[0]
+    down = weights.get("experts_down.weight")
+    if down is not None:
+        sizes[1] = down.shape[-1]
+    return sizes[0], sizes[1]
+
+
 @cached
-def _shapes(spec: BlockSpec, width: int, hidden: int) -> dict[str, tuple[int, ...]]:
+def _shapes(
+    spec: BlockSpec, width: int, hidden: int, experts_hidden: int
+) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
     for name, (rows, columns) in spec.linear_shapes(width, hidden).items():
         shapes |= {f"{name}.weight": (rows, columns), f"{name}.bias": (rows,)}
     for name in spec.norms:
         shapes |= {f"{name}.weight": (width,), f"{name}.bias": (width,)}
+    for branch in spec.branches:
+        if isinstance(branch.op, MoESpec):
+            shapes |= branch.op.stack_shapes(width, experts_hidden)
     return shapes | {f"{name}_norm.weight": (spec.attention.head_dim,) for name in "qk"}
 
 

@@ -1,90 +1,141 @@
-"""PEFT's LoRA on stacked parameters (`target_parameters`), read as low-rank updates.
-
-PEFT wraps the module that has the parameter, once for each, and adds a parametrization to it for
-the time of a call. A replica, whose tensors may be replaced, computes the same without changing it.
-"""
+"""The mixture of experts of a `CausalLayer`: its modules, its block, and the same unfused."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import math
+from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fused_remat.layers.eligibility import Unsupported, check_foreign_module, parameters_of
-from fused_remat.layers.modules import updates_of
-
-_WRAPPER = ("peft.tuners.lora.layer", "ParamWrapper")
-
-
-class StackUpdate(NamedTuple):
-    """An active adapter of a stacked parameter; A and B are named relative to the wrapper."""
-
-    parameter: str
-    a: str
-    b: str
-    scale: float
+from fused_remat.moe_spec import MoESpec, RouterSpec
+from fused_remat.spec import MLPSpec
+from fused_remat.steps.activation import ACTIVATIONS
+from fused_remat.steps.routing import route
 
 
-def is_wrapper(module: Any) -> bool:
-    """Return whether a module is PEFT's around one with an adapted parameter."""
-    return (type(module).__module__, type(module).__qualname__) == _WRAPPER
+class StackedExperts(nn.Module):
+    """The weights of experts, stacked as transformers stacks them.
 
-
-def unwrapped(module: Any) -> tuple[Any, str, list[StackUpdate]]:
-    """Return the module in PEFT's wrappers, the prefix of its path, and the active adapters.
-
-    Raises: Unsupported for adapters that no block computes.
+    gate_up_proj (E, 2·F, D), or up_proj (E, F, D) without a gate; down_proj (E, D, F); with `bias`
+    also gate_up_proj_bias (E, 2·F), or up_proj_bias (E, F), and down_proj_bias (E, D).
     """
-    base, prefix, updates = module, "", list[StackUpdate]()
-    while is_wrapper(base):
-        if type(base) not in _FUNCTIONS.values():
-            check_foreign_module(base, prefix or "it", *_WRAPPER)
-        name, parameter = base.parameter_name, base.get_param()
-        names = {id(p): n for n, p in parameters_of(base).items()}
-        for a, b, scale, _, _ in updates_of(base, name, parameter.dtype):
-            if parameter.dim() != 3:
-                raise Unsupported(f"{name} has an adapter, and is no stack of matrices")
-            own_a, own_b = (f"{prefix}{names[id(t)]}" for t in (a, b))
-            updates.append(StackUpdate(name, own_a, own_b, scale))
-        base, prefix = base._modules["base_layer"], f"{prefix}base_layer."
-    return base, prefix, updates
+
+    def __init__(
+        self, experts: int, width: int, hidden: int, activation: str, gated: bool, bias: bool,
+        **factory: Any,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.activation, self.gated = activation, gated
+        rows = 2 * hidden if gated else hidden
+        for name, out, columns in ((self._up, rows, width), ("down_proj", width, hidden)):
+            weight = nn.Parameter(torch.empty(experts, out, columns, **factory))
+            self.register_parameter(name, weight)
+            offset = nn.Parameter(torch.empty(experts, out, **factory)) if bias else None
+            self.register_parameter(f"{name}_bias", offset)
+        self.reset_parameters()
+
+    @property
+    def _up(self) -> str:
+        return "gate_up_proj" if self.gated else "up_proj"
+
+    def reset_parameters(self) -> None:
+        """Initialize each expert as two `nn.Linear`s."""
+        for name in (self._up, "down_proj"):
+            weight: Any = getattr(self, name)
+            for param in (weight, getattr(self, f"{name}_bias")):
+                if param is not None:
+                    bound = 1 / math.sqrt(weight.shape[-1])
+                    nn.init.uniform_(param, -bound, bound)
+
+    def tensors(self) -> dict[str, Tensor | None]:
+        """Return the parameters by the block's names."""
+        return {
+            f"experts_{part}.{kind}": getattr(self, name + ("_bias" if kind == "bias" else ""))
+            for part, name in (("up", self._up), ("down", "down_proj"))
+            for kind in ("weight", "bias")
+        }
+
+    def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """Return the sum (T, D) of each token's experts; `weights` and `chosen` (T, k)."""
+        act, params = ACTIVATIONS[self.activation].fwd, self.tensors()
+        up, up_bias, down, down_bias = params.values()
+        assert up is not None and down is not None
+        y = x.new_zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32))
+        dtype = x.dtype
+        for e in range(len(up)):
+            token, rank = (chosen == e).nonzero(as_tuple=True)
+            hidden = F.linear(x[token], up[e], None if up_bias is None else up_bias[e])
+            if self.gated:
+                gate, linear = hidden.chunk(2, -1)
+                hidden = act(gate) * linear
+            else:
+                hidden = act(hidden)
+            out = F.linear(hidden, down[e], None if down_bias is None else down_bias[e])
+            dtype = out.dtype  # that of autocast, if it is on
+            y = y.index_add(0, token, (out * weights[token, rank, None]).to(y.dtype))
+        return y.to(dtype)
 
 
-def class_of(module: nn.Module) -> type[nn.Module]:
-    """Return the class of a module without its parametrizations."""
-    kind = type(module)
-    return kind.__bases__[0] if "parametrizations" in module._modules else kind
+def add_experts(
+    layer: nn.Module, router: RouterSpec, hidden: int, shared: int, shared_gate: bool, gated: bool,
+    bias: bool, factory: dict[str, Any],
+) -> None:  # fmt: skip
+    """Give a `CausalLayer` the modules of a mixture of experts."""
+    own: Any = layer
+    if not isinstance(router, RouterSpec):
+        raise TypeError(f"experts must be a RouterSpec or None, got {type(router).__name__}")
+    if router.jitter:
+        raise ValueError(f"experts.jitter must be 0.0 in a layer, got {router.jitter}")
+    if shared < 0 or (shared_gate and not shared):
+        raise ValueError(
+            "shared_feedforward must be positive for shared_gate=True, and never negative, got "
+            f"{shared}"
+        )
+    width, activation = own.d_model, own.activation
+    own.router = nn.Linear(width, router.experts, bias, **factory)
+    sizes = router.experts, width, hidden
+    own.experts = StackedExperts(*sizes, activation, gated, bias, **factory)
+    names = ("shared_gate", "shared_up") if gated else ("shared_up",)
+    for name in names if shared else ():
+        setattr(own, name, nn.Linear(width, shared, bias, **factory))
+    if shared:
+        own.shared_down = nn.Linear(shared, width, bias, **factory)
+    if shared_gate:
+        own.shared_router = nn.Linear(width, 1, False, **factory)
+    if router.corrected:
+        wide = torch.promote_types(own.router.weight.dtype, torch.float32)
+        zeros = torch.zeros(router.experts, device=factory["device"], dtype=wide)
+        own.register_buffer("router_correction", zeros)
 
 
-_FUNCTIONS: dict[type, type] = {}
+def moe_of(layer: Any) -> MoESpec | None:
+    """Return the mixture of experts of a `CausalLayer`, or None."""
+    if layer.routing is None:
+        return None
+    activation, gated = layer.activation, layer.experts.gated
+    shared = MLPSpec(activation=activation, gated=gated)
+    return MoESpec(
+        router=layer.routing,
+        activation=activation,
+        gated=gated,
+        shared=shared if "shared_up" in layer._modules else None,
+        shared_gate="shared_router" in layer._modules,
+    )
 
 
-def functional(kind: type) -> type:
-    """Return the class for replicas of PEFT's wrapper; `kind` itself for any other class."""
-    if (kind.__module__, kind.__qualname__) != _WRAPPER or kind in _FUNCTIONS.values():
-        return kind
-    if kind not in _FUNCTIONS:
-        attributes = {"forward": _forward, "__module__": _WRAPPER[0], "__qualname__": _WRAPPER[1]}
-        _FUNCTIONS[kind] = type(_WRAPPER[1], (kind,), attributes)
-    return _FUNCTIONS[kind]
-
-
-def _forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Call the module in the wrappers with updated parameters."""
-    base, weights = self, dict[str, Tensor]()
-    while is_wrapper(base):
-        updates_of(base, base.parameter_name, x.dtype)  # which may raise
-        skips = base.disable_adapters or base.merged
-        for name in () if skips else [n for n in base.active_adapters if n in base.lora_A]:
-            known = weights.get(base.parameter_name)
-            weight = base.get_param() if known is None else known
-            weights[base.parameter_name] = weight + base.get_delta_weight(name)
-        base = base._modules["base_layer"]
-    plain: Any = object.__new__(class_of(base))
-    own = {n: p for n, p in base._parameters.items() if n not in weights}
-    vars(plain).update(vars(base), _parameters=own)
-    for name in getattr(base, "parametrizations", ()):
-        weights.setdefault(name, getattr(base, name))
-    vars(plain).update(weights)
-    return plain(x, *args, **kwargs)
-
+def mixture(layer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute the mixture of experts of a `CausalLayer`; return it and the router's logits."""
+    flat = x.flatten(0, 1)
+    logits = layer.router(flat)
+    weights, chosen = route(layer.routing, logits, layer._buffers.get("router_correction"))
+    y = layer.experts(flat, weights, chosen)
+    if "shared_up" in layer._modules:
+        act, up = ACTIVATIONS[layer.activation].fwd, layer.shared_up(flat)
+        act_up = act(layer.shared_gate(flat)) * up if layer.experts.gated else act(up)
+        shared = layer.shared_down(act_up)
+        if "shared_router" in layer._modules:
+            shared = shared * layer.shared_router(flat).sigmoid()
+        y = y + shared
+    return y.view_as(x), logits

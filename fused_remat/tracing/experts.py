@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fused_remat.layers.eligibility import Unsupported, parameters_of
-from fused_remat.layers.experts import unwrapped
+from fused_remat.layers.expert_stacks import unwrapped
 from fused_remat.moe_spec import CLAMPED, ExpertsSpec
 from fused_remat.steps.activation import ACTIVATIONS
 from fused_remat.steps.experts import experts_order

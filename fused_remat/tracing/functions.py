@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fused_remat.layers.eligibility import Unsupported, parameters_of
-from fused_remat.layers.experts import is_wrapper
+from fused_remat.layers.expert_stacks import is_wrapper
 from fused_remat.layers.modules import read_linear
 from fused_remat.spec import NormSpec
 from fused_remat.steps.activation import ACTIVATIONS

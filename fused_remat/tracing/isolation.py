@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fused_remat.layers.eligibility import parameters_of
-from fused_remat.layers.experts import functional
+from fused_remat.layers.expert_stacks import functional
 from fused_remat.layers.fallback import run_with
 from fused_remat.layers.record import NOTES, listed
 from fused_remat.tracing.state import get, parts_of, shared_by

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-from fused_remat.layers.experts import class_of
+from fused_remat.layers.expert_stacks import class_of
 from fused_remat.layers.modules import has_adapters
 from fused_remat.layers.packed import Packed, packed_weight
 from fused_remat.spec import PackedSpec

@@ -27,7 +27,7 @@ from fused_remat.layers.eligibility import (
     qualified,
     recorded,
 )
-from fused_remat.layers.experts import class_of
+from fused_remat.layers.expert_stacks import class_of
 from fused_remat.layers.packed import reader_of
 from fused_remat.tracing.values import attributes
 
