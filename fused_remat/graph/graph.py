@@ -43,7 +43,7 @@ class Graph:
         return hashlib.sha256(repr(what).encode()).hexdigest()[:16]
 
     @functools.cached_property
-    def packed(self) -> Mapping[str, tuple[int, int]]:
+    def packed(self) -> Mapping[str, tuple[int, ...]]:
         """The shapes of quantized weights by name, whose tensors have others."""
         nodes = [node for node in self.nodes if isinstance(node, Linear) and node.packed]
         pairs = [pair for n in nodes for pair in zip(n.weights, n.packed, strict=True)]

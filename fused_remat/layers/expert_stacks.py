@@ -44,13 +44,13 @@ def unwrapped(module: Any) -> tuple[Any, str, list[StackUpdate]]:
         for a, b, scale, _, _ in updates_of(base, name, parameter.dtype):
             if parameter.dim() != 3:
                 raise Unsupported(f"{name} has an adapter, and is no stack of matrices")
-            own = [f"{prefix}{names[id(t)]}" for t in (a, b)]
-            updates.append(StackUpdate(name, *own, scale))
+            own_a, own_b = (f"{prefix}{names[id(t)]}" for t in (a, b))
+            updates.append(StackUpdate(name, own_a, own_b, scale))
         base, prefix = base._modules["base_layer"], f"{prefix}base_layer."
     return base, prefix, updates
 
 
-def class_of(module: nn.Module) -> type:
+def class_of(module: nn.Module) -> type[nn.Module]:
     """Return the class of a module without its parametrizations."""
     kind = type(module)
     return kind.__bases__[0] if "parametrizations" in module._modules else kind

@@ -29,7 +29,7 @@ from fused_remat.spec import LoraSpec, lora_params
 from fused_remat.steps.collective import is_dtensor
 
 _CONV1D = ("transformers.pytorch_utils", "Conv1D")
-#: By class, the layers of PEFT that compute what `updates_of` reads; each with its forward's module.
+#: By class, the layers of PEFT that compute what `updates_of` reads, and their forward's module.
 _LORA = {
     (f"peft.tuners.lora.{module}", name): f"peft.tuners.lora.{source}"
     for module, name, source in (

@@ -82,16 +82,11 @@ class ExpertStack:
                 for low in self.adapters
             ]
         )
-        weight, bias, packed, parts = (
-            read(self.weight),
-            read(self.bias),
-            self.packed,
-            list[Tensor](),
-        )
+        weight, packed, parts = read(self.weight), self.packed, list[Tensor]()
         if packed is not None:
             own = [read(name) for name in packed.names(self.weight)]
             packed, (weight, *parts) = of_experts(packed, own)
-        return Stack(weight, bias, spec.transposed, adapters, packed, tuple(parts))
+        return Stack(weight, read(self.bias), spec.transposed, adapters, packed, tuple(parts))
 
     def grads(
         self, chunk: Chunk, spec: ExpertsSpec, needs_grad: Collection[str], dtype: torch.dtype

@@ -47,8 +47,8 @@ class KnownExperts(NamedTuple):
             pair = low.a_of(a, spec.experts), low.b_of(b, spec.experts)
             lows[i].append(Adapter(*pair, scale))
         up, down = (
-            Stack(*stacks[i : i + 2], spec.transposed, tuple(own))
-            for i, own in zip((0, 2), lows, strict=True)
+            Stack(weight, bias, spec.transposed, tuple(own))
+            for weight, bias, own in zip(stacks[:4:2], stacks[1:4:2], lows, strict=True)
         )
         order: Order = experts_order(chosen, spec.experts)
         with torch.no_grad():
