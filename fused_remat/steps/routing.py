@@ -1,13 +1,13 @@
 """Routing: which experts each token is sent to, and with which weights.
 
 The chosen experts are statistics: they are always kept, so that no rounding in a rebuild can choose
-others. Backward runs the router again, under autograd, with these experts.
+others. Backward runs a router of the caller again, under autograd, with these experts.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fused_remat.moe_spec import RouterSpec
 from fused_remat.steps.node import Shapes
-from fused_remat.steps.replay import At, Replay
+from fused_remat.steps.replay import At, Parts, Replay
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -48,6 +48,28 @@ def route(
     if spec.normalize:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
     return weights if spec.scale == 1.0 else weights * spec.scale, chosen
+
+
+def route_bwd(spec: RouterSpec, dy: Tensor, logits: Tensor, chosen: Tensor) -> Tensor:
+    """Return the gradient of `logits` (T, E) in `route`, from `dy` (T, k), that of the weights."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    index, scores = chosen.long(), wide
+    if spec.scores != "top_k_softmax":
+        scores = wide.softmax(-1) if spec.scores == "softmax" else wide.sigmoid()
+    own, d = scores.gather(1, index), dy.to(wide.dtype) * spec.scale
+    if spec.scores == "top_k_softmax":
+        own = own.softmax(-1)
+    if spec.normalize:
+        total = own.sum(-1, keepdim=True) + 1e-20
+        d = (d - (d * own / total).sum(-1, keepdim=True)) / total
+    if spec.scores == "top_k_softmax":
+        d = own * (d - (d * own).sum(-1, keepdim=True))
+    dscores = torch.zeros_like(scores).scatter_(1, index, d)
+    if spec.scores == "softmax":
+        dscores = scores * (dscores - (dscores * scores).sum(-1, keepdim=True))
+    elif spec.scores == "sigmoid":
+        dscores.mul_(scores).mul_(1.0 - scores)
+    return dscores.to(logits.dtype)
 
 
 def _chosen(spec: RouterSpec, scores: Tensor, correction: Tensor | None) -> Tensor:
@@ -86,6 +108,9 @@ class Routing(Replay):
     def stat_dtype(self) -> torch.dtype:
         return index_dtype(self.experts)
 
+    def needs(self, needs_grad: Collection[str]) -> tuple[str, ...]:
+        return (*super().needs(needs_grad), self.chosen)
+
     def stat_width(self, width: int) -> int:
         return self.top_k
 
@@ -106,6 +131,18 @@ class Routing(Replay):
             chosen = torch.where(none, self.experts, chosen)
             chunk.put(self.chosen, chosen.to(self.stat_dtype))
         return weights
+
+    def backward_in_parts(
+        self, chunk: Chunk, dy: Tensor, owned: bool, needs_grad: Collection[str], parts: Parts
+    ) -> Iterator[None]:
+        if self.router is None:
+            yield from super().backward_in_parts(chunk, dy, owned, needs_grad, parts)
+        else:  # not under autograd, which is off inside a compiled block's operator
+            (logits,) = self.xs
+            if logits in needs_grad:
+                grad = route_bwd(self.router, dy, chunk[logits], chunk[self.chosen])
+                chunk.add_grad(logits, grad, owned=True)
+            yield from [None] * len(parts)
 
     def _spans(self, chunk: Chunk) -> list[tuple[At, slice]]:
         rows, batch = chunk.rows_of(self.name), 1
