@@ -106,8 +106,10 @@ class FusedRematBlock(torch.autograd.Function):
         executor.check_unchanged(names, execution.given, ctx.dtypes, saved, dy)
         tensors, out, kept = saved[:count], saved[count], saved[count + 1 :]
         try:
-            given = execution, tensors, kept, out, dy, ctx.functions
-            grads = executor.backward(*given, side=engine.side_grads(ctx))
+            side = engine.side_grads(ctx) if execution.call.graph.side_outputs else None
+            grads = executor.backward(
+                execution, tensors, kept, out, dy, ctx.functions, None, None, side
+            )
         except Exception as error:
             rescued = deliver.rescued(rescue, error, names, dy)
             if rescued is None:

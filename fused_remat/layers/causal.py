@@ -230,7 +230,8 @@ class FusedRematCausalLayer(FusedLayer, CausalLayer):
         spec = transformer_spec(
             "rms_norm", 1e-6, "relu", placement=self.placement, gated=self.gate is not None,
             num_heads=1, num_kv_heads=1, head_dim=1, scale=1.0, projection="split", rotary=True,
-            qk_norm_eps=None if self.q_norm is None else 1e-6, moe=moe_of(self),
+            qk_norm_eps=None if self.q_norm is None else 1e-6,
+            moe=None if self.routing is None else moe_of(self),
         )  # fmt: skip
         return block_graph(spec)
 
@@ -279,7 +280,7 @@ def _describe(parts: Parts, arguments: Mapping[str, Tensor | None]) -> BlockInpu
         layer.activation,
         placement=layer.placement,
         gated=layer.gate is not None,
-        moe=moe_of(layer),
+        moe=None if layer.routing is None else moe_of(layer),
         dropout=(p_attention if layer.training else 0.0, p, p, p),
         loras=parts.loras,
         packed=parts.packed,

@@ -273,7 +273,12 @@ def check_weights(
             )
     if low is not None:
         check_autocast(x, name, floating, low, path_of)
-    expected = _shapes(spec, x.shape[-1], *_hidden(weights, packed))
+    fc1 = weights.get("fc1.weight")
+    if fc1 is not None:
+        hidden = packed["fc1"].shape[0] if "fc1" in packed else fc1.shape[0], 0
+    else:
+        hidden = _hidden(weights, packed)
+    expected = _shapes(spec, x.shape[-1], *hidden)
     for key, p in floating.items():
         if p is not None and key in expected and p.shape != expected[key]:
             raise Unsupported(
@@ -305,16 +310,17 @@ def unpacked(weights: Mapping[str, Tensor | None], spec: BlockSpec) -> Mapping[s
 def _hidden(
     weights: Mapping[str, Tensor | None], packed: Mapping[str, PackedSpec]
 ) -> tuple[int, int]:
-    """Return the hidden units of the MLP or the shared expert, and of each of other experts."""
-    sizes = [0, 0]
-    for name in ("fc1", "shared_fc1"):
-        weight = weights.get(f"{name}.weight")
-        if weight is not None:
-            sizes[0] = packed[name].shape[0] if name in packed else weight.shape[0]
-    down = weights.get("experts_down.weight")
-    if down is not None:
-        sizes[1] = down.shape[-1]
-    return sizes[0], sizes[1]
+    """Return the hidden units of the shared expert, and of each of other experts."""
+    shared, down = weights.get("shared_fc1.weight"), weights["experts_down.weight"]
+    assert down is not None  # a layer without it is not read
+    of = (
+        packed["shared_fc1"].shape
+        if "shared_fc1" in packed
+        else (0,)
+        if shared is None
+        else shared.shape
+    )
+    return of[0], down.shape[-1]
 
 
 @cached

@@ -15,7 +15,7 @@ LINE = (
     "cli", "scale", "integrations", "planner", "convert", "parallel", "huggingface", "report",
     "tracing", "layers", "ops", "autograd", "execution", "graph", "triton", "steps",
 )  # fmt: skip
-LEAVES = ("layer_specs", "policies", "random", "spec", "version")
+LEAVES = ("layer_specs", "moe_spec", "policies", "random", "spec", "version")
 
 # What a package or a file may import of the library. The longest prefix of a file's name is its
 # entry, and a file without one fails until it is placed.
@@ -24,7 +24,8 @@ ARROWS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(LEAVES, ()),
     "__init__": (*LINE, *LEAVES),
     "__main__": ("cli",),
-    "layer_specs": ("spec",),
+    "layer_specs": ("moe_spec", "spec"),
+    "moe_spec": ("spec",),
     "policies": (),
     "convert": ("huggingface", *LINE[LINE.index("report") :], *LEAVES),
     "huggingface": ("huggingface", *LINE[LINE.index("layers") :], *LEAVES),

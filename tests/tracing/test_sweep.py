@@ -19,7 +19,7 @@ from fused_remat.report.allocations import AllocationTrace, SavedBytes
 from fused_remat.tracing import call
 from fused_remat.tracing.layer import KNOWN
 
-#: What is replayed in the layers of an architecture; all others are blocks without a piece.
+#: What is replayed in the layers of an architecture; all others are blocks without one.
 PIECES = {
     "qwen3_next": {"linear_attn", "linear_attn.torch_chunk_gated_delta_rule"},
     "jamba": {"mamba", "mamba.mamba_selective_scan"},
@@ -39,7 +39,7 @@ GROUPED = {
     "gemma4_moe", "mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "jamba",
 }  # fmt: skip
 #: Layers that ATen does not run in float64, by the issue's tolerance for their reason: grouped
-#: products beside linear attention in float32, and norms that convert their input beside float64
+#: products next to linear attention in float32, and norms that convert their input next to float64
 #: weights.
 FLOAT32 = {"qwen3_next", "openai_whisper"}
 #: Architectures whose own code computes in float32 inside of a float64 model: norms, tables, state.
