@@ -32,8 +32,6 @@ class RouterSpec:
         best: how many of a group's best scores are summed to compare it with others.
         corrected: whether a bias, the param "router.correction" (E,), is added to the scores by
             which experts are chosen, not to the weights.
-        jitter: in training, the router's input is multiplied by random numbers from 1 - jitter
-            to 1 + jitter.
     """
 
     experts: int
@@ -45,7 +43,6 @@ class RouterSpec:
     top_groups: int = 1
     best: int = 1
     corrected: bool = False
-    jitter: float = 0.0
 
     def __post_init__(self) -> None:
         if self.scores not in ("softmax", "sigmoid", "top_k_softmax"):
@@ -65,8 +62,6 @@ class RouterSpec:
             raise ValueError(
                 f"top_k={self.top_k} is more than the experts of {self.top_groups} groups"
             )
-        if not 0.0 <= self.jitter < 1.0:
-            raise ValueError(f"jitter must be from 0 to 1, got {self.jitter}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,16 +25,20 @@ class Graph:
     inputs: tuple[str, ...] = ("input",)  # others may be of another length (`source`)
     text: str = ""  # the call of a `@block` that built it (`graph.text`)
     compute: torch.dtype | None = None  # of what is not in the stream; None for the input's
-    # names of activations that a call returns after the output, each read by another node
-    side_outputs: tuple[str, ...] = ()
+    side_outputs: tuple[str, ...] = ()  # names of activations that a call returns, too
 
     def __post_init__(self) -> None:
-        read = {name for node in self.nodes for name in node.inputs}
-        if lost := [name for name in self.side_outputs if name not in read & {*self.producer}]:
+        if lost := {*self.side_outputs} - {node.name for node in self.nodes[:-1]}:
             raise ValueError(
-                f"side output {lost[0]!r} of {self.kind!r} is no activation that another step "
-                f"reads; choose from {', '.join(sorted(read & {*self.producer}))}"
+                f"side output {min(lost)!r} of {self.kind!r} is no activation before the output; "
+                f"choose from {', '.join(node.name for node in self.nodes[:-1])}"
             )
+
+    @functools.cached_property
+    def unread(self) -> tuple[str, ...]:
+        """Side outputs that no step reads: their gradient is the caller's alone."""
+        read = {name for node in self.nodes for name in node.inputs}
+        return tuple([name for name in self.side_outputs if name not in read])
 
     @functools.cached_property
     def digest(self) -> str:

@@ -86,8 +86,6 @@ def add_experts(
     own: Any = layer
     if not isinstance(router, RouterSpec):
         raise TypeError(f"experts must be a RouterSpec or None, got {type(router).__name__}")
-    if router.jitter:
-        raise ValueError(f"experts.jitter must be 0.0 in a layer, got {router.jitter}")
     if shared < 0 or (shared_gate and not shared):
         raise ValueError(
             "shared_feedforward must be positive for shared_gate=True, and never negative, got "

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fused_remat.autograd import run_block
 from fused_remat.autograd.gradients import not_differentiable
-from fused_remat.layers.eligibility import Reason
+from fused_remat.layers.eligibility import Reason, unrecorded_outputs
 from fused_remat.layers.fallback import generator_states, set_generator_states
 from fused_remat.layers.packed import Packed
 from fused_remat.steps.replay import At
@@ -158,12 +158,14 @@ def _replay(program: Program, layer: nn.Module, context: Context) -> Callable[..
     """Return a program in one call, with the same random numbers in forward and backward."""
     context, known = context._replace(modules=_modules(program.ops, layer)), dict[int, Any]()
     device, autocast = context.device, _autocast(context.device.type)
+    runs_modules = any(op.path is not None for op in program.ops)
+    hidden: Any = unrecorded_outputs if runs_modules else contextlib.nullcontext
 
     def run(at: At, xs: Sequence[Tensor], tensors: Sequence[Tensor | None], *more: Any) -> Any:
         state: Any = contextlib.nullcontext()
         if program.draws and at.first in known:
             state = torch.random.fork_rng([device] if device.type == "cuda" else [])
-        with state, autocast():
+        with state, autocast(), hidden():
             if program.draws:
                 set_generator_states(known.setdefault(at.first, generator_states(device)), device)
             return program.run(context, at, xs, tensors, *more)

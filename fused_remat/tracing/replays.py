@@ -15,6 +15,7 @@ from fused_remat.steps.activation import MLPActivation
 from fused_remat.steps.replay import At, Replay
 from fused_remat.tracing.builder import Builder
 from fused_remat.tracing.functions import activation_of
+from fused_remat.tracing.isolation import Trial
 from fused_remat.tracing.program import Layout, Program, ReplayedSubmodule
 from fused_remat.tracing.sizes import Size
 from fused_remat.tracing.values import SHAPES, Op, Opaque
@@ -188,7 +189,12 @@ def run(
 ) -> Tensor:
     sizes, names = t.recording.sizes, program.layout.names
     tokens = sizes[names[-1]] if names and names[-1] in ("S", "M") else t.tokens
-    return program.run(t.context, at or At(sizes.get("B", 1), tokens, 0), xs, tensors)
+    given = at or At(sizes.get("B", 1), tokens, 0), xs, tensors
+    try:
+        return program.run(t.context, *given)
+    except Opaque:  # what it converts to float32 meets parameters in float64
+        with Trial(exact=t.context.dtype == torch.float64):
+            return program.run(t.context, *given)
 
 
 def sizes_in(shape: Sequence[Any]) -> set[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from fused_remat.graph.graph import Graph
@@ -57,7 +57,7 @@ class Tracer(Builder):
         self.nodes["output"] = last
         _split_linears(self)
         _join_sums(self)
-        nodes = _with_roles(_ordered(self.nodes))
+        nodes = _with_roles(_ordered(self.nodes, sides))
         check_reads(self, nodes)
         params = dict.fromkeys(p for node in nodes for p in node.params if p)
         read = {"input", *(name for node in nodes for name in node.inputs)}
@@ -207,13 +207,14 @@ def _join_sums(t: Builder) -> None:
             del nodes[x.name]
 
 
-def _ordered(nodes: Mapping[str, Node]) -> list[Node]:
-    """Return the nodes that the output depends on, each after its inputs.
+def _ordered(nodes: Mapping[str, Node], sides: Sequence[str]) -> list[Node]:
+    """Return the nodes that the output and side outputs depend on, each after its inputs.
 
     The steps of a sum's residual come before those of the branch that is added to it: backward then
     finishes the branch before it rebuilds anything for the residual.
     """
     done: dict[str, Node] = {}
+    read = {name for node in nodes.values() for name in node.inputs}
     nodes = {**nodes, **{stat: node for node in nodes.values() for stat in node.stats}}
 
     def visit(node: Node) -> None:
@@ -225,7 +226,8 @@ def _ordered(nodes: Mapping[str, Node]) -> list[Node]:
                 visit(nodes[name])
         done[node.name] = node
 
-    visit(nodes["output"])
+    for name in (*[name for name in sides if name not in read], "output"):
+        visit(nodes[name])
     return [*done.values()]
 
 
