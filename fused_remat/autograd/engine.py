@@ -105,6 +105,6 @@ def takes(node: Any) -> bool:
 
 
 def side_grads(block: Any) -> Mapping[str, Tensor] | None:
-    """Return the gradients of a block's side outputs in the present pass, by name."""
-    number, grads = getattr(block, "side", (None, None))
-    return grads if number is not None and number == current_pass() else None
+    """Remove and return the gradients of a block's side outputs in the present pass, by name."""
+    of_passes = getattr(block, "side", None)
+    return of_passes.pop(current_pass(), None) if of_passes else None

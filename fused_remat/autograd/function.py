@@ -67,7 +67,7 @@ class FusedRematBlock(torch.autograd.Function):
                 raise
             raise BlockFailure from error
         if execution.call.graph.side_outputs:
-            ctx.side_outputs = sides_of(execution, out, kept)
+            ctx.side, (ctx.side_outputs, kept) = {}, sides_of(execution, kept)
         ctx.execution, ctx.functions, ctx.accumulation = execution, functions, accumulation
         ctx.extras = extras
         ctx.rounds = gradients.rounds(tensors) if x.dtype.itemsize == 2 else None
@@ -190,7 +190,7 @@ def run_block(
     if not call.needs_grad:
         y, kept = executor.forward(execution, given, functions)
         if graph.side_outputs:
-            return (y, *sides_of(execution, y, kept))  # type: ignore[return-value]
+            return (y, *sides_of(execution, kept)[0])  # type: ignore[return-value]
         return y
     if accumulation is not None:
         accumulation.check(tensors, call.needs_grad)

@@ -70,7 +70,7 @@ class Extras:
             return saved, ()
         graph = ctx.execution.call.graph
         names = [*graph.tensors, "output", *(name for name, _ in ctx.execution.kept_chunks())]
-        callers = {*graph.inputs, "output"}
+        callers = {*graph.inputs, "output", *graph.side_outputs}
         self.offloaded, saved = move(ctx, self.offload, names, saved, callers)
         indices = () if self.offloaded is None else self.offloaded.indices
         return saved, [(names[i], t) for i in indices if (t := saved[i]) is not None]
@@ -181,11 +181,6 @@ def _grads(
     """
     unbatched, rebatch = _batching(dy)
     if rebatch is not None:
-        if side_grads(ctx):
-            raise RuntimeError(
-                "fused_remat: gradients of router logits cannot be batched; call "
-                "torch.autograd.grad without is_grads_batched"
-            )
         each = [_grads(ctx, saved, one, needs_grad, creates_graph) for one in unbatched.unbind()]
         return [
             None if grads[0] is None else rebatch(torch.stack(grads))

@@ -8,15 +8,18 @@ caller's tensor as well as the block's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 
 from fused_remat.autograd.deliver import block_of
 from fused_remat.autograd.engine import current_pass
 from fused_remat.execution.prepare import Execution
+
+_functorch = torch._C._functorch
 
 
 class SideOutputs(torch.autograd.Function):
@@ -33,22 +36,43 @@ class SideOutputs(torch.autograd.Function):
         pairs = zip(ctx.names, grads, strict=True)
         given = {name: grad for name, grad in pairs if grad is not None}
         if given:
-            block_of(ctx.next_functions[0][0]).side = current_pass(), given
+            _check(ctx, given.values())
+            block_of(ctx.next_functions[0][0]).side[current_pass()] = given
             dy = torch.zeros_like(ctx.like) if dy is None else dy
         return (None, dy, *(None for _ in grads))
 
 
-def sides_of(execution: Execution, out: Tensor, kept: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return the side outputs among what a call kept, with the tokens of its output."""
-    names = execution.call.graph.side_outputs
-    parts: dict[str, list[Tensor]] = {name: [] for name in names}
-    for (name, _), t in zip(execution.kept_chunks(), kept, strict=True):
-        if name in parts:
-            parts[name].append(t)
-    seq_first, made = execution.call.seq_first, []
-    for each in parts.values():
-        whole = each[0] if len(each) == 1 else torch.cat(each)
-        batch, length = out.shape[int(seq_first)], out.shape[1 - int(seq_first)]
-        side = whole.view(batch, length, -1)
-        made.append(side.transpose(0, 1) if seq_first else side)
-    return tuple(made)
+def _check(ctx: Any, grads: Iterable[Tensor]) -> None:
+    """Raise RuntimeError in a pass that the gradients of side outputs cannot be noted for."""
+    batched, what = (_functorch.is_legacy_batchedtensor, _functorch.is_batchedtensor), ""
+    if not issubclass(type(ctx), BackwardCFunction):
+        what = "compiled autograd"
+    elif any(is_batched(grad) for grad in grads for is_batched in batched):
+        what = "torch.autograd.grad with is_grads_batched=True"
+    if what:
+        raise RuntimeError(
+            f"fused_remat: {what} does not support gradients of {', '.join(ctx.names)}, which a "
+            "block returns after its output; run backward without it"
+        )
+
+
+def sides_of(
+    execution: Execution, kept: Sequence[Tensor]
+) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+    """Return the side outputs among what a call kept, and what it keeps then.
+
+    Where groups or tiles computed a side output, its parts are kept as views of it.
+    """
+    names, kept, made = [name for name, _ in execution.kept_chunks()], list(kept), []
+    for name in execution.call.graph.side_outputs:
+        at = [i for i, other in enumerate(names) if other == name]
+        shape = (execution.chunks.batch, execution.lengths[name], execution.widths[name])
+        dtype, device = execution.dtypes[name], execution.device
+        parts = [kept[i] for i in at] or [torch.empty(shape, dtype=dtype, device=device)]
+        whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+        views = whole.split([len(kept[i]) for i in at]) if len(at) > 1 else parts
+        for i, view in zip(at, views, strict=False):
+            kept[i] = view
+        side = whole.view(shape)
+        made.append(side.transpose(0, 1) if execution.call.seq_first else side)
+    return tuple(made), kept
