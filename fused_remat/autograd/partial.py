@@ -181,11 +181,6 @@ def _grads(
     """
     unbatched, rebatch = _batching(dy)
     if rebatch is not None:
-        if side_grads(ctx):
-            raise RuntimeError(
-                "fused_remat: gradients of router logits cannot be batched; call "
-                "torch.autograd.grad without is_grads_batched"
-            )
         each = [_grads(ctx, saved, one, needs_grad, creates_graph) for one in unbatched.unbind()]
         return [
             None if grads[0] is None else rebatch(torch.stack(grads))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fused_remat.autograd.deliver import block_of
-from fused_remat.autograd.engine import current_pass
+from fused_remat.autograd.engine import current_pass, is_batched
 from fused_remat.execution.prepare import Execution
 
 
@@ -33,6 +33,11 @@ class SideOutputs(torch.autograd.Function):
         pairs = zip(ctx.names, grads, strict=True)
         given = {name: grad for name, grad in pairs if grad is not None}
         if given:
+            if any(is_batched(t) for t in (dy, *given.values()) if t is not None):
+                raise RuntimeError(
+                    "fused_remat: gradients of router logits cannot be batched; call "
+                    "torch.autograd.grad without is_grads_batched"
+                )
             block_of(ctx.next_functions[0][0]).side = current_pass(), given
             dy = torch.zeros_like(ctx.like) if dy is None else dy
         return (None, dy, *(None for _ in grads))
