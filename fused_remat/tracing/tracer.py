@@ -81,7 +81,7 @@ class Tracer(Builder):
         name = self.build(number)
         node = self.nodes.get(name)
         if node is None or name == self.built.get(self._target()[0]):
-            raise Untraceable("it returns its input or its result twice")
+            raise Untraceable("it returns its input or its result among router logits")
         if isinstance(node, Replay) and not self.is_of_stream(number):
             self.nodes[name] = replace(node, widens=True)
         return name

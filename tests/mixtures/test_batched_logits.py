@@ -1,4 +1,4 @@
-"""Batched gradients of router logits raise an error that says so."""
+"""Batched gradients of router logits raise a clear error."""
 
 from __future__ import annotations
 
