@@ -53,10 +53,15 @@ class RouterSpec:
             raise ValueError(
                 f"top_k must be from 1 to the number of experts, {self.experts}, got {self.top_k}"
             )
-        if self.experts % self.groups or not 1 <= self.top_groups <= self.groups:
+        if self.groups < 1 or self.experts % self.groups or not 1 <= self.top_groups <= self.groups:
             raise ValueError(
                 f"groups must divide the {self.experts} experts, and top_groups be at most that "
                 f"number, got groups={self.groups} and top_groups={self.top_groups}"
+            )
+        if not 1 <= self.best <= self.experts // self.groups:
+            raise ValueError(
+                f"best must be from 1 to the experts of a group, {self.experts // self.groups}, "
+                f"got {self.best}"
             )
         if self.top_k > self.top_groups * (self.experts // self.groups):
             raise ValueError(
@@ -91,11 +96,19 @@ class ExpertsSpec:
     alpha: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.activation == CLAMPED and not (self.gated and self.limit > 0.0):
+        clamped = self.gated and self.limit > 0.0 and self.alpha > 0.0
+        if self.activation == CLAMPED and not clamped:
             raise ValueError(
-                f"{CLAMPED!r} needs gated=True and a positive limit, got gated={self.gated} and "
-                f"limit={self.limit}"
+                f"{CLAMPED!r} needs gated=True and a positive limit and alpha, got "
+                f"gated={self.gated}, limit={self.limit} and alpha={self.alpha}"
             )
+        if self.activation != CLAMPED and (self.limit or self.alpha):
+            raise ValueError(
+                f"limit and alpha are of {CLAMPED!r}, got limit={self.limit} and "
+                f"alpha={self.alpha} with activation={self.activation!r}"
+            )
+        if self.interleaved and not self.gated:
+            raise ValueError("interleaved=True needs gated=True, got gated=False")
 
 
 @dataclass(frozen=True, kw_only=True)

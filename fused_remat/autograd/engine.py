@@ -46,6 +46,11 @@ def is_compiled() -> bool:
     return bool(getattr(compiler, "compiled_autograd_enabled", False))
 
 
+def is_batched(grad: Tensor) -> bool:
+    """Return whether a gradient is one of a batch that vmap hides."""
+    return bool(_functorch.is_legacy_batchedtensor(grad) or _functorch.is_batchedtensor(grad))
+
+
 def is_rare(ctx: Any, dy: Tensor) -> bool:
     """Return whether a backward pass needs more than all gradients of a call without extras."""
     return (
@@ -53,8 +58,7 @@ def is_rare(ctx: Any, dy: Tensor) -> bool:
         or ctx.accumulation is not None
         or torch.is_grad_enabled()
         or torch.compiler.is_compiling()
-        or _functorch.is_legacy_batchedtensor(dy)
-        or _functorch.is_batchedtensor(dy)
+        or is_batched(dy)
         or not asks_all(ctx)
     )
 

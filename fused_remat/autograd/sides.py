@@ -16,10 +16,8 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from fused_remat.autograd.deliver import block_of
-from fused_remat.autograd.engine import current_pass
+from fused_remat.autograd.engine import current_pass, is_batched
 from fused_remat.execution.prepare import Execution
-
-_functorch = torch._C._functorch
 
 
 class SideOutputs(torch.autograd.Function):
@@ -44,10 +42,10 @@ class SideOutputs(torch.autograd.Function):
 
 def _check(ctx: Any, grads: Iterable[Tensor]) -> None:
     """Raise RuntimeError in a pass that the gradients of side outputs cannot be noted for."""
-    batched, what = (_functorch.is_legacy_batchedtensor, _functorch.is_batchedtensor), ""
+    what = ""
     if not issubclass(type(ctx), BackwardCFunction):
         what = "compiled autograd"
-    elif any(is_batched(grad) for grad in grads for is_batched in batched):
+    elif any(map(is_batched, grads)):
         what = "torch.autograd.grad with is_grads_batched=True"
     if what:
         raise RuntimeError(

@@ -81,7 +81,7 @@ def moe(
         "fast": and 2·F·top_k elements), whatever the routing; "none" also E and the shared
         expert's 2·Fs elements. FLOPs = 6·D·F·top_k a token forward.
     Raises: ValueError for shapes that do not fit, top_k above E, an unknown policy, activation or
-        kind of scores; TypeError for a top_k that is no int; RuntimeError for mixed dtypes or
+        kind of scores; TypeError for counts that are no ints; RuntimeError for mixed dtypes or
         devices, or a correction that requires a gradient.
     Source: Shazeer et al. 2017; Fedus et al. 2021; Dai et al. 2024 (shared experts).
 
@@ -101,8 +101,13 @@ def moe(
         "shared_fc2.weight": shared_down_weight, "shared_router.weight": shared_router_weight,
     }  # fmt: skip
     check_alike({"x": x, **{_ARGUMENTS[name]: t for name, t in tensors.items()}})
-    if type(top_k) is not int:
-        raise TypeError(f"top_k must be an int, got {top_k!r}")
+    for name in ("router.weight", "experts_up.weight", "experts_down.weight"):
+        if tensors[name] is None:
+            raise TypeError(f"{_ARGUMENTS[name]} must be a Tensor, got None")
+    counts = {"top_k": top_k, "groups": groups, "top_groups": top_groups, "best": best}
+    for argument, count in counts.items():
+        if type(count) is not int:
+            raise TypeError(f"{argument} must be an int, got {count!r}")
     check_shape("router_weight", router_weight, ("E", x.shape[-1]), {"x": x})
     router = RouterSpec(
         experts=router_weight.shape[0], top_k=top_k, scores=scores,  # type: ignore[arg-type]

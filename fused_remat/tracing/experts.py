@@ -160,7 +160,7 @@ def _specs(module: Any, experts: int, gated: bool, transposed: bool) -> Iterator
 def _computes(run: Any, spec: ExpertsSpec) -> bool:
     """Return whether a spec's activation, and its slope, are those of a module's gate."""
     generator = torch.Generator().manual_seed(0)
-    scales = torch.tensor([1e-3, 0.3, 1.0, 4.0, 30.0], dtype=torch.float64).repeat_interleave(40)
+    scales = torch.tensor([1e-3, 0.3, 1.0, 30.0, 1e5], dtype=torch.float64).repeat_interleave(40)
     x = torch.randn(200, 16, generator=generator, dtype=torch.float64) * scales.unsqueeze(1)
     x.requires_grad_()
     try:
