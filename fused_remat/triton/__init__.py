@@ -5,4 +5,4 @@ a new contiguous matrix. It reads operands by their strides; they are copied onl
 not contiguous (`operands.contiguous_rows`).
 """
 
-from fused_remat.triton import attention, cross_entropy, norm, pointwise, products, rotary  # noqa: F401
+from fused_remat.triton import attention, cross_entropy, experts, norm, pointwise, products, rotary  # noqa: F401

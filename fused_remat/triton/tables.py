@@ -116,6 +116,56 @@ TILES: dict[str, dict[str, tuple[Tile, ...]]] = {
 }
 
 
+#: Kernel of experts -> family -> tiles, the largest first; in a family, all but those of weight
+#: gradients, whose tiles are of a matrix, have the same block_m. Not measured yet.
+EXPERTS_TILES: dict[str, dict[str, tuple[Tile, ...]]] = {
+    "experts_product": {
+        "hopper": (Tile(128, 128, 64, 8, 4), Tile(64, 128, 64, 4, 4)),
+        "blackwell": (Tile(128, 128, 64, 8, 4), Tile(64, 128, 64, 4, 4)),
+        "ampere": (Tile(128, 128, 32, 8, 4), Tile(64, 128, 32, 4, 4)),
+        "small": (Tile(128, 128, 32, 8, 3), Tile(64, 64, 32, 4, 3)),
+        "hip": (Tile(128, 128, 32, 8, 2), Tile(64, 64, 32, 4, 2)),
+        "interpreter": (Tile(32, 32, 32, 4, 1), Tile(16, 32, 16, 4, 1, group=2)),
+    },
+    "experts_up_act": {
+        "hopper": (Tile(128, 128, 64, 8, 3, parts=2), Tile(64, 64, 64, 4, 4)),
+        "blackwell": (Tile(128, 64, 64, 8, 3), Tile(64, 64, 64, 4, 4)),
+        "ampere": (Tile(128, 64, 32, 8, 4), Tile(64, 64, 32, 4, 4)),
+        "small": (Tile(128, 64, 32, 8, 3), Tile(64, 64, 32, 4, 3)),
+        "hip": (Tile(128, 64, 32, 8, 2), Tile(64, 64, 32, 4, 2)),
+        "interpreter": (Tile(32, 32, 32, 4, 1), Tile(16, 32, 16, 4, 1, parts=2, group=2)),
+    },
+    "experts_act_bwd": {
+        "hopper": (Tile(128, 128, 64, 8, 3, parts=2), Tile(64, 64, 64, 4, 4)),
+        "blackwell": (Tile(128, 128, 64, 8, 3, parts=2), Tile(64, 64, 64, 4, 4)),
+        "ampere": (Tile(128, 128, 32, 8, 4, parts=4), Tile(64, 64, 32, 4, 4)),
+        "small": (Tile(128, 64, 32, 8, 3, parts=2), Tile(64, 64, 32, 4, 3)),
+        "hip": (Tile(128, 128, 32, 8, 2, parts=4), Tile(64, 64, 32, 4, 2)),
+        "interpreter": (Tile(32, 32, 32, 4, 1), Tile(16, 32, 16, 4, 1, parts=2, group=2)),
+    },
+    "experts_dw": {
+        "hopper": (Tile(128, 128, 64, 8, 3),),
+        "blackwell": (Tile(128, 128, 64, 8, 3),),
+        "ampere": (Tile(128, 128, 32, 8, 4),),
+        "small": (Tile(128, 128, 32, 8, 3),),
+        "hip": (Tile(128, 128, 32, 8, 2),),
+        "interpreter": (Tile(32, 32, 16, 4, 1),),
+    },
+}
+
+
+def experts_rows(target: Target, rows: int) -> int:
+    """Return the rows of a tile, where experts have `rows` on average."""
+    sizes = [tile.block_m for tile in EXPERTS_TILES["experts_product"][family(target)]]
+    return next((size for size in sizes if size <= rows), sizes[-1])
+
+
+def experts_tile(kernel: str, target: Target, block_m: int) -> Tile:
+    """Return a kernel's tile of so many rows."""
+    tiles = EXPERTS_TILES[kernel][family(target)]
+    return next(tile for tile in tiles if tile.block_m == block_m)
+
+
 #: What a row or column of operands costs, in elements of the tile. Operands of a tile of 128 x 128
 #: then count as 2 times its elements, and a tile of 64 x 64 has 0.6 of its speed: on Hopper the
 #: second-level cache alone would make it 0.5, on Ampere it stays at 0.7.
