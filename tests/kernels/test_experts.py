@@ -1,4 +1,4 @@
-"""Experts in kernels against their bodies in float64: every route, layout and division of tokens."""
+"""Experts in kernels against their bodies in float64: routes, layouts, divisions of tokens."""
 
 from __future__ import annotations
 
