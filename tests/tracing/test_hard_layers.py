@@ -749,7 +749,7 @@ def test_an_empty_batch(size):
 def test_a_model_is_asked_for_what_its_layers_make(name, asked):
     """The loss of routers reaches their parameters; no small call of a reading is seen."""
     stock, batch = built(name)
-    stock.config._attn_implementation = "eager"
+    stock.float().config._attn_implementation = "eager"  # in which its own norms compute
     model, found = convert(copy.deepcopy(stock)), []
     for each in (stock, model):
         for _ in range(2):
