@@ -29,7 +29,7 @@ def run_tokens(
     functions: Mapping[str, Function],
     policy: str | Policy,
     backend: str,
-) -> Any:
+) -> Tensor:
     """Run a block that works token by token on inputs (..., D), all of one shape but for widths.
 
     With `graph.side_outputs`, returns a tuple of the output and these.
@@ -39,12 +39,12 @@ def run_tokens(
         x = tensors[name]
         assert x is not None
         inputs[name] = x if x.dim() == 3 else x.reshape(-1, 1, x.shape[-1])
-    out = run_block(graph, policy, {**tensors, **inputs}, backend=backend, functions=functions)
+    out: Any = run_block(graph, policy, {**tensors, **inputs}, backend=backend, functions=functions)
     shape = tensors["input"].shape  # type: ignore[union-attr]
-    if len(shape) == 3:
-        return out
-    views = [t.view(*shape[:-1], t.shape[-1]) for t in (out if graph.side_outputs else (out,))]
-    return tuple(views) if graph.side_outputs else views[0]
+    if len(shape) != 3:
+        views = [t.view(*shape[:-1], t.shape[-1]) for t in (out if graph.side_outputs else (out,))]
+        out = tuple(views) if graph.side_outputs else views[0]
+    return out  # type: ignore[no-any-return]
 
 
 def check_tensor(

@@ -126,7 +126,7 @@ def moe(
     graph = block_graph(block)
     if return_router_logits:
         graph = with_side_outputs(graph, ("router",))
-    out = run_tokens(graph, tensors, {}, policy, backend)
+    out: Any = run_tokens(graph, tensors, {}, policy, backend)
     return (out[0], out[1].reshape(-1, router.experts)) if return_router_logits else out
 
 
