@@ -12,14 +12,15 @@ import torch
 from torch import Tensor
 
 from fused_remat.kernels import experts as kernels
+from fused_remat.kernels import experts_bwd as backward
 from fused_remat.kernels.experts import Rows as KernelRows
 from fused_remat.kernels.experts import Stack as KernelStack
 from fused_remat.kernels.linear import Tile as KernelTile
 from fused_remat.kernels.pointwise import Matrix
 from fused_remat.moe_spec import CLAMPED, ExpertsSpec
 from fused_remat.steps import experts
+from fused_remat.steps.experts import Into, Order, Stack
 from fused_remat.steps.operations import faster
-from fused_remat.steps.stacks import Into, Order, Stack
 from fused_remat.triton import tables
 from fused_remat.triton.launch import Launch, Target, run, scratch, target_of
 from fused_remat.triton.operands import cdiv, contiguous_rows, operand, power_of_2
@@ -50,7 +51,8 @@ def unsupported_reason(key: tuple[Any, ...]) -> str | None:
         return "weights that multiply the input are ATen's"
     if spec.activation != CLAMPED and spec.activation not in PAIRS:
         return f"there is no kernel for activation {spec.activation!r}"
-    return unsupported_dtype_reason(dtype)
+    wide = dtype == torch.float64
+    return "there are no kernels in float64" if wide else unsupported_dtype_reason(dtype)
 
 
 def rows_of(spec: ExpertsSpec, order: Order, target: Target) -> Rows:
@@ -284,16 +286,16 @@ def experts_act_bwd(
         _rows(rows), spec.limit, spec.alpha, f, k,
     )  # fmt: skip
     launch = _over(
-        kernels.experts_act_bwd_kernel, "experts_act_bwd", given, rows, f, k, dy, target, tile,
+        backward.experts_act_bwd_kernel, "experts_act_bwd", given, rows, f, k, dy, target, tile,
         W_IS_KN=is_kn, **_act(spec, True),
     )  # fmt: skip
     if dweights is None:
         return [launch]
-    read = sums, operand(dy), operand(bias), dweights, _rows(rows), k, blocks
+    args = sums, operand(dy), operand(bias), dweights, _rows(rows), k, blocks
     constants = {"TOP_K": rows.top_k, "BLOCK_M": rows.block_m, "BLOCK_N": 64}
     grid = (len(rows.tiles) if len(rows.pairs) else 0,)
-    kernel = kernels.experts_weights_bwd_kernel
-    return [launch, Launch(kernel, grid, read, constants, device=dy.device)]
+    kernel = backward.experts_weights_bwd_kernel
+    return [launch, Launch(kernel, grid, args, constants, device=dy.device)]
 
 
 def experts_dw(
@@ -311,7 +313,7 @@ def experts_dw(
     }  # fmt: skip
     grid = (len(grad) * cdiv(m, tile.block_m) * cdiv(n, tile.block_n),)
     how = tile.warps, tile.stages, x.device, x.dtype != torch.float32
-    return Launch(kernels.experts_dw_kernel, grid, args, constants, *how)
+    return Launch(backward.experts_dw_kernel, grid, args, constants, *how)
 
 
 def experts_bias_bwd(
@@ -322,4 +324,4 @@ def experts_bias_bwd(
     args = operand(dy), weights, Matrix(grad, grad.stride(0)), _rows(rows), grad.shape[1]
     constants = {"TOP_K": rows.top_k, "GATHER": by_token, "ADD": not dbias.fresh, **_BIAS_TILE}
     grid = (len(grad) * cdiv(grad.shape[1], _BIAS_TILE["BLOCK_N"]),)
-    return Launch(kernels.experts_bias_bwd_kernel, grid, args, constants, device=dy.device)
+    return Launch(backward.experts_bias_bwd_kernel, grid, args, constants, device=dy.device)

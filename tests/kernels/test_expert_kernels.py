@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -11,9 +12,8 @@ from torch import Tensor
 
 from fused_remat.moe_spec import ExpertsSpec
 from fused_remat.steps import experts
-from fused_remat.steps.experts import experts_order
-from fused_remat.steps.stacks import Into, Order, Stack, StackGrads
-from fused_remat.triton import experts as launches  # noqa: F401
+from fused_remat.steps.experts import Into, Order, Stack, StackGrads, experts_order
+from fused_remat.triton.experts import unsupported_reason
 
 F32 = torch.float32
 #: Tokens, width, hidden width, experts, experts of a token.
@@ -126,19 +126,24 @@ def by_body(function: Any, *args: Any) -> Any:
     return function(*args)
 
 
+#: Sizes, kind, division of tokens, whether stacks are float32 where rows have 16 bits (autocast).
+EXECUTED = [
+    ("even", "swiglu", "random", False), ("even", "clamped", "one", False),
+    ("odd", "clamped", "dropped", False), ("odd", "relu2", "dropped", False),
+]  # fmt: skip
 CASES = [
-    ("even", "swiglu", "random"), ("odd", "swiglu transposed", "empty"),
-    ("odd", "clamped", "dropped"), ("even", "clamped", "one"), ("odd", "interleaved", "random"),
-    ("all", "relu2", "random"), ("odd", "relu2", "dropped"), ("even", "swiglu", "dropped"),
+    *[pytest.param(*case, marks=pytest.mark.executed) for case in EXECUTED],
+    ("odd", "swiglu transposed", "empty", False), ("odd", "interleaved", "random", False),
+    ("all", "relu2", "random", False), ("even", "swiglu", "dropped", False),
+    ("even", "swiglu", "random", True), ("odd", "clamped", "random", True),
 ]  # fmt: skip
 
 
 @pytest.mark.gpu
-@pytest.mark.executed
 @pytest.mark.parametrize("dtype", compiled([BF16], [F32, BF16]), **ids)
-@pytest.mark.parametrize("sizes, kind, how", CASES)
-def test_values_and_gradients(sizes, kind, how, dtype):
-    p = Problem(sizes, kind, how, dtype)
+@pytest.mark.parametrize("sizes, kind, how, wide", CASES)
+def test_values_and_gradients(sizes, kind, how, wide, dtype):
+    p = Problem(sizes, kind, how, dtype, wide)
     exact = p.double()
     truth = forward(exact, by_body)
     call = poisoned_run if how == "dropped" else run
@@ -160,3 +165,17 @@ def test_values_and_gradients(sizes, kind, how, dtype):
                 check_error(a.bias.grad, b.bias.grad, 4, "bias", dtype)
         if pre is not None:
             assert pre[p.kept()].equal(kept[p.kept()])
+
+
+def test_what_kernels_do_not_take_has_a_reason():
+    p = Problem("even", "swiglu", "random", BF16)
+
+    def reason(spec=p.spec, up=p.up, x=p.x):
+        return unsupported_reason(experts.key(spec, x, p.order, up, p.down))
+
+    assert reason() is None
+    low = experts.Adapter(p.up.weight[:, :1], p.up.weight[:, :, :1], 1.0)
+    assert "adapters" in reason(up=p.up._replace(adapters=(low,)))
+    assert "input" in reason(dataclasses.replace(p.spec, weighs_input=True))
+    assert "'tanhshrink'" in reason(dataclasses.replace(p.spec, activation="tanhshrink"))
+    assert "float64" in reason(x=p.x.double())
