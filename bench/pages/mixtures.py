@@ -103,6 +103,7 @@ def frontier(root: Path = RESULTS) -> str:
     """Return bytes against time of every way, relative to transformers' eager layer."""
     parts = []
     for _, data in files(root):
+        products = data["machine"].get("products", "aten")
         for row in tables.current(data):
             eager = row["ways"]["eager"]
             found = [
@@ -111,5 +112,7 @@ def frontier(root: Path = RESULTS) -> str:
                 for name in WAYS if "step_ratio" in (way := row["ways"].get(name, {}))
             ]  # fmt: skip
             head = "way", "kept, of eager's", "step, of eager's"
-            parts.append(tables.folded(title(row), tables.markdown(head, found)))
+            parts.append(
+                tables.folded(f"{title(row)}, products: {products}", tables.markdown(head, found))
+            )
     return "\n\n".join(parts)

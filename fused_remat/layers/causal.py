@@ -187,7 +187,8 @@ class FusedRematCausalLayer(FusedLayer, CausalLayer):
         ordinary operations.
     Units: bytes kept per token at 16 bits, with Q = nhead * head_dim, K = kv_heads * head_dim and F
         gated, pre-norm: full 2·D, lean 2·D + 2·Q, balanced 4·D + 2·Q, fast 4·D + 4·Q + 4·K, none
-        4·F more, plus statistics (8 bytes, and 4·nhead where `attn` is kept).
+        4·F more, plus statistics (8 bytes, and 4·nhead where `attn` is kept); with experts, a byte
+        for each chosen expert, and what `ops.moe` lists.
     Raises: ValueError, TypeError for arguments and inputs that do not fit; RuntimeError for mixed
         dtypes, and in backward as `FusedRematLayer`.
     Source: Touvron et al. 2023; GQA: Ainslie et al. 2023; RoPE: Su et al. 2021.

@@ -215,7 +215,8 @@ def load_balancing_loss(
 def router_z_loss(router_logits: Tensor) -> Tensor:
     """Compute the mean of log(sum(exp(logits)))² over tokens, which keeps logits small.
 
-    Shapes: router_logits (..., E); returns () in float32 (float64 for float64).
+    Shapes: router_logits (..., E) of one layer (a model's `output.router_logits` has such a
+        tensor for each layer); returns () in float32 (float64 for float64).
     Source: Zoph et al. 2022, equation 5.
 
     >>> router_z_loss(torch.zeros(3, 1))

@@ -403,11 +403,13 @@ class _GroupedProduct(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, weight = ctx.saved_tensors
-        dx, dw = torch.zeros_like(x), torch.empty_like(weight)
+        dx, dw = torch.zeros_like(x), torch.empty_like(weight) if ctx.needs_input_grad[1] else None
         for i, rows in enumerate(ctx.groups):
-            dx[rows], dw[i] = dy[rows] @ weight[i].mT, x[rows].mT @ dy[rows]
+            dx[rows] = dy[rows] @ weight[i].mT
+            if dw is not None:
+                dw[i] = x[rows].mT @ dy[rows]
         return dx, dw, None
 
 

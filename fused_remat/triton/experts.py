@@ -18,8 +18,8 @@ from fused_remat.kernels.linear import Tile as KernelTile
 from fused_remat.kernels.pointwise import Matrix
 from fused_remat.moe_spec import CLAMPED, ExpertsSpec
 from fused_remat.steps import experts
-from fused_remat.steps.experts import Into, Order, Stack
 from fused_remat.steps.operations import faster
+from fused_remat.steps.stacks import Into, Order, Stack
 from fused_remat.triton import tables
 from fused_remat.triton.launch import Launch, Target, run, scratch, target_of
 from fused_remat.triton.operands import cdiv, contiguous_rows, operand, power_of_2
@@ -164,6 +164,7 @@ def experts_bwd_triton(
     act = None
     _stack_grads(dpre, x, None, rows, up_grads, up.transposed, "x", target)
     if needs_x:
+        assert dpre is not None
         dx = _sum(dpre, up, None, None, rows, x.shape[1], not up.transposed, target)
     return dx, dweights
 
@@ -288,11 +289,11 @@ def experts_act_bwd(
     )  # fmt: skip
     if dweights is None:
         return [launch]
-    args = sums, operand(dy), operand(bias), dweights, _rows(rows), k, blocks
+    read = sums, operand(dy), operand(bias), dweights, _rows(rows), k, blocks
     constants = {"TOP_K": rows.top_k, "BLOCK_M": rows.block_m, "BLOCK_N": 64}
     grid = (len(rows.tiles) if len(rows.pairs) else 0,)
     kernel = kernels.experts_weights_bwd_kernel
-    return [launch, Launch(kernel, grid, args, constants, device=dy.device)]
+    return [launch, Launch(kernel, grid, read, constants, device=dy.device)]
 
 
 def experts_dw(

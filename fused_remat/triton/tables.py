@@ -136,15 +136,15 @@ EXPERTS_TILES: dict[str, dict[str, tuple[Tile, ...]]] = {
         "interpreter": (Tile(32, 32, 32, 4, 1), Tile(16, 32, 16, 4, 1, parts=2, group=2)),
     },
     "experts_act_bwd": {
-        "hopper": (Tile(128, 128, 64, 8, 3, parts=2), Tile(64, 64, 64, 4, 4)),
-        "blackwell": (Tile(128, 128, 64, 8, 3, parts=2), Tile(64, 64, 64, 4, 4)),
+        "hopper": (Tile(128, 128, 64, 8, 3, parts=4), Tile(64, 64, 64, 4, 4, parts=2)),
+        "blackwell": (Tile(128, 128, 64, 8, 3, parts=4), Tile(64, 64, 64, 4, 4, parts=2)),
         "ampere": (Tile(128, 128, 32, 8, 4, parts=4), Tile(64, 64, 32, 4, 4)),
         "small": (Tile(128, 64, 32, 8, 3, parts=2), Tile(64, 64, 32, 4, 3)),
         "hip": (Tile(128, 128, 32, 8, 2, parts=4), Tile(64, 64, 32, 4, 2)),
         "interpreter": (Tile(32, 32, 32, 4, 1), Tile(16, 32, 16, 4, 1, parts=2, group=2)),
     },
     "experts_dw": {
-        "hopper": (Tile(128, 128, 64, 8, 3),),
+        "hopper": (Tile(128, 128, 64, 8, 4),),
         "blackwell": (Tile(128, 128, 64, 8, 3),),
         "ampere": (Tile(128, 128, 32, 8, 4),),
         "small": (Tile(128, 128, 32, 8, 3),),

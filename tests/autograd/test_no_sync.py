@@ -144,13 +144,18 @@ ELSEWHERE = {
 @pytest.mark.composes(
     "CUDA graphs",
     "no wait for the device and no copy in any op",
-    limits="packed sequences only on the triton backend",
+    limits="packed sequences and experts only on the triton backend",
 )
 @pytest.mark.parametrize("name", [name for name in CASES if name not in ELSEWHERE])
 @pytest.mark.parametrize("policy, p", [("full", 0.0), ("none", 0.1)])
 def test_ops(policy, p, name, backend):
+    """Of experts with the kernels: the loop of the eager backend reads how many tokens each has."""
     case, how = CASES[name], {"policy": policy, "backend": backend}
     tensors = on_device(case.tensors())
+    if name.startswith("moe") and backend == "eager":
+        with pytest.raises((AssertionError, NotImplementedError)), Observer():
+            case.op(tensors, p, **how)
+        return
     watched(lambda: case.op(tensors, p, **how), draws=int(p > 0 and case.dropout))
 
 

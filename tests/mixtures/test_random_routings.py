@@ -1,0 +1,94 @@
+"""Random mixtures of experts against plain PyTorch, and the losses of a router."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from plain_moe import moe_weights, plain_moe
+
+from fused_remat import ops
+from fused_remat.moe_spec import MoESpec, RouterSpec
+from fused_remat.policies import PRESETS
+from fused_remat.report.allocations import measure_allocations
+
+WIDTH, HIDDEN = 6, 4
+
+
+def run(spec: MoESpec, x: torch.Tensor, weights: dict[str, Any], policy: str) -> torch.Tensor:
+    router = spec.router
+    return ops.moe(
+        x, weights["router.weight"], weights["experts_up.weight"], weights["experts_down.weight"],
+        top_k=router.top_k, scores=router.scores, normalize=router.normalize, scale=router.scale,
+        correction=weights.get("router.correction"), groups=router.groups,
+        top_groups=router.top_groups, best=router.best, weighs_input=spec.weighs_input,
+        policy=policy, backend="eager",
+    )  # fmt: skip
+
+
+def drawn(choice: random.Random, seed: int) -> tuple[MoESpec, torch.Tensor, dict[str, Any]]:
+    experts = choice.randint(1, 9)
+    groups = choice.choice([n for n in range(1, experts + 1) if experts % n == 0])
+    top_groups = choice.randint(1, groups)
+    size = experts // groups
+    most = top_groups * size
+    router = RouterSpec(
+        experts=experts, top_k=choice.choice([1, most, choice.randint(1, most)]),
+        scores=choice.choice(["softmax", "sigmoid", "top_k_softmax"]),
+        normalize=choice.random() < 0.5, scale=choice.choice([1.0, 2.5]), groups=groups,
+        top_groups=top_groups, best=choice.randint(1, size), corrected=choice.random() < 0.3,
+    )  # fmt: skip
+    spec = MoESpec(router=router, weighs_input=choice.random() < 0.2)
+    weights = moe_weights(spec, WIDTH, HIDDEN, seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+    tokens = choice.randint(1, 20)
+    x = torch.randn(tokens, WIDTH, generator=generator, dtype=torch.float64)
+    if choice.random() < 0.3:  # all tokens go to the same experts; others are empty
+        x = x[:1] + 1e-3 * x
+    with torch.no_grad():
+        weights["router.weight"] *= choice.choice([0.5, 1.0, 3.0])
+    return spec, x.requires_grad_(), weights
+
+
+def test_200_random_routings() -> None:
+    choice = random.Random(0)
+    for seed in range(200):
+        spec, x, weights = drawn(choice, seed)
+        leaves = [x, *[t for t in weights.values() if t.requires_grad]]
+        expected, _ = plain_moe(spec, x, weights)
+        dy = torch.randn(x.shape, dtype=x.dtype, generator=torch.Generator().manual_seed(seed))
+        truth = torch.autograd.grad(expected, leaves, dy)
+        bits = []
+        for preset in ("full", "full", sorted(PRESETS)[seed % len(PRESETS)]):
+            y = run(spec, x, weights, preset)
+            bits.append((y, *torch.autograd.grad(y, leaves, dy)))
+        # Sums in another order; 1e-9 is far above rounding in float64.
+        for found, right in zip(bits[0], (expected, *truth), strict=True):
+            torch.testing.assert_close(
+                found, right, rtol=1e-9, atol=1e-9, msg=lambda m, s=(seed, spec): f"{s}: {m}"
+            )
+        assert all(map(torch.equal, bits[1], bits[0]))
+        assert all(map(torch.equal, bits[2], bits[0]))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_loss_of_transformers(masked: bool) -> None:
+    mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
+    layers = tuple([torch.randn(12, 5) * (i + 1) for i in range(3)])
+    mask = torch.ones(2, 6, dtype=torch.int64)
+    mask[1, 3:] = 0
+    given = mask if masked else None
+    theirs = mixtral.load_balancing_loss_func(layers, 5, 2, given)
+    torch.testing.assert_close(ops.load_balancing_loss(layers, 2, given), theirs)
+
+
+def test_transients_are_those_of_one_expert() -> None:
+    tokens, experts, width = 256, 16, 64
+    x = torch.eye(experts, width).repeat(tokens // experts, 1)  # token t goes to expert t % E
+    router = torch.eye(experts, width)
+    up, down = torch.randn(experts, 2 * width, width), torch.randn(experts, width, width)
+    with torch.no_grad():
+        found = measure_allocations(lambda: ops.moe(x, router, up, down, top_k=1, backend="eager"))
+    assert found.peak - found.net < tokens * experts * width * 4
