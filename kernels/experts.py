@@ -326,6 +326,15 @@ def _alike(acc, x):
 
 
 @triton.jit
+def _dot(a, b):
+    """Return the sum of a * b over columns, the same in all threads that hold a row's.
+
+    A product that were part of one thread's addition would be rounded in the others alone.
+    """
+    return tl.sum(tl.fma(a, tl.broadcast_to(b, a.shape), tl.zeros_like(a)), 1)
+
+
+@triton.jit
 def experts_act_bwd_kernel(
     dy, w, pre, weights_ptr, dpre, act, sums_ptr, rows, limit, alpha, F, K, COUNT,
     TOP_K: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
@@ -363,7 +372,7 @@ def experts_act_bwd_kernel(
             p, gate = _alike(p, gate)
         dgate, dup, y = gated_bwd(p * weight, gate, up, limit, alpha, ACT)
         if sums_ptr is not None:
-            total += tl.sum(p * y, 1)
+            total += _dot(p, y)
         if act is not None:
             store_narrow(act, offs_m, offs_n, mask, y * weight)
         if dpre is not None:
@@ -406,7 +415,7 @@ def experts_weights_bwd_kernel(
             offs_n = col + tl.arange(0, BLOCK_N)
             mask = (offs_n < N)[None, :]
             b = tl.load(bias.data + expert * bias.stride + offs_n, mask=offs_n < N, other=0.0)
-            total += tl.sum(load_wide(dy, tokens, offs_n, mask) * b.to(tl.float32)[None, :], 1)
+            total += _dot(load_wide(dy, tokens, offs_n, mask), b.to(tl.float32)[None, :])
     tl.store(dweights_ptr + pairs, total.to(dweights_ptr.dtype.element_ty), mask=exists)
 
 
@@ -490,4 +499,5 @@ def experts_bias_bwd_kernel(
     found = tl.sum(total, 0)
     if ADD:
         found += tl.load(ptrs, mask=offs_n < N, other=0.0).to(tl.float32)
+        tl.debug_barrier()  # several threads load an element, and one stores it
     tl.store(ptrs, found.to(dbias.data.dtype.element_ty), mask=offs_n < N)

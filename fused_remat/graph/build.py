@@ -398,3 +398,9 @@ def linear_cross_entropy_graph(loss: LinearCrossEntropy) -> Graph:
     b = BlockBuilder()
     b.add(loss)
     return b.graph("linear_cross_entropy")
+
+
+@block
+def with_side_outputs(graph: Graph, names: tuple[str, ...]) -> Graph:
+    """Return `graph` with the activations `names` as further results of a call."""
+    return replace(graph, side_outputs=names)

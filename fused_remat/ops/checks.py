@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,15 +30,21 @@ def run_tokens(
     policy: str | Policy,
     backend: str,
 ) -> Tensor:
-    """Run a block that works token by token on inputs (..., D), all of one shape but for widths."""
+    """Run a block that works token by token on inputs (..., D), all of one shape but for widths.
+
+    With `graph.side_outputs`, returns a tuple of the output and these.
+    """
     inputs = {}
     for name in graph.inputs:
         x = tensors[name]
         assert x is not None
         inputs[name] = x if x.dim() == 3 else x.reshape(-1, 1, x.shape[-1])
-    out = run_block(graph, policy, {**tensors, **inputs}, backend=backend, functions=functions)
+    out: Any = run_block(graph, policy, {**tensors, **inputs}, backend=backend, functions=functions)
     shape = tensors["input"].shape  # type: ignore[union-attr]
-    return out if len(shape) == 3 else out.view(*shape[:-1], out.shape[-1])
+    if len(shape) != 3:
+        views = [t.view(*shape[:-1], t.shape[-1]) for t in (out if graph.side_outputs else (out,))]
+        out = tuple(views) if graph.side_outputs else views[0]
+    return out  # type: ignore[no-any-return]
 
 
 def check_tensor(

@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from fused_remat.graph.build import block_graph
+from fused_remat.graph.build import block_graph, with_side_outputs
 from fused_remat.moe_spec import CLAMPED, MoESpec, RouterSpec
 from fused_remat.ops.activation import ActivationLike, known_activation
 from fused_remat.ops.checks import check_alike, check_shape, check_tensor, run_tokens
@@ -124,10 +123,11 @@ def moe(
     _check_shapes(x, spec, {**tensors, "router.correction": correction})
     block = BlockSpec(kind="moe", branches=(BranchSpec(op=spec),), residual=False)
     tensors |= {"input": x, "router.correction": correction}
-    y = run_tokens(block_graph(block), tensors, {}, policy, backend)
-    if not return_router_logits:
-        return y
-    return y, F.linear(x.reshape(-1, x.shape[-1]), router_weight, router_bias)
+    graph = block_graph(block)
+    if return_router_logits:
+        graph = with_side_outputs(graph, ("router",))
+    out: Any = run_tokens(graph, tensors, {}, policy, backend)
+    return (out[0], out[1].reshape(-1, router.experts)) if return_router_logits else out
 
 
 def _shared(tensors: Mapping[str, Tensor | None], activation: ActivationLike) -> MLPSpec | None:

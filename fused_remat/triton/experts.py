@@ -279,12 +279,12 @@ def experts_act_bwd(
     blocks, sums = cdiv(f, tile.block_n), None
     if dweights is not None:
         sums = scratch(weights, (blocks, len(rows.pairs)))
-    args = (
+    given = (
         operand(dy), _stack(weight), operand(pre), weights, operand(dpre), operand(act), sums,
         _rows(rows), spec.limit, spec.alpha, f, k,
     )  # fmt: skip
     launch = _over(
-        kernels.experts_act_bwd_kernel, "experts_act_bwd", args, rows, f, k, dy, target, tile,
+        kernels.experts_act_bwd_kernel, "experts_act_bwd", given, rows, f, k, dy, target, tile,
         W_IS_KN=is_kn, **_act(spec, True),
     )  # fmt: skip
     if dweights is None:

@@ -92,3 +92,23 @@ def test_transients_are_those_of_one_expert() -> None:
     with torch.no_grad():
         found = measure_allocations(lambda: ops.moe(x, router, up, down, top_k=1, backend="eager"))
     assert found.peak - found.net < tokens * experts * width * 4
+
+
+@pytest.mark.parametrize("shape", [(5,), (2, 5), (2, 3, 2)], ids=str)
+def test_router_logits_are_the_blocks_own(shape: tuple[int, ...]) -> None:
+    spec = MoESpec(router=RouterSpec(experts=4, top_k=2))
+    weights = moe_weights(spec, WIDTH, HIDDEN)
+    x = torch.randn(*shape, WIDTH, dtype=torch.float64, requires_grad=True)
+    leaves = [x, *weights.values()]
+    z, expected = plain_moe(spec, x.reshape(-1, WIDTH), weights)
+    loss = z.square().sum() + expected.logsumexp(-1).square().sum()
+    truth = torch.autograd.grad(loss, leaves)
+    for preset in sorted(PRESETS):
+        y, logits = ops.moe(
+            x, weights["router.weight"], weights["experts_up.weight"],
+            weights["experts_down.weight"], top_k=2, return_router_logits=True, policy=preset,
+        )  # fmt: skip
+        torch.testing.assert_close(logits, expected, rtol=1e-10, atol=1e-10)
+        loss = y.square().sum() + logits.logsumexp(-1).square().sum()
+        for a, b in zip(torch.autograd.grad(loss, leaves), truth, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)

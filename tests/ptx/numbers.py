@@ -122,6 +122,13 @@ def _arithmetic(i: Instruction, k: Registers) -> Step:
     name = i.parts[0]
     if "wide" in i.parts:
         return _wide(i, k)
+    if i.parts in (["mul", "hi", "s32"], ["mul", "hi", "u32"]):
+        given = dtype_of(i.type)
+        into = i8 if given is i4 else u8
+        return pure(
+            i, k, lambda a, b: ((a.astype(into) * b.astype(into)) >> into(32)).astype(given),
+            given, given, given,
+        )  # fmt: skip
     only(i, *_ROUNDING)
     if name == "mad" and i.type[0] == "f":
         raise i.unknown()
@@ -258,6 +265,19 @@ def _field(i: Instruction, k: Registers) -> Step:
         return np.where(n == 0, 0, found).astype(dtype)
 
     return pure(i, k, field, dtype, dtype, u4, u4)
+
+
+@instruction("shf")
+def _funnel(i: Instruction, k: Registers) -> Step:
+    """The upper half of two registers, b above a, moved left by n modulo 32."""
+    if i.parts[1:] != ["l", "wrap", "b32"]:
+        raise i.unknown()
+
+    def funnel(a, b, n):
+        both = (b.astype(u8) << u8(32)) | a
+        return ((both << (n & u4(31)).astype(u8)) >> u8(32)).astype(u4)
+
+    return pure(i, k, funnel, u4, u4, u4, u4)
 
 
 @instruction("popc")

@@ -67,6 +67,8 @@ INTEGERS = [
     ("mul.lo.s32", "s32 s32 s32", multiply), ("mul.lo.s64", "s64 s64 s64", multiply),
     ("mad.lo.s32", "s32 s32 s32 s32", multiply_add),
     ("mad.lo.s64", "s64 s64 s64 s64", multiply_add),
+    ("mul.hi.s32", "s32 s32 s32", lambda a, b: a * b >> 32),
+    ("mul.hi.u32", "u32 u32 u32", lambda a, b: a * b >> 32),
     ("mul.wide.s32", "s64 s32 s32", multiply), ("mul.wide.u32", "u64 u32 u32", multiply),
     ("mul.wide.s16", "s32 s16 s16", multiply), ("mul.wide.u16", "u32 u16 u16", multiply),
     ("mad.wide.s32", "s64 s32 s32 s64", multiply_add),
@@ -218,6 +220,13 @@ def test_bfe(kind):
         f"bfe.{kind}", f"{kind} {kind} u32 u32",
         lambda a, p, n: field(a & 0xFFFFFFFF, p, n, kind == "s32"), rows=FIELD,
     )  # fmt: skip
+
+
+def test_shf():
+    def funnel(a, b, n):
+        return ((b << 32 | a) << n % 32 >> 32) & 0xFFFFFFFF
+
+    check("shf.l.wrap.b32", "u32 u32 u32 u32", funnel)
 
 
 def test_prmt():

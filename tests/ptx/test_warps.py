@@ -27,6 +27,7 @@ def draw():
 
 SOURCES = {
     "idx": lambda lane, by: by & 31, "bfly": lambda lane, by: lane ^ (by & 31),
+    "up": lambda lane, by: lane - (by & 31),
 }  # fmt: skip
 
 
@@ -35,11 +36,12 @@ def test_shfl(how):
     """PTX ISA 9.7.9.6: beyond the clamp a lane keeps its own."""
     x = draw()
     for by in (0, 1, 3, 16, 31, 33):
-        for edge in (31, 15):
+        for edge in (0, 7) if how == "up" else (31, 15):
             found = of_lanes(f"shfl.sync.{how}.b32 %r9, %r3, {by}, {edge}, -1;", x)
             for lane in range(128):
                 source = SOURCES[how](lane % 32, by)
-                assert found[lane] == x[lane // 32 * 32 + source if source <= edge else lane]
+                inside = source >= edge if how == "up" else source <= edge
+                assert found[lane] == x[lane // 32 * 32 + source if inside else lane]
 
 
 def test_shfl_of_each_lane():

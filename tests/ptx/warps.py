@@ -52,14 +52,17 @@ def _shuffle(i: Instruction, k: Registers) -> Step:
     if i.type != "b32" or "|" in into or edge >> 8:
         raise i.unknown()
     write, read, far = k.write(into, u4), k.read(given, u4), k.read(distance, u4)
-    move = {"bfly": lambda n: _LANE ^ n, "idx": lambda n: n + 0 * _LANE}[how]
+    move = {
+        "bfly": lambda n: _LANE ^ n, "idx": lambda n: n + 0 * _LANE, "up": lambda n: _LANE - n,
+    }[how]  # fmt: skip
 
     def step(m: Machine, mask: Mask) -> None:
         x, n = read(m.R), far(m.R).astype(i8) & 31
         together(m, mask)
         if x.size > 1:
             source = move(n.reshape(-1, 32) if n.size > 1 else n)
-            source = np.broadcast_to(np.where(source <= edge, source, _LANE), (m.warps, 32))
+            inside = source >= edge if how == "up" else source <= edge
+            source = np.broadcast_to(np.where(inside, source, _LANE), (m.warps, 32))
             x = np.take_along_axis(x.reshape(-1, 32), source, 1).reshape(-1)
         write(m, x, mask)
 
