@@ -58,7 +58,7 @@ def is_rare(ctx: Any, dy: Tensor) -> bool:
         or ctx.accumulation is not None
         or torch.is_grad_enabled()
         or torch.compiler.is_compiling()
-        or _functorch.is_legacy_batchedtensor(dy)
+        or _functorch.is_legacy_batchedtensor(dy)  # as `is_batched`, without a call
         or _functorch.is_batchedtensor(dy)
         or not asks_all(ctx)
     )
