@@ -19,8 +19,8 @@ from fused_remat.kernels.linear import Tile as KernelTile
 from fused_remat.kernels.pointwise import Matrix
 from fused_remat.moe_spec import CLAMPED, ExpertsSpec
 from fused_remat.steps import experts
-from fused_remat.steps.experts import Into, Order, Stack
 from fused_remat.steps.operations import faster
+from fused_remat.steps.stacks import Into, Order, Stack
 from fused_remat.triton import tables
 from fused_remat.triton.launch import Launch, Target, run, scratch, target_of
 from fused_remat.triton.operands import cdiv, contiguous_rows, operand, power_of_2

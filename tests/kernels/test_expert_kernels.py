@@ -12,7 +12,8 @@ from torch import Tensor
 
 from fused_remat.moe_spec import ExpertsSpec
 from fused_remat.steps import experts
-from fused_remat.steps.experts import Into, Order, Stack, StackGrads, experts_order
+from fused_remat.steps.experts import experts_order
+from fused_remat.steps.stacks import Into, Order, Stack, StackGrads
 from fused_remat.triton.experts import unsupported_reason
 
 F32 = torch.float32
