@@ -13,7 +13,7 @@ from torch import Tensor
 from fused_remat.moe_spec import ExpertsSpec
 from fused_remat.steps import experts
 from fused_remat.steps.experts import experts_order
-from fused_remat.steps.stacks import Into, Order, Stack, StackGrads
+from fused_remat.steps.stacks import Adapter, Into, Order, Stack, StackGrads
 from fused_remat.triton.experts import unsupported_reason
 
 F32 = torch.float32
@@ -175,7 +175,7 @@ def test_what_kernels_do_not_take_has_a_reason():
         return unsupported_reason(experts.key(spec, x, p.order, up, p.down))
 
     assert reason() is None
-    low = experts.Adapter(p.up.weight[:, :1], p.up.weight[:, :, :1], 1.0)
+    low = Adapter(p.up.weight[:, :1], p.up.weight[:, :, :1], 1.0)
     assert "adapters" in reason(up=p.up._replace(adapters=(low,)))
     assert "input" in reason(dataclasses.replace(p.spec, weighs_input=True))
     assert "'tanhshrink'" in reason(dataclasses.replace(p.spec, activation="tanhshrink"))

@@ -54,8 +54,8 @@ KNOWN: dict[str, dict[str, dict[str, float]]] = {
         {"first_peak": 3.07}},
     "torchvision_vit": {"bare": {"first_peak": 6.61}, "lora": {"peak": 1.09, "first_peak":
         13.88}},
-    # Terms of A_log's gradient cancel, in float32 on some CPUs: 1.2e-4 of it on an Intel Xeon.
-    "Qwen3NextForCausalLM": {"bare": {"gradients": 1.5e-4}, "cache": {"gradients": 1.5e-4}},
+    # Terms of A_log's gradient cancel, in float32 on some CPUs: 1.8e-4 of it on an Intel Xeon.
+    "Qwen3NextForCausalLM": {"bare": {"gradients": 2.5e-4}, "cache": {"gradients": 2.5e-4}},
     # The states that a step writes are no activations.
     "RecurrentGemmaForCausalLM": {"nf4": {"kept": 1, "peak": 1.18}, "int8": {"kept": 1, "peak":
         1.14}},
