@@ -42,6 +42,8 @@ OURS = {
     "attention_masks": "attention",
     "cross_entropy": "products",
     "dropout": "pointwise",
+    "experts": "products",
+    "experts_bwd": "products",
     "linear": "products",
     "mlp": "products",
     "norms": "norms",
