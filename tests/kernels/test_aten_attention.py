@@ -135,7 +135,7 @@ def test_a_shifted_mask_changes_no_probability(shape, far):
     q, k = torch.randn(2, 4, 7, 8), torch.randn(2, 4, 5, 8)
     mask = torch.randn(shape, dtype=torch.float64) * 5 + far
     mask.view(-1)[0] = -torch.inf
-    bias, nothing = attention_aten._bias(mask, q, k)
+    bias, nothing = attention_aten._bias(mask, q, k, sinks=False)
     wide = mask[(None,) * (4 - mask.dim())]
     assert torch.equal(nothing, (wide == -torch.inf).all(-1, keepdim=True))
     assert bias.shape == (2, wide.shape[1], 7, 5) and bias.dtype == q.dtype
