@@ -1,12 +1,14 @@
 """Experts one after the other, by any products of matrices.
 
-The rows of an expert's tokens are gathered once, and no transient is larger than the tokens of one
-expert. The numbers of tokens are read on the host, once for an operation.
+All but the products is computed for a run of experts at once. A run with more than one expert has
+at most `ROWS` rows, so no transient has more rows than that or than the tokens of one expert. The
+numbers of tokens are read on the host, once for an operation.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -18,6 +20,8 @@ from fused_remat.steps.activation import ACTIVATIONS
 from fused_remat.steps.linear import LOW, linear_dw, linear_dx, linear_fwd, widens
 from fused_remat.steps.stacks import Into, Operands, Order, Stack, StackGrads
 
+#: The most rows of a run with more than one expert: for so few, calls cost more than arithmetic.
+ROWS = 256
 #: Gradients of x and of the weights.
 Grads = tuple[Tensor | None, Tensor | None]
 
@@ -42,29 +46,43 @@ def _dw(dy: Tensor, x: Tensor, grad: Tensor, into: Into) -> None:
 ATEN = Products(linear_fwd, linear_dx, _dw)
 
 
-class _Rows(NamedTuple):
-    """The pairs of one expert."""
+class _Run(NamedTuple):
+    """The pairs of consecutive experts."""
 
-    expert: int
+    experts: list[tuple[int, slice]]  # an expert, and its rows of the run's
     span: slice  # of the pairs in order
     tokens: Tensor
     weights: Tensor  # (rows, 1); none where the operation has none
 
+    def add(self, rows: Tensor, sums: Tensor) -> None:
+        """Add rows to those of their tokens, in a fixed order: a token has an expert once."""
+        for _, span in self.experts:
+            sums.index_add_(0, self.tokens[span], rows[span])
 
-def _experts(
+
+def _runs(
     spec: ExpertsSpec, order: Order, weights: Tensor | None, *grads: StackGrads
-) -> Iterator[_Rows]:
+) -> Iterator[_Run]:
     """Yield the experts that have tokens, and set the gradients of the others to 0."""
-    fresh = [into.grad for each in grads for into in each.buffers if into.fresh]
-    tokens, start = order.pairs // spec.top_k, 0
-    column = tokens if weights is None else weights.reshape(-1)[order.pairs].unsqueeze(1)
-    for expert, end in enumerate(order.ends.tolist()):
-        if end > start:
-            yield _Rows(expert, slice(start, end), tokens[start:end], column[start:end])
+    runs: list[list[tuple[int, int, int]]] = []
+    for expert, (start, end) in enumerate(pairwise([0, *order.ends.tolist()])):
+        if start == end:
+            for into in (into for each in grads for into in each.buffers if into.fresh):
+                into.grad[expert].zero_()
+        elif runs and end - runs[-1][0][1] <= ROWS:
+            runs[-1].append((expert, start, end))
         else:
-            for grad in fresh:
-                grad[expert].zero_()
-        start = end
+            runs.append([(expert, start, end)])
+    tokens = order.pairs // spec.top_k
+    column = tokens if weights is None else weights.reshape(-1)[order.pairs].unsqueeze(1)
+    for run in runs:
+        first, last = run[0][1], run[-1][2]
+        experts = [(expert, slice(start - first, end - first)) for expert, start, end in run]
+        yield _Run(experts, slice(first, last), tokens[first:last], column[first:last])
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def up_fwd(
@@ -77,8 +95,8 @@ def up_fwd(
 ) -> Tensor:
     """Compute `experts_up_fwd` by `products`."""
     pre = x.new_empty((len(order.pairs), up.out_features))
-    for rows in _experts(spec, order, weights):
-        _product(products, _input(spec, x, rows), up, rows.expert, pre[rows.span])
+    for run in _runs(spec, order, weights):
+        _product(products, _input(spec, x, run), up, run, pre[run.span])
     return pre
 
 
@@ -87,8 +105,8 @@ def down_fwd(
 ) -> Tensor:
     """Compute `experts_down_fwd` by `products`."""
     y = zeros(pre, len(weights), down.out_features)
-    for rows in _experts(spec, order, weights):
-        _add_down(products, spec, pre[rows.span], rows, down, y)
+    for run in _runs(spec, order, weights):
+        _add_down(products, spec, pre[run.span], run, down, y)
     return y.to(pre.dtype)
 
 
@@ -103,9 +121,9 @@ def fwd(
 ) -> Tensor:
     """Compute `experts_fwd` by `products`."""
     y = zeros(x, len(weights), down.out_features)
-    for rows in _experts(spec, order, weights):
-        pre = _product(products, _input(spec, x, rows), up, rows.expert)
-        _add_down(products, spec, pre, rows, down, y)
+    for run in _runs(spec, order, weights):
+        pre = _product(products, _input(spec, x, run), up, run)
+        _add_down(products, spec, pre, run, down, y)
         del pre
     return y.to(x.dtype)
 
@@ -116,32 +134,36 @@ def zeros(like: Tensor, rows: int, width: int) -> Tensor:
     return torch.zeros((rows, width), dtype=dtype, device=like.device)
 
 
-def _input(spec: ExpertsSpec, x: Tensor, rows: _Rows) -> Tensor:
-    xe = x[rows.tokens]
-    return xe.mul_(rows.weights) if spec.weighs_input else xe
+def _input(spec: ExpertsSpec, x: Tensor, run: _Run) -> Tensor:
+    xe = x[run.tokens]
+    return xe.mul_(run.weights) if spec.weighs_input else xe
 
 
 def _product(
-    products: Products, x: Tensor, stack: Stack, expert: int, out: Tensor | None = None
+    products: Products, x: Tensor, stack: Stack, run: _Run, out: Tensor | None = None
 ) -> Tensor:
-    """Return x @ matrix.T + bias, with low-rank updates."""
-    bias = None if stack.bias is None else stack.bias[expert].to(x.dtype)
-    y = products.fwd(x, stack.matrix(expert, x.dtype), bias, out=out)
-    for adapter in stack.adapters:
-        low = F.linear(x, adapter.a[expert].to(x.dtype))
-        y.addmm_(low, adapter.b[expert].t().to(x.dtype), alpha=adapter.scale)
-    return y
+    """Return x @ matrix.T + bias of each expert, with low-rank updates."""
+    parts = []
+    for expert, span in run.experts:
+        xe, bias = x[span], None if stack.bias is None else stack.bias[expert].to(x.dtype)
+        into = None if out is None else out[span]
+        y = products.fwd(xe, stack.matrix(expert, x.dtype), bias, out=into)
+        for adapter in stack.adapters:
+            low = F.linear(xe, adapter.a[expert].to(x.dtype))
+            y.addmm_(low, adapter.b[expert].t().to(x.dtype), alpha=adapter.scale)
+        parts.append(y)
+    return _joined(parts) if out is None else out
 
 
 def _add_down(
-    products: Products, spec: ExpertsSpec, pre: Tensor, rows: _Rows, down: Stack, y: Tensor
+    products: Products, spec: ExpertsSpec, pre: Tensor, run: _Run, down: Stack, y: Tensor
 ) -> None:
     act = activation(spec, pre)
     before = not spec.weighs_input and down.bias is None
     if before:
-        act.mul_(rows.weights)
-    ye = _product(products, act, down, rows.expert).to(y.dtype)
-    y.index_add_(0, rows.tokens, ye if before or spec.weighs_input else ye.mul_(rows.weights))
+        act.mul_(run.weights)
+    ye = _product(products, act, down, run).to(y.dtype)
+    run.add(ye if before or spec.weighs_input else ye.mul_(run.weights), y)
 
 
 def columns(spec: ExpertsSpec, pre: Tensor) -> tuple[Tensor, Tensor]:
@@ -209,7 +231,7 @@ def _clamped_vjp(
 
 
 class _Backward:
-    """Backward of both products, an expert at a time."""
+    """Backward of both products, a run of experts at a time."""
 
     def __init__(
         self, products: Products, read: Operands, up_grads: StackGrads, down_grads: StackGrads
@@ -225,48 +247,48 @@ class _Backward:
         self.needs_up = self.needs_input or up_grads.needed
         self.needs_act = self.needs_up or read.needs_weights
 
-    def experts(self, *grads: StackGrads) -> Iterator[_Rows]:
-        return _experts(self.spec, self.read.order, self.read.weights, *grads)
+    def runs(self, *grads: StackGrads) -> Iterator[_Run]:
+        return _runs(self.spec, self.read.order, self.read.weights, *grads)
 
-    def input(self, rows: _Rows) -> tuple[Tensor | None, Tensor | None]:
+    def input(self, run: _Run) -> tuple[Tensor | None, Tensor | None]:
         """Return the rows of x, and what the first product reads."""
-        xe = None if self.read.x is None else self.read.x[rows.tokens]
+        xe = None if self.read.x is None else self.read.x[run.tokens]
         if xe is None or not self.spec.weighs_input:
             return xe, xe
-        return xe, (xe * rows.weights).to(xe.dtype)
+        return xe, (xe * run.weights).to(xe.dtype)
 
-    def second(self, rows: _Rows, scaled: Tensor | None) -> Tensor | None:
+    def second(self, run: _Run, scaled: Tensor | None) -> Tensor | None:
         """Add the gradients of the second product; return that of the pre-activations."""
         read = self.read
         if read.pre is None:
             assert scaled is not None
-            pre = _product(self.products, scaled, read.up, rows.expert)
+            pre = _product(self.products, scaled, read.up, run)
         else:
-            pre = read.pre[rows.span]
+            pre = read.pre[run.span]
         act, vjp = activation_vjp(self.spec, pre)
-        given = self.products, self.spec, read.dy[rows.tokens], act, rows
+        given = self.products, self.spec, read.dy[run.tokens], act, run
         dact, dweights = _down_bwd(*given, read.down, self.down_grads, self.needs_act)
         del act, pre, given
         if self.sums is not None and dweights is not None:
-            self.sums[rows.span] = dweights
+            self.sums[run.span] = dweights
         if not self.needs_up:
             return None
         assert dact is not None
         return vjp(dact)
 
-    def first(self, rows: _Rows, d: Tensor, xe: Tensor | None, scaled: Tensor | None) -> None:
+    def first(self, run: _Run, d: Tensor, xe: Tensor | None, scaled: Tensor | None) -> None:
         """Add the gradients of the first product, from that of its result."""
-        given = self.products, d, scaled, self.read.up, self.up_grads, rows.expert
+        given = self.products, d, scaled, self.read.up, self.up_grads, run
         dxe = _stack_bwd(*given, self.needs_input)
         if dxe is None:
             return
         if self.spec.weighs_input:
             if self.sums is not None:
                 assert xe is not None
-                self.sums[rows.span] = dot(dxe, xe)
-            dxe.mul_(rows.weights)
+                self.sums[run.span] = dot(dxe, xe)
+            dxe.mul_(run.weights)
         if self.dx is not None:
-            self.dx.index_add_(0, rows.tokens, dxe.to(self.dx.dtype))
+            run.add(dxe.to(self.dx.dtype), self.dx)
 
     def result(self) -> tuple[Tensor | None, Tensor | None]:
         dx = None if self.dx is None else self.dx.to(self.like.dtype)
@@ -276,11 +298,11 @@ class _Backward:
 def bwd(products: Products, read: Operands, *grads: StackGrads) -> Grads:
     """Compute `experts_bwd` by `products`; `grads`: of the first stack and of the second."""
     both = _Backward(products, read, *grads)
-    for rows in both.experts(*grads):
-        xe, scaled = both.input(rows)
-        d = both.second(rows, scaled)
+    for run in both.runs(*grads):
+        xe, scaled = both.input(run)
+        d = both.second(run, scaled)
         if d is not None:
-            both.first(rows, d, xe, scaled)
+            both.first(run, d, xe, scaled)
         del d, xe, scaled
     return both.result()
 
@@ -293,16 +315,16 @@ def bwd_stages(
     del down_grads  # the gradients that the caller takes are not held here
     both.needs_up = both.needs_act = True
     ds = read.dy.new_empty((len(read.order.pairs), read.up.out_features))
-    for rows in both.experts(both.down_grads):
-        d = both.second(rows, both.input(rows)[1])
+    for run in both.runs(both.down_grads):
+        d = both.second(run, both.input(run)[1])
         assert d is not None
-        ds[rows.span] = d
+        ds[run.span] = d
         del d
     both.down_grads = StackGrads()
     yield None, None
     both.up_grads = up_grads()
-    for rows in both.experts(both.up_grads):
-        both.first(rows, ds[rows.span], *both.input(rows))
+    for run in both.runs(both.up_grads):
+        both.first(run, ds[run.span], *both.input(run))
     yield both.result()
 
 
@@ -326,22 +348,23 @@ def _down_bwd(
     spec: ExpertsSpec,
     dy: Tensor,
     act: Tensor,
-    rows: _Rows,
+    run: _Run,
     down: Stack,
     grads: StackGrads,
     needs_act: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of one expert's activation, which is overwritten, and its weights."""
+    """Return the gradients of a run's activation, which is overwritten, and of its weights."""
     if spec.weighs_input:
-        return _stack_bwd(products, dy, act, down, grads, rows.expert, needs_act), None
-    p = _dx(products, dy, down, rows.expert) if needs_act else None
+        return _stack_bwd(products, dy, act, down, grads, run, needs_act), None
+    p = _dx(products, dy, down, run) if needs_act else None
     dw = None if p is None else dot(p, act)
     if dw is not None and down.bias is not None:
-        dw += dot(dy, down.bias[rows.expert].to(dy.dtype).expand_as(dy))
+        for expert, span in run.experts:
+            dw[span] += dot(dy[span], down.bias[expert].to(dy.dtype))
     if grads.needed:
-        act.mul_(rows.weights)
-        _add_stack_grads(products, dy, act, down, grads, rows.expert, rows.weights)
-    return None if p is None else p.mul_(rows.weights), dw
+        act.mul_(run.weights)
+        _add_stack_grads(products, dy, act, down, grads, run, run.weights)
+    return None if p is None else p.mul_(run.weights), dw
 
 
 def _stack_bwd(
@@ -350,21 +373,25 @@ def _stack_bwd(
     x: Tensor | None,
     stack: Stack,
     grads: StackGrads,
-    expert: int,
+    run: _Run,
     needs_x: bool,
 ) -> Tensor | None:
-    """Add the gradients of an expert's matrix, bias and updates; return that of x if needed."""
+    """Add the gradients of the experts' matrices, biases and updates; return x's if needed."""
     if grads.needed:
-        _add_stack_grads(products, dy, x, stack, grads, expert, None)
-    return _dx(products, dy, stack, expert) if needs_x else None
+        _add_stack_grads(products, dy, x, stack, grads, run, None)
+    return _dx(products, dy, stack, run) if needs_x else None
 
 
-def _dx(products: Products, dy: Tensor, stack: Stack, expert: int) -> Tensor:
-    dx = products.dx(dy, stack.matrix(expert, dy.dtype))
-    for adapter in stack.adapters:
-        low = dy @ adapter.b[expert].to(dy.dtype)
-        dx.addmm_(low, adapter.a[expert].to(dy.dtype), alpha=adapter.scale)
-    return dx
+def _dx(products: Products, dy: Tensor, stack: Stack, run: _Run) -> Tensor:
+    parts = []
+    for expert, span in run.experts:
+        dye = dy[span]
+        dx = products.dx(dye, stack.matrix(expert, dy.dtype))
+        for adapter in stack.adapters:
+            low = dye @ adapter.b[expert].to(dy.dtype)
+            dx.addmm_(low, adapter.a[expert].to(dy.dtype), alpha=adapter.scale)
+        parts.append(dx)
+    return _joined(parts)
 
 
 def _add_stack_grads(
@@ -373,10 +400,24 @@ def _add_stack_grads(
     x: Tensor | None,
     stack: Stack,
     grads: StackGrads,
-    expert: int,
+    run: _Run,
     weights: Tensor | None,
 ) -> None:
-    """Add the gradients of an expert's matrix, bias and updates; `weights` are those of dy."""
+    """Add the gradients of the experts' matrices, biases and updates; `weights` are dy's."""
+    for expert, span in run.experts:
+        own = [None if t is None else t[span] for t in (x, weights)]
+        _add_expert_grads(products, stack, grads, expert, dy[span], *own)
+
+
+def _add_expert_grads(
+    products: Products,
+    stack: Stack,
+    grads: StackGrads,
+    expert: int,
+    dy: Tensor,
+    x: Tensor | None,
+    weights: Tensor | None,
+) -> None:
     if grads.bias is not None:
         wide = dy.to(torch.promote_types(dy.dtype, torch.float32))
         total = wide.sum(0) if weights is None else (wide * weights).sum(0)

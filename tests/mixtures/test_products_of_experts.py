@@ -97,6 +97,18 @@ def check(found: list[Tensor], expected: list[Tensor], tolerance: float) -> None
         )
 
 
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_runs_of_experts_give_what_one_at_a_time_gives(
+    kind: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With 1, every run is an expert; products of parts of a matrix may differ by alignment."""
+    problem = Problem(kind, "odd groups")
+    expected = problem.run(experts_loop, experts_loop.ATEN)
+    monkeypatch.setattr(experts_loop, "ROWS", rows)
+    check(problem.run(experts_loop, experts_loop.ATEN), expected, 1e-6)
+
+
 needs_grouped = pytest.mark.skipif(
     experts_grouped.PRODUCT is None, reason="this PyTorch has no grouped products"
 )
