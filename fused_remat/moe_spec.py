@@ -8,12 +8,12 @@ MoESpec: operation of a `spec.BranchSpec`
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from fused_remat.spec import USER_FUNCTION, MLPSpec, linear_params
 
-#: Activations of an expert's gate that are no rows of `steps.activation.ACTIVATIONS`.
+#: Activations of an expert's gate that are no entries of `steps.activation.ACTIVATIONS`.
 CLAMPED = "clamped_swish"
 
 
@@ -70,12 +70,11 @@ class RouterSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExpertsSpec:
-    """Experts with stacked weights: y = sum of weight * down(act(up(x))) over a token's experts.
+class ExpertSpec:
+    """What each expert computes: down(act(up(x))).
 
     Attributes:
-        experts, top_k: as in `RouterSpec`.
-        activation: a row of `steps.activation.ACTIVATIONS`, of up(x), or of the gate; or
+        activation: an entry of `steps.activation.ACTIVATIONS`, of up(x), or of the gate; or
             "clamped_swish": (min(max(up, -limit), limit) + 1) * g * sigmoid(alpha * g), where g is
             min(gate, limit) (gpt-oss).
         gated: whether the first product has a gate and an up projection, side by side.
@@ -85,8 +84,6 @@ class ExpertsSpec:
         limit, alpha: of "clamped_swish".
     """
 
-    experts: int
-    top_k: int
     activation: str = "silu"
     gated: bool = True
     interleaved: bool = False
@@ -112,15 +109,25 @@ class ExpertsSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MoESpec:
+class ExpertsSpec(ExpertSpec):
+    """Experts with stacked weights: y = sum of weight * expert(x) over a token's experts.
+
+    Attributes:
+        experts, top_k: as in `RouterSpec`.
+    """
+
+    experts: int
+    top_k: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoESpec(ExpertSpec):
     """A mixture of experts: the weighted sum of a token's experts, and of a shared expert.
 
     A dense MLP that is added to them is a branch of its own, with `BranchSpec.parallel`.
 
     Attributes:
         router: the choice of experts; it also counts them.
-        activation, gated, interleaved, transposed, weighs_input, limit, alpha: of each expert, as
-            in `ExpertsSpec`.
         shared: an MLP that all tokens go through, or None.
         shared_gate: whether its result is multiplied by sigmoid of a linear layer of one column,
             "shared_router" (Qwen2-MoE).
@@ -130,17 +137,11 @@ class MoESpec:
     """
 
     router: RouterSpec
-    activation: str = "silu"
-    gated: bool = True
-    interleaved: bool = False
-    transposed: bool = False
-    weighs_input: bool = False
-    limit: float = 0.0
-    alpha: float = 0.0
     shared: MLPSpec | None = None
     shared_gate: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         shared = self.shared
         if shared is None and self.shared_gate:
             raise ValueError("shared_gate=True needs a shared expert, got shared=None")
@@ -149,22 +150,12 @@ class MoESpec:
                 "a shared expert needs the name of an activation and no dropout, got "
                 f"activation={shared.activation!r} and dropout={shared.dropout}"
             )
-        _ = self.experts  # which checks the fields
 
     @property
     def experts(self) -> ExpertsSpec:
         """The experts without the router."""
-        return ExpertsSpec(
-            experts=self.router.experts,
-            top_k=self.router.top_k,
-            activation=self.activation,
-            gated=self.gated,
-            interleaved=self.interleaved,
-            transposed=self.transposed,
-            weighs_input=self.weighs_input,
-            limit=self.limit,
-            alpha=self.alpha,
-        )
+        own = {f.name: getattr(self, f.name) for f in fields(ExpertSpec)}
+        return ExpertsSpec(experts=self.router.experts, top_k=self.router.top_k, **own)
 
     @property
     def dropout(self) -> float:

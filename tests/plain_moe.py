@@ -36,8 +36,13 @@ def plain_routing(
     return torch.zeros_like(scores).scatter(-1, chosen, weights * spec.scale), chosen
 
 
-def plain_moe(spec: MoESpec, x: Tensor, weights: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """Return the mixture of x (T, D) and the router's logits; `weights` by the block's names."""
+def plain_moe(
+    spec: MoESpec, x: Tensor, weights: Mapping[str, Any], dropped: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the mixture of x (T, D) and the router's logits; `weights` by the block's names.
+
+    `dropped`: the pairs (T, E) of a token and an expert that is not computed.
+    """
 
     def linear(name: str, x: Tensor) -> Tensor:
         return F.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
@@ -54,6 +59,7 @@ def plain_moe(spec: MoESpec, x: Tensor, weights: Mapping[str, Any]) -> tuple[Ten
         pre = F.linear(x * w if spec.weighs_input else x, up, biases[0])
         out = F.linear(_activated(spec, pre), down, biases[1])
         hit = (chosen == e).any(-1, keepdim=True)
+        hit = hit if dropped is None else hit & ~dropped[:, e : e + 1]
         y = y + torch.where(hit, out if spec.weighs_input else out * w, 0.0)
     if spec.shared is not None:
         act = F.silu(linear("shared_gate", x)) if spec.shared.gated else 1.0

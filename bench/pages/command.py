@@ -18,6 +18,7 @@ from pathlib import Path
 from bench import figures
 from bench.figures import Picture
 from bench.measure.machine import ROOT
+from bench.pages import mixtures
 from bench.pages.frontier import sets
 from bench.pages.overview import shown
 from bench.pages.presets import Kept, block
@@ -66,7 +67,7 @@ def stale_pages() -> dict[Path, str]:
 
 def pictures() -> Iterator[Picture]:
     """Yield the figures of folders of results and of pages."""
-    for folder, panels in sets().items():
+    for folder, panels in {**sets(), **mixtures.sets()}.items():
         yield figures.frontier(folder, panels)
     yield from figures.overview(shown())
     graph = block(True)

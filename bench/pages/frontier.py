@@ -121,6 +121,8 @@ def kind(case: Row) -> str:
 
 def title(case: Row) -> str:
     """Return a shape in a few words."""
+    if "title" in case:
+        return str(case["title"])
     sizes = {"S": "seq_len", "D": "d_model", "B": "batch", "H": "nhead"}
     words = [*(f"{name} = {case[key]}" for name, key in sizes.items()), kind(case)]
     act = case.get("activation", "gelu")

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from bench import tables
+from bench.pages.frontier import DATA, Panel
 from bench.subjects.mixtures import MIXTURES, WAYS
 from bench.tables import RESULTS, Cell, Row
 
@@ -99,9 +100,27 @@ def bytes_per_token(root: Path = RESULTS) -> str:
     return tables.markdown(head, rows)
 
 
+def sets(root: Path = RESULTS) -> dict[Path, list[Panel]]:
+    """Return by folder a panel of each case, for the figures."""
+    found: dict[Path, list[Panel]] = {}
+    for path, data in files(root):
+        products = data["machine"].get("products", "aten")
+        for row in tables.current(data):
+            name = f"{row['case']['model']}, widths / {row['case']['part']}, {products}"
+            sizes = f"B = {row['case']['batch']}, S = {row['case']['seq_len']}"
+            case = {**row["case"], "title": f"{name}, {sizes}, {row['case']['dtype']}"}
+            panel = Panel(case, data["machine"], rounds=row["rounds"])
+            panel.add(row)
+            found.setdefault(path.parent, []).append(panel)
+    return found
+
+
 def frontier(root: Path = RESULTS) -> str:
     """Return bytes against time of every way, relative to transformers' eager layer."""
     parts = []
+    for folder in sets(root):
+        image = f"../../bench/results/{folder.name}/{Path(DATA).stem}.png"
+        parts.append(f"![Step time against bytes kept for backward, a panel per layer]({image})")
     for _, data in files(root):
         products = data["machine"].get("products", "aten")
         for row in tables.current(data):

@@ -9,8 +9,8 @@ import torch
 
 
 @torch.compiler.disable(  # type: ignore[untyped-decorator]
-    reason="fused_remat: an activation function of the caller's own, a quantized weight, or a "
-    "tensor-parallel layer"
+    reason="fused_remat: an activation function of the caller's own, a quantized weight, "
+    "router logits as a result, or a tensor-parallel layer"
 )
 def eagerly(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Return `fn(*args, **kwargs)`, run in eager mode."""

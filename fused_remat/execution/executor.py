@@ -23,8 +23,6 @@ from fused_remat.execution.program import text_of
 from fused_remat.graph.graph import sizes
 from fused_remat.graph.schedule import Step
 from fused_remat.steps.chunk import Chunk, Pass, spans
-from fused_remat.steps.mixture import ExpertsBackward
-from fused_remat.steps.replay import Replay
 
 #: Called after a step that computes an activation, with its chunk.
 Watch = Callable[[Step, Chunk], None]
@@ -193,7 +191,6 @@ def _stages(
             if delivers and step.kind == "backward" and chunk.parent is None:
                 *inner, after = delivers.get(node.name, _NOTHING)
             if inner:
-                assert isinstance(node, Replay | ExpertsBackward)
                 grad, owned = chunk.grads.pop(node.name)
                 given = chunk, grad, owned, step.needs_grad, inner
                 for _, names in zip(node.backward_in_parts(*given), inner, strict=True):

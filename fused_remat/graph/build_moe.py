@@ -57,10 +57,10 @@ def _routing(b: BlockBuilder, spec: MoESpec, x: str) -> Routing:
     logits = b.linear("router", x, "router", role="hidden")
     tensors = ("router.correction",) if spec.router.corrected else ()
     node = Routing(
-        name="routing", xs=(logits,), tensors=tensors,
-        function="", what="the router", role="routing", needed_for=((logits,),), tokenwise=True,
-        chosen="routing.experts", experts=spec.router.experts, top_k=spec.router.top_k,
-        router=spec.router,
+        name="routing", xs=(logits,), tensors=tensors, function="",
+        what="weights of the chosen experts", role="routing", needed_for=((logits,),),
+        tokenwise=True, chosen="routing.experts", experts=spec.router.experts,
+        top_k=spec.router.top_k, router=spec.router,
     )  # fmt: skip
     b.add(node)
     return node

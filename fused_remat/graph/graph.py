@@ -92,6 +92,10 @@ class Graph:
     def stream(self) -> frozenset[str]:
         """The residual stream: inputs, output, sums of a residual, and residuals."""
         sums = {n.name: residual for n in self.nodes if (residual := getattr(n, "residual", ""))}
+        norms_read = {n.x for n in self.nodes if isinstance(n, Norm)}
+        # A sum within a branch, such as that of experts and a shared expert, is none of it.
+        ends = {"output", *sums.values(), *norms_read}
+        sums = {name: residual for name, residual in sums.items() if name in ends}
         stream = {*self.inputs, "output", *sums, *sums.values()}
         read = {x for n in self.nodes if isinstance(n, Replay) for x in n.xs}
         norms = {n.name for n in self.nodes if isinstance(n, Norm) and n.x in stream}

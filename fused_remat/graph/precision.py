@@ -38,7 +38,7 @@ def _in_precision(graph: Graph, node: Node, compute: torch.dtype) -> Node:
     inside = node.name in graph.stream
     if isinstance(node, Norm):
         return replace(node, mixed=True, compute=None if inside else compute)
-    if isinstance(node, Linear) and inside == bool(node.residual):
+    if isinstance(node, Linear) and (node.residual or not inside):
         updates = tuple([replace(update, dtype=None) for update in node.updates])
         return replace(node, compute=compute, updates=updates)
     if isinstance(node, Add) and node.x not in graph.stream:

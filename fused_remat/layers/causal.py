@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fused_remat.graph.build import block_graph
+from fused_remat.graph.build import block_graph, with_side_outputs
 from fused_remat.graph.graph import Graph
 from fused_remat.layer_specs import attention_fields, transformer_spec
 from fused_remat.layers.eligibility import Reason
@@ -136,8 +136,11 @@ class CausalLayer(nn.Module):
         key_padding_mask: Tensor | None = None,
         key_lengths: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
-    ) -> Tensor:
+        return_router_logits: bool = False,
+    ) -> Any:
         """Compute `FusedRematCausalLayer.forward`."""
+        if return_router_logits:
+            _check_experts(self)
         masks = (attn_mask, key_padding_mask, key_lengths, cu_seqlens)
         layer: Any = self
         post, sandwich = self.placement == "post", self.placement == "sandwich"
@@ -145,10 +148,10 @@ class CausalLayer(nn.Module):
         y = F.dropout(layer.post1(y) if sandwich else y, layer.dropout, layer.training)
         mid = layer.norm1(x + y) if post else x + y
         read = mid if post else layer.norm2(mid)
-        y = _mlp(layer, read) if layer.routing is None else mixture(layer, read)[0]
+        y, logits = (_mlp(layer, read), None) if layer.routing is None else mixture(layer, read)
         y = F.dropout(layer.post2(y) if sandwich else y, layer.dropout, layer.training)
         out: Tensor = layer.norm2(mid + y) if post else mid + y
-        return out
+        return (out, logits) if return_router_logits else out
 
 
 class FusedRematCausalLayer(FusedLayer, CausalLayer):
@@ -184,13 +187,15 @@ class FusedRematCausalLayer(FusedLayer, CausalLayer):
         policy, backend, accumulate_into: as in `FusedRematLayer`.
 
     Shapes: x (B, S, d_model); returns the same, in x.dtype; under autocast in the dtype of
-        ordinary operations.
+        ordinary operations. With experts, `layer(x, return_router_logits=True)` returns a pair of
+        that and the router's logits (B * S, E), differentiable; they are kept, E elements a token,
+        and compiled graphs break at such a call.
     Units: bytes kept per token at 16 bits, with Q = nhead * head_dim, K = kv_heads * head_dim and F
         gated, pre-norm: full 2·D, lean 2·D + 2·Q, balanced 4·D + 2·Q, fast 4·D + 4·Q + 4·K, none
         4·F more, plus statistics (8 bytes, and 4·nhead where `attn` is kept); with experts, a byte
         for each chosen expert, and what `ops.moe` lists.
-    Raises: ValueError, TypeError for arguments and inputs that do not fit; RuntimeError for mixed
-        dtypes, and in backward as `FusedRematLayer`.
+    Raises: ValueError, TypeError for arguments and inputs that do not fit, and router logits of a
+        layer without experts; RuntimeError for mixed dtypes, and in backward as `FusedRematLayer`.
     Source: Touvron et al. 2023; GQA: Ainslie et al. 2023; RoPE: Su et al. 2021.
 
     >>> import torch
@@ -213,19 +218,22 @@ class FusedRematCausalLayer(FusedLayer, CausalLayer):
         key_padding_mask: Tensor | None = None,
         key_lengths: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
-    ) -> Tensor:
+        return_router_logits: bool = False,
+    ) -> Any:
         """Compute the layer on x (B, S, d_model).
 
         rope: (cos, sin), (S, R/2) or (B, S, R/2): the first R elements of a head are rotated.
         attn_mask: broadcasts to (B, nhead, S, S); bool (**True: attended**, as in SDPA) or float.
         key_padding_mask: (B, S); bool (**True: excluded**) or float; on either side.
         key_lengths, cu_seqlens: of padded and of packed sequences, as in `ops.attention`.
+        return_router_logits: return (y, logits), with the router's logits (B * S, E); the losses of
+        `fused_remat.ops` take them.
         """
-        out: Tensor = self._call(
+        return self._call(
             x=x, rope=rope, attn_mask=attn_mask, key_padding_mask=key_padding_mask,
             key_lengths=key_lengths, cu_seqlens=cu_seqlens,
+            return_router_logits=return_router_logits,
         )  # fmt: skip
-        return out
 
     def _example(self) -> Graph:
         spec = transformer_spec(
@@ -251,6 +259,7 @@ def read_call(
     key_padding_mask: Any = None,
     key_lengths: Any = None,
     cu_seqlens: Any = None,
+    return_router_logits: bool = False,
 ) -> BlockInputs | Reason:
     """Return the block of a call of a `CausalLayer`, or why the fused path does not support it."""
     if not isinstance(x, Tensor):
@@ -265,7 +274,24 @@ def read_call(
         **rotary_tensors(x, layer.head_dim, *split_rope(rope), None, None),
         **read_masks(x, grid, attn_mask, key_padding_mask, key_lengths, cu_seqlens),
     }
-    return read_block(layer, layer._map, arguments)
+    if not return_router_logits:
+        return read_block(layer, layer._map, arguments)
+    _check_experts(layer)
+    if torch.compiler.is_compiling():
+        return Reason("router logits are not an output of a compiled block", uncompiled=True)
+    inputs = read_block(layer, layer._map, arguments)
+    if isinstance(inputs, BlockInputs):
+        inputs.graph, inputs.finish = with_side_outputs(inputs.graph, ("router",)), _with_logits
+    return inputs
+
+
+def _with_logits(out: Tensor, *logits: Tensor) -> tuple[Tensor, Tensor]:
+    return out, logits[0].flatten(0, 1)
+
+
+def _check_experts(layer: Any) -> None:
+    if layer.routing is None:
+        raise ValueError("return_router_logits=True needs experts, got a layer with experts=None")
 
 
 def _describe(parts: Parts, arguments: Mapping[str, Tensor | None]) -> BlockInputs:

@@ -108,10 +108,8 @@ def add_experts(
         own.register_buffer("router_correction", zeros)
 
 
-def moe_of(layer: Any) -> MoESpec | None:
-    """Return the mixture of experts of a `CausalLayer`, or None."""
-    if layer.routing is None:
-        return None
+def moe_of(layer: Any) -> MoESpec:
+    """Return the mixture of experts of a `CausalLayer` that has one."""
     activation, gated = layer.activation, layer.experts.gated
     shared = MLPSpec(activation=activation, gated=gated)
     return MoESpec(

@@ -180,10 +180,7 @@ class FusedLayer(nn.Module):
             x: Any = tensors["input"]
             tensors = {**tensors, "input": x.to(inputs.precision.stream)}
             if inputs.precision.compute is not None:
-                try:
-                    graph = mixed_precision(graph, inputs.precision.compute)
-                except NotImplementedError as error:
-                    return self._fall_back(Reason(str(error)), compiling, arguments)
+                graph = mixed_precision(graph, inputs.precision.compute)
         if not isinstance(policy, str) and policy.segment is not None:
             policy = self._policy_of_segment(policy, compiling)
         accumulation = None

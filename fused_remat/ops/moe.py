@@ -179,16 +179,17 @@ def load_balancing_loss(
     Shapes: router_logits (T, E) or (..., E), or a sequence of these, one of each layer, which are
         averaged over; attention_mask with as many elements as tokens, 0 (or False) for padding,
         which is not counted; returns () in float32 (float64 for float64).
-    Raises: ValueError for a mask that does not fit the logits, no logits, or top_k above E.
+    Raises: ValueError for a mask that does not fit the logits, an empty sequence, layers that
+        differ in E, or top_k above E; TypeError for None, RuntimeError for integers.
     Source: Fedus et al. 2021, equations 4 to 6; as `load_balancing_loss_func` of transformers.
 
     >>> load_balancing_loss(torch.eye(4) * 9, top_k=1).round()
     tensor(1.)
     """
-    layers = [router_logits] if isinstance(router_logits, Tensor) else [*router_logits]
-    if not layers:
-        raise ValueError("router_logits must have the logits of one layer at least, got none")
+    layers = _layers(router_logits)
     experts = layers[0].shape[-1]
+    if {experts} != (sizes := {logits.shape[-1] for logits in layers}):
+        raise ValueError(f"layers differ in their number of experts: {sorted(sizes)}")
     if not 1 <= top_k <= experts:
         raise ValueError(f"top_k must be from 1 to the number of experts, {experts}, got {top_k}")
     pairs, probs, tokens = [], [], []
@@ -212,15 +213,45 @@ def load_balancing_loss(
     return experts * (sum(pairs[1:], pairs[0]) / count * sum(probs[1:], probs[0]) / count).sum()
 
 
-def router_z_loss(router_logits: Tensor) -> Tensor:
+def router_z_loss(router_logits: Tensor | Sequence[Tensor]) -> Tensor:
     """Compute the mean of log(sum(exp(logits)))² over tokens, which keeps logits small.
 
-    Shapes: router_logits (..., E) of one layer (a model's `output.router_logits` has such a
-        tensor for each layer); returns () in float32 (float64 for float64).
+    Shapes: router_logits (..., E), or a sequence of these, one of each layer, as a model's
+        `output.router_logits`, over all of whose tokens the mean is; returns () in float32 (float64
+        for float64).
+    Raises: ValueError for an empty sequence; TypeError for None, RuntimeError for integers.
     Source: Zoph et al. 2022, equation 5.
 
-    >>> router_z_loss(torch.zeros(3, 1))
+    >>> router_z_loss((torch.zeros(3, 1), torch.zeros(2, 1)))
     tensor(0.)
     """
-    wide = router_logits.to(torch.promote_types(router_logits.dtype, torch.float32))
-    return wide.logsumexp(-1).square().mean()
+    squares = []
+    for logits in _layers(router_logits):
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        squares.append(wide.logsumexp(-1).square().reshape(-1))
+    return torch.cat(squares).mean()
+
+
+def _layers(router_logits: Tensor | Sequence[Tensor]) -> list[Tensor]:
+    """Return the logits of each layer; raise unless they are floating tensors."""
+    if router_logits is None:
+        raise TypeError(
+            "router_logits must be a Tensor or a sequence of Tensors, got None; call the model "
+            "with output_router_logits=True, or the layer with return_router_logits=True"
+        )
+    single = isinstance(router_logits, Tensor)
+    layers = [router_logits] if isinstance(router_logits, Tensor) else [*router_logits]
+    if not layers:
+        raise ValueError("router_logits must have the logits of one layer at least, got none")
+    for i, logits in enumerate(layers):
+        name = "router_logits" if single else f"router_logits[{i}]"
+        if not isinstance(logits, Tensor):
+            raise TypeError(
+                f"{name} must be a Tensor, got {type(logits).__name__}; leave out layers without "
+                "a router"
+            )
+        if not logits.is_floating_point():
+            raise RuntimeError(
+                f"{name} is {logits.dtype}, expected a floating dtype: logits, not chosen experts"
+            )
+    return layers

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from fused_remat.moe_spec import ExpertsSpec
 from fused_remat.steps import experts_grouped as grouped
-from fused_remat.steps.experts_loop import ATEN, bwd, bwd_stages, down_fwd, fwd, up_fwd
+from fused_remat.steps.experts_loop import ATEN, Grads, bwd, bwd_stages, down_fwd, fwd, up_fwd
 from fused_remat.steps.operations import operation
-from fused_remat.steps.stacks import Order, Stack, StackGrads
+from fused_remat.steps.stacks import Operands, Order, Stack, StackGrads
 
 
 def order_key(indices: Tensor, experts: int) -> Any:
@@ -99,57 +99,32 @@ def experts_fwd(
     return fwd(ATEN, spec, x, weights, order, up, down)
 
 
-@operation(
-    key=lambda spec, dy, x, pre, weights, order, up, down, *_: key(spec, dy, order, up, down),
-    description=describe,
-)
-def experts_bwd(
-    spec: ExpertsSpec,
-    dy: Tensor,
-    x: Tensor | None,
-    pre: Tensor | None,
-    weights: Tensor,
-    order: Order,
-    up: Stack,
-    down: Stack,
-    needs_x: bool,
-    needs_weights: bool,
-    up_grads: StackGrads,
-    down_grads: StackGrads,
-) -> tuple[Tensor | None, Tensor | None]:
+def key_bwd(read: Operands, *_: Any) -> Any:
+    """Return what the choice of an implementation of backward depends on."""
+    return key(read.spec, read.dy, read.order, read.up, read.down)
+
+
+@operation(key=key_bwd, description=describe)
+def experts_bwd(read: Operands, up_grads: StackGrads, down_grads: StackGrads) -> Grads:
     """Return the gradients of x and of the weights, or None; add those of stacks to buffers.
 
-    dy (T, D). `pre` (P, columns): the pre-activations, or None where they are computed again. x is
-    None where nothing reads it. With p = dy @ down, the gradient of a weight is p . act: no product
-    of forward is repeated for it.
+    With p = dy @ down, the gradient of a weight is p . act: no product of forward is repeated for
+    it.
     """
-    args = spec, dy, x, pre, weights, order, up, down, needs_x, needs_weights, up_grads, down_grads
-    if grouped.supports(key(spec, dy, order, up, down), up, down, up_grads, down_grads):
-        return grouped.bwd(*args)
-    return bwd(ATEN, *args)
+    if grouped.supports(key_bwd(read), read.up, read.down, up_grads, down_grads):
+        *_, grads = grouped.bwd_stages(read, lambda: up_grads, down_grads)
+        return grads
+    return bwd(ATEN, read, up_grads, down_grads)
 
 
-@operation(
-    key=lambda spec, dy, x, pre, weights, order, up, down, *_: key(spec, dy, order, up, down),
-    description=describe,
-)
+@operation(key=key_bwd, description=describe)
 def experts_bwd_stages(
-    spec: ExpertsSpec,
-    dy: Tensor,
-    x: Tensor | None,
-    pre: Tensor | None,
-    weights: Tensor,
-    order: Order,
-    up: Stack,
-    down: Stack,
-    needs_x: bool,
-    needs_weights: bool,
-    up_grads: Callable[[], StackGrads],
-    down_grads: StackGrads,
-) -> Iterator[tuple[Tensor | None, Tensor | None]]:
+    read: Operands, up_grads: Callable[[], StackGrads], down_grads: StackGrads
+) -> Iterator[Grads]:
     """Yield what `experts_bwd` returns, after a pair of None when down's gradients are complete.
 
     Then `up_grads` is called. The gradients of the pre-activations of all pairs exist at once.
     """
-    args = spec, dy, x, pre, weights, order, up, down, needs_x, needs_weights, up_grads, down_grads
-    return bwd_stages(ATEN, *args)
+    if grouped.supports(key_bwd(read), read.up, read.down, down_grads):
+        return grouped.bwd_stages(read, up_grads, down_grads)
+    return bwd_stages(ATEN, read, up_grads, down_grads)

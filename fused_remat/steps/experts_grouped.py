@@ -8,6 +8,7 @@ atomics. Rows of dropped pairs are not computed, and are set to 0 where they wou
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fused_remat.moe_spec import ExpertsSpec
-from fused_remat.steps.experts_loop import activation, activation_vjp, dot, unsorted
-from fused_remat.steps.stacks import Into, Order, Stack, StackGrads
+from fused_remat.steps.experts_loop import Grads, activation, activation_vjp, dot, unsorted
+from fused_remat.steps.stacks import Into, Operands, Order, Stack, StackGrads
 
 #: The public function, which takes rows of multiples of 16 bytes; None in older versions.
 PRODUCT: Any = getattr(F, "grouped_mm", None)
@@ -120,21 +121,11 @@ def down_fwd(spec: ExpertsSpec, pre: Tensor, weights: Tensor, order: Order, down
     return pairs.sum(ye if before or spec.weighs_input else ye.mul_(pairs.weights))
 
 
-def bwd(
-    spec: ExpertsSpec,
-    dy: Tensor,
-    x: Tensor | None,
-    pre: Tensor | None,
-    weights: Tensor,
-    order: Order,
-    up: Stack,
-    down: Stack,
-    needs_x: bool,
-    needs_weights: bool,
-    up_grads: StackGrads,
-    down_grads: StackGrads,
-) -> tuple[Tensor | None, Tensor | None]:
-    """Compute `experts_bwd`."""
+def bwd_stages(
+    read: Operands, up_grads: Callable[[], StackGrads], down_grads: StackGrads
+) -> Iterator[Grads]:
+    """Compute `experts_bwd_stages`."""
+    spec, dy, x, pre, weights, order, up, down, needs_x, needs_weights = read
     pairs, outer = _Pairs(spec, order, weights), not spec.weighs_input
     w, ones = pairs.weights, torch.ones_like(pairs.weights)
     xe = None if x is None else x[pairs.tokens]
@@ -143,10 +134,9 @@ def bwd(
         assert scaled is not None
         pre = pairs.product(scaled, up)
     act, vjp = activation_vjp(spec, pre)
-    dye, dx, sums = dy[pairs.tokens], None, None
+    dye, sums = dy[pairs.tokens], None
     needs_input = needs_x or (needs_weights and not outer)
-    if needs_weights or needs_input or up_grads.needed:
-        dx = pairs.product(dye, down, backward=True)
+    dx: Tensor | None = pairs.product(dye, down, backward=True)
     if needs_weights and outer:
         assert dx is not None
         sums = dot(dx, act)
@@ -155,13 +145,15 @@ def bwd(
     if down_grads.needed:
         act = act.mul_(w) if outer else act
         pairs.add_grads(down_grads, dye, act, down.transposed, w if outer else ones)
-    del act, dye
-    if needs_input or up_grads.needed:
+    del act, dye, down_grads
+    yield None, None
+    grads = up_grads()
+    if needs_input or grads.needed:
         assert dx is not None
         d = vjp(dx.mul_(w) if outer else dx)
         del dx, vjp, pre
-        if up_grads.needed:
-            pairs.add_grads(up_grads, d, scaled, up.transposed, ones)
+        if grads.needed:
+            pairs.add_grads(grads, d, scaled, up.transposed, ones)
         dx = pairs.product(d, up, backward=True) if needs_input else None
         if dx is not None and not outer:
             assert xe is not None
@@ -172,4 +164,4 @@ def bwd(
         assert dx is not None
         total = pairs.sum(dx)
     sums = sums.masked_fill_(pairs.dropped, 0.0) if sums is not None and needs_weights else None
-    return total, unsorted(sums, weights, order)
+    yield total, unsorted(sums, weights, order)

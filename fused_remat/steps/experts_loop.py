@@ -7,7 +7,7 @@ expert. The numbers of tokens are read on the host, once for an operation.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,10 @@ from torch import Tensor
 from fused_remat.moe_spec import CLAMPED, ExpertsSpec
 from fused_remat.steps.activation import ACTIVATIONS
 from fused_remat.steps.linear import LOW, linear_dw, linear_dx, linear_fwd, widens
-from fused_remat.steps.stacks import Into, Order, Stack, StackGrads
+from fused_remat.steps.stacks import Into, Operands, Order, Stack, StackGrads
+
+#: Gradients of x and of the weights.
+Grads = tuple[Tensor | None, Tensor | None]
 
 
 class Products(NamedTuple):
@@ -209,52 +212,40 @@ class _Backward:
     """Backward of both products, an expert at a time."""
 
     def __init__(
-        self,
-        products: Products,
-        spec: ExpertsSpec,
-        dy: Tensor,
-        x: Tensor | None,
-        pre: Tensor | None,
-        weights: Tensor,
-        order: Order,
-        up: Stack,
-        down: Stack,
-        needs_x: bool,
-        needs_weights: bool,
-        up_grads: StackGrads,
-        down_grads: StackGrads,
+        self, products: Products, read: Operands, up_grads: StackGrads, down_grads: StackGrads
     ) -> None:
-        self.products, self.spec, self.dy, self.x, self.pre = products, spec, dy, x, pre
-        self.weights, self.order, self.up, self.down = weights, order, up, down
+        self.products, self.read, self.spec = products, read, read.spec
         self.up_grads, self.down_grads = up_grads, down_grads
-        self.like = dy if x is None else x
-        self.dx = zeros(self.like, *self.like.shape) if needs_x else None
+        self.like = read.dy if read.x is None else read.x
+        self.dx = zeros(self.like, *self.like.shape) if read.needs_x else None
         # of the weights' gradients, in order
-        self.sums = zeros(weights, len(order.pairs), 1) if needs_weights else None
-        self.needs_input = needs_x or (needs_weights and spec.weighs_input)
+        count = len(read.order.pairs)
+        self.sums = zeros(read.weights, count, 1) if read.needs_weights else None
+        self.needs_input = read.needs_x or (read.needs_weights and self.spec.weighs_input)
         self.needs_up = self.needs_input or up_grads.needed
-        self.needs_act = self.needs_up or needs_weights
+        self.needs_act = self.needs_up or read.needs_weights
 
     def experts(self, *grads: StackGrads) -> Iterator[_Rows]:
-        return _experts(self.spec, self.order, self.weights, *grads)
+        return _experts(self.spec, self.read.order, self.read.weights, *grads)
 
     def input(self, rows: _Rows) -> tuple[Tensor | None, Tensor | None]:
         """Return the rows of x, and what the first product reads."""
-        xe = None if self.x is None else self.x[rows.tokens]
+        xe = None if self.read.x is None else self.read.x[rows.tokens]
         if xe is None or not self.spec.weighs_input:
             return xe, xe
         return xe, (xe * rows.weights).to(xe.dtype)
 
     def second(self, rows: _Rows, scaled: Tensor | None) -> Tensor | None:
         """Add the gradients of the second product; return that of the pre-activations."""
-        if self.pre is None:
+        read = self.read
+        if read.pre is None:
             assert scaled is not None
-            pre = _product(self.products, scaled, self.up, rows.expert)
+            pre = _product(self.products, scaled, read.up, rows.expert)
         else:
-            pre = self.pre[rows.span]
+            pre = read.pre[rows.span]
         act, vjp = activation_vjp(self.spec, pre)
-        given = self.products, self.spec, self.dy[rows.tokens], act, rows
-        dact, dweights = _down_bwd(*given, self.down, self.down_grads, self.needs_act)
+        given = self.products, self.spec, read.dy[rows.tokens], act, rows
+        dact, dweights = _down_bwd(*given, read.down, self.down_grads, self.needs_act)
         del act, pre, given
         if self.sums is not None and dweights is not None:
             self.sums[rows.span] = dweights
@@ -265,7 +256,7 @@ class _Backward:
 
     def first(self, rows: _Rows, d: Tensor, xe: Tensor | None, scaled: Tensor | None) -> None:
         """Add the gradients of the first product, from that of its result."""
-        given = self.products, d, scaled, self.up, self.up_grads, rows.expert
+        given = self.products, d, scaled, self.read.up, self.up_grads, rows.expert
         dxe = _stack_bwd(*given, self.needs_input)
         if dxe is None:
             return
@@ -279,13 +270,13 @@ class _Backward:
 
     def result(self) -> tuple[Tensor | None, Tensor | None]:
         dx = None if self.dx is None else self.dx.to(self.like.dtype)
-        return dx, unsorted(self.sums, self.weights, self.order)
+        return dx, unsorted(self.sums, self.read.weights, self.read.order)
 
 
-def bwd(*args: Any) -> tuple[Tensor | None, Tensor | None]:
-    """Compute `experts_bwd` by `products`, the first argument."""
-    both = _Backward(*args)
-    for rows in both.experts(both.up_grads, both.down_grads):
+def bwd(products: Products, read: Operands, *grads: StackGrads) -> Grads:
+    """Compute `experts_bwd` by `products`; `grads`: of the first stack and of the second."""
+    both = _Backward(products, read, *grads)
+    for rows in both.experts(*grads):
         xe, scaled = both.input(rows)
         d = both.second(rows, scaled)
         if d is not None:
@@ -294,13 +285,14 @@ def bwd(*args: Any) -> tuple[Tensor | None, Tensor | None]:
     return both.result()
 
 
-def bwd_stages(products: Products, *args: Any) -> Iterator[tuple[Tensor | None, Tensor | None]]:
+def bwd_stages(
+    products: Products, read: Operands, up_grads: Callable[[], StackGrads], down_grads: StackGrads
+) -> Iterator[Grads]:
     """Compute `experts_bwd_stages` by `products`."""
-    up_grads, given = args[-2], (*args[:-2], StackGrads(), args[-1])
-    both = _Backward(products, *given)
-    del args, given  # the gradients that the caller takes are not held here
+    both = _Backward(products, read, StackGrads(), down_grads)
+    del down_grads  # the gradients that the caller takes are not held here
     both.needs_up = both.needs_act = True
-    ds = both.dy.new_empty((len(both.order.pairs), both.up.out_features))
+    ds = read.dy.new_empty((len(read.order.pairs), read.up.out_features))
     for rows in both.experts(both.down_grads):
         d = both.second(rows, both.input(rows)[1])
         assert d is not None

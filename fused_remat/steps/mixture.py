@@ -26,7 +26,7 @@ from fused_remat.steps.experts import (
 )
 from fused_remat.steps.node import Input, Mask, Node, Shapes
 from fused_remat.steps.packed import of_experts
-from fused_remat.steps.stacks import Adapter, Into, Stack, StackGrads
+from fused_remat.steps.stacks import Adapter, Into, Operands, Stack, StackGrads
 
 if TYPE_CHECKING:
     from fused_remat.steps.chunk import Chunk
@@ -312,25 +312,24 @@ def experts_backward(
         x = up.operand(chunk, up.x) if pre is None or up.x in needs else None
         up_stack = up.stack.tensors(chunk, spec)
         up_grads = functools.partial(up.stack.grads, chunk, spec, needs_grad, dy.dtype)
-    given = (
+    read = Operands(
         spec, dy, x, None if pre is None else pre.view(len(order.pairs), -1), weights, order,
         up_stack, down.stack.tensors(chunk, spec), up is not None and up.x in needs_grad,
         down.weights in needs_grad,
     )  # fmt: skip
     down_grads = functools.partial(down.stack.grads, chunk, spec, needs_grad, dy.dtype)
-    if parts and dy.is_cpu and chunk.ops.name == "eager":
-        results = chunk.ops[experts_bwd_stages](*given, up_grads, down_grads())
+    if parts:
+        results = chunk.ops[experts_bwd_stages](read, up_grads, down_grads())
         next(results)
         yield
-        parts, (dx, dweights) = (), next(results)
+        dx, dweights = next(results)
     else:
-        dx, dweights = chunk.ops[experts_bwd](*given, up_grads(), down_grads())
+        dx, dweights = chunk.ops[experts_bwd](read, up_grads(), down_grads())
     if dx is not None:
         assert up is not None
         chunk.add_grad(up.x, dx.to(chunk.dtype_of(up.x)), owned=True)
     if dweights is not None:
         chunk.add_grad(down.weights, dweights, owned=True)
-    yield from [None] * len(parts)
 
 
 @dataclass(frozen=True, kw_only=True)

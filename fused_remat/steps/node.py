@@ -11,7 +11,7 @@ heads, tokens of a sequence, width of a head). All nodes are immutable and hold 
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -163,3 +163,15 @@ class Node:
         `dy` may be overwritten if `owned`.
         """
         raise NotImplementedError
+
+    def backward_in_parts(
+        self,
+        chunk: Chunk,
+        dy: Tensor,
+        owned: bool,
+        needs_grad: Collection[str],
+        parts: Sequence[Collection[str]],
+    ) -> Iterator[None]:
+        """Run `backward`, but yield when the gradients of each of the `parts` are complete."""
+        self.backward(chunk, dy, owned, needs_grad)
+        yield from [None] * len(parts)

@@ -105,6 +105,13 @@ class Routing(Replay):
         return (self.chosen,)
 
     @property
+    def description(self) -> tuple[str, str]:
+        how = "computes them again, under autograd, of the same experts"
+        if self.router is not None:
+            how = "has a formula for the same experts"
+        return f"{self.what}; backward {how}", ""
+
+    @property
     def stat_dtype(self) -> torch.dtype:
         return index_dtype(self.experts)
 

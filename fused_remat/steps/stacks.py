@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fused_remat.moe_spec import ExpertsSpec
 from fused_remat.spec import PackedSpec
 from fused_remat.steps.packed import dequantize
 
@@ -82,3 +83,18 @@ class StackGrads(NamedTuple):
     def needed(self) -> bool:
         """Whether any gradient is needed."""
         return bool(self.buffers)
+
+
+class Operands(NamedTuple):
+    """Operands of the backward of experts, and whether x and the weights need gradients."""
+
+    spec: ExpertsSpec
+    dy: Tensor  # (T, D)
+    x: Tensor | None  # (T, D); None where nothing reads it
+    pre: Tensor | None  # (P, columns), pre-activations; None where they are computed again
+    weights: Tensor  # (T, k)
+    order: Order
+    up: Stack
+    down: Stack
+    needs_x: bool
+    needs_weights: bool

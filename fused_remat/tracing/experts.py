@@ -18,11 +18,7 @@ from fused_remat.layers.eligibility import Unsupported, parameters_of
 from fused_remat.layers.expert_stacks import unwrapped
 from fused_remat.moe_spec import CLAMPED, ExpertsSpec
 from fused_remat.steps.activation import ACTIVATIONS
-from fused_remat.steps.experts import experts_order
-from fused_remat.steps.experts_loop import ATEN, activation_vjp
-from fused_remat.steps.experts_loop import fwd as experts_fwd
-from fused_remat.steps.mixture import ExpertAdapter
-from fused_remat.steps.stacks import Adapter, Order, Stack
+from fused_remat.steps.experts_loop import activation_vjp
 
 
 class KnownExperts(NamedTuple):
@@ -38,21 +34,9 @@ class KnownExperts(NamedTuple):
         named = {**dict(zip(self.arguments, args, strict=False)), **kwargs}
         return tuple([named[name] for name in self.arguments])
 
-    def run(self, x: Tensor, chosen: Tensor, weights: Tensor, *stacks: Any) -> Tensor:
-        """Compute the experts, without gradients."""
-        spec = self.with_top_k(chosen.shape[-1])
-        lows: Any = ([], [])
-        low = ExpertAdapter
-        for (i, scale), a, b in self.with_updates(stacks):
-            pair = low.a_of(a, spec.experts), low.b_of(b, spec.experts)
-            lows[i].append(Adapter(*pair, scale))
-        up, down = (
-            Stack(weight, bias, spec.transposed, tuple(own))
-            for weight, bias, own in zip(stacks[:4:2], stacks[1:4:2], lows, strict=True)
-        )
-        order: Order = experts_order(chosen, spec.experts)
-        with torch.no_grad():
-            return experts_fwd(ATEN, spec, x, weights, order, up, down)
+    def run(self, *_: Any) -> Tensor:
+        """Raise RuntimeError: experts are a step, or their module is replayed."""
+        raise RuntimeError("its experts do not take all tokens of the layer")
 
     def with_updates(self, tensors: Sequence[Any]) -> Iterator[tuple[tuple[int, float], Any, Any]]:
         """Yield each update, with those of the tensors of `names` that are its A and B."""
@@ -74,6 +58,8 @@ def known_experts(module: Any) -> KnownExperts | None:
     if None in own or getattr(module, "has_post_expert_norm", False):
         return None
     if getattr(module, "_is_expert_parallel", False) or "forward" in vars(module):
+        return None
+    if not hasattr(type(module).forward, "__wrapped__"):  # not that of transformers' decorator
         return None
     gated, biased, transposed, _, experts = own
     stacks = ("gate_up_proj" if gated else "up_proj", "down_proj")

@@ -106,7 +106,7 @@ class Join:
         if a.function is None:
             self.outs[a.path] = a.outs
         is_experts, given = isinstance(known, KnownExperts), (len(a.args), len(a.kwargs))
-        takes = sum(given) == 3 if is_experts else given == (1, 0)
+        takes = sum(given) == 3 and a.path not in self.opaque if is_experts else given == (1, 0)
         if known is not None and takes and a.outs[:1] != [None]:
             self._known(a, b, known)
             return

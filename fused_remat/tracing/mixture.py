@@ -139,9 +139,9 @@ def _routing(t: Builder, inside: str, x: int, chosen: int, weights: int, experts
     name = t.unique(f"{inside}.routing")
     tensors = tuple([t.param(n if n in weighed else _detached(t, n)) for n in params])
     node = Routing(
-        name=name, xs=xs, tensors=tensors, function=name, what="the router", role="routing",
-        needed_for=((*xs, *tensors),) * len(xs), chosen=f"{name}.experts", experts=experts,
-        top_k=top_k, chooses=program.chooses, tokenwise=alone, per_batch=not alone,
+        name=name, xs=xs, tensors=tensors, function=name, what="weights of the chosen experts",
+        role="routing", needed_for=((*xs, *tensors),) * len(xs), chosen=f"{name}.experts",
+        experts=experts, top_k=top_k, chooses=program.chooses, tokenwise=alone, per_batch=not alone,
     )  # fmt: skip
     t.add(node)
     t.programs[name], t.widths[name] = program, node.top_k

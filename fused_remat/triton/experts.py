@@ -133,42 +133,41 @@ def experts_fwd_triton(spec, x, weights, order, up, down):
     return _down(act, weights, rows, down, target)
 
 
-@faster(
-    experts.experts_bwd,
-    "triton",
-    "kernels experts_product, experts_act_bwd, experts_dw; ATen's sum",
-    unsupported_reason,
-)
-def experts_bwd_triton(
-    spec, dy, x, pre, weights, order, up, down, needs_x, needs_weights, up_grads, down_grads
-):
+_BACKWARD = "kernels experts_product, experts_act_bwd, experts_dw; ATen's sum"
+
+
+@faster(experts.experts_bwd, "triton", _BACKWARD, unsupported_reason)
+def experts_bwd_triton(read, up_grads, down_grads):
+    *_, grads = experts_bwd_stages_triton(read, lambda: up_grads, down_grads)
+    return grads
+
+
+@faster(experts.experts_bwd_stages, "triton", _BACKWARD, unsupported_reason)
+def experts_bwd_stages_triton(read, up_grads, down_grads):
+    spec, dy, x, given, weights, order, up, down, needs_x, needs_weights = read
     target, weights = target_of(dy.device), weights.contiguous()
     rows = _listed(spec, order, target)
-    needs_up = needs_x or up_grads.weight is not None or up_grads.bias is not None
-    needs_act = down_grads.weight is not None
-    given, dx, dweights = pre, None, None
-    if pre is None:
-        pre = _pre(spec, x, rows, up, target)
-    act = _empty(pre, len(pre), _columns(spec, pre)) if needs_act else None
-    dpre = None
-    if needs_up:
-        dpre = pre if given is None else torch.empty_like(given)
+    pre = _pre(spec, x, rows, up, target) if given is None else given
+    act = None
+    if down_grads.weight is not None:
+        act = _empty(pre, len(pre), _columns(spec, pre))
+    dpre, dweights = pre if given is None else torch.empty_like(given), None
     if needs_weights:
         kind = {"dtype": weights.dtype, "device": weights.device}
         dweights = torch.empty(weights.numel(), **kind).view_as(weights)
-    if needs_up or needs_act or needs_weights:
-        run(
-            experts_act_bwd, spec, dy, down.weight, down.bias, pre, weights, rows, dpre, act,
-            dweights, not down.transposed, target,
-        )  # fmt: skip
+    run(
+        experts_act_bwd, spec, dy, down.weight, down.bias, pre, weights, rows, dpre, act, dweights,
+        not down.transposed, target,
+    )  # fmt: skip
     pre = given = None
     _stack_grads(dy, act, weights, rows, down_grads, down.transposed, "dy", target)
-    act = None
-    _stack_grads(dpre, x, None, rows, up_grads, up.transposed, "x", target)
+    act = down_grads = None
+    yield None, None
+    _stack_grads(dpre, x, None, rows, up_grads(), up.transposed, "x", target)
+    dx = None
     if needs_x:
-        assert dpre is not None
         dx = _sum(dpre, up, None, None, rows, x.shape[1], not up.transposed, target)
-    return dx, dweights
+    yield dx, dweights
 
 
 def _stack_grads(dy, x, weights, rows, grads, transposed, of_tokens, target):

@@ -13,7 +13,7 @@ from torch import Tensor
 from fused_remat.moe_spec import ExpertsSpec
 from fused_remat.steps import experts
 from fused_remat.steps.experts import experts_order
-from fused_remat.steps.stacks import Adapter, Into, Order, Stack, StackGrads
+from fused_remat.steps.stacks import Adapter, Into, Operands, Order, Stack, StackGrads
 from fused_remat.triton.experts import unsupported_reason
 
 F32 = torch.float32
@@ -107,8 +107,8 @@ def forward(p: Any, call: Any) -> tuple[Tensor, ...]:
 
 
 def backward(p: Any, call: Any, pre: Tensor | None, grads: Any, needs: Any) -> tuple[Any, ...]:
-    given = p.spec, p.dy, p.x, pre, p.weights, p.order, *p.stacks
-    return call(experts.experts_bwd, *given, *needs, *grads)
+    read = Operands(p.spec, p.dy, p.x, pre, p.weights, p.order, *p.stacks, *needs)
+    return call(experts.experts_bwd, read, *grads)
 
 
 def poisoned_run(function: Any, *args: Any) -> Any:

@@ -18,7 +18,7 @@ from fused_remat.moe_spec import ExpertsSpec, RouterSpec
 from fused_remat.policies import Policy
 from fused_remat.report.allocations import measure_allocations
 from fused_remat.steps import cpu_choice, experts, experts_cpu, experts_grouped, experts_loop
-from fused_remat.steps.stacks import Into, Stack, StackGrads
+from fused_remat.steps.stacks import Into, Operands, Stack, StackGrads
 
 KINDS: dict[str, dict[str, Any]] = {
     "swiglu": {},
@@ -77,10 +77,15 @@ class Problem:
         found = [module.down_fwd(*head, pre, *down)]
         for kept in (None, pre):
             grads = [self.grads(stack, fresh) for stack in (self.up, self.down)]
-            found += module.bwd(
-                *head, self.dy, self.x, kept, self.weights, self.order, self.up, self.down, True,
-                True, *grads,
+            read = Operands(
+                self.spec, self.dy, self.x, kept, self.weights, self.order, self.up, self.down,
+                True, True,
             )  # fmt: skip
+            *_, given = module.bwd_stages(*products, read, lambda first=grads[0]: first, grads[1])
+            found += given
+            if module is experts_loop:  # the same, an expert at a time
+                again = [self.grads(stack, fresh) for stack in (self.up, self.down)]
+                check([*module.bwd(*products, read, *again)], [*given], 1e-6)
             found += [into.grad for each in grads for into in each.buffers]
         return found
 

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from fused_remat import FusedRematWarning, convert
+from fused_remat import conversion, convert
 from fused_remat.execution.observe import OBSERVERS
 
 transformers = pytest.importorskip("transformers")
@@ -84,13 +84,14 @@ def test_logits_losses_and_gradients_are_the_model_s_own(name, checkpointed):
             assert (grads[key] - grad).norm() <= 5e-6 * (grad.norm() + 1e-2 * largest), key
 
 
-def test_a_block_without_a_rule_for_autocast_runs_under_checkpointing():
-    """Llama 4 adds its shared experts' result to that of the others, in the residual stream."""
+def test_a_sum_within_a_branch_is_no_residual_stream_under_autocast():
+    """Llama 4 adds its shared experts' result to that of the others, in bfloat16."""
     stock = built("Llama4")
     model = convert(copy.deepcopy(stock))
+    exact = step(stock)
     with torch.autocast("cpu", torch.bfloat16):
-        expected = step(stock)
-        with pytest.warns(FusedRematWarning, match="cannot run under autocast"):
-            got = step(model)
-    torch.testing.assert_close(got[0], expected[0])
-    torch.testing.assert_close(got[2], expected[2])
+        expected, got = step(stock), step(model)
+    assert all(kind.state == "converted" for kind in conversion(model))
+    for name, grad in exact[2].items():
+        error, own = (float((grads[2][name] - grad).norm()) for grads in (got, expected))
+        assert error <= 1.5 * own + 1e-2 * float(grad.norm()), name
