@@ -42,11 +42,11 @@ OF_EXPERTS: dict[Any, set[str]] = {
 class Maker:
     """Random tensors for those without data; the same for the same.
 
-    `rows`: of matrices that are not weights.
+    `rows`: of matrices that are not weights. `stacks`: weights are stacks of matrices.
     """
 
-    def __init__(self, rows: int) -> None:
-        self.rows, self.made = rows, {}
+    def __init__(self, rows: int, stacks: bool = False) -> None:
+        self.rows, self.made, self.dims = rows, {}, 3 if stacks else 2
 
     def __call__(self, value: Any) -> Any:
         if isinstance(value, experts.Rows):
@@ -75,8 +75,8 @@ class Maker:
         if like.dtype == torch.int32:  # bounds of sequences, or lengths
             return torch.randint(1, self.rows, like.shape, dtype=like.dtype).sort().values
         x = torch.empty_strided(like.shape, like.stride()).normal_()
-        if like.dim() == 3 or (like.dim() == 2 and like.shape[0] != self.rows):  # weights
-            x *= like.shape[1] ** -0.5
+        if like.dim() == self.dims and like.shape[0] != self.rows:  # a weight
+            x *= like.shape[-1] ** -0.5
         return x.to(like.dtype)
 
 

@@ -152,7 +152,8 @@ def audited(dtype: torch.dtype) -> dict[str, str]:
 
 def given_of(call: Call) -> SimpleNamespace:
     """Arguments with data; what is written, and not read before, is NaN."""
-    made, given = Maker(call.rows), SimpleNamespace(**call.given)
+    stacks = call.function in OF_EXPERTS
+    made, given = Maker(call.rows, stacks), SimpleNamespace(**call.given)
     for name, value in call.given.items():
         setattr(given, name, made(value))
     if call.function in (cross_entropy.cross_entropy_fwd, cross_entropy.cross_entropy_bwd):
