@@ -251,30 +251,27 @@ def our_experts(p: Experts, backend: str, policy: str) -> Ways:
     """Keep the pre-activations ("none") or the input ("full"), of which backward computes them."""
     of = ops_for(backend, p.sets[0]["x"])
 
-    def pre_of(index: int) -> tuple[Tensor, Tensor, Stack, Stack, Tensor | None]:
-        x, weights, *stacks = p.sets[index].values()
-        up, down = p.stacks(*stacks)
-        keeps = policy == "none"
-        pre = of[experts.experts_up_fwd](p.spec, x, None, p.order, up) if keeps else None
-        return x, weights, up, down, pre
+    def prepare(index: int) -> Operands:
+        x, weights, *tensors = p.sets[index].values()
+        up, down = p.stacks(*tensors)
+        keeps, given = policy == "none", (p.spec, x, None, p.order, up)
+        pre = of[experts.experts_up_fwd](*given) if keeps else None
+        return Operands(p.spec, p.dys[index], x, pre, weights, p.order, up, down, True, True)
 
     def forward(index: int) -> Results:
-        x, weights, up, down, pre = pre_of(index)
+        spec, _, x, pre, weights, order, up, down, *_ = prepare(index)
         if pre is None:
-            return {"y": of[experts.experts_fwd](p.spec, x, weights, p.order, up, down)}
-        return {"y": of[experts.experts_down_fwd](p.spec, pre, weights, p.order, down)}
+            return {"y": of[experts.experts_fwd](spec, x, weights, order, up, down)}
+        return {"y": of[experts.experts_down_fwd](spec, pre, weights, order, down)}
 
-    def backward(given: tuple[int, Any]) -> Results:
-        index, (x, weights, up, down, pre) = given
-        dy, grads = p.dys[index], [Into(torch.empty_like(t), fresh=True) for t in stacks_of(index)]
-        read = Operands(p.spec, dy, x, pre, weights, p.order, up, down, True, True)
-        own = [StackGrads(*grads[i::2]) for i in (0, 1)]
+    def backward(read: Operands) -> Results:
+        stacks = {"up": read.up, "down": read.down}
+        tensors = {name: stack.weight for name, stack in stacks.items()}
+        tensors |= {f"{n}_bias": s.bias for n, s in stacks.items() if s.bias is not None}
+        grads = {name: Into(torch.empty_like(t), fresh=True) for name, t in tensors.items()}
+        own = [StackGrads(grads[name], grads.get(f"{name}_bias")) for name in stacks]
         dx, dweights = of[experts.experts_bwd](read, *own)
-        names = [f"d{name}" for name in p.shapes]
-        assert dx is not None and dweights is not None
-        return dict(zip(names, (dx, dweights, *[g.grad for g in grads]), strict=True))
+        found = {f"d{name}": into.grad for name, into in grads.items()}
+        return {"dx": dx, "dweights": dweights, **found}
 
-    def stacks_of(index: int) -> list[Tensor]:
-        return list(p.sets[index].values())[2:]
-
-    return {"fwd": Way(forward), "bwd": Way(backward, prepare=lambda i: (i, pre_of(i)))}
+    return {"fwd": Way(forward), "bwd": Way(backward, prepare=prepare)}

@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from bench.kernels import command
 from bench.kernels.attention import FORMS, Attention
+from bench.kernels.experts import EXPERTS, GROUPED, Grouped
 from bench.kernels.ops import MLP, OPS, Mlp, Norm
 from bench.kernels.problem import DIRECTIONS, Op, Problem, contests
 from bench.measure.contest import Contest, Rig, Work, admit
@@ -107,13 +108,17 @@ def test_a_wrong_result_is_an_error(wrong, messages):
         assert "check" in row if message is None else message in row["error"], (direction, row)
 
 
+#: Ops whose reference computes no more than the products that are counted.
+PRODUCTS = (MLP, GROUPED, EXPERTS)
+
+
 def flops(run):
     with FlopCounterMode(display=False) as counter:
         result = run()
     return counter.get_total_flops(), result
 
 
-@pytest.mark.parametrize("name", [name for name, (op, _) in PROBLEMS.items() if op is MLP])
+@pytest.mark.parametrize("name", [n for n, (op, _) in PROBLEMS.items() if op in PRODUCTS])
 def test_work_is_that_of_the_products(name):
     made = problem(name)
     leaves, dy = [t.requires_grad_() for t in made.sets[0].values()], made.dys[0]
@@ -136,6 +141,11 @@ ELEMENTS = [
     ((Norm, "layer_norm", 65, 48), 2 * WIDE, 3 * WIDE),
     ((Attention, "full", 2, 4, 2, 10, 8), (4 + 2 + 2 + 4) * HEADS, 2 * (4 + 2 + 2 + 4) * HEADS),
     ((Mlp, True, "silu", 4, 10, 24, 16), X + 3 * WEIGHT + X, 3 * X + 6 * WEIGHT),
+    (
+        (Grouped, "up", 10, 24, 16, 5, 2),
+        10 * 24 + 5 * WEIGHT + 20 * 16,
+        2 * (10 * 24 + 5 * WEIGHT) + 20 * 16,
+    ),
     ((Mlp, False, "gelu", 4, 10, 24, 16), X + 2 * WEIGHT + 40 + X, 3 * X + 4 * WEIGHT + 40),
 ]
 
