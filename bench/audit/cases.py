@@ -30,7 +30,8 @@ from fused_remat.triton.tables import Tile
 ROWS, WIDTH, PRODUCT, TABLE = 8192, 4096, (2048, 8192), 2048
 #: Widths of an MLP that are not multiples of any step along K, with unaligned rows.
 UNEVEN = (1000, 4001)
-#: Tokens, width, hidden units, experts and those of a token: of Qwen3-30B-A3B and gpt-oss-20b.
+#: Tokens, width, hidden units, experts and those of a token: of Qwen3-30B-A3B and gpt-oss-20b. The
+#: lists of tiles have no multiple of 16 of them, as those of a test's few rows.
 MIXTURES = {
     "swiglu": (4104, 2048, 768, 128, 8),
     "swiglu transposed": (4104, 2048, 768, 128, 8),
