@@ -4,6 +4,7 @@ By the operations' own bodies, or by their definitions where the launch gives pa
 """
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,18 +13,26 @@ from torch import Tensor
 
 from fused_remat import random
 from fused_remat.random import DropoutMask
-from fused_remat.steps import norm, rotary
+from fused_remat.steps import experts_loop, norm, rotary
 from fused_remat.steps.activation import activation_bwd, activation_fwd
 from fused_remat.steps.linear import linear_dx, linear_fwd
 from fused_remat.steps.residual import dropout, residual_add
-from fused_remat.triton import cross_entropy, pointwise, products
+from fused_remat.triton import cross_entropy, experts, pointwise, products
 from fused_remat.triton import norm as norms
 from fused_remat.triton import rotary as rotaries
 
-#: Names of what launches write.
+#: Names of what launches write; those of `experts` are in `OF_EXPERTS`.
 RESULTS = {
     "y", "total", "pre", "pres", "dx", "dweight", "dbias", "dgate", "dup", "dups", "dz", "highs",
     "sums", "totals", "picked", "exps", "dq_weight", "dk_weight",
+}  # fmt: skip
+
+
+#: Function of `fused_remat.triton.experts` -> names of what it writes, but for lists of tiles.
+OF_EXPERTS: dict[Any, set[str]] = {
+    experts.experts_tiles: set(), experts.experts_product: {"y"}, experts.experts_up_act: {"y"},
+    experts.experts_act_fwd: {"y"}, experts.experts_act_bwd: {"dpre", "act", "dweights"},
+    experts.experts_dw: {"dw"}, experts.experts_bias_bwd: {"dbias"},
 }  # fmt: skip
 
 
@@ -33,13 +42,17 @@ RESULTS = {
 class Maker:
     """Random tensors for those without data; the same for the same.
 
-    `rows`: of matrices that are not weights.
+    `rows`: of matrices that are not weights. `stacks`: weights are stacks of matrices.
     """
 
-    def __init__(self, rows: int) -> None:
-        self.rows, self.made = rows, {}
+    def __init__(self, rows: int, stacks: bool = False) -> None:
+        self.rows, self.made, self.dims = rows, {}, 3 if stacks else 2
 
     def __call__(self, value: Any) -> Any:
+        if isinstance(value, experts.Rows):
+            pairs, ends = torch.randperm(len(value.pairs)), self(value.ends)
+            tiles = tiles_of(ends, len(pairs), len(value.tiles), value.block_m)
+            return value._replace(pairs=pairs, ends=ends, tiles=tiles)
         if isinstance(value, tuple):
             made = [self(v) for v in value]
             return type(value)(*made) if hasattr(value, "_fields") else tuple(made)
@@ -62,9 +75,18 @@ class Maker:
         if like.dtype == torch.int32:  # bounds of sequences, or lengths
             return torch.randint(1, self.rows, like.shape, dtype=like.dtype).sort().values
         x = torch.empty_strided(like.shape, like.stride()).normal_()
-        if like.dim() == 2 and like.shape[0] != self.rows:  # a weight
-            x *= like.shape[1] ** -0.5
+        if like.dim() == self.dims and like.shape[0] != self.rows:  # a weight
+            x *= like.shape[-1] ** -0.5
         return x.to(like.dtype)
+
+
+def tiles_of(ends: Tensor, rows: int, count: int, block_m: int) -> Tensor:
+    """Return the tiles of each expert and of dropped rows, then those of no expert."""
+    bounds = [0, *ends.tolist(), rows]
+    spans = enumerate(itertools.pairwise(bounds))
+    tiles = [(e, row) for e, (first, end) in spans for row in range(first, end, block_m)]
+    tiles += [(len(ends) + 1, rows)] * (count - len(tiles))
+    return torch.tensor(tiles, dtype=torch.int32)
 
 
 def wide(value: Any) -> Any:
@@ -242,6 +264,79 @@ def cross_entropy_bwd(i, o):
     yield o.dz, exact * (1 - (z / i.softcap) ** 2) if i.softcap else exact
 
 
+def experts_tiles(i, o):
+    exact = tiles_of(i.ends, i.rows, len(i.tiles), i.block_m)
+    kept = exact[:, 0] <= len(i.ends)
+    yield o.tiles[:, 0], exact[:, 0]
+    yield o.tiles[kept], exact[kept]
+
+
+def by_expert(rows):
+    """Yield each expert with its rows, their pairs and tokens."""
+    for expert, bounds in enumerate(itertools.pairwise([0, *rows.ends.tolist()])):
+        pairs = rows.pairs[slice(*bounds)]
+        yield expert, slice(*bounds), pairs, pairs // rows.top_k
+
+
+def weights_of(i, pairs):
+    return 1.0 if i.weights is None else i.weights.flatten()[pairs][:, None]
+
+
+def matrix_of(i, expert):
+    return i.weight[expert] if i.is_kn else i.weight[expert].t()
+
+
+def experts_product(i, o):
+    """Rows of dropped pairs are 0."""
+    y = torch.zeros(o.y.shape, dtype=torch.float64)
+    for expert, own, pairs, tokens in by_expert(i.rows):
+        product = i.x[tokens if i.how == "gather" else own] @ matrix_of(i, expert)
+        if i.bias is not None:
+            product += weights_of(i, pairs) * i.bias[expert]
+        y[pairs if i.how == "scatter" else own] = product
+    yield o.y, y
+
+
+def experts_up_act(i, o):
+    for expert, own, pairs, tokens in by_expert(i.rows):
+        pre = i.x[tokens] @ matrix_of(i, expert)
+        pre = rounded(o, pre if i.bias is None else pre + i.bias[expert])
+        yield o.y[own], weights_of(i, pairs) * experts_loop.activation(i.spec, pre)
+
+
+def experts_act_fwd(i, o):
+    yield o.y, weights_of(i, i.rows.pairs) * experts_loop.activation(i.spec, i.pre)
+
+
+def experts_act_bwd(i, o):
+    dweights = torch.zeros(o.dweights.numel(), dtype=torch.float64)
+    for expert, own, pairs, tokens in by_expert(i.rows):
+        p, weights = i.dy[tokens] @ matrix_of(i, expert), weights_of(i, pairs)
+        act, vjp = experts_loop.activation_vjp(i.spec, i.pre[own])
+        dweights[pairs] = (p * act).sum(1)
+        if i.bias is not None:
+            dweights[pairs] += i.dy[tokens] @ i.bias[expert]
+        yield o.act[own], weights * act
+        yield o.dpre[own], vjp(p * weights)
+    yield o.dweights.flatten(), dweights
+
+
+def experts_dw(i, o):
+    for expert, own, _, tokens in by_expert(i.rows):
+        x, y = (
+            t[tokens if gathered else own]
+            for t, gathered in zip((i.x, i.y), i.by_token, strict=True)
+        )
+        dw = x.t() @ y
+        yield o.dw.grad[expert], dw if i.dw.fresh else i.dw.grad[expert] + dw
+
+
+def experts_bias_bwd(i, o):
+    for expert, own, pairs, tokens in by_expert(i.rows):
+        dbias = (weights_of(i, pairs) * i.dy[tokens if i.by_token else own]).sum(0)
+        yield o.dbias.grad[expert], dbias
+
+
 EXACT = {
     norms.norm_fwd: norm_fwd, norms.norm_bwd: norm_bwd, pointwise.act_fwd: act_fwd,
     pointwise.dropout_add_fwd: dropout_add_fwd, pointwise.act_bwd: act_bwd,
@@ -254,4 +349,8 @@ EXACT = {
     cross_entropy.cross_entropy_fwd: cross_entropy_fwd,
     cross_entropy.cross_entropy_bwd: cross_entropy_bwd,
     cross_entropy.cross_entropy_grad: cross_entropy_grad,
+    experts.experts_tiles: experts_tiles, experts.experts_product: experts_product,
+    experts.experts_up_act: experts_up_act, experts.experts_act_fwd: experts_act_fwd,
+    experts.experts_act_bwd: experts_act_bwd, experts.experts_dw: experts_dw,
+    experts.experts_bias_bwd: experts_bias_bwd,
 }  # fmt: skip

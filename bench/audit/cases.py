@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 
 from bench.audit.attention import Case, attention_cases, meta
+from fused_remat.moe_spec import CLAMPED, ExpertsSpec
 from fused_remat.random import NUM_SITES, DropoutMask
 from fused_remat.spec import AttentionSpec, NormSpec, RotarySpec
 from fused_remat.steps.norm import NORMS
 from fused_remat.steps.rotary import RotaryTables
-from fused_remat.triton import cross_entropy, pointwise, products, rotary, tables
+from fused_remat.steps.stacks import Into
+from fused_remat.triton import cross_entropy, experts, pointwise, products, rotary, tables
 from fused_remat.triton import norm as norms
 from fused_remat.triton.launch import Launch, Target
 from fused_remat.triton.operands import cdiv
@@ -28,6 +30,15 @@ from fused_remat.triton.tables import Tile
 ROWS, WIDTH, PRODUCT, TABLE = 8192, 4096, (2048, 8192), 2048
 #: Widths of an MLP that are not multiples of any step along K, with unaligned rows.
 UNEVEN = (1000, 4001)
+#: Tokens, width, hidden units, experts and those of a token: of Qwen3-30B-A3B and gpt-oss-20b. The
+#: lists of tiles have no multiple of 16 of them, as those of a test's few rows.
+MIXTURES = {
+    "swiglu": (4104, 2048, 768, 128, 8),
+    "swiglu transposed": (4104, 2048, 768, 128, 8),
+    "clamped": (4104, 2880, 2880, 32, 4),
+    "swiglu uneven": (4104, 1000, 1001, 32, 4),
+    "clamped uneven": (4104, 1000, 1001, 32, 4),
+}
 FP32 = torch.float32
 _ACTS = tuple(pointwise.PAIRS)
 #: Names and launches of cases that ordinary tensors lead to, without matrix products.
@@ -303,6 +314,104 @@ def gemm_cases(at: Target, dtype: torch.dtype) -> Iterator[Case]:
                     yield Case(case, launch, even, True)
 
 
+class Experts:
+    """Operands of experts' kernels, and the launches over them with a tile, as `Products`."""
+
+    def __init__(self, at: Target, dtype: torch.dtype, kind: str) -> None:
+        self.at, self.kind = at, kind
+        self.tokens, d, f, count, top_k = MIXTURES[kind]
+        clamped = kind.startswith("clamped")
+        options = {"activation": CLAMPED, "interleaved": True, "limit": 7.0, "alpha": 1.702}
+        self.spec = ExpertsSpec(
+            experts=count, top_k=top_k, transposed=clamped or "transposed" in kind,
+            **(options if clamped else {}),
+        )  # fmt: skip
+        pairs = self.tokens * top_k
+        self.x, self.dy = (meta(dtype, self.tokens, d) for _ in range(2))
+        self.weights, self.dweights = (meta(FP32, self.tokens, top_k) for _ in range(2))
+        self.pre, self.dpre = (meta(dtype, pairs, 2 * f) for _ in range(2))
+        self.act, self.y = meta(dtype, pairs, f), meta(dtype, pairs, d)
+        swap = slice(None, None, -1 if self.spec.transposed else 1)
+        self.up, self.down = (
+            meta(dtype, count, *(2 * f, d)[swap]),
+            meta(dtype, count, *(d, f)[swap]),
+        )
+        self.up_bias = meta(dtype, count, 2 * f) if clamped else None
+        self.down_bias = meta(dtype, count, d) if clamped else None
+
+    def rows(self, block_m: int) -> experts.Rows:
+        count, top_k = self.spec.experts, self.spec.top_k
+        tiles = meta(torch.int32, cdiv(self.tokens * top_k, block_m) + count, 2)
+        pairs, ends = meta(torch.int64, self.tokens * top_k), meta(torch.int32, count)
+        return experts.Rows(pairs, ends, tiles, block_m, top_k)
+
+    def launches(self, kernel: str, tile: Tile) -> dict[str, Launch]:
+        """Return launches of a kernel of `tables.EXPERTS_TILES`, by what is computed."""
+        if kernel == "experts_dw":
+            return self._gradients(tile)
+        if kernel == "experts_act_bwd":
+            return {self.kind: self._act_bwd(tile)[0]}
+        rows, is_kn, end = self.rows(tile.block_m), self.spec.transposed, (self.at, tile)
+        if kernel == "experts_up_act":
+            given = self.x, self.up, self.up_bias, self.weights, rows, self.act, is_kn, *end
+            return {self.kind: experts.experts_up_act(self.spec, *given)}
+        up = self.x, self.up, self.up_bias, None, rows, self.pre, is_kn, "gather"
+        down = self.act, self.down, self.down_bias, self.weights, rows, self.y, is_kn, "scatter"
+        dx = self.pre, self.up, None, None, rows, self.y, not is_kn, "scatter"
+        return {
+            f"{self.kind} {name}": experts.experts_product(*given, *end)
+            for name, given in {"up": up, "down": down, "dx": dx}.items()
+        }
+
+    def _act_bwd(self, tile: Tile) -> list[Launch]:
+        given = self.dy, self.down, self.down_bias, self.pre, self.weights, self.rows(tile.block_m)
+        results, is_kn = (self.dpre, self.act, self.dweights), not self.spec.transposed
+        return experts.experts_act_bwd(self.spec, *given, *results, is_kn, self.at, tile)
+
+    def _gradients(self, tile: Tile) -> dict[str, Launch]:
+        """Return gradients in the dtype of the stack, and added in float32."""
+        up = Into(meta(self.x.dtype, *self.up.shape), fresh=True)
+        down = Into(meta(FP32, *self.down.shape), fresh=False)
+        found, rows = {}, self.rows(tile.block_m)
+        for name, grad, pair, by_token in (
+            ("up", up, (self.pre, self.x), (False, True)),
+            ("down added", down, (self.dy, self.act), (True, False)),
+        ):
+            swap = slice(None, None, -1 if self.spec.transposed else 1)
+            given = *pair[swap], rows, grad, by_token[swap]
+            found[f"{self.kind} {name}"] = experts.experts_dw(*given, self.at, tile)
+        return found
+
+    def passes(self) -> Named:
+        """Yield launches without products, by the rows of a tile where they depend on these."""
+        for tile in tables.EXPERTS_TILES["experts_act_bwd"][tables.family(self.at)]:
+            rows, tiled = self.rows(tile.block_m), f"{self.kind} {tile.block_m}"
+            given = rows.ends, rows.tiles, len(rows.pairs), rows.block_m
+            yield f"experts_tiles_fwd {tiled}", experts.experts_tiles(*given)
+            yield f"experts_weights_bwd {tiled}", self._act_bwd(tile)[1]
+        acted = self.spec, self.pre, self.weights, rows, self.act
+        yield f"experts_act_fwd {self.kind}", experts.experts_act_fwd(*acted)
+        c, d = self.pre.shape[1], self.x.shape[1]
+        for name, *given, width, by_token in (
+            ("up", self.pre, None, c, False), ("down", self.dy, self.weights, d, True),
+        ):  # fmt: skip
+            into = Into(meta(FP32, self.spec.experts, width), fresh=True)
+            launch = experts.experts_bias_bwd(*given, rows, into, by_token)
+            yield f"experts_bias_bwd {self.kind} {name}", launch
+
+
+def experts_cases(at: Target, dtype: torch.dtype) -> Iterator[Case]:
+    """Yield products with every tile of the tables, and passes over even sizes."""
+    for kind in MIXTURES:
+        made, even = Experts(at, dtype, kind), "uneven" not in kind
+        for kernel, by_family in tables.EXPERTS_TILES.items():
+            for tile in by_family[tables.family(at)]:
+                for name, launch in made.launches(kernel, tile).items():
+                    yield Case(f"{kernel} {name} {tile_name(tile)}", launch, even, True)
+        if even and "transposed" not in kind:
+            yield from (Case(name, launch, True, False) for name, launch in made.passes())
+
+
 def cases(at: Target, dtype: torch.dtype) -> Iterator[Case]:
     """Yield all cases of a target and dtype; products in float32 are ATen's and not among them."""
     makers = [norm_cases, pointwise_cases, rotary_cases]
@@ -311,4 +420,5 @@ def cases(at: Target, dtype: torch.dtype) -> Iterator[Case]:
         yield from (Case(name, launch, True, False) for name, launch in make(at, dtype))
     if dtype.itemsize == 2:
         yield from gemm_cases(at, dtype)
+        yield from experts_cases(at, dtype)
         yield from attention_cases(at, dtype)

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from bench.kernels.attention import ATTENTION, FORMS, Attention
+from bench.kernels.experts import EXPERTS, GROUPED
 from bench.kernels.ops import NORM, Norm
-from bench.kernels.problem import DIRECTIONS, Op, Problem, contests
+from bench.kernels.problem import DIRECTIONS, Op, Problem, Size, at_tokens, contests, tiny
 from bench.measure.contest import Entry, Rig
 
 TOKENS, D_MODEL = 16384, 2048  # of attention, at least the former
@@ -78,3 +79,18 @@ def norm_entries(rig: Rig) -> Iterator[Entry]:
         for kind in ("layer_norm", "rms_norm"):
             make = functools.partial(Norm, rig, kind, tokens, width)
             yield from entries_of(NORM, make, directions=("bwd", "fwd"))
+
+
+# --- experts
+
+
+def experts_entries(rig: Rig) -> Iterator[Entry]:
+    """Yield experts, then their grouped products, of every mixture."""
+    for op in (EXPERTS, GROUPED):
+        for mixture in op.models.values():
+            size = at_tokens(tiny(mixture) if rig.dry else mixture, rig.size(TOKENS, 16))
+            yield from entries_of(op, functools.partial(_first, op, rig, size))
+
+
+def _first(op: Op, rig: Rig, size: Size) -> Problem:
+    return next(iter(op.of_model(rig, size)))

@@ -15,7 +15,7 @@ from bench.commands import model, plan
 from bench.measure.case import dtype_name
 from bench.measure.contest import Entry, P, Rig
 from bench.measure.steps import measure as measure_ways
-from bench.subjects import models, stacks
+from bench.subjects import mixtures, models, stacks
 from bench.subjects.layers import BUDGETS, Case
 from bench.subjects.layers import WAYS as LAYER_WAYS
 from bench.subjects.models import MODELS
@@ -27,6 +27,7 @@ _STOCK = ("eager", "checkpoint")
 _PEERS = ("selective_matmuls", "torch_remat")
 WAYS = (*_STOCK, *_PEERS, *EXACT_PRESETS)
 COMPILED = (*_STOCK, "compile", "full", "full_compiled", "lean", "lean_compiled", "none")
+MIXTURE_WAYS = (*_STOCK, *EXACT_PRESETS)
 #: Of one long sequence.
 LONG_LEN, LONG = 32768, (*_STOCK, *EXACT_PRESETS)
 _BUDGETS = tuple(f"compile_budget_{budget:g}" for budget in BUDGETS)
@@ -132,6 +133,22 @@ def compile_entries(rig: Rig) -> Iterator[Entry]:
     for layer in (layer for layer in _encoders(rig) if layer.norm == "pre"):
         for what, ways in ((", compiled", COMPILED), (", budgets", BUDGETED)):
             yield _entry(layer, ways, what)
+
+
+def mixture_entries(rig: Rig) -> Iterator[Entry]:
+    """Yield decoder layers of published mixtures; in ATen in a dry run: 32 experts are many."""
+    part, seq_len = rig.size(1, 45), rig.size(MODEL_TOKENS, 5)
+    for name in ("gpt-oss-20b",) if rig.dry else mixtures.MIXTURES:
+        case = mixtures.Case(name, part, 1, seq_len, dtype_name(rig.dtype))
+
+        def run(rig: Rig, case: mixtures.Case = case) -> dict[str, Any]:
+            if importlib.util.find_spec("transformers") is None:
+                return {"found": {"absent": "transformers is not installed"}}
+            longer = rig.longer(_LONGER)
+            row = measure_ways(case.subject(rig.device), mixtures.WAYS, MIXTURE_WAYS, longer)
+            return {"mixture": dataclasses.asdict(case), **row}
+
+        yield {"name": name, "seq_len": seq_len}, run
 
 
 # --- models and plans

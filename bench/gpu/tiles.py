@@ -6,16 +6,29 @@ compare with float64. And each kernel of attention, as the tables divide it and 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
+from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 from bench.audit.cases import Products, tile_name
 from bench.kernels.attention import Attention, kernels
+from bench.kernels.experts import EXPERTS
+from bench.kernels.problem import DIRECTIONS, Problem, at_tokens, tiny, ways_of
 from bench.measure.contest import Contest, Entry, Results, Rig, Way, Work
-from fused_remat.triton.tables import TILES, AttentionTile, Tile, attention_tile, family
+from fused_remat.triton import tables
+from fused_remat.triton.tables import (
+    EXPERTS_TILES,
+    TILES,
+    AttentionTile,
+    Tile,
+    attention_tile,
+    family,
+)
 
 #: Tokens, width and hidden width of an MLP; and in a dry run.
 SIZES, DRY = (8192, 2048, 8192), (32, 64, 96)
@@ -86,6 +99,35 @@ def tile_entries(rig: Rig) -> Iterator[Entry]:
         if tiles := by_family.get(family(rig.target), ()):
             case = {"name": f"tiles of {kernel}", "tokens": tokens, "width": width}
             yield case, functools.partial(contest, kernel=kernel, tiles=tiles)
+    yield from _experts_entries(rig)
+
+
+def _experts_entries(rig: Rig) -> Iterator[Entry]:
+    """Yield experts of every mixture with tiles of as many rows as the tables have."""
+    for mixture in list(EXPERTS.models.values())[: 1 if rig.dry else None]:
+        size = at_tokens(tiny(mixture) if rig.dry else mixture, rig.size(SIZES[0], 16))
+        (made,) = EXPERTS.of_model(rig, size)
+        for direction in DIRECTIONS:
+            case = {"name": f"tiles of experts_{direction} {made.name}", **made.sizes}
+            problem = functools.partial(EXPERTS.of_model, rig, size)
+            yield case, lambda rig, p=problem, d=direction: experts_contest(rig, *p(), d)
+
+
+def experts_contest(rig: Rig, problem: Problem, direction: str) -> Contest:
+    """Return experts in tiles of each number of rows; the largest is the baseline."""
+    way = ways_of(EXPERTS["fused_remat triton full"], problem)[direction]
+
+    def run(given: Any, rows: int) -> Results:
+        with mock.patch.object(tables, "experts_rows", lambda *_: rows):
+            return way.run(given)
+
+    tiles = EXPERTS_TILES["experts_product"][family(rig.target)]
+    ways = {
+        f"{rows} rows": dataclasses.replace(way, run=functools.partial(run, rows=rows))
+        for rows in (tile.block_m for tile in tiles)
+    }
+    truth = functools.partial(problem.truth, direction)
+    return Contest(ways, truth, problem.work(direction), (next(iter(ways)),), problem.factor)
 
 
 def _attention_name(tile: AttentionTile) -> str:

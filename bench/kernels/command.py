@@ -26,7 +26,6 @@ from bench.measure.options import Parser, positive, progress
 from bench.measure.registry import described
 from bench.pages import kernels as report
 from bench.tables import ResultsFile, Row, current, errors_of
-from fused_remat.scale.shapes import MODELS
 from fused_remat.triton.launch import INTERPRETED, target_of
 
 #: Tokens of a model's batch, about.
@@ -35,11 +34,12 @@ TOKENS = {"cpu": 1024, "cuda": 16384}
 
 def problems(rig: Rig, args: argparse.Namespace) -> Iterator[tuple[Row, Problem]]:
     """Yield all problems, op by op, each with the case of its rows."""
-    models = [tiny(MODELS[n]) if args.dry_run else MODELS[n] for n in args.models]
     for op in args.op:
-        seen = set()
-        for size in (at_tokens(model, args.tokens) for model in models):
-            where = {"model": size.model.name, "batch": size.batch, "seq_len": size.seq_len}
+        seen, known = set(), OPS[op].models
+        for name in (name for name in args.models if name in known):
+            model = tiny(known[name]) if args.dry_run else known[name]
+            size = at_tokens(model, args.tokens)
+            where = {"model": name, "batch": size.batch, "seq_len": size.seq_len}
             for problem in OPS[op].of_model(rig, size):
                 key = (problem.name, *problem.sizes.items())
                 if key not in seen:
@@ -97,7 +97,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     shared = "device dtype rounds seconds threads fresh dry-run"
     parser = Parser("kernels", __doc__, shared, rounds=ROUNDS, seconds=1.0)
     parser.several("op", default=list(OPS), choices=OPS)
-    parser.add("--models", nargs="*", default=list(MODELS), choices=MODELS)
+    models = list(dict.fromkeys(name for op in OPS.values() for name in op.models))
+    parser.add("--models", nargs="*", default=models, choices=models)
     parser.add("--tokens", type=positive, help="of a model's batch, about (1024; on cuda 16384)")
     every = list(dict.fromkeys(name for op in OPS.values() for name in op))
     parser.several("providers", choices=every, metavar="NAME", help=f"of {every} (all)")

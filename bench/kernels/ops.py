@@ -1,4 +1,4 @@
-"""The ops of `python -m bench kernels`: norms, MLPs, attention, the loss of a head."""
+"""The ops of `python -m bench kernels`: norms, MLPs, attention, the loss of a head, experts."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.kernels.attention import ATTENTION
+from bench.kernels.experts import EXPERTS, GROUPED
 from bench.kernels.problem import Function, Op, Problem, Size, Ways, through_autograd
 from bench.measure.contest import Results, Rig, Way, Work
 from bench.measure.registry import Absent
@@ -268,4 +269,7 @@ def our_loss(p: Loss, backend: str) -> Function:
 
 
 #: Name on the command line -> op, in the order in which they are measured.
-OPS: dict[str, Op] = {"norm": NORM, "mlp": MLP, "attention": ATTENTION, "loss": LOSS}
+OPS: dict[str, Op] = {
+    "norm": NORM, "mlp": MLP, "attention": ATTENTION, "loss": LOSS, "grouped": GROUPED,
+    "experts": EXPERTS,
+}  # fmt: skip

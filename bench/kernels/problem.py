@@ -17,7 +17,8 @@ from torch import Tensor
 from bench.measure.checks import exact_in_blocks
 from bench.measure.contest import SETS, Contest, Results, Rig, Way, Work
 from bench.measure.registry import Provider, Registry, refusal
-from fused_remat.scale.shapes import Model
+from bench.subjects.mixtures import Mixture
+from fused_remat.scale.shapes import MODELS, Model
 
 DIRECTIONS = ("fwd", "bwd")
 #: Computes the op of the problem's inputs, given in their order.
@@ -29,9 +30,9 @@ Build = Callable[[Any], "Function | Ways"]
 
 @dataclass(frozen=True)
 class Size:
-    """A model's shapes at a batch (B) and sequence length (S)."""
+    """A model's or mixture's shapes at a batch (B) and sequence length (S)."""
 
-    model: Model
+    model: Any
     batch: int
     seq_len: int
 
@@ -40,14 +41,16 @@ class Size:
         return self.batch * self.seq_len
 
 
-def at_tokens(model: Model, tokens: int) -> Size:
+def at_tokens(model: Model | Mixture, tokens: int) -> Size:
     """Return about so many tokens: sequences of the model's length, or one shorter sequence."""
-    seq_len = min(model.seq_len, tokens)
+    seq_len = min(model.seq_len, tokens) if isinstance(model, Model) else tokens
     return Size(model, max(1, tokens // seq_len), seq_len)
 
 
-def tiny(model: Model) -> Model:
+def tiny(model: Model | Mixture) -> Model | Mixture:
     """Return the same kind of model in sizes that show only whether it runs."""
+    if isinstance(model, Mixture):
+        return dataclasses.replace(model, d_model=32, expert=48, experts=4, top_k=2)
     kv_heads = 2 if model.kv_heads < model.nhead else 4
     sizes = {"d_model": 32, "nhead": 4, "kv_heads": kv_heads, "head_dim": 8, "d_ff": 48}
     sizes["vocab"] = min(model.vocab, 100)
@@ -146,13 +149,14 @@ def _compiled(problem: Problem) -> Function:
 
 
 class Op(Registry[Build]):
-    """The providers of an op; `of_model` gives the problems that a model has at a size."""
+    """The providers of an op; `of_model` gives the problems that one of `models` has at a size."""
 
     def __init__(
-        self, name: str, of_model: Callable[[Rig, Size], Iterable[Problem]], stock: bool = True
-    ) -> None:
+        self, name: str, of_model: Callable[[Rig, Size], Iterable[Problem]], stock: bool = True,
+        models: Mapping[str, Model] | Mapping[str, Mixture] = MODELS,
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.name, self.of_model = name, of_model
+        self.name, self.of_model, self.models = name, of_model, models
         if stock:
             self.provider("aten", baseline=True)(lambda p: p.reference)
             self.provider("compile")(_compiled)

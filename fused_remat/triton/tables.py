@@ -131,7 +131,7 @@ EXPERTS_TILES: dict[str, dict[str, tuple[Tile, ...]]] = {
         "hopper": (Tile(128, 128, 64, 8, 3, parts=2), Tile(64, 64, 64, 4, 4)),
         "blackwell": (Tile(128, 64, 64, 8, 3), Tile(64, 64, 64, 4, 4)),
         "ampere": (Tile(128, 64, 32, 8, 4), Tile(64, 64, 32, 4, 4)),
-        "small": (Tile(128, 64, 32, 8, 3), Tile(64, 64, 32, 4, 3)),
+        "small": (Tile(128, 64, 32, 8, 3, parts=2), Tile(64, 64, 32, 4, 3)),
         "hip": (Tile(128, 64, 32, 8, 2), Tile(64, 64, 32, 4, 2)),
         "interpreter": (Tile(32, 32, 32, 4, 1), Tile(16, 32, 16, 4, 1, parts=2, group=2)),
     },

@@ -20,7 +20,7 @@ from bench.audit import cases as audit_cases
 from bench.audit import command as audit
 from bench.audit.attention import PRODUCTS
 from bench.pages.audit import AUDIT, OTHERS
-from fused_remat.triton.tables import TILES, Tile
+from fused_remat.triton.tables import EXPERTS_TILES, TILES, Tile
 
 ROOT = Path(__file__).resolve().parents[2]
 #: Targets whose committed audits are not compiled again in tests.
@@ -31,10 +31,11 @@ GOOD = {"default": True, "product": True, "spills": 0, "stack": 0, "shared": 100
 
 
 def reads_through_pointers(name):
-    """Attention whose rows end early, an additive mask's gradient, tiles that require it."""
+    """Experts; attention whose rows end early, additive masks' gradients, tiles that require it."""
     wide = re.search(r"attention_d\w+_bwd.* 256 .*mask|attention_dkdv_bwd d. 256 causal \d", name)
     return (
         "mask_bwd" in name
+        or name.startswith("experts_")
         or wide is not None
         or any(call in name for call in ("lengths", "packed", "everything"))
     )
@@ -52,7 +53,7 @@ def rows(tmp_path_factory):
 def test_every_default_configuration_for_hopper_is_clean(rows):
     products = [row for row in rows if row["product"]]
     assert all(row["tensor_core"] for row in products)
-    kernels = {name for name, tiles in TILES.items() if "hopper" in tiles}
+    kernels = {name for name, tiles in (TILES | EXPERTS_TILES).items() if "hopper" in tiles}
     assert {row["name"].split()[0] for row in products} == kernels | PRODUCTS
     pointers = {row["name"] for row in products if not row["tma"]}
     assert pointers == {row["name"] for row in products if reads_through_pointers(row["name"])}

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from exact_launches import EXACT, RESULTS, Maker, tensors_in, wide
+from exact_launches import EXACT, OF_EXPERTS, RESULTS, Maker, tensors_in, wide
 from executed import took
 from places import BF16, EXECUTED, check_error, target
 from tiers import executed, exhaustive
@@ -37,6 +37,13 @@ SIZES = {
     "ragged": {"ROWS": 80, "WIDTH": 2032, "PRODUCT": (192, 1008), "TABLE": 32},
     "whole": {"ROWS": 256, "WIDTH": 2048, "PRODUCT": (128, 1024), "TABLE": 256},
 }
+#: Of mixtures, of which as many pairs as there are rows: width and hidden units, and uneven ones.
+_EXPERTS = {"ragged": ((64, 192), (40, 33)), "whole": ((128, 256), (104, 65))}
+for _name, _widths in _EXPERTS.items():
+    SIZES[_name]["MIXTURES"] = {
+        kind: (SIZES[_name]["ROWS"] // top_k, *_widths["uneven" in kind], count, top_k)
+        for kind, (*_, count, top_k) in audit.MIXTURES.items()
+    }
 #: Batch, heads and tokens of attention, and tokens whose masks are not aligned.
 ATTENTION = {
     "ragged": {"_B": 1, "_H": 16, "_S": 144, "_UNEVEN": 137},
@@ -145,7 +152,8 @@ def audited(dtype: torch.dtype) -> dict[str, str]:
 
 def given_of(call: Call) -> SimpleNamespace:
     """Arguments with data; what is written, and not read before, is NaN."""
-    made, given = Maker(call.rows), SimpleNamespace(**call.given)
+    stacks = call.function in OF_EXPERTS
+    made, given = Maker(call.rows, stacks), SimpleNamespace(**call.given)
     for name, value in call.given.items():
         setattr(given, name, made(value))
     if call.function in (cross_entropy.cross_entropy_fwd, cross_entropy.cross_entropy_bwd):
@@ -157,9 +165,11 @@ def given_of(call: Call) -> SimpleNamespace:
         stats = norm.norm_fwd(given.spec, given.x.double(), None, None)[1:]
         for mine, true in zip(given.stats, stats, strict=True):
             mine.copy_(true if getattr(given, "has_stats", True) else torch.nan)
-    read = [id(t) for n, v in vars(given).items() if n not in RESULTS for t in tensors_in(v)]
-    for name in RESULTS & vars(given).keys():
-        for t in tensors_in(getattr(given, name)):
+    results = OF_EXPERTS.get(call.function, RESULTS)
+    read = [id(t) for n, v in vars(given).items() if n not in results for t in tensors_in(v)]
+    for name in results & vars(given).keys():
+        value = getattr(given, name)
+        for t in tensors_in(value) if getattr(value, "fresh", True) else ():
             if id(t) not in read:
                 t.fill_(torch.nan)
     return given
