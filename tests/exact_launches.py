@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fused_remat import random
 from fused_remat.random import DropoutMask
-from fused_remat.steps import experts_loop, norm, rotary
+from fused_remat.steps import expert_activation, norm, rotary
 from fused_remat.steps.activation import activation_bwd, activation_fwd
 from fused_remat.steps.linear import linear_dx, linear_fwd
 from fused_remat.steps.residual import dropout, residual_add
@@ -301,18 +301,18 @@ def experts_up_act(i, o):
     for expert, own, pairs, tokens in by_expert(i.rows):
         pre = i.x[tokens] @ matrix_of(i, expert)
         pre = rounded(o, pre if i.bias is None else pre + i.bias[expert])
-        yield o.y[own], weights_of(i, pairs) * experts_loop.activation(i.spec, pre)
+        yield o.y[own], weights_of(i, pairs) * expert_activation.activation(i.spec, pre)
 
 
 def experts_act_fwd(i, o):
-    yield o.y, weights_of(i, i.rows.pairs) * experts_loop.activation(i.spec, i.pre)
+    yield o.y, weights_of(i, i.rows.pairs) * expert_activation.activation(i.spec, i.pre)
 
 
 def experts_act_bwd(i, o):
     dweights = torch.zeros(o.dweights.numel(), dtype=torch.float64)
     for expert, own, pairs, tokens in by_expert(i.rows):
         p, weights = i.dy[tokens] @ matrix_of(i, expert), weights_of(i, pairs)
-        act, vjp = experts_loop.activation_vjp(i.spec, i.pre[own])
+        act, vjp = expert_activation.activation_vjp(i.spec, i.pre[own])
         dweights[pairs] = (p * act).sum(1)
         if i.bias is not None:
             dweights[pairs] += i.dy[tokens] @ i.bias[expert]

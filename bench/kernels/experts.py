@@ -201,7 +201,7 @@ class Experts(_OfExperts):
     @staticmethod
     def _linear(x: Tensor, stack: Stack, expert: int) -> Tensor:
         bias = None if stack.bias is None else stack.bias[expert]
-        return F.linear(x, stack.matrix(expert, x.dtype), bias)
+        return F.linear(x, stack.matrices([expert], x.dtype)(expert), bias)
 
     def _act(self, pre: Tensor) -> Tensor:
         spec = self.spec

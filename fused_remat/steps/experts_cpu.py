@@ -23,13 +23,12 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return cpu_choice._ONEDNN(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
 
 
-def _fwd(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
-    y = _product(x, weight, bias)
-    return y if out is None else out.copy_(y)
+def _fwd(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    out.copy_(_product(x, weight, bias))
 
 
-def _dx(dy: Tensor, weight: Tensor) -> Tensor:
-    return _product(dy, weight.t(), None)
+def _dx(dy: Tensor, weight: Tensor, out: Tensor) -> None:
+    out.copy_(_product(dy, weight.t(), None))
 
 
 def _dw(dy: Tensor, x: Tensor, grad: Tensor, into: Into) -> None:

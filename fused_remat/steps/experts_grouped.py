@@ -16,11 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fused_remat.moe_spec import ExpertsSpec
-from fused_remat.steps.experts_loop import Grads, activation, activation_vjp, dot, unsorted
+from fused_remat.steps.expert_activation import activation, activation_vjp
+from fused_remat.steps.experts_loop import GROUPED, Grads, dot, unsorted
 from fused_remat.steps.stacks import Into, Operands, Order, Stack, StackGrads
 
-#: The public function, which takes rows of multiples of 16 bytes; None in older versions.
-PRODUCT: Any = getattr(F, "grouped_mm", None)
 _MOST_EXPERTS = 1024
 #: The gradient of a stack is computed in so many parts: the function cannot write into a buffer.
 _PARTS = 8
@@ -29,7 +28,7 @@ _PARTS = 8
 def unsupported_reason(key: Any) -> str | None:
     """Return why grouped products do not run for a key of `experts.key`, or None if they do."""
     spec, dtype, device, _, sizes, weight_dtype, plain = key
-    if device.type != "cuda" or PRODUCT is None or torch.version.hip:
+    if device.type != "cuda" or GROUPED is None or torch.version.hip:
         return ""
     major = torch.cuda.get_device_capability(device)[0]
     if dtype != torch.bfloat16 or major not in (9, 10) or spec.experts > _MOST_EXPERTS:
@@ -63,7 +62,7 @@ class _Pairs:
     def product(self, x: Tensor, stack: Stack, backward: bool = False) -> Tensor:
         """Return x @ matrix.T + bias of each pair's expert; x @ matrix in backward."""
         matrices = stack.weight if stack.transposed != backward else stack.weight.transpose(1, 2)
-        y: Tensor = PRODUCT(x, matrices, offs=self.order.ends)
+        y: Tensor = GROUPED(x, matrices, offs=self.order.ends)
         return y if backward or stack.bias is None else y.add_(self.bias(stack.bias, y))
 
     def bias(self, bias: Tensor, like: Tensor) -> Tensor:
@@ -98,7 +97,7 @@ class _Pairs:
         self, into: Into, rows: slice, dy: Tensor, x: Tensor, column: int | None = None
     ) -> None:
         """Add dy.T @ x of each expert, or one column of it, to rows of its gradient."""
-        part: Tensor = PRODUCT(dy.t(), x, offs=self.order.ends)
+        part: Tensor = GROUPED(dy.t(), x, offs=self.order.ends)
         part = part if column is None else part[..., column]
         counts = self.order.ends.diff(prepend=self.order.ends.new_zeros(1))
         part.masked_fill_((counts == 0).view(-1, *[1] * (part.dim() - 1)), 0.0)

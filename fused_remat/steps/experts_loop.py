@@ -3,23 +3,28 @@
 All but the products is computed for a run of experts at once. A run with more than one expert has
 at most `ROWS` rows, so no transient has more rows than that or than the tokens of one expert. The
 numbers of tokens are read on the host, once for an operation.
+
+On a CPU, PyTorch's grouped products are the same loop over experts, in C++: they spare calls where
+matrices are plain, and matter most where experts have few tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fused_remat.moe_spec import CLAMPED, ExpertsSpec
-from fused_remat.steps.activation import ACTIVATIONS
+from fused_remat.moe_spec import ExpertsSpec
+from fused_remat.steps.expert_activation import activation, activation_vjp
 from fused_remat.steps.linear import LOW, linear_dw, linear_dx, linear_fwd, widens
 from fused_remat.steps.stacks import Into, Operands, Order, Stack, StackGrads
 
+#: The public function, which takes rows of multiples of 16 bytes; None in older versions.
+GROUPED: Any = getattr(F, "grouped_mm", None)
 #: The most rows of a run with more than one expert: for so few, calls cost more than arithmetic.
 ROWS = 256
 #: Gradients of x and of the weights.
@@ -27,11 +32,27 @@ Grads = tuple[Tensor | None, Tensor | None]
 
 
 class Products(NamedTuple):
-    """Products of one expert's rows."""
+    """Products of one expert's rows, the first two of which are written to `out`."""
 
-    fwd: Callable[..., Tensor]  # x, weight, bias, out=None
-    dx: Callable[..., Tensor]  # dy, weight
+    fwd: Callable[..., object]  # x, weight, bias, out
+    dx: Callable[..., object]  # dy, weight, out
     dw: Callable[[Tensor, Tensor, Tensor, Into], object]  # dy, x, the expert's gradient, of `Into`
+
+
+def _fwd(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    if widens(x):
+        linear_fwd(x, weight, bias, out=out)
+    elif bias is None:
+        torch.mm(x, weight.t(), out=out)
+    else:
+        torch.addmm(bias, x, weight.t(), out=out)
+
+
+def _dx(dy: Tensor, weight: Tensor, out: Tensor) -> None:
+    if widens(dy):
+        out.copy_(linear_dx(dy, weight))
+    else:
+        torch.mm(dy, weight, out=out)
 
 
 def _dw(dy: Tensor, x: Tensor, grad: Tensor, into: Into) -> None:
@@ -43,46 +64,58 @@ def _dw(dy: Tensor, x: Tensor, grad: Tensor, into: Into) -> None:
         torch.mm(dy.t(), x, out=grad)
 
 
-ATEN = Products(linear_fwd, linear_dx, _dw)
+ATEN = Products(_fwd, _dx, _dw)
 
 
 class _Run(NamedTuple):
-    """The pairs of consecutive experts."""
+    """The pairs of experts between the first and the last."""
 
-    experts: list[tuple[int, slice]]  # an expert, and its rows of the run's
+    experts: list[int]  # those that have pairs
+    sizes: list[int]  # numbers of their pairs
+    ends: Tensor  # where those of each expert end, int32
     span: slice  # of the pairs in order
     tokens: Tensor
     weights: Tensor  # (rows, 1); none where the operation has none
 
     def add(self, rows: Tensor, sums: Tensor) -> None:
-        """Add rows to those of their tokens, in a fixed order: a token has an expert once."""
-        for _, span in self.experts:
-            sums.index_add_(0, self.tokens[span], rows[span])
+        """Add rows to those of their tokens, in a fixed order."""
+        # ATen adds in order on a CPU; elsewhere, a token has each expert once.
+        sizes = [len(rows)] if sums.device.type == "cpu" else self.sizes
+        for tokens, part in zip(self.tokens.split(sizes), rows.split(sizes), strict=True):
+            sums.index_add_(0, tokens, part)
 
 
 def _runs(
-    spec: ExpertsSpec, order: Order, weights: Tensor | None, *grads: StackGrads
+    spec: ExpertsSpec,
+    order: Order,
+    weights: Tensor | None,
+    *grads: StackGrads,
+    rows: int | None = None,
 ) -> Iterator[_Run]:
-    """Yield the experts that have tokens, and set the gradients of the others to 0."""
-    runs: list[list[tuple[int, int, int]]] = []
-    for expert, (start, end) in enumerate(pairwise([0, *order.ends.tolist()])):
-        if start == end:
-            for into in (into for each in grads for into in each.buffers if into.fresh):
-                into.grad[expert].zero_()
-        elif runs and end - runs[-1][0][1] <= ROWS:
-            runs[-1].append((expert, start, end))
+    """Yield the experts that have tokens, and set the gradients of the others to 0.
+
+    `rows`: of a run with more than one expert at most, by default `ROWS`.
+    """
+    bounds = [0, *order.ends.tolist()]
+    counts = [end - start for start, end in pairwise(bounds)]
+    if 0 in counts:
+        empty = torch.tensor([e for e, count in enumerate(counts) if not count])
+        for into in (into for each in grads for into in each.buffers if into.fresh):
+            into.grad.index_fill_(0, empty.to(into.grad.device), 0)
+    rows = ROWS if rows is None else min(ROWS, rows)
+    runs: list[list[int]] = []
+    for expert in (e for e, count in enumerate(counts) if count):
+        if runs and bounds[expert + 1] - bounds[runs[-1][0]] <= rows:
+            runs[-1].append(expert)
         else:
-            runs.append([(expert, start, end)])
+            runs.append([expert])
     tokens = order.pairs // spec.top_k
     column = tokens if weights is None else weights.reshape(-1)[order.pairs].unsqueeze(1)
-    for run in runs:
-        first, last = run[0][1], run[-1][2]
-        experts = [(expert, slice(start - first, end - first)) for expert, start, end in run]
-        yield _Run(experts, slice(first, last), tokens[first:last], column[first:last])
-
-
-def _joined(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    for experts in runs:
+        first, last = experts[0], experts[-1]
+        span = slice(bounds[first], bounds[last + 1])
+        sizes, ends = [counts[e] for e in experts], order.ends[first : last + 1] - bounds[first]
+        yield _Run(experts, sizes, ends, span, tokens[span], column[span])
 
 
 def up_fwd(
@@ -139,20 +172,42 @@ def _input(spec: ExpertsSpec, x: Tensor, run: _Run) -> Tensor:
     return xe.mul_(run.weights) if spec.weighs_input else xe
 
 
+def _is_grouped(products: Products, x: Tensor, stack: Stack) -> bool:
+    """Return whether PyTorch's grouped products compute what `products` would."""
+    w = stack.weight
+    if GROUPED is None or products is not ATEN or not stack.is_plain or x.device.type != "cpu":
+        return False
+    of_16_bytes = not any(n % 4 for n in (*w.shape[1:], w.storage_offset()))
+    return x.dtype == w.dtype == torch.float32 and of_16_bytes and w.is_contiguous()
+
+
+def _grouped(x: Tensor, stack: Stack, run: _Run, backward: bool = False) -> Tensor:
+    """Return x @ matrix.T + bias of each expert; x @ matrix in backward."""
+    matrices = stack.weight[run.experts[0] : run.experts[-1] + 1]
+    is_direct = stack.transposed != backward
+    y: Tensor = GROUPED(x, matrices if is_direct else matrices.transpose(1, 2), offs=run.ends)
+    if stack.bias is not None and not backward:
+        for expert, ye in zip(run.experts, y.split(run.sizes), strict=True):
+            ye.add_(stack.bias[expert])
+    return y
+
+
 def _product(
     products: Products, x: Tensor, stack: Stack, run: _Run, out: Tensor | None = None
 ) -> Tensor:
     """Return x @ matrix.T + bias of each expert, with low-rank updates."""
-    parts = []
-    for expert, span in run.experts:
-        xe, bias = x[span], None if stack.bias is None else stack.bias[expert].to(x.dtype)
-        into = None if out is None else out[span]
-        y = products.fwd(xe, stack.matrix(expert, x.dtype), bias, out=into)
+    if _is_grouped(products, x, stack):
+        y = _grouped(x, stack, run)
+        return y if out is None else out.copy_(y)
+    y = x.new_empty((len(x), stack.out_features)) if out is None else out
+    matrix_of = stack.matrices(run.experts, x.dtype)
+    for expert, xe, ye in zip(run.experts, x.split(run.sizes), y.split(run.sizes), strict=True):
+        bias = None if stack.bias is None else stack.bias[expert].to(x.dtype)
+        products.fwd(xe, matrix_of(expert), bias, ye)
         for adapter in stack.adapters:
             low = F.linear(xe, adapter.a[expert].to(x.dtype))
-            y.addmm_(low, adapter.b[expert].t().to(x.dtype), alpha=adapter.scale)
-        parts.append(y)
-    return _joined(parts) if out is None else out
+            ye.addmm_(low, adapter.b[expert].t().to(x.dtype), alpha=adapter.scale)
+    return y
 
 
 def _add_down(
@@ -164,70 +219,6 @@ def _add_down(
         act.mul_(run.weights)
     ye = _product(products, act, down, run).to(y.dtype)
     run.add(ye if before or spec.weighs_input else ye.mul_(run.weights), y)
-
-
-def columns(spec: ExpertsSpec, pre: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the columns of the gate and of the up projection, as views."""
-    if spec.interleaved:
-        return pre[:, ::2], pre[:, 1::2]
-    gate, up = pre.chunk(2, 1)
-    return gate, up
-
-
-def activation(spec: ExpertsSpec, pre: Tensor) -> Tensor:
-    """Return the activation of pre-activations, a new tensor."""
-    if not spec.gated:
-        return ACTIVATIONS[spec.activation].fwd(pre)
-    gate, up = columns(spec, pre)
-    if spec.activation != CLAMPED:
-        return ACTIVATIONS[spec.activation].fwd(gate).mul_(up)
-    gate, up = gate.clamp(max=spec.limit), up.clamp(-spec.limit, spec.limit)
-    return torch.sigmoid(gate * spec.alpha).mul_(gate).mul_(up.add_(1.0))
-
-
-def activation_vjp(spec: ExpertsSpec, pre: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """Return the activation, and a function of its gradient that returns that of `pre`.
-
-    The function overwrites its argument.
-    """
-    if not spec.gated:
-        entry = ACTIVATIONS[spec.activation]
-        return entry.fwd(pre), lambda dact: entry.bwd(dact, pre, dact)
-    gate, up = columns(spec, pre)
-    if spec.activation == CLAMPED:
-        return _clamped_vjp(spec, pre, gate, up)
-    row = ACTIVATIONS[spec.activation]
-    value = row.fwd(gate)
-
-    def vjp(dact: Tensor) -> Tensor:
-        d = torch.empty_like(pre)
-        dgate, dup = columns(spec, d)
-        torch.mul(dact, value, out=dup)
-        row.bwd(dact.mul_(up), gate, dgate)
-        return d
-
-    return value * up, vjp
-
-
-def _clamped_vjp(
-    spec: ExpertsSpec, pre: Tensor, gate: Tensor, up: Tensor
-) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    low, high = -spec.limit, spec.limit
-    g, u = gate.clamp(max=high), up.clamp(low, high).add_(1.0)
-    s = torch.sigmoid(g * spec.alpha)
-    value = g * s
-
-    def vjp(dact: Tensor) -> Tensor:
-        d = torch.empty_like(pre)
-        dgate, dup = columns(spec, d)
-        torch.mul(dact, value, out=dup)
-        dup.masked_fill_((up < low) | (up > high), 0.0)
-        slope = (1.0 - s).mul_(value).mul_(spec.alpha).add_(s)  # of g * sigmoid(alpha * g)
-        torch.mul(dact.mul_(u), slope, out=dgate)
-        dgate.masked_fill_(gate > high, 0.0)
-        return d
-
-    return value * u, vjp
 
 
 class _Backward:
@@ -247,8 +238,8 @@ class _Backward:
         self.needs_up = self.needs_input or up_grads.needed
         self.needs_act = self.needs_up or read.needs_weights
 
-    def runs(self, *grads: StackGrads) -> Iterator[_Run]:
-        return _runs(self.spec, self.read.order, self.read.weights, *grads)
+    def runs(self, *grads: StackGrads, rows: int | None = None) -> Iterator[_Run]:
+        return _runs(self.spec, self.read.order, self.read.weights, *grads, rows=rows)
 
     def input(self, run: _Run) -> tuple[Tensor | None, Tensor | None]:
         """Return the rows of x, and what the first product reads."""
@@ -323,7 +314,8 @@ def bwd_stages(
     both.down_grads = StackGrads()
     yield None, None
     both.up_grads = up_grads()
-    for run in both.runs(both.up_grads):
+    # The gradients of all pre-activations are there: small runs pay for them.
+    for run in both.runs(both.up_grads, rows=len(read.weights)):
         both.first(run, ds[run.span], *both.input(run))
     yield both.result()
 
@@ -356,11 +348,13 @@ def _down_bwd(
     """Return the gradients of a run's activation, which is overwritten, and of its weights."""
     if spec.weighs_input:
         return _stack_bwd(products, dy, act, down, grads, run, needs_act), None
-    p = _dx(products, dy, down, run) if needs_act else None
+    p = _product_dx(products, dy, down, run) if needs_act else None
     dw = None if p is None else dot(p, act)
     if dw is not None and down.bias is not None:
-        for expert, span in run.experts:
-            dw[span] += dot(dy[span], down.bias[expert].to(dy.dtype))
+        for expert, dye, dwe in zip(
+            run.experts, dy.split(run.sizes), dw.split(run.sizes), strict=True
+        ):
+            dwe += dot(dye, down.bias[expert].to(dy.dtype))
     if grads.needed:
         act.mul_(run.weights)
         _add_stack_grads(products, dy, act, down, grads, run, run.weights)
@@ -379,19 +373,20 @@ def _stack_bwd(
     """Add the gradients of the experts' matrices, biases and updates; return x's if needed."""
     if grads.needed:
         _add_stack_grads(products, dy, x, stack, grads, run, None)
-    return _dx(products, dy, stack, run) if needs_x else None
+    return _product_dx(products, dy, stack, run) if needs_x else None
 
 
-def _dx(products: Products, dy: Tensor, stack: Stack, run: _Run) -> Tensor:
-    parts = []
-    for expert, span in run.experts:
-        dye = dy[span]
-        dx = products.dx(dye, stack.matrix(expert, dy.dtype))
+def _product_dx(products: Products, dy: Tensor, stack: Stack, run: _Run) -> Tensor:
+    if _is_grouped(products, dy, stack):
+        return _grouped(dy, stack, run, backward=True)
+    dx = dy.new_empty((len(dy), stack.in_features))
+    matrix_of = stack.matrices(run.experts, dy.dtype)
+    for expert, dye, dxe in zip(run.experts, dy.split(run.sizes), dx.split(run.sizes), strict=True):
+        products.dx(dye, matrix_of(expert), dxe)
         for adapter in stack.adapters:
             low = dye @ adapter.b[expert].to(dy.dtype)
-            dx.addmm_(low, adapter.a[expert].to(dy.dtype), alpha=adapter.scale)
-        parts.append(dx)
-    return _joined(parts)
+            dxe.addmm_(low, adapter.a[expert].to(dy.dtype), alpha=adapter.scale)
+    return dx
 
 
 def _add_stack_grads(
@@ -404,9 +399,10 @@ def _add_stack_grads(
     weights: Tensor | None,
 ) -> None:
     """Add the gradients of the experts' matrices, biases and updates; `weights` are dy's."""
-    for expert, span in run.experts:
-        own = [None if t is None else t[span] for t in (x, weights)]
-        _add_expert_grads(products, stack, grads, expert, dy[span], *own)
+    none = [None] * len(run.experts)
+    xs, ws = (none if t is None else t.split(run.sizes) for t in (x, weights))
+    for expert, dye, xe, we in zip(run.experts, dy.split(run.sizes), xs, ws, strict=True):
+        _add_expert_grads(products, stack, grads, expert, dye, xe, we)
 
 
 def _add_expert_grads(

@@ -5,6 +5,7 @@ T tokens have k experts each: P = T * k pairs of a token and one of its experts.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -46,17 +47,31 @@ class Stack(NamedTuple):
         return int(shape[1 if self.transposed else 0])
 
     @property
+    def in_features(self) -> int:
+        shape = self.packed.shape if self.packed else self.weight.shape[1:]
+        return int(shape[0 if self.transposed else 1])
+
+    @property
     def is_plain(self) -> bool:
         return not (self.adapters or self.packed)
 
-    def matrix(self, expert: int, dtype: torch.dtype) -> Tensor:
-        """Return the matrix (out, in) of an expert; of a quantized one, a copy in `dtype`."""
-        if self.packed is None:
-            matrix = self.weight[expert].to(dtype)
-        else:
-            own = [t[expert] for t in (self.weight, *self.parts)]
-            matrix = dequantize(self.packed, own, self.packed.dtype or dtype).to(dtype)
-        return matrix.t() if self.transposed else matrix
+    def matrices(self, experts: Sequence[int], dtype: torch.dtype) -> Callable[[int], Tensor]:
+        """Return a function of an expert that gives its matrix (out, in), converted if need be.
+
+        `experts`: those that it is called with, in order.
+        """
+        first, last = experts[0], experts[-1]
+        each = [t[first : last + 1].unbind() for t in (self.weight, *self.parts)]
+
+        def matrix_of(expert: int) -> Tensor:
+            own = [views[expert - first] for views in each]
+            if self.packed is None:
+                matrix = own[0].to(dtype)
+            else:
+                matrix = dequantize(self.packed, own, self.packed.dtype or dtype).to(dtype)
+            return matrix.t() if self.transposed else matrix
+
+        return matrix_of
 
 
 class Into(NamedTuple):

@@ -18,7 +18,7 @@ from fused_remat.layers.eligibility import Unsupported, parameters_of
 from fused_remat.layers.expert_stacks import unwrapped
 from fused_remat.moe_spec import CLAMPED, ExpertsSpec
 from fused_remat.steps.activation import ACTIVATIONS
-from fused_remat.steps.experts_loop import activation_vjp
+from fused_remat.steps.expert_activation import activation_vjp
 
 
 class KnownExperts(NamedTuple):

@@ -97,20 +97,24 @@ def check(found: list[Tensor], expected: list[Tensor], tolerance: float) -> None
         )
 
 
-@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("rows", [1, 5, 256])
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_runs_of_experts_give_what_one_at_a_time_gives(
     kind: str, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With 1, every run is an expert; products of parts of a matrix may differ by alignment."""
+    """With 1, every run is an expert; products of parts of a matrix may differ by alignment.
+
+    The expected ones are grouped products where this PyTorch has them.
+    """
     problem = Problem(kind, "odd groups")
     expected = problem.run(experts_loop, experts_loop.ATEN)
     monkeypatch.setattr(experts_loop, "ROWS", rows)
+    monkeypatch.setattr(experts_loop, "GROUPED", None)
     check(problem.run(experts_loop, experts_loop.ATEN), expected, 1e-6)
 
 
 needs_grouped = pytest.mark.skipif(
-    experts_grouped.PRODUCT is None, reason="this PyTorch has no grouped products"
+    experts_grouped.GROUPED is None, reason="this PyTorch has no grouped products"
 )
 
 
@@ -138,7 +142,7 @@ def test_grouped_products_run_where_no_count_is_read_on_the_host(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.version, "hip", None)
-    monkeypatch.setattr(experts_grouped, "PRODUCT", object())
+    monkeypatch.setattr(experts_grouped, "GROUPED", object())
     spec, sizes = ExpertsSpec(experts=8, top_k=2), (1536, 2048)
     key = spec, torch.bfloat16, torch.device("cuda", 0), 64, sizes, torch.bfloat16, True
 
