@@ -4,8 +4,9 @@ T tokens have k experts each: P = T * k pairs. `Order` sorts them. An index belo
 expert, drops the pair; such pairs come last and are never computed. A stack holds the matrices of
 all experts. The bodies of the operations run grouped products where these read nothing on the host,
 else one expert after the other: then the host reads the numbers of tokens, once for an operation.
-On a GPU of compute capability 9 or 10 the former run in bfloat16, if the matrices are plain and of
-widths in multiples of 16; float64, adapters, quantized matrices and other GPUs take the loop.
+On a GPU of compute capability 9 or 10 the former run in bfloat16, if the matrices have widths in
+multiples of 16 and low-rank updates ranks in multiples of 8; float64, quantized matrices and other
+GPUs take the loop.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from fused_remat.moe_spec import ExpertsSpec
 from fused_remat.steps import experts_grouped as grouped
 from fused_remat.steps.experts_loop import ATEN, Grads, bwd, bwd_stages, down_fwd, fwd, up_fwd
 from fused_remat.steps.operations import operation
-from fused_remat.steps.stacks import Operands, Order, Stack, StackGrads
+from fused_remat.steps.stacks import FORMS, Operands, Order, Stack, StackGrads
 
 
 def order_key(indices: Tensor, experts: int) -> Any:
@@ -46,8 +47,9 @@ def key(
 ) -> Any:
     """Return what the choice of an implementation depends on; the rows of an expert on average."""
     rows = -(-len(order.pairs) // spec.experts)
-    plain = up.is_plain and (down is None or down.is_plain)
-    return spec, x.dtype, x.device, rows, (up.out_features, x.shape[1]), up.weight.dtype, plain
+    forms = {stack.form for stack in (up, down) if stack is not None}
+    sizes = up.out_features, x.shape[1]
+    return spec, x.dtype, x.device, rows, sizes, up.weight.dtype, max(forms, key=FORMS.index)
 
 
 def describe(key: Any, *_: Any, **__: Any) -> str:

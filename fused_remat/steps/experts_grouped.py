@@ -18,7 +18,7 @@ from torch import Tensor
 from fused_remat.moe_spec import ExpertsSpec
 from fused_remat.steps.expert_activation import activation, activation_vjp
 from fused_remat.steps.experts_loop import GROUPED, Grads, dot, unsorted
-from fused_remat.steps.stacks import Into, Operands, Order, Stack, StackGrads
+from fused_remat.steps.stacks import Adapter, Into, Operands, Order, Stack, StackGrads
 
 _MOST_EXPERTS = 1024
 #: The gradient of a stack is computed in so many parts: the function cannot write into a buffer.
@@ -27,14 +27,14 @@ _PARTS = 8
 
 def unsupported_reason(key: Any) -> str | None:
     """Return why grouped products do not run for a key of `experts.key`, or None if they do."""
-    spec, dtype, device, _, sizes, weight_dtype, plain = key
+    spec, dtype, device, _, sizes, weight_dtype, form = key
     if device.type != "cuda" or GROUPED is None or torch.version.hip:
         return ""
     major = torch.cuda.get_device_capability(device)[0]
     if dtype != torch.bfloat16 or major not in (9, 10) or spec.experts > _MOST_EXPERTS:
         return "they read counts on the host for this dtype and GPU"
-    if not plain or weight_dtype != dtype:
-        return "the matrices are quantized, adapted, or of another dtype"
+    if form not in ("plain", "adapted") or weight_dtype != dtype:
+        return "the matrices are quantized, adapted by odd ranks, or of another dtype"
     return "widths are no multiples of 16" if any(size % 16 for size in sizes) else None
 
 
@@ -42,9 +42,10 @@ def supports(key: Any, *parts: Stack | StackGrads) -> bool:
     """Return whether grouped products run for a key and these stacks and gradients."""
     if unsupported_reason(key) is not None:
         return False
-    stacks = [part.weight for part in parts if isinstance(part, Stack)]
+    stacks = [part for part in parts if isinstance(part, Stack)]
     grads = [into for part in parts if isinstance(part, StackGrads) for into in part.buffers]
-    aligned = all(w.is_contiguous() and not w.storage_offset() % 8 for w in stacks)
+    read = [t for stack in stacks for t in (stack.weight, *[low.a for low in stack.adapters])]
+    aligned = all(t.is_contiguous() and not t.storage_offset() % 8 for t in read)
     return aligned and not any(into.exact for into in grads)
 
 
@@ -61,9 +62,23 @@ class _Pairs:
 
     def product(self, x: Tensor, stack: Stack, backward: bool = False) -> Tensor:
         """Return x @ matrix.T + bias of each pair's expert; x @ matrix in backward."""
-        matrices = stack.weight if stack.transposed != backward else stack.weight.transpose(1, 2)
-        y: Tensor = GROUPED(x, matrices, offs=self.order.ends)
+        matrices = stack.weight if stack.transposed == backward else stack.weight.transpose(1, 2)
+        y = self.grouped(x, matrices)
+        for adapter in stack.adapters:
+            a, b = self.matrices(adapter, x.dtype)
+            a, b = (b.transpose(1, 2), a.transpose(1, 2)) if backward else (a, b)
+            y.add_(self.grouped(self.grouped(x, a), b), alpha=adapter.scale)
         return y if backward or stack.bias is None else y.add_(self.bias(stack.bias, y))
+
+    def grouped(self, x: Tensor, matrices: Tensor) -> Tensor:
+        """Return x @ matrix.T of each pair's expert, of matrices (E, out, in)."""
+        y: Tensor = GROUPED(x, matrices.transpose(1, 2), offs=self.order.ends)
+        return y
+
+    @staticmethod
+    def matrices(adapter: Adapter, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return both matrices of low-rank updates, converted, and of contiguous rows."""
+        return adapter.a.to(dtype), adapter.b.to(dtype).contiguous()
 
     def bias(self, bias: Tensor, like: Tensor) -> Tensor:
         """Return the bias of each pair's expert."""
@@ -79,19 +94,27 @@ class _Pairs:
         return total.to(rows.dtype)
 
     def add_grads(
-        self, grads: StackGrads, dy: Tensor, x: Tensor | None, transposed: bool, column: Tensor
+        self, stack: Stack, grads: StackGrads, dy: Tensor, x: Tensor | None, column: Tensor
     ) -> None:
-        """Add the gradients of matrices, and of biases by a column (P, 1) of their weights."""
+        """Add the gradients of a stack, those of biases by a column (P, 1) of their weights."""
         if grads.bias is not None:
             eight = F.pad(column.to(dy.dtype), (0, 7))
             self._add(grads.bias, slice(None), dy, eight, 0)
         if grads.weight is not None:
             assert x is not None
-            dy, x = (x, dy) if transposed else (dy, x)
-            step = -(-dy.shape[1] // (8 * _PARTS)) * 8
-            for first in range(0, dy.shape[1], step):
+            left, right = (x, dy) if stack.transposed else (dy, x)
+            step = -(-left.shape[1] // (8 * _PARTS)) * 8
+            for first in range(0, left.shape[1], step):
                 columns = slice(first, first + step)
-                self._add(grads.weight, columns, dy[:, columns], x)
+                self._add(grads.weight, columns, left[:, columns], right)
+        for adapter, (da, db) in zip(stack.adapters, grads.adapters, strict=bool(grads.adapters)):
+            assert x is not None
+            a, b = self.matrices(adapter, x.dtype)
+            if db is not None:
+                self._add(db, slice(None), dy, self.grouped(x, a).mul_(adapter.scale))
+            if da is not None:
+                low = self.grouped(dy, b.transpose(1, 2)).mul_(adapter.scale)
+                self._add(da, slice(None), low, x)
 
     def _add(
         self, into: Into, rows: slice, dy: Tensor, x: Tensor, column: int | None = None
@@ -143,7 +166,7 @@ def bwd_stages(
             sums += dot(dye, pairs.bias(down.bias, dye))
     if down_grads.needed:
         act = act.mul_(w) if outer else act
-        pairs.add_grads(down_grads, dye, act, down.transposed, w if outer else ones)
+        pairs.add_grads(down, down_grads, dye, act, w if outer else ones)
     del act, dye, down_grads
     yield None, None
     grads = up_grads()
@@ -152,7 +175,7 @@ def bwd_stages(
         d = vjp(dx.mul_(w) if outer else dx)
         del dx, vjp, pre
         if grads.needed:
-            pairs.add_grads(grads, d, scaled, up.transposed, ones)
+            pairs.add_grads(up, grads, d, scaled, ones)
         dx = pairs.product(d, up, backward=True) if needs_input else None
         if dx is not None and not outer:
             assert xe is not None

@@ -175,14 +175,13 @@ def _input(spec: ExpertsSpec, x: Tensor, run: _Run) -> Tensor:
 def _is_grouped(products: Products, x: Tensor, stack: Stack) -> bool:
     """Return whether PyTorch's grouped products compute what `products` would."""
     w = stack.weight
-    if GROUPED is None or products is not ATEN or not stack.is_plain or x.device.type != "cpu":
+    if GROUPED is None or products is not ATEN or stack.packed or x.device.type != "cpu":
         return False
     of_16_bytes = not any(n % 4 for n in (*w.shape[1:], w.storage_offset()))
     return x.dtype == w.dtype == torch.float32 and of_16_bytes and w.is_contiguous()
 
 
-def _grouped(x: Tensor, stack: Stack, run: _Run, backward: bool = False) -> Tensor:
-    """Return x @ matrix.T + bias of each expert; x @ matrix in backward."""
+def _grouped(x: Tensor, stack: Stack, run: _Run, backward: bool) -> Tensor:
     matrices = stack.weight[run.experts[0] : run.experts[-1] + 1]
     is_direct = stack.transposed != backward
     y: Tensor = GROUPED(x, matrices if is_direct else matrices.transpose(1, 2), offs=run.ends)
@@ -193,20 +192,33 @@ def _grouped(x: Tensor, stack: Stack, run: _Run, backward: bool = False) -> Tens
 
 
 def _product(
-    products: Products, x: Tensor, stack: Stack, run: _Run, out: Tensor | None = None
+    products: Products,
+    x: Tensor,
+    stack: Stack,
+    run: _Run,
+    out: Tensor | None = None,
+    backward: bool = False,
 ) -> Tensor:
-    """Return x @ matrix.T + bias of each expert, with low-rank updates."""
+    """Return x @ matrix.T + bias of each expert, with low-rank updates; x @ matrix in backward."""
+    columns, dtype = stack.in_features if backward else stack.out_features, x.dtype
     if _is_grouped(products, x, stack):
-        y = _grouped(x, stack, run)
-        return y if out is None else out.copy_(y)
-    y = x.new_empty((len(x), stack.out_features)) if out is None else out
-    matrix_of = stack.matrices(run.experts, x.dtype)
-    for expert, xe, ye in zip(run.experts, x.split(run.sizes), y.split(run.sizes), strict=True):
-        bias = None if stack.bias is None else stack.bias[expert].to(x.dtype)
-        products.fwd(xe, matrix_of(expert), bias, ye)
-        for adapter in stack.adapters:
-            low = F.linear(xe, adapter.a[expert].to(x.dtype))
-            ye.addmm_(low, adapter.b[expert].t().to(x.dtype), alpha=adapter.scale)
+        y = _grouped(x, stack, run, backward)
+        y = y if out is None else out.copy_(y)
+    else:
+        y = x.new_empty((len(x), columns)) if out is None else out
+        matrix_of = stack.matrices(run.experts, dtype)
+        for expert, xe, ye in zip(run.experts, x.split(run.sizes), y.split(run.sizes), strict=True):
+            if backward:
+                products.dx(xe, matrix_of(expert), ye)
+            else:
+                bias = None if stack.bias is None else stack.bias[expert].to(dtype)
+                products.fwd(xe, matrix_of(expert), bias, ye)
+    for adapter in stack.adapters:
+        a, b = adapter.turned if backward else adapter[:2]
+        for expert, xe, ye in zip(run.experts, x.split(run.sizes), y.split(run.sizes), strict=True):
+            ye.addmm_(
+                F.linear(xe, a[expert].to(dtype)), b[expert].t().to(dtype), alpha=adapter.scale
+            )
     return y
 
 
@@ -348,7 +360,7 @@ def _down_bwd(
     """Return the gradients of a run's activation, which is overwritten, and of its weights."""
     if spec.weighs_input:
         return _stack_bwd(products, dy, act, down, grads, run, needs_act), None
-    p = _product_dx(products, dy, down, run) if needs_act else None
+    p = _product(products, dy, down, run, backward=True) if needs_act else None
     dw = None if p is None else dot(p, act)
     if dw is not None and down.bias is not None:
         for expert, dye, dwe in zip(
@@ -373,20 +385,7 @@ def _stack_bwd(
     """Add the gradients of the experts' matrices, biases and updates; return x's if needed."""
     if grads.needed:
         _add_stack_grads(products, dy, x, stack, grads, run, None)
-    return _product_dx(products, dy, stack, run) if needs_x else None
-
-
-def _product_dx(products: Products, dy: Tensor, stack: Stack, run: _Run) -> Tensor:
-    if _is_grouped(products, dy, stack):
-        return _grouped(dy, stack, run, backward=True)
-    dx = dy.new_empty((len(dy), stack.in_features))
-    matrix_of = stack.matrices(run.experts, dy.dtype)
-    for expert, dye, dxe in zip(run.experts, dy.split(run.sizes), dx.split(run.sizes), strict=True):
-        products.dx(dye, matrix_of(expert), dxe)
-        for adapter in stack.adapters:
-            low = dye @ adapter.b[expert].to(dy.dtype)
-            dxe.addmm_(low, adapter.a[expert].to(dy.dtype), alpha=adapter.scale)
-    return dx
+    return _product(products, dy, stack, run, backward=True) if needs_x else None
 
 
 def _add_stack_grads(

@@ -15,6 +15,9 @@ from fused_remat.moe_spec import ExpertsSpec
 from fused_remat.spec import PackedSpec
 from fused_remat.steps.packed import dequantize
 
+#: Of a stack.
+FORMS = ("plain", "adapted", "adapted by odd ranks", "quantized")
+
 
 class Order(NamedTuple):
     """The pairs sorted by expert: the numbers of pairs (P,), and where each expert's end (E,)."""
@@ -29,6 +32,11 @@ class Adapter(NamedTuple):
     a: Tensor
     b: Tensor
     scale: float
+
+    @property
+    def turned(self) -> tuple[Tensor, Tensor]:
+        """Return what `a` and `b` are in the product with the transposed matrix."""
+        return self.b.transpose(1, 2), self.a.transpose(1, 2)
 
 
 class Stack(NamedTuple):
@@ -52,8 +60,12 @@ class Stack(NamedTuple):
         return int(shape[0 if self.transposed else 1])
 
     @property
-    def is_plain(self) -> bool:
-        return not (self.adapters or self.packed)
+    def form(self) -> str:
+        """Return one of `FORMS`; ranks are odd if they are no multiples of 8."""
+        if self.packed or not self.adapters:
+            return "quantized" if self.packed else "plain"
+        odd = any(adapter.a.shape[1] % 8 for adapter in self.adapters)
+        return "adapted by odd ranks" if odd else "adapted"
 
     def matrices(self, experts: Sequence[int], dtype: torch.dtype) -> Callable[[int], Tensor]:
         """Return a function of an expert that gives its matrix (out, in), converted if need be.

@@ -44,8 +44,8 @@ class Rows(NamedTuple):
 
 
 def unsupported_reason(key: tuple[Any, ...]) -> str | None:
-    spec, dtype, *_, is_plain = key
-    if not is_plain:
+    spec, dtype, *_, form = key
+    if form != "plain":
         return "adapters and quantized experts are ATen's"
     if spec.weighs_input:
         return "weights that multiply the input are ATen's"

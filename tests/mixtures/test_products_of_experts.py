@@ -18,7 +18,7 @@ from fused_remat.moe_spec import ExpertsSpec, RouterSpec
 from fused_remat.policies import Policy
 from fused_remat.report.allocations import measure_allocations
 from fused_remat.steps import cpu_choice, experts, experts_cpu, experts_grouped, experts_loop
-from fused_remat.steps.stacks import Into, Operands, Stack, StackGrads
+from fused_remat.steps.stacks import Adapter, Into, Operands, Stack, StackGrads
 
 KINDS: dict[str, dict[str, Any]] = {
     "swiglu": {},
@@ -28,6 +28,8 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "relu2": {"activation": "relu2", "gated": False},
     "weighs_input": {"weighs_input": True, "transposed": True},
+    "adapted": {},
+    "adapted and transposed": {"transposed": True},
 }  # fmt: skip
 #: Experts of each of 11 tokens, in turn; of 6 experts some have no tokens, and 9 is none of them.
 CHOICES = {
@@ -55,6 +57,19 @@ class Problem:
         turned = self.spec.transposed
         self.up = Stack(normal(E, *up), normal(E, rows), turned)
         self.down = Stack(normal(E, *down), None if turned else normal(E, D), turned)
+        if kind.startswith("adapted"):  # as PEFT stores B: (out, rank * E)
+            self.up, self.down = (
+                stack._replace(
+                    adapters=(
+                        Adapter(
+                            normal(E, 8, stack.in_features),
+                            normal(stack.out_features, 8, E).permute(2, 0, 1),
+                            0.5,
+                        ),
+                    )
+                )
+                for stack in (self.up, self.down)
+            )
         self.x, self.dy = normal(T, D), normal(T, D)
         self.weights = normal(T, 2).float()
         chosen = CHOICES[choice]
@@ -63,12 +78,13 @@ class Problem:
 
     def grads(self, stack: Stack, fresh: bool) -> StackGrads:
         """Return buffers, of NaN if fresh, else of ones."""
+
+        def buffer(t: Tensor | None) -> Into | None:
+            return None if t is None else Into(torch.full_like(t, value), fresh)
+
         value = torch.nan if fresh else 1.0
-        buffers = [
-            None if t is None else Into(torch.full_like(t, value), fresh)
-            for t in (stack.weight, stack.bias)
-        ]
-        return StackGrads(*buffers)
+        adapters = tuple((buffer(low.a), buffer(low.b)) for low in stack.adapters)
+        return StackGrads(buffer(stack.weight), buffer(stack.bias), adapters)
 
     def run(self, module: Any, *products: Any, fresh: bool = True) -> list[Tensor]:
         """Return all that operations of a module return or write."""
@@ -144,10 +160,10 @@ def test_grouped_products_run_where_no_count_is_read_on_the_host(
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(experts_grouped, "GROUPED", object())
     spec, sizes = ExpertsSpec(experts=8, top_k=2), (1536, 2048)
-    key = spec, torch.bfloat16, torch.device("cuda", 0), 64, sizes, torch.bfloat16, True
+    key = spec, torch.bfloat16, torch.device("cuda", 0), 64, sizes, torch.bfloat16, "plain"
 
     def reason(**changed: Any) -> str | None:
-        names = ("spec", "dtype", "device", "rows", "sizes", "weight_dtype", "plain")
+        names = ("spec", "dtype", "device", "rows", "sizes", "weight_dtype", "form")
         return experts_grouped.unsupported_reason(
             tuple((dict(zip(names, key, strict=True)) | changed).values())
         )
@@ -156,7 +172,9 @@ def test_grouped_products_run_where_no_count_is_read_on_the_host(
     assert reason(device=torch.device("cpu")) == ""
     assert "counts on the host" in str(reason(dtype=torch.float32, weight_dtype=torch.float32))
     assert "counts" in str(reason(spec=dataclasses.replace(spec, experts=2048)))
-    assert "quantized" in str(reason(plain=False)) and "16" in str(reason(sizes=(1536, 2056)))
+    assert "quantized" in str(reason(form="quantized")) and reason(form="adapted") is None
+    assert "odd ranks" in str(reason(form="adapted by odd ranks"))
+    assert "16" in str(reason(sizes=(1536, 2056)))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert "counts on the host" in str(reason())
     weight = torch.empty(8, 4, 4).bfloat16()
@@ -165,6 +183,11 @@ def test_grouped_products_run_where_no_count_is_read_on_the_host(
     assert experts_grouped.supports(key, Stack(weight))
     assert not experts_grouped.supports(key, Stack(weight), exact)
     assert not experts_grouped.supports(key, Stack(weight.transpose(1, 2)))
+    low = torch.empty(8, 8, 4)
+    for rank, form in ((8, "adapted"), (4, "adapted by odd ranks")):
+        stack = Stack(weight, adapters=(Adapter(low[:, :rank], low.transpose(1, 2), 1.0),))
+        assert stack.form == form
+        assert experts_grouped.supports(key, stack) == (rank == 8)
 
 
 @pytest.mark.skipif(cpu_choice._ONEDNN is None, reason="this PyTorch has no oneDNN")
