@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from statistics import median
@@ -92,16 +93,23 @@ def table(file: Path = FILE) -> str:
         f"Batch 2, texts of {data['config']['tokens']} tokens. {fused} of {len(names)} "
         "architectures run every layer as a block."
     )
-    others = dict[str, dict[str, None]]()
+    machines = {row["machine"]["commit"]: row["machine"] for row in rows}
+    counts = Counter(row["machine"]["commit"] for row in bare)
+    most = machines[counts.most_common(1)[0][0]]
+    others = dict[str, dict[str, set[str]]]()
     for row in rows:
-        if row["machine"]["commit"] != data["machine"]["commit"]:
-            others.setdefault(row["machine"]["commit"][:7], {})[row["case"]["variant"]] = None
+        machine, case = row["machine"], row["case"]
+        if machine["commit"] != most["commit"]:
+            where = "" if machine["cpu"] == most["cpu"] else f" on {machine['cpu']}"
+            variants_of = others.setdefault(f"{machine['commit'][:7]}{where}", {})
+            variants_of.setdefault(case["variant"], set()).add(case["name"])
     for commit, of_commit in others.items():
-        size += f" Measured at commit {commit}: {', '.join(of_commit)}."
+        counted = [f"{variant} ({len(models)} models)" for variant, models in of_commit.items()]
+        size += f" Measured at commit {commit}: {', '.join(counted)}."
     titles = tuple(MEASURES.values())
     units = tuple(f"{title}, {'ms' if title == 'step time' else 'KiB'}" for title in titles)
     head = ("architecture", "layers", *units, "gradients", "failed checks")
-    parts = [f"{machine_line(data['machine'])} {size}"]
+    parts = [f"{machine_line(most)} {size}"]
     parts += [
         markdown(
             ("variant", "models", "pass every check", *titles),
