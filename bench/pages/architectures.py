@@ -75,6 +75,10 @@ def _cells(rows: list[Row]) -> Iterable[Cell]:
     yield "; ".join(f"{variant}: {checks}" for variant, checks in failed.items() if checks)
 
 
+def _place(machine: Row) -> tuple[str, str]:
+    return machine["commit"], machine["cpu"]
+
+
 def table(file: Path = FILE) -> str:
     """Return the machine, the variants, an entry per architecture, and those that did not run."""
     data = load(file)
@@ -93,18 +97,18 @@ def table(file: Path = FILE) -> str:
         f"Batch 2, texts of {data['config']['tokens']} tokens. {fused} of {len(names)} "
         "architectures run every layer as a block."
     )
-    machines = {row["machine"]["commit"]: row["machine"] for row in rows}
-    counts = Counter(row["machine"]["commit"] for row in bare)
-    most = machines[counts.most_common(1)[0][0]]
+    counts = Counter(_place(row["machine"]) for row in bare)
+    machines = [row["machine"] for row in bare]
+    most = max(machines, key=lambda m: counts[_place(m)], default=data["machine"])
     others = dict[str, dict[str, set[str]]]()
     for row in rows:
         machine, case = row["machine"], row["case"]
-        if machine["commit"] != most["commit"]:
+        if _place(machine) != _place(most):
             where = "" if machine["cpu"] == most["cpu"] else f" on {machine['cpu']}"
-            variants_of = others.setdefault(f"{machine['commit'][:7]}{where}", {})
-            variants_of.setdefault(case["variant"], set()).add(case["name"])
-    for commit, of_commit in others.items():
-        counted = [f"{variant} ({len(models)} models)" for variant, models in of_commit.items()]
+            of_variant = others.setdefault(f"{machine['commit'][:7]}{where}", {})
+            of_variant.setdefault(case["variant"], set()).add(case["name"])
+    for commit, of_variant in others.items():
+        counted = [f"{variant} ({len(models)} models)" for variant, models in of_variant.items()]
         size += f" Measured at commit {commit}: {', '.join(counted)}."
     titles = tuple(MEASURES.values())
     units = tuple(f"{title}, {'ms' if title == 'step time' else 'KiB'}" for title in titles)

@@ -45,7 +45,7 @@ def activation_vjp(spec: ExpertsSpec, pre: Tensor) -> tuple[Tensor, Callable[[Te
     value = row.fwd(gate)
 
     def vjp(dact: Tensor) -> Tensor:
-        d = torch.empty_like(pre)
+        d = pre.new_empty(pre.shape)
         dgate, dup = columns(spec, d)
         torch.mul(dact, value, out=dup)
         row.bwd(dact.mul_(up), gate, dgate)

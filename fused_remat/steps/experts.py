@@ -54,10 +54,12 @@ def key(
 
 def describe(key: Any, *_: Any, **__: Any) -> str:
     """Describe experts for `explain`."""
-    reason = grouped.unsupported_reason(key)
+    reason, dtype = grouped.unsupported_reason(key), key[1]
     if reason is None:
         return "PyTorch's grouped products"
     loop = "ATen's products, one expert after the other"
+    if key[2].type == "cpu" and dtype == torch.float32:
+        loop += " (in PyTorch's grouped products where experts have few tokens)"
     return loop + (f"; not grouped products: {reason}" if reason else "")
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from fused_remat.moe_spec import ExpertsSpec
 from fused_remat.steps.expert_activation import activation, activation_vjp
 from fused_remat.steps.experts_loop import GROUPED, Grads, dot, unsorted
-from fused_remat.steps.stacks import Adapter, Into, Operands, Order, Stack, StackGrads
+from fused_remat.steps.stacks import FORMS, Adapter, Into, Operands, Order, Stack, StackGrads
 
 _MOST_EXPERTS = 1024
 #: The gradient of a stack is computed in so many parts: the function cannot write into a buffer.
@@ -28,14 +28,14 @@ _PARTS = 8
 def unsupported_reason(key: Any) -> str | None:
     """Return why grouped products do not run for a key of `experts.key`, or None if they do."""
     spec, dtype, device, _, sizes, weight_dtype, form = key
-    if device.type != "cuda" or GROUPED is None or torch.version.hip:
+    if device.type != "cuda" or torch.version.hip:
         return ""
     major = torch.cuda.get_device_capability(device)[0]
     if dtype != torch.bfloat16 or major not in (9, 10) or spec.experts > _MOST_EXPERTS:
         return "they read counts on the host for this dtype and GPU"
-    if form not in ("plain", "adapted") or weight_dtype != dtype:
-        return "the matrices are quantized, adapted by odd ranks, or of another dtype"
-    return "widths are no multiples of 16" if any(size % 16 for size in sizes) else None
+    if form in FORMS[2:] or weight_dtype != dtype:
+        return f"the matrices are {form if form in FORMS[2:] else 'of another dtype'}"
+    return "widths are not multiples of 16" if any(size % 16 for size in sizes) else None
 
 
 def supports(key: Any, *parts: Stack | StackGrads) -> bool:
@@ -44,8 +44,10 @@ def supports(key: Any, *parts: Stack | StackGrads) -> bool:
         return False
     stacks = [part for part in parts if isinstance(part, Stack)]
     grads = [into for part in parts if isinstance(part, StackGrads) for into in part.buffers]
-    read = [t for stack in stacks for t in (stack.weight, *[low.a for low in stack.adapters])]
-    aligned = all(t.is_contiguous() and not t.storage_offset() % 8 for t in read)
+    lows = [low for stack in stacks for low in stack.adapters]
+    read = [*[stack.weight for stack in stacks], *[low.a for low in lows]]
+    offsets = [t.storage_offset() for t in (*read, *[low.b for low in lows])]
+    aligned = all(t.is_contiguous() for t in read) and not any(n % 8 for n in offsets)
     return aligned and not any(into.exact for into in grads)
 
 

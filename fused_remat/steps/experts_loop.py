@@ -4,14 +4,14 @@ All but the products is computed for a run of experts at once. A run with more t
 at most `ROWS` rows, so no transient has more rows than that or than the tokens of one expert. The
 numbers of tokens are read on the host, once for an operation.
 
-On a CPU, PyTorch's grouped products are the same loop over experts, in C++: they spare calls where
-matrices are plain, and matter most where experts have few tokens.
+On a CPU, PyTorch's grouped products are the same loop in C++. A run of several experts takes them
+in float32, unless its matrices are quantized.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -23,8 +23,8 @@ from fused_remat.steps.expert_activation import activation, activation_vjp
 from fused_remat.steps.linear import LOW, linear_dw, linear_dx, linear_fwd, widens
 from fused_remat.steps.stacks import Into, Operands, Order, Stack, StackGrads
 
-#: The public function, which takes rows of multiples of 16 bytes; None in older versions.
-GROUPED: Any = getattr(F, "grouped_mm", None)
+#: It takes matrices whose rows are multiples of 16 bytes.
+GROUPED: Any = F.grouped_mm
 #: The most rows of a run with more than one expert: for so few, calls cost more than arithmetic.
 ROWS = 256
 #: Gradients of x and of the weights.
@@ -32,7 +32,7 @@ Grads = tuple[Tensor | None, Tensor | None]
 
 
 class Products(NamedTuple):
-    """Products of one expert's rows, the first two of which are written to `out`."""
+    """Products of one expert's rows; `fwd` and `dx` write to `out`."""
 
     fwd: Callable[..., object]  # x, weight, bias, out
     dx: Callable[..., object]  # dy, weight, out
@@ -72,7 +72,6 @@ class _Run(NamedTuple):
 
     experts: list[int]  # those that have pairs
     sizes: list[int]  # numbers of their pairs
-    ends: Tensor  # where those of each expert end, int32
     span: slice  # of the pairs in order
     tokens: Tensor
     weights: Tensor  # (rows, 1); none where the operation has none
@@ -94,14 +93,15 @@ def _runs(
 ) -> Iterator[_Run]:
     """Yield the experts that have tokens, and set the gradients of the others to 0.
 
-    `rows`: of a run with more than one expert at most, by default `ROWS`.
+    A run with more than one expert has at most `rows` rows, by default `ROWS`.
     """
     bounds = [0, *order.ends.tolist()]
     counts = [end - start for start, end in pairwise(bounds)]
     if 0 in counts:
         empty = torch.tensor([e for e, count in enumerate(counts) if not count])
+        empty = empty.to(order.ends.device)
         for into in (into for each in grads for into in each.buffers if into.fresh):
-            into.grad.index_fill_(0, empty.to(into.grad.device), 0)
+            into.grad.index_fill_(0, empty, 0)
     rows = ROWS if rows is None else min(ROWS, rows)
     runs: list[list[int]] = []
     for expert in (e for e, count in enumerate(counts) if count):
@@ -112,10 +112,8 @@ def _runs(
     tokens = order.pairs // spec.top_k
     column = tokens if weights is None else weights.reshape(-1)[order.pairs].unsqueeze(1)
     for experts in runs:
-        first, last = experts[0], experts[-1]
-        span = slice(bounds[first], bounds[last + 1])
-        sizes, ends = [counts[e] for e in experts], order.ends[first : last + 1] - bounds[first]
-        yield _Run(experts, sizes, ends, span, tokens[span], column[span])
+        span = slice(bounds[experts[0]], bounds[experts[-1] + 1])
+        yield _Run(experts, [counts[e] for e in experts], span, tokens[span], column[span])
 
 
 def up_fwd(
@@ -172,19 +170,22 @@ def _input(spec: ExpertsSpec, x: Tensor, run: _Run) -> Tensor:
     return xe.mul_(run.weights) if spec.weighs_input else xe
 
 
-def _is_grouped(products: Products, x: Tensor, stack: Stack) -> bool:
-    """Return whether PyTorch's grouped products compute what `products` would."""
+def _is_grouped(products: Products, x: Tensor, stack: Stack, run: _Run) -> bool:
+    """Return whether PyTorch's grouped products compute what `products` would, with fewer calls."""
     w = stack.weight
-    if GROUPED is None or products is not ATEN or stack.packed or x.device.type != "cpu":
+    if len(run.experts) == 1 or products is not ATEN or stack.packed or x.device.type != "cpu":
         return False
-    of_16_bytes = not any(n % 4 for n in (*w.shape[1:], w.storage_offset()))
-    return x.dtype == w.dtype == torch.float32 and of_16_bytes and w.is_contiguous()
+    has_rows_of_16_bytes = w.is_contiguous() and not any(n % 4 for n in w.shape[1:])
+    return x.dtype == w.dtype == torch.float32 and has_rows_of_16_bytes
 
 
 def _grouped(x: Tensor, stack: Stack, run: _Run, backward: bool) -> Tensor:
-    matrices = stack.weight[run.experts[0] : run.experts[-1] + 1]
+    first, last = run.experts[0], run.experts[-1]
+    counts = dict(zip(run.experts, run.sizes, strict=True))
+    ends = accumulate([counts.get(expert, 0) for expert in range(first, last + 1)])
+    offs, matrices = torch.tensor([*ends], dtype=torch.int32), stack.weight[first : last + 1]
     is_direct = stack.transposed != backward
-    y: Tensor = GROUPED(x, matrices if is_direct else matrices.transpose(1, 2), offs=run.ends)
+    y: Tensor = GROUPED(x, matrices if is_direct else matrices.transpose(1, 2), offs=offs)
     if stack.bias is not None and not backward:
         for expert, ye in zip(run.experts, y.split(run.sizes), strict=True):
             ye.add_(stack.bias[expert])
@@ -201,7 +202,7 @@ def _product(
 ) -> Tensor:
     """Return x @ matrix.T + bias of each expert, with low-rank updates; x @ matrix in backward."""
     columns, dtype = stack.in_features if backward else stack.out_features, x.dtype
-    if _is_grouped(products, x, stack):
+    if _is_grouped(products, x, stack, run):
         y = _grouped(x, stack, run, backward)
         y = y if out is None else out.copy_(y)
     else:
@@ -326,7 +327,7 @@ def bwd_stages(
     both.down_grads = StackGrads()
     yield None, None
     both.up_grads = up_grads()
-    # The gradients of all pre-activations are there: small runs pay for them.
+    # The gradients of all pre-activations are held here, so runs of small batches are shorter.
     for run in both.runs(both.up_grads, rows=len(read.weights)):
         both.first(run, ds[run.span], *both.input(run))
     yield both.result()

@@ -15,8 +15,8 @@ from fused_remat.moe_spec import ExpertsSpec
 from fused_remat.spec import PackedSpec
 from fused_remat.steps.packed import dequantize
 
-#: Of a stack.
-FORMS = ("plain", "adapted", "adapted by odd ranks", "quantized")
+#: Forms of a stack, from the one that most implementations take to the one that fewest do.
+FORMS = ("plain", "adapted", "adapted by ranks not in multiples of 8", "quantized")
 
 
 class Order(NamedTuple):
@@ -61,11 +61,12 @@ class Stack(NamedTuple):
 
     @property
     def form(self) -> str:
-        """Return one of `FORMS`; ranks are odd if they are no multiples of 8."""
-        if self.packed or not self.adapters:
-            return "quantized" if self.packed else "plain"
-        odd = any(adapter.a.shape[1] % 8 for adapter in self.adapters)
-        return "adapted by odd ranks" if odd else "adapted"
+        """Return one of `FORMS`."""
+        if self.packed:
+            return FORMS[3]
+        if any(adapter.a.shape[1] % 8 for adapter in self.adapters):
+            return FORMS[2]
+        return FORMS[1] if self.adapters else FORMS[0]
 
     def matrices(self, experts: Sequence[int], dtype: torch.dtype) -> Callable[[int], Tensor]:
         """Return a function of an expert that gives its matrix (out, in), converted if need be.

@@ -18,7 +18,7 @@ from fused_remat.moe_spec import ExpertsSpec, RouterSpec
 from fused_remat.policies import Policy
 from fused_remat.report.allocations import measure_allocations
 from fused_remat.steps import cpu_choice, experts, experts_cpu, experts_grouped, experts_loop
-from fused_remat.steps.stacks import Adapter, Into, Operands, Stack, StackGrads
+from fused_remat.steps.stacks import FORMS, Adapter, Into, Operands, Stack, StackGrads
 
 KINDS: dict[str, dict[str, Any]] = {
     "swiglu": {},
@@ -38,25 +38,28 @@ CHOICES = {
     "dropped": [[0, 9], [9, 9], [3, 0], [-1, 5]],
     "none": [[9, -1]],
 }
-T, D, H, E = 11, 16, 24, 6
+T, E = 11, 6
+Widths = tuple[int, int]
 
 
 class Problem:
     """Experts with biases, and what their operations take."""
 
-    def __init__(self, kind: str, choice: str, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, kind: str, choice: str, dtype: torch.dtype = torch.float32, widths: Widths = (16, 24)
+    ) -> None:
         self.spec = ExpertsSpec(experts=E, top_k=2, **KINDS[kind])
-        generator = torch.Generator().manual_seed(0)
+        (d, h), generator = widths, torch.Generator().manual_seed(0)
 
         def normal(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator).to(dtype)
 
-        rows = H * (1 + self.spec.gated)
-        up, down = (rows, D), (D, H)
+        rows = h * (1 + self.spec.gated)
+        up, down = (rows, d), (d, h)
         up, down = (up[::-1], down[::-1]) if self.spec.transposed else (up, down)
         turned = self.spec.transposed
         self.up = Stack(normal(E, *up), normal(E, rows), turned)
-        self.down = Stack(normal(E, *down), None if turned else normal(E, D), turned)
+        self.down = Stack(normal(E, *down), None if turned else normal(E, d), turned)
         if kind.startswith("adapted"):  # as PEFT stores B: (out, rank * E)
             self.up, self.down = (
                 stack._replace(
@@ -70,7 +73,7 @@ class Problem:
                 )
                 for stack in (self.up, self.down)
             )
-        self.x, self.dy = normal(T, D), normal(T, D)
+        self.x, self.dy = normal(T, d), normal(T, d)
         self.weights = normal(T, 2).float()
         chosen = CHOICES[choice]
         indices = torch.tensor([chosen[t % len(chosen)] for t in range(T)])
@@ -113,39 +116,53 @@ def check(found: list[Tensor], expected: list[Tensor], tolerance: float) -> None
         )
 
 
-@pytest.mark.parametrize("rows", [1, 5, 256])
+@pytest.fixture
+def one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every run of the loop is one expert, without grouped products."""
+    monkeypatch.setattr(experts_loop, "ROWS", 1)
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+@pytest.mark.parametrize("rows", [5, 256])
+@pytest.mark.parametrize("choice", sorted(CHOICES))
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_runs_of_experts_give_what_one_at_a_time_gives(
-    kind: str, rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With 1, every run is an expert; products of parts of a matrix may differ by alignment.
-
-    The expected ones are grouped products where this PyTorch has them.
-    """
-    problem = Problem(kind, "odd groups")
-    expected = problem.run(experts_loop, experts_loop.ATEN)
+    kind: str, choice: str, rows: int, fresh: bool, one_at_a_time: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Products of parts of a matrix may differ by alignment."""
+    problem = Problem(kind, choice)
+    expected = problem.run(experts_loop, experts_loop.ATEN, fresh=fresh)
     monkeypatch.setattr(experts_loop, "ROWS", rows)
-    monkeypatch.setattr(experts_loop, "GROUPED", None)
-    check(problem.run(experts_loop, experts_loop.ATEN), expected, 1e-6)
+    check(problem.run(experts_loop, experts_loop.ATEN, fresh=fresh), expected, 1e-6)
 
 
-needs_grouped = pytest.mark.skipif(
-    experts_grouped.GROUPED is None, reason="this PyTorch has no grouped products"
-)
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_widths_that_grouped_products_do_not_take(kind: str) -> None:
+    found, expected = (
+        Problem(kind, "odd groups", dtype, (6, 10)).run(experts_loop, experts_loop.ATEN)
+        for dtype in (torch.float32, torch.float64)
+    )
+    check(found, [t.float() for t in expected], 1e-5)
 
 
-@needs_grouped
 @pytest.mark.parametrize("fresh", [True, False])
 @pytest.mark.parametrize("choice", sorted(CHOICES))
 @pytest.mark.parametrize("kind", sorted(KINDS))
-def test_grouped_products_give_what_the_loop_gives(kind: str, choice: str, fresh: bool) -> None:
+def test_grouped_products_give_what_the_loop_gives(
+    kind: str, choice: str, fresh: bool, one_at_a_time: None
+) -> None:
     """On a CPU, where they run in float32; sums differ by their order."""
     problem = Problem(kind, choice)
     expected = problem.run(experts_loop, experts_loop.ATEN, fresh=fresh)
     check(problem.run(experts_grouped, fresh=fresh), expected, 1e-5)
 
 
-@needs_grouped
+def test_pairs_of_no_expert_come_last() -> None:
+    order = experts.experts_order(torch.tensor([[-1, 5], [0, 6]]), E)
+    assert order.pairs[:2].tolist() == [2, 1] and order.ends.tolist() == [1, 1, 1, 1, 1, 2]
+
+
 def test_grouped_products_are_in_the_dtype_of_the_tokens() -> None:
     """Of 16 bits: sums of 24 products and biases are rounded to 8 bits a few times."""
     problem = Problem("swiglu", "odd groups", torch.bfloat16)
@@ -158,7 +175,6 @@ def test_grouped_products_run_where_no_count_is_read_on_the_host(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.version, "hip", None)
-    monkeypatch.setattr(experts_grouped, "GROUPED", object())
     spec, sizes = ExpertsSpec(experts=8, top_k=2), (1536, 2048)
     key = spec, torch.bfloat16, torch.device("cuda", 0), 64, sizes, torch.bfloat16, "plain"
 
@@ -173,7 +189,7 @@ def test_grouped_products_run_where_no_count_is_read_on_the_host(
     assert "counts on the host" in str(reason(dtype=torch.float32, weight_dtype=torch.float32))
     assert "counts" in str(reason(spec=dataclasses.replace(spec, experts=2048)))
     assert "quantized" in str(reason(form="quantized")) and reason(form="adapted") is None
-    assert "odd ranks" in str(reason(form="adapted by odd ranks"))
+    assert "not in multiples of 8" in str(reason(form=FORMS[2]))
     assert "16" in str(reason(sizes=(1536, 2056)))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert "counts on the host" in str(reason())
@@ -183,11 +199,13 @@ def test_grouped_products_run_where_no_count_is_read_on_the_host(
     assert experts_grouped.supports(key, Stack(weight))
     assert not experts_grouped.supports(key, Stack(weight), exact)
     assert not experts_grouped.supports(key, Stack(weight.transpose(1, 2)))
-    low = torch.empty(8, 8, 4)
-    for rank, form in ((8, "adapted"), (4, "adapted by odd ranks")):
-        stack = Stack(weight, adapters=(Adapter(low[:, :rank], low.transpose(1, 2), 1.0),))
-        assert stack.form == form
-        assert experts_grouped.supports(key, stack) == (rank == 8)
+    a, b = torch.empty(8, 8, 4), torch.empty(4, 8, 8).permute(2, 0, 1)
+    assert experts_grouped.supports(key, Stack(weight, adapters=(Adapter(a, b, 1.0),)))
+    turned = Adapter(a.transpose(1, 2).contiguous().transpose(1, 2), b, 1.0)
+    assert not experts_grouped.supports(key, Stack(weight, adapters=(turned,)))
+    for rank, form in ((8, "adapted"), (4, FORMS[2])):
+        adapter = Adapter(torch.empty(8, rank, 4), b[..., :rank], 1.0)
+        assert Stack(weight, adapters=(adapter,)).form == form
 
 
 @pytest.mark.skipif(cpu_choice._ONEDNN is None, reason="this PyTorch has no oneDNN")
