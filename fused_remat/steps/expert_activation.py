@@ -10,6 +10,9 @@ from torch import Tensor
 from fused_remat.moe_spec import CLAMPED, ExpertsSpec
 from fused_remat.steps.activation import ACTIVATIONS
 
+#: Of the gradient of an activation, and where to write to unless None.
+Vjp = Callable[..., Tensor]
+
 
 def columns(spec: ExpertsSpec, pre: Tensor) -> tuple[Tensor, Tensor]:
     """Return the columns of the gate and of the up projection, as views."""
@@ -30,22 +33,26 @@ def activation(spec: ExpertsSpec, pre: Tensor) -> Tensor:
     return torch.sigmoid(gate * spec.alpha).mul_(gate).mul_(up.add_(1.0))
 
 
-def activation_vjp(spec: ExpertsSpec, pre: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+def activation_vjp(spec: ExpertsSpec, pre: Tensor) -> tuple[Tensor, Vjp]:
     """Return the activation, and a function of its gradient that returns that of `pre`.
 
-    The function overwrites its argument.
+    The function overwrites its first argument, and writes to the second unless None.
     """
     if not spec.gated:
         entry = ACTIVATIONS[spec.activation]
-        return entry.fwd(pre), lambda dact: entry.bwd(dact, pre, dact)
+
+        def plain(dact: Tensor, out: Tensor | None = None) -> Tensor:
+            return entry.bwd(dact, pre, dact if out is None else out)
+
+        return entry.fwd(pre), plain
     gate, up = columns(spec, pre)
     if spec.activation == CLAMPED:
         return _clamped_vjp(spec, pre, gate, up)
     row = ACTIVATIONS[spec.activation]
     value = row.fwd(gate)
 
-    def vjp(dact: Tensor) -> Tensor:
-        d = pre.new_empty(pre.shape)
+    def vjp(dact: Tensor, out: Tensor | None = None) -> Tensor:
+        d = pre.new_empty(pre.shape) if out is None else out
         dgate, dup = columns(spec, d)
         torch.mul(dact, value, out=dup)
         row.bwd(dact.mul_(up), gate, dgate)
@@ -54,16 +61,14 @@ def activation_vjp(spec: ExpertsSpec, pre: Tensor) -> tuple[Tensor, Callable[[Te
     return value * up, vjp
 
 
-def _clamped_vjp(
-    spec: ExpertsSpec, pre: Tensor, gate: Tensor, up: Tensor
-) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+def _clamped_vjp(spec: ExpertsSpec, pre: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Vjp]:
     low, high = -spec.limit, spec.limit
     g, u = gate.clamp(max=high), up.clamp(low, high).add_(1.0)
     s = torch.sigmoid(g * spec.alpha)
     value = g * s
 
-    def vjp(dact: Tensor) -> Tensor:
-        d = torch.empty_like(pre)
+    def vjp(dact: Tensor, out: Tensor | None = None) -> Tensor:
+        d = pre.new_empty(pre.shape) if out is None else out
         dgate, dup = columns(spec, d)
         torch.mul(dact, value, out=dup)
         dup.masked_fill_((up < low) | (up > high), 0.0)

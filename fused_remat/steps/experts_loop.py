@@ -10,7 +10,7 @@ in float32, unless its matrices are quantized.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -78,10 +78,15 @@ class _Run(NamedTuple):
 
     def add(self, rows: Tensor, sums: Tensor) -> None:
         """Add rows to those of their tokens, in a fixed order."""
-        # ATen adds in order on a CPU; elsewhere, a token has each expert once.
-        sizes = [len(rows)] if sums.device.type == "cpu" else self.sizes
-        for tokens, part in zip(self.tokens.split(sizes), rows.split(sizes), strict=True):
-            sums.index_add_(0, tokens, part)
+        if sums.device.type == "cpu":  # where ATen adds in order
+            sums.index_add_(0, self.tokens, rows)
+            return
+        for tokens, part in zip(self.split(self.tokens), self.split(rows), strict=True):
+            sums.index_add_(0, tokens, part)  # a token has each expert once
+
+    def split(self, rows: Tensor) -> Sequence[Tensor]:
+        """Return the rows of each expert."""
+        return (rows,) if len(self.sizes) == 1 else torch.split_with_sizes(rows, self.sizes)
 
 
 def _runs(
@@ -187,7 +192,7 @@ def _grouped(x: Tensor, stack: Stack, run: _Run, backward: bool) -> Tensor:
     is_direct = stack.transposed != backward
     y: Tensor = GROUPED(x, matrices if is_direct else matrices.transpose(1, 2), offs=offs)
     if stack.bias is not None and not backward:
-        for expert, ye in zip(run.experts, y.split(run.sizes), strict=True):
+        for expert, ye in zip(run.experts, run.split(y), strict=True):
             ye.add_(stack.bias[expert])
     return y
 
@@ -208,7 +213,7 @@ def _product(
     else:
         y = x.new_empty((len(x), columns)) if out is None else out
         matrix_of = stack.matrices(run.experts, dtype)
-        for expert, xe, ye in zip(run.experts, x.split(run.sizes), y.split(run.sizes), strict=True):
+        for expert, xe, ye in zip(run.experts, run.split(x), run.split(y), strict=True):
             if backward:
                 products.dx(xe, matrix_of(expert), ye)
             else:
@@ -216,7 +221,7 @@ def _product(
                 products.fwd(xe, matrix_of(expert), bias, ye)
     for adapter in stack.adapters:
         a, b = adapter.turned if backward else adapter[:2]
-        for expert, xe, ye in zip(run.experts, x.split(run.sizes), y.split(run.sizes), strict=True):
+        for expert, xe, ye in zip(run.experts, run.split(x), run.split(y), strict=True):
             ye.addmm_(
                 F.linear(xe, a[expert].to(dtype)), b[expert].t().to(dtype), alpha=adapter.scale
             )
@@ -261,7 +266,7 @@ class _Backward:
             return xe, xe
         return xe, (xe * run.weights).to(xe.dtype)
 
-    def second(self, run: _Run, scaled: Tensor | None) -> Tensor | None:
+    def second(self, run: _Run, scaled: Tensor | None, out: Tensor | None = None) -> Tensor | None:
         """Add the gradients of the second product; return that of the pre-activations."""
         read = self.read
         if read.pre is None:
@@ -278,7 +283,7 @@ class _Backward:
         if not self.needs_up:
             return None
         assert dact is not None
-        return vjp(dact)
+        return vjp(dact, out)
 
     def first(self, run: _Run, d: Tensor, xe: Tensor | None, scaled: Tensor | None) -> None:
         """Add the gradients of the first product, from that of its result."""
@@ -320,10 +325,7 @@ def bwd_stages(
     both.needs_up = both.needs_act = True
     ds = read.dy.new_empty((len(read.order.pairs), read.up.out_features))
     for run in both.runs(both.down_grads):
-        d = both.second(run, both.input(run)[1])
-        assert d is not None
-        ds[run.span] = d
-        del d
+        both.second(run, both.input(run)[1], ds[run.span])
     both.down_grads = StackGrads()
     yield None, None
     both.up_grads = up_grads()
@@ -364,9 +366,7 @@ def _down_bwd(
     p = _product(products, dy, down, run, backward=True) if needs_act else None
     dw = None if p is None else dot(p, act)
     if dw is not None and down.bias is not None:
-        for expert, dye, dwe in zip(
-            run.experts, dy.split(run.sizes), dw.split(run.sizes), strict=True
-        ):
+        for expert, dye, dwe in zip(run.experts, run.split(dy), run.split(dw), strict=True):
             dwe += dot(dye, down.bias[expert].to(dy.dtype))
     if grads.needed:
         act.mul_(run.weights)
@@ -400,8 +400,8 @@ def _add_stack_grads(
 ) -> None:
     """Add the gradients of the experts' matrices, biases and updates; `weights` are dy's."""
     none = [None] * len(run.experts)
-    xs, ws = (none if t is None else t.split(run.sizes) for t in (x, weights))
-    for expert, dye, xe, we in zip(run.experts, dy.split(run.sizes), xs, ws, strict=True):
+    xs, ws = (none if t is None else run.split(t) for t in (x, weights))
+    for expert, dye, xe, we in zip(run.experts, run.split(dy), xs, ws, strict=True):
         _add_expert_grads(products, stack, grads, expert, dye, xe, we)
 
 

@@ -32,6 +32,11 @@ MODELS = {
         "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24, "moe_layer_start_index": 0,
         "moe_layer_interval": 1, "moe_layer_end_index": 1,
     },
+    "Laguna": {  # its correction is a frozen parameter
+        "num_experts": 4, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24,
+        "head_dim": 8, "mlp_layer_types": ["sparse"] * 2, "layer_types": ["full_attention"] * 2,
+        "num_attention_heads_per_layer": [4] * 2,
+    },
     "Llama4": LLAMA4,  # the second result of its router
 }  # fmt: skip
 IDS = torch.randint(3, 64, (2, 12), generator=torch.Generator().manual_seed(0))
