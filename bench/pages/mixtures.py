@@ -23,6 +23,12 @@ def title(row: Row) -> str:
     return f"{c['model']}, {widths}, {c['dtype']}, B = {c['batch']}, S = {c['seq_len']}"
 
 
+def _products(machine: Row) -> str:
+    """Return whose products ran: where none were forced, ATen's on Intel (`cpu_choice.RULES`)."""
+    own = "aten" if "Intel" in machine["cpu"] else "default"
+    return str(machine.get("products") or own)
+
+
 def _against(way: Row, row: Row, what: str) -> float | None:
     own = row["ways"].get("checkpoint", {}).get(what)
     return way[what] / own if own and way.get(what) is not None else None
@@ -65,7 +71,7 @@ def targets(root: Path = RESULTS) -> str:
     """Return the time of presets compared with checkpointing's, and the targets."""
     rows = []
     for _, data in files(root):
-        products = data["machine"].get("products", "aten")
+        products = _products(data["machine"])
         for row in tables.current(data):
             for (preset, of), aim in TARGETS.items():
                 found = row["ways"].get(preset, {}).get("step_ratio", {}).get("checkpoint")
@@ -104,7 +110,7 @@ def sets(root: Path = RESULTS) -> dict[Path, list[Panel]]:
     """Return by folder a panel of each case, for the figures."""
     found: dict[Path, list[Panel]] = {}
     for path, data in files(root):
-        products = data["machine"].get("products", "aten")
+        products = _products(data["machine"])
         for row in tables.current(data):
             name = f"{row['case']['model']}, widths / {row['case']['part']}, {products}"
             sizes = f"B = {row['case']['batch']}, S = {row['case']['seq_len']}"
@@ -122,7 +128,7 @@ def frontier(root: Path = RESULTS) -> str:
         image = f"../../bench/results/{folder.name}/{Path(DATA).stem}.png"
         parts.append(f"![Step time against bytes kept for backward, a panel per layer]({image})")
     for _, data in files(root):
-        products = data["machine"].get("products", "aten")
+        products = _products(data["machine"])
         for row in tables.current(data):
             eager = row["ways"]["eager"]
             found = [

@@ -55,8 +55,8 @@ class Graph:
 
     @functools.cached_property
     def unsure(self) -> frozenset[str]:
-        """Names of the tensors that a call may leave unread: what chooses by values has them."""
-        return frozenset(name for node in self.nodes if node.chooses for name in node.params)
+        """Names of the tensors that may have no gradient: what chooses by values has them."""
+        return frozenset(name for node in self.nodes for name in node.unsure)
 
     @functools.cached_property
     def tensors(self) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from fused_remat.moe_spec import CLAMPED, ExpertsSpec
 from fused_remat.steps.activation import ACTIVATIONS
 
-#: Of the gradient of an activation, and where to write to unless None.
+#: Returns the gradient of pre-activations, given that of the activation and where to write it.
 Vjp = Callable[..., Tensor]
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from fused_remat.moe_spec import ExpertsSpec
 from fused_remat.steps.expert_activation import activation, activation_vjp
 from fused_remat.steps.experts_loop import GROUPED, Grads, dot, unsorted
-from fused_remat.steps.stacks import FORMS, Adapter, Into, Operands, Order, Stack, StackGrads
+from fused_remat.steps.stacks import Into, Operands, Order, Stack, StackGrads
 
 _MOST_EXPERTS = 1024
 #: The gradient of a stack is computed in so many parts: the function cannot write into a buffer.
@@ -33,8 +33,10 @@ def unsupported_reason(key: Any) -> str | None:
     major = torch.cuda.get_device_capability(device)[0]
     if dtype != torch.bfloat16 or major not in (9, 10) or spec.experts > _MOST_EXPERTS:
         return "they read counts on the host for this dtype and GPU"
-    if form in FORMS[2:] or weight_dtype != dtype:
-        return f"the matrices are {form if form in FORMS[2:] else 'of another dtype'}"
+    if weight_dtype != dtype:
+        return "the matrices are of another dtype"
+    if form not in ("plain", "adapted"):
+        return f"the matrices are {form}"
     return "widths are not multiples of 16" if any(size % 16 for size in sizes) else None
 
 
@@ -67,8 +69,7 @@ class _Pairs:
         matrices = stack.weight if stack.transposed == backward else stack.weight.transpose(1, 2)
         y = self.grouped(x, matrices)
         for adapter in stack.adapters:
-            a, b = self.matrices(adapter, x.dtype)
-            a, b = (b.transpose(1, 2), a.transpose(1, 2)) if backward else (a, b)
+            a, b = adapter.turned if backward else adapter[:2]
             y.add_(self.grouped(self.grouped(x, a), b), alpha=adapter.scale)
         return y if backward or stack.bias is None else y.add_(self.bias(stack.bias, y))
 
@@ -76,11 +77,6 @@ class _Pairs:
         """Return x @ matrix.T of each pair's expert, of matrices (E, out, in)."""
         y: Tensor = GROUPED(x, matrices.transpose(1, 2), offs=self.order.ends)
         return y
-
-    @staticmethod
-    def matrices(adapter: Adapter, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return both matrices of low-rank updates, converted, and of contiguous rows."""
-        return adapter.a.to(dtype), adapter.b.to(dtype).contiguous()
 
     def bias(self, bias: Tensor, like: Tensor) -> Tensor:
         """Return the bias of each pair's expert."""
@@ -111,11 +107,10 @@ class _Pairs:
                 self._add(grads.weight, columns, left[:, columns], right)
         for adapter, (da, db) in zip(stack.adapters, grads.adapters, strict=bool(grads.adapters)):
             assert x is not None
-            a, b = self.matrices(adapter, x.dtype)
             if db is not None:
-                self._add(db, slice(None), dy, self.grouped(x, a).mul_(adapter.scale))
+                self._add(db, slice(None), dy, self.grouped(x, adapter.a).mul_(adapter.scale))
             if da is not None:
-                low = self.grouped(dy, b.transpose(1, 2)).mul_(adapter.scale)
+                low = self.grouped(dy, adapter.turned[0]).mul_(adapter.scale)
                 self._add(da, slice(None), low, x)
 
     def _add(
@@ -132,7 +127,7 @@ class _Pairs:
 
 def up_fwd(spec: ExpertsSpec, x: Tensor, weights: Tensor | None, order: Order, up: Stack) -> Tensor:
     """Compute `experts_up_fwd`."""
-    pairs = _Pairs(spec, order, weights)
+    pairs, up = _Pairs(spec, order, weights), up.prepared(x.dtype)
     xe = x[pairs.tokens]
     return pairs.product(xe.mul_(pairs.weights) if spec.weighs_input else xe, up)
 
@@ -140,6 +135,7 @@ def up_fwd(spec: ExpertsSpec, x: Tensor, weights: Tensor | None, order: Order, u
 def down_fwd(spec: ExpertsSpec, pre: Tensor, weights: Tensor, order: Order, down: Stack) -> Tensor:
     """Compute `experts_down_fwd`."""
     pairs, act = _Pairs(spec, order, weights), activation(spec, pre)
+    down = down.prepared(pre.dtype)
     before = not spec.weighs_input and down.bias is None
     ye = pairs.product(act.mul_(pairs.weights) if before else act, down)
     return pairs.sum(ye if before or spec.weighs_input else ye.mul_(pairs.weights))
@@ -151,6 +147,7 @@ def bwd_stages(
     """Compute `experts_bwd_stages`."""
     spec, dy, x, pre, weights, order, up, down, needs_x, needs_weights = read
     pairs, outer = _Pairs(spec, order, weights), not spec.weighs_input
+    up, down = up.prepared(dy.dtype), down.prepared(dy.dtype)
     w, ones = pairs.weights, torch.ones_like(pairs.weights)
     xe = None if x is None else x[pairs.tokens]
     scaled = xe if outer or xe is None else (xe * w).to(xe.dtype)

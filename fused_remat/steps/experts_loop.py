@@ -10,6 +10,7 @@ in float32, unless its matrices are quantized.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from fused_remat.moe_spec import ExpertsSpec
 from fused_remat.steps.expert_activation import activation, activation_vjp
@@ -25,6 +27,8 @@ from fused_remat.steps.stacks import Into, Operands, Order, Stack, StackGrads
 
 #: It takes matrices whose rows are multiples of 16 bytes.
 GROUPED: Any = F.grouped_mm
+if (_operator := getattr(torch.ops.aten, "_grouped_mm", None)) not in (None, *flop_registry):
+    register_flop_formula(_operator)(lambda x, w, *_, **__: 2 * math.prod(x) * w[-1])
 #: The most rows of a run with more than one expert: for so few, calls cost more than arithmetic.
 ROWS = 256
 #: Gradients of x and of the weights.

@@ -75,6 +75,11 @@ class Node:
         """Tensors of the block that its forward reads."""
         return self._named("param")
 
+    @property
+    def unsure(self) -> tuple[str, ...]:
+        """Those of `params` that may have no gradient in a call."""
+        return self.params if self.chooses else ()
+
     @functools.cached_property
     def masks(self) -> tuple[str, ...]:
         """Dropout multipliers that it reads."""

@@ -112,6 +112,10 @@ class Routing(Replay):
         return f"{self.what}; backward {how}", ""
 
     @property
+    def unsure(self) -> tuple[str, ...]:
+        return self.tensors  # a correction has influence on the numbers alone
+
+    @property
     def stat_dtype(self) -> torch.dtype:
         return index_dtype(self.experts)
 

@@ -68,6 +68,11 @@ class Stack(NamedTuple):
             return FORMS[2]
         return FORMS[1] if self.adapters else FORMS[0]
 
+    def prepared(self, dtype: torch.dtype) -> Stack:
+        """Return the stack with low-rank updates in `dtype`, in rows without gaps."""
+        lows = [(low.a.to(dtype), low.b.to(dtype).contiguous(), low.scale) for low in self.adapters]
+        return self._replace(adapters=tuple([Adapter(*low) for low in lows]))
+
     def matrices(self, experts: Sequence[int], dtype: torch.dtype) -> Callable[[int], Tensor]:
         """Return a function of an expert that gives its matrix (out, in), converted if need be.
 

@@ -345,7 +345,7 @@ def test_the_dtype_of_products():
 
 def test_formats_do_not_share_a_trace():
     torch.manual_seed(0)
-    for form in ("nf4", "fp4", "nf4, one level"):
+    for form in ("nf4", "fp4", "nf4, one level", "torchao int8", "torchao int4"):
         check(*pair("olmo2", form), LIMITS[F32])
 
 

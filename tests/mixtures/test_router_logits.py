@@ -32,7 +32,7 @@ MODELS = {
         "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24, "moe_layer_start_index": 0,
         "moe_layer_interval": 1, "moe_layer_end_index": 1,
     },
-    "Laguna": {  # its correction is a frozen parameter
+    "Laguna": {  # its correction is a parameter, which gets no gradient if it is not frozen
         "num_experts": 4, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24,
         "head_dim": 8, "mlp_layer_types": ["sparse"] * 2, "layer_types": ["full_attention"] * 2,
         "num_attention_heads_per_layer": [4] * 2,
@@ -46,7 +46,7 @@ def built(name):
     torch.manual_seed(0)
     config = "Llama4TextConfig" if name == "Llama4" else f"{name}Config"
     made = getattr(transformers, config)(**{**DECODER, **MODELS[name]})
-    return getattr(transformers, f"{name}ForCausalLM")(made).train()
+    return getattr(transformers, f"{name}ForCausalLM")(made).train().requires_grad_()
 
 
 def step(model):

@@ -9,6 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from bench.pages.presets import Kept, block
 from fused_remat import FusedRematLayer
+from fused_remat.ops import moe
 
 D, H, B, S = 64, 4, 3, 32
 UNIT = B * S * D * D
@@ -45,6 +46,22 @@ def test_attention_in_blocks_is_counted():
     """With dropout: 4·S·D forward, and the five products of its backward, 10·S·D, a token."""
     layer = FusedRematLayer(D, H, 4 * D, 0.1, norm_first=True, batch_first=True, policy="none")
     assert flops(layer) == (24 + 4 * S / D, 48 + 10 * S / D)
+
+
+@pytest.mark.parametrize("hidden", [32, 30])  # PyTorch's grouped products take no rows of 120 bytes
+def test_products_of_experts_are_counted(hidden):
+    """6·D·F a pair forward, 12 backward and 4 of the pre-activations again; routers 2·D·E, 4, 2."""
+    tokens, experts, top_k = 24, 4, 2
+    sizes = (experts, D), (experts, 2 * hidden, D), (experts, D, hidden)
+    router, up, down = (torch.randn(size, requires_grad=True) for size in sizes)
+    x = torch.randn(tokens, D, requires_grad=True)
+    with FlopCounterMode(display=False) as forward:
+        y = moe(x, router, up, down, top_k=top_k)
+    with FlopCounterMode(display=False) as backward:
+        y.sum().backward()
+    pairs, routers = tokens * top_k * D * hidden, tokens * D * experts
+    assert forward.get_total_flops() == 6 * pairs + 2 * routers
+    assert backward.get_total_flops() == 16 * pairs + 6 * routers
 
 
 def test_the_counter_attributes_them_to_the_layer():
