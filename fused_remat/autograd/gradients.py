@@ -31,7 +31,7 @@ def finish(
 ) -> list[Tensor | None]:
     """Round the gradients of vectors, and fill in zeros for `needs_grad` without influence.
 
-    None stays for tensors that the call has not read, and for `sink`.
+    None stays for tensors that may have no gradient (`Graph.unsure`), and for `sink`.
     """
     if ctx.rounds is not None:
         low, of = ctx.rounds
