@@ -52,7 +52,7 @@ def is_batched(grad: Tensor) -> bool:
 
 
 def is_rare(ctx: Any, dy: Tensor) -> bool:
-    """Return whether a backward pass needs more than all gradients of a call without extras."""
+    """Return whether a pass differs from all gradients of a call, and of all outputs, no extras."""
     return (
         ctx.extras is not None
         or ctx.accumulation is not None
@@ -60,6 +60,7 @@ def is_rare(ctx: Any, dy: Tensor) -> bool:
         or torch.compiler.is_compiling()
         or _functorch.is_legacy_batchedtensor(dy)  # as `is_batched`, without a call
         or _functorch.is_batchedtensor(dy)
+        or bool(dead_outputs(ctx))
         or not asks_all(ctx)
     )
 
@@ -109,7 +110,18 @@ def takes(node: Any) -> bool:
         return True
 
 
+def dead_outputs(block: Any) -> frozenset[str]:
+    """Return the outputs of a block that have no gradient in the present pass."""
+    sides = block.execution.call.graph.side_outputs
+    if not sides:
+        return frozenset()
+    unused = ("output",) if current_pass() in block.unused else ()
+    return frozenset((*sides, *unused)).difference(block.side.get(current_pass(), ()))
+
+
 def side_grads(block: Any) -> Mapping[str, Tensor] | None:
     """Remove and return the gradients of a block's side outputs in the present pass, by name."""
     of_passes = getattr(block, "side", None)
+    if of_passes:
+        block.unused.discard(current_pass())
     return of_passes.pop(current_pass(), None) if of_passes else None

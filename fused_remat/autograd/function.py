@@ -67,7 +67,8 @@ class FusedRematBlock(torch.autograd.Function):
                 raise
             raise BlockFailure from error
         if execution.call.graph.side_outputs:
-            ctx.side, (ctx.side_outputs, kept) = {}, sides_of(execution, kept)
+            ctx.side, ctx.unused = {}, set()
+            ctx.side_outputs, kept = sides_of(execution, kept)
         ctx.execution, ctx.functions, ctx.accumulation = execution, functions, accumulation
         ctx.extras = extras
         ctx.rounds = gradients.rounds(tensors) if x.dtype.itemsize == 2 else None
@@ -197,7 +198,7 @@ def run_block(
     segment = None if isinstance(policy, str) else policy.segment
     if segment is not None and graph.side_outputs:
         segment = None
-        warn_of_input("it returns router logits, too")
+        warn_of_input("it returns more than its output")
     if segment is not None or call.offload or checked:
         from fused_remat.autograd import partial
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fused_remat.autograd import replay_check, segments
 from fused_remat.autograd.accumulate import Accumulation
-from fused_remat.autograd.engine import asked, edges_of, keeps_graph, side_grads
+from fused_remat.autograd.engine import asked, dead_outputs, edges_of, keeps_graph, side_grads
 from fused_remat.autograd.gradients import finish, not_differentiable
 from fused_remat.autograd.offload import OffloadRecord, move
 from fused_remat.autograd.replay_check import Record
@@ -29,7 +29,7 @@ from fused_remat.autograd.segments import Replayed, Segment
 from fused_remat.execution import executor
 from fused_remat.execution.observe import CHECKS, is_checked
 from fused_remat.execution.prepare import Execution
-from fused_remat.graph.schedule import schedule
+from fused_remat.graph.schedule import needs_by_node, schedule
 from fused_remat.steps.operations import warn
 
 _functorch = torch._C._functorch
@@ -187,8 +187,10 @@ def _grads(
             for grads in zip(*each, strict=True)
         ]
     execution, tensors, out, kept = saved
-    if len(needs_grad) < len(execution.needs_grad):
-        execution, kept = _narrowed(execution, kept, needs_grad)
+    dead = dead_outputs(ctx)
+    if dead or len(needs_grad) < len(execution.needs_grad):
+        execution, kept = _narrowed(execution, kept, needs_grad, dead)
+        needs_grad = execution.needs_grad
     sink = _buffers(ctx, needs_grad, creates_graph)
     record = None if ctx.extras is None else ctx.extras.record
     watch = None if record is None else record.compare
@@ -198,15 +200,19 @@ def _grads(
 
 
 def _narrowed(
-    execution: Execution, kept: Sequence[Tensor], needs_grad: frozenset[str]
+    execution: Execution, kept: Sequence[Tensor], needs_grad: frozenset[str], dead: frozenset[str]
 ) -> tuple[Execution, Sequence[Tensor]]:
     """Return the same call with gradients of `needs_grad` alone, and those of `kept` that it reads.
 
+    Those of outputs other than the `dead`: what these alone depend on has no gradient.
     Groups, tiles and rebuilt bits are the same. A schedule for fewer gradients reads nothing that a
     schedule for more does not read, so all of it was kept.
     """
     call, tiled, fusions = execution.call, execution.chunks.tiled, execution.fusions
-    plan = schedule(call.graph, call.save, needs_grad, tiled, fusions)
+    if dead:
+        reached = needs_by_node(call.graph, needs_grad, dead).values()
+        needs_grad = needs_grad.intersection(frozenset().union(*reached))
+    plan = schedule(call.graph, call.save, needs_grad, tiled, fusions, dead)
     names = frozenset(plan.kept)
     reads = [t for (name, _), t in zip(execution.kept_chunks(), kept, strict=True) if name in names]
     call = replace(call, needs_grad=needs_grad)

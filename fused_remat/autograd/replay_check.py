@@ -143,7 +143,7 @@ class Record:
         pairs = zip(tensors, self.tensors, strict=True)
         return [copy if t is None else t for t, copy in pairs]
 
-    def compare_kept(self, out: Tensor | None, kept: Sequence[Tensor]) -> None:
+    def compare_kept(self, out: Tensor | None, kept: Sequence[Tensor | None]) -> None:
         """Raise ReplayError if the output or an activation was not kept bit for bit."""
         if out is not None and self._output is not None:
             self._compare("output", self._output, out, ("forward", "kept"))
@@ -152,7 +152,8 @@ class Record:
             parts_of[part.name].append(part)
         for (name, _), value in zip(self.execution.kept_chunks(), kept, strict=True):
             part = parts_of[name].pop(0)
-            self._compare(name, self._parts[part], value, ("forward", "kept"), part)
+            if value is not None:
+                self._compare(name, self._parts[part], value, ("forward", "kept"), part)
 
     def _compare(
         self,

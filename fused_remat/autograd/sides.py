@@ -2,8 +2,8 @@
 
 A block's node has one output, and autograd runs it when the gradient of that is complete. A node
 after it therefore returns the output with the side outputs, waits for the gradients of all of them,
-and notes those of the side outputs for the block's pass. A side output is always kept: it is the
-caller's tensor as well as the block's.
+and notes those of the side outputs for the block's pass. An output that has none in a pass is
+*dead* in it: what it alone depends on gets no gradient (`engine.dead_outputs`).
 """
 
 from __future__ import annotations
@@ -35,8 +35,11 @@ class SideOutputs(torch.autograd.Function):
         given = {name: grad for name, grad in pairs if grad is not None}
         if given:
             _check(ctx, given.values())
-            block_of(ctx.next_functions[0][0]).side[current_pass()] = given
-            dy = torch.zeros_like(ctx.like) if dy is None else dy
+            block = block_of(ctx.next_functions[0][0])
+            block.side[current_pass()] = given
+            if dy is None:
+                block.unused.add(current_pass())
+                dy = ctx.like.new_zeros(()).expand(ctx.like.shape)
         return (None, dy, *(None for _ in grads))
 
 
@@ -54,12 +57,11 @@ def _check(ctx: Any, grads: Iterable[Tensor]) -> None:
         )
 
 
-def sides_of(
-    execution: Execution, kept: Sequence[Tensor]
-) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+def sides_of(execution: Execution, kept: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], list[Any]]:
     """Return the side outputs among what a call kept, and what it keeps then.
 
-    Where groups or tiles computed a side output, its parts are kept as views of it.
+    Where groups or tiles computed a side output, its parts are kept as views of it; None is kept of
+    one that backward does not read.
     """
     names, kept, made = [name for name, _ in execution.kept_chunks()], list(kept), []
     for name in execution.call.graph.side_outputs:
@@ -70,7 +72,7 @@ def sides_of(
         whole = parts[0] if len(parts) == 1 else torch.cat(parts)
         views = whole.split([len(kept[i]) for i in at]) if len(at) > 1 else parts
         for i, view in zip(at, views, strict=False):
-            kept[i] = view
+            kept[i] = None if name in execution.plan.passed else view
         side = whole.view(shape)
         made.append(side.transpose(0, 1) if execution.call.seq_first else side)
     return tuple(made), kept

@@ -230,9 +230,6 @@ def _backward_chunks(
 ) -> Iterator[BackwardChunk]:
     """Yield each group up to its tiles, its tiles, and the group again; inputs' go to `grads`."""
     plan, chunks, supply = execution.plan, execution.chunks, iter(kept)
-    for name in execution.call.graph.unread:
-        zeros = dy.new_zeros((), dtype=execution.dtypes[name])
-        side = {name: zeros.expand(*dy.shape[:-1], execution.widths[name]), **(side or {})}
     before, free, after = plan.around_tiles
     seq_first = execution.call.seq_first
     dy_BSD, out_BSD = (t.transpose(0, 1) if seq_first and t is not None else t for t in (dy, out))

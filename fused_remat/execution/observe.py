@@ -27,7 +27,9 @@ class BlockRun(NamedTuple):
     functions: Functions
     tensors: Sequence[Tensor | None]
     output: Tensor
-    kept: Sequence[Tensor]  # kept activations other than `tensors` and `output`, chunk by chunk
+    # kept activations other than `tensors` and `output`, chunk by chunk; None for a side output
+    # that backward does not read
+    kept: Sequence[Tensor | None]
     saves: Sequence[bool]  # for each of `tensors`, whether it is kept
     offloaded: Sequence[tuple[str, Tensor]]  # by name, those on the host
 

@@ -35,12 +35,6 @@ class Graph:
             )
 
     @functools.cached_property
-    def unread(self) -> tuple[str, ...]:
-        """Side outputs that no step reads: their gradient is the caller's alone."""
-        read = {name for node in self.nodes for name in node.inputs}
-        return tuple([name for name in self.side_outputs if name not in read])
-
-    @functools.cached_property
     def digest(self) -> str:
         """A hash of everything that is computed: graphs that differ have different digests."""
         what = (self.kind, self.nodes, self.params, self.inputs, self.compute, self.side_outputs)
@@ -94,7 +88,7 @@ class Graph:
         sums = {n.name: residual for n in self.nodes if (residual := getattr(n, "residual", ""))}
         norms_read = {n.x for n in self.nodes if isinstance(n, Norm)}
         # A sum within a branch, such as that of experts and a shared expert, is none of it.
-        ends = {"output", *sums.values(), *norms_read}
+        ends = {"output", *self.side_outputs, *sums.values(), *norms_read}
         sums = {name: residual for name, residual in sums.items() if name in ends}
         stream = {*self.inputs, "output", *sums, *sums.values()}
         read = {x for n in self.nodes if isinstance(n, Replay) for x in n.xs}
@@ -103,10 +97,11 @@ class Graph:
 
     @functools.cached_property
     def source(self) -> Mapping[str, str]:
-        """The input of whose tokens each input, activation and statistic is made."""
+        """The input, or inputs, of whose tokens each input, activation and statistic is made."""
         source = {name: name for name in self.inputs}
         for node in self.nodes:
-            source.update(dict.fromkeys((node.name, *node.stats), source[node.follows]))
+            of = "+".join(sorted(node.tokens)) or source[node.follows]
+            source.update(dict.fromkeys((node.name, *node.stats), of))
         return source
 
     def lengths(self, shapes: Shapes) -> dict[str, int]:

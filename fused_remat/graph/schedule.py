@@ -43,6 +43,7 @@ class Schedule:
     kept_tile: tuple[str, ...]
     kept_inputs: tuple[str, ...]
     keeps_output: bool
+    passed: frozenset[str]  # those of `kept` that are side outputs, and that backward does not read
     saved_params: tuple[str, ...]  # whose values backward reads again
     forward: tuple[Step, ...]  # of a group of sequences; at "tiles" those of its tiles run
     backward: tuple[Step, ...]
@@ -91,8 +92,13 @@ def _with_frees(steps: list[Draft], hold: Collection[str]) -> tuple[Step, ...]:
     return tuple(result)
 
 
-def _needs_by_node(graph: Graph, needs_grad: frozenset[str]) -> dict[str, frozenset[str]]:
-    """Return, for each node that backward runs, the inputs and params it gives gradients of."""
+def needs_by_node(
+    graph: Graph, needs_grad: frozenset[str], dead: frozenset[str]
+) -> dict[str, frozenset[str]]:
+    """Return, for each node that backward runs, the inputs and params it gives gradients of.
+
+    `dead`: outputs that have no gradient.
+    """
     reached = set(needs_grad.intersection(graph.inputs))
     result: dict[str, frozenset[str]] = {}
     for node in graph.nodes:
@@ -100,6 +106,12 @@ def _needs_by_node(graph: Graph, needs_grad: frozenset[str]) -> dict[str, frozen
         if needed:
             reached.add(node.name)
             result[node.name] = needed
+    live = {"output", *graph.side_outputs} - dead
+    for node in reversed(graph.nodes if dead else ()):
+        if live.isdisjoint(node.makes):
+            result.pop(node.name, None)
+        else:
+            live.update(node.inputs)
     return result
 
 
@@ -149,13 +161,14 @@ def schedule(
     needs_grad: frozenset[str],
     tiled: bool,
     fusions: frozenset[str] = frozenset(),
+    dead: frozenset[str] = frozenset(),
 ) -> Schedule:
     """Return the schedule of `graph` where `save` is kept and gradients of `needs_grad` are needed.
 
-    `fusions`: those of `graph.fusions` that the backend has.
+    `fusions`: those of `graph.fusions` that the backend has. `dead`: outputs without a gradient.
     """
     group_nodes, tile_nodes = _split(graph, tiled)
-    by_node = _needs_by_node(graph, needs_grad)
+    by_node = needs_by_node(graph, needs_grad, dead)
     may_keep, side = {*save, *graph.side_outputs}, frozenset(graph.side_outputs)
     for node in graph.nodes:
         if not node.stats_follow or node.name in may_keep:
@@ -198,6 +211,7 @@ def schedule(
         kept_tile=tuple(n for n in kept if n not in group_names),
         kept_inputs=tuple(n for n in graph.inputs if n in touched),
         keeps_output="output" in may_keep and "output" in touched,
+        passed=side - touched,
         saved_params=tuple(p for p in graph.params if p in reread),
         forward=_with_frees(fuse(group_fwd, fusions, held), held),
         backward=_with_frees(fuse(group.steps, fusions, side), ()),
@@ -226,7 +240,8 @@ def kept_bytes(
     first, widths, lengths = graph.inputs[0], graph.widths(shapes), graph.lengths(shapes)
     batch, dtypes = sizes(shapes[first])[0], graph.dtypes(input_dtypes[first])
     result = {n: math.prod(shapes[n]) * input_dtypes[n].itemsize for n in plan.kept_inputs}
-    for name in plan.kept + (("output",) if plan.keeps_output else ()):
+    kept = [name for name in plan.kept if name not in plan.passed]
+    for name in (*kept, *(("output",) if plan.keeps_output else ())):
         result[name] = batch * lengths[name] * widths[name] * dtypes[name].itemsize
     if "seed" in plan.saved_params:
         result["seed"] = 8

@@ -222,4 +222,5 @@ def _block_tensors(run: BlockRun) -> Iterator[tuple[str, Tensor]]:
             yield name, t
     if execution.plan.keeps_output:
         yield "output", output
-    yield from zip((name for name, _ in execution.kept_chunks()), kept, strict=True)
+    pairs = zip(execution.kept_chunks(), kept, strict=True)
+    yield from ((name, t) for (name, _), t in pairs if t is not None)

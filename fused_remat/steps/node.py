@@ -54,6 +54,9 @@ class Node:
     keepable: ClassVar[bool] = True  # whether a policy may name it
     widens: ClassVar[bool] = False  # whether it has float32 at least, whatever the input's dtype
     per_sequence: ClassVar[bool] = False  # mixes the tokens of a sequence: cannot run on a tile
+    #: Inputs of the block whose tokens, one after the other, are those of the result; () for those
+    #: of `follows`.
+    tokens: tuple[str, ...] = ()
     per_batch: bool = False  # may mix all tokens: the block must not be cut at all
     # chooses by values (experts): what backward rebuilds for it has to be forward's, bit for bit
     chooses: ClassVar[bool] = False
@@ -140,7 +143,7 @@ class Node:
 
     def length(self, lengths: Mapping[str, int]) -> int:
         """Return the tokens of a sequence, from those of inputs and earlier activations."""
-        return lengths[self.follows]
+        return sum([lengths[name] for name in self.tokens or (self.follows,)])
 
     def width(self, widths: Mapping[str, int], shapes: Shapes) -> int:
         """Return elements per token, from widths of earlier activations and shapes of params."""

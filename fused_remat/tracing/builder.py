@@ -17,7 +17,7 @@ from fused_remat.spec import PackedSpec
 from fused_remat.steps.node import Node
 from fused_remat.tracing.program import Context, Layout, Program, ReplayedSubmodule, layout_of
 from fused_remat.tracing.samples import Arguments
-from fused_remat.tracing.sizes import Size
+from fused_remat.tracing.sizes import JOINT, LENGTHS, Size
 from fused_remat.tracing.values import STREAM, Op, Recording, Ref, Untraceable, ops_for, refs
 
 #: A function that adds a step and returns its name.
@@ -95,9 +95,15 @@ class Builder:
         if "S" not in sizes and (four[0], four[2]) == (Size(1, ("B",)), self.tokens):
             return Layout((("B",), *[(n,) for n in four[1:]]), (0, 2), ("B",))
         batch = ["B"] if "B" in sizes else []
-        choices = [[*batch, name] for name in ("S", "M") if name in sizes] or [batch]
+        names = LENGTHS if "S" in sizes and "M" in sizes else LENGTHS[:1] if "S" in sizes else ()
+        choices = [[*batch, name] for name in names] or [batch]
         layouts = (layout_of(shape, names, self.tokens) for names in choices)
         return next(filter(None, layouts), None)
+
+    def tokens_of(self, layout: Layout) -> tuple[str, ...]:
+        """Return the inputs of the block of whose tokens an activation is made."""
+        names = {"S": ("input",), "M": ("memory",), JOINT: ("input", "memory")}
+        return names.get(layout.names[-1], ()) if layout.names else ()
 
     def live(self, value: Any) -> bool:
         return isinstance(value, Ref) and value.index in self.recording.live

@@ -45,6 +45,10 @@ class Trace:
         #: was not equal to its layer.
         self.compared: dict[Any, Reason | None] = {}
         self._seen: list[tuple[weakref.ref[Tensor], int]] = []
+        results = [getattr(leaf, "index", -1) for leaf in leaves(block.result)]
+        live = {block.out[0], *dict(block.streams)}
+        #: Indices of leaves of the result that the block computes.
+        self.outs = {results.index(n) for n in live}
         #: The same without dropout, and also without the adapters' own dtypes.
         self.plain = self.proved = self
 
@@ -115,12 +119,15 @@ class Trace:
 
         def result(out: Tensor, *sides: Tensor) -> Any:
             number, layout = block.out
-            for (path, of), side in zip(block.records.items(), sides, strict=True):
+            count, known = len(block.records), {**values}
+            for (path, of), side in zip(block.records.items(), sides[:count], strict=True):
                 logits = of.value(side.reshape(-1, of.width), sizes)
                 record(layer.get_submodule(path), x, logits)
+            for (n, of), side in zip(block.streams, sides[count:], strict=True):
+                known[n] = of.value(side.reshape(-1, of.width), sizes)
             plain = layout.factors == (("B",), ("S",), (out.shape[-1],))  # a segment knows it then
             y = out if plain else layout.value(out.reshape(-1, layout.width), sizes)
-            known = {**values, number: y}
+            known[number] = y
             return map_tree(block.result, lambda leaf: leaf_value(leaf, known, context))
 
         return tensors, functions, result

@@ -18,7 +18,7 @@ from fused_remat.graph.graph import Graph
 from fused_remat.spec import PackedSpec
 from fused_remat.steps.linear import Linear
 from fused_remat.steps.replay import At
-from fused_remat.tracing.sizes import Size
+from fused_remat.tracing.sizes import JOINT, LENGTHS, Size, is_joint, size_of
 from fused_remat.tracing.values import (
     ALGEBRA,
     MOVES,
@@ -83,12 +83,12 @@ class Layout:
         self, value: Tensor, sizes: Mapping[str, int], lead: Sequence[int] = (-1,)
     ) -> Tensor:
         """Return a value as a matrix (tokens, width), or with `lead` as the sizes of tokens."""
-        flat = [sizes[n] if isinstance(n, str) else n for n in self.flat]
+        flat = [size_of(n, sizes) for n in self.flat]
         return value.reshape(flat).permute(self._order).reshape(*lead, self.width)
 
     def value(self, matrix: Tensor, sizes: Mapping[str, int]) -> Tensor:
         """Return the value that a matrix (tokens, width) represents."""
-        flat, order = [sizes[n] if isinstance(n, str) else n for n in self.flat], self._order
+        flat, order = [size_of(n, sizes) for n in self.flat], self._order
         inverse, rest = [order.index(i) for i in range(len(order))], iter(flat)
         shape = [math.prod(itertools.islice(rest, len(dim))) for dim in self.factors]
         return matrix.reshape([flat[i] for i in order]).permute(inverse).reshape(shape)
@@ -100,7 +100,9 @@ def layout_of(shape: Sequence[Any] | None, names: Sequence[str], tokens: int) ->
         return None
     dims: list[tuple[int | str, ...]] = []
     for n in shape:
-        if isinstance(n, Size):
+        if isinstance(n, Size) and is_joint(n):
+            dims.append((JOINT,))
+        elif isinstance(n, Size):
             if n.offset or n.formula or (n.factor > 1 and n.names != ("B",)):
                 return None
             dims.append((*n.names, *((n.factor,) if n.factor > 1 else ())))
@@ -110,7 +112,7 @@ def layout_of(shape: Sequence[Any] | None, names: Sequence[str], tokens: int) ->
     if sorted(n for n in flat if isinstance(n, str)) != sorted(names):
         return None
     indices = [flat.index(name) for name in names]
-    if "S" not in names and "M" not in names:  # a sequence of any call has so many `tokens`
+    if not {*LENGTHS} & {*names}:  # a sequence of any call has so many `tokens`
         for i, n in enumerate(flat):
             if tokens > 1 and isinstance(n, int) and n > 1:
                 if tokens % n:
@@ -270,10 +272,13 @@ class TracedBlock:
     formats: Mapping[str, PackedSpec]
     #: Routers whose logits the block returns, too, by path, and the layouts of these.
     records: Mapping[str, Layout]
+    #: Further results, which the block returns after those logits, and their layouts.
+    streams: tuple[tuple[int, Layout], ...] = ()
 
     def __post_init__(self) -> None:
         self._producers = {n: op for op in self.before for n in op.writes}
-        others = [n for n in refs(self.result) if n != self.out[0]]
+        results = {self.out[0], *dict(self.streams)}
+        others = [n for n in refs(self.result) if n not in results]
         self._read = [*self.values.values(), *others, *self.fills]
         #: By number, the operations that compute a value, if they can run again.
         self.chains = {n: Operations(self._chain(n), (n,)) for n in self._read}

@@ -17,7 +17,7 @@ from fused_remat.tracing.builder import Builder
 from fused_remat.tracing.functions import activation_of
 from fused_remat.tracing.isolation import Trial
 from fused_remat.tracing.program import Layout, Program, ReplayedSubmodule
-from fused_remat.tracing.sizes import Size
+from fused_remat.tracing.sizes import LENGTHS, Size, size_of
 from fused_remat.tracing.values import SHAPES, Op, Opaque
 
 #: A replay of more operations than this, or of one of `HEAVY`, is named in reports.
@@ -83,6 +83,7 @@ def replay(t: Builder, number: int) -> str:
             name=name, xs=xs, tensors=tensors, function=name,
             what=name if is_reported else " → ".join(kinds),
             columns=layout.width, per_batch=per_batch,
+            tokens=() if layouts[0].names == layout.names else t.tokens_of(layout),
             batched=() if per_batch else tuple([t.param(n) for n in batched]),
             needed_for=_needed_for(t, program, (*xs, *tensors)),
             chooses=is_opaque or not kinds.keys().isdisjoint(CHOICES),
@@ -164,8 +165,8 @@ def sample(
     generator = torch.Generator(device).manual_seed(seed)
     xs = []
     for _, layout in program.sources:
-        tokens = math.prod(sizes[n] for n in layout.names)
-        tokens *= 1 if {"S", "M"} & {*layout.names} else t.tokens
+        tokens = math.prod(size_of(n, sizes) for n in layout.names)
+        tokens *= 1 if {*LENGTHS} & {*layout.names} else t.tokens
         x = torch.randn((tokens, layout.width), generator=generator, dtype=dtype, device=device)
         xs.append(x.requires_grad_())
     tensors = [t.recording.values[n].detach() for n in program.params]
@@ -188,7 +189,7 @@ def run(
     t: Builder, program: Program, xs: list[Tensor], tensors: list[Tensor], at: At | None = None
 ) -> Tensor:
     sizes, names = t.recording.sizes, program.layout.names
-    tokens = sizes[names[-1]] if names and names[-1] in ("S", "M") else t.tokens
+    tokens = size_of(names[-1], sizes) if names and names[-1] in LENGTHS else t.tokens
     given = at or At(sizes.get("B", 1), tokens, 0), xs, tensors
     try:
         return program.run(t.context, *given)

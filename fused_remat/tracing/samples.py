@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fused_remat.layers.eligibility import parameters_of
 from fused_remat.layers.packed import unpacked_parameters
 from fused_remat.tracing.isolation import tensors_of
-from fused_remat.tracing.sizes import Size, Sizes
+from fused_remat.tracing.sizes import JOINT, LENGTHS, Size, Sizes, size_of
 from fused_remat.tracing.state import exact, may_change
 from fused_remat.tracing.values import Sample, Untraceable, leaves, map_tree
 
@@ -222,7 +222,7 @@ class Arguments:
             if _is_whole(t):
                 return _numbers(t, generator) if varies and "cu_seq" not in name else t.clone()
             t = _cast(t, dtype)
-            lengths = sum(n in ("S", "M") for n in dims)
+            lengths = sum(n in LENGTHS for n in dims)
             is_binary = t.dim() and (is_mask or lengths) and bool(((t == 0) | (t == 1)).all())
             if (is_mask or is_binary or lengths == 2) and not t.is_complex():
                 noise = torch.randn(t.shape, generator=generator, dtype=dtype).to(t.device)
@@ -258,6 +258,7 @@ def _options(
     for i, n in enumerate(shape):
         queries = is_mask and last > 1 and i == last - 1
         order: tuple[str | int, ...] = ("M", "S") if of_memory and not queries else ("S", "M")
+        order = (*order, JOINT)
         if (features and i == last) or (last == 3 and i == 1 and n in shape[2:]):
             order = (n, *order)  # a width, or heads, as many as tokens
         elif swapped and i == 1:
@@ -271,6 +272,8 @@ def _options(
 
 def _size_of(dim: str | int, sizes: Mapping[str, int]) -> int:
     """Return the size of a dimension (`Arguments.dims`), or -1 for a length the call lacks."""
+    if dim == JOINT:
+        return size_of(JOINT, sizes) if sizes.keys() >= {"S", "M"} else -1
     return dim if isinstance(dim, int) else sizes.get(dim[-1], -1) * int(dim[:-1] or 1)
 
 
@@ -285,6 +288,8 @@ def _first(t: Tensor, dims: Sequence[str | int], most: int, widens: bool) -> Ten
 
 
 def _size(dim: str | int) -> int | Size:
+    if dim == JOINT:
+        return Size(1, ("S", "M"), 0, "(S + M)")
     return dim if isinstance(dim, int) else Size(int(dim[:-1] or 1), (dim[-1],))
 
 

@@ -19,6 +19,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Sizes = Mapping[str, int]
+#: Name of the number of tokens of both streams, one after the other.
+JOINT = "S+M"
+#: Names of numbers of tokens in a sequence.
+LENGTHS = ("S", "M", JOINT)
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,21 @@ class Size:
         """The number as a formula in Python."""
         product = "*".join([str(self.factor)] * (self.factor != 1) + [*self.names])
         return self.formula or (f"({product} + {self.offset})" if self.offset else product)
+
+
+def size_of(name: int | str, sizes: Sizes) -> int:
+    """Return a number, or the size of that name (`LENGTHS`)."""
+    if name == JOINT:
+        return sizes["S"] + sizes["M"]
+    return sizes[name] if isinstance(name, str) else name
+
+
+@functools.lru_cache(4096)
+def is_joint(size: Size) -> bool:
+    """Return whether a number is that of the tokens of both streams."""
+    with contextlib.suppress(ArithmeticError):
+        return all(size.of(sizes) == size_of(JOINT, sizes) for sizes in WITHOUT_DATA[0])
+    return False
 
 
 def evaluated(formula: str, sizes: Sizes) -> Any:

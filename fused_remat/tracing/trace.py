@@ -8,7 +8,7 @@ import itertools
 import math
 import operator
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -254,9 +254,9 @@ def _disproof(
     if given.dtype == torch.float64:
         with contextlib.suppress(RuntimeError):
             exact = functools.partial(Trial, exact=True)
-            return difference(layer, forward, trace.run, given, EXACT, exact)
+            return difference(layer, forward, trace, given, EXACT, exact)
     mode = functools.partial(Trial, exact=False)
-    return difference(layer, forward, trace.run, given, literal, mode)
+    return difference(layer, forward, trace, given, literal, mode)
 
 
 class Limits(NamedTuple):
@@ -317,8 +317,8 @@ def why_different(
         if sample.dtype.itemsize == 2 and chooses:
             limits = _UNSURE
         try:
-            mode, run = functools.partial(Trial, exact=False), trace.plain.run
-            text = difference(copy, forward, run, sample, limits, mode, not entire)
+            mode = functools.partial(Trial, exact=False)
+            text = difference(copy, forward, trace.plain, sample, limits, mode, not entire)
         except torch.OutOfMemoryError:
             raise
         except _Raised as error:  # as the layer's own forward then does
@@ -339,13 +339,13 @@ class _Raised(RuntimeError):
 def difference(
     layer: nn.Module,
     forward: Callable[..., Any],
-    fused: Callable[..., Any],
+    trace: Trace,
     sample: Sample,
     limits: Limits,
     mode: Callable[[], Any],
     gradients: bool = True,
 ) -> str | None:
-    """Return where `fused(layer, named, arguments, mode)` differs from `forward`, or None.
+    """Return where a block of the layer differs from `forward`, or None.
 
     `mode`: makes the context in which both run. `gradients`: whether these are compared, too.
     """
@@ -354,12 +354,12 @@ def difference(
     try:
         with mode():
             run = functools.partial(run_with, layer, forward)
-            expected, grads = _results(run, sample.named, sample.arguments, gradients)
+            expected, grads = _results(run, trace, sample, gradients)
     except Exception as error:
         raise _Raised(f"{type(error).__name__}: {error}") from error
     set_generator_states(states, device)  # drop path draws before the block
-    run = functools.partial(fused, layer, mode=mode)
-    actual, found = _results(run, sample.named, sample.arguments, gradients)
+    run = functools.partial(trace.run, layer, mode=mode)
+    actual, found = _results(run, trace, sample, gradients)
     if len(actual) != len(expected):
         return f"the layer has {len(expected)} results, its block {len(actual)}"
     for a, b in zip(actual, expected, strict=True):
@@ -392,23 +392,24 @@ def _distance(a: Tensor | None, b: Tensor | None, zero: float) -> float:
 
 
 def _results(
-    run: Callable[..., Any],
-    named: Mapping[str, Tensor],
-    arguments: Mapping[str, Any],
-    gradients: bool,
+    run: Callable[..., Any], trace: Trace, sample: Sample, gradients: bool
 ) -> tuple[list[Any], dict[str, Tensor | None]]:
     """Return the results of a run, and sketches of gradients, which are freed one by one."""
+    named, arguments = sample.named, sample.arguments
     with torch.set_grad_enabled(gradients):
         results = leaves(run(named, arguments))
     if not gradients:
         return results, {}
-    out = next(filter(needs_grad, results), None)
+    outs = [out for i, out in enumerate(results) if i in trace.outs and needs_grad(out)]
     tensors = {**{f"argument {i}": t for i, t in enumerate(leaves(arguments))}, **named}
     inputs = {name: t for name, t in tensors.items() if needs_grad(t)}
-    if out is None:
+    if not outs:
         return results, dict.fromkeys(inputs)
-    generator = torch.Generator(out.device).manual_seed(1)
-    dy = torch.randn(out.shape, generator=generator, dtype=out.dtype, device=out.device)
+    generator = torch.Generator(outs[0].device).manual_seed(1)
+    dys = [
+        torch.randn(out.shape, generator=generator, dtype=out.dtype, device=out.device)
+        for out in outs
+    ]
     sketches: dict[int, Tensor] = {}
 
     def note(t: Tensor) -> None:
@@ -417,7 +418,7 @@ def _results(
 
     handles = [t.register_post_accumulate_grad_hook(note) for t in {*inputs.values()}]
     try:
-        torch.autograd.backward(out, dy, inputs=[*inputs.values()])
+        torch.autograd.backward(outs, dys, inputs=[*inputs.values()])
     finally:
         for handle in handles:
             handle.remove()

@@ -45,11 +45,11 @@ class Tracer(Builder):
                 raise Untraceable(f"{name} has no dimension of tokens")
             layouts[name] = number, layout
             self.built[number], self.widths[name] = name, layout.width
-        target, layout = self._target()
+        (target, layout), *streams = self._targets()
         name = self.build(target)
         if name in self.inputs:
             raise Untraceable("its result is its input")
-        sides = tuple([self._side(number) for number in self.records.values()])
+        sides = tuple([self._side(n) for n in (*self.records.values(), *dict(streams))])
         last = replace(self.nodes.pop(name), name="output")
         if isinstance(last, Replay):
             last = replace(last, function="output")
@@ -74,14 +74,15 @@ class Tracer(Builder):
             (*replayed.values(),), tuple(sorted(recording.fixed)), self.fills,
             self._elements(before), self.formats,
             {p: of for p, n in self.records.items() if (of := self.layout(n)) is not None},
+            tuple(streams),
         )  # fmt: skip
 
     def _side(self, number: int) -> str:
         """Add the steps that compute a value that the layer also returns, in its own dtype."""
         name = self.build(number)
         node = self.nodes.get(name)
-        if node is None or name == self.built.get(self._target()[0]):
-            raise Untraceable("it also returns its input or its result as router logits")
+        if node is None or name == self.built.get(self._targets()[0][0]):
+            raise Untraceable("it also returns its input or its result a second time")
         if isinstance(node, Replay) and not self.is_of_stream(number):
             self.nodes[name] = replace(node, widens=True)
         return name
@@ -98,7 +99,8 @@ class Tracer(Builder):
                 elements[number] = 0 if is_view else math.inf if follows else value.numel()
         return elements
 
-    def _target(self) -> tuple[int, Layout]:
+    def _targets(self) -> list[tuple[int, Layout]]:
+        """Return the layer's results, with their layouts: that with the input's tokens first."""
         recording = self.recording
         live = dict.fromkeys(n for n in refs(recording.result) if n in recording.live)
         scores = [n for n in live if self._is_scores(n)]
@@ -108,12 +110,19 @@ class Tracer(Builder):
             recording.result, lambda a: None if isinstance(a, Ref) and a.index in scores else a
         )
         targets = [n for n in live if n not in scores and n not in self.inputs.values()]
-        if len(targets) != 1:
-            raise Untraceable(f"it has {len(targets)} results that depend on its input")
-        layout = self.layout(targets[0])
-        if layout is None:
-            raise Untraceable("its result does not have its input's tokens")
-        return targets[0], layout
+        layouts = [(n, layout) for n in targets if (layout := self.layout(n)) is not None]
+        own = self.layout(self.inputs["input"])
+        layouts.sort(key=lambda target: target[1].names != getattr(own, "names", ()))
+        names = [layout.names for _, layout in layouts]
+        if not targets or len({*names}) < len(targets) or len(layouts) < len(targets):
+            raise Untraceable(
+                f"it has {len(targets)} results that depend on its input"
+                if len(targets) != 1
+                else "its result does not have its input's tokens"
+            )
+        if len(layouts) > 1 and names[0] != getattr(own, "names", ()):
+            raise Untraceable("none of its results has its input's tokens")
+        return layouts
 
     def _is_scores(self, number: int) -> bool:
         """Return whether a value has a number for each query and key."""
