@@ -2,15 +2,16 @@
 
     python -m bench architectures                                    # hours: all, in every variant
     python -m bench architectures --names LlamaForCausalLM unet --variants bare lora
+    python -m bench architectures --names flux wan --policy lean --tokens 256 --out build/lean
 
 Of each model of bench/subjects/architectures.py and each variant that it has, three copies of equal
 weights take two steps: stock, with its own checkpointing (transformers', diffusers', or
-torch.utils.checkpoint around its layers), and converted with the policy "full". Gradients are
-added to those that exist. The second step is compared: gradients with the stock model's; live bytes
+torch.utils.checkpoint around its layers), and converted with a policy. Gradients are added to those
+that exist. The second step is compared: gradients with the stock model's; live bytes
 between forward and backward, and the most at any moment, with checkpointing's; also the most of the
 first step, which traces. Bytes are those of torch's allocator. A case that has its row in
 architectures.json already is not measured again; the status is 1 if any check fails, and what fails
-is listed.
+is listed. Bytes are checked of the policy "full" alone: others keep more than checkpointing does.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from bench.tables import ResultsFile, Row
 from fused_remat import conversion, convert
 from fused_remat.execution.observe import OBSERVERS, BlockRun
 from fused_remat.graph.schedule import kept_bytes
+from fused_remat.policies import EXACT_PRESETS
 from fused_remat.report.allocations import AllocationTrace
 from fused_remat.tracing.discovery import repeated_layers
 from tests.tracing import models
@@ -150,10 +152,10 @@ def checkpointed(model: Any) -> nn.Module:
     return model
 
 
-WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
-    "stock": lambda model: model,
-    "own": checkpointed,
-    "converted": lambda model: convert(model, policy="full"),
+WAYS: dict[str, Callable[..., nn.Module]] = {
+    "stock": lambda model, policy: model,
+    "own": lambda model, policy: checkpointed(model),
+    "converted": convert,
 }
 
 
@@ -161,6 +163,8 @@ def main_output(output: Any) -> Tensor:
     """Return the loss if the output has one, else the tensor that the model is called for."""
     if type(output) is tuple:
         output = output[0]
+    if isinstance(output, list):  # Z-Image's
+        output = torch.stack(output)
     loss = None if isinstance(output, Tensor) else output.get("loss")
     return models.main_output(output) if loss is None else loss
 
@@ -214,7 +218,9 @@ def counting(found: list[int]) -> Iterator[None]:
 class Way:
     """A copy of a model in one way, and the measurements of its steps."""
 
-    def __init__(self, way: str, name: str, kind: str, tokens: int, wide: bool = False) -> None:
+    def __init__(
+        self, way: str, name: str, kind: str, tokens: int, policy: str, wide: bool = False
+    ) -> None:
         model, batch = variant_of(name, kind, tokens)
         if wide:
             model, batch = model.double(), {key: _double(x) for key, x in batch.items()}
@@ -225,7 +231,7 @@ class Way:
             warnings.simplefilter("default")
             if way == "converted" and ARCHITECTURES[name].keeps_own:
                 model = checkpointed(model)
-            self.model = WAYS[way](model)
+            self.model = WAYS[way](model, policy=policy)
             self.trained = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
             steps = [self._step() for _ in range(STEPS)]
         self.found = steps[-1] | {"first_peak": steps[0]["peak"]}
@@ -243,6 +249,8 @@ class Way:
 
 
 def _double(x: Any) -> Any:
+    if isinstance(x, list | tuple):
+        return type(x)(map(_double, x))
     return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
 
 
@@ -260,9 +268,9 @@ def repeated(found: Sequence[str], stock: Sequence[str]) -> list[str]:
     return [text for text, times in kinds.items() if times > 1]
 
 
-def measure(name: str, kind: str, tokens: int, rounds: int = ROUNDS) -> Row:
+def measure(name: str, kind: str, tokens: int, rounds: int, policy: str) -> Row:
     """Return what the steps of a model take in every way; `rounds` of them are timed."""
-    make = functools.partial(Way, name=name, kind=kind, tokens=tokens)
+    make = functools.partial(Way, name=name, kind=kind, tokens=tokens, policy=policy)
     ways, row = {"stock": make("stock")}, Row(ways={})
     stock = ways["stock"].grads
     if not all(bool(g.isfinite().all()) for g in stock.values()):
@@ -303,21 +311,21 @@ def measure(name: str, kind: str, tokens: int, rounds: int = ROUNDS) -> Row:
     return row
 
 
-def measured(name: str, kind: str, tokens: int, rounds: int = ROUNDS) -> Row:
+def measured(name: str, kind: str, tokens: int, rounds: int = ROUNDS, policy: str = "full") -> Row:
     """Return what `measure` does, with violations, or why there is nothing to compare with."""
     gc.collect()  # models in cycles with their hooks
     gc.freeze()  # modules and caches, which every trace would look for garbage in
     try:
         with warnings.catch_warnings(action="ignore"):  # a conversion's are in the row
-            row = measure(name, kind, tokens, rounds)
-            return row | {"violations": violations(row)}
+            row = measure(name, kind, tokens, rounds, policy)
+            return row | {"violations": violations(row, policy)}
     except Absent as error:
         return {"absent": str(error), "violations": {}}
     except Exception as error:  # of the stock model: no fault of a conversion
         return {"absent": described(error), "violations": {}}
 
 
-def violations(row: Row) -> dict[str, str]:
+def violations(row: Row, policy: str = "full") -> dict[str, str]:
     """Return what is worse than with checkpointing, by check, in words."""
     ways = row["ways"]
     new, own = ways["converted"], ways["own"]
@@ -332,7 +340,7 @@ def violations(row: Row) -> dict[str, str]:
     effects = row.get("effects", False)
     if "plain" in row["layers"] and not effects:
         wrong["plain"] = "; ".join(row["conversion"])
-    if "kept" not in own or effects:
+    if "kept" not in own or effects or policy != "full":
         return wrong
     extra = TRACED * row["largest"]
     limits = {
@@ -349,15 +357,19 @@ def violations(row: Row) -> dict[str, str]:
 
 def main(arguments: Sequence[str]) -> int:
     """Run, print, and write architectures.json; 1 if a check fails."""
-    parser = Parser("architectures", __doc__, "threads fresh")
+    parser = Parser("architectures", __doc__, "threads fresh rounds", rounds=ROUNDS)
     parser.several("names", choices=ARCHITECTURES, default=list(ARCHITECTURES), metavar="NAME")
     parser.several("variants", choices=VARIANTS, default=list(VARIANTS))
-    parser.add("--tokens", type=positive, default=128, help="of a text, 256 at most (%(default)s)")
+    parser.add("--policy", choices=EXACT_PRESETS, default="full", help="(%(default)s)")
+    help_ = "of a text, 256 at most, or of an image (%(default)s)"
+    parser.add("--tokens", type=positive, default=128, help=help_)
     args = parser.parse(arguments)
     where = environment("cpu")
     packages = {row.needs for row in ARCHITECTURES.values()} | {"peft", "bitsandbytes"}
     where["versions"] = {name: version(name) for name in sorted(packages - {""})}
-    config = {"tokens": args.tokens}
+    config: Row = {"tokens": args.tokens}
+    if args.policy != "full":
+        config["policy"] = args.policy
     results = ResultsFile(args.out / "architectures.json", where, config)
     rows = []
     every = list(itertools.product(args.variants, args.names))
@@ -365,7 +377,7 @@ def main(arguments: Sequence[str]) -> int:
         case = {"name": name, "variant": kind}
         row = None if args.fresh else results.find(case, ())
         if row is None:
-            row = {"case": case} | measured(name, kind, args.tokens)
+            row = {"case": case} | measured(name, kind, args.tokens, args.rounds, args.policy)
             results.put(row)
         rows.append(row)
         print(report.line(row), flush=True)

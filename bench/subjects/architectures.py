@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bench.subjects import diffusion
 from tests.tracing import models
 
 B = models.B
@@ -207,83 +208,14 @@ TOWERS = {
 # Diffusers.
 
 
-def _diffuser(name: str, inputs: Batch, **options: Any) -> Architecture:
-    def make() -> nn.Module:
-        kind: type[nn.Module] = getattr(importlib.import_module("diffusers"), name)
-        return kind(**options)
+def _diffuser(one: diffusion.Diffuser) -> Architecture:
+    def batch(model: nn.Module, tokens: int) -> Batch:
+        return one.batch(tokens)
 
-    return Architecture(make, lambda model, tokens: {**inputs, "return_dict": False}, "diffusers")
-
-
-def _latents(*shape: int, **more: Any) -> Batch:
-    """Return latents of such a shape and a text for each."""
-    return {
-        "hidden_states": _normal(B, *shape),
-        "encoder_hidden_states": _normal(B, 16, 32),
-        **more,
-    }
+    return Architecture(one.make, batch, "diffusers", one.keeps_own)
 
 
-_HEADS: Batch = {"num_attention_heads": 4, "attention_head_dim": WIDTH // 4}
-_TIME = torch.tensor([100, 700])
-_LONG = torch.tensor([0.1, 0.7])
-_POSITIONS = torch.cartesian_prod(torch.zeros(1), torch.arange(8.0), torch.arange(8.0))
-
-DIFFUSERS = {
-    "flux": _diffuser(
-        "FluxTransformer2DModel",
-        _latents(64, 16, pooled_projections=_normal(B, 32), timestep=_LONG, img_ids=_POSITIONS,
-                 txt_ids=torch.zeros(16, 3)),
-        in_channels=16, num_layers=1, num_single_layers=1, joint_attention_dim=32,
-        pooled_projection_dim=32, axes_dims_rope=(16, 24, 24), **_HEADS,
-    ),
-    "sd3": _diffuser(
-        "SD3Transformer2DModel",
-        _latents(4, 16, 16, pooled_projections=_normal(B, 64), timestep=_TIME),
-        sample_size=16, patch_size=2, in_channels=4, num_layers=2, joint_attention_dim=32,
-        caption_projection_dim=WIDTH, pooled_projection_dim=64, out_channels=4,
-        pos_embed_max_size=8, **_HEADS,
-    ),
-    "wan": _diffuser(
-        "WanTransformer3DModel", _latents(4, 2, 16, 16, timestep=_TIME),
-        patch_size=(1, 2, 2), in_channels=4, out_channels=4, text_dim=32, freq_dim=64, ffn_dim=512,
-        num_layers=2, cross_attn_norm=True, **_HEADS,
-    ),
-    "qwen_image": _diffuser(
-        "QwenImageTransformer2DModel",
-        _latents(64, 16, timestep=_LONG, img_shapes=[[(1, 8, 8)]] * B,
-                 encoder_hidden_states_mask=torch.ones(B, 16, dtype=torch.long)),
-        patch_size=2, in_channels=16, out_channels=4, num_layers=2, joint_attention_dim=32,
-        axes_dims_rope=(16, 24, 24), **_HEADS,
-    ),
-    "pixart": _diffuser(
-        "PixArtTransformer2DModel",
-        _latents(4, 16, 16, timestep=_TIME,
-                 added_cond_kwargs={"resolution": None, "aspect_ratio": None}),
-        sample_size=16, num_layers=2, in_channels=4, out_channels=8, patch_size=2,
-        cross_attention_dim=WIDTH, caption_channels=32, **_HEADS,
-    ),
-    "dit": _diffuser(
-        "DiTTransformer2DModel",
-        {"hidden_states": _normal(B, 4, 16, 16), "timestep": _TIME,
-         "class_labels": torch.tensor([1, 2])},
-        sample_size=16, num_layers=2, in_channels=4, out_channels=8, patch_size=2,
-        num_embeds_ada_norm=1000, **_HEADS,
-    ),
-    "transformer_2d": _diffuser(
-        "Transformer2DModel", _latents(64, 8, 8),
-        in_channels=64, num_layers=2, cross_attention_dim=32, **_HEADS,
-    ),
-    "unet": _diffuser(
-        "UNet2DConditionModel",
-        {"sample": _normal(B, 4, 16, 16), "encoder_hidden_states": _normal(B, 16, 32),
-         "timestep": _TIME},
-        sample_size=16, in_channels=4, out_channels=4, block_out_channels=(256, 256),
-        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"), layers_per_block=1,
-        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"), cross_attention_dim=32,
-        attention_head_dim=64,
-    )._replace(keeps_own=True),
-}  # fmt: skip
+DIFFUSERS = {name: _diffuser(one) for name, one in diffusion.DIFFUSERS.items()}
 
 
 # Of other libraries.
