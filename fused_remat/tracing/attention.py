@@ -14,6 +14,7 @@ from fused_remat.steps.attention import Attention
 from fused_remat.tracing.builder import CASTS, Build, Builder
 from fused_remat.tracing.heads import packed, without_repeats
 from fused_remat.tracing.program import run_op
+from fused_remat.tracing.streams import packed_streams
 from fused_remat.tracing.values import ADD, ALGEBRA, MATMUL, Op, Ref, map_tree, refs
 
 _ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
@@ -158,6 +159,7 @@ def _attention(
             align="start" if layouts[1].names != layouts[0].names else "end",
             masks=("mask",) * (mask is not None) + ("cu_seqlens",) * (t.bounds is not None),
         )
+        q, k, v, spec = packed_streams(t, op.inside, (q, k, v), spec)
         q, k, v, spec = packed(t, op.inside, (q, k, v), spec)
         bounds = "" if t.bounds is None else t.param(t.bounds)
         return t.add(

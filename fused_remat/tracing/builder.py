@@ -17,7 +17,7 @@ from fused_remat.spec import PackedSpec
 from fused_remat.steps.node import Node
 from fused_remat.tracing.program import Context, Layout, Program, ReplayedSubmodule, layout_of
 from fused_remat.tracing.samples import Arguments
-from fused_remat.tracing.sizes import JOINT, LENGTHS, Size
+from fused_remat.tracing.sizes import JOINT, LENGTHS, Size, is_joint
 from fused_remat.tracing.values import STREAM, Op, Recording, Ref, Untraceable, ops_for, refs
 
 #: A function that adds a step and returns its name.
@@ -61,7 +61,6 @@ class Builder:
         #: Bounds of sequences of variable length; the recording has one sequence.
         self.bounds = None if call.bounds is None else inputs[call.bounds]
         self.tokens = self.recording.sizes.get("S", call.tokens)  # of a sequence
-        self.token_size = Size(1, ("S",)) if "S" in self.recording.sizes else self.tokens
         recording, device = self.recording, call.leaves[call.x].device
         modules = self.layer.get_submodule
         #: The router logits that the call returns, too, by the paths of the routers.
@@ -104,6 +103,12 @@ class Builder:
         """Return the inputs of the block of whose tokens an activation is made."""
         names = {"S": ("input",), "M": ("memory",), JOINT: ("input", "memory")}
         return names.get(layout.names[-1], ()) if layout.names else ()
+
+    def counts(self, size: Any, names: Sequence[str]) -> bool:
+        """Return whether a size is the number of tokens of a sequence, by the `names` of both."""
+        if not names or names[-1] not in LENGTHS:
+            return bool(size == self.tokens)
+        return is_joint(size) if names[-1] == JOINT else size == Size(1, names[-1:])
 
     def live(self, value: Any) -> bool:
         return isinstance(value, Ref) and value.index in self.recording.live

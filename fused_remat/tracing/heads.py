@@ -24,6 +24,8 @@ from fused_remat.tracing.values import MOVES, STREAM, Op, Ref, map_tree, refs
 
 #: Names of queries, keys and values.
 Heads = tuple[str, str, str]
+#: Rotated attention, the numbers of its tables, if any, and names of weights of norms.
+Rotation = tuple[AttentionSpec, list[int], list[str]]
 #: Most parts from which a table is built.
 _MOST_PARTS = 8
 
@@ -77,27 +79,36 @@ def packed(
     q, k, v = (_part(t, name) for name in names)
     if q is None or k is None:
         return *names, spec
-    rotation = None if q.rest is None or k.rest is None else _rotation(t, q.rest, k.rest, spec)
+    found = None if q.rest is None or k.rest is None else rotation(t, q.rest, k.rest, spec)
     with_values = v is not None and v.rest is None
-    if rotation is None and (q.rest or k.rest or not with_values):
+    if found is None and (q.rest or k.rest or not with_values):
         return *names, spec
     parts = [q, k]
     if v is not None:
         parts = [q, k, v] if with_values else _split(t, f"{inside}.qk", names, q, k, v)
-    name, is_rotated = f"{inside}.qkv", rotation is not None
+    name, is_rotated = f"{inside}.qkv", found is not None
     qkv = _joined(t, name, names[: len(parts)], parts, any_order=is_rotated)
     if qkv is None:
         return *names, spec
-    if rotation is None:
+    if found is None:
         return qkv, qkv, qkv, spec
-    spec, (cos, sin), weights = rotation
-    rotated = t.add(
+    spec, name = rotated(t, inside, qkv, found, with_values)
+    return name, name, name if with_values else names[2], spec
+
+
+def rotated(
+    t: Builder, inside: str, qkv: str, found: Rotation, with_values: bool
+) -> tuple[AttentionSpec, str]:
+    """Add a step that rotates packed heads; return the attention's spec, and the step's name."""
+    spec, tables, weights = found
+    cos, sin = (t.param(table) for table in tables) if tables else ("", "")
+    name = t.add(
         Rotary(
-            name=t.unique(f"{inside}.rotated"), x=qkv, spec=spec, cos=t.param(cos),
-            sin=t.param(sin), q_weight=weights[0], k_weight=weights[1], values=with_values,
+            name=t.unique(f"{inside}.rotated"), x=qkv, spec=spec, cos=cos, sin=sin,
+            q_weight=weights[0], k_weight=weights[1], values=with_values,
         )
     )  # fmt: skip
-    return rotated, rotated, rotated if with_values else names[2], spec
+    return spec, name
 
 
 def _part(t: Builder, name: str) -> _Part | None:
@@ -196,10 +207,8 @@ def _joined(
     )  # fmt: skip
 
 
-def _rotation(
-    t: Builder, q: Program, k: Program, spec: AttentionSpec
-) -> tuple[AttentionSpec, list[int], list[str]] | None:
-    """Return rotated attention, the numbers of its tables, and weights of norms, or None."""
+def rotation(t: Builder, q: Program, k: Program, spec: AttentionSpec) -> Rotation | None:
+    """Return how queries and keys are normed and rotated, or None."""
     (q_heads, norm, q_weight), (k_heads, k_norm, k_weight) = _head_norm(t, q), _head_norm(t, k)
     if norm != k_norm or not (q_heads.is_algebra and k_heads.is_algebra):
         return None
@@ -208,19 +217,21 @@ def _rotation(
     recorded = {n: v.detach() for n, v in zip(numbers, (*q_tensors, *k_tensors), strict=True)}
     drawn = {n: _drawn(n, v) for n, v in recorded.items()}
     found = _tables(t, q_heads, spec.head_dim, drawn, len(x))
-    if found is None:
+    if found is None and norm is None:
         return None
-    interleaved, tables = found
-    rotated = replace(spec, rotary=RotarySpec(interleaved=interleaved), head_norm=norm)
+    interleaved, tables = found or (False, ())
+    rotary = RotarySpec(interleaved=interleaved) if tables else None
+    spec = replace(spec, rotary=rotary, head_norm=norm)
     written = [t.recording.values[n] for op in (*q.ops, *k.ops) for n in op.writes]
     is_exact = all(v.dtype in (torch.float64, torch.complex128) for v in written)
     slack = 1e-6 if is_exact else 1e-4  # more than what the eps of a norm adds in float32
     for values in (drawn, recorded):  # what holds for any tables does not depend on their values
         known = functools.partial(leaf_value, values=values, call=t.context)
-        cos, sin = (_table(*map_tree((*args, x.dtype), known)) for args in tables)
+        cos, sin = [_table(*map_tree((*args, x.dtype), known)) for args in tables] or (None, None)
         ones = x.new_ones(spec.head_dim)
         w_q, w_k = (values.get(n, ones) if norm else None for n in (q_weight, k_weight))
-        call = RotaryTables(rotated, cos, sin, w_q, w_k, 0, cos.shape[-2], False)
+        tokens = len(x) if cos is None else cos.shape[-2]
+        call = RotaryTables(spec, cos, sin, w_q, w_k, 0, tokens, False)
         heads = [run(t, p, [x_p], [values[n] for n in p.params]) for p, x_p in ((q, x_q), (k, x_k))]
         out = rotary_fwd(x, call)
         if torch.allclose(out, torch.cat(heads, 1).to(out), slack, slack):
@@ -236,14 +247,16 @@ def _rotation(
         t.fix(*q.params, *k.params)
     made = [
         t.new_value("table", _table, (*args, STREAM), refs(args)[0], table, args[1])
-        for args, table in zip(tables, (cos, sin), strict=True)
+        for args, table in zip(tables, (cos, sin), strict=False)
     ]
     weights = [n for n in (q_weight, k_weight) if norm]
+    if -1 in weights and not made:
+        return None
     if -1 in weights:  # ones, on the device of a table
         args = Ref(made[0]), (spec.head_dim,)
         number = t.new_value("ones", Tensor.new_ones, args, made[0], ones, dtype=STREAM)
         weights = [number if n < 0 else n for n in weights]
-    return rotated, made, [t.param(n) for n in weights] or ["", ""]
+    return spec, made, [t.param(n) for n in weights] or ["", ""]
 
 
 def norm_of(t: Builder, op: Op) -> tuple[NormSpec | None, Any, Any, Any]:
@@ -321,7 +334,7 @@ def _tables(
     leads, where = dict[int, Any](), {1.0: (-1, 0, 1.0), 0.0: (-1, 0, 0.0)}
     sizes = functools.partial(leaf_value, values=drawn, call=t.context)
     for n in program.params:
-        if lead := _lead(t, n):
+        if lead := _lead(t, n, program.layout.names):
             leads[n] = lead
             first = _flat(drawn[n], map_tree(lead, sizes)).flatten(0, -2)[0]
             for i, value in enumerate(first.tolist()):
@@ -330,15 +343,15 @@ def _tables(
     return None if cos is None or sin is None else (half == 1, (cos, sin))
 
 
-def _lead(t: Builder, number: int) -> tuple[Any, ...]:
-    """Return the dimensions of the tokens of a table, (B, S) or (S,), or ()."""
+def _lead(t: Builder, number: int, names: Sequence[str]) -> tuple[Any, ...]:
+    """Return the dimensions of the tokens `names` of a table, (B, S) or (S,), or ()."""
     value, shape = t.recording.values[number], t.recording.shapes[number] or ()
     if value.requires_grad or not (value.is_floating_point() or value.is_complex()):
         return ()
     kept, batch = [n for n in shape if n != 1], Size(1, ("B",))
-    for lead in ([batch, t.token_size], [t.token_size]):
-        columns = kept[len(lead) :]
-        if kept == [*lead, *columns] and not any(isinstance(n, Size) for n in columns):
+    for lead, columns in ((kept[:2], kept[2:]), (kept[:1], kept[1:])):
+        is_tokens = bool(lead) and t.counts(lead[-1], names) and lead[:-1] in ([], [batch])
+        if is_tokens and not any(isinstance(n, Size) for n in columns):
             return tuple(lead)
     return ()
 

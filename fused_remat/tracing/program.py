@@ -100,7 +100,7 @@ def layout_of(shape: Sequence[Any] | None, names: Sequence[str], tokens: int) ->
         return None
     dims: list[tuple[int | str, ...]] = []
     for n in shape:
-        if isinstance(n, Size) and is_joint(n):
+        if is_joint(n):
             dims.append((JOINT,))
         elif isinstance(n, Size):
             if n.offset or n.formula or (n.factor > 1 and n.names != ("B",)):

@@ -215,6 +215,8 @@ class Arguments:
             for dim, n in enumerate(shape):
                 if n != t.shape[dim]:
                     order = torch.arange(n, device=t.device) % max(t.shape[dim], 1)
+                    if dims[dim] == JOINT:  # tokens of both streams
+                        order = torch.arange(n, device=t.device) * t.shape[dim] // n
                     t = t.index_select(dim, order)
             is_mask = any(word in name for word in _MASKS)
             if t.dtype == torch.bool or (is_mask and _is_whole(t)):
@@ -223,7 +225,7 @@ class Arguments:
                 return _numbers(t, generator) if varies and "cu_seq" not in name else t.clone()
             t = _cast(t, dtype)
             lengths = sum(n in LENGTHS for n in dims)
-            is_binary = t.dim() and (is_mask or lengths) and bool(((t == 0) | (t == 1)).all())
+            is_binary = t.dim() and (is_mask or lengths) and bool(((leaf == 0) | (leaf == 1)).all())
             if (is_mask or is_binary or lengths == 2) and not t.is_complex():
                 noise = torch.randn(t.shape, generator=generator, dtype=dtype).to(t.device)
                 noisy = torch.where(t < -1.0, t, t + 0.3 * noise)

@@ -58,8 +58,10 @@ def size_of(name: int | str, sizes: Sizes) -> int:
 
 
 @functools.lru_cache(4096)
-def is_joint(size: Size) -> bool:
+def is_joint(size: int | Size) -> bool:
     """Return whether a number is that of the tokens of both streams."""
+    if not isinstance(size, Size):
+        return False
     with contextlib.suppress(ArithmeticError):
         return all(size.of(sizes) == size_of(JOINT, sizes) for sizes in WITHOUT_DATA[0])
     return False

@@ -20,7 +20,7 @@ from fused_remat.steps.linear import Linear
 from fused_remat.steps.low_rank import LowRank
 from fused_remat.steps.norm import Norm
 from fused_remat.steps.residual import Add, DrawMask
-from fused_remat.tracing import attention, mixture
+from fused_remat.tracing import attention, mixture, streams
 from fused_remat.tracing.builder import Build, Builder
 from fused_remat.tracing.heads import norm_of
 from fused_remat.tracing.replays import replay
@@ -297,6 +297,8 @@ STEPS: Mapping[str, Callable[[Builder, int, Op], Build | None]] = {
     "dropout": _dropout,
     "act": _act,
     "scaled_dot_product_attention": attention.from_call,
+    **dict.fromkeys(("cat", "concat", "concatenate"), streams.join),
+    **dict.fromkeys(("getitem", "narrow", "split", "split_with_sizes", "chunk"), streams.take),
     **dict.fromkeys(ADD, _sum),
     **dict.fromkeys(_MUL, _product),
     **dict.fromkeys(MATMUL, lambda *args: _linear(*args) or attention.from_softmax(*args)),

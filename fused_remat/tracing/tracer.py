@@ -21,6 +21,7 @@ from fused_remat.steps.norm import Norm
 from fused_remat.steps.replay import Replay
 from fused_remat.steps.residual import Add, DrawMask
 from fused_remat.steps.rotary import Rotary
+from fused_remat.steps.streams import Join
 from fused_remat.tracing.builder import Build, Builder
 from fused_remat.tracing.program import Layout, Shapes, TracedBlock
 from fused_remat.tracing.quantized import check_reads
@@ -240,6 +241,15 @@ def _ordered(nodes: Mapping[str, Node], sides: Sequence[str]) -> list[Node]:
     return [*done.values()]
 
 
+def _heads(nodes: Mapping[str, Node], name: str) -> list[str]:
+    """Return the activations to keep instead of heads that are cheap to compute from them."""
+    node = nodes.get(name)
+    if isinstance(node, Join) or (isinstance(node, Rotary) and isinstance(nodes[node.x], Join)):
+        return [source for x in node.inputs for source in _heads(nodes, x)]
+    needs = node.needs(node.inputs) if isinstance(node, (Replay, Rotary)) else ()
+    return [needs[0] if len(needs) == 1 and needs[0] in nodes else name]
+
+
 def _with_roles(nodes: list[Node]) -> list[Node]:
     """Return the nodes with the roles by which presets keep them (`graph.build`)."""
     roles: dict[str, str] = {}
@@ -248,10 +258,7 @@ def _with_roles(nodes: list[Node]) -> list[Node]:
     for node in nodes:
         if isinstance(node, Attention):
             for name in node.inputs:
-                head = by_name.get(name)
-                needs = head.needs(head.inputs) if isinstance(head, (Replay, Rotary)) else ()
-                source = needs[0] if len(needs) == 1 and needs[0] in by_name else name
-                roles.setdefault(source, "heads")
+                roles.update(dict.fromkeys(_heads(by_name, name), "heads"))
         if isinstance(node, MLPActivation):
             for name in filter(None, (node.gate, node.up)):
                 roles.setdefault(name, "hidden")

@@ -26,7 +26,8 @@ SHAPES = (
 MOVES = {
     "view", "reshape", "view_as", "reshape_as", "transpose", "permute", "t", "contiguous", "to",
     "float", "double", "half", "bfloat16", "type", "type_as", "expand", "expand_as", "squeeze",
-    "unsqueeze", "flatten", "unflatten", "getitem", "get", "chunk", "split", "tensor_split",
+    "unsqueeze", "flatten", "unflatten", "getitem", "get", "chunk", "split", "split_with_sizes",
+    "tensor_split",
     "unbind", "select", "narrow", "cat", "concat", "concatenate", "stack", "movedim", "moveaxis",
     "swapaxes", "swapdims", "repeat", "repeat_interleave", "clone", "copy", "setitem", "roll",
     "flip", "pad", "index_select", "view_as_complex", "view_as_real", "dropout", "table",
