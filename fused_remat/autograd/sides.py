@@ -63,16 +63,17 @@ def sides_of(execution: Execution, kept: Sequence[Tensor]) -> tuple[tuple[Tensor
     Where groups or tiles computed a side output, its parts are kept as views of it; None is kept of
     one that backward does not read.
     """
-    names, kept, made = [name for name, _ in execution.kept_chunks()], list(kept), []
+    names, made = [name for name, _ in execution.kept_chunks()], list[Tensor]()
+    held: list[Any] = [*kept]
     for name in execution.call.graph.side_outputs:
         at = [i for i, other in enumerate(names) if other == name]
         shape = (execution.chunks.batch, execution.lengths[name], execution.widths[name])
         dtype, device = execution.dtypes[name], execution.device
-        parts = [kept[i] for i in at] or [torch.empty(shape, dtype=dtype, device=device)]
+        parts = [held[i] for i in at] or [torch.empty(shape, dtype=dtype, device=device)]
         whole = parts[0] if len(parts) == 1 else torch.cat(parts)
-        views = whole.split([len(kept[i]) for i in at]) if len(at) > 1 else parts
+        views = whole.split([len(held[i]) for i in at]) if len(at) > 1 else parts
         for i, view in zip(at, views, strict=False):
-            kept[i] = None if name in execution.plan.passed else view
+            held[i] = None if name in execution.plan.passed else view
         side = whole.view(shape)
         made.append(side.transpose(0, 1) if execution.call.seq_first else side)
-    return tuple(made), kept
+    return tuple(made), held

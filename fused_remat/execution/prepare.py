@@ -34,11 +34,12 @@ from fused_remat.steps.operations import OPERATIONS, Operations
 from fused_remat.steps.replay import Replay
 from fused_remat.steps.residual import Add, DrawMask
 from fused_remat.steps.rotary import Rotary
+from fused_remat.steps.streams import Join, Take
 
 Shapes = Sequence[torch.Size | None]
 #: Steps that do nothing but call PyTorch on tensors of the block, and the entries of tables that
 #: they read: an entry of a user may depend on more.
-_REPEATABLE = frozenset((Norm, Linear, Attention, MLPActivation, Add, DrawMask, Rotary))
+_REPEATABLE = frozenset((Norm, Linear, Attention, MLPActivation, Add, DrawMask, Rotary, Join, Take))
 _ENTRIES = (*NORMS.values(), *ACTIVATIONS.values())
 
 #: Weights of fewer elements are not worth another node of autograd.

@@ -108,7 +108,7 @@ class Builder:
         """Return whether a size is the number of tokens of a sequence, by the `names` of both."""
         if not names or names[-1] not in LENGTHS:
             return bool(size == self.tokens)
-        return is_joint(size) if names[-1] == JOINT else size == Size(1, names[-1:])
+        return is_joint(size) if names[-1] == JOINT else size == Size(1, (names[-1],))
 
     def live(self, value: Any) -> bool:
         return isinstance(value, Ref) and value.index in self.recording.live

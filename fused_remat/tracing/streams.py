@@ -10,11 +10,11 @@ import torch
 from fused_remat.spec import AttentionSpec
 from fused_remat.steps.streams import Join, Take
 from fused_remat.tracing.builder import Build, Builder
-from fused_remat.tracing.heads import Heads, packed, rotation, rotated
-from fused_remat.tracing.program import Layout, Program
+from fused_remat.tracing.heads import Heads, packed, rotated, rotation
+from fused_remat.tracing.program import Program
 from fused_remat.tracing.replays import sample
 from fused_remat.tracing.sizes import JOINT
-from fused_remat.tracing.values import Op, refs
+from fused_remat.tracing.values import Op
 
 #: Names of the streams of a block's inputs in those of its steps.
 STREAMS = {"input": "image", "memory": "text"}
@@ -78,7 +78,7 @@ def packed_streams(
     for name, program in zip(names, programs, strict=True):
         node: Any = t.nodes[name]
         source = t.nodes.get(node.inputs[0]) if program is not None else node
-        if not isinstance(source, Join) or len(node.inputs) > 1 and program is not None:
+        if not isinstance(source, Join) or (len(node.inputs) > 1 and program is not None):
             return *names, spec
         joins.append(source)
     q, k, v = programs
