@@ -28,6 +28,7 @@ from fused_remat.steps.chunk import Chunks, Layout, spans
 from fused_remat.steps.fused import linear_norm_fwd, mlp_bwd, mlp_up_fwd
 from fused_remat.steps.linear import Linear
 from fused_remat.steps.mixture import ExpertsDown
+from fused_remat.steps.modulation import GatedAdd, GatedLinear, ModulatedNorm
 from fused_remat.steps.node import Node
 from fused_remat.steps.norm import NORMS, Norm
 from fused_remat.steps.operations import OPERATIONS, Operations
@@ -39,7 +40,10 @@ from fused_remat.steps.streams import Join, Take
 Shapes = Sequence[torch.Size | None]
 #: Steps that do nothing but call PyTorch on tensors of the block, and the entries of tables that
 #: they read: an entry of a user may depend on more.
-_REPEATABLE = frozenset((Norm, Linear, Attention, MLPActivation, Add, DrawMask, Rotary, Join, Take))
+_REPEATABLE = frozenset((
+    Norm, Linear, Attention, MLPActivation, Add, DrawMask, Rotary, ModulatedNorm, GatedLinear,
+    GatedAdd, Join, Take,
+))  # fmt: skip
 _ENTRIES = (*NORMS.values(), *ACTIVATIONS.values())
 
 #: Weights of fewer elements are not worth another node of autograd.

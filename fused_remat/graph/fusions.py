@@ -86,10 +86,10 @@ def linear_norm(
 ) -> list[Draft] | None:
     """Fuse a linear layer with a residual and the norm of its sum, which is `step`."""
     node = step.node
-    if step.kind != "compute" or not isinstance(node, Norm) or "linear_norm" not in fusions:
+    if step.kind != "compute" or type(node) is not Norm or "linear_norm" not in fusions:
         return None
     source = _computes(steps, node.x)
-    if source is None or not isinstance(source.node, Linear) or not source.node.residual:
+    if source is None or type(source.node) is not Linear or not source.node.residual:
         return None
     if _users(steps, node.x)[1] is not step:
         return None  # another step reads the sum before the norm does
@@ -129,7 +129,7 @@ def _only_source(steps: Steps, taker: Draft, name: str) -> Draft | None:
     if len(givers) != 1:
         return None
     node = givers[0].node
-    if not isinstance(node, Linear) or node.x != name or node.residual == name:
+    if type(node) is not Linear or node.x != name or node.residual == name:
         return None
     if node.sizes or node.updates or node.packed or node.part is not None:
         return None

@@ -20,13 +20,12 @@ from fused_remat.steps.linear import Linear
 from fused_remat.steps.low_rank import LowRank
 from fused_remat.steps.norm import Norm
 from fused_remat.steps.residual import Add, DrawMask
-from fused_remat.tracing import attention, mixture, streams
-from fused_remat.tracing.builder import Build, Builder
+from fused_remat.tracing import attention, mixture, modulation, streams
+from fused_remat.tracing.builder import CASTS, Build, Builder
 from fused_remat.tracing.heads import norm_of
 from fused_remat.tracing.replays import replay
-from fused_remat.tracing.values import ADD, MATMUL, Op, Ref, refs
+from fused_remat.tracing.values import ADD, MATMUL, MULTIPLY, Op, Ref, refs
 
-_MUL = ("mul", "rmul", "multiply", "imul")
 _TRANSPOSES = ("t", "get", "transpose", "swapaxes")
 
 
@@ -140,7 +139,22 @@ def _sum(t: Builder, number: int, op: Op) -> Build | None:
     if (update := _update(t, op)) is not None:
         return lambda: _add_update(t, update)
     terms = _terms(t, number)
-    return None if terms is None else lambda: _add_sum(t, number, terms)
+    if terms is None:
+        return modulation.norm(t, number)
+    return lambda: _add_sum(t, number, terms)
+
+
+def _cast(t: Builder, number: int, op: Op) -> Build | None:
+    """Trace a norm or a sum in another dtype, which is rounded to the stream's."""
+    inner = t.source(number)
+    producer = t.producer(inner)
+    if inner == number or producer is None:
+        return None
+    if t.step(inner) is not None:
+        return lambda: t.build(inner)
+    if producer.kind not in ADD or (terms := _terms(t, inner)) is None:
+        return modulation.norm(t, number)
+    return lambda: _add_sum(t, number, terms)
 
 
 def _update(t: Builder, op: Op | None) -> _Update | None:
@@ -148,7 +162,7 @@ def _update(t: Builder, op: Op | None) -> _Update | None:
     for base, other in zip(args, args[::-1], strict=True):
         scale, n = 1.0, t.source(other)
         product = t.producer(n)
-        factor = product.args[1] if product is not None and product.kind in _MUL else None
+        factor = product.args[1] if product is not None and product.kind in MULTIPLY else None
         if product is not None and isinstance(factor, (int, float)):
             scale, n = float(factor), t.source(product.args[0].index)
         up = _layer(t, n)
@@ -213,12 +227,16 @@ def _terms(t: Builder, number: int) -> list[int] | None:
 
 def _add_sum(t: Builder, number: int, terms: list[int]) -> str:
     """Add the terms to the residual stream, the earliest of them, one after the other."""
-    names = [t.build(term) for term in terms]
-    if len(set(names)) < len(names):
+    parts = [modulation.term(t, term) for term in terms]
+    if all(part.weight != 1 for part in parts):
+        parts[0] = modulation.Affine(terms[0], 1, 0)
+    gates = {t.build(modulation.of_stream(t, part.base)): part.weight for part in parts}
+    if len(gates) < len(terms):
         return replay(t, number)
-    stream = min(names, key=[*t.inputs, *t.nodes].index)
-    for name in [n for n in names if n != stream]:
-        stream = t.add(Add(name=t.unique("mid"), x=name, residual=stream))
+    order = [*t.inputs, *t.nodes]
+    stream = min([name for name, gate in gates.items() if gate == 1], key=order.index)
+    for name, gate in [(n, gate) for n, gate in gates.items() if n != stream]:
+        stream = t.add(modulation.added(t, name, stream, gate))
         t.widths[stream] = t.widths[name]
     return stream
 
@@ -300,7 +318,8 @@ STEPS: Mapping[str, Callable[[Builder, int, Op], Build | None]] = {
     **dict.fromkeys(("cat", "concat", "concatenate"), streams.join),
     **dict.fromkeys(("getitem", "narrow", "split", "split_with_sizes", "chunk"), streams.take),
     **dict.fromkeys(ADD, _sum),
-    **dict.fromkeys(_MUL, _product),
+    **dict.fromkeys(MULTIPLY, lambda t, n, op: _product(t, n, op) or modulation.norm(t, n)),
+    **dict.fromkeys(CASTS, _cast),
     **dict.fromkeys(MATMUL, lambda *args: _linear(*args) or attention.from_softmax(*args)),
     **dict.fromkeys((*ACTIVATIONS, "square", "pow"), _act),
 }

@@ -23,6 +23,7 @@ from fused_remat.steps.residual import Add, DrawMask
 from fused_remat.steps.rotary import Rotary
 from fused_remat.steps.streams import Join
 from fused_remat.tracing.builder import Build, Builder
+from fused_remat.tracing.modulation import joined
 from fused_remat.tracing.program import Layout, Shapes, TracedBlock
 from fused_remat.tracing.quantized import check_reads
 from fused_remat.tracing.replays import HEAVY, columns_of, replay
@@ -205,12 +206,13 @@ def _join_sums(t: Builder) -> None:
         if not isinstance(node, Add) or not node.residual:
             continue
         x = nodes.get(node.x)
-        if isinstance(x, Add) and not x.residual and count[x.name] == 1 and not node.mask:
+        is_plain = type(node) is Add and not node.mask
+        if isinstance(x, Add) and not x.residual and count[x.name] == 1 and is_plain:
             node = nodes[node.name] = replace(node, x=x.x, mask=x.mask)
             del nodes[x.name]
             x = nodes.get(node.x)
         if isinstance(x, Linear) and x.plain and count[x.name] == 1:
-            nodes[node.name] = replace(x, name=node.name, residual=node.residual, mask=node.mask)
+            nodes[node.name] = joined(x, node)
             mask = nodes.get(node.mask)
             if isinstance(mask, DrawMask):  # the layer's result, which it was like, is gone
                 nodes[mask.name] = replace(mask, like=x.weight, of=x.x)

@@ -16,6 +16,7 @@ SHIFT = 1009
 
 # Names of operations, without leading and trailing underscores (`Op.kind`).
 ADD = {"add", "radd", "iadd"}
+MULTIPLY = {"mul", "rmul", "multiply", "imul"}
 MATMUL = {"matmul", "bmm", "mm"}
 #: Operations that read the shape of their first argument, not its values.
 SHAPES = (
@@ -34,11 +35,11 @@ MOVES = {
 }  # fmt: skip
 #: Operations whose result is a polynomial of their inputs or a quotient of two: what holds for
 #: random values holds for all values.
-ALGEBRA = MOVES | ADD | MATMUL | {
-    "sub", "subtract", "rsub", "isub", "mul", "rmul", "imul", "multiply", "div", "truediv",
-    "rtruediv", "itruediv", "true_divide", "neg", "rmatmul", "linear", "addmm", "baddbmm",
-    "einsum", "sum", "mean", "cumsum", "square", "addcmul", "lerp", "masked_fill", "where",
-    "outer", "complex", "real", "imag", "tril", "triu", "norm", *SHAPES,
+ALGEBRA = MOVES | ADD | MULTIPLY | MATMUL | {
+    "sub", "subtract", "rsub", "isub", "div", "truediv", "rtruediv", "itruediv", "true_divide",
+    "neg", "rmatmul", "linear", "addmm", "baddbmm", "einsum", "sum", "mean", "cumsum", "square",
+    "addcmul", "lerp", "masked_fill", "where", "outer", "complex", "real", "imag", "tril", "triu",
+    "norm", *SHAPES,
 }  # fmt: skip
 
 

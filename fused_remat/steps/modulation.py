@@ -1,0 +1,365 @@
+"""Modulation by a condition: norms with a weight and a bias for each sequence, and gated sums.
+
+A diffusion block computes norm(x) * (1 + scale) + shift and x + gate * linear(h), where scale,
+shift and gate have one row for each sequence. A norm of such a weight and bias is the same norm,
+one sequence at a time; the backward of a gated linear layer does not read its product.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fused_remat.spec import NormSpec
+from fused_remat.steps.chunk import Chunk
+from fused_remat.steps.chunk import spans as chunk_spans
+from fused_remat.steps.linear import Linear, bias_grad, linear_dw, linear_fwd
+from fused_remat.steps.node import Param
+from fused_remat.steps.norm import NORMS, Grads, Norm, Stats, norm_bwd, norm_fwd
+from fused_remat.steps.operations import operation
+from fused_remat.steps.residual import Add
+
+#: Tokens of a sequence from which on the gradient of a gate is taken from the sequence's own
+#: weight gradient, which costs passes over the weight's elements, and not from a second product.
+_LONG_CPU, _LONG_DEVICE = 64, 1024
+#: Most elements of that gradient at a time.
+_CPU_ELEMENTS, _DEVICE_ELEMENTS = 1 << 20, 1 << 22
+
+
+class Rows(NamedTuple):
+    """The sequences of a matrix's rows: row r is of sequence (first + r) // tokens of the call."""
+
+    first: int
+    tokens: int  # of a sequence
+
+    @classmethod
+    def of(cls, chunk: Chunk, name: str) -> Rows:
+        """Return those of an activation in a chunk."""
+        return cls(chunk.first_row(name), chunk.owner.execution.lengths[name])
+
+    def spans(self, rows: int) -> list[tuple[int, int, int]]:
+        """Return each sequence's number, its first of the rows, and the row after its last."""
+        found, lo = list[tuple[int, int, int]](), 0
+        while lo < rows:
+            sequence = (self.first + lo) // self.tokens
+            hi = min(rows, (sequence + 1) * self.tokens - self.first)
+            found.append((sequence, lo, hi))
+            lo = hi
+        return found
+
+    def parts(self, rows: int) -> list[tuple[slice, slice]]:
+        """Return spans of rows and of their sequences, all of as many rows within a part."""
+        found: list[tuple[slice, slice]] = []
+        for sequence, lo, hi in self.spans(rows):
+            a, b = found[-1] if found else (slice(0, 0), slice(0, 1))
+            if found and a.stop - a.start == (hi - lo) * (b.stop - b.start):
+                found[-1] = slice(a.start, hi), slice(b.start, sequence + 1)
+            else:
+                found.append((slice(lo, hi), slice(sequence, sequence + 1)))
+        return found
+
+
+def condition(chunk: Chunk, name: str) -> Tensor | None:
+    """Return a tensor (B, 1, D) of the block as a matrix (B, D), or None for ""."""
+    value = chunk.param(name)
+    return value if value is None else value.reshape(value.shape[0], value.shape[-1])
+
+
+def add_condition_grad(chunk: Chunk, name: str, grad: Tensor, first: int) -> None:
+    """Add the rows of a gradient, of sequences from `first` on, to that of a tensor (B, 1, D)."""
+    grads, value = chunk.owner.param_grads, chunk.param(name)
+    assert value is not None
+    if name not in grads:
+        wide = torch.promote_types(value.dtype, grad.dtype)
+        grads[name] = torch.zeros(value.shape, dtype=wide, device=grad.device)
+    grads[name].view(len(value), -1)[first : first + len(grad)].add_(grad)
+
+
+def _describe_norm(key: Any, *_: Any, **__: Any) -> str:
+    return f"{NORMS[key[0]].description}, of each sequence"
+
+
+@operation(
+    key=lambda spec, x, *_, **__: (spec.kind, x.dtype, x.device, x.shape[1]),
+    description=_describe_norm,
+)
+def modulated_norm_fwd(
+    spec: NormSpec,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    rows: Rows,
+    out: Tensor | None = None,
+    stats: Stats | None = None,
+) -> tuple[Tensor, ...]:
+    """Return `norm_fwd` with the weight and the bias (B, D) of each row's sequence."""
+    spans, made = rows.spans(len(x)), list[tuple[Tensor, ...]]()
+    y = x.new_empty(x.shape) if out is None and len(spans) > 1 else out
+    for i, lo, hi in spans:
+        w, b = (None if t is None else t[i] for t in (weight, bias))
+        into = None if y is None else y[lo:hi]
+        known = None if stats is None else tuple([stat[lo:hi] for stat in stats])
+        made.append(norm_fwd(spec, x[lo:hi], w, b, into, known))
+    if y is None:
+        return made[0]
+    return (y, *(stats or map(torch.cat, list(zip(*made, strict=True))[1:])))
+
+
+@operation(
+    key=lambda spec, dy, x, *_, **__: (spec.kind, x.dtype, x.device, x.shape[1]),
+    description=_describe_norm,
+)
+def modulated_norm_bwd(
+    spec: NormSpec,
+    dy: Tensor,
+    x: Tensor,
+    stats: Stats,
+    weight: Tensor | None,
+    rows: Rows,
+    needs_grad: tuple[bool, ...],
+    add: Tensor | None = None,
+) -> Grads:
+    """Return `norm_bwd` with the weight (B, D) of each row's sequence.
+
+    The gradients of the weight and of the bias have a row for each sequence of x, in order.
+    """
+    spans, found = rows.spans(len(x)), list[Grads]()
+    dx = x.new_empty(x.shape) if len(spans) > 1 and needs_grad[0] else None
+    for i, lo, hi in spans:
+        own = None if weight is None else weight[i]
+        known = tuple([stat[lo:hi] for stat in stats])
+        prior = add if dx is None else None
+        found.append(norm_bwd(spec, dy[lo:hi], x[lo:hi], known, own, needs_grad, prior))
+        own_dx = found[-1][0]
+        if dx is not None and own_dx is not None:
+            torch.add(own_dx, 0 if add is None else add[lo:hi], out=dx[lo:hi])
+            found[-1] = None, *found[-1][1:]
+    dweight, dbias = (_stacked([grads[i] for grads in found]) for i in (1, 2))
+    return (found[0][0] if dx is None else dx), dweight, dbias
+
+
+def _stacked(grads: Sequence[Tensor | None]) -> Tensor | None:
+    known = [grad for grad in grads if grad is not None]
+    return torch.stack(known) if known else None
+
+
+def _pointwise_key(x: Tensor, *_: Any, **__: Any) -> Any:
+    return x.dtype, x.device
+
+
+@operation(key=_pointwise_key, description="pointwise, eager")
+def gated_add(
+    x: Tensor, residual: Tensor, gate: Tensor, rows: Rows, out: Tensor | None = None
+) -> Tensor:
+    """Return residual + gate * x, with the gate (B, D) of each row's sequence, rounded once.
+
+    In the dtype of the residual; `out` may be x.
+    """
+    y = torch.empty(x.shape, dtype=residual.dtype, device=x.device) if out is None else out
+    for part, sequences in rows.parts(len(x)):
+        (a, b, into), own = _by_sequence((x, residual, y), part, sequences), gate[sequences, None]
+        if a.dtype is b.dtype is own.dtype:
+            torch.addcmul(b, a, own, out=into)
+        else:
+            into.copy_(torch.addcmul(b.to(torch.promote_types(b.dtype, own.dtype)), a, own))
+    return y
+
+
+@operation(key=_pointwise_key, description="pointwise, eager")
+def gated(x: Tensor, gate: Tensor, rows: Rows, dtype: torch.dtype) -> Tensor:
+    """Return gate * x as a new tensor in `dtype`, with the gate (B, D) of each row's sequence."""
+    y = torch.empty(x.shape, dtype=dtype, device=x.device)
+    for part, sequences in rows.parts(len(x)):
+        a, into = _by_sequence((x, y), part, sequences)
+        torch.mul(a, gate[sequences, None], out=into)
+    return y
+
+
+@operation(key=_pointwise_key, description="pointwise, and ATen's sum")
+def gate_grad(dy: Tensor, x: Tensor, rows: Rows) -> Tensor:
+    """Return the sums of dy * x over each sequence's rows (N, D), in float32 at least."""
+    wide, found = torch.promote_types(dy.dtype, torch.float32), list[Tensor]()
+    for part, sequences in rows.parts(len(x)):
+        a, b = _by_sequence((dy, x), part, sequences)
+        found.append(torch.mul(a.to(wide), b).sum(1))
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def _by_sequence(matrices: Sequence[Tensor], part: slice, sequences: slice) -> list[Tensor]:
+    """Return rows of matrices as (sequences, rows of each, D)."""
+    count = sequences.stop - sequences.start
+    return [t[part].unflatten(0, (count, -1)) for t in matrices]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModulatedNorm(Norm):
+    """A norm whose weight and bias (B, 1, D), if any, have a row for each sequence."""
+
+    def forward(self, chunk: Chunk, out: Tensor | None = None) -> None:
+        x, stats = chunk[self.x], None
+        if self.stats[0] in chunk:
+            stats = tuple([chunk[stat] for stat in self.stats])
+        weight, bias = condition(chunk, self.weight), condition(chunk, self.bias)
+        rows, out = Rows.of(chunk, self.name), self.target(x, out)
+        made = chunk.ops[modulated_norm_fwd](self.spec, x, weight, bias, rows, out, stats)
+        for name, value in zip(self.makes, made, strict=True):
+            chunk.put(name, value)
+
+    def backward(self, chunk: Chunk, dy: Tensor, owned: bool, needs_grad: Collection[str]) -> None:
+        marks = (self.x in needs_grad, self.weight in needs_grad, self.bias in needs_grad)
+        rows = Rows.of(chunk, self.name)
+        first = rows.spans(1)[0][0]
+        if not (marks[0] or marks[1]):
+            sums = [chunk.ops[bias_grad](dy[lo:hi]) for _, lo, hi in rows.spans(len(dy))]
+            add_condition_grad(chunk, self.bias, torch.stack(sums), first)
+            return
+        prior, _ = chunk.grads.pop(self.x, (None, False))
+        stats = tuple([chunk[stat] for stat in self.stats])
+        weight = condition(chunk, self.weight)
+        dx, *others = chunk.ops[modulated_norm_bwd](
+            self.spec, dy, chunk[self.x], stats, weight, rows, marks, prior
+        )
+        if dx is not None:
+            chunk.add_grad(self.x, dx, owned=True)
+        for name, grad in zip((self.weight, self.bias), others, strict=True):
+            if grad is not None:
+                add_condition_grad(chunk, name, grad, first)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatedAdd(Add):
+    """name = residual + gate * x, with a row of the gate (B, 1, D) for each sequence."""
+
+    gate: Param
+
+    @property
+    def casts(self) -> Mapping[str, torch.dtype]:
+        return {}
+
+    def needs(self, needs_grad: Collection[str]) -> tuple[str, ...]:
+        return (self.x,) if self.gate in needs_grad else ()
+
+    def rereads(self, needs_grad: Collection[str]) -> tuple[str, ...]:
+        return (self.gate,) if self.x in needs_grad else ()
+
+    def forward(self, chunk: Chunk, out: Tensor | None = None) -> None:
+        gate, rows = condition(chunk, self.gate), Rows.of(chunk, self.name)
+        assert gate is not None
+        y = chunk.ops[gated_add](chunk[self.x], chunk[self.residual], gate, rows, out)
+        chunk.put(self.name, y)
+
+    def backward(self, chunk: Chunk, dy: Tensor, owned: bool, needs_grad: Collection[str]) -> None:
+        gate, rows = condition(chunk, self.gate), Rows.of(chunk, self.name)
+        if self.gate in needs_grad:
+            sums = chunk.ops[gate_grad](dy, chunk[self.x], rows)
+            add_condition_grad(chunk, self.gate, sums, rows.spans(1)[0][0])
+        if self.x in needs_grad:
+            assert gate is not None
+            dx = chunk.ops[gated](dy, gate, rows, self.compute or dy.dtype)
+            chunk.add_grad(self.x, dx, owned=True)
+        if self.residual in needs_grad:
+            chunk.add_grad(self.residual, dy, owned)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatedLinear(Linear):
+    """name = residual + gate * (x @ weight.T + bias), with a row of the gate for each sequence.
+
+    With M = dy.T @ x of one sequence, the weight's gradient is the sum of gate[:, None] * M, and
+    the gate's is the sum of weight * M over columns: backward does not read the product.
+    """
+
+    gate: Param
+
+    @functools.cached_property
+    def params(self) -> tuple[str, ...]:
+        return (*super().params, self.gate)
+
+    @functools.cached_property
+    def _product(self) -> Linear:
+        return Linear(
+            name=self.name, x=self.x, weights=self.weights, biases=self.biases, part=self.part,
+            compute=self.compute,
+        )  # fmt: skip
+
+    @property
+    def casts(self) -> Mapping[str, torch.dtype]:
+        return {name: dtype for name, dtype in super().casts.items() if name != self.gate}
+
+    def needs(self, needs_grad: Collection[str]) -> tuple[str, ...]:
+        return (self.x,) if self.weight in needs_grad or self.gate in needs_grad else ()
+
+    def rereads(self, needs_grad: Collection[str]) -> tuple[str, ...]:
+        read = {self.weight: (self.x, self.gate), self.bias: (self.gate,)}
+        read[self.gate] = (self.x, self.weight, self.bias)
+        return tuple([n for n, of in read.items() if n and not set(of).isdisjoint(needs_grad)])
+
+    def forward(self, chunk: Chunk, out: Tensor | None = None) -> None:
+        residual, gate = chunk[self.residual], condition(chunk, self.gate)
+        assert gate is not None
+        y = chunk.ops[linear_fwd](self.operand(chunk), *self.affine(chunk))
+        into = y if out is None and y.dtype is residual.dtype else out
+        rows = Rows.of(chunk, self.name)
+        chunk.put(self.name, chunk.ops[gated_add](y, residual, gate, rows, into))
+
+    def backward(self, chunk: Chunk, dy: Tensor, owned: bool, needs_grad: Collection[str]) -> None:
+        rows, rest = Rows.of(chunk, self.name), set(needs_grad) - {self.gate}
+        if self.gate in needs_grad:
+            long = _LONG_CPU if dy.is_cpu else _LONG_DEVICE
+            is_long = len(dy) >= long * len(rows.spans(len(dy)))
+            if is_long and self.weight in needs_grad and self.part is None:
+                self._gradients_by_sequence(chunk, dy, rows, needs_grad)
+                rest -= {self.weight, self.bias}
+            else:
+                y = chunk.ops[linear_fwd](self.operand(chunk), *self.affine(chunk))
+                sums = chunk.ops[gate_grad](dy, y, rows)
+                add_condition_grad(chunk, self.gate, sums, rows.spans(1)[0][0])
+                del y
+        if not rest.isdisjoint((self.x, self.weight, self.bias)):
+            gate = condition(chunk, self.gate)
+            assert gate is not None
+            dz = chunk.ops[gated](dy, gate, rows, self.compute or dy.dtype)
+            self._product.backward(chunk, dz, True, rest)
+        if self.residual in needs_grad:
+            chunk.add_grad(self.residual, dy, owned)
+
+    def _gradients_by_sequence(
+        self, chunk: Chunk, dy: Tensor, rows: Rows, needs_grad: Collection[str]
+    ) -> None:
+        """Add the gradients of the weight, the bias and the gate.
+
+        Of some of the weight's rows at a time, so that a product is smaller than the weight.
+        """
+        owner, (weight, bias) = chunk.owner, self.affine(chunk)
+        gate, spans = condition(chunk, self.gate), rows.spans(len(dy))
+        assert weight is not None and gate is not None
+        x = chunk.last(self.x)
+        x, dy = (t if self.compute is None else t.to(self.compute) for t in (x, dy))
+        wide = torch.promote_types(x.dtype, torch.float32)
+        is_first, grads = self.weight not in owner.param_grads, owner.param_grads
+        if is_first:
+            is_sum = owner.partial or len(spans) > 1
+            grads[self.weight] = torch.empty_like(weight, dtype=wide if is_sum else x.dtype)
+        sums = torch.empty((len(spans), len(weight)), dtype=wide, device=x.device)
+        step = max(1, (_CPU_ELEMENTS if x.is_cpu else _DEVICE_ELEMENTS) // weight.shape[1])
+        for a, b in chunk_spans(len(weight), step):
+            for n, (i, lo, hi) in enumerate(spans):
+                dw = chunk.ops[linear_dw](dy[lo:hi, a:b], x[lo:hi], None, True, owner.exact)
+                torch.linalg.vecdot(dw, weight[a:b].to(wide), out=sums[n, a:b])
+                own, into = gate[i, a:b, None], grads[self.weight][a:b]
+                if is_first and n == 0:
+                    torch.mul(dw, own, out=into)
+                else:
+                    into.addcmul_(dw, own)
+        if bias is not None:
+            totals = torch.stack([chunk.ops[bias_grad](dy[lo:hi]) for _, lo, hi in spans])
+            sums.addcmul_(totals, bias)
+            if self.bias in needs_grad:
+                own = gate[spans[0][0] : spans[-1][0] + 1]
+                chunk.add_param_grad(self.bias, (totals * own).sum(0))
+        add_condition_grad(chunk, self.gate, sums, spans[0][0])
