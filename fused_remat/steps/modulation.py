@@ -72,12 +72,10 @@ def condition(chunk: Chunk, name: str) -> Tensor | None:
 
 def add_condition_grad(chunk: Chunk, name: str, grad: Tensor, first: int) -> None:
     """Add the rows of a gradient, of sequences from `first` on, to that of a tensor (B, 1, D)."""
-    grads, value = chunk.owner.param_grads, chunk.param(name)
-    assert value is not None
+    grads, batch = chunk.owner.param_grads, chunk.owner.chunks.batch
     if name not in grads:
-        wide = torch.promote_types(value.dtype, grad.dtype)
-        grads[name] = torch.zeros(value.shape, dtype=wide, device=grad.device)
-    grads[name].view(len(value), -1)[first : first + len(grad)].add_(grad)
+        grads[name] = grad.new_zeros((batch, 1, grad.shape[1]))
+    grads[name].view(batch, -1)[first : first + len(grad)].add_(grad)
 
 
 def _describe_norm(key: Any, *_: Any, **__: Any) -> str:
@@ -101,7 +99,7 @@ def modulated_norm_fwd(
     spans, made = rows.spans(len(x)), list[tuple[Tensor, ...]]()
     y = x.new_empty(x.shape) if out is None and len(spans) > 1 else out
     for i, lo, hi in spans:
-        w, b = (None if t is None else t[i] for t in (weight, bias))
+        w, b = (_row(t, i, x.dtype) for t in (weight, bias))
         into = None if y is None else y[lo:hi]
         known = None if stats is None else tuple([stat[lo:hi] for stat in stats])
         made.append(norm_fwd(spec, x[lo:hi], w, b, into, known))
@@ -131,7 +129,7 @@ def modulated_norm_bwd(
     spans, found = rows.spans(len(x)), list[Grads]()
     dx = x.new_empty(x.shape) if len(spans) > 1 and needs_grad[0] else None
     for i, lo, hi in spans:
-        own = None if weight is None else weight[i]
+        own = _row(weight, i, x.dtype)
         known = tuple([stat[lo:hi] for stat in stats])
         prior = add if dx is None else None
         found.append(norm_bwd(spec, dy[lo:hi], x[lo:hi], known, own, needs_grad, prior))
@@ -141,6 +139,11 @@ def modulated_norm_bwd(
             found[-1] = None, *found[-1][1:]
     dweight, dbias = (_stacked([grads[i] for grads in found]) for i in (1, 2))
     return (found[0][0] if dx is None else dx), dweight, dbias
+
+
+def _row(t: Tensor | None, i: int, dtype: torch.dtype) -> Tensor | None:
+    """Return the weight or the bias of a sequence, no narrower than `dtype`: as ATen requires."""
+    return t if t is None else t[i].to(torch.promote_types(t.dtype, dtype))
 
 
 def _stacked(grads: Sequence[Tensor | None]) -> Tensor | None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fused_remat import FusedRematWarning, conversion, convert
 from fused_remat.execution.prepare import chunks_of
-from fused_remat.steps.linear import Linear
+from fused_remat.steps import modulation
 from fused_remat.steps.modulation import GatedAdd, GatedLinear, ModulatedNorm, Rows
 from fused_remat.steps.replay import Replay
 from fused_remat.tracing.layer import KNOWN
@@ -87,13 +87,21 @@ class Wide(Own):
         return (x.float() + self.mlp(h).float() * f).type_as(x)
 
 
-class Dropped(Own):
-    """Dropout before the gate, and a drop path, which draws a gate."""
+class DropPath(Own):
+    """A drop path draws a gate."""
+
+    p = 0.0
 
     def forward(self, x: Tensor, c: Tensor) -> Tensor:
         c = self.condition(c)[:, None, :WIDTH]
-        x = x + c * nn.functional.dropout(self.attn(self.norm1(x) + c), 0.2, self.training)
+        x = x + c * nn.functional.dropout(self.attn(self.norm1(x) + c), self.p, self.training)
         return x + self.mlp(self.norm2(x)) * x.new_empty(len(x), 1, 1).bernoulli_(0.5) / 0.5
+
+
+class Dropped(DropPath):
+    """Dropout before the gate."""
+
+    p = 0.2
 
 
 class PerToken(Own):
@@ -116,7 +124,7 @@ class Model(nn.Module):
 
 
 def step(model: nn.Module, x: Tensor, *args, **kwargs) -> dict[str, Tensor | None]:
-    """The result and all gradients of a training step, also those of the arguments."""
+    """Return the result and all gradients of a training step, also those of the arguments."""
     given = {"x": x, **{str(i): a for i, a in enumerate(args)}, **kwargs}
     tensors = {name: t for name, t in given.items() if isinstance(t, Tensor) and t.requires_grad}
     tensors |= dict(model.named_parameters())
@@ -157,7 +165,7 @@ def stock_of(layer: type[nn.Module], dtype=torch.float64) -> Model:
 #: By layer, how many modulated norms, gated linear layers, gated sums and replays its block has.
 LAYERS = {
     Own: (2, 2, 0, 0), Table: (2, 2, 0, 0), Sandwich: (4, 0, 0, 0), Wide: (2, 2, 0, 0),
-    Dropped: (1, 1, 1, 0),
+    DropPath: (1, 2, 0, 0), Dropped: (1, 1, 1, 0),
 }  # fmt: skip
 
 
@@ -172,7 +180,8 @@ def test_modulation_is_made_of_steps(layer, batch, chunk):
         warnings.simplefilter("error", FusedRematWarning)
         found = [step(model, *call(batch)) for model in models]
     for one in found:
-        assert_same(one, expected, tolerance)
+        if layer is not Dropped:  # whose block draws other numbers than the layer
+            assert_same(one, expected, tolerance)
         for name, value in found[0].items():
             assert value is None or value.equal(one[name]), name
     assert tuple(kinds(models[0]).values()) == LAYERS[layer]
@@ -183,3 +192,172 @@ def test_the_condition_of_a_token_is_replayed():
     model = converted(stock)
     assert_same(step(model, *call(2)), step(stock, *call(2)), EXACT, strict=False)
     assert not kinds(model)[ModulatedNorm] and kinds(model)[Replay]
+
+
+def test_a_dropped_branch_has_the_gradient_of_what_is_left():
+    """A numerical derivative, since the stock layer draws other numbers."""
+    model, (x, c) = converted(stock_of(Dropped)), call(2)
+    grad = step(model, x, c)["d 0"]
+    move = 1e-6 * normal(*c.shape, seed=8)
+    ends = [step(model, x, (c + s * move).detach().requires_grad_()) for s in (1, -1)]
+    weights = normal(*ends[0]["the result"].shape, seed=2)
+    change = ((ends[0]["the result"] - ends[1]["the result"]) * weights).sum()
+    torch.testing.assert_close(2 * (grad * move).sum(), change, rtol=1e-5, atol=0.0)
+
+
+def _frozen(model: nn.Module, which: str) -> None:
+    for name, p in model.named_parameters():
+        p.requires_grad_(which in name)
+
+
+@pytest.mark.parametrize("trained", ["mlp", "condition", "norm1", "down.bias", "none"])
+@pytest.mark.parametrize("chunk", [20, 7], ids=["groups", "tiles"])
+@pytest.mark.parametrize("layer", [Own, Sandwich], ids=lambda layer: layer.__name__)
+def test_frozen_parameters(layer, trained, chunk):
+    stock = stock_of(layer)
+    _frozen(stock, trained)
+    expected = step(stock, *call(3))
+    with chunks_of(chunk):
+        for policy in POLICIES:
+            model = converted(stock, policy=policy)
+            assert_same(step(model, *call(3)), expected, EXACT)
+    node = next(n for n in graphs(model)[0].nodes if n.name == "output")
+    if layer is Own and trained in ("condition", "none"):  # the gate, but no weight
+        assert node.needs({node.gate}) == (node.x,)
+
+
+@pytest.mark.parametrize("long", [1, 1 << 20], ids=["by sequence", "by product"])
+def test_both_gradients_of_a_gate(long, monkeypatch):
+    monkeypatch.setattr(modulation, "_LONG_CPU", long)
+    monkeypatch.setattr(modulation, "_CPU_ELEMENTS", 50)  # a few rows of a weight at a time
+    stock = stock_of(Own)
+    with chunks_of(7):
+        assert_same(step(converted(stock), *call(3)), step(stock, *call(3)), EXACT)
+
+
+@pytest.mark.parametrize("layer, wide", [(Own, False), (Table, False), (Wide, False), (Wide, True)])
+def test_bfloat16(layer, wide):
+    """Errors are those of the stock layer, with a condition of float32, too."""
+    exact = stock_of(layer)
+    stock = copy.deepcopy(exact).bfloat16()
+    if wide:
+        for own in stock.layers:
+            own.condition.float()
+    (x, c), calls = call(3), []
+    for model in (exact, stock):
+        given = c if model is exact else c.to(torch.float32 if wide else torch.bfloat16)
+        like = x if model is exact else x.bfloat16()
+        calls.append((like.detach().requires_grad_(), given.detach().requires_grad_()))
+    expected, theirs = step(exact, *calls[0]), step(stock, *calls[1])
+    with chunks_of(40):
+        models = [converted(stock, policy=policy) for policy in POLICIES]
+        found = [step(model, *calls[1]) for model in models]
+    for name, value in expected.items():
+        if value is None:
+            continue
+        mine, other = ((each[name].double() - value).norm() for each in (found[0], theirs))
+        # Of few numbers, rounded independently: up to 1.9 times as much was seen.
+        assert mine <= 3 * other + 5e-3 * value.norm(), f"{name}: {mine} and {other}"
+        assert all(found[0][name].equal(each[name]) for each in found), name
+    assert kinds(models[0])[ModulatedNorm] == kinds(models[0])[GatedLinear] == 2
+
+
+def test_adapters_leave_the_gate_to_a_sum():
+    peft = pytest.importorskip("peft")
+    stock = stock_of(Own)
+    config = peft.LoraConfig(r=2, target_modules=["down", "o"], init_lora_weights=False)
+    stock = peft.inject_adapter_in_model(config, stock)
+    model = converted(stock)
+    assert_same(step(model, *call(2)), step(stock, *call(2)), EXACT)
+    assert kinds(model)[GatedAdd] == 2 and not kinds(model)[GatedLinear]
+
+
+def test_rows_of_sequences():
+    rows = Rows(first=3, tokens=5)
+    assert rows.spans(9) == [(0, 0, 2), (1, 2, 7), (2, 7, 9)]
+    assert rows.parts(12) == [(slice(0, 2), slice(0, 1)), (slice(2, 12), slice(1, 3))]
+    assert Rows(10, 5).parts(15) == [(slice(0, 15), slice(2, 5))]
+
+
+# Layers of diffusers.
+
+
+def _dit(width: int) -> tuple[nn.Module, dict]:
+    blocks = pytest.importorskip("diffusers.models.attention")
+    layers = [
+        blocks.BasicTransformerBlock(
+            width, HEADS, width // HEADS, norm_type="ada_norm_zero", num_embeds_ada_norm=10,
+            attention_bias=True, norm_elementwise_affine=False,
+        ) for _ in range(2)
+    ]  # fmt: skip
+    labels = {"timestep": torch.tensor([3, 700]), "class_labels": torch.tensor([1, 4])}
+    return Model(*layers), labels
+
+
+def _pixart(width: int) -> tuple[nn.Module, dict]:
+    blocks = pytest.importorskip("diffusers.models.attention")
+    layers = [
+        blocks.BasicTransformerBlock(
+            width, HEADS, width // HEADS, norm_type="ada_norm_single", cross_attention_dim=width,
+            attention_bias=True, norm_elementwise_affine=False,
+        ) for _ in range(2)
+    ]  # fmt: skip
+    texts, c = normal(2, 9, width, seed=4), normal(2, 6 * width, seed=5)
+    return Model(*layers), {"encoder_hidden_states": texts, "timestep": c.requires_grad_()}
+
+
+def _wan(width: int) -> tuple[nn.Module, dict]:
+    wan = pytest.importorskip("diffusers.models.transformers.transformer_wan")
+    layers = [wan.WanTransformerBlock(width, 24, HEADS, cross_attn_norm=True) for _ in range(2)]
+    angles = normal(1, S, 1, width // HEADS // 2, seed=6).repeat_interleave(2, -1)
+    texts, c = normal(2, 9, width, seed=4), normal(2, 6, width, seed=5)
+    tables = angles.cos().float(), angles.sin().float()
+    arguments = {"encoder_hidden_states": texts, "temb": c.requires_grad_(), "rotary_emb": tables}
+    return Model(*layers), arguments
+
+
+def _lumina(width: int) -> tuple[nn.Module, dict]:
+    lumina = pytest.importorskip("diffusers.models.transformers.transformer_lumina2")
+    layers = [lumina.Lumina2TransformerBlock(width, HEADS, HEADS, 8, 4.0, 1e-5) for _ in range(2)]
+    angles = normal(1, S, width // HEADS // 2, seed=6)
+    arguments = {
+        "attention_mask": None, "image_rotary_emb": torch.polar(torch.ones_like(angles), angles),
+        "temb": normal(2, min(width, 1024), seed=5).requires_grad_(),
+    }  # fmt: skip
+    return Model(*layers), arguments
+
+
+def _z_image(width: int) -> tuple[nn.Module, dict]:
+    z_image = pytest.importorskip("diffusers.models.transformers.transformer_z_image")
+    layers = [z_image.ZImageTransformerBlock(i, width, HEADS, HEADS, 1e-5, True) for i in range(2)]
+    angles = normal(2, S, width // HEADS // 2, seed=6)
+    c = normal(2, min(width, 256), seed=5)
+    arguments = {
+        "attn_mask": torch.ones(2, S, dtype=torch.bool), "adaln_input": c.requires_grad_(),
+        "freqs_cis": torch.polar(torch.ones_like(angles), angles),
+    }  # fmt: skip
+    return Model(*layers), arguments
+
+
+#: As `LAYERS`, but without replays, which rotations and heads may have; and a tolerance.
+DIFFUSERS = {
+    _dit: (2, 2, 0), _pixart: (2, 2, 0), _wan: (2, 2, 0), _lumina: (4, 0, 0), _z_image: (4, 0, 0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("chunk", [None, 12], ids=["one", "tiles"])
+@pytest.mark.parametrize("make", DIFFUSERS, ids=lambda make: make.__name__[1:])
+def test_layers_of_diffusers(make, chunk):
+    torch.manual_seed(0)
+    stock, arguments = make(32)
+    stock = stock.double()
+    x = normal(2, S, 32).requires_grad_()
+    expected = step(stock, x, **arguments)
+    models = [converted(stock, policy=policy) for policy in POLICIES]
+    with chunks_of(chunk) if chunk else warnings.catch_warnings():
+        warnings.simplefilter("error", FusedRematWarning)
+        found = [step(model, x, **arguments) for model in models]
+    for one in found:
+        assert_same(one, expected, SINGLE)
+        assert all(v is None or v.equal(one[name]) for name, v in found[0].items())
+    assert tuple(kinds(models[0]).values())[:3] == DIFFUSERS[make], conversion(models[0])
