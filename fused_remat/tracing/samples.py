@@ -253,7 +253,8 @@ def _options(
 ) -> list[list[str | int]]:
     """Return what each dimension of an argument may be, the likeliest first."""
     sizes, last = dict(lengths), len(shape) - 1
-    batch, is_mask = sizes.get("B", 0), is_mask or last == 3
+    of_pairs = last == 3 and shape[2] > 1  # not a table (1, S, 1, E)
+    batch, is_mask = sizes.get("B", 0), is_mask or of_pairs
     features = is_float and last > 0 and not is_mask
     swapped = swapped and features and last > 1
     options: list[list[str | int]] = []
@@ -261,7 +262,7 @@ def _options(
         queries = is_mask and last > 1 and i == last - 1
         order: tuple[str | int, ...] = ("M", "S") if of_memory and not queries else ("S", "M")
         order = (*order, JOINT)
-        if (features and i == last) or (last == 3 and i == 1 and n in shape[2:]):
+        if (features and i == last) or (of_pairs and i == 1 and n in shape[2:]):
             order = (n, *order)  # a width, or heads, as many as tokens
         elif swapped and i == 1:
             order = ("B",)
