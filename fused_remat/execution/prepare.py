@@ -201,7 +201,8 @@ def _prepare(
     graph, named = call.graph, call.named_shapes(shapes)
     batch, seq_len = sizes(named["input"])
     lengths = graph.lengths(named)
-    longest = max(lengths[node.name] for node in graph.nodes)
+    # Of one stream; a group of sequences has as many tokens of each.
+    longest = max([lengths[n.name] for n in graph.nodes if graph.source[n.name] in graph.inputs])
     if any(node.per_batch for node in graph.nodes):
         chunk_tokens = batch * longest
     widths = graph.widths(named)
