@@ -12,6 +12,7 @@ from fused_remat.kernels import norms
 from fused_remat.random import DropoutMask
 from fused_remat.spec import NormSpec
 from fused_remat.steps import norm
+from fused_remat.steps.modulation import modulated_norm_bwd, modulated_norm_fwd
 from fused_remat.steps.norm import NORMS, shifted
 from fused_remat.steps.operations import faster
 from fused_remat.triton import launch, tables
@@ -38,6 +39,10 @@ def _describe(key: tuple[Any, ...], *_: Any, **__: Any) -> str:
     return "kernel norm_fwd" if key[3] <= FWD_WIDTH else "kernel norm_wide_fwd"
 
 
+def _describe_modulated(key: tuple[Any, ...], *_: Any, **__: Any) -> str:
+    return f"{_describe(key)}, of each sequence"
+
+
 @faster(norm.norm_fwd, "triton", _describe, unsupported_reason)
 def norm_fwd_triton(spec, x, weight, bias, out=None, stats=None):
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
@@ -56,6 +61,37 @@ def norm_bwd_triton(spec, dy, x, stats, weight, needs_grad, add=None):
     )
     weight = shifted(weight, spec.offset)
     run(norm_bwd, spec, dy, x, stats, weight, add, dx, dweight, dbias, launch.TARGET)
+    return dx, dweight, dbias
+
+
+@faster(modulated_norm_fwd, "triton", _describe_modulated, unsupported_reason)
+def modulated_norm_fwd_triton(spec, x, weight, bias, rows, out=None, stats=None):
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
+    made = new_stats(spec.kind, x) if stats is None else stats
+    weight = shifted(weight, spec.offset)
+    for i, lo, hi in rows.spans(len(x)):
+        w, b = (None if t is None else t[i] for t in (weight, bias))
+        own, kept = tuple([stat[lo:hi] for stat in made]), stats is not None
+        run(norm_fwd, spec, x[lo:hi], None, None, w, b, None, y[lo:hi], own, kept)
+    return (y, *made)
+
+
+@faster(modulated_norm_bwd, "triton", "kernel norm_bwd, of each sequence", unsupported_reason)
+def modulated_norm_bwd_triton(spec, dy, x, stats, weight, rows, needs_grad, add=None):
+    spans = rows.spans(len(x))
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs_grad[0] else None
+    shape, weight = (len(spans), x.shape[1]), shifted(weight, spec.offset)
+    dweight, dbias = (
+        torch.empty(shape, dtype=torch.float32, device=x.device) if wanted else None
+        for wanted in needs_grad[1:]
+    )
+    for n, (i, lo, hi) in enumerate(spans):
+        w, dw, db = (
+            None if t is None else t[row] for t, row in ((weight, i), (dweight, n), (dbias, n))
+        )
+        prior, into = (None if t is None else t[lo:hi] for t in (add, dx))
+        own = tuple([stat[lo:hi] for stat in stats])
+        run(norm_bwd, spec, dy[lo:hi], x[lo:hi], own, w, prior, into, dw, db, launch.TARGET)
     return dx, dweight, dbias
 
 

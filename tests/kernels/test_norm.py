@@ -21,6 +21,7 @@ from tiers import pairwise
 
 from fused_remat.spec import NormSpec
 from fused_remat.steps.fused import linear_norm_fwd
+from fused_remat.steps.modulation import Rows, modulated_norm_bwd, modulated_norm_fwd
 from fused_remat.steps.norm import NORMS, norm_bwd, norm_fwd
 from fused_remat.steps.residual import residual_add
 from fused_remat.triton import norm as norms
@@ -73,6 +74,32 @@ def test_forward_and_rebuild(kind, case, walk):
     again, *same = run(norm_fwd, spec, x, weight, bias, stats=tuple(stats))
     assert torch.equal(y, again), "a rebuild from statistics has the forward's bits"
     assert_bits(same, stats)
+
+
+@pytest.mark.parametrize("kind", NORMS)
+@pytest.mark.parametrize("affine", ["both", "weight", "bias"])
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_a_weight_of_each_sequence(kind, affine, dtype, walk):
+    """Rows 8 to 45 of sequences of 20, with a condition of another dtype."""
+    width, rows, spec = at(1000, 63), Rows(8, 20), NormSpec(kind=kind)
+    x, dy, add = (misaligned(normal(dtype, 37, width)) for _ in range(3))
+    weight = None if affine == "bias" else normal(F32, 3, width, shift=1.0)
+    bias = None if affine == "weight" else normal(F32, 3, width)
+    y, *stats = run(modulated_norm_fwd, spec, x, weight, bias, rows)
+    exact, *true_stats = modulated_norm_fwd(spec, *double(x, weight, bias), rows)
+    check_error(y, exact)
+    check_all(stats, true_stats, compiled(1, 4))
+    again, *_ = run(modulated_norm_fwd, spec, x, weight, bias, rows, stats=tuple(stats))
+    assert torch.equal(y, again), "a rebuild from statistics has the forward's bits"
+    needs = (True, weight is not None, bias is not None)
+    grads = run(modulated_norm_bwd, spec, dy, x, tuple(stats), weight, rows, needs, add=add)
+    expected = modulated_norm_bwd(
+        spec, *double(dy, x), tuple(true_stats), *double(weight), rows, needs, *double(add)
+    )
+    for grad, true in zip(grads, expected, strict=True):
+        assert (grad is None) == (true is None)
+        if grad is not None:
+            check_error(grad, true, dtype=dtype)
 
 
 def test_rows_of_64k():
