@@ -10,6 +10,7 @@ from torch import nn
 
 from fused_remat import convert
 from fused_remat.execution.observe import OBSERVERS
+from fused_remat.steps.modulation import GatedLinear
 from fused_remat.steps.replay import Replay
 from fused_remat.steps.rotary import Rotary
 
@@ -59,6 +60,20 @@ class Gated(Rotated):
         return super().mixed(h, cos, sin) * torch.sigmoid(self.gate(h)) ** 2
 
 
+class Modulated(Rotated):
+    """A condition of each sequence scales and shifts the norm, and gates the branch of the MLP."""
+
+    def __init__(self):
+        super().__init__()
+        self.condition = nn.Embedding(8, 3 * D)
+
+    def forward(self, x, cos, sin):
+        c = self.condition(torch.arange(x.shape[0], device=x.device))
+        shift, scale, gate = c[:, None].chunk(3, -1)
+        x = x + self.mixed(self.norm1(x), cos, sin)
+        return x + gate * self.down(F.gelu(self.up(self.norm2(x) * (1 + scale) + shift)))
+
+
 class Model(nn.Module):
     def __init__(self, layer):
         super().__init__()
@@ -76,7 +91,9 @@ class Model(nn.Module):
 
 @pytest.mark.skipif(COMPILED, reason="in float32 products and attention are ATen's there")
 @pytest.mark.parametrize("policy", ["full", "fast"])
-@pytest.mark.parametrize("layer, kind", [(Rotated, Rotary), (Gated, Replay)])
+@pytest.mark.parametrize(
+    "layer, kind", [(Rotated, Rotary), (Gated, Replay), (Modulated, GatedLinear)]
+)
 def test_traced_layers_train_as_eager(layer, kind, policy):
     torch.manual_seed(0)
     stock, ran = Model(layer).to(DEVICE), []
