@@ -73,6 +73,9 @@ def condition(chunk: Chunk, name: str) -> Tensor | None:
 def add_condition_grad(chunk: Chunk, name: str, grad: Tensor, first: int) -> None:
     """Add the rows of a gradient, of sequences from `first` on, to that of a tensor (B, 1, D)."""
     grads, batch = chunk.owner.param_grads, chunk.owner.chunks.batch
+    if name not in grads and len(grad) == batch:
+        grads[name] = grad[:, None]
+        return
     if name not in grads:
         grads[name] = grad.new_zeros((batch, 1, grad.shape[1]))
     grads[name].view(batch, -1)[first : first + len(grad)].add_(grad)

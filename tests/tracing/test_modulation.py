@@ -262,6 +262,22 @@ def test_bfloat16(layer, wide):
     assert kinds(models[0])[ModulatedNorm] == kinds(models[0])[GatedLinear] == 2
 
 
+@pytest.mark.parametrize("layer", [Own, Table, Sandwich, Wide], ids=lambda layer: layer.__name__)
+def test_autocast(layer):
+    exact = stock_of(layer)
+    stock, (x, c) = copy.deepcopy(exact).float(), call(3)
+    low = [t.detach().float().requires_grad_() for t in (x, c)]
+    model = converted(stock)
+    expected = step(exact, x, c)
+    with torch.autocast("cpu", torch.bfloat16), chunks_of(40):
+        theirs, mine = step(stock, *low), step(model, *low)
+    for name, value in expected.items():
+        if value is not None:
+            error, other = ((each[name].double() - value).norm() for each in (mine, theirs))
+            assert error <= 3 * other + 5e-3 * value.norm(), f"{name}: {error} and {other}"
+    assert kinds(model)[Replay] == 0
+
+
 def test_adapters_leave_the_gate_to_a_sum():
     peft = pytest.importorskip("peft")
     stock = stock_of(Own)
