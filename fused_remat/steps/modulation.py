@@ -1,7 +1,7 @@
 """Modulation by a condition: norms with a weight and a bias for each sequence, and gated sums.
 
 A diffusion block computes norm(x) * (1 + scale) + shift and x + gate * linear(h), where scale,
-shift and gate have one row for each sequence. A norm of such a weight and bias is the same norm,
+shift and gate are vectors of each sequence. A norm of such a weight and bias is the same norm,
 one sequence at a time; the backward of a gated linear layer does not read its product.
 """
 
@@ -127,7 +127,7 @@ def modulated_norm_bwd(
 ) -> Grads:
     """Return `norm_bwd` with the weight (B, D) of each row's sequence.
 
-    The gradients of the weight and of the bias have a row for each sequence of x, in order.
+    The gradients of the weight and of the bias are matrices, of the sequences of x in order.
     """
     spans, found = rows.spans(len(x)), list[Grads]()
     dx = x.new_empty(x.shape) if len(spans) > 1 and needs_grad[0] else None
@@ -204,7 +204,7 @@ def _by_sequence(matrices: Sequence[Tensor], part: slice, sequences: slice) -> l
 
 @dataclass(frozen=True, kw_only=True)
 class ModulatedNorm(Norm):
-    """A norm whose weight and bias (B, 1, D), if any, have a row for each sequence."""
+    """A norm with a weight and a bias (B, 1, D) of each sequence, or one of them."""
 
     def forward(self, chunk: Chunk, out: Tensor | None = None) -> None:
         x, stats = chunk[self.x], None
@@ -239,7 +239,7 @@ class ModulatedNorm(Norm):
 
 @dataclass(frozen=True, kw_only=True)
 class GatedAdd(Add):
-    """name = residual + gate * x, with a row of the gate (B, 1, D) for each sequence."""
+    """name = residual + gate * x, with the gate (B, 1, D) of each sequence."""
 
     gate: Param
 
@@ -274,7 +274,7 @@ class GatedAdd(Add):
 
 @dataclass(frozen=True, kw_only=True)
 class GatedLinear(Linear):
-    """name = residual + gate * (x @ weight.T + bias), with a row of the gate for each sequence.
+    """name = residual + gate * (x @ weight.T + bias), with the gate of each sequence.
 
     With M = dy.T @ x of one sequence, the weight's gradient is the sum of gate[:, None] * M, and
     the gate's is the sum of weight * M over columns: backward does not read the product.

@@ -28,6 +28,7 @@ from fused_remat.steps.activation import MLPActivation
 from fused_remat.steps.attention import Attention
 from fused_remat.steps.linear import Linear
 from fused_remat.steps.mixture import ExpertsDown
+from fused_remat.steps.modulation import GatedLinear
 from fused_remat.steps.node import Node
 from fused_remat.steps.norm import Norm
 from fused_remat.steps.replay import Replay
@@ -61,7 +62,6 @@ ACCEPTED = [
     ("wrongly tokenwise", "*: self_attn.*", "what attention reads is not cut into tiles"),
     ("rotation interleaved, or not", "gpt_neox: *", "a head has one pair that is rotated"),
     ("wrongly tokenwise", "swin: *", "what is before a step that mixes tokens is not cut"),
-    ("wrongly tokenwise", "dit: *", "a tile is of one sequence, whose condition it gets"),
 ]
 
 Run = Callable[..., Tensor]
@@ -321,6 +321,12 @@ def _bias(layer):
                 if isinstance(node, Linear):
                     fields = {"biases": (*biases[:i], "", *biases[i + 1 :])}
                 yield changed(layer, node, bias, **fields)
+
+
+@change("gate of another branch")
+def _gates(layer):
+    for a, b in itertools.permutations(layer.of(GatedLinear), 2):
+        yield changed(layer, a, b.gate, gate=b.gate)
 
 
 @change("weights of two linear layers swapped")
