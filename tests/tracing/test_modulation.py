@@ -332,6 +332,12 @@ def _wan(width: int) -> tuple[nn.Module, dict]:
     return Model(*layers), arguments
 
 
+def _sd3(width: int) -> tuple[nn.Module, dict]:
+    sd3 = pytest.importorskip("diffusers.models.transformers.transformer_sd3")
+    layers = [sd3.SD3SingleTransformerBlock(width, HEADS, width // HEADS) for _ in range(2)]
+    return Model(*layers), {"temb": normal(2, width, seed=5).requires_grad_()}
+
+
 def _lumina(width: int) -> tuple[nn.Module, dict]:
     lumina = pytest.importorskip("diffusers.models.transformers.transformer_lumina2")
     layers = [lumina.Lumina2TransformerBlock(width, HEADS, HEADS, 8, 4.0, 1e-5) for _ in range(2)]
@@ -355,9 +361,10 @@ def _z_image(width: int) -> tuple[nn.Module, dict]:
     return Model(*layers), arguments
 
 
-#: As `LAYERS`, but without replays, which rotations and heads may have; and a tolerance.
+#: As `LAYERS`, but without replays, which rotations and heads may have.
 DIFFUSERS = {
-    _dit: (2, 2, 0), _pixart: (2, 2, 0), _wan: (2, 2, 0), _lumina: (4, 0, 0), _z_image: (4, 0, 0),
+    _dit: (2, 2, 0), _pixart: (2, 2, 0), _sd3: (2, 2, 0), _wan: (2, 2, 0), _lumina: (4, 0, 0),
+    _z_image: (4, 0, 0),
 }  # fmt: skip
 
 
