@@ -28,7 +28,7 @@ from fused_remat.steps.activation import MLPActivation
 from fused_remat.steps.attention import Attention
 from fused_remat.steps.linear import Linear
 from fused_remat.steps.mixture import ExpertsDown
-from fused_remat.steps.modulation import GatedLinear
+from fused_remat.steps.modulation import GatedAdd, GatedLinear, ModulatedNorm
 from fused_remat.steps.node import Node
 from fused_remat.steps.norm import Norm
 from fused_remat.steps.replay import Replay
@@ -388,11 +388,14 @@ def wrapped(layer: Layer, node: Replay, around: Callable[[Run], Run], where: str
 
 @change("tensors of another sequence")
 def _sequence(layer):
-    for node in layer.of(Replay):
-        for name in node.batched:
+    conditions = [(n, (n.weight, n.bias)) for n in layer.of(ModulatedNorm)]
+    conditions += [(n, (n.gate,)) for n in layer.of((GatedLinear, GatedAdd))]
+    for node, names in (*conditions, *[(n, n.batched) for n in layer.of(Replay)]):
+        for name in filter(None, names):
             yield Wrong(
                 f"{node.name} {name}", [*layer.nodes], tensors={name: lambda t: t.roll(1, 0)}
             )
+    for node in layer.of(Replay):
         if node.batched:
             yield changed(layer, node, batched=())
 
