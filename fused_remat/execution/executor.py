@@ -132,8 +132,8 @@ def backward(
         *_, grads = _stages(execution, tensors, kept, out, dy, functions, side, watch, sink)
         return grads
 
-    special = functions or watch is not None or sink is not None or side or _is_observed()
-    program, given = None, (*tensors, *kept, out, dy)
+    special = functions or watch is not None or sink is not None or _is_observed()
+    program, given = None, (*tensors, *kept, out, *_of_sides(execution, side), dy)
     if not (special or isinstance(execution.programs, str)):
         program = execution.programs.find("backward", given)
     grads = steps() if program is None else program(given, steps)
@@ -155,12 +155,18 @@ def stages(
     """
     arguments = execution, tensors, kept, out, dy, functions, side
     steps = functools.partial(_stages, *arguments, delivers=execution.delivers)
-    if not (functions or side or _is_observed() or isinstance(execution.programs, str)):
-        given = (*tensors, *kept, out, dy)
+    if not (functions or _is_observed() or isinstance(execution.programs, str)):
+        given = (*tensors, *kept, out, *_of_sides(execution, side), dy)
         program = execution.programs.find("stages", given)
         if program is not None:
             return program(given, steps)  # type: ignore[no-any-return]
     return steps()
+
+
+def _of_sides(execution: Execution, side: SideGrads) -> Sequence[Tensor | None]:
+    """Return the gradients of side outputs in the order of these."""
+    names = execution.call.graph.side_outputs
+    return [None if side is None else side.get(name) for name in names]
 
 
 def _stages(

@@ -62,6 +62,7 @@ class Programs:
         self.backend, self.device = backend_of(execution.ops), execution.device
         self.names = execution.call.graph.tensors
         self.kept = tuple([name for name, _ in execution.kept_chunks()])
+        self.sides = tuple([f"d_{name}" for name in execution.call.graph.side_outputs])
         self.deliveries = len(execution.delivered)
         self.on_cuda, self.launches = self.device.type == "cuda", execution.ops.name != "eager"
         #: By kind, a program, why there is none, or how often the pass has run.
@@ -142,7 +143,7 @@ class Programs:
         """Return a recorder of a pass."""
         if name == "forward":
             return Recorder(given, self.names, name)
-        return Recorder(given, (*self.names, *self.kept, "output", "dy"), "backward")
+        return Recorder(given, (*self.names, *self.kept, "output", *self.sides, "dy"), "backward")
 
     def give_up(self, kind: Any, reason: str) -> None:
         """Run the steps of a pass from now on, unless its launches may be frozen next time."""
