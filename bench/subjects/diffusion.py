@@ -47,9 +47,9 @@ def _normal(*shape: int, seed: int = 1) -> Tensor:
 
 
 def grid(tokens: int) -> tuple[int, int]:
-    """Return the height and width of an image of about so many tokens, powers of two."""
-    power = max(2, tokens.bit_length() - 1)
-    return 1 << power // 2, 1 << power - power // 2
+    """Return the height and width of an image of about so many tokens, both even."""
+    height = 1 << max(2, tokens.bit_length() - 1) // 2
+    return height, max(2, tokens // height // 2 * 2)
 
 
 def _image(tokens: int, channels: int, patch: int = 2) -> Tensor:

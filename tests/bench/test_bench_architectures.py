@@ -42,6 +42,8 @@ def test_what_is_worse_is_a_violation():
 
     assert found() == found(kept=1028, peak=1050, first_peak=1120, gradient=9e-5) == set()
     assert found(kept=1029, peak=1051, first_peak=1121) == {"kept", "peak", "first_peak"}
+    more = row | {"ways": {"own": own, "converted": new | {"kept": 2000}}}
+    assert architectures.violations(more, policy="lean") == {}  # keeps more on purpose
     assert found(gradient=2e-4) == {"gradients"} and found(gradient=2e-4, gradient64=1e-9) == set()
     assert set(architectures.violations(row | {"repeated": ["again"]})) == {"warnings"}
     plain = row | {"layers": {"plain": 1}}

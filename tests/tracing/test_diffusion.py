@@ -1,0 +1,202 @@
+"""Diffusion models of diffusers: a converted model computes and learns what the stock one does."""
+
+import copy
+import functools
+import itertools
+from collections import Counter
+
+import pytest
+import torch
+from tiers import exhaustive
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from bench.subjects.diffusion import DIFFUSERS, B
+from fused_remat import conversion, convert
+
+pytest.importorskip("diffusers")
+
+#: Of an image: no other size of the models, which would be a second reading of a shape.
+TOKENS = 48
+#: The states that layers of a model must have; others may run under checkpointing.
+EXPECTED = {
+    "flux2": {"converted": 2},
+    "sd3": {"converted": 1},
+    "sd35": {"converted": 1},
+    "auraflow": {"converted": 2},
+    "wan": {"converted": 2},
+    "wan_ti2v": {"converted": 2},
+    "hunyuan_video": {"converted": 2},
+    "ltx": {"converted": 2},
+    "pixart": {"converted": 2},
+    "lumina2": {"converted": 6},
+    "z_image": {"converted": 7},
+    "dit": {"converted": 2},
+    "transformer_2d": {"converted": 2},
+    "unet": {"converted": 4},
+}
+CHOSEN = ["flux", "sd3", "wan", "qwen_image"]
+#: Of float64, in which these models compute norms and rotary embeddings in float32; of float32.
+SLACK = {torch.float64: 5e-6, torch.float32: 5e-5}
+
+Step = tuple[Tensor, dict[str, Tensor | None]]
+
+
+def in_dtype(x, dtype):
+    if isinstance(x, Tensor):
+        return x.to(dtype) if x.is_floating_point() else x
+    if isinstance(x, list | tuple):
+        return type(x)(in_dtype(part, dtype) for part in x)
+    return {k: in_dtype(v, dtype) for k, v in x.items()} if isinstance(x, dict) else x
+
+
+def build(name, dtype=torch.float64):
+    """Return a model, no parameter of which has the value that others of its kind have."""
+    model, batch = DIFFUSERS[name].make(), DIFFUSERS[name].batch(TOKENS)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn(p.shape), alpha=0.02)
+    if DIFFUSERS[name].keeps_own:
+        plain = functools.partial(checkpoint, use_reentrant=False)
+        model.enable_gradient_checkpointing(plain)
+    return model.to(dtype), in_dtype(batch, dtype)
+
+
+def step(model, batch) -> Step:
+    """Return the output, and the gradients of a random projection of it."""
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(4)  # DiT drops labels
+    (y,) = model(**batch)
+    y = torch.stack(y) if isinstance(y, list) else y
+    y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).to(y.dtype))
+    return y.detach(), {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
+
+
+def trained(model, batch) -> list[Step]:
+    """Return two steps, with an update of all parameters between them."""
+    first = step(model, batch)
+    torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-5).step()
+    return [first, step(model, batch)]
+
+
+def assert_same(found: Step, expected: Step) -> None:
+    (y, grads), (stock_y, stock) = found, expected
+    slack = SLACK[stock_y.dtype]
+    assert (y - stock_y).norm() <= slack * stock_y.norm()
+    assert grads.keys() == stock.keys()
+    least = 1e-6 * max(g.norm() for g in stock.values() if g is not None)
+    assert least > 0
+    for name, grad in stock.items():
+        assert (grads[name] is None) == (grad is None), name
+        if grad is not None:
+            assert (grads[name] - grad).norm() <= slack * (grad.norm() + least), name
+
+
+def adapt(model) -> None:
+    """Freeze a model, and add random adapters to the linear layers of its blocks."""
+    peft = pytest.importorskip("peft")
+    model.requires_grad_(False)
+    linear = [n for n, m in model.named_modules() if type(m) is nn.Linear and "blocks." in n]
+    model.add_adapter(peft.LoraConfig(r=4, target_modules=linear, init_lora_weights=False))
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            assert p.requires_grad == ("lora_" in name) and bool(p.any()), name
+
+
+@pytest.mark.parametrize("name", DIFFUSERS)
+def test_a_converted_model_trains_as_the_stock_one(name):
+    model, batch = build(name)
+    expected = trained(copy.deepcopy(model), batch)
+    for found, stock in zip(trained(convert(model), batch), expected, strict=True):
+        assert_same(found, stock)
+    states = Counter[str]()
+    for kind in conversion(model):
+        states[kind.state] += kind.count
+        assert kind.state == "converted" or (kind.state == "checkpointed" and kind.reason)
+    assert states >= Counter(EXPECTED.get(name, {})), conversion(model)
+
+
+@pytest.mark.parametrize("name", ["flux", "sd3", "wan", exhaustive("qwen_image")])
+def test_adapters(name):
+    model, batch = build(name)
+    adapt(model)
+    expected = step(copy.deepcopy(model), batch)
+    assert_same(step(convert(model), batch), expected)
+
+
+@pytest.mark.parametrize("name", ["sd3", "wan", "qwen_image", exhaustive("flux")])
+def test_classifier_free_guidance(name):
+    """A batch of all images again with other texts, after one without; masks have other values."""
+    model, batch = build(name)
+    stock = copy.deepcopy(model)
+
+    def doubled(x):
+        if isinstance(x, list):
+            return x * 2
+        return torch.cat([x, x]) if isinstance(x, Tensor) and x.shape[0] == B else x
+
+    guided = {key: doubled(value) for key, value in batch.items()}
+    guided["encoder_hidden_states"][B:] = batch["encoder_hidden_states"].flip(1) / 2
+    if "encoder_hidden_states_mask" in guided:
+        guided["encoder_hidden_states_mask"][B:, -4:] = 0
+    convert(model)
+    for given in (batch, guided):
+        assert_same(step(model, given), step(stock, given))
+
+
+@pytest.mark.parametrize("name", ["sd3", "wan", exhaustive("flux"), exhaustive("qwen_image")])
+def test_fused_projections(name):
+    """Fused after a step of the converted model, which has other parameters then."""
+    model, batch = build(name)
+    stock = copy.deepcopy(model)
+    convert(model)
+    assert_same(step(model, batch), step(stock, batch))
+    for each in (model, stock):
+        each.fuse_qkv_projections()
+    found, expected = step(model, batch), step(stock, batch)
+    assert any(g is None for g in expected[1].values())  # of the single projections
+    assert_same(found, expected)
+
+
+def offload(model, kind) -> None:
+    hooks = pytest.importorskip("diffusers.hooks")
+    cpu = torch.device("cpu")
+    hooks.apply_group_offloading(
+        model, onload_device=cpu, offload_device=cpu, offload_type=kind, num_blocks_per_group=1
+    )
+
+
+def cast(model) -> None:
+    model.enable_layerwise_casting(storage_dtype=torch.bfloat16, compute_dtype=torch.float32)
+
+
+ORDERS = ["first", "after convert", "after a step"]
+HOOKS = {
+    "leaf_level": functools.partial(offload, kind="leaf_level"),
+    "block_level": functools.partial(offload, kind="block_level"),
+    "layerwise_casting": cast,
+}
+
+
+CASES = [*itertools.product(CHOSEN, HOOKS, ORDERS)]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "hooked"), [exhaustive(*c) if i % 7 else c for i, c in enumerate(CASES)]
+)
+def test_hooks_that_move_and_cast_weights(name, kind, hooked):
+    casts = kind == "layerwise_casting"
+    model, batch = build(name, torch.float32 if casts else torch.float64)
+    if casts:
+        adapt(model)
+    stock = copy.deepcopy(model)
+    HOOKS[kind](stock)
+    if hooked == "first":
+        HOOKS[kind](model)
+    convert(model)
+    if hooked == "after a step":
+        step(model, batch)
+    if hooked != "first":
+        HOOKS[kind](model)
+    expected = step(stock, batch)
+    assert_same(step(model, batch), expected)
