@@ -191,6 +191,7 @@ class Attention(Node):
     cu_q: Param = ""
     cu_k: Param = ""
     sinks: Param = ""  # scores (H,) of no key, if the spec has them
+    windows: int = 1  # parts of equal length of each sequence, which do not see each other
     per_sequence: ClassVar[bool] = True
     stats_follow: ClassVar[bool] = True
 
@@ -229,7 +230,7 @@ class Attention(Node):
         return self.spec.num_heads
 
     def flops(self, widths: Mapping[str, int], shapes: Shapes, seq_len: int) -> int:
-        full = 4 * seq_len * self.width(widths, shapes)
+        full = 4 * seq_len // self.windows * self.width(widths, shapes)
         return full // 2 if self.spec.window[1] == 0 else full
 
     def needs(self, needs_grad: Collection[str]) -> tuple[str, ...]:
@@ -277,12 +278,14 @@ class Attention(Node):
         """Return q (B, H, S, E), k and v (B, Hkv, S, E) as views of `tensors`, by inputs' names."""
         heads: list[Tensor] = []
         batch, lengths = chunk.seqs[1] - chunk.seqs[0], chunk.owner.execution.lengths
+        batch *= self.windows
         for name, counts in self.counts.items():
             x = tensors[name]
             if x.dim() == 4:
                 heads.append(x)
             else:
-                whole = x.view(batch, lengths[name], sum(counts), -1).transpose(1, 2)
+                length = lengths[name] // self.windows
+                whole = x.view(batch, length, sum(counts), -1).transpose(1, 2)
                 heads += whole.split_with_sizes(counts, 1)
         if self.cuts_keys:
             q, *kv = heads
@@ -320,19 +323,21 @@ class Attention(Node):
             self.spec, batch, q_len, kv_len, mask, padding, dmask, dpadding,
             mask_grad=self.mask in owner.needs_grad or self.padding in owner.needs_grad,
             site_key=site_key(owner, self.site) if self.spec.dropout > 0.0 else None,
-            row0=chunk.seqs[0] * self.spec.num_heads * q_len,
+            row0=chunk.seqs[0] * self.windows * self.spec.num_heads * q_len,
             lengths=_sequences(chunk, chunk.param(self.lengths)),
             cu_q=chunk.param(self.cu_q),
             cu_k=chunk.param(self.cu_k),
         )  # fmt: skip
 
     def _part_of_mask(self, chunk: Chunk, mask: Tensor | None) -> Tensor | None:
-        # The mask is (S_q, S_k), (B*H, S_q, S_k), or broadcasts to (B, H, S_q, S_k).
+        # The mask is (S_q, S_k), (B*H, S_q, S_k), or broadcasts to (B, H, S_q, S_k); B counts
+        # windows.
         if mask is None or mask.dim() == 2:
             return mask
         if mask.dim() == 3:
             mask = mask.view(-1, self.spec.num_heads, *mask.shape[1:])
-        return mask if mask.shape[0] == 1 else mask[chunk.seqs[0] : chunk.seqs[1]]
+        first, end = (n * self.windows for n in chunk.seqs)
+        return mask if mask.shape[0] == 1 else mask[first:end]
 
 
 def _mask_grad(chunk: Chunk, name: str, needs_grad: Collection[str]) -> Tensor | None:

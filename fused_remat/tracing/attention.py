@@ -13,7 +13,8 @@ from fused_remat.spec import AttentionSpec
 from fused_remat.steps.attention import Attention
 from fused_remat.tracing.builder import CASTS, Build, Builder
 from fused_remat.tracing.heads import packed, without_repeats
-from fused_remat.tracing.program import run_op
+from fused_remat.tracing.program import Layout, run_op
+from fused_remat.tracing.sizes import Size
 from fused_remat.tracing.streams import packed_streams
 from fused_remat.tracing.values import ADD, ALGEBRA, MATMUL, Op, Ref, map_tree, refs
 
@@ -141,6 +142,9 @@ def _attention(
     mask = scores.mask
     if mask is not None and t.recording.values[mask.index].dim() not in (2, 4):
         return None
+    windows = {_windows(t, n, layout) for n, layout in zip((*heads, number), layouts, strict=True)}
+    if len(windows) > 1 or (mask is not None and not _is_for_windows(t, mask.index, *windows)):
+        return None
 
     def build() -> str:
         if mask is not None and scores.fill is not None:
@@ -168,10 +172,24 @@ def _attention(
                 mask="" if mask is None else t.param(mask.index), cu_q=bounds, cu_k=bounds,
                 site=next(t.sites), role="attention",
                 sinks="" if scores.sinks is None else t.param(scores.sinks),
+                windows=next(iter(windows)),
             )
         )  # fmt: skip
 
     return build
+
+
+def _windows(t: Builder, number: int, layout: Layout) -> int:
+    """Return the number of windows that heads are in: the product of their sizes, or 1."""
+    if number not in t.heads or len(layout.tokens) < 3:
+        return 1
+    return math.prod(int(layout.flat[i]) for i in layout.tokens[1:-1])
+
+
+def _is_for_windows(t: Builder, mask: int, windows: int) -> bool:
+    """Return whether a mask broadcasts to the heads of that many windows of each sequence."""
+    shape = t.recording.shapes[mask] or ()
+    return windows == 1 or len(shape) == 2 or shape[0] in (1, Size(windows, ("B",)))
 
 
 # Scores.

@@ -15,10 +15,26 @@ from torch import Tensor, nn
 from fused_remat.layers.eligibility import parameters_of
 from fused_remat.spec import PackedSpec
 from fused_remat.steps.node import Node
-from fused_remat.tracing.program import Context, Layout, Program, ReplayedSubmodule, layout_of
+from fused_remat.tracing.program import (
+    Context,
+    Layout,
+    Program,
+    ReplayedSubmodule,
+    layout_of,
+    layout_of_heads,
+)
 from fused_remat.tracing.samples import Arguments
 from fused_remat.tracing.sizes import JOINT, LENGTHS, Size, is_joint
-from fused_remat.tracing.values import STREAM, Op, Recording, Ref, Untraceable, ops_for, refs
+from fused_remat.tracing.values import (
+    MATMUL,
+    STREAM,
+    Op,
+    Recording,
+    Ref,
+    Untraceable,
+    ops_for,
+    refs,
+)
 
 #: A function that adds a step and returns its name.
 Build = Callable[[], str]
@@ -52,9 +68,8 @@ class Builder:
 
     def __post_init__(self) -> None:
         ops, inputs, call = self.recording.ops, self.recording.inputs, self.call
-        attentions = [op for op in ops if op.name == "scaled_dot_product_attention"]
-        #: Values that attention reads or computes: their third dimension counts the tokens.
-        self.heads = {n for op in attentions for n in (*refs(op.args[:3]), *op.outs)}
+        #: The dimensions that count tokens, from the last, of what attention reads or computes.
+        self.heads = _heads(self.recording)
         self.uses = [n for op in ops for n in op.reads]
         indices = {"input": call.x, "memory": call.memory}
         self.inputs: dict[str, Any] = {k: inputs[i] for k, i in indices.items() if i is not None}
@@ -90,9 +105,10 @@ class Builder:
     def layout(self, number: int) -> Layout | None:
         """Return the layout of an activation, or None if it lacks the call's tokens."""
         shape, sizes = self.recording.shapes[number], self.recording.sizes
-        four = shape if number in self.heads and shape and len(shape) == 4 else (0,) * 4
-        if "S" not in sizes and (four[0], four[2]) == (Size(1, ("B",)), self.tokens):
-            return Layout((("B",), *[(n,) for n in four[1:]]), (0, 2), ("B",))
+        if shape and number in self.heads and "S" not in sizes and "B" in sizes:
+            heads = layout_of_heads(shape, self.heads[number], self.tokens)
+            if heads is not None:
+                return heads
         batch = ["B"] if "B" in sizes else []
         names = LENGTHS if "S" in sizes and "M" in sizes else LENGTHS[:1] if "S" in sizes else ()
         choices = [[*batch, name] for name in names] or [batch]
@@ -207,3 +223,17 @@ class Builder:
             number = op.args[0].index
             op = self.producer(number)
         return number
+
+
+def _heads(recording: Recording) -> dict[int, int]:
+    """Return the dimension that counts tokens, from the last, of attention's heads by number."""
+    heads, probs, live = dict[int, int](), set[int](), recording.live
+    for op in recording.ops:
+        if op.name == "scaled_dot_product_attention":
+            heads |= dict.fromkeys((*refs(op.args[:3]), *op.writes), -2)
+        elif op.kind in MATMUL and len(op.reads) == 2 and live.issuperset(op.reads):
+            a, b = op.reads
+            heads |= {b: -2, op.writes[0]: -2} if a in probs else {a: -2, b: -1}
+        elif op.name == "softmax" or not probs.isdisjoint(op.reads):
+            probs.update(op.writes)
+    return heads

@@ -124,6 +124,24 @@ def layout_of(shape: Sequence[Any] | None, names: Sequence[str], tokens: int) ->
     return Layout(tuple(dims), tuple(indices), tuple(names))
 
 
+def layout_of_heads(shape: Sequence[Any], at: int, tokens: int) -> Layout | None:
+    """Return the layout of heads (B, H, S, E) or of windows (B * windows, H, n, E), or None.
+
+    Windows may also be a dimension before that of tokens, which has the index `at`.
+    """
+    batch, *others = shape
+    if not isinstance(batch, Size) or batch != Size(batch.factor, ("B",)) or len(shape) < 4:
+        return None
+    windows = (batch.factor,) * (batch.factor > 1)
+    counted = [*others[1:-2], shape[at]]
+    if not all(isinstance(n, int) for n in others) or math.prod((*windows, *counted)) != tokens:
+        return None
+    dims = (("B", *windows), *[(n,) for n in others])
+    first, end = len(windows), len(windows) + len(shape)
+    indices = (*range(first + 1), *range(first + 2, end - 2), end + at)
+    return Layout(dims, indices, ("B",))
+
+
 class Operations:
     """Operations in the order in which they run, which compute values `outs` from `roots`."""
 
