@@ -169,8 +169,7 @@ class ConvertedLayer(Replaced, FusedLayer):
     def _drops_caches(self) -> bool:
         """Return whether the layer's own checkpointing drops its cache, as transformers' does."""
         reads: bool = getattr(self.stock, "_can_checkpoint_with_cache", False)
-        names = [(kind.__module__, kind.__name__) for kind in self.stock.__mro__]
-        return ("transformers.modeling_layers", "GradientCheckpointingLayer") in names and not reads
+        return _is_repeated(self) and not reads
 
     def _check_unfilled(self, cache: Any, dropped: bool) -> None:
         """Warn if an earlier call did not fill the cache; note it if this call does not."""
@@ -224,13 +223,46 @@ class ConvertedLayer(Replaced, FusedLayer):
 
 
 def around_layers(model: nn.Module, enabled: bool) -> None:
-    """Exclude fused layers from checkpointing by modules around them (diffusers), or include."""
+    """Exclude fused layers from checkpointing by modules around them (diffusers), or include.
+
+    Stages, which transformers' checkpointing runs again with all their layers, stay under it.
+    """
     for module in model.modules():
         run = vars(module).get("_gradient_checkpointing_func")
+        if isinstance(run, functools.partial) and run.func is _stage:
+            vars(module).pop("_gradient_checkpointing_func")
+            vars(module).pop("gradient_checkpointing", None)
+            run = None
+        if run is None and enabled and _is_stage(module):
+            again = functools.partial(_stage, module)
+            vars(module).update(gradient_checkpointing=True, _gradient_checkpointing_func=again)
+            continue
         is_ours = isinstance(run, functools.partial) and run.func is _unless_fused
         if run is not None and is_ours != enabled and not isinstance(module, FusedLayer):
             new = functools.partial(_unless_fused, run) if enabled else run.args[0]
             vars(module)["_gradient_checkpointing_func"] = new
+
+
+def _is_stage(module: nn.Module) -> bool:
+    """Return whether transformers' checkpointing runs a module again that holds fused layers."""
+    if isinstance(module, FusedLayer) or not _is_repeated(module):
+        return False
+    fused = [isinstance(m, FusedLayer) for m in module.modules()]
+    return any(fused) and sum(map(_is_repeated, module.modules())) <= 1 + sum(fused)
+
+
+def _is_repeated(module: nn.Module) -> bool:
+    """Return whether transformers' checkpointing runs a module again."""
+    kinds = [(kind.__module__, kind.__name__) for kind in type(module).__mro__]
+    return ("transformers.modeling_layers", "GradientCheckpointingLayer") in kinds
+
+
+def _stage(stage: nn.Module, part: Callable[..., Any], *args: Any) -> Any:
+    """Run a stage's forward, again in backward if its layers keep no more than their inputs."""
+    layers = (m for m in stage.modules() if isinstance(m, FusedLayer))
+    if torch.compiler.is_compiling() or any(layer.policy != "full" for layer in layers):
+        return part(*args)
+    return checkpoint(part, *args, use_reentrant=False)
 
 
 def _unless_fused(run: Callable[..., Any], part: Any, *args: Any, **kwargs: Any) -> Any:

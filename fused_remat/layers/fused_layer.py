@@ -165,6 +165,8 @@ class FusedLayer(nn.Module):
             record.reached += 1
         if is_traced():
             inputs: BlockInputs | Reason = TRACED
+        elif record is not None and record.repeats_plain:
+            return self._stock_forward(**arguments)
         elif record is not None and record.failure:
             inputs = Reason(record.failure)
         elif parallel is None:

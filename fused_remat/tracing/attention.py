@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fused_remat.layers.eligibility import parameters_of
 from fused_remat.spec import AttentionSpec
 from fused_remat.steps.attention import Attention
 from fused_remat.tracing.builder import CASTS, Build, Builder
@@ -203,7 +204,9 @@ def _scores(t: Builder, product: Op, chain: list[Op]) -> Scores | None:
     added = [n for op in chain for n in op.reads if n not in recording.live]
     factors = [n for op in chain if op.name in _SCALES for n in op.reads if n in added]
     arguments = {n for n in recording.inputs if n is not None}
-    if not all(arguments.isdisjoint(t.roots(n)) for n in factors):
+    params = {*parameters_of(t.layer)}
+    learned = {n for n, name in recording.sources.items() if name in params}
+    if not all((arguments | learned).isdisjoint(t.roots(n)) for n in factors):
         return None
     t.fix(*added)
     base = torch.zeros_like(recording.values[first], dtype=recording.exact)
