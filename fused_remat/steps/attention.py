@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -41,7 +41,7 @@ def attention_fwd(
     float32 (float64 for float64).
     """
     shape = call.batch * call.q_len, call.spec.num_heads * v.shape[-1]
-    if unsupported_call_reason(q, v, call) is None:
+    if unsupported_call_reason(q, v, _of_forward(call, q.device)) is None:
         rows, lse = attention_aten.forward(q, k, v, call)
         if out is None:
             return rows.reshape(shape).to(q.dtype), lse
@@ -86,6 +86,16 @@ def attention_bwd(
         heads = do[part], q[part], k[part], v[part], o[part]
         attention_blocked.backward(*heads, lse[part], one, mine)
     return grads
+
+
+def _of_forward(call: AttentionArgs, device: torch.device) -> AttentionArgs:
+    """Return a call as forward chooses for it.
+
+    On a CPU forward runs in ATen also where backward does not, since a mask requires a gradient:
+    that computes the probabilities from the scores again.
+    """
+    is_other = call.mask_grad and device.type == "cpu" and not call.spec.sinks
+    return replace(call, mask_grad=False) if is_other else call
 
 
 def _varlen_forward(q: Tensor, k: Tensor, v: Tensor, call: AttentionArgs, out: Tensor) -> Tensor:
@@ -161,7 +171,12 @@ def describe(
     """Describe what runs in ATen, and why nothing faster does, for a key or a call's arguments."""
     why = unsupported_reason(key) if q is None or v is None else unsupported_call_reason(q, v, call)
     if not (key.varlen and why):
-        return f"blocks of query rows: {why}" if why else attention_aten.describe(key)
+        blocks = f"blocks of query rows: {why}"
+        if key.mask_grad and key.device.type == "cpu" and not key.spec.sinks:
+            plain = key._replace(mask_grad=False)
+            if unsupported_reason(plain) is None:
+                return f"{attention_aten.describe(plain)}; backward in {blocks}"
+        return blocks if why else attention_aten.describe(key)
     description = "variable-length sequences, one at a time"
     if q is None or v is None:
         return description
