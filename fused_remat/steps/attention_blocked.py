@@ -66,7 +66,7 @@ def backward(
     acc = torch.promote_types(q.dtype, torch.float32)
     q, k, v, do, o = (_grouped(x, call, acc) for x in (q, k, v, do, o))
     unit = _unit(call)
-    lse = lse.view(*q.shape[:3], 1) * unit
+    lse = lse.reshape(*q.shape[:3], 1) * unit
     delta = (do * o).sum(-1, keepdim=True)
     dk, dv = (torch.zeros_like(x[:, 0], memory_format=torch.contiguous_format) for x in (k, v))
     blocks = _blocks(call)

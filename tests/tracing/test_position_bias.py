@@ -1,0 +1,183 @@
+"""Position biases with gradients, and attention in windows: T5's and Swin's layers as blocks."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from models import build, main_output
+from torch import nn
+
+from fused_remat import FusedRematWarning, conversion, convert, explain, revert, set_policy
+from fused_remat.convert import fused_layers
+from fused_remat.steps.attention import Attention
+from fused_remat.steps.replay import Replay
+from fused_remat.tracing.program import layout_of_heads
+from fused_remat.tracing.sizes import Size
+
+transformers = pytest.importorskip("transformers")
+PRESETS = ("full", "lean", "balanced", "fast", "none")
+TABLES = {"t5": "relative_attention_bias", "swin": "relative_position_bias_table"}
+_SHIFTED = {
+    "image_size": 32, "patch_size": 4, "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4],
+    "window_size": 4, "drop_path_rate": 0.0, "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}  # fmt: skip
+
+
+def made(name):
+    if name == "swin":  # the one of `models` has windows of the entire image in its last stage
+        config = transformers.SwinConfig(**_SHIFTED)
+        torch.manual_seed(0)
+        model = transformers.SwinModel(config).train()
+        batch = {"pixel_values": torch.randn(8, 3, 32, 32)}
+    else:
+        model, batch = build(name)
+    is_float = {k for k, t in batch.items() if torch.is_tensor(t) and t.is_floating_point()}
+    wide = {k: t.double() if k in is_float else t for k, t in batch.items()}
+    return model.double(), wide
+
+
+def step(model, batch):
+    model.zero_grad()
+    torch.manual_seed(1)
+    y = main_output(model(**batch))
+    (y * torch.linspace(-1.0, 1.0, y.numel(), dtype=y.dtype).view(y.shape)).sum().backward()
+    return y.detach(), {
+        n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None
+    }
+
+
+def steps(model):
+    return [node for m in fused_layers(model).values() for node in m.last_trace.graph.nodes]
+
+
+@pytest.fixture(autouse=True)
+def no_layer_falls_back():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FusedRematWarning)
+        yield
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_gradients_of_a_table_are_exact_and_presets_have_equal_bits(name):
+    stock, batch = made(name)
+    y, grads = step(stock, batch)
+    assert any(TABLES[name] in key for key in grads)
+    found = {}
+    for preset in PRESETS:
+        model = convert(copy.deepcopy(stock), policy=preset)
+        step(model, batch)
+        found[preset] = step(model, batch)
+    torch.testing.assert_close(found["full"][0], y, rtol=1e-9, atol=1e-11)
+    assert found["full"][1].keys() == grads.keys()
+    # Layer norms' statistics and the bias of keys, which softmax ignores, are sums near zero.
+    slack = 1e-9 * max(g.norm() for g in grads.values())
+    for key, grad in grads.items():
+        assert (found["full"][1][key] - grad).norm() <= 1e-9 * grad.norm() + slack, key
+    for preset in PRESETS[1:]:
+        assert torch.equal(found[preset][0], found["full"][0]), preset
+        assert all(torch.equal(g, found["full"][1][k]) for k, g in found[preset][1].items()), preset
+
+
+def test_attention_of_swin_is_a_step_in_windows():
+    model, batch = made("swin")
+    convert(model)
+    step(model, batch)
+    step(model, batch)
+    assert {kind.state for kind in conversion(model)} == {"converted"}
+    nodes = steps(model)
+    # Images of 8 x 8 and of 4 x 4 patches, in windows of 4 x 4.
+    attention = [node for node in nodes if isinstance(node, Attention)]
+    assert [node.windows for node in attention] == [4, 4, 1, 1]
+    assert all(node.mask for node in attention)
+    moves = [node for node in nodes if isinstance(node, Replay)]
+    assert all(not node.tensors and len(node.xs) == 1 for node in moves)
+
+
+def test_dropout_in_windows_is_drawn_by_sequence():
+    model, batch = made("swin")
+    for module in model.modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.3
+    convert(model)
+    step(model, batch)
+    first = step(model, batch)
+    set_policy(model, "*", "fast")
+    second = step(model, batch)
+    assert torch.equal(first[0], second[0])
+    assert all(torch.equal(g, first[1][k]) for k, g in second[1].items())
+
+
+@pytest.mark.parametrize("policy", ["full", "balanced"])
+def test_a_stage_keeps_one_input_as_with_its_own_checkpointing(policy):
+    model, batch = made("swin")
+    stages = [m for m in model.modules() if type(m).__name__ == "SwinStage"]
+    convert(model, policy=policy)
+    step(model, batch)
+    kept = []
+
+    def pack(t):
+        kept.append(t.shape)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        model.encoder.layers[1](torch.randn(8, 16, 32).double().requires_grad_(), (4, 4))
+    assert (kept.count((8, 16, 32)) == 1) == (policy == "full")
+    assert all(stage.gradient_checkpointing for stage in stages)
+    revert(model)
+    assert not any(stage.gradient_checkpointing for stage in stages)
+    assert not any("_gradient_checkpointing_func" in vars(stage) for stage in stages)
+
+
+def test_a_layer_that_ran_plainly_does_so_in_the_replay_of_a_checkpoint():
+    """The first forward of a Swin changes the sizes of windows that exceed its images."""
+    stock, batch = build("swin")
+    expected = step(copy.deepcopy(stock), batch)
+    stock.gradient_checkpointing_enable()
+    model = convert(stock)
+    for _ in range(2):
+        y, grads = step(model, batch)
+        torch.testing.assert_close(y, expected[0], rtol=1e-4, atol=1e-5)
+        for key, grad in expected[1].items():
+            assert (grads[key] - grad).norm() <= 1e-4 * grad.norm() + 1e-5, key
+
+
+def test_forward_of_a_bias_with_a_gradient_runs_in_atens_kernel():
+    model, batch = build("t5")
+    text = str(explain(convert(model), **batch))
+    assert "backward in blocks of query rows: a mask requires a gradient" in text
+
+
+class ScaledHeads(nn.Module):
+    """Attention whose scores have a learned scale for each head, as in Swin v2."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+        self.scale = nn.Parameter(torch.tensor([0.5, 0.5]).view(2, 1, 1))
+
+    def forward(self, x):
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        probs = (q @ k.transpose(-2, -1) * self.scale).softmax(-1)
+        return x + self.out((probs @ v).transpose(1, 2).flatten(2))
+
+
+def test_a_learned_scale_of_scores_is_no_constant():
+    layer = ScaledHeads().double()
+    model = convert(nn.Sequential(layer))
+    x = torch.randn(2, 6, 16).double()
+    model(x).sum().backward()
+    assert [kind.state for kind in conversion(model)] == ["converted"]
+    assert layer.scale.grad is not None and bool(layer.scale.grad.any())
+
+
+def test_layouts_of_windows():
+    batch, many = Size(1, ("B",)), Size(6, ("B",))
+    assert layout_of_heads((batch, 2, 24, 8), -2, 24).tokens == (0, 2)
+    assert layout_of_heads((many, 2, 4, 8), -2, 24).tokens == (0, 1, 3)
+    assert layout_of_heads((many, 2, 8, 4), -1, 24).tokens == (0, 1, 4)
+    assert layout_of_heads((batch, 2, 6, 4, 8), -2, 24).tokens == (0, 2, 3)
+    assert layout_of_heads((many, 2, 8, 4), -2, 24) is None
+    assert layout_of_heads((batch, 24, 8), -2, 24) is None
