@@ -227,20 +227,23 @@ def around_layers(model: nn.Module, enabled: bool) -> None:
 
     Stages, which transformers' checkpointing runs again with all their layers, stay under it.
     """
+    for stage in stages(model):
+        del stage.forward
+    for stage in filter(_is_stage, model.modules() if enabled else ()):
+        if "forward" not in vars(stage):
+            vars(stage)["forward"] = functools.partial(_stage, stage)
     for module in model.modules():
         run = vars(module).get("_gradient_checkpointing_func")
-        if isinstance(run, functools.partial) and run.func is _stage:
-            vars(module).pop("_gradient_checkpointing_func")
-            vars(module).pop("gradient_checkpointing", None)
-            run = None
-        if run is None and enabled and _is_stage(module):
-            again = functools.partial(_stage, module)
-            vars(module).update(gradient_checkpointing=True, _gradient_checkpointing_func=again)
-            continue
         is_ours = isinstance(run, functools.partial) and run.func is _unless_fused
         if run is not None and is_ours != enabled and not isinstance(module, FusedLayer):
             new = functools.partial(_unless_fused, run) if enabled else run.args[0]
             vars(module)["_gradient_checkpointing_func"] = new
+
+
+def stages(model: nn.Module) -> list[nn.Module]:
+    """Return the modules whose forward runs again in backward, with the fused layers in them."""
+    forwards = ((m, vars(m).get("forward")) for m in model.modules())
+    return [m for m, own in forwards if isinstance(own, functools.partial) and own.func is _stage]
 
 
 def _is_stage(module: nn.Module) -> bool:
@@ -257,12 +260,14 @@ def _is_repeated(module: nn.Module) -> bool:
     return ("transformers.modeling_layers", "GradientCheckpointingLayer") in kinds
 
 
-def _stage(stage: nn.Module, part: Callable[..., Any], *args: Any) -> Any:
+def _stage(stage: Any, *args: Any, **kwargs: Any) -> Any:
     """Run a stage's forward, again in backward if its layers keep no more than their inputs."""
+    forward = functools.partial(type(stage).forward, stage)
     layers = (m for m in stage.modules() if isinstance(m, FusedLayer))
-    if torch.compiler.is_compiling() or any(layer.policy != "full" for layer in layers):
-        return part(*args)
-    return checkpoint(part, *args, use_reentrant=False)
+    is_plain = not stage.training or stage.gradient_checkpointing or torch.compiler.is_compiling()
+    if is_plain or not torch.is_grad_enabled() or any(m.policy != "full" for m in layers):
+        return forward(*args, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 
 def _unless_fused(run: Callable[..., Any], part: Any, *args: Any, **kwargs: Any) -> Any:

@@ -6,6 +6,7 @@ Predicts the memory of the optimizer's step as well.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import statistics
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -22,6 +23,7 @@ from torch.utils._pytree import tree_iter
 from fused_remat.autograd.function import is_block
 from fused_remat.execution.observe import BlockRun
 from fused_remat.layers import FusedLayer
+from fused_remat.layers.converted import stages
 from fused_remat.layers.fallback import attributes_as
 from fused_remat.layers.record import Ran
 from fused_remat.planner.calibration import Example, seconds_of
@@ -78,7 +80,9 @@ def measure_step(
     modules: list[nn.Module] = list(layers.values())
     capture = _Capture(layers)
     # Not by the setter: policies of layers that were not traced yet are put back unchecked.
-    with attributes_as([(layer, "_policy", "full") for layer in layers.values()]):
+    # Policies of a plan are not the preset under which a stage runs again.
+    plain = [(m, "forward", functools.partial(type(m).forward, m)) for m in stages(model)]
+    with attributes_as([*[(layer, "_policy", "full") for layer in layers.values()], *plain]):
         first = run_step(model, modules, args, kwargs, loss, accumulates, capture)
         resting = _resting(model, [args, kwargs], accumulates, capture.examples.values())
         step = run_step(model, modules, args, kwargs, loss, accumulates)

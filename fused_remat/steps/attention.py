@@ -41,7 +41,7 @@ def attention_fwd(
     float32 (float64 for float64).
     """
     shape = call.batch * call.q_len, call.spec.num_heads * v.shape[-1]
-    if unsupported_call_reason(q, v, _of_forward(call, q.device)) is None:
+    if unsupported_call_reason(q, v, _of_forward(call, q)) is None:
         rows, lse = attention_aten.forward(q, k, v, call)
         if out is None:
             return rows.reshape(shape).to(q.dtype), lse
@@ -88,14 +88,19 @@ def attention_bwd(
     return grads
 
 
-def _of_forward(call: AttentionArgs, device: torch.device) -> AttentionArgs:
+def _of_forward(call: AttentionArgs, q: Tensor) -> AttentionArgs:
     """Return a call as forward chooses for it.
 
     On a CPU forward runs in ATen also where backward does not, since a mask requires a gradient:
     that computes the probabilities from the scores again.
     """
-    is_other = call.mask_grad and device.type == "cpu" and not call.spec.sinks
-    return replace(call, mask_grad=False) if is_other else call
+    return replace(call, mask_grad=False) if _has_two(call, q.dtype, q.device) else call
+
+
+def _has_two(call: AttentionArgs | AttentionKey, dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether forward may run in ATen and backward not; 16 bits would round otherwise."""
+    is_wide = device.type == "cpu" and dtype.itemsize > 2
+    return call.mask_grad and is_wide and not call.spec.sinks
 
 
 def _varlen_forward(q: Tensor, k: Tensor, v: Tensor, call: AttentionArgs, out: Tensor) -> Tensor:
@@ -172,7 +177,7 @@ def describe(
     why = unsupported_reason(key) if q is None or v is None else unsupported_call_reason(q, v, call)
     if not (key.varlen and why):
         blocks = f"blocks of query rows: {why}"
-        if key.mask_grad and key.device.type == "cpu" and not key.spec.sinks:
+        if _has_two(key, key.dtype, key.device):
             plain = key._replace(mask_grad=False)
             if unsupported_reason(plain) is None:
                 return f"{attention_aten.describe(plain)}; backward in {blocks}"

@@ -69,12 +69,14 @@ def test_gradients_of_a_table_are_exact_and_presets_have_equal_bits(name):
         model = convert(copy.deepcopy(stock), policy=preset)
         step(model, batch)
         found[preset] = step(model, batch)
-    torch.testing.assert_close(found["full"][0], y, rtol=1e-9, atol=1e-11)
+    # T5's code computes norms and softmax in float32.
+    slack = 2e-6 if name == "t5" else 1e-9
+    assert (found["full"][0] - y).norm() <= slack * y.norm()
     assert found["full"][1].keys() == grads.keys()
     # Layer norms' statistics and the bias of keys, which softmax ignores, are sums near zero.
-    slack = 1e-9 * max(g.norm() for g in grads.values())
+    least = slack * max(g.norm() for g in grads.values())
     for key, grad in grads.items():
-        assert (found["full"][1][key] - grad).norm() <= 1e-9 * grad.norm() + slack, key
+        assert (found["full"][1][key] - grad).norm() <= slack * grad.norm() + least, key
     for preset in PRESETS[1:]:
         assert torch.equal(found[preset][0], found["full"][0]), preset
         assert all(torch.equal(g, found["full"][1][k]) for k, g in found[preset][1].items()), preset
@@ -124,10 +126,9 @@ def test_a_stage_keeps_one_input_as_with_its_own_checkpointing(policy):
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         model.encoder.layers[1](torch.randn(8, 16, 32).double().requires_grad_(), (4, 4))
     assert (kept.count((8, 16, 32)) == 1) == (policy == "full")
-    assert all(stage.gradient_checkpointing for stage in stages)
+    assert all("forward" in vars(stage) for stage in stages)
     revert(model)
-    assert not any(stage.gradient_checkpointing for stage in stages)
-    assert not any("_gradient_checkpointing_func" in vars(stage) for stage in stages)
+    assert not any("forward" in vars(stage) for stage in stages)
 
 
 def test_a_layer_that_ran_plainly_does_so_in_the_replay_of_a_checkpoint():

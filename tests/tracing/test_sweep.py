@@ -166,7 +166,8 @@ def test_masks_and_indices_that_a_layer_makes_are_made_again(name, monkeypatch):
     saved = []
     for large in (1 << 30, 1):
         monkeypatch.setattr(call, "_LARGE", large)
-        step(convert(model) if large > 1 else model, batch)
+        # Under "full" a stage of Swin keeps its input alone.
+        step(convert(model, "lean" if name == "swin" else "full") if large > 1 else model, batch)
         model.zero_grad(set_to_none=True)
         with SavedBytes(exclude=model.parameters()) as kept:
             found = models.loss_of(model(**batch))
