@@ -21,8 +21,8 @@ from fused_remat import random
 from fused_remat.autograd import deliver, engine, gradients
 from fused_remat.autograd.sides import SideOutputs, sides_of
 from fused_remat.execution import executor
-from fused_remat.execution.observe import CHECKS, OBSERVERS, BlockRun, Functions, is_observed
-from fused_remat.execution.prepare import BlockConfig, Execution
+from fused_remat.execution.observe import CHECKS, OBSERVERS, BlockRun, is_observed
+from fused_remat.execution.prepare import BlockConfig, Execution, Functions
 from fused_remat.graph.graph import Graph
 from fused_remat.policies import EXACT_PRESETS, Policy, kept_names, offload_of
 from fused_remat.steps.collective import in_context_parallel, is_dtensor

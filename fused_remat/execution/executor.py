@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_remat.execution.observe import TRACERS, Functions, is_observed
-from fused_remat.execution.prepare import BlockConfig, Execution
+from fused_remat.execution.observe import TRACERS, is_observed
+from fused_remat.execution.prepare import BlockConfig, Execution, Functions
 from fused_remat.execution.program import text_of
 from fused_remat.graph.graph import sizes
 from fused_remat.graph.schedule import Step
@@ -57,7 +57,8 @@ def forward(
         with autocast_off(x):
             return forward(execution, tensors, functions, watch)
     observed = watch is not None or _is_observed()
-    if not (by_steps or functions or observed or isinstance(execution.programs, str)):
+    special = by_steps or observed or execution.of_steps(functions)
+    if not (special or isinstance(execution.programs, str)):
         program = execution.programs.find("forward", tensors)
         if program is not None:
             run = functools.partial(forward, execution, tensors, by_steps=True)
@@ -128,12 +129,14 @@ def backward(
         with autocast_off(dy):
             return backward(execution, tensors, kept, out, dy, functions, watch, sink, side)
 
+    tensors, functions = execution.rebuilt(tensors, functions)
+
     def steps() -> dict[str, Tensor]:
         *_, grads = _stages(execution, tensors, kept, out, dy, functions, side, watch, sink)
         return grads
 
     special = functions or watch is not None or sink is not None or _is_observed()
-    program, given = None, (*tensors, *kept, out, *_of_sides(execution, side), dy)
+    program, given = None, (*tensors, *kept, out, *execution.of_sides(side), dy)
     if not (special or isinstance(execution.programs, str)):
         program = execution.programs.find("backward", given)
     grads = steps() if program is None else program(given, steps)
@@ -153,20 +156,15 @@ def stages(
 
     Arguments are those of `backward`, without autocast.
     """
+    tensors, functions = execution.rebuilt(tensors, functions)
     arguments = execution, tensors, kept, out, dy, functions, side
     steps = functools.partial(_stages, *arguments, delivers=execution.delivers)
     if not (functions or _is_observed() or isinstance(execution.programs, str)):
-        given = (*tensors, *kept, out, *_of_sides(execution, side), dy)
+        given = (*tensors, *kept, out, *execution.of_sides(side), dy)
         program = execution.programs.find("stages", given)
         if program is not None:
             return program(given, steps)  # type: ignore[no-any-return]
     return steps()
-
-
-def _of_sides(execution: Execution, side: SideGrads) -> Sequence[Tensor | None]:
-    """Return the gradients of side outputs in the order of these."""
-    names = execution.call.graph.side_outputs
-    return [None if side is None else side.get(name) for name in names]
 
 
 def _stages(
@@ -184,9 +182,6 @@ def _stages(
     """Yield gradients by name: those that `delivers` has for each step; then others."""
     observed = watch is not None or _is_observed()
     named = execution.named(tensors)
-    if functions:
-        params = execution.call.graph.params
-        named = {**named, **{name: functions[name]() for name in params if name in functions}}
     this = Pass(execution, named, functions, dy, watch, sink)
     grads: dict[str, Tensor] = {}
     for chunk, steps in _backward_chunks(this, execution, kept, out, dy, grads, side):
@@ -352,14 +347,20 @@ def program_text(execution: Execution, tensors: Sequence[Tensor | None]) -> str:
     text, (out, kept) = text_of(programs, "forward", tensors, steps)
     read = [t if again else None for t, again in zip(tensors, execution.rereads, strict=True)]
     parts = read, kept, out if execution.plan.keeps_output else None, torch.ones_like(out)
+    batch, lengths, widths = execution.chunks.batch, execution.lengths, execution.widths
+    side = {
+        name: out.new_ones((batch, lengths[name], widths[name]), dtype=execution.dtypes[name])
+        for name in execution.call.graph.side_outputs
+    }
 
     def stages() -> Any:
-        grads = _stages(execution, *parts, delivers=execution.delivers)
+        grads = _stages(execution, *parts, side=side, delivers=execution.delivers)
         return grads if execution.delivers else [*grads][-1]
 
     if not execution.needs_grad:
         return text
-    name, given = "stages" if execution.delivers else "backward", (*read, *kept, *parts[2:])
+    given = (*read, *kept, parts[2], *side.values(), parts[3])
+    name = "stages" if execution.delivers else "backward"
     return f"{text}\n{text_of(programs, name, given, stages)[0]}"
 
 

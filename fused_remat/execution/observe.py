@@ -13,11 +13,7 @@ from fused_remat.graph.schedule import Step
 from fused_remat.steps.chunk import Chunk
 
 if TYPE_CHECKING:
-    from fused_remat.execution.prepare import BlockConfig, Execution
-
-#: The caller's own functions: of an activation, or of replays (`steps.replay`). One that has the
-#: name of a tensor of the block makes that tensor again in backward, and the tensor is not kept.
-Functions = Mapping[str, Callable[..., Tensor]]
+    from fused_remat.execution.prepare import BlockConfig, Execution, Functions
 
 
 class BlockRun(NamedTuple):

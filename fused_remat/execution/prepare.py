@@ -11,7 +11,7 @@ import contextlib
 import functools
 import math
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +38,9 @@ from fused_remat.steps.rotary import Rotary
 from fused_remat.steps.streams import Join, Take
 
 Shapes = Sequence[torch.Size | None]
+#: The caller's own functions: of an activation, or of replays (`steps.replay`). One that has the
+#: name of a tensor of the block makes that tensor again in backward, and the tensor is not kept.
+Functions = Mapping[str, Callable[..., Tensor]]
 #: Steps that do nothing but call PyTorch on tensors of the block, and the entries of tables that
 #: they read: an entry of a user may depend on more.
 _REPEATABLE = frozenset((
@@ -143,6 +146,26 @@ class Execution(Layout):
             param = named[name]
             named[name] = None if param is None else param.to(dtype)
         return named
+
+    def of_steps(self, functions: Functions) -> Functions:
+        """Return the functions that steps call, without those that compute tensors of the call."""
+        names = self.call.graph.tensors if functions else ()
+        return {name: run for name, run in functions.items() if name not in names}
+
+    def rebuilt(
+        self, tensors: Sequence[Tensor | None], functions: Functions
+    ) -> tuple[Sequence[Tensor | None], Functions]:
+        """Return the call's tensors with those that functions compute again, and the other functions."""
+        if not functions:
+            return tensors, functions
+        names = zip(self.call.graph.tensors, tensors, strict=True)
+        made = [functions[name]() if name in functions else t for name, t in names]
+        return made, self.of_steps(functions)
+
+    def of_sides(self, grads: Mapping[str, Tensor] | None) -> Sequence[Tensor | None]:
+        """Return the gradients of side outputs in the order of these."""
+        names = self.call.graph.side_outputs
+        return [None if grads is None else grads.get(name) for name in names]
 
     def kept_chunks(self) -> Iterator[tuple[str, int]]:
         """Yield the name and tokens of every kept chunk, in the order of computation."""

@@ -51,6 +51,11 @@ class Schedule:
     tile_backward: tuple[Step, ...]
     tile_gives: tuple[str, ...]  # activations of the group of which tiles compute gradients
 
+    @property
+    def saved(self) -> tuple[str, ...]:
+        """Activations that backward reads, without inputs and output."""
+        return tuple([name for name in self.kept if name not in self.passed])
+
     def steps(self, which: str) -> list[Step]:
         """Return the steps of forward or backward in order, including those that run per tile."""
         outer = self.forward if which == "forward" else self.backward
@@ -240,8 +245,7 @@ def kept_bytes(
     first, widths, lengths = graph.inputs[0], graph.widths(shapes), graph.lengths(shapes)
     batch, dtypes = sizes(shapes[first])[0], graph.dtypes(input_dtypes[first])
     result = {n: math.prod(shapes[n]) * input_dtypes[n].itemsize for n in plan.kept_inputs}
-    kept = [name for name in plan.kept if name not in plan.passed]
-    for name in (*kept, *(("output",) if plan.keeps_output else ())):
+    for name in plan.saved + (("output",) if plan.keeps_output else ()):
         result[name] = batch * lengths[name] * widths[name] * dtypes[name].itemsize
     if "seed" in plan.saved_params:
         result["seed"] = 8

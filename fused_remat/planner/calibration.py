@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from fused_remat.execution import executor
-from fused_remat.execution.observe import TRACERS, Functions
-from fused_remat.execution.prepare import BlockConfig, Execution
+from fused_remat.execution.observe import TRACERS
+from fused_remat.execution.prepare import BlockConfig, Execution, Functions
 from fused_remat.graph.graph import sizes
 from fused_remat.graph.schedule import Step, schedule
 from fused_remat.steps.chunk import Chunk

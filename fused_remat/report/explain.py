@@ -257,7 +257,7 @@ class _Recorder:
         if self._code and not block.code:
             self._is_writing = True
             block.code = "# no program: a function of the caller runs in it"
-            if not run.functions:
+            if not run.execution.of_steps(run.functions):
                 block.code = program_text(run.execution, run.tensors)
             self._is_writing = False
 
@@ -274,7 +274,7 @@ def _explained(chunk: Chunk, name: str) -> BlockExplanation:
     return BlockExplanation(
         name,
         f"{kind}, backend {_backend(chunk)}{dtypes}, {groups}{tiles}",
-        kept=plan.kept_inputs + plan.kept + (("output",) if plan.keeps_output else ()),
+        kept=plan.kept_inputs + plan.saved + (("output",) if plan.keeps_output else ()),
         backward=tuple(_shown(step, chunk) for step in plan.steps("backward")),
     )
 

@@ -20,6 +20,7 @@ class Join(Node):
 
     xs: Inputs
     per_sequence: ClassVar[bool] = True
+    description: ClassVar[tuple[str, str]] = ("copies, one stream after the other", "")
 
     def forward(self, chunk: Chunk, out: Tensor | None = None) -> None:
         y = chunk.empty(self.name) if out is None else out
@@ -48,6 +49,7 @@ class Take(Node):
     after: tuple[str, ...] = ()  # inputs of the block
     per_sequence: ClassVar[bool] = True
     keepable: ClassVar[bool] = False
+    description: ClassVar[tuple[str, str]] = ("a copy of the tokens of one stream", "")
 
     def forward(self, chunk: Chunk, out: Tensor | None = None) -> None:
         part = self._part(chunk, chunk[self.x])

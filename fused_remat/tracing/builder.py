@@ -40,6 +40,8 @@ from fused_remat.tracing.values import (
 Build = Callable[[], str]
 #: Names that mean something else in a block.
 _RESERVED = ("input", "memory", "output", "seed")
+#: Names of the streams of a block's inputs in those of its steps, where both attend together.
+STREAMS = {"input": "image", "memory": "text"}
 #: First site of the dropouts of a traced block.
 _SITE = (1 << 12) + 1
 CASTS = ("to", "float", "type_as", "type", "contiguous", "double", "clone")

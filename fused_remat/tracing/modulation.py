@@ -16,7 +16,8 @@ from fused_remat.steps.linear import Linear
 from fused_remat.steps.modulation import GatedAdd, GatedLinear, ModulatedNorm
 from fused_remat.steps.norm import Norm, shifted
 from fused_remat.steps.residual import Add
-from fused_remat.tracing.builder import Build, Builder
+from fused_remat.steps.streams import Join
+from fused_remat.tracing.builder import STREAMS, Build, Builder
 from fused_remat.tracing.heads import norm_of
 from fused_remat.tracing.program import leaf_value
 from fused_remat.tracing.sizes import Size
@@ -175,9 +176,20 @@ def term(t: Builder, number: int) -> Affine:
     return chain if is_gated or chain.weight == 1 else itself
 
 
+def stream_of(t: Builder, name: str) -> str:
+    """Return the prefix of names of an activation's stream, "" unless both streams attend."""
+    if not any(isinstance(node, Join) for node in t.nodes.values()):
+        return ""
+    while (node := t.nodes.get(name)) is not None:
+        if len(node.tokens) > 1:
+            return ""
+        name = node.tokens[0] if node.tokens else getattr(node, "residual", "") or node.follows
+    return f"{STREAMS[name]}."
+
+
 def added(t: Builder, x: str, residual: str, gate: Term) -> Add:
     """Return the step that adds an activation with a gate, or 1, to the residual."""
-    name = t.unique("mid")
+    name = t.unique(f"{stream_of(t, residual)}mid")
     if gate == 1:
         return Add(name=name, x=x, residual=residual)
     return GatedAdd(name=name, x=x, residual=residual, gate=_param(t, gate, t.widths[x]))

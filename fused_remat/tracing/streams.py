@@ -9,15 +9,12 @@ import torch
 
 from fused_remat.spec import AttentionSpec
 from fused_remat.steps.streams import Join, Take
-from fused_remat.tracing.builder import Build, Builder
+from fused_remat.tracing.builder import STREAMS, Build, Builder
 from fused_remat.tracing.heads import Heads, packed, rotated, rotation
 from fused_remat.tracing.program import Program
 from fused_remat.tracing.replays import sample
 from fused_remat.tracing.sizes import JOINT
 from fused_remat.tracing.values import Op
-
-#: Names of the streams of a block's inputs in those of its steps.
-STREAMS = {"input": "image", "memory": "text"}
 
 
 def join(t: Builder, number: int, op: Op) -> Build | None:
