@@ -35,7 +35,7 @@ from fused_remat.steps.operations import OPERATIONS, Operations
 from fused_remat.steps.replay import Replay
 from fused_remat.steps.residual import Add, DrawMask
 from fused_remat.steps.rotary import Rotary
-from fused_remat.steps.streams import Join, Take
+from fused_remat.steps.streams import Concat, Join, Take
 
 Shapes = Sequence[torch.Size | None]
 #: The caller's own functions: of an activation, or of replays (`steps.replay`). One that has the
@@ -45,7 +45,7 @@ Functions = Mapping[str, Callable[..., Tensor]]
 #: they read: an entry of a user may depend on more.
 _REPEATABLE = frozenset((
     Norm, Linear, Attention, MLPActivation, Add, DrawMask, Rotary, ModulatedNorm, GatedLinear,
-    GatedAdd, Join, Take,
+    GatedAdd, Concat, Join, Take,
 ))  # fmt: skip
 _ENTRIES = (*NORMS.values(), *ACTIVATIONS.values())
 
@@ -155,7 +155,7 @@ class Execution(Layout):
     def rebuilt(
         self, tensors: Sequence[Tensor | None], functions: Functions
     ) -> tuple[Sequence[Tensor | None], Functions]:
-        """Return the call's tensors with those that functions compute again, and the other functions."""
+        """Return the call's tensors with those that functions compute, and others of these."""
         if not functions:
             return tensors, functions
         names = zip(self.call.graph.tensors, tensors, strict=True)

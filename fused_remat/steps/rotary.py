@@ -179,7 +179,8 @@ def _scale(heads: Tensor, call: RotaryTables) -> None:
 def _normed(heads: Tensor, call: RotaryTables) -> tuple[Tensor, Tensor]:
     """Return heads * rstd and rstd = (mean(heads**2) + eps) ** -0.5 over the width."""
     wide = heads.to(torch.promote_types(heads.dtype, torch.float32))
-    rstd = wide.square().mean(-1, keepdim=True).add_(call.eps).rsqrt_()
+    norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    rstd = norm.square_().div_(wide.shape[-1]).add_(call.eps).rsqrt_()
     return wide * rstd, rstd
 
 
@@ -210,6 +211,13 @@ def _rotate(
     cos, sin = cos.to(dtype), sin.to(dtype)
     interleaved = call.spec.rotary is not None and call.spec.rotary.interleaved
     x, y = heads[..., :rotated], out[..., :rotated]
+    if interleaved and x.dtype is dtype and _are_complex(x):
+        turn = torch.complex(cos, -sin if back else sin)
+        into = torch.view_as_complex(y.unflatten(-1, (-1, 2))) if _are_complex(y) else None
+        made = torch.mul(torch.view_as_complex(x.unflatten(-1, (-1, 2))), turn, out=into)
+        if into is None:
+            y.copy_(torch.view_as_real(made).flatten(-2))
+        return
     x = x.to(dtype, copy=in_place)
     both = torch.repeat_interleave(cos, 2, -1) if interleaved else torch.cat([cos, cos], -1)
     turned = torch.mul(x, both, out=y if y.dtype is dtype else None)
@@ -219,6 +227,13 @@ def _rotate(
     y2.addcmul_(x1, sin, value=-sign)
     if turned is not y:
         y.copy_(turned)
+
+
+def _are_complex(x: Tensor) -> bool:
+    """Return whether adjacent pairs of x may be seen as complex numbers."""
+    *strides, last = x.stride()
+    is_even = not any(n % 2 for n in (*strides, x.storage_offset()))
+    return is_even and last == 1 and x.dtype in (torch.float32, torch.float64)
 
 
 def _of_tokens(table: Tensor, call: RotaryTables, rows: int) -> Tensor:

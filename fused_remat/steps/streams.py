@@ -1,14 +1,15 @@
-"""Two streams of tokens: their concatenation in each sequence, and one of them out of it."""
+"""Activations side by side: two streams of tokens in each sequence, or columns of each token."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+import torch
 from torch import Tensor
 
-from fused_remat.steps.node import Input, Inputs, Node
+from fused_remat.steps.node import Input, Inputs, Node, Shapes
 
 if TYPE_CHECKING:
     from fused_remat.steps.chunk import Chunk
@@ -39,6 +40,26 @@ class Join(Node):
         lengths = chunk.owner.execution.lengths
         whole = y.view(-1, lengths[self.name], y.shape[-1])
         return whole.split_with_sizes([lengths[name] for name in self.xs], 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Concat(Node):
+    """name = the columns of each of `xs`, side by side."""
+
+    xs: Inputs
+    description: ClassVar[tuple[str, str]] = ("copies, side by side", "")
+
+    def width(self, widths: Mapping[str, int], shapes: Shapes) -> int:
+        return sum([widths[name] for name in self.xs])
+
+    def forward(self, chunk: Chunk, out: Tensor | None = None) -> None:
+        chunk.put(self.name, torch.cat([chunk[name] for name in self.xs], 1, out=out))
+
+    def backward(self, chunk: Chunk, dy: Tensor, owned: bool, needs_grad: Collection[str]) -> None:
+        widths = [chunk.owner.widths[name] for name in self.xs]
+        for name, part in zip(self.xs, dy.split_with_sizes(widths, 1), strict=True):
+            if name in needs_grad:
+                chunk.add_grad(name, part.contiguous(), True)
 
 
 @dataclass(frozen=True, kw_only=True)

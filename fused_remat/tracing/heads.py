@@ -170,8 +170,9 @@ def _joined(
     (source, *others) = dict.fromkeys(part.source for part in parts)
     columns = [*itertools.chain(*[part.columns for part in parts])]
     if not others:
-        every = [*range(t.widths[source])]
-        if columns != every and not (any_order and sorted(columns) == every):
+        every, first = [*range(t.widths[source])], columns[0]
+        is_span = columns == [*range(first, first + len(columns))]
+        if not is_span and not (any_order and sorted(columns) == every):
             return None
         if columns != every:
             source = add_columns(t, name, source, t.programs[names[0]].sources[0], columns)

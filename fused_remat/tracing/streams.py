@@ -8,21 +8,26 @@ from typing import Any
 import torch
 
 from fused_remat.spec import AttentionSpec
-from fused_remat.steps.streams import Join, Take
+from fused_remat.steps.streams import Concat, Join, Take
 from fused_remat.tracing.builder import STREAMS, Build, Builder
 from fused_remat.tracing.heads import Heads, packed, rotated, rotation
 from fused_remat.tracing.program import Program
 from fused_remat.tracing.replays import sample
 from fused_remat.tracing.sizes import JOINT
-from fused_remat.tracing.values import Op
+from fused_remat.tracing.values import Op, Opaque
 
 
 def join(t: Builder, number: int, op: Op) -> Build | None:
-    """Trace a concatenation of the tokens of both streams."""
+    """Trace a concatenation of the tokens of both streams, or of columns."""
     layout, parts = t.layout(number), [*op.args, *op.kwargs.values()][0]
-    if layout is None or layout.names[-1:] != (JOINT,) or not all(map(t.live, parts)):
+    if layout is None or not all(map(t.live, parts)):
         return None
     layouts = [t.layout(part.index) for part in parts]
+    names = {of.names for of in layouts if of is not None and of.is_last}
+    if layout.is_last and None not in layouts and names == {layout.names}:
+        return lambda: _concat(t, op, [t.build(part.index) for part in parts])
+    if layout.names[-1:] != (JOINT,):
+        return None
     if len(parts) != 2 or None in layouts or len({of.names for of in layouts if of}) < 2:
         return None
     if any(of.features != layout.features for of in layouts if of):
@@ -34,6 +39,14 @@ def join(t: Builder, number: int, op: Op) -> Build | None:
         return t.add(Join(name=t.unique(f"{op.inside}.joined"), xs=xs, tokens=tuple(of)))
 
     return build
+
+
+def _concat(t: Builder, op: Op, xs: list[str]) -> str:
+    if len({*xs}) < len(xs):
+        raise Opaque(op.inside, "it reads one activation several times, side by side")
+    name = t.add(Concat(name=t.unique(f"{op.inside}.cat"), xs=tuple(xs)))
+    t.widths[name] = sum(t.widths[x] for x in xs)
+    return name
 
 
 def take(t: Builder, number: int, op: Op) -> Build | None:
