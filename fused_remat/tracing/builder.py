@@ -112,15 +112,16 @@ class Builder:
             if heads is not None:
                 return heads
         batch = ["B"] if "B" in sizes else []
-        names = LENGTHS if "S" in sizes and "M" in sizes else LENGTHS[:1] if "S" in sizes else ()
-        choices = [[*batch, name] for name in names] or [batch]
+        names = [name for name in ("S", "M") if name in sizes]
+        choices = [[*batch, name] for name in (*names, *[JOINT] * (len(names) == 2))]
+        choices += [batch] * ("S" not in sizes)
         layouts = (layout_of(shape, names, self.tokens) for names in choices)
         return next(filter(None, layouts), None)
 
     def tokens_of(self, layout: Layout) -> tuple[str, ...]:
         """Return the inputs of the block of whose tokens an activation is made."""
-        names = {"S": ("input",), "M": ("memory",), JOINT: ("input", "memory")}
-        return names.get(layout.names[-1], ()) if layout.names else ()
+        names = {"M": ("memory",), JOINT: ("input", "memory")}
+        return names.get((layout.names or ("",))[-1], ("input",))
 
     def counts(self, size: Any, names: Sequence[str]) -> bool:
         """Return whether a size is the number of tokens of a sequence, by the `names` of both."""

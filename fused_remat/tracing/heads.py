@@ -16,6 +16,7 @@ from fused_remat.spec import AttentionSpec, NormSpec, RotarySpec
 from fused_remat.steps.linear import Linear
 from fused_remat.steps.replay import Replay
 from fused_remat.steps.rotary import Rotary, RotaryTables, rotary_fwd
+from fused_remat.steps.streams import Concat
 from fused_remat.tracing.builder import Builder
 from fused_remat.tracing.program import Program, leaf_value
 from fused_remat.tracing.replays import add_columns, columns_of, run, sample
@@ -79,7 +80,13 @@ def packed(
     q, k, v = (_part(t, name) for name in names)
     if q is None or k is None:
         return *names, spec
-    found = None if q.rest is None or k.rest is None else rotation(t, q.rest, k.rest, spec)
+    found, of_heads = None, spec
+    if q.rest is not None and k.rest is not None:
+        found = rotation(t, q.rest, k.rest, spec)
+        if found is None and spec.num_heads == spec.num_kv_heads:  # with a table for each head
+            width = spec.num_heads * spec.head_dim
+            of_heads = replace(spec, num_heads=1, num_kv_heads=1, head_dim=width)
+            found = rotation(t, q.rest, k.rest, of_heads)
     with_values = v is not None and v.rest is None
     if found is None and (q.rest or k.rest or not with_values):
         return *names, spec
@@ -88,12 +95,23 @@ def packed(
         parts = [q, k, v] if with_values else _split(t, f"{inside}.qk", names, q, k, v)
     name, is_rotated = f"{inside}.qkv", found is not None
     qkv = _joined(t, name, names[: len(parts)], parts, any_order=is_rotated)
+    every = [[*part.columns] == [*range(t.widths[part.source])] for part in (q, k)]
+    if qkv is None and found is not None and all(every) and _aligned(q, k):
+        with_values = False
+        qkv = t.add(Concat(name=t.unique(f"{inside}.qk"), xs=(q.source, k.source)))
+        t.remove(*names[:2])
     if qkv is None:
         return *names, spec
     if found is None:
         return qkv, qkv, qkv, spec
-    spec, name = rotated(t, inside, qkv, found, with_values)
+    rotated_spec, name = rotated(t, inside, qkv, found, with_values)
+    spec = rotated_spec if of_heads is spec else spec
     return name, name, name if with_values else names[2], spec
+
+
+def _aligned(q: _Part, k: _Part) -> bool:
+    """Return whether queries and keys are of the same tokens."""
+    return q.rest is not None and k.rest is not None and q.rest.layout == k.rest.layout
 
 
 def rotated(

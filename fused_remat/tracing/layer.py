@@ -68,8 +68,8 @@ _OWN = (*NOTES, "_policy", "_backend", "_accumulate_into", "_is_hf_initialized")
 _UNTRACED = Graph("untraced", (Add(name="output", x="input"),), ())
 _tracing = threading.RLock()
 #: Sizes of a call for any of which a layer is traced, the first dimension's first; then for a batch
-#: of one alone, and at last for this length alone.
-SIZES = (("B", "S", "M"), ("S", "B", "M"), ("1", "S", "M"), ("B",))
+#: of one alone, and at last for this length of the input alone.
+SIZES = (("B", "S", "M"), ("S", "B", "M"), ("1", "S", "M"), ("B", "M"))
 
 
 @dataclass

@@ -23,7 +23,7 @@ from fused_remat.steps.residual import Add, DrawMask
 from fused_remat.tracing import attention, mixture, modulation, streams
 from fused_remat.tracing.builder import CASTS, Build, Builder
 from fused_remat.tracing.heads import norm_of
-from fused_remat.tracing.replays import replay
+from fused_remat.tracing.replays import region, replay
 from fused_remat.tracing.values import ADD, MATMUL, MULTIPLY, Op, Ref, refs
 
 _TRANSPOSES = ("t", "get", "transpose", "swapaxes")
@@ -221,6 +221,11 @@ def _terms(t: Builder, number: int) -> list[int] | None:
         return None
     if layout.width > t.widths["input"]:  # within an activation
         return None
+    products = [t.producer(t.source(arg)) for arg in args]
+    if all(product is not None and product.kind in MULTIPLY for product in products):
+        _, sources, _ = region(t, (number,), op.inside)
+        if len(sources) == 1 and sources[0] not in args:  # a function of one activation
+            return None
     inner = [_terms(t, arg) if t.uses.count(arg) == 1 else None for arg in args]
     return [n for arg, terms in zip(args, inner, strict=True) for n in terms or [arg]]
 

@@ -67,12 +67,13 @@ def take(t: Builder, number: int, op: Op) -> Build | None:
     after = [key for key, part in parts.items() if torch.equal(part.flatten(0, 1), y)]
     if not after:
         return None
-    return lambda: t.add(
-        Take(
-            name=t.unique(f"{STREAMS[own[0]]}.{op.inside}".rstrip(".")),
-            x=t.build(read[0]), after=after[0], tokens=own,
-        )
-    )  # fmt: skip
+
+    def build() -> str:
+        joint = t.build(read[0])
+        name = t.unique(f"{STREAMS[own[0]]}.{op.inside}".rstrip("."))
+        return t.add(Take(name=name, x=joint, after=after[0], tokens=own))
+
+    return build
 
 
 def other(stream: tuple[str, ...]) -> tuple[str, ...]:
