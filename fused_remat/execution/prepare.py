@@ -30,7 +30,7 @@ from fused_remat.steps.linear import Linear
 from fused_remat.steps.mixture import ExpertsDown
 from fused_remat.steps.modulation import GatedAdd, GatedLinear, ModulatedNorm
 from fused_remat.steps.node import Node
-from fused_remat.steps.norm import NORMS, Norm
+from fused_remat.steps.norm import NORMS, HeadNorm, Norm
 from fused_remat.steps.operations import OPERATIONS, Operations
 from fused_remat.steps.replay import Replay
 from fused_remat.steps.residual import Add, DrawMask
@@ -45,7 +45,7 @@ Functions = Mapping[str, Callable[..., Tensor]]
 #: they read: an entry of a user may depend on more.
 _REPEATABLE = frozenset((
     Norm, Linear, Attention, MLPActivation, Add, DrawMask, Rotary, ModulatedNorm, GatedLinear,
-    GatedAdd, Concat, Join, Take,
+    GatedAdd, HeadNorm, Concat, Join, Take,
 ))  # fmt: skip
 _ENTRIES = (*NORMS.values(), *ACTIVATIONS.values())
 

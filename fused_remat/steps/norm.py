@@ -269,3 +269,41 @@ class Norm(Node):
             chunk.add_param_grad(self.weight, dweight)
         if dbias is not None:
             chunk.add_param_grad(self.bias, dbias)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadNorm(Norm):
+    """A norm over the width of each head; its statistics are computed again, not kept."""
+
+    heads: int
+
+    @functools.cached_property
+    def stats(self) -> tuple[str, ...]:
+        return ()
+
+    def forward(self, chunk: Chunk, out: Tensor | None = None) -> None:
+        x = chunk[self.x]
+        into = None if out is None else self._by_head(out)
+        affine = chunk.param(self.weight), chunk.param(self.bias)
+        y, *_ = chunk.ops[norm_fwd](self.spec, self._by_head(x), *affine, into)
+        chunk.put(self.name, y.view(x.shape))
+
+    def backward(self, chunk: Chunk, dy: Tensor, owned: bool, needs_grad: Collection[str]) -> None:
+        x, affine = chunk[self.x], (chunk.param(self.weight), chunk.param(self.bias))
+        marks = (self.x in needs_grad, self.weight in needs_grad, self.bias in needs_grad)
+        by_head = self._by_head(x)
+        _, *stats = chunk.ops[norm_fwd](self.spec, by_head, *affine)
+        dx, *others = chunk.ops[norm_bwd](
+            self.spec, self._by_head(dy), by_head, tuple(stats), affine[0], marks
+        )
+        if dx is not None:
+            chunk.add_grad(self.x, dx.view(x.shape), owned=True)
+        for name, grad in zip((self.weight, self.bias), others, strict=True):
+            if grad is not None:
+                chunk.add_param_grad(name, grad)
+
+    def needs(self, needs_grad: Collection[str]) -> tuple[str, ...]:
+        return (self.x,)
+
+    def _by_head(self, x: Tensor) -> Tensor:
+        return x.reshape(len(x) * self.heads, -1)

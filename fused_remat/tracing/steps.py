@@ -18,7 +18,7 @@ from fused_remat.steps.activation import ACTIVATIONS, MLPActivation
 from fused_remat.steps.dora import Dora
 from fused_remat.steps.linear import Linear
 from fused_remat.steps.low_rank import LowRank
-from fused_remat.steps.norm import Norm
+from fused_remat.steps.norm import HeadNorm, Norm
 from fused_remat.steps.residual import Add, DrawMask
 from fused_remat.tracing import attention, mixture, modulation, streams
 from fused_remat.tracing.builder import CASTS, Build, Builder
@@ -103,12 +103,20 @@ def _norm(t: Builder, number: int, op: Op) -> Build | None:
     if spec is None or not t.live(x) or t.live(weight) or t.live(bias):
         return None
     layout = t.layout(number)
-    if layout is None or not layout.is_last or layout != t.layout(x.index):
+    if layout is None or layout != t.layout(x.index):
+        return None
+    # RMS norms of heads are a part of the step that rotates them.
+    is_of_heads = spec.kind == "layer_norm" and len(layout.features) == 2
+    if not (layout.is_last or is_of_heads):
         return None
 
     def build() -> str:
         input, w, b = t.build(x.index), _param(t, weight), _param(t, bias)
-        return t.add(Norm(name=t.unique(op.inside or "norm"), x=input, weight=w, bias=b, spec=spec))
+        name = t.unique(op.inside or "norm")
+        if layout.is_last:
+            return t.add(Norm(name=name, x=input, weight=w, bias=b, spec=spec))
+        heads = layout.features[0]
+        return t.add(HeadNorm(name=name, x=input, weight=w, bias=b, spec=spec, heads=heads))
 
     return build
 

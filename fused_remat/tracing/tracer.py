@@ -17,7 +17,7 @@ from fused_remat.steps.activation import MLPActivation
 from fused_remat.steps.attention import Attention
 from fused_remat.steps.linear import Linear
 from fused_remat.steps.node import Node
-from fused_remat.steps.norm import Norm
+from fused_remat.steps.norm import HeadNorm, Norm
 from fused_remat.steps.replay import Replay
 from fused_remat.steps.residual import Add, DrawMask
 from fused_remat.steps.rotary import Rotary
@@ -248,7 +248,7 @@ def _heads(nodes: Mapping[str, Node], name: str) -> list[str]:
     node = nodes.get(name)
     if isinstance(node, Join) or (isinstance(node, Rotary) and isinstance(nodes[node.x], Join)):
         return [source for x in node.inputs for source in _heads(nodes, x)]
-    needs = node.needs(node.inputs) if isinstance(node, (Replay, Rotary)) else ()
+    needs = node.needs(node.inputs) if isinstance(node, (HeadNorm, Replay, Rotary)) else ()
     return [needs[0] if len(needs) == 1 and needs[0] in nodes else name]
 
 
@@ -264,7 +264,7 @@ def _with_roles(nodes: list[Node]) -> list[Node]:
         if isinstance(node, MLPActivation):
             for name in filter(None, (node.gate, node.up)):
                 roles.setdefault(name, "hidden")
-        x = by_name.get(node.x) if isinstance(node, Norm) else None
+        x = by_name.get(node.x) if isinstance(node, Norm) and node.stats else None
         if x is not None and x.name not in residuals:
             residual = getattr(x, "residual", "")
             if (residual and x.name != "output") or (
