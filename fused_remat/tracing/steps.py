@@ -330,6 +330,7 @@ STEPS: Mapping[str, Callable[[Builder, int, Op], Build | None]] = {
     "scaled_dot_product_attention": attention.from_call,
     **dict.fromkeys(("cat", "concat", "concatenate"), streams.join),
     **dict.fromkeys(("getitem", "narrow", "split", "split_with_sizes", "chunk"), streams.take),
+    "setitem": streams.assigned,
     **dict.fromkeys(ADD, _sum),
     **dict.fromkeys(MULTIPLY, lambda t, n, op: _product(t, n, op) or modulation.norm(t, n)),
     **dict.fromkeys(CASTS, _cast),

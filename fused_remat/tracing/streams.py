@@ -8,6 +8,10 @@ from typing import Any
 import torch
 
 from fused_remat.spec import AttentionSpec
+from fused_remat.steps.activation import MLPActivation
+from fused_remat.steps.linear import Linear
+from fused_remat.steps.modulation import GatedAdd
+from fused_remat.steps.norm import HeadNorm
 from fused_remat.steps.streams import Concat, Join, Take
 from fused_remat.tracing.builder import STREAMS, Build, Builder
 from fused_remat.tracing.heads import Heads, packed, rotated, rotation
@@ -74,6 +78,75 @@ def take(t: Builder, number: int, op: Op) -> Build | None:
         return t.add(Take(name=name, x=joint, after=after[0], tokens=own))
 
     return build
+
+
+def assigned(t: Builder, number: int, op: Op) -> Build | None:
+    """Trace an assignment to the tokens of one stream among those of both."""
+    layout, read = t.layout(number), [n for n in op.reads if n in t.recording.live]
+    layouts = [known for n in read if (known := t.layout(n)) is not None]
+    if layout is None or layout.names[-1:] != (JOINT,) or len(layouts) != 2 or len(read) != 2:
+        return None
+    if layouts[0].names != layout.names or layouts[1].names == layout.names:
+        return None
+    pairs, own = tuple(zip(read, layouts, strict=True)), t.tokens_of(layouts[1])
+    if {of.width for of in layouts} != {layout.width} or not layouts[1].names[:-1]:
+        return None
+    y, (x, value), _ = sample(t, Program((op,), pairs, (), number, layout))
+    batch = t.recording.sizes[layout.names[0]]
+    x, value, y = (part.view(batch, -1, layout.width) for part in (x, value, y))
+    tokens = value.shape[1]
+    if torch.equal(torch.cat([x[:, :-tokens], value], 1), y):
+        order = (*other(own), *own)
+    elif torch.equal(torch.cat([value, x[:, tokens:]], 1), y):
+        order = (*own, *other(own))
+    else:
+        return None
+
+    def build() -> str:
+        base, new, rest = t.build(read[0]), t.build(read[1]), other(own)
+        after = () if order[0] == rest[0] else own
+        name = t.unique(f"{STREAMS[rest[0]]}.{op.inside}".rstrip("."))
+        old = t.add(Take(name=name, x=base, after=after, tokens=rest))
+        xs = (old, new) if order[0] == rest[0] else (new, old)
+        return t.add(Join(name=t.unique(f"{op.inside}.joined"), xs=xs, tokens=order))
+
+    return build
+
+
+def split_streams(t: Builder) -> None:
+    """Compute each stream alone where only steps of one stream read a result of both.
+
+    The sums after these then apply a gate without their product.
+    """
+    nodes = t.nodes
+    users = {name: [n for n in nodes.values() if name in n.inputs] for name in nodes}
+    kinds = (Linear, MLPActivation, HeadNorm)
+
+    def is_alone(name: str) -> bool:
+        node = nodes[name]
+        plain = type(node) in kinds and not (node.masks or getattr(node, "residual", ""))
+        others = [user for user in users[name] if not isinstance(user, Take)]
+        return plain and all(is_alone(user.name) for user in others)
+
+    def of_stream(name: str, take: Take, made: str) -> str:
+        """Return the step that computes a stream's part of an activation; `made`: its name."""
+        node, stream = nodes[name], take.tokens[0]
+        if isinstance(node, Join) and not made:
+            return node.xs[node.tokens.index(stream)]
+        made = made or t.unique(f"{STREAMS[stream]}.{name}")
+        if not is_alone(name):
+            return t.add(replace(take, name=made, x=name))
+        given = {field: getattr(node, field, "") for field in ("x", "up", "gate")}
+        inputs: dict[str, Any] = {f: of_stream(x, take, "") for f, x in given.items() if x}
+        if isinstance(node, Linear):
+            inputs["updates"] = tuple([replace(u, low=f"{made}.{u.low}") for u in node.updates])
+        return t.add(replace(node, name=made, **inputs))
+
+    gated = {n.x for n in nodes.values() if isinstance(n, GatedAdd)}
+    for take in [n for n in nodes.values() if isinstance(n, Take) and n.name in gated]:
+        if is_alone(take.x):
+            of_stream(take.x, take, take.name)
+    t.remove(*[name for name in reversed([*nodes]) if users.get(name)])
 
 
 def other(stream: tuple[str, ...]) -> tuple[str, ...]:

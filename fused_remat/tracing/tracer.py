@@ -29,6 +29,7 @@ from fused_remat.tracing.quantized import check_reads
 from fused_remat.tracing.replays import HEAVY, columns_of, replay
 from fused_remat.tracing.sizes import Size
 from fused_remat.tracing.steps import STEPS
+from fused_remat.tracing.streams import split_streams
 from fused_remat.tracing.values import Op, Ref, Untraceable, map_tree, ops_for, refs
 
 #: Operations whose results are parts of their input, next to each other.
@@ -57,6 +58,7 @@ class Tracer(Builder):
             last = replace(last, function="output")
             self.programs["output"] = self.programs.pop(name)
         self.nodes["output"] = last
+        split_streams(self)
         _split_linears(self)
         _join_sums(self)
         nodes = _with_roles(_ordered(self.nodes, sides))
