@@ -123,7 +123,7 @@ def split_streams(t: Builder) -> None:
     kinds = (Linear, MLPActivation, HeadNorm)
 
     def is_alone(name: str) -> bool:
-        node = nodes[name]
+        node: Any = nodes[name]
         plain = type(node) in kinds and not (node.masks or getattr(node, "residual", ""))
         others = [user for user in users[name] if not isinstance(user, Take)]
         return plain and all(is_alone(user.name) for user in others)
