@@ -158,7 +158,7 @@ def exact(value: Any, seen: dict[int, Any]) -> Any:
     parts = parts_of(value)
     if isinstance(value, (set, frozenset)):
         parts.sort(key=repr)
-    if is_container or parts:
+    if is_container or parts or kind.__basicsize__ == _Stateless.__basicsize__:
         return weakref.ref(kind), *[exact(part, seen) for part in parts]
     return _Identity(value)
 
@@ -172,6 +172,10 @@ def parts_of(value: Any) -> list[Any]:
         return [*value]
     pairs = value if isinstance(value, dict) else attributes(value)
     return [*itertools.chain(*pairs.items())]
+
+
+class _Stateless:
+    """A class whose objects have the size of those that hold attributes alone."""
 
 
 class _Identity:

@@ -410,6 +410,21 @@ class ItemOfBuffer(Layer):
         return self.mlp(x) * self.scale.item()
 
 
+class Processor:
+    """An object without attributes, of which each layer has its own, as in diffusers."""
+
+    def __call__(self, layer: Layer, x: Tensor) -> Tensor:
+        return layer.mlp(x)
+
+
+class Processed(Layer):
+    def set_up(self, index: int) -> None:
+        self.processor = Processor()
+
+    def branch(self, x: Tensor) -> Tensor:
+        return self.processor(self, x)
+
+
 class HeldByForward(Layer):
     """As accelerate replaces the forward of a submodule."""
 

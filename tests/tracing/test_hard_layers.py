@@ -362,9 +362,9 @@ def test_a_reason_is_one_sentence_without_the_sizes_of_trials(name, reason):
     assert not any(f"'{size}'" in found for size in "BSM"), found
 
 
-@pytest.mark.parametrize("name", ["Factor", "Counting", "ItemOfBuffer"])
-def test_traces_are_bounded(name, monkeypatch):
-    """Of 30 steps, between which a number is another."""
+@pytest.fixture
+def traces(monkeypatch):
+    """A list with an item for each trace."""
     traces, trace_call = [], layer_module.trace_call
 
     def counted(*args, **kwargs):
@@ -372,6 +372,17 @@ def test_traces_are_bounded(name, monkeypatch):
         return trace_call(*args, **kwargs)
 
     monkeypatch.setattr(layer_module, "trace_call", counted)
+    return traces
+
+
+def test_layers_with_an_object_each_share_a_trace(traces):
+    compare(*pair(hard.Processed), x_of())
+    assert len(traces) == 1
+
+
+@pytest.mark.parametrize("name", ["Factor", "Counting", "ItemOfBuffer"])
+def test_traces_are_bounded(name, traces):
+    """Of 30 steps, between which a number is another."""
     calls: list = []
     for i in range(30):
         calls.append((*x_of(), 0.1 * i + 0.01) if name == "Factor" else x_of())
