@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import functools
 import inspect
 from collections.abc import Callable, Mapping
@@ -57,6 +58,8 @@ class ConvertedLayer(Replaced, FusedLayer):
 
     #: Names of the positional arguments of its forward; empty if some cannot be passed by name.
     positional: ClassVar[tuple[str, ...]]
+    #: Whether its forward takes further positional arguments, and does not use them.
+    _drops_rest: ClassVar[bool] = False
     _owner = "its own"
 
     @property
@@ -103,6 +106,7 @@ class ConvertedLayer(Replaced, FusedLayer):
         return next((n for n in numbers if isinstance(n, int)), 0)
 
     def _named(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
+        args = args[: len(self.positional)] if self._drops_rest else args
         arguments = dict(zip(self.positional, args, strict=False))
         named = {**arguments, **kwargs}
         fits = len(args) <= len(self.positional) and len(named) == len(arguments) + len(kwargs)
@@ -296,6 +300,7 @@ def class_of(stock: type[nn.Module], base: type[Converted], **more: Any) -> type
             **{name: getattr(stock, name) for name in ("__module__", "__qualname__", "__doc__")},
             "stock": stock,
             "positional": tuple(names) if by_name else (),
+            "_drops_rest": _drops_rest(stock.forward),
             "forward": _forward(stock),
             **more,
         }
@@ -328,6 +333,14 @@ def _forward(stock: type[nn.Module]) -> Callable[..., Any]:
         return self._call(**arguments)
 
     return forward
+
+
+def _drops_rest(forward: Callable[..., Any]) -> bool:
+    params = inspect.signature(forward, follow_wrapped=False).parameters.values()
+    rest = [p.name for p in params if p.kind is p.VAR_POSITIONAL]
+    code = getattr(forward, "__code__", None)
+    used = [step.argval for step in dis.get_instructions(code)] if rest and code else rest
+    return bool(rest) and rest[0] not in used
 
 
 def _caches(arguments: Mapping[str, Any]) -> dict[str, Any]:
