@@ -26,7 +26,7 @@ EXPECTED = {
     "auraflow": {"converted": 2},
     "wan": {"converted": 2},
     "wan_ti2v": {"converted": 2},
-    "hunyuan_video": {"converted": 2},
+    "hunyuan_video": {"converted": 6},
     "ltx": {"converted": 2},
     "pixart": {"converted": 2},
     "lumina2": {"converted": 6},

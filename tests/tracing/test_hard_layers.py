@@ -375,6 +375,14 @@ def traces(monkeypatch):
     return traces
 
 
+@pytest.mark.parametrize("name", ["UnusedArguments", "AnyArguments"])
+def test_further_arguments(name):
+    stock, model = pair(getattr(hard, name))
+    compare(stock, model, (*x_of(), None), (*x_of(s=7), None, None))
+    state = "converted" if name == "UnusedArguments" else "checkpointed"
+    assert [kind.state for kind in conversion(model)] == [state]
+
+
 def test_layers_with_an_object_each_share_a_trace(traces):
     compare(*pair(hard.Processed), x_of())
     assert len(traces) == 1
