@@ -92,9 +92,12 @@ def convert(
     converted: list[FusedLayer] = []
     try:
         for module in filter(_check_unpatched, layers[::every]):
+            own = vars(module).pop("forward", None)
             module.__class__ = LAYERS.get(type(module)) or converted_class(module)
             assert isinstance(module, FusedLayer)
             converted.append(module)
+            if getattr(own, "__func__", own) not in (None, module.stock.forward):  # but a hook's
+                vars(module)["_replaced_forward"] = own
             module._set_options(policy, backend, accumulate_into)
             record = record_of(module)
             record.path, record.warned = paths[module], warned
@@ -221,7 +224,7 @@ def _no_layers_message(model: nn.Module) -> str:
 def _check_unpatched(layer: nn.Module) -> bool:
     """Return whether a layer has no attribute that a fused layer would hide; warn if it has."""
     own, name = {**vars(layer), **layer._modules, **layer._parameters}, type(layer).__name__
-    hidden = ("forward", "policy", "backend", "accumulate_into", "last_trace")
+    hidden = ("policy", "backend", "accumulate_into", "last_trace")
     patched = [n for n in hidden if n in own]
     if patched:
         warn(f"convert did not convert a layer of class {name}: {name}.{patched[0]} was replaced")
@@ -254,6 +257,8 @@ def _revert_one(layer: nn.Module) -> None:
     own = ("_policy", "_backend", "_accumulate_into")
     for name in (*own, "loss_head", "loss_backend", "loss_grad_in_forward", *NOTES):
         layer.__dict__.pop(name, None)
+    if "_replaced_forward" in vars(layer):
+        layer.forward = vars(layer).pop("_replaced_forward")
 
 
 HeadState = Literal["fused", "bypassed", "not called", "not requested"]

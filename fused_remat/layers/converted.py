@@ -193,7 +193,7 @@ class ConvertedLayer(Replaced, FusedLayer):
     def _stock_forward(self, **arguments: Any) -> Any:
         args = [value for name, value in arguments.items() if name.isdigit()]  # of `_forward`
         named = {name: value for name, value in arguments.items() if not name.isdigit()}
-        return self.stock.forward(self, *args, **named)
+        return self._stock(*args, **named)
 
     def _why_kept(self, reason: Reason, arguments: Mapping[str, Any]) -> tuple[str, str] | None:
         if self._why_cached(arguments) and not getattr(self, "_can_checkpoint_with_cache", False):
@@ -319,7 +319,7 @@ def _forward(stock: type[nn.Module]) -> Callable[..., Any]:
         named = self._named(args, kwargs)
         if named is None:
             if is_traced():
-                return self.stock.forward(self, *args, **kwargs)
+                return self._stock(*args, **kwargs)
             if torch.compiler.is_compiling():
                 from fused_remat.autograd import graph_break
 

@@ -48,6 +48,8 @@ _OBSERVERS = (
     "torch.utils.flop_counter",
     "torch.distributed.tensor.debug._comm_mode",
 )
+#: Why a layer or a submodule cannot be part of a block; hooks of diffusers move or cast weights.
+REPLACED = "forward was replaced by a hook, which a block would not call"
 #: Module of transformers' recorders, hooks that act only while a model returns their outputs.
 RECORDERS = "transformers.utils.output_capturing"
 #: The one of these outputs that a block returns.

@@ -20,7 +20,7 @@ from fused_remat.execution.observe import DECISIONS
 from fused_remat.graph.graph import Graph
 from fused_remat.graph.precision import mixed_precision
 from fused_remat.layers import fallback
-from fused_remat.layers.eligibility import Reason, parameters_of, wants_grad
+from fused_remat.layers.eligibility import REPLACED, Reason, parameters_of, wants_grad
 from fused_remat.layers.read import BlockInputs, LayerMap, read_block
 from fused_remat.layers.record import NOTES, listed, record_of, warn, warn_compiled
 from fused_remat.policies import LONG_SEQUENCE, Policy, advice, kept_names
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 Layer = TypeVar("Layer", bound="FusedLayer")
 
+_HOOKED = Reason(f"its {REPLACED}")
 TRACED = Reason("the call is exported, transformed or traced", quiet=True)
 
 
@@ -101,6 +102,14 @@ class FusedLayer(nn.Module):
     def _set_options(self, policy: str | Policy, backend: str, accumulate_into: str | None) -> None:
         self.policy, self.backend, self.accumulate_into = policy, backend, accumulate_into
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        forwards = (self.stock.forward, type(self).forward) if name == "forward" else ()
+        if getattr(value, "__func__", None) in forwards:  # a hook is removed
+            for own in ("forward", "_replaced_forward"):
+                vars(self).pop(own, None)
+            return
+        super().__setattr__(name, value)
+
     def __getstate__(self) -> dict[str, Any]:
         state: Any = super().__getstate__()
         return {n: value for n, value in state.items() if n not in NOTES}
@@ -170,7 +179,7 @@ class FusedLayer(nn.Module):
         elif record is not None and record.failure:
             inputs = Reason(record.failure)
         elif parallel is None:
-            inputs = self._read(**arguments)
+            inputs = self._inputs(arguments)
         else:
             inputs = parallel.read(self, arguments)
         if isinstance(inputs, Reason):
@@ -259,6 +268,9 @@ class FusedLayer(nn.Module):
         arguments = {name: value for name, value in bound.arguments.items() if name != "self"}
         return self._unsupported_reason(**arguments)
 
+    def _inputs(self, arguments: Mapping[str, Any]) -> BlockInputs | Reason:
+        return _HOOKED if "_replaced_forward" in vars(self) else self._read(**arguments)
+
     def _read(self, **arguments: Any) -> BlockInputs | Reason:
         return read_block(self, self._map, arguments)
 
@@ -268,7 +280,7 @@ class FusedLayer(nn.Module):
             x = arguments.get(self._map.input)
             if isinstance(x, Tensor):
                 arguments = {**arguments, self._map.input: parallel.whole(x, self._tokens_dim(x))}
-        inputs = TRACED if is_traced() else self._read(**arguments)
+        inputs = TRACED if is_traced() else self._inputs(arguments)
         return inputs.text if isinstance(inputs, Reason) else None
 
     def _fall_back(self, reason: Reason, compiling: bool, arguments: Mapping[str, Any]) -> Any:
@@ -284,7 +296,7 @@ class FusedLayer(nn.Module):
         if compiling or reason is TRACED:
             if wanted:
                 warn_compiled(type(self).__name__, reason.text)
-            return self.stock.forward(self, **arguments)
+            return self._stock(**arguments)
         self._refuse_dtensors(arguments)
         for observe in DECISIONS:
             observe(self, reason.text)
@@ -293,7 +305,14 @@ class FusedLayer(nn.Module):
     def _stock_forward(self, **arguments: Any) -> Any:
         """Run the stock forward through the submodules, in evaluation as well."""
         with fallback.without_inference_kernels():
-            return self.stock.forward(self, **arguments)
+            return self._stock(**arguments)
+
+    def _stock(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the forward that the layer had before `convert`, with its hooks."""
+        own = vars(self).get("_replaced_forward")
+        if own is not None:
+            return own(*args, **kwargs)
+        return self.stock.forward(self, *args, **kwargs)
 
     def _own_forward(self, reason: Reason, arguments: Mapping[str, Any]) -> Any:
         """Run the stock forward of a training call: under checkpointing, unless that is worse."""

@@ -21,6 +21,7 @@ from fused_remat.execution.observe import unobserved
 from fused_remat.graph.graph import Graph
 from fused_remat.layers.converted import CACHES, INDICES, LENGTH, ConvertedLayer, class_of
 from fused_remat.layers.eligibility import (
+    REPLACED,
     Precision,
     Reason,
     Unsupported,
@@ -36,7 +37,7 @@ from fused_remat.layers.eligibility import (
 )
 from fused_remat.layers.fallback import is_contained
 from fused_remat.layers.read import BlockInputs
-from fused_remat.layers.record import NOTES
+from fused_remat.layers.record import NOTES, record_of
 from fused_remat.policies import Policy, kept_names
 from fused_remat.steps.norm import Norm
 from fused_remat.steps.residual import Add
@@ -59,6 +60,8 @@ _MOST, _MOST_TRACES = 4096, 24
 _SMALL = 4096
 #: Largest number of signatures of calls of a layer whose trace is noted.
 _MOST_CALLS = 64
+#: Number of errors in tracing a layer after which it is not traced again.
+_MOST_ERRORS = 3
 #: Number of calls in a row between which a layer may change before it is watched no more.
 _PATIENCE = 8
 _DIMS = (*range(65),)
@@ -79,6 +82,7 @@ class _Notes:
     #: By name, a tensor whose values decide, its version, and a key of its values.
     values: dict[str, Any]
     traces: int = 0
+    errors: int = 0
     watch: Watch | None = None
     patience: int = _PATIENCE  # number of watches to make, of which none was of use
 
@@ -130,6 +134,9 @@ class TracedLayer(ConvertedLayer):
             if getattr(error, "callers", False):
                 raise
             self.last_trace = trace = Reason(f"tracing it raised {type(error).__name__}: {error}")
+            self._notes_of().errors += 1
+            if self._notes_of().errors == _MOST_ERRORS:
+                record_of(self).failure = trace.text
         if isinstance(trace, Reason):
             return trace
         try:
@@ -158,6 +165,11 @@ class TracedLayer(ConvertedLayer):
                 if name in read and p.requires_grad:
                     self._refuse_to_accumulate(f"{name} is read before the block, under autograd")
         return super()._accumulation(graph, compiling)
+
+    def _why_kept(self, reason: Reason, arguments: Mapping[str, Any]) -> tuple[str, str] | None:
+        if reason.text == f"its {REPLACED}" and "forward" in vars(self):
+            return "a hook around it may move its weights", "add hooks before convert"
+        return super()._why_kept(reason, arguments)
 
     def _precision(self, trace: Trace, tensors: Mapping[str, Tensor | None]) -> Precision | None:
         x: Any = tensors["input"]

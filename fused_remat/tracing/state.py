@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from fused_remat.layers.converted import ConvertedLayer
 from fused_remat.layers.eligibility import (
     RECORDERS,
+    REPLACED,
     ROUTER_LOGITS,
     Unsupported,
     check_unpacked,
@@ -45,6 +46,8 @@ FIELDS: dict[type, tuple[str, ...]] = {
     types.MethodType: ("__func__", "__self__"),
     functools.partial: ("func", "args", "keywords"),
 }
+#: Classes of objects that a function may hold, and cannot change.
+_CONSTANT = (type, Tensor, types.FunctionType, types.BuiltinFunctionType, *_NUMBERS)
 #: Attributes that every module has.
 MODULE = frozenset(nn.Module().__dict__)
 
@@ -62,9 +65,10 @@ def state_of(
     state, modules, ids = list[Any](), [*layer.named_modules()], dict[int, int]()
     seen = {} if seen is None else seen
     seen |= {id(module): (path, module) for path, module in modules}
+    for path, module in modules:  # first, since what a hook holds takes long to compare
+        check_hooks(vars(module), path)
     for path, module in modules:
         own = module.__dict__
-        check_hooks(own, path)
         kind = module.stock if isinstance(module, ConvertedLayer) else class_of(module)
         if "training" not in own:
             raise Unsupported(f"{path or 'it'} is {qualified(kind)}, which has compiled code")
@@ -87,6 +91,12 @@ def state_of(
 
 
 def check_hooks(own: Mapping[str, Any], path: str) -> None:
+    forward = own.get("forward")
+    while isinstance(forward, functools.partial):
+        forward = forward.func
+    known = (*_CONSTANT, nn.Module, types.MethodType)
+    if not all(isinstance(value, known) for value in _held_by(forward)):
+        raise Unsupported(f"{path}.{REPLACED}" if path else f"its {REPLACED}")
     before = [hook for hook in own["_forward_pre_hooks"].values() if not _only_caches(hook)]
     if path and (before or own["_backward_hooks"] or own["_backward_pre_hooks"]):
         raise Unsupported(f"{path} has hooks")
@@ -165,6 +175,11 @@ def exact(value: Any, seen: dict[int, Any]) -> Any:
 
 def parts_of(value: Any) -> list[Any]:
     """Return the objects that a value consists of: items, attributes, or what a function holds."""
+    if isinstance(value, types.CellType):
+        try:
+            return [value.cell_contents]
+        except ValueError:  # of a name that has no value yet
+            return []
     for kind, names in FIELDS.items():
         if isinstance(value, kind):
             return [getattr(value, name) for name in names]
@@ -197,12 +212,15 @@ class _Identity:
 
 def may_change(value: Any) -> bool:
     """Return whether a value is an iterator, or a function that holds objects it may change."""
-    cells, defaults = (getattr(value, n, None) or () for n in ("__closure__", "__defaults__"))
-    own = getattr(value, "__self__", None)
-    held = [*[cell.cell_contents for cell in cells], *defaults]
-    held += [own] if isinstance(own, (list, dict, set, deque)) else []
-    plain = (type, Tensor, types.FunctionType, types.BuiltinFunctionType, *_NUMBERS)
-    return hasattr(value, "__next__") or not all(isinstance(v, plain) for v in held)
+    return hasattr(value, "__next__") or not all(isinstance(v, _CONSTANT) for v in _held_by(value))
+
+
+def _held_by(function: Any) -> list[Any]:
+    """Return the contents of a function's closure and defaults, and a container that it is of."""
+    cells, defaults = (getattr(function, n, None) or () for n in ("__closure__", "__defaults__"))
+    own = getattr(function, "__self__", None)
+    held = [*itertools.chain(*map(parts_of, cells)), *defaults]
+    return [*held, own] if isinstance(own, (list, dict, set, deque)) else held
 
 
 #: By class: the names that its functions read outside of any layer, each with its owner (a class,

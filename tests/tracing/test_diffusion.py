@@ -199,4 +199,23 @@ def test_hooks_that_move_and_cast_weights(name, kind, hooked):
     if hooked != "first":
         HOOKS[kind](model)
     expected = step(stock, batch)
+    for _ in range(2):
+        assert_same(step(model, batch), expected)
+    for each in conversion(model):
+        assert each.state == "checkpointed" or (each.state == "plain" and hooked != "first"), each
+        assert "forward was replaced by a hook" in each.reason
+
+
+@pytest.mark.parametrize("hooked", ORDERS[:2])
+@pytest.mark.parametrize("kind", ["leaf_level", "block_level"])
+def test_blocks_run_once_hooks_are_removed(kind, hooked):
+    model, batch = build("wan")
+    expected = step(copy.deepcopy(model), batch)
+    for change in (convert, HOOKS[kind])[:: 1 if hooked != "first" else -1]:
+        change(model)
     assert_same(step(model, batch), expected)
+    for module in model.modules():
+        if hasattr(module, "_diffusers_hook"):
+            module._diffusers_hook.remove_hook("group_offloading", recurse=False)
+    assert_same(step(model, batch), expected)
+    assert [each.state for each in conversion(model)] == ["converted"]
