@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
@@ -17,10 +18,12 @@ from fused_remat.autograd.gradients import not_differentiable
 from fused_remat.layers.eligibility import Reason, unrecorded_outputs
 from fused_remat.layers.fallback import generator_states, set_generator_states
 from fused_remat.layers.packed import Packed
+from fused_remat.layers.record import record_of, warn
 from fused_remat.steps.replay import At
 from fused_remat.tracing.isolation import replica
 from fused_remat.tracing.program import Context, Operations, Program, TracedBlock, leaf_value
 from fused_remat.tracing.quantized import packed_at
+from fused_remat.tracing.results import Returned
 from fused_remat.tracing.samples import Arguments
 from fused_remat.tracing.sizes import Size, Sizes, meets
 from fused_remat.tracing.state import record
@@ -45,6 +48,8 @@ class Trace:
         #: was not equal to its layer.
         self.compared: dict[Any, Reason | None] = {}
         self._seen: list[tuple[weakref.ref[Tensor], int]] = []
+        #: Names of the classes of objects that the layer makes and returns.
+        self.objects = [r.kind.__name__ for r in leaves(block.result) if isinstance(r, Returned)]
         results = [getattr(leaf, "index", -1) for leaf in leaves(block.result)]
         live = {block.out[0], *dict(block.streams)}
         #: Indices of leaves of the result that the block computes.
@@ -62,10 +67,12 @@ class Trace:
         named: Mapping[str, Tensor],
         arguments: Mapping[str, Any],
         mode: Callable[[], Any] = contextlib.nullcontext,
+        own: Callable[[str], Any] | None = None,
     ) -> tuple[dict[str, Tensor | None], dict[str, Callable[..., Tensor]], Callable[..., Any]]:
         """Return what the block reads, and a function of its output; or raise Untraceable.
 
-        `mode`: makes a context in which recorded operations run.
+        `mode`: makes a context in which recorded operations run. `own`: returns the result of the
+        layer's own forward, for an object in it of which the given field is read.
         """
         block, given = self.block, leaves(arguments)
         sizes, x = self.sizes(given), given[self.x]
@@ -127,8 +134,15 @@ class Trace:
                 known[n] = of.value(side.reshape(-1, of.width), sizes)
             plain = layout.factors == (("B",), ("S",), (out.shape[-1],))  # a segment knows it then
             y = out if plain else layout.value(out.reshape(-1, layout.width), sizes)
-            known[number] = y
-            return map_tree(block.result, lambda leaf: leaf_value(leaf, known, context))
+            known[number], positions = y, itertools.count()
+
+            def part(leaf: Any) -> Any:
+                i = next(positions)
+                if isinstance(leaf, Returned):
+                    return leaf.like(own and (lambda name: leaves(own(name))[i]))
+                return leaf_value(leaf, known, context)
+
+            return map_tree(block.result, part)
 
         return tensors, functions, result
 
@@ -159,6 +173,31 @@ class Trace:
         if self.memory is not None:
             sizes["M"] = given[self.memory].shape[self.axes.index("S")]
         return {name: n for name, n in sizes.items() if name in self.names}
+
+
+def own_result(layer: Any, arguments: Mapping[str, Any]) -> Callable[[str], Any]:
+    """Return a function that runs the layer's own forward, in this call and all later ones.
+
+    It takes what is read and no block computes.
+    """
+    held = [leaves(arguments), *layer.parameters(), *layer.buffers()]
+    tensors = [t for t in leaves(held) if isinstance(t, Tensor)]
+    versions, autocast = [t._version for t in tensors], _autocast(tensors[0].device.type)
+
+    def run(name: str) -> Any:
+        if [t._version for t in tensors] != versions:
+            raise RuntimeError(
+                f"fused_remat: {name} is read after an argument or a parameter of "
+                f"{type(layer).__name__} was modified; read it before, or call the layer again"
+            )
+        how, checkpointed = layer._checkpointing()
+        record = record_of(layer)
+        record.failure = f"its caller reads {name}, which a block does not compute"
+        warn(layer, f"runs its own forward under {how} from now on: {record.failure}")
+        with torch.enable_grad(), autocast():
+            return checkpointed(layer._stock_forward, arguments)
+
+    return run
 
 
 def _replay(program: Program, layer: nn.Module, context: Context) -> Callable[..., Tensor]:

@@ -25,6 +25,7 @@ from fused_remat.tracing.experts import KnownExperts
 from fused_remat.tracing.functions import AdaptedLinear, norm_function
 from fused_remat.tracing.isolation import replica
 from fused_remat.tracing.recorder import Recorder
+from fused_remat.tracing.results import Returned
 from fused_remat.tracing.sizes import Size, product
 from fused_remat.tracing.values import (
     STREAM,
@@ -218,6 +219,10 @@ class Join:
             return self._float(a, b)
         if type(a) is not type(b) or (isinstance(a, (int, str, bool)) and a != b):
             raise Mismatch("an argument of an operation depends on the input's size or dtype")
+        if isinstance(a, Returned):
+            if a != b or a.made() is not None or b.made() is not None:
+                raise Mismatch(f"it returns an object that it holds ({a.kind.__name__})")
+            return a
         if not isinstance(a, _VALUES):
             raise Mismatch(f"it passes on an object ({type(a).__name__})")
         return a

@@ -41,7 +41,7 @@ from fused_remat.layers.record import NOTES, record_of
 from fused_remat.policies import Policy, kept_names
 from fused_remat.steps.norm import Norm
 from fused_remat.steps.residual import Add
-from fused_remat.tracing.call import Trace
+from fused_remat.tracing.call import Trace, own_result
 from fused_remat.tracing.guards import Watch, signed
 from fused_remat.tracing.isolation import check_effects, replica
 from fused_remat.tracing.quantized import Formats, packed_weights, unquantized
@@ -140,7 +140,8 @@ class TracedLayer(ConvertedLayer):
         if isinstance(trace, Reason):
             return trace
         try:
-            tensors, functions, result = trace.bind(self, {}, given)
+            own = own_result(self, given) if trace.objects else None
+            tensors, functions, result = trace.bind(self, {}, given, own=own)
         except Untraceable as reason:
             self.last_trace = Reason(str(reason))
             return self.last_trace

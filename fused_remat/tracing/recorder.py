@@ -23,7 +23,19 @@ from fused_remat.tracing.isolation import (
     tensors_of,
 )
 from fused_remat.tracing.sizes import Number, Real, Size, Sizes, Space, plain
-from fused_remat.tracing.values import SHAPES, Op, Ref, Sample, Span, leaves, map_tree, refs
+from fused_remat.tracing.values import (
+    ADD,
+    MOVES,
+    MULTIPLY,
+    SHAPES,
+    Op,
+    Ref,
+    Sample,
+    Span,
+    leaves,
+    map_tree,
+    refs,
+)
 
 #: Functions that read a tensor's values in Python.
 _READS = (
@@ -39,6 +51,9 @@ _SETTERS = ("__set__", "requires_grad_", "retain_grad", "backward", "__delete__"
 #: Results with more elements are not held, unless an operation on activations reads them.
 _SMALL = 1 << 12
 _OWN_BACKWARD = "it runs an autograd.Function, whose backward is its own"
+SWITCHES = "it switches autocast"
+#: Operations for which autocast makes no difference.
+_SAME_IN_AUTOCAST = MOVES | ADD | MULTIPLY | {"sub", "subtract", "rsub", "neg", "cos", "sin"}
 
 
 class Recorder(TorchFunctionMode):
@@ -66,6 +81,7 @@ class Recorder(TorchFunctionMode):
         self.views: dict[int, tuple[Tensor, list[Any], list[Any]]] = {}
         self.root = Span("")
         self.stack = [self.root]
+        self.uncast: list[Span] = []  # the calls that have switched autocast off
         #: Formulas of sizes, if they are looked for; by number, tensors on "meta" at other sizes.
         self.space = Space([sample.sizes, *sample.others]) if sample.others else None
         self.metas: dict[int, list[Tensor]] = {}
@@ -120,9 +136,10 @@ class Recorder(TorchFunctionMode):
             self.live.add(number)
         return number
 
-    def trouble(self, reason: str) -> None:
-        """Note why the innermost submodule cannot be traced."""
-        self.stack[-1].trouble = self.stack[-1].trouble or reason
+    def trouble(self, reason: str, span: Span | None = None) -> None:
+        """Note why a call, that of the innermost submodule by default, cannot be traced."""
+        span = span or self.stack[-1]
+        span.trouble = span.trouble or reason
 
     def encoded(self, tree: Any) -> Any:
         def leaf(a: Any) -> Any:
@@ -184,6 +201,8 @@ class Recorder(TorchFunctionMode):
         self, name: str, run: Callable[..., Any], args: Any, kwargs: Any, result: Any, **more: Any
     ) -> None:
         op = Op(name, run, args, kwargs, [], self.stack[-1].path, **more)
+        if self.uncast and op.kind not in _SAME_IN_AUTOCAST:
+            self.trouble(SWITCHES, self.uncast[0])
         read = refs((args, kwargs))
         is_live = name not in SHAPES and not self.live.isdisjoint(read)
         roots = frozenset[str]().union(*[self.roots.get(n, frozenset()) for n in read])
@@ -341,6 +360,10 @@ class Recorder(TorchFunctionMode):
     def call(self, path: str, run: Any, args: Any, kwargs: Any, function: Any = None) -> Any:
         """Run a submodule, or a function of the submodule that runs now, and note the call."""
         span = Span(path, self.encoded(args), self.encoded(kwargs), function=function)
+        if self.uncast:  # outside of which it would run again
+            span.fixed = SWITCHES
+            if function is None:
+                self.trouble(SWITCHES, self.uncast[0])
         versions = [(t, t._version) for t in leaves((args, kwargs)) if isinstance(t, Tensor)]
         self.stack[-1].inner.append(span)
         self.stack.append(span)

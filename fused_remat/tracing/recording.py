@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from fused_remat.layers.fallback import attributes_as
 from fused_remat.tracing.experts import dense_run
 from fused_remat.tracing.isolation import run_unchanged
-from fused_remat.tracing.recorder import Recorder, hollow
+from fused_remat.tracing.recorder import SWITCHES, Recorder, hollow
+from fused_remat.tracing.results import described
 from fused_remat.tracing.sizes import MATH, Loop, traced
 from fused_remat.tracing.values import Sample, Untraceable, leaves, map_tree
 
@@ -48,7 +49,7 @@ def record(
         raise Untraceable(recorder.foreign)
     if type(map_tree(result, lambda leaf: leaf)) is not type(result):
         raise Untraceable(f"it returns {type(result).__name__}")
-    recorder.result = recorder.encoded(result)
+    recorder.result = recorder.encoded(map_tree(result, described))
     for number in recorder.live:
         recorder.values[number] = hollow(recorder.values[number])
     recorder.views.clear()
@@ -78,17 +79,32 @@ def _recording(recorder: Recorder) -> Iterator[None]:
         return run
 
     def enter(self: torch.autocast) -> Any:
+        nonlocal thread
         if thread != threading.get_ident():
             return _ENTER(self)
         if self.device == recorder.device.type:
-            recorder.trouble("it switches autocast")
+            thread = 0  # to enter it reads the real state, which it restores
+            _ENTER(self)
+            if _ENABLED(self.device):
+                recorder.trouble(SWITCHES)
+            _EXIT(self, None, None, None)
+            thread = threading.get_ident()
+            recorder.uncast.append(recorder.stack[-1])
         return self
 
     def leave(self: torch.autocast, *raised: Any) -> Any:
-        return _EXIT(self, *raised) if thread != threading.get_ident() else False
+        if thread != threading.get_ident():
+            return _EXIT(self, *raised)
+        if self.device == recorder.device.type:
+            recorder.uncast.pop()
+        return False
 
     def is_enabled(*device: str) -> bool:
-        return _ENABLED(*device) if thread != threading.get_ident() else recorder.autocast
+        return (
+            _ENABLED(*device)
+            if thread != threading.get_ident()
+            else recorder.autocast and not recorder.uncast
+        )
 
     patches = (
         (nn.Module, "__call__", call), (torch, "is_autocast_enabled", is_enabled),

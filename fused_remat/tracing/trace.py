@@ -237,6 +237,8 @@ def _unproved(
 
     trace = trace_of(True, True)
     if trace.block.draws:
+        if trace.objects:  # which would be of another forward, with other random numbers
+            raise Untraceable(f"it draws random numbers, and returns {trace.objects[0]}")
         trace.plain = trace.proved = trace_of(False, True)
     if trace.block.mixes_dtypes or formats:
         trace.proved = trace_of(False, False)
