@@ -67,12 +67,12 @@ class Trace:
         named: Mapping[str, Tensor],
         arguments: Mapping[str, Any],
         mode: Callable[[], Any] = contextlib.nullcontext,
-        own: Callable[[str], Any] | None = None,
+        rerun: Callable[[str], Any] | None = None,
     ) -> tuple[dict[str, Tensor | None], dict[str, Callable[..., Tensor]], Callable[..., Any]]:
         """Return what the block reads, and a function of its output; or raise Untraceable.
 
-        `mode`: makes a context in which recorded operations run. `own`: returns the result of the
-        layer's own forward, for an object in it of which the given field is read.
+        `mode`: makes a context in which recorded operations run. `rerun`: returns the result of
+        the layer's own forward, for an object in it of which the given field is read.
         """
         block, given = self.block, leaves(arguments)
         sizes, x = self.sizes(given), given[self.x]
@@ -139,7 +139,7 @@ class Trace:
             def part(leaf: Any) -> Any:
                 i = next(positions)
                 if isinstance(leaf, Returned):
-                    return leaf.like(own and (lambda name: leaves(own(name))[i]))
+                    return leaf.like(rerun and (lambda name: leaves(rerun(name))[i]))
                 return leaf_value(leaf, known, context)
 
             return map_tree(block.result, part)

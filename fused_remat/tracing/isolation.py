@@ -8,6 +8,7 @@ import inspect
 import itertools
 import pickle
 import random
+import re
 import sys
 import types
 from collections import deque
@@ -368,6 +369,23 @@ def sum_with_product(
     if beta == 0:  # of which `input` may be uninitialized
         return product
     return product + (input if beta == 1 else input * beta)
+
+
+#: Equations of `torch.einsum` that are products of (B, H, M, K) with (B, H, N, K), (B, H, K, N).
+_PRODUCTS = (
+    (True, re.compile(r"(\w\w)(\w)(\w),\1(\w)\3->\1\2\4")),
+    (False, re.compile(r"(\w\w)(\w)(\w),\1\3(\w)->\1\2\4")),
+)
+
+
+def product_of(equation: Any, *operands: Any) -> Callable[[], Tensor] | None:
+    """Return a function that computes an einsum as one product of matrices, or None."""
+    text = str(equation).replace(" ", "")
+    for transposed, pattern in _PRODUCTS:
+        if pattern.fullmatch(text) and len(set(text) - {*",->"}) == 5 and len(operands) == 2:
+            x, y = operands
+            return lambda: x @ (y.mT if transposed else y)
+    return None
 
 
 def in_float64(func: Any) -> Any:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fused_remat.autograd.accumulate import Accumulation
+from fused_remat.autograd.accumulate import Accumulation, sharded_by
 from fused_remat.execution.executor import autocast_off
 from fused_remat.execution.observe import unobserved
 from fused_remat.graph.graph import Graph
@@ -140,8 +140,10 @@ class TracedLayer(ConvertedLayer):
         if isinstance(trace, Reason):
             return trace
         try:
-            own = own_result(self, given) if trace.objects else None
-            tensors, functions, result = trace.bind(self, {}, given, own=own)
+            if trace.objects and sharded_by(self) is not None:
+                return Reason(f"it returns {trace.objects[0]}, and its parameters may be sharded")
+            rerun = own_result(self, given) if trace.objects else None
+            tensors, functions, result = trace.bind(self, {}, given, rerun=rerun)
         except Untraceable as reason:
             self.last_trace = Reason(str(reason))
             return self.last_trace

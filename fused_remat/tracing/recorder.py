@@ -19,6 +19,7 @@ from fused_remat.tracing.isolation import (
     in_float64,
     is_dropout,
     multi_head_attention,
+    product_of,
     sum_with_product,
     tensors_of,
 )
@@ -257,6 +258,9 @@ class Recorder(TorchFunctionMode):
         if name == "baddbmm" and kwargs.get("out") is None:
             with self:
                 return sum_with_product(*args, **kwargs)
+        if name == "einsum" and (product := product_of(*args)) is not None:
+            with self:
+                return product()
         func = in_float64(func)
         if func is torch._native_multi_head_attention:
             self.trouble("it runs a fused kernel for inference")

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -31,7 +31,7 @@ class Returned:
 
         `own` takes the name of the first field that is read.
         """
-        new = object.__new__(_class_with(self.kind, self.others))
+        new: Any = object.__new__(_class_with(self.kind, self.others))
         vars(new).update(self.constants, _fused_remat_own=own)
         return new
 
@@ -49,18 +49,24 @@ def described(leaf: Any) -> Any:
     return Returned(type(leaf), (*constants.items(),), (*others,), made)
 
 
+class _Field(NamedTuple):
+    """A field of a class that replaces `kind`, which computes those of `names` when one is read."""
+
+    name: str
+    names: tuple[str, ...]
+    kind: type
+
+    def __get__(self, new: Any, _: type) -> Any:
+        held = vars(new)
+        own = held["_fused_remat_own"](f"{self.kind.__name__}.{self.name}")
+        held.update({name: getattr(own, name) for name in self.names if name not in held})
+        held["_fused_remat_own"] = None  # which holds the call's arguments
+        return held[self.name]
+
+
 @functools.cache
 def _class_with(kind: type, names: tuple[str, ...]) -> type:
-    """Return a class that replaces `kind`, and computes the fields of these names when read."""
-
-    def field(name: str) -> Any:
-        def value(new: Any) -> Any:
-            own, held = vars(new)["_fused_remat_own"](f"{kind.__name__}.{name}"), vars(new)
-            held.update({n: getattr(own, n) for n in names if n not in held})
-            held["_fused_remat_own"] = None  # which holds the call's arguments
-            return held[name]
-
-        return functools.cached_property(value)
-
+    """Return a class whose objects look like those of `kind`, with a `_Field` for each name."""
     own = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    return type(kind.__name__, (kind,), own | {name: field(name) for name in names})
+    fields = {name: _Field(name, names, kind) for name in names}
+    return type(kind.__name__, (kind,), {**own, **fields, "__class__": property(lambda _: kind)})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -648,6 +649,31 @@ class Results(Layer):
 
     def forward(self, x: Tensor) -> Any:
         return self.make(x, x + self.mlp(self.norm(x)))
+
+
+@dataclass
+class Notes:
+    """What a layer returns next to its result."""
+
+    scale: float
+    hidden: Tensor | None = None
+    pair: tuple[Tensor, ...] | None = None
+
+
+class Noted(Layer):
+    def forward(self, x: Tensor, gate: Tensor | None = None) -> tuple[Tensor, Notes]:
+        h = self.norm(x)
+        notes = Notes(2.0, pair=(h, h.square()))
+        notes.hidden = torch.sin(self.mlp.up(h))
+        return x + self.mlp(h if gate is None else h * gate), notes
+
+
+class NotedInItself(Layer):
+    def set_up(self, index: int) -> None:
+        self.notes = Notes(2.0)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Notes]:
+        return x + self.mlp(self.norm(x)), self.notes
 
 
 class Weights(Layer):

@@ -737,6 +737,51 @@ def test_weights_of_attention_are_returned():
     torch.testing.assert_close(layer(x.requires_grad_()), stock[0](x))
 
 
+def test_an_object_next_to_the_result():
+    stock, model = pair(hard.Noted)
+    compare(stock, model, x_of(), x_of(s=7))
+    assert [kind.state for kind in conversion(model)] == ["converted"]
+    notes = model.layers[0](*x_of())[1]
+    notes.hidden = None
+    assert isinstance(notes, hard.Notes) and notes == hard.Notes(2.0, None, notes.pair)
+
+
+class Reading(Model):
+    """Its second layer reads what the first one returns next to its result."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.layers
+        y, notes = first(x)
+        more = notes.pair[1] * notes.hidden.mean(-1, keepdim=True) * notes.scale
+        return self.head(second(y, more)[0])
+
+
+def test_an_object_that_the_model_reads():
+    """The layer's own forward computes it, and runs from then on."""
+    stock = Reading(hard.Noted).double()
+    model = convert(copy.deepcopy(stock))
+    compare(stock, model, x_of(), x_of())
+    states = {kind.state: kind.reason for kind in conversion(model)}
+    assert states.keys() == {"converted", "checkpointed"}
+    assert "reads Notes.pair" in states["checkpointed"]
+    assert [call.ran for call in conversion(model)[0].calls] == ["block", "checkpoint"]
+
+
+def test_an_object_that_is_read_after_a_change():
+    layer = pair(hard.Noted)[1].layers[0]
+    notes = layer(*x_of())[1]
+    with torch.no_grad():
+        layer.norm.weight.add_(1.0)
+    with pytest.raises(RuntimeError, match=r"Notes\.hidden is read after"):
+        print(notes.hidden)
+
+
+@pytest.mark.filterwarnings("ignore::fused_remat.FusedRematWarning")
+def test_an_object_that_the_layer_holds():
+    layer = pair(hard.NotedInItself)[1].layers[0]
+    assert layer(*x_of())[1] is layer.notes
+
+
 def test_an_argument_is_the_input_itself():
     stock = nn.ModuleList([hard.SameArgument()]).double()
     layer = convert(copy.deepcopy(stock))[0]

@@ -29,7 +29,6 @@ PIECES = {
 #: What is left as it is, and a part of the reason.
 LEFT = {
     "gemma3n": ("Gemma3nTextDecoderLayer", "cannot run at another batch size"),
-    "x_transformers_rotary": ("Attention", "it switches autocast"),
     "qwen3_vl": ("Qwen3VLVisionPatchMerger", "cannot run at another batch size"),  # it is no layer
 }
 #: Without a block in any layer.
