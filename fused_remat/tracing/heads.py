@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fused_remat.spec import AttentionSpec, NormSpec, RotarySpec
 from fused_remat.steps.linear import Linear
+from fused_remat.steps.norm import HeadNorm
 from fused_remat.steps.replay import Replay
 from fused_remat.steps.rotary import Rotary, RotaryTables, rotary_fwd
 from fused_remat.steps.streams import Concat
@@ -77,7 +78,7 @@ def packed(
     t: Builder, inside: str, names: Heads, spec: AttentionSpec
 ) -> tuple[str, str, str, AttentionSpec]:
     """Return q, k and v, as one activation and rotated by a step where they are equal to that."""
-    q, k, v = (_part(t, name) for name in names)
+    q, k, v = (part_of(t, name) for name in names)
     if q is None or k is None:
         return *names, spec
     found, of_heads = None, spec
@@ -129,7 +130,7 @@ def rotated(
     return spec, name
 
 
-def _part(t: Builder, name: str) -> _Part | None:
+def part_of(t: Builder, name: str) -> _Part | None:
     """Return the columns that a linear layer computes, or that a replay reads; or None."""
     program = t.programs.get(name)
     if program is None:
@@ -309,6 +310,26 @@ def _head_norm(t: Builder, program: Program) -> tuple[Program, NormSpec | None, 
             number = weight.index if isinstance(weight, Ref) else -1
             return replace(program, ops=ops), spec, number
     return program, None, -1
+
+
+def norms_of_heads(t: Builder) -> None:
+    """Replace replays that are RMS norms of heads alone, which no step rotates."""
+    for name, program in [*t.programs.items()]:
+        node, (rest, spec, number) = t.nodes[name], _head_norm(t, program)
+        if spec is None or number < 0 or rest.params != (number,) or not isinstance(node, Replay):
+            continue
+        ops = tuple([replace(op, name="clone") if op.name == "norm" else op for op in rest.ops])
+        moves = replace(rest, params=(), ops=ops)
+        every = [*range(t.widths[node.xs[0]])] if len(node.xs) == 1 else []
+        width = len(t.recording.values[number])
+        if every and columns_of(t, moves) == every and rest.layout.features[-1] == width:
+            del t.programs[name]
+            t.add(
+                HeadNorm(
+                    name=name, x=node.xs[0], weight=t.param(number), bias="", spec=spec,
+                    heads=len(every) // width,
+                )
+            )  # fmt: skip
 
 
 def _drawn(seed: int, value: Tensor) -> Tensor:

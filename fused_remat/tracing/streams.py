@@ -14,7 +14,7 @@ from fused_remat.steps.modulation import GatedAdd
 from fused_remat.steps.norm import HeadNorm
 from fused_remat.steps.streams import Concat, Join, Take
 from fused_remat.tracing.builder import STREAMS, Build, Builder
-from fused_remat.tracing.heads import Heads, packed, rotated, rotation
+from fused_remat.tracing.heads import Heads, packed, part_of, rotated, rotation
 from fused_remat.tracing.program import Program
 from fused_remat.tracing.replays import sample
 from fused_remat.tracing.sizes import JOINT
@@ -158,34 +158,59 @@ def packed_streams(
     t: Builder, inside: str, names: Heads, spec: AttentionSpec
 ) -> tuple[str, str, str, AttentionSpec]:
     """Return q, k and v of both streams as one activation, rotated by a step, if possible."""
-    joins, programs = list[Join](), [t.programs.get(name) for name in names]
-    for name, program in zip(names, programs, strict=True):
-        node: Any = t.nodes[name]
-        source = t.nodes.get(node.inputs[0]) if program is not None else node
-        if not isinstance(source, Join) or (len(node.inputs) > 1 and program is not None):
-            return *names, spec
-        joins.append(source)
-    q, k, v = programs
-    if v is not None or (q is None) != (k is None) or len({j.xs for j in joins}) < 3:
-        return *names, spec
-    if len({j.tokens for j in joins}) > 1:
-        return *names, spec
-    found = None if q is None or k is None else rotation(t, q, k, spec)
-    if q is not None and found is None:
-        return *names, spec
+    joins, programs = list[Any](), [t.programs.get(name) for name in names]
+    for own, program in zip(names, programs, strict=True):
+        node: Any = t.nodes[own]
+        is_replay = program is not None and len(node.inputs) == 1
+        source = t.nodes.get(node.inputs[0]) if is_replay else node
+        joins.append(source if isinstance(source, Join) else None)
+    (q, k, v), found = programs, None
+    can = all(joins) and v is None and (q is None) == (k is None)
+    if can and len({j.xs for j in joins}) == 3 and len({j.tokens for j in joins}) == 1:
+        found = None if q is None or k is None else rotation(t, q, k, spec)
+        name = None if q and found is None else _packed(t, inside, names, joins, spec)
+        if name is not None:
+            if found is not None:
+                spec, name = rotated(t, inside, name, found, True)
+            return name, name, name, spec
+    if isinstance(t.nodes[names[0]], Join) and isinstance(t.nodes[names[1]], Join):
+        _rotate_streams(t, inside, joins[:2], spec)
+    return *names, spec
+
+
+def _packed(
+    t: Builder, inside: str, names: Heads, joins: list[Join], spec: AttentionSpec
+) -> str | None:
+    """Add the join of the packed projections of both streams; None if one has no such."""
     before = {**t.nodes}, {**t.programs}, {**t.widths}, {**t.built}, {**t.replayed}
-    t.remove(*[name for name, program in zip(names, programs, strict=True) if program])
-    t.remove(*[node.name for node in joins])
+    t.remove(*[name for name in names if name in t.programs], *[node.name for node in joins])
     xs = list[str]()
     for i, stream in enumerate(joins[0].tokens):
         own = joins[0].xs[i], joins[1].xs[i], joins[2].xs[i]
         *parts, _ = packed(t, f"{STREAMS[stream]}.{inside}", own, spec)
         if len({*parts}) > 1:
             t.nodes, t.programs, t.widths, t.built, t.replayed = before
-            return *names, spec
+            return None
         xs.append(parts[0])
-    name = t.add(replace(joins[0], name=t.unique(f"{inside}.qkv"), xs=tuple(xs)))
-    if found is None:
-        return name, name, name, spec
-    spec, name = rotated(t, inside, name, found, True)
-    return name, name, name, spec
+    return t.add(replace(joins[0], name=t.unique(f"{inside}.qkv"), xs=tuple(xs)))
+
+
+def _rotate_streams(t: Builder, inside: str, joins: list[Join], spec: AttentionSpec) -> None:
+    """Rotate queries and keys of a stream, each by a step of its own, before they are joined."""
+    if spec.num_heads != spec.num_kv_heads or spec.num_heads < 2:
+        return
+    for pair in zip(*[node.xs for node in joins], strict=True):
+        q, k = (part_of(t, name) for name in pair)
+        if q is None or k is None or q.rest is None or k.rest is None:
+            continue
+        found = rotation(t, q.rest, k.rest, spec)
+        every = [[*part.columns] == [*range(t.widths[part.source])] for part in (q, k)]
+        if found is None or found[0].head_norm is not None or not all(every):
+            continue
+        # Heads of one tensor, some of which are called queries and some keys.
+        alone = replace(found[0], num_heads=spec.num_heads - 1, num_kv_heads=1)
+        for node, name, part in zip(joins, pair, (q, k), strict=True):
+            _, new = rotated(t, inside, part.source, (alone, *found[1:]), False)
+            xs = tuple([new if x == name else x for x in t.nodes[node.name].inputs])
+            t.nodes[node.name] = replace(node, xs=xs)
+            t.remove(name)

@@ -23,6 +23,7 @@ from fused_remat.steps.residual import Add, DrawMask
 from fused_remat.steps.rotary import Rotary
 from fused_remat.steps.streams import Join
 from fused_remat.tracing.builder import Build, Builder
+from fused_remat.tracing.heads import norms_of_heads
 from fused_remat.tracing.modulation import joined
 from fused_remat.tracing.program import Layout, Shapes, TracedBlock
 from fused_remat.tracing.quantized import check_reads
@@ -58,6 +59,7 @@ class Tracer(Builder):
             last = replace(last, function="output")
             self.programs["output"] = self.programs.pop(name)
         self.nodes["output"] = last
+        norms_of_heads(self)
         split_streams(self)
         _split_linears(self)
         _join_sums(self)
