@@ -18,16 +18,20 @@ pytest.importorskip("diffusers")
 
 #: Of an image: no other size of the models, which would be a second reading of a shape.
 TOKENS = 48
-#: The states that layers of a model must have; others may run under checkpointing.
+#: The states that layers of a model must have.
 EXPECTED = {
-    "flux2": {"converted": 2},
-    "sd3": {"converted": 1},
-    "sd35": {"converted": 1},
-    "auraflow": {"converted": 2},
+    "flux": {"converted": 4},
+    "flux2": {"converted": 4},
+    "sd3": {"converted": 2},
+    "sd35": {"converted": 3},
+    "auraflow": {"converted": 4},
+    "qwen_image": {"converted": 2},
     "wan": {"converted": 2},
     "wan_ti2v": {"converted": 2},
     "hunyuan_video": {"converted": 6},
     "ltx": {"converted": 2},
+    "cogvideox": {"converted": 2},
+    "sana": {"converted": 2},
     "pixart": {"converted": 2},
     "lumina2": {"converted": 6},
     "z_image": {"converted": 7},
@@ -113,7 +117,7 @@ def test_a_converted_model_trains_as_the_stock_one(name):
     for kind in conversion(model):
         states[kind.state] += kind.count
         assert kind.state == "converted" or (kind.state == "checkpointed" and kind.reason)
-    assert states >= Counter(EXPECTED.get(name, {})), conversion(model)
+    assert states == Counter(EXPECTED[name]), conversion(model)
 
 
 @pytest.mark.parametrize("name", ["flux", "sd3", "wan", exhaustive("qwen_image")])
