@@ -7,26 +7,45 @@ of `KINDS`; RMSNorm has the mean 0. Matrices are `kernels.pointwise.Matrix`; an 
 has no use for is None.
 The gradients of weight and bias are summed over rows in two stages, without atomics: each program
 sums its own rows into a row of partials, and `column_sum_kernel` adds those.
+With `sequences` (`kernels.pointwise.Sequences`), weight and bias are matrices with a row for each
+sequence, and so are their gradients; else they are pointers to vectors.
 """
 
 import triton
 import triton.language as tl
 
 from fused_remat.kernels.dropout import Site, keep_tile, seeded
-from fused_remat.kernels.pointwise import Matrix, load_wide, store_narrow
+from fused_remat.kernels.pointwise import (
+    Matrix,
+    load_wide,
+    sequence_of,
+    sequence_of_part,
+    store_narrow,
+    strip_of,
+)
 
 #: Norms that there are kernels for, by `NormSpec.kind`.
 KINDS = ("layer_norm", "rms_norm")
 
 
 @triton.jit
-def _normed(x, mean, rstd, weight_ptr, bias_ptr, offs_n, mask_n):
+def _affine(affine, sequence, offs_n, mask_n):
+    """Return the weight or bias of all rows, or of each row's sequence, in float32."""
+    if sequence is None:
+        tile = tl.load(affine + offs_n, mask=mask_n, other=0.0).to(tl.float32)[None, :]
+    else:
+        tile = load_wide(affine, sequence, offs_n, mask_n[None, :])
+    return tile
+
+
+@triton.jit
+def _normed(x, mean, rstd, weight, bias, sequence, offs_n, mask_n):
     """(x - mean) * rstd * weight + bias."""
     y = (x - mean[:, None]) * rstd[:, None]
-    if weight_ptr is not None:
-        y *= tl.load(weight_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)[None, :]
-    if bias_ptr is not None:
-        y += tl.load(bias_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)[None, :]
+    if weight is not None:
+        y *= _affine(weight, sequence, offs_n, mask_n)
+    if bias is not None:
+        y += _affine(bias, sequence, offs_n, mask_n)
     return y
 
 
@@ -70,7 +89,7 @@ def _row_dot(tiles, others):
 
 @seeded
 def norm_fwd_kernel(
-    x, residual, total, y, weight_ptr, bias_ptr, mean_ptr, rstd_ptr,
+    x, residual, total, y, weight, bias, mean_ptr, rstd_ptr, sequences,
     site_key_ptr, row0, threshold, scale, M, N, eps,
     KIND: tl.constexpr, HAS_STATS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr,
@@ -110,15 +129,16 @@ def norm_fwd_kernel(
             squares = squares + (from_mean * from_mean,)
         rstd = 1.0 / tl.sqrt(_row_sum(squares) / N + eps)
         tl.store(rstd_ptr + offs_m, rstd, mask=mask_m)
+    sequence = sequence_of(offs_m, M, sequences)
     for i in tl.static_range(BLOCKS):
         mask_n = columns[i] < N
-        normed = _normed(tiles[i], mean, rstd, weight_ptr, bias_ptr, columns[i], mask_n)
+        normed = _normed(tiles[i], mean, rstd, weight, bias, sequence, columns[i], mask_n)
         store_narrow(y, offs_m, columns[i], mask_m[:, None] & mask_n[None, :], normed)
 
 
 @triton.jit
 def norm_wide_fwd_kernel(
-    x, y, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, N, eps,
+    x, y, weight, bias, mean_ptr, rstd_ptr, sequences, M, N, eps,
     KIND: tl.constexpr, HAS_STATS: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """`norm_fwd_kernel` without a residual, for rows wider than a tile. Grid (M,).
@@ -151,12 +171,23 @@ def norm_wide_fwd_kernel(
         tl.store(rstd_ptr + offs_m, rstd)
         if KIND == "layer_norm":
             tl.store(mean_ptr + offs_m, mean)
+    sequence = sequence_of(offs_m, M, sequences)
     for start in range(0, N, BLOCK_N):
         offs_n = start + tl.arange(0, BLOCK_N)
         mask_n = offs_n < N
         tile = load_wide(x, offs_m, offs_n, mask_n[None, :])
-        tile = _normed(tile, mean, rstd, weight_ptr, bias_ptr, offs_n, mask_n)
+        tile = _normed(tile, mean, rstd, weight, bias, sequence, offs_n, mask_n)
         store_narrow(y, offs_m, offs_n, mask_n[None, :], tile)
+
+
+@triton.jit
+def _weight_of(weight, sequence):
+    """Return the pointer to the weight of all rows, or of a sequence; None where there is none."""
+    weight_ptr = weight
+    if weight is not None:  # noqa: SIM102 (known when it is compiled)
+        if sequence is not None:
+            weight_ptr = weight.data + sequence * weight.stride
+    return weight_ptr
 
 
 @triton.jit
@@ -191,33 +222,34 @@ def _store_dx(g, normed, mean_g, mean_gn, rstd, add, dx, offs_m, offs_n, mask):
 
 @triton.jit
 def norm_bwd_kernel(
-    dy, x, add, dx, weight_ptr, mean_ptr, rstd_ptr, dweight_ptr, dbias_ptr, rows, M, N,
+    dy, x, add, dx, weight, mean_ptr, rstd_ptr, dweight_ptr, dbias_ptr, sequences, rows, M, N,
     KIND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Compute dx = the norm's gradient + add; each program's part of dweight and dbias.
 
     Shapes: dy, x, add, dx (M, N); mean (None: RMSNorm), rstd (M,) float32; dweight, dbias (P, N)
-        float32, a row a program. Program p does rows p·`rows` to (p+1)·`rows`, a multiple of
-        BLOCK_M. BLOCKS * BLOCK_N >= N. Grid (P,), P = cdiv(M, rows).
+        float32, a row a program. A program does one part of `strip_of`, of `rows` rows, a
+        multiple of BLOCK_M. BLOCKS * BLOCK_N >= N. Grid (P,).
     Units: bytes moved = 3·M·N elements, 4 with `add`.
     """
+    first, end = strip_of(tl.program_id(0), rows, M, sequences)
+    weight_ptr = _weight_of(weight, sequence_of_part(tl.program_id(0), sequences))
     columns, weights, dweights, dbiases = _columns(BLOCKS, BLOCK_N), (), (), ()
     for i in tl.static_range(BLOCKS):
         if weight_ptr is not None:  # a tuple holds no None
             weights = weights + (_load_weight(weight_ptr, columns[i], columns[i] < N),)
         dweights = dweights + (tl.zeros([BLOCK_M, BLOCK_N], tl.float32),)
         dbiases = dbiases + (tl.zeros([BLOCK_M, BLOCK_N], tl.float32),)
-    first = tl.program_id(0).to(tl.int64) * rows
     for start in range(0, rows, BLOCK_M):
         offs_m = first + start + tl.arange(0, BLOCK_M)
-        mask_m = offs_m < M
+        mask_m = offs_m < end
         mean, rstd = _load_stats(mean_ptr, rstd_ptr, offs_m, mask_m)
         grads, gs, norms, new_dweights, new_dbiases = (), (), (), (), ()
         for i in tl.static_range(BLOCKS):
             mask = mask_m[:, None] & (columns[i] < N)[None, :]
             read = offs_m, columns[i], mask
-            weight = weight_ptr if weight_ptr is None else weights[i]
-            grad, g, normed = _load_bwd(dy, x, weight, mean, rstd, *read)
+            scale = weight_ptr if weight_ptr is None else weights[i]
+            grad, g, normed = _load_bwd(dy, x, scale, mean, rstd, *read)
             grads, gs, norms = grads + (grad,), gs + (g,), norms + (normed,)
         if dx is not None:
             mean_g = tl.zeros_like(rstd)
@@ -242,7 +274,7 @@ def norm_bwd_kernel(
 
 @triton.jit
 def norm_wide_bwd_kernel(
-    dy, x, add, dx, weight_ptr, mean_ptr, rstd_ptr, N,
+    dy, x, add, dx, weight, mean_ptr, rstd_ptr, sequences, M, N,
     KIND: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Compute dx of `norm_bwd_kernel` for rows wider than a tile, a row a program. Grid (M,).
@@ -250,42 +282,43 @@ def norm_wide_bwd_kernel(
     Units: bytes moved = 5·M·N elements, 6 with `add`, the second reading from cache.
     """
     offs_m = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
+    weight_ptr = _weight_of(weight, sequence_of(tl.program_id(0), M, sequences))
     mean, rstd = _load_stats(mean_ptr, rstd_ptr, offs_m, offs_m >= 0)
     mean_g, mean_gn = tl.zeros([1], tl.float32), tl.zeros([1], tl.float32)
     for start in range(0, N, BLOCK_N):
         offs_n = start + tl.arange(0, BLOCK_N)
         mask_n = offs_n < N
-        weight = _load_weight(weight_ptr, offs_n, mask_n)
-        _, g, normed = _load_bwd(dy, x, weight, mean, rstd, offs_m, offs_n, mask_n[None, :])
+        scale = _load_weight(weight_ptr, offs_n, mask_n)
+        _, g, normed = _load_bwd(dy, x, scale, mean, rstd, offs_m, offs_n, mask_n[None, :])
         if KIND == "layer_norm":
             mean_g += tl.sum(g, 1) / N
         mean_gn += tl.sum(g * normed, 1) / N
     for start in range(0, N, BLOCK_N):
         offs_n = start + tl.arange(0, BLOCK_N)
         mask_n = offs_n < N
-        weight = _load_weight(weight_ptr, offs_n, mask_n)
-        _, g, normed = _load_bwd(dy, x, weight, mean, rstd, offs_m, offs_n, mask_n[None, :])
+        scale = _load_weight(weight_ptr, offs_n, mask_n)
+        _, g, normed = _load_bwd(dy, x, scale, mean, rstd, offs_m, offs_n, mask_n[None, :])
         _store_dx(g, normed, mean_g, mean_gn, rstd, add, dx, offs_m, offs_n, mask_n[None, :])
 
 
 @triton.jit
 def norm_params_bwd_kernel(
-    dy, x, mean_ptr, rstd_ptr, dweight_ptr, dbias_ptr, rows, M, N,
+    dy, x, mean_ptr, rstd_ptr, dweight_ptr, dbias_ptr, sequences, rows, M, N,
     KIND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Parts of dweight and dbias for rows wider than a tile: columns by axis 0, rows by axis 1.
 
-    Shapes: as in `norm_bwd_kernel`. Grid (cdiv(N, BLOCK_N), P), P = cdiv(M, rows).
+    Shapes: as in `norm_bwd_kernel`. Grid (cdiv(N, BLOCK_N), P).
     Units: bytes moved = 2·M·N elements.
     """
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask_n = offs_n < N
     dweight = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     dbias = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    first = tl.program_id(1).to(tl.int64) * rows
+    first, end = strip_of(tl.program_id(1), rows, M, sequences)
     for start in range(0, rows, BLOCK_M):
         offs_m = first + start + tl.arange(0, BLOCK_M)
-        mask_m = offs_m < M
+        mask_m = offs_m < end
         mask = mask_m[:, None] & mask_n[None, :]
         mean, rstd = _load_stats(mean_ptr, rstd_ptr, offs_m, mask_m)
         grad, _, normed = _load_bwd(dy, x, None, mean, rstd, offs_m, offs_n, mask)

@@ -23,6 +23,50 @@ class Matrix(NamedTuple):
     stride: Any
 
 
+class Sequences(NamedTuple):
+    """The sequences of a matrix's rows: row r is of number (first + r) // tokens of `count`."""
+
+    first: Any
+    tokens: Any
+    count: Any
+
+
+@triton.jit
+def sequence_of(offs_m, M, sequences):
+    """Return the sequence of each row, of rows beyond M the last; None without sequences."""
+    sequence = sequences
+    if sequences is not None:
+        rows = sequences.first + tl.minimum(offs_m, M - 1).to(tl.int32)
+        sequence = (rows // sequences.tokens).to(tl.int64)
+    return sequence
+
+
+@triton.jit
+def sequence_of_part(part, sequences):
+    """Return the sequence of a part of rows; None without sequences."""
+    sequence = sequences
+    if sequences is not None:
+        sequence = (part % sequences.count).to(tl.int64)
+    return sequence
+
+
+@triton.jit
+def strip_of(part, rows, M, sequences):
+    """Return the first row of part `part`, at most `rows`, and the row after its last.
+
+    With sequences, no part has rows of two, and the parts of one are `count` apart.
+    """
+    if sequences is None:
+        first = part.to(tl.int64) * rows
+        end = M
+    else:
+        begin = sequence_of_part(part, sequences) * sequences.tokens - sequences.first
+        start = begin + (part // sequences.count).to(tl.int64) * rows
+        first = tl.maximum(start, 0)
+        end = tl.minimum(tl.minimum(start + rows, begin + sequences.tokens), M)
+    return first, end
+
+
 @triton.jit
 def tile_offsets(M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Rows (int64) and columns of this program's tile, and the mask of those that exist."""
@@ -63,6 +107,52 @@ def dropout_add_fwd_kernel(
     if residual is not None:
         tile += load_wide(residual, offs_m, offs_n, mask)
     store_narrow(y, offs_m, offs_n, mask, tile)
+
+
+@triton.jit
+def gate_add_fwd_kernel(
+    x, residual, gate, y, sequences, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """Compute y = residual + gate * x, rounded once; without a residual, also the gradient of x.
+
+    Shapes: x, residual, y (M, N) of any float dtype; gate (sequences, N).
+    Units: bytes moved = 3·M·N elements (2 without a residual), and the gate from cache.
+    """
+    offs_m, offs_n, mask = tile_offsets(M, N, BLOCK_M, BLOCK_N)
+    tile = load_wide(gate, sequence_of(offs_m, M, sequences), offs_n, mask)
+    tile *= load_wide(x, offs_m, offs_n, mask)
+    if residual is not None:
+        tile += load_wide(residual, offs_m, offs_n, mask)
+    store_narrow(y, offs_m, offs_n, mask, tile)
+
+
+@triton.jit
+def gate_add_bwd_kernel(
+    dy, x, gate, dx, sums_ptr, sequences, M, N,
+    ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Compute dx = gate * dy, if not None, and the sums of dy * x over each program's rows.
+
+    Shapes: dy, x, dx (M, N), dx may be x; gate (sequences, N); sums (P, N) float32, P a multiple of
+        the number of sequences. ROWS is a multiple of BLOCK_M. Grid (P * cdiv(N, BLOCK_N),).
+    Units: bytes moved = 3·M·N elements, 2 without dx.
+    """
+    blocks_n = tl.cdiv(N, BLOCK_N)
+    part = tl.program_id(0) // blocks_n
+    offs_n = (tl.program_id(0) % blocks_n) * BLOCK_N + tl.arange(0, BLOCK_N)
+    first, end = strip_of(part, ROWS, M, sequences)
+    if dx is not None:
+        sequence = sequence_of_part(part, sequences) + tl.arange(0, 1)
+        own = load_wide(gate, sequence, offs_n, (offs_n < N)[None, :])
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(0, ROWS, BLOCK_M):
+        offs_m = first + start + tl.arange(0, BLOCK_M)
+        mask = (offs_m < end)[:, None] & (offs_n < N)[None, :]
+        grad = load_wide(dy, offs_m, offs_n, mask)
+        total += grad * load_wide(x, offs_m, offs_n, mask)
+        if dx is not None:
+            store_narrow(dx, offs_m, offs_n, mask, grad * own)
+    tl.store(sums_ptr + part.to(tl.int64) * N + offs_n, tl.sum(total, 0), mask=offs_n < N)
 
 
 @seeded

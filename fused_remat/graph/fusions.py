@@ -14,6 +14,7 @@ from fused_remat.steps.activation import MLPActivation
 from fused_remat.steps.fused import LinearNorm, MlpBackward, MlpUp
 from fused_remat.steps.linear import Linear
 from fused_remat.steps.mixture import ExpertsBackward, ExpertsDown, ExpertsForward, ExpertsUp
+from fused_remat.steps.modulation import GatedLinear
 from fused_remat.steps.node import Node
 from fused_remat.steps.norm import Norm
 
@@ -114,7 +115,7 @@ def mlp_bwd(
         return None
     layer, act = out.node, _computes(steps, node.name)
     assert isinstance(layer, Linear)
-    if (act is not None) != (layer.weight in out.needs_grad):
+    if (act is not None) != (layer.x in layer.needs(out.needs_grad)):
         return None  # the activation is kept
     old = [s for s in (*sources, act, step, out) if s is not None]
     if any(s not in old for name in (*node.inputs, node.name) for s in _users(steps, name)):
@@ -129,7 +130,10 @@ def _only_source(steps: Steps, taker: Draft, name: str) -> Draft | None:
     if len(givers) != 1:
         return None
     node = givers[0].node
-    if type(node) is not Linear or node.x != name or node.residual == name:
+    if type(node) not in (Linear, GatedLinear):
+        return None
+    assert isinstance(node, Linear)
+    if node.x != name or node.residual == name:
         return None
     if node.sizes or node.updates or node.packed or node.part is not None:
         return None

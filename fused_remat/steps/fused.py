@@ -25,6 +25,7 @@ from fused_remat.steps.linear import (
     linear_dx,
     linear_fwd,
 )
+from fused_remat.steps.modulation import GatedLinear
 from fused_remat.steps.node import Node
 from fused_remat.steps.norm import Norm, norm_fwd
 from fused_remat.steps.operations import operation
@@ -178,19 +179,25 @@ class MlpBackward(Node):
 
     def backward(self, chunk: Chunk, dy: Tensor, owned: bool, needs_grad: Collection[str]) -> None:
         out, x = self.out, self.ups[0].operand(chunk)
-        dz = dropped(chunk, dy, out, needs_grad)
+        if isinstance(out, GatedLinear):
+            dz = out.product_grad(chunk, dy)
+        else:
+            dz = dropped(chunk, dy, out, needs_grad)
         *gates, up = [layer.affine(chunk) for layer in self.ups]
         act, *dups, total = chunk.ops[mlp_bwd](
             self.act.act, dz, x, gates[0] if gates else None, up, chunk.param(out.weight),
-            chunk.mask(self.act.mask), out.weight in needs_grad,
+            chunk.mask(self.act.mask), out.x in out.needs(needs_grad),
             self.act.up in chunk.owner.execution.summed,
         )  # fmt: skip
         for layer, dup in zip(self.ups, dups if gates else dups[1:], strict=True):
             assert dup is not None
             chunk.add_grad(layer.name, dup, True, total if layer is self.ups[-1] else None)
-        if act is not None:
+        rest = needs_grad
+        if act is not None and isinstance(out, GatedLinear):
+            rest = out.add_gate_grad(chunk, dy, act, needs_grad)
+        if act is not None and out.weight in rest:
             add_weight_grad(chunk, out.weight, dz, act)
-        if out.bias in needs_grad:
+        if out.bias in rest:
             total = chunk.sums.pop(out.name, None)
             chunk.add_param_grad(out.bias, chunk.ops[bias_grad](dz) if total is None else total)
         if out.residual in needs_grad:

@@ -176,24 +176,31 @@ def gated_add(
     return y
 
 
-@operation(key=_pointwise_key, description="pointwise, eager")
-def gated(x: Tensor, gate: Tensor, rows: Rows, dtype: torch.dtype) -> Tensor:
-    """Return gate * x as a new tensor in `dtype`, with the gate (B, D) of each row's sequence."""
-    y = torch.empty(x.shape, dtype=dtype, device=x.device)
-    for part, sequences in rows.parts(len(x)):
-        a, into = _by_sequence((x, y), part, sequences)
-        torch.mul(a, gate[sequences, None], out=into)
-    return y
-
-
 @operation(key=_pointwise_key, description="pointwise, and ATen's sum")
-def gate_grad(dy: Tensor, x: Tensor, rows: Rows) -> Tensor:
-    """Return the sums of dy * x over each sequence's rows (N, D), in float32 at least."""
-    wide, found = torch.promote_types(dy.dtype, torch.float32), list[Tensor]()
-    for part, sequences in rows.parts(len(x)):
-        a, b = _by_sequence((dy, x), part, sequences)
-        found.append(torch.mul(a.to(wide), b).sum(1))
-    return found[0] if len(found) == 1 else torch.cat(found)
+def gated_add_bwd(
+    dy: Tensor,
+    x: Tensor | None,
+    gate: Tensor | None,
+    rows: Rows,
+    dtype: torch.dtype,
+    out: Tensor | None = None,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return gate * dy in `dtype`, and the sums of dy * x over each sequence's rows (N, D).
+
+    Without the gate (B, D) or x, None. The sums are in float32 at least; `out` may be x.
+    """
+    dx, wide, sums = out, torch.promote_types(dy.dtype, torch.float32), list[Tensor]()
+    if dx is None and gate is not None:
+        dx = torch.empty(dy.shape, dtype=dtype, device=dy.device)
+    for part, sequences in rows.parts(len(dy)):
+        (a,) = _by_sequence((dy,), part, sequences)
+        if x is not None:
+            sums.append(torch.mul(a.to(wide), *_by_sequence((x,), part, sequences)).sum(1))
+        if gate is not None and dx is not None:
+            (into,) = _by_sequence((dx,), part, sequences)
+            torch.mul(a, gate[sequences, None], out=into)
+    total = None if x is None else sums[0] if len(sums) == 1 else torch.cat(sums)
+    return None if gate is None else dx, total
 
 
 def _by_sequence(matrices: Sequence[Tensor], part: slice, sequences: slice) -> list[Tensor]:
@@ -260,13 +267,13 @@ class GatedAdd(Add):
         chunk.put(self.name, y)
 
     def backward(self, chunk: Chunk, dy: Tensor, owned: bool, needs_grad: Collection[str]) -> None:
-        gate, rows = condition(chunk, self.gate), Rows.of(chunk, self.name)
-        if self.gate in needs_grad:
-            sums = chunk.ops[gate_grad](dy, chunk[self.x], rows)
+        rows = Rows.of(chunk, self.name)
+        x = chunk[self.x] if self.gate in needs_grad else None
+        gate = condition(chunk, self.gate) if self.x in needs_grad else None
+        dx, sums = chunk.ops[gated_add_bwd](dy, x, gate, rows, self.compute or dy.dtype)
+        if sums is not None:
             add_condition_grad(chunk, self.gate, sums, rows.spans(1)[0][0])
-        if self.x in needs_grad:
-            assert gate is not None
-            dx = chunk.ops[gated](dy, gate, rows, self.compute or dy.dtype)
+        if dx is not None:
             chunk.add_grad(self.x, dx, owned=True)
         if self.residual in needs_grad:
             chunk.add_grad(self.residual, dy, owned)
@@ -314,28 +321,57 @@ class GatedLinear(Linear):
         chunk.put(self.name, chunk.ops[gated_add](y, residual, gate, rows, into))
 
     def backward(self, chunk: Chunk, dy: Tensor, owned: bool, needs_grad: Collection[str]) -> None:
-        rows, rest = Rows.of(chunk, self.name), set(needs_grad) - {self.gate}
-        if self.gate in needs_grad:
-            long = _LONG_CPU if dy.is_cpu else _LONG_DEVICE
-            is_long = len(dy) >= long * len(rows.spans(len(dy)))
-            if is_long and self.weight in needs_grad and self.part is None:
-                self._gradients_by_sequence(chunk, dy, rows, needs_grad)
-                rest -= {self.weight, self.bias}
-            else:
-                y = chunk.ops[linear_fwd](self.operand(chunk), *self.affine(chunk))
-                sums = chunk.ops[gate_grad](dy, y, rows)
+        rows, rest, y = Rows.of(chunk, self.name), set(needs_grad) - {self.gate}, None
+        if self._is_by_sequence(dy, rows, needs_grad):
+            self._gradients_by_sequence(chunk, dy, chunk.last(self.x), rows, needs_grad)
+            rest -= self._affine
+        elif self.gate in needs_grad:
+            y = chunk.ops[linear_fwd](self.operand(chunk), *self.affine(chunk))
+        needs_product = not rest.isdisjoint((self.x, *self._affine))
+        if y is not None or needs_product:
+            gate = condition(chunk, self.gate) if needs_product else None
+            dtype = self.compute or dy.dtype
+            into = y if y is not None and y.dtype is dtype else None
+            dz, sums = chunk.ops[gated_add_bwd](dy, y, gate, rows, dtype, into)
+            del y, into
+            if sums is not None:
                 add_condition_grad(chunk, self.gate, sums, rows.spans(1)[0][0])
-                del y
-        if not rest.isdisjoint((self.x, self.weight, self.bias)):
-            gate = condition(chunk, self.gate)
-            assert gate is not None
-            dz = chunk.ops[gated](dy, gate, rows, self.compute or dy.dtype)
-            self._product.backward(chunk, dz, True, rest)
+            if dz is not None:
+                self._product.backward(chunk, dz, True, rest)
         if self.residual in needs_grad:
             chunk.add_grad(self.residual, dy, owned)
 
+    def product_grad(self, chunk: Chunk, dy: Tensor) -> Tensor:
+        """Return the gradient of the product."""
+        gate, rows = condition(chunk, self.gate), Rows.of(chunk, self.name)
+        dz, _ = chunk.ops[gated_add_bwd](dy, None, gate, rows, self.compute or dy.dtype)
+        assert dz is not None
+        return dz
+
+    def add_gate_grad(
+        self, chunk: Chunk, dy: Tensor, x: Tensor, needs_grad: Collection[str]
+    ) -> Collection[str]:
+        """Add the gradient of the gate, if needed, from x; return what else needs a gradient."""
+        rows = Rows.of(chunk, self.name)
+        if self.gate not in needs_grad:
+            return needs_grad
+        if self._is_by_sequence(dy, rows, needs_grad):
+            self._gradients_by_sequence(chunk, dy, x, rows, needs_grad)
+            return set(needs_grad) - {self.gate} - self._affine
+        y = chunk.ops[linear_fwd](x, *self.affine(chunk))
+        _, sums = chunk.ops[gated_add_bwd](dy, y, None, rows, y.dtype)
+        assert sums is not None
+        add_condition_grad(chunk, self.gate, sums, rows.spans(1)[0][0])
+        return set(needs_grad) - {self.gate}
+
+    def _is_by_sequence(self, dy: Tensor, rows: Rows, needs_grad: Collection[str]) -> bool:
+        """Return whether the gate's gradient is taken from each sequence's weight gradient."""
+        long = _LONG_CPU if dy.is_cpu else _LONG_DEVICE
+        is_long = len(dy) >= long * len(rows.spans(len(dy)))
+        return is_long and self.part is None and {self.weight, self.gate} <= set(needs_grad)
+
     def _gradients_by_sequence(
-        self, chunk: Chunk, dy: Tensor, rows: Rows, needs_grad: Collection[str]
+        self, chunk: Chunk, dy: Tensor, x: Tensor, rows: Rows, needs_grad: Collection[str]
     ) -> None:
         """Add the gradients of the weight, the bias and the gate.
 
@@ -344,7 +380,6 @@ class GatedLinear(Linear):
         owner, (weight, bias) = chunk.owner, self.affine(chunk)
         gate, spans = condition(chunk, self.gate), rows.spans(len(dy))
         assert weight is not None and gate is not None
-        x = chunk.last(self.x)
         x, dy = (t if self.compute is None else t.to(self.compute) for t in (x, dy))
         wide = torch.promote_types(x.dtype, torch.float32)
         is_first, grads = self.weight not in owner.param_grads, owner.param_grads

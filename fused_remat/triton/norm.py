@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fused_remat.kernels import norms
+from fused_remat.kernels.pointwise import Sequences
 from fused_remat.random import DropoutMask
 from fused_remat.spec import NormSpec
 from fused_remat.steps import norm
@@ -17,7 +18,15 @@ from fused_remat.steps.norm import NORMS, shifted
 from fused_remat.steps.operations import faster
 from fused_remat.triton import launch, tables
 from fused_remat.triton.launch import Launch, Target, run
-from fused_remat.triton.operands import cdiv, dropout_of, matrix, operand, power_of_2, vector
+from fused_remat.triton.operands import (
+    by_sequence,
+    cdiv,
+    dropout_of,
+    matrix,
+    operand,
+    power_of_2,
+    vector,
+)
 
 #: The widest row, in elements.
 MAX_WIDTH = 1 << 16
@@ -37,10 +46,6 @@ def unsupported_reason(key: tuple[Any, ...]) -> str | None:
 
 def _describe(key: tuple[Any, ...], *_: Any, **__: Any) -> str:
     return "kernel norm_fwd" if key[3] <= FWD_WIDTH else "kernel norm_wide_fwd"
-
-
-def _describe_modulated(key: tuple[Any, ...], *_: Any, **__: Any) -> str:
-    return f"{_describe(key)}, of each sequence"
 
 
 @faster(norm.norm_fwd, "triton", _describe, unsupported_reason)
@@ -64,35 +69,28 @@ def norm_bwd_triton(spec, dy, x, stats, weight, needs_grad, add=None):
     return dx, dweight, dbias
 
 
-@faster(modulated_norm_fwd, "triton", _describe_modulated, unsupported_reason)
+@faster(modulated_norm_fwd, "triton", _describe, unsupported_reason)
 def modulated_norm_fwd_triton(spec, x, weight, bias, rows, out=None, stats=None):
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     made = new_stats(spec.kind, x) if stats is None else stats
+    sequences, (weight, bias) = by_sequence(rows, len(x), weight, bias)
     weight = shifted(weight, spec.offset)
-    for i, lo, hi in rows.spans(len(x)):
-        w, b = (None if t is None else t[i] for t in (weight, bias))
-        own, kept = tuple([stat[lo:hi] for stat in made]), stats is not None
-        run(norm_fwd, spec, x[lo:hi], None, None, w, b, None, y[lo:hi], own, kept)
+    run(norm_fwd, spec, x, None, None, weight, bias, None, y, made, stats is not None, sequences)
     return (y, *made)
 
 
-@faster(modulated_norm_bwd, "triton", "kernel norm_bwd, of each sequence", unsupported_reason)
+@faster(modulated_norm_bwd, "triton", "kernel norm_bwd", unsupported_reason)
 def modulated_norm_bwd_triton(spec, dy, x, stats, weight, rows, needs_grad, add=None):
-    spans = rows.spans(len(x))
+    sequences, (weight,) = by_sequence(rows, len(x), weight)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs_grad[0] else None
-    shape, weight = (len(spans), x.shape[1]), shifted(weight, spec.offset)
+    shape, weight = (sequences.count, x.shape[1]), shifted(weight, spec.offset)
     dweight, dbias = (
-        torch.empty(shape, dtype=torch.float32, device=x.device) if wanted else None
+        torch.empty(math.prod(shape), dtype=torch.float32, device=x.device) if wanted else None
         for wanted in needs_grad[1:]
     )
-    for n, (i, lo, hi) in enumerate(spans):
-        w, dw, db = (
-            None if t is None else t[row] for t, row in ((weight, i), (dweight, n), (dbias, n))
-        )
-        prior, into = (None if t is None else t[lo:hi] for t in (add, dx))
-        own = tuple([stat[lo:hi] for stat in stats])
-        run(norm_bwd, spec, dy[lo:hi], x[lo:hi], own, w, prior, into, dw, db, launch.TARGET)
-    return dx, dweight, dbias
+    target = launch.TARGET
+    run(norm_bwd, spec, dy, x, stats, weight, add, dx, dweight, dbias, target, sequences)
+    return dx, *(t if t is None else t.view(shape) for t in (dweight, dbias))
 
 
 def norm_fwd(
@@ -106,18 +104,21 @@ def norm_fwd(
     y: Tensor,
     stats: tuple[Tensor, ...],
     has_stats: bool,
+    sequences: Sequences | None = None,
 ) -> Launch:
     """Compute y = norm(x); or total = residual + mask * x, y = norm(total), up to FWD_WIDTH wide.
 
-    The weight has its offset. `stats` is filled, or read if `has_stats`.
+    The weight has its offset; it and the bias have a row for each of `sequences`. `stats` is
+    filled, or read if `has_stats`.
     """
     rows, width = y.shape
     mean, rstd = _mean_rstd(spec.kind, stats)
-    vectors = (vector(weight), vector(bias), mean, rstd)
+    affine = vector if sequences is None else operand
+    vectors = (affine(weight), affine(bias), mean, rstd, sequences)
     constants: dict[str, Any] = {"KIND": spec.kind, "HAS_STATS": has_stats}
     if width > FWD_WIDTH:
         assert residual is None
-        wide = (operand(x), matrix(y), *vectors, width, spec.eps)
+        wide = (operand(x), matrix(y), *vectors, rows, width, spec.eps)
         constants["BLOCK_N"] = _WIDE_BLOCK
         return Launch(norms.norm_wide_fwd_kernel, (rows,), wide, constants, 8, device=y.device)
     matrices = (operand(x), operand(residual), matrix(total), matrix(y))
@@ -138,33 +139,37 @@ def norm_bwd(
     dweight: Tensor | None,
     dbias: Tensor | None,
     target: Target,
+    sequences: Sequences | None = None,
 ) -> list[Launch]:
     """Return the launches that fill dx (with + add), dweight and dbias (float32), if not None.
 
-    The weight has its offset.
+    The weight has its offset. With `sequences`, it has a row for each; dweight and dbias have these
+    rows one after the other.
     """
     rows, width = x.shape
     matrices = (operand(dy), operand(x), operand(add), matrix(dx))
     mean, rstd = _mean_rstd(spec.kind, stats)
-    vectors = vector(weight), mean, rstd
+    vectors = vector(weight) if sequences is None else operand(weight), mean, rstd
+    sums = x, sequences, dweight, dbias
     kind: dict[str, Any] = {"KIND": spec.kind}
     if width > BWD_WIDTH:
         launches = []
         if dx is not None:
-            args, wide = (*matrices, *vectors, width), kind | {"BLOCK_N": _WIDE_BLOCK}
+            args = (*matrices, *vectors, sequences, rows, width)
+            wide = kind | {"BLOCK_N": _WIDE_BLOCK}
             launches = [Launch(norms.norm_wide_bwd_kernel, (rows,), args, wide, 8, device=x.device)]
         if dweight is not None or dbias is not None:
             columns, blocks = cdiv(width, 128), kind | {"BLOCK_M": 16, "BLOCK_N": 128}
             read, programs = (*matrices[:2], *vectors[1:]), cdiv(4 * target.sms, columns)
             launches += _with_sums(
-                norms.norm_params_bwd_kernel, (columns,), programs, x, read, dweight, dbias, blocks
+                norms.norm_params_bwd_kernel, (columns,), programs, read, *sums, blocks
             )
         return launches
     threads = tables.NORM_BWD_THREADS.get(tables.family(target), 128)
     tiles, warps = _tiles(width, most=16, threads=threads)
     per_sm = 4 if math.prod(tiles.values()) <= 2048 else 2
     inputs, programs, blocks = (*matrices, *vectors), per_sm * target.sms, kind | tiles
-    return _with_sums(norms.norm_bwd_kernel, (), programs, x, inputs, dweight, dbias, blocks, warps)
+    return _with_sums(norms.norm_bwd_kernel, (), programs, inputs, *sums, blocks, warps)
 
 
 def _tiles(width: int, most: int, threads: int = 128) -> tuple[dict[str, int], int]:
@@ -189,8 +194,9 @@ def _with_sums(
     kernel: Any,
     columns: tuple[int, ...],
     programs: int,
+    inputs: tuple[Any, ...],
     x: Tensor,
-    given: tuple[Any, ...],
+    sequences: Sequences | None,
     dweight: Tensor | None,
     dbias: Tensor | None,
     blocks: dict[str, Any],
@@ -198,11 +204,13 @@ def _with_sums(
 ) -> list[Launch]:
     """Return the launch of about so many programs over rows, and those that sum their parts."""
     (rows, width), block_m = x.shape, blocks["BLOCK_M"]
-    strip = block_m * max(1, cdiv(rows, block_m * programs))
-    programs = cdiv(rows, strip)
-    parts = [t if t is None else launch.scratch(t, (programs, width)) for t in (dweight, dbias)]
-    args = (*given, *parts, strip, rows, width)
-    first = Launch(kernel, (*columns, programs), args, blocks, warps, device=x.device)
+    count, tokens = (1, rows) if sequences is None else (sequences.count, sequences.tokens)
+    strip = block_m * max(1, cdiv(tokens, block_m * cdiv(programs, count)))
+    shape = cdiv(tokens, strip), count * width
+    parts = [t if t is None else launch.scratch(t, shape) for t in (dweight, dbias)]
+    args = (*inputs, *parts, sequences, strip, rows, width)
+    grid = (*columns, shape[0] * count)
+    first = Launch(kernel, grid, args, blocks, warps, device=x.device)
     pairs = zip(parts, (dweight, dbias), strict=True)
     wanted = [(part, total) for part, total in pairs if part is not None and total is not None]
     return [first, *([column_sum(*wanted[0], *wanted[1:])] if wanted else [])]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fused_remat.kernels.pointwise import Matrix
+from fused_remat.kernels.pointwise import Matrix, Sequences
 from fused_remat.random import DropoutMask, scale, threshold
+from fused_remat.steps.modulation import Rows
 
 
 def contiguous_rows(x: Tensor) -> Tensor:
@@ -26,6 +27,17 @@ def matrix(x: Tensor | None) -> Matrix | None:
 def operand(x: Tensor | None) -> Matrix | None:
     """Return x (M, N) as kernels read it, with contiguous rows."""
     return None if x is None else matrix(contiguous_rows(x))
+
+
+def by_sequence(
+    rows: Rows, count: int, *conditions: Tensor | None
+) -> tuple[Sequences, list[Tensor | None]]:
+    """Return the sequences of `count` rows, and their part of each condition (B, D)."""
+    a, b = rows.first // rows.tokens, cdiv(rows.first + count, rows.tokens)
+    sequences = Sequences(0, count, 1)
+    if b - a > 1:
+        sequences = Sequences(rows.first % rows.tokens, rows.tokens, b - a)
+    return sequences, [None if t is None else t[a:b] for t in conditions]
 
 
 def dropout_of(mask: DropoutMask | None) -> tuple[Tensor | None, int, int, float]:

@@ -11,16 +11,17 @@ from torch import Tensor
 from fused_remat.kernels import activations
 from fused_remat.kernels import pointwise as kernels
 from fused_remat.kernels.dropout import site_keys_fwd_kernel
-from fused_remat.kernels.pointwise import Matrix
+from fused_remat.kernels.pointwise import Sequences
 from fused_remat.random import NUM_SITES, DropoutMask
 from fused_remat.steps.activation import activation_bwd, activation_fwd
 from fused_remat.steps.linear import dropout_sum
+from fused_remat.steps.modulation import gated_add, gated_add_bwd
 from fused_remat.steps.operations import faster
 from fused_remat.steps.residual import dropout, residual_add
 from fused_remat.steps.residual import site_keys as site_keys_of_seed
 from fused_remat.triton.launch import Launch, run, scratch
 from fused_remat.triton.norm import column_sum
-from fused_remat.triton.operands import cdiv, dropout_of, matrix, operand
+from fused_remat.triton.operands import by_sequence, cdiv, dropout_of, matrix, operand
 
 #: Activation -> its forward and backward for a tile. A new activation is a new row.
 PAIRS: dict[str, tuple[Any, Any]] = {
@@ -91,6 +92,28 @@ def dropout_sum_triton(x, mask, dtype=None):
     return y, total
 
 
+@faster(gated_add, "triton", "pointwise kernel")
+def gated_add_triton(x, residual, gate, rows, out=None):
+    y = torch.empty(x.shape, dtype=residual.dtype, device=x.device) if out is None else out
+    sequences, (gate,) = by_sequence(rows, len(x), gate)
+    run(gate_add_fwd, x, residual, gate, sequences, y)
+    return y
+
+
+@faster(gated_add_bwd, "triton", "pointwise kernel")
+def gated_add_bwd_triton(dy, x, gate, rows, dtype, out=None):
+    sequences, (gate,) = by_sequence(rows, len(dy), gate)
+    dx = None
+    if gate is not None:
+        dx = torch.empty(dy.shape, dtype=dtype, device=dy.device) if out is None else out
+    if x is None:
+        run(gate_add_fwd, dy, None, gate, sequences, dx)
+        return dx, None
+    total = torch.empty(sequences.count * dy.shape[1], dtype=torch.float32, device=dy.device)
+    run(gate_add_bwd, dy, x, gate, sequences, dx, total)
+    return dx, total.view(sequences.count, -1)
+
+
 @faster(site_keys_of_seed, "triton", "pointwise kernel")
 def site_keys_triton(seed, first):
     keys = torch.empty(NUM_SITES, dtype=torch.int64, device=seed.device)
@@ -108,20 +131,53 @@ def dropout_add_fwd(
     x: Tensor, residual: Tensor | None, mask: DropoutMask | None, y: Tensor
 ) -> Launch:
     """Compute y = residual + mask * x."""
-    return _over(y, kernels.dropout_add_fwd_kernel, mask, operand(x), operand(residual), matrix(y))
+    args = operand(x), operand(residual), matrix(y), *dropout_of(mask)
+    return _over(y, kernels.dropout_add_fwd_kernel, *args)
+
+
+def gate_add_fwd(
+    x: Tensor, residual: Tensor | None, gate: Tensor, sequences: Sequences, y: Tensor
+) -> Launch:
+    """Compute y = residual + gate * x, with the gate of each row's sequence."""
+    args = operand(x), operand(residual), operand(gate), matrix(y), sequences
+    return _over(y, kernels.gate_add_fwd_kernel, *args)
+
+
+def gate_add_bwd(
+    dy: Tensor,
+    x: Tensor,
+    gate: Tensor | None,
+    sequences: Sequences,
+    dx: Tensor | None,
+    sums: Tensor,
+) -> list[Launch]:
+    """Compute dx = gate * dy, if not None, and the sums of dy * x over each sequence's rows.
+
+    `sums` has a row for each sequence, one after the other, in float32.
+    """
+    rows, width = x.shape
+    parts = cdiv(sequences.tokens, _SUM_ROWS)
+    found = scratch(sums, (parts, sums.numel()))
+    grid = (parts * sequences.count * cdiv(width, _SUM_TILE["BLOCK_N"]),)
+    matrices = operand(dy), operand(x), operand(gate), matrix(dx)
+    args = (*matrices, found, sequences, rows, width)
+    constants = {"ROWS": _SUM_ROWS, **_SUM_TILE}
+    first = Launch(kernels.gate_add_bwd_kernel, grid, args, constants, 4, device=x.device)
+    return [first, column_sum(found, sums)]
 
 
 def act_fwd(x: Tensor, act: str, mask: DropoutMask | None, y: Tensor) -> Launch:
     """Compute y = mask * act(x)."""
-    return _over(y, kernels.act_fwd_kernel, mask, operand(x), matrix(y), ACT=PAIRS[act][0])
+    args = operand(x), matrix(y), *dropout_of(mask)
+    return _over(y, kernels.act_fwd_kernel, *args, ACT=PAIRS[act][0])
 
 
 def act_bwd(
     dy: Tensor, x: Tensor, act: str, mask: DropoutMask | None, dx: Tensor, y: Tensor | None = None
 ) -> Launch:
     """Compute dx = mask * dy * act'(x); y = mask * act(x) if requested."""
-    matrices = operand(dy), operand(x), matrix(dx), matrix(y)
-    return _over(dx, kernels.act_bwd_kernel, mask, *matrices, ACT=PAIRS[act][1])
+    args = operand(dy), operand(x), matrix(dx), matrix(y), *dropout_of(mask)
+    return _over(dx, kernels.act_bwd_kernel, *args, ACT=PAIRS[act][1])
 
 
 def act_sum_bwd(
@@ -147,8 +203,8 @@ def act_sum_bwd(
 
 def gated_fwd(gate: Tensor, up: Tensor, act: str, mask: DropoutMask | None, y: Tensor) -> Launch:
     """Compute y = mask * act(gate) * up."""
-    matrices = operand(gate), operand(up), matrix(y)
-    return _over(y, kernels.gated_fwd_kernel, mask, *matrices, ACT=PAIRS[act][0])
+    args = operand(gate), operand(up), matrix(y), *dropout_of(mask)
+    return _over(y, kernels.gated_fwd_kernel, *args, ACT=PAIRS[act][0])
 
 
 def gated_bwd(
@@ -163,19 +219,17 @@ def gated_bwd(
 ) -> Launch:
     """Compute dgate, dup and y of `gated_fwd`, those not None; dgate and y need `up`."""
     matrices = operand(dy), operand(gate), operand(up), matrix(dgate), matrix(dup), matrix(y)
-    return _over(dy, kernels.gated_bwd_kernel, mask, *matrices, ACT=PAIRS[act][1])
+    args = *matrices, *dropout_of(mask)
+    return _over(dy, kernels.gated_bwd_kernel, *args, ACT=PAIRS[act][1])
 
 
-def _over(
-    y: Tensor, kernel: Any, mask: DropoutMask | None, *matrices: Matrix | None, **constants: Any
-) -> Launch:
+def _over(y: Tensor, kernel: Any, *args: Any, **constants: Any) -> Launch:
     rows, width = y.shape
     block_n = _columns(width)
     block_m = _TILE // block_n
     grid = (cdiv(rows, block_m) * cdiv(width, block_n),)
     constants |= {"BLOCK_M": block_m, "BLOCK_N": block_n}
-    args = (*matrices, *dropout_of(mask), rows, width)
-    return Launch(kernel, grid, args, constants, num_warps=8, device=y.device)
+    return Launch(kernel, grid, (*args, rows, width), constants, num_warps=8, device=y.device)
 
 
 @functools.cache

@@ -44,6 +44,12 @@ CASES = at(
     ],
 )  # fmt: skip
 NARROW = [case for case in CASES if 1 < case[2] <= 16384]
+# Dtype; rows before the first, rows of a sequence, rows: of parts of sequences, or a row each.
+SEQUENCES = [
+    (F32, (8, 20, 37)), (BF16, (8, 20, 37)), (F32, (0, 1, 5)), (F32, (3, 7, 1)),
+    (BF16, (70, 70, 70)), (BF16, (0, 33, 99)), (F32, (65, 130, 64)), (F32, (129, 130, 262)),
+    (F32, (190, 200, 33)),
+]  # fmt: skip
 WALKS = ["in a tile", "in blocks"] if PLACE == "interpreter" else ["as tables say"]
 
 
@@ -78,13 +84,15 @@ def test_forward_and_rebuild(kind, case, walk):
 
 @pytest.mark.parametrize("kind", NORMS)
 @pytest.mark.parametrize("affine", ["both", "weight", "bias"])
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-def test_a_weight_of_each_sequence(kind, affine, dtype, walk):
-    """Rows 8 to 45 of sequences of 20, with a condition of another dtype."""
-    width, rows, spec = at(1000, 63), Rows(8, 20), NormSpec(kind=kind)
-    x, dy, add = (misaligned(normal(dtype, 37, width)) for _ in range(3))
-    weight = None if affine == "bias" else normal(F32, 3, width, shift=1.0)
-    bias = None if affine == "weight" else normal(F32, 3, width)
+@pytest.mark.parametrize("dtype, case", SEQUENCES, ids=str)
+def test_a_weight_of_each_sequence(kind, affine, dtype, case, walk):
+    """With a condition of another dtype, whose rows are columns of a larger one."""
+    width, (first, tokens, count) = at(1000, 63), case
+    rows, spec = Rows(first, tokens), NormSpec(kind=kind)
+    x, dy, add = (misaligned(normal(dtype, count, width)) for _ in range(3))
+    both = normal(F32, 5, 2 * width, shift=1.0)
+    weight = None if affine == "bias" else both[:, :width]
+    bias = None if affine == "weight" else both[:, width:]
     y, *stats = run(modulated_norm_fwd, spec, x, weight, bias, rows)
     exact, *true_stats = modulated_norm_fwd(spec, *double(x, weight, bias), rows)
     check_error(y, exact)

@@ -31,6 +31,7 @@ from fused_remat import random
 from fused_remat.spec import NormSpec
 from fused_remat.steps.activation import ACTIVATIONS, activation_bwd, activation_fwd
 from fused_remat.steps.linear import dropout_sum, linear_fwd
+from fused_remat.steps.modulation import Rows, gated_add, gated_add_bwd
 from fused_remat.steps.norm import norm_fwd
 from fused_remat.steps.residual import dropout, residual_add, site_keys
 from fused_remat.triton import norm, pointwise, products
@@ -73,6 +74,44 @@ def test_dropout_and_residual(shape, layout, dtype, p):
         dx = run(dropout, x, mask, odd=odd)
         check_error(dx, dropout(x.double(), wide(mask)))
         assert torch.equal(dx == 0, (mask.tensor() == 0) | (x == 0)), "the bits of the definition"
+
+
+# Rows before the first, rows of a sequence, and the matrix: parts of sequences, or a row each.
+SEQUENCES = at(
+    [(70, 1024, 4099, 4104), (0, 4099, 4099, 1000)],
+    [(8, 20, 37, 63), (0, 1, 5, 63), (3, 7, 1, 64), (0, 33, 99, 130), (190, 200, 33, 1),
+     (129, 130, 262, 63)],
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("gate_dtype", DTYPES, **ids)
+@pytest.mark.parametrize("dtypes", [DTYPES, DTYPES[::-1], DTYPES[:1] * 2], **ids)
+@pytest.mark.parametrize("first, tokens, rows, width", SEQUENCES)
+def test_a_gate_of_each_sequence(first, tokens, rows, width, dtypes, gate_dtype):
+    x, residual = (misaligned(normal(dtype, rows, width)) for dtype in dtypes)
+    count = (first + rows - 1) // tokens + 2
+    gate, sequences = normal(gate_dtype, count, 2 * width)[:, width:], Rows(first, tokens)
+    y = run(gated_add, x, residual, gate, sequences)
+    exact_y = gated_add(*double(x, residual, gate), sequences)
+    check_error(y, exact_y)
+    assert y.dtype is residual.dtype
+    in_place = x.clone()
+    assert run(gated_add, in_place, residual, gate, sequences, out=in_place) is in_place
+    check_error(in_place, exact_y)
+    given, dtype = (residual, x, gate, sequences), x.dtype
+    exact = gated_add_bwd(*double(residual, x, gate), sequences, torch.float64)
+    dx, sums = run(gated_add_bwd, *given, dtype)
+    check_error(dx, exact[0])
+    check_error(sums, exact[1], dtype=dtype)
+    assert dx.dtype is dtype and sums.dtype is torch.float32
+    only_dx, none = run(gated_add_bwd, residual, None, gate, sequences, dtype)
+    assert torch.equal(only_dx, dx) and none is None
+    none, only_sums = run(gated_add_bwd, residual, x, None, sequences, dtype)
+    check_error(only_sums, exact[1], dtype=dtype)
+    assert none is None
+    same, again = run(gated_add_bwd, *given, dtype, out=x)
+    assert same is x and torch.equal(x, dx)
+    check_error(again, exact[1], dtype=dtype)
 
 
 @pytest.mark.parametrize("act", pointwise.PAIRS)
