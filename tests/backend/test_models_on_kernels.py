@@ -5,14 +5,18 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from places import BF16, COMPILED, DEVICE, ON_GPU, at
+from places import BF16, COMPILED, DEVICE, ON_GPU, ROUTES, at
 from torch import nn
 
+from bench.subjects.diffusion import DIFFUSERS
 from fused_remat import convert
 from fused_remat.execution.observe import OBSERVERS
+from fused_remat.steps import modulation
+from fused_remat.steps.fused import MlpBackward
 from fused_remat.steps.modulation import GatedLinear
 from fused_remat.steps.replay import Replay
 from fused_remat.steps.rotary import Rotary
+from fused_remat.steps.streams import Join
 
 pytestmark = [
     pytest.mark.gpu,
@@ -89,6 +93,25 @@ class Model(nn.Module):
         return x
 
 
+def train_on_both(stock, policy, step):
+    """Return results of `step` of the stock model and of both backends, and the blocks that ran."""
+    ran, found = [], []
+    OBSERVERS.append(ran.append)
+    for backend in (None, "eager", "triton"):
+        model = copy.deepcopy(stock)
+        if backend is not None:
+            convert(model, policy=policy, backend=backend)
+        ran.clear()
+        found.append(step(model))
+    OBSERVERS.remove(ran.append)
+    assert ran and all(run.execution.ops.name == "triton" for run in ran)
+    for mine in found[1:]:
+        for a, b in zip(mine, found[0], strict=True):
+            # Three float32 computations of one thing.
+            assert (a - b).norm() <= 3e-5 * b.norm()
+    return ran
+
+
 @pytest.mark.skipif(COMPILED, reason="in float32 products and attention are ATen's there")
 @pytest.mark.parametrize("policy", ["full", "fast"])
 @pytest.mark.parametrize(
@@ -96,24 +119,58 @@ class Model(nn.Module):
 )
 def test_traced_layers_train_as_eager(layer, kind, policy):
     torch.manual_seed(0)
-    stock, ran = Model(layer).to(DEVICE), []
     x = torch.randn(B, S, D, device=DEVICE, requires_grad=True)
-    found = []
-    OBSERVERS.append(ran.append)
-    for backend in (None, "eager", "triton"):
-        model = copy.deepcopy(stock)
-        if backend is not None:
-            convert(model, policy=policy, backend=backend)
-        ran.clear()
+
+    def step(model):
         y = model(x)
-        found.append([y, *torch.autograd.grad(y.square().sum(), [x, *model.parameters()])])
-    OBSERVERS.remove(ran.append)
-    assert len(ran) == 2 and all(run.execution.ops.name == "triton" for run in ran)
+        return [y, *torch.autograd.grad(y.square().sum(), [x, *model.parameters()])]
+
+    ran = train_on_both(Model(layer).to(DEVICE), policy, step)
+    assert len(ran) == 2
     assert all(any(isinstance(node, kind) for node in run.call.graph.nodes) for run in ran)
-    for mine in found[1:]:
-        for a, b in zip(mine, found[0], strict=True):
-            # Three float32 computations of one thing.
-            assert (a - b).norm() <= 3e-5 * b.norm()
+
+
+@pytest.mark.skipif(COMPILED, reason="in float32 products are ATen's there")
+@pytest.mark.parametrize("trained", ["all", "condition", "layers", "up"])
+@pytest.mark.parametrize("long", [1, 1 << 20], ids=["by sequence", "by product"])
+@pytest.mark.parametrize("routes", ROUTES, indirect=True)
+def test_an_mlp_with_a_gate_is_fused(long, trained, routes, monkeypatch):
+    monkeypatch.setattr(modulation, "_LONG_DEVICE" if ON_GPU else "_LONG_CPU", long)
+    torch.manual_seed(0)
+    stock = Model(Modulated).to(DEVICE)
+    for name, p in stock.named_parameters():
+        kind = "condition" if "condition" in name else "layers"
+        p.requires_grad_(trained in ("all", kind) or trained in name)
+    x = torch.randn(B, S, D, device=DEVICE)
+
+    def step(model):
+        y = model(x)
+        wanted = [p for p in model.parameters() if p.requires_grad]
+        return [y, *torch.autograd.grad(y.square().sum(), wanted)]
+
+    for run in train_on_both(stock, "full", step):
+        assert any(isinstance(s.node, MlpBackward) for s in run.execution.plan.steps("backward"))
+
+
+@pytest.mark.skipif(COMPILED, reason="in float32 products and attention are ATen's there")
+@pytest.mark.parametrize("name, policy", [("sd3", "full"), ("flux", "balanced"), ("wan", "lean")])
+def test_a_diffusion_model_trains_as_eager(name, policy):
+    """Blocks of two streams, and of one."""
+    pytest.importorskip("diffusers")
+    diffuser = DIFFUSERS[name]
+    batch = {
+        key: value.to(DEVICE) if isinstance(value, torch.Tensor) else value
+        for key, value in diffuser.batch(48).items()
+    }
+
+    def step(model):
+        (y,) = model(**batch)
+        wanted = list(model.parameters())
+        return [y, *torch.autograd.grad(y.square().sum(), wanted, materialize_grads=True)]
+
+    ran = train_on_both(diffuser.make().to(DEVICE), policy, step)
+    joins = [isinstance(node, Join) for run in ran for node in run.call.graph.nodes]
+    assert any(joins) == (name != "wan")
 
 
 @pytest.mark.parametrize("padded", [False, True])

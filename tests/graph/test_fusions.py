@@ -17,6 +17,7 @@ from fused_remat.graph.build import BlockBuilder
 from fused_remat.graph.fusions import MlpBackward
 from fused_remat.graph.schedule import schedule
 from fused_remat.spec import NormSpec
+from fused_remat.steps import modulation
 from fused_remat.steps.activation import MLPActivation
 from fused_remat.steps.fused import linear_norm_fwd, mlp_bwd, mlp_up_fwd
 from fused_remat.steps.operations import OPERATIONS, Faster
@@ -150,6 +151,32 @@ def test_graphs_that_no_block_has_give_the_same_bits(fusing, name, frozen, kept)
             given[f"{layer}.{kind}"] = leaf.requires_grad_(layer not in frozen)
     save = Policy(save=set(kept) & set(graph.names))
     check_same_bits(lambda on: function.run_block(graph, save, given, backend=on), given)
+
+
+@pytest.mark.parametrize("long", [1, 64], ids=["by sequence", "by product"])
+@pytest.mark.parametrize(
+    "frozen", [(), ("gate",), ("down",), ("down", "gate"), ("up",), ("input",)], ids=str
+)
+def test_a_gated_layer_gives_the_same_bits(fusing, frozen, long, monkeypatch):
+    monkeypatch.setattr(modulation, "_LONG_CPU", long)
+    b = BlockBuilder()
+    b.linear("up", "input", "up")
+    gelu(b)
+    down = {"weights": ("down.weight",), "biases": ("down.bias",), "gate": "gate.weight"}
+    b.add(modulation.GatedLinear(name="output", x="act", residual="input", **down))
+    shapes = {f"{name}.{kind}": SHAPES[name][: 2 if kind == "weight" else 1]
+              for name in ("up", "down") for kind in ("weight", "bias")}  # fmt: skip
+    given = {
+        name: normal(*shape, seed=i, dtype=torch.float32).requires_grad_(
+            name.partition(".")[0] not in frozen
+        )
+        for i, (name, shape) in enumerate(
+            {"input": (3, 5, 8), "gate.weight": (3, 1, 8), **shapes}.items()
+        )
+    }
+    graph = b.graph("gated")
+    check_same_bits(lambda on: function.run_block(graph, "full", given, backend=on), given)
+    assert "mlp_bwd" in fusing
 
 
 def steps_of(name, fusion):
