@@ -13,9 +13,10 @@ from torch import Tensor
 
 from fused_remat import random
 from fused_remat.random import DropoutMask
-from fused_remat.steps import expert_activation, norm, rotary
+from fused_remat.steps import expert_activation, modulation, norm, rotary
 from fused_remat.steps.activation import activation_bwd, activation_fwd
 from fused_remat.steps.linear import linear_dx, linear_fwd
+from fused_remat.steps.modulation import Rows
 from fused_remat.steps.residual import dropout, residual_add
 from fused_remat.triton import cross_entropy, experts, pointwise, products
 from fused_remat.triton import norm as norms
@@ -120,7 +121,11 @@ def norm_fwd(i, o):
     if i.residual is not None:
         yield o.total, residual_add(i.x, i.residual, i.mask)
         total = o.total.double()  # what is rounded is no error of the norm
-    y, *stats = norm.norm_fwd(i.spec, total, i.weight, i.bias)
+    if i.sequences is None:
+        y, *stats = norm.norm_fwd(i.spec, total, i.weight, i.bias)
+    else:
+        rows = Rows(*i.sequences[:2])
+        y, *stats = modulation.modulated_norm_fwd(i.spec, total, i.weight, i.bias, rows)
     yield o.y, y
     if not i.has_stats:
         yield from zip(o.stats, stats, strict=True)
@@ -128,8 +133,25 @@ def norm_fwd(i, o):
 
 def norm_bwd(i, o):
     marks = (True, i.dweight is not None, i.dbias is not None)
-    exact = norm.norm_bwd(i.spec, i.dy, i.x, i.stats, i.weight, marks, i.add)
-    yield from zip((o.dx, o.dweight, o.dbias), exact, strict=True)
+    found, given = (o.dx, o.dweight, o.dbias), (i.spec, i.dy, i.x, i.stats, i.weight)
+    if i.sequences is None:
+        exact = norm.norm_bwd(*given, marks, i.add)
+    else:
+        rows = Rows(*i.sequences[:2])
+        exact = [t.flatten() for t in modulation.modulated_norm_bwd(*given, rows, marks, i.add)]
+        found = [t.flatten() for t in found]
+    yield from zip(found, exact, strict=True)
+
+
+def gate_add_fwd(i, o):
+    residual = torch.zeros_like(i.x) if i.residual is None else i.residual
+    yield o.y, modulation.gated_add(i.x, residual, i.gate, Rows(*i.sequences[:2]))
+
+
+def gate_add_bwd(i, o):
+    given = i.dy, i.x, i.gate, Rows(*i.sequences[:2]), torch.float64
+    dx, sums = modulation.gated_add_bwd(*given)
+    yield from ((o.dx, dx), (o.sums, sums.flatten()))
 
 
 def dropout_add_fwd(i, o):
@@ -341,7 +363,8 @@ EXACT = {
     norms.norm_fwd: norm_fwd, norms.norm_bwd: norm_bwd, pointwise.act_fwd: act_fwd,
     pointwise.dropout_add_fwd: dropout_add_fwd, pointwise.act_bwd: act_bwd,
     pointwise.act_sum_bwd: act_sum_bwd, rotaries.pack_heads: pack_heads,
-    pointwise.site_keys: site_keys,
+    pointwise.site_keys: site_keys, pointwise.gate_add_fwd: gate_add_fwd,
+    pointwise.gate_add_bwd: gate_add_bwd,
     pointwise.gated_fwd: gated_fwd, pointwise.gated_bwd: gated_bwd,
     rotaries.rotary_fwd: rotary_fwd, rotaries.rotary_norm_bwd: rotary_norm_bwd,
     products.linear_fwd: linear, products.gated_mlp_fwd: gated_mlp_fwd,

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from bench.audit.attention import Case, attention_cases, meta
+from fused_remat.kernels.pointwise import Sequences
 from fused_remat.moe_spec import CLAMPED, ExpertsSpec
 from fused_remat.random import NUM_SITES, DropoutMask
 from fused_remat.spec import AttentionSpec, NormSpec, RotarySpec
@@ -71,19 +72,21 @@ def tile_name(tile: Tile) -> str:
 
 
 def _norm_launches(
-    spec: NormSpec, x: Tensor, low: Tensor, affine: Tensor, bias: Tensor | None, at: Target
-) -> Iterator[tuple[str, str, Launch]]:
+    spec: NormSpec, x: Tensor, low: Tensor, affine: Tensor, bias: Tensor | None, at: Target,
+    sequences: Sequences | None = None,
+) -> Iterator[tuple[str, str, Launch]]:  # fmt: skip
     """Yield each kernel, its fusion and its launch: of a stream `x` to results like `low`."""
     width, stats = x.shape[1], tuple(meta(FP32, ROWS, 1) for _ in NORMS[spec.kind].stats)
     total, y = meta(x.dtype, *x.shape), meta(low.dtype, *x.shape)
     plain = spec, x, None, None, affine, bias, None, y, stats
-    yield "norm_fwd", "", norms.norm_fwd(*plain, False)
-    yield "norm_rebuild", "", norms.norm_fwd(*plain, True)
-    if width <= norms.FWD_WIDTH:
+    yield "norm_fwd", "", norms.norm_fwd(*plain, False, sequences)
+    yield "norm_rebuild", "", norms.norm_fwd(*plain, True, sequences)
+    if width <= norms.FWD_WIDTH and sequences is None:
         fused = spec, low, x, _keep(width), affine, bias, total, y, stats, False
         yield "norm_fwd", " dropout residual", norms.norm_fwd(*fused)
-    grads = meta(FP32, width), None if bias is None else meta(FP32, width)
-    for launch in norms.norm_bwd(spec, low, x, stats, affine, x, total, *grads, at):
+    count = affine.numel()
+    grads = meta(FP32, count), None if bias is None else meta(FP32, count)
+    for launch in norms.norm_bwd(spec, low, x, stats, affine, x, total, *grads, at, sequences):
         yield launch.kernel.fn.__name__.removesuffix("_kernel"), "", launch
 
 
@@ -162,6 +165,26 @@ def shifted_cases(at: Target, dtype: torch.dtype) -> Named:
     for name, launch in _rotary_cases("norm half", at, dtype, FP32):
         if not name.endswith("in place"):
             yield f"{name} shifted", launch
+
+
+def modulated_cases(at: Target, dtype: torch.dtype) -> Named:
+    """Yield norms and gates by a condition of each sequence, in float32."""
+    sequences = Sequences(0, ROWS // 4, 4)
+    for kind, width in (
+        ("layer_norm", 1152), ("rms_norm", 2304), ("layer_norm", 3072), ("rms_norm", 4096),
+        ("layer_norm", 5120), ("layer_norm", 65536),
+    ):  # fmt: skip
+        x, (weight, bias) = meta(dtype, ROWS, width), (meta(FP32, 4, width) for _ in "wb")
+        found = _norm_launches(NormSpec(kind=kind), x, x, weight, bias, at, sequences)
+        for kernel, _, launch in found:
+            if kernel != "column_sum":
+                yield f"{kernel} {kind} {width} modulated", launch
+    x, y, z = (meta(dtype, ROWS, WIDTH) for _ in range(3))
+    gate, sums = meta(FP32, 4, WIDTH), meta(FP32, 4 * WIDTH)
+    yield "gate_add_fwd", pointwise.gate_add_fwd(x, y, gate, sequences, z)
+    yield "gate_add_fwd alone", pointwise.gate_add_fwd(x, None, gate, sequences, z)
+    yield "gate_add_bwd", pointwise.gate_add_bwd(x, y, gate, sequences, z, sums)[0]
+    yield "gate_add_bwd sums", pointwise.gate_add_bwd(x, y, None, sequences, None, sums)[0]
 
 
 #: name -> query and key heads, width of a head, elements rotated, adjacent pairs, norms.
@@ -414,7 +437,7 @@ def experts_cases(at: Target, dtype: torch.dtype) -> Iterator[Case]:
 
 def cases(at: Target, dtype: torch.dtype) -> Iterator[Case]:
     """Yield all cases of a target and dtype; products in float32 are ATen's and not among them."""
-    makers = [norm_cases, pointwise_cases, rotary_cases]
+    makers = [norm_cases, pointwise_cases, modulated_cases, rotary_cases]
     makers += [loss_cases, mixed_cases, shifted_cases] if dtype.itemsize == 2 else []
     for make in makers:
         yield from (Case(name, launch, True, False) for name, launch in make(at, dtype))
