@@ -29,23 +29,23 @@ KINDS = ("layer_norm", "rms_norm")
 
 
 @triton.jit
-def _affine(affine, sequence, offs_n, mask_n):
-    """Return the weight or bias of all rows, or of each row's sequence, in float32."""
-    if sequence is None:
-        tile = tl.load(affine + offs_n, mask=mask_n, other=0.0).to(tl.float32)[None, :]
-    else:
-        tile = load_wide(affine, sequence, offs_n, mask_n[None, :])
-    return tile
+def _row_of(affine, sequence):
+    """Return the pointer to the weight or bias of all rows, or of a sequence; None for None."""
+    row_ptr = affine
+    if affine is not None:  # noqa: SIM102 (known when it is compiled)
+        if sequence is not None:
+            row_ptr = affine.data + sequence * affine.stride
+    return row_ptr
 
 
 @triton.jit
-def _normed(x, mean, rstd, weight, bias, sequence, offs_n, mask_n):
+def _normed(x, mean, rstd, weight_ptr, bias_ptr, offs_n, mask_n):
     """(x - mean) * rstd * weight + bias."""
     y = (x - mean[:, None]) * rstd[:, None]
-    if weight is not None:
-        y *= _affine(weight, sequence, offs_n, mask_n)
-    if bias is not None:
-        y += _affine(bias, sequence, offs_n, mask_n)
+    if weight_ptr is not None:
+        y *= tl.load(weight_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)[None, :]
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)[None, :]
     return y
 
 
@@ -97,12 +97,14 @@ def norm_fwd_kernel(
     """Compute y = norm(total), total = residual + keep * x rounded to its dtype; or y = norm(x).
 
     Shapes: x, residual, total, y (M, N); weight, bias (N,); mean, rstd (M,) float32, written, or
-        read where HAS_STATS (a rebuild). BLOCKS * BLOCK_N >= N. Grid (cdiv(M, BLOCK_M),).
+        read where HAS_STATS (a rebuild). BLOCKS * BLOCK_N >= N. A program does one part of
+        `strip_of`, of BLOCK_M rows.
     Units: bytes moved = 2·M·N elements, 4 with a residual.
     Source: Ba, Kiros, Hinton 2016; Zhang, Sennrich 2019.
     """
-    offs_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    mask_m = offs_m < M
+    first, end = strip_of(tl.program_id(0), BLOCK_M, M, sequences)
+    offs_m = first + tl.arange(0, BLOCK_M)
+    mask_m = offs_m < end
     columns, tiles = _columns(BLOCKS, BLOCK_N), ()
     for i in tl.static_range(BLOCKS):
         mask = mask_m[:, None] & (columns[i] < N)[None, :]
@@ -129,10 +131,11 @@ def norm_fwd_kernel(
             squares = squares + (from_mean * from_mean,)
         rstd = 1.0 / tl.sqrt(_row_sum(squares) / N + eps)
         tl.store(rstd_ptr + offs_m, rstd, mask=mask_m)
-    sequence = sequence_of(offs_m, M, sequences)
+    sequence = sequence_of_part(tl.program_id(0), sequences)
+    weight_ptr, bias_ptr = _row_of(weight, sequence), _row_of(bias, sequence)
     for i in tl.static_range(BLOCKS):
         mask_n = columns[i] < N
-        normed = _normed(tiles[i], mean, rstd, weight, bias, sequence, columns[i], mask_n)
+        normed = _normed(tiles[i], mean, rstd, weight_ptr, bias_ptr, columns[i], mask_n)
         store_narrow(y, offs_m, columns[i], mask_m[:, None] & mask_n[None, :], normed)
 
 
@@ -171,23 +174,14 @@ def norm_wide_fwd_kernel(
         tl.store(rstd_ptr + offs_m, rstd)
         if KIND == "layer_norm":
             tl.store(mean_ptr + offs_m, mean)
-    sequence = sequence_of(offs_m, M, sequences)
+    sequence = sequence_of(tl.program_id(0), M, sequences)
+    weight_ptr, bias_ptr = _row_of(weight, sequence), _row_of(bias, sequence)
     for start in range(0, N, BLOCK_N):
         offs_n = start + tl.arange(0, BLOCK_N)
         mask_n = offs_n < N
         tile = load_wide(x, offs_m, offs_n, mask_n[None, :])
-        tile = _normed(tile, mean, rstd, weight, bias, sequence, offs_n, mask_n)
+        tile = _normed(tile, mean, rstd, weight_ptr, bias_ptr, offs_n, mask_n)
         store_narrow(y, offs_m, offs_n, mask_n[None, :], tile)
-
-
-@triton.jit
-def _weight_of(weight, sequence):
-    """Return the pointer to the weight of all rows, or of a sequence; None where there is none."""
-    weight_ptr = weight
-    if weight is not None:  # noqa: SIM102 (known when it is compiled)
-        if sequence is not None:
-            weight_ptr = weight.data + sequence * weight.stride
-    return weight_ptr
 
 
 @triton.jit
@@ -233,7 +227,7 @@ def norm_bwd_kernel(
     Units: bytes moved = 3·M·N elements, 4 with `add`.
     """
     first, end = strip_of(tl.program_id(0), rows, M, sequences)
-    weight_ptr = _weight_of(weight, sequence_of_part(tl.program_id(0), sequences))
+    weight_ptr = _row_of(weight, sequence_of_part(tl.program_id(0), sequences))
     columns, weights, dweights, dbiases = _columns(BLOCKS, BLOCK_N), (), (), ()
     for i in tl.static_range(BLOCKS):
         if weight_ptr is not None:  # a tuple holds no None
@@ -282,7 +276,7 @@ def norm_wide_bwd_kernel(
     Units: bytes moved = 5·M·N elements, 6 with `add`, the second reading from cache.
     """
     offs_m = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
-    weight_ptr = _weight_of(weight, sequence_of(tl.program_id(0), M, sequences))
+    weight_ptr = _row_of(weight, sequence_of(tl.program_id(0), M, sequences))
     mean, rstd = _load_stats(mean_ptr, rstd_ptr, offs_m, offs_m >= 0)
     mean_g, mean_gn = tl.zeros([1], tl.float32), tl.zeros([1], tl.float32)
     for start in range(0, N, BLOCK_N):

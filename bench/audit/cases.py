@@ -178,7 +178,7 @@ def modulated_cases(at: Target, dtype: torch.dtype) -> Named:
         found = _norm_launches(NormSpec(kind=kind), x, x, weight, bias, at, sequences)
         for kernel, _, launch in found:
             if kernel != "column_sum":
-                yield f"{kernel} {kind} {width} modulated", launch
+                yield f"{kernel}_modulated {kind} {width}", launch
     x, y, z = (meta(dtype, ROWS, WIDTH) for _ in range(3))
     gate, sums = meta(FP32, 4, WIDTH), meta(FP32, 4 * WIDTH)
     yield "gate_add_fwd", pointwise.gate_add_fwd(x, y, gate, sequences, z)

@@ -124,7 +124,8 @@ def norm_fwd(
     matrices = (operand(x), operand(residual), matrix(total), matrix(y))
     args = (*matrices, *vectors, *dropout_of(mask), rows, width, spec.eps)
     blocks, warps = _tiles(width, most=24)
-    grid = (cdiv(rows, blocks["BLOCK_M"]),)
+    count, tokens = _count_and_tokens(rows, sequences)
+    grid = (count * cdiv(tokens, blocks["BLOCK_M"]),)
     return Launch(norms.norm_fwd_kernel, grid, args, constants | blocks, warps, device=y.device)
 
 
@@ -204,7 +205,7 @@ def _with_sums(
 ) -> list[Launch]:
     """Return the launch of about so many programs over rows, and those that sum their parts."""
     (rows, width), block_m = x.shape, blocks["BLOCK_M"]
-    count, tokens = (1, rows) if sequences is None else (sequences.count, sequences.tokens)
+    count, tokens = _count_and_tokens(rows, sequences)
     strip = block_m * max(1, cdiv(tokens, block_m * cdiv(programs, count)))
     shape = cdiv(tokens, strip), count * width
     parts = [t if t is None else launch.scratch(t, shape) for t in (dweight, dbias)]
@@ -214,6 +215,10 @@ def _with_sums(
     pairs = zip(parts, (dweight, dbias), strict=True)
     wanted = [(part, total) for part, total in pairs if part is not None and total is not None]
     return [first, *([column_sum(*wanted[0], *wanted[1:])] if wanted else [])]
+
+
+def _count_and_tokens(rows: int, sequences: Sequences | None) -> tuple[int, int]:
+    return (1, rows) if sequences is None else (sequences.count, sequences.tokens)
 
 
 def column_sum(parts: Tensor, total: Tensor, *others: tuple[Tensor, Tensor]) -> Launch:
