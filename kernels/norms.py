@@ -7,7 +7,7 @@ of `KINDS`; RMSNorm has the mean 0. Matrices are `kernels.pointwise.Matrix`; an 
 has no use for is None.
 The gradients of weight and bias are summed over rows in two stages, without atomics: each program
 sums its own rows into a row of partials, and `column_sum_kernel` adds those.
-With `sequences` (`kernels.pointwise.Sequences`), weight and bias are matrices with a row for each
+With `sequences` (`kernels.pointwise.Sequences`), weight and bias are matrices with one row for each
 sequence, and so are their gradients; else they are pointers to vectors.
 """
 

@@ -108,7 +108,7 @@ def norm_fwd(
 ) -> Launch:
     """Compute y = norm(x); or total = residual + mask * x, y = norm(total), up to FWD_WIDTH wide.
 
-    The weight has its offset; it and the bias have a row for each of `sequences`. `stats` is
+    The weight has its offset; it and the bias have one row for each of `sequences`. `stats` is
     filled, or read if `has_stats`.
     """
     rows, width = y.shape
@@ -144,8 +144,8 @@ def norm_bwd(
 ) -> list[Launch]:
     """Return the launches that fill dx (with + add), dweight and dbias (float32), if not None.
 
-    The weight has its offset. With `sequences`, it has a row for each; dweight and dbias have these
-    rows one after the other.
+    The weight has its offset. With `sequences`, it has one row for each; dweight and dbias have
+    these rows one after the other.
     """
     rows, width = x.shape
     matrices = (operand(dy), operand(x), operand(add), matrix(dx))

@@ -153,7 +153,7 @@ def gate_add_bwd(
 ) -> list[Launch]:
     """Compute dx = gate * dy, if not None, and the sums of dy * x over each sequence's rows.
 
-    `sums` has a row for each sequence, one after the other, in float32.
+    `sums` has one row for each sequence, one after the other, in float32.
     """
     rows, width = x.shape
     parts = cdiv(sequences.tokens, _SUM_ROWS)
