@@ -270,7 +270,7 @@ class Recorder(TorchFunctionMode):
             self.trouble("it registers a hook on a tensor")
         if kwargs.get("inplace"):
             kwargs = {**kwargs, "inplace": False}
-        if name == "type_as" and self.number(args[0]) not in self.live:
+        if name == "type_as":
             func, name, args = torch.Tensor.to, "to", (args[0], args[1].dtype)
         if kwargs.get("out") is not None:
             self.trouble("it writes to a tensor that is passed as `out`")
