@@ -7,12 +7,18 @@ from collections.abc import Iterable
 from pathlib import Path
 from statistics import median
 
+from bench.subjects.architectures import group
 from bench.tables import RESULTS, Cell, Row, load, machine_line, markdown, span
 
 FILE = RESULTS / "architectures.json"
 #: What is compared with checkpointing, and its column.
 MEASURES = {
     "kept": "kept", "peak": "peak", "first_peak": "first step's peak", "seconds": "step time",
+}  # fmt: skip
+#: The groups of `bench.subjects.architectures`, and their headings.
+TITLES = {
+    "language": "Language models", "mixtures": "Mixtures of experts", "vision": "Vision",
+    "diffusion": "Diffusion models", "speech": "Speech and sound",
 }  # fmt: skip
 
 
@@ -48,11 +54,15 @@ def layers(row: Row) -> str:
     return ", ".join(f"{count} {state}" for state, count in row.get("layers", {}).items())
 
 
-def _summary(rows: list[Row], variant: str) -> Iterable[Cell]:
-    """Yield a variant's cells: its models, those that pass, and the medians of the ratios."""
-    mine = [row for row in rows if row["case"]["variant"] == variant]
-    yield from (variant, str(len(mine)), str(sum(map(passes, mine))))
-    compared = [row for row in mine if not row.get("effects")]
+def fused(row: Row) -> bool:
+    """Return whether every layer ran as a block."""
+    return set(row.get("layers", {"": 1})) == {"blocks"}
+
+
+def _summary(title: str, rows: list[Row]) -> Iterable[Cell]:
+    """Yield the cells of some rows: how many, fused, passing, and the medians of the ratios."""
+    yield from (title, *(str(sum(map(check, rows))) for check in (ran, fused, passes)))
+    compared = [row for row in rows if not row.get("effects")]
     for measure in MEASURES:
         found = [value for row in compared if (value := ratio(row, measure)) is not None]
         yield f"{median(found):.2f}× ({span(found)})" if found else None
@@ -79,23 +89,56 @@ def _place(machine: Row) -> tuple[str, str]:
     return machine["commit"], machine["cpu"]
 
 
+def first_rows(rows: Iterable[Row]) -> list[Row]:
+    """Return the first row of each architecture that ran, which is that of its bare variant."""
+    first = dict[str, Row]()
+    for row in filter(ran, rows):
+        first.setdefault(row["case"]["name"], row)
+    return list(first.values())
+
+
 def table(file: Path = FILE) -> str:
     """Return the machine, the variants, an entry per architecture, and those that did not run."""
     data = load(file)
     rows = [row for row in data["results"] if ran(row)]
-    variants = list(dict.fromkeys(row["case"]["variant"] for row in rows))
-    names = dict.fromkeys(row["case"]["name"] for row in rows)
-    of = {name: [row for row in rows if row["case"]["name"] == name] for name in names}
+    variants, groups = dict[str, list[Row]](), dict[str, dict[str, list[Row]]]()
+    for row in rows:
+        name = row["case"]["name"]
+        variants.setdefault(row["case"]["variant"], []).append(row)
+        groups.setdefault(group(name), {}).setdefault(name, []).append(row)
     absent = {
         row["case"]["name"]: row["absent"].replace("|", "\\|")
         for row in data["results"]
-        if not ran(row) and row["case"]["name"] not in of
+        if not ran(row)
     }
-    bare = [found[0] for found in of.values()]
-    fused = sum(set(row.get("layers", {"": 1})) == {"blocks"} for row in bare)
-    size = (
-        f"Batch 2, texts of {data['config']['tokens']} tokens. {fused} of {len(names)} "
-        "architectures run every layer as a block."
+    titles = tuple(MEASURES.values())
+    units = tuple(f"{title}, {'ms' if title == 'step time' else 'KiB'}" for title in titles)
+    counts = ("models", "every layer a block", "pass every check")
+    own = [(title, groups[name]) for name, title in TITLES.items() if name in groups]
+    first = [(title, [found[0] for found in of.values()]) for title, of in own]
+    parts = [
+        _measured(data, rows),
+        markdown(("bare", *counts, *titles), [list(_summary(*entry)) for entry in first]),
+        markdown(
+            ("variant", *counts, *titles), [list(_summary(*entry)) for entry in variants.items()]
+        ),
+    ]
+    for title, of in own:
+        head = ("architecture", "layers", *units, "gradients", "failed checks")
+        parts += [f"## {title}", markdown(head, [list(_cells(found)) for found in of.values()])]
+    missing = {name: why for name, why in absent.items() if all(name not in of for _, of in own)}
+    if missing:
+        lines = "; ".join(f"{name} ({why})" for name, why in missing.items())
+        parts += ["## Not run", f"{lines}."]
+    return "\n\n".join(parts)
+
+
+def _measured(data: Row, rows: list[Row]) -> str:
+    """Return the machine that most rows were measured on, the sizes, and the other machines."""
+    bare = first_rows(rows)
+    text = (
+        f"Batch 2, texts of {data['config']['tokens']} tokens. {sum(map(fused, bare))} of "
+        f"{len(bare)} architectures run every layer as a block."
     )
     counts = Counter(_place(row["machine"]) for row in bare)
     machines = [row["machine"] for row in bare]
@@ -109,18 +152,5 @@ def table(file: Path = FILE) -> str:
             of_variant.setdefault(case["variant"], set()).add(case["name"])
     for commit, of_variant in others.items():
         counted = [f"{variant} ({len(models)} models)" for variant, models in of_variant.items()]
-        size += f" Measured at commit {commit}: {', '.join(counted)}."
-    titles = tuple(MEASURES.values())
-    units = tuple(f"{title}, {'ms' if title == 'step time' else 'KiB'}" for title in titles)
-    head = ("architecture", "layers", *units, "gradients", "failed checks")
-    parts = [f"{machine_line(most)} {size}"]
-    parts += [
-        markdown(
-            ("variant", "models", "pass every check", *titles),
-            [list(_summary(rows, variant)) for variant in variants],
-        ),
-        markdown(head, [list(_cells(found)) for found in of.values()]),
-    ]
-    if absent:
-        parts += ["Not run: " + "; ".join(f"{name} ({why})" for name, why in absent.items()) + "."]
-    return "\n\n".join(parts)
+        text += f" Measured at commit {commit}: {', '.join(counted)}."
+    return f"{machine_line(most)} {text}"

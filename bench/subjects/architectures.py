@@ -1,4 +1,4 @@
-"""The models of `bench architectures`: language models, image towers, diffusion models, own code.
+"""The models of `bench architectures`, by what people train, as `GROUPS` lists it.
 
 Names of language models are those of their classes. All are random, of width 256 or more, in two
 layers or one of each type, and drop nothing. No model of transformers has sizes of its own: each
@@ -12,6 +12,7 @@ import functools
 import importlib
 import inspect
 import math
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -132,6 +133,8 @@ class Architecture(NamedTuple):
     needs: str = ""  #: The module that it comes from.
     #: Whether it is converted with its own checkpointing, which most of its modules keep.
     keeps_own: bool = False
+    group: str = "language"  #: Of `GROUPS`, unless its configuration decides.
+    config: str = ""  #: The class of its configuration in transformers.
 
 
 def _normal(*shape: int) -> Tensor:
@@ -178,14 +181,16 @@ def language_models() -> dict[str, Architecture]:
         for kind in sorted(mapping, key=lambda kind: not kind.endswith("_text")):
             found.setdefault(mapping[kind], configs[kind])
     return {
-        name: Architecture(functools.partial(_transformers, name, config), _text, "transformers")
+        name: Architecture(
+            functools.partial(_transformers, name, config), _text, "transformers", config=config
+        )
         for name, config in sorted(found.items())
     }
 
 
 def _tower(prefix: str, model: str, **given: Any) -> Architecture:
     make = functools.partial(_transformers, prefix + model, f"{prefix}Config", **_PIXELS, **given)
-    return Architecture(make, _images, "transformers")
+    return Architecture(make, _images, "transformers", group="vision")
 
 
 TOWERS = {
@@ -212,7 +217,7 @@ def _diffuser(one: diffusion.Diffuser) -> Architecture:
     def batch(model: nn.Module, tokens: int) -> Batch:
         return one.batch(tokens)
 
-    return Architecture(one.make, batch, "diffusers", one.keeps_own)
+    return Architecture(one.make, batch, "diffusers", one.keeps_own, "diffusion")
 
 
 DIFFUSERS = {name: _diffuser(one) for name, one in diffusion.DIFFUSERS.items()}
@@ -221,22 +226,23 @@ DIFFUSERS = {name: _diffuser(one) for name, one in diffusion.DIFFUSERS.items()}
 # Of other libraries.
 
 
-def _other(name: str, make: Callable[[int], nn.Module]) -> Architecture:
+def _other(name: str, make: Callable[[int], nn.Module], group: str = "vision") -> Architecture:
     """Return a model of the tests' table in this width."""
     row = models.MODELS[name]
     batch = row.batch
     return Architecture(
-        lambda: make(WIDTH), lambda model, tokens: batch(min(tokens, 64)), row.needs
+        lambda: make(WIDTH), lambda model, tokens: batch(min(tokens, 64)), row.needs, group=group
     )
 
 
 OTHERS = {
     "timm_vit": _other("timm_vit", models.timm_vit),
     "torchvision_vit": _other("torchvision_vit", models.torchvision_vit),
-    "openai_whisper": _other("openai_whisper", models.openai_whisper),
+    "openai_whisper": _other("openai_whisper", models.openai_whisper, "speech"),
     "x_transformers": _other(
         "x_transformers_flash",
         lambda width: models.x_transformer("Decoder", width, attn_flash=True, ff_glu=True),
+        group="language",
     ),
 }
 
@@ -288,9 +294,31 @@ OWN = {
     "adaln_dit": Architecture(
         lambda: models.DiT(WIDTH),
         lambda model, tokens: {"x": _normal(B, tokens, WIDTH), "c": _normal(B, WIDTH)},
+        group="diffusion",
     ),
 }
 ARCHITECTURES = {**language_models(), **TOWERS, **DIFFUSERS, **OTHERS, **OWN}
+
+
+# By what people train.
+
+GROUPS = ("language", "mixtures", "vision", "diffusion", "speech")
+#: Attributes of a configuration by which a model is one of speech, unless it sees images, and by
+#: which it is a mixture.
+_SPEECH = re.compile(r"\b(audio_(?!samples)|speech_)|_mel_bins\b")
+_MIXTURES = re.compile(r"\b(n|num|num_local|n_routed|moe_num)(_routed)?_experts\b")
+
+
+def group(name: str) -> str:
+    """Return what people train an architecture for, one of `GROUPS`; "language" if unknown."""
+    row = ARCHITECTURES.get(name)
+    if row is None or not row.config:
+        return row.group if row else "language"
+    config = getattr(importlib.import_module("transformers"), row.config)
+    names = " ".join([*config.__dataclass_fields__, *config.attribute_map])
+    if _SPEECH.search(names) and "vision_" not in names:
+        return "speech"
+    return "mixtures" if _MIXTURES.search(names) else "language"
 
 
 def build(name: str, tokens: int) -> tuple[nn.Module, Batch]:
