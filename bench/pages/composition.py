@@ -23,7 +23,7 @@ GROUPS = (
     "torch.compile", "torch.export", "Autocast", "DDP", "FSDP2", "FSDP1", "Tensor parallel",
     "Pipeline parallel", "Engines",
     "CUDA graphs", "Outer checkpointing", "Replay check", "Concurrency and faults", "Hugging Face",
-    "PEFT",
+    "Diffusers", "PEFT",
 )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from bench import tables
-from bench.pages.architectures import layers, ran, ratio
+from bench.pages.architectures import explained, layers, ran, ratio
 from bench.subjects.diffusion import DIFFUSERS
 from bench.tables import RESULTS, Cell, Row
 
@@ -78,3 +78,14 @@ def table(root: Path = RESULTS) -> str:
                 rows.append([f"`{name}`", text, *_cells(of)])
         parts += [f"## {title}", tables.markdown(("model", "layers", *HEAD), rows)]
     return "\n\n".join(parts)
+
+
+def models(root: Path = RESULTS) -> str:
+    """Return what the layers of each class ran as, and the reasons, with all weights trained."""
+    rows = newest(root).get("full", {})
+    found = dict[str, str]()
+    for name, one in DIFFUSERS.items():
+        if row := rows.get(("bare", name)):
+            found.setdefault(one.kind, explained(row))
+    entries = [[f"`{kind}`", text] for kind, text in found.items()]
+    return tables.markdown(("model", "layers"), entries) if entries else ""

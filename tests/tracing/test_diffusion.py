@@ -107,6 +107,7 @@ def adapt(model) -> None:
             assert p.requires_grad == ("lora_" in name) and bool(p.any()), name
 
 
+@pytest.mark.composes("Diffusers", "training steps of every model of [this table](diffusion.md)")
 @pytest.mark.parametrize("name", DIFFUSERS)
 def test_a_converted_model_trains_as_the_stock_one(name):
     model, batch = build(name)
@@ -120,6 +121,7 @@ def test_a_converted_model_trains_as_the_stock_one(name):
     assert states == Counter(EXPECTED[name]), conversion(model)
 
 
+@pytest.mark.composes("Diffusers", "`add_adapter`: LoRA on all linear layers of the blocks")
 @pytest.mark.parametrize("name", ["flux", "sd3", "wan", exhaustive("qwen_image")])
 def test_adapters(name):
     model, batch = build(name)
@@ -128,6 +130,7 @@ def test_adapters(name):
     assert_same(step(convert(model), batch), expected)
 
 
+@pytest.mark.composes("Diffusers", "batches of classifier-free guidance")
 @pytest.mark.parametrize("name", ["sd3", "wan", "qwen_image", exhaustive("flux")])
 def test_classifier_free_guidance(name):
     """A batch of all images again with other texts, after one without; masks have other values."""
@@ -148,6 +151,7 @@ def test_classifier_free_guidance(name):
         assert_same(step(model, given), step(stock, given))
 
 
+@pytest.mark.composes("Diffusers", "`fuse_qkv_projections`")
 @pytest.mark.parametrize("name", ["sd3", "wan", exhaustive("flux"), exhaustive("qwen_image")])
 def test_fused_projections(name):
     """Fused after a step of the converted model, which has other parameters then."""
@@ -185,6 +189,11 @@ HOOKS = {
 CASES = [*itertools.product(CHOSEN, HOOKS, ORDERS)]
 
 
+@pytest.mark.composes(
+    "Diffusers",
+    "group offloading and layerwise casting: gradients",
+    limits="layers with hooks run under checkpointing, or as their own forward",
+)
 @pytest.mark.parametrize(
     ("name", "kind", "hooked"), [exhaustive(*c) if i % 7 else c for i, c in enumerate(CASES)]
 )
