@@ -123,7 +123,7 @@ def table(file: Path = FILE) -> str:
     first = [(title, [found[0] for found in of.values()]) for title, of in own]
     parts = [
         _measured(data, rows),
-        markdown(("bare", *counts, *titles), [list(_summary(*entry)) for entry in first]),
+        markdown(("group, bare", *counts, *titles), [list(_summary(*entry)) for entry in first]),
         markdown(
             ("variant", *counts, *titles), [list(_summary(*entry)) for entry in variants.items()]
         ),

@@ -76,7 +76,8 @@ def table(root: Path = RESULTS) -> str:
                 failed = ", ".join(set(first["violations"]) - {column[2] for column in COLUMNS})
                 text = layers(first) + (f"; failed: {failed}" if failed else "")
                 rows.append([f"`{name}`", text, *_cells(of)])
-        parts += [f"## {title}", tables.markdown(("model", "layers", *HEAD), rows)]
+        if rows:
+            parts += [f"## {title}", tables.markdown(("model", "layers", *HEAD), rows)]
     return "\n\n".join(parts)
 
 

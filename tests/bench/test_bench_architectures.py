@@ -2,13 +2,16 @@
 
 import itertools
 import json
+import re
 
 import pytest
 import torch
+from processes import ROOT
 
 from bench import tables
 from bench.commands import architectures
 from bench.pages import architectures as page
+from bench.pages import diffusion
 from bench.subjects import architectures as subjects
 
 
@@ -58,6 +61,55 @@ def test_distances_of_gradients_and_warnings_that_are_repeated():
     assert architectures.distance(stock | {"b": torch.tensor([torch.nan])}, stock)[0] == torch.inf
     warned = ["layer 1 is slow", "layer 2 is slow", "of the model", "of the model", "alone"]
     assert architectures.repeated(warned, ["of the model"] * 2) == ["layer # is slow"]
+
+
+def test_groups_of_what_people_train():
+    pytest.importorskip("transformers")
+    expected = {
+        "LlamaForCausalLM": "language", "Gemma3ForConditionalGeneration": "language",
+        "Qwen3MoeForCausalLM": "mixtures", "DeepseekV3ForCausalLM": "mixtures",
+        "WhisperForCausalLM": "speech", "Qwen2AudioForConditionalGeneration": "speech",
+        "timm_vit": "vision", "wan": "diffusion", "of another version": "language",
+    }  # fmt: skip
+    assert {name: subjects.group(name) for name in expected} == expected
+    assert set(map(subjects.group, subjects.ARCHITECTURES)) == set(page.TITLES)
+
+
+def test_the_readme_has_the_counts_of_the_page():
+    rows = page.first_rows(tables.load(page.FILE)["results"])
+    text = " ".join((ROOT / "README.md").read_text().split())
+    (found,) = re.findall(r"Of \[(\d+) models measured\]\S+ (\d+) run .* and (\d+) pass", text)
+    assert list(map(int, found)) == [
+        len(rows),
+        sum(map(page.fused, rows)),
+        sum(map(page.passes, rows)),
+    ]
+
+
+def test_a_page_of_diffusion_models_from_results_of_two_policies(tmp_path):
+    own = {"kept": 100, "peak": 100, "first_peak": 100, "seconds": 1.0}
+    machine = {"cpu": "a CPU", "threads": 1, "torch": "2.13.0", "commit": "0123456789"}
+
+    def write(folder, config, **changed):
+        case = {"name": "flux", "variant": "bare"}
+        row = {"case": case, "machine": machine, "config": config, "violations": {"peak": ""}}
+        row |= {"ways": {"own": own, "converted": own | changed}, "layers": {"blocks": 4}}
+        row["conversion"] = ["a reason"]
+        (tmp_path / folder).mkdir()
+        data = {"machine": machine, "config": config, "results": [row]}
+        (tmp_path / folder / diffusion.FILE).write_text(json.dumps(data))
+
+    assert diffusion.table(tmp_path) == diffusion.models(tmp_path) == ""
+    write("1-diffusion-full", {"tokens": 256}, kept=500)
+    write("2-diffusion-full", {"tokens": 256}, kept=102, peak=101, seconds=1.0)
+    write("2-diffusion-lean", {"tokens": 256, "policy": "lean"}, kept=150, seconds=0.91)
+    write("3-others", {"tokens": 256}, kept=500)
+    cells = "1.02× | **1.01×** | 1.00× | 1.00× | 1.50× | 1.00× | **0.91×** |"
+    text = diffusion.table(tmp_path)
+    assert f"| `flux` | 4 blocks | {cells}" in text and "LoRA" not in text
+    assert text.count("Measured on a CPU, 1 thread, torch 2.13.0, commit 0123456.") == 1
+    entry = "| `FluxTransformer2DModel` | 4 blocks: a reason |"
+    assert entry in diffusion.models(tmp_path)
 
 
 def test_the_page_has_known_architectures_and_no_wrong_gradient():
