@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bench.subjects.diffusion import DIFFUSERS, B
 from fused_remat import conversion, convert
+from fused_remat.execution.observe import OBSERVERS
 
 pytest.importorskip("diffusers")
 
@@ -128,6 +129,63 @@ def test_adapters(name):
     adapt(model)
     expected = step(copy.deepcopy(model), batch)
     assert_same(step(convert(model), batch), expected)
+
+
+@pytest.mark.composes("Diffusers", "`add_adapter` after `convert`")
+@pytest.mark.parametrize("name", [exhaustive("flux"), "wan"])
+def test_adapters_after_conversion(name):
+    model, batch = build(name)
+    stock = copy.deepcopy(model)
+    adapt(stock)
+    adapt(convert(model))
+    model.load_state_dict(stock.state_dict())
+    assert_same(step(model, batch), step(stock, batch))
+    assert {kind.state for kind in conversion(model)} == {"converted"}
+
+
+@pytest.mark.composes(
+    "Diffusers",
+    "`enable_gradient_checkpointing`: `convert` turns it off",
+    limits="enabled after `convert`, it runs each block again in backward",
+)
+@pytest.mark.parametrize("name", ["flux", exhaustive("wan")])
+def test_enabled_checkpointing(name):
+    model, batch = build(name)
+    enabled = copy.deepcopy(model)
+    enabled.enable_gradient_checkpointing()
+    expected = step(convert(model), batch)
+    runs, counts = [], []
+    OBSERVERS.append(runs.append)
+    try:
+        for each in (model, convert(enabled), model):
+            assert_same(step(each, batch), expected)  # the first one of `enabled` traces
+            runs.clear()
+            assert_same(step(each, batch), expected)
+            counts.append(len(runs))
+            model.enable_gradient_checkpointing()
+    finally:
+        OBSERVERS.remove(runs.append)
+    layers = sum(kind.count for kind in conversion(enabled) if kind.state == "converted")
+    assert counts == [layers, layers, 2 * layers]
+
+
+@pytest.mark.composes("Diffusers", "bfloat16, with Wan's modulation and norms in float32")
+def test_bfloat16_with_modulation_in_float32():
+    model, batch = build("wan", torch.float32)
+    exact = step(copy.deepcopy(model), batch)
+    for name, p in model.to(torch.bfloat16).named_parameters():
+        if any(part in name for part in model._keep_in_fp32_modules):
+            p.data = p.data.float()
+    batch = in_dtype(batch, torch.bfloat16)
+    stock = step(copy.deepcopy(model), batch)
+    found = step(convert(model), batch)
+    assert {kind.state for kind in conversion(model)} == {"converted"}
+
+    def error(grads, name):
+        return (grads[name].float() - exact[1][name]).norm() / exact[1][name].norm()
+
+    for name in stock[1]:  # twice the error of the stock model, and a rounding
+        assert error(found[1], name) <= 2 * error(stock[1], name) + 2**-8, name
 
 
 @pytest.mark.composes("Diffusers", "batches of classifier-free guidance")
