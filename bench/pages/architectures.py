@@ -54,12 +54,6 @@ def layers(row: Row) -> str:
     return ", ".join(f"{count} {state}" for state, count in row.get("layers", {}).items())
 
 
-def explained(row: Row) -> str:
-    """Return what the layers ran as, and why some did not run entirely as blocks."""
-    text = ": ".join(filter(None, [layers(row), "; ".join(row.get("conversion", ()))]))
-    return text.replace("|", "\\|").replace("\n", " ")
-
-
 def fused(row: Row) -> bool:
     """Return whether every layer ran as a block."""
     return set(row.get("layers", {"": 1})) == {"blocks"}
@@ -78,7 +72,8 @@ def _cells(rows: list[Row]) -> Iterable[Cell]:
     """Yield an architecture's cells: of its bare variant, and the failed checks of all."""
     first = rows[0]
     own, new = first["ways"]["own"], first["ways"]["converted"]
-    yield from (first["case"]["name"], explained(first))
+    text = ": ".join(filter(None, [layers(first), "; ".join(first.get("conversion", ()))]))
+    yield from (first["case"]["name"], text.replace("|", "\\|").replace("\n", " "))
     for measure in MEASURES:
         value, unit = ratio(first, measure), 1e-3 if measure == "seconds" else 1024
         pair = [f"{way[measure] / unit:,.1f}" for way in (own, new) if measure in way]

@@ -5,11 +5,12 @@ The results are those of `bench architectures`, in the newest folders whose name
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from bench import tables
-from bench.pages.architectures import explained, layers, ran, ratio
+from bench.pages.architectures import layers, ran, ratio
 from bench.subjects.diffusion import DIFFUSERS
 from bench.tables import RESULTS, Cell, Row
 
@@ -81,12 +82,18 @@ def table(root: Path = RESULTS) -> str:
     return "\n\n".join(parts)
 
 
+def _reasons(row: Row) -> str:
+    """Return why layers run under checkpointing."""
+    found = re.findall(r"training calls? \((.*)\)", "\n".join(row.get("conversion", ())))
+    return "; ".join(dict.fromkeys(found)).replace("|", "\\|")
+
+
 def models(root: Path = RESULTS) -> str:
     """Return what the layers of each class ran as, and the reasons, with all weights trained."""
     rows = newest(root).get("full", {})
     found = dict[str, str]()
     for name, one in DIFFUSERS.items():
         if row := rows.get(("bare", name)):
-            found.setdefault(one.kind, explained(row))
+            found.setdefault(one.kind, ": ".join(filter(None, [layers(row), _reasons(row)])))
     entries = [[f"`{kind}`", text] for kind, text in found.items()]
     return tables.markdown(("model", "layers"), entries) if entries else ""

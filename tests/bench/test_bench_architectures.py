@@ -94,7 +94,7 @@ def test_a_page_of_diffusion_models_from_results_of_two_policies(tmp_path):
         case = {"name": "flux", "variant": "bare"}
         row = {"case": case, "machine": machine, "config": config, "violations": {"peak": ""}}
         row |= {"ways": {"own": own, "converted": own | changed}, "layers": {"blocks": 4}}
-        row["conversion"] = ["a reason"]
+        row["conversion"] = ["checkpointed 1 × Block (a): 2 checkpointed training calls (a reason)"]
         (tmp_path / folder).mkdir()
         data = {"machine": machine, "config": config, "results": [row]}
         (tmp_path / folder / diffusion.FILE).write_text(json.dumps(data))

@@ -184,7 +184,7 @@ def test_bfloat16_with_modulation_in_float32():
     def error(grads, name):
         return (grads[name].float() - exact[1][name]).norm() / exact[1][name].norm()
 
-    for name in stock[1]:  # twice the error of the stock model, and a rounding
+    for name in stock[1]:  # double the error of the stock model, and a rounding
         assert error(found[1], name) <= 2 * error(stock[1], name) + 2**-8, name
 
 
