@@ -13,6 +13,7 @@ from fused_remat.steps.linear import Linear
 from fused_remat.steps.node import Node, Shapes
 from fused_remat.steps.norm import Norm
 from fused_remat.steps.replay import Replay
+from fused_remat.steps.streams import Take
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,6 +90,7 @@ class Graph:
         norms_read = {n.x for n in self.nodes if isinstance(n, Norm)}
         # A sum within a branch, such as that of experts and a shared expert, is none of it.
         ends = {"output", *self.side_outputs, *sums.values(), *norms_read}
+        ends.update([n.x for n in self.nodes if isinstance(n, Take) and n.name in ends])
         sums = {name: residual for name, residual in sums.items() if name in ends}
         stream = {*self.inputs, "output", *sums, *sums.values()}
         read = {x for n in self.nodes if isinstance(n, Replay) for x in n.xs}

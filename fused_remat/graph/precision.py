@@ -21,6 +21,7 @@ from fused_remat.steps.node import Node
 from fused_remat.steps.norm import Norm
 from fused_remat.steps.replay import Replay
 from fused_remat.steps.residual import Add, DrawMask
+from fused_remat.steps.streams import Join, Take
 
 
 @block
@@ -48,7 +49,7 @@ def _in_precision(graph: Graph, node: Node, compute: torch.dtype) -> Node:
     if isinstance(node, (CollectiveStep, Replay)) and not inside:
         return replace(node, compute=compute)
     reads_stream = graph.stream.intersection((node.name, *node.inputs))
-    if isinstance(node, (Add, Replay, DrawMask)) or not reads_stream:
+    if isinstance(node, (Add, Replay, DrawMask, Join, Take)) or not reads_stream:
         return node
     raise NotImplementedError(
         f"{graph.kind} cannot run under autocast: the step {node.name!r} "

@@ -188,8 +188,9 @@ class FusedLayer(nn.Module):
             return self._fall_back(inputs, compiling, arguments)
         graph, tensors, policy = inputs.graph, inputs.tensors, self._policy
         if inputs.precision is not None:
-            x: Any = tensors["input"]
-            tensors = {**tensors, "input": x.to(inputs.precision.stream)}
+            names, stream = graph.inputs[: 1 + len(graph.side_outputs)], inputs.precision.stream
+            cast = {n: t.to(stream) for n in names if (t := tensors.get(n)) is not None}
+            tensors = {**tensors, **cast}
             if inputs.precision.compute is not None:
                 graph = mixed_precision(graph, inputs.precision.compute)
         if not isinstance(policy, str) and policy.segment is not None:

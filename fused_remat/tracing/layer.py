@@ -19,6 +19,7 @@ from fused_remat.autograd.accumulate import Accumulation, sharded_by
 from fused_remat.execution.executor import autocast_off
 from fused_remat.execution.observe import unobserved
 from fused_remat.graph.graph import Graph
+from fused_remat.graph.precision import mixed_precision
 from fused_remat.layers.converted import CACHES, INDICES, LENGTH, ConvertedLayer, class_of
 from fused_remat.layers.eligibility import (
     REPLACED,
@@ -155,6 +156,11 @@ class TracedLayer(ConvertedLayer):
             if t is not None and not is_readable(t):
                 return Reason(f"{name} is {qualified(type(t))}")
         precision = self._precision(trace, tensors)
+        if precision is not None and precision.compute is not None:
+            try:
+                mixed_precision(trace.graph, precision.compute)
+            except NotImplementedError as error:
+                return Reason(str(error))
         return BlockInputs(
             trace.graph, tensors, functions=functions, precision=precision, finish=result
         )
