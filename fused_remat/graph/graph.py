@@ -90,9 +90,10 @@ class Graph:
         norms_read = {n.x for n in self.nodes if isinstance(n, Norm)}
         # A sum within a branch, such as that of experts and a shared expert, is none of it.
         ends = {"output", *self.side_outputs, *sums.values(), *norms_read}
-        ends.update([n.x for n in self.nodes if isinstance(n, Take) and n.name in ends])
+        parts = {n.name: n.x for n in self.nodes if isinstance(n, Take) and n.name in ends}
+        ends.update(parts.values())
         sums = {name: residual for name, residual in sums.items() if name in ends}
-        stream = {*self.inputs, "output", *sums, *sums.values()}
+        stream = {*self.inputs, "output", *parts, *sums, *sums.values()}
         read = {x for n in self.nodes if isinstance(n, Replay) for x in n.xs}
         norms = {n.name for n in self.nodes if isinstance(n, Norm) and n.x in stream}
         return frozenset(stream | (read & norms))
