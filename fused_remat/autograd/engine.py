@@ -60,7 +60,7 @@ def is_rare(ctx: Any, dy: Tensor) -> bool:
         or torch.compiler.is_compiling()
         or _functorch.is_legacy_batchedtensor(dy)  # as `is_batched`, without a call
         or _functorch.is_batchedtensor(dy)
-        or bool(dead_outputs(ctx))
+        or bool(ctx.execution.call.graph.side_outputs and dead_outputs(ctx))
         or not asks_all(ctx)
     )
 

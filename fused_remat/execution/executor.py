@@ -57,7 +57,7 @@ def forward(
         with autocast_off(x):
             return forward(execution, tensors, functions, watch)
     observed = watch is not None or _is_observed()
-    special = by_steps or observed or execution.of_steps(functions)
+    special = by_steps or observed or (functions and execution.of_steps(functions))
     if not (special or isinstance(execution.programs, str)):
         program = execution.programs.find("forward", tensors)
         if program is not None:
@@ -129,14 +129,18 @@ def backward(
         with autocast_off(dy):
             return backward(execution, tensors, kept, out, dy, functions, watch, sink, side)
 
-    tensors, functions = execution.rebuilt(tensors, functions)
+    if functions:
+        tensors, functions = execution.rebuilt(tensors, functions)
 
     def steps() -> dict[str, Tensor]:
         *_, grads = _stages(execution, tensors, kept, out, dy, functions, side, watch, sink)
         return grads
 
     special = functions or watch is not None or sink is not None or _is_observed()
-    program, given = None, (*tensors, *kept, out, *execution.of_sides(side), dy)
+    program, given = (
+        None,
+        (*tensors, *kept, out, *(execution.of_sides(side) if side else execution.no_sides), dy),
+    )
     if not (special or isinstance(execution.programs, str)):
         program = execution.programs.find("backward", given)
     grads = steps() if program is None else program(given, steps)
@@ -156,11 +160,18 @@ def stages(
 
     Arguments are those of `backward`, without autocast.
     """
-    tensors, functions = execution.rebuilt(tensors, functions)
+    if functions:
+        tensors, functions = execution.rebuilt(tensors, functions)
     arguments = execution, tensors, kept, out, dy, functions, side
     steps = functools.partial(_stages, *arguments, delivers=execution.delivers)
     if not (functions or _is_observed() or isinstance(execution.programs, str)):
-        given = (*tensors, *kept, out, *execution.of_sides(side), dy)
+        given = (
+            *tensors,
+            *kept,
+            out,
+            *(execution.of_sides(side) if side else execution.no_sides),
+            dy,
+        )
         program = execution.programs.find("stages", given)
         if program is not None:
             return program(given, steps)  # type: ignore[no-any-return]

@@ -156,16 +156,18 @@ class Execution(Layout):
         self, tensors: Sequence[Tensor | None], functions: Functions
     ) -> tuple[Sequence[Tensor | None], Functions]:
         """Return the call's tensors with those that functions compute, and others of these."""
-        if not functions:
-            return tensors, functions
         names = zip(self.call.graph.tensors, tensors, strict=True)
         made = [functions[name]() if name in functions else t for name, t in names]
         return made, self.of_steps(functions)
 
-    def of_sides(self, grads: Mapping[str, Tensor] | None) -> Sequence[Tensor | None]:
+    @functools.cached_property
+    def no_sides(self) -> tuple[None, ...]:
+        """None for each side output."""
+        return (None,) * len(self.call.graph.side_outputs)
+
+    def of_sides(self, grads: Mapping[str, Tensor]) -> Sequence[Tensor | None]:
         """Return the gradients of side outputs in the order of these."""
-        names = self.call.graph.side_outputs
-        return [None if grads is None else grads.get(name) for name in names]
+        return [grads.get(name) for name in self.call.graph.side_outputs]
 
     def kept_chunks(self) -> Iterator[tuple[str, int]]:
         """Yield the name and tokens of every kept chunk, in the order of computation."""
