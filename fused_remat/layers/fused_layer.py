@@ -174,12 +174,13 @@ class FusedLayer(nn.Module):
             record.reached += 1
         if is_traced():
             inputs: BlockInputs | Reason = TRACED
-        elif record is not None and record.repeats_plain:
+        elif record is not None and record.last == "plain" and record.repeats:
             return self._stock_forward(**arguments)
         elif record is not None and record.failure:
             inputs = Reason(record.failure)
         elif parallel is None:
-            inputs = self._inputs(arguments)
+            hooked = "_replaced_forward" in self.__dict__
+            inputs = _HOOKED if hooked else self._read(**arguments)
         else:
             inputs = parallel.read(self, arguments)
         if isinstance(inputs, Reason):
@@ -269,9 +270,6 @@ class FusedLayer(nn.Module):
         arguments = {name: value for name, value in bound.arguments.items() if name != "self"}
         return self._unsupported_reason(**arguments)
 
-    def _inputs(self, arguments: Mapping[str, Any]) -> BlockInputs | Reason:
-        return _HOOKED if "_replaced_forward" in vars(self) else self._read(**arguments)
-
     def _read(self, **arguments: Any) -> BlockInputs | Reason:
         return read_block(self, self._map, arguments)
 
@@ -281,7 +279,8 @@ class FusedLayer(nn.Module):
             x = arguments.get(self._map.input)
             if isinstance(x, Tensor):
                 arguments = {**arguments, self._map.input: parallel.whole(x, self._tokens_dim(x))}
-        inputs = TRACED if is_traced() else self._inputs(arguments)
+        inputs = TRACED if is_traced() else self._read(**arguments)
+        inputs = _HOOKED if "_replaced_forward" in self.__dict__ else inputs
         return inputs.text if isinstance(inputs, Reason) else None
 
     def _fall_back(self, reason: Reason, compiling: bool, arguments: Mapping[str, Any]) -> Any:

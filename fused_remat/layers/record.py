@@ -61,12 +61,12 @@ class Record:
     watch: Callable[[], None] | None = None  # called with each training call in forward
 
     @property
-    def repeats_plain(self) -> bool:
-        """Whether a checkpoint around the layer repeats a call in backward that ran plainly.
+    def repeats(self) -> bool:
+        """Whether a checkpoint around the layer repeats its last call in backward.
 
-        The layer may have changed in that call, so that it would run as a block now.
+        If that ran plainly, the layer may have changed, so that it would run as a block now.
         """
-        return self.last == "plain" and self.in_forward and current_pass() != -1
+        return self.in_forward and current_pass() != -1
 
     def note(self, ran: Ran, reason: str = "") -> None:
         """Count a training call, unless a checkpoint around the layer repeats it in backward."""
