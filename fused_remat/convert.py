@@ -96,7 +96,8 @@ def convert(
             module.__class__ = LAYERS.get(type(module)) or converted_class(module)
             assert isinstance(module, FusedLayer)
             converted.append(module)
-            if getattr(own, "__func__", own) not in (None, module.stock.forward):  # but a hook's
+            is_own = getattr(own, "__self__", None) is module
+            if own is not None and not (is_own and own.__func__ is module.stock.forward):
                 vars(module)["_replaced_forward"] = own
             module._set_options(policy, backend, accumulate_into)
             record = record_of(module)

@@ -232,22 +232,22 @@ def around_layers(model: nn.Module, enabled: bool) -> None:
     Stages, which transformers' checkpointing runs again with all their layers, stay under it.
     """
     for stage in stages(model):
-        del stage.forward
-    for stage in filter(_is_stage, model.modules() if enabled else ()):
+        stage.__class__ = stage.stage_of
+    new: list[Any] = [*filter(_is_stage, model.modules() if enabled else ())]
+    for stage in new:
         if "forward" not in vars(stage):
-            vars(stage)["forward"] = functools.partial(_stage, stage)
+            stage.__class__ = _staged(type(stage))
     for module in model.modules():
         run = vars(module).get("_gradient_checkpointing_func")
         is_ours = isinstance(run, functools.partial) and run.func is _unless_fused
         if run is not None and is_ours != enabled and not isinstance(module, FusedLayer):
-            new = functools.partial(_unless_fused, run) if enabled else run.args[0]
-            vars(module)["_gradient_checkpointing_func"] = new
+            func = functools.partial(_unless_fused, run) if enabled else run.args[0]
+            vars(module)["_gradient_checkpointing_func"] = func
 
 
-def stages(model: nn.Module) -> list[nn.Module]:
+def stages(model: nn.Module) -> list[Any]:
     """Return the modules whose forward runs again in backward, with the fused layers in them."""
-    forwards = ((m, vars(m).get("forward")) for m in model.modules())
-    return [m for m, own in forwards if isinstance(own, functools.partial) and own.func is _stage]
+    return [module for module in model.modules() if isinstance(module, Stage)]
 
 
 def _is_stage(module: nn.Module) -> bool:
@@ -264,14 +264,46 @@ def _is_repeated(module: nn.Module) -> bool:
     return ("transformers.modeling_layers", "GradientCheckpointingLayer") in kinds
 
 
-def _stage(stage: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a stage's forward, again in backward if its layers keep no more than their inputs."""
-    forward = functools.partial(type(stage).forward, stage)
-    layers = (m for m in stage.modules() if isinstance(m, FusedLayer))
-    is_plain = not stage.training or stage.gradient_checkpointing or torch.compiler.is_compiling()
-    if is_plain or not torch.is_grad_enabled() or any(m.policy != "full" for m in layers):
-        return forward(*args, **kwargs)
-    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+class Stage(nn.Module):
+    """A module of the class `stage_of`, whose forward runs again in backward.
+
+    Only if its layers keep no more than their inputs, and none of them ran its own forward plainly
+    in its last call, as a layer that changes does.
+    """
+
+    stage_of: ClassVar[type[nn.Module]]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        forward = functools.partial(self.stage_of.forward, self)
+        layers = [m for m in self.modules() if isinstance(m, FusedLayer)]
+        is_plain = not self.training or self.gradient_checkpointing or torch.compiler.is_compiling()
+        full = all(m.policy == "full" and record_of(m).last in _REPEATED for m in layers)
+        if is_plain or not torch.is_grad_enabled() or not full:
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        made: Any = super().__reduce_ex__(protocol)
+        return (_new_stage, (self.stage_of,), *made[2:])
+
+
+#: States of layers that may run again.
+_REPEATED = ("block", "checkpoint")
+
+
+def _staged(kind: Any) -> Any:
+    """Return the class of stages of a class; cached."""
+    if (Stage, kind) not in _CLASSES:
+        own = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
+        _CLASSES[Stage, kind] = type(kind.__name__, (Stage, kind), {"stage_of": kind, **own})
+    return _CLASSES[Stage, kind]
+
+
+def _new_stage(kind: Any) -> Any:
+    """Return a stage without attributes, for pickles and copies."""
+    new = kind.__new__(kind)
+    new.__class__ = _staged(kind)
+    return new
 
 
 def _unless_fused(run: Callable[..., Any], part: Any, *args: Any, **kwargs: Any) -> Any:
@@ -339,8 +371,13 @@ def _drops_rest(forward: Callable[..., Any]) -> bool:
     params = inspect.signature(forward, follow_wrapped=False).parameters.values()
     rest = [p.name for p in params if p.kind is p.VAR_POSITIONAL]
     code = getattr(forward, "__code__", None)
-    used = [step.argval for step in dis.get_instructions(code)] if rest and code else rest
-    return bool(rest) and rest[0] not in used
+    steps = dis.get_instructions(code) if rest and code else ()
+    used = [
+        n
+        for step in steps
+        for n in (step.argval if isinstance(step.argval, tuple) else (step.argval,))
+    ]
+    return bool(rest and code) and rest[0] not in used
 
 
 def _caches(arguments: Mapping[str, Any]) -> dict[str, Any]:

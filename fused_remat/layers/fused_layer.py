@@ -104,7 +104,8 @@ class FusedLayer(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         forwards = (self.stock.forward, type(self).forward) if name == "forward" else ()
-        if getattr(value, "__func__", None) in forwards:  # a hook is removed
+        is_own = getattr(value, "__self__", None) is self
+        if is_own and getattr(value, "__func__", None) in forwards:  # a hook is removed
             for own in ("forward", "_replaced_forward"):
                 vars(self).pop(own, None)
             return

@@ -168,7 +168,7 @@ def exact(value: Any, seen: dict[int, Any]) -> Any:
     parts = parts_of(value)
     if isinstance(value, (set, frozenset)):
         parts.sort(key=repr)
-    if is_container or parts or kind.__basicsize__ == _Stateless.__basicsize__:
+    if is_container or parts or _is_stateless(kind):
         return weakref.ref(kind), *[exact(part, seen) for part in parts]
     return _Identity(value)
 
@@ -189,8 +189,18 @@ def parts_of(value: Any) -> list[Any]:
     return [*itertools.chain(*pairs.items())]
 
 
-class _Stateless:
-    """A class whose objects have the size of those that hold attributes alone."""
+def _is_stateless(kind: type) -> bool:
+    """Return whether objects of a class without attributes are functions that differ in nothing.
+
+    They are those of a class of Python that can be called, without slots; others may be told apart.
+    """
+    bases = kind.__mro__[:-1]
+    is_python = all(base.__flags__ & _HEAP and "__slots__" not in vars(base) for base in bases)
+    return is_python and bool(kind.__dictoffset__) and any("__call__" in vars(b) for b in bases)
+
+
+#: Flag of classes that are not a part of Python itself.
+_HEAP = 1 << 9
 
 
 class _Identity:

@@ -187,7 +187,7 @@ def _packed(
     xs = list[str]()
     for i, stream in enumerate(joins[0].tokens):
         own = joins[0].xs[i], joins[1].xs[i], joins[2].xs[i]
-        *parts, _ = packed(t, f"{STREAMS[stream]}.{inside}", own, spec)
+        *parts, _ = packed(t, f"{STREAMS[stream]}.{inside}".rstrip("."), own, spec)
         if len({*parts}) > 1:
             t.nodes, t.programs, t.widths, t.built, t.replayed = before
             return None
