@@ -172,7 +172,8 @@ def gated_add(
         if a.dtype is b.dtype is own.dtype:
             torch.addcmul(b, a, own, out=into)
         else:
-            into.copy_(torch.addcmul(b.to(torch.promote_types(b.dtype, own.dtype)), a, own))
+            wide = torch.promote_types(torch.promote_types(a.dtype, b.dtype), own.dtype)
+            into.copy_(torch.addcmul(b.to(wide), a.to(wide), own.to(wide)))
     return y
 
 
@@ -198,7 +199,7 @@ def gated_add_bwd(
             sums.append(torch.mul(a.to(wide), *_by_sequence((x,), part, sequences)).sum(1))
         if gate is not None and dx is not None:
             (into,) = _by_sequence((dx,), part, sequences)
-            torch.mul(a, gate[sequences, None], out=into)
+            torch.mul(a.to(torch.promote_types(a.dtype, dtype)), gate[sequences, None], out=into)
     total = None if x is None else sums[0] if len(sums) == 1 else torch.cat(sums)
     return None if gate is None else dx, total
 

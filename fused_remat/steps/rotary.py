@@ -184,12 +184,6 @@ def _normed(heads: Tensor, call: RotaryTables) -> tuple[Tensor, Tensor]:
     return wide * rstd, rstd
 
 
-def _pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
-    if interleaved:
-        return x[..., 0::2], x[..., 1::2]
-    return x.tensor_split(2, -1)  # type: ignore[return-value]
-
-
 def _rotate(
     heads: Tensor, call: RotaryTables, back: bool, out: Tensor, in_place: bool = False
 ) -> None:
@@ -211,29 +205,21 @@ def _rotate(
     cos, sin = cos.to(dtype), sin.to(dtype)
     interleaved = call.spec.rotary is not None and call.spec.rotary.interleaved
     x, y = heads[..., :rotated], out[..., :rotated]
-    if interleaved and x.dtype is dtype and _are_complex(x):
+    if interleaved:
         turn = torch.complex(cos, -sin if back else sin)
-        into = torch.view_as_complex(y.unflatten(-1, (-1, 2))) if _are_complex(y) else None
-        made = torch.mul(torch.view_as_complex(x.unflatten(-1, (-1, 2))), turn, out=into)
-        if into is None:
-            y.copy_(torch.view_as_real(made).flatten(-2))
+        # Contiguous: bits would depend on strides, and so on whether y is x.
+        pairs = x.to(dtype).contiguous().unflatten(-1, (-1, 2))
+        y.copy_(torch.view_as_real(torch.view_as_complex(pairs) * turn).flatten(-2))
         return
     x = x.to(dtype, copy=in_place)
-    both = torch.repeat_interleave(cos, 2, -1) if interleaved else torch.cat([cos, cos], -1)
+    both = torch.cat([cos, cos], -1)
     turned = torch.mul(x, both, out=y if y.dtype is dtype else None)
-    (x1, x2), (y1, y2) = _pairs(x, interleaved), _pairs(turned, interleaved)
+    (x1, x2), (y1, y2) = x.tensor_split(2, -1), turned.tensor_split(2, -1)
     sign = 1.0 if back else -1.0  # of the term added to y1; that of y2 has the opposite sign
     y1.addcmul_(x2, sin, value=sign)
     y2.addcmul_(x1, sin, value=-sign)
     if turned is not y:
         y.copy_(turned)
-
-
-def _are_complex(x: Tensor) -> bool:
-    """Return whether adjacent pairs of x may be seen as complex numbers."""
-    *strides, last = x.stride()
-    is_even = not any(n % 2 for n in (*strides, x.storage_offset()))
-    return is_even and last == 1 and x.dtype in (torch.float32, torch.float64)
 
 
 def _of_tokens(table: Tensor, call: RotaryTables, rows: int) -> Tensor:

@@ -241,9 +241,10 @@ class BlockFlows(Flows):
     def step(self, node: Any) -> list[tuple[int, Flow]]:
         """Return the flows of the parts of a step's result."""
         p = self.masks.get(getattr(node, "mask", ""), 0.0)
+        gates = [name for name in (getattr(node, "gate", ""),) if name in self.block.values]
         match node:
             case Linear():
-                x, rest, parts = self.of(node.x), self.of(node.residual), []
+                x, rest, parts = self.of(node.x), self.of(node.residual, *gates), []
                 for update in node.updates:
                     low = self.dropout(self.masks.get(update.mask, 0.0), x)
                     low = self.product(low, self.of(update.a))
@@ -275,7 +276,7 @@ class BlockFlows(Flows):
                 masks = self.of(node.mask, node.padding, node.lengths, node.cu_q, node.cu_k)
                 flow = self.attention(*heads, masks, spec.dropout, spec.softcap)
             case Add():
-                flow = joined(self.dropout(p, self.of(node.x)), self.of(node.residual))
+                flow = joined(self.dropout(p, self.of(node.x)), self.of(node.residual, *gates))
             case Replay():
                 program = self.block.programs[node.function]
                 values = dict(zip(program.params, map(self.of, node.tensors), strict=True))

@@ -483,7 +483,8 @@ def is_rejected(
 
     forward = types.MethodType(type(layer.layer).forward, layer.layer)
     try:
-        return difference(layer.layer, forward, fused, layer.proof, EXACT, mode)
+        block = types.SimpleNamespace(run=fused, outs=trace.outs)
+        return difference(layer.layer, forward, block, layer.proof, EXACT, mode)
     except (RuntimeError, ValueError, IndexError, KeyError, AssertionError) as error:
         return f"{type(error).__name__}: {error}"
 
