@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,7 @@ from fused_remat.spec import AttentionSpec
 from fused_remat.steps.activation import MLPActivation
 from fused_remat.steps.linear import Linear
 from fused_remat.steps.modulation import GatedAdd
+from fused_remat.steps.node import Node
 from fused_remat.steps.norm import HeadNorm
 from fused_remat.steps.streams import Concat, Join, Take
 from fused_remat.tracing.builder import STREAMS, Build, Builder
@@ -19,6 +21,9 @@ from fused_remat.tracing.program import Program
 from fused_remat.tracing.replays import sample
 from fused_remat.tracing.sizes import JOINT
 from fused_remat.tracing.values import Op, Opaque
+
+#: The steps that read each activation.
+Users = Mapping[str, list[Node]]
 
 
 def join(t: Builder, number: int, op: Op) -> Build | None:
@@ -120,33 +125,36 @@ def split_streams(t: Builder) -> None:
     """
     nodes = t.nodes
     users = {name: [n for n in nodes.values() if name in n.inputs] for name in nodes}
-    kinds = (Linear, MLPActivation, HeadNorm)
-
-    def is_alone(name: str) -> bool:
-        node: Any = nodes[name]
-        plain = type(node) in kinds and not (node.masks or getattr(node, "residual", ""))
-        others = [user for user in users[name] if not isinstance(user, Take)]
-        return plain and all(is_alone(user.name) for user in others)
-
-    def of_stream(name: str, take: Take, made: str) -> str:
-        """Return the step that computes a stream's part of an activation; `made`: its name."""
-        node, stream = nodes[name], take.tokens[0]
-        if isinstance(node, Join) and not made:
-            return node.xs[node.tokens.index(stream)]
-        made = made or t.unique(f"{STREAMS[stream]}.{name}")
-        if not is_alone(name):
-            return t.add(replace(take, name=made, x=name))
-        given = {field: getattr(node, field, "") for field in ("x", "up", "gate")}
-        inputs: dict[str, Any] = {f: of_stream(x, take, "") for f, x in given.items() if x}
-        if isinstance(node, Linear):
-            inputs["updates"] = tuple([replace(u, low=f"{made}.{u.low}") for u in node.updates])
-        return t.add(replace(node, name=made, **inputs))
-
     gated = {n.x for n in nodes.values() if isinstance(n, GatedAdd)}
     for take in [n for n in nodes.values() if isinstance(n, Take) and n.name in gated]:
-        if is_alone(take.x):
-            of_stream(take.x, take, take.name)
+        if _is_alone(nodes, users, take.x):
+            _of_stream(t, users, take.x, take, take.name)
     t.remove(*[name for name in reversed([*nodes]) if users.get(name)])
+
+
+def _is_alone(nodes: Mapping[str, Any], users: Users, name: str) -> bool:
+    """Return whether a step computes each token alone, and takes of streams alone depend on it."""
+    node = nodes[name]
+    is_plain = not (node.masks or getattr(node, "residual", ""))
+    others = [user for user in users[name] if not isinstance(user, Take)]
+    is_alone = all(_is_alone(nodes, users, user.name) for user in others)
+    return type(node) in (Linear, MLPActivation, HeadNorm) and is_plain and is_alone
+
+
+def _of_stream(t: Builder, users: Users, name: str, take: Take, made: str) -> str:
+    """Return the step that computes a stream's part of an activation; `made`: its name, or ""."""
+    node: Any = t.nodes[name]
+    stream = take.tokens[0]
+    if isinstance(node, Join) and not made:
+        return node.xs[node.tokens.index(stream)]
+    made = made or t.unique(f"{STREAMS[stream]}.{name}")
+    if name not in users or not _is_alone(t.nodes, users, name):
+        return t.add(replace(take, name=made, x=name))
+    given = {field: getattr(node, field, "") for field in ("x", "up", "gate")}
+    inputs: dict[str, Any] = {f: _of_stream(t, users, x, take, "") for f, x in given.items() if x}
+    if isinstance(node, Linear):
+        inputs["updates"] = tuple([replace(u, low=f"{made}.{u.low}") for u in node.updates])
+    return t.add(replace(node, name=made, **inputs))
 
 
 def other(stream: tuple[str, ...]) -> tuple[str, ...]:
