@@ -192,7 +192,7 @@ def parts_of(value: Any) -> list[Any]:
 def _is_stateless(kind: type) -> bool:
     """Return whether objects of a class without attributes are functions that differ in nothing.
 
-    They are those of a class of Python that can be called, without slots; others may be distinguished.
+    They are those of a class of Python that can be called, without slots.
     """
     bases = kind.__mro__[:-1]
     is_python = all(base.__flags__ & _HEAP and "__slots__" not in vars(base) for base in bases)
