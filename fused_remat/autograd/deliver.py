@@ -16,7 +16,16 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from fused_remat.autograd.engine import asked, asks_all, current_pass, is_rare, side_grads, takes
+from fused_remat.autograd.engine import (
+    asked,
+    asks_all,
+    current_pass,
+    is_batched,
+    is_rare,
+    output_grads,
+    side_grads,
+    takes,
+)
 from fused_remat.autograd.gradients import finish
 from fused_remat.execution import executor
 from fused_remat.execution.prepare import Execution
@@ -57,16 +66,15 @@ class Delivery(torch.autograd.Function):
             saved, count = block.saved_tensors, len(names)
             executor.check_unchanged(names, ctx.execution.given, block.dtypes, saved, dy)
             operands = saved[:count], saved[count + 1 :], saved[count], dy
+            block.output_grads = output_grads(block, dy)
             block.stages[current_pass()] = executor.stages(
                 ctx.execution, *operands, block.functions, side_grads(block)
             )
         stages = block.stages.get(current_pass())
         if stages is None:  # a rare pass: its first node computes what all of them give
             if current_pass() not in block.rare:
-                from fused_remat.autograd import partial
-
                 needed = asked(block).union(*map(_asked, nodes[:-1]))
-                grads = partial.gradients(block, dy, needed) if needed else None
+                grads = rare_grads(block, dy, needed) if needed else None
                 block.rare[current_pass()] = grads
             grads = block.rare[current_pass()]
             if grads is None:
@@ -121,7 +129,7 @@ def advance(block: Any, stages: Stages, dy: Tensor) -> list[Tensor | None]:
         with executor.autocast_off(dy):
             grads = next(stages)
     except Exception as error:
-        found = rescued(block.rescue, error, names, dy)
+        found = rescued(block, error, block.output_grads)
         if found is None:
             del block.stages[current_pass()]
             raise
@@ -136,22 +144,44 @@ def remaining(block: Any, dy: Tensor) -> list[Tensor | None]:
     needs_grad -= block.delivered
     if (stages := block.stages.get(current_pass())) is not None:
         grads = advance(block, stages, dy)
-        del block.stages[current_pass()]
+        del block.stages[current_pass()], block.output_grads
         finish(block, dy, grads, needs_grad)
     elif current_pass() in block.rare:
         grads = block.rare.pop(current_pass()) or [None] * len(names)
     else:
-        from fused_remat.autograd import partial
-
-        return partial.backward(block, dy)
+        return rare_grads(block, dy)
     return [g if n in needs_grad else None for n, g in zip(names, grads, strict=True)]
 
 
-def rescued(rescue: Any, error: Exception, names: tuple[str, ...], dy: Tensor) -> list[Any] | None:
-    """Return the gradients that a rescue computes where a block raised `error`, or None."""
-    if rescue is None or not rescue.contains(error):
+def rare_grads(block: Any, dy: Tensor, needed: frozenset[str] | None = None) -> list[Tensor | None]:
+    """Return the gradients of a rare pass, all of them or those `needed`.
+
+    A rescue computes them where a block of several outputs raises.
+    """
+    from fused_remat.autograd import partial
+
+    given = output_grads(block, dy)
+    try:
+        if needed is None:
+            return partial.backward(block, dy)
+        return partial.gradients(block, dy, needed)
+    except Exception as error:
+        sides = block.execution.call.graph.side_outputs
+        plain = sides and not (torch.is_grad_enabled() or is_batched(dy))
+        if not plain or (found := rescued(block, error, given)) is None:
+            raise
+        return found
+
+
+def rescued(block: Any, error: Exception, given: Mapping[str, Tensor | None]) -> list[Any] | None:
+    """Return the gradients that a rescue computes where a block raised `error`, or None.
+
+    `given`: the gradients of the block's outputs by name.
+    """
+    if block.rescue is None or not block.rescue.contains(error):
         return None
-    grads: list[Any] | None = rescue.gradients(error, names, dy)
+    names = block.execution.call.graph.tensors
+    grads: list[Any] | None = block.rescue.gradients(error, names, given)
     return grads
 
 

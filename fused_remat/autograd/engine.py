@@ -119,6 +119,14 @@ def dead_outputs(block: Any) -> frozenset[str]:
     return frozenset((*sides, *unused)).difference(block.side.get(current_pass(), ()))
 
 
+def output_grads(block: Any, dy: Tensor) -> dict[str, Tensor | None]:
+    """Return the gradients of all outputs of a block in the present pass, by name."""
+    if not block.execution.call.graph.side_outputs:
+        return {"output": dy}
+    unused = current_pass() in block.unused
+    return {"output": None if unused else dy, **block.side.get(current_pass(), {})}
+
+
 def side_grads(block: Any) -> Mapping[str, Tensor] | None:
     """Remove and return the gradients of a block's side outputs in the present pass, by name."""
     of_passes = getattr(block, "side", None)

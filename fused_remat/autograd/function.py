@@ -100,19 +100,21 @@ class FusedRematBlock(torch.autograd.Function):
         if ctx.delivered:
             return (*_NONE, *deliver.remaining(ctx, dy), *others)
         if engine.is_rare(ctx, dy):
-            from fused_remat.autograd import partial
-
-            return (*_NONE, *partial.backward(ctx, dy), *others)
+            grads = deliver.rare_grads(ctx, dy)
+            return (*_NONE, *grads, *others[len(grads) - count :])
         saved = ctx.saved_tensors
         executor.check_unchanged(names, execution.given, ctx.dtypes, saved, dy)
         tensors, out, kept = saved[:count], saved[count], saved[count + 1 :]
+        given: Mapping[str, Tensor | None] = {"output": dy}
+        side = None
+        if execution.call.graph.side_outputs:
+            given, side = engine.output_grads(ctx, dy), engine.side_grads(ctx)
         try:
-            side = engine.side_grads(ctx) if execution.call.graph.side_outputs else None
             grads = executor.backward(
                 execution, tensors, kept, out, dy, ctx.functions, None, None, side
             )
         except Exception as error:
-            rescued = deliver.rescued(rescue, error, names, dy)
+            rescued = deliver.rescued(ctx, error, given)
             if rescued is None:
                 raise
             return (*_NONE, *rescued)

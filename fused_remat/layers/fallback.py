@@ -303,8 +303,9 @@ class Rescue:
     ) -> None:
         self.layer, self.training = layer, layer.training
         self.count, self._roots = 0, list[Any]()
-        #: Index of the block's output among the leaves of the result, its view, and its layout.
-        self.result: tuple[int, Any, Any] | None = None
+        #: Of each output of the block by name, its index among the leaves of the result, its view,
+        #: and its layout; None if one is not there.
+        self.results: dict[str, tuple[int, Any, Any]] | None = None
         # Activations and masks live as long as the block or the model keeps them, parameters as
         # long as the layer.
         self.arguments, args = dict(arguments), dict[int, Any]()
@@ -347,26 +348,33 @@ class Rescue:
             roots.pop(id(_alive(source)), None)
         return tuple(roots.values())
 
-    def returned(self, out: Tensor, result: Any) -> None:
-        """Note the position of the block's output `out`, or of a view of it, in the `result`."""
+    def returned(self, outs: Mapping[str, Tensor], result: Any) -> None:
+        """Note the positions of the block's outputs, or of views of them, in the `result`."""
         for value in self.arguments.values():
             if type(value) in (tuple, list, dict):
                 flat = type(value) is tuple and {Tensor}.issuperset(map(type, value))
                 if any(map(needs_grad, value if flat else tree_leaves(value))):
                     return  # of which no gradient would be returned
-        for i, leaf in enumerate((out,) if result is out else tree_leaves(result)):
-            if isinstance(leaf, Tensor) and leaf.data_ptr() == out.data_ptr():
-                self.result = i, (leaf.size(), leaf.stride(), 0), (out.size(), out.stride())
-                return
+        found: dict[str, tuple[int, Any, Any]] = {}
+        for i, leaf in enumerate((result,) if isinstance(result, Tensor) else tree_leaves(result)):
+            for name, out in outs.items() if isinstance(leaf, Tensor) else ():
+                if leaf.data_ptr() == out.data_ptr() and name not in found:
+                    found[name] = i, (leaf.size(), leaf.stride(), 0), (out.size(), out.stride())
+        self.results = found if len(found) == len(outs) else None
 
     def contains(self, error: Exception) -> bool:
         """Return whether the run may continue after this exception of the block."""
         return is_contained(self.layer, error)
 
-    def gradients(self, error: Exception, names: tuple[str, ...], dy: Tensor) -> list[Any] | None:
-        """Return the gradients of the block's `names`, then of `roots`; None if impossible."""
+    def gradients(
+        self, error: Exception, names: tuple[str, ...], given: Mapping[str, Tensor | None]
+    ) -> list[Any] | None:
+        """Return the gradients of the block's `names`, then of `roots`; None if impossible.
+
+        `given`: the gradients of the block's outputs by name.
+        """
         layer = self.layer
-        if self.result is None or layer.training != self.training:
+        if self.results is None or layer.training != self.training:
             return None
         held = [v for v in (*self.arguments.values(), *self._roots) if v is not None]
         if any(_alive(value) is None for value in held):
@@ -386,15 +394,17 @@ class Rescue:
         wanted = list(dict.fromkeys(t for t in (*sources.values(), *roots) if t is not None))
         if len(wanted) < len({*map(id, sources.values()), *map(id, roots)}):
             return None  # such as the activation function's own tensor
-        i, view, (size, stride) = self.result
         cast = contextlib.nullcontext() if self.autocast is None else torch.autocast(*self.autocast)
         with torch.enable_grad(), cast:
             forward = functools.partial(layer.stock.forward, layer)
             result = run_with(layer, forward, state, arguments)
-        like = torch.empty_strided(size, stride, dtype=dy.dtype, device=dy.device).copy_(dy)
-        y = tree_leaves(result)[i]
-        dy = like.as_strided(*view).to(y.dtype)
-        found = torch.autograd.grad(y, wanted, dy, allow_unused=True)
+        ys, dys, parts = list[Tensor](), list[Tensor](), tree_leaves(result)
+        for name, (i, view, (size, stride)) in self.results.items():
+            if (grad := given.get(name)) is not None:
+                like = torch.empty_strided(size, stride, dtype=grad.dtype, device=grad.device)
+                ys.append(parts[i])
+                dys.append(like.copy_(grad).as_strided(*view).to(parts[i].dtype))
+        found = torch.autograd.grad(ys, wanted, dys, allow_unused=True)
         grads = dict(zip(map(id, wanted), found, strict=True))
         layer._block_failed(error)
         # A tensor under two names of the block gets its gradient once.

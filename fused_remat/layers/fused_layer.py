@@ -222,9 +222,7 @@ class FusedLayer(nn.Module):
             failed = self._block_failed(failure.__cause__)
         if failed is not None:  # what the block had computed is freed by now
             return self._fall_back(failed, compiling, arguments)
-        sides: Any = ()
-        if graph.side_outputs:
-            out, *sides = out
+        out, *sides = out if graph.side_outputs else (out,)
         if record is not None and trains and out.requires_grad:
             record.note("block")
             tokens = out.shape[0 if inputs.seq_first else 1]
@@ -235,8 +233,9 @@ class FusedLayer(nn.Module):
             result = inputs.finish(out, *sides)
         elif parallel is not None and parallel.joins:
             result = parallel.joined(result, self._tokens_dim(result))
-        if rescue is not None and not sides:  # whose gradients it would not have
-            rescue.returned(out, result)
+        if rescue is not None:
+            names = "output", *graph.side_outputs
+            rescue.returned(dict(zip(names, (out, *sides), strict=True)), result)
         return result
 
     def _in_eager_mode(self, **arguments: Any) -> Any:

@@ -114,15 +114,19 @@ class Trace:
         }
         for name, own in packed.items():
             tensors.update(zip(own.spec.names(name), own.tensors, strict=True))
+        again = dict[str, int]()
         for name, number in block.values.items():
             value, chain = values[number], block.chains[number]
-            transposed = name in block.transposed
-            tensors[name] = value.t() if transposed else value
+            tensors[name] = value.t() if name in block.transposed else value
             free = number in rebuilt.outs or not value.requires_grad
-            if chain.ops and value.numel() >= _LARGE and free:
-                again = rebuild(chain)
-                if not again.shares(value):
-                    functions[name] = functools.partial(again.in_backward, transposed)
+            is_root = _shares(value, [roots[n] for n in chain.roots])
+            if chain.ops and value.numel() >= _LARGE and free and not is_root:
+                again[name] = number
+        if again:
+            together = rebuild(block.together(frozenset(again.values())))
+            for name, number in again.items():
+                transposed = name in block.transposed
+                functions[name] = functools.partial(together.in_backward, number, transposed)
 
         def result(out: Tensor, *sides: Tensor) -> Any:
             number, layout = block.out
@@ -230,11 +234,7 @@ class Rebuild:
         self.context = context._replace(modules=_modules(operations.ops, layer))
         self.roots = {n: values[n] for n in operations.roots}
         self.versions = [t._version for t in self.roots.values()]
-
-    def shares(self, value: Tensor) -> bool:
-        """Return whether a value is a view of a root, so that a rebuild saves nothing."""
-        pointer = value.untyped_storage().data_ptr()
-        return any(t.untyped_storage().data_ptr() == pointer for t in self.roots.values())
+        self.made = dict[int, Tensor]()  # in the present pass, and not taken yet
 
     def run(self, roots: Mapping[int, Any]) -> list[Tensor]:
         """Return the values that the operations compute."""
@@ -243,16 +243,27 @@ class Rebuild:
             self.operations.run(values, self.context)
         return [values[n] for n in self.operations.outs]
 
-    def in_backward(self, transposed: bool = False) -> Tensor:
-        """Return the one value, or raise if a root was modified since forward."""
+    def in_backward(self, number: int, transposed: bool = False) -> Tensor:
+        """Return a value, or raise if a root was modified since forward.
+
+        All values are computed when the first one is taken, as parts of one tensor may be.
+        """
         if [t._version for t in self.roots.values()] != self.versions:
             raise RuntimeError(
                 "fused_remat: an argument or a buffer from which a layer computes its mask was "
                 "modified by an inplace operation between forward and backward"
             )
-        with torch.no_grad():
-            (value,) = self.run(self.roots)
+        if number not in self.made:
+            with torch.no_grad():
+                self.made = dict(zip(self.operations.outs, self.run(self.roots), strict=True))
+        value = self.made.pop(number)
         return value.t() if transposed else value
+
+
+def _shares(value: Tensor, roots: Sequence[Any]) -> bool:
+    """Return whether a value is a view of a root, so that a rebuild saves nothing."""
+    pointer = value.untyped_storage().data_ptr()
+    return any(t.untyped_storage().data_ptr() == pointer for t in roots)
 
 
 class _Attached(torch.autograd.Function):

@@ -301,6 +301,7 @@ class TracedBlock:
         #: By number, the operations that compute a value, if they can run again.
         self.chains = {n: Operations(self._chain(n), (n,)) for n in self._read}
         self._plans: dict[Any, tuple[Operations, Operations]] = {}
+        self._together: dict[frozenset[int], Operations] = {}
 
     def plan(self, live: frozenset[int], large: int) -> tuple[Operations, Operations]:
         """Return `before` in two parts, for a call in which `live` values need gradients.
@@ -318,6 +319,12 @@ class TracedBlock:
             rest = Operations(self._ops(self._read, costly), needed)
             self._plans[live, large] = Operations(self._ops(costly), costly), rest
         return self._plans[live, large]
+
+    def together(self, numbers: frozenset[int]) -> Operations:
+        """Return the operations that compute several values; cached."""
+        if numbers not in self._together:
+            self._together[numbers] = Operations(self._ops(numbers), sorted(numbers))
+        return self._together[numbers]
 
     def _most(self, number: int) -> float:
         """Return the most elements of a value in a chain, or 0 for one that runs submodules."""

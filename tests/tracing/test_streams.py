@@ -7,9 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fused_remat import Policy, conversion, convert, explain, memory_report
+from fused_remat import FusedRematWarning, Policy, conversion, convert, explain, memory_report
 from fused_remat.execution.prepare import chunks_of
 from fused_remat.policies import PRESETS
+from fused_remat.steps.attention import Attention
 from fused_remat.steps.streams import Join, Take
 from fused_remat.tracing.layer import TracedLayer
 
@@ -249,6 +250,25 @@ def test_a_frozen_stream_and_gradients_of_some_inputs():
         found = torch.autograd.grad(image.sum() + text.square().sum(), wrt)
         expected = torch.autograd.grad(stock[0].sum() + stock[1].square().sum(), wrt)
         assert all(torch.allclose(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("uses", [(True, True), (True, False), (False, True)], ids=str)
+def test_an_exception_in_backward_does_not_end_the_run(monkeypatch, uses):
+    torch.manual_seed(0)
+    model, given = Model(Joint).double(), inputs()
+    expected = grads_of(model, given, uses)
+    fused = converted(model)
+    grads_of(fused, given, uses)
+    monkeypatch.setenv("FUSED_REMAT_STRICT", "0")
+
+    def fails(*_):
+        raise ValueError("planted")
+
+    monkeypatch.setattr(Attention, "backward", fails)
+    with pytest.warns(FusedRematWarning, match="planted"):
+        assert_equal(grads_of(fused, given, uses), expected)
+    assert_equal(grads_of(fused, given, uses), expected)
+    assert {kind.state for kind in conversion(fused)} == {"checkpointed"}
 
 
 def test_a_graph_is_used_twice_and_a_program_is_shown():
