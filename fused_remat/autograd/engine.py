@@ -52,7 +52,7 @@ def is_batched(grad: Tensor) -> bool:
 
 
 def is_rare(ctx: Any, dy: Tensor) -> bool:
-    """Return whether a pass differs from all gradients of a call, and of all outputs, no extras."""
+    """Return whether a backward pass is not that of all gradients from all outputs, no extras."""
     return (
         ctx.extras is not None
         or ctx.accumulation is not None

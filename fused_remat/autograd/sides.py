@@ -70,10 +70,10 @@ def sides_of(execution: Execution, kept: Sequence[Tensor]) -> tuple[tuple[Tensor
         shape = (execution.chunks.batch, execution.lengths[name], execution.widths[name])
         dtype, device = execution.dtypes[name], execution.device
         parts = [held[i] for i in at] or [torch.empty(shape, dtype=dtype, device=device)]
-        whole = parts[0] if len(parts) == 1 else torch.cat(parts)
-        views = whole.split([len(held[i]) for i in at]) if len(at) > 1 else parts
+        side = parts[0] if len(parts) == 1 else torch.cat(parts)
+        views = side.split([len(held[i]) for i in at]) if len(at) > 1 else parts
         for i, view in zip(at, views, strict=False):
             held[i] = None if name in execution.plan.passed else view
-        side = whole.view(shape)
+        side = side.view(shape)
         made.append(side.transpose(0, 1) if execution.call.seq_first else side)
     return tuple(made), held

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, TypeVar
 
@@ -368,16 +369,14 @@ def _forward(stock: type[nn.Module]) -> Callable[..., Any]:
 
 
 def _drops_rest(forward: Callable[..., Any]) -> bool:
+    """Return whether a forward takes further positional arguments, and never uses them."""
     params = inspect.signature(forward, follow_wrapped=False).parameters.values()
     rest = [p.name for p in params if p.kind is p.VAR_POSITIONAL]
     code = getattr(forward, "__code__", None)
     steps = dis.get_instructions(code) if rest and code else ()
-    used = [
-        n
-        for step in steps
-        for n in (step.argval if isinstance(step.argval, tuple) else (step.argval,))
-    ]
-    return bool(rest and code) and rest[0] not in used
+    # Python 3.13 loads two variables at once, by a pair of names.
+    used = [n.argval if isinstance(n.argval, tuple) else (n.argval,) for n in steps]
+    return bool(rest and code) and rest[0] not in itertools.chain(*used)
 
 
 def _caches(arguments: Mapping[str, Any]) -> dict[str, Any]:

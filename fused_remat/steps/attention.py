@@ -305,8 +305,8 @@ class Attention(Node):
                 heads.append(x)
             else:
                 length = lengths[name] // self.windows
-                whole = x.view(batch, length, sum(counts), -1).transpose(1, 2)
-                heads += whole.split_with_sizes(counts, 1)
+                packed = x.view(batch, length, sum(counts), -1).transpose(1, 2)
+                heads += packed.split_with_sizes(counts, 1)
         if self.cuts_keys:
             q, *kv = heads
             heads = [q, *(x[:, :, : q.shape[2]] for x in kv)]

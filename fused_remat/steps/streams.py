@@ -38,8 +38,8 @@ class Join(Node):
     def _parts(self, chunk: Chunk, y: Tensor) -> tuple[Tensor, ...]:
         """Return views (B, tokens, width) of the rows of each of `xs`."""
         lengths = chunk.owner.execution.lengths
-        whole = y.view(-1, lengths[self.name], y.shape[-1])
-        return whole.split_with_sizes([lengths[name] for name in self.xs], 1)
+        joint = y.view(-1, lengths[self.name], y.shape[-1])
+        return joint.split_with_sizes([lengths[name] for name in self.xs], 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +88,6 @@ class Take(Node):
     def _part(self, chunk: Chunk, x: Tensor) -> Tensor:
         """Return a view (B, tokens, width) of the rows of x that it takes."""
         lengths = chunk.owner.execution.lengths
-        whole = x.view(-1, lengths[self.x], x.shape[-1])
+        joint = x.view(-1, lengths[self.x], x.shape[-1])
         first = sum([lengths[name] for name in self.after])
-        return whole[:, first : first + lengths[self.name]]
+        return joint[:, first : first + lengths[self.name]]

@@ -97,6 +97,8 @@ def check_hooks(own: Mapping[str, Any], path: str) -> None:
     known = (*_CONSTANT, nn.Module, types.MethodType)
     if not all(isinstance(value, known) for value in _held_by(forward)):
         raise Unsupported(f"{path}.{REPLACED}" if path else f"its {REPLACED}")
+    if path and "_hf_hook" in own:  # of accelerate, which may move weights
+        raise Unsupported(f"{path}.{REPLACED}")
     before = [hook for hook in own["_forward_pre_hooks"].values() if not _only_caches(hook)]
     if path and (before or own["_backward_hooks"] or own["_backward_pre_hooks"]):
         raise Unsupported(f"{path} has hooks")

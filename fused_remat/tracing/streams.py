@@ -71,8 +71,8 @@ def take(t: Builder, number: int, op: Op) -> Build | None:
     y, (x,), _ = sample(t, Program((op,), ((read[0], source),), (), number, layout))
     sizes = t.recording.sizes
     tokens, batch = sizes[layout.names[-1]], sizes.get("B", 1)
-    whole = x.view(batch, -1, source.width)
-    parts = {(): whole[:, :tokens], other(own): whole[:, -tokens:]}
+    joint = x.view(batch, -1, source.width)
+    parts = {(): joint[:, :tokens], other(own): joint[:, -tokens:]}
     after = [key for key, part in parts.items() if torch.equal(part.flatten(0, 1), y)]
     if not after:
         return None

@@ -10,6 +10,7 @@ import torch
 from altered_layers import HEADS, MLP, WIDTH, Attention
 from test_recorder import assert_same, graphs, normal
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
 from fused_remat import FusedRematWarning, conversion, convert
 from fused_remat.execution.prepare import chunks_of
@@ -192,6 +193,42 @@ def test_the_condition_of_a_token_is_replayed():
     model = converted(stock)
     assert_same(step(model, *call(2)), step(stock, *call(2)), EXACT, strict=False)
     assert not kinds(model)[ModulatedNorm] and kinds(model)[Replay]
+
+
+class Conditioned(nn.Module):
+    """An MLP with a modulation by a condition of each sequence."""
+
+    width = 256
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(self.width, elementwise_affine=False)
+        self.condition = nn.Linear(self.width, 3 * self.width)
+        self.up = nn.Linear(self.width, 2 * self.width)
+        self.down = nn.Linear(2 * self.width, self.width)
+
+    def forward(self, x: Tensor, c: Tensor) -> Tensor:
+        shift, scale, gate = self.condition(nn.functional.silu(c))[:, None].chunk(3, -1)
+        h = self.norm(x) * (1 + scale) + shift
+        return x + gate * self.down(nn.functional.gelu(self.up(h)))
+
+
+def train(model: nn.Module, x: Tensor, c: Tensor) -> None:
+    for layer in model:
+        x = layer(x, c)
+    x.sum().backward()
+
+
+def test_the_condition_is_computed_once_in_backward():
+    """And once more where autograd differentiates it; not once for each of its parts."""
+    torch.manual_seed(0)
+    model = convert(nn.ModuleList([Conditioned() for _ in range(2)]))
+    x, c = torch.randn(2, 24, 256), torch.randn(2, 256)
+    train(model, x, c)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        train(model, x, c)
+    calls = {event.key: event.count for event in profiler.key_averages()}
+    assert calls["aten::silu"] == 2 * 3
 
 
 def test_a_dropped_branch_has_the_gradient_of_what_is_left():
