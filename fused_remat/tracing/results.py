@@ -57,6 +57,8 @@ class _Field(NamedTuple):
     kind: type
 
     def __get__(self, new: Any, _: type) -> Any:
+        if new is None:  # of the class itself
+            return self
         held = vars(new)
         own = held["_fused_remat_own"](f"{self.kind.__name__}.{self.name}")
         held.update({name: getattr(own, name) for name in self.names if name not in held})

@@ -135,7 +135,8 @@ def split_streams(t: Builder) -> None:
 def _is_alone(nodes: Mapping[str, Any], users: Users, name: str) -> bool:
     """Return whether a step computes each token alone, and takes of streams alone depend on it."""
     node = nodes[name]
-    is_plain = not (node.masks or getattr(node, "residual", ""))
+    drops = node.masks or any(update.mask for update in getattr(node, "updates", ()))
+    is_plain = not (drops or getattr(node, "residual", ""))
     others = [user for user in users[name] if not isinstance(user, Take)]
     is_alone = all(_is_alone(nodes, users, user.name) for user in others)
     return type(node) in (Linear, MLPActivation, HeadNorm) and is_plain and is_alone
