@@ -296,6 +296,8 @@ def test_blocks_run_once_hooks_are_removed(kind, hooked):
 @pytest.mark.parametrize("name", ["flux", "wan_ti2v"])
 def test_a_step_takes_no_more_than_with_own_checkpointing(name):
     """Also where each token has a condition of its own, as in Wan 2.2."""
-    found = {way: measured.Way(way, name, "bare", 256, "full").found for way in ("own", "converted")}
+    found = {
+        way: measured.Way(way, name, "bare", 256, "full").found for way in ("own", "converted")
+    }
     assert found["converted"]["peak"] <= found["own"]["peak"]
     assert found["converted"]["kept"] <= 1.02 * found["own"]["kept"]
