@@ -18,7 +18,7 @@ from fused_remat.layers.eligibility import Reason, wants_grad
 from fused_remat.layers.fallback import Checkpoint, Forward
 from fused_remat.layers.fused_layer import FusedLayer, is_traced
 from fused_remat.layers.read import BlockInputs, read_block
-from fused_remat.layers.record import record_of, warn
+from fused_remat.layers.record import Record, record_of, warn
 
 _IDLE = Reason("no gradients are required", quiet=True)
 _UNNAMED = Reason("the call passes arguments without a name, or omits the first one")
@@ -269,7 +269,7 @@ class Stage(nn.Module):
     """A module of the class `stage_of`, whose forward runs again in backward.
 
     Only if its layers keep no more than their inputs, and none of them ran its own forward plainly
-    in its last call, as a layer that changes does.
+    in its last call, as a layer that changes does; a first call may change it for all others.
     """
 
     stage_of: ClassVar[type[nn.Module]]
@@ -278,7 +278,7 @@ class Stage(nn.Module):
         forward = functools.partial(self.stage_of.forward, self)
         layers = [m for m in self.modules() if isinstance(m, FusedLayer)]
         is_plain = not self.training or self.gradient_checkpointing or torch.compiler.is_compiling()
-        full = all(m.policy == "full" and record_of(m).last in _REPEATED for m in layers)
+        full = all(m.policy == "full" and _settled(record_of(m)) for m in layers)
         if is_plain or not torch.is_grad_enabled() or not full:
             return forward(*args, **kwargs)
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
@@ -288,8 +288,9 @@ class Stage(nn.Module):
         return (_new_stage, (self.stage_of,), *made[2:])
 
 
-#: States of layers that may run again.
-_REPEATED = ("block", "checkpoint")
+def _settled(record: Record) -> bool:
+    is_first = record.last == "plain" and record.number("plain") == 1
+    return is_first or record.last in ("block", "checkpoint")
 
 
 def _staged(kind: Any) -> Any:

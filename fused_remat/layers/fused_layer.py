@@ -190,9 +190,10 @@ class FusedLayer(nn.Module):
             return self._fall_back(inputs, compiling, arguments)
         graph, tensors, policy = inputs.graph, inputs.tensors, self._policy
         if inputs.precision is not None:
-            names, stream = graph.inputs[: 1 + len(graph.side_outputs)], inputs.precision.stream
-            cast = {n: t.to(stream) for n in names if (t := tensors.get(n)) is not None}
-            tensors = {**tensors, **cast}
+            tensors = {**tensors}
+            for name in graph.inputs[: 1 + len(graph.side_outputs)]:
+                x: Any = tensors[name]
+                tensors[name] = x.to(inputs.precision.stream)
             if inputs.precision.compute is not None:
                 graph = mixed_precision(graph, inputs.precision.compute)
         if not isinstance(policy, str) and policy.segment is not None:

@@ -6,7 +6,6 @@ Predicts the memory of the optimizer's step as well.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import statistics
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -81,7 +80,7 @@ def measure_step(
     capture = _Capture(layers)
     # Not by the setter: policies of layers that were not traced yet are put back unchecked.
     # Policies of a plan are not the preset under which a stage runs again.
-    plain = [(m, "forward", functools.partial(m.stage_of.forward, m)) for m in stages(model)]
+    plain = [(m, "__class__", m.stage_of) for m in stages(model)]
     with attributes_as([*[(layer, "_policy", "full") for layer in layers.values()], *plain]):
         first = run_step(model, modules, args, kwargs, loss, accumulates, capture)
         resting = _resting(model, [args, kwargs], accumulates, capture.examples.values())

@@ -1,8 +1,9 @@
 """Modulation by a condition: norms with a weight and a bias for each sequence, and gated sums.
 
 A diffusion block computes norm(x) * (1 + scale) + shift and x + gate * linear(h), where scale,
-shift and gate are vectors of each sequence. A norm of such a weight and bias is the same norm,
-one sequence at a time; the backward of a gated linear layer does not read its product.
+shift and gate are vectors of each sequence, or of each token. A norm of such a weight and bias is
+the same norm, one sequence at a time; the backward of a linear layer with a gate of each sequence
+does not read its product.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from fused_remat.spec import NormSpec
 from fused_remat.steps.chunk import Chunk
 from fused_remat.steps.chunk import spans as chunk_spans
 from fused_remat.steps.linear import Linear, bias_grad, linear_dw, linear_fwd
-from fused_remat.steps.node import Param
-from fused_remat.steps.norm import NORMS, Grads, Norm, Stats, norm_bwd, norm_fwd
+from fused_remat.steps.node import Node, Param
+from fused_remat.steps.norm import NORMS, Grads, Norm, Stats, norm_bwd, norm_fwd, shifted
 from fused_remat.steps.operations import operation
 from fused_remat.steps.residual import Add
 
@@ -32,15 +33,19 @@ _CPU_ELEMENTS, _DEVICE_ELEMENTS = 1 << 20, 1 << 22
 
 
 class Rows(NamedTuple):
-    """The sequences of a matrix's rows: row r is of sequence (first + r) // tokens of the call."""
+    """The sequences of a matrix's rows: row r is of sequence (first + r) // tokens of the call.
+
+    Where each token has its own condition, it counts as a sequence.
+    """
 
     first: int
     tokens: int  # of a sequence
 
     @classmethod
-    def of(cls, chunk: Chunk, name: str) -> Rows:
-        """Return those of an activation in a chunk."""
-        return cls(chunk.first_row(name), chunk.owner.execution.lengths[name])
+    def of(cls, chunk: Chunk, node: ModulatedNorm | GatedAdd | GatedLinear) -> Rows:
+        """Return those of a step's activation in a chunk."""
+        tokens = 1 if node.by_token else chunk.owner.execution.lengths[node.name]
+        return cls(chunk.first_row(node.name), tokens)
 
     def spans(self, rows: int) -> list[tuple[int, int, int]]:
         """Return each sequence's number, its first of the rows, and the row after its last."""
@@ -55,6 +60,8 @@ class Rows(NamedTuple):
     def parts(self, rows: int) -> list[tuple[slice, slice]]:
         """Return spans of rows and of their sequences, all of as many rows within a part."""
         found: list[tuple[slice, slice]] = []
+        if self.tokens == 1:
+            return [(slice(0, rows), slice(self.first, self.first + rows))]
         for sequence, lo, hi in self.spans(rows):
             a, b = found[-1] if found else (slice(0, 0), slice(0, 1))
             if found and a.stop - a.start == (hi - lo) * (b.stop - b.start):
@@ -65,20 +72,22 @@ class Rows(NamedTuple):
 
 
 def condition(chunk: Chunk, name: str) -> Tensor | None:
-    """Return a tensor (B, 1, D) of the block as a matrix (B, D), or None for ""."""
+    """Return a tensor (B, 1, D) or (B, S, D) of the block as a matrix of rows, or None for ""."""
     value = chunk.param(name)
-    return value if value is None else value.reshape(value.shape[0], value.shape[-1])
+    return value if value is None else value.reshape(-1, value.shape[-1])
 
 
-def add_condition_grad(chunk: Chunk, name: str, grad: Tensor, first: int) -> None:
-    """Add the rows of a gradient, of sequences from `first` on, to that of a tensor (B, 1, D)."""
+def add_condition_grad(chunk: Chunk, node: Node, name: str, grad: Tensor, rows: Rows) -> None:
+    """Add a gradient, a row for each sequence of `rows`, to that of a tensor of the block."""
     grads, batch = chunk.owner.param_grads, chunk.owner.chunks.batch
-    if name not in grads and len(grad) == batch:
-        grads[name] = grad[:, None]
+    each = chunk.owner.execution.lengths[node.name] // rows.tokens
+    if name not in grads and len(grad) == batch * each:
+        grads[name] = grad.view(batch, each, -1)
         return
     if name not in grads:
-        grads[name] = grad.new_zeros((batch, 1, grad.shape[1]))
-    grads[name].view(batch, -1)[first : first + len(grad)].add_(grad)
+        grads[name] = grad.new_zeros((batch, each, grad.shape[1]))
+    first = rows.first // rows.tokens
+    grads[name].view(batch * each, -1)[first : first + len(grad)].add_(grad)
 
 
 def _describe_norm(key: Any, *_: Any, **__: Any) -> str:
@@ -99,6 +108,15 @@ def modulated_norm_fwd(
     stats: Stats | None = None,
 ) -> tuple[Tensor, ...]:
     """Return `norm_fwd` with the weight and the bias (B, D) of each row's sequence."""
+    if rows.tokens == 1:
+        normed, *known_stats = norm_fwd(spec, x.to(_wide(x)), None, None, None, stats)
+        first, count = rows.first, len(x)
+        scale, shift = _of_rows(weight, first, count, spec.offset), _of_rows(bias, first, count)
+        if scale is not None:
+            normed.mul_(scale)
+        if shift is not None:
+            normed.add_(shift)
+        return (normed.to(x.dtype) if out is None else out.copy_(normed), *known_stats)
     spans, made = rows.spans(len(x)), list[tuple[Tensor, ...]]()
     y = x.new_empty(x.shape) if out is None and len(spans) > 1 else out
     for i, lo, hi in spans:
@@ -129,6 +147,8 @@ def modulated_norm_bwd(
 
     The gradients of the weight and of the bias are matrices, of the sequences of x in order.
     """
+    if rows.tokens == 1:
+        return _norm_bwd_by_token(spec, dy, x, stats, weight, rows.first, needs_grad, add)
     spans, found = rows.spans(len(x)), list[Grads]()
     dx = x.new_empty(x.shape) if len(spans) > 1 and needs_grad[0] else None
     for i, lo, hi in spans:
@@ -142,6 +162,35 @@ def modulated_norm_bwd(
             found[-1] = None, *found[-1][1:]
     dweight, dbias = (_stacked([grads[i] for grads in found]) for i in (1, 2))
     return (found[0][0] if dx is None else dx), dweight, dbias
+
+
+def _norm_bwd_by_token(
+    spec: NormSpec,
+    dy: Tensor,
+    x: Tensor,
+    stats: Stats,
+    weight: Tensor | None,
+    first: int,
+    needs_grad: tuple[bool, ...],
+    add: Tensor | None,
+) -> Grads:
+    wide, dx, dweight = x.to(_wide(x)), None, None
+    grad = dy.to(wide.dtype, copy=needs_grad[2])
+    if needs_grad[1]:
+        dweight = norm_fwd(spec, wide, None, None, None, stats)[0].mul_(grad)
+    if needs_grad[0]:
+        scale = _of_rows(weight, first, len(x), spec.offset)
+        g = grad if scale is None else grad * scale
+        dx, *_ = norm_bwd(spec, g, wide, stats, None, (True, False, False), add)
+    return (None if dx is None else dx.to(x.dtype)), dweight, grad if needs_grad[2] else None
+
+
+def _of_rows(t: Tensor | None, first: int, rows: int, offset: float = 0.0) -> Tensor | None:
+    return None if t is None else shifted(t[first : first + rows], offset)
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 def _row(t: Tensor | None, i: int, dtype: torch.dtype) -> Tensor | None:
@@ -212,25 +261,29 @@ def _by_sequence(matrices: Sequence[Tensor], part: slice, sequences: slice) -> l
 
 @dataclass(frozen=True, kw_only=True)
 class ModulatedNorm(Norm):
-    """A norm with a weight and a bias (B, 1, D) of each sequence, or one of them."""
+    """A norm with a weight and a bias (B, 1, D) of each sequence, or one of them.
+
+    `by_token`: they are (B, S, D), of each token.
+    """
+
+    by_token: bool = False
 
     def forward(self, chunk: Chunk, out: Tensor | None = None) -> None:
         x, stats = chunk[self.x], None
         if self.stats[0] in chunk:
             stats = tuple([chunk[stat] for stat in self.stats])
         weight, bias = condition(chunk, self.weight), condition(chunk, self.bias)
-        rows, out = Rows.of(chunk, self.name), self.target(x, out)
+        rows, out = Rows.of(chunk, self), self.target(x, out)
         made = chunk.ops[modulated_norm_fwd](self.spec, x, weight, bias, rows, out, stats)
         for name, value in zip(self.makes, made, strict=True):
             chunk.put(name, value)
 
     def backward(self, chunk: Chunk, dy: Tensor, owned: bool, needs_grad: Collection[str]) -> None:
         marks = (self.x in needs_grad, self.weight in needs_grad, self.bias in needs_grad)
-        rows = Rows.of(chunk, self.name)
-        first = rows.spans(1)[0][0]
-        if not (marks[0] or marks[1]):
+        rows = Rows.of(chunk, self)
+        if not (marks[0] or marks[1] or self.by_token):
             sums = [chunk.ops[bias_grad](dy[lo:hi]) for _, lo, hi in rows.spans(len(dy))]
-            add_condition_grad(chunk, self.bias, torch.stack(sums), first)
+            add_condition_grad(chunk, self, self.bias, torch.stack(sums), rows)
             return
         prior, _ = chunk.grads.pop(self.x, (None, False))
         stats = tuple([chunk[stat] for stat in self.stats])
@@ -242,14 +295,18 @@ class ModulatedNorm(Norm):
             chunk.add_grad(self.x, dx, owned=True)
         for name, grad in zip((self.weight, self.bias), others, strict=True):
             if grad is not None:
-                add_condition_grad(chunk, name, grad, first)
+                add_condition_grad(chunk, self, name, grad, rows)
 
 
 @dataclass(frozen=True, kw_only=True)
 class GatedAdd(Add):
-    """name = residual + gate * x, with the gate (B, 1, D) of each sequence."""
+    """name = residual + gate * x, with the gate (B, 1, D) of each sequence.
+
+    `by_token`: it is (B, S, D), of each token.
+    """
 
     gate: Param
+    by_token: bool = False
 
     @property
     def casts(self) -> Mapping[str, torch.dtype]:
@@ -262,18 +319,18 @@ class GatedAdd(Add):
         return (self.gate,) if self.x in needs_grad else ()
 
     def forward(self, chunk: Chunk, out: Tensor | None = None) -> None:
-        gate, rows = condition(chunk, self.gate), Rows.of(chunk, self.name)
+        gate, rows = condition(chunk, self.gate), Rows.of(chunk, self)
         assert gate is not None
         y = chunk.ops[gated_add](chunk[self.x], chunk[self.residual], gate, rows, out)
         chunk.put(self.name, y)
 
     def backward(self, chunk: Chunk, dy: Tensor, owned: bool, needs_grad: Collection[str]) -> None:
-        rows = Rows.of(chunk, self.name)
+        rows = Rows.of(chunk, self)
         x = chunk[self.x] if self.gate in needs_grad else None
         gate = condition(chunk, self.gate) if self.x in needs_grad else None
         dx, sums = chunk.ops[gated_add_bwd](dy, x, gate, rows, self.compute or dy.dtype)
         if sums is not None:
-            add_condition_grad(chunk, self.gate, sums, rows.spans(1)[0][0])
+            add_condition_grad(chunk, self, self.gate, sums, rows)
         if dx is not None:
             chunk.add_grad(self.x, dx, owned=True)
         if self.residual in needs_grad:
@@ -285,10 +342,12 @@ class GatedLinear(Linear):
     """name = residual + gate * (x @ weight.T + bias), with the gate of each sequence.
 
     With M = dy.T @ x of one sequence, the weight's gradient is the sum of gate[:, None] * M, and
-    the gate's is the sum of weight * M over columns: backward does not read the product.
+    the gate's is the sum of weight * M over columns: backward does not read the product. A gate of
+    each token (`by_token`) needs the product for its own gradient.
     """
 
     gate: Param
+    by_token: bool = False
 
     @functools.cached_property
     def params(self) -> tuple[str, ...]:
@@ -318,11 +377,11 @@ class GatedLinear(Linear):
         assert gate is not None
         y = chunk.ops[linear_fwd](self.operand(chunk), *self.affine(chunk))
         into = y if out is None and y.dtype is residual.dtype else out
-        rows = Rows.of(chunk, self.name)
+        rows = Rows.of(chunk, self)
         chunk.put(self.name, chunk.ops[gated_add](y, residual, gate, rows, into))
 
     def backward(self, chunk: Chunk, dy: Tensor, owned: bool, needs_grad: Collection[str]) -> None:
-        rows, rest, y = Rows.of(chunk, self.name), set(needs_grad) - {self.gate}, None
+        rows, rest, y = Rows.of(chunk, self), set(needs_grad) - {self.gate}, None
         if self._is_by_sequence(dy, rows, needs_grad):
             self._gradients_by_sequence(chunk, dy, chunk.last(self.x), rows, needs_grad)
             rest -= self._affine
@@ -336,7 +395,7 @@ class GatedLinear(Linear):
             dz, sums = chunk.ops[gated_add_bwd](dy, y, gate, rows, dtype, into)
             del y, into
             if sums is not None:
-                add_condition_grad(chunk, self.gate, sums, rows.spans(1)[0][0])
+                add_condition_grad(chunk, self, self.gate, sums, rows)
             if dz is not None:
                 self._product.backward(chunk, dz, True, rest)
         if self.residual in needs_grad:
@@ -344,7 +403,7 @@ class GatedLinear(Linear):
 
     def product_grad(self, chunk: Chunk, dy: Tensor) -> Tensor:
         """Return the gradient of the product."""
-        gate, rows = condition(chunk, self.gate), Rows.of(chunk, self.name)
+        gate, rows = condition(chunk, self.gate), Rows.of(chunk, self)
         dz, _ = chunk.ops[gated_add_bwd](dy, None, gate, rows, self.compute or dy.dtype)
         assert dz is not None
         return dz
@@ -353,7 +412,7 @@ class GatedLinear(Linear):
         self, chunk: Chunk, dy: Tensor, x: Tensor, needs_grad: Collection[str]
     ) -> Collection[str]:
         """Add the gradient of the gate, if needed, from x; return what else needs a gradient."""
-        rows = Rows.of(chunk, self.name)
+        rows = Rows.of(chunk, self)
         if self.gate not in needs_grad:
             return needs_grad
         if self._is_by_sequence(dy, rows, needs_grad):
@@ -362,13 +421,13 @@ class GatedLinear(Linear):
         y = chunk.ops[linear_fwd](x, *self.affine(chunk))
         _, sums = chunk.ops[gated_add_bwd](dy, y, None, rows, y.dtype)
         assert sums is not None
-        add_condition_grad(chunk, self.gate, sums, rows.spans(1)[0][0])
+        add_condition_grad(chunk, self, self.gate, sums, rows)
         return set(needs_grad) - {self.gate}
 
     def _is_by_sequence(self, dy: Tensor, rows: Rows, needs_grad: Collection[str]) -> bool:
         """Return whether the gate's gradient is taken from each sequence's weight gradient."""
         long = _LONG_CPU if dy.is_cpu else _LONG_DEVICE
-        is_long = len(dy) >= long * len(rows.spans(len(dy)))
+        is_long = not self.by_token and len(dy) >= long * len(rows.spans(len(dy)))
         return is_long and self.part is None and {self.weight, self.gate} <= set(needs_grad)
 
     def _gradients_by_sequence(
@@ -404,4 +463,4 @@ class GatedLinear(Linear):
             if self.bias in needs_grad:
                 own = gate[spans[0][0] : spans[-1][0] + 1]
                 chunk.add_param_grad(self.bias, (totals * own).sum(0))
-        add_condition_grad(chunk, self.gate, sums, spans[0][0])
+        add_condition_grad(chunk, self, self.gate, sums, rows)

@@ -1,7 +1,8 @@
-"""Rules by which a condition of each sequence becomes the weight of a norm, or the gate of a sum.
+"""Rules by which a condition becomes the weight of a norm, or the gate of a sum.
 
-A chain of products and sums with values of shape (B, 1, D) turns an activation h into
-h * weight + bias. Both are computed before the block, under autograd.
+A chain of products and sums with values of shape (B, 1, D), or (B, S, D) where each token has its
+own, turns an activation h into h * weight + bias. Both are computed before the block, under
+autograd.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def _operand(t: Builder, op: Op) -> tuple[int, tuple[str, Term]] | None:
 
 
 def _is_condition(t: Builder, x: int, value: Any) -> bool:
-    """Return whether all tokens of a sequence of x read the same of a value, or it is a number."""
+    """Return whether a value is a number, or scales or shifts each sequence or token of x."""
     if isinstance(value, (int, float)):
         return True
     layout = t.layout(x)
@@ -91,21 +92,29 @@ def _is_condition(t: Builder, x: int, value: Any) -> bool:
         return False
     if not t.recording.values[value.index].is_floating_point():
         return False
-    *lead, width = (1, 1, 1, *shape)[-3:]
-    return len(shape) < 4 and lead[1] == 1 and lead[0] in (1, Size(1, ("B",))) and (
-        width in (1, layout.width)
-    )  # fmt: skip
+    batch, rows, width = (1, 1, 1, *shape)[-3:]
+    if rows != 1 and not (t.counts(rows, layout.names) and width == layout.width):
+        return False  # the values (B, S, 1) of a mask stay what they are
+    return len(shape) < 4 and batch in (1, Size(1, ("B",))) and width in (1, layout.width)
 
 
 def _has_batch(t: Builder, term: Term) -> bool:
-    return any(
-        shape and len(shape) == 3 and shape[0] == Size(1, ("B",))
-        for shape in (t.recording.shapes[n] for n in refs(term))
-    )
+    return any(shape[0] == Size(1, ("B",)) for shape in _shapes(t, term))
+
+
+def _tokens_of(t: Builder, *terms: Term) -> Any:
+    """Return the tokens of terms whose values differ by token, or 1."""
+    rows = (shape[1] for term in terms for shape in _shapes(t, term))
+    return next((n for n in rows if n != 1), 1)
+
+
+def _shapes(t: Builder, term: Term) -> list[Any]:
+    shapes = (t.recording.shapes[n] for n in refs(term))
+    return [shape for shape in shapes if shape and len(shape) == 3]
 
 
 def _value(term: Term, shape: Any) -> Tensor:
-    """Return the value (B, 1, D) of a term."""
+    """Return the value (B, 1, D) or (B, S, D) of a term."""
     made: Tensor = _computed(term)
     return made.expand(shape)
 
@@ -119,16 +128,16 @@ def _computed(term: Term) -> Any:
     return a + b if kind == "add" else a * b if kind == "mul" else a / b
 
 
-def _param(t: Builder, term: Term, width: int) -> str:
-    """Return the block's name of a term's value, of shape (B, 1, width)."""
-    batch = Size(1, ("B",))
-    if isinstance(term, Ref) and t.recording.shapes[term.index] == (batch, 1, width):
+def _param(t: Builder, term: Term, rows: Any, width: int) -> str:
+    """Return the block's name of a term's value, of shape (B, rows, width)."""
+    lead = Size(1, ("B",)), rows
+    if isinstance(term, Ref) and t.recording.shapes[term.index] == (*lead, width):
         return t.param(term.index)
-    args = term, (batch, 1, width)
+    args = term, (*lead, width)
     known = {n: t.recording.values[n] for n in refs(term)}
     with torch.no_grad():
         result = _value(*map_tree(args, lambda leaf: leaf_value(leaf, known, t.context)))
-    number = t.new_value("modulation", _value, args, refs(term)[0], result, (batch,))
+    number = t.new_value("modulation", _value, args, refs(term)[0], result, lead)
     return t.param(number)
 
 
@@ -158,9 +167,14 @@ def norm(t: Builder, number: int, op: Op | None = None) -> Build | None:
             w = _joined("mul", ("shift", weight, spec.offset) if spec.offset else weight, w)
         if isinstance(bias, Ref):
             b = _joined("add", b, _joined("mul", bias, chain.weight))
-        names = ["" if term in (0, 1) else _param(t, term, layout.width) for term in (w, b)]
-        own = replace(spec, offset=0.0)
-        return t.add(ModulatedNorm(name=name, x=source, weight=names[0], bias=names[1], spec=own))
+        rows = _tokens_of(t, w, b)
+        names = ["" if term in (0, 1) else _param(t, term, rows, layout.width) for term in (w, b)]
+        return t.add(
+            ModulatedNorm(
+                name=name, x=source, weight=names[0], bias=names[1], by_token=rows != 1,
+                spec=replace(spec, offset=0.0),
+            )
+        )  # fmt: skip
 
     return build
 
@@ -192,7 +206,9 @@ def added(t: Builder, x: str, residual: str, gate: Term) -> Add:
     name = t.unique(f"{stream_of(t, residual)}mid")
     if gate == 1:
         return Add(name=name, x=x, residual=residual)
-    return GatedAdd(name=name, x=x, residual=residual, gate=_param(t, gate, t.widths[x]))
+    rows = _tokens_of(t, gate)
+    own = _param(t, gate, rows, t.widths[x])
+    return GatedAdd(name=name, x=x, residual=residual, gate=own, by_token=rows != 1)
 
 
 def joined(layer: Linear, node: Add) -> Linear:
@@ -201,7 +217,7 @@ def joined(layer: Linear, node: Add) -> Linear:
         return replace(layer, name=node.name, residual=node.residual, mask=node.mask)
     return GatedLinear(
         name=node.name, x=layer.x, residual=node.residual, weights=layer.weights,
-        biases=layer.biases, part=layer.part, gate=node.gate,
+        biases=layer.biases, part=layer.part, gate=node.gate, by_token=node.by_token,
     )  # fmt: skip
 
 

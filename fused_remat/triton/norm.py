@@ -125,6 +125,7 @@ def norm_fwd(
     args = (*matrices, *vectors, *dropout_of(mask), rows, width, spec.eps)
     blocks, warps = _tiles(width, most=24)
     count, tokens = _count_and_tokens(rows, sequences)
+    blocks["BLOCK_M"] = min(blocks["BLOCK_M"], power_of_2(tokens))
     grid = (count * cdiv(tokens, blocks["BLOCK_M"]),)
     return Launch(norms.norm_fwd_kernel, grid, args, constants | blocks, warps, device=y.device)
 
@@ -204,17 +205,20 @@ def _with_sums(
     warps: int = 4,
 ) -> list[Launch]:
     """Return the launch of about so many programs over rows, and those that sum their parts."""
-    (rows, width), block_m = x.shape, blocks["BLOCK_M"]
+    rows, width = x.shape
     count, tokens = _count_and_tokens(rows, sequences)
+    block_m = blocks["BLOCK_M"] = min(blocks["BLOCK_M"], power_of_2(tokens))
     strip = block_m * max(1, cdiv(tokens, block_m * cdiv(programs, count)))
     shape = cdiv(tokens, strip), count * width
-    parts = [t if t is None else launch.scratch(t, shape) for t in (dweight, dbias)]
+    totals = (dweight, dbias)
+    alone = shape[0] == 1  # then nothing is left to sum
+    parts = [t if t is None or alone else launch.scratch(t, shape) for t in totals]
     args = (*inputs, *parts, sequences, strip, rows, width)
     grid = (*columns, shape[0] * count)
     first = Launch(kernel, grid, args, blocks, warps, device=x.device)
-    pairs = zip(parts, (dweight, dbias), strict=True)
+    pairs = zip(parts, totals, strict=True)
     wanted = [(part, total) for part, total in pairs if part is not None and total is not None]
-    return [first, *([column_sum(*wanted[0], *wanted[1:])] if wanted else [])]
+    return [first, *([column_sum(*wanted[0], *wanted[1:])] if wanted and not alone else [])]
 
 
 def _count_and_tokens(rows: int, sequences: Sequences | None) -> tuple[int, int]:

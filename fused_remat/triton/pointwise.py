@@ -110,6 +110,11 @@ def gated_add_bwd_triton(dy, x, gate, rows, dtype, out=None):
         run(gate_add_fwd, dy, None, gate, sequences, dx)
         return dx, None
     total = torch.empty(sequences.count * dy.shape[1], dtype=torch.float32, device=dy.device)
+    if rows.tokens == 1:  # nothing is summed
+        run(gate_add_fwd, dy, None, x, sequences, total.view(dy.shape))
+        if dx is not None:
+            run(gate_add_fwd, dy, None, gate, sequences, dx)
+        return dx, total.view(dy.shape)
     run(gate_add_bwd, dy, x, gate, sequences, dx, total)
     return dx, total.view(sequences.count, -1)
 

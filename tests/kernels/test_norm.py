@@ -48,7 +48,7 @@ NARROW = [case for case in CASES if 1 < case[2] <= 16384]
 SEQUENCES = [
     (F32, (8, 20, 37)), (BF16, (8, 20, 37)), (F32, (0, 1, 5)), (F32, (3, 7, 1)),
     (BF16, (70, 70, 70)), (BF16, (0, 33, 99)), (F32, (65, 130, 64)), (F32, (129, 130, 262)),
-    (F32, (190, 200, 33)),
+    (F32, (190, 200, 33)), (BF16, (2, 1, 3)),
 ]  # fmt: skip
 WALKS = ["in a tile", "in blocks"] if PLACE == "interpreter" else ["as tables say"]
 

@@ -1,4 +1,4 @@
-"""Modulation by a condition of each sequence: norms and gated sums are steps of the block."""
+"""Modulation by a condition of each sequence or token: norms and gated sums are steps."""
 
 from __future__ import annotations
 
@@ -105,8 +105,30 @@ class Dropped(DropPath):
     p = 0.2
 
 
-class PerToken(Own):
-    """A condition of each token is replayed."""
+class ByToken(Own):
+    """Each token has a condition of its own, as in Wan 2.2's image to video."""
+
+    def forward(self, x: Tensor, c: Tensor) -> Tensor:
+        places = torch.linspace(-1, 1, x.shape[1], dtype=c.dtype)[:, None]
+        a, b, c, d, e, f = self.condition(c[:, None] * places + c[:, None]).chunk(6, 2)
+        x = x + c * self.attn(self.norm1(x) * (1 + a) + b[:, :1])
+        return x + f * self.mlp(self.norm2(x) * (1 + d) + e)
+
+
+class WideByToken(Own):
+    """In float32 outside of products."""
+
+    def forward(self, x: Tensor, c: Tensor) -> Tensor:
+        places = torch.linspace(-1, 1, x.shape[1], dtype=c.dtype)[:, None]
+        a, b, c, d, e, f = self.condition(c[:, None] * places).float().chunk(6, 2)
+        h = (self.norm1(x).float() * (1 + a) + b).type_as(x)
+        x = (x.float() + self.attn(h) * c).type_as(x)
+        h = (self.norm2(x.float()) * (1 + d) + e).type_as(x)
+        return (x.float() + self.mlp(h).float() * f).type_as(x)
+
+
+class OfItself(Own):
+    """A condition that the stream itself gives is replayed."""
 
     def forward(self, x: Tensor, c: Tensor) -> Tensor:
         a, b = self.condition(x)[..., : 2 * WIDTH].chunk(2, -1)
@@ -166,7 +188,7 @@ def stock_of(layer: type[nn.Module], dtype=torch.float64) -> Model:
 #: By layer, how many modulated norms, gated linear layers, gated sums and replays its block has.
 LAYERS = {
     Own: (2, 2, 0, 0), Table: (2, 2, 0, 0), Sandwich: (4, 0, 0, 0), Wide: (2, 2, 0, 0),
-    DropPath: (1, 2, 0, 0), Dropped: (1, 1, 1, 0),
+    DropPath: (1, 2, 0, 0), Dropped: (1, 1, 1, 0), ByToken: (2, 2, 0, 0),
 }  # fmt: skip
 
 
@@ -188,8 +210,8 @@ def test_modulation_is_made_of_steps(layer, batch, chunk):
     assert tuple(kinds(models[0]).values()) == LAYERS[layer]
 
 
-def test_the_condition_of_a_token_is_replayed():
-    stock = stock_of(PerToken)
+def test_a_condition_from_the_stream_is_replayed():
+    stock = stock_of(OfItself)
     model = converted(stock)
     assert_same(step(model, *call(2)), step(stock, *call(2)), EXACT, strict=False)
     assert not kinds(model)[ModulatedNorm] and kinds(model)[Replay]
@@ -220,7 +242,7 @@ def train(model: nn.Module, x: Tensor, c: Tensor) -> None:
 
 
 def test_the_condition_is_computed_once_in_backward():
-    """And once more where autograd differentiates it; not once for each of its parts."""
+    """And again where autograd differentiates it; not once for each of its parts."""
     torch.manual_seed(0)
     model = convert(nn.ModuleList([Conditioned() for _ in range(2)]))
     x, c = torch.randn(2, 24, 256), torch.randn(2, 256)
@@ -249,7 +271,7 @@ def _frozen(model: nn.Module, which: str) -> None:
 
 @pytest.mark.parametrize("trained", ["mlp", "condition", "norm1", "down.bias", "none"])
 @pytest.mark.parametrize("chunk", [20, 7], ids=["groups", "tiles"])
-@pytest.mark.parametrize("layer", [Own, Sandwich], ids=lambda layer: layer.__name__)
+@pytest.mark.parametrize("layer", [Own, Sandwich, ByToken], ids=lambda layer: layer.__name__)
 def test_frozen_parameters(layer, trained, chunk):
     stock = stock_of(layer)
     _frozen(stock, trained)
@@ -259,7 +281,7 @@ def test_frozen_parameters(layer, trained, chunk):
             model = converted(stock, policy=policy)
             assert_same(step(model, *call(3)), expected, EXACT)
     node = next(n for n in graphs(model)[0].nodes if n.name == "output")
-    if layer is Own and trained in ("condition", "none"):  # the gate, but no weight
+    if layer is not Sandwich and trained in ("condition", "none"):  # the gate, but no weight
         assert node.needs({node.gate}) == (node.x,)
 
 
@@ -268,11 +290,17 @@ def test_both_gradients_of_a_gate(long, monkeypatch):
     monkeypatch.setattr(modulation, "_LONG_CPU", long)
     monkeypatch.setattr(modulation, "_CPU_ELEMENTS", 50)  # a few rows of a weight at a time
     stock = stock_of(Own)
+    fused = converted(stock)
     with chunks_of(7):
-        assert_same(step(converted(stock), *call(3)), step(stock, *call(3)), EXACT)
+        assert_same(step(fused, *call(3)), step(stock, *call(3)), EXACT)
+    assert {each.state for each in conversion(fused)} == {"converted"}
 
 
-@pytest.mark.parametrize("layer, wide", [(Own, False), (Table, False), (Wide, False), (Wide, True)])
+@pytest.mark.parametrize(
+    "layer, wide",
+    [(Own, False), (Table, False), (Wide, False), (Wide, True), (WideByToken, False),
+     (WideByToken, True)],
+)  # fmt: skip
 def test_bfloat16(layer, wide):
     """Errors are those of the stock layer, with a condition of float32, too."""
     exact = stock_of(layer)
@@ -299,7 +327,9 @@ def test_bfloat16(layer, wide):
     assert kinds(models[0])[ModulatedNorm] == kinds(models[0])[GatedLinear] == 2
 
 
-@pytest.mark.parametrize("layer", [Own, Table, Sandwich, Wide], ids=lambda layer: layer.__name__)
+@pytest.mark.parametrize(
+    "layer", [Own, Table, Sandwich, Wide, WideByToken], ids=lambda layer: layer.__name__
+)
 def test_autocast(layer):
     exact = stock_of(layer)
     stock, (x, c) = copy.deepcopy(exact).float(), call(3)
