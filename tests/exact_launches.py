@@ -13,10 +13,10 @@ from torch import Tensor
 
 from fused_remat import random
 from fused_remat.random import DropoutMask
-from fused_remat.steps import expert_activation, modulation, norm, rotary
+from fused_remat.steps import expert_activation, modulation_aten, norm, rotary
 from fused_remat.steps.activation import activation_bwd, activation_fwd
 from fused_remat.steps.linear import linear_dx, linear_fwd
-from fused_remat.steps.modulation import Rows
+from fused_remat.steps.modulation_aten import Rows
 from fused_remat.steps.residual import dropout, residual_add
 from fused_remat.triton import cross_entropy, experts, pointwise, products
 from fused_remat.triton import norm as norms
@@ -125,7 +125,7 @@ def norm_fwd(i, o):
         y, *stats = norm.norm_fwd(i.spec, total, i.weight, i.bias)
     else:
         rows = Rows(*i.sequences[:2])
-        y, *stats = modulation.modulated_norm_fwd(i.spec, total, i.weight, i.bias, rows)
+        y, *stats = modulation_aten.modulated_norm_fwd(i.spec, total, i.weight, i.bias, rows)
     yield o.y, y
     if not i.has_stats:
         yield from zip(o.stats, stats, strict=True)
@@ -138,19 +138,21 @@ def norm_bwd(i, o):
         exact = norm.norm_bwd(*given, marks, i.add)
     else:
         rows = Rows(*i.sequences[:2])
-        exact = [t.flatten() for t in modulation.modulated_norm_bwd(*given, rows, marks, i.add)]
+        exact = [
+            t.flatten() for t in modulation_aten.modulated_norm_bwd(*given, rows, marks, i.add)
+        ]
         found = [t.flatten() for t in found]
     yield from zip(found, exact, strict=True)
 
 
 def gate_add_fwd(i, o):
     residual = torch.zeros_like(i.x) if i.residual is None else i.residual
-    yield o.y, modulation.gated_add(i.x, residual, i.gate, Rows(*i.sequences[:2]))
+    yield o.y, modulation_aten.gated_add(i.x, residual, i.gate, Rows(*i.sequences[:2]))
 
 
 def gate_add_bwd(i, o):
     given = i.dy, i.x, i.gate, Rows(*i.sequences[:2]), torch.float64
-    dx, sums = modulation.gated_add_bwd(*given)
+    dx, sums = modulation_aten.gated_add_bwd(*given)
     yield from ((o.dx, dx), (o.sums, sums.flatten()))
 
 

@@ -9,20 +9,24 @@ does not read its product.
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fused_remat.spec import NormSpec
 from fused_remat.steps.chunk import Chunk
 from fused_remat.steps.chunk import spans as chunk_spans
 from fused_remat.steps.linear import Linear, bias_grad, linear_dw, linear_fwd
+from fused_remat.steps.modulation_aten import (
+    Rows,
+    gated_add,
+    gated_add_bwd,
+    modulated_norm_bwd,
+    modulated_norm_fwd,
+)
 from fused_remat.steps.node import Node, Param
-from fused_remat.steps.norm import NORMS, Grads, Norm, Stats, norm_bwd, norm_fwd, shifted
-from fused_remat.steps.operations import operation
+from fused_remat.steps.norm import Norm
 from fused_remat.steps.residual import Add
 
 #: Tokens of a sequence from which on the gradient of a gate is taken from the sequence's own
@@ -32,43 +36,10 @@ _LONG_CPU, _LONG_DEVICE = 64, 1024
 _CPU_ELEMENTS, _DEVICE_ELEMENTS = 1 << 20, 1 << 22
 
 
-class Rows(NamedTuple):
-    """The sequences of a matrix's rows: row r is of sequence (first + r) // tokens of the call.
-
-    Where each token has its own condition, it counts as a sequence.
-    """
-
-    first: int
-    tokens: int  # of a sequence
-
-    @classmethod
-    def of(cls, chunk: Chunk, node: ModulatedNorm | GatedAdd | GatedLinear) -> Rows:
-        """Return those of a step's activation in a chunk."""
-        tokens = 1 if node.by_token else chunk.owner.execution.lengths[node.name]
-        return cls(chunk.first_row(node.name), tokens)
-
-    def spans(self, rows: int) -> list[tuple[int, int, int]]:
-        """Return each sequence's number, its first of the rows, and the row after its last."""
-        found, lo = list[tuple[int, int, int]](), 0
-        while lo < rows:
-            sequence = (self.first + lo) // self.tokens
-            hi = min(rows, (sequence + 1) * self.tokens - self.first)
-            found.append((sequence, lo, hi))
-            lo = hi
-        return found
-
-    def parts(self, rows: int) -> list[tuple[slice, slice]]:
-        """Return spans of rows and of their sequences, all of as many rows within a part."""
-        found: list[tuple[slice, slice]] = []
-        if self.tokens == 1:
-            return [(slice(0, rows), slice(self.first, self.first + rows))]
-        for sequence, lo, hi in self.spans(rows):
-            a, b = found[-1] if found else (slice(0, 0), slice(0, 1))
-            if found and a.stop - a.start == (hi - lo) * (b.stop - b.start):
-                found[-1] = slice(a.start, hi), slice(b.start, sequence + 1)
-            else:
-                found.append((slice(lo, hi), slice(sequence, sequence + 1)))
-        return found
+def rows_of(chunk: Chunk, node: ModulatedNorm | GatedAdd | GatedLinear) -> Rows:
+    """Return the sequences of a step's activation in a chunk."""
+    tokens = 1 if node.by_token else chunk.owner.execution.lengths[node.name]
+    return Rows(chunk.first_row(node.name), tokens)
 
 
 def condition(chunk: Chunk, name: str) -> Tensor | None:
@@ -90,175 +61,6 @@ def add_condition_grad(chunk: Chunk, node: Node, name: str, grad: Tensor, rows: 
     grads[name].view(batch * each, -1)[first : first + len(grad)].add_(grad)
 
 
-def _describe_norm(key: Any, *_: Any, **__: Any) -> str:
-    return f"{NORMS[key[0]].description}, of each sequence"
-
-
-@operation(
-    key=lambda spec, x, *_, **__: (spec.kind, x.dtype, x.device, x.shape[1]),
-    description=_describe_norm,
-)
-def modulated_norm_fwd(
-    spec: NormSpec,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    rows: Rows,
-    out: Tensor | None = None,
-    stats: Stats | None = None,
-) -> tuple[Tensor, ...]:
-    """Return `norm_fwd` with the weight and the bias (B, D) of each row's sequence."""
-    if rows.tokens == 1:
-        normed, *known_stats = norm_fwd(spec, x.to(_wide(x)), None, None, None, stats)
-        first, count = rows.first, len(x)
-        scale, shift = _of_rows(weight, first, count, spec.offset), _of_rows(bias, first, count)
-        if scale is not None:
-            normed.mul_(scale)
-        if shift is not None:
-            normed.add_(shift)
-        return (normed.to(x.dtype) if out is None else out.copy_(normed), *known_stats)
-    spans, made = rows.spans(len(x)), list[tuple[Tensor, ...]]()
-    y = x.new_empty(x.shape) if out is None and len(spans) > 1 else out
-    for i, lo, hi in spans:
-        w, b = (_row(t, i, x.dtype) for t in (weight, bias))
-        into = None if y is None else y[lo:hi]
-        known = None if stats is None else tuple([stat[lo:hi] for stat in stats])
-        made.append(norm_fwd(spec, x[lo:hi], w, b, into, known))
-    if y is None:
-        return made[0]
-    return (y, *(stats or map(torch.cat, list(zip(*made, strict=True))[1:])))
-
-
-@operation(
-    key=lambda spec, dy, x, *_, **__: (spec.kind, x.dtype, x.device, x.shape[1]),
-    description=_describe_norm,
-)
-def modulated_norm_bwd(
-    spec: NormSpec,
-    dy: Tensor,
-    x: Tensor,
-    stats: Stats,
-    weight: Tensor | None,
-    rows: Rows,
-    needs_grad: tuple[bool, ...],
-    add: Tensor | None = None,
-) -> Grads:
-    """Return `norm_bwd` with the weight (B, D) of each row's sequence.
-
-    The gradients of the weight and of the bias are matrices, of the sequences of x in order.
-    """
-    if rows.tokens == 1:
-        return _norm_bwd_by_token(spec, dy, x, stats, weight, rows.first, needs_grad, add)
-    spans, found = rows.spans(len(x)), list[Grads]()
-    dx = x.new_empty(x.shape) if len(spans) > 1 and needs_grad[0] else None
-    for i, lo, hi in spans:
-        own = _row(weight, i, x.dtype)
-        known = tuple([stat[lo:hi] for stat in stats])
-        prior = add if dx is None else None
-        found.append(norm_bwd(spec, dy[lo:hi], x[lo:hi], known, own, needs_grad, prior))
-        own_dx = found[-1][0]
-        if dx is not None and own_dx is not None:
-            torch.add(own_dx, 0 if add is None else add[lo:hi], out=dx[lo:hi])
-            found[-1] = None, *found[-1][1:]
-    dweight, dbias = (_stacked([grads[i] for grads in found]) for i in (1, 2))
-    return (found[0][0] if dx is None else dx), dweight, dbias
-
-
-def _norm_bwd_by_token(
-    spec: NormSpec,
-    dy: Tensor,
-    x: Tensor,
-    stats: Stats,
-    weight: Tensor | None,
-    first: int,
-    needs_grad: tuple[bool, ...],
-    add: Tensor | None,
-) -> Grads:
-    wide, dx, dweight = x.to(_wide(x)), None, None
-    grad = dy.to(wide.dtype, copy=needs_grad[2])
-    if needs_grad[1]:
-        dweight = norm_fwd(spec, wide, None, None, None, stats)[0].mul_(grad)
-    if needs_grad[0]:
-        scale = _of_rows(weight, first, len(x), spec.offset)
-        g = grad if scale is None else grad * scale
-        dx, *_ = norm_bwd(spec, g, wide, stats, None, (True, False, False), add)
-    return (None if dx is None else dx.to(x.dtype)), dweight, grad if needs_grad[2] else None
-
-
-def _of_rows(t: Tensor | None, first: int, rows: int, offset: float = 0.0) -> Tensor | None:
-    return None if t is None else shifted(t[first : first + rows], offset)
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
-
-
-def _row(t: Tensor | None, i: int, dtype: torch.dtype) -> Tensor | None:
-    """Return the weight or the bias of a sequence, no narrower than `dtype`: as ATen requires."""
-    return t if t is None else t[i].to(torch.promote_types(t.dtype, dtype))
-
-
-def _stacked(grads: Sequence[Tensor | None]) -> Tensor | None:
-    known = [grad for grad in grads if grad is not None]
-    return torch.stack(known) if known else None
-
-
-def _pointwise_key(x: Tensor, *_: Any, **__: Any) -> Any:
-    return x.dtype, x.device
-
-
-@operation(key=_pointwise_key, description="pointwise, eager")
-def gated_add(
-    x: Tensor, residual: Tensor, gate: Tensor, rows: Rows, out: Tensor | None = None
-) -> Tensor:
-    """Return residual + gate * x, with the gate (B, D) of each row's sequence, rounded once.
-
-    In the dtype of the residual; `out` may be x.
-    """
-    y = torch.empty(x.shape, dtype=residual.dtype, device=x.device) if out is None else out
-    for part, sequences in rows.parts(len(x)):
-        (a, b, into), own = _by_sequence((x, residual, y), part, sequences), gate[sequences, None]
-        if a.dtype is b.dtype is own.dtype:
-            torch.addcmul(b, a, own, out=into)
-        else:
-            wide = torch.promote_types(torch.promote_types(a.dtype, b.dtype), own.dtype)
-            into.copy_(torch.addcmul(b.to(wide), a.to(wide), own.to(wide)))
-    return y
-
-
-@operation(key=_pointwise_key, description="pointwise, and ATen's sum")
-def gated_add_bwd(
-    dy: Tensor,
-    x: Tensor | None,
-    gate: Tensor | None,
-    rows: Rows,
-    dtype: torch.dtype,
-    out: Tensor | None = None,
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return gate * dy in `dtype`, and the sums of dy * x over each sequence's rows (N, D).
-
-    Without the gate (B, D) or x, None. The sums are in float32 at least; `out` may be x.
-    """
-    dx, wide, sums = out, torch.promote_types(dy.dtype, torch.float32), list[Tensor]()
-    if dx is None and gate is not None:
-        dx = torch.empty(dy.shape, dtype=dtype, device=dy.device)
-    for part, sequences in rows.parts(len(dy)):
-        (a,) = _by_sequence((dy,), part, sequences)
-        if x is not None:
-            sums.append(torch.mul(a.to(wide), *_by_sequence((x,), part, sequences)).sum(1))
-        if gate is not None and dx is not None:
-            (into,) = _by_sequence((dx,), part, sequences)
-            torch.mul(a.to(torch.promote_types(a.dtype, dtype)), gate[sequences, None], out=into)
-    total = None if x is None else sums[0] if len(sums) == 1 else torch.cat(sums)
-    return None if gate is None else dx, total
-
-
-def _by_sequence(matrices: Sequence[Tensor], part: slice, sequences: slice) -> list[Tensor]:
-    """Return rows of matrices as (sequences, rows of each, D)."""
-    count = sequences.stop - sequences.start
-    return [t[part].unflatten(0, (count, -1)) for t in matrices]
-
-
 @dataclass(frozen=True, kw_only=True)
 class ModulatedNorm(Norm):
     """A norm with a weight and a bias (B, 1, D) of each sequence, or one of them.
@@ -273,14 +75,14 @@ class ModulatedNorm(Norm):
         if self.stats[0] in chunk:
             stats = tuple([chunk[stat] for stat in self.stats])
         weight, bias = condition(chunk, self.weight), condition(chunk, self.bias)
-        rows, out = Rows.of(chunk, self), self.target(x, out)
+        rows, out = rows_of(chunk, self), self.target(x, out)
         made = chunk.ops[modulated_norm_fwd](self.spec, x, weight, bias, rows, out, stats)
         for name, value in zip(self.makes, made, strict=True):
             chunk.put(name, value)
 
     def backward(self, chunk: Chunk, dy: Tensor, owned: bool, needs_grad: Collection[str]) -> None:
         marks = (self.x in needs_grad, self.weight in needs_grad, self.bias in needs_grad)
-        rows = Rows.of(chunk, self)
+        rows = rows_of(chunk, self)
         if not (marks[0] or marks[1] or self.by_token):
             sums = [chunk.ops[bias_grad](dy[lo:hi]) for _, lo, hi in rows.spans(len(dy))]
             add_condition_grad(chunk, self, self.bias, torch.stack(sums), rows)
@@ -319,13 +121,13 @@ class GatedAdd(Add):
         return (self.gate,) if self.x in needs_grad else ()
 
     def forward(self, chunk: Chunk, out: Tensor | None = None) -> None:
-        gate, rows = condition(chunk, self.gate), Rows.of(chunk, self)
+        gate, rows = condition(chunk, self.gate), rows_of(chunk, self)
         assert gate is not None
         y = chunk.ops[gated_add](chunk[self.x], chunk[self.residual], gate, rows, out)
         chunk.put(self.name, y)
 
     def backward(self, chunk: Chunk, dy: Tensor, owned: bool, needs_grad: Collection[str]) -> None:
-        rows = Rows.of(chunk, self)
+        rows = rows_of(chunk, self)
         x = chunk[self.x] if self.gate in needs_grad else None
         gate = condition(chunk, self.gate) if self.x in needs_grad else None
         dx, sums = chunk.ops[gated_add_bwd](dy, x, gate, rows, self.compute or dy.dtype)
@@ -377,11 +179,11 @@ class GatedLinear(Linear):
         assert gate is not None
         y = chunk.ops[linear_fwd](self.operand(chunk), *self.affine(chunk))
         into = y if out is None and y.dtype is residual.dtype else out
-        rows = Rows.of(chunk, self)
+        rows = rows_of(chunk, self)
         chunk.put(self.name, chunk.ops[gated_add](y, residual, gate, rows, into))
 
     def backward(self, chunk: Chunk, dy: Tensor, owned: bool, needs_grad: Collection[str]) -> None:
-        rows, rest, y = Rows.of(chunk, self), set(needs_grad) - {self.gate}, None
+        rows, rest, y = rows_of(chunk, self), set(needs_grad) - {self.gate}, None
         if self._is_by_sequence(dy, rows, needs_grad):
             self._gradients_by_sequence(chunk, dy, chunk.last(self.x), rows, needs_grad)
             rest -= self._affine
@@ -403,7 +205,7 @@ class GatedLinear(Linear):
 
     def product_grad(self, chunk: Chunk, dy: Tensor) -> Tensor:
         """Return the gradient of the product."""
-        gate, rows = condition(chunk, self.gate), Rows.of(chunk, self)
+        gate, rows = condition(chunk, self.gate), rows_of(chunk, self)
         dz, _ = chunk.ops[gated_add_bwd](dy, None, gate, rows, self.compute or dy.dtype)
         assert dz is not None
         return dz
@@ -412,7 +214,7 @@ class GatedLinear(Linear):
         self, chunk: Chunk, dy: Tensor, x: Tensor, needs_grad: Collection[str]
     ) -> Collection[str]:
         """Add the gradient of the gate, if needed, from x; return what else needs a gradient."""
-        rows = Rows.of(chunk, self)
+        rows = rows_of(chunk, self)
         if self.gate not in needs_grad:
             return needs_grad
         if self._is_by_sequence(dy, rows, needs_grad):

@@ -13,7 +13,7 @@ from fused_remat.kernels.pointwise import Sequences
 from fused_remat.random import DropoutMask
 from fused_remat.spec import NormSpec
 from fused_remat.steps import norm
-from fused_remat.steps.modulation import modulated_norm_bwd, modulated_norm_fwd
+from fused_remat.steps.modulation_aten import modulated_norm_bwd, modulated_norm_fwd
 from fused_remat.steps.norm import NORMS, shifted
 from fused_remat.steps.operations import faster
 from fused_remat.triton import launch, tables
@@ -123,9 +123,8 @@ def norm_fwd(
         return Launch(norms.norm_wide_fwd_kernel, (rows,), wide, constants, 8, device=y.device)
     matrices = (operand(x), operand(residual), matrix(total), matrix(y))
     args = (*matrices, *vectors, *dropout_of(mask), rows, width, spec.eps)
-    blocks, warps = _tiles(width, most=24)
     count, tokens = _count_and_tokens(rows, sequences)
-    blocks["BLOCK_M"] = min(blocks["BLOCK_M"], power_of_2(tokens))
+    blocks, warps = _tiles(width, 24, sequences)
     grid = (count * cdiv(tokens, blocks["BLOCK_M"]),)
     return Launch(norms.norm_fwd_kernel, grid, args, constants | blocks, warps, device=y.device)
 
@@ -168,13 +167,15 @@ def norm_bwd(
             )
         return launches
     threads = tables.NORM_BWD_THREADS.get(tables.family(target), 128)
-    tiles, warps = _tiles(width, most=16, threads=threads)
+    tiles, warps = _tiles(width, 16, sequences, threads)
     per_sm = 4 if math.prod(tiles.values()) <= 2048 else 2
     inputs, programs, blocks = (*matrices, *vectors), per_sm * target.sms, kind | tiles
     return _with_sums(norms.norm_bwd_kernel, (), programs, inputs, *sums, blocks, warps)
 
 
-def _tiles(width: int, most: int, threads: int = 128) -> tuple[dict[str, int], int]:
+def _tiles(
+    width: int, most: int, sequences: Sequences | None, threads: int = 128
+) -> tuple[dict[str, int], int]:
     """Return the tiles of rows that are held in registers, and the warps of a program.
 
     Three or five tiles instead of four or eight where these are enough, so that few lanes are idle:
@@ -186,7 +187,8 @@ def _tiles(width: int, most: int, threads: int = 128) -> tuple[dict[str, int], i
         blocks, parts = (5, 8) if 8 * width <= 5 * lanes else (3, 4)
     block_n = lanes // parts
     row = blocks * block_n
-    rows = max(1, most * threads // row)
+    is_by_token = sequences is not None and sequences.tokens == 1
+    rows = 1 if is_by_token else max(1, most * threads // row)
     block_m = power_of_2(rows + 1) // 2
     warps = min(16, max(threads // 32, power_of_2(cdiv(row, most * 32))))
     return {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCKS": blocks}, warps
@@ -205,13 +207,12 @@ def _with_sums(
     warps: int = 4,
 ) -> list[Launch]:
     """Return the launch of about so many programs over rows, and those that sum their parts."""
-    rows, width = x.shape
+    (rows, width), block_m = x.shape, blocks["BLOCK_M"]
     count, tokens = _count_and_tokens(rows, sequences)
-    block_m = blocks["BLOCK_M"] = min(blocks["BLOCK_M"], power_of_2(tokens))
     strip = block_m * max(1, cdiv(tokens, block_m * cdiv(programs, count)))
     shape = cdiv(tokens, strip), count * width
     totals = (dweight, dbias)
-    alone = shape[0] == 1  # then nothing is left to sum
+    alone = shape[0] == 1  # then it is the total
     parts = [t if t is None or alone else launch.scratch(t, shape) for t in totals]
     args = (*inputs, *parts, sequences, strip, rows, width)
     grid = (*columns, shape[0] * count)

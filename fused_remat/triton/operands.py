@@ -6,7 +6,7 @@ from torch import Tensor
 
 from fused_remat.kernels.pointwise import Matrix, Sequences
 from fused_remat.random import DropoutMask, scale, threshold
-from fused_remat.steps.modulation import Rows
+from fused_remat.steps.modulation_aten import Rows
 
 
 def contiguous_rows(x: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from fused_remat.kernels.pointwise import Sequences
 from fused_remat.random import NUM_SITES, DropoutMask
 from fused_remat.steps.activation import activation_bwd, activation_fwd
 from fused_remat.steps.linear import dropout_sum
-from fused_remat.steps.modulation import gated_add, gated_add_bwd
+from fused_remat.steps.modulation_aten import gated_add, gated_add_bwd
 from fused_remat.steps.operations import faster
 from fused_remat.steps.residual import dropout, residual_add
 from fused_remat.steps.residual import site_keys as site_keys_of_seed

@@ -21,7 +21,7 @@ from tiers import pairwise
 
 from fused_remat.spec import NormSpec
 from fused_remat.steps.fused import linear_norm_fwd
-from fused_remat.steps.modulation import Rows, modulated_norm_bwd, modulated_norm_fwd
+from fused_remat.steps.modulation_aten import Rows, modulated_norm_bwd, modulated_norm_fwd
 from fused_remat.steps.norm import NORMS, norm_bwd, norm_fwd
 from fused_remat.steps.residual import residual_add
 from fused_remat.triton import norm as norms

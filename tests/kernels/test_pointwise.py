@@ -31,7 +31,7 @@ from fused_remat import random
 from fused_remat.spec import NormSpec
 from fused_remat.steps.activation import ACTIVATIONS, activation_bwd, activation_fwd
 from fused_remat.steps.linear import dropout_sum, linear_fwd
-from fused_remat.steps.modulation import Rows, gated_add, gated_add_bwd
+from fused_remat.steps.modulation_aten import Rows, gated_add, gated_add_bwd
 from fused_remat.steps.norm import norm_fwd
 from fused_remat.steps.residual import dropout, residual_add, site_keys
 from fused_remat.triton import norm, pointwise, products

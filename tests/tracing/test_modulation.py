@@ -15,7 +15,8 @@ from torch.profiler import ProfilerActivity, profile
 from fused_remat import FusedRematWarning, conversion, convert
 from fused_remat.execution.prepare import chunks_of
 from fused_remat.steps import modulation
-from fused_remat.steps.modulation import GatedAdd, GatedLinear, ModulatedNorm, Rows
+from fused_remat.steps.modulation import GatedAdd, GatedLinear, ModulatedNorm
+from fused_remat.steps.modulation_aten import Rows
 from fused_remat.steps.replay import Replay
 from fused_remat.tracing.layer import KNOWN
 
