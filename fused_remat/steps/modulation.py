@@ -253,12 +253,12 @@ class GatedLinear(Linear):
         for a, b in chunk_spans(len(weight), step):
             for n, (i, lo, hi) in enumerate(spans):
                 dw = chunk.ops[linear_dw](dy[lo:hi, a:b], x[lo:hi], None, True, owner.exact)
-                torch.linalg.vecdot(dw, weight[a:b].to(wide), out=sums[n, a:b])
                 own, into = gate[i, a:b, None], grads[self.weight][a:b]
                 if is_first and n == 0:
                     torch.mul(dw, own, out=into)
                 else:
                     into.addcmul_(dw, own)
+                torch.sum(dw.mul_(weight[a:b]), 1, out=sums[n, a:b])
         if bias is not None:
             totals = torch.stack([chunk.ops[bias_grad](dy[lo:hi]) for _, lo, hi in spans])
             sums.addcmul_(totals, bias)
