@@ -168,6 +168,11 @@ def _images(model: nn.Module, tokens: int) -> Batch:
     return {"pixel_values": _normal(B, 3, _PIXELS["image_size"], _PIXELS["image_size"])}
 
 
+def _videos(model: nn.Module, tokens: int) -> Batch:
+    size = _PIXELS["image_size"]
+    return {"pixel_values_videos": _normal(B, 4, 3, size, size)}
+
+
 def language_models() -> dict[str, Architecture]:
     """Return every causal, masked and sequence-to-sequence model of the installed transformers."""
     try:
@@ -189,8 +194,10 @@ def language_models() -> dict[str, Architecture]:
 
 
 def _tower(prefix: str, model: str, **given: Any) -> Architecture:
-    make = functools.partial(_transformers, prefix + model, f"{prefix}Config", **_PIXELS, **given)
-    return Architecture(make, _images, "transformers", group="vision")
+    given = _PIXELS | given
+    make = functools.partial(_transformers, prefix + model, f"{prefix}Config", **given)
+    inputs = _videos if "frames_per_clip" in given else _images
+    return Architecture(make, inputs, "transformers", group="vision")
 
 
 TOWERS = {
@@ -206,6 +213,10 @@ TOWERS = {
     ),
     "swinv2": _tower(
         "Swinv2", "ForImageClassification", depths=[2, 2], num_heads=[4, 8], window_size=4
+    ),
+    "vjepa2": _tower(
+        "VJEPA2", "Model", crop_size=_PIXELS["image_size"], frames_per_clip=4, mlp_ratio=2.0,
+        pred_hidden_size=WIDTH, pred_num_attention_heads=4, pred_num_hidden_layers=2,
     ),
 }  # fmt: skip
 

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from fused_remat.layers.eligibility import Reason, wants_grad
-from fused_remat.layers.fallback import Checkpoint, Forward
+from fused_remat.layers.fallback import Checkpoint, Forward, attributes_as
 from fused_remat.layers.fused_layer import FusedLayer, is_traced
 from fused_remat.layers.read import BlockInputs, read_block
 from fused_remat.layers.record import Record, record_of, warn
@@ -281,7 +281,13 @@ class Stage(nn.Module):
         full = all(m.policy == "full" and _settled(record_of(m)) for m in layers)
         if is_plain or not torch.is_grad_enabled() or not full:
             return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            # What layers keep in forward is dropped, and what they keep here lives for one stage.
+            with attributes_as([(layer, "_policy", "fast") for layer in layers]):
+                return forward(*args, **kwargs)
+
+        return checkpoint(run, *args, use_reentrant=False, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         made: Any = super().__reduce_ex__(protocol)

@@ -7,6 +7,7 @@ function reads, as for any step.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -260,6 +261,64 @@ class Replay(Node):
         if name not in owner.param_grads:
             owner.param_grads[name] = torch.zeros(whole.shape, dtype=dtype, device=grad.device)
         owner.param_grads[name][chunk.seqs[0] : chunk.seqs[1]].add_(grad)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reorder(Replay):
+    """name = the tokens of each sequence in another order, such as window after window.
+
+    The function returns the rows of its one input in the order of a call's number of tokens.
+    """
+
+    @functools.cached_property
+    def _known(self) -> dict[tuple[int, torch.device], tuple[Tensor, Tensor]]:
+        return {}
+
+    @property
+    def description(self) -> tuple[str, str]:
+        return "tokens in another order", "tokens in their former order"
+
+    def _orders(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
+        """Return the order of the tokens of a sequence, and its inverse."""
+        owner = chunk.owner
+        tokens, device = owner.execution.lengths[self.name], owner.device
+        if (tokens, device) not in self._known:
+            function, at = owner.functions[self.function], At(1, tokens, 0)
+            order = order_of(lambda x: function(at, [x], ()), tokens, owner.widths[self.name])
+            if order is None:
+                raise RuntimeError(f"{self.name} does not reorder {tokens} tokens")
+            self._known[tokens, device] = order.to(device), order.argsort().to(device)
+        return self._known[tokens, device]
+
+    def forward(self, chunk: Chunk, out: Tensor | None = None) -> None:
+        order, _ = self._orders(chunk)
+        y = chunk.empty(self.name) if out is None else out
+        chunk.put(self.name, _reordered(chunk[self.xs[0]], order, y))
+
+    def backward(self, chunk: Chunk, dy: Tensor, owned: bool, needs_grad: Collection[str]) -> None:
+        _, order = self._orders(chunk)
+        chunk.add_grad(self.xs[0], _reordered(dy, order, torch.empty_like(dy)), owned=True)
+
+    def backward_in_parts(
+        self, chunk: Chunk, dy: Tensor, owned: bool, needs_grad: Collection[str], parts: Parts
+    ) -> Iterator[None]:
+        return Node.backward_in_parts(self, chunk, dy, owned, needs_grad, parts)
+
+
+def order_of(function: Callable[[Tensor], Tensor], tokens: int, width: int) -> Tensor | None:
+    """Return the order in which a function returns the rows of a matrix; None if it does more."""
+    x = torch.arange(tokens * width, dtype=torch.float64).view(tokens, width)
+    y = function(x)
+    if y.shape != x.shape or y.dtype != x.dtype:
+        return None
+    order = y[:, 0].long() // width
+    return order if y.equal(x[order]) and len(order.unique()) == tokens else None
+
+
+def _reordered(x: Tensor, order: Tensor, out: Tensor) -> Tensor:
+    by_sequence = [t.unflatten(0, (-1, len(order))) for t in (x, out)]
+    torch.index_select(by_sequence[0], 1, order, out=by_sequence[1])
+    return out
 
 
 def _owns(grad: Tensor, memory: Sequence[int]) -> bool:

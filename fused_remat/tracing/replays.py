@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fused_remat.steps.activation import MLPActivation
-from fused_remat.steps.replay import At, Replay
+from fused_remat.steps.replay import At, Reorder, Replay, order_of
 from fused_remat.tracing.builder import Builder
 from fused_remat.tracing.functions import activation_of
 from fused_remat.tracing.isolation import Trial
@@ -26,6 +26,8 @@ HEAVY = (
     "matmul", "__matmul__", "bmm", "mm", "einsum", "baddbmm", "linear", "dora", "conv1d", "conv2d",
     "grouped_mm", "_grouped_mm", "softmax", "topk", "scatter", "index_add",
 )  # fmt: skip
+#: Operations that may change the dtype.
+_TO = ("to", "float", "double", "half", "bfloat16", "type", "type_as")
 #: Operations that choose by values: another bit in their input may change the choice.
 CHOICES = ("topk", "sort", "argsort", "argmax", "argmin", "one_hot", "gt", "ge", "lt", "le", "eq")
 
@@ -73,13 +75,14 @@ def replay(t: Builder, number: int) -> str:
     is_reported = is_opaque or len(ops) > _FEW or any(o.name in HEAVY for o in ops)
     name = path or "forward" if is_reported else f"{path}.{op.kind}"
     name, kinds = t.unique(name), dict.fromkeys(o.kind for o in ops)
+    reorders = not (per_batch or params) and _reorders(t, program)
     if is_reported:
         heavy = ", ".join(dict.fromkeys(o.kind for o in ops if o.name in HEAVY))
         why = str(op.info) if is_opaque else f"it runs {heavy or f'{len(ops)} operations'}"
         t.replayed[name] = ReplayedSubmodule(path or "forward", why)
     tensors = tuple([t.param(n) for n in params])
     t.add(
-        Replay(
+        (Reorder if reorders else Replay)(
             name=name, xs=xs, tensors=tensors, function=name,
             what=name if is_reported else " → ".join(kinds),
             columns=layout.width, per_batch=per_batch,
@@ -183,6 +186,20 @@ def columns_of(t: Builder, program: Program) -> list[int] | None:
     columns = [index.get(tuple(column), -1) for column in y[:4].t().tolist()]
     is_same = x.dtype == y.dtype and -1 not in columns and torch.equal(x[:, columns], y)
     return columns if is_same else None
+
+
+def _reorders(t: Builder, program: Program) -> bool:
+    """Return whether a program returns the tokens of each sequence in another order."""
+    kinds = {op.kind for op in program.ops}
+    if not program.only_moves or program.draws or not kinds.isdisjoint(_TO):
+        return False
+
+    def moved(x: Tensor) -> Tensor:
+        return run(t, program, [x], [], At(1, t.tokens, 0))
+
+    layouts = (program.layout, *[layout for _, layout in program.sources])
+    is_one = len(layouts) == 2 and {t.tokens_of(layout) for layout in layouts} == {("input",)}
+    return is_one and order_of(moved, t.tokens, program.layout.width) is not None
 
 
 def run(

@@ -16,7 +16,7 @@ CHOSEN = {
         Qwen3NextForCausalLM JambaForCausalLM Mamba2ForCausalLM RwkvForCausalLM
         BertForMaskedLM DebertaV2ForMaskedLM ModernBertForMaskedLM AlbertForMaskedLM
         XLNetLMHeadModel T5ForConditionalGeneration BartForConditionalGeneration
-        vit dinov2 clip_vision swin nanogpt complex_rotary adaln_dit""",
+        vit dinov2 clip_vision swin vjepa2 nanogpt complex_rotary adaln_dit""",
     "cache": "LlamaForCausalLM Qwen3NextForCausalLM",
     "router": "MixtralForCausalLM Qwen3MoeForCausalLM",
     "lora": "LlamaForCausalLM MixtralForCausalLM T5ForConditionalGeneration",

@@ -7,12 +7,14 @@ import pytest
 import torch
 from models import build, main_output
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from fused_remat import FusedRematWarning, conversion, convert, explain, revert, set_policy
 from fused_remat.convert import fused_layers
+from fused_remat.execution.prepare import chunks_of
 from fused_remat.layers.converted import Stage
 from fused_remat.steps.attention import Attention
-from fused_remat.steps.replay import Replay
+from fused_remat.steps.replay import Reorder, Replay
 from fused_remat.tracing.program import layout_of_heads
 from fused_remat.tracing.sizes import Size
 
@@ -94,8 +96,52 @@ def test_attention_of_swin_is_a_step_in_windows():
     attention = [node for node in nodes if isinstance(node, Attention)]
     assert [node.windows for node in attention] == [4, 4, 1, 1]
     assert all(node.mask for node in attention)
-    moves = [node for node in nodes if isinstance(node, Replay)]
-    assert all(not node.tensors and len(node.xs) == 1 for node in moves)
+    moves = [type(node) for node in nodes if isinstance(node, Replay)]
+    assert moves == [Reorder] * 4, "a partition and its inverse in each of two layers"
+
+
+class Mixed(nn.Module):
+    """An MLP on tokens that `move` reorders, and adds in their new places."""
+
+    def __init__(self, move):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
+        self.move = move
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(self.move(self.norm(x)))))
+
+
+def _shifted(x):
+    grid = torch.roll(x.view(len(x), 4, -1, 16), (1, -2), (1, 2))
+    return grid.transpose(1, 2).reshape(x.shape)
+
+
+@pytest.mark.parametrize(
+    "move, kind",
+    [(_shifted, Reorder), (lambda x: x.flip(1), Reorder), (lambda x: _shifted(x.flip(2)), Replay),
+     (lambda x: torch.cat([x[:, 1:], x[:, 1:2]], 1), Replay),
+     (lambda x: x.float().roll(1, 1).to(x.dtype), Replay)],
+    ids=["shifted", "flipped", "columns too", "a token again", "rounded"],
+)  # fmt: skip
+def test_tokens_in_another_order(move, kind):
+    torch.manual_seed(0)
+    stock = nn.Sequential(Mixed(move), Mixed(move)).double()
+    model, inputs = convert(copy.deepcopy(stock)), [torch.randn(3, n, 16) for n in (24, 24, 32)]
+    for x in inputs:
+        ours, theirs = ([x.double().requires_grad_()] for _ in range(2))
+        with chunks_of(24):  # a sequence at a time
+            for one, given in ((model, ours), (stock, theirs)):
+                one.zero_grad()
+                y = one(*given)
+                y.square().sum().backward()
+                given += [y, *[p.grad for p in one.parameters()]]
+        for mine, other in zip(
+            (ours[0].grad, *ours[1:]), (theirs[0].grad, *theirs[1:]), strict=True
+        ):
+            torch.testing.assert_close(mine, other, rtol=1e-9, atol=1e-9)
+    assert {each.state for each in conversion(model)} == {"converted"}
+    assert [type(node) for node in steps(model) if isinstance(node, Replay)] == [kind] * 2
 
 
 def test_dropout_in_windows_is_drawn_by_sequence():
@@ -131,6 +177,27 @@ def test_a_stage_keeps_one_input_as_with_its_own_checkpointing(policy):
     assert all(isinstance(stage, Stage) for stage in stages)
     revert(model)
     assert not any(isinstance(stage, Stage) for stage in stages)
+
+
+def test_a_stage_repeats_its_forward_once():
+    """Layers keep products in a stage that runs again, instead of computing them a third time."""
+    model, batch = made("swin")
+    convert(model)
+    found = []
+    for policy, run in (("full", step), ("fast", step), ("fast", main_output_of)):
+        set_policy(model, "*", policy)
+        for _ in range(2):
+            run(model, batch)
+        with FlopCounterMode(display=False) as counter:
+            run(model, batch)
+        found.append(counter.get_total_flops())
+    repeated, once, forward = found
+    assert repeated <= once + forward
+
+
+def main_output_of(model, batch):
+    with torch.no_grad():
+        return main_output(model(**batch))
 
 
 def test_a_layer_that_ran_plainly_does_so_in_the_replay_of_a_checkpoint():
