@@ -168,7 +168,7 @@ def shifted_cases(at: Target, dtype: torch.dtype) -> Named:
 
 
 def modulated_cases(at: Target, dtype: torch.dtype) -> Named:
-    """Yield norms and gates by a condition of each sequence, in float32."""
+    """Yield norms and gates by a condition of each sequence or token, in float32."""
     sequences = Sequences(0, ROWS // 4, 4)
     for kind, width in (
         ("layer_norm", 1152), ("rms_norm", 2304), ("layer_norm", 3072), ("rms_norm", 4096),
@@ -179,6 +179,9 @@ def modulated_cases(at: Target, dtype: torch.dtype) -> Named:
         for kernel, _, launch in found:
             if kernel != "column_sum":
                 yield f"{kernel}_modulated {kind} {width}", launch
+    tokens, x, affine = Sequences(0, 1, ROWS), meta(dtype, ROWS, 3072), meta(FP32, ROWS, 3072)
+    for kernel, _, launch in _norm_launches(NormSpec(), x, x, affine, affine, at, tokens):
+        yield f"{kernel}_modulated layer_norm 3072 by token", launch
     x, y, z = (meta(dtype, ROWS, WIDTH) for _ in range(3))
     gate, sums = meta(FP32, 4, WIDTH), meta(FP32, 4 * WIDTH)
     yield "gate_add_fwd", pointwise.gate_add_fwd(x, y, gate, sequences, z)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+from fused_remat.autograd.engine import current_pass
 from fused_remat.layers.eligibility import Reason, wants_grad
 from fused_remat.layers.fallback import Checkpoint, Forward, attributes_as
 from fused_remat.layers.fused_layer import FusedLayer, is_traced
@@ -234,6 +235,7 @@ def around_layers(model: nn.Module, enabled: bool) -> None:
     """
     for stage in stages(model):
         stage.__class__ = stage.stage_of
+        vars(stage).pop("_runs_again", None)
     new: list[Any] = [*filter(_is_stage, model.modules() if enabled else ())]
     for stage in new:
         if "forward" not in vars(stage):
@@ -278,13 +280,18 @@ class Stage(nn.Module):
         forward = functools.partial(self.stage_of.forward, self)
         layers = [m for m in self.modules() if isinstance(m, FusedLayer)]
         is_plain = not self.training or self.gradient_checkpointing or torch.compiler.is_compiling()
-        full = all(m.policy == "full" and _settled(record_of(m)) for m in layers)
-        if is_plain or not torch.is_grad_enabled() or not full:
+        if is_plain or not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        if current_pass() == -1 or "_runs_again" not in vars(self):  # else a checkpoint repeats it
+            full = all(m.policy == "full" and _settled(record_of(m)) for m in layers)
+            vars(self)["_runs_again"] = full
+            for layer in layers:
+                record_of(layer).stage = _IN_STAGE if full else ""
+        if not vars(self)["_runs_again"]:
             return forward(*args, **kwargs)
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            # What layers keep in forward is dropped, and what they keep here lives for one stage.
-            with attributes_as([(layer, "_policy", "fast") for layer in layers]):
+            with attributes_as([(layer, "_policy", _IN_STAGE) for layer in layers]):
                 return forward(*args, **kwargs)
 
         return checkpoint(run, *args, use_reentrant=False, **kwargs)
@@ -292,6 +299,11 @@ class Stage(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> Any:
         made: Any = super().__reduce_ex__(protocol)
         return (_new_stage, (self.stage_of,), *made[2:])
+
+
+#: The policy of layers in a stage that runs again: what they keep in forward is dropped, and what
+#: they keep in backward lives for one stage.
+_IN_STAGE = "fast"
 
 
 def _settled(record: Record) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -362,6 +362,16 @@ class Precision:
     stream: torch.dtype  # of the residual stream and of the result; the input is converted to it
     compute: torch.dtype | None = None  # of everything else, if it is another
     autocast: torch.dtype | None = None  # of autocast where the user's own function runs
+
+    def cast(
+        self, tensors: Mapping[str, Tensor | None], streams: Iterable[str]
+    ) -> dict[str, Tensor | None]:
+        """Return the tensors with residual streams in the stream's dtype."""
+        cast = {**tensors}
+        for name in streams:
+            x = tensors[name]
+            cast[name] = None if x is None else x.to(self.stream)
+        return cast
 
 
 def low_dtype(x: Tensor) -> torch.dtype | None:

@@ -189,11 +189,11 @@ class FusedLayer(nn.Module):
                 return self._in_eager_mode(**arguments)
             return self._fall_back(inputs, compiling, arguments)
         graph, tensors, policy = inputs.graph, inputs.tensors, self._policy
+        if record is not None and record.stage and record.repeats:
+            policy = record.stage
         if inputs.precision is not None:
-            tensors = {**tensors}
-            for name in graph.inputs[: 1 + len(graph.side_outputs)]:
-                x: Any = tensors[name]
-                tensors[name] = x.to(inputs.precision.stream)
+            streams = graph.inputs[: 1 + len(graph.side_outputs)]
+            tensors = inputs.precision.cast(tensors, streams)
             if inputs.precision.compute is not None:
                 graph = mixed_precision(graph, inputs.precision.compute)
         if not isinstance(policy, str) and policy.segment is not None:

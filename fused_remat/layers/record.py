@@ -59,6 +59,7 @@ class Record:
     swaps_parameters: bool = False  # whether forward changes parameters and restores them
     reached: int = 0  # how often forward has reached `FusedLayer._call`
     watch: Callable[[], None] | None = None  # called with each training call in forward
+    stage: str = ""  # the policy in the stage around the layer, if that runs again in backward
 
     @property
     def repeats(self) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fused_remat.steps.activation import MLPActivation
-from fused_remat.steps.replay import At, Reorder, Replay, order_of
+from fused_remat.steps.replay import At, Replay, order_of
 from fused_remat.tracing.builder import Builder
 from fused_remat.tracing.functions import activation_of
 from fused_remat.tracing.isolation import Trial
@@ -75,14 +75,13 @@ def replay(t: Builder, number: int) -> str:
     is_reported = is_opaque or len(ops) > _FEW or any(o.name in HEAVY for o in ops)
     name = path or "forward" if is_reported else f"{path}.{op.kind}"
     name, kinds = t.unique(name), dict.fromkeys(o.kind for o in ops)
-    reorders = not (per_batch or params) and _reorders(t, program)
     if is_reported:
         heavy = ", ".join(dict.fromkeys(o.kind for o in ops if o.name in HEAVY))
         why = str(op.info) if is_opaque else f"it runs {heavy or f'{len(ops)} operations'}"
         t.replayed[name] = ReplayedSubmodule(path or "forward", why)
     tensors = tuple([t.param(n) for n in params])
     t.add(
-        (Reorder if reorders else Replay)(
+        Replay(
             name=name, xs=xs, tensors=tensors, function=name,
             what=name if is_reported else " → ".join(kinds),
             columns=layout.width, per_batch=per_batch,
@@ -188,18 +187,22 @@ def columns_of(t: Builder, program: Program) -> list[int] | None:
     return columns if is_same else None
 
 
-def _reorders(t: Builder, program: Program) -> bool:
-    """Return whether a program returns the tokens of each sequence in another order."""
+def reorders(t: Builder, node: Replay) -> bool:
+    """Return whether a replay returns the tokens of each sequence in another order."""
+    program, tokens = t.programs[node.function], t.tokens
     kinds = {op.kind for op in program.ops}
-    if not program.only_moves or program.draws or not kinds.isdisjoint(_TO):
+    if not program.only_moves or program.draws or program.pick or not kinds.isdisjoint(_TO):
         return False
 
     def moved(x: Tensor) -> Tensor:
-        return run(t, program, [x], [], At(1, t.tokens, 0))
+        return run(t, program, [x], [], At(1, tokens, 0))
 
-    layouts = (program.layout, *[layout for _, layout in program.sources])
-    is_one = len(layouts) == 2 and {t.tokens_of(layout) for layout in layouts} == {("input",)}
-    return is_one and order_of(moved, t.tokens, program.layout.width) is not None
+    layouts = [program.layout, *[layout for _, layout in program.sources]]
+    is_one = len(layouts) == 2 and layouts[0].width == layouts[1].width and not node.per_batch
+    if not is_one or {t.tokens_of(layout) for layout in layouts} != {("input",)}:
+        return False
+    order = order_of(moved, tokens, program.layout.width)
+    return order is not None and not order.equal(torch.arange(tokens))
 
 
 def run(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 
 from fused_remat.graph.graph import Graph
 from fused_remat.steps.activation import MLPActivation
@@ -18,7 +18,7 @@ from fused_remat.steps.attention import Attention
 from fused_remat.steps.linear import Linear
 from fused_remat.steps.node import Node
 from fused_remat.steps.norm import HeadNorm, Norm
-from fused_remat.steps.replay import Replay
+from fused_remat.steps.replay import Reorder, Replay
 from fused_remat.steps.residual import Add, DrawMask
 from fused_remat.steps.rotary import Rotary
 from fused_remat.steps.streams import Join
@@ -27,7 +27,7 @@ from fused_remat.tracing.heads import norms_of_heads
 from fused_remat.tracing.modulation import joined
 from fused_remat.tracing.program import Layout, Shapes, TracedBlock
 from fused_remat.tracing.quantized import check_reads
-from fused_remat.tracing.replays import HEAVY, columns_of, replay
+from fused_remat.tracing.replays import HEAVY, columns_of, reorders, replay
 from fused_remat.tracing.sizes import Size
 from fused_remat.tracing.steps import STEPS
 from fused_remat.tracing.streams import split_streams
@@ -63,6 +63,7 @@ class Tracer(Builder):
         split_streams(self)
         _split_linears(self)
         _join_sums(self)
+        _reorder(self)
         nodes = _with_roles(_ordered(self.nodes, sides))
         check_reads(self, nodes)
         params = dict.fromkeys(p for node in nodes for p in node.params if p)
@@ -173,6 +174,13 @@ class Tracer(Builder):
         if op.path is not None or (build is None and is_split):
             return lambda: replay(self, number)  # once for all parts, and not for each
         return build
+
+
+def _reorder(t: Builder) -> None:
+    """Let replays that return tokens in another order be steps that know the order."""
+    for name, node in t.nodes.items():
+        if type(node) is Replay and reorders(t, node):
+            t.nodes[name] = Reorder(**{f.name: getattr(node, f.name) for f in fields(node)})
 
 
 def _split_linears(t: Builder) -> None:
