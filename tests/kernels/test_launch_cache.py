@@ -136,7 +136,7 @@ def test_a_version_whose_launcher_is_not_known_is_used_as_documented(monkeypatch
     monkeypatch.setattr(launch, "_KNOWN", False)
     check(calls()["plain"])
     check(calls()["all gradients"])
-    assert described == ["dropout_add_fwd_kernel", "norm_bwd_kernel", "column_sum_kernel"]
+    assert described == ["dropout_add_fwd_kernel", "norm_bwd_kernel"]
 
 
 def test_plans_hold_no_tensor_and_keep_their_specs():

@@ -31,7 +31,7 @@ from fused_remat.steps.mixture import ExpertsDown
 from fused_remat.steps.modulation import GatedAdd, GatedLinear, ModulatedNorm
 from fused_remat.steps.node import Node
 from fused_remat.steps.norm import Norm
-from fused_remat.steps.replay import Replay
+from fused_remat.steps.replay import Reorder, Replay
 from fused_remat.steps.rotary import Rotary
 from fused_remat.steps.routing import Routing
 from fused_remat.tracing.call import Trace
@@ -226,7 +226,7 @@ CHANGES |= {
     "a replay x (1 + 1e-4)": lambda layer: (
         wrapped(layer, n, lambda run: lambda *given: run(*given) * (1.0 + 1e-4))
         for n in layer.of(Replay)
-        if not isinstance(n, Routing)  # which returns experts, too
+        if not isinstance(n, (Reorder, Routing))  # this returns experts, too
     ),
     "experts": with_fields(
         ExpertsDown,
@@ -400,10 +400,18 @@ def _sequence(layer):
             yield changed(layer, node, batched=())
 
 
+@change("tokens in a wrong order")
+def _order(layer):
+    for node in layer.of(Reorder):  # a copy, which knows no order yet
+        nodes = [replace(n) if n is node else n for n in layer.nodes]
+        rolled = {node.function: lambda run: lambda *given: run(*given).roll(1, 0)}
+        yield Wrong(node.name, nodes, rolled)
+
+
 @change("a gradient of a replay is lost")
 def _detached(layer):
     for node in layer.of(Replay):
-        for i in range(len(node.xs)):
+        for i in range(len(node.xs) if not isinstance(node, Reorder) else 0):
 
             def lost(run, i=i):
                 return lambda at, xs, *rest: run(at, [*xs[:i], xs[i].detach(), *xs[i + 1 :]], *rest)

